@@ -1,9 +1,8 @@
-//! A digest of guest memory: the same on both sides, in whatever order and messages its frames
-//! came.
+//! A digest of guest memory that does not depend on the order in which frames were sent.
 //!
-//! The sum, modulo 2^128, of XXH3 over each frame that is not all zeros, seeded with the frame's
-//! number: a frame that the other side does not have because it is zero does not count, two frames
-//! exchanged do. It finds accidents; it is no signature.
+//! The digest is the sum, modulo 2^128, of XXH3 over each frame that is not all zeros, seeded with
+//! the frame's number. So a zero frame that one end does not have does not count, and two exchanged
+//! frames do. It detects accidents; it is no signature.
 
 use std::fmt;
 use std::io;
@@ -17,7 +16,7 @@ use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestAddress};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
-/// What each side has by its own account.
+/// The digests of both ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryDigests {
     /// The source's.
@@ -32,10 +31,10 @@ impl fmt::Display for MemoryDigests {
     }
 }
 
-/// How fast memory is digested at least, bytes/s, for limits.
+/// Lower bound on the rate of digesting memory, bytes/s, for limits.
 const LEAST_RATE: u64 = 250 << 20;
 
-/// What digesting so many frames may add to a limit, on either side.
+/// Returns what digesting this number of frames may add to a limit, at either end.
 pub(crate) fn allowance(frames: u64) -> Duration {
     Duration::from_secs(1 + frames.saturating_mul(PAGE_SIZE) / LEAST_RATE)
 }
@@ -43,11 +42,11 @@ pub(crate) fn allowance(frames: u64) -> Duration {
 /// Frames that a thread takes at a time, 2 MiB.
 const PIECE: u64 = 512;
 
-/// Threads at most: memory is not faster with more.
+/// Upper bound on threads: memory is not faster with more.
 const MAX_THREADS: usize = 8;
 
-/// The digest of `runs`, which the guest must not write meanwhile. Reads them once: some 10 GB/s a
-/// thread at best.
+/// Computes the digest of `runs`, which the guest must not write meanwhile. Reads them once, at
+/// some 10 GB/s a thread at best.
 pub(crate) fn of(ram: &GuestRam, runs: &[FrameRun]) -> io::Result<u128> {
     let pieces = Mutex::new(runs.iter().flat_map(|run| run.chunks(PIECE)));
     let next = || pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
@@ -60,7 +59,7 @@ pub(crate) fn of(ram: &GuestRam, runs: &[FrameRun]) -> io::Result<u128> {
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
     std::thread::scope(|scope| {
-        // Where no thread can be had, this one does it all.
+        // If no thread can be started, this one does it all.
         let start = |_| std::thread::Builder::new().spawn_scoped(scope, sum).ok();
         let others: Vec<ScopedJoinHandle<'_, _>> = (1..threads).filter_map(start).collect();
         others.into_iter().try_fold(sum()?, |all, thread| match thread.join() {

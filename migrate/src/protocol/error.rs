@@ -1,4 +1,4 @@
-//! What a peer can do wrong.
+//! Errors of a peer, or of the connection to it.
 
 use std::io;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::tag::Tag;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// Bytes that are no header or record, a wrong checksum, a connection that broke.
+    /// Bytes that are no header or record, a wrong checksum, or a broken connection.
     #[error("{0}")]
     Format(#[from] FormatError),
     /// A record that is no message.
@@ -33,12 +33,12 @@ pub enum WireError {
         /// The tag.
         tag: u16,
     },
-    /// A message that does not belong there.
+    /// A message that may not come there.
     #[error("{} came where {expected} was expected", found.name())]
     Unexpected {
         /// What came.
         found: Tag,
-        /// What could have.
+        /// What could have come.
         expected: &'static str,
     },
     /// Frames that the guest does not have.
@@ -49,7 +49,7 @@ pub enum WireError {
         /// The run.
         run: FrameRun,
     },
-    /// Blocks of a drive that does not go along.
+    /// Blocks of a disk that is not copied.
     #[error("a {} message names drive {drive}, and {drives} go along", message.name())]
     NoDrive {
         /// BLOCKS or BLOCK_ZEROS.
@@ -59,14 +59,14 @@ pub enum WireError {
         /// How many there are.
         drives: usize,
     },
-    /// Blocks that the drive does not have.
+    /// Blocks that the disk does not have.
     #[error("a {} message names blocks {}..{} of disk \"{id}\", which has {blocks}", message.name(), run.start.0, run.end().0)]
     OutsideDrive {
         /// BLOCKS or BLOCK_ZEROS.
         message: Tag,
         /// The blocks.
         run: FrameRun,
-        /// The drive's name.
+        /// The disk's name.
         id: String,
         /// Blocks that it has.
         blocks: u64,
@@ -91,7 +91,7 @@ pub enum WireError {
         /// The bound.
         limit: u64,
     },
-    /// The source keeps the receiver and moves next to nothing.
+    /// The source occupies the receiver and moves almost nothing.
     #[error(
         "the source moved {found} bytes of memory and state in {:.1} s, less than the {least} that it has to",
         window.as_secs_f64()
@@ -101,7 +101,7 @@ pub enum WireError {
         found: u64,
         /// In which time.
         window: Duration,
-        /// What it has to move in that time.
+        /// What it must move in that time.
         least: u64,
     },
     /// A decision about another migration.
@@ -129,20 +129,20 @@ pub enum WireError {
 }
 
 impl WireError {
-    /// `found` came where something else should have.
+    /// Makes the error that `found` came where it may not.
     pub(crate) fn unexpected(found: Tag, expected: &'static str) -> Self {
         Self::Unexpected { found, expected }
     }
 
-    /// The peer made no progress for as long as it was allowed to.
+    /// Whether this is a timeout: the peer made no progress.
     pub(crate) fn is_silence(&self) -> bool {
         matches!(self, Self::Format(FormatError::Io(e)) if e.kind() == io::ErrorKind::TimedOut)
     }
 
-    /// The connection ended or broke: not silence, and not what came over it.
+    /// Whether the connection ended or broke, which excludes timeouts and what came over it.
     pub(crate) fn is_loss(&self) -> bool {
         match self {
-            // What the link itself makes up (its limits, a stop) has no number of the system's.
+            // Errors that the link itself makes (limits, a stop) have no error number.
             Self::Format(FormatError::Io(e)) => {
                 e.kind() == io::ErrorKind::UnexpectedEof || e.raw_os_error().is_some()
             }

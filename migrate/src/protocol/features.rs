@@ -8,8 +8,7 @@ pub(crate) const PACKED_CONTENTS: u64 = 2;
 pub(crate) const MEMORY_DIGEST: u64 = 4;
 /// A feature bit of HELLO: long runs may come as FRAMES.
 pub(crate) const DIRECT_FRAMES: u64 = 8;
-/// A feature bit of HELLO: a destination that makes copies of drives, by DRIVES and what follows
-/// from it.
+/// A feature bit of HELLO: disks can be copied (DRIVES and its messages).
 pub(crate) const COPIES_DRIVES: u64 = 16;
 /// A feature bit of HELLO: the state may come before the last pass.
 pub(crate) const EARLY_STATE: u64 = 32;

@@ -2,13 +2,14 @@
 
 use uuid::Uuid;
 
-/// Names one migration: made by the source, unguessable, in every message that decides something.
+/// The name of a migration. The source makes it; it cannot be guessed, and is in every message that
+/// decides something.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct Token(pub Uuid);
 
 impl Token {
-    /// A new one.
+    /// Makes a new token.
     pub fn random() -> Self {
         Self(Uuid::new_v4())
     }

@@ -2,7 +2,7 @@
 
 use driftline_dirty_tracker::{Layout, Slot};
 
-/// The first thing in which the memory layout of a guest built here is not its source's.
+/// The first difference between the memory layouts of a guest built here and of its source.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum LayoutDifference {
     /// The number of slots.
@@ -28,7 +28,8 @@ pub enum LayoutDifference {
 }
 
 impl LayoutDifference {
-    /// Compares field by field, slots ascending by address; `None` if the layouts are the same.
+    /// Compares two layouts field by field, slots ascending by address; `None` if they are the
+    /// same.
     pub(crate) fn between(ours: &Layout, theirs: &Layout) -> Option<Self> {
         let fields = |of: &Slot| {
             [

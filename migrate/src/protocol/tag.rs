@@ -1,4 +1,4 @@
-//! The messages' tags: numbers, names, and how long each may be.
+//! Tags of messages: numbers, names, and upper bounds on lengths.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 
@@ -7,19 +7,19 @@ use super::limits::{
     MAX_SECTION, MAX_SLOTS, MAX_TEXT, MAX_ZERO_RUNS,
 };
 
-/// Names a message on the wire. Tags are never reused.
+/// The number that names a message on the wire. Numbers are never reused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u16)]
 pub enum Tag {
-    /// Both: who speaks.
+    /// Both: introduction.
     Hello = 1,
-    /// Destination: not with you; nothing was begun.
+    /// Destination: refusal; nothing was begun.
     Refused = 2,
-    /// Either: it ends here, and why.
+    /// Either: the migration ends, and why.
     Abort = 3,
-    /// Source: the machine to build.
+    /// Source: description of the machine.
     Config = 4,
-    /// Destination: the machine stands, paused and zeroed.
+    /// Destination: the machine is built, paused and zeroed.
     Ready = 5,
     /// Source: a pass begins.
     PassBegin = 6,
@@ -33,47 +33,45 @@ pub enum Tag {
     PassAck = 10,
     /// Source: one state section.
     State = 11,
-    /// Source: that was all.
+    /// Source: end of the state.
     StateEnd = 12,
-    /// Destination: restored, paused, and this is what I have.
+    /// Destination: restored and paused; what it has.
     Prepared = 13,
-    /// Source: the guest is yours.
+    /// Source: the destination may run the guest.
     Commit = 14,
-    /// Destination: taken over.
+    /// Destination: the guest was taken over.
     Running = 15,
-    /// Source, on a connection of its own: what became of it?
+    /// Source, on a connection of its own: question about a migration.
     Query = 16,
-    /// Destination: this.
+    /// Destination: answer to a question.
     Answer = 17,
-    /// Source: the guest here has ended and its record is gone; you may forget the migration.
+    /// Source: the migration is settled here, and the destination may forget it.
     Ended = 18,
-    /// Source: frames that pass 0 will bring, to be prepared meanwhile.
+    /// Source: frames that pass 0 will send, to be preallocated.
     Expect = 19,
-    /// Source: nobody is reached here any more; what has come for the guest since its state was
-    /// saved.
+    /// Source: the guest is detached here; packets that came since its state was saved.
     Late = 20,
-    /// Source: a run of frames whose content came straight from the guest's memory, without a
-    /// checksum.
+    /// Source: a run of frames straight from guest memory, without a checksum of the content.
     Frames = 21,
-    /// Source: frames with content, made smaller.
+    /// Source: frames with compressed content.
     Packed = 22,
-    /// Source, on a connection that joins a migration: which.
+    /// Source, on a further connection: the migration that it joins.
     Join = 23,
-    /// Source, before CONFIG: the drives that go along.
+    /// Source, before CONFIG: the disks that are copied.
     Drives = 24,
-    /// Source: blocks of a drive, with content.
+    /// Source: blocks of a disk, with content.
     Blocks = 25,
-    /// Source: blocks of a drive, of zeros.
+    /// Source: blocks of a disk, of zeros.
     BlockZeros = 26,
-    /// Source: the drives' part of a pass ends.
+    /// Source: end of the disks' part of a pass.
     BlocksEnd = 27,
-    /// Source: how many connections have joined.
+    /// Source: number of connections that have joined.
     Connections = 28,
-    /// Source: say what memory you have.
+    /// Source: request for a digest of memory.
     Verify = 29,
-    /// Destination: this, as a digest.
+    /// Destination: digest of memory.
     Digest = 30,
-    /// Source: all of the state has come, and the last pass follows.
+    /// Source: end of a state that precedes the last pass.
     StateWhole = 31,
 }
 
@@ -112,7 +110,7 @@ impl Tag {
         Tag::StateWhole,
     ];
 
-    /// The tag with this number, if it is one of this version's.
+    /// Returns the tag with this number, if this version has it.
     pub fn from_number(n: u16) -> Option<Self> {
         Self::ALL.into_iter().find(|t| *t as u16 == n)
     }
@@ -154,7 +152,7 @@ impl Tag {
         }
     }
 
-    /// Most payload bytes, checked before anything is allocated for them.
+    /// Upper bound on payload bytes, checked before anything is allocated for them.
     pub(crate) const fn limit(self) -> u32 {
         match self {
             Self::Hello => 16 + MAX_TEXT as u32,
@@ -184,7 +182,7 @@ impl Tag {
         }
     }
 
-    /// How much of a payload of `length` bytes lies under its checksum: all of it, but of FRAMES.
+    /// Bytes of a payload of `length` bytes that its checksum covers: all, except for FRAMES.
     pub(crate) const fn checked(self, length: u32) -> u32 {
         match self {
             Self::Frames if length > FRAMES_HEAD => FRAMES_HEAD,

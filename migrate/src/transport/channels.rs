@@ -2,16 +2,16 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What the connections of one migration share, while there are several.
+/// What the channels of one migration share while there are several.
 #[derive(Debug, Default)]
 pub(crate) struct ChannelGroup {
     halted: AtomicBool,
-    /// Grows with every read and write of any of them.
+    /// Number of reads and writes on any of them.
     progress: AtomicU64,
 }
 
 impl ChannelGroup {
-    /// Ends any wait of any of them, within [`SLICE`](super::link::SLICE).
+    /// Ends every wait on any of them within [`SLICE`](super::link::SLICE).
     pub(crate) fn halt(&self) {
         self.halted.store(true, Ordering::Relaxed);
     }
@@ -24,7 +24,7 @@ impl ChannelGroup {
         self.progress.load(Ordering::Relaxed)
     }
 
-    /// A read or write of one of them has ended.
+    /// Notes that a read or write has ended.
     pub(super) fn note_progress(&self) {
         self.progress.fetch_add(1, Ordering::Relaxed);
     }

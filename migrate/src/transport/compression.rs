@@ -1,7 +1,6 @@
-//! Contents made smaller: which codecs there are, and one message's content through them.
+//! Compression of contents, message by message.
 //!
-//! Off by default: what a codec's time saves depends on the link and the guest. Buffers are made
-//! once.
+//! Off by default: whether it pays depends on the link and the guest. Buffers are allocated once.
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,26 +14,26 @@ use crate::protocol::error::WireError;
 use crate::protocol::limits::MAX_PAGES;
 use crate::protocol::tag::Tag;
 
-/// The most content of one message, bytes.
+/// Upper bound on the content of one message, bytes.
 const MOST: usize = (MAX_PAGES * PAGE_SIZE) as usize;
 
-/// zstd's fastest level but for the negative ones, which are for what lz4 does better.
+/// zstd's fastest level apart from the negative ones, which lz4 outdoes.
 const ZSTD_LEVEL: i32 = 1;
 
-/// How the contents of frames are made smaller on the wire.
+/// How the contents of frames are compressed on the wire.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Compression {
-    /// Not at all.
+    /// No compression.
     #[default]
     None,
-    /// LZ4 blocks: the faster one.
+    /// LZ4 blocks, the faster codec.
     Lz4,
-    /// Zstandard, level 1: the one that makes them smaller.
+    /// Zstandard, level 1, the codec that compresses more.
     Zstd,
 }
 
-/// A compression that does not exist.
+/// The name of a compression that does not exist.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("there is no compression \"{0}\"; there are none, lz4 and zstd")]
 pub struct UnknownCompression(String);
@@ -62,7 +61,7 @@ impl fmt::Display for Compression {
     }
 }
 
-/// Makes contents smaller.
+/// Compresses contents.
 pub(crate) struct Packer {
     codec: Codec,
     zstd: Option<zstd::bulk::Compressor<'static>>,
@@ -70,7 +69,7 @@ pub(crate) struct Packer {
 }
 
 impl Packer {
-    /// `None` for no compression.
+    /// Makes a compressor; `None` for no compression.
     pub(crate) fn new(compression: Compression) -> Result<Option<Self>, TransportError> {
         let codec = match compression {
             Compression::None => return Ok(None),
@@ -90,7 +89,7 @@ impl Packer {
         self.codec
     }
 
-    /// `contents`, smaller by an eighth at least; `None` if it is not.
+    /// Compresses `contents`; `None` unless that saves at least an eighth.
     pub(crate) fn pack(&mut self, contents: &[u8]) -> Option<&[u8]> {
         let room = &mut self.packed[..];
         let length = match &mut self.zstd {
@@ -102,20 +101,20 @@ impl Packer {
     }
 }
 
-/// Makes contents what they were.
+/// Decompresses contents.
 pub(crate) struct Unpacker {
     zstd: Option<zstd::bulk::Decompressor<'static>>,
     contents: Vec<u8>,
 }
 
 impl Unpacker {
-    /// Takes no memory until it is used.
+    /// Makes a decompressor, which allocates on first use.
     pub(crate) fn new() -> Self {
         Self { zstd: None, contents: Vec::new() }
     }
 
-    /// The content of `frames` frames, at most [`MAX_PAGES`]; an error if `packed`, which a peer
-    /// sent, is not that.
+    /// Decompresses the content of `frames` frames, at most [`MAX_PAGES`]. Fails if `packed`, which
+    /// a peer sent, is not exactly that.
     pub(crate) fn unpack(
         &mut self,
         codec: Codec,

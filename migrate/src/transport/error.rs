@@ -1,4 +1,4 @@
-//! Why a message was not sent or received.
+//! Why a message could not be sent or received.
 
 use std::io;
 
@@ -10,7 +10,7 @@ pub(crate) enum TransportError {
     /// The connection, or what came over it.
     #[error("{0}")]
     Wire(#[from] WireError),
-    /// Something on this host's side.
+    /// An operation on this host.
     #[error("{what} failed: {cause}")]
     System {
         /// The operation.

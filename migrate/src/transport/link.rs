@@ -1,7 +1,7 @@
 //! One TCP connection with limits: it never waits for ever, and a stop request ends any wait.
 //!
-//! Reads and writes wait in slices of [`SLICE`]; between two slices the link looks at its stop
-//! flag and its limits: `progress_timeout`, how long a peer may make no progress, and an absolute
+//! Reads and writes wait in slices of [`SLICE`]. Between two slices the link checks its stop flag
+//! and its limits: `progress_timeout`, the longest time without any progress, and an absolute
 //! deadline.
 
 use std::io::{self, IoSlice, Read, Write};
@@ -17,11 +17,11 @@ use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile}
 use super::channels::ChannelGroup;
 use super::stop::Stop;
 
-/// How long a stop request may go unnoticed.
+/// Longest delay until a stop request is noticed.
 pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// Idle time after which the kernel probes the peer.
 const KEEPALIVE: Duration = Duration::from_secs(5);
-/// Upper bound on closing a conversation: saying why it ends, and the peer hearing it.
+/// Upper bound on closing a conversation: sending the reason, and the peer reading it.
 const CLOSING_LIMIT: Duration = Duration::from_secs(2);
 
 /// A connection with limits.
@@ -35,7 +35,7 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    /// Takes over a connection. `progress_timeout` bounds how long the peer may make no progress.
+    /// Wraps a connection. `progress_timeout` is the longest time without any progress of the peer.
     pub(crate) fn new(
         stream: TcpStream,
         progress_timeout: Duration,
@@ -59,8 +59,8 @@ impl Link {
     ) -> io::Result<Self> {
         let (tell, told) = mpsc::channel();
         let name = peer.strip_prefix("tcp:").unwrap_or(peer).to_owned();
-        // A thread of its own, because name look-ups and connects cannot be cut short: if this side
-        // stops waiting, the thread ends by itself and closes what it got.
+        // On a thread of its own, because name look-ups and connects cannot be interrupted. If this
+        // side stops waiting, the thread ends by itself and closes what it got.
         std::thread::Builder::new().name("migrate-connect".into()).spawn(move || {
             let _ = tell.send(connect_any(&name, timeout));
         })?;
@@ -88,23 +88,23 @@ impl Link {
         self.deadline = deadline;
     }
 
-    /// Closes the connection at once, in both directions; bytes under way may still arrive.
+    /// Closes the connection at once, in both directions; bytes in flight may still arrive.
     pub(crate) fn close(&self) {
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 
-    /// Sets the stop flag to look at.
+    /// Sets the stop flag to check.
     pub(crate) fn set_stop(&mut self, stop: Arc<Stop>) {
         self.stop = stop;
     }
 
-    /// Makes this connection one of several: each other's progress counts for its progress timeout,
-    /// and each ends with the others.
+    /// Puts this connection into a group: progress on any of them restarts the progress timeout of
+    /// each, and they end together.
     pub(crate) fn set_group(&mut self, group: Option<Arc<ChannelGroup>>) {
         self.group = group;
     }
 
-    /// Another handle to the same connection, to close it by.
+    /// Returns another handle that can close the connection.
     pub(crate) fn closer(&self) -> io::Result<Closer> {
         self.stream.try_clone().map(Closer)
     }
@@ -116,22 +116,22 @@ impl Link {
             || self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
-    /// How long the peer may make no progress.
+    /// The longest time without any progress of the peer.
     pub(crate) fn progress_timeout(&self) -> Duration {
         self.progress_timeout
     }
 
-    /// Sets how long the peer may make no progress.
+    /// Sets the longest time without any progress of the peer.
     pub(crate) fn set_progress_timeout(&mut self, progress_timeout: Duration) {
         self.progress_timeout = progress_timeout;
     }
 
-    /// Who is at the other end, for logs.
+    /// The peer's address, for logs.
     pub(crate) fn peer(&self) -> String {
         self.stream.peer_addr().map_or("an unknown peer".to_owned(), |a| a.to_string())
     }
 
-    /// Whether bytes, or the connection's end, wait to be read. Does not block.
+    /// Whether bytes, or the end of the connection, can be read. Does not block.
     pub(crate) fn has_incoming(&self) -> bool {
         let mut byte = [std::mem::MaybeUninit::uninit()];
         let peeked = SockRef::from(&self.stream)
@@ -139,14 +139,13 @@ impl Link {
         peeked.map_or_else(|e| !waits(&e), |_| true)
     }
 
-    /// Has the kernel keep small writes back until this is taken back: they go together. It does so
-    /// for 200 ms at most, and that it cannot only costs packets.
+    /// Corks the socket: the kernel holds small writes back, for 200 ms at most, until it is
+    /// uncorked. A failure only costs packets.
     pub(crate) fn set_cork(&self, corked: bool) {
         let _ = SockRef::from(&self.stream).set_tcp_cork(corked);
     }
 
-    /// From now on a stop request is no reason to fail, and everything ends after
-    /// [`CLOSING_LIMIT`].
+    /// Begins to close: stop requests are ignored, and everything ends after [`CLOSING_LIMIT`].
     pub(crate) fn begin_closing(&mut self) {
         self.stop = Arc::default();
         self.group = None;
@@ -154,9 +153,9 @@ impl Link {
         self.deadline = Some(Instant::now() + CLOSING_LIMIT);
     }
 
-    /// Says that nothing more will be written, and swallows what the peer still sends until it has
-    /// closed too or the deadline has passed: a close with unread bytes would reset the connection
-    /// and lose our reason.
+    /// Ends the writing half, and discards what the peer still sends until it closes as well or the
+    /// deadline passes. Closing with unread bytes would reset the connection and lose the reason
+    /// that was sent.
     pub(crate) fn hang_up(&mut self) {
         if self.stream.shutdown(std::net::Shutdown::Write).is_err() {
             return;
@@ -165,8 +164,8 @@ impl Link {
         while self.deadline.is_some_and(|d| Instant::now() < d) && self.read(&mut sink).is_ok() {}
     }
 
-    /// Writes all of `buf`, which more follows at once: no packet is made for it alone. From its
-    /// first byte on `torn` is true.
+    /// Writes all of `buf`. More follows at once, so no packet is made for it alone. Sets `torn`
+    /// from its first byte on.
     pub(crate) fn write_all_more(&mut self, mut buf: &[u8], torn: &mut bool) -> io::Result<()> {
         while !buf.is_empty() {
             let sent = self.wait_until("took", |s| {
@@ -178,7 +177,7 @@ impl Link {
         Ok(())
     }
 
-    /// Writes a piece of guest memory from where it is.
+    /// Writes guest memory without copying it first.
     pub(crate) fn write_all_volatile<B: BitmapSlice>(
         &mut self,
         slice: &VolatileSlice<'_, B>,
@@ -194,7 +193,7 @@ impl Link {
         Ok(())
     }
 
-    /// Fills a piece of guest memory from the stream.
+    /// Reads from the stream straight into guest memory.
     pub(crate) fn read_exact_volatile<B: BitmapSlice>(
         &mut self,
         slice: &VolatileSlice<'_, B>,
@@ -226,7 +225,7 @@ impl Link {
             if self.group.as_ref().is_some_and(|group| group.is_halted()) {
                 return Err(io::Error::other("another connection of this migration has ended"));
             }
-            // A peer that trickles always makes progress: the deadline comes before any of it.
+            // The deadline is checked first, because a peer that trickles always makes progress.
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
                 return Err(silent(verb, begun.elapsed()));
             }
@@ -252,12 +251,12 @@ impl Link {
     }
 }
 
-/// Closes a connection that somebody else reads.
+/// Closes a connection that another thread reads.
 #[derive(Debug)]
 pub(crate) struct Closer(TcpStream);
 
 impl Closer {
-    /// Closes it at once, in both directions: who waits for it waits no more.
+    /// Closes the connection at once, in both directions, which ends the reader's wait.
     pub(crate) fn close(&self) {
         let _ = self.0.shutdown(std::net::Shutdown::Both);
     }
@@ -301,8 +300,8 @@ fn closed() -> io::Error {
 }
 
 impl Read for Link {
-    /// Never returns 0 for a buffer that is not empty: the end of the stream is an error here,
-    /// because every reader knows how much it needs.
+    /// Never returns 0 for a buffer that is not empty: the end of the stream is an error, because
+    /// every reader knows how much it needs.
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         match self.wait_until("sent", |s| s.read(buf))? {
             0 if !buf.is_empty() => Err(closed()),

@@ -1,22 +1,22 @@
-//! The request to stop, which every wait looks at.
+//! The stop request, which every wait checks.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-/// The point after which a stop is refused was passed before it was requested.
+/// The stop was requested after the point of no return.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct TooLate;
 
 const OPEN: u8 = 0;
 const CANCELLED: u8 = 1;
 const SEALED: u8 = 2;
-/// The guest that was sealed does not run here after all.
+/// The take-over failed after the point of no return.
 const UNSEALED: u8 = 3;
 
-/// The stop flag, and the point after which it cannot be set any more: one of the two comes first.
+/// The stop flag and the point of no return: the first of the two wins.
 #[derive(Debug, Default)]
 pub(crate) struct Stop {
     state: AtomicU8,
-    /// It was asked to stop, in time or not.
+    /// Whether a stop was requested, in time or not.
     asked: AtomicBool,
 }
 
@@ -29,14 +29,14 @@ impl Stop {
         }
     }
 
-    /// Passes the point of no return; `false` if it was cancelled before.
+    /// Passes the point of no return. Returns false if a stop came first.
     pub(crate) fn seal(&self) -> bool {
         !matches!(self.exchange(OPEN, SEALED), Err(CANCELLED))
     }
 
-    /// At a destination whose take-over has failed: requests to stop are no longer refused.
+    /// Accepts stop requests again, at a destination whose take-over has failed.
     pub(crate) fn unseal(&self) {
-        // Fails if the flag was forced meanwhile.
+        // Has no effect if the flag was forced meanwhile.
         let _ = self.exchange(SEALED, UNSEALED);
     }
 
@@ -52,12 +52,12 @@ impl Stop {
         self.state.load(Ordering::SeqCst) == CANCELLED
     }
 
-    /// Whether anybody has asked to stop, also when that was too late.
+    /// Whether a stop was requested, even too late.
     pub(crate) fn is_asked(&self) -> bool {
         self.asked.load(Ordering::SeqCst)
     }
 
-    /// Sets the flag for good: whoever reads with it is to end.
+    /// Sets the flag for good, which ends every wait that checks it.
     pub(crate) fn force(&self) {
         self.state.store(CANCELLED, Ordering::SeqCst);
     }
@@ -75,7 +75,7 @@ mod tests {
         assert!(stop.is_asked());
         stop.unseal();
         assert_eq!(stop.cancel(), Ok(()));
-        // The failure is told as what it is.
+        // The failure is reported as such, and not as a cancellation.
         assert!(!stop.is_cancelled());
     }
 }

@@ -1,7 +1,8 @@
 //! Records over a byte stream: sequence numbers, bounds, checksums.
 //!
-//! Generic over the stream, so that tests, tools and the fuzzer read the same way as a socket is
-//! read. One buffer for the payload, reused, grown to what a message of a known tag may have.
+//! Generic over the stream, so that tests, tools and the fuzzer use the same code as a socket. One
+//! buffer holds payloads; it is reused, and grows to at most what a message of a known tag may
+//! have.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::time::{Duration, Instant};
@@ -21,13 +22,13 @@ use crate::protocol::error::WireError;
 use crate::protocol::message::{Message, RawRun, clip};
 use crate::protocol::tag::Tag;
 
-/// Most payload bytes of a record of an unknown tag that may be skipped.
+/// Upper bound on the payload bytes of a skipped record with an unknown tag.
 const MAX_SKIPPED: u32 = 64 << 10;
 
-/// Most records of unknown tags that may be skipped between two messages.
+/// Upper bound on skipped records with unknown tags between two messages.
 const MAX_SKIPPED_RECORDS: u64 = 16;
 
-/// How long words may take that a peer says because another connection failed.
+/// Upper bound on waiting for a peer's reason after another connection failed.
 const PENDING_LIMIT: Duration = Duration::from_millis(500);
 
 /// Both directions of one connection.
@@ -39,11 +40,11 @@ pub(crate) struct Wire<S> {
     payload: Vec<u8>,
     sent_bytes: u64,
     received_bytes: u64,
-    /// Bytes of the last message that its reader has not yet fetched.
+    /// Bytes of the last message's content that are still in the stream.
     content: usize,
-    /// Reading broke off behind the head of a record: what comes next is not one.
+    /// Reading failed within a record, so what follows in the stream is not a record.
     astray: bool,
-    /// A write failed half-way: nothing that follows would be read as a record.
+    /// A write failed within a record, so nothing that follows would be read as one.
     torn: bool,
 }
 
@@ -71,19 +72,19 @@ impl<S> Wire<S> {
         &mut self.stream
     }
 
-    /// Everything written, heads included.
+    /// Bytes written, including heads.
     pub(crate) fn sent_bytes(&self) -> u64 {
         self.sent_bytes
     }
 
-    /// Everything read, heads included.
+    /// Bytes read, including heads.
     pub(crate) fn received_bytes(&self) -> u64 {
         self.received_bytes
     }
 }
 
 impl<S: Write> Wire<S> {
-    /// Opens this side of the conversation. A destination knows no guest yet: nil and 0.
+    /// Sends this side's header. A destination knows no guest yet, and sends nil and 0.
     pub(crate) fn send_header(&mut self, guest: Option<(VmId, u32)>) -> Result<(), WireError> {
         let (vm_id, layout) = guest.unwrap_or((VmId(Uuid::nil()), 0));
         Header::new(MAGIC_STREAM, vm_id, 0, layout).write_to(&mut self.stream)?;
@@ -96,8 +97,8 @@ impl<S: Write> Wire<S> {
         self.send_parts(message.tag(), &[&message.to_bytes()])
     }
 
-    /// Sends a message whose payload lies in pieces, without joining them first. The pieces must
-    /// not change meanwhile: the checksum goes before them.
+    /// Sends a message whose payload is in pieces, without joining them. The pieces must not change
+    /// meanwhile, because the checksum precedes them.
     pub(crate) fn send_parts(&mut self, tag: Tag, parts: &[&[u8]]) -> Result<(), WireError> {
         let length: usize = parts.iter().map(|p| p.len()).sum();
         let head = self.head(tag, length, parts);
@@ -110,7 +111,7 @@ impl<S: Write> Wire<S> {
         Ok(())
     }
 
-    /// The head of the next record, whose checksum is over `parts`.
+    /// Returns the head of the next record, with a checksum over `parts`.
     fn head(&self, tag: Tag, length: usize, parts: &[&[u8]]) -> [u8; RECORD_HEAD_LEN] {
         debug_assert!(length <= tag.limit() as usize, "{} of {length} bytes", tag.name());
         RecordHead {
@@ -126,8 +127,8 @@ impl<S: Write> Wire<S> {
 }
 
 impl Wire<Link> {
-    /// Sends a run of frames from where they are, as they are when the kernel takes them: the guest
-    /// may write them meanwhile, so there is no checksum of them.
+    /// Sends a run of frames straight from guest memory. There is no checksum of them, because the
+    /// guest may write them meanwhile.
     pub(crate) fn send_frames(
         &mut self,
         ram: &GuestRam,
@@ -150,8 +151,8 @@ impl Wire<Link> {
         Ok(())
     }
 
-    /// Fetches the content of the FRAMES that [`recv`](Self::recv) has just given, straight to its
-    /// frames.
+    /// Reads the content of the FRAMES that [`recv`](Self::recv) has just returned straight into
+    /// guest memory.
     pub(crate) fn recv_frames(
         &mut self,
         ram: &GuestRam,
@@ -169,18 +170,18 @@ impl Wire<Link> {
         Ok(())
     }
 
-    /// Tells the peer that it ends here, and why, if a record can still be written, and hangs up.
-    /// Takes at most about two seconds, whatever was requested to stop.
+    /// Sends the peer a reason, if a record can still be written, and closes. Takes about two
+    /// seconds at most, and ignores stop requests.
     pub(crate) fn abort(&mut self, tag: Tag, reason: &str) {
         self.stream.begin_closing();
         if !self.torn {
-            // The peer may be gone; then it needs no reason.
+            // A peer that is gone needs no reason.
             let _ = self.send_parts(tag, &[clip(reason).as_bytes()]);
         }
         self.stream.hang_up();
     }
 
-    /// What the peer said, or is just saying, before it goes, if it does.
+    /// Returns the reason that the peer has sent, or is just sending, if it gives up.
     pub(crate) fn pending_abort(&mut self) -> Option<WireError> {
         self.stream.set_deadline(Some(Instant::now() + PENDING_LIMIT));
         let said = self.read_abort();
@@ -188,13 +189,14 @@ impl Wire<Link> {
         said
     }
 
-    /// After a failed write: what the peer said before it went, if it did.
+    /// Returns the reason that the peer sent before a write to it failed, if it did. Begins to
+    /// close.
     pub(crate) fn closing_abort(&mut self) -> Option<WireError> {
         self.stream.begin_closing();
         self.read_abort()
     }
 
-    /// Reads on to the words with which the peer ends, over all that was under way before them.
+    /// Reads up to the peer's ABORT or REFUSED, over everything before it.
     fn read_abort(&mut self) -> Option<WireError> {
         while !self.astray {
             if self.content > 0 {
@@ -214,7 +216,7 @@ fn memory(what: &'static str) -> impl Fn(vm_memory::GuestMemoryError) -> Transpo
     move |e| TransportError::System { what, cause: io::Error::other(e) }
 }
 
-/// `torn` is true while a part of it has been written.
+/// Sets `torn` while only a part has been written.
 fn write_all_slices(
     w: &mut impl Write,
     mut slices: &mut [IoSlice<'_>],
@@ -238,7 +240,7 @@ impl<S: Read> Wire<S> {
         Ok(header)
     }
 
-    /// Reads the content of the FRAMES that [`recv`](Self::recv) has just given.
+    /// Reads the content of the FRAMES that [`recv`](Self::recv) has just returned.
     pub(crate) fn recv_content(&mut self) -> Result<&[u8], WireError> {
         let length = std::mem::take(&mut self.content);
         if self.payload.len() < length {
@@ -251,16 +253,16 @@ impl<S: Read> Wire<S> {
         Ok(&self.payload[..length])
     }
 
-    /// The next message. After FRAMES, its content has to be fetched. Records of unknown tags that
-    /// need not be understood are skipped. REFUSED and ABORT come back as errors: they end the
-    /// conversation wherever they stand.
+    /// Receives the next message. After FRAMES the caller has to read its content. Records of
+    /// unknown tags that need not be understood are skipped. REFUSED and ABORT are returned as
+    /// errors, because they end the conversation.
     pub(crate) fn recv(&mut self) -> Result<Message<'_>, WireError> {
         debug_assert_eq!(self.content, 0, "content that was not fetched");
         let mut skipped = 0;
         let (tag, length) = loop {
             let mut stream = Counted { stream: &mut self.stream, bytes: 0 };
             let head = RecordHead::read_from(&mut stream, self.next_in);
-            // Also if it is refused: how long it is nobody knows then.
+            // Also if the head is refused: then its record's length is not known.
             self.astray = stream.bytes > 0;
             let head = head?;
             let tag = Tag::from_number(head.tag);
@@ -299,7 +301,7 @@ impl<S: Read> Wire<S> {
     }
 }
 
-/// Knows whether anything was read.
+/// Counts the bytes read.
 struct Counted<'s, S> {
     stream: &'s mut S,
     bytes: usize,

@@ -1,4 +1,4 @@
-//! How much a pass or a migration has brought.
+//! How much a pass or a migration has sent.
 
 /// Frames with and without content.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -18,7 +18,7 @@ use crate::protocol::limits::{MAX_PAGES, MAX_SLOTS};
 use crate::protocol::tag::Tag;
 
 impl<'a> Message<'a> {
-    /// Decodes a payload whose length was bounded and whose checksum was compared.
+    /// Decodes a payload whose length is bounded and whose checksum is right.
     pub(crate) fn parse(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
         Ok(match tag {
             Tag::Hello => {

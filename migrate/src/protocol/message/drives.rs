@@ -1,5 +1,4 @@
-//! The messages about drives that go along: which they are, and their blocks. PROTOCOL.md draws
-//! them.
+//! Messages about copied disks: their list, and their blocks. PROTOCOL.md draws them.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::DriveHead;
@@ -13,7 +12,7 @@ use crate::protocol::error::WireError;
 use crate::protocol::limits::{MAX_DRIVE_ID, MAX_DRIVES, MAX_PAGES};
 use crate::protocol::tag::Tag;
 
-/// Bit 0 of a drive's flags: its guest cannot write to it.
+/// Bit 0 of a disk's flags: its guest cannot write to it.
 const READONLY: u32 = 1;
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -25,25 +24,25 @@ struct RawDrive {
     id: [u8; MAX_DRIVE_ID],
 }
 
-// The limit of DRIVES counts on it.
+// The limit of DRIVES depends on this size.
 const _: () = assert!(size_of::<RawDrive>() == 16 + MAX_DRIVE_ID);
 
-/// A message about drives. `drive` is a place in the list of DRIVES, from 0; whether there is one,
-/// and whether it has these blocks, is for whoever knows that list.
+/// A message about copied disks. `drive` is an index into the list of DRIVES; the caller checks
+/// that the disk exists and has these blocks.
 #[derive(Debug)]
 pub(crate) enum DriveMessage<'a> {
-    /// Those that go along.
+    /// The disks that are copied.
     Drives(Vec<DriveHead>),
     /// Blocks with content.
     Blocks { drive: u32, runs: Runs<'a>, contents: &'a [u8] },
     /// Blocks of zeros.
     BlockZeros { drive: u32, runs: Runs<'a> },
-    /// That was all of this pass.
+    /// End of the disks' part of this pass.
     BlocksEnd { pass: u32, counts: Counts },
 }
 
 impl<'a> DriveMessage<'a> {
-    /// As [`Message::parse`](super::Message::parse), for these tags.
+    /// Decodes as [`Message::parse`](super::Message::parse), for these tags.
     pub(super) fn parse(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
         Ok(match tag {
             Tag::Drives => Self::Drives(heads(bytes)?),
@@ -102,12 +101,12 @@ impl<'a> DriveMessage<'a> {
     }
 }
 
-/// What stands before a table of `runs` runs of blocks of a drive.
+/// Returns the head of a table of `runs` runs of blocks of a disk.
 pub(crate) fn blocks_head(drive: u32, runs: usize) -> RawRuns {
     RawRuns { of: drive.into(), ..runs_head(runs) }
 }
 
-/// A name that is too long is cut: no drive of that name is found then.
+/// A name that is too long is cut, and then matches no disk.
 fn raw(drive: &DriveHead) -> RawDrive {
     let name = &drive.id.as_bytes()[..drive.id.len().min(MAX_DRIVE_ID)];
     let mut id = [0; MAX_DRIVE_ID];
@@ -134,7 +133,7 @@ fn heads(bytes: &[u8]) -> Result<Vec<DriveHead>, WireError> {
 fn head_of(raw: &RawDrive) -> Result<DriveHead, WireError> {
     let name = raw.id.get(..raw.id_bytes.get() as usize).filter(|name| !name.is_empty());
     let name = name.and_then(|name| std::str::from_utf8(name).ok());
-    // What is said about it is said on a terminal.
+    // Messages with the name are shown on a terminal.
     let name = name.filter(|name| name.chars().all(|c| c.is_ascii_graphic()));
     let id = name.ok_or(malformed(Tag::Drives, "it has a name that is none of a drive"))?;
     let (bytes, readonly) = (raw.bytes.get(), raw.flags.get() & READONLY != 0);

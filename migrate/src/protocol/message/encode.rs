@@ -10,8 +10,8 @@ use crate::protocol::ids::Token;
 use crate::protocol::limits::MAX_TEXT;
 
 impl Message<'_> {
-    /// The payload's bytes. PAGES, ZERO and FRAMES are sent from their own places ([`runs_head`]),
-    /// so here they only serve tests and tools.
+    /// Encodes the payload. PAGES, ZERO and FRAMES are sent without being joined ([`runs_head`]);
+    /// encoding them here serves tests and tools.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let counted = |number: u32, flag: bool, c: &Counts| {
             RawCounts::new(number, flag, c).as_bytes().to_vec()
@@ -95,7 +95,7 @@ fn config_bytes(token: Token, layout: &Layout, config: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Cuts a text to [`MAX_TEXT`] bytes, at a character.
+/// Cuts a text to [`MAX_TEXT`] bytes, at a character boundary.
 pub(crate) fn clip(text: &str) -> &str {
     &text[..text.floor_char_boundary(MAX_TEXT)]
 }

@@ -16,17 +16,17 @@ use crate::protocol::tag::Tag;
 /// Why a connection was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Purpose {
-    /// The destination's answer.
+    /// The destination's own HELLO.
     Serve,
     /// To move a guest.
     Move,
-    /// To ask what became of one.
+    /// To ask about a migration.
     Query,
-    /// To carry a share of a migration that another connection has begun.
+    /// To join a migration as a further channel.
     Join,
 }
 
-/// What PREPARED says.
+/// The contents of PREPARED.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PreparedSays {
     pub(crate) token: Token,
@@ -35,7 +35,7 @@ pub(crate) struct PreparedSays {
     pub(crate) counts: Counts,
 }
 
-/// One message, borrowing its bulk from the receive buffer.
+/// A message, which borrows its bulk from the receive buffer.
 #[derive(Debug)]
 pub(crate) enum Message<'a> {
     Hello {
@@ -93,7 +93,7 @@ pub(crate) enum Message<'a> {
     State(Section),
     StateWhole {
         sections: u32,
-        /// That the last pass may have: a guess.
+        /// Estimate of the last pass's frames.
         frames: u64,
     },
     StateEnd {
@@ -165,7 +165,7 @@ impl Message<'_> {
         }
     }
 
-    /// The error that this message came where something else should have.
+    /// Makes the error that this message came where it may not.
     pub(crate) fn unexpected(&self, expected: &'static str) -> WireError {
         WireError::unexpected(self.tag(), expected)
     }

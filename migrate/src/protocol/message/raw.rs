@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use super::counts::Counts;
 use crate::protocol::codec::Codec;
 
-/// A run of frames as it lies in PAGES and ZERO.
+/// A run of frames in PAGES and ZERO.
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct RawRun {
@@ -77,7 +77,7 @@ pub(super) struct RawCounts {
 #[repr(C)]
 pub(crate) struct RawRuns {
     pub(super) runs: U32,
-    /// 0, but of PACKED the codec, and of blocks their drive.
+    /// In PACKED the codec, in messages about blocks their disk; else 0.
     pub(super) of: U32,
 }
 
@@ -132,17 +132,17 @@ impl RawCounts {
     }
 }
 
-/// What stands before a table of `runs` runs.
+/// Returns the head of a table of `runs` runs.
 pub(crate) fn runs_head(runs: usize) -> RawRuns {
     RawRuns { runs: (runs as u32).into(), of: 0.into() }
 }
 
-/// What stands before the table of runs in PACKED.
+/// Returns the head of the table of runs in PACKED.
 pub(crate) fn packed_head(runs: usize, codec: Codec) -> RawRuns {
     RawRuns { of: u32::from(codec as u8).into(), ..runs_head(runs) }
 }
 
-/// What stands before a section's bytes in STATE.
+/// Returns the head of a section's bytes in STATE.
 pub(crate) fn section_head(s: &Section) -> [u8; 8] {
     let flags = u16::from(s.must_understand).into();
     let raw =

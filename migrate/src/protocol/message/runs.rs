@@ -1,4 +1,4 @@
-//! Tables of runs, and what the parsing of every message needs.
+//! Tables of runs, and helpers that decode every message.
 
 use driftline_dirty_tracker::FrameRun;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -7,7 +7,7 @@ use super::raw::{RawRun, RawRuns};
 use crate::protocol::error::WireError;
 use crate::protocol::tag::Tag;
 
-/// A table of runs, as received: each is non-empty, nothing else is known of them.
+/// A table of runs as received: no run is empty, and nothing else has been checked.
 #[derive(Clone, Copy)]
 pub(crate) struct Runs<'a>(pub(super) &'a [RawRun]);
 
@@ -26,7 +26,7 @@ impl<'a> Runs<'a> {
         self.0.len()
     }
 
-    /// All frames of all runs; `None` if they overflow.
+    /// Number of frames in all runs; `None` on overflow.
     pub(crate) fn frames(self) -> Option<u64> {
         self.iter().try_fold(0u64, |n, r| n.checked_add(r.count))
     }

@@ -4,7 +4,8 @@ use driftline_guest::Section;
 
 use super::raw::section_head;
 
-/// CRC32C over the sections in order: of each its head as in STATE, its length (u32) and its bytes.
+/// CRC32C over the sections in order: for each its head as in STATE, its length (u32) and its
+/// bytes.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct StateDigest(u32);
 

@@ -1,7 +1,7 @@
-//! Drives that come along: what may come of them and when. What does come is written by `copies`.
+//! Copied disks: what may come of them, and when.
 //!
-//! A pass is acknowledged when its blocks will survive a crash of this host: so whoever has said
-//! PREPARED has all that the guest had made durable on its last host.
+//! A pass is acknowledged once its blocks would survive a crash of this host. So a destination that
+//! has sent PREPARED has everything that the guest had made durable at its source.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::DriveHead;
@@ -10,25 +10,25 @@ use crate::protocol::error::WireError;
 use crate::protocol::message::{Counts, DriveMessage, Runs};
 use crate::protocol::tag::Tag;
 
-/// What may come of the drives that go along: the pure half, as `StreamState` is of memory.
+/// The state of copied disks in the stream, as `StreamState` is of memory.
 #[derive(Debug)]
 pub(crate) struct DriveStreamState {
     heads: Vec<DriveHead>,
-    /// Of the pass under way.
+    /// Blocks of the pass in progress.
     counts: Counts,
-    /// Nothing more comes in the pass under way.
+    /// Whether the disks' part of the pass has ended.
     ended: bool,
     totals: Counts,
 }
 
-/// What to do with a message about drives.
+/// What to do with a message about disks.
 #[derive(Debug)]
 pub(crate) enum DriveStep<'a> {
     /// Nothing: it was noted.
     Noted,
-    /// Put the contents, in this order, into these blocks of this drive.
+    /// Write the contents, in this order, to these blocks of this disk.
     Place { drive: usize, runs: Runs<'a>, contents: &'a [u8] },
-    /// Make these blocks of this drive zero.
+    /// Make these blocks of this disk zero.
     Zero { drive: usize, runs: Runs<'a> },
 }
 
@@ -38,7 +38,7 @@ impl DriveStreamState {
         Self { heads, counts, ended: false, totals }
     }
 
-    /// Whether any go along.
+    /// Whether no disk is copied.
     pub(crate) fn are_none(&self) -> bool {
         self.heads.is_empty()
     }
@@ -48,14 +48,14 @@ impl DriveStreamState {
         self.totals
     }
 
-    /// Bytes of blocks, zeros included, that have come so far.
+    /// Bytes of blocks, including zeros, received so far.
     pub(crate) fn moved_bytes(&self) -> u64 {
         let blocks =
             [self.totals, self.counts].into_iter().map(|c| c.normal.saturating_add(c.zero));
         blocks.fold(0, u64::saturating_add).saturating_mul(PAGE_SIZE)
     }
 
-    /// Takes a message that comes in pass number `pass`.
+    /// Takes a message of pass number `pass`.
     pub(crate) fn on<'a>(
         &mut self,
         pass: u32,
@@ -93,7 +93,7 @@ impl DriveStreamState {
         }
     }
 
-    /// The pass is over; how many blocks it had.
+    /// Ends the pass. Returns its number of blocks.
     pub(crate) fn end_pass(&mut self) -> Result<u64, WireError> {
         if !self.ended && !self.are_none() {
             return Err(WireError::unexpected(Tag::PassEnd, "BLOCKS, BLOCK_ZEROS or BLOCKS_END"));
@@ -105,8 +105,8 @@ impl DriveStreamState {
         Ok(counts.normal + counts.zero)
     }
 
-    /// The drive that is meant and the blocks of `runs`: all of them in that drive, and no more in
-    /// this pass than all drives have.
+    /// Checks that all `runs` are inside the disk, and that the pass has no more blocks than all
+    /// disks. Returns the disk's index and the number of blocks.
     fn checked(&self, message: Tag, drive: u32, runs: Runs<'_>) -> Result<(usize, u64), WireError> {
         let none = || WireError::NoDrive { message, drive, drives: self.heads.len() };
         let head = self.heads.get(drive as usize).ok_or_else(none)?;
@@ -114,7 +114,7 @@ impl DriveStreamState {
             let (id, blocks) = (head.id.clone(), head.blocks());
             return Err(WireError::OutsideDrive { message, run, id, blocks });
         }
-        // Each run lies in the drive, but a hostile table may name one block many times.
+        // Each run is inside the disk, but a hostile table may name one block many times.
         let found = runs.iter().fold(0u64, |n, run| n.saturating_add(run.count));
         let all = self.heads.iter().fold(0u64, |n, head| n.saturating_add(head.blocks()));
         let limit = all - (self.counts.normal + self.counts.zero);

@@ -1,4 +1,5 @@
-//! What may come in which order, and how much of it: the pure half of receiving a guest.
+//! Which messages may come in which order, and how much of each: the pure half of receiving a
+//! guest.
 //!
 //! ```text
 //!            PASS_BEGIN                         STATE
@@ -11,7 +12,7 @@
 //! PASS_END then leads to Last, where only STATE_END is left.
 //! ```
 //!
-//! A connection that has joined knows Between and InPass alone: it brings shares of passes.
+//! A channel that has joined is only ever Between or InPass: it carries shares of passes.
 //!
 //! Every run is checked against the guest's layout and every count against the peer's before
 //! anything is done with it. No I/O: the receiver, the tools and the fuzzer share it.
@@ -33,26 +34,26 @@ use crate::protocol::tag::Tag;
 pub(crate) use drives::DriveStep;
 use drives::DriveStreamState;
 
-/// The receiving side's place in the stream.
+/// The receiver's state in one stream.
 #[derive(Debug)]
 pub(crate) struct StreamState {
     layout: Layout,
     drives: DriveStreamState,
-    /// Of a connection that has joined: a pass may have fewer frames here than it has in all.
+    /// For a channel that has joined: a pass may have fewer frames here than in all.
     shares: bool,
-    /// A digest was asked for, which costs time: once is enough.
+    /// Whether a digest was requested, which is allowed once because it costs time.
     verified: bool,
     position: Position,
     /// Passes completed.
     passes: u32,
-    /// Frames and runs that pass 0 is said to bring.
+    /// Frames and runs that EXPECT has announced.
     expected: u64,
     expected_runs: usize,
     /// Passes that had neither a frame nor a block.
     empty_passes: u32,
     totals: Counts,
     sections: Vec<Section>,
-    /// The state, once it has come before the last pass.
+    /// The state, if it came before the last pass.
     early: Option<Arc<[Section]>>,
     state_bytes: u64,
 }
@@ -60,7 +61,7 @@ pub(crate) struct StreamState {
 #[derive(Debug)]
 enum Position {
     Between,
-    /// `others` came over other connections.
+    /// `others` came over other channels.
     InPass {
         frames: u64,
         counts: Counts,
@@ -78,33 +79,33 @@ enum Position {
 pub(crate) enum Step<'a> {
     /// Nothing: it was noted.
     Noted,
-    /// Put the contents, in this order, into these frames.
+    /// Write the contents, in this order, to these frames.
     Place { runs: Runs<'a>, contents: &'a [u8] },
-    /// Unpack the contents, and put them into these frames.
+    /// Decompress the contents, and write them to these frames.
     Unpack { codec: Codec, runs: Runs<'a>, packed: &'a [u8] },
-    /// Say what memory there is.
+    /// Send the digest of memory.
     Digest,
-    /// Fetch the content of these frames to where they are.
+    /// Read the content of these frames straight into memory.
     Fetch { run: FrameRun },
     /// Make these frames zero.
     Zero { runs: Runs<'a> },
-    /// These frames will come.
+    /// Preallocate these frames.
     Prepare { runs: Runs<'a> },
-    /// So many connections have joined.
+    /// Collect this number of channels.
     Join { joined: u32 },
-    /// About a drive that comes along.
+    /// Handle a message about copied disks.
     Drive(DriveStep<'a>),
-    /// Everything of the pass is in place: say so.
+    /// Acknowledge the pass.
     Ack { pass: u32, counts: Counts },
-    /// Restore this state: all of it has come, and the last pass, of so many frames or thereabouts,
-    /// is to follow.
+    /// Restore this state, which is complete; the last pass follows, with about this number of
+    /// frames.
     Restore { sections: Arc<[Section]>, frames: u64 },
     /// Everything has come.
     Complete { sections: Arc<[Section]>, was_running: bool },
 }
 
 impl StreamState {
-    /// `drives` come along.
+    /// Makes the state of a first channel, with `drives` copied.
     pub(crate) fn new(layout: Layout, drives: Vec<DriveHead>) -> Self {
         let (position, totals, sections) = (Position::Between, Counts::default(), Vec::new());
         Self {
@@ -124,17 +125,17 @@ impl StreamState {
         }
     }
 
-    /// For a connection that has joined.
+    /// Makes the state of a channel that has joined.
     pub(crate) fn shares(layout: Layout) -> Self {
         Self { shares: true, ..Self::new(layout, Vec::new()) }
     }
 
-    /// Whether a pass is under way.
+    /// Whether a pass is in progress.
     pub(crate) fn is_in_pass(&self) -> bool {
         matches!(self.position, Position::InPass { .. })
     }
 
-    /// The pass under way, or to come, and the frames that are to come of it, here.
+    /// The pass in progress, or the next one, and the frames that are still to come here.
     pub(crate) fn under_way(&self) -> (u32, u64) {
         let left = match self.position {
             Position::InPass { frames, counts, .. } => left(frames, &counts),
@@ -143,7 +144,7 @@ impl StreamState {
         (self.passes, left)
     }
 
-    /// Counts what other connections have brought of the pass under way.
+    /// Counts what other channels have received of the pass in progress.
     pub(crate) fn count_others(&mut self, counts: Counts) {
         if let Position::InPass { others, .. } = &mut self.position {
             *others += counts;
@@ -160,12 +161,12 @@ impl StreamState {
         self.totals
     }
 
-    /// Blocks of drives of all completed passes.
+    /// Blocks of disks of all completed passes.
     pub(crate) fn drive_totals(&self) -> Counts {
         self.drives.totals()
     }
 
-    /// Bytes of memory and drives, zeros included, and of state that have come so far.
+    /// Bytes of memory and disks, including zeros, and of state received so far.
     pub(crate) fn moved_bytes(&self) -> u64 {
         let pass = match self.position {
             Position::InPass { counts, .. } => counts,
@@ -185,7 +186,7 @@ impl StreamState {
                 position @ (Position::Between | Position::State | Position::Whole),
                 Message::PassBegin { pass, frames },
             ) => {
-                // From a source that does not say STATE_WHOLE.
+                // From a source that does not send STATE_WHOLE.
                 let early = matches!(position, Position::State);
                 same("the number of the pass", pass.into(), self.passes.into())?;
                 at_most("passes", u64::from(pass) + 1, MAX_PASSES.into())?;
@@ -295,14 +296,14 @@ impl StreamState {
         }
     }
 
-    /// All of the state has come, before the last pass.
+    /// Ends a state that precedes the last pass.
     fn restore(&mut self, frames: u64) -> Step<'static> {
         let sections: Arc<[Section]> = std::mem::take(&mut self.sections).into();
         self.early = Some(sections.clone());
         Step::Restore { sections, frames }
     }
 
-    /// Few passes may bring nothing.
+    /// Bounds the number of empty passes.
     fn note_pass(&mut self, pieces: u64) -> Result<(), WireError> {
         self.empty_passes += u32::from(pieces == 0);
         at_most("empty passes", self.empty_passes.into(), MAX_EMPTY_PASSES.into())
@@ -322,12 +323,13 @@ impl Position {
     }
 }
 
-/// Frames that the pass may still bring.
+/// Frames that the pass may still have.
 fn left(announced: u64, counts: &Counts) -> u64 {
     announced - (counts.normal + counts.zero)
 }
 
-/// The frames of `runs`, all of them inside slots, and at most `left`.
+/// Checks that all `runs` are inside memory slots, and have at most `left` frames. Returns their
+/// number of frames.
 fn checked(
     layout: &Layout,
     message: Tag,
@@ -338,7 +340,7 @@ fn checked(
     if let Some(run) = runs.clone().find(outside) {
         return Err(WireError::Outside { message, run });
     }
-    // Each run lies in a slot, but a hostile table may name one slot many times.
+    // Each run is inside a slot, but a hostile table may name one slot many times.
     let frames = runs.fold(0u64, |n, r| n.saturating_add(r.count));
     let what = match message {
         Tag::Expect => "expected frames in the rest of memory",

@@ -1,4 +1,4 @@
-//! The destination's half.
+//! The destination's state machine.
 //!
 //! ```text
 //! Assembling --Restored--> Prepared --Commit--> Deciding --stands: committed--> Committed --> Running
@@ -11,9 +11,9 @@
 use crate::protocol::decision::Decision;
 use crate::protocol::decision::Verdict;
 
-/// Where the destination stands. The guest may run only in `Running`; only `Committed` leads there,
-/// which needs a decision that stands: found by every process of the host, and durable itself or by
-/// a prepared record.
+/// State of the destination. The guest may run only in `Running`, which only `Committed` leads to.
+/// That needs a decision that stands: every process of the host finds it, and it is durable itself
+/// or through a prepared record.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Destination {
     /// Everything up to PREPARED.
@@ -26,11 +26,11 @@ pub(crate) enum Destination {
     Committed,
     /// The guest has been taken over. Final.
     Running,
-    /// The guest was thrown away after PREPARED, and that is not durable yet.
+    /// The guest was discarded after PREPARED, and that is not durable yet.
     Discarding,
-    /// It is. Final.
+    /// The discarding is durable. Final.
     Discarded,
-    /// Thrown away when the source could not have said COMMIT. Final.
+    /// Discarded when the source could not have sent COMMIT. Final.
     Dropped,
 }
 
@@ -41,19 +41,19 @@ pub(crate) enum DestinationEvent {
     Restored,
     /// COMMIT came, with this migration's token.
     Commit,
-    /// The source said ABORT.
+    /// ABORT came.
     Aborted,
     /// Anything failed: a cut, a deadline, a cancel, a wrong message.
     Failed,
-    /// A decision stands: ours, or another process's of this site.
+    /// A decision stands: of this process, or of another one of this site.
     Stands(Decision),
-    /// The decision could not be stored, or made durable where that has to be.
+    /// The decision could not be stored, or not made durable where it must be.
     NotStored,
     /// The guest was taken over.
     Resumed,
-    /// It could not be, and it never ran.
+    /// The take-over failed, and the guest never ran.
     NotResumed,
-    /// Someone asks what became of it.
+    /// A source asks about the migration.
     Asked,
 }
 
@@ -66,24 +66,24 @@ pub(crate) struct MayRun(());
 pub(crate) enum DestinationOrder {
     /// Wait for the next event.
     Wait,
-    /// Say PREPARED and wait for COMMIT.
+    /// Send PREPARED and wait for COMMIT.
     SayPrepared,
     /// Store the decision to run; durably, unless the prepared record names the host's boot.
     StoreCommitted,
-    /// Take devices and let the guest run.
+    /// Acquire the devices and run the guest.
     TakeOver(MayRun),
-    /// Say RUNNING.
+    /// Send RUNNING.
     SayRunning,
-    /// Throw the guest away; nobody needs to be told.
+    /// Discard the guest; no peer needs to be told.
     Drop,
-    /// Throw the guest away (if that has not been done) and make that durable.
+    /// Discard the guest (unless that is done) and make that durable.
     StoreDiscarded,
-    /// Throw the guest away (if that has not been done) and say so.
+    /// Discard the guest (unless that is done) and tell the source.
     SayDiscarded,
 }
 
 impl Destination {
-    /// The next state and what to do. Events that mean nothing in a state change nothing.
+    /// Returns the next state and an order. Events without a meaning in a state change nothing.
     pub(crate) fn on(self, event: DestinationEvent) -> (Self, DestinationOrder) {
         use DestinationEvent as E;
         use DestinationOrder as O;
@@ -91,8 +91,7 @@ impl Destination {
             (Self::Assembling, E::Restored) => (Self::Prepared, O::SayPrepared),
             (Self::Assembling, E::Failed | E::Aborted) => (Self::Dropped, O::Drop),
             (Self::Prepared, E::Commit) => (Self::Deciding, O::StoreCommitted),
-            // A source never says ABORT after COMMIT, and goes on with its guest: it will never
-            // ask.
+            // A source never sends ABORT after COMMIT. It resumes its guest, and will never ask.
             (Self::Prepared, E::Aborted) => (Self::Dropped, O::Drop),
             (Self::Prepared, E::Failed) => (Self::Discarding, O::StoreDiscarded),
             (Self::Deciding, E::Stands(Decision::Committed)) => {
@@ -109,13 +108,13 @@ impl Destination {
         }
     }
 
-    /// Whether this process, which had the guest, needs its decision no more once the source is
-    /// settled: nothing that can still happen would read or make one.
+    /// Whether this process, which had the guest, no longer needs its decision once the source is
+    /// settled: no later event reads or makes one.
     pub(crate) fn may_forget(self) -> bool {
         matches!(self, Self::Running | Self::Discarded)
     }
 
-    /// What a source that asks is told.
+    /// The answer to a source that asks.
     pub(crate) fn verdict(self) -> Verdict {
         match self {
             Self::Assembling | Self::Prepared | Self::Deciding | Self::Discarding => {

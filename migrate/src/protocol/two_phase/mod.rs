@@ -1,9 +1,9 @@
-//! The hand-over as two pure state machines: what each side does at each event, without any I/O.
+//! The hand-over as two pure state machines, without I/O: what each end does at each event.
 //!
-//! `source` and `destination` perform what the machines order; the permits in the orders cannot be
-//! made anywhere else, so no code can let a guest run, or end it, that the machines did not.
-//! `model` runs the two machines against each other through every interleaving of lost messages,
-//! crashes, failing disks and operators, and checks I7.
+//! `source` and `destination` perform the machines' orders. The permits in the orders cannot be
+//! made anywhere else, so no code can run or end a guest without the machines. `model` runs the two
+//! machines against each other through every interleaving of lost messages, crashes, failing disks
+//! and operators, and checks I7.
 
 mod destination;
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The source's half.
+//! The source's state machine.
 //!
 //! ```text
 //! Streaming --Converged--> Recording --Recorded--> Recorded --Prepared--> Committed --Running--> Gone
@@ -10,23 +10,23 @@
 //!                                                                |  Discarded, operator's Run    -> Here
 //! ```
 //!
-//! The record is made before the pause (where digests are compared, in it), so that the pause does
-//! not wait for a disk. Until COMMIT is said it forbids nothing.
+//! The record is made before the pause (within it where digests are compared), so that the pause
+//! does not wait for a disk. It forbids nothing until COMMIT is sent.
 
 use crate::protocol::decision::Resolution;
 use crate::protocol::decision::Verdict;
 
-/// Where the source stands. Before `Committed` it may take the guest back at any moment, because
-/// COMMIT has not been said; after it, only on the destination's or the operator's word.
+/// State of the source. Before `Committed` it may resume the guest at any time, because COMMIT has
+/// not been sent. After that, only the destination's or the operator's word allows it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Source {
     /// Memory, pass by pass.
     Streaming,
     /// The rest fits into a pause; the record is being made durable.
     Recording,
-    /// It is. The guest is held and the rest sent; then PREPARED is awaited.
+    /// The record is durable. The guest is paused, the rest is sent, and PREPARED awaited.
     Recorded,
-    /// COMMIT is being said and its answer awaited.
+    /// COMMIT is being sent and its answer awaited.
     Committed,
     /// No answer came.
     InDoubt,
@@ -43,16 +43,16 @@ pub(crate) enum SourceEvent {
     Converged,
     /// The hand-over record is durable.
     Recorded,
-    /// PREPARED came, and its digest and counts are ours.
+    /// PREPARED came, and its digest and counts are right.
     Prepared,
     /// RUNNING came.
     Running,
-    /// The connection broke, the answer did not come in time; before COMMIT: anything failed, or it
-    /// was cancelled.
+    /// The connection broke, or the answer did not come in time. Before COMMIT: anything failed, or
+    /// the migration was cancelled.
     Lost,
     /// ANSWER came.
     Answer(Verdict),
-    /// The operator said.
+    /// The operator resolved.
     Operator(Resolution),
 }
 
@@ -71,18 +71,18 @@ pub(crate) enum SourceOrder {
     Wait,
     /// Make the hand-over record durable.
     Record,
-    /// Say COMMIT and wait for the answer.
+    /// Send COMMIT and wait for the answer.
     Commit,
-    /// Ask the destination again, after a while.
+    /// Ask the destination again, after the interval.
     Ask,
-    /// Take the guest back, and remove a record that stands.
+    /// Resume the guest here, and remove a durable record.
     TakeBack(MayRunHere),
     /// End the guest here.
     End(MayEnd),
 }
 
 impl Source {
-    /// The next state and what to do. Events that mean nothing in a state change nothing.
+    /// Returns the next state and an order. Events without a meaning in a state change nothing.
     pub(crate) fn on(self, event: SourceEvent) -> (Self, SourceOrder) {
         use SourceEvent as E;
         use SourceOrder as O;
@@ -92,8 +92,8 @@ impl Source {
             (Self::Streaming, E::Converged) => (Self::Recording, O::Record),
             (Self::Recording, E::Recorded) => (Self::Recorded, O::Wait),
             (Self::Recorded, E::Prepared) => (Self::Committed, O::Commit),
-            // A record that cannot be removed, or failed half-way, may stand: COMMIT was never
-            // said.
+            // A record that cannot be removed, or failed half-way, does no harm: COMMIT was never
+            // sent.
             (Self::Streaming | Self::Recording | Self::Recorded, E::Lost) => take_back,
             (Self::Committed | Self::InDoubt, E::Running | E::Answer(Verdict::Running)) => end,
             (Self::Committed | Self::InDoubt, E::Answer(Verdict::Discarded)) => take_back,
