@@ -1,4 +1,4 @@
-//! Why a migration did not happen, and where the guest is now.
+//! Why a migration failed, and where the guest is now.
 
 use std::fmt;
 use std::io;
@@ -46,34 +46,34 @@ pub enum Cause {
         /// What.
         feature: &'static str,
     },
-    /// Nobody could be reached.
+    /// The peer could not be reached.
     #[error("cannot connect to {peer}: {cause}")]
     Connect {
         /// As given.
         peer: String,
-        /// The last address's answer.
+        /// The error of the last address.
         cause: io::Error,
     },
-    /// A source introduced itself, and its connection ended before anything of its guest was here.
+    /// A source introduced itself, and its connection ended before anything of its guest had come.
     #[error(
         "the source at {peer} left before {before} ({cause}); its guest is not here: see whether it \
          still runs there, then start this receiver again and send it again"
     )]
     SourceLeft {
-        /// Who it was.
+        /// Its address.
         peer: String,
-        /// What did not happen any more.
+        /// What its connection ended before.
         before: &'static str,
         /// How the connection ended.
         cause: Box<WireError>,
     },
-    /// A guest did not do what it was asked: the one here, or the one being built here.
+    /// An operation on a guest failed: the one here, or the one being built here.
     #[error("{0}")]
     Guest(#[from] GuestError),
-    /// A drive that goes along: it could not be read, or its copy not be written.
+    /// A copied disk could not be read, or its copy could not be written.
     #[error("copying disk \"{id}\" failed: {what}: {cause}")]
     Drive {
-        /// The drive's name.
+        /// The disk's name.
         id: String,
         /// The operation.
         what: &'static str,
@@ -83,13 +83,13 @@ pub enum Cause {
     /// A hand-over record could not be read or made durable.
     #[error("{0}")]
     Records(#[from] RecordsError),
-    /// Someone cancelled it.
+    /// The migration was cancelled.
     #[error("cancelled")]
     Cancelled,
     /// The guest changes its memory faster than the link carries it.
     #[error("{why}")]
     NotConverging {
-        /// With the figures.
+        /// The reason, with figures.
         why: String,
     },
     /// The pause took too long.
@@ -98,7 +98,7 @@ pub enum Cause {
         /// How long it may take.
         limit: Duration,
     },
-    /// The destination restored something else than was sent.
+    /// The destination restored something other than what was sent.
     #[error("{what} is {theirs:#x} on the destination and {ours:#x} here")]
     Differs {
         /// What was compared.
@@ -108,7 +108,7 @@ pub enum Cause {
         /// There.
         theirs: u64,
     },
-    /// The guest built from the source's configuration has other memory than the source says.
+    /// The guest built from the source's configuration has another memory layout than the source's.
     #[error("the guest built here is not laid out as its source: {0}")]
     LayoutDiffers(LayoutDifference),
     /// The guest does not fit into the protocol.
@@ -127,16 +127,16 @@ pub enum Cause {
         /// The deadline.
         after: Duration,
     },
-    /// The destination threw the guest away, and says that this is durable.
+    /// The destination discarded the guest, durably.
     #[error("the destination discarded the guest{}", reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
     Discarded {
-        /// In the destination's words, if it gave any.
+        /// The destination's reason, if it gave one.
         reason: Option<String>,
     },
-    /// The operator said where the guest runs.
+    /// The operator resolved that the guest runs here.
     #[error("the operator resolved that the guest runs here")]
     ResolvedRun,
-    /// Something on this host's side that the migration needs failed.
+    /// An operation on this host failed.
     #[error("{what} failed: {cause}")]
     System {
         /// The operation.
@@ -170,14 +170,14 @@ impl From<FormatError> for Cause {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GuestPlace {
-    /// It runs on here (or stays paused here, as it was before).
+    /// It runs here (or is paused here, as it was before).
     Here,
-    /// It is here and paused, because letting it go on failed; nothing else has it.
+    /// It is paused here, because resuming it failed; no other host has it.
     PausedHere {
         /// What failed.
         why: String,
     },
-    /// It ended here by itself, or was stopped, while the migration was under way.
+    /// It ended here by itself, or was stopped, during the migration.
     Ended,
 }
 
@@ -196,8 +196,8 @@ impl fmt::Display for GuestPlace {
     }
 }
 
-/// A migration that failed at its source. While nobody knows where the guest is, `send` does not
-/// return: it asks, and waits for the operator.
+/// A migration that failed at its source. While it is not known which host has the guest, `send`
+/// does not return: it asks the destination, and waits for the operator.
 #[derive(Debug, thiserror::Error)]
 #[error("the migration to {peer} failed ({phase}): {cause}; {guest}")]
 pub struct SendError {
@@ -221,7 +221,6 @@ pub struct ReceiveError {
     /// Why.
     #[source]
     pub cause: Cause,
-    /// Whether the source may have been told to hand over, and so may have to ask: from PREPARED
-    /// on.
+    /// Whether PREPARED may have been sent, so that the source may have to ask.
     pub was_prepared: bool,
 }

@@ -1,17 +1,17 @@
-//! What a finished migration reports, with the unit of every figure in its name.
+//! Reports of finished migrations. The name of every figure has its unit.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use driftline_guest::VmId;
 use serde::{Deserialize, Serialize};
 
-/// How a migration ended for its source.
+/// How a migration ended at its source.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SendStatus {
-    /// The destination has the guest and said so.
+    /// The destination has the guest, as it confirmed.
     Completed,
-    /// Nobody could say so; the operator resolved that the guest here ends.
+    /// The operator resolved that the guest here ends.
     ResolvedDiscarded,
 }
 
@@ -22,29 +22,29 @@ pub struct PassReport {
     pub frames: u64,
     /// Bytes on the wire.
     pub bytes: u64,
-    /// Of drives that go along: bytes of blocks sent, with and without content.
+    /// Bytes of blocks of copied disks, with and without content.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// From its begin to its acknowledgement, ms; that of the last pass is heard after the guest's
-    /// state was sent and its drives were let go of.
+    /// Time from its begin to its acknowledgement, ms. The last pass's is read after the state was
+    /// sent and the disks were released.
     pub time_ms: f64,
-    /// Whole frames, and blocks of drives that go along, that the guest wrote meanwhile, bytes/s;
-    /// 0 in the last pass, when it was paused.
+    /// The guest's dirty rate during the pass, bytes/s of whole frames and of blocks of copied
+    /// disks; 0 in the last pass, in which it is paused.
     pub dirty_rate_bytes_per_s: u64,
 }
 
-/// One vCPU, and how it was held back so that precopy could get ahead of the guest.
+/// A vCPU, and how it was throttled so that pre-copy converged.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct VcpuThrottle {
-    /// Its number.
+    /// Number of the vCPU.
     pub vcpu: u32,
-    /// Whole frames that it made dirty during the last complete pass, bytes/s.
+    /// Its dirty rate during the last complete pass, bytes/s of whole frames.
     pub dirty_rate_bytes_per_s: u64,
-    /// What it may make dirty, bytes/s of whole frames; `None` as long as no vCPU is held.
+    /// Upper bound on its dirty rate, bytes/s of whole frames; `None` without a throttle.
     pub most_bytes_per_s: Option<u64>,
-    /// How long it was held in this migration, until the end of the last complete pass, ms.
+    /// Time for which it was throttled until the end of the last complete pass, ms.
     pub held_ms: f64,
-    /// The part that this is of the time since the first vCPU was held, percent.
+    /// That time as a percentage of the time since the throttle began.
     pub held_percent: f64,
 }
 
@@ -55,38 +55,37 @@ pub struct SendReport {
     pub status: SendStatus,
     /// The guest that moved.
     pub vm_id: VmId,
-    /// From the call of `send` to RUNNING heard here, ms; what was the guest's here ends after
+    /// Time from the call of `send` to RUNNING, ms. The guest's resources here are freed after
     /// that.
     pub total_time_ms: f64,
-    /// From the pause here to the guest's first instruction there, ms: to COMMIT by this host's
-    /// clock, then what RUNNING says, and half of what the way there and back took besides. In
-    /// doubt, to the answer that settled it.
+    /// Downtime: from the pause here to the guest's first instruction there, ms. It is the time to
+    /// COMMIT by this host's clock, the time that RUNNING gives, and half of the rest of the round
+    /// trip. In doubt, the time until the answer that settled it.
     pub downtime_ms: f64,
-    /// When the pause was asked for, by this host's clock, microseconds since 1970.
+    /// When the pause was requested, by this host's clock, microseconds since 1970.
     #[serde(default)]
     pub paused_at_unix_us: u64,
-    /// From the call of `send` to the first pass, ms.
+    /// Time from the call of `send` to the first pass, ms.
     pub setup_time_ms: f64,
-    /// Bytes sent, everything included.
+    /// Bytes sent, including everything.
     pub transferred_bytes: u64,
-    /// Frames sent as zeros, repetitions included.
+    /// Frames sent as zeros, including repetitions.
     pub zero_frames: u64,
-    /// Frames sent with content, repetitions included.
+    /// Frames sent with content, including repetitions.
     pub normal_frames: u64,
-    /// Of drives that went along: bytes of blocks sent with content, repetitions included.
+    /// Bytes of blocks of copied disks sent with content, including repetitions.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// Of drives that went along: bytes of blocks sent as zeros, repetitions included; their holes
-    /// are not sent.
+    /// Bytes of blocks of copied disks sent as zeros, including repetitions; holes are not sent.
     #[serde(default)]
     pub disk_zero_bytes: u64,
     /// `transferred_bytes` over the time without setup.
     pub throughput_bytes_per_s: u64,
-    /// Why precopy ended, in words.
+    /// Why pre-copy ended, in words.
     pub converged: String,
-    /// Every pass, the last one with the guest paused.
+    /// All passes; in the last one the guest is paused.
     pub passes: Vec<PassReport>,
-    /// Every vCPU, until the last pass; empty where it is not known which of them write (tracking
+    /// All vCPUs, until the last pass; empty where it is not known which of them write (tracking
     /// modes other than `dirty-ring`, the threads backend).
     #[serde(default)]
     pub throttle: Vec<VcpuThrottle>,
@@ -97,25 +96,25 @@ pub struct SendReport {
 pub struct ReceiveReport {
     /// The guest that arrived.
     pub vm_id: VmId,
-    /// Whether it runs; a guest that was paused on its source stays so.
+    /// Whether it runs; a guest that was paused at its source stays paused.
     pub running: bool,
-    /// From the source's connection to the guest taken over, ms.
+    /// Time from the source's connection to the take-over, ms.
     pub total_time_ms: f64,
-    /// From COMMIT heard to the guest taken over, ms.
+    /// Time from COMMIT to the take-over, ms.
     pub take_over_ms: f64,
-    /// When that was, by this host's clock, microseconds since 1970.
+    /// When the guest was taken over, by this host's clock, microseconds since 1970.
     #[serde(default)]
     pub taken_over_at_unix_us: u64,
-    /// Bytes received, everything included.
+    /// Bytes received, including everything.
     pub received_bytes: u64,
-    /// Frames received as zeros, repetitions included.
+    /// Frames received as zeros, including repetitions.
     pub zero_frames: u64,
-    /// Frames received with content, repetitions included.
+    /// Frames received with content, including repetitions.
     pub normal_frames: u64,
-    /// Of drives that came along: bytes of blocks received with content, repetitions included.
+    /// Bytes of blocks of copied disks received with content, including repetitions.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// Passes, the last one included.
+    /// Passes, including the last one.
     pub passes: u32,
 }
 

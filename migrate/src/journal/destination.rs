@@ -1,4 +1,4 @@
-//! The destination's records: its vote, and its decision.
+//! The destination's records: its vote (prepared record) and its decision.
 
 use std::fs;
 use std::io;
@@ -32,23 +32,23 @@ pub(super) struct PreparedRecord {
     version: u32,
     token: Token,
     vm_id: VmId,
-    /// Of [`Life`]; null on a host that cannot tell its boots apart.
+    /// The boot of [`Life`]; null on a host that cannot tell its boots apart.
     boot: Option<Uuid>,
-    /// Of [`Life`].
+    /// The mount of [`Life`].
     mount: Option<u64>,
     time_unix_ms: u64,
 }
 
 impl PreparedRecord {
-    /// Whether no decision about this guest can have been lost: it was made on this boot and mount,
-    /// or, where the record names no boot, durable before the guest ran.
+    /// Whether no decision about this guest can have been lost: it was made in this boot and on
+    /// this mount, or, if the record names no boot, it was durable before the guest ran.
     pub(super) fn decision_would_stand(&self, present: Option<Life>) -> bool {
         let life = self.boot.map(|boot| Life { boot, mount: self.mount });
         life.is_none() || life == present
     }
 }
 
-/// A decision, synced, that is not made yet. Dropping it removes it.
+/// A synced decision that is not made yet. Dropping it removes it.
 #[derive(Debug)]
 pub(crate) struct StagedDecision {
     pub(super) file: NamedTempFile,
@@ -56,12 +56,12 @@ pub(crate) struct StagedDecision {
     decision: Decision,
 }
 
-/// Proof that a prepared record is durable. Only with it may a guest be offered to its source. It
-/// is locked, as a sign that its process lives.
+/// Proof that a prepared record is durable, without which READY must not be sent. The file is
+/// locked while its process lives.
 #[derive(Debug)]
 pub(crate) struct PreparedMark {
     _lock: fs::File,
-    /// The guest may run before the decision to run it is durable.
+    /// Whether the guest may run before the decision to run it is durable.
     pub(super) names_boot: bool,
 }
 
@@ -71,13 +71,13 @@ fn decision_json(token: Token, vm_id: Option<VmId>, decision: Decision) -> io::R
 }
 
 impl Records {
-    /// What was decided about a token by any process of this site.
+    /// Returns the decision of any process of this site about a token.
     pub(crate) fn decision(&self, token: Token) -> Result<Option<Decision>, RecordsError> {
         let record: Option<DestinationRecord> = read(&self.decision_path(token), token)?;
         Ok(record.map(|r| r.decision))
     }
 
-    /// Decides about a token, durably, unless that has been done; returns the decision that stands.
+    /// Decides about a token, durably, unless that has been done. Returns the decision that stands.
     pub(crate) fn decide(
         &self,
         token: Token,
@@ -87,7 +87,7 @@ impl Records {
         self.decide_by(self.stage(token, vm_id, decision)?)
     }
 
-    /// Writes a decision without giving it its name: nothing is decided yet.
+    /// Stages a decision: writes it without its name, so that nothing is decided yet.
     pub(crate) fn stage(
         &self,
         token: Token,
@@ -100,7 +100,7 @@ impl Records {
         Ok(StagedDecision { file: staged?, token, decision })
     }
 
-    /// As [`decide`](Self::decide), with what was staged for it.
+    /// Decides as [`decide`](Self::decide), with a staged decision.
     pub(crate) fn decide_by(&self, staged: StagedDecision) -> Result<Decision, RecordsError> {
         let (path, decision) = (self.decision_path(staged.token), staged.decision);
         if let Some(stands) = self.link(staged)? {
@@ -109,9 +109,9 @@ impl Records {
         self.keep(&path, decision, sync_dir(&self.dir)).map_err(failed("write", &path))
     }
 
-    /// As [`decide_by`](Self::decide_by), but where the decision is the staged one it holds among
-    /// the host's processes alone until [`sync`](Self::sync), if the guest's prepared record names
-    /// a boot: that one outlives the host's crash.
+    /// Decides as [`decide_by`](Self::decide_by). If the prepared record names a boot and the
+    /// staged decision stands, only the host's processes can rely on it until [`sync`](Self::sync):
+    /// after a crash of the host the prepared record speaks for it.
     pub(crate) fn decide_prepared(
         &self,
         staged: StagedDecision,
@@ -124,14 +124,15 @@ impl Records {
         Ok(self.link(staged)?.unwrap_or(decision))
     }
 
-    /// Gives a decision its name, or returns the one that has it, durable.
+    /// Gives a decision its name, or returns the durable one that has it.
     fn link(&self, staged: StagedDecision) -> Result<Option<Decision>, RecordsError> {
         let StagedDecision { file, token, decision: _ } = staged;
         let path = self.decision_path(token);
         match file.persist_noclobber(&path).map_err(|e| e.error) {
             Ok(_) => Ok(None),
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                // The other's file may not be durable yet; an answer that rests on it must be.
+                // The other process's file may not be durable yet, and an answer based on it must
+                // be.
                 sync_dir(&self.dir).map_err(failed("read", &path))?;
                 let stands = self.decision(token)?;
                 stands
@@ -142,7 +143,7 @@ impl Records {
         }
     }
 
-    /// Makes durable what was decided.
+    /// Makes a decision durable.
     pub(crate) fn sync(&self, token: Token) -> Result<(), RecordsError> {
         sync_dir(&self.dir).map_err(failed("write", &self.decision_path(token)))
     }
@@ -157,11 +158,11 @@ impl Records {
         let record = PreparedRecord { version, token, vm_id, boot, mount, time_unix_ms };
         let file = json(&record).and_then(|bytes| {
             let file = temporary(&self.dir, &bytes)?;
-            // Goes with this process, however that ends.
+            // The lock ends with this process, however that ends.
             file.as_file().try_lock()?;
             let file = file.persist_noclobber(&path).map_err(|e| e.error)?;
             sync_dir(&self.dir).inspect_err(|_| {
-                // It may stand, and nobody would remove it.
+                // The record may exist, and no process would remove it.
                 let _ = fs::remove_file(&path);
             })?;
             Ok(file)
@@ -170,8 +171,8 @@ impl Records {
         Ok(PreparedMark { _lock, names_boot: boot.is_some() })
     }
 
-    /// Removes the prepared record of a guest for which COMMIT cannot come any more. It need not be
-    /// durable: nobody will ask.
+    /// Removes the prepared record of a guest for which COMMIT can no longer come. The removal need
+    /// not be durable, because no source will ask.
     pub(crate) fn withdraw(&self, token: Token, _prepared: PreparedMark) {
         let path = self.prepared_path(token);
         if let Err(e) = fs::remove_file(&path) {
@@ -179,18 +180,18 @@ impl Records {
         }
     }
 
-    /// The decision about a token that the calling process does not know. Where a process of this
-    /// site has prepared its guest and none has decided, this decides against running it, durably;
-    /// unless it may have been decided and is forgotten: the host has crashed since, or lost this
-    /// directory. Of any other token nothing is stored: its guest was never prepared here.
+    /// Decides about a token that the calling process does not know. If a process of this site has
+    /// prepared its guest and none has decided, this decides durably against running it, unless a
+    /// decision may have been lost: the host has crashed since, or lost this directory. For any
+    /// other token nothing is stored: its guest was never prepared here.
     pub(crate) fn decide_unknown(&self, token: Token) -> Result<Decision, RecordsError> {
-        // While its source may ask, a prepared record is removed only if its guest never ran, or
-        // behind a durable decision; so it is looked for first.
+        // The prepared record is read first: while its source may ask, it is removed only if its
+        // guest never ran, or after a durable decision.
         let prepared = read(&self.prepared_path(token), token)?;
         self.decide_behind(token, prepared)
     }
 
-    /// As [`decide_unknown`](Self::decide_unknown), after its prepared record was looked for.
+    /// The rest of [`decide_unknown`](Self::decide_unknown), after reading the prepared record.
     pub(super) fn decide_behind(
         &self,
         token: Token,
@@ -198,7 +199,8 @@ impl Records {
     ) -> Result<Decision, RecordsError> {
         let mut decision = self.decision(token)?;
         if prepared.is_some() && decision.is_none() {
-            // It is removed before its decision is. If it is there still, there was none.
+            // The prepared record is removed before its decision. If it still exists, there was no
+            // decision.
             prepared = read(&self.prepared_path(token), token)?;
             if prepared.is_none() {
                 decision = self.decision(token)?;
@@ -206,8 +208,8 @@ impl Records {
         }
         let Some(prepared) = prepared.filter(|_| decision.is_none()) else {
             if decision.is_some() {
-                // It may be another process's, and not durable yet; an answer that rests on it must
-                // be.
+                // The decision may be another process's and not durable yet, and an answer based on
+                // it must be.
                 self.sync(token)?;
             }
             return Ok(decision.unwrap_or(Decision::Discarded));
@@ -228,7 +230,7 @@ impl Records {
         self.decide(token, Some(prepared.vm_id), Decision::Discarded)
     }
 
-    /// What becomes of a decision that has its name, `synced` or not.
+    /// Returns a decision that has its name, if it was `synced`.
     pub(super) fn keep(
         &self,
         path: &Path,
@@ -236,8 +238,9 @@ impl Records {
         synced: io::Result<()>,
     ) -> io::Result<Decision> {
         if synced.is_err() && decision == Decision::Committed {
-            // It may not survive, and the guest will not run for it: nobody shall read it. A
-            // `discarded` stays: who has read and synced it meanwhile may have told the source.
+            // The decision may not survive, and the guest will not run, so no process may read it.
+            // A `discarded` stays: a process that has read and synced it meanwhile may have told
+            // the source.
             let _ = remove(&self.dir, path);
         }
         synced.map(|()| decision)
@@ -253,8 +256,8 @@ impl Records {
             .map_err(failed("write", &path))
     }
 
-    /// Forgets a decision that nobody will ask for again, and that its guest was `prepared` by this
-    /// process.
+    /// Removes a decision for which no source will ask again, and the prepared record of this
+    /// process's guest.
     pub(crate) fn forget_decision(
         &self,
         token: Token,
@@ -270,10 +273,10 @@ impl Records {
     }
 
     /// Removes a prepared record, and once that is durable, the decision. A crash in between leaves
-    /// the decision, which answers as before. The other way round it would leave a prepared record
-    /// whose decision may have been lost: its answer, *committed*, nobody could ever take back.
+    /// the decision, which answers as before. The other order would leave a prepared record whose
+    /// decision may have been lost: its answer, *committed*, could never be corrected.
     fn remove_both(&self, token: Token) -> Result<(), RecordsError> {
-        // Synced even if another process has removed the first: that may not be durable yet.
+        // Synced even if another process has removed the file, which may not be durable yet.
         for path in [self.prepared_path(token), self.decision_path(token)] {
             unlink(&path).and_then(|_| sync_removed(&self.dir)).map_err(failed("remove", &path))?;
         }

@@ -12,13 +12,13 @@ use super::file::{sweep, write_new};
 use super::life::Life;
 use crate::protocol::ids::Token;
 
-/// The end of a source record's name, behind its token.
+/// Suffix of a source record's name, after its token.
 pub(super) const SOURCE_SUFFIX: &str = ".source.json";
 
-/// The end of a prepared record's name, behind its token.
+/// Suffix of a prepared record's name, after its token.
 pub(super) const PREPARED_SUFFIX: &str = ".prepared.json";
 
-/// The end of a decision's name, behind its token.
+/// Suffix of a decision's name, after its token.
 pub(super) const DECISION_SUFFIX: &str = ".destination.json";
 
 /// The directory of one host's hand-over records.
@@ -31,7 +31,7 @@ pub struct Records {
 }
 
 impl Records {
-    /// Opens the directory, and makes it and its site where they do not exist yet.
+    /// Opens the directory; creates it and its site if they do not exist.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, RecordsError> {
         let dir = dir.into();
         create_dir(&dir).map_err(failed("write", &dir))?;
@@ -46,7 +46,7 @@ impl Records {
                 }
                 fs::read_to_string(&path)
             }
-            // Whose name is durable before any record is: that takes a sync of the same directory.
+            // Its name is durable before any record is, because that syncs the same directory.
             read => read,
         };
         let text = text.map_err(failed("read", &path))?;
@@ -60,7 +60,7 @@ impl Records {
         })
     }
 
-    /// The present life, looked at anew: a process outlives a mount.
+    /// The current life, read each time because a process can outlive a mount.
     pub(super) fn life(&self) -> Option<Life> {
         #[cfg(test)]
         if let Some(life) = self.pretended {
@@ -69,7 +69,7 @@ impl Records {
         Life::of(&self.dir)
     }
 
-    /// The directory's name for peers.
+    /// The name of the directory for peers.
     pub fn site(&self) -> Uuid {
         self.site
     }

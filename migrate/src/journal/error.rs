@@ -1,4 +1,4 @@
-//! A record that cannot be read or made durable.
+//! Errors of the journal.
 
 use std::io;
 use std::path::{Path, PathBuf};

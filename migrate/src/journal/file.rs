@@ -1,4 +1,4 @@
-//! Files of records: staged, synced, given their names, read and removed.
+//! Files of records: staging, syncing, naming, reading and removing them.
 
 use std::fs;
 use std::io::{self, Write};
@@ -16,10 +16,9 @@ use crate::protocol::ids::Token;
 /// The version of the records that this program writes.
 pub(super) const VERSION: u32 = 1;
 
-/// The beginning of the name of a file that is no record yet.
+/// Prefix of the name of a staged file.
 const STAGED: &str = ".staged-";
-/// The age of such a file after which the process that made it has died: no migration takes as
-/// long.
+/// Age after which the process that staged a file has died: no migration takes that long.
 const STALE: Duration = Duration::from_secs(60 * 24 * 3600);
 
 pub(super) fn now_unix_ms() -> u64 {
@@ -32,14 +31,14 @@ pub(super) fn json(record: &impl Serialize) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// What every record has, in any version.
+/// The fields of every record, in any version.
 #[derive(Deserialize)]
 struct Head {
     version: u32,
     token: Token,
 }
 
-/// The record of `token` in the file of that name.
+/// Reads the record of `token` in the file of that name.
 pub(super) fn read<T: DeserializeOwned>(
     path: &Path,
     token: Token,
@@ -63,7 +62,7 @@ pub(super) fn read<T: DeserializeOwned>(
     serde_json::from_slice(&bytes).map(Some).map_err(no_record)
 }
 
-/// Removes what processes that were killed have staged. Whatever fails is tried again next time.
+/// Removes what killed processes have staged. A failure is retried the next time.
 pub(super) fn sweep(dir: &Path) {
     let staged = fs::read_dir(dir).into_iter().flatten().flatten();
     let staged = staged.filter(|entry| entry.file_name().to_string_lossy().starts_with(STAGED));
@@ -75,7 +74,7 @@ pub(super) fn sweep(dir: &Path) {
     }
 }
 
-/// A synced temporary file beside its later place.
+/// Writes a synced temporary file in `dir`.
 pub(super) fn temporary(dir: &Path, bytes: &[u8]) -> io::Result<NamedTempFile> {
     let mut file = tempfile::Builder::new().prefix(STAGED).tempfile_in(dir)?;
     file.write_all(bytes)?;
@@ -83,7 +82,8 @@ pub(super) fn temporary(dir: &Path, bytes: &[u8]) -> io::Result<NamedTempFile> {
     Ok(file)
 }
 
-/// A file that appears whole and durable, or `AlreadyExists`, or (after other errors) perhaps.
+/// Writes a file that appears whole and durable. Fails with `AlreadyExists` if there is one; after
+/// other errors it may exist.
 pub(super) fn write_new(dir: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     place(dir, temporary(dir, bytes)?, path)
 }
@@ -98,7 +98,7 @@ pub(super) fn remove(dir: &Path, path: &Path) -> io::Result<()> {
     if unlink(path)? { sync_removed(dir) } else { Ok(()) }
 }
 
-/// Removes a file, not durably; whether there was one.
+/// Removes a file, not durably. Returns whether there was one.
 pub(super) fn unlink(path: &Path) -> io::Result<bool> {
     match fs::remove_file(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -108,11 +108,11 @@ pub(super) fn unlink(path: &Path) -> io::Result<bool> {
 
 #[cfg(test)]
 thread_local! {
-    /// Syncs of directories from which something was removed.
+    /// Number of syncs by [`sync_removed`].
     pub(super) static SYNCS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 
-/// Makes durable that files were removed, or what has to be durable before they are.
+/// Makes removals durable, or what must be durable before a removal.
 pub(super) fn sync_removed(dir: &Path) -> io::Result<()> {
     #[cfg(test)]
     SYNCS.set(SYNCS.get() + 1);

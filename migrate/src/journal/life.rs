@@ -1,4 +1,4 @@
-//! How long what is written to the directory stays found: a boot of the host and a mount.
+//! The life of the journal's directory: a boot of the host, and a mount.
 
 use std::fs;
 use std::path::Path;
@@ -6,25 +6,24 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use uuid::Uuid;
 
-/// Where Linux names the host's boot.
+/// Where Linux gives the id of the host's boot.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-/// Has a file's mount told, by the number that is not used again: `STATX_MNT_ID_UNIQUE`.
+/// Requests a mount id that is never reused: `STATX_MNT_ID_UNIQUE`.
 const MOUNT: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
-/// The time in which every process finds in the directory what any of them has put there, durable
-/// or not.
+/// A period in which every process finds what any of them has written to the directory, durable or
+/// not.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Life {
     /// The host's boot.
     pub(super) boot: Uuid,
-    /// The mount that the directory is on, by a number that is not used again in that boot; of
-    /// Linux before 6.8 it is not known.
+    /// The directory's mount, by an id that is never reused in that boot; unknown before Linux 6.8.
     pub(super) mount: Option<u64>,
 }
 
 impl Life {
-    /// The present one of `dir`, where it can be told.
+    /// Returns the current life of `dir`, if the host tells it.
     pub(super) fn of(dir: &Path) -> Option<Self> {
         let boot = fs::read_to_string(BOOT).ok()?;
         let boot = Uuid::parse_str(boot.trim()).ok()?;

@@ -1,4 +1,4 @@
-//! The durable records of hand-overs: what each side must not forget when its process dies.
+//! The durable records of hand-overs: what each end must know after its process has died.
 //!
 //! One directory a host, shared by its processes. Words:
 //! - *site*: the directory's own name, a UUID in the file `site`; PREPARED tells it to the source,
@@ -16,8 +16,8 @@
 //!   and nobody may say any more that the guest did not run. A host that cannot tell its boots
 //!   apart names none, and makes its decision durable before the guest runs.
 //!
-//! Everything is written to a temporary file, synced, linked into place, and the directory synced;
-//! of a decision that a prepared record with a boot stands for, the directory is synced after the
+//! Everything is written to a temporary file, synced and linked into place, and then the directory
+//! is synced. For a decision whose prepared record names a boot, the directory is synced after the
 //! guest has resumed. What is written in a pause is *staged* before.
 
 mod destination;

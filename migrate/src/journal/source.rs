@@ -1,4 +1,4 @@
-//! The source's record: the guest may be running on its peer.
+//! The source's record: the guest may be running on the peer.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ use super::error::{RecordsError, failed, invalid};
 use super::file::{VERSION, json, now_unix_ms, place, read, remove, temporary};
 use crate::protocol::ids::Token;
 
-/// What the source keeps from before COMMIT until the migration is settled.
+/// The record that a source keeps from before COMMIT until the migration is settled.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct SourceRecord {
     /// The record's version.
@@ -21,11 +21,11 @@ pub struct SourceRecord {
     pub token: Token,
     /// The guest that may be running on `peer`.
     pub vm_id: VmId,
-    /// Where it was sent, as the operator gave it.
+    /// Its destination, as the operator gave it.
     pub peer: String,
     /// The destination's site.
     pub site: Uuid,
-    /// When, ms since 1970.
+    /// Time of the record, ms since 1970.
     pub time_unix_ms: u64,
 }
 
@@ -34,11 +34,12 @@ pub struct SourceRecord {
 pub struct Pending {
     /// Guests that may be running elsewhere.
     pub records: Vec<SourceRecord>,
-    /// Files that stand where such records do and cannot be read as one. Any guest may be theirs.
+    /// Files with the name of such a record that cannot be read as one. They may be about any
+    /// guest.
     pub unreadable: Vec<RecordsError>,
 }
 
-/// A source's record, synced, that does not stand yet. Dropping it removes it.
+/// A synced source record that has no name yet. Dropping it removes it.
 #[derive(Debug)]
 pub(crate) struct StagedSource {
     file: NamedTempFile,
@@ -52,7 +53,7 @@ impl StagedSource {
     }
 }
 
-/// Proof that a source record is durable. Only with it can a held guest be sealed.
+/// Proof that a source record is durable, without which a guest cannot be sealed.
 #[derive(Debug)]
 pub(crate) struct SourceMark {
     record: SourceRecord,
@@ -65,9 +66,8 @@ impl SourceMark {
 }
 
 impl Records {
-    /// Migrations from here that are not settled: after a crash, guests that may be running
-    /// elsewhere. An error only if the directory cannot be read; files in it that are no records
-    /// are named.
+    /// Returns migrations from here that are not settled: after a crash, guests that may be running
+    /// elsewhere. Fails only if the directory cannot be read; unreadable files in it are listed.
     pub fn pending(&self) -> Result<Pending, RecordsError> {
         let mut pending = Pending::default();
         for entry in fs::read_dir(&self.dir).map_err(failed("read", &self.dir))? {
@@ -95,8 +95,7 @@ impl Records {
         remove(&self.dir, &path).map_err(failed("remove", &path))
     }
 
-    /// Writes the source's record without giving it its name: it is none yet, and goes with what
-    /// this returns.
+    /// Stages the source's record: writes it without its name. Dropping the result removes it.
     pub(crate) fn stage_source(
         &self,
         token: Token,
@@ -112,7 +111,7 @@ impl Records {
         Ok(StagedSource { file, record })
     }
 
-    /// Makes a staged record stand, durably. After an error it may stand.
+    /// Gives a staged record its name, durably. After an error it may have it.
     pub(crate) fn place_source(&self, staged: StagedSource) -> Result<SourceMark, RecordsError> {
         let StagedSource { file, record } = staged;
         let path = self.source_path(record.token);

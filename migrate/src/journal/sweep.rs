@@ -13,14 +13,14 @@ use super::life::Life;
 use crate::protocol::decision::Decision;
 use crate::protocol::ids::Token;
 
-/// A migration of which nobody will ask what its records alone can answer.
+/// A migration whose records are no longer needed for an answer.
 struct Settled {
     token: Token,
     decision: Option<Decision>,
 }
 
 impl Records {
-    /// Removes what processes that have died left behind, where every answer stays as it is:
+    /// Removes what dead processes left behind, where every answer stays the same:
     ///
     /// | prepared record | decision | what goes |
     /// | --- | --- | --- |
@@ -29,8 +29,8 @@ impl Records {
     /// | its process has died | `committed` | the record, once the decision is durable |
     /// | none | `discarded` | the decision: without it the answer is *discarded*, too |
     ///
-    /// Costs two syncs of the directory at most. What fails goes next time, and so does a decision
-    /// that comes back after a crash.
+    /// Costs at most two syncs of the directory. A failed removal is retried the next time, and so
+    /// is a decision that reappears after a crash.
     pub(crate) fn sweep_settled(&self) {
         let (life, mut tokens) = (self.life(), HashSet::new());
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
@@ -62,18 +62,18 @@ impl Records {
         }
     }
 
-    /// A migration of which something can go, by the table of
+    /// Returns a migration of which something is to be removed, by the table of
     /// [`sweep_settled`](Self::sweep_settled).
     fn settled(&self, token: Token, life: Option<Life>) -> Result<Option<Settled>, RecordsError> {
         let path = self.prepared_path(token);
         let Some(record) = read::<PreparedRecord>(&path, token)? else {
-            // In this order: only about a guest whose prepared record stands is one decided.
+            // In this order, because decisions are made only about guests with a prepared record.
             let decision = self.decision(token)?;
             let none = read::<PreparedRecord>(&path, token)?.is_none();
             let goes = decision == Some(Decision::Discarded) && none;
             return Ok(goes.then_some(Settled { token, decision }));
         };
-        // In this order: a process decides before it dies.
+        // In this order, because a process decides before it dies.
         let has_died = fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
         if !has_died {
             return Ok(None);
