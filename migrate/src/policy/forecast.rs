@@ -9,7 +9,7 @@
 //! | taken to be | is |
 //! | --- | --- |
 //! | the time of a pass | its bytes by the bandwidth |
-//! | what the guest writes meanwhile | the curve at that time and [`ROUND`]; of a vCPU that is held at most its rate's |
+//! | what the guest writes meanwhile | the curve at that time and [`ROUND`]; of a throttled vCPU at most its rate's |
 //! | what waits when the pause begins | what the last pass left, and what is written in [`SETTLE`] |
 //! | the downtime | what waits by the bandwidth, and [`STAND`] |
 //! | total | [`SETUP`], the passes, the downtime |
@@ -134,7 +134,7 @@ pub struct Conditions {
     pub bytes_per_s: u64,
     /// What precopy aims at.
     pub goals: Goals,
-    /// Whether vCPUs may be held, as they are unless `--no-throttle`.
+    /// Whether vCPUs may be throttled, as they are unless `--no-throttle`.
     pub throttle: bool,
     /// Frames that the first pass sends.
     pub populated: u64,
@@ -174,7 +174,7 @@ pub struct Forecast {
     pub downtime_ms: f64,
     /// Bytes sent, those of the pause included.
     pub transferred_bytes: u64,
-    /// What each vCPU is held to at last, bytes/s of whole frames; `None` if none is held.
+    /// Rate that each vCPU is limited to at last, bytes/s of whole frames; `None` without a throttle.
     pub most_bytes_per_s: Option<u64>,
 }
 
@@ -349,14 +349,14 @@ mod tests {
         }
 
         #[test]
-        fn the_verdict_after_each_pass_is_the_judges(c in any_conditions(), windows in any_windows(), held in any::<bool>()) {
-            let c = Conditions { throttle: held, ..c };
+        fn the_verdict_after_each_pass_is_the_judges(c in any_conditions(), windows in any_windows(), throttled in any::<bool>()) {
+            let c = Conditions { throttle: throttled, ..c };
             let course = course(&c, &Curve::new(&windows, MEMORY), SETTLE);
             for (i, pass) in course.measured.iter().enumerate() {
                 // No time limit is near: the time spent decides nothing.
                 let verdict = judge(&c.goals, &course.measured[..=i], pass.dirtied, Duration::ZERO);
                 if i + 1 < course.measured.len() {
-                    let approach = matches!(verdict, Judgement::SwitchOver(Reason::Fits { expected, .. }) if held && expected > LONG_PAUSE);
+                    let approach = matches!(verdict, Judgement::SwitchOver(Reason::Fits { expected, .. }) if throttled && expected > LONG_PAUSE);
                     prop_assert!(approach || verdict == Judgement::KeepGoing, "{verdict:?}");
                 } else {
                     prop_assert_eq!(std::mem::discriminant(&verdict), std::mem::discriminant(&course.end));
@@ -432,8 +432,12 @@ mod tests {
         assert!(!alone.converges && alone.passes.len() == 30, "{alone:?}");
         assert!(alone.reason.contains("outruns the link") && alone.most_bytes_per_s.is_none());
         assert!((alone.downtime_ms - 1677.7 - ms(STAND)).abs() < 1.0, "{alone:?}");
-        let held = forecast(&Conditions { throttle: true, ..c }, &curve);
-        assert!(held.converges && held.downtime_ms < 300.0, "{held:?}");
-        assert_eq!(held.most_bytes_per_s, Some(1464 * 4096), "0.15 of the link, in the approach");
+        let throttled = forecast(&Conditions { throttle: true, ..c }, &curve);
+        assert!(throttled.converges && throttled.downtime_ms < 300.0, "{throttled:?}");
+        assert_eq!(
+            throttled.most_bytes_per_s,
+            Some(1464 * 4096),
+            "0.15 of the link, in the approach"
+        );
     }
 }

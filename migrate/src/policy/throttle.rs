@@ -19,8 +19,8 @@
 //!
 //! The share is given out as evenly as can be: there is one rate for all vCPUs, the highest at
 //! which they together keep to the share if they go on as they did. So those that write less than
-//! the rate are not held at all, and a program that the guest moves to another vCPU gets no more
-//! there. The rate never rises in a migration: what is gained by holding a guest would be lost
+//! the rate are not slowed at all, and a program that the guest moves to another vCPU gets no more
+//! there. The rate never rises in a migration: what a throttle gains would be lost
 //! again.
 //!
 //! A guest that keeps to a share `s` leaves at most `s` times what a pass sent for the next one, so
@@ -36,15 +36,15 @@ use crate::policy::convergence::{
     link_rate, shrinks,
 };
 
-/// The part of the link's rate that vCPUs may fill first: far enough below [`SHRINKS`] that holds
-/// need not be exact.
+/// The part of the link's rate that vCPUs may fill first: far enough below [`SHRINKS`] that the
+/// throttle need not be exact.
 pub const FIRST_SHARE: f64 = 0.6;
 
 /// What the share is multiplied with when a pass did not shrink in spite of it.
 pub const TIGHTER: f64 = 0.5;
 
-/// The least share: a guest that outruns the link even so writes in ways that holds do not slow
-/// down.
+/// The least share: a guest that outruns the link even so writes in ways that a throttle does not
+/// slow down.
 pub const LEAST_SHARE: f64 = FIRST_SHARE / 8.0;
 
 /// The share during the approach. Less makes the pause shorter and the guest slower before it: with
@@ -55,13 +55,13 @@ pub const APPROACH_SHARE: f64 = FIRST_SHARE / 4.0;
 /// A pause that is expected to be longer is worth an approach.
 pub const LONG_PAUSE: Duration = Duration::from_millis(5);
 
-/// Whether vCPUs are held, and how.
+/// Whether vCPUs are throttled, and how.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub enum Throttle {
     /// They write as fast as they can.
     #[default]
     Off,
-    /// They are held to a rate.
+    /// They are limited to a rate.
     On {
         /// The part of the link's rate that all of them together were given last.
         share: f64,
@@ -383,8 +383,8 @@ mod tests {
             let Some(rate) = course.throttles.last().unwrap().rate() else { return Ok(()) };
             for idle in vcpus.iter().filter(|(_, own)| *own <= rate) {
                 let idle = vec![*idle];
-                let held = dirtied(&idle, SECOND, *course.throttles.last().unwrap());
-                prop_assert_eq!(held, dirtied(&idle, SECOND, Throttle::Off));
+                let dirty = dirtied(&idle, SECOND, *course.throttles.last().unwrap());
+                prop_assert_eq!(dirty, dirtied(&idle, SECOND, Throttle::Off));
             }
         }
     }

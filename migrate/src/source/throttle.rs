@@ -57,25 +57,26 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         let writes = now.iter().zip(&self.last);
         self.dirtied.clear();
         self.dirtied.extend(writes.map(|(n, l)| n.dirtied_frames.saturating_sub(l.dirtied_frames)));
-        let held = now.iter().zip(&self.first);
-        let figures = held.zip(&self.dirtied).zip(0u32..).map(|((held, dirtied), vcpu)| {
-            let held = held.0.held.saturating_sub(held.1.held);
-            VcpuThrottle {
-                vcpu,
-                dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
-                held_ms: ms(held),
-                held_percent: self.percent(held),
-                most_bytes_per_s: None,
-            }
-        });
+        let throttled = now.iter().zip(&self.first);
+        let figures =
+            throttled.zip(&self.dirtied).zip(0u32..).map(|((throttled, dirtied), vcpu)| {
+                let throttled = throttled.0.held.saturating_sub(throttled.1.held);
+                VcpuThrottle {
+                    vcpu,
+                    dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
+                    held_ms: ms(throttled),
+                    held_percent: self.percent(throttled),
+                    most_bytes_per_s: None,
+                }
+            });
         self.figures = figures.collect();
         (self.last, self.window) = (now, window);
     }
 
-    /// Percentage that `held` is of the time since the first throttle began.
-    fn percent(&self, held: Duration) -> f64 {
+    /// Percentage that `throttled` is of the time since the first throttle began.
+    fn percent(&self, throttled: Duration) -> f64 {
         let since = self.since.map_or(Duration::ZERO, |since| since.elapsed());
-        let part = held.as_secs_f64() / since.as_secs_f64();
+        let part = throttled.as_secs_f64() / since.as_secs_f64();
         if part.is_finite() { (part * 100.0).min(100.0) } else { 0.0 }
     }
 
@@ -139,16 +140,18 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         };
         // As of now, because an unfinished pass has no figures.
         let now = self.guest.vcpu_writes();
-        let held = now.iter().zip(&self.first).map(|(n, f)| n.held.saturating_sub(f.held));
-        let held: Vec<String> = (0u32..)
-            .zip(held)
-            .filter(|(_, held)| !held.is_zero())
-            .map(|(vcpu, held)| format!("vCPU {vcpu} for {:.0} % of the time", self.percent(held)))
+        let throttled = now.iter().zip(&self.first).map(|(n, f)| n.held.saturating_sub(f.held));
+        let throttled: Vec<String> = (0u32..)
+            .zip(throttled)
+            .filter(|(_, throttled)| !throttled.is_zero())
+            .map(|(vcpu, throttled)| {
+                format!("vCPU {vcpu} for {:.0} % of the time", self.percent(throttled))
+            })
             .collect();
         let most = rate.saturating_mul(PAGE_SIZE) as f64 / 1e6;
-        match held.is_empty() {
+        match throttled.is_empty() {
             true => format!("none of its vCPUs writes more than {most:.1} MB/s"),
-            false => format!("throttled to {most:.1} MB/s each: {}", held.join(", ")),
+            false => format!("throttled to {most:.1} MB/s each: {}", throttled.join(", ")),
         }
     }
 }
