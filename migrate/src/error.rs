@@ -56,8 +56,8 @@ pub enum Cause {
     },
     /// A source introduced itself, and its connection ended before anything of its guest had come.
     #[error(
-        "the source at {peer} left before {before} ({cause}); its guest is not here: see whether it \
-         still runs there, then start this receiver again and send it again"
+        "the source at {peer} left before {before} ({cause}); its guest is not here: see whether \
+         it still runs there, then start this receiver again and send it again"
     )]
     SourceLeft {
         /// Its address.
@@ -93,7 +93,10 @@ pub enum Cause {
         why: String,
     },
     /// The pause took too long.
-    #[error("the pause reached its limit of {:.1} s before the destination was prepared", limit.as_secs_f64())]
+    #[error(
+        "the pause reached its limit of {:.1} s before the destination was prepared",
+        limit.as_secs_f64()
+    )]
     PauseTooLong {
         /// How long it may take.
         limit: Duration,
@@ -128,7 +131,10 @@ pub enum Cause {
         after: Duration,
     },
     /// The destination discarded the guest, durably.
-    #[error("the destination discarded the guest{}", reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
+    #[error(
+        "the destination discarded the guest{}",
+        reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default()
+    )]
     Discarded {
         /// The destination's reason, if it gave one.
         reason: Option<String>,
@@ -189,7 +195,8 @@ impl fmt::Display for GuestPlace {
             Self::PausedHere { why } => {
                 write!(
                     f,
-                    "the guest is here, paused, and could not be resumed: {why}; resolve that, then resume it"
+                    "the guest is here, paused, and could not be resumed: {why}; resolve that, \
+                     then resume it"
                 )
             }
         }

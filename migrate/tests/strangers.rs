@@ -379,13 +379,20 @@ fn a_source_of_endless_empty_passes_is_given_up() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 32,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     /// Records kept, dropped, doubled and exchanged, with the checksums and the sequence made right
     /// again, so that only the protocol itself is left to refuse them.
     #[test]
     fn a_tampered_stream_never_ends_in_a_panic(
-        edits in prop::collection::vec((0usize..64, 0usize..64, 0usize..4, any::<u16>(), any::<u8>()), 1..4)
+        edits in prop::collection::vec(
+            (0usize..64, 0usize..64, 0usize..4, any::<u16>(), any::<u8>()),
+            1..4,
+        )
     ) {
         let stream = golden();
         let ends = ends(&stream);

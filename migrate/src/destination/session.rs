@@ -113,8 +113,8 @@ impl Session {
         if let Err(e) = self.records.sync(token) {
             tracing::error!(
                 %token,
-                "the guest runs here, and that this was decided may not outlive a crash of this host: its source would be in doubt, had it \
-                 not heard RUNNING: {e}"
+                "the guest runs here, and that this was decided may not outlive a crash of this \
+                 host: its source would be in doubt, had it not heard RUNNING: {e}"
             );
         }
     }

@@ -13,7 +13,7 @@
 //!
 //! A guest that does not let passes shrink is throttled before a limit is reached. Where its pause
 //! would fit into the target but be long, passes under a tight throttle come before it (the
-//! approach): for both see [`throttle`](crate::policy::throttle).
+//! approach): for both see [`throttle`](crate::throttle).
 //!
 //! The passes that only make the pause shorter take together at most `1 / (1 - SHRINKS)` times what
 //! the pause would have taken without them, if the guest goes on as it did.
@@ -41,7 +41,8 @@ pub enum TimeoutStrategy {
 pub enum UnknownStrategy {
     /// Known elsewhere, not here.
     #[error(
-        "the timeout strategy \"postcopy\" is not offered by this version; there are cancel and switchover"
+        "the timeout strategy \"postcopy\" is not offered by this version; there are cancel and \
+         switchover"
     )]
     Postcopy,
     /// Not known.
@@ -305,7 +306,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_limit_always_ends_precopy(g in goals(), p in passes(), pending in any::<u64>(), ms in 0u64..10_000) {
+        fn a_limit_always_ends_precopy(
+            g in goals(),
+            p in passes(),
+            pending in any::<u64>(),
+            ms in 0u64..10_000,
+        ) {
             let elapsed = Duration::from_millis(ms);
             let verdict = judge(&g, &p, pending, elapsed);
             if p.len() as u32 >= g.max_passes || elapsed >= g.timeout {
@@ -320,7 +326,13 @@ mod tests {
         }
 
         #[test]
-        fn less_pending_is_never_given_up_instead(g in goals(), p in passes(), pending in 0u64..1 << 40, less in 0u64..1 << 40, ms in 0u64..10_000) {
+        fn less_pending_is_never_given_up_instead(
+            g in goals(),
+            p in passes(),
+            pending in 0u64..1 << 40,
+            less in 0u64..1 << 40,
+            ms in 0u64..10_000,
+        ) {
             let elapsed = Duration::from_millis(ms);
             if matches!(judge(&g, &p, pending, elapsed), Judgement::SwitchOver(_)) {
                 match judge(&g, &p, pending.saturating_sub(less), elapsed) {
@@ -332,13 +344,20 @@ mod tests {
         }
 
         #[test]
-        fn what_fits_is_sent_before_the_pause_only_while_that_shrinks_it(g in goals(), p in passes(), pending in 1u64..1 << 22, ms in 0u64..10_000) {
+        fn what_fits_is_sent_before_the_pause_only_while_that_shrinks_it(
+            g in goals(),
+            p in passes(),
+            pending in 1u64..1 << 22,
+            ms in 0u64..10_000,
+        ) {
             let elapsed = Duration::from_millis(ms);
             let expected = link_rate(&p).and_then(|rate| expected_downtime(pending, rate));
             if let Some(expected) = expected.filter(|e| *e <= g.downtime) {
                 match judge(&g, &p, pending, elapsed) {
                     Judgement::SwitchOver(_) => {}
-                    Judgement::KeepGoing => prop_assert!(expected > WORTH_A_PASS && shrinks(&p, pending)),
+                    Judgement::KeepGoing => {
+                        prop_assert!(expected > WORTH_A_PASS && shrinks(&p, pending));
+                    }
                     Judgement::GiveUp(why) => prop_assert!(false, "{why}"),
                 }
             }
@@ -347,14 +366,21 @@ mod tests {
         /// A guest that writes at one rate and a link of one rate: the passes that only make the
         /// pause shorter cost no more than the table says.
         #[test]
-        fn a_shorter_pause_has_its_price_bounded(link in 1u64 << 20..1 << 34, share in 0.0f64..1.0, set in 1u64..1 << 22, target_ms in 2u64..1000) {
+        fn a_shorter_pause_has_its_price_bounded(
+            link in 1u64 << 20..1 << 34,
+            share in 0.0f64..1.0,
+            set in 1u64..1 << 22,
+            target_ms in 2u64..1000,
+        ) {
             let goals = Goals {
                 downtime: Duration::from_millis(target_ms),
                 max_passes: 4095,
                 timeout: Duration::from_secs(3600),
                 strategy: TimeoutStrategy::Cancel,
             };
-            let time = |frames: u64| Duration::from_secs_f64((frames * PAGE_SIZE) as f64 / link as f64);
+            let time = |frames: u64| {
+                Duration::from_secs_f64((frames * PAGE_SIZE) as f64 / link as f64)
+            };
             let (mut passes, mut pending) = (Vec::new(), set);
             let (mut fits, mut extra) = (None, Duration::ZERO);
             for _ in 0..200 {
@@ -374,12 +400,18 @@ mod tests {
                 }
             }
             if let Some(fits) = fits {
-                prop_assert!(extra <= fits.mul_f64(1.0 / (1.0 - SHRINKS)) + Duration::from_micros(10), "{extra:?} for {fits:?}");
+                let most = fits.mul_f64(1.0 / (1.0 - SHRINKS)) + Duration::from_micros(10);
+                prop_assert!(extra <= most, "{extra:?} for {fits:?}");
             }
         }
 
         #[test]
-        fn it_gives_up_only_where_that_was_asked_for(g in goals(), p in passes(), pending in any::<u64>(), ms in 0u64..10_000) {
+        fn it_gives_up_only_where_that_was_asked_for(
+            g in goals(),
+            p in passes(),
+            pending in any::<u64>(),
+            ms in 0u64..10_000,
+        ) {
             if let Judgement::GiveUp(reason) = judge(&g, &p, pending, Duration::from_millis(ms)) {
                 prop_assert_eq!(g.strategy, TimeoutStrategy::Cancel);
                 prop_assert!(reason.to_string().contains("outruns the link"));
@@ -387,8 +419,14 @@ mod tests {
         }
 
         #[test]
-        fn what_switches_over_by_itself_fits(g in goals(), p in passes(), pending in 1u64..1 << 40, ms in 0u64..10_000) {
-            if let Judgement::SwitchOver(Reason::Fits { expected, target }) = judge(&g, &p, pending, Duration::from_millis(ms)) {
+        fn what_switches_over_by_itself_fits(
+            g in goals(),
+            p in passes(),
+            pending in 1u64..1 << 40,
+            ms in 0u64..10_000,
+        ) {
+            let judgement = judge(&g, &p, pending, Duration::from_millis(ms));
+            if let Judgement::SwitchOver(Reason::Fits { expected, target }) = judgement {
                 prop_assert!(expected <= target && target == g.downtime);
             }
         }

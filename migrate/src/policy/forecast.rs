@@ -174,7 +174,8 @@ pub struct Forecast {
     pub downtime_ms: f64,
     /// Bytes sent, those of the pause included.
     pub transferred_bytes: u64,
-    /// Rate that each vCPU is limited to at last, bytes/s of whole frames; `None` without a throttle.
+    /// Rate that each vCPU is limited to at last, bytes/s of whole frames; `None` without a
+    /// throttle.
     pub most_bytes_per_s: Option<u64>,
 }
 
@@ -341,7 +342,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_longer_window_has_no_fewer_frames_and_none_more_than_memory(windows in any_windows(), a in 0u64..100_000, b in 0u64..100_000) {
+        fn a_longer_window_has_no_fewer_frames_and_none_more_than_memory(
+            windows in any_windows(),
+            a in 0u64..100_000,
+            b in 0u64..100_000,
+        ) {
             let curve = Curve::new(&windows, MEMORY);
             let at = |ms: u64| curve.frames(Duration::from_millis(ms));
             let (short, long) = (at(a.min(b)), at(a.max(b)));
@@ -349,31 +354,49 @@ mod tests {
         }
 
         #[test]
-        fn the_verdict_after_each_pass_is_the_judges(c in any_conditions(), windows in any_windows(), throttled in any::<bool>()) {
+        fn the_verdict_after_each_pass_is_the_judges(
+            c in any_conditions(),
+            windows in any_windows(),
+            throttled in any::<bool>(),
+        ) {
             let c = Conditions { throttle: throttled, ..c };
             let course = course(&c, &Curve::new(&windows, MEMORY), SETTLE);
             for (i, pass) in course.measured.iter().enumerate() {
                 // No time limit is near: the time spent decides nothing.
                 let verdict = judge(&c.goals, &course.measured[..=i], pass.dirtied, Duration::ZERO);
                 if i + 1 < course.measured.len() {
-                    let approach = matches!(verdict, Judgement::SwitchOver(Reason::Fits { expected, .. }) if throttled && expected > LONG_PAUSE);
+                    let approach = matches!(
+                        verdict,
+                        Judgement::SwitchOver(Reason::Fits { expected, .. })
+                            if throttled && expected > LONG_PAUSE
+                    );
                     prop_assert!(approach || verdict == Judgement::KeepGoing, "{verdict:?}");
                 } else {
-                    prop_assert_eq!(std::mem::discriminant(&verdict), std::mem::discriminant(&course.end));
+                    let (kind, end) =
+                        (std::mem::discriminant(&verdict), std::mem::discriminant(&course.end));
+                    prop_assert_eq!(kind, end);
                     prop_assert_eq!(pass.dirtied, course.pending);
                 }
             }
         }
 
         #[test]
-        fn a_faster_link_makes_it_easier(c in any_conditions(), windows in any_windows(), by in 1.0f64..50.0) {
+        fn a_faster_link_makes_it_easier(
+            c in any_conditions(),
+            windows in any_windows(),
+            by in 1.0f64..50.0,
+        ) {
             let curve = Curve::new(&windows, MEMORY);
             let faster = Conditions { bytes_per_s: (c.bytes_per_s as f64 * by) as u64, ..c };
             is_easier((&faster, &c), (&curve, &curve))?;
         }
 
         #[test]
-        fn a_guest_that_writes_less_makes_it_easier(c in any_conditions(), windows in any_windows(), part in 0.0f64..1.0) {
+        fn a_guest_that_writes_less_makes_it_easier(
+            c in any_conditions(),
+            windows in any_windows(),
+            part in 0.0f64..1.0,
+        ) {
             let scale = |w: &Window| Window {
                 frames: w.frames * part,
                 by_vcpu: w.by_vcpu.iter().map(|n| n * part).collect(),
@@ -385,7 +408,11 @@ mod tests {
         }
 
         #[test]
-        fn with_a_throttle_all_that_vcpus_write_converges(b in 8u64 << 20..4 << 30, frames in 1.0f64..1e6, share in 0.0f64..1.0) {
+        fn with_a_throttle_all_that_vcpus_write_converges(
+            b in 8u64 << 20..4 << 30,
+            frames in 1.0f64..1e6,
+            share in 0.0f64..1.0,
+        ) {
             let windows = [window(100, frames, vec![frames * share, frames * (1.0 - share)])];
             let c = Conditions { throttle: true, ..conditions(b, MEMORY, 300) };
             let forecast = forecast(&c, &Curve::new(&windows, MEMORY));

@@ -318,24 +318,32 @@ mod tests {
         }
 
         #[test]
-        fn who_begins_a_throttle_gets_the_first_share_of_the_link(vcpus in any_vcpus(), mb in 1u64..2000) {
+        fn who_begins_a_throttle_gets_the_first_share_of_the_link(
+            vcpus in any_vcpus(),
+            mb in 1u64..2000,
+        ) {
             let link = mb * 1_000_000;
             let goals = goals(Duration::from_millis(300));
             let course = migrate(&vcpus, link, &goals, true);
             let began = course.throttles.iter().position(|t| *t != Throttle::Off);
-            if let Some((at, Throttle::On { share, rate })) = began.map(|at| (at, course.throttles[at])) {
+            let began = began.map(|at| (at, course.throttles[at]));
+            if let Some((at, Throttle::On { share, rate })) = began {
                 prop_assert!(share == FIRST_SHARE || share == APPROACH_SHARE);
                 // Those who go on as in the last pass keep to it, but for a frame a second of
                 // rounding up.
                 let window = course.passes[at - 1].time;
                 let by = dirtied(&vcpus, window, Throttle::Off);
-                let kept: f64 = by.iter().map(|d| (*d as f64 / window.as_secs_f64()).min(rate as f64)).sum();
+                let seconds = window.as_secs_f64();
+                let kept: f64 = by.iter().map(|d| (*d as f64 / seconds).min(rate as f64)).sum();
                 prop_assert!(kept <= share * link as f64 / PAGE_SIZE as f64 + vcpus.len() as f64);
             }
         }
 
         #[test]
-        fn a_guest_that_converges_by_itself_is_never_throttled(vcpus in any_vcpus(), mb in 1u64..2000) {
+        fn a_guest_that_converges_by_itself_is_never_throttled(
+            vcpus in any_vcpus(),
+            mb in 1u64..2000,
+        ) {
             // What all write together is less than a pass takes along.
             let rate: u64 = vcpus.iter().map(|(_, rate)| rate).sum();
             let link = (mb * 1_000_000).max(rate * PAGE_SIZE * 10 / 7 + PAGE_SIZE);
@@ -345,7 +353,10 @@ mod tests {
         }
 
         #[test]
-        fn with_a_throttle_every_guest_converges_that_does_not_change(vcpus in any_vcpus(), mb in 1u64..2000) {
+        fn with_a_throttle_every_guest_converges_that_does_not_change(
+            vcpus in any_vcpus(),
+            mb in 1u64..2000,
+        ) {
             let link = mb * 1_000_000;
             let goals = goals(Duration::from_millis(300));
             let with = migrate(&vcpus, link, &goals, true);
@@ -356,7 +367,8 @@ mod tests {
             let Some(begins) = begins else { return Ok(()) };
             let first = with.passes[begins].time.as_secs_f64() / WORTH_A_PASS.as_secs_f64();
             let later = with.passes.len() - begins;
-            prop_assert!(later as f64 <= first.ln() / SHRINKS.recip().ln() + 6.0, "{later} for {first}");
+            let most = first.ln() / SHRINKS.recip().ln() + 6.0;
+            prop_assert!(later as f64 <= most, "{later} for {first}");
         }
 
         /// The pause of a guest whose vCPUs alone write is short, or as short as vCPUs throttled to
@@ -366,19 +378,26 @@ mod tests {
             let link = mb * 1_000_000;
             let goals = goals(Duration::from_millis(300));
             let with = migrate(&vcpus, link, &goals, true);
-            let Judgement::SwitchOver(Reason::Fits { expected, .. }) = with.end else { return Ok(()) };
+            let Judgement::SwitchOver(Reason::Fits { expected, .. }) = with.end else {
+                return Ok(());
+            };
             let sent: u64 = with.passes.iter().map(|p| p.bytes).sum();
             if expected > LONG_PAUSE && sent >= TELLING_BYTES {
                 let last = with.throttles.last().unwrap();
-                prop_assert!(matches!(last, Throttle::On { share, .. } if *share <= APPROACH_SHARE), "{last:?}: {expected:?}");
+                let tight = matches!(last, Throttle::On { share, .. } if *share <= APPROACH_SHARE);
+                prop_assert!(tight, "{last:?}: {expected:?}");
             }
             let approaches = with.throttles.windows(2).filter(|t| matches!((t[0], t[1]),
-                (Throttle::Off | Throttle::On { .. }, Throttle::On { share, .. }) if share == APPROACH_SHARE && t[0] != t[1]));
+                (Throttle::Off | Throttle::On { .. }, Throttle::On { share, .. })
+                    if share == APPROACH_SHARE && t[0] != t[1]));
             prop_assert!(approaches.count() <= 1);
         }
 
         #[test]
-        fn whoever_writes_no_more_than_the_rate_loses_nothing(vcpus in any_vcpus(), mb in 1u64..2000) {
+        fn whoever_writes_no_more_than_the_rate_loses_nothing(
+            vcpus in any_vcpus(),
+            mb in 1u64..2000,
+        ) {
             let course = migrate(&vcpus, mb * 1_000_000, &goals(Duration::from_millis(300)), true);
             let Some(rate) = course.throttles.last().unwrap().rate() else { return Ok(()) };
             for idle in vcpus.iter().filter(|(_, own)| *own <= rate) {

@@ -42,7 +42,10 @@ pub enum WireError {
         expected: &'static str,
     },
     /// Frames that the guest does not have.
-    #[error("a {} message names {run}, which is not inside one memory slot of the guest", message.name())]
+    #[error(
+        "a {} message names {run}, which is not inside one memory slot of the guest",
+        message.name()
+    )]
     Outside {
         /// PAGES or ZERO.
         message: Tag,
@@ -60,7 +63,10 @@ pub enum WireError {
         drives: usize,
     },
     /// Blocks that the disk does not have.
-    #[error("a {} message names blocks {}..{} of disk \"{id}\", which has {blocks}", message.name(), run.start.0, run.end().0)]
+    #[error(
+        "a {} message names blocks {}..{} of disk \"{id}\", which has {blocks}",
+        message.name(), run.start.0, run.end().0
+    )]
     OutsideDrive {
         /// BLOCKS or BLOCK_ZEROS.
         message: Tag,
@@ -93,7 +99,8 @@ pub enum WireError {
     },
     /// The source occupies the receiver and moves almost nothing.
     #[error(
-        "the source moved {found} bytes of memory and state in {:.1} s, less than the {least} that it has to",
+        "the source moved {found} bytes of memory and state in {:.1} s, less than the {least} that \
+         it has to",
         window.as_secs_f64()
     )]
     TooSlow {

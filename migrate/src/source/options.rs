@@ -41,7 +41,7 @@ pub struct SendOptions {
     /// Disks to copy, because the destination cannot reach them. None.
     pub copy_drives: CopyDrives,
     /// Whether vCPUs that write are throttled when passes do not shrink (see
-    /// [`throttle`](crate::policy::throttle)). They are.
+    /// [`throttle`](crate::throttle)). They are.
     pub throttle: bool,
     /// Upper bound on opening a connection. 10 s.
     pub connect_timeout: Duration,

@@ -6,11 +6,14 @@
 //! Between ----------------> InPass   Between ----------> State --STATE_END--> Complete
 //!    ^                      |  ^ |                        ^ |
 //!    +------ PASS_END ------+  +-+ content, ZERO          +-+ STATE
-//! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS come Between, before pass 0,
-//! VERIFY once after one. Content is PAGES, PACKED and FRAMES, and what there is of drives.
-//! The state may come before the last pass: from State STATE_WHOLE leads to Whole, and PASS_BEGIN from either to InPass;
-//! PASS_END then leads to Last, where only STATE_END is left.
 //! ```
+//!
+//! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS come
+//! Between, before pass 0; VERIFY comes Between, once, after a pass. Content is PAGES, PACKED,
+//! FRAMES, and the blocks of copied disks.
+//!
+//! The state may come before the last pass: STATE_WHOLE leads from State to Whole, and PASS_BEGIN
+//! from either to InPass. PASS_END then leads to Last, where only STATE_END is left.
 //!
 //! A channel that has joined is only ever Between or InPass: it carries shares of passes.
 //!
