@@ -12,8 +12,7 @@ use uuid::Uuid;
 
 use crate::journal::{PreparedMark, Records, RecordsError, StagedDecision};
 use crate::log_limit::LogLimit;
-use crate::protocol::decision::Decision;
-use crate::protocol::decision::Verdict;
+use crate::protocol::decision::{Decision, Verdict};
 use crate::protocol::ids::Token;
 use crate::protocol::limits::MAX_CONNECTIONS;
 use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder};

@@ -8,8 +8,7 @@
 //!  Dropped <----------------+  Discarding <--------+  Discarded <---stored---  Discarding
 //! ```
 
-use crate::protocol::decision::Decision;
-use crate::protocol::decision::Verdict;
+use crate::protocol::decision::{Decision, Verdict};
 
 /// State of the destination. The guest may run only in `Running`, which only `Committed` leads to.
 /// That needs a decision that stands: every process of the host finds it, and it is durable itself

@@ -13,8 +13,7 @@
 //! The record is made before the pause (within it where digests are compared), so that the pause
 //! does not wait for a disk. It forbids nothing until COMMIT is sent.
 
-use crate::protocol::decision::Resolution;
-use crate::protocol::decision::Verdict;
+use crate::protocol::decision::{Resolution, Verdict};
 
 /// State of the source. Before `Committed` it may resume the guest at any time, because COMMIT has
 /// not been sent. After that, only the destination's or the operator's word allows it.

@@ -1,20 +1,13 @@
-//! Both machines against each other, through everything that can go wrong, in every order.
-//!
-//! A [`World`] is two processes, the messages between them, the destination's disk, and whether a
-//! second process shares that disk. [`World::next`] lists every step that can happen: a message
-//! arrives or is lost, a side notices a failure, an order is performed or fails, a process dies,
-//! the destination's host crashes and forgets what is not durable, the source asks, the operator
-//! resolves. The test visits every world that can be reached.
+//! The state of the model: two processes, the messages between them, the destination's disk, and
+//! whether a second process shares that disk.
 
-use std::collections::{HashMap, HashSet, VecDeque};
-
-use super::*;
-use crate::protocol::decision::Decision;
-use crate::protocol::decision::Resolution;
-use crate::protocol::decision::Verdict;
+use super::super::{
+    Destination, DestinationEvent, DestinationOrder, Source, SourceEvent, SourceOrder,
+};
+use crate::protocol::decision::{Decision, Resolution, Verdict};
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum Message {
+pub(super) enum Message {
     Prepared,
     Abort,
     Commit,
@@ -24,7 +17,7 @@ enum Message {
 
 /// An order that is not performed yet, without its permit.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum ToDo {
+pub(super) enum ToDo {
     Nothing,
     Record,
     Commit,
@@ -41,48 +34,48 @@ enum ToDo {
 }
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-struct World {
-    source: Source,
-    source_alive: bool,
-    source_runs: bool,
-    source_todo: ToDo,
+pub(super) struct World {
+    pub(super) source: Source,
+    pub(super) source_alive: bool,
+    pub(super) source_runs: bool,
+    pub(super) source_todo: ToDo,
     /// The guest is held and the destination has been sent all of it.
-    sent: bool,
+    pub(super) sent: bool,
     /// The source's record stands on its disk.
-    recorded: bool,
+    pub(super) recorded: bool,
     /// COMMIT has been said.
-    commit_said: bool,
-    destination: Destination,
-    destination_alive: bool,
-    destination_runs: bool,
-    destination_ran: bool,
-    destination_todo: ToDo,
+    pub(super) commit_said: bool,
+    pub(super) destination: Destination,
+    pub(super) destination_alive: bool,
+    pub(super) destination_runs: bool,
+    pub(super) destination_ran: bool,
+    pub(super) destination_todo: ToDo,
     /// The destination process's own `committed` stands on its disk.
-    placed: bool,
-    disk: Option<Decision>,
+    pub(super) placed: bool,
+    pub(super) disk: Option<Decision>,
     /// What the disk says of a decision outlives a crash of the host.
-    durable: bool,
+    pub(super) durable: bool,
     /// The destination's prepared record is durable.
-    prepared: bool,
+    pub(super) prepared: bool,
     /// The destination's host tells its boots apart, and its prepared record names one.
-    names_boot: bool,
+    pub(super) names_boot: bool,
     /// The destination's host has crashed and is up again, or has mounted its records anew: what
     /// was not durable may be gone.
-    rebooted: bool,
-    to_source: Vec<Message>,
-    to_destination: Vec<Message>,
-    source_hung_up: bool,
-    destination_hung_up: bool,
+    pub(super) rebooted: bool,
+    pub(super) to_source: Vec<Message>,
+    pub(super) to_destination: Vec<Message>,
+    pub(super) source_hung_up: bool,
+    pub(super) destination_hung_up: bool,
     /// A question that another process of the site is answering.
-    question: Option<Question>,
+    pub(super) question: Option<Question>,
     /// The answer to a question, under way.
-    answer: Option<Verdict>,
-    operator: Option<Resolution>,
+    pub(super) answer: Option<Verdict>,
+    pub(super) operator: Option<Resolution>,
 }
 
 /// How far `Records::decide_unknown` is: others may act between any two of its accesses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-struct Question {
+pub(super) struct Question {
     /// `discarded` stood when it was asked.
     discarded: bool,
     read: Read,
@@ -90,7 +83,7 @@ struct Question {
 
 /// What it has read.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum Read {
+pub(super) enum Read {
     /// Whether there is a prepared record.
     Prepared(bool),
     /// A prepared record, and no decision.
@@ -103,7 +96,7 @@ enum Read {
 
 /// What a step is, for the search for a way out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Kind {
+pub(super) enum Kind {
     /// Something works as it should, or a limit is reached.
     Good,
     /// Something breaks.
@@ -113,7 +106,7 @@ enum Kind {
 }
 
 impl World {
-    fn new(names_boot: bool) -> Self {
+    pub(super) fn new(names_boot: bool) -> Self {
         Self {
             names_boot,
             source: Source::Streaming,
@@ -198,7 +191,7 @@ impl World {
     }
 
     /// Every world one step away.
-    fn next(&self) -> Vec<(Kind, Self)> {
+    pub(super) fn next(&self) -> Vec<(Kind, Self)> {
         let mut all = Vec::new();
         if self.source_alive {
             self.source_steps(&mut all);
@@ -499,7 +492,7 @@ impl World {
     }
 
     /// I7, and what follows from it.
-    fn check(&self) {
+    pub(super) fn check(&self) {
         assert!(!(self.source_runs && self.destination_runs), "two run: {self:#?}");
         let unsettled = matches!(self.source, Source::Committed | Source::InDoubt);
         assert!(
@@ -514,7 +507,7 @@ impl World {
     }
 
     /// Where a story may end: exactly one runs, or what is left of it is settled.
-    fn settled(&self) -> bool {
+    pub(super) fn settled(&self) -> bool {
         match (self.source_alive, self.destination_alive) {
             (true, true) => self.source_runs != self.destination_runs,
             // The other process took its copy with it.
@@ -532,100 +525,4 @@ impl World {
             (false, false) => true,
         }
     }
-}
-
-/// The worlds from which steps of these kinds can lead to a settled one.
-fn rescued<'w>(
-    seen: &'w HashSet<World>,
-    back: &'w HashMap<World, Vec<(Kind, World)>>,
-    kinds: &[Kind],
-) -> HashSet<&'w World> {
-    let mut rescued: HashSet<&World> = HashSet::new();
-    let mut queue: VecDeque<&World> = seen.iter().filter(|w| w.settled()).collect();
-    while let Some(world) = queue.pop_front() {
-        if rescued.insert(world) {
-            let before = back.get(world).into_iter().flatten();
-            queue.extend(before.filter(|(kind, _)| kinds.contains(kind)).map(|(_, w)| w));
-        }
-    }
-    rescued
-}
-
-#[test]
-fn at_most_one_runs_and_there_is_always_a_way_out() {
-    for names_boot in [true, false] {
-        explore(names_boot);
-    }
-}
-
-fn explore(names_boot: bool) {
-    let mut seen: HashSet<World> = HashSet::new();
-    // Good steps and the operator's, backwards.
-    let mut back: HashMap<World, Vec<(Kind, World)>> = HashMap::new();
-    let mut queue = VecDeque::from([World::new(names_boot)]);
-    while let Some(world) = queue.pop_front() {
-        if !seen.insert(world.clone()) {
-            continue;
-        }
-        world.check();
-        for (kind, next) in world.next() {
-            if kind != Kind::Bad {
-                back.entry(next.clone()).or_default().push((kind, world.clone()));
-            }
-            if !seen.contains(&next) {
-                queue.push_back(next);
-            }
-        }
-    }
-    // An operator who discards what runs nowhere has decided so.
-    let honest = |w: &&World| w.operator != Some(Resolution::Discard);
-    let rescued = rescued(&seen, &back, &[Kind::Good, Kind::Operator]);
-    let stuck = seen.iter().filter(honest).find(|w| !rescued.contains(w));
-    assert!(stuck.is_none(), "no way out of {stuck:#?}");
-    // While both processes live, nobody has to be asked.
-    let rescued = self::rescued(&seen, &back, &[Kind::Good]);
-    let both = |w: &&World| w.source_alive && w.destination_alive;
-    let stuck = seen.iter().filter(honest).filter(both).find(|w| !rescued.contains(w));
-    assert!(stuck.is_none(), "no way out without an operator of {stuck:#?}");
-    assert!(seen.len() > 1_000, "only {} worlds were visited", seen.len());
-    for wanted in [Source::Here, Source::Gone, Source::InDoubt] {
-        assert!(seen.iter().any(|w| w.source == wanted), "{wanted:?} was never reached");
-    }
-    println!("{} worlds (records name a boot: {names_boot})", seen.len());
-}
-
-#[test]
-fn without_faults_the_guest_arrives() {
-    let mut world = World::new(true);
-    while let Some((_, next)) = world.next().into_iter().find(|(kind, next)| {
-        // Deadlines and cuts are good steps too; here nothing is late.
-        let late = next.source == Source::InDoubt
-            || next.destination == Destination::Discarding
-            || (next.source_hung_up && next.source != Source::Gone);
-        *kind == Kind::Good && !late
-    }) {
-        world = next;
-    }
-    assert_eq!((world.source, world.destination), (Source::Gone, Destination::Running));
-    assert!(world.destination_runs && !world.source_runs);
-}
-
-#[test]
-fn only_before_commit_a_failure_gives_the_guest_back() {
-    for state in [Source::Streaming, Source::Recording, Source::Recorded] {
-        let (next, order) = state.on(SourceEvent::Lost);
-        assert!(next == Source::Here && matches!(order, SourceOrder::TakeBack(_)), "{state:?}");
-    }
-    for state in [Source::Committed, Source::InDoubt] {
-        assert_eq!(state.on(SourceEvent::Lost), (Source::InDoubt, SourceOrder::Ask));
-    }
-}
-
-#[test]
-fn commit_needs_the_record_and_prepared() {
-    for state in [Source::Streaming, Source::Recording] {
-        assert_eq!(state.on(SourceEvent::Prepared), (state, SourceOrder::Wait));
-    }
-    let (recorded, _) = Source::Recording.on(SourceEvent::Recorded);
-    assert_eq!(recorded.on(SourceEvent::Prepared), (Source::Committed, SourceOrder::Commit));
 }
