@@ -15,7 +15,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::Epoch;
+use driftline_dirty_tracker::DirtySet;
 use driftline_guest::{DriveHead, Guest, GuestError};
 use driftline_store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
 
@@ -95,7 +95,7 @@ enum FlightState {
 struct Aloft {
     full: bool,
     /// To be committed when it is durable, and given back if it never is.
-    changed: Vec<Epoch>,
+    changed: Vec<DirtySet>,
     taken: Taken,
 }
 
@@ -299,7 +299,7 @@ impl Checkpointer {
         let Aloft { full, changed, taken } = aloft;
         let outcome = match answer.result {
             Ok(published) => {
-                changed.into_iter().for_each(Epoch::commit);
+                changed.into_iter().for_each(DirtySet::commit);
                 let (frames, pause_us) = (published.frames, taken.pause.as_micros() as u64);
                 tracing::info!(epoch, full, frames, pause_us, "stored");
                 let write = answer.at.saturating_duration_since(taken.resumed);

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use driftline_dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
+use driftline_dirty_tracker::{DirtySet, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 use driftline_guest::{
     DriveHead, Guest, GuestError, KeepError, Keeper, Keeping, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT,
     WriteWaits, data_runs, data_within, read_blocks,
@@ -53,7 +53,7 @@ pub(crate) struct Followed {
 /// What was copied of drives ahead of a pause.
 pub(crate) struct Ahead {
     /// To be committed as the rest of the epoch is.
-    pub(crate) passes: Vec<Epoch>,
+    pub(crate) passes: Vec<DirtySet>,
     /// Blocks that were to be copied when it began.
     pub(crate) due: u64,
 }
@@ -63,7 +63,7 @@ pub(crate) struct Ahead {
 pub(crate) struct Stood {
     object: u16,
     id: String,
-    changed: Epoch,
+    changed: DirtySet,
     keeping: Keeping,
     /// Blocks of it that are in the epoch, and how many of them were copied in the pause.
     copied: u64,
@@ -340,7 +340,7 @@ pub(crate) fn copy_behind(
     mut stood: Vec<Stood>,
     staging: &mut Staging,
     file: &mut EpochWriter,
-) -> Result<(Vec<Epoch>, WriteWaits), Cause> {
+) -> Result<(Vec<DirtySet>, WriteWaits), Cause> {
     stood.iter_mut().try_for_each(|stood| stood.write_early(file))?;
     let contents = staging.split(PIECE_BLOCKS.min(staging.frames())).0;
     let mut runs: Vec<FrameRun> = Vec::new();

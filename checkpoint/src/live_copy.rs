@@ -1,6 +1,6 @@
 //! Copying memory of a guest that runs on: what a full epoch does before it pauses the guest.
 
-use driftline_dirty_tracker::{Epoch, FrameRun, Gfn, Subscription};
+use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn, Subscription};
 use driftline_guest::Guest;
 use driftline_store::EpochWriter;
 
@@ -20,7 +20,7 @@ pub(crate) fn copy_live(
     staging: &mut Staging,
     file: &mut EpochWriter,
     subscription: &mut Subscription,
-) -> Result<Vec<Epoch>, Cause> {
+) -> Result<Vec<DirtySet>, Cause> {
     let populated = guest.populated()?;
     copy_running(guest, staging, file, &populated, true)?;
     let frames = populated.iter().map(|run| run.count).sum::<u64>();
@@ -35,7 +35,7 @@ pub(crate) fn catch_up(
     file: &mut EpochWriter,
     subscription: &mut Subscription,
     mut before: u64,
-) -> Result<Vec<Epoch>, Cause> {
+) -> Result<Vec<DirtySet>, Cause> {
     let mut passes = Vec::new();
     while passes.len() < LIVE_PASSES {
         guest.collect()?;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{Epoch, Subscription};
+use driftline_dirty_tracker::{DirtySet, Subscription};
 use driftline_guest::{Guest, Paused, Section, VcpuPauses};
 use driftline_store::{Calm, EpochWriter};
 
@@ -11,7 +11,7 @@ use crate::report::{Cause, Phase, step};
 
 /// What a pause brought.
 pub(crate) struct Pause<T> {
-    pub(crate) changed: Epoch,
+    pub(crate) changed: DirtySet,
     pub(crate) blocks: Vec<Stood>,
     pub(crate) sections: Vec<Section>,
     pub(crate) dealt: T,
@@ -26,7 +26,7 @@ pub(crate) fn pause<T>(
     (drives, patient): (&mut [Followed], bool),
     subscription: &mut Subscription,
     file: &mut EpochWriter,
-    deal: impl FnOnce(&Epoch, &mut EpochWriter) -> Result<T, (Phase, Cause)>,
+    deal: impl FnOnce(&DirtySet, &mut EpochWriter) -> Result<T, (Phase, Cause)>,
 ) -> Result<Pause<T>, (Phase, Cause)> {
     let _held = calm.hold();
     let since = Instant::now();

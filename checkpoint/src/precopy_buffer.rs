@@ -10,7 +10,7 @@
 //! So the pause costs what the guest writes while the rest is copied. Where that is mostly the same
 //! again, nothing is won.
 
-use driftline_dirty_tracker::{Epoch, FrameRun, Gfn};
+use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn};
 use driftline_guest::{Guest, GuestRam};
 use driftline_store::EpochWriter;
 
@@ -44,7 +44,7 @@ impl Copied {
     pub(crate) fn before_pause(
         guest: &dyn Guest,
         staging: &mut Staging,
-        early: &Epoch,
+        early: &DirtySet,
     ) -> Result<Self, Cause> {
         let mut copied = Self::default();
         for run in early.runs() {

@@ -21,7 +21,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{Epoch, FrameSet, PAGE_SIZE, Subscription};
+use driftline_dirty_tracker::{DirtySet, FrameSet, PAGE_SIZE, Subscription};
 use driftline_guest::{Guest, GuestError, Shield};
 use driftline_store::{Calm, EpochWriter};
 
@@ -67,7 +67,7 @@ pub(crate) struct Means<'m> {
 /// An epoch all of which is in the file; nothing of it is durable yet.
 pub(crate) struct Taken {
     /// To be committed once it is.
-    pub(crate) changed: Vec<Epoch>,
+    pub(crate) changed: Vec<DirtySet>,
     /// Frames that had to fit into the staging area at once.
     pub(crate) staged: u64,
     /// Frames, and blocks of drives, that were copied in the pause.
@@ -85,7 +85,12 @@ pub(crate) struct Taken {
 
 impl Taken {
     /// Nothing was copied while the guest ran, and nobody waited. It stood for `pause`.
-    fn new(all: Vec<Epoch>, staged: u64, of: &[Stood], (pause, at): (Duration, Instant)) -> Self {
+    fn new(
+        all: Vec<DirtySet>,
+        staged: u64,
+        of: &[Stood],
+        (pause, at): (Duration, Instant),
+    ) -> Self {
         let (in_pause, changed, waited) = (disk_copy::in_pause(of), all, Duration::ZERO);
         Self { changed, staged, in_pause, behind: 0, waits: 0, waited, pause, resumed: at }
     }
@@ -138,7 +143,7 @@ fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Apart, 
 /// Takes an epoch of which `early` is drained already, if anything is.
 fn in_the_pause(
     means: Means<'_>,
-    early: Option<Epoch>,
+    early: Option<DirtySet>,
     subscription: &mut Subscription,
 ) -> Result<Apart, (Phase, Cause)> {
     let Means { guest, calm, drives, patient, staging, ways, file, .. } = means;
@@ -178,7 +183,7 @@ fn in_the_pause(
 fn behind(
     means: Means<'_>,
     shield: &dyn Shield,
-    early: Epoch,
+    early: DirtySet,
     subscription: &mut Subscription,
 ) -> Result<Apart, (Phase, Cause)> {
     let Means { guest, calm, drives, patient, ways, staging, file, .. } = means;
@@ -252,7 +257,7 @@ struct Taker<'m, 'b> {
 impl Taker<'_, '_> {
     fn take(
         self,
-        early: Epoch,
+        early: DirtySet,
         drives: (&mut [Followed], bool),
         subscription: &mut Subscription,
     ) -> Result<Apart, (Phase, Cause)> {
@@ -304,7 +309,7 @@ struct Ahead {
     /// Changed since, and were not protected.
     left: FrameSet,
     /// All of that.
-    epochs: Vec<Epoch>,
+    epochs: Vec<DirtySet>,
 }
 
 /// Protects what is in `early`, and what changes meanwhile while that is more than `again_over`
@@ -313,7 +318,7 @@ fn protect_ahead(
     guest: &dyn Guest,
     shield: &OfEpoch<'_>,
     before: &Before,
-    (early, again_over): (Epoch, u64),
+    (early, again_over): (DirtySet, u64),
     subscription: &mut Subscription,
 ) -> Result<Ahead, (Phase, Cause)> {
     let layout = guest.layout();
@@ -424,7 +429,7 @@ mod tests {
             // What is protected once more is not late; else it is.
             let late = if last > 0 { vec![] } else { vec![let_go] };
             prop_assert_eq!(before.into_inner().unwrap(), Some(late));
-            let drained = ahead.epochs.iter().map(Epoch::frames).sum::<u64>();
+            let drained = ahead.epochs.iter().map(DirtySet::frames).sum::<u64>();
             prop_assert_eq!(drained, 1000 + writes[..=last].iter().sum::<u64>());
         }
     }

@@ -415,7 +415,7 @@ fn table_ring(c: &mut Criterion) {
                         }
                     }
                     let start = Instant::now();
-                    harvest.reprotected(count as u32).absorb(&tracker);
+                    harvest.reprotected(count as u32).insert_into(&tracker);
                     subscription.drain().commit();
                     total += harvested + start.elapsed();
                 }

@@ -27,8 +27,8 @@ use crate::{SlotId, Tracker};
 ///     stop_and_start_logging_of_every_slot()?; // KVM_SET_USER_MEMORY_REGION, twice
 ///     readable = readable.all_reprotected();
 /// }
-/// let absorbed = readable.absorb(&tracker);
-/// assert_eq!(absorbed, Absorbed { frames: 1, foreign: 0, marked_all: false });
+/// let inserted = readable.insert_into(&tracker);
+/// assert_eq!(inserted, Inserted { frames: 1, foreign: 0, marked_all: false });
 /// assert!(subscription.is_marked(Gfn(5)));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -53,7 +53,7 @@ impl Harvester {
     }
 
     /// Frames that each vCPU, in the order of the rings, has made dirty so far: those of its ring
-    /// that a subscriber did not have marked when they were [absorbed](Readable::absorb). A frame
+    /// that a subscriber did not have marked when they were [absorbed](Readable::insert_into). A frame
     /// that two vCPUs write is the first one's; one that is drained and written again counts again.
     /// For one subscriber these sum up to what it drains, but for marks that came from elsewhere.
     /// O(1).
@@ -72,7 +72,7 @@ impl Harvester {
     /// #     let harvest = harvester.harvest(rings.iter().map(|r| r.as_slice()));
     /// #     let count = harvest.entries();
     /// #     rings.iter().flatten().for_each(|e| e.flags.store(0, Ordering::Release));
-    /// #     harvest.reprotected(count).absorb(&tracker)
+    /// #     harvest.reprotected(count).insert_into(&tracker)
     /// # };
     /// let mut subscription = tracker.subscribe("doc")?;
     /// wrote(0, 0, 5);
@@ -89,7 +89,7 @@ impl Harvester {
     /// wrote(0, 3, 5);
     /// collect(&mut harvester);
     /// assert_eq!(harvester.dirtied(), [3, 0]); // new to the onlooker
-    /// onlooker.look_on();
+    /// onlooker.set_passive();
     /// wrote(0, 4, 6);
     /// collect(&mut harvester);
     /// assert_eq!((harvester.dirtied(), onlooker.is_marked(Gfn(6))), (&[3, 0][..], true));
@@ -211,7 +211,7 @@ pub struct Readable<'h> {
 
 /// What an insert into the trees did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Absorbed {
+pub struct Inserted {
     /// Frames handed to the trees, as often as they were harvested.
     pub frames: u64,
     /// Frames that lie in no slot of the layout: counted and never followed.
@@ -242,7 +242,7 @@ impl Readable<'_> {
         self.overruns
     }
 
-    /// As [`absorb`](Self::absorb), for whoever keeps the frames elsewhere than in a tracker's
+    /// As [`insert_into`](Self::insert_into), for whoever keeps the frames elsewhere than in a tracker's
     /// trees: each goes to `keep`, which says whether it lies in a slot. Where the answer says
     /// `marked_all`, the caller has to keep all memory. [`Harvester::dirtied`] counts none of them.
     /// Costs a call of `keep` a frame.
@@ -257,14 +257,14 @@ impl Readable<'_> {
     /// let mut bitmap = [0u64; 1];
     /// let harvest = harvester.harvest([&ring[..]]);
     /// let count = harvest.entries(); // KVM_RESET_DIRTY_RINGS
-    /// let delivered = harvest.reprotected(count).deliver(|slot, offset| {
+    /// let delivered = harvest.reprotected(count).for_each(|slot, offset| {
     ///     bitmap[0] |= 1 << offset;
     ///     slot == SlotId(0)
     /// });
     /// assert_eq!((delivered.frames, delivered.marked_all, bitmap), (1, false, [1 << 5]));
     /// ```
-    pub fn deliver(self, mut keep: impl FnMut(SlotId, u64) -> bool) -> Absorbed {
-        let mut out = Absorbed::default();
+    pub fn for_each(self, mut keep: impl FnMut(SlotId, u64) -> bool) -> Inserted {
+        let mut out = Inserted::default();
         for (_, list) in &mut self.lists.vcpus {
             for frame in list.frames() {
                 match keep(SlotId(frame.slot & 0xffff), frame.offset) {
@@ -287,8 +287,8 @@ impl Readable<'_> {
     ///
     /// Costs one lock for all frames, and one insert in each tree for consecutive frames of a word.
     /// [`Harvester::dirtied`] then says whose they were.
-    pub fn absorb(self, tracker: &Tracker) -> Absorbed {
-        let mut out = Absorbed::default();
+    pub fn insert_into(self, tracker: &Tracker) -> Inserted {
+        let mut out = Inserted::default();
         let mut marking = tracker.marking();
         for ((_, list), dirtied) in self.lists.vcpus.iter_mut().zip(&mut self.lists.dirtied) {
             for frame in list.frames() {

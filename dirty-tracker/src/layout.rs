@@ -103,7 +103,7 @@ pub enum OutOfSlot {
 }
 
 /// Guest physical addresses have at most 52 bits on x86-64.
-const LAST_FRAME: u64 = 1 << 40;
+const FRAME_LIMIT: u64 = 1 << 40;
 
 /// The slots of a guest, ascending by frame, and the place of each in a tree's leaf level.
 ///
@@ -178,7 +178,7 @@ impl Layout {
             if s.frames == 0 {
                 return Err(LayoutError::EmptySlot(*s));
             }
-            if s.base.0.checked_add(s.frames).is_none_or(|end| end > LAST_FRAME) {
+            if s.base.0.checked_add(s.frames).is_none_or(|end| end > FRAME_LIMIT) {
                 return Err(LayoutError::PastEnd(*s));
             }
         }
@@ -309,7 +309,7 @@ mod tests {
         assert_eq!(refused(&[]), LayoutError::NoSlots);
         assert!(matches!(refused(&[slot(0, 0, 0)]), LayoutError::EmptySlot(_)));
         assert!(matches!(refused(&[slot(0, u64::MAX, 2)]), LayoutError::PastEnd(_)));
-        assert!(matches!(refused(&[slot(0, LAST_FRAME, 1)]), LayoutError::PastEnd(_)));
+        assert!(matches!(refused(&[slot(0, FRAME_LIMIT, 1)]), LayoutError::PastEnd(_)));
         assert!(matches!(refused(&[slot(0, 0, 2), slot(1, 1, 1)]), LayoutError::Overlap(..)));
         assert!(matches!(refused(&[slot(3, 0, 2), slot(3, 9, 1)]), LayoutError::SameId(SlotId(3))));
     }

@@ -10,7 +10,7 @@
 //! list      that vCPU's preallocated list of frames                                   Harvest
 //!           ... the caller reprotects (KVM_RESET_DIRTY_RINGS) ...                     Readable
 //! tree      leaf bit, then summaries; one tree per subscriber                         Tracker
-//! epoch     drained into ascending runs of frames: commit, or give back               Epoch
+//! epoch     drained into ascending runs of frames: commit, or give back               DirtySet
 //! ```
 //!
 //! ```
@@ -101,7 +101,7 @@
 //! when it is made: with AVX-512 VBMI2 a word is compressed to the numbers of its bits at once, and
 //! lists of frames that have outgrown the cache (2 MiB) are written past it; with BMI, LZCNT and
 //! POPCNT the portable code is compiled to those; any other CPU runs the portable code as it is.
-//! Tests hold all to the same lists (`tree/kernel.rs`).
+//! Tests hold all to the same lists (`tree/simd.rs`).
 //!
 //! # Invariants
 //!
@@ -129,33 +129,34 @@
 //! KVM list, April-June 2016, "Dirty memory tracking for performant checkpointing and improved live
 //! migration"; the tree is in Krcmar's reply of 5 May 2016, with bytes as nodes, here 64-bit words.
 //! The lists became KVM's dirty ring in Linux 5.11.
-// Vector instructions need it, in `tree/kernel.rs` alone.
+// Vector instructions need it, in `tree/simd.rs` alone.
 #![deny(unsafe_code)]
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-mod addr;
-#[cfg(feature = "vm-memory")]
-mod bitmap;
-mod epoch;
+mod dirty_set;
 mod frame_set;
+mod gfn;
 mod harvest;
 mod layout;
 mod list;
 mod ring;
 mod source;
+mod subscriber_tree;
 mod sync;
 mod tracker;
 mod tree;
-
-pub use addr::{FrameRun, Gfn, PAGE_SHIFT, PAGE_SIZE};
 #[cfg(feature = "vm-memory")]
-pub use bitmap::TrackedBitmap;
-pub use epoch::Epoch;
+mod vm_memory;
+
+#[cfg(feature = "vm-memory")]
+pub use self::vm_memory::TrackedBitmap;
+pub use dirty_set::DirtySet;
 pub use frame_set::FrameSet;
-pub use harvest::{Absorbed, Harvest, Harvester, Readable};
+pub use gfn::{FrameRun, Gfn, PAGE_SHIFT, PAGE_SIZE};
+pub use harvest::{Harvest, Harvester, Inserted, Readable};
 pub use layout::{Layout, LayoutError, OutOfSlot, Slot, SlotId};
 pub use list::{DirtyFrame, DirtyList};
 pub use ring::{ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingFull, RingHarvest};

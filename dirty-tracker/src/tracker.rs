@@ -4,12 +4,9 @@
 //! never sees what others did. Without a subscriber a mark costs one load.
 
 use crate::layout::Placed;
-use crate::sync::{
-    self, Arc, AtomicBool, AtomicU64, AtomicUsize, Mutex, Ordering, RwLock, RwLockReadGuard,
-};
-use crate::{
-    Epoch, FrameRun, Gfn, Layout, MissingSummary, NoMemory, OutOfSlot, Slices, SlotId, Tree,
-};
+use crate::subscriber_tree::SubscriberTree;
+use crate::sync::{self, Arc, AtomicU64, AtomicUsize, Ordering, RwLock, RwLockReadGuard};
+use crate::{DirtySet, FrameRun, Gfn, Layout, MissingSummary, NoMemory, OutOfSlot, Slices, SlotId};
 
 /// Every subscriber's tree, and the way to mark them all, from any number of threads.
 ///
@@ -42,51 +39,10 @@ use crate::{
 #[derive(Debug)]
 pub struct Tracker {
     layout: Arc<Layout>,
-    homes: RwLock<Arc<[Arc<Home>]>>,
-    /// `homes.len()`, so that marking costs nothing while nobody subscribes.
+    subscribers: RwLock<Arc<[Arc<SubscriberTree>]>>,
+    /// `subscribers.len()`, so that marking costs nothing while nobody subscribes.
     active: AtomicUsize,
     stats: Counters,
-}
-
-/// One subscriber's tree, where its epochs come from and return to.
-#[derive(Debug)]
-pub(crate) struct Home {
-    name: String,
-    layout: Arc<Layout>,
-    tree: Tree,
-    epochs: AtomicU64,
-    /// See [`Subscription::look_on`].
-    looks_on: AtomicBool,
-    /// Buffers of settled epochs, for the next ones.
-    spare: Mutex<Vec<Vec<FrameRun>>>,
-}
-
-/// Buffers kept for reuse: as many as epochs are usually under way at once.
-const SPARE_BUFFERS: usize = 4;
-
-impl Home {
-    pub(crate) fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    pub(crate) fn give_back(&self, run: FrameRun) {
-        if let Ok(bit) = self.layout.bit_of_run(run) {
-            self.tree.insert(bit, run.count);
-        }
-    }
-
-    /// An empty buffer, a settled epoch's if there is one.
-    fn buffer(&self) -> Vec<FrameRun> {
-        sync::lock(&self.spare).pop().unwrap_or_default()
-    }
-
-    pub(crate) fn recycle(&self, mut runs: Vec<FrameRun>) {
-        runs.clear();
-        let mut spare = sync::lock(&self.spare);
-        if spare.len() < SPARE_BUFFERS {
-            spare.push(runs);
-        }
-    }
 }
 
 #[derive(Debug, Default)]
@@ -120,7 +76,7 @@ impl Tracker {
     pub fn new(layout: Layout) -> Self {
         Self {
             layout: Arc::new(layout),
-            homes: RwLock::new(Arc::new([])),
+            subscribers: RwLock::new(Arc::new([])),
             active: AtomicUsize::new(0),
             stats: Counters::default(),
         }
@@ -139,21 +95,14 @@ impl Tracker {
     /// # Errors
     /// As [`Tree::new`]. The other subscribers are unaffected.
     pub fn subscribe(self: &Arc<Self>, name: impl Into<String>) -> Result<Subscription, NoMemory> {
-        let home = Arc::new(Home {
-            name: name.into(),
-            layout: self.layout.clone(),
-            tree: Tree::new(&self.layout)?,
-            epochs: AtomicU64::new(0),
-            looks_on: AtomicBool::new(false),
-            spare: Mutex::new(Vec::with_capacity(SPARE_BUFFERS)),
-        });
-        let mut homes = sync::write(&self.homes);
-        *homes = homes.iter().chain([&home]).cloned().collect();
-        self.active.store(homes.len(), Ordering::SeqCst);
-        drop(homes);
+        let subscriber = Arc::new(SubscriberTree::new(name.into(), self.layout.clone())?);
+        let mut subscribers = sync::write(&self.subscribers);
+        *subscribers = subscribers.iter().chain([&subscriber]).cloned().collect();
+        self.active.store(subscribers.len(), Ordering::SeqCst);
+        drop(subscribers);
         // Before the caller's reads of memory: pairs with the fence of `mark_bits`.
         sync::fence(Ordering::SeqCst);
-        Ok(Subscription { home, tracker: self.clone(), slices: Slices::default() })
+        Ok(Subscription { subscriber, tracker: self.clone(), slices: Slices::default() })
     }
 
     /// How many subscribers there are. One load.
@@ -204,9 +153,11 @@ impl Tracker {
     pub fn absorb_bitmap(&self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
         let (placed, bitmap) = self.layout.checked_bitmap(slot, bitmap)?;
         // Not under the lock: a pool's thread that waits for others may run a task that wants it.
-        let homes = sync::read(&self.homes).clone();
+        let subscribers = sync::read(&self.subscribers).clone();
         let first = placed.first_word as usize;
-        let all = homes.iter().fold(None, |_, home| Some(home.tree.absorb(first, bitmap)));
+        let all = subscribers
+            .iter()
+            .fold(None, |_, subscriber| Some(subscriber.tree.absorb(first, bitmap)));
         let Some(frames) = all else {
             return Ok(bitmap.iter().map(|bits| u64::from(bits.count_ones())).sum());
         };
@@ -219,26 +170,33 @@ impl Tracker {
     pub fn is_marked(&self, gfn: Gfn) -> bool {
         let run = FrameRun { start: gfn, count: 1 };
         let Ok(bit) = self.layout.bit_of_run(run) else { return false };
-        let homes = sync::read(&self.homes);
-        homes.iter().any(|h| h.tree.contains(bit))
+        let subscribers = sync::read(&self.subscribers);
+        subscribers.iter().any(|s| s.tree.contains(bit))
     }
 
     /// Counters since the tracker was made. A few loads.
     pub fn stats(&self) -> TrackerStats {
-        let homes = sync::read(&self.homes);
+        let subscribers = sync::read(&self.subscribers);
         TrackerStats {
-            subscribers: homes.len() as u64,
+            subscribers: subscribers.len() as u64,
             marked_frames: self.stats.marked_frames.load(Ordering::Relaxed),
             marked_all: self.stats.marked_all.load(Ordering::Relaxed),
             marks_outside: self.stats.outside.load(Ordering::Relaxed),
-            tree_bytes: homes.iter().map(|h| h.tree.reserved_bytes()).sum(),
+            tree_bytes: subscribers.iter().map(|s| s.tree.reserved_bytes()).sum(),
         }
     }
 
     /// Marks many frames under one lock.
     pub(crate) fn marking(&self) -> Marking<'_> {
-        let homes = sync::read(&self.homes);
-        Marking { tracker: self, homes, slot: None, words: [(0, 0); GATHERED], len: 0, new: 0 }
+        let subscribers = sync::read(&self.subscribers);
+        Marking {
+            tracker: self,
+            subscribers,
+            slot: None,
+            words: [(0, 0); GATHERED],
+            len: 0,
+            new: 0,
+        }
     }
 
     fn mark_bits(&self, first: u64, count: u64) {
@@ -249,8 +207,8 @@ impl Tracker {
             return;
         }
         self.stats.marked_frames.fetch_add(count, Ordering::Relaxed);
-        for home in sync::read(&self.homes).iter() {
-            home.tree.insert(first, count);
+        for subscriber in sync::read(&self.subscribers).iter() {
+            subscriber.tree.insert(first, count);
         }
     }
 }
@@ -259,7 +217,7 @@ impl Tracker {
 /// joined and words gathered before they are inserted. Dropping it inserts the last ones.
 pub(crate) struct Marking<'t> {
     tracker: &'t Tracker,
-    homes: RwLockReadGuard<'t, Arc<[Arc<Home>]>>,
+    subscribers: RwLockReadGuard<'t, Arc<[Arc<SubscriberTree>]>>,
     slot: Option<Placed>,
     /// Words and their bits; the last one may still get some.
     words: [(u64, u64); GATHERED],
@@ -310,15 +268,15 @@ impl Marking<'_> {
     fn flush(&mut self) {
         let words = &self.words[..self.len];
         self.len = 0;
-        if self.homes.is_empty() || words.is_empty() {
+        if self.subscribers.is_empty() || words.is_empty() {
             return;
         }
         let count = words.iter().map(|(_, bits)| u64::from(bits.count_ones())).sum();
         self.tracker.stats.marked_frames.fetch_add(count, Ordering::Relaxed);
         let (mut new, mut aside) = (None, 0);
-        for home in self.homes.iter() {
-            let of_home = home.tree.insert_words(words);
-            match home.looks_on.load(Ordering::Relaxed) {
+        for subscriber in self.subscribers.iter() {
+            let of_home = subscriber.tree.insert_words(words);
+            match subscriber.passive.load(Ordering::Relaxed) {
                 false => new = new.max(Some(of_home)),
                 true => aside = aside.max(of_home),
             }
@@ -359,7 +317,7 @@ impl Drop for Marking<'_> {
 /// ```
 #[derive(Debug)]
 pub struct Subscription {
-    home: Arc<Home>,
+    subscriber: Arc<SubscriberTree>,
     tracker: Arc<Tracker>,
     slices: Slices,
 }
@@ -367,71 +325,72 @@ pub struct Subscription {
 impl Subscription {
     /// The name it was made with.
     pub fn name(&self) -> &str {
-        &self.home.name
+        &self.subscriber.name
     }
 
     /// From now on what is new to this one is no measure of who makes frames dirty
     /// ([`Harvester::dirtied`](crate::Harvester::dirtied)) while there are others: somebody who
     /// drains often, to show what is written, shall not make a vCPU look busier to a migration. It
     /// gets every frame as before. One store.
-    pub fn look_on(&self) {
-        self.home.looks_on.store(true, Ordering::Relaxed);
+    pub fn set_passive(&self) {
+        self.subscriber.passive.store(true, Ordering::Relaxed);
     }
 
     /// The layout of the tracked memory.
     pub fn layout(&self) -> &Layout {
-        &self.home.layout
+        &self.subscriber.layout
     }
 
     /// Takes what was marked since the last drain. Safe while others mark: a mark that returned
     /// before this call is in the epoch. Costs what [`Tree::drain`] does, O(dirty words); allocates
     /// nothing once the buffers of earlier epochs are long enough.
-    pub fn drain(&mut self) -> Epoch {
-        let mut runs = self.home.buffer();
-        let frames = self.home.tree.drain(&self.home.layout, &mut runs);
-        self.epoch(runs, frames)
+    pub fn drain(&mut self) -> DirtySet {
+        let mut runs = self.subscriber.buffer();
+        let frames = self.subscriber.tree.drain(&self.subscriber.layout, &mut runs);
+        self.dirty_set(runs, frames)
     }
 
     /// As [`drain`](Self::drain), but at most `words` leaf words (of 64 frames) that hold
     /// something: for callers that must not hold their thread for longer. The flag says that this
     /// was the last slice of a round; what was marked before the round is then in one of its
     /// epochs.
-    pub fn drain_slice(&mut self, words: usize) -> (Epoch, bool) {
-        let mut runs = self.home.buffer();
-        let Self { home, slices, .. } = self;
-        let frames = home.tree.drain_slice(&home.layout, slices, words, &mut runs);
-        (self.epoch(runs, frames), self.slices.is_over())
+    pub fn drain_slice(&mut self, words: usize) -> (DirtySet, bool) {
+        let mut runs = self.subscriber.buffer();
+        let Self { subscriber, slices, .. } = self;
+        let frames = subscriber.tree.drain_slice(&subscriber.layout, slices, words, &mut runs);
+        (self.dirty_set(runs, frames), self.slices.is_over())
     }
 
-    fn epoch(&self, runs: Vec<FrameRun>, frames: u64) -> Epoch {
-        let number = self.home.epochs.fetch_add(1, Ordering::Relaxed);
-        Epoch::new(self.home.clone(), number, runs, frames)
+    fn dirty_set(&self, runs: Vec<FrameRun>, frames: u64) -> DirtySet {
+        let number = self.subscriber.epochs.fetch_add(1, Ordering::Relaxed);
+        DirtySet::new(self.subscriber.clone(), number, runs, frames)
     }
 
     /// Whether `gfn` is in the tree: marked and not drained. Frames of no slot are not. O(log
     /// slots).
     pub fn is_marked(&self, gfn: Gfn) -> bool {
         let run = FrameRun { start: gfn, count: 1 };
-        self.home.layout.bit_of_run(run).is_ok_and(|bit| self.home.tree.contains(bit))
+        self.subscriber.layout.bit_of_run(run).is_ok_and(|bit| self.subscriber.tree.contains(bit))
     }
 
     /// Checks I1 by walking the whole tree, and answers with the first word that breaks it. For
     /// tests; exact only while nobody marks.
     pub fn check(&self) -> Result<(), MissingSummary> {
-        self.home.tree.check()
+        self.subscriber.tree.check()
     }
 
     /// A copy of the slot's leaves, which are its KVM dirty bitmap: bit `i` of word `w` is frame
     /// `64 * w + i` of the slot. `None` for a slot that does not exist. O(words of the slot).
     pub fn bitmap(&self, slot: SlotId) -> Option<Vec<u64>> {
-        Some(self.home.tree.leaves(&self.home.layout, slot).ok()?.collect())
+        Some(self.subscriber.tree.leaves(&self.subscriber.layout, slot).ok()?.collect())
     }
 }
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        let mut homes = sync::write(&self.tracker.homes);
-        *homes = homes.iter().filter(|h| !Arc::ptr_eq(h, &self.home)).cloned().collect();
-        self.tracker.active.store(homes.len(), Ordering::SeqCst);
+        let mut subscribers = sync::write(&self.tracker.subscribers);
+        *subscribers =
+            subscribers.iter().filter(|s| !Arc::ptr_eq(s, &self.subscriber)).cloned().collect();
+        self.tracker.active.store(subscribers.len(), Ordering::SeqCst);
     }
 }

@@ -73,7 +73,7 @@ fn harvest_absorb_drain_commit_allocates_nothing() {
         }
         let harvest = harvester.harvest(rings.iter().map(|r| r.entries.as_slice()));
         let count = rings.iter().map(|r| r.reset(u32::MAX, &mut |_, _| ())).sum();
-        let absorbed = harvest.reprotected(count).absorb(&tracker);
+        let absorbed = harvest.reprotected(count).insert_into(&tracker);
         assert_eq!(absorbed.frames, 2 * PUSHES);
         for subscription in &mut subscriptions {
             let epoch = subscription.drain();

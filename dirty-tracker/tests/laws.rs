@@ -8,7 +8,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use driftline_dirty_tracker::{
-    Epoch, FrameRun, Gfn, Layout, LayoutError, OutOfSlot, Slot, SlotId, Subscription, Tracker, Tree,
+    DirtySet, FrameRun, Gfn, Layout, LayoutError, OutOfSlot, Slot, SlotId, Subscription, Tracker,
+    Tree,
 };
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -55,7 +56,7 @@ fn set(runs: impl IntoIterator<Item = FrameRun>) -> BTreeSet<Gfn> {
     runs.into_iter().flat_map(|r| r.frames().collect::<Vec<_>>()).collect()
 }
 
-fn frames(epoch: &Epoch) -> BTreeSet<Gfn> {
+fn frames(epoch: &DirtySet) -> BTreeSet<Gfn> {
     set(epoch.runs())
 }
 

@@ -75,7 +75,7 @@ fn cases() -> impl Strategy<Value = (Layout, [Bitmaps; 2], usize)> {
 
 fn tree(layout: &Layout, share: usize) -> Tree {
     let mut tree = Tree::new(layout).unwrap();
-    tree.set_share(share);
+    tree.set_grain(share);
     tree
 }
 

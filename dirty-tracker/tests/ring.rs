@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use driftline_dirty_tracker::{
-    Absorbed, DirtyList, ENTRY_DIRTY, Epoch, Gfn, Harvester, Layout, RingConsumer, RingFull, Slot,
-    SlotId, Subscription, Tracker,
+    DirtyList, DirtySet, ENTRY_DIRTY, Gfn, Harvester, Inserted, Layout, RingConsumer, RingFull,
+    Slot, SlotId, Subscription, Tracker,
 };
 use kernel::{Kernel, KernelRing};
 use proptest::prelude::*;
@@ -64,7 +64,7 @@ impl Vmm {
     }
 
     /// A collection; the reset stops after `limit` entries, and may be dropped after it.
-    fn collect(&mut self, limit: u32, dropped: bool) -> Option<Absorbed> {
+    fn collect(&mut self, limit: u32, dropped: bool) -> Option<Inserted> {
         let rings = self.kernel.rings.iter().map(|r| r.entries.as_slice());
         let harvest = self.harvester.harvest(rings);
         // After the last entry a signal cannot be told from none: `Harvest::reprotected` says so.
@@ -78,16 +78,16 @@ impl Vmm {
             self.kernel.protect_all();
             readable = readable.all_reprotected();
         }
-        Some(readable.absorb(&self.tracker))
+        Some(readable.insert_into(&self.tracker))
     }
 
-    fn drain(&mut self) -> Epoch {
+    fn drain(&mut self) -> DirtySet {
         let epoch = self.subscription.drain();
         self.subscription.check().unwrap();
         epoch
     }
 
-    fn copy(&mut self, epoch: Epoch) -> BTreeSet<u64> {
+    fn copy(&mut self, epoch: DirtySet) -> BTreeSet<u64> {
         let memory = self.kernel.memory.borrow();
         let frames: BTreeSet<u64> =
             epoch.runs().flat_map(|r| r.frames().collect::<Vec<_>>()).map(|g| g.0).collect();
@@ -260,7 +260,7 @@ fn a_ring_overrun_by_laps_is_recovered_and_a_stale_report_does_no_harm() {
                 vmm.run(0, &[1], false);
                 vmm.collect(u32::MAX, false);
                 vmm.kernel.report(0, &vmm.full[0]);
-                assert_eq!(vmm.collect(u32::MAX, false).unwrap(), Absorbed::default());
+                assert_eq!(vmm.collect(u32::MAX, false).unwrap(), Inserted::default());
             }
             assert_eq!(vmm.kernel.rings[0].used(), 0);
         }
@@ -277,7 +277,10 @@ fn a_dropped_overrun_is_remembered_until_all_is_reprotected() {
         let harvest = vmm.harvester.harvest(rings());
         let readable = harvest.reprotected(vmm.kernel.reset_dirty_rings(u32::MAX));
         assert!(!readable.is_trusted());
-        assert!(readable.absorb(&vmm.tracker).marked_all, "nobody said that all was reprotected");
+        assert!(
+            readable.insert_into(&vmm.tracker).marked_all,
+            "nobody said that all was reprotected"
+        );
     }
     assert!(vmm.collect(u32::MAX, false).unwrap().marked_all);
     assert!(!vmm.collect(u32::MAX, false).unwrap().marked_all);

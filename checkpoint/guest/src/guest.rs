@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use driftline_dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBitmap};
+use driftline_dirty_tracker::{Collected, DirtySet, FrameRun, Layout, Subscription, TrackedBitmap};
 use serde::{Deserialize, Serialize};
 
 use crate::drive::{DriveCopy, DriveHead, GuestDrive};
@@ -307,7 +307,7 @@ impl<'g, G: Guest + ?Sized> Paused<'g, G> {
     /// Everything that changed since `subscription` was last drained: nothing is missing, because
     /// the guest stands still. Comes after [`save_state`](Self::save_state), which may itself make
     /// the host write into guest memory.
-    pub fn drain(&self, subscription: &mut Subscription) -> Result<Epoch, GuestError> {
+    pub fn drain(&self, subscription: &mut Subscription) -> Result<DirtySet, GuestError> {
         self.guest.collect()?;
         Ok(subscription.drain())
     }

@@ -45,7 +45,7 @@ fn what_is_copied_in_the_pause_is_in_the_epoch() {
         }
         let mut staging = Staging::new(StagingLimits::default());
         let (changed, waits) = copy_behind(stood, &mut staging, &mut file).unwrap();
-        assert_eq!(changed.iter().map(Epoch::frames).sum::<u64>(), 7001);
+        assert_eq!(changed.iter().map(DirtySet::frames).sum::<u64>(), 7001);
         assert_eq!(waits.times, 0);
         for section in guest.save_state().unwrap() {
             file.section(&section).unwrap();

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use arbitrary::Arbitrary;
 use driftline_dirty_tracker::{
-    Cursor, Epoch, FrameRun, Gfn, Layout, OutOfSlot, RunLists, Slices, Slot, SlotId, Subscription,
+    Cursor, DirtySet, FrameRun, Gfn, Layout, OutOfSlot, RunLists, Slices, Slot, SlotId, Subscription,
     Tracker, Tree,
 };
 use libfuzzer_sys::fuzz_target;
@@ -168,7 +168,7 @@ fn on_a_tracker(guest: &Guest, ops: Vec<Op>) {
         model: Model::new(),
         due: None,
     });
-    let mut epochs: Vec<(usize, Epoch)> = Vec::new();
+    let mut epochs: Vec<(usize, DirtySet)> = Vec::new();
     for op in ops {
         let mut marked: Vec<u64> = Vec::new();
         match op {
@@ -271,7 +271,7 @@ impl Alone<'_> {
                 looks.into_iter().for_each(|l| look(guest, layout, tree, model, &mut cursor, l));
             }
             TreeOp::Drain(how) => self.drain(how),
-            TreeOp::Share(words) => tree.set_share(words.into()),
+            TreeOp::Share(words) => tree.set_grain(words.into()),
             TreeOp::Rebuild => tree.rebuild(),
         }
     }

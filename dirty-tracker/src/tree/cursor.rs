@@ -1,7 +1,8 @@
 //! Looking into a tree without emptying it: a cursor that keeps its place, and the iterators made
 //! of it.
 
-use super::{SHIFT, Tree};
+use super::structure::Tree;
+use super::words::SHIFT;
 use crate::layout::Placed;
 use crate::sync::{AtomicU64, Ordering::SeqCst};
 use crate::{FrameRun, Gfn, Layout, OutOfSlot};
@@ -128,7 +129,7 @@ impl<'t> Cursor<'t> {
 impl Tree {
     /// A cursor at the first frame. O(1). Example at [`Cursor`].
     pub fn cursor<'t>(&'t self, layout: &'t Layout) -> Cursor<'t> {
-        self.belongs(layout);
+        self.assert_same_layout(layout);
         Cursor::new(self, layout)
     }
 

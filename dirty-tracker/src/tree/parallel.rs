@@ -3,11 +3,12 @@
 
 use std::ops::Range;
 
-use super::runs::RunLists;
-use super::share::{Split, share_out, sum};
+use super::run_lists::RunLists;
 use super::sink::Runs;
-use super::walk::{Listed, PENDING, Shared, Walk};
-use super::{SHIFT, Scratch, Tree, fence_later_reads, fence_prior_writes, nonzero, ones};
+use super::split::{Split, distribute, sum};
+use super::structure::{Scratch, Tree, fence_later_reads, fence_prior_writes};
+use super::walk::{Listed, PENDING, Walk};
+use super::words::{SHIFT, Shared, nonzero, ones, set_bits_of};
 use crate::sync::Ordering::SeqCst;
 use crate::{Layout, OutOfSlot, SlotId};
 
@@ -20,7 +21,7 @@ struct Cut {
     /// same number of words one level below that are not zero; there may be 64 times as much below
     /// one of those as another.
     pieces: Vec<Range<usize>>,
-    helpers: usize,
+    workers: usize,
 }
 
 impl Tree {
@@ -32,12 +33,12 @@ impl Tree {
     /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
     /// let mut tree = Tree::new(&layout)?;
-    /// tree.set_share(4096); // a thread for each GiB, as the pool has them
+    /// tree.set_grain(4096); // a thread for each GiB, as the pool has them
     /// assert_eq!(tree.absorb_bitmap(&layout, SlotId(0), &[u64::MAX; 1 << 14])?, 1 << 20);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn set_share(&mut self, words: usize) {
-        self.share = words.max(1);
+    pub fn set_grain(&mut self, words: usize) {
+        self.grain = words.max(1);
     }
 
     /// Inserts what a KVM dirty bitmap of `slot` says: bit `i` of word `w` is frame `64 * w + i` of
@@ -73,10 +74,10 @@ impl Tree {
     /// from `first` on.
     pub(crate) fn absorb(&self, first: usize, bitmap: &[u64]) -> u64 {
         fence_prior_writes();
-        let split = Split::of_leaves(bitmap.len(), self.share);
+        let split = Split::of_leaves(bitmap.len(), self.grain);
         let pieces = aligned(first..first + bitmap.len(), split.piece);
-        let frames = sum(split.helpers, |counts| {
-            share_out(counts, pieces, |frames, piece| {
+        let frames = sum(split.workers, |counts| {
+            distribute(counts, pieces, |frames, piece| {
                 let groups = aligned(piece, 64);
                 let absorb = |group: Range<usize>| {
                     self.absorb_group(group.start, &bitmap[group.start - first..group.end - first])
@@ -85,7 +86,7 @@ impl Tree {
             });
         });
         if frames > 0 {
-            self.recent.left_out();
+            self.word_list.mark_incomplete();
         }
         frames
     }
@@ -101,7 +102,7 @@ impl Tree {
         let new = leaves.iter().zip(bits).zip(0..).fold(0, |new, ((leaf, bits), place)| {
             new | u64::from(leaf.load(SeqCst) & bits != *bits) << place
         });
-        places(new).for_each(|word| {
+        set_bits_of(new).for_each(|word| {
             leaves[word].fetch_or(bits[word], SeqCst);
         });
         // All leaves before the first summary: see Ordering in the module above.
@@ -123,24 +124,24 @@ impl Tree {
     /// tree.mark(&layout, FrameRun { start: Gfn(1 << 20), count: 1 << 24 })?;
     /// let mut runs = RunLists::default();
     /// assert_eq!(tree.drain_parallel(&layout, &mut runs), 1 << 24);
-    /// assert_eq!(runs.iter().count(), 1, "joined where one thread's share ends");
+    /// assert_eq!(runs.iter().count(), 1, "joined where one thread's grain ends");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn drain_parallel(&self, layout: &Layout, runs: &mut RunLists) -> u64 {
-        self.belongs(layout);
+        self.assert_same_layout(layout);
         let frames = self.drain_to_lists(layout, runs);
         fence_later_reads();
         frames
     }
 
     fn drain_to_lists(&self, layout: &Layout, runs: &mut RunLists) -> u64 {
-        if let Some(mut list) = self.recent.complete() {
+        if let Some(mut list) = self.word_list.complete() {
             self.with_scratch(|pending, stages| {
                 runs.begin(1)[0].piece(0, |runs| {
                     let mut frames = 0;
                     let sink = Runs::new(layout, runs, &mut frames, stages);
                     let (words, pending) = (Shared(&self.words), &mut pending[0]);
-                    self.kernel.run(Listed { words, list: list.words(), pending, sink });
+                    self.simd.run(Listed { words, list: list.words(), pending, sink });
                     frames
                 });
             });
@@ -154,8 +155,8 @@ impl Tree {
         });
         let levels = &self.levels[..=cut.level];
         let scratch = |list| (list, Scratch::new(levels.len()));
-        let mut states: Vec<_> = runs.begin(cut.helpers).iter_mut().map(scratch).collect();
-        share_out(
+        let mut states: Vec<_> = runs.begin(cut.workers).iter_mut().map(scratch).collect();
+        distribute(
             &mut states,
             cut.pieces.iter().enumerate(),
             |(list, scratch), (number, piece)| {
@@ -164,7 +165,7 @@ impl Tree {
                     let Scratch { pending, stages } = scratch;
                     let sink = Runs::new(layout, runs, &mut frames, stages);
                     let (words, roots) = (Shared(&self.words), &cut.words[piece.clone()]);
-                    self.kernel.run(Walk { words, levels, roots, pending, sink });
+                    self.simd.run(Walk { words, levels, roots, pending, sink });
                     frames
                 });
             },
@@ -174,7 +175,7 @@ impl Tree {
 
     /// The frames in the tree. While others insert or drain, any number that lies between.
     ///
-    /// Costs a look at each word that is not zero; several threads share what is large.
+    /// Costs a look at each word that is not zero; several threads grain what is large.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -187,8 +188,8 @@ impl Tree {
     pub fn count(&self) -> u64 {
         let cut = self.cut(|word| self.words[word].load(SeqCst));
         let below = |word: &u64| self.count_below(cut.level, *word as usize);
-        sum(cut.helpers, |counts| {
-            share_out(counts, cut.pieces.iter(), |frames, piece| {
+        sum(cut.workers, |counts| {
+            distribute(counts, cut.pieces.iter(), |frames, piece| {
                 *frames += cut.words[piece.clone()].iter().map(below).sum::<u64>();
             });
         })
@@ -206,28 +207,30 @@ impl Tree {
                 row.iter_mut().zip(leaves).for_each(|(word, leaf)| *word = leaf.load(SeqCst));
                 ones(&row)
             }
-            1 => places(bits).map(|bit| frames(word << SHIFT | bit)).sum(),
-            _ => places(bits).map(|bit| self.count_below(level - 1, word << SHIFT | bit)).sum(),
+            1 => set_bits_of(bits).map(|bit| frames(word << SHIFT | bit)).sum(),
+            _ => {
+                set_bits_of(bits).map(|bit| self.count_below(level - 1, word << SHIFT | bit)).sum()
+            }
         }
     }
 
-    /// Cuts the tree at level 2, or lower if a share is less than such a subtree, by `read` of the
+    /// Cuts the tree at level 2, or lower if a grain is less than such a subtree, by `read` of the
     /// summaries above.
     fn cut(&self, read: impl Fn(usize) -> u64) -> Cut {
         let top = self.levels.len() - 1;
-        let level = top.min((self.share.ilog2() / SHIFT).min(2) as usize);
+        let level = top.min((self.grain.ilog2() / SHIFT).min(2) as usize);
         let mut words = vec![0u64];
         for above in (level + 1..=top).rev() {
             let start = self.levels[above].0;
             let below = |&word: &u64| {
-                places(read(start + word as usize)).map(move |bit| word << SHIFT | bit as u64)
+                set_bits_of(read(start + word as usize)).map(move |bit| word << SHIFT | bit as u64)
             };
             words = words.iter().flat_map(below).collect();
         }
         let start = self.levels[level].0;
         let bits = |word: &u64| self.words[start + *word as usize].load(SeqCst);
         let weight = |word: &u64| bits(word).count_ones() as usize;
-        let split = Split::of(words.iter().map(weight).sum(), self.share >> SHIFT);
+        let split = Split::of(words.iter().map(weight).sum(), self.grain >> SHIFT);
         let (mut pieces, mut from, mut held) = (Vec::new(), 0, 0);
         for (at, word) in words.iter().enumerate() {
             let far = word - words[from] > u64::from(u32::MAX);
@@ -240,17 +243,8 @@ impl Tree {
         if from < words.len() {
             pieces.push(from..words.len());
         }
-        Cut { level, words, pieces, helpers: split.helpers }
+        Cut { level, words, pieces, workers: split.workers }
     }
-}
-
-/// The set bits, ascending.
-fn places(mut bits: u64) -> impl Iterator<Item = usize> {
-    std::iter::from_fn(move || {
-        let bit = (bits != 0).then(|| bits.trailing_zeros() as usize)?;
-        bits &= bits - 1;
-        Some(bit)
-    })
 }
 
 /// `words` cut at every multiple of `size`.

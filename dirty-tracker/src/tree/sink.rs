@@ -1,21 +1,20 @@
 //! Where the leaf words of a walk go: into runs of frames, or into single frames.
 
-use super::SHIFT;
-use super::kernel::{Kernel, Room};
-use super::walk::{AHEAD, Sparsity, Words};
+use super::simd::{Room, Simd};
+use super::words::{PREFETCH_DISTANCE, SHIFT, Sparsity, Words};
 use crate::{FrameRun, Gfn, Layout};
 
 /// Takes ascending leaf words.
 pub(super) trait Sink {
     /// Takes the words `base` plus each offset, some of which may be zero.
-    fn take(&mut self, kernel: impl Kernel, words: &mut impl Words, base: u64, offsets: &[u32]);
+    fn take(&mut self, simd: impl Simd, words: &mut impl Words, base: u64, offsets: &[u32]);
 
     /// No word follows.
-    fn finish(self, kernel: impl Kernel);
+    fn finish(self, simd: impl Simd);
 }
 
 /// From a leaf word to its first frame, with the last slot remembered.
-struct Place<'a> {
+struct SlotPosition<'a> {
     layout: &'a Layout,
     /// The slot of the last word: index into the layout's placed slots.
     slot: usize,
@@ -25,7 +24,7 @@ struct Place<'a> {
     base: u64,
 }
 
-impl<'a> Place<'a> {
+impl<'a> SlotPosition<'a> {
     fn new(layout: &'a Layout) -> Self {
         let mut place = Self { layout, slot: 0, first: 0, end: 0, base: 0 };
         place.enter(0);
@@ -48,7 +47,7 @@ impl<'a> Place<'a> {
         if new_slot {
             self.find(base + u64::from(first));
         }
-        let limit = (self.end - base).min(u64::from(first) + REACH);
+        let limit = (self.end - base).min(u64::from(first) + MAX_SEGMENT_WORDS);
         let at = match u64::from(last) < limit {
             true => offsets.len(),
             false => offsets.partition_point(|offset| u64::from(*offset) < limit),
@@ -67,10 +66,10 @@ impl<'a> Place<'a> {
 }
 
 /// Frames so far from a base are staged with it. Tests use few, so that they get past it.
-const NEAR: u64 = if cfg!(test) { 1 << 14 } else { u32::MAX as u64 - 64 };
+const MAX_DISTANCE: u64 = if cfg!(test) { 1 << 14 } else { u32::MAX as u64 - 64 };
 
 /// Leaf words of a segment: their frames are near its first one.
-const REACH: u64 = NEAR >> (SHIFT + 1);
+const MAX_SEGMENT_WORDS: u64 = MAX_DISTANCE >> (SHIFT + 1);
 
 /// Leaf words that lie in one slot.
 struct Segment<'o> {
@@ -94,14 +93,14 @@ impl Segment<'_> {
     #[inline(always)]
     fn is_near(&self, base: u64) -> bool {
         // Walks ascend: no frame lies below the base.
-        self.last - base <= NEAR
+        self.last - base <= MAX_DISTANCE
     }
 }
 
 /// Frames gathered before they are appended to a list, a part of the first cache.
 const STAGE: usize = 2048;
 /// A stage longer than that is emptied before the next word, which may end a run and add 64 frames.
-const FULL: usize = STAGE - 65;
+const STAGE_LIMIT: usize = STAGE - 65;
 
 /// Frame numbers on their way into a list, less a base.
 type Stage = [u32; STAGE];
@@ -123,20 +122,20 @@ impl Stages {
 
 /// Writes `base` plus the number of each set bit to `stage` from `len` on; the new length.
 #[inline(always)]
-fn expand(k: impl Kernel, stage: &mut Stage, len: usize, bits: u64, base: u32) -> usize {
-    // There is room: see `FULL`.
+fn expand(simd: impl Simd, stage: &mut Stage, len: usize, bits: u64, base: u32) -> usize {
+    // There is room: see `STAGE_LIMIT`.
     let Some(room) = stage[len..].first_chunk_mut() else { return len };
-    len + k.expand(bits, base, room)
+    len + simd.expand(bits, base, room)
 }
 
 /// Full words in a row that are appended as a range, past the stage. Fewer are staged like others:
 /// changing between the two costs more than it saves.
-const LONG: usize = 16;
+const MIN_RANGE_WORDS: usize = 16;
 
-/// Appends single frames to a list: behind its end where it has room and the kernel wants it so,
+/// Appends single frames to a list: behind its end where it has room and the simd wants it so,
 /// else by way of a stage.
 pub(super) struct Frames<'a> {
-    place: Place<'a>,
+    place: SlotPosition<'a>,
     out: &'a mut Vec<Gfn>,
     /// Follows what is in `out`.
     stage: &'a mut Vec<Gfn>,
@@ -146,20 +145,20 @@ impl<'a> Frames<'a> {
     pub(super) fn new(layout: &'a Layout, out: &'a mut Vec<Gfn>, stages: &'a mut Stages) -> Self {
         let stage = &mut stages.frames;
         stage.clear();
-        Self { place: Place::new(layout), out, stage }
+        Self { place: SlotPosition::new(layout), out, stage }
     }
 
     #[inline(always)]
-    fn flush(&mut self, kernel: impl Kernel) {
-        kernel.append(self.out, self.stage);
+    fn flush(&mut self, simd: impl Simd) {
+        simd.append(self.out, self.stage);
         self.stage.clear();
     }
 
     /// Room for `needed` frames, at most 64, and whether it is the list's own.
     #[inline(always)]
-    fn room<K: Kernel>(&mut self, kernel: K, needed: usize) -> (Room<'_>, bool) {
+    fn room<K: Simd>(&mut self, simd: K, needed: usize) -> (Room<'_>, bool) {
         if self.stage.len() > STAGE - 64 {
-            self.flush(kernel);
+            self.flush(simd);
         }
         let len = self.out.len();
         let spare = (self.out.capacity() - len).min(K::IN_PLACE.saturating_sub(len));
@@ -173,7 +172,7 @@ impl<'a> Frames<'a> {
     #[inline(always)]
     fn take_some<W: Words>(
         &mut self,
-        kernel: impl Kernel,
+        simd: impl Simd,
         segment: &Segment<'_>,
         words: &mut W,
         base: usize,
@@ -182,18 +181,18 @@ impl<'a> Frames<'a> {
     ) -> (usize, u64) {
         let offsets = segment.offsets;
         let frame = |at: usize| segment.frame(u64::from(offsets[at]));
-        let mut sparsity = Sparsity::of(kernel, offsets);
+        let mut sparsity = Sparsity::of(simd, offsets);
         let start = (offsets[0], frame(0));
         let take = |words: &mut W, at: usize| {
-            if let Some(ahead) = offsets.get(at + AHEAD) {
-                words.announce(kernel, base + *ahead as usize);
+            if let Some(ahead) = offsets.get(at + PREFETCH_DISTANCE) {
+                words.prefetch(simd, base + *ahead as usize);
             }
             words.take(base + offsets[at] as usize)
         };
         let needed = if carried == 0 { sparsity.needed() } else { 64 };
-        let (mut room, in_place) = self.room(kernel, needed);
+        let (mut room, in_place) = self.room(simd, needed);
         if carried != 0 {
-            room.write(kernel, carried, frame(at - 1));
+            room.write(simd, carried, frame(at - 1));
             carried = 0;
         }
         let (mut first, mut full) = (0, 0);
@@ -201,7 +200,7 @@ impl<'a> Frames<'a> {
             if let Some(eight) = sparsity.eight(offsets, at)
                 && let Some(words) = words.owned()
             {
-                let written = room.write_eight(kernel, words, base, eight, start);
+                let written = room.write_eight(simd, words, base, eight, start);
                 sparsity.tried(at, written);
                 if written {
                     at += 8;
@@ -228,10 +227,10 @@ impl<'a> Frames<'a> {
                     }
                     (full, carried) = (full + 1, 0);
                 }
-                if full * 64 > room.left() || full >= LONG && !in_place {
+                if full * 64 > room.left() || full >= MIN_RANGE_WORDS && !in_place {
                     break;
                 }
-                room.write_range(kernel, frame(first), full * 64);
+                room.write_range(simd, frame(first), full * 64);
                 full = 0;
                 if carried == 0 {
                     continue;
@@ -242,13 +241,13 @@ impl<'a> Frames<'a> {
             if room.left() < 64 {
                 break;
             }
-            room.write(kernel, carried, frame(at - 1));
+            room.write(simd, carried, frame(at - 1));
             carried = 0;
         }
         room.keep();
         if full > 0 {
-            self.flush(kernel);
-            kernel.append_range(self.out, frame(first), full * 64);
+            self.flush(simd);
+            simd.append_range(self.out, frame(first), full * 64);
         }
         (at, carried)
     }
@@ -256,34 +255,28 @@ impl<'a> Frames<'a> {
 
 impl Sink for Frames<'_> {
     #[inline(always)]
-    fn take(
-        &mut self,
-        kernel: impl Kernel,
-        words: &mut impl Words,
-        base: u64,
-        mut offsets: &[u32],
-    ) {
+    fn take(&mut self, simd: impl Simd, words: &mut impl Words, base: u64, mut offsets: &[u32]) {
         while let Some((segment, rest)) = self.place.split(base, offsets) {
             offsets = rest;
             let (mut at, mut carried) = (0, 0);
             while at < segment.offsets.len() || carried != 0 {
-                (at, carried) = self.take_some(kernel, &segment, words, base as usize, at, carried);
+                (at, carried) = self.take_some(simd, &segment, words, base as usize, at, carried);
             }
         }
     }
 
     #[inline(always)]
-    fn finish(mut self, kernel: impl Kernel) {
-        self.flush(kernel);
+    fn finish(mut self, simd: impl Simd) {
+        self.flush(simd);
     }
 }
 
 /// Joins what touches within a slot to runs, and appends them to a list.
 ///
 /// Where runs begin and where they end are found apart, a word at a time and without a branch for
-/// each: the n-th end belongs to the n-th beginning.
+/// each: the n-th end assert_same_layout to the n-th beginning.
 pub(super) struct Runs<'a> {
-    place: Place<'a>,
+    place: SlotPosition<'a>,
     out: RunList<'a>,
     /// Frames of all runs.
     frames: &'a mut u64,
@@ -350,20 +343,14 @@ impl<'a> Runs<'a> {
         stages: &'a mut Stages,
     ) -> Self {
         let Stages { starts, ends, .. } = stages;
-        let (place, out) = (Place::new(layout), RunList { runs, open: None });
+        let (place, out) = (SlotPosition::new(layout), RunList { runs, open: None });
         Self { place, out, frames, starts, ends, base: 0, at: Position::default() }
     }
 }
 
 impl Sink for Runs<'_> {
     #[inline(always)]
-    fn take(
-        &mut self,
-        kernel: impl Kernel,
-        words: &mut impl Words,
-        base: u64,
-        mut offsets: &[u32],
-    ) {
+    fn take(&mut self, simd: impl Simd, words: &mut impl Words, base: u64, mut offsets: &[u32]) {
         let mut at = self.at;
         while let Some((segment, rest)) = self.place.split(base, offsets) {
             offsets = rest;
@@ -380,8 +367,8 @@ impl Sink for Runs<'_> {
             }
             let distance = segment.frame.wrapping_sub(self.base) as u32;
             for (i, offset) in segment.offsets.iter().enumerate() {
-                if let Some(ahead) = segment.offsets.get(i + AHEAD) {
-                    words.announce(kernel, base as usize + *ahead as usize);
+                if let Some(ahead) = segment.offsets.get(i + PREFETCH_DISTANCE) {
+                    words.prefetch(simd, base as usize + *ahead as usize);
                 }
                 let bits = words.take(base as usize + *offset as usize);
                 let frame = segment.frame(u64::from(*offset));
@@ -399,20 +386,20 @@ impl Sink for Runs<'_> {
                 if starts | ends == 0 {
                     continue;
                 }
-                if at.starts.max(at.ends) > FULL {
+                if at.starts.max(at.ends) > STAGE_LIMIT {
                     self.out.append(self.base, &self.starts[..at.starts], &self.ends[..at.ends]);
                     (at.starts, at.ends) = (0, 0);
                 }
                 let first = distance.wrapping_add(offset << SHIFT);
-                at.starts = expand(kernel, self.starts, at.starts, starts, first);
-                at.ends = expand(kernel, self.ends, at.ends, ends, first);
+                at.starts = expand(simd, self.starts, at.starts, starts, first);
+                at.ends = expand(simd, self.ends, at.ends, ends, first);
             }
         }
         self.at = at;
     }
 
     #[inline(always)]
-    fn finish(mut self, _: impl Kernel) {
+    fn finish(mut self, _: impl Simd) {
         if self.at.carry != 0 {
             self.at.end_run(self.ends, self.base);
         }

@@ -1,9 +1,12 @@
-//! Every kernel's drains against plain sets, with a reach so small that trees get past it.
+//! Every simd's drains against plain sets, with a reach so small that trees get past it.
 
 use std::collections::BTreeSet;
 
-use super::*;
-use crate::{Slot, SlotId};
+use super::simd::{self, SimdLevel};
+use super::sink::{Frames, Sink, Stages};
+use super::{Slices, Tree, word_list, words};
+use crate::sync::Ordering::SeqCst;
+use crate::{FrameRun, Gfn, Layout, Slot, SlotId};
 
 /// A generator whose numbers are the same in every run (SplitMix64, Steele and others, 2014).
 struct Random(u64);
@@ -57,9 +60,9 @@ fn every_kernel_drains_what_was_marked_sparse_or_dense_listed_or_walked() {
     } else {
         &[(1, 1), (30, 1), (300, 3), (5_000, 1), (60_000, 1), (400_000, 1), (20, 9_000), (900, 130)]
     };
-    for kernel in Choice::all() {
+    for simd in SimdLevel::all() {
         let mut tree = Tree::new(&layout).unwrap();
-        tree.kernel = kernel;
+        tree.simd = simd;
         for &(count, longest) in shapes {
             for way in 0..6 {
                 let marks = runs(&layout, &mut random, count, longest);
@@ -70,7 +73,7 @@ fn every_kernel_drains_what_was_marked_sparse_or_dense_listed_or_walked() {
                         false => tree.mark_mut(&layout, mark).unwrap(),
                     }
                 }
-                assert_eq!(tree.check(), Ok(()), "{kernel:?}");
+                assert_eq!(tree.check(), Ok(()), "{simd:?}");
                 let (mut found, mut frames) = (Vec::new(), Vec::new());
                 let count = match way % 3 {
                     0 => tree.drain(&layout, &mut found),
@@ -84,14 +87,14 @@ fn every_kernel_drains_what_was_marked_sparse_or_dense_listed_or_walked() {
                         frames.len() as u64
                     }
                 };
-                assert_eq!(count, set.len() as u64, "{kernel:?} way {way}");
+                assert_eq!(count, set.len() as u64, "{simd:?} way {way}");
                 match way % 3 {
-                    2 => assert!(frames.into_iter().eq(set), "{kernel:?} way {way}"),
-                    _ => assert!(found == joined(&layout, &set), "{kernel:?} way {way}"),
+                    2 => assert!(frames.into_iter().eq(set), "{simd:?} way {way}"),
+                    _ => assert!(found == joined(&layout, &set), "{simd:?} way {way}"),
                 }
-                assert_eq!(tree.drain(&layout, &mut Vec::new()), 0, "{kernel:?} way {way}");
-                assert_eq!(tree.runs(&layout).next(), None, "{kernel:?} way {way}");
-                assert_eq!(tree.count(), 0, "{kernel:?} way {way}");
+                assert_eq!(tree.drain(&layout, &mut Vec::new()), 0, "{simd:?} way {way}");
+                assert_eq!(tree.runs(&layout).next(), None, "{simd:?} way {way}");
+                assert_eq!(tree.count(), 0, "{simd:?} way {way}");
             }
         }
     }
@@ -100,7 +103,7 @@ fn every_kernel_drains_what_was_marked_sparse_or_dense_listed_or_walked() {
 #[test]
 fn what_lists_leave_behind_is_bounded_and_swept_by_a_walk() {
     // Far more leaf words than lists may leave behind.
-    let frames = 4 * 64 * recent::MAX_SPURIOUS as u64;
+    let frames = 4 * 64 * word_list::MAX_SPURIOUS as u64;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
     let tree = Tree::new(&layout).unwrap();
     let above = tree.levels[1];
@@ -119,7 +122,7 @@ fn what_lists_leave_behind_is_bounded_and_swept_by_a_walk() {
         most = most.max(summaries(&tree));
     }
     assert!(most >= 200, "lists leave summaries set: {most}");
-    assert!(most <= recent::MAX_SPURIOUS + recent::BOUND, "walks come in between: {most}");
+    assert!(most <= word_list::MAX_SPURIOUS + word_list::CAPACITY, "walks come in between: {most}");
     // More than a list holds: a walk, which leaves nothing.
     let many = if cfg!(miri) { 300 } else { 1000 };
     (0..many).for_each(mark);
@@ -157,22 +160,22 @@ fn slices_leave_no_summaries_that_say_too_much() {
 /// Leaf words wherever they are asked for, all of them full.
 struct Full;
 
-impl walk::Words for Full {
+impl words::Words for Full {
     fn take(&mut self, _: usize) -> u64 {
         u64::MAX
     }
 
-    fn announce(&self, _: impl kernel::Kernel, _: usize) {}
+    fn prefetch(&self, _: impl simd::Simd, _: usize) {}
 }
 
 struct LastWords<'a>(Frames<'a>);
 
-impl kernel::Job for LastWords<'_> {
+impl simd::Job for LastWords<'_> {
     #[inline(always)]
-    fn run<K: kernel::Kernel>(mut self, kernel: K) {
+    fn run<K: simd::Simd>(mut self, simd: K) {
         let offsets: Vec<u32> = (u32::MAX - 20..=u32::MAX).collect();
-        self.0.take(kernel, &mut Full, 0, &offsets);
-        self.0.finish(kernel);
+        self.0.take(simd, &mut Full, 0, &offsets);
+        self.0.finish(simd);
     }
 }
 
@@ -180,10 +183,10 @@ impl kernel::Job for LastWords<'_> {
 fn full_words_at_the_end_of_a_walks_reach_are_whole() {
     let slot = Slot { id: SlotId(0), base: Gfn(3), frames: 1 << 39 };
     let layout = Layout::new([slot]).unwrap();
-    for kernel in Choice::all() {
+    for simd in SimdLevel::all() {
         let (mut list, mut stages) = (Vec::new(), Stages::new());
-        kernel.run(LastWords(Frames::new(&layout, &mut list, &mut stages)));
+        simd.run(LastWords(Frames::new(&layout, &mut list, &mut stages)));
         let first = 3 + u64::from(u32::MAX - 20) * 64;
-        assert!(list.into_iter().eq((first..first + 21 * 64).map(Gfn)), "{kernel:?}");
+        assert!(list.into_iter().eq((first..first + 21 * 64).map(Gfn)), "{simd:?}");
     }
 }

@@ -72,7 +72,7 @@ mod loom_ring {
                 walked += count;
                 let readable = harvest.reprotected(count);
                 assert!(readable.is_trusted());
-                let absorbed = readable.absorb(&tracker);
+                let absorbed = readable.insert_into(&tracker);
                 assert_eq!(absorbed.foreign, 0, "an entry was read before it was whole");
                 frames += absorbed.frames;
             };
@@ -203,7 +203,7 @@ mod shuttle_orders {
             let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 * 64 * 2 };
             let layout = Layout::new([slot]).unwrap();
             let mut tree = Tree::new(&layout).unwrap();
-            tree.set_share(64);
+            tree.set_grain(64);
             let (tree, layout) = (Arc::new(tree), Arc::new(layout));
             let run = |frame| FrameRun { start: Gfn(frame), count: 1 };
             // Frames below both summaries, and on no list: two work at once from the first drain on.
@@ -276,7 +276,7 @@ mod shuttle_orders {
                 if !readable.is_trusted() {
                     readable = readable.all_reprotected();
                 }
-                let absorbed = readable.absorb(&tracker);
+                let absorbed = readable.insert_into(&tracker);
                 (walked, absorbed)
             };
             for _ in 0..3 {

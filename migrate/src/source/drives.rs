@@ -9,7 +9,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 
-use driftline_dirty_tracker::{Epoch, FrameRun, Gfn, PAGE_SIZE, Subscription};
+use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn, PAGE_SIZE, Subscription};
 use driftline_format::is_zero;
 use driftline_guest::{DriveHead, Guest, GuestDrive, GuestError, block_layout, data_runs};
 use serde::{Deserialize, Serialize};
@@ -116,7 +116,7 @@ enum Next {
     /// The data that it held at first.
     First(Vec<FrameRun>),
     /// What was written since. Dropping it gives it back (I4).
-    Epoch(Epoch),
+    Epoch(DirtySet),
 }
 
 impl Next {

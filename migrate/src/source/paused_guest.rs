@@ -5,7 +5,7 @@
 
 use std::time::{Instant, SystemTime};
 
-use driftline_dirty_tracker::{Epoch, Subscription};
+use driftline_dirty_tracker::{DirtySet, Subscription};
 use driftline_guest::{Guest, GuestError, Paused, SavedState};
 
 use super::job::Failed;
@@ -49,7 +49,7 @@ impl<'g, G: Guest + ?Sized> PausedGuest<'g, G> {
     }
 
     /// Drains what changed since the last drain; complete, because the guest is paused.
-    pub(super) fn drain(&self, writes: &mut Subscription) -> Result<Epoch, GuestError> {
+    pub(super) fn drain(&self, writes: &mut Subscription) -> Result<DirtySet, GuestError> {
         self.guest.collect()?;
         Ok(writes.drain())
     }

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{Epoch, FrameRun, PAGE_SIZE, Subscription};
+use driftline_dirty_tracker::{DirtySet, FrameRun, PAGE_SIZE, Subscription};
 use driftline_guest::Guest;
 
 use super::announce::announce;
@@ -81,7 +81,7 @@ struct Precopy<'j, 'a, G: Guest + ?Sized> {
 /// What follows a pass.
 enum AfterPass<'j, 'a, G: Guest + ?Sized> {
     /// Another pass, which sends the drained set.
-    Next(Precopy<'j, 'a, G>, Epoch),
+    Next(Precopy<'j, 'a, G>, DirtySet),
     /// The pause, with this number of dirty frames.
     SwitchOver(Precopy<'j, 'a, G>, Reason, u64),
 }
@@ -173,7 +173,7 @@ impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
     }
 
     /// Sends the set that was drained after the last pass.
-    fn next_pass(&mut self, channels: &mut Channels, epoch: Epoch) -> Result<PassDone, Failed> {
+    fn next_pass(&mut self, channels: &mut Channels, epoch: DirtySet) -> Result<PassDone, Failed> {
         if let Some(verifier) = &self.verifier {
             verifier.sends(epoch.runs())?;
         }
@@ -276,14 +276,14 @@ impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
     }
 
     /// Drains what was written or given back since the last drain.
-    fn drain(&mut self) -> Result<Epoch, Cause> {
+    fn drain(&mut self) -> Result<DirtySet, Cause> {
         self.job.guest.collect()?;
         let epoch = self.writes.drain();
         self.drives.drain();
         Ok(epoch)
     }
 
-    fn judge(&mut self, epoch: &Epoch) -> Judgement {
+    fn judge(&mut self, epoch: &DirtySet) -> Judgement {
         let pending = epoch.frames() + self.drives.pending();
         self.throttled.judge(&self.goals, &self.measured, pending, self.begun.elapsed())
     }

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::Instant;
 
-use driftline_dirty_tracker::{Epoch, Subscription};
+use driftline_dirty_tracker::{DirtySet, Subscription};
 use driftline_guest::{Guest, MAX_LATE, Section};
 use uuid::Uuid;
 
@@ -68,7 +68,7 @@ struct Rest<'j, 'a, G: Guest + ?Sized> {
 /// The last pass, acknowledged.
 struct LastPass {
     /// The set that it sent, not committed yet (I4).
-    epoch: Epoch,
+    epoch: DirtySet,
     done: PassDone,
     state_digest: u32,
 }
@@ -208,7 +208,7 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
         &mut self,
         channels: &mut Channels,
         paused: &PausedGuest<'a, G>,
-    ) -> Result<(Epoch, PassSent), Cause> {
+    ) -> Result<(DirtySet, PassSent), Cause> {
         let epoch = paused.drain(&mut self.writes)?;
         self.laps.end("drained");
         // The devices are paused, so no write is in flight.

@@ -256,7 +256,7 @@ impl Bench {
                 epoch.commit();
             }
             (Some(truth), None) => truth.report(self.runs.iter().copied()),
-            (None, epoch) => epoch.into_iter().for_each(driftline_dirty_tracker::Epoch::commit),
+            (None, epoch) => epoch.into_iter().for_each(driftline_dirty_tracker::DirtySet::commit),
         }
         Ok(Taken { times, drain_cpu, marked_all: collected.marked_all })
     }

@@ -86,7 +86,7 @@ impl Jobs {
         }
         let writes = self.vm.subscribe("watch").map_err(|e| e.to_string())?;
         // Who drains as often as a screen is drawn shall have no vCPU held back for it.
-        writes.look_on();
+        writes.set_passive();
         let (inbox, asked) = mpsc::sync_channel(WAITING);
         let work = Work {
             number,

@@ -36,8 +36,8 @@ impl DirtySource for Diverted<RingSource> {
         source.collect_by(|frames| {
             let mut sink = sink.lock();
             let absorbed = match &mut *sink {
-                FrameSink::List(list) => frames.deliver(|slot, offset| list.insert(slot, offset)),
-                FrameSink::Flat(flat) => frames.deliver(|slot, offset| flat.insert(slot, offset)),
+                FrameSink::List(list) => frames.for_each(|slot, offset| list.insert(slot, offset)),
+                FrameSink::Flat(flat) => frames.for_each(|slot, offset| flat.insert(slot, offset)),
             };
             if absorbed.marked_all {
                 sink.insert_all();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{
-    Absorbed, Collected, DirtySource, Harvester, Readable, RingFull, SourceError, Tracker,
+    Collected, DirtySource, Harvester, Inserted, Readable, RingFull, SourceError, Tracker,
     TrackingMode,
 };
 
@@ -42,7 +42,7 @@ impl RingSource {
     /// Harvest, reprotect, `insert`: the order that the types enforce.
     pub(super) fn collect_by(
         &mut self,
-        insert: impl FnOnce(Readable<'_>) -> Absorbed,
+        insert: impl FnOnce(Readable<'_>) -> Inserted,
     ) -> Result<Collected, SourceError> {
         let mut at = Instant::now();
         let harvest = self.harvester.harvest(self.rings.iter().map(RingMap::entries));
@@ -85,7 +85,7 @@ impl RingSource {
     /// Empties the rings for the benefit of vCPUs that wait for room; the frames are nobody's.
     fn discard(&mut self) -> Result<(), SourceError> {
         let nobody = Tracker::new(self.vm.memory().layout().clone());
-        self.collect_by(|frames| frames.absorb(&nobody)).map(drop)
+        self.collect_by(|frames| frames.insert_into(&nobody)).map(drop)
     }
 }
 
@@ -107,7 +107,7 @@ impl DirtySource for RingSource {
     }
 
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
-        self.collect_by(|frames| frames.absorb(tracker))
+        self.collect_by(|frames| frames.insert_into(tracker))
     }
 
     fn dirtied(&self) -> &[u64] {

@@ -1,9 +1,10 @@
 //! Emptying a tree a slice at a time, for callers that must not hold their thread for longer.
 
-use super::recent::BOUND;
 use super::sink::Runs;
-use super::walk::{Listed, Shared};
-use super::{SHIFT, Tree, fence_later_reads};
+use super::structure::{Tree, fence_later_reads};
+use super::walk::Listed;
+use super::word_list::CAPACITY;
+use super::words::{SHIFT, Shared};
 use crate::sync::{AtomicU64, Ordering::SeqCst};
 use crate::{FrameRun, Layout};
 
@@ -60,14 +61,14 @@ impl Tree {
         words: usize,
         runs: &mut Vec<FrameRun>,
     ) -> u64 {
-        self.belongs(layout);
+        self.assert_same_layout(layout);
         let (mut frames, mut left) = (0, words.max(1));
         let mut next = if at.over { 0 } else { at.next };
         at.over = false;
         while left > 0 && !at.over {
-            let mut list = [0; BOUND];
+            let mut list = [0; CAPACITY];
             let mut found = 0;
-            while left > 0 && found < BOUND {
+            while left > 0 && found < CAPACITY {
                 match self.search(next, &mut left) {
                     Found::Word(word) => {
                         list[found] = word;
@@ -87,7 +88,7 @@ impl Tree {
             self.with_scratch(|pending, stages| {
                 let sink = Runs::new(layout, runs, &mut frames, stages);
                 let (words, list) = (Shared(&self.words), &list[..found]);
-                self.kernel.run(Listed { words, list, pending: &mut pending[0], sink });
+                self.simd.run(Listed { words, list, pending: &mut pending[0], sink });
             });
         }
         fence_later_reads();
@@ -148,7 +149,7 @@ impl Tree {
         if below.load(SeqCst) != 0 {
             self.summary(level, index).fetch_or(bit, SeqCst);
             // A walk that came in between may have missed what is there.
-            self.recent.left_out();
+            self.word_list.mark_incomplete();
         }
         true
     }

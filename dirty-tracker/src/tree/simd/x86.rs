@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
-use super::{Job, Kernel, Places, Portable};
+use super::{Job, Places, Portable, Simd};
 use crate::Gfn;
 use crate::sync::AtomicU64;
 
@@ -61,7 +61,7 @@ const NUMBERS: [u8; 64] = {
     numbers
 };
 
-impl Kernel for Avx512 {
+impl Simd for Avx512 {
     const EIGHTS: bool = cfg!(not(any(driftline_loom, driftline_shuttle)));
     const IN_PLACE: usize = STREAM_FROM;
 

@@ -21,7 +21,7 @@ use crate::{FrameRun, Layout};
 /// ```
 #[derive(Debug, Default)]
 pub struct RunLists {
-    lists: Vec<Helper>,
+    lists: Vec<Worker>,
     /// All pieces, ascending by frame.
     pieces: Vec<(usize, Piece)>,
     frames: u64,
@@ -29,7 +29,7 @@ pub struct RunLists {
 
 /// One thread's list.
 #[derive(Debug, Default)]
-pub(super) struct Helper {
+pub(super) struct Worker {
     runs: Vec<FrameRun>,
     pieces: Vec<Piece>,
     frames: u64,
@@ -43,7 +43,7 @@ struct Piece {
     to: usize,
 }
 
-impl Helper {
+impl Worker {
     fn clear(&mut self) {
         self.runs.clear();
         self.pieces.clear();
@@ -66,17 +66,17 @@ impl Helper {
 
 impl RunLists {
     /// So many empty lists.
-    pub(super) fn begin(&mut self, helpers: usize) -> &mut [Helper] {
-        self.lists.resize_with(helpers.max(self.lists.len()), Helper::default);
-        self.lists.iter_mut().for_each(Helper::clear);
-        &mut self.lists[..helpers]
+    pub(super) fn begin(&mut self, workers: usize) -> &mut [Worker] {
+        self.lists.resize_with(workers.max(self.lists.len()), Worker::default);
+        self.lists.iter_mut().for_each(Worker::clear);
+        &mut self.lists[..workers]
     }
 
     /// Puts the pieces in order and joins the runs that meet where two of them meet.
     pub(super) fn finish(&mut self, layout: &Layout) -> u64 {
         self.pieces.clear();
-        for (list, helper) in self.lists.iter().enumerate() {
-            self.pieces.extend(helper.pieces.iter().map(|piece| (list, *piece)));
+        for (list, worker) in self.lists.iter().enumerate() {
+            self.pieces.extend(worker.pieces.iter().map(|piece| (list, *piece)));
         }
         self.pieces.sort_unstable_by_key(|(_, piece)| piece.number);
         for i in 1..self.pieces.len() {
@@ -90,7 +90,7 @@ impl RunLists {
                 self.pieces[i - 1].1.to -= 1;
             }
         }
-        self.frames = self.lists.iter().map(|helper| helper.frames).sum();
+        self.frames = self.lists.iter().map(|worker| worker.frames).sum();
         self.frames
     }
 

@@ -3,8 +3,9 @@
 
 use std::ops::Range;
 
-use super::share::{Split, share_out, sum};
-use super::{SHIFT, Tree, nonzero, ones};
+use super::split::{Split, distribute, sum};
+use super::structure::Tree;
+use super::words::{SHIFT, nonzero, ones};
 use crate::layout::Placed;
 use crate::{Layout, OutOfSlot, SlotId, sync};
 
@@ -156,21 +157,21 @@ impl Tree {
         range: Range<usize>,
         each: impl Fn(&mut [u64], usize, &mut u64) -> u64 + Sync,
     ) -> u64 {
-        self.recent.left_out();
-        let share = self.share;
+        self.word_list.mark_incomplete();
+        let grain = self.grain;
         let (mut below, mut rest) = sync::plain_mut(&mut self.words).split_at_mut(self.levels[0].1);
         let mut no_summary = [0];
         let mut above = match self.levels.get(1) {
             Some(level) => rest.split_off_mut(..level.1).unwrap_or_default(),
             None => &mut no_summary,
         };
-        let sum = level(below, above, range.clone(), share, each);
+        let sum = level(below, above, range.clone(), grain, each);
         let mut range = range;
         for pair in self.levels.windows(2).skip(1) {
             range = range.start >> SHIFT..range.end.div_ceil(64);
             below = above;
             above = rest.split_off_mut(..pair[1].1).unwrap_or_default();
-            level(below, above, range.clone(), share, |words, at, summary| {
+            level(below, above, range.clone(), grain, |words, at, summary| {
                 renew(summary, at, words.len(), nonzero(words));
                 0
             });
@@ -180,16 +181,16 @@ impl Tree {
 }
 
 /// Calls `each` for the words `range` of `below`, by their summaries in `above`. Each thread has
-/// whole summaries, and `share` words are worth one.
+/// whole summaries, and `grain` words are worth one.
 fn level(
     below: &mut [u64],
     above: &mut [u64],
     range: Range<usize>,
-    share: usize,
+    grain: usize,
     each: impl Fn(&mut [u64], usize, &mut u64) -> u64 + Sync,
 ) -> u64 {
     let (first, end) = (range.start >> SHIFT << SHIFT, range.end);
-    let Split { helpers, piece } = Split::of_leaves(range.len(), share);
+    let Split { workers, piece } = Split::of_leaves(range.len(), grain);
     let pieces =
         below[first..end].chunks_mut(piece).zip(above[first >> SHIFT..].chunks_mut(piece >> SHIFT));
     let pieces = (first..).step_by(piece).zip(pieces);
@@ -197,8 +198,8 @@ fn level(
         let skip = range.start.saturating_sub(at);
         each(&mut words[skip..], at + skip, summary)
     };
-    sum(helpers, |sums| {
-        share_out(sums, pieces, |sum, (at, (below, above))| {
+    sum(workers, |sums| {
+        distribute(sums, pieces, |sum, (at, (below, above))| {
             let groups = below.chunks_mut(64).zip(above).zip((at..).step_by(64));
             *sum += groups.map(&each).sum::<u64>();
         });

@@ -1,7 +1,7 @@
 //! An epoch: the frames that changed since the one before, committed or given back (I4).
 
+use crate::subscriber_tree::SubscriberTree;
 use crate::sync::Arc;
-use crate::tracker::Home;
 use crate::{FrameRun, Layout};
 
 /// The frames drained from one subscriber's tree. Owned, so several may be under way at once.
@@ -31,17 +31,22 @@ use crate::{FrameRun, Layout};
 /// ```
 #[derive(Debug)]
 #[must_use = "an epoch that is dropped gives its frames back"]
-pub struct Epoch {
-    home: Arc<Home>,
+pub struct DirtySet {
+    subscriber: Arc<SubscriberTree>,
     number: u64,
     runs: Vec<FrameRun>,
     frames: u64,
     committed: bool,
 }
 
-impl Epoch {
-    pub(crate) fn new(home: Arc<Home>, number: u64, runs: Vec<FrameRun>, frames: u64) -> Self {
-        Self { home, number, runs, frames, committed: false }
+impl DirtySet {
+    pub(crate) fn new(
+        subscriber: Arc<SubscriberTree>,
+        number: u64,
+        runs: Vec<FrameRun>,
+        frames: u64,
+    ) -> Self {
+        Self { subscriber, number, runs, frames, committed: false }
     }
 
     /// The subscriber's count of epochs before this one.
@@ -66,7 +71,7 @@ impl Epoch {
 
     /// The layout that the frames belong to.
     pub fn layout(&self) -> &Layout {
-        self.home.layout()
+        &self.subscriber.layout
     }
 
     /// The frames have arrived where they were going: forgets them. O(1).
@@ -79,13 +84,13 @@ impl Epoch {
     pub fn give_back(self) {}
 }
 
-impl Drop for Epoch {
+impl Drop for DirtySet {
     fn drop(&mut self) {
         if !self.committed {
             for run in &self.runs {
-                self.home.give_back(*run);
+                self.subscriber.give_back(*run);
             }
         }
-        self.home.recycle(std::mem::take(&mut self.runs));
+        self.subscriber.recycle(std::mem::take(&mut self.runs));
     }
 }

@@ -1,4 +1,4 @@
-//! Every kernel against the portable one, and that against plain arithmetic.
+//! Every simd against the portable one, and that against plain arithmetic.
 
 use super::*;
 
@@ -6,9 +6,9 @@ struct Expand<'a>(u64, u32, &'a mut Vec<u32>);
 
 impl Job for Expand<'_> {
     #[inline(always)]
-    fn run<K: Kernel>(self, kernel: K) {
+    fn run<K: Simd>(self, simd: K) {
         let mut room = [0xdead; 64];
-        let count = kernel.expand(self.0, self.1, &mut room);
+        let count = simd.expand(self.0, self.1, &mut room);
         self.2.extend_from_slice(&room[..count]);
     }
 }
@@ -18,14 +18,14 @@ struct Write<'a>(u64, u64, &'a mut Vec<Gfn>);
 
 impl Job for Write<'_> {
     #[inline(always)]
-    fn run<K: Kernel>(self, kernel: K) {
+    fn run<K: Simd>(self, simd: K) {
         let mut room = Room::new(self.2, usize::MAX);
         let few = room.write_two(self.0, self.1);
         assert_eq!(few, self.0.count_ones() <= 2);
         if !few {
-            room.write(kernel, self.0, self.1);
+            room.write(simd, self.0, self.1);
         }
-        room.write(kernel, self.0, self.1);
+        room.write(simd, self.0, self.1);
         room.keep();
     }
 }
@@ -35,9 +35,9 @@ struct WriteRange<'a>(&'a mut Vec<Gfn>, u64, usize, usize);
 
 impl Job for WriteRange<'_> {
     #[inline(always)]
-    fn run<K: Kernel>(self, kernel: K) {
+    fn run<K: Simd>(self, simd: K) {
         let mut room = Room::new(self.0, self.3);
-        room.write_range(kernel, self.1, self.2);
+        room.write_range(simd, self.1, self.2);
         room.keep();
     }
 }
@@ -47,10 +47,10 @@ struct Append<'a>(&'a mut Vec<Gfn>, &'a [Gfn]);
 
 impl Job for Append<'_> {
     #[inline(always)]
-    fn run<K: Kernel>(self, kernel: K) {
-        kernel.append(self.0, self.1);
+    fn run<K: Simd>(self, simd: K) {
+        simd.append(self.0, self.1);
         let last = self.1.last().unwrap().0;
-        kernel.append_range(self.0, last + 1, self.1.len());
+        simd.append_range(self.0, last + 1, self.1.len());
     }
 }
 
@@ -71,50 +71,50 @@ fn every_kernel_finds_the_bits_that_are_set() {
         };
         let base = random() as u32 >> 1;
         let expected: Vec<u32> = (0..64).filter(|b| bits >> b & 1 == 1).map(|b| base + b).collect();
-        for kernel in Choice::all() {
+        for simd in SimdLevel::all() {
             let mut found = Vec::new();
-            kernel.run(Expand(bits, base, &mut found));
-            assert_eq!(found, expected, "{kernel:?} of {bits:#x}");
+            simd.run(Expand(bits, base, &mut found));
+            assert_eq!(found, expected, "{simd:?} of {bits:#x}");
             let (far, mut list) = (1 << 40 | u64::from(base), Vec::with_capacity(192));
-            kernel.run(Write(bits, far, &mut list));
+            simd.run(Write(bits, far, &mut list));
             let expected = |bit: &u64| bits >> bit & 1 == 1;
             let expected: Vec<Gfn> = (0..64).filter(expected).map(|b| Gfn(far + b)).collect();
-            assert_eq!(list, [&expected[..], &expected].concat(), "{kernel:?} of {bits:#x}");
+            assert_eq!(list, [&expected[..], &expected].concat(), "{simd:?} of {bits:#x}");
         }
     }
 }
 
 #[test]
 fn every_kernel_appends_what_it_was_given_however_long_the_list_is() {
-    // Under miri there is one kernel, and half a million frames take for ever.
+    // Under miri there is one simd, and half a million frames take for ever.
     let rounds = if cfg!(miri) { 4 } else { 400 };
-    for kernel in Choice::all() {
+    for simd in SimdLevel::all() {
         let mut list = Vec::new();
         let base = 1u64 << 35;
         let mut next = base;
         for round in 0..rounds {
             let piece: Vec<Gfn> = (next..next + 997 + round % 23).map(Gfn).collect();
-            kernel.run(Append(&mut list, &piece));
+            simd.run(Append(&mut list, &piece));
             next += 2 * piece.len() as u64;
         }
-        assert!(list.iter().copied().eq((base..next).map(Gfn)), "{kernel:?}");
+        assert!(list.iter().copied().eq((base..next).map(Gfn)), "{simd:?}");
     }
 }
 
 #[test]
 fn every_kernel_writes_ranges_into_the_room_there_is_and_no_further() {
-    for kernel in Choice::all() {
+    for simd in SimdLevel::all() {
         let mut list = Vec::with_capacity(2000);
         let (places, mut next) = (list.as_ptr(), 1u64 << 40);
         for len in [1, 7, 8, 9, 64, 65, 128, 640].into_iter().chain(10..18) {
-            kernel.run(WriteRange(&mut list, next, len, len - 1));
-            assert_eq!(list.len() as u64, next - (1 << 40), "{kernel:?}: it found no room");
-            kernel.run(WriteRange(&mut list, next, len, len));
+            simd.run(WriteRange(&mut list, next, len, len - 1));
+            assert_eq!(list.len() as u64, next - (1 << 40), "{simd:?}: it found no room");
+            simd.run(WriteRange(&mut list, next, len, len));
             next += len as u64;
         }
-        kernel.run(WriteRange(&mut list, next, 2000, usize::MAX));
-        assert!(list.iter().copied().eq((1 << 40..next).map(Gfn)), "{kernel:?}");
-        assert_eq!((list.as_ptr(), list.capacity()), (places, 2000), "{kernel:?}");
+        simd.run(WriteRange(&mut list, next, 2000, usize::MAX));
+        assert!(list.iter().copied().eq((1 << 40..next).map(Gfn)), "{simd:?}");
+        assert_eq!((list.as_ptr(), list.capacity()), (places, 2000), "{simd:?}");
     }
 }
 
@@ -130,18 +130,18 @@ struct Eight<'a> {
 
 impl Job for &mut Eight<'_> {
     #[inline(always)]
-    fn run<K: Kernel>(self, kernel: K) {
+    fn run<K: Simd>(self, simd: K) {
         let fresh = || self.words.iter().map(|word| AtomicU64::new(*word)).collect::<Vec<_>>();
         let after = |words: Vec<AtomicU64>| words.into_iter().map(AtomicU64::into_inner).collect();
         let (base, first) = (self.base, self.offsets[0]);
         let (mut words, mut room) = (fresh(), [0xdead; 16]);
-        let count = kernel.expand_eight(&mut words, base, &self.offsets, first, &mut room);
+        let count = simd.expand_eight(&mut words, base, &self.offsets, first, &mut room);
         let numbers = |count| room[..count].iter().map(|number| u64::from(*number)).collect();
         let expanded = (count.map(numbers), after(words));
         let (mut words, mut list) = (fresh(), Vec::with_capacity(16));
         let mut room = Room::new(&mut list, 16);
         let start = (first, 1 << 40);
-        let written = room.write_eight(kernel, &mut words, base, &self.offsets, start);
+        let written = room.write_eight(simd, &mut words, base, &self.offsets, start);
         room.keep();
         let frames = written.then(|| list.iter().map(|frame| frame.0 - (1 << 40)).collect());
         self.attempted = K::EIGHTS;
@@ -172,13 +172,13 @@ fn eight_words_of_few_bits_are_taken_together_and_others_left_alone() {
         let place = |offset: &u32| base + *offset as usize;
         let few = |offset: &u32| words.get(place(offset)).is_some_and(|w| w.count_ones() <= 2);
         let possible = offsets.iter().all(few);
-        for kernel in Choice::all() {
+        for simd in SimdLevel::all() {
             let mut eight = Eight { words: &words, base, offsets, found: vec![], attempted: false };
-            kernel.run(&mut eight);
+            simd.run(&mut eight);
             for (found, after) in eight.found {
-                assert_eq!(found.is_some(), possible && eight.attempted, "{kernel:?}");
+                assert_eq!(found.is_some(), possible && eight.attempted, "{simd:?}");
                 let Some(found) = found else {
-                    assert_eq!(after, words, "{kernel:?}");
+                    assert_eq!(after, words, "{simd:?}");
                     refused += 1;
                     continue;
                 };
@@ -186,14 +186,14 @@ fn eight_words_of_few_bits_are_taken_together_and_others_left_alone() {
                     let (first, bits) = (u64::from(o - offsets[0]) * 64, words[place(o)]);
                     (0..64).filter(move |b| bits >> b & 1 == 1).map(move |b| first + b)
                 };
-                assert_eq!(found, offsets.iter().flat_map(bits).collect::<Vec<_>>(), "{kernel:?}");
+                assert_eq!(found, offsets.iter().flat_map(bits).collect::<Vec<_>>(), "{simd:?}");
                 let mut expected = words.clone();
                 offsets.iter().for_each(|offset| expected[place(offset)] = 0);
-                assert_eq!(after, expected, "{kernel:?}");
+                assert_eq!(after, expected, "{simd:?}");
                 done += 1;
             }
         }
     }
-    let eights = cfg!(target_arch = "x86_64") && !cfg!(miri) && Choice::all().count() == 3;
+    let eights = cfg!(target_arch = "x86_64") && !cfg!(miri) && SimdLevel::all().count() == 3;
     assert!(refused > 0 && (done > 0 || !eights), "{done} done, {refused} refused");
 }

@@ -1,6 +1,6 @@
 //! How set bits become numbers, the one step of a walk that is worth vector instructions: for CPUs
 //! with AVX-512 VBMI2, for x86-64 with BMI, and for any other. With its `x86.rs` the only module of
-//! this crate with unsafe code; `mod tests` below holds every kernel to the portable one.
+//! this crate with unsafe code; `mod tests` below holds every simd to the portable one.
 #![allow(
     unsafe_code,
     reason = "vector instructions, and lists that are written behind their end; each block says why it is sound"
@@ -15,7 +15,7 @@ use crate::sync::AtomicU64;
 type Places = [MaybeUninit<Gfn>; 64];
 
 /// What a walk asks of the CPU.
-pub(super) trait Kernel: Copy {
+pub(super) trait Simd: Copy {
     /// Whether sparse words are best taken eight at once.
     const EIGHTS: bool = false;
 
@@ -105,9 +105,9 @@ impl<'l> Room<'l> {
 
     /// Writes `base` plus the number of each set bit of `bits`, if 64 frames find room.
     #[inline(always)]
-    pub(super) fn write(&mut self, kernel: impl Kernel, bits: u64, base: u64) {
+    pub(super) fn write(&mut self, simd: impl Simd, bits: u64, base: u64) {
         if let Some(room) = self.free().first_chunk_mut() {
-            self.len += kernel.write(bits, base, room);
+            self.len += simd.write(bits, base, room);
         }
     }
 
@@ -127,27 +127,27 @@ impl<'l> Room<'l> {
         true
     }
 
-    /// [`Kernel::write_eight`], if sixteen frames find room; whether it was done.
+    /// [`Simd::write_eight`], if sixteen frames find room; whether it was done.
     #[inline(always)]
     pub(super) fn write_eight(
         &mut self,
-        kernel: impl Kernel,
+        simd: impl Simd,
         words: &mut [AtomicU64],
         base: usize,
         offsets: &[u32; 8],
         first: (u32, u64),
     ) -> bool {
         let Some(room) = self.free().first_chunk_mut() else { return false };
-        let written = kernel.write_eight(words, base, offsets, first, room);
+        let written = simd.write_eight(words, base, offsets, first, room);
         self.len += written.unwrap_or(0);
         written.is_some()
     }
 
     /// Writes `len` consecutive frames from `first` on, if they find room.
     #[inline(always)]
-    pub(super) fn write_range(&mut self, kernel: impl Kernel, first: u64, len: usize) {
+    pub(super) fn write_range(&mut self, simd: impl Simd, first: u64, len: usize) {
         if let Some(room) = self.free().get_mut(..len) {
-            kernel.write_range(first, room);
+            simd.write_range(first, room);
             self.len += len;
         }
     }
@@ -162,15 +162,15 @@ impl<'l> Room<'l> {
     }
 }
 
-/// Work that is compiled once for each kernel. `run` and all that it calls must be inlined, or it
-/// is not compiled with the kernel's instructions.
+/// Work that is compiled once for each simd. `run` and all that it calls must be inlined, or it
+/// is not compiled with the simd's instructions.
 pub(super) trait Job {
-    fn run<K: Kernel>(self, kernel: K);
+    fn run<K: Simd>(self, simd: K);
 }
 
 /// The kernels, best last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Choice {
+pub(super) enum SimdLevel {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Bmi(x86::Bmi),
@@ -178,8 +178,8 @@ pub(super) enum Choice {
     Avx512(x86::Avx512),
 }
 
-impl Choice {
-    /// Every kernel that this CPU can run.
+impl SimdLevel {
+    /// Every simd that this CPU can run.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let portable = std::iter::once(Self::Portable);
         #[cfg(target_arch = "x86_64")]
@@ -191,7 +191,7 @@ impl Choice {
         portable
     }
 
-    /// The best kernel for this CPU.
+    /// The best simd for this CPU.
     pub(super) fn best() -> Self {
         Self::all().last().unwrap_or(Self::Portable)
     }
@@ -213,7 +213,7 @@ impl Choice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Portable;
 
-impl Kernel for Portable {
+impl Simd for Portable {
     const IN_PLACE: usize = usize::MAX;
 
     #[inline(always)]

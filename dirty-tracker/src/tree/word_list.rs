@@ -13,16 +13,16 @@
 use crate::sync::{self, AtomicBool, Mutex, MutexGuard, Ordering::SeqCst};
 
 /// Words that a list holds: the leaves of up to 16,384 frames. More are found faster by a walk.
-pub(super) const BOUND: usize = if cfg!(driftline_shuttle) { 2 } else { 256 };
+pub(super) const CAPACITY: usize = if cfg!(driftline_shuttle) { 2 } else { 256 };
 
 /// Leaves drained by lists before a walk comes in between: lists leave the summaries set, and this
 /// bounds what a walk spends on those. Under miri, where a tree that holds so many takes minutes,
 /// fewer.
-pub(super) const MAX_SPURIOUS: usize = if cfg!(miri) { 4 } else { 64 } * BOUND;
+pub(super) const MAX_SPURIOUS: usize = if cfg!(miri) { 4 } else { 64 } * CAPACITY;
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct Recent {
+pub(super) struct WordList {
     incomplete: AtomicBool,
     list: Mutex<List>,
 }
@@ -36,9 +36,9 @@ pub(super) struct List {
     spurious: usize,
 }
 
-impl Recent {
+impl WordList {
     pub(super) fn new() -> Self {
-        let list = List { words: Vec::with_capacity(BOUND), ascending: true, spurious: 0 };
+        let list = List { words: Vec::with_capacity(CAPACITY), ascending: true, spurious: 0 };
         Self { incomplete: AtomicBool::new(false), list: Mutex::new(list) }
     }
 
@@ -51,7 +51,7 @@ impl Recent {
     }
 
     /// After an insert that is not on the list.
-    pub(super) fn left_out(&self) {
+    pub(super) fn mark_incomplete(&self) {
         if !self.incomplete.load(SeqCst) {
             self.incomplete.store(true, SeqCst);
         }
@@ -84,7 +84,7 @@ impl List {
             return true;
         }
         self.ascending &= last.is_none_or(|last| *last < word);
-        let room = self.words.len() < BOUND;
+        let room = self.words.len() < CAPACITY;
         if room {
             self.words.push(word);
         }

@@ -1,0 +1,209 @@
+//! The tree itself: its levels, what a walk needs besides them, and single look-ups.
+
+use super::simd::SimdLevel;
+use super::sink::Stages;
+use super::split;
+use super::walk::Pending;
+use super::word_list::WordList;
+use super::words::SHIFT;
+use crate::sync::{self, AtomicU64, Mutex, Ordering::SeqCst};
+use crate::{Layout, OutOfSlot, SlotId};
+
+/// 64^8 = 2^48 frames: more than the 2^40 of a guest, even if every slot pads its last word.
+const MAX_LEVELS: usize = 8;
+
+/// A word that is not zero and whose summary bit is not set, which I1 forbids: [`Tree::check`]
+/// found a mistake in this crate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("word {index} of tree level {level} is not zero, but its summary bit is not set")]
+pub struct MissingSummary {
+    /// The word's level; 0 are the leaves.
+    pub level: usize,
+    /// The word's number in its level.
+    pub index: usize,
+}
+
+/// The system refused the address space of a tree: see [`Tree::new`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the system refuses {bytes} bytes of address space for the dirty bits of {frames} pages: raise \
+     the limit of the process (ulimit -v), or set vm.overcommit_memory to 1"
+)]
+pub struct NoMemory {
+    /// The frames of the layout.
+    pub frames: u64,
+    /// What [`Tree::reserved_bytes`] would have been.
+    pub bytes: u64,
+}
+
+/// A set of the frames of a [`Layout`], as one allocation of packed levels: see the
+/// [first page](crate#the-structure). Each call must get the layout that the tree was made for.
+///
+/// What takes `&self` may be called from many threads at once. What takes `&mut self` does the same
+/// without atomic operations.
+///
+/// # Panics
+/// A tree is made for a layout. Methods panic if they are given one with another number of leaf
+/// words.
+///
+/// ```
+/// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+///
+/// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
+/// let run = |start, count| FrameRun { start: Gfn(start), count };
+/// let mut tree = Tree::new(&layout)?;
+/// assert!(tree.mark(&layout, run(5, 1 << 20)).is_err(), "past the slot's end");
+/// std::thread::scope(|threads| {
+///     threads.spawn(|| tree.mark(&layout, run(600, 100)).unwrap());
+///     threads.spawn(|| tree.mark(&layout, run(500, 100)).unwrap());
+/// });
+/// tree.mark_mut(&layout, run(7, 1))?;
+/// assert_eq!(tree.count(), 201);
+/// let mut runs = Vec::new();
+/// assert_eq!(tree.drain(&layout, &mut runs), 201);
+/// assert_eq!(runs, [run(7, 1), run(500, 200)]);
+/// assert_eq!((tree.count(), tree.check()), (0, Ok(())));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Tree {
+    pub(super) words: Vec<AtomicU64>,
+    /// First word of each level, and its length; level 0 first.
+    pub(super) levels: Vec<(usize, usize)>,
+    pub(super) simd: SimdLevel,
+    pub(super) scratch: Mutex<Scratch>,
+    pub(super) word_list: WordList,
+    /// Leaf words that are worth a thread of their own.
+    pub(super) grain: usize,
+}
+
+/// What a walk needs besides the words; allocated with the tree, so that a drain allocates nothing.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    pub(super) pending: Vec<Pending>,
+    pub(super) stages: Box<Stages>,
+}
+
+impl Scratch {
+    pub(super) fn new(levels: usize) -> Self {
+        let stages = Box::new(Stages::new());
+        Self { pending: vec![Pending::EMPTY; levels], stages }
+    }
+}
+
+impl Tree {
+    /// Returns an empty tree over `layout`. One zeroed allocation, backed by memory as frames get
+    /// dirty, and some 40 KiB for walks.
+    ///
+    /// # Errors
+    /// The system refuses the address space.
+    pub fn new(layout: &Layout) -> Result<Self, NoMemory> {
+        let mut levels = Vec::with_capacity(MAX_LEVELS);
+        let mut len = layout.leaf_words() as usize;
+        let mut total = 0;
+        loop {
+            levels.push((total, len));
+            total += len;
+            if len == 1 {
+                break;
+            }
+            len = len.div_ceil(64);
+        }
+        let words = sync::zeroed_words(total)
+            .ok_or(NoMemory { frames: layout.frames(), bytes: total as u64 * 8 })?;
+        let scratch = Mutex::new(Scratch::new(levels.len()));
+        let (simd, word_list) = (SimdLevel::best(), WordList::new());
+        Ok(Self { words, levels, simd, scratch, word_list, grain: split::GRAIN })
+    }
+
+    /// Bytes reserved for the levels: the leaves and at most 2 % more, from 4,096 leaf words (1 GiB
+    /// of guest) on. Only what was ever dirty is backed by memory. O(1).
+    ///
+    /// ```
+    /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+    /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 3 << 30 }])?; // 12 TiB
+    /// let bytes = Tree::new(&layout)?.reserved_bytes(); // takes no time, and no memory
+    /// assert_eq!((layout.leaf_words() * 8, bytes), (402_653_184, 409_044_512));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn reserved_bytes(&self) -> u64 {
+        self.words.len() as u64 * 8
+    }
+
+    /// Catches a caller's mistake that would show only in frames that do not exist.
+    pub(super) fn assert_same_layout(&self, layout: &Layout) {
+        let ours = self.levels[0].1 as u64;
+        assert_eq!(layout.leaf_words(), ours, "words of this layout's leaves, and of this tree's");
+    }
+
+    /// Checks I1 by walking the whole tree, and answers with the first word that breaks it. For
+    /// tests; exact only while nobody inserts. O(words of the tree).
+    pub fn check(&self) -> Result<(), MissingSummary> {
+        for (level, pair) in self.levels.windows(2).enumerate() {
+            let ((start, len), (above, _)) = (pair[0], pair[1]);
+            for index in 0..len {
+                let summary = self.words[above + (index >> SHIFT)].load(SeqCst);
+                if self.words[start + index].load(SeqCst) != 0 && summary >> (index & 63) & 1 == 0 {
+                    return Err(MissingSummary { level, index });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether leaf bit `bit` is set.
+    pub(crate) fn contains(&self, bit: u64) -> bool {
+        self.leaf(bit >> SHIFT) & (1 << (bit & 63)) != 0
+    }
+
+    pub(super) fn leaf(&self, word: u64) -> u64 {
+        self.words[word as usize].load(SeqCst)
+    }
+
+    /// Lends the scratch to `f`; of two drains at once the second makes its own.
+    pub(super) fn with_scratch(&self, f: impl FnOnce(&mut [Pending], &mut Stages)) {
+        match sync::try_lock(&self.scratch) {
+            Some(mut scratch) => {
+                let Scratch { pending, stages } = &mut *scratch;
+                f(pending, stages);
+            }
+            None => {
+                let Scratch { mut pending, mut stages } = Scratch::new(self.levels.len());
+                f(&mut pending, &mut stages);
+            }
+        }
+    }
+
+    /// The slot's leaves, word by word: its dirty bitmap as `KVM_GET_DIRTY_LOG` gives it. A load
+    /// each; an error names a slot that does not exist.
+    ///
+    /// ```
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 130 }])?;
+    /// # let tree = Tree::new(&layout)?;
+    /// tree.mark(&layout, FrameRun { start: Gfn(0x100 + 63), count: 2 })?;
+    /// assert_eq!(tree.leaves(&layout, SlotId(0))?.collect::<Vec<_>>(), [1 << 63, 1, 0]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn leaves(
+        &self,
+        layout: &Layout,
+        slot: SlotId,
+    ) -> Result<impl ExactSizeIterator<Item = u64> + use<'_>, OutOfSlot> {
+        let words = layout.placed_of(slot)?.range();
+        Ok(self.words[words].iter().map(|word| word.load(SeqCst)))
+    }
+}
+
+/// Orders the caller's writes to frames before a look at the tree that may find their bits set and
+/// change nothing. Pairs with [`fence_later_reads`]. An exchange that sets a bit needs no such
+/// fence.
+pub(super) fn fence_prior_writes() {
+    sync::fence(SeqCst);
+}
+
+/// Orders the exchanges of a drain, by all of its threads, before the caller's reads of the frames
+/// that it took. Pairs with [`fence_prior_writes`]; see Ordering above.
+pub(super) fn fence_later_reads() {
+    sync::fence(SeqCst);
+}
