@@ -1,8 +1,8 @@
-//! The figures of the README: `cargo bench -p driftline-dirty-tracker`.
+//! The figures of BENCHMARKS.md: `cargo bench -p driftline-dirty-tracker`.
 //!
-//! Criterion samples every cell; at the end come summary tables of the medians, and the same as one
-//! JSON object on the last line. `cargo bench -p driftline-dirty-tracker -- 2016` runs one table: 2016, 12TiB,
-//! bits, density, threads, ranges, ring, frameset or parallel.
+//! Criterion samples every cell. At the end come summary tables of the medians, and the same as one
+//! JSON object on the last line. `cargo bench -p driftline-dirty-tracker -- 2016` runs one table:
+//! 2016, 12TiB, bits, density, threads, ranges, ring, frameset or parallel.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 #[path = "tables/bits.rs"]
@@ -28,7 +28,7 @@ use driftline_dirty_tracker::{
 use rivals::{Flat, FlatSimd, Hibit, LINE, List, Ours, Radix8, Rival, Roaring, VmMemory};
 use vm_memory::bitmap::AtomicBitmap;
 
-/// Samples, by table, row and column, in the order of their first appearance.
+/// Samples by table, row and column, in the order of their first appearance.
 #[derive(Default)]
 struct Summary {
     cells: Vec<(String, String, String, Vec<f64>)>,
@@ -38,7 +38,7 @@ thread_local! {
     static SUMMARY: RefCell<Summary> = RefCell::default();
 }
 
-/// Notes one sample, in ns (or the unit that the column names).
+/// Records one sample, in ns (or in the unit that the column names).
 fn note(table: &str, row: impl ToString, column: &str, value: f64) {
     let row = row.to_string();
     SUMMARY.with_borrow_mut(|s| {
@@ -49,7 +49,7 @@ fn note(table: &str, row: impl ToString, column: &str, value: f64) {
     });
 }
 
-/// The middle sample.
+/// Returns the median.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or_default()
@@ -108,7 +108,7 @@ impl Summary {
     }
 }
 
-/// SplitMix64: frames that look random, the same in every run.
+/// SplitMix64: frames that look random and are the same in every run.
 struct Random(u64);
 
 impl Random {
@@ -132,7 +132,8 @@ fn quick<'c>(
 }
 
 const FRAMES_2016: u64 = 10_000_000;
-/// Each cell's samples are taken in so many stretches of time, so that a neighbour of some seconds is not one cell's alone.
+/// Number of rounds in which each cell is sampled, so that a disturbance of some seconds does not
+/// affect one cell alone.
 const ROUNDS_2016: usize = 3;
 
 fn table_2016(c: &mut Criterion) {
@@ -186,7 +187,8 @@ fn table_2016(c: &mut Criterion) {
                     b.iter_custom(|iterations| {
                         let (mut insert, mut drain) = (Duration::ZERO, Duration::ZERO);
                         for _ in 0..iterations {
-                            // Other frames each time, as with a guest: no branch predictor learns them.
+                            // Other frames each time, as with a guest, so that no branch predictor
+                            // learns them.
                             let first = random.next() as usize % (all.len() - count + 1);
                             let frames = &all[first..first + count];
                             let start = Instant::now();
@@ -209,7 +211,7 @@ fn table_2016(c: &mut Criterion) {
     }
 }
 
-/// Resident memory of this process, MiB.
+/// Returns the resident memory of this process, MiB.
 fn resident_mib() -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find(|l| l.starts_with("VmRSS")).unwrap_or_default();
@@ -268,7 +270,7 @@ fn table_12_tib(c: &mut Criterion) {
             });
         }
         mark(&mut |f| (f..f + length).for_each(|f| flat[(f / 64) as usize] |= 1 << (f % 64)));
-        // The flat scan only reads; it is given the words' clearing for nothing.
+        // The flat scan only reads; clearing the words is not timed.
         for _ in 0..3 {
             let start = Instant::now();
             let mut dirty = 0u64;
@@ -287,7 +289,7 @@ fn table_12_tib(c: &mut Criterion) {
 
 fn table_threads(_: &mut Criterion) {
     const INSERTS: u64 = 1_000_000;
-    // So many frames for each thread that nearly all inserts are new ones.
+    // Enough frames for each thread that nearly all inserts are new.
     const FRAMES: u64 = 1 << 23;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 2 * FRAMES }]).unwrap();
     let tree = Tree::new(&layout).unwrap();
@@ -372,7 +374,8 @@ fn table_ranges(c: &mut Criterion) {
             runs.clear();
         };
         measure("tree", &mut |s| own.borrow_mut().mark_mut(&layout, run(s)).unwrap(), &mut clear);
-        // What a `TrackedBitmap` does: all subscribers, counted, and ordered with the write before it.
+        // The path of a `TrackedBitmap`: all subscribers, counted, and ordered with the write
+        // before it.
         let tracker = Arc::new(Tracker::new(layout.clone()));
         let mut subscription = tracker.subscribe("bench").unwrap();
         measure("tracker", &mut |s| tracker.mark(run(s)).unwrap(), &mut || {

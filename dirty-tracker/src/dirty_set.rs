@@ -1,13 +1,13 @@
-//! An epoch: the frames that changed since the one before, committed or given back (I4).
+//! A dirty set: the frames that changed between two drains. It is committed or given back (I4).
 
 use crate::subscriber_tree::SubscriberTree;
 use crate::sync::Arc;
 use crate::{FrameRun, Layout};
 
-/// The frames drained from one subscriber's tree. Owned, so several may be under way at once.
+/// The frames drained from one subscriber's tree. The set is owned, so several can exist at once.
 ///
-/// [`commit`](Self::commit) forgets the frames, [`give_back`](Self::give_back) or dropping returns
-/// them to the tree they came from, so that the next epoch has them again. None of it fails.
+/// [`commit`](Self::commit) discards the frames. [`give_back`](Self::give_back), or dropping the
+/// set, returns them to their tree, so that the next drain has them again. None of these fails.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -18,19 +18,19 @@ use crate::{FrameRun, Layout};
 /// # let send = |run: FrameRun| if run.start.0 < 100 { Ok(()) } else { Err("no route to host") };
 /// tracker.mark(FrameRun { start: Gfn(5), count: 2 })?;
 /// tracker.mark(FrameRun { start: Gfn(500), count: 1 })?;
-/// let epoch = subscription.drain();
-/// assert_eq!((epoch.number(), epoch.frames(), epoch.is_empty()), (0, 3, false));
-/// assert_eq!((epoch.runs().len(), epoch.layout().frames()), (2, 1024));
-/// let sent = epoch.runs().try_for_each(send);
+/// let dirty = subscription.drain();
+/// assert_eq!((dirty.number(), dirty.frames(), dirty.is_empty()), (0, 3, false));
+/// assert_eq!((dirty.runs().len(), dirty.layout().frames()), (2, 1024));
+/// let sent = dirty.runs().try_for_each(send);
 /// match sent {
-///     Ok(()) => epoch.commit(),
-///     Err(_) => epoch.give_back(),
+///     Ok(()) => dirty.commit(),
+///     Err(_) => dirty.give_back(),
 /// }
-/// assert_eq!(subscription.drain().frames(), 3, "it failed, and nothing is lost");
+/// assert_eq!(subscription.drain().frames(), 3, "the send failed, and nothing is lost");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
-#[must_use = "an epoch that is dropped gives its frames back"]
+#[must_use = "a dirty set that is dropped gives its frames back"]
 pub struct DirtySet {
     subscriber: Arc<SubscriberTree>,
     number: u64,
@@ -49,38 +49,38 @@ impl DirtySet {
         Self { subscriber, number, runs, frames, committed: false }
     }
 
-    /// The subscriber's count of epochs before this one.
+    /// Returns the number of dirty sets that the subscriber drained before this one.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// How many frames are in it. O(1).
+    /// Returns the number of frames. O(1).
     pub fn frames(&self) -> u64 {
         self.frames
     }
 
-    /// Whether nothing changed.
+    /// Returns whether no frame changed.
     pub fn is_empty(&self) -> bool {
         self.frames == 0
     }
 
-    /// The frames as runs, ascending, none touching its neighbour within a slot.
+    /// Returns the frames as ascending runs. No two runs touch within a slot.
     pub fn runs(&self) -> impl ExactSizeIterator<Item = FrameRun> + '_ {
         self.runs.iter().copied()
     }
 
-    /// The layout that the frames belong to.
+    /// Returns the layout of the frames.
     pub fn layout(&self) -> &Layout {
         &self.subscriber.layout
     }
 
-    /// The frames have arrived where they were going: forgets them. O(1).
+    /// Discards the frames, because they arrived at their destination. O(1).
     pub fn commit(mut self) {
         self.committed = true;
     }
 
-    /// The frames did not arrive: returns them to the subscriber's tree, like dropping does. Costs
-    /// the insert of each run; what was marked meanwhile stays marked.
+    /// Returns the frames to the subscriber's tree, because they did not arrive. Dropping does the
+    /// same. Costs one insert for each run. Marks made meanwhile stay.
     pub fn give_back(self) {}
 }
 

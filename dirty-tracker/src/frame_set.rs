@@ -1,15 +1,16 @@
-//! A set of frames kept as runs: ascending, disjoint, and never touching one another.
+//! A set of frames as runs: ascending, disjoint, and never touching.
 //!
-//! For sets that are few runs though many frames: a guest's memory map, what is still to be fetched
-//! or sent, what has arrived. What vCPUs write is scattered and goes into a [`Tree`](crate::Tree),
-//! which marks from many threads and costs the same however the frames lie.
+//! For sets of few runs with many frames: a guest's memory map, frames that are still to be fetched
+//! or sent, frames that have arrived. The frames that vCPUs write are scattered and belong into a
+//! [`Tree`](crate::Tree), which many threads can mark and whose cost does not depend on how the
+//! frames are distributed.
 //!
-//! The idea of [`FrameSet::insert_all`], insert at once, grow only where the room ends, and go on
-//! from there, was proposed on linux-mm for `memblock_add_range()` ("delayed allocation",
-//! <https://mail.spinics.net/lists/linux-mm/msg422526.html>): the kernel counts in one pass what an
-//! insertion needs, grows, and inserts in a second. There it is one range at a time, cut up by
-//! those that it overlaps and joined with them afterwards; here it is a whole list, joined as it is
-//! written.
+//! [`FrameSet::insert_all`] inserts in one pass: it grows only where room ends, and continues from
+//! there. This was proposed on linux-mm for `memblock_add_range()` ("delayed allocation",
+//! <https://mail.spinics.net/lists/linux-mm/msg422526.html>). In the first of two passes the kernel
+//! counts what an insertion needs, grows, and inserts in the second. The proposal inserts one range
+//! at a time, splits it where it overlaps existing ranges, and joins the parts afterwards. Here an
+//! entire list is inserted, and joined as it is written.
 
 use std::fmt;
 use std::iter::Copied;
@@ -20,19 +21,19 @@ use crate::{FrameRun, Gfn};
 
 /// A set of frames as ascending, disjoint runs with at least one frame between them.
 ///
-/// Two sets of the same frames are always the same runs, and so equal. As everywhere,
-/// [`FrameRun::end`] says where a run ends: one that would pass frame 2^64 - 1 ends there, and a
-/// run of no frames is no member of anything.
+/// Two sets of the same frames have the same runs, so they are equal. [`FrameRun::end`] defines
+/// where a run ends: a run that would pass frame 2^64 - 1 ends there. An empty run contains no
+/// frame.
 ///
-/// With *n* runs in the set: looking up takes O(log *n*) steps; inserting or removing a run that,
-/// and one move of what lies behind it; 16 bytes of memory a run.
+/// Let *n* be the number of runs in the set. A look-up takes O(log *n*) steps. Inserting or
+/// removing a run takes the same, and one move of the runs behind it. A run takes 16 bytes.
 ///
 /// ```
 /// use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 ///
 /// let run = |start, count| FrameRun { start: Gfn(start), count };
 /// let mut missing: FrameSet = [run(0, 160), run(256, 1024)].into_iter().collect();
-/// assert_eq!(missing.remove(run(100, 200)), 60 + 44); // arrived; some of it was no memory
+/// assert_eq!(missing.remove(run(100, 200)), 60 + 44); // some of it is not in the set
 /// assert_eq!(missing.insert(run(90, 20)), 10);
 /// assert_eq!(missing.to_string(), "gfn 0x0..0x6e, gfn 0x12c..0x500");
 /// assert!(missing.contains(Gfn(109)) && !missing.contains(Gfn(110)));
@@ -42,14 +43,15 @@ use crate::{FrameRun, Gfn};
 /// ```
 #[derive(Clone, Default)]
 pub struct FrameSet {
-    /// The set is `runs[taken..]`: what was taken from the front stays a while, so that taking it
-    /// all does not move the rest each time.
+    /// The set is `runs[taken..]`. Runs taken from the front stay for a while, so that taking all
+    /// runs does not move the rest each time.
     runs: Vec<FrameRun>,
     taken: usize,
     frames: u64,
 }
 
-/// The frame after a run of the set: no overflow, such runs are cut before they get here.
+/// Returns the frame after a run of the set. It cannot overflow: such runs are cut before they are
+/// stored.
 const fn end(run: FrameRun) -> u64 {
     run.start.0 + run.count
 }
@@ -58,8 +60,9 @@ const fn between(start: u64, end: u64) -> FrameRun {
     FrameRun { start: Gfn(start), count: end - start }
 }
 
-/// How many of ascending `runs` end before `frame`, leaving one free between: they neither overlap
-/// nor touch a run that starts there. Quick if they are few: probes at distances that double.
+/// Returns how many of the ascending `runs` end before `frame` with a gap of at least one frame:
+/// they neither overlap nor touch a run that starts there. Fast for few runs: it probes at doubling
+/// distances.
 fn leading(runs: &[FrameRun], frame: u64) -> usize {
     let (mut low, mut step) = (0, 1);
     while runs.get(low + step - 1).is_some_and(|r| end(*r) < frame) {
@@ -71,38 +74,38 @@ fn leading(runs: &[FrameRun], frame: u64) -> usize {
 }
 
 impl FrameSet {
-    /// No frames. Allocates nothing.
+    /// Creates an empty set. Allocates nothing.
     pub const fn new() -> Self {
         Self { runs: Vec::new(), taken: 0, frames: 0 }
     }
 
-    /// No frames, and room for `runs` runs: 16 bytes each, allocated now.
+    /// Creates an empty set with room for `runs` runs: 16 bytes each, allocated now.
     pub fn with_capacity(runs: usize) -> Self {
         Self { runs: Vec::with_capacity(runs), ..Self::new() }
     }
 
-    /// How many runs there are. O(1).
+    /// Returns the number of runs. O(1).
     pub fn len(&self) -> usize {
         self.as_slice().len()
     }
 
-    /// How many frames there are. O(1).
+    /// Returns the number of frames. O(1).
     pub const fn frames(&self) -> u64 {
         self.frames
     }
 
-    /// Whether there are no frames. O(1).
+    /// Returns whether the set is empty. O(1).
     pub const fn is_empty(&self) -> bool {
         self.frames == 0
     }
 
-    /// Removes all frames and keeps the memory. O(1).
+    /// Removes all frames and keeps the allocation. O(1).
     pub fn clear(&mut self) {
         self.runs.clear();
         (self.taken, self.frames) = (0, 0);
     }
 
-    /// The runs, ascending. O(1).
+    /// Returns the runs, ascending. O(1).
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
@@ -118,22 +121,22 @@ impl FrameSet {
         &self.runs[self.taken..]
     }
 
-    /// The runs, ascending, as [`as_slice`](Self::as_slice) has them.
+    /// Iterates over the runs of [`as_slice`](Self::as_slice), ascending.
     pub fn iter(&self) -> Copied<Iter<'_, FrameRun>> {
         self.as_slice().iter().copied()
     }
 
-    /// The lowest run; `None` of an empty set. O(1).
+    /// Returns the lowest run; `None` if the set is empty. O(1).
     pub fn first(&self) -> Option<FrameRun> {
         self.as_slice().first().copied()
     }
 
-    /// Whether `gfn` is in the set. O(log *n*), like all questions.
+    /// Returns whether `gfn` is in the set. O(log *n*), like all queries.
     pub fn contains(&self, gfn: Gfn) -> bool {
         self.after(gfn.0).next().is_some_and(|r| r.start <= gfn)
     }
 
-    /// Whether every frame of `run` is in the set; of no frames all are.
+    /// Returns whether every frame of `run` is in the set; true for an empty run.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
@@ -148,12 +151,12 @@ impl FrameSet {
         run.start == run.end() || self.after(run.start.0).next().is_some_and(inside)
     }
 
-    /// Whether any frame of `run` is in the set.
+    /// Returns whether any frame of `run` is in the set.
     pub fn intersects(&self, run: FrameRun) -> bool {
         self.within(run).next().is_some()
     }
 
-    /// The frames of `run` that are in the set, as ascending runs: what they share.
+    /// Returns the frames of `run` that are in the set, as ascending runs: the intersection.
     pub fn within(&self, run: FrameRun) -> impl Iterator<Item = FrameRun> {
         let (low, high) = (run.start.0, run.end().0);
         self.after(low)
@@ -162,7 +165,8 @@ impl FrameSet {
             .filter(|r| r.count > 0)
     }
 
-    /// The frames of `run` that are not in the set, as ascending runs: its complement in that run.
+    /// Returns the frames of `run` that are not in the set, as ascending runs: the complement
+    /// within `run`.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
@@ -187,10 +191,10 @@ impl FrameSet {
         })
     }
 
-    /// Adds the frames of `run`; returns how many of them were not in the set.
+    /// Adds the frames of `run`. Returns how many of them were not in the set.
     ///
-    /// One pass: finds the place, joins what overlaps or touches, and moves what lies behind once,
-    /// if the number of runs changed. A run behind all others costs O(1).
+    /// Finds the position, joins runs that overlap or touch, and moves the runs behind once if the
+    /// number of runs changed. A run behind all others costs O(1).
     pub fn insert(&mut self, run: FrameRun) -> u64 {
         let (mut low, mut high) = (run.start.0, run.end().0);
         if low == high {
@@ -216,12 +220,12 @@ impl FrameSet {
         added
     }
 
-    /// Adds the frames of all `runs`, which may overlap; returns how many were not in the set.
+    /// Adds the frames of all `runs`, which may overlap. Returns how many were not in the set.
     ///
-    /// One pass over the list and the part of the set that it reaches into. Runs are joined where
-    /// they stand; only where there is no room left for one more the rest of the set is moved,
-    /// once, by as much as the rest of the list may need, and the pass goes on from there. A list
-    /// that does not ascend by first frame is copied and sorted first.
+    /// Passes once over the list and the part of the set that it reaches. Runs are joined in place.
+    /// Where there is no room for another run, the rest of the set is moved once, by as much as the
+    /// rest of the list may need, and the pass continues from there. A list that does not ascend by
+    /// first frame is copied and sorted first.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
@@ -244,11 +248,11 @@ impl FrameSet {
         self.frames - before
     }
 
-    /// Adds `list`, ascending by start. Up to `write` the set is done; `read..` are runs of it that
-    /// were not looked at; what is between the two is room.
+    /// Adds the runs of `left`, ascending by start. Runs before `write` are final. Runs from `read`
+    /// on have not been looked at. Between the two is room.
     fn merge(&mut self, mut left: impl ExactSizeIterator<Item = FrameRun>) {
         let (mut write, mut read) = (self.taken, self.taken);
-        // Here, not behind `self`: a tenth fewer instructions.
+        // A local variable, not behind `self`: a tenth fewer instructions.
         let mut runs = std::mem::take(&mut self.runs);
         let mut next = left.next();
         while let Some(run) = next {
@@ -277,7 +281,8 @@ impl FrameSet {
             }
             self.frames += high - low - had;
             if write == read {
-                // No room. Each run of the rest of the list needs at most one place: this is once.
+                // There is no room. Each run of the rest of the list needs at most one place, so
+                // this happens once.
                 let (old, more) = (runs.len(), 1 + usize::from(next.is_some()) + left.len());
                 runs.resize(old + more, between(0, 0));
                 runs.copy_within(read..old, read + more);
@@ -290,9 +295,9 @@ impl FrameSet {
         self.runs = runs;
     }
 
-    /// Removes the frames of `run`; returns how many of them were in the set.
+    /// Removes the frames of `run`. Returns how many of them were in the set.
     ///
-    /// One pass, and one move of what lies behind if the number of runs changed.
+    /// Takes one pass, and one move of the runs behind if the number of runs changed.
     pub fn remove(&mut self, run: FrameRun) -> u64 {
         let (low, high) = (run.start.0, run.end().0);
         if low == high {
@@ -318,8 +323,8 @@ impl FrameSet {
         removed
     }
 
-    /// Takes the lowest run out of the set, but at most `max` frames of it; `None` of an empty set.
-    /// A `max` of 0 counts as 1. O(1), on average over taking all.
+    /// Removes and returns the lowest run, but at most `max` frames of it; `None` if the set is
+    /// empty. A `max` of 0 counts as 1. O(1) amortized over taking all runs.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
@@ -337,7 +342,7 @@ impl FrameSet {
         self.frames -= run.count;
         if first.count == 0 {
             self.taken += 1;
-            // Each run moved here is paid for by one that was taken.
+            // Each run moved here is paid for by one that was taken before.
             if self.taken > self.runs.len() / 2 {
                 self.runs.drain(..self.taken);
                 self.taken = 0;
@@ -346,13 +351,13 @@ impl FrameSet {
         Some(run)
     }
 
-    /// The runs that end after `frame`.
+    /// Returns the runs that end after `frame`.
     fn after(&self, frame: u64) -> Copied<Iter<'_, FrameRun>> {
         let runs = self.as_slice();
         runs[runs.partition_point(|r| end(*r) <= frame)..].iter().copied()
     }
 
-    /// Puts `new` in the place of the runs at `old`, of which it may be at most one longer.
+    /// Replaces the runs at `old` by `new`, which may be longer by at most one run.
     fn replace(&mut self, old: Range<usize>, new: &[FrameRun]) {
         let common = old.len().min(new.len());
         let at = old.start + common;
@@ -364,12 +369,12 @@ impl FrameSet {
     }
 }
 
-/// The places of so many runs go into the low bits of a key.
+/// Mask of the low bits of a key, which hold a position in the list.
 const PLACES: u64 = (1 << 12) - 1;
 
-/// The order of a short list by first frame, as keys whose low bits are places in it: numbers of
-/// one word are sorted in half the time of runs. `None` if the list is long or its frames are far
-/// out.
+/// Returns the order of a short list by first frame, as keys whose low bits are positions in the
+/// list: single words are sorted in half the time of runs. `None` if the list is long or its frames
+/// are too high.
 fn short_order(runs: &[FrameRun]) -> Option<Vec<u64>> {
     let far = u64::MAX >> PLACES.count_ones();
     if runs.len() as u64 > PLACES + 1 || runs.iter().any(|r| r.start.0 > far) {
@@ -390,7 +395,7 @@ impl PartialEq for FrameSet {
 impl Eq for FrameSet {}
 
 impl Extend<FrameRun> for FrameSet {
-    /// [`insert_all`](Self::insert_all) of what is collected first.
+    /// Collects the runs, then inserts them with [`insert_all`](Self::insert_all).
     fn extend<I: IntoIterator<Item = FrameRun>>(&mut self, runs: I) {
         self.insert_all(&Vec::from_iter(runs));
     }
@@ -414,7 +419,7 @@ impl<'s> IntoIterator for &'s FrameSet {
 }
 
 impl fmt::Display for FrameSet {
-    /// All runs, with commas between.
+    /// Writes all runs, separated by commas.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, run) in self.iter().enumerate() {
             let comma = if i == 0 { "" } else { ", " };

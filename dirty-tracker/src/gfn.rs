@@ -1,8 +1,8 @@
-//! Guest frame numbers and runs of them: the two units in which everything here counts.
+//! Guest frame numbers and runs of frames, the two units of this crate.
 
 use std::fmt;
 
-/// log2 of [`PAGE_SIZE`].
+/// The base-2 logarithm of [`PAGE_SIZE`].
 pub const PAGE_SHIFT: u32 = 12;
 /// Bytes in a frame: 4096, the unit in which KVM tracks writes on x86-64.
 pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
@@ -22,14 +22,14 @@ pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
 pub struct Gfn(pub u64);
 
 impl Gfn {
-    /// The frame that holds guest physical byte address `gpa`.
+    /// Returns the frame that holds the guest physical byte address `gpa`.
     pub const fn containing(gpa: u64) -> Self {
         Self(gpa >> PAGE_SHIFT)
     }
 
-    /// The guest physical byte address of the frame's first byte.
+    /// Returns the guest physical byte address of the frame's first byte.
     ///
-    /// Frames of a [`Layout`](crate::Layout) never overflow here: it admits none past 2^52.
+    /// Frames of a [`Layout`](crate::Layout) never overflow here: their addresses lie below 2^52.
     pub const fn gpa(self) -> u64 {
         self.0 << PAGE_SHIFT
     }
@@ -47,8 +47,8 @@ impl fmt::Display for Gfn {
     }
 }
 
-/// `count` consecutive frames from `start` on. Runs that go into a tree or come out of one lie in
-/// one slot. A run that would pass frame 2^64 - 1 ends there.
+/// A run of `count` consecutive frames that begins at `start`. A run that enters or leaves a tree
+/// lies in one slot. A run that would pass frame 2^64 - 1 ends there.
 ///
 /// ```
 /// use driftline_dirty_tracker::{FrameRun, Gfn};
@@ -63,27 +63,27 @@ impl fmt::Display for Gfn {
 pub struct FrameRun {
     /// The first frame.
     pub start: Gfn,
-    /// How many frames; at least one in every run that this crate hands out.
+    /// Number of frames; at least one in every run that this crate returns.
     pub count: u64,
 }
 
 impl FrameRun {
-    /// The frame after the last one.
+    /// Returns the frame after the last one.
     pub const fn end(self) -> Gfn {
         Gfn(self.start.0.saturating_add(self.count))
     }
 
-    /// Bytes that the run covers; those of a run of this guest's memory never overflow.
+    /// Returns the number of bytes in the run. A run of guest memory never overflows here.
     pub const fn bytes(self) -> u64 {
         self.count << PAGE_SHIFT
     }
 
-    /// The run's frames, ascending.
+    /// Returns the frames of the run, ascending.
     pub fn frames(self) -> impl Iterator<Item = Gfn> {
         (self.start.0..self.end().0).map(Gfn)
     }
 
-    /// Cuts the run into runs of at most `max` frames, ascending. A `max` of 0 counts as 1.
+    /// Splits the run into runs of at most `max` frames, ascending. A `max` of 0 counts as 1.
     pub fn chunks(self, max: u64) -> impl Iterator<Item = FrameRun> {
         let max = max.max(1);
         let mut at = self.start.0;

@@ -1,16 +1,18 @@
-//! Harvest -> reprotect -> insert, with types that make any other order impossible (I2, I3).
+//! The order harvest, reprotect, insert. The types make any other order impossible (I2, I3).
 
 use crate::list::DirtyList;
 use crate::ring::{RingConsumer, RingEntry, RingFull};
 use crate::{SlotId, Tracker};
 
-/// The consumer sides of all rings of a VM, and each vCPU's dirty list. One lives as long as the
-/// VM's rings do: where the kernel is in a used ring cannot be asked for.
+/// The consumer sides of all rings of a VM, and the dirty list of each vCPU. A harvester must live
+/// as long as the rings, because the kernel does not disclose its position in a ring that is in
+/// use.
 ///
 /// ```
 /// # use driftline_dirty_tracker::*;
 /// # use std::sync::atomic::Ordering;
-/// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
+/// # let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 };
+/// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([slot])?));
 /// # let subscription = tracker.subscribe("doc")?;
 /// # let rings = vec![(0..8).map(|_| RingEntry::default()).collect::<Vec<_>>()];
 /// # rings[0][0].offset.store(5, Ordering::Relaxed);
@@ -35,16 +37,18 @@ use crate::{SlotId, Tracker};
 #[derive(Debug)]
 pub struct Harvester {
     vcpus: Vec<(RingConsumer, DirtyList)>,
-    /// Per vCPU, see [`dirtied`](Self::dirtied).
+    /// Frames per vCPU, see [`dirtied`](Self::dirtied).
     dirtied: Vec<u64>,
-    /// Per vCPU, see [`harvested`](Self::harvested).
+    /// Entries per vCPU, see [`harvested`](Self::harvested).
     harvested: Vec<u64>,
-    /// Entries were lost, or may have been, and all memory has not been reprotected since (I6).
+    /// Whether entries were lost, or may have been, and all memory has not been reprotected since
+    /// (I6).
     distrust: bool,
 }
 
 impl Harvester {
-    /// For `vcpus` rings of `ring_entries` entries each; allocates everything it will ever use.
+    /// Creates a harvester for `vcpus` rings of `ring_entries` entries each. This is its only
+    /// allocation.
     pub fn new(vcpus: usize, ring_entries: usize) -> Self {
         let one = || (RingConsumer::new(), DirtyList::with_capacity(ring_entries));
         let vcpus: Vec<_> = (0..vcpus).map(|_| one()).collect();
@@ -52,17 +56,19 @@ impl Harvester {
         Self { dirtied: none.clone(), harvested: none, vcpus, distrust: false }
     }
 
-    /// Frames that each vCPU, in the order of the rings, has made dirty so far: those of its ring
-    /// that a subscriber did not have marked when they were [absorbed](Readable::insert_into). A frame
-    /// that two vCPUs write is the first one's; one that is drained and written again counts again.
-    /// For one subscriber these sum up to what it drains, but for marks that came from elsewhere.
-    /// O(1).
+    /// Returns the number of frames that each vCPU has made dirty so far, in the order of the
+    /// rings: the frames of its ring that a subscriber did not have marked when they were
+    /// [inserted](Readable::insert_into). A frame that two vCPUs write counts for the first one. A
+    /// frame that is drained and written again counts again. For a single subscriber the numbers
+    /// add up to the frames that it drains, apart from marks by other sources. O(1).
     ///
     /// ```
     /// # use driftline_dirty_tracker::*;
     /// # use std::sync::atomic::Ordering;
-    /// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
-    /// # let rings: [Vec<RingEntry>; 2] = std::array::from_fn(|_| (0..8).map(|_| RingEntry::default()).collect());
+    /// # let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 };
+    /// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([slot])?));
+    /// # let ring = |_| (0..8).map(|_| RingEntry::default()).collect();
+    /// # let rings: [Vec<RingEntry>; 2] = std::array::from_fn(ring);
     /// # let mut harvester = Harvester::new(rings.len(), 8);
     /// # let wrote = |vcpu: usize, entry: usize, frame| {
     /// #     rings[vcpu][entry].offset.store(frame, Ordering::Relaxed);
@@ -77,33 +83,34 @@ impl Harvester {
     /// let mut subscription = tracker.subscribe("doc")?;
     /// wrote(0, 0, 5);
     /// wrote(0, 1, 6);
-    /// wrote(1, 0, 5); // vCPU 0 was there before
+    /// wrote(1, 0, 5); // vCPU 0 wrote it first
     /// assert_eq!(collect(&mut harvester).frames, 3);
     /// assert_eq!(harvester.dirtied(), [2, 0]);
     /// wrote(0, 2, 6); // dirty already
     /// collect(&mut harvester);
     /// assert_eq!((harvester.dirtied(), subscription.drain().frames()), (&[2, 0][..], 2));
-    /// assert!(subscription.is_marked(Gfn(5)) && subscription.is_marked(Gfn(6))); // nobody committed that epoch
+    /// // That dirty set was dropped, so it was given back.
+    /// assert!(subscription.is_marked(Gfn(5)) && subscription.is_marked(Gfn(6)));
     ///
-    /// let onlooker = tracker.subscribe("live view")?;
+    /// let passive = tracker.subscribe("live view")?;
     /// wrote(0, 3, 5);
     /// collect(&mut harvester);
-    /// assert_eq!(harvester.dirtied(), [3, 0]); // new to the onlooker
-    /// onlooker.set_passive();
+    /// assert_eq!(harvester.dirtied(), [3, 0]); // new to the passive subscriber
+    /// passive.set_passive();
     /// wrote(0, 4, 6);
     /// collect(&mut harvester);
-    /// assert_eq!((harvester.dirtied(), onlooker.is_marked(Gfn(6))), (&[3, 0][..], true));
+    /// assert_eq!((harvester.dirtied(), passive.is_marked(Gfn(6))), (&[3, 0][..], true));
     /// wrote(0, 5, 7);
     /// collect(&mut harvester);
-    /// assert_eq!((harvester.dirtied(), onlooker.is_marked(Gfn(7))), (&[4, 0][..], true));
+    /// assert_eq!((harvester.dirtied(), passive.is_marked(Gfn(7))), (&[4, 0][..], true));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn dirtied(&self) -> &[u64] {
         &self.dirtied
     }
 
-    /// Entries that the last harvest found in each ring, in the order of the rings: how full it
-    /// was. O(1).
+    /// Returns the number of entries that the last harvest found in each ring, in the order of the
+    /// rings. O(1).
     ///
     /// ```
     /// # use driftline_dirty_tracker::*;
@@ -120,9 +127,9 @@ impl Harvester {
         &self.harvested
     }
 
-    /// Where vCPU number `vcpu` (in the order of the rings) reports that it found its ring full;
-    /// `None` for a vCPU that does not exist. Without these reports a ring overrun by more than its
-    /// whole length holds its vCPU for ever.
+    /// Returns the handle by which vCPU number `vcpu` (in the order of the rings) reports a full
+    /// ring; `None` if there is no such vCPU. Without these reports a ring that is overrun by more
+    /// than its length stops its vCPU for good.
     ///
     /// ```
     /// let harvester = driftline_dirty_tracker::Harvester::new(2, 1024);
@@ -134,11 +141,11 @@ impl Harvester {
         self.vcpus.get(vcpu).map(|(consumer, _)| consumer.full())
     }
 
-    /// Takes every published entry of every ring. `rings` are all rings, in vCPU order; if there
-    /// are more or fewer than vCPUs, the harvest is not trusted.
+    /// Takes every published entry of every ring. `rings` must be all rings, in vCPU order. If
+    /// there are more or fewer rings than vCPUs, the harvest is not trusted.
     ///
-    /// Frames of an earlier harvest that was dropped are still in the lists and are part of what
-    /// this returns. Costs a few loads and one store an entry; allocates nothing.
+    /// Frames of an earlier harvest that was dropped are still in the lists and belong to the
+    /// result. Costs a few loads and one store for each entry. Allocates nothing.
     pub fn harvest<'r>(&mut self, rings: impl IntoIterator<Item = &'r [RingEntry]>) -> Harvest<'_> {
         let (mut entries, mut overruns) = (0u32, 0);
         let mut rings = rings.into_iter();
@@ -152,7 +159,7 @@ impl Harvester {
             entries = entries.saturating_add(taken.entries);
             *harvested = taken.entries.into();
             overruns += u32::from(taken.overrun);
-            // What did not fit waits in its ring, but this harvest alone is then no full answer.
+            // Entries that did not fit stay in their ring, so this harvest alone is incomplete.
             self.distrust |= taken.overrun || taken.list_full;
         }
         self.distrust |= rings.next().is_some();
@@ -160,10 +167,10 @@ impl Harvester {
     }
 }
 
-/// Entries taken from the rings and not yet reprotected: shows no frames (I3). Dropping it keeps
-/// the frames, and what it knew of overruns, for the next harvest (I4). Example at [`Harvester`].
+/// Entries taken from the rings and not yet reprotected. It shows no frames (I3). Dropping it keeps
+/// the frames and the overruns for the next harvest (I4). Example at [`Harvester`].
 #[derive(Debug)]
-#[must_use = "harvested frames are written again unnoticed until they are reprotected"]
+#[must_use = "until they are reprotected, harvested frames can be written unnoticed"]
 pub struct Harvest<'h> {
     lists: &'h mut Harvester,
     entries: u32,
@@ -171,24 +178,25 @@ pub struct Harvest<'h> {
 }
 
 impl<'h> Harvest<'h> {
-    /// Entries marked RESET and not walked yet, what the kernel must report to have reprotected.
-    /// Those of earlier harvests whose reprotect failed or stopped early are among them. O(1).
+    /// Returns the number of entries that are RESET and not yet walked; the kernel must report the
+    /// same number when it has reprotected them. Entries of earlier harvests whose reprotect failed
+    /// or stopped early are included. O(1).
     pub fn entries(&self) -> u32 {
         self.entries
     }
 
-    /// Rings that this harvest found overrun (I6). O(1).
+    /// Returns the number of rings that this harvest found overrun (I6). O(1).
     pub fn overruns(&self) -> u32 {
         self.overruns
     }
 
-    /// States that the kernel has reprotected `count` entries, the answer of
-    /// `KVM_RESET_DIRTY_RINGS`. Any other count than [`entries`](Self::entries), like an overrun,
-    /// means that tracking cannot be trusted: the result then marks all memory (I6).
+    /// Declares that the kernel has reprotected `count` entries, the result of
+    /// `KVM_RESET_DIRTY_RINGS`. If `count` differs from [`entries`](Self::entries), or if a ring
+    /// was overrun, tracking cannot be trusted and the result marks all memory (I6).
     ///
-    /// Call the ioctl on a thread that blocks signals. A kernel that stops early for one (Linux
-    /// 6.16 and later) has not protected the last frames that it counted; if the signal came after
-    /// the last entry, not even the count tells.
+    /// Call the ioctl on a thread that blocks signals. A kernel that stops early for a signal
+    /// (Linux 6.16 and later) has not protected the last frames that it counted. If the signal came
+    /// after the last entry, the count does not show it.
     pub fn reprotected(self, count: u32) -> Readable<'h> {
         if count == self.entries {
             self.lists.vcpus.iter_mut().for_each(|(consumer, _)| consumer.walked_all());
@@ -199,53 +207,53 @@ impl<'h> Harvest<'h> {
     }
 }
 
-/// Reprotected frames: their content may be read, so they may enter the trees. Dropping it keeps
+/// Reprotected frames. Their content may be read, so they may enter the trees. Dropping it keeps
 /// them for the next harvest (I4). Example at [`Harvester`].
 #[derive(Debug)]
-#[must_use = "these frames are lost to nobody only once they are in the trees"]
+#[must_use = "insert the frames, or no subscriber sees them"]
 pub struct Readable<'h> {
     lists: &'h mut Harvester,
     overruns: u32,
     all_reprotected: bool,
 }
 
-/// What an insert into the trees did.
+/// The result of an insert into the trees.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Inserted {
-    /// Frames handed to the trees, as often as they were harvested.
+    /// Number of frames inserted; a frame counts as often as it was harvested.
     pub frames: u64,
-    /// Frames that lie in no slot of the layout: counted and never followed.
+    /// Number of frames that lie in no slot of the layout. They are counted and not tracked.
     pub foreign: u64,
-    /// All memory was marked because the rings could not be trusted (I6).
+    /// Whether all memory was marked because the rings could not be trusted (I6).
     pub marked_all: bool,
 }
 
 impl Readable<'_> {
-    /// Whether the frames are the whole answer. They are not after a ring overrun or a miscounted
-    /// reprotect, of this harvest or of an earlier one that was dropped. The caller must then
-    /// reprotect *all* memory and say so with [`all_reprotected`](Self::all_reprotected): frames
-    /// whose entries were overwritten are still writable.
+    /// Returns whether the frames are complete. They are not after a ring overrun or a miscounted
+    /// reprotect, in this harvest or in an earlier one that was dropped. The caller must then
+    /// reprotect *all* memory and declare it with [`all_reprotected`](Self::all_reprotected):
+    /// frames whose entries were overwritten are still writable.
     pub fn is_trusted(&self) -> bool {
         !self.lists.distrust
     }
 
-    /// States that every frame of every slot has been reprotected since the harvest, by taking
-    /// `KVM_MEM_LOG_DIRTY_PAGES` from every slot and giving it back. Tracking is exact again from
+    /// Declares that every frame of every slot has been reprotected since the harvest, by clearing
+    /// `KVM_MEM_LOG_DIRTY_PAGES` in every slot and setting it again. Tracking is exact again from
     /// here.
     pub fn all_reprotected(mut self) -> Self {
         self.all_reprotected = true;
         self
     }
 
-    /// Rings that were found overrun, as [`Harvest::overruns`] says.
+    /// Returns the number of rings that were found overrun, see [`Harvest::overruns`].
     pub fn overruns(&self) -> u32 {
         self.overruns
     }
 
-    /// As [`insert_into`](Self::insert_into), for whoever keeps the frames elsewhere than in a tracker's
-    /// trees: each goes to `keep`, which says whether it lies in a slot. Where the answer says
-    /// `marked_all`, the caller has to keep all memory. [`Harvester::dirtied`] counts none of them.
-    /// Costs a call of `keep` a frame.
+    /// Calls `keep` for each frame, for callers that store frames elsewhere than in a tracker's
+    /// trees. `keep` returns whether the frame lies in a slot. If the result has `marked_all`, the
+    /// caller must treat all memory as dirty. [`Harvester::dirtied`] counts none of these frames.
+    /// Costs one call of `keep` for each frame.
     ///
     /// ```
     /// # use driftline_dirty_tracker::*;
@@ -281,19 +289,19 @@ impl Readable<'_> {
         out
     }
 
-    /// Inserts the frames into every subscriber's tree and empties the lists (I2). Untrusted frames
-    /// mark all memory, and every later harvest does so too until one is
+    /// Inserts the frames into every subscriber's tree and empties the lists (I2). If the frames
+    /// are not trusted, this and every later insert marks all memory, until one is
     /// [`all_reprotected`](Self::all_reprotected).
     ///
-    /// Costs one lock for all frames, and one insert in each tree for consecutive frames of a word.
-    /// [`Harvester::dirtied`] then says whose they were.
+    /// Costs one lock for all frames, and one insert in each tree for consecutive frames of one
+    /// word. Updates [`Harvester::dirtied`].
     pub fn insert_into(self, tracker: &Tracker) -> Inserted {
         let mut out = Inserted::default();
         let mut marking = tracker.marking();
         for ((_, list), dirtied) in self.lists.vcpus.iter_mut().zip(&mut self.lists.dirtied) {
             for frame in list.frames() {
-                // The high half is KVM's address space number; the guest's memory is the same in
-                // all.
+                // The high half is KVM's address space number. All address spaces share the guest's
+                // memory.
                 match marking.mark_offset(SlotId(frame.slot & 0xffff), frame.offset) {
                     Ok(()) => out.frames += 1,
                     Err(_) => out.foreign += 1,

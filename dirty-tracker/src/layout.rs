@@ -1,37 +1,37 @@
-//! The guest's memory slots, and where each slot's bits lie in a tree.
+//! The guest's memory slots, and the position of each slot's bits in a tree.
 //!
-//! Every slot starts on a 64-bit word of the tree's leaf level, so that its leaves are the very
-//! bitmap that `KVM_GET_DIRTY_LOG` hands out for it.
+//! Every slot starts on a 64-bit word of the tree's leaf level. Its leaves are therefore identical
+//! to the bitmap that `KVM_GET_DIRTY_LOG` returns for it.
 
 use std::ops::Range;
 
 use crate::{FrameRun, Gfn};
 
-/// The number by which KVM knows a memory slot.
+/// KVM's number of a memory slot.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct SlotId(pub u32);
 
-/// One memory slot: a range of frames that KVM maps and tracks as one.
+/// A memory slot: a range of frames that KVM maps and tracks as a unit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Slot {
-    /// The slot's number, unique in its layout.
+    /// Number of the slot, unique in its layout.
     pub id: SlotId,
-    /// Its first frame.
+    /// First frame.
     pub base: Gfn,
-    /// Its length in frames, at least one.
+    /// Length in frames, at least one.
     pub frames: u64,
 }
 
 impl Slot {
-    /// The slot as one run of frames.
+    /// Returns the slot as one run of frames.
     pub const fn run(&self) -> FrameRun {
         FrameRun { start: self.base, count: self.frames }
     }
 }
 
-/// Why a list of slots is no layout. Says so with the slots in it.
+/// The reason why a list of slots is not a valid layout, with the slots concerned.
 ///
 /// ```
 /// use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId};
@@ -42,25 +42,28 @@ impl Slot {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
-    /// A guest without memory cannot be tracked.
+    /// The list is empty.
     #[error("a memory layout needs at least one slot")]
     NoSlots,
-    /// Slots hold at least one frame.
+    /// A slot has no frames.
     #[error("slot {} at gfn {:#x} has no frames", .0.id.0, .0.base.0)]
     EmptySlot(Slot),
-    /// The slot's end lies past the architecture's last frame (2^40, 52 bits of address).
-    #[error("slot {} of {} frames at gfn {:#x} ends past the last guest frame", .0.id.0, .0.frames, .0.base.0)]
+    /// A slot ends past the architecture's last frame (2^40, 52 bits of address).
+    #[error(
+        "slot {} of {} frames at gfn {:#x} ends past the last guest frame",
+        .0.id.0, .0.frames, .0.base.0
+    )]
     PastEnd(Slot),
-    /// Two slots share a number.
-    #[error("slot {} stands twice in the layout", .0.0)]
+    /// Two slots have the same number.
+    #[error("slot {} appears twice in the layout", .0.0)]
     SameId(SlotId),
     /// Two slots share frames.
     #[error("slots {} and {} overlap at gfn {:#x}", .0.id.0, .1.id.0, .1.base.0)]
     Overlap(Slot, Slot),
 }
 
-/// A frame, or an offset, that lies in no slot. Whoever returns it has changed nothing, but for
-/// [`Tree::write_leaves`](crate::Tree::write_leaves), which says what it does.
+/// A frame or an offset that lies in no slot. The call that returns it has changed nothing, except
+/// for [`Tree::write_leaves`](crate::Tree::write_leaves), which documents its effect.
 ///
 /// ```
 /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
@@ -77,38 +80,41 @@ pub enum OutOfSlot {
     /// No slot has this number.
     #[error("there is no slot {} (frame offset {offset:#x})", slot.0)]
     NoSlot {
-        /// The number asked for.
+        /// The requested slot number.
         slot: SlotId,
-        /// The offset in frames that came with it.
+        /// The requested offset, in frames.
         offset: u64,
     },
-    /// The slot is shorter than that.
-    #[error("frames {offset:#x}..{:#x} lie outside slot {}, which has {frames:#x} frames", offset.saturating_add(*count), slot.0)]
+    /// The offset lies past the end of the slot.
+    #[error(
+        "frames {offset:#x}..{:#x} lie outside slot {}, which has {frames:#x} frames",
+        offset.saturating_add(*count), slot.0
+    )]
     PastSlot {
         /// The slot.
         slot: SlotId,
-        /// First frame asked for, relative to the slot's base.
+        /// First requested frame, relative to the slot's base.
         offset: u64,
-        /// Frames asked for.
+        /// Number of requested frames.
         count: u64,
-        /// Frames that the slot has.
+        /// Length of the slot in frames.
         frames: u64,
     },
-    /// The frames belong to no slot, or reach over the end of one.
+    /// The frames lie in no slot, or extend past the end of one.
     #[error("{run} is not inside any one memory slot")]
     NoMemory {
-        /// The frames asked for.
+        /// The requested frames.
         run: FrameRun,
     },
 }
 
-/// Guest physical addresses have at most 52 bits on x86-64.
+/// One past the last guest frame: guest physical addresses have at most 52 bits on x86-64.
 const FRAME_LIMIT: u64 = 1 << 40;
 
-/// The slots of a guest, ascending by frame, and the place of each in a tree's leaf level.
+/// The slots of a guest, ascending by frame, and the position of each in a tree's leaf level.
 ///
-/// Immutable; cheap to share behind an `Arc`. Look-ups are a binary search over the slots: O(log
-/// slots), and what is said to be O(1) elsewhere remembers the last slot.
+/// A layout is immutable and cheap to share in an `Arc`. A look-up is a binary search over the
+/// slots, O(log slots). Operations that are documented as O(1) remember the last slot.
 ///
 /// ```
 /// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
@@ -127,7 +133,7 @@ const FRAME_LIMIT: u64 = 1 << 40;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     slots: Vec<Placed>,
-    /// Index into `slots` by slot number, ascending by number.
+    /// Indices into `slots`, ascending by slot number.
     by_id: Vec<(SlotId, usize)>,
     leaf_words: u64,
 }
@@ -144,12 +150,13 @@ impl Placed {
         self.slot.frames.div_ceil(64)
     }
 
-    /// Its words in the leaf level.
+    /// Returns the slot's words in the leaf level.
     pub(crate) fn range(&self) -> Range<usize> {
         self.first_word as usize..(self.first_word + self.words()) as usize
     }
 
-    /// Whether a bitmap has bits only for frames of the slot; else the error names the first other.
+    /// Checks that `bitmap` has bits only for frames of the slot. The error names the first bit
+    /// that is not.
     pub(crate) fn check_bitmap(&self, bitmap: &[u64]) -> Result<(), OutOfSlot> {
         let Slot { id: slot, frames, .. } = self.slot;
         for (w, &bits) in bitmap.iter().enumerate().skip((frames / 64) as usize) {
@@ -165,9 +172,11 @@ impl Placed {
 }
 
 impl Layout {
-    /// Checks and places `slots`, which may come in any order. Refuses none at all, slots without
-    /// frames or past the last guest frame, and two that share a number or frames. O(slots * log
-    /// slots).
+    /// Creates a layout of `slots`, which may come in any order. O(slots * log slots).
+    ///
+    /// # Errors
+    /// Returns an error if there are no slots, if a slot has no frames or ends past the last guest
+    /// frame, or if two slots have the same number or overlap.
     pub fn new(slots: impl IntoIterator<Item = Slot>) -> Result<Self, LayoutError> {
         let mut slots: Vec<Slot> = slots.into_iter().collect();
         slots.sort_by_key(|s| s.base);
@@ -204,34 +213,36 @@ impl Layout {
         Ok(Self { slots, by_id, leaf_words })
     }
 
-    /// The slots, ascending by frame.
+    /// Returns the slots, ascending by frame.
     pub fn slots(&self) -> impl ExactSizeIterator<Item = &Slot> {
         self.slots.iter().map(|p| &p.slot)
     }
 
-    /// How many frames all slots have. O(slots).
+    /// Returns the number of frames in all slots. O(slots).
     pub fn frames(&self) -> u64 {
         self.slots.iter().map(|p| p.slot.frames).sum()
     }
 
-    /// Words of 64 bits in the leaf level of a tree over this layout. O(1).
+    /// Returns the number of 64-bit words in the leaf level of a tree over this layout. O(1).
     pub fn leaf_words(&self) -> u64 {
         self.leaf_words
     }
 
-    /// The slot and the offset in it, in frames, of `gfn`; `None` in a hole.
+    /// Returns the slot of `gfn` and its offset in the slot, in frames; `None` if `gfn` is in no
+    /// slot.
     pub fn locate(&self, gfn: Gfn) -> Option<(SlotId, u64)> {
         self.placed_at(gfn).map(|p| (p.slot.id, gfn.0 - p.slot.base.0))
     }
 
-    /// Whether `run` is not empty and lies wholly inside one slot.
+    /// Returns whether `run` is not empty and lies entirely inside one slot.
     pub fn contains(&self, run: FrameRun) -> bool {
         run.count > 0 && self.bit_of_run(run).is_ok()
     }
 
-    /// A checksum that tells most layouts apart: CRC32C over count, then id, base and frames of
-    /// each slot ascending by frame, little-endian. Equal ones do not prove that two layouts are
-    /// equal: compare those. Goes into every stored and sent header. O(slots).
+    /// Returns a checksum that tells most layouts apart. It is the CRC32C of the slot count, then
+    /// of the id, base and frame count of each slot, ascending by frame, little-endian. Equal
+    /// checksums do not prove that two layouts are equal: compare the layouts. Every stored and
+    /// sent header contains it. O(slots).
     pub fn hash(&self) -> u32 {
         let mut bytes = Vec::with_capacity(8 + self.slots.len() * 20);
         bytes.extend_from_slice(&(self.slots.len() as u64).to_le_bytes());
@@ -258,12 +269,13 @@ impl Layout {
         Some(&self.slots[self.by_id[at].1])
     }
 
-    /// As [`placed_by_id`](Self::placed_by_id), with the error that says what is missing.
+    /// As [`placed_by_id`](Self::placed_by_id), with an error that names the missing slot.
     pub(crate) fn placed_of(&self, slot: SlotId) -> Result<Placed, OutOfSlot> {
         self.placed_by_id(slot).copied().ok_or(OutOfSlot::NoSlot { slot, offset: 0 })
     }
 
-    /// The slot and its part of `bitmap`, which has no bits for other frames.
+    /// Returns the slot and the part of `bitmap` that covers it, or an error if `bitmap` has other
+    /// bits.
     pub(crate) fn checked_bitmap<'b>(
         &self,
         slot: SlotId,
@@ -274,7 +286,7 @@ impl Layout {
         Ok((placed, &bitmap[..bitmap.len().min(placed.words() as usize)]))
     }
 
-    /// The leaf bit of the first frame of `run`, which must lie in one slot.
+    /// Returns the leaf bit of the first frame of `run`, which must lie in one slot.
     pub(crate) fn bit_of_run(&self, run: FrameRun) -> Result<u64, OutOfSlot> {
         let p = self.placed_at(run.start).ok_or(OutOfSlot::NoMemory { run })?;
         let offset = run.start.0 - p.slot.base.0;
@@ -284,7 +296,7 @@ impl Layout {
         Ok(p.first_word * 64 + offset)
     }
 
-    /// The leaf bit of a frame given as KVM gives it: slot number and offset.
+    /// Returns the leaf bit of a frame that KVM names by slot number and offset.
     pub(crate) fn bit_of_offset(&self, slot: SlotId, offset: u64) -> Result<u64, OutOfSlot> {
         let p = self.placed_by_id(slot).ok_or(OutOfSlot::NoSlot { slot, offset })?;
         if offset >= p.slot.frames {
@@ -304,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_no_layout() {
+    fn invalid_slot_lists_are_refused() {
         let refused = |slots: &[Slot]| Layout::new(slots.iter().copied()).unwrap_err();
         assert_eq!(refused(&[]), LayoutError::NoSlots);
         assert!(matches!(refused(&[slot(0, 0, 0)]), LayoutError::EmptySlot(_)));
@@ -315,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_outside_their_slot_are_named() {
+    fn error_names_frames_outside_their_slot() {
         let layout = Layout::new([slot(0, 0, 10), slot(7, 100, 10)]).unwrap();
         let e = layout.bit_of_offset(SlotId(7), 10).unwrap_err();
         assert_eq!(e.to_string(), "frames 0xa..0xb lie outside slot 7, which has 0xa frames");

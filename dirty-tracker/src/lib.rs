@@ -1,16 +1,16 @@
-//! Which guest frames changed, found at a cost proportional to what is dirty.
+//! Finds which guest frames changed, at a cost proportional to the number of dirty frames.
 //!
-//! A virtual machine monitor that migrates or checkpoints a running guest has to know which of its
-//! 4 KiB frames changed since it last looked. This crate is that knowledge and nothing else: no
-//! KVM calls, no I/O, and unsafe code only where vector instructions are called and where lists are
-//! written behind their end. The way of a dirty frame through it:
+//! A virtual machine monitor that migrates or checkpoints a running guest must know which of its 4
+//! KiB frames changed since its last look. This crate provides that and nothing else. It makes no
+//! KVM calls and does no I/O. Its only unsafe code calls vector instructions and writes to the
+//! spare capacity of lists. A dirty frame passes through these stages:
 //!
 //! ```text
 //! ring      KVM's per-vCPU dirty ring: take DIRTY entries in order, mark them RESET   Harvester
 //! list      that vCPU's preallocated list of frames                                   Harvest
 //!           ... the caller reprotects (KVM_RESET_DIRTY_RINGS) ...                     Readable
 //! tree      leaf bit, then summaries; one tree per subscriber                         Tracker
-//! epoch     drained into ascending runs of frames: commit, or give back               DirtySet
+//! dirty set drained into ascending runs of frames: commit, or give back               DirtySet
 //! ```
 //!
 //! ```
@@ -21,24 +21,25 @@
 //! let tracker = Arc::new(Tracker::new(layout));
 //! let mut checkpoints = tracker.subscribe("checkpoints")?;
 //! tracker.mark(FrameRun { start: Gfn(4096), count: 512 })?;
-//! let epoch = checkpoints.drain();
-//! assert_eq!(epoch.runs().collect::<Vec<_>>(), [FrameRun { start: Gfn(4096), count: 512 }]);
-//! epoch.commit(); // it is on disk
+//! let dirty = checkpoints.drain();
+//! assert_eq!(dirty.runs().collect::<Vec<_>>(), [FrameRun { start: Gfn(4096), count: 512 }]);
+//! dirty.commit(); // the frames are on disk
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! # The structure
 //!
-//! A flat bitmap is cheap to write and dear to search: 12 TiB of memory have 400 MB of bits, and
-//! the ten that are set may be anywhere. So over the bitmap lies a second one with a bit for each
-//! of its words, *not zero*, over that a third, and so on up to one word. Here is the tree of a
-//! guest with two slots, of 100 and of 5,000 frames, in which one frame is dirty:
+//! A flat bitmap is cheap to write and expensive to search: 12 TiB of memory has 400 MB of bits,
+//! and the ten bits that are set may be anywhere. Therefore a second bitmap lies above the first,
+//! with one bit for each word of the first: set if that word is not zero. A third bitmap lies above
+//! the second, and so on up to a single word. This is the tree of a guest with two slots, of 100
+//! and of 5,000 frames, in which one frame is dirty:
 //!
 //! ```text
-//! rings                     vCPU 0    vCPU 1 ..           the kernel appends what is written
+//! rings                     vCPU 0    vCPU 1 ..           the kernel appends written frames
 //!                              |         |                harvest
 //! lists                     [ .. ]    [ .. ] ..           preallocated, nothing shared
-//!                              |         |                reprotect, by the caller; absorb
+//!                              |         |                reprotect, by the caller; insert
 //!                              '----.----'                into one tree for each subscriber
 //! level 2                         [ 0 ]                   bit 1: word 1 of level 1 is not zero
 //!                              /         \
@@ -50,18 +51,19 @@
 //! list       { 64 }                                       the words of a small epoch
 //! ```
 //!
-//! Level 0 is, bit for bit, the bitmap that `KVM_GET_DIRTY_LOG` hands out for each slot: KVM can
-//! write it in place and any old consumer can read it. All levels lie one behind the other in one
-//! allocation, so there are no pointers: the word above word *w* is word *w* / 64 of the next
-//! level, its bit *w* % 64.
+//! Level 0 is, bit for bit, the bitmap that `KVM_GET_DIRTY_LOG` returns for each slot. KVM can
+//! write it in place, and any consumer of that bitmap can read it. All levels lie one after the
+//! other in one allocation, so there are no pointers: the word above word *w* is word *w* / 64 of
+//! the next level, and its bit for *w* is bit *w* % 64.
 //!
-//! - An *insert* sets one bit a level, from the leaf up: bits 32, 0 and 1 in the drawing. Where a bit is
-//!   there already, that is a load. A run sets whole words.
-//! - A *drain* takes words and leaves zeros, from the top down, and visits only words that are not zero.
-//!   Others insert meanwhile: an insert writes, then looks above; a drain clears, then looks
-//!   below; so that one of them sees the other, and nothing is lost (I1).
-//! - A *small epoch* needs no search: a list names the leaf words inserted into, up to 256. If those are
-//!   all, the drain takes them and does not look above.
+//! - An *insert* sets one bit in each level, from the leaf up: bits 32, 0 and 1 in the drawing. A
+//!   bit that is already set costs a load. A run sets whole words.
+//! - A *drain* takes words and leaves zeros, from the top down. It visits only words that are not
+//!   zero. Inserts may run at the same time. An insert writes a word, then looks at the word above
+//!   it. A drain clears a word, then looks at the words below it. At least one of the two sees the
+//!   other, so nothing is lost (I1).
+//! - A *small epoch* needs no search: a list names up to 256 leaf words that were inserted into.
+//!   While the list is complete, the drain takes these words and does not read the summaries.
 //!
 //! ```
 //! # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -89,47 +91,47 @@
 //! | test; next after a hit | O(1) | [`Cursor`]; O(levels) where the next frame is far away |
 //! | take a bitmap over | O(its words) | [`Tree::absorb_bitmap`], [`Tree::adopt_bitmap`] |
 //!
-//! Above every 64 neighbours that are dirty stands one summary, so a drain is rarely far from
-//! O(dirty words). In the steady state inserting and draining allocate nothing (`tests/alloc.rs`).
+//! Up to 64 adjacent dirty words share one summary, so a drain usually costs close to O(dirty
+//! words). Once the buffers have grown, inserting and draining allocate nothing (`tests/alloc.rs`).
 //!
-//! In memory the leaves are 32 KiB for each GiB of guest, and the summaries 1/64 + 1/4096 + ... of
-//! that: at most 2 % on top, 400 MB in all for 12 TiB. That is address space: the system backs a
-//! page when a bit in it is first set, and a page of leaves is 128 MiB of guest. What nobody writes
-//! costs nothing.
+//! The leaves take 32 KiB for each GiB of guest memory. The summaries take 1/64 + 1/4096 + ... of
+//! that: at most 2 % more, 400 MB in all for 12 TiB. This is address space. The system backs a page
+//! when a bit in it is first set, and one page of leaves covers 128 MiB of guest memory. Guest
+//! memory that is never written costs nothing.
 //!
-//! Most of a walk is turning set bits into numbers. A tree asks the CPU for its instructions once,
-//! when it is made: with AVX-512 VBMI2 a word is compressed to the numbers of its bits at once, and
-//! lists of frames that have outgrown the cache (2 MiB) are written past it; with BMI, LZCNT and
-//! POPCNT the portable code is compiled to those; any other CPU runs the portable code as it is.
-//! Tests hold all to the same lists (`tree/simd.rs`).
+//! Most of the time of a walk goes into turning set bits into numbers. A tree detects the CPU's
+//! vector instructions once, when it is made. With AVX-512 VBMI2 a word is compressed to the
+//! numbers of its bits in one step, and lists of frames that exceed the cache (2 MiB) are written
+//! with non-temporal stores. With BMI, LZCNT and POPCNT the portable code is compiled for these
+//! instructions. Any other CPU runs the portable code. Tests compare all three (`tree/simd.rs`).
 //!
 //! # Invariants
 //!
-//! Cited by number in comments and tests throughout the project.
+//! Comments and tests throughout the project cite these by number.
 //!
 //! - **I1** A set leaf bit has all its summary bits set once its insert has returned. A spurious
 //!   summary is legal; a missing one never is.
 //! - **I2** Every harvested entry is in every subscriber's tree before the next reprotect of that
 //!   ring begins.
-//! - **I3** A frame's content is read only after its reprotect. The types make the other order
-//!   impossible to write: a [`Harvest`] shows no frames, only [`Harvest::reprotected`] turns it
-//!   into a [`Readable`], and only a `Readable` reaches a tree.
-//! - **I4** An epoch is committed or given back, exactly once; dropping it gives it back. A failed
-//!   send or write loses nothing.
+//! - **I3** A frame's content is read only after its reprotect. The types rule out the other order:
+//!   a [`Harvest`] shows no frames, only [`Harvest::reprotected`] turns it into a [`Readable`], and
+//!   only a `Readable` reaches a tree.
+//! - **I4** A drained [`DirtySet`] is committed or given back, exactly once; dropping it gives it
+//!   back. A failed send or write loses nothing.
 //! - **I5** For the same writes, the leaves equal what `KVM_GET_DIRTY_LOG` of a second,
 //!   bitmap-tracked run reports.
-//! - **I6** A ring that was overrun (every entry dirty: the kernel always leaves a reserve) is not
-//!   trusted: all memory counts as dirty for that epoch, the event is counted and logged, and
-//!   tracking goes on correctly afterwards.
-//! - **I7** At most one host runs the guest, whatever fails, and whenever it fails.
+//! - **I6** A ring that was overrun is not trusted. (The kernel always leaves a reserve, so a ring
+//!   in which every entry is dirty was overrun.) All memory then counts as dirty for that epoch,
+//!   the event is counted and logged, and tracking is correct again afterwards.
+//! - **I7** At most one host runs the guest, whatever fails and whenever.
 //!
 //! # Source
 //!
-//! Per-vCPU lists and the preallocated packed radix tree: Lei Cao (Stratus) and Radim Krcmar on the
-//! KVM list, April-June 2016, "Dirty memory tracking for performant checkpointing and improved live
-//! migration"; the tree is in Krcmar's reply of 5 May 2016, with bytes as nodes, here 64-bit words.
-//! The lists became KVM's dirty ring in Linux 5.11.
-// Vector instructions need it, in `tree/simd.rs` alone.
+//! Lei Cao (Stratus) and Radim Krcmar proposed per-vCPU lists and the preallocated, packed radix
+//! tree on the KVM list, April to June 2016: "Dirty memory tracking for performant checkpointing
+//! and improved live migration". The tree is in Krcmar's reply of 5 May 2016. Its nodes are bytes;
+//! here they are 64-bit words. The lists became KVM's dirty ring in Linux 5.11.
+// `tree/simd.rs` alone allows unsafe code, for vector instructions.
 #![deny(unsafe_code)]
 
 #[cfg(doctest)]

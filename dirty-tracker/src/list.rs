@@ -1,22 +1,23 @@
-//! A vCPU's dirty list: frames between harvest and reprotect, in a preallocated buffer.
+//! A vCPU's dirty list: a preallocated buffer for frames between harvest and reprotect.
 
-/// A dirty frame as KVM names it.
+/// A dirty frame in KVM's terms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DirtyFrame {
     /// Address space (high 16 bits) and slot (low 16 bits).
     pub slot: u32,
-    /// The frame's offset in its slot, in frames.
+    /// Offset of the frame in its slot, in frames.
     pub offset: u64,
 }
 
-/// Dirty frames in the order in which they were harvested; never grows past its capacity.
-/// Everything on it is O(1).
+/// Dirty frames in the order of their harvest. The list never grows past its capacity. Every
+/// operation is O(1).
 ///
 /// ```
 /// use driftline_dirty_tracker::{DirtyFrame, DirtyList};
 /// let mut list = DirtyList::with_capacity(1);
 /// assert!(list.is_empty() && list.push(DirtyFrame { slot: 0, offset: 7 }));
-/// assert!(list.is_full() && !list.push(DirtyFrame { slot: 0, offset: 8 }), "refused, not dropped silently");
+/// assert!(list.is_full());
+/// assert!(!list.push(DirtyFrame { slot: 0, offset: 8 }), "a full list refuses the frame");
 /// assert_eq!(list.len(), 1);
 /// ```
 #[derive(Debug)]
@@ -26,12 +27,12 @@ pub struct DirtyList {
 }
 
 impl DirtyList {
-    /// An empty list with room for `capacity` frames, allocated now and never again.
+    /// Creates an empty list with room for `capacity` frames. This is its only allocation.
     pub fn with_capacity(capacity: usize) -> Self {
         Self { frames: Vec::with_capacity(capacity), capacity }
     }
 
-    /// Appends `frame`; a full list keeps what it has and answers `false`.
+    /// Appends `frame`. A full list stays unchanged, and the result is `false`.
     pub fn push(&mut self, frame: DirtyFrame) -> bool {
         let room = !self.is_full();
         if room {
@@ -40,17 +41,17 @@ impl DirtyList {
         room
     }
 
-    /// Whether no further frame fits.
+    /// Returns whether the list is full.
     pub fn is_full(&self) -> bool {
         self.frames.len() >= self.capacity
     }
 
-    /// How many frames it holds.
+    /// Returns the number of frames in the list.
     pub fn len(&self) -> usize {
         self.frames.len()
     }
 
-    /// Whether it holds none.
+    /// Returns whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.frames.is_empty()
     }

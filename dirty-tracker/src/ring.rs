@@ -1,11 +1,17 @@
-//! The consumer side of one KVM dirty ring: entries in order, DIRTY -> RESET, overruns survived.
+//! The consumer side of one KVM dirty ring: takes entries in order, turns DIRTY into RESET, and
+//! recovers from overruns.
 //!
-//! *Ring*: `size` entries in memory shared with the kernel, `size` a power of two. *Publish*: the
-//! kernel writes slot and offset, then DIRTY with a release store. *Harvest*: we read DIRTY with
-//! acquire, copy slot and offset, and store RESET with release. *Walk*: the kernel's
-//! `KVM_RESET_DIRTY_RINGS` goes over RESET entries from its own index, write-protects their frames
-//! and makes the entries clean, up to the first that is not RESET. All go strictly in ring order,
-//! by three free-running indices:
+//! The ring has `size` entries, a power of two, in memory shared with the kernel. Three actors work
+//! on it:
+//!
+//! - *Publish*: the kernel writes slot and offset, then stores DIRTY with release ordering.
+//! - *Harvest*: the consumer loads DIRTY with acquire ordering, copies slot and offset, and stores
+//!   RESET with release ordering.
+//! - *Walk*: the kernel's `KVM_RESET_DIRTY_RINGS` visits RESET entries from its own index on,
+//!   write-protects their frames and makes the entries clean, up to the first entry that is not
+//!   RESET.
+//!
+//! All of them proceed strictly in ring order, by three free-running indices:
 //!
 //! ```text
 //! walked <= next <= published      walked: the kernel's reset index, known to us exactly
@@ -13,35 +19,37 @@
 //! ```
 //!
 //! # Overruns (I6)
-//! The kernel stops a vCPU while a reserve is left, so `published - walked` never reaches `size`;
-//! but it does not refuse a push either: it overwrites the oldest entry, RESET or DIRTY, and goes
-//! on. What follows from that:
+//! The kernel stops a vCPU while a reserve of entries is left, so `published - walked` does not
+//! reach `size`. But the kernel does not refuse a push either: it overwrites the oldest entry,
+//! RESET or DIRTY, and continues. This has four consequences:
 //!
-//! - *Fence*. We never take the last entry before the ring's end comes round to `walked`. If it is
-//!   dirty, the ring was overrun. Left in place it stops the walk at `next` whatever the kernel
-//!   wrote meanwhile, so `walked` stays known.
+//! - *Fence*. The consumer never takes the last entry before the ring comes round to `walked`. If
+//!   that entry is dirty, the ring was overrun. An entry that stays dirty stops the walk at `next`,
+//!   whatever the kernel wrote meanwhile, so `walked` stays known.
 //! - *Overwritten marks*. A DIRTY entry between `walked` and `next` replaced a RESET one and stops
-//!   the walk. It is marked again at the next harvest, its frame covered by "all memory" (`Doubt`).
-//! - *Hole*. Entries taken one lap early are clean when `next` reaches them, and the kernel goes on
-//!   beyond them. The walk needs them RESET: once a later entry is published, they are marked.
-//! - *Laps*. With `published` a lap or more ahead the kernel holds the ring full and runs the vCPU
-//!   no more, so no later entry ever comes. Two `KVM_EXIT_DIRTY_RING_FULL` that began after the
-//!   ring was seen empty prove it; then a quarter of the ring is stepped over. The kernel's soft
-//!   limit is never below that (a reserve of 64 in at least 256 entries, of 576 with Intel's PML in
-//!   at least 1,024), so a step cannot pass `published`, which would stop the vCPU for good.
+//!   the walk. The next harvest marks it again. Its frame is covered by "all memory" (`Doubt`).
+//! - *Hole*. Entries that were taken one lap early are clean when `next` reaches them, and the
+//!   kernel continues beyond them. The walk needs them to be RESET. They are marked once a later
+//!   entry is published.
+//! - *Laps*. With `published` a lap or more ahead, the kernel regards the ring as full and does not
+//!   run the vCPU, so no later entry is ever published. Two `KVM_EXIT_DIRTY_RING_FULL` that began
+//!   after the ring was seen empty prove this state. The consumer then steps over a quarter of the
+//!   ring. The kernel's soft limit is never below a quarter (a reserve of 64 in at least 256
+//!   entries, or of 576 with Intel's PML in at least 1,024), so a step cannot pass `published`,
+//!   which would stop the vCPU for good.
 //!
 //! Source: `virt/kvm/dirty_ring.c` and Documentation/virt/kvm/api.rst, KVM_CAP_DIRTY_LOG_RING.
 
 use crate::list::{DirtyFrame, DirtyList};
 use crate::sync::{Arc, AtomicU32, AtomicU64, Ordering};
 
-/// The kernel has published this entry.
+/// Flag: the kernel has published this entry.
 pub const ENTRY_DIRTY: u32 = 1 << 0;
-/// User space has taken this entry; the kernel may reprotect its frame and reuse it.
+/// Flag: user space has taken this entry; the kernel may reprotect its frame and reuse the entry.
 pub const ENTRY_RESET: u32 = 1 << 1;
 
-/// `struct kvm_dirty_gfn`, as shared with the kernel: 16 bytes. The mapping of a vCPU's ring
-/// (`KVM_DIRTY_LOG_PAGE_OFFSET` pages into its file) is a slice of these.
+/// `struct kvm_dirty_gfn` as shared with the kernel: 16 bytes. A slice of these is the mapping of a
+/// vCPU's ring (`KVM_DIRTY_LOG_PAGE_OFFSET` pages into the vCPU's file).
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct RingEntry {
@@ -49,7 +57,7 @@ pub struct RingEntry {
     pub flags: AtomicU32,
     /// Address space (high 16 bits) and slot (low 16 bits).
     pub slot: AtomicU32,
-    /// The frame's offset in its slot, in frames.
+    /// Offset of the frame in its slot, in frames.
     pub offset: AtomicU64,
 }
 
@@ -64,23 +72,24 @@ impl RingEntry {
         self.flags.store(ENTRY_RESET, Ordering::Release);
     }
 
-    /// Clean -> RESET, unless the kernel publishes here at this moment.
+    /// Turns a clean entry into a RESET one. Fails if the kernel publishes the entry at the same
+    /// moment.
     fn mark_clean_reset(&self) -> bool {
         let (new, old) = (ENTRY_RESET, 0);
         self.flags.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 }
 
-/// How often a vCPU found its ring full: the vCPU thread reports, the consumer reads. Cloning gives
-/// another handle to the same count. Example at
+/// Counts how often a vCPU found its ring full. The vCPU thread reports, the consumer reads. A
+/// clone is another handle to the same count. Example at
 /// [`Harvester::ring_full`](crate::Harvester::ring_full).
 #[derive(Debug, Clone, Default)]
 pub struct RingFull(Arc<AtomicU32>);
 
 impl RingFull {
-    /// States that one more `KVM_RUN` of this vCPU returned `KVM_EXIT_DIRTY_RING_FULL`. To be
-    /// called once for each, before the vCPU's next `KVM_RUN`; when the collector gets to it does
-    /// not matter. One atomic add.
+    /// Reports that one `KVM_RUN` of this vCPU returned `KVM_EXIT_DIRTY_RING_FULL`. Call it once
+    /// for each such exit, before the vCPU's next `KVM_RUN`. The collector may read it at any later
+    /// time. Costs one atomic add.
     pub fn report(&self) {
         self.0.fetch_add(1, Ordering::Release);
     }
@@ -90,44 +99,46 @@ impl RingFull {
     }
 }
 
-/// What one harvest of one ring found.
+/// The result of one harvest of one ring.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RingHarvest {
-    /// Entries marked RESET that the kernel has not walked yet, earlier harvests included: the next
-    /// reprotect must report as many.
+    /// Number of entries that are RESET and not yet walked by the kernel, including those of
+    /// earlier harvests. The next reprotect must report the same number.
     pub entries: u32,
-    /// The ring was overrun (I6): entries were overwritten before anyone saw them.
+    /// Whether the ring was overrun (I6): entries were overwritten before they were harvested.
     pub overrun: bool,
-    /// The list had no room for all that was published; the rest waits in the ring.
+    /// Whether the list was too small for all published entries. The rest stays in the ring.
     pub list_full: bool,
 }
 
-/// Whether we know where the kernel's walk is.
+/// What is known about the position of the kernel's walk.
 ///
 /// Entries before `next` that are dirty again were either overwritten before the walk, or walked
-/// and published anew, and then the ring is overrun as well. Nothing is taken until a probe shows
-/// which: entries are marked RESET so that a walk that begins among them ends at a known place.
+/// and published anew; in the second case the ring is overrun as well. Nothing is taken until a
+/// probe tells the two apart: it marks entries RESET so that a walk that begins among them ends at
+/// a known place.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 enum Doubt {
     #[default]
     None,
-    /// The `marked` entries before `next` are RESET, in case the walk is somewhere among them.
+    /// The `marked` entries before `next` are RESET; the walk may be somewhere among them.
     Before,
-    /// The entry at `next` is RESET, in case the walk is already there.
+    /// The entry at `next` is RESET; the walk may have reached it.
     At,
 }
 
-/// Our place in one ring. There is one for the life of the ring: its index cannot be asked for
-/// later. A [`Harvester`](crate::Harvester) has one for each vCPU; alone it is for a VMM with lists
-/// of its own.
+/// The consumer's position in one ring. It must live as long as the ring, because the kernel does
+/// not disclose its own index later. A [`Harvester`](crate::Harvester) has one for each vCPU. A VMM
+/// with lists of its own can use it alone.
 ///
 /// ```
 /// # use std::sync::atomic::Ordering::{Acquire, Release};
-/// use driftline_dirty_tracker::{DirtyList, ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingHarvest};
+/// use driftline_dirty_tracker::{DirtyList, ENTRY_DIRTY, ENTRY_RESET};
+/// use driftline_dirty_tracker::{RingConsumer, RingEntry, RingHarvest};
 ///
-/// let ring: Vec<RingEntry> = (0..8).map(|_| RingEntry::default()).collect(); // mapped, in real life
+/// let ring: Vec<RingEntry> = (0..8).map(|_| RingEntry::default()).collect(); // a VMM maps it
 /// let (mut consumer, mut list) = (RingConsumer::new(), DirtyList::with_capacity(ring.len()));
-/// ring[0].flags.store(ENTRY_DIRTY, Release); // the kernel: frame 0 of slot 0 was written
+/// ring[0].flags.store(ENTRY_DIRTY, Release); // by the kernel: frame 0 of slot 0 was written
 /// let taken = consumer.harvest(&ring, &mut list);
 /// assert_eq!(taken, RingHarvest { entries: 1, overrun: false, list_full: false });
 /// assert_eq!((list.len(), ring[0].flags.load(Acquire)), (1, ENTRY_RESET));
@@ -137,44 +148,47 @@ enum Doubt {
 pub struct RingConsumer {
     /// Free-running index of the next entry to take.
     next: u32,
-    /// `next - walked`: entries marked RESET and not walked by the kernel, at most `size - 1`.
+    /// `next - walked`: entries that are RESET and not yet walked by the kernel, at most
+    /// `size - 1`.
     marked: u32,
-    /// After an overrun: entries still to be taken in order before no hole is looked for any more.
+    /// After an overrun: number of entries to take in order before the consumer stops looking for
+    /// holes.
     probation: u32,
     doubt: Doubt,
     full: RingFull,
-    /// The full exits counted at some moment since which the ring is empty and wholly walked.
+    /// Count of full exits at a moment since which the ring is empty and completely walked.
     quiet_since: Option<u32>,
 }
 
 impl RingConsumer {
-    /// A consumer of a ring that nobody has harvested yet.
+    /// Creates the consumer of a ring that has not been harvested yet.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Where the ring's vCPU reports that it found the ring full. A reference count.
+    /// Returns the handle by which the ring's vCPU reports a full ring. Costs a reference count.
     pub fn full(&self) -> RingFull {
         self.full.clone()
     }
 
-    /// Moves published entries from `ring` to `list`, in order, until one is not published or the
-    /// list is full. Costs a few loads and one store an entry; allocates nothing.
+    /// Moves published entries from `ring` to `list`, in order, until an entry is not published or
+    /// the list is full. Costs a few loads and one store for each entry. Allocates nothing.
     ///
-    /// `ring` must be the whole ring, and the same one at every call; its length is a power of two
-    /// from 4 on. Anything else is answered with `overrun` and not touched.
+    /// `ring` must be the entire ring, and the same one in every call; its length is a power of two
+    /// of at least 4. For any other slice the call returns `overrun` and does not touch the
+    /// entries.
     pub fn harvest(&mut self, ring: &[RingEntry], list: &mut DirtyList) -> RingHarvest {
         let size = match u32::try_from(ring.len()) {
             Ok(size) if size >= 4 && size.is_power_of_two() => size,
             _ => return RingHarvest { overrun: true, ..RingHarvest::default() },
         };
-        // Before any entry is looked at: what these exits saw published is visible below.
+        // The count is read before any entry: entries that these exits saw published are visible
+        // below.
         let exits = self.full.exits();
         let mut overrun = self.settle(ring);
         let mut list_full = false;
         while self.doubt == Doubt::None {
-            // The last entry before the walk is the fence: dirty, it says that the ring was
-            // overrun.
+            // The last entry before the walk is the fence: if it is dirty, the ring was overrun.
             if self.marked == size - 1 {
                 break;
             }
@@ -201,7 +215,7 @@ impl RingConsumer {
         if self.marked > 0 || list_full || self.doubt != Doubt::None {
             self.quiet_since = None;
         } else if exits.wrapping_sub(*self.quiet_since.get_or_insert(exits)) >= 2 {
-            // One exit may have begun before the ring was empty; the one after it has not.
+            // One exit may have begun before the ring was empty. The exit after it cannot.
             overrun |= self.probation == 0;
             self.probation = size.saturating_mul(2);
             self.step_quarter(ring, size);
@@ -214,7 +228,7 @@ impl RingConsumer {
         RingHarvest { entries, overrun, list_full }
     }
 
-    /// The kernel has walked all that was marked.
+    /// Records that the kernel has walked all marked entries.
     pub(crate) fn walked_all(&mut self) {
         if self.marked > 0 && self.doubt == Doubt::None {
             self.marked = 0;
@@ -222,8 +236,8 @@ impl RingConsumer {
         }
     }
 
-    /// Finds out from the entries how far the kernel has walked since the last harvest, which costs
-    /// one load if it walked all. Says whether the ring was overrun in between.
+    /// Determines from the entries how far the kernel has walked since the last harvest. Costs one
+    /// load if it walked all of them. Returns whether the ring was overrun in between.
     fn settle(&mut self, ring: &[RingEntry]) -> bool {
         if self.doubt == Doubt::At {
             let walked = self.entry(ring, 0).flags.load(Ordering::Acquire) == 0;
@@ -239,7 +253,7 @@ impl RingConsumer {
         let flags = |back: u32| self.before(ring, back).flags.load(Ordering::Acquire);
         let left = (1..=self.marked).take_while(|b| flags(*b) & ENTRY_RESET != 0).count() as u32;
         if left < self.marked && flags(left + 1) & ENTRY_DIRTY != 0 {
-            // The walk is in order: it has passed every clean entry.
+            // The walk is in order, so it has passed every clean entry.
             self.marked = (1..=self.marked).take_while(|b| flags(*b) != 0).count() as u32;
             self.unmark_ahead(ring);
             self.mark_before(ring, ENTRY_RESET);
@@ -258,7 +272,8 @@ impl RingConsumer {
         self.doubt != Doubt::None
     }
 
-    /// What a probe marked and the walk had already passed was published anew: dirty again.
+    /// Makes entries dirty again that a probe marked after the walk had passed them: they were
+    /// published anew.
     fn unmark_ahead(&self, ring: &[RingEntry]) {
         for entry in (0..ring.len() as u32 - self.marked).map(|i| self.entry(ring, i)) {
             if entry.flags.load(Ordering::Acquire) & ENTRY_RESET != 0 {
@@ -273,12 +288,12 @@ impl RingConsumer {
         }
     }
 
-    /// If a later entry is published, marks the clean ones before it RESET and says so.
+    /// If a later entry is published, marks the clean entries before it RESET and returns true.
     fn step_over_hole(&mut self, ring: &[RingEntry]) -> bool {
         let dirty = |&i: &u32| self.entry(ring, i).is_dirty();
         let Some(mut hole) = (0..ring.len() as u32 - self.marked).find(dirty) else { return false };
-        // The kernel publishes in order: an entry that is still clean after a later one was seen
-        // dirty is no entry about to be published.
+        // The kernel publishes in order. An entry that is still clean after a later one was seen
+        // dirty is not about to be published.
         while let Some(earlier) = (0..hole).find(dirty) {
             hole = earlier;
         }
@@ -295,7 +310,8 @@ impl RingConsumer {
         }
     }
 
-    /// Marks up to `count` clean entries RESET, up to one that the kernel publishes meanwhile.
+    /// Marks up to `count` clean entries RESET. Stops at an entry that the kernel publishes
+    /// meanwhile.
     fn mark_clean(&mut self, ring: &[RingEntry], count: u32) {
         let done = (0..count).take_while(|&i| self.entry(ring, i).mark_clean_reset()).count();
         self.advance(done as u32);

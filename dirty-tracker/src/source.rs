@@ -1,4 +1,4 @@
-//! Where dirty frames come from: the trait that each tracking mode implements.
+//! The trait that each tracking mode implements, and the names of the modes.
 
 use std::fmt;
 use std::io;
@@ -6,8 +6,9 @@ use std::str::FromStr;
 
 use crate::Tracker;
 
-/// A way of tracking a guest's writes. Part of a machine's configuration: KVM fixes ring or bitmap
-/// before the first vCPU exists. Reads and shows as its name on the command line.
+/// A way to track a guest's writes. It is part of a machine's configuration, because KVM requires
+/// the choice of ring or bitmap before the first vCPU exists. Parses from and displays as its name
+/// on the command line.
 ///
 /// ```
 /// use driftline_dirty_tracker::TrackingMode;
@@ -27,18 +28,18 @@ pub enum TrackingMode {
     DirtyRing,
     /// `KVM_GET_DIRTY_LOG`.
     DirtyBitmap,
-    /// No tracking: neither checkpoints nor migration.
+    /// No tracking: the guest supports neither checkpoints nor migration.
     None,
-    // Stored configurations know a mode by its place here: new ones come last.
-    /// `KVM_GET_DIRTY_LOG` that reads alone, and `KVM_CLEAR_DIRTY_LOG` for what it found.
+    // Stored configurations identify a mode by its position here, so new modes come last.
+    /// `KVM_GET_DIRTY_LOG` that only reads, and `KVM_CLEAR_DIRTY_LOG` for the frames it reports.
     DirtyBitmapManual,
-    /// Asynchronous write protection of userfaultfd, and `PAGEMAP_SCAN`: what the host's page
-    /// tables know.
+    /// Asynchronous write protection by userfaultfd, and `PAGEMAP_SCAN`: the dirty state in the
+    /// host's page tables.
     UserfaultWp,
 }
 
 impl TrackingMode {
-    /// Every mode, for help texts and tests.
+    /// All modes, for help texts and tests.
     pub const ALL: &[TrackingMode] = &[
         Self::DirtyRing,
         Self::DirtyBitmap,
@@ -47,7 +48,7 @@ impl TrackingMode {
         Self::None,
     ];
 
-    /// The mode's name on the command line.
+    /// Returns the mode's name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::DirtyRing => "dirty-ring",
@@ -65,7 +66,7 @@ impl fmt::Display for TrackingMode {
     }
 }
 
-/// A tracking mode that does not exist: what was asked for.
+/// The error for a name that is no tracking mode, with that name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "there is no tracking mode \"{0}\"; there are dirty-ring, dirty-bitmap, dirty-bitmap-manual, \
@@ -82,7 +83,8 @@ impl FromStr for TrackingMode {
     }
 }
 
-/// A source could not do what it was asked; what was dirty before is still known or will be.
+/// A source's operation failed. No dirty frame is lost: the source still has it, or reports it
+/// later.
 ///
 /// ```
 /// let cause = std::io::Error::other("no such slot");
@@ -92,35 +94,34 @@ impl FromStr for TrackingMode {
 #[derive(Debug, thiserror::Error)]
 #[error("{what} failed: {cause}")]
 pub struct SourceError {
-    /// The operation, as its user knows it: an ioctl's name, mostly.
+    /// Name of the operation, usually of an ioctl.
     pub what: &'static str,
-    /// The system's answer.
+    /// Error of the system.
     pub cause: io::Error,
 }
 
-/// What one collection did, with the time each step took.
+/// The result of one collection, with the time of each step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Collected {
-    /// Frames that reached the trees, with repetitions.
+    /// Frames that reached the trees; a frame counts as often as it was collected.
     pub frames: u64,
     /// Rings that were overrun since the last collection (I6).
     pub overruns: u64,
-    /// All memory was marked because the source could not be trusted.
+    /// Whether all memory was marked because the source could not be trusted.
     pub marked_all: bool,
-    /// Ring entries (or bitmap words) to lists, ns.
+    /// Time to move ring entries (or bitmap words) to lists, ns.
     pub harvest_ns: u64,
-    /// Reprotecting, ns.
+    /// Time to reprotect, ns.
     pub reprotect_ns: u64,
-    /// Inserting into the trees, ns.
+    /// Time to insert into the trees, ns.
     pub insert_ns: u64,
 }
 
-/// A way of learning which frames a guest wrote.
+/// A source of dirty frames: finds out which frames a guest wrote.
 ///
-/// One thread owns a source. `start` and `collect` uphold I2 and I3: what `collect` delivers has
-/// been reprotected before it reaches `tracker`. Each of them costs a few system calls, and errors
-/// are theirs.
+/// One thread owns a source. `start` and `collect` uphold I2 and I3: a frame is reprotected before
+/// it reaches `tracker`. Each call costs a few system calls, whose errors it returns.
 ///
 /// ```
 /// # use std::{sync::Arc, sync::mpsc::{Receiver, channel}};
@@ -132,7 +133,7 @@ pub struct Collected {
 ///
 /// impl DirtySource for Reports {
 ///     fn mode(&self) -> TrackingMode {
-///         TrackingMode::None // none of KVM's
+///         TrackingMode::None // this source uses none of KVM's modes
 ///     }
 ///     fn start(&mut self) -> Result<(), SourceError> {
 ///         Ok(())
@@ -144,7 +145,7 @@ pub struct Collected {
 ///         let mut collected = Collected::default();
 ///         for run in self.0.try_iter() {
 ///             if tracker.mark(run).is_err() {
-///                 tracker.mark_all(); // it cannot be trusted
+///                 tracker.mark_all(); // the report cannot be trusted
 ///                 collected.marked_all = true;
 ///             }
 ///             collected.frames += run.count;
@@ -152,7 +153,8 @@ pub struct Collected {
 ///         Ok(collected)
 ///     }
 /// }
-/// # let tracker = Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
+/// # let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 };
+/// # let tracker = Arc::new(Tracker::new(Layout::new([slot])?));
 /// # let mut subscription = tracker.subscribe("doc")?;
 /// # let (guest, reports) = channel();
 /// # let mut source = Reports(reports);
@@ -164,29 +166,39 @@ pub struct Collected {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait DirtySource: Send {
-    /// The mode it implements. No system call.
+    /// Returns the mode that this source implements. No system call.
     fn mode(&self) -> TrackingMode;
 
-    /// Begins to catch writes: every write that starts after this returns will be collected. From
-    /// here on the guest pays for the first write to each frame.
+    /// Starts tracking: every write that begins after this call is collected. From here on the
+    /// guest pays for the first write to each frame.
+    ///
+    /// # Errors
+    /// Returns an error if a system call fails.
     fn start(&mut self) -> Result<(), SourceError>;
 
-    /// Stops catching writes; the guest runs at full speed again. What was not collected is gone.
+    /// Stops tracking; the guest runs at full speed again. Writes that were not collected are
+    /// discarded.
+    ///
+    /// # Errors
+    /// Returns an error if a system call fails.
     fn stop(&mut self) -> Result<(), SourceError>;
 
-    /// Delivers every write since the last collection to all of `tracker`'s trees. With all vCPUs
-    /// stopped the trees are then complete. On an error nothing is lost: the next call has it.
+    /// Inserts every write since the last collection into all trees of `tracker`. If all vCPUs are
+    /// paused, the trees are complete afterwards.
+    ///
+    /// # Errors
+    /// Returns an error if a system call fails. No frame is lost: the next call reports it.
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError>;
 
-    /// Frames that each vCPU has made dirty so far, see
-    /// [`Harvester::dirtied`](crate::Harvester::dirtied); nothing, the default, where it is not
-    /// known whose writes are caught. No system call.
+    /// Returns the number of frames that each vCPU has made dirty so far, see
+    /// [`Harvester::dirtied`](crate::Harvester::dirtied). Empty by default, and where the writer of
+    /// a frame is unknown. No system call.
     fn dirtied(&self) -> &[u64] {
         &[]
     }
 
-    /// Entries that the last collection found in each vCPU's ring, see
-    /// [`Harvester::harvested`](crate::Harvester::harvested); nothing, the default, where there are
+    /// Returns the number of entries that the last collection found in each vCPU's ring, see
+    /// [`Harvester::harvested`](crate::Harvester::harvested). Empty by default, and where there are
     /// no rings. No system call.
     fn harvested(&self) -> &[u64] {
         &[]

@@ -1,22 +1,23 @@
-//! One subscriber's tree, with what its dirty sets need to come from it and to return to it.
+//! A subscriber's tree, with the state that its dirty sets need. A leaf module below `tracker` and
+//! `dirty_set`.
 
 use crate::sync::{self, Arc, AtomicBool, AtomicU64, Mutex};
 use crate::{FrameRun, Layout, NoMemory, Tree};
 
-/// One subscriber's tree, where its epochs come from and return to.
+/// A subscriber's tree: dirty sets are drained from it and given back to it.
 #[derive(Debug)]
 pub(crate) struct SubscriberTree {
     pub(crate) name: String,
     pub(crate) layout: Arc<Layout>,
     pub(crate) tree: Tree,
-    pub(crate) epochs: AtomicU64,
+    pub(crate) drains: AtomicU64,
     /// See [`Subscription::set_passive`](crate::Subscription::set_passive).
     pub(crate) passive: AtomicBool,
-    /// Buffers of settled epochs, for the next ones.
+    /// Buffers of finished dirty sets, for reuse.
     spare: Mutex<Vec<Vec<FrameRun>>>,
 }
 
-/// Buffers kept for reuse: as many as epochs are usually under way at once.
+/// Number of buffers kept for reuse: the usual number of dirty sets that exist at once.
 const SPARE_BUFFERS: usize = 4;
 
 impl SubscriberTree {
@@ -26,7 +27,7 @@ impl SubscriberTree {
             name,
             layout,
             tree,
-            epochs: AtomicU64::new(0),
+            drains: AtomicU64::new(0),
             passive: AtomicBool::new(false),
             spare: Mutex::new(Vec::with_capacity(SPARE_BUFFERS)),
         })
@@ -38,7 +39,7 @@ impl SubscriberTree {
         }
     }
 
-    /// An empty buffer, a settled epoch's if there is one.
+    /// Returns an empty buffer, that of a finished dirty set if there is one.
     pub(crate) fn buffer(&self) -> Vec<FrameRun> {
         sync::lock(&self.spare).pop().unwrap_or_default()
     }

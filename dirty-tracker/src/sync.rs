@@ -32,12 +32,13 @@ mod imp {
 
 pub(crate) use imp::*;
 
-/// Locks `m`. Nothing here panics while it holds a lock, so what a poisoned one guards is whole.
+/// Locks `m`. No code of this crate panics while it holds a lock, so the data of a poisoned lock is
+/// consistent.
 pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Locks `m` if nobody has it; poison as in [`lock`].
+/// Locks `m` if it is free; poison as in [`lock`].
 pub(crate) fn try_lock<T>(m: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match m.try_lock() {
         Ok(guard) => Some(guard),
@@ -46,7 +47,7 @@ pub(crate) fn try_lock<T>(m: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     }
 }
 
-/// What a mutex that nobody else can see guards.
+/// Returns the content of an exclusively borrowed mutex.
 pub(crate) fn get_mut<T>(m: &mut Mutex<T>) -> &mut T {
     m.get_mut().unwrap_or_else(PoisonError::into_inner)
 }
@@ -61,8 +62,8 @@ pub(crate) fn write<T>(l: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
     l.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// `len` zeroed words, or `None` without memory for them. The system hands out zeroed memory, so
-/// words that are never touched are never backed.
+/// Allocates `len` zeroed words; `None` if there is no memory for them. The system provides zeroed
+/// memory, so words that are never accessed are never backed.
 pub(crate) fn zeroed_words(len: usize) -> Option<Vec<AtomicU64>> {
     #[cfg(not(any(driftline_loom, driftline_shuttle)))]
     {
@@ -75,7 +76,7 @@ pub(crate) fn zeroed_words(len: usize) -> Option<Vec<AtomicU64>> {
     }
 }
 
-/// Sets bits of a word that nobody else can see, and answers what it was.
+/// Sets bits of an exclusively borrowed word and returns its previous value.
 #[inline]
 pub(crate) fn or_mut(word: &mut AtomicU64, mask: u64) -> u64 {
     #[cfg(not(any(driftline_loom, driftline_shuttle)))]
@@ -89,7 +90,7 @@ pub(crate) fn or_mut(word: &mut AtomicU64, mask: u64) -> u64 {
     }
 }
 
-/// Takes a word that nobody else can see, leaving zero.
+/// Takes an exclusively borrowed word and leaves zero.
 #[inline]
 pub(crate) fn take_mut(word: &mut AtomicU64) -> u64 {
     #[cfg(not(any(driftline_loom, driftline_shuttle)))]
@@ -102,7 +103,7 @@ pub(crate) fn take_mut(word: &mut AtomicU64) -> u64 {
     }
 }
 
-/// Words that nobody else can see, as plain ones.
+/// Returns exclusively borrowed words as plain words.
 #[cfg(not(any(driftline_loom, driftline_shuttle)))]
 pub(crate) fn plain_mut(words: &mut [AtomicU64]) -> &mut [u64] {
     zerocopy::transmute_mut!(words)

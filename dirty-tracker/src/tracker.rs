@@ -1,17 +1,17 @@
-//! The tracker: one layout, any number of subscribers, one tree for each.
+//! The tracker: one layout, any number of subscribers, one tree for each subscriber.
 //!
-//! Sources and the VMM's own writes *mark*; each subscriber *drains* its own tree into epochs and
-//! never sees what others did. Without a subscriber a mark costs one load.
+//! Sources and the VMM *mark* frames. Each subscriber *drains* its own tree into dirty sets and is
+//! independent of the other subscribers. Without a subscriber a mark costs one load.
 
 use crate::layout::Placed;
 use crate::subscriber_tree::SubscriberTree;
 use crate::sync::{self, Arc, AtomicU64, AtomicUsize, Ordering, RwLock, RwLockReadGuard};
 use crate::{DirtySet, FrameRun, Gfn, Layout, MissingSummary, NoMemory, OutOfSlot, Slices, SlotId};
 
-/// Every subscriber's tree, and the way to mark them all, from any number of threads.
+/// All subscribers' trees. Any number of threads can mark frames in them.
 ///
-/// A mark takes a lock for reading, which only coming and going subscribers take for writing, and
-/// then costs one insert in each tree.
+/// A mark takes a lock for reading, then costs one insert in each tree. Only subscribing and
+/// unsubscribing take the lock for writing.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::{DirtySet, FrameRun, Gfn, Layout, MissingSummary, NoMemory, OutOfSlot
 ///
 /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 1000 }])?;
 /// let tracker = Arc::new(Tracker::new(layout));
-/// tracker.mark_offset(SlotId(0), 1)?; // nobody subscribes yet: forgotten
+/// tracker.mark_offset(SlotId(0), 1)?; // no subscriber yet: forgotten
 /// let mut migration = tracker.subscribe("migration")?;
 /// tracker.mark_offset(SlotId(0), 2)?;
 /// tracker.mark(FrameRun { start: Gfn(0x110), count: 4 })?;
@@ -28,7 +28,7 @@ use crate::{DirtySet, FrameRun, Gfn, Layout, MissingSummary, NoMemory, OutOfSlot
 /// let runs: Vec<String> = migration.drain().runs().map(|run| run.to_string()).collect();
 /// assert_eq!(runs, ["gfn 0x100..0x101", "gfn 0x102..0x103", "gfn 0x110..0x114"]);
 ///
-/// tracker.mark_all(); // it lost sight of something
+/// tracker.mark_all(); // the source may have missed a write
 /// assert_eq!(migration.drain().frames(), tracker.layout().frames());
 /// let stats = tracker.stats();
 /// assert_eq!((stats.marked_frames, stats.marked_all), (1 + 4 + 2 + 1000, 1));
@@ -40,7 +40,7 @@ use crate::{DirtySet, FrameRun, Gfn, Layout, MissingSummary, NoMemory, OutOfSlot
 pub struct Tracker {
     layout: Arc<Layout>,
     subscribers: RwLock<Arc<[Arc<SubscriberTree>]>>,
-    /// `subscribers.len()`, so that marking costs nothing while nobody subscribes.
+    /// The length of `subscribers`, so that a mark costs nothing while there is no subscriber.
     active: AtomicUsize,
     stats: Counters,
 }
@@ -52,27 +52,27 @@ struct Counters {
     outside: AtomicU64,
 }
 
-/// What a tracker has counted since it was made. Example at [`Tracker`].
+/// Counters of a tracker since its creation. Example at [`Tracker`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TrackerStats {
-    /// Subscribers now.
+    /// Current number of subscribers.
     pub subscribers: u64,
-    /// Frames marked while there were subscribers, by sources and by the VMM; a frame marked twice
-    /// counts twice unless one word of a batch has both.
+    /// Frames marked by sources and by the VMM while there was a subscriber. A frame that is marked
+    /// twice counts twice, unless one word of a batch has both marks.
     pub marked_frames: u64,
-    /// How often all memory was marked at once: overruns and requests.
+    /// Number of times that all memory was marked at once: overruns and requests.
     pub marked_all: u64,
-    /// Marks by the VMM of addresses outside the layout, each of which marked all memory instead.
-    /// Any is a mistake in the VMM.
+    /// Number of marks by the VMM outside the layout, each of which marked all memory instead. Any
+    /// is a bug in the VMM.
     #[cfg_attr(feature = "serde", serde(default))]
     pub marks_outside: u64,
-    /// Bytes reserved for trees, see [`Tree::reserved_bytes`].
+    /// Bytes reserved for trees, see [`Tree::reserved_bytes`](crate::Tree::reserved_bytes).
     pub tree_bytes: u64,
 }
 
 impl Tracker {
-    /// A tracker over `layout` that nobody subscribes to yet. It has no trees, so O(1).
+    /// Creates a tracker over `layout` without subscribers. It has no trees, so this is O(1).
     pub fn new(layout: Layout) -> Self {
         Self {
             layout: Arc::new(layout),
@@ -82,37 +82,41 @@ impl Tracker {
         }
     }
 
-    /// The layout of the tracked memory.
+    /// Returns the layout of the tracked memory.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
     /// Adds a subscriber with an empty tree. `name` is for logs and statistics.
     ///
-    /// Its first epoch holds what is marked from now on; the source must already be catching
-    /// writes when the caller begins to read memory. Costs a [`Tree::new`].
+    /// Its first drain returns the frames marked from now on. The source must already track writes
+    /// when the caller begins to read memory. Costs a [`Tree::new`](crate::Tree::new).
     ///
     /// # Errors
-    /// As [`Tree::new`]. The other subscribers are unaffected.
+    /// Returns an error if [`Tree::new`](crate::Tree::new) does. The other subscribers are
+    /// unaffected.
     pub fn subscribe(self: &Arc<Self>, name: impl Into<String>) -> Result<Subscription, NoMemory> {
         let subscriber = Arc::new(SubscriberTree::new(name.into(), self.layout.clone())?);
         let mut subscribers = sync::write(&self.subscribers);
         *subscribers = subscribers.iter().chain([&subscriber]).cloned().collect();
         self.active.store(subscribers.len(), Ordering::SeqCst);
         drop(subscribers);
-        // Before the caller's reads of memory: pairs with the fence of `mark_bits`.
+        // Orders the caller's later reads of memory behind the store above: pairs with the fence of
+        // `mark_bits`.
         sync::fence(Ordering::SeqCst);
         Ok(Subscription { subscriber, tracker: self.clone(), slices: Slices::default() })
     }
 
-    /// How many subscribers there are. One load.
+    /// Returns the number of subscribers. Costs one load.
     pub fn subscribers(&self) -> usize {
         self.active.load(Ordering::SeqCst)
     }
 
-    /// Marks a run of frames, which must lie in one slot; otherwise the error names the run, and
-    /// nothing is marked. A run of no frames is none. Costs one insert in each tree, O(words of 64
-    /// frames).
+    /// Marks a run of frames, which must lie in one slot. An empty run marks nothing. Costs one
+    /// insert in each tree, O(words of 64 frames).
+    ///
+    /// # Errors
+    /// Returns an error that names the run if it does not lie in one slot. Nothing is marked.
     pub fn mark(&self, run: FrameRun) -> Result<(), OutOfSlot> {
         if run.count == 0 {
             return Ok(());
@@ -122,16 +126,20 @@ impl Tracker {
         Ok(())
     }
 
-    /// Marks a frame as KVM names it, by slot and offset in frames. A slot that does not exist, or
-    /// is shorter, is an error that names both. Costs O(log slots) and one insert in each tree.
+    /// Marks a frame in KVM's terms: slot, and offset in frames. Costs O(log slots) and one insert
+    /// in each tree.
+    ///
+    /// # Errors
+    /// Returns an error that names slot and offset if there is no such slot, or if the slot is
+    /// shorter.
     pub fn mark_offset(&self, slot: SlotId, offset: u64) -> Result<(), OutOfSlot> {
         let bit = self.layout.bit_of_offset(slot, offset)?;
         self.mark_bits(bit, 1);
         Ok(())
     }
 
-    /// Marks every frame of every slot (I6). Costs a write of every leaf, a 32,768th of guest
-    /// memory, in each tree.
+    /// Marks every frame of every slot (I6). Writes every leaf of each tree: 1/32,768 of guest
+    /// memory.
     pub fn mark_all(&self) {
         self.stats.marked_all.fetch_add(1, Ordering::Relaxed);
         for p in self.layout.placed() {
@@ -139,20 +147,25 @@ impl Tracker {
         }
     }
 
-    /// Marks every frame in place of one that the layout does not have. Returns how often that was
-    /// done before.
+    /// Marks every frame instead of one that the layout does not have. Returns how often this
+    /// happened before.
     #[cfg(feature = "vm-memory")]
     pub(crate) fn mark_outside(&self) -> u64 {
         self.mark_all();
         self.stats.outside.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Marks what a KVM dirty bitmap of `slot` says: bit `i` of word `w` is frame `64 * w + i`.
-    /// Bits past the slot's end are an error and nothing is marked. Returns the frames marked.
-    /// Several threads share the work on a large bitmap (see [`Tree::absorb_bitmap`]).
+    /// Marks the frames of a KVM dirty bitmap of `slot`: bit `i` of word `w` is frame `64 * w + i`.
+    /// Returns the number of frames. Several threads share the work on a large bitmap (see
+    /// [`Tree::absorb_bitmap`](crate::Tree::absorb_bitmap)).
+    ///
+    /// # Errors
+    /// Returns an error if there is no such slot, or if the bitmap has bits past the slot's end.
+    /// Nothing is marked.
     pub fn absorb_bitmap(&self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
         let (placed, bitmap) = self.layout.checked_bitmap(slot, bitmap)?;
-        // Not under the lock: a pool's thread that waits for others may run a task that wants it.
+        // The lock is released first: a pool thread that waits for others may run a task that takes
+        // it.
         let subscribers = sync::read(&self.subscribers).clone();
         let first = placed.first_word as usize;
         let all = subscribers
@@ -165,8 +178,8 @@ impl Tracker {
         Ok(frames)
     }
 
-    /// Whether `gfn` is marked in any subscriber's tree; a frame of no slot is not. A load for
-    /// each.
+    /// Returns whether `gfn` is marked in any subscriber's tree; false for a frame of no slot.
+    /// Costs one load for each subscriber.
     pub fn is_marked(&self, gfn: Gfn) -> bool {
         let run = FrameRun { start: gfn, count: 1 };
         let Ok(bit) = self.layout.bit_of_run(run) else { return false };
@@ -174,7 +187,7 @@ impl Tracker {
         subscribers.iter().any(|s| s.tree.contains(bit))
     }
 
-    /// Counters since the tracker was made. A few loads.
+    /// Returns the counters since the creation of the tracker. Costs a few loads.
     pub fn stats(&self) -> TrackerStats {
         let subscribers = sync::read(&self.subscribers);
         TrackerStats {
@@ -186,7 +199,7 @@ impl Tracker {
         }
     }
 
-    /// Marks many frames under one lock.
+    /// Starts a batch of marks under one lock.
     pub(crate) fn marking(&self) -> Marking<'_> {
         let subscribers = sync::read(&self.subscribers);
         Marking {
@@ -200,8 +213,9 @@ impl Tracker {
     }
 
     fn mark_bits(&self, first: u64, count: u64) {
-        // Orders the caller's writes before the look at who subscribes: pairs with the fence of
-        // `subscribe`. `Marking` needs none, since it takes the lock that `subscribe` takes.
+        // Orders the caller's writes before the load of the number of subscribers: pairs with the
+        // fence of `subscribe`. `Marking` needs no fence, because it takes the lock that
+        // `subscribe` takes.
         sync::fence(Ordering::SeqCst);
         if self.active.load(Ordering::SeqCst) == 0 {
             return;
@@ -213,20 +227,20 @@ impl Tracker {
     }
 }
 
-/// A batch of marks: the subscribers locked once, the last slot remembered, frames of one word
-/// joined and words gathered before they are inserted. Dropping it inserts the last ones.
+/// A batch of marks. It locks the subscribers once, remembers the last slot, merges frames of one
+/// word, and gathers words before it inserts them. Dropping it inserts the remaining words.
 pub(crate) struct Marking<'t> {
     tracker: &'t Tracker,
     subscribers: RwLockReadGuard<'t, Arc<[Arc<SubscriberTree>]>>,
     slot: Option<Placed>,
-    /// Words and their bits; the last one may still get some.
+    /// Words and their bits. The last word may still receive bits.
     words: [(u64, u64); GATHERED],
     len: usize,
-    /// See [`take_new`](Self::take_new).
+    /// Frames that were new, see [`take_new`](Self::take_new).
     new: u64,
 }
 
-/// Words that are inserted together.
+/// Number of words that are inserted together.
 const GATHERED: usize = 64;
 
 impl Marking<'_> {
@@ -257,9 +271,9 @@ impl Marking<'_> {
         }
     }
 
-    /// Inserts what is gathered. How many of the frames since the last call a subscriber did not
-    /// have marked yet: of each gathered lot, those of the subscriber who had fewest, of those that
-    /// only look on if there are no others.
+    /// Inserts the gathered words. Returns how many frames since the last call were new to a
+    /// subscriber. Each group of gathered words counts the frames of the subscriber to which most
+    /// were new. Passive subscribers count only if there are no others.
     pub(crate) fn take_new(&mut self) -> u64 {
         self.flush();
         std::mem::take(&mut self.new)
@@ -291,8 +305,8 @@ impl Drop for Marking<'_> {
     }
 }
 
-/// One subscriber: drains its own tree. Dropping it unsubscribes; its epochs live on, and what they
-/// give back nobody sees.
+/// A subscriber, which drains its own tree. Dropping it unsubscribes. Its dirty sets stay valid;
+/// frames that they give back afterwards reach no one.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -305,12 +319,12 @@ impl Drop for Marking<'_> {
 /// assert_eq!(checkpoints.bitmap(SlotId(0)).unwrap()[..2], [0b11 << 62, 1]);
 /// assert_eq!(checkpoints.check(), Ok(()));
 ///
-/// let (epoch, was_last) = checkpoints.drain_slice(1); // a word of 64 frames at a time
-/// assert_eq!((epoch.frames(), was_last), (2, false));
-/// epoch.commit();
-/// let (epoch, was_last) = checkpoints.drain_slice(1);
-/// assert_eq!((epoch.frames(), was_last), (1, true));
-/// epoch.commit();
+/// let (dirty, was_last) = checkpoints.drain_slice(1); // a word of 64 frames at a time
+/// assert_eq!((dirty.frames(), was_last), (2, false));
+/// dirty.commit();
+/// let (dirty, was_last) = checkpoints.drain_slice(1);
+/// assert_eq!((dirty.frames(), was_last), (1, true));
+/// dirty.commit();
 /// assert!(checkpoints.drain().is_empty());
 /// assert_eq!((checkpoints.name(), checkpoints.layout().frames()), ("checkpoints", 1000));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -323,37 +337,36 @@ pub struct Subscription {
 }
 
 impl Subscription {
-    /// The name it was made with.
+    /// Returns the name given to [`Tracker::subscribe`].
     pub fn name(&self) -> &str {
         &self.subscriber.name
     }
 
-    /// From now on what is new to this one is no measure of who makes frames dirty
-    /// ([`Harvester::dirtied`](crate::Harvester::dirtied)) while there are others: somebody who
-    /// drains often, to show what is written, shall not make a vCPU look busier to a migration. It
-    /// gets every frame as before. One store.
+    /// Excludes this subscriber from the per-vCPU accounting of dirty frames
+    /// ([`Harvester::dirtied`](crate::Harvester::dirtied)) while there are others. A subscriber
+    /// that drains often, to display writes, must not make a vCPU look busier to a migration. It
+    /// still receives every frame. Costs one store.
     pub fn set_passive(&self) {
         self.subscriber.passive.store(true, Ordering::Relaxed);
     }
 
-    /// The layout of the tracked memory.
+    /// Returns the layout of the tracked memory.
     pub fn layout(&self) -> &Layout {
         &self.subscriber.layout
     }
 
-    /// Takes what was marked since the last drain. Safe while others mark: a mark that returned
-    /// before this call is in the epoch. Costs what [`Tree::drain`] does, O(dirty words); allocates
-    /// nothing once the buffers of earlier epochs are long enough.
+    /// Takes the frames marked since the last drain. Other threads may mark meanwhile: a mark that
+    /// returned before this call is in the dirty set. Costs a [`Tree::drain`](crate::Tree::drain),
+    /// O(dirty words). Allocates nothing once the buffers of earlier dirty sets are long enough.
     pub fn drain(&mut self) -> DirtySet {
         let mut runs = self.subscriber.buffer();
         let frames = self.subscriber.tree.drain(&self.subscriber.layout, &mut runs);
         self.dirty_set(runs, frames)
     }
 
-    /// As [`drain`](Self::drain), but at most `words` leaf words (of 64 frames) that hold
-    /// something: for callers that must not hold their thread for longer. The flag says that this
-    /// was the last slice of a round; what was marked before the round is then in one of its
-    /// epochs.
+    /// As [`drain`](Self::drain), for callers that must not occupy their thread for long: takes at
+    /// most `words` non-empty leaf words (of 64 frames). The flag is true for the last slice of a
+    /// round. All frames marked before the round are then in its dirty sets.
     pub fn drain_slice(&mut self, words: usize) -> (DirtySet, bool) {
         let mut runs = self.subscriber.buffer();
         let Self { subscriber, slices, .. } = self;
@@ -362,25 +375,27 @@ impl Subscription {
     }
 
     fn dirty_set(&self, runs: Vec<FrameRun>, frames: u64) -> DirtySet {
-        let number = self.subscriber.epochs.fetch_add(1, Ordering::Relaxed);
+        let number = self.subscriber.drains.fetch_add(1, Ordering::Relaxed);
         DirtySet::new(self.subscriber.clone(), number, runs, frames)
     }
 
-    /// Whether `gfn` is in the tree: marked and not drained. Frames of no slot are not. O(log
-    /// slots).
+    /// Returns whether `gfn` is in the tree: marked and not drained; false for a frame of no slot.
+    /// O(log slots).
     pub fn is_marked(&self, gfn: Gfn) -> bool {
         let run = FrameRun { start: gfn, count: 1 };
         self.subscriber.layout.bit_of_run(run).is_ok_and(|bit| self.subscriber.tree.contains(bit))
     }
 
-    /// Checks I1 by walking the whole tree, and answers with the first word that breaks it. For
-    /// tests; exact only while nobody marks.
+    /// Checks I1 by walking the entire tree. For tests; exact only while no thread marks.
+    ///
+    /// # Errors
+    /// Returns the first word that violates I1.
     pub fn check(&self) -> Result<(), MissingSummary> {
         self.subscriber.tree.check()
     }
 
-    /// A copy of the slot's leaves, which are its KVM dirty bitmap: bit `i` of word `w` is frame
-    /// `64 * w + i` of the slot. `None` for a slot that does not exist. O(words of the slot).
+    /// Returns a copy of the slot's leaves, which are its KVM dirty bitmap: bit `i` of word `w` is
+    /// frame `64 * w + i` of the slot. `None` if there is no such slot. O(words of the slot).
     pub fn bitmap(&self, slot: SlotId) -> Option<Vec<u64>> {
         Some(self.subscriber.tree.leaves(&self.subscriber.layout, slot).ok()?.collect())
     }

@@ -1,4 +1,5 @@
-//! vm-memory's `Bitmap` over a [`Tracker`]: what the VMM itself writes marks the same trees.
+//! An adapter from vm-memory's `Bitmap` to a [`Tracker`]: writes by the VMM mark the same trees as
+//! writes by vCPUs.
 
 use std::sync::Arc;
 
@@ -6,13 +7,15 @@ use vm_memory::bitmap::{Bitmap, BitmapSlice, WithBitmapSlice};
 
 use crate::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
 
-/// The dirty bitmap of one guest memory region: byte offsets in it become frames of a [`Tracker`].
+/// The dirty bitmap of one guest memory region. Byte offsets in the region become frames of a
+/// [`Tracker`].
 ///
-/// `mark_dirty` marks every subscriber's tree. Bytes outside the layout (a region larger than its
-/// slot) are a mistake in the VMM: all memory is marked, so that nothing is lost, the first such
-/// mark is logged, and [`TrackerStats::marks_outside`](crate::TrackerStats::marks_outside) counts
-/// them. Cloning and slicing cost a reference count; marking costs as [`Tracker::mark`] does: a
-/// load while nobody subscribes.
+/// `mark_dirty` marks every subscriber's tree. A write outside the layout (in a region that is
+/// larger than its slot) is a bug in the VMM. It marks all memory, so that nothing is lost. The
+/// first such write is logged, and
+/// [`TrackerStats::marks_outside`](crate::TrackerStats::marks_outside) counts all of them. Cloning
+/// and slicing cost a reference count. Marking costs what [`Tracker::mark`] costs: one load while
+/// there is no subscriber.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -22,7 +25,7 @@ use crate::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
 /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 1024 }])?;
 /// # let tracker = Arc::new(Tracker::new(layout));
 /// let devices = tracker.subscribe("devices")?;
-/// // What `GuestRegionMmap<TrackedBitmap>` calls when a device writes 8 bytes at offset 0x1ffc.
+/// // `GuestRegionMmap<TrackedBitmap>` does this when a device writes 8 bytes at offset 0x1ffc.
 /// let bitmap = TrackedBitmap::new(tracker.clone(), Gfn(0x100));
 /// bitmap.mark_dirty(0x1ffc, 8);
 /// assert!(devices.is_marked(Gfn(0x101)) && devices.is_marked(Gfn(0x102)), "it spans two frames");
@@ -37,7 +40,8 @@ pub struct TrackedBitmap {
 }
 
 impl TrackedBitmap {
-    /// For the region whose first frame is `base`: byte offset 0 of the bitmap.
+    /// Creates the bitmap of the region whose first frame is `base`; byte offset 0 lies in that
+    /// frame.
     pub fn new(tracker: Arc<Tracker>, base: Gfn) -> Self {
         Self { tracker, gpa: base.gpa() }
     }
@@ -62,13 +66,13 @@ impl Bitmap for TrackedBitmap {
             && self.tracker.mark_outside() == 0
         {
             tracing::error!(
-                "the VMM wrote outside guest memory: {e}; every page counts as written, now and \
-                 whenever that happens again; please report this as a bug"
+                "the VMM wrote outside guest memory: {e}; all guest pages count as dirty, now and \
+                 at every later write of this kind; please report this as a bug"
             );
         }
     }
 
-    /// Whether any subscriber's tree has the frame.
+    /// Returns whether the frame is in any subscriber's tree.
     fn dirty_at(&self, offset: usize) -> bool {
         self.tracker.is_marked(Gfn::containing(self.gpa.saturating_add(offset as u64)))
     }

@@ -1,6 +1,6 @@
-//! What allocates, and how often, as a counting allocator says: harvest -> absorb -> drain ->
-//! commit not at all in the steady state, and a set of frames at most once for a list of runs. It
-//! counts by thread, which is by test.
+//! Counts allocations with a counting allocator. Harvest, insert, drain and commit allocate nothing
+//! in the steady state. A set of frames allocates at most once for a list of runs. The count is per
+//! thread, so per test.
 //!
 //! `cargo test -p driftline-dirty-tracker --test alloc`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
@@ -51,10 +51,10 @@ static GLOBAL: Counting = Counting;
 
 #[test]
 #[cfg_attr(miri, ignore = "counts allocations, which takes miri minutes")]
-fn harvest_absorb_drain_commit_allocates_nothing() {
+fn harvest_insert_drain_commit_allocates_nothing() {
     const SIZE: usize = if cfg!(miri) { 128 } else { 1024 };
     const PUSHES: u64 = SIZE as u64 * 7 / 8;
-    // Under miri as few as fill the list of a small epoch.
+    // Under miri just enough to fill the list of a small epoch.
     let words: u64 = if cfg!(miri) { 1 << 11 } else { 1 << 14 };
     let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 * words };
     let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
@@ -73,8 +73,8 @@ fn harvest_absorb_drain_commit_allocates_nothing() {
         }
         let harvest = harvester.harvest(rings.iter().map(|r| r.entries.as_slice()));
         let count = rings.iter().map(|r| r.reset(u32::MAX, &mut |_, _| ())).sum();
-        let absorbed = harvest.reprotected(count).insert_into(&tracker);
-        assert_eq!(absorbed.frames, 2 * PUSHES);
+        let inserted = harvest.reprotected(count).insert_into(&tracker);
+        assert_eq!(inserted.frames, 2 * PUSHES);
         for subscription in &mut subscriptions {
             let epoch = subscription.drain();
             assert!(epoch.frames() > PUSHES);
@@ -82,7 +82,7 @@ fn harvest_absorb_drain_commit_allocates_nothing() {
         }
         subscriptions.iter_mut().for_each(|s| s.drain().commit());
     };
-    // The first epochs size the buffers.
+    // The first rounds size the buffers.
     (0..if cfg!(miri) { 3 } else { 8 }).for_each(&mut round);
     let before = allocations();
     (8..if cfg!(miri) { 10 } else { 40 }).for_each(&mut round);
@@ -90,8 +90,8 @@ fn harvest_absorb_drain_commit_allocates_nothing() {
 }
 
 #[test]
-fn absorbing_a_bitmap_and_draining_it_allocates_nothing() {
-    // Under miri as few as fill the list of a small epoch.
+fn absorbing_and_draining_a_bitmap_allocates_nothing() {
+    // Under miri just enough to fill the list of a small epoch.
     let words: u64 = if cfg!(miri) { 1 << 11 } else { 1 << 14 };
     let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 * words };
     let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
@@ -111,13 +111,13 @@ fn absorbing_a_bitmap_and_draining_it_allocates_nothing() {
 }
 
 #[test]
-fn a_list_of_runs_grows_a_set_once_and_only_if_it_has_to() {
+fn inserting_a_list_allocates_at_most_once() {
     let run = |start, count| FrameRun { start: Gfn(start), count };
     let every = |step: u64, first: u64, count: u64| -> Vec<FrameRun> {
         (0..500).map(|i| run(first + i * step, count)).collect()
     };
     let grown = |set: &FrameSet, list: &[FrameRun]| {
-        // A copy has no room to spare.
+        // A copy has no spare room.
         let mut set = set.clone();
         let before = allocations();
         set.insert_all(list);

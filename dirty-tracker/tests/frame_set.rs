@@ -9,10 +9,10 @@ use std::collections::BTreeSet;
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use proptest::prelude::*;
 
-/// All frames of a test lie below it; narrow, so that runs meet, nest, touch and interleave.
+/// Upper bound of all frames of a test; small, so that runs meet, nest, touch and interleave.
 const FRAMES: u64 = 160;
 
-/// Operations of a case: miri takes a second for each.
+/// Maximal number of operations of a case; miri takes a second for each.
 const MOST: usize = if cfg!(miri) { 12 } else { 60 };
 
 type Model = BTreeSet<u64>;
@@ -32,7 +32,7 @@ fn runs() -> impl Strategy<Value = Vec<FrameRun>> {
     prop::collection::vec(run(), 0..if cfg!(miri) { 8 } else { 40 })
 }
 
-/// A set that has been through insertions, removals and takings from its front.
+/// A set after insertions, removals and removals from its front.
 fn set() -> impl Strategy<Value = FrameSet> {
     (runs(), prop::collection::vec(run(), 0..8), 0..5u64).prop_map(|(add, remove, take)| {
         let mut set: FrameSet = add.into_iter().collect();
@@ -114,7 +114,7 @@ proptest! {
     #![proptest_config(config())]
 
     #[test]
-    fn every_operation_does_what_a_plain_set_does_and_leaves_maximal_runs(
+    fn every_operation_matches_a_plain_set(
         ops in prop::collection::vec(op(), 0..MOST),
     ) {
         let (mut set, mut plain) = (FrameSet::new(), Model::new());
@@ -154,7 +154,7 @@ proptest! {
     }
 
     #[test]
-    fn questions_are_answered_as_by_a_plain_set(set in set(), run in run()) {
+    fn queries_match_a_plain_set(set in set(), run in run()) {
         let plain = model(&set);
         for frame in 0..=FRAMES {
             prop_assert_eq!(set.contains(Gfn(frame)), plain.contains(&frame));
@@ -190,7 +190,7 @@ proptest! {
     }
 
     #[test]
-    fn inserting_a_list_is_inserting_its_runs_one_by_one(set in set(), list in runs()) {
+    fn inserting_a_list_equals_inserting_its_runs(set in set(), list in runs()) {
         let (mut together, mut one_by_one) = (set.clone(), set);
         let added: u64 = list.iter().map(|run| one_by_one.insert(*run)).sum();
         prop_assert_eq!(together.insert_all(&list), added);
@@ -209,14 +209,14 @@ proptest! {
     }
 
     #[test]
-    fn complement_twice_is_what_lies_within(set in set(), run in run()) {
+    fn double_complement_is_the_intersection(set in set(), run in run()) {
         let twice = complement(&complement(&set, run), run);
         prop_assert_eq!(&twice, &set.within(run).collect());
         prop_assert_eq!(complement(&complement(&set, ALL), ALL), set);
     }
 
     #[test]
-    fn a_run_is_what_lies_within_it_and_its_gaps(set in set(), run in run()) {
+    fn intersection_and_gaps_make_up_the_run(set in set(), run in run()) {
         let (inside, gaps): (FrameSet, FrameSet) = (set.within(run).collect(), set.gaps(run).collect());
         prop_assert!(inside.iter().all(|r| !gaps.intersects(r)));
         prop_assert_eq!(inside.frames() + gaps.frames(), run.count);
@@ -224,14 +224,14 @@ proptest! {
     }
 
     #[test]
-    fn removal_is_what_lies_within_the_complement(set in set(), run in run()) {
+    fn removal_is_intersection_with_the_complement(set in set(), run in run()) {
         let outside = complement(&[run].into_iter().collect(), ALL);
         let kept: FrameSet = outside.iter().flat_map(|r| set.within(r).collect::<Vec<_>>()).collect();
         prop_assert_eq!(removed(&set, run), kept);
     }
 
     #[test]
-    fn taking_from_the_front_gives_every_frame_once_ascending(set in set(), max in 0..50u64) {
+    fn take_first_returns_each_frame_once_ascending(set in set(), max in 0..50u64) {
         let (mut left, mut given) = (set.clone(), Vec::new());
         while let Some(run) = left.take_first(max) {
             prop_assert!((1..=max.max(1)).contains(&run.count));
@@ -244,7 +244,7 @@ proptest! {
     }
 
     #[test]
-    fn the_same_frames_are_the_same_set_however_they_came(set in set()) {
+    fn equal_frames_make_equal_sets(set in set()) {
         let mut again = FrameSet::with_capacity(3);
         for frame in model(&set).into_iter().rev() {
             prop_assert_eq!(again.insert(FrameRun { start: Gfn(frame), count: 1 }), 1);
@@ -253,10 +253,10 @@ proptest! {
         prop_assert_eq!(again, set);
     }
 
-    /// As [`FrameRun::end`] has it; what lies at the other end of the numbers behaves like the
-    /// rest.
+    /// The end follows [`FrameRun::end`]. Frames at the upper end of the numbers behave like the
+    /// others.
     #[test]
-    fn a_run_past_the_last_frame_ends_there(
+    fn run_past_the_last_frame_ends_there(
         back in 0..20u64, count in 0..40u64, cut in 0..20u64, more in any::<u64>(),
     ) {
         let run = FrameRun { start: Gfn(u64::MAX - back), count };
@@ -276,9 +276,9 @@ proptest! {
     }
 }
 
-/// Lists in no order are sorted in one of two ways, by their length and by how far out they lie.
+/// Unordered lists are sorted in one of two ways, by their length and by their highest frame.
 #[test]
-fn together_is_one_by_one_for_long_lists_and_for_far_frames() {
+fn long_lists_and_high_frames_insert_equally() {
     let run = |start, count| FrameRun { start: Gfn(start), count };
     let scattered = |n: u64, by: u64| -> Vec<FrameRun> {
         (0..n).map(|i| run((i * 7919 % n) * by, 1 + i % 9)).collect()

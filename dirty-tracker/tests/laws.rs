@@ -1,4 +1,5 @@
-//! Laws of the tree, the layout, the tracker and its epochs, each against a plain set of frames.
+//! Laws of the tree, the layout, the tracker and its dirty sets, each against a plain set of
+//! frames.
 //!
 //! `cargo test -p driftline-dirty-tracker --test laws`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
@@ -19,7 +20,7 @@ fn config() -> ProptestConfig {
     ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
-/// Slots of awkward lengths, some touching, some far apart: one to four levels of tree.
+/// Slots of odd lengths, some touching, some far apart: one to four levels of tree.
 fn layout() -> impl Strategy<Value = Layout> {
     let frames = prop_oneof![1..200u64, 4000..4200u64, Just(64), Just(300_000)];
     let frames = if cfg!(miri) { (1..300u64).boxed() } else { frames.boxed() };
@@ -60,7 +61,7 @@ fn frames(epoch: &DirtySet) -> BTreeSet<Gfn> {
     set(epoch.runs())
 }
 
-/// The set that the legacy bitmaps of all slots say.
+/// The set of frames in the legacy bitmaps of all slots.
 fn leaves(subscription: &Subscription) -> BTreeSet<Gfn> {
     let mut out = BTreeSet::new();
     for slot in subscription.layout().slots() {
@@ -131,7 +132,7 @@ proptest! {
     }
 
     #[test]
-    fn mark_of_a_run_is_marks_of_its_frames(layout in layout(), picks in picks(10)) {
+    fn marking_a_run_marks_each_frame(layout in layout(), picks in picks(10)) {
         let (by_run, runs) = tracker(&layout);
         let (by_frame, singles) = tracker(&layout);
         for (slot, at, count) in picks {
@@ -147,7 +148,7 @@ proptest! {
     }
 
     #[test]
-    fn absorb_bitmap_of_a_bitmap_is_the_bitmap(layout in layout(), picks in picks(30)) {
+    fn absorbed_bitmap_equals_the_leaves(layout in layout(), picks in picks(30)) {
         let (from, source) = tracker(&layout);
         let (to, mut sink) = tracker(&layout);
         for (slot, at, count) in picks {
@@ -163,7 +164,7 @@ proptest! {
     }
 
     #[test]
-    fn a_stray_bit_in_a_bitmap_is_named_and_nothing_is_marked(layout in layout(), past in 0..130u64) {
+    fn bit_past_the_slot_marks_nothing(layout in layout(), past in 0..130u64) {
         let (tracker, mut subscription) = tracker(&layout);
         for slot in layout.slots() {
             let stray = slot.frames + past;
@@ -177,7 +178,7 @@ proptest! {
     }
 
     #[test]
-    fn give_back_is_never_drained_and_drop_is_give_back(
+    fn given_back_or_dropped_frames_stay_dirty(
         layout in layout(), before in picks(10), meanwhile in picks(10), drop_it in any::<bool>(),
     ) {
         let (tracker, mut subscription) = tracker(&layout);
@@ -192,7 +193,8 @@ proptest! {
         if drop_it { drop(epoch) } else { epoch.give_back() }
         subscription.check().unwrap();
         prop_assert_eq!(frames(&subscription.drain()), &first | &second);
-        // That epoch was a temporary, dropped: its frames are still there. Committed they are not.
+        // That set was a temporary and was dropped: its frames are still in the tree. Committed
+        // frames are not.
         let again = subscription.drain();
         prop_assert_eq!(frames(&again), &first | &second);
         again.commit();
@@ -200,7 +202,7 @@ proptest! {
     }
 
     #[test]
-    fn epochs_under_way_settle_independently(layout in layout(), picks in picks(20), commits in any::<u32>()) {
+    fn concurrent_dirty_sets_are_independent(layout in layout(), picks in picks(20), commits in any::<u32>()) {
         let (tracker, mut subscription) = tracker(&layout);
         let mut epochs = Vec::new();
         let mut returned = BTreeSet::new();
@@ -241,7 +243,7 @@ proptest! {
     }
 
     #[test]
-    fn mark_all_is_every_frame_of_every_slot(layout in layout()) {
+    fn mark_all_marks_every_frame_of_every_slot(layout in layout()) {
         let (tracker, mut subscription) = tracker(&layout);
         tracker.mark_all();
         subscription.check().unwrap();
@@ -261,7 +263,7 @@ proptest! {
     }
 
     #[test]
-    fn a_frame_outside_its_slot_is_named_and_never_marked(layout in layout(), past in 0..1000u64) {
+    fn frame_outside_its_slot_is_refused(layout in layout(), past in 0..1000u64) {
         let (tracker, mut subscription) = tracker(&layout);
         for slot in layout.slots() {
             let offset = slot.frames + past;
@@ -278,7 +280,7 @@ proptest! {
     }
 
     #[test]
-    fn chunks_of_a_run_are_the_run(start in 0..1000u64, count in 0..500u64, max in 0..70u64) {
+    fn chunks_make_up_the_run(start in 0..1000u64, count in 0..500u64, max in 0..70u64) {
         let run = FrameRun { start: Gfn(start), count };
         let chunks: Vec<FrameRun> = run.chunks(max).collect();
         prop_assert!(chunks.iter().all(|c| c.count > 0 && c.count <= max.max(1)));
@@ -290,9 +292,9 @@ proptest! {
     #![proptest_config(config())]
 
     #[test]
-    fn a_tree_owned_or_shared_drained_to_runs_or_frames_is_the_same_set(layout in layout(), picks in picks(30)) {
+    fn every_kind_of_drain_returns_the_same_set(layout in layout(), picks in picks(30)) {
         let mut trees: Vec<Tree> = (0..4).map(|_| Tree::new(&layout).unwrap()).collect();
-        // Twice: a drained tree is as good as a new one.
+        // Twice: a drained tree behaves like a new one.
         for round in 0..2 {
             let mut model = BTreeSet::new();
             for &(slot, at, count) in picks.iter().skip(round) {
@@ -308,7 +310,7 @@ proptest! {
             prop_assert_eq!(trees[1].drain(&layout, &mut shared), model.len() as u64);
             prop_assert_eq!(&owned, &shared);
             prop_assert_eq!(&set(owned), &model);
-            // What was in the list before stays.
+            // The previous content of the list stays.
             let mut frames = vec![Gfn(u64::MAX)];
             trees[2].drain_frames_mut(&layout, &mut frames);
             let mut again = vec![Gfn(u64::MAX)];
@@ -320,7 +322,7 @@ proptest! {
     }
 
     #[test]
-    fn a_run_outside_its_slot_is_no_mark(layout in layout()) {
+    fn run_outside_its_slot_marks_nothing(layout in layout()) {
         let mut tree = Tree::new(&layout).unwrap();
         for slot in layout.slots() {
             let run = FrameRun { start: slot.base, count: slot.frames + 1 };
@@ -332,7 +334,7 @@ proptest! {
 }
 
 #[test]
-fn summaries_cost_at_most_two_percent_of_the_leaves() {
+fn summaries_cost_at_most_two_percent() {
     let slots = |count: u32, frames: u64| {
         let slot = |id| Slot { id: SlotId(id), base: Gfn(u64::from(id) * frames), frames };
         Layout::new((0..count).map(slot)).unwrap()
@@ -352,7 +354,7 @@ fn summaries_cost_at_most_two_percent_of_the_leaves() {
 }
 
 #[test]
-fn overlapping_slots_are_refused_wherever_they_stand() {
+fn overlapping_slots_are_refused_in_any_order() {
     let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
     let (a, b) = (slot(0, 100, 50), slot(1, 149, 1));
     assert_eq!(Layout::new([b, a]), Err(LayoutError::Overlap(a, b)));

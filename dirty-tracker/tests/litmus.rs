@@ -1,5 +1,5 @@
-//! What a thread wrote to a frame before it marked it is seen by whoever drains that mark, on this
-//! very processor: model checkers know nothing of the guest's memory beside the tree.
+//! A write to a frame before its mark is seen by the thread that drains the mark, on the CPU that
+//! runs this test: shuttle does not model the guest's memory beside the tree.
 //!
 //! `cargo test -p driftline-dirty-tracker --test litmus`
 #![cfg(not(any(driftline_loom, driftline_shuttle, miri)))]
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 
-/// A cache line, and the next one that comes with it.
+/// A cache line, and the adjacent one that is prefetched with it.
 #[repr(align(128))]
 #[derive(Default)]
 struct Line(AtomicU64);
@@ -23,8 +23,7 @@ impl Line {
     }
 }
 
-/// The mark finds its bit set, and changes nothing, while a drain takes the bit and reads the
-/// frame.
+/// The mark finds its bit set and changes nothing, while a drain takes the bit and reads the frame.
 fn lost_writes(rounds: u64, mark: impl Fn(&Tree, &Layout, FrameRun) + Sync) -> u64 {
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 * 8 }]).unwrap();
     let tree = Tree::new(&layout).unwrap();
@@ -36,7 +35,7 @@ fn lost_writes(rounds: u64, mark: impl Fn(&Tree, &Layout, FrameRun) + Sync) -> u
         scope.spawn(|| {
             for round in 1..=rounds {
                 ready.wait_for(round);
-                // Set before, and past what a list of a small epoch holds.
+                // Marked before, and too much for the list of a small epoch.
                 tree.mark(&layout, FrameRun { start: Gfn(0), count: 64 * 8 }).unwrap();
                 go.0.store(round, Ordering::Release);
                 (0..round % 7).for_each(|_| spin_loop());
@@ -65,8 +64,8 @@ fn lost_writes(rounds: u64, mark: impl Fn(&Tree, &Layout, FrameRun) + Sync) -> u
 }
 
 #[test]
-fn a_write_before_a_mark_is_in_the_copy_or_in_the_next_epoch() {
-    // Spinning threads that share one CPU take for ever.
+fn write_before_a_mark_is_copied_or_remarked() {
+    // Spinning threads that share one CPU take too long.
     if std::thread::available_parallelism().is_ok_and(|n| n.get() < 2) {
         eprintln!("SKIPPED: a litmus test needs two CPUs");
         return;

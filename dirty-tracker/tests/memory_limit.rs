@@ -1,5 +1,5 @@
-//! A process whose address space is limited. In a binary of its own, since the limit is the
-//! process's.
+//! A process whose address space is limited. It has its own binary, since the limit applies to the
+//! entire process.
 #![cfg(not(any(driftline_loom, driftline_shuttle, miri)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -31,10 +31,10 @@ fn tree_without_address_space_is_an_error() {
     tracker.mark(FrameRun { start: Gfn(5), count: 1 }).unwrap();
 
     let tracker = Arc::new(Tracker::new(small));
-    assert!(tracker.subscribe("migration").is_ok(), "a smaller guest's can be had");
+    assert!(tracker.subscribe("migration").is_ok(), "a smaller guest's tree fits");
 }
 
-/// Says on stderr, and in the file that `DRIFTLINE_SKIP_LOG` names, that the test did not run.
+/// Reports on stderr, and in the file that `DRIFTLINE_SKIP_LOG` names, that the test did not run.
 fn skipped(why: &str) {
     let line = format!("memory_limit::tree_without_address_space_is_an_error: {why}\n");
     eprint!("SKIPPED: {line}");

@@ -1,8 +1,9 @@
-//! Laws of what works over whole trees: bitmaps written, adopted and absorbed, summaries made anew,
-//! drains and counts by several threads. Each against a plain set, roaring, or one thread; the
-//! shares are tiny, so that small trees are shared out, too.
+//! Laws of operations on entire trees: bitmaps written, adopted and absorbed, summaries rebuilt,
+//! drains and counts by several threads. Each is compared with a plain set, roaring, or one thread.
+//! The grains are tiny, so that small trees are split between threads, too.
 //!
-//! `cargo test -p driftline-dirty-tracker --test parallel`, and with `--no-default-features` by one thread.
+//! `cargo test -p driftline-dirty-tracker --test parallel`; with `--no-default-features` by one
+//! thread.
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -18,7 +19,7 @@ fn config() -> ProptestConfig {
     ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
-/// Slots of awkward lengths, some touching: trees of one to four levels.
+/// Slots of odd lengths, some touching: trees of one to four levels.
 fn layout() -> impl Strategy<Value = Layout> {
     let frames = prop_oneof![1..200u64, 4000..4200u64, Just(64), Just(4096), Just(300_000)];
     let frames = if cfg!(miri) { (1..300u64).boxed() } else { frames.boxed() };
@@ -34,7 +35,7 @@ fn layout() -> impl Strategy<Value = Layout> {
     })
 }
 
-/// A bitmap for each slot of a layout, some of them short.
+/// A bitmap for each slot of a layout; some are shorter than the slot.
 type Bitmaps = Vec<(Slot, Vec<u64>)>;
 
 fn bitmaps(layout: &Layout) -> impl Strategy<Value = Bitmaps> + use<> {
@@ -43,7 +44,7 @@ fn bitmaps(layout: &Layout) -> impl Strategy<Value = Bitmaps> + use<> {
         .slots()
         .map(|&slot| {
             let words = slot.frames.div_ceil(64) as usize;
-            // Long ones repeat a pattern, which misses the summaries' borders.
+            // Long bitmaps repeat a pattern whose length is no multiple of a summary.
             let pattern = prop::collection::vec(word.clone(), 0..words.min(100) + 1);
             (pattern, any::<bool>(), any::<prop::sample::Index>()).prop_map(
                 move |(pattern, cut, at)| {
@@ -63,8 +64,8 @@ fn bitmaps(layout: &Layout) -> impl Strategy<Value = Bitmaps> + use<> {
     slots
 }
 
-/// A layout, two bitmaps for each of its slots, and a share: trees are cut at leaves, at level 1,
-/// at level 2 or, like small ones usually, not at all.
+/// A layout, two bitmaps for each of its slots, and a grain: trees are cut at the leaves, at level
+/// 1, at level 2 or, like most small trees, not at all.
 fn cases() -> impl Strategy<Value = (Layout, [Bitmaps; 2], usize)> {
     let share = prop_oneof![Just(1usize), Just(64), Just(200), Just(4096), Just(32_768)];
     (layout(), share).prop_flat_map(|(layout, share)| {
@@ -79,8 +80,8 @@ fn tree(layout: &Layout, share: usize) -> Tree {
     tree
 }
 
-/// In a pool of so many threads as few hosts of tests have. Not under miri, which objects to
-/// threads that outlive the test, as a pool's do.
+/// Runs `work` in a pool of more threads than most test hosts have. Not under miri, which reports
+/// threads that outlive the test, as those of a pool do.
 fn in_pool<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     if cfg!(miri) {
         return work();
@@ -97,7 +98,7 @@ fn set(bitmaps: &[(Slot, Vec<u64>)]) -> BTreeSet<u64> {
     frames.collect()
 }
 
-/// All words of a tree, summaries too, which nothing but its debug text shows.
+/// All words of a tree including summaries, which only its debug text shows.
 fn words(tree: &Tree) -> String {
     let text = format!("{tree:?}");
     let (words, _) = text.split_once("levels:").unwrap();
@@ -119,7 +120,7 @@ proptest! {
     #![proptest_config(config())]
 
     #[test]
-    fn adopt_then_drain_is_the_bitmap((layout, [before, bitmaps], share) in cases()) {
+    fn adopted_bitmap_is_drained((layout, [before, bitmaps], share) in cases()) {
         in_pool(|| {
             let mut tree = tree(&layout, share);
             for (slot, bitmap) in before.iter().chain(&bitmaps) {
@@ -134,7 +135,7 @@ proptest! {
     }
 
     #[test]
-    fn absorb_is_marks_shared_or_owned((layout, [first, second], share) in cases()) {
+    fn absorbing_equals_marking_each_frame((layout, [first, second], share) in cases()) {
         in_pool(|| {
             let [shared, mut owned, marked] = [(); 3].map(|()| tree(&layout, share));
             for (slot, bitmap) in first.iter().chain(&second) {
@@ -157,14 +158,15 @@ proptest! {
     }
 
     #[test]
-    fn a_drain_by_many_is_the_drain_by_one((layout, bitmaps, share) in cases()) {
+    fn parallel_drain_equals_sequential_drain((layout, bitmaps, share) in cases()) {
         in_pool(|| {
             let [mut many, mut one] = [(); 2].map(|()| tree(&layout, share));
             let mut runs = RunLists::default();
             for (slot, bitmap) in bitmaps.iter().flatten() {
                 many.absorb_bitmap_mut(&layout, slot.id, bitmap).unwrap();
                 one.absorb_bitmap_mut(&layout, slot.id, bitmap).unwrap();
-                // Not each time: what is drained is of several slots, and lists are used again.
+                // Not every time, so that a drain has frames of several slots, and lists are
+                // reused.
                 if slot.id.0 % 2 == 0 {
                     let count = many.count();
                     let expected = drained(&one, &layout);
@@ -180,7 +182,7 @@ proptest! {
     }
 
     #[test]
-    fn leaves_are_the_bitmap_to_read_and_to_write((layout, [first, second], share) in cases()) {
+    fn leaves_equal_the_bitmap_written((layout, [first, second], share) in cases()) {
         in_pool(|| {
             let mut tree = tree(&layout, share);
             for (slot, bitmap) in first.iter().chain(&second) {
@@ -202,17 +204,17 @@ proptest! {
         })?;
     }
 
-    /// A spurious summary costs a drain a look; none is left, and none is missing. That no summary
-    /// is spurious shows in a second tree, which never had any: both are equal word for word.
+    /// After a rebuild no summary is missing and none is spurious. The second tree never had a
+    /// spurious summary: both are equal word for word.
     #[test]
-    fn rebuild_makes_each_summary_say_what_is_below((layout, [first, second], share) in cases()) {
+    fn rebuild_leaves_no_spurious_summary((layout, [first, second], share) in cases()) {
         in_pool(|| {
             let [mut tree, exact] = [(); 2].map(|()| tree(&layout, share));
             for (slot, bitmap) in first.iter().chain(&second) {
                 tree.absorb_bitmap_mut(&layout, slot.id, bitmap).unwrap();
             }
             for (slot, bitmap) in &second {
-                // Clean again below summaries that stay.
+                // The leaves become clean below summaries that stay.
                 tree.adopt_bitmap(&layout, slot.id, bitmap).unwrap();
                 exact.absorb_bitmap(&layout, slot.id, bitmap).unwrap();
             }
@@ -224,7 +226,7 @@ proptest! {
     }
 
     #[test]
-    fn bits_past_the_slot_are_named_and_never_in_the_tree((layout, [bitmaps, _], share) in cases(), past in 0..130u64) {
+    fn bits_past_the_slot_are_refused((layout, [bitmaps, _], share) in cases(), past in 0..130u64) {
         let mut tree = tree(&layout, share);
         for (slot, bitmap) in &bitmaps {
             tree.adopt_bitmap(&layout, slot.id, bitmap).unwrap();
@@ -238,7 +240,7 @@ proptest! {
             prop_assert_eq!(tree.adopt_bitmap(&layout, slot.id, &stray), Err(named(bit)));
             prop_assert_eq!(tree.absorb_bitmap(&layout, slot.id, &stray), Err(named(bit)));
             prop_assert_eq!(tree.absorb_bitmap_mut(&layout, slot.id, &stray), Err(named(bit)));
-            // What was written in place, where only the last word has room for it, is cleared.
+            // Bits written in place, where only the last word has room for them, are cleared.
             if slot.frames % 64 != 0 {
                 let written = tree.write_leaves(&layout, slot.id, |leaves| {
                     let last = leaves.len() - 1;
@@ -253,7 +255,7 @@ proptest! {
 }
 
 #[test]
-fn a_slot_that_does_not_exist_is_named() {
+fn error_names_an_unknown_slot() {
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 70 }]).unwrap();
     let mut tree = Tree::new(&layout).unwrap();
     let error = OutOfSlot::NoSlot { slot: SlotId(1), offset: 0 };
@@ -267,7 +269,7 @@ fn a_slot_that_does_not_exist_is_named() {
 }
 
 #[test]
-fn a_writer_of_leaves_that_panics_leaves_the_tree_in_order() {
+fn panic_while_writing_leaves_keeps_i1() {
     let frames = if cfg!(miri) { 4_501 } else { 300_001 };
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
     let mut tree = Tree::new(&layout).unwrap();
@@ -282,10 +284,10 @@ fn a_writer_of_leaves_that_panics_leaves_the_tree_in_order() {
     assert_eq!(tree.drain(&layout, &mut Vec::new()), frames);
 }
 
-/// Two threads mark, one absorbs bitmaps, and drains by several threads go on meanwhile: every
-/// frame comes out, as often as it could have gone in and not more.
+/// Two threads mark, one absorbs bitmaps, and several threads drain meanwhile. Every frame is
+/// drained at least once, and at most as often as it was inserted.
 #[test]
-fn a_drain_by_many_loses_nothing_that_is_inserted_meanwhile() {
+fn parallel_drain_loses_no_concurrent_insert() {
     let rounds = if cfg!(miri) { 1 } else { 20 };
     let slot =
         Slot { id: SlotId(0), base: Gfn(0), frames: if cfg!(miri) { 1_100 } else { 270_001 } };
@@ -334,7 +336,7 @@ fn a_drain_by_many_loses_nothing_that_is_inserted_meanwhile() {
             }
         });
     });
-    assert!(!failed.into_inner(), "runs were not ascending and apart");
+    assert!(!failed.into_inner(), "runs were not ascending and disjoint");
     assert_eq!(tree.check(), Ok(()));
     for (frame, times) in (0..).zip(seen) {
         let inserters = u32::from(frame % 2 == 0)

@@ -1,5 +1,6 @@
-//! The ring's consumer against a simulated kernel: whatever is dropped, fails or is overrun, a copy
-//! kept up by epochs alone ends up equal to guest memory, and tracking is exact again afterwards.
+//! The ring's consumer against a simulated kernel. Whatever is dropped, fails or is overrun, a copy
+//! that is updated from dirty sets alone equals guest memory in the end, and tracking is exact
+//! again.
 //!
 //! `cargo test -p driftline-dirty-tracker --test ring`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
@@ -20,7 +21,7 @@ use proptest::prelude::*;
 
 const FRAMES: u64 = 200;
 
-/// A VMM that keeps a copy of guest memory by nothing but epochs.
+/// A VMM that maintains a copy of guest memory from dirty sets alone.
 struct Vmm {
     kernel: Kernel,
     harvester: Harvester,
@@ -49,7 +50,7 @@ impl Vmm {
         self.kernel.run(vcpu, frames, emulated, &self.full[vcpu])
     }
 
-    /// Runs until all frames are written, collecting whenever the ring is full.
+    /// Runs until all frames are written. Collects whenever the ring is full.
     fn run_all(&mut self, vcpu: usize, mut frames: &[u64]) {
         let mut exits = 0;
         while !frames.is_empty() {
@@ -57,17 +58,18 @@ impl Vmm {
             frames = &frames[done..];
             if done == 0 {
                 exits += 1;
-                assert!(exits < 200, "the vCPU is held for ever");
+                assert!(exits < 200, "the vCPU never runs again");
                 self.collect(u32::MAX, false);
             }
         }
     }
 
-    /// A collection; the reset stops after `limit` entries, and may be dropped after it.
+    /// Collects. The reset stops after `limit` entries; with `dropped` the result is discarded
+    /// after it.
     fn collect(&mut self, limit: u32, dropped: bool) -> Option<Inserted> {
         let rings = self.kernel.rings.iter().map(|r| r.entries.as_slice());
         let harvest = self.harvester.harvest(rings);
-        // After the last entry a signal cannot be told from none: `Harvest::reprotected` says so.
+        // After the last entry the count does not show a signal, see `Harvest::reprotected`.
         let limit = if limit < harvest.entries() { limit } else { u32::MAX };
         let count = self.kernel.reset_dirty_rings(limit);
         if dropped {
@@ -110,9 +112,9 @@ enum Op {
         vcpu: usize,
     },
     Collect,
-    /// The harvest is dropped before anything is reset.
+    /// The harvest is dropped before any reset.
     HarvestOnly,
-    /// The reset worked, and the VMM failed between it and the insert.
+    /// The reset succeeds, and the VMM fails between it and the insert.
     DropReadable,
     /// A signal stops the reset early.
     Signal {
@@ -138,13 +140,13 @@ fn op(vcpus: usize, size: usize) -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Sizes and reserves as the kernel has them, scaled down: without and with PML.
+/// Sizes and reserves as in the kernel, scaled down, without and with PML.
 fn rings() -> impl Strategy<Value = (usize, usize, usize)> {
     (1..4usize, prop_oneof![Just((16, 4)), Just((16, 9)), Just((8, 3)), Just((32, 8))])
         .prop_map(|(vcpus, (size, reserve))| (vcpus, size, reserve))
 }
 
-/// Steps of a script: miri takes its time for each.
+/// Maximal number of steps of a script; miri is slow.
 const MOST: usize = if cfg!(miri) { 12 } else { 60 };
 
 fn script() -> impl Strategy<Value = ((usize, usize, usize), Vec<Op>)> {
@@ -159,7 +161,7 @@ proptest! {
     })]
 
     #[test]
-    fn nothing_is_lost_and_tracking_is_exact_again((shape, ops) in script()) {
+    fn copy_equals_memory_and_tracking_is_exact_again((shape, ops) in script()) {
         let (vcpus, size, reserve) = shape;
         let mut vmm = Vmm::new(vcpus, size, reserve);
         for op in ops {
@@ -188,13 +190,13 @@ proptest! {
                 Op::Epoch { commit: false } => drop(vmm.drain()),
             }
         }
-        // The vCPUs stand still: one collection and one epoch, and the copy is memory.
+        // The vCPUs are paused: after one collection and one drain the copy equals memory.
         vmm.collect(u32::MAX, false);
         let epoch = vmm.drain();
         vmm.copy(epoch);
         prop_assert_eq!(&vmm.copy, &*vmm.kernel.memory.borrow());
 
-        // Every vCPU gets on, however far its ring was overrun.
+        // Every vCPU makes progress, however far its ring was overrun.
         for vcpu in 0..vcpus {
             vmm.run_all(vcpu, &(0..FRAMES).rev().collect::<Vec<_>>());
         }
@@ -204,7 +206,7 @@ proptest! {
         vmm.copy(epoch);
         prop_assert_eq!(&vmm.copy, &*vmm.kernel.memory.borrow());
 
-        // And what is dirty from here on is exactly what was written.
+        // From here on exactly the written frames are dirty.
         for round in 0..4 * size as u64 {
             let written: BTreeSet<u64> = (0..vcpus as u64).map(|v| (round * 7 + v * 31) % FRAMES).collect();
             for (vcpu, &frame) in written.iter().enumerate() {
@@ -216,9 +218,9 @@ proptest! {
         }
     }
 
-    /// The same with the free-running indices about to pass 2^32.
+    /// The same with free-running indices that are about to pass 2^32.
     #[test]
-    fn indices_wrap(pushes in prop::collection::vec(1..12u64, 1..40), behind in 0..100u32) {
+    fn indices_wrap_past_32_bits(pushes in prop::collection::vec(1..12u64, 1..40), behind in 0..100u32) {
         let start = 0u32.wrapping_sub(behind).wrapping_mul(16);
         let ring = KernelRing::new(16, 4, start);
         let mut consumer = RingConsumer::default();
@@ -239,7 +241,7 @@ proptest! {
 }
 
 #[test]
-fn a_ring_overrun_by_laps_is_recovered_and_a_stale_report_does_no_harm() {
+fn overrun_by_laps_recovers_despite_stale_reports() {
     let (laps, step, again) = if cfg!(miri) { (3, 7, 3) } else { (6, 1, 20) };
     for laps in 0..laps {
         for extra in (0..16).step_by(step) {
@@ -247,14 +249,14 @@ fn a_ring_overrun_by_laps_is_recovered_and_a_stale_report_does_no_harm() {
             let frames: Vec<u64> = (0..16 * (laps + 1) + extra).collect();
             vmm.run(0, &frames, true);
             assert!(vmm.collect(u32::MAX, false).unwrap().marked_all);
-            // The fence comes one collection later.
+            // The fence is seen one collection later.
             vmm.collect(u32::MAX, false);
             vmm.drain().commit();
             vmm.run_all(0, &[3, 4, 5]);
             vmm.collect(u32::MAX, false);
             let drained = vmm.drain();
             assert_eq!(vmm.copy(drained), BTreeSet::from([3, 4, 5]), "{laps} laps and {extra}");
-            // Exits of which the VMM hears only after the ring is empty again.
+            // Exits that are reported only after the ring is empty again.
             for _ in 0..again {
                 vmm.run(0, &(0..12).collect::<Vec<_>>(), false);
                 vmm.run(0, &[1], false);
@@ -268,7 +270,7 @@ fn a_ring_overrun_by_laps_is_recovered_and_a_stale_report_does_no_harm() {
 }
 
 #[test]
-fn a_dropped_overrun_is_remembered_until_all_is_reprotected() {
+fn dropped_overrun_counts_until_all_is_reprotected() {
     let mut vmm = Vmm::new(1, 16, 4);
     vmm.run(0, &(0..40).collect::<Vec<_>>(), true);
     assert_eq!(vmm.collect(u32::MAX, true), None);
@@ -277,17 +279,14 @@ fn a_dropped_overrun_is_remembered_until_all_is_reprotected() {
         let harvest = vmm.harvester.harvest(rings());
         let readable = harvest.reprotected(vmm.kernel.reset_dirty_rings(u32::MAX));
         assert!(!readable.is_trusted());
-        assert!(
-            readable.insert_into(&vmm.tracker).marked_all,
-            "nobody said that all was reprotected"
-        );
+        assert!(readable.insert_into(&vmm.tracker).marked_all, "all_reprotected was not called");
     }
     assert!(vmm.collect(u32::MAX, false).unwrap().marked_all);
     assert!(!vmm.collect(u32::MAX, false).unwrap().marked_all);
 }
 
 #[test]
-fn a_ring_that_is_no_ring_is_not_trusted() {
+fn invalid_rings_are_not_trusted() {
     let ring = KernelRing::new(16, 4, 0);
     ring.entries[0].flags.store(ENTRY_DIRTY, Ordering::Release);
     let mut consumer = RingConsumer::new();

@@ -1,4 +1,5 @@
-//! Laws of a tree in sequences of operations, against a plain set, a roaring bitmap and a flat one.
+//! Laws of a tree under sequences of operations, against a plain set, a roaring bitmap and a flat
+//! bitmap.
 //!
 //! `cargo test -p driftline-dirty-tracker --test tree`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
@@ -15,7 +16,7 @@ fn config(cases: u32) -> ProptestConfig {
     ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
-/// Operations and marks of a case: miri takes up to a second for each.
+/// Maximal number of operations and marks of a case; miri takes up to a second for each.
 const MOST: usize = if cfg!(miri) { 30 } else { 60 };
 const MARKS: usize = if cfg!(miri) { 12 } else { 200 };
 
@@ -27,7 +28,7 @@ fn layout() -> Layout {
     Layout::new((0..).zip(SLOTS).map(slot)).unwrap()
 }
 
-/// A frame of some slot, or now and then of none.
+/// A frame of some slot, occasionally of none.
 fn frame() -> impl Strategy<Value = u64> {
     prop_oneof![
         4 => 0..200u64,
@@ -85,7 +86,7 @@ proptest! {
     #![proptest_config(config(400))]
 
     #[test]
-    fn any_sequence_of_operations_is_that_of_a_set(ops in prop::collection::vec(op(), 1..MOST)) {
+    fn every_operation_sequence_matches_a_plain_set(ops in prop::collection::vec(op(), 1..MOST)) {
         let layout = layout();
         let mut tree = Tree::new(&layout).unwrap();
         let mut set: BTreeSet<u64> = BTreeSet::new();
@@ -111,7 +112,7 @@ proptest! {
                     let mut cursor = tree.cursor(&layout);
                     cursor.seek(Gfn(from));
                     let rest = set.split_off(&from);
-                    // Twice: the second goes on where the first ended.
+                    // Twice: the second call continues where the first ended.
                     if run {
                         let expected: Vec<FrameRun> = runs(&rest).into_iter().take(2).collect();
                         let found: Vec<FrameRun> = (0..2).map_while(|_| cursor.next_run()).collect();
@@ -170,7 +171,7 @@ proptest! {
     }
 
     #[test]
-    fn a_roaring_and_a_flat_bitmap_say_the_same(marks in prop::collection::vec((0..20_000u64, 1..300u64), 0..MARKS)) {
+    fn drain_equals_roaring_and_flat_bitmaps(marks in prop::collection::vec((0..20_000u64, 1..300u64), 0..MARKS)) {
         let layout = layout();
         let tree = Tree::new(&layout).unwrap();
         let mut roaring = RoaringTreemap::new();
@@ -189,9 +190,9 @@ proptest! {
     }
 }
 
-/// Inserts behind, at and before the place of a drain in slices, while it is under way.
+/// Inserts behind, at and before the position of a drain in slices.
 #[test]
-fn what_is_marked_during_a_round_of_slices_is_in_it_or_in_the_next() {
+fn mark_during_slices_is_drained_then_or_later() {
     let layout = layout();
     let tree = Tree::new(&layout).unwrap();
     let mark = |frame| tree.mark(&layout, FrameRun { start: Gfn(frame), count: 1 }).unwrap();
@@ -201,18 +202,15 @@ fn what_is_marked_during_a_round_of_slices_is_in_it_or_in_the_next() {
     [1, 999, 15_000].into_iter().for_each(mark);
     assert_eq!(tree.drain_slice(&layout, &mut at, 100, &mut runs), 3);
     assert!(at.is_over());
-    assert_eq!(tree.drain(&layout, &mut runs), 2, "what lay behind");
+    assert_eq!(tree.drain(&layout, &mut runs), 2, "the marks behind the position");
     let starts: Vec<u64> = runs.iter().map(|r| r.start.0).collect();
     assert_eq!(starts, [0, 1_000, 10_000, 15_000, 20_000, 1, 999]);
 }
 
-/// Four billion frames and more between marks of one slot.
+/// More than four billion frames between marks of one slot.
 #[test]
-#[cfg_attr(
-    miri,
-    ignore = "a slot too small for it shows nothing, and miri backs all 1.6 GB of this one"
-)]
-fn marks_too_far_apart_for_32_bits_are_drained_as_they_are() {
+#[cfg_attr(miri, ignore = "a smaller slot shows nothing, and miri backs all 1.6 GB of this one")]
+fn marks_beyond_32_bits_apart_are_drained() {
     let frames = 3 << 32;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(7), frames }]).unwrap();
     let mut tree = Tree::new(&layout).unwrap();
@@ -223,7 +221,7 @@ fn marks_too_far_apart_for_32_bits_are_drained_as_they_are() {
     for owned in [false, true] {
         marks.iter().for_each(|run| tree.mark(&layout, *run).unwrap());
         if owned {
-            // Its list of words is not used by a tree's only owner.
+            // The only owner of a tree does not use its list of words.
             tree.mark_mut(&layout, marks[0]).unwrap();
         }
         let mut runs = Vec::new();
@@ -240,8 +238,8 @@ fn marks_too_far_apart_for_32_bits_are_drained_as_they_are() {
 }
 
 #[test]
-#[should_panic(expected = "words of this layout's leaves")]
-fn a_layout_of_another_size_is_a_mistake_that_shows() {
+#[should_panic(expected = "leaf words of this layout")]
+fn layout_of_another_size_panics() {
     let other = Layout::new([Slot { id: SlotId(0), base: Gfn(5000), frames: 100 }]).unwrap();
     Tree::new(&layout()).unwrap().drain(&other, &mut Vec::new());
 }

@@ -1,22 +1,23 @@
-//! Sets of frames that turn themselves into a list: ours, the one of 2016 and today's usual ones.
+//! Sets of frames that can be turned into a list: this crate's tree, the tree of 2016, and common
+//! sets of today.
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 use hibitset::{BitSet, BitSetLike};
 use roaring::RoaringBitmap;
 use vm_memory::bitmap::AtomicBitmap;
 
-/// A set of frames below a bound that is known when it is made.
+/// A set of frames below a bound that is known at its creation.
 pub trait Rival {
     fn insert(&mut self, frame: u64);
-    /// Appends the frames to `out`, ascending (but for the plain list), and empties the set.
+    /// Appends the frames to `out`, ascending (except for the plain list), and empties the set.
     fn drain(&mut self, out: &mut Vec<u64>);
-    /// The drain that is timed.
+    /// Drains; this call is timed.
     fn drain_timed(&mut self, out: &mut Vec<u64>) {
         self.drain(out);
     }
 }
 
-/// Ours, as its only owner or shared.
+/// This crate's tree, owned or shared.
 pub struct Ours {
     tree: Tree,
     layout: Layout,
@@ -31,7 +32,7 @@ impl Ours {
         Self { tree: Tree::new(&layout).unwrap(), layout, shared, frames: Vec::new() }
     }
 
-    /// As `drain`, to our own kind of frames.
+    /// As `drain`, to this crate's frame type.
     fn drain_own(&mut self) {
         self.frames.clear();
         if self.shared {
@@ -63,7 +64,7 @@ impl Rival for Ours {
     }
 }
 
-/// The per-vCPU list of 2016: no order, repetitions kept.
+/// The per-vCPU list of 2016: unordered, with repetitions.
 pub struct List(pub Vec<u64>);
 
 impl Rival for List {
@@ -76,7 +77,7 @@ impl Rival for List {
     }
 }
 
-/// The tree as described in 2016: nodes of a byte, packed level after level, searched bit by bit.
+/// The tree as described in 2016: nodes of one byte, packed level after level, searched bit by bit.
 pub struct Radix8 {
     levels: Vec<Vec<u8>>,
 }
@@ -120,11 +121,11 @@ impl Rival for Radix8 {
 /// A flat bitmap, scanned word by word.
 pub struct Flat(Vec<u64>);
 
-/// A flat bitmap, scanned by lines of words: the compiler makes vector code of the question whether one
-/// is empty.
+/// A flat bitmap, scanned by lines of words. The compiler uses vector instructions to test whether
+/// a line is empty.
 pub struct FlatSimd(Vec<u64>);
 
-/// Words that are skipped at once.
+/// Number of words that are skipped at once.
 pub const LINE: usize = 32;
 
 impl Flat {
@@ -189,7 +190,7 @@ impl Rival for Hibit {
     }
 
     fn drain(&mut self, out: &mut Vec<u64>) {
-        // Faster than its `drain`; the next inserts pay for the layers that `clear` has cut to nothing.
+        // Faster than its `drain`. The next inserts pay for the layers that `clear` has truncated.
         out.extend((&self.0).iter().map(u64::from));
         self.0.clear();
     }
@@ -209,7 +210,7 @@ impl Rival for Roaring {
     }
 }
 
-/// vm-memory's bitmap, fetched and reset as its users do.
+/// vm-memory's bitmap, fetched and reset like its users do.
 pub struct VmMemory(pub AtomicBitmap);
 
 impl Rival for VmMemory {

@@ -1,4 +1,4 @@
-//! Single bits at every size of memory, and whole drains at every density.
+//! Single bits at every size of memory, and entire drains at every density.
 
 use std::collections::LinkedList;
 use std::hint::black_box;
@@ -10,13 +10,14 @@ use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
 use crate::rivals::{Flat, FlatSimd, Ours, Rival};
 use crate::{Random, note};
 
-/// A page of bits, and the frames that it is for.
+/// A page of bits, and the frames that it covers.
 struct Block {
     frames: std::ops::Range<u64>,
     bits: Box<[u64]>,
 }
 
-/// The bitmap of hibernation before July 2014: pages of bits in a linked list, walked from its head.
+/// The bitmap of hibernation before July 2014: pages of bits in a linked list, searched from its
+/// head.
 struct Pages(LinkedList<Block>);
 
 const PER_PAGE: u64 = 4096 * 8;
@@ -37,7 +38,8 @@ impl Pages {
     }
 }
 
-/// Random tests of single bits: the tree by arithmetic, the old list of pages from its head.
+/// Random tests of single bits: in the tree at a computed position, in the old list of pages from
+/// its head.
 pub fn tests(_: &mut Criterion) {
     for gib in [1u64, 16, 256, 4096, 12288] {
         let frames = gib << 18;
@@ -63,7 +65,7 @@ pub fn tests(_: &mut Criterion) {
     }
 }
 
-/// Drains to frames from nearly nothing to all there is: no density may favour a flat scan.
+/// Drains to frames, from nearly empty to full: a flat scan must not be faster at any density.
 pub fn density(_: &mut Criterion) {
     const FRAMES: u64 = 4_000_000;
     let mut rivals: Vec<(&str, Box<dyn Rival>)> = vec![
@@ -90,7 +92,7 @@ pub fn density(_: &mut Criterion) {
             measure(&row, &(0..FRAMES).filter(dirty).collect::<Vec<_>>());
         }
     }
-    // Full words beside others, frames of a word in a row.
+    // Full words beside others, in which the frames of a word are consecutive.
     for (row, full, of) in
         [("full, empty", 1, 2), ("2 full, empty", 2, 3), ("12 full, empty", 12, 13)]
     {

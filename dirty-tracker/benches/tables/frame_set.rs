@@ -1,9 +1,10 @@
-//! Adding a list of ranges to a set of them, in one pass and in two: ns and instructions a range.
+//! Adds a list of ranges to a set, in one pass and in two: ns and instructions for each range.
 //!
-//! Instructions are counted by callgrind, which runs this bench again and counts while it is in
-//! [`frame_set_under_count`]: exact, and the same in every run, also where the host has no hardware
-//! counters. Of a large move (`rep movsb`) it counts every repetition, which makes the columns that
-//! move much look worse than their ns. Without valgrind (`apt-get install valgrind`) the ns are measured all the same.
+//! Callgrind counts instructions: it runs this bench again and counts while it is in
+//! [`frame_set_under_count`]. The count is exact and the same in every run, also on hosts without
+//! hardware counters. Callgrind counts every repetition of a large move (`rep movsb`), so columns
+//! that move much look much worse than by their ns. Without valgrind (`apt-get install valgrind`)
+//! only the ns are measured.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -19,13 +20,13 @@ use crate::{Random, note, quick};
 
 mod two_pass;
 
-/// Set where callgrind counts.
+/// Environment variable that is set when callgrind counts.
 const COUNTING: &str = "DRIFTLINE_COUNT_FRAME_SET";
 const TIME: &str = "adding ranges, ns each";
 const INSTRUCTIONS: &str = "adding ranges, instructions each";
-/// What one pass is compared with: two passes for every range, as the kernel had them for long.
+/// The rival of one pass: two passes for every range, as in older kernels.
 const TWO_PASSES: &str = "two passes";
-/// And as it has them now: the first pass is left out while there is room for twice the ranges.
+/// The present kernel: the first pass is left out while there is room for twice the ranges.
 const MEMBLOCK: &str = "memblock";
 
 /// A set of `n` runs of 6 frames, 10 apart, and a list of ranges to add to it.
@@ -45,9 +46,9 @@ fn cases() -> Vec<Case> {
         let mut ascending = shuffled.clone();
         ascending.sort();
         for (name, list) in [
-            // Each joins two runs, reaching into both.
+            // Each joins two runs and overlaps both.
             ("overlapping", (0..n / 2).map(|i| run(32 * i + 3, 16)).collect()),
-            // Each begins where a run ends, and does not reach the next.
+            // Each begins where a run ends, and does not reach the next one.
             ("abutting", (0..n).map(|i| run(16 * i + 6, 4)).collect()),
             // Each lies between two runs.
             ("interleaved", (0..n).map(|i| run(16 * i + 9, 4)).collect()),
@@ -63,21 +64,21 @@ fn cases() -> Vec<Case> {
 
 type Work<'w> = dyn FnMut() + 'w;
 
-/// Callgrind counts between entering and leaving this.
+/// Callgrind counts while this function runs.
 #[inline(never)]
 fn frame_set_under_count(work: &mut Work<'_>) {
     work();
 }
 
 fn count<R: Ranges>(case: &Case) {
-    // The first time the dynamic linker looks up what is called.
+    // The first call includes look-ups by the dynamic linker.
     R::of(&case.set).add_all(&case.list[..4]);
     let mut set = R::of(&case.set);
     frame_set_under_count(&mut || set.add_all(black_box(&case.list)));
     black_box(set.contents());
 }
 
-/// Measures and notes the ns; returns the median.
+/// Measures and records the ns; returns the median.
 fn time<R: Ranges>(c: &mut Criterion, case: &Case, name: &str) -> f64 {
     let new = R::of(&case.set);
     let mut expected = FrameSet::new();
@@ -88,7 +89,7 @@ fn time<R: Ranges>(c: &mut Criterion, case: &Case, name: &str) -> f64 {
     set.add_all(&case.list);
     assert_eq!(set.contents(), expected.iter().map(|r| (r.start.0, r.end().0)).collect::<Vec<_>>());
 
-    // Enough at once that reading the clock does not count.
+    // Large batches, so that reading the clock does not matter.
     let at_once = (4096 / case.set.len()).max(1);
     let mut samples = Vec::new();
     quick(c, "frameset").bench_function(BenchmarkId::new(name, &case.name), |b| {
@@ -112,7 +113,7 @@ fn time<R: Ranges>(c: &mut Criterion, case: &Case, name: &str) -> f64 {
     samples[samples.len() / 2]
 }
 
-/// A rival's name, and what to do with it in either run.
+/// A rival's name, and its functions for both kinds of measurement.
 struct Column {
     name: &'static str,
     time: fn(&mut Criterion, &Case, &str) -> f64,
@@ -132,7 +133,7 @@ const COLUMNS: [Column; 6] = [
     column::<RangeSet<u64>>("rangemap"),
 ];
 
-/// Notes what one pass saves, in percent.
+/// Records what one pass saves, in percent.
 fn note_saved(table: &str, case: &Case, values: &[f64]) {
     let of = |name| COLUMNS.iter().zip(values).find(|(c, _)| c.name == name).map(|(_, v)| *v);
     for (name, rival) in
@@ -145,7 +146,7 @@ fn note_saved(table: &str, case: &Case, values: &[f64]) {
     }
 }
 
-/// The instructions of one cell.
+/// Returns the instructions of one cell.
 fn instructions(cell: usize) -> Result<f64, String> {
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("frame_set.callgrind");
     let io = |e: std::io::Error| format!("{}: {e}", out.display());
@@ -168,7 +169,7 @@ fn instructions(cell: usize) -> Result<f64, String> {
     total.ok_or_else(|| format!("{} has no count", out.display()))
 }
 
-/// The table.
+/// Prints the table.
 pub fn frame_set(c: &mut Criterion) {
     let cases = cases();
     if let Some(cell) = std::env::var(COUNTING).ok().and_then(|cell| cell.parse::<usize>().ok()) {

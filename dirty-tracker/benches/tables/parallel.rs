@@ -1,8 +1,9 @@
-//! Whole trees by one thread and by two: 4 TiB of guest memory, 2^30 frames, 128 MiB of leaves.
+//! Operations on entire trees by one thread and by two: 4 TiB of guest memory, 2^30 frames, 128 MiB
+//! of leaves.
 //!
-//! Beside the tree's operations stand a plain read, write and copy of as many bytes, shared out in
-//! halves: where memory itself is not twice as fast for two threads, nothing over it can be.
-//! Samples of one and two threads take turns, so that both see the same machine.
+//! A plain read, write and copy of as many bytes are measured beside them, shared in halves. Where
+//! memory itself is not twice as fast with two threads, no operation on it can be. Samples of one
+//! and of two threads alternate, so that both see the same machine.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -20,7 +21,7 @@ const MIB: f64 = (WORDS * 8) as f64 / (1 << 20) as f64;
 const SAMPLES: usize = 20;
 const TABLE: &str = "4 TiB by 1 and 2 threads, ms";
 
-/// Times `timed` on pools of one and two threads, each after `prepare`; `moved` is how often the
+/// Times `timed` on pools of one and two threads, each after `prepare`. `moved` is how often the
 /// 128 MiB are read or written.
 fn measure<T>(
     pools: &[ThreadPool; 2],
@@ -41,7 +42,7 @@ fn measure<T>(
                 start.elapsed().as_secs_f64()
             })
         });
-        // The first has page faults, and buffers that grow.
+        // The first sample has page faults and growing buffers.
         if turn > 0 {
             note(TABLE, row, "1 thread", spent[0] * 1e3);
             note(TABLE, row, "2 threads", spent[1] * 1e3);
@@ -53,7 +54,7 @@ fn measure<T>(
     }
 }
 
-/// One frame in `1 / density`, alone, among the first `words` words.
+/// One frame in `1 / density`, isolated, among the first `words` words.
 fn random_bitmap(words: usize, density: f64) -> Vec<u64> {
     let mut random = Random(7);
     let mut bitmap = vec![0; WORDS];
@@ -64,7 +65,7 @@ fn random_bitmap(words: usize, density: f64) -> Vec<u64> {
     bitmap
 }
 
-/// What memory gives to as many threads as the pool has.
+/// The bandwidth of memory with as many threads as the pool has.
 fn bandwidth(pools: &[ThreadPool; 2], from: &[u64]) {
     let mut to = vec![1u64; WORDS];
     let halves = |each: &(dyn Fn(&mut [u64], &[u64]) + Sync), to: &mut Vec<u64>| {

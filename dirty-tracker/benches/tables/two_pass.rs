@@ -1,30 +1,30 @@
-//! Sets of ranges that insert in two passes, and one of another crate: what [`FrameSet`] is measured
-//! against.
+//! Rivals of [`FrameSet`]: sets of ranges that insert in two passes, and one of another crate.
 //!
-//! `Memblock` is Linux's `memblock_add_range()` (mm/memblock.c), region by region as it stands
-//! there, without flags and NUMA nodes, so that a region is 16 bytes as ours is:
+//! `Memblock` is Linux's `memblock_add_range()` (mm/memblock.c), region by region, without flags
+//! and NUMA nodes, so that a region has 16 bytes like a `FrameRun`:
 //! - a pass over the regions counts the pieces of the new range that none of them covers;
 //! - the array doubles until they fit;
-//! - a second pass, from the first region on, inserts each piece where it belongs, moving what lies
-//!   behind it up by one;
-//! - a pass over the regions joins neighbours, moving what lies behind down by one each time.
+//! - a second pass, from the first region on, inserts each piece at its position and moves the
+//!   regions behind it up by one;
+//! - a pass over the regions joins neighbours and moves the regions behind down by one each time.
 //!
-//! `SHORTCUT` adds what the kernel has learned since: no count where twice the regions and one would
-//! fit ("memblock: avoid some repeat when add new range"), and joining only where something was
-//! inserted ("memblock: Avoid useless checks in memblock_merge_regions()"). `SEARCH` adds what it has
-//! not: both passes begin at the first region that the range reaches, found by binary search. That is
-//! two passes at their best; what is left to save there is the second pass itself.
+//! `SHORTCUT` adds two later changes of the kernel: no count where twice the regions and one would
+//! fit ("memblock: avoid some repeat when add new range"), and joining only where a piece was
+//! inserted ("memblock: Avoid useless checks in memblock_merge_regions()"). `SEARCH` adds a change
+//! that the kernel does not have: both passes begin at the first region that the range reaches,
+//! found by binary search. This is the best case of two passes; only the second pass itself remains
+//! to be saved.
 
 use driftline_dirty_tracker::{FrameRun, FrameSet};
 use rangemap::RangeSet;
 
 /// A set that takes a list of ranges.
 pub trait Ranges: Clone {
-    /// It with the ranges of `set`.
+    /// Creates the set with the ranges of `set`.
     fn of(set: &FrameSet) -> Self;
     /// Adds all ranges of `list`.
     fn add_all(&mut self, list: &[FrameRun]);
-    /// What is in it, as (first, past the last).
+    /// Returns its ranges, as (first, past the last).
     fn contents(&self) -> Vec<(u64, u64)>;
 }
 
@@ -46,7 +46,7 @@ impl Ranges for Together {
     }
 }
 
-/// [`FrameSet::insert`] for each.
+/// [`FrameSet::insert`] for each range.
 #[derive(Clone)]
 pub struct OneByOne(FrameSet);
 
@@ -80,7 +80,7 @@ impl Region {
 
 /// The kernel's set; see the module.
 pub struct Memblock<const SHORTCUT: bool, const SEARCH: bool> {
-    /// Its capacity is `max`, exactly.
+    /// Its capacity is exactly `max`.
     regions: Vec<Region>,
     max: usize,
 }
@@ -138,7 +138,7 @@ impl<const SHORTCUT: bool, const SEARCH: bool> Memblock<SHORTCUT, SEARCH> {
         self.regions.reserve_exact(self.max - self.regions.len());
     }
 
-    /// Returns which regions are new: the first, and the one behind the last.
+    /// Returns the range of new regions: the first, and the one behind the last.
     fn insert(&mut self, from: usize, mut base: u64, end: u64) -> Option<(usize, usize)> {
         let (mut at, mut new) = (from, None);
         while let Some(r) = self.regions.get(at).copied() {

@@ -1,4 +1,4 @@
-//! Sequences of operations on a set of frames, against a plain set.
+//! Runs sequences of operations on a set of frames, against a plain set.
 //!
 //! `cd dirty-tracker/fuzz && cargo +nightly run --release --bin frame_set -- -max_total_time=20`
 #![no_main]

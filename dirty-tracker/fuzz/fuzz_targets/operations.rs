@@ -1,5 +1,5 @@
-//! Sequences of operations against plain sets of frames: on a tracker with two subscribers, and on a
-//! tree alone.
+//! Runs sequences of operations against plain sets of frames: on a tracker with two subscribers,
+//! and on a single tree.
 //!
 //! Long: `cargo +nightly fuzz run operations` in `dirty-tracker/`. Short, without cargo-fuzz:
 //! `cd dirty-tracker/fuzz && cargo +nightly run --release --bin operations -- -max_total_time=20`
@@ -10,12 +10,13 @@ use std::sync::Arc;
 
 use arbitrary::Arbitrary;
 use driftline_dirty_tracker::{
-    Cursor, DirtySet, FrameRun, Gfn, Layout, OutOfSlot, RunLists, Slices, Slot, SlotId, Subscription,
-    Tracker, Tree,
+    Cursor, DirtySet, FrameRun, Gfn, Layout, OutOfSlot, RunLists, Slices, Slot, SlotId,
+    Subscription, Tracker, Tree,
 };
 use libfuzzer_sys::fuzz_target;
 
-/// A tree of three levels: slots that touch, that end inside a word, and one under a second summary.
+/// A tree of three levels: slots that touch, a slot that ends inside a word, and one under a second
+/// summary.
 const LARGE: &[(u32, u64, u64)] = &[(3, 0, 100), (1, 100, 64), (0, 4096, 9001), (9, 0xff00, 1)];
 /// A tree of one word.
 const SMALL: &[(u32, u64, u64)] = &[(0, 7, 50)];
@@ -87,7 +88,7 @@ enum Drain {
     Clear,
 }
 
-/// The slots, and what plain arithmetic says about them.
+/// The slots, with plain arithmetic as the model.
 struct Guest(Vec<Slot>);
 
 impl Guest {
@@ -108,7 +109,7 @@ impl Guest {
         self.0.iter().find(|s| s.id.0 == u32::from(id))
     }
 
-    /// The run, and its frames if it is one of this guest's.
+    /// Returns the run, and its frames if they belong to this guest.
     fn run(&self, run: Run) -> (FrameRun, Option<std::ops::Range<u64>>) {
         let (start, count) = (u64::from(run.start), u64::from(run.count));
         let inside = self.slot_of(start).is_some_and(|s| start + count <= s.run().end().0);
@@ -116,7 +117,7 @@ impl Guest {
         (FrameRun { start: Gfn(start), count }, frames)
     }
 
-    /// A bitmap's slot and bits, if it has no bits for other frames.
+    /// Returns a bitmap's slot and bits, if it has no bits for other frames.
     fn bits(&self, bitmap: &Bitmap) -> Option<(&Slot, Vec<u64>)> {
         let slot = self.slot(bitmap.slot)?;
         let bits = bits(&bitmap.words);
@@ -124,7 +125,7 @@ impl Guest {
         inside.then(|| (slot, bits.into_iter().map(|bit| slot.base.0 + bit).collect()))
     }
 
-    /// Maximal runs within slots.
+    /// Returns the maximal runs within slots.
     fn runs(&self, model: &Model) -> Vec<FrameRun> {
         let mut runs: Vec<FrameRun> = Vec::new();
         for &frame in model {
@@ -153,7 +154,7 @@ fn frames(runs: impl IntoIterator<Item = FrameRun>) -> Vec<u64> {
     runs.into_iter().flat_map(|r| r.start.0..r.end().0).collect()
 }
 
-/// A subscriber, the frames that it has not drained, and of those the ones that were there when its
+/// A subscriber, the frames that it has not drained, and those of them that were marked before its
 /// round of slices began.
 struct Subscriber {
     subscription: Subscription,
@@ -210,11 +211,14 @@ fn on_a_tracker(guest: &Guest, ops: Vec<Op>) {
                 assert_eq!(epoch.frames(), drained.len() as u64);
                 assert!(drained.len() <= 64 * usize::from(words.max(1)));
                 for frame in &drained {
-                    assert!(model.remove(frame), "marked, and drained once");
+                    assert!(
+                        model.remove(frame),
+                        "a frame is drained once, and only if it was marked"
+                    );
                     due_now.remove(frame);
                 }
                 if was_last {
-                    assert!(due_now.is_empty(), "what was there before the round");
+                    assert!(due_now.is_empty(), "every frame marked before the round was drained");
                     *due = None;
                 }
                 epochs.push((usize::from(who), epoch));
@@ -237,7 +241,7 @@ fn on_a_tracker(guest: &Guest, ops: Vec<Op>) {
     }
 }
 
-/// A tree and the frames that it should have.
+/// A tree and its expected frames.
 struct Alone<'g> {
     guest: &'g Guest,
     layout: Layout,
@@ -276,7 +280,7 @@ impl Alone<'_> {
         }
     }
 
-    /// What a bitmap that was absorbed or adopted does to the model.
+    /// Applies an absorbed or adopted bitmap to the model.
     fn bitmap(&mut self, bitmap: Bitmap, done: Result<u64, OutOfSlot>, adopted: bool) {
         let Some((slot, bits)) = self.guest.bits(&bitmap) else {
             assert!(done.is_err());
@@ -290,7 +294,7 @@ impl Alone<'_> {
         self.model.extend(bits);
     }
 
-    /// Has the leaves written; only their last word has room for bits past the slot's end.
+    /// Writes the leaves in place; only the last word has room for bits past the slot's end.
     fn write(&mut self, mut bitmap: Bitmap) {
         let slot = SlotId(bitmap.slot.into());
         let words = self.guest.slot(bitmap.slot).map_or(0, |s| s.frames.div_ceil(64) as usize);
@@ -372,7 +376,7 @@ fn mark(
     model.extend(inside.into_iter().flatten());
 }
 
-/// A look by a cursor that is at some frame, while marks go on.
+/// Reads through a cursor at some frame while marks continue.
 fn look<'t>(
     guest: &Guest,
     layout: &'t Layout,

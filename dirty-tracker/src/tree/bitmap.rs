@@ -1,5 +1,5 @@
-//! The leaves of a tree that is owned, as plain words: KVM's bitmap read, written or replaced in
-//! place, and the summaries above them made anew.
+//! The leaves of an owned tree as plain words: KVM's bitmap is read, written or replaced in place,
+//! and the summaries above are rebuilt.
 
 use std::ops::Range;
 
@@ -10,10 +10,14 @@ use crate::layout::Placed;
 use crate::{Layout, OutOfSlot, SlotId, sync};
 
 impl Tree {
-    /// The slot's leaves: its dirty bitmap as `KVM_GET_DIRTY_LOG` gives it, without a copy.
+    /// Returns the slot's leaves without a copy: its dirty bitmap in the form of
+    /// `KVM_GET_DIRTY_LOG`.
     ///
-    /// O(log slots); an error names a slot that does not exist. While the tree is shared,
-    /// [`leaves`](Self::leaves) reads them word by word.
+    /// O(log slots). While the tree is shared, [`leaves`](Self::leaves) reads the leaves word by
+    /// word.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such slot.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -21,7 +25,8 @@ impl Tree {
     /// # let mut tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(0x100 + 63), count: 2 })?;
     /// assert_eq!(tree.bitmap(&layout, SlotId(3))?, [1 << 63, 1, 0]);
-    /// assert_eq!(tree.bitmap(&layout, SlotId(4)).unwrap_err().to_string(), "there is no slot 4 (frame offset 0x0)");
+    /// let error = tree.bitmap(&layout, SlotId(4)).unwrap_err();
+    /// assert_eq!(error.to_string(), "there is no slot 4 (frame offset 0x0)");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn bitmap(&mut self, layout: &Layout, slot: SlotId) -> Result<&[u64], OutOfSlot> {
@@ -29,16 +34,21 @@ impl Tree {
         Ok(&sync::plain_mut(&mut self.words)[range])
     }
 
-    /// Has `write` change the slot's leaves in place, one word for every 64 frames of the slot,
-    /// then makes the summaries anew. KVM can write its bitmap here, with no copy in between.
+    /// Calls `write` with the slot's leaves, one word for every 64 frames of the slot, then
+    /// rebuilds the summaries. KVM can write its bitmap here without a copy.
     ///
-    /// Bits past the slot's end are cleared, and then the error names the first of them; the other
-    /// bits are in the tree. Also when `write` panics the tree is left in order (I1). Costs what
-    /// `write` does and a look at each word, by several threads from 32 GiB of memory on.
+    /// The tree is consistent afterwards even if `write` panics (I1). Costs what `write` costs and
+    /// a load of each word, by several threads from 32 GiB of memory on.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such slot. If `write` set bits past the slot's end, they are
+    /// cleared and the error names the first of them; the other bits are in the tree.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
-    /// # fn kvm_get_dirty_log(slot: SlotId, bitmap: &mut [u64]) -> std::io::Result<()> { Ok(bitmap[1] = 1) }
+    /// # fn kvm_get_dirty_log(_: SlotId, bitmap: &mut [u64]) -> std::io::Result<()> {
+    /// #     Ok(bitmap[1] = 1)
+    /// # }
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 262_144 }])?;
     /// let mut tree = Tree::new(&layout)?;
     /// tree.write_leaves(&layout, SlotId(0), |bitmap| kvm_get_dirty_log(SlotId(0), bitmap))??;
@@ -62,11 +72,14 @@ impl Tree {
         checked.map(|()| result)
     }
 
-    /// Replaces what is in the tree of `slot` by a KVM dirty bitmap; frames that the bitmap is too
-    /// short for are clean. Bits past the slot's end are an error that names the first, and then
-    /// nothing changes. Returns the frames of the bitmap.
+    /// Replaces the frames of `slot` by those of a KVM dirty bitmap. Frames past the end of a short
+    /// bitmap become clean. Returns the number of frames in the bitmap.
     ///
-    /// Costs a copy and a look at each word, by several threads from 32 GiB of memory on.
+    /// Costs a copy and a load of each word, by several threads from 32 GiB of memory on.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such slot, or if the bitmap has bits past the slot's end; it
+    /// names the first. Nothing changes.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -91,7 +104,7 @@ impl Tree {
             let from = &bitmap[(at - first).min(bitmap.len())..];
             let from = &from[..from.len().min(leaves.len())];
             let found = nonzero(from);
-            // Zeros are not written over zeros: what was never dirty stays without memory.
+            // Zeros are not written over zeros: words that were never dirty stay without memory.
             if found != 0 || leaves.iter().any(|leaf| *leaf != 0) {
                 let (here, beyond) = leaves.split_at_mut(from.len());
                 here.copy_from_slice(from);
@@ -104,6 +117,9 @@ impl Tree {
 
     /// As [`absorb_bitmap`](Self::absorb_bitmap), without atomic operations. Example at
     /// [`adopt_bitmap`](Self::adopt_bitmap).
+    ///
+    /// # Errors
+    /// As [`absorb_bitmap`](Self::absorb_bitmap).
     pub fn absorb_bitmap_mut(
         &mut self,
         layout: &Layout,
@@ -124,10 +140,10 @@ impl Tree {
         }))
     }
 
-    /// Makes all summaries anew from the leaves: afterwards each says exactly what is below.
+    /// Rebuilds all summaries from the leaves. Afterwards no summary is spurious.
     ///
-    /// Nothing here needs it, since every change keeps the summaries right (I1); it forgets the
-    /// spurious ones. Costs a look at every leaf, by several threads from 32 GiB of memory on.
+    /// Correctness does not need this, since every change keeps the summaries right (I1). Costs a
+    /// load of every leaf, by several threads from 32 GiB of memory on.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -149,9 +165,9 @@ impl Tree {
         });
     }
 
-    /// Goes over the leaf words `range` by their summaries: `each` gets the words of one summary
-    /// that lie in the range, the first one's place, and the summary to be set. Then makes the
-    /// levels above anew, in the same way. Returns the sum of what `each` counts.
+    /// Visits the leaf words `range` by their summaries. `each` gets the words of one summary that
+    /// lie in the range, the position of the first, and the summary to set. Then rebuilds the
+    /// levels above in the same way. Returns the sum of the results of `each`.
     fn rework(
         &mut self,
         range: Range<usize>,
@@ -180,8 +196,8 @@ impl Tree {
     }
 }
 
-/// Calls `each` for the words `range` of `below`, by their summaries in `above`. Each thread has
-/// whole summaries, and `grain` words are worth one.
+/// Calls `each` for the words `range` of `below`, grouped by their summaries in `above`. Each
+/// thread has whole summaries, and `grain` words are worth a thread.
 fn level(
     below: &mut [u64],
     above: &mut [u64],
@@ -206,7 +222,7 @@ fn level(
     })
 }
 
-/// Leaves that were handed out to be written: puts the tree in order.
+/// Leaves that were passed to a writer. Dropping it makes the tree consistent.
 struct Written<'t> {
     tree: &'t mut Tree,
     placed: Placed,
@@ -223,8 +239,8 @@ impl Drop for Written<'_> {
     }
 }
 
-/// Has the summary say which of `count` words from word `at` on, at most 64 and all its own, are
-/// not zero. As with leaves, what is right already is not written.
+/// Sets the summary bits of `count` words from word `at` on, at most 64 and all below this summary,
+/// to `found`. Like leaves, summaries that are already right are not written.
 fn renew(summary: &mut u64, at: usize, count: usize, found: u64) {
     let mask = u64::MAX.checked_shr(64 - count as u32).unwrap_or(0) << (at & 63);
     let new = *summary & !mask | found << (at & 63);

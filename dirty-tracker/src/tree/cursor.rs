@@ -1,5 +1,4 @@
-//! Looking into a tree without emptying it: a cursor that keeps its place, and the iterators made
-//! of it.
+//! Reads a tree without emptying it: a cursor that keeps its position, and iterators on top of it.
 
 use super::structure::Tree;
 use super::words::SHIFT;
@@ -7,10 +6,11 @@ use crate::layout::Placed;
 use crate::sync::{AtomicU64, Ordering::SeqCst};
 use crate::{FrameRun, Gfn, Layout, OutOfSlot};
 
-/// A place in a tree, in the manner of the hibernation bitmap's (Joerg Roedel, linux-pm, July
-/// 2014): a look at a frame near the last one costs a load.
+/// A position in a tree, like that of the hibernation bitmap (Joerg Roedel, linux-pm, July 2014):
+/// testing a frame near the last one costs a load.
 ///
-/// Others may insert and drain meanwhile: each answer was right at some moment of the call.
+/// Other threads may insert and drain meanwhile. Each result was correct at some moment during the
+/// call.
 ///
 /// ```
 /// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -25,16 +25,16 @@ use crate::{FrameRun, Gfn, Layout, OutOfSlot};
 /// assert_eq!(cursor.next_frame(), Some(Gfn(0x1e0)));
 /// assert_eq!(cursor.next_run(), Some(FrameRun { start: Gfn(0x1e1), count: 3 }));
 /// assert_eq!(cursor.next_run(), None);
-/// assert!(cursor.test(Gfn(0)).is_err(), "no frame of this guest");
+/// assert!(cursor.test(Gfn(0)).is_err(), "it lies in no slot");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone)]
 pub struct Cursor<'t> {
     tree: &'t Tree,
     layout: &'t Layout,
-    /// The slot of the last frame.
+    /// Slot of the last frame.
     placed: Placed,
-    /// The next leaf bit that `next_frame` and `next_run` look at.
+    /// Next leaf bit for `next_frame` and `next_run`.
     bit: u64,
 }
 
@@ -43,7 +43,7 @@ impl<'t> Cursor<'t> {
         Self { tree, layout, placed: layout.placed()[0], bit: 0 }
     }
 
-    /// The leaf bit of `gfn`, by the last slot if it is in there, else O(log slots).
+    /// Returns the leaf bit of `gfn`. O(1) within the last slot, else O(log slots).
     fn bit_of(&mut self, gfn: Gfn) -> Result<u64, OutOfSlot> {
         let Placed { slot, first_word } = self.placed;
         match gfn.0.checked_sub(slot.base.0) {
@@ -67,23 +67,28 @@ impl<'t> Cursor<'t> {
         Gfn(self.placed.slot.base.0 + bit - (self.placed.first_word << SHIFT))
     }
 
-    /// Whether `gfn` is in the tree; an error names a frame of no slot. O(1) within the slot of the
-    /// last call, else O(log slots). Does not change which frame is next.
+    /// Returns whether `gfn` is in the tree. O(1) within the slot of the last call, else O(log
+    /// slots). Does not move the cursor.
+    ///
+    /// # Errors
+    /// Returns an error if `gfn` lies in no slot.
     pub fn test(&mut self, gfn: Gfn) -> Result<bool, OutOfSlot> {
         let bit = self.bit_of(gfn)?;
         Ok(self.tree.contains(bit))
     }
 
-    /// Inserts `gfn` as [`Tree::mark`] does, and answers whether it was new: of several threads
-    /// that insert it at once, to one. An error names a frame of no slot. O(levels) within the slot
-    /// of the last call.
+    /// Inserts `gfn` like [`Tree::mark`] and returns whether it was new. If several threads insert
+    /// it at once, it is new for one of them. O(levels) within the slot of the last call.
+    ///
+    /// # Errors
+    /// Returns an error if `gfn` lies in no slot.
     pub fn set(&mut self, gfn: Gfn) -> Result<bool, OutOfSlot> {
         let bit = self.bit_of(gfn)?;
         Ok(self.tree.insert_word(bit >> SHIFT, 1 << (bit & 63)) != 0)
     }
 
-    /// Goes to `gfn`, or if it lies in no slot to the first frame after it that does. O(1) within
-    /// the slot of the last call, else O(log slots).
+    /// Moves to `gfn`, or to the first frame after it if `gfn` lies in no slot. O(1) within the
+    /// slot of the last call, else O(log slots).
     pub fn seek(&mut self, gfn: Gfn) {
         self.bit = match self.bit_of(gfn) {
             Ok(bit) => bit,
@@ -95,8 +100,8 @@ impl<'t> Cursor<'t> {
         };
     }
 
-    /// The next frame in the tree from here on; goes behind it. O(1) if it is in the same word of
-    /// 64 frames or the next one, else O(levels).
+    /// Returns the next frame in the tree from this position on, and moves past it. O(1) if the
+    /// frame is in the same word of 64 frames or in the next one, else O(levels).
     pub fn next_frame(&mut self) -> Option<Gfn> {
         let bit = self.tree.next_bit(self.bit)?;
         self.bit = bit + 1;
@@ -107,9 +112,9 @@ impl<'t> Cursor<'t> {
         Some(self.frame_of(bit))
     }
 
-    /// The frames in the tree from the next one on, as far as they are consecutive and in one slot;
-    /// goes behind them. Costs as [`next_frame`](Self::next_frame), and a load for each word of the
-    /// run.
+    /// Returns the next frame in the tree with the consecutive frames that follow it in the slot,
+    /// and moves past them. Costs a [`next_frame`](Self::next_frame) and a load for each word of
+    /// the run.
     pub fn next_run(&mut self) -> Option<FrameRun> {
         let start = self.next_frame()?;
         let first = self.bit - 1;
@@ -127,14 +132,14 @@ impl<'t> Cursor<'t> {
 }
 
 impl Tree {
-    /// A cursor at the first frame. O(1). Example at [`Cursor`].
+    /// Returns a cursor at the first frame. O(1). Example at [`Cursor`].
     pub fn cursor<'t>(&'t self, layout: &'t Layout) -> Cursor<'t> {
         self.assert_same_layout(layout);
         Cursor::new(self, layout)
     }
 
-    /// The frames in the tree as runs, ascending, adjacent frames of a slot joined; they stay in
-    /// it. Costs a [`Cursor::next_run`] each.
+    /// Returns the frames in the tree as runs, ascending; adjacent frames of a slot are joined. The
+    /// frames stay in the tree. Costs a [`Cursor::next_run`] for each run.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -152,14 +157,14 @@ impl Tree {
         std::iter::from_fn(move || cursor.next_run())
     }
 
-    /// The frames in the tree, ascending, one by one; they stay in it. Costs a
-    /// [`Cursor::next_frame`] each. Example at [`runs`](Self::runs).
+    /// Returns the frames in the tree, ascending. They stay in the tree. Costs a
+    /// [`Cursor::next_frame`] for each frame. Example at [`runs`](Self::runs).
     pub fn frames<'t>(&'t self, layout: &'t Layout) -> impl Iterator<Item = Gfn> + 't {
         let mut cursor = self.cursor(layout);
         std::iter::from_fn(move || cursor.next_frame())
     }
 
-    /// The first set leaf bit from `bit` on.
+    /// Returns the first set leaf bit from `bit` on.
     fn next_bit(&self, bit: u64) -> Option<u64> {
         let word = bit >> SHIFT;
         if word < self.levels[0].1 as u64 {
@@ -171,7 +176,7 @@ impl Tree {
         let mut from = word + 1;
         loop {
             let word = self.next_word(from)?;
-            // Zero, if somebody has just drained it.
+            // Zero if another thread has just drained it.
             let bits = self.leaf(word);
             if bits != 0 {
                 return Some(word << SHIFT | u64::from(bits.trailing_zeros()));
@@ -180,12 +185,12 @@ impl Tree {
         }
     }
 
-    /// The first leaf word from `word` on that the summaries call not zero: up as far as it must,
-    /// then down.
+    /// Returns the first leaf word from `word` on whose summary bits are set: goes up as far as
+    /// necessary, then down.
     pub(super) fn next_word(&self, word: u64) -> Option<u64> {
         let (mut level, mut index) = (0, word);
         loop {
-            // Is there something at `level` from `index` on? Its summaries say so.
+            // The summaries tell whether `level` has a non-zero word from `index` on.
             let (start, len) = *self.levels.get(level + 1)?;
             let above = index >> SHIFT;
             if above >= len as u64 {

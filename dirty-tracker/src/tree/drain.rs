@@ -1,4 +1,4 @@
-//! Drains of a whole tree by one thread: to runs, to frames, or to nowhere.
+//! Drains an entire tree by one thread: to runs, to frames, or without output.
 
 use super::sink::{Frames, Runs, Sink};
 use super::structure::{Scratch, Tree, fence_later_reads};
@@ -8,13 +8,13 @@ use crate::sync;
 use crate::{FrameRun, Gfn, Layout};
 
 impl Tree {
-    /// Empties the tree and appends what was in it to `runs`, ascending, adjacent frames of a slot
-    /// joined. Runs while others insert: an insert that returned before this call is in the result;
-    /// one that overlaps it is in the result or still in the tree. Of two drains at once each frame
-    /// is in one. Returns the number of frames.
+    /// Empties the tree and appends its frames to `runs`, ascending; adjacent frames of a slot are
+    /// joined. Returns the number of frames. Inserts may run at the same time. An insert that
+    /// returned before this call is in the result. One that overlaps it is in the result or still
+    /// in the tree. If two drains run at once, each frame is in one of them.
     ///
-    /// Costs a few loads and an exchange for each dirty word, wherever in the tree it is. Allocates
-    /// only where `runs` has no more room, or two threads drain at once.
+    /// Costs a few loads and an exchange for each dirty word, wherever it lies in the tree.
+    /// Allocates only if `runs` has no more room, or if two threads drain at once.
     pub fn drain(&self, layout: &Layout, runs: &mut Vec<FrameRun>) -> u64 {
         self.assert_same_layout(layout);
         let mut frames = 0;
@@ -46,13 +46,13 @@ impl Tree {
         frames
     }
 
-    /// As [`drain`](Self::drain), to single frames, ascending.
+    /// As [`drain`](Self::drain), but appends single frames, ascending.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
     /// # let mut tree = Tree::new(&layout)?;
-    /// let mut frames = vec![Gfn(1)]; // stays
+    /// let mut frames = vec![Gfn(1)]; // it stays in the list
     /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;
     /// tree.drain_frames(&layout, &mut frames);
     /// assert_eq!(frames, [Gfn(1), Gfn(9), Gfn(10)]);
@@ -78,7 +78,7 @@ impl Tree {
         self.simd.run(Walk { words, levels: &self.levels, roots: &[0], pending, sink });
     }
 
-    /// Empties the tree, as a drain to nowhere: costs what is in it, not what it could hold.
+    /// Empties the tree. Costs as much as a drain: O(dirty words), not O(size of the tree).
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};

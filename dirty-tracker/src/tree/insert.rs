@@ -1,4 +1,4 @@
-//! Inserts: one frame, a run, or the bits of a word, shared or by the tree's only owner.
+//! Inserts a frame, a run, or the bits of a word, into a shared tree or by its only owner.
 
 use super::structure::{Tree, fence_prior_writes};
 use super::words::{SHIFT, masks};
@@ -9,12 +9,15 @@ use crate::{FrameRun, Layout, OutOfSlot};
 const MAX_LISTED_RUN: u64 = 4;
 
 impl Tree {
-    /// Inserts a run of frames, which must lie in one slot; otherwise the error names the run, and
-    /// nothing changes. From many threads at once. What the caller wrote to the frames before is
-    /// seen by whoever drains them. A run of no frames is none.
+    /// Inserts a run of frames, which must lie in one slot. Many threads may insert at once. A
+    /// thread that drains the frames sees what the caller wrote to them before. An empty run
+    /// inserts nothing.
     ///
     /// Costs a load for each word of 64 frames and its summaries, an atomic OR for each word that
-    /// changes, and a look at the list of small epochs.
+    /// changes, and one access to the list of small epochs.
+    ///
+    /// # Errors
+    /// Returns an error that names the run if it does not lie in one slot. Nothing changes.
     pub fn mark(&self, layout: &Layout, run: FrameRun) -> Result<(), OutOfSlot> {
         self.assert_same_layout(layout);
         if run.count > 0 {
@@ -23,8 +26,11 @@ impl Tree {
         Ok(())
     }
 
-    /// As [`mark`](Self::mark), without atomic operations; stops at the first level where the bits'
-    /// words were not zero, so mostly O(words of 64 frames).
+    /// As [`mark`](Self::mark), without atomic operations. It stops at the first level in which the
+    /// words were not zero, so it usually costs O(words of 64 frames).
+    ///
+    /// # Errors
+    /// Returns an error that names the run if it does not lie in one slot. Nothing changes.
     pub fn mark_mut(&mut self, layout: &Layout, run: FrameRun) -> Result<(), OutOfSlot> {
         self.assert_same_layout(layout);
         if run.count == 0 {
@@ -42,7 +48,8 @@ impl Tree {
             for (word, mask) in masks(lo, hi) {
                 was_there &= sync::or_mut(&mut self.words[start + word as usize], mask) != 0;
             }
-            // I1: what was not zero has its summaries, and nobody is just setting them.
+            // By I1 a word that was not zero has its summaries, and no other thread is about to set
+            // them.
             if was_there {
                 break;
             }
@@ -62,7 +69,7 @@ impl Tree {
         }
     }
 
-    /// Sets leaf bits `first .. first + count`. The bits must lie in one slot of the layout.
+    /// Sets leaf bits `first .. first + count`, which must lie in one slot of the layout.
     pub(crate) fn insert(&self, first: u64, count: u64) {
         if count <= 1 {
             self.insert_word(first >> SHIFT, count << (first & 63));
@@ -75,7 +82,8 @@ impl Tree {
             });
             return;
         }
-        // Leaves with whole-word masks, then each summary level over the words below it.
+        // The leaves are set with whole-word masks, then each summary level over the words below
+        // it.
         fence_prior_writes();
         for &(start, _) in &self.levels {
             self.set_bits(start, lo, hi);
@@ -85,7 +93,7 @@ impl Tree {
     }
 
     /// Sets the leaf bits `bits` of word `word`, which must lie in one slot of the layout. Returns
-    /// those that were new.
+    /// the bits that were new.
     pub(crate) fn insert_word(&self, word: u64, bits: u64) -> u64 {
         if bits == 0 {
             return 0;
@@ -103,8 +111,8 @@ impl Tree {
         new
     }
 
-    /// As [`insert_word`](Self::insert_word) of each, with one look at the list for all. Returns
-    /// how many bits were new.
+    /// As [`insert_word`](Self::insert_word) for each word, with one access to the list for all.
+    /// Returns the number of bits that were new.
     pub(crate) fn insert_words(&self, words: &[(u64, u64)]) -> u64 {
         let mut list = self.word_list.try_list();
         let mut listed = list.is_some();
@@ -124,7 +132,8 @@ impl Tree {
         let leaf = &self.words[word as usize];
         let mut there = leaf.load(SeqCst);
         if there & bits == bits {
-            // Nothing to change, if it is still there for one who sees what the caller has written.
+            // If the bits are still set after the fence, a drain that takes them later sees the
+            // caller's writes, and nothing has to change.
             fence_prior_writes();
             there = leaf.load(SeqCst);
         }
@@ -135,8 +144,8 @@ impl Tree {
         bits & !there
     }
 
-    /// Sets the bits `bits` of word `word` of level 1, if there is one, and the summaries above.
-    /// What is below has been written: see Ordering above.
+    /// Sets the bits `bits` of word `word` of level 1, if there is one, and the summaries above it.
+    /// The words below have been written: see Ordering in the module above.
     pub(super) fn insert_summary(&self, mut word: usize, mut bits: u64) {
         for &(start, _) in &self.levels[1..] {
             self.or(start + word, bits);
@@ -144,7 +153,7 @@ impl Tree {
         }
     }
 
-    /// Sets the bits of `mask` in a word; one load if they are set.
+    /// Sets the bits of `mask` in a word; costs one load if they are already set.
     fn or(&self, index: usize, mask: u64) {
         let word = &self.words[index];
         if word.load(SeqCst) & mask != mask {
@@ -152,7 +161,8 @@ impl Tree {
         }
     }
 
-    /// Sets bits `lo..=hi` of the level that starts at word `start`, skipping words that have them.
+    /// Sets bits `lo..=hi` of the level that starts at word `start`. Skips words that already have
+    /// them.
     fn set_bits(&self, start: usize, lo: u64, hi: u64) {
         for (word, mask) in masks(lo, hi) {
             self.or(start + word as usize, mask);

@@ -1,5 +1,5 @@
-//! Work over a whole tree by several threads at once while others insert: absorb a bitmap, drain,
-//! count. Each thread has whole subtrees; `share.rs` says how they are split.
+//! Operations on an entire tree by several threads while others insert: absorb a bitmap, drain,
+//! count. Each thread has whole subtrees; `split.rs` splits the work.
 
 use std::ops::Range;
 
@@ -12,28 +12,28 @@ use super::words::{SHIFT, Shared, nonzero, ones, set_bits_of};
 use crate::sync::Ordering::SeqCst;
 use crate::{Layout, OutOfSlot, SlotId};
 
-/// Where a tree is cut for a drain or a count.
+/// The subtrees into which a tree is cut for a drain or a count.
 struct Cut {
     level: usize,
     /// The words of that level that may not be zero, ascending.
     words: Vec<u64>,
-    /// Neighbours among them, that a thread takes at a time, as many as a walk does. With much the
-    /// same number of words one level below that are not zero; there may be 64 times as much below
-    /// one of those as another.
+    /// Ranges of consecutive words that a thread takes at a time, at most as many as a walk takes.
+    /// Each range has about the same number of non-zero words one level below. Below one of those
+    /// there may be up to 64 times as many words as below another.
     pieces: Vec<Range<usize>>,
     workers: usize,
 }
 
 impl Tree {
-    /// Sets how finely work over this tree is split between threads: no thread takes on less than
-    /// `words` leaf words (64 frames each), so that less than two times that stays on one thread.
-    /// The default, 65,536, is the bitmap of 16 GiB of memory. 0 counts as 1.
+    /// Sets the grain: a thread gets at least `words` leaf words (of 64 frames), so work of less
+    /// than two grains stays on one thread. The default, 65,536, is the bitmap of 16 GiB of memory.
+    /// 0 counts as 1.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
     /// let mut tree = Tree::new(&layout)?;
-    /// tree.set_grain(4096); // a thread for each GiB, as the pool has them
+    /// tree.set_grain(4096); // at most one thread for each GiB
     /// assert_eq!(tree.absorb_bitmap(&layout, SlotId(0), &[u64::MAX; 1 << 14])?, 1 << 20);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -41,12 +41,16 @@ impl Tree {
         self.grain = words.max(1);
     }
 
-    /// Inserts what a KVM dirty bitmap of `slot` says: bit `i` of word `w` is frame `64 * w + i` of
-    /// the slot. Bits past the slot's end are an error that names the first, and nothing is
-    /// inserted. Returns the frames of the bitmap. From many threads at once.
+    /// Inserts the frames of a KVM dirty bitmap of `slot`: bit `i` of word `w` is frame
+    /// `64 * w + i` of the slot. Returns the number of frames in the bitmap. Many threads may
+    /// insert at once.
     ///
-    /// Costs a look at each word, an atomic OR for each that changes, and a look at the summaries
-    /// for every 64. Bitmaps of more than 32 GiB of memory are shared out to several threads.
+    /// Costs a load of each word, an atomic OR for each word that changes, and a load of the
+    /// summaries for every 64 words. Several threads share bitmaps of more than 32 GiB of memory.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such slot, or if the bitmap has bits past the slot's end; it
+    /// names the first. Nothing is inserted.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
@@ -54,7 +58,8 @@ impl Tree {
     /// let tree = Tree::new(&layout)?;
     /// assert_eq!(tree.absorb_bitmap(&layout, SlotId(0), &[0b101, 1])?, 3);
     /// let past_the_end = tree.absorb_bitmap(&layout, SlotId(0), &[0, 1 << 36]).unwrap_err();
-    /// assert_eq!(past_the_end.to_string(), "frames 0x64..0x65 lie outside slot 0, which has 0x64 frames");
+    /// let message = "frames 0x64..0x65 lie outside slot 0, which has 0x64 frames";
+    /// assert_eq!(past_the_end.to_string(), message);
     /// let mut runs = Vec::new();
     /// tree.drain(&layout, &mut runs);
     /// assert_eq!(runs.iter().map(|r| r.start.0).collect::<Vec<_>>(), [0x100, 0x102, 0x140]);
@@ -70,8 +75,8 @@ impl Tree {
         Ok(self.absorb(placed.first_word as usize, bitmap))
     }
 
-    /// As [`absorb_bitmap`](Self::absorb_bitmap), of words that were checked and go to the leaves
-    /// from `first` on.
+    /// As [`absorb_bitmap`](Self::absorb_bitmap), for words that were checked and that belong to
+    /// the leaves from `first` on.
     pub(crate) fn absorb(&self, first: usize, bitmap: &[u64]) -> u64 {
         fence_prior_writes();
         let split = Split::of_leaves(bitmap.len(), self.grain);
@@ -91,31 +96,32 @@ impl Tree {
         frames
     }
 
-    /// Absorbs words that have one summary.
+    /// Absorbs words below one summary.
     fn absorb_group(&self, first: usize, bits: &[u64]) -> u64 {
         let found = nonzero(bits);
         if found == 0 {
             return 0;
         }
         let leaves = &self.words[first..first + bits.len()];
-        // First a look at all of them, with no branch and no atomic operation that loads wait for.
+        // First loads all words, without branches and without atomic operations that loads would
+        // wait for.
         let new = leaves.iter().zip(bits).zip(0..).fold(0, |new, ((leaf, bits), place)| {
             new | u64::from(leaf.load(SeqCst) & bits != *bits) << place
         });
         set_bits_of(new).for_each(|word| {
             leaves[word].fetch_or(bits[word], SeqCst);
         });
-        // All leaves before the first summary: see Ordering in the module above.
+        // All leaves are set before the first summary: see Ordering in the module above.
         self.insert_summary(first >> SHIFT, found << (first & 63));
         ones(bits)
     }
 
-    /// As [`drain`](Self::drain), by several threads if more than 32 GiB of memory have something
-    /// dirty in them: each thread has its own list, and `runs` shows them in ascending order, the
-    /// same runs as a drain by one thread. What `runs` held is forgotten, its room is used again.
-    /// Returns the number of frames. Costs what a drain does, over the threads. Unlike
-    /// [`drain`](Self::drain) it allocates: a list of the subtrees that are not empty, and what
-    /// each thread needs for its walk.
+    /// As [`drain`](Self::drain), by several threads if more than 32 GiB of memory have dirty
+    /// frames. Each thread has its own list, and `runs` presents them in ascending order: the same
+    /// runs as those of a drain by one thread. The previous content of `runs` is discarded and its
+    /// buffers are reused. Returns the number of frames. Costs what a drain costs, divided between
+    /// the threads. Unlike [`drain`](Self::drain) it allocates: a list of the non-empty subtrees,
+    /// and scratch memory for each thread.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
@@ -124,7 +130,7 @@ impl Tree {
     /// tree.mark(&layout, FrameRun { start: Gfn(1 << 20), count: 1 << 24 })?;
     /// let mut runs = RunLists::default();
     /// assert_eq!(tree.drain_parallel(&layout, &mut runs), 1 << 24);
-    /// assert_eq!(runs.iter().count(), 1, "joined where one thread's grain ends");
+    /// assert_eq!(runs.iter().count(), 1, "joined where one thread's piece ends");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn drain_parallel(&self, layout: &Layout, runs: &mut RunLists) -> u64 {
@@ -148,7 +154,8 @@ impl Tree {
             list.drained();
             return runs.finish(layout);
         }
-        // From the top down to the cut one thread clears, so before anything below is looked at.
+        // One thread clears the levels above the cut, from the top down, so before anything below
+        // is loaded.
         let cut = self.cut(|word| match self.words[word].load(SeqCst) {
             0 => 0,
             _ => self.words[word].swap(0, SeqCst),
@@ -173,9 +180,10 @@ impl Tree {
         runs.finish(layout)
     }
 
-    /// The frames in the tree. While others insert or drain, any number that lies between.
+    /// Returns the number of frames in the tree. While other threads insert or drain, the result
+    /// may be any number in between.
     ///
-    /// Costs a look at each word that is not zero; several threads grain what is large.
+    /// Costs a load of each word that is not zero. Several threads share a large tree.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -200,7 +208,7 @@ impl Tree {
         let frames = |word: usize| u64::from(self.words[word].load(SeqCst).count_ones());
         match level {
             0 => u64::from(bits.count_ones()),
-            // Many of them: all in a row, which costs less than finding out which.
+            // With many non-zero words, loading all 64 costs less than selecting them.
             1 if bits.count_ones() >= 16 => {
                 let leaves = &self.words[word << SHIFT..self.levels[0].1];
                 let mut row = [0; 64];
@@ -214,8 +222,8 @@ impl Tree {
         }
     }
 
-    /// Cuts the tree at level 2, or lower if a grain is less than such a subtree, by `read` of the
-    /// summaries above.
+    /// Cuts the tree at level 2, or lower if a grain is less than such a subtree. `read` loads or
+    /// takes the summaries above the cut.
     fn cut(&self, read: impl Fn(usize) -> u64) -> Cut {
         let top = self.levels.len() - 1;
         let level = top.min((self.grain.ilog2() / SHIFT).min(2) as usize);
@@ -247,7 +255,7 @@ impl Tree {
     }
 }
 
-/// `words` cut at every multiple of `size`.
+/// Splits `words` at every multiple of `size`.
 fn aligned(words: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
     let mut at = words.start;
     std::iter::from_fn(move || {

@@ -1,4 +1,4 @@
-//! Emptying a tree a slice at a time, for callers that must not hold their thread for longer.
+//! Drains a tree in bounded slices, for callers that must not occupy their thread for long.
 
 use super::sink::Runs;
 use super::structure::{Tree, fence_later_reads};
@@ -8,38 +8,41 @@ use super::words::{SHIFT, Shared};
 use crate::sync::{AtomicU64, Ordering::SeqCst};
 use crate::{FrameRun, Layout};
 
-/// Where a drain in slices is: at the lowest frame when new. Example at [`Tree::drain_slice`].
+/// The position of a drain in slices; a new one is at the lowest frame. Example at
+/// [`Tree::drain_slice`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Slices {
-    /// The next leaf word to look at.
+    /// Next leaf word to look at.
     next: u64,
     over: bool,
 }
 
 impl Slices {
-    /// Whether the last slice reached the highest frame; another begins anew.
+    /// Returns whether the last slice reached the highest frame. The next slice then starts a new
+    /// round.
     pub fn is_over(&self) -> bool {
         self.over
     }
 }
 
-/// What a search found within its bound.
+/// The result of a bounded search.
 enum Found {
     Word(u64),
-    /// Nothing up to this leaf word.
+    /// No word before this leaf word.
     NotBefore(u64),
     Nothing,
 }
 
 impl Tree {
-    /// Drains the next slice: at most `words` leaf words (of 64 frames) that hold something, where
-    /// a summary that says more than there is counts as one, too; a `words` of 0 counts as 1. They
-    /// are appended to `runs` as by [`drain`](Self::drain), but not joined with the slice before.
-    /// Returns the frames. A round is over when [`Slices::is_over`] says so. Costs O(levels) for
-    /// each word.
+    /// Drains the next slice: at most `words` leaf words (of 64 frames) that are not zero. A
+    /// spurious summary counts as one word, too. A `words` of 0 counts as 1. The frames are
+    /// appended to `runs` as by [`drain`](Self::drain), but not joined with the previous slice.
+    /// Returns the number of frames. A round is over when [`Slices::is_over`] returns true. Costs
+    /// O(levels) for each word.
     ///
-    /// Meanwhile others may insert and drain. What was inserted before a round is in one of its
-    /// slices; what is inserted during it is in one of them or still in the tree.
+    /// Inserts and drains may run at the same time. A frame that was inserted before a round is in
+    /// one of its slices. A frame that is inserted during a round is in one of its slices or still
+    /// in the tree.
     ///
     /// ```
     /// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slices, Slot, SlotId, Tree};
@@ -73,7 +76,7 @@ impl Tree {
                     Found::Word(word) => {
                         list[found] = word;
                         (next, found, left) = (word + 1, found + 1, left - 1);
-                        // As in a walk: before anything below is looked at.
+                        // As in a walk, the summary is cleared before anything below it is loaded.
                         if self.levels.len() > 1 {
                             self.summary(1, word).fetch_and(!(1 << (word & 63)), SeqCst);
                         }
@@ -92,19 +95,20 @@ impl Tree {
             });
         }
         fence_later_reads();
-        // One look further, so that no empty slice has to say that the round is over.
+        // Searches one word further, so that no empty slice is needed to end the round.
         at.over = at.over || matches!(self.search(next, &mut 1), Found::Nothing);
         at.next = next;
         frames
     }
 
-    /// The summary of level `level` in whose reach word `index` of the level below lies.
+    /// Returns the summary of level `level` that covers word `index` of the level below.
     fn summary(&self, level: usize, index: u64) -> &AtomicU64 {
         &self.words[self.levels[level].0 + (index >> SHIFT) as usize]
     }
 
-    /// The first leaf word from `word` on that the summaries call not zero. Clears summary bits
-    /// that say so of a summary that is zero, and takes each such look from `left`, to the last.
+    /// Returns the first leaf word from `word` on whose summary bits are set. Clears summary bits
+    /// for summaries that are zero. Each such bit takes one look from `left`, and the search ends
+    /// when none is left.
     fn search(&self, word: u64, left: &mut usize) -> Found {
         if self.levels.len() == 1 {
             let there = word == 0 && self.leaf(0) != 0;
@@ -137,8 +141,8 @@ impl Tree {
         }
     }
 
-    /// Clears the bit at level `level` for word `index` of the level below, which was zero; whether
-    /// it was set.
+    /// Clears the bit at level `level` for word `index` of the level below, which was zero. Returns
+    /// whether the bit was set.
     fn clear_stale(&self, level: usize, index: u64) -> bool {
         let bit = 1 << (index & 63);
         if level >= self.levels.len() || self.summary(level, index).load(SeqCst) & bit == 0 {
@@ -148,7 +152,7 @@ impl Tree {
         let below = &self.words[self.levels[level - 1].0 + index as usize];
         if below.load(SeqCst) != 0 {
             self.summary(level, index).fetch_or(bit, SeqCst);
-            // A walk that came in between may have missed what is there.
+            // A walk between the clear and the set may have missed the words below.
             self.word_list.mark_incomplete();
         }
         true

@@ -1,9 +1,10 @@
-//! Runs of frames in the lists of several threads, shown as the one ascending list that they are.
+//! Runs of frames in one list for each thread, presented as one ascending list.
 
 use crate::{FrameRun, Layout};
 
-/// What [`Tree::drain_parallel`](crate::Tree::drain_parallel) found: one list a thread, and the
-/// order of their pieces. To be used again, since its room stays: 16 bytes a run.
+/// The result of [`Tree::drain_parallel`](crate::Tree::drain_parallel): one list for each thread,
+/// and the order of their pieces. Reuse it, since its buffers stay allocated: 16 bytes for each
+/// run.
 ///
 /// ```
 /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
@@ -27,7 +28,7 @@ pub struct RunLists {
     frames: u64,
 }
 
-/// One thread's list.
+/// The list of one thread.
 #[derive(Debug, Default)]
 pub(super) struct Worker {
     runs: Vec<FrameRun>,
@@ -35,7 +36,7 @@ pub(super) struct Worker {
     frames: u64,
 }
 
-/// Neighbouring runs in one thread's list: those of one piece of work.
+/// Consecutive runs in one thread's list: those of one piece of work.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
     number: usize,
@@ -50,9 +51,11 @@ impl Worker {
         self.frames = 0;
     }
 
-    /// Appends the runs of one piece of work, which `fill` finds and counts the frames of.
+    /// Appends the runs of one piece of work. `fill` finds the runs and returns the number of
+    /// frames.
     pub(super) fn piece(&mut self, number: usize, fill: impl FnOnce(&mut Vec<FrameRun>) -> u64) {
-        // On the stack meanwhile: the lists lie side by side, and their lengths in one cache line.
+        // The list is moved to the stack meanwhile: the lists are adjacent, with their lengths in
+        // one cache line.
         let mut runs = std::mem::take(&mut self.runs);
         let from = runs.len();
         self.frames += fill(&mut runs);
@@ -65,14 +68,15 @@ impl Worker {
 }
 
 impl RunLists {
-    /// So many empty lists.
+    /// Returns `workers` empty lists.
     pub(super) fn begin(&mut self, workers: usize) -> &mut [Worker] {
         self.lists.resize_with(workers.max(self.lists.len()), Worker::default);
         self.lists.iter_mut().for_each(Worker::clear);
         &mut self.lists[..workers]
     }
 
-    /// Puts the pieces in order and joins the runs that meet where two of them meet.
+    /// Sorts the pieces and joins runs that touch where two pieces meet. Returns the number of
+    /// frames.
     pub(super) fn finish(&mut self, layout: &Layout) -> u64 {
         self.pieces.clear();
         for (list, worker) in self.lists.iter().enumerate() {
@@ -81,7 +85,7 @@ impl RunLists {
         self.pieces.sort_unstable_by_key(|(_, piece)| piece.number);
         for i in 1..self.pieces.len() {
             let ((left, before), (right, after)) = (self.pieces[i - 1], self.pieces[i]);
-            // No piece is empty here: one loses its last run only after it was the right one.
+            // No piece is empty here: a piece loses its last run only after it was the right one.
             let last = self.lists[left].runs[before.to - 1];
             let first = &mut self.lists[right].runs[after.from];
             let joined = FrameRun { start: last.start, count: last.count + first.count };
@@ -94,17 +98,17 @@ impl RunLists {
         self.frames
     }
 
-    /// How many frames are in it. O(1).
+    /// Returns the number of frames. O(1).
     pub fn frames(&self) -> u64 {
         self.frames
     }
 
-    /// The runs, ascending, none touching its neighbour within a slot.
+    /// Returns the runs, ascending. No two runs touch within a slot.
     pub fn iter(&self) -> impl Iterator<Item = FrameRun> + '_ {
         self.pieces().flatten().copied()
     }
 
-    /// The same runs in pieces of some length, ascending: to be handed out again to several
+    /// Returns the same runs in pieces of some length, ascending, for distribution to several
     /// threads.
     pub fn pieces(&self) -> impl Iterator<Item = &[FrameRun]> {
         let runs = |(list, piece): &(usize, Piece)| &self.lists[*list].runs[piece.from..piece.to];

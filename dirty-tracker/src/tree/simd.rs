@@ -1,9 +1,10 @@
-//! How set bits become numbers, the one step of a walk that is worth vector instructions: for CPUs
-//! with AVX-512 VBMI2, for x86-64 with BMI, and for any other. With its `x86.rs` the only module of
-//! this crate with unsafe code; `mod tests` below holds every simd to the portable one.
+//! Turns set bits into numbers, the one step of a walk that is worth vector instructions. There are
+//! three levels: CPUs with AVX-512 VBMI2, x86-64 with BMI, and any other. This module and `x86.rs`
+//! below it contain all unsafe code of the crate. The tests below compare every level with the
+//! portable one.
 #![allow(
     unsafe_code,
-    reason = "vector instructions, and lists that are written behind their end; each block says why it is sound"
+    reason = "vector instructions and the spare capacity of lists; each block says why it is sound"
 )]
 
 use std::mem::MaybeUninit;
@@ -11,29 +12,29 @@ use std::mem::MaybeUninit;
 use crate::Gfn;
 use crate::sync::AtomicU64;
 
-/// Places for the frames of one word.
+/// Room for the frames of one word.
 type Places = [MaybeUninit<Gfn>; 64];
 
-/// What a walk asks of the CPU.
+/// The operations that a walk needs from the CPU.
 pub(super) trait Simd: Copy {
-    /// Whether sparse words are best taken eight at once.
+    /// Whether sparse words are taken in groups of eight.
     const EIGHTS: bool = false;
 
-    /// So many frames of a list are best written where they belong; what follows is best gathered,
-    /// and appended in pieces.
+    /// Number of frames of a list that are written directly into the list. Frames beyond it are
+    /// gathered first and appended in pieces.
     const IN_PLACE: usize;
 
-    /// Writes `base` plus the number of each set bit of `bits` to `room`, ascending, and returns
-    /// how many. What lies behind them in `room` is undefined afterwards.
+    /// Writes `base` plus the number of each set bit of `bits` to `room`, ascending. Returns how
+    /// many it wrote. The rest of `room` is undefined afterwards.
     fn expand(self, bits: u64, base: u32, room: &mut [u32; 64]) -> usize;
 
-    /// As [`expand`](Self::expand), to frames. As many places as it returns are initialized.
+    /// As [`expand`](Self::expand), but writes frames. It initializes as many places as it returns.
     fn write(self, bits: u64, base: u64, room: &mut Places) -> usize;
 
-    /// Takes the words `base` plus each offset and writes for each of their bits, ascending, the
-    /// number that [`expand`](Self::expand) gives it if the word's first bit is 64 times its offset
-    /// less `first`. Returns how many, and leaves zeros; or changes nothing, if a word has more
-    /// than two bits or the CPU can't do this well.
+    /// Takes the words `base` plus each offset and leaves zeros. Writes the number of each of their
+    /// bits, ascending, as [`expand`](Self::expand) does; the number of a word's first bit is 64
+    /// times its offset minus `first`. Returns how many it wrote. Returns `None` and changes
+    /// nothing if a word has more than two bits, or if the CPU lacks fast instructions for this.
     fn expand_eight(
         self,
         _words: &mut [AtomicU64],
@@ -45,7 +46,8 @@ pub(super) trait Simd: Copy {
         None
     }
 
-    /// As [`expand_eight`](Self::expand_eight), to frames: `base` is that of offset `first`.
+    /// As [`expand_eight`](Self::expand_eight), but writes frames. `base` is the frame at offset
+    /// `first`.
     fn write_eight(
         self,
         _words: &mut [AtomicU64],
@@ -66,12 +68,12 @@ pub(super) trait Simd: Copy {
     /// Appends `len` consecutive frames from `first` on to a list.
     fn append_range(self, out: &mut Vec<Gfn>, first: u64, len: usize);
 
-    /// Begins to load a word.
+    /// Prefetches a word.
     fn prefetch(self, word: &AtomicU64);
 }
 
-/// The room behind a list's end, being filled. Nothing is allocated: what finds no room is not
-/// written.
+/// The spare capacity of a list while it is being filled. It never allocates: frames without room
+/// are not written.
 pub(super) struct Room<'l> {
     list: &'l mut Vec<Gfn>,
     /// The places behind the list's end, of which the first `len` are initialized.
@@ -81,7 +83,7 @@ pub(super) struct Room<'l> {
 }
 
 impl<'l> Room<'l> {
-    /// At most `bound` places of what the list has.
+    /// Creates room of at most `bound` places of the list's spare capacity.
     #[inline(always)]
     pub(super) fn new(list: &'l mut Vec<Gfn>, bound: usize) -> Self {
         let spare = list.spare_capacity_mut();
@@ -89,7 +91,7 @@ impl<'l> Room<'l> {
         Self { list, places, count, len: 0 }
     }
 
-    /// How many frames find room.
+    /// Returns the number of frames for which there is room.
     #[inline(always)]
     pub(super) fn left(&self) -> usize {
         self.count - self.len
@@ -97,13 +99,14 @@ impl<'l> Room<'l> {
 
     #[inline(always)]
     fn free(&mut self) -> &mut [MaybeUninit<Gfn>] {
-        // SAFETY: `len` is at most `count`, and so many places are there.
+        // SAFETY: `len` is at most `count`, and there are `count` places.
         let start = unsafe { self.places.add(self.len) };
-        // SAFETY: the rest of the list's spare room, which nobody touches while it is borrowed.
+        // SAFETY: this is the rest of the list's spare capacity, which is exclusively borrowed with
+        // the list.
         unsafe { std::slice::from_raw_parts_mut(start, self.count - self.len) }
     }
 
-    /// Writes `base` plus the number of each set bit of `bits`, if 64 frames find room.
+    /// Writes `base` plus the number of each set bit of `bits`, if there is room for 64 frames.
     #[inline(always)]
     pub(super) fn write(&mut self, simd: impl Simd, bits: u64, base: u64) {
         if let Some(room) = self.free().first_chunk_mut() {
@@ -111,8 +114,8 @@ impl<'l> Room<'l> {
         }
     }
 
-    /// As [`write`](Self::write), if `bits` are at most two and two frames find room; whether it
-    /// was so.
+    /// As [`write`](Self::write), if `bits` has at most two bits and there is room for two frames.
+    /// Returns whether it wrote them.
     #[inline(always)]
     pub(super) fn write_two(&mut self, bits: u64, base: u64) -> bool {
         let second = bits & bits.wrapping_sub(1);
@@ -122,12 +125,13 @@ impl<'l> Room<'l> {
         let Some([one, two]) = self.free().first_chunk_mut() else { return false };
         one.write(Gfn(base.wrapping_add(u64::from(bits.trailing_zeros()))));
         two.write(Gfn(base.wrapping_add(u64::from(second.trailing_zeros()))));
-        // At most two, as was asked above.
+        // At most two, as checked above.
         self.len += bits.count_ones() as usize;
         true
     }
 
-    /// [`Simd::write_eight`], if sixteen frames find room; whether it was done.
+    /// Calls [`Simd::write_eight`] if there is room for sixteen frames. Returns whether it wrote
+    /// them.
     #[inline(always)]
     pub(super) fn write_eight(
         &mut self,
@@ -143,7 +147,7 @@ impl<'l> Room<'l> {
         written.is_some()
     }
 
-    /// Writes `len` consecutive frames from `first` on, if they find room.
+    /// Writes `len` consecutive frames from `first` on, if there is room for them.
     #[inline(always)]
     pub(super) fn write_range(&mut self, simd: impl Simd, first: u64, len: usize) {
         if let Some(room) = self.free().get_mut(..len) {
@@ -152,23 +156,23 @@ impl<'l> Room<'l> {
         }
     }
 
-    /// What has been written is the list's.
+    /// Adds the frames that were written to the list.
     #[inline(always)]
     pub(super) fn keep(self) {
         let len = self.list.len() + self.len;
-        // SAFETY: the places from the list's end on that `len` counts lie in its capacity and are
+        // SAFETY: `len` counts places from the list's end on. They lie within its capacity and are
         // initialized.
         unsafe { self.list.set_len(len) };
     }
 }
 
-/// Work that is compiled once for each simd. `run` and all that it calls must be inlined, or it
-/// is not compiled with the simd's instructions.
+/// Work that is compiled once for each level. `run` and everything that it calls must be inlined,
+/// or it is not compiled with the instructions of the level.
 pub(super) trait Job {
     fn run<K: Simd>(self, simd: K);
 }
 
-/// The kernels, best last.
+/// The SIMD levels, best last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SimdLevel {
     Portable,
@@ -179,7 +183,7 @@ pub(super) enum SimdLevel {
 }
 
 impl SimdLevel {
-    /// Every simd that this CPU can run.
+    /// Returns every level that this CPU supports.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let portable = std::iter::once(Self::Portable);
         #[cfg(target_arch = "x86_64")]
@@ -191,7 +195,7 @@ impl SimdLevel {
         portable
     }
 
-    /// The best simd for this CPU.
+    /// Returns the best level for this CPU.
     pub(super) fn best() -> Self {
         Self::all().last().unwrap_or(Self::Portable)
     }
@@ -200,16 +204,18 @@ impl SimdLevel {
         match self {
             Self::Portable => job.run(Portable),
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: a `Bmi` exists only on CPUs that have what `with_bmi` is compiled for.
+            // SAFETY: a `Bmi` exists only on CPUs with the instructions for which `with_bmi` is
+            // compiled.
             Self::Bmi(bmi) => unsafe { x86::with_bmi(job, bmi) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: an `Avx512` exists only on CPUs that have what `with_avx512` is compiled for.
+            // SAFETY: an `Avx512` exists only on CPUs with the instructions for which `with_avx512`
+            // is compiled.
             Self::Avx512(avx) => unsafe { x86::with_avx512(job, avx) },
         }
     }
 }
 
-/// Any CPU.
+/// The level for any CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Portable;
 
@@ -250,7 +256,7 @@ impl Simd for Portable {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            // SAFETY: a hint about a word that exists; every x86-64 has the instruction.
+            // SAFETY: a prefetch of a word that exists. Every x86-64 CPU has the instruction.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(word).cast()) };
         }
         #[cfg(not(target_arch = "x86_64"))]
@@ -258,8 +264,9 @@ impl Simd for Portable {
     }
 }
 
-/// Puts the number of each set bit to a place, ascending; returns how many. Four or eight at a
-/// time, there or not: a branch or two a word instead of one a bit.
+/// Puts the number of each set bit into a place, ascending, and returns how many there are. It puts
+/// four or eight numbers at a time, whether there are as many or not: one or two branches for each
+/// word instead of one for each bit.
 #[inline(always)]
 fn each_bit<T>(mut bits: u64, room: &mut [T; 64], put: impl Fn(&mut T, u32)) -> usize {
     if bits == u64::MAX {

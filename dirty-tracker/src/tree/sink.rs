@@ -1,22 +1,22 @@
-//! Where the leaf words of a walk go: into runs of frames, or into single frames.
+//! The outputs of a walk: leaf words become runs of frames, or single frames.
 
 use super::simd::{Room, Simd};
 use super::words::{PREFETCH_DISTANCE, SHIFT, Sparsity, Words};
 use crate::{FrameRun, Gfn, Layout};
 
-/// Takes ascending leaf words.
+/// A consumer of ascending leaf words.
 pub(super) trait Sink {
-    /// Takes the words `base` plus each offset, some of which may be zero.
+    /// Takes the words `base` plus each offset. Some may be zero.
     fn take(&mut self, simd: impl Simd, words: &mut impl Words, base: u64, offsets: &[u32]);
 
-    /// No word follows.
+    /// Ends the walk.
     fn finish(self, simd: impl Simd);
 }
 
-/// From a leaf word to its first frame, with the last slot remembered.
+/// Translates leaf words to frames. Remembers the last slot.
 struct SlotPosition<'a> {
     layout: &'a Layout,
-    /// The slot of the last word: index into the layout's placed slots.
+    /// Slot of the last word: an index into the layout's placed slots.
     slot: usize,
     /// The words of that slot.
     first: u64,
@@ -38,8 +38,8 @@ impl<'a> SlotPosition<'a> {
         self.base = p.slot.base.0;
     }
 
-    /// Splits off the first of the words `base` plus each offset that lie in one slot and in reach
-    /// of 32 bits.
+    /// Splits off the first of the words `base` plus each offset that lie in one slot and within 32
+    /// bits.
     #[inline(always)]
     fn split<'o>(&mut self, base: u64, offsets: &'o [u32]) -> Option<(Segment<'o>, &'o [u32])> {
         let (first, last) = (*offsets.first()?, *offsets.last()?);
@@ -65,48 +65,50 @@ impl<'a> SlotPosition<'a> {
     }
 }
 
-/// Frames so far from a base are staged with it. Tests use few, so that they get past it.
+/// Largest distance of a staged frame from its base. Small in tests, so that they exceed it.
 const MAX_DISTANCE: u64 = if cfg!(test) { 1 << 14 } else { u32::MAX as u64 - 64 };
 
-/// Leaf words of a segment: their frames are near its first one.
+/// Largest number of leaf words in a segment, so that their frames are near its first frame.
 const MAX_SEGMENT_WORDS: u64 = MAX_DISTANCE >> (SHIFT + 1);
 
 /// Leaf words that lie in one slot.
 struct Segment<'o> {
-    /// The first frame of the word at offset 0, were it in the slot.
+    /// First frame of the word at offset 0, as if that word lay in the slot.
     frame: u64,
     offsets: &'o [u32],
-    /// The first frame of the last word.
+    /// First frame of the last word.
     last: u64,
-    /// The slot is another than that of the segment before.
+    /// Whether the slot differs from that of the previous segment.
     new_slot: bool,
 }
 
 impl Segment<'_> {
-    /// The first frame of the word at `offset`.
+    /// Returns the first frame of the word at `offset`.
     #[inline(always)]
     fn frame(&self, offset: u64) -> u64 {
         self.frame.wrapping_add(offset << SHIFT)
     }
 
-    /// Whether every frame is in reach of 32 bits from `base`, and the first of a word after them.
+    /// Returns whether every frame, and the first frame of a word after them, is within 32 bits of
+    /// `base`.
     #[inline(always)]
     fn is_near(&self, base: u64) -> bool {
-        // Walks ascend: no frame lies below the base.
+        // Walks ascend, so no frame lies below the base.
         self.last - base <= MAX_DISTANCE
     }
 }
 
-/// Frames gathered before they are appended to a list, a part of the first cache.
+/// Number of frames that are gathered before they are appended to a list: a part of the first-level
+/// cache.
 const STAGE: usize = 2048;
-/// A stage longer than that is emptied before the next word, which may end a run and add 64 frames.
+/// A stage longer than this is emptied before the next word, which may end a run and add 64 frames.
 const STAGE_LIMIT: usize = STAGE - 65;
 
-/// Frame numbers on their way into a list, less a base.
+/// Frame numbers on their way into a list, minus a base.
 type Stage = [u32; STAGE];
 
-/// Where frames are gathered before they are appended to a list: some 32 KiB, allocated with the
-/// tree.
+/// Buffers in which frames are gathered before they are appended to a list: some 32 KiB, allocated
+/// with the tree.
 #[derive(Debug)]
 pub(super) struct Stages {
     starts: Stage,
@@ -120,24 +122,24 @@ impl Stages {
     }
 }
 
-/// Writes `base` plus the number of each set bit to `stage` from `len` on; the new length.
+/// Writes `base` plus the number of each set bit to `stage` from `len` on. Returns the new length.
 #[inline(always)]
 fn expand(simd: impl Simd, stage: &mut Stage, len: usize, bits: u64, base: u32) -> usize {
-    // There is room: see `STAGE_LIMIT`.
+    // There is room, see `STAGE_LIMIT`.
     let Some(room) = stage[len..].first_chunk_mut() else { return len };
     len + simd.expand(bits, base, room)
 }
 
-/// Full words in a row that are appended as a range, past the stage. Fewer are staged like others:
-/// changing between the two costs more than it saves.
+/// Number of consecutive full words from which on they are appended as a range, bypassing the
+/// stage. For fewer words the switch costs more than it saves.
 const MIN_RANGE_WORDS: usize = 16;
 
-/// Appends single frames to a list: behind its end where it has room and the simd wants it so,
-/// else by way of a stage.
+/// Appends single frames to a list. Writes directly behind the end of the list where it has room
+/// and the SIMD level prefers it, and otherwise through a stage.
 pub(super) struct Frames<'a> {
     place: SlotPosition<'a>,
     out: &'a mut Vec<Gfn>,
-    /// Follows what is in `out`.
+    /// Frames that follow those in `out`.
     stage: &'a mut Vec<Gfn>,
 }
 
@@ -154,7 +156,7 @@ impl<'a> Frames<'a> {
         self.stage.clear();
     }
 
-    /// Room for `needed` frames, at most 64, and whether it is the list's own.
+    /// Returns room for `needed` frames, at most 64, and whether it is the list's own.
     #[inline(always)]
     fn room<K: Simd>(&mut self, simd: K, needed: usize) -> (Room<'_>, bool) {
         if self.stage.len() > STAGE - 64 {
@@ -167,8 +169,9 @@ impl<'a> Frames<'a> {
         (Room::new(list, if in_place { spare } else { STAGE }), in_place)
     }
 
-    /// Takes words of a segment from `at` on. `carried` is what the one before it holds and what
-    /// found no room. Returns where it stopped, and what the last word holds that found no room.
+    /// Takes words of a segment from `at` on. `carried` holds the bits of the previous word that
+    /// found no room. Returns the position where it stopped, and the bits of the last word that
+    /// found no room.
     #[inline(always)]
     fn take_some<W: Words>(
         &mut self,
@@ -214,7 +217,8 @@ impl<'a> Frames<'a> {
                 continue;
             }
             if bits == u64::MAX {
-                // With the full words that follow it, and then one that is not full.
+                // Counts the full words that follow, and takes the first word after them that is
+                // not full.
                 full = 1;
                 let most = if in_place { room.left() / 64 } else { offsets.len() };
                 while full < most
@@ -271,14 +275,14 @@ impl Sink for Frames<'_> {
     }
 }
 
-/// Joins what touches within a slot to runs, and appends them to a list.
+/// Joins touching frames of a slot to runs, and appends the runs to a list.
 ///
-/// Where runs begin and where they end are found apart, a word at a time and without a branch for
-/// each: the n-th end assert_same_layout to the n-th beginning.
+/// The starts and the ends of runs are found separately, one word at a time and without a branch
+/// for each: the n-th end belongs to the n-th start.
 pub(super) struct Runs<'a> {
     place: SlotPosition<'a>,
     out: RunList<'a>,
-    /// Frames of all runs.
+    /// Number of frames in all runs.
     frames: &'a mut u64,
     starts: &'a mut Stage,
     ends: &'a mut Stage,
@@ -286,16 +290,16 @@ pub(super) struct Runs<'a> {
     at: Position,
 }
 
-/// How far the runs are.
+/// The state of the runs.
 #[derive(Clone, Copy, Default)]
 struct Position {
-    /// Beginnings and ends that are staged.
+    /// Number of staged starts and ends.
     starts: usize,
     ends: usize,
     frames: u64,
-    /// 1 if the last word's last bit was set: the run goes on if the next word follows it.
+    /// 1 if the last bit of the last word was set: the run continues if the next word follows it.
     carry: u64,
-    /// The first frame after the last word.
+    /// First frame after the last word.
     next: u64,
 }
 
@@ -311,7 +315,7 @@ impl Position {
 
 struct RunList<'a> {
     runs: &'a mut Vec<FrameRun>,
-    /// Where a run began whose end was not found before the stages were emptied.
+    /// Start of a run whose end was not found before the stages were emptied.
     open: Option<u64>,
 }
 
@@ -335,7 +339,7 @@ impl RunList<'_> {
 }
 
 impl<'a> Runs<'a> {
-    /// `frames` will be the frames of all runs.
+    /// Creates a sink that sets `frames` to the number of frames in all runs.
     pub(super) fn new(
         layout: &'a Layout,
         runs: &'a mut Vec<FrameRun>,

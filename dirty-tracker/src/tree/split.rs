@@ -1,38 +1,40 @@
-//! How work over a tree is split, and the threads that do it.
+//! Splits work over a tree between threads.
 //!
-//! A *grain* is what is worth a thread. Work is cut finer, in a row of *pieces*, and a thread takes
-//! the next piece when it is done with one: who meets much that is dirty takes fewer. Threads are
-//! those of the rayon pool that the caller is in, else of the global one; without the feature
-//! `parallel` there is one thread, and the same results.
+//! A *grain* is the smallest amount of work for which a thread is worthwhile. Work is cut finer,
+//! into a row of *pieces*. A thread takes the next piece when it has finished one, so a thread
+//! whose pieces are dense takes fewer. The threads belong to the rayon pool that the caller is in,
+//! or else to the global pool. Without the feature `parallel` one thread does all the work, with
+//! the same results.
 
 use super::words::SHIFT;
 use crate::sync::{self, Mutex};
 use pool::{on_threads, threads};
 
-/// Leaf words that are worth a thread: the bitmap of 16 GiB of guest memory, 512 KiB. The cheapest
-/// pass over them takes 50 us, which is what it costs to wake a second thread, so less than two
-/// times that stays on one thread.
+/// Default grain in leaf words: the bitmap of 16 GiB of guest memory, 512 KiB. The cheapest pass
+/// over a grain takes 50 us, as long as it takes to wake a second thread. Work of less than two
+/// grains therefore stays on one thread.
 pub(super) const GRAIN: usize = 16 << (2 * SHIFT);
 
-/// Pieces that a thread takes of large work: none waits for the last one longer than a 64th of its
-/// time, but where much more is dirty in one piece than in another.
+/// Number of pieces that a thread takes of large work. No thread waits for the last piece longer
+/// than a 64th of its time, unless one piece is much denser than the others.
 const PIECES: usize = 64;
 
-/// The smallest piece is this part of a grain: a whole subtree of level 2, 32 KiB of leaves. Large
-/// work has pieces of up to a grain, since passes over memory are a tenth slower in rows so short.
+/// Smallest piece, as a fraction of a grain: an entire subtree of level 2, 32 KiB of leaves. Large
+/// work has pieces of up to a grain, since passes over memory are a tenth slower in such short
+/// rows.
 const FINEST: usize = 16;
 
-/// How some work is split.
+/// The way in which some work is split.
 pub(super) struct Split {
-    /// Threads, at least one.
+    /// Number of threads, at least one.
     pub(super) workers: usize,
-    /// How much a thread takes at a time, at least 1.
+    /// Amount of work that a thread takes at a time, at least 1.
     pub(super) piece: usize,
 }
 
 impl Split {
-    /// Of work so large, with so much worth a thread. Asks the pool, which makes the threads of the
-    /// global one, only if there are two grains.
+    /// Splits `work` for a grain of `grain`. Asks the pool for its size only if there are two
+    /// grains, because the question starts the threads of the global pool.
     pub(super) fn of(work: usize, grain: usize) -> Self {
         let grains = work / grain.max(1);
         let workers = if grains < 2 { 1 } else { grains.min(threads()) };
@@ -40,8 +42,8 @@ impl Split {
         Self { workers, piece }
     }
 
-    /// The same with pieces of whole summaries, and of whole subtrees of level 2 if they are
-    /// larger: no two threads meet at a summary of those levels.
+    /// As [`of`](Self::of), with pieces of whole summaries, and of whole subtrees of level 2 if
+    /// they are larger: no two threads access the same summary of these levels.
     pub(super) fn of_leaves(work: usize, grain: usize) -> Self {
         let Self { workers, piece } = Self::of(work, grain);
         let subtree = if piece < 1 << (2 * SHIFT) { SHIFT } else { 2 * SHIFT };
@@ -49,8 +51,9 @@ impl Split {
     }
 }
 
-/// Gives each of the workers, on a thread of its own, one piece of `work` after the other until
-/// there are no more. Helpers lie side by side: `each` does well to change its own once a piece.
+/// Runs the workers, each on a thread of its own; each takes one piece of `work` after the other
+/// until none is left. The workers are adjacent in memory, so `each` should write to its worker
+/// once per piece.
 pub(super) fn distribute<T: Send, S: Send>(
     workers: &mut [S],
     work: impl Iterator<Item = T> + Send,
@@ -69,8 +72,8 @@ pub(super) fn distribute<T: Send, S: Send>(
     });
 }
 
-/// Gives `work` a count for each of the workers, and answers with their sum. One worker allocates
-/// nothing.
+/// Calls `work` with a counter for each worker and returns the sum of the counters. Allocates
+/// nothing for one worker.
 pub(super) fn sum(workers: usize, work: impl FnOnce(&mut [u64])) -> u64 {
     let (mut one, mut many) = ([0], Vec::new());
     let counts = match workers {

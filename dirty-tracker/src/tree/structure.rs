@@ -1,4 +1,5 @@
-//! The tree itself: its levels, what a walk needs besides them, and single look-ups.
+//! The tree itself: its levels, the scratch memory of walks, look-ups of single words, and the
+//! fences.
 
 use super::simd::SimdLevel;
 use super::sink::Stages;
@@ -9,42 +10,41 @@ use super::words::SHIFT;
 use crate::sync::{self, AtomicU64, Mutex, Ordering::SeqCst};
 use crate::{Layout, OutOfSlot, SlotId};
 
-/// 64^8 = 2^48 frames: more than the 2^40 of a guest, even if every slot pads its last word.
+/// 64^8 = 2^48 frames is more than the 2^40 of a guest, even if every slot pads its last word.
 const MAX_LEVELS: usize = 8;
 
-/// A word that is not zero and whose summary bit is not set, which I1 forbids: [`Tree::check`]
-/// found a mistake in this crate.
+/// A word that is not zero while its summary bit is clear. I1 forbids this: [`Tree::check`] found a
+/// bug in this crate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("word {index} of tree level {level} is not zero, but its summary bit is not set")]
 pub struct MissingSummary {
-    /// The word's level; 0 are the leaves.
+    /// Level of the word; 0 is the leaf level.
     pub level: usize,
-    /// The word's number in its level.
+    /// Index of the word in its level.
     pub index: usize,
 }
 
-/// The system refused the address space of a tree: see [`Tree::new`].
+/// The system refused the address space of a tree, see [`Tree::new`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the system refuses {bytes} bytes of address space for the dirty bits of {frames} pages: raise \
      the limit of the process (ulimit -v), or set vm.overcommit_memory to 1"
 )]
 pub struct NoMemory {
-    /// The frames of the layout.
+    /// Number of frames in the layout.
     pub frames: u64,
-    /// What [`Tree::reserved_bytes`] would have been.
+    /// Bytes that the tree would have reserved, see [`Tree::reserved_bytes`].
     pub bytes: u64,
 }
 
-/// A set of the frames of a [`Layout`], as one allocation of packed levels: see the
-/// [first page](crate#the-structure). Each call must get the layout that the tree was made for.
+/// A set of frames of a [`Layout`], in one allocation of packed levels: see the [front
+/// page](crate#the-structure). Each call must pass the layout that the tree was made for.
 ///
-/// What takes `&self` may be called from many threads at once. What takes `&mut self` does the same
-/// without atomic operations.
+/// Methods that take `&self` may be called from many threads at once. Methods that take `&mut self`
+/// do the same without atomic operations.
 ///
 /// # Panics
-/// A tree is made for a layout. Methods panic if they are given one with another number of leaf
-/// words.
+/// Methods panic if they are given a layout with another number of leaf words than the tree's.
 ///
 /// ```
 /// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -68,16 +68,16 @@ pub struct NoMemory {
 #[derive(Debug)]
 pub struct Tree {
     pub(super) words: Vec<AtomicU64>,
-    /// First word of each level, and its length; level 0 first.
+    /// First word and length of each level; level 0 first.
     pub(super) levels: Vec<(usize, usize)>,
     pub(super) simd: SimdLevel,
     pub(super) scratch: Mutex<Scratch>,
     pub(super) word_list: WordList,
-    /// Leaf words that are worth a thread of their own.
+    /// Smallest number of leaf words for which a thread is worthwhile.
     pub(super) grain: usize,
 }
 
-/// What a walk needs besides the words; allocated with the tree, so that a drain allocates nothing.
+/// Scratch memory of a walk. It is allocated with the tree, so that a drain allocates nothing.
 #[derive(Debug)]
 pub(super) struct Scratch {
     pub(super) pending: Vec<Pending>,
@@ -92,11 +92,11 @@ impl Scratch {
 }
 
 impl Tree {
-    /// Returns an empty tree over `layout`. One zeroed allocation, backed by memory as frames get
-    /// dirty, and some 40 KiB for walks.
+    /// Returns an empty tree over `layout`. It is one zeroed allocation, which the system backs as
+    /// frames become dirty, and some 40 KiB for walks.
     ///
     /// # Errors
-    /// The system refuses the address space.
+    /// Returns an error if the system refuses the address space.
     pub fn new(layout: &Layout) -> Result<Self, NoMemory> {
         let mut levels = Vec::with_capacity(MAX_LEVELS);
         let mut len = layout.leaf_words() as usize;
@@ -116,13 +116,15 @@ impl Tree {
         Ok(Self { words, levels, simd, scratch, word_list, grain: split::GRAIN })
     }
 
-    /// Bytes reserved for the levels: the leaves and at most 2 % more, from 4,096 leaf words (1 GiB
-    /// of guest) on. Only what was ever dirty is backed by memory. O(1).
+    /// Returns the number of bytes reserved for the levels. From 4,096 leaf words (1 GiB of guest
+    /// memory) on these are the leaves and at most 2 % more. Only words that were ever dirty are
+    /// backed by memory. O(1).
     ///
     /// ```
     /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
-    /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 3 << 30 }])?; // 12 TiB
-    /// let bytes = Tree::new(&layout)?.reserved_bytes(); // takes no time, and no memory
+    /// let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 3 << 30 }; // 12 TiB
+    /// let layout = Layout::new([slot])?;
+    /// let bytes = Tree::new(&layout)?.reserved_bytes(); // backs no memory
     /// assert_eq!((layout.leaf_words() * 8, bytes), (402_653_184, 409_044_512));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -130,14 +132,18 @@ impl Tree {
         self.words.len() as u64 * 8
     }
 
-    /// Catches a caller's mistake that would show only in frames that do not exist.
+    /// Panics if `layout` is not the tree's. This mistake would otherwise show only as frames that
+    /// do not exist.
     pub(super) fn assert_same_layout(&self, layout: &Layout) {
         let ours = self.levels[0].1 as u64;
-        assert_eq!(layout.leaf_words(), ours, "words of this layout's leaves, and of this tree's");
+        assert_eq!(layout.leaf_words(), ours, "leaf words of this layout and of the tree");
     }
 
-    /// Checks I1 by walking the whole tree, and answers with the first word that breaks it. For
-    /// tests; exact only while nobody inserts. O(words of the tree).
+    /// Checks I1 by walking the entire tree. For tests; exact only while no thread inserts. O(words
+    /// of the tree).
+    ///
+    /// # Errors
+    /// Returns the first word that violates I1.
     pub fn check(&self) -> Result<(), MissingSummary> {
         for (level, pair) in self.levels.windows(2).enumerate() {
             let ((start, len), (above, _)) = (pair[0], pair[1]);
@@ -151,7 +157,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Whether leaf bit `bit` is set.
+    /// Returns whether leaf bit `bit` is set.
     pub(crate) fn contains(&self, bit: u64) -> bool {
         self.leaf(bit >> SHIFT) & (1 << (bit & 63)) != 0
     }
@@ -160,7 +166,7 @@ impl Tree {
         self.words[word as usize].load(SeqCst)
     }
 
-    /// Lends the scratch to `f`; of two drains at once the second makes its own.
+    /// Calls `f` with the scratch memory. If two drains run at once, the second allocates its own.
     pub(super) fn with_scratch(&self, f: impl FnOnce(&mut [Pending], &mut Stages)) {
         match sync::try_lock(&self.scratch) {
             Some(mut scratch) => {
@@ -174,8 +180,11 @@ impl Tree {
         }
     }
 
-    /// The slot's leaves, word by word: its dirty bitmap as `KVM_GET_DIRTY_LOG` gives it. A load
-    /// each; an error names a slot that does not exist.
+    /// Returns the slot's leaves, word by word: its dirty bitmap in the form of
+    /// `KVM_GET_DIRTY_LOG`. Costs a load for each word.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such slot.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -195,7 +204,7 @@ impl Tree {
     }
 }
 
-/// Orders the caller's writes to frames before a look at the tree that may find their bits set and
+/// Orders the caller's writes to frames before a load of the tree that may find their bits set and
 /// change nothing. Pairs with [`fence_later_reads`]. An exchange that sets a bit needs no such
 /// fence.
 pub(super) fn fence_prior_writes() {
@@ -203,7 +212,7 @@ pub(super) fn fence_prior_writes() {
 }
 
 /// Orders the exchanges of a drain, by all of its threads, before the caller's reads of the frames
-/// that it took. Pairs with [`fence_prior_writes`]; see Ordering above.
+/// that it took. Pairs with [`fence_prior_writes`]; see Ordering in the module above.
 pub(super) fn fence_later_reads() {
     sync::fence(SeqCst);
 }

@@ -1,4 +1,5 @@
-//! Every simd's drains against plain sets, with a reach so small that trees get past it.
+//! The drains of every SIMD level against plain sets, with distances so small that trees exceed
+//! them.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +9,7 @@ use super::{Slices, Tree, word_list, words};
 use crate::sync::Ordering::SeqCst;
 use crate::{FrameRun, Gfn, Layout, Slot, SlotId};
 
-/// A generator whose numbers are the same in every run (SplitMix64, Steele and others, 2014).
+/// A generator with the same numbers in every run (SplitMix64, Steele and others, 2014).
 struct Random(u64);
 
 impl Random {
@@ -21,12 +22,12 @@ impl Random {
 
 fn layout() -> Layout {
     let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
-    // Under miri few words: each check looks at them all. Enough for reach and list to be passed.
+    // Few words under miri, since each check loads them all. Enough to exceed segment and list.
     let (large, last) = if cfg!(miri) { (20_001, 300) } else { (300_001, 70_000) };
     Layout::new([slot(0, 5, 1000), slot(1, 1005, large), slot(2, 1 << 39, last)]).unwrap()
 }
 
-/// Runs at random places: `count` of them, up to `longest` frames.
+/// `count` runs at random positions, of up to `longest` frames.
 fn runs(layout: &Layout, random: &mut Random, count: u64, longest: u64) -> Vec<FrameRun> {
     let slots: Vec<&Slot> = layout.slots().collect();
     let mut run = || {
@@ -38,7 +39,7 @@ fn runs(layout: &Layout, random: &mut Random, count: u64, longest: u64) -> Vec<F
     (0..count).map(|_| run()).collect()
 }
 
-/// The maximal runs of a set, none over the end of a slot.
+/// The maximal runs of a set; none crosses the end of a slot.
 fn joined(layout: &Layout, set: &BTreeSet<Gfn>) -> Vec<FrameRun> {
     let mut runs: Vec<FrameRun> = Vec::new();
     for gfn in set {
@@ -52,7 +53,7 @@ fn joined(layout: &Layout, set: &BTreeSet<Gfn>) -> Vec<FrameRun> {
 }
 
 #[test]
-fn every_kernel_drains_what_was_marked_sparse_or_dense_listed_or_walked() {
+fn every_simd_level_drains_exactly_the_marked_frames() {
     let layout = layout();
     let mut random = Random(1);
     let shapes: &[(u64, u64)] = if cfg!(miri) {
@@ -101,7 +102,7 @@ fn every_kernel_drains_what_was_marked_sparse_or_dense_listed_or_walked() {
 }
 
 #[test]
-fn what_lists_leave_behind_is_bounded_and_swept_by_a_walk() {
+fn spurious_summaries_of_lists_are_bounded() {
     // Far more leaf words than lists may leave behind.
     let frames = 4 * 64 * word_list::MAX_SPURIOUS as u64;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
@@ -121,9 +122,9 @@ fn what_lists_leave_behind_is_bounded_and_swept_by_a_walk() {
         assert_eq!(tree.drain(&layout, &mut Vec::new()), 200);
         most = most.max(summaries(&tree));
     }
-    assert!(most >= 200, "lists leave summaries set: {most}");
-    assert!(most <= word_list::MAX_SPURIOUS + word_list::CAPACITY, "walks come in between: {most}");
-    // More than a list holds: a walk, which leaves nothing.
+    assert!(most >= 200, "lists do not leave summaries set: {most}");
+    assert!(most <= word_list::MAX_SPURIOUS + word_list::CAPACITY, "no walk in between: {most}");
+    // More words than a list holds: a walk, which leaves no summaries.
     let many = if cfg!(miri) { 300 } else { 1000 };
     (0..many).for_each(mark);
     assert_eq!(tree.drain(&layout, &mut Vec::new()), many);
@@ -131,7 +132,7 @@ fn what_lists_leave_behind_is_bounded_and_swept_by_a_walk() {
 }
 
 #[test]
-fn slices_leave_no_summaries_that_say_too_much() {
+fn slices_leave_no_spurious_summaries() {
     let layout = layout();
     let tree = Tree::new(&layout).unwrap();
     for slot in layout.slots() {
@@ -148,7 +149,7 @@ fn slices_leave_no_summaries_that_say_too_much() {
     assert_eq!(rounds(100).0, layout.frames());
     rounds(100);
     let set: u32 = tree.words.iter().map(|w| w.load(SeqCst).count_ones()).sum();
-    assert!(set < 4, "at most the way to the last one stays: {set}");
+    assert!(set < 4, "more than the path to the last word stays: {set}");
     // Near the end of the largest slot.
     let start = layout.slots().nth(1).map(|slot| Gfn(slot.run().end().0 - 1005)).unwrap();
     tree.mark(&layout, FrameRun { start, count: 1 }).unwrap();
@@ -157,7 +158,7 @@ fn slices_leave_no_summaries_that_say_too_much() {
     assert!(slices < 10, "a round over one frame takes {slices} looks");
 }
 
-/// Leaf words wherever they are asked for, all of them full.
+/// Leaf words that are all full, at every index.
 struct Full;
 
 impl words::Words for Full {
@@ -180,7 +181,7 @@ impl simd::Job for LastWords<'_> {
 }
 
 #[test]
-fn full_words_at_the_end_of_a_walks_reach_are_whole() {
+fn full_words_at_the_reach_limit_are_complete() {
     let slot = Slot { id: SlotId(0), base: Gfn(3), frames: 1 << 39 };
     let layout = Layout::new([slot]).unwrap();
     for simd in SimdLevel::all() {

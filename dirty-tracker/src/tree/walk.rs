@@ -1,20 +1,20 @@
 //! The walk that empties a tree: top down, one visit to each word that is not zero, by one thread
-//! that grains the words or owns them.
+//! that shares the words or owns them.
 //!
-//! It goes level by level, a buffer full of words at a time, and not branch by branch: the loads of
-//! a buffer are under way at once, and its loops are long enough for the processor to foresee them.
+//! A walk proceeds level by level, one full buffer of words at a time, and not branch by branch.
+//! The loads of a buffer overlap, and the loops are long enough for branch prediction.
 
 use super::simd::{Job, Simd};
 use super::sink::Sink;
 use super::words::{PREFETCH_DISTANCE, SHIFT, Sparsity, Words};
 
-/// Words found at a level and not yet looked into.
+/// Capacity of a level's buffer: words that were found and not yet visited.
 pub(super) const PENDING: usize = 512;
 
 /// The words of one level that a walk has found, ascending.
 #[derive(Debug, Clone)]
 pub(super) struct Pending {
-    /// Their indices, less `base`.
+    /// Indices of the words, minus `base`.
     words: [u32; PENDING],
     base: u64,
     next: usize,
@@ -25,7 +25,7 @@ impl Pending {
     pub(super) const EMPTY: Self = Self { words: [0; PENDING], base: 0, next: 0, len: 0 };
 }
 
-/// As [`Simd::expand`], by plain instructions if it is of at most two bits.
+/// As [`Simd::expand`], but with plain instructions if there are at most two bits.
 #[inline(always)]
 fn expand_two(simd: impl Simd, bits: u64, base: u32, room: &mut [u32; 64]) -> usize {
     let second = bits & bits.wrapping_sub(1);
@@ -37,7 +37,7 @@ fn expand_two(simd: impl Simd, bits: u64, base: u32, room: &mut [u32; 64]) -> us
     bits.count_ones() as usize
 }
 
-/// Takes listed leaf words, ascending, and leaves their summaries as they are.
+/// Takes listed leaf words, ascending. Leaves their summaries as they are.
 pub(super) struct Listed<'a, W, S> {
     pub(super) words: W,
     pub(super) list: &'a [u64],
@@ -63,7 +63,7 @@ impl<W: Words, S: Sink> Job for Listed<'_, W, S> {
     }
 }
 
-/// Empties a tree without saying of what.
+/// A sink that discards all words.
 pub(super) struct Discard;
 
 impl Sink for Discard {
@@ -81,21 +81,21 @@ impl Sink for Discard {
 /// A walk over everything below the words `roots` of the highest of `levels`, ascending.
 pub(super) struct Walk<'a, W, S> {
     pub(super) words: W,
-    /// First word and length of each level, 0 first; the roots' level is the last.
+    /// First word and length of each level, level 0 first. The level of the roots is the last.
     pub(super) levels: &'a [(usize, usize)],
-    /// Ascending; at most [`PENDING`], and all in reach of 32 bits from the first.
+    /// Ascending, at most [`PENDING`], and all within 32 bits of the first.
     pub(super) roots: &'a [u64],
-    /// As many as levels.
+    /// One buffer for each level.
     pub(super) pending: &'a mut [Pending],
     pub(super) sink: S,
 }
 
 impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
-    /// A summary is cleared before anything below it is looked at: what an insert adds below it
-    /// meanwhile has its summary set again by that insert (see the module above).
+    /// Clears a summary before it loads anything below. If an insert adds a word below it
+    /// meanwhile, that insert sets the summary again (see Ordering in the module above).
     #[inline(always)]
     fn run<K: Simd>(self, simd: K) {
-        // Apart, so that they can live in registers.
+        // Separate variables, so that they can live in registers.
         let Self { mut words, levels, roots, pending, mut sink } = self;
         let top = levels.len() - 1;
         let first = &mut pending[top];
@@ -107,7 +107,7 @@ impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
         loop {
             if level == 0 {
                 let leaves = &mut pending[0];
-                // Leaf words lie at the start: their index is their place.
+                // Leaf words lie at the start of the allocation: their index is their position.
                 sink.take(simd, &mut words, leaves.base, &leaves.words[..leaves.len]);
                 leaves.next = leaves.len;
             }
@@ -126,7 +126,7 @@ impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
             let first = found[0];
             let (mut looked_into, mut len) = (0, 0);
             let mut sparsity = Sparsity::of(simd, found);
-            // What lies below must be in reach of 32 bits.
+            // Words below must be within 32 bits.
             let in_reach = |offset: u32| offset < 1 << (32 - SHIFT);
             while let Some(word) = found.get(looked_into) {
                 if let Some(eight) = sparsity.eight(found, looked_into)

@@ -1,37 +1,43 @@
-//! The words of a small epoch, as a list: no walk is needed while it names every leaf that is not
-//! zero.
+//! The words of a small epoch, as a list. While the list names every leaf that is not zero, a drain
+//! needs no walk.
 //!
 //! # Protocol
-//! An insert that gets the lock makes its whole insertion under it and puts its word on the list.
-//! Any other insert, and one that finds the list full, goes straight into the tree and *afterwards*
-//! makes sure that the list is known to be incomplete. A drain that gets the lock and finds the
-//! list complete takes the list's leaves and nothing else: an insert that had returned is on the
-//! list, for had it not been, the list would be known to be incomplete. A drain that walks declares
-//! the list complete *before* it looks at the tree: an insert that it misses says otherwise after
-//! that. So both sides store, then load, and all accesses are SeqCst.
+//! No operation waits for the list's lock:
+//!
+//! - An insert that gets the lock makes its entire insertion under it and adds its word to the
+//!   list.
+//! - Any other insert, and one that finds the list full, inserts into the tree and *afterwards*
+//!   marks the list as incomplete.
+//! - A drain that gets the lock and finds the list complete takes the leaves of the list and
+//!   nothing else. Every insert that had returned is on the list, because otherwise the list would
+//!   be marked as incomplete.
+//! - A drain that walks declares the list complete *before* it loads the tree. An insert that the
+//!   walk misses marks the list as incomplete after that.
+//!
+//! So both sides store, then load, and all accesses are SeqCst.
 
 use crate::sync::{self, AtomicBool, Mutex, MutexGuard, Ordering::SeqCst};
 
-/// Words that a list holds: the leaves of up to 16,384 frames. More are found faster by a walk.
+/// Capacity of a list in words: the leaves of up to 16,384 frames. A walk finds more words faster.
 pub(super) const CAPACITY: usize = if cfg!(driftline_shuttle) { 2 } else { 256 };
 
-/// Leaves drained by lists before a walk comes in between: lists leave the summaries set, and this
-/// bounds what a walk spends on those. Under miri, where a tree that holds so many takes minutes,
-/// fewer.
+/// Number of leaves drained by lists before a walk is forced. Lists leave the summaries set; this
+/// bounds what a walk spends on such spurious summaries. Smaller under miri, where a tree with so
+/// many leaves takes minutes.
 pub(super) const MAX_SPURIOUS: usize = if cfg!(miri) { 4 } else { 64 } * CAPACITY;
 
-/// See the module.
+/// A list of words and whether it is complete; see the module.
 #[derive(Debug)]
 pub(super) struct WordList {
     incomplete: AtomicBool,
     list: Mutex<List>,
 }
 
-/// Leaf words.
+/// Leaf words and their state.
 #[derive(Debug)]
 pub(super) struct List {
     words: Vec<u64>,
-    /// Whether they are in order, each once.
+    /// Whether the words are ascending and distinct.
     ascending: bool,
     spurious: usize,
 }
@@ -42,7 +48,8 @@ impl WordList {
         Self { incomplete: AtomicBool::new(false), list: Mutex::new(list) }
     }
 
-    /// For an insert: the list, if it has room and nobody else is at it.
+    /// Returns the list to an insert, if the list may be complete and no other thread holds its
+    /// lock.
     pub(super) fn try_list(&self) -> Option<MutexGuard<'_, List>> {
         if self.incomplete.load(SeqCst) {
             return None;
@@ -50,15 +57,15 @@ impl WordList {
         sync::try_lock(&self.list)
     }
 
-    /// After an insert that is not on the list.
+    /// Records an insert that is not on the list.
     pub(super) fn mark_incomplete(&self) {
         if !self.incomplete.load(SeqCst) {
             self.incomplete.store(true, SeqCst);
         }
     }
 
-    /// For a drain: the list if it is all there is in the tree. Else the caller walks, and the list
-    /// begins anew unless somebody else is at it.
+    /// Returns the list to a drain if it names every leaf that is not zero. Otherwise the caller
+    /// walks, and the list starts anew unless another thread holds its lock.
     pub(super) fn complete(&self) -> Option<MutexGuard<'_, List>> {
         let mut list = sync::try_lock(&self.list)?;
         if !self.incomplete.load(SeqCst) && list.spurious < MAX_SPURIOUS {
@@ -69,7 +76,7 @@ impl WordList {
         None
     }
 
-    /// Before a walk by the tree's only owner.
+    /// Starts the list anew before a walk by the tree's only owner.
     pub(super) fn begin(&mut self) {
         sync::get_mut(&mut self.list).begin();
         self.incomplete.store(false, SeqCst);
@@ -77,7 +84,7 @@ impl WordList {
 }
 
 impl List {
-    /// Adds `word`; whether it is on the list now.
+    /// Adds `word`. Returns whether it is on the list now.
     pub(super) fn add(&mut self, word: u64) -> bool {
         let last = self.words.last();
         if last == Some(&word) {
@@ -91,7 +98,7 @@ impl List {
         room
     }
 
-    /// The words, ascending, each once.
+    /// Returns the words, ascending and distinct.
     pub(super) fn words(&mut self) -> &[u64] {
         if !self.ascending {
             self.words.sort_unstable();
@@ -101,7 +108,7 @@ impl List {
         &self.words
     }
 
-    /// The words have been drained.
+    /// Empties the list after its words have been drained.
     pub(super) fn drained(&mut self) {
         self.spurious += self.words.len();
         self.words.clear();

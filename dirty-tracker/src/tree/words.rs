@@ -1,29 +1,30 @@
-//! The words of a tree: how bits are addressed, and how a walk takes words while others insert or as their only owner.
+//! The words of a tree: the arithmetic of their bits, and the ways in which a walk takes words. A
+//! leaf module below `sink`, `walk` and the operations of the tree.
 
 use super::simd::Simd;
 use crate::sync::{self, AtomicU64, Ordering::SeqCst};
 
-/// log2 of the arity.
+/// The base-2 logarithm of the arity: a word has 64 children.
 pub(super) const SHIFT: u32 = 6;
 
-/// How a walk takes the words of a tree.
+/// The way in which a walk takes the words of a tree.
 pub(super) trait Words {
-    /// Takes the word, leaving zero.
+    /// Takes the word and leaves zero.
     fn take(&mut self, index: usize) -> u64;
 
-    /// All words, if nobody else has them.
+    /// Returns all words if the walk is their only owner.
     fn owned(&mut self) -> Option<&mut [AtomicU64]> {
         None
     }
 
-    /// The word will be taken soon.
+    /// Announces that the word will be taken soon.
     fn prefetch(&self, simd: impl Simd, index: usize);
 }
 
-/// How many words before it is taken a word is announced.
+/// Distance, in words, between prefetching a word and taking it.
 pub(super) const PREFETCH_DISTANCE: usize = 12;
 
-/// While others insert: an exchange for each word that is not zero.
+/// Words that other threads insert into: one exchange for each word that is not zero.
 pub(super) struct Shared<'t>(pub(super) &'t [AtomicU64]);
 
 impl Words for Shared<'_> {
@@ -33,14 +34,15 @@ impl Words for Shared<'_> {
         if word.load(SeqCst) == 0 { 0 } else { word.swap(0, SeqCst) }
     }
 
-    /// An exchange lets no later load begin: without this, words out of the cache come one by one.
+    /// An exchange lets no later load begin. Without the prefetch, words outside the cache are
+    /// loaded one after the other.
     #[inline(always)]
     fn prefetch(&self, simd: impl Simd, index: usize) {
         simd.prefetch(&self.0[index]);
     }
 }
 
-/// While nobody else can: plain loads and stores.
+/// Words that only this walk can access: plain loads and stores.
 pub(super) struct Owned<'t>(pub(super) &'t mut [AtomicU64]);
 
 impl Words for Owned<'_> {
@@ -54,19 +56,19 @@ impl Words for Owned<'_> {
         Some(self.0)
     }
 
-    /// The processor looks ahead by itself.
+    /// No prefetch: the processor's own prefetching suffices.
     #[inline(always)]
     fn prefetch(&self, _: impl Simd, _: usize) {}
 }
 
-/// How words are best taken apart, by how far they are from one another: that says how many bits
-/// each has, if those are where chance put them.
+/// Picks the bit-extraction strategy from the density of non-zero words. The density gives the
+/// number of bits in each word if bits are distributed uniformly.
 #[derive(Clone, Copy)]
 pub(super) struct Sparsity {
-    /// One by one; mostly a bit or two each.
+    /// Words are taken one by one, and most have one or two bits.
     pub(super) two: bool,
-    /// From this place on eight at once can be tried. Where that fails, which costs, it is tried
-    /// less and less often.
+    /// Position from which on groups of eight words are tried. A failed attempt is expensive, so
+    /// after each failure the next attempt is farther away.
     eights_from: usize,
     skip: usize,
 }
@@ -76,15 +78,14 @@ impl Sparsity {
     pub(super) fn of<K: Simd>(_: K, offsets: &[u32]) -> Self {
         let (first, last) = (offsets.first().copied(), offsets.last().copied());
         let span = last.zip(first).map_or(0, |(last, first)| (last - first) as usize);
-        // One of forty words has more than two bits at the most.
+        // At this density at most one word in forty has more than two bits.
         let eights = K::EIGHTS && offsets.len() * 8 < span * 3;
-        // One of seventeen at the most. A word alone counts as such, too.
+        // At this density at most one word in seventeen. A single word counts as sparse, too.
         let two = !eights && offsets.len() * 2 < span + 3;
         Self { two, eights_from: if eights { 0 } else { usize::MAX }, skip: 8 }
     }
 
-    /// For how many frames there should be room before a word is taken: those of words as they
-    /// mostly are.
+    /// Room, in frames, that there should be before a word is taken: what most words need.
     #[inline(always)]
     pub(super) fn needed(self) -> usize {
         match (self.two, self.eights_from) {
@@ -94,7 +95,7 @@ impl Sparsity {
         }
     }
 
-    /// The eight words from place `at` on, if they are to be tried.
+    /// Returns the eight words from position `at` on, if a group is to be tried there.
     #[inline(always)]
     pub(super) fn eight(self, offsets: &[u32], at: usize) -> Option<&[u32; 8]> {
         if at < self.eights_from {
@@ -103,7 +104,7 @@ impl Sparsity {
         offsets[at..].first_chunk()
     }
 
-    /// Eight words from place `at` on were tried.
+    /// Records the result of trying eight words at position `at`.
     #[inline(always)]
     pub(super) fn tried(&mut self, at: usize, success: bool) {
         if success {
@@ -114,7 +115,7 @@ impl Sparsity {
     }
 }
 
-/// The words that hold bits `lo..=hi`, each with the mask of those bits.
+/// Returns the words that hold bits `lo..=hi`, each with the mask of those bits.
 pub(super) fn masks(lo: u64, hi: u64) -> impl Iterator<Item = (u64, u64)> {
     let (first, last) = (lo >> SHIFT, hi >> SHIFT);
     (first..=last).map(move |word| {
@@ -124,10 +125,10 @@ pub(super) fn masks(lo: u64, hi: u64) -> impl Iterator<Item = (u64, u64)> {
     })
 }
 
-/// Which of up to 64 words are not zero.
+/// Returns a bit for each of up to 64 words: set if the word is not zero.
 pub(super) fn nonzero(words: &[u64]) -> u64 {
-    // Bytes of 0 or 1, which the compiler makes with vectors; the product gathers eight to one
-    // byte.
+    // The flags are bytes of 0 or 1, which the compiler computes with vector instructions. The
+    // product gathers eight of them into one byte.
     let eight = |words: &[u64]| {
         let mut flags = [0; 8];
         flags.iter_mut().zip(words).for_each(|(flag, word)| *flag = u8::from(*word != 0));
@@ -136,16 +137,16 @@ pub(super) fn nonzero(words: &[u64]) -> u64 {
     let bits = |words: &[u64]| {
         words.chunks(8).enumerate().fold(0, |bits, (i, words)| bits | eight(words) << (8 * i))
     };
-    // All 64, as usual: a length that the compiler knows.
+    // The usual case of 64 words has a length that the compiler knows.
     <&[u64; 64]>::try_from(words).map_or_else(|_| bits(words), |words| bits(words))
 }
 
-/// How many bits are set.
+/// Returns the number of set bits.
 pub(super) fn ones(words: &[u64]) -> u64 {
     words.iter().map(|word| u64::from(word.count_ones())).sum()
 }
 
-/// The set bits, ascending.
+/// Returns the positions of the set bits, ascending.
 pub(super) fn set_bits_of(mut bits: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let bit = (bits != 0).then(|| bits.trailing_zeros() as usize)?;

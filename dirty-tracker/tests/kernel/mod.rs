@@ -1,21 +1,21 @@
-//! A simulated kernel with the rules of `virt/kvm/dirty_ring.c`: what it publishes, when it stops a
-//! vCPU, how its reset walks, and what becomes of a ring that is written past its end.
+//! A simulated kernel with the rules of `virt/kvm/dirty_ring.c`: which entries it publishes, when
+//! it stops a vCPU, how its reset walks, and how it overwrites a ring past its end.
 //!
-//! Its guest memory is one generation number a frame; a write to a protected frame is published,
-//! a write to any other is silent, which is what makes a lost entry a lost change.
+//! Its guest memory is one generation number for each frame. A write to a protected frame is
+//! published. A write to any other frame is silent, so that a lost entry becomes a lost change.
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::Ordering;
 
 use driftline_dirty_tracker::{ENTRY_DIRTY, ENTRY_RESET, RingEntry, RingFull};
 
-/// One vCPU's ring, seen from the kernel.
+/// One vCPU's ring from the kernel's side.
 pub struct KernelRing {
     pub entries: Vec<RingEntry>,
     pub published: Cell<u32>,
     pub walked: Cell<u32>,
     soft_limit: u32,
-    /// A full exit of which the VMM has not yet been told.
+    /// Whether there was a full exit that has not been reported to the VMM.
     pub unreported: Cell<bool>,
 }
 
@@ -42,7 +42,7 @@ impl KernelRing {
         self.used() >= self.soft_limit
     }
 
-    /// Publishes an entry, full or not: the kernel only warns.
+    /// Publishes an entry even if the ring is full: the kernel only warns.
     pub fn push(&self, slot: u32, offset: u64) {
         let entry = self.at(self.published.get());
         entry.slot.store(slot, Ordering::Relaxed);
@@ -51,8 +51,8 @@ impl KernelRing {
         self.published.set(self.published.get().wrapping_add(1));
     }
 
-    /// Walks RESET entries, at most `limit` (a signal); `protect` is called for each frame. A
-    /// signal forgets the frame that it was about to protect.
+    /// Walks RESET entries, at most `limit` (a signal), and calls `protect` for each frame. After a
+    /// signal the last counted frame is not protected.
     pub fn reset(&self, limit: u32, protect: &mut dyn FnMut(u32, u64)) -> u32 {
         let mut count = 0;
         loop {
@@ -64,7 +64,7 @@ impl KernelRing {
                 (entry.slot.load(Ordering::Relaxed), entry.offset.load(Ordering::Relaxed));
             entry.flags.store(0, Ordering::Release);
             self.walked.set(self.walked.get().wrapping_add(1));
-            assert!(self.used() <= u32::MAX / 2, "the walk went past what was published");
+            assert!(self.used() <= u32::MAX / 2, "the walk passed the published entries");
             count += 1;
             if count < limit {
                 protect(slot, offset);
@@ -73,7 +73,7 @@ impl KernelRing {
     }
 }
 
-/// A VM: its rings, its memory and which frames are written without a fault.
+/// A VM: its rings, its memory, and which frames can be written without a fault.
 pub struct Kernel {
     pub rings: Vec<KernelRing>,
     pub memory: RefCell<Vec<u64>>,
@@ -82,7 +82,8 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// `vcpus` rings of `size` entries with `reserve` kept back, all memory protected.
+    /// Creates a VM with `vcpus` rings of `size` entries and a reserve of `reserve`, all memory
+    /// protected.
     pub fn new(vcpus: usize, size: usize, reserve: usize, frames: usize) -> Self {
         Self {
             rings: (0..vcpus).map(|_| KernelRing::new(size, reserve, 0)).collect(),
@@ -92,8 +93,9 @@ impl Kernel {
         }
     }
 
-    /// KVM_RUN: the vCPU writes `frames` until its ring is soft-full; an emulated batch looks only
-    /// before it begins. Says how many it wrote; 0 is an exit because of the full ring.
+    /// KVM_RUN: the vCPU writes `frames` until its ring reaches the soft limit. An emulated batch
+    /// checks the limit only at its start. Returns the number of frames written; 0 is an exit
+    /// because of the full ring.
     pub fn run(&self, vcpu: usize, frames: &[u64], emulated: bool, full: &RingFull) -> usize {
         let ring = &self.rings[vcpu];
         if ring.unreported.take() {
@@ -118,7 +120,7 @@ impl Kernel {
         frames.len()
     }
 
-    /// Tells the VMM of a full exit, if there is one that it does not know of.
+    /// Reports a full exit to the VMM, if there is an unreported one.
     pub fn report(&self, vcpu: usize, full: &RingFull) {
         if self.rings[vcpu].unreported.take() {
             full.report();
@@ -135,7 +137,7 @@ impl Kernel {
         count
     }
 
-    /// The logging flag taken from every slot and given back.
+    /// Clears the logging flag of every slot and sets it again.
     pub fn protect_all(&self) {
         self.writable.borrow_mut().fill(false);
     }

@@ -1,4 +1,4 @@
-//! The real code under model checkers, which try the orders that threads can run in.
+//! Runs the real code under model checkers, which try the orders in which threads can run.
 //!
 //! ```text
 //! RUSTFLAGS="--cfg driftline_shuttle" cargo test -p driftline-dirty-tracker --target-dir target/shuttle --test model
@@ -6,18 +6,18 @@
 //! MIRIFLAGS=-Zmiri-many-seeds=0..16   cargo +nightly miri test -p driftline-dirty-tracker --test model
 //! ```
 //!
-//! Each runs for seconds. Shuttle tries random orders of the tree's operations, which are all
-//! sequentially consistent, as shuttle's are, and of rings that are overrun while they are
-//! harvested; `MODEL_ITERATIONS=1000000` looks longer. Loom tries all orders, and all values that
-//! acquire, release and fences allow, of one ring's consumer and producer and of a frame that is
-//! written, marked, drained and read; miri draws executions of the latter. Without any of them this
-//! file is empty.
+//! Each command runs for seconds. Shuttle tries random orders of the tree's operations and of rings
+//! that are overrun while they are harvested. The tree's operations are sequentially consistent, as
+//! shuttle's atomics are. `MODEL_ITERATIONS=1000000` searches longer. Loom tries all orders, and
+//! all values that acquire, release and fences allow, of one ring's consumer and producer, and of a
+//! frame that is written, marked, drained and read. Miri samples executions of the latter. Without
+//! a checker this file is empty.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 #[cfg(any(driftline_loom, miri))]
 mod memory;
 
-/// The kernel's side of a ring, as `virt/kvm/dirty_ring.c` has it.
+/// The kernel's side of a ring, as in `virt/kvm/dirty_ring.c`.
 #[cfg(any(driftline_loom, driftline_shuttle))]
 mod producer {
     use std::sync::atomic::Ordering;
@@ -31,9 +31,9 @@ mod producer {
         entry.flags.store(ENTRY_DIRTY, Ordering::Release);
     }
 
-    /// Walks RESET entries from `walked` on and says how many. The kernel loads and then stores; a
-    /// push past the ring's end between the two would be wiped out with nothing to show for it, so
-    /// this one is kept from happening.
+    /// Walks RESET entries from `walked` on and returns how many. The kernel loads, then stores; a
+    /// push past the ring's end between the two would be overwritten without a trace, so this
+    /// simulation excludes it.
     pub fn reset(ring: &[RingEntry], walked: u32) -> u32 {
         let clean = |count: &u32| {
             let flags = &ring[(walked + count) as usize & (ring.len() - 1)].flags;
@@ -53,7 +53,7 @@ mod loom_ring {
     use super::producer::{push, reset};
 
     #[test]
-    fn every_published_entry_is_harvested_whole_and_in_order() {
+    fn published_entries_are_harvested_whole_and_in_order() {
         loom::model(|| {
             let ring: Arc<Vec<RingEntry>> =
                 Arc::new((0..4).map(|_| RingEntry::default()).collect());
@@ -73,7 +73,7 @@ mod loom_ring {
                 let readable = harvest.reprotected(count);
                 assert!(readable.is_trusted());
                 let absorbed = readable.insert_into(&tracker);
-                assert_eq!(absorbed.foreign, 0, "an entry was read before it was whole");
+                assert_eq!(absorbed.foreign, 0, "an entry was read before it was complete");
                 frames += absorbed.frames;
             };
             collect();
@@ -112,10 +112,10 @@ mod shuttle_orders {
         Arc::new(Tracker::new(layout(frames)))
     }
 
-    /// Two inserters and a drainer on three levels of tree: neighbours in a word, the same frame
-    /// twice, and words under one and under different summaries.
+    /// Two inserters and a drainer on a tree of three levels: neighbours in a word, the same frame
+    /// twice, and words under one summary and under different ones.
     #[test]
-    fn an_insert_is_in_a_drain_or_still_in_the_tree() {
+    fn insert_is_drained_or_stays_in_the_tree() {
         check(|| {
             let tracker = tracker(64 * 64 * 3);
             let mut subscription = tracker.subscribe("model").unwrap();
@@ -140,10 +140,10 @@ mod shuttle_orders {
         });
     }
 
-    /// An insert that returned before a drain began is in that drain, also if the other thread was
-    /// just inserting the same frame and had not got to the summaries.
+    /// An insert that returned before a drain began is in that drain, even if the other thread is
+    /// inserting the same frame and has not reached the summaries.
     #[test]
-    fn a_drain_has_every_insert_before_it() {
+    fn drain_has_every_insert_before_it() {
         check(|| {
             let tracker = tracker(64 * 64 * 3);
             let mut subscription = tracker.subscribe("model").unwrap();
@@ -164,16 +164,16 @@ mod shuttle_orders {
                 let epoch = subscription.drain();
                 epoch.runs().flat_map(|r| r.start.0..r.end().0).for_each(|f| seen |= bit(f));
                 epoch.commit();
-                assert_eq!(before & !seen, 0, "an insert had returned and was not drained");
+                assert_eq!(before & !seen, 0, "an insert returned before the drain and is missing");
             }
             inserters.into_iter().for_each(|t| t.join().unwrap());
             subscription.check().unwrap();
         });
     }
 
-    /// Runs over many words, and an epoch given back, against a drain.
+    /// Runs over many words, and a set that is given back, against a drain.
     #[test]
-    fn ranges_and_epochs_given_back_are_never_lost() {
+    fn ranges_and_returned_sets_are_never_lost() {
         check(|| {
             let tracker = tracker(64 * 64 * 2);
             let mut subscription = tracker.subscribe("model").unwrap();
@@ -195,10 +195,10 @@ mod shuttle_orders {
         });
     }
 
-    /// A bitmap absorbed by two threads, and a thread that marks, against drains by two threads: a
-    /// drain has all that was there before it, each frame is in one drain, and I1 holds.
+    /// A bitmap absorbed by two threads, and a thread that marks, against drains by two threads. A
+    /// drain has every frame inserted before it, each frame is in one drain, and I1 holds.
     #[test]
-    fn work_by_many_loses_nothing() {
+    fn concurrent_bitmaps_marks_and_drains_lose_nothing() {
         check(|| {
             let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 * 64 * 2 };
             let layout = Layout::new([slot]).unwrap();
@@ -206,7 +206,8 @@ mod shuttle_orders {
             tree.set_grain(64);
             let (tree, layout) = (Arc::new(tree), Arc::new(layout));
             let run = |frame| FrameRun { start: Gfn(frame), count: 1 };
-            // Frames below both summaries, and on no list: two work at once from the first drain on.
+            // Frames below both summaries, and on no list: two threads work from the first drain
+            // on.
             let mut bitmap = vec![0; 65];
             (bitmap[0], bitmap[64]) = (2, 1);
             tree.absorb_bitmap(&layout, SlotId(0), &bitmap).unwrap();
@@ -243,10 +244,10 @@ mod shuttle_orders {
         });
     }
 
-    /// A vCPU that writes past its ring's end while the ring is harvested and walked: every frame
-    /// is marked, the walk never passes what was published, and the vCPU runs again in the end.
+    /// A vCPU writes past its ring's end while the ring is harvested and walked. Every frame is
+    /// marked, the walk never passes the published entries, and the vCPU runs again in the end.
     #[test]
-    fn a_ring_overrun_while_it_is_harvested_loses_nothing() {
+    fn overrun_during_a_harvest_loses_nothing() {
         check(|| {
             const SIZE: u32 = 4;
             const SOFT_LIMIT: u32 = 3;
@@ -287,16 +288,16 @@ mod shuttle_orders {
             for frame in 0..u64::from(WRITES) {
                 assert!(subscription.is_marked(Gfn(frame)), "frame {frame} was lost");
             }
-            // The vCPU tries again until it is let in, and from then on every frame is seen in time.
+            // The vCPU retries until it may run. From then on every frame is seen in time.
             let mut published = WRITES;
             for frame in 20..40 {
                 for tries in 0.. {
                     let (walked, _) = collect();
-                    assert!(walked <= published, "the walk went past what was published");
+                    assert!(walked <= published, "the walk passed the published entries");
                     if published - walked < SOFT_LIMIT {
                         break;
                     }
-                    assert!(tries < 100, "the vCPU is held for ever: {walked} of {published}");
+                    assert!(tries < 100, "the vCPU never runs again: {walked} of {published}");
                     full.report();
                 }
                 push(&ring, published, frame);
@@ -310,8 +311,8 @@ mod shuttle_orders {
         });
     }
 
-    /// Two drainers of each of two kinds (whole, in slices, by several threads) and two inserters: all
-    /// that was inserted is drained once or still in the tree, whose summaries are right.
+    /// Two drainers of two kinds (whole, in slices, by several threads) and two inserters. Every
+    /// inserted frame is drained or still in the tree, whose summaries are right.
     fn two_drainers(kinds: [Kind; 2], runs: bool) {
         let layout = Arc::new(layout(64 * 64 * 3));
         let tree = Arc::new(Tree::new(&layout).unwrap());
@@ -375,12 +376,12 @@ mod shuttle_orders {
     }
 
     #[test]
-    fn two_whole_drains_at_once_lose_nothing() {
+    fn two_concurrent_whole_drains_lose_nothing() {
         check(|| two_drainers([Kind::Whole, Kind::Whole], false));
     }
 
     #[test]
-    fn a_whole_drain_beside_slices_loses_nothing() {
+    fn whole_drain_beside_slices_loses_nothing() {
         check(|| two_drainers([Kind::Whole, Kind::Slices], true));
     }
 
@@ -390,14 +391,14 @@ mod shuttle_orders {
     }
 
     #[test]
-    fn a_parallel_drain_beside_a_whole_one_and_slices_loses_nothing() {
+    fn parallel_drain_beside_others_loses_nothing() {
         check(|| two_drainers([Kind::Parallel, Kind::Whole], true));
         check(|| two_drainers([Kind::Parallel, Kind::Slices], false));
     }
 
-    /// What was inserted before a round of slices is in the round, whatever kind of drain came before.
+    /// A frame inserted before a round of slices is in the round, after any kind of drain.
     #[test]
-    fn a_round_of_slices_has_every_insert_before_it() {
+    fn round_of_slices_has_every_insert_before_it() {
         check(|| {
             let layout = Arc::new(layout(64 * 64 * 3));
             let tree = Arc::new(Tree::new(&layout).unwrap());
@@ -418,7 +419,7 @@ mod shuttle_orders {
                 let mut runs = Vec::new();
                 kind.drain(&tree, &layout, &mut runs);
                 runs.into_iter().flat_map(|r| r.start.0..r.end().0).for_each(|f| seen |= bit(f));
-                assert_eq!(before & !seen, 0, "an insert had returned and was not drained");
+                assert_eq!(before & !seen, 0, "an insert returned before the drain and is missing");
             }
             inserters.into_iter().for_each(|t| t.join().unwrap());
         });

@@ -1,12 +1,12 @@
-//! A thread writes to a frame and then marks it; another thread takes the mark and then reads the
-//! frame. Either the read sees the write, or the frame is marked again: otherwise the write is
+//! A thread writes to a frame and then marks it. Another thread takes the mark and then reads the
+//! frame. Either the read sees the write, or the frame is marked again. Otherwise the write is
 //! lost.
 //!
-//! The test accesses the frame with relaxed atomics, so all of the order comes from the tree's
-//! fences. Loom tries every order of the threads and every value that each load may return. It
-//! treats SeqCst loads and stores as acquire and release, so the trees here have one level, whose
-//! protocol needs no more than the fences. Miri draws one execution of its weak memory a seed, with
-//! all of SeqCst.
+//! The test accesses the frame with relaxed atomics, so the tree's fences provide all of the order.
+//! Loom tries every order of the threads and every value that each load may return. It treats
+//! SeqCst loads and stores as acquire and release, so the trees here have one level, whose protocol
+//! needs only the fences. Miri samples one execution of its weak memory for each seed, with full
+//! SeqCst.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ use std::{
     thread,
 };
 
-/// The frame that is written to and marked.
+/// The frame that is written and marked.
 const FRAME: u64 = 7;
 const RUN: FrameRun = FrameRun { start: Gfn(FRAME), count: 1 };
 
@@ -34,7 +34,7 @@ fn explore(test: impl Fn() + Send + Sync + 'static) {
     loom::model(test);
 }
 
-/// Executions a seed: an execution in which the fence matters is rare.
+/// Executions per seed: executions in which the fence matters are rare.
 #[cfg(not(driftline_loom))]
 fn explore(test: impl Fn() + Send + Sync + 'static) {
     (0..8).for_each(|_| test());
@@ -45,7 +45,8 @@ fn layout() -> Layout {
     Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap()
 }
 
-/// Marks the frame that is marked already while `drain` takes it and says how many frames it took.
+/// Marks a frame that is already marked while `drain` takes it. `drain` returns the number of
+/// frames it took.
 fn no_write_is_lost(mark: fn(&Tree, &Layout), drain: fn(&Tree, &Layout) -> u64) {
     for listed in [true, false] {
         explore(move || {
@@ -109,7 +110,7 @@ fn parallel_drain_reads_what_marks_announced() {
     no_write_is_lost(mark, |tree, layout| tree.drain_parallel(layout, &mut RunLists::default()));
 }
 
-/// Who clears a tree reads all memory next.
+/// A caller that clears a tree reads all memory next.
 #[test]
 fn clear_reads_what_marks_announced() {
     no_write_is_lost(mark, |tree, _| {

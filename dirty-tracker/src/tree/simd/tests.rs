@@ -1,4 +1,4 @@
-//! Every simd against the portable one, and that against plain arithmetic.
+//! Every SIMD level against the portable one, and the portable one against plain arithmetic.
 
 use super::*;
 
@@ -13,7 +13,7 @@ impl Job for Expand<'_> {
     }
 }
 
-/// The same by way of a list's room, once more for the words of at most two bits.
+/// The same through a list's room, twice for words of at most two bits.
 struct Write<'a>(u64, u64, &'a mut Vec<Gfn>);
 
 impl Job for Write<'_> {
@@ -30,7 +30,7 @@ impl Job for Write<'_> {
     }
 }
 
-/// A range into a list's room, as far as it reaches.
+/// A range into a list's room, as far as there is room.
 struct WriteRange<'a>(&'a mut Vec<Gfn>, u64, usize, usize);
 
 impl Job for WriteRange<'_> {
@@ -55,7 +55,7 @@ impl Job for Append<'_> {
 }
 
 #[test]
-fn every_kernel_finds_the_bits_that_are_set() {
+fn every_simd_level_finds_the_set_bits() {
     let mut seed = 1u64;
     let mut random = || {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -85,8 +85,8 @@ fn every_kernel_finds_the_bits_that_are_set() {
 }
 
 #[test]
-fn every_kernel_appends_what_it_was_given_however_long_the_list_is() {
-    // Under miri there is one simd, and half a million frames take for ever.
+fn every_simd_level_appends_to_any_list() {
+    // Under miri there is one level, and half a million frames take too long.
     let rounds = if cfg!(miri) { 4 } else { 400 };
     for simd in SimdLevel::all() {
         let mut list = Vec::new();
@@ -102,13 +102,13 @@ fn every_kernel_appends_what_it_was_given_however_long_the_list_is() {
 }
 
 #[test]
-fn every_kernel_writes_ranges_into_the_room_there_is_and_no_further() {
+fn every_simd_level_writes_ranges_within_the_room() {
     for simd in SimdLevel::all() {
         let mut list = Vec::with_capacity(2000);
         let (places, mut next) = (list.as_ptr(), 1u64 << 40);
         for len in [1, 7, 8, 9, 64, 65, 128, 640].into_iter().chain(10..18) {
             simd.run(WriteRange(&mut list, next, len, len - 1));
-            assert_eq!(list.len() as u64, next - (1 << 40), "{simd:?}: it found no room");
+            assert_eq!(list.len() as u64, next - (1 << 40), "{simd:?}: written without room");
             simd.run(WriteRange(&mut list, next, len, len));
             next += len as u64;
         }
@@ -123,7 +123,8 @@ struct Eight<'a> {
     words: &'a [u64],
     base: usize,
     offsets: [u32; 8],
-    /// What was found, if it was done, and the words afterwards; then the same of frames.
+    /// The numbers found, if the words were taken, and the words afterwards; then the same for
+    /// frames.
     found: Vec<(Option<Vec<u64>>, Vec<u64>)>,
     attempted: bool,
 }
@@ -150,7 +151,7 @@ impl Job for &mut Eight<'_> {
 }
 
 #[test]
-fn eight_words_of_few_bits_are_taken_together_and_others_left_alone() {
+fn only_eight_sparse_words_are_taken_together() {
     let mut seed = 1u64;
     let mut random = |below: u64| {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

@@ -1,5 +1,5 @@
-//! The kernels for x86-64. What needs instructions that not every CPU has is reached by way of a `Bmi` or an `Avx512`, and
-//! those exist only where the CPU was asked.
+//! The SIMD levels of x86-64. Code that needs instructions that not every CPU has takes a `Bmi` or
+//! an `Avx512`, which exist only after CPU detection.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -8,7 +8,7 @@ use super::{Job, Places, Portable, Simd};
 use crate::Gfn;
 use crate::sync::AtomicU64;
 
-/// A CPU with BMI, POPCNT and LZCNT: the portable code in fewer instructions.
+/// A CPU with BMI, POPCNT and LZCNT, for which the portable code compiles to fewer instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) struct Bmi(());
 
@@ -50,7 +50,7 @@ pub(super) fn with_avx512(job: impl Job, avx: Avx512) {
     job.run(avx);
 }
 
-/// The numbers 0 to 63, a byte each.
+/// The numbers 0 to 63, one byte each.
 const NUMBERS: [u8; 64] = {
     let mut numbers = [0; 64];
     let mut i = 0;
@@ -68,7 +68,7 @@ impl Simd for Avx512 {
     /// Compresses the numbers 0 to 63 by the bits, and widens them sixteen at a time.
     #[inline(always)]
     fn expand(self, bits: u64, base: u32, room: &mut [u32; 64]) -> usize {
-        // SAFETY: `self` exists only where the CPU has the features (here and below).
+        // SAFETY: `self` exists only if the CPU has the features (here and below).
         unsafe { expand(bits, base, room) }
     }
 
@@ -161,7 +161,7 @@ fn expand(bits: u64, base: u32, room: &mut [u32; 64]) -> usize {
     count
 }
 
-/// As `expand`, widened eight at a time.
+/// As `expand`, but widens eight numbers at a time.
 #[inline]
 #[target_feature(enable = "popcnt,avx512f,avx512bw,avx512vl,avx512vbmi2")]
 fn write(bits: u64, base: u64, room: &mut Places) -> usize {
@@ -190,14 +190,15 @@ fn write(bits: u64, base: u64, room: &mut Places) -> usize {
 /// The bits of eight words with at most two bits each.
 #[cfg(not(any(driftline_loom, driftline_shuttle)))]
 struct Few {
-    /// The word's first bit in the lower half of a lane, the second in the upper one.
+    /// The number of the word's first bit in the lower half of a lane, that of the second in the
+    /// upper half.
     bits: __m512i,
-    /// Which halves there are.
+    /// Which halves are valid.
     mask: u16,
 }
 
-/// Takes eight words, or none if one has more than two bits. The numbers of their bits begin at 64 times offset
-/// less `first`.
+/// Takes eight words, or none if one has more than two bits. The numbers of a word's bits begin at
+/// 64 times its offset minus `first`.
 #[cfg(not(any(driftline_loom, driftline_shuttle)))]
 #[inline]
 #[target_feature(enable = "bmi2,avx512f,avx512vl,avx512vpopcntdq")]
@@ -211,7 +212,8 @@ fn take_eight(words: &mut [AtomicU64], offsets: &[u32; 8], first: u32) -> Option
         return None;
     }
     let start = words.as_mut_ptr().cast::<i64>();
-    // SAFETY: all places are below the length, and nobody else has the words: those are like plain ones.
+    // SAFETY: all places are below the length, and the words are exclusively borrowed, so they can
+    // be accessed like plain words.
     let found = unsafe { _mm512_i64gather_epi64::<8>(places, start) };
     let ones = _mm512_set1_epi64(-1);
     let below = _mm512_add_epi64(found, ones);
@@ -269,7 +271,7 @@ fn write_eight(
     let base = _mm512_set1_epi64(first.1.cast_signed());
     let (eights, _) = room.as_chunks_mut::<8>();
     if few.mask == 0x5555 {
-        // One each, as usual.
+        // The usual case: one bit in each word.
         store(&mut eights[0], _mm512_add_epi64(few.bits, base));
         return Some(8);
     }
@@ -288,7 +290,7 @@ fn store(place: &mut [MaybeUninit<Gfn>; 8], frames: __m512i) {
     unsafe { _mm512_storeu_si512(place.as_mut_ptr().cast(), frames) };
 }
 
-/// `first` and the seven frames after it.
+/// Returns `first` and the seven frames after it.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn eight_from(first: u64) -> __m512i {
@@ -296,7 +298,7 @@ fn eight_from(first: u64) -> __m512i {
     _mm512_add_epi64(numbers, _mm512_set1_epi64(first.cast_signed()))
 }
 
-/// Whole cache lines, and what they leave at both ends as if those were lines, too.
+/// Writes whole cache lines, and both ends with stores of the same width that overlap them.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn write_range(first: u64, room: &mut [MaybeUninit<Gfn>]) {
@@ -314,11 +316,12 @@ fn write_range(first: u64, room: &mut [MaybeUninit<Gfn>]) {
     }
 }
 
-/// From this length on (2 MiB) a list has outgrown a core's own cache and is written past it: half the
-/// memory traffic, since lines are not read before they are overwritten.
+/// Length, in frames, from which on (2 MiB) a list has outgrown a core's own cache and is written
+/// with non-temporal stores. This halves the memory traffic, since lines are not read before they
+/// are overwritten.
 const STREAM_FROM: usize = 256 << 10;
 
-/// Shorter pieces are written through the cache all the same: each piece has to be fenced.
+/// Shorter pieces are written through the cache even then, because each piece needs a fence.
 const PIECE: usize = 1024;
 
 #[target_feature(enable = "avx512f")]
@@ -337,8 +340,8 @@ fn stream_range(out: &mut Vec<Gfn>, first: u64, len: usize) {
     stream(out, len, one, |at| eight_from(one(at)));
 }
 
-/// Appends `len` frames past the cache. `one` answers with the frame at a place, `eight` with the eight
-/// from there on, and is asked only if there are eight.
+/// Appends `len` frames with non-temporal stores. `one` returns the frame at a position. `eight`
+/// returns the eight frames from a position on, and is called only if there are eight.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn stream(
@@ -357,16 +360,16 @@ fn stream(
         place.write(Gfn(one(at)));
     }
     for (line, at) in lines.iter_mut().zip((unaligned..).step_by(8)) {
-        // SAFETY: 64 bytes are written to eight places of eight bytes, whose address is a
-        // multiple of 64: the first places were left to `head`.
+        // SAFETY: 64 bytes are written to eight places of eight bytes. Their address is a multiple
+        // of 64, because the first places were left to `head`.
         unsafe { _mm512_stream_si512(line.as_mut_ptr().cast(), eight(at)) };
     }
     for (place, at) in tail.iter_mut().zip(in_lines..) {
         place.write(Gfn(one(at)));
     }
-    // Streamed stores are ordered by nothing else; whoever gets the list must see them.
+    // Nothing else orders non-temporal stores. The thread that receives the list must see them.
     _mm_sfence();
     let len = out.len() + len;
-    // SAFETY: room for all was reserved and has been written, by the three loops above.
+    // SAFETY: room for all frames was reserved, and the three loops above have written it.
     unsafe { out.set_len(len) };
 }
