@@ -1,6 +1,6 @@
-//! Owns the building of the payload guest: the compiler that cargo uses, run on `payload/` with flags of its own.
+//! Builds the payload guest: runs cargo's compiler on `payload/` with flags of its own.
 //!
-//! The result does not depend on the profile, nor on the flags, of the build around it.
+//! The result depends neither on the profile nor on the flags of the surrounding build.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
 
 fn build() -> Result<(), String> {
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo did not set OUT_DIR")?);
-    // A compiler that no longer lets SSE be switched off is asked not to use it on its own.
+    // If the compiler no longer accepts that SSE is disabled, it is asked not to vectorize.
     let first = compile(&out, &[NO_SSE]);
     if let Err(refused) = first {
         compile(&out, &["-Cno-vectorize-loops", "-Cno-vectorize-slp"]).map_err(|_| refused)?;
@@ -43,7 +43,7 @@ fn build() -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a line of assembly names a vector register.
+/// Returns whether a line of assembly names a vector register.
 fn uses_sse(line: &str) -> bool {
     let code = line.split('#').next().unwrap_or("");
     !code.trim_start().starts_with('.')
@@ -93,7 +93,8 @@ fn compile(out: &Path, flags: &[&str]) -> Result<(), String> {
         out.join("payload.elf").display(),
         out.join("payload.s").display()
     ));
-    // Warnings about the flags are no business of whoever builds the workspace; a failure shows everything.
+    // Warnings about the flags do not concern the user of the workspace. On a failure everything is
+    // shown.
     let output = command.output().map_err(|error| format!("running {command:?}: {error}"))?;
     if output.status.success() {
         return Ok(());

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Builds the small Linux guest: a kernel from the distribution's source package, and an initramfs with a busybox shell
-# and Driftline's checkers. README.md has the why.
+# Builds the small Linux guest: a kernel from the distribution's source package, and an initramfs
+# with a busybox shell and Driftline's checkers. README.md explains why.
 #
 #   build.sh [--kernel mptable|acpi|all|none] [--keep-source] [CACHE_DIR]
 #
 # CACHE_DIR (default: ${XDG_CACHE_HOME:-~/.cache}/driftline/linux-guest) receives
 #
-#   vmlinux, bzImage               the kernel without ACPI      (--kernel mptable, the default, or all)
-#   vmlinux-acpi, bzImage-acpi     the kernel with ACPI         (--kernel acpi, or all)
+#   vmlinux, bzImage               the kernel without ACPI   (--kernel mptable, the default, or all)
+#   vmlinux-acpi, bzImage-acpi     the kernel with ACPI      (--kernel acpi, or all)
 #   initramfs.cpio                 shell and checkers, for either
 #   driftline-check                the checkers, for the host: static, so it runs there as well
 #
-# Nothing is built whose inputs have not changed: each result lies in a folder named after the hash of its inputs.
-# Results appear whole or not at all; the names above are links to the newest. Packages that are missing are installed
-# if the user may (root), otherwise named.
+# Only targets whose inputs have changed are built: each result lies in a folder named after the
+# hash of its inputs. Results appear complete or not at all; the names above are links to the
+# newest. Missing packages are installed if the user is root, and named otherwise.
 set -euo pipefail
 shopt -s inherit_errexit
 
@@ -23,7 +23,7 @@ readonly source_package=linux-source-6.12
 readonly source_tarball=${LINUX_SOURCE:-/usr/src/$source_package.tar.xz}
 readonly packages=("$source_package" bc bison busybox-static flex gcc libc6-dev libelf-dev lz4 make musl-tools patch xz-utils)
 readonly program_flags=(-std=gnu11 -D_GNU_SOURCE -O2 -static -march=x86-64 -Wall -Wextra -Wconversion -Wno-sign-conversion -Wshadow -Werror
-    # musl brings no kernel headers; the distribution's are found after its own.
+    # musl has no kernel headers; the distribution's are found after its own.
     -idirafter /usr/include -idirafter /usr/include/x86_64-linux-gnu)
 
 say() {
@@ -67,7 +67,7 @@ cache=${cache:-${XDG_CACHE_HOME:-${HOME:?neither CACHE_DIR nor XDG_CACHE_HOME no
 mkdir -p "$cache"
 cache=$(cd "$cache" && pwd)
 
-# The distribution's version of a package; of a source that was given by hand, what is in it.
+# Prints the distribution's version of a package; for a given source, its content hash.
 version_of() {
     if [ "$1" = "$source_package" ] && [ -n "${LINUX_SOURCE:-}" ]; then
         sha256sum <"$source_tarball"
@@ -90,7 +90,8 @@ install_packages() {
     DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "${missing[@]}" >&2
 }
 
-# A hash over the arguments and the files read from standard input, one path a line, by their names in this folder.
+# Prints a hash over the arguments and the files on standard input, one path a line, by their names
+# in this folder.
 stamp() {
     local paths
     mapfile -t paths
@@ -113,7 +114,8 @@ link_to() {
     mv -T "$cache/.$1.new" "$cache/$1"
 }
 
-# Runs the function $2 in an empty folder, which then becomes CACHE/$1; older folders of its kind go.
+# Runs the function $2 in an empty folder, which then becomes CACHE/$1. Removes older folders of its
+# kind.
 build_into() {
     local name=$1 work old
     work=$(mktemp -d "$cache/.work.XXXXXX")
@@ -135,7 +137,7 @@ build_into() {
 . "$here/user.sh"
 
 install_packages
-# One build at a time in a cache; a second one waits and then finds everything done.
+# One build at a time in a cache. A second one waits and then finds everything built.
 exec 9>"$cache/.lock"
 flock 9
 

@@ -1,7 +1,7 @@
-# Sourced by build.sh. Owns what user space is made of: the checkers, their laws, and the initramfs.
+# Sourced by build.sh. Builds user space: the checkers, their tests, and the initramfs.
 
-# Writes one file of a cpio archive ("newc"), so that neither root nor the cpio package is needed for a device node.
-#   cpio_entry NAME MODE [FILE | MAJOR MINOR]     MODE in octal, with the file type
+# Writes one file of a cpio archive ("newc"), so that a device node needs neither root nor the cpio
+# package.
 cpio_entry() {
     local name=$1 mode=$2 size=0 major=0 minor=0
     case $# in
@@ -27,7 +27,7 @@ cpio_pad() {
 initramfs() {
     cpio_inode=0
     printf busybox >sh
-    # The marker that says that the shell runs; it is the shell that prints it.
+    # The marker that the shell runs; the shell itself prints it.
     echo 'echo "driftline-linux: shell"' >profile
     cpio_entry dev 0040755
     cpio_entry dev/console 0020600 5 1
@@ -41,7 +41,7 @@ initramfs() {
     cpio_entry 'TRAILER!!!' 0
 }
 
-# In a work folder: leaves driftline-check and initramfs.cpio in result/.
+# Runs in a work folder. Leaves driftline-check and initramfs.cpio in result/.
 build_user() {
     local sources=()
     mapfile -t sources < <(find "$here/guest" -name '*.c' ! -name main.c ! -name laws.c | LC_ALL=C sort)

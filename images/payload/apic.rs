@@ -1,4 +1,4 @@
-//! Owns the local APIC: starting other processors, and the timer that ends a sleep.
+//! The local APIC: starts the other processors, and provides the timer that ends a sleep.
 
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -10,7 +10,7 @@ const APIC_BASE: u32 = 0x1b;
 const MMIO: u64 = 0xfee0_0000;
 const X2APIC_FIRST: u32 = 0x800;
 
-/// Registers, by their number in x2APIC mode.
+/// Registers, by their numbers in x2APIC mode.
 const TASK_PRIORITY: u32 = 0x08;
 const SPURIOUS: u32 = 0x0f;
 const COMMAND: u32 = 0x30;
@@ -30,9 +30,9 @@ const SPEED_BITS: u32 = 20;
 const AP_STACK: u64 = 16 << 10;
 const TRAMPOLINE: u64 = 0x8000;
 
-/// Whether registers are model-specific rather than memory.
+/// Whether registers are model-specific rather than in memory.
 static X2APIC: AtomicBool = AtomicBool::new(false);
-/// Timer ticks a nanosecond, or 0 if the timer takes a TSC deadline.
+/// Timer ticks per nanosecond, or 0 if the timer takes a TSC deadline.
 static SPEED: AtomicU64 = AtomicU64::new(0);
 static BY_DEADLINE: AtomicBool = AtomicBool::new(false);
 
@@ -46,7 +46,7 @@ unsafe extern "C" {
     fn idle_xapic();
 }
 
-/// Settles how the APIC is used; the boot processor decides for all.
+/// Decides how the APIC is used; the boot processor decides for all processors.
 pub fn choose(features: &Features) {
     X2APIC.store(features.x2apic, Ordering::Relaxed);
     BY_DEADLINE.store(features.tsc_deadline, Ordering::Relaxed);
@@ -57,21 +57,21 @@ pub fn choose(features: &Features) {
     } else {
         idle_xapic as *const ()
     };
-    // SAFETY: the boot processor is alone, and nobody has slept yet.
+    // SAFETY: only the boot processor runs, and no sleep has happened yet.
     unsafe { (&raw mut idle_function).write_volatile(idle as u64) };
 }
 
-/// Whether registers are model-specific.
+/// Returns whether registers are model-specific.
 pub fn is_x2apic() -> bool {
     X2APIC.load(Ordering::Relaxed)
 }
 
-/// Switches the calling processor's APIC on, with nothing but its timer let through.
+/// Enables the calling processor's APIC, with its timer as the only interrupt source.
 pub fn enable() {
     let mode = if is_x2apic() { 0xc00 } else { 0x800 };
     // SAFETY: every processor in long mode has this register.
     let base = unsafe { read_msr(APIC_BASE) };
-    // SAFETY: sets the enable bits only.
+    // SAFETY: this sets only the enable bits.
     unsafe { write_msr(APIC_BASE, base | mode) };
     write(TASK_PRIORITY, 0);
     write(LINT0, MASKED);
@@ -79,11 +79,12 @@ pub fn enable() {
     write(SPURIOUS, 0x100 | u64::from(SPURIOUS_VECTOR));
 }
 
-/// Makes the timer ready to be armed, and measures its speed once if need be.
+/// Prepares the timer, and measures its speed once if necessary.
 pub fn start_timer(clock: &Clock) -> Option<()> {
     if BY_DEADLINE.load(Ordering::Relaxed) {
         write(TIMER, DEADLINE | u64::from(TIMER_VECTOR));
-        // A deadline armed before the mode is set would be lost, and the write above may be to memory.
+        // A deadline that is armed before the mode is set would be lost, and the write above may go
+        // to memory.
         core::sync::atomic::fence(Ordering::SeqCst);
         return Some(());
     }
@@ -107,7 +108,7 @@ pub fn start_timer(clock: &Clock) -> Option<()> {
     Some(())
 }
 
-/// Sleeps from `now` until `wake`, or a little shorter; called from either ring.
+/// Sleeps from `now` until `wake`, or slightly shorter. Callable from both rings.
 #[inline(always)]
 pub fn sleep(clock: &Clock, now: u64, wake: u64) {
     let ns = wake.saturating_sub(now).min(1_000_000_000);
@@ -122,9 +123,9 @@ pub fn sleep(clock: &Clock, now: u64, wake: u64) {
 pub fn start_ap(index: u32, clock: &Clock) {
     let (from, end) = (&raw const trampoline_start, &raw const trampoline_end);
     for offset in 0..end as usize - from as usize {
-        // SAFETY: the trampoline is code of ours.
+        // SAFETY: the trampoline is this program's code.
         let byte = unsafe { from.add(offset).read_volatile() };
-        // SAFETY: low memory is RAM, and what the VMM had there has been read.
+        // SAFETY: low memory is RAM, and the VMM's data in it has been read.
         unsafe { ((TRAMPOLINE as usize + offset) as *mut u8).write_volatile(byte) };
     }
     let stack = heap::take(AP_STACK) + AP_STACK - 16;

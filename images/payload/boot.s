@@ -1,7 +1,7 @@
-// Owns the way from the PVH entry, and from a start-up IPI, to 64-bit Rust; and the entries for interrupts.
+// The path from the PVH entry, and from a start-up IPI, to 64-bit Rust; and the interrupt entries.
 //
-// The host may emulate ring 0 one instruction at a time, so this does little: it maps the first 4 GiB with 2 MiB
-// pages, and Rust maps the rest.
+// The host may emulate ring 0 one instruction at a time, so this code does little: it maps the
+// first 4 GiB with 2 MiB pages, and Rust maps the rest.
 
 .section .note.Xen, "a", @note
 .balign 4
@@ -45,7 +45,7 @@ pvh_start:
     movl $boot_main, %esi
     jmp enter_long_mode
 
-// An application processor, sent here by the trampoline.
+// Entry of an application processor, from the trampoline.
 start_ap:
     movl $0x10, %eax
     movl %eax, %ds
@@ -66,7 +66,7 @@ start_ap:
     hlt
     jmp 2b
 
-// To 64-bit mode; %esi is the function to enter, %edi its argument, %esp its stack.
+// Switches to 64-bit mode. %esi is the function to enter, %edi its argument, %esp its stack.
 enter_long_mode:
     movl $0x620, %eax           // PAE, OSFXSR, OSXMMEXCPT
     movl %eax, %cr4
@@ -95,7 +95,7 @@ enter_long_mode:
     hlt
     jmp 4b
 
-// Copied to TRAMPOLINE; started in real mode with CS:IP = TRAMPOLINE >> 4 : 0.
+// Copied to TRAMPOLINE and started in real mode with CS:IP = TRAMPOLINE >> 4 : 0.
 .globl trampoline_start, trampoline_end
 .set TRAMPOLINE, 0x8000
 .code16
@@ -115,7 +115,7 @@ trampoline_gdt:
 trampoline_end:
 
 .code64
-// Exceptions: each entry pushes a zero where the processor pushes no error code, then its vector.
+// Exceptions: each entry pushes its vector, after a zero if the processor pushes no error code.
 .balign 16
 .globl fault_entries
 fault_entries:
@@ -158,8 +158,9 @@ timer_entry_xapic:
 spurious_entry:
     iretq
 
-// What ring 3 cannot do itself: %rsi is the request, %rdi its argument; %rax, %rcx, %rdx are lost. It comes as an
-// invalid instruction, for not every host passes software interrupts on to its guest.
+// Requests of ring 3: %rsi is the request, %rdi its argument; %rax, %rcx and %rdx are clobbered.
+// The request arrives as an invalid instruction, because not every host passes software interrupts
+// on to its guest.
 .globl request_from_ring3
 request_from_ring3:
     ud2
@@ -217,7 +218,7 @@ idle_xapic:
     cli
     ret
 
-// To ring 3: %rdi the argument, %rsi the function, %rdx its stack.
+// Enters ring 3. %rdi is the argument, %rsi the function, %rdx its stack.
 .globl enter_ring3
 enter_ring3:
     movl $0x23, %eax

@@ -1,4 +1,4 @@
-//! Owns the few functions that the compiler takes for granted.
+//! The few functions that the compiler requires.
 
 use core::arch::asm;
 
@@ -21,7 +21,8 @@ unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, bytes: usize) -> *mut
         // SAFETY: copying forward reads every byte before it is overwritten.
         return unsafe { memcpy(to, from, bytes) };
     }
-    // SAFETY: copying backward does; left to the caller otherwise.
+    // SAFETY: copying backward reads every byte before it is overwritten; the rest is left to the
+    // caller.
     unsafe {
         asm!("std", "rep movsb", "cld", inout("rcx") bytes => _,
             inout("rdi") to.wrapping_add(bytes).wrapping_sub(1) => _,
@@ -64,6 +65,6 @@ unsafe extern "C" fn bcmp(left: *const u8, right: *const u8, bytes: usize) -> i3
     unsafe { memcmp(left, right, bytes) }
 }
 
-/// Named by `core`, never called: there is no unwinding here.
+/// Referenced by `core`, never called: there is no unwinding here.
 #[unsafe(no_mangle)]
 extern "C" fn rust_eh_personality() {}

@@ -1,4 +1,4 @@
-//! Owns the clock: one kvmclock page of this vCPU, readable in ring 3.
+//! The clock: one kvmclock page for this vCPU, readable in ring 3.
 
 use core::sync::atomic::{Ordering, compiler_fence};
 
@@ -6,7 +6,7 @@ use crate::cpu::{tsc, write_msr};
 
 const SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
 
-/// The page's content, as the host writes it.
+/// Content of the page, as the host writes it.
 #[repr(C)]
 struct Page {
     version: u32,
@@ -18,7 +18,7 @@ struct Page {
     flags: u8,
 }
 
-/// Nanoseconds since the machine began, by kvmclock.
+/// Nanoseconds since the start of the machine, by kvmclock.
 pub struct Clock {
     page: *const Page,
 }
@@ -26,12 +26,13 @@ pub struct Clock {
 impl Clock {
     /// Tells the host to keep the page at `page` up to date.
     pub fn start(page: u64) -> Clock {
-        // SAFETY: the caller checked that the host has this register, and took the page for it.
+        // SAFETY: the caller checked that the host has this register, and allocated the page for
+        // it.
         unsafe { write_msr(SYSTEM_TIME_NEW, page | 1) };
         Clock { page: page as *const Page }
     }
 
-    /// Now. The host makes the version odd while it writes.
+    /// Returns the present time. The host makes the version odd while it writes.
     #[inline(always)]
     pub fn now(&self) -> u64 {
         loop {
@@ -47,7 +48,7 @@ impl Clock {
         }
     }
 
-    /// How far the time-stamp counter goes in `ns` nanoseconds, below four seconds.
+    /// Returns the number of time-stamp counter ticks in `ns` nanoseconds, below four seconds.
     #[inline(always)]
     pub fn tsc_in(&self, ns: u64) -> u64 {
         let (_, _, mul, shift) = self.fields();
@@ -57,7 +58,7 @@ impl Clock {
 
     #[inline(always)]
     fn version(&self) -> u32 {
-        // SAFETY: the page is mapped for ever; the host writes to it, hence volatile.
+        // SAFETY: the page is always mapped; the host writes to it, hence volatile.
         let version = unsafe { (&raw const (*self.page).version).read_volatile() };
         compiler_fence(Ordering::SeqCst);
         version

@@ -1,4 +1,5 @@
-//! Owns COM1: whole lines from each vCPU, sent a few bytes at a time so that printing does not stop the loop.
+//! COM1: whole lines from each vCPU, sent a few bytes at a time so that printing does not stop the
+//! loop.
 
 use core::arch::asm;
 use core::hint::spin_loop;
@@ -8,13 +9,13 @@ use core::sync::atomic::{AtomicU32, Ordering};
 pub const BUSY_BYTES: u32 = 2;
 /// Bytes sent before going to sleep.
 pub const IDLE_BYTES: u32 = 12;
-/// Bytes that wait at most.
+/// Capacity of the queue in bytes.
 pub const QUEUE: usize = 4096;
 
-/// Held from the first byte of a line to its last.
+/// Lock, held from the first byte of a line to its last.
 static LOCK: AtomicU32 = AtomicU32::new(0);
 
-/// One vCPU's lines on their way out.
+/// The queued lines of one vCPU.
 pub struct Console {
     owner: u32,
     queue: *mut u8,
@@ -24,7 +25,7 @@ pub struct Console {
 }
 
 impl Console {
-    /// A console whose queue lies at `queue`.
+    /// Creates a console whose queue lies at `queue`.
     pub fn new(index: u32, queue: u64) -> Console {
         Console { owner: index + 1, queue: queue as *mut u8, head: 0, tail: 0, holding: false }
     }
@@ -49,7 +50,7 @@ impl Console {
         }
     }
 
-    /// Sends all of it.
+    /// Sends all queued bytes.
     pub fn flush(&mut self) {
         while self.head != self.tail {
             self.send(u32::MAX);
@@ -85,7 +86,7 @@ impl Console {
     }
 }
 
-/// Prints at once and past the lock, for what cannot wait.
+/// Prints immediately and bypasses the lock, for output that cannot wait.
 pub fn print_now(line: &[u8]) {
     for &byte in line {
         while !ready() {

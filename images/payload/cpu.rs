@@ -1,5 +1,5 @@
-//! Owns the processor: descriptor tables, the TSS with its I/O permission bitmap, model-specific registers, and the
-//! ways out of ring 3 and out of life.
+//! The processor: descriptor tables, the TSS with its I/O permission bitmap, model-specific
+//! registers, and the exits from ring 3 and from the machine.
 
 use core::arch::asm;
 use core::arch::x86_64::__cpuid;
@@ -11,7 +11,7 @@ use crate::console::Console;
 use crate::heap;
 use crate::pvh::MAX_VCPUS;
 
-/// One vCPU's own things. Everything here is used from the loop, so from ring 3.
+/// The private data of one vCPU. The loop uses all of it, so ring 3 does.
 pub struct Cpu {
     pub index: u32,
     pub clock: Clock,
@@ -19,7 +19,7 @@ pub struct Cpu {
     pub user_stack: u64,
 }
 
-/// What CPUID says, asked once in ring 0: in ring 3 some hosts answer for themselves.
+/// The results of CPUID, read once in ring 0: in ring 3 some hosts return their own.
 pub struct Features {
     pub x2apic: bool,
     pub tsc_deadline: bool,
@@ -44,14 +44,14 @@ impl Cpu {
             user_stack: heap::take(STACK) + STACK - 16,
         };
         let place = heap::take(size_of::<Cpu>() as u64) as *mut Cpu;
-        // SAFETY: the place was just taken, is aligned to a page and large enough.
+        // SAFETY: the place was just allocated, is aligned to a page and large enough.
         unsafe { place.write(cpu) };
-        // SAFETY: it was just written, and nobody else knows of it.
+        // SAFETY: it was just written, and there is no other reference to it.
         Some(unsafe { &mut *place })
     }
 }
 
-/// Asks CPUID.
+/// Executes CPUID.
 pub fn features() -> Features {
     let basic = __cpuid(1).ecx;
     let mut kvmclock = false;
@@ -67,12 +67,12 @@ pub fn features() -> Features {
     Features { x2apic: basic & (1 << 21) != 0, tsc_deadline: basic & (1 << 24) != 0, kvmclock }
 }
 
-/// Whether a page-table entry of the third level may be a page.
+/// Whether a page-table entry of the third level may map a page.
 pub fn has_1g_pages() -> bool {
     __cpuid(0x8000_0000).eax >= 0x8000_0001 && __cpuid(0x8000_0001).edx & (1 << 26) != 0
 }
 
-/// The last port that the bitmap covers, which is the last one ring 3 uses.
+/// Last port that the bitmap covers, which is the last one that ring 3 uses.
 const LAST_PORT: usize = 0x605;
 const BITMAP: usize = LAST_PORT / 8 + 2;
 const OPEN_PORTS: [u16; 12] =
@@ -114,9 +114,9 @@ unsafe extern "C" {
     fn enter_ring3(argument: u64, function: u64, stack: u64) -> !;
 }
 
-/// The interrupt vector of the APIC timer.
+/// Interrupt vector of the APIC timer.
 pub const TIMER_VECTOR: u8 = 0x40;
-/// The vector of interrupts that went away.
+/// Vector of spurious interrupts.
 pub const SPURIOUS_VECTOR: u8 = 0xff;
 const INVALID_VECTOR: usize = 6;
 const FIRST_TSS: u32 = 0x30;
@@ -147,11 +147,11 @@ struct Pointer {
     base: u64,
 }
 
-/// The stack of requests from ring 3. Touched now: whether a vCPU ever sleeps depends on who is done
-/// first, and which frames a run writes must not.
+/// The stack of requests from ring 3. It is touched now, because whether a vCPU ever sleeps depends
+/// on which vCPU finishes first, and the set of frames that a run writes must not depend on that.
 fn request_stack() -> u64 {
     let at = heap::take(REQUEST_STACK);
-    // SAFETY: the page was just taken and is mapped.
+    // SAFETY: the page was just allocated and is mapped.
     unsafe { core::ptr::write_volatile(at as *mut u64, 0) };
     at
 }
@@ -172,7 +172,7 @@ fn make_tss() -> u64 {
         bitmap_at: offset_of!(Tss, bitmap) as u16,
         bitmap,
     };
-    // SAFETY: the place was just taken and is large enough.
+    // SAFETY: the place was just allocated and is large enough.
     unsafe { (at as *mut Tss).write(tss) };
     at
 }
@@ -186,7 +186,7 @@ fn fill_idt() {
     for vector in 0..32 {
         // SAFETY: only the address of an entry is taken.
         let entry = unsafe { &raw const fault_entries[vector] };
-        // On a stack of its own: the loop may run in ring 0 and have lost its stack.
+        // It has its own stack, because the loop may run in ring 0 and have lost its stack.
         set_gate(vector, entry as u64, 1, 0x8e);
     }
     set_gate(usize::from(TIMER_VECTOR), timer as u64, 0, 0x8e);
@@ -198,11 +198,12 @@ fn set_gate(vector: usize, entry: u64, stack: u64, kind: u64) {
     let low =
         (entry & 0xffff) | 0x08 << 16 | stack << 32 | kind << 40 | (entry >> 16 & 0xffff) << 48;
     let gate = Gate { low, high: entry >> 32 };
-    // SAFETY: only the boot processor comes here, before interrupts and the other processors.
+    // SAFETY: only the boot processor executes this, before interrupts and before the other
+    // processors.
     unsafe { (&raw mut (*IDT.0.get())[vector]).write_volatile(gate) };
 }
 
-/// Which vCPU this is, from its task register; in ring 0 only.
+/// Returns the index of this vCPU, from its task register; in ring 0 only.
 pub fn index() -> u32 {
     let selector: u32;
     // SAFETY: reads a register.
@@ -210,39 +211,39 @@ pub fn index() -> u32 {
     (selector.max(FIRST_TSS) - FIRST_TSS) / 16
 }
 
-/// Goes to ring 3 for good.
+/// Enters ring 3 and never returns.
 pub fn to_ring3<T>(
     argument: &'static mut T,
     function: extern "C" fn(&'static mut T) -> !,
     stack: u64,
 ) -> ! {
-    // A function finds its stack 8 bytes off alignment, as after a call.
+    // A function expects its stack 8 bytes off alignment, as after a call.
     let stack = (stack & !15) - 8;
     // SAFETY: the stack belongs to this processor, and all memory is mapped for ring 3.
     unsafe { enter_ring3((&raw mut *argument) as u64, function as *const () as u64, stack) }
 }
 
-/// Sleeps as the APIC was told; the argument is the time in its terms.
+/// Request: sleeps as the APIC is configured; the argument is the time in its units.
 pub const SLEEP: u32 = 0;
-/// Stops this processor for good.
+/// Request: stops this processor.
 pub const PARK: u32 = 1;
-/// Brings the machine down by a triple fault.
+/// Request: brings the machine down by a triple fault.
 pub const TRIPLE_FAULT: u32 = 2;
 
-/// Asks ring 0 for something, from whichever ring.
+/// Sends a request to ring 0, from either ring.
 #[inline(always)]
 pub fn request(kind: u32, argument: u64) {
     let ring: u32;
     // SAFETY: reads a register.
     unsafe { asm!("mov {:e}, cs", out(reg) ring, options(nomem, nostack, preserves_flags)) };
     if ring & 3 == 0 {
-        // SAFETY: the routine changes these registers and no memory of ours.
+        // SAFETY: the routine changes these registers and no memory of this program.
         unsafe {
             asm!("call request", in("esi") kind, in("rdi") argument,
                 out("rax") _, out("rcx") _, out("rdx") _)
         };
     } else {
-        // SAFETY: as above, by way of an exception.
+        // SAFETY: as above, through an exception.
         unsafe {
             asm!("call request_from_ring3", in("esi") kind, in("rdi") argument,
                 out("rax") _, out("rcx") _, out("rdx") _)
@@ -250,16 +251,16 @@ pub fn request(kind: u32, argument: u64) {
     }
 }
 
-/// Stops this processor for good.
+/// Stops this processor.
 pub fn park() -> ! {
     loop {
         request(PARK, 0);
     }
 }
 
-/// Says that the guest cannot go on; where nobody hears that, powers off.
+/// Reports that the guest cannot continue. Powers off if the device is missing.
 pub fn give_up() -> ! {
-    // SAFETY: pvpanic's port, "panicked"; nothing happens where there is no such device.
+    // SAFETY: this writes "panicked" to pvpanic's port. Without the device nothing happens.
     unsafe { asm!("out dx, al", in("dx") 0x505u16, in("al") 1u8, options(nomem, nostack)) };
     wait();
     power_off()
@@ -267,15 +268,16 @@ pub fn give_up() -> ! {
 
 /// Powers off; failing that, resets; failing that, brings the machine down.
 pub fn power_off() -> ! {
-    // SAFETY: ACPI's PM1a control register, sleep type 0, sleep enable; nothing happens where there is none.
+    // SAFETY: this writes sleep type 0 and sleep enable to ACPI's PM1a control register. Without it
+    // nothing happens.
     unsafe { asm!("out dx, ax", in("dx") 0x604u16, in("ax") 0x2000u16, options(nomem, nostack)) };
     wait();
     reset()
 }
 
-/// Resets by way of the keyboard controller; failing that, brings the machine down.
+/// Resets by the keyboard controller; failing that, brings the machine down.
 pub fn reset() -> ! {
-    // SAFETY: pulses the reset line; nothing happens where there is no such controller.
+    // SAFETY: this pulses the reset line. Without the controller nothing happens.
     unsafe { asm!("out 0x64, al", in("al") 0xfeu8, options(nomem, nostack)) };
     wait();
     loop {
@@ -283,7 +285,7 @@ pub fn reset() -> ! {
     }
 }
 
-/// Some milliseconds in which the VMM may act.
+/// Waits some milliseconds in which the VMM may act.
 fn wait() {
     let start = tsc();
     while tsc().wrapping_sub(start) < 50_000_000 {
@@ -291,7 +293,7 @@ fn wait() {
     }
 }
 
-/// The time-stamp counter.
+/// Returns the time-stamp counter.
 #[inline(always)]
 pub fn tsc() -> u64 {
     let (low, high): (u32, u32);

@@ -1,4 +1,4 @@
-//! Owns what happens when something goes wrong inside the payload itself: one line that tells where, and a reset.
+//! Handles faults of the payload itself: prints one line with the position, and resets.
 
 use core::arch::asm;
 use core::panic::PanicInfo;
@@ -7,7 +7,7 @@ use crate::console::print_now;
 use crate::cpu;
 use crate::workload::Line;
 
-/// What the entries in `boot.s` leave on the stack.
+/// The stack frame that the entries in `boot.s` build.
 #[repr(C)]
 struct Frame {
     vector: u64,
@@ -19,7 +19,7 @@ struct Frame {
     ss: u64,
 }
 
-/// Every exception arrives here; none is expected.
+/// The handler of every exception; none is expected.
 #[unsafe(no_mangle)]
 extern "C" fn fault_main(frame: &Frame) -> ! {
     let cr2: u64;

@@ -1,4 +1,5 @@
-//! Owns the low memory beside the payload's own image: stacks, page directories, clock pages, the generation table.
+//! The low memory beside the payload's image: stacks, page directories, clock pages, the generation
+//! table.
 
 use core::ptr;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +17,7 @@ const GIB: u64 = 1 << 30;
 const HUGE: u64 = 0x87;
 const TABLE: u64 = 0x07;
 
-/// Begins above the image; says so when there is no RAM for it.
+/// Starts the heap above the image; ends with a message if there is no RAM for it.
 pub fn start(mut ram: impl Iterator<Item = (u64, u64)>) {
     let begin = (&raw const payload_end) as u64;
     NEXT.store(begin, Ordering::Relaxed);
@@ -28,7 +29,7 @@ pub fn start(mut ram: impl Iterator<Item = (u64, u64)>) {
     }
 }
 
-/// Takes whole pages, zeroed only if memory was.
+/// Allocates whole pages. They are zero only if memory was.
 pub fn take(bytes: u64) -> u64 {
     let at = NEXT.fetch_add(bytes.next_multiple_of(PAGE), Ordering::Relaxed);
     if at + bytes > TABLE_BASE {
@@ -37,12 +38,12 @@ pub fn take(bytes: u64) -> u64 {
     at
 }
 
-/// Maps what lies above 4 GiB at its own address, with 1 GiB pages where there are any.
+/// Identity-maps memory above 4 GiB, with 1 GiB pages where the CPU has them.
 pub fn map_above_4g(end: u64) {
     let huge = crate::cpu::has_1g_pages();
     for index in 4..end.div_ceil(GIB).min(512) {
         let entry = if huge { (index * GIB) | HUGE } else { directory(index * GIB) | TABLE };
-        // SAFETY: the boot processor is alone, and no access to this range has happened yet.
+        // SAFETY: only the boot processor runs, and no access to this range has happened yet.
         unsafe { (&raw mut page_pdpt[index as usize]).write_volatile(entry) };
     }
 }
@@ -51,13 +52,14 @@ fn directory(base: u64) -> u64 {
     let at = take(PAGE);
     for index in 0..512 {
         let entry = (base + index * (2 << 20)) | HUGE;
-        // SAFETY: the page was just taken and is mapped.
+        // SAFETY: the page was just allocated and is mapped.
         unsafe { ptr::write_volatile((at as *mut u64).add(index as usize), entry) };
     }
     at
 }
 
-/// Zeroes the generation table, if there is one; a fresh machine's memory is zero already, a restarted one's is not.
+/// Zeroes the generation table, if there is one. The memory of a fresh machine is already zero,
+/// that of a restarted one is not.
 pub fn clear_table(spec: &PayloadSpec) {
     if !spec.pattern.needs_table() {
         return;
@@ -75,9 +77,9 @@ pub fn clear_table(spec: &PayloadSpec) {
     }
 }
 
-/// The part of the table that belongs to a share.
+/// Returns the part of the table that belongs to a share.
 pub fn table(first_page: u64, entries: usize) -> &'static mut [u32] {
     let start = (TABLE_BASE as *mut u32).wrapping_add(first_page as usize);
-    // SAFETY: shares do not overlap, and each vCPU asks for its own once.
+    // SAFETY: shares do not overlap, and each vCPU takes its own once.
     unsafe { core::slice::from_raw_parts_mut(start, entries) }
 }

@@ -1,7 +1,8 @@
-//! The payload guest: writes its memory in a known way and notices when it does not read back what it wrote.
+//! The payload guest: writes its memory in a known way and detects reads that differ from what it
+//! wrote.
 //!
-//! Owns the order of things: boot, the other vCPUs, ring 3, the loop, the end. What the loop does lives in
-//! `workload`, which the VMM shares.
+//! This file has the sequence: boot, the other vCPUs, ring 3, the loop, the end. The work of the
+//! loop is in `workload`, which the VMM shares.
 #![no_std]
 #![no_main]
 
@@ -26,16 +27,16 @@ use workload::{Line, Next, Placement, Ring, Runner, ready_line};
 
 global_asm!(include_str!("boot.s"), options(att_syntax, raw));
 
-/// vCPUs that are ready to enter their loop.
+/// Number of vCPUs that are ready to enter their loop.
 static READY: AtomicU32 = AtomicU32::new(0);
-/// Set once the first page may be written.
+/// Set when the first page may be written.
 static GO: AtomicU32 = AtomicU32::new(0);
-/// vCPUs that have printed their last line.
+/// Number of vCPUs that have printed their last line.
 static DONE: AtomicU32 = AtomicU32::new(0);
 
 const START_NS: u64 = 20_000_000_000;
 
-/// The boot processor arrives here, in ring 0, with the first 4 GiB mapped.
+/// Entry of the boot processor, in ring 0, with the first 4 GiB mapped.
 #[unsafe(no_mangle)]
 extern "C" fn boot_main(start_info: u64) -> ! {
     let mut line = Line::new();
@@ -85,7 +86,7 @@ extern "C" fn boot_main(start_info: u64) -> ! {
     enter(cpu)
 }
 
-/// The other processors arrive here, each on its own stack.
+/// Entry of the other processors, each on its own stack.
 #[unsafe(no_mangle)]
 extern "C" fn ap_main(index: u32) -> ! {
     cpu::load_tables(index);
@@ -98,7 +99,7 @@ extern "C" fn ap_main(index: u32) -> ! {
     }
 }
 
-/// Into the loop, in the ring that was asked for.
+/// Enters the loop in the configured ring.
 fn enter(cpu: &'static mut Cpu) -> ! {
     let stack = cpu.user_stack;
     match pvh::setup().spec.ring {
@@ -107,7 +108,7 @@ fn enter(cpu: &'static mut Cpu) -> ! {
     }
 }
 
-/// The loop itself. It touches nothing that ring 3 may not.
+/// The loop. It uses nothing that ring 3 cannot access.
 extern "C" fn run(cpu: &'static mut Cpu) -> ! {
     let setup = pvh::setup();
     if cpu.index == 0 {
@@ -149,7 +150,7 @@ extern "C" fn run(cpu: &'static mut Cpu) -> ! {
     cpu::power_off()
 }
 
-/// Prints what is wrong and ends the machine by that; only before the loop.
+/// Prints an error and ends the machine; only before the loop.
 fn end_with(line: &mut Line) -> ! {
     console::print_now(line.byte(b'\n').as_bytes());
     cpu::give_up()

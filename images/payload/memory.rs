@@ -1,4 +1,5 @@
-//! Owns the access to the working set: plain loads and stores at addresses that equal physical ones.
+//! Access to the working set: plain loads and stores at virtual addresses that equal the physical
+//! ones.
 
 use core::arch::asm;
 
@@ -8,21 +9,21 @@ use crate::workload::{PAGE_SIZE, PageMemory, Placement, Ring, STAMP_WORD};
 /// The working set in guest RAM.
 pub struct WorkingSet {
     placement: Option<Placement>,
-    /// The first segment, where most pages are.
+    /// First segment, which has most pages.
     first_gfn: u64,
     first_pages: u64,
     prefetch: bool,
 }
 
 impl WorkingSet {
-    /// The working set as it was placed at boot.
+    /// Creates the working set as placed at boot.
     pub fn new(setup: &Setup) -> Self {
         let first = setup.placement.as_ref().and_then(|placement| placement.segments().first());
         WorkingSet {
             placement: setup.placement,
             first_gfn: first.map_or(0, |segment| segment.gfn),
             first_pages: first.map_or(0, |segment| segment.pages),
-            // Where ring 0 is emulated a prefetch only costs time.
+            // Where ring 0 is emulated, a prefetch only costs time.
             prefetch: setup.spec.ring == Ring::Three,
         }
     }
@@ -50,7 +51,7 @@ impl PageMemory for WorkingSet {
 
     #[inline(always)]
     fn write_u64(&mut self, page: u64, word: usize, value: u64) {
-        // SAFETY: as for reads; nothing else of the program lies there.
+        // SAFETY: as for reads; no other data of the program lies there.
         unsafe { self.at(page, word).write_volatile(value) }
     }
 
@@ -59,7 +60,7 @@ impl PageMemory for WorkingSet {
         if self.prefetch {
             let head = self.at(page, 0);
             let stamp = self.at(page, STAMP_WORD);
-            // SAFETY: a hint, which cannot fault.
+            // SAFETY: a prefetch cannot fault.
             unsafe {
                 asm!("prefetchw [{}]", "prefetchw [{}]", in(reg) head, in(reg) stamp,
                     options(nostack, preserves_flags, readonly))

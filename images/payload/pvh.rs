@@ -1,4 +1,4 @@
-//! Owns what the VMM hands over at boot: the command line and the memory map, read once and kept.
+//! The data that the VMM passes at boot: the command line and the memory map, read once and kept.
 
 use core::cell::UnsafeCell;
 
@@ -7,10 +7,10 @@ use crate::workload::{Line, PayloadSpec, Placement, parse_number};
 const MAGIC: u32 = 0x336e_c578;
 const RAM: u32 = 1;
 const MAX_RANGES: usize = 32;
-/// No more vCPUs than the tables have room for.
+/// Largest number of vCPUs, limited by the size of the tables.
 pub const MAX_VCPUS: u32 = 32;
 
-/// The start of the structure that EBX points to.
+/// Start of the structure that EBX points to.
 #[repr(C)]
 struct StartInfo {
     magic: u32,
@@ -33,12 +33,12 @@ struct MapEntry {
     reserved: u32,
 }
 
-/// What this boot is about.
+/// The configuration of this boot.
 pub struct Setup {
     pub spec: PayloadSpec,
     pub vcpus: u32,
     pub placement: Option<Placement>,
-    /// Why nothing can be done; the line has the beginning of the sentence.
+    /// The reason why the payload cannot run; `line` has the beginning of the sentence.
     pub refusal: Option<&'static str>,
     ranges: [(u64, u64); MAX_RANGES],
     count: usize,
@@ -60,7 +60,7 @@ impl Setup {
         }
     }
 
-    /// Inserts a range so that the list stays sorted.
+    /// Inserts a range and keeps the list sorted.
     fn add(&mut self, range: (u64, u64)) {
         if self.count == MAX_RANGES {
             return;
@@ -75,7 +75,7 @@ impl Setup {
     }
 }
 
-/// Reads everything before anything is overwritten. The beginning of a refusal goes into `line`.
+/// Reads all data before any of it is overwritten. The beginning of a refusal goes into `line`.
 pub fn read(start_info: u64, line: &mut Line) -> Setup {
     let mut setup = Setup {
         spec: PayloadSpec::default(),
@@ -85,7 +85,8 @@ pub fn read(start_info: u64, line: &mut Line) -> Setup {
         ranges: [(0, 0); MAX_RANGES],
         count: 0,
     };
-    // SAFETY: PVH passes the physical address of this structure, and the first 4 GiB are identity-mapped.
+    // SAFETY: PVH passes the physical address of this structure, and the first 4 GiB are
+    // identity-mapped.
     let info = unsafe { &*(start_info as *const StartInfo) };
     if info.magic != MAGIC || info.version < 1 || info.memmap_at == 0 {
         line.text("payload fatal: ");
@@ -108,7 +109,8 @@ pub fn read(start_info: u64, line: &mut Line) -> Setup {
 
 fn read_cmdline(setup: &mut Setup, text: *const u8, line: &mut Line) {
     let mut len = 0;
-    // SAFETY: the command line is a string that ends with a zero byte. (Volatile, or this becomes a call of `strlen`.)
+    // SAFETY: the command line is a string that ends with a zero byte. (The read is volatile, or
+    // the compiler turns the loop into a call of `strlen`.)
     while unsafe { text.add(len).read_volatile() } != 0 {
         len += 1;
     }
@@ -119,7 +121,7 @@ fn read_cmdline(setup: &mut Setup, text: *const u8, line: &mut Line) {
         let (Some(key), Some(value)) = (halves.next(), halves.next()) else {
             continue;
         };
-        // Such as `virtio_mmio.device=`, which a VMM adds for Linux.
+        // For example `virtio_mmio.device=`, which a VMM adds for Linux.
         if key.iter().any(|&byte| byte == b'.') {
             continue;
         }
@@ -149,20 +151,21 @@ fn read_cmdline(setup: &mut Setup, text: *const u8, line: &mut Line) {
 
 struct Published(UnsafeCell<Option<Setup>>);
 
-// SAFETY: written once by the boot processor before it starts the others, and only read from then on.
+// SAFETY: the boot processor writes it once before it starts the others; afterwards it is only
+// read.
 unsafe impl Sync for Published {}
 
 static SETUP: Published = Published(UnsafeCell::new(None));
 
 /// Makes the setup visible to all vCPUs; called once, before the others start.
 pub fn publish(setup: Setup) {
-    // SAFETY: the boot processor is alone.
+    // SAFETY: only the boot processor runs.
     unsafe { *SETUP.0.get() = Some(setup) }
 }
 
 /// The published setup.
 pub fn setup() -> &'static Setup {
-    // SAFETY: nobody writes any more.
+    // SAFETY: there are no more writes.
     match unsafe { &*SETUP.0.get() } {
         Some(setup) => setup,
         None => crate::cpu::power_off(),

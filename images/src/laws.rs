@@ -1,5 +1,5 @@
-//! Owns the proof that the payload's checks work: each law here is one thing a machine may do to
-//! memory, and the payload must notice; or one promise about what it writes.
+//! Tests that the payload's checks work. Each law is one thing that a machine may do to memory,
+//! which the payload must detect, or one promise about its writes.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use crate::workload::{
     SWEEP_EVERY, Share, Workload, generation_after,
 };
 
-/// Host memory with a frame number for each page, that refuses pages outside of one share.
+/// Host memory with a frame number for each page. It refuses pages outside one share.
 #[derive(Clone, PartialEq)]
 struct Pages {
     words: Vec<u64>,
@@ -97,12 +97,12 @@ impl Bench {
         wrong
     }
 
-    /// Enough steps for every page to be rewritten or swept.
+    /// Runs enough steps for every page to be rewritten or swept.
     fn full_sweep(&mut self) -> Vec<Mismatch> {
         self.steps((self.workload.share().pages + 1) * u64::from(SWEEP_EVERY))
     }
 
-    /// The pages written so far.
+    /// Returns the pages written so far.
     fn written(&self) -> Vec<u64> {
         let share = self.workload.share();
         (share.first..share.first + share.pages)
@@ -138,7 +138,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
     #[test]
-    fn honest_memory_is_never_accused(spec in any_spec(), share in any_share()) {
+    fn correct_memory_raises_no_error(spec in any_spec(), share in any_share()) {
         let mut bench = Bench::new(&spec, share);
         prop_assert_eq!(bench.full_sweep(), vec![]);
         prop_assert_eq!(bench.full_sweep(), vec![]);
@@ -159,7 +159,7 @@ proptest! {
     }
 
     #[test]
-    fn a_saved_workload_goes_on_as_if_nothing_had_happened(
+    fn saved_workload_continues_unchanged(
         spec in any_spec(), share in any_share(), before in 0u64..300, after in 0u64..300
     ) {
         let mut bench = Bench::new(&spec, share);
@@ -173,7 +173,7 @@ proptest! {
     }
 
     #[test]
-    fn a_lost_write_is_noticed(spec in any_spec(), share in any_share(), before in 1u64..200, pick: prop::sample::Index) {
+    fn lost_write_is_detected(spec in any_spec(), share in any_share(), before in 1u64..200, pick: prop::sample::Index) {
         let mut bench = Bench::new(&spec, share);
         let old = bench.memory.clone();
         bench.steps(before);
@@ -184,7 +184,7 @@ proptest! {
     }
 
     #[test]
-    fn a_stale_page_is_noticed(
+    fn stale_page_is_detected(
         spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400, pick: prop::sample::Index
     ) {
         let mut bench = Bench::new(&spec, share);
@@ -203,7 +203,7 @@ proptest! {
     }
 
     #[test]
-    fn a_torn_page_is_noticed(
+    fn torn_page_is_detected(
         spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400, pick: prop::sample::Index,
         new_head: bool
     ) {
@@ -226,7 +226,7 @@ proptest! {
     }
 
     #[test]
-    fn swapped_pages_are_noticed(
+    fn swapped_pages_are_detected(
         spec in any_spec(), share in any_share(), before in 100u64..300, a: prop::sample::Index, b: prop::sample::Index
     ) {
         let mut bench = Bench::new(&spec, share);
@@ -245,7 +245,7 @@ proptest! {
     }
 
     #[test]
-    fn a_page_of_another_vcpu_is_noticed(spec in any_spec(), share in any_share(), before in 1u64..200) {
+    fn page_of_another_vcpu_is_detected(spec in any_spec(), share in any_share(), before in 1u64..200) {
         let mut bench = Bench::new(&spec, share);
         let mut other = Bench::new(&spec, Share { vcpu: share.vcpu + 1, ..share });
         bench.steps(before);
@@ -258,7 +258,7 @@ proptest! {
     }
 
     #[test]
-    fn any_flipped_bit_of_a_written_page_is_noticed_by_the_next_sweep(
+    fn sweep_detects_any_flipped_bit(
         spec in any_spec(), share in any_share(), before in 100u64..300, pick: prop::sample::Index,
         word in 0..PAGE_WORDS, bit in 0u32..64
     ) {
@@ -276,7 +276,7 @@ proptest! {
     }
 
     #[test]
-    fn one_bad_head_is_one_error_when_it_is_rewritten(share in any_share(), at: prop::sample::Index) {
+    fn bad_head_is_one_error_at_its_rewrite(share in any_share(), at: prop::sample::Index) {
         let mut bench = Bench::new(&PayloadSpec::default(), share);
         bench.steps(share.pages);
         let page = share.first + at.index(share.pages as usize) as u64;
@@ -284,7 +284,7 @@ proptest! {
         bench.steps(share.pages);
         let after_one_pass = bench.workload.errors();
         bench.full_sweep();
-        // The sweep may have met it before the rewrite did.
+        // The sweep may have read it before the rewrite.
         prop_assert!((1..=2).contains(&after_one_pass));
         prop_assert_eq!(bench.workload.errors(), after_one_pass);
     }
@@ -341,7 +341,7 @@ proptest! {
     }
 
     #[test]
-    fn generations_count_up_and_never_come_back_to_untouched(writes: u64) {
+    fn generations_never_return_to_untouched(writes: u64) {
         prop_assert_eq!(generation_after(writes) == 0, writes == 0);
         if writes > 0 {
             prop_assert!(generation_after(writes) != generation_after(writes - 1));
@@ -350,7 +350,7 @@ proptest! {
 }
 
 #[test]
-fn pages_are_announced_before_their_visit() {
+fn pages_are_prefetched_before_their_visit() {
     for pattern in [Pattern::Seq, Pattern::Random, Pattern::Stride(3)] {
         let share = Share { vcpu: 0, first: 2, pages: 300 };
         let mut bench = Bench::new(&PayloadSpec { pattern, ..PayloadSpec::default() }, share);
@@ -425,7 +425,7 @@ fn zero_bodies_stay_zero() {
 }
 
 #[test]
-fn a_page_that_was_not_zero_before_its_first_write_is_noticed() {
+fn nonzero_page_before_first_write_is_detected() {
     let share = Share { vcpu: 0, first: 0, pages: 4 };
     let mut bench = Bench::new(&PayloadSpec::default(), share);
     bench.memory.write_u64(2, 0, 99);

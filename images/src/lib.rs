@@ -1,10 +1,9 @@
-//! The guests that Driftline brings along: the self-checking payload, built from source and
-//! embedded.
+//! The guests that Driftline ships: the self-checking payload, built from source and embedded.
 //!
-//! The payload writes the pages of its working set over and over, checks before each write that the
-//! page still holds what it wrote there last, and sweeps over all pages in the background. Whatever
-//! a migration or a checkpoint does wrong to memory it notices, counts, and says on COM1; it also
-//! tells the longest time it did not run.
+//! The payload rewrites the pages of its working set in a loop. Before each write it checks that
+//! the page still holds what it wrote there last, and it sweeps over all pages in the background.
+//! It detects and counts every error that a migration or a checkpoint makes in memory and reports
+//! it on COM1. It also reports the longest time during which it did not run.
 //!
 //! | module | owns |
 //! | --- | --- |
@@ -15,8 +14,8 @@
 //!
 //! # The guest
 //!
-//! It boots by PVH and wants nothing but kvmclock, a local APIC whose ids count from 0, and COM1.
-//! Guest RAM must be zero where it has not been written. Its loop runs in ring 3 unless told
+//! The payload boots by PVH. It needs kvmclock, a local APIC whose ids count from 0, and COM1.
+//! Guest RAM must be zero where it has not been written. The loop runs in ring 3 unless configured
 //! otherwise.
 //!
 //! ```text
@@ -26,11 +25,10 @@
 //! 0x100_0000  working set, or higher if the table is large; goes on above the hole below 4 GiB
 //! ```
 //!
-//! By hand:
-//! `qemu-system-x86_64 -M microvm,x-option-roms=off -accel kvm -cpu host -nodefaults -no-reboot -display none -serial stdio -m 256M -smp 2 -kernel payload.elf -append "vcpus=2 rate=max seconds=5"`.
+//! To run it by hand:
 //!
-//! At its end it powers off by ACPI (0x2000 to port 0x604), else resets by the keyboard controller
-//! (0xfe to port 0x64), else by a triple fault.
+//! At its end it powers off by ACPI (0x2000 to port 0x604). Failing that, it resets by the keyboard
+//! controller (0xfe to port 0x64), or else by a triple fault.
 
 #[cfg(test)]
 mod laws;

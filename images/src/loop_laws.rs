@@ -1,5 +1,5 @@
-//! Owns the proof of what surrounds the pages: pace, gaps, placement, lines, and the file that the
-//! guest boots from.
+//! Tests of everything around the pages: pace, gaps, placement, lines, and the file that the guest
+//! boots from.
 
 use proptest::prelude::*;
 
@@ -28,13 +28,13 @@ proptest! {
     }
 
     #[test]
-    fn a_long_stop_is_not_made_up_for(rate in 4096u64..1 << 36, stop in SECOND..SECOND * 1_000_000) {
+    fn long_pause_is_not_made_up_for(rate in 4096u64..1 << 36, stop in SECOND..SECOND * 1_000_000) {
         let mut pacer = Pacer::new(&paced(rate), 1, 0);
         prop_assert!(pacer.due(stop) <= rate / 10 / PAGE_SIZE + 1);
     }
 
     #[test]
-    fn a_sleep_ends_when_pages_are_due_or_soon_anyway(rate in 4096u64..1 << 34, start in 0u64..1 << 60) {
+    fn sleep_ends_when_pages_are_due(rate in 4096u64..1 << 34, start in 0u64..1 << 60) {
         let mut pacer = Pacer::new(&paced(rate), 1, start);
         let mut now = start;
         for _ in 0..100 {
@@ -55,7 +55,7 @@ proptest! {
     }
 
     #[test]
-    fn the_working_set_lies_in_ram_once_and_skips_the_hole(
+    fn working_set_lies_in_ram_without_overlap(
         pages in 1u64..2000, low in 17u64..24, high in 0u64..8, random: bool
     ) {
         let pattern = if random { Pattern::Random } else { Pattern::Seq };
@@ -85,18 +85,18 @@ fn a_large_table_moves_the_working_set_up() {
 }
 
 #[test]
-fn a_stop_shows_as_a_gap_even_in_the_middle_of_a_sleep() {
+fn pause_during_sleep_is_a_gap() {
     let mut gap = Gap::new(0);
     gap.tick(300_000);
     assert_eq!((gap.max_us(), gap.take_us()), (300, 300));
     gap.sleep_until(1_000_000);
     gap.tick(1_050_000);
     assert_eq!((gap.max_us(), gap.take_us()), (300, 50));
-    // Asleep until 2 ms; the machine stood still from 1.5 ms to 41.5 ms.
+    // Asleep until 2 ms; the machine was paused from 1.5 ms to 41.5 ms.
     gap.sleep_until(2_000_000);
     gap.tick(41_500_000);
     assert_eq!((gap.max_us(), gap.take_us()), (39_500, 39_500));
-    // Woken early, that is no gap.
+    // An early wake-up is no gap.
     gap.sleep_until(42_500_000);
     gap.tick(42_000_000);
     assert_eq!((gap.max_us(), gap.take_us()), (39_500, 0));
@@ -106,7 +106,7 @@ fn paced(rate: u64) -> PayloadSpec {
     PayloadSpec { rate: Rate::BytesPerSecond(rate), ..PayloadSpec::default() }
 }
 
-/// Memory with an error in every page that is read back, or none.
+/// Memory with an error in every page that is read back, or without errors.
 struct Bare {
     words: Vec<u64>,
     broken: bool,
@@ -126,7 +126,7 @@ impl PageMemory for Bare {
     }
 }
 
-/// Runs a loop on a clock that advances `tick_ns` with each tick, and gives its lines.
+/// Runs a loop on a clock that advances `tick_ns` at each tick. Returns its lines.
 fn run(spec: &str, broken: bool, tick_ns: u64) -> Vec<Message> {
     let spec: PayloadSpec = spec.parse().unwrap();
     let mut memory = Bare { words: vec![0; (spec.ws_bytes / 8) as usize], broken };
@@ -158,7 +158,7 @@ fn reports(messages: &[Message]) -> Vec<Report> {
 }
 
 #[test]
-fn a_run_of_seconds_reports_each_and_keeps_its_rate() {
+fn timed_run_reports_each_second_at_its_rate() {
     let reports = reports(&run("payload,ws=1M,rate=40M,seconds=5", false, 20_000));
     let times: Vec<u64> = reports.iter().map(|report| report.t_ms / 10).collect();
     assert_eq!(times, [100, 200, 300, 400, 500]);
@@ -171,7 +171,7 @@ fn a_run_of_seconds_reports_each_and_keeps_its_rate() {
 }
 
 #[test]
-fn a_run_of_passes_ends_after_them() {
+fn run_of_passes_ends_after_them() {
     for pattern in ["seq", "random", "zipf", "stride:4", "once"] {
         let spec = format!("payload,ws=1M,rate=max,pattern={pattern},passes=3");
         let last = *reports(&run(&spec, false, 1_000)).last().unwrap();
@@ -180,7 +180,7 @@ fn a_run_of_passes_ends_after_them() {
 }
 
 #[test]
-fn broken_memory_is_counted_in_full_and_described_ten_times() {
+fn all_errors_are_counted_ten_are_described() {
     let messages = run("payload,ws=1M,rate=max,passes=4", true, 1_000);
     let errors =
         messages.iter().filter(|message| matches!(message, Message::Error { .. })).count() as u64;
@@ -226,7 +226,7 @@ fn bare_visits_store_one_word() {
 }
 
 #[test]
-fn an_idle_spinner_never_sleeps_and_keeps_its_rate() {
+fn idle_spinner_never_sleeps_and_keeps_its_rate() {
     let spec: PayloadSpec = "payload,ws=1M,rate=32M,burst=64,idle=spin".parse().unwrap();
     let mut memory = Bare { words: vec![0; 512 * 256], broken: false };
     let mut runner = Runner::new(&spec, 1, 0, 0);
@@ -259,8 +259,8 @@ fn the_ready_line_is_read_back() {
     );
 }
 
-/// The guest's code as the compiler emitted it; see `build.rs`. What is linked of `core`, which was
-/// compiled with vector instructions, is the subject of the next test.
+/// Tests the guest's code as the compiler emitted it, see `build.rs`. The next test covers the
+/// linked parts of `core`, which was compiled with vector instructions.
 #[test]
 fn the_guest_uses_no_vector_registers() {
     let assembly = include_str!(concat!(env!("OUT_DIR"), "/payload.s"));
@@ -274,22 +274,25 @@ fn the_guest_uses_no_vector_registers() {
 }
 
 #[test]
-fn the_guest_contains_nothing_of_core_but_panics_and_their_messages() {
+fn guest_links_only_panic_code_of_core() {
     let names = PAYLOAD_ELF.split(|&byte| byte == 0).filter_map(|name| str::from_utf8(name).ok());
     let of_core: Vec<&str> = names
         .filter(|name| name.starts_with("_R") || name.starts_with("_ZN"))
         .filter(|name| name.contains("4core"))
         .collect();
     for name in of_core {
-        // `str::count` belongs to padding, which the handler never asks for: it prints the place
-        // only.
+        // `str::count` belongs to padding, which the panic handler does not use: it prints only the
+        // place.
         let known = ["panicking", "3fmt", "3str5count"].iter().any(|part| name.contains(part));
-        assert!(known, "{name} is linked into the guest and may use what an emulator lacks");
+        assert!(
+            known,
+            "{name} is linked into the guest and may use instructions that an emulator lacks"
+        );
     }
 }
 
 #[test]
-fn the_guest_is_an_elf_file_with_a_pvh_entry_below_its_table() {
+fn guest_is_elf_with_a_pvh_entry() {
     let word = |at: usize, bytes: usize| {
         PAYLOAD_ELF[at..at + bytes]
             .iter()

@@ -1,8 +1,8 @@
-//! Owns the reading of the lines that the payload prints on its console.
+//! Parses the lines that the payload prints on its console.
 //!
 //! Each line is printed whole, whatever the other vCPUs print, and ends with a newline. Numbers are
-//! decimal unless they begin with `0x`; the order of fields is fixed; a program that reads them
-//! should skip lines it does not know.
+//! decimal unless they begin with `0x`. The order of fields is fixed. A program that reads the
+//! lines should skip lines that it does not know.
 //!
 //! ```text
 //! payload ready vcpus=2 ws_pages=16384 pattern=seq rate=320M seed=1
@@ -16,27 +16,27 @@
 //! | field | meaning |
 //! | --- | --- |
 //! | `t_ms` | kvmclock time since this vCPU's loop began |
-//! | `passes` | whole rounds through its share |
+//! | `passes` | complete rounds through its share |
 //! | `pages` | page writes so far |
 //! | `errors` | pages found wrong so far; the first ten have an `error` line each |
-//! | `max_gap_us` | the longest time between two ticks of its loop since it began; sleeping as intended is no gap, waking too late is |
+//! | `max_gap_us` | the longest time between two ticks of its loop since it began; intended sleep does not count, late wake-ups do |
 //! | `gap_us` | the same since its last line |
 //!
-//! `ready` comes from vCPU 0 before any page is written, a report from each vCPU about once a
-//! second, `done` once at its end, `fault` and `fatal` when the payload itself cannot go on.
+//! vCPU 0 prints `ready` before any page is written. Each vCPU prints a report about once a second
+//! and `done` once at its end. `fault` and `fatal` mean that the payload itself cannot continue.
 
 use crate::workload::{Kind, Mismatch};
 
-/// One vCPU's account of itself.
+/// The report of one vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Report {
-    /// Who speaks.
+    /// vCPU that reports.
     pub vcpu: u32,
     /// Whether this is its last line.
     pub done: bool,
     /// Milliseconds since its loop began.
     pub t_ms: u64,
-    /// Whole rounds through its share.
+    /// Complete rounds through its share.
     pub passes: u64,
     /// Page writes so far.
     pub pages: u64,
@@ -49,7 +49,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Reads one line; `None` if it is not a report.
+    /// Parses one line; `None` if it is not a report.
     ///
     /// ```
     /// let line = "payload vcpu=1 t_ms=1003 passes=12 pages=123456 errors=0 max_gap_us=1500 gap_us=900";
@@ -78,7 +78,7 @@ impl Report {
 pub enum Message {
     /// All vCPUs are up and about to begin.
     Ready {
-        /// How many vCPUs.
+        /// Number of vCPUs.
         vcpus: u32,
         /// Pages in the working set.
         ws_pages: u64,
@@ -89,23 +89,23 @@ pub enum Message {
         /// The seed.
         seed: u64,
     },
-    /// One vCPU's account of itself.
+    /// The report of one vCPU.
     Report(Report),
-    /// A page that is not what it must be.
+    /// A page with wrong content.
     Error {
-        /// Who noticed.
+        /// vCPU that found it.
         vcpu: u32,
-        /// What was noticed.
+        /// The mismatch.
         mismatch: Mismatch,
     },
-    /// The payload ran into an exception and resets; the whole line.
+    /// The payload raised an exception and resets; the whole line.
     Fault(String),
-    /// The payload cannot do what it was asked and powers off; the reason.
+    /// The payload cannot follow its specification and powers off; the reason.
     Fatal(String),
 }
 
 impl Message {
-    /// Reads one line; `None` if the payload does not print such lines.
+    /// Parses one line; `None` if the payload does not print such lines.
     pub fn parse(line: &str) -> Option<Message> {
         if let Some(report) = Report::parse(line) {
             return Some(Message::Report(report));
@@ -151,7 +151,7 @@ impl Message {
     }
 }
 
-/// What is left of a line, field by field.
+/// The rest of a line, field by field.
 struct Fields<'a> {
     rest: std::iter::Peekable<std::str::Split<'a, char>>,
 }
@@ -219,7 +219,7 @@ mod tests {
         }
 
         #[test]
-        fn no_line_makes_the_parser_panic(line in "(payload )?(vcpu=1 )?(ready |done |error )?.{0,60}") {
+        fn parser_never_panics(line in "(payload )?(vcpu=1 )?(ready |done |error )?.{0,60}") {
             let _ = Message::parse(&line);
         }
 

@@ -1,11 +1,11 @@
-//! Owns the text form of a payload's specification, as users type it and as the guest reads it.
+//! The text form of a payload's specification, as users type it and as the guest reads it.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::workload::{Line, PayloadSpec};
 
-/// Why a specification was refused: a sentence that names what is wrong.
+/// The reason why a specification was refused: a sentence that names the mistake.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpecError(String);
 
@@ -20,8 +20,10 @@ impl std::error::Error for SpecError {}
 impl FromStr for PayloadSpec {
     type Err = SpecError;
 
-    /// Reads
-    /// `payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride[:K]|once][,seed=N][,ring=0|3] [,fill=zero|random][,seconds=N][,passes=N][,writers=N][,idle=halt|spin][,burst=N][,check=always|end]`.
+    /// Parses
+    /// `payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride[:K]|once][,seed=N]`
+    /// `[,ring=0|3][,fill=zero|random][,seconds=N][,passes=N][,writers=N][,idle=halt|spin]`
+    /// `[,burst=N][,check=always|end]`.
     fn from_str(text: &str) -> Result<Self, SpecError> {
         let mut items = text.split(',');
         if items.next() != Some("payload") {
@@ -49,7 +51,7 @@ impl FromStr for PayloadSpec {
 }
 
 impl fmt::Display for PayloadSpec {
-    /// All settings, in the form that [`FromStr`] reads.
+    /// Writes all settings, in the form that [`FromStr`] reads.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut line = Line::new();
         line.text("payload");
@@ -59,7 +61,8 @@ impl fmt::Display for PayloadSpec {
 }
 
 impl PayloadSpec {
-    /// The kernel command line that makes the guest, with `vcpus` vCPUs, do this.
+    /// Returns the kernel command line that makes a guest with `vcpus` vCPUs follow this
+    /// specification.
     ///
     /// ```
     /// let spec: driftline_images::PayloadSpec = "payload,rate=max,seconds=5".parse().unwrap();
@@ -183,9 +186,9 @@ mod tests {
             ("payload,seconds=0", "is not a number from 1"),
             ("payload,passes=x", "is not a number from 1"),
             ("payload,writers=0", "is not a number from 1"),
-            ("payload,idle=sleep", "is not a way to be idle (halt or spin)"),
+            ("payload,idle=sleep", "is not an idle mode (halt or spin)"),
             ("payload,burst=0", "is not a number of pages from 1 to 65536"),
-            ("payload,check=never", "is not a way to check (always or end)"),
+            ("payload,check=never", "is not a check mode (always or end)"),
             (
                 "payload,colour=red",
                 "\"colour=red\" in \"payload,colour=red\" is not a setting of the payload",

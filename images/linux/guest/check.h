@@ -1,7 +1,9 @@
 /*
- * What the guest's programs share: options, report lines, clocks, randomness and checksums, and each program's entry.
+ * Shared by the guest's programs: options, report lines, clocks, randomness and checksums, and the
+ * entry of each program.
  *
- * One binary, `driftline-check`, holds them all. It runs as the guest's /init and, being static, on the host as well.
+ * The binary `driftline-check` contains all programs. It runs as the guest's /init and, because it
+ * is static, on the host as well.
  */
 #ifndef DRIFTLINE_CHECK_H
 #define DRIFTLINE_CHECK_H
@@ -12,13 +14,16 @@
 
 enum { PAGE_BYTES = 4096, PAGE_WORDS = PAGE_BYTES / 8 };
 
-/* Exit codes: 0 all is well, 1 something did not hold, 2 wrong usage. */
+/* Exit codes: 0 success, 1 a check failed, 2 wrong usage. */
 enum { EXIT_HELD = 0, EXIT_FAILED = 1, EXIT_USAGE = 2 };
 
-/* How many single errors a checker describes before it only counts them. */
+/* Number of errors that a checker describes before it only counts them. */
 enum { ERRORS_DESCRIBED = 8 };
 
-/* One `key=value` of a program. Sizes are bytes (K, M, G are powers of two), durations milliseconds (`20ms`, `2s`). */
+/*
+ * One `key=value` option of a program. Sizes are bytes (K, M, G are powers of two), durations
+ * milliseconds (`20ms`, `2s`).
+ */
 enum option_kind { OPTION_TEXT, OPTION_NUMBER, OPTION_SIZE, OPTION_DURATION };
 struct option {
     const char *key;
@@ -26,34 +31,48 @@ struct option {
     void *value; /* const char ** for text, uint64_t * for the others */
 };
 
-/* Fills `table` from the words `key=value`; a word that fits nothing is named on stderr and makes it false. */
+/*
+ * Fills `table` from the words `key=value`. Names a word that matches no option on stderr and
+ * returns false.
+ */
 bool options_read(const char *who, int words, char **word, const struct option *table, size_t options);
 
-/* A number with the unit suffixes of `kind`; false if the text is anything else or does not fit 64 bits. */
+/*
+ * Parses a number with the unit suffixes of `kind`; false if the text is anything else or does not
+ * fit into 64 bits.
+ */
 bool number_read(const char *text, enum option_kind kind, uint64_t *value);
 
-/* Prints one whole line with one write, so that lines of several programs on one console stay whole. */
+/*
+ * Prints one whole line with one write, so that lines of several programs on one console are not
+ * mixed.
+ */
 void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* Nanoseconds of CLOCK_MONOTONIC. */
+/* Returns the nanoseconds of CLOCK_MONOTONIC. */
 uint64_t now_ns(void);
 uint64_t clock_ns(int clock);
 void sleep_ms(uint64_t ms);
-/* Sleeps until CLOCK_MONOTONIC shows `deadline_ns`, through signals that do not end the program. */
+/*
+ * Sleeps until CLOCK_MONOTONIC reaches `deadline_ns`, through signals that do not end the program.
+ */
 void sleep_until(uint64_t deadline_ns);
 
-/* Whether the next status line is due; then moves `due_ns` one period on, skipping periods that were slept through. */
+/*
+ * Returns whether the next status line is due; then advances `due_ns` by one period, skipping
+ * periods that have passed.
+ */
 bool period_over(uint64_t *due_ns, uint64_t period_ms);
 
-/* A bijective scrambling of 64 bits: near inputs give unlike outputs. */
+/* Scrambles 64 bits bijectively: similar inputs give dissimilar outputs. */
 uint64_t scramble(uint64_t x);
-/* The next number of a generator whose whole state is `*state`. */
+/* Returns the next number of a generator whose entire state is `*state`. */
 uint64_t random_next(uint64_t *state);
 
-/* CRC-32C (Castagnoli) of `length` bytes, continuing `crc`; 0 to begin. */
+/* Returns the CRC-32C (Castagnoli) of `length` bytes, continuing `crc`; 0 to begin. */
 uint32_t crc32c(uint32_t crc, const void *bytes, size_t length);
 
-/* The programs. Words are what stands after the program's name. */
+/* The programs. `words` are the arguments after the program's name. */
 int init_main(void);
 int mem_main(int words, char **word);
 int disk_main(int words, char **word);

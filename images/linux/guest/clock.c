@@ -1,7 +1,9 @@
 /*
- * The clock watcher: reads three clocks at every tick; records the longest gap between ticks and every step back.
+ * The clock checker: reads three clocks at every tick, and records the longest gap between ticks
+ * and every backward step.
  *
- * It moves to another processor each period, so that clocks that disagree between vCPUs show as a step back.
+ * It moves to another processor each period, so that clocks that differ between vCPUs show as a
+ * backward step.
  */
 #include "check.h"
 
@@ -17,7 +19,9 @@ enum { MONOTONIC, REALTIME, BOOTTIME, CLOCKS };
 struct watch {
     uint64_t last[CLOCKS];
     uint64_t ticks, gap, longest_gap, back;
-    /* How far CLOCK_REALTIME moved against CLOCK_MONOTONIC in one tick, at most, either way. */
+    /*
+     * Largest movement of CLOCK_REALTIME against CLOCK_MONOTONIC in one tick, in either direction.
+     */
     uint64_t longest_step;
 };
 
@@ -33,7 +37,10 @@ static uint64_t distance(uint64_t a, uint64_t b)
     return a < b ? b - a : a - b;
 }
 
-/* Compares the clocks with the last reading. Gaps count only where the watcher did nothing but sleep between the two. */
+/*
+ * Compares the clocks with the last reading. Gaps count only if the checker did nothing but sleep
+ * between the two.
+ */
 static void watch_read(struct watch *watch, bool slept)
 {
     static const char *const name[CLOCKS] = {"CLOCK_MONOTONIC", "CLOCK_REALTIME", "CLOCK_BOOTTIME"};
@@ -54,7 +61,10 @@ static void watch_read(struct watch *watch, bool slept)
     memcpy(watch->last, now, sizeof now);
 }
 
-/* The next processor after `*at` that this process may use; a failure to move there leaves it where it is. */
+/*
+ * Moves to the next processor after `*at` that this process may use; stays where it is if that
+ * fails.
+ */
 static void next_processor(const cpu_set_t *usable, int *at)
 {
     for (int i = 0; i < CPU_SETSIZE; i++) {

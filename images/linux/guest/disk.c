@@ -1,8 +1,9 @@
 /*
- * The disk checker: appends numbered records to a log, flushes, and goes on reading back what it flushed earlier.
+ * The disk checker: appends numbered records to a log, flushes them, and reads back earlier flushed
+ * records.
  *
- * Owns the log's file or device while it runs. Reads bypass the guest's page cache where the file system lets them
- * (O_DIRECT), so what is compared is what the disk gives back.
+ * It owns the log's file or device while it runs. Reads bypass the guest's page cache where the
+ * file system supports that (O_DIRECT), so that the data of the disk is compared.
  */
 #include "check.h"
 #include "disk.h"
@@ -32,7 +33,7 @@ static void error_of(struct disk *disk, const char *what, uint64_t record, const
         say("check disk: error: %s record %" PRIu64 ": %s", what, record, why);
 }
 
-/* Begins a log of a new run over whatever was there; older runs' records are foreign to it. */
+/* Starts the log of a new run over any older one, whose records do not belong to it. */
 static bool log_create(struct disk_log *log, uint64_t size)
 {
     uint64_t room = log->bytes && log->bytes < size ? log->bytes : size;
@@ -76,7 +77,7 @@ static bool batch_write(struct disk *disk, uint64_t records)
     return true;
 }
 
-/* Reads a random flushed record back and judges it. */
+/* Reads a random flushed record back and checks it. */
 static void read_back(struct disk *disk)
 {
     const struct log_header *header = &disk->log.header;
@@ -101,7 +102,7 @@ static void read_back(struct disk *disk)
     error_of(disk, "reading back", number, why);
 }
 
-/* The log that is there, verified, or a new one. False if the disk cannot be used. */
+/* Opens and verifies the existing log, or creates a new one. False if the disk cannot be used. */
 static bool log_begin(struct disk *disk, uint64_t size)
 {
     struct disk_verdict verdict;
@@ -128,7 +129,7 @@ int disk_main(int words, char **word)
         return EXIT_USAGE;
 
     struct disk disk = {.log = {.path = path}, .random = now_ns()};
-    /* A disk that is not there must not become a file of that name. */
+    /* A missing disk must not become a file of that name. */
     int create = strncmp(path, "/dev/", 5) == 0 ? 0 : O_CREAT;
     if (!disk_log_open(&disk.log, O_RDWR | create) || !log_begin(&disk, size))
         return EXIT_FAILED;
@@ -139,7 +140,7 @@ int disk_main(int words, char **word)
             read_back(&disk);
         if (period_over(&due, every))
             say("check disk: flushed=%" PRIu64 " errors=%" PRIu64, disk.flushed, disk.errors);
-        /* A disk that refuses writes is asked again, but not in a storm. */
+        /* A disk that refuses writes is retried, at intervals. */
         sleep_ms(written ? pause : 1000);
     }
 }

@@ -1,4 +1,4 @@
-/* A log on a file or block device, opened; and what a look over the whole of it says. */
+/* An open log on a file or block device, and the result of reading all of it. */
 #ifndef DRIFTLINE_DISK_H
 #define DRIFTLINE_DISK_H
 
@@ -14,15 +14,20 @@ struct disk_log {
 
 struct disk_verdict {
     uint64_t last;    /* the highest record that is readable */
-    uint64_t flushed; /* the highest record that is known to have been flushed, from the log itself or from the caller */
-    uint64_t errors;  /* places that do not hold what they must */
+    uint64_t flushed; /* the highest flushed record, as the log or the caller knows */
+    uint64_t errors;  /* slots with wrong content */
 };
 
-/* Opens `log->path`, directly if that can be, and finds its size. Says why if it cannot. */
+/*
+ * Opens `log->path`, with O_DIRECT if possible, and finds its size. Prints the reason if it fails.
+ */
 bool disk_log_open(struct disk_log *log, int flags);
-/* Reads the header; false if there is none, or one that speaks of more slots than the file has. */
+/* Reads the header; false if there is none, or if it names more slots than the file has. */
 bool disk_log_header(struct disk_log *log);
-/* Reads the whole log and judges every slot, given that record `promised` was flushed. False if it cannot be read. */
+/*
+ * Reads the entire log and checks every slot, given that record `promised` was flushed. False if it
+ * cannot be read.
+ */
 bool disk_log_judge(struct disk_log *log, uint64_t promised, struct disk_verdict *verdict);
 
 #endif

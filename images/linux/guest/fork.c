@@ -1,6 +1,7 @@
 /*
- * The fork checker: waits until the kernel says that this machine is one of several that go on from one checkpoint
- * (VMGenID), and then prints what the kernel gives out as random, which has to be each one's own.
+ * The fork checker: waits until the kernel reports that this machine is one of several that resumed
+ * from the same checkpoint (VMGenID). It then prints random bytes from the kernel, which must
+ * differ between the machines.
  */
 #include "check.h"
 
@@ -11,7 +12,7 @@
 #include <sys/random.h>
 #include <unistd.h>
 
-/* A record of /dev/kmsg has at most so many bytes; a read gives one. */
+/* Largest size of a record of /dev/kmsg; a read returns one record. */
 enum { RECORD_BYTES = 8192 };
 
 int fork_main(int words, char **word)
@@ -27,7 +28,7 @@ int fork_main(int words, char **word)
     for (;;) {
         static char record[RECORD_BYTES + 1];
         ssize_t length = read(log, record, RECORD_BYTES);
-        /* What was overwritten before it was read is no end. */
+        /* A record that was overwritten before it was read is not the end. */
         if (length < 0 && (errno == EPIPE || errno == EINTR))
             continue;
         if (length <= 0) {

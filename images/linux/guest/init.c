@@ -1,14 +1,14 @@
 /*
- * /init: mounts, the network, a shell on the console, and the checkers that the kernel command line names; then it
- * reaps. A program and not a script: where ring 0 is emulated, every process that a script starts takes tens of
- * milliseconds.
+ * /init: mounts, sets up the network, starts a shell on the console and the checkers that the
+ * kernel command line names, then reaps children. It is a program and not a script, because each
+ * process that a script starts takes tens of milliseconds where ring 0 is emulated.
  *
  *   driftline.ip=ADDRESS/BITS      eth0's address        driftline.gw=ADDRESS    the default route
  *   driftline.mount=DEV:DIR[:TYPE] mounts DEV, ext4 unless told otherwise
  *   driftline.check=NAME,NAME,..   mem, disk, tcp, clock, fork
  *   driftline.NAME=KEY=VALUE,..    that checker's options
  *
- * What is missing (no disk, no network) is said in a line and left out.
+ * Each missing part (no disk, no network) is reported in one line and skipped.
  */
 #include "check.h"
 #include "network.h"
@@ -38,7 +38,7 @@ enum { CHECKERS = sizeof checker / sizeof *checker };
 static char command_line[COMMAND_LINE_BYTES];
 static pid_t shell, running[CHECKERS];
 
-/* The value of the word `driftline.KEY=value` on the kernel command line, copied; the last one counts. */
+/* Returns a copy of the value of the last word `driftline.KEY=value` on the kernel command line. */
 static bool setting(const char *key, char *value, size_t bytes)
 {
     bool found = false;
@@ -65,7 +65,10 @@ static void mount_at(const char *source, const char *directory, const char *type
         say("driftline-linux: cannot mount %s on %s: %s", source, directory, strerror(errno));
 }
 
-/* Linux denies huge pages to machines of less than 512 MiB, where the memory checker needs them as well. */
+/*
+ * Linux disables huge pages on machines of less than 512 MiB, where the memory checker needs them,
+ * too.
+ */
 static void huge_pages_allow(void)
 {
     static const char wanted[] = "madvise";
@@ -85,7 +88,7 @@ static void mount_disk(char *wanted)
         say("driftline-linux: driftline.mount=%s is not DEV:DIR[:TYPE]", wanted);
 }
 
-/* In a child: default signals, nothing blocked. */
+/* In a child: default signal actions, no blocked signals. */
 static void child_begin(const char *name)
 {
     sigset_t none;
@@ -96,8 +99,8 @@ static void child_begin(const char *name)
 }
 
 /*
- * Each checker writes to an opening of the console of its own: what the shell does to its own does not reach it. It is
- * not executed anew, only forked: the pages of the program are there already.
+ * Each checker opens the console itself, so that the shell's terminal settings do not affect it. A
+ * checker is forked and not executed, because the pages of the program are already in memory.
  */
 static pid_t checker_start(int which)
 {
@@ -148,8 +151,8 @@ static pid_t shell_start(void)
         close(console);
     ioctl(STDIN_FILENO, TIOCSCTTY, 0);
     /*
-     * busybox is a glibc program, which would use AVX for its copies. A kernel booted with `noxsave` does not keep AVX
-     * registers across context switches, so glibc is told to do without.
+     * busybox is a glibc program, which would use AVX for its copies. A kernel booted with
+     * `noxsave` does not save AVX registers at context switches, so glibc must not use them.
      */
     static char *const environment[] = {
         "PATH=/bin", "HOME=/", "TERM=vt100",
@@ -160,7 +163,7 @@ static pid_t shell_start(void)
     _exit(EXIT_FAILED);
 }
 
-/* Takes the ends of all children that have ended. The shell comes back; a checker that ends is news. */
+/* Reaps all children that have ended. Restarts the shell; reports a checker that has ended. */
 static void reap(void)
 {
     int status;
@@ -175,7 +178,7 @@ static void reap(void)
                 say("driftline-linux: checker %s was ended by signal %d", checker[i].name, WTERMSIG(status));
         }
         if (child == shell) {
-            sleep_ms(200); /* Not in a storm, should it not start at all. */
+            sleep_ms(200); /* Limits the rate of restarts if the shell cannot start. */
             shell = shell_start();
         }
     }
@@ -216,7 +219,7 @@ int init_main(void)
     if (setting("check", value, sizeof value))
         checkers_start(value);
 
-    /* The signals that busybox's reboot, halt and poweroff send to process 1. */
+    /* Signals that busybox's reboot, halt and poweroff send to process 1. */
     for (int signal;;) {
         if (sigwait(&awaited, &signal) != 0)
             continue;

@@ -1,4 +1,7 @@
-/* The laws of what the checkers write and how they judge it. build.sh runs them before it publishes the binary. */
+/*
+ * Tests of the checkers' data formats and verdicts. build.sh runs them before it publishes the
+ * binary.
+ */
 #include "check.h"
 #include "disk.h"
 #include "message.h"
@@ -80,7 +83,7 @@ static void a_page_of_two_writes_is_broken(void)
         page_write(page, 5, 7);
         page_write(newer, 5, 8);
         if (words == 1)
-            continue; /* The page's number alone is the same in both. */
+            continue; /* Only the page number is the same in both. */
         memcpy(page, newer, words * 8);
         HOLDS(page_judge(page, 5, 8) == PAGE_BROKEN);
     }
@@ -113,7 +116,9 @@ static void a_header_reads_back_or_not_at_all(void)
     }
 }
 
-/* Against a plain model: the slots of a log that was written one record after the other. */
+/*
+ * Compares with a plain model: the slots of a log whose records were written one after the other.
+ */
 static void a_slot_is_due_the_newest_flushed_record(void)
 {
     enum { SLOTS = 37 };
@@ -143,7 +148,10 @@ static void only_what_was_not_flushed_may_be_torn(void)
     }
 }
 
-/* Writes a log to a file, then undoes or breaks single writes: each is found, and only if it had been flushed. */
+/*
+ * Writes a log to a file, then undoes or breaks single writes. Each is found, but only if it had
+ * been flushed.
+ */
 static void a_log_misses_nothing_that_was_flushed(void)
 {
     enum { SLOTS = 64, LAST = 150, FLUSHED = LAST - 3 };
@@ -165,13 +173,16 @@ static void a_log_misses_nothing_that_was_flushed(void)
     for (uint64_t number = LAST - SLOTS + 1; number <= LAST; number++) {
         off_t offset = (off_t)record_offset(number, SLOTS);
         for (int broken = 0; broken < 2; broken++) {
-            /* An old record in the place of a flushed one is a loss; a broken one may be the next, on its way. */
+            /*
+             * An old record in place of a flushed one is a loss. A broken one may be the next one,
+             * in flight.
+             */
             uint64_t expected = number <= FLUSHED && !(broken && number + SLOTS <= FLUSHED + BATCH_MOST);
             record_encode(block, &(struct record){header.run, number - SLOTS, 0});
             if (broken)
                 flip(block, below(BLOCK_BYTES * 8));
             HOLDS(pwrite(fd, block, BLOCK_BYTES, offset) == BLOCK_BYTES);
-            /* Two of the three last records still tell what was flushed. */
+            /* Two of the three last records still tell which record was flushed. */
             HOLDS(disk_log_judge(&log, 0, &verdict) && verdict.errors == expected);
         }
         record_encode(block, &(struct record){header.run, number, number > FLUSHED ? FLUSHED : 0});

@@ -1,4 +1,6 @@
-/* One binary for all programs: /init when it is process 1, otherwise the program that the first word names. */
+/*
+ * One binary for all programs: /init as process 1, otherwise the program that the first word names.
+ */
 #include "check.h"
 
 #include <stdio.h>

@@ -1,8 +1,10 @@
 /*
- * The memory checker: rewrites pages of its own in passes and reads each back before it writes it again.
+ * The memory checker: rewrites pages of its own in passes, and reads each page back before it
+ * writes it again.
  *
- * A page's generation is the pass that wrote it, so what a page must hold is known from one number in a register: a
- * frame that lost a write, or that went back in time, is seen within a pass.
+ * The generation of a page is the pass that wrote it, so one number in a register determines the
+ * content of every page. A frame that lost a write, or that reverted to older content, is detected
+ * within a pass.
  */
 #include "check.h"
 #include "page.h"
@@ -11,7 +13,7 @@
 #include <stdio.h>
 #include <sys/mman.h>
 
-/* Sleeps are dear where ring 0 is emulated: this many a second. */
+/* Number of sleeps a second, because sleeps are expensive where ring 0 is emulated. */
 enum { SLEEPS_A_SECOND = 20 };
 enum { HUGE_PAGE_BYTES = 2 << 20 };
 
@@ -21,12 +23,18 @@ static uint64_t *pages_map(uint64_t bytes)
     if (map == MAP_FAILED)
         return NULL;
     uintptr_t aligned = ((uintptr_t)map + HUGE_PAGE_BYTES - 1) & ~(uintptr_t)(HUGE_PAGE_BYTES - 1);
-    /* Fewer first touches, each of which is a slow fault; a kernel without huge pages refuses, and that is fine. */
+    /*
+     * Huge pages mean fewer first accesses, each of which is a slow fault. A kernel without huge
+     * pages refuses, which is harmless.
+     */
     (void)madvise((void *)aligned, bytes, MADV_HUGEPAGE);
     return (uint64_t *)aligned;
 }
 
-/* Every pass visits the pages in another order; an odd stride reaches each of a power of two of them once. */
+/*
+ * Every pass visits the pages in another order. An odd stride reaches each page of a power of two
+ * once.
+ */
 static uint64_t page_at(uint64_t step, uint64_t pass, uint64_t pages)
 {
     uint64_t stride = scramble(pass) | 1;
@@ -62,7 +70,7 @@ int mem_main(int words, char **word)
         page_write(memory + page * PAGE_WORDS, page, 0);
     say("check mem: ready pages=%" PRIu64, pages);
 
-    /* A rate of 0 is as fast as it goes: then the clock is looked at about as often, and nobody sleeps. */
+    /* A rate of 0 means no limit: the clock is read about as often, and there are no sleeps. */
     uint64_t burst = rate ? rate / SLEEPS_A_SECOND / PAGE_BYTES : 16384;
     if (burst == 0)
         burst = 1;
@@ -82,7 +90,7 @@ int mem_main(int words, char **word)
             if (period_over(&due, every))
                 say("check mem: passes=%" PRIu64 " errors=%" PRIu64 " pages=%" PRIu64, pass - 1, errors, pages);
             if (rate) {
-                /* After a stop of the whole guest there is no catching up. */
+                /* After a pause of the guest the missed passes are not made up for. */
                 uint64_t now = now_ns();
                 wake += burst * PAGE_BYTES * 1000 / rate * 1000000;
                 if (wake < now)

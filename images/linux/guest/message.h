@@ -1,5 +1,6 @@
 /*
- * The echo's message: 64 bytes, little-endian, so that a client knows which answer it reads and that it is whole.
+ * The message of the echo: 64 bytes, little-endian. A client can tell which answer it reads and
+ * that it is complete.
  *
  *   0  magic "DLECHO\0\1"      8  number, from 0 up within a connection
  *   16 nonce of the connection 24 filler that nonce and number determine

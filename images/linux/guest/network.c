@@ -1,4 +1,4 @@
-/* Owns the ioctls that give an interface its address and its route. */
+/* The ioctls that give an interface its address and its route. */
 #include "network.h"
 
 #include "check.h"
@@ -21,7 +21,7 @@ static void set_address(struct sockaddr *to, struct in_addr address)
     memcpy(to, &in, sizeof in);
 }
 
-/* Asks the kernel for one thing; false, said in a line, if it refuses. */
+/* Makes one request to the kernel; false, after printing the error, if it is refused. */
 static bool ask(int fd, unsigned long request, void *argument, const char *interface, const char *what)
 {
     if (ioctl(fd, (int)request, argument) == 0)

@@ -1,9 +1,12 @@
-/* Writes and judges stamped pages; page.h has the layout. */
+/* Writes and checks stamped pages; page.h has the layout. */
 #include "page.h"
 
 #include "check.h"
 
-/* The sequence is a linear congruential one: a page takes about a microsecond, and its top bits never repeat in it. */
+/*
+ * The sequence is a linear congruential one. A page takes about a microsecond, and the top bits
+ * never repeat within it.
+ */
 static const uint64_t MULTIPLIER = 6364136223846793005ull, INCREMENT = 1442695040888963407ull;
 
 enum { NUMBER, GENERATION, CHECKSUM, BODY };
@@ -32,7 +35,7 @@ void page_write(uint64_t *page, uint64_t number, uint64_t generation)
     page[CHECKSUM] = sum;
 }
 
-/* Whether the page is, word for word, what its own stamp says. */
+/* Returns whether every word of the page agrees with its own stamp. */
 static bool whole(const uint64_t *page)
 {
     uint64_t word = body_start(page[NUMBER], page[GENERATION]);

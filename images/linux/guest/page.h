@@ -1,5 +1,6 @@
 /*
- * A stamped page: what the memory checker writes into each of its pages, and what it says of one that it reads.
+ * A stamped page: the content that the memory checker writes into each of its pages, and the
+ * verdict on a page that it reads.
  *
  *   word 0      page number
  *   word 1      generation, the number of times that the page was written
@@ -13,9 +14,9 @@
 
 enum page_verdict {
     PAGE_GOOD,
-    PAGE_STALE,   /* this page, whole, as it was at another generation: a write was lost or rolled back */
-    PAGE_FOREIGN, /* another page, whole: content went to the wrong place */
-    PAGE_BROKEN,  /* no page that was ever written as a whole */
+    PAGE_STALE,   /* this page, complete, of another generation: a write was lost or rolled back */
+    PAGE_FOREIGN, /* another page, complete: content went to the wrong place */
+    PAGE_BROKEN,  /* no page that was ever written completely */
 };
 
 void page_write(uint64_t *page, uint64_t number, uint64_t generation);

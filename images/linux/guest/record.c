@@ -1,4 +1,4 @@
-/* Encodes, decodes and judges the blocks of the disk checker's log; record.h has the layout. */
+/* Encodes, decodes and checks the blocks of the disk checker's log; record.h has the layout. */
 #include "record.h"
 
 #include "check.h"
@@ -8,7 +8,10 @@
 static const char HEADER_MAGIC[8] = "DLDSKLOG", RECORD_MAGIC[8] = "DLDSKREC";
 static const uint64_t VERSION = 1;
 
-/* Where the fields are, in words of 8 bytes; the checksum is the last word of the head, the rest is body. */
+/*
+ * Positions of the fields, in words of 8 bytes. The checksum is the last word of the head; the rest
+ * is the body.
+ */
 enum { MAGIC = 0, HEADER_VERSION = 1, HEADER_RUN = 2, HEADER_SLOTS = 3, RUN = 1, NUMBER = 2, FLUSHED = 3, CHECKSUM = 4, BODY = 5 };
 
 static void put(unsigned char *block, int word, uint64_t value)
@@ -25,7 +28,7 @@ static uint64_t get(const unsigned char *block, int word)
     return value;
 }
 
-/* The checksum covers the whole block but itself. */
+/* The checksum covers the entire block except itself. */
 static uint64_t checksum(const unsigned char *block)
 {
     return crc32c(crc32c(0, block, CHECKSUM * 8), block + BODY * 8, BLOCK_BYTES - BODY * 8);

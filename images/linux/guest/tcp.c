@@ -1,8 +1,9 @@
 /*
- * The echo's server: gives every message back, and checks on the way that each connection's messages come whole and in
- * order. Listens on TCP and, where the guest has it, on vsock at the same port.
+ * The server of the echo: returns every message, and checks that each connection's messages arrive
+ * complete and in order. It listens on TCP and, where the guest has it, on vsock at the same port.
  *
- * One thread, one poll loop; a connection owns a buffer of a few messages and is not read from while that is full.
+ * It has one thread and one poll loop. A connection owns a buffer of a few messages and is not read
+ * while that buffer is full.
  */
 #include "check.h"
 #include "message.h"
@@ -54,7 +55,7 @@ static void server_listen(struct server *server, uint16_t port)
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd >= 0)
         listen_on(server, fd, (struct sockaddr *)&any, sizeof any, "TCP");
-    /* A kernel without vsock, or a machine without the device, has TCP alone. */
+    /* A kernel without vsock, or a machine without the device, has only TCP. */
     struct sockaddr_vm any_vm = {.svm_family = AF_VSOCK, .svm_port = port, .svm_cid = VMADDR_CID_ANY};
     fd = socket(AF_VSOCK, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd >= 0)
@@ -86,7 +87,9 @@ static void connection_accept(struct server *server, int listener)
     close(fd);
 }
 
-/* Judges the messages that have come whole. False if the connection speaks something else. */
+/*
+ * Checks the messages that have arrived completely. False if the connection uses another protocol.
+ */
 static bool connection_judge(struct server *server, struct connection *connection)
 {
     for (; connection->filled - connection->checked >= MESSAGE_BYTES; connection->checked += MESSAGE_BYTES) {
@@ -111,7 +114,7 @@ static bool connection_judge(struct server *server, struct connection *connectio
     return true;
 }
 
-/* Moves what can be moved; false when the connection has ended. */
+/* Receives and sends as much as possible; false when the connection has ended. */
 static bool connection_turn(struct server *server, struct connection *connection, short ready)
 {
     if (ready & (POLLIN | POLLHUP | POLLERR) && connection->filled < BUFFER_BYTES) {

@@ -1,8 +1,10 @@
 /*
- * The echo's client: sends numbered messages at a pace and checks that each comes back once, whole and in order.
+ * The client of the echo: sends numbered messages at a fixed interval, and checks that each comes
+ * back once, complete and in order.
  *
- * Its silence is the time between two answers, from the first one on: what a person at the other end of the connection
- * would sit through. What comes before the first answer is a guest that boots.
+ * Silence is the time between two answers, starting with the first one: the pause that a user at
+ * the other end of the connection would notice. The time before the first answer belongs to the
+ * guest's boot.
  */
 #include "check.h"
 #include "message.h"
@@ -22,7 +24,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-/* The most unanswered messages unless told otherwise: then the client waits instead of filling the socket. */
+/* Default limit of unanswered messages, at which the client waits instead of filling the socket. */
 enum { WINDOW = 4096 };
 
 struct client {
@@ -59,7 +61,10 @@ static int connect_tcp(const char *address, uint16_t port)
     return fd;
 }
 
-/* A vsock device's unix socket: ask for the guest's port by name, and the answer is one line. */
+/*
+ * Connects through a vsock device's unix socket: requests the guest's port by name, and reads a
+ * one-line answer.
+ */
 static int connect_vsock(const char *path, uint16_t port)
 {
     struct sockaddr_un to = {.sun_family = AF_UNIX};
@@ -86,7 +91,7 @@ static int connect_vsock(const char *path, uint16_t port)
     return -1;
 }
 
-/* Connects, trying again until `limit_ms` is over: a guest may still be booting. */
+/* Connects, and retries until `limit_ms` has passed, because the guest may still be booting. */
 static int connect_within(const char *address, const char *vsock, uint16_t port, uint64_t limit_ms)
 {
     uint64_t limit = now_ns() + limit_ms * 1000000;
@@ -100,7 +105,7 @@ static int connect_within(const char *address, const char *vsock, uint16_t port,
     }
 }
 
-/* Sends what is due; false if the connection is gone. */
+/* Sends the messages that are due; false if the connection has ended. */
 static bool client_send(struct client *client, bool due)
 {
     if (client->out_left == 0) {
@@ -116,7 +121,9 @@ static bool client_send(struct client *client, bool due)
     return true;
 }
 
-/* Counts the time since the last answer, whether one has just come or is still missing. */
+/*
+ * Records the time since the last answer, whether an answer has just arrived or is still missing.
+ */
 static void silence_count(struct client *client, uint64_t now)
 {
     if (client->received == 0)
@@ -141,7 +148,7 @@ static const char *answer_judge(struct client *client)
     return NULL;
 }
 
-/* Takes answers in; false if the connection is gone or an answer is wrong. */
+/* Receives answers; false if the connection has ended or an answer is wrong. */
 static bool client_receive(struct client *client)
 {
     for (;;) {
@@ -167,7 +174,7 @@ static bool client_receive(struct client *client)
     }
 }
 
-/* Runs until the time is over and every message is answered. */
+/* Runs until the time has passed and every message is answered. */
 static bool client_run(struct client *client, uint64_t interval_ms, uint64_t run_ms, uint64_t every, uint64_t drain_ms)
 {
     uint64_t start = now_ns(), next = start, due = start + every * 1000000, end = 0;

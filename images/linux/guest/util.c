@@ -1,4 +1,6 @@
-/* Options, report lines, clocks, randomness and checksums. Owns no state but a table of checksums. */
+/*
+ * Options, report lines, clocks, randomness and checksums. Its only state is a table of checksums.
+ */
 #include "check.h"
 
 #include <errno.h>
@@ -33,7 +35,7 @@ static bool scale_of(const char *suffix, enum option_kind kind, uint64_t *scale)
 
 bool number_read(const char *text, enum option_kind kind, uint64_t *value)
 {
-    /* strtoull takes signs and spaces; a number here starts with a digit. */
+    /* strtoull accepts signs and spaces; a number here starts with a digit. */
     if (*text < '0' || *text > '9')
         return false;
     char *end;
@@ -93,7 +95,7 @@ void say(const char *format, ...)
     for (int done = 0; done < length;) {
         ssize_t written = write(STDOUT_FILENO, line + done, (size_t)(length - done));
         if (written < 0 && errno != EINTR)
-            return; /* Nobody reads; the exit code still tells. */
+            return; /* The output is closed; the exit code still tells. */
         if (written > 0)
             done += (int)written;
     }

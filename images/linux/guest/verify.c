@@ -1,8 +1,9 @@
 /*
- * The disk checker's verdict on a log as a whole: opens it, reads every slot, says what is lost.
+ * The disk checker's verdict on an entire log: opens it, reads every slot, and reports losses.
  *
- * What may be missing is what nobody promised: records after the last flush. Each record says what was flushed when it
- * was written, so a log knows most of its promises itself; the caller may know later ones from a status line.
+ * Only records after the last flush may be missing. Each record says which record was flushed when
+ * it was written, so the log contains most of its flush points. The caller may know later ones from
+ * a status line.
  */
 #include "check.h"
 #include "disk.h"
@@ -26,7 +27,7 @@ bool disk_log_open(struct disk_log *log, int flags)
         log->direct = false;
         log->fd = open(log->path, flags | O_CLOEXEC, 0644);
     }
-    /* The end is a device's size as well as a file's. */
+    /* Seeking to the end also gives the size of a device. */
     off_t end = log->fd < 0 ? -1 : lseek(log->fd, 0, SEEK_END);
     if (end < 0) {
         say("check disk: cannot open %s: %s", log->path, strerror(errno));
@@ -40,11 +41,11 @@ bool disk_log_header(struct disk_log *log)
 {
     if (pread(log->fd, chunk, BLOCK_BYTES, 0) != BLOCK_BYTES || !header_decode(chunk, &log->header))
         return false;
-    /* A file that a short run left ends at its last record: what is not there reads as nothing. */
+    /* The file of a short run ends at its last record; slots beyond it read as empty. */
     return log->header.slots < UINT64_MAX / BLOCK_BYTES - 1;
 }
 
-/* Calls `visit` with every slot's record, number 0 where none can be read. */
+/* Calls `visit` with the record of every slot; number 0 means unreadable. */
 static bool slots_visit(struct disk_log *log, void (*visit)(void *, uint64_t slot, const struct record *), void *context)
 {
     const uint64_t slots = log->header.slots, in_file = log->bytes / BLOCK_BYTES;

@@ -1,6 +1,6 @@
-//! Owns a line of output while it is put together, without the formatting machinery of `core`.
+//! A line of output under construction, without the formatting machinery of `core`.
 
-/// A line under construction; what does not fit is cut off.
+/// A line under construction. Text beyond the maximal length is dropped.
 #[derive(Clone, Debug)]
 pub struct Line {
     bytes: [u8; Line::CAPACITY],
@@ -48,7 +48,7 @@ impl Line {
         self.byte(b' ').text(key).byte(b'=').number(value)
     }
 
-    /// The bytes so far.
+    /// Returns the bytes so far.
     pub fn as_bytes(&self) -> &[u8] {
         self.bytes.get(..self.len).unwrap_or(&[])
     }

@@ -1,14 +1,15 @@
-//! Owns what the payload does and how it checks itself: the page format, the patterns, the expected generations,
-//! the pacing and the lines it prints.
+//! The payload's work and its checks: the page format, the patterns, the expected generations, the
+//! pacing and the printed lines.
 //!
-//! This module is compiled twice: into the guest (by `#[path]`, without any crate) and into this library, for the
-//! back end that runs the same loop on host threads. So it is `core` only, allocates nothing, uses no floating point,
-//! and all of its state is plain data.
+//! This module is compiled twice: into the guest (by `#[path]`, without any crate) and into this
+//! library, for a back end that runs the same loop on host threads. It therefore uses only `core`,
+//! does not allocate, uses no floating point, and keeps its entire state in plain data.
 //!
-//! Words used here: the *working set* is a run of pages numbered from 0, placed in RAM by [`Placement`]; a *share* is
-//! the part of it that one vCPU owns and alone writes; a page's *generation* says how often it has been written.
+//! The *working set* is a run of pages numbered from 0, which [`Placement`] places in RAM. A
+//! *share* is the part of it that one vCPU owns and that only this vCPU writes. The *generation* of
+//! a page is the number of times it has been written.
 //!
-//! A back end that is not the guest brings memory, a clock and a console:
+//! A back end other than the guest provides memory, a clock and a console:
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -45,7 +46,7 @@
 //! assert_eq!(runner.workload().errors(), 0);
 //! ```
 //!
-//! A copy of the memory is whole only between two ticks.
+//! A copy of the memory is consistent only between two ticks.
 
 mod line;
 mod pace;

@@ -1,24 +1,25 @@
-//! Owns time: how many page writes a rate allows by now, until when to sleep, and the longest gap between two ticks.
+//! Time: how many page writes the rate allows, until when to sleep, and the longest gap between two
+//! ticks.
 
 use super::page::PAGE_SIZE;
 use super::settings::{PayloadSpec, Rate};
 
-/// The vCPU sleeps in slices of this length when its rate allows it.
+/// Length of the slices in which the vCPU sleeps when its rate allows it.
 pub const SLICE_NS: u64 = 1_000_000;
-/// It wakes at least so often, however low the rate.
+/// Longest sleep, however low the rate.
 const LONGEST_SLEEP_NS: u64 = 50_000_000;
-/// Page writes missed longer ago than this are not made up for.
+/// Page writes that were missed longer ago than this are not made up for.
 const LONGEST_DEBT_NS: u64 = 100_000_000;
-/// One page in the unit of credit, which is a byte a second for a nanosecond.
+/// One page in the unit of credit, bytes a second times nanoseconds.
 const PAGE_CREDIT: u64 = PAGE_SIZE * 1_000_000_000;
 
-/// Hands out page writes at a fixed rate, exactly: what is left over in one slice counts in the next.
+/// Grants page writes at an exact rate: a remainder of one slice counts in the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Pacer {
-    /// Bytes a second; 0 is without limit.
+    /// Bytes a second; 0 means no limit.
     rate: u64,
-    /// Pages that are written in one go.
+    /// Pages that are written in one burst.
     burst: u64,
     credit: u64,
     last_ns: u64,
@@ -26,7 +27,7 @@ pub struct Pacer {
 }
 
 impl Pacer {
-    /// A pacer for one of `vcpus` vCPUs, which share the rate evenly.
+    /// Creates the pacer of one of `vcpus` vCPUs, which share the rate evenly.
     pub fn new(spec: &PayloadSpec, vcpus: u32, now_ns: u64) -> Self {
         let rate = match spec.rate {
             Rate::Max => 0,
@@ -35,7 +36,7 @@ impl Pacer {
         Pacer { rate, burst: spec.burst, credit: 0, last_ns: now_ns, slice_end_ns: now_ns }
     }
 
-    /// How many pages may be written now.
+    /// Returns how many pages may be written now.
     #[inline(always)]
     pub fn due(&mut self, now_ns: u64) -> u64 {
         if self.rate == 0 {
@@ -49,7 +50,7 @@ impl Pacer {
         self.credit / PAGE_CREDIT
     }
 
-    /// Takes note of `pages` written, at most as many as were due.
+    /// Records `pages` written, at most as many as were due.
     #[inline(always)]
     pub fn take(&mut self, pages: u64) {
         if self.rate != 0 {
@@ -57,7 +58,7 @@ impl Pacer {
         }
     }
 
-    /// When to wake, once nothing is due any more: at the end of the slice, or when a burst is due.
+    /// Returns when to wake once nothing is due: at the end of the slice, or when a burst is due.
     pub fn wake_ns(&mut self, now_ns: u64) -> u64 {
         let missing = (self.burst * PAGE_CREDIT).saturating_sub(self.credit);
         let due_ns = self.last_ns + missing.div_ceil(self.rate.max(1));
@@ -69,7 +70,7 @@ impl Pacer {
     }
 }
 
-/// The longest time between two ticks of one loop, intended sleep apart.
+/// The longest time between two ticks of one loop, without intended sleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Gap {
@@ -84,7 +85,7 @@ impl Gap {
         Gap { due_ns: now_ns, since_line_ns: 0, max_ns: 0 }
     }
 
-    /// A tick: the time since the last one, or since the wake time asked for, counts.
+    /// Records a tick. The time since the last tick, or since the requested wake time, counts.
     #[inline(always)]
     pub fn tick(&mut self, now_ns: u64) {
         let gap = now_ns.saturating_sub(self.due_ns);
@@ -95,18 +96,19 @@ impl Gap {
         }
     }
 
-    /// The loop goes to sleep until `wake_ns`; being late for that counts, the sleep itself does not.
+    /// Records that the loop sleeps until `wake_ns`. A late wake-up counts, the sleep itself does
+    /// not.
     #[inline(always)]
     pub fn sleep_until(&mut self, wake_ns: u64) {
         self.due_ns = self.due_ns.max(wake_ns);
     }
 
-    /// The longest gap so far, in microseconds.
+    /// Returns the longest gap so far, in microseconds.
     pub fn max_us(&self) -> u64 {
         self.max_ns / 1_000
     }
 
-    /// The longest gap since this was last asked, in microseconds.
+    /// Returns the longest gap since the last call, in microseconds.
     pub fn take_us(&mut self) -> u64 {
         core::mem::take(&mut self.since_line_ns) / 1_000
     }

@@ -1,4 +1,4 @@
-//! Owns the format of a page and the verdict on a page that is not what it must be.
+//! The format of a page, and the diagnosis of a page with wrong content.
 //!
 //! ```text
 //! word   0 frame number   1 generation   2 writer (vCPU)   3 checksum over the three and the seed
@@ -11,20 +11,21 @@ use core::ops::Range;
 
 /// Bytes in a page.
 pub const PAGE_SIZE: u64 = 4096;
-/// 64-bit words in a page.
+/// Number of 64-bit words in a page.
 pub const PAGE_WORDS: usize = 512;
-/// The word at the end of a page that must agree with its head.
+/// Last word of a page, which must agree with its head.
 pub const STAMP_WORD: usize = PAGE_WORDS - 1;
-/// The word that counts how often the page has been written.
+/// Word that counts how often the page has been written.
 pub(super) const GENERATION_WORD: usize = 1;
 /// The words between head and stamp.
 const BODY: Range<usize> = 4..STAMP_WORD;
 
-/// The memory a workload writes: pages of the working set, by number.
+/// The memory that a workload writes: pages of the working set, by number.
 ///
-/// Reads must come from memory each time (volatile or atomic), or the workload checks the compiler, not the machine.
+/// Each read must access memory (volatile or atomic). Otherwise the workload checks the compiler,
+/// not the machine.
 pub trait PageMemory {
-    /// The guest frame number of `page`.
+    /// Returns the guest frame number of `page`.
     fn gfn(&self, page: u64) -> u64;
 
     /// Reads one word of `page`.
@@ -33,11 +34,12 @@ pub trait PageMemory {
     /// Writes one word of `page`.
     fn write_u64(&mut self, page: u64, word: usize, value: u64);
 
-    /// Says that `page` is about to be visited; only a hint.
+    /// Announces that `page` is about to be visited; only a hint.
     #[inline(always)]
     fn prefetch(&self, _page: u64) {}
 
-    /// Says that a visit has written all it will write to `page`, for memory that keeps track of dirty pages itself.
+    /// Announces that a visit has made all of its writes to `page`, for memory that tracks dirty
+    /// pages itself.
     #[inline(always)]
     fn wrote(&mut self, _page: u64) {}
 
@@ -49,7 +51,7 @@ pub trait PageMemory {
         }
     }
 
-    /// The first of `words` that does not hold `expected(word)`.
+    /// Returns the first of `words` that does not hold `expected(word)`.
     #[inline(always)]
     fn find_mismatch(
         &self,
@@ -59,7 +61,7 @@ pub trait PageMemory {
     ) -> Option<usize> {
         let mut start = words.start;
         while start < words.end {
-            // Eight words to one branch: nearly always all of them are right.
+            // One branch for eight words: in nearly all pages all words are right.
             let end = words.end.min(start + 8);
             let mut difference = 0;
             for word in start..end {
@@ -74,10 +76,10 @@ pub trait PageMemory {
     }
 }
 
-/// What a bad page looks like.
+/// The ways in which a page is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A page as it was written at another time: a write was lost, or an older copy came back.
+    /// The page as it was written at another time: a write was lost, or an older copy came back.
     Stale,
     /// All zero although it has been written.
     Lost,
@@ -92,7 +94,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The word that error lines use for it.
+    /// Returns the word that error lines use for it.
     pub fn as_str(self) -> &'static str {
         match self {
             Kind::Stale => "stale",
@@ -112,26 +114,26 @@ impl Kind {
     }
 }
 
-/// A page that does not hold what its writer last put there.
+/// A page that does not hold what its writer put there last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mismatch {
     /// The frame.
     pub gfn: u64,
-    /// What is wrong with it.
+    /// The kind of error.
     pub kind: Kind,
-    /// The generation it must have.
+    /// Expected generation.
     pub expected_generation: u64,
-    /// The generation its head shows.
+    /// Generation in its head.
     pub found_generation: u64,
     /// The first wrong word.
     pub word: usize,
-    /// What that word must be.
+    /// Expected value of that word.
     pub expected: u64,
-    /// What it is.
+    /// Actual value of that word.
     pub found: u64,
 }
 
-/// The five words that tell a page's identity and age: its head and its stamp.
+/// The five words that identify a page and its age: its head and its stamp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     /// Frame number.
@@ -140,17 +142,17 @@ pub struct Head {
     pub generation: u64,
     /// The vCPU that wrote it.
     pub writer: u64,
-    /// Over seed, frame number, generation and writer.
+    /// Checksum over seed, frame number, generation and writer.
     pub checksum: u64,
-    /// Derived from the checksum, kept at the end of the page.
+    /// Derived from the checksum; the last word of the page.
     pub stamp: u64,
 }
 
 impl Head {
-    /// The head of a page that has never been written.
+    /// Head of a page that has never been written.
     const UNTOUCHED: Head = Head { gfn: 0, generation: 0, writer: 0, checksum: 0, stamp: 0 };
 
-    /// What a page must say when `writer` has written it `generation` times (0: all zero).
+    /// Returns the head of a page that `writer` has written `generation` times (0: all zero).
     #[inline(always)]
     pub fn expected(seed: u64, gfn: u64, generation: u32, writer: u32) -> Head {
         if generation == 0 {
@@ -188,7 +190,7 @@ impl Head {
         memory.write_u64(page, STAMP_WORD, self.stamp);
     }
 
-    /// Whether all five words agree; one branch for the common case.
+    /// Returns whether all five words agree; one branch in the common case.
     #[inline(always)]
     pub fn matches(&self, found: &Head) -> bool {
         ((self.gfn ^ found.gfn)
@@ -199,7 +201,7 @@ impl Head {
             == 0
     }
 
-    /// Names what is wrong with `found` where `self` is expected in frame `gfn`.
+    /// Diagnoses `found`, where `self` is expected in frame `gfn`.
     #[cold]
     #[inline(never)]
     pub fn verdict(&self, found: &Head, seed: u64, gfn: u64) -> Mismatch {
@@ -254,7 +256,7 @@ pub(super) fn fill_body<M: PageMemory>(memory: &mut M, page: u64, seed: u64, gfn
     memory.fill(page, BODY, |word| body_word(key, word));
 }
 
-/// The first wrong word of a body, with what it must be and what it is.
+/// Returns the first wrong word of a body, its expected and its actual value.
 #[inline(never)]
 pub(super) fn check_body<M: PageMemory>(
     memory: &M,

@@ -1,38 +1,41 @@
-//! Owns the order in which pages are visited, and the arithmetic of generations.
+//! The order in which pages are visited, and the arithmetic of generations.
 
 use super::page::{GENERATOR_STEP, mix};
 
-/// One whole page of the share is re-read for every so many page visits, when visits are as fast as can be.
+/// Number of page visits for each page that is re-read as a whole, when visits are as fast as
+/// possible.
 pub const SWEEP_EVERY: u32 = 32;
-/// The same for a loop that has time to spare.
+/// The same for a loop with spare time.
 pub const SWEEP_EVERY_PACED: u32 = 8;
 
 /// The order in which a share's pages are visited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Pattern {
-    /// One page after the other, again and again.
+    /// One page after the other, repeatedly.
     Seq,
     /// Any page, all equally likely.
     Random,
-    /// Few pages often, many rarely: the n-th most popular about n times less often than the first.
+    /// Few pages often, many rarely: the n-th most popular page about n times less often than the
+    /// first.
     Zipf,
-    /// Only every k-th page, in order: dirty frames that are never neighbours.
+    /// Only every k-th page, in order: no two dirty frames are adjacent.
     Stride(u32),
-    /// Each page once, in order; then nothing is written, only re-read.
+    /// Each page once, in order; afterwards pages are only re-read.
     Once,
 }
 
 impl Pattern {
-    /// The step of `stride` when none is given.
+    /// Default step of `stride`.
     pub const DEFAULT_STRIDE: u32 = 16;
 
-    /// Whether generations cannot be told from the position alone and need a table, one `u32` a page.
+    /// Returns whether generations do not follow from the position alone and need a table, one
+    /// `u32` for each page.
     pub fn needs_table(self) -> bool {
         matches!(self, Pattern::Random | Pattern::Zipf)
     }
 
-    /// How many of `pages` pages the pattern ever writes.
+    /// Returns how many of `pages` pages the pattern ever writes.
     pub fn reach(self, pages: u64) -> u64 {
         match self {
             Pattern::Stride(step) => pages.div_ceil(u64::from(step)),
@@ -41,7 +44,8 @@ impl Pattern {
     }
 }
 
-/// The generation of a page after `writes` writes: counts up, and wraps past 0, which means never written.
+/// Returns the generation of a page after `writes` writes. It counts up and skips 0, which means
+/// never written.
 #[inline(always)]
 pub fn generation_after(writes: u64) -> u32 {
     match writes.checked_sub(1) {
@@ -51,13 +55,13 @@ pub fn generation_after(writes: u64) -> u32 {
     }
 }
 
-/// The generation that follows `generation`.
+/// Returns the generation that follows `generation`.
 #[inline(always)]
 pub(super) fn next_generation(generation: u32) -> u32 {
     generation.wrapping_add(1).max(1)
 }
 
-/// A small generator of evenly spread numbers; its state is one word.
+/// A small generator of uniformly distributed numbers. Its state is one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub(super) struct Generator(u64);
@@ -73,27 +77,28 @@ impl Generator {
         mix(self.0)
     }
 
-    /// What [`Generator::below`] will give when it has been asked `ahead` times before.
+    /// Returns the result of [`Generator::below`] after `ahead` further calls.
     #[inline(always)]
     pub(super) fn peek(&self, ahead: u64, bound: u64) -> u64 {
         scale(mix(self.0.wrapping_add(GENERATOR_STEP.wrapping_mul(ahead + 1))), bound)
     }
 
-    /// Below `bound`, which is not 0.
+    /// Returns a number below `bound`, which is not 0.
     #[inline(always)]
     pub(super) fn below(&mut self, bound: u64) -> u64 {
         scale(self.next(), bound)
     }
 }
 
-/// `value` as a fraction of 2^64, times `bound`.
+/// Returns `value` as a fraction of 2^64, times `bound`.
 #[inline(always)]
 fn scale(value: u64, bound: u64) -> u64 {
     ((u128::from(value) * u128::from(bound)) >> 64) as u64
 }
 
-/// A skewed choice in integers only: each octave of ranks (1, 2-3, 4-7, ...) is equally likely, and each rank within
-/// its octave, so rank r has a likelihood about 1/r. Ranks are then scattered over the share.
+/// A skewed distribution in integer arithmetic. Each octave of ranks (1, 2-3, 4-7, ...) is equally
+/// likely, and so is each rank within its octave, so rank r has a probability of about 1/r. Ranks
+/// are then scattered over the share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub(super) struct Zipf {
@@ -106,7 +111,7 @@ pub(super) struct Zipf {
 impl Zipf {
     pub(super) fn new(pages: u64) -> Self {
         let pages = pages.max(1);
-        // About the golden ratio of the share, for a spread without clusters.
+        // About the golden ratio of the share, which spreads ranks without clusters.
         let mut scatter = (scale(GENERATOR_STEP, pages) | 1).max(1);
         while common_divisor(scatter, pages) != 1 {
             scatter += 2;

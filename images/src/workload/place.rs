@@ -1,22 +1,22 @@
-//! Owns where the working set lies in guest RAM.
+//! The position of the working set in guest RAM.
 
 use super::page::PAGE_SIZE;
 use super::settings::PayloadSpec;
 
-/// The working set begins here, or higher when the generation table needs the room.
+/// Start of the working set, or higher if the generation table needs the room.
 pub const WS_BASE: u64 = 16 << 20;
-/// The table of expected generations begins here; the guest's own code and stacks lie below.
+/// Start of the table of expected generations; the guest's own code and stacks lie below.
 pub const TABLE_BASE: u64 = 8 << 20;
 const ALIGN: u64 = 2 << 20;
 const MAX_SEGMENTS: usize = 8;
 
-/// Pages of the working set that lie side by side in RAM.
+/// Pages of the working set that are consecutive in RAM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Segment {
-    /// The number of the first page within the working set.
+    /// Number of the first page within the working set.
     pub first: u64,
-    /// How many pages.
+    /// Number of pages.
     pub pages: u64,
     /// The frame of the first page.
     pub gfn: u64,
@@ -25,13 +25,13 @@ pub struct Segment {
 /// RAM does not hold the working set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlaceError {
-    /// Pages asked for.
+    /// Requested pages.
     pub wanted: u64,
     /// Pages of RAM at or above the base address.
     pub available: u64,
 }
 
-/// Where each page of the working set lies: from a base address upward, skipping what is no RAM.
+/// The position of each page of the working set: from a base address upward, skipping holes in RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Placement {
@@ -40,13 +40,16 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// The lowest address of the working set: above the table that the pattern may need.
+    /// Returns the lowest address of the working set: above the table that the pattern may need.
     pub fn base(spec: &PayloadSpec) -> u64 {
         let table = if spec.pattern.needs_table() { spec.ws_pages() * 4 } else { 0 };
         (TABLE_BASE + table).next_multiple_of(ALIGN).max(WS_BASE)
     }
 
     /// Places the working set into `ram`, ranges of (address, bytes) in ascending order.
+    ///
+    /// # Errors
+    /// Returns an error if `ram` does not hold the working set.
     ///
     /// ```
     /// use driftline_images::{PayloadSpec, workload::Placement};
@@ -78,12 +81,12 @@ impl Placement {
         if placed == wanted { Ok(placement) } else { Err(PlaceError { wanted, available: placed }) }
     }
 
-    /// The segments, in ascending order.
+    /// Returns the segments, in ascending order.
     pub fn segments(&self) -> &[Segment] {
         self.segments.get(..self.count).unwrap_or(&[])
     }
 
-    /// The frame of a page of the working set.
+    /// Returns the frame of a page of the working set.
     #[inline(always)]
     pub fn gfn(&self, page: u64) -> u64 {
         let mut gfn = self.segments[0].gfn + page;

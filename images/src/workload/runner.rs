@@ -1,4 +1,5 @@
-//! Owns the loop of one vCPU: ticks of a few page visits each, at the pace asked for, a line a second, and an end.
+//! The loop of one vCPU: ticks of a few page visits each at the configured rate, one line a second,
+//! and an end.
 
 use super::line::Line;
 use super::pace::{Gap, Pacer};
@@ -6,15 +7,15 @@ use super::page::{Mismatch, PageMemory};
 use super::settings::{Check, Idle, PayloadSpec, Rate, write_pattern, write_size};
 use super::share::{Share, Workload};
 
-/// Pages visited between two looks at the clock.
+/// Number of pages visited between two reads of the clock.
 pub const BATCH: u64 = 16;
-/// The same for a loop that only stores: a look at the clock costs as much as some stores.
+/// The same for a loop that only stores: reading the clock costs as much as some stores.
 const BARE_BATCH: u64 = 256;
-/// So many bad pages get a line of their own.
+/// Number of bad pages that get a line of their own.
 pub const ERROR_LINES: u64 = 10;
 const REPORT_NS: u64 = 1_000_000_000;
 
-/// What the loop does after a tick.
+/// The next action of the loop after a tick.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// Ticks again at once.
@@ -25,7 +26,8 @@ pub enum Next {
     Done,
 }
 
-/// One vCPU's loop. It knows no clock and no console: the caller passes the time in and the lines out.
+/// The loop of one vCPU. It has no clock and no console: the caller passes the time in and takes
+/// the lines out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Runner {
@@ -34,7 +36,7 @@ pub struct Runner {
     gap: Gap,
     batch: u64,
     idle: Idle,
-    /// Spins until then.
+    /// Time until which it spins.
     spin_until_ns: u64,
     start_ns: u64,
     next_report_ns: u64,
@@ -45,7 +47,7 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// The loop of `vcpu`, one of `vcpus`, beginning at `now_ns`.
+    /// Creates the loop of `vcpu`, one of `vcpus`, beginning at `now_ns`.
     pub fn new(spec: &PayloadSpec, vcpus: u32, vcpu: u32, now_ns: u64) -> Self {
         let seconds = spec.seconds.map(|seconds| seconds.saturating_mul(1_000_000_000));
         Runner {
@@ -64,13 +66,14 @@ impl Runner {
         }
     }
 
-    /// The workload, for its counters.
+    /// Returns the workload, for its counters.
     pub fn workload(&self) -> &Workload {
         &self.workload
     }
 
-    /// Visits what is due, at most [`BATCH`] pages (more where visits check nothing). `table` is
-    /// the workload's (see [`Workload::table_len`]), `print` takes whole lines with their newline.
+    /// Visits the pages that are due, at most [`BATCH`] (more if visits check nothing). `table` is
+    /// the workload's table (see [`Workload::table_len`]). `print` receives whole lines with their
+    /// newline.
     #[inline(always)]
     pub fn tick<M: PageMemory>(
         &mut self,
@@ -144,7 +147,7 @@ impl Runner {
     }
 }
 
-/// Prints a line about a bad page, unless there have been enough.
+/// Prints a line about a bad page, unless enough have been printed.
 #[cold]
 #[inline(never)]
 fn complain(vcpu: u32, lines: &mut u64, wrong: &Mismatch, print: &mut impl FnMut(&[u8])) {
@@ -162,7 +165,7 @@ fn complain(vcpu: u32, lines: &mut u64, wrong: &Mismatch, print: &mut impl FnMut
     print(line.as_bytes());
 }
 
-/// The line that vCPU 0 prints before the first page is written.
+/// Returns the line that vCPU 0 prints before the first page is written.
 pub fn ready_line(spec: &PayloadSpec, vcpus: u32) -> Line {
     let mut line = Line::new();
     line.text("payload ready").field("vcpus", u64::from(vcpus)).field("ws_pages", spec.ws_pages());

@@ -1,31 +1,31 @@
-//! Owns what a payload can be told, and the reading of each setting; both the command line of the VMM and that of the
-//! guest are read here, key by key.
+//! The settings of a payload, and the parsing of each. Both the VMM's command line and the guest's
+//! are parsed here, key by key.
 
 use super::line::Line;
 use super::page::PAGE_SIZE;
 use super::pattern::Pattern;
 
-/// How fast pages are written, all vCPUs together.
+/// The rate of page writes, for all vCPUs together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Rate {
     /// As fast as memory allows, without ever sleeping.
     Max,
-    /// So many bytes of pages each second.
+    /// Bytes of pages each second.
     BytesPerSecond(u64),
 }
 
-/// Where the loop runs.
+/// The ring in which the loop runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Ring {
-    /// In the kernel's ring, for hosts that emulate it and want that tested.
+    /// In the kernel's ring, to test hosts that emulate it.
     Zero,
-    /// In user mode, at native speed everywhere.
+    /// In user mode, at native speed on every host.
     Three,
 }
 
-/// What lies between the head and the stamp of a page.
+/// The content between the head and the stamp of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Fill {
@@ -35,7 +35,7 @@ pub enum Fill {
     Random,
 }
 
-/// What a vCPU does while its rate has nothing due.
+/// The action of a vCPU while its rate has nothing due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Idle {
@@ -55,31 +55,32 @@ pub enum Check {
     AtEnd,
 }
 
-/// What the payload guest is to do. Every setting has a default, so `payload` alone is a whole specification.
+/// The specification of a payload guest. Every setting has a default, so `payload` alone is a
+/// complete specification.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct PayloadSpec {
     /// Size of the working set in bytes, a multiple of the page size.
     pub ws_bytes: u64,
-    /// Pace, all vCPUs together.
+    /// Rate of all vCPUs together.
     pub rate: Rate,
     /// Order of visits.
     pub pattern: Pattern,
-    /// Everything that looks random derives from it.
+    /// Seed of all pseudo-random values.
     pub seed: u64,
     /// Privilege level of the loop.
     pub ring: Ring,
     /// Content of page bodies.
     pub fill: Fill,
-    /// Ends after so many seconds.
+    /// Duration in seconds.
     pub seconds: Option<u64>,
-    /// Ends after so many passes.
+    /// Number of passes.
     pub passes: Option<u64>,
-    /// Only so many vCPUs, the first ones, write again and again; the others do what `once` does.
+    /// Number of vCPUs, the first ones, that write repeatedly; the others behave as with `once`.
     pub writers: Option<u64>,
-    /// What a vCPU does while nothing is due.
+    /// Action of a vCPU while nothing is due.
     pub idle: Idle,
-    /// Page writes that each vCPU saves up before it does them in one go.
+    /// Page writes that each vCPU accumulates before it does them in one burst.
     pub burst: u64,
     /// How much is checked.
     pub check: Check,
@@ -104,7 +105,7 @@ impl Default for PayloadSpec {
     }
 }
 
-/// Why a setting was refused; reads as the end of a sentence that begins with key and value.
+/// The reason why a setting was refused; the end of a sentence that begins with key and value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reason(pub &'static str);
 
@@ -114,7 +115,7 @@ const RATE_MAX: u64 = 64 << 30;
 const BURST_MAX: u64 = 1 << 16;
 
 impl PayloadSpec {
-    /// The order in which `vcpu` visits its pages.
+    /// Returns the order in which `vcpu` visits its pages.
     pub fn pattern_of(&self, vcpu: u32) -> Pattern {
         match self.writers {
             Some(writers) if u64::from(vcpu) >= writers => Pattern::Once,
@@ -122,12 +123,15 @@ impl PayloadSpec {
         }
     }
 
-    /// Pages in the working set.
+    /// Returns the number of pages in the working set.
     pub fn ws_pages(&self) -> u64 {
         self.ws_bytes / PAGE_SIZE
     }
 
-    /// Takes one setting, `key=value`.
+    /// Applies one setting, `key=value`.
+    ///
+    /// # Errors
+    /// Returns the reason if the key is unknown or the value is not valid.
     pub fn set(&mut self, key: &[u8], value: &[u8]) -> Result<(), Reason> {
         match key {
             b"ws" => self.ws_bytes = parse_ws(value)?,
@@ -157,7 +161,7 @@ impl PayloadSpec {
                 self.idle = match value {
                     b"halt" => Idle::Halt,
                     b"spin" => Idle::Spin,
-                    _ => return Err(Reason("is not a way to be idle (halt or spin)")),
+                    _ => return Err(Reason("is not an idle mode (halt or spin)")),
                 }
             }
             b"burst" => {
@@ -170,7 +174,7 @@ impl PayloadSpec {
                 self.check = match value {
                     b"always" => Check::Always,
                     b"end" => Check::AtEnd,
-                    _ => return Err(Reason("is not a way to check (always or end)")),
+                    _ => return Err(Reason("is not a check mode (always or end)")),
                 }
             }
             _ => {
@@ -279,7 +283,7 @@ fn parse_end(value: &[u8]) -> Result<u64, Reason> {
     }
 }
 
-/// Reads digits; nothing else, and no more than 64 bits hold.
+/// Parses digits; `None` for anything else, and for numbers of more than 64 bits.
 pub fn parse_number(text: &[u8]) -> Option<u64> {
     if text.is_empty() {
         return None;
@@ -295,7 +299,7 @@ pub fn parse_number(text: &[u8]) -> Option<u64> {
     Some(value)
 }
 
-/// Reads a size: digits, then nothing, `K`, `M` or `G` (powers of two).
+/// Parses a size: digits, then nothing, `K`, `M` or `G` (powers of two).
 pub fn parse_size(text: &[u8]) -> Option<u64> {
     let (digits, shift) = match text {
         [digits @ .., b'K'] => (digits, 10),

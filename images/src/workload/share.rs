@@ -1,4 +1,5 @@
-//! Owns one vCPU's part of the working set: which page comes next, what it must hold, and what to write there.
+//! The part of the working set that one vCPU owns: which page comes next, its expected content, and
+//! its next content.
 
 use super::page::{GENERATION_WORD, Head, Kind, Mismatch, PageMemory, check_body, fill_body};
 use super::pattern::{
@@ -6,14 +7,14 @@ use super::pattern::{
 };
 use super::settings::{Check, Fill, PayloadSpec, Rate, Ring};
 
-/// How far ahead of its visit a page is announced to the memory.
+/// Distance, in visits, at which a page is prefetched before its visit.
 const LOOK_AHEAD: u64 = 8;
 
 /// A run of working-set pages that one vCPU owns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Share {
-    /// The owner, which also signs the pages.
+    /// Owner, which also signs the pages.
     pub vcpu: u32,
     /// Its first page within the working set.
     pub first: u64,
@@ -22,7 +23,7 @@ pub struct Share {
 }
 
 impl Share {
-    /// The share of `vcpu` when `ws_pages` are split as evenly as can be among `vcpus`.
+    /// Returns the share of `vcpu` when `ws_pages` are split as evenly as possible among `vcpus`.
     ///
     /// ```
     /// let shares: Vec<_> = (0..3).map(|vcpu| driftline_images::workload::Share::of(10, 3, vcpu)).collect();
@@ -41,10 +42,11 @@ impl Share {
     }
 }
 
-/// The loop over one share: everything that is remembered from one page to the next.
+/// The loop over one share, with all state that is kept between pages.
 ///
-/// Patterns that [need a table](Pattern::needs_table) keep the generations they expect in a slice that the caller
-/// provides, one entry for each page of the share, zero at the start; the others tell them from their position.
+/// Patterns that [need a table](Pattern::needs_table) keep the expected generations in a slice that
+/// the caller provides, one entry for each page of the share, zero at the start. The other patterns
+/// compute them from the position.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Workload {
@@ -55,9 +57,10 @@ pub struct Workload {
     seed: u64,
     generator: Generator,
     zipf: Zipf,
-    /// How many pages the pattern reaches.
+    /// Number of pages that the pattern reaches.
     reach: u64,
-    /// Visits of the current pass, and with `seq`, `stride`, `once` the place of the next visit.
+    /// Visits of the current pass. With `seq`, `stride` and `once` also the position of the next
+    /// visit.
     cursor: u64,
     /// The page that the sweep reads next.
     sweep_cursor: u64,
@@ -70,9 +73,10 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// A workload that has written nothing yet.
+    /// Creates a workload that has written nothing yet.
     pub fn new(spec: &PayloadSpec, share: Share) -> Self {
-        // Reading a page whole takes long where ring 0 is emulated, and at full speed it takes from the writes.
+        // Reading an entire page takes long where ring 0 is emulated, and at full speed it takes
+        // time from the writes.
         let paced = spec.rate != Rate::Max && spec.ring == Ring::Three;
         let sweep_every = if paced { SWEEP_EVERY_PACED } else { SWEEP_EVERY };
         let pattern = spec.pattern_of(share.vcpu);
@@ -96,38 +100,41 @@ impl Workload {
         }
     }
 
-    /// The share it works on.
+    /// Returns the share.
     pub fn share(&self) -> Share {
         self.share
     }
 
-    /// Rounds through the share completed so far (for `random` and `zipf`: as many visits as the share has pages).
+    /// Returns the completed rounds through the share (for `random` and `zipf`: as many visits as
+    /// the share has pages).
     pub fn passes(&self) -> u64 {
         self.passes
     }
 
-    /// Page writes so far.
+    /// Returns the number of page writes so far.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Pages found wrong so far.
+    /// Returns the number of wrong pages found so far.
     pub fn errors(&self) -> u64 {
         self.errors
     }
 
-    /// Whole pages re-read so far, beside those re-read before their rewrite.
+    /// Returns the number of whole pages re-read so far, without those re-read before their
+    /// rewrite.
     pub fn swept(&self) -> u64 {
         self.swept
     }
 
-    /// How many entries the table of expected generations must have.
+    /// Returns the required length of the table of expected generations.
     pub fn table_len(&self) -> usize {
         if self.pattern.needs_table() { self.share.pages as usize } else { 0 }
     }
 
-    /// Visits one page: checks that it holds what was last written there, and writes the next generation. Every
-    /// few visits ([`SWEEP_EVERY`]) one more page is re-read whole. Each page found wrong is counted and passed to `complain`.
+    /// Visits one page: checks that it holds what was written there last, and writes the next
+    /// generation. After every [`SWEEP_EVERY`] visits one more page is re-read as a whole. Each
+    /// wrong page is counted and passed to `complain`.
     #[inline(always)]
     pub fn step<M: PageMemory>(
         &mut self,
@@ -166,7 +173,8 @@ impl Workload {
         }
     }
 
-    /// The page to write now: its index in the share, the generation it must have, the one it gets.
+    /// Returns the page to write now: its index in the share, its expected generation, and its next
+    /// one.
     #[inline(always)]
     fn next_visit<M: PageMemory>(&mut self, memory: &M, table: &mut [u32]) -> (u64, u32, u32) {
         let index = match self.pattern {
@@ -240,7 +248,8 @@ impl Workload {
         let place = self.sweep_cursor;
         self.sweep_cursor = if place + 1 == self.reach { 0 } else { place + 1 };
         let (index, generation) = self.generation_at(place, table);
-        // A page never written is left alone: reading it would make the host back it with memory.
+        // Pages that were never written are skipped: reading one would make the host back it with
+        // memory.
         if generation == 0 {
             return None;
         }
@@ -276,8 +285,8 @@ impl Workload {
         }
     }
 
-    /// The index and the present generation of the page that the pattern visits in this place of a
-    /// pass.
+    /// Returns the index and the present generation of the page that the pattern visits at this
+    /// position of a pass.
     fn generation_at(&self, place: u64, table: &[u32]) -> (u64, u32) {
         let index = match self.pattern {
             Pattern::Stride(step) => place * u64::from(step),
@@ -291,7 +300,7 @@ impl Workload {
         (index, generation)
     }
 
-    /// Compares all 512 words of a page with what they must be.
+    /// Compares all 512 words of a page with their expected values.
     fn check_whole<M: PageMemory>(
         &mut self,
         index: u64,
