@@ -193,6 +193,38 @@ fn logs_and_metrics_say_whose_they_are() {
     assert!(metrics(&socket).contains(&labels));
 }
 
+/// The guest of the JSON log's line which says that the guest runs.
+fn logged_guest(vmm: &Vmm<'_>) -> Value {
+    wait_for("the log", || {
+        let said = vmm.said();
+        let mut lines = said.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
+        let line = lines.find(|line| line["fields"]["message"] == "the guest runs")?;
+        Some(line["spans"][0].clone())
+    })
+}
+
+#[test]
+fn logs_and_metrics_show_the_lineage() {
+    let place = Place::new();
+    let (store, json_log) = (place.text("store"), ["-v", "--log-format", "json"]);
+    let parent = run(&place, "parent", &[&["--id", ID], &json_log[..]].concat());
+    parent.tell(&["checkpoint", "--store", &store]);
+    let guest = logged_guest(&parent);
+    assert_eq!(guest["vm_id"], ID);
+    assert!(guest.get("vm_parent").is_none(), "{guest}");
+    assert!(guest.get("vm_parent_checkpoint").is_none(), "{guest}");
+    assert!(!metrics(&parent.socket()).contains("driftline_lineage"));
+    let clone = restore(&place, "clone", &store, &[&["--name", "two"], &json_log[..]].concat());
+    let guest = logged_guest(&clone);
+    let id = clone.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
+    assert!(guest["vm_id"] == json!(id) && guest["vm_name"] == "two", "{guest}");
+    assert_eq!(guest["vm_parent"], ID, "{guest}");
+    assert_eq!(guest["vm_parent_checkpoint"], 1, "{guest}");
+    let labels = format!("vm_id=\"{id}\",name=\"two\",parent=\"{ID}\",checkpoint=\"1\"");
+    let metrics = metrics(&clone.socket());
+    assert!(metrics.contains(&format!("driftline_lineage{{{labels}}} 1\n")), "{metrics}");
+}
+
 /// Threads of jobs and of the API log for the guest, too.
 #[test]
 fn every_thread_logs_whose_it_is() {

@@ -114,11 +114,14 @@ impl Restored {
     }
 }
 
-/// The span of all that is logged for a guest, by its id and name.
+/// Returns the span of every log line about a guest: its id and name, and the checkpoint that it
+/// began as.
 pub fn guest_span(vm_id: VmId, identity: &Identity) -> tracing::Span {
     let vm_name = identity.name.as_ref().map(tracing::field::display);
+    let vm_parent = identity.lineage.map(|lineage| tracing::field::display(lineage.parent));
+    let vm_parent_checkpoint = identity.lineage.map(|lineage| lineage.checkpoint);
     // As an error, so that no filter that lets an event through leaves the guest's id out.
-    tracing::error_span!("guest", %vm_id, vm_name)
+    tracing::error_span!("guest", %vm_id, vm_name, vm_parent, vm_parent_checkpoint)
 }
 
 #[cfg(test)]
