@@ -151,9 +151,15 @@ fn a_doubt_that_nobody_can_settle_is_the_operators() {
         .expect("driftline starts");
     source.wait_state("in-doubt");
     assert!(!source.cli("resume", &[]).status.success(), "in doubt, nothing resumes the guest");
-    let resolved = source.cli("resolve", &["--run"]);
+    let resolved = source.cli("resolve", &["--run", "--json"]);
     let said = String::from_utf8_lossy(&resolved.stderr);
     assert!(resolved.status.success(), "{said}");
+    let resolved = json_of(&resolved);
+    let peers = [proxy.address().trim_start_matches("tcp:")];
+    assert!(
+        resolved["action"] == "run" && resolved["peers"] == serde_json::json!(peers),
+        "{resolved}"
+    );
     assert!(said.contains("if it does, two run"), "it says what that means: {said}");
     source.wait_state("running");
     source.console().wait_reports(2, 1, SOON);

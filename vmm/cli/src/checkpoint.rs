@@ -12,6 +12,7 @@ use driftline_control::model::{
     CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome, JobBegun,
 };
 use hyper::Method;
+use serde_json::json;
 
 use super::args::CheckpointArgs;
 use super::client::{Standing, block_on, not_begun};
@@ -53,7 +54,10 @@ async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         }
         Err(e) => return Err(e.into()),
     }
-    say(format_args!("the checkpoint run (job {job}) has ended"));
+    match args.json {
+        true => print_json(&json!({ "job": job, "running": false }))?,
+        false => say(format_args!("the checkpoint run (job {job}) has ended")),
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -126,7 +130,10 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
         Err(e) => return Err(not_begun(&client, e).await),
     };
     if args.detach {
-        say(format_args!("the checkpoint run (job {job}) stays active"));
+        match args.json {
+            true => print_json(&json!({ "job": job, "running": true }))?,
+            false => say(format_args!("the checkpoint run (job {job}) stays active")),
+        }
         return Ok(ExitCode::SUCCESS);
     }
     // As long as this process is there, whatever it waits for.
@@ -160,7 +167,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     };
     if args.every.is_some() {
         match args.json {
-            true => print_json(&serde_json::json!({ "achieved": achieved }))?,
+            true => print_json(&json!({ "achieved": achieved }))?,
             false => say(summary(&achieved)),
         }
     }

@@ -15,6 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::json;
 use tokio::runtime::Builder;
 
 use super::args::{ApiArgs, QueryArgs, StopArgs};
@@ -99,36 +100,44 @@ fn device_line(figures: &DeviceFigures) -> (&str, String) {
 }
 
 /// `driftline pause`.
-pub(super) fn pause(args: &ApiArgs) -> Result<ExitCode, Failure> {
+pub(super) fn pause(args: &QueryArgs) -> Result<ExitCode, Failure> {
     change(args, VmTarget::Paused)
 }
 
 /// `driftline resume`.
-pub(super) fn resume(args: &ApiArgs) -> Result<ExitCode, Failure> {
+pub(super) fn resume(args: &QueryArgs) -> Result<ExitCode, Failure> {
     change(args, VmTarget::Resumed)
 }
 
-fn change(args: &ApiArgs, state: VmTarget) -> Result<ExitCode, Failure> {
-    ask::<()>(args, Method::PATCH, "/vm", Some(&VmRequest { state }))?;
-    say(match state {
-        VmTarget::Paused => "the guest is paused",
-        VmTarget::Resumed => "the guest runs",
-    });
+fn change(args: &QueryArgs, state: VmTarget) -> Result<ExitCode, Failure> {
+    ask::<()>(&args.api, Method::PATCH, "/vm", Some(&VmRequest { state }))?;
+    let (state, sentence) = match state {
+        VmTarget::Paused => (GuestState::Paused, "the guest is paused"),
+        VmTarget::Resumed => (GuestState::Running, "the guest runs"),
+    };
+    match args.json {
+        true => print_json(&json!({ "state": state }))?,
+        false => say(sentence),
+    }
     Ok(ExitCode::SUCCESS)
 }
 
 /// `driftline stop`.
 pub(super) fn stop(args: &StopArgs) -> Result<ExitCode, Failure> {
-    let deadline = Instant::now() + args.api.timeout;
+    let QueryArgs { api, json } = &args.query;
+    let deadline = Instant::now() + api.timeout;
     // Before it is told to end: its number is nobody else's yet.
-    let process = if args.wait { Some(Process::of(&args.api)?) } else { None };
-    ask::<()>(&args.api, Method::POST, "/stop", None::<&()>)?;
-    match process {
-        None => say("stopped; the VMM is ending"),
-        Some(process) => {
-            process.await_end(deadline, &args.api)?;
-            say("stopped; the VMM has ended");
+    let process = if args.wait { Some(Process::of(api)?) } else { None };
+    ask::<()>(api, Method::POST, "/stop", None::<&()>)?;
+    if let Some(process) = process {
+        process.await_end(deadline, api)?;
+    }
+    match (json, args.wait) {
+        (true, ended) => {
+            print_json(&json!({ "state": GuestState::Stopped, "vmm_ended": ended }))?;
         }
+        (false, false) => say("stopped; the VMM is ending"),
+        (false, true) => say("stopped; the VMM has ended"),
     }
     Ok(ExitCode::SUCCESS)
 }

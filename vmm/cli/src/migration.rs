@@ -11,10 +11,11 @@ use driftline_migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle}
 use hyper::Method;
 use serde_json::{Value, json};
 
-use super::args::{ApiArgs, ResolveArgs, SendArgs};
+use super::args::{ApiArgs, QueryArgs, ResolveArgs, SendArgs};
 use super::client::{ask, block_on, not_begun};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
+use super::pending::resolved;
 use super::progress::{ProgressView, progress_line};
 
 /// How often progress is shown.
@@ -163,8 +164,12 @@ fn throttle_summary(vcpus: &[VcpuThrottle]) -> String {
 }
 
 /// `driftline cancel-migration`.
-pub(super) fn cancel(args: &ApiArgs) -> Result<ExitCode, Failure> {
-    ask::<()>(args, Method::DELETE, "/migration", None::<&()>)?;
+pub(super) fn cancel(args: &QueryArgs) -> Result<ExitCode, Failure> {
+    ask::<()>(&args.api, Method::DELETE, "/migration", None::<&()>)?;
+    match args.json {
+        true => print_json(&json!({ "status": "cancelling" }))?,
+        false => say("the migration is being cancelled"),
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -178,9 +183,10 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
         (None, None) => return Err(Failure::error("neither --api-sock nor --state-dir was given")),
     };
     let info: InfoPage = ask(&api, Method::GET, "/info", None::<&()>)?;
-    if !matches!(&info, InfoPage::Guest(info) if info.state == GuestState::InDoubt) {
-        return Err(Failure::error("no migration is in doubt"));
-    }
+    let vm_id = match info {
+        InfoPage::Guest(info) if info.state == GuestState::InDoubt => info.vm_id,
+        _ => return Err(Failure::error("no migration is in doubt")),
+    };
     let page: MigrationPage = ask(&api, Method::GET, "/migration", None::<&()>)?;
     let action = if args.action.run {
         say(format_args!(
@@ -197,5 +203,8 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
         Resolution::Discard
     };
     ask::<()>(&api, Method::POST, "/migration/resolve", Some(&ResolveRequest { action }))?;
+    if args.json {
+        print_json(&resolved(action, vm_id, &[&page.to]))?;
+    }
     Ok(ExitCode::SUCCESS)
 }

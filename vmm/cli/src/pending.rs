@@ -8,11 +8,12 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use driftline_guest::{DriveHead, Guest, GuestError, GuestFactory, Origin, VmId, WithCopies};
 use driftline_machine::config::DiskConfig;
-use driftline_migrate::{Pending, Records, SourceRecord};
+use driftline_migrate::{Pending, Records, Resolution, SourceRecord};
+use serde_json::{Value, json};
 
 use super::args::ResolveArgs;
 use super::failure::Failure;
-use super::output::say;
+use super::output::{print_json, say};
 
 /// The hand-overs of this host that are in doubt.
 pub(super) struct Unsettled {
@@ -150,9 +151,10 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
             guests.join(", ")
         )));
     }
+    let action = if args.action.run { Resolution::Run } else { Resolution::Discard };
     for record in &found {
         say(describe(record));
-        if args.action.run {
+        if action == Resolution::Run {
             say(format_args!(
                 "run: `driftline restore` may run the guest here. You assert that {} does not run it \
                  and never will, and that no driftline here still has it; if one does, two run",
@@ -167,7 +169,16 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
         }
         records.settle(record.token)?;
     }
+    if args.json {
+        let peers: Vec<&str> = found.iter().map(|record| record.peer.as_str()).collect();
+        print_json(&resolved(action, vm_id, &peers))?;
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The object of `resolve --json`: the decision about a guest that may be running at `peers`.
+pub(super) fn resolved(action: Resolution, vm_id: VmId, peers: &[&str]) -> Value {
+    json!({ "action": action, "vm_id": vm_id, "peers": peers })
 }
 
 /// The unsettled records of a directory. One that does not exist has none, and is not made.

@@ -6,7 +6,7 @@ mod common;
 use std::net::TcpListener;
 
 use common::{Place, Vmm, fail, proxy_that_keeps_commit, receiver, wait_for};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
@@ -233,7 +233,11 @@ fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_
     assert!(said.contains("driftline resolve --state-dir"), "{said}");
     let said = fail(1, &["resolve", "--state-dir", &state, "--vm", "another", "--run"]);
     assert!(said.contains("has no record of guest another"), "{said}");
-    common::succeed(&["resolve", "--state-dir", &state, "--vm", &id, "--run"]);
+    let run = ["resolve", "--state-dir", &state, "--vm", &id, "--run", "--json"];
+    let resolved: Value = serde_json::from_str(&common::succeed(&run)).unwrap();
+    let peer = to.trim_start_matches("tcp:");
+    let all = json!({ "action": "run", "vm_id": id, "peers": [peer] });
+    assert_eq!(resolved, all);
     let said = fail(1, &["resolve", "--state-dir", &state, "--discard"]);
     assert!(said.contains("no migration is in doubt"), "{said}");
     // What cannot be read may be a record of this guest.

@@ -33,13 +33,13 @@ impl ApiArgs {
 #[derive(Args)]
 pub(crate) struct StopArgs {
     #[command(flatten)]
-    pub(crate) api: ApiArgs,
+    pub(crate) query: QueryArgs,
     /// Wait until the VMM's process has ended, for at most --timeout
     #[arg(long, help_heading = headings::WAITING)]
     pub(crate) wait: bool,
 }
 
-/// A question to a running VMM.
+/// A request to a running VMM that has one result.
 #[derive(Args)]
 pub(crate) struct QueryArgs {
     #[command(flatten)]

@@ -3,7 +3,7 @@
 use clap::{ArgAction, Args, Parser, Subcommand};
 use driftline_machine::config::Backend;
 
-use super::api::{ApiArgs, BalloonArgs, QueryArgs, StopArgs};
+use super::api::{BalloonArgs, QueryArgs, StopArgs};
 use super::compare::CompareArgs;
 use super::guest::{ReceiveArgs, RestoreArgs, RunArgs};
 use super::log::GlobalArgs;
@@ -46,10 +46,10 @@ pub(crate) enum Command {
     Balloon(BalloonArgs),
     /// Stop a guest's vCPUs
     #[command(after_help = examples::PAUSE)]
-    Pause(ApiArgs),
+    Pause(QueryArgs),
     /// Let a paused guest run
     #[command(after_help = examples::RESUME)]
-    Resume(ApiArgs),
+    Resume(QueryArgs),
     /// End a guest and its VMM
     #[command(after_help = examples::STOP)]
     Stop(StopArgs),
@@ -82,7 +82,7 @@ pub(crate) enum Command {
     Top(TopArgs),
     /// Cancel a migration; the guest stays where it is
     #[command(after_help = examples::CANCEL)]
-    CancelMigration(ApiArgs),
+    CancelMigration(QueryArgs),
     /// Resolve a migration in doubt: decide where the guest runs
     #[command(after_help = examples::RESOLVE)]
     Resolve(ResolveArgs),

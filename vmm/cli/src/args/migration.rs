@@ -87,6 +87,9 @@ pub(crate) struct ResolveArgs {
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
           help_heading = headings::WAITING)]
     pub(crate) timeout: Duration,
+    /// Print one JSON object
+    #[arg(long, help_heading = headings::OUTPUT)]
+    pub(crate) json: bool,
 }
 
 /// Exactly one of the two.

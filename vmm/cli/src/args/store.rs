@@ -74,7 +74,8 @@ pub(crate) struct CheckpointArgs {
     pub(crate) api: ApiArgs,
     /// Print one JSON object a line for each checkpoint
     ///
-    /// With --every, a last line says what was achieved.
+    /// With --every, a last line says what was achieved. --detach, --stop and --status print one
+    /// object.
     #[arg(long, help_heading = headings::OUTPUT)]
     pub(crate) json: bool,
 }
