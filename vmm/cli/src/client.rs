@@ -39,10 +39,6 @@ pub(super) fn info(args: &QueryArgs) -> Result<ExitCode, Failure> {
 }
 
 fn info_table(info: &Info, api_sock: &Path) -> String {
-    let checkpointing = match (&info.store, info.checkpointing) {
-        (Some(store), true) => format!("into {}", store.display()),
-        (_, checkpointing) => if checkpointing { "yes" } else { "no" }.to_owned(),
-    };
     let mut lines = vec![
         ("state", info.state.name().to_owned()),
         ("guest", info.vm_id.to_string()),
@@ -53,7 +49,7 @@ fn info_table(info: &Info, api_sock: &Path) -> String {
         ("tracking", info.tracking.to_string()),
         ("backend", info.backend.to_string()),
         ("uptime", format!("{:.1} s", info.uptime_ms as f64 / 1e3)),
-        ("checkpointing", checkpointing),
+        ("checkpointing", checkpointing(info)),
         ("ring overruns", info.ring_overruns.to_string()),
         ("dirty subscribers", info.dirty.subscribers.to_string()),
         ("pages marked", info.dirty.marked_frames.to_string()),
@@ -66,6 +62,20 @@ fn info_table(info: &Info, api_sock: &Path) -> String {
     let vcpus = vcpus.iter().zip(&info.vcpu);
     lines.extend(vcpus.map(|(name, v)| (name.as_str(), vcpu_line(v))));
     output::table(&lines)
+}
+
+/// Whether a checkpoint run is active; the interval and the store of that one, or of the last one.
+fn checkpointing(info: &Info) -> String {
+    let run = info.store.as_ref().map(|store| match info.every_ms {
+        Some(every) => format!("every {every} ms into {}", store.display()),
+        None => format!("one checkpoint into {}", store.display()),
+    });
+    match (run, info.checkpointing) {
+        (Some(run), true) => run,
+        (Some(run), false) => format!("no; the last run: {run}"),
+        (None, true) => "yes".to_owned(),
+        (None, false) => "no".to_owned(),
+    }
 }
 
 fn vcpu_line(v: &VcpuInfo) -> String {

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Place, Vmm, fail, succeed, wait_for};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const GUEST: &[&str] = &[
     "--backend",
@@ -266,9 +266,19 @@ fn a_run_ends_with_its_client_unless_detached() {
         serde_json::from_str(&vmm.tell(&["checkpoint", "--status", "--json"])).unwrap()
     };
     wait_for("checkpoints", || active().then(status).filter(|s| s["last"]["stored"].is_object()));
+    let row = |command: &[&str], name: &str| {
+        let table = vmm.tell(command);
+        let row = table.lines().find_map(|line| line.strip_prefix(name)).map(str::trim_start);
+        row.unwrap_or_else(|| panic!("no {name} in {table}")).to_owned()
+    };
+    let every = format!("every 20 ms into {store}");
+    assert_eq!(row(&["info"], "checkpointing "), every);
     client.kill().unwrap();
     client.wait().unwrap();
     wait_for("the end of the run", || (!active()).then_some(()));
+    assert_eq!(row(&["info"], "checkpointing "), format!("no; the last run: {every}"));
+    let info = vmm.info().unwrap();
+    assert_eq!((&info["store"], &info["every_ms"]), (&json!(store), &json!(20)));
     let over = status();
     assert_eq!((&over["running"], &over["every_ms"]), (&false.into(), &20.into()));
     vmm.refuse(1, &["checkpoint", "--stop"]);
@@ -278,7 +288,22 @@ fn a_run_ends_with_its_client_unless_detached() {
     wait_for("more checkpoints", || {
         (status()["achieved"]["epochs"].as_u64() > Some(3)).then_some(())
     });
-    assert!(vmm.tell(&["checkpoint", "--status"]).contains("active, detached"));
+    let shown = status();
+    assert_eq!(shown["store"], json!(store));
+    let median = shown["achieved"]["interval"]["p50_us"].as_u64().unwrap();
+    assert!(median > 0, "{shown}");
+    let row_of_status = |name: &str| row(&["checkpoint", "--status"], name);
+    assert_eq!(row_of_status("state "), "active, detached");
+    assert_eq!(
+        (row_of_status("store "), row_of_status("interval ")),
+        (store.clone(), "20 ms".to_owned())
+    );
+    let achieved = row_of_status("achieved ");
+    let median: f64 = achieved.split_once(" ms p50, ").unwrap().0.parse().unwrap();
+    assert!(median > 0.0, "{achieved}");
     vmm.tell(&["checkpoint", "--stop"]);
     assert!(!active());
+    vmm.tell(&["checkpoint", "--store", &store]);
+    let one = format!("no; the last run: one checkpoint into {store}");
+    assert_eq!(row(&["info"], "checkpointing "), one);
 }

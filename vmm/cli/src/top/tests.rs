@@ -50,6 +50,7 @@ fn page(vcpu: Vec<VcpuWindow>) -> WatchPage {
             dirty: TrackerStats { subscribers: 1, ..TrackerStats::default() },
             devices: Vec::new(),
             store: None,
+            every_ms: None,
             pid: 4711,
             version: "0.1.0".to_owned(),
         },

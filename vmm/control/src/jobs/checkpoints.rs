@@ -65,6 +65,11 @@ impl CheckpointJob {
         &self.store
     }
 
+    /// The interval; none of a single checkpoint.
+    pub(super) fn every_ms(&self) -> Option<NonZeroU64> {
+        self.every_ms
+    }
+
     /// Opens the store and begins. An error is a sentence.
     pub(super) fn start(
         number: u64,

@@ -106,11 +106,12 @@ impl Jobs {
             (_, Some(_)) => GuestState::Migrating,
             (state, None) => state.into(),
         };
-        let checkpoints = self.checkpoint_job().filter(|job| !job.is_over());
-        let checkpointing = checkpoints.is_some();
+        let checkpoints = self.checkpoint_job();
+        let checkpointing = checkpoints.as_ref().is_some_and(|job| !job.is_over());
+        let every_ms = checkpoints.as_ref().and_then(|job| job.every_ms());
         let store = checkpoints.map(|job| job.store().to_owned());
         let migration = migration.map(|job| job.glance().progress);
-        Info { migration, store, ..Info::new(self.vm.info(), state, checkpointing) }
+        Info { migration, store, every_ms, ..Info::new(self.vm.info(), state, checkpointing) }
     }
 
     /// The operator stops the vCPUs.

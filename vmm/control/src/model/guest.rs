@@ -1,5 +1,6 @@
 //! The JSON of a guest's state, figures and devices, and of requests for them.
 
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 use driftline_dirty_tracker::{TrackerStats, TrackingMode};
@@ -87,9 +88,12 @@ pub struct Info {
     /// What disks and network interfaces have done.
     #[serde(default)]
     pub devices: Vec<DeviceFigures>,
-    /// Where the checkpoints go that are being taken.
+    /// The store of the checkpoint run that is active, or of the last one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub store: Option<PathBuf>,
+    /// The interval of that run; none of a single checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub every_ms: Option<NonZeroU64>,
     /// The process that has the guest.
     #[serde(default)]
     pub pid: u32,
@@ -152,6 +156,7 @@ impl Info {
             dirty: vm.dirty,
             devices: vm.devices,
             store: None,
+            every_ms: None,
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         }
