@@ -1,13 +1,14 @@
-//! The log: its format, its place, its filter, and a reader that has stopped. On the threads
-//! backend.
+//! The log: its format, its place, its filter, and a reader that has stopped.
 #![allow(clippy::unwrap_used)]
 
 mod common;
 
+use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 
 use common::{PATIENCE, Place, Vmm, driftline, fail, output, receiver, text, wait_for};
+use driftline_machine::testing::{Elf, kvm_or_skip};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -33,6 +34,31 @@ fn verbose_run_says_what_the_guest_has() {
     let socket = format!("API socket {}", place.text("a.sock"));
     for part in ["with 64 MiB of memory", "backing=anon", "seccomp=true", "landlock=", &socket] {
         assert!(said.contains(part), "{part}: {said}");
+    }
+}
+
+#[test]
+fn verbose_run_says_which_devices_the_guest_has() {
+    if !kvm_or_skip("verbose_run_says_which_devices_the_guest_has") {
+        return;
+    }
+    let place = Place::new();
+    // hlt; jmp $-1
+    std::fs::write(place.path("kernel"), Elf::new(&[0xf4, 0xeb, 0xfd]).bytes()).unwrap();
+    std::fs::File::create(place.path("root.img")).unwrap().set_len(1 << 20).unwrap();
+    let (kernel, image) = (place.text("kernel"), place.text("root.img"));
+    let disk = format!("path={image},id=root");
+    let run = ["--kernel", &kernel, "--mem", "64M", "--disk", &disk];
+    for (more, devices) in [(&["--rng", "on"], 2), (&["--rng", "off"], 1)] {
+        let mut vmm = Vmm::run(&place, "a", &[&run[..], more, &["-v"]].concat());
+        vmm.tell(&["stop"]);
+        vmm.wait();
+        let said = vmm.said();
+        let lines: Vec<&str> = said.lines().filter(|line| line.contains(": device ")).collect();
+        assert_eq!(lines.len(), devices, "{said}");
+        assert!(lines[0].contains("Disk") && lines[0].contains("root"), "{said}");
+        assert!(lines[0].contains(&image), "{said}");
+        assert!(lines.get(1).is_none_or(|line| line.ends_with("device Rng")), "{said}");
     }
 }
 
@@ -87,6 +113,24 @@ fn a_failure_is_said_once() {
     vmm.wait();
     let said = vmm.said();
     assert_eq!(said.lines().count(), 2, "that it waits, and why it has ended: {said}");
+}
+
+/// By the command that asked for it; the guest's VMM logs it, for those who want its log.
+#[test]
+fn failed_migration_is_said_once() {
+    for verbose in [&[][..], &["-v"]] {
+        let place = Place::new();
+        let vmm = Vmm::run(&place, "a", &[GUEST, verbose].concat());
+        // A port that was free a moment ago.
+        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let to = format!("tcp:{closed}");
+        let said = vmm.refuse(4, &[&["send-migration", &to], verbose].concat());
+        let cause = format!("cannot connect to {closed}");
+        assert_eq!(said.matches(&cause).count(), 1, "{verbose:?}: {said}");
+        assert_eq!(said.lines().count(), 1, "{verbose:?}: {said}");
+        let logged = vmm.said();
+        assert_eq!(logged.matches(&cause).count(), verbose.len(), "{verbose:?}: {logged}");
+    }
 }
 
 #[test]
