@@ -8,8 +8,8 @@ mod script;
 
 use std::fs::File;
 
-use common::{Place, Tap, driftline, text};
-use driftline_machine::testing::{kvm_or_skip, skip};
+use common::{Place, driftline, text};
+use driftline_machine::testing::{Tap, kvm_or_skip, skip};
 use script::{
     BUFFERS, DEVICES, INDIRECT, MEM_BYTES, NEXT, QUEUE_DESC_LOW, QUEUE_NUM, QUEUE_READY, QUEUE_SEL,
     QUEUE_USED_LOW, RINGS, SIZE, STATUS, Script, Target, WRITE,

@@ -8,12 +8,12 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Place, Tap, Vmm, fail, receiver};
+use common::{Place, Vmm, fail, receiver};
 use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 use driftline_guest::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
 use driftline_machine::config::{Boot, CpuidWord, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::Machine;
-use driftline_machine::testing::{kvm_or_skip, skip};
+use driftline_machine::testing::{Tap, kvm_or_skip, skip};
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 

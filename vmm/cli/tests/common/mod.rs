@@ -223,28 +223,6 @@ impl Drop for Vmm<'_> {
     }
 }
 
-/// A tap, which goes with this.
-pub struct Tap(pub String);
-
-impl Tap {
-    /// `name` tells those of one process apart.
-    pub fn new(name: &str) -> Result<Self, String> {
-        let name = format!("dl{}{name}", std::process::id());
-        let out = Command::new("ip").args(["tuntap", "add", "dev", &name, "mode", "tap"]).output();
-        let out = out.map_err(|e| format!("ip: {e}"))?;
-        match out.status.success() {
-            true => Ok(Self(name)),
-            false => Err(text(&out.stderr).trim().to_owned()),
-        }
-    }
-}
-
-impl Drop for Tap {
-    fn drop(&mut self) {
-        let _ = Command::new("ip").args(["link", "del", &self.0]).status();
-    }
-}
-
 fn last_reports(serial: &Path) -> Vec<Report> {
     let log = std::fs::read_to_string(serial).unwrap_or_default();
     let mut last: Vec<Report> = Vec::new();

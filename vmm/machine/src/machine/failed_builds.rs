@@ -13,11 +13,12 @@ use driftline_guest::{DriveHead, GuestFactory, VmId};
 
 use super::{EarlyVm, Machine, MachineFactory};
 use crate::config::{
-    BalloonConfig, DeviceConfig, HostConfig, MachineConfig, SerialSink, VsockConfig,
+    BalloonConfig, DeviceConfig, HostConfig, MacAddr, MachineConfig, NetConfig, SerialSink,
+    VsockConfig,
 };
 use crate::fail_point;
 use crate::memory::{Backing, MemoryOptions};
-use crate::testing::{Elf, kernel_config, kvm_or_skip};
+use crate::testing::{Elf, Tap, kernel_config, kvm_or_skip, skip};
 
 /// Larger than any other mapping of the process.
 const MEM_BYTES: u64 = 1 << 30;
@@ -50,6 +51,10 @@ const POINTS: [&str; 21] = [
     "vcpu1",
     "vsock",
 ];
+/// Those of a network interface, which needs a tap.
+const TAP_POINTS: [&str; 3] = ["net", "tap offloads", "tap queue"];
+/// Pairs of queues of that interface. Each has a step of its own.
+const TAP_QUEUES: u8 = 2;
 
 /// What this process holds of the system.
 #[derive(PartialEq, Eq, Debug)]
@@ -159,30 +164,40 @@ fn ways() -> [Way; 4] {
     ]
 }
 
-fn config(dir: &Path, way: &Way) -> MachineConfig {
+/// The configuration of a machine that is built that way, with an interface if there is a `tap`.
+fn config(dir: &Path, way: &Way, tap: &str) -> MachineConfig {
     let is_copied = way.name == "a guest to be received";
     let disk = dir.join(if is_copied { "copy" } else { "disk" });
+    let mut devices = vec![
+        DeviceConfig::Disk(crate::testing::disk("disk", &disk, DISK_BYTES)),
+        DeviceConfig::Rng,
+        DeviceConfig::Vsock(VsockConfig { cid: 3, uds: dir.join("vsock") }),
+        DeviceConfig::Balloon(BalloonConfig::default()),
+    ];
+    if !tap.is_empty() {
+        devices.push(DeviceConfig::Net(NetConfig {
+            id: "net".to_owned(),
+            tap: tap.to_owned(),
+            mac: MacAddr::random(),
+            queues: TAP_QUEUES,
+        }));
+    }
     MachineConfig {
         mem_bytes: MEM_BYTES,
         vcpus: 2,
         tracking: way.tracking,
         ring_entries: RING_ENTRIES,
-        devices: vec![
-            DeviceConfig::Disk(crate::testing::disk("disk", &disk, DISK_BYTES)),
-            DeviceConfig::Rng,
-            DeviceConfig::Vsock(VsockConfig { cid: 3, uds: dir.join("vsock") }),
-            DeviceConfig::Balloon(BalloonConfig::default()),
-        ],
+        devices,
         ..kernel_config(&dir.join("kernel"))
     }
 }
 
 /// Builds one machine, and then has its build fail at each point; the names of all points.
-fn fail_everywhere(dir: &Path, way: &Way) -> Vec<String> {
+fn fail_everywhere(dir: &Path, way: &Way, tap: &str) -> Vec<String> {
     let host = HostConfig { serial: SerialSink::Stdio, memory: way.memory, ..Default::default() };
     let before = held(dir);
     assert_eq!(before.mappings, [""; 0]);
-    let (machine, points) = fail_point::run(None, || (way.build)(config(dir, way), &host));
+    let (machine, points) = fail_point::run(None, || (way.build)(config(dir, way, tap), &host));
     let machine = machine.unwrap_or_else(|e| panic!("{}: {e}", way.name));
     let built = held(dir);
     assert!(built.threads.len() >= before.threads.len() + 8, "{built:?}");
@@ -193,7 +208,8 @@ fn fail_everywhere(dir: &Path, way: &Way) -> Vec<String> {
     assert!(!points.is_empty());
     for (at, point) in points.iter().enumerate() {
         let what = format!("{}: point {at} of {}, \"{point}\"", way.name, points.len());
-        let (made, passed) = fail_point::run(Some(at), || (way.build)(config(dir, way), &host));
+        let (made, passed) =
+            fail_point::run(Some(at), || (way.build)(config(dir, way, tap), &host));
         let why = made.err().unwrap_or_else(|| panic!("{what}: it did not fail"));
         assert!(why.contains(&format!("fail point {point}")), "{what}: {why}");
         assert_eq!(passed, points[..=at], "{what}: it went on");
@@ -204,28 +220,37 @@ fn fail_everywhere(dir: &Path, way: &Way) -> Vec<String> {
 
 #[test]
 fn failed_build_leaves_nothing_behind() {
+    /// In the child: its tap, or empty.
     const CHILD: &str = "FAILS_TO_BUILD";
-    if !kvm_or_skip("failed_build_leaves_nothing_behind") {
+    const TEST: &str = "failed_build_leaves_nothing_behind";
+    if !kvm_or_skip(TEST) {
         return;
     }
-    if std::env::var_os(CHILD).is_none() {
-        let name = "machine::failed_builds::failed_build_leaves_nothing_behind";
+    let Ok(tap) = std::env::var(CHILD) else {
+        let tap = Tap::multi_queue("fb");
+        if let Err(why) = &tap {
+            skip(TEST, &format!("without a network interface: {why}"));
+        }
+        let name = format!("machine::failed_builds::{TEST}");
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(CHILD, "1");
+        child.args(["--exact", &name, "--nocapture", "--test-threads=1"]);
+        child.env(CHILD, tap.as_ref().map_or("", |tap| &tap.0));
         let out = child.stdin(Stdio::null()).output().unwrap();
         let said = String::from_utf8_lossy(&out.stdout);
         assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
         assert!(said.contains("1 passed"), "{said}");
         return;
-    }
+    };
     let dir = tempfile::tempdir().unwrap();
     // hlt; jmp $-1
     fs::write(dir.path().join("kernel"), Elf::new(&[0xf4, 0xeb, 0xfd]).bytes()).unwrap();
     fs::File::create(dir.path().join("disk")).unwrap().set_len(DISK_BYTES).unwrap();
     let mut reached = BTreeSet::new();
     for way in ways() {
-        reached.extend(fail_everywhere(dir.path(), &way));
+        reached.extend(fail_everywhere(dir.path(), &way, &tap));
     }
-    let missing: Vec<_> = POINTS.into_iter().filter(|point| !reached.contains(*point)).collect();
+    let tap_points = TAP_POINTS.into_iter().filter(|_| !tap.is_empty());
+    let points = POINTS.into_iter().chain(tap_points);
+    let missing: Vec<_> = points.filter(|point| !reached.contains(*point)).collect();
     assert!(missing.is_empty(), "{missing:?} are not among {reached:?}");
 }

@@ -10,7 +10,7 @@ use crate::config::{
     Backend, BalloonConfig, DeviceConfig, MacAddr, MachineConfig, NetConfig, VsockConfig,
 };
 use crate::devices::{DeviceSet, Drive};
-use crate::testing::payload_config;
+use crate::testing::{Tap, payload_config};
 
 /// Tells a copy of this test binary which act to perform: `<class>:<act>`.
 const ACT: &str = "DRIFTLINE_SANDBOX_ACT";
@@ -257,38 +257,15 @@ fn what_threads_do_is_what_they_may() {
     assert!(!said[0].contains(" 0 passed"), "{}", said[0]);
 }
 
-/// A tap, if this user can make one; gone with this.
-struct HostTap(String);
-
-impl HostTap {
-    fn new() -> Result<Self, String> {
-        let name = format!("dlsb{}", std::process::id());
-        Self::ip(&["tuntap", "add", "dev", &name, "mode", "tap"])?;
-        Ok(Self(name))
-    }
-
-    fn ip(args: &[&str]) -> Result<(), String> {
-        let out = Command::new("ip").args(args).output().map_err(|e| format!("ip: {e}"))?;
-        let said = String::from_utf8_lossy(&out.stderr).into_owned();
-        if out.status.success() { Ok(()) } else { Err(format!("ip {}: {said}", args.join(" "))) }
-    }
-}
-
-impl Drop for HostTap {
-    fn drop(&mut self) {
-        let _ = Self::ip(&["link", "del", &self.0]);
-    }
-}
-
 #[test]
 fn devices_let_go_of_what_they_have_and_take_it_again() {
-    let tap = HostTap::new();
+    let tap = Tap::new("sb");
     if let Err(why) = &tap {
         let without = format!("a network interface is left out: {why}");
         crate::testing::skip("devices_let_go_of_what_they_have_and_take_it_again", &without);
     }
     let mut child = child_of("process", "devices");
-    if let Ok(HostTap(name)) = &tap {
+    if let Ok(Tap(name)) = &tap {
         child.env(TAP, name);
     }
     did(&child.output().unwrap(), "process: devices");

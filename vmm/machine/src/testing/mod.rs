@@ -2,6 +2,7 @@
 //! host lacks KVM, configurations of small guests, and small kernels.
 
 mod elf;
+mod tap;
 
 use std::ffi::OsStr;
 use std::fs::OpenOptions;
@@ -19,6 +20,7 @@ use crate::config::{
 };
 use crate::kvm;
 pub use elf::{CODE_AT, Elf, note};
+pub use tap::Tap;
 
 /// Names a file to which each skipped test adds a line, for whoever counts them.
 pub const SKIP_LOG: &str = "DRIFTLINE_SKIP_LOG";

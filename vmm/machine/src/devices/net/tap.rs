@@ -12,6 +12,7 @@ use virtio_bindings::virtio_net::*;
 
 use super::frame::HEADER;
 use super::tun;
+use crate::fail_point;
 
 /// Why a tap cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -85,12 +86,11 @@ impl Tap {
         }
         let mut files = Vec::new();
         for _ in 0..queues {
-            let file = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .custom_flags(libc::O_NONBLOCK)
-                .open("/dev/net/tun")
-                .map_err(failed("opening /dev/net/tun"))?;
+            let opened = fail_point::pass("tap queue").and_then(|()| {
+                let mut options = OpenOptions::new();
+                options.read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")
+            });
+            let file = opened.map_err(failed("opening /dev/net/tun"))?;
             tun::attach(&file, name, flags).map_err(|cause| match cause.raw_os_error() {
                 Some(libc::EBUSY) => TapError::InUse { name: name.to_owned() },
                 Some(libc::EINVAL) => TapError::Kind { name: name.to_owned(), queues, cause },
@@ -101,6 +101,7 @@ impl Tap {
             files.push(file);
         }
         let mut tap = Self { queues: files, is_tap: true, enabled: queues, _claims: claims };
+        fail_point::pass("tap offloads").map_err(failed("setting offloads"))?;
         tap.set_offloads(0).map_err(failed("setting offloads"))?;
         tap.enable(1).map_err(failed("choosing a queue"))?;
         Ok(tap)

@@ -1,0 +1,38 @@
+//! A tap of the host, for tests.
+
+use std::process::Command;
+
+/// A tap, by its name, removed on drop.
+pub struct Tap(pub String);
+
+impl Tap {
+    /// Makes a tap with one pair of queues; `name` tells those of one process apart. Fails with a
+    /// sentence where this user cannot.
+    pub fn new(name: &str) -> Result<Self, String> {
+        Self::make(name, &[])
+    }
+
+    /// As [`new`](Self::new), with several pairs of queues.
+    pub fn multi_queue(name: &str) -> Result<Self, String> {
+        Self::make(name, &["multi_queue"])
+    }
+
+    fn make(name: &str, more: &[&str]) -> Result<Self, String> {
+        let name = format!("dl{}{name}", std::process::id());
+        let args = [&["tuntap", "add", "dev", &name, "mode", "tap"], more].concat();
+        let out = Command::new("ip").args(&args).output().map_err(|e| format!("ip: {e}"))?;
+        match out.status.success() {
+            true => Ok(Self(name)),
+            false => {
+                let said = String::from_utf8_lossy(&out.stderr);
+                Err(format!("ip {}: {}", args.join(" "), said.trim()))
+            }
+        }
+    }
+}
+
+impl Drop for Tap {
+    fn drop(&mut self) {
+        let _ = Command::new("ip").args(["link", "del", &self.0]).status();
+    }
+}
