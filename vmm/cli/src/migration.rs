@@ -53,7 +53,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
     let page = loop {
         let page = match next_page(&client, job, &mut cancelling).await {
             Ok(page) => page,
-            Err(e) => return Err(lost_sight(&e)),
+            Err(e) => return Err(lost_sight(e)),
         };
         if matches!(page.state, MigrationState::Completed | MigrationState::Failed) {
             break page;
@@ -87,10 +87,10 @@ async fn next_page(
     client.get(&path).await
 }
 
-fn lost_sight(e: &ClientError) -> Failure {
-    Failure::error(format_args!(
-        "{e}; where the guest is must be seen at the destination, or in this host's hand-over records"
-    ))
+fn lost_sight(e: ClientError) -> Failure {
+    Failure::from(e).followed_by(
+        "; where the guest is must be seen at the destination, or in this host's hand-over records",
+    )
 }
 
 fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {

@@ -114,6 +114,62 @@ fn run_ends_when_its_client_gives_up_a_stopped_vmm() {
     assert_eq!(vmm.state(), "running");
 }
 
+/// A guest whose memory takes `send-migration --max-bandwidth 1M` some eight seconds.
+const SLOW_TO_SEND: &[&str] =
+    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=8M,rate=32M"];
+
+#[test]
+fn migration_of_a_stopped_vmm_is_given_up() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "source", SLOW_TO_SEND);
+    vmm.await_progress(1, &[]);
+    let (_there, to) = receiver(&place, "there", &[]);
+    let send = ["send-migration", &to, "--max-bandwidth", "1M", "--timeout", "1s", "--json"];
+    let sender = driftline(&[&send[..], &["--api-sock", &vmm.socket()]].concat())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_for("the first pass", || (vmm.info()?["migration"]["phase"] == "precopy").then_some(()));
+    signal(&vmm, Signal::STOP);
+    let began = Instant::now();
+    let out = sender.wait_with_output().unwrap();
+    let said = text(&out.stderr);
+    assert!(began.elapsed() < LIMIT, "{:?}", began.elapsed());
+    assert_eq!(out.status.code(), Some(1), "where the guest is cannot be told: {said}");
+    assert!(said.contains("has not answered GET /migration in 1.2s"), "{said}");
+    assert!(said.contains("; where the guest is must be seen at the destination"), "{said}");
+    let failure: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(failure["error"]["code"], "no-answer", "{failure}");
+    signal(&vmm, Signal::CONT);
+}
+
+#[test]
+fn wanted_waits_outlast_the_timeout() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "source", SLOW_TO_SEND);
+    vmm.await_progress(1, &[]);
+    let limit = Duration::from_secs(1);
+    let outlasts = |command: &[&str]| {
+        let began = Instant::now();
+        let printed = vmm.tell(&[command, &["--timeout", "1s"]].concat());
+        assert!(began.elapsed() > limit, "{command:?} took {:?} only", began.elapsed());
+        printed
+    };
+    let store = place.text("store");
+    let taken = outlasts(&["checkpoint", "--store", &store, "--every", "3s", "--count", "2"]);
+    assert_eq!(taken.lines().count(), 2, "{taken}");
+    outlasts(&["top", "--once", "--interval", "2s"]);
+    let (_there, to) = receiver(&place, "there", &[]);
+    let send = ["send-migration", &to, "--max-bandwidth", "1M", "--json"];
+    // It goes over after three seconds, however far it is.
+    let end = ["--timeout-s", "3", "--timeout-strategy", "switchover"];
+    let sent = outlasts(&[&send[..], &end].concat());
+    let report: Value = serde_json::from_str(&sent).unwrap();
+    assert_eq!(report["status"], "completed", "{report}");
+    assert_eq!(vmm.wait(), Some(0));
+}
+
 fn unix_socket() -> OwnedFd {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap()
