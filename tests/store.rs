@@ -237,7 +237,8 @@ fn a_guest_goes_on_from_an_archive_of_any_checkpoint() {
         refused(&["restore", "--store", file], "archive, byte ");
         refused(&["store", "verify", file], "archive, byte ");
         fs::write(&archive, &sound[..at]).expect("writable");
-        let why = if at == 0 { "nor an archive (0 bytes)" } else { "the file ends at byte " };
+        let why =
+            if at == 0 { "nor an archive (0 bytes)" } else { "is truncated: it ends at byte " };
         refused(&["restore", "--store", file], why);
     }
 }

@@ -43,10 +43,20 @@ impl FromStr for PayloadSpec {
                 return Err(SpecError(format!("\"{key}\" is given twice in \"{text}\"")));
             }
             seen.push(key);
-            spec.set(key.as_bytes(), value.as_bytes())
-                .map_err(|reason| SpecError(format!("\"{item}\" in \"{text}\" {}", reason.0)))?;
+            spec.set(key.as_bytes(), value.as_bytes()).map_err(|reason| {
+                let hint = unit_hint(key, value);
+                SpecError(format!("\"{item}\" in \"{text}\" {}{hint}", reason.0))
+            })?;
         }
         Ok(spec)
+    }
+}
+
+/// Returns the size that was probably meant by a small number without a unit.
+fn unit_hint(key: &str, value: &str) -> String {
+    match (key, value.parse()) {
+        ("ws" | "rate", Ok(1..65_536)) => format!("; did you mean {key}={value}M?"),
+        _ => String::new(),
     }
 }
 
@@ -173,6 +183,8 @@ mod tests {
             ("payload,ws=12Q", "\"ws=12Q\" in \"payload,ws=12Q\" is not a size such as 64M"),
             ("payload,ws=0", "is an empty working set"),
             ("payload,ws=5000", "is not a multiple of the page size"),
+            ("payload,ws=64", "; did you mean ws=64M?"),
+            ("payload,rate=320", "; did you mean rate=320M?"),
             ("payload,ws=1024G", "is more than the payload can map"),
             ("payload,ws=99999999999999999999", "is not a size"),
             ("payload,ws=18014398509481984K", "is not a size"),

@@ -28,7 +28,7 @@ pub enum StoreError {
         cause: io::Error,
     },
     /// A file holds something else than it should.
-    #[error("{}, byte {offset}: {damage}", file.display())]
+    #[error("{}", damage_in(file, *offset, damage))]
     Damaged {
         /// The file.
         file: PathBuf,
@@ -309,6 +309,18 @@ fn damaged_part(damage: &StoreError) -> &'static str {
 
 fn named_by(path: &Path) -> Named {
     parse_name(path.file_name().and_then(|name| name.to_str()).unwrap_or_default())
+}
+
+/// Says which file is damaged, where and how.
+fn damage_in(file: &Path, offset: u64, damage: &Damage) -> String {
+    let file = file.display();
+    match damage {
+        Damage::EndsEarly { length, wanted } => format!(
+            "{file} is truncated: it ends at byte {length}, and the record at byte {offset} needs \
+             {wanted} bytes"
+        ),
+        damage => format!("{file}, byte {offset}: {damage}"),
+    }
 }
 
 /// What is wrong with a file of a store.

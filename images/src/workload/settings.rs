@@ -236,9 +236,9 @@ fn parse_ws(value: &[u8]) -> Result<u64, Reason> {
     match parse_size(value) {
         None => Err(Reason("is not a size such as 64M (digits, then nothing, K, M or G)")),
         Some(0) => Err(Reason("is an empty working set")),
-        Some(bytes) if !bytes.is_multiple_of(PAGE_SIZE) => Err(Reason(
-            "is not a multiple of the page size, 4K; sizes take K, M or G, such as ws=64M",
-        )),
+        Some(bytes) if !bytes.is_multiple_of(PAGE_SIZE) => {
+            Err(Reason("is not a multiple of the page size, 4K; sizes take K, M or G"))
+        }
         Some(bytes) if bytes > WS_MAX => Err(Reason("is more than the payload can map (256G)")),
         Some(bytes) => Ok(bytes),
     }

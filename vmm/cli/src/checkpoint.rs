@@ -305,3 +305,35 @@ fn summary(achieved: &Achieved) -> String {
 fn millis(d: Duration) -> u64 {
     u64::try_from(d.as_millis()).unwrap_or(u64::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn late_checkpoints_say_what_was_skipped() {
+        let line = |late_ms, skipped, early| {
+            describe(&EpochLine {
+                epoch: 4,
+                frames: 2,
+                disk_blocks: 0,
+                pause_us: 1_500,
+                behind_frames: 0,
+                waits: 0,
+                waited_us: 0,
+                write_ms: 2.0,
+                written_bytes: 8_192,
+                durable: true,
+                late_ms,
+                early,
+                skipped,
+            })
+        };
+        let begin = "checkpoint 4: 2 pages, pause 1.50 ms, durable after 2.0 ms, 8 KiB";
+        assert_eq!(line(9, 0, false), begin);
+        assert_eq!(line(103, 0, false), format!("{begin}, started 103 ms late"));
+        let one = format!("{begin}, started 103 ms late; 1 interval skipped");
+        assert_eq!(line(103, 1, false), one);
+        assert_eq!(line(0, 0, true), format!("{begin}, early"));
+    }
+}

@@ -33,7 +33,7 @@ const ROWS: &[Row] = &[
     (
         "run --guest payload,ws=64",
         2,
-        "is not a multiple of the page size, 4K; sizes take K, M or G",
+        "is not a multiple of the page size, 4K; sizes take K, M or G; did you mean ws=64M?",
     ),
     ("RUN --disk path=PLACE/file,copy", 2, "'copy' of --disk is only for receive-migration"),
     ("RUN --disk path=PLACE/file", 1, "driftline: the threads backend has no devices"),
@@ -66,6 +66,16 @@ const ROWS: &[Row] = &[
     ("restore --store PLACE", 1, "PLACE is not a Driftline store (no manifest)"),
     ("store verify PLACE/empty", 1, "PLACE/empty is neither a store nor an archive (0 bytes)"),
     ("info --api-sock PLACE/dead", 1, "nothing listens on PLACE/dead: "),
+    (
+        "restore --store PLACE/text --serial null --state-dir PLACE/state",
+        1,
+        "PLACE/text/manifest, byte 0: not a Driftline store: it begins with \"NNNN",
+    ),
+    (
+        "restore --store PLACE/store --serial null --state-dir PLACE/state --net tap=none",
+        2,
+        "a network interface is given (tap=), but the guest has no network interface",
+    ),
     ("resolve --state-dir PLACE/none --run", 1, "the state directory PLACE/none does not exist: "),
     ("resolve --state-dir PLACE --run", 1, "no migration is in doubt: PLACE has no record of "),
     ("top --api-sock PLACE/dead", 1, "top needs a terminal; use top --once, or top --json"),
@@ -81,6 +91,12 @@ fn refusals_say_what_where_and_what_to_do() {
     let place = Place::new();
     std::fs::write(place.path("file"), [0; 4096]).unwrap();
     std::fs::write(place.path("empty"), []).unwrap();
+    std::fs::create_dir(place.path("text")).unwrap();
+    std::fs::write(place.path("text").join("manifest"), [b'N'; 4096]).unwrap();
+    let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
+    let vmm = Vmm::run(&place, "a", &guest);
+    vmm.tell(&["checkpoint", "--store", &place.text("store")]);
+    drop(vmm);
     drop(UnixListener::bind(place.path("dead")).unwrap());
     let dir = place.text("file").strip_suffix("/file").unwrap().to_owned();
     let mut wrong = Vec::new();
@@ -93,6 +109,38 @@ fn refusals_say_what_where_and_what_to_do() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn commands_without_a_result_say_what_they_did() {
+    let place = Place::new();
+    let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
+    let vmm = Vmm::run(&place, "a", &guest);
+    let socket = vmm.socket();
+    for (command, sentence) in [
+        (&["pause"][..], "the guest is paused"),
+        (&["resume"], "the guest runs"),
+        (&["stop", "--wait"], "stopped; the VMM has ended"),
+    ] {
+        let args = [command, &["--api-sock", &socket]].concat();
+        let out = driftline(&args).output().unwrap();
+        let (printed, said) = (text(&out.stdout), text(&out.stderr));
+        assert_eq!((printed, said), (String::new(), format!("driftline: {sentence}\n")));
+    }
+}
+
+#[test]
+fn run_warns_of_an_unusable_state_directory() {
+    let line = RUN.replace("ws=1M", "ws=1M,passes=1") + " --mem 32M --state-dir /proc/none";
+    let out = driftline(&line.split(' ').collect::<Vec<_>>()).output().unwrap();
+    let said = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(0), "{said}");
+    assert!(said.contains(" WARN "), "{said}");
+    assert!(said.contains("cannot write to the state directory /proc/none: "), "{said}");
+    assert!(
+        said.contains("; name another with --state-dir; this guest cannot be migrated"),
+        "{said}"
+    );
 }
 
 #[test]

@@ -38,7 +38,7 @@ const PAGE: usize = PAGE_SIZE as usize;
 /// let path = dir.path().join("archive");
 /// std::fs::write(&path, "something else")?;
 /// let e = driftline_store::Archive::open(&path).unwrap_err().to_string();
-/// assert!(e.contains("byte 0: truncated: the file ends at byte 14"), "{e}");
+/// assert!(e.contains("is truncated: it ends at byte 14"), "{e}");
 /// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Debug)]

@@ -221,7 +221,7 @@ impl Jobs {
     /// The operator's word on a migration in doubt.
     pub fn resolve_migration(&self, how: Resolution) -> Result<(), String> {
         let job = self.migration_job().filter(|job| !job.is_over());
-        let job = job.ok_or("no migration is under way")?;
+        let job = job.ok_or("no migration is in doubt")?;
         if !job.is_lost() {
             return job.resolve(how).map_err(|e| e.to_string());
         }
