@@ -3,28 +3,91 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use syn::visit::{self, Visit};
-use syn::{ExprMethodCall, ImplItem, Item, TraitItem, Type};
+use syn::{
+    Attribute, ExprMethodCall, ImplItem, ItemImpl, ItemMod, Meta, TraitItem, Type, UseRename,
+};
 
-fn parse(path: &str) -> syn::File {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
-    syn::parse_file(&std::fs::read_to_string(path).unwrap()).unwrap()
+/// The traits that wrappers implement in front of another guest or factory.
+const TRAITS: [&str; 2] = ["Guest", "GuestFactory"];
+
+/// Implementations that are no wrappers: each has defaults where they are right for it.
+const REAL: [(&str, &str); 4] = [
+    ("Guest", "Machine"),
+    ("Guest", "ThreadMachine"),
+    ("GuestFactory", "Factory"),
+    ("GuestFactory", "MachineFactory"),
+];
+
+/// An implementation that hands calls on.
+struct Wrapper {
+    of: &'static str,
+    name: &'static str,
+    /// Methods that do something else.
+    own: &'static [&'static str],
 }
 
-/// The methods of a trait, those with a default among them.
-fn methods_of(name: &str) -> BTreeSet<String> {
-    let file = parse("../../checkpoint/guest/src/guest.rs");
-    let found = file.items.into_iter().find_map(|item| match item {
-        Item::Trait(item) if item.ident == name => Some(item.items),
-        _ => None,
-    });
-    let method = |item| match item {
-        TraitItem::Fn(f) => Some(f.sig.ident.to_string()),
-        _ => None,
-    };
-    found.unwrap().into_iter().filter_map(method).collect()
+const WRAPPERS: [Wrapper; 2] = [
+    // Counts the jobs that pause the guest.
+    Wrapper { of: "Guest", name: "View", own: &["pause", "pause_and_save", "resume"] },
+    Wrapper { of: "GuestFactory", name: "Settled", own: &[] },
+];
+
+/// An implementation of one of [`TRAITS`].
+struct Found {
+    of: String,
+    name: String,
+    file: PathBuf,
+    /// All methods that it has.
+    methods: BTreeSet<String>,
+    /// Those whose bodies call a method of the same name.
+    forwarded: BTreeSet<String>,
+}
+
+/// Collects the implementations in a file, except those of its tests.
+struct Finder {
+    file: PathBuf,
+    found: Vec<Found>,
+}
+
+impl<'ast> Visit<'ast> for Finder {
+    fn visit_item_mod(&mut self, module: &'ast ItemMod) {
+        if !module.attrs.iter().any(is_for_tests) {
+            visit::visit_item_mod(self, module);
+        }
+    }
+
+    fn visit_item_impl(&mut self, item: &'ast ItemImpl) {
+        visit::visit_item_impl(self, item);
+        let of = item.trait_.as_ref().and_then(|(_, path, _)| path.segments.last());
+        let Some(of) = of.map(|last| last.ident.to_string()) else { return };
+        if !TRAITS.contains(&of.as_str()) || item.attrs.iter().any(is_for_tests) {
+            return;
+        }
+        let (mut methods, mut forwarded) = (BTreeSet::new(), BTreeSet::new());
+        for item in &item.items {
+            let ImplItem::Fn(f) = item else { continue };
+            let name = f.sig.ident.to_string();
+            let mut calls = Calls::default();
+            calls.visit_block(&f.block);
+            if calls.0.contains(&name) {
+                forwarded.insert(name.clone());
+            }
+            methods.insert(name);
+        }
+        let (name, file) = (name_of(&item.self_ty), self.file.clone());
+        self.found.push(Found { of, name, file, methods, forwarded });
+    }
+
+    /// By another name an implementation would not be found.
+    fn visit_use_rename(&mut self, rename: &'ast UseRename) {
+        let (from, to) = (rename.ident.to_string(), rename.rename.to_string());
+        let hidden = TRAITS.contains(&from.as_str()) && to != "_";
+        assert!(!hidden, "{} calls {from} {to}", self.file.display());
+    }
 }
 
 /// The names of the methods that a body calls.
@@ -38,40 +101,107 @@ impl<'ast> Visit<'ast> for Calls {
     }
 }
 
-/// The methods of that trait which `wrapper` in the file at `path` has, and whose bodies call a method
-/// of the same name.
-fn forwarded(path: &str, name: &str, wrapper: &str) -> BTreeSet<String> {
-    let found = parse(path).items.into_iter().find_map(|item| {
-        let Item::Impl(item) = item else { return None };
-        let of = item.trait_.as_ref()?.1.segments.last()?.ident == name;
-        let Type::Path(path) = &*item.self_ty else { return None };
-        (of && path.path.segments.last()?.ident == wrapper).then_some(item.items)
-    });
-    let found = found.unwrap_or_else(|| panic!("{path} has no {name} for {wrapper}"));
-    let method = |item| match item {
-        ImplItem::Fn(f) => {
-            let mut calls = Calls::default();
-            calls.visit_block(&f.block);
-            let name = f.sig.ident.to_string();
-            calls.0.contains(&name).then_some(name)
+fn is_for_tests(attribute: &Attribute) -> bool {
+    let Meta::List(list) = &attribute.meta else { return false };
+    list.path.is_ident("cfg") && list.tokens.to_string() == "test"
+}
+
+fn name_of(ty: &Type) -> String {
+    match ty {
+        Type::Path(path) => path.path.segments.last().unwrap().ident.to_string(),
+        Type::Reference(reference) => format!("&{}", name_of(&reference.elem)),
+        _ => "a type without a name".to_owned(),
+    }
+}
+
+/// The implementations in the text of a file.
+fn implementations(file: &Path, text: &str) -> Vec<Found> {
+    let parsed = syn::parse_file(text).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+    let mut finder = Finder { file: file.to_owned(), found: Vec::new() };
+    finder.visit_file(&parsed);
+    finder.found
+}
+
+/// Whether a file or folder of that name has tests and what they share, or nothing of ours.
+fn is_passed_over(name: &str) -> bool {
+    let stem = name.strip_suffix(".rs").unwrap_or(name);
+    let tests = ["tests", "testing", "benches", "fuzz", "fuzzing", "target"];
+    name.starts_with('.') || tests.contains(&stem) || stem.ends_with("_tests")
+}
+
+fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(dir).unwrap() {
+        let entry = entry.unwrap();
+        let (path, kind) = (entry.path(), entry.file_type().unwrap());
+        match path.file_name().unwrap().to_str() {
+            Some(name) if is_passed_over(name) => {}
+            _ if kind.is_dir() => sources(&path, found),
+            _ if path.extension().is_some_and(|extension| extension == "rs") => found.push(path),
+            _ => {}
         }
+    }
+}
+
+fn workspace() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+/// The methods of a trait, those with a default among them.
+fn methods_of(name: &str) -> BTreeSet<String> {
+    let text = fs::read_to_string(workspace().join("checkpoint/guest/src/guest.rs")).unwrap();
+    let found = syn::parse_file(&text).unwrap().items.into_iter().find_map(|item| match item {
+        syn::Item::Trait(item) if item.ident == name => Some(item.items),
+        _ => None,
+    });
+    let method = |item| match item {
+        TraitItem::Fn(f) => Some(f.sig.ident.to_string()),
         _ => None,
     };
-    found.into_iter().filter_map(method).collect()
+    found.unwrap().into_iter().filter_map(method).collect()
 }
 
 #[test]
 fn wrappers_forward_every_method() {
-    // Those of `View` count the jobs that pause the guest.
-    let counted: &[&str] = &["pause", "pause_and_save", "resume"];
-    for (path, name, wrapper, own) in [
-        ("../control/src/jobs/holds.rs", "Guest", "View", counted),
-        ("src/pending.rs", "GuestFactory", "Settled", &[]),
-    ] {
-        let mut all = methods_of(name);
-        assert!(all.len() > 2, "{name}: {all:?}");
-        own.iter().for_each(|method| assert!(all.remove(*method), "{method}"));
-        let missing: Vec<_> = all.difference(&forwarded(path, name, wrapper)).cloned().collect();
-        assert!(missing.is_empty(), "{wrapper} in {path} does not forward {missing:?} of {name}");
+    let mut files = Vec::new();
+    sources(&workspace(), &mut files);
+    let mut found = Vec::new();
+    for file in files {
+        found.extend(implementations(&file, &fs::read_to_string(&file).unwrap()));
     }
+    let mut left: BTreeSet<(&str, &str)> = REAL.into_iter().collect();
+    left.extend(WRAPPERS.iter().map(|wrapper| (wrapper.of, wrapper.name)));
+    for Found { of, name, file, methods, forwarded } in &found {
+        let file = file.display();
+        let is_listed = left.remove(&(of.as_str(), name.as_str()));
+        assert!(is_listed, "{file}: {name} is another {of}: is it a wrapper, or real?");
+        let wrapper = WRAPPERS
+            .iter()
+            .find(|wrapper| (wrapper.of, wrapper.name) == (of.as_str(), name.as_str()));
+        let Some(Wrapper { own, .. }) = wrapper else { continue };
+        let mut all = methods_of(of);
+        assert!(all.len() > 2, "{of}: {all:?}");
+        for method in *own {
+            assert!(all.remove(*method) && methods.contains(*method), "{file}: {method}");
+        }
+        let missing: Vec<_> = all.difference(forwarded).collect();
+        assert!(missing.is_empty(), "{file}: {name} does not forward {missing:?} of {of}");
+    }
+    assert!(left.is_empty(), "not found: {left:?}");
+}
+
+#[test]
+fn implementations_outside_tests_are_found() {
+    let text = "
+        impl Guest for A { fn pause(&self) { self.0.pause() } fn stop(&self) {} }
+        mod inner { impl<G: driftline_guest::Guest> driftline_guest::Guest for &B<G> {} }
+        fn body() { impl GuestFactory for C {} }
+        impl Drop for Guest {}
+        #[cfg(test)] mod tests { impl Guest for D {} }
+        #[cfg(test)] impl Guest for E {}
+    ";
+    let found = implementations(Path::new("text"), text);
+    let names: Vec<_> = found.iter().map(|f| (f.of.as_str(), f.name.as_str())).collect();
+    assert_eq!(names, [("Guest", "A"), ("Guest", "&B"), ("GuestFactory", "C")]);
+    assert_eq!(found[0].methods, ["pause", "stop"].map(str::to_owned).into());
+    assert_eq!(found[0].forwarded, ["pause".to_owned()].into());
 }
