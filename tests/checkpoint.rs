@@ -1,5 +1,5 @@
-//! Checkpoints of a guest that writes as fast as it can, and of one that is being migrated meanwhile: what is restored from any
-//! of them is whole.
+//! Checkpoints of a guest that writes as fast as it can, and of one that is being migrated
+//! meanwhile: what is restored from any of them is whole.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::io::{BufRead, BufReader};
@@ -38,7 +38,8 @@ fn every_epoch_restores(load: Load, epochs: usize) {
     let store = scratch.path("store");
     let store = store.to_str().expect("UTF-8");
     let count = epochs.to_string();
-    // Long enough for so much to change, also on a busy host, that it is copied behind the guest's back.
+    // Long enough for so much to change, also on a busy host, that it is copied behind the guest's
+    // back.
     let args =
         ["--store", store, "--every", "300ms", "--max-pause", "50ms", "--count", &count, "--json"];
     let taken = here.cli("checkpoint", &args);

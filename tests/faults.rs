@@ -1,7 +1,7 @@
 //! Migrations that fail: either process killed at every message, strangers, other versions.
 //!
-//! The source guest of a group of tests is the same through all its failed migrations: it must go on
-//! writing without an error after each.
+//! The source guest of a group of tests is the same through all its failed migrations: it must go
+//! on writing without an error after each.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::io::{Read, Write};
@@ -273,7 +273,8 @@ fn over_a_long_and_thin_line_a_guest_arrives_whole() {
     assert!(destination.log().contains("left in this pass"), "{}", destination.log());
     let report = json_of(&sent);
     let figure = |name: &str| report[name].as_f64().expect("a figure");
-    // The line was as long and thin as it should be: the state, PREPARED and COMMIT have their ways in the pause.
+    // The line was as long and thin as it should be: the state, PREPARED and COMMIT have their ways
+    // in the pause.
     assert!(figure("downtime_ms") >= 3.0 * DELAY.as_secs_f64() * 1e3, "{report}");
     let least = figure("transferred_bytes") / RATE as f64;
     assert!(figure("total_time_ms") / 1e3 >= 0.9 * least, "{report}");

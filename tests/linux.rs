@@ -1,17 +1,17 @@
 //! A Linux guest with 2 vCPUs, a disk and a network, moved and brought back while its checkers run.
 //!
-//! Needs KVM, the right to make network namespaces, and the image that `images/linux/build.sh` makes;
-//! what is missing is said. What the checkers look at, `images/linux/README.md` says.
+//! Needs KVM, the right to make network namespaces, and the image that `images/linux/build.sh`
+//! makes; what is missing is said. What the checkers look at, `images/linux/README.md` says.
 //!
-//! A connection's other end is part of no checkpoint, and with `--disks external` the disk is not either. So a guest is killed
-//! in three ways here:
-//! - It is paused, checkpointed and killed, so that nothing of it is later than the checkpoint. It goes on
-//!   with the disk as it is, and its connections go on too.
-//! - It is paused, checkpointed, its disk copied; it goes on, and is killed some time later. It goes on from
-//!   the checkpoint with the copy. Its peer has heard of a future that never was: no connection survives
-//!   that, and the peer's is closed before.
-//! - Checkpoints with its disk are taken while it runs, and it is killed later. It goes on from any of them, and the disk is what it
-//!   was then.
+//! A connection's other end is part of no checkpoint, and with `--disks external` the disk is not
+//! either. So a guest is killed in three ways here:
+//! - It is paused, checkpointed and killed, so that nothing of it is later than the checkpoint. It
+//!   goes on with the disk as it is, and its connections go on too.
+//! - It is paused, checkpointed, its disk copied; it goes on, and is killed some time later. It
+//!   goes on from the checkpoint with the copy. Its peer has heard of a future that never was: no
+//!   connection survives that, and the peer's is closed before.
+//! - Checkpoints with its disk are taken while it runs, and it is killed later. It goes on from any
+//!   of them, and the disk is what it was then.
 #![allow(clippy::expect_used, clippy::panic, reason = "a test fails by saying what it expected")]
 
 #[path = "linux/drives.rs"]
@@ -26,7 +26,8 @@ use tests::{
     repeats,
 };
 
-/// They speak every other second: where ring 0 is emulated, a line costs the guest a tenth of a second.
+/// They speak every other second: where ring 0 is emulated, a line costs the guest a tenth of a
+/// second.
 const CHECKERS: &str = "driftline.check=mem,disk,tcp,clock driftline.mem=every=2s \
      driftline.disk=path=/dev/vda,pause=50ms,every=2s driftline.tcp=every=2s driftline.clock=every=2s";
 const DISK_BYTES: u64 = 32 << 20;
@@ -106,7 +107,8 @@ impl<'t> Story<'t> {
         silence
     }
 
-    /// As [`move_on_with_disk`](Self::move_on_with_disk), leaving the old file, whose path is returned, too.
+    /// As [`move_on_with_disk`](Self::move_on_with_disk), leaving the old file, whose path is
+    /// returned, too.
     fn move_on_leaving_disk(&mut self, echo: &mut Echo) -> (u64, PathBuf) {
         let name = self.next_name();
         let copy = self.scratch.path(&format!("disk-{name}"));
@@ -311,8 +313,8 @@ fn a_connection_survives_moves_with_little_silence() {
     let Some((linux, network)) = linux_and_network(test) else { return };
     let scratch = Scratch::new();
     let args = ["--mem", "128M", "--net", "tap=tap0"];
-    // The server hardly speaks: a line on the console is silence at the connection, a tenth of a second of it where
-    // ring 0 is emulated.
+    // The server hardly speaks: a line on the console is silence at the connection, a tenth of a
+    // second of it where ring 0 is emulated.
     let checkers = "driftline.check=tcp driftline.tcp=every=60s";
     let mut here = linux.boot("vmlinux", &network.hosts[0], &scratch, "stay0", checkers, &args);
     // A kernel that has only just booted is busy with itself for some seconds.
@@ -361,9 +363,9 @@ fn a_connection_survives_moves_with_little_silence() {
 /// Guests that go on from one checkpoint at once.
 const CLONES: usize = 10;
 
-/// Boots `kernel` with a network, takes a checkpoint, and has ten guests go on from it, each with a tap of
-/// its own at a host of its own. Each gives randomness of its own at once, by the command `ask` or by a checker, between
-/// `<` and `>`; no two may give the same.
+/// Boots `kernel` with a network, takes a checkpoint, and has ten guests go on from it, each with a
+/// tap of its own at a host of its own. Each gives randomness of its own at once, by the command
+/// `ask` or by a checker, between `<` and `>`; no two may give the same.
 fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     let _alone = tests::one_at_a_time();
     let Some(linux) = Linux::or_skip(test) else { return };
@@ -405,7 +407,8 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
         let net = format!("tap=tap{i}");
         let args = ["restore", "--store", store, "--net", &net];
         let mut clone = Driftline::start_typed_to(&hosts[i], &scratch, &format!("clone{i}"), &args);
-        // There when the guest first runs: the shell, which waits for it, is among the first to run.
+        // There when the guest first runs: the shell, which waits for it, is among the first to
+        // run.
         ask.iter().for_each(|line| clone.type_line(line));
         clone
     };
@@ -452,16 +455,16 @@ fn fresh(clone: &mut Driftline) -> String {
     })
 }
 
-/// Without ACPI nothing tells a kernel that it was brought back; whoever needs randomness of its own
-/// reads the host's, behind what the driver may have fetched before the checkpoint.
+/// Without ACPI nothing tells a kernel that it was brought back; whoever needs randomness of its
+/// own reads the host's, behind what the driver may have fetched before the checkpoint.
 #[test]
 fn ten_guests_of_one_checkpoint_get_their_hosts_randomness() {
     let test = "ten_guests_of_one_checkpoint_get_their_hosts_randomness";
     ten_go_on(test, "vmlinux", "tcp", Some("echo \"<$(head -c137 /dev/hwrng|tail -c9|base64)>\""));
 }
 
-/// A kernel with ACPI is told by the generation ID, some milliseconds after it goes on, and says so; a program that
-/// waits for that asks for randomness then.
+/// A kernel with ACPI is told by the generation ID, some milliseconds after it goes on, and says
+/// so; a program that waits for that asks for randomness then.
 #[test]
 fn ten_guests_of_one_checkpoint_have_randomness_of_their_own() {
     let test = "ten_guests_of_one_checkpoint_have_randomness_of_their_own";
@@ -475,8 +478,9 @@ const STOCK_CMDLINE: &str = "console=ttyS0 earlyprintk=ttyS0 reboot=k panic=-1 n
 /// It takes minutes where its ring 0 is emulated.
 const STOCK_BOOT: Duration = Duration::from_secs(1200);
 
-/// Not in any default run: boots the kernel that `DRIFTLINE_STOCK_KERNEL` names, such as a distribution's
-/// uncompressed one, to the image's shell; or, on a host whose KVM emulates ring 0, as far as that goes.
+/// Not in any default run: boots the kernel that `DRIFTLINE_STOCK_KERNEL` names, such as a
+/// distribution's uncompressed one, to the image's shell; or, on a host whose KVM emulates ring 0,
+/// as far as that goes.
 #[test]
 fn a_stock_kernel_boots_as_far_as_the_host_lets_it() {
     let test = "a_stock_kernel_boots_as_far_as_the_host_lets_it";

@@ -19,7 +19,8 @@ struct Steady {
     line_mib_per_s: u64,
 }
 
-/// Fewer frames from pass to pass; all of a small set each time; more than the line carries, so that it is held.
+/// Fewer frames from pass to pass; all of a small set each time; more than the line carries, so
+/// that it is held.
 const GUESTS: [Steady; 3] = [
     Steady { guest: "payload,ws=32M,rate=20M", vcpus: "1", line_mib_per_s: 60 },
     Steady { guest: "payload,ws=8M,rate=max", vcpus: "1", line_mib_per_s: 40 },

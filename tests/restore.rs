@@ -1,4 +1,5 @@
-//! Restores in a row, each from a checkpoint of the guest that the one before brought back, every other one lazily.
+//! Restores in a row, each from a checkpoint of the guest that the one before brought back, every
+//! other one lazily.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::os::unix::fs::FileExt;
@@ -40,7 +41,8 @@ fn in_a_row(load: Load, times: usize) {
 
 tests::under_each_load!(in_a_row, 4, 50);
 
-/// A store with a checkpoint of a guest that writes into 64 MiB as fast as it can; the guest is killed.
+/// A store with a checkpoint of a guest that writes into 64 MiB as fast as it can; the guest is
+/// killed.
 fn one_checkpoint(scratch: &Scratch) -> String {
     let mut vm = Load::fastest("dirty-ring").start(scratch, "before");
     let store = scratch.path("store").to_str().expect("UTF-8").to_owned();

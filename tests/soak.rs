@@ -1,4 +1,5 @@
-//! A guest that moves a thousand times, from process to process: what is lost or left behind at each move adds up.
+//! A guest that moves a thousand times, from process to process: what is lost or left behind at
+//! each move adds up.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::fs;

@@ -65,7 +65,8 @@ fn a_flipped_bit_is_found_and_named() {
         let file = store.join(name);
         let sound = fs::read(&file).expect("readable");
         let some = [0, 9, 60, 64, 90, sound.len() / 3, sound.len() / 2, sound.len() - 1];
-        // Of the page file the header, and all frames at once: nobody asks for one that no epoch has any more.
+        // Of the page file the header, and all frames at once: nobody asks for one that no epoch
+        // has any more.
         let places = match name {
             "pages-1" => vec![0, 9, 60, 64, 90, 5000],
             _ => some.to_vec(),
@@ -148,7 +149,8 @@ fn a_core_has_the_memory_and_the_registers_of_the_guest() {
     assert!(frames > 2048, "the payload's 8 MiB are there: {frames} frames");
 
     let note = bytes_at(&core, word(&notes[0], 8, 8), word(&notes[0], 32, 8) as usize);
-    // Of each vCPU a header, "CORE", and `struct elf_prstatus`, in which the registers begin at byte 112.
+    // Of each vCPU a header, "CORE", and `struct elf_prstatus`, in which the registers begin at
+    // byte 112.
     let one = 12 + 8 + 336;
     for vcpu in 0..2 {
         let note = &note[vcpu * one..(vcpu + 1) * one];
@@ -194,7 +196,8 @@ fn a_guest_goes_on_from_an_archive_of_any_checkpoint() {
     };
     let elsewhere = scratch.path("elsewhere");
     fs::create_dir(&elsewhere).expect("a directory");
-    // What the command line names is let through, also where the process may hardly read anything else.
+    // What the command line names is let through, also where the process may hardly read anything
+    // else.
     let narrow = ["--allow-path", elsewhere.to_str().expect("UTF-8")];
     for (life, epoch, more) in [(1, "2", &[][..]), (2, "3", &narrow)] {
         let done = export(&["--epoch", epoch, "--json", "--force"]);

@@ -1,4 +1,5 @@
-//! Guests that outrun the line: vCPUs that write are held back, others are not, and none is once it is over.
+//! Guests that outrun the line: vCPUs that write are held back, others are not, and none is once it
+//! is over.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::process::{Child, Command, Stdio};

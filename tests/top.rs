@@ -1,4 +1,5 @@
-//! What `driftline top` shows of a KVM guest, beside what the guest itself says that it writes; and that who is looked at loses nothing.
+//! What `driftline top` shows of a KVM guest, beside what the guest itself says that it writes; and
+//! that who is looked at loses nothing.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::fs::{self, File};
@@ -18,7 +19,8 @@ fn number(value: &Value) -> u64 {
     value.as_u64().expect("a number")
 }
 
-/// Where the frames of a page lie, as `(guest physical address of the bin, frames)`; bins without any are left out.
+/// Where the frames of a page lie, as `(guest physical address of the bin, frames)`; bins without
+/// any are left out.
 fn written(page: &Value) -> Vec<(u64, u64)> {
     let bin = number(&page["bin_bytes"]);
     let bins = page["bin_frames"].as_array().expect("bins");
@@ -52,7 +54,8 @@ fn the_hot_range_is_hot_and_as_fast_as_the_guest_says() {
         let page = json_of(&out);
         assert_eq!(page["info"]["tracking"], mode);
 
-        // The payload's working set begins at 16 MiB. Below it are its tables, to which it writes a little.
+        // The payload's working set begins at 16 MiB. Below it are its tables, to which it writes a
+        // little.
         let hot = 16 << 20..80 << 20;
         let written = written(&page);
         let inside = |all: &[(u64, u64)]| -> u64 {

@@ -1,7 +1,8 @@
 //! How long a guest stands still for an epoch, over the number of frames that changed in it.
 //!
-//! `cargo bench -p driftline-checkpoint --bench pause [-- DIR]`; DIR is where the store goes, a temporary
-//! directory unless given. Frames are scattered so that every run is one frame long, the worst case.
+//! `cargo bench -p driftline-checkpoint --bench pause [-- DIR]`; DIR is where the store goes, a
+//! temporary directory unless given. Frames are scattered so that every run is one frame long, the
+//! worst case.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::path::PathBuf;

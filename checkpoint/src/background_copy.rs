@@ -1,5 +1,5 @@
-//! Copying behind the guest's back: the thread that copies what is protected and lets go of it, first what somebody waits for.
-//! Before the pause it lets go of what is written to without a copy.
+//! Copying behind the guest's back: the thread that copies what is protected and lets go of it,
+//! first what somebody waits for. Before the pause it lets go of what is written to without a copy.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::sync::{Mutex, PoisonError};
@@ -18,8 +18,9 @@ const BEFORE_LOOK: Duration = Duration::from_micros(500);
 /// How often the saver looks whether somebody waits while there is no room for a copy.
 const ROOM_LOOK: Duration = Duration::from_millis(1);
 
-/// What was let go of before the pause; `None` once that is no longer done. Under one lock, so that nothing is let go of
-/// unknown to the pause: who waited may have been stopped before it wrote, and writes after.
+/// What was let go of before the pause; `None` once that is no longer done. Under one lock, so that
+/// nothing is let go of unknown to the pause: who waited may have been stopped before it wrote, and
+/// writes after.
 pub(crate) type Before = Mutex<Option<Vec<FrameRun>>>;
 
 /// A piece on its way to the file.
@@ -33,7 +34,8 @@ pub(crate) struct Saver<'m, 'b> {
     pub(crate) guest: &'m dyn Guest,
     pub(crate) shield: &'m OfEpoch<'m>,
     pub(crate) before: &'m Before,
-    /// What is to be copied, and what not of that, told when the guest goes on; closed if nothing is.
+    /// What is to be copied, and what not of that, told when the guest goes on; closed if nothing
+    /// is.
     pub(crate) gone: Receiver<(FrameSet, FrameSet)>,
     pub(crate) empty: Receiver<&'b mut [u8]>,
     pub(crate) to_file: Sender<Full<'b>>,
@@ -59,7 +61,8 @@ impl<'b> Saver<'_, 'b> {
         Ok(Saved { frames, waits: self.waits.times, waited: self.waits.all() })
     }
 
-    /// Copies `frames` without `late`. How many; fewer if the file has failed, which is the better reason.
+    /// Copies `frames` without `late`. How many; fewer if the file has failed, which is the better
+    /// reason.
     fn save(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, Cause> {
         let frames: FrameSet = frames.iter().flat_map(|run| late.gaps(run)).collect();
         let mut pieces = Pieces::new(self.guest.layout(), &frames, self.piece_frames);
@@ -147,7 +150,8 @@ mod tests {
     use driftline_guest::VmId;
     use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
-    /// Has a guest wait for a store that takes a frame each `every`, or none, and says for how long the saver put up with that.
+    /// Has a guest wait for a store that takes a frame each `every`, or none, and says for how long
+    /// the saver put up with that.
     fn stalled(every: Option<Duration>) -> Duration {
         let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
         let opened = guest.shield().unwrap().unwrap();

@@ -1,4 +1,5 @@
-//! The chain that the next epoch goes on with: who follows the guest's writes, and what the next epoch builds on.
+//! The chain that the next epoch goes on with: who follows the guest's writes, and what the next
+//! epoch builds on.
 
 use std::time::Instant;
 

@@ -8,8 +8,8 @@
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout};
 
-/// Runs with at most so many frames between them are protected as one: fewer calls of the kernel, for frames that are protected
-/// without need. Chosen, not measured.
+/// Runs with at most so many frames between them are protected as one: fewer calls of the kernel,
+/// for frames that are protected without need. Chosen, not measured.
 const GAP: u64 = 16;
 
 /// What is to be protected so that all of `frames` is: few runs, each in one slot.

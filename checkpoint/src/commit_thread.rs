@@ -31,7 +31,8 @@ pub(crate) struct Answer {
     pub(crate) gone: bool,
 }
 
-/// A [`Committer`] on a thread of its own. Dropping it waits until what was handed to it is durable or has failed.
+/// A [`Committer`] on a thread of its own. Dropping it waits until what was handed to it is durable
+/// or has failed.
 #[derive(Debug)]
 pub(crate) struct Crew {
     requests: Option<Sender<Request>>,
@@ -99,8 +100,9 @@ impl Crew {
         self.last
     }
 
-    /// Whether the store's files are still those that are open. Waits for all that was handed over before, but not while the log is
-    /// written anew: that they are is looked at before an epoch is appended, too.
+    /// Whether the store's files are still those that are open. Waits for all that was handed over
+    /// before, but not while the log is written anew: that they are is looked at before an epoch is
+    /// appended, too.
     pub(crate) fn check(&self) -> Result<(), StoreError> {
         if self.shortens.load(Ordering::SeqCst) {
             return Ok(());

@@ -98,8 +98,8 @@ impl Ways {
     }
 }
 
-/// How many epochs are copied in the pause after the guest's shield has failed, and after the store has made the guest wait
-/// for too long. Then it is tried again.
+/// How many epochs are copied in the pause after the guest's shield has failed, and after the store
+/// has made the guest wait for too long. Then it is tried again.
 const AFTER_FAILURE: u32 = 100;
 const AFTER_STALL: u32 = 20;
 

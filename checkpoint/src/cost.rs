@@ -1,4 +1,5 @@
-//! What it costs to copy frames in a pause, and blocks of drives before it, learned from those before.
+//! What it costs to copy frames in a pause, and blocks of drives before it, learned from those
+//! before.
 
 use std::time::Duration;
 
@@ -9,7 +10,8 @@ pub(crate) struct CopyCost {
     least: Duration,
     /// Of each frame, beyond that, in the last one that had many.
     frame: Duration,
-    /// Of the frames that had changed, one in so many was copied in the pause of the last one; the others before it.
+    /// Of the frames that had changed, one in so many was copied in the pause of the last one; the
+    /// others before it.
     one_in: u64,
 }
 
@@ -32,7 +34,8 @@ impl CopyCost {
         self.one_in = (changed / copied.max(1)).clamp(1, MOST_BEFORE);
     }
 
-    /// How many frames may have changed for a pause of `most`, if that is known and there may be any.
+    /// How many frames may have changed for a pause of `most`, if that is known and there may be
+    /// any.
     pub(crate) fn fit(&self, most: Duration) -> Option<u64> {
         let room = most.checked_sub(self.least)?.as_nanos();
         let frames = room.checked_div(self.frame.as_nanos())?;
@@ -43,7 +46,8 @@ impl CopyCost {
 /// What it has cost to copy ahead of a pause what changed of drives.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct AheadCost {
-    /// Of a block that had changed when that began, in the last epoch that had some; what changed meanwhile, and was copied, too, is in it.
+    /// Of a block that had changed when that began, in the last epoch that had some; what changed
+    /// meanwhile, and was copied, too, is in it.
     block: Duration,
 }
 

@@ -3,9 +3,9 @@
 //!
 //! What a drive holds is copied while the guest runs, before the pause of a full epoch; so is,
 //! before any, what changed, if that is much. In each pause what changed since is drained and
-//! [kept](driftline_guest::Keeper), and it is copied when the guest runs again: what was written over between
-//! pieces of memory, the rest after it. When a write has waited for too long, for some epochs what
-//! may have no room is copied in the pause.
+//! [kept](driftline_guest::Keeper), and it is copied when the guest runs again: what was written
+//! over between pieces of memory, the rest after it. When a write has waited for too long, for some
+//! epochs what may have no room is copied in the pause.
 
 use std::fs::File;
 use std::io;

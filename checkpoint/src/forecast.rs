@@ -37,8 +37,8 @@ pub struct CadenceForecast {
     pub bearable: bool,
 }
 
-/// What it would cost to take a checkpoint `every` so often of a guest that makes `frames` dirty in that time, on a host where frames
-/// can be copied behind the guest (`driftline doctor` tells).
+/// What it would cost to take a checkpoint `every` so often of a guest that makes `frames` dirty in
+/// that time, on a host where frames can be copied behind the guest (`driftline doctor` tells).
 ///
 /// ```
 /// # use std::time::Duration;

@@ -28,7 +28,8 @@ pub(crate) fn copy_live(
     catch_up(guest, staging, file, subscription, frames)
 }
 
-/// Copies what was written since, for as long as that gets less than the `before` frames that took so long. What that was.
+/// Copies what was written since, for as long as that gets less than the `before` frames that took
+/// so long. What that was.
 pub(crate) fn catch_up(
     guest: &dyn Guest,
     staging: &mut Staging,
@@ -69,7 +70,8 @@ fn copy_running(
     Ok(())
 }
 
-/// Cuts runs into groups of at most `frames` frames each, one after the other: of a drive they may be many.
+/// Cuts runs into groups of at most `frames` frames each, one after the other: of a drive they may
+/// be many.
 pub(crate) fn batches(runs: &[FrameRun], frames: u64) -> impl Iterator<Item = Vec<FrameRun>> {
     let mut pieces = runs.iter().copied();
     let mut rest: Option<FrameRun> = None;

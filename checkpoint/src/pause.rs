@@ -1,4 +1,5 @@
-//! The pause of an epoch, from when the guest is asked to stop until it has gone on, and how long it stood.
+//! The pause of an epoch, from when the guest is asked to stop until it has gone on, and how long
+//! it stood.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,8 @@ pub(crate) struct Pause<T> {
     pub(crate) time: Duration,
 }
 
-/// The pause: saves the state and learns what changed. The guest goes on when that has been dealt with by `deal`.
+/// The pause: saves the state and learns what changed. The guest goes on when that has been dealt
+/// with by `deal`.
 pub(crate) fn pause<T>(
     guest: &dyn Guest,
     calm: &Calm,
@@ -40,9 +42,9 @@ pub(crate) fn pause<T>(
     Ok(Pause { changed, blocks, sections, dealt, time: since.elapsed() })
 }
 
-/// How long the vCPU stood that stood longest in the one pause since then; `None` if one of them has not gone on yet, has stood more
-/// often, or does not know. Who asks for a pause is told of its end by a thread that has to get a processor first, which the guest
-/// may have again.
+/// How long the vCPU stood that stood longest in the one pause since then; `None` if one of them
+/// has not gone on yet, has stood more often, or does not know. Who asks for a pause is told of its
+/// end by a thread that has to get a processor first, which the guest may have again.
 pub(crate) fn stood_since(guest: &dyn Guest, before: &[VcpuPauses]) -> Option<Duration> {
     let now = guest.stood();
     let once = |(now, before): (&VcpuPauses, &VcpuPauses)| now.pauses == before.pauses + 1;

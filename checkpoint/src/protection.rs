@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::FrameRun;
 use driftline_guest::{GuestError, Shield};
 
-/// A shield as long as one epoch has it. Once everything is let go of nothing can be protected any more: whoever does it
-/// may have been late, and nobody would serve those who wait.
+/// A shield as long as one epoch has it. Once everything is let go of nothing can be protected any
+/// more: whoever does it may have been late, and nobody would serve those who wait.
 pub(crate) struct OfEpoch<'s> {
     shield: &'s dyn Shield,
     over: Mutex<bool>,

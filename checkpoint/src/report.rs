@@ -16,7 +16,8 @@ pub enum Phase {
     Begin,
     /// Beginning to follow writes; only before a full epoch.
     Subscribe,
-    /// Copying memory of the running guest: populated memory in a full epoch, what has changed so far in another.
+    /// Copying memory of the running guest: populated memory in a full epoch, what has changed so
+    /// far in another.
     CopyLive,
     /// Stopping the vCPUs. The guest stands still from here to the end of `Resume`.
     Pause,
@@ -101,7 +102,8 @@ pub enum Cause {
         /// The reason.
         why: KeepError,
     },
-    /// For so long, all in all, the guest waited to write to what was not copied yet, and the store had no room for a copy.
+    /// For so long, all in all, the guest waited to write to what was not copied yet, and the store
+    /// had no room for a copy.
     #[error("the store is too slow: the guest has waited {} s to write to what is not copied yet", .0.as_secs())]
     Stalled(Duration),
 }
@@ -145,9 +147,11 @@ pub struct EpochReport {
     pub pause_us: u64,
     /// Those of the frames that were copied while the guest ran on, after the pause.
     pub behind_frames: u64,
-    /// How often somebody waited to write to a frame that was kept as it was, before the pause or after it.
+    /// How often somebody waited to write to a frame that was kept as it was, before the pause or
+    /// after it.
     pub waits: u64,
-    /// For how long somebody did, in microseconds, as far as it was known: several at a time count once.
+    /// For how long somebody did, in microseconds, as far as it was known: several at a time count
+    /// once.
     pub waited_us: u64,
     /// From the end of the pause until the epoch was durable, in milliseconds.
     pub write_ms: f64,

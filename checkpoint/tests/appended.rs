@@ -1,5 +1,5 @@
-//! Between the moment in which an epoch is appended and the one in which it is durable: nobody reads it, and nobody
-//! takes it back once the store may be another writer's.
+//! Between the moment in which an epoch is appended and the one in which it is durable: nobody
+//! reads it, and nobody takes it back once the store may be another writer's.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;

@@ -332,7 +332,8 @@ fn a_damaged_store_gives_no_archive() {
     assert!(e.to_string().starts_with("writing /dev/full failed"), "{e}");
 }
 
-/// A thread that panics at any of the reads ends the export with it: no other thread waits for its turn for ever.
+/// A thread that panics at any of the reads ends the export with it: no other thread waits for its
+/// turn for ever.
 #[test]
 fn panic_while_packing_ends_the_export() {
     // Several pieces for each thread, none of which compresses to nothing.

@@ -39,7 +39,8 @@ fn still() -> Arc<MemoryGuest> {
     MemoryGuest::with_disks(VmId::random(), config, vec![disk]).unwrap()
 }
 
-/// Fills the `n`-th of the guest's 50 frames, and a part of its drive, with `byte`, but for the first, which is `salt`.
+/// Fills the `n`-th of the guest's 50 frames, and a part of its drive, with `byte`, but for the
+/// first, which is `salt`.
 fn write(guest: &MemoryGuest, n: u64, byte: u8, salt: u8) {
     let gpa = if n < 20 { n } else { 0x400 + n - 20 } * PAGE_SIZE;
     let mut page = [byte; PAGE_SIZE as usize];
@@ -69,7 +70,8 @@ fn checkpointer(guest: &Arc<MemoryGuest>, disk: &MemoryDisk) -> Checkpointer {
 /// Memory at each epoch's pause, and whether the epoch was said to be durable.
 type Taken = BTreeMap<u64, (Vec<u8>, bool)>;
 
-/// Takes epochs, also after the disk has stopped. A log of more than `log_bound` bytes is written anew.
+/// Takes epochs, also after the disk has stopped. A log of more than `log_bound` bytes is written
+/// anew.
 fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, Taken) {
     let guest = still();
     let mut epochs = BTreeMap::new();
@@ -90,7 +92,8 @@ fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, Taken) {
     (guest, epochs)
 }
 
-/// Checks that what a crash left has every durable epoch that is to be kept, bit for bit, and is good for more.
+/// Checks that what a crash left has every durable epoch that is to be kept, bit for bit, and is
+/// good for more.
 fn holds(after: &MemoryDisk, guest: &Arc<MemoryGuest>, epochs: &Taken, how: Survives) {
     let store = Store::with_backend(Box::new(after.clone()), false).unwrap();
     store.verify(|_, _| ()).unwrap();
@@ -203,7 +206,8 @@ fn a_disk_that_refuses_costs_an_epoch_and_no_frame() {
                     write(&guest, 49, 3, after as u8);
                 }
                 disk.heal();
-                // A store that is there creates, renames and allocates nothing, and makes its files only once.
+                // A store that is there creates, renames and allocates nothing, and makes its files
+                // only once.
                 let there = matches!(
                     op,
                     DiskOp::Create | DiskOp::Rename | DiskOp::SyncDir | DiskOp::Allocate
@@ -407,7 +411,8 @@ proptest! {
                     [Op::Pause, Op::Collect, Op::Save, Op::Resume]
                         .iter()
                         .for_each(|&op| guest.faults().fail_next(op, 0));
-                    // One that could not be resumed: nothing writes to the drive of a guest that stands.
+                    // One that could not be resumed: nothing writes to the drive of a guest that
+                    // stands.
                     guest.resume().unwrap();
                 }
             }
@@ -416,7 +421,8 @@ proptest! {
         let kept: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
         for epoch in &kept {
             let (_, memory) = restored(&disk, Some(*epoch));
-            // One that failed may be there after a crash; then it is whole, but nobody knows here what it was.
+            // One that failed may be there after a crash; then it is whole, but nobody knows here
+            // what it was.
             prop_assert!(durable.get(epoch).is_none_or(|was| *was == memory), "epoch {}", epoch);
         }
         if let Some((last, _)) = durable.last_key_value() {

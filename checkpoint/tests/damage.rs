@@ -235,7 +235,8 @@ fn a_guest_cannot_make_an_epoch_that_a_crash_broke_off_look_like_damage() {
     };
     let (plain, _) = log_of(&|n| n as u32 + 1);
     let sums = data(&plain).windows(8).position(|w| w == [1, 0, 0, 0, 2, 0, 0, 0]).unwrap();
-    // The second sector that they fill begins with the head of an EPOCH record, as the guest wants it.
+    // The second sector that they fill begins with the head of an EPOCH record, as the guest wants
+    // it.
     let target = (sums / 508 + 2) * 508;
     let mut head: Vec<u8> = data(&plain)[..20].to_vec();
     head.extend(crc32c::crc32c(&head).to_le_bytes());

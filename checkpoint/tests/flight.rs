@@ -1,4 +1,5 @@
-//! Several epochs on their way to the disk: durable in order, and what fails takes with it what was built on it.
+//! Several epochs on their way to the disk: durable in order, and what fails takes with it what was
+//! built on it.
 #![allow(clippy::unwrap_used)]
 
 use std::ops::ControlFlow;

@@ -89,7 +89,8 @@ fn killed_at_any_moment_what_was_durable_restores() {
         let kept: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
         let latest = kept.last().copied().unwrap_or(0);
         assert!(latest >= said, "round {round}: {said} was durable, the latest is {latest}");
-        // As many as are in flight may have become durable before it could say so, and have taken its place.
+        // As many as are in flight may have become durable before it could say so, and have taken
+        // its place.
         let gone = said > 0 && kept.first().is_some_and(|first| said < *first);
         assert!(!gone || latest >= said + KEEP, "round {round}: {said} is not among {kept:?}");
         if said > 0 {

@@ -1,4 +1,5 @@
-//! Epochs that are dropped, slots that are used again, logs and page files that are written anew: what is kept is whole.
+//! Epochs that are dropped, slots that are used again, logs and page files that are written anew:
+//! what is kept is whole.
 #![allow(clippy::unwrap_used)]
 
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};

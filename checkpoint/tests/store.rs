@@ -153,7 +153,8 @@ fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
             // A full epoch collects before the pause already.
             let early = full && op == Op::Collect;
             assert_eq!(e.phase, if early { Phase::CopyLive } else { phase }, "{e}");
-            // Resume failed once, in the pause; the second try, on the way out, worked or was not made.
+            // Resume failed once, in the pause; the second try, on the way out, worked or was not
+            // made.
             let expected = if op == Op::Resume { RunState::Paused } else { RunState::Running };
             assert_eq!(e.guest, expected, "{e}");
             assert!(e.to_string().contains(&format!("the guest is {expected}")), "{e}");

@@ -58,10 +58,12 @@ pub struct Progress {
     pub sent_bytes: u64,
     /// Frames that this pass has still to send (by a destination: unknown, 0).
     pub remaining_frames: u64,
-    /// Bytes of drives that go along which this pass has still to send (by a destination: unknown, 0).
+    /// Bytes of drives that go along which this pass has still to send (by a destination: unknown,
+    /// 0).
     #[serde(default)]
     pub remaining_disk_bytes: u64,
-    /// How fast the guest wrote during the last complete pass, bytes/s of whole frames, and blocks of drives that go along.
+    /// How fast the guest wrote during the last complete pass, bytes/s of whole frames, and blocks
+    /// of drives that go along.
     pub dirty_rate_bytes_per_s: u64,
     /// How fast the last complete pass moved, bytes/s.
     pub link_rate_bytes_per_s: u64,
@@ -72,7 +74,8 @@ pub struct Progress {
     pub throttle: Vec<VcpuThrottle>,
     /// In doubt: what the last question to the destination brought, as a sentence.
     pub doubt: Option<String>,
-    /// At a destination: connections that were refused, or failed before PREPARED, and the last one's reason.
+    /// At a destination: connections that were refused, or failed before PREPARED, and the last
+    /// one's reason.
     pub refused: u64,
     /// See `refused`.
     pub last_refusal: Option<String>,

@@ -1,4 +1,5 @@
-//! Disks of Linux guests in epochs: whichever is restored has the disk of its instant, however busy that is, and while the guest moves.
+//! Disks of Linux guests in epochs: whichever is restored has the disk of its instant, however busy
+//! that is, and while the guest moves.
 
 use std::process::Output;
 use std::thread;
@@ -8,7 +9,8 @@ use serde_json::Value;
 
 use super::*;
 
-/// As `CHECKERS`, with a disk that is written to all the time, as fast as a guest does it that waits for each flush.
+/// As `CHECKERS`, with a disk that is written to all the time, as fast as a guest does it that
+/// waits for each flush.
 const BUSY: &str = "driftline.check=mem,disk,tcp,clock driftline.mem=every=2s \
      driftline.disk=path=/dev/vda,pause=0ms,every=2s driftline.tcp=every=2s driftline.clock=every=2s";
 
@@ -19,8 +21,8 @@ fn epochs_of(taken: &Output) -> Vec<Value> {
     lines.filter(|line| line["epoch"].is_u64()).collect()
 }
 
-/// Checkpoints every 20 ms while the checkers write to memory and disk. Whichever is restored, after the guest ran on, the disk's
-/// checker finds there what its memory says.
+/// Checkpoints every 20 ms while the checkers write to memory and disk. Whichever is restored,
+/// after the guest ran on, the disk's checker finds there what its memory says.
 fn whichever_epoch(test: &str, checkers: &str, restored: usize) {
     const KEPT: usize = 40;
     let _alone = tests::one_at_a_time();
@@ -81,8 +83,9 @@ fn so_it_is_if_the_disk_is_never_idle() {
     whichever_epoch("so_it_is_if_the_disk_is_never_idle", BUSY, repeats(2, 20));
 }
 
-/// A guest whose disk is busy is checkpointed every 20 ms, and moves meanwhile, with its disk. It goes on there, alone, and loses
-/// nothing; the newest epoch that was durable before is whole, too: what was flushed by then is in its disk.
+/// A guest whose disk is busy is checkpointed every 20 ms, and moves meanwhile, with its disk. It
+/// goes on there, alone, and loses nothing; the newest epoch that was durable before is whole, too:
+/// what was flushed by then is in its disk.
 #[test]
 fn a_guest_that_is_checkpointed_moves_and_neither_loses_anything() {
     let _alone = tests::one_at_a_time();

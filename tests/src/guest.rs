@@ -63,8 +63,8 @@ impl Console {
         }
     }
 
-    /// Waits until every vCPU has reported `more` times from now on, having written pages in between,
-    /// and has found no error. Returns each one's last report.
+    /// Waits until every vCPU has reported `more` times from now on, having written pages in
+    /// between, and has found no error. Returns each one's last report.
     pub fn wait_reports(&self, vcpus: u32, more: usize, limit: Duration) -> Vec<Report> {
         let count = |v: u32| self.reports().iter().filter(|r| r.vcpu == v).count();
         let before: Vec<usize> = (0..vcpus).map(count).collect();

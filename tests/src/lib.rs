@@ -1,5 +1,5 @@
-//! The harness of the whole-system tests: `driftline` processes, the lines their guests print, and a
-//! proxy between them that counts messages.
+//! The harness of the whole-system tests: `driftline` processes, the lines their guests print, and
+//! a proxy between them that counts messages.
 //!
 //! A test owns a [`Scratch`] folder; every process that it starts lives in it and is killed, by its
 //! own pid, when the test lets go of it.
@@ -27,7 +27,8 @@ use std::time::{Duration, Instant};
 /// Longest wait for anything that should happen soon; far more than it takes on a busy machine.
 pub const SOON: Duration = Duration::from_secs(30);
 
-/// Asks `what` every few milliseconds until it answers; fails the test with `awaited` after `limit`.
+/// Asks `what` every few milliseconds until it answers; fails the test with `awaited` after
+/// `limit`.
 pub fn wait_for<T>(awaited: &str, limit: Duration, mut what: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {

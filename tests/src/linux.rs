@@ -1,8 +1,8 @@
 //! Linux guests and their checkers: booted, and judged by what they print.
 //!
-//! A console is clean if no checker has found an error or ended, and if the kernel said nothing since
-//! its shell was there: it is booted with warnings shown. One word of the kernel is let pass, which says that
-//! its host was busy.
+//! A console is clean if no checker has found an error or ended, and if the kernel said nothing
+//! since its shell was there: it is booted with warnings shown. One word of the kernel is let pass,
+//! which says that its host was busy.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,8 @@ const TURN: Duration = Duration::from_secs(120);
 const STARVED: [&str; 2] = ["hrtimer: interrupt took", "sched: DL replenish lagged too much"];
 /// The line of the shell.
 const SHELL: &str = "driftline-linux: shell";
-/// What a kernel needs to boot where its ring 0 is emulated; elsewhere it does no harm. Warnings are shown.
+/// What a kernel needs to boot where its ring 0 is emulated; elsewhere it does no harm. Warnings
+/// are shown.
 const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet loglevel=5 noxsave tsc=reliable \
      no_timer_check rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp";
 
@@ -80,8 +81,8 @@ impl Linux {
         check.args(args).stdin(Stdio::null()).output().expect("the image's checkers run")
     }
 
-    /// Verifies the disk checker's log in `disk`, which no guest is using: what was flushed when record
-    /// `at_least` was must be there.
+    /// Verifies the disk checker's log in `disk`, which no guest is using: what was flushed when
+    /// record `at_least` was must be there.
     pub fn verify_disk(&self, disk: &Path, at_least: u64) {
         let path = format!("path={}", disk.display());
         let out = self.check(&["disk-verify", &path, &format!("at-least={at_least}")]);
@@ -173,8 +174,8 @@ fn complains(line: &str) -> bool {
         || (is_kernels(line) && !STARVED.iter().any(|starved| line.contains(starved)))
 }
 
-/// Whether the kernel speaks in the line: its time stamp is `[    1.234567]`, wherever another's line
-/// was interrupted by it.
+/// Whether the kernel speaks in the line: its time stamp is `[    1.234567]`, wherever another's
+/// line was interrupted by it.
 fn is_kernels(line: &str) -> bool {
     line.match_indices('[').any(|(at, _)| {
         let stamp = line[at + 1..].split_once(']').map(|(stamp, _)| stamp.trim_start());
@@ -252,8 +253,8 @@ impl Echo {
         lines[mark..].iter().filter_map(|l| value(l, "silence_ms")).max().unwrap_or(0)
     }
 
-    /// Has it end: every message must have come back, once, whole and in order. How many there were, and
-    /// the longest time in milliseconds between two answers.
+    /// Has it end: every message must have come back, once, whole and in order. How many there
+    /// were, and the longest time in milliseconds between two answers.
     pub fn finish(mut self) -> (u64, u64) {
         let pid = self.child.id().to_string();
         let told = Command::new("kill").args(["-INT", &pid]).status().expect("kill runs");

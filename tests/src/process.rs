@@ -22,8 +22,8 @@ pub fn driftline() -> &'static Path {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut build = Command::new(cargo);
         build.args(match cfg!(debug_assertions) {
-            // With the features of `cargo test --workspace`, which has built it then for tests of its own package:
-            // with others, it and what it depends on would be built once more.
+            // With the features of `cargo test --workspace`, which has built it then for tests of
+            // its own package: with others, it and what it depends on would be built once more.
             true => ["test", "--no-run", "--workspace", "--test=cli"],
             false => ["build", "--release", "--package=driftline-cli", "--bin=driftline"],
         });
@@ -194,7 +194,8 @@ impl Driftline {
         fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// The number behind the last `name` in that, such as `waits=` of one that [logs](Self::start_logging).
+    /// The number behind the last `name` in that, such as `waits=` of one that
+    /// [logs](Self::start_logging).
     pub fn figure(&self, name: &str) -> Option<f64> {
         let plain = self.log();
         let at = plain.rfind(name)? + name.len();

@@ -1,7 +1,8 @@
 //! A proxy for one migration connection that knows records well enough to count them.
 //!
 //! It stands between source and destination, passes bytes both ways unchanged, and does what the
-//! test says when a certain record of a certain direction is about to pass; or it passes them late and slowly.
+//! test says when a certain record of a certain direction is about to pass; or it passes them late
+//! and slowly.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -46,8 +47,8 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// Listens on a free loopback port and passes the first connection on to `to` (`tcp:HOST:PORT`),
-    /// doing `cut` when the first record with `tag` goes `direction`.
+    /// Listens on a free loopback port and passes the first connection on to `to`
+    /// (`tcp:HOST:PORT`), doing `cut` when the first record with `tag` goes `direction`.
     pub fn start(to: &str, direction: Direction, tag: Tag, cut: Cut, later: Later) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = format!("tcp:{}", listener.local_addr().expect("bound"));
@@ -73,13 +74,14 @@ impl Proxy {
         Self { address, cut: cut_made }
     }
 
-    /// Listens on a free loopback port and passes every connection on to `to` (`tcp:HOST:PORT`), each way `delay` later and
-    /// at most `rate` bytes a second: a long and thin line.
+    /// Listens on a free loopback port and passes every connection on to `to` (`tcp:HOST:PORT`),
+    /// each way `delay` later and at most `rate` bytes a second: a long and thin line.
     pub fn slow(to: &str, delay: Duration, rate: u64) -> Self {
         Self::thin(to, Line { delay, rate, slack: Duration::ZERO })
     }
 
-    /// As [`slow`](Self::slow), without a delay and at `rate` on the whole: what the host keeps from it for a moment it makes up for.
+    /// As [`slow`](Self::slow), without a delay and at `rate` on the whole: what the host keeps
+    /// from it for a moment it makes up for.
     pub fn steady(to: &str, rate: u64) -> Self {
         Self::thin(to, Line { delay: Duration::ZERO, rate, slack: Duration::from_millis(20) })
     }

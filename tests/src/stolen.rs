@@ -1,5 +1,6 @@
-//! What the machine under the tests loses to others: on a shared host a processor may stand still for tens of
-//! milliseconds, which no program on it can tell from its own slowness, but its kernel can.
+//! What the machine under the tests loses to others: on a shared host a processor may stand still
+//! for tens of milliseconds, which no program on it can tell from its own slowness, but its kernel
+//! can.
 
 use std::time::{Duration, Instant};
 

@@ -110,7 +110,8 @@ impl Header {
         VmId(Uuid::from_bytes(self.vm_id))
     }
 
-    /// Of a store's files the generation, of an archive and of touched frames the epoch, of a stream 0.
+    /// Of a store's files the generation, of an archive and of touched frames the epoch, of a
+    /// stream 0.
     pub fn epoch(&self) -> u64 {
         self.epoch.get()
     }

@@ -1,4 +1,5 @@
-//! An archive of arbitrary bytes: as they are, and with checksums made right. Refused or restored, never a panic.
+//! An archive of arbitrary bytes: as they are, and with checksums made right. Refused or restored,
+//! never a panic.
 #![no_main]
 
 use std::path::Path;
@@ -17,7 +18,8 @@ fn factory() -> MemoryGuestFactory {
     MemoryGuestFactory { disks, ..Default::default() }
 }
 
-/// What verifies restores, but for what the guest says to it. What does not leaves drives as they are.
+/// What verifies restores, but for what the guest says to it. What does not leaves drives as they
+/// are.
 fn check(bytes: &[u8]) {
     let disk = MemoryDisk::default();
     disk.put("archive", bytes.to_vec());

@@ -255,11 +255,11 @@ pub trait GuestFactory: Send + Sync {
     /// As [`create`](Self::create), for a guest that is restored from the checkpoint `from`. The
     /// factory decides whether the guest is the one that was checkpointed, or a new one.
     ///
-    /// Returns the guest and, in the order of `drives`, the files that are about to be written over.
-    /// Each is locked for this guest until it is yielded. `drives` is hostile input. A drive that is
-    /// missing, differs from its description, cannot be written to or is in use is refused by its
-    /// name, before anything is written to any of them. A factory whose guests have no drives
-    /// refuses.
+    /// Returns the guest and, in the order of `drives`, the files that are about to be written
+    /// over. Each is locked for this guest until it is yielded. `drives` is hostile input. A drive
+    /// that is missing, differs from its description, cannot be written to or is in use is refused
+    /// by its name, before anything is written to any of them. A factory whose guests have no
+    /// drives refuses.
     fn create_with_drives(
         &self,
         from: &Origin,

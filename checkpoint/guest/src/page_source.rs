@@ -1,4 +1,5 @@
-//! Frames of a stored guest that its memory does not have yet: the guest runs, and they come when they are touched, or behind it.
+//! Frames of a stored guest that its memory does not have yet: the guest runs, and they come when
+//! they are touched, or behind it.
 
 use std::error::Error;
 use std::fmt;
@@ -14,15 +15,16 @@ pub trait Backlog: Send {
     /// Frames that have content. All others of the guest are zeros.
     fn frames(&self) -> &FrameSet;
 
-    /// Frames to fetch first while nobody waits for one: those that the guest touched first when it was restored the last time.
-    /// A hint; may name frames that have no content, or none at all.
+    /// Frames to fetch first while nobody waits for one: those that the guest touched first when it
+    /// was restored the last time. A hint; may name frames that have no content, or none at all.
     fn first(&self) -> &[FrameRun];
 
-    /// All have come. `touched` were touched before they had, in that order: they should come first the next time.
+    /// All have come. `touched` were touched before they had, in that order: they should come first
+    /// the next time.
     fn finish(&mut self, touched: &[FrameRun]);
 
-    /// Puts the contents of `run`, all of it part of [`frames`](Self::frames), into `contents`, which is as long. They are checked:
-    /// an error names what is damaged.
+    /// Puts the contents of `run`, all of it part of [`frames`](Self::frames), into `contents`,
+    /// which is as long. They are checked: an error names what is damaged.
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError>;
 }
 
@@ -64,7 +66,8 @@ pub struct Fetching {
     pub left: u64,
     /// Frames that have come, those that somebody waited for included.
     pub fetched: u64,
-    /// Of those, how many came because they were touched first the last time, before anybody waited for them.
+    /// Of those, how many came because they were touched first the last time, before anybody waited
+    /// for them.
     pub foreseen: u64,
     /// Frames that were touched before they had come, in the order in which that was.
     pub touched: Vec<FrameRun>,

@@ -6,8 +6,8 @@ use super::Checkpointer;
 use crate::disk_copy;
 
 impl Checkpointer {
-    /// With so many changed frames an epoch should be taken if its pause is not to exceed `max_pause`: three quarters of what
-    /// has room. `None` before the first one.
+    /// With so many changed frames an epoch should be taken if its pause is not to exceed
+    /// `max_pause`: three quarters of what has room. `None` before the first one.
     pub(crate) fn most_changed(&self, max_pause: Duration) -> Option<u64> {
         self.chain.as_ref()?;
         let room = self.staging.frames();
@@ -20,8 +20,9 @@ impl Checkpointer {
         Some((most / 4 * 3).max(1))
     }
 
-    /// How many frames will have changed since the last epoch when the guest stands for one that is begun now; `None` if nobody knows.
-    /// Before that what changed much of drives is copied, and the guest goes on writing as it did.
+    /// How many frames will have changed since the last epoch when the guest stands for one that is
+    /// begun now; `None` if nobody knows. Before that what changed much of drives is copied, and
+    /// the guest goes on writing as it did.
     pub(crate) fn expected(&mut self) -> Option<u64> {
         let chain = self.chain.as_mut()?;
         self.guest.collect().ok()?;

@@ -1,4 +1,5 @@
-//! What is copied in a pause, for want of patience, is what was there then, wherever it waits for the file.
+//! What is copied in a pause, for want of patience, is what was there then, wherever it waits for
+//! the file.
 #![allow(clippy::unwrap_used)]
 
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};

@@ -1,4 +1,5 @@
-//! A guest's drives made what they were in an epoch: written over in place, all blocks checked before the first is written.
+//! A guest's drives made what they were in an epoch: written over in place, all blocks checked
+//! before the first is written.
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use driftline_guest::{DriveCopy, DriveHead, GuestError};
@@ -114,7 +115,8 @@ impl RestoredDrives<'_> {
         }
     }
 
-    /// Reads all `blocks`, and compares their checksums: a drive that is sound is not given up for one that cannot be had.
+    /// Reads all `blocks`, and compares their checksums: a drive that is sound is not given up for
+    /// one that cannot be had.
     fn look(&self, blocks: &mut Blocks<'_>) -> Result<(), RestoreError> {
         for (object, _) in (1..).zip(self.heads) {
             self.numbered(object).ok_or_else(|| self.missing(object))?;
@@ -126,8 +128,8 @@ impl RestoredDrives<'_> {
         }
     }
 
-    /// Makes the drives hold `blocks`, and zeros elsewhere; durable, and the guest's, when it returns. Reads the blocks twice: once
-    /// before anything is written. After any other error than
+    /// Makes the drives hold `blocks`, and zeros elsewhere; durable, and the guest's, when it
+    /// returns. Reads the blocks twice: once before anything is written. After any other error than
     /// [`RestoreError::Drives`] the drives are what they were.
     pub(crate) fn fill(self, mut blocks: Blocks<'_>) -> Result<(), RestoreError> {
         let names: Vec<String> = self.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();

@@ -1,9 +1,10 @@
-//! What it costs to allocate and free slots: the table of the percpu allocator's bitmap of 2017, for
-//! slots of a page file.
+//! What it costs to allocate and free slots: the table of the percpu allocator's bitmap of 2017,
+//! for slots of a page file.
 //!
-//! `cargo bench -p driftline-store --bench slots`. A million runs of each size are allocated, and freed in
-//! order, alternating (every other, then the rest) and in reverse; *aligned* runs begin at multiples of twice their size. Milliseconds,
-//! the best of three, beside a sorted list of free runs that joins neighbours (`BTreeMap`, first fit).
+//! `cargo bench -p driftline-store --bench slots`. A million runs of each size are allocated, and
+//! freed in order, alternating (every other, then the rest) and in reverse; *aligned* runs begin at
+//! multiples of twice their size. Milliseconds, the best of three, beside a sorted list of free
+//! runs that joins neighbours (`BTreeMap`, first fit).
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::collections::BTreeMap;

@@ -1,8 +1,11 @@
-//! How an epoch's pages get to the disk at the least cost: `pwrite`, io_uring, each through the page cache and directly.
+//! How an epoch's pages get to the disk at the least cost: `pwrite`, io_uring, each through the
+//! page cache and directly.
 //!
-//! `cargo bench -p driftline-store --bench writes [-- EPOCHS]`. Each epoch writes FRAMES pages in pieces of at most 64 that follow one another
-//! in the file, piece after piece in any order over a preallocated file of 256 MiB, and syncs its data; the ways take turns. Milliseconds until
-//! that is durable, and the processor's time that the process spent on it. `DRIFTLINE_BENCH_STORE` names another directory.
+//! `cargo bench -p driftline-store --bench writes [-- EPOCHS]`. Each epoch writes FRAMES pages in
+//! pieces of at most 64 that follow one another in the file, piece after piece in any order over a
+//! preallocated file of 256 MiB, and syncs its data; the ways take turns. Milliseconds until that
+//! is durable, and the processor's time that the process spent on it. `DRIFTLINE_BENCH_STORE` names
+//! another directory.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::fs::{File, OpenOptions};

@@ -1,8 +1,9 @@
-//! What an epoch has frames of: guest memory, object 0, and its drives, each an object from 1 on, in their order.
+//! What an epoch has frames of: guest memory, object 0, and its drives, each an object from 1 on,
+//! in their order.
 //!
-//! In a log a block has its number in its drive. In this program it has a number of its own among all frames of an epoch: the
-//! object in the high 16 bits, so that memory's frames are what they always were, and whatever is done to frames is done to
-//! blocks by the same code.
+//! In a log a block has its number in its drive. In this program it has a number of its own among
+//! all frames of an epoch: the object in the high 16 bits, so that memory's frames are what they
+//! always were, and whatever is done to frames is done to blocks by the same code.
 
 use driftline_dirty_tracker::{FrameRun, Gfn};
 
@@ -11,7 +12,8 @@ const BITS: u32 = 48;
 /// The first number that is no frame's.
 pub(crate) const END: u64 = 1 << BITS;
 
-/// Blocks of an object, as they are known among all frames. They must be some that a drive can have.
+/// Blocks of an object, as they are known among all frames. They must be some that a drive can
+/// have.
 pub fn of_object(object: u16, run: FrameRun) -> FrameRun {
     FrameRun { start: Gfn(u64::from(object) << BITS | run.start.0), count: run.count }
 }

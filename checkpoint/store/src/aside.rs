@@ -25,8 +25,8 @@ impl Store {
         file.sync().map_err(|e| self.io("syncing", &list, e))
     }
 
-    /// Renames, durably, those of `names` that a list names and `manifest` does not. Returns the new
-    /// names. The lists stay.
+    /// Renames, durably, those of `names` that a list names and `manifest` does not. Returns the
+    /// new names. The lists stay.
     pub(crate) fn set_aside(
         &self,
         names: &[String],

@@ -35,8 +35,8 @@ pub enum LockError {
 /// What it must promise: bytes of a file survive a crash once [`StoreFile::sync`] has returned; a
 /// name (created, renamed or removed) once [`sync_dir`](Self::sync_dir) has returned; a rename
 /// replaces atomically; of 512 bytes at a multiple of 512 all survive a crash that were written at
-/// once, or none. Nothing else is relied upon: what was not synced may survive or not, names too, in
-/// parts and in any order.
+/// once, or none. Nothing else is relied upon: what was not synced may survive or not, names too,
+/// in parts and in any order.
 pub trait Backend: fmt::Debug + Send + Sync {
     /// Where it is, for messages.
     fn location(&self) -> &Path;
@@ -105,8 +105,8 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     /// Fills `buf` from byte `offset` on; `UnexpectedEof` where the file is shorter.
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()>;
 
-    /// `len` bytes from byte `offset` on are about to be read. A hint; does nothing, the default, where there is nothing to be
-    /// gained.
+    /// `len` bytes from byte `offset` on are about to be read. A hint; does nothing, the default,
+    /// where there is nothing to be gained.
     fn will_read(&self, offset: u64, len: u64) {
         let _ = (offset, len);
     }
@@ -114,18 +114,21 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     /// Writes all of `bytes` at `offset`, growing the file if need be.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
-    /// Makes the file `len` bytes long, unless it is longer, and has the space for what is new where the file system can say so
-    /// beforehand. That reads as zeros. After an error the file may be longer than it was, with space for that.
+    /// Makes the file `len` bytes long, unless it is longer, and has the space for what is new
+    /// where the file system can say so beforehand. That reads as zeros. After an error the file
+    /// may be longer than it was, with space for that.
     fn allocate(&self, len: u64) -> io::Result<()>;
 
     /// Cuts off what lies behind byte `len`.
     fn cut(&self, len: u64) -> io::Result<()>;
 
-    /// Makes its bytes and length durable. After an error what was written since the last time counts as lost.
+    /// Makes its bytes and length durable. After an error what was written since the last time
+    /// counts as lost.
     fn sync(&self) -> io::Result<()>;
 
-    /// Sets this open file's lock on bytes `range`, in place of what it had there; whether no other open file's stands against
-    /// it. Does not wait. The lock goes with the open file; the bytes need not exist.
+    /// Sets this open file's lock on bytes `range`, in place of what it had there; whether no other
+    /// open file's stands against it. Does not wait. The lock goes with the open file; the bytes
+    /// need not exist.
     fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool>;
 
     /// What tells the file from all others there are: another one under the same name has another.
@@ -168,9 +171,10 @@ impl DirBackend {
         Self::open(dir)
     }
 
-    /// Has whole pages written past the host's page cache, if they lie at whole pages in memory, too: half of the processor's time
-    /// for them (`cargo bench -p driftline-checkpoint --bench writes`), and what others have in that cache stays there. Files are
-    /// refused on a file system that cannot do so.
+    /// Has whole pages written past the host's page cache, if they lie at whole pages in memory,
+    /// too: half of the processor's time for them
+    /// (`cargo bench -p driftline-checkpoint --bench writes`), and what others have in that cache
+    /// stays there. Files are refused on a file system that cannot do so.
     pub fn direct(mut self) -> Self {
         self.direct = true;
         self
@@ -349,7 +353,8 @@ impl StoreFile for File {
     }
 }
 
-/// A file opened twice: the second time for what goes past the page cache, which the kernel keeps in step.
+/// A file opened twice: the second time for what goes past the page cache, which the kernel keeps
+/// in step.
 #[derive(Debug)]
 struct DirectFile {
     file: File,

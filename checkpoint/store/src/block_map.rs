@@ -1,5 +1,6 @@
-//! Which slots blocks of drives are in: of drives that may be large, with little in them. Costs some 50 bytes for each 64 blocks of which any
-//! is stored, and 4 for each that is not in the slot behind that of the one before it.
+//! Which slots blocks of drives are in: of drives that may be large, with little in them. Costs
+//! some 50 bytes for each 64 blocks of which any is stored, and 4 for each that is not in the slot
+//! behind that of the one before it.
 
 use std::collections::BTreeMap;
 
@@ -61,8 +62,9 @@ impl BlockMap {
         self.chunks.clear();
     }
 
-    /// Notes that the blocks of `run` are in slots from `slot` on, or, without one, are zeros; `on_old` hears of each slot that one of
-    /// them was in before. Of zeros it costs what was stored.
+    /// Notes that the blocks of `run` are in slots from `slot` on, or, without one, are zeros;
+    /// `on_old` hears of each slot that one of them was in before. Of zeros it costs what was
+    /// stored.
     pub(crate) fn put(&mut self, run: FrameRun, slot: Option<u32>, mut on_old: impl FnMut(u32)) {
         let (from, end) = (run.start.0, run.end().0);
         let mut change = |number: u64, had: Option<&Chunk>| {

@@ -29,7 +29,8 @@ use crate::retention::Space;
 use crate::sectors::Place;
 use crate::store::Store;
 
-/// The log may have so many bytes, and so many times those that a new one would have, before it is written anew.
+/// The log may have so many bytes, and so many times those that a new one would have, before it is
+/// written anew.
 const LOG_BOUND: u64 = 16 << 20;
 const TIMES_NEEDED: u64 = 3;
 /// For so long somebody may read an epoch before it is said that the store grows because of that.
@@ -151,8 +152,8 @@ impl Committer {
         }
     }
 
-    /// Makes an epoch durable: it exists, and is durable, exactly if this returns `Ok`. Else its slots are free again, as soon
-    /// as it is known that the log does not have it.
+    /// Makes an epoch durable: it exists, and is durable, exactly if this returns `Ok`. Else its
+    /// slots are free again, as soon as it is known that the log does not have it.
     pub fn commit(&mut self, written: Written) -> Result<Published, StoreError> {
         self.lost = false;
         let front = written.front();
@@ -195,8 +196,8 @@ impl Committer {
         locked.map_err(|e| self.store.io("locking an epoch in", &name(), e))
     }
 
-    /// Has `epoch` alone, so that nobody reads it before it is durable, and those that are to be dropped with it; how many, from
-    /// the oldest on.
+    /// Has `epoch` alone, so that nobody reads it before it is durable, and those that are to be
+    /// dropped with it; how many, from the oldest on.
     fn begin_drop(&mut self, epoch: u64) -> Result<usize, StoreError> {
         if !self.lock(epoch)? {
             // Whoever it is finds that there is none yet.

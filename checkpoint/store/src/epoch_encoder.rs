@@ -224,8 +224,8 @@ impl<'f> Builder<'f> {
         (self.framer.sector() - self.first + data.div_ceil(DATA) as u64) * SECTOR as u64
     }
 
-    /// Ends the epoch and writes all that is left of it. Returns where the next begins. `commit` lacks the number of records
-    /// and the digest.
+    /// Ends the epoch and writes all that is left of it. Returns where the next begins. `commit`
+    /// lacks the number of records and the digest.
     pub(crate) fn commit(&mut self, commit: Commit) -> io::Result<Place> {
         let digest =
             self.place.digest.ok_or_else(|| io::Error::other("the log's digest is not known"))?;

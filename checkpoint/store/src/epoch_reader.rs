@@ -1,5 +1,5 @@
-//! One epoch of a log, read record by record. The file is hostile: every length is bounded before it is believed, every
-//! checksum compared before its bytes are handed out.
+//! One epoch of a log, read record by record. The file is hostile: every length is bounded before
+//! it is believed, every checksum compared before its bytes are handed out.
 
 use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 use driftline_format::{MAX_SECTIONS, MAX_STATE, RECORD_HEAD_LEN, RecordHead, is_zero};
@@ -123,7 +123,8 @@ impl Cursor<'_> {
 /// One record of an epoch, checked.
 #[derive(Debug)]
 pub(crate) enum Record<'r> {
-    /// Where frames are, of memory or of a drive, and their contents' checksums in the order of the runs. All are the epoch's.
+    /// Where frames are, of memory or of a drive, and their contents' checksums in the order of the
+    /// runs. All are the epoch's.
     Frames(&'r [Placed], &'r [u32]),
     /// Frames of zeros, of memory or of a drive.
     Zeros(&'r [FrameRun]),

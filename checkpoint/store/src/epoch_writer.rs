@@ -1,5 +1,5 @@
-//! Writing one epoch: its frames to free slots of the page file, while the guest runs on. Nothing of it is in the log before
-//! it is committed.
+//! Writing one epoch: its frames to free slots of the page file, while the guest runs on. Nothing
+//! of it is in the log before it is committed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -41,7 +41,8 @@ impl fmt::Debug for EpochWriter {
     }
 }
 
-/// An epoch all of whose frames are in the page file; nothing of it is durable yet. Dropping it gives its slots back.
+/// An epoch all of whose frames are in the page file; nothing of it is durable yet. Dropping it
+/// gives its slots back.
 pub struct Written(EpochWriter);
 
 impl EpochWriter {
@@ -91,8 +92,8 @@ impl EpochWriter {
         StoreError::State { epoch: self.front.epoch, cause }
     }
 
-    /// Writes frames, of memory or of drives: `contents` holds theirs, in the order of `runs`. They win over what was
-    /// written for the same frames before. Frames of zeros take no slots, and, if
+    /// Writes frames, of memory or of drives: `contents` holds theirs, in the order of `runs`. They
+    /// win over what was written for the same frames before. Frames of zeros take no slots, and, if
     /// nothing can have stood there before (`forget_zeros`), are not noted at all.
     pub fn frames(
         &mut self,
@@ -209,7 +210,8 @@ impl Written {
         self.0.done = true;
     }
 
-    /// Its slots may be a durable epoch's: whoever has them now gives them back when that is known not to be so.
+    /// Its slots may be a durable epoch's: whoever has them now gives them back when that is known
+    /// not to be so.
     pub(crate) fn take_slots(mut self) -> Vec<SlotRun> {
         self.0.done = true;
         self.0.entries.slots()

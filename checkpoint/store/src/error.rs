@@ -37,7 +37,8 @@ pub enum StoreError {
         /// What is wrong there.
         damage: Damage,
     },
-    /// A checkpoint that is kept is damaged, or one that it builds on, or what says which there are.
+    /// A checkpoint that is kept is damaged, or one that it builds on, or what says which there
+    /// are.
     #[error(
         "the store {} takes no new checkpoints, because {} is damaged: {cause}. Salvage the sound ones with: \
          driftline store repair {}",

@@ -23,13 +23,15 @@ pub struct ExportReport {
     pub vm_id: VmId,
     /// Length of the file, holes included.
     pub bytes: u64,
-    /// Frames in it that are not zeros, blocks of drives in an archive included; the others are holes, and not in an archive at all.
+    /// Frames in it that are not zeros, blocks of drives in an archive included; the others are
+    /// holes, and not in an archive at all.
     pub frames: u64,
     /// Drives that the epoch has and the file has not.
     pub drives: u32,
 }
 
-/// Where in a file frame `gfn` goes, and those that follow it in its memory slot; nowhere if it is none of the guest's.
+/// Where in a file frame `gfn` goes, and those that follow it in its memory slot; nowhere if it is
+/// none of the guest's.
 pub type Place = Box<dyn Fn(u64) -> Option<u64> + Sync>;
 
 /// Puts frames to where they go.
@@ -58,9 +60,10 @@ impl Sink for Placed<'_> {
 }
 
 impl Store {
-    /// Writes the memory of `epoch`, or of the latest, to `file`, an empty one: each byte at its guest physical address, with
-    /// holes where it is zero. Drives are left out, which the report says. `path` is for messages. All that is read is checked; after an error the file is of no use.
-    /// Durable when it returns.
+    /// Writes the memory of `epoch`, or of the latest, to `file`, an empty one: each byte at its
+    /// guest physical address, with holes where it is zero. Drives are left out, which the report
+    /// says. `path` is for messages. All that is read is checked; after an error the file is of no
+    /// use. Durable when it returns.
     pub fn export_raw(
         &self,
         epoch: Option<u64>,
@@ -75,9 +78,9 @@ impl Store {
         })
     }
 
-    /// As [`export_raw`](Self::export_raw), in a form that `begin` decides on: it is told the guest's memory slots and its state, writes
-    /// whatever is no memory, gives the file its length, and says where frames go; slots that follow one another are to do so in
-    /// the file.
+    /// As [`export_raw`](Self::export_raw), in a form that `begin` decides on: it is told the
+    /// guest's memory slots and its state, writes whatever is no memory, gives the file its length,
+    /// and says where frames go; slots that follow one another are to do so in the file.
     pub fn export_with(
         &self,
         epoch: Option<u64>,

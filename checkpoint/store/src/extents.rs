@@ -1,5 +1,6 @@
-//! What an epoch that is being written has where: stretches of frames in stretches of slots. So it takes memory by the stretch, and
-//! 4 bytes for each frame that is not zeros, for its checksum; zeros are stretches alone, however long.
+//! What an epoch that is being written has where: stretches of frames in stretches of slots. So it
+//! takes memory by the stretch, and 4 bytes for each frame that is not zeros, for its checksum;
+//! zeros are stretches alone, however long.
 
 use std::collections::BinaryHeap;
 
@@ -13,7 +14,8 @@ use crate::limits::NO_SLOT;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Stretch {
     start: u64,
-    /// Where the checksums begin, of zeros, where those of the next would: no later stretch has a lower number.
+    /// Where the checksums begin, of zeros, where those of the next would: no later stretch has a
+    /// lower number.
     crcs: usize,
     count: u32,
     /// The first; [`NO_SLOT`] for zeros.
@@ -61,7 +63,8 @@ impl Stretch {
 /// Frames of an epoch, and where they are.
 #[derive(Default)]
 pub(crate) struct Entries {
-    /// In the order in which they came, until that is settled: then ascending, each frame in one of them.
+    /// In the order in which they came, until that is settled: then ascending, each frame in one of
+    /// them.
     stretches: Vec<Stretch>,
     crcs: Vec<u32>,
 }
@@ -89,8 +92,8 @@ impl Entries {
         }
     }
 
-    /// Of each frame the last counts from now on; zeros not at all, if they need not be told of. The slots that are not needed
-    /// then. Nothing may be added after this.
+    /// Of each frame the last counts from now on; zeros not at all, if they need not be told of.
+    /// The slots that are not needed then. Nothing may be added after this.
     pub(crate) fn settle(&mut self, forget_zeros: bool) -> Vec<SlotRun> {
         self.stretches.sort_unstable_by_key(|s| (s.start, s.age()));
         let mut old = Vec::new();
@@ -153,7 +156,8 @@ fn frames_of(run: SlotRun) -> FrameRun {
     FrameRun { start: Gfn(run.start.into()), count: run.count.into() }
 }
 
-/// Of `all`, ascending, what is left if of each frame the latest counts: ascending, each frame once.
+/// Of `all`, ascending, what is left if of each frame the latest counts: ascending, each frame
+/// once.
 fn latest(all: &[Stretch]) -> Vec<Stretch> {
     let (mut left, mut at): (Vec<Stretch>, u64) = (Vec::new(), 0);
     let mut coming = all.iter().copied().peekable();
@@ -258,7 +262,8 @@ mod tests {
         }
     }
 
-    /// Of a drive of a TiB, with 1 GiB in it in pieces of 1 MiB, and holes that were discarded, all of it; some was written again.
+    /// Of a drive of a TiB, with 1 GiB in it in pieces of 1 MiB, and holes that were discarded, all
+    /// of it; some was written again.
     #[test]
     fn a_large_drive_costs_what_is_in_it() {
         const TIB: u64 = 1 << 28;

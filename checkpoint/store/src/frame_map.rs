@@ -1,7 +1,7 @@
 //! Where each frame of an epoch is, and what its contents' checksum is.
 //!
-//! Built from a log, whose memory layout may be a lie: memory is taken for frames that are stored, and not for those that are said
-//! to exist.
+//! Built from a log, whose memory layout may be a lie: memory is taken for frames that are stored,
+//! and not for those that are said to exist.
 
 use std::collections::BTreeMap;
 
@@ -67,7 +67,8 @@ impl Chunk {
     }
 }
 
-/// All frames of an epoch that are not zeros: 8 bytes for each, and for each chunk that has one some dozens.
+/// All frames of an epoch that are not zeros: 8 bytes for each, and for each chunk that has one
+/// some dozens.
 #[derive(Debug, Default)]
 pub(crate) struct FrameMap {
     chunks: BTreeMap<u64, Chunk>,
@@ -100,7 +101,8 @@ impl FrameMap {
         }
     }
 
-    /// As [`put`](Self::put), of frames that are zeros now. Costs what is stored of them, however many they are.
+    /// As [`put`](Self::put), of frames that are zeros now. Costs what is stored of them, however
+    /// many they are.
     pub(crate) fn clear_frames(&mut self, runs: &[FrameRun], mut on_old: impl FnMut(u32)) {
         for run in runs.iter().filter(|run| run.count > 0) {
             let (first, last) = (run.start.0 / CHUNK, (run.end().0 - 1) / CHUNK);

@@ -1,4 +1,5 @@
-//! Frames of an epoch for a guest that runs before it has them: read one by one as they are wanted, each checked.
+//! Frames of an epoch for a guest that runs before it has them: read one by one as they are wanted,
+//! each checked.
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use driftline_guest::{Backlog, PageSourceError};

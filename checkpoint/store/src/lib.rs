@@ -1,4 +1,5 @@
-//! The epoch store: a page file with frames' contents, a log that says which epoch has which, and a manifest that names both.
+//! The epoch store: a page file with frames' contents, a log that says which epoch has which, and a
+//! manifest that names both.
 //!
 //! Bytes, names and the order of syncs are in `FORMAT.md`. A [`Store`] is either open for reading,
 //! by anyone at any time, or open for one writer, which holds the directory's lock.

@@ -29,7 +29,8 @@ pub struct Listing {
 }
 
 impl Store {
-    /// Whose epochs it is for; `None` if none was ever begun there. Reads its manifest only, of a hundred bytes.
+    /// Whose epochs it is for; `None` if none was ever begun there. Reads its manifest only, of a
+    /// hundred bytes.
     pub fn owner(&self) -> Result<Option<VmId>, StoreError> {
         Ok(self.manifest()?.map(|manifest| manifest.vm_id))
     }
@@ -39,8 +40,8 @@ impl Store {
         Ok(self.pin(None)?.read_machine()?.config)
     }
 
-    /// The epochs that are kept, ascending; an error if the log is damaged. Reads the log; contents of frames are only checked
-    /// by [`verify`](Self::verify) and a restore.
+    /// The epochs that are kept, ascending; an error if the log is damaged. Reads the log; contents
+    /// of frames are only checked by [`verify`](Self::verify) and a restore.
     pub fn epochs(&self) -> Result<Vec<EpochInfo>, StoreError> {
         let listing = self.list()?;
         match listing.damaged.into_iter().next() {

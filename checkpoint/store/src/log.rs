@@ -67,7 +67,8 @@ pub(crate) struct LogFile {
     pub(crate) groups: Vec<Group>,
     /// Behind the last of them.
     pub(crate) end: Place,
-    /// The two sectors before that as they were read with the last of them, where that is known: its digest is in them.
+    /// The two sectors before that as they were read with the last of them, where that is known:
+    /// its digest is in them.
     sealed: Option<Vec<u8>>,
     pub(crate) tail: Tail,
     /// Damage in front of `groups`, in epochs that no epoch needs which is kept.
@@ -265,7 +266,8 @@ impl LogFile {
         self.end.sector * SECTOR as u64
     }
 
-    /// Looks through what was appended since. The last epoch may have failed after it was seen, and be gone.
+    /// Looks through what was appended since. The last epoch may have failed after it was seen, and
+    /// be gone.
     pub(crate) fn go_on(&mut self) -> Result<(), StoreError> {
         self.sectors.look_again()?;
         if !self.ends_as_before()
@@ -318,7 +320,8 @@ impl LogFile {
         GroupReader::open(&mut self.sectors, place).ok().map(|reader| reader.front.epoch)
     }
 
-    /// Whether the last epoch is still there: another in its place would have another digest at its end.
+    /// Whether the last epoch is still there: another in its place would have another digest at its
+    /// end.
     fn ends_as_before(&mut self) -> bool {
         let Some(was) = &self.sealed else { return false };
         let sealed = self.end.sector - SEALED..self.end.sector;
@@ -551,7 +554,8 @@ mod tests {
         (log.groups.iter().map(|group| group.info).collect(), log.end)
     }
 
-    /// A reader of `before` who looks again when the log is `after` knows what one does who has not looked before.
+    /// A reader of `before` who looks again when the log is `after` knows what one does who has not
+    /// looked before.
     fn check(disk: &MemoryDisk, before: &[u8], after: &[u8]) {
         let file = disk.open_for_writing(LOG).unwrap();
         let put = |bytes: &[u8]| {

@@ -1,4 +1,5 @@
-//! The manifest: which log and page file are the store's, and whose it is. Replaced whole, or not at all.
+//! The manifest: which log and page file are the store's, and whose it is. Replaced whole, or not
+//! at all.
 
 use std::io;
 
@@ -106,7 +107,8 @@ impl Store {
         Manifest::decode(&bytes).map(Some).map_err(damaged)
     }
 
-    /// Puts a manifest in place of the one that is there, durably. The names of the files in it become durable with it.
+    /// Puts a manifest in place of the one that is there, durably. The names of the files in it
+    /// become durable with it.
     pub(crate) fn put_manifest(&self, manifest: Manifest) -> Result<(), NotWritten> {
         let backend = self.backend();
         let before = || -> Result<(), StoreError> {

@@ -21,14 +21,15 @@ impl Store {
         Self::with_backend(Box::new(backend), true)
     }
 
-    /// Like [`create_or_open`](Self::create_or_open), past the host's page cache ([`DirBackend::direct`]).
+    /// Like [`create_or_open`](Self::create_or_open), past the host's page cache
+    /// ([`DirBackend::direct`]).
     pub fn create_or_open_direct(dir: &Path) -> Result<Self, StoreError> {
         let backend = DirBackend::create_or_open(dir).map_err(|e| creating(dir, e))?;
         Self::with_backend(Box::new(backend.direct()), true)
     }
 
-    /// Opens the store in `dir` for reading; nothing in it needs to be writable. Sees the epochs that are kept at each moment,
-    /// also while another process writes.
+    /// Opens the store in `dir` for reading; nothing in it needs to be writable. Sees the epochs
+    /// that are kept at each moment, also while another process writes.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         let backend = DirBackend::open(dir).map_err(|cause| StoreError::Io {
             what: "opening the store",
@@ -68,7 +69,8 @@ impl Store {
         if leftovers.iter().any(has_content) {
             self.or_repair(self.check_named(manifest))?;
         }
-        // First: a crash may yet bring back the manifest before this one, and it names some of them.
+        // First: a crash may yet bring back the manifest before this one, and it names some of
+        // them.
         self.sync_dir()?;
         for aside in self.set_aside(names, manifest)? {
             tracing::info!("kept as {aside}: a repair that was killed has replaced it");

@@ -18,7 +18,8 @@ use crate::store::Store;
 use crate::unreadable::Unreadable;
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// The file grows by an eighth of itself, and at least and at most by so many slots: 1 MiB, 256 MiB.
+/// The file grows by an eighth of itself, and at least and at most by so many slots: 1 MiB, 256
+/// MiB.
 const LEAST_GROWTH: u32 = 256;
 const MOST_GROWTH: u32 = 1 << 16;
 /// The byte that the writer has locked: no epoch has that number.
@@ -68,8 +69,9 @@ impl PageReader {
         Ok(new)
     }
 
-    /// Opens the page file of `generation` for writing, and has it alone for as long as it is open: no other process gives
-    /// away its slots, whatever became of the store's lock. Nothing in it has been looked at.
+    /// Opens the page file of `generation` for writing, and has it alone for as long as it is open:
+    /// no other process gives away its slots, whatever became of the store's lock. Nothing in it
+    /// has been looked at.
     pub(crate) fn hold(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let name = pages_name(generation);
         let file = store.backend().open_for_writing(&name);
@@ -163,7 +165,8 @@ impl PageReader {
     }
 }
 
-/// The page file of a store's writer. Slots are taken by whoever writes epochs, and given back by whoever commits them.
+/// The page file of a store's writer. Slots are taken by whoever writes epochs, and given back by
+/// whoever commits them.
 #[derive(Debug)]
 pub struct Pages {
     reader: PageReader,
@@ -206,7 +209,8 @@ impl Pages {
         slots.allocate_up_to(count).ok_or_else(full)
     }
 
-    /// Makes the file longer: by much, or by `least` slots where there is no room for that, or by what room there is.
+    /// Makes the file longer: by much, or by `least` slots where there is no room for that, or by
+    /// what room there is.
     fn grow(&self, slots: &mut Slots, least: u32) -> Result<(), StoreError> {
         let old = slots.total();
         let mut more = (old / 8).clamp(LEAST_GROWTH, MOST_GROWTH).max(least);

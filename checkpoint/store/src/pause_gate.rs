@@ -1,5 +1,6 @@
-//! Work on the store that can wait stands aside while the guest stands for an epoch: else it may have the processor that a vCPU needs to hear
-//! that it is to stop, and hosts take a processor away from who has it only at a tick, which may be 4 ms.
+//! Work on the store that can wait stands aside while the guest stands for an epoch: else it may
+//! have the processor that a vCPU needs to hear that it is to stop, and hosts take a processor away
+//! from who has it only at a tick, which may be 4 ms.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -49,7 +50,8 @@ impl Calm {
         Held(self)
     }
 
-    /// Returns when nobody holds it, or has held it for a tenth of a second. To be called between pieces of work.
+    /// Returns when nobody holds it, or has held it for a tenth of a second. To be called between
+    /// pieces of work.
     pub fn stand_aside(&self) {
         let Inner { free, limit, .. } = &*self.0;
         let mut holders = self.lock();

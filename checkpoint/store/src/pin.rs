@@ -1,8 +1,10 @@
-//! Reading an epoch beside a writer: it is pinned, so that it, and all after it, are kept for as long as it is read.
+//! Reading an epoch beside a writer: it is pinned, so that it, and all after it, are kept for as
+//! long as it is read.
 //!
-//! A pin is a shared lock on the byte of the page file whose number is the epoch's. Who is about to drop epochs has the bytes of
-//! all of them alone until that is durable; a pin that comes after that finds them gone from the log. So does he have the epoch
-//! that he is about to append: nobody reads one that is not durable.
+//! A pin is a shared lock on the byte of the page file whose number is the epoch's. Who is about to
+//! drop epochs has the bytes of all of them alone until that is durable; a pin that comes after
+//! that finds them gone from the log. So does he have the epoch that he is about to append: nobody
+//! reads one that is not durable.
 
 use std::io::ErrorKind;
 use std::thread;
@@ -25,7 +27,8 @@ use crate::read::{Sink, fetch};
 use crate::retention::{apply, apply_last};
 use crate::store::Store;
 
-/// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they are chosen.
+/// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they
+/// are chosen.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// How often it is looked for.
 const LOOK: Duration = Duration::from_millis(1);
@@ -79,7 +82,8 @@ impl Pinned {
         Ok(Machine { layout: group.layout, config: group.config, drives: group.drives })
     }
 
-    /// Where the frames of guest memory are that are not zeros, ascending, and, since the epoch is read to its end for that, its state.
+    /// Where the frames of guest memory are that are not zeros, ascending, and, since the epoch is
+    /// read to its end for that, its state.
     pub fn read_cells(&mut self) -> Result<(Cells, Mapped), StoreError> {
         if self.log.base_of(self.index) == self.index
             && let Some(read) = self.read_one()?
@@ -91,8 +95,8 @@ impl Pinned {
         Ok((map.to_vec(), mapped))
     }
 
-    /// As [`read_cells`](Self::read_cells), of an epoch that builds on none: its frames are in their order already. `None` if one of
-    /// them is among the zeros, too, which then counts.
+    /// As [`read_cells`](Self::read_cells), of an epoch that builds on none: its frames are in
+    /// their order already. `None` if one of them is among the zeros, too, which then counts.
     fn read_one(&mut self) -> Result<Option<(Cells, Mapped)>, StoreError> {
         let mut group = self.log.group(self.index)?;
         let (mut cells, mut sections): (Cells, _) = (Vec::new(), Vec::new());
@@ -214,8 +218,8 @@ impl Store {
         Err(damage.unwrap_or_else(|| self.no_epoch(Some(epoch))))
     }
 
-    /// Pins the epoch that `choose` finds in the log, and chooses again as long as it is gone by then. With `all` nothing of the log
-    /// is seen of which it is not known that it is durable.
+    /// Pins the epoch that `choose` finds in the log, and chooses again as long as it is gone by
+    /// then. With `all` nothing of the log is seen of which it is not known that it is durable.
     fn pin_chosen(
         &self,
         asked: Option<u64>,
@@ -281,7 +285,8 @@ impl Store {
     }
 }
 
-/// The last epoch that is durable: the last of the log, unless its writer has it alone, and then the one before.
+/// The last epoch that is durable: the last of the log, unless its writer has it alone, and then
+/// the one before.
 fn last_durable(
     log: &LogFile,
     lock: impl Fn(u64, RangeLock) -> Result<bool, StoreError>,

@@ -1,4 +1,5 @@
-//! Frames' contents read from the page file in long pieces, on a few threads, each frame checked before it is handed out.
+//! Frames' contents read from the page file in long pieces, on a few threads, each frame checked
+//! before it is handed out.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -11,11 +12,13 @@ use crate::frame_map::Cell;
 use crate::page_file::PageReader;
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// Frames that one thread reads at a time: 1 MiB, which stays in a cache until it has been checked and copied.
+/// Frames that one thread reads at a time: 1 MiB, which stays in a cache until it has been checked
+/// and copied.
 const AT_ONCE: usize = 256;
 /// Most threads that read.
 const THREADS: usize = 4;
-/// What the system is asked to read at once, in frames: 128 KiB, its own default for reading ahead, beyond which it may do nothing.
+/// What the system is asked to read at once, in frames: 128 KiB, its own default for reading ahead,
+/// beyond which it may do nothing.
 const AHEAD: u32 = 32;
 /// Slots that are read ahead for nothing rather than asked for around.
 const GAP: u32 = 16;
@@ -40,9 +43,10 @@ pub trait Sink: Sync {
     }
 }
 
-/// Reads `frames` of `epoch`, ascending by frame, and hands them to `sink`, as many at once as follow one another. They are read, and
-/// sorted, by slot, which is how disks like it, unless `sink` wants them in their own order: then what is not in the page cache is read ahead
-/// by slot. The first error, as far as that can be said of several threads, ends it.
+/// Reads `frames` of `epoch`, ascending by frame, and hands them to `sink`, as many at once as
+/// follow one another. They are read, and sorted, by slot, which is how disks like it, unless
+/// `sink` wants them in their own order: then what is not in the page cache is read ahead by slot.
+/// The first error, as far as that can be said of several threads, ends it.
 pub(crate) fn fetch<S: Sink>(
     pages: &PageReader,
     epoch: u64,
@@ -91,7 +95,8 @@ pub(crate) fn fetch<S: Sink>(
     failed.map_or(Ok(()), |(_, e)| Err(e))
 }
 
-/// Has the system begin to read what is not in its cache: as a disk likes it, not as memory does. Until all is read, or it is `over`.
+/// Has the system begin to read what is not in its cache: as a disk likes it, not as memory does.
+/// Until all is read, or it is `over`.
 fn read_ahead(pages: &PageReader, frames: &[(Gfn, Cell)], over: impl Fn() -> bool) {
     let mut slots: Vec<u32> = frames.iter().map(|(_, cell)| cell.slot).collect();
     slots.sort_unstable();

@@ -273,8 +273,8 @@ impl Commit {
 }
 
 /// The digest of a log: CRC32C over its header and the heads of all records, each without its own
-/// CRC. A CRC right behind the bytes that it covers would cancel them: what follows would not depend
-/// on them any more.
+/// CRC. A CRC right behind the bytes that it covers would cancel them: what follows would not
+/// depend on them any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Digest(pub(crate) u32);
 
@@ -356,7 +356,8 @@ impl Placed {
     }
 }
 
-/// Replaces `table` with the payload of a record of frames of one object, of which `crcs` are the contents' checksums.
+/// Replaces `table` with the payload of a record of frames of one object, of which `crcs` are the
+/// contents' checksums.
 pub(crate) fn encode_frames(runs: &[Placed], crcs: &[u32], table: &mut Vec<u8>) {
     table.clear();
     table.extend_from_slice(&(runs.len() as u64).to_le_bytes());
@@ -410,8 +411,8 @@ fn check_order(run: FrameRun, before: &mut Option<FrameRun>) -> Result<(), Damag
     Ok(())
 }
 
-/// Replaces `runs` and `crcs` with what is in the payload of a record of frames of `object`. `before` is the run before it in
-/// its epoch. Returns how many frames there are.
+/// Replaces `runs` and `crcs` with what is in the payload of a record of frames of `object`.
+/// `before` is the run before it in its epoch. Returns how many frames there are.
 pub(crate) fn decode_frames(
     payload: &[u8],
     object: u16,

@@ -1,5 +1,6 @@
-//! Opening a store's files to write to them, or making them. What is found counts as durable only once it has been synced: a
-//! process that was killed, or whose sync failed, may have left it in the system's cache.
+//! Opening a store's files to write to them, or making them. What is found counts as durable only
+//! once it has been synced: a process that was killed, or whose sync failed, may have left it in
+//! the system's cache.
 
 use std::collections::VecDeque;
 use std::io;
@@ -26,8 +27,8 @@ use crate::store::Store;
 const AT_ONCE: u64 = 1 << 20;
 
 impl Store {
-    /// The store's page file, which nobody else writes to until it is closed, its manifest, and its log as it is since then;
-    /// `None` if there are none.
+    /// The store's page file, which nobody else writes to until it is closed, its manifest, and its
+    /// log as it is since then; `None` if there are none.
     pub(super) fn hold(&self) -> Result<Option<(PageReader, Manifest, LogFile)>, StoreError> {
         let Some(before) = self.or_repair(self.manifest())? else {
             // There may be a log that has lost it.
@@ -54,7 +55,8 @@ impl Store {
 }
 
 impl Committer {
-    /// Opens the store's files for `guest`; `None` if there are none. What a crash left unfinished in the log is cut off.
+    /// Opens the store's files for `guest`; `None` if there are none. What a crash left unfinished
+    /// in the log is cut off.
     pub fn open(store: &Arc<Store>, guest: &dyn Guest) -> Result<Option<Self>, StoreError> {
         let Some((held, manifest, mut log)) = store.hold()? else { return Ok(None) };
         log.check_sound(store)?;
@@ -66,7 +68,8 @@ impl Committer {
         }
         store.or_repair(held.check_header(manifest.files.pages, vm_id))?;
         let (space, slots) = Space::of_log(guest.layout(), &mut log, held.slots()?)?;
-        // A manifest that took another's place may be in the cache alone, and the names of the files in it.
+        // A manifest that took another's place may be in the cache alone, and the names of the
+        // files in it.
         store.sync_dir()?;
         let name = log_name(manifest.files.log);
         let file = store.backend().open_for_writing(&name);
@@ -170,8 +173,8 @@ fn make(
     Ok(made)
 }
 
-/// Writes what is in bytes `from` to `to` of a file to the same place. After a sync of it that failed the system has no reason
-/// to write it, and says that the next one has succeeded.
+/// Writes what is in bytes `from` to `to` of a file to the same place. After a sync of it that
+/// failed the system has no reason to write it, and says that the next one has succeeded.
 fn write_again(file: &dyn StoreFile, from: u64, to: u64) -> io::Result<()> {
     let mut buffer = Vec::new();
     let mut at = from;

@@ -10,8 +10,8 @@
 //! checkpoint is given up, so that all that is left of it stays.
 //!
 //! Where files have one name only, the manifest is copied, and the other files are renamed instead
-//! of removed at the end: none of them is read, since a disk that fails may not give it back. A list
-//! of them is written before the new manifest (`aside.rs`).
+//! of removed at the end: none of them is read, since a disk that fails may not give it back. A
+//! list of them is written before the new manifest (`aside.rs`).
 
 use std::io;
 

@@ -27,7 +27,8 @@ pub(super) fn reseal_header(bytes: &mut [u8]) -> Option<u32> {
     Some(crc)
 }
 
-/// Makes lengths, sequence and checksums of the record at `at` right, and returns where its payload ends.
+/// Makes lengths, sequence and checksums of the record at `at` right, and returns where its payload
+/// ends.
 pub(super) fn reseal_record(bytes: &mut [u8], at: usize, sequence: u32) -> usize {
     let from = at + RECORD_HEAD_LEN;
     let length = (word(bytes, at + 8) as u32 as usize).min(bytes.len() - from);
@@ -70,9 +71,9 @@ fn count_frames(payload: &[u8], count_of: impl Fn(usize) -> u64) -> u64 {
     (0..runs as usize).fold(0, |sum: u64, i| sum.wrapping_add(count_of(16 + i * 16)))
 }
 
-/// Walks over `bytes` as if they were a log and repairs every checksum, sequence number,
-/// record length that reaches past the end, and the totals at the end of each epoch. Whatever else is wrong stays
-/// so, and so do sectors of zeros.
+/// Walks over `bytes` as if they were a log and repairs every checksum, sequence number, record
+/// length that reaches past the end, and the totals at the end of each epoch. Whatever else is
+/// wrong stays so, and so do sectors of zeros.
 pub fn reseal_log(bytes: &mut [u8]) {
     let Some(mut digest) = reseal_header(bytes) else { return };
     let written: Vec<bool> = bytes.chunks_exact(SECTOR).map(|sector| !is_zero(sector)).collect();

@@ -1,8 +1,9 @@
 //! Which slots are needed, and until when.
 //!
-//! A slot that was written in epoch a and is superseded in epoch b holds a frame of all epochs from a to b - 1. Epochs are
-//! dropped oldest first, so slots become free in the order in which they are superseded: those of b once the oldest epoch that
-//! is kept is b or a later one, and that is durable.
+//! A slot that was written in epoch a and is superseded in epoch b holds a frame of all epochs from
+//! a to b - 1. Epochs are dropped oldest first, so slots become free in the order in which they are
+//! superseded: those of b once the oldest epoch that is kept is b or a later one, and that is
+//! durable.
 
 use std::collections::VecDeque;
 
@@ -23,7 +24,8 @@ use crate::records::Placed;
 /// Slots that durable epochs need.
 #[derive(Debug, Default)]
 pub(crate) struct Space {
-    /// Where each frame of the latest epoch is, slot after slot of the guest's memory; [`NO_SLOT`] where it is zeros.
+    /// Where each frame of the latest epoch is, slot after slot of the guest's memory; [`NO_SLOT`]
+    /// where it is zeros.
     map: Vec<u32>,
     /// Each memory slot's first frame, its end, and where it begins in `map`.
     places: Vec<(u64, u64, usize)>,
@@ -35,12 +37,14 @@ pub(crate) struct Space {
     superseded: VecDeque<(u64, Vec<SlotRun>)>,
     /// Frames of the latest epoch that are not zeros.
     stored: u64,
-    /// Nothing is dropped, and `superseded` would grow for ever: the log has it, should it be needed.
+    /// Nothing is dropped, and `superseded` would grow for ever: the log has it, should it be
+    /// needed.
     untracked: bool,
 }
 
 impl Space {
-    /// No epochs yet. Takes 4 bytes for each frame of the guest, and later for blocks of drives what a [`BlockMap`] does.
+    /// No epochs yet. Takes 4 bytes for each frame of the guest, and later for blocks of drives
+    /// what a [`BlockMap`] does.
     pub(crate) fn new(layout: &Layout) -> Self {
         let mut at = 0;
         let place = |slot: &driftline_dirty_tracker::Slot| {
@@ -52,7 +56,8 @@ impl Space {
         Self { map: vec![NO_SLOT; at], places, ..Self::default() }
     }
 
-    /// What the epochs of `log` need, and as many slots of its page file, which has `total`, as they reach to.
+    /// What the epochs of `log` need, and as many slots of its page file, which has `total`, as
+    /// they reach to.
     pub(crate) fn of_log(
         layout: &Layout,
         log: &mut LogFile,
@@ -75,7 +80,8 @@ impl Space {
         Ok((space, slots))
     }
 
-    /// From now on it is known which slots become free when; `log` says it of the epochs that are kept.
+    /// From now on it is known which slots become free when; `log` says it of the epochs that are
+    /// kept.
     pub(crate) fn track(&mut self, log: &mut LogFile) -> Result<(), StoreError> {
         self.superseded.clear();
         self.walk(log, |_, _, _| Ok(()))?;
@@ -83,8 +89,9 @@ impl Space {
         Ok(())
     }
 
-    /// Goes through the epochs that `log` keeps and notes what each has superseded; `on_epoch` hears of the slots, ascending,
-    /// that each has brought, the oldest of all that it has. Returns where the frames of the latest are.
+    /// Goes through the epochs that `log` keeps and notes what each has superseded; `on_epoch`
+    /// hears of the slots, ascending, that each has brought, the oldest of all that it has. Returns
+    /// where the frames of the latest are.
     fn walk(
         &mut self,
         log: &mut LogFile,
@@ -115,8 +122,8 @@ impl Space {
         !self.untracked
     }
 
-    /// Epoch `epoch` is durable and has `entries`; a full one has nothing else. Whether it will be asked for what
-    /// becomes free: if not, only after [`track`](Self::track).
+    /// Epoch `epoch` is durable and has `entries`; a full one has nothing else. Whether it will be
+    /// asked for what becomes free: if not, only after [`track`](Self::track).
     pub(crate) fn append(&mut self, epoch: u64, full: bool, entries: &Entries, tracked: bool) {
         if !tracked {
             self.superseded = VecDeque::new();
@@ -171,7 +178,8 @@ impl Space {
         }
     }
 
-    /// The slots that nobody needs once `oldest` is the oldest epoch that is kept. They are the caller's.
+    /// The slots that nobody needs once `oldest` is the oldest epoch that is kept. They are the
+    /// caller's.
     pub(crate) fn drop_before(&mut self, oldest: u64) -> Vec<SlotRun> {
         let count = self.superseded.partition_point(|(epoch, _)| *epoch <= oldest);
         self.superseded.drain(..count).flat_map(|(_, runs)| runs).collect()
@@ -223,8 +231,8 @@ fn apply_noting(
     Ok(Applied { superseded: runs_of(old), new })
 }
 
-/// Tells of each slot that a frame was in before and is not any more, unless the epoch is whole, of those that it is in now, and of
-/// the epoch's state.
+/// Tells of each slot that a frame was in before and is not any more, unless the epoch is whole, of
+/// those that it is in now, and of the epoch's state.
 fn apply_telling(
     log: &mut LogFile,
     index: usize,

@@ -1,7 +1,9 @@
-//! Another log in place of one that has got long, and another page file in place of one that has holes.
+//! Another log in place of one that has got long, and another page file in place of one that has
+//! holes.
 //!
-//! Of the oldest epoch that is kept a new log has all of memory, of the others what they changed. A manifest that names the
-//! new files takes the place of the one before; a crash leaves either, and whatever it names.
+//! Of the oldest epoch that is kept a new log has all of memory, of the others what they changed. A
+//! manifest that names the new files takes the place of the one before; a crash leaves either, and
+//! whatever it names.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry::Vacant;
@@ -171,7 +173,8 @@ pub(super) fn copy_log(
                 Record::Frames(..) | Record::Zeros(_) => {}
             }
         }
-        // It was sound before: a disk that gives it back only sometimes must not have half of it copied.
+        // It was sound before: a disk that gives it back only sometimes must not have half of it
+        // copied.
         if let Some(e) = group.cursor.lost.take() {
             return Err(e);
         }
@@ -199,9 +202,10 @@ fn entries_of(runs: &[Placed], crcs: &[u32]) -> impl Iterator<Item = Entry> {
 }
 
 impl Store {
-    /// Writes all epochs to a new page file without holes and a new log, and puts those in place of the old ones. The store must
-    /// be open for writing, and nobody may be writing to it. Needs room for both; a crash leaves one or the other. Whoever
-    /// reads from the store meanwhile goes on with what was there.
+    /// Writes all epochs to a new page file without holes and a new log, and puts those in place of
+    /// the old ones. The store must be open for writing, and nobody may be writing to it. Needs
+    /// room for both; a crash leaves one or the other. Whoever reads from the store meanwhile goes
+    /// on with what was there.
     pub fn compact(&self) -> Result<CompactReport, StoreError> {
         if !self.is_writable() {
             return Err(StoreError::ReadOnly { dir: self.dir() });

@@ -317,7 +317,8 @@ impl Store {
     }
 }
 
-/// Whether an error says that a file is damaged or gone, and not that the system refuses to read it.
+/// Whether an error says that a file is damaged or gone, and not that the system refuses to read
+/// it.
 fn is_damage(e: &StoreError) -> bool {
     e.is_damage() || is_not_found(e)
 }

@@ -7,8 +7,9 @@
 //!  +-----------------------------------------------+-----------+
 //! ```
 //!
-//! So that what a crash leaves behind can be told from damage: a sector that was never written is missing or zeros, and its
-//! checksum is not that of zeros. Anything else that does not fit its checksum is damage.
+//! So that what a crash leaves behind can be told from damage: a sector that was never written is
+//! missing or zeros, and its checksum is not that of zeros. Anything else that does not fit its
+//! checksum is damage.
 
 use std::io;
 use std::ops::Range;
@@ -42,8 +43,8 @@ pub(crate) struct Place {
     pub(crate) digest: Option<Digest>,
 }
 
-/// What a sector's checksum says that it is, whatever its data: a guest chooses what frames' checksums are, and so the data
-/// of most sectors, but not that an epoch begins there.
+/// What a sector's checksum says that it is, whatever its data: a guest chooses what frames'
+/// checksums are, and so the data of most sectors, but not that an epoch begins there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     /// The first of an epoch.
@@ -86,7 +87,8 @@ pub(crate) struct Framer {
 }
 
 impl Framer {
-    /// The next byte goes to the beginning of sector `first`, where an epoch begins, or, if it is 0, the log.
+    /// The next byte goes to the beginning of sector `first`, where an epoch begins, or, if it is
+    /// 0, the log.
     pub(crate) fn new(first: u64) -> Self {
         Self { first, bytes: Vec::new(), begin: first }
     }
@@ -338,7 +340,8 @@ impl Sectors {
         Ok(&self.buffer[at..at + DATA])
     }
 
-    /// Whether sector `number`, which was damaged, is not any more: it was being written when it was read.
+    /// Whether sector `number`, which was damaged, is not any more: it was being written when it
+    /// was read.
     pub(crate) fn has_settled(&mut self, number: u64) -> bool {
         std::thread::sleep(SETTLE);
         let before = self.raw(number).map(<[u8]>::to_vec).ok();
@@ -360,14 +363,16 @@ mod tests {
 
     #[test]
     fn zeros_do_not_have_the_checksum_of_zeros() {
-        // Or a sector of zeros could be one that was written. There is one number below 2^32 of each kind that would have it.
+        // Or a sector of zeros could be one that was written. There is one number below 2^32 of
+        // each kind that would have it.
         for kind in [Kind::First, Kind::Other] {
             let raw = |n: u32| {
                 let crc =
                     crc32c::crc32c_append(crc32c::crc32c(&[0; DATA]), &u64::from(n).to_le_bytes());
                 crc32c::crc32c_append(crc, &kind.word().to_le_bytes())
             };
-            // Checksums of what differs in one bit differ by what that bit alone makes: solved for 0 bit by bit.
+            // Checksums of what differs in one bit differ by what that bit alone makes: solved for
+            // 0 bit by bit.
             let mut rows: Vec<(u32, u32)> =
                 (0..32).map(|b| (raw(1 << b) ^ raw(0), 1 << b)).collect();
             let (mut left, mut number) = (raw(0), 0);

@@ -55,7 +55,8 @@ impl Store {
         &*self.backend
     }
 
-    /// Held while the guest stands for an epoch that goes through this one: work on the store that can wait does.
+    /// Held while the guest stands for an epoch that goes through this one: work on the store that
+    /// can wait does.
     pub fn calm(&self) -> &Calm {
         &self.calm
     }

@@ -129,8 +129,9 @@ impl Sink for Damaged<'_> {
 }
 
 impl Store {
-    /// Reads all that the kept epochs have and checks it. `on_epoch` hears of each epoch, ascending, sound or not: one is not if
-    /// any frame of its memory is damaged. All are read even if one is, and the first damage is the result, the log's before all others.
+    /// Reads all that the kept epochs have and checks it. `on_epoch` hears of each epoch,
+    /// ascending, sound or not: one is not if any frame of its memory is damaged. All are read even
+    /// if one is, and the first damage is the result, the log's before all others.
     pub fn verify(
         &self,
         mut on_epoch: impl FnMut(u64, Result<&EpochInfo, &StoreError>),

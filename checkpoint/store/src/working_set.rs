@@ -1,5 +1,6 @@
-//! What a guest touched first when it was restored lazily the last time: a small file beside the epochs, which the next such restore
-//! begins with. It is a hint: nobody relies on it, it is not synced, and what is wrong with it is said and passed over.
+//! What a guest touched first when it was restored lazily the last time: a small file beside the
+//! epochs, which the next such restore begins with. It is a hint: nobody relies on it, it is not
+//! synced, and what is wrong with it is said and passed over.
 
 use std::collections::HashSet;
 use std::io;
@@ -69,8 +70,9 @@ impl Touched {
         &self.first
     }
 
-    /// Notes `touched` for the next time, behind what was noted: that came first this time, too, so who waited did so for what follows. In
-    /// a directory that cannot be written to, nothing is noted.
+    /// Notes `touched` for the next time, behind what was noted: that came first this time, too, so
+    /// who waited did so for what follows. In a directory that cannot be written to, nothing is
+    /// noted.
     pub(crate) fn note(&self, touched: &[FrameRun]) {
         if touched.is_empty() {
             return;

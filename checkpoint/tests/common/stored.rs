@@ -1,4 +1,5 @@
-//! A store of a small guest that several processes have written, and what memory was at each checkpoint.
+//! A store of a small guest that several processes have written, and what memory was at each
+//! checkpoint.
 #![allow(dead_code, reason = "not every test has use for all of it")]
 
 use std::collections::BTreeMap;

@@ -54,8 +54,8 @@ proptest! {
     }
 }
 
-/// Of an archive with drives in which a bit is turned over, and of one that is cut, nothing is restored, and no drive is written to; nor is what
-/// checks out and makes no sense.
+/// Of an archive with drives in which a bit is turned over, and of one that is cut, nothing is
+/// restored, and no drive is written to; nor is what checks out and makes no sense.
 #[test]
 fn an_archive_that_is_not_sound_leaves_drives_as_they_are() {
     let (disk, guest) = (MemoryDisk::default(), guest());
@@ -84,7 +84,8 @@ fn an_archive_that_is_not_sound_leaves_drives_as_they_are() {
         refused(bent);
     }
     (0..sound.len()).step_by(7).for_each(|end| drop(refused(sound[..end].to_vec())));
-    // Records, by where they begin: EPOCH, LAYOUT, CONFIGURATION, DRIVES, state, CONTENTS of memory and each drive.
+    // Records, by where they begin: EPOCH, LAYOUT, CONFIGURATION, DRIVES, state, CONTENTS of memory
+    // and each drive.
     let tag = |at: usize| u16::from_le_bytes([sound[at], sound[at + 1]]);
     let next = |at: &usize| {
         at + 24 + u32::from_le_bytes(sound[at + 8..at + 12].try_into().unwrap()) as usize

@@ -130,8 +130,8 @@ fn an_epoch_has_what_changed_of_drives_and_nothing_else() {
     assert_eq!(page, [3; 4096]);
 }
 
-/// A drive of a TiB with some MiB in it, half of which is then discarded at once, as who trims it does: neither is read as a whole, nor
-/// does it take memory by the block.
+/// A drive of a TiB with some MiB in it, half of which is then discarded at once, as who trims it
+/// does: neither is read as a whole, nor does it take memory by the block.
 #[test]
 fn a_large_drive_costs_what_is_in_it() {
     const TIB: u64 = 1 << 40;

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// The guest writes a number to memory, then to its drive, so many blocks, and so on: whatever moment an epoch is of, the drive is at
-/// most one behind.
+/// The guest writes a number to memory, then to its drive, so many blocks, and so on: whatever
+/// moment an epoch is of, the drive is at most one behind.
 fn is_of_one_instant(blocks: u64, epochs: u32, copy_behind_from: u64) {
     let bytes = 100 * blocks * PAGE_SIZE;
     let numbered = || vec![TestDisk::new("one", bytes).unwrap()];
@@ -79,8 +79,8 @@ fn so_they_are_when_more_changes_than_has_room() {
     is_of_one_instant(40, 12, 10);
 }
 
-/// A store that takes so little that a write to the drive waits for too long: that costs an epoch, and what has no room is copied in the
-/// pause of the next.
+/// A store that takes so little that a write to the drive waits for too long: that costs an epoch,
+/// and what has no room is copied in the pause of the next.
 #[test]
 fn a_store_that_is_too_slow_holds_the_drive_once() {
     const BLOCKS: u64 = 4000;

@@ -1,4 +1,5 @@
-//! Drives in the epochs of a guest: stored beside memory, from the same instant, and restored together with it.
+//! Drives in the epochs of a guest: stored beside memory, from the same instant, and restored
+//! together with it.
 #![allow(clippy::unwrap_used)]
 
 mod archives;
@@ -24,7 +25,8 @@ use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 
 const BLOCK: usize = PAGE_SIZE as usize;
-/// Of two drives, the first with a block that is a part, and blocks enough for several records' runs.
+/// Of two drives, the first with a block that is a part, and blocks enough for several records'
+/// runs.
 const SIZES: [u64; 2] = [150 * PAGE_SIZE + 1536, 7 * PAGE_SIZE];
 
 fn disks() -> Vec<Arc<TestDisk>> {

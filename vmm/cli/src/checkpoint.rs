@@ -206,7 +206,8 @@ async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
 const ENDING_LIMIT: Duration = Duration::from_secs(2);
 const ENDING_POLL: Duration = Duration::from_millis(20);
 
-/// Whether nothing listens on the socket any more, now or soon. A VMM whose backlog is full is there.
+/// Whether nothing listens on the socket any more, now or soon. A VMM whose backlog is full is
+/// there.
 async fn is_gone(client: &Client) -> bool {
     let since = Instant::now();
     loop {

@@ -1,4 +1,5 @@
-//! Owns `driftline compare`: its options, what is refused before any machine is started, and where the report goes.
+//! Owns `driftline compare`: its options, what is refused before any machine is started, and where
+//! the report goes.
 
 use std::fs;
 use std::io::{ErrorKind, IsTerminal, Write};
@@ -18,7 +19,8 @@ use super::args::CompareArgs;
 use super::failure::Failure;
 use super::output::{print, print_json, say};
 
-/// What a machine takes beside its measured time: launch, warm-up, end. Only for saying beforehand how long it will all take.
+/// What a machine takes beside its measured time: launch, warm-up, end. Only for saying beforehand
+/// how long it will all take.
 const BESIDE: Duration = Duration::from_millis(180);
 
 /// The command as it was given; the program by its name.
@@ -99,7 +101,8 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     let mut report = measure(&cells, &settings, &capabilities, host, |step| progress.show(step));
     report.command = Some(command());
     progress.end();
-    // First of all: whatever becomes of the files, or of stdout, what was measured is not lost with it.
+    // First of all: whatever becomes of the files, or of stdout, what was measured is not lost with
+    // it.
     let printed = match args.json {
         true => print_json(&report),
         false => print(report.table(args.wide)),
@@ -120,7 +123,8 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// How many of `cells` this host can measure. Ways that it lacks are told, each with its reason: their rows will have no figures.
+/// How many of `cells` this host can measure. Ways that it lacks are told, each with its reason:
+/// their rows will have no figures.
 fn possible(
     ways: &[Way],
     cells: &[Cell],
@@ -136,7 +140,8 @@ fn possible(
     cells.iter().filter(|cell| lacking.iter().all(|(way, _)| **way != cell.way)).count()
 }
 
-/// A file that is to be there whole or not at all. Its directory must take files before anything is measured.
+/// A file that is to be there whole or not at all. Its directory must take files before anything is
+/// measured.
 struct Target {
     /// As it was asked for.
     shown: PathBuf,

@@ -1,4 +1,5 @@
-//! Owns the end of a process that has a guest: what became of the guest, and what the second look at its writes has shown.
+//! Owns the end of a process that has a guest: what became of the guest, and what the second look
+//! at its writes has shown.
 
 use std::process::ExitCode;
 use std::sync::{Arc, Once};
@@ -34,8 +35,8 @@ pub(super) fn to_the_end(
     Ok(ExitCode::SUCCESS)
 }
 
-/// How long the process may take to end once its guest has: what it waits for then has limits of its
-/// own, but closing a file on dead storage has none.
+/// How long the process may take to end once its guest has: what it waits for then has limits of
+/// its own, but closing a file on dead storage has none.
 const END_LIMIT: Duration = Duration::from_secs(20);
 /// Guest memory that the kernel unmaps in a second, at the least.
 const UNMAPPED_PER_S: u64 = 1 << 30;
@@ -115,7 +116,8 @@ fn both(end: Result<(), Failure>, judged: Result<(), Failure>) -> Result<(), Fai
     }
 }
 
-/// Says what the second look has shown; a missed frame is an error, and so is a look that never was.
+/// Says what the second look has shown; a missed frame is an error, and so is a look that never
+/// was.
 fn judge(report: ShadowReport) -> Result<(), Failure> {
     let ShadowReport { looks, failed, reported_frames, unchanged_frames, missed_frames, .. } =
         report;

@@ -1,5 +1,5 @@
-//! What the commands that own a guest have in common: what their process is before there is a guest,
-//! and what of a guest is its host's.
+//! What the commands that own a guest have in common: what their process is before there is a
+//! guest, and what of a guest is its host's.
 
 use std::fmt::Display;
 use std::fs::OpenOptions;
@@ -58,7 +58,8 @@ impl Named {
     }
 }
 
-/// What of a disk is to be let through: its file, or the directory in which it is made, and removed if its guest does not come.
+/// What of a disk is to be let through: its file, or the directory in which it is made, and removed
+/// if its guest does not come.
 fn place(disk: &DiskSpec) -> PathBuf {
     match disk.path.parent().filter(|_| disk.copy) {
         None => disk.path.clone(),
@@ -67,8 +68,8 @@ fn place(disk: &DiskSpec) -> PathBuf {
     }
 }
 
-/// What comes before any guest: the tie to the parent, the socket, whose name may be taken, and the sandbox,
-/// before there are threads.
+/// What comes before any guest: the tie to the parent, the socket, whose name may be taken, and the
+/// sandbox, before there are threads.
 pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningSocket>, Failure> {
     if host.die_with_parent {
         let kill = Some(rustix::process::Signal::KILL);

@@ -69,8 +69,9 @@ impl Unsettled {
     }
 }
 
-/// Builds guests of whom no hand-over is unsettled. That is looked for once a guest's disks are locked and before anything is written to
-/// them: who held them before has let go of them, and wrote its record before that.
+/// Builds guests of whom no hand-over is unsettled. That is looked for once a guest's disks are
+/// locked and before anything is written to them: who held them before has let go of them, and
+/// wrote its record before that.
 pub(super) struct Settled<F> {
     pub(super) inner: F,
     pub(super) unsettled: Unsettled,

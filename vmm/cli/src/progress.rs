@@ -1,4 +1,5 @@
-//! How a migration goes, for the person at the keyboard: one line that changes on a terminal, a line for each step elsewhere.
+//! How a migration goes, for the person at the keyboard: one line that changes on a terminal, a
+//! line for each step elsewhere.
 
 use std::io::IsTerminal;
 use std::sync::Arc;

@@ -44,8 +44,8 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     }
     server.serve(socket, App::new(jobs.clone()))?;
     vm.resume()?;
-    // The vCPUs have just been told: what is left of the way to the guest's first instruction is one
-    // thread's waking up.
+    // The vCPUs have just been told: what is left of the way to the guest's first instruction is
+    // one thread's waking up.
     tracing::info!(boot_us = started.elapsed().as_micros(), "the guest runs");
     to_the_end(vm, jobs, server)
 }

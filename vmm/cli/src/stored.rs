@@ -62,7 +62,8 @@ impl Stored {
         Ok(())
     }
 
-    /// The way out where what is stored is damaged, to be put behind a sentence: an archive has none.
+    /// The way out where what is stored is damaged, to be put behind a sentence: an archive has
+    /// none.
     pub(super) fn way_out(&self) -> String {
         match self {
             Self::Store(store) => format!(". {}", repair_hint(store.location())),

@@ -60,9 +60,8 @@ pub(super) fn at_least_one(text: &str) -> Result<NonZeroU64, String> {
     text.parse().map_err(|_| "it must be a number of at least 1".to_owned())
 }
 
-/// A duration: digits and `ms` or `s`.
-/// The longest that a command can be told to wait. What is longer is a mistake, and would overflow a
-/// clock.
+/// A duration: digits and `ms` or `s`. The longest that a command can be told to wait. What is
+/// longer is a mistake, and would overflow a clock.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 pub(super) fn duration(text: &str) -> Result<Duration, String> {

@@ -1,5 +1,5 @@
-//! Clients that hold connections to the API and say nothing, or say it slowly: an operator is answered, and what they
-//! cost is bounded.
+//! Clients that hold connections to the API and say nothing, or say it slowly: an operator is
+//! answered, and what they cost is bounded.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -32,8 +32,8 @@ fn client(of: &Vmm<'_>, says: &str) -> UnixStream {
     stream
 }
 
-/// Connects for as long as an attack takes, at least `least` times, and says one of `says` each time.
-/// Returns the last of the connections, as many.
+/// Connects for as long as an attack takes, at least `least` times, and says one of `says` each
+/// time. Returns the last of the connections, as many.
 fn flood(of: &Vmm<'_>, least: usize, says: &[&str]) -> VecDeque<UnixStream> {
     let began = Instant::now();
     let mut open = VecDeque::new();

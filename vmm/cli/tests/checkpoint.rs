@@ -168,7 +168,8 @@ fn damage_and_absence_are_sentences() {
         }
         std::fs::write(&file, bytes).unwrap();
         let restore = ["restore", "--store", &store, "--lazy"];
-        // A guest that runs before its memory is there needs KVM; this one's comes first, asked or not.
+        // A guest that runs before its memory is there needs KVM; this one's comes first, asked or
+        // not.
         for args in [["store", "verify", &store].as_slice(), &restore[..3], &restore] {
             let said = fail(1, args);
             assert!(said.contains(name) && said.contains(", byte "), "{said}");

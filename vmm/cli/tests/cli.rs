@@ -1,5 +1,5 @@
-//! The command line and the API over one guest, on the threads backend: what is said, where, and with
-//! which exit code.
+//! The command line and the API over one guest, on the threads backend: what is said, where, and
+//! with which exit code.
 #![allow(clippy::unwrap_used)]
 
 mod common;

@@ -1,4 +1,5 @@
-//! `driftline compare`: what is refused before any machine is started, a small matrix from end to end, and its page in a real browser.
+//! `driftline compare`: what is refused before any machine is started, a small matrix from end to
+//! end, and its page in a real browser.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -236,7 +237,8 @@ fn small_rings_and_two_vcpus_miss_no_frame_and_the_time_in_full_rings_is_told() 
     assert_eq!(rows[0]["figures"]["missed_frames"], 0, "{}", rows[0]);
 }
 
-/// Looks at the page from within: its background, and texts that lie over each other or outside of their drawings.
+/// Looks at the page from within: its background, and texts that lie over each other or outside of
+/// their drawings.
 const LOOK: &str = r#"<pre id="looked"></pre><script>
 const bad = [];
 for (const svg of document.querySelectorAll('svg')) {

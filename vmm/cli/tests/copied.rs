@@ -1,5 +1,5 @@
-//! Disks that go along with their guest, from the command line: copied, refused by name, and gone where the guest did
-//! not come.
+//! Disks that go along with their guest, from the command line: copied, refused by name, and gone
+//! where the guest did not come.
 #![allow(clippy::unwrap_used)]
 
 mod common;

@@ -1,5 +1,5 @@
-//! Disks from the command line: refused in a sentence before anything runs, locked by whoever may run
-//! the guest, taken along.
+//! Disks from the command line: refused in a sentence before anything runs, locked by whoever may
+//! run the guest, taken along.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -140,8 +140,8 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
     assert_eq!(second.wait(), Some(0));
 }
 
-/// What was in the disk at the checkpoint is what the restored guest has, whatever was written there since; the file that is named is
-/// written over, and no other.
+/// What was in the disk at the checkpoint is what the restored guest has, whatever was written
+/// there since; the file that is named is written over, and no other.
 #[test]
 fn a_restore_brings_the_disk_back_with_the_guest() {
     if !kvm_or_skip("a_restore_brings_the_disk_back_with_the_guest") {
@@ -275,7 +275,8 @@ fn a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go() {
     free.kill();
 }
 
-/// A copy is refused, by what tells it from the guest's disk; the disk itself by another name is not.
+/// A copy is refused, by what tells it from the guest's disk; the disk itself by another name is
+/// not.
 #[test]
 fn another_disk_is_refused_unless_the_operator_says_that_it_may_be() {
     if !kvm_or_skip("another_disk_is_refused_unless_the_operator_says_that_it_may_be") {

@@ -1,5 +1,6 @@
-//! A guest whose driver breaks the rules of virtio, by every device and in every way that there is a name
-//! for: the VMM says which device and why, and stops that one; the machine and its other devices go on.
+//! A guest whose driver breaks the rules of virtio, by every device and in every way that there is
+//! a name for: the VMM says which device and why, and stops that one; the machine and its other
+//! devices go on.
 #![allow(clippy::unwrap_used)]
 
 mod common;

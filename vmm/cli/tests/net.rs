@@ -1,7 +1,8 @@
 //! Taps that cannot be used, and a Linux guest whose socket device comes to another host.
 //!
-//! Hosts are network namespaces, with a tap and a bridge each, joined by a third one. Needs KVM, the right
-//! to make namespaces, and the Linux image that `images/linux/build.sh` makes; what is missing is said.
+//! Hosts are network namespaces, with a tap and a bridge each, joined by a third one. Needs KVM,
+//! the right to make namespaces, and the Linux image that `images/linux/build.sh` makes; what is
+//! missing is said.
 #![allow(clippy::unwrap_used)]
 
 mod common;

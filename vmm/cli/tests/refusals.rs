@@ -205,8 +205,8 @@ fn a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_mem
     destination.kill();
 }
 
-/// What the destination finds in use by another guest, it refuses before it takes any memory. What it
-/// finds in use by the guest itself, which comes from the same host, it does not.
+/// What the destination finds in use by another guest, it refuses before it takes any memory. What
+/// it finds in use by the guest itself, which comes from the same host, it does not.
 #[test]
 fn a_disk_or_tap_of_another_guest_is_refused_before_a_guest_arrives() {
     const TEST: &str = "a_disk_or_tap_of_another_guest_is_refused_before_a_guest_arrives";

@@ -1,5 +1,5 @@
-//! The sandbox of a process that has a guest, as its operator meets it. What each class of threads may do is
-//! tested beside the tables, in `src/sandbox`.
+//! The sandbox of a process that has a guest, as its operator meets it. What each class of threads
+//! may do is tested beside the tables, in `src/sandbox`.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -38,8 +38,8 @@ fn every_thread_has_filters_and_those_of_the_guest_have_more() {
     assert_eq!(vmm.said(), "", "nothing is missing, nothing is said");
 }
 
-/// The kernel gives a signal to any thread that takes it, if the main one has one already. A second SIGTERM ended the process so, and the
-/// guest with it.
+/// The kernel gives a signal to any thread that takes it, if the main one has one already. A second
+/// SIGTERM ended the process so, and the guest with it.
 #[test]
 fn threads_of_the_guest_take_no_signals_of_the_process() {
     if !kvm_or_skip("threads_of_the_guest_take_no_signals_of_the_process") {

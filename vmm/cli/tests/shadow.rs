@@ -1,4 +1,5 @@
-//! The second look at a guest's writes: it is silent about every source that is sound, and names what a broken one loses.
+//! The second look at a guest's writes: it is silent about every source that is sound, and names
+//! what a broken one loses.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -8,10 +9,12 @@ use driftline_machine::testing::full;
 
 const GUEST: &[&str] = &["run", "--mem", "64M", "--vcpus", "2", "--serial", "null", "--guest"];
 const WORK: &str = "payload,ws=16M,rate=200M,pattern=random,seconds=2";
-/// Each page once in a while that is longer than between two looks: whatever is lost of it is missing at the next.
+/// Each page once in a while that is longer than between two looks: whatever is lost of it is
+/// missing at the next.
 const LONG_WORK: &str = "payload,ws=48M,rate=max,seconds=900";
 
-/// Exit code and what was said of a guest that works for two seconds beside a shadow; of so many of its frames one is lost.
+/// Exit code and what was said of a guest that works for two seconds beside a shadow; of so many of
+/// its frames one is lost.
 fn shadowed(guest: &str, tracking: &str, shadow: &str, loses_one_in: Option<u32>) -> (i32, String) {
     let mut run = driftline(GUEST);
     run.args([guest, "--tracking", tracking, "--shadow", shadow]);
@@ -22,7 +25,8 @@ fn shadowed(guest: &str, tracking: &str, shadow: &str, loses_one_in: Option<u32>
     (out.status.code().unwrap(), text(&out.stderr))
 }
 
-/// As [`shadowed`], with a guest that works until the shadow has found something, or for a quarter of an hour.
+/// As [`shadowed`], with a guest that works until the shadow has found something, or for a quarter
+/// of an hour.
 fn shadowed_until_found(tracking: &str, shadow: &str, one_in: u32) -> (i32, String) {
     let place = Place::new();
     let (socket, said) = (place.text("sock"), place.path("said"));

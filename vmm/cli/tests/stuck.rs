@@ -74,8 +74,8 @@ fn storage_or_skip(test: &str) -> Option<StuckStorage> {
     StuckStorage::new(DISK_BYTES).inspect_err(|why| skip(test, why)).ok()
 }
 
-/// Waits until all of the process has ended but threads that wait in the kernel for the storage: those
-/// cannot be killed.
+/// Waits until all of the process has ended but threads that wait in the kernel for the storage:
+/// those cannot be killed.
 fn await_end(vmm: &Vmm<'_>) {
     let has_ended = |stat: String| {
         let state = stat.rsplit_once(") ").map(|(_, rest)| rest.starts_with(['Z', 'X', 'D']));
@@ -321,7 +321,8 @@ impl<'p> Copying<'p> {
         driftline(&send).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// The receiver ends, the sender fails, and the guest runs where it was; what the receiver said.
+    /// The receiver ends, the sender fails, and the guest runs where it was; what the receiver
+    /// said.
     fn ends(self, sending: Option<Child>) -> String {
         let Self { source, before, receiver, .. } = self;
         let said = receiver.ends_with(1);

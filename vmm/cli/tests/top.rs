@@ -1,4 +1,5 @@
-//! `driftline top` from the command line and on a terminal, of a guest of threads: what it shows, what it leaves behind, what is refused.
+//! `driftline top` from the command line and on a terminal, of a guest of threads: what it shows,
+//! what it leaves behind, what is refused.
 #![allow(clippy::unwrap_used)]
 
 mod common;

@@ -1,4 +1,5 @@
-//! A receiver in the hands of strangers, and of sources that fail: it waits on, and receives the next one.
+//! A receiver in the hands of strangers, and of sources that fail: it waits on, and receives the
+//! next one.
 #![allow(clippy::unwrap_used)]
 
 mod common;

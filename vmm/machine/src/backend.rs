@@ -1,4 +1,5 @@
-//! Owns the choice of what runs a guest: the KVM machine or the threads backend, by its configuration.
+//! Owns the choice of what runs a guest: the KVM machine or the threads backend, by its
+//! configuration.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -72,7 +73,8 @@ impl Factory {
         Self { host, early: Mutex::default() }
     }
 
-    /// Builds its first guest in a VM that was begun before it was known what guest it is for; one of the threads backend has no use for it.
+    /// Builds its first guest in a VM that was begun before it was known what guest it is for; one
+    /// of the threads backend has no use for it.
     pub fn with_early(mut self, early: EarlyVm) -> Self {
         self.early = Mutex::new(Some(early));
         self

@@ -145,8 +145,8 @@ impl MachineConfig {
         (vm_id, self)
     }
 
-    /// The same machine with this host's files, taps and sockets; the error is a sentence. Its disks keep their
-    /// identities where they are to be the same ones.
+    /// The same machine with this host's files, taps and sockets; the error is a sentence. Its
+    /// disks keep their identities where they are to be the same ones.
     pub fn on_host(mut self, host: &HostConfig) -> Result<Self, ReplaceError> {
         devices::replace(&mut self.devices, host)?;
         if host.disks_are_copies {
@@ -197,16 +197,19 @@ pub struct HostConfig {
     /// For a guest that comes with disks: files to use for them here, in the places of those that
     /// it comes with. A named one goes to the disk of its name, the others to the rest in order.
     pub disks: Vec<DiskSpec>,
-    /// They are expected to be others than the guest had, as after a restore, and so are those that none is given for unless they
-    /// are to be written over. Else one that is known to be another disk than the guest's is refused.
+    /// They are expected to be others than the guest had, as after a restore, and so are those that
+    /// none is given for unless they are to be written over. Else one that is known to be another
+    /// disk than the guest's is refused.
     pub disks_are_copies: bool,
     /// As `disks`, for its network interfaces.
     pub nets: Vec<NetSpec>,
     /// Likewise for its vsock.
     pub vsock: Option<VsockSpec>,
-    /// Of a guest that comes: the names of the disks that come along, into files that are made here.
+    /// Of a guest that comes: the names of the disks that come along, into files that are made
+    /// here.
     pub copied: Vec<String>,
-    /// Of a guest that is restored: the names of the disks that are written over with what is in its epoch.
+    /// Of a guest that is restored: the names of the disks that are written over with what is in
+    /// its epoch.
     pub written_over: Vec<String>,
     /// Of a guest that is restored: who it is then.
     pub restored: Restored,

@@ -361,8 +361,8 @@ const NUMBER_NAMES: &[NumberName] = &[
     (0x8000_0008, EAX, 8, "linear address bits"),
 ];
 
-/// What the number at `count` bits from `low` on of a register is called, where `wants` is looked for
-/// and `has` found.
+/// What the number at `count` bits from `low` on of a register is called, where `wants` is looked
+/// for and `has` found.
 pub(crate) fn describe_number(
     place: Place,
     (low, count): (u32, u32),

@@ -1,5 +1,5 @@
-//! Fail points: places at which a test has an operation fail, to see what the failure leaves behind.
-//! Outside this crate's own tests a fail point is an empty inline function.
+//! Fail points: places at which a test has an operation fail, to see what the failure leaves
+//! behind. Outside this crate's own tests a fail point is an empty inline function.
 //!
 //! Points are counted on the thread that runs the operation, in the order in which it passes them.
 
@@ -42,8 +42,8 @@ mod for_tests {
         })
     }
 
-    /// Runs `operation`, in which the point of number `fails_at` fails, if it is reached; returns the names of the
-    /// points that were passed, too. What fails is the last of them.
+    /// Runs `operation`, in which the point of number `fails_at` fails, if it is reached; returns
+    /// the names of the points that were passed, too. What fails is the last of them.
     pub(crate) fn run<T>(
         fails_at: Option<usize>,
         operation: impl FnOnce() -> T,

@@ -1,9 +1,11 @@
-//! Owns the word to the host that its processors are not to sleep for a moment: while a guest stands for a hand-over its threads
-//! wake each other a dozen times, and to wake a processor from its sleep takes some ten microseconds, or hundreds from a deep one.
+//! Owns the word to the host that its processors are not to sleep for a moment: while a guest
+//! stands for a hand-over its threads wake each other a dozen times, and to wake a processor from
+//! its sleep takes some ten microseconds, or hundreds from a deep one.
 //!
-//! The word is the kernel's `/dev/cpu_dma_latency` (PM QoS), which holds for all processors for as long as it is kept, and which by
-//! default only root may open. A thread of its own gives it and takes it back, so that a hand-over that hangs does not keep a host
-//! awake. Where the file can't be opened hand-overs take longer, and that is all.
+//! The word is the kernel's `/dev/cpu_dma_latency` (PM QoS), which holds for all processors for as
+//! long as it is kept, and which by default only root may open. A thread of its own gives it and
+//! takes it back, so that a hand-over that hangs does not keep a host awake. Where the file can't
+//! be opened hand-overs take longer, and that is all.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -30,8 +32,8 @@ pub fn open() -> io::Result<File> {
     OpenOptions::new().write(true).open(DEVICE)
 }
 
-/// Starts the thread that keeps processors awake by this `file` when a guest is handed over; without it they may sleep. The first
-/// of a process stays.
+/// Starts the thread that keeps processors awake by this `file` when a guest is handed over;
+/// without it they may sleep. The first of a process stays.
 pub fn start(file: File) -> io::Result<()> {
     let (tell, told) = mpsc::channel();
     sandbox::spawn(Class::Worker, "awake", move || obey(file, &told, LIMIT))?;

@@ -1,7 +1,7 @@
 //! The KVM machine of Driftline, and the threads backend for hosts without KVM.
 //!
-//! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_guest::Guest`] with a beginning
-//! and an end; both backends are one. Each line of the table may use those above it.
+//! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_guest::Guest`] with a
+//! beginning and an end; both backends are one. Each line of the table may use those above it.
 //!
 //! | modules | own |
 //! | --- | --- |

@@ -1,5 +1,6 @@
-//! What a set of dirty frames can be kept in other than the tracker's trees, for comparing: a list, as the rings hand the frames out,
-//! and a flat bitmap that is scanned, as VMMs without a tree do it.
+//! What a set of dirty frames can be kept in other than the tracker's trees, for comparing: a list,
+//! as the rings hand the frames out, and a flat bitmap that is scanned, as VMMs without a tree do
+//! it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -157,7 +158,8 @@ impl ListSet {
     }
 }
 
-/// A bit a frame of guest memory, all of which are looked at to find those that are set: word by word, eight words at a time.
+/// A bit a frame of guest memory, all of which are looked at to find those that are set: word by
+/// word, eight words at a time.
 #[derive(Debug)]
 pub struct FlatSet {
     places: Vec<Place>,

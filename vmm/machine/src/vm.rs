@@ -20,7 +20,8 @@ pub struct VcpuInfo {
     /// How long it was held back by migrations that it outran, ms.
     #[serde(default)]
     pub held_ms: u64,
-    /// The most entries that its dirty ring had when it was emptied, in the last second; none without a ring.
+    /// The most entries that its dirty ring had when it was emptied, in the last second; none
+    /// without a ring.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ring_peak_entries: Option<u64>,
 }

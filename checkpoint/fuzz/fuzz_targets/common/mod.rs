@@ -16,7 +16,8 @@ pub fn store_with(name: &str, bytes: &[u8]) -> MemoryDisk {
     disk
 }
 
-/// Whoever reads it, and whoever would write to it, survives. What verifies restores, but for what the guest says to it.
+/// Whoever reads it, and whoever would write to it, survives. What verifies restores, but for what
+/// the guest says to it.
 pub fn check(disk: MemoryDisk) {
     let Ok(store) = Store::with_backend(Box::new(disk.clone()), false) else { return };
     let verified = store.verify(|_, _| ());

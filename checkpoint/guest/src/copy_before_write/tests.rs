@@ -167,8 +167,9 @@ fn patient() -> Keeper {
     Keeper { last_read: WRITE_WAIT_LIMIT, ..Keeper::default() }
 }
 
-/// A write that waits only for the block that is being read when the guest is to stand: however the moments fall, it waits for that, and
-/// the epoch has what was there. A copier that does not come back from its read is not waited for.
+/// A write that waits only for the block that is being read when the guest is to stand: however the
+/// moments fall, it waits for that, and the epoch has what was there. A copier that does not come
+/// back from its read is not waited for.
 #[test]
 fn a_guest_that_is_to_stand_waits_for_the_read_that_is_under_way() {
     let (file, keeper) = (drive(64), Arc::new(patient()));
@@ -211,8 +212,9 @@ fn a_guest_that_is_to_stand_waits_for_the_read_that_is_under_way() {
     assert!(matches!(said, KeepError::Paused), "{said}");
 }
 
-/// The guest is told to stand, and goes on, at any moment of a copy under load: no epoch is lost where there is room for what is
-/// written over, and all of them have what was there at the instant.
+/// The guest is told to stand, and goes on, at any moment of a copy under load: no epoch is lost
+/// where there is room for what is written over, and all of them have what was there at the
+/// instant.
 #[test]
 fn standing_costs_no_epoch_where_there_is_room() {
     const BLOCKS: u64 = 512;

@@ -1,4 +1,5 @@
-//! A drive of a [`MemoryGuest`](super::MemoryGuest): a file in memory that a test writes to as a device would.
+//! A drive of a [`MemoryGuest`](super::MemoryGuest): a file in memory that a test writes to as a
+//! device would.
 
 use std::fs::File;
 use std::io;
@@ -93,7 +94,8 @@ impl TestDisk {
         self.unreadable.store(fail, SeqCst);
     }
 
-    /// Cuts its file off at so many bytes, as nobody should: what is behind cannot be read. Its size gives it back, as zeros.
+    /// Cuts its file off at so many bytes, as nobody should: what is behind cannot be read. Its
+    /// size gives it back, as zeros.
     pub fn cut(&self, bytes: u64) -> io::Result<()> {
         self.file.set_len(bytes)
     }

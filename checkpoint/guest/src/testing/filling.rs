@@ -1,4 +1,5 @@
-//! Memory of a test's guest that is being filled: the guest says so if somebody asks it for something meanwhile.
+//! Memory of a test's guest that is being filled: the guest says so if somebody asks it for
+//! something meanwhile.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};

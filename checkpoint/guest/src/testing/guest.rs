@@ -195,7 +195,8 @@ impl MemoryGuest {
         self.writers.iter().map(|w| w.steps.load(SeqCst)).sum()
     }
 
-    /// Writes to a frame as a device of the guest does, or one of its vCPUs: not while somebody keeps it as it is.
+    /// Writes to a frame as a device of the guest does, or one of its vCPUs: not while somebody
+    /// keeps it as it is.
     pub fn write(&self, gfn: Gfn, bytes: &[u8]) -> Result<(), GuestError> {
         self.protected.wait(gfn);
         let written = self.ram.write_slice(bytes, GuestAddress(gfn.gpa()));
@@ -338,7 +339,8 @@ impl Guest for MemoryGuest {
         })
     }
 
-    /// Keeps out its writers and those who [`write`](MemoryGuest::write); not who writes to its memory otherwise.
+    /// Keeps out its writers and those who [`write`](MemoryGuest::write); not who writes to its
+    /// memory otherwise.
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         self.faults.check(Op::Shield, "opening a shield")?;
         let (protected, faults) = (self.protected.clone(), self.faults.clone());

@@ -29,8 +29,8 @@ impl Protected {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns when `gfn` may be written to, as far as whoever stands at a pause is concerned: nobody protects frames in earnest
-    /// while a writer is between this and its write.
+    /// Returns when `gfn` may be written to, as far as whoever stands at a pause is concerned:
+    /// nobody protects frames in earnest while a writer is between this and its write.
     pub(super) fn wait(&self, gfn: Gfn) {
         let mut state = self.lock();
         while state.protected.contains(gfn) {

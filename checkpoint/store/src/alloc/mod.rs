@@ -7,14 +7,14 @@
 //! bitmap    one bit a slot, set where it is used                           what is true
 //! ```
 //!
-//! The idea is that of the percpu allocator's bitmap (Dennis Zhou, Linux 4.14, "percpu: replace area
-//! map allocator with bitmap"): metadata blocks of hints over a bitmap, brought up to date where
-//! something is allocated and, where it is freed, only as far as that costs nothing. Here a hint never promises more
-//! than there is. A block whose hints may promise less is *stale*, and is looked through before a
-//! request is refused or gets less than it asked for: so an answer is exact, and whoever frees pays
-//! the same in whatever order he does it. Unlike there runs may cross from one block into the next,
-//! a run's length is its owner's to remember, and blocks are found by a tree, since a page file may
-//! have millions of them.
+//! The idea is that of the percpu allocator's bitmap (Dennis Zhou, Linux 4.14, "percpu: replace
+//! area map allocator with bitmap"): metadata blocks of hints over a bitmap, brought up to date
+//! where something is allocated and, where it is freed, only as far as that costs nothing. Here a
+//! hint never promises more than there is. A block whose hints may promise less is *stale*, and is
+//! looked through before a request is refused or gets less than it asked for: so an answer is
+//! exact, and whoever frees pays the same in whatever order he does it. Unlike there runs may cross
+//! from one block into the next, a run's length is its owner's to remember, and blocks are found by
+//! a tree, since a page file may have millions of them.
 
 mod bits;
 mod block;
@@ -84,8 +84,8 @@ pub enum SlotError {
 /// The free and the used slots of one file.
 ///
 /// Allocating and freeing take O(log blocks) steps and a look at a block or two, which is 512 bytes
-/// each; a look through a block that has become stale comes on top, at most one for each run that was
-/// freed or taken. Memory: one bit and some hundredths a slot.
+/// each; a look through a block that has become stale comes on top, at most one for each run that
+/// was freed or taken. Memory: one bit and some hundredths a slot.
 ///
 /// ```
 /// use driftline_store::SlotRun;
@@ -165,9 +165,9 @@ impl Slots {
         }
     }
 
-    /// Takes `count` slots, 1 to [`MAX_RUN`], the first of which is a multiple of `align`, a power of
-    /// two up to [`MAX_RUN`]; the lowest known to be there. `None` if there are none, or if these
-    /// numbers are out of their bounds.
+    /// Takes `count` slots, 1 to [`MAX_RUN`], the first of which is a multiple of `align`, a power
+    /// of two up to [`MAX_RUN`]; the lowest known to be there. `None` if there are none, or if
+    /// these numbers are out of their bounds.
     pub fn allocate(&mut self, count: u32, align: u32) -> Option<SlotRun> {
         if !(1..=MAX_RUN).contains(&count) || !align.is_power_of_two() || align > MAX_RUN {
             return None;

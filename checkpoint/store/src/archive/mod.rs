@@ -1,7 +1,8 @@
 //! One epoch in one file, packed: to be kept, or sent elsewhere, and restored without a store.
 //!
-//! Its state stands in front of its memory, so a guest is built before the first frame is read; memory, and drives after it, come in records of at most
-//! 2 MiB, which several threads pack and unpack, so neither direction ever has more than a few of them.
+//! Its state stands in front of its memory, so a guest is built before the first frame is read;
+//! memory, and drives after it, come in records of at most 2 MiB, which several threads pack and
+//! unpack, so neither direction ever has more than a few of them.
 
 mod pack;
 mod records;
@@ -54,15 +55,17 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// Opens the file at `path` and looks through it from end to end: a file that was cut is refused here. The guest's state is read and
-    /// checked, its memory is not. Costs a read for each 2 MiB of memory, and as much memory as the state takes, 64 MiB at most.
+    /// Opens the file at `path` and looks through it from end to end: a file that was cut is
+    /// refused here. The guest's state is read and checked, its memory is not. Costs a read for
+    /// each 2 MiB of memory, and as much memory as the state takes, 64 MiB at most.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let io = |cause| StoreError::Io { what: "opening", path: path.to_owned(), cause };
         let file = File::open(path).map_err(io)?;
         Self::with_file(Box::new(file), path)
     }
 
-    /// As [`open`](Self::open), of a file that is something else than a file. `path` is for messages.
+    /// As [`open`](Self::open), of a file that is something else than a file. `path` is for
+    /// messages.
     pub fn with_file(file: Box<dyn StoreFile>, path: &Path) -> Result<Self, StoreError> {
         let begin = Place { at: 0, records: 0, digest: Digest(0) };
         let (header, begin) = Walk::new(&*file, path, begin)?.header()?;
@@ -117,7 +120,8 @@ impl Archive {
         Ok(Self { path: path.to_owned(), info, machine, sections, contents, file })
     }
 
-    /// Which epoch it is: `frames` are all of its memory, and of its drives, that are not zeros, `bytes` is the file's length.
+    /// Which epoch it is: `frames` are all of its memory, and of its drives, that are not zeros,
+    /// `bytes` is the file's length.
     pub fn info(&self) -> &EpochInfo {
         &self.info
     }
@@ -132,7 +136,8 @@ impl Archive {
         &self.path
     }
 
-    /// Reads and unpacks all of it, and compares all that can be compared: what this finds sound restores.
+    /// Reads and unpacks all of it, and compares all that can be compared: what this finds sound
+    /// restores.
     pub fn verify(&self) -> Result<VerifyReport, StoreError> {
         self.read(&Nowhere, 0)?;
         let EpochInfo { frames, bytes, .. } = self.info;
@@ -150,8 +155,9 @@ impl Archive {
         &self.sections
     }
 
-    /// Unpacks all frames of this object and those after it, on several threads, and hands them to `sink` once they are checked; of the others their records
-    /// are. The first error, as far as that can be said of several threads, ends it.
+    /// Unpacks all frames of this object and those after it, on several threads, and hands them to
+    /// `sink` once they are checked; of the others their records are. The first error, as far as
+    /// that can be said of several threads, ends it.
     pub fn read<S: Sink>(&self, sink: &S, from: u16) -> Result<(), S::Error> {
         let walk = Walk::new(&*self.file, &self.path, self.contents)?;
         let state = Mutex::new(Reading {
@@ -279,7 +285,8 @@ impl<E> Reading<'_, E> {
         }
     }
 
-    /// Replaces `piece` with what comes next; `false` at the end, once all has been found to add up.
+    /// Replaces `piece` with what comes next; `false` at the end, once all has been found to add
+    /// up.
     fn next(&mut self, piece: &mut Piece) -> Result<bool, StoreError> {
         let walk = &mut self.walk;
         let (head, end) = walk.head(&mut piece.payload)?;

@@ -31,9 +31,11 @@ const PAGE: usize = PAGE_SIZE as usize;
 const LEVEL: i32 = 3;
 
 impl Store {
-    /// Writes `epoch`, or the latest, to `file`, an empty one, as an archive: all of its state, and its memory packed by up to eight
-    /// threads, each with some 10 MiB, and then its drives likewise. `restore_archive` of `driftline-checkpoint` makes a guest of it. `path` is for messages. All
-    /// that is read is checked; after an error the file is of no use. Durable when it returns.
+    /// Writes `epoch`, or the latest, to `file`, an empty one, as an archive: all of its state, and
+    /// its memory packed by up to eight threads, each with some 10 MiB, and then its drives
+    /// likewise. `restore_archive` of `driftline-checkpoint` makes a guest of it. `path` is for
+    /// messages. All that is read is checked; after an error the file is of no use. Durable when it
+    /// returns.
     pub fn export_archive(
         &self,
         epoch: Option<u64>,
@@ -185,7 +187,8 @@ fn pack<'f>(
             let at = taken.fetch_add(1, Ordering::Relaxed);
             let Some(piece) = pieces.get(at) else { return };
             let packed = packer.pack(pages, epoch, piece, path);
-            // The thread that took the one before is at work on it, so this turn comes, unless that panics.
+            // The thread that took the one before is at work on it, so this turn comes, unless that
+            // panics.
             let others = |turn: &mut Turn| turn.next != at && !turn.panicked;
             let turn = is_next.wait_while(lock(&turn), others);
             let mut turn = turn.unwrap_or_else(PoisonError::into_inner);

@@ -82,8 +82,8 @@ pub(super) fn decode_head(
     Ok(head.bounded(limit(head.tag))?)
 }
 
-/// Replaces `payload` with frames of one object, ascending by number, at most [`MAX_FRAMES`]: where they are, the checksums of their contents, and
-/// those, `packed`.
+/// Replaces `payload` with frames of one object, ascending by number, at most [`MAX_FRAMES`]: where
+/// they are, the checksums of their contents, and those, `packed`.
 pub(super) fn encode_contents(
     runs: &[FrameRun],
     crcs: impl Iterator<Item = u32>,
@@ -110,8 +110,8 @@ pub(super) struct Contents<'p> {
     pub(super) packed: &'p [u8],
 }
 
-/// Takes apart the payload of a record of contents of `object`; `runs` are replaced with its own. `before` is the last run of the record
-/// before.
+/// Takes apart the payload of a record of contents of `object`; `runs` are replaced with its own.
+/// `before` is the last run of the record before.
 pub(super) fn decode_contents<'p>(
     payload: &'p [u8],
     object: u16,

@@ -1,4 +1,5 @@
-//! An archive's records, one after the other. The file is hostile: every length is bounded before it is believed.
+//! An archive's records, one after the other. The file is hostile: every length is bounded before
+//! it is believed.
 
 use std::io;
 use std::path::Path;
@@ -72,8 +73,8 @@ impl<'f> Walk<'f> {
         StoreError::Damaged { file: self.path.to_owned(), offset: at, damage }
     }
 
-    /// The head of the next record that this program knows, or must; the file has all of its payload. At the end, which is compared
-    /// with what came before it, what it says.
+    /// The head of the next record that this program knows, or must; the file has all of its
+    /// payload. At the end, which is compared with what came before it, what it says.
     pub(super) fn head(
         &mut self,
         payload: &mut Vec<u8>,
@@ -121,7 +122,8 @@ impl<'f> Walk<'f> {
         }
     }
 
-    /// The payload of the record whose head was read last, checked. It takes as much memory as its head was allowed to say.
+    /// The payload of the record whose head was read last, checked. It takes as much memory as its
+    /// head was allowed to say.
     pub(super) fn payload(
         &self,
         head: &RecordHead,

@@ -248,7 +248,8 @@ impl MemoryDisk {
         (disk.held, disk.held_file) = (held, None);
     }
 
-    /// Syncs of the file of this name wait, until [`hold_syncs`](Self::hold_syncs) is called with `false`.
+    /// Syncs of the file of this name wait, until [`hold_syncs`](Self::hold_syncs) is called with
+    /// `false`.
     pub fn hold_syncs_of(&self, name: &str) {
         self.lock().held_file = Some(name.to_owned());
     }
@@ -515,7 +516,8 @@ impl StoreFile for MemoryFile {
         Ok(())
     }
 
-    /// About what was written before it began; when it fails that is lost. A disk that has stopped may have it, or not.
+    /// About what was written before it began; when it fails that is lost. A disk that has stopped
+    /// may have it, or not.
     fn sync(&self) -> io::Result<()> {
         let changed = self.changed();
         std::thread::sleep(self.lock().sync_takes);

@@ -1,4 +1,5 @@
-//! One file of a disk in memory: what it reads as, what is durable of it, and what was done in between.
+//! One file of a disk in memory: what it reads as, what is durable of it, and what was done in
+//! between.
 
 use std::ops::Range;
 
@@ -57,8 +58,8 @@ impl Inode {
         self.settled + self.changes.len() as u64
     }
 
-    /// The first `changed` changes are durable, or lost if their sync has failed: they stay readable, and no later sync is
-    /// about them.
+    /// The first `changed` changes are durable, or lost if their sync has failed: they stay
+    /// readable, and no later sync is about them.
     pub(super) fn settle(&mut self, changed: u64, durable: bool) {
         let count = changed.saturating_sub(self.settled) as usize;
         self.settled += count as u64;

@@ -1,4 +1,5 @@
-//! A disk for a store that forgets what was not synced, and stores' files made to agree with themselves again.
+//! A disk for a store that forgets what was not synced, and stores' files made to agree with
+//! themselves again.
 
 mod disk;
 mod inode;

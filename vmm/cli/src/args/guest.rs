@@ -192,8 +192,8 @@ pub(crate) struct DeviceArgs {
     /// not be known to be another disk than the source's (by a file's inode and birth time, a
     /// device's WWID or serial number). identity=any accepts it all the same: for a copy, or for
     /// storage whose hosts number files differently. With copy the disk's content is received, too
-    /// (send-migration
-    /// --copy-disks): FILE is created, or holds no data, and is removed if the guest does not arrive.
+    /// (send-migration --copy-disks): FILE is created, or holds no data, and is removed if the
+    /// guest does not arrive.
     #[arg(long = "disk", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) disks: Vec<DiskSpec>,
     /// Tap for a network interface: tap=NAME[,id=NAME]

@@ -1,5 +1,5 @@
-//! Owns the demo's VMM processes: each is this binary, with its own socket, serial file and stderr file,
-//! and ends with the demo, however that ends.
+//! Owns the demo's VMM processes: each is this binary, with its own socket, serial file and stderr
+//! file, and ends with the demo, however that ends.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -29,8 +29,8 @@ pub(super) struct Vmm {
 }
 
 impl Vmm {
-    /// Starts `args` as life `name` of the guest. The caller's thread must live as long as the demo:
-    /// the process is killed when that thread ends.
+    /// Starts `args` as life `name` of the guest. The caller's thread must live as long as the
+    /// demo: the process is killed when that thread ends.
     pub(super) fn start(dir: &Path, name: &str, args: &[&str]) -> Result<Self, StepError> {
         let file = |end: &str| dir.join(format!("{name}.{end}"));
         let (socket, serial, stderr) = (file("sock"), file("serial"), file("stderr"));

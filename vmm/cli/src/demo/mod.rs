@@ -1,6 +1,6 @@
-//! `driftline demo`: one guest's three lives. It is launched and checkpointed, its VMM is killed, it is
-//! restored in a second process, live-migrated to a third, and stopped there; it checks its own memory
-//! all the while.
+//! `driftline demo`: one guest's three lives. It is launched and checkpointed, its VMM is killed,
+//! it is restored in a second process, live-migrated to a third, and stopped there; it checks its
+//! own memory all the while.
 
 mod child;
 mod figures;

@@ -1,4 +1,5 @@
-//! Owns the conversation of `top` with a driftline: it begins a watch as soon as there is a guest, and asks for one window after another.
+//! Owns the conversation of `top` with a driftline: it begins a watch as soon as there is a guest,
+//! and asks for one window after another.
 
 use std::time::Duration;
 

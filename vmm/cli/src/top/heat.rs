@@ -1,4 +1,5 @@
-//! Owns the heat map: guest memory as cells of one size in rows, each as hot as it is written, on a logarithmic scale.
+//! Owns the heat map: guest memory as cells of one size in rows, each as hot as it is written, on a
+//! logarithmic scale.
 
 use driftline_control::model::WatchPage;
 use ratatui::buffer::Buffer;
@@ -85,7 +86,8 @@ pub(super) struct Cells {
 }
 
 impl Cells {
-    /// At most so many, with the bins of `page` (one cell each, if that is more than there are bins).
+    /// At most so many, with the bins of `page` (one cell each, if that is more than there are
+    /// bins).
     pub(super) fn new(page: &WatchPage, most: usize) -> Self {
         let together = page.bin_frames.len().div_ceil(most.max(1)).next_power_of_two();
         let per_second = 1e3 / page.window_ms.max(1e-6) * 4096.0;
@@ -97,14 +99,16 @@ impl Cells {
         }
     }
 
-    /// The rates from which a cell is of the first level, and of the last: one frame in a second, and all of them; in the window, if
-    /// that is longer, because no cell can be hotter than all of it in each.
+    /// The rates from which a cell is of the first level, and of the last: one frame in a second,
+    /// and all of them; in the window, if that is longer, because no cell can be hotter than all of
+    /// it in each.
     fn scale(&self) -> (f64, f64) {
         let window_s = self.window_s.max(1.0);
         (4096.0 / window_s, (self.bytes as f64).max(4096.0) / window_s)
     }
 
-    /// How hot a cell with this rate is: 0, if nothing was written, or from 1 to 9, each level so many times the one before.
+    /// How hot a cell with this rate is: 0, if nothing was written, or from 1 to 9, each level so
+    /// many times the one before.
     pub(super) fn level(&self, rate: u64) -> usize {
         if rate == 0 {
             return 0;
@@ -115,7 +119,8 @@ impl Cells {
         if most <= least {
             return SIGNS.len();
         }
-        // A hair more, for a rate that is just a level's in a window that was measured a little too long.
+        // A hair more, for a rate that is just a level's in a window that was measured a little too
+        // long.
         let part = (rate as f64 * 1.05 / least).ln() / (most / least).ln();
         1 + (part * steps).floor().clamp(0.0, steps) as usize
     }

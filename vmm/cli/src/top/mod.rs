@@ -1,6 +1,8 @@
-//! Owns `driftline top`: a live view of where, how fast and by whom a guest's memory is written, and of what its jobs are doing.
+//! Owns `driftline top`: a live view of where, how fast and by whom a guest's memory is written,
+//! and of what its jobs are doing.
 //!
-//! `feed` asks the driftline, `view` keeps what was answered, and `screen` draws that, with `heat`: a pure function of the view.
+//! `feed` asks the driftline, `view` keeps what was answered, and `screen` draws that, with `heat`:
+//! a pure function of the view.
 
 mod feed;
 mod heat;
@@ -51,7 +53,8 @@ pub(super) fn top(args: &TopArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints one look, or one after another until the guest's end or that of whoever reads; the page that told the guest's.
+/// Prints one look, or one after another until the guest's end or that of whoever reads; the page
+/// that told the guest's.
 async fn printed(client: Client, args: &TopArgs) -> Result<Option<Box<WatchPage>>, Failure> {
     let mut feed = Feed::new(client);
     let result = print_looks(&mut feed, args).await;

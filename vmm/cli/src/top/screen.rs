@@ -141,7 +141,8 @@ impl Screen<'_> {
         };
         let text = Paragraph::new(said.text.as_str()).wrap(Wrap { trim: true }).style(style);
         let length = said.text.chars().count();
-        // Words that do not fit go to the next line: somewhat more than the letters alone would need.
+        // Words that do not fit go to the next line: somewhat more than the letters alone would
+        // need.
         let lines =
             (length + length / 8).div_ceil(usize::from(left.width.max(1))).clamp(1, 3) as u16;
         if left.height > lines {

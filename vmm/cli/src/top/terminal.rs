@@ -1,4 +1,5 @@
-//! Owns the terminal while `top` has it: the screen, the keys, and that it is as it was on every way out.
+//! Owns the terminal while `top` has it: the screen, the keys, and that it is as it was on every
+//! way out.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,8 @@ pub(super) async fn live(
     client: Client,
     interval: Duration,
 ) -> Result<Option<Box<WatchPage>>, Failure> {
-    // Before the terminal is touched: a socket that nobody listens on is said on the terminal as it is.
+    // Before the terminal is touched: a socket that nobody listens on is said on the terminal as it
+    // is.
     let mut feed = Feed::new(client);
     let first = feed.next(crate::args::SHORTEST_INTERVAL).await?;
     let mut signals = Signals::new()?;
@@ -140,7 +142,8 @@ fn keys() -> mpsc::Receiver<Event> {
     told
 }
 
-/// The terminal, raw and on its other screen; as it was when this is dropped, and before a panic is told.
+/// The terminal, raw and on its other screen; as it was when this is dropped, and before a panic is
+/// told.
 struct Taken(ratatui::DefaultTerminal);
 
 impl Taken {

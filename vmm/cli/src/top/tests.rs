@@ -23,8 +23,8 @@ use super::screen::Screen;
 use super::view::View;
 use super::{last_words, terminal, text_of};
 
-/// A guest of 1 GiB whose bins have 64 frames, with these figures for each vCPU; it wrote all of the frames from
-/// 256 to 272 MiB, and four frames in the last bin, in half a second.
+/// A guest of 1 GiB whose bins have 64 frames, with these figures for each vCPU; it wrote all of
+/// the frames from 256 to 272 MiB, and four frames in the last bin, in half a second.
 fn page(vcpu: Vec<VcpuWindow>) -> WatchPage {
     let mut bin_frames = vec![0; 4096];
     bin_frames[1024..1088].fill(64);

@@ -1,4 +1,5 @@
-//! Owns what `top` knows: the last answer, what came before it as far as it is drawn, and how the person at the keyboard wants to see it.
+//! Owns what `top` knows: the last answer, what came before it as far as it is drawn, and how the
+//! person at the keyboard wants to see it.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -46,7 +47,8 @@ impl View {
         }
     }
 
-    /// Takes an answer in, and gives back one that tells the guest's end. Nothing new is shown while the view is paused.
+    /// Takes an answer in, and gives back one that tells the guest's end. Nothing new is shown
+    /// while the view is paused.
     pub(super) fn take(&mut self, update: Update) -> Option<Box<WatchPage>> {
         if let Update::Page(page) = &update {
             let state = page.info.state;

@@ -1,4 +1,5 @@
-//! What the tests of the binary share: a process that does not outlive its test, and its guest's lines.
+//! What the tests of the binary share: a process that does not outlive its test, and its guest's
+//! lines.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::fs::DirEntry;

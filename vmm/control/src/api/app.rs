@@ -19,9 +19,9 @@ type Hook = Box<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 /// Time for storing the decision that a guest runs here, and for resuming it.
 const DECISION_LIMIT: Duration = Duration::from_secs(5);
 /// Upper bound on taking over a guest once its source has handed it over: copies of disks are given
-/// up to the devices, which then take their files, side by side. Either fails if it takes longer. To
-/// release the files again then takes no time: nothing was written to them here that would have to be
-/// made durable. In all, less than the 30 s for which a client waits by default.
+/// up to the devices, which then take their files, side by side. Either fails if it takes longer.
+/// To release the files again then takes no time: nothing was written to them here that would have
+/// to be made durable. In all, less than the 30 s for which a client waits by default.
 const TAKE_OVER_LIMIT: Duration =
     ACQUIRE_LIMIT.saturating_add(driftline_migrate::YIELD_LIMIT).saturating_add(DECISION_LIMIT);
 /// Interval between requests to end the wait for a guest, while they are refused.

@@ -1,5 +1,5 @@
-//! What the API shows of a guest's devices, with Firecracker's names where it has the thing. They are
-//! chosen when the guest is started, and stay.
+//! What the API shows of a guest's devices, with Firecracker's names where it has the thing. They
+//! are chosen when the guest is started, and stay.
 
 use axum::Json;
 use axum::extract::{Path, State};

@@ -1,7 +1,9 @@
-//! `/dirty/watch`: what a guest writes, for somebody who looks on: where, how fast, by whom, and what its jobs are doing.
+//! `/dirty/watch`: what a guest writes, for somebody who looks on: where, how fast, by whom, and
+//! what its jobs are doing.
 //!
-//! `POST` begins a watch, which has a subscription of its own; each `GET` of it answers with what was written since the one before, and
-//! `DELETE` ends it. One that nobody asks any more ends by itself: a client that dies must not leave the guest's writes followed for ever.
+//! `POST` begins a watch, which has a subscription of its own; each `GET` of it answers with what
+//! was written since the one before, and `DELETE` ends it. One that nobody asks any more ends by
+//! itself: a client that dies must not leave the guest's writes followed for ever.
 
 use std::time::Duration;
 

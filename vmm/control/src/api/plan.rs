@@ -1,4 +1,5 @@
-//! `POST /migration/plan`: what a migration of this guest, and checkpoints of it, would come to. Nothing is begun.
+//! `POST /migration/plan`: what a migration of this guest, and checkpoints of it, would come to.
+//! Nothing is begun.
 
 use std::time::Duration;
 

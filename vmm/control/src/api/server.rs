@@ -207,8 +207,8 @@ impl Signals {
 }
 
 /// Has the calling thread, and those that it starts, take no signal that ends the process. The
-/// kernel gives a signal to the main thread if that may take it, even one that waits for a disk that
-/// never answers: then no other thread would hear of it.
+/// kernel gives a signal to the main thread if that may take it, even one that waits for a disk
+/// that never answers: then no other thread would hear of it.
 fn leave_signals_to_others() {
     let mut set = MaybeUninit::<libc::sigset_t>::zeroed();
     // SAFETY: the set is this function's own; `sigemptyset` initializes it.
@@ -229,9 +229,9 @@ fn is_ignored(signal: libc::c_int) -> bool {
     asked == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }
 
-/// A signal asks for a clean end. The next one, [`SAME_REQUEST`] later or more, does not wait for that
-/// end: the process ends at once. Where the first one was refused, the next one asks again; where that
-/// is refused, too, a third one ends the process.
+/// A signal asks for a clean end. The next one, [`SAME_REQUEST`] later or more, does not wait for
+/// that end: the process ends at once. Where the first one was refused, the next one asks again;
+/// where that is refused, too, a third one ends the process.
 async fn forward(mut signals: Signals, app: Arc<App>) {
     let mut asked: Option<Instant> = None;
     let refusals = Arc::new(AtomicU32::new(0));

@@ -31,7 +31,8 @@ pub struct CheckpointRequest {
     /// There must be no store yet: the directory does not exist, or is empty.
     #[serde(default)]
     pub new_store: bool,
-    /// What becomes of disks that the guest can write to; without it, or with null, they are in the epochs.
+    /// What becomes of disks that the guest can write to; without it, or with null, they are in the
+    /// epochs.
     #[serde(default)]
     pub disks: Option<DisksPolicy>,
 }
@@ -110,7 +111,8 @@ pub struct EpochLine {
     pub pause_us: u64,
     /// Those of its frames that were copied while the guest ran on after the pause.
     pub behind_frames: u64,
-    /// How often the guest or one of its devices waited to write to a frame that was kept as it was.
+    /// How often the guest or one of its devices waited to write to a frame that was kept as it
+    /// was.
     pub waits: u64,
     /// For how long one of them did.
     pub waited_us: u64,

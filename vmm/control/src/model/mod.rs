@@ -1,4 +1,5 @@
-//! The JSON that crosses the API socket, for the server and for the command line that is its client.
+//! The JSON that crosses the API socket, for the server and for the command line that is its
+//! client.
 //!
 //! Numbers have their unit in their name. Requests refuse fields that they do not know, so that a
 //! misspelt option is not silently a default.

@@ -17,7 +17,8 @@ pub const MAX_BINS: u32 = 4096;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WatchRequest {
-    /// Ranges that memory is divided into, at most; from 1 to [`MAX_BINS`], 1024 if nothing is said.
+    /// Ranges that memory is divided into, at most; from 1 to [`MAX_BINS`], 1024 if nothing is
+    /// said.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bins: Option<u32>,
 }
@@ -29,7 +30,8 @@ pub struct WatchBegun {
     pub watch: u64,
 }
 
-/// `GET /dirty/watch?watch=N&wait_ms=N`: as soon as `wait_ms` have passed since the answer before, or the guest has ended.
+/// `GET /dirty/watch?watch=N&wait_ms=N`: as soon as `wait_ms` have passed since the answer before,
+/// or the guest has ended.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct WatchPage {
     /// The watch's number.
@@ -74,14 +76,16 @@ pub struct MemoryRange {
 /// What a vCPU did in a window.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct VcpuWindow {
-    /// Frames that it made dirty, where that is known. A frame counts again for each of those who follow the guest's writes (checkpoints, a
-    /// migration) whenever they begin anew, so that these can be more than the window's frames.
+    /// Frames that it made dirty, where that is known. A frame counts again for each of those who
+    /// follow the guest's writes (checkpoints, a migration) whenever they begin anew, so that these
+    /// can be more than the window's frames.
     pub dirtied_frames: Option<u64>,
     /// Exits to the VMM.
     pub exits: u64,
     /// Of these, exits because the dirty ring was full.
     pub ring_full_exits: u64,
-    /// The most entries that its ring had when it was emptied, in the last second, where it has one.
+    /// The most entries that its ring had when it was emptied, in the last second, where it has
+    /// one.
     pub ring_peak_entries: Option<u64>,
     /// How long it was held back, ms.
     pub held_ms: u64,

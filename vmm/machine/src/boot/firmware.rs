@@ -50,8 +50,8 @@ pub(crate) fn generation_frame() -> Gfn {
     Gfn::containing(map::GENERATION_ID.0)
 }
 
-/// Gives the guest a new generation ID: it goes on from a state from which others may go on too, and
-/// must not draw the same random numbers. The frame is marked dirty like every other write.
+/// Gives the guest a new generation ID: it goes on from a state from which others may go on too,
+/// and must not draw the same random numbers. The frame is marked dirty like every other write.
 pub(crate) fn renew_generation_id(memory: &Memory) -> Result<(), vm_memory::GuestMemoryError> {
     let at = GuestAddress(map::GENERATION_ID.0);
     memory.ram().write_slice(&fresh_generation_id(), at)

@@ -1,4 +1,5 @@
-//! A hostile kernel file: refused in a sentence, or loaded where memory is, and left there as it was.
+//! A hostile kernel file: refused in a sentence, or loaded where memory is, and left there as it
+//! was.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 
 use std::io::Cursor;

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::size::parse_size;
 
-/// A memory balloon: what is asked for as `[size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]`.
+/// A memory balloon: what is asked for as
+/// `[size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BalloonConfig {
     /// What shall be in it at first: whole frames, at most the guest's memory.

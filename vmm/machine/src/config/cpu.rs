@@ -19,8 +19,8 @@ pub enum CpuModel {
     /// All that the host's KVM can show.
     #[default]
     Host,
-    /// x86-64-v2 and no more, so that the guest can move between unlike hosts of one vendor. At most
-    /// 1 TiB of guest addresses.
+    /// x86-64-v2 and no more, so that the guest can move between unlike hosts of one vendor. At
+    /// most 1 TiB of guest addresses.
     Baseline,
 }
 

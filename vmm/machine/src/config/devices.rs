@@ -61,9 +61,11 @@ pub struct DiskConfig {
     pub serial: String,
     /// What the guest sees of the file: whole sectors of 512 bytes.
     pub bytes: u64,
-    /// The block that the guest is told of, a power of two of bytes: reads and writes of whole ones suit the file best.
+    /// The block that the guest is told of, a power of two of bytes: reads and writes of whole ones
+    /// suit the file best.
     pub block_bytes: u32,
-    /// Which disk it is, where that is known. Of a configuration that has come from elsewhere: there.
+    /// Which disk it is, where that is known. Of a configuration that has come from elsewhere:
+    /// there.
     pub identity: Option<DiskIdentity>,
 }
 

@@ -31,7 +31,8 @@ impl DiskIdentity {
         known.check().is_ok().then_some(known)
     }
 
-    /// Whether `other` is certainly another disk: the time at which a file was made counts where both hosts say it.
+    /// Whether `other` is certainly another disk: the time at which a file was made counts where
+    /// both hosts say it.
     pub fn differs(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::File { inode: a, born_ns: x }, Self::File { inode: b, born_ns: y }) => {

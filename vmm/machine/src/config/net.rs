@@ -1,4 +1,5 @@
-//! Network interfaces and the vsock, as a configuration has them and as the command line gives them.
+//! Network interfaces and the vsock, as a configuration has them and as the command line gives
+//! them.
 
 use std::fmt;
 use std::path::PathBuf;

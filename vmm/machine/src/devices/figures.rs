@@ -1,5 +1,5 @@
-//! What devices have done for their guest since this process has it: each figure by itself, written by
-//! the device's thread and read by anyone.
+//! What devices have done for their guest since this process has it: each figure by itself, written
+//! by the device's thread and read by anyone.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

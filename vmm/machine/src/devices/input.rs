@@ -1,5 +1,5 @@
-//! COM1's input: standard input, read by a thread of its own, into the port's FIFO as far as there is
-//! room. No vCPU ever waits for it.
+//! COM1's input: standard input, read by a thread of its own, into the port's FIFO as far as there
+//! is room. No vCPU ever waits for it.
 //!
 //! | standard input | what happens |
 //! | --- | --- |
@@ -7,8 +7,8 @@
 //! | a pipe, socket or file | its bytes, once the guest listens by interrupt: drivers throw away what came before |
 //! | anything else | not read |
 //!
-//! What the guest does not take waits: of a pipe by not being read, of a terminal in a small buffer,
-//! behind which keys are lost.
+//! What the guest does not take waits: of a pipe by not being read, of a terminal in a small
+//! buffer, behind which keys are lost.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

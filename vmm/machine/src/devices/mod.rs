@@ -101,8 +101,8 @@ impl Bus {
         &self.virtio
     }
 
-    /// A guest's write to an address where it has no memory. Whether a device is at work on it: then
-    /// what `done` gives says when it no longer is, and the guest goes on.
+    /// A guest's write to an address where it has no memory. Whether a device is at work on it:
+    /// then what `done` gives says when it no longer is, and the guest goes on.
     pub(crate) fn write_mmio(&self, addr: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
         self.virtio.write(addr, data, done)
     }
@@ -122,11 +122,11 @@ impl Bus {
         &self.power
     }
 
-    /// A guest's write: one access of `width` bytes, or, from a string instruction, several to the same port. Gives
-    /// the reason if it ends the machine.
+    /// A guest's write: one access of `width` bytes, or, from a string instruction, several to the
+    /// same port. Gives the reason if it ends the machine.
     ///
-    /// The registers behind these ports are bytes, but for PM1's. As on a PC, a wider access is one of a byte to each of
-    /// as many ports.
+    /// The registers behind these ports are bytes, but for PM1's. As on a PC, a wider access is one
+    /// of a byte to each of as many ports.
     pub fn write(&self, port: u16, width: usize, data: &[u8]) -> Option<EndReason> {
         data.chunks(width.max(1)).find_map(|access| {
             if PM1.contains(&port) {

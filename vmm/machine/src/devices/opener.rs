@@ -1,9 +1,9 @@
-//! Opens by name what devices need while their guest lives: a tap that is attached to again, a program's
-//! socket that the guest asks for. The devices' own threads know no files by their names and make no
-//! sockets (see [`sandbox`](crate::sandbox)).
+//! Opens by name what devices need while their guest lives: a tap that is attached to again, a
+//! program's socket that the guest asks for. The devices' own threads know no files by their names
+//! and make no sockets (see [`sandbox`](crate::sandbox)).
 //!
-//! One thread does it for all devices of a machine, with the rights of whoever built the machine. A device waits
-//! for it; it waits for nobody, and is asked for nothing that blocks.
+//! One thread does it for all devices of a machine, with the rights of whoever built the machine. A
+//! device waits for it; it waits for nobody, and is asked for nothing that blocks.
 
 use std::io;
 use std::sync::mpsc::{self, Sender};
@@ -42,8 +42,8 @@ impl Opener {
         answered.ok_or_else(|| io::Error::other("the thread that opens files has ended"))
     }
 
-    /// Keeps `thing` for its owner: when that is dropped, `thing` is dropped there, and the drop waits
-    /// for it. For what is taken down by name.
+    /// Keeps `thing` for its owner: when that is dropped, `thing` is dropped there, and the drop
+    /// waits for it. For what is taken down by name.
     pub(crate) fn keep<T: Send + 'static>(&self, thing: T) -> Kept<T> {
         Kept { thing: Some(thing), opener: self.clone() }
     }

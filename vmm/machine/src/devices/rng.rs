@@ -12,7 +12,8 @@ const QUEUE_SIZE: u16 = 64;
 /// Bytes given for one chain at most: a driver may ask for 4 GiB, and asks again for more.
 const MOST: u32 = 4096;
 
-/// The device. It has no state: what it gave is the guest's, and what it gives next is nobody's yet.
+/// The device. It has no state: what it gave is the guest's, and what it gives next is nobody's
+/// yet.
 #[derive(Debug, Default)]
 pub(super) struct Rng;
 

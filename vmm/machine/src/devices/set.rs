@@ -27,9 +27,9 @@ use crate::memory::{Kept, Memory};
 
 /// How long a pause waits for requests that are under way in a device.
 const STALL_LIMIT: Duration = Duration::from_secs(10);
-/// How long devices may take, side by side, to make durable what the guest wrote and to release their
-/// files, and how long to acquire them, which drops cached pages of theirs. The guest is paused
-/// meanwhile: storage that needs longer is too slow to hand the guest over now.
+/// How long devices may take, side by side, to make durable what the guest wrote and to release
+/// their files, and how long to acquire them, which drops cached pages of theirs. The guest is
+/// paused meanwhile: storage that needs longer is too slow to hand the guest over now.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
 /// Upper bound on acquiring the files of all devices where it succeeds, or fails at a stuck device.
 pub const ACQUIRE_LIMIT: Duration = RELEASE_LIMIT.saturating_add(GRACE);
@@ -80,8 +80,9 @@ pub struct Drive {
 }
 
 impl Drive {
-    /// Makes durable what the guest has written to these, while it runs; whether that was done within `limit`. What is not
-    /// done then goes on. Of an error, a sentence, the guest is told at its next flush.
+    /// Makes durable what the guest has written to these, while it runs; whether that was done
+    /// within `limit`. What is not done then goes on. Of an error, a sentence, the guest is told at
+    /// its next flush.
     pub fn flush(drives: &[Self], limit: Duration) -> Result<bool, String> {
         flush_all(drives.iter().map(|drive| &drive.flusher), limit)
     }
@@ -151,9 +152,9 @@ impl DeviceSet {
         set
     }
 
-    /// The devices of `config`, the configuration of `guest`, standing. With `acquire` they hold what only
-    /// one host may hold; else nobody else holds it, but for the host that the guest comes from. The files of the disks
-    /// `made_here` are copies that were made for this guest.
+    /// The devices of `config`, the configuration of `guest`, standing. With `acquire` they hold
+    /// what only one host may hold; else nobody else holds it, but for the host that the guest
+    /// comes from. The files of the disks `made_here` are copies that were made for this guest.
     pub(crate) fn build(
         config: &MachineConfig,
         memory: &Memory,
@@ -244,7 +245,8 @@ impl DeviceSet {
         Ok(())
     }
 
-    /// Notes in `devices`, the configuration's, which disks are here: the next host is to have the same.
+    /// Notes in `devices`, the configuration's, which disks are here: the next host is to have the
+    /// same.
     pub(crate) fn note_disks(&self, devices: &mut [DeviceConfig]) {
         for disk in disks_mut(devices) {
             if let Some(open) = self.files.iter().find(|open| open.disk == disk.id) {
@@ -295,8 +297,8 @@ impl DeviceSet {
         }
     }
 
-    /// A guest's write to an address where no memory is. Whether a device is at work on it: then what
-    /// `done` gives says when it no longer is.
+    /// A guest's write to an address where no memory is. Whether a device is at work on it: then
+    /// what `done` gives says when it no longer is.
     pub(crate) fn write(&self, addr: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
         self.at(addr).is_some_and(|(device, offset)| device.write(offset, data, done))
     }
@@ -306,8 +308,9 @@ impl DeviceSet {
         Some((self.devices.get(index)?, offset))
     }
 
-    /// The guest is to stand, or, if nothing comes of that before [`quiesce`](Self::quiesce), it is not: a disk that waits for an epoch does not
-    /// hear us, nor, while a vCPU waits for it, does that. To be said before any vCPU is told to stand.
+    /// The guest is to stand, or, if nothing comes of that before [`quiesce`](Self::quiesce), it is
+    /// not: a disk that waits for an epoch does not hear us, nor, while a vCPU waits for it, does
+    /// that. To be said before any vCPU is told to stand.
     pub(crate) fn hurry(&self, hurry: bool) {
         self.sources.iter().for_each(|disk| disk.hurry(hurry));
     }
@@ -343,9 +346,9 @@ impl DeviceSet {
     }
 
     /// Takes what only one host may hold. If one device cannot, none holds anything, and no peer
-    /// reaches the guest here; but a disk of a guest that has run here stays locked if what the guest
-    /// wrote cannot be made durable. A stuck device releases what it takes as soon as its backend
-    /// answers, and is not waited for.
+    /// reaches the guest here; but a disk of a guest that has run here stays locked if what the
+    /// guest wrote cannot be made durable. A stuck device releases what it takes as soon as its
+    /// backend answers, and is not waited for.
     pub(crate) fn acquire(&self) -> Result<(), String> {
         let deadline = Instant::now() + self.limits.release;
         // Side by side: each may wait for its storage.
@@ -382,8 +385,8 @@ impl DeviceSet {
         asked.into_iter().map(|asked| asked.wait()?).fold(Ok(()), Result::and)
     }
 
-    /// Releases what peers reach the guest by. Returns what came for it late, by device, encoded in at
-    /// most [`MAX_LATE`] bytes. All devices are tried; the error is the first one's.
+    /// Releases what peers reach the guest by. Returns what came for it late, by device, encoded in
+    /// at most [`MAX_LATE`] bytes. All devices are tried; the error is the first one's.
     pub(crate) fn detach(&self) -> Result<Vec<u8>, String> {
         let mut room = MAX_LATE - LATE_HEADS * self.devices.len();
         let mut late = BTreeMap::new();
@@ -402,7 +405,8 @@ impl DeviceSet {
         postcard::to_stdvec(&late).map_err(|e| e.to_string())
     }
 
-    /// Has peers reach the guest here. All devices are tried, also if there is no sense in what came late.
+    /// Has peers reach the guest here. All devices are tried, also if there is no sense in what
+    /// came late.
     pub(crate) fn attach(&self, late: &[u8]) -> Result<(), String> {
         let decoded = match late.is_empty() {
             true => Ok((BTreeMap::new(), &[][..])),

@@ -9,8 +9,8 @@ use rustix::time::{
     timerfd_settime,
 };
 
-/// Readable once its time has come. Looking never waits: the time may have been taken back since it was
-/// seen to have come.
+/// Readable once its time has come. Looking never waits: the time may have been taken back since it
+/// was seen to have come.
 #[derive(Debug)]
 pub(super) struct Timer(OwnedFd);
 

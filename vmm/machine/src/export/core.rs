@@ -1,5 +1,5 @@
-//! Owns a stored guest as an ELF core, which gdb and crash open: memory by guest physical address, and the registers of every
-//! vCPU as notes.
+//! Owns a stored guest as an ELF core, which gdb and crash open: memory by guest physical address,
+//! and the registers of every vCPU as notes.
 //!
 //! ```text
 //! ELF header, program headers      PT_NOTE, and a PT_LOAD a memory slot: physical and virtual address are the guest's physical one
@@ -7,8 +7,9 @@
 //! memory                           slot after slot; frames that were never written are holes in the file
 //! ```
 //!
-//! NT_PRSTATUS is `struct elf_prstatus` of Linux on x86-64. The notes named QEMU are those of its `dump-guest-memory`: crash finds
-//! a kernel that was moved (KASLR) by the page tables and interrupt table in there.
+//! NT_PRSTATUS is `struct elf_prstatus` of Linux on x86-64. The notes named QEMU are those of its
+//! `dump-guest-memory`: crash finds a kernel that was moved (KASLR) by the page tables and
+//! interrupt table in there.
 
 use std::fs::File;
 use std::io;
@@ -200,7 +201,8 @@ pub(crate) struct CoreFile {
 }
 
 impl CoreFile {
-    /// Writes everything but memory to `file`, which is empty, and gives it its full length: memory is a hole so far.
+    /// Writes everything but memory to `file`, which is empty, and gives it its full length: memory
+    /// is a hole so far.
     pub(crate) fn begin(file: &File, layout: &Layout, cpus: &[Registers]) -> io::Result<Self> {
         let notes = notes(cpus);
         let mut head = Vec::new();

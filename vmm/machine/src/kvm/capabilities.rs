@@ -125,15 +125,16 @@ impl Capabilities {
         })
     }
 
-    /// The flags with which reading bitmaps and reprotecting frames become two calls; `None` where they are one.
+    /// The flags with which reading bitmaps and reprotecting frames become two calls; `None` where
+    /// they are one.
     pub fn manual_dirty_log(&self) -> Option<u32> {
         let known = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
         let flags = self.value(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) as u32 & known;
         (flags & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE != 0).then_some(flags)
     }
 
-    /// How a guest's writes are best tracked here: with dirty rings of `entries` entries, or without
-    /// where the kernel has none as large.
+    /// How a guest's writes are best tracked here: with dirty rings of `entries` entries, or
+    /// without where the kernel has none as large.
     pub fn best_tracking(&self, entries: u32) -> TrackingMode {
         match self.dirty_ring() {
             Some((_, most)) if most >= entries => TrackingMode::DirtyRing,

@@ -2,8 +2,9 @@
 //!
 //! *Kick*: put a command into the thread's channel, set `immediate_exit`, send the signal. The
 //! thread, out of `KVM_RUN`, clears the flag and only then empties its channel. If the signal
-//! arrives between the last look and the next `KVM_RUN`, the flag is still set and `KVM_RUN` returns at
-//! once; so no kick is lost. A thread that has not begun yet, or has ended, needs no signal.
+//! arrives between the last look and the next `KVM_RUN`, the flag is still set and `KVM_RUN`
+//! returns at once; so no kick is lost. A thread that has not begun yet, or has ended, needs no
+//! signal.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -22,8 +23,8 @@ const MAP_BYTES: usize = 4096;
 const FLAG_OFFSET: usize = std::mem::offset_of!(kvm_run, immediate_exit);
 const PORT_WIDTH_OFFSET: usize = std::mem::offset_of!(kvm_run, __bindgen_anon_1.io.size);
 
-/// The way to kick one vCPU: a second mapping of its `kvm_run`, for its `immediate_exit` flag and what kvm-ioctls does
-/// not tell of an exit, and its thread.
+/// The way to kick one vCPU: a second mapping of its `kvm_run`, for its `immediate_exit` flag and
+/// what kvm-ioctls does not tell of an exit, and its thread.
 #[derive(Debug)]
 pub struct ImmediateExit {
     map: NonNull<u8>,
@@ -69,8 +70,9 @@ impl ImmediateExit {
             return;
         }
         let [process, signal] = [std::process::id().into(), libc::c_long::from(SIGRTMIN())];
-        // SAFETY: tgkill takes numbers, and reaches threads of this process only; our handler of the signal does
-        // nothing, so it does no harm to a thread that got the number of one that has ended.
+        // SAFETY: tgkill takes numbers, and reaches threads of this process only; our handler of
+        // the signal does nothing, so it does no harm to a thread that got the number of one that
+        // has ended.
         let sent =
             unsafe { libc::syscall(libc::SYS_tgkill, process, libc::c_long::from(thread), signal) };
         let error = io::Error::last_os_error();
@@ -89,7 +91,8 @@ impl ImmediateExit {
         self.flag().store(0, Ordering::SeqCst);
     }
 
-    /// Bytes of one access, where the vCPU's last exit is of a port: a string instruction has several in one exit.
+    /// Bytes of one access, where the vCPU's last exit is of a port: a string instruction has
+    /// several in one exit.
     pub fn port_width(&self) -> usize {
         self.byte(PORT_WIDTH_OFFSET).load(Ordering::Relaxed).into()
     }

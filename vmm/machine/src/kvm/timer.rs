@@ -1,5 +1,6 @@
-//! A timer that gets the thread which made it out of `KVM_RUN`, again and again until it is stopped: a signal that comes
-//! between a look at the clock and `KVM_RUN` does nothing, and the next one makes up for it.
+//! A timer that gets the thread which made it out of `KVM_RUN`, again and again until it is
+//! stopped: a signal that comes between a look at the clock and `KVM_RUN` does nothing, and the
+//! next one makes up for it.
 
 use std::io;
 use std::ptr;

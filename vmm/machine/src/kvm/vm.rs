@@ -72,8 +72,8 @@ impl KvmVm {
     }
 
     /// Takes the dirty bitmap of `slot` into `bitmap` and reprotects its frames, unless
-    /// [`enable_manual_dirty_log`](Self::enable_manual_dirty_log) has made that a call of its own. `bitmap` must
-    /// have room for the slot.
+    /// [`enable_manual_dirty_log`](Self::enable_manual_dirty_log) has made that a call of its own.
+    /// `bitmap` must have room for the slot.
     pub fn get_dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> io::Result<()> {
         let found = self.memory.layout().slots().find(|s| s.id == slot);
         if found.is_none_or(|s| s.frames.div_ceil(64) > bitmap.len() as u64) {
@@ -91,8 +91,9 @@ impl KvmVm {
         if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Takes the frames whose bits are set in `bitmap` out of KVM's own bitmap of `slot` and reprotects them.
-    /// The bitmap's first bit is frame `64 * word` of the slot; bits beyond its end count for nothing.
+    /// Takes the frames whose bits are set in `bitmap` out of KVM's own bitmap of `slot` and
+    /// reprotects them. The bitmap's first bit is frame `64 * word` of the slot; bits beyond its
+    /// end count for nothing.
     pub fn clear_dirty_log(&self, slot: SlotId, word: u64, bitmap: &[u64]) -> io::Result<()> {
         let found = self.memory.layout().slots().find(|s| s.id == slot);
         let end = word.checked_add(bitmap.len() as u64);
@@ -111,13 +112,15 @@ impl KvmVm {
             first_page,
             __bindgen_anon_1: kvm_clear_dirty_log__bindgen_ty_1 { dirty_bitmap },
         };
-        // SAFETY: the kernel reads one bit a page, rounded up to words, of `bitmap`, which is as long.
+        // SAFETY: the kernel reads one bit a page, rounded up to words, of `bitmap`, which is as
+        // long.
         let ret = unsafe { ioctl_with_mut_ref(&self.fd, KVM_CLEAR_DIRTY_LOG(), &mut log) };
         if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// From now on reading a bitmap reprotects nothing, and a slot whose logging is switched on begins with all its
-    /// bits set and nothing protected. `flags` are those of `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` that this KVM has.
+    /// From now on reading a bitmap reprotects nothing, and a slot whose logging is switched on
+    /// begins with all its bits set and nothing protected. `flags` are those of
+    /// `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` that this KVM has.
     pub fn enable_manual_dirty_log(&self, flags: u32) -> io::Result<()> {
         let cap = KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2;
         let mut enable = kvm_enable_cap { cap, ..Default::default() };

@@ -182,7 +182,8 @@ impl Machine {
         let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new(holds)));
         let (requests, inbox) = mpsc::channel();
         let peer = |_: u8| Peer { supervisor: requests.clone(), collector: to_collector.clone() };
-        // If a step fails from here on, dropping these joins the vCPU threads, whoever owns them by then.
+        // If a step fails from here on, dropping these joins the vCPU threads, whoever owns them by
+        // then.
         let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
         let brakes = handles.iter().map(VcpuHandle::brake).collect();
@@ -413,8 +414,8 @@ fn broken(
     }
 }
 
-/// What a test asks of a process that it starts. The process says so, for nobody should find out from
-/// the result alone.
+/// What a test asks of a process that it starts. The process says so, for nobody should find out
+/// from the result alone.
 #[cfg(all(feature = "broken-source", debug_assertions))]
 fn loses_one_in() -> Option<std::num::NonZeroU64> {
     const NAME: &str = "DRIFTLINE_LOSES_ONE_IN";

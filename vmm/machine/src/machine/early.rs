@@ -1,9 +1,11 @@
-//! The VM before it has processors: made by a thread of its own while others find out what guest it is for ([`EarlyVm`]), then
-//! given its memory, and only then its interrupt controllers ([`Blank::furnish`]).
+//! The VM before it has processors: made by a thread of its own while others find out what guest it
+//! is for ([`EarlyVm`]), then given its memory, and only then its interrupt controllers
+//! ([`Blank::furnish`]).
 //!
-//! That order is worth milliseconds. Whoever gives a VM memory waits for a grace period of its readers (SRCU), which KVM asks for in a hurry
-//! and has at once, unless one is under way that nobody was in a hurry for: that one waits for the next tick of the kernel's clock, and
-//! what registers the controllers begins some.
+//! That order is worth milliseconds. Whoever gives a VM memory waits for a grace period of its
+//! readers (SRCU), which KVM asks for in a hurry and has at once, unless one is under way that
+//! nobody was in a hurry for: that one waits for the next tick of the kernel's clock, and what
+//! registers the controllers begins some.
 
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
@@ -45,7 +47,8 @@ impl Blank {
         Ok(Self { kvm, capabilities, supported, fd })
     }
 
-    /// The VM with its memory, interrupt controllers and timer, in the order that takes least, and what is left.
+    /// The VM with its memory, interrupt controllers and timer, in the order that takes least, and
+    /// what is left.
     pub(super) fn furnish(
         self,
         memory: &Arc<Memory>,
@@ -68,8 +71,8 @@ impl Blank {
     }
 }
 
-/// A VM that another thread makes, while this one finds out what guest it is for. That thread has what main may do, ends before the
-/// guest runs, and touches nothing of its.
+/// A VM that another thread makes, while this one finds out what guest it is for. That thread has
+/// what main may do, ends before the guest runs, and touches nothing of its.
 ///
 /// ```
 /// # use driftline_machine::machine::EarlyVm;
@@ -81,7 +84,8 @@ impl Blank {
 pub struct EarlyVm(Option<JoinHandle<Result<Blank, MachineError>>>);
 
 impl EarlyVm {
-    /// Begins to make one. Fails never: what stands against it is said to whoever builds a machine around it.
+    /// Begins to make one. Fails never: what stands against it is said to whoever builds a machine
+    /// around it.
     pub fn begin() -> Self {
         let thread = Builder::new().name("early-vm".into());
         let making = move || {

@@ -1,5 +1,5 @@
-//! A build that fails at any of its steps leaves no thread, open file, mapping or socket behind. In a process of
-//! its own, whose threads and files no other test changes.
+//! A build that fails at any of its steps leaves no thread, open file, mapping or socket behind. In
+//! a process of its own, whose threads and files no other test changes.
 
 use std::collections::BTreeSet;
 use std::fs;

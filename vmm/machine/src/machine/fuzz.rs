@@ -1,5 +1,5 @@
-//! Hostile sections of a machine's state, and hostile configurations: refused in a sentence, or read,
-//! and written again as something that reads the same.
+//! Hostile sections of a machine's state, and hostile configurations: refused in a sentence, or
+//! read, and written again as something that reads the same.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 
 use driftline_guest::{Section, SectionTag, section_tags as tags};

@@ -1,5 +1,5 @@
-//! Machines whose memory comes late and not whole, in a process that nothing ends for it: every request
-//! comes to an end.
+//! Machines whose memory comes late and not whole, in a process that nothing ends for it: every
+//! request comes to an end.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};

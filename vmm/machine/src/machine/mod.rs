@@ -9,10 +9,11 @@
 //! vCPU threads --bytes--> serial thread --> the sink
 //! ```
 //!
-//! Each arrow is a channel. The supervisor waits for vCPUs and devices, each for a limited time; vCPUs wait
-//! for the collector, and for a device whose registers they have written, and serve their commands meanwhile; collector
-//! and devices wait for nobody here. So nothing here can deadlock, and a stuck backend makes a request fail by the
-//! device's name after that time, which holds for the next request and for the guest's end, too.
+//! Each arrow is a channel. The supervisor waits for vCPUs and devices, each for a limited time;
+//! vCPUs wait for the collector, and for a device whose registers they have written, and serve
+//! their commands meanwhile; collector and devices wait for nobody here. So nothing here can
+//! deadlock, and a stuck backend makes a request fail by the device's name after that time, which
+//! holds for the next request and for the guest's end, too.
 
 mod build;
 mod early;
@@ -124,7 +125,8 @@ impl Machine {
         self.counters.iter().map(|c| c.ring_full_time()).sum()
     }
 
-    /// Gives host memory to these frames, in pages of the size that the guest's own first writes would get.
+    /// Gives host memory to these frames, in pages of the size that the guest's own first writes
+    /// would get.
     pub fn fault_in(&self, frames: FrameRun) {
         self.memory.fault_in(frames);
     }

@@ -1,7 +1,6 @@
-//! A machine's state as sections: `KVM_VM`, one `KVM_VCPU` a vCPU, `SERIAL`, `PLATFORM`, one `VIRTIO`
-//! a virtio device. Each begins with a
-//! version of its own; the rest is postcard. They come from files and wires: nothing in them is
-//! believed before it is checked, by us or by KVM.
+//! A machine's state as sections: `KVM_VM`, one `KVM_VCPU` a vCPU, `SERIAL`, `PLATFORM`, one
+//! `VIRTIO` a virtio device. Each begins with a version of its own; the rest is postcard. They come
+//! from files and wires: nothing in them is believed before it is checked, by us or by KVM.
 
 use std::time::Duration;
 
@@ -149,7 +148,8 @@ fn clock_now(
         Clock::Advance => away_ns(saved_ns, wall_ns()),
         Clock::Continue => 0,
     };
-    // The kernel, given the wall clock at which it read, adds what has passed until the very moment.
+    // The kernel, given the wall clock at which it read, adds what has passed until the very
+    // moment.
     let by_kernel = then.flags & context.value(KVM_CAP_ADJUST_CLOCK) & KVM_CLOCK_REALTIME;
     if away > 0 && by_kernel != 0 {
         return kvm_clock_data { flags: KVM_CLOCK_REALTIME, realtime: then.realtime, ..now };
@@ -184,8 +184,8 @@ pub(super) fn section<T: Serialize>(
     Ok(Section::new(tag, instance, bytes))
 }
 
-/// Reads the sections of a machine with `vcpus` vCPUs and `devices` virtio devices: each once, none missing, none unknown that
-/// must be understood.
+/// Reads the sections of a machine with `vcpus` vCPUs and `devices` virtio devices: each once, none
+/// missing, none unknown that must be understood.
 pub(super) fn decode(
     sections: &[Section],
     vcpus: u8,

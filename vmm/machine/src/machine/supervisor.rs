@@ -42,7 +42,8 @@ pub(super) enum Request {
     Quit,
 }
 
-/// Whether the machine runs, and may run. The supervisor writes it; anyone reads it, and lets go of a guest without devices.
+/// Whether the machine runs, and may run. The supervisor writes it; anyone reads it, and lets go of
+/// a guest without devices.
 #[derive(Debug)]
 pub(super) struct Status {
     now: Mutex<Now>,
@@ -57,8 +58,9 @@ pub(super) struct Status {
 struct Now {
     state: RunState,
     end: Option<EndReason>,
-    /// The machine has what only one host may hold: of a guest without devices, the right to run alone. Looked at in one step
-    /// with what it allows, so that a guest that was let go of does not run (I7).
+    /// The machine has what only one host may hold: of a guest without devices, the right to run
+    /// alone. Looked at in one step with what it allows, so that a guest that was let go of does
+    /// not run (I7).
     holds: bool,
 }
 
@@ -94,7 +96,8 @@ impl Status {
         self.lock().state = state;
     }
 
-    /// From now on the machine has what only one host may hold, or has not; refuses `request` unless the guest is paused.
+    /// From now on the machine has what only one host may hold, or has not; refuses `request`
+    /// unless the guest is paused.
     pub(super) fn set_holds(&self, request: &'static str, holds: bool) -> Result<(), GuestError> {
         let mut now = self.lock();
         now.require(request, RunState::Paused)?;
@@ -272,7 +275,8 @@ impl Supervisor {
                 return Ok(RunState::Running);
             }
             Some(Err(why)) => {
-                // It goes on where it was, as if nobody had asked. A vCPU that is late finds this, too.
+                // It goes on where it was, as if nobody had asked. A vCPU that is late finds this,
+                // too.
                 self.go_on();
                 return Err(GuestError::System { what: "pausing the guest", cause: why.into() });
             }

@@ -1,4 +1,5 @@
-//! Machines whose devices are slow, or do not come to an end: nobody waits for those without a limit.
+//! Machines whose devices are slow, or do not come to an end: nobody waits for those without a
+//! limit.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -167,7 +168,8 @@ fn stuck_device_holds_up_no_stop() {
     fake::Script::set(&world.script.stuck, false);
 }
 
-/// Resumes it while it is let go of: whichever comes first, it does not run once it was let go of (I7).
+/// Resumes it while it is let go of: whichever comes first, it does not run once it was let go of
+/// (I7).
 #[test]
 fn released_guest_never_runs() {
     if !kvm_or_skip("released_guest_never_runs") {

@@ -9,7 +9,8 @@ use crate::collector::Brake;
 use crate::kvm::{ImmediateExit, kick};
 use crate::vcpu::{Command, Counters};
 
-/// Upper bound on pausing or ending vCPUs. They serve commands wherever they wait, so only a defect takes this long.
+/// Upper bound on pausing or ending vCPUs. They serve commands wherever they wait, so only a defect
+/// takes this long.
 pub(super) const HALT_LIMIT: Duration = Duration::from_secs(10);
 /// Interval at which the end of a thread is looked for.
 const LOOK: Duration = Duration::from_micros(100);
@@ -64,8 +65,8 @@ impl VcpuHandle {
 
 /// All vCPUs, in their order. Dropping it ends their threads and joins them.
 ///
-/// A vCPU thread holds a sender of its own channel, so it does not end because others drop theirs. It holds
-/// the VM, and with it guest memory.
+/// A vCPU thread holds a sender of its own channel, so it does not end because others drop theirs.
+/// It holds the VM, and with it guest memory.
 #[derive(Debug, Default)]
 pub(super) struct Vcpus(Vec<VcpuHandle>);
 

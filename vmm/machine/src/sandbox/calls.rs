@@ -1,5 +1,5 @@
-//! The words of the filters: groups of system calls and ioctls. Families are listed whole where that is harmless:
-//! other C libraries and other versions make other members of them.
+//! The words of the filters: groups of system calls and ioctls. Families are listed whole where
+//! that is harmless: other C libraries and other versions make other members of them.
 
 use syscalls::Sysno::{self, *};
 
@@ -32,7 +32,8 @@ pub(super) const VCPU: &[Sysno] = &[
     timer_create, timer_settime, timer_delete,
 ];
 
-/// Of a disk: its data, durable data and space, by itself or by the io_uring that it has; and what is cached of it.
+/// Of a disk: its data, durable data and space, by itself or by the io_uring that it has; and what
+/// is cached of it.
 #[rustfmt::skip]
 pub(super) const BLOCK: &[Sysno] = &[
     lseek, pread64, pwrite64, fdatasync, fallocate, fadvise64, io_uring_enter,
@@ -156,7 +157,8 @@ pub(super) const INTERFACE_IOCTLS: &[u32] = &[
 pub(super) const PAGEMAP_IOCTLS: &[u32] = &[
     0xc060_6610,
 ];
-/// Of the collector, over a descriptor that it has: `UFFDIO_REGISTER`, `UFFDIO_UNREGISTER`, `UFFDIO_WRITEPROTECT`.
+/// Of the collector, over a descriptor that it has: `UFFDIO_REGISTER`, `UFFDIO_UNREGISTER`,
+/// `UFFDIO_WRITEPROTECT`.
 #[rustfmt::skip]
 pub(super) const WATCH_IOCTLS: &[u32] = &[
     0xc020_aa00, 0x8010_aa01, 0xc018_aa06,

@@ -1,5 +1,5 @@
-//! The tables: which system calls each class of threads makes, and with which arguments where that is
-//! cheap to look at.
+//! The tables: which system calls each class of threads makes, and with which arguments where that
+//! is cheap to look at.
 
 use std::collections::BTreeMap;
 
@@ -54,8 +54,8 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
     Ok(table.0)
 }
 
-/// What threads may do that answer the operator: main, the API's, those of checkpoints and migrations.
-/// All others descend from them, so it holds what every class needs.
+/// What threads may do that answer the operator: main, the API's, those of checkpoints and
+/// migrations. All others descend from them, so it holds what every class needs.
 pub(super) fn of_process() -> Result<Rules, BackendError> {
     let mut table = Table::default();
     table.process()?;
@@ -63,8 +63,8 @@ pub(super) fn of_process() -> Result<Rules, BackendError> {
     Ok(table.0)
 }
 
-/// Refused with `ENOSYS`, whatever else is said: its flags lie in memory, where no filter sees them, and
-/// C libraries then take `clone`, of which only threads are allowed.
+/// Refused with `ENOSYS`, whatever else is said: its flags lie in memory, where no filter sees
+/// them, and C libraries then take `clone`, of which only threads are allowed.
 pub(super) fn refused() -> Rules {
     BTreeMap::from([(clone3.id().into(), Vec::new())])
 }
@@ -104,7 +104,8 @@ impl Table {
         self.allow_values(prctl, 0, about.map(|p| p as u64))?;
         // Which processor features a guest may use: ARCH_GET_XCOMP_SUPP to REQ_XCOMP_GUEST_PERM.
         self.allow_values(arch_prctl, 0, 0x1021..=0x1025)?;
-        // Name services are libraries that are loaded when they are needed. Nothing is both writable and code.
+        // Name services are libraries that are loaded when they are needed. Nothing is both
+        // writable and code.
         self.allow_masked(mmap, 2, libc::PROT_WRITE as u64, 0)?;
         let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
         self.allow_values(socket, 0, families.map(|f| f as u64))?;

@@ -1,8 +1,8 @@
-//! What files the process may reach. Two domains: that of the threads that answer the operator, and that of all
-//! others, which reach no file by its name and no TCP port.
+//! What files the process may reach. Two domains: that of the threads that answer the operator, and
+//! that of all others, which reach no file by its name and no TCP port.
 //!
-//! A domain can never be widened, and where checkpoints are to be stored is said long after the start.
-//! So the operator's threads keep the places where stores can be, all but the system's own
+//! A domain can never be widened, and where checkpoints are to be stored is said long after the
+//! start. So the operator's threads keep the places where stores can be, all but the system's own
 //! directories, unless the operator has said with `--allow-path` which places it shall be.
 
 use std::fs;
@@ -19,7 +19,8 @@ use super::options::{Options, StartError};
 /// The newest whose rights are told apart here; older kernels enforce what they know of them.
 const KNOWN: ABI = ABI::V7;
 
-/// Never written to: what a host is made of. `/dev` but for the devices below, `/run` but for the users'.
+/// Never written to: what a host is made of. `/dev` but for the devices below, `/run` but for the
+/// users'.
 const SYSTEM: &[&str] = &[
     "bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "run", "sbin", "sys",
     "usr",
@@ -149,8 +150,8 @@ fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// The version of landlock that this kernel enforces, as far as it is known here; told by a thread that
-/// is restricted, and ends.
+/// The version of landlock that this kernel enforces, as far as it is known here; told by a thread
+/// that is restricted, and ends.
 pub(crate) fn offered() -> Option<i32> {
     let restricted = std::thread::spawn(enter_nowhere).join().ok()?.ok()?;
     match restricted.landlock {

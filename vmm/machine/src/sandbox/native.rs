@@ -1,5 +1,5 @@
-//! What only the C library offers: the handler that reports a forbidden system call, and a setting of
-//! its allocator. The unsafe code of the sandbox.
+//! What only the C library offers: the handler that reports a forbidden system call, and a setting
+//! of its allocator. The unsafe code of the sandbox.
 
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -24,7 +24,8 @@ struct SigsysInfo {
 }
 const _: () = assert!(size_of::<SigsysInfo>() <= size_of::<siginfo_t>());
 
-/// From now on a forbidden system call ends the process with a line on standard error that names it.
+/// From now on a forbidden system call ends the process with a line on standard error that names
+/// it.
 pub(super) fn report_violations() -> io::Result<()> {
     // SAFETY: all of sigaction may be zero: no flags, no signals blocked, no handler.
     let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
@@ -52,7 +53,8 @@ extern "C" fn on_violation(_: c_int, info: *mut siginfo_t, context: *mut c_void)
     unsafe { libc::_exit(128 + libc::SIGSYS) };
 }
 
-/// One line about it. Nothing here allocates or takes a lock: the thread may be in the middle of both.
+/// One line about it. Nothing here allocates or takes a lock: the thread may be in the middle of
+/// both.
 fn report(number: c_int, context: *const libc::ucontext_t) {
     let mut name = [0u8; 16];
     // SAFETY: the kernel writes at most 16 bytes there, a terminated string.
@@ -95,8 +97,8 @@ impl Write for Line {
 }
 
 /// Has all threads allocate from one arena. With several, the GNU library opens files: to count
-/// processors when a thread comes, and on whatever thread first gives memory back. Threads here allocate
-/// little, or large blocks that are mappings of their own.
+/// processors when a thread comes, and on whatever thread first gives memory back. Threads here
+/// allocate little, or large blocks that are mappings of their own.
 pub(super) fn one_arena() {
     #[cfg(target_env = "gnu")]
     {

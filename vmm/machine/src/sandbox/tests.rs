@@ -244,7 +244,8 @@ fn a_device_has_the_calls_of_its_own_kind_and_no_others() {
     }
 }
 
-/// What threads of devices and others do in their own tests they may do: those pass restricted as well.
+/// What threads of devices and others do in their own tests they may do: those pass restricted as
+/// well.
 #[test]
 fn what_threads_do_is_what_they_may() {
     let mut me = Command::new(std::env::current_exe().unwrap());

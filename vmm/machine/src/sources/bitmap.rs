@@ -45,7 +45,8 @@ impl DirtySource for BitmapSource {
 }
 
 impl BitmapSource {
-    /// Each slot's bitmap to `insert`, which answers with its frames, or marks all memory and says why.
+    /// Each slot's bitmap to `insert`, which answers with its frames, or marks all memory and says
+    /// why.
     pub(super) fn collect_by(
         &mut self,
         mut insert: impl FnMut(SlotId, &[u64]) -> Result<u64, OutOfSlot>,

@@ -1,5 +1,6 @@
-//! A source that loses frames, for the tests of the tests: each of them has to notice. Only with feature `broken-source`, and
-//! only where debug assertions are on: no binary has it that is built for use, and no release build whatever its features.
+//! A source that loses frames, for the tests of the tests: each of them has to notice. Only with
+//! feature `broken-source`, and only where debug assertions are on: no binary has it that is built
+//! for use, and no release build whatever its features.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -9,8 +10,8 @@ use driftline_dirty_tracker::{
     Collected, DirtySource, FrameRun, NoMemory, SourceError, Subscription, Tracker, TrackingMode,
 };
 
-/// Frames that sources of this kind were told of, in all machines: a guest that moves from one to the next so often that none lives
-/// for a million frames loses one in a million all the same.
+/// Frames that sources of this kind were told of, in all machines: a guest that moves from one to
+/// the next so often that none lives for a million frames loses one in a million all the same.
 static REPORTED: AtomicU64 = AtomicU64::new(0);
 
 /// Another source, of whose frames it keeps one in so many to itself.

@@ -1,4 +1,5 @@
-//! A source whose frames go to another set than the tracker's trees. What it catches, and when it reprotects, is the source's own.
+//! A source whose frames go to another set than the tracker's trees. What it catches, and when it
+//! reprotects, is the source's own.
 
 use driftline_dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
 

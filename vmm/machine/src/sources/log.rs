@@ -1,4 +1,5 @@
-//! What both modes of KVM's dirty bitmap have: room for the bitmap of a slot, reading it, and the switch of logging.
+//! What both modes of KVM's dirty bitmap have: room for the bitmap of a slot, reading it, and the
+//! switch of logging.
 
 use std::sync::Arc;
 
@@ -29,7 +30,8 @@ impl DirtyLog {
 
     /// Logging begins, in all slots anew.
     pub(super) fn start(&self) -> Result<(), SourceError> {
-        // A stop may have failed half-way, and only a slot that goes from off to on is protected, or has all bits set.
+        // A stop may have failed half-way, and only a slot that goes from off to on is protected,
+        // or has all bits set.
         self.stop()?;
         set_logging(&self.vm, true)
     }

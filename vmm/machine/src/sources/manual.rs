@@ -1,7 +1,9 @@
-//! `dirty-bitmap-manual`: KVM's dirty bitmap of each slot, read in one call and reprotected in others, range by range.
+//! `dirty-bitmap-manual`: KVM's dirty bitmap of each slot, read in one call and reprotected in
+//! others, range by range.
 //!
-//! Reading costs a copy of the bitmap and no lock that a vCPU wants; reprotecting goes over what was found alone, some
-//! of it a call, so that no vCPU's fault waits long for KVM's lock of the page tables.
+//! Reading costs a copy of the bitmap and no lock that a vCPU wants; reprotecting goes over what
+//! was found alone, some of it a call, so that no vCPU's fault waits long for KVM's lock of the
+//! page tables.
 
 use std::io;
 use std::ops::Range;
@@ -14,8 +16,8 @@ use super::lap;
 use super::log::DirtyLog;
 use crate::kvm::KvmVm;
 
-/// Words of clean frames that are passed to the kernel with the dirty ones around them: it looks at a thousand in the
-/// time that a call takes, with its locks and its flush of all vCPUs' TLBs.
+/// Words of clean frames that are passed to the kernel with the dirty ones around them: it looks at
+/// a thousand in the time that a call takes, with its locks and its flush of all vCPUs' TLBs.
 const NEAR: usize = 1024;
 /// Words in one call: those of 512 MiB, so that the lock is held for milliseconds at most.
 const MOST: usize = 2048;
@@ -33,8 +35,8 @@ impl ManualSource {
     }
 }
 
-/// Reprotects what is set in `bitmap`, that of a whole slot. After an error only those bits are left in it whose
-/// frames have been reprotected.
+/// Reprotects what is set in `bitmap`, that of a whole slot. After an error only those bits are
+/// left in it whose frames have been reprotected.
 fn clear(
     bitmap: &mut [u64],
     mut call: impl FnMut(u64, &[u64]) -> io::Result<()>,
@@ -70,10 +72,11 @@ impl DirtySource for ManualSource {
         TrackingMode::DirtyBitmapManual
     }
 
-    /// A slot begins with all bits set and nothing protected. A write would leave no trace in it, and the first
-    /// collection would be of all memory, just when the first pass or the first epoch has copied that. So all is
-    /// cleared here: as much work as protecting everything when logging is switched on, but in pieces, between which
-    /// vCPUs get KVM's lock. What is thrown away was written before this returns.
+    /// A slot begins with all bits set and nothing protected. A write would leave no trace in it,
+    /// and the first collection would be of all memory, just when the first pass or the first epoch
+    /// has copied that. So all is cleared here: as much work as protecting everything when logging
+    /// is switched on, but in pieces, between which vCPUs get KVM's lock. What is thrown away was
+    /// written before this returns.
     fn start(&mut self) -> Result<(), SourceError> {
         self.log.start()?;
         let vm = self.log.vm().clone();
@@ -153,7 +156,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each word that is set is in one call, and in one only; of a failed one and what follows nothing is left.
+        /// Each word that is set is in one call, and in one only; of a failed one and what follows
+        /// nothing is left.
         #[test]
         fn every_dirty_word_is_cleared_once(
             set in proptest::collection::btree_set(0usize..20_000, 0..60),

@@ -1,5 +1,5 @@
-//! Where a KVM machine's dirty frames come from: one [`DirtySource`](driftline_dirty_tracker::DirtySource) a
-//! tracking mode.
+//! Where a KVM machine's dirty frames come from: one
+//! [`DirtySource`](driftline_dirty_tracker::DirtySource) a tracking mode.
 
 mod bitmap;
 #[cfg(all(feature = "broken-source", debug_assertions))]

@@ -21,7 +21,8 @@ pub struct UserfaultWpSource {
 }
 
 impl UserfaultWpSource {
-    /// Over all of a VM's memory; nothing is caught yet. The error is a host that does not allow it.
+    /// Over all of a VM's memory; nothing is caught yet. The error is a host that does not allow
+    /// it.
     pub fn new(vm: Arc<KvmVm>) -> io::Result<Self> {
         Ok(Self { watch: WriteWatch::open(vm.memory().ram())?, owed: false, _vm: vm })
     }

@@ -111,8 +111,8 @@ pub fn skip(test: &str, why: &str) {
 /// Names the folder of the Linux guest, for the tests that boot one.
 pub const LINUX_GUEST: &str = "DRIFTLINE_LINUX_GUEST";
 
-/// The folder that [`LINUX_GUEST`] names, with a `vmlinux` in it. They are asked for and not searched: tests
-/// that boot Linux take minutes where KVM emulates kernels.
+/// The folder that [`LINUX_GUEST`] names, with a `vmlinux` in it. They are asked for and not
+/// searched: tests that boot Linux take minutes where KVM emulates kernels.
 pub fn linux_guest() -> Result<PathBuf, String> {
     let folder = std::env::var_os(LINUX_GUEST)
         .map(PathBuf::from)
@@ -123,8 +123,8 @@ pub fn linux_guest() -> Result<PathBuf, String> {
     }
 }
 
-/// From now on `fdatasync` fails with EIO on this thread and on those that it starts, as on a disk that has lost
-/// data.
+/// From now on `fdatasync` fails with EIO on this thread and on those that it starts, as on a disk
+/// that has lost data.
 pub fn fail_fdatasync() -> Result<(), String> {
     fail([(libc::SYS_fdatasync, Vec::new())], libc::EIO)
 }
@@ -139,7 +139,8 @@ pub(crate) fn fail_locks() -> Result<(), String> {
     fail([(libc::SYS_fcntl, vec![asks])], libc::ENOLCK)
 }
 
-/// From now on this thread, and what it starts, finds a kernel without userfaultfd: neither the system call nor the device gives one.
+/// From now on this thread, and what it starts, finds a kernel without userfaultfd: neither the
+/// system call nor the device gives one.
 pub fn hide_userfaultfd() -> Result<(), String> {
     let request = crate::memory::USERFAULTFD_IOC_NEW();
     let asks = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, request)
@@ -161,7 +162,8 @@ fn fail<const N: usize>(
     apply_filter(&program).map_err(|e| e.to_string())
 }
 
-/// A disk that the guest may write to, over the first `bytes` of the file at `path`; which disk that is counts for nothing.
+/// A disk that the guest may write to, over the first `bytes` of the file at `path`; which disk
+/// that is counts for nothing.
 pub fn disk(id: &str, path: &Path, bytes: u64) -> DiskConfig {
     DiskConfig {
         id: id.to_owned(),

@@ -1,4 +1,5 @@
-//! Owns the workers' view of guest memory: the pages of the working set, each write of which marks the trees.
+//! Owns the workers' view of guest memory: the pages of the working set, each write of which marks
+//! the trees.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -66,8 +67,8 @@ impl PageMemory for WorkingSet<'_> {
 
     fn wrote(&mut self, page: u64) {
         let Some((slice, offset)) = self.locate(page) else { return };
-        // Pairs with the SeqCst stores of a drain and of a new subscriber: a mark that finds the bit
-        // set, or nobody subscribed, comes after the page's content is visible to them.
+        // Pairs with the SeqCst stores of a drain and of a new subscriber: a mark that finds the
+        // bit set, or nobody subscribed, comes after the page's content is visible to them.
         fence(Ordering::SeqCst);
         slice.bitmap().mark_dirty(offset, PAGE_SIZE as usize);
     }

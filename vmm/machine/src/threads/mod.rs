@@ -1,10 +1,10 @@
 //! The threads backend: the payload's workload on host threads over guest-shaped memory, behind the
 //! same traits as the KVM machine.
 //!
-//! For hosts without KVM, and for tests. Each *worker* stands for one vCPU: it runs that vCPU's share
-//! of the workload and is stopped only between two ticks of a few pages, when all its writes are
-//! marked. What it writes goes through [`TrackedBitmap`](driftline_dirty_tracker::TrackedBitmap), so nothing has
-//! to be collected.
+//! For hosts without KVM, and for tests. Each *worker* stands for one vCPU: it runs that vCPU's
+//! share of the workload and is stopped only between two ticks of a few pages, when all its writes
+//! are marked. What it writes goes through
+//! [`TrackedBitmap`](driftline_dirty_tracker::TrackedBitmap), so nothing has to be collected.
 
 mod clock;
 mod end;
@@ -234,7 +234,8 @@ impl Guest for ThreadMachine {
             RunState::Paused => Ok(RunState::Paused),
             RunState::Running => {
                 if let Err(e) = control.ask(|_, answer| Command::Park(answer)) {
-                    // The guest counts as running: those that stand still already shall not stay so.
+                    // The guest counts as running: those that stand still already shall not stay
+                    // so.
                     for (worker, _) in &control.workers {
                         let _ = worker.send(Command::Run);
                     }

@@ -1,5 +1,5 @@
-//! What the backend promises: no write escapes the trees, a state goes on where it stood, and an end
-//! is an end.
+//! What the backend promises: no write escapes the trees, a state goes on where it stood, and an
+//! end is an end.
 
 use std::path::Path;
 use std::time::Duration;

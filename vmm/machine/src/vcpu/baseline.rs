@@ -1,6 +1,7 @@
-//! The baseline processor: what `cpu_model::BASELINE` lists and nothing else, whatever the host has.
-//! It is built from the few leaves that it needs; all others are left out, and the highest leaves
-//! are capped, so that a leaf which a later KVM shows cannot reach a guest by being overlooked.
+//! The baseline processor: what `cpu_model::BASELINE` lists and nothing else, whatever the host
+//! has. It is built from the few leaves that it needs; all others are left out, and the highest
+//! leaves are capped, so that a leaf which a later KVM shows cannot reach a guest by being
+//! overlooked.
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 

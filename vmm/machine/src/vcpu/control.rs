@@ -52,8 +52,8 @@ pub(super) fn foreign_cr4(sregs: &kvm_sregs, cpuid: &[kvm_cpuid_entry2]) -> Opti
     check_register("CR4", sregs.cr4 >> CR4_FIRST << CR4_FIRST, CR4, cpuid).err()
 }
 
-/// Whether page directory pointers belong to these special registers: under PAE paging, of 32-bit kernels, they are a part
-/// of the processor that its memory need not tell.
+/// Whether page directory pointers belong to these special registers: under PAE paging, of 32-bit
+/// kernels, they are a part of the processor that its memory need not tell.
 pub(super) fn has_pdptrs(sregs: &kvm_sregs) -> bool {
     const CR0_PG: u64 = 1 << 31;
     const CR4_PAE: u64 = 1 << 5;

@@ -39,16 +39,16 @@ fn change(cpuid: &mut CpuId, function: u32, index: u32, f: impl Fn(usize, u32) -
     }
 }
 
-/// Whether the guest may be told of the TSC deadline timer, which KVM does not list. Of the baseline
-/// it is no part: it counts on a frequency that the next host may not have.
+/// Whether the guest may be told of the TSC deadline timer, which KVM does not list. Of the
+/// baseline it is no part: it counts on a frequency that the next host may not have.
 pub fn may_have_tsc_deadline(cpu: &CpuConfig) -> bool {
     cpu.model == CpuModel::Host && !cpu.without.iter().any(|name| name == "tsc_deadline_timer")
 }
 
 /// What CPUID answers on vCPU `id` of `vcpus`, made from what the guest is to have.
 ///
-/// Each vCPU is a core of its own in one package. Nested virtualization and shadow stacks are hidden:
-/// their state is not part of a checkpoint.
+/// Each vCPU is a core of its own in one package. Nested virtualization and shadow stacks are
+/// hidden: their state is not part of a checkpoint.
 pub fn for_vcpu(supported: &CpuId, id: u8, vcpus: u8, tsc_deadline: bool) -> CpuId {
     let mut cpuid = supported.clone();
     let (id, count) = (u32::from(id), u32::from(vcpus));

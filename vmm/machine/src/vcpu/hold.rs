@@ -1,8 +1,9 @@
 //! A vCPU's holds and slices, while a throttle is on and it makes frames dirty too fast.
 //!
-//! *Hold*: a time for which it does not enter the guest. It hears commands all the while, and a pause ends it. *Slice*: the
-//! time after a hold for which it runs; it ends by a timer of the vCPU's own, so that it does not depend on when the collector
-//! gets to run. The vCPU then reports and is held until the collector says for how long.
+//! *Hold*: a time for which it does not enter the guest. It hears commands all the while, and a
+//! pause ends it. *Slice*: the time after a hold for which it runs; it ends by a timer of the
+//! vCPU's own, so that it does not depend on when the collector gets to run. The vCPU then reports
+//! and is held until the collector says for how long.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
@@ -35,7 +36,8 @@ enum State {
 }
 
 impl Hold {
-    /// Holds the vCPU until `until`, and then lets it run for `slice`. The wait after a report becomes part of this.
+    /// Holds the vCPU until `until`, and then lets it run for `slice`. The wait after a report
+    /// becomes part of this.
     pub(super) fn begin(&mut self, until: Instant, slice: Duration, counters: &Counters) {
         let since = match self.state {
             State::Held { since, until: None, .. } => since,
@@ -47,7 +49,8 @@ impl Hold {
         self.state = State::Held { since, until: Some(until), slice };
     }
 
-    /// The slice is over and that has been reported: out of the guest until told, or [`ANSWER`] has passed.
+    /// The slice is over and that has been reported: out of the guest until told, or [`ANSWER`] has
+    /// passed.
     pub(super) fn wait(&mut self) {
         self.stop_timer();
         self.state = State::Held { since: Instant::now(), until: None, slice: Duration::ZERO };
@@ -71,7 +74,8 @@ impl Hold {
         matches!(self.state, State::Slice { until } if Instant::now() >= until)
     }
 
-    /// The next command. Without a hold it does not wait for one, and with one no longer than that lasts.
+    /// The next command. Without a hold it does not wait for one, and with one no longer than that
+    /// lasts.
     pub(super) fn next(
         &mut self,
         commands: &Receiver<Command>,

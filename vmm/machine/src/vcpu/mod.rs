@@ -48,8 +48,8 @@ pub(crate) use wave::Wave;
 /// Guests' watchdogs wait much longer than this.
 const LONG_STAND: Duration = Duration::from_secs(1);
 
-/// What a vCPU is told. Whoever sends one to a running vCPU also kicks it, but for `RingsDrained` and
-/// `DeviceDone`, which it waits for.
+/// What a vCPU is told. Whoever sends one to a running vCPU also kicks it, but for `RingsDrained`
+/// and `DeviceDone`, which it waits for.
 #[derive(Debug)]
 pub(crate) enum Command {
     /// Run from where it stands, and have others do so.
@@ -60,7 +60,8 @@ pub(crate) enum Command {
     RingsDrained,
     /// A device has done what the guest's write set in motion.
     DeviceDone,
-    /// It makes frames dirty too fast: do not enter the guest until then, and report after so long in it.
+    /// It makes frames dirty too fast: do not enter the guest until then, and report after so long
+    /// in it.
     Hold(Instant, Duration),
     /// Enter it again at once, if it is held.
     EndHold,
@@ -90,8 +91,8 @@ pub(crate) trait Peers: Send {
     /// `reply`. Whether there is anyone to harvest.
     fn ring_full(&self, id: u8, reply: &Sender<Command>) -> bool;
 
-    /// vCPU `id`, `holds` of whose holds are over, has run for the slice that it was given; it waits for `Hold` or
-    /// `EndHold`. Whether there is anyone to say so.
+    /// vCPU `id`, `holds` of whose holds are over, has run for the slice that it was given; it
+    /// waits for `Hold` or `EndHold`. Whether there is anyone to say so.
     fn slice_over(&self, id: u8, holds: u64) -> bool;
 }
 
@@ -179,7 +180,8 @@ pub(crate) struct Vcpu<P: Peers> {
     pub(crate) fd: VcpuFd,
     /// What CPUID was told to answer. KVM's own account of it has bits that follow the guest.
     pub(crate) cpuid: CpuId,
-    /// The rate of its time stamp counter, where KVM tells: asked for once, because each question costs a pause ten microseconds.
+    /// The rate of its time stamp counter, where KVM tells: asked for once, because each question
+    /// costs a pause ten microseconds.
     pub(crate) tsc_khz: Option<u32>,
     pub(crate) immediate_exit: Arc<ImmediateExit>,
     pub(crate) bus: Arc<Bus>,
@@ -259,7 +261,8 @@ impl<P: Peers> Vcpu<P> {
         state
     }
 
-    /// Counts a stand that is over; after a long one, tells the guest's watchdogs, by kvmclock, that it was no lock-up.
+    /// Counts a stand that is over; after a long one, tells the guest's watchdogs, by kvmclock,
+    /// that it was no lock-up.
     fn tell_of_gap(&mut self) {
         let stood = self.stands_since.take().map(|since| since.elapsed());
         stood.into_iter().for_each(|stood| self.counters.count_pause(stood));
@@ -409,7 +412,8 @@ impl<P: Peers> Vcpu<P> {
         let id = self.id;
         let crashed = |why: String| After::End(EndReason::Crashed(format!("vCPU {id}: {why}")));
         let run = self.fd.run();
-        // An interrupted KVM_RUN has completed what the exit before it had begun, and has begun nothing since.
+        // An interrupted KVM_RUN has completed what the exit before it had begun, and has begun
+        // nothing since.
         self.midway = run.as_ref().err().is_none_or(|e| e.errno() != libc::EINTR);
         match run {
             Ok(VcpuExit::IoOut(port, data)) => {

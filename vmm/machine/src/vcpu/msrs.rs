@@ -1,5 +1,5 @@
-//! A vCPU's model-specific registers: which are part of a state, what a new guest finds in them, and
-//! which of them another host may refuse.
+//! A vCPU's model-specific registers: which are part of a state, what a new guest finds in them,
+//! and which of them another host may refuse.
 
 use driftline_guest::GuestError;
 use kvm_bindings::*;
@@ -66,8 +66,8 @@ const MTRRS: &[u32] = &[
     MTRR_DEF_TYPE,
 ];
 
-/// What is no part of a state: no guest is shown Hyper-V, nor nested virtualization, so nothing that
-/// a guest did can be in there; yet some of them read as something else than 0.
+/// What is no part of a state: no guest is shown Hyper-V, nor nested virtualization, so nothing
+/// that a guest did can be in there; yet some of them read as something else than 0.
 fn is_left_out(index: u32) -> bool {
     match index {
         KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => true,
@@ -129,8 +129,8 @@ pub(super) fn judge(refused: &[kvm_msr_entry]) -> Result<(), String> {
     Ok(())
 }
 
-/// Gives a new vCPU, whose CPUID is set, what a firmware would have left in its registers, and takes
-/// away what its CPUID hides. KVM's without one of them answer as if it were 0.
+/// Gives a new vCPU, whose CPUID is set, what a firmware would have left in its registers, and
+/// takes away what its CPUID hides. KVM's without one of them answer as if it were 0.
 pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
     let mut first: Vec<kvm_msr_entry> = [ARCH_CAPABILITIES, PERF_CAPABILITIES]
         .into_iter()
@@ -186,7 +186,8 @@ pub fn missing(words: &[MsrWord], offered: &[MsrWord]) -> Option<String> {
 /// PERF_CAPABILITIES: the format of branch records, a number.
 const LBR_FORMAT: u64 = 0x3f;
 
-/// Of a feature register, the bits that tell of something that is there, or of a harm that cannot come.
+/// Of a feature register, the bits that tell of something that is there, or of a harm that cannot
+/// come.
 fn promises(index: u32) -> u64 {
     match index {
         // RSBA and RRSBA warn of a harm.

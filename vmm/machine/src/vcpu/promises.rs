@@ -32,7 +32,8 @@ pub(super) const ALL: u32 = u32::MAX;
 enum Rule {
     /// These bits are features. The others say nothing.
     Bits(u32),
-    /// Numbers at these bits (lowest, how many), which the next host must reach; other bits say nothing.
+    /// Numbers at these bits (lowest, how many), which the next host must reach; other bits say
+    /// nothing.
     AtLeast(&'static [(u32, u32)]),
     /// Both: features, and numbers.
     Mixed(u32, &'static [(u32, u32)]),

@@ -1,5 +1,6 @@
-//! What the architecture's reset leaves in the parts of a vCPU's state that many guests never touch (Intel's manual, volume 3, table
-//! "IA-32 and Intel 64 Processor States Following Power-up, Reset, or INIT"), and KVM in a vCPU that was just made.
+//! What the architecture's reset leaves in the parts of a vCPU's state that many guests never touch
+//! (Intel's manual, volume 3, table "IA-32 and Intel 64 Processor States Following Power-up, Reset,
+//! or INIT"), and KVM in a vCPU that was just made.
 
 use kvm_bindings::{
     KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED, kvm_debugregs, kvm_mp_state, kvm_xcrs,
@@ -21,7 +22,8 @@ pub(super) fn is_xcrs(regs: &kvm_xcrs) -> bool {
     (regs.nr_xcrs, regs.flags, xcr0.xcr, xcr0.value) == (1, 0, 0, XCR0)
 }
 
-/// Whether vCPU `id` is in this state when it was just made: the first one runs, the others wait to be started.
+/// Whether vCPU `id` is in this state when it was just made: the first one runs, the others wait to
+/// be started.
 pub(super) fn is_mp_state(id: u8, state: kvm_mp_state) -> bool {
     let made = if id == 0 { KVM_MP_STATE_RUNNABLE } else { KVM_MP_STATE_UNINITIALIZED };
     state.mp_state == made

@@ -181,7 +181,8 @@ impl<P: Peers> Vcpu<P> {
     /// rest may contain, the APIC's mode comes with the special registers, its timer's deadline
     /// needs the APIC, and pending events come after all that could raise or clear them.
     pub(super) fn restore(&mut self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
-        // What a reset leaves is there already, the first time: to set it costs the downtime ten microseconds each.
+        // What a reset leaves is there already, the first time: to set it costs the downtime ten
+        // microseconds each.
         let reset = std::mem::take(&mut self.reset);
         self.restore_cpuid(&saved.cpuid)?;
         self.restore_tsc_khz(saved)?;
@@ -220,8 +221,8 @@ impl<P: Peers> Vcpu<P> {
             put("run state", fd.set_mp_state(saved.mp_state).map_err(io))?;
         }
         if ctx.has(KVM_CAP_KVMCLOCK_CTRL) {
-            // Tells the guest's watchdogs of the gap, however long it will have become when it runs, and of one before that. Fails for
-            // a guest without kvmclock.
+            // Tells the guest's watchdogs of the gap, however long it will have become when it
+            // runs, and of one before that. Fails for a guest without kvmclock.
             let _ = fd.kvmclock_ctrl();
         }
         Ok(())
@@ -235,7 +236,8 @@ impl<P: Peers> Vcpu<P> {
         if let Some(lacks) = promises::lacking(saved, supported) {
             return Err(self.unsupported("processor", format!("{lacks} is missing here")));
         }
-        // On a host like its last the machine was made with it; to set it again costs a tenth of a millisecond of downtime.
+        // On a host like its last the machine was made with it; to set it again costs a tenth of a
+        // millisecond of downtime.
         if saved == self.cpuid.as_slice() {
             return Ok(());
         }

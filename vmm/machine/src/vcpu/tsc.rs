@@ -1,4 +1,5 @@
-//! The frequency of the time stamp counter: whether a guest that has measured it elsewhere can go on.
+//! The frequency of the time stamp counter: whether a guest that has measured it elsewhere can go
+//! on.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
@@ -15,7 +16,8 @@ pub fn is_near(guest_khz: u32, host_khz: u32) -> bool {
     apart <= u64::from(host_khz) * TOLERANCE_PPM
 }
 
-/// Whether the processor promises a TSC of one rate for ever, so that its guest may keep time by it.
+/// Whether the processor promises a TSC of one rate for ever, so that its guest may keep time by
+/// it.
 pub fn is_promised(cpuid: &[kvm_cpuid_entry2]) -> bool {
     cpu_model::find("constant_tsc").is_some_and(|place| {
         find(cpuid, place.function, place.index)[place.register] & 1 << place.bit != 0

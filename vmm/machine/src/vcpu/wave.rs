@@ -1,7 +1,9 @@
-//! How vCPUs that stand go on: the first is woken, and each wakes up to two others before it runs, so that many do not wait long.
+//! How vCPUs that stand go on: the first is woken, and each wakes up to two others before it runs,
+//! so that many do not wait long.
 //!
-//! One thread that wakes all of them in turn may lose its processor to the first, and the others stand until a tick gives it back,
-//! which may be 4 ms. And while it runs, two vCPUs may be put on the one processor that is idle.
+//! One thread that wakes all of them in turn may lose its processor to the first, and the others
+//! stand until a tick gives it back, which may be 4 ms. And while it runs, two vCPUs may be put on
+//! the one processor that is idle.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -18,7 +20,8 @@ pub(crate) struct Wave {
 }
 
 impl Wave {
-    /// Has all of them go on. What it gives out is closed when they have, or have ended; nothing is ever sent to it.
+    /// Has all of them go on. What it gives out is closed when they have, or have ended; nothing is
+    /// ever sent to it.
     pub(crate) fn begin(all: Arc<[Sender<Command>]>) -> Receiver<()> {
         let (under_way, over) = mpsc::channel();
         Self { all, _under_way: Some(under_way) }.tell(0);
@@ -30,7 +33,8 @@ impl Wave {
         Self { all: Arc::from([]), _under_way: None }
     }
 
-    /// To be called by vCPU `id` before it goes on, and even if it does not. It keeps this until it has.
+    /// To be called by vCPU `id` before it goes on, and even if it does not. It keeps this until it
+    /// has.
     pub(crate) fn pass_on(&self, id: u8) {
         for next in [1, 2] {
             self.tell(2 * usize::from(id) + next);

@@ -129,8 +129,8 @@ impl BalloonControl {
     }
 
     /// Frames that the running guest has no use for now: their content may be left out of a copy of
-    /// all memory by whoever has followed the guest's writes since before this call. None if the guest
-    /// does not say within `limit`, or a part of them.
+    /// all memory by whoever has followed the guest's writes since before this call. None if the
+    /// guest does not say within `limit`, or a part of them.
     pub fn free_frames(&self, limit: Duration) -> FrameSet {
         if !self.figures.hinting.load(Relaxed) {
             return FrameSet::new();

@@ -5,11 +5,12 @@
 //! driver        takes free frames;  id, frames, frames, .., STOP          gives them back
 //! ```
 //!
-//! A hint says that the frame's content was of no use at some moment after the command was given. The
-//! guest may take the frame back at any time and write to it, even before the hint is read here: so
-//! nothing is discarded. The copy leaves the frame out, and as whoever copies has followed writes since
-//! before the command, a frame that was written since is in the next epoch. What the copy then lacks is
-//! the content of frames that were free and not written since, which is nobody's.
+//! A hint says that the frame's content was of no use at some moment after the command was given.
+//! The guest may take the frame back at any time and write to it, even before the hint is read
+//! here: so nothing is discarded. The copy leaves the frame out, and as whoever copies has followed
+//! writes since before the command, a frame that was written since is in the next epoch. What the
+//! copy then lacks is the content of frames that were free and not written since, which is
+//! nobody's.
 
 use std::sync::mpsc::Sender;
 

@@ -1,10 +1,11 @@
 //! virtio-balloon: memory that the guest gives back, for good, for a while, or as a hint.
 //!
-//! - Inflating: the guest gives up the frames that it puts into the balloon, whose size the operator
-//!   asks for. They are discarded.
-//! - Reporting: the guest tells which frames it has no use for at the moment. They are discarded too.
-//! - Hinting: asked to, when a copy of all memory is to begin, the guest tells which frames are free. They
-//!   stay as they are, and the copy leaves them out ([`hints`]).
+//! - Inflating: the guest gives up the frames that it puts into the balloon, whose size the
+//!   operator asks for. They are discarded.
+//! - Reporting: the guest tells which frames it has no use for at the moment. They are discarded
+//!   too.
+//! - Hinting: asked to, when a copy of all memory is to begin, the guest tells which frames are
+//!   free. They stay as they are, and the copy leaves them out ([`hints`]).
 //!
 //! A guest that expects freed frames to hold another value than zero (page poisoning) gets to keep
 //! what it reports and hints.
@@ -85,7 +86,8 @@ struct State {
 }
 
 impl Balloon {
-    /// The device, and what the rest of the machine asks it by. It discards no frames of those that are `kept`.
+    /// The device, and what the rest of the machine asks it by. It discards no frames of those that
+    /// are `kept`.
     pub(super) fn new(
         config: &BalloonConfig,
         kept: Arc<Kept>,

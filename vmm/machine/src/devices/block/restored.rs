@@ -1,7 +1,7 @@
 //! A disk's file that a restore writes over, so that it is as it was in the epoch.
 //!
-//! It is locked for its guest meanwhile, so that nobody runs from it, and no second restore writes to it. What is in it by then stays,
-//! however the restore ends.
+//! It is locked for its guest meanwhile, so that nobody runs from it, and no second restore writes
+//! to it. What is in it by then stays, however the restore ends.
 
 use std::fs::{self, File};
 use std::io;
@@ -23,10 +23,10 @@ pub(crate) struct Parent<'c> {
     pub(crate) devices: &'c [DeviceConfig],
 }
 
-/// Opens and locks the files that `config` has on this host for `drives`, which are hostile input. Their
-/// content is not changed yet. They must be all the disks that the guest can write to. A file that the
-/// operator has not named must be known to be that of `parent`. A guest that is not `parent` must have
-/// other files than that, named or not.
+/// Opens and locks the files that `config` has on this host for `drives`, which are hostile input.
+/// Their content is not changed yet. They must be all the disks that the guest can write to. A file
+/// that the operator has not named must be known to be that of `parent`. A guest that is not
+/// `parent` must have other files than that, named or not.
 pub(crate) fn open_drives(
     guest: VmId,
     parent: &Parent<'_>,
@@ -83,8 +83,8 @@ pub(crate) fn open_drives(
 }
 
 impl Parent<'_> {
-    /// Why `file` may not be another guest's disk; `None` if it may. `may_be_snapshot`: the operator
-    /// says that it is a copy if it can be one.
+    /// Why `file` may not be another guest's disk; `None` if it may. `may_be_snapshot`: the
+    /// operator says that it is a copy if it can be one.
     fn claim_to(&self, file: &DiskFile, may_be_snapshot: bool) -> Option<ParentsDisk> {
         let found = file.disk_identity();
         disks(self.devices).find_map(|disk| {
@@ -149,7 +149,8 @@ fn is_same(file: &File, path: &Path) -> bool {
 struct RestoredDisk {
     file: DiskFile,
     guest: VmId,
-    /// It has holes, or may have: what is to be zeros becomes one. Else room that was set aside is not given back.
+    /// It has holes, or may have: what is to be zeros becomes one. Else room that was set aside is
+    /// not given back.
     sparse: bool,
 }
 

@@ -1,5 +1,5 @@
-//! A hostile driver: what it does comes from a fuzzer's bytes. After every step the device must have
-//! kept the rules that it keeps whatever its driver does.
+//! A hostile driver: what it does comes from a fuzzer's bytes. After every step the device must
+//! have kept the rules that it keeps whatever its driver does.
 
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
@@ -142,8 +142,8 @@ impl<'s> Bench<'s> {
         }
     }
 
-    /// Lets the device do something, and all that follows; what has to hold then. A stopped device does
-    /// nothing at `nothing_new`: no reset is in it.
+    /// Lets the device do something, and all that follows; what has to hold then. A stopped device
+    /// does nothing at `nothing_new`: no reset is in it.
     fn step(&mut self, nothing_new: bool, f: impl FnOnce(&Inline)) {
         let stopped = self.is_stopped();
         f(&self.device);
@@ -400,7 +400,8 @@ impl<'s> Bench<'s> {
         let mut bytes = postcard::to_stdvec(&state).unwrap();
         if !damaged {
             if let Some(why) = self.move_with(state.clone()) {
-                // The guest's disk, as a damaged state had it, is no good, and stays with the guest that does not know yet.
+                // The guest's disk, as a damaged state had it, is no good, and stays with the guest
+                // that does not know yet.
                 assert!(
                     self.damaged && why.contains("could not be made durable"),
                     "{why}: {state:?}"
@@ -428,7 +429,8 @@ impl<'s> Bench<'s> {
         postcard::to_stdvec(&self.device.save().unwrap()).unwrap()
     }
 
-    /// Puts `state` into a new device, which takes the place of this one; or why not. Either stands.
+    /// Puts `state` into a new device, which takes the place of this one; or why not. Either
+    /// stands.
     fn move_with(&mut self, state: VirtioState) -> Option<String> {
         let ram = self.guest.memory().ram().clone();
         let new = Inline::new("fuzz", self.subject.make(), ram).unwrap();

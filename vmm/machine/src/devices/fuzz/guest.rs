@@ -9,8 +9,8 @@ use crate::memory::{Backing, HugePages, Memory, MemoryOptions};
 
 /// First byte and bytes of the two slots, with nothing between them.
 const SLOTS: [(u64, u64); 2] = [(0, 0x4_0000), (0x10_0000, 0x1_0000)];
-/// A check looks at one in so many of the frames that no device has marked, at others each time: to read all
-/// of them after every step took most of a fuzzer's time.
+/// A check looks at one in so many of the frames that no device has marked, at others each time: to
+/// read all of them after every step took most of a fuzzer's time.
 const ONE_IN: u64 = 8;
 const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
@@ -90,8 +90,8 @@ impl Guest {
         self.writes.drain().commit();
     }
 
-    /// Whether the device has changed anything since the last check, which may be only frames that it has
-    /// marked, if nothing is under way in it. Of the others, this looks at some.
+    /// Whether the device has changed anything since the last check, which may be only frames that
+    /// it has marked, if nothing is under way in it. Of the others, this looks at some.
     pub(super) fn check(&mut self) -> bool {
         self.checks += 1;
         let turn = self.checks % ONE_IN;

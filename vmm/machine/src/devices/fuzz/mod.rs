@@ -7,9 +7,9 @@
 //!                      +--- checks after every step ---- Guest ---------+---- Subject: the world behind
 //! ```
 //!
-//! Whatever the driver does, the device does not panic and comes to an end; every frame (and every block of
-//! a disk) whose content it changes is in the tree; a driver that is served no more is told so; what is
-//! saved can be restored, and is then saved the same.
+//! Whatever the driver does, the device does not panic and comes to an end; every frame (and every
+//! block of a disk) whose content it changes is in the tree; a driver that is served no more is
+//! told so; what is saved can be restored, and is then saved the same.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 
 mod bench;

@@ -56,7 +56,8 @@ impl<'b> Source<'b> {
         choices[usize::from(self.u8()) % choices.len()]
     }
 
-    /// An address: mostly where buffers are, else where rings are, at an edge of memory, or nowhere.
+    /// An address: mostly where buffers are, else where rings are, at an edge of memory, or
+    /// nowhere.
     pub(super) fn address(&mut self) -> u64 {
         match self.u8() % 16 {
             0..10 => 0x1_0000 + u64::from(self.u16()),

@@ -7,9 +7,9 @@ use std::time::Duration;
 use crate::devices::timer::Timer;
 
 /// Waits before the announcements that follow the first one, which is made at once, and whether the
-/// driver is asked to announce itself, too. Not at first: it has packets to answer that waited for the
-/// move, and its address, which is what switches need, is in ours. Nor twice: a guest whose kernel is slow
-/// is silent for as long as that takes it.
+/// driver is asked to announce itself, too. Not at first: it has packets to answer that waited for
+/// the move, and its address, which is what switches need, is in ours. Nor twice: a guest whose
+/// kernel is slow is silent for as long as that takes it.
 const STEPS: [(Duration, bool); 5] = [
     (Duration::from_millis(10), false),
     (Duration::from_millis(40), false),

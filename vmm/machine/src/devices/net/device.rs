@@ -1,4 +1,5 @@
-//! The interface as its thread and its machine see it: what it offers, how it stands, goes on and moves.
+//! The interface as its thread and its machine see it: what it offers, how it stands, goes on and
+//! moves.
 
 use std::io;
 use std::time::Instant;
@@ -132,7 +133,8 @@ impl Device for Net {
             }
         }
         self.state = state;
-        // Should it be too early, because the host that the guest leaves is this one, `acquire` does it.
+        // Should it be too early, because the host that the guest leaves is this one, `acquire`
+        // does it.
         if self.tap.is_none()
             && let Err(e) = self.attach_tap()
         {
@@ -173,7 +175,8 @@ impl Device for Net {
     }
 
     fn attach(&mut self, late: &[u8]) -> Result<(), String> {
-        // Without a tap, because the host that the guest leaves is this one, `acquire` takes it: that host may want it back.
+        // Without a tap, because the host that the guest leaves is this one, `acquire` takes it:
+        // that host may want it back.
         if self.features.is_some() && self.tap.is_some() {
             self.send_announcement();
         }

@@ -6,8 +6,8 @@ use crate::config::MacAddr;
 pub(super) const HEADER: usize = 12;
 /// `num_buffers` in it.
 pub(super) const NUM_BUFFERS: std::ops::Range<usize> = 10..12;
-/// Most bytes of a frame with its header: 64 KiB of IP that segmentation is left to others, Ethernet
-/// with a VLAN tag, and the header.
+/// Most bytes of a frame with its header: 64 KiB of IP that segmentation is left to others,
+/// Ethernet with a VLAN tag, and the header.
 pub(super) const MAX_FRAME: usize = 65_535 + 18 + HEADER;
 
 /// Who the interface is, for switches to learn where it is: a RARP request to all. It names no IP

@@ -1,5 +1,5 @@
-//! Frames that came for a guest after its state was saved: they wait in its tap, and go with it to the
-//! next host, where they are the first that its driver is given.
+//! Frames that came for a guest after its state was saved: they wait in its tap, and go with it to
+//! the next host, where they are the first that its driver is given.
 
 use std::collections::VecDeque;
 
@@ -31,8 +31,8 @@ impl Late {
         self.0.retain(|(pair, _)| *pair < pairs);
     }
 
-    /// Adds what waits in `tap`, through `buffer`, up to [`KEPT`] bytes, shared evenly among its pairs. Whether there was more, or
-    /// some that could not be read.
+    /// Adds what waits in `tap`, through `buffer`, up to [`KEPT`] bytes, shared evenly among its
+    /// pairs. Whether there was more, or some that could not be read.
     pub(super) fn take_from(&mut self, tap: &Tap, buffer: &mut [u8]) -> bool {
         let mut more = false;
         for pair in 0..tap.enabled() {

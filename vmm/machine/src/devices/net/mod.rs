@@ -9,10 +9,10 @@
 //! Frames go through a buffer of the device's, with one copy more than they need: what the guest
 //! changes meanwhile can then confuse nobody. One thread serves all queues.
 //!
-//! The tap is attached to while this host has the guest; and at the next host from the moment that the state
-//! is there, so that between two hosts there is always one where frames can wait. What waits at the old
-//! one goes along. After a move the interface says where it is now: by itself, for switches to learn, and
-//! through its driver, which knows its IP addresses.
+//! The tap is attached to while this host has the guest; and at the next host from the moment that
+//! the state is there, so that between two hosts there is always one where frames can wait. What
+//! waits at the old one goes along. After a move the interface says where it is now: by itself, for
+//! switches to learn, and through its driver, which knows its IP addresses.
 
 mod announce;
 mod control;
@@ -98,8 +98,9 @@ enum Role {
 }
 
 impl Net {
-    /// The interface of `config`, of the guest `holder`. Its tap is attached to by [`Device::acquire`], or by [`Device::restore`] if it can be, and
-    /// was found fit for it: only the host that the guest comes from may stand against that.
+    /// The interface of `config`, of the guest `holder`. Its tap is attached to by
+    /// [`Device::acquire`], or by [`Device::restore`] if it can be, and was found fit for it: only
+    /// the host that the guest comes from may stand against that.
     pub(super) fn open(
         config: &NetConfig,
         holder: VmId,
@@ -268,7 +269,8 @@ impl Net {
             self.buffer[..frame.len()].copy_from_slice(&frame);
             return Some(frame.len());
         }
-        // Up to the end of what is queued, also behind a bad frame: the tap is watched by edges, and does not tell again.
+        // Up to the end of what is queued, also behind a bad frame: the tap is watched by edges,
+        // and does not tell again.
         for _ in 0..MAX_BAD_FRAMES {
             match self.tap.as_ref()?.read(pair, &mut self.buffer).transpose()? {
                 Ok(len) if len >= HEADER => return Some(len),
@@ -300,7 +302,8 @@ impl Net {
         Ok(chains)
     }
 
-    /// Writes the frame in the buffer to `chains`, which have room for it; what was written to each.
+    /// Writes the frame in the buffer to `chains`, which have room for it; what was written to
+    /// each.
     fn give(
         &mut self,
         chains: &[Chain],

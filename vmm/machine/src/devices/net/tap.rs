@@ -57,7 +57,8 @@ pub enum TapError {
 /// A tap that is ours. Dropping it lets go of it.
 #[derive(Debug)]
 pub(super) struct Tap {
-    /// One a queue pair. In tests and fuzzing, sockets of datagrams, which keep frames apart as well.
+    /// One a queue pair. In tests and fuzzing, sockets of datagrams, which keep frames apart as
+    /// well.
     queues: Vec<File>,
     /// It is a tap, which knows the ioctls of one.
     is_tap: bool,
@@ -68,8 +69,8 @@ pub(super) struct Tap {
 }
 
 impl Tap {
-    /// Attaches to the tap `name` of this network namespace with `queues` queues, for the guest `holder`;
-    /// the first one is enabled.
+    /// Attaches to the tap `name` of this network namespace with `queues` queues, for the guest
+    /// `holder`; the first one is enabled.
     pub(super) fn open(name: &str, queues: u8, holder: VmId) -> Result<Self, TapError> {
         let failed = |what: &'static str| {
             move |cause: io::Error| TapError::System { name: name.to_owned(), what, cause }

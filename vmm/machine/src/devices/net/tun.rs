@@ -34,7 +34,8 @@ fn check(result: c_int) -> io::Result<()> {
 /// Attaches `file`, an open `/dev/net/tun`, to the tap `name` as one of its queues.
 pub(super) fn attach(file: &File, name: &str, flags: c_int) -> io::Result<()> {
     let request = InterfaceRequest::new(name, flags);
-    // SAFETY: the kernel reads and writes one `ifreq`, whose size `request` has, and keeps nothing of it.
+    // SAFETY: the kernel reads and writes one `ifreq`, whose size `request` has, and keeps nothing
+    // of it.
     check(unsafe { ioctl_with_ref(file, libc::TUNSETIFF, &request) })
 }
 

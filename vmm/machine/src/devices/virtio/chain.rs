@@ -53,7 +53,8 @@ impl Chain {
         let head = chain.head_index();
         let mut read = Self { head, readable: Buffers::default(), writable: Buffers::default() };
         let broken = |why| Violation::Chain { queue, head, why };
-        // The iterator ends at whatever it cannot follow: then the last descriptor names a next one.
+        // The iterator ends at whatever it cannot follow: then the last descriptor names a next
+        // one.
         let mut goes_on = true;
         let mut descriptors = 0;
         for descriptor in chain {

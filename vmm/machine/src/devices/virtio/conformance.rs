@@ -4,8 +4,8 @@
 //! - save, restore, save gives the same bytes, also while requests wait in its queues, and the
 //!   restored device answers them;
 //! - every byte that the device writes to guest memory is in the dirty tree;
-//! - a driver that breaks the rules stops the device, which says so, is saved and restored as it is, and works
-//!   again after a reset, not before;
+//! - a driver that breaks the rules stops the device, which says so, is saved and restored as it
+//!   is, and works again after a reset, not before;
 //! - rings that change while the device reads them do no harm beyond that.
 
 use std::collections::BTreeSet;
@@ -109,8 +109,8 @@ fn what_the_device_writes_is_marked(subject: &Subject<'_>, without: u64) {
     }
 }
 
-/// Has the device answer what `ask` makes available, by queue and head; every frame that it writes to is in
-/// the tree. The frames.
+/// Has the device answer what `ask` makes available, by queue and head; every frame that it writes
+/// to is in the tree. The frames.
 pub(crate) fn writes_are_marked(
     driver: &mut Driver,
     ask: impl FnOnce(&mut Driver) -> Vec<(usize, u16)>,

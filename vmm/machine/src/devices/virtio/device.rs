@@ -73,14 +73,14 @@ pub(crate) struct Io<'w> {
     pub(crate) watcher: &'w Watcher,
 }
 
-/// A virtio device without its transport. It lives on a thread of its own, which calls all of this but
-/// the first `acquire` and `start`. What that thread may ask of the kernel is settled by its
+/// A virtio device without its transport. It lives on a thread of its own, which calls all of this
+/// but the first `acquire` and `start`. What that thread may ask of the kernel is settled by its
 /// [class](Kind::class): files and sockets are made before, or by the `opener`.
 ///
 /// The driver is hostile. Whatever breaks the rules of virtio is a [`Violation`], which stops the
-/// device until the driver resets it; a request that can be refused in its own terms (a status byte)
-/// is refused so. Interrupts are the caller's business: chains pushed during a call are announced
-/// after it.
+/// device until the driver resets it; a request that can be refused in its own terms (a status
+/// byte) is refused so. Interrupts are the caller's business: chains pushed during a call are
+/// announced after it.
 pub(crate) trait Device: Send {
     fn kind(&self) -> Kind;
 
@@ -97,7 +97,8 @@ pub(crate) trait Device: Send {
     /// The driver has written to the configuration space.
     fn write_config(&mut self, offset: usize, data: &[u8], io: &mut Io<'_>);
 
-    /// First call, once, before the thread exists: watches the device's files. Their tokens are its own.
+    /// First call, once, before the thread exists: watches the device's files. Their tokens are its
+    /// own.
     fn start(&mut self, watcher: &Watcher) -> io::Result<()>;
 
     /// The driver is ready, with these of the offered features.
@@ -111,8 +112,8 @@ pub(crate) trait Device: Send {
     /// device knows by itself when to look again.
     fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation>;
 
-    /// A watched file is ready. Called also while no driver is active, for what must be read lest it
-    /// stays ready.
+    /// A watched file is ready. Called also while no driver is active, for what must be read lest
+    /// it stays ready.
     fn backend_ready(
         &mut self,
         token: u32,
@@ -146,21 +147,21 @@ pub(crate) trait Device: Send {
     /// `deadline` is an error, and stays held. The error is a sentence.
     fn release(&mut self, deadline: Instant) -> Result<(), String>;
 
-    /// Lets go of what [`acquire`](Self::acquire) took, for a guest that goes on elsewhere. Where the
-    /// guest has not run since it came to this host, nothing has to be made durable.
+    /// Lets go of what [`acquire`](Self::acquire) took, for a guest that goes on elsewhere. Where
+    /// the guest has not run since it came to this host, nothing has to be made durable.
     fn undo_acquire(&mut self, deadline: Instant) -> Result<(), String> {
         self.release(deadline)
     }
 
     /// Lets go of that, too, of a device that was released. What came for it since it was saved,
-    /// encoded in at most `room` bytes, for [`attach`](Self::attach) at the next host; empty if nothing did. The device
-    /// keeps it as well: it may be acquired again.
+    /// encoded in at most `room` bytes, for [`attach`](Self::attach) at the next host; empty if
+    /// nothing did. The device keeps it as well: it may be acquired again.
     fn detach(&mut self, _room: usize) -> Vec<u8> {
         Vec::new()
     }
 
-    /// At the next host, after [`restore`](Self::restore) and before `acquire`: has peers reach the guest here, and takes
-    /// what `detach` gave. The bytes are hostile; the error is a sentence.
+    /// At the next host, after [`restore`](Self::restore) and before `acquire`: has peers reach the
+    /// guest here, and takes what `detach` gave. The bytes are hostile; the error is a sentence.
     fn attach(&mut self, _late: &[u8]) -> Result<(), String> {
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! A device for tests of those who handle devices: it has one queue, which it never looks at, and does as a
-//! script says.
+//! A device for tests of those who handle devices: it has one queue, which it never looks at, and
+//! does as a script says.
 
 use std::io;
 use std::sync::Arc;

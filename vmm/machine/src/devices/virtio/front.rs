@@ -1,8 +1,9 @@
-//! What vCPUs see of a device: its registers, its configuration space and its notifications, without
-//! whatever does the work behind them.
+//! What vCPUs see of a device: its registers, its configuration space and its notifications,
+//! without whatever does the work behind them.
 //!
-//! What a write sets in motion is told to a function that the caller gives, in the order of the writes; no
-//! read waits for it. A reset that is under way shows in the status, which is not 0 before it is done.
+//! What a write sets in motion is told to a function that the caller gives, in the order of the
+//! writes; no read waits for it. A reset that is under way shows in the status, which is not 0
+//! before it is done.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -126,8 +127,8 @@ impl Front {
         }
     }
 
-    /// Takes a saved state, which is hostile, into a device that has never worked; the other part of it
-    /// goes through `restore`.
+    /// Takes a saved state, which is hostile, into a device that has never worked; the other part
+    /// of it goes through `restore`.
     pub(super) fn restore(
         &self,
         state: VirtioState,

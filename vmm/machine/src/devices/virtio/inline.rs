@@ -1,5 +1,5 @@
-//! A device without a thread, for tests and fuzzing: what a vCPU writes is done when the write returns,
-//! and what happens behind the device when it is looked at.
+//! A device without a thread, for tests and fuzzing: what a vCPU writes is done when the write
+//! returns, and what happens behind the device when it is looked at.
 
 use std::cell::RefCell;
 use std::io;

@@ -10,10 +10,12 @@
 //! ```
 //!
 //! A [`Device`] is what it does with the chains of its [`Ring`]s; everything else is here: feature
-//! negotiation, queue set-up and reset, the thread, interrupts, quiescing, saving and restoring. The
-//! driver is hostile: a [`Violation`] stops its device until the driver resets it, and nothing else.
+//! negotiation, queue set-up and reset, the thread, interrupts, quiescing, saving and restoring.
+//! The driver is hostile: a [`Violation`] stops its device until the driver resets it, and nothing
+//! else.
 //!
-//! The transport's registers, `Front`, know nothing of threads: fuzzing has them, and the worker, without.
+//! The transport's registers, `Front`, know nothing of threads: fuzzing has them, and the worker,
+//! without.
 
 mod chain;
 #[cfg(test)]

@@ -283,8 +283,8 @@ impl Ring {
         }
     }
 
-    /// Ends the turn although there may be chains that could be taken: the device is called again for
-    /// this queue, after others have had their turn.
+    /// Ends the turn although there may be chains that could be taken: the device is called again
+    /// for this queue, after others have had their turn.
     pub(crate) fn yield_turn(&mut self) {
         self.more = true;
     }

@@ -11,8 +11,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// `InterruptStatus`. Bits come before the interrupt that tells of them, so an interrupt that is
-    /// lost on the way (to a saved interrupt controller) leaves a bit that tells of it.
+    /// `InterruptStatus`. Bits come before the interrupt that tells of them, so an interrupt that
+    /// is lost on the way (to a saved interrupt controller) leaves a bit that tells of it.
     interrupt_status: AtomicU32,
     /// Raises the interrupt.
     line: EventFd,

@@ -1,8 +1,8 @@
 //! A device as the machine sees it: its registers for the vCPUs, its thread for the supervisor.
 //!
-//! vCPUs write registers one at a time; what a write sets in motion on the device's thread takes as long as
-//! the device's backend does. A vCPU goes on with its guest once that is done, and is open to other
-//! commands until then; so nothing here waits for a driver's writes.
+//! vCPUs write registers one at a time; what a write sets in motion on the device's thread takes as
+//! long as the device's backend does. A vCPU goes on with its guest once that is done, and is open
+//! to other commands until then; so nothing here waits for a driver's writes.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -179,8 +179,8 @@ impl Transport {
         self.front.read(offset, data);
     }
 
-    /// A vCPU's write at `offset` of the device's registers. Whether it has set something in motion: then
-    /// what `done` gives says when that is done.
+    /// A vCPU's write at `offset` of the device's registers. Whether it has set something in
+    /// motion: then what `done` gives says when that is done.
     pub(crate) fn write(&self, offset: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
         let mut told = false;
         self.front.write(offset, data, |written: Written| {
@@ -225,8 +225,8 @@ impl Transport {
     }
 
     /// Begins to undo [`begin_acquire`](Self::begin_acquire) and [`attach_by`](Self::attach_by). It
-    /// is carried out after `deadline`, too: the guest does not run before the next acquire, which is
-    /// behind this in the channel.
+    /// is carried out after `deadline`, too: the guest does not run before the next acquire, which
+    /// is behind this in the channel.
     pub(crate) fn begin_undo(&self, deadline: Instant) -> Asked<Result<(), String>> {
         let limit = deadline.saturating_duration_since(Instant::now());
         self.ask("let go of its files", deadline, |reply| Command::Undo(limit, reply))

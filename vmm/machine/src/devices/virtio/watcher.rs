@@ -22,8 +22,9 @@ pub(super) enum Event {
     Backend(u32, EventSet),
 }
 
-/// The files that a device's thread waits for. Level-triggered unless a device asks for edges: a file
-/// that stays ready is reported again, so a device that cannot do anything about it stops watching it.
+/// The files that a device's thread waits for. Level-triggered unless a device asks for edges: a
+/// file that stays ready is reported again, so a device that cannot do anything about it stops
+/// watching it.
 #[derive(Debug)]
 pub(crate) struct Watcher {
     epoll: Epoll,

@@ -7,8 +7,8 @@
 //!           Quiesce
 //! ```
 //!
-//! A standing thread waits for commands alone. Notifications that come meanwhile are not lost: going
-//! on, it looks at all queues.
+//! A standing thread waits for commands alone. Notifications that come meanwhile are not lost:
+//! going on, it looks at all queues.
 
 use std::io;
 use std::sync::Arc;
@@ -239,7 +239,8 @@ impl Worker {
 
     pub(super) fn obey_driver(&mut self, written: Written) {
         match written {
-            // Not before a reset: a device that was stopped would work, and be saved as one that does not.
+            // Not before a reset: a device that was stopped would work, and be saved as one that
+            // does not.
             Written::Activate(..) | Written::StartQueue(_) if self.shared.needs_reset() => {}
             Written::Activate(features, rings) => self.activate(features, &rings),
             Written::StartQueue(ring) => self.start_queue(ring),

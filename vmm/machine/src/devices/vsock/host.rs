@@ -50,7 +50,8 @@ impl Door {
         &self.listener
     }
 
-    /// The next program that wants something. An error is the system's: it has no room for one more.
+    /// The next program that wants something. An error is the system's: it has no room for one
+    /// more.
     pub(super) fn accept(&self) -> io::Result<Option<UnixStream>> {
         loop {
             return match self.listener.accept() {

@@ -100,8 +100,8 @@ struct VsockState {
 }
 
 impl Vsock {
-    /// The device of `config`. Its socket was found fit for use: only another one that listens there
-    /// may stand against [`Device::acquire`].
+    /// The device of `config`. Its socket was found fit for use: only another one that listens
+    /// there may stand against [`Device::acquire`].
     pub(super) fn open(config: &VsockConfig, opener: &Opener) -> Result<Self, VsockError> {
         match Door::open(&config.uds, opener) {
             Ok(_) => {}

@@ -1,5 +1,6 @@
-//! What the device has only so much of, patience and open files: connections end whose guest does not answer,
-//! there are as many as the process may have files for, and programs wait at the door while there is none.
+//! What the device has only so much of, patience and open files: connections end whose guest does
+//! not answer, there are as many as the process may have files for, and programs wait at the door
+//! while there is none.
 
 use std::io;
 use std::time::{Duration, Instant};

@@ -181,7 +181,8 @@ fn a_guest_that_does_not_answer_is_waited_for_so_long_and_no_longer() {
     assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
     assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
     guest.expect(op::RST, ports);
-    // Nor when the program is gone that it has spoken to, which had said before that it sends no more.
+    // Nor when the program is gone that it has spoken to, which had said before that it sends no
+    // more.
     let listener = place.listen(52);
     let (ports, program) = guest.connect(&listener, 52);
     program.shutdown(Shutdown::Write).unwrap();

@@ -8,7 +8,8 @@ fn connections_leave_files_for_the_rest_of_the_process() {
     assert_eq!(most, [16, 16, 44, 768, 1024, 1024]);
 }
 
-/// Milliseconds that this process's threads have used of the processor. It needs a file to read that.
+/// Milliseconds that this process's threads have used of the processor. It needs a file to read
+/// that.
 fn cpu_ms() -> u64 {
     let used = |task: std::io::Result<std::fs::DirEntry>| {
         let stat = std::fs::read_to_string(task.unwrap().path().join("schedstat")).unwrap();
