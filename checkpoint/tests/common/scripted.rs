@@ -1,5 +1,5 @@
-//! A guest whose writes are a script: they come between the steps of whoever takes an epoch of it, in an order that does not
-//! depend on threads. It holds what memory was when it stood.
+//! A guest whose writes are a script: they come between the steps of whoever takes an epoch of it,
+//! in an order that does not depend on threads. It holds what memory was when it stood.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,9 +18,11 @@ pub struct Write {
     /// Of all frames of memory, which.
     pub frame: u64,
     pub value: u8,
-    /// When it begins, at the earliest: before the first pause 0, after it 1, before the second 2, and so on.
+    /// When it begins, at the earliest: before the first pause 0, after it 1, before the second 2,
+    /// and so on.
     pub phase: u8,
-    /// Once let go of, it does not write before the next pause is over: a vCPU that was stopped before it could.
+    /// Once let go of, it does not write before the next pause is over: a vCPU that was stopped
+    /// before it could.
     pub slow: bool,
 }
 
@@ -34,7 +36,8 @@ struct State {
     /// How often it was asked who waits since somebody did.
     looks: u32,
     phase: u8,
-    /// Who asks next who waits is told of an error, and nothing is protected before that: 1. Told: 2.
+    /// 1: the next caller that asks for waits gets an error, and nothing is protected before that.
+    /// 2: the error was returned.
     dies: u8,
     /// All of memory when it last stood.
     was: Vec<u8>,
@@ -81,7 +84,8 @@ impl Scripted {
         all
     }
 
-    /// The next to ask who waits dies of that, before frames are protected that are to be protected then.
+    /// The next to ask who waits dies of that, before frames are protected that are to be protected
+    /// then.
     pub fn die(&self) {
         self.lock().dies = 1;
     }
@@ -246,7 +250,8 @@ impl Guest for Handle {
     }
 
     fn pause(&self) -> Result<RunState, GuestError> {
-        // A pause that comes only when all who wait have been heard: with threads alone that would be seldom.
+        // A pause that comes only when all who wait have been heard: with threads alone that would
+        // be seldom.
         while let Some(state) =
             Some(self.0.lock()).filter(|s| !s.protected.is_empty() && s.looks < 9)
         {

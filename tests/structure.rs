@@ -1,0 +1,17 @@
+//! The structure of the repository: which crate depends on which, that no two modules import each
+//! other, and that prose fits into 100 columns.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+#[path = "structure/crates.rs"]
+mod crates;
+#[path = "structure/imports.rs"]
+mod imports;
+#[path = "structure/prose.rs"]
+mod prose;
+
+use std::path::PathBuf;
+
+/// The repository's root.
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+}

@@ -1,0 +1,115 @@
+//! Dependencies between the workspace's crates: every arrow of a product points to its left.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+use serde_json::Value;
+
+/// The crates of the product, each with those that it may depend on.
+const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
+    ("driftline-dirty-tracker", &[]),
+    ("driftline-images", &[]),
+    ("driftline-guest", &["driftline-dirty-tracker"]),
+    ("driftline-format", &["driftline-dirty-tracker", "driftline-guest"]),
+    ("driftline-store", &["driftline-dirty-tracker", "driftline-guest", "driftline-format"]),
+    (
+        "driftline-checkpoint",
+        &["driftline-dirty-tracker", "driftline-guest", "driftline-format", "driftline-store"],
+    ),
+    ("driftline-migrate", &["driftline-dirty-tracker", "driftline-guest", "driftline-format"]),
+    (
+        "driftline-machine",
+        &[
+            "driftline-dirty-tracker",
+            // The backend without KVM runs the payload's workload; to be undone.
+            "driftline-images",
+            "driftline-guest",
+            "driftline-format",
+            "driftline-store",
+            "driftline-checkpoint",
+            "driftline-migrate",
+        ],
+    ),
+    (
+        "driftline-control",
+        &[
+            "driftline-dirty-tracker",
+            "driftline-guest",
+            "driftline-format",
+            "driftline-store",
+            "driftline-checkpoint",
+            "driftline-migrate",
+            "driftline-machine",
+        ],
+    ),
+    (
+        "driftline-compare",
+        &["driftline-dirty-tracker", "driftline-images", "driftline-guest", "driftline-machine"],
+    ),
+    (
+        "driftline-cli",
+        &[
+            "driftline-dirty-tracker",
+            "driftline-images",
+            "driftline-guest",
+            "driftline-format",
+            "driftline-store",
+            "driftline-checkpoint",
+            "driftline-migrate",
+            "driftline-machine",
+            "driftline-control",
+            "driftline-compare",
+        ],
+    ),
+];
+
+/// The workspace's crates: name, folder, and the crates of the workspace that it depends on other
+/// than for its tests.
+pub(crate) struct Member {
+    pub(crate) name: String,
+    pub(crate) dir: std::path::PathBuf,
+    depends_on: BTreeSet<String>,
+}
+
+/// The members of the workspace, as Cargo has them.
+pub(crate) fn members() -> Vec<Member> {
+    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
+    let args = ["metadata", "--no-deps", "--offline", "--format-version", "1"];
+    let output = Command::new(cargo).args(args).current_dir(super::root()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let packages = metadata["packages"].as_array().unwrap();
+    let names: BTreeSet<&str> = packages.iter().map(|p| p["name"].as_str().unwrap()).collect();
+    let member = |package: &Value| {
+        let depends_on = package["dependencies"].as_array().unwrap().iter();
+        let depends_on = depends_on.filter(|d| d["kind"].is_null());
+        let depends_on = depends_on.map(|d| d["name"].as_str().unwrap().to_owned());
+        let manifest = std::path::Path::new(package["manifest_path"].as_str().unwrap());
+        Member {
+            name: package["name"].as_str().unwrap().to_owned(),
+            dir: manifest.parent().unwrap().to_owned(),
+            depends_on: depends_on.filter(|d| names.contains(d.as_str())).collect(),
+        }
+    };
+    packages.iter().map(member).collect()
+}
+
+#[test]
+fn crates_depend_only_on_those_left_of_them() {
+    let may: BTreeMap<_, _> = MAY_DEPEND_ON.iter().copied().collect();
+    for member in members().iter().filter(|m| m.name.starts_with("driftline-")) {
+        let Some(may) = may.get(member.name.as_str()) else {
+            if member.name == "driftline-tests" {
+                continue;
+            }
+            panic!("{} has no line in {}", member.name, file!());
+        };
+        for dependency in &member.depends_on {
+            assert!(
+                may.contains(&dependency.as_str()),
+                "{} depends on {dependency}, which is not left of it; see ARCHITECTURE.md",
+                member.name
+            );
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! Imports between the modules of each crate: no circle.
+//!
+//! A module imports another if a `use` or a path in it names an item of that other. An item that is
+//! re-exported counts where it is defined, so a parent may show what its children have. Tests are
+//! left aside: `#[cfg(test)]` and modules of the features `testing` and `fuzzing` see everything.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use syn::visit::{self, Visit};
+use syn::{Attribute, Item, Meta, UseTree, Visibility};
+
+type Module = Vec<String>;
+
+/// The circles that are left, which may only become fewer.
+const LEFT: &[&str] = &[
+    "driftline-cli: demo, demo::child",
+    "driftline-control: jobs, jobs::dirty_watch, jobs::kept",
+    "driftline-dirty-tracker: tree::simd, tree::simd::x86",
+    "driftline-guest: section, section::section_tags",
+    "driftline-machine: boot, boot::acpi, boot::acpi::dsdt, boot::bzimage, boot::cmdline, \
+     boot::elf, boot::firmware, boot::kernel, boot::loaded, boot::map, boot::mptable, boot::pvh, \
+     boot::zero_page",
+    "driftline-machine: config, config::devices",
+    "driftline-machine: devices::block, devices::block::engine",
+    "driftline-machine: devices::virtio::chain, devices::virtio::ring",
+    "driftline-machine: devices::vsock, devices::vsock::connection, devices::vsock::packet, \
+     devices::vsock::packet::op",
+    "driftline-machine: memory, memory::fill, memory::late, memory::populated, memory::shield",
+    "driftline-machine: sandbox, sandbox::filters, sandbox::seccomp",
+];
+
+/// What a module has, and what it names.
+#[derive(Default)]
+struct Contents {
+    items: BTreeSet<String>,
+    /// Public names for paths elsewhere; `*` is kept apart.
+    exports: BTreeMap<String, Vec<String>>,
+    globs: Vec<Vec<String>>,
+    named: Vec<Vec<String>>,
+}
+
+/// The modules of one crate.
+struct Crate(BTreeMap<Module, Contents>);
+
+impl Crate {
+    /// Reads the crate whose root file is `root`.
+    fn read(root: &Path) -> Self {
+        let mut modules = Self(BTreeMap::new());
+        modules.read_file(root, root.parent().unwrap(), Vec::new());
+        modules
+    }
+
+    /// Reads the file of `module`, whose children's files lie in `dir`.
+    fn read_file(&mut self, file: &Path, dir: &Path, module: Module) {
+        let text = fs::read_to_string(file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+        let parsed = syn::parse_file(&text).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+        self.read_items(&parsed.items, dir, module);
+    }
+
+    fn read_items(&mut self, items: &[Item], dir: &Path, module: Module) {
+        let mut contents = Contents::default();
+        for item in items.iter().filter(|item| !is_for_tests(attributes(item))) {
+            match item {
+                Item::Use(item) => {
+                    let public = !matches!(item.vis, Visibility::Inherited);
+                    contents.read_use(&item.tree, &mut Vec::new(), public);
+                }
+                Item::Mod(item) => {
+                    let name = item.ident.to_string();
+                    let child = [&module[..], std::slice::from_ref(&name)].concat();
+                    let children = dir.join(&name);
+                    if let Some((_, items)) = &item.content {
+                        self.read_items(items, &children, child);
+                    } else {
+                        let file = file_of(item, dir, &name);
+                        self.read_file(&file, &children, child);
+                    }
+                }
+                item => {
+                    contents.items.extend(name_of(item));
+                    Paths(&mut contents.named).visit_item(item);
+                }
+            }
+        }
+        self.0.insert(module, contents);
+    }
+
+    /// The module that has what `path` names in `from`; `None` if that is in another crate.
+    fn resolve(&self, from: &[String], path: &[String], depth: u32) -> Option<Module> {
+        let (mut at, mut rest) = match path.first()?.as_str() {
+            "crate" => (Vec::new(), &path[1..]),
+            "self" => (from.to_owned(), &path[1..]),
+            "super" => {
+                let up = path.iter().take_while(|segment| *segment == "super").count();
+                (from[..from.len().checked_sub(up)?].to_owned(), &path[up..])
+            }
+            first if self.has_child(from, first) => (from.to_owned(), path),
+            _ => return None,
+        };
+        while let Some(name) = rest.first() {
+            if self.has_child(&at, name) {
+                at.push(name.clone());
+                rest = &rest[1..];
+                continue;
+            }
+            let contents = self.0.get(&at)?;
+            if contents.items.contains(name) || depth == 0 {
+                break;
+            }
+            if let Some(path) = contents.exports.get(name) {
+                return self.resolve(&at, path, depth - 1);
+            }
+            let globs = contents.globs.iter().filter_map(|glob| self.resolve(&at, glob, depth - 1));
+            let shown =
+                |module: &Module| self.0.get(module).is_some_and(|c| c.items.contains(name));
+            return globs.into_iter().find(shown).or(Some(at));
+        }
+        Some(at)
+    }
+
+    fn has_child(&self, module: &[String], name: &str) -> bool {
+        self.0.contains_key(&[module, &[name.to_owned()]].concat())
+    }
+
+    /// Which module imports which.
+    fn imports(&self) -> BTreeMap<Module, BTreeSet<Module>> {
+        let mut imports = BTreeMap::new();
+        for (module, contents) in &self.0 {
+            let named = contents.named.iter().filter_map(|path| self.resolve(module, path, 8));
+            let others = named.filter(|other| other != module).collect();
+            imports.insert(module.clone(), others);
+        }
+        imports
+    }
+}
+
+impl Contents {
+    fn read_use(&mut self, tree: &UseTree, path: &mut Vec<String>, public: bool) {
+        let mut add = |name: String, path: Vec<String>| match (public, name.as_str()) {
+            (true, "*") => self.globs.push(path),
+            (true, _) => drop(self.exports.insert(name, path)),
+            (false, _) => self.named.push(path),
+        };
+        match tree {
+            UseTree::Path(tree) => {
+                path.push(tree.ident.to_string());
+                self.read_use(&tree.tree, path, public);
+                path.pop();
+            }
+            UseTree::Name(tree) if tree.ident == "self" => {
+                add(path.last().cloned().unwrap_or_default(), path.clone());
+            }
+            UseTree::Name(tree) => {
+                let name = tree.ident.to_string();
+                add(name.clone(), [&path[..], &[name]].concat());
+            }
+            UseTree::Rename(tree) => {
+                add(tree.rename.to_string(), [&path[..], &[tree.ident.to_string()]].concat());
+            }
+            UseTree::Glob(_) => add("*".to_owned(), path.clone()),
+            UseTree::Group(tree) => {
+                tree.items.iter().for_each(|tree| self.read_use(tree, path, public));
+            }
+        }
+    }
+}
+
+/// Collects the paths of this crate that an item names.
+struct Paths<'a>(&'a mut Vec<Vec<String>>);
+
+impl<'ast> Visit<'ast> for Paths<'_> {
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        let path_of: Vec<_> = path.segments.iter().map(|s| s.ident.to_string()).collect();
+        // Of one that begins with neither `crate` nor `super`, the first may be a child.
+        if path_of.len() > 1 {
+            self.0.push(path_of);
+        }
+        visit::visit_path(self, path);
+    }
+
+    fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
+        let mut contents = Contents::default();
+        contents.read_use(&item.tree, &mut Vec::new(), false);
+        self.0.append(&mut contents.named);
+    }
+}
+
+fn attributes(item: &Item) -> &[Attribute] {
+    match item {
+        Item::Mod(item) => &item.attrs,
+        Item::Use(item) => &item.attrs,
+        Item::Fn(item) => &item.attrs,
+        Item::Impl(item) => &item.attrs,
+        Item::Struct(item) => &item.attrs,
+        Item::Enum(item) => &item.attrs,
+        Item::Trait(item) => &item.attrs,
+        Item::Const(item) => &item.attrs,
+        Item::Static(item) => &item.attrs,
+        Item::Type(item) => &item.attrs,
+        _ => &[],
+    }
+}
+
+fn name_of(item: &Item) -> Option<String> {
+    let ident = match item {
+        Item::Fn(item) => &item.sig.ident,
+        Item::Struct(item) => &item.ident,
+        Item::Enum(item) => &item.ident,
+        Item::Trait(item) => &item.ident,
+        Item::Const(item) => &item.ident,
+        Item::Static(item) => &item.ident,
+        Item::Type(item) => &item.ident,
+        Item::Union(item) => &item.ident,
+        Item::Macro(item) => item.ident.as_ref()?,
+        _ => return None,
+    };
+    Some(ident.to_string())
+}
+
+/// Whether an item is built for tests or fuzzing alone.
+fn is_for_tests(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| {
+        let Meta::List(list) = &attribute.meta else { return false };
+        let words = list.tokens.to_string();
+        list.path.is_ident("cfg")
+            && !words.starts_with("not")
+            && ["test", "fuzzing", "\"testing\"", "\"fuzzing\""].iter().any(|word| {
+                words
+                    .split(|c: char| !(c.is_alphanumeric() || "\"_".contains(c)))
+                    .any(|w| w == *word)
+            })
+    })
+}
+
+fn file_of(item: &syn::ItemMod, dir: &Path, name: &str) -> PathBuf {
+    let path = item.attrs.iter().find_map(|attribute| match &attribute.meta {
+        Meta::NameValue(meta) if meta.path.is_ident("path") => match &meta.value {
+            syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Str(path), .. }) => Some(path.value()),
+            _ => None,
+        },
+        _ => None,
+    });
+    let alone = dir.join(path.unwrap_or_else(|| format!("{name}.rs")));
+    if alone.exists() { alone } else { dir.join(name).join("mod.rs") }
+}
+
+/// The modules that import one another, each circle as a set.
+fn circles(imports: &BTreeMap<Module, BTreeSet<Module>>) -> BTreeSet<BTreeSet<Module>> {
+    let reached: BTreeMap<_, _> =
+        imports.keys().map(|module| (module, reachable(imports, module))).collect();
+    let mut circles = BTreeSet::new();
+    for (module, from_here) in &reached {
+        if from_here.contains(*module) {
+            let back = |other: &&Module| reached.get(other).is_some_and(|r| r.contains(*module));
+            circles.insert(from_here.iter().filter(back).cloned().collect());
+        }
+    }
+    circles
+}
+
+fn reachable(imports: &BTreeMap<Module, BTreeSet<Module>>, from: &Module) -> BTreeSet<Module> {
+    let mut reached = BTreeSet::new();
+    let mut left: Vec<_> = imports[from].iter().collect();
+    while let Some(module) = left.pop() {
+        if reached.insert(module.clone()) {
+            left.extend(imports.get(module).into_iter().flatten());
+        }
+    }
+    reached
+}
+
+#[test]
+fn no_two_modules_import_each_other() {
+    let mut found = Vec::new();
+    let mut modules = 0;
+    for member in super::crates::members().iter().filter(|m| m.name != "tests") {
+        for root in ["src/lib.rs", "src/main.rs"] {
+            let root = member.dir.join(root);
+            if !root.exists() {
+                continue;
+            }
+            let read = Crate::read(&root);
+            modules += read.0.len();
+            for circle in circles(&read.imports()) {
+                let names: Vec<_> = circle.iter().map(|module| module.join("::")).collect();
+                found.push(format!("{}: {}", member.name, names.join(", ")));
+            }
+        }
+    }
+    assert!(modules > 100, "only {modules} modules were found");
+    found.sort();
+    assert_eq!(found, LEFT, "modules that import one another");
+}
+
+#[test]
+fn a_circle_is_found() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+    write("lib.rs", "mod a; mod b; pub use b::B; #[cfg(test)] mod tests { use crate::a::A; }");
+    write("a.rs", "pub struct A; fn f() -> crate::B { crate::B }");
+    write("b.rs", "pub struct B; impl B { fn f() { use super::a; } }");
+    let read = Crate::read(&dir.path().join("lib.rs"));
+    let found: Vec<_> = circles(&read.imports()).into_iter().flatten().collect();
+    assert_eq!(found, [["a".to_owned()], ["b".to_owned()]]);
+}
