@@ -40,7 +40,7 @@ fn a_restore_that_is_cut_says_what_is_in_the_drives_and_can_be_repeated() {
     let factory = elsewhere();
     let was = contents(&factory.disks);
     let said = restore(&store, None, &factory, Clock::Continue).unwrap_err().to_string();
-    assert!(said.contains("pages-1, byte 12288"), "{said}");
+    assert!(said.contains("pages-1 is truncated: it ends at byte 12288"), "{said}");
     assert!(contents(&factory.disks) == was);
 }
 
