@@ -1,4 +1,4 @@
-//! Why a disk cannot be had.
+//! Errors that keep a disk from being used.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,33 +8,33 @@ use driftline_guest::VmId;
 use crate::config::DiskIdentity;
 use crate::sandbox::hint;
 
-/// Why a disk cannot be had.
+/// Error that keeps a disk from being used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
-    /// Its file cannot be opened.
+    /// The disk's file cannot be opened.
     #[error("disk file \"{}\" cannot be opened{}: {cause}{}", path.display(), if *readonly { "" } else { " for writing" }, hint(path, cause))]
     Open {
         /// The file.
         path: PathBuf,
-        /// Only for reading.
+        /// Whether the file was opened for reading only.
         readonly: bool,
-        /// The system's answer.
+        /// The system's error.
         cause: io::Error,
     },
-    /// It is neither a regular file nor a block device.
+    /// The path is neither a regular file nor a block device.
     #[error("disk file \"{}\" is neither a regular file nor a block device", path.display())]
     Kind {
         /// The file.
         path: PathBuf,
     },
-    /// It has nothing in it.
+    /// The file is empty.
     #[error("disk file \"{}\" has 0 bytes: a disk has at least one sector of 512", path.display())]
     Empty {
         /// The file.
         path: PathBuf,
     },
-    /// Its end would be lost on the guest.
+    /// The file's size is not a multiple of a sector, so the guest could not use its end.
     #[error(
         "disk file \"{}\" has {bytes} bytes, which are not whole sectors of 512: `truncate -s %512` rounds it up",
         path.display()
@@ -42,20 +42,20 @@ pub enum DiskError {
     Partial {
         /// The file.
         path: PathBuf,
-        /// Its size.
+        /// The file's size in bytes.
         bytes: u64,
     },
-    /// Two disks would overwrite each other's blocks.
+    /// Two disks have the same file and would overwrite each other's blocks.
     #[error("disks \"{first}\" and \"{second}\" are the same file \"{}\", which only disks that are not written to can share", path.display())]
     Twice {
-        /// A disk's name.
+        /// The first disk's name.
         first: String,
-        /// Another disk's name.
+        /// The second disk's name.
         second: String,
         /// The file.
         path: PathBuf,
     },
-    /// It is to be written over, and nobody knows whether it is the disk that the guest had.
+    /// The file is to be overwritten, and no identity shows that it is the guest's disk.
     #[error(
         "disk \"{id}\" is to be written over, and nothing tells whether \"{}\" is the disk that the guest had: \
          --disk id={id},path={},identity=any says that it is",
@@ -67,7 +67,7 @@ pub enum DiskError {
         /// The file.
         path: PathBuf,
     },
-    /// It is to be written over for a new guest, and is the disk of the guest that was
+    /// The file is to be overwritten for a new guest, but it is the disk of the guest that was
     /// checkpointed.
     #[error(
         "disk \"{id}\", in file \"{}\", {}{}",
@@ -78,29 +78,29 @@ pub enum DiskError {
         id: String,
         /// The file.
         path: PathBuf,
-        /// The guest whose disk it is.
+        /// The guest that owns the disk.
         guest: VmId,
-        /// Its size.
+        /// The disk's size in bytes.
         bytes: u64,
-        /// Why it is taken for that disk.
+        /// Why the file is taken for that disk.
         why: ParentsDisk,
     },
-    /// Another guest has it.
+    /// Another guest or program uses the file, or the file cannot be locked.
     #[error("{0}")]
     InUse(String),
-    /// It is smaller than the disk that the guest knows.
+    /// The file is smaller than the disk that the guest knows.
     #[error("disk \"{id}\" has {want} bytes, and its file \"{}\" on this host has only {has}", path.display())]
     TooSmall {
         /// The disk's name.
         id: String,
         /// The file.
         path: PathBuf,
-        /// Bytes that the guest knows.
+        /// The disk's size in bytes, as the guest knows it.
         want: u64,
-        /// Bytes that the file has.
+        /// The file's size in bytes.
         has: u64,
     },
-    /// It is another disk than the guest's.
+    /// The file is a different disk from the guest's.
     #[error(
         "disk \"{id}\" is another one on this host: the guest comes from {theirs}, and \"{}\" is {ours} here; that it may be, as a \
          copy or on storage whose hosts number files differently, --disk id={id},path={},identity=any says here",
@@ -111,35 +111,35 @@ pub enum DiskError {
         id: String,
         /// The file.
         path: PathBuf,
-        /// Which one it is where the guest comes from.
+        /// The disk's identity on the host that the guest comes from.
         theirs: DiskIdentity,
-        /// Which one it is here.
+        /// The identity of the file on this host.
         ours: DiskIdentity,
     },
-    /// It comes along with its guest, and no file can be made for it.
+    /// The disk is copied along with its guest, and no file can be created for it.
     #[error("disk \"{id}\" cannot be copied to \"{}\": {why}", path.display())]
     NoCopy {
         /// The disk's name.
         id: String,
-        /// Where it was to be.
+        /// The path for the copy.
         path: PathBuf,
-        /// What stands against it.
+        /// The reason.
         why: String,
     },
-    /// No thread makes it durable.
+    /// The disk's flush thread cannot be started.
     #[error("no thread can be started for disk \"{id}\": {cause}")]
     Thread {
         /// The disk's name.
         id: String,
-        /// The system's answer.
+        /// The system's error.
         cause: io::Error,
     },
-    /// Its writes cannot be followed.
+    /// The writes to the disk cannot be tracked.
     #[error("the writes to disk \"{id}\" cannot be followed: {cause}")]
     Untracked {
         /// The disk's name.
         id: String,
-        /// What stands against it.
+        /// The tracker's error.
         cause: driftline_dirty_tracker::LayoutError,
     },
 }
@@ -147,11 +147,11 @@ pub enum DiskError {
 /// Why a file is taken for the disk of the guest that was checkpointed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ParentsDisk {
-    /// It is that disk.
+    /// The file is that disk.
     Itself,
-    /// It is that disk through another mount, or a copy in a snapshot of its file system.
+    /// The file is that disk through another mount, or a copy in a snapshot of its file system.
     OrSnapshot,
-    /// It is another file, at that disk's path.
+    /// A different file, at that disk's path.
     Path,
 }
 

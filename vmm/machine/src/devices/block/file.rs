@@ -1,4 +1,4 @@
-//! A disk's file: opened, measured, locked, made durable.
+//! A disk's file: opening, measuring, locking, and making it durable.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
@@ -23,22 +23,27 @@ pub(super) struct DiskFile {
     file: File,
     path: PathBuf,
     readonly: bool,
-    /// The guest for which it is locked.
+    /// The guest for which the file is locked.
     holder: VmId,
     flusher: Arc<Flusher>,
 }
 
-/// Which file it is, by whatever name.
+/// The file's identity, whatever its name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::devices) enum FileIdentity {
-    /// Device and inode.
+    /// Device number and inode number.
     Regular(u64, u64),
-    /// The number of the block device.
+    /// Number of the block device.
     BlockDevice(u64),
 }
 
-/// What `bytes` and `block_bytes` of [`DiskConfig`] are for the file at `path`: all of it, in whole
-/// sectors; and the blocks by which it is addressed, if it has whole ones.
+/// Returns `bytes` and `block_bytes` of [`DiskConfig`] for the file at `path`: its size in whole
+/// sectors, and the size of its blocks if the file consists of whole blocks, else of a sector.
+///
+/// # Errors
+///
+/// The file cannot be opened, is empty, has a partial sector, or is neither a regular file nor a
+/// block device.
 pub fn probe(path: &Path, readonly: bool) -> Result<(u64, u32), DiskError> {
     let file = open(path, readonly)?;
     let block = identity::block_bytes(&file);
@@ -52,7 +57,7 @@ pub fn probe(path: &Path, readonly: bool) -> Result<(u64, u32), DiskError> {
 
 fn open(path: &Path, readonly: bool) -> Result<File, DiskError> {
     let failed = |cause| DiskError::Open { path: path.to_owned(), readonly, cause };
-    // Looked at before it is opened: opening a FIFO would wait for its other end.
+    // Checked before the file is opened: opening a FIFO would wait for its other end.
     let kind = std::fs::metadata(path).map_err(failed)?.file_type();
     if !kind.is_file() && !kind.is_block_device() {
         return Err(DiskError::Kind { path: path.to_owned() });
@@ -60,8 +65,9 @@ fn open(path: &Path, readonly: bool) -> Result<File, DiskError> {
     OpenOptions::new().read(true).write(!readonly).open(path).map_err(failed)
 }
 
-/// Bytes of a file, or of a block device, whose metadata has none. A file's are not looked for by
-/// seeking: that may wait for another process's flush of it.
+/// Returns the size in bytes of a file or of a block device. A block device's metadata has no size,
+/// so its end is sought. A regular file is not sought: that may wait for another process's flush of
+/// it.
 fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, DiskError> {
     let failed = |cause| DiskError::Open { path: path.to_owned(), readonly, cause };
     let metadata = file.metadata().map_err(failed)?;
@@ -72,8 +78,12 @@ fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, DiskError> 
 }
 
 impl DiskFile {
-    /// Opens the file of `disk` of the guest `holder`, which must have room for all that the guest
-    /// knows of it, and be in no other guest's use.
+    /// Opens the file of `disk` for the guest `holder`.
+    ///
+    /// # Errors
+    ///
+    /// The file is smaller than the guest knows it, is another disk, is in use by another guest, or
+    /// cannot be opened.
     pub(super) fn open(disk: &DiskConfig, holder: VmId) -> Result<Self, DiskError> {
         let DiskConfig { id, path, readonly, bytes, .. } = disk;
         let file = open(path, *readonly)?;
@@ -102,12 +112,12 @@ impl DiskFile {
         }
     }
 
-    /// Which disk it is, on whatever host.
+    /// Returns the disk's identity, which is the same on every host.
     pub(super) fn disk_identity(&self) -> Option<DiskIdentity> {
         identity::of(&self.file)
     }
 
-    /// By what name it was opened.
+    /// Returns the path by which the file was opened.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
@@ -116,12 +126,12 @@ impl DiskFile {
         &self.file
     }
 
-    /// What makes it durable while the guest runs.
+    /// Returns the flusher, which makes the file durable while the guest runs.
     pub(super) fn flusher(&self) -> &Arc<Flusher> {
         &self.flusher
     }
 
-    /// Which file it is.
+    /// Returns the file's identity on this host.
     pub(super) fn identity(&self) -> io::Result<FileIdentity> {
         let metadata = self.file.metadata()?;
         Ok(match metadata.file_type().is_block_device() {
@@ -134,7 +144,7 @@ impl DiskFile {
         if self.readonly { Lock::Shared } else { Lock::Exclusive }
     }
 
-    /// Locks the file against others: all of them, or if it is only read, those who write.
+    /// Locks the file against all others, or, if it is read-only, against writers.
     pub(super) fn lock(&self) -> Result<(), String> {
         match lock::set(&self.file, self.kind_of_lock(), self.holder) {
             Ok(true) => Ok(()),
@@ -155,7 +165,7 @@ impl DiskFile {
         format!("disk file \"{}\" cannot be locked: {e}", self.path.display())
     }
 
-    /// Forgets what this host has read of the file: another one may have written to it since.
+    /// Drops this host's cached pages of the file: another host may have written to it since.
     pub(super) fn forget_cached(&self) {
         if let Err(e) = fadvise(&self.file, 0, None, Advice::DontNeed) {
             tracing::warn!(
@@ -165,17 +175,20 @@ impl DiskFile {
         }
     }
 
-    /// Makes durable what was written, and lets go of the lock. Not while data is lost of which the
-    /// guest does not know: elsewhere nobody would tell it.
+    /// Makes durable what was written, then releases the lock. The lock is kept while data is lost
+    /// of which the guest does not know: on another host nobody would tell it.
     ///
-    /// The lock is given up only once no flush of this host's is under way (I7): one that was begun
-    /// may write blocks for as long as it lasts, over those of the next host. A flush that is under
-    /// way at `deadline` is an error, and goes on: its thread has the open file, and so the lock,
-    /// also if this disk is dropped meanwhile.
+    /// The lock is released only once no flush of this host is under way (I7): a flush that has
+    /// begun may write blocks for as long as it lasts, over those of the next host.
+    ///
+    /// # Errors
+    ///
+    /// A flush is still under way at `deadline`. It continues. Its thread keeps the open file and
+    /// therefore the lock, even if this disk is dropped meanwhile.
     pub(super) fn flush_and_unlock(self: &Arc<Self>, deadline: Instant) -> Result<(), String> {
         if !self.readonly {
             let begun = Instant::now();
-            // What was begun while the guest ran comes first.
+            // A flush that began while the guest ran comes first.
             self.flusher.settle(begun, deadline)?;
             let disk = self.clone();
             self.flusher.begin_own(move || disk.file.sync_data())?;
@@ -185,14 +198,14 @@ impl DiskFile {
         self.unlock()
     }
 
-    /// Releases the lock of a guest that has not run here: there is nothing to make durable.
+    /// Releases the lock for a guest that has not run here: there is nothing to make durable.
     pub(super) fn unlock(&self) -> Result<(), String> {
         let failed = |e| format!("disk file \"{}\" cannot be unlocked: {e}", self.path.display());
         lock::set(&self.file, Lock::None, self.holder).map(drop).map_err(failed)
     }
 
-    /// Gives the host back what `len` bytes from `offset` take. Advice: a file that cannot keeps
-    /// them.
+    /// Returns the storage of `len` bytes from `offset` to the host. This is advice: a file that
+    /// does not support it keeps its storage.
     pub(super) fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         match fallocate(&self.file, flags, offset, len) {
@@ -201,7 +214,7 @@ impl DiskFile {
         }
     }
 
-    /// Makes `len` bytes from `offset` read as zeros; they keep their room unless `unmap`.
+    /// Makes `len` bytes from `offset` read as zeros. They stay allocated unless `unmap`.
     pub(super) fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         write_zeroes(&self.file, offset, len, unmap)
     }

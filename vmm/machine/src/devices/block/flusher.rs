@@ -1,5 +1,5 @@
-//! Makes a disk's file durable while its guest uses it, and remembers what was lost until the guest
-//! knows it.
+//! Makes a disk's file durable while its guest uses it, and remembers lost data until the guest
+//! knows of it.
 //!
 //! ```text
 //! the guest's FLUSH -> engine -> fdatasync on the disk's own open file --------+
@@ -8,15 +8,16 @@
 //!                                            failed: lost -----------------+--> answer: the guest's request fails
 //! ```
 //!
-//! Storage may never answer. So no thread that others wait for makes a file durable: those that do
-//! are waited for until a deadline, one at a time for each disk, and have the file for as long as
-//! they last.
+//! Storage may never answer. A flush that the guest did not ask for therefore runs on a thread on
+//! which no other work depends, one at a time for each disk. The caller waits for it until a
+//! deadline. The thread keeps the file open for as long as it runs.
 //!
-//! Linux says once to each open file that data could not be written back. An error that the guest
-//! has not seen is kept: were it forgotten, the guest's next flush would succeed although data is
-//! lost. So that a flush of the guest's at the same moment hears of it by itself, a thread has an
-//! open file of its own. It is opened anew for each flush: a new one hears what nobody has heard of
-//! yet; one that is older than an error would hear of it again, long after the guest has.
+//! Linux reports once to each open file that data could not be written back. An error that the
+//! guest has not seen is kept: were it forgotten, the guest's next flush would succeed although
+//! data is lost. A guest's flush at the same moment must get the error by itself, so the thread of
+//! `Guest::flush` uses an open file of its own. It opens that file anew for each flush. A new open
+//! file reports an error that nobody has seen yet. One that is older than the error would report it
+//! again, long after the guest has seen it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -30,63 +31,63 @@ use std::time::{Duration, Instant};
 use super::error::DiskError;
 use crate::sandbox::{self, Class};
 
-/// Makes the disk's own file durable, on the flush thread, and lets go of the disk.
+/// Makes the disk's own file durable on the flush thread, then drops its reference to the disk.
 type Sync = Box<dyn FnOnce() -> io::Result<()> + Send>;
-/// What the flush thread is given.
+/// A job for the flush thread.
 type Order = (Arc<Flusher>, Sync);
 
-/// See the module.
+/// See the [module](self).
 #[derive(Debug)]
 pub(in crate::devices) struct Flusher {
     disk: String,
     path: PathBuf,
-    /// Says which file it is, whatever its path leads to by now; not open for anything, and the
-    /// lock is not its. `None` if the system does not give it.
+    /// A descriptor that identifies the file, whatever its path leads to by now. It is not open for
+    /// reading or writing and holds no lock. `None` if the system does not provide it.
     which: Option<Arc<File>>,
     state: Mutex<State>,
     ended: Condvar,
-    /// To the flush thread, which ends with this; `None` for a disk that is only read. The device's
-    /// thread starts none: its sandbox forbids it.
+    /// The channel to the flush thread, which ends when this is dropped; `None` for a read-only
+    /// disk. The device's thread cannot start threads: its sandbox forbids it.
     orders: Option<Sender<Order>>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// A thread makes the file durable.
+    /// Whether a thread makes the file durable at the moment.
     under_way: bool,
-    /// What the last such thread said.
+    /// The error of the last such thread, an errno.
     last: Option<i32>,
-    /// It made nothing durable: it had no file of its own to do it on.
+    /// Whether the last flush made nothing durable because it had no thread or no open file.
     skipped: bool,
-    /// The error that the guest has not been told of.
+    /// The error that the guest has not been told of, an errno.
     lost: Option<i32>,
-    /// How often a flush of the guest's own has failed, and it knows.
+    /// Number of the guest's own flushes that failed and whose failure the guest has seen.
     failures: u64,
 }
 
-/// What a request of the guest's says when it succeeds.
+/// What the success of a guest's request promises about durability.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Promise {
-    /// Nothing of what is durable.
+    /// Nothing is promised.
     Nothing,
-    /// What it wrote is durable.
+    /// The data that the request wrote is durable.
     Itself,
-    /// All that was written before is durable.
+    /// Everything written before the request is durable.
     Everything,
 }
 
-/// What the guest is to be told of a request.
+/// The result of a request that the guest is to be told.
 #[derive(Debug)]
 #[must_use]
 pub(super) struct Answer {
     promise: Promise,
-    /// The request itself failed.
+    /// Whether the request itself failed.
     own: bool,
     pub(super) result: io::Result<()>,
 }
 
 impl Flusher {
-    /// For `file`, the file at `path` of the disk named `disk`.
+    /// Creates the flusher of `file`, the file at `path` of the disk named `disk`.
     pub(super) fn new(
         disk: &str,
         path: &Path,
@@ -103,7 +104,7 @@ impl Flusher {
         Ok(Arc::new(Self { disk, path, which, state, ended, orders }))
     }
 
-    /// Says which file it is.
+    /// Returns a descriptor that identifies the file.
     pub(super) fn which(&self) -> Option<Arc<File>> {
         self.which.clone()
     }
@@ -112,19 +113,20 @@ impl Flusher {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a thread make durable what was written, unless one is at it already. By the sandbox, the
-    /// operator's threads may ask.
+    /// Starts a thread that makes durable what was written, unless one is at work already. The
+    /// sandbox lets the operator's threads call this.
     pub(in crate::devices) fn begin(self: &Arc<Self>) -> Result<(), String> {
         let failures = {
             let mut state = self.lock();
             if std::mem::replace(&mut state.under_way, true) {
                 return Ok(());
             }
-            // Before the file is opened: what fails in between is heard by both.
+            // Read before the file is opened: both open files report an error that occurs in
+            // between.
             state.failures
         };
         let mine = self.clone();
-        // Opening may wait for the storage, too.
+        // The thread opens the file, because opening may wait for the storage, too.
         let spawned =
             sandbox::spawn_late(Class::Block, format!("flush-{}", self.disk), move |narrow| {
                 match mine.open_another() {
@@ -148,14 +150,14 @@ impl Flusher {
         spawned.map(drop).map_err(failed)
     }
 
-    /// Without a file of its own to do it on, it is left to the guest and to the hand-over.
+    /// Opens the file again. If that fails, this flush is left to the guest and to the hand-over.
     fn open_another(&self) -> io::Result<File> {
         let which = self.which.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
         open_again(which, 0)
     }
 
-    /// Has the flush thread call `sync`, which makes the disk's own file durable. Nothing is under
-    /// way.
+    /// Has the flush thread call `sync`, which makes the disk's own file durable. No flush may be
+    /// under way.
     pub(super) fn begin_own(
         self: &Arc<Self>,
         sync: impl FnOnce() -> io::Result<()> + Send + 'static,
@@ -176,11 +178,12 @@ impl Flusher {
         self.ended.notify_all();
     }
 
-    /// What was begun has ended: on another open file, when the guest had heard of so many
-    /// `failures`; or on the disk's own, where the guest hears nothing of what was said here.
+    /// Records that a flush has ended. A flush on another open file passes `failures` as it was
+    /// when the flush began. A flush on the disk's own open file passes `None`: the guest cannot
+    /// hear its error from the kernel any more.
     fn end(&self, failures: Option<u64>, result: io::Result<()>) {
         let mut state = self.lock();
-        // The guest's own flush has met it meanwhile; what came after it, its next one meets.
+        // The guest's own flush has met the error meanwhile. Its next flush meets any later error.
         let known = failures.is_some_and(|failures| state.failures != failures);
         state.last = result.err().map(|e| errno(&e)).filter(|_| !known);
         state.lost = state.last.or(state.lost);
@@ -191,8 +194,12 @@ impl Flusher {
         self.ended.notify_all();
     }
 
-    /// Waits for the end of what was begun, until `deadline`; whether it has ended, and made
-    /// durable what was written. The error is what it met.
+    /// Waits until the flush has ended, or until `deadline`. Returns whether it has ended and made
+    /// durable what was written.
+    ///
+    /// # Errors
+    ///
+    /// The error that the flush met.
     pub(in crate::devices) fn wait(&self, deadline: Instant) -> Result<bool, String> {
         let mut state = self.lock();
         while state.under_way {
@@ -206,10 +213,14 @@ impl Flusher {
         state.last.map_or(Ok(!state.skipped), |errno| Err(self.sentence(errno)))
     }
 
-    /// Waits until nothing is under way, however that ends, and at most until `deadline`; the
-    /// caller waits since `begun`.
+    /// Waits until no flush is under way, whatever its result, or until `deadline`. `begun` is when
+    /// the caller began to wait.
+    ///
+    /// # Errors
+    ///
+    /// A flush is still under way at `deadline`.
     pub(super) fn settle(&self, begun: Instant, deadline: Instant) -> Result<(), String> {
-        // What it met is lost, or known.
+        // An error that the flush met is recorded as lost, or the guest knows it.
         let _ = self.wait(deadline);
         if !self.lock().under_way {
             return Ok(());
@@ -223,24 +234,25 @@ impl Flusher {
         ))
     }
 
-    /// The guest's data is lost, and it has not been told.
+    /// Records that data of the guest is lost and that the guest has not been told.
     pub(super) fn note_lost(&self, e: &io::Error) {
         self.lock().lost = Some(errno(e));
         tracing::error!("{}", self.sentence(errno(e)));
     }
 
-    /// What the guest has not been told of, in a sentence.
+    /// Returns a sentence about lost data that the guest has not been told of.
     pub(super) fn lost(&self) -> Option<String> {
         self.lock().lost.map(|errno| self.sentence(errno))
     }
 
-    /// The answer to a request of the guest's that ended so: by one that promises something it is
-    /// told, this once, of what was lost. [`told`](Self::told) is to be told of it.
+    /// Returns the answer to a guest's request that ended with `outcome`. A request that promises
+    /// durability also reports, once, what was lost before. The caller must pass the answer to
+    /// [`told`](Self::told).
     pub(super) fn answer(&self, promise: Promise, outcome: io::Result<()>) -> Answer {
         let own = outcome.is_err();
         let lost = match promise {
             Promise::Everything => self.lock().lost.take(),
-            // An error would be taken for that of these sectors.
+            // The guest takes the error of a write for an error of its sectors only.
             Promise::Itself if !own => self.lock().lost.take(),
             Promise::Itself | Promise::Nothing => None,
         };
@@ -248,7 +260,8 @@ impl Flusher {
         Answer { promise, own, result: outcome.and(lost) }
     }
 
-    /// Whether the guest has `heard` an answer: if not, what was lost waits for the next one.
+    /// Records whether the guest has `heard` an answer. If it has not, the next answer reports the
+    /// lost data.
     pub(super) fn told(&self, answer: &Answer, heard: bool) {
         let Err(e) = &answer.result else { return };
         match (answer.promise, answer.own) {
@@ -272,13 +285,14 @@ impl Flusher {
     }
 }
 
-/// Starts a disk's flush thread. Idle, it has no file: a disk that is dropped closes it at once.
+/// Starts a disk's flush thread. While idle the thread has no open file, so that dropping a disk
+/// closes its file at once.
 fn start(disk: &str) -> io::Result<Sender<Order>> {
     let (orders, taken) = mpsc::channel::<Order>();
     sandbox::spawn(Class::Block, format!("flush-{disk}"), move || {
         while let Ok((flusher, sync)) = taken.recv() {
-            // It has let go of the disk before anyone hears of the end: whoever drops the disk then
-            // closes its file.
+            // `sync` drops its reference to the disk before the end is announced: a caller that
+            // then drops the disk closes its file.
             let result = sync();
             flusher.end(None, result);
         }
@@ -290,8 +304,8 @@ fn errno(e: &io::Error) -> i32 {
     e.raw_os_error().unwrap_or(libc::EIO)
 }
 
-/// Makes durable what was written to all of them, at the same time; whether that was done within
-/// `limit`. What is not done then goes on.
+/// Makes the writes to all disks durable, in parallel. Returns whether that was done within
+/// `limit`. A flush that is not done by then continues.
 pub(in crate::devices) fn flush_all<'f>(
     flushers: impl Iterator<Item = &'f Arc<Flusher>> + Clone,
     limit: Duration,
@@ -308,7 +322,7 @@ pub(in crate::devices) fn flush_all<'f>(
     all
 }
 
-/// Another open file of what `file` has open, for reading and with `flags`.
+/// Opens the file behind `file` once more, for reading and with `flags`.
 pub(super) fn open_again(file: &File, flags: i32) -> io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     OpenOptions::new().read(true).custom_flags(flags).open(path)
@@ -333,7 +347,7 @@ mod tests {
         (Arc::new(DiskFile::open(&disk, VmId::random()).unwrap()), file)
     }
 
-    /// A flush of the guest's that ended so, heard by it.
+    /// A guest's flush that ended with `outcome`, and whose answer the guest has heard.
     fn flush_of_guest(flusher: &Flusher, outcome: io::Result<()>) -> io::Result<()> {
         let answer = flusher.answer(Promise::Everything, outcome);
         flusher.told(&answer, true);
@@ -344,7 +358,7 @@ mod tests {
         file.flush_and_unlock(soon())
     }
 
-    /// On a thread on which data cannot be made durable.
+    /// Runs `f` on a thread that cannot make data durable.
     fn without_fdatasync<T: Send>(f: impl FnOnce() -> T + Send) -> T {
         let failing = || {
             fail_fdatasync().unwrap();
@@ -373,7 +387,7 @@ mod tests {
             why.starts_with("disk \"d\": what the guest wrote could not") && why.contains(&path)
         );
         assert_eq!(hand_over(&file).unwrap_err(), why);
-        // Also if all is well since.
+        // The loss is still reported after a later flush has succeeded.
         assert_eq!(flush_all([flusher].into_iter(), Duration::from_secs(20)), Ok(true));
         assert_eq!(hand_over(&file).unwrap_err(), why);
         eio(flush_of_guest(flusher, Ok(())));
@@ -383,7 +397,7 @@ mod tests {
 
     #[test]
     fn what_the_hand_over_could_not_make_durable_is_told_too() {
-        // Its flush thread is started on that thread, and may no more than that.
+        // The flush thread is started on that thread and inherits its restrictions.
         let (file, _temp) = without_fdatasync(disk);
         file.lock().unwrap();
         let why = hand_over(&file).unwrap_err();
@@ -391,7 +405,7 @@ mod tests {
         eio(flush_of_guest(file.flusher(), Ok(())));
     }
 
-    /// An error that the guest's own request met is what it is told, and the rest with it.
+    /// The guest is told the error of its own request; this also covers the lost data.
     #[test]
     fn one_failure_of_the_guests_own_is_enough() {
         let (file, _temp) = disk();
@@ -407,7 +421,7 @@ mod tests {
         let (file, _temp) = disk();
         let flusher = file.flusher();
         file.lock().unwrap();
-        // As if a thread were at it, which ends below.
+        // As if a thread were flushing; it ends below.
         flusher.lock().under_way = true;
         let began = Instant::now();
         let limit = Duration::from_millis(50);
@@ -462,7 +476,7 @@ mod tests {
         flusher.told(&answer, true);
         eio(answer.result);
         assert_eq!(flusher.lost(), None);
-        // What nobody promised is not lost.
+        // Data whose durability nobody promised is not lost.
         let answer = flusher.answer(Promise::Itself, Err(eio_now()));
         flusher.told(&answer, false);
         assert_eq!(flusher.lost(), None);

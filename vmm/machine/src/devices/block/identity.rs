@@ -1,9 +1,9 @@
-//! What a disk is beside its bytes: how it is addressed, and which one it is, said so that every
-//! host that shares it says the same.
+//! Properties of a disk besides its content: how it is addressed, and its identity, which is the
+//! same on every host that shares the disk.
 //!
-//! Of a file it is its number and the time at which it was made; of a block device, whose number is
-//! this host's alone, what the kernel knows of its maker's or volume manager's name for it. What
-//! has none is not compared.
+//! A file's identity is its inode number and its creation time. A block device's number is valid on
+//! this host only, so its identity is the maker's or volume manager's name that the kernel knows.
+//! Disks without an identity are not compared.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -14,13 +14,13 @@ use rustix::fs::{major, minor};
 
 use crate::config::{DiskIdentity, MAX_BLOCK_BYTES};
 
-/// Where the kernel has names of devices: NVMe, SCSI, LVM and multipath, virtio.
+/// Files in which the kernel gives the names of devices: NVMe, SCSI, LVM and multipath, virtio.
 const NAMES: [&str; 4] = ["wwid", "device/wwid", "dm/uuid", "serial"];
 
-/// Where the kernel says in what blocks a device is addressed.
+/// File in which the kernel gives the size of a device's logical blocks.
 const LOGICAL: &str = "queue/logical_block_size";
 
-/// The identity of `file`, as far as it has one.
+/// Returns the identity of `file`, if it has one.
 pub(super) fn of(file: &File) -> Option<DiskIdentity> {
     let metadata = file.metadata().ok()?;
     if metadata.file_type().is_block_device() {
@@ -31,12 +31,12 @@ pub(super) fn of(file: &File) -> Option<DiskIdentity> {
     Some(DiskIdentity::File { inode: metadata.ino(), born_ns })
 }
 
-/// Bytes of the blocks in which `file` is best read and written: what it is addressed by, of a
-/// block device. A page at most.
+/// Returns the preferred size in bytes for reading and writing `file`: a block device's logical
+/// block size, at most a page.
 pub(super) fn block_bytes(file: &File) -> u32 {
     let number = file.metadata().ok().filter(|m| m.file_type().is_block_device());
     let folder = number.map(|m| sysfs(m.rdev()));
-    // The sandbox lets it be read, and an ioctl not. A partition has its disk's.
+    // The sandbox permits reading this file, but not an ioctl. A partition has its disk's value.
     let read = |at: &str| fs::read_to_string(folder.as_ref()?.join(at).join(LOGICAL)).ok();
     let text = read(".").or_else(|| read(".."));
     let bytes = text.and_then(|text| text.trim().parse::<u32>().ok());
@@ -45,12 +45,13 @@ pub(super) fn block_bytes(file: &File) -> u32 {
         .map_or(512, |bytes| bytes.clamp(512, MAX_BLOCK_BYTES))
 }
 
-/// What the kernel tells of the block device of this number.
+/// Returns the kernel's directory for the block device of this number.
 fn sysfs(device: u64) -> PathBuf {
     format!("/sys/dev/block/{}:{}", major(device), minor(device)).into()
 }
 
-/// The name of the device whose folder this is; of a partition, its disk's with the number.
+/// Returns the name of the device with this directory. A partition has the name of its disk with
+/// the partition's number.
 fn device_name(folder: &Path) -> Option<DiskIdentity> {
     let partition = fs::read_to_string(folder.join("partition")).ok();
     let whole = if partition.is_some() { folder.join("..") } else { folder.to_owned() };

@@ -1,7 +1,9 @@
-//! Locks on a disk's file, by open file description: whoever may run the guest holds one.
+//! Locks on a disk's file, by open file description. The host that may run the guest holds the
+//! lock.
 //!
-//! A lock belongs to the open file, not to the process, and is gone with it, however it goes. Other
-//! VMMs that lock their disks (QEMU among them) use the same kind, so they are seen too.
+//! A lock belongs to the open file, not to the process. It is gone as soon as the file is closed,
+//! for whatever reason. Other VMMs that lock their disks (QEMU among them) use the same kind of
+//! lock, so their locks are seen too.
 //!
 //! ```text
 //! 0                                     2^40 + part of the guest's id                    infinity
@@ -10,8 +12,9 @@
 //! +-------------------------------------+---+-----------------------------------------------+
 //! ```
 //!
-//! The byte that is left out, far behind any data, says which guest the lock is for: where a guest
-//! arrives, its disk may still be locked by the host that it comes from, but by nobody else.
+//! The byte that is not locked lies far behind any data and identifies the guest. On the
+//! destination host the disk may still be locked by the host that the guest comes from, but by
+//! nobody else.
 
 use std::fs::File;
 use std::io;
@@ -19,7 +22,7 @@ use std::os::fd::AsRawFd;
 
 use driftline_guest::VmId;
 
-/// Where the bytes are that tell guests apart. No lock of a file server ends below.
+/// Offset of the bytes that identify guests. No lock of a file server ends below it.
 const HOLDERS: u64 = 1 << 40;
 
 /// What a lock keeps others from.
@@ -29,12 +32,12 @@ pub(super) enum Lock {
     Shared,
     /// Reading and writing.
     Exclusive,
-    /// Nothing: lets go of a lock.
+    /// Nothing: releases a lock.
     None,
 }
 
-/// Sets the lock on all of `file`, for `holder`, without waiting; whether nobody else's stands
-/// against it.
+/// Sets the lock on all of `file`, for `holder`, without waiting. Returns whether no conflicting
+/// lock prevented it.
 pub(super) fn set(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
     if lock == Lock::None {
         return call(file, libc::F_OFD_SETLK, Lock::None, 0, 0).map(|_| true);
@@ -42,7 +45,7 @@ pub(super) fn set(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
     let left_out = byte_of(holder);
     for (start, len) in [(0, left_out), (left_out + 1, 0)] {
         if let Some(refused) = refusal(call(file, libc::F_OFD_SETLK, lock, start, len)) {
-            // Half a lock is none.
+            // One range alone does not make a lock: release it.
             call(file, libc::F_OFD_SETLK, Lock::None, 0, 0)?;
             return refused.map(|()| false);
         }
@@ -50,8 +53,7 @@ pub(super) fn set(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Whether another guest than `holder`, or another program, has a lock that stands against this
-/// one.
+/// Returns whether another guest than `holder`, or another program, has a conflicting lock.
 pub(super) fn is_anothers(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
     let found = call(file, libc::F_OFD_GETLK, lock, byte_of(holder), 1)?;
     Ok(found != libc::F_UNLCK)
@@ -62,7 +64,8 @@ fn byte_of(holder: VmId) -> u64 {
     HOLDERS + u64::from(u32::from_le_bytes([a, b, c, d]))
 }
 
-/// `Some` if the lock was not given: because of another's, or for another reason.
+/// Returns `None` if the lock was granted, `Some(Ok(()))` if another lock conflicts, and
+/// `Some(Err(_))` on any other error.
 fn refusal(result: io::Result<libc::c_int>) -> Option<io::Result<()>> {
     let e = result.err()?;
     match e.raw_os_error() {
@@ -71,8 +74,8 @@ fn refusal(result: io::Result<libc::c_int>) -> Option<io::Result<()>> {
     }
 }
 
-/// Sets or looks for a lock on `len` bytes from `start`, 0 being all that follow; the kind of lock
-/// that was found.
+/// Sets or tests a lock on `len` bytes from `start`; a `len` of 0 means all bytes from there on.
+/// Returns the kind of lock that was found.
 fn call(
     file: &File,
     command: libc::c_int,
@@ -90,7 +93,7 @@ fn call(
         l_whence: libc::SEEK_SET as libc::c_short,
         l_start: start as libc::off_t,
         l_len: len as libc::off_t,
-        // The kernel wants zero here for locks of this kind.
+        // The kernel requires zero here for locks of this kind.
         l_pid: 0,
     };
     // SAFETY: the descriptor is open as long as `file` is, and the kernel reads and writes `range`
@@ -105,8 +108,8 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Waits for what another's closed file stands in the way of: a process that a test beside this
-    /// one starts has that file, too, until it runs its own program.
+    /// Waits until `is_so`. A process that another test starts inherits the files of this one until
+    /// it executes its own program, so a closed file may stay locked for a moment.
     pub(in super::super) fn eventually(mut is_so: impl FnMut() -> bool) {
         let began = Instant::now();
         while !is_so() {
@@ -120,7 +123,7 @@ pub(super) mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let open = || File::options().read(true).write(true).open(file.path()).unwrap();
         let (a, b, c) = (open(), open(), open());
-        // Also for one guest: on two hosts, it runs on one.
+        // The same holds for one guest on two hosts: it may run on only one of them.
         let (one, other) = (VmId::random(), VmId::random());
         for holder in [one, other] {
             assert!(set(&a, Lock::Exclusive, one).unwrap());

@@ -7,8 +7,8 @@
 //!   used ring <- status byte <- completion +--> the drive's tree: blocks of 4 KiB written
 //! ```
 //!
-//! Errors of the file go to the guest as `VIRTIO_BLK_S_IOERR`; the first one is said, all are
-//! counted.
+//! Errors of the file are reported to the guest as `VIRTIO_BLK_S_IOERR`. The first error is logged;
+//! all errors are counted.
 
 mod engine;
 mod error;
@@ -63,54 +63,57 @@ pub(crate) use self::restored::{Parent, open_drives};
 pub(crate) use self::source::DriveSource;
 
 const QUEUE_SIZE: u16 = 256;
-/// Queues at most; a guest has no use for more than it has vCPUs.
+/// Upper bound on the number of queues. A guest has no use for more queues than it has vCPUs.
 const MAX_QUEUES: u8 = 4;
-/// Buffers of one request: what the queue has room for beside header and status.
+/// Buffers in one request: the queue size without the header and the status.
 const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
-/// A device that has this many bytes under way begins no more requests: it comes to a stand in
-/// about the time that the disk takes for twice as many.
+/// Bytes under way from which on the device starts no more requests. A pause therefore takes about
+/// as long as the disk takes for twice this amount.
 const MOST_UNDER_WAY: u64 = 32 << 20;
-/// How long the device works on a queue before it listens to others.
+/// Time for which the device works on one queue before it serves other events.
 const TURN: Duration = Duration::from_millis(10);
-/// Where the engine's completions are announced.
+/// Token of the event that announces completions of the engine.
 const COMPLETIONS: u32 = 0;
 
-/// The device.
+/// A virtio block device.
 pub(super) struct Block {
     disk: DiskConfig,
     queues: u16,
     file: Arc<DiskFile>,
     engine: Engine,
-    /// What the guest has written; `None` for a drive that it cannot write to.
+    /// Tracks the blocks that the guest has written; `None` for a read-only drive.
     tracker: Option<Arc<Tracker>>,
-    /// What of the disk has to stay as it is until an epoch has it.
+    /// Copy-before-write: saves blocks that an epoch has not copied yet before the guest overwrites
+    /// them.
     keeper: Arc<Keeper>,
-    /// Requests that the engine has, by their tokens.
+    /// Requests that the engine has, by token.
     under_way: HashMap<u64, UnderWay>,
-    /// Their bytes.
+    /// Bytes that the requests in `under_way` move.
     bytes_under_way: u64,
-    /// Queues whose chains were left there for want of room for more bytes: bit by number.
+    /// Queues whose chains stay in the ring because too many bytes are under way, one bit per
+    /// queue.
     waiting: u32,
-    /// The driver knows of no volatile cache: what it has written is durable when it is told so.
+    /// Whether the driver did not negotiate `VIRTIO_BLK_F_FLUSH`. It then assumes that there is no
+    /// volatile cache: a write must be durable when the driver is told that it has completed.
     writes_through: bool,
-    /// The file is locked for this guest.
+    /// Whether the file is locked for this guest.
     held: bool,
-    /// The file was made here, for a guest that comes.
+    /// Whether the file was created on this host, for an incoming guest.
     made_here: bool,
-    /// The guest has run here with the file. One that comes from another host has not, which may
-    /// have written to the file since it was opened here.
+    /// Whether the guest has run on this host with this file. For a guest that arrives from another
+    /// host it has not: that host may have written to the file since it was opened here.
     has_run: bool,
     next_token: u64,
     counters: Arc<DiskCounters>,
     state: BlockState,
 }
 
-/// The part of the device that moves with the guest.
+/// The part of the device's state that moves with the guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub(super) struct BlockState {
-    /// Requests that failed for the file's sake.
+    /// Number of requests that failed because of the file.
     errors: u64,
-    /// Data is lost, and the guest does not know it: its next flush fails.
+    /// Whether data is lost and the guest has not been told. Its next flush then fails.
     lost: bool,
 }
 
@@ -118,20 +121,20 @@ pub(super) struct BlockState {
 struct UnderWay {
     queue: usize,
     head: u16,
-    /// One byte.
+    /// The status byte.
     status: Buffers,
-    /// Bytes of data that the driver gets, if all goes well.
+    /// Bytes of data that the driver gets if the request succeeds.
     data_len: u32,
-    /// What it changes of the disk: from, and bytes, of each part.
+    /// Parts of the disk that the request changes: offset and length of each, in bytes.
     writes: Vec<(u64, u64)>,
-    /// Bytes that it moves.
+    /// Bytes that the request moves.
     bytes: u64,
-    /// What its success says of data.
+    /// What the request's success promises about durability.
     promise: Promise,
 }
 
 impl Block {
-    /// The drive of `disk` of the guest `holder`, whose file is opened, and not yet held.
+    /// Opens the file of `disk` for the guest `holder`. The file is not locked yet.
     pub(super) fn open(disk: &DiskConfig, vcpus: u8, holder: VmId) -> Result<Self, DiskError> {
         let file = Arc::new(DiskFile::open(disk, holder)?);
         let queues = vcpus.clamp(1, MAX_QUEUES).into();
@@ -140,7 +143,7 @@ impl Block {
         Self::new(disk, queues, file, engine)
     }
 
-    /// As [`open`](Self::open), without io_uring.
+    /// Like [`open`](Self::open), without io_uring.
     #[cfg(any(test, fuzzing))]
     pub(super) fn open_plain(
         disk: &DiskConfig,
@@ -177,7 +180,7 @@ impl Block {
             writes_through: false,
             held: false,
             made_here: false,
-            // `start` knows better.
+            // Set correctly by `start`.
             has_run: true,
             next_token: 0,
             counters: Arc::default(),
@@ -185,12 +188,12 @@ impl Block {
         })
     }
 
-    /// What follows the guest's writes.
+    /// Returns the tracker of the guest's writes.
     pub(super) fn tracker(&self) -> Option<&Arc<Tracker>> {
         self.tracker.as_ref()
     }
 
-    /// The disk as whoever copies it sees it.
+    /// Returns the view of the disk that a copier uses.
     pub(super) fn source(&self) -> DriveSource {
         let DiskConfig { id, bytes, readonly, .. } = &self.disk;
         let head = DriveHead { id: id.clone(), bytes: *bytes, readonly: *readonly };
@@ -198,32 +201,32 @@ impl Block {
         DriveSource { head, tracker, keeper, which: self.flusher().which() }
     }
 
-    /// Its file was made on this host: no other one has ever written to it.
+    /// Records that the file was created on this host: no other host has ever written to it.
     pub(super) fn note_made_here(&mut self) {
         self.made_here = true;
     }
 
-    /// What it has done.
+    /// Returns the device's counters.
     pub(super) fn counters(&self) -> &Arc<DiskCounters> {
         &self.counters
     }
 
-    /// What makes it durable while the guest runs.
+    /// Returns the flusher, which makes the disk durable while the guest runs.
     pub(super) fn flusher(&self) -> &Arc<Flusher> {
         self.file.flusher()
     }
 
-    /// Which disk it is, on whatever host.
+    /// Returns the disk's identity, which is the same on every host.
     pub(super) fn disk_identity(&self) -> Option<DiskIdentity> {
         self.file.disk_identity()
     }
 
-    /// Which file is behind it.
+    /// Returns the identity of the backing file.
     pub(super) fn file_identity(&self) -> io::Result<FileIdentity> {
         self.file.identity()
     }
 
-    /// Begins a request, or completes it at once.
+    /// Starts a request, or completes it at once.
     fn begin(&mut self, queue: usize, chain: &Chain, io: &mut Io<'_>) -> Result<(), Violation> {
         let Request { work, status, data_len } =
             Request::read(queue as u16, chain, &self.disk, io.ram)?;
@@ -248,8 +251,8 @@ impl Block {
             to.write(io.ram, 0, &id)?;
             return self.complete(under_way, Ok(()), io);
         }
-        // It is asked only here: what is under way when blocks are first kept, while the device
-        // stands, is nothing.
+        // The keeper is asked only here. That is enough: the device is paused when blocks are first
+        // kept, so no request is under way then.
         for (from, bytes) in &under_way.writes {
             self.keeper.before_write(*from, *bytes);
         }
@@ -289,11 +292,11 @@ impl Block {
         io: &mut Io<'_>,
     ) -> Result<(), Violation> {
         for (from, bytes) in request.writes {
-            // After it was done, and before the driver hears of it: whoever drains the tree and
-            // then reads the file has it, if it was done by then; if not, it is marked after the
-            // drain, and in the next epoch, whatever of it was read. A device that stands has
-            // nothing under way, so all of it is marked. Also if it failed: part of it may be
-            // written.
+            // The mark comes after the write is done and before the driver is told. A copier drains
+            // the tree and then reads the file. A write that was done before the drain is in that
+            // epoch. A later write is marked after the drain, so the next epoch has it, whatever
+            // this epoch's read has returned of it. A paused device has nothing under way, so
+            // everything is marked. A failed write is marked too: part of it may be in the file.
             self.mark(from, bytes);
         }
         let answer = self.file.flusher().answer(request.promise, result);
@@ -309,8 +312,8 @@ impl Block {
         heard.map(drop)
     }
 
-    /// Takes what the engine has finished. All of it, whatever the driver did: memory and disk are
-    /// what they are.
+    /// Completes every request that the engine has finished, even if the driver broke a rule
+    /// meanwhile: memory and disk have changed in any case.
     fn take_completions(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
         let mut all = Ok(());
         for (token, result) in self.engine.completions(io.ram) {
@@ -327,7 +330,7 @@ impl Block {
         let start = Gfn::containing(from);
         let count = ((from + bytes - 1) >> PAGE_SHIFT) - start.0 + 1;
         if let Err(e) = tracker.mark(FrameRun { start, count }) {
-            // Requests were bounded by the drive's size.
+            // Not reached: requests are bounded by the drive's size.
             debug_assert!(false, "{e}");
             tracker.mark_all();
         }
@@ -345,7 +348,7 @@ impl Block {
         }
     }
 
-    /// Waits until nothing is under way, or `deadline`.
+    /// Waits until no request is under way, or until `deadline`.
     fn drain(&mut self, deadline: Option<Instant>, io: &mut Io<'_>) -> Result<(), Stall> {
         let mut all = Ok(());
         while !self.under_way.is_empty() {
@@ -355,7 +358,7 @@ impl Block {
                 return Err(Stall::UnderWay(self.under_way.len()));
             }
         }
-        // No completion will remind of these.
+        // No completion will bring the device back to these queues.
         for queue in self.take_waiting() {
             if let Some(ring) = io.rings.get_mut(queue) {
                 ring.yield_turn();
@@ -364,14 +367,15 @@ impl Block {
         Ok(all?)
     }
 
-    /// The queues whose chains wait for room.
+    /// Takes the numbers of the queues whose chains wait until fewer bytes are under way.
     fn take_waiting(&mut self) -> impl Iterator<Item = usize> + use<> {
         let waiting = std::mem::take(&mut self.waiting);
         (0..MAX_QUEUES.into()).filter(move |queue| waiting & 1 << queue != 0)
     }
 }
 
-/// Status byte, then the used ring; whether the driver has a queue in which to see it.
+/// Writes the status byte, then the used ring. Returns whether the driver has a queue in which to
+/// see the answer.
 fn finish(
     io: &mut Io<'_>,
     queue: usize,
@@ -423,12 +427,12 @@ impl Device for Block {
     }
 
     fn activate(&mut self, features: u64) {
-        // It could not ask for durability: there are no flushes for it.
+        // Without this feature the driver has no flush request with which to ask for durability.
         self.writes_through = features & 1 << VIRTIO_BLK_F_FLUSH == 0;
     }
 
     fn reset(&mut self, io: &mut Io<'_>) {
-        // The rings are gone: nothing that ends now can break their rules.
+        // The rings are gone: a request that ends now cannot break their rules.
         let _ = self.drain(None, io);
     }
 
@@ -457,9 +461,9 @@ impl Device for Block {
     }
 
     fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
-        // Should it let go of the file from now on, and take it again, its guest ran nowhere else
-        // meanwhile. Not sooner: when another of the guest's devices cannot be had, the guest goes
-        // on where it was, and writes.
+        // From now on, if the device releases the file and acquires it again, the guest has run
+        // nowhere else in between. This must not be set earlier: if another of the guest's devices
+        // cannot be acquired, the guest resumes on its old host and writes there.
         self.has_run |= self.held;
         Ok(())
     }
@@ -481,7 +485,7 @@ impl Device for Block {
         self.file.lock()?;
         self.held = true;
         self.keeper.hold();
-        // A disk that is only read is locked against writers all the time, here or there.
+        // A read-only disk is locked against writers all the time, on this host or on the other.
         if !self.has_run && !self.disk.readonly && !self.made_here {
             self.file.forget_cached();
         }
@@ -489,7 +493,8 @@ impl Device for Block {
     }
 
     fn release(&mut self, deadline: Instant) -> Result<(), String> {
-        // Before another host can write to it: what an epoch has not read by now it cannot have.
+        // Comes before another host can write to the disk: an epoch cannot have blocks that it has
+        // not read by now.
         self.keeper.let_go();
         let released = self.file.flush_and_unlock(deadline);
         match &released {

@@ -1,5 +1,5 @@
-//! A disk of a guest that is here, as whoever copies it sees it: read beside the device, through an
-//! open file of the copier's own.
+//! The view of a disk for copying it while its guest is on this host. The copier reads the disk
+//! beside the device, through an open file of its own.
 
 use std::fs::File;
 use std::io;
@@ -10,20 +10,21 @@ use driftline_guest::{DriveHead, GuestDrive, Keeper};
 
 use super::flusher::open_again;
 
-/// See the module. Keeps the file from nobody: the lock is the device's.
+/// See the [module](self). It does not lock the file: the device holds the lock.
 #[derive(Clone, Debug)]
 pub(crate) struct DriveSource {
     pub(super) head: DriveHead,
-    /// Follows the guest's writes; `None` for a disk that it cannot write to.
+    /// Tracks the guest's writes; `None` for a read-only disk.
     pub(super) tracker: Option<Arc<Tracker>>,
-    /// Asked by the device before it writes.
+    /// Copy-before-write; the device asks it before each write.
     pub(super) keeper: Arc<Keeper>,
-    /// Says which file it is; `None` if the system did not give it.
+    /// A descriptor that identifies the file; `None` if the system did not provide it.
     pub(super) which: Option<Arc<File>>,
 }
 
 impl DriveSource {
-    /// The guest is to stand, or not any more: the device does not wait for an epoch meanwhile.
+    /// Cancels the device's waits for an epoch while the guest is about to pause (`true`), or
+    /// permits them again (`false`).
     pub(crate) fn hurry(&self, hurry: bool) {
         self.keeper.hurry(hurry);
     }
@@ -63,8 +64,8 @@ mod tests {
     use crate::devices::virtio::Device;
     use crate::devices::virtio::driver::Driver;
 
-    /// What one epoch after the other holds, read from the disk behind its device's back, until it
-    /// `stands`; and then the rest.
+    /// Copies one epoch after another from the disk while its device runs, until it `stands`, then
+    /// copies the rest. Returns the copy and the number of epochs that were not empty.
     fn copy_on(source: &DriveSource, stands: &AtomicBool) -> (Vec<u8>, u64) {
         let mut writes = source.subscribe("copy").unwrap().unwrap();
         let file = source.open().unwrap();
@@ -89,8 +90,7 @@ mod tests {
         (copy, epochs)
     }
 
-    /// Writes a block of the driver's choice in each of so many requests, and waits for all of
-    /// them.
+    /// Writes to a number of blocks with one request each, and waits for all of them.
     fn write_some(driver: &mut Driver, blocks: u64, round: u64) {
         let mut sent = Vec::new();
         for n in 0..24u64 {
@@ -113,8 +113,8 @@ mod tests {
         driver.forget_buffers();
     }
 
-    /// As a checkpoint does it: what the driver writes after the pause, over what is not copied
-    /// yet, is not in the epoch.
+    /// Works as a checkpoint does: what the driver writes after the pause to blocks that are not
+    /// copied yet is not in the epoch.
     #[test]
     fn what_is_kept_is_copied_as_it_was_in_the_pause() {
         for with in engines() {
@@ -162,8 +162,8 @@ mod tests {
         }
     }
 
-    /// As a migration does it that ends while an epoch is copied: the destination may write from
-    /// then on.
+    /// Works as a migration does that ends while an epoch is copied: from then on the destination
+    /// may write.
     #[test]
     fn a_disk_that_is_let_go_of_is_not_copied_on() {
         let disk = Disk::new();
@@ -185,8 +185,8 @@ mod tests {
         assert_eq!(keep().unwrap().next(&mut runs, &mut some).unwrap(), 4);
     }
 
-    /// As a migration does it: whatever was under way when, the copy is what the driver has
-    /// written.
+    /// Works as a migration does: whichever requests were under way, the copy equals what the
+    /// driver has written.
     #[test]
     fn epochs_read_after_they_were_drained_make_the_disk() {
         for with in engines() {
@@ -201,8 +201,8 @@ mod tests {
                 for round in 0..60u64 {
                     let mut sent = Vec::new();
                     for n in 0..24u64 {
-                        // Of two that are under way none writes what the other does: virtio has no
-                        // order between them.
+                        // No two requests that are under way write to the same block: virtio does
+                        // not define their order.
                         let (n, seed) = (round * 24 + n, n);
                         let block = (round * 7 + seed * (blocks / 24)) % blocks;
                         let (sector, len) = (block * 8 + n % 3, 512 * (1 + n as usize % 5));
