@@ -1,4 +1,5 @@
-//! What does a disk's work: io_uring, or where the kernel has none, plain reads and writes.
+//! The engine that does a disk's work: io_uring, or plain reads and writes where the kernel has no
+//! io_uring.
 
 use std::io;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use super::file::DiskFile;
 use super::operation::Operation;
 use super::{plain, uring::Uring};
 
-/// See the module.
+/// An engine; see the module.
 pub(super) enum Engine {
     Uring(Box<Uring>),
     Plain(Arc<DiskFile>),
@@ -20,7 +21,8 @@ pub(super) enum Engine {
 }
 
 impl Engine {
-    /// For at most `most` operations at a time on `file`; `id` is for messages.
+    /// Creates an engine for at most `most` operations at a time on `file`; `id` is used in
+    /// messages.
     pub(super) fn new(file: Arc<DiskFile>, most: usize, id: &str) -> Self {
         match Uring::new(file.clone(), most) {
             Ok(uring) => Self::Uring(Box::new(uring)),
@@ -31,7 +33,8 @@ impl Engine {
         }
     }
 
-    /// What becomes readable when operations have ended, of an engine that works by itself.
+    /// Returns the event that becomes readable when operations have ended; `None` for an engine
+    /// that has done its work when `submit` returns.
     pub(super) fn announcer(&self) -> Option<&EventFd> {
         match self {
             Self::Uring(uring) => Some(uring.announcer()),
@@ -41,7 +44,7 @@ impl Engine {
         }
     }
 
-    /// Begins an operation; its outcome, if it has one at once.
+    /// Begins an operation. Returns its outcome if the operation has ended at once.
     pub(super) fn submit(
         &mut self,
         operation: Operation,
@@ -59,7 +62,7 @@ impl Engine {
         Some(plain::perform(file, &operation, ram))
     }
 
-    /// Operations that have ended.
+    /// Takes the operations that have ended.
     pub(super) fn completions(&mut self, ram: &GuestRam) -> Vec<(u64, io::Result<()>)> {
         match self {
             Self::Uring(uring) => uring.completions(ram),
@@ -69,7 +72,8 @@ impl Engine {
         }
     }
 
-    /// Waits for the end of an operation, until `deadline`; whether it was in time.
+    /// Waits for the end of an operation, until `deadline`. Returns `false` if the deadline passes
+    /// first.
     pub(super) fn wait(&mut self, deadline: Option<Instant>) -> bool {
         match self {
             Self::Uring(uring) => uring.wait(deadline),

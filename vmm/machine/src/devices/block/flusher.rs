@@ -5,7 +5,9 @@
 //! the guest's FLUSH -> engine -> fdatasync on the disk's own open file --------+
 //! release -> the flush thread -> fdatasync on the disk's own open file ----+    |
 //! Guest::flush -> a thread -> fdatasync on a file opened for it -----------+    |
-//!                                            failed: lost -----------------+--> answer: the guest's request fails
+//!                                            failed: lost -----------------+-->|
+//!                                                                              v
+//!                                                   answer: the guest's request fails
 //! ```
 //!
 //! Storage may never answer. A flush that the guest did not ask for therefore runs on a thread on
@@ -36,7 +38,7 @@ type Sync = Box<dyn FnOnce() -> io::Result<()> + Send>;
 /// A job for the flush thread.
 type Order = (Arc<Flusher>, Sync);
 
-/// See the [module](self).
+/// Makes one disk's file durable; see the module.
 #[derive(Debug)]
 pub(in crate::devices) struct Flusher {
     disk: String,

@@ -1,4 +1,4 @@
-//! An engine for tests that does nothing: what it is given is held until somebody lets it go.
+//! An engine for tests that does no work: it holds operations until a test releases them.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -8,7 +8,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::operation::Operation;
 
-/// The engine, and the handle of whoever holds it.
+/// The engine, and the handle that a test controls it with.
 #[derive(Clone)]
 pub(in crate::devices) struct Held {
     announcer: Arc<EventFd>,
@@ -17,11 +17,11 @@ pub(in crate::devices) struct Held {
 
 #[derive(Default)]
 struct Inner {
-    /// Operations end as soon as they are given, after this long.
+    /// Time that each operation takes; it then ends within `submit`.
     takes: Option<Duration>,
     let_go: bool,
     held: Vec<u64>,
-    /// All that was ever given.
+    /// All operations that were ever submitted.
     given: Vec<Operation>,
 }
 
@@ -31,7 +31,7 @@ impl Held {
         Self { announcer, inner: Arc::default() }
     }
 
-    /// An engine that does its work at once, and takes its time.
+    /// Creates an engine that ends each operation within `submit`, after `takes`.
     pub(super) fn slow(takes: Duration) -> Self {
         let new = Self::new();
         new.inner().takes = Some(takes);
@@ -42,18 +42,18 @@ impl Held {
         self.inner.lock().unwrap()
     }
 
-    /// All that is held ends, and what comes later, too.
+    /// Ends all held operations, and those that are submitted later.
     pub(in crate::devices) fn let_go(&self) {
         self.inner().let_go = true;
         self.announcer.write(1).unwrap();
     }
 
-    /// How many operations are held.
+    /// Returns the number of held operations.
     pub(in crate::devices) fn count(&self) -> usize {
         self.inner().held.len()
     }
 
-    /// All that was ever given.
+    /// Returns all operations that were ever submitted.
     pub(super) fn given(&self) -> Vec<Operation> {
         self.inner().given.clone()
     }

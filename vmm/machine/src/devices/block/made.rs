@@ -1,8 +1,7 @@
-//! A disk's file that is made here, for a guest whose disks come along with it.
+//! A disk's file that is created on this host, for a guest whose disks are copied along with it.
 //!
-//! Nothing that has data in it is ever written over. What was made goes again unless the guest
-//! stays; while it is being filled it is locked for its guest, so that no second one is filled into
-//! it.
+//! A file with data in it is never overwritten. The file is removed again unless the guest stays.
+//! While it is being filled it is locked for its guest, so that no second guest is copied into it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -21,8 +20,8 @@ use super::lock::{self, Lock};
 use crate::config::{DiskConfig, MachineConfig, disks};
 use crate::sandbox::hint;
 
-/// For each of `drives`, which are hostile input, a copy in the making, at the path that `config`
-/// has for it on this host. On an error there is nothing of any.
+/// Creates a copy, still to be filled, for each of `drives`, at the path that `config` has for it
+/// on this host. The list is hostile input. On an error none of the copies remains.
 pub(crate) fn make_copies(
     guest: VmId,
     config: &MachineConfig,
@@ -51,7 +50,7 @@ pub(crate) fn make_copies(
     Ok(copies)
 }
 
-/// See the module.
+/// A file that is created for a copy; see the module.
 #[derive(Debug)]
 struct MadeDisk {
     file: File,
@@ -61,11 +60,11 @@ struct MadeDisk {
     kept: AtomicBool,
 }
 
-/// What was there before it was made.
+/// What was at the path before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Before {
     Nothing,
-    /// A file of so many bytes, and no data.
+    /// An empty or unwritten file of this many bytes.
     Room(u64),
 }
 
@@ -82,16 +81,16 @@ impl MadeDisk {
         let Some((file, before)) = opened else {
             return Err(refused("it is no regular file".to_owned()));
         };
-        // Until it is certain that it is ours, it stays as it is.
+        // Until it is certain that the file is ours, a drop must leave it as it is.
         let made = Self { file, path: path.clone(), guest, before, kept: AtomicBool::new(true) };
         match lock::set(&made.file, Lock::Exclusive, guest) {
             Ok(true) => {}
             Ok(false) => return Err(refused("it is in use by another".to_owned())),
-            // Also one that was made here: another build may have locked it by now, and an empty
-            // file is in nobody's way.
+            // The file stays even if it was created here: another build may have locked it by now,
+            // and an empty file does no harm.
             Err(e) => return Err(failed("locking it", e)),
         }
-        // Not before it is locked: whoever had the lock may have been filling it.
+        // Comes after the lock: the previous holder of the lock may have been filling the file.
         if let Before::Room(bytes) = before {
             if has_data(&made.file).map_err(|e| failed("looking for data in it", e))? {
                 let why = "there is a file with data in it, and a copy is never written over what is there: name a file \
@@ -105,19 +104,19 @@ impl MadeDisk {
                 )));
             }
         }
-        // Somebody may have removed it, and made another, since it was opened.
+        // The file may have been removed, and another created, since it was opened.
         if !made.is_named().map_err(|e| failed("looking at it", e))? {
             return Err(refused("its name is another file's now".to_owned()));
         }
         made.kept.store(false, Ordering::Relaxed);
         made.file.set_len(disk.bytes).map_err(|e| failed("giving it its size", e))?;
-        // The guest's data is not durable in a file that has no durable size or name.
+        // Data is not durable in a file whose size or name is not.
         made.file.sync_all().map_err(|e| failed("making its size durable", e))?;
         sync_dir(parent(path)).map_err(|e| failed("making its name durable", e))?;
         Ok(made)
     }
 
-    /// Whether the name is still this file's.
+    /// Returns whether the path still leads to this file.
     fn is_named(&self) -> io::Result<bool> {
         let (ours, named) = (self.file.metadata()?, fs::metadata(&self.path)?);
         Ok((ours.dev(), ours.ino()) == (named.dev(), named.ino()))
@@ -132,7 +131,7 @@ impl MadeDisk {
                 fs::remove_file(&self.path)?;
                 sync_dir(parent(&self.path))
             }
-            // What was set aside for it stays so.
+            // The file keeps its allocated storage.
             Before::Room(bytes) => {
                 let len = self.file.metadata()?.len();
                 if len > 0 {
@@ -150,7 +149,7 @@ impl DriveCopy for MadeDisk {
     }
 
     fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
-        // Room that was set aside is not given back.
+        // Allocated storage that was there before is not given back.
         write_zeroes(&self.file, offset, len, self.before == Before::Nothing)
     }
 
@@ -181,17 +180,17 @@ impl Drop for MadeDisk {
     }
 }
 
-/// The file at `path`, made if there is none, and what was there; `None` if that is no regular
-/// file.
+/// Opens the file at `path`, or creates it. Returns the file and what was there before; `None` if
+/// it is not a regular file.
 fn open(path: &Path) -> io::Result<Option<(File, Before)>> {
     let mut options = OpenOptions::new();
     options.read(true).write(true);
-    // What is in a guest's disk is for nobody else on this host.
+    // Nobody else on this host may read a guest's disk.
     match options.clone().create_new(true).mode(0o600).open(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
         made => return made.map(|file| Some((file, Before::Nothing))),
     }
-    // Looked at before it is opened: opening a FIFO would wait for its other end.
+    // Checked before the file is opened: opening a FIFO would wait for its other end.
     if !fs::metadata(path)?.is_file() {
         return Ok(None);
     }
@@ -200,8 +199,8 @@ fn open(path: &Path) -> io::Result<Option<(File, Before)>> {
     Ok(Some((file, Before::Room(bytes))))
 }
 
-/// Whether anything was ever written to `file`, as far as its file system tells: one that does not
-/// tell holds for data what has a length.
+/// Returns whether anything was ever written to `file`, as far as its file system tells. If it does
+/// not tell, a file counts as written if its length is not 0.
 fn has_data(file: &File) -> io::Result<bool> {
     match rustix::fs::seek(file.as_fd(), SeekFrom::Data(0)) {
         Ok(_) => Ok(true),

@@ -2,7 +2,7 @@
 
 use crate::devices::virtio::Buffers;
 
-/// What is to be done to a disk. Offsets are bytes, and all of it lies on the disk.
+/// Work on a disk. Offsets are in bytes, and every range lies on the disk.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Work {
     Read {
@@ -14,15 +14,15 @@ pub(super) enum Work {
         from: Buffers,
     },
     Flush,
-    /// Offset and length of each range.
+    /// Offset and length of each range, in bytes.
     Discard(Vec<(u64, u64)>),
     WriteZeroes(Vec<Range>),
-    /// Not the engine's business: the disk's serial number goes there.
+    /// Gets the disk's serial number. The device does this itself, not the engine.
     Identify(Buffers),
 }
 
 impl Work {
-    /// The parts of the disk that it changes: first byte, and bytes, of each.
+    /// Returns the parts of the disk that the work changes: offset and length of each, in bytes.
     pub(super) fn writes(&self) -> Vec<(u64, u64)> {
         match self {
             Self::Write { offset, from } => vec![(*offset, from.len().into())],
@@ -32,7 +32,7 @@ impl Work {
         }
     }
 
-    /// Bytes that it moves between guest memory and disk.
+    /// Returns the number of bytes that the work moves between guest memory and disk.
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Self::Read { to: data, .. } | Self::Write { from: data, .. } => data.len().into(),
@@ -41,12 +41,12 @@ impl Work {
     }
 }
 
-/// Work with the name by which its end is told.
+/// Work with the token that its completion carries.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Operation {
     pub(super) token: u64,
     pub(super) work: Work,
-    /// What it changes is durable before it has ended.
+    /// Whether the changes must be durable before the operation ends.
     pub(super) durable: bool,
 }
 
@@ -55,6 +55,6 @@ pub(super) struct Operation {
 pub(super) struct Range {
     pub(super) offset: u64,
     pub(super) len: u64,
-    /// Its room may be given back.
+    /// Whether the range's storage may be given back to the host.
     pub(super) unmap: bool,
 }

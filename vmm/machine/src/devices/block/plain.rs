@@ -9,7 +9,7 @@ use vm_memory::{Bytes, GuestMemoryError};
 use super::file::DiskFile;
 use super::operation::{Operation, Work};
 
-/// Does an operation and waits for its end.
+/// Performs an operation and waits for its end.
 pub(super) fn perform(disk: &DiskFile, operation: &Operation, ram: &GuestRam) -> io::Result<()> {
     work(disk, &operation.work, ram)?;
     let changes = !operation.work.writes().is_empty();
@@ -17,7 +17,7 @@ pub(super) fn perform(disk: &DiskFile, operation: &Operation, ram: &GuestRam) ->
 }
 
 fn work(disk: &DiskFile, work: &Work, ram: &GuestRam) -> io::Result<()> {
-    // The file position is this device's alone: the file was opened for it.
+    // Only this device uses the file position: the file was opened for it.
     let mut file: &File = disk.file();
     match work {
         Work::Read { offset, to } => {

@@ -1,5 +1,5 @@
-//! What a chain asks of a disk, read from guest memory and bounded; and what the disk says of
-//! itself.
+//! A chain's request to a disk, read from guest memory and bounded, and the disk's configuration
+//! space.
 
 use driftline_guest::GuestRam;
 use virtio_bindings::virtio_blk::*;
@@ -8,39 +8,42 @@ use super::operation::{Range, Work};
 use crate::config::DiskConfig;
 use crate::devices::virtio::{Buffers, Chain, Violation};
 
-/// Bytes of a sector, in which virtio counts.
+/// Bytes of a sector, virtio's unit.
 pub(super) const SECTOR: u64 = 512;
-/// Sectors to which discarding is best aligned: a block of 4 KiB, as most file systems have.
+/// Preferred alignment of discards in sectors: a block of 4 KiB, as most file systems have.
 const DISCARD_ALIGNMENT: u32 = 8;
-/// Type, a reserved word, the first sector.
+/// Bytes of a request's header: type, a reserved word, the first sector.
 const HEADER_BYTES: u32 = 16;
 /// Bytes of one range of a discard or write-zeroes request.
 const RANGE_BYTES: u32 = 16;
-/// Bytes of one buffer, as drivers are told; as many of them as a request may have are less than
-/// [`MOST_BYTES`].
+/// Upper bound on the bytes of one buffer, as announced to drivers. A request with the maximum
+/// number of such buffers has fewer than [`MOST_BYTES`].
 pub(super) const SIZE_MAX: u32 = 128 << 10;
-/// Bytes that one request moves at most: what is under way in a device is finished before it
-/// stands.
+/// Upper bound on the bytes that one request moves: a pause waits for all that is under way.
 const MOST_BYTES: u32 = 32 << 20;
-/// Ranges in one such request.
+/// Upper bound on the ranges in one such request.
 const MAX_RANGES: u32 = 16;
-/// Sectors of one range to discard: 1 GiB.
+/// Upper bound on the sectors of one range to discard: 1 GiB.
 const MAX_DISCARD_SECTORS: u32 = 1 << 21;
-/// Sectors of one range of zeros: 16 MiB, for files where they must be written.
+/// Upper bound on the sectors of one range of zeros: 16 MiB, for files where they must be written.
 const MAX_ZERO_SECTORS: u32 = 1 << 15;
 
-/// A request that has the form of one.
+/// A well-formed request.
 pub(super) struct Request {
-    /// What to do, or the status with which it is refused.
+    /// The work to do, or the status with which the request is refused.
     pub(super) work: Result<Work, u32>,
-    /// The byte for the status.
+    /// The status byte.
     pub(super) status: Buffers,
     /// Bytes of data that the driver gets, without the status.
     pub(super) data_len: u32,
 }
 
 impl Request {
-    /// Reads the request that `chain` of queue `queue` makes of `disk`.
+    /// Reads the request to `disk` in `chain`, a chain of queue `queue`.
+    ///
+    /// # Errors
+    ///
+    /// The chain has no complete header or no room for a status, or guest memory cannot be read.
     pub(super) fn read(
         queue: u16,
         chain: &Chain,
@@ -101,12 +104,12 @@ fn words(bytes: &[u8; 16]) -> [u32; 4] {
     [word(0), word(4), word(8), word(12)]
 }
 
-/// Where the bytes from `sector` on are that go to or from `data`.
+/// Returns the offset of `sector` for a transfer of `data`, if that is permitted.
 fn transfer(disk: &DiskConfig, sector: u64, data: &Buffers) -> Result<u64, u32> {
     if data.len() > MOST_BYTES { Err(VIRTIO_BLK_S_IOERR) } else { span(disk, sector, data.len()) }
 }
 
-/// Where `len` bytes from `sector` on are, if the disk has them all.
+/// Returns the offset of `len` bytes from `sector`, if all of them lie on the disk.
 fn span(disk: &DiskConfig, sector: u64, len: u32) -> Result<u64, u32> {
     let len = u64::from(len);
     let offset = sector.checked_mul(SECTOR).ok_or(VIRTIO_BLK_S_IOERR)?;
@@ -117,7 +120,7 @@ fn span(disk: &DiskConfig, sector: u64, len: u32) -> Result<u64, u32> {
     }
 }
 
-/// The ranges of a discard or write-zeroes request; `flags` are those that may be set.
+/// Returns the ranges of a discard or write-zeroes request. `flags` are the permitted flags.
 fn ranges(
     disk: &DiskConfig,
     given: &Buffers,
@@ -152,14 +155,15 @@ fn ranges(
     Ok(Ok(ranges))
 }
 
-/// The configuration space: `struct virtio_blk_config` up to the fields of write-zeroes.
+/// Returns the configuration space: `struct virtio_blk_config` up to the fields of write-zeroes.
 pub(super) fn config_space(disk: &DiskConfig, queues: u16, seg_max: u32) -> Vec<u8> {
     let mut bytes = vec![0; 60];
     let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
     put(0, &(disk.bytes / SECTOR).to_le_bytes());
     put(8, &SIZE_MAX.to_le_bytes());
     put(12, &seg_max.to_le_bytes());
-    // As it was where the guest has started; requests count in sectors whatever it is.
+    // The block size of the host where the guest was started. Requests count in sectors in any
+    // case.
     put(20, &disk.block_bytes.to_le_bytes());
     put(34, &queues.to_le_bytes());
     if !disk.readonly {

@@ -1,7 +1,7 @@
-//! A disk's file that a restore writes over, so that it is as it was in the epoch.
+//! A disk's file that a restore overwrites, so that it has the content of the epoch.
 //!
-//! It is locked for its guest meanwhile, so that nobody runs from it, and no second restore writes
-//! to it. What is in it by then stays, however the restore ends.
+//! The file is locked for its guest meanwhile: nobody can run from it, and no second restore can
+//! write to it. Whatever the restore has written stays in the file, however the restore ends.
 
 use std::fs::{self, File};
 use std::io;
@@ -17,16 +17,21 @@ use super::lock::{self, Lock};
 use super::request::SECTOR;
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, HostConfig, MachineConfig, disks};
 
-/// The guest in the checkpoint, as it was then.
+/// The guest in the checkpoint, with its devices at that time.
 pub(crate) struct Parent<'c> {
     pub(crate) guest: VmId,
     pub(crate) devices: &'c [DeviceConfig],
 }
 
-/// Opens and locks the files that `config` has on this host for `drives`, which are hostile input.
-/// Their content is not changed yet. They must be all the disks that the guest can write to. A file
-/// that the operator has not named must be known to be that of `parent`. A guest that is not
-/// `parent` must have other files than that, named or not.
+/// Opens and locks the files that `config` has on this host for `drives`. The list is hostile
+/// input. The content of the files is not changed yet.
+///
+/// # Errors
+///
+/// - `drives` are not all the disks that the guest can write to.
+/// - The operator did not name a file, and it is not known to be that of `parent`.
+/// - The guest is not `parent`, and a file is that of `parent`, whether the operator named it or
+///   not.
 pub(crate) fn open_drives(
     guest: VmId,
     parent: &Parent<'_>,
@@ -83,8 +88,8 @@ pub(crate) fn open_drives(
 }
 
 impl Parent<'_> {
-    /// Why `file` may not be another guest's disk; `None` if it may. `may_be_snapshot`: the
-    /// operator says that it is a copy if it can be one.
+    /// Returns why `file` may not be another guest's disk; `None` if it may. `may_be_snapshot`: the
+    /// operator states that the file is a copy wherever it can be one.
     fn claim_to(&self, file: &DiskFile, may_be_snapshot: bool) -> Option<ParentsDisk> {
         let found = file.disk_identity();
         disks(self.devices).find_map(|disk| {
@@ -99,17 +104,18 @@ impl Parent<'_> {
 
 /// The path of one of the parent's disks, on this host.
 struct ParentsPath<F> {
-    /// It leads to the file in question.
+    /// Whether the path leads to the file in question.
     leads_to_it: bool,
-    /// Returns the identity of the file that it leads to.
+    /// Returns the identity of the file to which the path leads.
     identity: F,
 }
 
-/// Why the disk `found` may not be another guest's, of a parent whose disk is `known`.
+/// Returns why the disk `found` may not be another guest's; `None` if it may. The parent's disk is
+/// `known`.
 ///
-/// A file in a snapshot of the parent's file system has the number and the birth time of the
-/// parent's, and so has the parent's file itself through another mount, which may have another
-/// device number. Nothing tells these two apart, so the operator has to.
+/// A file in a snapshot of the parent's file system has the inode number and the creation time of
+/// the parent's file. So has the parent's file itself through another mount, which may have another
+/// device number. Nothing distinguishes these two cases, so the operator must.
 fn claim_to_disk(
     known: Option<&DiskIdentity>,
     found: Option<&DiskIdentity>,
@@ -129,14 +135,14 @@ fn claim_to_disk(
     }
 }
 
-/// The identity of the file that `path` leads to on this host, if it is one.
+/// Returns the identity of the file to which `path` leads on this host, if it is a regular file.
 fn identity_at(path: &Path) -> Option<DiskIdentity> {
-    // Only a file: opening anything else may have an effect, or wait.
+    // Limited to regular files: opening anything else may have a side effect, or block.
     let is_file = fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
     is_file.then(|| File::open(path).ok()).flatten().as_ref().and_then(identity::of)
 }
 
-/// Whether `path` leads to this file, or to the same block device.
+/// Returns whether `path` leads to this file, or to the same block device.
 fn is_same(file: &File, path: &Path) -> bool {
     let (Ok(one), Ok(other)) = (file.metadata(), fs::metadata(path)) else { return false };
     let device = |m: &fs::Metadata| m.file_type().is_block_device().then(|| m.rdev());
@@ -144,13 +150,13 @@ fn is_same(file: &File, path: &Path) -> bool {
         || (device(&one).is_some() && device(&one) == device(&other))
 }
 
-/// See the module.
+/// A file that a restore overwrites; see the module.
 #[derive(Debug)]
 struct RestoredDisk {
     file: DiskFile,
     guest: VmId,
-    /// It has holes, or may have: what is to be zeros becomes one. Else room that was set aside is
-    /// not given back.
+    /// Whether the file has holes, or may have: zeros are then written as holes. Otherwise the file
+    /// keeps its allocated storage.
     sparse: bool,
 }
 
@@ -162,14 +168,14 @@ impl RestoredDisk {
         }
         file.lock().map_err(DiskError::InUse)?;
         let opened = Self { sparse: is_sparse(file.file()), file, guest };
-        // Whoever had the lock may have put another in its place.
+        // The previous holder of the lock may have replaced the file.
         match opened.require_name() {
             Ok(()) => Ok(opened),
             Err(cause) => Err(DiskError::Open { path: disk.path.clone(), readonly: false, cause }),
         }
     }
 
-    /// Fails if its name is another file's: the guest would have that, as it is.
+    /// Fails if the path leads to another file: the guest would get that file, unrestored.
     fn require_name(&self) -> io::Result<()> {
         let (ours, named) = (self.file().metadata()?, fs::metadata(self.file.path())?);
         match (ours.dev(), ours.ino()) == (named.dev(), named.ino()) {
@@ -204,7 +210,8 @@ impl DriveCopy for RestoredDisk {
     fn keep(&self) {}
 }
 
-/// Whether `file` takes less room than it is long; of a block device nobody knows.
+/// Returns whether `file` has less storage than its length. A block device does not tell, and
+/// counts as sparse.
 fn is_sparse(file: &File) -> bool {
     let metadata = file.metadata();
     metadata.map_or(true, |m| m.blocks().saturating_mul(SECTOR) < m.len() || !m.is_file())
@@ -274,7 +281,7 @@ mod tests {
         disks(devices).map(head).collect()
     }
 
-    /// The guest of the checkpoint may go on with its disk.
+    /// The guest of the checkpoint may continue with its disk.
     #[test]
     fn new_guest_needs_disks_of_its_own() {
         let dir = tempfile::tempdir().unwrap();
@@ -297,7 +304,7 @@ mod tests {
         let said = open(&host).unwrap_err().to_string();
         assert!(said.contains(&format!("guest {parent}'s")), "{said}");
         assert!(said.contains("--disk id=d,path=FILE") && said.contains("--same-id"), "{said}");
-        // Nor by its name, or another one of it.
+        // The parent's file is refused by its name and by any other name.
         fs::hard_link(&path, dir.path().join("link")).unwrap();
         std::os::unix::fs::symlink(&path, dir.path().join("symlink")).unwrap();
         let named = |name: &str, more: &str| {
@@ -313,7 +320,8 @@ mod tests {
             assert!(!said.contains("identity=any"), "no snapshot: {said}");
         }
         assert_eq!(named("copy", "").unwrap(), 1);
-        // Nor what is at its path by now: the parent's may have been restored from a backup.
+        // The file that is now at the parent's path is refused too: the parent's disk may have been
+        // restored from a backup.
         let copy = dir.path().join("copy");
         fs::rename(&path, dir.path().join("was")).unwrap();
         fs::copy(&copy, &path).unwrap();
@@ -323,7 +331,8 @@ mod tests {
         assert!(named("was", "").is_err(), "it has moved, and is known");
     }
 
-    /// A file in a snapshot, and the parent's through another mount: number and time are the same.
+    /// A file in a snapshot and the parent's file through another mount have the same inode number
+    /// and creation time.
     #[test]
     fn only_the_operator_knows_a_snapshot() {
         let file = |inode| DiskIdentity::File { inode, born_ns: Some(7) };
@@ -356,7 +365,8 @@ mod tests {
         assert_eq!(identity_at(&path), identity::of(&File::open(&path).unwrap()));
     }
 
-    /// After a reboot a path may lead to another disk. Only who names it may have it written over.
+    /// After a reboot a path may lead to another disk. It is overwritten only if the operator names
+    /// it.
     #[test]
     fn another_disk_than_the_guests_is_not_written_over_unless_it_is_named() {
         let dir = tempfile::tempdir().unwrap();
@@ -388,14 +398,15 @@ mod tests {
             let host = HostConfig { disks: vec![spec.parse().unwrap()], ..host.clone() };
             assert_eq!(open(&host, &drives).unwrap(), 1);
         }
-        // Nor one of which nobody knows which it was, as of a device that has no name.
+        // A disk without a known identity, such as a device without a name, is refused too.
         let mut nameless = config.clone();
         crate::config::disks_mut(&mut nameless.devices).for_each(|disk| disk.identity = None);
         let guest = VmId::random();
         let parent = &Parent { guest, devices: &nameless.devices };
         let unknown = open_drives(guest, parent, &nameless, &drives, &host).map(drop).unwrap_err();
         assert!(unknown.to_string().contains("nothing tells whether"), "{unknown}");
-        // Without drives in the epoch nothing is written over, and a copy is what is expected.
+        // Without drives in the epoch nothing is overwritten, and the file is expected to be a
+        // copy.
         let there = config.clone().on_host(&host.writing_over(&[])).unwrap();
         assert_eq!(disks(&there.devices).next().unwrap().identity, None);
         assert_eq!(open(&host, &[]).unwrap(), 0);

@@ -10,7 +10,8 @@ use driftline_guest::{DriveHead, GuestDrive, Keeper};
 
 use super::flusher::open_again;
 
-/// See the [module](self). It does not lock the file: the device holds the lock.
+/// The view of one disk for a copier; see the module. It does not lock the file: the device holds
+/// the lock.
 #[derive(Clone, Debug)]
 pub(crate) struct DriveSource {
     pub(super) head: DriveHead,

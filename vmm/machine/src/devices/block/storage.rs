@@ -1,4 +1,4 @@
-//! Tests of a disk on what is under it: page cache, block device, and what of it loses data.
+//! Tests of a disk on its storage: the page cache, a block device, and storage that loses data.
 
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
@@ -14,8 +14,8 @@ use crate::devices::virtio::driver::Driver;
 use crate::memory::Memory;
 use crate::testing::{skip, soon};
 
-/// Whether the host has any of the disk in its cache; asked without a read, which would fetch it.
-/// The error is a host that does not say.
+/// Returns whether the host has any of the disk in its page cache. The test does not read the disk,
+/// because that would fill the cache. The error is that of a host that does not tell.
 fn is_cached(disk: &Disk) -> Result<bool, String> {
     let mut fincore = Command::new("fincore");
     let said = fincore.args(["--noheadings", "--output", "PAGES"]).arg(disk.file.path()).output();
@@ -46,27 +46,27 @@ fn what_was_cached_before_a_disk_is_taken_is_not_read() {
     }
     disk.contents(0, 4096);
     assert_eq!(is_cached(&disk), Ok(true));
-    // A new guest's: there is nobody who may have written since it was opened.
+    // A new guest's disk: nobody can have written to it since it was opened.
     let mut block = disk.block(With::Plain);
     block.acquire().unwrap();
     assert_eq!(is_cached(&disk), Ok(true));
     block.release(soon()).unwrap();
-    // One that has waited, on its own thread.
+    // A disk that waits for its guest, on its own thread.
     let memory = Memory::new(16 << 20, &Default::default()).unwrap();
     let waits = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
     waits.acquire().unwrap();
     assert_eq!(is_cached(&disk), Ok(false));
     assert_eq!(disk.contents(0, 512), [7; 512]);
-    // Taken again before its guest ran here, which went on where it was.
+    // Acquired again before the guest ran here: it had resumed on its old host.
     waits.release().unwrap();
     waits.acquire().unwrap();
     assert_eq!(is_cached(&disk), Ok(false));
     assert_eq!(disk.contents(0, 512), [7; 512]);
-    // Its guest was to go elsewhere, and did not.
+    // The guest was to move to another host, and did not.
     hand_over_and_back(&waits);
     assert_eq!(is_cached(&disk), Ok(true));
     drop(waits);
-    // One whose file was filled on this host.
+    // A disk whose file was filled on this host.
     let mut block = disk.block(With::Plain);
     block.note_made_here();
     let waits = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
@@ -80,11 +80,11 @@ fn what_was_cached_before_a_disk_is_taken_is_not_read() {
     assert_eq!(is_cached(&disk), Ok(true));
 }
 
-/// A block device over a file; gone with this.
+/// A block device over a file; detached on drop.
 struct Loop(String);
 
 impl Loop {
-    /// Addressed by blocks of 4 KiB.
+    /// Creates a device with blocks of 4 KiB.
     fn new(file: &Path) -> Result<Self, String> {
         let mut losetup = Command::new("losetup");
         let made = losetup.args(["--find", "--show", "--sector-size", "4096"]).arg(file).output();
@@ -96,8 +96,8 @@ impl Loop {
     }
 }
 
-/// A disk that takes whatever is written, and loses it when it is to be made durable: a block
-/// device over memory that has been sealed.
+/// Returns a disk that accepts every write and loses it when it is to be made durable: a block
+/// device over sealed memory.
 fn losing_disk() -> Result<(Disk, Loop), String> {
     let mut disk = Disk::new();
     let memory = memfd_create("losing", MemfdFlags::ALLOW_SEALING).map_err(|e| e.to_string())?;
@@ -109,8 +109,8 @@ fn losing_disk() -> Result<(Disk, Loop), String> {
     Ok((disk, device))
 }
 
-/// Linux keeps for each open file what it has said of lost data; all of them must not say it to the
-/// guest.
+/// Linux keeps for each open file whether it has reported lost data. The guest must be told once,
+/// not once for each open file.
 #[test]
 fn what_linux_says_of_lost_data_the_guest_hears_once() {
     const TEST: &str = "what_linux_says_of_lost_data_the_guest_hears_once";
@@ -128,20 +128,20 @@ fn what_linux_says_of_lost_data_the_guest_hears_once() {
         answer.result
     };
     let early = || flush_all([&flusher].into_iter(), Duration::from_secs(20));
-    // The guest's own flush meets it.
+    // The guest's own flush meets the error.
     lose(1);
     flush_of_guest().unwrap_err();
     assert_eq!(early(), Ok(true), "it is known");
     flush_of_guest().unwrap();
     block.release(soon()).unwrap();
     block.acquire().unwrap();
-    // The hand-over does.
+    // The hand-over meets it.
     lose(2);
     block.release(soon()).unwrap_err();
     flush_of_guest().unwrap_err();
     assert_eq!(early(), Ok(true), "it is known");
     flush_of_guest().unwrap();
-    // A flush while the guest runs does.
+    // A flush while the guest runs meets it.
     lose(3);
     early().unwrap_err();
     flush_of_guest().unwrap_err();
@@ -194,7 +194,7 @@ fn the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors() {
     }
 }
 
-/// A device on whose file data was lost while the driver asked for nothing, and who may tell it.
+/// Returns a disk that has lost data while its driver asked for nothing, and the driver.
 fn lost(with: With, without: u64) -> (Disk, Driver) {
     let disk = Disk::new();
     let block = disk.block(with);
@@ -211,12 +211,12 @@ fn a_driver_is_told_once_of_what_was_lost_wherever_it_is_by_then() {
         assert_eq!(write(&mut driver, 0, &pattern(1, 512)), OK, "that promises nothing");
         assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), IOERR);
         assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
-        // One that asks for no flushes is told by a write, which promises as much.
+        // A driver without flushes is told by a write, which then makes the same promise.
         let (_disk, mut driver) = lost(with, 1 << VIRTIO_BLK_F_FLUSH);
         assert_eq!(read(&mut driver, 0, 512).0, OK);
         assert_eq!(write(&mut driver, 0, &pattern(1, 512)), IOERR);
         assert_eq!(write(&mut driver, 0, &pattern(1, 512)), OK);
-        // It is part of the state.
+        // The loss is part of the device's state.
         let (disk, driver) = lost(with, 0);
         driver.quiesce();
         let state = driver.transport.save().unwrap();

@@ -63,7 +63,7 @@ impl Disk {
     }
 }
 
-/// The engines that this host has; the tests of io_uring say so if it is none of them.
+/// Returns the engines that this host has. The tests of io_uring report it if io_uring is missing.
 pub(super) fn engines() -> Vec<With> {
     let disk = Disk::new();
     let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
@@ -83,7 +83,7 @@ pub(super) fn header(driver: &mut Driver, kind: u32, sector: u64) -> Piece {
     driver.given(&bytes)
 }
 
-/// Makes a request; its status.
+/// Makes a request and returns its status.
 #[track_caller]
 pub(super) fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Piece]) -> u8 {
     let status = driver.wanted(1);
@@ -132,7 +132,7 @@ fn it_keeps_the_laws_of_devices() {
         conformance::check(&Subject {
             make: &|| Box::new(disk.block(with)),
             queue: 1,
-            // Reads and writes by turns, in several pieces.
+            // Reads and writes alternate, in several pieces.
             request: &|driver, n| {
                 let (kind, sector) = (n as u32 % 2, n * 8 % 1000);
                 let status = driver.wanted(1);
@@ -241,7 +241,7 @@ fn requests_past_the_end_or_of_no_form_fail_alone() {
         }
         assert_eq!(marked(&mut writes.unwrap()), []);
         assert!(!driver.is_stopped());
-        // No room for a status, or half a header: no answer is possible.
+        // Without room for a status, or with half a header, no answer is possible.
         let half = driver.given(&[0; 15]);
         let status = driver.wanted(1);
         for pieces in [vec![half, status], vec![header(&mut driver, 0, 0)]] {
@@ -314,7 +314,7 @@ fn many_requests_at_once_on_all_queues_all_end() {
                     sent.push((queue, head, sector, bytes, status));
                 }
             }
-            // While they are under way the device is brought to a stand: then all have ended.
+            // The device is paused while these are under way. Then all of them have ended.
             driver.kick(0);
             driver.kick(1);
             driver.quiesce();
@@ -341,7 +341,8 @@ fn a_disk_in_use_is_not_acquired_by_another() {
     a.release(soon()).unwrap();
     b.acquire().unwrap();
     assert!(a.acquire().is_err());
-    // The same guest's, on the host that it comes from; another's is not even opened.
+    // The same guest's file can be opened while it is locked, as on a destination host. Another
+    // guest's file cannot even be opened.
     drop(disk.block(With::Plain));
     let error = DiskFile::open(&disk.config, VmId::random()).unwrap_err();
     assert!(error.to_string().contains("is in use by another"), "{error}");
@@ -394,14 +395,15 @@ fn what_it_does_is_counted() {
     assert_eq!(meter.read(), figures);
 }
 
-/// It has nothing to make durable, even if the guest comes with data that was lost before.
+/// After a failed take-over there is nothing to make durable, even if the guest arrived with data
+/// that was lost before.
 #[test]
 fn failed_take_over_leaves_no_disk_locked() {
     let lost = postcard::to_stdvec(&BlockState { errors: 1, lost: true }).unwrap();
     for has_run in [false, true] {
         let disk = Disk::new();
         let mut block = disk.block(With::Plain);
-        // As `start` has it of a guest that begins here, and of one that comes.
+        // As `start` sets it for a guest that starts here, and for one that arrives.
         block.has_run = has_run;
         block.restore(&lost).unwrap();
         block.acquire().unwrap();

@@ -1,5 +1,5 @@
-//! Tests of what is under way: how much, and what becomes of it when the device is to stand, or its
-//! driver wants it no more.
+//! Tests of requests under way: how many there may be, and what becomes of them when the device is
+//! paused or its driver resets it.
 
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 
@@ -8,7 +8,7 @@ use super::tests::{Disk, IOERR, OK, engines, header, pattern, range, read, reque
 use super::*;
 use crate::devices::virtio::driver::{Driver, Piece};
 
-/// A drive whose work is done by `held`, large enough for large requests.
+/// Returns a drive whose engine is `held`, big enough for large requests, and its driver.
 fn held(held: &Held, without: u64) -> (Disk, Driver) {
     let (disk, driver, _) = held_with_flusher(held, without);
     (disk, driver)
@@ -25,7 +25,7 @@ fn held_with_flusher(held: &Held, without: u64) -> (Disk, Driver, Arc<Flusher>) 
     (disk, driver, flusher)
 }
 
-/// Makes a write of 8 MiB available; its head and where its status will be.
+/// Makes a write of 8 MiB available. Returns its queue, its head and the place of its status.
 fn post_large(driver: &mut Driver, queue: usize) -> (usize, u16, Piece) {
     let status = driver.given(&[0xff]);
     let status = Piece { writable: true, ..status };
@@ -53,12 +53,12 @@ fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
     driver.kick(0);
     driver.kick(1);
     wait_for_held(&engine, (MOST_UNDER_WAY >> 23) as usize);
-    // A stand is refused in time, with what stands against it.
+    // A pause is refused in time, with the reason.
     let began = Instant::now();
     let refused = driver.transport.quiesce(began + Duration::from_millis(50)).recv().unwrap();
     assert!(refused.unwrap_err().contains("still has 4 requests under way"));
     assert!(began.elapsed() < Duration::from_secs(5));
-    // What waits is taken when there is room, also if that comes with a stand.
+    // The waiting chains are taken when there is room, even if a pause makes that room.
     let stands = driver.transport.quiesce(began + Duration::from_secs(20));
     engine.let_go();
     stands.recv().unwrap().unwrap();
@@ -132,7 +132,7 @@ fn without_flushes_what_is_written_is_durable_when_it_is_done() {
         ask(&mut driver);
         assert_eq!(engine.given().len(), 4);
         assert!(engine.given().iter().all(|operation| operation.durable == durable));
-        // What is agreed on anew counts.
+        // A new negotiation counts.
         driver.start(!(flush ^ without));
         ask(&mut driver);
         assert!(engine.given()[4..].iter().all(|operation| operation.durable != durable));
@@ -163,7 +163,7 @@ fn what_was_lost_is_told_to_the_next_driver_if_this_one_does_not_hear_it() {
         post_flush(&mut driver, &engine);
         flusher.note_lost(&io::Error::from_raw_os_error(libc::EIO));
         if breaks_a_rule {
-            // No room for a status.
+            // A request without room for a status.
             let half = driver.given(&[0; 15]);
             driver.post(1, &[half]);
             driver.kick(1);

@@ -1,8 +1,8 @@
-//! A disk's reads, writes and flushes by io_uring: many at a time, and the thread is free
-//! meanwhile.
+//! A disk's reads, writes and flushes by io_uring: many at a time, while the device's thread stays
+//! free.
 //!
-//! The only unsafe code of the block device besides its locks: the kernel reads and writes guest
-//! memory at addresses that it is given here, until it has said that it is done.
+//! This module and the locks have the only unsafe code of the block device. The kernel reads and
+//! writes guest memory at the addresses given here, until it has reported completion.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,24 +21,24 @@ use super::file::DiskFile;
 use super::operation::{Operation, Work};
 use crate::devices::virtio::Buffers;
 
-/// Submission entries: the kernel takes them at each submit, so few are enough.
+/// Submission queue entries. The kernel takes them at each submit, so few are enough.
 const ENTRIES: u32 = 128;
-/// All that the ring does.
+/// All operations that the ring may perform.
 const OPERATIONS: [u8; 3] = [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE];
-/// After this long the kernel is given again what it did not take.
+/// Time after which entries that the kernel did not take are submitted again.
 const RETRY: Duration = Duration::from_millis(1);
 
-/// See the module.
+/// An io_uring on one disk's file; see the module.
 pub(super) struct Uring {
     ring: IoUring,
     file: Arc<DiskFile>,
     announcer: EventFd,
     under_way: HashMap<u64, UnderWay>,
-    /// Keeps the mapping that the kernel writes to; set by the first operation.
+    /// Keeps the mapping that the kernel writes to. The first operation sets it.
     ram: Option<GuestRam>,
-    /// That the kernel takes no requests was said.
+    /// Whether it has been logged that the kernel takes no requests.
     refusal_said: bool,
-    /// Submissions that fail.
+    /// Number of further submissions that fail.
     #[cfg(test)]
     refuse: u32,
 }
@@ -46,20 +46,20 @@ pub(super) struct Uring {
 /// An operation that the kernel has.
 struct UnderWay {
     work: Work,
-    /// What it writes is durable before it has ended.
+    /// Whether the data must be durable before the operation ends.
     durable: bool,
-    /// What the kernel was given; it reads them until the operation has ended.
+    /// Buffer addresses given to the kernel, which reads them until the operation has ended.
     iovecs: Vec<libc::iovec>,
-    /// Bytes that earlier rounds have moved: the kernel may do less than it is told.
+    /// Bytes that earlier rounds have moved. The kernel may move fewer bytes than requested.
     done: u32,
 }
 
 // SAFETY: the pointers in `iovecs` are addresses of guest memory, which `ram` keeps mapped and
-// which belongs to no thread; nobody but the kernel follows them.
+// which belongs to no thread. Only the kernel dereferences them.
 unsafe impl Send for UnderWay {}
 
 impl Uring {
-    /// A ring for at most `most` operations at a time on `file`.
+    /// Creates a ring for at most `most` operations at a time on `file`.
     pub(super) fn new(file: Arc<DiskFile>, most: usize) -> io::Result<Self> {
         let completions = u32::try_from(most).unwrap_or(u32::MAX).next_power_of_two();
         let ring: IoUring = IoUring::builder()
@@ -73,9 +73,9 @@ impl Uring {
         }
         let announcer = EventFd::new(EFD_NONBLOCK)?;
         ring.submitter().register_eventfd(announcer.as_raw_fd())?;
-        // No filter of system calls sees what a ring does, so the ring itself does these and
-        // nothing else. It could be kept to this file, too, but would then hold it, and its lock,
-        // for some time after its process was killed.
+        // No filter of system calls sees what a ring does, so the ring itself is restricted to
+        // these operations. It could be restricted to this file, too. But it would then hold the
+        // file, and its lock, for some time after its process was killed.
         let mut only = OPERATIONS.map(Restriction::sqe_op);
         ring.submitter().register_restrictions(&mut only)?;
         ring.submitter().register_enable_rings()?;
@@ -99,12 +99,12 @@ impl Uring {
         &self.announcer
     }
 
-    /// Whether this kind of work is done by the ring.
+    /// Returns whether the ring does this kind of work.
     pub(super) fn takes(&self, work: &Work) -> bool {
         matches!(work, Work::Read { .. } | Work::Write { .. } | Work::Flush)
     }
 
-    /// Gives an operation to the kernel. An error is its outcome.
+    /// Gives an operation to the kernel. An error is the operation's outcome.
     pub(super) fn submit(&mut self, operation: Operation, ram: &GuestRam) -> io::Result<()> {
         let Operation { token, work, durable } = operation;
         self.ram.get_or_insert_with(|| ram.clone());
@@ -125,7 +125,8 @@ impl Uring {
                 opcode::Readv::new(fd, pointer, count).offset(offset + done).build()
             }
             Work::Write { offset, .. } => {
-                // Each part of it: the flush of a whole one would be one more round.
+                // Applies to each part of the write: a flush after the whole of it would take one
+                // more round.
                 let flags = if op.durable { libc::RWF_DSYNC } else { 0 };
                 opcode::Writev::new(fd, pointer, count)
                     .offset(offset + done)
@@ -134,7 +135,7 @@ impl Uring {
             }
             _ => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
         };
-        // The vector's content stays where it is when the vector is moved.
+        // Moving the vector does not move its content.
         self.under_way.insert(token, op);
         let pushed = self.push(&entry.user_data(token));
         if pushed.is_err() {
@@ -143,11 +144,11 @@ impl Uring {
         pushed
     }
 
-    /// An error means that the kernel will never see the entry.
+    /// Adds an entry to the ring and submits it. After an error the kernel never sees the entry.
     fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         self.flush();
-        // SAFETY: file and iovecs are kept in `self` until the operation has ended (`under_way`; a
-        // Uring that is dropped waits for it), and they point to mappings that `ram` keeps.
+        // SAFETY: `self` keeps the file and the iovecs until the operation has ended (`under_way`;
+        // a Uring that is dropped waits for it). The iovecs point to mappings that `ram` keeps.
         let pushed = unsafe { self.ring.submission().push(entry) };
         if pushed.is_err() {
             return Err(io::Error::other("io_uring has no room for a request"));
@@ -156,9 +157,8 @@ impl Uring {
         Ok(())
     }
 
-    /// Gives the kernel all that is in the ring. What it does not take, because completions are in
-    /// the way or memory is short, stays there: whoever waits or looks for completions does this
-    /// again.
+    /// Submits all entries in the ring. The kernel may refuse some because completions are in the
+    /// way or memory is short. Those stay in the ring; `wait` and `completions` submit them again.
     fn flush(&mut self) {
         while !self.ring.submission().is_empty() {
             match self.try_submit() {
@@ -170,7 +170,7 @@ impl Uring {
                     {
                         tracing::warn!("io_uring takes no requests for now: {e}");
                     }
-                    // So that the device's thread comes back to it.
+                    // Brings the device's thread back to these entries.
                     let _ = self.announcer.write(1);
                     return;
                 }
@@ -187,9 +187,9 @@ impl Uring {
         self.ring.submit()
     }
 
-    /// Operations that have ended. What the kernel wrote to guest memory is marked.
+    /// Takes the operations that have ended, and marks what the kernel wrote to guest memory.
     pub(super) fn completions(&mut self, ram: &GuestRam) -> Vec<(u64, io::Result<()>)> {
-        // Before the completions are looked at, or one could be missed.
+        // Comes before the completions are read: else one could be missed.
         let _ = self.announcer.read();
         let ended: Vec<(u64, i32)> =
             self.ring.completion().map(|entry| (entry.user_data(), entry.result())).collect();
@@ -199,7 +199,7 @@ impl Uring {
             .collect();
         if !self.ring.submission().is_empty() {
             if ended.is_empty() {
-                // Memory is short: not at once again.
+                // Memory is short, so the retry is delayed.
                 std::thread::sleep(RETRY);
             }
             self.flush();
@@ -211,7 +211,7 @@ impl Uring {
         let mut op = self.under_way.remove(&token)?;
         let whole = match &op.work {
             Work::Read { to, .. } => {
-                // Also if it failed: part of it may be there.
+                // Marked even after a failure: part of the data may have arrived.
                 to.mark_dirty(ram);
                 to.len()
             }
@@ -232,12 +232,12 @@ impl Uring {
         };
         match outcome {
             Some(outcome) => Some((token, outcome)),
-            // The rest of it.
+            // Submits the rest of the operation.
             None => self.give(token, op, ram).err().map(|e| (token, Err(e))),
         }
     }
 
-    /// Waits for a completion, until `deadline`; whether it was in time.
+    /// Waits for a completion, until `deadline`. Returns `false` if the deadline passes first.
     pub(super) fn wait(&mut self, deadline: Option<Instant>) -> bool {
         loop {
             self.flush();
@@ -251,13 +251,13 @@ impl Uring {
             match poll(&mut fds, left.as_ref()) {
                 Ok(0) if deadline.is_some_and(|d| Instant::now() >= d) => return false,
                 Ok(0) | Err(rustix::io::Errno::INTR) => {}
-                // A poll that fails is no reason to wait no more: the caller looks and comes back.
+                // After a failed poll the caller looks for completions and waits again.
                 Ok(_) | Err(_) => return true,
             }
         }
     }
 
-    /// Waits until the kernel has nothing more, as long as it takes.
+    /// Waits, without limit, until the kernel has no operation.
     fn finish(&mut self) {
         let Some(ram) = self.ram.clone() else { return };
         while !self.under_way.is_empty() {
@@ -268,13 +268,13 @@ impl Uring {
 }
 
 impl Drop for Uring {
-    /// The kernel may be writing to guest memory: not before it has ended may that go.
+    /// Waits for the kernel, which may still write to guest memory: the memory must not go before.
     fn drop(&mut self) {
         self.finish();
     }
 }
 
-/// The addresses in this process of `buffers`, without the first `skip` bytes.
+/// Returns the addresses in this process of `buffers`, without the first `skip` bytes.
 fn iovecs(buffers: &Buffers, skip: u32, ram: &GuestRam) -> io::Result<Vec<libc::iovec>> {
     let part = buffers.part(skip, u32::MAX);
     let iovec = |piece: &crate::devices::virtio::Buffer| {
@@ -294,7 +294,8 @@ mod tests {
     use super::*;
     use crate::memory::Memory;
 
-    /// A ring on a file of 4 KiB; none where the host has none, which is said of `test`.
+    /// Returns a ring on a file of 4 KiB. On a host without io_uring, reports `test` as skipped and
+    /// returns `None`.
     fn uring(test: &str) -> Option<(Uring, NamedTempFile)> {
         let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(4096).unwrap();
