@@ -2,11 +2,11 @@
 //! knows of it.
 //!
 //! ```text
-//! the guest's FLUSH -> engine -> fdatasync on the disk's own open file --------+
+//! the guest's FLUSH -> engine -> fdatasync on the disk's own open file ---------+
 //! release -> the flush thread -> fdatasync on the disk's own open file ----+    |
 //! Guest::flush -> a thread -> fdatasync on a file opened for it -----------+    |
-//!                                            failed: lost -----------------+-->|
-//!                                                                              v
+//!                                            failed: lost -----------------+--->|
+//!                                                                               v
 //!                                                   answer: the guest's request fails
 //! ```
 //!

@@ -1,4 +1,4 @@
-//! What a virtio device is to its thread.
+//! The interface between a virtio device and its thread.
 
 use std::fmt;
 use std::io;
@@ -13,7 +13,7 @@ use vmm_sys_util::epoll::EventSet;
 use super::{Ring, Shared, Violation, Watcher};
 use crate::sandbox::Class;
 
-/// What kind of device it is.
+/// The kind of a virtio device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[allow(dead_code, reason = "the virtio devices of a microVM, all of them")]
 pub(crate) enum Kind {
@@ -25,7 +25,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// The virtio device ID.
+    /// Returns the virtio device ID.
     pub(crate) fn id(self) -> u32 {
         match self {
             Self::Net => VIRTIO_ID_NET,
@@ -36,7 +36,7 @@ impl Kind {
         }
     }
 
-    /// What its thread may do.
+    /// Returns the sandbox class, which limits what the device's thread may do.
     pub(super) fn class(self) -> Class {
         match self {
             Self::Net => Class::Net,
@@ -60,60 +60,61 @@ impl fmt::Display for Kind {
     }
 }
 
-/// What a device has at hand while it works.
+/// Resources that a device uses while it works.
 pub(crate) struct Io<'w> {
-    /// Guest memory. Writes through it mark the trees.
+    /// Guest memory. Writes through it mark the dirty trees.
     pub(crate) ram: &'w GuestRam,
-    /// The device's queues, in the order of [`Device::queue_sizes`]. One that the driver has not
-    /// set up has no chains.
+    /// The device's queues, in the order of [`Device::queue_sizes`]. A queue that the driver has
+    /// not set up has no chains.
     pub(crate) rings: &'w mut [Ring],
-    /// For changes of the configuration space.
+    /// Changes the configuration space.
     pub(crate) shared: &'w Shared,
-    /// For files that come and go.
+    /// Starts and stops watching files.
     pub(crate) watcher: &'w Watcher,
 }
 
-/// A virtio device without its transport. It lives on a thread of its own, which calls all of this
-/// but the first `acquire` and `start`. What that thread may ask of the kernel is settled by its
-/// [class](Kind::class): files and sockets are made before, or by the `opener`.
+/// A virtio device without its transport. The device lives on a thread of its own. That thread
+/// calls all methods except `start` and the first `acquire`. The thread's [class](Kind::class)
+/// limits what it may ask of the kernel: files and sockets are opened before it starts, or by the
+/// `opener`.
 ///
-/// The driver is hostile. Whatever breaks the rules of virtio is a [`Violation`], which stops the
-/// device until the driver resets it; a request that can be refused in its own terms (a status
-/// byte) is refused so. Interrupts are the caller's business: chains pushed during a call are
-/// announced after it.
+/// The driver is hostile. Breaking the rules of virtio is a [`Violation`], which stops the device
+/// until the driver resets it. A request that can be refused in its own terms (a status byte) is
+/// refused that way. The caller raises the interrupts: it announces chains that were pushed during
+/// a call after the call.
 pub(crate) trait Device: Send {
     fn kind(&self) -> Kind;
 
-    /// What the device offers, besides the bits that all devices here have (`VERSION_1`,
-    /// `INDIRECT_DESC`, `EVENT_IDX`, `RING_RESET`).
+    /// Returns the features that the device offers, besides those that all devices here have
+    /// (`VERSION_1`, `INDIRECT_DESC`, `EVENT_IDX`, `RING_RESET`).
     fn features(&self) -> u64;
 
-    /// The most entries of each queue, powers of two.
+    /// Returns the maximum number of entries of each queue, powers of two.
     fn queue_sizes(&self) -> Vec<u16>;
 
-    /// The configuration space as it is now.
+    /// Returns the current configuration space.
     fn config_space(&self) -> Vec<u8>;
 
-    /// The driver has written to the configuration space.
+    /// Called after the driver has written to the configuration space.
     fn write_config(&mut self, offset: usize, data: &[u8], io: &mut Io<'_>);
 
-    /// First call, once, before the thread exists: watches the device's files. Their tokens are its
-    /// own.
+    /// Watches the device's files. Called first and once, before the thread exists. The device
+    /// chooses the tokens of its files.
     fn start(&mut self, watcher: &Watcher) -> io::Result<()>;
 
-    /// The driver is ready, with these of the offered features.
+    /// Called when the driver is ready; `features` are the offered features that it accepted.
     fn activate(&mut self, features: u64);
 
-    /// The driver has reset the device: what is under way is finished, its chains forgotten, and
-    /// the device is as new.
+    /// Called when the driver has reset the device. The device finishes what is under way, forgets
+    /// the chains, and returns to its initial state.
     fn reset(&mut self, io: &mut Io<'_>);
 
-    /// There may be chains in queue `queue`. Leaving the call with chains not taken is fine if the
-    /// device knows by itself when to look again.
+    /// Called when there may be chains in queue `queue`. The device may leave chains in the queue
+    /// if it knows by itself when to look again.
     fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation>;
 
-    /// A watched file is ready. Called also while no driver is active, for what must be read lest
-    /// it stays ready.
+    /// Called when a watched file is ready. Also called while no driver is active, so that a file
+    /// can be read that would otherwise stay ready.
     fn backend_ready(
         &mut self,
         token: u32,
@@ -121,58 +122,68 @@ pub(crate) trait Device: Send {
         io: &mut Io<'_>,
     ) -> Result<(), Violation>;
 
-    /// Brings the device to a stand, until `deadline`: what is under way is finished and its chains
-    /// pushed, or is part of [`save`](Self::save). Guest memory is not written after this. An error
-    /// says what stands against it; the device then works on.
+    /// Pauses the device until `deadline` at the latest. What is under way is finished and its
+    /// chains are pushed, or it becomes part of [`save`](Self::save). The device does not write to
+    /// guest memory after this.
+    ///
+    /// # Errors
+    ///
+    /// The reason why the device cannot pause. It then continues to work.
     fn quiesce(&mut self, deadline: Instant, io: &mut Io<'_>) -> Result<(), Stall>;
 
-    /// The device goes on after a stand, and the machine with it; `moved` the first time after a
-    /// [`restore`](Self::restore). All queues are looked at after this. Whoever watches files for
-    /// edges looks at them here: those that came just before the stand may have gone unseen.
+    /// Called when the device and the machine resume after a pause. `moved` is `true` the first
+    /// time after a [`restore`](Self::restore). The caller processes all queues afterwards. A
+    /// device that watches files for edges must look at them here: edges just before the pause may
+    /// have gone unseen.
     fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation>;
 
-    /// The state of a device that stands, encoded; its rings and what the driver negotiated are
-    /// saved by the caller.
+    /// Returns the encoded state of a paused device. The caller saves the rings and what the driver
+    /// negotiated.
     fn save(&self) -> Result<Vec<u8>, String>;
 
-    /// Takes a state that `save` gave, after [`activate`](Self::activate) if a driver was active.
-    /// The bytes are hostile.
+    /// Restores a state from `save`, after [`activate`](Self::activate) if a driver was active. The
+    /// bytes are hostile.
     fn restore(&mut self, state: &[u8]) -> Result<(), String>;
 
-    /// Takes what only one host may hold. The error is a sentence.
+    /// Acquires what only one host may hold. The error is a sentence.
     fn acquire(&mut self) -> Result<(), String>;
 
-    /// Makes durable what the guest wrote, and lets go of what only one host may hold, of a device
-    /// that stands; not of a tap, where what comes can wait. What cannot be made durable until
-    /// `deadline` is an error, and stays held. The error is a sentence.
+    /// Makes durable what the guest wrote, then releases what only one host may hold. The device is
+    /// paused. A tap is not released: what arrives can wait in it.
+    ///
+    /// # Errors
+    ///
+    /// Data could not be made durable until `deadline`. What holds that data is not released. The
+    /// error is a sentence.
     fn release(&mut self, deadline: Instant) -> Result<(), String>;
 
-    /// Lets go of what [`acquire`](Self::acquire) took, for a guest that goes on elsewhere. Where
+    /// Releases what [`acquire`](Self::acquire) took, for a guest that resumes on another host. If
     /// the guest has not run since it came to this host, nothing has to be made durable.
     fn undo_acquire(&mut self, deadline: Instant) -> Result<(), String> {
         self.release(deadline)
     }
 
-    /// Lets go of that, too, of a device that was released. What came for it since it was saved,
-    /// encoded in at most `room` bytes, for [`attach`](Self::attach) at the next host; empty if
-    /// nothing did. The device keeps it as well: it may be acquired again.
+    /// Releases what [`release`](Self::release) leaves, after that. Returns what arrived since the
+    /// device was saved, encoded in at most `room` bytes, for [`attach`](Self::attach) at the next
+    /// host; empty if nothing arrived. The device keeps a copy: it may be acquired again.
     fn detach(&mut self, _room: usize) -> Vec<u8> {
         Vec::new()
     }
 
-    /// At the next host, after [`restore`](Self::restore) and before `acquire`: has peers reach the
-    /// guest here, and takes what `detach` gave. The bytes are hostile; the error is a sentence.
+    /// Connects the guest's peers to this host, and takes the bytes of `detach`. Called at the next
+    /// host, after [`restore`](Self::restore) and before `acquire`. The bytes are hostile. The
+    /// error is a sentence.
     fn attach(&mut self, _late: &[u8]) -> Result<(), String> {
         Ok(())
     }
 }
 
-/// Why a device did not come to a stand.
+/// Reason why a device did not pause.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Stall {
     /// The driver broke the rules.
     Violation(Violation),
-    /// Requests were still under way at the deadline.
+    /// This number of requests was still under way at the deadline.
     UnderWay(usize),
 }
 

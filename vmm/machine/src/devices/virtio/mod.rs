@@ -1,4 +1,4 @@
-//! Virtio 1.x devices over MMIO (register layout 2): what all of them share.
+//! Virtio 1.x devices over MMIO (register layout 2): the parts that all devices share.
 //!
 //! ```text
 //!            vCPU threads                          the device's thread, `virtio-<id>`
@@ -9,13 +9,13 @@
 //!  interrupt   <~ irqfd ~~~~~~~~~ Shared
 //! ```
 //!
-//! A [`Device`] is what it does with the chains of its [`Ring`]s; everything else is here: feature
-//! negotiation, queue set-up and reset, the thread, interrupts, quiescing, saving and restoring.
-//! The driver is hostile: a [`Violation`] stops its device until the driver resets it, and nothing
-//! else.
+//! A [`Device`] defines what happens to the chains of its [`Ring`]s. Everything else is here:
+//! feature negotiation, queue set-up and reset, the thread, interrupts, quiescing, saving and
+//! restoring. The driver is hostile. A [`Violation`] stops its device until the driver resets it,
+//! and has no other effect.
 //!
-//! The transport's registers, `Front`, know nothing of threads: fuzzing has them, and the worker,
-//! without.
+//! The transport's registers, `Front`, do not depend on threads: fuzzing uses them and the worker
+//! without a thread.
 
 mod chain;
 #[cfg(test)]
@@ -47,5 +47,5 @@ pub(crate) use state::{VirtioState, decode_state, encode_state};
 pub(crate) use transport::{GRACE, Transport};
 pub(crate) use watcher::Watcher;
 
-/// Bytes of address space that a device's registers take.
+/// Bytes of address space that a device's registers occupy.
 pub(crate) const REGISTERS_LEN: u64 = 0x1000;

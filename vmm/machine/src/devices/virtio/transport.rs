@@ -1,8 +1,8 @@
-//! A device as the machine sees it: its registers for the vCPUs, its thread for the supervisor.
+//! The machine's view of a device: registers for the vCPUs, a thread for the supervisor.
 //!
-//! vCPUs write registers one at a time; what a write sets in motion on the device's thread takes as
-//! long as the device's backend does. A vCPU goes on with its guest once that is done, and is open
-//! to other commands until then; so nothing here waits for a driver's writes.
+//! vCPUs write registers one at a time. The effect of a write on the device's thread takes as long
+//! as the device's backend needs. The vCPU resumes its guest once that is done, and obeys other
+//! commands until then. So nothing here waits for a driver's writes.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -21,40 +21,41 @@ use crate::sandbox;
 #[cfg(test)]
 use crate::testing::soon;
 
-/// How long a machine that ends waits for a device whose backend is stuck.
+/// Time for which a machine that ends waits for a device whose backend is stuck.
 const FAREWELL: Duration = Duration::from_secs(5);
-/// Added to a request's deadline by the caller: a thread that gives up at the deadline still says
-/// why.
+/// Time that a caller adds to a request's deadline: a thread that gives up at the deadline can
+/// still report why.
 pub(crate) const GRACE: Duration = Duration::from_secs(1);
 
-/// See the module.
+/// A device with its registers and its thread; see the module.
 #[derive(Debug)]
 pub(crate) struct Transport {
     front: Front,
     thread: WorkerThread,
 }
 
-/// The way to a device's thread. Dropping it ends the thread.
+/// The handle of a device's thread. Dropping it ends the thread.
 #[derive(Debug)]
 struct WorkerThread {
     label: String,
     commands: Sender<Command>,
     wake: Arc<EventFd>,
-    /// Behind a mutex only because the vCPUs share this; the drop alone uses it.
+    /// Disconnects when the thread ends. The mutex is needed only because the vCPUs share this
+    /// struct; only the drop uses it.
     ended: Mutex<Receiver<()>>,
-    /// When the thread was told to end.
+    /// The time at which the thread was told to end.
     quit_at: OnceLock<Instant>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl WorkerThread {
     fn tell(&self, command: Command) {
-        // A thread that has ended is noticed by whoever waits for its answer.
+        // If the thread has ended, the caller that waits for its answer notices.
         let _ = self.commands.send(command);
         let _ = self.wake.write(1);
     }
 
-    /// Tells the thread to end; returns when it was told first.
+    /// Tells the thread to end. Returns when it was told so first.
     fn quit(&self) -> Instant {
         *self.quit_at.get_or_init(|| {
             self.tell(Command::Quit);
@@ -69,7 +70,7 @@ impl Drop for WorkerThread {
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
         let ended = ended.recv_timeout(deadline.saturating_duration_since(Instant::now()));
         match self.thread.take() {
-            // Its last words are said, or it has panicked.
+            // The thread has finished, or it has panicked.
             Some(thread) if !matches!(ended, Err(RecvTimeoutError::Timeout)) => {
                 let _ = thread.join();
             }
@@ -81,7 +82,7 @@ impl Drop for WorkerThread {
     }
 }
 
-/// A request that a device's thread has been sent.
+/// A request that was sent to a device's thread.
 #[must_use = "the answer says whether it was done"]
 pub(crate) struct Asked<T> {
     label: String,
@@ -94,14 +95,14 @@ pub(crate) struct Asked<T> {
 impl<T> Asked<T> {
     /// Waits for the answer until [`GRACE`] after the deadline; the error names the device.
     ///
-    /// A thread that is stuck until the deadline does not carry the request out later. One that is
-    /// already carrying it out at the deadline may finish it unheard; a later request is behind it
-    /// in the channel.
+    /// A thread that is stuck until the deadline does not carry the request out later. A thread
+    /// that is already carrying it out at the deadline may finish it after the caller has gone. A
+    /// later request follows it in the channel.
     pub(crate) fn wait(self) -> Result<T, String> {
         let left = (self.deadline + GRACE).saturating_duration_since(Instant::now());
         let Self { label, what, limit, deadline, .. } = self;
         self.answer.recv_timeout(left).map_err(|e| match e {
-            // A thread that came to the request too late has dropped it.
+            // The thread came to the request too late and dropped it.
             RecvTimeoutError::Disconnected if Instant::now() < deadline => {
                 format!("{label}'s thread has ended")
             }
@@ -114,7 +115,7 @@ impl<T> Asked<T> {
 }
 
 impl Transport {
-    /// Starts the thread of `device`, which `id` names for people. It stands until
+    /// Starts the thread of `device`; `id` is its name in messages. The device is paused until
     /// [`resume`](Self::resume).
     pub(crate) fn spawn(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
         let class = device.kind().class();
@@ -123,7 +124,7 @@ impl Transport {
         let (commands, inbox) = mpsc::channel();
         let worker = Worker::new(&front, device, ram, inbox, wake.clone())?;
         let (end, ended) = mpsc::channel();
-        // The kernel keeps 15 bytes of a name.
+        // The kernel keeps 15 bytes of a thread's name.
         let thread = sandbox::spawn(class, format!("virtio-{id}"), move || {
             worker.live();
             let _ = end.send(());
@@ -139,23 +140,24 @@ impl Transport {
         Ok(Self { front, thread })
     }
 
-    /// Kind and name, for messages.
+    /// Returns the device's kind and name, for messages.
     pub(crate) fn label(&self) -> &str {
         self.front.label()
     }
 
-    /// The interrupt: to be connected to an interrupt controller.
+    /// Returns the interrupt line, for connection to an interrupt controller.
     pub(crate) fn line(&self) -> &EventFd {
         self.front.shared.line()
     }
 
-    /// The queues' notifications, which writes of their numbers to `QueueNotify` are.
+    /// Returns the queues' notifications. A write of a queue's number to `QueueNotify` triggers
+    /// one.
     pub(crate) fn kicks(&self) -> impl Iterator<Item = &EventFd> {
         self.front.kicks.iter().map(|k| &**k)
     }
 
-    /// Sends the thread a request, which it carries out unless `deadline` has passed when it comes
-    /// to it.
+    /// Sends the thread a request. The thread carries it out unless `deadline` has passed when it
+    /// comes to the request.
     fn ask<T>(
         &self,
         what: &'static str,
@@ -169,86 +171,86 @@ impl Transport {
         Asked { label, what, limit, deadline, answer }
     }
 
-    /// Tells the thread to end, without waiting for that; dropping this does.
+    /// Tells the thread to end, without waiting for it. Dropping waits.
     pub(crate) fn quit(&self) {
         self.thread.quit();
     }
 
-    /// A vCPU's read at `offset` of the device's registers.
+    /// Handles a vCPU's read at `offset` of the device's registers.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         self.front.read(offset, data);
     }
 
-    /// A vCPU's write at `offset` of the device's registers. Whether it has set something in
-    /// motion: then what `done` gives says when that is done.
+    /// Handles a vCPU's write at `offset` of the device's registers. Returns whether the thread has
+    /// work to do for it. If so, the value that `done` returns reports when the work is done.
     pub(crate) fn write(&self, offset: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
         let mut told = false;
         self.front.write(offset, data, |written: Written| {
             told = true;
-            // A thread that has ended drops it: it does nothing more for its driver.
+            // A thread that has ended drops the command: it does nothing more for its driver.
             self.thread.tell(Command::Driver(written, done()));
         });
         told
     }
 
-    /// As [`write`](Self::write), done when it returns.
+    /// Like [`write`](Self::write), but waits until the work is done.
     #[cfg(test)]
     pub(crate) fn write_and_wait(&self, offset: u64, data: &[u8]) {
         let (done, wait) = mpsc::channel::<()>();
         if self.write(offset, data, || Done::new(move || drop(done))) {
-            // It ends with the sender.
+            // Disconnects when the sender is dropped.
             let _ = wait.recv();
         }
     }
 
-    /// Begins to bring the device to a stand; the receiver says when it has come to one, or at
-    /// `deadline` at the latest why not.
+    /// Begins to pause the device. The receiver gets the result: paused, or, at `deadline` at the
+    /// latest, the reason why not.
     pub(crate) fn quiesce(&self, deadline: Instant) -> Receiver<Result<(), String>> {
         let (reply, answer) = mpsc::channel();
         self.thread.tell(Command::Quiesce(deadline, reply));
         answer
     }
 
-    /// Lets the device work.
+    /// Resumes the device.
     pub(crate) fn resume(&self) {
         self.thread.tell(Command::Resume);
     }
 
-    /// Takes what only one host may hold.
+    /// Begins to acquire what only one host may hold.
     pub(crate) fn begin_acquire(&self, deadline: Instant) -> Asked<Result<(), String>> {
         self.ask("take hold of its files", deadline, Command::Acquire)
     }
 
-    /// Begins to make durable what the guest wrote, and to let go of what only one host may hold.
+    /// Begins to make durable what the guest wrote, and to release what only one host may hold.
     pub(crate) fn begin_release(&self, deadline: Instant) -> Asked<Result<(), String>> {
         self.ask("let go of its files", deadline, Command::Release)
     }
 
-    /// Begins to undo [`begin_acquire`](Self::begin_acquire) and [`attach_by`](Self::attach_by). It
-    /// is carried out after `deadline`, too: the guest does not run before the next acquire, which
-    /// is behind this in the channel.
+    /// Begins to undo [`begin_acquire`](Self::begin_acquire) and [`attach_by`](Self::attach_by).
+    /// The thread carries this out even after `deadline`: the guest does not run before the next
+    /// acquire, which follows in the channel.
     pub(crate) fn begin_undo(&self, deadline: Instant) -> Asked<Result<(), String>> {
         let limit = deadline.saturating_duration_since(Instant::now());
         self.ask("let go of its files", deadline, |reply| Command::Undo(limit, reply))
     }
 
-    /// Lets go of what peers reach the guest by; what came for it late, in at most `room` bytes.
+    /// Disconnects the guest's peers. Returns what arrived late, in at most `room` bytes.
     pub(crate) fn detach_by(&self, room: usize, deadline: Instant) -> Result<Vec<u8>, String> {
         self.ask("let go of its peers", deadline, |reply| Command::Detach(room, reply)).wait()
     }
 
-    /// Has peers reach the guest here, and takes what [`detach_by`](Self::detach_by) gave at its
-    /// last host.
+    /// Connects the guest's peers to this host, and takes the bytes that
+    /// [`detach_by`](Self::detach_by) returned at its last host.
     pub(crate) fn attach_by(&self, late: Vec<u8>, deadline: Instant) -> Result<(), String> {
         self.ask("attach its peers", deadline, |reply| Command::Attach(late, reply)).wait()?
     }
 
-    /// The state of a device that stands.
+    /// Returns the state of a paused device.
     pub(crate) fn save_by(&self, deadline: Instant) -> Result<VirtioState, String> {
         Ok(self.front.save(self.ask("save its state", deadline, Command::Save).wait()??))
     }
 
-    /// Takes a saved state, which is hostile, into a device that has never worked.
+    /// Restores a saved state, which is hostile, into a device that has never worked.
     pub(crate) fn restore_by(&self, state: VirtioState, deadline: Instant) -> Result<(), String> {
         self.front.restore(state, |worker| {
             let command = |reply| Command::Restore(Box::new(worker), reply);
@@ -256,14 +258,14 @@ impl Transport {
         })
     }
 
-    /// Whether the driver has been told of something that it has not acknowledged: an interrupt may
-    /// have been lost between the device and the interrupt controllers' saved state.
+    /// Returns whether the driver has not acknowledged an interrupt: it may have been lost between
+    /// the device and the interrupt controllers' saved state.
     pub(crate) fn interrupt_pending(&self) -> bool {
         self.front.shared.interrupt_status() != 0
     }
 }
 
-/// The same, with time enough for a test.
+/// The same requests with a deadline long enough for a test.
 #[cfg(test)]
 impl Transport {
     pub(crate) fn acquire(&self) -> Result<(), String> {

@@ -7,8 +7,8 @@
 //!           Quiesce
 //! ```
 //!
-//! A standing thread waits for commands alone. Notifications that come meanwhile are not lost:
-//! going on, it looks at all queues.
+//! A standing (paused) thread waits for commands only. Notifications that come meanwhile are not
+//! lost: when the thread resumes, it looks at all queues.
 
 use std::io;
 use std::sync::Arc;
@@ -26,26 +26,26 @@ use super::watcher::Event;
 use super::written::{ReadyRing, RestoredWorker, SavedWorker, Written};
 use super::{Device, Done, Io, Ring, Shared, Violation, Watcher};
 
-/// What a device's thread is told. Answers come once it is done.
+/// Commands for a device's thread. Answers come once the command is done.
 pub(super) enum Command {
     /// The driver wrote to registers.
     Driver(Written, Done),
-    /// Come to a stand, until this moment; the error says why not.
+    /// Pause, until this time at the latest; the error is the reason why not.
     Quiesce(Instant, Sender<Result<(), String>>),
     Resume,
     Save(Reply<Result<SavedWorker, String>>),
     Restore(Box<RestoredWorker>, Reply<Result<(), String>>),
     Acquire(Reply<Result<(), String>>),
     Release(Reply<Result<(), String>>),
-    /// Release and detach, however late; to be durable within this time.
+    /// Release and detach, even after the reply's deadline. Data must be durable within this time.
     Undo(Duration, Reply<Result<(), String>>),
-    /// In so many bytes.
+    /// Detach, with at most this many bytes of late data.
     Detach(usize, Reply<Vec<u8>>),
     Attach(Vec<u8>, Reply<Result<(), String>>),
     Quit,
 }
 
-/// Where the answer to a request goes, and until when somebody waits for it.
+/// The channel for the answer to a request, and the time until which the caller waits for it.
 pub(super) struct Reply<T> {
     to: Sender<T>,
     deadline: Instant,
@@ -56,21 +56,22 @@ impl<T> Reply<T> {
         Self { to, deadline }
     }
 
-    /// Carries the request out and answers it. Not after the deadline: the caller has been told
-    /// that it failed, and may have had the guest go on, whose disk must not be given up then (I7).
+    /// Carries the request out and answers it, unless the deadline has passed. The caller has then
+    /// been told that the request failed, and may have resumed the guest, whose disk must not be
+    /// released then (I7).
     fn with(self, act: impl FnOnce(Instant) -> T) {
         if Instant::now() < self.deadline {
             answer(&self.to, act(self.deadline));
         }
     }
 
-    /// Carries the request out and answers it, also after the deadline.
+    /// Carries the request out and answers it, even after the deadline.
     fn even_late(self, act: impl FnOnce() -> T) {
         answer(&self.to, act());
     }
 }
 
-/// All that the thread owns.
+/// Everything that the thread owns.
 pub(super) struct Worker {
     /// Kind and name, for messages.
     label: String,
@@ -82,21 +83,21 @@ pub(super) struct Worker {
     shared: Arc<Shared>,
     watcher: Watcher,
     commands: Receiver<Command>,
-    /// Says that there are commands.
+    /// Signals that there are commands.
     wake: Arc<EventFd>,
-    /// A driver is ready, and has not broken the rules.
+    /// Whether a driver is ready and has not broken the rules.
     active: bool,
     standing: bool,
-    /// A state was put in place, and the device has not worked since.
+    /// Whether a state was restored and the device has not worked since.
     moved: bool,
-    /// The driver's features.
+    /// The features that the driver accepted.
     features: u64,
-    /// How often the device was stopped.
+    /// Number of times that the device was stopped.
     stops: u64,
 }
 
 impl Worker {
-    /// What works behind `front`. It stands.
+    /// Creates the worker behind `front`. It is paused.
     pub(super) fn new(
         front: &Front,
         mut device: Box<dyn Device>,
@@ -131,7 +132,7 @@ impl Worker {
         })
     }
 
-    /// The thread's life.
+    /// Runs the thread until it is told to end.
     pub(super) fn live(mut self) {
         loop {
             let goes_on = match self.standing {
@@ -144,7 +145,7 @@ impl Worker {
         }
     }
 
-    /// Waits for something to do and does it; whether the thread goes on.
+    /// Waits for events and handles them. Returns whether the thread continues.
     fn work(&mut self) -> bool {
         match self.watcher.wait() {
             Ok(events) => self.take(events),
@@ -155,24 +156,24 @@ impl Worker {
         }
     }
 
-    /// Does what has happened; whether the thread goes on.
+    /// Handles events. Returns whether the thread continues.
     fn take(&mut self, events: Vec<Event>) -> bool {
         for event in events {
             match event {
                 Event::Command => {
-                    // What is read here is the count of commands in the channel, or more.
+                    // The count that is read here covers the commands in the channel, or more.
                     let _ = self.wake.read();
                     if !self.obey_all() {
                         return false;
                     }
                     if self.standing {
-                        // What else has happened will be seen again.
+                        // The other events will be reported again.
                         return true;
                     }
                 }
                 Event::Queue(queue) => {
                     if let Some(kick) = self.kicks.get(queue) {
-                        // Empty if the event was overtaken by a command.
+                        // The notification is empty if a command overtook the event.
                         let _ = kick.read();
                     }
                     self.turn(|device, io| device.process(queue, io));
@@ -185,7 +186,7 @@ impl Worker {
         true
     }
 
-    /// Does what has happened, without waiting; whether there was anything.
+    /// Handles pending events without waiting. Returns whether there were any.
     #[cfg(any(test, fuzzing))]
     pub(super) fn look(&mut self) -> bool {
         let events = self.watcher.look().unwrap_or_default();
@@ -196,7 +197,7 @@ impl Worker {
         any
     }
 
-    /// Whether a driver is ready, and has not broken the rules.
+    /// Returns whether a driver is ready and has not broken the rules.
     #[cfg(any(test, fuzzing))]
     pub(super) fn is_active(&self) -> bool {
         self.active
@@ -239,8 +240,8 @@ impl Worker {
 
     pub(super) fn obey_driver(&mut self, written: Written) {
         match written {
-            // Not before a reset: a device that was stopped would work, and be saved as one that
-            // does not.
+            // Ignored until a reset: a stopped device would work otherwise, and be saved as one
+            // that does not.
             Written::Activate(..) | Written::StartQueue(_) if self.shared.needs_reset() => {}
             Written::Activate(features, rings) => self.activate(features, &rings),
             Written::StartQueue(ring) => self.start_queue(ring),
@@ -254,14 +255,14 @@ impl Worker {
         }
     }
 
-    /// Lets the device work, if a driver is active.
+    /// Calls the device if a driver is active.
     fn turn(&mut self, f: impl FnOnce(&mut dyn Device, &mut Io<'_>) -> Result<(), Violation>) {
         if self.active {
             self.turn_always(f);
         }
     }
 
-    /// Lets the device work, then tells the driver what it has done.
+    /// Calls the device, then tells the driver what the device has done.
     fn turn_always(
         &mut self,
         f: impl FnOnce(&mut dyn Device, &mut Io<'_>) -> Result<(), Violation>,
@@ -281,7 +282,7 @@ impl Worker {
                 Err(e) => done = done.and(Err(e)),
             }
             if ring.has_more() {
-                // After others have had their turn.
+                // Brings the thread back after other queues have had their turn.
                 let _ = kick.write(1);
             }
         }
@@ -335,9 +336,9 @@ impl Worker {
         }
     }
 
-    /// What is under way is finished first: its chains are the driver's again.
+    /// Stops a queue after finishing what is under way: its chains belong to the driver again.
     fn stop_queue(&mut self, queue: usize) {
-        // No other deadline than that of the requests: the driver waits for this.
+        // Without a deadline, because the driver waits for this.
         self.settle(None);
         if let Some(ring) = self.rings.get_mut(queue) {
             ring.tear_down();
@@ -356,7 +357,8 @@ impl Worker {
         self.shared.end_reset();
     }
 
-    /// The driver broke the rules: nothing more is done for it until it resets the device.
+    /// Stops the device because the driver broke the rules. The device does no more work until the
+    /// driver resets it.
     fn stop(&mut self, violation: &Violation) {
         self.active = false;
         self.rings.iter_mut().for_each(Ring::tear_down);
@@ -382,7 +384,8 @@ impl Worker {
         }
     }
 
-    /// Lets the device finish what is under way; how many requests still are at the deadline.
+    /// Lets the device finish what is under way. Returns how many requests are left at the
+    /// deadline.
     fn settle(&mut self, deadline: Option<Instant>) -> usize {
         let mut under_way = 0;
         let left = || deadline.unwrap_or_else(far_away);
@@ -406,7 +409,7 @@ impl Worker {
         self.look_at_all();
     }
 
-    /// Of what happened while the device stood there may be no notification.
+    /// Processes all queues: a paused device may have missed notifications.
     fn look_at_all(&mut self) {
         for queue in 0..self.rings.len() {
             self.turn(|device, io| device.process(queue, io));
@@ -444,7 +447,7 @@ impl Worker {
     /// Releases files and peers.
     fn undo(&mut self, limit: Duration) -> Result<(), String> {
         let released = self.device.undo_acquire(Instant::now() + limit);
-        // The guest does not run here, so what came for it late is of no use.
+        // The guest does not run here, so data that arrived late for it is of no use.
         self.detach(0);
         released
     }
@@ -458,12 +461,12 @@ impl Worker {
     }
 }
 
-/// For those who wait as long as it takes.
+/// A deadline for waits without a limit.
 fn far_away() -> Instant {
     Instant::now() + Duration::from_secs(3600)
 }
 
-/// Sends a reply; whoever asked may have gone meanwhile.
+/// Sends a reply. The caller may have stopped waiting.
 fn answer<T>(reply: &Sender<T>, with: T) {
     let _ = reply.send(with);
 }
