@@ -1,7 +1,7 @@
-//! One request of a driver: a descriptor chain, read once and checked whole.
+//! One request of a driver: a descriptor chain, read once and checked as a whole.
 //!
-//! The driver may change the descriptors while the device looks at them; what is in a [`Chain`] was
-//! read once, lies in guest memory, and does not change any more. The bytes that it points to may.
+//! The driver may change the descriptors while the device looks at them. A [`Chain`] was read once,
+//! lies in guest memory, and does not change any more. The bytes to which it points may change.
 
 use std::ops::Deref;
 
@@ -12,35 +12,35 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use super::Violation;
 
-/// A piece of guest memory, which lies in one region of it.
+/// A piece of guest memory that lies in one memory region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Buffer {
     pub(crate) addr: GuestAddress,
     pub(crate) len: u32,
 }
 
-/// Pieces of guest memory, one after the other.
+/// Pieces of guest memory, in order.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Buffers {
     pieces: Vec<Buffer>,
     len: u32,
 }
 
-/// What a driver gave to a device, until the device gives it back with [`Ring::push`].
+/// A chain that the driver gave to a device, until the device gives it back with [`Ring::push`].
 ///
 /// [`Ring::push`]: super::Ring::push
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Chain {
-    /// Its name in the ring.
+    /// Index of the first descriptor, which identifies the chain in the ring.
     pub(crate) head: u16,
-    /// What the device may read.
+    /// Buffers that the device may read.
     pub(crate) readable: Buffers,
-    /// What the device may write.
+    /// Buffers that the device may write.
     pub(crate) writable: Buffers,
 }
 
 impl Chain {
-    /// Reads the chain from the descriptors of queue `queue`, of at most `most` of them.
+    /// Reads the chain from the descriptors of queue `queue`, which may be `most` at most.
     pub(super) fn read<M>(
         chain: DescriptorChain<M>,
         queue: u16,
@@ -53,8 +53,8 @@ impl Chain {
         let head = chain.head_index();
         let mut read = Self { head, readable: Buffers::default(), writable: Buffers::default() };
         let broken = |why| Violation::Chain { queue, head, why };
-        // The iterator ends at whatever it cannot follow: then the last descriptor names a next
-        // one.
+        // The iterator ends at any descriptor that it cannot follow. The last one it returned then
+        // still names a next one.
         let mut goes_on = true;
         let mut descriptors = 0;
         for descriptor in chain {
@@ -96,23 +96,23 @@ impl Buffers {
         true
     }
 
-    /// A single piece.
+    /// Returns buffers of a single piece.
     #[cfg(test)]
     pub(crate) fn one(addr: GuestAddress, len: u32) -> Self {
         Self { pieces: vec![Buffer { addr, len }], len }
     }
 
-    /// Bytes in all.
+    /// Returns the total length in bytes.
     pub(crate) fn len(&self) -> u32 {
         self.len
     }
 
-    /// The pieces, none of them empty.
+    /// Returns the pieces. None of them is empty.
     pub(crate) fn pieces(&self) -> &[Buffer] {
         &self.pieces
     }
 
-    /// The `len` bytes from `at` on, or as many of them as there are.
+    /// Returns the `len` bytes from `at` on, or as many of them as there are.
     pub(crate) fn part(&self, at: u32, len: u32) -> Self {
         let mut part = Self::default();
         let (mut skip, mut left) = (at, len);
@@ -129,7 +129,7 @@ impl Buffers {
         part
     }
 
-    /// Copies the bytes from `at` on into `to`; how many there were.
+    /// Copies the bytes from `at` on into `to`. Returns how many there were.
     pub(crate) fn read(&self, ram: &GuestRam, at: u32, to: &mut [u8]) -> Result<usize, Violation> {
         let most = u32::try_from(to.len()).unwrap_or(u32::MAX);
         let mut done = 0;
@@ -141,7 +141,7 @@ impl Buffers {
         Ok(done)
     }
 
-    /// Copies `from` to the bytes from `at` on, which marks them dirty; how many had room.
+    /// Copies `from` to the bytes from `at` on and marks them dirty. Returns how many bytes fitted.
     pub(crate) fn write(&self, ram: &GuestRam, at: u32, from: &[u8]) -> Result<usize, Violation> {
         let most = u32::try_from(from.len()).unwrap_or(u32::MAX);
         let mut done = 0;
@@ -153,10 +153,11 @@ impl Buffers {
         Ok(done)
     }
 
-    /// Marks all of it dirty: someone else, such as the kernel, has written to it.
+    /// Marks all pieces dirty after a write that bypassed the trees, such as the kernel's.
     pub(crate) fn mark_dirty(&self, ram: &GuestRam) {
         for piece in &self.pieces {
-            // They were looked up when the chain was read, and guest memory does not shrink.
+            // Cannot fail: the pieces were checked when the chain was read, and guest memory does
+            // not shrink.
             if let Ok(slice) = ram.get_slice(piece.addr, piece.len as usize) {
                 slice.bitmap().mark_dirty(0, slice.len());
             }

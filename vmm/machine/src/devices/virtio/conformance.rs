@@ -1,12 +1,12 @@
-//! The laws of all virtio devices, as one test that each device's tests call with the device and a
+//! The laws of all virtio devices. Each device's tests call this one test with the device and a
 //! request that it answers:
 //!
-//! - save, restore, save gives the same bytes, also while requests wait in its queues, and the
-//!   restored device answers them;
+//! - save, restore, save gives the same bytes, even while requests wait in the device's queues, and
+//!   the restored device answers them;
 //! - every byte that the device writes to guest memory is in the dirty tree;
-//! - a driver that breaks the rules stops the device, which says so, is saved and restored as it
-//!   is, and works again after a reset, not before;
-//! - rings that change while the device reads them do no harm beyond that.
+//! - a driver that breaks the rules stops the device. The device reports this, is saved and
+//!   restored in that state, and works again only after a reset;
+//! - rings that change while the device reads them do no further harm.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,17 +20,17 @@ use vm_memory::{Bytes, GuestAddress};
 use super::driver::{Driver, MEM_BYTES, Piece, RINGS, RINGS_STEP};
 use super::{Device, Transport, VirtioState};
 
-/// A device, and how to have it do something.
+/// A device, and the means to give it work.
 pub(crate) struct Subject<'s> {
-    /// Makes the device, each time over the same backend.
+    /// Creates the device, each time over the same backend.
     pub(crate) make: &'s dyn Fn() -> Box<dyn Device>,
     /// A queue that the device answers by itself.
     pub(crate) queue: usize,
-    /// The `n`th request for that queue, which the device completes.
+    /// Creates the `n`th request for that queue, which the device completes.
     pub(crate) request: &'s dyn Fn(&mut Driver, u64) -> Vec<Piece>,
 }
 
-/// All laws.
+/// Checks all laws.
 pub(crate) fn check(subject: &Subject<'_>) {
     for without in [0, 1 << VIRTIO_RING_F_EVENT_IDX] {
         save_restore_save_is_save(subject, without);
@@ -109,15 +109,15 @@ fn what_the_device_writes_is_marked(subject: &Subject<'_>, without: u64) {
     }
 }
 
-/// Has the device answer what `ask` makes available, by queue and head; every frame that it writes
-/// to is in the tree. The frames.
+/// Has the device answer what `ask` makes available, by queue and head. Checks that every frame
+/// that it writes to is in the tree, and returns those frames.
 pub(crate) fn writes_are_marked(
     driver: &mut Driver,
     ask: impl FnOnce(&mut Driver) -> Vec<(usize, u16)>,
 ) -> Vec<u64> {
     let mut writes = driver.memory.tracker().subscribe("conformance").unwrap();
-    // A standing device does not see the requests before the driver's own writes, which are not
-    // what this is about, are out of the tree.
+    // A paused device does not see the requests until the driver's own writes are drained from the
+    // tree: they are not tested here.
     driver.quiesce();
     let heads = ask(driver);
     writes.drain().commit();
@@ -251,7 +251,7 @@ fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
                     let piece = Piece { addr: 0, len: MEM_BYTES as u32, writable: true };
                     d.describe(q, i, piece, if i == size - 2 { 0 } else { NEXT }, i + 1);
                 }
-                // Where a queue is too short for it, the last one is too long.
+                // In a queue with too few entries for 4 GiB, the last buffer is too long.
                 let piece = Piece { addr: 0, len: u32::MAX, writable: true };
                 d.describe(q, size - 2, piece, 0, 0);
             }),
@@ -322,12 +322,12 @@ fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
         ),
     ];
     for (i, (what, commit)) in crimes.iter().enumerate() {
-        // Of a queue that the device writes to, it then wants the buffers.
+        // Gives the device a reason to take buffers from a queue to which it writes.
         (subject.request)(&mut driver, 50 + i as u64);
         commit(&mut driver);
         driver.wait_stopped(what);
         assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0, "{what}");
-        // A stopped device does nothing, can be paused, and saved.
+        // A stopped device does nothing. It can be paused and saved.
         driver.kick(q);
         moves_as_it_is(&driver, subject, what);
         driver.transport.resume();
@@ -337,7 +337,7 @@ fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
     }
 }
 
-/// Says that it is over when it goes.
+/// Sets its flag on drop.
 struct Ending<'e>(&'e AtomicBool);
 
 impl Drop for Ending<'_> {
@@ -378,7 +378,8 @@ fn a_driver_that_asked_for_too_much_is_moved(subject: &Subject<'_>) {
     moves_as_it_is(&driver, subject, "refused what it asked for");
 }
 
-/// Whatever state its driver has brought it to, it is saved, restored, and saved again the same.
+/// Checks that the device can be saved in whatever state its driver left it, restored, and saved
+/// again with the same state.
 fn moves_as_it_is(driver: &Driver, subject: &Subject<'_>, what: &str) {
     driver.quiesce();
     let state = driver.transport.save().unwrap();
@@ -391,13 +392,13 @@ fn moves_as_it_is(driver: &Driver, subject: &Subject<'_>, what: &str) {
 fn rings_that_change_while_they_are_read_do_no_harm(subject: &Subject<'_>) {
     let mut driver = Driver::started((subject.make)());
     let ram = driver.memory.ram().clone();
-    // One request again and again: what comes of it is anything.
+    // The same request again and again: any outcome is allowed.
     let pieces = (subject.request)(&mut driver, 0);
     let end = AtomicBool::new(false);
     let bytes = RINGS_STEP * driver.queue_count() as u64;
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // Any sequence that does not repeat soon.
+            // Any sequence with a long period.
             let mut n = 1u64;
             while !end.load(Ordering::Relaxed) {
                 n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -405,7 +406,7 @@ fn rings_that_change_while_they_are_read_do_no_harm(subject: &Subject<'_>) {
                 ram.write_obj((n >> 20) as u16 & 0x1f, GuestAddress(at)).unwrap();
             }
         });
-        // Also if something below fails, or the other thread would go on for ever.
+        // Ends the other thread even if something below fails: else it would run for ever.
         let _ending = Ending(&end);
         for _ in 0..200 {
             driver.post(subject.queue, &pieces);

@@ -163,9 +163,9 @@ pub(crate) trait Device: Send {
         self.release(deadline)
     }
 
-    /// Releases what [`release`](Self::release) leaves, after that. Returns what arrived since the
-    /// device was saved, encoded in at most `room` bytes, for [`attach`](Self::attach) at the next
-    /// host; empty if nothing arrived. The device keeps a copy: it may be acquired again.
+    /// Releases the rest, such as a tap, after [`release`](Self::release). Returns what arrived
+    /// since the device was saved, encoded in at most `room` bytes, for [`attach`](Self::attach) at
+    /// the next host; empty if nothing arrived. The device keeps a copy: it may be acquired again.
     fn detach(&mut self, _room: usize) -> Vec<u8> {
         Vec::new()
     }

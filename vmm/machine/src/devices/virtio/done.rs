@@ -1,12 +1,12 @@
-//! How whoever began something hears that it is over.
+//! A callback that reports the end of an operation.
 
 use std::fmt;
 
-/// Calls a function once: when this goes, whatever became of what it stands for.
+/// Runs a closure exactly once, on drop, whether the operation succeeded or not.
 pub(crate) struct Done(Option<Box<dyn FnOnce() + Send>>);
 
 impl Done {
-    /// Calls `say`, which does not wait.
+    /// Creates a value that calls `say` on drop. `say` must not wait.
     pub(crate) fn new(say: impl FnOnce() + Send + 'static) -> Self {
         Self(Some(Box::new(say)))
     }

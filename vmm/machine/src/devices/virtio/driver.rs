@@ -1,4 +1,4 @@
-//! A driver for tests: it speaks to a device as a guest would, through registers and guest memory.
+//! A driver for tests: it uses a device as a guest would, through registers and guest memory.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use vm_memory::{Bytes, GuestAddress};
 use super::{Device, Transport};
 use crate::memory::Memory;
 
-/// Longer than anything here takes, on the slowest host.
+/// A timeout longer than anything here takes, even on the slowest host.
 const LONG: Duration = Duration::from_secs(20);
 /// Guest addresses: rings of queue `i` at `RINGS + i * RINGS_STEP`, buffers from `BUFFERS` on.
 pub(super) const RINGS: u64 = 0x10_0000;
@@ -22,7 +22,7 @@ const USED: u64 = 0x8000;
 const BUFFERS: u64 = 0x40_0000;
 pub(crate) const MEM_BYTES: u64 = 16 << 20;
 
-/// A descriptor: what of guest memory, and whether the device writes to it.
+/// A descriptor: a piece of guest memory, and whether the device writes to it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece {
     pub(crate) addr: u64,
@@ -48,7 +48,7 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// A device on a thread of its own that works, with a driver that has done nothing yet.
+    /// Starts a device on a thread of its own, with a driver that has done nothing yet.
     pub(crate) fn new(device: Box<dyn Device>) -> Self {
         let memory = Arc::new(Memory::new(MEM_BYTES, &Default::default()).unwrap());
         let transport = Transport::spawn("test", device, memory.ram().clone()).unwrap();
@@ -56,19 +56,19 @@ impl Driver {
         Self { transport, memory, queues: Vec::new(), next_buffer: BUFFERS, early: HashMap::new() }
     }
 
-    /// As [`new`](Self::new), and the driver uses all features and queues.
+    /// Like [`new`](Self::new), with a driver that uses all features and queues.
     pub(crate) fn started(device: Box<dyn Device>) -> Self {
         Self::started_without(device, 0)
     }
 
-    /// As [`started`](Self::started), but for some features.
+    /// Like [`started`](Self::started), without `features`.
     pub(crate) fn started_without(device: Box<dyn Device>, features: u64) -> Self {
         let mut driver = Self::new(device);
         driver.start(!features);
         driver
     }
 
-    /// Goes through the driver's part of a start, with the offered ones of `features`.
+    /// Starts the device as a driver does, with those of `features` that are offered.
     pub(crate) fn start(&mut self, features: u64) {
         self.negotiate(features);
         self.set_up_queues();
@@ -105,7 +105,7 @@ impl Driver {
                 break;
             }
             let rings = RINGS + u64::from(i) * RINGS_STEP;
-            // A driver hands over rings of zeros.
+            // The driver provides zeroed rings.
             self.memory.ram().write_slice(&[0; RINGS_STEP as usize], GuestAddress(rings)).unwrap();
             self.queues.push(Queue { size, rings, ..Default::default() });
             self.write(VIRTIO_MMIO_QUEUE_NUM, size.into());
@@ -114,7 +114,7 @@ impl Driver {
         }
     }
 
-    /// Says where queue `queue` is.
+    /// Tells the device where queue `queue` is.
     pub(crate) fn place(&self, queue: u32, rings: u64) {
         self.write(VIRTIO_MMIO_QUEUE_SEL, queue);
         let areas = [
@@ -128,7 +128,7 @@ impl Driver {
         }
     }
 
-    /// The same driver for another device over the same memory, as after a move.
+    /// Returns the same driver for another device over the same memory, as after a migration.
     pub(crate) fn moved_to(self, transport: Transport) -> Self {
         Self { transport, ..self }
     }
@@ -151,7 +151,7 @@ impl Driver {
         self.queues[queue].size
     }
 
-    /// Room in guest memory, on frames of its own.
+    /// Allocates guest memory on frames of its own.
     pub(crate) fn room(&mut self, len: u32) -> u64 {
         let addr = self.next_buffer;
         self.next_buffer += u64::from(len).next_multiple_of(4096).max(4096);
@@ -159,19 +159,19 @@ impl Driver {
         addr
     }
 
-    /// Buffers so far are not needed any more: their room is used again.
+    /// Forgets all buffers so far: their memory is used again.
     pub(crate) fn forget_buffers(&mut self) {
         self.next_buffer = BUFFERS;
     }
 
-    /// Bytes for the device to read.
+    /// Returns a buffer with `bytes` for the device to read.
     pub(crate) fn given(&mut self, bytes: &[u8]) -> Piece {
         let addr = self.room(bytes.len() as u32);
         self.memory.ram().write_slice(bytes, GuestAddress(addr)).unwrap();
         Piece { addr, len: bytes.len() as u32, writable: false }
     }
 
-    /// Room for the device to write.
+    /// Returns a buffer of `len` bytes for the device to write.
     pub(crate) fn wanted(&mut self, len: u32) -> Piece {
         Piece { addr: self.room(len), len, writable: true }
     }
@@ -182,7 +182,7 @@ impl Driver {
         bytes
     }
 
-    /// Writes a descriptor as it is.
+    /// Writes a descriptor without any check.
     pub(crate) fn describe(&self, queue: usize, index: u16, piece: Piece, flags: u16, next: u16) {
         let at = self.queues[queue].rings + 16 * u64::from(index);
         let flags = flags | if piece.writable { VRING_DESC_F_WRITE as u16 } else { 0 };
@@ -197,19 +197,19 @@ impl Driver {
         self.set_available(queue, available.wrapping_add(1));
     }
 
-    /// The available index.
+    /// Returns the available index.
     pub(crate) fn available(&self, queue: usize) -> u16 {
         self.queues[queue].available
     }
 
-    /// Writes the available index as it is.
+    /// Writes the available index without any check.
     pub(crate) fn set_available(&mut self, queue: usize, index: u16) {
         let at = GuestAddress(self.queues[queue].rings + AVAILABLE + 2);
         self.memory.ram().store(index, at, std::sync::atomic::Ordering::SeqCst).unwrap();
         self.queues[queue].available = index;
     }
 
-    /// Makes a chain of `pieces` available, without a notification; its head.
+    /// Makes a chain of `pieces` available, without a notification. Returns its head.
     pub(crate) fn post(&mut self, queue: usize, pieces: &[Piece]) -> u16 {
         let size = self.queues[queue].size;
         let head = self.queues[queue].next_descriptor;
@@ -225,7 +225,7 @@ impl Driver {
         head
     }
 
-    /// As [`post`](Self::post), through a table of its own.
+    /// Like [`post`](Self::post), through an indirect table.
     pub(crate) fn post_indirect(&mut self, queue: usize, pieces: &[Piece]) -> u16 {
         let table = self.room(16 * pieces.len() as u32);
         for (i, piece) in pieces.iter().enumerate() {
@@ -246,7 +246,8 @@ impl Driver {
         self.write(VIRTIO_MMIO_QUEUE_NOTIFY, queue as u32);
     }
 
-    /// Waits until the device gives the chain from `head` back; the bytes that it says it wrote.
+    /// Waits until the device gives the chain from `head` back. Returns the number of bytes that
+    /// the device reports as written.
     #[track_caller]
     pub(crate) fn wait_used(&mut self, queue: usize, head: u16) -> u32 {
         let end = Instant::now() + LONG;
@@ -279,12 +280,12 @@ impl Driver {
         Some((id as u16, len))
     }
 
-    /// Whether the device has given back a chain that nobody has waited for.
+    /// Returns whether the device has given back a chain for which nobody has waited.
     pub(crate) fn has_used(&mut self, queue: usize) -> bool {
         self.take_used(queue).is_some()
     }
 
-    /// Posts, notifies and waits.
+    /// Posts a chain, notifies the device and waits.
     #[track_caller]
     pub(crate) fn request(&mut self, queue: usize, pieces: &[Piece]) -> u32 {
         let head = self.post(queue, pieces);
@@ -292,12 +293,12 @@ impl Driver {
         self.wait_used(queue, head)
     }
 
-    /// Whether the device has asked for a reset.
+    /// Returns whether the device has asked for a reset.
     pub(crate) fn is_stopped(&self) -> bool {
         self.read(VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_NEEDS_RESET != 0
     }
 
-    /// Waits until the device asks for a reset, for `what`.
+    /// Waits until the device asks for a reset because of `what`.
     #[track_caller]
     pub(crate) fn wait_stopped(&self, what: &str) {
         let end = Instant::now() + LONG;
@@ -307,7 +308,7 @@ impl Driver {
         }
     }
 
-    /// Brings the device to a stand.
+    /// Pauses the device.
     #[track_caller]
     pub(crate) fn quiesce(&self) {
         self.transport.quiesce(Instant::now() + LONG).recv().unwrap().unwrap();

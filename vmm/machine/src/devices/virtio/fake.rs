@@ -1,5 +1,5 @@
-//! A device for tests of those who handle devices: it has one queue, which it never looks at, and
-//! does as a script says.
+//! A scripted device for tests of code that handles devices. It has one queue, which it never looks
+//! at.
 
 use std::io;
 use std::sync::Arc;
@@ -11,24 +11,24 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::{Device, Io, Kind, Stall, Transport, Violation, Watcher};
 
-/// What the device does, and has done. A flag each, to be changed at any time.
+/// The script and the record of the device. Each flag may be changed at any time.
 #[derive(Debug, Default)]
 pub(crate) struct Script {
-    /// A request is under way, and does not end.
+    /// Whether a request is under way, which does not end.
     pub(crate) busy: AtomicBool,
-    /// A reset waits for the end of that.
+    /// Whether a reset waits for the end of that request.
     pub(crate) resetting: AtomicBool,
-    /// It cannot be taken hold of.
+    /// Whether the device refuses to be acquired.
     pub(crate) refuses_acquire: AtomicBool,
-    /// It cannot be let go of.
+    /// Whether the device refuses to be released.
     pub(crate) refuses_release: AtomicBool,
-    /// Its thread is stuck in whatever it is asked for.
+    /// Whether the thread gets stuck in the next request.
     pub(crate) stuck: AtomicBool,
-    /// Its thread has got stuck.
+    /// Whether the thread has got stuck.
     pub(crate) got_stuck: AtomicBool,
-    /// It was let go of.
+    /// Whether the device was released.
     pub(crate) released: AtomicBool,
-    /// It has its peers.
+    /// Whether the device's peers are attached.
     pub(crate) attached: AtomicBool,
 }
 
@@ -59,7 +59,7 @@ impl Script {
     }
 }
 
-/// See the module. For the machine it is a virtio-rng.
+/// A scripted device; see the module. The machine takes it for a virtio-rng.
 pub(crate) struct Fake(pub(crate) Arc<Script>);
 
 impl Device for Fake {
@@ -154,7 +154,7 @@ impl Device for Fake {
     }
 }
 
-/// On a thread of its own, like any device.
+/// Starts the device on a thread of its own, like any device.
 pub(crate) fn spawn(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Transport> {
     Transport::spawn(id, device, ram)
 }

@@ -1,9 +1,9 @@
-//! What vCPUs see of a device: its registers, its configuration space and its notifications,
-//! without whatever does the work behind them.
+//! The vCPUs' view of a device: its registers, its configuration space and its notifications,
+//! without the thread behind them.
 //!
-//! What a write sets in motion is told to a function that the caller gives, in the order of the
-//! writes; no read waits for it. A reset that is under way shows in the status, which is not 0
-//! before it is done.
+//! The caller passes a function that gets the effects of writes, in the order of the writes. No
+//! read waits for them. A reset under way shows in the status, which is not 0 until the reset is
+//! done.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,7 @@ use super::registers::{Effect, RegisterState, Registers};
 use super::written::{ReadyRing, RestoredWorker, SavedWorker, Written};
 use super::{Device, Kind, REGISTERS_LEN, Shared, Violation, VirtioState};
 
-/// See the module.
+/// A device's registers, configuration space and notifications; see the module.
 #[derive(Debug)]
 pub(super) struct Front {
     kind: Kind,
@@ -27,7 +27,7 @@ pub(super) struct Front {
 }
 
 impl Front {
-    /// For `device`, which `id` names for people.
+    /// Creates the front of `device`; `id` is its name in messages.
     pub(super) fn new(id: &str, device: &dyn Device) -> io::Result<Self> {
         let kind = device.kind();
         let sizes = device.queue_sizes();
@@ -41,7 +41,7 @@ impl Front {
         })
     }
 
-    /// Kind and name, for messages.
+    /// Returns the device's kind and name, for messages.
     pub(super) fn label(&self) -> &str {
         &self.label
     }
@@ -50,14 +50,14 @@ impl Front {
         self.registers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A vCPU's read at `offset` of the device's registers.
+    /// Handles a vCPU's read at `offset` of the device's registers.
     pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
         debug_assert!(offset < REGISTERS_LEN);
         if offset >= u64::from(VIRTIO_MMIO_CONFIG) {
             let at = (offset - u64::from(VIRTIO_MMIO_CONFIG)) as usize;
             return self.shared.read_config(at, data);
         }
-        // Registers have 32 bits, and are read whole.
+        // Registers have 32 bits and are read as a whole.
         let value = match (offset as u32, data.len()) {
             (VIRTIO_MMIO_INTERRUPT_STATUS, 4) => self.shared.interrupt_status(),
             (VIRTIO_MMIO_CONFIG_GENERATION, 4) => self.shared.config_generation(),
@@ -78,8 +78,8 @@ impl Front {
         data[..len].copy_from_slice(&bytes[..len]);
     }
 
-    /// A vCPU's write at `offset` of the device's registers. One at a time: `tell` is called while
-    /// the registers are locked, so it does not wait.
+    /// Handles a vCPU's write at `offset` of the device's registers. Register writes are handled
+    /// one at a time: `tell` is called while the registers are locked, so it must not wait.
     pub(super) fn write(&self, offset: u64, data: &[u8], tell: impl FnOnce(Written)) {
         debug_assert!(offset < REGISTERS_LEN);
         if offset >= u64::from(VIRTIO_MMIO_CONFIG) {
@@ -102,10 +102,10 @@ impl Front {
         }
     }
 
-    /// Comes here only where no ioeventfd has taken it.
+    /// Reached only if no ioeventfd has taken the write.
     fn notify(&self, queue: u32, tell: impl FnOnce(Written)) {
         match self.kicks.get(queue as usize) {
-            // It fails only at 2^64 - 1 notifications.
+            // Fails only at 2^64 - 1 notifications.
             Some(kick) => drop(kick.write(1)),
             None => {
                 let why = format!("its driver notifies queue {queue}, which does not exist");
@@ -114,7 +114,7 @@ impl Front {
         }
     }
 
-    /// The state of the whole device, of which `worker` is the other part.
+    /// Returns the state of the whole device; `worker` is the thread's part of it.
     pub(super) fn save(&self, worker: SavedWorker) -> VirtioState {
         VirtioState {
             device_id: self.kind.id(),
@@ -127,8 +127,8 @@ impl Front {
         }
     }
 
-    /// Takes a saved state, which is hostile, into a device that has never worked; the other part
-    /// of it goes through `restore`.
+    /// Restores a saved state, which is hostile, into a device that has never worked. `restore`
+    /// restores the thread's part.
     pub(super) fn restore(
         &self,
         state: VirtioState,

@@ -1,5 +1,5 @@
-//! A device without a thread, for tests and fuzzing: what a vCPU writes is done when the write
-//! returns, and what happens behind the device when it is looked at.
+//! A device without a thread, for tests and fuzzing. The effect of a vCPU's write is complete when
+//! the write returns. Events of the backend are handled when the caller looks.
 
 use std::cell::RefCell;
 use std::io;
@@ -14,19 +14,19 @@ use super::front::Front;
 use super::worker::{Command, Worker};
 use super::{Device, VirtioState};
 
-/// More than requests of tests take.
+/// A timeout longer than any request of a test takes.
 const LONG: Duration = Duration::from_secs(10);
 
-/// See the module.
+/// A device without a thread; see the module.
 pub(crate) struct Inline {
     front: Front,
     worker: RefCell<Worker>,
-    /// Keeps the worker's channel open; nobody sends.
+    /// Keeps the worker's channel open; nothing is sent.
     _commands: mpsc::Sender<Command>,
 }
 
 impl Inline {
-    /// A device that stands.
+    /// Creates a device, which is paused.
     pub(crate) fn new(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
         let front = Front::new(id, &*device)?;
         let (commands, inbox) = mpsc::channel();
@@ -43,12 +43,12 @@ impl Inline {
         self.front.write(offset, data, |written| self.worker.borrow_mut().obey_driver(written));
     }
 
-    /// Does what has happened since the last look; whether there was anything.
+    /// Handles the events since the last look. Returns whether there were any.
     pub(crate) fn look(&self) -> bool {
         self.worker.borrow_mut().look()
     }
 
-    /// Whether it works for a driver.
+    /// Returns whether the device works for a driver.
     pub(crate) fn is_active(&self) -> bool {
         self.worker.borrow().is_active()
     }

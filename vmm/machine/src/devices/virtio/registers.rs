@@ -1,6 +1,7 @@
-//! The registers of one device, without what they set in motion: a write gives an [`Effect`].
+//! The registers of one device, without the effects of writes: a write returns an [`Effect`].
 //!
-//! Interrupt status, configuration space and notifications are not here: they cost no lock.
+//! Interrupt status, configuration space and notifications are elsewhere, so that they need no lock
+//! of the registers.
 
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_config::{
@@ -12,43 +13,43 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 
 use super::ring::RingSetup;
 
-/// `QueueReset`, which the bindings lack.
+/// The register `QueueReset`, which the bindings lack.
 const VIRTIO_MMIO_QUEUE_RESET: u32 = 0xc0;
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
 const LAYOUT: u32 = 2;
-/// Who made the device: "DRFT".
+/// The vendor ID: "DRFT".
 const VENDOR: u32 = u32::from_le_bytes(*b"DRFT");
 
-/// What every device here offers.
+/// The features that every device offers.
 pub(super) const COMMON_FEATURES: u64 = 1 << VIRTIO_F_VERSION_1
     | 1 << VIRTIO_F_RING_RESET
     | 1 << VIRTIO_RING_F_EVENT_IDX
     | 1 << VIRTIO_RING_F_INDIRECT_DESC;
 
-/// What follows from a write.
+/// The effect of a write.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Effect {
     Nothing,
-    /// The device is to be reset, and then these registers.
+    /// The device must be reset, and then these registers.
     Reset,
     /// The driver is ready: the device may use its queues.
     Activate,
-    /// One more queue may be used, of an active device.
+    /// The active device may use one more queue.
     StartQueue(usize),
-    /// One queue may not be used any more, of an active device.
+    /// The active device may not use this queue any more.
     StopQueue(usize),
-    /// The driver did what it must not.
+    /// The driver broke a rule.
     Violation(String),
 }
 
-/// One queue's registers.
+/// The registers of one queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub(super) struct QueueRegisters {
     pub(super) ready: bool,
     pub(super) setup: RingSetup,
 }
 
-/// What the driver has written.
+/// Everything that the driver has written.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub(super) struct RegisterState {
     pub(super) status: u32,
@@ -75,13 +76,13 @@ impl RegisterState {
 }
 
 impl RegisterState {
-    /// Whether the driver is ready.
+    /// Returns whether the driver is ready.
     pub(super) fn is_active(&self) -> bool {
         self.status & VIRTIO_CONFIG_S_DRIVER_OK != 0
     }
 }
 
-/// See the module.
+/// The registers of one device; see the module.
 #[derive(Debug)]
 pub(super) struct Registers {
     device_id: u32,
@@ -103,7 +104,7 @@ impl Registers {
         &self.state
     }
 
-    /// As after power-on.
+    /// Sets the registers to their values after power-on.
     pub(super) fn reset(&mut self) {
         let queue = |&size: &u16| self.empty_queue(size);
         let queues = self.queue_sizes.iter().map(queue).collect();
@@ -114,7 +115,7 @@ impl Registers {
         QueueRegisters { ready: false, setup: RingSetup { size, ..Default::default() } }
     }
 
-    /// Takes saved registers, which are hostile.
+    /// Restores saved registers, which are hostile.
     pub(super) fn restore(&mut self, state: RegisterState) -> Result<(), String> {
         if state.queues.len() != self.queue_sizes.len() {
             return Err(format!(
@@ -124,7 +125,7 @@ impl Registers {
             ));
         }
         let unknown = state.driver_features & !self.offered;
-        // A driver may have written anything before it was told that it may not have that.
+        // Until features are agreed, a driver may have written features that it cannot have.
         let settled = VIRTIO_CONFIG_S_FEATURES_OK | VIRTIO_CONFIG_S_DRIVER_OK;
         if unknown != 0 && state.status & settled != 0 {
             return Err(format!(
@@ -170,7 +171,7 @@ impl Registers {
             | VIRTIO_MMIO_SHM_LEN_HIGH
             | VIRTIO_MMIO_SHM_BASE_LOW
             | VIRTIO_MMIO_SHM_BASE_HIGH => u32::MAX,
-            // Also QueueReset: it is complete when the write has returned.
+            // Covers QueueReset: the reset is complete when the write has returned.
             _ => 0,
         }
     }
@@ -214,7 +215,7 @@ impl Registers {
         if value == 0 {
             return Effect::Reset;
         }
-        // Only a reset takes bits away, and only the device asks for one.
+        // Only a reset clears bits, and only the device sets `NEEDS_RESET`.
         let mut new = value & !self.state.status & !VIRTIO_CONFIG_S_NEEDS_RESET;
         let features = self.state.driver_features;
         let agreed = features & !self.offered == 0 && features & 1 << VIRTIO_F_VERSION_1 != 0;
@@ -227,7 +228,7 @@ impl Registers {
             return Effect::Violation("its driver starts it before features are agreed".to_owned());
         }
         if new & VIRTIO_CONFIG_S_FAILED != 0 {
-            // No louder: a driver can do it again and again.
+            // Only at debug level: a driver can repeat this without end.
             tracing::debug!("a driver has given its virtio device up");
         }
         self.state.status |= new;

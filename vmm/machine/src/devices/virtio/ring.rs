@@ -1,7 +1,7 @@
-//! A virtqueue as a device uses it: chains taken, chains given back, the driver told.
+//! A device's view of a virtqueue: it takes chains, gives them back, and notifies the driver.
 //!
-//! Over rust-vmm's `Queue`, with what that leaves to its user: chains are checked whole, a turn is
-//! bounded (a driver could add chains for ever), and so is what is under way.
+//! This wraps rust-vmm's `Queue` and adds what that leaves to its user: chains are checked as a
+//! whole, a turn is bounded (a driver could add chains for ever), and so are the chains under way.
 
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -13,14 +13,14 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 use super::Chain;
 
-/// What a driver did against the rules of virtio. It ends its device's work until the driver resets
-/// it.
+/// A driver's violation of the rules of virtio. The device does no more work until the driver
+/// resets it.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub(crate) enum Violation {
-    /// A queue cannot be where the driver says.
+    /// A queue cannot be where the driver put it.
     #[error("queue {queue} cannot be used: {why}")]
     Queue {
-        /// Its number.
+        /// The queue's number.
         queue: u16,
         /// What is wrong.
         why: String,
@@ -28,34 +28,34 @@ pub(crate) enum Violation {
     /// The available ring contradicts itself.
     #[error("queue {queue} of {size} entries: {why}")]
     Available {
-        /// Its number.
+        /// The queue's number.
         queue: u16,
-        /// Its entries.
+        /// Number of entries in the queue.
         size: u16,
         /// What is wrong.
         why: String,
     },
-    /// A descriptor chain is none.
+    /// A descriptor chain is malformed.
     #[error("queue {queue}: the descriptor chain from {head} is broken: {why}")]
     Chain {
         /// The queue's number.
         queue: u16,
-        /// Its first descriptor.
+        /// The chain's first descriptor.
         head: u16,
         /// What is wrong.
         why: &'static str,
     },
-    /// A buffer is not guest memory.
+    /// A buffer does not lie in guest memory.
     #[error("queue {queue}: a buffer of {len} bytes at {addr:#x} does not lie in guest memory")]
     Outside {
         /// The queue's number.
         queue: u16,
-        /// Its address.
+        /// The buffer's guest address.
         addr: u64,
-        /// Its length.
+        /// The buffer's length in bytes.
         len: u32,
     },
-    /// A request has not the form that the device's requests have.
+    /// A request does not have the form that the device's requests have.
     #[error("queue {queue}: {why}")]
     Request {
         /// The queue's number.
@@ -63,10 +63,10 @@ pub(crate) enum Violation {
         /// What is wrong.
         why: String,
     },
-    /// Registers were written at a time at which they must not be.
+    /// Registers were written at a time when they must not be.
     #[error("{0}")]
     Registers(String),
-    /// Guest memory cannot be reached; the checks before leave no way to this.
+    /// Guest memory cannot be accessed. Earlier checks should make this impossible.
     #[error("guest memory cannot be reached: {0}")]
     Memory(String),
 }
@@ -77,10 +77,10 @@ impl From<GuestMemoryError> for Violation {
     }
 }
 
-/// Where a driver has put a queue.
+/// The place of a queue, as set by the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct RingSetup {
-    /// Entries.
+    /// Number of entries.
     pub(super) size: u16,
     /// Guest address of the descriptor table.
     pub(super) descriptors: u64,
@@ -90,7 +90,7 @@ pub(crate) struct RingSetup {
     pub(super) used: u64,
 }
 
-/// How far a device has come in a queue.
+/// A device's position in a queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct RingPosition {
     next_available: u16,
@@ -110,17 +110,17 @@ pub(crate) struct Ring {
     queue: Queue,
     /// Chains that may still be taken in this turn.
     budget: u16,
-    /// The turn ended for want of budget.
+    /// Whether the queue needs another turn.
     more: bool,
-    /// Chains were given back that the driver was not told of.
+    /// Whether chains were given back and the driver has not been told yet.
     pushed: bool,
-    /// Notifications are, or may be, switched off.
+    /// Whether notifications are, or may be, switched off.
     quiet: bool,
     /// Chains taken and not given back.
     under_way: u16,
-    /// In this turn chains were given back several at once.
+    /// Whether chains were given back as a batch in this turn.
     batched: bool,
-    /// How far the used ring was when the turn began.
+    /// Position in the used ring at the start of the turn.
     began_at: u16,
 }
 
@@ -131,7 +131,7 @@ impl fmt::Debug for Ring {
 }
 
 impl Ring {
-    /// A queue that is not set up.
+    /// Creates a queue that is not set up.
     pub(super) fn idle(number: u16, max_size: u16) -> Result<Self, Violation> {
         let queue = Queue::new(max_size).map_err(|e| queue_error(number, &e))?;
         let ring = Self {
@@ -148,7 +148,7 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Sets the queue up as the driver says, at `position`.
+    /// Sets the queue up where the driver put it, at `position`.
     pub(super) fn set_up(
         &mut self,
         setup: RingSetup,
@@ -164,7 +164,7 @@ impl Ring {
             ("used ring", used, 6 + 8 * u64::from(size)),
         ];
         for (what, addr, len) in areas {
-            // One slot of memory has it whole: then no access to it can fail.
+            // The area must lie in one memory slot: then no access to it can fail.
             if ram.get_slice(GuestAddress(addr), len as usize).is_err() {
                 let why = format!("its {what} of {len} bytes at {addr:#x} is not in guest memory");
                 return Err(unusable(why));
@@ -182,7 +182,7 @@ impl Ring {
             used_ring: used,
         };
         self.queue = Queue::try_from(state).map_err(|e| queue_error(self.number, &e))?;
-        // Who used it before may have left notifications off.
+        // The previous user of the queue may have left notifications off.
         (self.quiet, self.under_way, self.pushed) = (true, 0, false);
         Ok(())
     }
@@ -193,7 +193,7 @@ impl Ring {
         (self.quiet, self.under_way, self.pushed, self.more) = (false, 0, false, false);
     }
 
-    /// Whether the driver has set the queue up.
+    /// Returns whether the driver has set the queue up.
     pub(crate) fn is_set_up(&self) -> bool {
         self.queue.ready()
     }
@@ -202,7 +202,7 @@ impl Ring {
         RingPosition { next_available: self.queue.next_avail(), next_used: self.queue.next_used() }
     }
 
-    /// Begins a turn of the device: it may take as many chains as the queue has entries.
+    /// Begins a turn of the device, in which it may take as many chains as the queue has entries.
     pub(super) fn begin_turn(&mut self) {
         self.budget = self.queue.size();
         self.more = false;
@@ -210,7 +210,7 @@ impl Ring {
         self.began_at = self.queue.next_used();
     }
 
-    /// Ends a turn; whether the driver wants an interrupt for what was pushed.
+    /// Ends a turn. Returns whether the driver wants an interrupt for the chains that were pushed.
     pub(super) fn end_turn(&mut self, ram: &GuestRam) -> Result<bool, Violation> {
         let pushed = std::mem::take(&mut self.pushed);
         if !pushed || !self.is_set_up() {
@@ -221,8 +221,8 @@ impl Ring {
         Ok(wanted || self.batch_crossed_event(ram)?)
     }
 
-    /// Whether a batch has gone past the used index at which the driver wants an interrupt: the
-    /// queue counts only the last chain of each.
+    /// Returns whether a batch has passed the used index at which the driver wants an interrupt.
+    /// The queue itself counts only the last chain of a batch.
     fn batch_crossed_event(&self, ram: &GuestRam) -> Result<bool, Violation> {
         if !self.batched || !self.queue.event_idx_enabled() {
             return Ok(false);
@@ -235,13 +235,13 @@ impl Ring {
         Ok(since < all)
     }
 
-    /// Whether the turn ended with chains left that would have been taken.
+    /// Returns whether the queue needs another turn: the last one ended early.
     pub(super) fn has_more(&self) -> bool {
         self.more
     }
 
-    /// Takes the next chain, or `None`, after which the driver notifies the queue once it has added
-    /// one.
+    /// Takes the next chain. After `None` the device is called again: when the driver notifies the
+    /// queue, or, if the turn has used up its budget, in another turn.
     pub(crate) fn pop(&mut self, ram: &GuestRam) -> Result<Option<Chain>, Violation> {
         if !self.is_set_up() {
             return Ok(None);
@@ -252,7 +252,7 @@ impl Ring {
                 self.more = true;
                 return Ok(None);
             }
-            // Also for rounds without a chain: a driver that moves its index to and fro.
+            // Rounds without a chain count too: a driver might move its index to and fro.
             self.budget -= 1;
             let broken = |e: virtio_queue::Error| Violation::Available {
                 queue: self.number,
@@ -283,8 +283,8 @@ impl Ring {
         }
     }
 
-    /// Ends the turn although there may be chains that could be taken: the device is called again
-    /// for this queue, after others have had their turn.
+    /// Ends the turn although there may be more chains. The device is called again for this queue,
+    /// after others have had their turn.
     pub(crate) fn yield_turn(&mut self) {
         self.more = true;
     }
@@ -295,13 +295,13 @@ impl Ring {
         self.under_way = self.under_way.saturating_sub(1);
     }
 
-    /// Entries of the queue, as the driver has set it up.
+    /// Returns the number of entries that the driver has set up.
     pub(crate) fn size(&self) -> u16 {
         self.queue.size()
     }
 
-    /// Gives chains back all at once, each with the bytes written to it: the driver sees none of
-    /// them before it sees all.
+    /// Gives chains back as a batch, each with the number of bytes written to it: the driver sees
+    /// either none of them or all.
     pub(crate) fn push_all(
         &mut self,
         ram: &GuestRam,
@@ -311,7 +311,8 @@ impl Ring {
         if !self.is_set_up() {
             return Ok(());
         }
-        // Entries past the used index are nobody's yet; giving back the last one publishes all.
+        // The driver does not read entries past the used index. Giving the last chain back
+        // publishes all.
         let (ring, size) = (self.queue.used_ring(), u64::from(self.queue.size()));
         let mut next = self.queue.next_used();
         for (head, written) in others {
@@ -325,8 +326,8 @@ impl Ring {
         self.push(ram, *last, *written)
     }
 
-    /// Gives a chain back, with `written` bytes written to it. If the driver has taken the queue
-    /// back meanwhile, or has broken the rules, nobody wants it any more.
+    /// Gives a chain back, with `written` bytes written to it. Does nothing if the driver has taken
+    /// the queue back meanwhile or has broken the rules.
     pub(crate) fn push(
         &mut self,
         ram: &GuestRam,

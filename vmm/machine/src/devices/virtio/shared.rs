@@ -1,5 +1,5 @@
-//! The little that a device's registers and its thread share without a message: the interrupt with
-//! its status, the configuration space, and whether the device was stopped.
+//! State that a device's registers and its thread share without a message: the interrupt with its
+//! status, the configuration space, and whether the device was stopped.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -8,16 +8,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// See the module.
+/// State shared by a device's registers and its thread; see the module.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// `InterruptStatus`. Bits come before the interrupt that tells of them, so an interrupt that
-    /// is lost on the way (to a saved interrupt controller) leaves a bit that tells of it.
+    /// `InterruptStatus`. A bit is set before the interrupt that reports it. An interrupt that is
+    /// lost on its way (to a saved interrupt controller) therefore leaves its bit behind.
     interrupt_status: AtomicU32,
-    /// Raises the interrupt.
+    /// The event that raises the interrupt.
     line: EventFd,
     needs_reset: AtomicBool,
-    /// Resets that the driver has begun and the thread has not done.
+    /// Number of resets that the driver has begun and the thread has not done.
     resets: AtomicU32,
     config: Mutex<ConfigSpace>,
 }
@@ -39,25 +39,26 @@ impl Shared {
         })
     }
 
-    /// What raises the interrupt, to be connected to an interrupt controller.
+    /// Returns the event that raises the interrupt, for connection to an interrupt controller.
     pub(crate) fn line(&self) -> &EventFd {
         &self.line
     }
 
-    /// Interrupts for buffers that have been used.
+    /// Raises an interrupt for used buffers.
     pub(super) fn interrupt_used(&self) {
         self.interrupt(VIRTIO_MMIO_INT_VRING);
     }
 
-    /// Interrupts for a configuration or status that has changed.
+    /// Raises an interrupt for a changed configuration or status.
     fn interrupt_config(&self) {
         self.interrupt(VIRTIO_MMIO_INT_CONFIG);
     }
 
     fn interrupt(&self, bit: u32) {
-        // SeqCst: the bit, and before it what it tells of, comes before the interrupt.
+        // SeqCst: the change that is reported comes before the bit, and the bit before the
+        // interrupt.
         self.interrupt_status.fetch_or(bit, Ordering::SeqCst);
-        // It fails only at 2^64 - 1 interrupts that nobody took, which is interrupt enough.
+        // Fails only if 2^64 - 1 interrupts are pending; another one would change nothing.
         let _ = self.line.write(1);
     }
 
@@ -73,30 +74,31 @@ impl Shared {
         self.needs_reset.load(Ordering::SeqCst)
     }
 
-    /// The device has stopped: tells the driver.
+    /// Tells the driver that the device has stopped.
     pub(super) fn ask_for_reset(&self) {
         self.needs_reset.store(true, Ordering::SeqCst);
         self.interrupt_config();
     }
 
-    /// The driver resets the device: the thread will.
+    /// Records that the driver resets the device. The thread does the reset.
     pub(super) fn begin_reset(&self) {
         self.resets.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Whether a reset is under way.
+    /// Returns whether a reset is under way.
     pub(super) fn is_resetting(&self) -> bool {
         self.resets.load(Ordering::SeqCst) > 0
     }
 
-    /// As after a reset, which was begun; the configuration space stays.
+    /// Ends one reset: clears the interrupt status and the request for a reset. The configuration
+    /// space stays.
     pub(super) fn end_reset(&self) {
         self.needs_reset.store(false, Ordering::SeqCst);
         self.interrupt_status.store(0, Ordering::SeqCst);
         self.resets.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Puts saved values in place, without an interrupt.
+    /// Restores saved values, without an interrupt.
     pub(super) fn restore(&self, interrupt_status: u32, needs_reset: bool, generation: u32) {
         self.interrupt_status.store(interrupt_status, Ordering::SeqCst);
         self.needs_reset.store(needs_reset, Ordering::SeqCst);
@@ -111,7 +113,7 @@ impl Shared {
         self.config().generation
     }
 
-    /// Reads the configuration space; zeros past its end.
+    /// Reads the configuration space; bytes past its end are zeros.
     pub(super) fn read_config(&self, offset: usize, data: &mut [u8]) {
         data.fill(0);
         let config = self.config();
@@ -121,14 +123,14 @@ impl Shared {
         }
     }
 
-    /// Changes the configuration space and tells the driver, if `bytes` are other ones.
+    /// Replaces the configuration space, and tells the driver if it has changed.
     pub(crate) fn change_config(&self, bytes: Vec<u8>) {
         if self.put_config(bytes) {
             self.interrupt_config();
         }
     }
 
-    /// Changes the configuration space without telling the driver; whether it has changed.
+    /// Replaces the configuration space without telling the driver. Returns whether it has changed.
     pub(crate) fn put_config(&self, bytes: Vec<u8>) -> bool {
         let mut config = self.config();
         let changed = config.bytes != bytes;

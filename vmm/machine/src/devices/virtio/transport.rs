@@ -171,7 +171,7 @@ impl Transport {
         Asked { label, what, limit, deadline, answer }
     }
 
-    /// Tells the thread to end, without waiting for it. Dropping waits.
+    /// Tells the thread to end, without waiting for it. Dropping the transport waits.
     pub(crate) fn quit(&self) {
         self.thread.quit();
     }

@@ -1,30 +1,30 @@
-//! What a device's thread waits for: commands, its queues' notifications, and the files behind the
-//! device.
+//! The events that a device's thread waits for: commands, notifications of its queues, and files of
+//! the device's backend.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-/// Events taken at once.
+/// Upper bound on the events taken at once.
 const MOST: usize = 32;
 const COMMAND: u64 = u64::MAX;
 const QUEUE: u64 = 1 << 32;
 
-/// An event that the thread was woken by.
+/// An event that woke the thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Event {
-    /// A command waits in the channel.
+    /// The channel has a command.
     Command,
     /// The driver has notified this queue.
     Queue(usize),
-    /// A file that the device watches, by its token, is ready for this.
+    /// The watched file with this token is ready for these events.
     Backend(u32, EventSet),
 }
 
-/// The files that a device's thread waits for. Level-triggered unless a device asks for edges: a
-/// file that stays ready is reported again, so a device that cannot do anything about it stops
-/// watching it.
+/// The files that a device's thread waits for. They are level-triggered unless a device asks for
+/// edges. A file that stays ready is reported again and again, so a device that can do nothing
+/// about it must stop watching it.
 #[derive(Debug)]
 pub(crate) struct Watcher {
     epoll: Epoll,
@@ -49,7 +49,7 @@ impl Watcher {
         self.control(ControlOperation::Add, fd, events, token.into())
     }
 
-    /// Changes what a file that is watched already is watched for.
+    /// Changes the events for which a file is watched.
     #[allow(dead_code, reason = "devices whose files are not always of interest use it")]
     pub(crate) fn rewatch(
         &self,
@@ -82,13 +82,13 @@ impl Watcher {
         self.wait_at_most(-1)
     }
 
-    /// The events that there are now.
+    /// Returns the events that are pending now.
     #[cfg(any(test, fuzzing))]
     pub(super) fn look(&self) -> io::Result<Vec<Event>> {
         self.wait_at_most(0)
     }
 
-    /// Waits for events, as many milliseconds; a negative number is for ever.
+    /// Waits for events for at most `ms` milliseconds; without limit if `ms` is negative.
     fn wait_at_most(&self, ms: i32) -> io::Result<Vec<Event>> {
         let mut events = [EpollEvent::default(); MOST];
         let count = loop {

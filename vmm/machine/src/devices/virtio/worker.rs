@@ -338,7 +338,7 @@ impl Worker {
 
     /// Stops a queue after finishing what is under way: its chains belong to the driver again.
     fn stop_queue(&mut self, queue: usize) {
-        // Without a deadline, because the driver waits for this.
+        // Has no deadline besides that of the requests: the driver waits for this.
         self.settle(None);
         if let Some(ring) = self.rings.get_mut(queue) {
             ring.tear_down();

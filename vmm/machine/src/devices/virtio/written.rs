@@ -1,31 +1,31 @@
-//! What passes between a device's registers and its thread.
+//! Messages between a device's registers and its thread.
 
 use super::Violation;
 use super::ring::{RingPosition, RingSetup};
 
-/// A queue that a driver has made ready, by its number.
+/// The number and the place of a queue that a driver has made ready.
 pub(super) type ReadyRing = (usize, RingSetup);
 
-/// What a driver's writes to registers mean for the thread.
+/// The effect of a driver's writes to registers on the thread.
 pub(super) enum Written {
     /// The driver is ready, with these features and queues.
     Activate(u64, Vec<ReadyRing>),
     StartQueue(ReadyRing),
     StopQueue(usize),
     Reset,
-    /// The driver did what it must not.
+    /// The driver broke a rule.
     Stop(Violation),
-    /// Bytes at this offset of the configuration space.
+    /// Bytes written at this offset of the configuration space.
     Config(usize, Vec<u8>),
 }
 
-/// The thread's part of a state.
+/// The thread's part of a saved state.
 pub(super) struct SavedWorker {
     pub(super) positions: Vec<RingPosition>,
     pub(super) device: Vec<u8>,
 }
 
-/// What the thread needs of a saved state.
+/// The part of a saved state that the thread needs.
 pub(super) struct RestoredWorker {
     /// Features and ready queues, if a driver is active and did not break the rules.
     pub(super) active: Option<(u64, Vec<ReadyRing>)>,
