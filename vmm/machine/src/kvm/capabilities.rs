@@ -1,32 +1,33 @@
-//! What this host's KVM can do, and what each missing thing costs.
+//! Capabilities of this host's KVM, and the consequence of each missing one.
 
 use driftline_dirty_tracker::TrackingMode;
 use kvm_bindings::*;
 use kvm_ioctls::Kvm;
 
-/// What follows if a capability is missing.
+/// Consequence of a missing capability.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Need {
-    /// No machine can be built.
+    /// No machine can be built without it.
     Required,
-    /// Something else does the job, or the job is left out; the text says which.
+    /// A fallback is used, or the function is not available. The text says which.
     Optional(&'static str),
 }
 
-/// One capability as the kernel answers for it.
+/// One capability and the kernel's answer for it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Capability {
-    /// The kernel's name, without `KVM_CAP_`.
+    /// Name in the kernel, without `KVM_CAP_`.
     pub name: &'static str,
-    /// The kernel's number.
+    /// Number in the kernel.
     pub number: u32,
-    /// What follows if it is missing.
+    /// Consequence if it is missing.
     pub need: Need,
-    /// The kernel's answer: 0 if it is missing, otherwise 1 or a meaning of its own.
+    /// Answer of the kernel: 0 if it is missing, otherwise 1 or a value that is specific to the
+    /// capability.
     pub value: i32,
 }
 
-/// All that is asked of KVM, in the order in which it is reported.
+/// All capabilities that are probed, in the order in which they are reported.
 const ASKED: &[(&str, u32, Need)] = &[
     ("USER_MEMORY", KVM_CAP_USER_MEMORY, Need::Required),
     ("IRQCHIP", KVM_CAP_IRQCHIP, Need::Required),
@@ -77,14 +78,14 @@ const ASKED: &[(&str, u32, Need)] = &[
     ),
 ];
 
-/// The answers of one host.
+/// Answers of one host's kernel.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Capabilities {
     all: Vec<Capability>,
 }
 
 impl Capabilities {
-    /// Asks the kernel.
+    /// Probes the kernel for all capabilities.
     pub fn probe(kvm: &Kvm) -> Self {
         Self::from_answers(|number| kvm.check_extension_raw(number.into()))
     }
@@ -97,27 +98,28 @@ impl Capabilities {
         Self { all: ASKED.iter().map(ask).collect() }
     }
 
-    /// Every capability asked for.
+    /// Returns every probed capability.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &Capability> {
         self.all.iter()
     }
 
-    /// Required capabilities that are missing.
+    /// Returns the required capabilities that are missing.
     pub fn missing(&self) -> impl Iterator<Item = &Capability> {
         self.all.iter().filter(|c| c.need == Need::Required && c.value == 0)
     }
 
-    /// The kernel's answer for `number`: 0 for what was never asked.
+    /// Returns the kernel's answer for `number`, or 0 if it was not probed.
     pub fn value(&self, number: u32) -> i32 {
         self.all.iter().find(|c| c.number == number).map_or(0, |c| c.value)
     }
 
-    /// Whether the kernel has `number`.
+    /// Returns whether the kernel has `number`.
     pub fn has(&self, number: u32) -> bool {
         self.value(number) != 0
     }
 
-    /// The capability by which rings are enabled, and the most entries that a ring may have.
+    /// Returns the capability that enables dirty rings and the maximum number of entries of a ring,
+    /// or `None` if the kernel has no rings.
     pub fn dirty_ring(&self) -> Option<(u32, u32)> {
         [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING].into_iter().find_map(|number| {
             let entries = self.value(number) as u32 / size_of::<kvm_dirty_gfn>() as u32;
@@ -125,16 +127,16 @@ impl Capabilities {
         })
     }
 
-    /// The flags with which reading bitmaps and reprotecting frames become two calls; `None` where
-    /// they are one.
+    /// Returns the flags that make reading bitmaps and write-protecting frames separate calls, or
+    /// `None` if the kernel cannot separate them.
     pub fn manual_dirty_log(&self) -> Option<u32> {
         let known = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
         let flags = self.value(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) as u32 & known;
         (flags & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE != 0).then_some(flags)
     }
 
-    /// How a guest's writes are best tracked here: with dirty rings of `entries` entries, or
-    /// without where the kernel has none as large.
+    /// Returns the best tracking mode of this host: dirty rings if the kernel allows rings of
+    /// `entries` entries, otherwise the dirty bitmap.
     pub fn best_tracking(&self, entries: u32) -> TrackingMode {
         match self.dirty_ring() {
             Some((_, most)) if most >= entries => TrackingMode::DirtyRing,
@@ -142,7 +144,7 @@ impl Capabilities {
         }
     }
 
-    /// Bytes of a vCPU's XSAVE state.
+    /// Returns the size of a vCPU's XSAVE state in bytes.
     pub fn xsave_bytes(&self) -> usize {
         (self.value(KVM_CAP_XSAVE2) as usize).max(size_of::<kvm_xsave>())
     }

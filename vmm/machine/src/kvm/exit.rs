@@ -1,4 +1,4 @@
-//! What `kvm_run` says about exits that kvm-ioctls does not decode.
+//! Details in `kvm_run` of exits that kvm-ioctls does not decode.
 
 use std::fmt::Write;
 
@@ -8,12 +8,12 @@ use kvm_ioctls::VcpuFd;
 /// `KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES`.
 const FLAG_INSTRUCTION_BYTES: u64 = 1;
 
-/// The sentence for a `KVM_EXIT_INTERNAL_ERROR` that `vcpu` has just returned: the suberror, and
-/// the instruction's bytes where the kernel gives them.
+/// Describes the `KVM_EXIT_INTERNAL_ERROR` that `vcpu` has just returned, in one sentence: the
+/// suberror, and the instruction's bytes if the kernel provides them.
 pub fn internal_error(vcpu: &mut VcpuFd) -> String {
     let run = vcpu.get_kvm_run();
     // SAFETY: every member of the union is plain data for which all bits are valid, and the exit
-    // reason says that this is the one the kernel filled in.
+    // reason shows that the kernel filled in this member.
     let error = unsafe { run.__bindgen_anon_1.internal };
     let data = &error.data[..(error.ndata as usize).min(error.data.len())];
     describe(error.suberror, data)
@@ -23,7 +23,7 @@ fn describe(suberror: u32, data: &[u64]) -> String {
     if suberror != KVM_INTERNAL_ERROR_EMULATION {
         return format!("KVM internal error, suberror {suberror}, data {data:x?}");
     }
-    // Emulation failures have flags, then the length and up to 15 bytes of the instruction.
+    // The data of an emulation failure is: flags, the instruction's length, up to 15 bytes of it.
     let bytes: Vec<u8> = data.iter().skip(1).flat_map(|w| w.to_le_bytes()).collect();
     let mut text = "KVM cannot emulate an instruction (internal error, suberror 1)".to_owned();
     if let (Some(flags), Some((&len, rest))) = (data.first(), bytes.split_first())

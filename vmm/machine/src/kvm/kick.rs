@@ -1,10 +1,10 @@
-//! Getting a vCPU thread out of `KVM_RUN`: a signal, and the flag that closes the race before it.
+//! Makes a vCPU thread leave `KVM_RUN`: a signal, and a flag that closes the race before it.
 //!
-//! *Kick*: put a command into the thread's channel, set `immediate_exit`, send the signal. The
-//! thread, out of `KVM_RUN`, clears the flag and only then empties its channel. If the signal
-//! arrives between the last look and the next `KVM_RUN`, the flag is still set and `KVM_RUN`
-//! returns at once; so no kick is lost. A thread that has not begun yet, or has ended, needs no
-//! signal.
+//! *Kick*: the sender puts a command into the thread's channel, sets `immediate_exit` and sends the
+//! signal. The thread, once out of `KVM_RUN`, first clears the flag and then empties its channel.
+//! If the signal arrives after the thread's last check and before the next `KVM_RUN`, the flag is
+//! still set and `KVM_RUN` returns at once, so no kick is lost. A thread that has not started yet,
+//! or has ended, needs no signal.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -23,12 +23,13 @@ const MAP_BYTES: usize = 4096;
 const FLAG_OFFSET: usize = std::mem::offset_of!(kvm_run, immediate_exit);
 const PORT_WIDTH_OFFSET: usize = std::mem::offset_of!(kvm_run, __bindgen_anon_1.io.size);
 
-/// The way to kick one vCPU: a second mapping of its `kvm_run`, for its `immediate_exit` flag and
-/// what kvm-ioctls does not tell of an exit, and its thread.
+/// Handle for kicking one vCPU: the ID of its thread, and a second mapping of its `kvm_run`. The
+/// mapping gives access to the `immediate_exit` flag and to exit details that kvm-ioctls does not
+/// return.
 #[derive(Debug)]
 pub struct ImmediateExit {
     map: NonNull<u8>,
-    /// The thread that listens; 0 while there is none.
+    /// ID of the thread that receives kicks; 0 if there is none.
     thread: AtomicI32,
 }
 
@@ -38,7 +39,7 @@ unsafe impl Send for ImmediateExit {}
 unsafe impl Sync for ImmediateExit {}
 
 impl ImmediateExit {
-    /// Maps the flag of `vcpu`. The mapping keeps the vCPU alive in the kernel.
+    /// Maps the `kvm_run` of `vcpu`. The mapping keeps the vCPU alive in the kernel.
     pub fn new(vcpu: &VcpuFd) -> io::Result<Self> {
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         let null = std::ptr::null_mut();
@@ -53,7 +54,7 @@ impl ImmediateExit {
         }
     }
 
-    /// Makes sure that kicks reach the calling thread, whatever signal mask it inherited.
+    /// Directs kicks to the calling thread and unblocks their signal in its signal mask.
     pub fn listen(&self) {
         if let Err(e) = unblock_signal(SIGRTMIN()) {
             tracing::warn!("the kick signal cannot be unblocked: {e:?}");
@@ -62,7 +63,7 @@ impl ImmediateExit {
         self.thread.store(unsafe { libc::gettid() }, Ordering::SeqCst);
     }
 
-    /// As [`kick`], for those who do not own the thread.
+    /// Kicks the vCPU like [`kick`], for callers that do not own the thread's handle.
     pub fn kick(&self) {
         self.set();
         let thread = self.thread.load(Ordering::SeqCst);
@@ -70,9 +71,9 @@ impl ImmediateExit {
             return;
         }
         let [process, signal] = [std::process::id().into(), libc::c_long::from(SIGRTMIN())];
-        // SAFETY: tgkill takes numbers, and reaches threads of this process only; our handler of
-        // the signal does nothing, so it does no harm to a thread that got the number of one that
-        // has ended.
+        // SAFETY: tgkill takes numbers and reaches threads of this process only. The handler of the
+        // signal does nothing, so a signal to a thread that has reused the ID of an ended one does
+        // no harm.
         let sent =
             unsafe { libc::syscall(libc::SYS_tgkill, process, libc::c_long::from(thread), signal) };
         let error = io::Error::last_os_error();
@@ -81,18 +82,18 @@ impl ImmediateExit {
         }
     }
 
-    /// Makes the next, or the running, `KVM_RUN` return as soon as it looks.
+    /// Makes the running `KVM_RUN`, or the next one, return when it checks the flag.
     pub fn set(&self) {
         self.flag().store(1, Ordering::SeqCst);
     }
 
-    /// Lets `KVM_RUN` run again.
+    /// Allows `KVM_RUN` to run again.
     pub fn clear(&self) {
         self.flag().store(0, Ordering::SeqCst);
     }
 
-    /// Bytes of one access, where the vCPU's last exit is of a port: a string instruction has
-    /// several in one exit.
+    /// Returns the bytes of one access of the vCPU's last exit, which must be a port exit. A string
+    /// instruction has several accesses in one exit.
     pub fn port_width(&self) -> usize {
         self.byte(PORT_WIDTH_OFFSET).load(Ordering::Relaxed).into()
     }
@@ -112,20 +113,20 @@ impl ImmediateExit {
 
 impl Drop for ImmediateExit {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nobody can hold a reference into it any more.
+        // SAFETY: this struct owns the mapping, and no reference into it can exist any more.
         unsafe { libc::munmap(self.map.as_ptr().cast(), MAP_BYTES) };
     }
 }
 
-/// Installs the handler of the kick signal, once in a process: it does nothing, but a signal that
-/// is handled interrupts `KVM_RUN`.
+/// Installs the handler of the kick signal, once per process. The handler does nothing, but a
+/// handled signal interrupts `KVM_RUN`.
 pub fn register_kick_handler() -> Result<(), errno::Error> {
     extern "C" fn nothing(_: c_int, _: *mut siginfo_t, _: *mut c_void) {}
     static REGISTERED: OnceLock<Result<(), errno::Error>> = OnceLock::new();
     *REGISTERED.get_or_init(|| register_signal_handler(SIGRTMIN(), nothing))
 }
 
-/// Kicks `thread` out of `KVM_RUN`; its command must be in its channel already.
+/// Kicks `thread` out of `KVM_RUN`. The caller must have put the command into its channel before.
 pub fn kick(thread: &JoinHandle<()>, flag: &ImmediateExit) {
     flag.set();
     if let Err(e) = thread.kill(SIGRTMIN()) {

@@ -1,5 +1,5 @@
-//! What the kernel's KVM offers and the crates of the field do not wrap: the only unsafe code of
-//! this crate besides the memory mapping.
+//! KVM functions that the rust-vmm crates do not wrap. Besides the memory mapping, this is the only
+//! unsafe code of this crate.
 
 mod capabilities;
 mod exit;

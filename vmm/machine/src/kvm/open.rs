@@ -1,21 +1,25 @@
-//! Opening `/dev/kvm`, and whether machines can be built with what is behind it.
+//! Opens `/dev/kvm` and checks that machines can be built with it.
 
 use kvm_bindings::KVM_API_VERSION;
 use kvm_ioctls::Kvm;
 
 use super::Capabilities;
 
-/// Why no machine can be built here.
+/// Reason why no machine can be built on this host.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("this host lacks {what}: {why}")]
 pub struct Unusable {
     /// What is missing.
     pub what: String,
-    /// The system's answer, or what follows.
+    /// The system's error, or the consequence.
     pub why: String,
 }
 
-/// Opens KVM, whatever it can do.
+/// Opens KVM without checking its capabilities.
+///
+/// # Errors
+///
+/// Fails if `/dev/kvm` cannot be opened or has another API version.
 pub fn open_device() -> Result<Kvm, Unusable> {
     let lacks = |why: String| Unusable { what: "a usable /dev/kvm".to_owned(), why };
     let kvm = Kvm::new().map_err(|e| lacks(format!("{e}{}", advice(e.errno()))))?;
@@ -26,7 +30,7 @@ pub fn open_device() -> Result<Kvm, Unusable> {
     Ok(kvm)
 }
 
-/// What to do about a /dev/kvm that cannot be opened.
+/// Returns advice on a `/dev/kvm` that cannot be opened.
 fn advice(errno: i32) -> &'static str {
     match errno {
         libc::EACCES => ": add your user to group kvm, or use --backend threads",
@@ -38,7 +42,11 @@ fn advice(errno: i32) -> &'static str {
     }
 }
 
-/// Opens KVM and asks what it can do; fails if anything is missing that every machine needs.
+/// Opens KVM and probes its capabilities.
+///
+/// # Errors
+///
+/// Fails as [`open_device`] does, or if a capability is missing that every machine needs.
 pub fn open() -> Result<(Kvm, Capabilities), Unusable> {
     let kvm = open_device()?;
     let capabilities = Capabilities::probe(&kvm);

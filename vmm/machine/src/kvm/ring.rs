@@ -29,7 +29,7 @@ impl RingMap {
         let offset = i64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * PAGE_SIZE as i64;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         let null = std::ptr::null_mut();
-        // Populated: the first harvests shall not take a page fault each.
+        // Populated, so that the first harvests do not take a page fault for each page.
         let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches nothing of ours.
         let map = unsafe { libc::mmap(null, bytes, prot, flags, vcpu.as_raw_fd(), offset) };
@@ -39,11 +39,11 @@ impl RingMap {
         }
     }
 
-    /// The whole ring.
+    /// Returns all entries of the ring.
     pub fn entries(&self) -> &[RingEntry] {
-        // SAFETY: the mapping is page-aligned, holds `count` entries of 16 bytes, for which all
-        // bits are valid, and lives as long as self; whatever the kernel writes meanwhile it
-        // writes to atomics.
+        // SAFETY: the mapping is page-aligned, holds `count` entries of 16 bytes for which all bits
+        // are valid, and lives as long as self. The kernel may write to the entries meanwhile, but
+        // they are atomics.
         unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), self.count) }
     }
 }
@@ -51,7 +51,7 @@ impl RingMap {
 impl Drop for RingMap {
     fn drop(&mut self) {
         let bytes = self.count * size_of::<RingEntry>();
-        // SAFETY: the mapping is ours, and nobody can hold a reference into it any more.
+        // SAFETY: this struct owns the mapping, and no reference into it can exist any more.
         unsafe { libc::munmap(self.entries.as_ptr().cast(), bytes) };
     }
 }

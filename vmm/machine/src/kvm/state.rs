@@ -10,7 +10,8 @@ use vmm_sys_util::{ioctl_ior_nr, ioctl_iow_nr};
 ioctl_ior_nr!(KVM_GET_SREGS2, KVMIO, 0xcc, kvm_sregs2);
 ioctl_iow_nr!(KVM_SET_SREGS2, KVMIO, 0xcd, kvm_sregs2);
 
-/// Words of 32 bits that follow the classic 4096 bytes in an XSAVE area of `bytes`.
+/// Returns the number of 32-bit words that follow the classic 4096 bytes in an XSAVE area of
+/// `bytes`.
 fn extra_words(bytes: usize) -> usize {
     bytes.saturating_sub(size_of::<kvm_xsave>()).div_ceil(4)
 }
@@ -19,9 +20,9 @@ fn new_xsave(bytes: usize) -> io::Result<Xsave> {
     Xsave::new(extra_words(bytes)).map_err(|e| io::Error::other(format!("{e:?}")))
 }
 
-/// The XSAVE area of `vcpu`. `bytes` is what the host's capabilities say
-/// ([`Capabilities::xsave_bytes`](super::Capabilities::xsave_bytes)), `extended` whether the kernel
-/// has `KVM_GET_XSAVE2`.
+/// Returns the XSAVE area of `vcpu`. `bytes` is the host's size
+/// ([`Capabilities::xsave_bytes`](super::Capabilities::xsave_bytes)); `extended` says whether the
+/// kernel has `KVM_GET_XSAVE2`.
 pub fn get_xsave(vcpu: &VcpuFd, bytes: usize, extended: bool) -> io::Result<Vec<u8>> {
     if !extended {
         let xsave = vcpu.get_xsave().map_err(from_errno)?;
@@ -36,9 +37,12 @@ pub fn get_xsave(vcpu: &VcpuFd, bytes: usize, extended: bool) -> io::Result<Vec<
     Ok(words.flat_map(|w| w.to_le_bytes()).collect())
 }
 
-/// Puts an XSAVE area into `vcpu`, whose own area has `bytes`. A shorter area is continued with
-/// zeros, which is how an area without the later features looks; a longer one is cut if what is cut
-/// is zeros, and otherwise refused.
+/// Loads an XSAVE area into `vcpu`, whose own area has `bytes`. A shorter area is padded with
+/// zeros, which is how an area without the later features looks. A longer one is truncated.
+///
+/// # Errors
+///
+/// Fails if the truncated part of a longer area is not all zeros.
 pub fn set_xsave(vcpu: &VcpuFd, area: &[u8], bytes: usize) -> io::Result<()> {
     let mut xsave = new_xsave(bytes)?;
     let fits = size_of::<kvm_xsave>() + xsave.as_slice().len() * 4;
@@ -68,7 +72,8 @@ pub fn set_xsave(vcpu: &VcpuFd, area: &[u8], bytes: usize) -> io::Result<()> {
     unsafe { vcpu.set_xsave2(&xsave) }.map_err(from_errno)
 }
 
-/// The PDPTEs of a guest in PAE paging that the processor has loaded; `None` in other modes.
+/// Returns the PDPTEs that the processor has loaded if the guest uses PAE paging, and `None` in
+/// other modes.
 pub fn get_pdptrs(vcpu: &VcpuFd) -> io::Result<Option<[u64; 4]>> {
     let mut sregs = kvm_sregs2::default();
     // SAFETY: the kernel fills in one kvm_sregs2, which is plain data.
@@ -80,7 +85,7 @@ pub fn get_pdptrs(vcpu: &VcpuFd) -> io::Result<Option<[u64; 4]>> {
     Ok(valid.then_some(sregs.pdptrs))
 }
 
-/// Puts special registers with the PDPTEs that go with them into `vcpu`.
+/// Loads special registers together with their PDPTEs into `vcpu`.
 pub fn set_sregs_with_pdptrs(vcpu: &VcpuFd, s: &kvm_sregs, pdptrs: [u64; 4]) -> io::Result<()> {
     let sregs = kvm_sregs2 {
         cs: s.cs,
@@ -108,7 +113,8 @@ pub fn set_sregs_with_pdptrs(vcpu: &VcpuFd, s: &kvm_sregs, pdptrs: [u64; 4]) -> 
     if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether the guest has an ear for `pin` of this IOAPIC: its interrupt is not masked.
+/// Returns whether the guest listens for interrupts at `pin` of this IOAPIC, that is, has not
+/// masked the pin.
 pub fn ioapic_listens(chip: &kvm_irqchip, pin: u8) -> bool {
     const MASKED: u64 = 1 << 16;
     // SAFETY: every member of the union is plain data for which all bits are valid.

@@ -1,5 +1,5 @@
-//! A timer that gets the thread which made it out of `KVM_RUN`, again and again until it is
-//! stopped: a signal that comes between a look at the clock and `KVM_RUN` does nothing, and the
+//! A timer that makes the thread that created it leave `KVM_RUN`, repeatedly until it is stopped. A
+//! signal that arrives between the thread's check of the clock and `KVM_RUN` has no effect; the
 //! next one makes up for it.
 
 use std::io;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use libc::{itimerspec, sigevent, timer_t, timespec};
 use vmm_sys_util::signal::SIGRTMIN;
 
-/// A timer of the thread that made it, stopped at first. Its signal is that of kicks.
+/// Timer of the thread that created it, stopped at first. It sends the same signal as a kick.
 #[derive(Debug)]
 pub struct ExitTimer(timer_t);
 
@@ -17,7 +17,7 @@ pub struct ExitTimer(timer_t);
 unsafe impl Send for ExitTimer {}
 
 impl ExitTimer {
-    /// For the calling thread.
+    /// Creates a timer for the calling thread.
     pub fn new() -> io::Result<Self> {
         // SAFETY: all zeros is a sigevent.
         let mut event: sigevent = unsafe { std::mem::zeroed() };
@@ -26,17 +26,17 @@ impl ExitTimer {
         // SAFETY: gettid only returns a number.
         event.sigev_notify_thread_id = unsafe { libc::gettid() };
         let mut timer = ptr::null_mut();
-        // SAFETY: both pointers are to values of ours that outlive the call.
+        // SAFETY: both pointers are to local values that outlive the call.
         let made = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) };
         if made == 0 { Ok(Self(timer)) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// From now on every `interval`.
+    /// Starts the timer: it fires every `interval` from now on.
     pub fn start(&self, interval: Duration) -> io::Result<()> {
         self.set(interval)
     }
 
-    /// No more.
+    /// Stops the timer.
     pub fn stop(&self) -> io::Result<()> {
         self.set(Duration::ZERO)
     }
@@ -55,7 +55,7 @@ impl ExitTimer {
 
 impl Drop for ExitTimer {
     fn drop(&mut self) {
-        // SAFETY: the timer is ours, and nobody uses it after this.
+        // SAFETY: this struct owns the timer, and no code uses it after this.
         unsafe { libc::timer_delete(self.0) };
     }
 }

@@ -16,34 +16,35 @@ ioctl_iow_nr!(KVM_GET_DIRTY_LOG, KVMIO, 0x42, kvm_dirty_log);
 ioctl_iowr_nr!(KVM_CLEAR_DIRTY_LOG, KVMIO, 0xc0, kvm_clear_dirty_log);
 ioctl_io_nr!(KVM_RESET_DIRTY_RINGS, KVMIO, 0xc7);
 
-/// A VM and its memory. Everything that can run a vCPU holds it, so that the memory outlives them.
+/// A VM and its memory. Every object that can run a vCPU holds a reference to it, so that the
+/// memory outlives them.
 #[derive(Debug)]
 pub struct KvmVm {
     fd: VmFd,
-    /// After `fd`: unmapped only once the VM is gone.
+    /// Declared after `fd`, so that the memory is unmapped only after the VM is closed.
     memory: Arc<Memory>,
 }
 
 impl KvmVm {
-    /// Gives `memory` to the VM, without dirty logging.
+    /// Registers `memory` with the VM, with dirty logging off.
     pub fn new(fd: VmFd, memory: Arc<Memory>) -> io::Result<Self> {
         let vm = Self { fd, memory };
         vm.set_dirty_logging(false)?;
         Ok(vm)
     }
 
-    /// The file descriptor, for what kvm-ioctls wraps.
+    /// Returns the file descriptor, for operations that kvm-ioctls wraps.
     pub fn fd(&self) -> &VmFd {
         &self.fd
     }
 
-    /// The memory.
+    /// Returns the VM's memory.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// Switches dirty logging of all slots. Switching it on write-protects all memory, also when
-    /// it was on and has been off for a moment.
+    /// Switches dirty logging of all slots on or off. Switching it on write-protects all memory,
+    /// even if it was off only for a moment.
     pub fn set_dirty_logging(&self, on: bool) -> io::Result<()> {
         self.memory.layout().slots().try_for_each(|slot| self.set_slot(slot, on))
     }
@@ -59,21 +60,24 @@ impl KvmVm {
             userspace_addr: host.map_err(io::Error::other)? as u64,
         };
         // SAFETY: slots are regions of the mapping that `memory` owns, which lives as long as the
-        // VM, and they do not overlap: the layout says so.
+        // VM. The layout guarantees that they do not overlap.
         unsafe { self.fd.set_user_memory_region(region) }.map_err(from_errno)
     }
 
-    /// Reprotects the frames of all entries marked RESET in all rings; how many entries they were.
-    /// May stop early, at a signal.
+    /// Write-protects the frames of all entries marked RESET in all rings and returns the number of
+    /// these entries. A signal may make it stop early.
     pub fn reset_dirty_rings(&self) -> io::Result<u32> {
         // SAFETY: the ioctl takes no argument and touches only the kernel's side of the rings.
         let ret = unsafe { ioctl(&self.fd, KVM_RESET_DIRTY_RINGS()) };
         u32::try_from(ret).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Takes the dirty bitmap of `slot` into `bitmap` and reprotects its frames, unless
-    /// [`enable_manual_dirty_log`](Self::enable_manual_dirty_log) has made that a call of its own.
-    /// `bitmap` must have room for the slot.
+    /// Reads the dirty bitmap of `slot` into `bitmap`. Also write-protects its frames, unless
+    /// [`enable_manual_dirty_log`](Self::enable_manual_dirty_log) has made that a separate call.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `bitmap` is too small for the slot, or if the slot does not exist.
     pub fn get_dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> io::Result<()> {
         let found = self.memory.layout().slots().find(|s| s.id == slot);
         if found.is_none_or(|s| s.frames.div_ceil(64) > bitmap.len() as u64) {
@@ -85,15 +89,15 @@ impl KvmVm {
             padding1: 0,
             __bindgen_anon_1: kvm_dirty_log__bindgen_ty_1 { dirty_bitmap },
         };
-        // SAFETY: the kernel writes one bit a frame, rounded up to words, into `bitmap`, which was
-        // found to be large enough and is ours alone.
+        // SAFETY: the kernel writes one bit per frame, rounded up to words, into `bitmap`, which
+        // was checked to be large enough and is borrowed exclusively.
         let ret = unsafe { ioctl_with_ref(&self.fd, KVM_GET_DIRTY_LOG(), &log) };
         if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Takes the frames whose bits are set in `bitmap` out of KVM's own bitmap of `slot` and
-    /// reprotects them. The bitmap's first bit is frame `64 * word` of the slot; bits beyond its
-    /// end count for nothing.
+    /// Clears the bits that are set in `bitmap` from KVM's own bitmap of `slot` and write-protects
+    /// their frames. The first bit of `bitmap` is frame `64 * word` of the slot. Bits beyond the
+    /// slot's end are ignored.
     pub fn clear_dirty_log(&self, slot: SlotId, word: u64, bitmap: &[u64]) -> io::Result<()> {
         let found = self.memory.layout().slots().find(|s| s.id == slot);
         let end = word.checked_add(bitmap.len() as u64);
@@ -103,7 +107,7 @@ impl KvmVm {
             return Err(io::ErrorKind::InvalidInput.into());
         };
         let first_page = word * 64;
-        // Whole words, or up to the slot's end.
+        // Whole words, or fewer pages at the slot's end.
         let pages = (end * 64).min(slot.frames) - first_page;
         let dirty_bitmap = bitmap.as_ptr().cast_mut().cast();
         let mut log = kvm_clear_dirty_log {
@@ -112,15 +116,16 @@ impl KvmVm {
             first_page,
             __bindgen_anon_1: kvm_clear_dirty_log__bindgen_ty_1 { dirty_bitmap },
         };
-        // SAFETY: the kernel reads one bit a page, rounded up to words, of `bitmap`, which is as
-        // long.
+        // SAFETY: the kernel reads one bit per page, rounded up to words, from `bitmap`, which is
+        // that long.
         let ret = unsafe { ioctl_with_mut_ref(&self.fd, KVM_CLEAR_DIRTY_LOG(), &mut log) };
         if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// From now on reading a bitmap reprotects nothing, and a slot whose logging is switched on
-    /// begins with all its bits set and nothing protected. `flags` are those of
-    /// `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` that this KVM has.
+    /// Separates write-protecting from reading bitmaps: from now on reading a bitmap write-protects
+    /// nothing. With the flag for it, a slot whose logging is switched on begins with all bits set
+    /// and nothing write-protected. `flags` are those of `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` that
+    /// this KVM has.
     pub fn enable_manual_dirty_log(&self, flags: u32) -> io::Result<()> {
         let cap = KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2;
         let mut enable = kvm_enable_cap { cap, ..Default::default() };
@@ -128,7 +133,8 @@ impl KvmVm {
         self.fd.enable_cap(&enable).map_err(from_errno)
     }
 
-    /// Gives each vCPU made from now on a dirty ring of `entries`, through capability `cap`.
+    /// Gives each vCPU created from now on a dirty ring of `entries` entries, through capability
+    /// `cap`.
     pub fn enable_dirty_ring(&self, cap: u32, entries: u32) -> io::Result<()> {
         let mut enable = kvm_enable_cap { cap, ..Default::default() };
         enable.args[0] = u64::from(entries) * size_of::<kvm_dirty_gfn>() as u64;

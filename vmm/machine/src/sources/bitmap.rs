@@ -1,4 +1,5 @@
-//! `dirty-bitmap`: KVM's dirty bitmap of each slot, which reading reprotects.
+//! `dirty-bitmap`: KVM's dirty bitmap of each slot. Reading a bitmap also write-protects its frames
+//! again.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,14 +12,14 @@ use super::lap;
 use super::log::DirtyLog;
 use crate::kvm::KvmVm;
 
-/// The bitmaps of a VM's slots.
+/// Dirty source that reads the dirty bitmaps of all slots of a VM.
 #[derive(Debug)]
 pub struct BitmapSource {
     log: DirtyLog,
 }
 
 impl BitmapSource {
-    /// Over all slots; nothing is caught yet.
+    /// Returns a source over all slots of `vm`. Logging is off until [`DirtySource::start`].
     pub fn new(vm: Arc<KvmVm>) -> Self {
         Self { log: DirtyLog::new(vm) }
     }
@@ -45,8 +46,8 @@ impl DirtySource for BitmapSource {
 }
 
 impl BitmapSource {
-    /// Each slot's bitmap to `insert`, which answers with its frames, or marks all memory and says
-    /// why.
+    /// Reads each slot's bitmap and passes it to `insert`. `insert` returns the number of frames it
+    /// took, or an error after it has marked all memory.
     pub(super) fn collect_by(
         &mut self,
         mut insert: impl FnMut(SlotId, &[u64]) -> Result<u64, OutOfSlot>,
@@ -56,7 +57,7 @@ impl BitmapSource {
         for slot in vm.memory().layout().slots() {
             let mut at = Instant::now();
             let bitmap = self.log.read(slot)?;
-            // One call reads and reprotects; the time of both is the time of the second.
+            // One call reads and write-protects, so the time of both is counted as `reprotect_ns`.
             out.reprotect_ns += lap(&mut at);
             match insert(slot.id, bitmap) {
                 Ok(frames) => out.frames += frames,

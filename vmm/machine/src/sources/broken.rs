@@ -1,6 +1,6 @@
-//! A source that loses frames, for the tests of the tests: each of them has to notice. Only with
-//! feature `broken-source`, and only where debug assertions are on: no binary has it that is built
-//! for use, and no release build whatever its features.
+//! A source that loses frames on purpose, to test the tests: each of them must notice the loss. It
+//! exists only with feature `broken-source` and only with debug assertions on. No binary built for
+//! use contains it, and no release build does, whatever its features.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -10,21 +10,22 @@ use driftline_dirty_tracker::{
     Collected, DirtySource, FrameRun, NoMemory, SourceError, Subscription, Tracker, TrackingMode,
 };
 
-/// Frames that sources of this kind were told of, in all machines: a guest that moves from one to
-/// the next so often that none lives for a million frames loses one in a million all the same.
+/// Frames reported to all sources of this kind, counted over all machines. Machines share the
+/// counter so that a guest that moves too often for any one machine to see a million frames still
+/// loses one in a million.
 static REPORTED: AtomicU64 = AtomicU64::new(0);
 
-/// Another source, of whose frames it keeps one in so many to itself.
+/// Wraps another source and drops one in `one_in` of its frames.
 pub struct BrokenSource {
     inner: Box<dyn DirtySource>,
-    /// What the other one reports to.
+    /// Private tracker that the wrapped source reports to.
     seen: Arc<Tracker>,
     subscription: Subscription,
     one_in: NonZeroU64,
 }
 
 impl BrokenSource {
-    /// Loses one in `one_in` of the frames that `inner` reports to `tracker`.
+    /// Returns a source that drops one in `one_in` of the frames that `inner` reports to `tracker`.
     pub fn new(
         inner: Box<dyn DirtySource>,
         tracker: &Tracker,
@@ -54,7 +55,7 @@ impl DirtySource for BrokenSource {
         let epoch = self.subscription.drain();
         for start in epoch.runs().flat_map(FrameRun::frames) {
             let number = REPORTED.fetch_add(1, Ordering::Relaxed) + 1;
-            // The layouts are the same.
+            // Both trackers have the same layout, so the mark cannot fail.
             if number % self.one_in != 0 && tracker.mark(FrameRun { start, count: 1 }).is_err() {
                 tracker.mark_all();
             }

@@ -1,12 +1,12 @@
-//! A source whose frames go to another set than the tracker's trees. What it catches, and when it
-//! reprotects, is the source's own.
+//! A source whose frames go to another set than the tracker's trees. The wrapped source still
+//! decides what it catches and when it write-protects.
 
 use driftline_dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
 
 use super::{BitmapSource, RingSource};
 use crate::sinks::{FrameSink, SharedSink};
 
-/// `source`, delivering to `sink`.
+/// Wraps `source` and delivers its frames to `sink`.
 #[derive(Debug)]
 pub(crate) struct Diverted<S> {
     source: S,

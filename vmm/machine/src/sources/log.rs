@@ -1,5 +1,5 @@
-//! What both modes of KVM's dirty bitmap have: room for the bitmap of a slot, reading it, and the
-//! switch of logging.
+//! Parts that both modes of KVM's dirty bitmap share: a buffer for a slot's bitmap, reading a
+//! bitmap, and switching logging on and off.
 
 use std::sync::Arc;
 
@@ -8,16 +8,16 @@ use driftline_dirty_tracker::{Slot, SourceError};
 use super::set_logging;
 use crate::kvm::KvmVm;
 
-/// The bitmaps of a VM's slots.
+/// Access to the dirty bitmaps of a VM's slots.
 #[derive(Debug)]
 pub(super) struct DirtyLog {
     vm: Arc<KvmVm>,
-    /// Room for the largest slot's bitmap, reused for all.
+    /// Buffer of the size of the largest slot's bitmap, reused for all slots.
     buffer: Vec<u64>,
 }
 
 impl DirtyLog {
-    /// Of all slots; nothing is logged yet.
+    /// Returns the log of all slots of `vm`, with logging still off.
     pub(super) fn new(vm: Arc<KvmVm>) -> Self {
         let words = vm.memory().layout().slots().map(|s| s.frames.div_ceil(64)).max();
         let buffer = vec![0; words.unwrap_or(0) as usize];
@@ -28,25 +28,27 @@ impl DirtyLog {
         &self.vm
     }
 
-    /// Logging begins, in all slots anew.
+    /// Starts logging in all slots. A slot that was logging already is switched off first.
     pub(super) fn start(&self) -> Result<(), SourceError> {
-        // A stop may have failed half-way, and only a slot that goes from off to on is protected,
-        // or has all bits set.
+        // A previous stop may have failed half-way. KVM write-protects a slot, or sets all its
+        // bits, only when its logging changes from off to on.
         self.stop()?;
         set_logging(&self.vm, true)
     }
 
-    /// Logging ends, in all slots.
+    /// Stops logging in all slots.
     pub(super) fn stop(&self) -> Result<(), SourceError> {
         set_logging(&self.vm, false)
     }
 
-    /// The part of the buffer that a slot's bitmap takes, with whatever was in it last.
+    /// Returns the part of the buffer that `slot`'s bitmap takes. It still has its previous
+    /// content.
     pub(super) fn room(&mut self, slot: &Slot) -> &mut [u64] {
         &mut self.buffer[..slot.frames.div_ceil(64) as usize]
     }
 
-    /// A slot's bitmap, as KVM has it now. Whether that reprotects is the mode's.
+    /// Reads `slot`'s current bitmap from KVM. The tracking mode determines whether this also
+    /// write-protects the frames.
     pub(super) fn read(&mut self, slot: &Slot) -> Result<&mut [u64], SourceError> {
         let vm = self.vm.clone();
         let bitmap = self.room(slot);

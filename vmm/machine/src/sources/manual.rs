@@ -1,9 +1,9 @@
-//! `dirty-bitmap-manual`: KVM's dirty bitmap of each slot, read in one call and reprotected in
-//! others, range by range.
+//! `dirty-bitmap-manual`: KVM's dirty bitmap of each slot, read in one call and write-protected by
+//! separate calls, range by range.
 //!
-//! Reading costs a copy of the bitmap and no lock that a vCPU wants; reprotecting goes over what
-//! was found alone, some of it a call, so that no vCPU's fault waits long for KVM's lock of the
-//! page tables.
+//! Reading costs a copy of the bitmap and takes no lock that a vCPU needs. Write-protecting visits
+//! only the dirty ranges, a limited number of words per call, so that no vCPU's fault waits long
+//! for KVM's page-table lock.
 
 use std::io;
 use std::ops::Range;
@@ -16,27 +16,29 @@ use super::lap;
 use super::log::DirtyLog;
 use crate::kvm::KvmVm;
 
-/// Words of clean frames that are passed to the kernel with the dirty ones around them: it looks at
-/// a thousand in the time that a call takes, with its locks and its flush of all vCPUs' TLBs.
+/// Longest run of clean words that is passed to the kernel together with the dirty words around it.
+/// The kernel scans a thousand clean words in the time that one call takes, with its locks and its
+/// flush of all vCPUs' TLBs.
 const NEAR: usize = 1024;
-/// Words in one call: those of 512 MiB, so that the lock is held for milliseconds at most.
+/// Most words in one call: those of 512 MiB, so that the lock is held for milliseconds at most.
 const MOST: usize = 2048;
 
-/// The bitmaps of a VM's slots.
+/// Dirty source that reads bitmaps and write-protects frames in separate calls.
 #[derive(Debug)]
 pub struct ManualSource {
     log: DirtyLog,
 }
 
 impl ManualSource {
-    /// Over all slots of a VM whose dirty log is manual; nothing is caught yet.
+    /// Returns a source over all slots of `vm`, whose dirty log must be manual. Logging is off
+    /// until [`DirtySource::start`].
     pub fn new(vm: Arc<KvmVm>) -> Self {
         Self { log: DirtyLog::new(vm) }
     }
 }
 
-/// Reprotects what is set in `bitmap`, that of a whole slot. After an error only those bits are
-/// left in it whose frames have been reprotected.
+/// Write-protects the frames whose bits are set in `bitmap`, the bitmap of a whole slot. After an
+/// error, only the bits of frames that were write-protected remain set.
 fn clear(
     bitmap: &mut [u64],
     mut call: impl FnMut(u64, &[u64]) -> io::Result<()>,
@@ -52,7 +54,8 @@ fn clear(
     Ok(())
 }
 
-/// The words of the next call, from `at` on: the first and the last have bits set.
+/// Returns the words of the next call, starting at or after `at`. The first and the last word of
+/// the range have bits set.
 fn next_range(bitmap: &[u64], at: usize) -> Option<Range<usize>> {
     let start = at + bitmap.get(at..)?.iter().position(|word| *word != 0)?;
     let most = &bitmap[start..bitmap.len().min(start + MOST)];
@@ -72,11 +75,13 @@ impl DirtySource for ManualSource {
         TrackingMode::DirtyBitmapManual
     }
 
-    /// A slot begins with all bits set and nothing protected. A write would leave no trace in it,
-    /// and the first collection would be of all memory, just when the first pass or the first epoch
-    /// has copied that. So all is cleared here: as much work as protecting everything when logging
-    /// is switched on, but in pieces, between which vCPUs get KVM's lock. What is thrown away was
-    /// written before this returns.
+    /// Starts logging and clears the whole bitmap.
+    ///
+    /// KVM begins a slot with all bits set and nothing write-protected. A write would then leave no
+    /// trace, and the first collection would return all memory, just after the first pass or the
+    /// first epoch has copied it. Clearing everything here is as much work as write-protecting
+    /// everything when logging is switched on, but it is done in pieces, between which vCPUs get
+    /// KVM's lock. The discarded bits belong to writes that happened before this function returns.
     fn start(&mut self) -> Result<(), SourceError> {
         self.log.start()?;
         let vm = self.log.vm().clone();
@@ -99,7 +104,8 @@ impl DirtySource for ManualSource {
             let mut at = Instant::now();
             let bitmap = self.log.read(slot)?;
             out.harvest_ns += lap(&mut at);
-            // I3. A frame that is written between the two calls is in `bitmap`, or stays in KVM's.
+            // I3: a frame that is written between the two calls is in `bitmap`, or stays in KVM's
+            // bitmap.
             let cleared = clear(bitmap, |word, bits| vm.clear_dirty_log(slot.id, word, bits));
             out.reprotect_ns += lap(&mut at);
             match tracker.absorb_bitmap(slot.id, bitmap) {
@@ -111,7 +117,7 @@ impl DirtySource for ManualSource {
                 }
             }
             out.insert_ns += lap(&mut at);
-            // The rest is in KVM's bitmap still.
+            // Frames that were not cleared are still in KVM's bitmap.
             cleared?;
         }
         Ok(out)
@@ -129,7 +135,7 @@ mod tests {
         bitmap
     }
 
-    /// The calls that `bitmap` takes, of which the one after `good` fails.
+    /// Returns the calls that clearing `bitmap` takes. The call after the first `good` ones fails.
     fn calls(bitmap: &mut [u64], good: usize) -> (Vec<Range<usize>>, bool) {
         let mut calls = Vec::new();
         let cleared = clear(bitmap, |word, bits| {
@@ -156,8 +162,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each word that is set is in one call, and in one only; of a failed one and what follows
-        /// nothing is left.
+        /// Each word with bits set is in exactly one call. After a failed call, no bit of it or of
+        /// later calls remains.
         #[test]
         fn every_dirty_word_is_cleared_once(
             set in proptest::collection::btree_set(0usize..20_000, 0..60),

@@ -1,5 +1,5 @@
-//! Where a KVM machine's dirty frames come from: one
-//! [`DirtySource`](driftline_dirty_tracker::DirtySource) a tracking mode.
+//! Sources of a KVM machine's dirty frames: one
+//! [`DirtySource`](driftline_dirty_tracker::DirtySource) for each tracking mode.
 
 mod bitmap;
 #[cfg(all(feature = "broken-source", debug_assertions))]
@@ -24,7 +24,7 @@ use driftline_dirty_tracker::SourceError;
 
 use crate::kvm::KvmVm;
 
-/// Nanoseconds since `start`, which becomes now.
+/// Returns the nanoseconds since `start` and sets `start` to now.
 fn lap(start: &mut Instant) -> u64 {
     let now = Instant::now();
     let ns = now.duration_since(*start).as_nanos();
@@ -32,7 +32,7 @@ fn lap(start: &mut Instant) -> u64 {
     u64::try_from(ns).unwrap_or(u64::MAX)
 }
 
-/// Has KVM log writes in all slots, or in none.
+/// Switches KVM's dirty logging on or off in all slots.
 fn set_logging(vm: &KvmVm, on: bool) -> Result<(), SourceError> {
     let set = vm.set_dirty_logging(on);
     set.map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })

@@ -11,7 +11,7 @@ use driftline_dirty_tracker::{
 use super::{lap, set_logging};
 use crate::kvm::{KvmVm, RingMap};
 
-/// The rings of a VM and our place in each of them.
+/// Dirty source that reads the dirty rings of a VM and keeps its position in each.
 #[derive(Debug)]
 pub struct RingSource {
     vm: Arc<KvmVm>,
@@ -21,14 +21,15 @@ pub struct RingSource {
 }
 
 impl RingSource {
-    /// Over the rings of all vCPUs, in their order; nothing is caught yet.
+    /// Returns a source over the rings of all vCPUs, in vCPU order. Logging is off until
+    /// [`DirtySource::start`].
     pub fn new(vm: Arc<KvmVm>, rings: Vec<RingMap>) -> Self {
         let entries = rings.iter().map(|r| r.entries().len()).max().unwrap_or(0);
         let harvester = Harvester::new(rings.len(), entries);
         Self { vm, rings, harvester, logging: false }
     }
 
-    /// Where each vCPU, in their order, reports that it found its ring full.
+    /// Returns, in vCPU order, the handle by which each vCPU reports a full ring.
     pub fn ring_full_reports(&self) -> Vec<Option<RingFull>> {
         (0..self.rings.len()).map(|vcpu| self.harvester.ring_full(vcpu)).collect()
     }
@@ -39,7 +40,8 @@ impl RingSource {
         Ok(())
     }
 
-    /// Harvest, reprotect, `insert`: the order that the types enforce.
+    /// Harvests the rings, write-protects the frames and calls `insert`. The types enforce this
+    /// order.
     pub(super) fn collect_by(
         &mut self,
         insert: impl FnOnce(Readable<'_>) -> Inserted,
@@ -59,11 +61,12 @@ impl RingSource {
                     reprotected = count,
                     "a dirty ring lost entries: all memory counts as dirty for this epoch"
                 );
-                // What was lost is still writable: only switching logging anew protects it.
+                // The lost frames are still writable. Only switching logging off and on protects
+                // them.
                 set_logging(&self.vm, false)?;
                 set_logging(&self.vm, true)?;
             }
-            // While logging is off this holds too: switching it on is what protects all memory.
+            // This also holds while logging is off: switching it on will write-protect all memory.
             readable = readable.all_reprotected();
         }
         let reprotect_ns = lap(&mut at);
@@ -82,7 +85,7 @@ impl RingSource {
         })
     }
 
-    /// Empties the rings for the benefit of vCPUs that wait for room; the frames are nobody's.
+    /// Empties the rings so that vCPUs that wait for room can continue. The frames are dropped.
     fn discard(&mut self) -> Result<(), SourceError> {
         let nobody = Tracker::new(self.vm.memory().layout().clone());
         self.collect_by(|frames| frames.insert_into(&nobody)).map(drop)
@@ -95,7 +98,8 @@ impl DirtySource for RingSource {
     }
 
     fn start(&mut self) -> Result<(), SourceError> {
-        // A stop may have failed half-way, and only a slot that goes from off to on is protected.
+        // A previous stop may have failed half-way. KVM write-protects a slot only when its logging
+        // changes from off to on.
         self.set_logging(false)?;
         self.discard()?;
         self.set_logging(true)

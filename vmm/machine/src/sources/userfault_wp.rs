@@ -1,4 +1,5 @@
-//! `userfault-wp`: what the host's page tables know of writes; KVM is not asked.
+//! `userfault-wp`: writes found through the host's page tables (userfaultfd), without KVM's dirty
+//! logging.
 
 use std::io;
 use std::sync::Arc;
@@ -10,19 +11,22 @@ use super::lap;
 use crate::kvm::KvmVm;
 use crate::memory::WriteWatch;
 
-/// The watch over a VM's memory.
+/// Dirty source that uses a [`WriteWatch`] over a VM's memory.
 #[derive(Debug)]
 pub struct UserfaultWpSource {
     watch: WriteWatch,
-    /// A scan has failed: of some frames nobody knows that they were written.
+    /// Whether a scan has failed. Some written frames may then be unknown.
     owed: bool,
-    /// Keeps guest memory where it is.
+    /// Keeps guest memory mapped.
     _vm: Arc<KvmVm>,
 }
 
 impl UserfaultWpSource {
-    /// Over all of a VM's memory; nothing is caught yet. The error is a host that does not allow
-    /// it.
+    /// Returns a source over all memory of `vm`. Tracking is off until [`DirtySource::start`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if the host does not allow userfaultfd write protection.
     pub fn new(vm: Arc<KvmVm>) -> io::Result<Self> {
         Ok(Self { watch: WriteWatch::open(vm.memory().ram())?, owed: false, _vm: vm })
     }
@@ -50,7 +54,7 @@ impl DirtySource for UserfaultWpSource {
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
         let mut out = Collected::default();
         let (begun, mut insert_ns, mut foreign) = (Instant::now(), 0, false);
-        // Until it has been whole.
+        // Stays set until a scan has completed.
         let owed = std::mem::replace(&mut self.owed, true);
         self.watch
             .written(|run| {
@@ -62,12 +66,13 @@ impl DirtySource for UserfaultWpSource {
             .map_err(failed("PAGEMAP_SCAN"))?;
         self.owed = false;
         if owed || foreign {
-            // Whatever of it is not protected is found again: I3 holds for all of it.
+            // Frames of this scan that are not write-protected are found again by the next one, so
+            // I3 holds for all of them.
             tracing::warn!("written pages were lost, all memory is marked");
             tracker.mark_all();
             out.marked_all = true;
         }
-        // A call reads and reprotects; the time of both is the time of the second.
+        // One call reads and write-protects, so the time of both is counted as `reprotect_ns`.
         let mut at = begun;
         (out.insert_ns, out.reprotect_ns) = (insert_ns, lap(&mut at).saturating_sub(insert_ns));
         Ok(out)
@@ -96,7 +101,7 @@ mod tests {
             Err(e) => return crate::testing::skip(TEST, &e.to_string()),
         };
         let write = |gfn: u64| memory.ram().write_obj(1u8, GuestAddress(Gfn(gfn).gpa())).unwrap();
-        // Of its own, so that it hears of the source alone.
+        // A tracker of its own, so that it receives frames from this source only.
         let tracker = Arc::new(Tracker::new(memory.layout().clone()));
         let mut subscription = tracker.subscribe("test").unwrap();
         write(70);
@@ -113,7 +118,7 @@ mod tests {
         assert!(source.collect(&tracker).unwrap().marked_all);
         let leaves = subscription.bitmap(SlotId(0)).unwrap();
         assert!(leaves.iter().all(|word| *word == u64::MAX), "all memory is marked");
-        // Once.
+        // All memory is marked only once.
         assert!(!source.collect(&tracker).unwrap().marked_all);
         source.stop().unwrap();
     }
