@@ -1,71 +1,71 @@
-//! The words of the filters: groups of system calls and ioctls. Families are listed whole where
-//! that is harmless: other C libraries and other versions make other members of them.
+//! Groups of system calls and ioctls from which the filters are built. Families are listed whole
+//! where that is harmless, because other C libraries and versions use other members of them.
 
 use syscalls::Sysno::{self, *};
 
-/// Memory, time, waiting, reading and writing what is open, ending.
+/// Calls of every thread: memory, time, waiting, reading and writing open descriptors, exiting.
 #[rustfmt::skip]
 pub(super) const EVERY_THREAD: &[Sysno] = &[
-    // What is open already.
+    // Descriptors that are already open.
     read, readv, write, writev, close, fstat, poll, ppoll,
-    // Memory, but for what makes code.
+    // Memory, except for making it executable.
     munmap, mremap, madvise, brk, membarrier,
-    // Waiting, and being a thread.
+    // Waiting, and thread management.
     futex, futex_waitv, futex_wake, futex_wait, futex_requeue, set_robust_list, get_robust_list,
     rseq, sched_yield, sched_getaffinity, getcpu, gettid, getpid,
-    // Signals that come.
+    // Receiving signals.
     rt_sigprocmask, rt_sigreturn, sigaltstack, restart_syscall,
-    // Time, where the kernel's page does not tell it.
+    // Time, where the vDSO does not provide it.
     clock_gettime, clock_getres, clock_nanosleep, nanosleep, gettimeofday, time, getrandom,
     getrusage, sysinfo, uname, getuid, geteuid, getgid, getegid, exit, exit_group,
 ];
 
-/// Of every virtio device: waiting for events.
+/// Calls of every virtio device: waiting for events.
 #[rustfmt::skip]
 pub(super) const DEVICE: &[Sysno] = &[
     epoll_ctl, epoll_wait, epoll_pwait, epoll_pwait2,
 ];
 
-/// Of a vCPU: the timer that ends its slices.
+/// Calls of a vCPU: the timer that ends its slices.
 #[rustfmt::skip]
 pub(super) const VCPU: &[Sysno] = &[
     timer_create, timer_settime, timer_delete,
 ];
 
-/// Of a disk: its data, durable data and space, by itself or by the io_uring that it has; and what
-/// is cached of it.
+/// Calls of a disk: reading, writing, flushing and allocating, by direct calls or by its io_uring,
+/// and dropping its cached pages.
 #[rustfmt::skip]
 pub(super) const BLOCK: &[Sysno] = &[
     lseek, pread64, pwrite64, fdatasync, fallocate, fadvise64, io_uring_enter,
 ];
 
-/// Of a balloon: the space of a memory file, and which frames have any.
+/// Calls of a balloon: freeing space of a memory file, and finding which frames have any.
 #[rustfmt::skip]
 pub(super) const BALLOON: &[Sysno] = &[
     lseek, pread64, fallocate,
 ];
 
-/// Of a network interface: when it announces itself again.
+/// Calls of a network interface: the timer of its announcements.
 #[rustfmt::skip]
 pub(super) const NET: &[Sysno] = &[
     timerfd_settime,
 ];
 
-/// Of a socket device: callers of a socket that listens, data of streams, and how long it waits.
+/// Calls of a socket device: accepting connections, data of streams, and the timer of its timeouts.
 #[rustfmt::skip]
 pub(super) const VSOCK: &[Sysno] = &[
     accept4, recvfrom, sendto, shutdown, timerfd_settime,
 ];
 
-/// What nobody needs but those who answer the operator.
+/// Calls that only the threads that serve the operator need.
 #[rustfmt::skip]
 pub(super) const PROCESS: &[Sysno] = &[
-    // Files by name: landlock says which.
+    // Files by name. Landlock restricts which ones.
     open, openat, openat2, creat, stat, lstat, newfstatat, statx, access, faccessat, faccessat2,
     readlink, readlinkat, getdents, getdents64, getcwd, mkdir, mkdirat, rmdir, unlink, unlinkat,
     rename, renameat, renameat2, link, linkat, truncate, statfs, fstatfs, fchmod, umask, fcntl,
     syncfs, sendfile, splice, readahead,
-    // Data of files, and disks, which are opened here.
+    // Data of files and of disks, which these threads open.
     pread64, pwrite64, preadv, pwritev, preadv2, pwritev2, lseek, fsync, fdatasync,
     sync_file_range, fallocate, ftruncate, fadvise64, copy_file_range, flock, dup, dup3, pipe2,
     io_uring_setup, io_uring_enter, io_uring_register,
@@ -85,14 +85,14 @@ pub(super) const PROCESS: &[Sysno] = &[
     sched_get_priority_max,
     sched_get_priority_min, getppid, getpgrp, getpgid, getsid, getgroups, getresuid, getresgid,
     getrlimit, getpriority, times, capget,
-    // Narrower domains for the threads to come.
+    // Narrower domains for threads that are started later.
     landlock_create_ruleset, landlock_add_rule, landlock_restrict_self,
 ];
 
-/// `_IOC_TYPE` of KVM's ioctls; they are compared without direction and size.
+/// `_IOC_TYPE` of KVM's ioctls. The filters ignore an ioctl's direction and size.
 pub(super) const KVMIO: u64 = 0xae;
 
-/// Of a vCPU's thread. `KVM_RUN` first: rules are looked at in order.
+/// KVM ioctls of a vCPU's thread. `KVM_RUN` comes first because rules are checked in order.
 pub(super) const VCPU_IOCTLS: &[u8] = &[
     0x80, // RUN
     0x61, 0x67, 0xa5, // IRQ_LINE, IRQ_LINE_STATUS, SIGNAL_MSI and SET_XSAVE
@@ -103,51 +103,52 @@ pub(super) const VCPU_IOCTLS: &[u8] = &[
     0xab, 0xac, 0xad, 0xbe, 0xbf, 0xcf, // ONE_REG, KVMCLOCK_CTRL, NESTED_STATE, XSAVE2
     0xe1, 0xe2, 0xe3, 0x03, 0x85, 0x86, // DEVICE_ATTR, CHECK_EXTENSION, TRANSLATE, INTERRUPT
 ];
-/// Of serial input: interrupt lines.
+/// KVM ioctls of serial input: interrupt lines.
 #[rustfmt::skip]
 pub(super) const LINE_IOCTLS: &[u8] = &[
     0x61, 0x67,
 ];
-/// Of the collector: dirty rings and bitmaps, and the logging of slots.
+/// KVM ioctls of the collector: dirty rings, dirty bitmaps, and switching logging of slots.
 #[rustfmt::skip]
 pub(super) const DIRTY_IOCTLS: &[u8] = &[
     0xc7, 0x42, 0xc0, 0x46, 0x49,
 ];
-/// Of the supervisor: the state that belongs to no vCPU, interrupt lines, event descriptors.
+/// KVM ioctls of the supervisor: state that belongs to no vCPU, interrupt lines, event descriptors.
 #[rustfmt::skip]
 pub(super) const VM_IOCTLS: &[u8] =
     &[
     0x61, 0x67, 0xa5, 0x62, 0x63, 0x7b, 0x7c, 0x9f, 0xa0, 0x03, 0x6a, 0x76, 0x79, 0x46, 0x49,
 ];
 
-/// Of a tap when it is attached to: interface, queues, header size, offloads, features.
+/// Ioctls for attaching to a tap: interface, queues, header size, offloads, features.
 #[rustfmt::skip]
 pub(super) const TUN_IOCTLS: &[u32] = &[
     0x4004_54ca, 0x4004_54d0, 0x4004_54d9, 0x4004_54d8, 0x4004_54dc, 0x4004_54d4, 0x8004_54cf,
     0x8004_54d2, 0x8004_54d7, 0x8004_54d3,
 ];
-/// Of a tap that is attached to: `TUNSETOFFLOAD`, `TUNSETQUEUE`.
+/// Ioctls of an attached tap: `TUNSETOFFLOAD`, `TUNSETQUEUE`.
 #[rustfmt::skip]
 pub(super) const TAP_IOCTLS: &[u32] = &[
     0x4004_54d0, 0x4004_54d9,
 ];
-/// `FIONBIO`: of a stream, not to wait for it.
+/// `FIONBIO`, which makes a stream non-blocking.
 #[rustfmt::skip]
 pub(super) const STREAM_IOCTLS: &[u32] = &[
     0x5421,
 ];
-/// Of terminals: settings, sizes, the foreground. Never TIOCSTI or TIOCLINUX, which type into them.
+/// Ioctls of terminals: settings, sizes, the foreground. TIOCSTI and TIOCLINUX are never allowed,
+/// because they inject input.
 #[rustfmt::skip]
 pub(super) const TERMINAL_IOCTLS: &[u32] = &[
     0x5401, 0x5402, 0x5403, 0x5404, 0x540f, 0x5413, 0x5429, 0x802c_542a, 0x402c_542b, 0x402c_542c,
     0x402c_542d,
 ];
-/// Of any descriptor: non-blocking, close on exec, bytes that wait.
+/// Ioctls of any descriptor: non-blocking, close on exec, number of readable bytes.
 #[rustfmt::skip]
 pub(super) const PLAIN_IOCTLS: &[u32] = &[
     0x5421, 0x5450, 0x5451, 0x541b,
 ];
-/// Of interfaces: name, index, address, flags, MTU.
+/// Ioctls of interfaces: name, index, address, flags, MTU.
 #[rustfmt::skip]
 pub(super) const INTERFACE_IOCTLS: &[u32] = &[
     0x8910, 0x8913, 0x8914, 0x8921, 0x8927, 0x8933,
@@ -157,16 +158,16 @@ pub(super) const INTERFACE_IOCTLS: &[u32] = &[
 pub(super) const PAGEMAP_IOCTLS: &[u32] = &[
     0xc060_6610,
 ];
-/// Of the collector, over a descriptor that it has: `UFFDIO_REGISTER`, `UFFDIO_UNREGISTER`,
+/// Ioctls of the collector on its open userfaultfd: `UFFDIO_REGISTER`, `UFFDIO_UNREGISTER`,
 /// `UFFDIO_WRITEPROTECT`.
 #[rustfmt::skip]
 pub(super) const WATCH_IOCTLS: &[u32] = &[
     0xc020_aa00, 0x8010_aa01, 0xc018_aa06,
 ];
-/// `_IOC_TYPE` of userfaultfd's.
+/// `_IOC_TYPE` of userfaultfd's ioctls.
 pub(super) const UFFDIO: u64 = 0xaa;
 
-/// Commands of `fcntl` that every thread may give: flags, duplicates.
+/// Commands of `fcntl` that every thread may use: descriptor flags and duplicates.
 #[rustfmt::skip]
 pub(super) const DESCRIPTOR_COMMANDS: &[i32] =
     &[

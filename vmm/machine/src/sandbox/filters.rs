@@ -1,5 +1,5 @@
-//! The tables: which system calls each class of threads makes, and with which arguments where that
-//! is cheap to look at.
+//! Filter tables: which system calls each class of threads may make, and with which arguments where
+//! checking them is cheap.
 
 use std::collections::BTreeMap;
 
@@ -9,10 +9,10 @@ use syscalls::Sysno::{self, *};
 use super::Class;
 use super::calls::*;
 
-/// System calls by number; one without rules is allowed with any arguments.
+/// Rules for each system call number. A call without rules is allowed with any arguments.
 pub(super) type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
-/// What threads of `class` may do.
+/// Returns the rules for threads of `class`.
 pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
     let mut table = Table::default();
     table.every_thread()?;
@@ -54,8 +54,9 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
     Ok(table.0)
 }
 
-/// What threads may do that answer the operator: main, the API's, those of checkpoints and
-/// migrations. All others descend from them, so it holds what every class needs.
+/// Returns the rules for the threads that serve the operator: main, the API's threads, checkpoints
+/// and migrations. All other threads descend from them, so these rules include what every class
+/// needs.
 pub(super) fn of_process() -> Result<Rules, BackendError> {
     let mut table = Table::default();
     table.process()?;
@@ -63,8 +64,9 @@ pub(super) fn of_process() -> Result<Rules, BackendError> {
     Ok(table.0)
 }
 
-/// Refused with `ENOSYS`, whatever else is said: its flags lie in memory, where no filter sees
-/// them, and C libraries then take `clone`, of which only threads are allowed.
+/// Returns the calls that are refused with `ENOSYS` although another filter may allow them. The
+/// flags of `clone3` are in memory, where a filter cannot read them. C libraries then fall back to
+/// `clone`, which is allowed only for threads.
 pub(super) fn refused() -> Rules {
     BTreeMap::from([(clone3.id().into(), Vec::new())])
 }
@@ -73,28 +75,28 @@ pub(super) fn refused() -> Rules {
 struct Table(Rules);
 
 impl Table {
-    /// Memory, time, waiting, reading and writing what is open, ending.
+    /// Allows memory, time, waiting, reading and writing open descriptors, and exiting.
     fn every_thread(&mut self) -> Result<(), BackendError> {
         self.allow(EVERY_THREAD);
         self.allow_masked(mmap, 2, libc::PROT_EXEC as u64, 0)?;
         self.allow_masked(mprotect, 2, libc::PROT_EXEC as u64, 0)?;
-        // What an open descriptor is.
+        // Status of an open descriptor.
         self.allow_masked(newfstatat, 3, libc::AT_EMPTY_PATH as u64, libc::AT_EMPTY_PATH as u64)?;
         self.allow_masked(statx, 2, libc::AT_EMPTY_PATH as u64, libc::AT_EMPTY_PATH as u64)?;
         self.allow_values(fcntl, 1, DESCRIPTOR_COMMANDS.iter().map(|c| *c as u64))?;
-        // Signals to this process: kicks, aborts.
+        // Signals to this process: kicks and aborts.
         let own = u64::from(std::process::id());
         self.allow_values(tgkill, 0, [own])?;
         self.allow_values(kill, 0, [own])?;
         self.allow_values(prlimit64, 2, [0])?;
-        // The handler of a forbidden call restores the terminal that standard input is.
+        // The handler of a forbidden call restores the terminal on standard input.
         let terminal = [(0, libc::STDIN_FILENO as u64), (1, u64::from(crate::terminal::SET))];
         self.allow_both(ioctl, terminal)?;
         let names = [libc::PR_GET_NAME, libc::PR_SET_NAME, libc::PR_SET_VMA];
         self.allow_values(prctl, 0, names.map(|n| n as u64))
     }
 
-    /// What nobody needs but those who answer the operator.
+    /// Allows what only the threads that serve the operator need.
     fn process(&mut self) -> Result<(), BackendError> {
         self.allow(PROCESS);
         let thread = libc::CLONE_THREAD as u64;
@@ -104,13 +106,13 @@ impl Table {
         self.allow_values(prctl, 0, about.map(|p| p as u64))?;
         // Which processor features a guest may use: ARCH_GET_XCOMP_SUPP to REQ_XCOMP_GUEST_PERM.
         self.allow_values(arch_prctl, 0, 0x1021..=0x1025)?;
-        // Name services are libraries that are loaded when they are needed. Nothing is both
-        // writable and code.
+        // Name services are libraries that are loaded on demand. No mapping is both writable and
+        // executable.
         self.allow_masked(mmap, 2, libc::PROT_WRITE as u64, 0)?;
         let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
         self.allow_values(socket, 0, families.map(|f| f as u64))?;
         self.allow_values(socketpair, 0, [libc::AF_UNIX as u64])?;
-        // Any of KVM's: machines are built here.
+        // All KVM ioctls: these threads build machines.
         self.allow_masked(ioctl, 1, 0xff00, KVMIO << 8)?;
         self.allow_masked(ioctl, 1, 0xff00, UFFDIO << 8)?;
         let known = [PLAIN_IOCTLS, TERMINAL_IOCTLS, TUN_IOCTLS, INTERFACE_IOCTLS, PAGEMAP_IOCTLS];
@@ -118,14 +120,14 @@ impl Table {
         Ok(())
     }
 
-    /// KVM's ioctls of these numbers.
+    /// Allows KVM's ioctls with these numbers.
     fn kvm(&mut self, numbers: &[u8]) -> Result<(), BackendError> {
         numbers
             .iter()
             .try_for_each(|n| self.allow_masked(ioctl, 1, 0xffff, KVMIO << 8 | u64::from(*n)))
     }
 
-    /// These ioctls.
+    /// Allows these ioctls.
     fn ioctls(&mut self, requests: &[u32]) -> Result<(), BackendError> {
         self.allow_values(ioctl, 1, requests.iter().map(|r| u64::from(*r)))
     }
@@ -136,7 +138,7 @@ impl Table {
         }
     }
 
-    /// `call`, if its argument `index` is one of `values`; 32 bits are compared.
+    /// Allows `call` if its argument `index` is one of `values`. Only 32 bits are compared.
     fn allow_values(
         &mut self,
         call: Sysno,
@@ -146,7 +148,7 @@ impl Table {
         values.into_iter().try_for_each(|v| self.allow_if(call, index, SeccompCmpOp::Eq, v))
     }
 
-    /// `call`, if the bits `mask` of its argument `index` are `value`.
+    /// Allows `call` if the bits `mask` of its argument `index` equal `value`.
     fn allow_masked(
         &mut self,
         call: Sysno,
@@ -170,7 +172,7 @@ impl Table {
         Ok(())
     }
 
-    /// `call`, if both arguments, each an index and 32 bits, are these.
+    /// Allows `call` if both arguments, each an index and a 32-bit value, are equal to these.
     fn allow_both(&mut self, call: Sysno, arguments: [(u8, u64); 2]) -> Result<(), BackendError> {
         let is = |(index, value)| {
             SeccompCondition::new(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)
@@ -185,7 +187,7 @@ impl Table {
             std::collections::btree_map::Entry::Vacant(new) => {
                 new.insert(vec![rule]);
             }
-            // Without rules it is allowed already, whatever its arguments.
+            // A call without rules is already allowed with any arguments.
             std::collections::btree_map::Entry::Occupied(mut known) => {
                 if !known.get().is_empty() {
                     known.get_mut().push(rule);

@@ -1,9 +1,11 @@
-//! What files the process may reach. Two domains: that of the threads that answer the operator, and
-//! that of all others, which reach no file by its name and no TCP port.
+//! Restricts which files the process may reach. There are two domains: one for the threads that
+//! serve the operator, and one for all other threads, which can open no file by name and use no TCP
+//! port.
 //!
-//! A domain can never be widened, and where checkpoints are to be stored is said long after the
-//! start. So the operator's threads keep the places where stores can be, all but the system's own
-//! directories, unless the operator has said with `--allow-path` which places it shall be.
+//! A domain can never be widened, but the operator names the place for checkpoints long after the
+//! start. So the operator's threads keep access to every place where a store can be: all
+//! directories except the system's own, or only those that the operator allowed with
+//! `--allow-path`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,18 +18,19 @@ use landlock::{
 
 use super::options::{Options, StartError};
 
-/// The newest whose rights are told apart here; older kernels enforce what they know of them.
+/// Newest landlock version whose rights are used here. Older kernels enforce the rights that they
+/// know.
 const KNOWN: ABI = ABI::V7;
 
-/// Never written to: what a host is made of. `/dev` but for the devices below, `/run` but for the
-/// users'.
+/// System directories, which are never written to. Exceptions: the devices below in `/dev`, and the
+/// users' directories in `/run`.
 const SYSTEM: &[&str] = &[
     "bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "run", "sbin", "sys",
     "usr",
 ];
-/// Written to although they lie in those.
+/// Directories that may be written to although they are inside a system directory.
 const SCRATCH: &[&str] = &["/dev/shm", "/run/user"];
-/// Devices that a VMM uses; those that are missing are left out.
+/// Devices that a VMM uses. Missing ones are skipped.
 const DEVICES: &[&str] = &[
     "/dev/kvm",
     "/dev/net/tun",
@@ -38,7 +41,7 @@ const DEVICES: &[&str] = &[
     "/dev/urandom",
     "/dev/full",
 ];
-/// Read by libraries: processors and memory, name services, locales.
+/// Paths that libraries read: processors and memory, name services, locales.
 const READ: &[&str] = &[
     "/proc",
     "/sys",
@@ -62,7 +65,8 @@ fn readable() -> BitFlags<AccessFs> {
     AccessFs::ReadFile | AccessFs::ReadDir
 }
 
-/// What a store needs of its directory, and no program, device or link.
+/// Returns the rights that a store needs on its directory. They exclude executing programs and
+/// making devices or links.
 fn writable() -> BitFlags<AccessFs> {
     readable()
         | AccessFs::WriteFile
@@ -75,13 +79,13 @@ fn writable() -> BitFlags<AccessFs> {
         | AccessFs::Refer
 }
 
-/// A device, or a file that may be one.
+/// Returns the rights for a device, or for a file that may be one.
 fn device() -> BitFlags<AccessFs> {
     AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate | AccessFs::IoctlDev
 }
 
-/// Restricts the calling thread, and all that it will start, to what `options` names. Whether the
-/// kernel enforces any of it.
+/// Restricts the calling thread, and all threads that it starts, to the paths in `options`. Returns
+/// whether the kernel enforces any of it.
 pub(super) fn enter_process(options: &Options) -> Result<bool, StartError> {
     let rules = || -> Result<RulesetCreated, RulesetError> {
         let rules = Ruleset::default().handle_access(AccessFs::from_all(KNOWN))?.create()?;
@@ -112,7 +116,7 @@ pub(super) fn enter_process(options: &Options) -> Result<bool, StartError> {
     Ok(status.ruleset != RulesetStatus::NotEnforced)
 }
 
-/// Why an allowed directory is none.
+/// Returns why an allowed directory cannot be used.
 fn given(path: &Path, e: &impl ToString) -> String {
     match path.try_exists() {
         Ok(false) => "it does not exist".to_owned(),
@@ -120,7 +124,7 @@ fn given(path: &Path, e: &impl ToString) -> String {
     }
 }
 
-/// Takes all files and TCP ports from the calling thread; what is open stays open.
+/// Removes access to all files and TCP ports from the calling thread. Open descriptors stay usable.
 pub(super) fn enter_nowhere() -> Result<RestrictionStatus, RulesetError> {
     let rules = Ruleset::default()
         .handle_access(AccessFs::from_all(KNOWN))?
@@ -129,18 +133,18 @@ pub(super) fn enter_nowhere() -> Result<RestrictionStatus, RulesetError> {
     rules.restrict_self()
 }
 
-/// Where something can be written that the operator names.
+/// Returns the paths that the operator may name for writing.
 pub(super) fn places(options: &Options) -> Vec<PathBuf> {
     let whole = if options.allowed.is_empty() { anywhere() } else { options.allowed.clone() };
     whole.into_iter().chain(options.write.iter().cloned()).collect()
 }
 
-/// The directories in which an operator may want a store.
+/// Returns the directories in which an operator may want a store.
 fn anywhere() -> Vec<PathBuf> {
     let entries = fs::read_dir("/").into_iter().flatten().flatten();
     let own = entries.filter(|entry| {
         let system = SYSTEM.iter().any(|name| entry.file_name() == *name);
-        // Links lead to places that are listed by their own names.
+        // Links are skipped: their targets are listed by their own names.
         !system && entry.file_type().is_ok_and(|kind| kind.is_dir())
     });
     own.map(|entry| entry.path()).chain(SCRATCH.iter().map(PathBuf::from)).collect()
@@ -150,8 +154,8 @@ fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// The version of landlock that this kernel enforces, as far as it is known here; told by a thread
-/// that is restricted, and ends.
+/// Returns the landlock version that this kernel enforces, or `None`. A temporary thread finds it
+/// out by restricting itself.
 pub(crate) fn offered() -> Option<i32> {
     let restricted = std::thread::spawn(enter_nowhere).join().ok()?.ok()?;
     match restricted.landlock {

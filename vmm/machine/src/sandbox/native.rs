@@ -1,5 +1,5 @@
-//! What only the C library offers: the handler that reports a forbidden system call, and a setting
-//! of its allocator. The unsafe code of the sandbox.
+//! Functions that only the C library offers: the handler that reports a forbidden system call, and
+//! a setting of its allocator. This is the unsafe code of the sandbox.
 
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -9,10 +9,10 @@ use std::mem::MaybeUninit;
 use libc::{c_int, c_void, siginfo_t};
 use syscalls::Sysno;
 
-/// `si_code` of a signal that a filter raised.
+/// `si_code` of a signal that a seccomp filter raised.
 const SYS_SECCOMP: c_int = 1;
 
-/// The kernel's view of `siginfo_t` for `SIGSYS`.
+/// Kernel layout of `siginfo_t` for `SIGSYS`.
 #[repr(C)]
 struct SigsysInfo {
     signo: c_int,
@@ -24,15 +24,15 @@ struct SigsysInfo {
 }
 const _: () = assert!(size_of::<SigsysInfo>() <= size_of::<siginfo_t>());
 
-/// From now on a forbidden system call ends the process with a line on standard error that names
-/// it.
+/// Installs the handler that reports a forbidden system call: one line on standard error that names
+/// the call, then the end of the process.
 pub(super) fn report_violations() -> io::Result<()> {
     // SAFETY: all of sigaction may be zero: no flags, no signals blocked, no handler.
     let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
     let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_violation;
     action.sa_sigaction = handler as usize;
     action.sa_flags = libc::SA_SIGINFO;
-    // SAFETY: the handler does only what is safe in one, and the old action is not asked for.
+    // SAFETY: the handler makes only async-signal-safe calls, and the old action is not requested.
     let ret = unsafe { libc::sigaction(libc::SIGSYS, &action, std::ptr::null_mut()) };
     if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -43,18 +43,19 @@ extern "C" fn on_violation(_: c_int, info: *mut siginfo_t, context: *mut c_void)
     if info.code == SYS_SECCOMP {
         report(info.syscall, context.cast());
     }
-    // Every filter allows it. Nobody can be told of a failure.
+    // Every filter allows this call. A failure cannot be reported to anyone.
     let _ = crate::terminal::restore();
-    // SIGSYS is blocked here, so that this call, which no filter allows, ends the process by it.
+    // SIGSYS is blocked in its handler, so this call, which no filter allows, ends the process by
+    // that signal.
     // SAFETY: a call without arguments, of a number that no kernel has given a meaning.
     unsafe { libc::syscall(libc::SYS_afs_syscall) };
-    // Without a filter, by a SIGSYS from elsewhere.
+    // Reached without a filter, after a SIGSYS from elsewhere.
     // SAFETY: ends the process, without touching its memory.
     unsafe { libc::_exit(128 + libc::SIGSYS) };
 }
 
-/// One line about it. Nothing here allocates or takes a lock: the thread may be in the middle of
-/// both.
+/// Writes one line about the call. It neither allocates nor takes a lock, because the thread may
+/// have been interrupted while it does either.
 fn report(number: c_int, context: *const libc::ucontext_t) {
     let mut name = [0u8; 16];
     // SAFETY: the kernel writes at most 16 bytes there, a terminated string.
@@ -79,7 +80,7 @@ fn report(number: c_int, context: *const libc::ucontext_t) {
     unsafe { libc::write(libc::STDERR_FILENO, line.bytes.as_ptr().cast(), line.len) };
 }
 
-/// Text on the stack; what does not fit is left out.
+/// Text buffer on the stack. Text that does not fit is dropped.
 struct Line {
     bytes: [u8; 320],
     len: usize,
@@ -96,22 +97,22 @@ impl Write for Line {
     }
 }
 
-/// Has all threads allocate from one arena. With several, the GNU library opens files: to count
-/// processors when a thread comes, and on whatever thread first gives memory back. Threads here
-/// allocate little, or large blocks that are mappings of their own.
+/// Makes all threads allocate from one arena. With several arenas the GNU C library opens files: to
+/// count processors when a thread starts, and on any thread that first returns memory. Threads of
+/// this process allocate little, or large blocks that are mappings of their own.
 pub(super) fn one_arena() {
     #[cfg(target_env = "gnu")]
     {
-        // SAFETY: sets a number; a refusal changes nothing.
+        // SAFETY: mallopt sets a number; a refusal changes nothing.
         unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
     }
 }
 
-/// Makes a system call as it is: what the tests of the filters forbid.
+/// Makes a raw system call. The tests of the filters use it for forbidden calls.
 #[cfg(test)]
 pub(super) fn call(number: Sysno, arguments: [i64; 3]) -> io::Result<i64> {
     let [a, b, c] = arguments;
-    // SAFETY: the tests pass no pointers but null ones.
+    // SAFETY: the tests pass no pointers except null.
     let ret = unsafe { libc::syscall(number.id().into(), a, b, c) };
     if ret < 0 { Err(io::Error::last_os_error()) } else { Ok(ret) }
 }

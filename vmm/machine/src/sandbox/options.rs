@@ -1,44 +1,45 @@
-//! What a process asks of its sandbox, and why it does not get it.
+//! Options of a process's sandbox, and the errors of applying them.
 
 use std::path::PathBuf;
 
-/// How a process is to be restricted. By default not at all.
+/// Restrictions to apply to the process. The default applies none.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Filter system calls.
+    /// Whether to filter system calls.
     pub seccomp: bool,
-    /// Restrict files.
+    /// Whether to restrict access to files.
     pub landlock: bool,
-    /// Files and directories to read.
+    /// Files and directories that may be read.
     pub read: Vec<PathBuf>,
-    /// Files and directories to write to.
+    /// Files and directories that may be written.
     pub write: Vec<PathBuf>,
-    /// Sockets that are bound, now or later, and removed at the end.
+    /// Sockets that the process binds, now or later, and removes when it exits.
     pub sockets: Vec<PathBuf>,
-    /// Directories for whatever the operator names later; if there are none, all but the system's
-    /// own. They are there already, as is all else: only what exists can be let through.
+    /// Directories for files that the operator names later. If empty, all directories except the
+    /// system's own are allowed. These directories, like all other paths here, must already exist:
+    /// landlock can allow only existing paths.
     pub allowed: Vec<PathBuf>,
 }
 
-/// Why a process is not restricted.
+/// Reason why a process cannot be restricted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// The kernel takes no filters.
+    /// The kernel does not support seccomp filters.
     #[error("this host lacks seccomp filters: {0}; --no-seccomp runs without")]
     Seccomp(seccompiler::Error),
-    /// A defect of the tables.
+    /// The filter tables are invalid, which is a bug.
     #[error("the filters of system calls do not compile: {0}")]
     Filters(#[from] seccompiler::BackendError),
-    /// The kernel has landlock, and refuses.
+    /// The kernel has landlock, but refused the rules.
     #[error("the files of this process cannot be restricted: {0}; --no-landlock runs without")]
     Landlock(::landlock::RulesetError),
-    /// An allowed directory that is not there.
+    /// An allowed directory does not exist or cannot be opened.
     #[error("--allow-path {}: {why}", path.display())]
     Given {
         /// The directory.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         why: String,
     },
 }

@@ -1,7 +1,7 @@
-//! Filters of system calls: compiled once, put on by each thread for itself.
+//! System call filters: compiled once, and applied by each thread to itself.
 //!
-//! A call that a filter does not know never happens: the kernel raises `SIGSYS` in its place, whose
-//! handler says which call it was, and ends the process by that signal.
+//! A call that the filter does not allow is never executed. The kernel raises `SIGSYS` instead; its
+//! handler reports the call and ends the process by that signal.
 
 use std::sync::OnceLock;
 
@@ -11,17 +11,22 @@ use seccompiler::{
 
 use super::{Class, filters, native};
 
-/// The programs.
+/// Compiled filter programs.
 #[derive(Debug)]
 pub(super) struct Filters {
     process: BpfProgram,
     refused: BpfProgram,
-    /// Of each class, compiled by the first thread that is of it: main has enough to do at a start.
+    /// Program of each class. The first thread of a class compiles it, to keep the start of main
+    /// short.
     classes: [OnceLock<BpfProgram>; Class::ALL.len()],
 }
 
 impl Filters {
-    /// Compiles those that the process needs at once.
+    /// Compiles the programs that the process needs at once.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the filter tables are invalid.
     pub(super) fn compile() -> Result<Self, BackendError> {
         let refused = SeccompFilter::new(
             filters::refused(),
@@ -33,7 +38,7 @@ impl Filters {
         Ok(Self { process, refused: refused.try_into()?, classes: Default::default() })
     }
 
-    /// Puts the widest filter on the calling thread, and on all that it will start.
+    /// Applies the widest filter to the calling thread and to all threads that it starts.
     pub(super) fn enter_process(&self) -> Result<(), Error> {
         native::report_violations().map_err(Error::Prctl)?;
         apply_filter(&self.refused)?;
@@ -47,7 +52,7 @@ impl Filters {
             Some(program) => program,
             None => {
                 let compiled = filters::of(class).and_then(allow).map_err(Error::Backend)?;
-                // Another thread of the class may have been faster.
+                // Another thread of the class may have compiled it first.
                 kept.get_or_init(|| compiled)
             }
         };
@@ -55,7 +60,7 @@ impl Filters {
     }
 }
 
-/// A program that allows what `rules` say and traps everything else.
+/// Returns a program that allows the calls in `rules` and traps all others.
 fn allow(rules: filters::Rules) -> Result<BpfProgram, BackendError> {
     let filter =
         SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, TargetArch::x86_64)?;

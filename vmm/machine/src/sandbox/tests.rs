@@ -1,4 +1,4 @@
-//! Each class in a process of its own: what it may goes well, what it may not ends the process.
+//! Each class in a process of its own: allowed calls succeed, and forbidden calls end the process.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
@@ -12,15 +12,17 @@ use crate::config::{
 use crate::devices::{DeviceSet, Drive};
 use crate::testing::{Tap, payload_config};
 
-/// Tells a copy of this test binary which act to perform: `<class>:<act>`.
+/// Environment variable that tells a copy of this test binary which act to perform:
+/// `<class>:<act>`.
 const ACT: &str = "DRIFTLINE_SANDBOX_ACT";
 
-/// Has every thread that is started with a class in this test binary restricted to it.
+/// Environment variable that restricts every thread of this test binary that is started with a
+/// class.
 const EVERYWHERE: &str = "DRIFTLINE_SANDBOX_EVERYWHERE";
-/// A tap for the act that needs one.
+/// Environment variable that names a tap, for the act that needs one.
 const TAP: &str = "DRIFTLINE_SANDBOX_TAP";
 
-/// What [`EVERYWHERE`] says, before the first thread that is to be restricted.
+/// Applies [`EVERYWHERE`] before the first thread that is to be restricted.
 pub(super) fn start_everywhere() {
     if std::env::var_os(EVERYWHERE).is_some() {
         STARTED.get_or_init(|| {
@@ -31,7 +33,7 @@ pub(super) fn start_everywhere() {
     }
 }
 
-/// Runs one act, on a thread of `class` of a process that has a sandbox.
+/// Runs one act on a thread of `class`, in a process with a sandbox.
 fn act(class: &str, act: &str) -> Output {
     child_of(class, act).output().unwrap()
 }
@@ -65,7 +67,7 @@ fn did(out: &Output, what: &str) {
     assert!(String::from_utf8_lossy(&out.stdout).contains("did it"), "{what}: {said}");
 }
 
-/// Performs what the environment says, or nothing.
+/// Performs the act that the environment names, if any.
 #[test]
 fn child() {
     let Ok(asked) = std::env::var(ACT) else { return };
@@ -80,13 +82,13 @@ fn child() {
         ..Options::default()
     };
     std::fs::create_dir_all(dir.join("driftline-sandbox-allowed")).unwrap();
-    // As main does: whatever is started from here on inherits it.
+    // As main does: all threads that are started from here on inherit the restrictions.
     let thread = std::thread::Builder::new().name("process".to_owned());
     let thread = thread.spawn(move || {
         if name.ends_with("without-landlock") {
             take_landlock_away();
         }
-        // What it warns about, on standard output.
+        // Warnings go to standard output.
         tracing_subscriber::fmt().init();
         start(&options).unwrap();
         match Class::ALL.into_iter().find(|c| format!("{c:?}") == class) {
@@ -98,7 +100,7 @@ fn child() {
     println!("did it");
 }
 
-/// Makes this thread's kernel one that has none.
+/// Makes landlock look unsupported to this thread.
 fn take_landlock_away() {
     use seccompiler::{SeccompAction, SeccompFilter, TargetArch};
     let call = (Sysno::landlock_create_ruleset.id().into(), Vec::new());
@@ -127,7 +129,7 @@ fn perform(name: &str) {
         "fork" => forbidden(clone, [libc::SIGCHLD.into(), 0, 0]),
         "kill" => forbidden(kill, [1, 0, 0]),
         "code" => forbidden(mprotect, [0, 4096, libc::PROT_EXEC.into()]),
-        // KVM_CREATE_VM, and TIOCSTI, which types into a terminal.
+        // KVM_CREATE_VM, and TIOCSTI, which injects input into a terminal.
         "create-vm" => forbidden(ioctl, [-1, 0xae01, 0]),
         "type" => forbidden(ioctl, [0, 0x5412, 0]),
         "handler" => forbidden(rt_sigaction, [libc::SIGSYS.into(), 0, 0]),
@@ -144,7 +146,7 @@ fn perform(name: &str) {
         "devices" => devices(),
         "work" => work(),
         "run" | "run-without-landlock" => {
-            // KVM_RUN, of no vCPU.
+            // KVM_RUN, on an invalid descriptor.
             let answer = native::call(ioctl, [-1, 0xae80, 0]).unwrap_err();
             assert_eq!(answer.raw_os_error(), Some(libc::EBADF));
         }
@@ -185,7 +187,7 @@ fn perform(name: &str) {
     }
 }
 
-/// What every thread does: memory, small and large, messages, time, text on standard error.
+/// Does what every thread does: memory, small and large, messages, time, text on standard error.
 fn work() {
     let (to, from) = std::sync::mpsc::channel();
     for size in [16usize, 1 << 12, 1 << 20, 64 << 20] {
@@ -194,7 +196,7 @@ fn work() {
     }
     std::thread::sleep(std::time::Duration::from_millis(1));
     assert!(from.recv_timeout(std::time::Duration::from_millis(1)).is_err());
-    // Much in small pieces, given back at once: the allocator gives it back, too.
+    // Many small pieces, freed at once, so that the allocator also returns memory to the system.
     drop((0..1000).map(|n| vec![n as u8; 20_000]).collect::<Vec<_>>());
     let table: std::collections::HashMap<u32, u32> = (0..1000).map(|n| (n, n)).collect();
     eprintln!("{} {:?}", table.len(), std::time::SystemTime::now());
@@ -244,13 +246,13 @@ fn a_device_has_the_calls_of_its_own_kind_and_no_others() {
     }
 }
 
-/// What threads of devices and others do in their own tests they may do: those pass restricted as
-/// well.
+/// Device threads and others may make all the calls that their own tests make: those tests also
+/// pass when restricted.
 #[test]
 fn what_threads_do_is_what_they_may() {
     let mut me = Command::new(std::env::current_exe().unwrap());
     me.args(["devices::", "collector::", "threads::"]).env(EVERYWHERE, "1");
-    // The test harness has threads before anyone can say so in the process itself.
+    // The test harness starts threads before this process could set it by itself.
     me.env("MALLOC_ARENA_MAX", "1");
     let out = me.output().unwrap();
     let said = [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
@@ -272,7 +274,7 @@ fn devices_let_go_of_what_they_have_and_take_it_again() {
     did(&child.output().unwrap(), "process: devices");
 }
 
-/// All kinds of devices, built as a machine does it and handed over and back.
+/// Builds all kinds of devices as a machine does, and hands them over and back.
 fn devices() {
     let dir = tempfile::tempdir().unwrap();
     let (disk, uds) = (dir.path().join("disk"), dir.path().join("vsock"));
@@ -301,7 +303,7 @@ fn devices() {
     for _ in 0..3 {
         set.resume();
         std::os::unix::net::UnixStream::connect(&uds).unwrap();
-        // On files that are opened for it, by this thread.
+        // On files that this thread opens for it.
         let limit = std::time::Duration::from_secs(20);
         assert_eq!(Drive::flush(set.drives(), limit), Ok(true));
         set.quiesce().unwrap();
