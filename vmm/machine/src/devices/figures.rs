@@ -1,12 +1,12 @@
-//! What devices have done for their guest since this process has it: each figure by itself, written
-//! by the device's thread and read by anyone.
+//! Counters of what devices have done for their guest in this process. Each counter is independent:
+//! the device's thread writes it, and any thread may read it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use serde::{Deserialize, Serialize};
 
-/// One figure.
+/// One counter.
 #[derive(Debug, Default)]
 pub(super) struct Counter(AtomicU64);
 
@@ -20,7 +20,7 @@ impl Counter {
     }
 }
 
-/// A disk's.
+/// Counters of a disk.
 #[derive(Debug, Default)]
 pub(crate) struct DiskCounters {
     pub(super) reads: Counter,
@@ -31,7 +31,7 @@ pub(crate) struct DiskCounters {
     pub(super) errors: Counter,
 }
 
-/// A network interface's.
+/// Counters of a network interface.
 #[derive(Debug, Default)]
 pub(crate) struct NetCounters {
     pub(super) received_frames: Counter,
@@ -41,53 +41,53 @@ pub(crate) struct NetCounters {
     pub(super) lost_frames: Counter,
 }
 
-/// Where a device's figures are read.
+/// Handle for reading a device's counters.
 #[derive(Clone, Debug)]
 pub(crate) enum Meter {
     Disk(String, Arc<DiskCounters>),
     Net(String, Arc<NetCounters>),
 }
 
-/// A device's figures, with its name.
+/// Counters of one device, with its name.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum DeviceFigures {
     /// A disk.
     Disk {
-        /// Its name.
+        /// Name of the disk.
         id: String,
-        /// Requests that read.
+        /// Number of read requests.
         reads: u64,
-        /// Bytes that they asked for.
+        /// Bytes requested by reads.
         read_bytes: u64,
-        /// Requests that wrote.
+        /// Number of write requests.
         writes: u64,
-        /// Bytes that they gave.
+        /// Bytes written by them.
         written_bytes: u64,
-        /// Requests that made writes durable.
+        /// Number of flush requests.
         flushes: u64,
-        /// Requests that failed for the file's sake.
+        /// Number of requests that failed because of the file.
         errors: u64,
     },
     /// A network interface.
     Net {
-        /// Its name.
+        /// Name of the interface.
         id: String,
-        /// Frames that the guest was given.
+        /// Frames given to the guest.
         received_frames: u64,
-        /// Their bytes.
+        /// Bytes of those frames.
         received_bytes: u64,
-        /// Frames that the tap took, announcements of a move among them.
+        /// Frames given to the tap, including announcements after a move.
         sent_frames: u64,
-        /// Their bytes.
+        /// Bytes of those frames.
         sent_bytes: u64,
-        /// Frames that neither took.
+        /// Frames that neither the guest nor the tap took.
         lost_frames: u64,
     },
 }
 
 impl Meter {
-    /// The figures now.
+    /// Returns the current counters.
     pub(crate) fn read(&self) -> DeviceFigures {
         match self {
             Self::Disk(id, c) => DeviceFigures::Disk {

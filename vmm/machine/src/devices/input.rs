@@ -1,14 +1,14 @@
-//! COM1's input: standard input, read by a thread of its own, into the port's FIFO as far as there
-//! is room. No vCPU ever waits for it.
+//! Input of COM1: a thread reads standard input into the port's FIFO as far as it has room. No vCPU
+//! ever waits for it.
 //!
 //! | standard input | what happens |
 //! | --- | --- |
-//! | a terminal, in the foreground | raw from the guest's first resume to the machine's end; Ctrl-A x ends the machine, Ctrl-A Ctrl-A is one Ctrl-A |
-//! | a pipe, socket or file | its bytes, once the guest listens by interrupt: drivers throw away what came before |
+//! | a terminal, in the foreground | raw from the guest's first resume to the machine's end; Ctrl-A x ends the machine, Ctrl-A Ctrl-A sends one Ctrl-A |
+//! | a pipe, socket or file | its bytes, once the guest has enabled the interrupt: drivers discard earlier input |
 //! | anything else | not read |
 //!
-//! What the guest does not take waits: of a pipe by not being read, of a terminal in a small
-//! buffer, behind which keys are lost.
+//! Input that the guest does not take waits: input from a pipe stays in the pipe, and input from a
+//! terminal goes to a small buffer. Keys that do not fit into the buffer are lost.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -26,22 +26,23 @@ use super::Bus;
 use crate::sandbox::{self, Class};
 use crate::terminal::Stdin;
 
-/// Bytes that wait for a guest.
+/// Bytes of terminal input that may wait for a guest.
 const ROOM: usize = 4096;
-/// How often a guest that does not listen is asked again; one that reads says so.
+/// Retry interval for a guest that does not listen. A guest that reads its input is noticed at
+/// once.
 const RETRY: Duration = Duration::from_millis(50);
 
 const CTRL_A: u8 = 0x01;
 
-/// The SIGTERM that comes next is the user's Ctrl-A x.
+/// Whether the next SIGTERM is the user's Ctrl-A x.
 static CTRL_A_X: AtomicBool = AtomicBool::new(false);
 
-/// Whether the SIGTERM that has just come stands for Ctrl-A x.
+/// Returns whether the SIGTERM that has just arrived was Ctrl-A x.
 pub fn was_ctrl_a_x() -> bool {
     CTRL_A_X.swap(false, Ordering::AcqRel)
 }
 
-/// Rings until it is silenced, for whoever polls it.
+/// Event that stays readable until it is silenced.
 #[derive(Debug)]
 pub(super) struct Bell(OwnedFd);
 
@@ -51,17 +52,17 @@ impl Bell {
     }
 
     pub(super) fn ring(&self) {
-        // Fails only where it rings very loudly already.
+        // Fails only if the counter is at its maximum, so the bell rings already.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
     fn silence(&self) {
-        // Fails only where it is silent.
+        // Fails only if the bell is silent.
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
 }
 
-/// What standard input is.
+/// Kind of standard input.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Source {
     Terminal,
@@ -70,7 +71,7 @@ enum Source {
 
 fn source(stdin: BorrowedFd) -> Option<Source> {
     if isatty(stdin) {
-        // Reading, or changing the terminal, from the background would stop the process.
+        // Reading from the background, or changing the terminal, would stop the process.
         let foreground = tcgetpgrp(stdin).is_ok_and(|group| group == getpgrp());
         return foreground.then_some(Source::Terminal);
     }
@@ -81,31 +82,32 @@ fn source(stdin: BorrowedFd) -> Option<Source> {
     }
 }
 
-/// A machine's serial input. It begins with the guest's first resume: a guest that never runs, such
-/// as one that was built too late to be received, leaves standard input to the one that does.
+/// Serial input of a machine. It starts with the guest's first resume. A guest that never runs,
+/// such as one that was built but not received in time, leaves standard input to the guest that
+/// does.
 #[derive(Debug)]
 pub(crate) struct SerialInput(Mutex<Progress>);
 
 #[derive(Debug)]
 enum Progress {
-    /// Nothing is read yet.
+    /// Nothing has been read yet.
     Waiting(Weak<Bus>),
-    /// `None`: standard input cannot be read, or not by this machine.
+    /// `None` if standard input cannot be read, or not by this machine.
     Begun { _thread: Option<InputThread> },
 }
 
 impl SerialInput {
-    /// The input of COM1 of `bus`.
+    /// Returns the input of COM1 of `bus`.
     pub(crate) fn new(bus: &Arc<Bus>) -> Self {
         Self(Mutex::new(Progress::Waiting(Arc::downgrade(bus))))
     }
 
-    /// Begins to read, the first time that it is called. A guest that runs already goes on without
-    /// input that cannot be read.
+    /// Starts reading on the first call. If standard input cannot be read, the guest, which runs
+    /// already, continues without input.
     pub(crate) fn begin(&self) {
         let mut progress = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Progress::Waiting(bus) = &*progress else { return };
-        // The bus goes when the guest has ended.
+        // The bus is dropped when the guest has ended.
         let started = bus.upgrade().map_or(Ok(None), InputThread::start);
         let thread = started.unwrap_or_else(|e| {
             tracing::warn!(
@@ -117,7 +119,7 @@ impl SerialInput {
     }
 }
 
-/// The thread that reads standard input. Dropping it ends it, and restores the terminal.
+/// Thread that reads standard input. Dropping it ends the thread and restores the terminal.
 #[derive(Debug)]
 struct InputThread {
     stop: Arc<Bell>,
@@ -126,7 +128,8 @@ struct InputThread {
 }
 
 impl InputThread {
-    /// Starts to read for COM1 of `bus`, if standard input is anything to be read.
+    /// Starts reading for COM1 of `bus`. Returns `None` if standard input is nothing that can be
+    /// read.
     fn start(bus: Arc<Bus>) -> io::Result<Option<Self>> {
         let Some(source) = source(io::stdin().as_fd()) else { return Ok(None) };
         let stdin = Stdin::take();
@@ -156,11 +159,11 @@ impl Drop for InputThread {
     }
 }
 
-/// What the thread owns.
+/// State of the thread.
 struct Reader {
     bus: Arc<Bus>,
     source: Source,
-    /// Read, and not yet taken by the guest.
+    /// Bytes read from standard input and not yet taken by the guest.
     waiting: Vec<u8>,
     keys: Keys,
 }
@@ -177,9 +180,11 @@ impl Reader {
             if ended && self.waiting.is_empty() {
                 return Ok(());
             }
-            // A terminal is always read: its user may want to leave a guest that takes nothing.
+            // A terminal is always read, because its user may want to leave a guest that takes no
+            // input.
             let read = !ended && (self.source == Source::Terminal || self.waiting.is_empty());
-            // Borrowed anew each time: the descriptors live as long as the port and the process.
+            // Borrowed anew in each iteration. The descriptors live as long as the port and the
+            // process.
             let fds = [stop.0.as_fd(), com1.drained().0.as_fd(), stdin.as_fd()];
             let count = if read { 3 } else { 2 };
             let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
@@ -202,7 +207,7 @@ impl Reader {
         }
     }
 
-    /// Reads what there is; whether there may be more later.
+    /// Reads the available input. Returns whether there may be more later.
     fn read(&mut self, stdin: BorrowedFd) -> io::Result<bool> {
         let mut buffer = [0; 512];
         let read = match rustix::io::read(stdin, &mut buffer) {
@@ -218,29 +223,29 @@ impl Reader {
         self.waiting.truncate(ROOM);
         if leave {
             CTRL_A_X.store(true, Ordering::Release);
-            // As from any other place: a migration under way has a say in it.
+            // A SIGTERM as from any other sender, because a migration in progress handles it too.
             kill_process(getpid(), Signal::TERM)?;
         }
         Ok(!read.is_empty())
     }
 }
 
-/// Finds the keys that are ours in what a user types.
+/// Finds the escape keys in the user's input.
 #[derive(Default)]
 struct Keys {
-    /// The last one was Ctrl-A.
+    /// Whether the last key was Ctrl-A.
     escaped: bool,
 }
 
 impl Keys {
-    /// Appends the guest's keys to `to`; whether the user wants to leave.
+    /// Appends the guest's keys to `to`. Returns whether the user wants to leave.
     fn pass(&mut self, typed: &[u8], to: &mut Vec<u8>) -> bool {
         let mut leave = false;
         for &key in typed {
             match (std::mem::take(&mut self.escaped), key) {
                 (false, CTRL_A) => self.escaped = true,
                 (true, b'x' | b'X') => leave = true,
-                // Ctrl-A twice is one; before other keys it was none of ours, and neither are they.
+                // Ctrl-A twice sends one Ctrl-A. Before any other key, both keys go to the guest.
                 (true, CTRL_A) | (false, _) => to.push(key),
                 (true, _) => to.extend([CTRL_A, key]),
             }

@@ -1,16 +1,16 @@
-//! The few devices that the VMM itself emulates, and the ports at which the guest finds them.
+//! Devices that the VMM emulates itself, and the ports where the guest finds them.
 //!
 //! ```text
 //! 0x064          keyboard controller: 0xfe resets; also ACPI's reset register
 //! 0x3f8..0x3ff   COM1, interrupt 4
-//! 0x505          pvpanic: the guest tells of its panic, which ends the machine
+//! 0x505          pvpanic: the guest reports its panic, which ends the machine
 //! 0x600..0x605   ACPI's PM1 registers: sleep enable ends the machine; interrupt 9, never raised
 //! ```
 //!
-//! Above 0xd000_0000, in the hole of memory, are the registers of virtio devices, a page each.
-//! Interrupt 13 tells an ACPI guest that its generation ID is new.
+//! The registers of virtio devices start at 0xd000_0000, in the memory hole, one page per device.
+//! Interrupt 13 tells an ACPI guest that its generation ID has changed.
 //!
-//! Interrupt controllers, timer and local APICs are KVM's.
+//! KVM emulates the interrupt controllers, the timer and the local APICs.
 
 mod balloon;
 mod block;
@@ -68,65 +68,67 @@ pub(crate) const PVPANIC: u16 = 0x505;
 pub(crate) const PM1A_EVENT: u16 = 0x600;
 /// PM1a control block.
 pub(crate) const PM1A_CONTROL: u16 = 0x604;
-/// ACPI's own interrupt: where all PCs have it. Nothing here raises it.
+/// ACPI's own interrupt, at its usual number on a PC. Nothing here raises it.
 pub(crate) const SCI: u8 = 9;
-/// The interrupt of the generation ID's event device: on PCs the coprocessor's, which none has any
-/// more.
+/// Interrupt of the generation ID's event device. On PCs it belongs to the coprocessor, which no
+/// machine has any more.
 pub(crate) const GENERATION_EVENT: u8 = 13;
 
 const PM1: std::ops::Range<u16> = PM1A_EVENT..PM1A_CONTROL + 2;
-/// pvpanic events: a panic that ends the guest, and one after which its own crash kernel runs.
+/// pvpanic events: a panic that ends the guest, and a panic after which the guest's crash kernel
+/// runs.
 const PANICKED: u8 = 1 << 0;
 const CRASH_LOADED: u8 = 1 << 1;
 
-/// The ports and the device registers in memory. Shared by all vCPUs.
+/// The I/O ports and the device registers in memory, shared by all vCPUs.
 #[derive(Debug)]
 pub struct Bus {
     com1: Com1,
     power: PowerManagement,
     virtio: DeviceSet,
-    /// The guest has told of a crash kernel.
+    /// Whether the guest's crash kernel has already been logged.
     crash_said: AtomicBool,
 }
 
 impl Bus {
-    /// A bus with these devices.
+    /// Returns a bus with these devices.
     pub(crate) fn new(com1: Com1, virtio: DeviceSet) -> Self {
         let power = PowerManagement::default();
         Self { com1, power, virtio, crash_said: AtomicBool::new(false) }
     }
 
-    /// The virtio devices.
+    /// Returns the virtio devices.
     pub(crate) fn virtio(&self) -> &DeviceSet {
         &self.virtio
     }
 
-    /// A guest's write to an address where it has no memory. Whether a device is at work on it:
-    /// then what `done` gives says when it no longer is, and the guest goes on.
+    /// Handles a guest's write to an address without memory. Returns whether a device still has
+    /// work to do for it. If so, the device's thread drops the [`Done`] that `done` creates when
+    /// that work is complete; the caller then lets the guest continue.
     pub(crate) fn write_mmio(&self, addr: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
         self.virtio.write(addr, data, done)
     }
 
-    /// A guest's read of an address where it has no memory. Where nothing is, ones.
+    /// Handles a guest's read of an address without memory. Reads as ones if no device is there.
     pub fn read_mmio(&self, addr: u64, data: &mut [u8]) {
         self.virtio.read(addr, data);
     }
 
-    /// The first serial port.
+    /// Returns the first serial port.
     pub fn com1(&self) -> &Com1 {
         &self.com1
     }
 
-    /// ACPI's power management registers.
+    /// Returns ACPI's power management registers.
     pub fn power(&self) -> &PowerManagement {
         &self.power
     }
 
-    /// A guest's write: one access of `width` bytes, or, from a string instruction, several to the
-    /// same port. Gives the reason if it ends the machine.
+    /// Handles a guest's port write: one access of `width` bytes, or, from a string instruction,
+    /// several accesses to the same port. Returns the reason if the write ends the machine.
     ///
-    /// The registers behind these ports are bytes, but for PM1's. As on a PC, a wider access is one
-    /// of a byte to each of as many ports.
+    /// Except for PM1, the registers at these ports are one byte wide. As on a PC, a wider access
+    /// writes one byte to each of as many consecutive ports.
     pub fn write(&self, port: u16, width: usize, data: &[u8]) -> Option<EndReason> {
         data.chunks(width.max(1)).find_map(|access| {
             if PM1.contains(&port) {
@@ -140,7 +142,7 @@ impl Bus {
     fn write_byte(&self, port: u16, byte: u8) -> Option<EndReason> {
         match port {
             PVPANIC if byte & PANICKED != 0 => return Some(EndReason::Panicked),
-            // Said once: a guest can tell it again and again.
+            // Logged once, because a guest can write this repeatedly.
             PVPANIC
                 if byte & CRASH_LOADED != 0 && !self.crash_said.swap(true, Ordering::Relaxed) =>
             {
@@ -155,8 +157,8 @@ impl Bus {
         None
     }
 
-    /// A guest's read, accesses as with [`write`](Self::write). Where nothing is, the bus floats:
-    /// ones.
+    /// Handles a guest's port read, with accesses as for [`write`](Self::write). Reads as ones
+    /// where no device is, as on a floating bus.
     pub fn read(&self, port: u16, width: usize, data: &mut [u8]) {
         for access in data.chunks_mut(width.max(1)) {
             if PM1.contains(&port) {
@@ -174,7 +176,7 @@ impl Bus {
         match port {
             port if COM1_PORTS.contains(&port) => self.com1.read((port - COM1_PORTS.start()) as u8),
             PVPANIC => PANICKED | CRASH_LOADED,
-            // Status of the keyboard controller: nothing in either buffer.
+            // Status of the keyboard controller: both buffers are empty.
             KEYBOARD_COMMAND => 0,
             _ => 0xff,
         }

@@ -1,16 +1,16 @@
-//! Opens by name what devices need while their guest lives: a tap that is attached to again, a
-//! program's socket that the guest asks for. The devices' own threads know no files by their names
-//! and make no sockets (see [`sandbox`](crate::sandbox)).
+//! A thread that opens by name what devices need while their guest runs: a tap that is attached
+//! again, or a program's socket that the guest connects to. The devices' own threads cannot open
+//! files by name or create sockets (see [`sandbox`](crate::sandbox)).
 //!
-//! One thread does it for all devices of a machine, with the rights of whoever built the machine. A
-//! device waits for it; it waits for nobody, and is asked for nothing that blocks.
+//! One such thread serves all devices of a machine. It has the rights of the thread that built the
+//! machine. A device waits for it, but it never waits for a device, and its jobs do not block.
 
 use std::io;
 use std::sync::mpsc::{self, Sender};
 
 use crate::{fail_point, log};
 
-/// The way to that thread, which ends with the last of these.
+/// Handle of the thread. The thread ends when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub(crate) struct Opener {
     jobs: Sender<Job>,
@@ -27,14 +27,18 @@ impl Opener {
         Ok(Self { jobs })
     }
 
-    /// Has `job` done there, and waits for what it gives.
+    /// Runs `job` on that thread and returns its result.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the thread has ended.
     pub(crate) fn run<T: Send + 'static>(
         &self,
         job: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
         let (reply, answer) = mpsc::channel();
         let job = move || {
-            // Whoever asked may have gone meanwhile.
+            // The caller may have ended meanwhile.
             let _ = reply.send(job());
         };
         let told = self.jobs.send(Box::new(job)).ok();
@@ -42,17 +46,17 @@ impl Opener {
         answered.ok_or_else(|| io::Error::other("the thread that opens files has ended"))
     }
 
-    /// Keeps `thing` for its owner: when that is dropped, `thing` is dropped there, and the drop
-    /// waits for it. For what is taken down by name.
+    /// Wraps `thing` so that it is dropped on the opener's thread. Dropping the wrapper waits for
+    /// that. For objects that are removed by name.
     pub(crate) fn keep<T: Send + 'static>(&self, thing: T) -> Kept<T> {
         Kept { thing: Some(thing), opener: self.clone() }
     }
 }
 
-/// See [`Opener::keep`].
+/// Object that is dropped on the opener's thread. See [`Opener::keep`].
 #[derive(Debug)]
 pub(crate) struct Kept<T: Send + 'static> {
-    /// `None` only while it is dropped.
+    /// `None` only during the drop.
     thing: Option<T>,
     opener: Opener,
 }
@@ -60,7 +64,7 @@ pub(crate) struct Kept<T: Send + 'static> {
 impl<T: Send + 'static> Drop for Kept<T> {
     fn drop(&mut self) {
         let thing = self.thing.take();
-        // If that thread has ended, the thing is dropped with the job.
+        // If the thread has ended, `thing` is dropped together with the job.
         let _ = self.opener.run(move || drop(thing));
     }
 }

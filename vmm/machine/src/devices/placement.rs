@@ -1,32 +1,33 @@
-//! Where virtio devices are in the machine.
+//! Addresses and interrupts of virtio devices.
 
-/// Registers of the first device: in the hole below 4 GiB, far from the interrupt controllers.
+/// Address of the first device's registers: in the hole below 4 GiB, far from the interrupt
+/// controllers.
 const BASE: u64 = 0xd000_0000;
 use super::virtio::REGISTERS_LEN;
 
-/// The pins of the IOAPIC that have no other use: ISA interrupts that PCs leave to the user, then
-/// those beyond ISA. All edge-triggered.
+/// IOAPIC pins that have no other use: first the ISA interrupts that PCs leave to the user, then
+/// those beyond ISA. All are edge-triggered.
 const PINS: [u32; crate::config::MAX_DEVICES] =
     [5, 6, 7, 10, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23];
 
-/// A device's registers and interrupt.
+/// Registers and interrupt of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Placement {
-    /// Guest address of its registers.
+    /// Guest address of the registers.
     pub base: u64,
-    /// Bytes of them.
+    /// Size of the registers in bytes.
     pub len: u64,
-    /// Its interrupt: a GSI, and in a guest the number that the pin has.
+    /// Interrupt: the GSI, which in the guest is the number of the pin.
     pub irq: u32,
 }
 
-/// Where device number `index` is; `None` past the last one that has an interrupt.
+/// Returns the placement of device number `index`, or `None` if no interrupt is left for it.
 pub fn placement(index: usize) -> Option<Placement> {
     let irq = *PINS.get(index)?;
     Some(Placement { base: BASE + index as u64 * REGISTERS_LEN, len: REGISTERS_LEN, irq })
 }
 
-/// The number of the device whose registers hold `addr`, and the offset in them.
+/// Returns the number of the device whose registers contain `addr`, and the offset in them.
 pub(super) fn device_at(addr: u64) -> Option<(usize, u64)> {
     let offset = addr.checked_sub(BASE)?;
     let index = usize::try_from(offset / REGISTERS_LEN).ok()?;

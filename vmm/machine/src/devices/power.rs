@@ -1,10 +1,10 @@
-//! ACPI's PM1 register block: the least that an operating system which is not told that there is
-//! none needs to see. No event ever happens here; the one thing to do is to sleep for ever.
+//! ACPI's PM1 register block, reduced to the minimum for an operating system that is not told that
+//! the block is missing. No event ever occurs; the only function is powering off.
 //!
 //! ```text
-//! +0  status    no event; writes clear what is clear
-//! +2  enable    what was written
-//! +4  control   what was written, and SCI_EN: ACPI is on
+//! +0  status    no event; writes have no effect
+//! +2  enable    holds the last write
+//! +4  control   holds the last write, and SCI_EN: ACPI is on
 //! ```
 
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -15,9 +15,10 @@ const ENABLE_AT: u16 = 2;
 const CONTROL_AT: u16 = 4;
 const BLOCK_BYTES: usize = 6;
 
-/// Control: ACPI events raise the SCI.
+/// Bit of the control register: ACPI events raise the SCI.
 const SCI_ENABLED: u16 = 1 << 0;
-/// Control: sleep now, in the state whose type the bits below say. There is only soft-off.
+/// Bit of the control register: sleep now, in the state that the sleep type bits select. Only
+/// soft-off exists.
 const SLEEP_ENABLE: u16 = 1 << 13;
 
 /// The registers, shared by the vCPUs.
@@ -28,8 +29,8 @@ pub struct PowerManagement {
 }
 
 impl PowerManagement {
-    /// A guest's write at `offset`; whether it switches the machine off. Registers are written
-    /// whole, as the tables say.
+    /// Handles a guest's write at `offset`. Returns whether the write powers the machine off.
+    /// Registers must be written whole, as the ACPI tables say.
     pub(super) fn write(&self, offset: u16, bytes: &[u8]) -> bool {
         let (words, rest) = bytes.as_chunks::<2>();
         if !rest.is_empty() {
@@ -50,7 +51,7 @@ impl PowerManagement {
         off
     }
 
-    /// A guest's read at `offset`, of any part.
+    /// Handles a guest's read at `offset`, of any part of the block.
     pub(super) fn read(&self, offset: u16, data: &mut [u8]) {
         let mut block = [0; BLOCK_BYTES];
         let control = self.control.load(Ordering::Relaxed) | SCI_ENABLED;
@@ -62,7 +63,7 @@ impl PowerManagement {
         }
     }
 
-    /// The registers.
+    /// Returns the registers.
     pub fn state(&self) -> PowerState {
         PowerState {
             enable: self.enable.load(Ordering::Relaxed),
@@ -70,14 +71,14 @@ impl PowerManagement {
         }
     }
 
-    /// Puts saved registers back.
+    /// Restores saved registers.
     pub fn restore(&self, state: PowerState) {
         self.enable.store(state.enable, Ordering::Relaxed);
         self.control.store(state.control & !SLEEP_ENABLE, Ordering::Relaxed);
     }
 }
 
-/// The PM1 registers that a guest can change.
+/// PM1 registers that a guest can change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct PowerState {
     enable: u16,
@@ -86,7 +87,7 @@ pub struct PowerState {
 
 #[cfg(test)]
 impl PowerState {
-    /// One whose fields differ.
+    /// Returns a state whose fields differ.
     pub(crate) fn example() -> Self {
         Self { enable: 0x120, control: 0x2001 }
     }

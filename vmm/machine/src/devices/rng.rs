@@ -1,4 +1,4 @@
-//! virtio-rng: randomness of the host's kernel.
+//! virtio-rng: random numbers from the host's kernel.
 
 use std::io;
 use std::time::Instant;
@@ -9,11 +9,11 @@ use vmm_sys_util::epoll::EventSet;
 use super::virtio::{Device, Io, Kind, Stall, Violation, Watcher};
 
 const QUEUE_SIZE: u16 = 64;
-/// Bytes given for one chain at most: a driver may ask for 4 GiB, and asks again for more.
+/// Most bytes given for one chain. A driver may ask for 4 GiB; it asks again for more.
 const MOST: u32 = 4096;
 
-/// The device. It has no state: what it gave is the guest's, and what it gives next is nobody's
-/// yet.
+/// The device. It has no state to save: bytes that it gave belong to the guest, and later bytes do
+/// not exist yet.
 #[derive(Debug, Default)]
 pub(super) struct Rng;
 
@@ -56,7 +56,7 @@ impl Device for Rng {
             let given = match getrandom(&mut bytes[..wanted], GetRandomFlags::empty()) {
                 Ok(given) => given,
                 Err(e) => {
-                    // The driver asks again; a host's kernel that has none soon has.
+                    // The driver asks again. A kernel without randomness will soon have some.
                     tracing::warn!("the host has no randomness for the guest: {e}");
                     0
                 }

@@ -1,4 +1,4 @@
-//! COM1: vm-superio's 16550 with its interrupt line, its output, and the way in for input.
+//! COM1: vm-superio's 16550 with its interrupt line, its output and its input.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,10 +15,10 @@ use crate::kvm::KvmVm;
 /// ISA interrupt of COM1.
 pub(crate) const IRQ: u32 = 4;
 
-/// Interrupt enable register: data has been received.
+/// Bit of the interrupt enable register: interrupt on received data.
 const RECEIVED_DATA: u8 = 1 << 0;
 
-/// Raises the interrupt through the VM, at once: an event file descriptor would raise it some time
+/// Raises the interrupt through the VM at once. An event file descriptor would raise it some time
 /// later, perhaps after the interrupt controllers were saved.
 #[derive(Debug)]
 pub(crate) struct IrqPulse(Arc<KvmVm>);
@@ -32,7 +32,7 @@ impl Trigger for IrqPulse {
     }
 }
 
-/// Says when the guest has read all there was.
+/// Rings a bell when the guest has read all input in the port.
 #[derive(Clone, Debug)]
 pub(crate) struct Drained(Arc<Bell>);
 
@@ -54,13 +54,14 @@ pub struct Com1 {
     vm: Arc<KvmVm>,
     sink: SinkWriter,
     drained: Drained,
-    /// The guest runs: what stands still must not change.
+    /// Whether input may enter the port. False while the guest is paused, because its state must
+    /// not change then.
     takes_input: AtomicBool,
 }
 
 impl Com1 {
-    /// A port as it is after a reset, which writes to `sink`, and takes no input before
-    /// `take_input`.
+    /// Returns a port in its reset state that writes to `sink`. It takes no input before
+    /// [`take_input`](Self::take_input).
     pub fn new(vm: Arc<KvmVm>, sink: SinkWriter) -> io::Result<Self> {
         let drained = Drained(Arc::new(Bell::new()?));
         let uart = Serial::with_events(IrqPulse(vm.clone()), drained.clone(), sink.clone());
@@ -68,7 +69,8 @@ impl Com1 {
         Ok(Self { uart: Mutex::new(uart), vm, sink, drained, takes_input })
     }
 
-    /// Lets input in, or no more of it: once this has said no, nothing arrives.
+    /// Lets input in if `yes` is true, or stops it. After a stop has returned, no more input
+    /// enters.
     pub(crate) fn take_input(&self, yes: bool) {
         let _uart = self.uart();
         self.takes_input.store(yes, Ordering::Relaxed);
@@ -77,15 +79,16 @@ impl Com1 {
         }
     }
 
-    /// Gives the guest as much of `input` as there is room for; how many bytes that was. With
-    /// `listening`, none before it wants to hear of them by interrupt.
+    /// Gives the guest as much of `input` as fits into the port and returns the number of bytes.
+    /// With `listening`, gives nothing before the guest has enabled the interrupt for received
+    /// data.
     pub(crate) fn feed(&self, input: &[u8], listening: bool) -> usize {
         let mut uart = self.uart();
         let deaf = || listening && uart.state().interrupt_enable & RECEIVED_DATA == 0;
         if input.is_empty() || !self.takes_input.load(Ordering::Relaxed) || deaf() {
             return 0;
         }
-        // No room is no error: the guest says when it has read all.
+        // A full port is not an error: [`Drained`] reports when the guest has read everything.
         if uart.fifo_capacity() == 0 {
             return 0;
         }
@@ -95,7 +98,7 @@ impl Com1 {
         })
     }
 
-    /// Rings once the guest has read all its input.
+    /// Returns the bell that rings when the guest has read all its input.
     pub(super) fn drained(&self) -> &Bell {
         &self.drained.0
     }
@@ -114,12 +117,12 @@ impl Com1 {
         self.uart().read(register)
     }
 
-    /// Waits, a moment at most, until all output so far is written.
+    /// Waits until all output so far is written, for a limited time.
     pub(crate) fn settle(&self) {
         self.sink.settle();
     }
 
-    /// The port's registers.
+    /// Returns the port's registers.
     pub fn state(&self) -> SerialPortState {
         let s = self.uart().state();
         SerialPortState {
@@ -135,8 +138,12 @@ impl Com1 {
         }
     }
 
-    /// Puts saved registers into the port. May raise its interrupt, which a driver takes as
-    /// spurious.
+    /// Restores saved registers into the port. This may raise its interrupt, which a driver ignores
+    /// as spurious.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `state` is not a valid state of a port.
     pub fn restore(&self, state: SerialPortState) -> Result<(), String> {
         let irq = IrqPulse(self.vm.clone());
         let uart = Serial::from_state(&state.into(), irq, self.drained.clone(), self.sink.clone());
@@ -145,7 +152,7 @@ impl Com1 {
     }
 }
 
-/// A 16550's registers.
+/// Registers of a 16550.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct SerialPortState {
     baud_divisor: u16,
@@ -177,7 +184,7 @@ impl From<SerialPortState> for SerialState {
     }
 }
 
-/// Has a port go on from `state`, which is hostile, and its driver use all of it.
+/// Runs a port from the hostile `state`, with a driver that uses every register.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn fuzz(state: SerialPortState) {
     struct Nobody;
@@ -191,7 +198,7 @@ pub(crate) fn fuzz(state: SerialPortState) {
     let Ok(mut uart) = uart else { return };
     for register in 0..8 {
         uart.read(register);
-        // Whatever it says to this, it goes on.
+        // An error does not stop the port.
         let _ = uart.write(register, 0xa5);
         let _ = uart.enqueue_raw_bytes(&[register; 9]);
         uart.read(register);
@@ -200,7 +207,7 @@ pub(crate) fn fuzz(state: SerialPortState) {
 
 #[cfg(test)]
 impl SerialPortState {
-    /// One whose fields differ.
+    /// Returns a state whose fields all differ.
     pub(crate) fn example() -> Self {
         Self {
             baud_divisor: 0x1234,

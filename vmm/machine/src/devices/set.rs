@@ -25,22 +25,25 @@ use crate::fail_point;
 use crate::kvm::KvmVm;
 use crate::memory::{Kept, Memory};
 
-/// How long a pause waits for requests that are under way in a device.
+/// Limit on how long a pause waits for requests in flight in the devices.
 const STALL_LIMIT: Duration = Duration::from_secs(10);
-/// How long devices may take, side by side, to make durable what the guest wrote and to release
-/// their files, and how long to acquire them, which drops cached pages of theirs. The guest is
-/// paused meanwhile: storage that needs longer is too slow to hand the guest over now.
+/// Limit on how long all devices together, working in parallel, may take to make the guest's writes
+/// durable and release their files. The same limit applies to acquiring the files, which drops
+/// their cached pages. The guest is paused meanwhile. Storage that needs longer is too slow for a
+/// hand-over now.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
-/// Upper bound on acquiring the files of all devices where it succeeds, or fails at a stuck device.
+/// Upper bound on acquiring the files of all devices, whether it succeeds or fails at a stuck
+/// device.
 pub const ACQUIRE_LIMIT: Duration = RELEASE_LIMIT.saturating_add(GRACE);
-/// How long each device may take for any other request, none of which waits for a backend.
+/// Limit on any other request to one device. None of these requests waits for a backend.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
-/// Bytes that encode whose what came late is: number and length, and of all how many.
+/// Bytes reserved per device for encoding data that arrived after the save: device index, length,
+/// and the total count.
 const LATE_HEADS: usize = 8;
-/// Offset of `QueueNotify`, where ioeventfds listen.
+/// Offset of the `QueueNotify` register, where ioeventfds listen.
 const QUEUE_NOTIFY: u64 = virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
-/// Why a device cannot be had on this host.
+/// Reason why a device cannot be used on this host.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
@@ -53,42 +56,45 @@ pub enum DeviceError {
     /// The socket device's socket cannot be used.
     #[error(transparent)]
     Vsock(#[from] VsockError),
-    /// Another one may be using what the device needs.
+    /// Another process may be using the file, tap or socket of the device.
     #[error("{why}")]
     InUse {
-        /// A sentence that names it.
+        /// Sentence that names the resource.
         why: String,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("device \"{id}\" cannot be started: {cause}")]
     System {
-        /// The device's name.
+        /// Name of the device.
         id: String,
-        /// The answer.
+        /// Error of the system.
         cause: io::Error,
     },
 }
 
-/// A drive that the guest can write to, with the tree of what it writes.
+/// A drive that the guest can write to, with the tracker of its writes.
 #[derive(Clone, Debug)]
 pub struct Drive {
-    /// The device's name.
+    /// Name of the device.
     pub id: String,
-    /// Follows writes by blocks of 4 KiB, as if they were frames from 0 on.
+    /// Tracks writes in blocks of 4 KiB, numbered like frames from 0.
     pub tracker: Arc<Tracker>,
     flusher: Arc<Flusher>,
 }
 
 impl Drive {
-    /// Makes durable what the guest has written to these, while it runs; whether that was done
-    /// within `limit`. What is not done then goes on. Of an error, a sentence, the guest is told at
-    /// its next flush.
+    /// Makes the guest's writes to `drives` durable while the guest runs. Returns whether that was
+    /// complete within `limit`; an unfinished flush continues in the background.
+    ///
+    /// # Errors
+    ///
+    /// Fails with a sentence if a flush fails. The guest also gets this error at its next flush.
     pub fn flush(drives: &[Self], limit: Duration) -> Result<bool, String> {
         flush_all(drives.iter().map(|drive| &drive.flusher), limit)
     }
 }
 
-/// See the module.
+/// The devices of a machine. See the module documentation.
 #[derive(Debug)]
 pub(crate) struct DeviceSet {
     devices: Vec<Transport>,
@@ -103,10 +109,10 @@ pub(crate) struct DeviceSet {
     limits: Limits,
 }
 
-/// How long devices may take, all of them together.
+/// Time limits for all devices together.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// For requests that are under way at a pause.
+    /// Limit for requests in flight at a pause.
     pub(crate) stall: Duration,
     /// See [`RELEASE_LIMIT`].
     pub(crate) release: Duration,
@@ -120,7 +126,7 @@ impl Default for Limits {
     }
 }
 
-/// The file of a disk.
+/// Open file of a disk.
 #[derive(Debug)]
 struct OpenFile {
     disk: String,
@@ -144,7 +150,7 @@ impl DeviceSet {
         }
     }
 
-    /// Of these devices, with limits of their own.
+    /// Returns a set of these devices with limits of their own.
     #[cfg(test)]
     pub(crate) fn of(devices: Vec<Transport>, limits: Limits) -> Self {
         let mut set = Self::empty();
@@ -152,9 +158,10 @@ impl DeviceSet {
         set
     }
 
-    /// The devices of `config`, the configuration of `guest`, standing. With `acquire` they hold
-    /// what only one host may hold; else nobody else holds it, but for the host that the guest
-    /// comes from. The files of the disks `made_here` are copies that were made for this guest.
+    /// Builds the devices of `config`, the configuration of `guest`. They start paused. With
+    /// `acquire`, they acquire the resources that only one host may hold. Without it, nothing else
+    /// may hold them, except the host that the guest comes from. The files of the disks in
+    /// `made_here` are copies that were made for this guest.
     pub(crate) fn build(
         config: &MachineConfig,
         memory: &Memory,
@@ -224,7 +231,7 @@ impl DeviceSet {
         })
     }
 
-    /// The thread that opens by name, started for the first device that needs it.
+    /// Returns the thread that opens files by name. The first device that needs it starts it.
     fn opener(&mut self) -> io::Result<&Opener> {
         let opener = match self.opener.take() {
             Some(opener) => opener,
@@ -233,7 +240,7 @@ impl DeviceSet {
         Ok(self.opener.insert(opener))
     }
 
-    /// Refuses a disk whose file is another disk's, too, and written to through one of them.
+    /// Refuses a disk if another disk uses the same file and at least one of them is writable.
     fn require_its_own_file(&mut self, disk: &DiskConfig, file: OpenFile) -> Result<(), DiskError> {
         let clashes =
             |other: &&OpenFile| other.file == file.file && !(other.readonly && file.readonly);
@@ -245,8 +252,8 @@ impl DeviceSet {
         Ok(())
     }
 
-    /// Notes in `devices`, the configuration's, which disks are here: the next host is to have the
-    /// same.
+    /// Records the identities of the disks in `devices`, the devices of the configuration, so that
+    /// the next host can check that it has the same disks.
     pub(crate) fn note_disks(&self, devices: &mut [DeviceConfig]) {
         for disk in disks_mut(devices) {
             if let Some(open) = self.files.iter().find(|open| open.disk == disk.id) {
@@ -269,27 +276,27 @@ impl DeviceSet {
         Ok(())
     }
 
-    /// The drives that the guest can write to.
+    /// Returns the drives that the guest can write to.
     pub(crate) fn drives(&self) -> &[Drive] {
         &self.drives
     }
 
-    /// All disks, as whoever copies them sees them.
+    /// Returns all disks as sources for copying.
     pub(crate) fn sources(&self) -> &[DriveSource] {
         &self.sources
     }
 
-    /// Where the figures of those devices are that have some.
+    /// Returns the handles for reading device counters.
     pub(crate) fn meters(&self) -> &[Meter] {
         &self.meters
     }
 
-    /// The balloon, if there is one.
+    /// Returns the balloon, if there is one.
     pub(crate) fn balloon(&self) -> Option<&BalloonControl> {
         self.balloon.as_ref()
     }
 
-    /// A guest's read of an address where no memory is: ones where no device is either.
+    /// Handles a guest's read of an address without memory. Reads as ones if no device is there.
     pub(crate) fn read(&self, addr: u64, data: &mut [u8]) {
         match self.at(addr) {
             Some((device, offset)) => device.read(offset, data),
@@ -297,8 +304,9 @@ impl DeviceSet {
         }
     }
 
-    /// A guest's write to an address where no memory is. Whether a device is at work on it: then
-    /// what `done` gives says when it no longer is.
+    /// Handles a guest's write to an address without memory. Returns whether a device still has
+    /// work to do for it. If so, the value that `done` creates is dropped when the work is
+    /// complete.
     pub(crate) fn write(&self, addr: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
         self.at(addr).is_some_and(|(device, offset)| device.write(offset, data, done))
     }
@@ -308,15 +316,20 @@ impl DeviceSet {
         Some((self.devices.get(index)?, offset))
     }
 
-    /// The guest is to stand, or, if nothing comes of that before [`quiesce`](Self::quiesce), it is
-    /// not: a disk that waits for an epoch does not hear us, nor, while a vCPU waits for it, does
-    /// that. To be said before any vCPU is told to stand.
+    /// Cancels the disks' waits for an epoch if `hurry` is true, or allows them again: when the
+    /// guest resumes, or if no pause has followed. Call it with `true` before pausing any vCPU: a
+    /// disk that waits for an epoch does not handle [`quiesce`](Self::quiesce), and a vCPU that
+    /// waits for that disk cannot be paused.
     pub(crate) fn hurry(&self, hurry: bool) {
         self.sources.iter().for_each(|disk| disk.hurry(hurry));
     }
 
-    /// Brings all devices to a stand, all at once, once no vCPU runs. If one cannot be, those that
-    /// were go on, and the error says which and why.
+    /// Quiesces all devices in parallel. Call it after all vCPUs have paused. If one device cannot
+    /// be quiesced, the others resume.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the device that could not be quiesced and the reason.
     pub(crate) fn quiesce(&self) -> Result<(), String> {
         let deadline = Instant::now() + self.limits.stall;
         self.hurry(true);
@@ -328,30 +341,32 @@ impl DeviceSet {
             }
         }
         if stands.is_err() {
-            // Also a device that will come to a stand later: it then finds this in its channel.
+            // This includes a device that is quiesced later: it then finds the resume in its
+            // channel.
             self.resume();
         }
         stands
     }
 
-    /// Lets all devices work.
+    /// Resumes all devices.
     pub(crate) fn resume(&self) {
         self.hurry(false);
         self.devices.iter().rev().for_each(Transport::resume);
     }
 
-    /// For the next device alone: one that is stuck must not use up the time of the others.
+    /// Returns the deadline for the next device alone, so that a stuck device does not use up the
+    /// time of the others.
     fn ask_deadline(&self) -> Instant {
         Instant::now() + self.limits.ask
     }
 
-    /// Takes what only one host may hold. If one device cannot, none holds anything, and no peer
-    /// reaches the guest here; but a disk of a guest that has run here stays locked if what the
-    /// guest wrote cannot be made durable. A stuck device releases what it takes as soon as its
-    /// backend answers, and is not waited for.
+    /// Acquires the resources that only one host may hold. If one device fails, all devices release
+    /// their resources, and no peer reaches the guest here. Exception: a disk of a guest that has
+    /// run here stays locked if the guest's writes cannot be made durable. A stuck device releases
+    /// its resources as soon as its backend responds; this function does not wait for it.
     pub(crate) fn acquire(&self) -> Result<(), String> {
         let deadline = Instant::now() + self.limits.release;
-        // Side by side: each may wait for its storage.
+        // In parallel, because each device may wait for its storage.
         let asked: Vec<_> = self.devices.iter().map(|d| d.begin_acquire(deadline)).collect();
         let (mut result, mut answered) = (Ok(()), Vec::with_capacity(asked.len()));
         for asked in asked {
@@ -365,7 +380,7 @@ impl DeviceSet {
         result
     }
 
-    /// Has all devices release their files and peers, and waits for those that have `answered`.
+    /// Makes all devices release their files and peers. Waits only for those that have `answered`.
     fn undo_acquire(&self, answered: &[bool]) {
         let deadline = Instant::now() + self.limits.release;
         let asked: Vec<_> = self.devices.iter().map(|d| d.begin_undo(deadline)).collect();
@@ -376,17 +391,19 @@ impl DeviceSet {
         }
     }
 
-    /// Makes durable what the guest wrote and lets go of what only one host may hold. All devices
-    /// are tried; if one fails, what the others let go of is to be acquired again.
+    /// Makes the guest's writes durable and releases the resources that only one host may hold. All
+    /// devices are tried. If one fails, the caller must acquire again what the others have
+    /// released.
     pub(crate) fn release(&self) -> Result<(), String> {
         let deadline = Instant::now() + self.limits.release;
-        // Side by side, as in `acquire`.
+        // In parallel, as in `acquire`.
         let asked: Vec<_> = self.devices.iter().map(|d| d.begin_release(deadline)).collect();
         asked.into_iter().map(|asked| asked.wait()?).fold(Ok(()), Result::and)
     }
 
-    /// Releases what peers reach the guest by. Returns what came for it late, by device, encoded in
-    /// at most [`MAX_LATE`] bytes. All devices are tried; the error is the first one's.
+    /// Detaches the guest's peers (taps, sockets). Returns the data that arrived for the guest
+    /// after the save, by device, encoded in at most [`MAX_LATE`] bytes. All devices are tried; the
+    /// error is the first one.
     pub(crate) fn detach(&self) -> Result<Vec<u8>, String> {
         let mut room = MAX_LATE - LATE_HEADS * self.devices.len();
         let mut late = BTreeMap::new();
@@ -405,8 +422,8 @@ impl DeviceSet {
         postcard::to_stdvec(&late).map_err(|e| e.to_string())
     }
 
-    /// Has peers reach the guest here. All devices are tried, also if there is no sense in what
-    /// came late.
+    /// Attaches the guest's peers on this host and takes the data that [`detach`](Self::detach)
+    /// returned on the previous host. All devices are tried, even if that data is malformed.
     pub(crate) fn attach(&self, late: &[u8]) -> Result<(), String> {
         let decoded = match late.is_empty() {
             true => Ok((BTreeMap::new(), &[][..])),
@@ -427,12 +444,13 @@ impl DeviceSet {
         result.map_err(|why| format!("what came late is malformed: {why}"))
     }
 
-    /// The states of all devices, which stand.
+    /// Saves the states of all devices, which must be quiesced.
     pub(crate) fn save(&self) -> Result<Vec<VirtioState>, String> {
         self.devices.iter().map(|device| device.save_by(self.ask_deadline())).collect()
     }
 
-    /// Puts saved states into devices that have never worked.
+    /// Restores saved states into devices that have never run. The error contains the device's
+    /// index.
     pub(crate) fn restore(&self, states: Vec<VirtioState>) -> Result<(), (usize, String)> {
         for (i, (device, state)) in self.devices.iter().zip(states).enumerate() {
             device.restore_by(state, self.ask_deadline()).map_err(|why| (i, why))?;
@@ -440,9 +458,9 @@ impl DeviceSet {
         Ok(())
     }
 
-    /// Interrupts again for whatever a driver was told and has not acknowledged. An irqfd's
-    /// interrupt is on its way for a while; one that was when the interrupt controllers were saved
-    /// is in no state. Drivers take one too many as spurious.
+    /// Raises the interrupt again of each device whose driver has not acknowledged its last one. An
+    /// interrupt through an irqfd takes some time to arrive. If the interrupt controllers are saved
+    /// in that time, it is in no saved state. Drivers ignore an extra interrupt as spurious.
     pub(crate) fn interrupt_again(&self, vm: &KvmVm) -> io::Result<()> {
         for (i, device) in self.devices.iter().enumerate() {
             if let Some(place) = placement(i).filter(|_| device.interrupt_pending()) {
@@ -457,7 +475,7 @@ impl DeviceSet {
 
 impl Drop for DeviceSet {
     fn drop(&mut self) {
-        // All at once: the drops that follow wait for each, and several may be stuck.
+        // Tell all devices first: dropping them waits for each in turn, and several may be stuck.
         self.devices.iter().for_each(Transport::quit);
     }
 }
@@ -497,7 +515,7 @@ mod tests {
         crate::testing::disk(id, &path, 1 << 20)
     }
 
-    /// Whether another guest can have the disk.
+    /// Returns whether another guest could acquire the disk.
     fn is_free(disk: &DiskConfig) -> bool {
         Block::open(disk, 1, VmId::random()).is_ok_and(|mut block| block.acquire().is_ok())
     }
@@ -518,7 +536,8 @@ mod tests {
         DeviceSet::build(&config, memory, VmId::random(), false, &[]).unwrap()
     }
 
-    /// Nobody copies it, and more of it is written over than can be set aside.
+    /// Nothing copies the disk's old content, and the guest overwrites more than the side buffer
+    /// holds.
     #[test]
     fn a_pause_does_not_wait_for_a_disk_that_waits_for_an_epoch() {
         const BYTES: u64 = 8 << 20;
@@ -534,11 +553,11 @@ mod tests {
         set.resume();
         let since = Instant::now();
         std::thread::scope(|scope| {
-            // As its device does.
+            // As the disk's device thread does.
             let writes = scope.spawn(|| keeper.before_write(0, BYTES));
             std::thread::sleep(Duration::from_millis(50));
             assert!(!writes.is_finished());
-            // Before any vCPU is halted.
+            // Before any vCPU is paused.
             set.hurry(true);
             writes.join().unwrap();
             set.quiesce().unwrap();
@@ -548,7 +567,8 @@ mod tests {
         let said = keeping.next(&mut runs, &mut some).unwrap_err();
         assert!(matches!(said, KeepError::Paused), "{said}");
         drop(keeping);
-        // The guest runs, or goes on, since a vCPU did not come to a stand: writes wait again.
+        // Writes wait again, whether the guest has resumed or never paused because a vCPU could not
+        // be paused.
         for halted in [true, false] {
             let mut keeping = keep();
             match halted {
@@ -581,7 +601,7 @@ mod tests {
         assert!(is_free(&a) && is_free(&b));
     }
 
-    /// All of them have the time of one.
+    /// All devices share one time limit.
     #[test]
     fn devices_are_acquired_side_by_side() {
         let memory = memory();
@@ -617,7 +637,7 @@ mod tests {
         Script::set(&script.refuses_release, true);
         assert_eq!(set.release().unwrap_err(), "it does not let go");
         assert!(is_free(&a));
-        // Taken again, as the guest goes on where it was.
+        // Acquired again, because the guest continues on this host.
         set.acquire().unwrap();
         assert!(!is_free(&a));
     }
@@ -651,7 +671,7 @@ mod tests {
         (set, script)
     }
 
-    /// Its thread comes to the request behind the deadline, and drops it.
+    /// The device's thread receives the request after the deadline and drops it.
     #[test]
     fn late_device_is_not_a_dead_one() {
         let device = spawn("late", Box::new(Fake(Arc::default())), &memory());
@@ -680,7 +700,7 @@ mod tests {
             let why = request(&set).unwrap_err();
             assert!(why.contains("virtio-rng \"stuck\" did not "), "{why}");
             assert!(why.contains("its backend is stuck"), "{why}");
-            // One that is asked next waits behind it, no longer than its own limit.
+            // A device that is asked next waits behind it, but no longer than its own limit.
             let why = set.quiesce().unwrap_err();
             assert!(why.contains("virtio-rng \"stuck\""), "{why}");
             Script::set(&script.stuck, false);
@@ -694,7 +714,7 @@ mod tests {
         let device =
             |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
         let devices = scripts.iter().zip(["stuck", "other"]).map(device).collect();
-        // Long enough for a device that is not stuck, on a busy host too.
+        // Long enough for a device that is not stuck, even on a busy host.
         let limit = Duration::from_millis(500);
         let set = DeviceSet::of(devices, Limits { stall: limit, release: limit, ask: limit });
         Script::set(&scripts[0].stuck, true);
@@ -711,7 +731,7 @@ mod tests {
     fn device_that_acquires_late_releases_again() {
         let memory = memory();
         let (mut set, script) = stuck_set(&memory);
-        // Longer than this test takes: the stuck device is not asked for anything else.
+        // Longer than this test takes: the stuck device gets no other request.
         set.limits.ask = Duration::from_secs(60);
         let began = Instant::now();
         let why = set.acquire().unwrap_err();
@@ -719,13 +739,13 @@ mod tests {
         assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
         Script::set(&script.attached, true);
         Script::set(&script.stuck, false);
-        // Behind it in the channel.
+        // Queued behind it in the channel.
         set.devices[0].save().unwrap();
         assert!(Script::is(&script.released));
         assert!(!Script::is(&script.attached));
     }
 
-    /// A guest whose hand-over has failed goes on, and its disk with it (I7).
+    /// After a failed hand-over the guest continues here, and so does its disk (I7).
     #[test]
     fn release_past_its_deadline_is_not_carried_out() {
         let memory = memory();
@@ -733,7 +753,7 @@ mod tests {
         set.attach(&[]).unwrap_err();
         set.release().unwrap_err();
         Script::set(&script.stuck, false);
-        // Behind both in the channel.
+        // Queued behind both in the channel.
         set.devices[0].acquire().unwrap();
         assert!(!Script::is(&script.released));
     }

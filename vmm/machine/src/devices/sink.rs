@@ -1,7 +1,7 @@
-//! Where COM1's output goes: a bounded buffer, emptied by a thread of its own, so that a slow or
-//! stuck reader never holds up a vCPU. What does not fit is dropped and counted.
+//! Output of COM1: a bounded buffer, emptied by a thread of its own, so that a slow or stuck reader
+//! never delays a vCPU. Output that does not fit is dropped and counted.
 //!
-//! Lines are written whole, unfinished ones (a prompt) after [`PATIENCE`].
+//! Lines are written whole. An unfinished line, such as a prompt, is written after [`PATIENCE`].
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -12,16 +12,16 @@ use std::time::Duration;
 use crate::config::SerialSink;
 use crate::sandbox::{self, Class};
 
-/// Bytes that wait for a slow reader before output is dropped.
+/// Bytes that may wait for a slow reader. Further output is dropped.
 const ROOM: usize = 256 << 10;
-/// How long an unfinished line waits for its end.
+/// Longest time that an unfinished line waits for its end.
 const PATIENCE: Duration = Duration::from_millis(10);
-/// How long a guest that stops here waits for its reader.
+/// Longest time that [`SinkWriter::settle`] waits for the reader when the guest stops on this host.
 const SETTLE: Duration = Duration::from_millis(100);
-/// How long a machine that ends waits for its reader.
+/// Longest time that the end of a machine waits for the reader.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// A sink cannot be opened.
+/// Error of opening a sink.
 #[derive(Debug, thiserror::Error)]
 #[error("serial output to \"{path}\" is not possible: {cause}")]
 pub struct SinkError {
@@ -33,13 +33,13 @@ pub struct SinkError {
 struct Pending {
     bytes: Vec<u8>,
     dropped: u64,
-    /// Unfinished lines do not wait for their end.
+    /// Whether unfinished lines are written without waiting for their end.
     hurry: bool,
-    /// Bytes taken by the thread are on their way.
+    /// Whether the thread is writing bytes that it has taken.
     writing: bool,
-    /// No more output comes.
+    /// Whether no more output will come.
     closed: bool,
-    /// The thread has written all it will.
+    /// Whether the thread has ended.
     done: bool,
 }
 
@@ -55,13 +55,13 @@ impl Shared {
     }
 }
 
-/// The writing side; writing never blocks.
+/// Writing end of the buffer. A write never blocks.
 #[derive(Clone, Debug)]
 pub struct SinkWriter(Arc<Shared>);
 
 impl SinkWriter {
-    /// Waits, a moment at most, until all output so far is written: the guest's next byte may be
-    /// written by another process.
+    /// Waits until all output so far is written, for at most [`SETTLE`]. Another process may write
+    /// the guest's next byte.
     pub(crate) fn settle(&self) {
         let mut pending = self.0.lock();
         pending.hurry = true;
@@ -93,7 +93,7 @@ impl Write for SinkWriter {
     }
 }
 
-/// The thread behind a [`SinkWriter`]. Dropping it writes out what is left.
+/// Thread that empties the buffer of a [`SinkWriter`]. Dropping it writes the remaining output.
 #[derive(Debug)]
 pub(crate) struct SinkThread {
     shared: Arc<Shared>,
@@ -125,7 +125,7 @@ pub(crate) fn open(sink: &SerialSink) -> Result<(SinkWriter, SinkThread), SinkEr
     Ok((SinkWriter(shared.clone()), SinkThread { shared, thread }))
 }
 
-/// Writes out what comes until the sink is closed and empty.
+/// Writes output until the sink is closed and empty.
 fn empty(shared: &Shared, mut to: Box<dyn Write + Send>) {
     let mut broken = false;
     loop {
@@ -147,7 +147,7 @@ fn empty(shared: &Shared, mut to: Box<dyn Write + Send>) {
     }
 }
 
-/// Waits for bytes: whole lines, or what is there when patience ends.
+/// Waits for bytes and returns them: whole lines, or whatever is buffered when the time limit ends.
 fn next(shared: &Shared) -> (Vec<u8>, u64, bool) {
     let mut pending = shared.lock();
     while pending.bytes.is_empty() && !pending.closed {
@@ -166,7 +166,7 @@ impl Drop for SinkThread {
         pending.closed = true;
         self.shared.changed.notify_all();
         let Some(thread) = self.thread.take() else { return };
-        // A reader that never reads again may keep the thread, but not the machine.
+        // A reader that is stuck may block the thread for ever, but not the machine.
         let waited = self.shared.changed.wait_timeout_while(pending, FAREWELL, |p| !p.done);
         let (pending, _) = waited.unwrap_or_else(PoisonError::into_inner);
         let done = pending.done;

@@ -1,4 +1,4 @@
-//! A timer that a device's thread waits for like for any file.
+//! A timer that a device's thread waits for as for any file.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -9,8 +9,8 @@ use rustix::time::{
     timerfd_settime,
 };
 
-/// Readable once its time has come. Looking never waits: the time may have been taken back since it
-/// was seen to have come.
+/// Timer that is readable after it has expired. Reading it never blocks, because it may have been
+/// cleared after it was reported as readable.
 #[derive(Debug)]
 pub(super) struct Timer(OwnedFd);
 
@@ -20,12 +20,12 @@ impl Timer {
         Ok(Self(timerfd_create(TimerfdClockId::Monotonic, flags)?))
     }
 
-    /// Its time comes once, after `wait`; at once is soon.
+    /// Arms the timer to expire once, after `wait`. A `wait` of zero expires almost at once.
     pub(super) fn set(&self, wait: Duration) -> io::Result<()> {
         self.arm(wait.max(Duration::from_nanos(1)))
     }
 
-    /// Its time does not come.
+    /// Disarms the timer.
     pub(super) fn clear(&self) -> io::Result<()> {
         self.arm(Duration::ZERO)
     }
@@ -42,7 +42,7 @@ impl Timer {
         Ok(())
     }
 
-    /// Whether its time has come since it was set.
+    /// Returns whether the timer has expired since it was set.
     pub(super) fn take(&self) -> io::Result<bool> {
         match rustix::io::read(&self.0, &mut [0; 8]) {
             Ok(_) => Ok(true),
