@@ -1,15 +1,17 @@
-//! When an interface says where it is: several times after it has moved, because a switch may not
-//! yet forward what comes from a port that was only now connected.
+//! Schedule of an interface's announcements: it repeats them several times after a move, because a
+//! switch may not yet forward frames from a port that was connected just now.
 
 use std::io;
 use std::time::Duration;
 
 use crate::devices::timer::Timer;
 
-/// Waits before the announcements that follow the first one, which is made at once, and whether the
-/// driver is asked to announce itself, too. Not at first: it has packets to answer that waited for
-/// the move, and its address, which is what switches need, is in ours. Nor twice: a guest whose
-/// kernel is slow is silent for as long as that takes it.
+/// For each announcement after the first one, which is sent at once: the wait before it, and
+/// whether the driver is asked to announce itself too.
+///
+/// The driver is not asked at first. It has packets to answer that waited for the move, and the
+/// device's own announcement contains the MAC address, which is what switches need. It is not asked
+/// twice either: announcing keeps a guest with a slow kernel silent for some time.
 const STEPS: [(Duration, bool); 5] = [
     (Duration::from_millis(10), false),
     (Duration::from_millis(40), false),
@@ -18,12 +20,13 @@ const STEPS: [(Duration, bool); 5] = [
     (Duration::from_millis(600), false),
 ];
 
-/// A series of announcements.
+/// Series of announcements.
 #[derive(Debug)]
 pub(super) struct Announcements {
-    /// A read of it never waits: what said that it is ready may be older than its last setting.
+    /// Timer of the next step. Its read never blocks, because a readiness event may be older than
+    /// its last setting.
     timer: Timer,
-    /// The step that is waited for; `None` if nothing is to be announced.
+    /// Step that the timer is set for, or `None` if nothing is to be announced.
     step: Option<usize>,
 }
 
@@ -32,12 +35,12 @@ impl Announcements {
         Ok(Self { timer: Timer::new()?, step: None })
     }
 
-    /// What is ready when another one is due.
+    /// Returns the timer, which is readable when an announcement is due.
     pub(super) fn timer(&self) -> &Timer {
         &self.timer
     }
 
-    /// Begins a series: the first announcement is due now.
+    /// Starts a series. The caller sends the first announcement itself.
     pub(super) fn begin(&mut self) -> io::Result<()> {
         self.step = Some(0);
         self.timer.set(STEPS[0].0)?;
@@ -46,14 +49,15 @@ impl Announcements {
 
     pub(super) fn end(&mut self) {
         self.step = None;
-        // A timer that cannot be stopped finds nothing to announce.
+        // If the timer cannot be cleared, its expiry finds nothing to announce.
         let _ = self.timer.clear();
     }
 
-    /// The timer was ready: if an announcement is due, whether the driver is asked for one, too.
+    /// Handles a readiness event of the timer. If an announcement is due, returns whether the
+    /// driver is asked to announce itself too.
     pub(super) fn tick(&mut self) -> io::Result<Option<bool>> {
         if !self.timer.take()? {
-            // The series has ended, or begun again, since.
+            // The series has ended, or started again, since the event.
             return Ok(None);
         }
         let Some(now) = self.step else { return Ok(None) };
@@ -81,7 +85,8 @@ mod tests {
         let mut announcements = Announcements::new().unwrap();
         announcements.begin().unwrap();
         pass(STEPS[0].0);
-        // It is ready, which is heard of only after a reset of the device, or after another move.
+        // The timer has expired, but the event is read only after a reset of the device or after
+        // another move.
         announcements.end();
         assert_eq!(announcements.tick().unwrap(), None);
         announcements.begin().unwrap();

@@ -1,23 +1,23 @@
-//! The control queue: what a driver asks of the interface itself.
+//! The control queue: requests of a driver to the interface itself.
 
 use driftline_guest::GuestRam;
 use virtio_bindings::virtio_net::*;
 
 use crate::devices::virtio::{Chain, Violation};
 
-/// What a driver asks for.
+/// Request of a driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Control {
-    /// Use so many pairs of queues.
+    /// Use this number of queue pairs.
     Pairs(u16),
     /// The driver has announced itself.
     Announced,
-    /// Something that was not offered.
+    /// A request that the device does not offer.
     Unknown { class: u8, command: u8 },
 }
 
 impl Control {
-    /// Reads what `chain` of queue `queue` asks for; it has room for the answer.
+    /// Reads the request in `chain` of queue `queue` and checks that it has room for the answer.
     pub(super) fn read(chain: &Chain, queue: u16, ram: &GuestRam) -> Result<Self, Violation> {
         let mut bytes = [0; 4];
         let len = chain.readable.read(ram, 0, &mut bytes)?;

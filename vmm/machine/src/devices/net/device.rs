@@ -1,5 +1,4 @@
-//! The interface as its thread and its machine see it: what it offers, how it stands, goes on and
-//! moves.
+//! The interface as a virtio [`Device`]: its features, and how it pauses, resumes and moves.
 
 use std::io;
 use std::time::Instant;
@@ -55,7 +54,7 @@ impl Device for Net {
 
     fn activate(&mut self, features: u64) {
         self.features = Some(features);
-        // Until the driver asks for more; a state that is restored says it after this.
+        // One pair until the driver asks for more. A restored state sets its own number afterwards.
         self.state.pairs = 1;
         self.state.waiting.retain(|pair, _| *pair == 0);
         self.try_tell_tap();
@@ -91,7 +90,7 @@ impl Device for Net {
     }
 
     fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
-        // Nothing is under way between two calls: frames are in the tap, or with the driver.
+        // Nothing is in flight between two calls: every frame is in the tap or with the driver.
         Ok(())
     }
 
@@ -120,7 +119,8 @@ impl Device for Net {
             return Err(format!("{} bytes follow the end of its state", rest.len()));
         }
         let NetState { pairs, ref waiting, .. } = state;
-        // What a driver negotiated that has broken the rules since is not told here.
+        // The features of a driver that has broken the rules are not known here. The limit is then
+        // the number of pairs in the configuration.
         let many = self.features.is_none() || self.has(VIRTIO_NET_F_MQ);
         let most = if many { self.config.queues } else { 1 };
         if !(1..=most).contains(&pairs) {
@@ -133,8 +133,8 @@ impl Device for Net {
             }
         }
         self.state = state;
-        // Should it be too early, because the host that the guest leaves is this one, `acquire`
-        // does it.
+        // This may be too early, because the guest comes from this same host. Then `acquire`
+        // attaches the tap.
         if self.tap.is_none()
             && let Err(e) = self.attach_tap()
         {
@@ -156,7 +156,8 @@ impl Device for Net {
     }
 
     fn release(&mut self, _: Instant) -> Result<(), String> {
-        // What comes waits in the tap, for whoever has the guest then.
+        // The tap stays attached. Frames that arrive wait in it for the host that has the guest
+        // then.
         Ok(())
     }
 
@@ -175,8 +176,8 @@ impl Device for Net {
     }
 
     fn attach(&mut self, late: &[u8]) -> Result<(), String> {
-        // Without a tap, because the host that the guest leaves is this one, `acquire` takes it:
-        // that host may want it back.
+        // If there is no tap, the guest comes from this same host, which may want the tap back.
+        // Then `acquire` attaches it.
         if self.features.is_some() && self.tap.is_some() {
             self.send_announcement();
         }

@@ -1,17 +1,18 @@
-//! Frames: their header, their bounds, and the one that a device writes by itself.
+//! Frames: their header, their limits, and the frame that the device sends by itself.
 
 use crate::config::MacAddr;
 
-/// Bytes of `struct virtio_net_hdr_v1`, before each frame, on the tap as in the queues.
+/// Size in bytes of `struct virtio_net_hdr_v1`, which precedes each frame on the tap and in the
+/// queues.
 pub(super) const HEADER: usize = 12;
-/// `num_buffers` in it.
+/// Bytes of the header's field `num_buffers`.
 pub(super) const NUM_BUFFERS: std::ops::Range<usize> = 10..12;
-/// Most bytes of a frame with its header: 64 KiB of IP that segmentation is left to others,
-/// Ethernet with a VLAN tag, and the header.
+/// Most bytes of a frame with its header: 64 KiB of IP that is segmented later, Ethernet with a
+/// VLAN tag, and the header.
 pub(super) const MAX_FRAME: usize = 65_535 + 18 + HEADER;
 
-/// Who the interface is, for switches to learn where it is: a RARP request to all. It names no IP
-/// address, which only the guest knows.
+/// Returns an announcement from which switches learn where the interface is: a broadcast RARP
+/// request. It contains no IP address, which only the guest knows.
 pub(super) fn announcement(mac: MacAddr) -> Vec<u8> {
     let MacAddr(mac) = mac;
     let mut frame = vec![0; HEADER];
@@ -19,12 +20,12 @@ pub(super) fn announcement(mac: MacAddr) -> Vec<u8> {
     frame.extend(mac);
     // EtherType RARP; Ethernet and IPv4 addresses of 6 and 4 bytes; "request reverse".
     frame.extend([0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);
-    // Sender and target are the same, at no IP address.
+    // Sender and target are the same, without an IP address.
     for _ in 0..2 {
         frame.extend(mac);
         frame.extend([0; 4]);
     }
-    // The least that Ethernet sends, without its checksum.
+    // Minimum size of an Ethernet frame without its checksum.
     frame.resize(HEADER + 60, 0);
     frame
 }

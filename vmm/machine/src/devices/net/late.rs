@@ -1,49 +1,52 @@
-//! Frames that came for a guest after its state was saved: they wait in its tap, and go with it to
-//! the next host, where they are the first that its driver is given.
+//! Frames that arrived for a guest after its state was saved. They wait in its tap and are sent
+//! along to the next host, whose driver gets them first.
 
 use std::collections::VecDeque;
 
 use super::frame::{HEADER, MAX_FRAME};
 use super::tap::Tap;
 
-/// Most frames that go along of each pair: more than a tap holds, unless its queue was made longer.
+/// Most frames of each queue pair that are sent along. This is more than a tap holds, unless its
+/// queue was made longer.
 const MOST: usize = 1024;
-/// Bytes of frames that are kept, of all pairs: more than goes along, for a guest that stays.
+/// Most bytes of frames that are kept, of all pairs together. This is more than is sent along, for
+/// a guest that stays.
 const KEPT: usize = 1 << 20;
-/// Bytes beside a frame's own, encoded: its pair, its length.
+/// Encoded bytes of a frame besides its data: queue pair and length.
 const FRAME_HEAD: usize = 4;
-/// Bytes before the first frame: how many there are.
+/// Encoded bytes before the first frame: the number of frames.
 const HEAD: usize = 3;
 
-/// Frames with their headers and the pairs of queues that they came by, in the order of each pair.
+/// Frames with their headers and queue pairs, in order within each pair.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct Late(VecDeque<(u8, Vec<u8>)>);
 
 impl Late {
-    /// The next frame for `pair`.
+    /// Removes and returns the next frame for `pair`.
     pub(super) fn pop(&mut self, pair: u8) -> Option<Vec<u8>> {
         let i = self.0.iter().position(|(of, _)| *of == pair)?;
         Some(self.0.remove(i)?.1)
     }
 
-    /// Forgets the frames of other pairs than the first `pairs`.
+    /// Drops the frames of all pairs except the first `pairs`.
     pub(super) fn keep(&mut self, pairs: u8) {
         self.0.retain(|(pair, _)| *pair < pairs);
     }
 
-    /// Adds what waits in `tap`, through `buffer`, up to [`KEPT`] bytes, shared evenly among its
-    /// pairs. Whether there was more, or some that could not be read.
+    /// Reads the frames that wait in `tap` through `buffer` and adds them, up to [`KEPT`] bytes,
+    /// shared evenly among its pairs. Returns whether frames were lost: there were more, or some
+    /// could not be read.
     pub(super) fn take_from(&mut self, tap: &Tap, buffer: &mut [u8]) -> bool {
         let mut more = false;
         for pair in 0..tap.enabled() {
-            // Of earlier moves that came to nothing there may be some.
+            // Frames from earlier moves that failed may still be here.
             let kept = self.0.iter().filter(|(of, _)| *of == pair).map(|(_, frame)| frame.len());
             let (before, bytes) = kept.fold((0, 0), |(n, sum), len| (n + 1, sum + len));
             let mut room = (KEPT / usize::from(tap.enabled())).saturating_sub(bytes);
             for taken in before.. {
                 match tap.read(pair, buffer) {
                     Ok(None) => break,
-                    // Too late for this one: it was read.
+                    // The frame has already been read, so it is lost.
                     Ok(Some(len)) if taken >= MOST || len > room => {
                         more = true;
                         break;
@@ -64,7 +67,7 @@ impl Late {
         more
     }
 
-    /// The frames that fit into `room` bytes, the first ones; nothing if there are none.
+    /// Encodes the first frames that fit into `room` bytes. Returns no bytes if there are none.
     pub(super) fn encode(&self, room: usize) -> Result<Vec<u8>, String> {
         let mut left = room.saturating_sub(HEAD);
         let fits = |(_, frame): &&(u8, Vec<u8>)| {
@@ -79,13 +82,14 @@ impl Late {
         }
     }
 
-    /// What [`encode`](Self::encode) gave, for an interface that uses so many pairs.
+    /// Decodes the bytes that [`encode`](Self::encode) returned, for an interface that uses `pairs`
+    /// pairs.
     pub(super) fn decode(bytes: &[u8], pairs: u8) -> Result<Self, String> {
         if bytes.is_empty() {
             return Ok(Self::default());
         }
         let malformed = |e: postcard::Error| e.to_string();
-        // A sequence begins with its length: looked at before anything is allocated for it.
+        // A sequence begins with its length, which is checked before anything is allocated for it.
         let (count, _) = postcard::take_from_bytes::<usize>(bytes).map_err(malformed)?;
         let most = MOST * usize::from(pairs);
         if count > most {

@@ -1,18 +1,19 @@
 //! virtio-net: a network interface over a tap.
 //!
 //! ```text
-//! receive queues  <- room first, then a frame is read <- tap       what has no room stays in the tap
-//! transmit queues -> one copy -> tap                               what the tap does not take is lost
-//! control queue   -> pairs of queues, "announced"
+//! receive queues  <- buffer first, then a frame is read <- tap   no buffer: frames stay in the tap
+//! transmit queues -> one copy -> tap                             frames the tap refuses are lost
+//! control queue   -> number of queue pairs, "announced"
 //! ```
 //!
-//! Frames go through a buffer of the device's, with one copy more than they need: what the guest
-//! changes meanwhile can then confuse nobody. One thread serves all queues.
+//! Frames pass through a buffer of the device, which costs one copy more than necessary: changes
+//! that the guest makes meanwhile can then do no harm. One thread serves all queues.
 //!
-//! The tap is attached to while this host has the guest; and at the next host from the moment that
-//! the state is there, so that between two hosts there is always one where frames can wait. What
-//! waits at the old one goes along. After a move the interface says where it is now: by itself, for
-//! switches to learn, and through its driver, which knows its IP addresses.
+//! The device is attached to the tap while this host has the guest. The next host attaches as soon
+//! as it has the device's state, so that during a move there is always a host where frames can
+//! wait. Frames that wait at the old host are sent along. After a move the interface announces its
+//! new place: by itself, so that switches learn it, and through its driver, which knows its IP
+//! addresses.
 
 mod announce;
 mod control;
@@ -47,49 +48,50 @@ use super::virtio::{Chain, Device, Io, Ring, Violation, Watcher};
 use crate::config::NetConfig;
 
 const QUEUE_SIZE: u16 = 256;
-/// Reads of a tap in a row that may give no frame: behind these it counts as broken.
+/// Most reads of a tap in a row that give no frame. After these the tap counts as broken.
 const MAX_BAD_FRAMES: u32 = 64;
-/// Where a series of announcements is told to go on; below it are the tap's queues.
+/// Token of the announcement timer. Lower tokens are the tap's queues.
 const ANNOUNCE: u32 = 1 << 16;
 
 /// The device.
 pub(super) struct Net {
     config: NetConfig,
-    /// Attaches to the tap.
+    /// Opens and attaches the tap.
     open: Box<dyn Fn() -> Result<Tap, String> + Send>,
-    /// While peers reach the guest by this host.
+    /// The tap, while peers reach the guest through this host.
     tap: Option<Tap>,
-    /// The tap's files are watched.
+    /// Whether the tap's files are watched.
     watched: bool,
-    /// The tap was let go of and taken again since the device last worked.
+    /// Whether the tap was attached since the device last ran.
     retaken: bool,
     announcements: Announcements,
-    /// To be given to the driver before what is in the tap.
+    /// Frames that arrived after the save. The driver gets them before those in the tap.
     late: Late,
-    /// What the driver negotiated, if it is ready.
+    /// Features that the driver negotiated, if it is ready.
     features: Option<u64>,
-    /// One frame with its header.
+    /// Buffer for one frame with its header.
     buffer: Box<[u8]>,
-    /// That the tap does not do what the driver needs was said.
+    /// Whether it has been logged that the tap does not do what the driver needs.
     tap_error_said: bool,
-    /// Frames that were neither given to the driver nor to the tap.
+    /// Number of frames that neither the driver nor the tap took.
     lost: u64,
     counters: Arc<NetCounters>,
     state: NetState,
 }
 
-/// The part of the device that moves with the guest.
+/// State of the device that moves with the guest.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 struct NetState {
-    /// Pairs of queues that the driver uses.
+    /// Number of queue pairs that the driver uses.
     pairs: u8,
-    /// The driver was asked to announce itself, and has not said that it did.
+    /// Whether the driver was asked to announce itself and has not acknowledged that yet.
     announce: bool,
-    /// By pair, a frame read from the tap that had no room in the queue. With its header.
+    /// For each queue pair, a frame with its header that was read from the tap but did not fit into
+    /// the queue.
     waiting: BTreeMap<u8, Vec<u8>>,
 }
 
-/// What a queue is for.
+/// Purpose of a queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Role {
     Receive(u8),
@@ -98,9 +100,13 @@ enum Role {
 }
 
 impl Net {
-    /// The interface of `config`, of the guest `holder`. Its tap is attached to by
-    /// [`Device::acquire`], or by [`Device::restore`] if it can be, and was found fit for it: only
-    /// the host that the guest comes from may stand against that.
+    /// Opens the interface of `config` for the guest `holder`. It attaches to its tap in
+    /// [`Device::acquire`], or, if possible, already in [`Device::restore`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if the tap cannot be attached to. A tap that this host already uses for `holder` is
+    /// accepted: the guest then comes from this host.
     pub(super) fn open(
         config: &NetConfig,
         holder: VmId,
@@ -123,7 +129,7 @@ impl Net {
         Ok(Self::new(config, announcements, Box::new(open)))
     }
 
-    /// An interface over sockets of datagrams in the place of a tap's queues.
+    /// Returns an interface over datagram sockets instead of a tap's queues.
     #[cfg(any(test, fuzzing))]
     pub(super) fn over_sockets(config: &NetConfig, taps: Vec<File>) -> io::Result<Self> {
         let open = move || {
@@ -155,7 +161,7 @@ impl Net {
         }
     }
 
-    /// What it has done.
+    /// Returns the interface's counters.
     pub(super) fn counters(&self) -> &Arc<NetCounters> {
         &self.counters
     }
@@ -170,7 +176,8 @@ impl Net {
         self.features.is_some_and(|features| features & 1 << feature != 0)
     }
 
-    /// What queue `queue` is for. Without several pairs the control queue follows the first one.
+    /// Returns the purpose of `queue`. Without multiple pairs, the control queue follows the first
+    /// pair.
     fn role(&self, queue: usize) -> Option<Role> {
         let pairs = if self.has(VIRTIO_NET_F_MQ) { self.config.queues.into() } else { 1 };
         let pair = (queue / 2) as u8;
@@ -182,7 +189,7 @@ impl Net {
         }
     }
 
-    /// Brings what the driver wants to the tap.
+    /// Applies the driver's features and number of queue pairs to the tap.
     fn tell_tap(&mut self) -> io::Result<()> {
         let (features, pairs) = (self.features.unwrap_or(0), self.state.pairs);
         let Some(tap) = &mut self.tap else { return Ok(()) };
@@ -196,7 +203,7 @@ impl Net {
         }
     }
 
-    /// A driver can bring it about again and again: it is said once.
+    /// Logs the error as such only once, because a driver can cause it repeatedly.
     fn note_tap_error(&mut self, e: &io::Error) {
         let name = &self.config.tap;
         match std::mem::replace(&mut self.tap_error_said, true) {
@@ -207,8 +214,8 @@ impl Net {
         }
     }
 
-    /// Watches the tap, if there is one and it is not watched yet. Edge-triggered: a frame that has
-    /// no room is looked for again when the driver has made some.
+    /// Watches the tap if there is one and it is not watched yet. The watch is edge-triggered:
+    /// after running out of buffers, the device reads again when the driver adds some.
     fn watch(&mut self, watcher: &Watcher) -> io::Result<()> {
         let Some(tap) = self.tap.as_ref().filter(|_| !self.watched) else { return Ok(()) };
         for (file, pair) in tap.files().iter().zip(0..) {
@@ -218,13 +225,13 @@ impl Net {
         Ok(())
     }
 
-    /// Lets the driver have what comes from the tap, as long as there is room.
+    /// Gives the driver frames from the tap as long as it has buffers.
     fn receive(&mut self, pair: u8, io: &mut Io<'_>) -> Result<(), Violation> {
         let queue = 2 * usize::from(pair);
         let Some(ring) = io.rings.get_mut(queue).filter(|_| pair < self.state.pairs) else {
             return Ok(());
         };
-        // Room first: a frame that has none stays in the tap.
+        // Take a buffer first: a frame without a buffer stays in the tap.
         while let Some(first) = ring.pop(io.ram)? {
             if first.writable.len() < HEADER as u32 {
                 let why = format!(
@@ -248,7 +255,7 @@ impl Net {
             }
             chains.iter().for_each(|_| ring.unpop());
             if self.has(VIRTIO_NET_F_MRG_RXBUF) && chains.len() < usize::from(ring.size()) {
-                // The driver will add to it.
+                // The driver will add more buffers.
                 self.state.waiting.insert(pair, self.buffer[..len].to_vec());
                 return Ok(());
             }
@@ -257,20 +264,20 @@ impl Net {
         Ok(())
     }
 
-    /// Puts the next frame for the driver into the buffer; its length with the header.
+    /// Reads the next frame for the driver into the buffer. Returns its length with the header.
     fn next_frame(&mut self, pair: u8) -> Option<usize> {
         if let Some(frame) = self.state.waiting.remove(&pair) {
-            // Bounded when it was restored.
+            // Its length was checked when it was restored.
             self.buffer[..frame.len()].copy_from_slice(&frame);
             return Some(frame.len());
         }
         if let Some(frame) = self.late.pop(pair) {
-            // Bounded when it was decoded, or read into this buffer.
+            // Its length was checked when it was decoded, or it was read into this buffer.
             self.buffer[..frame.len()].copy_from_slice(&frame);
             return Some(frame.len());
         }
-        // Up to the end of what is queued, also behind a bad frame: the tap is watched by edges,
-        // and does not tell again.
+        // Continues past bad frames, because the edge-triggered watch does not report the frames
+        // behind them again.
         for _ in 0..MAX_BAD_FRAMES {
             match self.tap.as_ref()?.read(pair, &mut self.buffer).transpose()? {
                 Ok(len) if len >= HEADER => return Some(len),
@@ -284,7 +291,8 @@ impl Net {
         None
     }
 
-    /// Chains with room for a frame of `len` bytes, from `first` on; too few if there are no more.
+    /// Returns buffers, starting with `first`, that have room for a frame of `len` bytes. Returns
+    /// fewer if the driver has no more.
     fn room_for(
         &self,
         len: usize,
@@ -302,8 +310,8 @@ impl Net {
         Ok(chains)
     }
 
-    /// Writes the frame in the buffer to `chains`, which have room for it; what was written to
-    /// each.
+    /// Writes the frame in the buffer to `chains`, which must have room for it. Returns the bytes
+    /// written to each chain.
     fn give(
         &mut self,
         chains: &[Chain],
@@ -321,7 +329,7 @@ impl Net {
         Ok(given)
     }
 
-    /// Gives the tap what the driver sends.
+    /// Sends the driver's frames to the tap.
     fn transmit(&mut self, pair: u8, io: &mut Io<'_>) -> Result<(), Violation> {
         let queue = 2 * usize::from(pair) + 1;
         let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
@@ -343,10 +351,10 @@ impl Net {
         Ok(())
     }
 
-    /// Sends the frame in the buffer.
+    /// Sends the frame in the buffer to the tap.
     fn send(&mut self, pair: u8, len: usize) {
         let Some(tap) = &self.tap else { return };
-        // The kernel takes nothing from a queue that it does not use.
+        // The kernel accepts no frames on a queue that is not enabled.
         let pair = pair.min(tap.enabled() - 1);
         match tap.write(pair, &self.buffer[..len]) {
             Ok(()) => {
@@ -357,7 +365,8 @@ impl Net {
         }
     }
 
-    /// Networks lose frames; the first one is said, all are counted.
+    /// Counts a lost frame, which is normal on a network. Only the first loss is logged as a
+    /// warning.
     fn lose(&mut self, why: &str) {
         self.lost += 1;
         self.counters.lost_frames.add(1);
@@ -377,7 +386,7 @@ impl Net {
                 Control::Pairs(pairs) => self.use_pairs(pairs, io)?,
                 Control::Announced => {
                     self.state.announce = false;
-                    // It knows.
+                    // The driver already knows this change of the configuration space.
                     io.shared.put_config(self.config_space());
                     true
                 }
@@ -396,7 +405,7 @@ impl Net {
         Ok(())
     }
 
-    /// Uses so many pairs of queues; whether that can be.
+    /// Sets the number of queue pairs in use. Returns whether that succeeded.
     fn use_pairs(&mut self, pairs: u16, io: &mut Io<'_>) -> Result<bool, Violation> {
         let most = if self.has(VIRTIO_NET_F_MQ) { self.config.queues } else { 1 };
         let Some(pairs) = u8::try_from(pairs).ok().filter(|pairs| (1..=most).contains(pairs))
@@ -410,7 +419,7 @@ impl Net {
             self.note_tap_error(&e);
             return Ok(false);
         }
-        // What the kernel put into them before anyone looked is not announced again.
+        // Frames that the kernel queued on these pairs before they were in use cause no new edge.
         (0..pairs).try_for_each(|pair| self.receive(pair, io))?;
         Ok(true)
     }
@@ -421,7 +430,8 @@ impl Net {
         self.send(0, frame.len());
     }
 
-    /// Says where the interface is: to switches now, and if the driver knows how, through it.
+    /// Announces the interface's place: to switches directly, and with `ask_driver` also through
+    /// the driver if it supports this.
     fn announce(&mut self, ask_driver: bool, io: &mut Io<'_>) {
         self.send_announcement();
         if ask_driver && self.has(VIRTIO_NET_F_GUEST_ANNOUNCE) {
@@ -431,7 +441,7 @@ impl Net {
     }
 }
 
-/// Bytes that `chains` have room for.
+/// Returns the number of bytes that `chains` have room for.
 fn room(chains: &[Chain]) -> u64 {
     chains.iter().map(|chain| u64::from(chain.writable.len())).sum()
 }

@@ -1,4 +1,4 @@
-//! A tap of the host: found, attached to, read and written a frame at a time.
+//! A tap of the host: finding it, attaching to it, and reading and writing one frame at a time.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -14,72 +14,73 @@ use super::frame::HEADER;
 use super::tun;
 use crate::fail_point;
 
-/// Why a tap cannot be had.
+/// Reason why a tap cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TapError {
-    /// There is none of that name.
+    /// No tap of that name exists.
     #[error(
         "tap \"{name}\" does not exist on this host; `ip tuntap add {name} mode tap` makes one"
     )]
     Missing {
-        /// The tap.
+        /// Name of the tap.
         name: String,
     },
-    /// A tap has one owner.
+    /// The tap is in use; it can have one owner only.
     #[error("tap \"{name}\" is in use by another")]
     InUse {
-        /// The tap.
+        /// Name of the tap.
         name: String,
     },
-    /// It is no tap, or not one for as many queues.
+    /// The interface is not a tap, or not one for this number of queues.
     #[error("\"{name}\" cannot be used as a tap with {queues} pair{} of queues: it is none, or was made {} `multi_queue` ({cause})", if *queues == 1 { "" } else { "s" }, if *queues == 1 { "with" } else { "without" })]
     Kind {
-        /// The tap.
+        /// Name of the tap.
         name: String,
-        /// Pairs of queues.
+        /// Number of queue pairs.
         queues: u8,
-        /// The system's answer.
+        /// Error of the system.
         cause: io::Error,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("tap \"{name}\": {what} failed: {cause}")]
     System {
-        /// The tap.
+        /// Name of the tap.
         name: String,
-        /// The operation.
+        /// Operation that failed.
         what: &'static str,
-        /// The system's answer.
+        /// Error of the system.
         cause: io::Error,
     },
 }
 
-/// A tap that is ours. Dropping it lets go of it.
+/// An attached tap. Dropping it detaches from it.
 #[derive(Debug)]
 pub(super) struct Tap {
-    /// One a queue pair. In tests and fuzzing, sockets of datagrams, which keep frames apart as
-    /// well.
+    /// One file for each queue pair. In tests and fuzzing these are datagram sockets, which also
+    /// keep frames apart.
     queues: Vec<File>,
-    /// It is a tap, which knows the ioctls of one.
+    /// Whether it is a real tap, which supports the tap ioctls.
     is_tap: bool,
-    /// Queues that the kernel uses.
+    /// Number of queue pairs that the kernel uses.
     enabled: u8,
-    /// What others of this host see of whoever has it.
+    /// Claims that other processes of this host see while this process holds the tap.
     _claims: Vec<UnixDatagram>,
 }
 
 impl Tap {
-    /// Attaches to the tap `name` of this network namespace with `queues` queues, for the guest
-    /// `holder`; the first one is enabled.
+    /// Attaches to the tap `name` of this network namespace with `queues` queue pairs, for the
+    /// guest `holder`. Only the first pair is enabled.
     pub(super) fn open(name: &str, queues: u8, holder: VmId) -> Result<Self, TapError> {
         let failed = |what: &'static str| {
             move |cause: io::Error| TapError::System { name: name.to_owned(), what, cause }
         };
-        // Attaching to one that does not exist would create it.
+        // Attaching to a tap that does not exist would create it.
         if !exists(name).map_err(failed("looking it up"))? {
             return Err(TapError::Missing { name: name.to_owned() });
         }
-        // A tap with several queues can be attached to by several processes; one of ours has this.
+        // Several processes can attach to a tap with several queues. The claim keeps other
+        // driftline processes away.
         let claims = vec![claim(name, &sole(name))?, claim(name, &held_for(name, holder))?];
         let mut flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
         if queues > 1 {
@@ -108,23 +109,23 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Sockets of datagrams in the place of a tap.
+    /// Returns a tap that uses datagram sockets instead.
     #[cfg(any(test, fuzzing))]
     pub(super) fn of_sockets(queues: Vec<File>) -> Self {
         Self { queues, is_tap: false, enabled: 1, _claims: Vec::new() }
     }
 
-    /// The files, whose readiness says that there are frames.
+    /// Returns the files. A readable file has frames.
     pub(super) fn files(&self) -> &[File] {
         &self.queues
     }
 
-    /// Pairs of queues that are in use.
+    /// Returns the number of queue pairs in use.
     pub(super) fn enabled(&self) -> u8 {
         self.enabled
     }
 
-    /// Tells the kernel what a driver with these virtio features does with frames by itself.
+    /// Sets in the kernel the offloads that a driver with these virtio features supports.
     pub(super) fn set_offloads(&self, features: u64) -> io::Result<()> {
         let pairs = [
             (VIRTIO_NET_F_GUEST_CSUM, libc::TUN_F_CSUM),
@@ -133,7 +134,7 @@ impl Tap {
         ];
         let chosen = pairs.iter().filter(|(feature, _)| features & 1 << feature != 0);
         let offloads = chosen.fold(0, |bits, (_, bit)| bits | bit);
-        // Without checksums of its own a driver can do nothing else.
+        // The other offloads require checksum offload.
         let offloads = if offloads & libc::TUN_F_CSUM == 0 { 0 } else { offloads };
         match self.queues.first().filter(|_| self.is_tap) {
             Some(file) => tun::set_offloads(file, offloads),
@@ -141,7 +142,7 @@ impl Tap {
         }
     }
 
-    /// Has the kernel use the first `pairs` queues.
+    /// Makes the kernel use the first `pairs` queue pairs.
     pub(super) fn enable(&mut self, pairs: u8) -> io::Result<()> {
         for (file, i) in self.queues.iter().zip(0..) {
             let (is, shall) = (i < self.enabled, i < pairs);
@@ -153,7 +154,7 @@ impl Tap {
         Ok(())
     }
 
-    /// Reads a frame with its header; `None` if there is none.
+    /// Reads a frame with its header. Returns `None` if there is none.
     pub(super) fn read(&self, pair: u8, to: &mut [u8]) -> io::Result<Option<usize>> {
         let Some(mut file) = self.queues.get(usize::from(pair)) else { return Ok(None) };
         match file.read(to) {
@@ -171,7 +172,7 @@ impl Tap {
     }
 }
 
-/// Whether this network namespace has a device of that name.
+/// Returns whether this network namespace has an interface of that name.
 fn exists(name: &str) -> io::Result<bool> {
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::DGRAM, None)?;
     match rustix::net::netdevice::name_to_index(&socket, name) {
@@ -181,7 +182,7 @@ fn exists(name: &str) -> io::Result<bool> {
     }
 }
 
-/// Whether a driftline of this host has the tap `name` for the guest `holder`.
+/// Returns whether a driftline process of this host holds the tap `name` for the guest `holder`.
 pub(super) fn is_held_for(name: &str, holder: VmId) -> bool {
     matches!(claim(name, &held_for(name, holder)), Err(TapError::InUse { .. }))
 }
@@ -194,8 +195,8 @@ fn held_for(name: &str, holder: VmId) -> String {
     format!("driftline/tap/{name}/{holder}")
 }
 
-/// Claims the tap `name` by a name that one process of its network namespace can have: abstract
-/// sockets' names are each namespace's own, and go with their process.
+/// Claims the tap `name` by binding an abstract socket name, which only one process of a network
+/// namespace can hold. The name is freed when its process ends.
 fn claim(name: &str, by: &str) -> Result<UnixDatagram, TapError> {
     let address = SocketAddr::from_abstract_name(by);
     address.and_then(|address| UnixDatagram::bind_addr(&address)).map_err(|cause| {

@@ -1,4 +1,4 @@
-//! The interface driven through its queues, over sockets in the place of a tap.
+//! Tests that drive the interface through its queues, over sockets instead of a tap.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -16,7 +16,7 @@ use crate::devices::virtio::{Transport, VirtioState};
 
 const MAC: MacAddr = MacAddr([2, 0, 0, 0, 0, 7]);
 
-/// The world behind the tap: a socket for each queue.
+/// The network behind the tap: a socket for each queue pair.
 struct World {
     ours: Vec<UnixDatagram>,
     taps: Vec<File>,
@@ -34,7 +34,7 @@ impl World {
         Self { ours, taps }
     }
 
-    /// An interface that this world is behind.
+    /// Returns an interface that is connected to this network.
     fn net(&self) -> Net {
         let queues = self.taps.len() as u8;
         let config = NetConfig { id: "n".to_owned(), tap: "t".to_owned(), mac: MAC, queues };
@@ -48,7 +48,7 @@ impl World {
         self.ours[queue].send(&[&[0; HEADER], frame].concat()).unwrap();
     }
 
-    /// What came from the guest until now, without headers.
+    /// Returns the frames that the guest has sent so far, without headers.
     fn frames(&self) -> Vec<Vec<u8>> {
         let mut buffer = vec![0; MAX_FRAME];
         let mut frames = Vec::new();
@@ -79,7 +79,7 @@ fn status(driver: &Driver) -> u16 {
     u16::from_le_bytes(bytes)
 }
 
-/// Makes a request at the control queue; the answer.
+/// Makes a request at the control queue and returns the answer.
 #[track_caller]
 fn control(driver: &mut Driver, queue: usize, bytes: &[u8]) -> u8 {
     let answer = driver.wanted(1);
@@ -150,7 +150,7 @@ fn a_large_frame_is_given_in_several_buffers_or_waits_for_them() {
         let first = driver.post(0, &[rooms[0]]);
         driver.kick(0);
         world.send(0, &large);
-        // It has been read, and has no room: it is part of the state.
+        // The frame has been read and has no room, so it is part of the state.
         std::thread::sleep(Duration::from_millis(50));
         driver.quiesce();
         let state = driver.transport.save().unwrap();
@@ -180,7 +180,7 @@ fn without_merged_buffers_a_frame_too_large_is_lost_alone() {
     world.send(0, &frame(2, 1514));
     assert_eq!(driver.request(0, &[room]), 1526);
     assert_eq!(driver.bytes(room)[HEADER..], frame(2, 1514));
-    // So is one that all buffers of a queue together have no room for.
+    // A frame that does not fit into all buffers of a queue together is lost too.
     let mut driver = Driver::started(Box::new(world.net()));
     let size = driver.queue_size(0);
     world.send(0, &frame(3, 40_000));
@@ -236,7 +236,7 @@ fn a_driver_uses_as_many_queues_as_there_are() {
     driver.quiesce();
     let state = driver.transport.save().unwrap();
     let driver = driver_after(&world, driver, state);
-    // Without several pairs, the control queue is the third.
+    // Without multiple pairs, the control queue is the third queue.
     drop(driver);
     let mut driver = Driver::started_without(Box::new(world.net()), 1 << VIRTIO_NET_F_MQ);
     assert_eq!(control(&mut driver, 2, &pairs(1)), 0);
@@ -319,7 +319,7 @@ fn a_tap_that_its_last_host_may_want_back_is_left_to_it() {
     let world = World::new(1);
     let mut net = world.net();
     net.detach(0);
-    // As where the restore found it in use, because both hosts are one.
+    // As if the restore had found the tap in use, because both hosts are the same.
     net.attach(&[]).unwrap();
     assert!(net.tap.is_none());
     assert_eq!(world.frames(), Vec::<Vec<u8>>::new());
@@ -409,7 +409,8 @@ fn frames_behind_a_short_one_arrive() {
     let net = world.net();
     let meter = Meter::Net("n".to_owned(), net.counters().clone());
     let mut driver = Driver::started(Box::new(net));
-    // All are queued before there is room for any, so that nothing tells of the last one again.
+    // All frames are queued before any buffer is available, so that no later event reports the last
+    // one.
     for len in [1, HEADER - 1] {
         world.ours[0].send(&vec![0; len]).unwrap();
     }

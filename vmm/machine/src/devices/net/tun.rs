@@ -1,4 +1,4 @@
-//! The ioctls of `/dev/net/tun`: the one place in the network device with unsafe code.
+//! The ioctls of `/dev/net/tun`. This is the only unsafe code of the network device.
 
 use std::fs::File;
 use std::io;
@@ -6,7 +6,7 @@ use std::io;
 use libc::{c_int, c_short, c_uint};
 use vmm_sys_util::ioctl::{ioctl_with_ref, ioctl_with_val};
 
-/// `struct ifreq`, as far as taps use it.
+/// `struct ifreq`, with the fields that taps use.
 #[repr(C)]
 struct InterfaceRequest {
     name: [u8; libc::IFNAMSIZ],
@@ -17,7 +17,7 @@ struct InterfaceRequest {
 const _: () = assert!(size_of::<InterfaceRequest>() == size_of::<libc::ifreq>());
 
 impl InterfaceRequest {
-    /// Of a name that is too long the kernel sees the beginning.
+    /// Returns a request. A name that is too long is truncated.
     fn new(name: &str, flags: c_int) -> Self {
         let mut request =
             Self { name: [0; libc::IFNAMSIZ], flags: flags as c_short, rest: [0; 22] };
@@ -34,12 +34,12 @@ fn check(result: c_int) -> io::Result<()> {
 /// Attaches `file`, an open `/dev/net/tun`, to the tap `name` as one of its queues.
 pub(super) fn attach(file: &File, name: &str, flags: c_int) -> io::Result<()> {
     let request = InterfaceRequest::new(name, flags);
-    // SAFETY: the kernel reads and writes one `ifreq`, whose size `request` has, and keeps nothing
-    // of it.
+    // SAFETY: the kernel reads and writes one `ifreq`, whose size `request` has, and keeps no
+    // reference to it.
     check(unsafe { ioctl_with_ref(file, libc::TUNSETIFF, &request) })
 }
 
-/// Lets the kernel use a queue that is attached, or not.
+/// Enables or disables an attached queue in the kernel.
 pub(super) fn enable_queue(file: &File, enable: bool) -> io::Result<()> {
     let flags = if enable { libc::IFF_ATTACH_QUEUE } else { libc::IFF_DETACH_QUEUE };
     let request = InterfaceRequest::new("", flags);
@@ -47,13 +47,13 @@ pub(super) fn enable_queue(file: &File, enable: bool) -> io::Result<()> {
     check(unsafe { ioctl_with_ref(file, libc::TUNSETQUEUE, &request) })
 }
 
-/// Says how many bytes are before each frame.
+/// Sets the number of header bytes before each frame.
 pub(super) fn set_header_size(file: &File, bytes: c_int) -> io::Result<()> {
     // SAFETY: the kernel reads one int.
     check(unsafe { ioctl_with_ref(file, libc::TUNSETVNETHDRSZ, &bytes) })
 }
 
-/// Says what the reader of the tap can do with frames by itself: bits `TUN_F_*`.
+/// Sets the offloads (bits `TUN_F_*`) that the reader of the tap supports.
 pub(super) fn set_offloads(file: &File, offloads: c_uint) -> io::Result<()> {
     // SAFETY: the argument is a number; no memory is involved.
     check(unsafe { ioctl_with_val(file, libc::TUNSETOFFLOAD, offloads.into()) })
