@@ -1,20 +1,20 @@
-//! Bounds on what a guest and the programs of its host can make the device keep.
+//! Limits on what a guest and the programs of its host can make the device keep.
 
-/// Programs that have not yet said what they want; beyond that the first of them gives way.
+/// Programs that may wait with an unfinished greeting. Beyond that, the oldest is dropped.
 pub(super) const MAX_CALLERS: usize = 64;
-/// Refusals that wait for room in the guest. With so many, the device takes no packets and opens no
-/// connections.
+/// Refusals that may wait for room in the guest. At this number the device takes no packets and
+/// opens no connections.
 pub(super) const MAX_REFUSALS: usize = 256;
-/// Most bytes of data in a packet.
+/// Most data bytes in a packet.
 pub(super) const MAX_DATA: usize = 64 << 10;
-/// Connections at most.
+/// Most connections.
 const MAX_CONNECTIONS: usize = 1024;
-/// Open files of this process that are not for connections: the rest of it needs some.
+/// Open files of this process that are reserved for other uses than connections.
 const OTHER_FILES: u64 = 256;
-/// Connections for which there is room always.
+/// Connections that are always allowed.
 const MIN_CONNECTIONS: usize = 16;
 
-/// How many connections a process may have that can open `files` files.
+/// Returns the number of connections for a process that may open `files` files.
 pub(super) fn most_connections(files: u64) -> usize {
     let left = usize::try_from(files.saturating_sub(OTHER_FILES)).unwrap_or(usize::MAX);
     left.clamp(MIN_CONNECTIONS, MAX_CONNECTIONS)

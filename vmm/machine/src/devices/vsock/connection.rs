@@ -1,4 +1,5 @@
-//! One stream between a program of the guest and one of the host, with the credit of both sides.
+//! One stream between a program of the guest and a program of the host, with the credit of both
+//! sides.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -10,29 +11,30 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::packet::{HOST_CID, Header, NO_RECEIVE, NO_SEND, STREAM, op};
 
-/// Bytes from the guest that wait for the host's program at most: the credit that the guest has.
+/// Most bytes from the guest that wait for the host's program. This is the guest's credit.
 pub(super) const ROOM: u32 = 64 << 10;
-/// Bytes that have left that room before the guest is told.
+/// Bytes that must leave that buffer before the guest is told.
 const TELL_AFTER: u32 = ROOM / 4;
-/// How long the guest has to answer a request, and to let go of a connection whose program is gone.
+/// Limit on how long the guest may take to answer a request, and to end a connection whose program
+/// is gone.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The ports of a connection, which are its name.
+/// Ports that identify a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Ports {
     pub(super) guest: u32,
     pub(super) host: u32,
 }
 
-/// How far a connection has come.
+/// Phase of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
-    /// The host's program asked for it, and the guest has not answered.
+    /// The host's program has requested the connection, and the guest has not answered.
     Requested,
     Open,
 }
 
-/// Control packets that the guest is to get.
+/// Control packets that are due to the guest.
 #[derive(Clone, Copy, Debug, Default)]
 struct Due {
     request: bool,
@@ -43,7 +45,8 @@ struct Due {
 }
 
 impl Due {
-    /// The next one, but for the shutdown, which comes after the data.
+    /// Removes and returns the next one. The shutdown is not included, because it must follow the
+    /// data.
     fn take(&mut self) -> Option<u16> {
         let control = [
             (&mut self.request, op::REQUEST),
@@ -55,7 +58,7 @@ impl Due {
     }
 }
 
-/// See the module.
+/// One stream. See the module documentation.
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) ports: Ports,
@@ -63,38 +66,40 @@ pub(super) struct Connection {
     stream: UnixStream,
     phase: Phase,
     due: Due,
-    /// It waits for its turn to send to the guest.
+    /// Whether the connection waits for its turn to send to the guest.
     pub(super) queued: bool,
-    /// The deadline that the device has noted.
+    /// Deadline that the device has queued.
     pub(super) noted: Option<Instant>,
-    /// When the device's patience with the guest ends, if it waits for it.
+    /// Deadline for the guest's answer, if the device waits for one.
     deadline: Option<Instant>,
-    /// The stream may have something to read.
+    /// Whether the stream may be readable.
     readable: bool,
-    /// The other side of the stream is gone altogether.
+    /// Whether the peer has closed the stream in both directions.
     hung_up: bool,
-    /// From the guest, and not yet taken by the stream. At most [`ROOM`].
+    /// Bytes from the guest that the stream has not taken yet, at most [`ROOM`].
     backlog: VecDeque<u8>,
-    /// Bytes that the stream took, ever; and as the guest was last told.
+    /// Bytes that the stream has taken in total, and the value that the guest was last told.
     forwarded: u32,
     told: u32,
-    /// The guest's room, what it has taken from it ever, and what was sent to it ever.
+    /// Size of the guest's buffer, bytes that it has taken out in total, and bytes sent to it in
+    /// total.
     guest_room: u32,
     guest_forwarded: u32,
     sent: u32,
     credit_asked: bool,
-    /// What the guest said that it does no more, and what we said: `NO_RECEIVE`, `NO_SEND`.
+    /// Directions that the guest has shut down, and directions that the device has told it are shut
+    /// down: `NO_RECEIVE`, `NO_SEND`.
     guest_shut: u32,
     host_shut: u32,
 }
 
-/// What becomes of a connection.
+/// What happens to a connection next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Fate {
     Lives,
-    /// The guest is told that it is over.
+    /// It ends, and the guest must be told.
     Reset,
-    /// The guest knows that it is over.
+    /// It ends, and the guest knows.
     Gone,
 }
 
@@ -123,14 +128,14 @@ impl Connection {
         }
     }
 
-    /// One that a program of the host asks for, over `stream`.
+    /// Returns a connection that a program of the host requests over `stream`.
     pub(super) fn to_guest(ports: Ports, guest_cid: u32, stream: UnixStream) -> Self {
         let due = Due { request: true, ..Due::default() };
         let deadline = Some(Instant::now() + PATIENCE);
         Self { deadline, ..Self::new(ports, guest_cid, stream, Phase::Requested, due) }
     }
 
-    /// One that the guest asks for with `header`, over `stream`, which leads where it wants to.
+    /// Returns a connection that the guest requests with `header`, over `stream` to the program.
     pub(super) fn from_guest(ports: Ports, header: &Header, cid: u32, stream: UnixStream) -> Self {
         let due = Due { response: true, ..Due::default() };
         let mut new = Self::new(ports, cid, stream, Phase::Open, due);
@@ -143,12 +148,12 @@ impl Connection {
         self.guest_forwarded = header.fwd_cnt.get();
     }
 
-    /// Bytes that the guest has room for.
+    /// Returns the number of bytes that the guest has room for.
     fn credit(&self) -> u32 {
         self.guest_room.saturating_sub(self.sent.wrapping_sub(self.guest_forwarded))
     }
 
-    /// Takes a packet of the guest, whose data is `data`.
+    /// Handles a packet of the guest, whose data is `data`.
     pub(super) fn take(&mut self, header: &Header, data: &[u8]) -> Fate {
         self.note_credit(header);
         if self.credit() > 0 {
@@ -160,7 +165,7 @@ impl Connection {
                 self.phase = Phase::Open;
                 self.deadline = None;
                 let greeting = format!("OK {}\n", self.ports.host);
-                // A new stream has room for a line.
+                // A new stream has room for one line.
                 if self.stream.write_all(greeting.as_bytes()).is_err() {
                     return Fate::Reset;
                 }
@@ -192,7 +197,7 @@ impl Connection {
         }
     }
 
-    /// Gives `data` to the stream, and keeps what that does not take.
+    /// Writes `data` to the stream and keeps the bytes that the stream does not take.
     fn forward(&mut self, data: &[u8]) {
         self.backlog.extend(data);
         self.flush();
@@ -208,7 +213,7 @@ impl Connection {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => {
-                    // Nobody reads it any more.
+                    // The program no longer reads the stream.
                     self.forwarded = self.forwarded.wrapping_add(self.backlog.len() as u32);
                     self.backlog.clear();
                     self.shut(NO_RECEIVE);
@@ -221,8 +226,8 @@ impl Connection {
         self.shut_stream();
     }
 
-    /// Passes on what the guest said that it does no more, once all that it sent is through. That
-    /// the stream is closed already is no error.
+    /// Passes the guest's shutdown on to the stream. The write direction waits until all of the
+    /// guest's data has been written. It is not an error if the stream is already closed.
     fn shut_stream(&self) {
         if self.guest_shut & NO_SEND != 0 && self.backlog.is_empty() {
             let _ = self.stream.shutdown(Shutdown::Write);
@@ -232,7 +237,7 @@ impl Connection {
         }
     }
 
-    /// Tells the guest what the host's program does no more.
+    /// Tells the guest which directions the host's program has shut down.
     fn shut(&mut self, flags: u32) {
         if self.host_shut | flags != self.host_shut {
             self.host_shut |= flags;
@@ -243,13 +248,13 @@ impl Connection {
         }
     }
 
-    /// The stream is ready for something.
+    /// Handles a stream that is ready for reading or writing.
     pub(super) fn stream_ready(&mut self, hung_up: bool) -> Fate {
         self.readable = true;
         self.hung_up |= hung_up;
         if self.phase == Phase::Open {
             self.flush();
-            // Nothing will be read any more that would tell.
+            // No later read will detect the end of the stream.
             let all_read = self.host_shut & NO_SEND != 0 || self.guest_shut & NO_RECEIVE != 0;
             if self.hung_up && all_read {
                 self.shut(NO_SEND | NO_RECEIVE);
@@ -258,7 +263,7 @@ impl Connection {
         self.fate()
     }
 
-    /// Whether the other side of the stream is gone altogether, asked of the system.
+    /// Asks the system whether the peer has closed the stream in both directions.
     pub(super) fn is_hung_up(&self) -> bool {
         let mut fds = [PollFd::new(&self.stream, PollFlags::empty())];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -266,17 +271,17 @@ impl Connection {
             && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
-    /// When the guest is to have done what the device waits for, if it does.
+    /// Returns the deadline for the guest's answer, if the device waits for one.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Gives the guest its time once more: it did not run.
+    /// Restarts the time limit, because the guest did not run meanwhile.
     pub(super) fn wait_anew(&mut self) {
         self.deadline = self.deadline.map(|_| Instant::now() + PATIENCE);
     }
 
-    /// Whether there may be something for the guest.
+    /// Returns whether there may be a packet for the guest.
     pub(super) fn wants_turn(&self) -> bool {
         let Due { request, response, credit, ask_credit, shutdown } = self.due;
         let control = request || response || credit || ask_credit || shutdown;
@@ -290,7 +295,7 @@ impl Connection {
             && self.guest_shut & NO_RECEIVE == 0
     }
 
-    /// The next packet for the guest, with its data in `data`, if there is one.
+    /// Returns the next packet for the guest, if there is one, and puts its data into `data`.
     pub(super) fn next_packet(&mut self, data: &mut [u8]) -> Option<Header> {
         if let Some(op) = self.due.take() {
             return Some(self.header(op, 0));
@@ -304,12 +309,12 @@ impl Connection {
                 _ => {}
             }
         }
-        // After all that the program has sent.
+        // The shutdown follows all data that the program has sent.
         let shutdown = std::mem::take(&mut self.due.shutdown);
         shutdown.then(|| Header { flags: self.host_shut.into(), ..self.header(op::SHUTDOWN, 0) })
     }
 
-    /// Reads from the stream what the guest has room for.
+    /// Reads from the stream as many bytes as the guest has room for.
     fn read(&mut self, data: &mut [u8]) -> Option<u32> {
         let most = data.len().min(self.credit() as usize);
         if most == 0 {

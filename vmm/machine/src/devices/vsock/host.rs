@@ -1,5 +1,5 @@
-//! The host's side: the unix socket at which programs ask for connections, and the sockets to which
-//! the guest's connections lead. The convention is Firecracker's.
+//! The host's side: the unix socket at which programs request connections, and the sockets to which
+//! the guest's connections lead. The protocol is Firecracker's.
 
 use std::ffi::OsString;
 use std::io;
@@ -11,10 +11,10 @@ use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketT
 use crate::devices::opener::{Kept, Opener};
 use crate::socket::{ListeningSocket, SocketError};
 
-/// Longest greeting: "CONNECT 4294967295\n" is shorter.
+/// Most bytes of a greeting; "CONNECT 4294967295\n" is shorter.
 const MOST: usize = 32;
 
-/// Why a vsock's unix socket cannot be had.
+/// Reason why a vsock's unix socket cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("the vsock's unix socket: {0}")]
 pub struct VsockError(#[from] pub(super) SocketError);
@@ -24,13 +24,13 @@ impl VsockError {
         Self(SocketError::System { path: path.to_owned(), cause })
     }
 
-    /// Another process listens there already, or is about to.
+    /// Returns whether another process listens on the socket, or is about to.
     pub(super) fn is_in_use(&self) -> bool {
         matches!(self.0, SocketError::InUse(_) | SocketError::Contended(_))
     }
 }
 
-/// The socket at which programs of the host ask for connections. Its file goes with it.
+/// Socket at which programs of the host request connections. Dropping it removes its file.
 #[derive(Debug)]
 pub(super) struct Door {
     listener: UnixListener,
@@ -50,8 +50,11 @@ impl Door {
         &self.listener
     }
 
-    /// The next program that wants something. An error is the system's: it has no room for one
-    /// more.
+    /// Accepts the next program, if one waits.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the system has no room for one more.
     pub(super) fn accept(&self) -> io::Result<Option<UnixStream>> {
         loop {
             return match self.listener.accept() {
@@ -69,18 +72,18 @@ impl Door {
     }
 }
 
-/// What a program has said so far.
+/// What a program has sent so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Greeting {
-    /// It wants this port of the guest.
+    /// A request for this port of the guest.
     Connect(u32),
-    /// The line is not complete.
+    /// The line is not complete yet.
     Unfinished,
-    /// It is something else, or the program has gone.
+    /// Anything else, or the program has closed the stream.
     Wrong,
 }
 
-/// Reads a program's greeting from `stream`, and nothing of what follows.
+/// Reads a program's greeting from `stream`, and no byte after it.
 pub(super) fn greeting(stream: &UnixStream) -> Greeting {
     let mut bytes = [0; MOST];
     let len = match rustix::net::recv(stream, &mut bytes[..], RecvFlags::PEEK) {
@@ -94,7 +97,7 @@ pub(super) fn greeting(stream: &UnixStream) -> Greeting {
     let port = std::str::from_utf8(&bytes[..line]).ok().and_then(parse);
     let mut rest = &mut bytes[..=line];
     while !rest.is_empty() {
-        // All of it was there a moment ago, and nobody else reads.
+        // All of it was readable just before, and nothing else reads the stream.
         match rustix::net::recv(stream, &mut *rest, RecvFlags::empty()) {
             Ok((len, _)) if len > 0 => rest = &mut rest[len..],
             _ => return Greeting::Wrong,
@@ -108,7 +111,7 @@ fn parse(line: &str) -> Option<u32> {
     if !word.eq_ignore_ascii_case("connect") { None } else { port.trim().parse().ok() }
 }
 
-/// Connects to the program that listens for the guest at `port`. It does not wait.
+/// Connects to the program that listens for the guest at `port`. Does not block.
 pub(super) fn connect(uds: &Path, port: u32, opener: &Opener) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new(path_of(uds, port))?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! guest: connect to (2, port)  ->  PATH_port, where a program of the host listens
-//! host:  connect to PATH, say "CONNECT port\n", read "OK number\n"  ->  who listens in the guest
+//! host:  connect to PATH, send "CONNECT port\n", read "OK number\n"  ->  listener in the guest
 //! ```
 //!
 //! Connections end at this host: after a move the guest is told that all of them are gone
@@ -10,12 +10,12 @@
 //!
 //! | what | bound |
 //! | --- | --- |
-//! | connections | `most_connections` of the process's open files |
+//! | connections | `most_connections` of the process's limit on open files |
 //! | bytes of a connection | `ROOM` |
-//! | turns | one a connection |
-//! | deadlines | two a connection |
-//! | refusals | `MAX_REFUSALS`, then one for each connection that was open when they became so many |
-//! | programs that have not said what they want | `MAX_CALLERS` |
+//! | turns | one per connection |
+//! | deadlines | two per connection |
+//! | refusals | `MAX_REFUSALS`, plus one for each connection that was open when this number was reached |
+//! | programs that have not sent their greeting | `MAX_CALLERS` |
 
 mod bounds;
 mod connection;
@@ -49,11 +49,11 @@ const QUEUE_SIZE: u16 = 256;
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
-/// Where programs knock; tokens above are those of streams.
+/// Token of the listening socket. Tokens from [`FIRST_STREAM`] on belong to streams.
 const DOOR: u32 = 0;
 const TIMER: u32 = 1;
 const FIRST_STREAM: u32 = 2;
-/// The first port that the host's end of a connection gets.
+/// First port of the host's end of connections that the host's programs open.
 const FIRST_PORT: u32 = 1 << 30;
 /// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`.
 const TRANSPORT_RESET: u32 = 0;
@@ -62,57 +62,62 @@ const TRANSPORT_RESET: u32 = 0;
 pub(super) struct Vsock {
     config: VsockConfig,
     opener: Opener,
-    /// While this host has the guest.
+    /// Listening socket, while this host has the guest.
     door: Option<Door>,
     door_watched: bool,
-    /// When programs are let in again: the system had no room for one.
+    /// Time at which accepting programs is tried again after the system had no room for one.
     door_retry: Option<Instant>,
-    /// A driver is ready.
+    /// Whether a driver is ready.
     active: bool,
-    /// By their tokens.
+    /// Connections by token.
     connections: HashMap<u32, Connection>,
-    /// How many there may be.
+    /// Maximum number of connections.
     most: usize,
     tokens: HashMap<Ports, u32>,
     callers: VecDeque<(u32, UnixStream)>,
-    /// Connections that wait for the guest, and until when, in the order of that. Some have got
-    /// what they waited for.
+    /// Deadlines of connections that wait for the guest, with their tokens, in order of time. Some
+    /// of these connections no longer wait.
     deadlines: VecDeque<(Instant, u32)>,
     timer: Timer,
-    /// The timer's time will come.
+    /// Whether the timer is set.
     timer_set: bool,
     next_token: u32,
     next_port: u32,
     refusals: VecDeque<Header>,
-    /// Connections that may have something for the guest, each once.
+    /// Tokens of connections that may have a packet for the guest, each at most once.
     turns: VecDeque<u32>,
-    /// Packets of the guest were left in their queue for want of room for refusals.
+    /// Whether packets of the guest were left in their queue because there was no room for
+    /// refusals.
     stalled: bool,
     buffer: Box<[u8]>,
     state: VsockState,
 }
 
-/// The part of the device that moves with the guest.
+/// State of the device that moves with the guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 struct VsockState {
-    /// The guest is to be told that its connections are gone.
+    /// Whether the guest must be told that its connections are gone.
     reset_due: bool,
 }
 
 impl Vsock {
-    /// The device of `config`. Its socket was found fit for use: only another one that listens
-    /// there may stand against [`Device::acquire`].
+    /// Opens the device of `config`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if its unix socket cannot be used. A socket that another process listens on is
+    /// accepted here; [`Device::acquire`] fails if that is still so.
     pub(super) fn open(config: &VsockConfig, opener: &Opener) -> Result<Self, VsockError> {
         match Door::open(&config.uds, opener) {
             Ok(_) => {}
-            // Perhaps the one that the guest comes from.
+            // The listener may be the host process that the guest comes from.
             Err(e) if e.is_in_use() => {}
             Err(e) => return Err(e),
         }
         Self::new(config, opener).map_err(|cause| VsockError::system(&config.uds, cause))
     }
 
-    /// As [`open`](Self::open), without a look at the socket.
+    /// Returns the device like [`open`](Self::open), without checking the socket.
     pub(super) fn new(config: &VsockConfig, opener: &Opener) -> io::Result<Self> {
         Ok(Self {
             config: config.clone(),
@@ -138,10 +143,11 @@ impl Vsock {
         })
     }
 
-    /// A token for a stream, which is watched with it from now on.
+    /// Watches `stream` and returns its token.
     fn watch(&mut self, stream: &UnixStream, watcher: &Watcher) -> io::Result<u32> {
         let token = self.next_token;
-        // After four thousand million streams the first ones are gone, but for one that is older.
+        // Tokens wrap around after 2^32 streams. The first streams are gone by then, except perhaps
+        // long-lived ones.
         self.next_token = token.checked_add(1).unwrap_or(FIRST_STREAM);
         let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
         watcher.watch(stream, events | EventSet::EDGE_TRIGGERED, token)?;
@@ -167,7 +173,7 @@ impl Vsock {
         }
     }
 
-    /// The stream of a connection is ready for something, or may be.
+    /// Handles a stream that is, or may be, ready for reading or writing.
     fn stream_ready(&mut self, token: u32, hung_up: bool) {
         if let Some(connection) = self.connections.get_mut(&token) {
             let fate = connection.stream_ready(hung_up);
@@ -175,14 +181,15 @@ impl Vsock {
         }
     }
 
-    /// Ends a connection or not. Closing its stream ends the watch as well.
+    /// Removes a connection unless `fate` says that it lives. Closing its stream also ends the
+    /// watch.
     fn settle(&mut self, token: u32, fate: Fate) {
         if fate == Fate::Lives {
             return self.queue_turn(token);
         }
         let Some(connection) = self.connections.remove(&token) else { return };
         self.tokens.remove(&connection.ports);
-        // A guest that takes no packets keeps nothing of a connection that is gone.
+        // Remove its entries now, because a guest that takes no packets would never use them up.
         if connection.queued {
             self.turns.retain(|of| *of != token);
         }
@@ -203,7 +210,7 @@ impl Vsock {
         }
     }
 
-    /// Ends all connections. The guest is told by other means, or knows.
+    /// Removes all connections. The guest learns it in other ways, or knows it already.
     fn clear(&mut self) {
         self.connections.clear();
         self.tokens.clear();
@@ -214,11 +221,11 @@ impl Vsock {
         self.stalled = false;
     }
 
-    /// Takes what the guest sends.
+    /// Processes the packets that the guest sends.
     fn take(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(TRANSMIT) else { return Ok(()) };
         loop {
-            // Each packet makes one refusal at most.
+            // Each packet causes at most one refusal.
             self.stalled = self.refusals.len() >= MAX_REFUSALS;
             if self.stalled {
                 return Ok(());
@@ -248,7 +255,7 @@ impl Vsock {
             (Some(token), _) => {
                 let len = (header.len.get() as usize).min(self.buffer.len());
                 chain.readable.read(ram, HEADER as u32, &mut self.buffer[..len])?;
-                // More than a packet may have is more than there is credit for.
+                // A packet larger than allowed is also larger than its credit.
                 let too_long = header.len.get() as usize > len;
                 let Some(connection) = self.connections.get_mut(&token) else { return Ok(()) };
                 let fate = match too_long {
@@ -264,7 +271,7 @@ impl Vsock {
         Ok(())
     }
 
-    /// The guest wants to be connected to a program of the host.
+    /// Connects the guest to a program of the host.
     fn connect(&mut self, ports: Ports, header: &Header, watcher: &Watcher) {
         let connected = match self.connections.len() < self.most {
             true => host::connect(&self.config.uds, ports.host, &self.opener),
@@ -283,7 +290,7 @@ impl Vsock {
         }
     }
 
-    /// A program that was let in has said something, or gone.
+    /// Handles data from an accepted program, or its end.
     fn hear(&mut self, token: u32) {
         let Some(at) = self.callers.iter().position(|(of, _)| *of == token) else { return };
         let Some((_, stream)) = self.callers.get(at) else { return };
@@ -291,7 +298,7 @@ impl Vsock {
         if said == Greeting::Unfinished {
             return;
         }
-        // From here on it is a connection, or closed.
+        // From here on the stream becomes a connection or is closed.
         let Some((_, stream)) = self.callers.remove(at) else { return };
         if let Greeting::Connect(port) = said
             && self.active
@@ -313,7 +320,7 @@ impl Vsock {
         }
     }
 
-    /// Gives the guest what there is for it, as long as it has room.
+    /// Gives the guest the waiting packets, as long as it has buffers.
     fn give(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
         loop {
             self.give_packets(io)?;
@@ -329,7 +336,8 @@ impl Vsock {
         while !self.refusals.is_empty() || !self.turns.is_empty() {
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
             let room = (chain.writable.len() as usize).checked_sub(HEADER);
-            // Of one without room for data there could be any number, and data would never go.
+            // Buffers without room for data could use up any number of packets without transferring
+            // data.
             let Some(room) = room.filter(|room| *room > 0) else {
                 let why = format!(
                     "the buffer from {} has room for {} bytes, no more than a packet's header",
@@ -350,18 +358,18 @@ impl Vsock {
         Ok(())
     }
 
-    /// The next packet for the guest, its data of at most `room` bytes in the buffer.
+    /// Returns the next packet for the guest. Its data, at most `room` bytes, is in the buffer.
     fn next_packet(&mut self, room: usize) -> Option<Header> {
         if let Some(header) = self.refusals.pop_front() {
             return Some(header);
         }
-        // One look at each: one that says nothing now waits behind the others.
+        // Each connection gets one turn. One that has no packet now goes behind the others.
         for _ in 0..self.turns.len() {
             let Some(token) = self.turns.pop_front() else { break };
             let Some(connection) = self.connections.get_mut(&token) else { continue };
             connection.queued = false;
             let packet = connection.next_packet(&mut self.buffer[..room]);
-            // Behind the others.
+            // Queued again behind the others.
             self.queue_turn(token);
             if packet.is_some() {
                 return packet;
@@ -370,7 +378,7 @@ impl Vsock {
         None
     }
 
-    /// Tells the guest that its connections are gone, if that is due and it has room.
+    /// Tells the guest that its connections are gone, if that is due and it has a buffer.
     fn tell_reset(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(EVENT).filter(|_| self.state.reset_due) else {
             return Ok(());
@@ -454,14 +462,14 @@ impl Device for Vsock {
     }
 
     fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
-        // What is under way between two calls is in the streams, which wait.
+        // Between two calls, data in flight is in the streams and waits there.
         Ok(())
     }
 
     fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
         self.try_watch_door(io.watcher);
         self.deadlines.clear();
-        // Edges that came while the device stood may have gone unseen.
+        // Edges that occurred while the device was paused may have been missed.
         let tokens: Vec<u32> = self.connections.keys().copied().collect();
         for token in tokens {
             let Some(connection) = self.connections.get_mut(&token) else { continue };
@@ -469,12 +477,12 @@ impl Device for Vsock {
             let gone = connection.is_hung_up();
             self.stream_ready(token, gone);
         }
-        // The order of the new deadlines is that of the old ones, which does not matter.
+        // The new deadlines are in a different order from the old ones, which does not matter.
         self.set_timer();
         let callers: Vec<u32> = self.callers.iter().map(|(token, _)| *token).collect();
         callers.into_iter().for_each(|token| self.hear(token));
         self.state.reset_due |= moved && self.active;
-        // The queues are looked at after this.
+        // The queues are processed after this function.
         Ok(())
     }
 
@@ -501,7 +509,7 @@ impl Device for Vsock {
     }
 
     fn release(&mut self, _: Instant) -> Result<(), String> {
-        // Connections stay: should the guest go on here, so do they.
+        // Connections stay: if the guest continues on this host, so do they.
         (self.door, self.door_retry) = (None, None);
         self.callers.clear();
         Ok(())

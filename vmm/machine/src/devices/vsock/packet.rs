@@ -1,7 +1,7 @@
-//! Packets: the header, and what its numbers mean.
+//! Packets: their header and its fields.
 //!
-//! Chains are read and checked by the queue, as every device's are, which is why rust-vmm's packet
-//! parser, which reads descriptors itself, is not used here.
+//! The queue reads and checks descriptor chains, as for every device. For this reason rust-vmm's
+//! packet parser, which reads descriptors itself, is not used.
 
 use driftline_guest::GuestRam;
 use zerocopy::little_endian::{U16, U32, U64};
@@ -9,18 +9,18 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::devices::virtio::{Chain, Violation};
 
-/// Bytes of a header.
+/// Size of a header in bytes.
 pub(super) const HEADER: usize = size_of::<Header>();
-/// The host's context ID.
+/// Context ID of the host.
 pub(super) const HOST_CID: u64 = 2;
-/// A stream of bytes, the one type of socket here.
+/// Byte stream, the only socket type that is supported.
 pub(super) const STREAM: u16 = 1;
-/// In the flags of [`op::SHUTDOWN`]: the sender receives no more.
+/// Flag of [`op::SHUTDOWN`]: the sender receives no more.
 pub(super) const NO_RECEIVE: u32 = 1;
-/// In the flags of [`op::SHUTDOWN`]: the sender sends no more.
+/// Flag of [`op::SHUTDOWN`]: the sender sends no more.
 pub(super) const NO_SEND: u32 = 2;
 
-/// What a packet is for.
+/// Packet operations.
 pub(super) mod op {
     pub(in super::super) const REQUEST: u16 = 1;
     pub(in super::super) const RESPONSE: u16 = 2;
@@ -39,21 +39,22 @@ pub(super) struct Header {
     pub(super) dst_cid: U64,
     pub(super) src_port: U32,
     pub(super) dst_port: U32,
-    /// Bytes of data that follow.
+    /// Data bytes that follow the header.
     pub(super) len: U32,
     pub(super) kind: U16,
     pub(super) op: U16,
     pub(super) flags: U32,
-    /// Bytes of data that the sender has room for in all.
+    /// Size of the sender's receive buffer in bytes.
     pub(super) buf_alloc: U32,
-    /// Bytes of data that the sender has taken out of that, ever.
+    /// Bytes that the sender has taken out of its receive buffer in total.
     pub(super) fwd_cnt: U32,
 }
 
 const _: () = assert!(HEADER == 44);
 
 impl Header {
-    /// Reads the header of a packet that the driver sends, whose data is in the chain, too.
+    /// Reads the header of a packet that the driver sends, and checks that the chain contains its
+    /// data.
     pub(super) fn read(chain: &Chain, queue: u16, ram: &GuestRam) -> Result<Self, Violation> {
         let mut header = Self::default();
         let len = chain.readable.read(ram, 0, header.as_mut_bytes())?;
@@ -69,7 +70,7 @@ impl Header {
         Ok(header)
     }
 
-    /// What says to the sender of this packet that there is no such connection.
+    /// Returns the packet that tells this packet's sender that there is no such connection.
     pub(super) fn refusal(&self) -> Self {
         Self {
             src_cid: self.dst_cid,

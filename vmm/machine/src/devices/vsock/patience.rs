@@ -1,6 +1,6 @@
-//! What the device has only so much of, patience and open files: connections end whose guest does
-//! not answer, there are as many as the process may have files for, and programs wait at the door
-//! while there is none.
+//! Limits in time and in open files. A connection ends if its guest does not answer in time. The
+//! number of connections depends on how many files the process may open. Programs wait at the
+//! listening socket while no file is left.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -12,11 +12,11 @@ use super::connection::{Connection, Fate};
 use super::{DOOR, Vsock};
 use crate::devices::virtio::Watcher;
 
-/// After this long programs are let in again that the system had no room for.
+/// Retry interval for accepting programs after the system had no room for one.
 const DOOR_RETRY: Duration = Duration::from_secs(1);
 
 impl Vsock {
-    /// Watches the door, if it is there and not left alone for a while.
+    /// Watches the listening socket if it exists and no retry is pending.
     pub(super) fn watch_door(&mut self, watcher: &Watcher) -> io::Result<()> {
         let closed = self.door_watched || self.door_retry.is_some();
         if let Some(door) = self.door.as_ref().filter(|_| !closed) {
@@ -26,7 +26,7 @@ impl Vsock {
         Ok(())
     }
 
-    /// Ends the connections that the guest has kept waiting for too long.
+    /// Ends the connections whose guest has exceeded its deadline.
     fn expire(&mut self) {
         let now = Instant::now();
         while let Some((deadline, token)) = self.deadlines.pop_front_if(|(at, _)| *at <= now) {
@@ -37,11 +37,11 @@ impl Vsock {
         }
     }
 
-    /// Sets the timer, if something is to be done after a while and it is not set yet.
+    /// Sets the timer if something is due later and the timer is not set yet.
     pub(super) fn set_timer(&mut self) {
         let first = self.deadlines.front().map(|(at, _)| *at);
         let Some(at) = first.into_iter().chain(self.door_retry).min() else { return };
-        // One that comes too early finds nothing to do, and is set again.
+        // A timer that expires too early finds nothing to do and is set again.
         if !self.timer_set {
             match self.timer.set(at.saturating_duration_since(Instant::now())) {
                 Ok(()) => self.timer_set = true,
@@ -50,9 +50,9 @@ impl Vsock {
         }
     }
 
-    /// The timer's time has come, or had.
+    /// Handles a readiness event of the timer, which may be outdated.
     pub(super) fn tick(&mut self, watcher: &Watcher) {
-        // It fails only for a file that is no timer.
+        // Fails only if the file is not a timer.
         self.timer_set &= !self.timer.take().unwrap_or(true);
         self.expire();
         if self.door_retry.is_some_and(|at| at <= Instant::now()) {
@@ -61,23 +61,26 @@ impl Vsock {
         }
     }
 
-    /// As [`watch_door`](Self::watch_door), of a device that works.
+    /// Watches the listening socket like [`watch_door`](Self::watch_door), for a running device:
+    /// logs an error instead of returning it.
     pub(super) fn try_watch_door(&mut self, watcher: &Watcher) {
         if let Err(e) = self.watch_door(watcher) {
             tracing::error!("the vsock's unix socket cannot be watched: {e}");
         }
     }
 
-    /// Lets in programs that want to be connected.
+    /// Accepts programs that want a connection.
     pub(super) fn let_in(&mut self, watcher: &Watcher) {
-        // As many as may wait: a program that comes in a loop does not hold up the rest.
+        // Accepts at most as many as may wait, so that a program that connects in a loop does not
+        // delay other work.
         for _ in 0..MAX_CALLERS {
             let Some(door) = &self.door else { return };
             let stream = match door.accept() {
                 Ok(Some(stream)) => stream,
                 Ok(None) => return,
                 Err(e) => {
-                    // It stays at the door: looking at it would find it there for ever.
+                    // The program stays in the listen queue. A watch would report it again and
+                    // again.
                     tracing::debug!("vsock: a program is not let in for now: {e}");
                     let unwatched = watcher.unwatch(door.listener());
                     self.door_watched &= unwatched.is_err();

@@ -1,11 +1,11 @@
-//! A guest that takes no packets, and programs that come and go: what the device keeps has bounds.
+//! A guest that takes no packets, and programs that come and go: the device's memory is bounded.
 
 use std::sync::{Arc, Mutex};
 
 use super::super::bounds::MAX_CALLERS;
 use super::*;
 
-/// What a device keeps, the most ever seen of each.
+/// Sizes of the device's collections, at one time or the largest seen.
 #[derive(Clone, Copy, Debug, Default)]
 struct Kept {
     connections: usize,
@@ -15,7 +15,7 @@ struct Kept {
     callers: usize,
 }
 
-/// A device whose books are looked at after each call.
+/// A device whose collections are measured after each call.
 struct Watched {
     vsock: Vsock,
     most: Arc<Mutex<Kept>>,
@@ -117,7 +117,8 @@ impl Device for Watched {
     }
 }
 
-/// A guest whose device is looked at: the most that was seen of everything, and what is there now.
+/// Returns a guest whose device is measured, its maximum number of connections, the largest sizes
+/// so far and the current sizes.
 fn watched(place: &Place) -> (Guest, usize, Arc<Mutex<Kept>>, Arc<Mutex<Kept>>) {
     let mut vsock = place.vsock();
     vsock.acquire().unwrap();
@@ -127,7 +128,7 @@ fn watched(place: &Place) -> (Guest, usize, Arc<Mutex<Kept>>, Arc<Mutex<Kept>>) 
     (Guest::new(Driver::started(Box::new(device))), connections, most, now)
 }
 
-/// How long an attack takes.
+/// Duration of an attack.
 fn attack() -> Duration {
     Duration::from_secs(if crate::testing::full() { 60 } else { 6 })
 }
@@ -136,12 +137,12 @@ fn attack() -> Duration {
 fn connections_that_the_guest_resets_leave_nothing() {
     let place = Place::new();
     let listener = place.listen(52);
-    // Programs' ends are taken and closed, so that the listener's queue never fills.
+    // The programs' ends are accepted and closed, so that the listen queue never fills.
     std::thread::spawn(move || while listener.accept().is_ok() {});
     let (mut guest, _, most, now) = watched(&place);
     let end = Instant::now() + attack();
     let mut port = 0;
-    // The guest has room for no packet, so none of these connections has its turn.
+    // The guest has no buffer for a packet, so none of these connections gets its turn.
     while Instant::now() < end {
         port += 1;
         let ports = Ports { guest: port, host: 52 };
@@ -161,13 +162,14 @@ fn programs_that_leave_make_bounded_refusals() {
     let (mut guest, connections, most, now) = watched(&place);
     let (end, cap) = (Instant::now() + attack(), Instant::now() + 10 * LONG);
     let mut calls = 0;
-    // The guest has room for no packet, so it hears of none of them, and each is refused in time. A
-    // busy host needs longer for as many as the bounds are about.
+    // The guest has no buffer for a packet, so it sees none of these connections, and each is
+    // refused in time. A busy host needs longer to make as many connections as the bounds are
+    // about.
     let enough = |calls| calls > 2 * (MAX_REFUSALS + connections);
     while Instant::now() < end || !enough(calls) && Instant::now() < cap {
         calls += 1;
         let mut program = UnixStream::connect(place.uds()).unwrap();
-        // One that the device has turned away already is as good.
+        // A program that the device has already rejected counts as well.
         let _ = program.write_all(b"CONNECT 9\n");
     }
     let seen = *most.lock().unwrap();
@@ -176,7 +178,7 @@ fn programs_that_leave_make_bounded_refusals() {
     assert!(seen.refusals <= MAX_REFUSALS + connections, "after {calls} calls: {seen:?}");
     assert!(seen.deadlines <= 2 * connections, "{seen:?}");
     assert!(seen.callers <= MAX_CALLERS, "{seen:?}");
-    // A guest that takes its packets finds the device as it was.
+    // Once the guest takes its packets, the device is as it was before.
     let end = Instant::now() + LONG;
     loop {
         let Kept { connections, refusals, .. } = *now.lock().unwrap();

@@ -1,4 +1,4 @@
-//! Connections from either side: bytes, room, patience, and packets of no sense.
+//! Connections from either side: data, credit, time limits and malformed packets.
 
 use super::*;
 
@@ -14,7 +14,7 @@ fn the_guest_reaches_a_program_of_the_host() {
     assert_eq!(&bytes, b"a question");
     program.write_all(&pattern(1, 10_000)).unwrap();
     assert_eq!(guest.read(ports, 10_000), pattern(1, 10_000));
-    // The program is through; the guest still sends.
+    // The program has sent everything; the guest still sends.
     program.shutdown(Shutdown::Write).unwrap();
     let (header, _) = guest.expect(op::SHUTDOWN, ports);
     assert_eq!(header.flags.get(), NO_SEND);
@@ -26,7 +26,7 @@ fn the_guest_reaches_a_program_of_the_host() {
     guest.send_header(over, &[]);
     guest.expect(op::RST, ports);
     assert_eq!(program.read(&mut bytes).unwrap(), 0);
-    // Nobody there.
+    // No program listens at this port.
     let nobody = Ports { guest: 7, host: 53 };
     guest.send(op::REQUEST, nobody, &[]);
     guest.expect(op::RST, nobody);
@@ -52,12 +52,12 @@ fn a_program_of_the_host_reaches_the_guest() {
     let (header, _) = guest.expect(op::SHUTDOWN, ports);
     assert_ne!(header.flags.get() & NO_SEND, 0);
     guest.send(op::RST, ports, &[]);
-    // Refused by the guest.
+    // The guest refuses this connection.
     let mut program = place.call(9001);
     let (header, _) = guest.next();
     guest.send(op::RST, Ports { guest: 9001, host: header.src_port.get() }, &[]);
     assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
-    // Not the greeting that is asked for.
+    // This is not the expected greeting.
     let mut program = UnixStream::connect(place.uds()).unwrap();
     program.set_read_timeout(Some(LONG)).unwrap();
     program.write_all(b"GET / HTTP/1.1\r\n").unwrap();
@@ -70,7 +70,8 @@ fn neither_side_gets_more_than_it_has_room_for() {
     let listener = place.listen(52);
     let mut guest = place.guest();
     let (ports, mut program) = guest.connect(&listener, 52);
-    // The program does not read: its socket fills, then the device's room, and no more.
+    // The program does not read: its socket fills, then the device's buffer, and no more is
+    // accepted.
     let mut taken = 0usize;
     let mut told = 0u32;
     let chunk = pattern(2, 4096);
@@ -85,13 +86,13 @@ fn neither_side_gets_more_than_it_has_room_for() {
             told = header.fwd_cnt.get();
         }
     }
-    // Now it does, and gets all of it.
+    // Now the program reads and gets all of it.
     let mut all = vec![0; taken];
     program.read_exact(&mut all).unwrap();
     assert!(all.chunks(4096).all(|c| c == chunk));
     let (header, _) = guest.expect(op::CREDIT_UPDATE, ports);
     assert!(header.fwd_cnt.get() > told, "the guest is told by itself");
-    // The other way: the guest says that it has room for 1,000 bytes.
+    // In the other direction, the guest says that it has room for 1,000 bytes.
     let small = Header { buf_alloc: 1000.into(), ..Guest::packet(op::CREDIT_UPDATE, ports) };
     guest.send_header(small, &[]);
     program.write_all(&pattern(3, 3000)).unwrap();
@@ -104,7 +105,7 @@ fn neither_side_gets_more_than_it_has_room_for() {
     };
     guest.send_header(more, &[]);
     assert_eq!(guest.read(ports, 1000), pattern(3, 3000)[1000..2000]);
-    // A guest that sends more than it may is cut off.
+    // A guest that exceeds its credit is disconnected.
     let flood = vec![0; 60 << 10];
     for _ in 0..200 {
         guest.send(op::RW, ports, &flood);
@@ -131,7 +132,8 @@ fn packets_of_no_sense_are_refused_and_bounded() {
     guest.expect(op::RST, ports);
     let alien = Header { src_cid: 7.into(), ..Guest::packet(op::REQUEST, ports) };
     guest.send_header(alien, &[]);
-    // Refusals that nobody takes: the device stops taking packets, and goes on once they are taken.
+    // Refusals that the guest does not take make the device stop taking packets, until they are
+    // taken.
     let heads: Vec<u16> = (0..MAX_REFUSALS as u32 + 10)
         .map(|n| {
             let header = Guest::packet(op::RW, Ports { guest: n, host: 1 });
@@ -151,7 +153,7 @@ fn packets_of_no_sense_are_refused_and_bounded() {
     for head in &heads[MAX_REFUSALS..] {
         guest.driver.wait_used(TRANSMIT, *head);
     }
-    // Of no form.
+    // Malformed packets.
     let lying = Header { len: 1.into(), ..Guest::packet(op::RW, ports) };
     for (queue, bytes) in [(TRANSMIT, lying.as_bytes()), (TRANSMIT, &[0; 43][..])] {
         let piece = guest.driver.given(bytes);
@@ -177,12 +179,12 @@ fn a_guest_that_does_not_answer_is_waited_for_so_long_and_no_longer() {
     let (header, _) = guest.next();
     assert_eq!(header.op.get(), op::REQUEST);
     let ports = Ports { guest: 9000, host: header.src_port.get() };
-    // It says nothing to a request.
+    // The guest does not answer a request.
     assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
     assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
     guest.expect(op::RST, ports);
-    // Nor when the program is gone that it has spoken to, which had said before that it sends no
-    // more.
+    // Nor does it end a connection whose program is gone, after the program had already shut down
+    // sending.
     let listener = place.listen(52);
     let (ports, program) = guest.connect(&listener, 52);
     program.shutdown(Shutdown::Write).unwrap();

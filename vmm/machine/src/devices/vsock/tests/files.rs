@@ -1,4 +1,4 @@
-//! A process whose files are few.
+//! A process that may open only a few files.
 
 use super::*;
 
@@ -8,8 +8,8 @@ fn connections_leave_files_for_the_rest_of_the_process() {
     assert_eq!(most, [16, 16, 44, 768, 1024, 1024]);
 }
 
-/// Milliseconds that this process's threads have used of the processor. It needs a file to read
-/// that.
+/// Returns the processor time of this process's threads in milliseconds. Needs a free file
+/// descriptor.
 fn cpu_ms() -> u64 {
     let used = |task: std::io::Result<std::fs::DirEntry>| {
         let stat = std::fs::read_to_string(task.unwrap().path().join("schedstat")).unwrap();
@@ -21,7 +21,7 @@ fn cpu_ms() -> u64 {
 #[test]
 fn a_process_without_a_file_left_waits_and_does_not_spin() {
     const TEST: &str = "a_process_without_a_file_left_waits_and_does_not_spin";
-    // In a process of its own: it leaves no file for other tests.
+    // Runs in a process of its own, because it leaves no file descriptor for other tests.
     if std::env::var_os("NO_FILES_LEFT").is_none() {
         let me = std::env::current_exe().unwrap();
         let name = format!("devices::vsock::tests::files::{TEST}");

@@ -1,4 +1,4 @@
-//! What holds of all devices, and of buffers that are too small.
+//! Rules that hold for all devices, and buffers that are too small.
 
 use super::*;
 
@@ -8,7 +8,7 @@ fn it_keeps_the_laws_of_devices() {
     conformance::check(&Subject {
         make: &|| Box::new(place.vsock()),
         queue: TRANSMIT,
-        // One that is not answered: what it is about does not exist.
+        // A packet without an answer: its connection does not exist.
         request: &|driver, n| {
             let ports = Ports { guest: n as u32, host: 1 };
             let header = Guest::packet(op::RST, ports);
@@ -23,7 +23,7 @@ fn it_keeps_the_laws_of_devices_receiving() {
     conformance::check(&Subject {
         make: &|| Box::new(place.vsock()),
         queue: RECEIVE,
-        // What a packet about nothing brings about: a refusal, which goes there.
+        // A packet for a connection that does not exist makes a refusal, which goes to this queue.
         request: &|driver, n| {
             let header = Guest::packet(op::RW, Ports { guest: n as u32, host: 1 });
             let packet = driver.given(header.as_bytes());
@@ -63,7 +63,7 @@ fn all_that_it_gives_the_guest_is_marked() {
     guest.driver = guest.driver.moved_to(moved);
     let mut event = None;
     let frames = conformance::writes_are_marked(&mut guest.driver, |driver| {
-        // Not the zeros that an event is.
+        // Not zeros, because an event consists of zeros.
         let room = driver.given(&[0xff; 4]);
         event = Some(room.addr);
         vec![(EVENT, driver.post(EVENT, &[Piece { writable: true, ..room }]))]

@@ -52,7 +52,7 @@ impl Place {
         UnixListener::bind(self.0.path().join(format!("v_{port}"))).unwrap()
     }
 
-    /// A program of the host that has asked for `port`.
+    /// Returns a program of the host that has requested `port`.
     fn call(&self, port: u32) -> UnixStream {
         let mut stream = UnixStream::connect(self.uds()).unwrap();
         stream.set_read_timeout(Some(LONG)).unwrap();
@@ -61,7 +61,7 @@ impl Place {
     }
 }
 
-/// The guest's side: packets, through the queues.
+/// The guest's side: sends and receives packets through the queues.
 struct Guest {
     driver: Driver,
 }
@@ -98,7 +98,7 @@ impl Guest {
         self.send_header(Self::packet(op, ports), data);
     }
 
-    /// The next packet for the guest.
+    /// Returns the next packet for the guest.
     #[track_caller]
     fn next(&mut self) -> (Header, Vec<u8>) {
         let room = self.driver.wanted((HEADER + 4096) as u32);
@@ -115,7 +115,7 @@ impl Guest {
     #[track_caller]
     fn expect(&mut self, op: u16, ports: Ports) -> (Header, Vec<u8>) {
         let (mut header, mut data) = self.next();
-        // These may come at any time.
+        // Credit updates may arrive at any time.
         while header.op.get() == op::CREDIT_UPDATE && op != op::CREDIT_UPDATE {
             (header, data) = self.next();
         }
@@ -124,7 +124,7 @@ impl Guest {
         (header, data)
     }
 
-    /// Data up to `len` bytes.
+    /// Reads data until `len` bytes have arrived.
     #[track_caller]
     fn read(&mut self, ports: Ports, len: usize) -> Vec<u8> {
         let mut all = Vec::new();
@@ -134,7 +134,7 @@ impl Guest {
         all
     }
 
-    /// Connects to a program of the host that listens.
+    /// Connects to a listening program of the host.
     #[track_caller]
     fn connect(&mut self, listener: &UnixListener, port: u32) -> (Ports, UnixStream) {
         let ports = Ports { guest: GUEST_PORT, host: port };

@@ -1,4 +1,4 @@
-//! Pauses, moves, and who has the socket.
+//! Pauses, moves, and ownership of the socket.
 
 use super::*;
 
@@ -25,7 +25,7 @@ fn after_a_move_the_guest_hears_that_its_connections_are_gone() {
     let mut guest = place.guest();
     let (ports, mut program) = guest.connect(&listener, 52);
     guest.driver.quiesce();
-    // A pause alone changes nothing.
+    // A pause without a move changes nothing.
     guest.driver.transport.resume();
     guest.send(op::RW, ports, b"x");
     program.read_exact(&mut [0]).unwrap();
