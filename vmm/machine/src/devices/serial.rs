@@ -61,7 +61,7 @@ pub struct Com1 {
 
 impl Com1 {
     /// Returns a port in its reset state that writes to `sink`. It takes no input before
-    /// [`take_input`](Self::take_input).
+    /// `take_input`.
     pub fn new(vm: Arc<KvmVm>, sink: SinkWriter) -> io::Result<Self> {
         let drained = Drained(Arc::new(Bell::new()?));
         let uart = Serial::with_events(IrqPulse(vm.clone()), drained.clone(), sink.clone());
@@ -88,7 +88,7 @@ impl Com1 {
         if input.is_empty() || !self.takes_input.load(Ordering::Relaxed) || deaf() {
             return 0;
         }
-        // A full port is not an error: [`Drained`] reports when the guest has read everything.
+        // A full port is not an error: `Drained` reports when the guest has read everything.
         if uart.fifo_capacity() == 0 {
             return 0;
         }

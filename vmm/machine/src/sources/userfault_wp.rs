@@ -11,7 +11,7 @@ use super::lap;
 use crate::kvm::KvmVm;
 use crate::memory::WriteWatch;
 
-/// Dirty source that uses a [`WriteWatch`] over a VM's memory.
+/// Dirty source that uses a `WriteWatch` over a VM's memory.
 #[derive(Debug)]
 pub struct UserfaultWpSource {
     watch: WriteWatch,

@@ -1,4 +1,4 @@
-//! The way to a balloon's thread: what the operator and whoever copies memory ask of it.
+//! Handle of a balloon's thread, used by the operator and by threads that copy memory.
 
 use std::io;
 use std::sync::Arc;
@@ -11,20 +11,20 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::config::BalloonConfig;
 
-/// How much longer than it was given a device may take to say what it has heard.
+/// Extra time that the device gets after the caller's limit to return the hints so far.
 const GRACE: Duration = Duration::from_millis(200);
 
-/// What the device is asked.
+/// Request to the device.
 pub(super) enum Ask {
-    /// The target has changed: tell the driver.
+    /// The target has changed; tell the driver.
     Publish,
-    /// Begin a run of hints. Without a driver that hints, the sender is dropped.
+    /// Begin a run of hints. If no driver supports hints, the sender is dropped.
     BeginHints(Sender<FrameSet>),
-    /// Make do with the hints that have come.
+    /// Return the hints that have arrived so far.
     EndHints,
 }
 
-/// What is shared without a message: each figure by itself.
+/// Values that are shared without messages. Each is independent of the others.
 #[derive(Debug, Default)]
 pub(super) struct Figures {
     target: AtomicU32,
@@ -46,7 +46,7 @@ impl Figures {
         self.actual.store(frames, Relaxed);
     }
 
-    /// Whether the driver hints.
+    /// Sets whether the driver supports hints.
     pub(super) fn set_hinting(&self, hinting: bool) {
         self.hinting.store(hinting, Relaxed);
     }
@@ -56,18 +56,18 @@ impl Figures {
     }
 }
 
-/// A balloon's figures, in bytes.
+/// Sizes of a balloon, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BalloonFigures {
-    /// What the operator wants in it.
+    /// Size that the operator wants.
     pub target_bytes: u64,
-    /// What the driver says is in it.
+    /// Size that the driver reports.
     pub actual_bytes: u64,
-    /// What has been given back to this host so far, frames given back again counted again.
+    /// Memory given back to this host so far. Frames that are given back again count again.
     pub discarded_bytes: u64,
 }
 
-/// A balloon, for everyone but its thread.
+/// Handle of a balloon, for all threads except its own.
 #[derive(Clone, Debug)]
 pub struct BalloonControl {
     config: BalloonConfig,
@@ -99,12 +99,12 @@ impl BalloonControl {
         let _ = self.wake.write(1);
     }
 
-    /// How it was made.
+    /// Returns the balloon's configuration.
     pub fn config(&self) -> &BalloonConfig {
         &self.config
     }
 
-    /// How it stands.
+    /// Returns the balloon's current sizes.
     pub fn figures(&self) -> BalloonFigures {
         let Figures { target, actual, discarded, .. } = &*self.figures;
         BalloonFigures {
@@ -114,23 +114,24 @@ impl BalloonControl {
         }
     }
 
-    /// Wants `bytes` in the balloon, whole frames of them. The driver gets there when it can; one
-    /// that is paused hears of it when it runs.
+    /// Sets the wanted size to `bytes`, rounded down to whole frames. The driver reaches it when it
+    /// can. A paused driver is told when it runs again.
     pub fn set_target(&self, bytes: u64) {
         self.figures.set_target(frames(bytes));
         self.ask(Ask::Publish);
     }
 
-    /// Asks the driver for hints; they come when it has said all, or someone else asks.
+    /// Asks the driver for hints. They are sent when the driver has finished, or when another run
+    /// begins.
     pub(in crate::devices) fn begin_hints(&self) -> Receiver<FrameSet> {
         let (reply, free) = mpsc::channel();
         self.ask(Ask::BeginHints(reply));
         free
     }
 
-    /// Frames that the running guest has no use for now: their content may be left out of a copy of
-    /// all memory by whoever has followed the guest's writes since before this call. None if the
-    /// guest does not say within `limit`, or a part of them.
+    /// Returns frames that the running guest does not use at the moment. A copy of all memory may
+    /// skip their content if the thread that copies has tracked the guest's writes since before
+    /// this call. Returns none, or only a part, if the guest does not finish within `limit`.
     pub fn free_frames(&self, limit: Duration) -> FrameSet {
         if !self.figures.hinting.load(Relaxed) {
             return FrameSet::new();

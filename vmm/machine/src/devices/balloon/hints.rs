@@ -1,76 +1,77 @@
-//! One run of hints: which frames the guest has no use for while a copy of all memory is begun.
+//! One run of hints: frames that the guest does not use while a copy of all memory begins.
 //!
 //! ```text
 //! device   command = id ------------------------------------------------- command = DONE
 //! driver        takes free frames;  id, frames, frames, .., STOP          gives them back
 //! ```
 //!
-//! A hint says that the frame's content was of no use at some moment after the command was given.
-//! The guest may take the frame back at any time and write to it, even before the hint is read
-//! here: so nothing is discarded. The copy leaves the frame out, and as whoever copies has followed
-//! writes since before the command, a frame that was written since is in the next epoch. What the
-//! copy then lacks is the content of frames that were free and not written since, which is
-//! nobody's.
+//! A hint says that the content of a frame was unused at some moment after the command was given.
+//! The guest may take the frame back and write to it at any time, even before the device reads the
+//! hint, so nothing is discarded. The copy skips the frame. The thread that copies has tracked
+//! writes since before the command, so a frame that was written since then is in the next epoch.
+//! The copy therefore lacks only the content of frames that were free and not written since, which
+//! nothing needs.
 
 use std::sync::mpsc::Sender;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet};
 
-/// Ends the driver's hints, and as a command says that they would be of no use.
+/// Ends the hints when sent by the driver. As a command it means that hints are not wanted.
 pub(super) const STOP: u32 = 0;
-/// The command that there is none: the driver has its frames back.
+/// Command that says that no hinting is in progress: the driver may take its frames back.
 pub(super) const DONE: u32 = 1;
-/// Most runs kept; what a driver hints beyond is copied like other frames.
+/// Most runs that are kept. Frames of further hints are copied like any others.
 const MOST_RUNS: usize = 65_536;
 
-/// See the module.
+/// Hints of a guest. See the module documentation.
 #[derive(Debug, Default)]
 pub(super) struct Hints {
-    /// The number given last.
+    /// Number of the last command.
     last: u32,
     run: Option<Run>,
 }
 
 #[derive(Debug)]
 pub(super) struct Run {
-    /// The driver has said that what follows is for this run.
+    /// Whether the driver has said that the following hints belong to this run.
     begun: bool,
     free: FrameSet,
     reply: Sender<FrameSet>,
 }
 
 impl Run {
-    /// Gives whoever wanted it what there is.
+    /// Sends the frames so far to the requester.
     pub(super) fn answer(self) {
-        // They may have gone meanwhile.
+        // The requester may have ended meanwhile.
         let _ = self.reply.send(self.free);
     }
 }
 
 impl Hints {
-    /// Begins a run, for `reply`; the command that has a number of its own.
+    /// Starts a run whose result goes to `reply`. Returns the command, which has a new number.
     pub(super) fn begin(&mut self, reply: Sender<FrameSet>) -> u32 {
-        // STOP and DONE are no numbers.
+        // Skip the numbers of STOP and DONE.
         self.last = self.last.wrapping_add(1).max(DONE + 1);
         self.run = Some(Run { begun: false, free: FrameSet::new(), reply });
         self.last
     }
 
-    /// The driver begins to hint for command `id`: perhaps an old one.
+    /// Handles the start of the driver's hints for command `id`, which may be an old command.
     pub(super) fn driver_begins(&mut self, id: u32) {
         if let Some(run) = &mut self.run {
             run.begun = id == self.last;
         }
     }
 
-    /// The driver hints.
+    /// Adds hinted frames.
     pub(super) fn add(&mut self, frames: FrameRun) {
         if let Some(run) = self.run.as_mut().filter(|r| r.begun && r.free.len() < MOST_RUNS) {
             run.free.insert(frames);
         }
     }
 
-    /// Ends the run, if there is one. The driver's end may be that of an earlier run.
+    /// Ends the run and returns it, if there is one. A driver's STOP is ignored if it may belong to
+    /// an earlier run.
     #[must_use = "somebody waits for its answer"]
     pub(super) fn end(&mut self, by_driver: bool) -> Option<Run> {
         self.run.take_if(|run| run.begun || !by_driver)
@@ -80,7 +81,7 @@ impl Hints {
         self.last
     }
 
-    /// Goes on with numbers after `last`.
+    /// Drops the current run. Later commands use numbers after `last`.
     pub(super) fn restore(&mut self, last: u32) {
         (self.last, self.run) = (last, None);
     }

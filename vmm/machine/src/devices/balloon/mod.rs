@@ -1,14 +1,14 @@
-//! virtio-balloon: memory that the guest gives back, for good, for a while, or as a hint.
+//! virtio-balloon: memory that the guest gives back, permanently, temporarily or as a hint.
 //!
 //! - Inflating: the guest gives up the frames that it puts into the balloon, whose size the
-//!   operator asks for. They are discarded.
-//! - Reporting: the guest tells which frames it has no use for at the moment. They are discarded
-//!   too.
-//! - Hinting: asked to, when a copy of all memory is to begin, the guest tells which frames are
-//!   free. They stay as they are, and the copy leaves them out ([`hints`]).
+//!   operator sets. The device discards them.
+//! - Reporting: the guest reports frames that it does not use at the moment. The device discards
+//!   them too.
+//! - Hinting: before a copy of all memory begins, the device asks the guest which frames are free.
+//!   These frames keep their content, and the copy skips them ([`hints`]).
 //!
-//! A guest that expects freed frames to hold another value than zero (page poisoning) gets to keep
-//! what it reports and hints.
+//! If the guest expects freed frames to hold a value other than zero (page poisoning), the frames
+//! that it reports and hints are left alone.
 
 mod control;
 mod hints;
@@ -39,9 +39,9 @@ use hints::{Hints, STOP};
 use space::Space;
 
 const QUEUE_SIZE: u16 = 128;
-/// Most frame numbers in one chain; Linux gives 256. More would let a driver hold up a pause.
+/// Most frame numbers in one chain; Linux sends 256. More would let a driver delay a pause.
 const MOST_NUMBERS: u32 = 4096;
-/// Token of the event that says that there are requests.
+/// Token of the event that signals requests to the device's thread.
 const ASKED: u32 = 0;
 
 /// Feature bits.
@@ -50,7 +50,7 @@ const DEFLATE_ON_OOM: u64 = 1 << 2;
 const PAGE_POISON: u64 = 1 << 4;
 const REPORTING: u64 = 1 << 5;
 
-/// What a queue is for.
+/// Purpose of a queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Role {
     Inflate,
@@ -63,9 +63,10 @@ enum Role {
 pub(super) struct Balloon {
     config: BalloonConfig,
     space: Space,
-    /// What the driver negotiated.
+    /// Features that the driver negotiated.
     features: u64,
-    /// Of the queues, in their order: those of features that were not negotiated are not counted.
+    /// Roles of the queues, in their order. Queues of features that were not negotiated are not
+    /// counted.
     roles: Vec<Role>,
     hints: Hints,
     discarder: Discarder,
@@ -76,18 +77,18 @@ pub(super) struct Balloon {
     failures: u64,
 }
 
-/// What of the device moves with the guest.
+/// State of the device that moves with the guest.
 #[derive(Serialize, Deserialize)]
 struct State {
-    /// What the operator wants; the driver may not have been told.
+    /// Size that the operator wants; the driver may not have been told.
     target_frames: u32,
     space: Space,
     last_command: u32,
 }
 
 impl Balloon {
-    /// The device, and what the rest of the machine asks it by. It discards no frames of those that
-    /// are `kept`.
+    /// Returns the device and the handle by which the rest of the machine uses it. The device does
+    /// not discard frames that are in `kept`.
     pub(super) fn new(
         config: &BalloonConfig,
         kept: Arc<Kept>,
@@ -109,18 +110,18 @@ impl Balloon {
         Ok((balloon, control))
     }
 
-    /// Shows the driver what has changed.
+    /// Publishes the current configuration space to the driver.
     fn publish(&mut self, shared: &Shared) {
         self.space.target = self.figures.target();
         shared.change_config(self.config_space());
     }
 
-    /// Whether freed frames may become zero.
+    /// Returns whether freed frames may become zero.
     fn zero_is_fine(&self) -> bool {
         self.features & PAGE_POISON == 0 || self.space.poison == 0
     }
 
-    /// Discards the frames whose numbers the chain has.
+    /// Discards the frames whose numbers are in the chain.
     fn inflate(&mut self, queue: usize, chain: &Chain, ram: &GuestRam) -> Result<(), Violation> {
         let wrong = |why| Violation::Request { queue: queue as u16, why };
         let len = chain.readable.len();
@@ -153,7 +154,7 @@ impl Balloon {
         Ok(())
     }
 
-    /// Discards the frames that the chain's buffers are.
+    /// Discards the frames that the chain's buffers contain.
     fn report(&mut self, chain: &Chain, ram: &GuestRam) {
         if self.zero_is_fine() {
             self.runs.clear();
@@ -162,7 +163,7 @@ impl Balloon {
         }
     }
 
-    /// Discards `runs`, each of which lies in one slot.
+    /// Discards `runs`. Each run must lie in one memory slot.
     fn discard(&mut self, ram: &GuestRam) {
         for run in &self.runs {
             match self.discarder.discard(ram, *run) {
@@ -170,7 +171,7 @@ impl Balloon {
                 Err(e) => {
                     self.failures += 1;
                     match self.failures {
-                        // The guest does not care: it has no use for the content.
+                        // The guest does not notice: it has no use for the content.
                         1 => tracing::warn!("memory that the guest gave up cannot be freed: {e}"),
                         n => tracing::debug!("freeing memory failed, for the {n}th time: {e}"),
                     }
@@ -179,7 +180,7 @@ impl Balloon {
         }
     }
 
-    /// Takes a command's number, or frames that are free.
+    /// Handles a command number, or free frames, from the hinting queue.
     fn hint(
         &mut self,
         queue: usize,
@@ -206,7 +207,7 @@ impl Balloon {
         Ok(())
     }
 
-    /// Ends the run of hints under way. The driver may have its frames back.
+    /// Ends the current run of hints. The driver may then take its frames back.
     fn end_hints(&mut self, shared: &Shared, by_driver: bool) {
         if let Some(run) = self.hints.end(by_driver) {
             self.space.command = hints::DONE;
@@ -230,7 +231,7 @@ impl Balloon {
     }
 }
 
-/// The frames that lie whole in a buffer.
+/// Returns the frames that lie entirely in a buffer.
 fn whole_frames(buffer: &Buffer) -> Option<FrameRun> {
     let start = buffer.addr.0.div_ceil(PAGE_SIZE);
     let end = (buffer.addr.0 + u64::from(buffer.len)) / PAGE_SIZE;
@@ -274,7 +275,7 @@ impl Device for Balloon {
     fn activate(&mut self, features: u64) {
         self.features = features;
         self.roles = vec![Role::Inflate, Role::Deflate];
-        // Drivers number the queues of the features that they have, one after the other.
+        // Drivers number only the queues of the features that they negotiated, without gaps.
         for (feature, role) in [(FREE_PAGE_HINT, Role::Hint), (REPORTING, Role::Report)] {
             if features & feature != 0 {
                 self.roles.push(role);
@@ -300,7 +301,7 @@ impl Device for Balloon {
         while let Some(chain) = ring.pop(ram)? {
             match role {
                 Role::Inflate => self.inflate(queue, &chain, ram)?,
-                // Frames get memory again when the guest writes to them.
+                // A frame gets memory again when the guest writes to it.
                 Role::Deflate => {}
                 Role::Hint => self.hint(queue, &chain, ram, shared)?,
                 Role::Report => self.report(&chain, ram),
@@ -311,7 +312,8 @@ impl Device for Balloon {
     }
 
     fn backend_ready(&mut self, _: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
-        // What is read here is the count of requests in the channel, or more.
+        // The event's count is at least the number of requests in the channel, so all of them are
+        // read.
         let _ = self.wake.read();
         loop {
             match self.asks.try_recv() {
@@ -327,8 +329,8 @@ impl Device for Balloon {
 
     fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
         if moved {
-            // Whoever wanted hints is on the host that the guest came from; and the driver may not
-            // have been told there what the operator wants.
+            // The requester of hints is on the host that the guest came from. The driver may not
+            // have been told there which size the operator wants.
             self.space.command = hints::DONE;
             self.publish(io.shared);
         }

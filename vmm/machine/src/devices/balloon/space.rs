@@ -1,10 +1,10 @@
-//! A balloon's configuration space.
+//! Configuration space of a balloon.
 //!
 //! ```text
-//!  0  num_pages              frames that shall be in the balloon         the operator's
-//!  4  actual                 frames that are                             the driver's
-//!  8  free_page_hint_cmd_id  the hinting command, or that there is none  the device's
-//! 12  poison_val             what freed frames hold                      the driver's
+//!  0  num_pages              frames that should be in the balloon      written by the operator
+//!  4  actual                 frames that are in the balloon            written by the driver
+//!  8  free_page_hint_cmd_id  the hinting command, or DONE              written by the device
+//! 12  poison_val             content of freed frames                   written by the driver
 //! ```
 
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ use super::hints::DONE;
 
 const LEN: usize = 16;
 
-/// The fields as the driver last saw them.
+/// Fields of the space as last published to the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(super) struct Space {
     pub(super) target: u32,
@@ -23,17 +23,17 @@ pub(super) struct Space {
 }
 
 impl Space {
-    /// For a driver that has done nothing yet.
+    /// Returns the space for a driver that has done nothing yet.
     pub(super) fn new(target: u32) -> Self {
         Self { target, actual: 0, command: DONE, poison: 0 }
     }
 
-    /// As the driver reads it.
+    /// Returns the space as the driver reads it.
     pub(super) fn bytes(&self) -> Vec<u8> {
         [self.target, self.actual, self.command, self.poison].map(u32::to_le_bytes).concat()
     }
 
-    /// The driver writes. What is not the driver's, or no field, stays.
+    /// Handles a write of the driver. Only the driver's own fields change.
     pub(super) fn write(&mut self, offset: usize, data: &[u8]) {
         let mut bytes = self.bytes();
         for (place, byte) in bytes.iter_mut().skip(offset).zip(data) {

@@ -28,7 +28,7 @@ fn started() -> (Driver, BalloonControl) {
     (Driver::started(balloon), control)
 }
 
-/// Memory with content, for the device to take.
+/// Returns memory with content that the device can discard.
 fn filled(driver: &mut Driver, frames: u32) -> Piece {
     let piece = driver.wanted(frames * 4096);
     driver
@@ -72,7 +72,7 @@ fn inflating_takes_the_frames_that_are_named_and_no_others() {
     let (mut driver, control) = started();
     let piece = filled(&mut driver, 8);
     let first = gfn(piece);
-    // In any order, and one twice.
+    // Frame numbers in any order, one of them twice.
     let named = numbers(&mut driver, &[first + 5, first + 1, first + 2, first + 5]);
     driver.request(INFLATE, &[named]);
     for i in 0..8 {
@@ -80,7 +80,7 @@ fn inflating_takes_the_frames_that_are_named_and_no_others() {
         assert!(is(&driver, frame, if [1, 2, 5].contains(&i) { 0 } else { 0xa5 }), "frame {i}");
     }
     assert_eq!(control.figures().discarded_bytes, 3 * PAGE_SIZE);
-    // Again: there is nothing to take any more.
+    // After a deflate, one frame is inflated again: it has no memory left to discard.
     driver.request(DEFLATE, &[named]);
     let one = numbers(&mut driver, &[first + 1]);
     driver.memory.ram().write_obj(1u8, GuestAddress(piece.addr + 5 * PAGE_SIZE)).unwrap();
@@ -141,7 +141,7 @@ fn a_guest_that_poisons_freed_frames_keeps_them() {
         assert!(is(&driver, piece, kept), "poison {poison:#x}");
         if poison != 0 {
             assert!(control.free_frames(LONG).is_empty());
-            // What is in the balloon nobody reads before writing it.
+            // Frames in the balloon are written before they are read.
             let named = numbers(&mut driver, &[gfn(piece)]);
             driver.request(INFLATE, &[named]);
             assert!(is(&driver, piece, 0));
@@ -161,7 +161,7 @@ fn wait_command(driver: &Driver, than: u32) -> u32 {
     }
 }
 
-/// The driver's part of a run of hints.
+/// Performs the driver's part of a run of hints.
 fn hint(driver: &mut Driver, command: u32, free: &[Piece], stop: bool) {
     let id = driver.given(&command.to_le_bytes());
     driver.request(HINT, &[id]);
@@ -189,7 +189,7 @@ fn hints_are_those_of_the_command_and_change_nothing() {
     assert_eq!(driver.read(COMMAND), hints::DONE);
     let mut last = hints::DONE;
     for round in 0..3 {
-        // Nobody asked.
+        // Hints without a request.
         hint(&mut driver, last, &free[..1], true);
         let asked = thread::spawn({
             let control = control.clone();
@@ -197,7 +197,7 @@ fn hints_are_those_of_the_command_and_change_nothing() {
         });
         let command = wait_command(&driver, hints::DONE);
         assert!(command > last, "a number of its own");
-        // First the rest of what was begun before.
+        // First the rest of the earlier run.
         hint(&mut driver, last, &free[1..2], true);
         hint(&mut driver, command, &free[round..], true);
         let heard: Vec<FrameRun> = asked.join().unwrap().iter().collect();
@@ -221,7 +221,7 @@ fn hints_that_do_not_end_are_as_many_as_came() {
     let heard: Vec<FrameRun> = asked.join().unwrap().iter().collect();
     assert_eq!(heard, frames_of(&[free]));
     assert_eq!(driver.read(COMMAND), hints::DONE);
-    // A driver that is not there, or does not hint, is not waited for.
+    // A driver that is absent, or does not support hints, is not waited for.
     driver.start(!FREE_PAGE_HINT);
     let since = Instant::now();
     assert!(control.free_frames(LONG).is_empty());
@@ -246,7 +246,7 @@ fn what_the_operator_wants_reaches_the_driver_also_elsewhere() {
     driver.write(VIRTIO_MMIO_CONFIG + 4, 700);
     assert_eq!(control.figures().actual_bytes, 700 * PAGE_SIZE);
 
-    // The guest stands, moves, and only then can be told.
+    // The guest is paused and moves. Only then can the driver be told.
     driver.quiesce();
     control.set_target(2 << 20);
     let state = driver.transport.save().unwrap();

@@ -1,5 +1,5 @@
-//! A hostile driver: what it does comes from a fuzzer's bytes. After every step the device must
-//! have kept the rules that it keeps whatever its driver does.
+//! A hostile driver, controlled by a fuzzer's bytes. After every step, the bench checks the rules
+//! that the device must keep whatever its driver does.
 
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
@@ -12,15 +12,15 @@ use crate::devices::virtio::inline::Inline;
 use crate::devices::virtio::{REGISTERS_LEN, VirtioState};
 use crate::memory::Backing;
 
-/// Where rings of queue `i` are: at `RINGS + i * RINGS_STEP`.
+/// Address of the rings: those of queue `i` are at `RINGS + i * RINGS_STEP`.
 const RINGS: u64 = 0x1000;
 const RINGS_STEP: u64 = 0x2000;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x1800;
 const QUEUE_RESET: u32 = 0xc0;
-/// Turns that a device may take for what one step has set in motion.
+/// Most turns that a device may take for the work that one step starts.
 const MOST_TURNS: usize = 1000;
-/// Steps of one run: more would tell no more.
+/// Most steps of one run. More steps would find nothing new.
 const MOST_STEPS: usize = 200;
 const REGISTERS: [u32; 19] = [
     VIRTIO_MMIO_DEVICE_FEATURES_SEL,
@@ -51,15 +51,15 @@ struct Queue {
     next: u16,
 }
 
-/// See the module.
+/// A driver and its device. See the module documentation.
 pub(super) struct Bench<'s> {
     subject: &'s mut dyn Subject,
     guest: Guest,
     device: Inline,
     queues: Vec<Queue>,
-    /// Since memory was last looked at, the device was in a state in which it may write.
+    /// Whether, since the last check of memory, the device was in a state in which it may write.
     may_write: bool,
-    /// It has gone on from a state that no device had.
+    /// Whether the device continues from a state that no device has saved.
     damaged: bool,
 }
 
@@ -75,7 +75,7 @@ impl<'s> Bench<'s> {
         bench
     }
 
-    /// Queues, to the last of which the driver gives chains unless it wants to go astray.
+    /// Returns the number of queues that the device has.
     fn queue_count(&self) -> usize {
         let exists = |i: &u32| {
             self.device.write(VIRTIO_MMIO_QUEUE_SEL.into(), &i.to_le_bytes());
@@ -84,7 +84,7 @@ impl<'s> Bench<'s> {
         (0..).take_while(exists).count()
     }
 
-    /// Does what `from` says, to its end.
+    /// Performs the steps in `from`, up to its end.
     pub(super) fn run(&mut self, from: &mut Source<'_>) {
         for _ in 0..MOST_STEPS {
             if from.is_empty() {
@@ -96,7 +96,7 @@ impl<'s> Bench<'s> {
         self.stand_and_go_on();
     }
 
-    /// Writes to registers, and reads them, as `from` says.
+    /// Writes and reads registers as `from` says.
     pub(super) fn run_registers(&mut self, from: &mut Source<'_>) {
         for _ in 0..MOST_STEPS {
             if from.is_empty() {
@@ -107,7 +107,7 @@ impl<'s> Bench<'s> {
         self.stand_and_go_on();
     }
 
-    /// Has the device go on from `bytes`, if they are a state of such a device.
+    /// Restores `bytes` into the device, if they are a state of such a device, and runs it.
     pub(super) fn run_state(&mut self, bytes: &[u8]) {
         let Ok(state) = postcard::from_bytes::<VirtioState>(bytes) else { return };
         self.device.quiesce().unwrap();
@@ -132,7 +132,7 @@ impl<'s> Bench<'s> {
         self.get(VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_NEEDS_RESET != 0
     }
 
-    /// Memory, and what is behind the device, unless something is under way.
+    /// Checks memory and the backend, unless something may be in flight.
     fn look_over(&mut self) {
         if !self.subject.works_meanwhile() {
             let wrote = self.guest.check();
@@ -142,8 +142,8 @@ impl<'s> Bench<'s> {
         }
     }
 
-    /// Lets the device do something, and all that follows; what has to hold then. A stopped device
-    /// does nothing at `nothing_new`: no reset is in it.
+    /// Runs `f` and all work that follows from it, and checks the rules that must hold then. With
+    /// `nothing_new`, `f` contains no reset, so a stopped device must not do anything.
     fn step(&mut self, nothing_new: bool, f: impl FnOnce(&Inline)) {
         let stopped = self.is_stopped();
         f(&self.device);
@@ -159,7 +159,7 @@ impl<'s> Bench<'s> {
         self.may_write |= !(stopped && nothing_new);
     }
 
-    /// A pause, at which nothing is under way.
+    /// Pauses the device, so that nothing is in flight, checks everything, and resumes it.
     fn stand_and_go_on(&mut self) {
         self.device.quiesce().unwrap();
         self.guest.check_all();
@@ -213,7 +213,7 @@ impl<'s> Bench<'s> {
         }
     }
 
-    /// Mostly the one that this is about.
+    /// Returns a queue, mostly the one under test.
     fn queue(&self, from: &mut Source<'_>) -> usize {
         match from.u8() {
             n if n & 0x80 == 0 => self.subject.queue().min(self.queues.len() - 1),
@@ -221,7 +221,7 @@ impl<'s> Bench<'s> {
         }
     }
 
-    /// From power-on to a ready driver, with all features or fewer.
+    /// Takes the device from power-on to a ready driver, with all features or fewer.
     fn start(&mut self, from: &mut Source<'_>) {
         self.set(VIRTIO_MMIO_STATUS, 0);
         self.set(VIRTIO_MMIO_STATUS, 1);
@@ -279,7 +279,7 @@ impl<'s> Bench<'s> {
         self.guest.write(at, &bytes);
     }
 
-    /// Gives a chain of `pieces`, without a notification.
+    /// Makes a chain of `pieces` available, without a notification.
     fn give(&mut self, queue: usize, pieces: &[Piece]) {
         let Queue { size, next: head, .. } = self.queues[queue];
         let Some(last) = pieces.len().checked_sub(1).filter(|_| size > 0) else { return };
@@ -310,7 +310,7 @@ impl<'s> Bench<'s> {
         self.step(true, |device| device.write(VIRTIO_MMIO_QUEUE_NOTIFY.into(), &number));
     }
 
-    /// Gives what the device takes, or nearly, and tells it.
+    /// Makes a valid or nearly valid request available, and notifies the device if `tell` is true.
     fn give_request(&mut self, from: &mut Source<'_>, tell: bool) {
         let queue = self.queue(from);
         let pieces = self.subject.request(queue, from, &mut self.guest);
@@ -320,7 +320,7 @@ impl<'s> Bench<'s> {
         }
     }
 
-    /// Gives anything that has the form of a chain.
+    /// Makes an arbitrary chain of buffers available.
     fn give_pieces(&mut self, from: &mut Source<'_>) {
         let queue = self.queue(from);
         let mut pieces = from.pieces(false);
@@ -351,7 +351,7 @@ impl<'s> Bench<'s> {
         self.notify(queue);
     }
 
-    /// A descriptor of any kind, anywhere in the table.
+    /// Writes an arbitrary descriptor anywhere in the table.
     fn describe(&mut self, from: &mut Source<'_>) {
         let queue = self.queue(from);
         let (at, writable) = (rings(queue) + 16 * u64::from(from.u8()), from.flip());
@@ -379,7 +379,7 @@ impl<'s> Bench<'s> {
             0 => u64::from(from.u16()) % REGISTERS_LEN,
             _ => from.one_of(&REGISTERS).into(),
         };
-        // No access crosses the end of the registers, which are a page.
+        // An access must not cross the end of the registers, which take one page.
         let most = (REGISTERS_LEN - register).min(8) as usize;
         let len = if kind & 4 != 0 { 1 + usize::from(from.u8()) % 8 } else { 4 }.min(most);
         let value = if kind & 8 != 0 { from.u64() } else { from.u8().into() };
@@ -390,7 +390,7 @@ impl<'s> Bench<'s> {
         }
     }
 
-    /// Moves the device to another host, with the state as it was saved, or a damaged one.
+    /// Moves the device to another host, with its saved state or a damaged copy of it.
     fn go(&mut self, from: &mut Source<'_>, damaged: bool) {
         self.device.quiesce().unwrap();
         self.guest.check_all();
@@ -400,8 +400,8 @@ impl<'s> Bench<'s> {
         let mut bytes = postcard::to_stdvec(&state).unwrap();
         if !damaged {
             if let Some(why) = self.move_with(state.clone()) {
-                // The guest's disk, as a damaged state had it, is no good, and stays with the guest
-                // that does not know yet.
+                // A damaged state has made the disk unusable. It stays with the guest, which does
+                // not know it yet.
                 assert!(
                     self.damaged && why.contains("could not be made durable"),
                     "{why}: {state:?}"
@@ -418,7 +418,7 @@ impl<'s> Bench<'s> {
         if let Ok(state) = postcard::from_bytes(&bytes) {
             self.damaged |= self.move_with(state).is_none();
         }
-        // As what came late, too, which hardly any device takes.
+        // The same bytes as data that arrived after the save. Hardly any device accepts data there.
         if let Err(why) = self.device.attach(&bytes) {
             assert!(!why.is_empty());
         }
@@ -429,8 +429,8 @@ impl<'s> Bench<'s> {
         postcard::to_stdvec(&self.device.save().unwrap()).unwrap()
     }
 
-    /// Puts `state` into a new device, which takes the place of this one; or why not. Either
-    /// stands.
+    /// Restores `state` into a new device that replaces this one. Returns the reason if that fails.
+    /// The device is paused in both cases.
     fn move_with(&mut self, state: VirtioState) -> Option<String> {
         let ram = self.guest.memory().ram().clone();
         let new = Inline::new("fuzz", self.subject.make(), ram).unwrap();

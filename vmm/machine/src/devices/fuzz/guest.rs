@@ -1,4 +1,4 @@
-//! A guest's memory, and the check that every frame whose content a device changes is in the tree.
+//! Memory of a guest, and the check that every frame whose content a device changes is in the tree.
 
 use std::sync::Arc;
 
@@ -7,15 +7,15 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::memory::{Backing, HugePages, Memory, MemoryOptions};
 
-/// First byte and bytes of the two slots, with nothing between them.
+/// Start address and size in bytes of the two slots. The memory between them is unmapped.
 const SLOTS: [(u64, u64); 2] = [(0, 0x4_0000), (0x10_0000, 0x1_0000)];
-/// A check looks at one in so many of the frames that no device has marked, at others each time: to
-/// read all of them after every step took most of a fuzzer's time.
+/// A check reads one in this many of the frames that no device has marked, different ones each
+/// time. Reading all of them after every step took most of a fuzzer's time.
 const ONE_IN: u64 = 8;
 const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
 thread_local! {
-    /// Made once: mapping costs more than all that one run does.
+    /// Created once per thread, because mapping costs more than a whole run.
     static ANON: Arc<Memory> = Arc::new(map(Backing::Anon));
     static MEMFD: Arc<Memory> = Arc::new(map(Backing::Memfd));
 }
@@ -31,7 +31,7 @@ fn map(backing: Backing) -> Memory {
     Memory::of_layout(layout, &options).unwrap()
 }
 
-/// Puts zeros where something was left; the zeros.
+/// Sets all memory of a slot to zero and returns the zeros.
 fn clear(memory: &Memory, base: u64, bytes: u64) -> Vec<u8> {
     let mut frame = [0; PAGE_SIZE as usize];
     for at in (base..base + bytes).step_by(frame.len()) {
@@ -43,20 +43,20 @@ fn clear(memory: &Memory, base: u64, bytes: u64) -> Vec<u8> {
     vec![0; bytes as usize]
 }
 
-/// See the module.
+/// Memory of a guest. See the module documentation.
 pub(super) struct Guest {
     memory: Arc<Memory>,
-    /// What the slots held at the last check, with the driver's own writes since.
+    /// Content of the slots at the last check, plus the driver's own writes since.
     before: Vec<Vec<u8>>,
     writes: Subscription,
     /// Frames that the device has marked since the last check.
     marked: Vec<Gfn>,
-    /// Checks so far.
+    /// Number of checks so far.
     checks: u64,
 }
 
 impl Guest {
-    /// Memory of zeros.
+    /// Returns memory that is all zero.
     pub(super) fn new(backing: Backing) -> Self {
         let memory = match backing {
             Backing::Anon => ANON.with(Arc::clone),
@@ -77,9 +77,9 @@ impl Guest {
         epoch.commit();
     }
 
-    /// The driver writes. What would lie outside memory is left out.
+    /// Writes as the driver does. Bytes outside memory are skipped.
     pub(super) fn write(&mut self, addr: u64, bytes: &[u8]) {
-        // Its marks are not the device's.
+        // Keep the device's marks apart from those of this write.
         self.take_marks();
         for ((base, len), before) in SLOTS.iter().zip(&mut self.before) {
             let Some(at) = addr.checked_sub(*base).filter(|at| at < len) else { continue };
@@ -90,15 +90,15 @@ impl Guest {
         self.writes.drain().commit();
     }
 
-    /// Whether the device has changed anything since the last check, which may be only frames that
-    /// it has marked, if nothing is under way in it. Of the others, this looks at some.
+    /// Checks that the device has changed only frames that it has marked. Nothing may be in flight.
+    /// Returns whether anything has changed. Of the unmarked frames, only some are read.
     pub(super) fn check(&mut self) -> bool {
         self.checks += 1;
         let turn = self.checks % ONE_IN;
         self.check_those(|gfn| gfn.0 % ONE_IN == turn)
     }
 
-    /// The same, and looks at all frames.
+    /// Checks like [`check`](Self::check), but reads all frames.
     pub(super) fn check_all(&mut self) -> bool {
         self.check_those(|_| true)
     }

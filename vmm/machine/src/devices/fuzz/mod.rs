@@ -1,15 +1,18 @@
-//! Hostile drivers, made from a fuzzer's bytes: one target for each queue of each device, one for
-//! registers and one for saved states.
+//! Hostile drivers controlled by a fuzzer's bytes: one target for each queue of each device, one
+//! for registers and one for saved states.
 //!
 //! ```text
 //! bytes -> Source -> Bench, the driver --registers, rings, buffers--> Inline, the device
 //!                      |                                                |
-//!                      +--- checks after every step ---- Guest ---------+---- Subject: the world behind
+//!                      +--- checks after every step ---- Guest ---------+---- Subject: its backend
 //! ```
 //!
-//! Whatever the driver does, the device does not panic and comes to an end; every frame (and every
-//! block of a disk) whose content it changes is in the tree; a driver that is served no more is
-//! told so; what is saved can be restored, and is then saved the same.
+//! Whatever the driver does, these rules must hold:
+//!
+//! - The device does not panic and does not loop for ever.
+//! - Every frame (and every block of a disk) whose content the device changes is in the tree.
+//! - A driver that is no longer served is told so.
+//! - A saved state can be restored, and saving it again gives the same bytes.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 
 mod bench;
@@ -22,10 +25,10 @@ use bench::Bench;
 use source::Source;
 use subjects::{Disk, Inflatable, Interface, Randomness, Sockets, Subject};
 
-/// What a fuzzer calls with its bytes.
+/// Function that runs one input of the fuzzer.
 pub type Target = fn(&[u8]);
 
-/// All targets, by their names.
+/// All targets by name.
 pub const TARGETS: [(&str, Target); 13] = [
     ("block", block),
     ("block_uring", block_uring),
@@ -42,12 +45,12 @@ pub const TARGETS: [(&str, Target); 13] = [
     ("device_state", device_state),
 ];
 
-/// A disk's queues, by plain system calls.
+/// Queues of a disk that uses plain system calls.
 pub fn block(bytes: &[u8]) {
     disk(bytes, false);
 }
 
-/// A disk's queues, by io_uring.
+/// Queues of a disk that uses io_uring.
 pub fn block_uring(bytes: &[u8]) {
     disk(bytes, true);
 }
@@ -58,66 +61,66 @@ fn disk(bytes: &[u8], uring: bool) {
     drive(&mut disk, from);
 }
 
-/// The queue by which an interface receives.
+/// Receive queue of a network interface.
 pub fn net_receive(bytes: &[u8]) {
     interface(0, bytes);
 }
 
-/// The queue by which an interface sends.
+/// Transmit queue of a network interface.
 pub fn net_transmit(bytes: &[u8]) {
     interface(1, bytes);
 }
 
-/// The queue by which an interface is controlled.
+/// Control queue of a network interface.
 pub fn net_control(bytes: &[u8]) {
     interface(4, bytes);
 }
 
 fn interface(queue: usize, bytes: &[u8]) {
     let mut from = Source::new(bytes);
-    // The control queue is the last one, of one pair or of two.
+    // The control queue is the last queue, after one or two pairs.
     let pairs = if queue == 4 || from.flip() { 2 } else { 1 };
     drive(&mut Interface::new(queue, pairs), from);
 }
 
-/// The queue by which the socket device gives packets.
+/// Receive queue of the socket device, by which it sends packets to the guest.
 pub fn vsock_receive(bytes: &[u8]) {
     drive(&mut Sockets::new(0), Source::new(bytes));
 }
 
-/// The queue by which the socket device takes packets.
+/// Transmit queue of the socket device, by which it takes packets from the guest.
 pub fn vsock_transmit(bytes: &[u8]) {
     drive(&mut Sockets::new(1), Source::new(bytes));
 }
 
-/// The randomness device's queue.
+/// Queue of the entropy device.
 pub fn rng(bytes: &[u8]) {
     drive(&mut Randomness, Source::new(bytes));
 }
 
-/// The queue into a balloon, and the one out of it.
+/// Inflate and deflate queues of a balloon.
 pub fn balloon_inflate(bytes: &[u8]) {
     drive(&mut Inflatable::new(Inflatable::INFLATE), Source::new(bytes));
 }
 
-/// The queue of a balloon's hints.
+/// Hinting queue of a balloon.
 pub fn balloon_hint(bytes: &[u8]) {
     drive(&mut Inflatable::new(Inflatable::HINT), Source::new(bytes));
 }
 
-/// The queue of a balloon's reports.
+/// Reporting queue of a balloon.
 pub fn balloon_report(bytes: &[u8]) {
     drive(&mut Inflatable::new(Inflatable::REPORT), Source::new(bytes));
 }
 
-/// The registers of any device.
+/// Registers of any device.
 pub fn registers(bytes: &[u8]) {
     let mut from = Source::new(bytes);
     let mut subject = any(&mut from);
     Bench::new(&mut *subject, Backing::Anon).run_registers(&mut from);
 }
 
-/// The saved state of any device.
+/// Saved state of any device.
 pub fn device_state(bytes: &[u8]) {
     let mut from = Source::new(bytes);
     let mut subject = any(&mut from);
@@ -146,7 +149,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 200, ..ProptestConfig::default() })]
 
-        /// What the fuzzer does for minutes, for a moment: mostly that the harness holds.
+        /// A short run of what the fuzzer does for minutes. It mostly checks the harness.
         #[test]
         fn no_driver_makes_a_device_break_its_rules(
             which in 0..super::TARGETS.len(),
@@ -154,7 +157,7 @@ mod tests {
         ) {
             let (_, target) = super::TARGETS[which];
             target(&bytes);
-            // A driver that gets further: it begins with a start.
+            // An input that gets further because it begins with a start of the driver.
             target(&[&[0, 0, 0, 0, 8, 8, 8, 8, 8][..], &bytes].concat());
         }
     }

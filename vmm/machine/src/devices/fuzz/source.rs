@@ -1,6 +1,6 @@
-//! A fuzzer's bytes, taken one decision at a time. Past their end all is zero.
+//! A fuzzer's bytes, consumed one decision at a time. Past their end every value is zero.
 
-/// See the module.
+/// Input of one run. See the module documentation.
 pub(super) struct Source<'b>(&'b [u8]);
 
 impl<'b> Source<'b> {
@@ -12,7 +12,7 @@ impl<'b> Source<'b> {
         self.0.is_empty()
     }
 
-    /// The next `len` bytes, or as many as there are.
+    /// Returns the next `len` bytes, or the remaining ones if there are fewer.
     pub(super) fn bytes(&mut self, len: usize) -> &'b [u8] {
         let (now, rest) = self.0.split_at(len.min(self.0.len()));
         self.0 = rest;
@@ -51,13 +51,13 @@ impl<'b> Source<'b> {
         self.u8() & 1 != 0
     }
 
-    /// One of `choices`.
+    /// Returns one of `choices`.
     pub(super) fn one_of<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[usize::from(self.u8()) % choices.len()]
     }
 
-    /// An address: mostly where buffers are, else where rings are, at an edge of memory, or
-    /// nowhere.
+    /// Returns an address: mostly in the buffers, otherwise in the rings, at an edge of memory, or
+    /// outside memory.
     pub(super) fn address(&mut self) -> u64 {
         match self.u8() % 16 {
             0..10 => 0x1_0000 + u64::from(self.u16()),
@@ -72,7 +72,7 @@ impl<'b> Source<'b> {
         }
     }
 
-    /// A length: mostly small.
+    /// Returns a length, mostly a small one.
     pub(super) fn length(&mut self) -> u32 {
         match self.u8() % 8 {
             0..5 => self.u8().into(),
@@ -82,18 +82,18 @@ impl<'b> Source<'b> {
         }
     }
 
-    /// A buffer.
+    /// Returns a buffer.
     pub(super) fn piece(&mut self, writable: bool) -> Piece {
         Piece { addr: self.address(), len: self.length(), writable }
     }
 
-    /// Some buffers, five at most.
+    /// Returns up to five buffers.
     pub(super) fn pieces(&mut self, writable: bool) -> Vec<Piece> {
         (0..self.u8() % 6).map(|_| self.piece(writable)).collect()
     }
 }
 
-/// A descriptor: what of guest memory, and whether the device writes to it.
+/// A descriptor: a range of guest memory, and whether the device writes to it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
     pub(super) addr: u64,

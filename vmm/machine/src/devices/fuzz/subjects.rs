@@ -1,4 +1,5 @@
-//! The devices, each with the world behind it and with requests that it takes, or nearly.
+//! The devices, each with the backend behind it and a generator of requests that are valid, or
+//! nearly.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -27,33 +28,33 @@ use crate::devices::virtio::Device;
 use crate::devices::vsock::Vsock;
 use crate::memory::Memory;
 
-/// Where requests lie that are read.
+/// Address of the buffers that the device reads.
 const GIVEN: u64 = 0x1_0000;
 
-/// See the module.
+/// A device under test. See the module documentation.
 pub(super) trait Subject {
-    /// The device, over the same world each time.
+    /// Returns a new device over the same backend as before.
     fn make(&mut self) -> Box<dyn Device>;
 
-    /// The queue that this is about.
+    /// Returns the queue under test.
     fn queue(&self) -> usize;
 
-    /// The buffers of a request for `queue`.
+    /// Returns the buffers of a request for `queue`.
     fn request(&mut self, queue: usize, from: &mut Source<'_>, guest: &mut Guest) -> Vec<Piece>;
 
-    /// Something happens in the world behind the device.
+    /// Makes something happen in the backend.
     fn happen(&mut self, _: &mut Source<'_>) {}
 
-    /// What has to hold whenever nothing is under way.
+    /// Checks the rules that must hold whenever nothing is in flight.
     fn check(&mut self, _: &Memory) {}
 
-    /// The device writes to guest memory between two calls, too.
+    /// Returns whether the device also writes to guest memory between two calls.
     fn works_meanwhile(&self) -> bool {
         false
     }
 }
 
-/// Bytes for the device to read, in one buffer or in two.
+/// Puts bytes for the device to read into one or two buffers and returns these.
 fn given(bytes: &[u8], from: &mut Source<'_>, guest: &mut Guest) -> Vec<Piece> {
     let addr = GIVEN + 64 * u64::from(from.u8());
     guest.write(addr, bytes);
@@ -84,7 +85,7 @@ impl Subject for Randomness {
 }
 
 thread_local! {
-    /// Made once, as memory is; what earlier runs left in it is as good as anything.
+    /// Created once per thread, like memory. Any content that earlier runs left is acceptable.
     static FILE: Rc<NamedTempFile> = {
         let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(Disk::BYTES as u64).unwrap();
@@ -92,7 +93,7 @@ thread_local! {
     };
 }
 
-/// A disk of 16 blocks, which are followed.
+/// A disk of 16 blocks whose writes are tracked.
 pub(super) struct Disk {
     file: Rc<NamedTempFile>,
     config: DiskConfig,
@@ -100,7 +101,7 @@ pub(super) struct Disk {
     uring: bool,
     before: Vec<u8>,
     now: Vec<u8>,
-    /// One for each device made.
+    /// One subscription for each device that was made.
     writes: Vec<Subscription>,
 }
 
@@ -141,7 +142,7 @@ impl Subject for Disk {
     }
 
     fn request(&mut self, _: usize, from: &mut Source<'_>, guest: &mut Guest) -> Vec<Piece> {
-        // Those that there are: in, out, flush, identify, discard, zeroes.
+        // The known request types: in, out, flush, identify, discard, write zeroes.
         let kind = match from.u8() {
             n @ 0..240 => [0, 1, 4, 8, 11, 13][usize::from(n) % 6],
             _ => from.u32(),
@@ -195,7 +196,7 @@ impl Subject for Disk {
     }
 }
 
-/// An interface over sockets.
+/// A network interface over sockets.
 pub(super) struct Interface {
     config: NetConfig,
     queue: usize,
@@ -264,13 +265,13 @@ impl Subject for Interface {
                 2 => 12 + usize::from(from.u16()) % 4096,
                 _ => usize::from(from.u16()) + 4096,
             };
-            // One that finds no room is lost, as on a network.
+            // A frame that finds no room is lost, as on a network.
             let _ = self.ours[queue].send(&self.frame[..len.min(self.frame.len())]);
         }
     }
 }
 
-/// Where unix sockets are, with a program that listens for the guest.
+/// Directory of the unix sockets, with a program that listens for the guest.
 struct Place {
     dir: TempDir,
     listener: UnixListener,
@@ -300,7 +301,7 @@ impl Sockets {
 
     pub(super) fn new(queue: usize) -> Self {
         let place = PLACE.with(Rc::clone);
-        // Those of an earlier run.
+        // Connections of an earlier run.
         while place.listener.accept().is_ok() {}
         let config = VsockConfig { cid: Self::CID, uds: place.dir.path().join("v") };
         Self { queue, config, place, programs: Vec::new() }
@@ -334,7 +335,7 @@ impl Subject for Sockets {
         let cid = if from.u8() < 240 { Self::CID.into() } else { from.u64() };
         header.extend(cid.to_le_bytes());
         header.extend(if from.u8() < 240 { 2u64 } else { from.u64() }.to_le_bytes());
-        // Ports of the guest, and of the host: one that listens, one that calls, or any.
+        // Ports of the guest and of the host: a listening one, a connecting one, or any.
         header.extend(u32::from(from.u8() % 4).to_le_bytes());
         let port = from.one_of(&[1, 1, 1 << 30, (1 << 30) + 1, 2]);
         header.extend(u32::to_le_bytes(port));
@@ -357,7 +358,7 @@ impl Subject for Sockets {
     fn happen(&mut self, from: &mut Source<'_>) {
         match from.u8() % 6 {
             0 => {
-                // The listener's queue may be full: then nobody calls.
+                // If the listen queue is full, no program connects.
                 let Ok(mut program) = UnixStream::connect(&self.config.uds) else { return };
                 program.set_nonblocking(true).unwrap();
                 let port = from.u8() % 4;
@@ -400,7 +401,7 @@ impl Subject for Sockets {
     }
 }
 
-/// A balloon, with an operator and someone who copies memory.
+/// A balloon, with an operator and a thread that copies memory.
 pub(super) struct Inflatable {
     queue: usize,
     config: BalloonConfig,
@@ -464,7 +465,7 @@ impl Subject for Inflatable {
     fn check(&mut self, memory: &Memory) {
         for free in self.hints.iter().filter_map(|hints| hints.try_recv().ok()) {
             for run in free.iter() {
-                // Two slots are no neighbours: a run lies in one of them.
+                // The two slots are not adjacent, so a run lies in one of them.
                 assert!(memory.layout().contains(run), "{run:?} was hinted and is no memory");
             }
         }
@@ -472,7 +473,7 @@ impl Subject for Inflatable {
     }
 }
 
-/// One thread for all inputs.
+/// Returns the opener, shared by all inputs.
 fn opener() -> &'static Opener {
     static OPENER: LazyLock<Opener> = LazyLock::new(|| Opener::start().unwrap());
     &OPENER
