@@ -114,9 +114,9 @@ pub(crate) struct DeviceSet {
 pub(crate) struct Limits {
     /// Limit for requests in flight at a pause.
     pub(crate) stall: Duration,
-    /// See [`RELEASE_LIMIT`].
+    /// Limit for releasing or acquiring files. See [`RELEASE_LIMIT`].
     pub(crate) release: Duration,
-    /// See [`ASK_LIMIT`].
+    /// Limit for any other request to one device. See [`ASK_LIMIT`].
     pub(crate) ask: Duration,
 }
 
@@ -661,7 +661,7 @@ mod tests {
         set.save().unwrap();
     }
 
-    /// One device whose thread gets stuck, with short limits.
+    /// Returns a set of one device whose thread gets stuck, with short limits.
     fn stuck_set(memory: &Memory) -> (DeviceSet, Arc<Script>) {
         let script = Arc::new(Script::default());
         let devices = vec![spawn("stuck", Box::new(Fake(script.clone())), memory)];

@@ -9,7 +9,7 @@ use super::Capabilities;
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("this host lacks {what}: {why}")]
 pub struct Unusable {
-    /// What is missing.
+    /// Missing capability or device.
     pub what: String,
     /// The system's error, or the consequence.
     pub why: String,

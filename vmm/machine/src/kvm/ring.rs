@@ -8,7 +8,7 @@ use driftline_dirty_tracker::{PAGE_SIZE, RingEntry};
 use kvm_bindings::KVM_DIRTY_LOG_PAGE_OFFSET;
 use kvm_ioctls::VcpuFd;
 
-/// The mapping of one vCPU's ring.
+/// Mapping of one vCPU's dirty ring.
 #[derive(Debug)]
 pub struct RingMap {
     entries: NonNull<RingEntry>,

@@ -1,26 +1,27 @@
-//! The sandbox: what the process, and each of its threads, may ask of the kernel once it has a
-//! guest.
+//! The sandbox: restricts what the process, and each of its threads, may ask of the kernel once it
+//! has a guest.
 //!
-//! A guest that breaks out of a device runs on a thread of this process. What it finds there:
+//! A guest that breaks out of a device runs on a thread of this process. That thread may make these
+//! calls:
 //!
 //! | thread | system calls | files by name, TCP |
 //! | --- | --- | --- |
-//! | main, `early-vm`, `control`, `opener`, jobs, migrations | those of a VMM: no programs, no mounts, no modules, only threads | see below |
-//! | `vcpu*` | memory, waiting, KVM's ioctls of a vCPU, a timer of its own | none |
-//! | `collector`, `supervisor` | the same with their own ioctls of KVM; the collector of `userfault-wp` those by which userfaultfd follows writes | none |
-//! | `serial`, `log`, workers of the threads backend | memory, waiting, what is open | none |
+//! | main, `early-vm`, `control`, `opener`, jobs, migrations | what a VMM needs: no programs, no mounts, no modules, only threads | see below |
+//! | `vcpu*` | memory, waiting, KVM's vCPU ioctls, a timer of its own | none |
+//! | `collector`, `supervisor` | memory, waiting, KVM ioctls for their job; the collector of `userfault-wp` also the userfaultfd ioctls that follow writes | none |
+//! | `serial`, `log`, workers of the threads backend | memory, waiting, open descriptors | none |
 //! | `serial-input` | the same, and the port's interrupt | none |
-//! | `virtio-*` | events, and data of what is open: each kind of device its own few | none |
+//! | `virtio-*` | events, data of open descriptors, and a few calls for each kind of device | none |
 //!
-//! Threads inherit filters and domains and can only narrow them. So the widest ones go on main,
-//! before it starts anything, and each thread narrows itself before its first own step: [`spawn`].
-//! All threads share one memory: whoever takes over a thread can try to have another one act for
-//! it, which may do what the first row says.
+//! Threads inherit filters and domains and can only narrow them. So main applies the widest ones
+//! before it starts any thread, and each thread narrows itself before it does anything else:
+//! [`spawn`]. All threads share one memory: an attacker who controls a thread can try to make
+//! another thread act for it, and that thread may do what the first row says.
 //!
-//! A forbidden call ends the process with `SIGSYS` and a line that names thread and call. Filters
-//! are seccomp's (`seccomp.rs`), domains landlock's (`landlock.rs`), which older kernels lack: a
-//! warning says so. A process that has not called [`start`], such as a test, is not restricted at
-//! all.
+//! A forbidden call ends the process with `SIGSYS` and a line that names the thread and the call.
+//! Filters are seccomp's (`seccomp.rs`). Domains are landlock's (`landlock.rs`), which older
+//! kernels lack; a warning then says so. A process that has not called [`start`], such as a test,
+//! is not restricted.
 
 mod calls;
 mod filters;
@@ -41,18 +42,18 @@ use crate::fail_point;
 use crate::{schedule, signals};
 use seccomp::Filters;
 
-/// Kinds of threads that serve the guest.
+/// Kinds of threads that serve the guest. Each kind has its own system call filter.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Class {
     /// Runs a vCPU.
     Vcpu,
-    /// Runs a vCPU's share of the threads backend.
+    /// Runs a vCPU's share of the work in the threads backend.
     Worker,
     /// Owns the dirty source.
     Collector,
-    /// The same where writes are followed by userfaultfd.
+    /// Owns the dirty source that follows writes by userfaultfd.
     Watcher,
-    /// Decides whether the machine runs.
+    /// Decides when the machine runs and when it pauses.
     Supervisor,
     /// Copies serial output.
     Serial,
@@ -60,20 +61,20 @@ pub enum Class {
     Log,
     /// Copies serial input, and raises the port's interrupt for it.
     SerialInput,
-    /// A virtio device of randomness.
+    /// Serves a virtio entropy device.
     Rng,
-    /// A balloon.
+    /// Serves a balloon.
     Balloon,
-    /// A disk.
+    /// Serves a disk.
     Block,
-    /// A network interface.
+    /// Serves a network interface.
     Net,
-    /// A socket device.
+    /// Serves a socket device.
     Vsock,
 }
 
 impl Class {
-    /// All of them.
+    /// All classes.
     pub const ALL: [Class; 13] = [
         Self::Vcpu,
         Self::Worker,
@@ -91,7 +92,7 @@ impl Class {
     ];
 }
 
-/// What this process has been restricted to.
+/// The restrictions that this process has applied.
 #[derive(Debug)]
 struct Started {
     filters: Option<Filters>,
@@ -99,11 +100,12 @@ struct Started {
     allowed: Vec<PathBuf>,
 }
 
-/// Set once, by main, before any thread that serves a guest exists.
+/// Set once by main, before any thread that serves a guest exists.
 static STARTED: OnceLock<Started> = OnceLock::new();
 
-/// Restricts the calling thread and all that it starts from now on: to be called once, by main,
-/// before there are others. Warns about what is switched off or missing.
+/// Restricts the calling thread and all threads that it starts from now on. Main calls this once,
+/// before it starts other threads. Logs a warning for each restriction that is switched off or that
+/// the kernel lacks.
 pub fn start(options: &Options) -> Result<(), StartError> {
     let begun = Instant::now();
     native::one_arena();
@@ -128,10 +130,10 @@ pub fn start(options: &Options) -> Result<(), StartError> {
         seccomp_us = (begun.elapsed() - compiled).as_micros(),
         "the process is restricted"
     );
-    // As they are in full: what is asked for later may be named from another directory.
+    // Canonical paths, because later requests may name these directories by other paths.
     let places = landlock::places(options).into_iter();
     let allowed = places.filter_map(|path| path.canonicalize().ok()).collect();
-    // A second start narrows main again, and its threads as the first one said.
+    // A second start narrows main again. Its threads keep the filters of the first one.
     let _ = STARTED.set(Started { filters, landlock, allowed });
     Ok(())
 }
@@ -147,7 +149,7 @@ pub fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    // Whose guest it serves, for its log.
+    // The span of the guest that the thread serves, for its log lines.
     let logged = tracing::Span::current();
     let name = name.into();
     fail_point::pass(&name)?;
@@ -162,8 +164,8 @@ pub fn spawn<T: Send + 'static>(
     })
 }
 
-/// As [`spawn`], of a thread that is restricted to `class` when it says so: it opens by name first,
-/// and serves no guest until then.
+/// Starts a thread like [`spawn`], but the thread applies the restrictions of `class` only when
+/// `work` calls its argument. Until then it may open files by name, and it serves no guest.
 pub fn spawn_late<T: Send + 'static>(
     class: Class,
     name: impl Into<String>,
@@ -179,8 +181,8 @@ pub fn spawn_late<T: Send + 'static>(
     })
 }
 
-/// Restricts the calling thread to `class`. A thread that cannot be restricted does not go on, nor
-/// does the process: half a sandbox is none.
+/// Restricts the calling thread to `class`. If that fails, the process exits: a partial sandbox is
+/// no sandbox.
 fn enter(class: Class) {
     #[cfg(test)]
     tests::start_everywhere();
@@ -201,10 +203,10 @@ fn enter(class: Class) {
     }
 }
 
-/// Whether landlock lets this process write to `path`; the error is a sentence.
+/// Checks whether landlock lets this process write to `path`. The error is a sentence for the user.
 pub fn check_allowed(path: &Path) -> Result<(), String> {
     let Some(Started { landlock: true, allowed, .. }) = STARTED.get() else { return Ok(()) };
-    // What does not exist yet will lie where its nearest directory is.
+    // A path that does not exist yet will be in its nearest existing ancestor directory.
     let known = path.ancestors().find_map(|p| p.canonicalize().ok());
     if known.is_none_or(|p| allowed.iter().any(|a| p.starts_with(a))) {
         return Ok(());
@@ -219,7 +221,7 @@ pub fn check_allowed(path: &Path) -> Result<(), String> {
     ))
 }
 
-/// What follows `cause`, an error at `path`, if it may be this sandbox that stands behind it.
+/// Returns text to append to `cause`, an error at `path`, if this sandbox may have caused it.
 pub(crate) fn hint(path: &Path, cause: &io::Error) -> &'static str {
     match cause.kind() == io::ErrorKind::PermissionDenied && check_allowed(path).is_err() {
         true => {

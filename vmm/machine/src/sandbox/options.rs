@@ -37,7 +37,7 @@ pub enum StartError {
     /// An allowed directory does not exist or cannot be opened.
     #[error("--allow-path {}: {why}", path.display())]
     Given {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
         /// The system's error.
         why: String,
