@@ -312,8 +312,8 @@ impl Device for Balloon {
     }
 
     fn backend_ready(&mut self, _: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
-        // The event's count is at least the number of requests in the channel, so all of them are
-        // read.
+        // Reset the event before reading the channel. A request is sent before its event is
+        // written, so none is missed.
         let _ = self.wake.read();
         loop {
             match self.asks.try_recv() {
