@@ -1,7 +1,7 @@
-//! Owns what lies behind guest memory on this host: anonymous memory or a memory file, pages of
-//! what size, and whether they are there before the guest asks for them.
+//! Owns what backs guest memory on this host: anonymous memory or a memory file, the size of its
+//! pages, and whether it is populated before the guest touches it.
 //!
-//! None of it moves with a guest: a destination or a restore chooses anew.
+//! None of these choices move with a guest: a destination or a restore chooses anew.
 
 use std::fmt;
 use std::fs::File;
@@ -17,7 +17,7 @@ use vm_memory::mmap::MmapRegionBuilder;
 
 use driftline_dirty_tracker::TrackedBitmap;
 
-/// What holds the bytes of guest memory.
+/// The kind of memory that holds the guest's bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Backing {
     /// Private anonymous memory.
@@ -28,8 +28,8 @@ pub enum Backing {
 }
 
 impl Backing {
-    /// Whether the administrator has set that such memory gets pages larger than a frame, of
-    /// whatever size, though nobody asks for them.
+    /// Returns whether the administrator's settings give such memory pages larger than a frame, of
+    /// any size, without a request for them.
     fn is_huge_unasked(self) -> bool {
         let dir = Path::new("/sys/kernel/mm/transparent_hugepage");
         let (all, each) = match self {
@@ -70,17 +70,17 @@ impl FromStr for Backing {
 
 /// Host pages larger than a frame.
 ///
-/// They make a guest's first touches cheap and its address translation faster, as long as nobody
-/// follows its writes: KVM write-protects frame by frame, so tracking splits its own mapping of
-/// each huge page that is written, and joins it again only some time after tracking has ended.
+/// They make a guest's first touches cheap and its address translation faster, as long as no
+/// tracking is on. KVM write-protects frame by frame, so tracking splits KVM's mapping of each huge
+/// page that is written. KVM joins it again only some time after tracking has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HugePages {
-    /// None, whatever the administrator has set.
+    /// No huge pages, whatever the administrator has set.
     None,
-    /// Where the kernel has one at hand (`madvise`).
+    /// Huge pages where the kernel has one at hand (`madvise`).
     Thp,
-    /// From the pool that the administrator has reserved (`vm.nr_hugepages`), all of them, or no
-    /// guest.
+    /// Huge pages from the pool that the administrator has reserved (`vm.nr_hugepages`). Without
+    /// enough of them the guest does not start.
     Hugetlbfs,
 }
 
@@ -109,24 +109,24 @@ impl FromStr for HugePages {
 /// How this host holds guest memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct MemoryOptions {
-    /// What holds the bytes.
+    /// Kind of memory.
     pub backing: Backing,
-    /// Pages larger than a frame; `None` leaves it to what the administrator has set for all.
+    /// Pages larger than a frame; `None` keeps the administrator's setting.
     pub huge_pages: Option<HugePages>,
-    /// Take all memory from the host before the guest starts, rather than at each first touch.
+    /// Whether all memory is populated before the guest starts, rather than at each first touch.
     pub prefault: bool,
 }
 
-/// Bytes of a page of the pool.
+/// Bytes of one page of the pool.
 pub(super) const HUGE_PAGE: u64 = 2 << 20;
 
 impl MemoryOptions {
-    /// Whether memory comes from the pool of huge pages.
+    /// Returns whether the memory comes from the pool of huge pages.
     pub(super) fn is_pooled(&self) -> bool {
         self.huge_pages == Some(HugePages::Hugetlbfs)
     }
 
-    /// Whether the first write to memory gets a page of a frame's size, and no larger one.
+    /// Returns whether a first write gets a page of a frame's size and never a larger one.
     pub(super) fn faults_are_small(&self) -> bool {
         match self.huge_pages {
             Some(HugePages::None) => true,
@@ -135,7 +135,7 @@ impl MemoryOptions {
         }
     }
 
-    /// Maps `len` zeroed bytes, whose writes through vm-memory `bitmap` is told.
+    /// Maps `len` zeroed bytes. Writes through vm-memory are recorded in `bitmap`.
     pub(super) fn map(
         &self,
         len: usize,
@@ -145,7 +145,7 @@ impl MemoryOptions {
             Backing::Anon => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
             Backing::Memfd => libc::MAP_SHARED,
         };
-        // The pool is reserved when it is mapped: without that a guest would die by SIGBUS later.
+        // Pool pages are reserved at mmap: otherwise a guest could die by SIGBUS later.
         flags |= match (self.is_pooled(), self.backing) {
             (false, _) => libc::MAP_NORESERVE,
             (true, Backing::Anon) => libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
@@ -165,8 +165,8 @@ impl MemoryOptions {
         }
     }
 
-    /// Tells the kernel what a mapping is for. Keeps it out of core dumps (it is the guest's, and
-    /// large) and out of children.
+    /// Gives the kernel the advice for a mapping. Also excludes the mapping from core dumps,
+    /// because it is the guest's and large, and from child processes.
     pub(super) fn advise(&self, start: *mut u8, len: usize) -> io::Result<()> {
         let pages = match self.huge_pages {
             Some(HugePages::Thp) => Some(libc::MADV_HUGEPAGE),
@@ -185,7 +185,8 @@ impl MemoryOptions {
     }
 }
 
-/// A memory file of `len` bytes that keeps its length: a file that shrinks under a mapping kills.
+/// Creates a memory file of `len` bytes whose length is sealed: if a file shrinks under a mapping,
+/// an access kills the process.
 fn memory_file(len: u64, from_pool: bool) -> io::Result<File> {
     let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     if from_pool {
@@ -200,11 +201,11 @@ fn memory_file(len: u64, from_pool: bool) -> io::Result<File> {
     Ok(file.into())
 }
 
-/// One call populates so much: enough to be worth it, little enough to be shared among threads
-/// evenly.
+/// Bytes that one call populates: enough to be worth a call, and few enough to spread evenly over
+/// threads.
 const PIECE: usize = 16 << 20;
 
-/// Takes `len` bytes at `start` from the host now, on all threads of rayon's pool.
+/// Populates `len` bytes at `start` now, on all threads of rayon's pool.
 pub(super) fn populate(start: *mut u8, len: usize) -> io::Result<()> {
     let start = start as usize;
     (0..len)
@@ -213,22 +214,24 @@ pub(super) fn populate(start: *mut u8, len: usize) -> io::Result<()> {
         .try_for_each(|offset| populate_piece(start + offset, PIECE.min(len - offset)))
 }
 
-/// The most ranges for which huge pages are asked: each may split a mapping in three, and a process
-/// has 65,530 at most.
+/// Maximum number of ranges with huge page advice. Each may split a mapping in three, and a process
+/// can have 65,530 mappings.
 const MAX_HUGE_RANGES: usize = 4096;
 
-/// Where huge pages were asked for.
+/// The ranges that have huge page advice.
 #[derive(Debug, Default)]
 pub(super) struct HugeRanges {
     count: usize,
-    /// Where the last one ends: what goes on there needs no mapping of its own.
+    /// End address of the last range. A range that continues there needs no mapping of its own.
     end: usize,
 }
 
 impl HugeRanges {
-    /// Has the kernel use huge pages for what of `len` bytes at `start`, part of a mapping of ours,
-    /// they fit into: all of it is about to be written. Whether it was asked; where the
-    /// administrator has switched them off it comes to nothing.
+    /// Asks the kernel for huge pages in the 2 MiB pages that lie wholly within `len` bytes at
+    /// `start`, part of a mapping of ours that is about to be written.
+    ///
+    /// Returns whether the kernel accepted the advice. It has no effect if the administrator has
+    /// switched huge pages off.
     pub(super) fn prefer(&mut self, start: usize, len: usize) -> bool {
         let first = start.next_multiple_of(HUGE_PAGE as usize);
         let end = (start + len) / HUGE_PAGE as usize * HUGE_PAGE as usize;
@@ -247,11 +250,11 @@ impl HugeRanges {
     }
 }
 
-/// Takes `len` bytes at `start`, part of a mapping of ours, from the host now, on this thread.
+/// Populates `len` bytes at `start`, part of a mapping of ours, now, on this thread.
 pub(super) fn populate_piece(start: usize, len: usize) -> io::Result<()> {
     loop {
-        // SAFETY: the range is part of a mapping that is ours; populating it for writing
-        // leaves its bytes as they are.
+        // SAFETY: the range is part of a mapping that is ours; populating it for writing leaves its
+        // bytes as they are.
         let ret =
             unsafe { libc::madvise(start as *mut libc::c_void, len, libc::MADV_POPULATE_WRITE) };
         if ret == 0 {

@@ -1,15 +1,16 @@
-//! Owns giving frames back to the host.
+//! Owns discarding: giving frames back to the host.
 //!
-//! A frame that is discarded costs no memory and reads as zeros until it is written again. That
-//! changes its content like a write of zeros, and is followed like one: the tree is marked *after*
-//! the content has changed, as for every write of the VMM. Who copies the frame meanwhile copies
-//! the old content or zeros, and either way finds it in the next epoch and reads zeros then (I3,
-//! I4). Frames that had no memory read as zeros before and after, and are not marked.
+//! A discarded frame costs no memory and reads as zeros until it is written again. Discarding
+//! changes the content as a write of zeros does, and is tracked like one: the tree is marked
+//! *after* the content has changed, as for every write of the VMM. A thread that copies the frame
+//! meanwhile copies the old content or zeros. Either way it finds the frame in the next epoch and
+//! reads zeros then (I3, I4). Frames without memory read as zeros before and after, and are not
+//! marked.
 //!
-//! A frame that is protected until it has been copied (`shield.rs`) is waited for. One that has not
-//! come yet (`late.rs`) never will.
+//! If a frame is write-protected until it has been copied (`shield.rs`), the discard waits for
+//! that. A frame that has not been restored yet (`late.rs`) is dropped from the restore.
 //!
-//! The guest's next write is followed too: with the host's page goes KVM's mapping of it, so that
+//! The guest's next write is tracked too: KVM's mapping of the page goes with the host's page, so
 //! the write faults and is reported, whether or not the frame was reported before.
 
 use std::io;
@@ -27,7 +28,7 @@ use super::backing::HUGE_PAGE;
 use super::populated::{Populated, all, is_pooled};
 use super::shield::Kept;
 
-/// Gives frames back. What it keeps between calls only saves time.
+/// Gives frames back to the host. The state that it keeps between calls only saves time.
 #[derive(Debug, Default)]
 pub(crate) struct Discarder {
     populated: Populated,
@@ -36,17 +37,19 @@ pub(crate) struct Discarder {
 }
 
 impl Discarder {
-    /// Opens all that it needs of the system. Frames that are `kept` are discarded when they no
-    /// longer are.
+    /// Opens all system resources that it needs. A frame in `kept` is discarded when it is no
+    /// longer protected.
     pub(crate) fn open(kept: Arc<Kept>) -> io::Result<Self> {
         Ok(Self { populated: Populated::open()?, runs: Vec::new(), kept })
     }
 
-    /// Discards the frames of `run`, which lie in one slot of `ram`, and returns how many of them
-    /// had memory: those read as zeros now, and are marked. Of huge pages from the pool only whole
-    /// ones are discarded; what the pool gets back so is promised to nobody, this guest included.
+    /// Discards the frames of `run`, which lie in one slot of `ram`. Returns how many of them had
+    /// memory: those now read as zeros and are marked. Of huge pages from the pool only whole ones
+    /// are discarded. Pages that return to the pool are reserved for no guest, this one included.
     ///
-    /// An error leaves the content of each frame as it was, or zero and marked.
+    /// # Errors
+    /// Each frame has its old content, or is zero and marked. Frames outside guest memory are an
+    /// error.
     pub(crate) fn discard(&mut self, ram: &GuestRam, run: FrameRun) -> io::Result<u64> {
         let region = ram.find_region(GuestAddress(run.start.gpa()));
         let region = region.filter(|region| run.end() <= all(region).end());
@@ -59,7 +62,7 @@ impl Discarder {
             return Ok(0);
         }
         self.runs.clear();
-        // First: after it nothing comes any more that is not found.
+        // This comes first: after it no frame arrives that `find` would miss.
         if let Some(late) = self.kept.late() {
             late.forget(run, &mut self.runs);
         }
@@ -67,10 +70,11 @@ impl Discarder {
         if self.runs.is_empty() {
             return Ok(0);
         }
-        // Not one by one: part of it must not be gone if the rest is waited for.
+        // Wait for the whole run, so that no part of it is discarded while another part is waited
+        // for.
         self.kept.wait(run);
         let discarded = discard_in(region, run);
-        // Also after an error: part of it may be done.
+        // Mark after an error too: part of the run may have been discarded.
         for run in &self.runs {
             if let Ok(slice) = ram.get_slice(GuestAddress(run.start.gpa()), run.bytes() as usize) {
                 slice.bitmap().mark_dirty(0, slice.len());
@@ -80,7 +84,7 @@ impl Discarder {
     }
 }
 
-/// The part of `run` that is whole pages of 2 MiB of the mapping.
+/// Returns the part of `run` that consists of whole 2 MiB pages of the mapping.
 fn whole_huge_pages(region: &Region, run: FrameRun) -> FrameRun {
     const FRAMES: u64 = HUGE_PAGE / PAGE_SIZE;
     let base = all(region).start.0;
@@ -94,7 +98,7 @@ fn discard_in(region: &Region, run: FrameRun) -> io::Result<()> {
     let offset = run.start.gpa() - all(region).start.gpa();
     let bytes = run.bytes() as usize;
     if let Some(file) = region.file_offset() {
-        // Takes the pages out of every mapping of the file too.
+        // This removes the pages from every mapping of the file.
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         return Ok(fallocate(file.file().as_fd(), flags, file.start() + offset, run.bytes())?);
     }
@@ -150,7 +154,7 @@ mod tests {
             assert!((10..15).all(|i| byte(&memory, FIRST + i) == 0), "{backing}");
             assert_eq!(byte(&memory, FIRST + 15), 0xa5);
 
-            // What has no memory is as it was.
+            // Frames without memory do not change.
             assert_eq!(discarder.discard(memory.ram(), run(FIRST + 100, 50)).unwrap(), 0);
             assert_eq!(writes.drain().frames(), 0, "{backing}");
             fill(&memory, run(FIRST + 12, 1));
@@ -182,7 +186,7 @@ mod tests {
             };
             let mut discarder = Discarder::default();
             fill(&memory, run(0, 1536));
-            // Two parts of pages, and one whole.
+            // Parts of two pages, and one whole page.
             assert_eq!(discarder.discard(memory.ram(), run(1, 1534)).unwrap(), 512);
             assert_eq!(memory.populated().unwrap(), [run(0, 512), run(1024, 512)]);
             assert_eq!(discarder.discard(memory.ram(), run(1, 511)).unwrap(), 0);

@@ -1,6 +1,6 @@
-//! Owns the first contents of memory that nobody has touched: the kernel makes pages of them
-//! (userfaultfd) and puts those into place, where a write would fault, and clear each page before
-//! it is written over. Half the price of a write, on one machine.
+//! Owns filling: the first contents of untouched memory. The kernel (userfaultfd) allocates the
+//! pages, copies the contents in and maps them. A write would instead fault and clear each page
+//! before it overwrites it. Filling took half the time of writing on one machine.
 
 use std::io;
 
@@ -13,17 +13,19 @@ use super::userfault::Userfault;
 
 const PAGE: usize = PAGE_SIZE as usize;
 
-/// A guest's memory that is being filled. Dropping it lets go of the memory.
+/// A guest's memory that is being filled. Dropping it unregisters the memory.
 #[derive(Debug)]
 pub(super) struct MemoryFill {
     userfault: Userfault,
-    /// Keeps the mappings.
+    /// Keeps the memory mapped.
     ram: GuestRam,
 }
 
 impl MemoryFill {
-    /// The error is a host that does not let this process do that, or memory that another
-    /// descriptor has.
+    /// Registers the memory for filling.
+    ///
+    /// # Errors
+    /// The host does not let this process do that, or another descriptor has the memory.
     pub(super) fn open(ram: &GuestRam) -> io::Result<Self> {
         let userfault = Userfault::open_for_filling()?;
         for region in ram.iter() {
@@ -42,8 +44,8 @@ impl MemoryFill {
             Err(e) if e.raw_os_error() == Some(libc::EEXIST) => {}
             done => return done,
         }
-        // Somebody has touched one, or this call has filled some of them: one by one, for a write
-        // to one that is not there would wait for ever.
+        // A page was present already, or this call has filled some of them. Go page by page: a
+        // write to a missing page would wait for ever.
         for (offset, page) in (0..).step_by(PAGE).zip(contents.chunks_exact(PAGE)) {
             match self.userfault.copy(address + offset as u64, page) {
                 Err(e) if e.raw_os_error() == Some(libc::EEXIST) => {
@@ -98,7 +100,8 @@ mod tests {
                 Memory::new(5 << 30, &MemoryOptions { backing, huge_pages, prefault: false });
             let memory = memory.unwrap();
             let page = |gfn: u64| vec![gfn as u8 | 1; PAGE];
-            // Nobody should have, but what is written over is what counts.
+            // No caller touches memory before filling it, but if one has, the content is
+            // overwritten.
             let mut found = vec![0; PAGE];
             memory.ram().write_slice(&page(90), GuestAddress(Gfn(4).gpa())).unwrap();
             memory.ram().read_slice(&mut found, GuestAddress(Gfn(0x10_0001).gpa())).unwrap();
@@ -112,7 +115,7 @@ mod tests {
                 let contents: Vec<u8> = run.frames().flat_map(|gfn| page(gfn.0)).collect();
                 fill.fill(run, &contents).unwrap();
             }
-            // Those that are there are written over, those between are filled.
+            // Frames that are present are overwritten, and those in between are filled.
             let again = frames(5, 4);
             let contents: Vec<u8> = again.frames().flat_map(|gfn| page(gfn.0 + 100)).collect();
             fill.fill(again, &contents).unwrap();

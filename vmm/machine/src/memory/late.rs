@@ -1,11 +1,11 @@
-//! Owns the frames of a restored guest that have not come yet: whoever touches one waits in the
-//! kernel (userfaultfd) until it has been fetched, and the others are fetched behind the running
-//! guest.
+//! Owns a lazy restore: the frames of a restored guest that have not arrived yet. A thread that
+//! touches such a frame waits in the kernel (userfaultfd) until it has been fetched. The other
+//! frames are fetched in the background while the guest runs.
 //!
-//! One thread fetches, and it alone; it never touches guest memory itself, but has the kernel put
-//! contents into place. When all has come it lets go of the memory. Where it has not, because a
-//! frame cannot be had or the guest ends early, memory is never let go of: nobody sees zeros for
-//! what was stored, and who waits waits until the process ends.
+//! One thread does all the fetching. It never touches guest memory itself, but has the kernel place
+//! the contents. When all frames have arrived it unregisters the memory. If a frame cannot be
+//! fetched or the guest ends early, the memory stays registered: no thread ever reads zeros in
+//! place of stored content, and a thread that waits does so until the process ends.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,39 +22,42 @@ use crate::log;
 use super::populated::{all, is_pooled};
 use super::userfault::Userfault;
 
-/// Frames that are fetched at once behind the guest: while that lasts somebody may wait for
-/// another.
+/// Frames that one background fetch takes. A fault may have to wait while it lasts.
 const BEHIND: u64 = 64;
-/// Frames that are fetched with one that is touched: neighbours are touched next.
+/// Frames that are fetched for one fault: its neighbours are likely to be touched next.
 const AROUND: u64 = 16;
-/// How long at most nothing is fetched but what is touched, or was the last time, before the guest
-/// runs: who builds it needs the processors.
+/// Upper bound on delaying background fetches until the guest runs, so that they do not compete
+/// with VM construction for CPU. Until then only faulted frames and the recorded working set are
+/// fetched.
 const HEAD_START: Duration = Duration::from_millis(100);
-/// How often it is looked whether it runs.
+/// How often the thread checks whether the guest runs.
 const LOOK: Duration = Duration::from_micros(500);
-/// How long after the guest's end a lost page kills the thread that waits for it, and the process
-/// with it: by then a process that has one guest has ended in good order.
+/// How long after the guest's end lost pages are poisoned, which kills the threads that wait for
+/// them and the process with them. A process with one guest has ended in good order by then.
 const LAST_RESORT: Duration = Duration::from_secs(1);
-/// How many places where the guest touched frames first are kept.
+/// Maximum number of first touches that are recorded.
 const MOST_TOUCHED: usize = 1 << 16;
 
-/// Whose memory it is: the guest must not go on without a frame that cannot be fetched.
+/// The machine that owns the memory. Its guest must not continue without a frame that cannot be
+/// fetched.
 pub(crate) trait Owner: Send {
-    /// Ends the guest, for that reason. Does not wait for it.
+    /// Ends the guest for the reason `why`, without waiting for its end.
     fn lost(&self, why: String);
 
-    /// Whether it has ended: its vCPUs stand, and its devices as far as they can.
+    /// Returns whether the guest has ended: its vCPUs are stopped, and its devices as far as
+    /// possible.
     fn has_ended(&self) -> bool;
 
-    /// Whether its vCPUs are taking over their state: KVM alone touches guest memory, and no thread
-    /// of this process does, which a lost page would kill.
+    /// Returns whether its vCPUs are restoring their state. Only KVM touches guest memory then; no
+    /// thread of this process does, which a lost page would kill.
     fn takes_state(&self) -> bool;
 
-    /// Whether it runs.
+    /// Returns whether the guest runs.
     fn runs(&self) -> bool;
 }
 
-/// The fetching of one guest's memory. Dropping it ends it: frames that have not come never will.
+/// The lazy restore of one guest's memory. Dropping it stops it: frames that have not arrived never
+/// will.
 #[derive(Debug)]
 pub(crate) struct Late {
     shared: Arc<Shared>,
@@ -64,31 +67,31 @@ pub(crate) struct Late {
 #[derive(Debug)]
 struct Shared {
     userfault: Userfault,
-    /// Keeps the mappings.
+    /// Keeps the memory mapped.
     ram: GuestRam,
     over: AtomicBool,
     state: Mutex<State>,
-    /// Nothing is under way any more.
+    /// Notified when a fetch has ended.
     idle: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Until they are in place.
+    /// Frames that are not in place yet.
     left: FrameSet,
-    /// Part of them, on its way.
+    /// The part of `left` that is being fetched.
     under_way: Option<FrameRun>,
-    /// A frame that somebody waits for without touching it.
+    /// A frame that a thread waits for without touching it.
     asked: Option<Gfn>,
-    /// Somebody has asked which have not come, to read them: what is touched from then on tells
-    /// nothing of the guest.
+    /// Whether this process has asked which frames are left, in order to read them. Touches from
+    /// then on say nothing about the guest.
     is_read: bool,
     fetching: Fetching,
 }
 
 impl Late {
-    /// Has the frames of `backlog` come to `ram`, which nobody has touched yet. Gives the backlog
-    /// back where its pages or the host do not allow that.
+    /// Starts fetching the frames of `backlog` into `ram`, which nothing may have touched yet.
+    /// Returns the backlog if the memory's pages or the host do not support that.
     pub(super) fn begin(
         ram: &GuestRam,
         backlog: Box<dyn Backlog>,
@@ -132,25 +135,27 @@ impl Late {
         Ok(Ok(Self { shared, thread }))
     }
 
-    /// How far it is.
+    /// Returns the progress of the restore.
     pub(crate) fn fetching(&self) -> Fetching {
         let state = self.shared.lock();
         Fetching { left: state.left.frames(), ..state.fetching.clone() }
     }
 
-    /// Frames that have not come. Those that come after this call are in memory.
+    /// Returns the frames that have not arrived. Frames that arrive after this call are found in
+    /// memory.
     pub(super) fn left(&self) -> FrameSet {
         let mut state = self.shared.lock();
         state.is_read = true;
         state.left.clone()
     }
 
-    /// Whether any have not come.
+    /// Returns whether the fetching thread still runs.
     pub(super) fn is_under_way(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// These are zeros from now on, if they have not come. Adds those that have not to `forgotten`.
+    /// Makes those of `frames` that have not arrived read as zeros from now on, and adds them to
+    /// `forgotten`. Waits for a fetch of any of them that is in progress.
     pub(super) fn forget(&self, frames: FrameRun, forgotten: &mut Vec<FrameRun>) {
         let comes = |s: &mut State| {
             s.under_way.is_some_and(|run| run.start < frames.end() && frames.start < run.end())
@@ -161,14 +166,16 @@ impl Late {
         state.left.remove(frames);
     }
 
-    /// Has `frame` fetched next.
+    /// Fetches `frame` next.
     pub(super) fn ask(&self, frame: Gfn) {
         self.shared.lock().asked = Some(frame);
     }
 
-    /// Returns when `frame` has come, so that a thread of this process may touch it: one that
-    /// touches a lost frame waits for ever, or is killed. Otherwise says why it has not, after
-    /// `limit` at the latest.
+    /// Waits until `frame` has arrived, so that a thread of this process may touch it. A thread
+    /// that touches a lost frame waits for ever or is killed.
+    ///
+    /// # Errors
+    /// The reason why the frame has not arrived, after `limit` at the latest.
     pub(super) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), String> {
         let mut state = self.shared.lock();
         state.asked = state.left.contains(frame).then_some(frame);
@@ -185,7 +192,7 @@ impl Late {
         }
     }
 
-    /// Returns when all have come, or after `limit`; whether they have.
+    /// Waits until all frames have arrived, at most `limit`. Returns whether they have.
     pub(super) fn wait(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
         while self.is_under_way() && Instant::now() < until {
@@ -218,7 +225,8 @@ impl Shared {
         })
     }
 
-    /// The address of `frames`, and as many of them as lie in that mapping.
+    /// Returns the address of the first of `frames`, and the part of `frames` that lies in that
+    /// mapping.
     fn place(&self, frames: FrameRun) -> Option<(u64, FrameRun)> {
         self.ram.iter().find_map(|region| {
             let has = all(region);
@@ -231,16 +239,16 @@ impl Shared {
     }
 }
 
-/// What the thread has.
+/// What the fetching thread owns.
 struct Fetcher {
     shared: Arc<Shared>,
     backlog: Box<dyn Backlog>,
     buffer: Vec<u8>,
     owner: Box<dyn Owner>,
     is_lost: bool,
-    /// Addresses of frames that cannot be had.
+    /// Addresses of frames that cannot be fetched.
     lost: Vec<u64>,
-    /// When the guest was first seen to have ended, with frames lost.
+    /// When the guest was first seen to have ended with frames lost.
     ended: Option<Instant>,
 }
 
@@ -280,7 +288,7 @@ impl Fetcher {
                 if first.len() == 0 {
                     continue;
                 }
-                // What it will touch at once, but not before who makes it run.
+                // Fetch the working set, but let the threads that start the guest run first.
                 std::thread::yield_now();
             }
             let behind = self.shared.lock().left.first();
@@ -292,7 +300,7 @@ impl Fetcher {
                 continue;
             };
             match first.next() {
-                // Its neighbours too: they came with it when it was touched.
+                // Include its neighbours: they were fetched along with it when it was touched.
                 Some(next) => {
                     let brought =
                         self.fetch(FrameRun { count: next.count.clamp(AROUND, BEHIND), ..next });
@@ -302,11 +310,12 @@ impl Fetcher {
             }
         }
         if !self.lost.is_empty() || !self.shared.lock().left.is_empty() {
-            // Open for ever: or who waits would go on, for zeros.
+            // Keep the descriptor open for ever: closing it would let waiting threads continue with
+            // zeros.
             std::mem::forget(self.shared.clone());
             return;
         }
-        // Whoever waits goes on, with what has come.
+        // Unregistering lets waiting threads continue with the contents that have arrived.
         for region in self.shared.ram.iter() {
             let (start, len) = (region.as_ptr() as u64, region.len());
             if let Err(e) = self.shared.userfault.unregister(start, len) {
@@ -323,8 +332,9 @@ impl Fetcher {
         self.backlog.finish(&touched);
     }
 
-    /// Poisons lost pages, so that whoever waits for one does not wait for ever: KVM's calls fail,
-    /// and a thread of this process ends it by SIGBUS, which therefore is the last resort.
+    /// Poisons lost pages, so that no thread waits for one for ever. KVM's calls then fail. A
+    /// thread of this process that waits ends the process by SIGBUS, which is why this is the last
+    /// resort.
     fn poison_lost(&mut self) {
         if self.lost.is_empty() {
             return;
@@ -346,12 +356,12 @@ impl Fetcher {
             }
         });
         if !self.lost.is_empty() {
-            // Not at once again.
+            // Wait before the next attempt.
             self.ended = Some(Instant::now());
         }
     }
 
-    /// Somebody waits for the frame at `address`.
+    /// Handles a fault at `address`.
     fn touched(&mut self, address: u64) {
         let Some(gfn) = self.shared.gfn(address) else { return };
         let mut state = self.shared.lock();
@@ -367,15 +377,15 @@ impl Fetcher {
         if self.lost.contains(&(address & !(PAGE_SIZE - 1))) {
             return;
         }
-        // It has no content, or has come since.
+        // The frame has no stored content, or has arrived since.
         let start = address & !(PAGE_SIZE - 1);
         if let Err(e) = self.shared.userfault.zero(start, PAGE_SIZE) {
             self.lose(format!("giving zeros to frame {:#x}: {e}", gfn.0));
         }
     }
 
-    /// Fetches those of `frames`, at most [`BEHIND`], that have not come, and returns how many
-    /// those were.
+    /// Fetches those of `frames`, at most [`BEHIND`], that have not arrived, and returns their
+    /// number.
     fn fetch(&mut self, frames: FrameRun) -> u64 {
         let shared = self.shared.clone();
         let (mut at, mut brought) = (frames.start, 0);
@@ -384,7 +394,7 @@ impl Fetcher {
             let rest = FrameRun { start: at, count: frames.end().0.saturating_sub(at.0) };
             let Some(part) = state.left.within(rest).next() else { return brought };
             let Some((address, run)) = shared.place(part) else {
-                // A frame that is in no mapping was never part of the guest.
+                // A frame outside all mappings was never part of the guest.
                 state.left.remove(part);
                 continue;
             };
@@ -402,12 +412,12 @@ impl Fetcher {
         }
     }
 
-    /// Brings `run` to `address`; what cannot be had is noted.
+    /// Fetches `run` into memory at `address`. Frames that cannot be fetched are recorded as lost.
     fn bring(&mut self, address: u64, run: FrameRun) {
         match self.copy(address, run) {
             Ok(()) => {}
             Err(_) if run.count > 1 => {
-                // One by one: the others are good.
+                // Retry one by one, so that only the bad frames are lost.
                 for (gfn, i) in run.frames().zip(0..) {
                     self.bring(address + i * PAGE_SIZE, FrameRun { start: gfn, count: 1 });
                 }
@@ -427,10 +437,10 @@ impl Fetcher {
         copied.map_err(|e| format!("putting frame {:#x} into place: {e}", run.start.0))
     }
 
-    /// The guest cannot go on. Said once.
+    /// Reports, once, that the guest cannot continue.
     fn lose(&mut self, why: String) {
         if !std::mem::replace(&mut self.is_lost, true) {
-            // The guest ends with it, and that is said.
+            // The owner ends the guest and reports the reason.
             tracing::debug!("a frame of the restored guest cannot be had: {why}");
             self.shared.lock().fetching.lost = Some(why.clone());
             self.shared.idle.notify_all();

@@ -1,4 +1,4 @@
-//! Memory that comes late, against the kernel.
+//! Lazy restore, tested against the kernel.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
@@ -21,31 +21,31 @@ fn run(start: u64, count: u64) -> FrameRun {
     FrameRun { start: Gfn(start), count }
 }
 
-/// What frame `gfn` was stored with.
+/// Returns the stored content of frame `gfn`.
 fn content(gfn: u64) -> u8 {
     (gfn % 251) as u8 + 1
 }
 
-/// Frames that come only when they are let.
+/// A page source that delivers a frame only when the gate allows it.
 struct Stored {
     frames: FrameSet,
     first: Vec<FrameRun>,
-    /// Closed: no hindrance any more.
+    /// Once the gate is closed, reads no longer wait.
     gate: Receiver<()>,
     bad: Option<Gfn>,
     seen: Arc<Mutex<Seen>>,
 }
 
-/// What was asked of [`Stored`].
+/// The calls that [`Stored`] received.
 #[derive(Default)]
 struct Seen {
     reads: Vec<FrameRun>,
-    /// What it was told at the end, each time.
+    /// The first touches that each `finish` call received.
     touched: Vec<Vec<FrameRun>>,
 }
 
 impl Stored {
-    /// Of which nothing is known from the last time.
+    /// Creates one without a recorded working set.
     fn none(frames: FrameSet, gate: Receiver<()>) -> Self {
         Self { frames, first: Vec::new(), gate, bad: None, seen: Arc::default() }
     }
@@ -85,7 +85,7 @@ impl Backlog for Stored {
     }
 }
 
-/// Who is told of a loss.
+/// Receives the report of a lost frame.
 struct Told {
     lost: mpsc::Sender<String>,
     ended: AtomicBool,
@@ -117,8 +117,8 @@ fn ways() -> impl Iterator<Item = MemoryOptions> {
     })
 }
 
-/// Memory to which `frames` come, what opens the gate (a word each read, or dropping it), and who
-/// is told of a loss.
+/// Returns memory with a lazy restore of `frames`, the sender that opens the gate (one message for
+/// each read, or dropping it), and the receiver of losses.
 #[allow(clippy::type_complexity)]
 fn coming(
     test: &str,
@@ -157,7 +157,8 @@ fn all_have_come(memory: &Memory) {
     assert_eq!(memory.fetching().unwrap().left, 0);
 }
 
-/// In both slots, single ones, neighbours of what is not stored, and the last of each slot.
+/// In both slots: single frames, neighbours of frames that are not stored, and the last of each
+/// slot.
 const FRAMES: [FrameRun; 4] =
     [run_const(5000, 300), run_const(6000, 1), run_const(0xb_ff80, 0x80), run_const(0x10_0000, 4)];
 
@@ -174,13 +175,14 @@ fn who_touches_a_frame_waits_for_it_and_finds_what_was_stored() {
         for (gfn, stored) in [(5100, true), (0xb_ffff, true), (4999, false), (0x10_0004, false)] {
             let (ram, told) = (memory.ram().clone(), told.clone());
             thread::spawn(move || {
-                // Written to before it has come: the rest of it is as it was.
+                // Written to before it has arrived: the rest of it is as it was.
                 ram.write_obj(9u8, GuestAddress(Gfn(gfn).gpa())).unwrap();
                 told.send((gfn, stored, byte(&ram, gfn))).unwrap();
             });
         }
         thread::sleep(Duration::from_millis(20));
-        // For zeros nobody reads the store, and they may have been there before its first frames.
+        // Zeros need no read of the store, so they may have been present before the first stored
+        // frames.
         let early: Vec<(u64, bool, u8)> = hears.try_iter().collect();
         assert!(early.iter().all(|(_, stored, _)| !stored), "{early:?} {options:?}");
         drop(open);
@@ -197,7 +199,7 @@ fn who_touches_a_frame_waits_for_it_and_finds_what_was_stored() {
         assert_eq!(fetching.fetched, FRAMES.iter().map(|run| run.count).sum::<u64>());
         let touched: Vec<u64> = fetching.touched.iter().map(|run| run.start.0).collect();
         assert!(touched.iter().all(|gfn| [5100, 0xb_ffff].contains(gfn)), "{touched:x?}");
-        // Nothing is left of it: memory is shielded as any other.
+        // The restore is complete: memory can be write-protected as any other.
         assert!(memory.shield().unwrap().is_some());
     }
 }
@@ -242,7 +244,7 @@ fn a_frame_that_is_given_back_before_it_has_come_never_comes() {
         let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
         let mut writes = memory.tracker().subscribe("test").unwrap();
         let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
-        // What is on its way is elsewhere.
+        // The frames that are being fetched lie elsewhere.
         assert_eq!(discarder.discard(memory.ram(), run(5290, 5)).unwrap(), 5);
         let marked: Vec<FrameRun> = writes.drain().runs().collect();
         drop(open);
@@ -269,7 +271,7 @@ fn memory_comes_once_and_nobody_sees_zeros_for_what_has_not_come() {
         let refused = memory.fetch_late(Box::new(again), Box::new(owner));
         assert!(matches!(refused, Err(GuestError::System { .. })), "{options:?}");
         let (ram, (told, hears)) = (memory.ram().clone(), mpsc::channel());
-        // The last that is fetched, by a thread that is left behind.
+        // This is the last frame that is fetched; the thread that waits for it is left behind.
         thread::spawn(move || told.send(byte(&ram, 0x10_0003)));
         let opening = thread::spawn(move || {
             thread::sleep(Duration::from_millis(20));
@@ -277,7 +279,7 @@ fn memory_comes_once_and_nobody_sees_zeros_for_what_has_not_come() {
         });
         drop(memory);
         opening.join().unwrap();
-        // It was fetched before the end, or it never comes.
+        // It was fetched before the end, or it never arrives.
         let found = hears.recv_timeout(Duration::from_millis(50));
         assert!(found.is_err() || found == Ok(content(0x10_0003)), "{found:?} {options:?}");
     }
@@ -303,7 +305,7 @@ fn what_was_touched_first_the_last_time_comes_first_and_what_is_touched_now_is_t
         let memory = Memory::new(BYTES, &options).unwrap();
         let ((open, gate), (told, _lost)) = (mpsc::channel(), mpsc::channel());
         let frames = FRAMES.into_iter().collect();
-        // One that is short, what is nothing, what is longer than what is fetched at once.
+        // A short run, frames without content, and a run longer than one fetch takes.
         let first = vec![run(0xb_ffc0, 1), run(1, 1), run(6000, 1), run(5100, 200)];
         let stored = Stored { first, ..Stored::none(frames, gate) };
         let seen = stored.seen.clone();
@@ -313,7 +315,7 @@ fn what_was_touched_first_the_last_time_comes_first_and_what_is_touched_now_is_t
         }
         let ram = memory.ram().clone();
         let waits = thread::spawn(move || byte(&ram, 0x10_0003));
-        // The first read has begun; who waits by now comes second.
+        // The first read has begun; a fault by now comes second.
         thread::sleep(Duration::from_millis(50));
         drop(open);
         assert_eq!(waits.join().unwrap(), content(0x10_0003), "{options:?}");
@@ -321,7 +323,7 @@ fn what_was_touched_first_the_last_time_comes_first_and_what_is_touched_now_is_t
         let fetching = memory.fetching().unwrap();
         drop(memory);
         let seen = seen.lock().unwrap();
-        // With the neighbours that come along.
+        // Includes the neighbours that are fetched along.
         let mut expected = vec![run(0xb_ffc0, 16), run(6000, 1), run(5100, 64)];
         let mut reads = seen.reads.clone();
         let (touched, waited) = (vec![run(0x10_0003, 1)], run(0x10_0003, 1));
@@ -330,7 +332,7 @@ fn what_was_touched_first_the_last_time_comes_first_and_what_is_touched_now_is_t
         let at = reads.iter().position(|read| *read == waited).unwrap();
         assert!(at <= 1, "{reads:?} {options:?}");
         reads.remove(at);
-        // And then whatever is left, ascending.
+        // Then all remaining frames, ascending.
         expected.extend([run(5000, 64), run(5064, 36)]);
         assert_eq!(reads[..5], expected, "{options:?}");
         assert_eq!(fetching.foreseen, 16 + 1 + 64);

@@ -21,7 +21,11 @@ pub const HOLE_END: u64 = 0x1_0000_0000;
 const HOLE: FrameRun =
     FrameRun { start: Gfn(HOLE_START / PAGE_SIZE), count: (HOLE_END - HOLE_START) / PAGE_SIZE };
 
-/// The frames of a guest with `bytes` of memory: what the hole takes comes back behind it.
+/// Returns the frames of a guest with `bytes` bytes of memory. Memory that the hole displaces
+/// continues after the hole.
+///
+/// # Errors
+/// The size is not a whole number of pages or is outside the supported range.
 pub fn frames(bytes: u64) -> Result<FrameSet, MemoryError> {
     if !bytes.is_multiple_of(PAGE_SIZE) || !(MIN_MEM_BYTES..=MAX_MEM_BYTES).contains(&bytes) {
         return Err(MemoryError::Size(bytes));
@@ -29,8 +33,7 @@ pub fn frames(bytes: u64) -> Result<FrameSet, MemoryError> {
     let mut memory = FrameSet::with_capacity(2);
     memory.insert(FrameRun { start: Gfn(0), count: bytes / PAGE_SIZE });
     let displaced = memory.remove(HOLE);
-    // Memory that reaches past the hole without being displaced moves up, behind what was
-    // displaced.
+    // Memory beyond the hole stays where it is; the displaced part is appended after it.
     let end = memory.as_slice().last().map_or(HOLE.end(), |run| run.end().max(HOLE.end()));
     if displaced > 0 {
         memory.insert(FrameRun { start: end, count: displaced });
@@ -38,7 +41,10 @@ pub fn frames(bytes: u64) -> Result<FrameSet, MemoryError> {
     Ok(memory)
 }
 
-/// The layout of a guest with `bytes` of memory: a slot for each run of its map.
+/// Returns the layout of a guest with `bytes` bytes of memory: one slot for each run of its map.
+///
+/// # Errors
+/// As [`frames`].
 pub fn layout(bytes: u64) -> Result<Layout, MemoryError> {
     let memory = frames(bytes)?;
     let slots = memory.iter().zip(0..);

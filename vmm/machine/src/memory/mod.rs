@@ -1,5 +1,5 @@
-//! Owns guest memory: its mappings in this process, the layout that they follow, and the tracker
-//! that the VMM's own writes mark.
+//! Owns guest memory: its mappings in this process, their layout, and the tracker that records the
+//! VMM's own writes.
 
 mod backing;
 mod discard;
@@ -39,87 +39,90 @@ pub(crate) use userfault::USERFAULTFD_IOC_NEW;
 pub(crate) use userfault::Userfault;
 pub use watch::WriteWatch;
 
-/// Why there is no guest memory.
+/// Why guest memory cannot be set up.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// The size is no size for a guest.
+    /// The size is outside the supported range, or not a whole number of pages.
     #[error("guest memory of {0} bytes is not a whole number of pages between 16 MiB and 16 TiB")]
     Size(u64),
-    /// The host has no room for it.
+    /// The host does not have this much memory.
     #[error("{} of guest memory does not fit (--mem): {cause}", gib(*bytes))]
     DoesNotFit {
-        /// Bytes asked for.
+        /// Requested size, in bytes.
         bytes: u64,
-        /// The system's answer.
+        /// The kernel's answer.
         cause: String,
     },
-    /// Its size and the pool's pages do not agree.
+    /// The size is not a whole number of the pool's huge pages.
     #[error("guest memory of {0} bytes is not a whole number of huge pages of 2 MiB")]
     NotHuge(u64),
-    /// The pool is too small.
+    /// The pool has too few huge pages.
     #[error(
         "guest memory needs {needed} huge pages of 2 MiB, and this host has {free} free: \
          reserve more (sysctl vm.nr_hugepages), or use --hugepages thp"
     )]
     PoolTooSmall {
-        /// Pages that the guest needs.
+        /// Huge pages that the guest needs.
         needed: u64,
-        /// Pages that are neither used nor promised to others.
+        /// Huge pages that are neither in use nor reserved.
         free: u64,
     },
-    /// The kernel is too old.
+    /// The host's kernel has no `MADV_POPULATE_WRITE`.
     #[error(
         "this host's kernel cannot populate memory beforehand (5.14 can): leave --prefault out"
     )]
     NoPrefault,
-    /// The layout is none; only a programming error leads here.
+    /// The layout is invalid. Only a programming error leads here.
     #[error(transparent)]
     Layout(#[from] LayoutError),
 }
 
 impl MemoryError {
-    /// Whether another host might have it.
+    /// Returns whether another host might have enough memory, or a kernel that allows it.
     pub(crate) fn host_lacks(&self) -> bool {
         matches!(self, Self::DoesNotFit { .. } | Self::PoolTooSmall { .. } | Self::NoPrefault)
     }
 }
 
-/// Guest memory and what is known about it.
+/// Guest memory, its tracker and its options.
 #[derive(Debug)]
 pub struct Memory {
     ram: GuestRam,
     tracker: Arc<Tracker>,
-    /// The choice of pages where nobody has said whether there may be huge ones; `None` where
-    /// somebody has.
+    /// Chooses between huge and small pages; `None` if the options already decide that.
     preparing: Option<Preparing>,
-    /// Frames that nobody may change now.
+    /// Frames that are write-protected or have not been restored yet.
     kept: Arc<Kept>,
     options: MemoryOptions,
 }
 
 impl Memory {
-    /// Maps zeroed memory for a guest of `bytes`, as `options` say.
+    /// Maps zeroed memory for a guest of `bytes` bytes, as `options` say.
     ///
-    /// Unless they say otherwise nothing is reserved: frames get host memory when they are first
-    /// touched, and a guest may be larger than what the host has free; larger than all it has only
-    /// where the administrator has asked for that (`vm.overcommit_memory` 1).
+    /// Unless the options say otherwise, nothing is reserved: frames get host memory at their first
+    /// touch. A guest may be larger than the host's free memory. It may be larger than the host's
+    /// total memory and swap only if the administrator allows that (`vm.overcommit_memory` is 1).
+    ///
+    /// # Errors
+    /// The size is not allowed, the host or its huge page pool has too little memory, or the kernel
+    /// cannot prefault.
     pub fn new(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
         Self::of_layout(layout(bytes)?, options)
     }
 
-    /// As [`new`](Self::new), for a guest of which it is known that it touches little: of any size
-    /// that the kernel maps.
+    /// As [`new`](Self::new), without the check against the host's total memory: for a guest that
+    /// is known to touch little.
     pub(crate) fn sparse(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
         Self::map(layout(bytes)?, options, None)
     }
 
-    /// As [`new`](Self::new), of any shape.
+    /// As [`new`](Self::new), for any layout.
     pub(crate) fn of_layout(layout: Layout, options: &MemoryOptions) -> Result<Self, MemoryError> {
         Self::map(layout, options, most_bytes())
     }
 
-    /// Maps memory of at most so many bytes.
+    /// Maps the memory of `layout`, which must not exceed `most_bytes`, if that is given.
     fn map(
         layout: Layout,
         options: &MemoryOptions,
@@ -155,27 +158,28 @@ impl Memory {
         Ok(Self { ram, tracker, preparing, kept: Arc::default(), options: *options })
     }
 
-    /// The mappings.
+    /// Returns the mappings.
     pub fn ram(&self) -> &GuestRam {
         &self.ram
     }
 
-    /// The tracker of all writes.
+    /// Returns the tracker that records all writes.
     pub fn tracker(&self) -> &Arc<Tracker> {
         &self.tracker
     }
 
-    /// Frames that nobody may change now, for whoever changes them without writing.
+    /// Returns the frames that must not change now. Threads that change frames without writing to
+    /// them (the balloon) must check it first.
     pub(crate) fn kept(&self) -> &Arc<Kept> {
         &self.kept
     }
 
-    /// What keeps frames as they are while the guest runs; one at a time. `None` where the host or
-    /// this memory's pages do not allow it.
+    /// Returns write protection for this memory. Only one can exist at a time. `None` if the host
+    /// or this memory's pages do not support it.
     pub(crate) fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
-        // Each memory has one descriptor at most.
+        // A mapping can be registered with one userfaultfd at a time.
         if self.kept.late().is_some_and(|late| !late.wait(LATE_LIMIT)) {
-            // Not `None`: it can be had later.
+            // An error, not `None`: write protection becomes available later.
             let cause = "the restored guest's memory is still coming".into();
             return Err(GuestError::System { what: "protecting frames", cause });
         }
@@ -186,10 +190,12 @@ impl Memory {
         Ok(opened.map(|shield| Box::new(shield) as Box<dyn Shield>))
     }
 
-    /// Has the frames of `backlog` come when they are touched, and behind that; nobody has touched
-    /// this memory before. Gives the backlog back where the host or this memory's pages do not
-    /// allow that: then they have to come first, as in memory that was populated beforehand.
-    /// `owner` is told if one cannot be had.
+    /// Starts a lazy restore: the frames of `backlog` are fetched when they are touched, and the
+    /// others in the background. Nothing may have touched this memory before. `owner` is told if a
+    /// frame cannot be fetched.
+    ///
+    /// Returns the backlog if the host or this memory's pages do not support that, or if the memory
+    /// was prefaulted. The caller must then read all frames before the guest runs.
     pub(crate) fn fetch_late(
         &self,
         backlog: Box<dyn Backlog>,
@@ -209,8 +215,9 @@ impl Memory {
         }
     }
 
-    /// What puts first contents into memory that nobody has touched. `None` where the host does not
-    /// allow that, or where a write gets more than a frame's page: it then costs less.
+    /// Returns a [`Fill`] that places the first contents of untouched memory. `None` if the host
+    /// does not allow that, or if a write may get a page larger than a frame, which makes plain
+    /// writes cheaper.
     pub(crate) fn fill(&self) -> Option<Box<dyn Fill>> {
         if self.options.prefault || self.kept.late().is_some() || !self.options.faults_are_small() {
             return None;
@@ -220,33 +227,38 @@ impl Memory {
         opened.ok().map(|fill| Box::new(fill) as Box<dyn Fill>)
     }
 
-    /// Has `frame` fetched next, if it has not come, for a [`require`](Self::require) that follows.
+    /// Fetches `frame` next, if it has not arrived. The caller follows with
+    /// [`require`](Self::require).
     pub(crate) fn ask(&self, frame: Gfn) {
         if let Some(late) = self.kept.late() {
             late.ask(frame);
         }
     }
 
-    /// Returns when `frame` has come, so that this process may touch it; why it has not otherwise,
-    /// after `limit` at the latest.
+    /// Waits until `frame` has arrived, so that this process may touch it.
+    ///
+    /// # Errors
+    /// The reason why the frame has not arrived, after `limit` at the latest.
     pub(crate) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), String> {
         self.kept.late().map_or(Ok(()), |late| late.require(frame, limit))
     }
 
-    /// How far the fetching is; `None` where nothing was to be fetched.
+    /// Returns the progress of the lazy restore; `None` if there is none.
     pub(crate) fn fetching(&self) -> Option<Fetching> {
         self.kept.late().map(Late::fetching)
     }
 
-    /// The slots.
+    /// Returns the memory slots.
     pub fn layout(&self) -> &Layout {
         self.tracker.layout()
     }
 
-    /// Gives host memory to the frames of `run` that lie in this memory, in one call of the kernel
-    /// for each 2 MiB; huge pages where they fit into the run, the options leave it open and they
-    /// are the cheaper way now: mostly 512 frames for the price of a few. They get it at their
-    /// first write where the kernel cannot, before 5.14, or has none.
+    /// Populates the frames of `run` that lie in this memory, with one system call for each 2 MiB.
+    ///
+    /// It uses huge pages where they fit into the run, the options leave the choice open, and huge
+    /// pages are currently the cheaper way. Mostly 512 frames then cost as much as a few. If the
+    /// kernel cannot populate (before 5.14) or has no memory, the frames get memory at their first
+    /// write.
     pub fn prepare(&self, run: FrameRun) {
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };
@@ -275,11 +287,12 @@ impl Memory {
         }
     }
 
-    /// Runs of frames, ascending, that have host memory, are swapped out, or are still to come: all
-    /// others were never written and read as zeros. Reads eight bytes a frame from the kernel, or,
-    /// of a memory file, asks for the bounds of each run.
+    /// Returns ascending runs of the frames that have host memory, are swapped out, or have not
+    /// been restored yet. All other frames were never written and read as zeros.
+    ///
+    /// Reads eight bytes a frame from the kernel, or, for a memory file, one pair of seeks a run.
     pub fn populated(&self) -> io::Result<Vec<FrameRun>> {
-        // First: what comes after this is in memory.
+        // This comes first: frames that arrive after it are found in memory.
         let left = self.kept.late().map(Late::left).filter(|left| !left.is_empty());
         let (mut populated, mut runs) = (Populated::default(), Vec::new());
         for region in self.ram.iter() {
@@ -288,18 +301,19 @@ impl Memory {
         let Some(left) = left else { return Ok(runs) };
         let mut all: FrameSet = runs.into_iter().collect();
         all.insert_all(left.as_slice());
-        // None may cross from one slot into the next.
+        // No run may cross from one slot into the next.
         Ok(self.layout().slots().flat_map(|s| all.within(s.run()).collect::<Vec<_>>()).collect())
     }
 }
 
-/// How long epochs wait for memory that is still coming, so as to be copied behind the guest.
+/// How long an epoch waits for a lazy restore to finish, so that it can use write protection and
+/// copy after the guest has resumed.
 const LATE_LIMIT: Duration = Duration::from_secs(1);
 
 type Region = GuestRegionMmap<TrackedBitmap>;
 
-/// Refuses a guest that the pool of huge pages has no room for: the kernel would say "out of
-/// memory".
+/// Refuses a guest that is too large for the pool of huge pages. Without this check the kernel
+/// reports only "out of memory".
 fn check_pool(bytes: u64) -> Result<(), MemoryError> {
     if !bytes.is_multiple_of(backing::HUGE_PAGE) {
         return Err(MemoryError::NotHuge(bytes));
@@ -310,13 +324,13 @@ fn check_pool(bytes: u64) -> Result<(), MemoryError> {
     };
     let free =
         pool("free_hugepages").unwrap_or(0).saturating_sub(pool("resv_hugepages").unwrap_or(0));
-    // Pages beyond the pool may be borrowed, if the administrator allows it.
+    // The pool may grow by this many pages, if the administrator allows it.
     let more = pool("nr_overcommit_hugepages").unwrap_or(0);
     let needed = bytes / backing::HUGE_PAGE;
     if needed > free + more { Err(MemoryError::PoolTooSmall { needed, free }) } else { Ok(()) }
 }
 
-/// Bytes of memory for people.
+/// Formats a number of bytes for users.
 fn gib(bytes: u64) -> String {
     match bytes {
         _ if bytes < 1 << 30 => format!("{} MiB", bytes >> 20),
@@ -325,7 +339,8 @@ fn gib(bytes: u64) -> String {
     }
 }
 
-/// Memory and swap of the host; `None` if the host does not say, or any amount may be asked for.
+/// Returns the host's memory and swap, in bytes. `None` if the host does not say, or if it allows
+/// any amount.
 fn most_bytes() -> Option<u64> {
     let overcommit = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").ok()?;
     if overcommit.trim() == "1" {
@@ -339,7 +354,7 @@ fn total_bytes(meminfo: &str) -> Option<u64> {
     meminfo_bytes(meminfo, "MemTotal:")?.checked_add(swap)
 }
 
-/// One field, colon and all, of what `/proc/meminfo` says.
+/// Returns one field of `/proc/meminfo`, in bytes. `field` includes the colon.
 pub fn meminfo_bytes(meminfo: &str, field: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|l| l.strip_prefix(field))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
@@ -357,7 +372,7 @@ mod tests {
         assert_eq!(total_bytes("MemTotal: many\n"), None);
     }
 
-    /// The ways to hold memory that any host has: the pool of huge pages is another test's.
+    /// Options that work on any host. Another test covers the pool of huge pages.
     fn ways() -> impl Iterator<Item = MemoryOptions> {
         let pages = [None, Some(HugePages::None), Some(HugePages::Thp)];
         [Backing::Anon, Backing::Memfd].into_iter().flat_map(move |backing| {
@@ -367,7 +382,7 @@ mod tests {
 
     const WRITTEN: [u64; 7] = [0, 1, 2, 70_000, 0xbffff, 0x100000, 0x17ffff];
 
-    /// Writes a byte to some frames and holds `populated` to them.
+    /// Writes a byte to some frames, then checks `populated` against them.
     fn check_populated(options: &MemoryOptions) {
         let memory = Memory::new(5 << 30, options).unwrap();
         assert_eq!(memory.populated().unwrap(), [], "fresh memory has no frames: {options:?}");
@@ -417,7 +432,7 @@ mod tests {
                 |gfn: u64| memory.ram().read_obj::<u8>(GuestAddress(Gfn(gfn).gpa())).unwrap();
             assert_eq!((byte(100), byte(101), byte(104)), (0, 7, 0));
             assert!(writes.drain().is_empty(), "{options:?}");
-            // Past the end of memory: what is there is prepared.
+            // Past the end of memory: only the part inside it is populated.
             memory.prepare(FrameRun { start: Gfn((64 << 8) - 1), count: 9 });
             let last = FrameRun { start: Gfn((64 << 8) - 1), count: 1 };
             assert!([vec![run], vec![run, last]].contains(&memory.populated().unwrap()));
@@ -434,7 +449,7 @@ mod tests {
         for backing in [Backing::Anon, Backing::Memfd] {
             let options =
                 MemoryOptions { backing, huge_pages: Some(HugePages::Hugetlbfs), prefault: false };
-            // No host has promised so many.
+            // No host has this many free.
             let refused = Memory::new(8 << 40, &options).unwrap_err().to_string();
             assert!(refused.contains("4194304 huge pages of 2 MiB"), "{refused}");
             let odd = Memory::new((64 << 20) + 4096, &options).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Owns the question which frames have memory on this host: all others read as zeros.
+//! Finds which frames have memory on this host. All others read as zeros.
 
 use std::fs::File;
 use std::io;
@@ -11,28 +11,28 @@ use vm_memory::{FileOffset, GuestMemoryRegion};
 
 use super::Region;
 
-/// Asks the kernel. What it keeps between questions is a file and a buffer.
+/// Queries the kernel. Keeps an open file and a buffer between queries.
 #[derive(Debug, Default)]
 pub(super) struct Populated {
     pagemap: Option<Pagemap>,
 }
 
 impl Populated {
-    /// With what it may need of the system opened now: later it may not be allowed to.
+    /// Opens what later queries need now, because this process may not be allowed to later.
     pub(super) fn open() -> io::Result<Self> {
         Ok(Self { pagemap: Some(Pagemap::open()?) })
     }
 
-    /// Adds those of `frames` that have host memory or are swapped out, as ascending runs. `frames`
-    /// lie in `region`. Reads eight bytes a frame from the kernel, or, of a memory file, asks for
-    /// the bounds of each run.
+    /// Adds those of `frames` that have host memory or are swapped out to `runs`, as ascending
+    /// runs. All `frames` must lie in `region`. Reads eight bytes a frame from the kernel, or, for
+    /// a memory file, one pair of seeks a run.
     pub(super) fn find(
         &mut self,
         region: &Region,
         frames: FrameRun,
         runs: &mut Vec<FrameRun>,
     ) -> io::Result<()> {
-        // The file of a pool's pages knows nothing of its holes.
+        // A hugetlbfs file cannot report its holes.
         match region.file_offset().filter(|_| !is_pooled(region)) {
             Some(file) => in_file(region, file, frames, runs),
             None => self.pagemap()?.find(region, frames, runs),
@@ -48,19 +48,19 @@ impl Populated {
     }
 }
 
-/// Whether the region's pages are huge ones from the pool.
+/// Returns whether the region consists of huge pages from the pool.
 pub(super) fn is_pooled(region: &Region) -> bool {
     region.is_hugetlbfs() == Some(true)
 }
 
-/// All frames of a region.
+/// Returns all frames of a region.
 pub(super) fn all(region: &Region) -> FrameRun {
     let start = Gfn::containing(region.start_addr().0);
     FrameRun { start, count: region.len() / PAGE_SIZE }
 }
 
-/// The data of a memory file, swapped out or not. Its page tables would not tell: a page of a file
-/// that is swapped out is not in them.
+/// Adds the data of a memory file, swapped out or not. The page tables do not show it: a
+/// swapped-out page of a file is not in them.
 fn in_file(
     region: &Region,
     file: &FileOffset,
@@ -73,7 +73,7 @@ fn in_file(
     while at < end {
         let start = match rustix::fs::seek(file.file().as_fd(), SeekFrom::Data(at)) {
             Ok(start) if start < end => start,
-            // No data follows, or none that was asked about.
+            // No data follows, or none within the requested frames.
             Ok(_) | Err(rustix::io::Errno::NXIO) => return Ok(()),
             Err(e) => return Err(e.into()),
         };
@@ -83,15 +83,15 @@ fn in_file(
     Ok(())
 }
 
-/// The frames of the data from byte `start` to byte `end` of the file of a region at `base`. None
-/// if what was there is discarded between the two questions: then the hole begins where the data
-/// did.
+/// Returns the frames of the data from byte `start` to byte `end` of the file of a region at
+/// `base`. `None` if the data was discarded between the two seeks: then the hole begins where the
+/// data did.
 fn run_of(base: u64, start: u64, end: u64) -> Option<FrameRun> {
     let (first, last) = (start / PAGE_SIZE, end.div_ceil(PAGE_SIZE));
     (end > start).then(|| FrameRun { start: Gfn(base + first), count: last - first })
 }
 
-/// What the kernel says about this process's pages.
+/// The kernel's page map of this process.
 #[derive(Debug)]
 struct Pagemap {
     file: File,

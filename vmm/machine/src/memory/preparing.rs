@@ -1,9 +1,9 @@
-//! Owns the choice of pages for memory that is taken from the host ahead of the guest's writes:
-//! huge ones as long as they are the cheaper way to the same bytes.
+//! Chooses the page size for memory that is populated ahead of the guest's writes: huge pages as
+//! long as they are the cheaper way to the same bytes.
 //!
-//! Mostly they are: one fault instead of 512. But a host that has none at hand compacts memory to
-//! make one, and a host that is a guest itself may have given whole free blocks back and has to
-//! fetch them anew, while small pages come from what was freed a moment ago. Then a huge page takes
+//! Mostly they are: one fault instead of 512. But a host without free huge pages compacts memory to
+//! make one. A host that is itself a guest may have returned whole free blocks to its own host and
+//! must fetch them again, while small pages come from recently freed memory. A huge page then takes
 //! milliseconds, and a migration waits for each. So both ways are timed.
 
 use std::io;
@@ -14,12 +14,12 @@ use nix::time::{ClockId, clock_gettime};
 
 use super::backing::{HUGE_PAGE, HugeRanges, populate_piece};
 
-/// A huge page that takes no longer is taken without a look at small ones: it costs little more
-/// than clearing it does.
+/// A huge page that takes at most this long is used without trying small pages: it costs little
+/// more than clearing it does.
 const CHEAP: Duration = Duration::from_micros(300);
 
-/// So many are taken the one way before the other is tried again; twice as many each time that it
-/// proves worse, up to the most.
+/// Ranges that are populated the better way before the other way is tried again. The number doubles
+/// each time the other way proves worse, up to the maximum.
 const FIRST_TRIAL: u32 = 8;
 const MOST_BETWEEN: u32 = 128;
 
@@ -35,9 +35,9 @@ enum Pages {
 struct Costs {
     huge: Option<Duration>,
     small: Option<Duration>,
-    /// Taken since both ways were compared.
+    /// Ranges populated since the dearer way was last tried.
     since: u32,
-    /// After so many the dearer way is tried again.
+    /// Number of ranges after which the dearer way is tried again.
     between: u32,
 }
 
@@ -82,12 +82,13 @@ struct State {
     ranges: HugeRanges,
 }
 
-/// Memory whose pages nobody has laid down: where huge ones were asked for, and what they cost.
+/// The choice for memory whose page size the options leave open: which ranges have huge page
+/// advice, and what each way costs.
 #[derive(Debug, Default)]
 pub(super) struct Preparing(Mutex<State>);
 
 impl Preparing {
-    /// Takes `len` bytes at `start`, part of a mapping of ours, from the host now, on this thread.
+    /// Populates `len` bytes at `start`, part of a mapping of ours, now, on this thread.
     pub(super) fn populate(&self, start: usize, len: usize) -> io::Result<()> {
         let huge = HUGE_PAGE as usize;
         let end = start + len;
@@ -103,7 +104,7 @@ impl Preparing {
         Ok(())
     }
 
-    /// A range where a huge page fits.
+    /// Populates the range of one huge page.
     fn populate_huge(&self, start: usize) -> io::Result<()> {
         let state = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let pages = {
@@ -122,11 +123,11 @@ impl Preparing {
     }
 }
 
-/// Time that this thread has had of a processor: where others take turns with it, that is nothing
-/// of what pages cost.
+/// Returns the CPU time of this thread. Time in which other threads run is not part of what pages
+/// cost.
 fn time_of_thread() -> Duration {
-    // Not by rustix, whose first look at a clock asks by prctl where the kernel's page is: these
-    // threads may not.
+    // Not by rustix: its first clock call uses prctl to find the vDSO, which the sandbox denies to
+    // these threads.
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
@@ -134,7 +135,7 @@ fn time_of_thread() -> Duration {
 mod tests {
     use super::*;
 
-    /// How many of `count` are huge where each way costs so many microseconds.
+    /// Returns how many of `count` are huge if each way costs this many microseconds.
     fn huge_of(costs: &mut Costs, count: usize, huge: u64, small: u64) -> usize {
         let taken = |_| {
             let pages = costs.choose();
@@ -163,9 +164,9 @@ mod tests {
     fn what_changes_is_found() {
         let mut costs = Costs::default();
         huge_of(&mut costs, 1000, 4000, 700);
-        // Again at hand: all of them, at the latest after the next trial.
+        // Huge pages are cheap again: all are huge after the next trial at the latest.
         assert!(huge_of(&mut costs, 1000, 120, 700) >= 1000 - MOST_BETWEEN as usize - 1);
-        // And gone again: at once.
+        // They become dear again: the choice changes at once.
         assert!(huge_of(&mut costs, 100, 4000, 700) < 10);
     }
 

@@ -1,9 +1,10 @@
-//! Owns which frames nobody writes to until they have been copied (see [`Shield`]): userfaultfd's
-//! write protection of guest memory, and those who would change frames without a fault.
+//! Owns write protection of guest memory (see [`Shield`]): which frames must not change until they
+//! have been copied. It uses userfaultfd for writes, and [`Kept`] for threads that change frames
+//! without a fault.
 //!
-//! Whoever writes to a protected frame waits in the kernel: a vCPU in `KVM_RUN`, a device in its
-//! store or in its `readv`, KVM for a vCPU. All of them can be interrupted or killed. Giving a
-//! frame back to the host is no write, and would empty it at once: the balloon therefore asks
+//! A thread that writes to a protected frame waits in the kernel: a vCPU in `KVM_RUN`, a device in
+//! its store or in its `readv`, KVM on behalf of a vCPU. All of them can be interrupted or killed.
+//! Discarding a frame is not a write and would empty it at once: the balloon therefore checks
 //! [`Kept`] first, and waits there.
 
 use std::collections::VecDeque;
@@ -20,11 +21,11 @@ use super::late::Late;
 use super::populated::{all, is_pooled};
 use super::userfault::Userfault;
 
-/// The frames that are protected, and those that have not come yet, for those who do not write and
-/// must know all the same.
+/// The frames that are protected and the frames that have not been restored yet, for threads that
+/// change frames without writing to them.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
-    /// Whether any are: looked at before the lock is taken.
+    /// Whether any frames are protected. Checked before the lock is taken.
     any: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
@@ -34,19 +35,20 @@ pub(crate) struct Kept {
 #[derive(Debug, Default)]
 struct State {
     protected: FrameSet,
-    /// How often frames were protected.
+    /// Number of times that frames were protected.
     times: u64,
-    /// What somebody waits for here.
+    /// Frames for which a thread waits in [`Kept::wait`].
     awaited: Vec<FrameRun>,
 }
 
 impl Kept {
-    /// What has not come yet of a guest that was restored so.
+    /// Returns the lazy restore of this guest, if it was restored that way.
     pub(super) fn late(&self) -> Option<&Late> {
         self.late.get()
     }
 
-    /// A guest's memory comes once; a second time is given back.
+    /// Sets the lazy restore. A guest's memory is restored once: a second one is returned as the
+    /// error.
     pub(super) fn set_late(&self, late: Late) -> Result<(), Late> {
         self.late.set(late)
     }
@@ -55,8 +57,9 @@ impl Kept {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns when none of `frames` is protected. Not to be called by whoever a pause does not
-    /// wait for: frames are protected in earnest only while the guest and its devices stand.
+    /// Waits until none of `frames` is protected. Callers must be threads that a pause waits for
+    /// (vCPUs, device threads): frames are protected for real only while the guest and its devices
+    /// are paused.
     pub(crate) fn wait(&self, frames: FrameRun) {
         if !self.any.load(Ordering::Acquire) {
             return;
@@ -66,7 +69,8 @@ impl Kept {
             let Some(first) = state.protected.within(frames).next() else { return };
             state.awaited.push(first);
             let first = FrameRun { start: first.start, count: 1 };
-            // Let go of and protected again before it has woken up: it waits anew, and says so.
+            // If the frame was unprotected and protected again before this thread woke, the thread
+            // registers its wait anew.
             let times = state.times;
             let waits = |s: &mut State| s.protected.intersects(first) && s.times == times;
             state = self.changed.wait_while(state, waits).unwrap_or_else(PoisonError::into_inner);
@@ -102,27 +106,30 @@ impl Kept {
     }
 }
 
-/// The protection of one guest's memory. Dropping it lets go of everything and of the memory.
+/// Write protection of one guest's memory. Dropping it unprotects all frames and unregisters the
+/// memory.
 #[derive(Debug)]
 pub(crate) struct MemoryShield {
     userfault: Userfault,
-    /// Keeps the mappings.
+    /// Keeps the memory mapped.
     ram: GuestRam,
     kept: Arc<Kept>,
-    /// Addresses that are not asked for yet.
+    /// Addresses of faults that `awaited` has read but not returned yet.
     faults: Mutex<VecDeque<u64>>,
-    /// Memory had to be given back to be let go of: nothing can be protected or let go of by this
-    /// one any more.
+    /// Whether memory had to be unregistered to wake its writers. This instance can then neither
+    /// protect nor unprotect frames.
     broken: AtomicBool,
 }
 
 impl MemoryShield {
-    /// Over `ram`; `None` where its pages or the host do not allow it. While nothing is protected
-    /// the guest writes as fast as before (`tests/bench/cadence.rs`); of a memory file the kernel
-    /// maps no more pages around one that is touched, and khugepaged fills no holes.
+    /// Opens write protection of `ram`; `None` if its pages or the host do not support it.
+    ///
+    /// While nothing is protected the guest writes as fast as before (`tests/bench/cadence.rs`).
+    /// For a memory file, the kernel no longer maps pages around a touched one, and khugepaged
+    /// fills no holes.
     pub(super) fn open(ram: &GuestRam, kept: &Arc<Kept>) -> io::Result<Option<Self>> {
         if ram.iter().any(is_pooled) {
-            // Their smallest unit is 2 MiB.
+            // Pool pages can be protected only 2 MiB at a time.
             tracing::debug!(
                 "huge pages from the pool are not protected: frames are copied in the pause"
             );
@@ -135,7 +142,8 @@ impl MemoryShield {
                 return Ok(None);
             }
         };
-        // Before there is a `Self`, whose end would let go of what another one protects.
+        // Register before `Self` exists: dropping `Self` would unprotect what another instance
+        // protects.
         for region in ram.iter() {
             userfault.register(region.as_ptr() as u64, region.len())?;
         }
@@ -155,7 +163,7 @@ impl MemoryShield {
         Ok(())
     }
 
-    /// Does something with the addresses of `frames`, by mapping.
+    /// Calls `act` with the address and length of `frames`, once for each mapping that they lie in.
     fn each(
         &self,
         frames: FrameRun,
@@ -184,18 +192,18 @@ impl MemoryShield {
 impl Shield for MemoryShield {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
         self.whole()?;
-        // First, so that whoever asks waits.
+        // This comes first, so that a thread that calls `wait` does wait.
         self.kept.add(frames);
         let protected = frames.iter().try_for_each(|run| self.each(*run, Userfault::protect));
-        // What was let go of meanwhile may have been protected after that. Whatever became of it,
-        // it is let go of with the rest.
+        // A frame that was unprotected meanwhile may have been protected after that. Adding all
+        // frames again makes `release_all` unprotect it, whatever happened to it.
         self.kept.add(frames);
         protected.map_err(|e| failed("protecting frames", e))
     }
 
     fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
         self.whole()?;
-        // First: what is protected again meanwhile is added after that.
+        // This comes first: a frame that is protected again meanwhile is added after it.
         self.kept.remove(frames);
         self.each(frames, Userfault::release).map_err(|e| {
             self.kept.add(&[frames]);
@@ -211,7 +219,7 @@ impl Shield for MemoryShield {
             self.broken.store(true, Ordering::Release);
             for region in self.ram.iter() {
                 let (start, len) = (region.as_ptr() as u64, region.len());
-                // The first alone wakes nobody who waits to write.
+                // Unregistering alone does not wake waiting writers.
                 let given_back = self.userfault.unregister(start, len);
                 if let Err(e) = given_back.and(self.userfault.wake(start, len)) {
                     tracing::error!("nor all at once: {e}");
@@ -241,7 +249,7 @@ impl Shield for MemoryShield {
 
 impl Drop for MemoryShield {
     fn drop(&mut self) {
-        // The descriptor goes with the rest.
+        // The descriptor is closed with the remaining fields.
         self.release_all();
     }
 }
@@ -273,7 +281,7 @@ mod tests {
         })
     }
 
-    /// Memory and its shield, if this host has one.
+    /// Memory and its write protection, if this host supports it.
     fn shielded(test: &str, options: &MemoryOptions) -> Option<(Memory, Box<dyn Shield>)> {
         // In two slots.
         let memory = Memory::new((3 << 30) + (16 << 20), options).unwrap();
@@ -319,7 +327,7 @@ mod tests {
                 hears.recv_timeout(SOON).unwrap();
                 writer.join().unwrap();
                 assert_eq!(byte(ram, gfn), 200);
-                // Not twice: nobody waits.
+                // The write is reported once: no thread waits.
                 write(ram, gfn, 201);
                 assert_eq!(shield.awaited(Duration::ZERO).unwrap(), None);
             }
@@ -443,7 +451,7 @@ mod tests {
                 });
                 assert_eq!(shield.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
             }
-            // Now the kernel refuses to let go of frames, and whoever waits is not told.
+            // Now the kernel refuses to unprotect frames, and the waiting writer is not woken.
             let first = ram.iter().next().unwrap();
             shield.userfault.unregister(first.as_ptr() as u64, first.len()).unwrap();
             shield.release(run(500, 1)).unwrap_err();
@@ -469,12 +477,12 @@ mod tests {
             (64..128).for_each(|gfn| write(ram, gfn, 9));
             shield.protect(&[run(70, 4), run(120, 50)]).unwrap();
             let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
-            // What is not protected waits for nobody.
+            // Discarding frames that are not protected does not wait.
             assert_eq!(discarder.discard(ram, run(64, 6)).unwrap(), 6);
             let theirs = ram.clone();
             let balloon = thread::spawn(move || discarder.discard(&theirs, run(64, 64)).unwrap());
             for (first, all) in [(70, run(70, 4)), (120, run(120, 50))] {
-                // It asks without a fault, which no descriptor tells of.
+                // The balloon waits without a fault, so no descriptor reports it.
                 let mut looks =
                     (0..4000).map(|_| shield.awaited(Duration::from_millis(5)).unwrap());
                 let awaited = looks.find_map(|awaited| awaited);

@@ -1,8 +1,8 @@
-//! The kernel's userfaultfd: a write to a protected page waits, or whoever touches a page that is
-//! not there yet, and whoever reads from the descriptor is told of it.
+//! Wraps the kernel's userfaultfd. A thread that writes to a protected page, or touches a missing
+//! page, waits in the kernel, and the reader of the descriptor receives the fault.
 //!
-//! The calls are few and plain; the crate that wraps them (`userfaultfd`) wants libclang when it is
-//! built, and knows the kernel's features up to 5.13.
+//! This module makes the few system calls itself, because the crate that wraps them (`userfaultfd`)
+//! needs libclang at build time and knows the kernel's features only up to 5.13.
 
 use std::fs::File;
 use std::io;
@@ -72,24 +72,24 @@ ioctl_iowr_nr!(UFFDIO_ZEROPAGE, UFFD, 0x04, Fill);
 ioctl_iowr_nr!(UFFDIO_POISON, UFFD, 0x08, Fill);
 ioctl_iowr_nr!(UFFDIO_WRITEPROTECT, UFFD, 0x06, WriteProtect);
 
-/// The smallest unit.
+/// Bytes of the smallest unit.
 const PAGE: u64 = driftline_dirty_tracker::PAGE_SIZE;
 /// `UFFD_API`, the version.
 const API: u64 = 0xaa;
-/// Faults say that they are of write protection (5.7).
+/// Fault messages tell write protection faults from others (5.7).
 const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
-/// Memory files can be protected (5.19).
+/// Memory files can be write-protected (5.19).
 const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
-/// So can pages that were never written (6.4).
+/// Pages that were never written can be write-protected (6.4).
 const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 
-/// Pages of memory files that are not there can be waited for (4.11).
+/// Missing pages of memory files raise faults (4.11).
 const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
-/// Pages can be lost (6.6).
+/// Pages can be poisoned (6.6).
 const FEATURE_POISON: u64 = 1 << 14;
 
-/// Nobody waits at a protected page: the kernel lets the write go on and notes it in the page table
-/// (6.7).
+/// Write protection is asynchronous: the kernel lets the write continue and records it in the page
+/// table (6.7).
 const FEATURE_WP_ASYNC: u64 = 1 << 15;
 
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
@@ -97,37 +97,38 @@ const REGISTER_MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 const EVENT_PAGEFAULT: u8 = 0x12;
 
-/// `struct uffd_msg`: its size, and where its event and a fault's address are.
+/// Size of `struct uffd_msg` in bytes, and the offset of a fault's address in it.
 const MESSAGE: usize = 32;
 const ADDRESS: usize = 16;
-/// Faults that are read at once.
+/// Fault messages that one read takes.
 const MESSAGES: usize = 32;
 
-/// A descriptor that is told of faults, over no memory at first.
+/// A userfaultfd descriptor. It covers no memory until memory is registered.
 #[derive(Debug)]
 pub(crate) struct Userfault(OwnedFd);
 
 impl Userfault {
-    /// Opens one. The error is a host that does not let this process have one, or whose kernel is
-    /// older than 6.4.
+    /// Opens a descriptor for write protection.
+    ///
+    /// # Errors
+    /// The host does not let this process have one, or its kernel is older than 6.4.
     pub(crate) fn open() -> io::Result<Self> {
         Self::with(FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
     }
 
-    /// As [`open`](Self::open), for pages that are not there yet; the kernel has to be 6.6 or
-    /// later.
+    /// As [`open`](Self::open), for faults on missing pages. Needs kernel 6.6.
     pub(crate) fn open_for_missing() -> io::Result<Self> {
         Self::with(FEATURE_MISSING_SHMEM | FEATURE_POISON)
     }
 
-    /// As [`open`](Self::open), for contents of pages that are not there yet, of which nobody is
-    /// told; the kernel has to be 4.11 or later.
+    /// As [`open`](Self::open), for filling missing pages without reading faults. Needs kernel
+    /// 4.11.
     pub(crate) fn open_for_filling() -> io::Result<Self> {
         Self::with(FEATURE_MISSING_SHMEM)
     }
 
-    /// As [`open`](Self::open), of which writes do not wait: they take away the protection, and
-    /// that is what tells of them. The kernel has to be 6.7 or later.
+    /// As [`open`](Self::open), for asynchronous protection: a write does not wait but removes the
+    /// protection, which a scan then finds. Needs kernel 6.7.
     pub(crate) fn open_async() -> io::Result<Self> {
         Self::with(FEATURE_WP_ASYNC | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
     }
@@ -135,13 +136,15 @@ impl Userfault {
     fn with(features: u64) -> io::Result<Self> {
         let fd = Self::by_system_call().or_else(|_| Self::by_device())?;
         let mut api = Api { api: API, features, ioctls: 0 };
-        // SAFETY: the kernel reads and writes the structure, which is as it expects it and ours.
+        // SAFETY: the kernel reads and writes the structure, which has the layout that it expects
+        // and is ours.
         check(unsafe { ioctl_with_mut_ref(&fd, UFFDIO_API(), &mut api) })?;
         Ok(Self(fd))
     }
 
-    /// For root, and for everyone where `vm.unprivileged_userfaultfd` says so. Faults of the kernel
-    /// are to be seen, too: KVM and devices write to guest memory.
+    /// Opens a descriptor by system call. This works for root, and for every user if
+    /// `vm.unprivileged_userfaultfd` is set. The flags include faults in kernel mode, because KVM
+    /// and devices write to guest memory too.
     fn by_system_call() -> io::Result<OwnedFd> {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         // SAFETY: the call takes flags and returns a descriptor.
@@ -149,7 +152,7 @@ impl Userfault {
         Self::own(i32::try_from(fd).map_err(io::Error::other)?)
     }
 
-    /// For whom the administrator has given the device.
+    /// Opens a descriptor through the device, for users to whom the administrator has given it.
     fn by_device() -> io::Result<OwnedFd> {
         let device = File::options().read(true).write(true).open("/dev/userfaultfd")?;
         let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as libc::c_ulong;
@@ -161,18 +164,18 @@ impl Userfault {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the kernel has just made it, and nobody else knows it.
+        // SAFETY: the kernel has just made it, and no other code knows it.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    /// Takes `len` bytes at `start`, whole pages of a mapping: they can be protected from now on.
-    /// Each memory has one descriptor at most. Closing the descriptor undoes it.
+    /// Registers `len` bytes at `start`, whole pages of a mapping, for write protection. A mapping
+    /// can be registered with one descriptor at a time. Closing the descriptor unregisters it.
     pub(crate) fn register(&self, start: u64, len: u64) -> io::Result<()> {
         self.register_for(start, len, REGISTER_MODE_WP)
     }
 
-    /// Takes `len` bytes at `start`, whole pages of a mapping: whoever touches one that is not
-    /// there waits from now on.
+    /// Registers `len` bytes at `start`, whole pages of a mapping, for missing faults: a thread
+    /// that touches a missing page waits from now on.
     pub(crate) fn register_missing(&self, start: u64, len: u64) -> io::Result<()> {
         self.register_for(start, len, REGISTER_MODE_MISSING)
     }
@@ -181,11 +184,11 @@ impl Userfault {
         let range = Range { start, len };
         let mut register = Register { range, mode, ioctls: 0 };
         // SAFETY: the kernel reads and writes the structure. What it does with the memory changes
-        // no content; who waits for a page is served by the one who has asked for this.
+        // no content; the caller serves the threads that wait for a page.
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_REGISTER(), &mut register) })
     }
 
-    /// Gives back what was registered; nothing in it is protected any more. Who waits is not told:
+    /// Unregisters the range and removes all protection in it. This does not wake waiting threads:
     /// see [`wake`](Self::wake).
     pub(crate) fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
         let mut range = Range { start, len };
@@ -193,19 +196,21 @@ impl Userfault {
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_UNREGISTER(), &mut range) })
     }
 
-    /// Whoever waits to write there tries again, and waits again if it is protected.
+    /// Wakes the threads that wait in this range. They retry their access, and wait again if the
+    /// page is still protected.
     pub(crate) fn wake(&self, start: u64, len: u64) -> io::Result<()> {
         let mut range = Range { start, len };
         // SAFETY: the kernel reads the structure, and does nothing with the memory.
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_WAKE(), &mut range) })
     }
 
-    /// From now on writes to `len` bytes at `start` wait, or take the protection away.
+    /// Write-protects `len` bytes at `start`. Writes to them wait, or remove the protection if it
+    /// is asynchronous.
     pub(crate) fn protect(&self, start: u64, len: u64) -> io::Result<()> {
         self.write_protect(start, len, WRITEPROTECT_MODE_WP)
     }
 
-    /// Writes to these go on.
+    /// Removes the protection and wakes the threads that wait to write there.
     pub(crate) fn release(&self, start: u64, len: u64) -> io::Result<()> {
         self.write_protect(start, len, 0)
     }
@@ -213,8 +218,8 @@ impl Userfault {
     fn write_protect(&self, start: u64, len: u64, mode: u64) -> io::Result<()> {
         loop {
             let mut protect = WriteProtect { range: Range { start, len }, mode };
-            // SAFETY: the kernel reads the structure. Protection changes no content; who writes
-            // meanwhile waits.
+            // SAFETY: the kernel reads the structure. Protection changes no content; a concurrent
+            // writer waits.
             let done = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_WRITEPROTECT(), &mut protect) };
             match check(done) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => std::thread::yield_now(),
@@ -223,20 +228,20 @@ impl Userfault {
         }
     }
 
-    /// Puts `contents`, whole pages, at `start`, where no page may be yet: one that is there is an
-    /// error. Who waits for them goes on.
+    /// Copies `contents`, whole pages, to `start` and wakes the threads that wait for them. Fails
+    /// if a page is present there.
     pub(crate) fn copy(&self, start: u64, contents: &[u8]) -> io::Result<()> {
         self.fill(start, contents.len() as u64, false, |done, to, len| {
             let from = contents.as_ptr() as u64 + done;
             let mut copy = Copy { to, from, len, mode: 0, copied: 0 };
-            // SAFETY: the kernel reads `len` bytes of `contents` behind `done`, and puts them only
-            // where the descriptor was given memory and no page is.
+            // SAFETY: the kernel reads `len` bytes of `contents` from offset `done`, and puts them
+            // only where memory is registered with the descriptor and no page is present.
             let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_COPY(), &mut copy) };
             (check(r), copy.copied)
         })
     }
 
-    /// As [`copy`](Self::copy), with zeros; a page that is there stays as it is.
+    /// As [`copy`](Self::copy), with zeros. A page that is present stays as it is.
     pub(crate) fn zero(&self, start: u64, len: u64) -> io::Result<()> {
         self.fill(start, len, true, |_, start, len| {
             let mut fill = Fill { range: Range { start, len }, mode: 0, filled: 0 };
@@ -246,19 +251,20 @@ impl Userfault {
         })
     }
 
-    /// Whoever touches these pages, which are not there, is told that their content is lost: as by
-    /// broken memory.
+    /// Marks these missing pages as poisoned. A thread that touches one gets the error that broken
+    /// memory gives.
     pub(crate) fn poison(&self, start: u64, len: u64) -> io::Result<()> {
         self.fill(start, len, true, |_, start, len| {
             let mut fill = Fill { range: Range { start, len }, mode: 0, filled: 0 };
-            // SAFETY: as for `zero`; no page is there that anybody could have a reference to.
+            // SAFETY: as for `zero`; a reference can exist only to pages that are present, and none
+            // is.
             let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_POISON(), &mut fill) };
             (check(r), fill.filled)
         })
     }
 
-    /// Passes over pages that are there if they may be. Calls `step` with what is done, where to go
-    /// on and how much is left, until nothing is.
+    /// Calls `step` with the bytes done, the address to continue at and the bytes left, until none
+    /// are left. Skips pages that are present if `may_be_there`.
     fn fill(
         &self,
         start: u64,
@@ -269,7 +275,7 @@ impl Userfault {
         let mut done = 0;
         while done < len {
             let (result, filled) = step(done, start + done, len - done);
-            // Positive: so many bytes, perhaps not all. Negative: why not.
+            // Positive: bytes done, perhaps not all. Negative: an error code.
             done += u64::try_from(filled).unwrap_or(0).min(len - done);
             match result {
                 Err(e) if may_be_there && e.raw_os_error() == Some(libc::EEXIST) => {
@@ -283,8 +289,8 @@ impl Userfault {
         Ok(())
     }
 
-    /// Adds to `faults` the addresses at which somebody has begun to wait, some at a time; waits
-    /// for one for up to `limit`.
+    /// Adds to `faults` the addresses at which threads have begun to wait, up to [`MESSAGES`] a
+    /// call. Waits up to `limit` for the first.
     pub(crate) fn faults(&self, limit: Duration, faults: &mut impl Extend<u64>) -> io::Result<()> {
         if !limit.is_zero() {
             let limit = Timespec::try_from(limit).map_err(io::Error::other)?;

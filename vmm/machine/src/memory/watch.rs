@@ -1,22 +1,22 @@
-//! Owns what the host's page tables know of writes to guest memory: userfaultfd's asynchronous
-//! write protection, which a write takes away, and `PAGEMAP_SCAN`, which finds where it is gone and
-//! puts it back in the same step.
+//! Owns write tracking by the host's page tables. It uses userfaultfd's asynchronous write
+//! protection, which a write removes, and `PAGEMAP_SCAN`, which finds the pages that lost their
+//! protection and protects them again in the same step.
 //!
-//! Nobody waits at such a page, and whoever writes is seen: vCPUs, KVM, devices. A page that has
-//! not been protected since it was mapped counts as written: each first touch of anonymous memory
-//! is, if only by a read, and so are all frames of a huge page that one brings. That is more than
-//! was written, never less.
+//! No thread waits at a protected page, and every writer is seen: vCPUs, KVM, devices. A page that
+//! has not been protected since it was mapped counts as written. So the first touch of anonymous
+//! memory counts, even a read, and so do all frames of a huge page that one touch maps. That is
+//! more than was written, never less.
 //!
-//! What is *not* there differs by what holds the memory:
+//! How absent pages are treated depends on the backing:
 //! - Anonymous memory leaves the page table only when it is discarded, and then `discard.rs` marks
 //!   it. Absent pages are left alone: a marker in their place would look like memory in use to
-//!   `populated.rs`. So it is with pages of the pool.
-//! - The page of a memory file may leave it at any time, to swap or for a huge page, and with it
-//!   goes the trace of a write, unless it was protected: then a marker stays. So all of a file is
-//!   protected at the start, page tables and all, and an entry that is empty afterwards counts as
-//!   written.
+//!   `populated.rs`. The same holds for pages of the pool.
+//! - A page of a memory file may leave the page table at any time, because of swap or a huge page.
+//!   The trace of a write goes with it, unless the page was protected: then a marker stays. So the
+//!   whole file is protected at the start, including absent pages, and an entry that is empty
+//!   afterwards counts as written.
 //!
-//! Discarding takes protection away or leaves a marker; either way the next write is seen.
+//! Discarding removes the protection or leaves a marker; either way the next write is seen.
 
 use std::fs::File;
 use std::io;
@@ -60,46 +60,51 @@ struct PageRegion {
 
 ioctl_iowr_nr!(PAGEMAP_SCAN, b'f' as u32, 16, ScanArg);
 
-/// Pages found are protected again.
+/// Protects the pages that were found again.
 const SCAN_WP_MATCHING: u64 = 1 << 0;
-/// Memory that cannot be protected so is an error.
+/// Fails on memory without asynchronous write protection.
 const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
 
-/// Runs that one call of the kernel may find.
+/// Runs that one system call may find.
 const FOUND: usize = 4096;
-/// One call protects as many bytes of a memory file.
+/// Bytes of a memory file that one system call protects.
 const PIECE: u64 = 1 << 30;
 
-/// Up to so many runs in one look, each is protected by a call of its own; more of them share
-/// calls.
+/// If a scan finds at most this many runs, one call protects each; above that, runs share calls.
 const FEW: usize = 64;
-/// Clean bytes that go with the written ones around them: of few runs, and of many.
+/// Clean bytes between written runs that are protected along with them: for few runs, and for many.
 const NEAR_OF_FEW: u64 = 16 * PAGE_SIZE;
 const NEAR_OF_MANY: u64 = 2 << 20;
 
-/// The watch over one guest's memory. Dropping it ends it.
+/// Write tracking of one guest's memory. Dropping it ends the tracking.
 #[derive(Debug)]
 pub struct WriteWatch {
     userfault: Userfault,
     pagemap: File,
-    /// Keeps the mappings.
+    /// Keeps the memory mapped.
     ram: GuestRam,
     looked: Vec<PageRegion>,
     found: Vec<PageRegion>,
 }
 
 impl WriteWatch {
-    /// Fails where this host's kernel has no such watch, or does not let this process have one.
+    /// Checks that the host supports this.
+    ///
+    /// # Errors
+    /// This host's kernel has no asynchronous write protection, or does not let this process use
+    /// it.
     pub fn probe() -> io::Result<()> {
         Userfault::open_async().map(drop)
     }
 
-    /// Opens what it needs of the system, which later may not be allowed; nothing is watched yet.
-    /// The error is a host that does not let this process have it, or whose kernel is older than
-    /// 6.7.
+    /// Opens all system resources now, because this process may not be allowed to later. Tracking
+    /// starts with [`begin`](Self::begin).
+    ///
+    /// # Errors
+    /// The host does not let this process use userfaultfd, or its kernel is older than 6.7.
     pub fn open(ram: &GuestRam) -> io::Result<Self> {
         Ok(Self {
             userfault: Userfault::open_async()?,
@@ -110,9 +115,9 @@ impl WriteWatch {
         })
     }
 
-    /// Every write that starts after this returns will be found. No other userfaultfd can have this
-    /// memory until [`end`](Self::end). Takes some 20 ms for each GiB that is there, or that a
-    /// memory file may have.
+    /// Starts tracking: every write that starts after this call returns will be found. No other
+    /// userfaultfd can register this memory until [`end`](Self::end). Takes about 20 ms for each
+    /// GiB of resident memory, or of a memory file's size.
     pub fn begin(&mut self) -> io::Result<()> {
         for region in self.ram.iter() {
             let (start, len) = span(region);
@@ -123,11 +128,11 @@ impl WriteWatch {
                 }
             }
         }
-        // What was written until now is nobody's.
+        // Discards the writes before this point.
         self.written(|_| ())
     }
 
-    /// Memory is as any other again.
+    /// Stops tracking: the memory is unregistered and no longer protected.
     pub fn end(&mut self) -> io::Result<()> {
         self.ram.iter().try_for_each(|region| {
             let (start, len) = span(region);
@@ -135,13 +140,13 @@ impl WriteWatch {
         })
     }
 
-    /// Tells `each` of the frames that were written since the last time, in ascending runs, each
-    /// after it has been protected again. After an error frames may be protected that nobody was
-    /// told of.
+    /// Calls `each` for the frames that were written since the last call, in ascending runs, after
+    /// each run has been protected again. After an error, some frames may be protected although
+    /// they were not reported.
     ///
-    /// KVM's mappings of whatever is protected go, written or not, for the guest to fault them in
-    /// again. So this looks first, which costs the guest nothing, and then protects no more than it
-    /// has to.
+    /// Protecting a page removes KVM's mapping of it, whether it was written or not, and the guest
+    /// must fault it in again. So this method first scans without protecting, which costs the guest
+    /// nothing, and then protects no more than necessary.
     pub fn written(&mut self, mut each: impl FnMut(FrameRun)) -> io::Result<()> {
         for region in self.ram.iter() {
             let (start, len) = span(region);
@@ -166,12 +171,12 @@ impl WriteWatch {
     }
 }
 
-/// The address of a region, and its bytes.
+/// Returns the address and length of a region, in bytes.
 fn span(region: &Region) -> (u64, u64) {
     (region.as_ptr() as u64, region.len())
 }
 
-/// Whether pages of the region may leave the page table without a trace.
+/// Returns whether pages of the region may leave the page table without a trace.
 fn is_marked_whole(region: &Region) -> bool {
     region.file_offset().is_some() && !is_pooled(region)
 }
@@ -182,26 +187,27 @@ fn run_of(region: &Region, found: &PageRegion) -> FrameRun {
     FrameRun { start, count: (found.end - found.start) / PAGE_SIZE }
 }
 
-/// What is to be protected, of ascending runs that a look has found: near ones together.
+/// Returns the ranges to protect, given the ascending runs that a scan found. Runs near each other
+/// share a range.
 fn spans(looked: &[PageRegion]) -> impl Iterator<Item = (u64, u64)> {
     let near = if looked.len() <= FEW { NEAR_OF_FEW } else { NEAR_OF_MANY };
     let groups = looked.chunk_by(move |a, b| b.start - a.end <= near);
     groups.filter_map(|group| Some((group.first()?.start, group.last()?.end)))
 }
 
-/// One call over some addresses.
+/// One `PAGEMAP_SCAN` call over a range of addresses.
 #[derive(Clone, Copy)]
 struct Scan {
     start: u64,
     end: u64,
     protect: bool,
-    /// An empty entry of the page table counts as written.
+    /// Whether an empty page table entry counts as written.
     of_file: bool,
 }
 
 impl Scan {
-    /// How many runs of written pages it has put into `found`, and where it has stopped for want of
-    /// room there.
+    /// Puts runs of written pages into `found`. Returns their number and the address at which the
+    /// scan stopped: the end, or where `found` was full.
     fn call(&self, pagemap: &File, found: &mut [PageRegion]) -> io::Result<(usize, u64)> {
         let mut arg = ScanArg {
             size: size_of::<ScanArg>() as u64,
@@ -250,7 +256,7 @@ mod tests {
         FrameRun { start: Gfn(start), count }
     }
 
-    /// Memory in two slots, and its watch, if this host has one.
+    /// Memory in two slots and its write tracking, if this host supports it.
     fn watched(test: &str, options: &MemoryOptions) -> Option<(Memory, WriteWatch)> {
         let memory = Memory::new((3 << 30) + (16 << 20), options).unwrap();
         match WriteWatch::open(memory.ram()) {
@@ -286,7 +292,7 @@ mod tests {
             assert_eq!(written(&mut watch), [], "{options:?}: what came before is nobody's");
             let there = memory.populated().unwrap();
             for _ in 0..3 {
-                // All of them were there before, so pages are as small as they get.
+                // All of them were present before, so pages are as small as they get.
                 let gfns = [1000, 1001, 1100, 1299];
                 gfns.iter().for_each(|gfn| write(&memory, *gfn));
                 let runs = [run(1000, 2), run(1100, 1), run(1299, 1)];
@@ -294,7 +300,7 @@ mod tests {
                 assert_eq!(written(&mut watch), [], "{options:?}");
             }
             assert_eq!(memory.populated().unwrap(), there, "{options:?}: not one frame more");
-            // Nor does a read count for a write, where the page was there.
+            // A read of a page that was present does not count as a write either.
             memory.ram().read_obj::<u8>(GuestAddress(Gfn(1200).gpa())).unwrap();
             assert_eq!(written(&mut watch), [], "{options:?}");
         }
@@ -313,7 +319,7 @@ mod tests {
                 let found = written(&mut watch);
                 let has = found.iter().any(|r| r.start.0 <= gfn && gfn < r.end().0);
                 assert!(has, "{options:?}: {gfn:#x} is not in {found:?}");
-                // Of a memory file exactly, of other pages as they come.
+                // Exact for a memory file, as mapped for other pages.
                 let most = match (options.backing, options.huge_pages) {
                     (Backing::Memfd, _) | (_, Some(HugePages::None)) => 1,
                     _ => 512,
@@ -352,8 +358,8 @@ mod tests {
             let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
             for round in 0..3 {
                 assert!(discarder.discard(memory.ram(), run(600, 1000)).unwrap() > 0, "{round}");
-                // The discarder has marked them in the tree; whether they are found here is all the
-                // same.
+                // The discarder has marked them in the tree, so it does not matter whether they are
+                // found here.
                 written(&mut watch);
                 assert_eq!(written(&mut watch), []);
                 (700..720).for_each(|gfn| write(&memory, gfn));
