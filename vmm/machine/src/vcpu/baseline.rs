@@ -1,7 +1,6 @@
-//! The baseline processor: what `cpu_model::BASELINE` lists and nothing else, whatever the host
-//! has. It is built from the few leaves that it needs; all others are left out, and the highest
-//! leaves are capped, so that a leaf which a later KVM shows cannot reach a guest by being
-//! overlooked.
+//! The baseline processor: exactly the features of `cpu_model::BASELINE`, whatever the host has. It
+//! is built from the few CPUID leaves that it needs. All others are omitted, and the highest leaves
+//! are capped, so that a leaf which a later KVM adds cannot reach a guest by accident.
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 
@@ -14,7 +13,7 @@ use crate::cpu_model::{self, Place};
 const LEAF_CACHE_DESCRIPTORS: u32 = 0x2;
 const LEAF_KVM: u32 = 0x4000_0000;
 const LEAF_EXTENDED: u32 = 0x8000_0000;
-/// From the name's first part to the last leaf of caches.
+/// From the first part of the name to the last leaf of caches.
 const LEAF_NAME: u32 = 0x8000_0002;
 const LEAF_LAST_CACHES: u32 = 0x8000_0006;
 
@@ -23,13 +22,15 @@ const CACHE_LINE: u32 = 0xff00;
 const LAST_LEAF: u32 = LEAF_TOPOLOGY;
 const LAST_KVM_LEAF: u32 = 0x4000_0001;
 const LAST_EXTENDED_LEAF: u32 = LEAF_SIZES;
-/// What virtual machines of other makers have, in which this host may itself be one: 1 TiB.
+/// The width that other vendors' virtual machines have, in which this host may itself run: 1 TiB.
 const PHYSICAL_BITS: u32 = 40;
 /// Four levels of page tables.
 const LINEAR_BITS: u32 = 48;
 
-/// The baseline without the features called `without`, from what KVM supports; or what it lacks, by
-/// name.
+/// Returns the baseline without the features named in `without`, built from what KVM supports.
+///
+/// # Errors
+/// The name of a baseline feature that KVM does not support.
 pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, String> {
     let wanted = cpu_model::BASELINE.iter().filter(|name| !without.iter().any(|w| w == *name));
     let wanted: Vec<Place> = wanted.filter_map(|name| cpu_model::find(name)).collect();
@@ -44,7 +45,7 @@ pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, S
     CpuId::from_entries(&entries).map_err(|e| format!("a CPUID table of its size ({e:?})"))
 }
 
-/// What of the baseline `supported` lacks, by name.
+/// Returns the names of the baseline features that `supported` lacks.
 pub fn lacks(supported: &CpuId) -> Vec<&'static str> {
     let names = cpu_model::BASELINE.iter().copied();
     let lacks = names.filter(|name| {
@@ -55,7 +56,7 @@ pub fn lacks(supported: &CpuId) -> Vec<&'static str> {
     lacks.collect()
 }
 
-/// What becomes of one leaf; `None` if the baseline has it not.
+/// Returns the baseline's version of one leaf; `None` if the baseline does not have it.
 fn entry(host: &kvm_cpuid_entry2, wanted: &[Place]) -> Option<kvm_cpuid_entry2> {
     let mut e = *host;
     let listed = |register| {
@@ -75,7 +76,7 @@ fn entry(host: &kvm_cpuid_entry2, wanted: &[Place]) -> Option<kvm_cpuid_entry2> 
         LEAF_KVM => e.eax = e.eax.min(LAST_KVM_LEAF),
         LEAF_EXTENDED => e.eax = e.eax.min(LAST_EXTENDED_LEAF),
         LEAF_AMD_FEATURES => {
-            // That there are several cores is topology.
+            // The bit for several cores is topology.
             (e.ebx, e.ecx) = (0, features[2] | e.ecx & AMD_LEGACY_CMP);
             e.edx &= features[3] | AMD_REPEATS;
         }
@@ -87,7 +88,7 @@ fn entry(host: &kvm_cpuid_entry2, wanted: &[Place]) -> Option<kvm_cpuid_entry2> 
             };
             (e.eax, e.ebx, e.ecx, e.edx) = (LINEAR_BITS << 8 | bits, 0, 0, 0);
         }
-        // Any other leaf has what is listed of it; most have nothing listed.
+        // Any other leaf keeps only its listed features; most have none.
         _ if features != [0; 4] => [e.eax, e.ebx, e.ecx, e.edx] = features,
         _ => return None,
     }

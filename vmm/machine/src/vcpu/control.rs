@@ -1,14 +1,15 @@
-//! Whether the control registers of a state fit the processor that it describes. KVM takes bits of
-//! EFER that the host's processor lacks, and fails when the guest is entered: too late for a guest
-//! that has left its old host. Bits of CR4 it refuses itself, but does not say which; and there are
-//! hosts whose KVM sets some that it does not list, so only what it refused is looked into.
+//! Checks whether the control registers of a state fit the processor that the state describes. KVM
+//! accepts bits of EFER that the host's processor lacks, and fails when the guest is entered: too
+//! late for a guest that has left its old host. KVM itself refuses bad bits of CR4, but does not
+//! say which. Some hosts' KVM sets CR4 bits that it does not list, so CR4 is examined only after a
+//! refusal.
 
 use kvm_bindings::{kvm_cpuid_entry2, kvm_sregs};
 
 use super::leaves::find;
 use crate::cpu_model;
 
-/// A bit of a control register and the features of which one must be there for it.
+/// A bit of a control register, and the features of which at least one is required for it.
 type Needs = (u32, &'static [&'static str]);
 
 const EFER: &[Needs] = &[
@@ -22,7 +23,7 @@ const EFER: &[Needs] = &[
     (21, &["autoibrs"]),
 ];
 
-/// The bits below belong to every processor that KVM runs on.
+/// Every processor that KVM runs on has the bits below.
 const CR4_FIRST: u32 = 11;
 const CR4: &[Needs] = &[
     (11, &["umip"]),
@@ -41,19 +42,20 @@ const CR4: &[Needs] = &[
     (32, &["fred"]),
 ];
 
-/// Refuses special registers with bits of EFER that a processor of this `cpuid` does not have.
+/// Refuses special registers with bits of EFER that a processor with this `cpuid` does not have.
 pub(super) fn check_efer(sregs: &kvm_sregs, cpuid: &[kvm_cpuid_entry2]) -> Result<(), String> {
     check_register("EFER", sregs.efer, EFER, cpuid)
 }
 
-/// Which bit of CR4 a processor of this `cpuid` does not have: why KVM will have refused these
-/// special registers, if there is one.
+/// Returns the bit of CR4 that a processor with this `cpuid` does not have, if there is one: the
+/// likely reason why KVM has refused these special registers.
 pub(super) fn foreign_cr4(sregs: &kvm_sregs, cpuid: &[kvm_cpuid_entry2]) -> Option<String> {
     check_register("CR4", sregs.cr4 >> CR4_FIRST << CR4_FIRST, CR4, cpuid).err()
 }
 
-/// Whether page directory pointers belong to these special registers: under PAE paging, of 32-bit
-/// kernels, they are a part of the processor that its memory need not tell.
+/// Returns whether page directory pointers belong to these special registers. Under PAE paging,
+/// which 32-bit kernels use, the processor holds them, and guest memory need not have the same
+/// values.
 pub(super) fn has_pdptrs(sregs: &kvm_sregs) -> bool {
     const CR0_PG: u64 = 1 << 31;
     const CR4_PAE: u64 = 1 << 5;

@@ -1,5 +1,5 @@
-//! The processor that a guest sees: the host's, as far as KVM can show it, or a named part of that,
-//! with the guest's own topology. What of it the guest may rely on is in `promises`.
+//! The processor that a guest sees: the host's, as far as KVM can show it, or a named subset, with
+//! the guest's own topology. `promises` says which parts of it the guest may rely on.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
@@ -12,7 +12,10 @@ use super::leaves::{
 use crate::config::{CpuConfig, CpuModel};
 use crate::cpu_model::{self, Place};
 
-/// Of what KVM supports, what the guest is to have; or what the baseline asks for in vain, by name.
+/// Returns what KVM supports, narrowed to what the guest is configured to have.
+///
+/// # Errors
+/// The name of a baseline feature that KVM does not support.
 pub fn narrow(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, String> {
     let mut cpuid = match cpu.model {
         CpuModel::Host => supported.clone(),
@@ -39,20 +42,20 @@ fn change(cpuid: &mut CpuId, function: u32, index: u32, f: impl Fn(usize, u32) -
     }
 }
 
-/// Whether the guest may be told of the TSC deadline timer, which KVM does not list. Of the
-/// baseline it is no part: it counts on a frequency that the next host may not have.
+/// Returns whether the guest may see the TSC deadline timer, which KVM does not list. The baseline
+/// excludes it, because it depends on a frequency that the next host may not have.
 pub fn may_have_tsc_deadline(cpu: &CpuConfig) -> bool {
     cpu.model == CpuModel::Host && !cpu.without.iter().any(|name| name == "tsc_deadline_timer")
 }
 
-/// What CPUID answers on vCPU `id` of `vcpus`, made from what the guest is to have.
+/// Returns the CPUID table of vCPU `id` of `vcpus`, made from the result of [`narrow`].
 ///
 /// Each vCPU is a core of its own in one package. Nested virtualization and shadow stacks are
 /// hidden: their state is not part of a checkpoint.
 pub fn for_vcpu(supported: &CpuId, id: u8, vcpus: u8, tsc_deadline: bool) -> CpuId {
     let mut cpuid = supported.clone();
     let (id, count) = (u32::from(id), u32::from(vcpus));
-    // Bits of an APIC id that tell cores apart.
+    // Number of APIC id bits that distinguish cores.
     let core_bits = count.next_power_of_two().trailing_zeros();
     let amd = AMD_VENDORS.contains(&find(supported.as_slice(), LEAF_BASE, 0)[1]);
     for e in cpuid.as_mut_slice() {
@@ -88,7 +91,8 @@ pub fn for_vcpu(supported: &CpuId, id: u8, vcpus: u8, tsc_deadline: bool) -> Cpu
                     e.ecx &= !AMD_LEGACY_CMP;
                 }
             }
-            // On AMD: cores less one, and the bits that tell them apart. Intel reserves ECX.
+            // On AMD: cores minus one, and the number of bits that distinguish them. Intel reserves
+            // ECX.
             (LEAF_SIZES, _) if amd => e.ecx = core_bits << 12 | (count - 1),
             (LEAF_AMD_CACHES, _) if e.eax & 0x1f != 0 => {
                 let sharing = if e.eax >> 5 & 7 >= 3 { count - 1 } else { 0 };
@@ -104,7 +108,8 @@ pub fn for_vcpu(supported: &CpuId, id: u8, vcpus: u8, tsc_deadline: bool) -> Cpu
     cpuid
 }
 
-/// KVM lists only the first level of a topology leaf on some hosts; guests need the second.
+/// Adds the second level of a topology leaf, which guests need and which KVM does not list on some
+/// hosts.
 fn add_topology(cpuid: &mut CpuId, id: u32, count: u32, core_bits: u32) {
     for function in [LEAF_TOPOLOGY, LEAF_TOPOLOGY_V2] {
         let has =
@@ -131,7 +136,7 @@ fn set_bit(register: &mut u32, bit: u32, on: bool) {
     *register = if on { *register | bit } else { *register & !bit };
 }
 
-/// Bits of a guest physical address; 36 where CPUID does not say.
+/// Returns the bits of a guest physical address; 36 if CPUID does not say.
 pub fn address_bits(entries: &[kvm_cpuid_entry2]) -> u32 {
     match find(entries, LEAF_SIZES, 0)[0] & 0xff {
         0 => 36,
@@ -227,7 +232,7 @@ mod tests {
         assert_eq!(at(0x4000_0001)[0], 1 << 24 | 0b1011);
         let ecx = at(1)[2] & !(OSXSAVE | HYPERVISOR | TSC_DEADLINE);
         assert_eq!(ecx, 1 | 1 << 9 | 1 << 13 | 1 << 19 | 1 << 20 | 1 << 21 | 1 << 23);
-        // A host with no more than the baseline gives the same; one with less says what it lacks.
+        // A host with no more than the baseline gives the same; one with less names what it lacks.
         let again = narrow(&guest, &baseline).unwrap();
         assert_eq!(again.as_slice(), guest.as_slice());
         assert_eq!(lacking(guest.as_slice(), again.as_slice()), None);
@@ -289,7 +294,7 @@ mod tests {
                 0x8000_0000 => Some([0x8000_0008, ALL, ALL, ALL]),
                 0x8000_0001 => Some([ALL, 0, 1 | AMD_LEGACY_CMP, 0x2193_fbff]),
                 0x8000_0008 => Some([48 << 8 | 40, 0, 0, 0]),
-                // Caches, cores and a name: nothing to rely on.
+                // Caches, cores and a name, on which no guest relies.
                 2 | 4 | 0xb | 0x8000_0002..=0x8000_0006 => None,
                 other => panic!("leaf {other:#x} is not in the baseline"),
             };
@@ -345,7 +350,7 @@ mod tests {
         assert!(
             at(&counters(8, 0), &counters(4, 0)).unwrap().starts_with("8 performance counters")
         );
-        // An event's bit is set where it cannot be counted.
+        // An event's bit is set if it cannot be counted.
         assert_eq!(at(&counters(4, 1), &counters(4, 0)), None);
         assert!(at(&counters(4, 0), &counters(4, 1)).is_some());
         assert_eq!(at(&with(0xa, [0; 4]), &counters(4, 1)), None, "it has seen no counters");

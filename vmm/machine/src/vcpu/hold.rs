@@ -1,9 +1,9 @@
-//! A vCPU's holds and slices, while a throttle is on and it makes frames dirty too fast.
+//! Throttles one vCPU that makes frames dirty too fast.
 //!
-//! *Hold*: a time for which it does not enter the guest. It hears commands all the while, and a
-//! pause ends it. *Slice*: the time after a hold for which it runs; it ends by a timer of the
-//! vCPU's own, so that it does not depend on when the collector gets to run. The vCPU then reports
-//! and is held until the collector says for how long.
+//! *Hold*: a time for which the vCPU does not enter the guest. It takes commands all the while, and
+//! a pause ends the hold. *Slice*: the time after a hold for which it runs. A timer of the vCPU's
+//! own ends the slice, so that this does not depend on when the collector gets to run. The vCPU
+//! then reports and stays out of the guest until the collector answers.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
@@ -11,33 +11,34 @@ use std::time::{Duration, Instant};
 use super::{Command, Counters};
 use crate::kvm::ExitTimer;
 
-/// How long it waits for the collector's answer to a report. Without one it runs as it likes.
+/// How long the vCPU waits for the collector's answer to a report. Without an answer it runs
+/// unthrottled.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// Where one vCPU stands with a throttle.
+/// The throttle state of one vCPU.
 #[derive(Debug, Default)]
 pub(crate) struct Hold {
     state: State,
-    /// Made for the first slice.
+    /// Created for the first slice.
     timer: Option<ExitTimer>,
-    /// That there is no timer has been said.
+    /// Whether the missing-timer warning has already been logged.
     told: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 enum State {
-    /// It runs as it likes.
+    /// It runs unthrottled.
     #[default]
     Free,
-    /// It is out of the guest, until then or until told.
+    /// It stays out of the guest, until `until` or until a command ends the hold.
     Held { since: Instant, until: Option<Instant>, slice: Duration },
-    /// It runs until then.
+    /// It runs until this time, then reports.
     Slice { until: Instant },
 }
 
 impl Hold {
     /// Holds the vCPU until `until`, and then lets it run for `slice`. The wait after a report
-    /// becomes part of this.
+    /// counts as part of this hold.
     pub(super) fn begin(&mut self, until: Instant, slice: Duration, counters: &Counters) {
         let since = match self.state {
             State::Held { since, until: None, .. } => since,
@@ -49,14 +50,14 @@ impl Hold {
         self.state = State::Held { since, until: Some(until), slice };
     }
 
-    /// The slice is over and that has been reported: out of the guest until told, or [`ANSWER`] has
-    /// passed.
+    /// Starts the wait after a reported slice. The vCPU stays out of the guest until a command
+    /// arrives or [`ANSWER`] has passed.
     pub(super) fn wait(&mut self) {
         self.stop_timer();
         self.state = State::Held { since: Instant::now(), until: None, slice: Duration::ZERO };
     }
 
-    /// Ends hold and slice, if there is one.
+    /// Ends the hold or slice, if there is one.
     pub(super) fn end(&mut self, counters: &Counters) {
         match std::mem::take(&mut self.state) {
             State::Free => {}
@@ -69,13 +70,13 @@ impl Hold {
         matches!(self.state, State::Held { .. })
     }
 
-    /// Whether it is time to report.
+    /// Returns whether it is time to report.
     pub(super) fn slice_is_over(&self) -> bool {
         matches!(self.state, State::Slice { until } if Instant::now() >= until)
     }
 
-    /// The next command. Without a hold it does not wait for one, and with one no longer than that
-    /// lasts.
+    /// Returns the next command. Without a hold it does not wait for one; during a hold it waits at
+    /// most until the hold ends.
     pub(super) fn next(
         &mut self,
         commands: &Receiver<Command>,
@@ -96,13 +97,14 @@ impl Hold {
         }
     }
 
-    /// Without a timer it runs until the collector holds it again.
+    /// Starts a slice. Without a timer the vCPU runs until the collector holds it again.
     fn begin_slice(&mut self, slice: Duration) {
         let made = match self.timer.take() {
             Some(timer) => Ok(timer),
             None => ExitTimer::new(),
         };
-        // Before the timer starts: its one signal is to come when this has passed.
+        // Taken before the timer starts, so that this time has passed when the timer's one signal
+        // arrives.
         let until = Instant::now() + slice;
         match made.and_then(|timer| timer.start(slice).map(|()| timer)) {
             Ok(timer) => {
@@ -143,7 +145,7 @@ mod tests {
         sender.send(Command::RingsDrained).unwrap();
         assert!(matches!(hold.next(&commands, &counters), Ok(Command::RingsDrained)));
         assert!(hold.is_on() && counters.holds() == 0);
-        // Another one takes its place, and is over by itself.
+        // Another hold replaces it, and ends by itself.
         hold.begin(Instant::now() + 2 * SLICE, SLICE, &counters);
         assert_eq!(counters.holds(), 1);
         assert!(matches!(hold.next(&commands, &counters), Err(TryRecvError::Empty)));

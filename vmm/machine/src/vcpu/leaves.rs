@@ -1,4 +1,4 @@
-//! CPUID leaves and the bits of them that the VMM knows, and the registers of a leaf.
+//! The CPUID leaves and bits that the VMM knows, and a lookup of a leaf's registers.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
@@ -37,7 +37,7 @@ pub(super) const OSPKE: u32 = 1 << 4;
 pub(super) const AMD_LEGACY_CMP: u32 = 1 << 1;
 pub(super) const SVM: u32 = 1 << 2;
 
-/// EAX, EBX, ECX and EDX of a leaf, zeros where it is missing.
+/// Returns EAX, EBX, ECX and EDX of a leaf, zeros if it is missing.
 pub(super) fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> [u32; 4] {
     let found = entries.iter().find(|e| e.function == function && e.index == index);
     found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])

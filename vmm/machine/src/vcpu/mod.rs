@@ -1,4 +1,5 @@
-//! vCPUs: one thread each, which owns its file descriptor and is spoken to by messages.
+//! vCPUs: one thread each. The thread owns the vCPU's file descriptor and takes commands as
+//! messages.
 //!
 //! ```text
 //!          Resume                 the guest ends
@@ -7,11 +8,12 @@
 //!          Pause, after a kick
 //! ```
 //!
-//! A vCPU that stops completes what it is in the middle of: an instruction whose port or device
-//! access left `KVM_RUN` is half done until the next `KVM_RUN`, and would be lost or done twice if
-//! the state were saved before.
+//! A vCPU that pauses first completes the current instruction. An instruction whose port or device
+//! access left `KVM_RUN` is half done until the next `KVM_RUN`. If the state were saved before
+//! that, the instruction would be lost or done twice.
 //!
-//! A running vCPU may be held, see `hold`: it is told so by the collector and goes on by itself.
+//! A running vCPU may be throttled, see `hold`: the collector tells it so, and it continues by
+//! itself.
 
 pub mod baseline;
 mod control;
@@ -45,70 +47,71 @@ pub use state::{Adjust, SavedVcpu, StateContext};
 pub(crate) use state::{Registers, away_ns, wall_ns};
 pub(crate) use wave::Wave;
 
-/// Guests' watchdogs wait much longer than this.
+/// Pauses at least this long are reported to the guest. Guests' watchdogs wait much longer than
+/// this.
 const LONG_STAND: Duration = Duration::from_secs(1);
 
-/// What a vCPU is told. Whoever sends one to a running vCPU also kicks it, but for `RingsDrained`
-/// and `DeviceDone`, which it waits for.
+/// A command to a vCPU. The sender must also kick a running vCPU, except for `RingsDrained` and
+/// `DeviceDone`, for which the vCPU waits.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// Run from where it stands, and have others do so.
+    /// Resume, and pass the command on to others.
     Resume(Wave),
-    /// Stand still between two instructions, and say so.
+    /// Pause between two instructions, and reply.
     Pause(Sender<Stood>),
-    /// The rings have room again: go on after a ring-full exit.
+    /// The rings have room again: continue after a ring-full exit.
     RingsDrained,
-    /// A device has done what the guest's write set in motion.
+    /// A device has finished the work that the guest's write started.
     DeviceDone,
-    /// It makes frames dirty too fast: do not enter the guest until then, and report after so long
-    /// in it.
+    /// The vCPU makes frames dirty too fast: stay out of the guest until the given time, then run
+    /// for the given slice and report.
     Hold(Instant, Duration),
-    /// Enter it again at once, if it is held.
+    /// End the hold, if there is one, and enter the guest at once.
     EndHold,
-    /// Give the whole state.
+    /// Reply with the whole state.
     Save(Sender<Result<Box<SavedVcpu>, GuestError>>),
     /// Take a whole state.
     Restore(Box<SavedVcpu>, Adjust, Sender<Result<(), GuestError>>),
-    /// Leave the thread.
+    /// End the thread.
     Quit,
 }
 
-/// How a vCPU came to stand.
+/// The result of a pause.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Stood {
-    /// It can go on.
+    /// The vCPU can resume.
     Paused,
-    /// Its guest has ended.
+    /// The guest has ended.
     Finished,
 }
 
-/// What a vCPU tells the others.
+/// What a vCPU reports to the rest of the machine.
 pub(crate) trait Peers: Send {
-    /// The guest has ended on vCPU `id`.
+    /// Reports that the guest has ended on vCPU `id`.
     fn ended(&self, id: u8, why: EndReason);
 
-    /// vCPU `id` cannot go on before the rings are harvested; it waits for `RingsDrained` on
-    /// `reply`. Whether there is anyone to harvest.
+    /// Reports that vCPU `id` cannot continue before the rings are harvested; it waits for
+    /// `RingsDrained` on `reply`. Returns whether a collector exists to harvest them.
     fn ring_full(&self, id: u8, reply: &Sender<Command>) -> bool;
 
-    /// vCPU `id`, `holds` of whose holds are over, has run for the slice that it was given; it
-    /// waits for `Hold` or `EndHold`. Whether there is anyone to say so.
+    /// Reports that vCPU `id`, after `holds` holds, has run for its slice; it waits for `Hold` or
+    /// `EndHold`. Returns whether a collector exists to answer.
     fn slice_over(&self, id: u8, holds: u64) -> bool;
 }
 
-/// A vCPU's figures, readable by anyone.
+/// A vCPU's counters. Any thread may read them.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     exits: AtomicU64,
     ring_full_exits: AtomicU64,
-    /// How long it waited after those.
+    /// Time spent waiting after ring-full exits, in nanoseconds.
     ring_full_ns: AtomicU64,
-    /// Holds that are over.
+    /// Number of completed holds.
     holds: AtomicU64,
     held_ns: AtomicU64,
-    /// Pauses that are over.
+    /// Number of completed pauses.
     pauses: AtomicU64,
-    /// How long it stood in the last of them.
+    /// Duration of the last of them, in nanoseconds.
     stood_ns: AtomicU64,
     /// When it last resumed, in microseconds of Unix time; 0 if it has never run.
     resumed_us: AtomicU64,
@@ -124,24 +127,24 @@ impl Counters {
         }
     }
 
-    /// How long it waited for room in its dirty ring.
+    /// Returns how long the vCPU has waited for room in its dirty ring.
     pub(crate) fn ring_full_time(&self) -> Duration {
         Duration::from_nanos(self.ring_full_ns.load(Ordering::Relaxed))
     }
 
-    /// How many holds are over.
+    /// Returns the number of completed holds.
     pub(crate) fn holds(&self) -> u64 {
         self.holds.load(Ordering::Relaxed)
     }
 
-    /// How long those took.
+    /// Returns the total duration of the completed holds.
     pub(crate) fn held(&self) -> Duration {
         Duration::from_nanos(self.held_ns.load(Ordering::Relaxed))
     }
 
-    /// Pauses that are over.
+    /// Returns the completed pauses.
     pub(crate) fn stood(&self) -> VcpuPauses {
-        // Pairs with the store: the last is at least as new.
+        // Pairs with the store: `last` is at least as new as `pauses`.
         let pauses = self.pauses.load(Ordering::Acquire);
         let resumed_us = Some(self.resumed_us.load(Ordering::Relaxed)).filter(|us| *us != 0);
         VcpuPauses {
@@ -151,22 +154,22 @@ impl Counters {
         }
     }
 
-    /// A pause is over.
+    /// Counts a completed pause.
     fn count_pause(&self, took: Duration) {
         let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.stood_ns.store(ns, Ordering::Relaxed);
         self.pauses.fetch_add(1, Ordering::Release);
     }
 
-    /// The vCPU enters the guest again. Whoever asked for that may learn of it later: on a busy
-    /// host the guest has its processor.
+    /// Notes that the vCPU enters the guest again. The thread that asked for that may learn of it
+    /// later: on a busy host the guest has its processor.
     fn count_resume(&self) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let us = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);
         self.resumed_us.store(us, Ordering::Relaxed);
     }
 
-    /// A hold is over.
+    /// Counts a completed hold.
     fn count_hold(&self, took: Duration) {
         let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.held_ns.fetch_add(ns, Ordering::Relaxed);
@@ -174,34 +177,35 @@ impl Counters {
     }
 }
 
-/// All that a vCPU thread owns.
+/// Everything that a vCPU thread owns.
 pub(crate) struct Vcpu<P: Peers> {
     pub(crate) id: u8,
     pub(crate) fd: VcpuFd,
-    /// What CPUID was told to answer. KVM's own account of it has bits that follow the guest.
+    /// The CPUID table that the vCPU was given. KVM's own copy has bits that follow the guest.
     pub(crate) cpuid: CpuId,
-    /// The rate of its time stamp counter, where KVM tells: asked for once, because each question
-    /// costs a pause ten microseconds.
+    /// The frequency of its time stamp counter in kHz, if KVM tells it. Read once, because each
+    /// read takes ten microseconds of a pause.
     pub(crate) tsc_khz: Option<u32>,
     pub(crate) immediate_exit: Arc<ImmediateExit>,
     pub(crate) bus: Arc<Bus>,
     pub(crate) counters: Arc<Counters>,
-    /// Where ring-full exits are reported; `None` in modes without rings.
+    /// Where ring-full exits are counted; `None` in modes without rings.
     pub(crate) ring_full: Option<RingFull>,
     pub(crate) context: Arc<StateContext>,
     pub(crate) commands: Receiver<Command>,
-    /// The sending side of `commands`, for those who answer.
+    /// The sending side of `commands`, for those who reply.
     pub(crate) inbox: Sender<Command>,
     pub(crate) peers: P,
-    /// Writes of the guest's that devices are at work on: it goes on when there are none.
+    /// Number of the guest's writes that devices are still working on. The vCPU continues when it
+    /// is 0.
     pub(crate) awaited: usize,
-    /// While it is held back.
+    /// The current hold or slice.
     pub(crate) hold: Hold,
-    /// No state was put into it yet: much of it is as a reset leaves it.
+    /// Whether no state has been restored into it yet: much of it is as a reset leaves it.
     pub(crate) reset: bool,
-    /// It may be in the middle of an instruction.
+    /// Whether it may be in the middle of an instruction.
     pub(crate) midway: bool,
-    /// Since when it stands, if it ran before.
+    /// When it paused, if it ran before.
     pub(crate) stands_since: Option<Instant>,
     /// Keeps guest memory mapped while the vCPU may write to it.
     pub(crate) _vm: Arc<KvmVm>,
@@ -224,7 +228,7 @@ enum After {
 }
 
 impl<P: Peers> Vcpu<P> {
-    /// The thread's life.
+    /// Runs the thread until it is told to quit.
     pub(crate) fn live(mut self) {
         self.immediate_exit.listen();
         let mut state = State::Paused;
@@ -236,7 +240,7 @@ impl<P: Peers> Vcpu<P> {
         }
     }
 
-    /// Obeys one command while standing.
+    /// Handles one command while the vCPU does not run.
     fn stand(&mut self, state: State) -> State {
         match self.commands.recv() {
             Ok(Command::Resume(wave)) => {
@@ -261,8 +265,8 @@ impl<P: Peers> Vcpu<P> {
         state
     }
 
-    /// Counts a stand that is over; after a long one, tells the guest's watchdogs, by kvmclock,
-    /// that it was no lock-up.
+    /// Counts a completed pause. After a long one, tells the guest's watchdogs, by kvmclock, that
+    /// it was not a lock-up.
     fn tell_of_gap(&mut self) {
         let stood = self.stands_since.take().map(|since| since.elapsed());
         stood.into_iter().for_each(|stood| self.counters.count_pause(stood));
@@ -273,7 +277,7 @@ impl<P: Peers> Vcpu<P> {
         }
     }
 
-    /// Runs the guest until a command or its end.
+    /// Runs the guest until a command stops it or it ends.
     fn run(&mut self) -> State {
         loop {
             if self.hold.slice_is_over() {
@@ -287,7 +291,7 @@ impl<P: Peers> Vcpu<P> {
                 _ => self.commands.recv().map_err(TryRecvError::from),
             };
             match command {
-                // Until there is none: of several kicks only the first may be heard.
+                // Read all commands: several kicks may cause only one exit.
                 Ok(command) => match self.interrupt(command) {
                     State::Running => continue,
                     other => return other,
@@ -300,7 +304,7 @@ impl<P: Peers> Vcpu<P> {
             }
             match self.step() {
                 After::Run => {}
-                // Cleared before the channel is looked at: see kvm/kick.
+                // Cleared before the channel is read: see kvm/kick.
                 After::Interrupted => self.immediate_exit.clear(),
                 After::RingFull => match self.wait_for_drain() {
                     State::Running => {}
@@ -311,7 +315,7 @@ impl<P: Peers> Vcpu<P> {
         }
     }
 
-    /// Obeys a command that came while the guest ran.
+    /// Handles a command that came while the guest ran.
     fn interrupt(&mut self, command: Command) -> State {
         match command {
             Command::DeviceDone => {
@@ -352,8 +356,8 @@ impl<P: Peers> Vcpu<P> {
         }
     }
 
-    /// A ring-full exit: the guest cannot go on before the collector has been here. Stays open to
-    /// commands meanwhile; a pause needs nothing of the collector.
+    /// Handles a ring-full exit: the guest cannot continue before the collector has harvested the
+    /// rings. The vCPU still takes commands meanwhile, and a pause does not need the collector.
     fn wait_for_drain(&mut self) -> State {
         self.counters.ring_full_exits.fetch_add(1, Ordering::Relaxed);
         if let Some(full) = &self.ring_full {
@@ -380,7 +384,7 @@ impl<P: Peers> Vcpu<P> {
     }
 
     fn end(&mut self, why: EndReason) -> State {
-        // Its timer would go on for nobody.
+        // Otherwise its timer would keep running.
         self.hold.end(&self.counters);
         self.peers.ended(self.id, why);
         State::Finished
@@ -390,7 +394,7 @@ impl<P: Peers> Vcpu<P> {
     fn complete(&mut self) -> Option<EndReason> {
         self.immediate_exit.set();
         let ended = loop {
-            // To enter KVM for nothing costs a pause ten microseconds.
+            // An unnecessary `KVM_RUN` takes ten microseconds of a pause.
             if !self.midway {
                 break None;
             }
@@ -406,13 +410,13 @@ impl<P: Peers> Vcpu<P> {
         ended
     }
 
-    /// Enters the guest once and deals with the exit.
+    /// Enters the guest once and handles the exit.
     fn step(&mut self) -> After {
         self.counters.exits.fetch_add(1, Ordering::Relaxed);
         let id = self.id;
         let crashed = |why: String| After::End(EndReason::Crashed(format!("vCPU {id}: {why}")));
         let run = self.fd.run();
-        // An interrupted KVM_RUN has completed what the exit before it had begun, and has begun
+        // An interrupted KVM_RUN has completed what the previous exit had begun, and has begun
         // nothing since.
         self.midway = run.as_ref().err().is_none_or(|e| e.errno() != libc::EINTR);
         match run {
@@ -431,7 +435,7 @@ impl<P: Peers> Vcpu<P> {
             Ok(VcpuExit::MmioWrite(addr, data)) => {
                 let done = || {
                     let inbox = self.inbox.clone();
-                    // A vCPU that has gone waits for nothing.
+                    // The send fails only if the vCPU has gone, and then nothing waits.
                     Done::new(move || drop(inbox.send(Command::DeviceDone)))
                 };
                 if self.bus.write_mmio(addr, data, done) {
@@ -441,10 +445,10 @@ impl<P: Peers> Vcpu<P> {
             }
             Ok(VcpuExit::IoapicEoi(_)) => After::Run,
             Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => After::Interrupted,
-            // HLT is KVM's business as long as it has the interrupt controllers.
+            // KVM handles HLT itself as long as it has the interrupt controllers.
             Ok(VcpuExit::Hlt) => After::Run,
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => After::RingFull,
-            // A guest that resets itself this way cannot be told from one that lost its way.
+            // A guest that resets itself this way cannot be told from one that crashed.
             Ok(VcpuExit::Shutdown) => crashed("triple fault".to_owned()),
             Ok(VcpuExit::FailEntry(reason, cpu)) => crashed(format!(
                 "the processor refused to enter the guest, reason {reason:#x} on CPU {cpu}"
@@ -486,7 +490,7 @@ fn running(request: &'static str) -> GuestError {
     GuestError::State { request, state: driftline_guest::RunState::Running }
 }
 
-/// Sends a reply; whoever asked may have gone meanwhile.
+/// Sends a reply; the receiver may be gone by now.
 fn answer<T>(reply: &Sender<T>, with: T) {
     let _ = reply.send(with);
 }

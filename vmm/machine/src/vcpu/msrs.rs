@@ -1,5 +1,5 @@
-//! A vCPU's model-specific registers: which are part of a state, what a new guest finds in them,
-//! and which of them another host may refuse.
+//! A vCPU's model-specific registers: which are part of a state, which values a new guest finds in
+//! them, and which of them another host may refuse.
 
 use driftline_guest::GuestError;
 use kvm_bindings::*;
@@ -11,7 +11,7 @@ use crate::config::MsrWord;
 pub(super) const TSC: u32 = 0x10;
 pub(super) const TSC_DEADLINE: u32 = 0x6e0;
 /// Writing them makes KVM write the host's wall clock into guest memory, at an address that the
-/// guest may have put to another use since. Guests write them anew before they read.
+/// guest may use for something else by now. Guests write them again before they read the clock.
 const KVM_WALL_CLOCK: u32 = 0x11;
 const KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
 
@@ -28,12 +28,12 @@ const HAS_ARCH_CAPABILITIES: u32 = 1 << 29;
 const HAS_PERF_CAPABILITIES: u32 = 1 << 15;
 const HAS_MTRR: u32 = 1 << 12;
 
-/// What a firmware would set: string instructions may be fast; memory is write-back unless a range
-/// register says otherwise, and those are in force.
+/// Values that a firmware would set: string instructions may be fast; memory is write-back unless a
+/// range register says otherwise, and range registers are enabled.
 const FAST_STRING: u64 = 1 << 0;
 const MTRR_WRITE_BACK: u64 = 1 << 11 | 6;
 
-/// The memory type range registers, which KVM has and does not list: eight pairs, eleven of fixed
+/// The memory type range registers, which KVM has but does not list: eight pairs, eleven of fixed
 /// ranges, and the default type.
 const MTRRS: &[u32] = &[
     0x200,
@@ -66,12 +66,13 @@ const MTRRS: &[u32] = &[
     MTRR_DEF_TYPE,
 ];
 
-/// What is no part of a state: no guest is shown Hyper-V, nor nested virtualization, so nothing
-/// that a guest did can be in there; yet some of them read as something else than 0.
+/// Returns whether a register is not part of a state. Guests are shown neither Hyper-V nor nested
+/// virtualization, so these registers contain nothing from a guest; yet some of them read as
+/// something else than 0.
 fn is_left_out(index: u32) -> bool {
     match index {
         KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => true,
-        // Hyper-V: its own numbers, and its debugger's.
+        // Hyper-V's registers and those of its debugger.
         0x4000_0000..=0x4000_01ff => true,
         // VMX; SVM's save area and its ratio.
         0x480..=0x493 | 0xc001_0117 | AMD_TSC_RATIO => true,
@@ -79,7 +80,8 @@ fn is_left_out(index: u32) -> bool {
     }
 }
 
-/// Why a guest goes on unharmed although this host refused `index`, if it does.
+/// Returns why a guest continues unharmed although this host refused `index`; `None` if it does
+/// not.
 fn why_tolerated(index: u32) -> Option<&'static str> {
     match index {
         SMBASE => Some("no guest has code in system management mode"),
@@ -88,7 +90,8 @@ fn why_tolerated(index: u32) -> Option<&'static str> {
     }
 }
 
-/// Whether the guest cannot know of `index`, by the CPUID that it was shown: it then reads as 0.
+/// Returns whether the guest cannot know of `index`, judging by the CPUID that it was shown. The
+/// register then reads as 0.
 fn is_hidden(index: u32, cpuid: &[kvm_cpuid_entry2]) -> bool {
     match index {
         ARCH_CAPABILITIES => find(cpuid, LEAF_EXTENDED_FEATURES, 0)[3] & HAS_ARCH_CAPABILITIES == 0,
@@ -97,14 +100,16 @@ fn is_hidden(index: u32, cpuid: &[kvm_cpuid_entry2]) -> bool {
     }
 }
 
-/// Those of `listed`, and of those that KVM does not list, that are part of a vCPU's state.
+/// Returns the registers that are part of a vCPU's state, from `listed` and from those that KVM
+/// does not list.
 pub(super) fn saved(vcpu: &VcpuFd, listed: &[u32]) -> Result<Vec<u32>, GuestError> {
     let mut indices: Vec<u32> = listed.iter().copied().filter(|i| !is_left_out(*i)).collect();
     indices.extend(MTRRS.iter().filter(|i| !listed.contains(i)));
     Ok(read(vcpu, &indices)?.iter().map(|m| m.index).collect())
 }
 
-/// Of a saved register, what this vCPU is to be given; `None` for what is no part of a state.
+/// Returns the value of a saved register to write into this vCPU; `None` if it is not part of a
+/// state.
 pub(super) fn to_restore(
     mut msr: kvm_msr_entry,
     cpuid: &[kvm_cpuid_entry2],
@@ -118,7 +123,8 @@ pub(super) fn to_restore(
     Some(msr)
 }
 
-/// What is wrong with registers that this host `refused`; a zero is what it has anyway.
+/// Checks the registers that this host `refused`. A register whose value is 0 is accepted: the host
+/// has that value anyway.
 pub(super) fn judge(refused: &[kvm_msr_entry]) -> Result<(), String> {
     for &kvm_msr_entry { index, data, .. } in refused.iter().filter(|m| m.data != 0) {
         let Some(reason) = why_tolerated(index) else {
@@ -129,8 +135,9 @@ pub(super) fn judge(refused: &[kvm_msr_entry]) -> Result<(), String> {
     Ok(())
 }
 
-/// Gives a new vCPU, whose CPUID is set, what a firmware would have left in its registers, and
-/// takes away what its CPUID hides. KVM's without one of them answer as if it were 0.
+/// Gives a new vCPU, whose CPUID is set, the register values that a firmware would have left, and
+/// clears the registers that its CPUID hides. A KVM that lacks one of these registers behaves as if
+/// it were 0.
 pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
     let mut first: Vec<kvm_msr_entry> = [ARCH_CAPABILITIES, PERF_CAPABILITIES]
         .into_iter()
@@ -151,7 +158,7 @@ pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(),
     Ok(())
 }
 
-/// What `vcpu` tells its guest of the processor by registers instead of CPUID.
+/// Returns what `vcpu` tells its guest about the processor by registers instead of CPUID.
 pub fn shown(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<Vec<MsrWord>, GuestError> {
     let indices = [ARCH_CAPABILITIES, PERF_CAPABILITIES].into_iter();
     let indices: Vec<u32> = indices.filter(|i| !is_hidden(*i, cpuid)).collect();
@@ -160,7 +167,7 @@ pub fn shown(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<Vec<MsrWord>, 
     Ok(words.filter(|w| w.value != 0).collect())
 }
 
-/// What a guest that was shown `words` would miss of `offered`, by name.
+/// Returns, by name, the first thing that a guest that was shown `words` would miss in `offered`.
 pub fn missing(words: &[MsrWord], offered: &[MsrWord]) -> Option<String> {
     words.iter().find_map(|&MsrWord { index, value }| {
         let host = offered.iter().find(|w| w.index == index).map_or(0, |w| w.value);
@@ -186,22 +193,22 @@ pub fn missing(words: &[MsrWord], offered: &[MsrWord]) -> Option<String> {
 /// PERF_CAPABILITIES: the format of branch records, a number.
 const LBR_FORMAT: u64 = 0x3f;
 
-/// Of a feature register, the bits that tell of something that is there, or of a harm that cannot
-/// come.
+/// Returns the bits of a feature register that report something present, or a harm that cannot
+/// occur.
 fn promises(index: u32) -> u64 {
     match index {
-        // RSBA and RRSBA warn of a harm.
+        // RSBA and RRSBA report a harm.
         ARCH_CAPABILITIES => !(1 << 2 | 1 << 19),
         PERF_CAPABILITIES => !LBR_FORMAT,
         _ => 0,
     }
 }
 
-/// The feature registers that this host's KVM has.
+/// Returns the feature registers that this host's KVM has.
 pub fn offered(kvm: &Kvm) -> Vec<MsrWord> {
     let one = |index| {
         let mut msrs = Msrs::from_entries(&[entry(index, 0)]).ok()?;
-        // A KVM that has it not says so, or is too old to be asked.
+        // A KVM without the register says so, or is too old to be asked.
         let read = kvm.get_msrs(&mut msrs).ok().filter(|read| *read == 1)?;
         msrs.as_slice().get(read - 1).map(|m| MsrWord { index, value: m.data })
     };
@@ -212,7 +219,7 @@ fn entry(index: u32, data: u64) -> kvm_msr_entry {
     kvm_msr_entry { index, data, ..Default::default() }
 }
 
-/// The values of those of `indices` that can be read.
+/// Returns the values of those of `indices` that can be read.
 pub(super) fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, GuestError> {
     const WHAT: &str = "KVM_GET_MSRS";
     let mut out = Vec::with_capacity(indices.len());
@@ -224,7 +231,7 @@ pub(super) fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>,
             .map_err(|e| GuestError::System { what: WHAT, cause: format!("{e:?}").into() })?;
         let read = vcpu.get_msrs(&mut msrs);
         let read = read.map_err(|e| GuestError::System { what: WHAT, cause: Box::new(e) })?;
-        // KVM stops at the first that it cannot read.
+        // KVM stops at the first register that it cannot read.
         let read = read.min(ask.len());
         out.extend_from_slice(&msrs.as_slice()[..read]);
         rest = &rest[(read + usize::from(read < ask.len())).min(rest.len())..];
@@ -232,7 +239,7 @@ pub(super) fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>,
     Ok(out)
 }
 
-/// Writes `msrs` in their order; gives those that the host refused.
+/// Writes `msrs` in order; returns those that the host refused.
 pub(super) fn write(
     vcpu: &VcpuFd,
     msrs: &[kvm_msr_entry],
@@ -281,7 +288,7 @@ mod tests {
         set_first_values(&vcpu, cpuid.as_slice()).unwrap();
         assert_eq!(value(&vcpu, MTRR_DEF_TYPE), Some(MTRR_WRITE_BACK));
         assert_eq!(value(&vcpu, MISC_ENABLE).unwrap() & FAST_STRING, FAST_STRING);
-        // And so does whoever goes on elsewhere.
+        // A guest that continues on another host reads the same.
         let kvm = Kvm::new().unwrap();
         let listed = kvm.get_msr_index_list().unwrap();
         let saved = saved(&vcpu, listed.as_slice()).unwrap();
@@ -298,7 +305,7 @@ mod tests {
         set_first_values(&vcpu, cpuid.as_slice()).unwrap();
         assert_eq!(value(&vcpu, ARCH_CAPABILITIES).unwrap_or(0), 0);
         assert_eq!(shown(&vcpu, cpuid.as_slice()).unwrap(), []);
-        // Nor is it filled by a state in which an older source left something there.
+        // A state from an older source, which left a value there, does not fill it either.
         let msr = to_restore(entry(ARCH_CAPABILITIES, 0xeb), cpuid.as_slice()).unwrap();
         assert_eq!(msr.data, 0);
     }

@@ -1,7 +1,8 @@
-//! What a processor promises by CPUID, so that a guest that has seen it relies on it: features,
-//! numbers that must not shrink, and layouts that must stay. Whether another host keeps them.
+//! What a processor promises by CPUID: features, numbers that must not shrink, and layouts that
+//! must not change. A guest that has seen a promise relies on it. This module checks whether
+//! another host keeps them.
 //!
-//! Leaves without a rule here describe and promise nothing: names, caches, topology.
+//! Leaves without a rule here are descriptive and promise nothing: names, caches, topology.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
@@ -30,27 +31,28 @@ pub(super) const ALL: u32 = u32::MAX;
 /// How one register of a leaf is compared.
 #[derive(Clone, Copy, Debug)]
 enum Rule {
-    /// These bits are features. The others say nothing.
+    /// These bits are features. The others are ignored.
     Bits(u32),
-    /// Numbers at these bits (lowest, how many), which the next host must reach; other bits say
-    /// nothing.
+    /// Numbers at these bits (lowest bit, bit count) that the next host must reach. Other bits are
+    /// ignored.
     AtLeast(&'static [(u32, u32)]),
-    /// Both: features, and numbers.
+    /// Both features and numbers.
     Mixed(u32, &'static [(u32, u32)]),
     /// The value must be the same.
     Same,
-    /// Of leaf 0xa: events that cannot be counted, as many as EAX says there are.
+    /// Leaf 0xa: bits of events that cannot be counted, as many as EAX says there are.
     NoEvents,
 }
 
 const NOTHING: Rule = Rule::Bits(0);
 const BITS: Rule = Rule::Bits(ALL);
 
-/// How EAX, EBX, ECX and EDX of a leaf are compared; `None` for a leaf that promises nothing.
+/// Returns how EAX, EBX, ECX and EDX of a leaf are compared; `None` for a leaf that promises
+/// nothing.
 fn rules(function: u32, index: u32) -> Option<[Rule; 4]> {
     use Rule::{AtLeast, Bits, Mixed, NoEvents, Same};
     Some(match (function, index) {
-        // Bits that follow the guest's own registers or the VMM are no features of the host.
+        // Bits that follow the guest's own registers or the VMM are not features of the host.
         (LEAF_FEATURES, 0) => {
             let ecx = Bits(!(OSXSAVE | HYPERVISOR | TSC_DEADLINE));
             [NOTHING, NOTHING, ecx, Bits(!HTT)]
@@ -64,7 +66,7 @@ fn rules(function: u32, index: u32) -> Option<[Rule; 4]> {
             let eax = AtLeast(&[(0, 8), (8, 8), (16, 8), (24, 8)]);
             [eax, NoEvents, BITS, AtLeast(&[(0, 5), (5, 8)])]
         }
-        // EBX is the size in use. What lies where is in the subleaves of the components.
+        // EBX is the size in use. The layout is in the subleaves of the components.
         (LEAF_XSAVE, 0) => [BITS, NOTHING, AtLeast(&[(0, 32)]), BITS],
         (LEAF_XSAVE, 1) => [BITS, NOTHING, BITS, BITS],
         (LEAF_XSAVE, _) => [Same, Same, BITS, NOTHING],
@@ -85,7 +87,7 @@ fn rules(function: u32, index: u32) -> Option<[Rule; 4]> {
     })
 }
 
-/// The bits of a register that a rule looks at.
+/// Returns the bits of a register that a rule compares.
 fn mask(rule: Rule) -> u32 {
     match rule {
         Rule::Bits(bits) => bits,
@@ -101,7 +103,7 @@ fn ones(count: u32) -> u32 {
     1u32.checked_shl(count).map_or(ALL, |bit| bit - 1)
 }
 
-/// What a processor shows of itself that other hosts must have too.
+/// Returns the CPUID words of this processor that other hosts must match.
 pub fn shown(entries: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
     let word = |function, index, registers| CpuidWord { function, index, registers };
     let [_, b, c, d] = find(entries, LEAF_BASE, 0);
@@ -117,7 +119,7 @@ pub fn shown(entries: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
     words
 }
 
-/// What a guest that was shown `words` would miss on this host.
+/// Returns the first thing that a guest that was shown `words` would lack on this host.
 pub fn missing(words: &[CpuidWord], supported: &[kvm_cpuid_entry2]) -> Option<String> {
     let entries: Vec<kvm_cpuid_entry2> =
         words
@@ -132,13 +134,13 @@ pub fn missing(words: &[CpuidWord], supported: &[kvm_cpuid_entry2]) -> Option<St
     lacking(&entries, supported)
 }
 
-/// What the guest's processor has that `supported` lacks, the first of it by name: it could not go
-/// on here.
+/// Returns the name of the first thing that the guest's processor has and `supported` lacks. With
+/// such a lack the guest cannot continue here.
 pub fn lacking(guest: &[kvm_cpuid_entry2], supported: &[kvm_cpuid_entry2]) -> Option<String> {
     guest.iter().find_map(|e| {
         let rules = rules(e.function, e.index)?;
         let has = [e.eax, e.ebx, e.ecx, e.edx];
-        // A leaf of zeros is one that the guest has not.
+        // A leaf of zeros is one that the guest does not have.
         if has == [0; 4] {
             return None;
         }
@@ -174,7 +176,7 @@ fn compare(place: Place, rule: Rule, has: [u32; 4], offers: [u32; 4]) -> Option<
     }
 }
 
-/// Whether both processors are of one vendor: the same bits mean other things elsewhere.
+/// Returns whether both processors are of one vendor: the same bits have other meanings elsewhere.
 pub fn same_vendor(a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]) -> bool {
     find(a, LEAF_BASE, 0)[1..] == find(b, LEAF_BASE, 0)[1..]
 }

@@ -1,6 +1,6 @@
-//! What the architecture's reset leaves in the parts of a vCPU's state that many guests never touch
-//! (Intel's manual, volume 3, table "IA-32 and Intel 64 Processor States Following Power-up, Reset,
-//! or INIT"), and KVM in a vCPU that was just made.
+//! The reset values of those parts of a vCPU's state that many guests never touch: the
+//! architecture's (Intel's manual, volume 3, table "IA-32 and Intel 64 Processor States Following
+//! Power-up, Reset, or INIT"), and KVM's for a new vCPU.
 
 use kvm_bindings::{
     KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED, kvm_debugregs, kvm_mp_state, kvm_xcrs,
@@ -11,19 +11,19 @@ const DR7: u64 = 0x400;
 /// XCR0: the x87 unit alone.
 const XCR0: u64 = 1;
 
-/// Whether these debug registers are those of a reset.
+/// Returns whether these debug registers have their reset values.
 pub(super) fn is_debug(regs: &kvm_debugregs) -> bool {
     (regs.db, regs.dr6, regs.dr7, regs.flags) == ([0; 4], DR6, DR7, 0)
 }
 
-/// Whether these extended control registers are those of a reset.
+/// Returns whether these extended control registers have their reset values.
 pub(super) fn is_xcrs(regs: &kvm_xcrs) -> bool {
     let [xcr0, ..] = regs.xcrs;
     (regs.nr_xcrs, regs.flags, xcr0.xcr, xcr0.value) == (1, 0, 0, XCR0)
 }
 
-/// Whether vCPU `id` is in this state when it was just made: the first one runs, the others wait to
-/// be started.
+/// Returns whether vCPU `id` has this state when it is created: the first one runs, the others wait
+/// to be started.
 pub(super) fn is_mp_state(id: u8, state: kvm_mp_state) -> bool {
     let made = if id == 0 { KVM_MP_STATE_RUNNABLE } else { KVM_MP_STATE_UNINITIALIZED };
     state.mp_state == made

@@ -1,7 +1,8 @@
-//! A vCPU's whole state besides memory: taken from one, put into another, on this host or not.
+//! A vCPU's whole state besides memory: saved from one vCPU and restored into another, on this host
+//! or a different one.
 //!
-//! What a host lacks is left out when saving; what it cannot take when restoring is refused by
-//! name, while the guest still has its old host.
+//! Saving omits what the host lacks. Restoring refuses, by name, what the host cannot take, while
+//! the guest still has its old host.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -16,7 +17,7 @@ use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set
 /// `MSR_KERNEL_GS_BASE`.
 const KERNEL_GS_BASE: u32 = 0xc000_0102;
 
-/// Time away beyond this is clocks that disagree, not a migration.
+/// The longest plausible time away. A longer one means that the hosts' clocks disagree.
 pub(crate) const LONGEST_AWAY: Duration = Duration::from_secs(3600);
 
 /// What saving and restoring need to know of the host; the same for all vCPUs.
@@ -29,7 +30,8 @@ pub struct StateContext {
 }
 
 impl StateContext {
-    /// For vCPUs like `vcpu`, on a host that supports `supported` and lists `msrs`.
+    /// Creates the context for vCPUs like `vcpu`, on a host that supports `supported` and lists
+    /// `msrs`.
     pub(crate) fn new(
         capabilities: Capabilities,
         supported: CpuId,
@@ -48,7 +50,7 @@ impl StateContext {
     }
 }
 
-/// The registers of a vCPU that a core file has.
+/// The registers of a vCPU that a core file contains.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Registers {
     pub(crate) regs: kvm_regs,
@@ -57,22 +59,22 @@ pub(crate) struct Registers {
     pub(crate) kernel_gs_base: u64,
 }
 
-/// What becomes of the time stamp counter.
+/// How to adjust the time stamp counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Adjust {
     /// What the guest's clocks do over the time in which it did not run.
     pub clock: Clock,
-    /// The host's wall clock, read once for all vCPUs, so that their counters stay as far apart as
-    /// they were.
+    /// The host's wall clock in nanoseconds, read once for all vCPUs, so that the differences
+    /// between their counters stay the same.
     pub now_ns: u64,
 }
 
-/// A vCPU's state, as it is in a section.
+/// A vCPU's state, as it is stored in a section.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SavedVcpu {
     cpuid: Vec<kvm_cpuid_entry2>,
     tsc_khz: Option<u32>,
-    /// When the TSC was read, by the host's clock.
+    /// The host's wall clock when the TSC was read, in nanoseconds.
     wall_ns: u64,
     mp_state: kvm_mp_state,
     regs: kvm_regs,
@@ -87,7 +89,7 @@ pub struct SavedVcpu {
 }
 
 impl SavedVcpu {
-    /// What of it is in a core.
+    /// Returns the registers that a core file contains.
     pub(crate) fn registers(&self) -> Registers {
         let kernel_gs = self.msrs.iter().find(|msr| msr.index == KERNEL_GS_BASE);
         let kernel_gs_base = kernel_gs.map_or(0, |msr| msr.data);
@@ -97,7 +99,7 @@ impl SavedVcpu {
 
 #[cfg(test)]
 impl SavedVcpu {
-    /// One in which each byte differs from its neighbours.
+    /// Returns a state in which each byte differs from its neighbours.
     pub(crate) fn example() -> Self {
         use crate::testing::pattern;
         Self {
@@ -118,13 +120,14 @@ impl SavedVcpu {
     }
 }
 
-/// Nanoseconds of the host's wall clock.
+/// Returns the host's wall clock, in nanoseconds.
 pub(crate) fn wall_ns() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// How long a guest saved at `saved_ns` has been away at `now_ns`: 0 for times that cannot be.
+/// Returns how long a guest that was saved at `saved_ns` has been away at `now_ns`, in nanoseconds;
+/// 0 if the times are implausible.
 pub(crate) fn away_ns(saved_ns: u64, now_ns: u64) -> u64 {
     let away = now_ns.saturating_sub(saved_ns);
     if u128::from(away) > LONGEST_AWAY.as_nanos() {
@@ -134,23 +137,24 @@ pub(crate) fn away_ns(saved_ns: u64, now_ns: u64) -> u64 {
     away
 }
 
-/// A failed ioctl while saving.
+/// Converts the error of a failed ioctl while saving.
 fn got<T, E: Into<std::io::Error>>(what: &'static str, r: Result<T, E>) -> Result<T, GuestError> {
     r.map_err(|e| GuestError::System { what, cause: Box::new(e.into()) })
 }
 
 impl<P: Peers> Vcpu<P> {
-    /// The whole state. The order matters where noted.
+    /// Returns the whole state. The order matters where noted.
     pub(super) fn save(&self) -> Result<Box<SavedVcpu>, GuestError> {
         let (fd, ctx) = (&self.fd, &self.context);
-        // First: asking makes KVM settle a pending INIT or SIPI, which changes registers.
+        // This comes first: the query makes KVM process a pending INIT or SIPI, which changes
+        // registers.
         let mp_state = got("KVM_GET_MP_STATE", fd.get_mp_state())?;
         let extended = ctx.has(KVM_CAP_XSAVE2);
         let bytes = ctx.capabilities.xsave_bytes();
         let xsave = || got("KVM_GET_XSAVE2", get_xsave(fd, bytes, extended));
         let regs = got("KVM_GET_REGS", fd.get_regs())?;
         let sregs = got("KVM_GET_SREGS", fd.get_sregs())?;
-        // Only then there are any, and each question costs the pause ten microseconds.
+        // They exist only then, and each query takes ten microseconds of the pause.
         let pdptrs = match ctx.has(KVM_CAP_SREGS2) && control::has_pdptrs(&sregs) {
             true => got("KVM_GET_SREGS2", get_pdptrs(fd))?,
             false => None,
@@ -170,19 +174,20 @@ impl<P: Peers> Vcpu<P> {
             lapic: got("KVM_GET_LAPIC", fd.get_lapic())?,
             wall_ns: wall_ns(),
             msrs: msrs::read(fd, &ctx.msrs)?,
-            // Last: what the others left pending is in here.
+            // This comes last: it includes what the other queries left pending.
             events: optional(ctx, KVM_CAP_VCPU_EVENTS, || {
                 got("KVM_GET_VCPU_EVENTS", fd.get_vcpu_events())
             })?,
         }))
     }
 
-    /// Puts a state into this vCPU, which has never run. The order matters: CPUID decides what the
-    /// rest may contain, the APIC's mode comes with the special registers, its timer's deadline
-    /// needs the APIC, and pending events come after all that could raise or clear them.
+    /// Restores a state into this vCPU, which has never run. The order matters: CPUID decides what
+    /// the rest may contain; the APIC's mode comes with the special registers; the APIC timer's
+    /// deadline needs the APIC; pending events come after everything that could raise or clear
+    /// them.
     pub(super) fn restore(&mut self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
-        // What a reset leaves is there already, the first time: to set it costs the downtime ten
-        // microseconds each.
+        // The first time, registers with their reset values need not be set: each takes ten
+        // microseconds of downtime.
         let reset = std::mem::take(&mut self.reset);
         self.restore_cpuid(&saved.cpuid)?;
         self.restore_tsc_khz(saved)?;
@@ -221,8 +226,8 @@ impl<P: Peers> Vcpu<P> {
             put("run state", fd.set_mp_state(saved.mp_state).map_err(io))?;
         }
         if ctx.has(KVM_CAP_KVMCLOCK_CTRL) {
-            // Tells the guest's watchdogs of the gap, however long it will have become when it
-            // runs, and of one before that. Fails for a guest without kvmclock.
+            // Tells the guest's watchdogs of the gap, however long it becomes before the guest
+            // runs, and of any earlier gap. Fails for a guest without kvmclock.
             let _ = fd.kvmclock_ctrl();
         }
         Ok(())
@@ -236,8 +241,8 @@ impl<P: Peers> Vcpu<P> {
         if let Some(lacks) = promises::lacking(saved, supported) {
             return Err(self.unsupported("processor", format!("{lacks} is missing here")));
         }
-        // On a host like its last the machine was made with it; to set it again costs a tenth of a
-        // millisecond of downtime.
+        // On a host like the old one the machine was created with this table. Setting it again
+        // takes a tenth of a millisecond of downtime.
         if saved == self.cpuid.as_slice() {
             return Ok(());
         }
@@ -249,8 +254,9 @@ impl<P: Peers> Vcpu<P> {
         Ok(())
     }
 
-    /// Where frequencies differ the guest is given its own. Without hardware for that, it goes on
-    /// only if it was not promised a constant rate: it then keeps time by kvmclock, which knows.
+    /// Gives the guest its own frequency if the host's differs. Without hardware for that, the
+    /// guest continues only if it was not promised a constant rate: it then keeps time by kvmclock,
+    /// which knows the real rate.
     fn restore_tsc_khz(&mut self, saved: &SavedVcpu) -> Result<(), GuestError> {
         let (Some(want), Some(have)) = (saved.tsc_khz, self.tsc_khz) else { return Ok(()) };
         if tsc::is_near(want, have) {
@@ -268,7 +274,7 @@ impl<P: Peers> Vcpu<P> {
                 "vCPU {id}: its time stamp counter ran at {want} kHz and now runs at {have} kHz: {e}"
             );
         }
-        // Also then it has changed: KVM remembers what was asked for.
+        // The value changes even after an error: KVM remembers what was requested.
         self.tsc_khz = self.fd.get_tsc_khz().ok();
         Ok(())
     }
@@ -283,13 +289,13 @@ impl<P: Peers> Vcpu<P> {
                 _ => put.push(msr),
             }
         }
-        // The deadline counts on the TSC being right.
+        // The deadline depends on a correct TSC.
         put.extend(deadline);
         let refused = msrs::write(&self.fd, &put).map_err(|e| unsupported(e.to_string()))?;
         msrs::judge(&refused).map_err(unsupported)
     }
 
-    /// The TSC as it is to be now: never behind what the guest has seen.
+    /// Returns the TSC value to restore, never less than what the guest has seen.
     fn adjusted(&self, mut tsc: kvm_msr_entry, saved: &SavedVcpu, adjust: Adjust) -> kvm_msr_entry {
         if let (Clock::Advance, Some(khz)) = (adjust.clock, saved.tsc_khz) {
             let cycles =

@@ -1,31 +1,31 @@
-//! The frequency of the time stamp counter: whether a guest that has measured it elsewhere can go
-//! on.
+//! Compares time stamp counter frequencies: whether a guest that measured one on another host can
+//! continue here.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
 use super::leaves::find;
 use crate::cpu_model;
 
-/// TSC frequencies nearer to each other than this many parts in a million count as equal: what two
-/// measurements of one clock differ by, and what time protocols make good.
+/// Frequencies that differ by at most this many parts in a million count as equal: two measurements
+/// of one clock differ by that much, and time protocols correct it.
 const TOLERANCE_PPM: u64 = 250;
 
-/// Whether a guest that ran at `guest_khz` sees no other rate at `host_khz`.
+/// Returns whether a guest that ran at `guest_khz` notices no difference at `host_khz`.
 pub fn is_near(guest_khz: u32, host_khz: u32) -> bool {
     let apart = u64::from(guest_khz.abs_diff(host_khz)) * 1_000_000;
     apart <= u64::from(host_khz) * TOLERANCE_PPM
 }
 
-/// Whether the processor promises a TSC of one rate for ever, so that its guest may keep time by
-/// it.
+/// Returns whether the processor promises a constant TSC frequency, so that its guest may keep time
+/// by it.
 pub fn is_promised(cpuid: &[kvm_cpuid_entry2]) -> bool {
     cpu_model::find("constant_tsc").is_some_and(|place| {
         find(cpuid, place.function, place.index)[place.register] & 1 << place.bit != 0
     })
 }
 
-/// What a guest lacks here that was promised `guest_khz` for ever, on a host with `host_khz` that
-/// can `scale` the counter or not.
+/// Returns what this host lacks for a guest that was promised `guest_khz`. The host runs at
+/// `host_khz`, and `scale` says whether it can scale the counter.
 pub fn missing(guest_khz: u32, host_khz: u32, scale: bool) -> Option<String> {
     let fits = scale || is_near(guest_khz, host_khz);
     (!fits).then(|| {

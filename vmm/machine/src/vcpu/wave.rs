@@ -1,40 +1,40 @@
-//! How vCPUs that stand go on: the first is woken, and each wakes up to two others before it runs,
-//! so that many do not wait long.
+//! Resumes many paused vCPUs quickly: the caller wakes the first, and each vCPU wakes up to two
+//! others before it runs.
 //!
-//! One thread that wakes all of them in turn may lose its processor to the first, and the others
-//! stand until a tick gives it back, which may be 4 ms. And while it runs, two vCPUs may be put on
-//! the one processor that is idle.
+//! If one thread woke all of them in turn, it could lose its processor to the first, and the others
+//! would stay paused until a scheduler tick gives it back, up to 4 ms later. While that thread
+//! runs, two vCPUs may also be put on the one idle processor.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 
 use super::Command;
 
-/// Goes from vCPU to vCPU.
+/// Passed from vCPU to vCPU.
 #[derive(Clone, Debug)]
 pub(crate) struct Wave {
-    /// To each vCPU, in their order.
+    /// The command channels of all vCPUs, in order of their ids.
     all: Arc<[Sender<Command>]>,
-    /// The last to go closes it.
+    /// Dropped with the last clone; the receiver then sees disconnection.
     _under_way: Option<Sender<()>>,
 }
 
 impl Wave {
-    /// Has all of them go on. What it gives out is closed when they have, or have ended; nothing is
-    /// ever sent to it.
+    /// Resumes all of them. The returned channel is closed when all have resumed or ended; nothing
+    /// is ever sent on it.
     pub(crate) fn begin(all: Arc<[Sender<Command>]>) -> Receiver<()> {
         let (under_way, over) = mpsc::channel();
         Self { all, _under_way: Some(under_way) }.tell(0);
         over
     }
 
-    /// For a vCPU that is told to go on by itself.
+    /// Creates a wave that resumes one vCPU only.
     pub(crate) fn alone() -> Self {
         Self { all: Arc::from([]), _under_way: None }
     }
 
-    /// To be called by vCPU `id` before it goes on, and even if it does not. It keeps this until it
-    /// has.
+    /// Wakes the next vCPUs. vCPU `id` must call this before it resumes, and also if it does not
+    /// resume. It keeps the wave until it has resumed.
     pub(crate) fn pass_on(&self, id: u8) {
         for next in [1, 2] {
             self.tell(2 * usize::from(id) + next);
@@ -44,7 +44,7 @@ impl Wave {
     fn tell(&self, id: usize) {
         let Some(vcpu) = self.all.get(id) else { return };
         if vcpu.send(Command::Resume(self.clone())).is_err() {
-            // Its thread has ended.
+            // Its thread has ended: wake the vCPUs that it would have woken.
             for next in [1, 2] {
                 self.tell(2 * id + next);
             }
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Whichever threads have ended, and in whatever order the others run.
+        /// Holds whichever threads have ended, and in whatever order the others run.
         #[test]
         fn all_are_told_once_and_it_is_over_when_they_have_gone_on(
             (ended, slow, order) in (1..40usize).prop_flat_map(|vcpus| {
@@ -77,7 +77,8 @@ mod tests {
             }
             let over = Wave::begin(all.into());
             let mut told = vec![0; ended.len()];
-            // A vCPU is on its way as long as it holds what it was told with: some take their time.
+            // A vCPU counts as resuming as long as it holds its clone of the wave; some take their
+            // time.
             let mut under_way = Vec::new();
             while let Some((id, heard)) = order.iter().find_map(|id| {
                 inboxes[*id].as_ref()?.try_recv().ok().map(|heard| (*id, heard))
