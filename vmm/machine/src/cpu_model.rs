@@ -1,6 +1,7 @@
-//! The names of processor features: where CPUID has each, and which make up the baseline.
+//! The names of processor features: where CPUID reports each, and which features make up the
+//! baseline.
 //!
-//! Names are those of Linux's `/proc/cpuinfo`, KVM's own with `kvm` in front.
+//! Names are those of Linux's `/proc/cpuinfo`; KVM's own features have the prefix `kvm`.
 
 /// Place of a feature: leaf, subleaf, register (EAX, EBX, ECX, EDX), bit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -16,7 +17,7 @@ const EBX: usize = 1;
 const ECX: usize = 2;
 const EDX: usize = 3;
 
-/// One register's names.
+/// The names of one register's bits.
 type Names = (u32, u32, usize, &'static [(u8, &'static str)]);
 
 const NAMES: &[Names] = &[
@@ -281,9 +282,9 @@ const NAMES: &[Names] = &[
     ),
 ];
 
-/// The baseline: what the psABI calls x86-64-v2, with what an operating system needs besides and
-/// KVM's clock. Every x86 server since 2011 has it, under any kernel that this VMM runs on; a KVM
-/// without hardware under it may not.
+/// The baseline: the psABI's x86-64-v2, the further features that an operating system needs, and
+/// KVM's clock. Every x86 server since 2011 has it, under any kernel that this VMM runs on. A KVM
+/// without hardware support may not.
 pub(crate) const BASELINE: &[&str] = &[
     "fpu",
     "vme",
@@ -325,7 +326,7 @@ pub(crate) const BASELINE: &[&str] = &[
     "kvmclock_stable",
 ];
 
-/// The place of the feature called `name`.
+/// Returns the place of the feature called `name`.
 pub fn find(name: &str) -> Option<Place> {
     NAMES.iter().find_map(|&(function, index, register, names)| {
         let (bit, _) = names.iter().find(|(_, n)| *n == name)?;
@@ -333,7 +334,7 @@ pub fn find(name: &str) -> Option<Place> {
     })
 }
 
-/// What the feature at `place` is called: its name, and where it is.
+/// Returns a description of the feature at `place`: its name and where CPUID reports it.
 pub(crate) fn describe(place: Place) -> String {
     let Place { function, index, register, bit } = place;
     let found = NAMES.iter().find(|n| (n.0, n.1, n.2) == (function, index, register));
@@ -348,7 +349,7 @@ fn describe_register(Place { function, index, register, .. }: Place) -> String {
     format!("CPUID leaf {leaf} {register}")
 }
 
-/// A number in a register: leaf, register, lowest bit.
+/// The name of a number in a register: leaf, register, lowest bit, name.
 type NumberName = (u32, usize, u32, &'static str);
 
 const NUMBER_NAMES: &[NumberName] = &[
@@ -361,8 +362,8 @@ const NUMBER_NAMES: &[NumberName] = &[
     (0x8000_0008, EAX, 8, "linear address bits"),
 ];
 
-/// What the number at `count` bits from `low` on of a register is called, where `wants` is looked
-/// for and `has` found.
+/// Returns a description of the number of `count` bits from bit `low` on in a register, where the
+/// guest needs `wants` and this host has `has`.
 pub(crate) fn describe_number(
     place: Place,
     (low, count): (u32, u32),

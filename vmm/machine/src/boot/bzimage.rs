@@ -1,7 +1,7 @@
-//! Reading a bzImage: its setup header, checked, and its protected-mode part into guest memory.
+//! Reads a bzImage: checks its setup header and loads its protected-mode part into guest memory.
 //!
-//! Only the 64-bit entry is used, which protocol 2.12 brought with Linux 3.8. linux-loader's own
-//! loader is not used: it enters at 32 bits and takes the header's word for most sizes.
+//! Only the 64-bit entry is used, which came with protocol 2.12 (Linux 3.8). linux-loader's own
+//! loader is not used: it enters at 32 bits and trusts most sizes in the header.
 
 use std::io::{Read, Seek, SeekFrom};
 
@@ -12,7 +12,7 @@ use super::loaded::{Loaded, Start};
 use super::{BootError, Taken, map};
 use crate::memory::Memory;
 
-/// Bytes of the file in which the header lies.
+/// Bytes at the start of the file that contain the header.
 pub(super) const HEAD_BYTES: usize = 0x280;
 const BOOT_FLAG_AT: usize = 0x1fe;
 const BOOT_FLAG: [u8; 2] = [0x55, 0xaa];
@@ -20,18 +20,18 @@ const MAGIC_AT: usize = 0x202;
 const MAGIC: &[u8; 4] = b"HdrS";
 /// The header begins at the byte that counts setup sectors.
 const HEADER_AT: usize = 0x1f1;
-/// The distance of the jump over the header, which says where it ends.
+/// Offset of the distance of the jump over the header, which gives the end of the header.
 const JUMP_AT: usize = 0x201;
 const SECTOR: u64 = 512;
 /// The unit of `syssize`, in bytes.
 const PARAGRAPH: u64 = 16;
 
 const OLDEST: u16 = 0x020c;
-/// Versions count within a major one; another one would be another protocol.
+/// Versions count within a major one; another major version would be another protocol.
 const NEWEST: u16 = 0x02ff;
 const ENTRY_64: u64 = 0x200;
 
-/// Whether a file that begins with `head` is a bzImage, good or bad.
+/// Returns whether a file that begins with `head` is a bzImage, valid or not.
 pub(super) fn looks_like_one(head: &[u8]) -> bool {
     head.get(BOOT_FLAG_AT..BOOT_FLAG_AT + 2) == Some(&BOOT_FLAG[..])
         && head.get(MAGIC_AT..MAGIC_AT + 4) == Some(&MAGIC[..])
@@ -58,7 +58,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     Ok(Loaded { start, segments: vec![place.load, place.run] })
 }
 
-/// The header as far as the file says that it has one; fields behind its end are 0.
+/// Returns the header up to the end that the file declares; fields behind that are 0.
 fn read_header(what: &str, head: &[u8]) -> Result<setup_header, BootError> {
     let bad = |why: String| BootError::BadHeader { what: what.to_owned(), why };
     let mut header = setup_header::default();
@@ -86,13 +86,13 @@ fn read_header(what: &str, head: &[u8]) -> Result<setup_header, BootError> {
     Ok(header)
 }
 
-/// What goes where.
+/// Where the parts of the file go.
 struct Place {
-    /// The real-mode part of the file, which is not used.
+    /// Bytes of the real-mode part of the file, which is not used.
     setup_bytes: u64,
     /// Where the rest of the file is loaded.
     load: Taken,
-    /// What the kernel uses until it knows its memory.
+    /// Memory that the kernel uses until it has read the memory map.
     run: Taken,
 }
 
@@ -109,7 +109,7 @@ impl Place {
     ) -> Result<Self, BootError> {
         let bad = |why: String| BootError::BadHeader { what: what.to_owned(), why };
         let sectors = match header.setup_sects {
-            // Kernels from before the field have four.
+            // Kernels older than this field have four.
             0 => 4,
             n => u64::from(n),
         };
@@ -117,8 +117,9 @@ impl Place {
         let syssize = u64::from(header.syssize) * PARAGRAPH;
         let init_size = u64::from(header.init_size);
         let bytes = file_bytes.saturating_sub(setup_bytes);
-        // Whatever the header says, there is an instruction at the entry. The header counts
-        // paragraphs, and some files end within their last: what is missing is zero in memory.
+        // Whatever the header says, there must be an instruction at the entry. The header counts
+        // paragraphs, and some files end within their last paragraph: the missing bytes are zero in
+        // memory.
         let needed = syssize.saturating_sub(PARAGRAPH - 1).max(ENTRY_64 + 1);
         if bytes < needed {
             return Err(bad(format!(
@@ -272,7 +273,7 @@ mod tests {
 
     #[test]
     fn a_header_ends_where_its_jump_says() {
-        // What lies behind is code: xloadflags and all after it count as 0.
+        // Bytes behind the header are code: xloadflags and all later fields count as 0.
         let short = refused(|h| h.jump = 0x30eb);
         assert_eq!(short, "it cannot be booted: it has no 64-bit entry (xloadflags 0x0)");
     }

@@ -1,7 +1,7 @@
-//! The kernel's command line: what the user gave, and what this machine adds to it.
+//! The kernel's command line: the user's line and the machine's additions.
 //!
-//! Virtio devices are named here for kernels without ACPI. One that has it finds them in the DSDT
-//! first; if it also reads them here (`VIRTIO_MMIO_CMDLINE_DEVICES`) it says of each once more that
+//! Virtio devices are named here for kernels without ACPI. A kernel with ACPI finds them in the
+//! DSDT first. If it also reads them here (`VIRTIO_MMIO_CMDLINE_DEVICES`), it reports for each that
 //! its registers are taken, which does no harm. A bare line avoids that.
 
 use linux_loader::cmdline::Cmdline;
@@ -9,17 +9,17 @@ use vm_memory::GuestAddress;
 
 use super::{BootError, MmioSlot};
 
-/// Longer lines are refused before they are put together. Linux itself takes 2,047 bytes.
+/// Longer lines are refused before they are assembled. Linux itself takes 2,047 bytes.
 const MOST_BYTES: usize = 1 << 20;
 /// `COMMAND_LINE_SIZE` of Linux on x86, with its terminator.
 const LINUX_BYTES: usize = 2048;
-/// What Linux should do unless the line says otherwise: talk to COM1, which is all there is; end
-/// after a panic; and reset by the keyboard controller, which cannot be mistaken for a crash.
+/// Defaults for Linux unless the line sets them: use COM1, the only console; end after a panic; and
+/// reset by the keyboard controller, which cannot be mistaken for a crash.
 const DEFAULTS: [(&str, &str); 3] = [("console", "ttyS0"), ("panic", "-1"), ("reboot", "k")];
 const MMIO_BYTES: u64 = 4096;
 
-/// The whole line: `given`, the defaults whose keys it does not have, and each virtio device. A
-/// `bare` line is left as it is. Arguments for init, after ` -- `, stay last.
+/// Returns the whole line: `given`, the defaults whose keys it does not have, and each virtio
+/// device. A `bare` line stays as it is. Arguments for init, after ` -- `, stay last.
 pub(super) fn assemble(given: &str, bare: bool, devices: &[MmioSlot]) -> Result<String, BootError> {
     if given.bytes().any(|b| b == 0) {
         return Err(BootError::Config("the kernel's command line contains a NUL byte".to_owned()));
@@ -48,7 +48,7 @@ pub(super) fn assemble(given: &str, bare: bool, devices: &[MmioSlot]) -> Result<
     Ok(line)
 }
 
-/// Whether the boot part of `line` sets `key`.
+/// Returns whether the boot part of `line` sets `key`.
 fn has_key(line: &str, key: &str) -> bool {
     let boot = line.split(" -- ").next().unwrap_or_default();
     boot.split_whitespace().any(|word| word.split('=').next() == Some(key))

@@ -1,9 +1,10 @@
-//! Reading a static ELF file, of either class, into guest memory, and finding its entry: the PVH
-//! note's, else, of a 64-bit file, the one that its header names, for the Linux protocol.
+//! Reads a static ELF file, of either class, into guest memory and finds its entry. The entry is
+//! that of the PVH note. For a 64-bit file without the note it is the header's entry, for the Linux
+//! protocol.
 //!
 //! The structures are linux-loader's. Its loader is not used: it knows only 64-bit files, takes the
-//! answer of the last note segment (compilers add one after Xen's), and ignores segments that are
-//! all zeros where they reach past the end of memory.
+//! answer of the last note segment (compilers add one after Xen's), and does not check segments of
+//! zeros that reach past the end of memory.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 
@@ -22,7 +23,7 @@ const CLASS_32: u8 = 1;
 const CLASS_64: u8 = 2;
 const MACHINE_386: u16 = 3;
 const MACHINE_X86_64: u16 = 62;
-/// `e_type` of an object file: a kernel module, or what a compiler leaves for the linker.
+/// `e_type` of an object file: a kernel module, or a compiler's output for the linker.
 const TYPE_REL: u16 = 1;
 /// `e_type` of a shared library or a position-independent program.
 const TYPE_DYN: u16 = 3;
@@ -30,14 +31,14 @@ const TYPE_DYN: u16 = 3;
 const TYPE_CORE: u16 = 4;
 /// `XEN_ELFNOTE_PHYS32_ENTRY`.
 const NOTE_PHYS32_ENTRY: u32 = 18;
-/// `NT_GNU_ABI_TAG`: the system on which a program runs. The C library's start-up code has it, and
-/// no kernel is linked with that.
+/// `NT_GNU_ABI_TAG`: the system on which a program runs. The C library's start-up code contains it,
+/// and no kernel is linked with that.
 const NOTE_ABI_TAG: u32 = 1;
-/// Where GNU's linker puts a program that is not position-independent, its headers first.
+/// Where GNU's linker puts a program that is not position-independent, with its headers first.
 const PROGRAM_BASE: u64 = 0x40_0000;
-/// No kernel has more note bytes than this, in all its segments together.
+/// Maximum number of note bytes in all segments together. No kernel has more.
 const MAX_NOTE_BYTES: u64 = 1 << 20;
-/// Nor more program headers: Linux has about five.
+/// Maximum number of program headers. No kernel has more: Linux has about five.
 const MAX_HEADERS: u16 = 256;
 
 /// One program header of either class.
@@ -50,12 +51,12 @@ struct Segment {
     mem_bytes: u64,
 }
 
-/// What the file header and the program headers say.
+/// Contents of the file header and the program headers.
 struct Headers {
     /// `e_type`.
     kind: u16,
     segments: Vec<Segment>,
-    /// Where a 64-bit file says that it begins.
+    /// The entry in the header of a 64-bit file.
     entry_64: Option<u64>,
 }
 
@@ -121,7 +122,7 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
         Ok(Loaded { start, segments: taken })
     }
 
-    /// Checks that a segment lies in memory; gives its range.
+    /// Checks that a segment lies in memory, and returns its range.
     fn room_for(&self, s: &Segment, memory: &Memory) -> Result<Taken, BootError> {
         if s.file_bytes > s.mem_bytes {
             return Err(self.damaged("a segment is longer in the file than in memory"));
@@ -137,7 +138,7 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
         Ok((s.paddr, end))
     }
 
-    /// Refuses segments that share bytes: which of them won would be left to the order of headers.
+    /// Refuses segments that share bytes: their content would depend on the order of headers.
     fn require_apart(&self, taken: &[Taken]) -> Result<(), BootError> {
         let mut sorted = taken.to_vec();
         sorted.sort_unstable();
@@ -222,7 +223,7 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
     fn seek(&mut self, offset: u64) -> Result<(), BootError> {
         match self.from.seek(SeekFrom::Start(offset)) {
             Ok(_) => Ok(()),
-            // Offsets past what the system can express are the file's fault.
+            // An offset that the system cannot express is the file's fault.
             Err(e) if e.kind() == ErrorKind::InvalidInput => {
                 Err(self.damaged(format!("it refers to its byte {offset:#x}")))
             }
@@ -230,7 +231,7 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
         }
     }
 
-    /// Fills `buffer` as far as the file goes.
+    /// Fills `buffer` up to the end of the file. Returns the number of bytes read.
     fn read_up_to(&mut self, buffer: &mut [u8]) -> Result<usize, BootError> {
         let mut got = 0;
         while got < buffer.len() {
@@ -274,11 +275,11 @@ fn segment_32(b: &[u8]) -> Segment {
     }
 }
 
-/// What a file without a PVH note is, if it surely is no kernel.
+/// Returns what a file without a PVH note is, if it certainly is not a kernel.
 ///
-/// Linux and other kernels name their own physical addresses, have no interpreter and no C library.
-/// Some do map their ELF header or ask for an unexecutable stack: only all marks of a linker's
-/// default layout together count.
+/// Linux and other kernels name their own physical addresses, and have no interpreter and no C
+/// library. Some do map their ELF header or ask for an unexecutable stack, so only all marks of a
+/// linker's default layout together count.
 fn no_kernel(kind: u16, segments: &[Segment], abi_tag: bool) -> Option<&'static str> {
     let loads = || segments.iter().filter(|s| s.kind == PT_LOAD && s.mem_bytes > 0);
     let has = |kind| segments.iter().any(|s| s.kind == kind);
@@ -298,7 +299,7 @@ fn no_kernel(kind: u16, segments: &[Segment], abi_tag: bool) -> Option<&'static 
     }
 }
 
-/// What is looked for in the notes.
+/// The notes that matter here.
 #[derive(Default)]
 struct Notes {
     /// The entry of the first Xen PHYS32_ENTRY note.
@@ -308,7 +309,8 @@ struct Notes {
 }
 
 impl Notes {
-    /// Walks the notes: name size, descriptor size, type, then both padded to four bytes.
+    /// Reads the notes: name size, descriptor size, type, then name and descriptor, both padded to
+    /// four bytes.
     fn read(&mut self, mut notes: &[u8]) {
         while self.pvh_entry.is_none()
             && let Some((Note { name, kind, desc }, rest)) = first_note(notes)
@@ -332,7 +334,7 @@ struct Note<'a> {
     desc: &'a [u8],
 }
 
-/// The first note, and those that follow it.
+/// Returns the first note, and the bytes after it.
 fn first_note(notes: &[u8]) -> Option<(Note<'_>, &[u8])> {
     let padded = |len: u32| (len as usize).checked_next_multiple_of(4);
     if notes.len() < 12 {
@@ -368,7 +370,7 @@ mod tests {
     const NOTES_AT: u64 = 0x8000;
 
     /// A 64-bit ELF file with these program headers: kind, paddr, bytes in the file, in memory.
-    /// Notes lie at [`NOTES_AT`] and say nothing but the entry at 1 MiB, after `padding` bytes.
+    /// Notes lie at [`NOTES_AT`] and contain only the entry at 1 MiB, after `padding` bytes.
     fn file(headers: &[(u32, u64, u64, u64)], padding: usize) -> Vec<u8> {
         let mut out = vec![0; 64];
         out[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
@@ -498,7 +500,7 @@ mod tests {
             load_it(file(&many, 0)).unwrap_err(),
             "it is a damaged ELF file: it has 257 program headers, more than 256"
         );
-        // The same notes, named again and again.
+        // The same notes, referenced again and again.
         let half = (PT_NOTE, 0, 1 << 19, 0);
         let zeros = |headers: &[(u32, u64, u64, u64)]| load_it(file(headers, 1 << 19)).unwrap_err();
         assert!(zeros(&[code, half, half]).contains("its entry 0x0 lies"), "1 MiB is allowed");

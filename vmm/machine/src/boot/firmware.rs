@@ -1,4 +1,4 @@
-//! What a firmware would have left in memory: MP table, ACPI tables, generation ID.
+//! The tables that a firmware would have left in memory: MP table, ACPI tables, generation ID.
 
 use driftline_dirty_tracker::Gfn;
 use vm_memory::{Bytes, GuestAddress};
@@ -7,7 +7,7 @@ use super::loaded::Loaded;
 use super::{BootError, MmioSlot, acpi, map, mptable};
 use crate::memory::Memory;
 
-/// Writes all of it, beside the kernel; gives the address of the RSDP.
+/// Writes all tables, beside the kernel, and returns the address of the RSDP.
 pub(super) fn write(
     memory: &Memory,
     kernel: &Loaded,
@@ -45,13 +45,14 @@ pub(super) fn write(
     Ok(rsdp)
 }
 
-/// The frame that has the generation ID.
+/// Returns the frame that contains the generation ID.
 pub(crate) fn generation_frame() -> Gfn {
     Gfn::containing(map::GENERATION_ID.0)
 }
 
-/// Gives the guest a new generation ID: it goes on from a state from which others may go on too,
-/// and must not draw the same random numbers. The frame is marked dirty like every other write.
+/// Gives the guest a new generation ID. The guest continues from a state from which others may
+/// continue too, and must not draw the same random numbers. The frame is marked dirty as by every
+/// other write.
 pub(crate) fn renew_generation_id(memory: &Memory) -> Result<(), vm_memory::GuestMemoryError> {
     let at = GuestAddress(map::GENERATION_ID.0);
     memory.ram().write_slice(&fresh_generation_id(), at)

@@ -1,5 +1,5 @@
-//! A hostile kernel file: refused in a sentence, or loaded where memory is, and left there as it
-//! was.
+//! Fuzzes a hostile kernel file. It must be refused with a message, or loaded within memory and not
+//! overwritten by the boot information.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 
 use std::io::Cursor;
@@ -14,14 +14,15 @@ use crate::config::{Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, MachineConfi
 use crate::memory::{Memory, MemoryOptions};
 
 const MEM_BYTES: u64 = 64 << 20;
-/// Of each segment, what is looked at again.
+/// Bytes of each segment that are compared.
 const LOOKED_AT: u64 = 64 << 10;
 
 thread_local! {
     static MEMORY: Memory = Memory::new(MEM_BYTES, &MemoryOptions::default()).unwrap();
 }
 
-/// Loads what follows the first byte, with a command line as long as that says.
+/// Loads the file that follows the first byte, with a command line of a length given by the first
+/// byte.
 pub fn kernel(bytes: &[u8]) {
     let Some((line, file)) = bytes.split_first() else { return };
     let line = "x".repeat(usize::from(*line) * 16);

@@ -1,4 +1,4 @@
-//! A kernel in guest memory, whatever file it came from, and the RAM disk that goes with it.
+//! Loads a kernel of either file format into guest memory, and the RAM disk that goes with it.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -28,7 +28,8 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     }
 }
 
-/// Reads a RAM disk to the end of low memory, or as high as the kernel takes it, above the kernel.
+/// Reads a RAM disk to the end of low memory, or as high as the kernel accepts it, above the
+/// kernel. Returns its range.
 pub(super) fn load_initrd(
     what: &str,
     mut file: File,

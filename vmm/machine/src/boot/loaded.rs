@@ -12,7 +12,7 @@ pub(super) struct Loaded {
     pub(super) segments: Vec<Taken>,
 }
 
-/// How a kernel wants to be entered.
+/// How a kernel is entered.
 #[derive(Debug)]
 pub(super) enum Start {
     /// By the PVH note, in 32-bit mode.
@@ -22,7 +22,7 @@ pub(super) enum Start {
 }
 
 impl Start {
-    /// The highest address that the last byte of a RAM disk may have.
+    /// Returns the highest address that the last byte of a RAM disk may have.
     pub(super) fn initrd_addr_max(&self) -> u64 {
         match self {
             Self::Pvh { .. } => u32::MAX.into(),

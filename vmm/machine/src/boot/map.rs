@@ -1,4 +1,4 @@
-//! The memory map, and what lies where below 1 MiB.
+//! The memory map, and the layout of the first MiB.
 //!
 //! ```text
 //! 0 .. 0x9fc00           RAM; boot information lies in it, from 0x6000 on, where the kernel leaves room
@@ -20,14 +20,14 @@ const PAGE: u64 = 4096;
 pub(super) const ONE_MIB: u64 = 1 << 20;
 const CHIPSET_START: u64 = 0xfec0_0000;
 
-/// Room for the MP table: the last KiB of base memory, one of the three places where guests look.
+/// Range of the MP table: the last KiB of base memory, one of the three places that guests search.
 pub(super) const MP_TABLE: Taken = (0x9_fc00, 0xa_0000);
-/// Room for the ACPI tables. The RSDP comes first: guests that are not told look here.
+/// Range of the ACPI tables. The RSDP comes first: guests without its address search here.
 pub(super) const ACPI_TABLES: Taken = (0xe_0000, 0xf_f000);
-/// A page of its own for the generation ID.
+/// Page of the generation ID, which it has for itself.
 pub(super) const GENERATION_ID: Taken = (0xf_f000, ONE_MIB);
 
-/// What a range of guest physical addresses is.
+/// The kind of a range of guest physical addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     Ram,
@@ -48,7 +48,7 @@ impl Range {
     }
 }
 
-/// The map as every boot protocol tells it: ascending, without overlaps.
+/// Returns the map that every boot protocol passes on: ascending, without overlaps.
 pub(super) fn memory_map(memory: &Memory) -> Vec<Range> {
     let range = |start, end, kind| Range { start, end, kind };
     let mut map = vec![range(0, MP_TABLE.0, Kind::Ram), range(MP_TABLE.0, ONE_MIB, Kind::Reserved)];
@@ -64,7 +64,7 @@ pub(super) fn memory_map(memory: &Memory) -> Vec<Range> {
     map
 }
 
-/// End of the memory that lies below 4 GiB.
+/// Returns the end of the memory that lies below 4 GiB.
 pub(super) fn low_end(memory: &Memory) -> u64 {
     memory.layout().slots().next().map_or(0, |s| s.run().end().gpa())
 }
@@ -73,7 +73,8 @@ pub(super) fn overlap(a: Taken, b: Taken) -> bool {
     a.0 < b.1 && b.0 < a.1
 }
 
-/// The lowest page-aligned range of `bytes` in low memory that no segment touches.
+/// Returns the start of the lowest page-aligned range of `bytes` bytes in low memory that no
+/// segment touches.
 pub(super) fn low_gap(bytes: u64, segments: &[Taken]) -> Option<u64> {
     let mut start = LOW_FLOOR;
     loop {
@@ -88,7 +89,7 @@ pub(super) fn low_gap(bytes: u64, segments: &[Taken]) -> Option<u64> {
     }
 }
 
-/// Where [`low_gap`] has looked, for sentences.
+/// The range that [`low_gap`] searches, for messages.
 pub(super) const LOW: Taken = (LOW_FLOOR, MP_TABLE.0);
 
 #[cfg(test)]

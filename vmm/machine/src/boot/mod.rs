@@ -1,12 +1,12 @@
-//! Putting a kernel into guest memory and telling it of its machine.
+//! Loads a kernel into guest memory and describes the machine to it.
 //!
 //! ```text
 //! file --kernel--> ELF with PVH note    start info   32 bits, no paging
 //!              --> ELF without, bzImage zero page    64 bits, identity tables
 //! ```
 //!
-//! Beside either lie the MP table, the ACPI tables and the generation ID (`firmware`), and the
-//! memory map says so.
+//! The MP table, the ACPI tables and the generation ID (`firmware`) lie beside either. The memory
+//! map reserves them.
 
 mod acpi;
 mod bzimage;
@@ -38,11 +38,11 @@ use loaded::{Loaded, Start};
 pub(crate) use firmware::{generation_frame, renew_generation_id};
 pub use registers::set_registers;
 
-/// Where KVM's interrupt controllers lie.
+/// Addresses of KVM's interrupt controllers.
 const LOCAL_APIC: u32 = 0xfee0_0000;
 const IOAPIC: u32 = 0xfec0_0000;
 
-/// The first APIC id that no vCPU has.
+/// Returns the first APIC id that no vCPU has.
 const fn ioapic_id(vcpus: u8) -> u8 {
     vcpus
 }
@@ -59,10 +59,10 @@ pub enum BootError {
         /// The system's answer.
         cause: std::io::Error,
     },
-    /// The file is no kernel.
+    /// The file is not a kernel.
     #[error("{0} is neither an ELF file nor a bzImage")]
     NoKernel(String),
-    /// The file is an ELF file of another purpose.
+    /// The file is an ELF file for another purpose.
     #[error(
         "{what} is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static ELF file, or a bzImage"
     )]
@@ -80,12 +80,12 @@ pub enum BootError {
         /// `e_machine`.
         machine: u16,
     },
-    /// A 32-bit kernel does not say where PVH boot enters it.
+    /// A 32-bit kernel does not name its PVH entry.
     #[error(
         "{0} is a 32-bit ELF file without a PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no way to enter it"
     )]
     NoPvhNote(String),
-    /// A bzImage's setup header asks for what cannot be given.
+    /// A bzImage's setup header asks for something that this VMM cannot provide.
     #[error("{what} cannot be booted: {why}")]
     BadHeader {
         /// The file, as the user knows it.
@@ -101,12 +101,12 @@ pub enum BootError {
         /// What is wrong.
         why: String,
     },
-    /// Something has no room in guest memory.
+    /// Something does not fit in guest memory.
     #[error("{what} does not fit in guest memory of {mem_bytes} bytes: {why}")]
     DoesNotFit {
-        /// What has no room.
+        /// What does not fit.
         what: String,
-        /// Guest memory.
+        /// Size of guest memory, in bytes.
         mem_bytes: u64,
         /// Where it should have gone.
         why: String,
@@ -123,10 +123,10 @@ impl BootError {
     }
 }
 
-/// A range of guest physical addresses that is taken: start and end.
+/// A range of guest physical addresses that is in use: start and end.
 pub(crate) type Taken = (u64, u64);
 
-/// Where a virtio device is found: registers and interrupt.
+/// Registers and interrupt of a virtio device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MmioSlot {
     /// Guest physical address of its page of registers.
@@ -135,7 +135,8 @@ pub struct MmioSlot {
     pub gsi: u32,
 }
 
-/// Where a loaded kernel begins, and what it is told; all are guest physical addresses.
+/// Where a loaded kernel is entered, and where its boot information lies. All values are guest
+/// physical addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Entry {
     /// 32-bit protected mode without paging.
@@ -158,7 +159,11 @@ pub enum Entry {
     },
 }
 
-/// Loads what `config` boots into `memory`, for a machine with virtio devices at `devices`.
+/// Loads the kernel or payload of `config` into `memory`, for a machine with virtio devices at
+/// `devices`.
+///
+/// # Errors
+/// The files cannot be read or booted, or something does not fit in guest memory.
 pub fn load(
     config: &MachineConfig,
     memory: &Memory,
@@ -190,7 +195,7 @@ pub fn load(
     }
 }
 
-/// Where the payload's working set lies in `memory`; the error is a sentence.
+/// Returns where the payload's working set lies in `memory`. The error is a sentence for the user.
 pub(crate) fn place_payload(
     spec: &PayloadSpec,
     vcpus: u8,
@@ -212,7 +217,7 @@ pub(crate) fn place_payload(
     }
 }
 
-/// Writes what the kernel is told, by the protocol that it wants.
+/// Writes the boot information in the kernel's protocol, and returns its entry.
 fn enter(
     config: &MachineConfig,
     memory: &Memory,
@@ -232,7 +237,7 @@ fn enter(
     }
 }
 
-/// Opens a regular file: a directory or a pipe would fail later with a worse sentence.
+/// Opens a regular file. A directory or a pipe would fail later with a less clear message.
 fn open(what: &str, path: &Path) -> Result<File, BootError> {
     let unreadable = |cause| BootError::Unreadable { what: what.to_owned(), cause };
     let file = File::open(path).map_err(unreadable)?;

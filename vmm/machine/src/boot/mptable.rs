@@ -1,8 +1,9 @@
-//! The MP table: how a guest without ACPI learns of its processors and interrupt wiring.
+//! The MP table, from which a guest without ACPI learns its processors and interrupt wiring.
 //!
 //! Layout from the MultiProcessor Specification 1.4, chapter 4: a floating pointer, then a header
-//! and entries for each processor, one ISA bus, one IOAPIC, its 24 pins one to one as interrupts of
-//! that bus (edge-triggered, like all there is here), and the two local interrupts.
+//! and entries for each processor, one ISA bus, one IOAPIC, the IOAPIC's 24 pins one to one as
+//! interrupts of that bus (edge-triggered, like all interrupts in this table), and the two local
+//! interrupts.
 
 use super::map;
 use super::{IOAPIC, LOCAL_APIC, ioapic_id};
@@ -20,14 +21,14 @@ const ENTRY_IOAPIC: u8 = 2;
 const ENTRY_INTERRUPT: u8 = 3;
 const ENTRY_LOCAL: u8 = 4;
 
-/// Of the IOAPIC.
+/// Number of the IOAPIC's pins.
 const PINS: u8 = 24;
 const INT: u8 = 0;
 const NMI: u8 = 1;
 const EXT_INT: u8 = 3;
 const ALL_APICS: u8 = 0xff;
 
-/// The bytes at [`map::MP_TABLE`] for `vcpus` processors.
+/// Returns the bytes at [`map::MP_TABLE`] for `vcpus` processors.
 pub(super) fn build(vcpus: u8) -> Vec<u8> {
     let ioapic_id = ioapic_id(vcpus);
     let mut entries = Vec::new();
@@ -37,8 +38,8 @@ pub(super) fn build(vcpus: u8) -> Vec<u8> {
         count += 1;
     };
     for id in 0..vcpus {
-        // Enabled, and one of them the boot processor; signature and features are CPUID's business,
-        // but guests want to see an FPU and an APIC.
+        // Enabled, and one of them the boot processor. Guests learn signature and features from
+        // CPUID, but expect an FPU and an APIC here.
         let flags = 1 | u8::from(id == 0) << 1;
         let mut processor = [0; 20];
         processor[..4].copy_from_slice(&[ENTRY_PROCESSOR, id, APIC_VERSION, flags]);
@@ -77,7 +78,7 @@ pub(super) fn build(vcpus: u8) -> Vec<u8> {
     [&pointer[..], &header, &entries].concat()
 }
 
-/// The byte that makes all bytes add up to 0.
+/// Returns the byte that makes all bytes add up to 0.
 fn checksum<'a>(bytes: impl Iterator<Item = &'a u8>) -> u8 {
     bytes.fold(0u8, |sum, b| sum.wrapping_add(*b)).wrapping_neg()
 }

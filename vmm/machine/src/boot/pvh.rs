@@ -17,7 +17,7 @@ const MODULES_AT: u64 = 64;
 const MEMMAP_AT: u64 = MODULES_AT + 32;
 const CMDLINE_AT: u64 = 512;
 
-/// Writes the block, and says where the guest begins.
+/// Writes the block and returns the guest's entry.
 pub(super) fn write(
     memory: &Memory,
     rip: u64,

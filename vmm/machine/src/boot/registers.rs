@@ -19,8 +19,8 @@ const CODE: u8 = 0xb;
 const DATA: u8 = 0x3;
 const BUSY_TSS: u8 = 0xb;
 
-/// Puts the boot vCPU where the protocol says: the one register that points to the boot
-/// information, all else 0.
+/// Sets the boot vCPU's registers as the protocol requires: one general register points to the boot
+/// information, and the others are 0.
 pub fn set_registers(vcpu: &VcpuFd, entry: Entry) -> Result<(), kvm_ioctls::Error> {
     let mut sregs = vcpu.get_sregs()?;
     let mut regs = kvm_regs { rflags: EFLAGS_FIXED, ..Default::default() };
@@ -52,7 +52,7 @@ fn flat(selector: u16, type_: u8) -> kvm_segment {
     }
 }
 
-/// A task register as the processor wants to have one.
+/// Returns a task register that the processor accepts.
 fn task(selector: u16) -> kvm_segment {
     kvm_segment { limit: 0x67, selector, type_: BUSY_TSS, present: 1, ..Default::default() }
 }

@@ -27,7 +27,7 @@ const VID_MODE_NORMAL: u16 = 0xffff;
 
 const PAGE: u64 = 4096;
 const DIRECTORIES: u64 = 4;
-/// Where the identity tables end: a kernel begins below.
+/// End of the identity-mapped addresses. A kernel's entry must lie below.
 pub(super) const MAPPED_END: u64 = DIRECTORIES << 30;
 const PRESENT_WRITABLE: u64 = 0b11;
 const HUGE: u64 = 1 << 7;
@@ -38,7 +38,7 @@ pub(super) const DATA_SELECTOR: u16 = 0x18;
 const GDT: [u64; 4] = [0, 0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
 pub(super) const GDT_LIMIT: u16 = (GDT.len() * 8 - 1) as u16;
 
-/// The header for an ELF file, which has none: what a current kernel would say of itself.
+/// Returns a setup header for an ELF file, which has none: the values of a current kernel.
 pub(super) fn header_of_an_elf() -> setup_header {
     setup_header {
         boot_flag: 0xaa55,
@@ -51,7 +51,7 @@ pub(super) fn header_of_an_elf() -> setup_header {
     }
 }
 
-/// What the protocol passes on besides the kernel.
+/// The protocol's inputs besides the kernel.
 pub(super) struct Given<'a> {
     pub(super) header: &'a setup_header,
     pub(super) segments: &'a [Taken],
@@ -60,7 +60,7 @@ pub(super) struct Given<'a> {
     pub(super) rsdp: u64,
 }
 
-/// Writes the block, and says where the guest begins.
+/// Writes the block and returns the guest's entry.
 pub(super) fn write(memory: &Memory, rip: u64, given: &Given) -> Result<Entry, BootError> {
     let layout = memory.layout();
     let most = given.header.cmdline_size;
@@ -96,7 +96,7 @@ fn params(memory: &Memory, block: u64, given: &Given) -> boot_params {
     params.hdr.type_of_loader = LOADER_UNDEFINED;
     params.hdr.vid_mode = VID_MODE_NORMAL;
     params.hdr.loadflags &= !CAN_USE_HEAP;
-    // Ours to say, whatever the file has there.
+    // The VMM sets these, whatever the file has there.
     params.hdr.setup_data = 0;
     params.hdr.hardware_subarch = 0;
     params.hdr.cmd_line_ptr = (block + CMDLINE_AT) as u32;
@@ -118,7 +118,7 @@ fn params(memory: &Memory, block: u64, given: &Given) -> boot_params {
     params
 }
 
-/// PML4, PDPT and page directories for tables that lie at `at`.
+/// Returns the PML4, PDPT and page directories for tables at address `at`.
 fn page_tables(at: u64) -> Vec<u8> {
     let mut entries = vec![0u64; ((2 + DIRECTORIES) * PAGE / 8) as usize];
     entries[0] = (at + PAGE) | PRESENT_WRITABLE;
@@ -150,7 +150,7 @@ mod tests {
     fn the_zero_page_says_what_the_kernel_asks_it() {
         let memory = Memory::new(5 << 30, &MemoryOptions::default()).unwrap();
         let mut header = header_of_an_elf();
-        // What a file must not be able to smuggle in.
+        // Fields that a file must not be able to set.
         header.setup_data = 0x1234;
         let Entry::Linux64 { rip, zero_page, page_tables, .. } =
             write(&memory, 0x100_0200, &given(&header)).unwrap()

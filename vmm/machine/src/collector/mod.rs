@@ -1,11 +1,11 @@
 //! The collector: the one thread that owns a machine's dirty source.
 //!
-//! It starts the source for the first subscriber and stops it when the last one has gone. In
-//! between it collects when asked, when a vCPU finds its ring full, and now and then by itself, so
-//! that rings seldom get that far. While a throttle is on it collects as often as that needs, and
-//! holds vCPUs back (see `pacing`).
+//! The collector starts the source for the first subscriber and stops it when the last one has
+//! gone. In between it collects on request, when a vCPU finds its ring full, and periodically, so
+//! that rings seldom fill. While a throttle is on it collects as often as the throttle needs, and
+//! holds vCPUs out of the guest (see `pacing`).
 //!
-//! It waits for no other thread: a vCPU that waits for it can be paused all the same.
+//! It never waits for another thread, so a vCPU that waits for the collector can still be paused.
 
 mod pacing;
 mod peaks;
@@ -27,29 +27,28 @@ pub(crate) use pacing::Brake;
 use pacing::Pacing;
 use peaks::Peaks;
 
-/// Between two collections of its own: at least, and at most.
+/// The shortest and the longest time between two periodic collections.
 const PERIOD_LEAST: Duration = Duration::from_millis(1);
 const PERIOD_MOST: Duration = Duration::from_millis(32);
 
-/// What the collector is told.
+/// A message to the collector.
 pub(crate) enum Message {
-    /// One more subscriber.
+    /// Add a subscriber.
     Subscribe { name: String, reply: Sender<Result<Subscription, GuestError>> },
     /// Bring all trees up to date.
     Collect { reply: Sender<Result<Collected, GuestError>> },
     /// A vCPU waits for room in its ring.
     RingFull { vcpu: u8, reply: Sender<Command> },
-    /// A vCPU has run for the slice that a hold gave it, and waits for the next word. So many of
-    /// its holds were over.
+    /// A vCPU has run for the slice after a hold, and waits for an answer. `holds` of its holds
+    /// were complete by then.
     SliceOver { vcpu: u8, holds: u64 },
-    /// From now on no vCPU makes more frames dirty in a second than this; `None`: as many as it
-    /// can.
+    /// Limit each vCPU to this many newly dirty frames a second; `None` removes the limit.
     Throttle(Option<u64>),
-    /// No more collections.
+    /// End the thread.
     Quit,
 }
 
-/// The way to a collector. Dropping it ends the thread.
+/// The handle of a collector. Dropping it ends the thread.
 #[derive(Debug)]
 pub(crate) struct Collector {
     inbox: Sender<Message>,
@@ -60,8 +59,8 @@ pub(crate) struct Collector {
 }
 
 impl Collector {
-    /// Starts a collector over `source`, of vCPUs with these `brakes`. A collection of `many`
-    /// frames or more is worth hurrying for: the next one comes sooner.
+    /// Starts a collector of `source`. `brakes` are the means to hold each vCPU. After a periodic
+    /// collection of at least `many` frames the next one comes sooner.
     pub(crate) fn spawn(
         source: Box<dyn DirtySource>,
         tracker: Arc<Tracker>,
@@ -103,26 +102,27 @@ impl Collector {
         self.ask(|reply| Message::Collect { reply })
     }
 
-    /// Ring overruns so far (I6).
+    /// Returns the number of ring overruns so far (I6).
     pub(crate) fn overruns(&self) -> u64 {
         self.overruns.load(Ordering::Relaxed)
     }
 
-    /// Frames that each vCPU has made dirty, as of the last collection; nothing where that is not
-    /// known.
+    /// Returns the number of frames that each vCPU has made dirty, as of the last collection; empty
+    /// if the source does not count them.
     pub(crate) fn dirtied(&self) -> impl Iterator<Item = u64> {
         self.dirtied.iter().map(|frames| frames.load(Ordering::Relaxed))
     }
 
-    /// The most entries that a collection of the last second has found in each vCPU's ring; nothing
-    /// where there are none.
+    /// Returns the most entries that a collection in the last second has found in each vCPU's ring;
+    /// empty if there are no rings.
     pub(crate) fn peaks(&self) -> impl Iterator<Item = u64> {
         self.peaks.iter().map(|entries| entries.load(Ordering::Relaxed))
     }
 
-    /// Holds back vCPUs that make more frames dirty in a second, or lets all of them go.
+    /// Throttles vCPUs that make more than `frames_per_s` frames dirty in a second; `None` ends the
+    /// throttle.
     pub(crate) fn throttle(&self, frames_per_s: Option<u64>) {
-        // A collector that has ended holds nobody.
+        // The send fails only if the collector has ended, and then no vCPU is held.
         let _ = self.inbox.send(Message::Throttle(frames_per_s));
     }
 
@@ -139,7 +139,7 @@ impl Collector {
 
 impl Drop for Collector {
     fn drop(&mut self) {
-        // A thread that has ended already needs no telling.
+        // The send fails only if the thread has ended already.
         let _ = self.inbox.send(Message::Quit);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -152,7 +152,7 @@ impl Drop for Collector {
 enum Caught {
     Nothing,
     Everything,
-    /// Starting or stopping failed half-way: it is on for some slots, off for others.
+    /// Starting or stopping failed half-way: the source is on for some slots, off for others.
     Some,
 }
 
@@ -163,11 +163,11 @@ struct Work {
     messages: Receiver<Message>,
     many: u64,
     caught: Caught,
-    /// Collections that nobody asked for, to be part of the next answer.
+    /// Results of collections that were not requested; part of the next reply.
     unreported: Collected,
     period: Duration,
     overruns: Arc<AtomicU64>,
-    /// For others to read.
+    /// A copy of the source's counts that other threads can read.
     dirtied: Arc<[AtomicU64]>,
     peaks: Peaks,
     pacing: Pacing<Brake>,
@@ -207,7 +207,7 @@ impl Work {
         }
     }
 
-    /// Until the next collection of its own.
+    /// Returns the time until the next periodic collection or look.
     fn pause(&self) -> Duration {
         let look = self.pacing.next_look();
         let left = look.map(|look| look.saturating_duration_since(Instant::now()));
@@ -216,18 +216,20 @@ impl Work {
 
     fn subscribe(&mut self, name: String) -> Result<Subscription, GuestError> {
         if self.caught != Caught::Everything {
-            // Until it has succeeded nobody may rely on any slot, and a tick has to undo it.
+            // Until the start has succeeded no subscriber may rely on any slot, and a tick has to
+            // undo a partial start.
             self.caught = Caught::Some;
             self.source.start().map_err(failed)?;
             self.caught = Caught::Everything;
             self.unreported = Collected::default();
             self.period = PERIOD_LEAST;
         }
-        // Writes are caught already: nothing falls between the two.
+        // The source already catches writes, so no write between the two calls is missed.
         self.tracker.subscribe(name).map_err(no_tree)
     }
 
-    /// One collection, added to what is unreported.
+    /// Collects once, and adds the result to the unreported ones. Returns the number of frames
+    /// collected.
     fn collect(&mut self) -> Result<u64, SourceError> {
         let collected = self.source.collect(&self.tracker);
         // Also after an error, so that the next look is not due at once.
@@ -257,22 +259,23 @@ impl Work {
         Ok(std::mem::take(&mut self.unreported))
     }
 
-    /// A vCPU waits: collect, so that it can go on.
+    /// Collects for a vCPU that waits with a full ring, so that it can continue.
     fn relieve(&mut self, vcpu: u8) {
         self.period = PERIOD_LEAST;
-        // Also when nobody subscribes any more: a ring that was overrun stays full after the source
-        // was stopped, until it has been harvested often enough.
+        // Collect also without subscribers: a ring that was overrun stays full after the source was
+        // stopped, until it has been harvested often enough.
         if let Err(e) = self.collect() {
             tracing::warn!("vCPU {vcpu} waits for room in its dirty ring, but {e}");
-            // It will find the ring full again at once; do not spin meanwhile.
+            // The vCPU will find its ring full again at once; do not spin meanwhile.
             std::thread::sleep(PERIOD_LEAST);
         }
     }
 
-    /// Time has passed: look whether anyone is still interested, and keep the rings from filling.
+    /// Handles a timeout: stops the source if there are no subscribers left, and otherwise keeps
+    /// the rings from filling.
     fn tick(&mut self) {
         if self.tracker.subscribers() == 0 {
-            // Nobody is left for whom it could be.
+            // No subscriber is left that a throttle could serve.
             self.pacing.set_rate(None, &[], Instant::now());
             let stopped = self.source.stop();
             self.peaks.forget();
@@ -280,13 +283,13 @@ impl Work {
                 tracing::warn!("dirty tracking cannot be stopped yet: {e}");
                 self.period = (self.period * 2).min(PERIOD_MOST);
             }
-            // Whoever comes next must not take what a failed stop has left for all of it.
+            // After a failed stop, the next subscriber must not take a partly started source for a
+            // whole one.
             self.caught = if stopped.is_ok() { Caught::Nothing } else { Caught::Some };
             return;
         }
         match self.collect() {
-            // Only rings fill; a bitmap that is read more often than somebody asks costs the guest
-            // faults.
+            // Only rings fill. Reading a bitmap more often than requested costs the guest faults.
             Ok(frames) if frames >= self.many && self.source.mode() == TrackingMode::DirtyRing => {
                 self.period = (self.period / 2).max(PERIOD_LEAST);
             }
@@ -315,8 +318,8 @@ mod tests {
     use std::sync::Mutex;
     use std::time::Instant;
 
-    /// Two slots of 64 frames, the first frame of each of which is always dirty. A failing call
-    /// reaches the first slot only.
+    /// Two slots of 64 frames; the first frame of each is always dirty. A failing call reaches the
+    /// first slot only.
     #[derive(Default)]
     struct Slots {
         logging: [bool; 2],
@@ -400,7 +403,7 @@ mod tests {
         collector.collect().unwrap();
         let marked = [0, 1].map(|id| subscription.is_marked(slot(id).base));
         assert_eq!(marked, [true, true], "one frame of each slot is dirty");
-        // Nobody is left, and at last stopping succeeds.
+        // No subscriber is left, and at last stopping succeeds.
         drop(subscription);
         slots.lock().unwrap().failing_stops = 3;
         wait(&slots, |s| s.failing_stops == 0 && s.logging == [false, false]);
@@ -414,7 +417,7 @@ mod tests {
         wait(&slots, |s| s.stops > 0 && s.logging == [false, false]);
         let _subscription = collector.subscribe("second").unwrap();
         assert_eq!(slots.lock().unwrap().logging, [true, true]);
-        // Once, and once more for each collection of its own until then.
+        // Once, and once more for each periodic collection until then.
         let frames = collector.collect().unwrap().frames;
         assert!(frames >= 2 && frames.is_multiple_of(2), "{frames}");
     }
@@ -443,7 +446,7 @@ mod tests {
             let error = collector.subscribe("migration").unwrap_err().to_string();
             assert!(error.contains("following the guest's writes failed"), "{error}");
             assert!(error.contains("ulimit -v"), "{error}");
-            // The source stops again, and the collector goes on.
+            // The source stops again, and the collector continues.
             wait(&slots, |s| s.starts == s.stops && s.logging == [false, false]);
             collector.collect().unwrap();
         }

@@ -1,16 +1,16 @@
-//! Holds back vCPUs that make frames dirty faster than a throttle allows: the collector's part of
-//! it.
+//! Throttles vCPUs that make frames dirty faster than allowed: the collector's part.
 //!
-//! *Looks*: whenever rings have been harvested, each vCPU owes the time that its new frames take at
-//! the rate, counted from the look before; time that it has not used it cannot save up. *Hold*: a
-//! vCPU that owes enough stays out of the guest until it has paid, [`HOLD_MOST`] at a time; then it
-//! runs for [`SLICE_LEAST`] at least, whatever it owes, so that interrupts never wait longer than a
-//! hold, and the guest has 1 % of the time in any case. What it owes beyond [`OWED_MOST`] is
-//! forgiven. *Slice*: the time until the next look at a vCPU that runs, so chosen that a hold pays
-//! for it. After a hold the vCPU itself reports when its slice is over, and waits; one that was not
-//! held is looked at by the clock.
+//! *Looks*: at each harvest, the collector charges each vCPU the time that its new frames take at
+//! the allowed rate, counted from the previous look. Unused time cannot be saved up. *Hold*: a vCPU
+//! that owes enough time stays out of the guest until it has paid, [`HOLD_MOST`] at a time. Then it
+//! runs for at least [`SLICE_LEAST`], whatever it owes, so that interrupts never wait longer than
+//! one hold, and the guest has 1 % of the time in any case. What it owes beyond [`OWED_MOST`] is
+//! forgiven. *Slice*: the time until the next look at a running vCPU, chosen so that one hold pays
+//! for it. After a hold the vCPU itself reports the end of its slice, and waits. A vCPU that was
+//! not held is looked at by the clock.
 //!
-//! Nothing here waits: a vCPU is told, and its count of holds says when it runs again.
+//! Nothing here waits: the collector sends a command to the vCPU, and the vCPU's count of holds
+//! shows when it runs again.
 
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -19,22 +19,23 @@ use std::time::{Duration, Instant};
 use crate::kvm::ImmediateExit;
 use crate::vcpu::{Command, Counters};
 
-/// The longest hold: shorter than what a guest's scheduler, timers or peers would take for a stop.
+/// The longest hold. It is shorter than what a guest's scheduler, timers or peers would take for a
+/// stop.
 const HOLD_MOST: Duration = Duration::from_millis(20);
-/// Less than this is not worth an exit: it is owed until there is more.
+/// The shortest hold. Less than this is not worth an exit: it stays owed until there is more.
 const HOLD_LEAST: Duration = Duration::from_millis(1);
-/// How long a vCPU runs between two holds, at least.
+/// The shortest time that a vCPU runs between two holds.
 const SLICE_LEAST: Duration = Duration::from_micros(200);
 /// How late a vCPU may report before it is looked at by the clock.
 const SLICE_GRACE: Duration = Duration::from_millis(2);
-/// The longest time between two looks at a vCPU that runs: as long as that a program may write that
-/// is moved to it.
+/// The longest time between two looks at a running vCPU. A program that writes fast and has just
+/// moved to it may write unthrottled for this long.
 const SLICE_MOST: Duration = Duration::from_millis(5);
-/// The most that is ever owed: after a burst the guest shall not have to do with its least share
-/// for long.
+/// The most time that a vCPU can owe, so that after a burst the guest is not limited to its least
+/// share for long.
 const OWED_MOST: Duration = Duration::from_millis(250);
 
-/// The way to hold one vCPU.
+/// The means to hold one vCPU.
 #[derive(Debug)]
 pub(crate) struct Brake {
     pub(crate) commands: Sender<Command>,
@@ -42,21 +43,21 @@ pub(crate) struct Brake {
     pub(crate) counters: Arc<Counters>,
 }
 
-/// What pacing asks of a vCPU: of a [`Brake`], but for tests.
+/// What pacing asks of a vCPU. [`Brake`] implements it; tests use a fake.
 pub(super) trait Holdable {
-    /// Stay out of the guest until then, and report after so long in it.
+    /// Keeps the vCPU out of the guest until `until`, then lets it run for `slice` and report.
     fn hold(&self, until: Instant, slice: Duration);
 
-    /// Go on at once.
+    /// Lets the vCPU continue at once.
     fn end_hold(&self);
 
-    /// How many holds are over.
+    /// Returns the number of completed holds.
     fn holds(&self) -> u64;
 }
 
 impl Brake {
     fn interrupt(&self, command: Command) {
-        // A thread that has ended writes nothing any more.
+        // The send fails only if the thread has ended, and then it writes nothing.
         if self.commands.send(command).is_ok() {
             self.kick.kick();
         }
@@ -77,19 +78,19 @@ impl Holdable for Brake {
     }
 }
 
-/// All vCPUs, and the rate that they keep to, if any.
+/// All vCPUs and their rate limit, if any.
 pub(super) struct Pacing<B> {
     vcpus: Vec<Paced<B>>,
-    /// What one frame takes.
+    /// The time that one frame is charged.
     cost: Option<Duration>,
 }
 
 struct Paced<B> {
     brake: B,
-    /// Frames made dirty so far, by the last look, and when that was.
+    /// Frames made dirty as of the last look, and the time of that look.
     dirtied: u64,
     looked: Instant,
-    /// Until when all frames so far take.
+    /// Time until which the frames dirtied so far have used up the vCPU's budget.
     paid: Instant,
     slice: Duration,
     state: State,
@@ -97,14 +98,15 @@ struct Paced<B> {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
-    /// It has run at least since then; to be looked at then.
+    /// It has been running at least since `since`; the next look is due at `look`.
     Runs { since: Instant, look: Instant },
-    /// It is held until then, and runs again when so many holds are over; to be looked at then.
+    /// It is held until `until`, and runs again when `holds` holds are complete; the next look is
+    /// due at `look`.
     Held { until: Instant, holds: u64, look: Instant },
 }
 
 impl<B: Holdable> Pacing<B> {
-    /// No rate yet.
+    /// Creates it without a rate limit.
     pub(super) fn new(brakes: Vec<B>) -> Self {
         let now = Instant::now();
         let state = State::Runs { since: now, look: now };
@@ -113,8 +115,9 @@ impl<B: Holdable> Pacing<B> {
         Self { vcpus: brakes.into_iter().map(paced).collect(), cost: None }
     }
 
-    /// From `now` on at most so many frames a second each; `None` lets all of them go. `dirtied` is
-    /// what each has made dirty so far; where that is not known nobody is held.
+    /// Limits each vCPU to `rate` frames a second from `now` on; `None` ends all holds. `dirtied`
+    /// is the number of frames that each vCPU has made dirty so far. If it is unknown (empty), no
+    /// vCPU is throttled.
     pub(super) fn set_rate(&mut self, rate: Option<u64>, dirtied: &[u64], now: Instant) {
         let before = self.cost;
         let rate = rate.filter(|_| dirtied.len() == self.vcpus.len());
@@ -128,12 +131,12 @@ impl<B: Holdable> Pacing<B> {
                 }
             }
             (Some(_), None) => self.vcpus.iter().for_each(|vcpu| vcpu.brake.end_hold()),
-            // Another rate: what is owed by the old one stays owed.
+            // At a change of the rate, time owed at the old rate stays owed.
             (Some(_), Some(_)) | (None, None) => {}
         }
     }
 
-    /// Rings have been harvested: each vCPU has made so many frames dirty by `now`.
+    /// Handles a harvest: `dirtied` is the number of frames that each vCPU has made dirty by `now`.
     pub(super) fn harvested(&mut self, dirtied: &[u64], now: Instant) {
         let Some(cost) = self.cost else { return };
         for (vcpu, dirtied) in self.vcpus.iter_mut().zip(dirtied) {
@@ -141,20 +144,20 @@ impl<B: Holdable> Pacing<B> {
         }
     }
 
-    /// A vCPU has run for its slice, rings have been harvested after that, and it waits for a word.
-    /// So many of its holds were over when it reported.
+    /// Answers a vCPU that has run for its slice and waits; the rings have been harvested since.
+    /// `holds` of its holds were complete when it reported.
     pub(super) fn reported(&mut self, vcpu: usize, holds: u64, now: Instant) {
         let Some(vcpu) = self.vcpus.get_mut(vcpu) else { return };
         match (self.cost, vcpu.state) {
             (None, _) => vcpu.brake.end_hold(),
-            // It has been held meanwhile: it has its word, or will.
+            // The vCPU has been sent another hold meanwhile, which answers the report.
             (_, State::Held { holds: expected, .. }) if holds < expected => {}
             _ if vcpu.brake.holds() > holds => {}
             _ => vcpu.answer(holds, now),
         }
     }
 
-    /// When rings should be harvested again at the latest.
+    /// Returns when the rings should be harvested again at the latest.
     pub(super) fn next_look(&self) -> Option<Instant> {
         let look = |vcpu: &Paced<B>| match vcpu.state {
             State::Runs { look, .. } | State::Held { look, .. } => look,
@@ -172,8 +175,8 @@ impl<B: Holdable> Paced<B> {
         let owed = self.paid.saturating_duration_since(now);
         self.state = match self.state {
             State::Held { until, holds, .. } if self.brake.holds() < holds => {
-                // Its host has not let it go on yet, or it waits for a device; or somebody else had
-                // rings harvested.
+                // The host has not scheduled it yet, or it waits for a device, or another message
+                // caused this harvest early.
                 let late = now.saturating_duration_since(until);
                 let look = until.max(now + (late / 2).clamp(SLICE_LEAST / 2, HOLD_MOST));
                 State::Held { until, holds, look }
@@ -191,7 +194,8 @@ impl<B: Holdable> Paced<B> {
         };
     }
 
-    /// To a report. Who owes next to nothing in the longest slice needs no more timers.
+    /// Answers a report. A vCPU that owes next to nothing after the longest slice needs no more
+    /// timers.
     fn answer(&mut self, holds: u64, now: Instant) {
         let owed = self.paid.saturating_duration_since(now);
         let was_longest = self.slice == SLICE_MOST;
@@ -204,18 +208,18 @@ impl<B: Holdable> Paced<B> {
         };
     }
 
-    /// A hold, after `holds` others, and a slice.
+    /// Holds the vCPU, after `holds` other holds, and gives it a slice.
     fn hold(&self, owed: Duration, holds: u64, now: Instant) -> State {
         let until = now + owed.min(HOLD_MOST);
-        // Who cannot pay at once gets no more than it must.
+        // A vCPU that cannot pay in one hold gets the shortest slice.
         let slice = if owed > HOLD_MOST { SLICE_LEAST } else { self.slice };
         self.brake.hold(until, slice);
-        // It reports before that, if it has a timer and a processor.
+        // The vCPU reports before this look, if it has a timer and a processor.
         State::Held { until, holds: holds + 1, look: until + slice + SLICE_GRACE }
     }
 
-    /// Slices become shorter where a hold does not pay for one, and longer where there is little to
-    /// pay.
+    /// Shortens slices if one hold does not pay for a slice, and lengthens them if there is little
+    /// to pay.
     fn fit_slice(&mut self, owed: Duration) {
         if owed > HOLD_MOST / 2 {
             self.slice = (self.slice / 2).max(SLICE_LEAST);
@@ -234,7 +238,7 @@ mod tests {
 
     use super::*;
 
-    /// A vCPU on a clock of the test's.
+    /// A vCPU on the test's own clock.
     #[derive(Default)]
     struct Fake {
         state: Cell<Stands>,
@@ -255,7 +259,7 @@ mod tests {
             matches!(self.state.get(), Stands::Free | Stands::Slice(_))
         }
 
-        /// Whether it has something to report now.
+        /// Advances to `now`. Returns whether the vCPU reports now.
         fn pass(&self, now: Instant) -> bool {
             match self.state.get() {
                 Stands::Held(until, slice) if now >= until => {
@@ -290,21 +294,21 @@ mod tests {
         }
     }
 
-    /// What one vCPU did in a course.
+    /// What one vCPU did in a simulation.
     #[derive(Clone, Copy, Debug, Default)]
     struct Did {
         frames: f64,
         ran: Duration,
         longest_hold: Duration,
         shortest_run: Option<Duration>,
-        /// Of the hold or run under way.
+        /// Duration of the current hold or run so far.
         so_far: Duration,
     }
 
     const STEP: Duration = Duration::from_micros(50);
 
-    /// Lets vCPUs that would write `speeds` frames a second run under a throttle to `rate` for
-    /// `time`. Their reports, and looks by the clock, come `late`.
+    /// Simulates vCPUs that would write `speeds` frames a second under a throttle to `rate` for
+    /// `time`. Their reports, and looks by the clock, arrive `late`.
     fn course(speeds: &[u64], rate: u64, time: Duration, late: Duration) -> Vec<Did> {
         let fakes: Vec<Rc<Fake>> = speeds.iter().map(|_| Rc::default()).collect();
         let mut pacing = Pacing::new(fakes.clone());
@@ -363,13 +367,13 @@ mod tests {
             let (time, late) = (Duration::from_secs(2), Duration::from_micros(late_us));
             for (speed, did) in speeds.iter().zip(course(&speeds, rate, time, late)) {
                 let got = did.frames / time.as_secs_f64();
-                // The least share; and what was written before the first hold.
+                // The least share, and what was written before the first hold.
                 let least = *speed as f64 * 0.025;
                 let first = *speed as f64 * (SLICE_LEAST + late).as_secs_f64() * 4.0;
                 prop_assert!(got <= (rate as f64 * 1.05).max(least) + first + 1.0, "{got} of {speed} at {rate}");
                 prop_assert!(did.longest_hold <= HOLD_MOST + late + 8 * STEP, "{did:?}");
                 prop_assert!(did.shortest_run.is_none_or(|run| run >= SLICE_LEAST), "{did:?}");
-                // Between two least slices there are a hold, and waits for a word.
+                // Between two shortest slices there are a hold and waits for an answer.
                 let cycle = HOLD_MOST + SLICE_LEAST + late + 8 * STEP;
                 prop_assert!(did.ran.as_secs_f64() >= 0.9 * time.as_secs_f64() * SLICE_LEAST.as_secs_f64() / cycle.as_secs_f64(), "{did:?}");
                 if *speed <= rate * 9 / 10 {
@@ -387,7 +391,7 @@ mod tests {
         let mut pacing = Pacing::new(vec![fake.clone()]);
         let begun = Instant::now();
         pacing.set_rate(Some(100), &[0], begun);
-        // 65,536 frames at once are 11 minutes.
+        // At this rate, 65,536 frames at once take 11 minutes.
         let mut now = begun + SLICE_LEAST;
         pacing.harvested(&[1 << 16], now);
         let held = now + HOLD_MOST;

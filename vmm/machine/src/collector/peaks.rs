@@ -1,38 +1,39 @@
-//! Owns how full each dirty ring was, at most, when it was emptied in the last second.
+//! Owns the peak fill level of each dirty ring: the most entries found by a harvest in the last
+//! second.
 //!
-//! Anyone may read it, any number of times: a peak goes by itself, half a second to a second after
-//! it was.
+//! Any thread may read the peaks, any number of times. A peak expires by itself, half a second to a
+//! second after it occurred.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// A peak is of this time or of the one before.
+/// Length of one period. A peak covers the current period and the previous one.
 const SPAN: Duration = Duration::from_millis(500);
 
 /// See the module.
 pub(super) struct Peaks {
-    /// For others to read.
+    /// The peaks, for other threads to read.
     shown: Arc<[AtomicU64]>,
     before: Vec<u64>,
     now: Vec<u64>,
-    /// When `now` began; nothing has been noted without it.
+    /// Start of the current period; `None` if nothing has been noted.
     since: Option<Instant>,
 }
 
 impl Peaks {
-    /// Of so many rings, all empty.
+    /// Creates the peaks of `rings` empty rings.
     pub(super) fn new(rings: usize) -> Self {
         let shown = (0..rings).map(|_| AtomicU64::new(0)).collect();
         Self { shown, before: vec![0; rings], now: vec![0; rings], since: None }
     }
 
-    /// Where the peaks can be read.
+    /// Returns the peaks for other threads to read.
     pub(super) fn shown(&self) -> Arc<[AtomicU64]> {
         self.shown.clone()
     }
 
-    /// The rings had so many entries `at` this time.
+    /// Notes that the rings had these numbers of entries at time `at`.
     pub(super) fn note(&mut self, entries: &[u64], at: Instant) {
         let spans = at.saturating_duration_since(*self.since.get_or_insert(at));
         if spans >= SPAN {
@@ -51,7 +52,7 @@ impl Peaks {
         }
     }
 
-    /// Nobody's writes are followed any more.
+    /// Clears the peaks, because tracking has ended.
     pub(super) fn forget(&mut self) {
         *self = Self { shown: self.shown.clone(), ..Self::new(self.now.len()) };
         self.shown.iter().for_each(|shown| shown.store(0, Ordering::Relaxed));

@@ -1,4 +1,4 @@
-//! The DSDT: devices that no bus lets a guest discover.
+//! The DSDT: devices that a guest cannot discover on a bus.
 
 use acpi_tables::aml::{
     Device, EISAName, IO, Interrupt, Memory32Fixed, Method, Name, Notify, ONE, Package, Path,
@@ -10,13 +10,13 @@ use super::MmioSlot;
 use crate::devices::{COM1_IRQ, COM1_PORTS, GENERATION_EVENT, PVPANIC};
 
 const MMIO_BYTES: u32 = 4096;
-/// What the generation ID's notification says: it has changed.
+/// The notification value for a changed generation ID.
 const CHANGED: u8 = 0x80;
 
-/// The definition block.
+/// Returns the definition block.
 pub(super) fn body(devices: &[MmioSlot], generation_id: u64) -> Vec<u8> {
     let mut aml = Vec::new();
-    // S5, soft off, is sleep type 0; there is no other state to sleep in.
+    // S5, soft off, is sleep type 0; there is no other sleep state.
     let off = Package::new(vec![&ZERO, &ZERO, &ZERO, &ZERO]);
     Name::new(Path::new("\\_S5_"), &off).to_aml_bytes(&mut aml);
     com1(&mut aml);
@@ -28,7 +28,7 @@ pub(super) fn body(devices: &[MmioSlot], generation_id: u64) -> Vec<u8> {
     aml
 }
 
-/// Puts a device into the system bus.
+/// Adds a device to the system bus.
 fn device(aml: &mut Vec<u8>, name: &str, children: Vec<&dyn Aml>) {
     let device = Device::new(Path::new(name), children);
     Scope::new(Path::new("\\_SB_"), vec![&device]).to_aml_bytes(aml);
@@ -38,7 +38,7 @@ fn name(name: &str, value: &dyn Aml) -> Name {
     Name::new(Path::new(name), value)
 }
 
-/// An interrupt of edges, active high, shared with nobody.
+/// Returns an edge-triggered, active high interrupt that is not shared.
 fn edge(gsi: u32) -> Interrupt {
     Interrupt::new(true, true, false, false, gsi)
 }
@@ -53,7 +53,7 @@ fn com1(aml: &mut Vec<u8>) {
 }
 
 fn virtio(aml: &mut Vec<u8>, slot: &MmioSlot, number: u32) {
-    // Devices lie below 4 GiB: the hole is there for them.
+    // Devices lie below 4 GiB, in the memory hole.
     let registers = Memory32Fixed::new(true, slot.base as u32, MMIO_BYTES);
     let interrupt = edge(slot.gsi);
     let resources = ResourceTemplate::new(vec![&registers, &interrupt]);
@@ -75,7 +75,7 @@ fn panic_device(aml: &mut Vec<u8>) {
     device(aml, "PEVT", vec![&name("_HID", &id), &name("_CRS", &resources)]);
 }
 
-/// The generation ID, and the event device whose interrupt says that it has changed.
+/// Adds the generation ID, and the event device whose interrupt reports a change of it.
 fn generation(aml: &mut Vec<u8>, at: u64) {
     let id: AmlStr = "DRFT0001";
     // The first is the specification's, the second Hyper-V's; drivers look for either.
@@ -96,7 +96,7 @@ fn generation(aml: &mut Vec<u8>, at: u64) {
     let resources = ResourceTemplate::new(vec![&interrupt]);
     let whom = Path::new("\\_SB_.VGEN");
     let changed = Notify::new(&whom, &CHANGED);
-    // Told which interrupt it was, and there is one only.
+    // Its argument is the interrupt's number; there is only one interrupt.
     let event = Method::new(Path::new("_EVT"), 1, true, vec![&changed]);
     let children: [&dyn Aml; 4] =
         [&name("_HID", &id), &name("_UID", &ZERO), &name("_CRS", &resources), &event];

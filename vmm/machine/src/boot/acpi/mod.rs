@@ -1,7 +1,7 @@
 //! The ACPI tables: RSDP, XSDT, FADT with its FACS, MADT and DSDT, one after the other.
 //!
-//! The machine is a PC as far as ACPI goes, not a *hardware-reduced* one: it has the two 8259s and
-//! the 8254 that KVM emulates, and kernels fall back on them. So it has a PM1 register block, too
+//! In ACPI's terms the machine is a PC, not a *hardware-reduced* machine: it has the two 8259s and
+//! the 8254 that KVM emulates, and kernels fall back on them. A PC also has a PM1 register block
 //! ([`devices::PowerManagement`](crate::devices)).
 
 mod dsdt;
@@ -35,8 +35,8 @@ const PCAT_COMPAT: u32 = 1;
 const ACTIVE_HIGH_LEVEL: u16 = 0b1101;
 const ALL_PROCESSORS: u8 = 0xff;
 
-/// The bytes from `at` on, where the RSDP lies, for `vcpus` processors, these virtio devices and a
-/// generation ID at `generation_id`.
+/// Returns the bytes of all tables, to be written at address `at`, where the RSDP lies. They
+/// describe `vcpus` processors, these virtio devices and a generation ID at `generation_id`.
 pub(super) fn build(at: u64, vcpus: u8, devices: &[MmioSlot], generation_id: u64) -> Vec<u8> {
     let mut area = Area { at, bytes: Vec::new() };
     area.bytes.resize(Rsdp::len(), 0);
@@ -59,7 +59,7 @@ struct Area {
 }
 
 impl Area {
-    /// Appends a table; gives its address. The FACS wants 64 bytes of alignment.
+    /// Appends a table and returns its address. The FACS requires an alignment of 64 bytes.
     fn put(&mut self, table: &dyn Aml) -> u64 {
         self.bytes.resize(self.bytes.len().next_multiple_of(64), 0);
         let address = self.at + self.bytes.len() as u64;
@@ -93,7 +93,7 @@ fn fadt(facs: u32, dsdt: u32) -> impl Aml {
     fadt.pm1a_cnt_blk = u32::from(PM1A_CONTROL).into();
     fadt.pm1_cnt_len = 2;
     fadt.x_pm1a_cnt_blk = port(PM1A_CONTROL, 16, AccessSize::WordAccess);
-    // Latencies beyond all use: there are no deeper sleep states of processors.
+    // Latencies too long for use: processors have no deeper sleep states.
     fadt.p_lvl2_lat = 0xffff.into();
     fadt.p_lvl3_lat = 0xffff.into();
     fadt.iapc_boot_arch = (NO_VGA | NO_RTC).into();
@@ -113,8 +113,9 @@ fn port(port: u16, bits: u8, access_size: AccessSize) -> GAS {
     }
 }
 
-/// Local APICs, the IOAPIC, the SCI's wiring, and NMI on LINT1 everywhere. All other ISA interrupts
-/// go to the pin of their number, the timer too: that is how KVM wires them.
+/// Builds the MADT's body: local APICs, the IOAPIC, the SCI's wiring, and NMI on LINT1 everywhere.
+/// All other ISA interrupts, the timer included, go to the pin of the same number, as KVM wires
+/// them.
 fn madt_body(vcpus: u8) -> Vec<u8> {
     let mut body = Vec::new();
     body.extend(LOCAL_APIC.to_le_bytes());
@@ -151,7 +152,8 @@ mod tests {
         u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap())
     }
 
-    /// Follows the pointers as a guest does, checks every sum, and gives the tables by signature.
+    /// Follows the pointers as a guest does, checks every checksum, and returns the tables by
+    /// signature.
     fn walk(all: &[u8], at: u64) -> Vec<(String, Vec<u8>)> {
         let table = |address: u64| {
             let from = (address - at) as usize;
@@ -203,7 +205,7 @@ mod tests {
         let all = build(map::ACPI_TABLES.0, 1, &[], map::GENERATION_ID.0);
         let fadt = &walk(&all, map::ACPI_TABLES.0)[1].1;
         assert_eq!((u32_at(fadt, 56), u32_at(fadt, 64)), (0x600, 0x604));
-        // A system I/O port of eight bits, accessed by bytes, and what is written there.
+        // A system I/O port of eight bits, accessed by bytes, and the value to write there.
         assert_eq!(fadt[116..120], [1, 8, 0, 1]);
         assert_eq!((u64_at(fadt, 120), fadt[128]), (0x64, 0xfe));
         assert_ne!(u32_at(fadt, 112) & 1 << 10, 0, "the reset register is supported");
