@@ -1,7 +1,7 @@
 //! The memory map, and the layout of the first MiB.
 //!
 //! ```text
-//! 0 .. 0x9fc00           RAM; boot information lies in it, from 0x6000 on, where the kernel leaves room
+//! 0 .. 0x9fc00           RAM; boot information from 0x6000 on, where the kernel leaves room
 //! 0x9fc00 .. 0xa0000     reserved: MP table
 //! 0xa0000 .. 0xe0000     reserved: where PCs have video memory and ROMs
 //! 0xe0000 .. 0xff000     reserved: ACPI tables, RSDP first

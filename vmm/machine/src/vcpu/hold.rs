@@ -50,8 +50,8 @@ impl Hold {
         self.state = State::Held { since, until: Some(until), slice };
     }
 
-    /// Starts the wait after a reported slice. The vCPU stays out of the guest until a command
-    /// arrives or [`ANSWER`] has passed.
+    /// Starts the wait after a reported slice. The vCPU stays out of the guest until a command ends
+    /// the wait or [`ANSWER`] has passed.
     pub(super) fn wait(&mut self) {
         self.stop_timer();
         self.state = State::Held { since: Instant::now(), until: None, slice: Duration::ZERO };

@@ -80,8 +80,8 @@ fn is_left_out(index: u32) -> bool {
     }
 }
 
-/// Returns why a guest continues unharmed although this host refused `index`; `None` if it does
-/// not.
+/// Returns why a guest continues unharmed although this host refused `index`; `None` if it
+/// cannot continue.
 fn why_tolerated(index: u32) -> Option<&'static str> {
     match index {
         SMBASE => Some("no guest has code in system management mode"),
