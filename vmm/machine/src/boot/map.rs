@@ -24,7 +24,7 @@ const CHIPSET_START: u64 = 0xfec0_0000;
 pub(super) const MP_TABLE: Taken = (0x9_fc00, 0xa_0000);
 /// Range of the ACPI tables. The RSDP comes first: guests without its address search here.
 pub(super) const ACPI_TABLES: Taken = (0xe_0000, 0xf_f000);
-/// Page of the generation ID, which it has for itself.
+/// The page of the generation ID, which contains nothing else.
 pub(super) const GENERATION_ID: Taken = (0xf_f000, ONE_MIB);
 
 /// The kind of a range of guest physical addresses.

@@ -45,11 +45,12 @@ impl Discarder {
 
     /// Discards the frames of `run`, which lie in one slot of `ram`. Returns how many of them had
     /// memory: those now read as zeros and are marked. Of huge pages from the pool only whole ones
-    /// are discarded. Pages that return to the pool are reserved for no guest, this one included.
+    /// are discarded. Pages that return to the pool are not reserved for any guest, not even this
+    /// one.
     ///
     /// # Errors
-    /// Each frame has its old content, or is zero and marked. Frames outside guest memory are an
-    /// error.
+    /// Frames outside guest memory, or a failed system call. After an error each frame has its old
+    /// content, or is zero and marked.
     pub(crate) fn discard(&mut self, ram: &GuestRam, run: FrameRun) -> io::Result<u64> {
         let region = ram.find_region(GuestAddress(run.start.gpa()));
         let region = region.filter(|region| run.end() <= all(region).end());

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Holds whichever threads have ended, and in whatever order the others run.
+        /// True whichever threads have ended, and in whatever order the others run.
         #[test]
         fn all_are_told_once_and_it_is_over_when_they_have_gone_on(
             (ended, slow, order) in (1..40usize).prop_flat_map(|vcpus| {

@@ -1,7 +1,7 @@
 //! The ACPI tables: RSDP, XSDT, FADT with its FACS, MADT and DSDT, one after the other.
 //!
 //! In ACPI's terms the machine is a PC, not a *hardware-reduced* machine: it has the two 8259s and
-//! the 8254 that KVM emulates, and kernels fall back on them. A PC also has a PM1 register block
+//! the 8254 that KVM emulates, and kernels fall back on them. So it also has a PM1 register block
 //! ([`devices::PowerManagement`](crate::devices)).
 
 mod dsdt;
