@@ -1,17 +1,18 @@
 //! The KVM machine of Driftline, and the threads backend for hosts without KVM.
 //!
-//! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_guest::Guest`] with a
-//! beginning and an end; both backends are one. Each line of the table may use those above it.
+//! This is the only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_guest::Guest`] that
+//! also starts and ends; both backends implement it. The modules of each row in the table may use
+//! those of the rows above.
 //!
 //! | modules | own |
 //! | --- | --- |
-//! | `limits`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule` | what needs nothing else of this crate |
-//! | `log`, `exit`, `sandbox`, `log_thread`, `latency`, `socket` | the process: its log, its end, what its threads may do |
-//! | `memory`, `config` | guest memory; what a machine is made of |
+//! | `limits`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule` | leaves, which use no other module of this crate |
+//! | `log`, `exit`, `sandbox`, `log_thread`, `latency`, `socket` | the process: its log, its exit, what its threads may do |
+//! | `memory`, `config` | guest memory; a machine's configuration |
 //! | `kvm`, `sinks`, `sources` | KVM's ioctls; where dirty frames come from |
-//! | `devices`, `boot`, `vm`, `vcpu` | devices; the kernel in memory; the trait of a guest; vCPU threads |
+//! | `devices`, `boot`, `vm`, `vcpu` | devices; loading the kernel; the trait of a guest; vCPU threads |
 //! | `collector`, `machine`, `export` | harvesting and throttling; the machine as a whole; its state as an ELF core |
-//! | `threads`, `backend`, `doctor` | the other backend; the choice between the two; what the host offers |
+//! | `threads`, `backend`, `doctor` | the threads backend; the choice of a backend; what the host offers |
 
 pub mod backend;
 pub mod boot;

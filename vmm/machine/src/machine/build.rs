@@ -1,4 +1,4 @@
-//! Putting a machine together, in the order that KVM wants: rings before vCPUs, interrupt
+//! Assembles a machine in the order that KVM requires: dirty rings before vCPUs, interrupt
 //! controllers before both, CPUID before registers.
 
 use std::io;
@@ -27,38 +27,46 @@ use crate::sinks::SharedSink;
 use crate::sources::{BitmapSource, Diverted, ManualSource, RingSource, UserfaultWpSource};
 use crate::vcpu::{Counters, Hold, StateContext, Vcpu, cpuid, msrs, promises, tsc};
 
-/// A collection of this many frames, or a quarter of a ring, calls for another one soon.
+/// Collected frames from which another collection follows soon; at most a quarter of a ring.
 const MANY_FRAMES: u64 = 4096;
 
-/// From so much guest memory on a bitmap is absorbed by several threads, those of rayon's pool.
+/// Bytes of guest memory from which several threads, those of rayon's pool, absorb a bitmap.
 const SHARED_OUT: u64 = 32 << 30;
 
-/// What a machine is given that is there to be measured, and to be thrown away.
+/// Options of a machine that exists to be measured and then discarded.
 #[derive(Debug, Default)]
 pub struct Special {
-    /// Where its dirty frames go, instead of into the tracker's trees.
+    /// Receives the dirty frames in place of the tracker's trees.
     pub sink: Option<SharedSink>,
-    /// Its guest touches little: it may be larger than all that the host has.
+    /// The guest touches little memory, so the memory may exceed what the host has.
     pub sparse: bool,
 }
 
-/// What a machine is made of, beside its configuration.
+/// Inputs of a build other than the configuration.
 #[derive(Default)]
 struct Around {
-    /// A new guest is to be loaded.
+    /// Whether a new guest is loaded.
     load: bool,
-    /// A VM that was begun before.
+    /// A VM whose creation began earlier.
     early: Option<EarlyVm>,
     special: Special,
 }
 
 impl Machine {
-    /// Boots what `config` says; the machine stands at the guest's first instruction.
+    /// Boots the guest that `config` describes, paused at its first instruction.
+    ///
+    /// # Errors
+    ///
+    /// See [`MachineError`]: a lacking host, an invalid configuration, or a failed step.
     pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<Arc<Self>, MachineError> {
         Self::launch_as(VmId::random(), config, host)
     }
 
-    /// As [`launch`](Self::launch), with this id.
+    /// Does as [`launch`](Self::launch), with this id.
+    ///
+    /// # Errors
+    ///
+    /// As [`launch`](Self::launch).
     pub fn launch_as(
         vm_id: VmId,
         config: MachineConfig,
@@ -67,8 +75,12 @@ impl Machine {
         Self::build(vm_id, config, host, Around { load: true, ..Around::default() })
     }
 
-    /// A machine with zeroed memory, for a state to be put into: what [`MachineFactory`] builds,
-    /// with an error that tells a lacking host from other failures.
+    /// Builds a machine with zeroed memory, into which a state is restored. [`MachineFactory`]
+    /// builds the same machine; here the error tells a lacking host from other failures.
+    ///
+    /// # Errors
+    ///
+    /// As [`launch`](Self::launch).
     ///
     /// [`MachineFactory`]: super::MachineFactory
     pub fn empty(
@@ -79,7 +91,12 @@ impl Machine {
         Self::build(vm_id, config, host, Around::default())
     }
 
-    /// As [`empty`](Self::empty), of a VM that was begun before the configuration was known.
+    /// Does as [`empty`](Self::empty), in a VM whose creation began before the configuration was
+    /// known.
+    ///
+    /// # Errors
+    ///
+    /// As [`launch`](Self::launch), including a failure of the early creation.
     pub fn empty_in(
         early: EarlyVm,
         vm_id: VmId,
@@ -101,7 +118,7 @@ impl Machine {
         Self::assemble(vm_id, config, host, devices, around)
     }
 
-    /// As [`build`](Self::build), with what `devices` makes for it.
+    /// Does as [`build`](Self::build), with the devices that `devices` returns.
     #[cfg(test)]
     pub(super) fn build_around(
         vm_id: VmId,
@@ -113,7 +130,11 @@ impl Machine {
         Self::assemble(vm_id, config, host, devices, Around { load, ..Around::default() })
     }
 
-    /// Boots what `config` says, for a comparison of ways to track.
+    /// Boots the guest that `config` describes, for a comparison of tracking methods.
+    ///
+    /// # Errors
+    ///
+    /// As [`launch`](Self::launch).
     pub fn launch_special(
         config: MachineConfig,
         host: &HostConfig,
@@ -145,7 +166,7 @@ impl Machine {
         let entry =
             if load { Some(boot::load(&config, &memory, &mmio_slots(&config))?) } else { None };
         let (sink, serial) = open_sink(&host.serial)?;
-        // A new guest holds its disks before anything of it runs; one that arrives does when told.
+        // A new guest locks its disks before it runs; an arriving guest locks them on `acquire`.
         let holds = load || config.devices.is_empty();
         let devices = devices(&config, &memory, vm_id, load)?;
         devices.note_disks(&mut config.devices);
@@ -182,8 +203,8 @@ impl Machine {
         let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new(holds)));
         let (requests, inbox) = mpsc::channel();
         let peer = |_: u8| Peer { supervisor: requests.clone(), collector: to_collector.clone() };
-        // If a step fails from here on, dropping these joins the vCPU threads, whoever owns them by
-        // then.
+        // If a step fails from here on, dropping these joins the vCPU threads, whichever value owns
+        // them by then.
         let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
         let brakes = handles.iter().map(VcpuHandle::brake).collect();
@@ -220,13 +241,13 @@ impl Machine {
     }
 }
 
-/// Where the guest finds its virtio devices.
+/// Returns the addresses and interrupts at which the guest finds its virtio devices.
 fn mmio_slots(config: &MachineConfig) -> Vec<MmioSlot> {
     let places = (0..config.devices.len()).filter_map(placement);
     places.map(|place| MmioSlot { base: place.base, gsi: place.irq }).collect()
 }
 
-/// Whether `config` is one of a KVM machine.
+/// Checks that `config` is valid and selects the KVM backend.
 fn check(config: &MachineConfig) -> Result<(), String> {
     match config.backend {
         Backend::Kvm => config.check(),
@@ -258,7 +279,7 @@ fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), Mac
     })
 }
 
-/// The vCPUs, in their order; the first one at `entry`, the others waiting to be woken by it.
+/// Creates the vCPUs, in order. The first starts at `entry`; it wakes the others.
 fn create_vcpus(
     kvm: &Kvm,
     capabilities: &Capabilities,
@@ -304,8 +325,8 @@ fn create_vcpus(
     Ok(vcpus)
 }
 
-/// Of what KVM supports, what the guest is to see; refused where it would miss what it has seen
-/// elsewhere.
+/// Returns the part of KVM's CPUID that the guest is to see. Fails if the host lacks something
+/// that the guest has seen elsewhere.
 fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MachineError> {
     let lacks = promises::missing(&cpu.shown, supported.as_slice())
         .or_else(|| msrs::missing(&cpu.shown_msrs, &msrs::offered(kvm)));
@@ -321,17 +342,17 @@ fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId,
     })
 }
 
-/// Puts into the configuration what the guest will see of its processor and may rely on.
+/// Records in the configuration the processor features that the guest sees and may rely on.
 fn note_what_is_shown(cpu: &mut CpuConfig, fd: &VcpuFd, cpuid: &CpuId) -> Result<(), MachineError> {
     cpu.shown = promises::shown(cpuid.as_slice());
     cpu.shown_msrs = msrs::shown(fd, cpuid.as_slice())
         .map_err(|e| MachineError::system("reading MSRs")(io::Error::other(e)))?;
-    // Fails where KVM cannot tell; then there is nothing to compare.
+    // Fails where KVM does not know the rate; then there is nothing to compare.
     cpu.tsc_khz = tsc::is_promised(cpuid.as_slice()).then(|| fd.get_tsc_khz().ok()).flatten();
     Ok(())
 }
 
-/// Refuses a guest that was promised a rate of the TSC that this host cannot give it.
+/// Fails if the guest was promised a TSC rate that this host cannot provide.
 fn check_tsc(
     cpu: &CpuConfig,
     fd: &VcpuFd,
@@ -347,7 +368,7 @@ fn check_tsc(
     }
 }
 
-/// What follows the guest's writes, and where each vCPU reports a full ring.
+/// The source of dirty frames, and each vCPU's way to report a full ring.
 type Source = (Option<Box<dyn DirtySource>>, Vec<Option<RingFull>>);
 
 fn dirty_source(
@@ -384,7 +405,7 @@ fn dirty_source(
     }
 }
 
-/// The source, with `sink` in the place of the tracker's trees if there is one.
+/// Boxes the source; `sink`, if present, takes the place of the tracker's trees.
 fn into<S>(source: S, sink: Option<SharedSink>) -> Box<dyn DirtySource>
 where
     S: DirtySource + 'static,
@@ -396,7 +417,7 @@ where
     }
 }
 
-/// For the tests of the tests.
+/// Wraps the source in one that loses writes, to check that the tests detect it.
 #[cfg(all(feature = "broken-source", debug_assertions))]
 #[allow(clippy::panic, reason = "tests")]
 fn broken(
@@ -414,8 +435,8 @@ fn broken(
     }
 }
 
-/// What a test asks of a process that it starts. The process says so, for nobody should find out
-/// from the result alone.
+/// Reads the loss rate that a test requests from a process that it starts. Logs a warning, so that
+/// the loss is never a surprise.
 #[cfg(all(feature = "broken-source", debug_assertions))]
 fn loses_one_in() -> Option<std::num::NonZeroU64> {
     const NAME: &str = "DRIFTLINE_LOSES_ONE_IN";
@@ -509,7 +530,7 @@ fn start_collector(
 ) -> Result<Option<Collector>, MachineError> {
     let Some(source) = source else { return Ok(None) };
     if config.mem_bytes >= SHARED_OUT {
-        // Made here and not by the collector, whose filter allows no new threads.
+        // The pool is started here and not by the collector, whose filter allows no new threads.
         rayon::current_num_threads();
     }
     let many = MANY_FRAMES.min(u64::from(config.ring_entries) / 4);

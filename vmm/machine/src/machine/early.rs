@@ -1,11 +1,11 @@
-//! The VM before it has processors: made by a thread of its own while others find out what guest it
-//! is for ([`EarlyVm`]), then given its memory, and only then its interrupt controllers
+//! A VM before it has vCPUs. A separate thread creates it ([`EarlyVm`]) while the caller finds out
+//! which guest it is for. The VM then gets its memory, and only then its interrupt controllers
 //! ([`Blank::furnish`]).
 //!
-//! That order is worth milliseconds. Whoever gives a VM memory waits for a grace period of its
-//! readers (SRCU), which KVM asks for in a hurry and has at once, unless one is under way that
-//! nobody was in a hurry for: that one waits for the next tick of the kernel's clock, and what
-//! registers the controllers begins some.
+//! That order saves milliseconds. Adding memory to a VM waits for an SRCU grace period. KVM asks
+//! for an expedited one, which ends at once unless a normal grace period is already under way: that
+//! one ends at the next tick of the kernel's clock. Registering the interrupt controllers starts
+//! normal grace periods.
 
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
@@ -18,13 +18,13 @@ use super::error::step;
 use crate::kvm::{self, Capabilities, KvmVm};
 use crate::memory::{HOLE_START, Memory};
 
-/// Where KVM keeps a page and three pages of its own on some processors: in the hole, below the
-/// place of a firmware.
+/// Address at which KVM keeps a page, followed by the three of [`TSS`], on some processors. Both
+/// are in the hole below 4 GiB, below a firmware's place.
 const IDENTITY_MAP: u64 = 0xfffb_c000;
 const TSS: u64 = IDENTITY_MAP + 0x1000;
 const _: () = assert!(IDENTITY_MAP > HOLE_START && TSS + 0x3000 <= 1 << 32);
 
-/// KVM, what it can do, and a VM that has nothing.
+/// KVM, its capabilities, and a VM without memory and vCPUs.
 pub(super) struct Blank {
     pub(super) kvm: Kvm,
     pub(super) capabilities: Capabilities,
@@ -39,7 +39,7 @@ impl Blank {
         let supported = supported.map_err(MachineError::system("KVM_GET_SUPPORTED_CPUID"))?;
         let fd = loop {
             match kvm.create_vm() {
-                // A thread that was stopped for a moment, by a terminal or a debugger.
+                // A signal stopped the thread for a moment: a terminal or a debugger.
                 Err(e) if e.errno() == libc::EINTR => {}
                 made => break made.map_err(MachineError::system("KVM_CREATE_VM"))?,
             }
@@ -47,8 +47,8 @@ impl Blank {
         Ok(Self { kvm, capabilities, supported, fd })
     }
 
-    /// The VM with its memory, interrupt controllers and timer, in the order that takes least, and
-    /// what is left.
+    /// Adds memory, interrupt controllers and timer to the VM, in the fastest order, and returns
+    /// the VM and the remaining parts.
     pub(super) fn furnish(
         self,
         memory: &Arc<Memory>,
@@ -71,8 +71,8 @@ impl Blank {
     }
 }
 
-/// A VM that another thread makes, while this one finds out what guest it is for. That thread has
-/// what main may do, ends before the guest runs, and touches nothing of its.
+/// A VM that another thread creates while the caller finds out which guest it is for. That thread
+/// has the same permissions as main, ends before the guest runs, and touches no guest data.
 ///
 /// ```
 /// # use driftline_machine::machine::EarlyVm;
@@ -84,8 +84,8 @@ impl Blank {
 pub struct EarlyVm(Option<JoinHandle<Result<Blank, MachineError>>>);
 
 impl EarlyVm {
-    /// Begins to make one. Fails never: what stands against it is said to whoever builds a machine
-    /// around it.
+    /// Starts the creation. Never fails: an error is returned to the caller that builds a machine
+    /// in this VM.
     pub fn begin() -> Self {
         let thread = Builder::new().name("early-vm".into());
         let making = move || {
@@ -98,7 +98,7 @@ impl EarlyVm {
     pub(super) fn wait(mut self) -> Result<Blank, MachineError> {
         match self.0.take().map(JoinHandle::join) {
             Some(Ok(made)) => made,
-            // There was no thread for it, or none is left.
+            // The thread could not be started, or it panicked: create the VM here.
             Some(Err(_)) | None => Blank::new(),
         }
     }
@@ -106,7 +106,7 @@ impl EarlyVm {
 
 impl Drop for EarlyVm {
     fn drop(&mut self) {
-        // A failed build leaves no thread behind, nor the VM that it makes.
+        // A failed build leaves neither the thread nor its VM behind.
         let _ = self.0.take().map(JoinHandle::join);
     }
 }

@@ -1,4 +1,4 @@
-//! Why a machine cannot be built.
+//! The reasons for which a machine cannot be built.
 
 use std::io;
 
@@ -11,48 +11,48 @@ use crate::fail_point;
 use crate::kvm::Unusable;
 use crate::memory::MemoryError;
 
-/// Why there is no machine.
+/// The reason for which a machine was not built.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MachineError {
-    /// The host cannot do it: no KVM, or a capability is missing.
+    /// The host lacks KVM or a capability.
     #[error("this host lacks {what}: {why}")]
     HostLacks {
-        /// What is missing.
+        /// The missing feature.
         what: String,
-        /// The system's answer, or what follows.
+        /// The system's answer, or the consequence.
         why: String,
     },
-    /// The configuration is none that can be built anywhere.
+    /// The configuration is invalid on every host.
     #[error("{0}")]
     Config(String),
     /// The guest cannot be loaded.
     #[error(transparent)]
     Boot(#[from] BootError),
-    /// Its memory cannot be had.
+    /// The guest's memory cannot be allocated.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// Its serial output has nowhere to go.
+    /// The serial output cannot be opened.
     #[error(transparent)]
     Serial(#[from] SinkError),
-    /// A device cannot be had.
+    /// A device cannot be opened or created.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// Its writes cannot be followed.
+    /// The guest's writes cannot be tracked.
     #[error(transparent)]
     Source(#[from] SourceError),
-    /// KVM or the system refused.
+    /// KVM or the system refused an operation.
     #[error("{what} failed: {cause}")]
     System {
-        /// The operation.
+        /// The operation that failed.
         what: &'static str,
-        /// The answer.
+        /// The system's error.
         cause: io::Error,
     },
 }
 
 impl MachineError {
-    /// Whether another host might do it: exit code 3.
+    /// Returns whether another host might be able to build the machine: exit code 3.
     pub fn host_lacks(&self) -> bool {
         match self {
             Self::HostLacks { .. } | Self::Device(DeviceError::Tap(TapError::Missing { .. })) => {
@@ -68,7 +68,7 @@ impl MachineError {
     }
 }
 
-/// Passes the fail point before the step of this name.
+/// Passes the fail point that precedes the named step.
 #[inline]
 pub(super) fn step(name: &'static str) -> Result<(), MachineError> {
     fail_point::pass(name).map_err(MachineError::system(name))

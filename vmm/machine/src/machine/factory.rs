@@ -1,4 +1,4 @@
-//! Building a machine from the configuration that came with a checkpoint or over a wire.
+//! Builds a machine from the configuration that came with a checkpoint or a migration.
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use super::Machine;
 use crate::config::{HostConfig, MachineConfig};
 use crate::devices::{Parent, make_copies, open_drives};
 
-/// Builds KVM machines that wait for their memory and state.
+/// Builds KVM machines into which memory and state are then restored.
 #[derive(Clone, Debug, Default)]
 pub struct MachineFactory {
-    /// What belongs to this host.
+    /// The part of the configuration that belongs to this host.
     pub host: HostConfig,
 }
 

@@ -1,5 +1,5 @@
-//! A build that fails at any of its steps leaves no thread, open file, mapping or socket behind. In
-//! a process of its own, whose threads and files no other test changes.
+//! Verifies that a build that fails at any step leaves no thread, open file, mapping or socket
+//! behind. The test runs in its own process, whose threads and files no other test changes.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -24,10 +24,10 @@ use crate::testing::{Elf, Tap, kernel_config, kvm_or_skip, skip};
 const MEM_BYTES: u64 = 1 << 30;
 const DISK_BYTES: u64 = 1 << 20;
 const RING_ENTRIES: u32 = 1024;
-/// Threads that nobody joins, and io_uring's, need a moment to end.
+/// Limit for the end of threads that are not joined, and of io_uring's threads.
 const SOON: Duration = Duration::from_secs(60);
 
-/// The points that some build must reach: a step that is not listed cannot get lost.
+/// The points that some build must reach. The list ensures that no step loses its fail point.
 const POINTS: [&str; 21] = [
     "COM1",
     "CPUID",
@@ -51,19 +51,19 @@ const POINTS: [&str; 21] = [
     "vcpu1",
     "vsock",
 ];
-/// Those of a network interface, which needs a tap.
+/// The points of a network interface, which needs a tap.
 const TAP_POINTS: [&str; 3] = ["net", "tap offloads", "tap queue"];
-/// Pairs of queues of that interface. Each has a step of its own.
+/// Queue pairs of that interface. Each has its own step.
 const TAP_QUEUES: u8 = 2;
 
-/// What this process holds of the system.
+/// The system resources that this process holds.
 #[derive(PartialEq, Eq, Debug)]
 struct Held {
     threads: Vec<String>,
     files: Vec<String>,
     /// Mappings of guest memory, KVM and io_uring.
     mappings: Vec<String>,
-    /// Files of the test's folder: sockets, and copies of disks.
+    /// Files of the test's directory: sockets, and copies of disks.
     folder: Vec<PathBuf>,
 }
 
@@ -74,7 +74,7 @@ fn held(folder: &Path) -> Held {
         paths.sort();
         paths
     };
-    // What has gone since the folder was read is not held.
+    // Entries that vanished since the directory was read are skipped.
     let comm = |task: PathBuf| fs::read_to_string(task.join("comm")).ok();
     let link = |fd: PathBuf| Some(fs::read_link(fd).ok()?.display().to_string());
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
@@ -99,7 +99,7 @@ fn is_of_a_machine(line: &str) -> bool {
     end - start >= MEM_BYTES || names.iter().any(|name| line.contains(name))
 }
 
-/// Waits until this process holds what it held before.
+/// Waits until this process holds exactly what it held before.
 #[track_caller]
 fn wait_for_nothing_left(folder: &Path, before: &Held, after: &str) {
     let end = Instant::now() + SOON;
@@ -119,7 +119,7 @@ struct Way {
     build: fn(MachineConfig, &HostConfig) -> Result<Arc<Machine>, String>,
 }
 
-/// All ways into the build, over all sources of dirty frames and both kinds of memory.
+/// Returns every entry point of the build, over all dirty sources and both kinds of memory.
 fn ways() -> [Way; 4] {
     let memfd = MemoryOptions { backing: Backing::Memfd, ..Default::default() };
     [
@@ -164,7 +164,7 @@ fn ways() -> [Way; 4] {
     ]
 }
 
-/// The configuration of a machine that is built that way, with an interface if there is a `tap`.
+/// Returns the configuration for this way of building, with an interface if `tap` is not empty.
 fn config(dir: &Path, way: &Way, tap: &str) -> MachineConfig {
     let is_copied = way.name == "a guest to be received";
     let disk = dir.join(if is_copied { "copy" } else { "disk" });
@@ -192,7 +192,7 @@ fn config(dir: &Path, way: &Way, tap: &str) -> MachineConfig {
     }
 }
 
-/// Builds one machine, and then has its build fail at each point; the names of all points.
+/// Builds one machine, then makes the build fail at each point. Returns the names of all points.
 fn fail_everywhere(dir: &Path, way: &Way, tap: &str) -> Vec<String> {
     let host = HostConfig { serial: SerialSink::Stdio, memory: way.memory, ..Default::default() };
     let before = held(dir);
@@ -220,7 +220,7 @@ fn fail_everywhere(dir: &Path, way: &Way, tap: &str) -> Vec<String> {
 
 #[test]
 fn failed_build_leaves_nothing_behind() {
-    /// In the child: its tap, or empty.
+    /// Set in the child process to the name of its tap, or empty.
     const CHILD: &str = "FAILS_TO_BUILD";
     const TEST: &str = "failed_build_leaves_nothing_behind";
     if !kvm_or_skip(TEST) {

@@ -1,5 +1,5 @@
-//! Hostile sections of a machine's state, and hostile configurations: refused in a sentence, or
-//! read, and written again as something that reads the same.
+//! Fuzzes the sections of a machine's state, and configurations. Each input is either refused with
+//! a message, or read and written again as bytes that read the same.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 
 use driftline_guest::{Section, SectionTag, section_tags as tags};
@@ -11,7 +11,8 @@ use crate::config::MachineConfig;
 use crate::devices::{SerialPortState, VirtioState, fuzz_serial};
 use crate::vcpu::SavedVcpu;
 
-/// Reads what follows the first byte as the kind of section that this says, or as a configuration.
+/// Reads the bytes after the first as the section kind that the first selects, or as a
+/// configuration.
 pub fn sections(bytes: &[u8]) {
     let Some((kind, bytes)) = bytes.split_first() else { return };
     match kind % 6 {

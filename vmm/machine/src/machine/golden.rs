@@ -1,8 +1,8 @@
-//! The bytes of every section of a machine's state, for ever: states in stores are read by later
-//! versions of this program, whatever becomes of its structures, and of kvm-bindings'.
+//! Golden bytes of every section of a machine's state. Later versions of this program read the
+//! states in stores, even if its structures or those of kvm-bindings change.
 //!
-//! One file each, in hexadecimal, 32 bytes a line. A file of a version that was released never
-//! changes: a change of format gets a version, and a file beside it.
+//! There is one file per section, in hexadecimal, 32 bytes a line. The file of a released version
+//! never changes: a change of format gets a new version and a new file.
 
 use std::fmt::Write;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Machines whose memory comes late and not whole, in a process that nothing ends for it: every
-//! request comes to an end.
+//! Machines in a lazy restore with lost pages, in a process that does not exit on a lost page:
+//! every request still completes.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -15,10 +15,10 @@ use crate::boot;
 use crate::config::{HostConfig, SerialSink};
 use crate::testing::{Elf, kernel_config, kvm_or_skip, skip};
 
-/// Where the guest has its kvmclock.
+/// Frame of the guest's kvmclock.
 const CLOCK_FRAME: Gfn = Gfn(0x200);
 
-/// Enables kvmclock, and then prints an R.
+/// Enables kvmclock, then prints an R.
 #[rustfmt::skip]
 const CLOCKED: [u8; 23] = [
     // mov ecx, 0x4b564d01; mov eax, 0x200001; xor edx, edx; wrmsr
@@ -27,7 +27,7 @@ const CLOCKED: [u8; 23] = [
     0x66, 0xba, 0xf8, 0x03, 0xb0, b'R', 0xee, 0xeb, 0xfe,
 ];
 
-/// Pages of zeros, of which one is damaged; all come when the gate is closed.
+/// A source of zeroed pages, one of which may be damaged. Reads return once the gate is closed.
 struct Stored {
     frames: FrameSet,
     damaged: Option<Gfn>,
@@ -62,7 +62,7 @@ impl Backlog for Stored {
     }
 }
 
-/// The state of a guest with a kvmclock.
+/// Returns the state of a guest with a kvmclock.
 fn state() -> Vec<Section> {
     let dir = tempfile::tempdir().unwrap();
     let (kernel, serial) = (dir.path().join("kernel"), dir.path().join("serial"));
@@ -75,7 +75,7 @@ fn state() -> Vec<Section> {
     machine.save_state().unwrap()
 }
 
-/// A machine to which both frames come late, and what opens the gate.
+/// Returns a machine that fetches both frames lazily, and the sender that keeps the gate shut.
 fn coming(test: &str, damaged: Option<Gfn>) -> Option<(Arc<Machine>, Sender<()>)> {
     if !kvm_or_skip(test) {
         return None;
@@ -132,7 +132,7 @@ fn vcpu_that_takes_over_no_state_is_named() {
     assert!(why.contains("vCPU 0 did not take over its state in 5 s"), "{why}");
     let why = machine.resume().unwrap_err().to_string();
     assert!(why.contains("restoring it failed half-way"), "{why}");
-    // The page comes after all, and the thread ends.
+    // The page arrives after all, and the thread ends.
     drop(open);
     machine.stop("it cannot run");
 }

@@ -1,19 +1,19 @@
-//! The KVM machine: its parts put together, and the [`Guest`] and [`Vm`] that they make.
+//! The KVM machine: assembles the parts and implements [`Guest`] and [`Vm`] for them.
 //!
 //! ```text
 //! API, jobs --Request--> supervisor --Command--> vCPU threads     pause, save, restore, end
-//!          \--Message--> collector  <--RingFull-- vCPU threads    who changed what
-//!                        collector  ----Hold----> vCPU threads    who changes too much
+//!          \--Message--> collector  <--RingFull-- vCPU threads    which vCPU dirtied what
+//!                        collector  ----Hold----> vCPU threads    which vCPU to throttle
 //! supervisor --Command--> device threads                         quiesce, save, restore, locks
 //! vCPU threads --registers--> device threads
 //! vCPU threads --bytes--> serial thread --> the sink
 //! ```
 //!
-//! Each arrow is a channel. The supervisor waits for vCPUs and devices, each for a limited time;
-//! vCPUs wait for the collector, and for a device whose registers they have written, and serve
-//! their commands meanwhile; collector and devices wait for nobody here. So nothing here can
-//! deadlock, and a stuck backend makes a request fail by the device's name after that time, which
-//! holds for the next request and for the guest's end, too.
+//! Each arrow is a channel. The supervisor waits for vCPUs and devices, each with a time limit. A
+//! vCPU waits for the collector, and for a device whose register it has written; it serves its
+//! command channel while it waits. The collector and the devices wait for no thread of the machine.
+//! Therefore nothing here can deadlock: after the time limit a request that meets a stuck backend
+//! fails with the device's name. The same holds for the next request and for the guest's end.
 
 mod build;
 mod early;
@@ -60,10 +60,10 @@ pub use factory::MachineFactory;
 pub(crate) use state::registers;
 use supervisor::{Request, Status};
 
-/// How long a copy of all memory waits for the guest to say what of it is free.
+/// Limit on waiting for the guest's free-page hints before all memory is copied.
 const HINTS_LIMIT: Duration = Duration::from_secs(1);
 
-/// A KVM virtual machine. Dropping it ends the guest and joins all its threads.
+/// A KVM virtual machine. Dropping it ends the guest and joins all the guest's threads.
 #[derive(Debug)]
 pub struct Machine {
     vm_id: VmId,
@@ -78,18 +78,18 @@ pub struct Machine {
     started: Instant,
     requests: Sender<Request>,
     supervisor: Option<JoinHandle<()>>,
-    /// After the supervisor: vCPUs may wait for it until they are gone.
+    /// Dropped after the supervisor: vCPUs may wait for the collector until they have ended.
     collector: Option<Collector>,
     #[cfg(test)]
     bus: Arc<crate::devices::Bus>,
-    /// Restores the terminal when it goes.
+    /// Restores the terminal on drop.
     input: Option<SerialInput>,
-    /// Last: what the guest said at its end is still to be written.
+    /// The last field: the guest's final output is still to be written.
     _serial: SinkThread,
 }
 
 impl Machine {
-    /// Asks the supervisor for something and waits for its answer.
+    /// Sends a request to the supervisor and waits for the answer.
     fn ask<T>(
         &self,
         what: &'static str,
@@ -113,25 +113,25 @@ impl Machine {
         self.collector.as_ref().ok_or(GuestError::NotTracked)
     }
 
-    /// Frames of which the guest says that their content is of no use.
+    /// Returns the frames whose content the guest declares useless.
     fn free_frames(&self) -> FrameSet {
-        // A guest that stands cannot say it.
+        // A paused guest cannot send hints.
         let balloon = self.balloon.as_ref().filter(|_| self.run_state() == RunState::Running);
         balloon.map(|b| b.free_frames(HINTS_LIMIT)).unwrap_or_default()
     }
 
-    /// How long its vCPUs waited for room in their dirty rings.
+    /// Returns the total time for which the vCPUs waited for room in their dirty rings.
     pub fn ring_full_time(&self) -> Duration {
         self.counters.iter().map(|c| c.ring_full_time()).sum()
     }
 
-    /// Gives host memory to these frames, in pages of the size that the guest's own first writes
-    /// would get.
+    /// Populates these frames with host memory, in pages of the size that the guest's own first
+    /// writes would get.
     pub fn fault_in(&self, frames: FrameRun) {
         self.memory.fault_in(frames);
     }
 
-    /// The drives that the guest can write to, each with the tree of its blocks.
+    /// Returns the drives that the guest can write to, each with the tree of its blocks.
     pub fn drives(&self) -> &[Drive] {
         &self.drives
     }
@@ -194,7 +194,7 @@ impl Guest for Machine {
     }
 
     fn fill(&self) -> Option<Box<dyn Fill>> {
-        // Its descriptor is the one that a memory may have.
+        // Dirty tracking holds the only userfaultfd descriptor that a memory may have.
         let is_followed = self.config.tracking == TrackingMode::UserfaultWp;
         let is_paused = self.run_state() == RunState::Paused;
         if is_paused && !is_followed { self.memory.fill() } else { None }
@@ -256,7 +256,7 @@ impl Guest for Machine {
 
     fn resume(&self) -> Result<(), GuestError> {
         self.ask("resuming", Request::Resume)?;
-        // Not before: it would delay a hand-over.
+        // Input starts only after the resume: an earlier start would delay a hand-over.
         self.input.iter().for_each(SerialInput::begin);
         Ok(())
     }
@@ -280,7 +280,8 @@ impl Guest for Machine {
     }
 
     fn release(&self) -> Result<(), GuestError> {
-        // It holds nothing but the right to run, so two threads need not meet while it stands.
+        // Without devices the guest holds only the right to run, so `Status` alone decides; no
+        // round trip to the supervisor is needed while the guest is paused.
         if self.config.devices.is_empty() {
             return self.status.set_holds("release", false);
         }
@@ -288,7 +289,7 @@ impl Guest for Machine {
     }
 
     fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        // Nobody reaches it. One that was stopped meanwhile is not handed over.
+        // No peer can reach a guest without devices. A guest that was stopped meanwhile is refused.
         if self.config.devices.is_empty() {
             return self.stands("detach").map(|()| Vec::new());
         }
@@ -310,7 +311,7 @@ impl Guest for Machine {
     }
 
     fn stop(&self, why: &str) {
-        // Only a supervisor that has ended does not answer, and then the guest has too.
+        // Only a supervisor that has ended does not answer, and then the guest has ended too.
         let _ = self.ask("stopping", |reply| Request::Stop(why.to_owned(), reply));
     }
 }
@@ -326,7 +327,7 @@ impl memory::Owner for LateOwner {
         let why = format!("its memory cannot be restored: {why}");
         self.status.lose(&why);
         exit::lost_memory(&why);
-        // A supervisor that has gone has no guest any more.
+        // A supervisor that has ended has no guest any more.
         let _ = self.supervisor.send(Request::Ended(EndReason::Crashed(why)));
     }
 
@@ -381,7 +382,7 @@ impl Vm for Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // A supervisor that has ended already needs no telling.
+        // A supervisor that has already ended needs no message.
         let _ = self.requests.send(Request::Quit);
         if let Some(thread) = self.supervisor.take() {
             let _ = thread.join();

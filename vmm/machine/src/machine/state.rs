@@ -1,6 +1,6 @@
-//! A machine's state as sections: `KVM_VM`, one `KVM_VCPU` a vCPU, `SERIAL`, `PLATFORM`, one
-//! `VIRTIO` a virtio device. Each begins with a version of its own; the rest is postcard. They come
-//! from files and wires: nothing in them is believed before it is checked, by us or by KVM.
+//! A machine's state as sections: `KVM_VM`, one `KVM_VCPU` per vCPU, `SERIAL`, `PLATFORM`, one
+//! `VIRTIO` per virtio device. Each section begins with its own version; the rest is postcard.
+//! Sections come from files and the network: this module or KVM checks every value before its use.
 
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ use crate::devices::{GENERATION_EVENT, PowerState, SerialPortState, VirtioState}
 use crate::kvm::{KvmVm, ioapic_listens};
 use crate::vcpu::{Registers, SavedVcpu, StateContext, away_ns, wall_ns};
 
-/// Of all sections so far.
+/// Version of all sections so far.
 const VERSION: u16 = 1;
-/// The interrupt controllers whose state KVM keeps.
+/// The interrupt controllers whose state KVM holds.
 const CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
 
 /// A machine's state.
@@ -25,31 +25,31 @@ pub(super) struct SavedMachine {
     pub(super) vm: SavedVm,
     pub(super) vcpus: Vec<SavedVcpu>,
     pub(super) com1: SerialPortState,
-    /// Guests from before it was there have none, nor a generation ID.
+    /// `None` for a guest older than this section. Such a guest has no generation ID either.
     pub(super) platform: Option<SavedPlatform>,
     pub(super) virtio: Vec<VirtioState>,
 }
 
-/// What the VMM emulates besides.
+/// The state of the other emulated platform devices.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SavedPlatform {
     pub(super) power: PowerState,
 }
 
-/// What belongs to the VM and to no vCPU.
+/// The state that belongs to the VM and to no vCPU.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SavedVm {
     /// In the order of [`CHIPS`].
     irqchips: [kvm_irqchip; 3],
     pit: Option<kvm_pit_state2>,
     clock: Option<kvm_clock_data>,
-    /// When the clock was read, by the host's clock.
+    /// Time at which the clock was read, in nanoseconds of the host's wall clock.
     wall_ns: u64,
 }
 
 #[cfg(test)]
 impl SavedVm {
-    /// One in which each byte differs from its neighbours.
+    /// Returns a state in which each byte differs from its neighbours.
     pub(super) fn example() -> Self {
         use crate::testing::pattern;
         Self {
@@ -81,7 +81,7 @@ pub(super) fn save_vm(vm: &KvmVm, context: &StateContext) -> Result<SavedVm, Gue
     })
 }
 
-/// Puts the VM's part of a state back, after the vCPUs'.
+/// Restores the VM's part of a state, after the vCPUs' part.
 pub(super) fn restore_vm(
     vm: &KvmVm,
     context: &StateContext,
@@ -94,7 +94,7 @@ pub(super) fn restore_vm(
         r.map_err(|e| GuestError::Unsupported { what, why: e.to_string() })
     };
     for (chip, id) in saved.irqchips.iter().zip(CHIPS) {
-        // The place decides which it is, whatever the section says.
+        // The position decides which controller it is, not the section's own id.
         let chip = kvm_irqchip { chip_id: id, ..*chip };
         put("interrupt controllers", fd.set_irqchip(&chip))?;
     }
@@ -109,14 +109,15 @@ pub(super) fn restore_vm(
     Ok(())
 }
 
-/// Gives a restored guest a generation ID of its own and, if it listens, tells it. After
-/// [`restore_vm`], which would take the interrupt back. The ID's page may take `limit` to come.
+/// Gives a restored guest a new generation ID and, if the guest listens, interrupts it. Runs
+/// after [`restore_vm`], which would overwrite the interrupt. Waits up to `limit` for the ID's
+/// page to arrive.
 pub(super) fn renew_generation(
     vm: &KvmVm,
     saved: &SavedVm,
     limit: Duration,
 ) -> Result<(), GuestError> {
-    // This thread ends the guest: it must not wait for a page that never comes.
+    // The supervisor runs this and ends the guest: it must not wait for a page that never arrives.
     let come = vm.memory().require(boot::generation_frame(), limit);
     come.map_err(|why| GuestError::System {
         what: "writing the generation ID",
@@ -126,7 +127,7 @@ pub(super) fn renew_generation(
         what: "writing the generation ID",
         cause: Box::new(e),
     })?;
-    // A guest without a driver for it may have put the pin, or an uninitialized 8259, to other use.
+    // A guest without a driver for it may use the pin, or an uninitialized 8259, otherwise.
     let listens = saved.irqchips.get(2).is_some_and(|c| ioapic_listens(c, GENERATION_EVENT));
     if listens {
         let pin = u32::from(GENERATION_EVENT);
@@ -136,7 +137,7 @@ pub(super) fn renew_generation(
     Ok(())
 }
 
-/// The clock to set, for one that read `then` at `saved_ns`.
+/// Returns the clock to set for a guest whose clock read `then` at `saved_ns`.
 fn clock_now(
     context: &StateContext,
     then: &kvm_clock_data,
@@ -148,8 +149,8 @@ fn clock_now(
         Clock::Advance => away_ns(saved_ns, wall_ns()),
         Clock::Continue => 0,
     };
-    // The kernel, given the wall clock at which it read, adds what has passed until the very
-    // moment.
+    // Given the wall clock at the time of reading, the kernel adds the time that has passed until
+    // the very moment at which it sets the clock.
     let by_kernel = then.flags & context.value(KVM_CAP_ADJUST_CLOCK) & KVM_CLOCK_REALTIME;
     if away > 0 && by_kernel != 0 {
         return kvm_clock_data { flags: KVM_CLOCK_REALTIME, realtime: then.realtime, ..now };
@@ -157,7 +158,7 @@ fn clock_now(
     kvm_clock_data { clock: then.clock.saturating_add(away), ..now }
 }
 
-/// The sections of `saved`.
+/// Encodes `saved` as sections.
 pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, GuestError> {
     let mut sections = vec![section(tags::KVM_VM, 0, &saved.vm)?];
     for (vcpu, i) in saved.vcpus.iter().zip(0u16..) {
@@ -184,8 +185,8 @@ pub(super) fn section<T: Serialize>(
     Ok(Section::new(tag, instance, bytes))
 }
 
-/// Reads the sections of a machine with `vcpus` vCPUs and `devices` virtio devices: each once, none
-/// missing, none unknown that must be understood.
+/// Reads the sections of a machine with `vcpus` vCPUs and `devices` virtio devices. Each section
+/// must be there once; an unknown section that must be understood is refused.
 pub(super) fn decode(
     sections: &[Section],
     vcpus: u8,
@@ -196,7 +197,7 @@ pub(super) fn decode(
             tags::KVM_VM | tags::SERIAL | tags::PLATFORM => s.instance == 0,
             tags::KVM_VCPU => s.instance < u16::from(vcpus),
             tags::VIRTIO => usize::from(s.instance) < devices,
-            // What it says was used to make this machine.
+            // The configuration was used to build this machine.
             tags::CONFIG => true,
             _ => !s.must_understand,
         };
@@ -247,7 +248,7 @@ pub(super) fn read<T: DeserializeOwned>(
     }
 }
 
-/// The registers of each of `vcpus` vCPUs, for a core.
+/// Returns the registers of each of `vcpus` vCPUs, for an ELF core.
 pub(crate) fn registers(sections: &[Section], vcpus: u8) -> Result<Vec<Registers>, GuestError> {
     let each = (0..u16::from(vcpus)).map(|i| {
         let saved: SavedVcpu = read(sections, tags::KVM_VCPU, i)?;

@@ -1,5 +1,5 @@
-//! The supervisor: the one thread that decides whether a machine runs. It owns the vCPU threads,
-//! obeys one request at a time, and is told by a vCPU when the guest ends.
+//! The supervisor is the only thread that decides whether a machine runs. It owns the vCPU threads,
+//! serves one request at a time, and receives a message from a vCPU when the guest ends.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -20,11 +20,11 @@ use crate::sandbox::{self, Class};
 use crate::vcpu::{Adjust, Command, Peers, SavedVcpu, StateContext, Stood, Wave, wall_ns};
 use crate::vm::EndReason;
 
-/// How long vCPUs have to take over a state. KVM touches pages that vCPUs share with the guest, and
-/// those of a lazy restore come from storage.
+/// Limit for the vCPUs to restore a state. KVM touches pages that vCPUs share with the guest, and
+/// in a lazy restore those pages come from storage.
 const RESTORE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
 
-/// What the supervisor is told.
+/// A message to the supervisor.
 pub(super) enum Request {
     Pause(Sender<Result<RunState, GuestError>>),
     Resume(Sender<Result<(), GuestError>>),
@@ -36,21 +36,21 @@ pub(super) enum Request {
     Attach(Vec<u8>, Sender<Result<(), GuestError>>),
     Acquire(Sender<Result<(), GuestError>>),
     Stop(String, Sender<Result<(), GuestError>>),
-    /// From a vCPU: the guest has ended.
+    /// A vCPU reports that the guest has ended.
     Ended(EndReason),
-    /// The machine is dropped.
+    /// The machine is being dropped.
     Quit,
 }
 
-/// Whether the machine runs, and may run. The supervisor writes it; anyone reads it, and lets go of
-/// a guest without devices.
+/// Whether the machine runs, and whether it may. The supervisor writes it and any thread reads it.
+/// For a guest without devices, the thread that releases or acquires the guest writes it too.
 #[derive(Debug)]
 pub(super) struct Status {
     now: Mutex<Now>,
     changed: Condvar,
-    /// The vCPUs are taking over a state.
+    /// Whether the vCPUs are restoring a state.
     takes_state: AtomicBool,
-    /// Why a page of memory cannot be had: the guest ends, or never runs.
+    /// Why a page of memory is lost: the guest ends, or never runs.
     lost: OnceLock<String>,
 }
 
@@ -58,14 +58,14 @@ pub(super) struct Status {
 struct Now {
     state: RunState,
     end: Option<EndReason>,
-    /// The machine has what only one host may hold: of a guest without devices, the right to run
-    /// alone. Looked at in one step with what it allows, so that a guest that was let go of does
-    /// not run (I7).
+    /// Whether the machine holds what only one host may hold; without devices, that is the right to
+    /// run. One lock covers this flag and the state that it permits, so that a released guest never
+    /// runs (I7).
     holds: bool,
 }
 
 impl Status {
-    /// Paused.
+    /// Returns the status of a paused guest.
     pub(super) fn new(holds: bool) -> Self {
         let now = Now { state: RunState::Paused, end: None, holds };
         Self {
@@ -96,8 +96,8 @@ impl Status {
         self.lock().state = state;
     }
 
-    /// From now on the machine has what only one host may hold, or has not; refuses `request`
-    /// unless the guest is paused.
+    /// Records whether the machine holds what only one host may hold. Refuses `request` unless the
+    /// guest is paused.
     pub(super) fn set_holds(&self, request: &'static str, holds: bool) -> Result<(), GuestError> {
         let mut now = self.lock();
         now.require(request, RunState::Paused)?;
@@ -105,7 +105,7 @@ impl Status {
         Ok(())
     }
 
-    /// From now on the guest runs, if it is paused and here.
+    /// Marks the guest as running if it is paused and held here.
     fn run(&self) -> Result<(), GuestError> {
         let mut now = self.lock();
         now.require("resume", RunState::Paused)?;
@@ -149,7 +149,7 @@ impl Now {
     }
 }
 
-/// The ways from one vCPU to the others.
+/// The channels from a vCPU to the supervisor and the collector.
 pub(super) struct Peer {
     pub(super) supervisor: Sender<Request>,
     pub(super) collector: Sender<collector::Message>,
@@ -157,7 +157,7 @@ pub(super) struct Peer {
 
 impl Peers for Peer {
     fn ended(&self, _: u8, why: EndReason) {
-        // A supervisor that has gone already ends all vCPUs.
+        // A supervisor that has already ended ends all vCPUs.
         let _ = self.supervisor.send(Request::Ended(why));
     }
 
@@ -171,20 +171,20 @@ impl Peers for Peer {
     }
 }
 
-/// How vCPUs that were told to pause came to stand.
+/// The outcome of pausing the vCPUs.
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Halted {
-    /// All can go on.
+    /// All vCPUs are paused and can resume.
     Paused,
     /// The guest has ended.
     Ended,
-    /// One has not: a sentence that names it.
+    /// A vCPU has not paused in time. The message names it.
     Late(String),
 }
 
-/// What the thread owns.
+/// The state that the supervisor's thread owns.
 pub(super) struct Supervisor {
-    /// First: dropping it joins the threads, so that none of them drops the bus.
+    /// The first field: dropping it joins the threads, so that none of them drops the bus.
     vcpus: Vcpus,
     vm: Arc<KvmVm>,
     bus: Arc<Bus>,
@@ -192,7 +192,7 @@ pub(super) struct Supervisor {
     status: Arc<Status>,
     requests: Receiver<Request>,
     has_run: bool,
-    /// A restore failed half-way, and none has succeeded since.
+    /// Whether a restore has failed half-way and none has succeeded since.
     half_restored: bool,
 }
 
@@ -258,12 +258,12 @@ impl Supervisor {
             RunState::Stopped => self.require("pause", RunState::Running)?,
             RunState::Running => {}
         }
-        // First: while vCPUs come to a stand a disk ends its wait for an epoch.
+        // Comes first: while the vCPUs pause, a disk ends its wait for an epoch.
         self.bus.virtio().hurry(true);
         let stands = match self.halt() {
             Halted::Paused => Some(self.bus.virtio().quiesce()),
             Halted::Late(why) => {
-                // Devices were not told to stand, and go on.
+                // The devices were not asked to quiesce, so they continue.
                 self.bus.virtio().hurry(false);
                 Some(Err(why))
             }
@@ -275,14 +275,15 @@ impl Supervisor {
                 return Ok(RunState::Running);
             }
             Some(Err(why)) => {
-                // It goes on where it was, as if nobody had asked. A vCPU that is late finds this,
-                // too.
+                // The guest continues as if no pause had been requested. A late vCPU receives the
+                // resume as well.
                 self.go_on();
                 return Err(GuestError::System { what: "pausing the guest", cause: why.into() });
             }
             None => {}
         }
-        // The guest has ended meanwhile, and has said so to our channel: listen to that first.
+        // The guest has ended meanwhile and has reported it to this channel: read that report
+        // first.
         if self.vcpus.iter().any(VcpuHandle::has_ended) {
             self.end(EndReason::Crashed("a vCPU thread has died".to_owned()));
         }
@@ -296,7 +297,7 @@ impl Supervisor {
         Err(GuestError::State { request: "pause", state: RunState::Stopped })
     }
 
-    /// Brings all vCPUs to a stand.
+    /// Pauses all vCPUs.
     fn halt(&self) -> Halted {
         let deadline = Instant::now() + HALT_LIMIT;
         let pause = |vcpu: &VcpuHandle| {
@@ -309,7 +310,7 @@ impl Supervisor {
         for (stood, id) in waiting.iter().zip(0..) {
             match stood.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(Stood::Paused) => {}
-                // That the guest has ended is the more important.
+                // The end of the guest takes precedence over a late vCPU.
                 Ok(Stood::Finished) | Err(RecvTimeoutError::Disconnected) => halted = Halted::Ended,
                 Err(RecvTimeoutError::Timeout) if halted == Halted::Paused => {
                     let limit = HALT_LIMIT.as_secs();
@@ -323,7 +324,7 @@ impl Supervisor {
         halted
     }
 
-    /// Lets input in and all vCPUs run, of which some may not stand.
+    /// Accepts input again and resumes all vCPUs. Some of them may not be paused.
     fn go_on(&self) {
         self.bus.com1().take_input(true);
         for vcpu in self.vcpus.iter() {
@@ -343,12 +344,13 @@ impl Supervisor {
         self.bus.virtio().resume();
         self.bus.com1().take_input(true);
         let all = self.vcpus.iter().map(VcpuHandle::commands).collect();
-        // They stand, so they hear it; until all have, none may be told to stand again.
+        // The vCPUs are paused, so they receive it. None may be told to pause again before all have
+        // resumed.
         let _ = Wave::begin(all).recv();
         Ok(())
     }
 
-    /// The first reason stays.
+    /// Ends the guest. The first reason is kept.
     fn end(&mut self, why: EndReason) {
         if self.status.state() == RunState::Stopped {
             return;
@@ -357,7 +359,7 @@ impl Supervisor {
         if let Halted::Late(why) = self.halt() {
             tracing::warn!("the guest has ended, and a processor has not: {why}");
         }
-        // The devices of a paused guest stand already: a stuck one would only be waited for.
+        // The devices of a paused guest are quiesced already; a stuck device would only cost time.
         if self.status.state() == RunState::Running
             && let Err(why) = self.bus.virtio().quiesce()
         {
@@ -379,7 +381,7 @@ impl Supervisor {
             vcpu.tell(Command::Save(reply));
             waiting.push(saved);
         }
-        // Beside the vCPUs, all of which stand.
+        // This runs in parallel with the vCPU threads; all vCPUs are paused.
         let vm = state::save_vm(&self.vm, &self.context)?;
         let com1 = self.bus.com1().state();
         let platform = Some(state::SavedPlatform { power: self.bus.power().state() });
@@ -395,34 +397,35 @@ impl Supervisor {
         state::encode(&SavedMachine { vm, vcpus, com1, platform, virtio })
     }
 
-    /// Lets go of what only one host may hold.
+    /// Releases what only one host may hold.
     fn release(&mut self) -> Result<(), GuestError> {
-        // Whatever fails, part of it may be gone.
+        // Comes first: if the release fails, part of it may be done.
         self.status.set_holds("release", false)?;
         devices("releasing a device", self.bus.virtio().release())
     }
 
-    /// Lets go of what peers reach the guest by, after `release`.
+    /// Detaches the channels through which peers reach the guest, after `release`.
     fn detach(&mut self) -> Result<Vec<u8>, GuestError> {
         self.status.set_holds("detach", false)?;
         devices("detaching a device", self.bus.virtio().detach())
     }
 
-    /// Has peers reach the guest here.
+    /// Attaches the channels through which peers reach the guest on this host.
     fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
         self.require("attach", RunState::Paused)?;
         devices("attaching a device", self.bus.virtio().attach(late))
     }
 
-    /// Takes what only one host may hold.
+    /// Acquires what only one host may hold.
     fn acquire(&mut self) -> Result<(), GuestError> {
         self.require("acquire", RunState::Paused)?;
         devices("acquiring a device", self.bus.virtio().acquire())?;
         self.status.set_holds("acquire", true)
     }
 
-    /// vCPUs before interrupt controllers: an interrupt that those pass on would be overwritten
-    /// with the local APIC. The clock last: it counts from the TSCs.
+    /// Restores a state. vCPUs come before interrupt controllers: restoring the local APIC would
+    /// overwrite an interrupt that a controller passes on. The clock comes last: it counts from the
+    /// TSCs.
     fn restore(&mut self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
         self.require("restore", RunState::Paused)?;
         if self.has_run {
@@ -443,7 +446,7 @@ impl Supervisor {
             vcpu.tell(Command::Restore(Box::new(state), adjust, reply));
             waiting.push(restored);
         }
-        // For all of them, whatever the first one says.
+        // Waits for all vCPUs, even if the first one fails.
         let deadline = Instant::now() + RESTORE_LIMIT;
         let restored = waiting.into_iter().zip(0..).map(|(restored, id)| {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -456,7 +459,7 @@ impl Supervisor {
         if clock == Clock::Continue && saved.platform.is_some() {
             self.vm.memory().ask(boot::generation_frame());
         }
-        // KVM reads and writes pages that vCPUs share with the guest, and waits for those to come.
+        // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
         self.status.takes_state.store(true, Ordering::SeqCst);
         let taken = self.restore_vcpus(saved.vcpus, Adjust { clock, now_ns: wall_ns() });
         self.status.takes_state.store(false, Ordering::SeqCst);
@@ -472,14 +475,14 @@ impl Supervisor {
             why,
         })?;
         state::restore_vm(&self.vm, &self.context, &saved.vm, clock)?;
-        // Not before the interrupt controllers' own state is in place.
+        // Comes after the restore of the interrupt controllers' own state.
         self.bus.virtio().interrupt_again(&self.vm).map_err(|e| GuestError::System {
             what: "interrupting for a virtio device",
             cause: Box::new(e),
         })?;
         if let Some(platform) = saved.platform {
             self.bus.power().restore(platform.power);
-            // From one checkpoint many may go on; what migrates stays the one that it was.
+            // Many guests may be restored from one checkpoint; a migrated guest keeps its identity.
             if clock == Clock::Continue {
                 state::renew_generation(&self.vm, &saved.vm, RESTORE_LIMIT)?;
             }
@@ -496,7 +499,7 @@ fn gone() -> GuestError {
     GuestError::System { what: "asking a vCPU", cause: "its thread has ended".into() }
 }
 
-/// vCPU `id` has not answered in [`HALT_LIMIT`].
+/// Returns the error for vCPU `id`, which has not answered within [`HALT_LIMIT`].
 fn no_answer(id: u32, e: RecvTimeoutError) -> GuestError {
     match e {
         RecvTimeoutError::Disconnected => gone(),
@@ -507,7 +510,7 @@ fn no_answer(id: u32, e: RecvTimeoutError) -> GuestError {
     }
 }
 
-/// vCPU `id` has not taken over its state in [`RESTORE_LIMIT`].
+/// Returns the error for vCPU `id`, which has not restored its state within [`RESTORE_LIMIT`].
 fn not_restored(id: u32, e: RecvTimeoutError) -> GuestError {
     match e {
         RecvTimeoutError::Disconnected => gone(),
@@ -521,7 +524,7 @@ fn not_restored(id: u32, e: RecvTimeoutError) -> GuestError {
     }
 }
 
-/// Answers a request that came too late.
+/// Answers a request that arrived after the guest's end.
 fn refuse(request: Request) {
     let stopped = |request| GuestError::State { request, state: RunState::Stopped };
     match request {
@@ -539,7 +542,7 @@ fn refuse(request: Request) {
     }
 }
 
-/// Sends a reply; whoever asked may have gone meanwhile.
+/// Sends a reply. The caller may have ended meanwhile.
 fn answer<T>(reply: &Sender<T>, with: T) {
     let _ = reply.send(with);
 }

@@ -1,5 +1,4 @@
-//! Machines whose devices are slow, or do not come to an end: nobody waits for those without a
-//! limit.
+//! Machines with slow or stuck devices: every wait for such a device has a limit.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -17,7 +16,7 @@ use crate::vm::{EndReason, Vm};
 
 pub(super) const LONG: Duration = Duration::from_secs(60);
 
-/// A machine that runs `code`, and has one device, which does as `script` says.
+/// A machine that runs `code` and has one device, which behaves as `script` says.
 struct World {
     machine: Arc<Machine>,
     script: Arc<fake::Script>,
@@ -62,7 +61,7 @@ pub(super) fn wait_until(what: &str, f: impl Fn() -> bool) {
     }
 }
 
-/// Prints what it is told.
+/// Echoes its serial input.
 #[rustfmt::skip]
 const ECHO: [u8; 17] = [
     // again: mov dx, 0x3fd; in al, dx; test al, 1; jz again
@@ -71,7 +70,7 @@ const ECHO: [u8; 17] = [
     0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, 0xeb, 0xef,
 ];
 
-/// Resets the first device, and then prints an R.
+/// Resets the first device, then prints an R.
 #[rustfmt::skip]
 const RESET: [u8; 20] = [
     // mov ebx, 0xd0000070; mov dword [ebx], 0
@@ -106,7 +105,7 @@ fn a_pause_that_a_device_does_not_allow_leaves_the_guest_and_its_console_as_they
     world.wait_for("abd");
 }
 
-/// A machine whose guest waits for the reset of its device, which waits for what is under way.
+/// Returns a machine whose guest waits for a device reset, which waits for requests under way.
 fn in_a_reset(stall: Duration) -> World {
     let world = World::new(&RESET, stall);
     fake::Script::set(&world.script.busy, true);
@@ -120,7 +119,7 @@ fn a_guest_that_waits_for_its_device_can_be_paused_and_stopped() {
     if !kvm_or_skip("a_guest_that_waits_for_its_device_can_be_paused_and_stopped") {
         return;
     }
-    // The device takes longer than the pause has time: the guest goes on waiting.
+    // The device takes longer than the limit of the pause: the guest keeps waiting.
     let world = in_a_reset(Duration::from_millis(100));
     let began = Instant::now();
     let why = world.machine.pause().unwrap_err();
@@ -128,7 +127,7 @@ fn a_guest_that_waits_for_its_device_can_be_paused_and_stopped() {
     assert_eq!(world.machine.run_state(), RunState::Running);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(world.printed(), "", "the reset is not done");
-    // It is done in time: the guest stands, and goes on behind its write.
+    // The reset completes in time: the guest is paused, and resumes after its write.
     let script = world.script.clone();
     let later = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(300));
@@ -139,7 +138,7 @@ fn a_guest_that_waits_for_its_device_can_be_paused_and_stopped() {
     assert_eq!(world.printed(), "");
     world.machine.resume().unwrap();
     world.wait_for("R");
-    // Or never.
+    // The reset never completes.
     let world = in_a_reset(Duration::from_millis(100));
     let began = Instant::now();
     world.machine.stop("it takes too long");
@@ -168,8 +167,8 @@ fn stuck_device_holds_up_no_stop() {
     fake::Script::set(&world.script.stuck, false);
 }
 
-/// Resumes it while it is let go of: whichever comes first, it does not run once it was let go of
-/// (I7).
+/// Resumes the guest while another thread releases it. In either order, a released guest does not
+/// run (I7).
 #[test]
 fn released_guest_never_runs() {
     if !kvm_or_skip("released_guest_never_runs") {
@@ -186,7 +185,7 @@ fn released_guest_never_runs() {
         let released = std::thread::scope(|scope| {
             let released = scope.spawn(|| {
                 both.wait();
-                // At another moment of the other's request each time.
+                // Each round releases at a different moment of the resume.
                 (0..round * 20).for_each(|_| std::hint::spin_loop());
                 machine.release()
             });
@@ -205,7 +204,7 @@ fn released_guest_never_runs() {
     machine.stop("the test is over");
 }
 
-/// In a process of its own, whose standard input is a pipe.
+/// Runs in its own process, whose standard input is a pipe.
 #[test]
 fn console_belongs_to_the_guest_that_runs() {
     const CHILD: &str = "HAS_A_CONSOLE";
@@ -229,7 +228,7 @@ fn console_belongs_to_the_guest_that_runs() {
     let host = HostConfig { serial: SerialSink::Stdio, ..Default::default() };
     let machine = || Machine::launch(kernel_config(&kernel), &host).unwrap();
     let is_taken = || Stdin::take().is_none();
-    // As one that is received and one that was left behind.
+    // One stands for a received guest, the other for the guest that was left behind.
     let (received, late) = (machine(), machine());
     assert!(!is_taken(), "by a guest that has not run");
     received.resume().unwrap();

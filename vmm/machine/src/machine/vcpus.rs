@@ -1,4 +1,4 @@
-//! Owns a machine's vCPU threads, from the first that is started to the end of all.
+//! Owns a machine's vCPU threads, from the start of the first to the end of the last.
 
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -12,10 +12,10 @@ use crate::vcpu::{Command, Counters};
 /// Upper bound on pausing or ending vCPUs. They serve commands wherever they wait, so only a defect
 /// takes this long.
 pub(super) const HALT_LIMIT: Duration = Duration::from_secs(10);
-/// Interval at which the end of a thread is looked for.
+/// Interval between two checks whether a thread has ended.
 const LOOK: Duration = Duration::from_micros(100);
 
-/// The thread of one vCPU, and the way to it.
+/// The thread of one vCPU, with its command channel.
 #[derive(Debug)]
 pub(super) struct VcpuHandle {
     commands: Sender<Command>,
@@ -34,39 +34,39 @@ impl VcpuHandle {
         Self { commands, immediate_exit, counters, thread }
     }
 
-    /// How the collector throttles it.
+    /// Returns the handle through which the collector throttles this vCPU.
     pub(super) fn brake(&self) -> Brake {
         let (commands, kick) = (self.commands.clone(), self.immediate_exit.clone());
         Brake { commands, kick, counters: self.counters.clone() }
     }
 
-    /// The sending side of its channel.
+    /// Returns the sending side of the vCPU's channel.
     pub(super) fn commands(&self) -> Sender<Command> {
         self.commands.clone()
     }
 
-    /// Sends to a vCPU that may be running.
+    /// Sends a command to a vCPU that may be running.
     pub(super) fn interrupt(&self, command: Command) {
         // A thread that has ended needs no commands.
         let _ = self.commands.send(command);
         kick(&self.thread, &self.immediate_exit);
     }
 
-    /// Sends to a vCPU that is paused.
+    /// Sends a command to a paused vCPU.
     pub(super) fn tell(&self, command: Command) {
         let _ = self.commands.send(command);
     }
 
-    /// Whether its thread has ended.
+    /// Returns whether the vCPU's thread has ended.
     pub(super) fn has_ended(&self) -> bool {
         self.thread.is_finished()
     }
 }
 
-/// All vCPUs, in their order. Dropping it ends their threads and joins them.
+/// All vCPUs, in order. Dropping it ends and joins their threads.
 ///
-/// A vCPU thread holds a sender of its own channel, so it does not end because others drop theirs.
-/// It holds the VM, and with it guest memory.
+/// A vCPU thread holds a sender of its own channel, so it does not end when all other senders are
+/// dropped. The thread also holds the VM, and with it guest memory.
 #[derive(Debug, Default)]
 pub(super) struct Vcpus(Vec<VcpuHandle>);
 
@@ -82,7 +82,7 @@ impl Vcpus {
 
 impl Drop for Vcpus {
     fn drop(&mut self) {
-        // All are told before any is waited for.
+        // Every thread gets the command before the first is joined.
         self.0.iter().for_each(|vcpu| vcpu.interrupt(Command::Quit));
         let deadline = Instant::now() + HALT_LIMIT;
         for vcpu in self.0.drain(..) {
