@@ -1,5 +1,5 @@
-//! What a machine is made of: the part of its configuration that moves with it, and the part that
-//! belongs to one host.
+//! A machine's configuration: the part that moves with the guest, and the part that belongs to one
+//! host.
 
 mod balloon;
 mod codec;
@@ -31,7 +31,7 @@ pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
 pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 pub use replace::ReplaceError;
 
-/// What runs the vCPUs.
+/// The backend that runs the vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Backend {
@@ -69,11 +69,11 @@ impl FromStr for Backend {
     }
 }
 
-/// What a machine boots; only its first start needs it.
+/// The image that a machine boots. Only its first start needs it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Boot {
-    /// The embedded payload guest, by its spec (`payload,ws=64M,...`).
+    /// The embedded payload guest, described by its spec (`payload,ws=64M,...`).
     Payload(String),
     /// A kernel from a file.
     Kernel {
@@ -83,54 +83,54 @@ pub enum Boot {
         initrd: Option<PathBuf>,
         /// The kernel's command line.
         cmdline: String,
-        /// Nothing is added to the command line: neither a console nor the virtio devices.
+        /// Whether the command line stays as given, without a console and virtio devices added.
         bare: bool,
     },
 }
 
-/// The part of a configuration that moves with the guest. `Guest::config` is [`Self::encode`]'s
-/// bytes.
+/// The part of a configuration that moves with the guest. `Guest::config` returns the bytes of
+/// [`Self::encode`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MachineConfig {
-    /// Guest memory in bytes: whole frames, [`MIN_MEM_BYTES`](crate::limits::MIN_MEM_BYTES) to
+    /// Guest memory in bytes: whole frames, from [`MIN_MEM_BYTES`](crate::limits::MIN_MEM_BYTES) to
     /// [`MAX_MEM_BYTES`](crate::limits::MAX_MEM_BYTES).
     pub mem_bytes: u64,
-    /// vCPUs, 1..=[`MAX_VCPUS`](crate::limits::MAX_VCPUS).
+    /// Number of vCPUs, 1..=[`MAX_VCPUS`](crate::limits::MAX_VCPUS).
     pub vcpus: u8,
-    /// How writes are tracked.
+    /// The method that tracks the guest's writes.
     pub tracking: TrackingMode,
-    /// Entries of each dirty ring: a power of two, at most what the host's kernel takes.
+    /// Entries of each dirty ring: a power of two, at most the limit of the host's kernel.
     pub ring_entries: u32,
-    /// What runs the vCPUs.
+    /// The backend that runs the vCPUs.
     pub backend: Backend,
-    /// What was booted.
+    /// The image that was booted.
     pub boot: Boot,
-    /// The processor of its vCPUs.
+    /// The processor that the vCPUs show to the guest.
     pub cpu: CpuConfig,
-    /// Its virtio devices, in the order of their places.
+    /// The virtio devices, in the order of their slots.
     pub devices: Vec<DeviceConfig>,
-    /// Who it is, beside its id.
+    /// The guest's identity, apart from its id.
     pub identity: Identity,
 }
 
 impl HostConfig {
-    /// Whether the operator has named the file of `disk`.
+    /// Returns whether the operator has named the file of `disk`.
     pub(crate) fn names(&self, disk: &DiskConfig) -> bool {
         self.disks.iter().any(|spec| spec.path == disk.path)
     }
 
-    /// Whether the operator says that the file of `disk` may be any.
+    /// Returns whether the operator accepts any identity for the file of `disk`.
     pub(crate) fn takes_any_identity_for(&self, disk: &DiskConfig) -> bool {
         self.disks.iter().any(|spec| spec.path == disk.path && spec.any_identity)
     }
 
-    /// This host as it is for a guest whose `drives` are about to be written over.
+    /// Returns this host's part for a guest whose `drives` are to be overwritten.
     pub(crate) fn writing_over(&self, drives: &[DriveHead]) -> Self {
         let written_over = drives.iter().map(|drive| drive.id.clone()).collect();
         Self { written_over, ..self.clone() }
     }
 
-    /// This host as it is for a guest whose `drives` come along.
+    /// Returns this host's part for a guest whose `drives` are copied to this host.
     pub(crate) fn with_copies_of(&self, drives: &[DriveHead]) -> Self {
         let copied = drives.iter().map(|drive| drive.id.clone()).collect();
         Self { copied, ..self.clone() }
@@ -138,19 +138,24 @@ impl HostConfig {
 }
 
 impl MachineConfig {
-    /// The id and the machine of the guest that is restored from `from` on this host.
+    /// Returns the id and the configuration of the guest that is restored from `from` on this host.
     pub(crate) fn restored(mut self, from: &Origin, host: &HostConfig) -> (VmId, Self) {
         let (vm_id, identity) = host.restored.of(from, self.identity);
         self.identity = identity;
         (vm_id, self)
     }
 
-    /// The same machine with this host's files, taps and sockets; the error is a sentence. Its
-    /// disks keep their identities where they are to be the same ones.
+    /// Returns the same machine with this host's files, taps and sockets. A disk keeps its identity
+    /// if it must be the same disk here.
+    ///
+    /// # Errors
+    ///
+    /// What is given for this host does not fit the guest. The error is a sentence.
     pub fn on_host(mut self, host: &HostConfig) -> Result<Self, ReplaceError> {
         devices::replace(&mut self.devices, host)?;
         if host.disks_are_copies {
-            // A wrong one is not written over: those that were named are the operator's word.
+            // A disk to be overwritten keeps its identity, so that a wrong disk is not overwritten.
+            // `replace` has cleared the identity of each disk that the operator named.
             devices::disks_mut(&mut self.devices)
                 .filter(|disk| !host.written_over.contains(&disk.id))
                 .for_each(|disk| disk.identity = None);
@@ -159,18 +164,18 @@ impl MachineConfig {
     }
 }
 
-/// Entries of a dirty ring unless told otherwise: the most that KVM takes is 65,536.
+/// Default number of entries of a dirty ring. KVM's maximum is 65,536.
 pub const DEFAULT_RING_ENTRIES: u32 = 16_384;
 
-/// Where the first serial port's output goes.
+/// The destination of the first serial port's output.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum SerialSink {
-    /// Standard output; standard input, where it is a terminal, a pipe or a file, is COM1's input.
+    /// Standard output. Standard input, if it is a terminal, a pipe or a file, is COM1's input.
     #[default]
     Stdio,
-    /// Nowhere.
+    /// The output is discarded.
     Null,
-    /// Appended to a file, which is created if need be.
+    /// The output is appended to a file, which is created if it does not exist.
     File(PathBuf),
 }
 
@@ -190,30 +195,30 @@ impl FromStr for SerialSink {
 /// The part of a configuration that belongs to one host.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct HostConfig {
-    /// Where COM1 goes, and what it hears.
+    /// The destination of COM1's output, and the source of its input.
     pub serial: SerialSink,
-    /// What holds guest memory.
+    /// The host memory that backs guest memory.
     pub memory: MemoryOptions,
-    /// For a guest that comes with disks: files to use for them here, in the places of those that
-    /// it comes with. A named one goes to the disk of its name, the others to the rest in order.
+    /// Files on this host that replace the disks of an arriving guest. A spec with a name replaces
+    /// the disk of that name; the others replace the remaining disks in order.
     pub disks: Vec<DiskSpec>,
-    /// They are expected to be others than the guest had, as after a restore, and so are those that
-    /// none is given for unless they are to be written over. Else one that is known to be another
-    /// disk than the guest's is refused.
+    /// Whether the disks are expected to differ from the guest's, as after a restore. This includes
+    /// disks without a spec, unless they are to be overwritten. If false, a disk that is known to
+    /// differ from the guest's is refused.
     pub disks_are_copies: bool,
-    /// As `disks`, for its network interfaces.
+    /// Taps that replace the network interfaces of an arriving guest, by the rules of `disks`.
     pub nets: Vec<NetSpec>,
-    /// Likewise for its vsock.
+    /// The socket that replaces the vsock of an arriving guest.
     pub vsock: Option<VsockSpec>,
-    /// Of a guest that comes: the names of the disks that come along, into files that are made
-    /// here.
+    /// For an arriving guest: the names of the disks that are copied with it, into files that are
+    /// created here.
     pub copied: Vec<String>,
-    /// Of a guest that is restored: the names of the disks that are written over with what is in
-    /// its epoch.
+    /// For a restored guest: the names of the disks that are overwritten with the content of its
+    /// checkpoint.
     pub written_over: Vec<String>,
-    /// Of a guest that is restored: who it is then.
+    /// For a restored guest: its new identity.
     pub restored: Restored,
-    /// For the tests of the tests: of so many frames that the guest writes one is not reported.
+    /// For tests of the tests: one in this many frames that the guest writes is not reported.
     #[cfg(all(feature = "broken-source", debug_assertions))]
     pub loses_one_in: Option<std::num::NonZeroU64>,
 }

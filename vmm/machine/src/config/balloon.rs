@@ -1,4 +1,4 @@
-//! A balloon as a configuration has it and as the command line gives it.
+//! A balloon in a configuration and on the command line.
 
 use std::str::FromStr;
 
@@ -7,17 +7,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::size::parse_size;
 
-/// A memory balloon: what is asked for as
+/// A memory balloon. Its command line form is
 /// `[size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BalloonConfig {
-    /// What shall be in it at first: whole frames, at most the guest's memory.
+    /// Initial target size in bytes: whole frames, at most the guest's memory.
     pub bytes: u64,
-    /// The guest may take memory back from it rather than kill a program.
+    /// Whether the guest may take memory back from the balloon rather than kill a program.
     pub deflate_on_oom: bool,
-    /// The guest reports memory that it has freed, which the host gets back until it is used again.
+    /// Whether the guest reports freed memory, which the host gets back until it is used again.
     pub reporting: bool,
-    /// The guest is asked, when all memory is to be copied, what of it is free.
+    /// Whether the guest is asked for free-page hints when all memory is to be copied.
     pub hinting: bool,
 }
 
@@ -64,7 +64,7 @@ fn on_off(option: &str, value: &str) -> Result<bool, String> {
     }
 }
 
-/// Whether a guest with `mem_bytes` of memory could have the balloon.
+/// Checks that a guest with `mem_bytes` of memory can have the balloon.
 pub(super) fn check(balloon: &BalloonConfig, mem_bytes: u64) -> Result<(), String> {
     let BalloonConfig { bytes, .. } = balloon;
     if *bytes > mem_bytes || !bytes.is_multiple_of(PAGE_SIZE) {

@@ -1,5 +1,5 @@
-//! Owns the bytes of a configuration on wires and in stores: a version, then postcard. They come
-//! from strangers: nothing in them is believed before it is checked. `FORMAT.md` has the fields.
+//! Encodes a configuration for the network and for stores: a version, then postcard. The bytes are
+//! untrusted input: every value is checked before its use. `FORMAT.md` describes the fields.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::GuestError;
@@ -8,11 +8,11 @@ use serde::de::DeserializeOwned;
 use super::{Backend, Boot, MachineConfig, devices};
 use crate::limits::{MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES};
 
-/// The only one, until there is a release.
+/// The only version until there is a release.
 const VERSION: u16 = 1;
 const WHAT: &str = "the guest's configuration";
 
-/// Reads all of `bytes`, or says what is wrong.
+/// Decodes a value from all of `bytes`. Fails with a sentence, also if bytes are left.
 fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     let (value, rest) = postcard::take_from_bytes(bytes).map_err(|e| e.to_string())?;
     match rest.len() {
@@ -22,13 +22,18 @@ fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
 }
 
 impl MachineConfig {
-    /// The configuration as `Guest::config` hands it out. It must have passed [`Self::check`].
+    /// Returns the bytes that `Guest::config` returns. The configuration must have passed
+    /// [`Self::check`].
     pub fn encode(&self) -> Vec<u8> {
-        // Only a path that is not UTF-8 can fail here, and no guest is started with one.
+        // Only a path that is not UTF-8 can fail here, and no guest starts with one.
         postcard::to_stdvec(&(VERSION, self)).unwrap_or_default()
     }
 
-    /// Reads what [`Self::encode`] wrote, here or elsewhere, and checks it.
+    /// Decodes and checks bytes that [`Self::encode`] wrote on this host or another.
+    ///
+    /// # Errors
+    ///
+    /// The bytes are malformed, or their version is not supported.
     pub fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
         let malformed = |why: String| GuestError::Malformed { what: WHAT.to_owned(), why };
         let (version, rest) =
@@ -43,7 +48,11 @@ impl MachineConfig {
         Ok(config)
     }
 
-    /// Whether any host could run this; if not, why.
+    /// Checks that a host could run this configuration.
+    ///
+    /// # Errors
+    ///
+    /// A sentence that says why no host could.
     pub fn check(&self) -> Result<(), String> {
         let Self { mem_bytes, vcpus, ring_entries, .. } = *self;
         if !(1..=MAX_VCPUS).contains(&vcpus) {
@@ -136,7 +145,7 @@ mod tests {
         MachineConfig { backend, tracking, boot, ..payload() }
     }
 
-    /// Of a guest that goes on from a checkpoint.
+    /// Returns the identity of a guest that continues from a checkpoint.
     fn identity() -> Identity {
         let uuid = |n| uuid::Uuid::from_bytes([n; 16]);
         let (parent, own) = (VmId(uuid(0xa0)), LineId(uuid(0xb0)));
@@ -153,7 +162,7 @@ mod tests {
         }
     }
 
-    /// What the bytes of a configuration are: each is one with a part of its own.
+    /// Fixes the bytes of configurations that each have one special part.
     #[test]
     fn a_configuration_has_its_bytes() {
         let uuid = |n: u8| [&[16][..], &[n; 16]].concat();

@@ -1,4 +1,4 @@
-//! The processor that a guest is to see: a model, less what is not wanted.
+//! The processor that a guest sees: a model, minus unwanted features.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,19 +7,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::cpu_model;
 
-/// No command line asks for more; a bound for hostile configurations.
+/// Limit of removed features. No command line needs more; it bounds hostile configurations.
 const MOST_WITHOUT: usize = 64;
-/// CPUID has about thirty leaves of features, and one a component of XSAVE.
+/// Limit of recorded words. CPUID has about thirty feature leaves, and one per XSAVE component.
 const MOST_WORDS: usize = 64;
 
-/// What a guest's processor is made from.
+/// The base of a guest's processor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CpuModel {
-    /// All that the host's KVM can show.
+    /// All features that the host's KVM can offer.
     #[default]
     Host,
-    /// x86-64-v2 and no more, so that the guest can move between unlike hosts of one vendor. At
+    /// x86-64-v2 and no more, so that the guest can move between different hosts of one vendor. At
     /// most 1 TiB of guest addresses.
     Baseline,
 }
@@ -27,41 +27,41 @@ pub enum CpuModel {
 /// The processor of a guest.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct CpuConfig {
-    /// What it is made from.
+    /// The model that the processor starts from.
     pub model: CpuModel,
-    /// Features that it does not have, by name.
+    /// Names of the features that are removed.
     pub without: Vec<String>,
-    /// What it has shown to the guest since its first start, for hosts to which it may move: filled
-    /// in when the machine is built.
+    /// The CPUID words that the guest has seen since its first start, recorded when the machine is
+    /// built. Hosts to which the guest moves are checked against them.
     pub shown: Vec<CpuidWord>,
-    /// What it has shown by registers that tell of features.
+    /// The feature MSRs that the guest has seen.
     pub shown_msrs: Vec<MsrWord>,
-    /// The rate of its time stamp counter in kHz, if CPUID promised that it never changes.
+    /// Rate of the time stamp counter in kHz, if CPUID promised that it never changes.
     pub tsc_khz: Option<u32>,
 }
 
-/// A model-specific register that tells of features.
+/// A model-specific register that describes features.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MsrWord {
-    /// Its number.
+    /// The register's number.
     pub index: u32,
-    /// What it reads as.
+    /// The value that the guest reads.
     pub value: u64,
 }
 
-/// The four registers of one CPUID leaf, as far as they are features (or, of leaf 0, the vendor).
+/// The four registers of one CPUID leaf, reduced to features (in leaf 0, to the vendor).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct CpuidWord {
-    /// EAX of the question.
+    /// Input EAX: the leaf.
     pub function: u32,
-    /// ECX of the question.
+    /// Input ECX: the subleaf.
     pub index: u32,
-    /// EAX, EBX, ECX, EDX of the answer.
+    /// Output EAX, EBX, ECX, EDX.
     pub registers: [u32; 4],
 }
 
 impl CpuConfig {
-    /// Whether all of it is known here; if not, why.
+    /// Checks that this version knows all of it. The error says why not.
     pub(super) fn check(&self) -> Result<(), String> {
         if self.without.len() > MOST_WITHOUT {
             let count = self.without.len();

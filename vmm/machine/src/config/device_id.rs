@@ -1,9 +1,9 @@
-//! The names of devices.
+//! Names of devices.
 
-/// Longest name of a device.
+/// Maximum length of a device's name, in bytes.
 const MAX_ID_BYTES: usize = 64;
 
-/// The name `id`, if it is one.
+/// Returns `id` if it is a valid name.
 pub(super) fn check_id(id: &str) -> Result<String, String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     if id.is_empty() || id.len() > MAX_ID_BYTES || !id.chars().all(allowed) {

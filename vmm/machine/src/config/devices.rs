@@ -1,4 +1,4 @@
-//! The devices of a machine, as its configuration has them and as the command line gives them.
+//! The devices of a machine in its configuration and on the command line.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -12,13 +12,13 @@ use super::device_id::check_id;
 use super::net::{NetConfig, NetSpec, VsockConfig, VsockSpec, replace_net, replace_vsock};
 use super::replace::ReplaceError;
 
-/// Most virtio devices: there are no more interrupts for them.
+/// Maximum number of virtio devices: there are no interrupts for more.
 pub const MAX_DEVICES: usize = 16;
-/// Longest serial number of a drive, in bytes: what virtio has room for.
+/// Maximum length of a drive's serial number, in bytes: the space that virtio has for it.
 pub const MAX_SERIAL_BYTES: usize = 20;
-/// Largest block of a disk, in bytes: a page, since Linux takes no larger ones.
+/// Largest block of a disk, in bytes: a page, since Linux accepts no larger blocks.
 pub const MAX_BLOCK_BYTES: u32 = 4096;
-/// A virtio device. Where it is in the list decides its registers' place and its interrupt.
+/// A virtio device. Its position in the list decides its register address and its interrupt.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceConfig {
@@ -35,7 +35,7 @@ pub enum DeviceConfig {
 }
 
 impl DeviceConfig {
-    /// The name by which people know the device, one of its own in each machine.
+    /// Returns the name of the device, unique within the machine.
     pub fn id(&self) -> &str {
         match self {
             Self::Disk(disk) => &disk.id,
@@ -50,39 +50,39 @@ impl DeviceConfig {
 /// A disk backed by a file.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct DiskConfig {
-    /// Its name.
+    /// The disk's name.
     pub id: String,
-    /// A raw image or a block device; on another host perhaps another one, see
+    /// A raw image or a block device. Another host may use another one, see
     /// [`HostConfig::disks`](super::HostConfig::disks).
     pub path: PathBuf,
-    /// The guest cannot write to it.
+    /// Whether the guest cannot write to it.
     pub readonly: bool,
-    /// What the guest reads as its serial number.
+    /// The serial number that the guest reads.
     pub serial: String,
-    /// What the guest sees of the file: whole sectors of 512 bytes.
+    /// Size that the guest sees, in bytes: whole sectors of 512 bytes.
     pub bytes: u64,
-    /// The block that the guest is told of, a power of two of bytes: reads and writes of whole ones
-    /// suit the file best.
+    /// Block size that the guest is told, in bytes, a power of two: reads and writes of whole
+    /// blocks suit the file best.
     pub block_bytes: u32,
-    /// Which disk it is, where that is known. Of a configuration that has come from elsewhere:
-    /// there.
+    /// Identity of the disk, if known. In a configuration from another host, the disk's identity on
+    /// that host.
     pub identity: Option<DiskIdentity>,
 }
 
-/// A disk as asked for: `path=F[,readonly][,id=NAME][,serial=TEXT][,identity=any][,copy]`.
+/// A disk on the command line: `path=F[,readonly][,id=NAME][,serial=TEXT][,identity=any][,copy]`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DiskSpec {
     /// A raw image or a block device.
     pub path: PathBuf,
-    /// The guest shall not write to it.
+    /// Whether the guest must not write to it.
     pub readonly: bool,
-    /// Its name.
+    /// The disk's name.
     pub id: Option<String>,
-    /// What the guest reads as its serial number.
+    /// The serial number that the guest reads.
     pub serial: Option<String>,
-    /// It may be another disk than the one that the guest comes with.
+    /// Whether it may be another disk than the one that the guest arrives with.
     pub any_identity: bool,
-    /// It comes along with its guest: the file is made for it.
+    /// Whether the disk is copied with its guest, into a file that is created for it.
     pub copy: bool,
 }
 
@@ -125,7 +125,7 @@ fn check_serial(serial: &str) -> Result<String, String> {
     Ok(serial.to_owned())
 }
 
-/// Whether any host could have a guest of this memory with these devices; if not, why.
+/// Checks that a host could run a guest of this memory with these devices. The error says why not.
 pub(super) fn check(devices: &[DeviceConfig], mem_bytes: u64) -> Result<(), String> {
     if devices.len() > MAX_DEVICES {
         return Err(format!("it has {} virtio devices, more than {MAX_DEVICES}", devices.len()));
@@ -165,7 +165,7 @@ pub(super) fn check(devices: &[DeviceConfig], mem_bytes: u64) -> Result<(), Stri
     Ok(())
 }
 
-/// A driver can use blocks from a sector to a page, of which the disk has whole ones.
+/// Checks the block size: from a sector to a page, and the disk has whole blocks.
 fn check_block(disk: &DiskConfig) -> Result<(), String> {
     let DiskConfig { id, block_bytes, bytes, .. } = disk;
     let usable = (512..=MAX_BLOCK_BYTES).contains(block_bytes) && block_bytes.is_power_of_two();
@@ -175,7 +175,7 @@ fn check_block(disk: &DiskConfig) -> Result<(), String> {
     Ok(())
 }
 
-/// The files of `devices`, for whom it matters what they are named.
+/// Returns the file paths of `devices` that must be encoded.
 pub(super) fn paths(devices: &[DeviceConfig]) -> impl Iterator<Item = &Path> {
     devices.iter().filter_map(|device| match device {
         DeviceConfig::Disk(disk) => Some(disk.path.as_path()),
@@ -184,7 +184,7 @@ pub(super) fn paths(devices: &[DeviceConfig]) -> impl Iterator<Item = &Path> {
     })
 }
 
-/// The disks of `devices`, in their order.
+/// Returns the disks of `devices`, in order.
 pub fn disks(devices: &[DeviceConfig]) -> impl Iterator<Item = &DiskConfig> {
     devices.iter().filter_map(|device| match device {
         DeviceConfig::Disk(disk) => Some(disk),
@@ -192,7 +192,7 @@ pub fn disks(devices: &[DeviceConfig]) -> impl Iterator<Item = &DiskConfig> {
     })
 }
 
-/// As [`disks`], to be changed.
+/// Returns the disks of `devices` as [`disks`] does, mutably.
 pub(crate) fn disks_mut(devices: &mut [DeviceConfig]) -> impl Iterator<Item = &mut DiskConfig> {
     devices.iter_mut().filter_map(|device| match device {
         DeviceConfig::Disk(disk) => Some(disk),
@@ -200,7 +200,7 @@ pub(crate) fn disks_mut(devices: &mut [DeviceConfig]) -> impl Iterator<Item = &m
     })
 }
 
-/// Puts what is asked for on this host in the place of what a guest came with.
+/// Replaces the host-specific parts of an arriving guest's devices with those of this host.
 pub(super) fn replace(
     devices: &mut [DeviceConfig],
     host: &super::HostConfig,
@@ -237,11 +237,11 @@ pub(super) fn replace(
     host.vsock.as_ref().map_or(Ok(()), |with: &VsockSpec| replace_vsock(vsock, with))
 }
 
-/// Things of a kind that a guest has, or that are given for it, with their names.
+/// The guest's items of one kind, or the specs given for them, with their names.
 type Named<N, T> = Vec<(N, T)>;
 
-/// Puts the named ones of `with` in the places of their names, the others in the order of the rest.
-/// `what` is the kind, and the part of it that is always given.
+/// Applies each named spec of `with` to the item of its name, and the others to the remaining items
+/// in order. `what` is the kind and its mandatory option.
 fn replace_each<P, S>(
     what: (&str, &str),
     places: Named<String, &mut P>,

@@ -1,38 +1,38 @@
-//! What tells one disk from another, on whatever host it is seen.
+//! What tells one disk from another, on any host that sees it.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Longest name of a block device, in bytes; those of makers have some dozens.
+/// Maximum length of a block device's name, in bytes. Vendors' names have some dozens.
 const MAX_NAME_BYTES: usize = 256;
-/// Characters of a name that is none which are said.
+/// Characters of an invalid name that an error message shows.
 const MAX_SAID: usize = 64;
 
-/// Which disk it is, so far as every host that shares it would say the same.
+/// Identity of a disk. Every host that shares the disk reports the same identity.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiskIdentity {
     /// A file.
     File {
-        /// Its number in its file system.
+        /// The inode number in its file system.
         inode: u64,
-        /// When it was made, in nanoseconds since 1970, where the file system says so.
+        /// Creation time in nanoseconds since 1970, if the file system reports one.
         born_ns: Option<u64>,
     },
-    /// A block device, by the name that its maker or its volume manager has given it.
+    /// A block device, by the name from its vendor or its volume manager.
     Device(String),
 }
 
 impl DiskIdentity {
-    /// A block device of this name, if it can be one.
+    /// Returns the identity of a block device of this name, if the name is valid.
     pub(crate) fn device(name: &str) -> Option<Self> {
         let known = Self::Device(name.trim().to_owned());
         known.check().is_ok().then_some(known)
     }
 
-    /// Whether `other` is certainly another disk: the time at which a file was made counts where
-    /// both hosts say it.
+    /// Returns whether `other` is certainly another disk. The creation time of a file counts only
+    /// if both hosts report it.
     pub fn differs(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::File { inode: a, born_ns: x }, Self::File { inode: b, born_ns: y }) => {
@@ -42,12 +42,12 @@ impl DiskIdentity {
         }
     }
 
-    /// Whether a disk can have it; if not, why.
+    /// Checks that a disk can have this identity. The error says why not.
     pub(super) fn check(&self) -> Result<(), String> {
         let Self::Device(name) = self else { return Ok(()) };
         let printable = name.chars().all(|c| c == ' ' || c.is_ascii_graphic());
         if name.is_empty() || name.len() > MAX_NAME_BYTES || !printable {
-            // A peer's: only the beginning is said.
+            // The name may come from a peer, so the message shows only its beginning.
             let begins: String = name.chars().take(MAX_SAID).collect();
             let more = if name.chars().nth(MAX_SAID).is_some() { "..." } else { "" };
             return Err(format!(

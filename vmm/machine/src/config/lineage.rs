@@ -1,5 +1,5 @@
-//! Owns who a guest is, beside its id: its operator's name for it, where it comes from, and its
-//! line.
+//! A guest's identity apart from its id: the operator's name for it, the checkpoint that it began
+//! as, and its line.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use std::str::FromStr;
 use driftline_guest::{Line, Origin, VmId};
 use serde::{Deserialize, Serialize};
 
-/// Longest name, in bytes: as long as Firecracker's ids.
+/// Maximum length of a name, in bytes: the length of Firecracker's ids.
 const MAX_NAME: usize = 64;
 
 /// A name that an operator gave to a guest.
@@ -15,7 +15,7 @@ const MAX_NAME: usize = 64;
 pub struct GuestName(String);
 
 impl GuestName {
-    /// Refuses what is no name, in a sentence.
+    /// Checks that the name is valid. The error is a sentence.
     pub(super) fn check(&self) -> Result<(), String> {
         let Self(name) = self;
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -55,7 +55,7 @@ impl FromStr for GuestName {
 /// The checkpoint that a guest began as.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Lineage {
-    /// The guest that the checkpoint is of.
+    /// The guest from which the checkpoint was taken.
     pub parent: VmId,
     /// The checkpoint's number.
     pub checkpoint: u64,
@@ -67,42 +67,43 @@ impl fmt::Display for Lineage {
     }
 }
 
-/// Who a guest is, beside its id.
+/// A guest's identity apart from its id.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Identity {
-    /// Its operator's name for it.
+    /// The operator's name for the guest.
     pub name: Option<GuestName>,
-    /// Where it comes from; none of a guest that was booted.
+    /// The checkpoint that the guest began as. `None` for a guest that was booted.
     pub lineage: Option<Lineage>,
-    /// Which checkpoints its own may follow.
+    /// The guest's line, which decides which checkpoints its own may follow.
     pub line: Line,
 }
 
 impl Identity {
-    /// Of a guest that is booted.
+    /// Returns the identity of a guest that is booted.
     pub fn booted(name: Option<GuestName>) -> Self {
         Self { name, lineage: None, line: Line::begin() }
     }
 }
 
 impl Default for Identity {
-    /// Of a guest that is booted and has no name.
+    /// Returns the identity of a guest that is booted without a name.
     fn default() -> Self {
         Self::booted(None)
     }
 }
 
-/// Who a guest is that is restored.
+/// The identity of a guest that is restored.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Restored {
-    /// The guest that its checkpoint is of, which goes on; else a new one.
+    /// Whether the guest continues as the checkpoint's guest. Otherwise it is a new guest.
     pub same: bool,
-    /// Its name, if it is given one.
+    /// The new name, if one is given.
     pub name: Option<GuestName>,
 }
 
 impl Restored {
-    /// The id and the identity of the guest that is restored from `from`, which was `before` then.
+    /// Returns the id and the identity of the guest that is restored from `from`. `before` is the
+    /// identity in the checkpoint.
     pub(crate) fn of(&self, from: &Origin, before: Identity) -> (VmId, Identity) {
         let name = self.name.clone();
         if self.same {
@@ -120,7 +121,7 @@ pub fn guest_span(vm_id: VmId, identity: &Identity) -> tracing::Span {
     let vm_name = identity.name.as_ref().map(tracing::field::display);
     let vm_parent = identity.lineage.map(|lineage| tracing::field::display(lineage.parent));
     let vm_parent_checkpoint = identity.lineage.map(|lineage| lineage.checkpoint);
-    // As an error, so that no filter that lets an event through leaves the guest's id out.
+    // At error level, so that every filter that passes an event also passes the guest's id.
     tracing::error_span!("guest", %vm_id, vm_name, vm_parent, vm_parent_checkpoint)
 }
 

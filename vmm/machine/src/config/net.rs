@@ -1,5 +1,4 @@
-//! Network interfaces and the vsock, as a configuration has them and as the command line gives
-//! them.
+//! Network interfaces and the vsock device in a configuration and on the command line.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,13 +9,14 @@ use serde::{Deserialize, Serialize};
 use super::device_id::check_id;
 use super::replace::ReplaceError;
 
-/// Most queue pairs of a network interface.
+/// Maximum number of queue pairs of a network interface.
 pub const MAX_QUEUE_PAIRS: u8 = 8;
-/// Longest name of a network device of Linux, in bytes.
+/// Maximum length of the name of a Linux network device, in bytes.
 const MAX_TAP_BYTES: usize = 15;
-/// The least context ID that a guest may have; those below are the hypervisor's and the host's.
+/// Smallest context ID of a guest. The smaller ones belong to the hypervisor and the host.
 const MIN_CID: u32 = 3;
-/// Longest path of a vsock's unix socket: to it is added `_` and a port, and Linux takes 107 bytes.
+/// Maximum length of the path of a vsock's unix socket, in bytes. `_` and a port are appended, and
+/// Linux accepts 107 bytes.
 const MAX_SOCKET_BYTES: usize = 96;
 
 /// An Ethernet address.
@@ -24,7 +24,7 @@ const MAX_SOCKET_BYTES: usize = 96;
 pub struct MacAddr(pub [u8; 6]);
 
 impl MacAddr {
-    /// An address that nobody else has, by all odds: unicast, locally administered.
+    /// Returns a random unicast, locally administered address. A collision is very unlikely.
     pub fn random() -> Self {
         let [b0, b1, b2, b3, b4, b5, ..] = uuid::Uuid::new_v4().into_bytes();
         Self([b0 & 0xfc | 0x02, b1, b2, b3, b4, b5])
@@ -64,14 +64,14 @@ impl FromStr for MacAddr {
 /// A network interface over a tap.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct NetConfig {
-    /// Its name.
+    /// The interface's name.
     pub id: String,
-    /// The tap; on another host perhaps another one, see
+    /// The tap. Another host may use another one, see
     /// [`HostConfig::nets`](super::HostConfig::nets).
     pub tap: String,
-    /// Its address.
+    /// The interface's Ethernet address.
     pub mac: MacAddr,
-    /// Pairs of queues, 1..=[`MAX_QUEUE_PAIRS`].
+    /// Number of queue pairs, 1..=[`MAX_QUEUE_PAIRS`].
     pub queues: u8,
 }
 
@@ -107,16 +107,16 @@ fn check_queues(queues: u8) -> Result<u8, String> {
     }
 }
 
-/// A network interface as asked for: `tap=NAME[,mac=ADDRESS][,id=NAME][,queues=N]`.
+/// A network interface on the command line: `tap=NAME[,mac=ADDRESS][,id=NAME][,queues=N]`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct NetSpec {
     /// The tap.
     pub tap: String,
     /// The address that the guest sees.
     pub mac: Option<MacAddr>,
-    /// Its name.
+    /// The interface's name.
     pub id: Option<String>,
-    /// Pairs of queues.
+    /// Number of queue pairs.
     pub queues: Option<u8>,
 }
 
@@ -159,13 +159,13 @@ pub(super) fn replace_net(net: &mut NetConfig, with: &NetSpec) -> Result<(), Rep
     Ok(())
 }
 
-/// The socket device: streams between the guest and unix sockets of the host.
+/// The vsock device: streams between the guest and unix sockets of the host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct VsockConfig {
-    /// The guest's address.
+    /// The guest's context ID.
     pub cid: u32,
-    /// Where the host's programs connect; those that the guest connects to listen at this with `_`
-    /// and the port added.
+    /// The socket to which the host's programs connect. A program that the guest connects to
+    /// listens at this path with `_` and the port appended.
     pub uds: PathBuf,
 }
 
@@ -194,10 +194,10 @@ fn check_uds(path: &std::path::Path) -> Result<(), String> {
     }
 }
 
-/// The socket device as asked for: `cid=N,uds=PATH`; on another host `uds=PATH` alone.
+/// A vsock on the command line: `cid=N,uds=PATH`; for an arriving guest `uds=PATH` is enough.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct VsockSpec {
-    /// The guest's address.
+    /// The guest's context ID.
     pub cid: Option<u32>,
     /// The unix socket.
     pub uds: PathBuf,

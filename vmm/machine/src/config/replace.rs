@@ -1,10 +1,10 @@
-//! Why what is given for a guest on this host does not fit it.
+//! The error for host-specific parts that do not fit an arriving guest.
 
 use std::fmt;
 
 use driftline_guest::GuestError;
 
-/// What is given on this host does not fit the guest.
+/// The parts that are given on this host do not fit the guest.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ReplaceError(pub(super) String);
 
