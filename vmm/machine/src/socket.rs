@@ -1,30 +1,32 @@
-//! Owns the file of a unix socket at which this process listens, the API's and the socket device's:
-//! who may connect to it, what is done about one that is already there, and its removal.
+//! Owns the file of a listening unix socket, the API's or the vsock device's: who may connect to
+//! it, what happens to a socket that already exists there, and the removal of the file.
 //!
-//! Starters take no lock, which strangers could hold, and wait for no process behind a socket:
+//! A starter is a process that begins to listen. It takes no lock, because a stranger could hold
+//! one, and it waits for no process behind a socket:
 //!
-//! 1. A socket is bound under a private name and listens. Only then it gets its name, if that is
-//!    free: `renameat2` with `RENAME_NOREPLACE`. So a socket that refuses connections is a dead
-//!    process's, and it never listens again.
-//! 2. The name of a live socket is removed by its owner alone, before it stops listening. Its inode
-//!    has its number as long as the socket is open, so the owner knows its file.
-//! 3. The name of a dead socket is removed only by the holder of the claim to it: a socket that
+//! 1. A socket is bound under a private name and listens. Only then does it get its final name, and
+//!    only if that name is free: `renameat2` with `RENAME_NOREPLACE`. A socket that refuses
+//!    connections therefore belongs to a dead process and never listens again.
+//! 2. Only the owner of a live socket removes its name, before it stops listening. The inode number
+//!    stays in use while the socket is open, so the owner recognizes its file.
+//! 3. Only the holder of the claim to a dead socket removes its name. The claim is a socket that
 //!    listens under the name `.replacing-INODE`, which it got in the same way. The holder keeps the
 //!    dead inode open, so no other file has its number. If the name leads to that inode once the
-//!    claim is held, it does so until the holder removes it: nobody else may.
+//!    claim is held, it continues to do so until the holder removes it: no other process may.
 //!
-//! So a starter removes no other file than the one it has looked at, however long it is stopped
-//! between two steps, and no live socket loses its name. Of starters one has the name, and the
-//! others find it in use. The claim of a killed starter is a dead socket, replaced as any other is.
+//! So a starter removes no file other than the one that it has checked, however long it is stopped
+//! between two steps, and no live socket loses its name. Of several starters one gets the name; the
+//! others find it in use. The claim of a killed starter is a dead socket and is replaced like any
+//! other.
 //!
 //! A live socket can lose its name in two cases:
 //!
-//! - on a file system with neither `RENAME_NOREPLACE` nor hard links, if two starters find the name
-//!   free at once: the second has it;
-//! - in a directory with the sticky bit, where a stranger's file has the claim's name: starters go
-//!   without the claim, and of two at once the slower may remove the faster one's socket.
+//! - On a file system with neither `RENAME_NOREPLACE` nor hard links, if two starters find the name
+//!   free at once: the second one gets it.
+//! - In a directory with the sticky bit, if a stranger's file has the claim's name: starters
+//!   proceed without the claim, and of two at once the slower may remove the faster one's socket.
 //!
-//! The private name of a killed starter stays: a sweep would read directories, which the sandbox
+//! The private name of a killed starter remains. A sweep would read directories, which the sandbox
 //! forbids, for a file that only a kill within microseconds leaves behind.
 
 use std::ffi::{OsStr, OsString};
@@ -44,60 +46,64 @@ use crate::sandbox::hint;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 16;
-/// Most starters that may get in the way of one, and most waits for one that is stopped.
+/// Maximum conflicts with other starters, and maximum waits for a stopped starter.
 const TRIES: u32 = 16;
-/// Wait for another starter that replaces the same stale socket, which takes microseconds.
+/// Retry interval while another starter replaces the same stale socket, which takes microseconds.
 const RETRY: Duration = Duration::from_millis(1);
-/// Most claims to claims: one for each starter that was killed while it replaced this one socket.
+/// Maximum length of a chain of claims: one for each starter killed while it replaced this socket.
 const CLAIMS: u32 = 4;
 
-/// A listening socket, whose file is removed when this is dropped.
+/// A listening socket. Dropping it removes its file.
 #[derive(Debug)]
 pub struct ListeningSocket {
     listener: UnixListener,
     file: SocketFile,
 }
 
-/// Why there is no socket.
+/// The reason for which a socket cannot listen.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SocketError {
-    /// Another process answers there.
+    /// Another process listens there.
     #[error(
         "{} is in use: another process listens there; stop that one, or name another path",
         .0.display()
     )]
     InUse(PathBuf),
-    /// Other processes begin to listen there and end, one after the other, or one has stopped while
-    /// it began.
+    /// Other processes start to listen there and end, one after the other, or a process was stopped
+    /// while it started.
     #[error(
         "cannot listen on {}: other processes take that name again and again; stop them, or name \
          another path",
         .0.display()
     )]
     Contended(PathBuf),
-    /// Something else has that name.
+    /// A file that is not a socket has that name.
     #[error("cannot listen on {}: it exists and is not a socket", .0.display())]
     NotASocket(PathBuf),
-    /// The system refused.
+    /// The system refused an operation.
     #[error("cannot listen on {}: {cause}{}", path.display(), hint(path, cause))]
     System {
         /// The socket's path.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         cause: io::Error,
     },
 }
 
 impl ListeningSocket {
-    /// Listens on `path`, only for this user. A socket that a dead process left behind is replaced.
+    /// Listens on `path`, for this user only. Replaces a socket that a dead process left behind.
+    ///
+    /// # Errors
+    ///
+    /// See [`SocketError`].
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let system = |cause| SocketError::System { path: path.to_owned(), cause };
-        // Longer names can be listened at, but not be connected to.
+        // A process can listen at a longer name, but no client can connect to it.
         SocketAddrUnix::new(path).map_err(|e| system(e.into()))?;
         let name = path.file_name().ok_or_else(|| SocketError::NotASocket(path.to_owned()))?;
         let dir = Dir::of(path).map_err(|e| system(e.into()))?;
-        // Absolute, because it is removed by whatever thread ends the process.
+        // Absolute, because any thread that ends the process removes the file.
         let absolute = std::path::absolute(dir.path.join(name)).map_err(system)?;
         let Named { fd, identity } = dir.take(name, 0)?;
         let file = SocketFile { path: absolute, identity };
@@ -107,7 +113,7 @@ impl ListeningSocket {
         Ok(socket)
     }
 
-    /// The listener, for whoever accepts; it does not block.
+    /// Returns a clone of the listener, which does not block.
     pub fn listener(&self) -> io::Result<UnixListener> {
         self.listener.try_clone()
     }
@@ -122,13 +128,13 @@ impl Drop for ListeningSocket {
     }
 }
 
-/// A socket that listens under the name that it was to have.
+/// A socket that listens under its final name.
 struct Named {
     fd: OwnedFd,
     identity: (u64, u64),
 }
 
-/// A directory in which sockets get their names.
+/// A directory in which sockets are renamed.
 struct Dir {
     fd: OwnedFd,
     path: PathBuf,
@@ -138,13 +144,13 @@ impl Dir {
     fn of(socket: &Path) -> rustix::io::Result<Self> {
         let path = socket.parent().unwrap_or(Path::new("")).to_owned();
         let opened = if path.as_os_str().is_empty() { Path::new(".") } else { &path };
-        // Without the right to read it.
+        // O_PATH does not need the right to read the directory.
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let fd = rustix::fs::open(opened, flags, Mode::empty())?;
         Ok(Self { fd, path })
     }
 
-    /// Listens under `name`. `claims` is the length of the chain of claims that leads to it.
+    /// Listens under `name`. `claims` is the number of claims that lead to this call.
     fn take(&self, name: &OsStr, claims: u32) -> Result<Named, SocketError> {
         let system = |cause: Errno| self.refused(name, cause);
         let private = self.private_name(name).map_err(system)?;
@@ -153,7 +159,7 @@ impl Dir {
             Ok(named)
         });
         named.inspect_err(|_| {
-            // It may not be there, and the error says more than this one's.
+            // The file may not exist. The first error is more useful than this one.
             let _ = self.unlink(&private);
         })
     }
@@ -161,14 +167,14 @@ impl Dir {
     fn listen(&self, private: &OsStr) -> rustix::io::Result<Named> {
         let flags = SocketFlags::CLOEXEC;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-        // The file gets the socket's mode when it is bound, so nobody else can ever connect.
+        // The file inherits the socket's mode on bind, so no other user can ever connect.
         rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR)?;
         rustix::net::bind(&fd, &self.address(private)?)?;
         rustix::net::listen(&fd, BACKLOG)?;
         Ok(Named { fd, identity: self.identity(private)? })
     }
 
-    /// Gives the socket `private` its `name`, from which a stale socket is removed.
+    /// Renames the socket `private` to `name`, after removing a stale socket of that name.
     fn rename(&self, private: &OsStr, name: &OsStr, claims: u32) -> Result<(), SocketError> {
         for _ in 0..TRIES {
             match self.rename_if_free(private, name) {
@@ -183,7 +189,7 @@ impl Dir {
     fn rename_if_free(&self, private: &OsStr, name: &OsStr) -> rustix::io::Result<()> {
         let flags = RenameFlags::NOREPLACE;
         match rustix::fs::renameat_with(&self.fd, private, &self.fd, name, flags) {
-            // File systems over a network cannot, but have hard links.
+            // Network file systems do not support the flag, but have hard links.
             Err(Errno::INVAL | Errno::NOSYS) => {}
             renamed => return renamed,
         }
@@ -191,7 +197,8 @@ impl Dir {
             Err(Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP) => {}
             linked => return linked.and_then(|()| self.unlink(private)),
         }
-        // Some have neither: there, the second of two that find the name free at once has it.
+        // Some file systems have neither. There, of two starters that find the name free at once,
+        // the second one gets it.
         match self.identity(name) {
             Ok(_) => Err(Errno::EXIST),
             Err(Errno::NOENT) => rustix::fs::renameat(&self.fd, private, &self.fd, name),
@@ -199,12 +206,12 @@ impl Dir {
         }
     }
 
-    /// Removes the socket `name` if nobody listens there. Its file may be another one by now, or
-    /// gone: the caller looks again.
+    /// Removes the socket `name` if no process listens there. The file may have been replaced or
+    /// removed meanwhile, so the caller tries the name again.
     fn remove_stale(&self, name: &OsStr, claims: u32) -> Result<(), SocketError> {
         let system = |cause: Errno| self.refused(name, cause);
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        // While it is open, no other file has its number.
+        // While the inode is open, no other file has its number.
         let found = match rustix::fs::openat(&self.fd, name, flags, Mode::empty()) {
             Err(Errno::NOENT) => return Ok(()),
             found => found.map_err(system)?,
@@ -229,7 +236,7 @@ impl Dir {
         };
         drop(claim);
         match removed {
-            // A foreign program removed its own socket.
+            // The program that owned the socket removed it itself.
             Err(Errno::NOENT) => Ok(()),
             removed => removed.map_err(system),
         }
@@ -249,7 +256,8 @@ impl Dir {
         let claim = OsString::from(format!(".replacing-{}", stale.st_ino));
         match self.take(&claim, claims) {
             Ok(named) => Ok(Some(Claim { dir: self, name: claim, named: Some(named) })),
-            // Goes without: nobody who may not remove a socket can forbid it.
+            // Proceeds without a claim: a user who may not remove a socket must not block its
+            // removal.
             Err(_) if self.is_strangers(&claim, stale) => {
                 Ok(Some(Claim { dir: self, name: claim, named: None }))
             }
@@ -261,8 +269,8 @@ impl Dir {
         }
     }
 
-    /// Whether the file `claim` belongs to a user who may not remove the socket `stale`: in a
-    /// directory in which any user makes files, but removes only his own.
+    /// Returns whether the file `claim` belongs to a user who may not remove the socket `stale`.
+    /// This is so in a sticky directory, where any user creates files but removes only their own.
     fn is_strangers(&self, claim: &OsStr, stale: &Stat) -> bool {
         let owner = rustix::fs::statat(&self.fd, claim, AtFlags::SYMLINK_NOFOLLOW);
         let (Ok(dir), Ok(claim)) = (rustix::fs::fstat(&self.fd), owner) else { return false };
@@ -271,11 +279,11 @@ impl Dir {
             && ![0, own, dir.st_uid, stale.st_uid].contains(&claim.st_uid)
     }
 
-    /// A name that no other file has. It begins with `name` if there is room, so that `ss` finds
-    /// the socket by its path: the kernel shows the name under which a socket was bound.
+    /// Returns a unique name. It begins with `name` if there is room, so that `ss` finds the socket
+    /// by its path: the kernel shows the name under which a socket was bound.
     fn private_name(&self, name: &OsStr) -> rustix::io::Result<OsString> {
         let mut bytes = [0; 8];
-        // So few are given whole.
+        // A read this short is never partial.
         rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty())?;
         let suffix = format!(".{:016x}", u64::from_ne_bytes(bytes));
         let mut private = name.to_owned();
@@ -284,19 +292,20 @@ impl Dir {
         Ok(if fits { private } else { suffix.into() })
     }
 
-    /// Whether a process listens at `name`. Does not wait for that process, which may be stopped.
+    /// Returns whether a process listens at `name`. Does not wait for that process, which may be
+    /// stopped.
     fn is_listened_at(&self, name: &OsStr) -> rustix::io::Result<bool> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         match rustix::net::connect(&fd, &self.address(name)?) {
-            // As many wait to be accepted as may, or it is a socket of another type.
+            // AGAIN: the backlog is full. PROTOTYPE: the socket is of another type.
             Ok(()) | Err(Errno::AGAIN | Errno::PROTOTYPE) => Ok(true),
             Err(Errno::CONNREFUSED) => Ok(false),
             Err(e) => Err(e),
         }
     }
 
-    /// The address of `name`, by way of the directory's descriptor if it is too long.
+    /// Returns the address of `name`, through the directory's descriptor if the path is too long.
     fn address(&self, name: &OsStr) -> rustix::io::Result<SocketAddrUnix> {
         SocketAddrUnix::new(self.path.join(name)).or_else(|_| {
             let dir = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
@@ -318,11 +327,11 @@ impl Dir {
     }
 }
 
-/// The right to remove one stale socket, until this is dropped.
+/// The right to remove one stale socket. Dropping it removes the claim's file.
 struct Claim<'a> {
     dir: &'a Dir,
     name: OsString,
-    /// Listens until its name is gone. `None`: a stranger has that name.
+    /// Listens until the claim's name is removed. `None`: a stranger's file has that name.
     named: Option<Named>,
 }
 
@@ -336,7 +345,7 @@ impl Drop for Claim<'_> {
     }
 }
 
-/// Device and inode.
+/// Returns device and inode number.
 fn identity_of(stat: &Stat) -> (u64, u64) {
     (stat.st_dev, stat.st_ino)
 }

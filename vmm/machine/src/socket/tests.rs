@@ -9,13 +9,13 @@ use super::*;
 
 mod fuse;
 
-/// Leaves a socket at `path` as a killed process does, and gives its inode's number.
+/// Leaves a socket at `path`, as a killed process does, and returns its inode number.
 fn leave_stale(path: &Path) -> u64 {
     drop(UnixListener::bind(path).unwrap());
     fs::symlink_metadata(path).unwrap().ino()
 }
 
-/// The names in the directory of `path`.
+/// Returns the names in the directory of `path`.
 fn beside(path: &Path) -> Vec<OsString> {
     let entries = fs::read_dir(path.parent().unwrap()).unwrap();
     entries.map(|entry| entry.unwrap().file_name()).collect()
@@ -25,12 +25,12 @@ fn claim_to(path: &Path, ino: u64) -> PathBuf {
     path.with_file_name(format!(".replacing-{ino}"))
 }
 
-/// The error of a starter that another one was faster than.
+/// Returns whether the error is that of a starter that lost to another one.
 fn is_late(e: &SocketError) -> bool {
     matches!(e, SocketError::InUse(_) | SocketError::Contended(_))
 }
 
-/// Drops `socket` without the removal of its file, as a kill does.
+/// Drops `socket` without removing its file, as a kill does.
 fn kill(mut socket: ListeningSocket) {
     exit::forget(&socket.file);
     socket.file.identity = (0, 0);
@@ -90,7 +90,7 @@ fn listener_with_full_backlog_is_in_use() {
     assert!(e.to_string().ends_with("; stop that one, or name another path"), "{e}");
 }
 
-/// So many start at once beside a dead one's socket, in each round.
+/// In each round, `starters` threads start at once while a dead process's socket exists.
 fn start_at_once(path: &Path, starters: usize, rounds: u32) {
     for round in 0..rounds {
         leave_stale(path);
@@ -110,7 +110,7 @@ fn start_at_once(path: &Path, starters: usize, rounds: u32) {
         }
         let owner = owners.pop().unwrap().unwrap();
         let listener = owner.listener().unwrap();
-        // Of starters that have looked.
+        // Accepts the connections of starters that checked whether the socket is live.
         while listener.accept().is_ok() {}
         let _stream = UnixStream::connect(path).unwrap();
         listener.accept().unwrap();
@@ -137,7 +137,8 @@ fn owner_keeps_its_name_among_starters_and_kills() {
                 for round in 0..500 {
                     match ListeningSocket::bind(path) {
                         Ok(socket) => {
-                            // Others may look, and remove or replace what they should not.
+                            // Gives other starters time to check, and to remove or replace what
+                            // they must not.
                             std::thread::yield_now();
                             let found = fs::symlink_metadata(path).map(|m| (m.dev(), m.ino()));
                             assert_eq!(found.unwrap(), socket.file.identity, "{starter} {round}");
@@ -225,7 +226,7 @@ fn waits_for_claims_do_not_multiply() {
         claim.set_nonblocking(true).unwrap();
         let e = ListeningSocket::bind(&path).unwrap_err();
         assert!(matches!(&e, SocketError::Contended(at) if *at == path), "{e}");
-        // Each try looks once whether the last claim of the chain is a live one.
+        // Each try checks once whether the last claim of the chain is live.
         let tries = std::iter::from_fn(|| claim.accept().ok()).count();
         assert_eq!(tries, TRIES as usize, "a chain of {depth} claims");
     }
@@ -258,12 +259,12 @@ fn socket_that_its_owner_removes_is_stale() {
     let path = dir.path().join("api");
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        // Another program's, which binds, listens and ends, again and again.
+        // The socket of another program, which binds, listens and ends again and again.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
                 if let Ok(listener) = UnixListener::bind(&path) {
                     drop(listener);
-                    // Or a starter has.
+                    // A starter may have removed it already.
                     let _ = fs::remove_file(&path);
                 }
             }
@@ -291,7 +292,7 @@ fn socket_of_a_successor_is_left_alone() {
 
 #[test]
 fn longest_path_is_as_good_as_any() {
-    // Room for 107 bytes and a zero, of which rustix uses both.
+    // Room for 107 bytes and a zero; rustix uses both.
     let room = 107 - std::env::temp_dir().as_os_str().len() - "/.tmpXXXXXX/d/".len();
     for (length, name) in [(107, 1), (107, room / 2), (107, room), (108, 1)] {
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Sockets on a file system that knows no `RENAME_NOREPLACE`, with hard links and without.
+//! Sockets on a file system without `RENAME_NOREPLACE`, with hard links and without.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -12,15 +12,15 @@ use fuser::{
 
 use super::*;
 
-/// The directory's names.
+/// The names in the directory.
 type Names = Arc<Mutex<BTreeMap<OsString, INodeNo>>>;
 
-/// One directory of sockets.
+/// A file system with one directory of sockets.
 struct Plain {
     names: Names,
     next: Mutex<u64>,
     has_links: bool,
-    /// A name that somebody else always removes first.
+    /// A name that another process always removes first.
     removed_first: Option<&'static str>,
 }
 
@@ -114,7 +114,7 @@ impl Filesystem for Plain {
     }
 }
 
-/// Serves `files` at `dir`; skips the test loudly where that cannot be.
+/// Mounts `files` at `dir`. Prints that the test is skipped where FUSE cannot be mounted.
 fn mount(files: Plain, dir: &Path) -> Option<fuser::BackgroundSession> {
     let session = fuser::spawn_mount(files, dir, &Config::default());
     session.inspect_err(|e| eprintln!("skipped: no FUSE file system can be mounted: {e}")).ok()
