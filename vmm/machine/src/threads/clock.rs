@@ -1,10 +1,10 @@
-//! Owns the guest's clock on the threads backend: the host's monotonic clock, moved.
+//! The guest's clock on the threads backend: the host's monotonic clock plus an offset.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Guest time in nanoseconds. It goes on while the guest is paused, as it does under KVM: the guest
-/// notices a pause as a gap.
+/// Guest time in nanoseconds. It advances while the guest is paused, as it does under KVM: the
+/// guest sees a pause as a gap.
 #[derive(Debug)]
 pub(super) struct GuestClock {
     origin: Instant,
@@ -13,17 +13,17 @@ pub(super) struct GuestClock {
 }
 
 impl GuestClock {
-    /// A clock that starts at zero.
+    /// Returns a clock that starts at zero.
     pub(super) fn new() -> Self {
         Self { origin: Instant::now(), base_ns: AtomicU64::new(0) }
     }
 
-    /// The guest's time now.
+    /// Returns the current guest time in nanoseconds.
     pub(super) fn now_ns(&self) -> u64 {
         self.base_ns.load(Ordering::Relaxed).wrapping_add(self.elapsed_ns())
     }
 
-    /// Makes it `now_ns` now.
+    /// Sets the current guest time to `now_ns`.
     pub(super) fn set(&self, now_ns: u64) {
         self.base_ns.store(now_ns.wrapping_sub(self.elapsed_ns()), Ordering::Relaxed);
     }
@@ -33,7 +33,7 @@ impl GuestClock {
     }
 }
 
-/// The host's time of day in nanoseconds, which says how long a state was under way.
+/// Returns the host's time of day in nanoseconds, which measures how long a state was in transit.
 pub(super) fn wall_ns() -> u64 {
     nanos(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
 }

@@ -1,4 +1,4 @@
-//! Owns the end of a guest: set once, waited for by any number of threads.
+//! The end of a guest: set once; any number of threads can wait for it.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -28,7 +28,7 @@ impl End {
         }
     }
 
-    /// One more of `all` workers has run out of work: the last one powers the guest off.
+    /// Counts one of `all` workers as done. The last one powers the guest off.
     pub(super) fn worker_done(&self, all: u32) {
         let mut ending = self.lock();
         ending.done_workers += 1;
@@ -38,12 +38,12 @@ impl End {
         }
     }
 
-    /// Why the guest has ended, if it has.
+    /// Returns why the guest has ended, or `None` while it has not.
     pub(super) fn reason(&self) -> Option<EndReason> {
         self.lock().reason.clone()
     }
 
-    /// Blocks until the guest has ended, or `timeout` has passed.
+    /// Blocks until the guest has ended or `timeout` has passed.
     pub(super) fn wait(&self, timeout: Option<Duration>) -> Option<EndReason> {
         let ending = self.lock();
         let going = |e: &mut Ending| e.reason.is_none();

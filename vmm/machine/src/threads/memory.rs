@@ -1,5 +1,5 @@
-//! Owns the workers' view of guest memory: the pages of the working set, each write of which marks
-//! the trees.
+//! The workers' view of guest memory: the pages of the working set. Each write marks the dirty
+//! trees.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -10,7 +10,7 @@ use driftline_images::workload::{PAGE_SIZE, PageMemory, Placement};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice};
 
-/// Working-set pages that lie side by side in guest memory.
+/// Working-set pages that are adjacent in guest memory.
 struct Stretch<'r> {
     first: u64,
     pages: u64,
@@ -24,7 +24,7 @@ pub(super) struct WorkingSet<'r> {
 }
 
 impl<'r> WorkingSet<'r> {
-    /// The working set that `placement` puts into `ram`.
+    /// Returns the working set that `placement` puts into `ram`.
     pub(super) fn new(ram: &'r GuestRam, placement: &Placement) -> Result<Self, GuestError> {
         let mut stretches = Vec::new();
         for s in placement.segments() {
@@ -48,8 +48,8 @@ impl<'r> WorkingSet<'r> {
     }
 }
 
-/// Pages outside the working set, which only a damaged state asks for, read as zeros and swallow
-/// writes: the workload then reports errors, as it should.
+/// Only a damaged state uses pages outside the working set. They read as zeros and ignore writes,
+/// so the workload reports errors, as it should.
 impl PageMemory for WorkingSet<'_> {
     fn gfn(&self, page: u64) -> u64 {
         self.placement.gfn(page)
@@ -67,8 +67,8 @@ impl PageMemory for WorkingSet<'_> {
 
     fn wrote(&mut self, page: u64) {
         let Some((slice, offset)) = self.locate(page) else { return };
-        // Pairs with the SeqCst stores of a drain and of a new subscriber: a mark that finds the
-        // bit set, or nobody subscribed, comes after the page's content is visible to them.
+        // Pairs with the SeqCst stores of a drain and of a new subscriber: if the mark finds the
+        // bit set, or no subscriber, then the page's content is already visible to them.
         fence(Ordering::SeqCst);
         slice.bitmap().mark_dirty(offset, PAGE_SIZE as usize);
     }

@@ -1,10 +1,10 @@
-//! The threads backend: the payload's workload on host threads over guest-shaped memory, behind the
-//! same traits as the KVM machine.
+//! The threads backend: runs the payload's workload on host threads over guest-shaped memory,
+//! behind the same traits as the KVM machine.
 //!
-//! For hosts without KVM, and for tests. Each *worker* stands for one vCPU: it runs that vCPU's
-//! share of the workload and is stopped only between two ticks of a few pages, when all its writes
-//! are marked. What it writes goes through
-//! [`TrackedBitmap`](driftline_dirty_tracker::TrackedBitmap), so nothing has to be collected.
+//! It serves hosts without KVM, and tests. Each *worker* stands for one vCPU and runs that vCPU's
+//! share of the workload. It stops only between two ticks of a few pages, when all its writes are
+//! marked. Its writes go through [`TrackedBitmap`](driftline_dirty_tracker::TrackedBitmap), so
+//! `collect` has nothing to harvest.
 
 mod clock;
 mod end;
@@ -40,7 +40,7 @@ use end::End;
 use state::Saved;
 use worker::{Command, Worker};
 
-/// How long a worker may take to answer; a tick takes microseconds.
+/// Limit for a worker's answer; a tick takes microseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A guest whose vCPUs are host threads.
@@ -54,23 +54,27 @@ pub struct ThreadMachine {
     serial: SinkWriter,
     end: Arc<End>,
     created: Instant,
-    /// Marks already reported by `collect`.
+    /// Number of marked frames that `collect` has already reported.
     reported_frames: AtomicU64,
     control: Mutex<Control>,
-    /// Last: what the guest said at its end is still to be written.
+    /// The last field: the guest's final output is still to be written.
     _serial: SinkThread,
 }
 
-/// What one transition at a time may change.
+/// The state that one transition at a time may change.
 struct Control {
     state: RunState,
-    /// The workload has neither run nor been restored.
+    /// Whether the workload has neither run nor been restored.
     fresh: bool,
     workers: Vec<(Sender<Command>, JoinHandle<()>)>,
 }
 
 impl ThreadMachine {
-    /// A paused guest with zeroed memory.
+    /// Builds a paused guest with zeroed memory.
+    ///
+    /// # Errors
+    ///
+    /// The configuration is unusable, or the host lacks memory, the serial sink or threads.
     pub fn new(
         vm_id: VmId,
         config: MachineConfig,
@@ -133,7 +137,7 @@ impl ThreadMachine {
         u32::from(self.config.vcpus)
     }
 
-    /// The transitions' lock. The state that it shows takes an end by itself into account.
+    /// Locks the transitions. The state in the guard reflects an end that the guest came to itself.
     fn control(&self) -> MutexGuard<'_, Control> {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
         if self.end.reason().is_some() {
@@ -152,12 +156,12 @@ impl ThreadMachine {
 }
 
 impl Control {
-    /// Gives every worker a command made by `make`, and waits for all the answers, in order.
+    /// Sends every worker a command made by `make`, and waits for all answers, in order.
     fn ask<T>(&self, make: impl Fn(usize, Sender<T>) -> Command) -> Result<Vec<T>, GuestError> {
         let asked: Vec<Receiver<T>> = (0..self.workers.len())
             .map(|index| {
                 let (answer, answers) = mpsc::channel();
-                // A worker that is gone shows as a closed answer channel below.
+                // A worker that has ended shows as a closed answer channel below.
                 let _ = self.workers[index].0.send(make(index, answer));
                 answers
             })
@@ -234,8 +238,8 @@ impl Guest for ThreadMachine {
             RunState::Paused => Ok(RunState::Paused),
             RunState::Running => {
                 if let Err(e) = control.ask(|_, answer| Command::Park(answer)) {
-                    // The guest counts as running: those that stand still already shall not stay
-                    // so.
+                    // The guest still counts as running, so the workers that have already parked
+                    // run again.
                     for (worker, _) in &control.workers {
                         let _ = worker.send(Command::Run);
                     }
@@ -250,7 +254,7 @@ impl Guest for ThreadMachine {
     fn resume(&self) -> Result<(), GuestError> {
         let mut control = self.paused("resume")?;
         if std::mem::take(&mut control.fresh) {
-            // A sink never fails: what nobody reads is dropped and counted there.
+            // A sink never fails: it drops and counts what is not read.
             let _ = self.serial.clone().write_all(ready_line(&self.spec, self.vcpus()).as_bytes());
         }
         for (worker, _) in &control.workers {
@@ -290,7 +294,7 @@ impl Guest for ThreadMachine {
     }
 
     fn flush(&self, _: Duration) -> Result<bool, GuestError> {
-        // It has no disks.
+        // This backend has no disks.
         Ok(true)
     }
 
@@ -299,7 +303,7 @@ impl Guest for ThreadMachine {
     }
 
     fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        // Nobody reaches it.
+        // No peer can reach this guest.
         self.paused("detach").map(|_| Vec::new())
     }
 
@@ -362,7 +366,7 @@ impl Vm for ThreadMachine {
     }
 }
 
-/// What the workers are to do; only the payload runs on threads.
+/// Returns the workers' workload. Only the payload runs on threads.
 fn payload_spec(config: &MachineConfig) -> Result<PayloadSpec, GuestError> {
     match &config.boot {
         Boot::Payload(spec) => spec.parse().map_err(|e| misfit(config, format!("{e}"))),

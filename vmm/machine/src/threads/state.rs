@@ -1,4 +1,4 @@
-//! Owns the `THREAD_WORKER` sections: a version, then a worker's state in postcard.
+//! The `THREAD_WORKER` sections: a version, then a worker's state in postcard.
 
 use driftline_guest::{GuestError, Section, section_tags};
 use driftline_images::PayloadSpec;
@@ -6,15 +6,15 @@ use serde::{Deserialize, Serialize};
 
 use super::worker::{self, WorkerState};
 
-/// The encoding of the sections; a reader refuses any other.
+/// Version of the sections' encoding. A reader refuses any other.
 const VERSION: u8 = 1;
 
 /// The content of one section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Saved {
-    /// The guest's clock when it was saved; the same in all sections of a state.
+    /// The guest's clock at the save, in nanoseconds; the same in all sections of a state.
     pub(super) guest_ns: u64,
-    /// The host's time of day then.
+    /// The host's time of day at the save, in nanoseconds.
     pub(super) wall_ns: u64,
     pub(super) worker: WorkerState,
 }
@@ -26,7 +26,7 @@ pub(super) fn encode(index: usize, saved: &Saved) -> Result<Section, GuestError>
     Ok(Section::new(section_tags::THREAD_WORKER, instance, bytes))
 }
 
-/// The state of all workers, in order. `sections` are hostile input.
+/// Returns the states of all workers, in order. `sections` are hostile input.
 pub(super) fn decode(
     sections: &[Section],
     spec: &PayloadSpec,

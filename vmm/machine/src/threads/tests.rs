@@ -1,5 +1,5 @@
-//! What the backend promises: no write escapes the trees, a state goes on where it stood, and an
-//! end is an end.
+//! Verifies the backend's promises: no write escapes the trees, a restored state continues where it
+//! was saved, and the end is final.
 
 use std::path::Path;
 use std::time::Duration;
@@ -47,7 +47,7 @@ fn a_copy_and_the_epochs_since_are_the_memory() {
     let mut subscription = guest.subscribe("test").unwrap();
     let mut mirror = vec![0; 64 << 20];
     copy(&guest, guest.populated().unwrap(), &mut mirror);
-    // How often the host lets the workers run is not ours to say: it ends when enough was written.
+    // The host decides how often the workers run, so the loop ends when enough was written.
     let (mut written, mut rounds) = (0, 0);
     while rounds < 20 || written < 1000 {
         std::thread::sleep(Duration::from_millis(5));
@@ -97,7 +97,7 @@ fn a_restored_state_goes_on_without_errors() {
     let log = lines(&log);
     assert!(!log.contains("payload ready"), "it had been ready before: {log}");
     drop(first);
-    // On a busy host a worker may have been done before the pause.
+    // On a busy host a worker may have finished before the pause.
     let done = |log: &str| log.matches(" done ").count();
     assert_eq!(done(&log) + done(&lines(&before)), 3, "{log}");
     assert_eq!(log.matches(" errors=0 ").count(), log.matches("errors=").count(), "{log}");
@@ -106,7 +106,7 @@ fn a_restored_state_goes_on_without_errors() {
 #[test]
 fn epochs_that_are_copied_behind_the_workers_go_on_without_errors() {
     let dir = tempfile::tempdir().unwrap();
-    // At its end each worker has looked at all its pages.
+    // Each worker checks all its pages at its end.
     let guest = machine("payload,ws=16M,rate=max,pattern=random,seconds=4", 2, SerialSink::Null);
     if guest.shield().unwrap().is_none() {
         let name = "epochs_that_are_copied_behind_the_workers_go_on_without_errors";

@@ -1,5 +1,5 @@
-//! Owns one worker: a host thread that runs one vCPU's share of the payload's workload, and does
-//! what it is told between two ticks.
+//! A worker: a host thread that runs one vCPU's share of the payload's workload and obeys commands
+//! between two ticks.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -17,28 +17,28 @@ use super::memory::WorkingSet;
 use crate::devices::SinkWriter;
 use crate::vm::EndReason;
 
-/// What a worker is told. When the channel closes, it exits.
+/// A command to a worker. The worker exits when the channel closes.
 pub(super) enum Command {
-    /// Run until told otherwise.
+    /// Runs until the next command.
     Run,
-    /// Stand still; the answer says that it does and that all its writes are marked.
+    /// Parks. The answer confirms it, and that all of the worker's writes are marked.
     Park(Sender<()>),
-    /// Hand out the state, of a worker that stands still.
+    /// Returns the state of a parked worker.
     Save(Sender<WorkerState>),
-    /// Go on from this state at the next `Run`.
+    /// Loads a state, from which the next `Run` continues.
     Load(Box<WorkerState>, Sender<()>),
 }
 
-/// What a worker remembers: all of its `THREAD_WORKER` section that is its own.
+/// A worker's own state: its part of its `THREAD_WORKER` section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct WorkerState {
-    /// The loop; none before the worker first runs.
+    /// The loop's state; `None` before the worker first runs.
     pub(super) runner: Option<Runner>,
-    /// The generations expected of its pages, for patterns that need them.
+    /// Generations expected of the worker's pages, for patterns that need them.
     pub(super) table: Vec<u32>,
 }
 
-/// Everything that a worker uses; it moves into the thread.
+/// All inputs of a worker; they move into the thread.
 pub(super) struct Worker {
     pub(super) index: u32,
     pub(super) vcpus: u32,
@@ -51,17 +51,17 @@ pub(super) struct Worker {
     pub(super) commands: Receiver<Command>,
 }
 
-/// Whether the loop goes on after a command.
+/// What the loop does after a command.
 enum Told {
     Run,
     Stand,
-    /// For good: the workload has come to its end.
+    /// The workload is complete.
     Finished,
     Exit,
 }
 
 impl Worker {
-    /// The thread's body.
+    /// Runs the thread's main loop.
     pub(super) fn run(self) {
         let _guard = PanicGuard { end: self.end.clone(), index: self.index };
         let mut memory = match WorkingSet::new(&self.ram, &self.placement) {
@@ -83,7 +83,7 @@ impl Worker {
     }
 
     fn obey(&self, command: Command, state: &mut WorkerState) -> Told {
-        // A closed answer channel means that the asker has given up: nothing is owed to it.
+        // A closed answer channel means that the caller has given up.
         match command {
             Command::Run => return Told::Run,
             Command::Park(answer) => _ = answer.send(()),
@@ -96,7 +96,7 @@ impl Worker {
         Told::Stand
     }
 
-    /// Ticks until told to stand still, or done.
+    /// Ticks until a command parks the worker, or until the workload is complete.
     fn work(&self, state: &mut WorkerState, memory: &mut WorkingSet<'_>) -> Told {
         let mut serial = self.serial.clone();
         let now = self.clock.now_ns();
@@ -108,7 +108,7 @@ impl Worker {
         }
         loop {
             let Some(runner) = &mut state.runner else { return Told::Stand };
-            // A sink never fails: what nobody reads is dropped and counted there.
+            // A sink never fails: it drops and counts what is not read.
             let mut print = |line: &[u8]| _ = serial.write_all(line);
             let now = self.clock.now_ns();
             let next = runner.tick(now, memory, &mut state.table, &mut print);
@@ -127,7 +127,7 @@ impl Worker {
                     }
                 }
                 Next::Done => {
-                    // Whoever hears of the end finds the last line written.
+                    // A thread that learns of the end finds the last line written.
                     serial.settle();
                     self.end.worker_done(self.vcpus);
                     return Told::Finished;
@@ -141,7 +141,7 @@ impl Worker {
     }
 }
 
-/// Whether `state` can be that of worker `index`: the share and the table must be the worker's.
+/// Returns whether `state` can belong to worker `index`: the share and the table size must match.
 pub(super) fn fits(state: &WorkerState, spec: &PayloadSpec, vcpus: u32, index: u32) -> bool {
     let Some(runner) = &state.runner else { return state.table.is_empty() };
     let workload = runner.workload();
@@ -149,7 +149,7 @@ pub(super) fn fits(state: &WorkerState, spec: &PayloadSpec, vcpus: u32, index: u
         && state.table.len() == workload.table_len()
 }
 
-/// Ends the guest if its worker dies, so that nobody waits for it for ever.
+/// Ends the guest if its worker panics, so that no thread waits for it for ever.
 struct PanicGuard {
     end: Arc<End>,
     index: u32,
