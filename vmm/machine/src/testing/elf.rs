@@ -1,27 +1,27 @@
 //! Small PVH kernels, assembled by hand and wrapped into ELF files of both classes.
 
-/// Where the code of such a kernel lies and begins.
+/// Address of the code of such a kernel, and of its entry point.
 pub const CODE_AT: u32 = 0x10_0000;
 
 /// An ELF file with one segment of code and one of notes.
 #[derive(Clone)]
 pub struct Elf {
-    /// 1 of 32 bits, 2 of 64.
+    /// ELF class: 1 is 32-bit, 2 is 64-bit.
     pub class: u8,
     /// `e_machine`: 62 is x86-64.
     pub machine: u16,
-    /// What the segment of code holds.
+    /// Content of the code segment.
     pub code: Vec<u8>,
-    /// Guest physical address of the code, and of its first instruction.
+    /// Guest physical address of the code and of its first instruction.
     pub code_at: u64,
-    /// Bytes of the segment of code in memory.
+    /// Size of the code segment in memory, in bytes.
     pub mem_bytes: u64,
-    /// What the segment of notes holds.
+    /// Content of the note segment.
     pub notes: Vec<u8>,
 }
 
 impl Elf {
-    /// A file of 64 bits whose note has PVH enter `code` at [`CODE_AT`].
+    /// Returns a 64-bit file whose PVH note makes [`CODE_AT`] the entry point of `code`.
     pub fn new(code: &[u8]) -> Self {
         Self {
             class: 2,
@@ -33,7 +33,7 @@ impl Elf {
         }
     }
 
-    /// The whole file.
+    /// Returns the whole file.
     pub fn bytes(&self) -> Vec<u8> {
         let wide = self.class == 2;
         let (header, program) = if wide { (64, 56) } else { (52, 32) };
@@ -65,7 +65,7 @@ impl Elf {
             if !wide {
                 out.extend(7u32.to_le_bytes());
             }
-            // QEMU pads notes to their segment's alignment.
+            // QEMU aligns notes to their segment's alignment.
             word(out, if kind == 4 { 4 } else { 4096 });
         };
         let code = self.code.len() as u64;
@@ -78,7 +78,7 @@ impl Elf {
     }
 }
 
-/// A note as a segment of notes holds it.
+/// Returns a note in the format of a note segment.
 pub fn note(name: &[u8], kind: u32, desc: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     out.extend((name.len() as u32).to_le_bytes());

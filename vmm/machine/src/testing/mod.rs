@@ -1,5 +1,5 @@
-//! What tests of this crate and of those above it share: a guard that skips a test loudly where the
-//! host lacks KVM, configurations of small guests, and small kernels.
+//! Helpers shared by the tests of this crate and of the crates above it: a guard that reports a
+//! skipped test where the host lacks KVM, configurations of small guests, and small kernels.
 
 mod elf;
 mod tap;
@@ -22,11 +22,12 @@ use crate::kvm;
 pub use elf::{CODE_AT, Elf, note};
 pub use tap::Tap;
 
-/// Names a file to which each skipped test adds a line, for whoever counts them.
+/// Environment variable that names a file. Each skipped test adds a line to it, to be counted.
 pub const SKIP_LOG: &str = "DRIFTLINE_SKIP_LOG";
 
-/// Whether machines can be built here. If not, says on standard error, and in the file that
-/// [`SKIP_LOG`] names, that `test` of this binary is skipped and why: `<binary>::<test>: <why>`.
+/// Returns whether this host can build machines. If not, reports on standard error, and in the file
+/// that [`SKIP_LOG`] names, that `test` of this binary is skipped and why:
+/// `<binary>::<test>: <why>`.
 ///
 /// ```no_run
 /// if !driftline_machine::testing::kvm_or_skip("a_test_of_something") {
@@ -43,7 +44,7 @@ pub fn kvm_or_skip(test: &str) -> bool {
     }
 }
 
-/// A guest of one vCPU and 32 MiB that runs the payload over 1 MiB of them, without devices.
+/// Returns a guest with one vCPU, 32 MiB and no devices that runs the payload over 1 MiB.
 pub fn payload_config(backend: Backend) -> MachineConfig {
     MachineConfig {
         identity: Identity::default(),
@@ -58,7 +59,7 @@ pub fn payload_config(backend: Backend) -> MachineConfig {
     }
 }
 
-/// A guest of one vCPU and 16 MiB that runs `kernel`, untracked and without devices.
+/// Returns an untracked guest with one vCPU, 16 MiB and no devices that runs `kernel`.
 #[cfg(test)]
 pub(crate) fn kernel_config(kernel: &Path) -> MachineConfig {
     MachineConfig {
@@ -74,7 +75,7 @@ pub(crate) fn kernel_config(kernel: &Path) -> MachineConfig {
     }
 }
 
-/// One of KVM's structures, which are written as bytes: of bytes that differ from their neighbours.
+/// Returns a KVM structure, encoded as bytes, in which each byte differs from its neighbours.
 #[cfg(test)]
 pub(crate) fn pattern<T: serde::de::DeserializeOwned>(first: u8) -> T {
     let mut bytes = postcard::to_stdvec(&size_of::<T>()).unwrap();
@@ -82,37 +83,37 @@ pub(crate) fn pattern<T: serde::de::DeserializeOwned>(first: u8) -> T {
     postcard::from_bytes(&bytes).unwrap()
 }
 
-/// A deadline that a test on a busy host does not reach.
+/// Returns a deadline that a test on a busy host does not reach.
 #[cfg(test)]
 pub(crate) fn soon() -> std::time::Instant {
     std::time::Instant::now() + std::time::Duration::from_secs(20)
 }
 
-/// Whether tests that have a long form shall run that: with `DRIFTLINE_FULL=1`.
+/// Returns whether tests with a long form run that form: with `DRIFTLINE_FULL=1`.
 pub fn full() -> bool {
     std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1")
 }
 
-/// Says that `test` of this binary is skipped, as [`kvm_or_skip`] does, for want of something else.
+/// Reports that `test` of this binary is skipped, as [`kvm_or_skip`] does, for another reason.
 pub fn skip(test: &str, why: &str) {
     let exe = std::env::current_exe().unwrap_or_default();
     let line = skip_line(&binary_name(&exe), test, why);
-    // Past the test harness, which would keep it to itself: the point is that it is seen.
+    // Written directly to standard error: the test harness would capture the line.
     let _ = write!(std::io::stderr(), "SKIPPED: {line}");
     if let Some(path) = std::env::var_os(SKIP_LOG) {
         let log = OpenOptions::new().create(true).append(true).open(path);
-        // In one write: other test binaries append to the same file.
+        // One write call: other test binaries append to the same file.
         if let Err(e) = log.and_then(|mut f| f.write_all(line.as_bytes())) {
             let _ = writeln!(std::io::stderr(), "the skip log cannot be written: {e}");
         }
     }
 }
 
-/// Names the folder of the Linux guest, for the tests that boot one.
+/// Environment variable that names the directory of the Linux guest, for tests that boot one.
 pub const LINUX_GUEST: &str = "DRIFTLINE_LINUX_GUEST";
 
-/// The folder that [`LINUX_GUEST`] names, with a `vmlinux` in it. They are asked for and not
-/// searched: tests that boot Linux take minutes where KVM emulates kernels.
+/// Returns the directory that [`LINUX_GUEST`] names, which must contain a `vmlinux`. The tests do
+/// not search for one: booting Linux takes minutes where KVM emulates kernels.
 pub fn linux_guest() -> Result<PathBuf, String> {
     let folder = std::env::var_os(LINUX_GUEST)
         .map(PathBuf::from)
@@ -123,13 +124,13 @@ pub fn linux_guest() -> Result<PathBuf, String> {
     }
 }
 
-/// From now on `fdatasync` fails with EIO on this thread and on those that it starts, as on a disk
-/// that has lost data.
+/// Makes `fdatasync` fail with EIO on this thread and on those that it starts, as on a disk that
+/// has lost data.
 pub fn fail_fdatasync() -> Result<(), String> {
     fail([(libc::SYS_fdatasync, Vec::new())], libc::EIO)
 }
 
-/// From now on no lock of a file can be had on this thread.
+/// Makes every attempt to lock a file on this thread fail.
 #[cfg(test)]
 pub(crate) fn fail_locks() -> Result<(), String> {
     let locks = libc::F_OFD_SETLK.unsigned_abs().into();
@@ -139,8 +140,8 @@ pub(crate) fn fail_locks() -> Result<(), String> {
     fail([(libc::SYS_fcntl, vec![asks])], libc::ENOLCK)
 }
 
-/// From now on this thread, and what it starts, finds a kernel without userfaultfd: neither the
-/// system call nor the device gives one.
+/// Hides userfaultfd from this thread and from those that it starts: the system call and the device
+/// both fail.
 pub fn hide_userfaultfd() -> Result<(), String> {
     let request = crate::memory::USERFAULTFD_IOC_NEW();
     let asks = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, request)
@@ -150,7 +151,7 @@ pub fn hide_userfaultfd() -> Result<(), String> {
     fail(calls, libc::ENOSYS)
 }
 
-/// These calls fail on this thread and on those that it starts.
+/// Makes these calls fail on this thread and on those that it starts.
 fn fail<const N: usize>(
     calls: [(libc::c_long, Vec<SeccompRule>); N],
     errno: i32,
@@ -162,8 +163,8 @@ fn fail<const N: usize>(
     apply_filter(&program).map_err(|e| e.to_string())
 }
 
-/// A disk that the guest may write to, over the first `bytes` of the file at `path`; which disk
-/// that is counts for nothing.
+/// Returns a disk that the guest may write to, over the first `bytes` of the file at `path`,
+/// without an identity.
 pub fn disk(id: &str, path: &Path, bytes: u64) -> DiskConfig {
     DiskConfig {
         id: id.to_owned(),
@@ -176,8 +177,8 @@ pub fn disk(id: &str, path: &Path, bytes: u64) -> DiskConfig {
     }
 }
 
-/// What a host would answer whose KVM has everything, and dirty rings of at most `ring_entries`
-/// entries (0: none).
+/// Returns the capabilities of a host whose KVM has everything, with dirty rings of at most
+/// `ring_entries` entries (0: none).
 pub fn capabilities_with_rings(ring_entries: u32) -> kvm::Capabilities {
     let bytes = ring_entries as i32 * size_of::<kvm_bindings::kvm_dirty_gfn>() as i32;
     let rings =
@@ -189,7 +190,7 @@ fn skip_line(binary: &str, test: &str, why: &str) -> String {
     format!("{binary}::{test}: {}\n", why.replace('\n', " "))
 }
 
-/// The name of a test binary as its author knows it: cargo appends a hash of 16 digits.
+/// Returns the name of a test binary without the hash of 16 digits that cargo appends.
 fn binary_name(exe: &Path) -> String {
     let stem = exe.file_stem().map(OsStr::to_string_lossy).unwrap_or_default();
     match stem.rsplit_once('-') {

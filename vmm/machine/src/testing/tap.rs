@@ -1,18 +1,18 @@
-//! A tap of the host, for tests.
+//! A tap on the host, for tests.
 
 use std::process::Command;
 
-/// A tap, by its name, removed on drop.
+/// A tap, identified by its name. Dropping it removes the tap.
 pub struct Tap(pub String);
 
 impl Tap {
-    /// Makes a tap with one pair of queues; `name` tells those of one process apart. Fails with a
-    /// sentence where this user cannot.
+    /// Creates a tap with one queue pair. `name` distinguishes the taps of one process. Fails with
+    /// a sentence where this user may not create taps.
     pub fn new(name: &str) -> Result<Self, String> {
         Self::make(name, &[])
     }
 
-    /// As [`new`](Self::new), with several pairs of queues.
+    /// Does as [`new`](Self::new), with several queue pairs.
     pub fn multi_queue(name: &str) -> Result<Self, String> {
         Self::make(name, &["multi_queue"])
     }
