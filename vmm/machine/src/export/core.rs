@@ -1,15 +1,17 @@
-//! Owns a stored guest as an ELF core, which gdb and crash open: memory by guest physical address,
-//! and the registers of every vCPU as notes.
+//! Writes a stored guest as an ELF core, which gdb and crash open: memory by guest physical
+//! address, and the registers of every vCPU as notes.
 //!
 //! ```text
-//! ELF header, program headers      PT_NOTE, and a PT_LOAD a memory slot: physical and virtual address are the guest's physical one
-//! notes                            of each vCPU "CORE" NT_PRSTATUS; then of each "QEMU", control and segment registers
-//! memory                           slot after slot; frames that were never written are holes in the file
+//! ELF header, program headers   PT_NOTE, and one PT_LOAD per memory slot: its physical and virtual
+//!                               address are both the guest's physical address
+//! notes                         for each vCPU "CORE" NT_PRSTATUS; then for each vCPU "QEMU":
+//!                               control and segment registers
+//! memory                        slot after slot; frames never written are holes in the file
 //! ```
 //!
 //! NT_PRSTATUS is `struct elf_prstatus` of Linux on x86-64. The notes named QEMU are those of its
-//! `dump-guest-memory`: crash finds a kernel that was moved (KASLR) by the page tables and
-//! interrupt table in there.
+//! `dump-guest-memory`: crash uses the page tables and the interrupt table in them to locate a
+//! relocated kernel (KASLR).
 
 use std::fs::File;
 use std::io;
@@ -35,9 +37,9 @@ struct PrStatus {
     signal: u16,
     _pad: [u8; 2],
     pending_and_held: [u64; 2],
-    /// Process, parent, group, session.
+    /// Ids of process, parent, group, session.
     ids: [u32; 4],
-    /// Four times of two words.
+    /// Four times of two words each.
     times: [u64; 8],
     /// `struct user_regs_struct`.
     regs: [u64; 27],
@@ -74,9 +76,9 @@ impl PrStatus {
     fn new(cpu: &Registers, id: u32) -> Self {
         let (r, s) = (&cpu.regs, &cpu.sregs);
         let selector = |segment: &kvm_segment| u64::from(segment.selector);
-        // gdb takes threads by number, from 1 on.
+        // gdb numbers threads from 1.
         let ids = [id + 1, 0, 0, 0];
-        // The word between rdi and rip is the number of a system call; this is none.
+        // The word between rdi and rip is a system call number; -1 stands for none.
         let no_call = u64::MAX;
         let regs = [
             r.r15,
@@ -157,7 +159,8 @@ impl CpuState {
     }
 }
 
-/// A segment as QEMU has it: the flags are the descriptor's second word, without base and limit.
+/// Converts a segment to QEMU's form. The flags are the descriptor's second word, without base and
+/// limit.
 fn segment(s: &kvm_segment) -> Segment {
     let bits = [
         (u32::from(s.type_), 8),
@@ -173,7 +176,7 @@ fn segment(s: &kvm_segment) -> Segment {
     Segment { selector: u32::from(s.selector), limit: s.limit, flags, _pad: 0, base: s.base }
 }
 
-/// One note: name and content are padded to four bytes each.
+/// Appends one note. Name and content are each padded to four bytes.
 fn note(name: &str, kind: u32, content: &[u8], into: &mut Vec<u8>) {
     let words = [name.len() as u32 + 1, content.len() as u32, kind];
     into.extend(words.iter().flat_map(|word| word.to_le_bytes()));
@@ -194,15 +197,15 @@ fn notes(cpus: &[Registers]) -> Vec<u8> {
     notes
 }
 
-/// A core whose head is written; memory follows by [`place`](Self::place).
+/// A core file whose header is written. Memory goes where [`place`](Self::place) says.
 pub(crate) struct CoreFile {
-    /// First frame, frames, and where they are in the file.
+    /// For each slot: first frame, number of frames, offset in the file.
     slots: Vec<(u64, u64, u64)>,
 }
 
 impl CoreFile {
-    /// Writes everything but memory to `file`, which is empty, and gives it its full length: memory
-    /// is a hole so far.
+    /// Writes everything but memory to `file`, which must be empty, and sets its full length.
+    /// Memory is a hole so far.
     pub(crate) fn begin(file: &File, layout: &Layout, cpus: &[Registers]) -> io::Result<Self> {
         let notes = notes(cpus);
         let mut head = Vec::new();
@@ -261,7 +264,7 @@ impl CoreFile {
         Ok(Self { slots })
     }
 
-    /// Where frame `gfn` is in the file.
+    /// Returns the offset of frame `gfn` in the file.
     pub(crate) fn place(&self, gfn: u64) -> Option<u64> {
         self.slots.iter().find_map(|(first, frames, place)| {
             let in_slot = gfn.checked_sub(*first).filter(|frame| frame < frames)?;

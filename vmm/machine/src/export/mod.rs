@@ -1,4 +1,4 @@
-//! Stored guests for other programs.
+//! Exports stored guests for other programs.
 
 mod core;
 
@@ -13,11 +13,15 @@ use self::core::CoreFile;
 use crate::machine::registers;
 use crate::vcpu::Registers;
 
-/// Writes `epoch` of `store`, or its latest, to `file`, an empty one, as an ELF core: the registers
-/// of every vCPU as notes, and memory by guest physical address, with holes where it is zero. gdb
-/// and crash open it. `path` is for messages. All that is read is checked; after an error the file
-/// is of no use. Durable when it returns. A guest of the threads backend has no vCPUs, and so no
-/// core.
+/// Writes `epoch` of `store`, or its latest, to `file` as an ELF core, which gdb and crash open:
+/// the registers of every vCPU as notes, and memory by guest physical address, with holes where it
+/// is zero. `file` must be empty; `path` is for messages. All content that is read is checked. The
+/// core is durable on return.
+///
+/// # Errors
+///
+/// The store is unreadable or damaged, or the file cannot be written; then its content is unusable.
+/// A guest of the threads backend has no vCPUs and therefore no core.
 pub fn elf_core(
     store: &Store,
     epoch: Option<u64>,
