@@ -1,5 +1,4 @@
-//! Owns the choice of what runs a guest: the KVM machine or the threads backend, by its
-//! configuration.
+//! Chooses what runs a guest, by its configuration: the KVM machine or the threads backend.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,19 +10,19 @@ use crate::machine::{EarlyVm, Machine, MachineError};
 use crate::threads::ThreadMachine;
 use crate::vm::{SharedVm, Vm};
 
-/// Why a guest was not started.
+/// The reason for which a guest was not started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// By the KVM machine.
+    /// An error of the KVM machine.
     #[error(transparent)]
     Machine(#[from] MachineError),
-    /// By the threads backend.
+    /// An error of the threads backend.
     #[error("{}", in_its_words(.0))]
     Threads(#[from] GuestError),
 }
 
-/// As the KVM machine says the same: why, without a word about which configuration it is.
+/// Formats the error as the KVM machine formats the same one: the reason alone.
 fn in_its_words(e: &GuestError) -> String {
     match e {
         GuestError::Unsupported { why, .. } => why.clone(),
@@ -33,7 +32,7 @@ fn in_its_words(e: &GuestError) -> String {
 }
 
 impl LaunchError {
-    /// Whether another host might do it: exit code 3.
+    /// Returns whether another host might be able to start the guest: exit code 3.
     pub fn host_lacks(&self) -> bool {
         match self {
             Self::Machine(e) => e.host_lacks(),
@@ -42,12 +41,20 @@ impl LaunchError {
     }
 }
 
-/// Starts a new guest: paused, its boot image loaded.
+/// Builds a new guest: paused, with its boot image loaded.
+///
+/// # Errors
+///
+/// See [`LaunchError`].
 pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<SharedVm, LaunchError> {
     launch_as(VmId::random(), config, host)
 }
 
-/// As [`launch`], with this id.
+/// Does as [`launch`], with this id.
+///
+/// # Errors
+///
+/// As [`launch`].
 pub fn launch_as(
     vm_id: VmId,
     config: MachineConfig,
@@ -60,27 +67,27 @@ pub fn launch_as(
     })
 }
 
-/// Builds guests of either backend from their stored or sent configuration.
+/// Builds guests of either backend from their stored or received configuration.
 pub struct Factory {
     host: HostConfig,
-    /// For the first guest.
+    /// The VM for the first guest.
     early: Mutex<Option<EarlyVm>>,
 }
 
 impl Factory {
-    /// A factory for this host.
+    /// Returns a factory for this host.
     pub fn new(host: HostConfig) -> Self {
         Self { host, early: Mutex::default() }
     }
 
-    /// Builds its first guest in a VM that was begun before it was known what guest it is for; one
-    /// of the threads backend has no use for it.
+    /// Makes the factory build its first guest in `early`, a VM whose creation began before the
+    /// guest was known. A guest of the threads backend does not use it.
     pub fn with_early(mut self, early: EarlyVm) -> Self {
         self.early = Mutex::new(Some(early));
         self
     }
 
-    /// A guest that waits for its memory and state.
+    /// Builds a guest into which memory and state are then restored.
     fn empty(
         &self,
         vm_id: VmId,

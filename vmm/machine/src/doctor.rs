@@ -1,4 +1,4 @@
-//! What this host offers to a VMM, and what each missing thing costs.
+//! Reports what this host offers to a VMM, and what each missing feature costs.
 
 use std::fs;
 
@@ -11,36 +11,36 @@ use crate::latency;
 use crate::memory::{Userfault, meminfo_bytes};
 use crate::vcpu::baseline;
 
-/// What a finding matters for.
+/// The area that a finding concerns.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Group {
-    /// Without it there are no KVM machines.
+    /// Features without which there are no KVM machines.
     Required,
-    /// Tracking, and moving a guest.
+    /// Dirty tracking and migration.
     Migration,
-    /// Checkpoints, and following writes.
+    /// Checkpoints and tracking of writes.
     Checkpoints,
-    /// What a guest that breaks out may do.
+    /// Restrictions on a guest that breaks out.
     Sandbox,
     /// Speed.
     Host,
-    /// A capability of KVM, as a number.
+    /// A capability of KVM, with its value as a number.
     Capability,
 }
 
-/// One thing that a host may offer.
+/// One feature that a host may offer.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Finding {
-    /// What it matters for.
+    /// The area that it concerns.
     pub group: Group,
-    /// What it is.
+    /// The feature's name.
     pub name: String,
-    /// Whether it is there.
+    /// Whether the host has the feature.
     pub present: bool,
-    /// What there is of it.
+    /// The feature's version, size or setting.
     pub value: String,
-    /// What follows if it is missing, or what is to be known about it; may be empty.
+    /// The consequence if the feature is missing, or a note about it; may be empty.
     pub cost: String,
 }
 
@@ -54,18 +54,22 @@ impl Finding {
 /// All findings of one host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Diagnosis {
-    /// Whether KVM machines can be built here.
+    /// Whether this host can build KVM machines.
     pub kvm: bool,
-    /// One thing each.
+    /// One finding per feature.
     pub findings: Vec<Finding>,
 }
 
-/// Whether KVM machines can be built here; if not, why.
+/// Returns KVM's capabilities if this host can build KVM machines.
+///
+/// # Errors
+///
+/// The reason for which it cannot.
 pub fn usable_kvm() -> Result<Capabilities, Unusable> {
     crate::kvm::open().map(|(_, capabilities)| capabilities)
 }
 
-/// Looks at everything. Changes nothing.
+/// Checks all features. Changes nothing.
 pub fn diagnose() -> Diagnosis {
     let mut findings = Vec::new();
     match open_device() {
@@ -246,7 +250,7 @@ fn seccomp() -> Finding {
     }
 }
 
-/// What versions of landlock before this one lack, and the kernel that has it.
+/// What landlock does not restrict before each ABI version, with the kernel that added it.
 const LANDLOCK: [(i32, &str); 3] =
     [(3, "truncating files (Linux 6.2)"), (4, "TCP ports (6.7)"), (5, "ioctls of devices (6.10)")];
 

@@ -1,19 +1,20 @@
-//! Why a guest ended.
+//! The reasons for which a guest ends.
 
 use serde::{Deserialize, Serialize};
 
-/// Why a guest ended.
+/// The reason for which a guest ended.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum EndReason {
     /// The guest powered itself off.
     PowerOff,
-    /// The guest asked for a reset.
+    /// The guest requested a reset.
     Reset,
-    /// Its kernel has panicked, and said so.
+    /// The guest's kernel panicked and reported it.
     Panicked,
-    /// Someone stopped it; the text says who or why (an operator, a completed migration).
+    /// The guest was stopped. The text says by what or why (an operator, a completed migration).
     Stopped(String),
-    /// It cannot go on: a triple fault, an instruction that KVM cannot emulate, a failed ioctl.
+    /// The guest cannot continue: a triple fault, an instruction that KVM cannot emulate, a failed
+    /// ioctl.
     Crashed(String),
 }

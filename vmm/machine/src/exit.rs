@@ -1,8 +1,8 @@
 //! Ends the process at once, without waiting for any of its threads: after a second request to end
-//! it, and when a guest whose memory is lost does not end by itself.
+//! it, and when a guest with lost memory does not end by itself.
 //!
-//! [`now`] first undoes what would outlive the process: the settings of its terminal, and the files
-//! of the sockets at which it listens.
+//! [`now`] first undoes what would outlive the process: it restores the terminal's settings and
+//! removes the files of the sockets at which the process listens.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -12,23 +12,23 @@ use std::time::{Duration, Instant};
 
 use crate::terminal;
 
-/// Upper bound on waiting for a thread that adds or removes a socket, which takes microseconds.
+/// Limit on waiting for a thread that adds or removes a socket, which takes microseconds.
 const LOCK_LIMIT: Duration = Duration::from_millis(100);
 
 /// A socket file of this process.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct SocketFile {
     pub(crate) path: PathBuf,
-    /// Device and inode, so that a successor's file is left alone.
+    /// Device and inode number. They ensure that a successor's file is not removed.
     pub(crate) identity: (u64, u64),
 }
 
 impl SocketFile {
-    /// Removes the file, unless another one has its name by now.
+    /// Removes the file, unless another file has its name by now.
     pub(crate) fn remove(&self) -> std::io::Result<()> {
         match fs::symlink_metadata(&self.path) {
             Ok(m) if (m.dev(), m.ino()) == self.identity => match fs::remove_file(&self.path) {
-                // Another process has, in this moment.
+                // Another process has removed it since the check.
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
                 removed => removed,
             },
@@ -37,16 +37,16 @@ impl SocketFile {
     }
 }
 
-/// Those at which this process listens.
+/// The sockets at which this process listens.
 static SOCKETS: Mutex<Vec<SocketFile>> = Mutex::new(Vec::new());
 static LOST_MEMORY: OnceLock<fn(&str)> = OnceLock::new();
 
-/// Has `socket` removed by [`now`].
+/// Registers `socket` for removal by [`now`].
 pub(crate) fn add(socket: SocketFile) {
     SOCKETS.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(socket);
 }
 
-/// `socket` is removed already.
+/// Unregisters `socket`, which its owner removes.
 pub(crate) fn forget(socket: &SocketFile) {
     let mut sockets = SOCKETS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     sockets.retain(|other| other != socket);
@@ -54,12 +54,12 @@ pub(crate) fn forget(socket: &SocketFile) {
 
 /// Ends the process with `code`.
 pub fn now(code: i32) -> ! {
-    // Nobody can be told of a failure.
+    // A failure cannot be reported any more.
     let _ = terminal::restore();
     let until = Instant::now() + LOCK_LIMIT;
     loop {
         if let Ok(sockets) = SOCKETS.try_lock() {
-            // What cannot be removed is replaced by the next process that listens there.
+            // The next process that listens there replaces a file that cannot be removed.
             sockets.iter().for_each(|socket| _ = socket.remove());
             break;
         }
@@ -68,18 +68,19 @@ pub fn now(code: i32) -> ! {
         }
         std::thread::sleep(Duration::from_millis(1));
     }
-    // It says why.
+    // The log says why the process ends.
     crate::log::flush();
     std::process::exit(code)
 }
 
-/// Sets what is called when a page of the guest's memory cannot be fetched: for a process that has
-/// one guest, which cannot go on. Only the first counts. It must not wait for the guest.
+/// Sets the function to call when a page of the guest's memory cannot be fetched. It is for a
+/// process with one guest, which then cannot continue. Only the first call takes effect. The
+/// function must not wait for the guest.
 pub fn set_lost_memory(told: fn(&str)) {
     let _ = LOST_MEMORY.set(told);
 }
 
-/// A page of the guest's memory cannot be fetched, for the reason `why`.
+/// Reports that a page of the guest's memory cannot be fetched, for the reason `why`.
 pub(crate) fn lost_memory(why: &str) {
     if let Some(told) = LOST_MEMORY.get() {
         told(why);

@@ -1,9 +1,9 @@
-//! Fail points: places at which a test has an operation fail, to see what the failure leaves
+//! Fail points: places where a test makes an operation fail, to check what the failure leaves
 //! behind. Outside this crate's own tests a fail point is an empty inline function.
 //!
 //! Points are counted on the thread that runs the operation, in the order in which it passes them.
 
-/// Passes the point called `name`, before the step of that name; fails where a test says so.
+/// Passes the point called `name`, before the step of that name. Fails if a test says so.
 #[cfg(not(test))]
 #[inline(always)]
 pub(crate) fn pass(_: impl AsRef<str>) -> std::io::Result<()> {
@@ -42,8 +42,9 @@ mod for_tests {
         })
     }
 
-    /// Runs `operation`, in which the point of number `fails_at` fails, if it is reached; returns
-    /// the names of the points that were passed, too. What fails is the last of them.
+    /// Runs `operation` and makes point number `fails_at` fail, if the operation reaches it.
+    /// Returns the result and the names of the points that were passed. A failed point is the last
+    /// of them.
     pub(crate) fn run<T>(
         fails_at: Option<usize>,
         operation: impl FnOnce() -> T,

@@ -1,4 +1,4 @@
-//! Entry points of the fuzz targets: hostile drivers, and hostile files.
+//! Entry points of the fuzz targets: hostile drivers and hostile files.
 
 pub use crate::boot::fuzz::kernel;
 pub use crate::devices::fuzz::*;

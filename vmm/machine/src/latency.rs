@@ -1,11 +1,11 @@
-//! Owns the word to the host that its processors are not to sleep for a moment: while a guest
-//! stands for a hand-over its threads wake each other a dozen times, and to wake a processor from
-//! its sleep takes some ten microseconds, or hundreds from a deep one.
+//! Keeps the host's processors out of their sleep states for a moment. While a guest is paused for
+//! a hand-over, its threads wake each other a dozen times. Waking a sleeping processor takes some
+//! ten microseconds, or hundreds from a deep sleep state.
 //!
-//! The word is the kernel's `/dev/cpu_dma_latency` (PM QoS), which holds for all processors for as
-//! long as it is kept, and which by default only root may open. A thread of its own gives it and
-//! takes it back, so that a hand-over that hangs does not keep a host awake. Where the file can't
-//! be opened hand-overs take longer, and that is all.
+//! The request goes through the kernel's `/dev/cpu_dma_latency` (PM QoS). It applies to all
+//! processors while it is held, and by default only root may open the file. A separate thread makes
+//! and withdraws the request, so that a hand-over that hangs does not keep the host awake. Where
+//! the file cannot be opened, hand-overs take longer, with no other effect.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -15,42 +15,50 @@ use std::time::Duration;
 
 use crate::sandbox::{self, Class};
 
-/// What is opened.
+/// Path of the kernel's file.
 pub const DEVICE: &str = "/dev/cpu_dma_latency";
-/// For so long processors stay awake: a hand-over takes some milliseconds.
+/// Time for which processors stay awake: a hand-over takes some milliseconds.
 const LIMIT: Duration = Duration::from_millis(20);
-/// No sleep at all, in microseconds.
+/// Latency in microseconds that permits no sleep state.
 const NONE: i32 = 0;
-/// The kernel's `PM_QOS_DEFAULT_VALUE`: as if nothing had been said.
+/// The kernel's `PM_QOS_DEFAULT_VALUE`: no request.
 const ANY: i32 = -1;
 
-/// The way to the thread, once there is one.
+/// The channel to the thread, once it runs.
 static THREAD: OnceLock<Sender<()>> = OnceLock::new();
 
-/// Opens the file, which says nothing yet. Fails where it is missing, or not for this user.
+/// Opens the file. This requests nothing yet.
+///
+/// # Errors
+///
+/// The file is missing, or this user may not open it.
 pub fn open() -> io::Result<File> {
     OpenOptions::new().write(true).open(DEVICE)
 }
 
-/// Starts the thread that keeps processors awake by this `file` when a guest is handed over;
-/// without it they may sleep. The first of a process stays.
+/// Starts the thread that keeps processors awake through `file` when a guest is handed over.
+/// Without it they may sleep. Only the first call of a process takes effect.
+///
+/// # Errors
+///
+/// The thread cannot be started.
 pub fn start(file: File) -> io::Result<()> {
     let (tell, told) = mpsc::channel();
     sandbox::spawn(Class::Worker, "awake", move || obey(file, &told, LIMIT))?;
-    // Another one's thread ends by itself.
+    // If there is a thread already, the new one ends by itself.
     let _ = THREAD.set(tell);
     Ok(())
 }
 
-/// Keeps processors awake for some milliseconds from now on, if that was begun.
+/// Keeps processors awake for some milliseconds from now on, if the thread was started.
 pub(crate) fn stay_awake() {
     if let Some(thread) = THREAD.get() {
-        // One that has ended keeps nobody awake.
+        // A thread that has ended keeps no processor awake.
         let _ = thread.send(());
     }
 }
 
-/// Each time that it is told, keeps processors awake for `limit`.
+/// Keeps processors awake for `limit` after each message.
 fn obey(mut file: impl Write, told: &Receiver<()>, limit: Duration) {
     while told.recv().is_ok() {
         if let Err(e) = file.write_all(&NONE.to_ne_bytes()) {
@@ -69,7 +77,7 @@ mod tests {
     use super::*;
     use std::thread;
 
-    /// What a file is told, as numbers.
+    /// A file that reports the numbers written to it.
     struct Told(Sender<i32>);
 
     impl Write for Told {
@@ -114,7 +122,7 @@ mod tests {
         let (tell, told) = mpsc::channel();
         tell.send(()).unwrap();
         drop(tell);
-        // It is open for reading alone.
+        // The file is open for reading only.
         obey(File::open("/dev/null").unwrap(), &told, Duration::from_secs(600));
     }
 }

@@ -1,16 +1,16 @@
-//! Limits: of a guest's size, and of the files that this process may have open at a time, of which
-//! each connection of a socket device is one.
+//! Limits of a guest's size, and of the files that this process may have open at a time. Each
+//! connection of a vsock device is one open file.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Least guest memory: 16 MiB.
+/// Minimum guest memory in bytes: 16 MiB.
 pub const MIN_MEM_BYTES: u64 = 16 << 20;
-/// Most guest memory: 16 TiB. A bound for hostile configurations, not for the design.
+/// Maximum guest memory in bytes: 16 TiB. It bounds hostile configurations, not the design.
 pub const MAX_MEM_BYTES: u64 = 16 << 40;
-/// Most vCPUs.
+/// Maximum number of vCPUs.
 pub const MAX_VCPUS: u8 = 32;
 
-/// Lets the process open as many files as it may allow itself. To be called once, at the start.
+/// Raises the limit of open files to the hard limit. Call it once, at the start.
 pub fn raise_open_files() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current == maximum {
@@ -21,7 +21,7 @@ pub fn raise_open_files() {
     }
 }
 
-/// How many files the process may have open.
+/// Returns how many files the process may have open.
 pub(crate) fn open_files() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }

@@ -1,12 +1,12 @@
-//! Owns moments as a person on this host reads them.
+//! Formats times for a person on this host.
 
-/// A moment, in milliseconds since 1970, by the host's time zone: `2026-11-24 18:19:40`.
+/// Formats a time, in milliseconds since 1970, in the host's time zone: `2026-11-24 18:19:40`.
 pub fn local_time(unix_ms: u64) -> String {
-    // Milliseconds of 64 bits are seconds of 54.
+    // 64 bits of milliseconds are 54 bits of seconds.
     let seconds = (unix_ms / 1000) as libc::time_t;
     // SAFETY: all zeros are a `tm`: numbers, and a pointer that may be null.
     let mut tm: libc::tm = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers are to values of this function, which nobody else has.
+    // SAFETY: both pointers are to values of this function, to which no other code has access.
     if unsafe { libc::localtime_r(&raw const seconds, &raw mut tm) }.is_null() {
         return format!("{seconds} s");
     }

@@ -1,10 +1,9 @@
-//! The way of a log line to stderr or to a file. A reader that has stopped must not stop the
-//! threads that log.
+//! Writes log lines to stderr or to a file. A reader that has stopped must not stop the threads
+//! that log.
 //!
-//! A pipe whose reader has stopped takes 64 KiB, and then blocks whoever writes to it. So a process
-//! that has a guest writes from the `log` thread: other threads append to a bounded queue. A line
-//! that finds the queue full is dropped and counted, and the count is written once there is room
-//! again.
+//! A pipe whose reader has stopped takes 64 KiB, and then blocks the writer. So in a process that
+//! has a guest only the `log` thread writes: other threads append to a bounded queue. A line that
+//! finds the queue full is dropped and counted. The count is written once there is room again.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,23 +11,23 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Bytes of lines that may wait: some thousands of lines. As many again may be on their way out.
+/// Maximum bytes of queued lines: some thousands of lines. The same amount may be being written.
 const QUEUE_BYTES: usize = 1 << 20;
-/// How long the end of the process waits for a slow reader.
+/// Limit on waiting for a slow reader at the end of the process.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
-/// Where this process logs to; set once.
+/// The outputs of this process's log; set once.
 static OUTPUTS: OnceLock<Vec<Arc<LogOutput>>> = OnceLock::new();
 
-/// Writes a line.
+/// A function that writes a line.
 type WriteLine = dyn Fn(&[u8]) -> io::Result<()> + Send + Sync;
 
-/// One place that lines are written to.
+/// One destination of log lines.
 pub struct LogOutput {
     queue: Mutex<Queue>,
     changed: Condvar,
     write: Box<WriteLine>,
-    /// The line that says how many were dropped.
+    /// Returns the line that reports the number of dropped lines.
     dropped_line: fn(u64) -> Vec<u8>,
 }
 
@@ -37,14 +36,14 @@ struct Queue {
     lines: VecDeque<Vec<u8>>,
     bytes: usize,
     dropped: u64,
-    /// Lines are left to the `log` thread.
+    /// Whether the `log` thread writes the lines.
     in_background: bool,
-    /// That thread is writing what it has taken.
+    /// Whether that thread is writing the lines that it has taken.
     writing: bool,
 }
 
 impl LogOutput {
-    /// An output whose lines are written by `write`, at first by the threads that log.
+    /// Returns an output whose lines `write` writes, at first on the threads that log.
     pub fn new(
         write: impl Fn(&[u8]) -> io::Result<()> + Send + Sync + 'static,
         dropped_line: fn(u64) -> Vec<u8>,
@@ -57,11 +56,11 @@ impl LogOutput {
         })
     }
 
-    /// Writes one line, or leaves it to the `log` thread.
+    /// Writes one line, or queues it for the `log` thread.
     pub fn line(&self, line: &[u8]) {
         let mut queue = self.lock();
         if !queue.in_background {
-            // There is nowhere to say that the log cannot be written.
+            // There is no place to report that the log cannot be written.
             let _ = (self.write)(line);
         } else if queue.bytes + line.len() > QUEUE_BYTES {
             queue.dropped += 1;
@@ -72,13 +71,13 @@ impl LogOutput {
         }
     }
 
-    /// Leaves all lines from now on to the thread that calls
+    /// From now on queues all lines for the thread that calls
     /// [`write_for_ever`](Self::write_for_ever).
     pub(crate) fn leave_to_thread(&self) {
         self.lock().in_background = true;
     }
 
-    /// Writes lines as they come; never returns.
+    /// Writes lines as they arrive. Never returns.
     pub(crate) fn write_for_ever(&self) -> ! {
         loop {
             let queue = self.lock();
@@ -102,7 +101,7 @@ impl LogOutput {
         }
     }
 
-    /// Waits until all lines are written, at most `limit`.
+    /// Waits until all lines are written, but at most for `limit`.
     fn flush(&self, limit: Duration) {
         let waits = |q: &mut Queue| !q.lines.is_empty() || q.writing;
         drop(self.changed.wait_timeout_while(self.lock(), limit, waits));
@@ -113,18 +112,22 @@ impl LogOutput {
     }
 }
 
-/// Makes `outputs` those of the process, which the functions below are about.
+/// Sets the outputs of the process, which the functions below use.
 pub fn set_outputs(outputs: Vec<Arc<LogOutput>>) {
-    // A second log would be the first one's.
+    // Only the first call takes effect.
     let _ = OUTPUTS.set(outputs);
 }
 
-/// The places that this process logs to.
+/// Returns the outputs of this process's log.
 pub(crate) fn outputs() -> impl Iterator<Item = &'static Arc<LogOutput>> {
     OUTPUTS.get().into_iter().flatten()
 }
 
-/// Starts a thread that logs for the guest for which its starter does.
+/// Starts a thread that logs for the same guest as the thread that starts it.
+///
+/// # Errors
+///
+/// The thread cannot be started.
 pub fn spawn<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -133,7 +136,7 @@ pub fn spawn<T: Send + 'static>(
     std::thread::Builder::new().name(name.to_owned()).spawn(move || span.in_scope(work))
 }
 
-/// Waits until the log is written, at most a second.
+/// Waits until the log is written, but at most for a second.
 pub fn flush() {
     outputs().for_each(|output| output.flush(FLUSH_LIMIT));
 }
@@ -154,7 +157,7 @@ mod tests {
         let released = Mutex::new(released);
         let output = LogOutput::new(
             move |line| {
-                // Until the sender is gone.
+                // Blocks until the sender is dropped.
                 let _ = released.lock().unwrap().recv();
                 let _ = wrote.send(line.to_vec());
                 Ok(())
@@ -166,7 +169,7 @@ mod tests {
         output.leave_to_thread();
         let line = vec![b'x'; 1 << 16];
         output.line(&line);
-        // The thread has begun, and is stuck.
+        // The thread has begun to write, and is stuck.
         while !output.lock().writing {
             std::thread::yield_now();
         }

@@ -6,17 +6,21 @@ use std::sync::Arc;
 use crate::log::{LogOutput, outputs};
 use crate::sandbox::{self, Class};
 
-/// Keeps the log's readers from blocking the threads that log. To be called once the process is
-/// restricted, since it starts threads.
+/// Starts the threads that write the log, so that its readers cannot block the threads that log.
+/// Call it once the process is restricted, because it starts threads.
+///
+/// # Errors
+///
+/// A thread cannot be started.
 pub fn start() -> io::Result<()> {
     outputs().try_for_each(start_for)
 }
 
-/// Leaves all lines of `output` from now on to a thread of their own.
+/// Starts a thread that writes all further lines of `output`.
 fn start_for(output: &Arc<LogOutput>) -> io::Result<()> {
     let theirs = output.clone();
     let thread = sandbox::spawn(Class::Log, "log", move || theirs.write_for_ever())?;
-    // It ends with the process: what it writes to may never take another byte.
+    // The thread ends with the process: its destination may never accept another byte.
     drop(thread);
     output.leave_to_thread();
     Ok(())

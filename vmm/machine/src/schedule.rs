@@ -1,22 +1,22 @@
 //! Time slices of threads. A thread that decides, sends or answers runs for microseconds and then
 //! waits; a vCPU that never halts runs for as long as it may. Where both share a processor, the
-//! scheduler lets the one that wakes wait for the end of the other's slice, up to a tick (4 ms),
-//! and a pause has several such wakes in a row.
+//! scheduler makes the thread that wakes wait for the end of the other's slice, up to a tick
+//! (4 ms). A pause has several such wakes in a row.
 //!
-//! Since Linux 6.12 a thread may ask for a shorter slice (`sched_runtime` of `sched_setattr(2)`,
-//! without a privilege), and the scheduler then lets it preempt a thread with a longer one when it
-//! wakes. Its share of the processor stays what it was. Threads inherit the slice, so the process
-//! asks once, at its start, and vCPUs take the default back.
+//! Since Linux 6.12 a thread may request a shorter slice (`sched_runtime` of `sched_setattr(2)`,
+//! without a privilege). The scheduler then lets it preempt a thread with a longer slice when it
+//! wakes. Its share of the processor does not change. Threads inherit the slice, so the process
+//! requests it once, at its start, and vCPUs restore the default.
 //!
-//! What it buys: a shorter downtime for a guest that never halts, on a host with few processors.
+//! The benefit is a shorter downtime for a guest that never halts, on a host with few processors.
 //! The row "spins between" of `cargo bench -p tests --bench migrate_vs_qemu` shows it. Older
 //! kernels ignore the request.
 
 use std::io;
 
-/// Nanoseconds of a short slice: the least that the kernel takes.
+/// Length of a short slice in nanoseconds: the kernel's minimum.
 const SHORT_NS: u64 = 100_000;
-/// The kernel's own length.
+/// Value that selects the kernel's default length.
 const DEFAULT_NS: u64 = 0;
 
 /// Gives the calling thread, and those that it starts, short slices.
@@ -51,7 +51,7 @@ fn set_slice(slice_ns: u64) -> io::Result<()> {
         return Ok(());
     }
     attr.sched_runtime = slice_ns;
-    // SAFETY: the structure is initialized, and says its own size.
+    // SAFETY: the structure is initialized and contains its own size.
     let written = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) };
     if written == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -1,9 +1,9 @@
 //! Signal masks of threads.
 
 /// Blocks all signals of the process in the calling thread, except those that a thread causes
-/// itself (a fault, a forbidden system call): other threads take them. `KVM_RESET_DIRTY_RINGS`
-/// stops early at a signal, with frames counted that it has not protected, and a handler may do
-/// more than the thread is allowed to.
+/// itself (a fault, a forbidden system call). Other threads take the blocked signals. The reasons:
+/// `KVM_RESET_DIRTY_RINGS` stops early at a signal and counts frames that it has not protected, and
+/// a handler may do more than the thread is allowed to.
 pub(crate) fn block() {
     let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigfillset initializes the set that it is given.

@@ -1,12 +1,12 @@
-//! What a set of dirty frames can be kept in other than the tracker's trees, for comparing: a list,
-//! as the rings hand the frames out, and a flat bitmap that is scanned, as VMMs without a tree do
-//! it.
+//! Alternatives to the tracker's trees for a set of dirty frames, for comparison: a list in the
+//! order in which the rings return the frames, and a flat bitmap that is scanned, as in VMMs
+//! without a tree.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, SlotId};
 
-/// A set of frames that a source fills and another thread empties.
+/// A set of frames that a source fills and another thread drains.
 #[derive(Clone, Debug)]
 pub struct SharedSink(Arc<Mutex<FrameSink>>);
 
@@ -16,13 +16,13 @@ impl SharedSink {
         Self(Arc::new(Mutex::new(sink)))
     }
 
-    /// The set, for this caller alone as long as it has the guard.
+    /// Locks the set for the lifetime of the guard.
     pub fn lock(&self) -> MutexGuard<'_, FrameSink> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// One of the two. No trait: inserting is the inner loop.
+/// One of the two sets. It is no trait, because inserting is the inner loop.
 #[derive(Debug)]
 pub enum FrameSink {
     /// A list.
@@ -32,7 +32,11 @@ pub enum FrameSink {
 }
 
 impl FrameSink {
-    /// What of a slot's KVM bitmap is set; how many frames that were.
+    /// Inserts the bits set in a slot's KVM bitmap. Returns how many frames those are.
+    ///
+    /// # Errors
+    ///
+    /// The slot is unknown, or a bit lies past its end.
     pub fn insert_bitmap(&mut self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
         match self {
             Self::List(list) => list.insert_bitmap(slot, bitmap),
@@ -40,7 +44,7 @@ impl FrameSink {
         }
     }
 
-    /// Every frame of every slot (I6).
+    /// Inserts every frame of every slot (I6).
     pub fn insert_all(&mut self) {
         match self {
             Self::List(list) => list.insert_all(),
@@ -48,7 +52,7 @@ impl FrameSink {
         }
     }
 
-    /// Empties the set into `runs`, ascending and without repetitions; how many frames they hold.
+    /// Drains the set into `runs`, ascending and without repetitions. Returns the number of frames.
     pub fn drain(&mut self, runs: &mut Vec<FrameRun>) -> u64 {
         runs.clear();
         match self {
@@ -57,7 +61,7 @@ impl FrameSink {
         }
     }
 
-    /// Bytes that it has reserved.
+    /// Returns the bytes that the set has reserved.
     pub fn reserved_bytes(&self) -> u64 {
         match self {
             Self::List(list) => (list.frames.capacity() * size_of::<u64>()) as u64,
@@ -66,7 +70,7 @@ impl FrameSink {
     }
 }
 
-/// A slot, and the word of a flat bitmap at which it begins.
+/// A slot, with the index of its first word in a flat bitmap.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     slot: SlotId,
@@ -89,12 +93,12 @@ fn find(places: &[Place], slot: SlotId, offset: u64) -> Option<&Place> {
     places.iter().find(|p| p.slot == slot && offset < p.frames)
 }
 
-/// The slot of a bitmap none of whose bits lies past the slot's end.
+/// Returns the place of `slot`, after checking that no bit of the bitmap lies past the slot's end.
 fn checked<'p>(places: &'p [Place], slot: SlotId, bitmap: &[u64]) -> Result<&'p Place, OutOfSlot> {
     let place = places.iter().find(|p| p.slot == slot);
     let place = place.ok_or(OutOfSlot::NoSlot { slot, offset: 0 })?;
     let frames = place.frames;
-    // Only words at and past the end are looked at: the rest need not be read twice.
+    // Only words at and past the end are checked: the rest need not be read twice.
     for (word, first) in bitmap.iter().zip((0u64..).step_by(64)).skip((frames / 64) as usize) {
         let valid = frames.saturating_sub(first).min(63);
         let stray = word >> valid << valid;
@@ -106,7 +110,7 @@ fn checked<'p>(places: &'p [Place], slot: SlotId, bitmap: &[u64]) -> Result<&'p 
     Ok(place)
 }
 
-/// Frames in the order in which they came, with repetitions until it is drained.
+/// A list of frames in the order of their insertion, with repetitions until it is drained.
 #[derive(Debug)]
 pub struct ListSet {
     places: Vec<Place>,
@@ -114,12 +118,12 @@ pub struct ListSet {
 }
 
 impl ListSet {
-    /// With room for as many frames as the rings have at once.
+    /// Returns an empty list with `room` entries reserved, as many as the rings hold at once.
     pub fn new(layout: &Layout, room: usize) -> Self {
         Self { places: places(layout), frames: Vec::with_capacity(room) }
     }
 
-    /// Appends a frame; whether it lies in a slot.
+    /// Appends a frame. Returns whether it lies in a slot.
     pub fn insert(&mut self, slot: SlotId, offset: u64) -> bool {
         let place = find(&self.places, slot, offset);
         place.is_some_and(|place| {
@@ -158,8 +162,8 @@ impl ListSet {
     }
 }
 
-/// A bit a frame of guest memory, all of which are looked at to find those that are set: word by
-/// word, eight words at a time.
+/// A bitmap with one bit per frame of guest memory. A drain scans it word by word, eight words at a
+/// time.
 #[derive(Debug)]
 pub struct FlatSet {
     places: Vec<Place>,
@@ -167,14 +171,14 @@ pub struct FlatSet {
 }
 
 impl FlatSet {
-    /// An empty set over all memory of `layout`.
+    /// Returns an empty set over all memory of `layout`.
     pub fn new(layout: &Layout) -> Self {
         let places = places(layout);
         let words = places.iter().map(|p| p.frames.div_ceil(64) as usize).sum();
         Self { places, words: vec![0; words] }
     }
 
-    /// Sets a frame's bit; whether it lies in a slot.
+    /// Sets a frame's bit. Returns whether the frame lies in a slot.
     pub fn insert(&mut self, slot: SlotId, offset: u64) -> bool {
         let word = find(&self.places, slot, offset)
             .and_then(|p| self.words.get_mut(p.first_word + (offset / 64) as usize));
@@ -213,7 +217,7 @@ impl FlatSet {
             let end = p.first_word + p.frames.div_ceil(64) as usize;
             let words = self.words.get_mut(p.first_word..end).unwrap_or_default();
             for (group, at) in words.chunks_mut(8).zip((p.base..).step_by(512)) {
-                // One branch for eight words: nearly all of them are zero.
+                // One branch per eight words: nearly all of them are zero.
                 if group.iter().fold(0, |any, word| any | word) == 0 {
                     continue;
                 }
@@ -233,7 +237,7 @@ impl FlatSet {
     }
 }
 
-/// Lengthens the last run, or begins one.
+/// Extends the last run, or starts a new one.
 fn append(runs: &mut Vec<FrameRun>, start: u64, count: u64) {
     match runs.last_mut() {
         Some(last) if last.end().0 == start => last.count += count,

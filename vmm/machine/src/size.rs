@@ -1,6 +1,6 @@
-//! Sizes as people write them.
+//! Parses sizes as users write them.
 
-/// The bytes of a size: digits, then nothing, `K`, `M` or `G` (powers of two).
+/// Returns the bytes of a size: digits, then nothing, `K`, `M` or `G` (powers of two).
 pub fn parse_size(text: &str) -> Option<u64> {
     let (digits, shift) = match text.strip_suffix(['K', 'M', 'G']) {
         Some(digits) if text.ends_with('K') => (digits, 10),

@@ -1,7 +1,7 @@
-//! Owns standard input, the guest's console: one owner at a time, and if it is a terminal, its
-//! settings. They are raw while the owner lives, and as they were before on every way out,
-//! [`exit::now`](crate::exit::now) and the handler of SIGSYS included. The unsafe code is two
-//! ioctls, which a signal handler may make.
+//! Standard input, the guest's console: it has one owner at a time. If it is a terminal, its
+//! settings are raw while the owner lives. Every way out restores them,
+//! [`exit::now`](crate::exit::now) and the handler of SIGSYS included. The unsafe code consists of
+//! two ioctls, which a signal handler may make.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -10,30 +10,30 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use libc::termios2;
 
-/// `TCGETS2` and `TCSETS2`, the latter at once.
+/// `TCGETS2` and `TCSETS2`. The latter takes effect at once.
 const GET: libc::c_ulong = 0x802c_542a;
 pub(crate) const SET: u32 = 0x402c_542b;
 
 /// Whether standard input has an owner.
 static OWNED: AtomicBool = AtomicBool::new(false);
 
-/// The settings to restore; null while there are none. What it points to is never freed: a handler
-/// may be reading it.
+/// The settings to restore; null while there are none. The pointee is never freed: a handler may be
+/// reading it.
 static BEFORE: AtomicPtr<termios2> = AtomicPtr::new(ptr::null_mut());
 
-/// The right to read standard input and to change its settings. A second owner would take the raw
-/// settings of the first for those to restore.
+/// The right to read standard input and to change its settings. A second owner would save the raw
+/// settings of the first as those to restore.
 #[derive(Debug)]
 pub(crate) struct Stdin(());
 
 impl Stdin {
     /// Takes standard input; `None` while another owner has it.
     pub(crate) fn take() -> Option<Self> {
-        // Made only if it is to own it: its drop gives that up.
+        // Constructed only by the new owner: its drop gives the ownership up.
         (!OWNED.swap(true, Ordering::AcqRel)).then(|| Self(()))
     }
 
-    /// Makes the terminal raw until this is dropped; output is processed as before.
+    /// Makes the terminal raw until this value is dropped. Output processing does not change.
     pub(crate) fn make_raw(&mut self) -> io::Result<()> {
         let mut settings = MaybeUninit::<termios2>::uninit();
         // SAFETY: the kernel writes the whole structure there, or fails.
@@ -41,7 +41,7 @@ impl Stdin {
         if got != 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it is written.
+        // SAFETY: the ioctl has succeeded and has written it.
         let before = unsafe { settings.assume_init() };
         let mut raw = before;
         raw.c_iflag &= !(libc::IGNBRK
@@ -52,12 +52,12 @@ impl Stdin {
             | libc::IGNCR
             | libc::ICRNL
             | libc::IXON);
-        // Our own lines, on the same terminal, end as they always do.
+        // Output flags do not change: this process's own lines end as usual.
         raw.c_lflag &= !(libc::ECHO | libc::ECHONL | libc::ICANON | libc::ISIG | libc::IEXTEN);
         raw.c_cflag = raw.c_cflag & !(libc::CSIZE | libc::PARENB) | libc::CS8;
         raw.c_cc[libc::VMIN] = 1;
         raw.c_cc[libc::VTIME] = 0;
-        // Before the change, so that it is undone wherever the process ends from here on.
+        // Stored before the change, so that the change is undone wherever the process ends.
         BEFORE.store(Box::into_raw(Box::new(before)), Ordering::Release);
         set(&raw)
     }
@@ -78,7 +78,7 @@ pub(crate) fn restore() -> io::Result<()> {
     if before.is_null() {
         return Ok(());
     }
-    // SAFETY: it was made by `Box::into_raw` and is never freed.
+    // SAFETY: `Box::into_raw` returned it, and it is never freed.
     set(unsafe { &*before })
 }
 
@@ -103,7 +103,7 @@ mod tests {
         !modes.contains(LocalModes::ICANON) && !modes.contains(LocalModes::ECHO)
     }
 
-    /// In a process of its own, whose standard input is a terminal.
+    /// Runs in its own process, whose standard input is a terminal.
     #[test]
     fn terminal_has_one_owner_at_a_time() {
         const CHILD: &str = "OWNS_A_TERMINAL";

@@ -1,4 +1,4 @@
-//! A guest with a beginning and an end, as the command line and the API see it.
+//! A guest that starts and ends, as the command line and the API see it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,69 +10,69 @@ use crate::config::{GuestName, Lineage, MachineConfig};
 use crate::devices::{BalloonControl, DeviceFigures};
 pub use crate::end_reason::EndReason;
 
-/// One vCPU's share of what `info` reports.
+/// The part of `info` about one vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct VcpuInfo {
-    /// Exits to the VMM since the start.
+    /// Number of exits to the VMM since the start.
     pub exits: u64,
-    /// Of these, exits because the dirty ring was full.
+    /// Number of those exits that were caused by a full dirty ring.
     pub ring_full_exits: u64,
-    /// How long it was held back by migrations that it outran, ms.
+    /// Time for which the vCPU was throttled for migrations to converge, in ms.
     #[serde(default)]
     pub held_ms: u64,
-    /// The most entries that its dirty ring had when it was emptied, in the last second; none
-    /// without a ring.
+    /// Highest number of entries found in the vCPU's dirty ring when it was harvested, in the last
+    /// second; `None` without a ring.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ring_peak_entries: Option<u64>,
 }
 
-/// What `info` reports.
+/// The report of `info`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct VmInfo {
     /// The guest's identity.
     pub vm_id: VmId,
     /// The name that its operator gave it.
     pub name: Option<GuestName>,
-    /// Which guest's checkpoint it began as, if it did.
+    /// The checkpoint that the guest began as, if any.
     pub lineage: Option<Lineage>,
-    /// Whether it runs.
+    /// The guest's run state.
     pub state: RunState,
     /// Number of vCPUs.
     pub vcpus: u8,
     /// Guest memory in bytes.
     pub mem_bytes: u64,
-    /// How writes are tracked.
+    /// The method that tracks the guest's writes.
     pub tracking: driftline_dirty_tracker::TrackingMode,
-    /// What runs the vCPUs.
+    /// The backend that runs the vCPUs.
     pub backend: crate::config::Backend,
-    /// How long the VMM has had this guest, ms.
+    /// Time since this VMM has the guest, in ms.
     pub uptime_ms: u64,
-    /// Dirty ring overruns so far (I6).
+    /// Number of dirty ring overruns so far (I6).
     pub ring_overruns: u64,
-    /// Per vCPU.
+    /// One entry per vCPU.
     pub vcpu: Vec<VcpuInfo>,
     /// The dirty tracker's counters.
     pub dirty: driftline_dirty_tracker::TrackerStats,
-    /// Disks and network interfaces.
+    /// Figures of disks and network interfaces.
     pub devices: Vec<DeviceFigures>,
 }
 
-/// A guest that can also be looked at and waited for.
+/// A guest that can also report on itself and be waited for.
 ///
-/// A new one is paused: `Guest::resume` starts it.
+/// A new guest is paused: `Guest::resume` starts it.
 pub trait Vm: Guest {
-    /// The configuration that it was made from.
+    /// Returns the configuration that the guest was built from.
     fn machine_config(&self) -> &MachineConfig;
 
-    /// A snapshot of its figures.
+    /// Returns a snapshot of the guest's figures.
     fn info(&self) -> VmInfo;
 
-    /// Its balloon, if it has one.
+    /// Returns the guest's balloon, if it has one.
     fn balloon(&self) -> Option<&BalloonControl>;
 
-    /// Blocks until the guest has ended, or `timeout` has passed (`None`).
+    /// Blocks until the guest has ended, or until `timeout` has passed (then `None`).
     fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason>;
 }
 
-/// The machine that the command line, the API and the jobs share.
+/// The guest that the command line, the API and the jobs share.
 pub type SharedVm = Arc<dyn Vm>;
