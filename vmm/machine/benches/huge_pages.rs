@@ -1,9 +1,9 @@
-//! What huge pages are worth to a guest, and what tracking does to them:
+//! Measures what huge pages gain a guest, and how tracking affects them:
 //! `cargo bench -p driftline-machine --bench huge_pages`.
 //!
-//! A guest with one vCPU writes 512 MiB as fast as it can: first touches, then nobody follows its
-//! writes, then somebody drains them every 100 ms, then nobody again. Medians of several rounds,
-//! each with a guest of every kind. `hugetlbfs` needs a pool: `sysctl vm.nr_hugepages=600`.
+//! A guest with one vCPU writes 512 MiB as fast as it can: first touches; then untracked; then with
+//! a subscriber that drains every 100 ms; then untracked again. The results are medians of several
+//! rounds, each with a guest of every kind. `hugetlbfs` needs a pool: `sysctl vm.nr_hugepages=600`.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 use std::path::Path;
@@ -21,7 +21,7 @@ use driftline_machine::memory::{HugePages, MemoryOptions};
 const ROUNDS: usize = 3;
 const WINDOW: Duration = Duration::from_millis(3500);
 const EPOCH: Duration = Duration::from_millis(100);
-/// Of the working set.
+/// Number of 4 KiB pages in the working set.
 const PAGES: u64 = 512 << 8;
 const LONG: Duration = Duration::from_secs(60);
 
@@ -97,7 +97,7 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
     }
     let first = reports(&serial).into_iter().find(|r| r.passes > 0);
     let untracked = rate(&serial, |_| std::thread::sleep(WINDOW));
-    // What the first report's time was not spent on: pages that had been touched before.
+    // The first report's time, without the share spent on pages that had been touched before.
     let touched = first.map(|r| r.t_ms as f64 - r.pages.saturating_sub(PAGES) as f64 / untracked);
     let mut frames = Vec::new();
     let tracked = {
@@ -123,7 +123,7 @@ fn reports(serial: &Path) -> Vec<Report> {
     text.lines().filter_map(Report::parse).collect()
 }
 
-/// Pages that the guest writes in a millisecond of its own clock while `meanwhile` lasts.
+/// Returns the pages that the guest writes per millisecond of its own clock during `meanwhile`.
 fn rate(serial: &Path, meanwhile: impl FnOnce(&Path)) -> f64 {
     let before = reports(serial).last().map_or((0, 0), |r| (r.t_ms, r.pages));
     meanwhile(serial);

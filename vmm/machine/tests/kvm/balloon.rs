@@ -1,5 +1,5 @@
-//! A Linux guest that frees memory: what it has freed is neither stored nor held by this host.
-//! Needs the Linux image that `images/linux/build.sh` makes.
+//! A Linux guest that frees memory: freed memory is neither stored nor held by this host. Needs the
+//! Linux image that `images/linux/build.sh` builds.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,8 @@ const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliabl
      clearcpuid=popcnt,smap,erms,fsrm noreplace-smp rdinit=/frees \
      GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW";
 
-/// Fills files in memory, and removes them once some of its memory is in the balloon. What is still
-/// used then is moved together, so that what is free lies in large blocks.
+/// Fills files in memory, and removes them once part of the guest's memory is in the balloon. Then
+/// compacts the memory in use, so that free memory forms large blocks.
 const FREES: &str = r#"#!/bin/busybox sh
 /bin/busybox mkdir /proc /files
 /bin/busybox mount -t proc proc /proc
@@ -51,11 +51,12 @@ while :; do
 done
 "#;
 
-/// The least that the host hears of: the guest frees twenty times a static busybox, nearly 40 MiB,
-/// but Linux reports blocks of 2 MiB and hints blocks of 4 MiB, which have to be free as a whole.
+/// Minimum freed memory that the host learns of, in bytes. The guest frees twenty times a static
+/// busybox, nearly 40 MiB, but Linux reports blocks of 2 MiB and hints blocks of 4 MiB, which must
+/// be entirely free.
 const FREED: u64 = 12 * MIB;
 
-/// The image's initramfs with one more file, an executable.
+/// Returns the image's initramfs with one more file, an executable.
 fn initramfs(image: &Path, dir: &TempDir, name: &str, content: &str) -> PathBuf {
     let mut archive = fs::read(image.join("initramfs.cpio")).unwrap();
     let mut entry = |name: &str, mode: u32, content: &str| {
@@ -81,7 +82,7 @@ struct Frees {
 }
 
 impl Frees {
-    /// A guest that holds its files.
+    /// Boots a guest that holds its files in memory.
     fn boot(image: &Path, balloon: BalloonConfig) -> Self {
         let (console, dir) = (Console::new(), tempfile::tempdir().unwrap());
         let initrd = Some(initramfs(image, &dir, "frees", FREES));
@@ -95,7 +96,7 @@ impl Frees {
         Self { machine, console, dir }
     }
 
-    /// Has it free them.
+    /// Makes the guest free its files.
     fn free(&self) {
         self.machine.balloon().unwrap().set_target(MIB);
         self.console.wait_for("memory freed", |text| text.contains("guest: freed"));
@@ -110,7 +111,7 @@ impl Frees {
         self.machine.balloon().unwrap().figures().discarded_bytes
     }
 
-    /// The guest goes on from the newest epoch of the store.
+    /// Verifies that the guest continues from the newest epoch of the store.
     fn goes_on(&self, store: &str) {
         self.machine.stop("it is restored");
         let store = Store::open(&self.dir.path().join(store)).unwrap();
@@ -147,13 +148,13 @@ fn what_a_guest_reports_as_free_is_neither_held_nor_stored() {
     let before = guest.discarded();
     guest.free();
     let end = Instant::now() + LONG;
-    // Somewhat more: the guest goes on using memory.
+    // Somewhat more than the minimum: the guest continues to use memory.
     while guest.discarded() - before < FREED + 4 * MIB {
         assert!(Instant::now() < end, "{} bytes are reported", guest.discarded() - before);
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
     let after = first.take().unwrap();
-    // What was freed has changed, and is in the epoch without content.
+    // Freed frames have changed, and are in the epoch without content.
     assert!(bytes(&after) - after.written_bytes >= FREED, "{after:?}");
     drop(first);
     let full = guest.checkpointer("second").take().unwrap();

@@ -1,4 +1,4 @@
-//! Booting: the payload in memories of all shapes, other ELF files, and those that are none.
+//! Booting: the payload in memories of all shapes, other ELF files, and invalid ELF files.
 
 use driftline_guest::Guest;
 use driftline_machine::config::{Boot, MachineConfig};
@@ -51,7 +51,7 @@ fn other_peoples_files_boot_in_both_classes() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    // A note before Xen's, and one segment of notes after it, as compilers leave them.
+    // A GNU note before Xen's, in the segment of notes after the code, as compilers emit them.
     let notes = [note(b"GNU\0", 5, &[0; 16]), note(b"Xen\0", 18, &CODE_AT.to_le_bytes())].concat();
     for (class, machine) in [(2, 62), (1, 3), (1, 62)] {
         let elf = Elf { class, machine, notes: notes.clone(), ..Elf::new(&prints_ok()) };
@@ -182,8 +182,8 @@ fn how_a_guest_ends_is_told_apart() {
     assert_eq!(crash, EndReason::Crashed("vCPU 0: triple fault".to_owned()));
 }
 
-/// Enables COM1's transmitter interrupt, sends "x", and says whether the interrupt controller has
-/// interrupt 4 requested: "x1".
+/// Enables COM1's transmitter interrupt, prints "x", then prints whether the interrupt controller
+/// has interrupt 4 requested: "x1".
 fn asks_for_an_interrupt() -> Vec<u8> {
     let mut code = vec![0x66, 0xba, 0xf9, 0x03, 0xb0, 0x02, 0xee]; // out 0x3f9, 2
     code.extend([0x66, 0xba, 0xf8, 0x03, 0xb0, b'x', 0xee]); // out 0x3f8, 'x'

@@ -1,7 +1,7 @@
-//! One test for all sources: a copy of a guest's memory that is kept up with what its source
-//! reports, and nothing else, is that memory whenever the guest stands; however harvests, pauses,
-//! ends and beginnings of tracking fall. And the tests of the test: a source that loses frames is
-//! found out, by this and by the guest itself.
+//! One test for all dirty sources. A copy of a guest's memory is updated only with the frames that
+//! the source reports. Whenever the guest is paused the copy must equal the memory, however
+//! harvests, pauses, and starts and ends of tracking interleave. Further tests verify the test
+//! itself: it detects a source that loses frames, and so does the guest.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,14 +20,14 @@ use crate::harness::*;
 use crate::state::move_to_new_on;
 use crate::tracking::modes;
 
-/// Harvests of each source in all, and what a default run does of them.
+/// Harvests of each source: in the long form, and in a default run.
 const HARVESTS: (u32, u32) = (10_000, 120);
 
-/// One seed, for all sources (splitmix64).
+/// A random number generator with one seed for all sources (splitmix64).
 struct Chance(u64);
 
 impl Chance {
-    /// Below `n`.
+    /// Returns a number below `n`.
     fn next(&mut self, n: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -37,12 +37,12 @@ impl Chance {
     }
 }
 
-/// A machine and the copy of its memory.
+/// A machine and a copy of its memory.
 struct Copied {
     machine: Arc<Machine>,
     subscription: Option<Subscription>,
     copy: Vec<u8>,
-    /// Frames that were copied because they were reported.
+    /// Number of frames copied because they were reported.
     reported: u64,
 }
 
@@ -54,7 +54,7 @@ impl Copied {
         new
     }
 
-    /// Tracking begins, and then all memory is copied.
+    /// Starts tracking, then copies all memory.
     fn begin(&mut self) {
         self.subscription = None;
         self.subscription = Some(self.machine.subscribe("test").unwrap());
@@ -75,7 +75,7 @@ impl Copied {
         epoch.commit();
     }
 
-    /// The frames in which the copy differs, when the guest stands and all was harvested.
+    /// Returns the frames in which the copy differs, after a pause and a final harvest.
     fn lost(&mut self) -> Vec<u64> {
         let machine = self.machine.clone();
         let paused = Paused::new(&*machine).unwrap();
@@ -89,9 +89,9 @@ impl Copied {
     }
 }
 
-/// Harvests at random until `harvests` are done or a frame is lost; gives the frames that are, and
-/// how many were reported. After one harvest in so many, `looks`, and before tracking is begun
-/// anew, the guest is held, and the copy compared with it. Gives up after `limit`.
+/// Harvests at random until `harvests` are done or a frame is lost. Returns the lost frames and the
+/// number of reported ones. After one harvest in `looks`, and before each restart of tracking, the
+/// guest is paused and the copy compared with its memory. Gives up after `limit`.
 fn harvest_at_random(
     machine: Arc<Machine>,
     seed: u64,
@@ -110,9 +110,9 @@ fn harvest_at_random(
         }
         match chance.next(100) {
             0..45 => std::thread::sleep(Duration::from_micros(chance.next(3000))),
-            // Tracking ends; with some luck the collector notices before it begins again.
+            // Tracking ends. Sometimes the collector notices before tracking starts again.
             99 => {
-                // All is copied then, and what is lost would not be seen.
+                // A restart copies all memory and would hide a lost frame.
                 let lost = copied.lost();
                 if !lost.is_empty() {
                     return (lost, copied.reported);
@@ -138,7 +138,7 @@ fn on(console: &Console, memory: MemoryOptions) -> HostConfig {
     HostConfig { memory, ..console.host() }
 }
 
-/// What holds memory, where that matters to a source.
+/// Returns the kinds of memory that make a difference to a source.
 fn memories(mode: TrackingMode) -> Vec<MemoryOptions> {
     let plain = MemoryOptions { huge_pages: Some(HugePages::None), ..MemoryOptions::default() };
     match mode {
@@ -151,17 +151,18 @@ fn memories(mode: TrackingMode) -> Vec<MemoryOptions> {
     }
 }
 
-/// Fewer would show little.
+/// Minimum number of reported frames: fewer would prove little.
 const LEAST_REPORTED: u64 = 1000;
 
-/// One source: of whatever rings and memory make a difference to it. Ring 0 overruns the smallest
-/// ring, where it is emulated; what else has room for all is to lose nothing of the same guest.
+/// Tests one source, with each ring size and kind of memory that makes a difference to it. Ring 0
+/// overruns the smallest ring, where it is emulated. The other sources have room for all frames and
+/// must lose none of the same guest.
 fn loses_no_frame(test: &str, mode: TrackingMode) {
     if !kvm_or_skip(test) || !modes().contains(&mode) {
         return;
     }
-    // A look costs as much as a hundred harvests. A page that was lost is seen unless it is written
-    // and reported once more before.
+    // A comparison costs as much as a hundred harvests. A comparison detects a lost page unless the
+    // page has been written and reported again meanwhile.
     let (harvests, looks) = if full() { (HARVESTS.0, 64) } else { (HARVESTS.1, 16) };
     let usual = DEFAULT_RING_ENTRIES;
     let rings = match mode {
@@ -180,8 +181,7 @@ fn loses_no_frame(test: &str, mode: TrackingMode) {
             let begun = Instant::now();
             let what = format!("{mode}, rings of {ring_entries}, guest in ring {ring}, {memory:?}");
             let mut reported = 0;
-            // On a busy host a guest whose ring 0 is emulated writes little in the time of so many
-            // harvests.
+            // On a busy host a guest whose ring 0 is emulated writes little during these harvests.
             while reported <= LEAST_REPORTED && begun.elapsed() < Duration::from_secs(60) {
                 let (lost, more) =
                     harvest_at_random(machine.clone(), 42, (harvests, Duration::MAX), looks);
@@ -228,13 +228,13 @@ fn losing(console: &Console, one_in: u64) -> HostConfig {
     HostConfig { loses_one_in: std::num::NonZeroU64::new(one_in), ..console.host() }
 }
 
-/// Without debug assertions there is no source that loses frames, and no test that gets here.
+/// A build without debug assertions has no source that loses frames, and no test calls this.
 #[cfg(not(debug_assertions))]
 fn losing(console: &Console, _: u64) -> HostConfig {
     console.host()
 }
 
-/// Whether there is a source that loses frames; says so where not.
+/// Returns whether a source that loses frames exists. Reports the skipped test if not.
 fn can_lose(test: &str) -> bool {
     if !cfg!(debug_assertions) {
         driftline_machine::testing::skip(test, "a release build has no source that loses frames");
@@ -250,8 +250,8 @@ fn a_source_that_loses_frames_is_found_out() {
         return;
     }
     for mode in modes() {
-        // So that a million are soon there: fewer looks, and a guest that comes to each page again
-        // only after one.
+        // To reach a million frames quickly: fewer comparisons, and a guest that returns to a page
+        // only after a comparison.
         let (one_in, looks, spec, limit) = match full() {
             true => (1_000_000, 128, "payload,ws=40M,rate=max", Duration::from_secs(3600)),
             false => (2_000, 16, "payload,ws=24M,rate=max,pattern=random", LONG),
@@ -269,8 +269,9 @@ fn a_source_that_loses_frames_is_found_out() {
     }
 }
 
-/// One frame in so many is lost, and how long the guest runs between two moves. In the long form
-/// many moves lose nothing: what counts is a frame's last report before the guest stands.
+/// Returns the loss rate (one frame in this many), the guest's run time between two moves, and the
+/// limit. In the long form many moves lose nothing: only a frame's last report before the pause
+/// matters.
 fn lost_to_the_payload() -> (u64, Duration, Duration) {
     match full() {
         true => (1_000_000, Duration::from_millis(5), Duration::from_secs(1800)),
@@ -296,8 +297,8 @@ fn the_payload_finds_out_that_frames_were_lost() {
         machine.resume().unwrap();
         console.wait_for("start", |text| text.contains("payload ready"));
         let begun = Instant::now();
-        // Of a frame that was lost the new machine has an older content, which its check of each
-        // page shows.
+        // For a lost frame the new machine has older content. The guest's check of each page
+        // detects it.
         let found = |text: &str| {
             text.lines().any(|line| match Message::parse(line) {
                 Some(Message::Report(report)) => report.errors > 0,

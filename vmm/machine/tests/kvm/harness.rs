@@ -1,4 +1,4 @@
-//! Machines for tests, and what their guests print.
+//! Machines for tests, and the output of their guests.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 pub const MIB: u64 = 1 << 20;
 
-/// Longer than anything here takes, on the slowest host.
+/// A limit that nothing here reaches, even on the slowest host.
 pub const LONG: Duration = Duration::from_secs(300);
 
 pub fn payload(spec: &str) -> MachineConfig {
@@ -24,7 +24,7 @@ pub fn payload(spec: &str) -> MachineConfig {
     }
 }
 
-/// A kernel of our own making.
+/// Returns the configuration of a hand-made kernel.
 pub fn kernel(elf: &[u8], dir: &TempDir) -> MachineConfig {
     let kernel = dir.path().join("kernel.elf");
     std::fs::write(&kernel, elf).unwrap();
@@ -32,7 +32,7 @@ pub fn kernel(elf: &[u8], dir: &TempDir) -> MachineConfig {
     MachineConfig { boot, ..payload("") }
 }
 
-/// Where a guest's serial output goes.
+/// The destination of a guest's serial output.
 pub struct Console {
     path: PathBuf,
     _dir: TempDir,
@@ -60,7 +60,7 @@ impl Console {
         self.text().lines().filter_map(Report::parse).collect()
     }
 
-    /// Waits until `enough` says so of the output.
+    /// Waits until `enough` returns true for the output.
     #[track_caller]
     pub fn wait_for(&self, what: &str, enough: impl Fn(&str) -> bool) {
         let end = Instant::now() + LONG;
@@ -70,7 +70,7 @@ impl Console {
         }
     }
 
-    /// Waits until each of `vcpus` has reported at least `count` times.
+    /// Waits until each of `vcpus` vCPUs has reported at least `count` times.
     #[track_caller]
     pub fn wait_for_reports(&self, vcpus: u8, count: usize) {
         self.wait_for("reports", |text| {
@@ -80,7 +80,7 @@ impl Console {
         });
     }
 
-    /// Fails if the payload found anything wrong, or said nothing at all.
+    /// Fails if the payload reported an error, or printed nothing at all.
     #[track_caller]
     pub fn assert_no_errors(&self) {
         let text = self.text();
@@ -112,7 +112,7 @@ pub fn assert_powers_off(machine: &Machine, console: &Console) {
     assert_eq!(end, Some(EndReason::PowerOff), "{}", console.text());
 }
 
-/// The smallest ring that the kernel takes.
+/// Returns the smallest ring that the kernel accepts.
 pub fn smallest_ring(config: &MachineConfig) -> u32 {
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let takes = |entries: &u32| {

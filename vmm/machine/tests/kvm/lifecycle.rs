@@ -1,4 +1,4 @@
-//! Pausing, resuming, ending, and what a machine leaves behind.
+//! Pausing, resuming and ending a machine, and what a machine leaves behind.
 
 use driftline_guest::{Guest, GuestError, RunState};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
@@ -27,7 +27,7 @@ fn a_paused_guest_stands_still_and_goes_on_unharmed() {
         assert_eq!(machine.info().vcpu, before, "a paused vCPU does not exit");
         machine.resume().unwrap();
     }
-    // It has no end of its own: however slow the host is, all pauses meet it at work.
+    // The guest never ends by itself: even on a slow host, all pauses interrupt its work.
     let already = console.reports().len();
     console.wait_for("report after the pauses", |_| console.reports().len() > already + 2);
     machine.stop("it has shown enough");
@@ -71,7 +71,7 @@ fn a_guest_that_was_let_go_of_runs_no_more_until_it_is_taken_again() {
     machine.acquire().unwrap();
     machine.resume().unwrap();
     machine.pause().unwrap();
-    // Between letting go and the hand-over the operator ends it: then it is nobody's.
+    // The operator ends it between the release and the hand-over: then no host owns it.
     machine.release().unwrap();
     machine.stop("the operator has ended it");
     let e = machine.detach().unwrap_err().to_string();
@@ -98,7 +98,7 @@ fn nothing_is_left_of_fifty_machines() {
         });
         (count("/proc/self/fd"), ours.count(), kvm_maps)
     };
-    // In a process of its own, so that other tests' machines are not counted.
+    // Runs in its own process, so that machines of other tests are not counted.
     if std::env::var_os("FIFTY_MACHINES").is_none() {
         let me = std::env::current_exe().unwrap();
         let test = ["--exact", "lifecycle::nothing_is_left_of_fifty_machines", "--nocapture"];

@@ -1,4 +1,4 @@
-//! The 64-bit Linux boot protocol, with small kernels of our own: ELF files without a PVH note, and
+//! The 64-bit Linux boot protocol, with small hand-made kernels: ELF files without a PVH note, and
 //! bzImages.
 
 use driftline_machine::config::{Boot, MachineConfig};
@@ -9,9 +9,9 @@ use driftline_guest::Guest;
 
 use crate::harness::*;
 
-/// Prints the first byte of the command line, that of the RAM disk, how many e820 entries there are
-/// and "R" if the zero page names an RSDP that is one; then powers off by ACPI's PM1 control
-/// register. RSI has the zero page. Only a 64-bit processor finds sense in it.
+/// Prints the first byte of the command line, the first byte of the RAM disk, the number of e820
+/// entries, and "R" if the zero page names a valid RSDP. Then powers off through ACPI's PM1 control
+/// register. RSI points to the zero page. Only a 64-bit processor can decode this code.
 fn reads_its_zero_page() -> Vec<u8> {
     let mut code = vec![0x66, 0xba, 0xf8, 0x03]; // mov dx, 0x3f8
     code.extend([0x8b, 0x9e, 0x28, 0x02, 0, 0]); // mov ebx, [rsi+0x228]: cmd_line_ptr
@@ -29,7 +29,7 @@ fn reads_its_zero_page() -> Vec<u8> {
     code
 }
 
-/// A bzImage with one setup sector around `code` at its 64-bit entry.
+/// Returns a bzImage with one setup sector and `code` at its 64-bit entry.
 fn bzimage(code: &[u8], relocatable: bool) -> Vec<u8> {
     let mut file = vec![0; 1024];
     file[0x1f1] = 1;
@@ -63,7 +63,7 @@ fn boots(file: &[u8]) {
     machine.resume().unwrap();
     assert_powers_off(&machine, &console);
     drop(machine);
-    // 64 MiB: low memory, what is reserved up to 1 MiB, the rest, the chipset.
+    // 64 MiB: low memory, the reserved range up to 1 MiB, the rest, the chipset.
     assert_eq!(console.text(), "ld4R");
 }
 

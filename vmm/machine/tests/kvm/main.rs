@@ -1,6 +1,6 @@
-//! The KVM machine on this host's KVM: booting, stopping and going on, tracking, and what it
-//! refuses.
-// A helper that fails fails its test.
+//! The KVM machine on this host's KVM: booting, stopping and resuming, tracking, and refused
+//! requests.
+// A helper that fails makes its test fail.
 #![allow(clippy::unwrap_used)]
 
 mod balloon;

@@ -1,12 +1,12 @@
-//! Port accesses that are wider than a register, and those of string instructions.
+//! Port accesses that are wider than a register, and port accesses of string instructions.
 
 use driftline_guest::Guest;
 use driftline_machine::testing::{CODE_AT, Elf, kvm_or_skip};
 
 use crate::harness::*;
 
-/// Runs `code`, followed by `data`, in a guest until it powers itself off; what it printed. `code`
-/// has the address of `data` in ESI.
+/// Runs `code`, followed by `data`, in a guest until it powers itself off. Returns the guest's
+/// output. `code` starts with the address of `data` in ESI.
 fn printed(code: &[u8], data: &[u8]) -> Vec<u8> {
     const ESI_BYTES: u32 = 5;
     let mut rest = code.to_vec();
@@ -43,7 +43,7 @@ fn string_output_to_the_serial_port_is_complete() {
         let code = [string(0x3f8, count), vec![0xf3, 0x6e]].concat(); // rep outsb
         assert_eq!(printed(&code, &data), data[..count as usize]);
     }
-    // Of each pair the second byte goes to the interrupt enable register.
+    // The second byte of each pair goes to the interrupt enable register.
     let pairs: Vec<u8> = data[..300].iter().flat_map(|byte| [*byte, 0]).collect();
     let code = [string(0x3f8, 300), vec![0xf3, 0x66, 0x6f]].concat(); // rep outsw
     assert_eq!(printed(&code, &pairs), data[..300]);
@@ -64,9 +64,9 @@ fn wide_access_is_one_of_each_of_its_ports() {
         0xb8, 0x42, 0x00, 0x00, 0x03, 0xef,
         // mov dx, 0x3fb; in al, dx; mov dx, 0x3f8; out dx, al: the line control register
         0x66, 0xba, 0xfb, 0x03, 0xec, 0x66, 0xba, 0xf8, 0x03, 0xee,
-        // mov dx, 0x3ff; mov ax, 0x7743; out dx, ax: the scratch register, and nothing behind it
+        // mov dx, 0x3ff; mov ax, 0x7743; out dx, ax: the scratch register, and an unused port
         0x66, 0xba, 0xff, 0x03, 0x66, 0xb8, 0x43, 0x77, 0x66, 0xef,
-        // in ax, dx; mov dx, 0x3f8; out dx, al; mov al, ah; out dx, al: that, and a bus that floats
+        // in ax, dx; mov dx, 0x3f8; out dx, al; mov al, ah; out dx, al: that, and a floating bus
         0x66, 0xed, 0x66, 0xba, 0xf8, 0x03, 0xee, 0x88, 0xe0, 0xee,
         // mov dx, 0x3fe; in eax, dx; shr eax, 8; mov dx, 0x3f8; out dx, al; mov al, ah; out dx, al
         0x66, 0xba, 0xfe, 0x03, 0xed, 0xc1, 0xe8, 0x08, 0x66, 0xba, 0xf8, 0x03, 0xee, 0x88, 0xe0, 0xee,

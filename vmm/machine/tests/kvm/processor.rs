@@ -1,5 +1,5 @@
-//! The guest's processor: the baseline, features taken away, and what a host refuses for lack of
-//! one.
+//! The guest's processor: the baseline, removed features, and refusals by a host that lacks a
+//! feature.
 
 use driftline_guest::{Clock, Guest, GuestError, GuestFactory};
 use driftline_machine::config::{
@@ -23,9 +23,8 @@ fn supported(function: u32) -> [u32; 4] {
     found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])
 }
 
-/// The baseline, or as much of it as this host's KVM has: without what it lacks, by name. Hosts
-/// that emulate the guest's kernel lack much. That the whole was not looked at is said loudly for
-/// `test`.
+/// Returns the baseline minus the features that this host's KVM lacks, by name. Hosts that emulate
+/// the guest's kernel lack many. Reports for `test` that the full baseline was not tested.
 fn baseline_or_less(test: &str) -> String {
     let mut cpu = "baseline".to_owned();
     loop {
@@ -46,9 +45,9 @@ fn baseline_or_less(test: &str) -> String {
     cpu
 }
 
-/// Prints what CPUID says of CX16 (leaf 1 ECX bit 13), "1" or "0"; then "-" or "+" for leaf 7 EBX,
-/// leaf 0xa EAX and leaf 0x8000_0007 EDX, as they are all zeros or not. Then resets. In ring 0,
-/// where KVM answers on every host.
+/// Prints CPUID's CX16 (leaf 1 ECX bit 13), "1" or "0". Then prints "-" or "+" for leaf 7 EBX, leaf
+/// 0xa EAX and leaf 0x8000_0007 EDX: "-" if the register is zero. Then resets. Runs in ring 0,
+/// where KVM answers CPUID on every host.
 fn asks_cpuid() -> Vec<u8> {
     let mut code = vec![0xb8, 1, 0, 0, 0, 0x0f, 0xa2]; // mov eax, 1; cpuid
     code.extend([0xc1, 0xe9, 13, 0x80, 0xe1, 1, 0x80, 0xc1, b'0', 0x88, 0xc8]); // shr, and, add; mov al, cl
@@ -105,7 +104,7 @@ fn a_guest_that_has_seen_more_than_this_host_has_is_refused_by_name() {
     let factory = MachineFactory { host: silent() };
     factory.create(machine.vm_id(), &config.encode()).unwrap();
 
-    // No processor has this bit, nor a name for it.
+    // No processor has this bit, and it has no name.
     let word = |registers| CpuidWord { function: 0x8000_0008, index: 0, registers };
     config.cpu.shown.retain(|w| w.function != 0x8000_0008);
     config.cpu.shown.push(word([0, 1 << 31, 0, 0]));

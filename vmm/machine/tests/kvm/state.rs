@@ -1,4 +1,4 @@
-//! Saving a guest in the middle of its work and going on in another machine.
+//! Saving a guest in the middle of its work and continuing it in another machine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,13 +23,13 @@ pub fn copy(from: &Machine, to: &Machine, runs: impl IntoIterator<Item = FrameRu
     }
 }
 
-/// Moves a running guest into a new machine: all memory while it runs, what changed meanwhile when
-/// it stands.
+/// Moves a running guest into a new machine: copies all memory while the guest runs, then the
+/// changed frames while it is paused.
 pub fn move_to_new(machine: &Machine, console: &Console, clock: Clock) -> Arc<Machine> {
     move_to_new_on(machine, console.host(), clock)
 }
 
-/// As [`move_to_new`], on a host of this kind.
+/// Does as [`move_to_new`], on a host of this kind.
 pub fn move_to_new_on(machine: &Machine, host: HostConfig, clock: Clock) -> Arc<Machine> {
     let factory = MachineFactory { host };
     let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
@@ -69,7 +69,7 @@ fn a_guest_goes_on_in_another_machine_while_it_writes() {
     .into_iter()
     .filter(|(mode, _)| modes.contains(mode))
     {
-        // Rings that are overrun, where ring 0 is emulated; whole loops of the guest, everywhere.
+        // Overrun rings, where ring 0 is emulated; whole loops of the guest on every host.
         let ring = if ring_entries == smallest { 0 } else { 3 };
         for (vcpus, ws, rate) in [(1, "4M", "320M"), (2, "16M", "max")] {
             let console = Console::new();
@@ -116,8 +116,8 @@ fn only_a_migration_shows_in_the_guests_clock() {
         console.wait_for_reports(1, already + 2);
         let report = console.reports()[already];
         let gap = Duration::from_micros(report.gap_us);
-        // The wall clock says how long it was away, and may be slewed: a little less than `away`
-        // by the guest's own clock.
+        // The wall clock measures how long the guest was away. It may be slewed: the gap by the
+        // guest's own clock may be a little less than `away`.
         assert_eq!(gap > away * 9 / 10, shows, "{clock:?}: {report:?}");
         console.assert_no_errors();
     }
@@ -169,7 +169,7 @@ fn sections_are_not_believed() {
     version[0].bytes[0] = 2;
     assert!(refused(&version).contains("version 2"));
 
-    // Whatever is flipped or cut: an answer, not a panic, and the machine is still there.
+    // Any flipped or cut byte yields an answer, not a panic, and the machine still exists.
     let mut seed = 1u64;
     let mut random = |below: usize| {
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -195,7 +195,7 @@ fn sections_are_not_believed() {
     assert_eq!(machine.info().vcpus, 2);
 }
 
-/// Where `what` lies in `bytes`, once.
+/// Returns the offset of `what` in `bytes`, where it occurs once.
 #[track_caller]
 fn place_of(what: &[u8], bytes: &[u8]) -> usize {
     let mut found = (0..bytes.len()).filter(|i| bytes[*i..].starts_with(what));
@@ -217,7 +217,8 @@ fn what_a_host_cannot_give_a_guest_is_refused_by_name() {
         change(&mut vcpu.bytes);
         machine.restore_state(&bad, Clock::Continue).unwrap_err().to_string()
     };
-    // STAR, which every host has, as 16 bytes behind their number, becomes one that none has.
+    // Replaces STAR, which every host has, with an MSR that no host has. An entry is its length,
+    // 16, and then its bytes.
     let msr = |index: u32| {
         let mut bytes = vec![16];
         bytes.extend(index.to_le_bytes());
@@ -230,10 +231,10 @@ fn what_a_host_cannot_give_a_guest_is_refused_by_name() {
         bytes[at + 9..at + 17].copy_from_slice(&0x77u64.to_le_bytes());
     });
     assert!(error.contains("this host does not take MSR 0x1234 = 0x77"), "{error}");
-    // In the special registers, which have 312 bytes, EFER lies at 264. Bit 12 is of SVM.
+    // EFER is at offset 264 of the special registers, which have 312 bytes. Bit 12 is SVM's.
     let error = refused(&|bytes| {
         let holds = |at: usize, what: &[u8]| bytes.get(at..).is_some_and(|b| b.starts_with(what));
-        // The general registers before them have 144.
+        // The general registers before them have 144 bytes.
         let sregs: Vec<usize> = (0..bytes.len())
             .filter(|i| holds(*i, &[0x90, 0x01]) && holds(i + 146, &[0xb8, 0x02]))
             .map(|i| i + 148)

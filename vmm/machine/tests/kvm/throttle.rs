@@ -1,4 +1,4 @@
-//! vCPUs that write faster than they may: held back, and nothing is missed of what they write.
+//! vCPUs that write faster than they may: they are throttled, and no write is missed.
 
 use std::time::{Duration, Instant};
 
@@ -12,11 +12,11 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::harness::*;
 
-/// The first vCPU writes, the second one reads what it has written once.
+/// The first vCPU keeps writing. The second writes its pages once, and then only reads them.
 const GUEST: &str = "payload,ws=32M,rate=max,writers=1";
 
-/// Frames that each vCPU makes dirty in a second, measured for `time` while somebody drains now and
-/// then.
+/// Returns the frames that each vCPU dirties per second, measured for `time` with a subscriber that
+/// drains now and then.
 fn rates(machine: &Machine, subscription: &mut Subscription, time: Duration) -> Vec<f64> {
     let (before, begun) = (machine.vcpu_writes(), Instant::now());
     while begun.elapsed() < time {
@@ -35,13 +35,13 @@ fn held(machine: &Machine) -> Vec<Duration> {
 }
 
 fn throttled(config: MachineConfig) {
-    // More than what a vCPU that only reads makes dirty anew after each drain: its stack.
+    // More than a read-only vCPU dirties again after each drain: its stack.
     const RATE: u64 = 500;
     let console = Console::new();
     let machine = launch(config, &console);
     let mut subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();
-    // The second one has only to read now.
+    // From now on the second vCPU only reads.
     console.wait_for("a round of the second vCPU", |_| {
         console.reports().iter().any(|r| r.vcpu == 1 && r.passes > 0)
     });
@@ -51,17 +51,17 @@ fn throttled(config: MachineConfig) {
     assert_eq!(held(&machine), [Duration::ZERO; 2]);
 
     machine.throttle(Some(RATE));
-    // What it owes from before is paid.
+    // Time for the vCPUs to pay for the frames that they dirtied before the throttle.
     std::thread::sleep(Duration::from_millis(300));
     let slow = rates(&machine, &mut subscription, long);
     assert!(slow[0] < free[0] / 3.0, "{slow:?} frames a second, free {free:?}");
     let held_now = held(&machine);
-    // The second one owes something only where this host was elsewhere between two looks.
+    // The second one is throttled only if this host was busy elsewhere between two checks.
     assert!(held_now[1] * 5 < held_now[0], "{held_now:?}");
     let info = machine.info().vcpu;
     assert!(info[0].held_ms > 0 && info[1].held_ms * 5 < info[0].held_ms, "{info:?}");
 
-    // It can be paused at any moment, and every frame that has changed is dirty.
+    // A throttled vCPU can be paused at any moment, and every changed frame is dirty.
     let mut before = vec![0; machine.machine_config().mem_bytes as usize];
     let mut after = before.clone();
     for round in 0..50 {
@@ -85,7 +85,7 @@ fn throttled(config: MachineConfig) {
         paused.resume().unwrap();
         std::thread::sleep(Duration::from_millis(round % 7));
     }
-    // Saving a state needs vCPUs that hear it.
+    // Saving a state needs vCPUs that serve their commands.
     let paused = Paused::new(&*machine).unwrap();
     paused.save_state().unwrap();
     paused.resume().unwrap();
@@ -97,7 +97,7 @@ fn throttled(config: MachineConfig) {
     console.wait_for_reports(2, console.reports().len() / 2 + 2);
     assert_eq!(held(&machine), held_then, "nobody is held any more");
 
-    // A throttle ends with the last subscriber.
+    // The throttle ends with the last subscriber.
     machine.throttle(Some(RATE));
     drop(subscription);
     let end = Instant::now() + LONG;

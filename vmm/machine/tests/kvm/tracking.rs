@@ -1,5 +1,5 @@
-//! Which frames changed: both modes agree (I5), overrun rings lose nothing (I6), and nobody pays
-//! before somebody asks.
+//! Dirty tracking: all modes agree (I5), overrun rings lose nothing (I6), and tracking costs
+//! nothing before there is a subscriber.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::harness::*;
 
-/// The modes that this host has; all others are refused as its lack.
+/// Returns the modes that this host supports. It refuses all others as features that it lacks.
 pub fn modes() -> Vec<TrackingMode> {
     let all = TrackingMode::ALL.iter().copied().filter(|mode| *mode != TrackingMode::None);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
@@ -39,18 +39,18 @@ fn memory(machine: &Machine) -> Vec<u8> {
     all
 }
 
-/// Frames that differ between two copies of memory.
+/// Returns the frames that differ between two copies of memory.
 fn changed<'a>(before: &'a [u8], after: &'a [u8]) -> impl Iterator<Item = Gfn> + 'a {
     let frames = before.chunks(PAGE_SIZE as usize).zip(after.chunks(PAGE_SIZE as usize));
     frames.zip(0u64..).filter(|((a, b), _)| a != b).map(|(_, gfn)| Gfn(gfn))
 }
 
-/// The leaves of slot 0 after `config` has run to the end that it sets itself, together with the
-/// frames whose content is another than at the start.
+/// Runs `config` to the guest's own end. Returns the leaves of slot 0 and the frames whose content
+/// differs from the start.
 fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
     let console = Console::new();
     let machine = launch(config, &console);
-    // In this order: to userfaultfd the first look at a frame is a touch as any other.
+    // In this order: userfaultfd counts the first read of a frame as a touch.
     let before = memory(&machine);
     let subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();
@@ -67,19 +67,19 @@ fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
     (leaves, content)
 }
 
-/// I5, exactly: of runs of the same guest to the end that it sets itself - the one point at
-/// which all have executed the same instructions - the leaves are equal, bit for bit. Nothing is
-/// masked out: pages whose content depends on time, and stacks that a vCPU may or may not come to
-/// need, are written in each run.
+/// I5, exactly: several runs of the same guest end at the one point at which all have executed the
+/// same instructions, the end that the guest sets itself. Their leaves are equal, bit for bit.
+/// Nothing is masked out: each run writes the pages whose content depends on time, and the stacks
+/// that a vCPU may or may not need.
 ///
-/// The working sets are sparse or written once, so that no later write hides a frame that was
-/// lost. Rings have their default size: one that is overrun marks all memory (I6), and equality
-/// would show nothing. What all modes lose, equality would not show either: so each frame whose
-/// content has changed must be in all.
+/// The working sets are sparse or written once, so that no later write hides a lost frame. Rings
+/// have their default size: an overrun ring marks all memory (I6), and equality would prove
+/// nothing. Equality would also not reveal a frame that all modes lose, so each frame whose content
+/// has changed must be in all.
 ///
-/// KVM's modes also have frames that the guest only read, code for instance: where the host's page
-/// is writable KVM maps it so, and counts it. `userfault-wp` knows better, and may differ in frames
-/// whose content is the same.
+/// KVM's modes also report frames that the guest only read, such as code: where the host's page is
+/// writable, KVM maps it writable and counts it. `userfault-wp` is more precise, and may differ in
+/// frames whose content is the same.
 #[test]
 fn all_modes_leave_the_same_leaves() {
     if !kvm_or_skip("all_modes_leave_the_same_leaves") {
@@ -109,7 +109,7 @@ fn all_modes_leave_the_same_leaves() {
             let words = leaves.iter().zip(others).enumerate();
             let apart: Vec<_> = words.filter(|(_, (a, b))| a != b).collect();
             if *tracking == TrackingMode::UserfaultWp {
-                // Within what is the same before and after, and not much of it.
+                // Only in frames with the same content before and after, and only in few of them.
                 let kept = |at: usize, a: u64, b: u64| (a ^ b) & content[at] == 0;
                 assert!(apart.iter().all(|(at, (a, b))| kept(*at, **a, **b)), "{apart:x?}");
                 let frames: u32 = apart.iter().map(|(_, (a, b))| (**a ^ **b).count_ones()).sum();
@@ -121,8 +121,8 @@ fn all_modes_leave_the_same_leaves() {
     }
 }
 
-/// Runs `machine` for `rounds` epochs of `length`; after each one, every frame that changed must be
-/// in the epoch. Gives the number of frames that changed.
+/// Runs `machine` for `rounds` epochs of `length`. After each one, every changed frame must be in
+/// the epoch. Returns the number of changed frames.
 fn check_epochs(
     machine: &Arc<Machine>,
     subscription: &mut Subscription,
@@ -168,7 +168,7 @@ fn the_smallest_ring_loses_nothing() {
     let mut subscription = subscription;
     machine.collect().unwrap();
     subscription.drain().commit();
-    // A host that is busy with other things lets the guest do little in an epoch.
+    // On a busy host the guest does little in an epoch.
     let (mut changed, end) = (0, Instant::now() + LONG);
     while changed < 5_000 {
         assert!(Instant::now() < end, "only {changed} frames changed");
@@ -180,7 +180,7 @@ fn the_smallest_ring_loses_nothing() {
     console.assert_no_errors();
 }
 
-/// Writes a counter to each frame from 16 to 48 MiB, over and over, in ring 0 and without paging.
+/// Writes a counter to each frame from 16 to 48 MiB, again and again, in ring 0 without paging.
 fn ring_0_writer() -> Vec<u8> {
     let mut code = vec![0x31, 0xc0]; // xor eax, eax
     code.extend([0x40]); // again: inc eax
@@ -212,7 +212,7 @@ fn code_in_ring_0_that_overruns_its_ring_loses_nothing() {
         let (full, lost) = (info.vcpu[0].ring_full_exits, info.ring_overruns);
         println!("rings of {ring_entries}: {full} ring-full exits, {lost} overruns");
         all_full += full;
-        // Nobody subscribes any more; a ring that is still full must not hold the guest up.
+        // There is no subscriber any more; a ring that is still full must not block the guest.
         machine.resume().unwrap();
         let counter = || machine.ram().read_obj::<u32>(GuestAddress(16 * MIB)).unwrap();
         let (start, end) = (counter(), Instant::now() + LONG);
@@ -239,7 +239,7 @@ fn a_guest_that_waits_for_room_in_its_ring_can_be_paused() {
         machine.pause().unwrap();
         machine.resume().unwrap();
     }
-    // It has no end of its own: however slow the host is, all pauses meet it at work.
+    // The guest never ends by itself: even on a slow host, all pauses interrupt its work.
     let already = console.reports().len();
     console.wait_for("report after the pauses", |_| console.reports().len() > already + 2);
     assert!(machine.info().vcpu.iter().any(|v| v.ring_full_exits > 0), "no ring was ever full");
@@ -269,8 +269,8 @@ fn nothing_is_tracked_before_someone_subscribes_or_after_all_have_gone() {
                 assert!(Instant::now() < end, "subscribed, and nothing is dirty");
             }
             drop(subscription);
-            // The collector notices in its own time; a guest that writes at full speed is marked
-            // many times a second until then, and never after.
+            // The collector notices in its own time. Until then the frames of a guest that writes
+            // at full speed are marked many times a second; afterwards never.
             let end = Instant::now() + LONG;
             let marked = || machine.info().dirty.marked_frames;
             let mut before = marked();

@@ -1,5 +1,5 @@
-//! The time stamp counters of several vCPUs. In a process of its own, whose only vCPUs are the
-//! test's.
+//! The time stamp counters of several vCPUs. The test runs in its own process, which has no other
+//! vCPUs.
 
 use std::collections::BTreeSet;
 use std::os::fd::RawFd;
@@ -19,7 +19,7 @@ use crate::state::copy;
 
 ioctl_iow_nr!(KVM_GET_DEVICE_ATTR, KVMIO, 0xe2, kvm_device_attr);
 
-/// The descriptors of this process's vCPUs.
+/// Returns the descriptors of this process's vCPUs.
 fn vcpus() -> BTreeSet<RawFd> {
     let all = std::fs::read_dir("/proc/self/fd").unwrap().map(|fd| fd.unwrap().path());
     let of_vcpus = all.filter(|path| {
@@ -28,8 +28,8 @@ fn vcpus() -> BTreeSet<RawFd> {
     of_vcpus.map(|path| path.file_name().unwrap().to_str().unwrap().parse().unwrap()).collect()
 }
 
-/// What KVM adds to the host's counter for this vCPU. `None` before Linux 5.16, and where a guest
-/// has the host's counter as it is, whatever is written to its own.
+/// Returns the offset that KVM adds to the host's counter for this vCPU. `None` before Linux 5.16,
+/// and where a guest sees the host's counter unchanged, whatever is written to its own.
 fn offset(vcpu: RawFd) -> Option<u64> {
     let mut offset = 0u64;
     let attr = kvm_device_attr {
@@ -75,7 +75,7 @@ fn counters_of_all_vcpus_agree_after_a_restore() {
         let factory = MachineFactory { host: console.host() };
         let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
         copy(&machine, &new, machine.populated().unwrap());
-        // Longer than the second within which KVM takes two counters for one.
+        // Longer than the second within which KVM treats two counters as one.
         std::thread::sleep(Duration::from_millis(1500));
         new.restore_state(&sections, clock).unwrap();
         let (both, already) = (vcpus(), console.reports().len());
