@@ -107,7 +107,7 @@ pub struct MachineConfig {
     pub boot: Boot,
     /// The processor that the vCPUs show to the guest.
     pub cpu: CpuConfig,
-    /// The virtio devices, in the order of their slots.
+    /// The virtio devices. Their order decides their register addresses and interrupts.
     pub devices: Vec<DeviceConfig>,
     /// The guest's identity, apart from its id.
     pub identity: Identity,

@@ -28,7 +28,7 @@ pub enum DeviceConfig {
     Rng,
     /// A network interface.
     Net(NetConfig),
-    /// A socket device; a machine has one at most.
+    /// The vsock device; a machine has at most one.
     Vsock(VsockConfig),
     /// A balloon.
     Balloon(BalloonConfig),
@@ -175,7 +175,7 @@ fn check_block(disk: &DiskConfig) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the file paths of `devices` that must be encoded.
+/// Returns the paths in `devices`, which must be UTF-8 to be encoded.
 pub(super) fn paths(devices: &[DeviceConfig]) -> impl Iterator<Item = &Path> {
     devices.iter().filter_map(|device| match device {
         DeviceConfig::Disk(disk) => Some(disk.path.as_path()),

@@ -114,6 +114,10 @@ pub const LINUX_GUEST: &str = "DRIFTLINE_LINUX_GUEST";
 
 /// Returns the directory that [`LINUX_GUEST`] names, which must contain a `vmlinux`. The tests do
 /// not search for one: booting Linux takes minutes where KVM emulates kernels.
+///
+/// # Errors
+///
+/// A sentence that says what is missing.
 pub fn linux_guest() -> Result<PathBuf, String> {
     let folder = std::env::var_os(LINUX_GUEST)
         .map(PathBuf::from)
