@@ -1,11 +1,11 @@
-//! Names that survive a crash of the host: what the store and the hand-over records rely on beside
-//! synced files.
+//! Durable names: names of files that survive a crash of the host. The store and the hand-over
+//! records rely on them, besides synced files.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
-/// Makes all names in the directory `dir` durable: created, renamed and removed ones.
+/// Makes all changes of names in the directory `dir` durable: creations, renames and removals.
 ///
 /// ```
 /// let dir = tempfile::tempdir()?;
@@ -17,8 +17,8 @@ pub fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
 
-/// Makes the directory `dir`, durably, level by level where it does not exist yet. Costs a sync for
-/// each level made.
+/// Creates the directory `dir` and its missing parents, each durably. Costs a sync for each level
+/// created.
 ///
 /// ```
 /// let dir = tempfile::tempdir()?;

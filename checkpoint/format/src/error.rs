@@ -1,4 +1,4 @@
-//! Why bytes from a peer or a file are refused.
+//! Reasons for refusing bytes from a peer or a file.
 
 use std::io;
 
@@ -10,69 +10,69 @@ use crate::limits::HEADER_LEN;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FormatError {
-    /// It ended early, or could not be read or written.
+    /// The input ended early, or could not be read or written.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// The first eight bytes are someone else's.
+    /// The first eight bytes are not the expected magic.
     #[error("not a Driftline {expected}: it begins with \"{}\"", found.escape_ascii())]
     Magic {
-        /// "migration stream", "log".
+        /// Kind of input that was expected: "migration stream", "log".
         expected: &'static str,
-        /// What stands there.
+        /// The bytes found.
         found: [u8; 8],
     },
-    /// Another version's format.
+    /// The format is of another version.
     #[error("format version {found} is not the version {expected} that this program reads")]
     Version {
-        /// What stands there.
+        /// The version found.
         found: u16,
-        /// What this program reads.
+        /// The version that this program reads.
         expected: u16,
     },
-    /// A required feature that this program does not have.
+    /// The input requires a feature that this program does not have.
     #[error("it requires feature bits {bits:#x}, which this program does not know")]
     Features {
         /// The unknown bits.
         bits: u64,
     },
-    /// A header of another length.
+    /// The header has another length.
     #[error("its header claims {found} bytes; a header of this version has {HEADER_LEN}")]
     HeaderLen {
-        /// What stands there.
+        /// The length found, in bytes.
         found: u16,
     },
-    /// Another page size.
+    /// The page size is another one.
     #[error("its page size is {found} bytes; this program has {PAGE_SIZE}")]
     PageSize {
-        /// What stands there.
+        /// The page size found, in bytes.
         found: u32,
     },
     /// A checksum does not match.
     #[error("the checksum of {what} is {found:#010x} and should be {expected:#010x}")]
     Checksum {
-        /// Header, record head or payload.
+        /// Checked part: header, record head or payload.
         what: &'static str,
-        /// As stored.
+        /// Checksum as stored.
         found: u32,
-        /// As computed.
+        /// Checksum as computed.
         expected: u32,
     },
-    /// A record longer than its kind may be.
+    /// A record is longer than its kind allows.
     #[error("a record of tag {tag} claims {length} bytes, more than the {limit} allowed")]
     TooLong {
         /// The record's tag.
         tag: u16,
-        /// What it claims.
+        /// The record's length as stored, in bytes.
         length: u32,
-        /// What the reader allows.
+        /// The reader's limit, in bytes.
         limit: u32,
     },
-    /// A record out of order: one is missing, doubled or from elsewhere.
+    /// A record is out of order: one is missing, duplicated or from another place.
     #[error("record {found} is where record {expected} should be")]
     Sequence {
-        /// As stored.
+        /// Sequence number as stored.
         found: u32,
-        /// As counted.
+        /// Sequence number as counted.
         expected: u32,
     },
 }

@@ -1,6 +1,6 @@
 //! The fixed header of a file or stream, byte by byte.
 //!
-//! All numbers are little-endian. The header stays readable for ever:
+//! All numbers are little-endian. The layout of the header never changes:
 //!
 //! ```text
 //!  0        8     10    12        16                  24                  32
@@ -24,13 +24,13 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligne
 use crate::error::FormatError;
 use crate::limits::HEADER_LEN;
 
-/// The version of the migration stream that this program speaks.
+/// Version of the migration stream that this program uses.
 pub const FORMAT_VERSION: u16 = 1;
-/// The version of the store that this program writes.
+/// Version of the store that this program writes.
 const STORE_VERSION: u16 = 2;
-/// The version of archives that this program writes.
+/// Version of archives that this program writes.
 const ARCHIVE_VERSION: u16 = 1;
-/// The version of records of what a guest touched first.
+/// Version of the records of a guest's working set.
 const TOUCHED_VERSION: u16 = 1;
 /// Magic of a migration stream.
 pub const MAGIC_STREAM: [u8; 8] = *b"DRIFTMIG";
@@ -42,10 +42,10 @@ pub const MAGIC_LOG: [u8; 8] = *b"DRIFTLOG";
 pub const MAGIC_PAGES: [u8; 8] = *b"DRIFTPAG";
 /// Magic of an archive.
 pub const MAGIC_ARCHIVE: [u8; 8] = *b"DRIFTARC";
-/// Magic of a record of what a guest touched first.
+/// Magic of a record of a guest's working set.
 pub const MAGIC_TOUCHED: [u8; 8] = *b"DRIFTTCH";
 
-/// The version of the format whose files begin with `magic`.
+/// Returns the version of the format whose files begin with `magic`.
 const fn version_of(magic: [u8; 8]) -> u16 {
     match &magic {
         b"DRIFTMIG" => FORMAT_VERSION,
@@ -55,7 +55,7 @@ const fn version_of(magic: [u8; 8]) -> u16 {
     }
 }
 
-/// What files begin with `magic`.
+/// Names the kind of file that begins with `magic`.
 fn name_of(magic: [u8; 8]) -> &'static str {
     match magic {
         MAGIC_STREAM => "migration stream",
@@ -87,7 +87,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// A header of this program's version, without features.
+    /// Returns a header of this program's version, without features.
     pub fn new(magic: [u8; 8], vm_id: VmId, epoch: u64, layout_hash: u32) -> Self {
         let mut h = Self {
             magic,
@@ -105,23 +105,23 @@ impl Header {
         h
     }
 
-    /// The guest's identity.
+    /// Returns the guest's identity.
     pub fn vm_id(&self) -> VmId {
         VmId(Uuid::from_bytes(self.vm_id))
     }
 
-    /// Of a store's files the generation, of an archive and of touched frames the epoch, of a
-    /// stream 0.
+    /// Returns the generation of a store's file, the epoch of an archive or working set, or 0 for a
+    /// stream.
     pub fn epoch(&self) -> u64 {
         self.epoch.get()
     }
 
-    /// `Layout::hash` of the guest's memory.
+    /// Returns `Layout::hash` of the guest's memory.
     pub fn layout_hash(&self) -> u32 {
         self.layout.get()
     }
 
-    /// CRC32C of the bytes before the header's CRC.
+    /// Returns the CRC32C of the bytes before the header's CRC.
     pub fn checksum(&self) -> u32 {
         crc32c::crc32c(&self.as_bytes()[..HEADER_LEN - 4])
     }
@@ -131,7 +131,7 @@ impl Header {
         w.write_all(self.as_bytes())
     }
 
-    /// Reads a header and refuses, in this order: another magic, a wrong checksum, another version,
+    /// Reads a header. Refuses, in this order: another magic, a wrong checksum, another version,
     /// another length, unknown required features, another page size.
     pub fn read_from(mut r: impl Read, magic: [u8; 8]) -> Result<Self, FormatError> {
         let mut h = Self::new_zeroed();

@@ -1,7 +1,7 @@
-//! What wire and store have in common: the fixed header, the record, the limits of a guest's
-//! state, and names that survive a crash of the host.
+//! What the wire and the store have in common: the fixed header, the record, the limits of a
+//! guest's state, and durable names.
 //!
-//! `FORMAT.md` and `PROTOCOL.md` specify every byte of what is built on them.
+//! `FORMAT.md` and `PROTOCOL.md` specify every byte of the formats built on them.
 #![forbid(unsafe_code)]
 
 pub mod durable;

@@ -9,7 +9,7 @@
 //!  +-----+-------+----------+-----+--------+-------------+------------+----------+--------
 //! ```
 //!
-//! The reader bounds the length before anything is allocated.
+//! The reader checks the length against a limit before it allocates memory for the payload.
 
 use std::io::Read;
 
@@ -19,23 +19,23 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligne
 use crate::error::FormatError;
 use crate::limits::RECORD_HEAD_LEN;
 
-/// Flag bit of a record that a reader must understand.
+/// Flag of a record that a reader must understand.
 pub const MUST_UNDERSTAND: u16 = 1 << 0;
 
-/// A record's head, checked.
+/// The head of a record, after its checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordHead {
-    /// What the payload is.
+    /// Kind of the payload.
     pub tag: u16,
-    /// A reader that does not know the tag must refuse.
+    /// Whether a reader that does not know the tag must refuse the input.
     pub must_understand: bool,
-    /// Which of several alike.
+    /// Number that tells records of the same tag apart.
     pub instance: u16,
-    /// Payload bytes that follow.
+    /// Length of the payload that follows, in bytes.
     pub length: u32,
     /// CRC32C of the payload.
     pub payload_crc: u32,
-    /// Counts the records of a file or stream from 0; wraps.
+    /// Number of the record in its file or stream, from 0; wraps.
     pub sequence: u32,
 }
 
@@ -53,7 +53,7 @@ struct RawHead {
 }
 
 impl RecordHead {
-    /// The head as bytes.
+    /// Returns the head as bytes.
     pub fn to_bytes(self) -> [u8; RECORD_HEAD_LEN] {
         let mut raw = RawHead {
             tag: self.tag.into(),
@@ -71,7 +71,8 @@ impl RecordHead {
         bytes
     }
 
-    /// Reads a head and checks its CRC and sequence; the caller bounds `length` by the tag.
+    /// Reads a head and checks its CRC and sequence; the caller checks `length` against the limit
+    /// of the tag.
     pub fn read_from(mut r: impl Read, sequence: u32) -> Result<Self, FormatError> {
         let mut raw = RawHead::new_zeroed();
         r.read_exact(raw.as_mut_bytes())?;
@@ -94,7 +95,7 @@ impl RecordHead {
         })
     }
 
-    /// Refuses a payload longer than `limit`, before anyone allocates for it.
+    /// Refuses a payload longer than `limit`, before any memory is allocated for it.
     pub fn bounded(self, limit: u32) -> Result<Self, FormatError> {
         if self.length > limit {
             return Err(FormatError::TooLong { tag: self.tag, length: self.length, limit });
@@ -102,7 +103,7 @@ impl RecordHead {
         Ok(self)
     }
 
-    /// Compares the payload with its checksum.
+    /// Checks the payload against its checksum.
     pub fn check(&self, payload: &[u8]) -> Result<(), FormatError> {
         let expected = crc32c::crc32c(payload);
         if expected != self.payload_crc {

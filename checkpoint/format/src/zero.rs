@@ -5,8 +5,8 @@ use driftline_dirty_tracker::PAGE_SIZE;
 /// A frame of zeros.
 static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
-/// Whether `bytes`, of one frame or of a part of it, are all zeros.
-/// Of more bytes than a frame has it says no.
+/// Returns whether `bytes`, one frame or a part of it, are all zeros. Returns `false` for more
+/// bytes than a frame has.
 ///
 /// ```
 /// let mut frame = [0; 4096];

@@ -1,5 +1,5 @@
-//! An archive of arbitrary bytes: as they are, and with checksums made right. Refused or restored,
-//! never a panic.
+//! Fuzzes an archive of arbitrary bytes, as they are and with corrected checksums: it is refused or
+//! restored, and nothing panics.
 #![no_main]
 
 use std::path::Path;
@@ -11,15 +11,15 @@ use driftline_checkpoint::{RestoreError, restore_archive};
 use driftline_store::{Archive, Backend};
 use driftline_guest::Clock;
 
-/// With the drives of the golden archive that has some.
+/// Returns a factory with the drives of the golden archive that has drives.
 fn factory() -> MemoryGuestFactory {
     let drives = [("disk0", 20 * 4096 + 512), ("data", 4 * 4096)];
     let disks = drives.map(|(id, bytes)| TestDisk::new(id, bytes).unwrap()).to_vec();
     MemoryGuestFactory { disks, ..Default::default() }
 }
 
-/// What verifies restores, but for what the guest says to it. What does not leaves drives as they
-/// are.
+/// Checks that an archive that verifies can be restored, unless the guest refuses it. One that
+/// neither verifies nor restores leaves the drives as they are.
 fn check(bytes: &[u8]) {
     let disk = MemoryDisk::default();
     disk.put("archive", bytes.to_vec());

@@ -1,4 +1,4 @@
-//! A store whose page file is arbitrary bytes: as they are, and with checksums made right.
+//! Fuzzes a store whose page file is arbitrary bytes, as they are and with corrected checksums.
 #![no_main]
 
 mod common;

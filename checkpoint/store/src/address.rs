@@ -1,32 +1,32 @@
-//! What an epoch has frames of: guest memory, object 0, and its drives, each an object from 1 on,
-//! in their order.
+//! The frames of an epoch: guest memory is object 0, and each drive is an object from 1 on, in the
+//! drives' order.
 //!
-//! In a log a block has its number in its drive. In this program it has a number of its own among
-//! all frames of an epoch: the object in the high 16 bits, so that memory's frames are what they
-//! always were, and whatever is done to frames is done to blocks by the same code.
+//! In a log, a block has its number in its drive. In this program, it has a number that is unique
+//! among all frames of an epoch: the object is in the high 16 bits. So the numbers of memory's
+//! frames stay as they are, and the code for frames also handles blocks.
 
 use driftline_dirty_tracker::{FrameRun, Gfn};
 
-/// Numbers of an object: frames have at most 40 bits.
+/// Number of bits of a frame's number in its object: frames have at most 40.
 const BITS: u32 = 48;
-/// The first number that is no frame's.
+/// First number that is not a frame's.
 pub(crate) const END: u64 = 1 << BITS;
 
-/// Blocks of an object, as they are known among all frames. They must be some that a drive can
-/// have.
+/// Returns the blocks `run` of `object` as frames of an epoch. A drive must be able to have these
+/// blocks.
 pub fn of_object(object: u16, run: FrameRun) -> FrameRun {
     FrameRun { start: Gfn(u64::from(object) << BITS | run.start.0), count: run.count }
 }
 
-/// Which object a frame is of, and which frame or block it is there.
+/// Returns the object of a frame, and the number of the frame or block in that object.
 pub fn place(gfn: Gfn) -> (u16, Gfn) {
     ((gfn.0 >> BITS) as u16, Gfn(gfn.0 & (END - 1)))
 }
 
-/// Frames of guest memory.
+/// The numbers of the frames of guest memory.
 pub(crate) const MEMORY: std::ops::Range<u64> = 0..END;
 
-/// A frame for messages.
+/// Returns a frame's name for messages.
 pub(crate) fn name(gfn: Gfn) -> String {
     match place(gfn) {
         (0, gfn) => format!("page {:#x}", gfn.0),
@@ -34,7 +34,7 @@ pub(crate) fn name(gfn: Gfn) -> String {
     }
 }
 
-/// As [`name`], of a run.
+/// Returns the name of a run for messages, as [`name`] does for a frame.
 pub(crate) fn name_run(run: FrameRun) -> String {
     match place(run.start) {
         (0, _) => format!("frames {run}"),

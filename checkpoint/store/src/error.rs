@@ -1,4 +1,4 @@
-//! What can be wrong with a store, each with the place where it was found.
+//! Errors of a store, each with the place where it was found.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::backend::is_media_error;
 use crate::limits::SECTOR;
 use crate::names::{Named, parse_name};
 
-/// A store that cannot be used as asked.
+/// A store cannot do what the caller asked for.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
@@ -22,23 +22,23 @@ pub enum StoreError {
     Io {
         /// The operation: "writing", "syncing".
         what: &'static str,
-        /// On which file or directory.
+        /// The file or directory.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         cause: io::Error,
     },
-    /// A file holds something else than it should.
+    /// A file's content is not what it should be.
     #[error("{}", damage_in(file, *offset, damage))]
     Damaged {
         /// The file.
         file: PathBuf,
-        /// Where in it the damaged record, or part of one, begins.
+        /// Offset at which the damaged record, or the damaged part of one, begins, in bytes.
         offset: u64,
         /// What is wrong there.
         damage: Damage,
     },
-    /// A checkpoint that is kept is damaged, or one that it builds on, or what says which there
-    /// are.
+    /// A retained checkpoint is damaged, or one that it builds on, or the record of which
+    /// checkpoints there are.
     #[error(
         "the store {} takes no new checkpoints, because {} is damaged: {cause}. Salvage the sound ones with: \
          driftline store repair {}",
@@ -54,13 +54,13 @@ pub enum StoreError {
         /// Where the damage is.
         cause: Box<StoreError>,
     },
-    /// Nothing there is a store's.
+    /// The directory has no file of a store.
     #[error("{} is not a Driftline store (no manifest)", dir.display())]
     NotAStore {
         /// The directory.
         dir: PathBuf,
     },
-    /// Files of several guests, and nothing says whose store it is.
+    /// The directory has files of several guests, and no manifest says which guest's store it is.
     #[error(
         "{} has checkpoints of guests {one} and {other} and no manifest that says which of them are its own. Move \
          the log and page file of one of them to another directory",
@@ -74,7 +74,7 @@ pub enum StoreError {
         /// Another.
         other: VmId,
     },
-    /// A file of another guest among the store's.
+    /// The store has a file of another guest.
     #[error(
         "{} belongs to guest {found}, and the manifest names it as guest {expected}'s. Put the file of guest \
          {expected} in its place",
@@ -83,18 +83,18 @@ pub enum StoreError {
     Mixed {
         /// The file.
         file: PathBuf,
-        /// Whose it is.
+        /// The guest of that file.
         found: VmId,
-        /// Whose the store is.
+        /// The guest of the store.
         expected: VmId,
     },
-    /// Checkpoints are lost, and none is sound.
+    /// Checkpoints are lost, and no sound one is left.
     #[error("no checkpoint in {} is sound, so there is nothing to repair: nothing was changed", dir.display())]
     NothingSound {
         /// The store.
         dir: PathBuf,
     },
-    /// The log is gone, which alone says which checkpoints there are.
+    /// The log is missing, and no other file says which checkpoints there are.
     #[error(
         "the store {} has lost its log{}, without which nothing says which checkpoints it has, and nothing can be \
          salvaged. Put the log back, from a backup",
@@ -107,7 +107,7 @@ pub enum StoreError {
         /// The log's name, if the manifest can be read.
         log: Option<String>,
     },
-    /// A file that the manifest names is gone, and other files of a store are there.
+    /// A file that the manifest names is missing, and other files of a store are there.
     #[error(
         "the manifest of the store {} names {file}, which is not there, and other logs or page files are: nothing \
          was changed. Look for sound checkpoints in those with: driftline store repair {}",
@@ -120,7 +120,7 @@ pub enum StoreError {
         /// The missing file's name.
         file: String,
     },
-    /// Nothing says whose the files are.
+    /// Neither the manifest nor any header says which guest the files belong to.
     #[error(
         "the manifest of the store {} and the headers of its log and page file are all damaged or missing, so nothing \
          says whose checkpoints it has, and nothing was changed. Put one of the three files back, from a backup, and \
@@ -131,7 +131,7 @@ pub enum StoreError {
         /// The store.
         dir: PathBuf,
     },
-    /// A store of an older version, which had a file for each epoch.
+    /// A store of format 1, which had a file for each epoch.
     #[error(
         "{} is a store of format 1, which this version does not read. Restore from it with the version that \
          wrote it, and take checkpoints to a new store",
@@ -141,7 +141,7 @@ pub enum StoreError {
         /// The store.
         dir: PathBuf,
     },
-    /// Somebody took the manifest away: which epochs there are is not known.
+    /// The manifest is missing, so which epochs the store has is unknown.
     #[error(
         "{} holds checkpoints, but the store has no manifest; rebuild it with: driftline store repair {}",
         log.display(),
@@ -151,7 +151,7 @@ pub enum StoreError {
         /// A log that was found.
         log: PathBuf,
     },
-    /// No generation is left for a new file.
+    /// No generation number is left for a new file.
     #[error(
         "{} has the last number that a file of a store can have, so none can be made behind it: move it away",
         file.display()
@@ -160,13 +160,13 @@ pub enum StoreError {
         /// The file.
         file: PathBuf,
     },
-    /// A file of the store is another one than this process writes to.
+    /// A file of the store is no longer the one that this process writes to.
     #[error("{} was removed or replaced while this process wrote to it", file.display())]
     Replaced {
         /// The file.
         file: PathBuf,
     },
-    /// The guest's state is more than can be stored.
+    /// The guest's state is larger than what can be stored.
     #[error("the state of checkpoint {epoch} cannot be stored: {cause}")]
     State {
         /// The epoch.
@@ -174,18 +174,18 @@ pub enum StoreError {
         /// What is wrong with it.
         cause: FormatError,
     },
-    /// The epoch that this one builds on has failed.
+    /// The epoch that this one builds on could not be stored.
     #[error("it builds on checkpoint {parent}, which is not stored")]
     ParentFailed {
-        /// That epoch.
+        /// The number of that epoch.
         parent: u64,
     },
-    /// The page file has as many slots as can be numbered.
+    /// The page file has the largest number of slots that there can be.
     #[error("{} has {slots} slots, and no version has more", pages.display())]
     NoMoreSlots {
         /// The page file.
         pages: PathBuf,
-        /// Slots in it.
+        /// Number of slots in it.
         slots: u32,
     },
     /// Another process writes to the store.
@@ -197,10 +197,10 @@ pub enum StoreError {
     InUse {
         /// The store.
         dir: PathBuf,
-        /// The process that holds the lock, if it said so.
+        /// The process that holds the lock, if its id could be read.
         pid: Option<u32>,
     },
-    /// The lock, or the whole directory, is another one than this process locked.
+    /// The lock file or the whole directory is no longer the one that this process locked.
     #[error(
         "the lock of the store {} was removed or replaced while this process held it; another \
          process may write there now",
@@ -216,7 +216,7 @@ pub enum StoreError {
         /// The store.
         dir: PathBuf,
     },
-    /// The store has another guest's epochs.
+    /// The store has epochs of another guest.
     #[error(
         "the store {} holds checkpoints of guest {stored}, and this is guest {asked}: a store has checkpoints of one \
          guest. Name another directory (--store DIR --new-store)",
@@ -225,12 +225,12 @@ pub enum StoreError {
     OtherVm {
         /// The store.
         dir: PathBuf,
-        /// Whose epochs it holds.
+        /// The guest whose epochs it holds.
         stored: VmId,
-        /// Whose were to be added.
+        /// The guest whose epoch was to be added.
         asked: VmId,
     },
-    /// The store has epochs of the same guest that this one was not restored from.
+    /// The last epoch in the store is of the same guest, but this guest was not restored from it.
     #[error(
         "checkpoint {last}, the latest in the store {}, was taken by another process that ran guest {asked}, and this one \
          {}. Name another directory (--store DIR --new-store), or stop this guest and continue from checkpoint {last} \
@@ -249,10 +249,10 @@ pub enum StoreError {
         asked: VmId,
         /// The last epoch there.
         last: u64,
-        /// The epoch that the guest goes on from, if it was restored.
+        /// The epoch that this guest was restored from, if any.
         from: Option<u64>,
     },
-    /// A number is used once, and the highest there are have been.
+    /// Epoch numbers are used once, and the highest one has been used.
     #[error(
         "the store {} has no number left for a checkpoint after {last}; use another store",
         dir.display()
@@ -263,7 +263,7 @@ pub enum StoreError {
         /// The last number that is used.
         last: u64,
     },
-    /// The epoch asked for, or any at all, is not there.
+    /// The epoch asked for is not there, or the store has none at all.
     #[error(
         "the store {} has no checkpoint{}",
         dir.display(),
@@ -272,18 +272,18 @@ pub enum StoreError {
     NoEpoch {
         /// The store.
         dir: PathBuf,
-        /// The epoch asked for; none for the latest.
+        /// The epoch asked for; `None` for the latest.
         epoch: Option<u64>,
     },
 }
 
 impl StoreError {
-    /// Whether a file is damaged, or the disk cannot read one of a store: what is sound can be
-    /// [salvaged](crate::Store::repair).
+    /// Returns whether a file of a store is damaged, or its disk cannot read it. The sound
+    /// checkpoints can then be [salvaged](crate::Store::repair).
     pub fn is_damage(&self) -> bool {
         match self {
             Self::Damaged { .. } => true,
-            // Not what failed to be written, there or to an export.
+            // Failed writes to the store or to an export are no damage.
             Self::Io { what: "opening" | "reading", path, cause } => {
                 matches!(named_by(path), Named::Manifest | Named::Log(_) | Named::Pages(_))
                     && is_media_error(cause)
@@ -293,7 +293,7 @@ impl StoreError {
     }
 }
 
-/// Which part of a store `damage` is of, if no checkpoint's number is known.
+/// Names the part of the store that `damage` is in, if no checkpoint's number is known.
 fn damaged_part(damage: &StoreError) -> &'static str {
     let (file, offset) = match damage {
         StoreError::Damaged { file, offset, .. } => (file, *offset),
@@ -312,7 +312,7 @@ fn named_by(path: &Path) -> Named {
     parse_name(path.file_name().and_then(|name| name.to_str()).unwrap_or_default())
 }
 
-/// Says which file is damaged, where and how.
+/// Describes which file is damaged, where and how.
 fn damage_in(file: &Path, offset: u64, damage: &Damage) -> String {
     let file = file.display();
     match damage {
@@ -328,28 +328,28 @@ fn damage_in(file: &Path, offset: u64, damage: &Damage) -> String {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Damage {
-    /// Header or record, by themselves.
+    /// The header or a record is damaged by itself.
     #[error("{0}")]
     Format(#[from] FormatError),
-    /// The file stops before what it must have.
+    /// The file is shorter than it must be.
     #[error("truncated: the file ends at byte {length}, where {wanted} more bytes should follow")]
     EndsEarly {
         /// The file's length in bytes.
         length: u64,
-        /// How many bytes the record needs from this offset on.
+        /// Number of bytes that the record needs from this offset on.
         wanted: u64,
     },
-    /// A number does not fit what stands elsewhere.
+    /// A number contradicts another part of the file.
     #[error("{what} is {found} and should be {expected}")]
     Mismatch {
-        /// Which number.
+        /// Name of the number.
         what: &'static str,
-        /// As stored.
+        /// Number as stored.
         found: u64,
-        /// As it must be.
+        /// Number as it must be.
         expected: u64,
     },
-    /// Another guest's file among this one's.
+    /// The file belongs to another guest than the others.
     #[error("the file belongs to VM {found}, the others to VM {expected}")]
     OtherVm {
         /// The VM in this file.
@@ -357,13 +357,14 @@ pub enum Damage {
         /// The VM of the store.
         expected: VmId,
     },
-    /// Nothing was written where something must have been: what follows was written after it.
+    /// Bytes that must have been written are not there, although what follows them was written
+    /// later.
     #[error("nothing was written here, but what follows was")]
     Unwritten,
-    /// The disk does not give its bytes back.
+    /// The disk cannot read the bytes.
     #[error("it cannot be read: {why}")]
     Unreadable {
-        /// The system's answer.
+        /// The system's error.
         why: String,
     },
     /// A frame failed its checksum, and passed it when it was read again.
@@ -372,24 +373,24 @@ pub enum Damage {
     /// Blocks of a drive that the epoch does not have.
     #[error("it has pages of object {object}, which the checkpoint does not have")]
     Object {
-        /// Its number.
+        /// Number of the drive.
         object: u16,
     },
-    /// Slots that no page file has.
+    /// Slot numbers that no page file has.
     #[error("{slots} cannot hold pages")]
     Slots {
         /// The slots.
         slots: SlotRun,
     },
-    /// Slots that cannot be used as the log says.
+    /// Slots that cannot be used in the way that the log says.
     #[error("checkpoint {epoch}: {cause}")]
     Used {
-        /// Whose slots they are said to be.
+        /// The epoch that has them, by the log.
         epoch: u64,
-        /// What stands against it.
+        /// The contradiction.
         cause: SlotError,
     },
-    /// The contents of a frame are not those that were stored.
+    /// The content of a frame is not what was stored.
     #[error(
         "{} of checkpoint {epoch} fails its checksum: it is {found:#010x} and should be {expected:#010x}",
         address::name(*gfn)
@@ -399,26 +400,26 @@ pub enum Damage {
         gfn: Gfn,
         /// The epoch that was being read.
         epoch: u64,
-        /// As computed.
+        /// Checksum as computed.
         found: u32,
-        /// As the log has it.
+        /// Checksum in the log.
         expected: u32,
     },
-    /// Packed contents that are not those of so many frames.
+    /// Compressed contents that are not those of this number of frames.
     #[error("the compressed contents of {frames} pages cannot be decompressed: {why}")]
     Packed {
-        /// Frames.
+        /// Number of frames.
         frames: u64,
-        /// What is wrong with them.
+        /// What is wrong with the contents.
         why: String,
     },
-    /// A record of a kind that has no place here, or that this program does not know.
+    /// A record of a kind that is not allowed here, or that this program does not know.
     #[error("a record of tag {tag:#06x} has no place here")]
     Misplaced {
         /// The record's tag.
         tag: u16,
     },
-    /// Frames, or blocks of a drive, that the guest does not have.
+    /// Frames or blocks that the guest does not have.
     #[error("{}", outside(*object, *run))]
     Outside {
         /// 0 for memory, the number of the drive for blocks.
@@ -426,7 +427,7 @@ pub enum Damage {
         /// The frames.
         run: FrameRun,
     },
-    /// A record of frames without frames.
+    /// A record of frames that has no runs.
     #[error("a record of pages has no runs")]
     NoRuns,
     /// Memory slots out of order.
@@ -437,7 +438,7 @@ pub enum Damage {
         /// First frame of the one before it.
         before: u64,
     },
-    /// Runs of a record that are not ascending, or overlap.
+    /// Runs of a record that do not ascend, or that overlap.
     #[error("{} follow {}; the runs of a record ascend", address::name_run(*run), address::name_run(*before))]
     Order {
         /// The run that is out of order.
@@ -445,15 +446,15 @@ pub enum Damage {
         /// The one before it.
         before: FrameRun,
     },
-    /// A drive that is none.
+    /// A drive that an epoch cannot have.
     #[error("drive {number} is none: {why}")]
     Drive {
-        /// Which, from 1 on.
+        /// Number of the drive, from 1 on.
         number: u16,
         /// What is wrong with it.
         why: &'static str,
     },
-    /// Memory slots that make no layout.
+    /// Memory slots that are no valid layout.
     #[error("the memory layout is none: {0}")]
     Layout(#[from] LayoutError),
 }

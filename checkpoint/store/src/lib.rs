@@ -1,25 +1,26 @@
-//! The epoch store: a page file with frames' contents, a log that says which epoch has which, and a
-//! manifest that names both.
+//! The epoch store: a page file with the contents of frames, a log that records which epoch has
+//! which frames, and a manifest that names both files.
 //!
-//! Bytes, names and the order of syncs are in `FORMAT.md`. A [`Store`] is either open for reading,
-//! by anyone at any time, or open for one writer, which holds the directory's lock.
+//! `FORMAT.md` specifies the bytes, the names and the order of syncs. A [`Store`] is open either
+//! for reading, by any number of processes at any time, or for its one writer, which holds the
+//! directory's lock.
 //!
 //! ```text
 //! backend, names            files, and what they are called
 //! sectors, records          the bytes of a log
-//! log                       which epochs a log has; epoch_reader reads one, epoch_encoder writes one
-//! address, object           memory and drives, as frames of an epoch
-//! page_file                 contents of frames; alloc knows its free slots
-//! frame_map                 where an epoch's frames are
-//! epoch_writer, extents     one epoch while it is written
-//! commit, recovery          epochs made durable in order, old ones dropped; opening a store for that
+//! log                       the epochs of a log; epoch_reader reads one, epoch_encoder writes one
+//! address, object           guest memory and drives, as frames of an epoch
+//! page_file                 the contents of frames; alloc knows the file's free slots
+//! frame_map                 where each frame of an epoch is stored
+//! epoch_writer, extents     one epoch while it is being written
+//! commit, recovery          commits epochs in order and drops old ones; opens a store for writing
 //! retention, block_map      which epochs need which slots
-//! rotate                    another log, compaction
-//! pin, read                 an epoch that is read, and kept for that
-//! lazy, working_set         pages of an epoch as a guest asks for them
-//! verify, export, archive   all of an epoch read; one epoch in a file of its own
-//! salvage, repair, aside    what is sound of a damaged store, and a store made of that
-//! unreadable                parts of a file that its disk cannot read
+//! rotate                    log rotation, compaction
+//! pin, read                 reads an epoch, and pins it meanwhile
+//! lazy, working_set         reads pages of an epoch as a guest asks for them
+//! verify, export, archive   reads a whole epoch; stores one epoch in a file of its own
+//! salvage, repair, aside    finds the sound epochs of a damaged store, and makes a store of them
+//! unreadable                parts of a file that the disk cannot read
 //! pause_gate                store work yields while a guest is paused
 //! ```
 #![forbid(unsafe_code)]

@@ -2,9 +2,9 @@
 
 /// Bytes of a sector in the file.
 pub(crate) const SECTOR: usize = 512;
-/// The highest number that an epoch can have: locks on bytes of files end there.
+/// Highest number that an epoch can have: the highest byte of a file that can be locked.
 pub const MAX_EPOCH: u64 = i64::MAX as u64 - 1;
-/// The highest generation of a file: there is always another.
+/// Highest generation of a file: there is always a higher one.
 pub(crate) const MAX_GENERATION: u64 = 1 << 62;
-/// A slot number that means that a frame is zeros: slot 0 is the page file's header.
+/// Slot number of a frame of zeros, which is not stored: slot 0 is the page file's header.
 pub(crate) const NO_SLOT: u32 = 0;

@@ -3,16 +3,16 @@
 use crate::backend::LOCK_FILE;
 use crate::limits::MAX_GENERATION;
 
-/// Names of files, beside [`LOCK_FILE`].
+/// Names of files, except for [`LOCK_FILE`].
 pub(crate) const MANIFEST: &str = "manifest";
 pub(crate) const MANIFEST_NEW: &str = "manifest.tmp";
 pub(crate) const LOG: &str = "log-";
 pub(crate) const PAGES: &str = "pages-";
 pub(crate) const TOUCHED: &str = "touched";
 pub(crate) const TOUCHED_NEW: &str = "touched.tmp-";
-/// Begins the names of files that a repair has kept aside: `damaged-1.log-2`.
+/// Prefix of the names of files that a repair has kept: `damaged-1.log-2`.
 const ASIDE: &str = "damaged-";
-/// Ends the name of a list of files that a repair is to keep aside: `damaged-1.names`.
+/// Suffix of the name of a list of files that a repair is to keep: `damaged-1.names`.
 const LIST: &str = "names";
 
 pub(crate) fn log_name(generation: u64) -> String {
@@ -23,12 +23,12 @@ pub(crate) fn pages_name(generation: u64) -> String {
     format!("{PAGES}{generation}")
 }
 
-/// The name under which repair `number` keeps the file `name`.
+/// Returns the name under which repair `number` keeps the file `name`.
 pub(crate) fn aside_name(number: u64, name: &str) -> String {
     format!("{ASIDE}{number}.{name}")
 }
 
-/// The name of the list of files that repair `number` is to keep.
+/// Returns the name of the list of files that repair `number` is to keep.
 pub(crate) fn list_name(number: u64) -> String {
     aside_name(number, LIST)
 }
@@ -43,9 +43,9 @@ pub(crate) enum Named {
     Lock,
     Touched,
     TouchedNew,
-    /// What a repair has kept aside, and its number.
+    /// A file that a repair has kept, and the repair's number.
     Aside(u64),
-    /// A list of what a repair is to keep aside, and its number.
+    /// A list of the files that a repair is to keep, and the repair's number.
     AsideList(u64),
     /// An epoch of format 1.
     Epoch1,

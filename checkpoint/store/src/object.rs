@@ -1,4 +1,4 @@
-//! What frames there can be in an epoch: those of guest memory, and the blocks of its drives.
+//! The objects of an epoch: guest memory and its drives, whose blocks are frames as well.
 
 use std::collections::HashSet;
 
@@ -10,11 +10,11 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::address::of_object;
 use crate::error::Damage;
 
-/// Most drives of an epoch.
+/// Maximum number of drives of an epoch.
 pub(crate) const MAX_DRIVES: usize = 256;
-/// Longest name of a drive, in bytes.
+/// Maximum length of a drive's name, in bytes.
 const MAX_ID: usize = 64;
-/// What frames there can be in an epoch.
+/// The objects of an epoch, which determine the frames that it can have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Objects<'o> {
     pub(crate) layout: &'o Layout,
@@ -22,12 +22,12 @@ pub(crate) struct Objects<'o> {
 }
 
 impl Objects<'_> {
-    /// How many there are.
+    /// Returns the number of objects.
     pub(crate) fn count(self) -> usize {
         1 + self.drives.len()
     }
 
-    /// The frames `start` and so many more of `object`, if it has them.
+    /// Returns `count` frames of `object` from `start` on, if the object has them.
     pub(crate) fn run(self, object: u16, start: u64, count: u64) -> Result<FrameRun, Damage> {
         let run = FrameRun { start: Gfn(start), count };
         let inside = match object {
@@ -39,7 +39,7 @@ impl Objects<'_> {
         };
         match inside {
             true => Ok(of_object(object, run)),
-            // Where it has no place it is named as it stands there.
+            // The error names a frame outside as it is numbered in its object.
             false => Err(Damage::Outside { object, run }),
         }
     }
@@ -52,10 +52,10 @@ struct RawDrive {
     id: [u8; MAX_ID],
 }
 
-/// Bytes of the longest list of drives.
+/// Length of the longest list of drives, in bytes.
 pub(crate) const MAX_DRIVES_LEN: usize = MAX_DRIVES * size_of::<RawDrive>();
 
-/// The payload of a record of drives; `None` if they are none that an epoch can have.
+/// Returns the payload of a record of drives; `None` if no epoch can have these drives.
 pub(crate) fn encode_drives(drives: &[DriveHead]) -> Option<Vec<u8>> {
     let mut payload = Vec::with_capacity(size_of_val(drives));
     for DriveHead { id, bytes, .. } in drives {
@@ -66,7 +66,7 @@ pub(crate) fn encode_drives(drives: &[DriveHead]) -> Option<Vec<u8>> {
     decode_drives(&payload).is_ok_and(|read| read == drives).then_some(payload)
 }
 
-/// The drives of an epoch that has some.
+/// Returns the drives of an epoch that has drives.
 pub(crate) fn decode_drives(payload: &[u8]) -> Result<Vec<DriveHead>, Damage> {
     let raw = <[RawDrive]>::ref_from_bytes(payload).ok();
     let Some(raw) = raw.filter(|raw| (1..=MAX_DRIVES).contains(&raw.len())) else {

@@ -1,4 +1,4 @@
-//! Opening a store: for reading, for its one writer, or to repair it.
+//! Opens a store for reading, for its one writer, or to repair it.
 
 use std::io;
 use std::path::Path;
@@ -15,21 +15,23 @@ impl Store {
     /// Opens the store in `dir` for writing, creating it if need be, and removes what a crashed
     /// writer left unfinished.
     ///
-    /// Fails if another process, or another `Store` in this one, writes to it.
+    /// # Errors
+    ///
+    /// [`StoreError::InUse`] if another process, or another `Store` in this one, writes to it.
     pub fn create_or_open(dir: &Path) -> Result<Self, StoreError> {
         let backend = DirBackend::create_or_open(dir).map_err(|e| creating(dir, e))?;
         Self::with_backend(Box::new(backend), true)
     }
 
-    /// Like [`create_or_open`](Self::create_or_open), past the host's page cache
-    /// ([`DirBackend::direct`]).
+    /// Opens a store like [`create_or_open`](Self::create_or_open), and writes to it past the
+    /// host's page cache ([`DirBackend::direct`]).
     pub fn create_or_open_direct(dir: &Path) -> Result<Self, StoreError> {
         let backend = DirBackend::create_or_open(dir).map_err(|e| creating(dir, e))?;
         Self::with_backend(Box::new(backend.direct()), true)
     }
 
-    /// Opens the store in `dir` for reading; nothing in it needs to be writable. Sees the epochs
-    /// that are kept at each moment, also while another process writes.
+    /// Opens the store in `dir` for reading; nothing in it needs to be writable. The store shows
+    /// the epochs that are retained at each moment, also while another process writes.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         let backend = DirBackend::open(dir).map_err(|cause| StoreError::Io {
             what: "opening the store",
@@ -39,7 +41,7 @@ impl Store {
         Self::with_backend(Box::new(backend), false)
     }
 
-    /// A store on something other than a directory.
+    /// Opens a store on something other than a directory.
     pub fn with_backend(backend: Box<dyn Backend>, writable: bool) -> Result<Self, StoreError> {
         let store = Self::new(backend, writable);
         if writable {
@@ -56,8 +58,9 @@ impl Store {
         Ok(store)
     }
 
-    /// Removes files that the manifest does not name, once those that it names are known to be the
-    /// store's: a manifest from a backup names none, and the others are all that there is.
+    /// Removes files that the manifest does not name. It first checks that the files that the
+    /// manifest does name are the store's: a manifest from a backup may name files that are gone,
+    /// and then the others are all that there is.
     fn remove_leftovers(&self, names: &[String], manifest: &Manifest) -> Result<(), StoreError> {
         let leftovers = names.iter().filter(|name| is_leftover(name, Some(manifest)));
         let leftovers: Vec<&String> = leftovers.collect();
@@ -69,8 +72,8 @@ impl Store {
         if leftovers.iter().any(has_content) {
             self.or_repair(self.check_named(manifest))?;
         }
-        // First: a crash may yet bring back the manifest before this one, and it names some of
-        // them.
+        // The directory is synced first: otherwise a crash may bring back the manifest before this
+        // one, which names some of these files.
         self.sync_dir()?;
         for aside in self.set_aside(names, manifest)? {
             tracing::info!("kept as {aside}: a repair that was killed has replaced it");
@@ -79,7 +82,7 @@ impl Store {
             tracing::info!(name, "removing what was never finished");
             match self.backend().remove(name) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                // Whoever writes one has no lock, and may have given it its name by now.
+                // The process that writes such a file has no lock, and may have renamed it by now.
                 Err(e) if parse_name(name) == Named::TouchedNew => {
                     tracing::debug!("{name} stays: {e}");
                 }
@@ -89,8 +92,8 @@ impl Store {
         self.sync_dir()
     }
 
-    /// Refuses a manifest that names a log or page file that is missing, or whose header is not
-    /// that of this store's.
+    /// Fails if the manifest names a log or page file that is missing, or whose header is not this
+    /// store's.
     fn check_named(&self, manifest: &Manifest) -> Result<(), StoreError> {
         let Manifest { vm_id, files } = *manifest;
         let log = LogFile::check_header(self, files.log, vm_id);
@@ -104,15 +107,20 @@ impl Store {
         Ok(())
     }
 
-    /// Opens the store in `dir` to [repair](Self::repair) it. Fails if another process, or another
-    /// `Store` in this one, writes to it, and if no file there is a store's.
+    /// Opens the store in `dir` to [repair](Self::repair) it.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::InUse`] if another process, or another `Store` in this one, writes to it;
+    /// [`StoreError::NotAStore`] if no file there is a store's.
     pub fn open_to_repair(dir: &Path) -> Result<Self, StoreError> {
         let opening =
             |cause| StoreError::Io { what: "opening the store", path: dir.to_owned(), cause };
         Self::with_backend_to_repair(Box::new(DirBackend::open(dir).map_err(opening)?))
     }
 
-    /// As [`open_to_repair`](Self::open_to_repair), on something other than a directory.
+    /// Opens a store to repair it, like [`open_to_repair`](Self::open_to_repair), on something
+    /// other than a directory.
     pub fn with_backend_to_repair(backend: Box<dyn Backend>) -> Result<Self, StoreError> {
         let store = Self::new(backend, true);
         store.check_is_store()?;
@@ -120,7 +128,7 @@ impl Store {
         Ok(store)
     }
 
-    /// Refuses a directory without any file of a store.
+    /// Fails if the directory has no file of a store.
     pub fn check_is_store(&self) -> Result<(), StoreError> {
         let is_part = |name: &String| {
             matches!(

@@ -1,4 +1,4 @@
-//! A store: what it lies on, who may write to it, and errors that name its files.
+//! The [`Store`]: its backend, its write lock, and errors that name its files.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -27,12 +27,12 @@ pub struct Store {
     backend: Box<dyn Backend>,
     writable: bool,
     calm: Calm,
-    /// Time that reads of each file may take which fail.
+    /// Limit of the total time spent on failing reads, for each file.
     patience: Duration,
 }
 
 impl Store {
-    /// A store on `backend`, nothing of which has been looked at.
+    /// Returns a store on `backend`, without looking at any of its files.
     pub(crate) fn new(backend: Box<dyn Backend>, writable: bool) -> Self {
         Self { backend, writable, calm: Calm::default(), patience: PATIENCE }
     }
@@ -41,12 +41,12 @@ impl Store {
         self.backend.sync_dir().map_err(|e| self.io_dir("syncing", e))
     }
 
-    /// Where it is.
+    /// Returns the store's location.
     pub fn location(&self) -> &Path {
         self.backend.location()
     }
 
-    /// Makes a file that is not there yet.
+    /// Creates a file that does not exist yet.
     pub(crate) fn create_new(&self, name: &str) -> Result<Box<dyn StoreFile>, StoreError> {
         self.backend.create_new(name).map_err(|e| self.io("creating", name, e))
     }
@@ -55,29 +55,35 @@ impl Store {
         &*self.backend
     }
 
-    /// Held while the guest stands for an epoch that goes through this one: work on the store that
-    /// can wait does.
+    /// Returns the gate that is held while the guest is paused for an epoch of this store: store
+    /// work that can wait yields meanwhile.
     pub fn calm(&self) -> &Calm {
         &self.calm
     }
 
-    /// For a reader of a file, none of which has been read; one that `guesses` salvages.
+    /// Returns the state of failed reads for a reader of one file, none of which has been read yet.
+    /// `guesses` is set by a reader that salvages.
     pub(crate) fn unreadable(&self, guesses: bool) -> Unreadable {
         Unreadable::new(self.patience, guesses)
     }
 
-    /// Bounds the time that reads may take which fail, for each file.
+    /// Sets the limit of the total time spent on failing reads, for each file.
     #[cfg(feature = "testing")]
     pub fn set_patience(&mut self, patience: Duration) {
         self.patience = patience;
     }
 
-    /// Whether this is the one that may write to it.
+    /// Returns whether this is the store's writer.
     pub fn is_writable(&self) -> bool {
         self.writable
     }
 
-    /// Takes the lock, or says who has it.
+    /// Takes the write lock.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::InUse`] with the holder's process id, if another process or handle has the
+    /// lock.
     pub fn lock(&self) -> Result<(), StoreError> {
         self.backend.lock().map_err(|e| match e {
             LockError::Held { pid } => StoreError::InUse { dir: self.dir(), pid },
@@ -85,7 +91,7 @@ impl Store {
         })
     }
 
-    /// Refuses to write on where another process could write too.
+    /// Fails if another process could write to the store too: the lock was removed or replaced.
     pub fn check_lock(&self) -> Result<(), StoreError> {
         match self.backend.is_locked() {
             Ok(true) => Ok(()),
@@ -94,7 +100,7 @@ impl Store {
         }
     }
 
-    /// Refuses to write to a file that is no longer the one under its name.
+    /// Fails if `file` is no longer the file with the name `name`.
     pub(crate) fn check_file(&self, name: &str, file: &dyn StoreFile) -> Result<(), StoreError> {
         let there = self.backend.open(name).and_then(|there| there.identity());
         match (there, file.identity()) {
@@ -104,7 +110,7 @@ impl Store {
         }
     }
 
-    /// Refuses to put an epoch of `guest` right behind `last`.
+    /// Fails if an epoch of `guest` cannot follow the epoch `last`.
     pub(crate) fn check_follows(&self, last: &Origin, guest: &dyn Guest) -> Result<(), StoreError> {
         let (dir, asked, line) = (self.dir(), guest.vm_id(), guest.line());
         if last.vm_id != asked {

@@ -1,4 +1,4 @@
-//! A store one of whose files is arbitrary bytes: refused or restored, never a panic.
+//! A store one of whose files is arbitrary bytes: it is refused or restored, and nothing panics.
 
 use driftline_store::testing::MemoryDisk;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
@@ -6,7 +6,7 @@ use driftline_checkpoint::{Checkpointer, RestoreError, restore};
 use driftline_store::{Store, StoreError};
 use driftline_guest::{Clock, VmId};
 
-/// The golden store, but for one file.
+/// Returns the golden store with the file `name` replaced by `bytes`.
 pub fn store_with(name: &str, bytes: &[u8]) -> MemoryDisk {
     let disk = MemoryDisk::default();
     disk.put("manifest", include_bytes!("../../../tests/golden/v2/manifest").to_vec());
@@ -16,8 +16,8 @@ pub fn store_with(name: &str, bytes: &[u8]) -> MemoryDisk {
     disk
 }
 
-/// Whoever reads it, and whoever would write to it, survives. What verifies restores, but for what
-/// the guest says to it.
+/// Reads the store and writes to it, neither of which may panic. Checks that a store that verifies
+/// can be restored, unless the guest refuses it.
 pub fn check(disk: MemoryDisk) {
     let Ok(store) = Store::with_backend(Box::new(disk.clone()), false) else { return };
     let verified = store.verify(|_, _| ());
@@ -26,7 +26,7 @@ pub fn check(disk: MemoryDisk) {
         (Ok(report), Err(RestoreError::Store(e))) => {
             assert!(report.epochs == 0 && matches!(e, StoreError::NoEpoch { .. }), "verified, but {e}");
         }
-        // Damage may be an older epoch's.
+        // The damage may be in an older epoch.
         _ => {}
     }
     let vm_id = store.epochs().ok().and_then(|epochs| epochs.last().map(|e| e.vm_id));

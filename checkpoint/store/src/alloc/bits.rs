@@ -1,23 +1,23 @@
-//! The bitmap: one bit a slot, set where it is used. Bits behind the last slot are set, so that no
-//! search finds them.
+//! The bitmap: one bit a slot, set if the slot is used. Bits behind the last slot are set, so that
+//! no search finds them.
 
 const WORD: u64 = 64;
 
-/// Positions and ends are in slots; an end is behind the last.
+/// A bitmap. Positions and ends are in slots; an end is behind the last slot.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Bits {
     words: Vec<u64>,
 }
 
-/// The bits of word `w` that lie in `from..to`.
+/// Returns the bits of word `w` that lie in `from..to`.
 fn mask(w: u64, from: u64, to: u64) -> u64 {
     let low = from.saturating_sub(w * WORD).min(WORD);
     let high = to.saturating_sub(w * WORD).min(WORD);
     if low >= high { 0 } else { (u64::MAX >> (WORD - (high - low))) << low }
 }
 
-/// The bits at which `count` set bits follow one another, 1 to 64: each step doubles what a bit
-/// stands for.
+/// Returns the positions at which `count` set bits follow one another, 1 to 64. Each step doubles
+/// the number of bits that a result bit stands for.
 fn starts(mut bits: u128, count: u32) -> u128 {
     let mut have = 1;
     while have < count {
@@ -28,13 +28,13 @@ fn starts(mut bits: u128, count: u32) -> u128 {
     bits
 }
 
-/// The bits of a word at multiples of `align`.
+/// Returns the bits of a word at multiples of `align`.
 fn aligned(w: u64, align: u32) -> u64 {
     let align = u64::from(align);
     if align >= WORD {
         return u64::from((w * WORD).is_multiple_of(align));
     }
-    // All ones divided by align's ones is a one at each of its multiples.
+    // All ones divided by `align` ones has a one at each multiple of `align`.
     u64::MAX / (u64::MAX >> (WORD - align))
 }
 
@@ -49,7 +49,7 @@ impl Bits {
         self.word(u64::from(slot) / WORD) >> (u64::from(slot) % WORD) & 1 != 0
     }
 
-    /// Words beyond the end are used.
+    /// Returns a word; words beyond the end count as used.
     pub(super) fn word(&self, w: u64) -> u64 {
         self.words.get(w as usize).copied().unwrap_or(u64::MAX)
     }
@@ -89,8 +89,8 @@ impl Bits {
         Some((w * WORD) as u32 + (WORD as u32 - 1) - bits.leading_zeros())
     }
 
-    /// The first `count` free slots that follow one another, begin in `from..to` at a multiple of
-    /// `align`, and end at `end` or before.
+    /// Returns the first run of `count` free slots that begins in `from..to` at a multiple of
+    /// `align`, and ends at `end` or before.
     pub(super) fn find_run(
         &self,
         from: u64,
@@ -106,7 +106,8 @@ impl Bits {
         }
     }
 
-    /// Of up to 64 slots: such a run lies in a word and the next. Behind the end all are used.
+    /// Finds a run of up to 64 slots, which lies in a word and the next. Slots behind the end are
+    /// used.
     fn find_short(&self, from: u64, to: u64, count: u32, align: u32) -> Option<u32> {
         let mut free = !self.word(from / WORD);
         for w in from / WORD..to.div_ceil(WORD) {
@@ -123,7 +124,8 @@ impl Bits {
         None
     }
 
-    /// Of more: whatever is used in the way moves the next try behind its last.
+    /// Finds a run of more slots: a used slot in the way moves the next attempt behind the last of
+    /// them.
     fn find_long(&self, from: u64, to: u64, end: u64, count: u64, align: u64) -> Option<u32> {
         let mut at = from.next_multiple_of(align);
         while at < to && at + count <= end {

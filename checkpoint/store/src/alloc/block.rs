@@ -1,30 +1,32 @@
-//! What is known of a block without looking at its bits.
+//! Hints of a block: what is known of it without reading its bits.
 
 use crate::alloc::bits::Bits;
 
 /// Slots in a block: 16 MiB of a page file, 512 bytes of bitmap.
 pub(super) const BLOCK: u32 = 4096;
-/// Where a run begins that is somewhere: right at no other.
+/// Position of a longest run whose place is unknown; no run can be adjacent to it.
 const SOMEWHERE: u32 = 2 * BLOCK;
 
-/// Hints, in slots from the block's start. `free` is exact and `first_free` has no free slot before
-/// it; the runs are at least as long as they say, and exactly that unless the block is stale.
+/// Hints, in slots from the block's start. `free` is exact, and no slot before `first_free` is
+/// free. The runs are at least as long as the hints say, and exactly that long unless the block is
+/// stale.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Block {
     pub(super) free: u32,
     pub(super) first_free: u32,
-    /// The longest run inside the block, and where it begins.
+    /// Length of the longest run inside the block, and its start.
     pub(super) longest: u32,
     pub(super) longest_at: u32,
-    /// Free slots at the block's start, and at its end.
+    /// Number of free slots at the block's start, and at its end.
     pub(super) prefix: u32,
     pub(super) suffix: u32,
-    /// Whether it is on the list of those that may have longer runs than they say.
+    /// Whether the block is on the list of stale blocks, whose runs may be longer than the hints
+    /// say.
     pub(super) stale: bool,
 }
 
 impl Block {
-    /// Looks through the `whole` slots from `from` on.
+    /// Scans the `whole` slots from `from` on.
     pub(super) fn of(bits: &Bits, from: u64, whole: u32) -> Self {
         let mut block = Self { first_free: whole, ..Self::default() };
         let mut run = 0;
@@ -51,9 +53,9 @@ impl Block {
             }
             run += free.trailing_ones();
             end_run(&mut block, &mut run, w * 64 + free.trailing_ones());
-            // What is free at the word's end goes on in the next.
+            // Slots that are free at the word's end continue in the next word.
             run = (free << (64 - slots)).leading_ones();
-            // The runs inside: looked at only where one could be longer than the longest so far.
+            // The runs inside matter only if one could be longer than the longest so far.
             if free.count_ones() > block.longest {
                 block.inside(free, w * 64);
             }
@@ -68,7 +70,7 @@ impl Block {
         block
     }
 
-    /// Notes the longest run of a word at `at`, if it is longer than what there was.
+    /// Notes the longest run of a word at `at`, if it is longer than the longest so far.
     fn inside(&mut self, mut free: u64, at: u32) {
         while free != 0 {
             let start = free.trailing_zeros();
@@ -76,7 +78,7 @@ impl Block {
             if run > self.longest {
                 (self.longest, self.longest_at) = (run, at + start);
             }
-            // A word of all ones is no inside: the shift is below 64.
+            // A word of all ones has no run inside, so the shift is below 64.
             free &= !((u64::MAX >> (64 - run)) << start);
             if free.count_ones() <= self.longest {
                 return;
@@ -84,7 +86,7 @@ impl Block {
         }
     }
 
-    /// Where the longest run begins, if it has `count` slots and it is known where.
+    /// Returns the start of the longest run, if it has `count` slots and its start is known.
     pub(super) fn longest_of(&self, count: u32) -> Option<u32> {
         (self.longest >= count && self.longest_at != SOMEWHERE).then_some(self.longest_at)
     }
@@ -93,7 +95,7 @@ impl Block {
         self.free == whole
     }
 
-    /// `from..to` has become free: nobody looks what it joins.
+    /// Notes that `from..to` has become free, without looking for the runs that it joins.
     pub(super) fn note_freed(&mut self, from: u32, to: u32, whole: u32) {
         let count = to - from;
         self.free += count;
@@ -110,7 +112,7 @@ impl Block {
             return;
         }
         self.first_free = self.first_free.min(from);
-        // What it surely joins: the longest run, if it lies right at it.
+        // The one run that it is known to join: the longest, if that is adjacent.
         let (mut start, mut run) = (from, count);
         if self.longest > 0 && self.longest_at + self.longest == from {
             (start, run) = (self.longest_at, run + self.longest);
@@ -128,7 +130,8 @@ impl Block {
         }
     }
 
-    /// `from..to`, which was free, is taken. Whether the hints are still exact if they were.
+    /// Notes that `from..to`, which was free, is taken. Returns whether the hints are still exact
+    /// if they were exact before.
     pub(super) fn note_taken(&mut self, from: u32, to: u32, whole: u32) -> bool {
         self.free -= to - from;
         if self.first_free == from {
@@ -144,7 +147,7 @@ impl Block {
         if to <= self.longest_at || from >= end {
             return true;
         }
-        // The longer part of what is left of it.
+        // The longer part of the rest.
         let (before, after) = (from.saturating_sub(self.longest_at), end.saturating_sub(to));
         if before >= after {
             self.longest = before;
@@ -155,7 +158,7 @@ impl Block {
             (self.longest, self.longest_at) = (1, SOMEWHERE);
             return false;
         }
-        // All the others together are no longer than that.
+        // All other runs together are no longer than that.
         self.free - self.longest <= self.longest
     }
 }

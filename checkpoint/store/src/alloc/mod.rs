@@ -1,20 +1,20 @@
-//! Which slots of a page file are free: a bitmap, a few hints for each block of it, and a tree over
-//! the hints.
+//! The allocator of a page file's slots: a bitmap, a few hints for each block of it, and a tree
+//! over the hints.
 //!
 //! ```text
-//! tree      the largest hint of each half, quarter, ... of the blocks      leftmost block with a run of n
-//! hints     free slots, first free, longest run, free at either end        one for each block of 4,096 slots
-//! bitmap    one bit a slot, set where it is used                           what is true
+//! tree      the largest hint of each half, quarter, ... of the blocks      finds the leftmost block with a run of n
+//! hints     free slots, first free, longest run, free at either end        one set for each block of 4,096 slots
+//! bitmap    one bit a slot, set if the slot is used                        the authority
 //! ```
 //!
-//! The idea is that of the percpu allocator's bitmap (Dennis Zhou, Linux 4.14, "percpu: replace
-//! area map allocator with bitmap"): metadata blocks of hints over a bitmap, brought up to date
-//! where something is allocated and, where it is freed, only as far as that costs nothing. Here a
-//! hint never promises more than there is. A block whose hints may promise less is *stale*, and is
-//! looked through before a request is refused or gets less than it asked for: so an answer is
-//! exact, and whoever frees pays the same in whatever order he does it. Unlike there runs may cross
-//! from one block into the next, a run's length is its owner's to remember, and blocks are found by
-//! a tree, since a page file may have millions of them.
+//! The design is that of the percpu allocator's bitmap (Dennis Zhou, Linux 4.14, "percpu: replace
+//! area map allocator with bitmap"): metadata blocks of hints over a bitmap. An allocation updates
+//! the hints; a free updates them only as far as that costs nothing. Here, a hint never promises
+//! more than there is. A block whose hints may promise less is *stale*. All stale blocks are
+//! scanned before a request is refused or gets less than it asked for. So an answer is exact, and
+//! the cost of freeing does not depend on its order. Unlike in the percpu allocator, a run may
+//! cross from one block into the next, the owner of a run remembers its length, and a tree finds
+//! blocks, since a page file may have millions of them.
 
 mod bits;
 mod block;
@@ -26,20 +26,20 @@ use bits::Bits;
 use block::{BLOCK, Block};
 use tree::MaxTree;
 
-/// The longest run that is handed out, in slots.
+/// Longest run that is handed out, in slots.
 pub const MAX_RUN: u32 = BLOCK;
 
-/// Slots that follow one another.
+/// A run of consecutive slots.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct SlotRun {
-    /// The first.
+    /// Number of the first slot.
     pub start: u32,
-    /// How many.
+    /// Number of slots.
     pub count: u32,
 }
 
 impl SlotRun {
-    /// The slot behind the last.
+    /// Returns the number of the slot behind the last.
     pub const fn end(self) -> u64 {
         self.start as u64 + self.count as u64
     }
@@ -51,41 +51,41 @@ impl fmt::Display for SlotRun {
     }
 }
 
-/// A run that cannot be freed or marked. Nothing has changed.
+/// A run cannot be freed or marked. Nothing has changed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SlotError {
-    /// There are fewer slots.
+    /// The run exceeds the file's slots.
     #[error("{run} are not all there: the file has {total} slots")]
     Outside {
         /// The run.
         run: SlotRun,
-        /// How many slots there are.
+        /// Number of slots in the file.
         total: u32,
     },
-    /// A slot of it is free already.
+    /// A slot of the run is free already.
     #[error("{run} cannot be freed: slot {slot} is free already")]
     Free {
         /// The run.
         run: SlotRun,
-        /// The first slot of it that is free.
+        /// First slot of the run that is free.
         slot: u32,
     },
-    /// A slot of it is used already.
+    /// A slot of the run is used already.
     #[error("{run} cannot be marked as used: slot {slot} is used already")]
     Used {
         /// The run.
         run: SlotRun,
-        /// The first slot of it that is used.
+        /// First slot of the run that is used.
         slot: u32,
     },
 }
 
 /// The free and the used slots of one file.
 ///
-/// Allocating and freeing take O(log blocks) steps and a look at a block or two, which is 512 bytes
-/// each; a look through a block that has become stale comes on top, at most one for each run that
-/// was freed or taken. Memory: one bit and some hundredths a slot.
+/// Allocating and freeing take O(log blocks) steps and read a block or two of 512 bytes each. Scans
+/// of stale blocks come on top: at most one for each run that was freed or taken. Takes one bit and
+/// some hundredths for each slot.
 ///
 /// ```
 /// use driftline_store::SlotRun;
@@ -103,7 +103,7 @@ pub enum SlotError {
 pub struct Slots {
     bits: Bits,
     blocks: Vec<Block>,
-    /// Of each block the longest run that is known to begin in it.
+    /// For each block, the longest run that is known to begin in it.
     fits: MaxTree,
     /// Blocks whose hints may promise less than there is, each once.
     stale: Vec<u32>,
@@ -112,7 +112,7 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// `total` slots, all of them free.
+    /// Returns `total` slots, all of them free.
     pub fn new(total: u32) -> Self {
         let mut slots = Self {
             bits: Bits::default(),
@@ -126,30 +126,30 @@ impl Slots {
         slots
     }
 
-    /// How many slots there are.
+    /// Returns the number of slots.
     pub fn total(&self) -> u32 {
         self.total
     }
 
-    /// How many of them are free.
+    /// Returns the number of free slots.
     #[cfg(test)]
     pub(crate) fn free_slots(&self) -> u64 {
         self.free
     }
 
-    /// Whether `slot` is used; slots that are not there are.
+    /// Returns whether `slot` is used; a slot outside the file counts as used.
     #[cfg(test)]
     pub(crate) fn is_used(&self, slot: u32) -> bool {
         slot >= self.total || self.bits.is_used(slot)
     }
 
-    /// One more than the highest slot in use; 0 if none is. Looks from the end on.
+    /// Returns one more than the highest used slot; 0 if none is used. Scans from the end.
     #[cfg(test)]
     pub(crate) fn used_end(&self) -> u32 {
         self.bits.last_used(0, u64::from(self.total)).map_or(0, |slot| slot + 1)
     }
 
-    /// Makes it `total` slots, the new ones free. Fewer than there are change nothing.
+    /// Grows the file to `total` slots, the new ones free. A lower number changes nothing.
     pub fn grow_to(&mut self, total: u32) {
         let old = self.total;
         if total <= old {
@@ -165,9 +165,9 @@ impl Slots {
         }
     }
 
-    /// Takes `count` slots, 1 to [`MAX_RUN`], the first of which is a multiple of `align`, a power
-    /// of two up to [`MAX_RUN`]; the lowest known to be there. `None` if there are none, or if
-    /// these numbers are out of their bounds.
+    /// Takes the lowest known run of `count` slots, 1 to [`MAX_RUN`], that begins at a multiple of
+    /// `align`, a power of two up to [`MAX_RUN`]. Returns `None` if there is no such run, or if
+    /// these numbers are out of bounds.
     pub fn allocate(&mut self, count: u32, align: u32) -> Option<SlotRun> {
         if !(1..=MAX_RUN).contains(&count) || !align.is_power_of_two() || align > MAX_RUN {
             return None;
@@ -184,18 +184,18 @@ impl Slots {
         Some(run)
     }
 
-    /// Takes `count` slots, or as many as follow one another where there is no run of so many.
-    /// `None` if there is no slot left, or `count` is 0.
+    /// Takes `count` slots, or the longest run if none has that many. Returns `None` if no slot is
+    /// free, or `count` is 0.
     pub fn allocate_up_to(&mut self, count: u32) -> Option<SlotRun> {
         let count = count.min(MAX_RUN);
         if let Some(run) = self.allocate(count, 1) {
             return Some(run);
         }
-        // No block is stale now: the hints tell of the longest run.
+        // No block is stale now, so the hints know the longest run.
         self.allocate(count.min(self.fits.max()), 1)
     }
 
-    /// Marks slots as used, which must all be free.
+    /// Marks slots as used, all of which must be free.
     pub fn mark(&mut self, run: SlotRun) -> Result<(), SlotError> {
         self.check(run)?;
         match self.bits.first_used(run.start.into(), run.end()) {
@@ -207,8 +207,8 @@ impl Slots {
         }
     }
 
-    /// Gives slots back, which must all be used: a run that was taken, a part of one, or several
-    /// that follow one another.
+    /// Frees slots, all of which must be used: a run that was taken, a part of one, or several
+    /// adjacent runs.
     pub fn free(&mut self, run: SlotRun) -> Result<(), SlotError> {
         self.check(run)?;
         if let Some(slot) = self.bits.first_free(run.start.into(), run.end()) {
@@ -236,17 +236,17 @@ impl Slots {
         Ok(())
     }
 
-    /// A free run, leftmost as far as hints know.
+    /// Returns a free run, the leftmost one that the hints know.
     fn find(&self, count: u32, align: u32) -> Option<u32> {
-        // A run of that many has an aligned one in it, wherever it begins.
+        // A run of this length contains an aligned one, wherever it begins.
         let surely = count + align - 1;
         if let Some(b) = self.fits.first_at_least(surely, 0) {
-            // Where there are gaps that are too short for it, nobody looks at each of them.
+            // The hint avoids a search through many gaps that are too short.
             let known = self.blocks.get(b as usize).filter(|_| align > 1);
             if let Some(at) = known.and_then(|block| block.longest_of(surely)) {
                 return Some((b * BLOCK + at).next_multiple_of(align));
             }
-            // Where the run goes on in the next block, its aligned part may begin there.
+            // If the run continues in the next block, its aligned part may begin there.
             let found = self.find_in(b, count, align);
             if let Some(start) = found.or_else(|| self.find_in(b + 1, count, align)) {
                 return Some(start);
@@ -272,7 +272,7 @@ impl Slots {
         self.bits.find_run(from, to.min(self.total.into()), self.total.into(), count, align)
     }
 
-    /// Marks free slots as used, and has the hints know.
+    /// Marks free slots as used, and updates the hints.
     fn take(&mut self, run: SlotRun) {
         self.bits.set(run.start.into(), run.end());
         self.free -= u64::from(run.count);
@@ -288,12 +288,12 @@ impl Slots {
         }
     }
 
-    /// Slots of block `b`: the last may have fewer than the others.
+    /// Returns the number of slots of block `b`: the last block may have fewer than the others.
     fn slots_of(&self, b: u32) -> u32 {
         (self.total - b * BLOCK).min(BLOCK)
     }
 
-    /// Looks through a block and makes its hints exact.
+    /// Scans a block and makes its hints exact.
     fn refresh(&mut self, b: u32) {
         let whole = self.slots_of(b);
         let from = u64::from(b) * u64::from(BLOCK);
@@ -310,13 +310,13 @@ impl Slots {
         self.stale = stale;
     }
 
-    /// Has the tree know the longest run that begins in block `b`, and in the one before it.
+    /// Updates the tree with the longest runs that begin in block `b` and in the one before it.
     fn set_fit(&mut self, b: u32) {
         let b = b as usize;
         let prefix = |b: usize| self.blocks.get(b).map_or(0, |block| block.prefix);
         let fit = |b: usize| {
             let block = self.blocks.get(b)?;
-            // Nothing begins in a block whose last slot is used and goes on in the next.
+            // No run crosses into the next block if the last slot of this one is used.
             let across = if block.suffix > 0 { block.suffix + prefix(b + 1) } else { 0 };
             Some(block.longest.max(block.prefix).max(across))
         };
@@ -330,7 +330,7 @@ impl Slots {
     }
 }
 
-/// The parts of a run in each block: block, first and end in it.
+/// Returns the parts of a run in each block: the block, and the part's first slot and end in it.
 fn in_blocks(run: SlotRun) -> impl Iterator<Item = (u32, u32, u32)> {
     let (start, end) = (u64::from(run.start), run.end());
     let block = u64::from(BLOCK);
