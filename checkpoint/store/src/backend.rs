@@ -1,5 +1,5 @@
-//! What a store needs of a disk, as a trait so that tests can lose power at any sync, and the
-//! implementation over a directory.
+//! The interface between a store and its disk. It is a trait so that tests can lose power at any
+//! sync; this file also has the implementation over a directory.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -21,40 +21,44 @@ pub const LOCK_FILE: &str = "lock";
 /// Why a store could not be locked for writing.
 #[derive(Debug)]
 pub enum LockError {
-    /// Another process, or another handle in this one, writes to it.
+    /// Another process, or another handle in this one, has the lock.
     Held {
         /// The holder's process id, if it could be read.
         pid: Option<u32>,
     },
-    /// The lock itself failed.
+    /// The lock operation itself failed.
     Io(io::Error),
 }
 
 /// A flat set of named files on something that keeps what was synced.
 ///
-/// What it must promise: bytes of a file survive a crash once [`StoreFile::sync`] has returned; a
-/// name (created, renamed or removed) once [`sync_dir`](Self::sync_dir) has returned; a rename
-/// replaces atomically; of 512 bytes at a multiple of 512 all survive a crash that were written at
-/// once, or none. Nothing else is relied upon: what was not synced may survive or not, names too,
-/// in parts and in any order.
+/// A backend must promise that:
+///
+/// - the bytes of a file survive a crash once [`StoreFile::sync`] has returned;
+/// - a name (created, renamed or removed) survives once [`sync_dir`](Self::sync_dir) has returned;
+/// - a rename replaces its target atomically;
+/// - of 512 bytes that are written at once, at a multiple of 512, all survive a crash or none.
+///
+/// The store relies on nothing else: bytes and names that were not synced may survive or not, in
+/// parts and in any order.
 pub trait Backend: fmt::Debug + Send + Sync {
-    /// Where it is, for messages.
+    /// Returns the location, for messages.
     fn location(&self) -> &Path;
 
-    /// Another one for the same files, without a lock.
+    /// Returns another backend for the same files, without a lock.
     fn again(&self) -> io::Result<Box<dyn Backend>>;
 
     /// Excludes other writers until this backend is dropped.
     fn lock(&self) -> Result<(), LockError>;
 
-    /// Whether the lock is still the one that other writers would meet: not if it, or the
+    /// Returns whether other writers would meet this lock. They would not if the lock file, or the
     /// directory, was removed or replaced.
     fn is_locked(&self) -> io::Result<bool>;
 
-    /// Creates an empty file, or empties an existing one; for reading and writing.
+    /// Creates an empty file, or truncates an existing one, for reading and writing.
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
-    /// Creates an empty file, for reading and writing; `AlreadyExists` if one has that name.
+    /// Creates an empty file, for reading and writing; `AlreadyExists` if the name is in use.
     fn create_new(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
     /// Opens a file for reading.
@@ -63,12 +67,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Opens a file for reading and writing.
     fn open_for_writing(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
-    /// Gives a file another name, replacing what had it.
+    /// Renames a file, replacing a file that has the new name.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
 
-    /// Gives a file a second name, which nothing has: its bytes stay for as long as either is
-    /// there. Not durable before [`sync_dir`](Self::sync_dir). EPERM, EOPNOTSUPP or ENOSYS where
-    /// files have one name only.
+    /// Gives a file a second name that is not in use: its bytes stay for as long as it has either
+    /// name. The name is not durable before [`sync_dir`](Self::sync_dir). Fails with EPERM,
+    /// EOPNOTSUPP or ENOSYS where files have one name only.
     fn link(&self, from: &str, to: &str) -> io::Result<()>;
 
     /// Removes a file.
@@ -77,36 +81,37 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Makes all names durable.
     fn sync_dir(&self) -> io::Result<()>;
 
-    /// All names, in no order.
+    /// Returns all names, in no particular order.
     fn list(&self) -> io::Result<Vec<String>>;
 }
 
-/// How a range of a file is locked.
+/// State of a lock on a range of a file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RangeLock {
-    /// Others can share it, and none can have it alone. A file that is open for reading will do.
+    /// Other handles can share the range, and none can lock it alone. The file may be open for
+    /// reading only.
     Shared,
-    /// Nobody else has a lock on any of it.
+    /// No other handle has a lock on any part of the range.
     Alone,
-    /// Not at all.
+    /// No lock.
     Free,
 }
 
 /// One open file.
 pub trait StoreFile: fmt::Debug + Send + Sync {
-    /// Its length in bytes.
+    /// Returns the file's length in bytes.
     fn len(&self) -> io::Result<u64>;
 
-    /// Whether it has no bytes.
+    /// Returns whether the file is empty.
     fn is_empty(&self) -> io::Result<bool> {
         Ok(self.len()? == 0)
     }
 
-    /// Fills `buf` from byte `offset` on; `UnexpectedEof` where the file is shorter.
+    /// Fills `buf` from byte `offset` on; `UnexpectedEof` if the file is shorter.
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()>;
 
-    /// `len` bytes from byte `offset` on are about to be read. A hint; does nothing, the default,
-    /// where there is nothing to be gained.
+    /// Hints that `len` bytes from byte `offset` on will be read soon. The default does nothing,
+    /// for backends that gain nothing from it.
     fn will_read(&self, offset: u64, len: u64) {
         let _ = (offset, len);
     }
@@ -114,50 +119,50 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     /// Writes all of `bytes` at `offset`, growing the file if need be.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
-    /// Makes the file `len` bytes long, unless it is longer, and has the space for what is new
-    /// where the file system can say so beforehand. That reads as zeros. After an error the file
-    /// may be longer than it was, with space for that.
+    /// Grows the file to `len` bytes, unless it is longer. Reserves the space for the new bytes if
+    /// the file system can do so; they read as zeros. After an error, the file may be longer than
+    /// before, with space for the additional bytes.
     fn allocate(&self, len: u64) -> io::Result<()>;
 
-    /// Cuts off what lies behind byte `len`.
+    /// Truncates the file to `len` bytes.
     fn cut(&self, len: u64) -> io::Result<()>;
 
-    /// Makes its bytes and length durable. After an error what was written since the last time
-    /// counts as lost.
+    /// Makes the file's bytes and length durable. After an error, bytes written since the last
+    /// successful sync count as lost.
     fn sync(&self) -> io::Result<()>;
 
-    /// Sets this open file's lock on bytes `range`, in place of what it had there; whether no other
-    /// open file's stands against it. Does not wait. The lock goes with the open file; the bytes
-    /// need not exist.
+    /// Replaces this open file's lock on bytes `range`. Returns whether no other open file's lock
+    /// is in conflict; does not wait. Closing the file releases the lock. The bytes need not exist.
     fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool>;
 
-    /// What tells the file from all others there are: another one under the same name has another.
+    /// Returns a value that is unique to the file: a new file with the same name has another one.
     fn identity(&self) -> io::Result<(u64, u64)>;
 }
 
-/// Whether a read failed because the disk does not give its bytes back. Any other error is the
-/// system's, and says nothing of what is on the disk.
+/// Returns whether a read failed because the disk cannot read the bytes. Any other error comes from
+/// the system, and does not tell what is on the disk.
 pub(super) fn is_media_error(e: &io::Error) -> bool {
     let errno = e.raw_os_error();
     matches!(errno, Some(libc::EIO | libc::EBADMSG | libc::EUCLEAN | libc::ENODATA | libc::EILSEQ))
 }
 
-/// Whether a link failed because the file system gives a file one name only, or this one.
+/// Returns whether a link failed because the file system allows one name only, for all files or for
+/// this one.
 pub(super) fn has_no_links(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS))
 }
 
-/// Files in a directory.
+/// A backend over the files of a directory.
 #[derive(Debug)]
 pub struct DirBackend {
     dir: PathBuf,
     direct: bool,
-    /// Keeps the flock.
+    /// Open lock file, which holds the flock.
     lock: Mutex<Option<File>>,
 }
 
 impl DirBackend {
-    /// The directory `dir`, which must exist.
+    /// Opens the directory `dir`, which must exist.
     pub fn open(dir: &Path) -> io::Result<Self> {
         if !fs::metadata(dir)?.is_dir() {
             return Err(io::ErrorKind::NotADirectory.into());
@@ -165,16 +170,16 @@ impl DirBackend {
         Ok(Self { dir: dir.to_owned(), direct: false, lock: Mutex::new(None) })
     }
 
-    /// The directory `dir`, made durable level by level where it does not exist yet.
+    /// Opens the directory `dir`; creates it, durably and level by level, if it does not exist.
     pub fn create_or_open(dir: &Path) -> io::Result<Self> {
         create_dir(dir)?;
         Self::open(dir)
     }
 
-    /// Has whole pages written past the host's page cache, if they lie at whole pages in memory,
-    /// too: half of the processor's time for them
-    /// (`cargo bench -p driftline-checkpoint --bench writes`), and what others have in that cache
-    /// stays there. Files are refused on a file system that cannot do so.
+    /// Writes whole pages past the host's page cache if they are aligned to pages in memory, too.
+    /// That halves their processor time (`cargo bench -p driftline-checkpoint --bench writes`), and
+    /// does not evict other data from the page cache. Opening a file fails on a file system that
+    /// does not support this.
     pub fn direct(mut self) -> Self {
         self.direct = true;
         self
@@ -210,7 +215,7 @@ impl Backend for DirBackend {
     fn lock(&self) -> Result<(), LockError> {
         let mut options = OpenOptions::new();
         let path = self.dir.join(LOCK_FILE);
-        // Not truncated: until the lock is ours the holder's pid stands in it.
+        // Not truncated: until this process has the lock, the file has the holder's pid.
         let options = options.read(true).write(true).create(true).truncate(false);
         let mut file = options.open(path).map_err(LockError::Io)?;
         match file.try_lock() {
@@ -292,7 +297,7 @@ impl StoreFile for File {
 
     fn will_read(&self, offset: u64, len: u64) {
         let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
-        // Where it cannot be had, reading waits.
+        // Without this hint, the read itself waits.
         _ = posix_fadvise(self, offset, len, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
     }
 
@@ -303,7 +308,7 @@ impl StoreFile for File {
     fn allocate(&self, len: u64) -> io::Result<()> {
         let old = StoreFile::len(self)?;
         if len <= old {
-            // No system call takes that for an answer.
+            // No system call accepts a length of 0.
             return Ok(());
         }
         let more = i64::try_from(len.saturating_sub(old)).map_err(|_| Errno::EFBIG)?;
@@ -336,7 +341,7 @@ impl StoreFile for File {
             l_type: kind as libc::c_short,
             l_whence: libc::SEEK_SET as libc::c_short,
             l_start: number(range.start)?,
-            // 0 would be all that follow.
+            // A length of 0 would lock all bytes that follow.
             l_len: number(range.end.saturating_sub(range.start).max(1))?,
             l_pid: 0,
         };
@@ -353,15 +358,15 @@ impl StoreFile for File {
     }
 }
 
-/// A file opened twice: the second time for what goes past the page cache, which the kernel keeps
-/// in step.
+/// A file opened twice: the second descriptor writes past the page cache, which the kernel keeps
+/// coherent.
 #[derive(Debug)]
 struct DirectFile {
     file: File,
     direct: File,
 }
 
-/// What direct I/O needs of an offset, a length and an address. Some disks need less.
+/// Alignment of offset, length and address for direct I/O, in bytes. Some disks need less.
 const DIRECT_ALIGN: u64 = PAGE_SIZE;
 
 impl StoreFile for DirectFile {
@@ -377,7 +382,8 @@ impl StoreFile for DirectFile {
         let all = [bytes.as_ptr().addr() as u64, bytes.len() as u64, offset];
         if all.iter().all(|n| n.is_multiple_of(DIRECT_ALIGN)) {
             match StoreFile::write_all_at(&self.direct, bytes, offset) {
-                // A disk that needs more than this, or a file system that says so only now.
+                // The disk needs a larger alignment, or the file system reports only now that it
+                // has no direct I/O.
                 Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
                     static SAID: Once = Once::new();
                     SAID.call_once(|| {
@@ -398,7 +404,7 @@ impl StoreFile for DirectFile {
         self.file.cut(len)
     }
 
-    // Also of what went past the page cache: the disk has a cache of its own.
+    // Direct writes need it as well: the disk has a cache of its own.
     fn sync(&self) -> io::Result<()> {
         self.file.sync()
     }

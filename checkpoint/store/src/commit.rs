@@ -1,7 +1,7 @@
-//! Making epochs durable, in order, and dropping old ones. One thread does so, and owns the log.
+//! Commits epochs in order, and drops old ones. One thread does this, and owns the log.
 //!
 //! ```text
-//! page file synced -> the epoch appended to the log -> log synced -> durable: slots that nobody needs any more are free
+//! page file synced -> epoch appended to the log -> log synced -> durable: slots of dropped epochs freed
 //! ```
 
 use std::collections::VecDeque;
@@ -29,21 +29,21 @@ use crate::retention::Space;
 use crate::sectors::Place;
 use crate::store::Store;
 
-/// The log may have so many bytes, and so many times those that a new one would have, before it is
-/// written anew.
+/// Default length that the log may reach before rotation, in bytes; see [`Bounds::log`]. The log is
+/// rotated only if it is also more than `TIMES_NEEDED` times as long as a new one would be.
 const LOG_BOUND: u64 = 16 << 20;
 const TIMES_NEEDED: u64 = 3;
-/// For so long somebody may read an epoch before it is said that the store grows because of that.
+/// Time for which an epoch may be read before a warning that the store grows because of that.
 const LONG_READ: Duration = Duration::from_secs(60);
-/// Most epochs that are dropped with one.
+/// Maximum number of epochs that are dropped at one commit.
 const MOST_DROPPED: usize = 1024;
 
-/// How many epochs are kept, and how long a log may get.
+/// Limits of the number of retained epochs and of the log's length.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// Epochs that are kept; all of them without.
+    /// Number of epochs to retain; `None` for all.
     pub keep: Option<u64>,
-    /// Bytes of a log.
+    /// Length of the log before rotation, in bytes.
     pub log: u64,
 }
 
@@ -53,26 +53,26 @@ impl Default for Bounds {
     }
 }
 
-/// An epoch that is durable.
+/// An epoch that has become durable.
 #[derive(Clone, Copy, Debug)]
 pub struct Published {
-    /// Frames of memory.
+    /// Number of frames of memory.
     pub frames: u64,
-    /// Blocks of drives.
+    /// Number of blocks of drives.
     pub blocks: u64,
-    /// Bytes that it took, in the page file and in the log.
+    /// Space that the epoch takes in the page file and the log, in bytes.
     pub bytes: u64,
 }
 
-/// An epoch that is kept.
+/// An epoch that is retained.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kept {
     pub(super) epoch: u64,
-    /// Of the log.
+    /// Number of sectors of the log that the epoch takes.
     pub(super) sectors: u64,
 }
 
-/// An epoch that cannot be dropped because somebody reads it.
+/// An epoch that cannot be dropped because a reader has pinned it.
 #[derive(Debug)]
 pub(super) struct Waits {
     epoch: u64,
@@ -85,63 +85,64 @@ pub(super) struct Waits {
 pub(super) enum Standing {
     /// Nothing.
     Sound,
-    /// What a failed epoch left in the log could not be cut off: it needs another log.
+    /// The log must be replaced: what a failed epoch left in it could not be cut off.
     Stuck,
-    /// A crash may leave either of two manifests.
+    /// The manifest must be written again: a crash may leave either of two.
     Unsettled,
 }
 
-/// Owns a store's log, and knows which slots are needed.
+/// Owner of a store's log. It knows which slots are needed.
 #[derive(Debug)]
 pub struct Committer {
     pub(super) store: Arc<Store>,
     pub(super) vm_id: VmId,
     pub(super) files: Files,
-    /// The generation of the log before this one, until that is removed.
+    /// Generation of the log before this one, until that is removed.
     pub(super) before: Option<u64>,
     pub(super) pages: Arc<Pages>,
     pub(super) log: Box<dyn StoreFile>,
-    /// Where the next epoch goes.
+    /// Position of the next epoch.
     pub(super) end: Place,
     pub(super) standing: Standing,
     pub(super) kept: VecDeque<Kept>,
-    /// The highest number that was ever used.
+    /// Highest number that was ever used.
     pub(super) last: Option<u64>,
     pub(super) space: Space,
     /// Slots of failed epochs that may still be in the log.
     pub(super) limbo: Vec<SlotRun>,
     pub(super) bounds: Bounds,
-    /// Not before the log has so many bytes it is tried again to write it anew.
+    /// Length of the log below which rotation is not attempted again, in bytes.
     pub(super) rotate_from: u64,
-    /// Somebody reads an epoch that would have been dropped.
+    /// The epoch that a reader keeps from being dropped.
     pub(super) waits_for: Option<Waits>,
-    /// The last failure was one of a sync: what was written since the one before counts as lost.
+    /// Whether the last failure was in a sync, so that what was written since the sync before it
+    /// counts as lost.
     pub(super) lost: bool,
 }
 
 impl Committer {
-    /// Replaces the bounds, from the next epoch on.
+    /// Replaces the limits, from the next epoch on.
     pub fn set_bounds(&mut self, bounds: Bounds) {
         self.bounds = bounds;
     }
 
-    /// The page file, for who writes epochs.
+    /// Returns the page file, for the writers of epochs.
     pub fn pages(&self) -> &Arc<Pages> {
         &self.pages
     }
 
-    /// The latest epoch that is durable.
+    /// Returns the latest durable epoch.
     pub fn last(&self) -> Option<u64> {
         self.last
     }
 
-    /// Whether the last epoch failed in a sync: what was written since the one before counts as
-    /// lost.
+    /// Returns whether the last epoch failed in a sync. What was written since the sync before it
+    /// then counts as lost.
     pub fn has_lost(&self) -> bool {
         self.lost
     }
 
-    /// Refuses to write to what is not the store any more.
+    /// Fails if the lock, the log, the page file or the manifest was replaced or removed.
     pub fn check(&self) -> Result<(), StoreError> {
         self.store.check_lock()?;
         self.store.check_file(&log_name(self.files.log), &*self.log)?;
@@ -152,8 +153,13 @@ impl Committer {
         }
     }
 
-    /// Makes an epoch durable: it exists, and is durable, exactly if this returns `Ok`. Else its
-    /// slots are free again, as soon as it is known that the log does not have it.
+    /// Makes an epoch durable. The epoch exists, and is durable, exactly if this returns `Ok`.
+    /// Otherwise its slots are free again as soon as it is known that the log does not have it.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::ParentFailed`] if its parent is not the last durable epoch; the store's errors
+    /// else.
     pub fn commit(&mut self, written: Written) -> Result<Published, StoreError> {
         self.lost = false;
         let front = written.front();
@@ -162,7 +168,7 @@ impl Committer {
         }
         self.settle()?;
         self.pages.sync().inspect_err(|_| self.lost = true)?;
-        // After what took long: somebody may have exchanged the directory meanwhile.
+        // Checked after the sync, which takes long: the directory may have been replaced meanwhile.
         self.check()?;
         self.track()?;
         let first = self.kept.front().map_or(front.epoch, |k| k.epoch);
@@ -184,9 +190,9 @@ impl Committer {
         result
     }
 
-    /// Lets others read these epochs, if they are there.
+    /// Unlocks these epochs, so that readers can pin those that are there.
     fn unlock(&self, epochs: Range<u64>) {
-        // Should that fail, the locks go with the file.
+        // If this fails, closing the file releases the locks.
         let _ = self.pages.file().lock_range(epochs, RangeLock::Free);
     }
 
@@ -196,11 +202,11 @@ impl Committer {
         locked.map_err(|e| self.store.io("locking an epoch in", &name(), e))
     }
 
-    /// Has `epoch` alone, so that nobody reads it before it is durable, and those that are to be
-    /// dropped with it; how many, from the oldest on.
+    /// Locks `epoch`, so that no reader pins it before it is durable, and the epochs to be dropped
+    /// with it. Returns the number of the latter, from the oldest on.
     fn begin_drop(&mut self, epoch: u64) -> Result<usize, StoreError> {
         if !self.lock(epoch)? {
-            // Whoever it is finds that there is none yet.
+            // The process that locked it finds that there is no such epoch yet.
             tracing::debug!(epoch, "somebody has locked it already");
         }
         let Some(keep) = self.bounds.keep else { return Ok(0) };
@@ -217,7 +223,7 @@ impl Committer {
         Ok(many)
     }
 
-    /// Somebody reads `epoch`: it, and all after it, are kept.
+    /// Notes that `epoch` is being read: it and all later epochs are kept.
     fn is_read(&mut self, epoch: u64) {
         match &mut self.waits_for {
             Some(waits) if waits.epoch == epoch => {
@@ -235,7 +241,7 @@ impl Committer {
         }
     }
 
-    /// Learns from the log which slots become free when, if nobody was to know before.
+    /// Reads from the log when each slot becomes free, if that was not tracked before.
     fn track(&mut self) -> Result<(), StoreError> {
         if self.bounds.keep.is_none() || self.space.is_tracked() {
             return Ok(());
@@ -244,7 +250,7 @@ impl Committer {
         self.space.track(&mut log)
     }
 
-    /// The log, without what a failed epoch may have left at its end.
+    /// Reads the log, without anything that a failed epoch may have left at its end.
     pub(super) fn read_log(&self) -> Result<LogFile, StoreError> {
         let mut log = LogFile::open(&self.store, self.files.log)?;
         let known = self.kept.back().map_or(0, |k| k.epoch);
@@ -257,7 +263,7 @@ impl Committer {
         Err(log.take_damage().unwrap_or_else(none))
     }
 
-    /// Appends an epoch to the log and syncs that.
+    /// Appends an epoch to the log and syncs the log.
     fn append(&mut self, written: &Written, oldest: u64) -> Result<(Place, Published), StoreError> {
         let (front, entries) = (written.front(), written.entries());
         let count =
@@ -301,10 +307,10 @@ impl Committer {
         }
     }
 
-    /// Cuts off what a failed epoch left in the log; its slots are free once that is durable.
+    /// Cuts off what a failed epoch left in the log. Its slots are free once that is durable.
     fn undo(&mut self, slots: Vec<SlotRun>) {
         let bytes = self.end.sector * SECTOR as u64;
-        // Nothing is cut off what another process may have appended.
+        // Nothing is cut off that another process may have appended.
         let cut = self.check().and_then(|()| {
             let cut = self.log.cut(bytes).and_then(|()| self.log.sync());
             cut.map_err(|e| self.store.io("cutting", &log_name(self.files.log), e))
@@ -319,7 +325,7 @@ impl Committer {
         }
     }
 
-    /// Does what is left to do before another epoch can be appended.
+    /// Finishes what must be done before another epoch can be appended.
     fn settle(&mut self) -> Result<(), StoreError> {
         match self.standing {
             Standing::Sound => return Ok(()),
@@ -331,12 +337,12 @@ impl Committer {
             }
         }
         self.standing = Standing::Sound;
-        // The log that may have had them is not the store's any more.
+        // The log that may have had these slots is no longer the store's.
         self.pages.give_back(&std::mem::take(&mut self.limbo));
         Ok(())
     }
 
-    /// Whether it is worth it to begin another log.
+    /// Returns whether the log is long enough for a rotation to pay off.
     pub fn is_long(&mut self) -> bool {
         if !matches!(self.standing, Standing::Sound) {
             return false;
@@ -346,7 +352,7 @@ impl Committer {
             return false;
         }
         let epochs: u64 = self.kept.iter().map(|k| k.sectors).sum();
-        // A run for each frame would be the worst.
+        // The worst case is a run for each frame.
         let needed = epochs * SECTOR as u64 + self.space.stored() * 20;
         if bytes / TIMES_NEEDED <= needed {
             self.rotate_from = bytes + bytes / 8;
@@ -355,7 +361,7 @@ impl Committer {
         true
     }
 
-    /// Begins another log. For when nobody waits.
+    /// Rotates the log. To be called when no caller waits for the committer.
     pub fn shorten(&mut self) {
         let bytes = self.end.sector * SECTOR as u64;
         if let Err(e) = self.rotate() {

@@ -1,6 +1,6 @@
-//! Opening a store's files to write to them, or making them. What is found counts as durable only
-//! once it has been synced: a process that was killed, or whose sync failed, may have left it in
-//! the system's cache.
+//! Opens a store's files for writing, or creates them. What is found counts as durable only after a
+//! sync: a process that was killed, or whose sync failed, may have left it in the system's cache
+//! alone.
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,15 +23,15 @@ use crate::retention::Space;
 use crate::sectors::Place;
 use crate::store::Store;
 
-/// Bytes of a log that are written again at once.
+/// Number of bytes of a log that are rewritten at once.
 const AT_ONCE: u64 = 1 << 20;
 
 impl Store {
-    /// The store's page file, which nobody else writes to until it is closed, its manifest, and its
-    /// log as it is since then; `None` if there are none.
+    /// Locks the store's page file against other writers until it is closed. Returns it with the
+    /// manifest, and with the log as read after the lock; `None` if the store has no files.
     pub(super) fn hold(&self) -> Result<Option<(PageReader, Manifest, LogFile)>, StoreError> {
         let Some(before) = self.or_repair(self.manifest())? else {
-            // There may be a log that has lost it.
+            // There may be a log whose manifest is lost.
             return self.open_log().map(|_| None);
         };
         let held = PageReader::hold(self, before.files.pages)?;
@@ -45,7 +45,7 @@ impl Store {
 }
 
 impl Store {
-    /// Says of damage that keeps a writer from the store how to salvage what is sound.
+    /// Adds to damage that keeps a writer from the store how to salvage the sound checkpoints.
     pub(super) fn or_repair<T>(&self, found: Result<T, StoreError>) -> Result<T, StoreError> {
         found.map_err(|e| match e.is_damage() {
             true => StoreError::NeedsRepair { dir: self.dir(), epoch: None, cause: Box::new(e) },
@@ -55,8 +55,12 @@ impl Store {
 }
 
 impl Committer {
-    /// Opens the store's files for `guest`; `None` if there are none. What a crash left unfinished
-    /// in the log is cut off.
+    /// Opens the store's files for `guest`; `None` if there are none. Cuts off what a crash left
+    /// unfinished in the log.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the log or the page file is damaged, or if `guest` may not continue the last epoch.
     pub fn open(store: &Arc<Store>, guest: &dyn Guest) -> Result<Option<Self>, StoreError> {
         let Some((held, manifest, mut log)) = store.hold()? else { return Ok(None) };
         log.check_sound(store)?;
@@ -68,8 +72,8 @@ impl Committer {
         }
         store.or_repair(held.check_header(manifest.files.pages, vm_id))?;
         let (space, slots) = Space::of_log(guest.layout(), &mut log, held.slots()?)?;
-        // A manifest that took another's place may be in the cache alone, and the names of the
-        // files in it.
+        // A manifest that replaced another one, and the names of the files in it, may be in the
+        // system's cache alone.
         store.sync_dir()?;
         let name = log_name(manifest.files.log);
         let file = store.backend().open_for_writing(&name);
@@ -99,7 +103,7 @@ impl Committer {
         Ok(Some(new))
     }
 
-    /// Makes the store's files for `guest`, or others in their place if those have no epoch.
+    /// Creates the store's files for `guest`, or replaces existing ones that have no epoch.
     pub fn create(store: &Arc<Store>, guest: &dyn Guest) -> Result<Self, StoreError> {
         let vm_id = guest.vm_id();
         let before = store.manifest()?.map(|manifest| manifest.files);
@@ -112,7 +116,7 @@ impl Committer {
             e.cause
         })?;
         for name in before.iter().flat_map(|f| [log_name(f.log), pages_name(f.pages)]) {
-            // What cannot be removed now is when the store is next opened.
+            // The next process that opens the store removes what cannot be removed now.
             let _ = store.backend().remove(&name);
         }
         let mut slots = Slots::new(1);
@@ -150,7 +154,7 @@ impl Committer {
     }
 }
 
-/// Makes the files of a store without epochs, and the manifest that names them.
+/// Creates the files of a store without epochs, and the manifest that names them.
 fn make(
     store: &Store,
     vm_id: VmId,
@@ -173,8 +177,8 @@ fn make(
     Ok(made)
 }
 
-/// Writes what is in bytes `from` to `to` of a file to the same place. After a sync of it that
-/// failed the system has no reason to write it, and says that the next one has succeeded.
+/// Rewrites bytes `from` to `to` of a file in place. After a failed sync, the system has no reason
+/// to write them, and reports that the next sync has succeeded.
 fn write_again(file: &dyn StoreFile, from: u64, to: u64) -> io::Result<()> {
     let mut buffer = Vec::new();
     let mut at = from;

@@ -1,16 +1,17 @@
-//! A sound store in place of a damaged one.
+//! Repair: puts a sound store in place of a damaged one.
 //!
 //! ```text
-//! new page file and log written, synced -> what they replace gets a second name, `damaged-N.NAME` -> directory synced
-//!   -> new manifest renamed into place: from here on the store is the new one -> old names removed
+//! new page file and log written, synced -> files to be replaced get a second name, `damaged-N.NAME`
+//!   -> directory synced -> new manifest renamed into place: from here on the store is the new one
+//!   -> old names removed
 //! ```
 //!
-//! A crash leaves the store as it was, and files that are nobody's, or the new one. What was
-//! replaced stays under its second name until an operator removes it. Page files are copied if a
-//! checkpoint is given up, so that all that is left of it stays.
+//! A crash leaves either the new store, or the old one and files that belong to no store. The
+//! replaced files keep their second names until an operator removes them. If a checkpoint is given
+//! up, page files are copied, so that everything left of it stays.
 //!
-//! Where files have one name only, the manifest is copied, and the other files are renamed instead
-//! of removed at the end: none of them is read, since a disk that fails may not give it back. A
+//! Where files have one name only, the manifest is copied, and the other files are renamed at the
+//! end instead of removed. None of them is read, since a failing disk may be unable to read it. A
 //! list of them is written before the new manifest (`aside.rs`).
 
 use std::io;
@@ -31,28 +32,29 @@ use crate::rotate::copy_log;
 use crate::salvage::{Salvage, Survey};
 use crate::store::Store;
 
-/// What [`Store::repair`] has found and done.
+/// Result of [`Store::repair`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct RepairReport {
-    /// What was found.
+    /// Findings before the repair.
     #[serde(flatten)]
     pub survey: Survey,
-    /// Whether anything had to be done.
+    /// Whether a repair was needed.
     pub repaired: bool,
-    /// Files that keep what was replaced.
+    /// Names of the files that keep the replaced content.
     pub aside: Vec<String>,
 }
 
 impl Store {
-    /// Makes a sound store of what is sound in a damaged one, which must be
-    /// [open for that](Store::open_to_repair). What it replaces stays in files of other names.
+    /// Makes a sound store from the sound checkpoints of a damaged one, which must be [open for
+    /// that](Store::open_to_repair). Keeps the files that it replaces under other names.
     ///
     /// # Errors
     ///
-    /// As [`survey`](Store::survey); if another process writes to it; if there is no room for a
-    /// copy of what is sound. The store is then as it was.
+    /// Fails for the reasons of [`survey`](Store::survey), if another process writes to the store,
+    /// or if there is no room for a copy of the sound checkpoints. The store is then as it was
+    /// before.
     pub fn repair(&self) -> Result<RepairReport, StoreError> {
-        // First: no other process gives away slots, or writes, while the store is looked at.
+        // First: keeps other processes from freeing slots or writing while the store is read.
         let held = self.hold_pages()?;
         let mut salvage = self.salvage()?;
         let Salvage { vm_id, files: old, .. } = salvage;
@@ -81,7 +83,7 @@ impl Store {
             Named::Pages(n) if n == new.pages => false,
             Named::Log(n) if n == old.log => true,
             Named::Pages(n) if n == old.pages => true,
-            // They may have what was lost.
+            // These files may have what was lost.
             Named::Log(_) | Named::Pages(_) => lost || !salvage.manifest_is_sound,
             _ => false,
         });
@@ -123,12 +125,12 @@ impl Store {
         };
         drop(held);
         if let Err((e, unsettled)) = unsettled {
-            // A rename may say that it failed, and have been done. Only the same file under the
-            // manifest's name shows that it was not, whatever can be read of that file.
+            // A failed rename may still have taken effect. Only the same file under the manifest's
+            // name proves that it did not, whether or not that file can be read.
             let is_old =
                 manifest_was.is_ok_and(|was| self.manifest_file().is_ok_and(|is| was == is));
             if !unsettled && is_old {
-                // What cannot be removed is in nobody's way.
+                // A file that cannot be removed does no harm.
                 let made =
                     [(new.log == next, log_name(next)), (new.pages == next, pages_name(next))];
                 let made = made.into_iter().filter_map(|(made, name)| made.then_some(name));
@@ -144,25 +146,25 @@ impl Store {
         let is_removed =
             |name: &&String| is_leftover(name, Some(&manifest)) && !later.contains(&name.as_str());
         for name in names.iter().filter(is_removed) {
-            // What cannot be removed now is when the store is next opened.
+            // The next process that opens the store removes what cannot be removed now.
             let _ = self.backend().remove(name);
         }
         let finished = self.names().and_then(|names| {
             aside.extend(self.set_aside(&names, &manifest)?);
             if !later.is_empty() {
-                // It names nothing any more.
+                // The list is of no use any more.
                 let _ = self.backend().remove(&list_name(number));
             }
             self.sync_dir()
         });
         if let Err(e) = finished {
-            // The new manifest is durable: a crash may bring back old names, and no more.
+            // The new manifest is durable, so a crash can bring back old names, but nothing else.
             tracing::warn!("{e}; the store is repaired, and its next writer finishes this");
         }
         Ok(RepairReport { survey, repaired: true, aside })
     }
 
-    /// Copies what is readable of the manifest.
+    /// Copies the readable part of the manifest.
     fn copy_manifest(&self, to: &str) -> io::Result<()> {
         let read = || {
             let file = self.backend().open(MANIFEST)?;
@@ -178,7 +180,7 @@ impl Store {
         file.sync()
     }
 
-    /// The identity of the file under the manifest's name; `None` if there is none.
+    /// Returns the identity of the file under the manifest's name; `None` if there is none.
     fn manifest_file(&self) -> Result<Option<(u64, u64)>, StoreError> {
         match self.backend().open(MANIFEST).and_then(|file| file.identity()) {
             Ok(identity) => Ok(Some(identity)),
@@ -187,7 +189,7 @@ impl Store {
         }
     }
 
-    /// Has all page files alone, since it is not known yet which of them is the store's.
+    /// Locks all page files, since it is not known yet which of them is the store's.
     fn hold_pages(&self) -> Result<Vec<PageReader>, StoreError> {
         let held = self.names()?.into_iter().filter_map(|name| match parse_name(&name) {
             Named::Pages(n) => Some(PageReader::hold(self, n)),
@@ -196,7 +198,7 @@ impl Store {
         held.collect()
     }
 
-    /// Writes what is sound to the files of `new` that are not there yet.
+    /// Writes the sound checkpoints to those files of `new` that do not exist yet.
     fn write_sound(&self, salvage: &mut Salvage, new: Files) -> Result<(), StoreError> {
         let Salvage { files: old, log, pages, chosen, vm_id, .. } = salvage;
         if new.log == old.log {

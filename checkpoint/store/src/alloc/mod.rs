@@ -2,9 +2,9 @@
 //! over the hints.
 //!
 //! ```text
-//! tree      the largest hint of each half, quarter, ... of the blocks      finds the leftmost block with a run of n
-//! hints     free slots, first free, longest run, free at either end        one set for each block of 4,096 slots
-//! bitmap    one bit a slot, set if the slot is used                        the authority
+//! tree      largest hint of each half, quarter, ... of the blocks    finds the leftmost run of n
+//! hints     free slots, first free, longest run, free at both ends   one set for each 4,096 slots
+//! bitmap    one bit a slot, set if the slot is used                  the authority
 //! ```
 //!
 //! The design is that of the percpu allocator's bitmap (Dennis Zhou, Linux 4.14, "percpu: replace

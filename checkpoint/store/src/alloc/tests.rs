@@ -1,10 +1,10 @@
-//! The allocator against a plain row of booleans.
+//! Tests the allocator against a plain row of booleans.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// What is true, looked at slot by slot.
+/// The reference, which is searched slot by slot.
 struct Plain(Vec<bool>);
 
 impl Plain {
@@ -46,13 +46,13 @@ enum Act {
     UpTo {
         count: u32,
     },
-    /// Frees a part of a used run: which, from where, and how much of it.
+    /// Frees a part of a used run: which run, from where, and how much of it.
     Free {
         which: prop::sample::Index,
         from: prop::sample::Index,
         count: u32,
     },
-    /// Frees every other one of so many slots.
+    /// Frees every other one of this many slots.
     Comb {
         from: prop::sample::Index,
         teeth: u32,

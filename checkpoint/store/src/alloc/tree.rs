@@ -1,10 +1,10 @@
-//! The largest value of each half, quarter and so on of a row: the leftmost that is large enough is
-//! found without a look at the others.
+//! A tree with the largest value of each half, quarter and so on of a row. It finds the leftmost
+//! value that is large enough without reading all of them.
 
 /// A row of numbers, 0 until set.
 #[derive(Clone, Debug, Default)]
 pub(super) struct MaxTree {
-    /// Node n has the larger of 2n and 2n + 1; the leaves are the second half.
+    /// The larger of nodes 2n and 2n + 1 in node n; the leaves are the second half.
     nodes: Vec<u32>,
 }
 
@@ -13,7 +13,8 @@ impl MaxTree {
         self.nodes.len() / 2
     }
 
-    /// Room for `leaves` numbers. O(leaves) when it has to grow, which doubles it.
+    /// Makes room for `leaves` numbers. Takes O(leaves) when the tree has to grow, which doubles
+    /// it.
     pub(super) fn grow(&mut self, leaves: usize) {
         if leaves <= self.leaves() {
             return;
@@ -27,7 +28,7 @@ impl MaxTree {
         self.nodes = nodes;
     }
 
-    /// Sets number `leaf`, which there must be room for.
+    /// Sets number `leaf`, for which there must be room.
     pub(super) fn set(&mut self, leaf: usize, value: u32) {
         let mut n = leaf + self.leaves();
         if self.nodes[n] == value {
@@ -44,19 +45,21 @@ impl MaxTree {
         }
     }
 
-    /// The largest.
+    /// Returns the largest number.
     pub(super) fn max(&self) -> u32 {
         self.nodes.get(1).copied().unwrap_or(0)
     }
 
-    /// The first number from `from` on that is at least `value`, which is not 0.
+    /// Returns the position of the first number from `from` on that is at least `value`, which is
+    /// not 0.
     pub(super) fn first_at_least(&self, value: u32, from: u32) -> Option<u32> {
         if self.max() < value || from as usize >= self.leaves() {
             return None;
         }
         let mut n = from as usize + self.leaves();
         while self.nodes[n] < value {
-            // Up while this is a right half, then to the right half beside it; the root has none.
+            // Go up while this is a right half, then to the right half beside it; the root has
+            // none.
             while n % 2 == 1 {
                 n /= 2;
             }
