@@ -1,4 +1,4 @@
-//! Files that a repair replaces, where files have one name only.
+//! Files that a repair replaces where files have one name only.
 //!
 //! Such a file gets its second name only once the new manifest is in place. A list of these files,
 //! `damaged-N.names`, is durable before that. The repair renames what is listed, and removes the
@@ -16,7 +16,7 @@ use crate::store::Store;
 const MAX_LIST_BYTES: u64 = 1 << 20;
 
 impl Store {
-    /// Writes list `number`, of `names`, durably but for its own name.
+    /// Writes list `number` of `names`. Its content is durable, but its own name is not yet.
     pub(crate) fn write_list(&self, number: u64, names: &[&str]) -> Result<(), StoreError> {
         let list = list_name(number);
         let file = self.create_new(&list)?;
@@ -25,8 +25,8 @@ impl Store {
         file.sync().map_err(|e| self.io("syncing", &list, e))
     }
 
-    /// Renames, durably, those of `names` that a list names and `manifest` does not. Returns the
-    /// new names. The lists stay.
+    /// Renames, durably, those of `names` that are in a list and that `manifest` does not name.
+    /// Returns the new names. The lists stay.
     pub(crate) fn set_aside(
         &self,
         names: &[String],
@@ -44,7 +44,7 @@ impl Store {
             for name in names.iter().filter(is_replaced) {
                 let aside = aside_name(number, name);
                 match self.backend().rename(name, &aside) {
-                    // Another list has named it, too.
+                    // Another list has named the file, too.
                     Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                     other => {
                         other.map_err(|e| self.io("keeping aside", name, e))?;
@@ -59,7 +59,8 @@ impl Store {
         Ok(renamed)
     }
 
-    /// Returns the names in list `number`; `None` if they cannot be read: any may be one of them.
+    /// Returns the names in list `number`; `None` if they cannot be read, so that any name may be
+    /// in it.
     fn read_list(&self, number: u64) -> Result<Option<Vec<String>>, StoreError> {
         let list = list_name(number);
         let read = || {

@@ -1,7 +1,7 @@
 //! Commits epochs in order, and drops old ones. One thread does this, and owns the log.
 //!
 //! ```text
-//! page file synced -> epoch appended to the log -> log synced -> durable: slots of dropped epochs freed
+//! page file synced -> epoch appended to log -> log synced -> durable: unneeded slots are freed
 //! ```
 
 use std::collections::VecDeque;

@@ -1,4 +1,4 @@
-//! Writing epochs to a log, sector by sector.
+//! Writes epochs to a log, sector by sector.
 
 use std::io;
 
@@ -16,7 +16,7 @@ use crate::records::{
 };
 use crate::sectors::{DATA, Framer, Place};
 
-/// Sectors are written when there are so many bytes of them.
+/// Number of bytes after which complete sectors are written.
 const AT_ONCE: usize = 1 << 20;
 
 /// A frame that is stored.
@@ -44,7 +44,7 @@ pub(crate) struct Builder<'f> {
     file: &'f dyn StoreFile,
     framer: Framer,
     place: Place,
-    /// Of the epoch that is being written: its records so far, and where it begins.
+    /// Number of records so far, and first sector, of the epoch that is being written.
     records: u32,
     first: u64,
     table: Vec<u8>,
@@ -56,7 +56,7 @@ impl<'f> Builder<'f> {
         Self { file, framer, place, records: 0, first: place.sector, table: Vec::new() }
     }
 
-    /// Begins an epoch, which has these drives.
+    /// Begins an epoch that has these drives.
     pub(crate) fn front(
         &mut self,
         front: Front,
@@ -76,7 +76,7 @@ impl<'f> Builder<'f> {
         self.record(TAG_DRIVES, 0, true, &list)
     }
 
-    /// Appends frames that are stored, and then those that are zeros; both ascend.
+    /// Appends stored frames, and then frames of zeros; both ascend.
     pub(crate) fn entries(
         &mut self,
         layout: &Layout,
@@ -126,7 +126,7 @@ impl<'f> Builder<'f> {
         Ok(())
     }
 
-    /// A record of frames, all of one object.
+    /// Appends a record of frames, all of one object.
     pub(crate) fn frames(&mut self, runs: &[Placed], crcs: &[u32]) -> io::Result<()> {
         let mut table = std::mem::take(&mut self.table);
         encode_frames(runs, crcs, &mut table);
@@ -161,7 +161,7 @@ impl<'f> Builder<'f> {
         if runs.is_empty() { Ok(()) } else { self.zero_runs(&runs) }
     }
 
-    /// A record of frames of zeros, all of one object.
+    /// Appends a record of frames of zeros, all of one object.
     pub(crate) fn zero_runs(&mut self, runs: &[FrameRun]) -> io::Result<()> {
         let mut table = std::mem::take(&mut self.table);
         encode_zeros(runs, &mut table);
@@ -170,7 +170,7 @@ impl<'f> Builder<'f> {
         Ok(())
     }
 
-    /// A piece of state.
+    /// Appends a state section.
     pub(crate) fn section(&mut self, section: &Section) -> io::Result<()> {
         self.record(section.tag.0, section.instance, section.must_understand, &section.bytes)
     }
@@ -202,7 +202,7 @@ impl<'f> Builder<'f> {
         self.place.sequence = sequence.wrapping_add(1);
         self.records += 1;
         let payload_crc = crc32c::crc32c(payload);
-        // Every payload is bounded far below 4 GiB by whoever made it.
+        // The code that makes a payload keeps it far below 4 GiB.
         let length = payload.len() as u32;
         let head =
             RecordHead { tag, must_understand, instance, length, payload_crc, sequence }.to_bytes();
@@ -218,14 +218,14 @@ impl<'f> Builder<'f> {
         }
     }
 
-    /// Bytes that the epoch will have in the log if it ends now.
+    /// Returns the number of bytes that the epoch would have in the log if it ended now.
     pub(crate) fn bytes_if_ended(&self) -> u64 {
         let data = self.framer.filled() + RECORD_HEAD_LEN + COMMIT_LEN;
         (self.framer.sector() - self.first + data.div_ceil(DATA) as u64) * SECTOR as u64
     }
 
-    /// Ends the epoch and writes all that is left of it. Returns where the next begins. `commit`
-    /// lacks the number of records and the digest.
+    /// Ends the epoch and writes the rest of it. Returns where the next epoch begins. Fills in the
+    /// number of records and the digest, which `commit` lacks.
     pub(crate) fn commit(&mut self, commit: Commit) -> io::Result<Place> {
         let digest =
             self.place.digest.ok_or_else(|| io::Error::other("the log's digest is not known"))?;
@@ -247,12 +247,12 @@ fn object_of(run: Option<FrameRun>) -> u16 {
     run.map_or(0, |run| place(run.start).0)
 }
 
-/// Whether `frame` is of another object than the frames before it, if there are some.
+/// Returns whether `frame` is of another object than the frames before it, if there are any.
 fn is_of_another(last: Option<FrameRun>, frame: u64) -> bool {
     last.is_some_and(|last| place(last.start).0 != place(Gfn(frame)).0)
 }
 
-/// Where memory slots end: no run goes over that.
+/// The ends of memory slots, which no run crosses.
 struct Ends<'l> {
     layout: &'l Layout,
     end: u64,
@@ -263,7 +263,7 @@ impl<'l> Ends<'l> {
         Self { layout, end: 0 }
     }
 
-    /// Whether `frame`, which is not below the one before it, is in another slot than that.
+    /// Returns whether `frame` is in another slot than the frame before it, which is not above it.
     fn passed(&mut self, frame: u64) -> bool {
         if frame < self.end {
             return false;

@@ -1,5 +1,5 @@
-//! Writing one epoch: its frames to free slots of the page file, while the guest runs on. Nothing
-//! of it is in the log before it is committed.
+//! Writes the frames of one epoch to free slots of the page file, while the guest runs. The log has
+//! nothing of the epoch before it is committed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::page_file::Pages;
 use crate::records::{Front, TAG_STORE, limit};
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// Frames that slots are taken for at once: 1 MiB.
+/// Number of frames for which slots are taken at once: 1 MiB.
 const AT_ONCE: usize = 256;
 
-/// An epoch being written. Dropping it gives its slots back.
+/// An epoch that is being written. Dropping it frees its slots.
 pub struct EpochWriter {
     pages: Arc<Pages>,
     front: Front,
@@ -28,9 +28,10 @@ pub struct EpochWriter {
     drives: Vec<DriveHead>,
     sections: Vec<Section>,
     state_bytes: u64,
-    /// The last of a frame wins.
+    /// Frames of the epoch; the last entry for a frame wins.
     entries: Entries,
-    /// Frames that wait for slots: number, and where its contents begin in the contents given.
+    /// Frames without slots yet: the number, and the offset of the frame's content in the given
+    /// contents.
     pending: Vec<(Gfn, usize)>,
     done: bool,
 }
@@ -42,11 +43,11 @@ impl fmt::Debug for EpochWriter {
 }
 
 /// An epoch all of whose frames are in the page file; nothing of it is durable yet. Dropping it
-/// gives its slots back.
+/// frees its slots.
 pub struct Written(EpochWriter);
 
 impl EpochWriter {
-    /// Begins an epoch of `guest` with these drives; one without a parent is full.
+    /// Begins an epoch of `guest` with these drives; an epoch without a parent is full.
     pub fn new(
         pages: Arc<Pages>,
         epoch: u64,
@@ -78,7 +79,7 @@ impl EpochWriter {
             pending: Vec::new(),
             done: false,
         };
-        // What no reader would take is not written.
+        // Nothing is written that no reader would accept.
         let tag = section_tags::CONFIG.0;
         match new.config.len() {
             length if length > limit(tag) as usize => Err(new.too_long(tag, length)),
@@ -92,9 +93,10 @@ impl EpochWriter {
         StoreError::State { epoch: self.front.epoch, cause }
     }
 
-    /// Writes frames, of memory or of drives: `contents` holds theirs, in the order of `runs`. They
-    /// win over what was written for the same frames before. Frames of zeros take no slots, and, if
-    /// nothing can have stood there before (`forget_zeros`), are not noted at all.
+    /// Writes frames of memory or of drives: `contents` holds their contents, in the order of
+    /// `runs`. They replace what was written for the same frames before. Frames of zeros take no
+    /// slots. With `forget_zeros`, which is for frames that cannot have had another content before,
+    /// they are not even noted.
     pub fn frames(
         &mut self,
         runs: impl Iterator<Item = FrameRun>,
@@ -114,7 +116,7 @@ impl EpochWriter {
         self.flush(contents)
     }
 
-    /// Notes frames of zeros, however many; as contents of zeros, to be told of.
+    /// Notes any number of frames of zeros, as contents that the epoch records.
     pub fn zeros(&mut self, run: FrameRun) {
         self.entries.zeros(run);
     }
@@ -132,12 +134,12 @@ impl EpochWriter {
         while !pending.is_empty() {
             let SlotRun { start, count } = self.pages.take(pending.len() as u32)?;
             let (now, later) = pending.split_at(count as usize);
-            // Noted before they are written: they are given back whatever comes.
+            // Entries are noted before the write, so that the slots are freed if it fails.
             for ((gfn, at), slot) in now.iter().zip(start..) {
                 self.entries.push(*gfn, slot, crc32c::crc32c(&contents[*at..*at + PAGE]));
             }
             let mut slot = start;
-            // What is together in the contents is written at once.
+            // Adjacent contents are written at once.
             for piece in now.chunk_by(|(_, a), (_, b)| a + PAGE == *b) {
                 let from = piece[0].1;
                 self.pages.write(slot, &contents[from..from + piece.len() * PAGE])?;
@@ -152,7 +154,7 @@ impl EpochWriter {
     pub fn section(&mut self, section: &Section) -> Result<(), StoreError> {
         let (tag, length) = (section.tag.0, section.bytes.len());
         self.state_bytes += length as u64;
-        // The configuration is there, and nowhere else.
+        // The configuration is stored elsewhere, and must not be among the sections.
         let misplaced = tag >= TAG_STORE || tag <= section_tags::CONFIG.0;
         let many = self.sections.len() as u64 + 2 > u64::from(MAX_SECTIONS);
         if misplaced || many || length > limit(tag) as usize || self.state_bytes > MAX_STATE {
@@ -162,9 +164,10 @@ impl EpochWriter {
         Ok(())
     }
 
-    /// Ends the writing: of each frame the last counts, and the slots of the others are given back.
+    /// Ends the writing: for each frame the last content counts, and the slots of the others are
+    /// freed.
     pub fn finish(mut self) -> Written {
-        // Where nothing was before zeros need not be told of.
+        // In a full epoch, zeros need not be recorded.
         let old = self.entries.settle(self.front.parent.is_none());
         self.pages.give_back(&old);
         Written(self)
@@ -200,18 +203,18 @@ impl Written {
         &self.0.sections
     }
 
-    /// Ascending, each frame once.
+    /// Returns the entries, ascending, each frame once.
     pub(crate) fn entries(&self) -> &Entries {
         &self.0.entries
     }
 
-    /// Its slots are a durable epoch's now.
+    /// Keeps the slots, which are a durable epoch's now.
     pub(crate) fn keep_slots(mut self) {
         self.0.done = true;
     }
 
-    /// Its slots may be a durable epoch's: whoever has them now gives them back when that is known
-    /// not to be so.
+    /// Returns the slots, which may be a durable epoch's. The caller frees them when it knows that
+    /// they are not.
     pub(crate) fn take_slots(mut self) -> Vec<SlotRun> {
         self.0.done = true;
         self.0.entries.slots()

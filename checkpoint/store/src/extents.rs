@@ -1,6 +1,6 @@
-//! What an epoch that is being written has where: stretches of frames in stretches of slots. So it
-//! takes memory by the stretch, and 4 bytes for each frame that is not zeros, for its checksum;
-//! zeros are stretches alone, however long.
+//! The places of the frames of an epoch that is being written, as stretches of frames in stretches
+//! of slots. It takes memory for each stretch, and 4 bytes for the checksum of each frame that is
+//! not zeros. Zeros take a stretch alone, however long.
 
 use std::collections::BinaryHeap;
 
@@ -10,15 +10,15 @@ use crate::alloc::SlotRun;
 use crate::epoch_encoder::Entry;
 use crate::limits::NO_SLOT;
 
-/// Frames that follow one another in slots that do, or zeros. 24 bytes.
+/// A stretch: adjacent frames in adjacent slots, or frames of zeros. 24 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Stretch {
     start: u64,
-    /// Where the checksums begin, of zeros, where those of the next would: no later stretch has a
-    /// lower number.
+    /// Index of the first checksum; for zeros, the index at which the checksums of the next stretch
+    /// would begin. No later stretch has a lower index.
     crcs: usize,
     count: u32,
-    /// The first; [`NO_SLOT`] for zeros.
+    /// First slot; [`NO_SLOT`] for zeros.
     slot: u32,
 }
 
@@ -31,12 +31,13 @@ impl Stretch {
         self.slot != NO_SLOT
     }
 
-    /// Of two that have the same frame the one that came later has more. Two of zeros are the same.
+    /// Returns a key that is higher for the later of two stretches with a common frame. Two of
+    /// zeros are equal.
     fn age(&self) -> (usize, bool) {
         (self.crcs, self.is_stored())
     }
 
-    /// The frames `from` to `end` of it.
+    /// Returns the part with the frames `from` to `end`.
     fn part(self, from: u64, end: u64) -> Self {
         let (skip, count) = ((from - self.start) as u32, (end - from) as u32);
         match self.is_stored() {
@@ -47,7 +48,7 @@ impl Stretch {
         }
     }
 
-    /// Whether `next` goes on where this ends.
+    /// Returns whether `next` continues where this one ends.
     fn leads_to(&self, next: &Self) -> bool {
         let joined = match (self.is_stored(), next.is_stored()) {
             (true, true) => {
@@ -60,24 +61,24 @@ impl Stretch {
     }
 }
 
-/// Frames of an epoch, and where they are.
+/// The frames of an epoch, and their places.
 #[derive(Default)]
 pub(crate) struct Entries {
-    /// In the order in which they came, until that is settled: then ascending, each frame in one of
-    /// them.
+    /// Stretches in the order in which they came. After `settle`, they ascend, and each frame is in
+    /// one of them.
     stretches: Vec<Stretch>,
     crcs: Vec<u32>,
 }
 
 impl Entries {
-    /// A frame that is in `slot`, which no other is in.
+    /// Adds a frame that is in `slot`, which no other frame is in.
     pub(crate) fn push(&mut self, frame: Gfn, slot: u32, crc: u32) {
         let stretch = Stretch { start: frame.0, crcs: self.crcs.len(), count: 1, slot };
         self.crcs.push(crc);
         self.add(stretch);
     }
 
-    /// Frames of zeros.
+    /// Adds frames of zeros.
     pub(crate) fn zeros(&mut self, run: FrameRun) {
         for FrameRun { start, count } in run.chunks(u64::from(u32::MAX)) {
             let (start, count) = (start.0, count as u32);
@@ -92,18 +93,18 @@ impl Entries {
         }
     }
 
-    /// Of each frame the last counts from now on; zeros not at all, if they need not be told of.
-    /// The slots that are not needed then. Nothing may be added after this.
+    /// Keeps the last entry of each frame; with `forget_zeros`, keeps no zeros. Returns the slots
+    /// that are no longer needed. Nothing may be added after this.
     pub(crate) fn settle(&mut self, forget_zeros: bool) -> Vec<SlotRun> {
         self.stretches.sort_unstable_by_key(|s| (s.start, s.age()));
         let mut old = Vec::new();
-        // If any two have a frame in common, so have two that are side by side.
+        // If any two stretches have a frame in common, so have two neighbours.
         if self.stretches.windows(2).any(|pair| pair[0].end() > pair[1].start) {
             let before = self.slots();
             self.stretches = latest(&self.stretches);
             let needed = self.slots().into_iter().map(frames_of).collect::<FrameSet>();
             let superseded = before.into_iter().flat_map(|run| needed.gaps(frames_of(run)));
-            // They were slots: nothing is cut off.
+            // They were slots, so the casts lose nothing.
             old.extend(
                 superseded
                     .map(|run| SlotRun { start: run.start.0 as u32, count: run.count as u32 }),
@@ -115,7 +116,7 @@ impl Entries {
         old
     }
 
-    /// Once they are settled: those that are not zeros, ascending.
+    /// Returns the frames that are not zeros, ascending, once settled.
     pub(crate) fn stored(&self) -> impl Iterator<Item = Entry> + Clone {
         let stored = self.stretches.iter().filter(|s| s.is_stored());
         stored.flat_map(|s| {
@@ -125,12 +126,12 @@ impl Entries {
         })
     }
 
-    /// Once they are settled: those that are zeros, ascending.
+    /// Returns the frames of zeros, ascending, once settled.
     pub(crate) fn zero_runs(&self) -> impl Iterator<Item = FrameRun> + Clone {
         self.runs().filter(|(_, slot)| slot.is_none()).map(|(run, _)| run)
     }
 
-    /// Runs, each with its first slot if it is not zeros; ascending once they are settled.
+    /// Returns the runs, each with its first slot if it is not zeros; ascending once settled.
     pub(crate) fn runs(&self) -> impl Iterator<Item = (FrameRun, Option<u32>)> + Clone {
         self.stretches.iter().map(|s| {
             let run = FrameRun { start: Gfn(s.start), count: s.count.into() };
@@ -138,30 +139,29 @@ impl Entries {
         })
     }
 
-    /// All their slots, ascending.
+    /// Returns all slots, ascending.
     pub(crate) fn slots(&self) -> Vec<SlotRun> {
         let stored = self.stretches.iter().filter(|s| s.is_stored());
         joined(stored.map(|s| SlotRun { start: s.slot, count: s.count }).collect())
     }
 
-    /// Bytes of memory that they take.
+    /// Returns the number of bytes of memory taken.
     #[cfg(test)]
     fn bytes(&self) -> usize {
         self.stretches.len() * size_of::<Stretch>() + self.crcs.len() * size_of::<u32>()
     }
 }
 
-/// Slots as if they were frames, which a set is made of.
+/// Returns slots as frames, so that they can be in a set of frames.
 fn frames_of(run: SlotRun) -> FrameRun {
     FrameRun { start: Gfn(run.start.into()), count: run.count.into() }
 }
 
-/// Of `all`, ascending, what is left if of each frame the latest counts: ascending, each frame
-/// once.
+/// Reduces `all`, ascending, to the latest entry of each frame: ascending, each frame once.
 fn latest(all: &[Stretch]) -> Vec<Stretch> {
     let (mut left, mut at): (Vec<Stretch>, u64) = (Vec::new(), 0);
     let mut coming = all.iter().copied().peekable();
-    // Those that have begun; the latest first.
+    // The stretches that have begun; the latest first.
     let mut begun: BinaryHeap<((usize, bool), usize)> = BinaryHeap::new();
     let mut number = 0;
     loop {
@@ -187,7 +187,7 @@ fn latest(all: &[Stretch]) -> Vec<Stretch> {
     }
 }
 
-/// Runs of slots in any order, each slot once, as ascending ones.
+/// Returns runs of slots, given in any order and each slot once, as ascending runs.
 pub(crate) fn joined(mut runs: Vec<SlotRun>) -> Vec<SlotRun> {
     runs.sort_unstable();
     runs.dedup_by(|next, last| {
@@ -208,7 +208,7 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Step {
-        /// Frames from here on, in slots that follow one another or not.
+        /// Frames from a number on, in adjacent slots or not.
         Stored(u64, u64, bool),
         Zeros(u64, u64),
     }
@@ -254,7 +254,7 @@ mod tests {
             let expected = model.iter().filter(|(_, place)| place.is_none() && !forget);
             prop_assert!(zeros.eq(expected.map(|(frame, _)| *frame)));
             prop_assert!(entries.runs().map(|(run, _)| run).is_sorted_by(|a, b| a.end() <= b.start));
-            // Every slot is needed or given back, and none is both.
+            // Every slot is either needed or freed.
             let all = [old.clone(), entries.slots()].concat();
             prop_assert_eq!(joined(all.clone()), crate::frame_map::runs_of(slots));
             prop_assert_eq!(all.iter().map(|run| u64::from(run.count)).sum::<u64>(),
@@ -262,8 +262,8 @@ mod tests {
         }
     }
 
-    /// Of a drive of a TiB, with 1 GiB in it in pieces of 1 MiB, and holes that were discarded, all
-    /// of it; some was written again.
+    /// A drive of 1 TiB with 1 GiB in it, in pieces of 1 MiB; all of it was discarded, and some was
+    /// written again.
     #[test]
     fn a_large_drive_costs_what_is_in_it() {
         const TIB: u64 = 1 << 28;

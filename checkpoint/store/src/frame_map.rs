@@ -1,7 +1,7 @@
-//! Where each frame of an epoch is, and what its contents' checksum is.
+//! The place and the checksum of each frame of an epoch.
 //!
-//! Built from a log, whose memory layout may be a lie: memory is taken for frames that are stored,
-//! and not for those that are said to exist.
+//! The map is built from a log, whose memory layout may be forged. So it takes memory for frames
+//! that are stored, not for frames that are only claimed to exist.
 
 use std::collections::BTreeMap;
 
@@ -11,32 +11,32 @@ use crate::address::MEMORY;
 use crate::alloc::SlotRun;
 use crate::records::Placed;
 
-/// Frames of a chunk.
+/// Number of frames of a chunk.
 const CHUNK: u64 = 64;
 
-/// Where one frame is.
+/// The place of one frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Cell {
     pub(crate) slot: u32,
     pub(crate) crc: u32,
 }
 
-/// Those of 64 frames that are not zeros.
+/// The frames of a chunk that are not zeros.
 #[derive(Debug, Default)]
 struct Chunk {
-    /// Which.
+    /// One bit for each such frame.
     mask: u64,
-    /// One for each bit of the mask, in their order.
+    /// One cell for each bit of the mask, in their order.
     cells: Vec<Cell>,
 }
 
-/// Bits 0 to `at` - 1, of 64.
+/// Returns bits 0 to `at` - 1, of 64.
 fn below(at: u64) -> u64 {
     1_u64.checked_shl(at as u32).unwrap_or(0).wrapping_sub(1)
 }
 
 impl Chunk {
-    /// Where in `cells` the one of frame `at`, at most 64, is, or would be.
+    /// Returns the index in `cells` at which the cell of frame `at`, at most 64, is or would be.
     fn rank(&self, at: u64) -> usize {
         (self.mask & below(at)).count_ones() as usize
     }
@@ -45,7 +45,7 @@ impl Chunk {
         self.mask >> at & 1 == 1
     }
 
-    /// The cell that was there before, if there was one.
+    /// Puts a cell, and returns the previous one.
     fn put(&mut self, at: u64, cell: Cell) -> Option<Cell> {
         let rank = self.rank(at);
         if self.has(at) {
@@ -67,8 +67,8 @@ impl Chunk {
     }
 }
 
-/// All frames of an epoch that are not zeros: 8 bytes for each, and for each chunk that has one
-/// some dozens.
+/// All frames of an epoch that are not zeros. Takes 8 bytes for each, and some dozens for each
+/// chunk that has one.
 #[derive(Debug, Default)]
 pub(crate) struct FrameMap {
     chunks: BTreeMap<u64, Chunk>,
@@ -79,7 +79,8 @@ impl FrameMap {
         self.chunks.clear();
     }
 
-    /// Notes where frames are now; `on_old` hears of each slot that one of them was in before.
+    /// Notes the new places of frames. Calls `on_old` with each slot that one of them was in
+    /// before.
     pub(crate) fn put(&mut self, runs: &[Placed], crcs: &[u32], mut on_old: impl FnMut(u32)) {
         let mut crcs = crcs.iter().copied();
         for Placed { frames, slot } in runs {
@@ -101,8 +102,8 @@ impl FrameMap {
         }
     }
 
-    /// As [`put`](Self::put), of frames that are zeros now. Costs what is stored of them, however
-    /// many they are.
+    /// Notes that frames are zeros now, like [`put`](Self::put). The cost depends on the number of
+    /// stored frames among them only.
     pub(crate) fn clear_frames(&mut self, runs: &[FrameRun], mut on_old: impl FnMut(u32)) {
         for run in runs.iter().filter(|run| run.count > 0) {
             let (first, last) = (run.start.0 / CHUNK, (run.end().0 - 1) / CHUNK);
@@ -121,12 +122,12 @@ impl FrameMap {
         }
     }
 
-    /// All frames of guest memory that are not zeros, ascending.
+    /// Returns all frames of guest memory that are not zeros, ascending.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
         self.range(MEMORY)
     }
 
-    /// As [`iter`](Self::iter), in memory that is taken once.
+    /// Returns the frames of [`iter`](Self::iter) as a vector, with a single allocation.
     pub(crate) fn to_vec(&self) -> Vec<(Gfn, Cell)> {
         let chunks = self.chunks.range(MEMORY.start / CHUNK..MEMORY.end / CHUNK);
         let mut cells = Vec::with_capacity(chunks.map(|(_, chunk)| chunk.cells.len()).sum());
@@ -134,17 +135,17 @@ impl FrameMap {
         cells
     }
 
-    /// All frames that are not zeros, those of drives included, ascending.
+    /// Returns all frames that are not zeros, including those of drives, ascending.
     pub(crate) fn all(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
         self.range(0..u64::MAX)
     }
 
-    /// Those of drives alone.
+    /// Returns the frames of drives alone.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
         self.range(MEMORY.end..u64::MAX)
     }
 
-    /// Those of `frames`, which begin and end with a chunk.
+    /// Returns those of `frames`, which begin and end with a chunk.
     fn range(&self, frames: std::ops::Range<u64>) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
         let chunks = self.chunks.range(frames.start / CHUNK..frames.end / CHUNK);
         chunks.flat_map(|(number, chunk)| {
@@ -153,19 +154,19 @@ impl FrameMap {
         })
     }
 
-    /// Where a frame is, if it is not zeros.
+    /// Returns the place of a frame that is not zeros.
     pub(crate) fn get(&self, gfn: Gfn) -> Option<Cell> {
         let (chunk, at) = (self.chunks.get(&(gfn.0 / CHUNK))?, gfn.0 % CHUNK);
         chunk.has(at).then(|| chunk.cells[chunk.rank(at)])
     }
 
-    /// The slots of all frames, as ascending runs.
+    /// Returns the slots of all frames, as ascending runs.
     pub(crate) fn slots(&self) -> Vec<SlotRun> {
         runs_of(self.all().map(|(_, cell)| cell.slot).collect())
     }
 }
 
-/// A run cut where chunks end.
+/// Returns a run cut at the ends of chunks.
 fn pieces(run: FrameRun) -> impl Iterator<Item = FrameRun> {
     let (mut at, end) = (run.start.0, run.end().0);
     std::iter::from_fn(move || {
@@ -176,7 +177,7 @@ fn pieces(run: FrameRun) -> impl Iterator<Item = FrameRun> {
     })
 }
 
-/// Slots in any order, each once, as ascending runs.
+/// Returns slots, given in any order and each once, as ascending runs.
 pub(crate) fn runs_of(mut slots: Vec<u32>) -> Vec<SlotRun> {
     slots.sort_unstable();
     let mut runs: Vec<SlotRun> = Vec::new();

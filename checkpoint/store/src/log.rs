@@ -1,4 +1,4 @@
-//! A log: which epochs it has, and how it ends. Each of them is read by `epoch_reader`.
+//! A log: which epochs it has, and how it ends. `epoch_reader` reads a single epoch.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,7 +16,7 @@ use crate::records::{Digest, Front, TAG_COMMIT};
 use crate::sectors::{Kind, Place, Sectors, Stop};
 use crate::store::Store;
 
-/// Sectors in which the record that ends an epoch may be.
+/// Number of sectors in which the record that ends an epoch may lie.
 const SEALED: u64 = 2;
 
 /// An epoch in a log.
@@ -24,34 +24,35 @@ const SEALED: u64 = 2;
 pub(crate) struct Group {
     pub(crate) info: EpochInfo,
     pub(crate) front: Front,
-    /// Tells its list of drives from others; 0 without drives.
+    /// Identifies the list of drives; 0 without drives.
     pub(crate) drives: u32,
-    /// The oldest epoch that is kept since this one is there.
+    /// Oldest epoch that is retained once this one is there.
     pub(crate) oldest: u64,
     pub(crate) place: Place,
-    /// Sectors that it takes.
+    /// Number of sectors that it takes.
     pub(crate) sectors: u64,
 }
 
 /// How a log ends.
 #[derive(Debug)]
 pub(crate) enum Tail {
-    /// With an epoch, or its header.
+    /// With a complete epoch, or with the log's header.
     Clean,
     /// With an epoch that was never finished, from this byte on.
     Torn(u64),
-    /// With damage that epochs which are kept need.
+    /// With damage in epochs that a retained epoch needs, and the number of the damaged epoch, if
+    /// known.
     Damaged(StoreError, Option<u64>),
 }
 
-/// Damage with another epoch behind it. It does not count if a later, whole epoch is sound, and no
-/// older one is kept.
+/// Damage followed by another epoch. It does not count if a later, whole epoch is sound, and no
+/// older epoch is retained.
 #[derive(Debug)]
 struct Gap {
     damage: StoreError,
-    /// The number of the damaged epoch, if that can be read.
+    /// Number of the damaged epoch, if that can be read.
     epoch: Option<u64>,
-    /// What is in front of it.
+    /// The groups in front of the damage.
     groups: Vec<Group>,
     end: Place,
     sealed: Option<Vec<u8>>,
@@ -62,18 +63,18 @@ struct Gap {
 pub(crate) struct LogFile {
     sectors: Sectors,
     pub(crate) vm_id: VmId,
-    /// Ascending, all that it has behind [skipped](Self::skipped) damage: also those that are not
-    /// kept any more.
+    /// Groups of the log behind [skipped](Self::skipped) damage, ascending; includes epochs that
+    /// are no longer retained.
     pub(crate) groups: Vec<Group>,
-    /// Behind the last of them.
+    /// Position behind the last group.
     pub(crate) end: Place,
-    /// The two sectors before that as they were read with the last of them, where that is known:
-    /// its digest is in them.
+    /// The two sectors before that position, as read with the last group, if known: its digest is
+    /// in them.
     sealed: Option<Vec<u8>>,
     pub(crate) tail: Tail,
-    /// Damage in front of `groups`, in epochs that no epoch needs which is kept.
+    /// Damage in front of `groups`, in epochs that no retained epoch needs.
     pub(crate) skipped: Option<StoreError>,
-    /// Of who salvages: damage of the guest's state in the epoch that begins in this sector.
+    /// For a salvage: damage of the guest's state, by the sector in which the epoch begins.
     pub(crate) lost: BTreeMap<u64, StoreError>,
 }
 
@@ -84,18 +85,18 @@ fn check_owner(sectors: &Sectors, found: VmId, expected: VmId) -> Result<(), Sto
     }
 }
 
-/// Damage of a log that is salvaged, in place of an epoch or several.
+/// A damaged part of a salvaged log, in place of one or several epochs.
 #[derive(Debug)]
 pub(crate) struct Hole {
-    /// The number of the group behind it.
+    /// Index of the group behind it.
     pub(crate) at: usize,
     pub(crate) damage: StoreError,
-    /// The number of the epoch, if that can be read.
+    /// Number of the epoch, if that can be read.
     pub(crate) epoch: Option<u64>,
 }
 
 impl LogFile {
-    /// Opens the log of `generation` and looks through all of it.
+    /// Opens the log of `generation` and reads through all of it.
     pub(crate) fn open(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let (sectors, header) = Self::open_header(store, generation)?;
         let end = Place { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
@@ -115,7 +116,8 @@ impl LogFile {
         Ok(log)
     }
 
-    /// Refuses a log of `generation` that is missing, has a damaged header, or is not `vm_id`'s.
+    /// Fails if the log of `generation` is missing, has a damaged header, or is not of guest
+    /// `vm_id`.
     pub(crate) fn check_header(
         store: &Store,
         generation: u64,
@@ -125,7 +127,7 @@ impl LogFile {
         check_owner(&sectors, header.vm_id(), vm_id)
     }
 
-    /// Refuses a log that is not `vm_id`'s.
+    /// Fails if the log is not of guest `vm_id`.
     pub(crate) fn check_owner(&self, vm_id: VmId) -> Result<(), StoreError> {
         check_owner(&self.sectors, self.vm_id, vm_id)
     }
@@ -159,14 +161,15 @@ impl LogFile {
         Ok((sectors, header))
     }
 
-    /// Whose the log of `generation` is; `None` if it is gone, or its header is damaged.
+    /// Returns the guest of the log of `generation`; `None` if the log is missing, or its header is
+    /// damaged.
     pub(crate) fn vm_of(store: &Store, generation: u64) -> Result<Option<VmId>, StoreError> {
         store.header_owner(&log_name(generation), MAGIC_LOG)
     }
 
-    /// Reads all that is left of the log of `generation`, which is `vm_id`'s: also epochs behind
-    /// damage, whose parents may be lost, and those whose state is damaged. Says what is wrong with
-    /// its header, and where epochs are missing.
+    /// Reads all that is left of the log of `generation` of guest `vm_id`. That includes epochs
+    /// behind damage, whose parents may be lost, and epochs whose state is damaged. Returns the log
+    /// with the damage of its header, if any, and the places where epochs are missing.
     pub(crate) fn salvage(
         store: &Store,
         generation: u64,
@@ -179,7 +182,7 @@ impl LogFile {
         sectors.lenient = true;
         let header = Header::new(MAGIC_LOG, vm_id, generation, 0);
         let found = sectors.data(0, Kind::Other).map(|data| Header::read_from(data, MAGIC_LOG));
-        // The first COMMIT has a digest that began with the header that was written.
+        // The digest in the first COMMIT began with the header as written.
         let seed = match &found {
             Ok(Ok(found)) => found.checksum(),
             _ => header.checksum(),
@@ -222,7 +225,7 @@ impl LogFile {
                     log.end = later;
                 }
                 None => {
-                    // Damage that is passed over here stops every other reader.
+                    // Damage that a salvage skips stops every other reader.
                     let stop = match log.end.digest {
                         Some(_) => log.strictly(|log| log.next_group(None)).err().unwrap_or(stop),
                         None => stop,
@@ -241,7 +244,7 @@ impl LogFile {
         Ok((log, header_damage, holes))
     }
 
-    /// Reads without passing over anything.
+    /// Runs `read` without skipping any damage.
     fn strictly<T>(&mut self, read: impl FnOnce(&mut Self) -> T) -> T {
         let lenient = std::mem::replace(&mut self.sectors.lenient, false);
         let read = read(self);
@@ -249,25 +252,25 @@ impl LogFile {
         read
     }
 
-    /// The oldest epoch that is kept; `None` if there is none at all.
+    /// Returns the oldest retained epoch; `None` if the log has no epoch.
     pub(crate) fn oldest(&self) -> Option<u64> {
         self.groups.last().map(|last| last.oldest)
     }
 
-    /// The epochs that are kept, ascending.
+    /// Returns the retained epochs, ascending.
     pub(crate) fn kept(&self) -> &[Group] {
         let Some(oldest) = self.oldest() else { return &[] };
         let from = self.groups.partition_point(|g| g.info.epoch < oldest);
         &self.groups[from..]
     }
 
-    /// Bytes up to the end of the last epoch.
+    /// Returns the number of bytes up to the end of the last epoch.
     pub(crate) fn bytes(&self) -> u64 {
         self.end.sector * SECTOR as u64
     }
 
-    /// Looks through what was appended since. The last epoch may have failed after it was seen, and
-    /// be gone.
+    /// Reads what was appended since the last read. The last epoch may have failed after it was
+    /// read, and have been removed.
     pub(crate) fn go_on(&mut self) -> Result<(), StoreError> {
         self.sectors.look_again()?;
         if !self.ends_as_before()
@@ -306,22 +309,22 @@ impl LogFile {
         Ok(())
     }
 
-    /// Leaves the damage that `stop` found in the epoch at the end behind. Another epoch begins at
-    /// `later`.
+    /// Continues behind the damage that `stop` found in the epoch at the end. Another epoch begins
+    /// at `later`.
     fn go_on_behind(&mut self, stop: Stop, later: Place, gap: &mut Option<Gap>) {
         let (epoch, end) = (self.front_epoch(self.end), std::mem::replace(&mut self.end, later));
         let (groups, sealed) = (std::mem::take(&mut self.groups), self.sealed.take());
-        // What was found behind an earlier gap is of no use without what comes here.
+        // Groups that were found behind an earlier gap are useless without the epochs of this gap.
         gap.get_or_insert_with(|| Gap { damage: stop.into(), epoch, groups, end, sealed });
     }
 
-    /// The number of the epoch that begins at `place`, if that much of it is sound.
+    /// Returns the number of the epoch that begins at `place`, if its first records are sound.
     fn front_epoch(&mut self, place: Place) -> Option<u64> {
         GroupReader::open(&mut self.sectors, place).ok().map(|reader| reader.front.epoch)
     }
 
-    /// Whether the last epoch is still there: another in its place would have another digest at its
-    /// end.
+    /// Returns whether the last epoch is still there: an epoch in its place would have another
+    /// digest at its end.
     fn ends_as_before(&mut self) -> bool {
         let Some(was) = &self.sealed else { return false };
         let sealed = self.end.sector - SEALED..self.end.sector;
@@ -331,7 +334,7 @@ impl LogFile {
         self.sectors.buffered(sealed).as_ref() == Some(was)
     }
 
-    /// Of epochs after `epoch` nothing is known any more.
+    /// Forgets all epochs after `epoch`.
     pub(crate) fn forget_after(&mut self, epoch: u64) {
         let known = self.groups.partition_point(|g| g.info.epoch <= epoch);
         if let Some(first) = self.groups.get(known) {
@@ -340,7 +343,7 @@ impl LogFile {
         }
     }
 
-    /// What it means that the log stops making sense within the last epoch that begins in it.
+    /// Returns how the log ends, if reading stops within the last epoch that begins in it.
     fn tail_of(&mut self, stop: Stop) -> Result<Tail, StoreError> {
         let torn = Tail::Torn(self.end.sector * SECTOR as u64);
         Ok(match stop {
@@ -354,8 +357,8 @@ impl LogFile {
         })
     }
 
-    /// Where the next epoch begins in sector `from` or a later one: what is before it was durable
-    /// then.
+    /// Returns the place of the next epoch that begins in sector `from` or a later one. Everything
+    /// before that was durable when the epoch was written.
     fn begins_later(&mut self, from: u64) -> Result<Option<Place>, StoreError> {
         for sector in from..self.sectors.count() {
             match self.sectors.data(sector, Kind::First) {
@@ -372,14 +375,14 @@ impl LogFile {
 
     /// Reads the epoch at the end. `after` is the last one that is known in front of a gap.
     fn next_group(&mut self, after: Option<u64>) -> Result<(Group, Place), Stop> {
-        // Who salvages knows nothing of what is in front of a hole.
+        // A salvage knows nothing of what is in front of a hole.
         let lenient = self.sectors.lenient;
         let fresh = self.end.digest.is_none() && lenient;
         let (place, before) = (self.end, self.groups.last().copied().filter(|_| !fresh));
         let vm_id = self.vm_id;
         let mut reader = GroupReader::open(&mut self.sectors, place)?;
         let Front { epoch, parent, created_unix_ms, line, .. } = reader.front;
-        // None of no drives: the list has a length.
+        // Never 0 with drives, because the checksum covers a list that is not empty.
         let drives = encode_drives(&reader.drives).map_or(0, |list| crc32c::crc32c(&list));
         if fresh {
             let last = self.groups.last().map_or(0, |g| g.info.epoch);
@@ -397,7 +400,7 @@ impl LogFile {
         let oldest = before.map_or(commit.oldest, |before| before.oldest);
         let known =
             |n: u64| n == epoch || self.groups.binary_search_by_key(&n, |g| g.info.epoch).is_ok();
-        // Behind a gap the oldest may be one in front of it.
+        // Behind a gap, the oldest epoch may be one in front of it.
         let is_behind =
             place.digest.is_none() || self.groups.first().is_some_and(|g| g.place.digest.is_none());
         let beyond =
@@ -429,24 +432,24 @@ impl LogFile {
         Ok((Group { info, front, drives, oldest: commit.oldest, place, sectors }, end))
     }
 
-    /// Group number `index`, to be read.
+    /// Returns a reader of group `index`.
     pub(crate) fn group(&mut self, index: usize) -> Result<GroupReader<'_>, StoreError> {
         let place = self.groups[index].place;
         Ok(GroupReader::open(&mut self.sectors, place)?)
     }
 
-    /// Where group number `index` begins, for messages.
+    /// Returns an error for damage of group `index`, with the place where the group begins.
     pub(crate) fn damaged(&self, index: usize, damage: Damage) -> StoreError {
         self.sectors.damaged(reader_offset(self.groups[index].place), damage)
     }
 
-    /// The first of the groups that memory at group number `index` is put together from.
+    /// Returns the index of the first group that is needed for the memory of group `index`.
     pub(crate) fn base_of(&self, index: usize) -> usize {
         let whole = |g: &Group| g.front.is_whole();
         self.groups[..=index].iter().rposition(whole).unwrap_or(0)
     }
 
-    /// Refuses a log with damage that epochs which are kept need.
+    /// Fails if the log has damage in epochs that a retained epoch needs.
     pub(crate) fn check_sound(&mut self, store: &Store) -> Result<(), StoreError> {
         match std::mem::replace(&mut self.tail, Tail::Clean) {
             Tail::Damaged(e, epoch) => {
@@ -460,7 +463,7 @@ impl LogFile {
         }
     }
 
-    /// The damage with which the log ends, if it does, to be said.
+    /// Takes the damage with which the log ends, if it does, for the caller to report.
     pub(crate) fn take_damage(&mut self) -> Option<StoreError> {
         match std::mem::replace(&mut self.tail, Tail::Clean) {
             Tail::Damaged(e, _) => Some(e),
@@ -469,7 +472,7 @@ impl LogFile {
     }
 }
 
-/// The sequence number in the record's head at the beginning of a sector's data.
+/// Returns the sequence number in the record's head at the beginning of a sector's data.
 fn sequence_of(data: &[u8]) -> u32 {
     data[16..20].iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte))
 }
@@ -478,7 +481,7 @@ fn reader_offset(place: Place) -> u64 {
     place.sector * SECTOR as u64
 }
 
-/// Refuses an epoch that cannot stand behind `before`.
+/// Fails if an epoch cannot follow `before`.
 fn follows(
     front: &Front,
     drives: u32,
@@ -515,7 +518,7 @@ fn follows(
     }
 }
 
-/// An error of a read that cannot be one of the system.
+/// Returns whether an error means that a file does not exist.
 pub(crate) fn is_not_found(e: &StoreError) -> bool {
     matches!(e, StoreError::Io { cause, .. } if cause.kind() == io::ErrorKind::NotFound)
 }
@@ -541,7 +544,7 @@ mod tests {
         Store::with_backend(Box::new(disk.clone()), writable).unwrap()
     }
 
-    /// Takes one more epoch, by a process of its own, in which so many frames are full of `byte`.
+    /// Takes one more epoch, by a process of its own, in which this many frames are full of `byte`.
     fn grow(disk: &MemoryDisk, guest: &Arc<MemoryGuest>, frames: u64, byte: u8) {
         for n in 0..frames {
             guest.ram().write_slice(&[byte; 4096], GuestAddress(n * PAGE_SIZE)).unwrap();
@@ -549,13 +552,13 @@ mod tests {
         Taker::new(guest.clone(), store(disk, true)).take();
     }
 
-    /// What a reader knows who looks now.
+    /// Returns what a reader knows of the log.
     fn known(log: &LogFile) -> (Vec<EpochInfo>, Place) {
         (log.groups.iter().map(|group| group.info).collect(), log.end)
     }
 
-    /// A reader of `before` who looks again when the log is `after` knows what one does who has not
-    /// looked before.
+    /// Checks that a reader of `before` that reads again when the log is `after` knows the same as
+    /// a new reader.
     fn check(disk: &MemoryDisk, before: &[u8], after: &[u8]) {
         let file = disk.open_for_writing(LOG).unwrap();
         let put = |bytes: &[u8]| {
@@ -569,7 +572,7 @@ mod tests {
         log.go_on().unwrap();
         assert_eq!(known(&log), known(&LogFile::open(&store, 1).unwrap()));
         assert!(log.take_damage().is_none());
-        // Once more, and with what was appended since.
+        // Checks it once more, with what was appended since.
         log.go_on().unwrap();
         assert_eq!(known(&log), known(&LogFile::open(&store, 1).unwrap()));
     }
@@ -578,7 +581,7 @@ mod tests {
     fn who_looks_again_knows_what_is_there_now() {
         let vm_id = VmId::random();
         let guest = || MemoryGuest::new(vm_id, MemoryConfig::still()).unwrap();
-        // The last record ends anywhere in a sector, or at the beginning of the next.
+        // The last record ends anywhere in a sector, or at the beginning of the next one.
         for frames in 1..=140 {
             let one = MemoryDisk::default();
             grow(&one, &guest(), 1, 1);

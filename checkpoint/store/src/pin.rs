@@ -1,10 +1,10 @@
-//! Reading an epoch beside a writer: it is pinned, so that it, and all after it, are kept for as
-//! long as it is read.
+//! Pins: an epoch that is read beside a writer is retained, with all later ones, for as long as its
+//! reader needs it.
 //!
-//! A pin is a shared lock on the byte of the page file whose number is the epoch's. Who is about to
-//! drop epochs has the bytes of all of them alone until that is durable; a pin that comes after
-//! that finds them gone from the log. So does he have the epoch that he is about to append: nobody
-//! reads one that is not durable.
+//! A pin is a shared lock on the byte of the page file whose number is the epoch's. The writer
+//! holds an exclusive lock on the byte of every epoch that it drops, until the drop is durable. A
+//! pin that is taken after that finds the epoch gone from the log. The writer also holds the byte
+//! of the epoch that it appends, so no reader sees an epoch that is not durable.
 
 use std::io::ErrorKind;
 use std::thread;
@@ -27,63 +27,63 @@ use crate::read::{Sink, fetch};
 use crate::retention::{apply, apply_last};
 use crate::store::Store;
 
-/// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they
-/// are chosen.
+/// Limit of the time for which a writer may take to make an epoch durable, and for which chosen
+/// epochs may be dropped before they are pinned.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How often it is looked for.
+/// Interval between two attempts.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// A store's log and page file, and an epoch in them that stays until this is dropped.
+/// A store's log and page file, and an epoch in them that is retained until this is dropped.
 #[derive(Debug)]
 pub struct Pinned {
     pub(crate) log: LogFile,
     pub(crate) pages: PageReader,
-    /// Where among the log's groups the epoch is.
+    /// Index of the epoch among the log's groups.
     pub(crate) index: usize,
 }
 
-/// What an epoch's machine is built from.
+/// What the machine of an epoch is built from.
 #[derive(Debug)]
 pub struct Machine {
-    /// Its memory slots.
+    /// Memory slots of the guest.
     pub layout: Layout,
-    /// Its configuration, as `Guest::config` returned it.
+    /// Configuration of the guest, as `Guest::config` returned it.
     pub config: Vec<u8>,
-    /// In their order; none if the epoch does not have them.
+    /// Drives in their order; none if the epoch has no drives.
     pub drives: Vec<DriveHead>,
 }
 
-/// Frames that are not zeros, ascending.
+/// Frames that are not zeros, ascending, each with the place of its content.
 pub type Cells = Vec<(Gfn, Cell)>;
 
-/// What is learned of an epoch on the way to where its frames are.
+/// Findings from reading the map of an epoch's frames.
 #[derive(Debug)]
 pub struct Mapped {
-    /// From how many epochs' records it is known where they are.
+    /// Number of epochs whose records were read for the map.
     pub epochs: u64,
-    /// The state of its machine.
+    /// State of the epoch's machine.
     pub sections: Vec<Section>,
 }
 
 impl Pinned {
-    /// What the epoch says of itself.
+    /// Returns the epoch's description of itself.
     pub fn info(&self) -> &EpochInfo {
         &self.log.groups[self.index].info
     }
 
-    /// Bytes of the log that were read.
+    /// Returns the number of bytes of the log that were read.
     pub fn log_bytes(&self) -> u64 {
         self.log.bytes()
     }
 
-    /// What stands at the beginning of the epoch: reads no more of it.
+    /// Returns what is at the beginning of the epoch, and reads no more of it.
     pub fn read_machine(&mut self) -> Result<Machine, StoreError> {
         let group = self.log.group(self.index)?;
         Ok(Machine { layout: group.layout, config: group.config, drives: group.drives })
     }
 
-    /// Where the frames of guest memory are that are not zeros, ascending, and, since the epoch is
-    /// read to its end for that, its state.
+    /// Returns the places of the frames of guest memory that are not zeros, ascending. Reads the
+    /// epoch to its end, so it returns the epoch's state as well.
     pub fn read_cells(&mut self) -> Result<(Cells, Mapped), StoreError> {
         if self.log.base_of(self.index) == self.index
             && let Some(read) = self.read_one()?
@@ -95,8 +95,9 @@ impl Pinned {
         Ok((map.to_vec(), mapped))
     }
 
-    /// As [`read_cells`](Self::read_cells), of an epoch that builds on none: its frames are in
-    /// their order already. `None` if one of them is among the zeros, too, which then counts.
+    /// Reads cells like [`read_cells`](Self::read_cells), of an epoch that builds on none: its
+    /// frames are in order already. Returns `None` if a frame is among the zeros, too, which then
+    /// win.
     fn read_one(&mut self) -> Result<Option<(Cells, Mapped)>, StoreError> {
         let mut group = self.log.group(self.index)?;
         let (mut cells, mut sections): (Cells, _) = (Vec::new(), Vec::new());
@@ -122,28 +123,27 @@ impl Pinned {
         Ok(Some((cells, Mapped { epochs: 1, sections })))
     }
 
-    /// Where the blocks of its drives are that are not zeros, ascending.
+    /// Returns the places of the blocks of drives that are not zeros, ascending.
     pub fn read_blocks(&mut self) -> Result<Cells, StoreError> {
         let mut map = FrameMap::default();
         self.read_map(&mut map)?;
         Ok(map.blocks().collect())
     }
 
-    /// Reads `frames`, ascending by frame, and hands them to `sink`, as many at once as follow one
-    /// another. They are read, and sorted, by slot, which is how disks like it, unless `sink` wants
-    /// them in their own order. The first error, as far as that can be said of several threads,
-    /// ends it.
+    /// Reads `frames`, ascending by frame, and passes them to `sink`, as many adjacent ones at once
+    /// as there are. Sorts and reads them by slot, which suits disks, unless `sink` wants them in
+    /// their own order. Ends with the first error, as far as several threads have a first one.
     pub fn fetch<S: Sink>(&self, frames: &mut [(Gfn, Cell)], sink: &S) -> Result<(), S::Error> {
         fetch(&self.pages, self.info().epoch, frames, sink)
     }
 
-    /// The damage of a frame of this epoch, naming the epoch that stored the frame: the oldest that
-    /// is kept and has it in the same slot. [`Store::verify`] names that one.
+    /// Replaces the epoch in the damage of a frame with the epoch that stored the frame: the oldest
+    /// retained one that has it in the same slot. [`Store::verify`] names the same epoch.
     pub fn name_origin(&mut self, mut damaged: StoreError) -> StoreError {
         if let StoreError::Damaged { damage: Damage::Frame { gfn, epoch, .. }, offset, .. } =
             &mut damaged
         {
-            // A log that cannot be read any more leaves the epoch that was asked for.
+            // If the log cannot be read any more, the error keeps the epoch that was asked for.
             if let Ok(Some(origin)) = self.origin(*gfn, *offset) {
                 *epoch = origin;
             }
@@ -169,7 +169,7 @@ impl Pinned {
         Ok(origin)
     }
 
-    /// Where all frames of the epoch are, drives' included, and its state, as above.
+    /// Reads the places of all frames of the epoch, drives included, and its state.
     pub(crate) fn read_map(&mut self, map: &mut FrameMap) -> Result<Mapped, StoreError> {
         let base = self.log.base_of(self.index);
         for index in base..self.index {
@@ -181,7 +181,12 @@ impl Pinned {
 }
 
 impl Store {
-    /// Pins `epoch`, or the latest.
+    /// Pins `epoch`, or the latest one if it is `None`.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NoEpoch`] if the epoch is not there; the log's damage if the epoch may be in
+    /// that.
     pub fn pin(&self, epoch: Option<u64>) -> Result<Pinned, StoreError> {
         self.pin_chosen(epoch, false, |log| match epoch {
             Some(epoch) => self.find(log, epoch),
@@ -189,7 +194,7 @@ impl Store {
         })
     }
 
-    /// Pins the oldest epoch that is kept, and so all of them; `None` if there are none.
+    /// Pins the oldest retained epoch, and so all of them; `None` if there are none.
     pub(crate) fn pin_all(&self) -> Result<Option<Pinned>, StoreError> {
         match self.open_log()? {
             Some((_, log)) if !log.groups.is_empty() => {}
@@ -199,7 +204,7 @@ impl Store {
         self.pin_chosen(None, true, oldest).map(Some)
     }
 
-    /// The latest epoch; if the log is damaged nobody knows which that is.
+    /// Returns the latest epoch. Fails if the log is damaged, since the latest is then unknown.
     fn latest(&self, log: &mut LogFile) -> Result<u64, StoreError> {
         match (log.take_damage(), log.groups.last()) {
             (Some(e), _) => Err(e),
@@ -212,14 +217,14 @@ impl Store {
         if log.kept().binary_search_by_key(&epoch, |g| g.info.epoch).is_ok() {
             return Ok(epoch);
         }
-        // It may be in what is damaged.
+        // The epoch may be in the damaged part.
         let behind = log.groups.last().is_none_or(|last| last.info.epoch < epoch);
         let damage = if behind { log.take_damage() } else { None };
         Err(damage.unwrap_or_else(|| self.no_epoch(Some(epoch))))
     }
 
-    /// Pins the epoch that `choose` finds in the log, and chooses again as long as it is gone by
-    /// then. With `all` nothing of the log is seen of which it is not known that it is durable.
+    /// Pins the epoch that `choose` finds in the log, and calls it again if the epoch was dropped
+    /// meanwhile. With `all`, it is shown only epochs that are known to be durable.
     fn pin_chosen(
         &self,
         asked: Option<u64>,
@@ -233,7 +238,7 @@ impl Store {
             };
             let name = pages_name(manifest.files.pages);
             let pages = match PageReader::open(self, manifest.files.pages, manifest.vm_id) {
-                // It was compacted in this moment.
+                // A compaction has just replaced it.
                 Err(e) if is_not_found(&e) && self.manifest()? != Some(manifest) => continue,
                 other => other?,
             };
@@ -258,7 +263,7 @@ impl Store {
                 if locked {
                     lock(epoch, RangeLock::Free)?;
                 } else {
-                    // Its writer makes it durable, or drops it.
+                    // The writer is making it durable, or dropping it.
                     thread::sleep(LOOK);
                 }
             };
@@ -270,7 +275,7 @@ impl Store {
         }
     }
 
-    /// Reads what there is now; `false` if the page file is not the store's any more.
+    /// Reads what is there now. Returns `false` if the page file is no longer the store's.
     fn look_again(&self, manifest: &mut Manifest, log: &mut LogFile) -> Result<bool, StoreError> {
         if self.manifest()? == Some(*manifest) {
             log.go_on()?;
@@ -285,8 +290,8 @@ impl Store {
     }
 }
 
-/// The last epoch that is durable: the last of the log, unless its writer has it alone, and then
-/// the one before.
+/// Returns the last durable epoch: the last of the log, or the one before if the writer has the
+/// last one locked.
 fn last_durable(
     log: &LogFile,
     lock: impl Fn(u64, RangeLock) -> Result<bool, StoreError>,
@@ -323,7 +328,7 @@ mod tests {
         let disk = MemoryDisk::default();
         let store = || Store::with_backend(Box::new(disk.clone()), true).unwrap();
         for _ in 0..2 {
-            // By a process of its own, each time: the first of each is a full one.
+            // Each round is a process of its own, whose first epoch is a full one.
             let mut taker = Taker::new(guest.clone(), store());
             for (gfn, byte) in [(1, 7), (2, 0), (5, 9), (1, 0)] {
                 guest.ram().write_slice(&[byte; 4096], GuestAddress(gfn * 4096)).unwrap();
@@ -367,13 +372,13 @@ mod tests {
             let head = [tag, 0x80, 1, 0, 0, 0, 0, 0];
             log.windows(8).rposition(|w| w == head).expect("such a record")
         };
-        // The second epoch without a parent.
+        // Removes the parent of the second epoch.
         let front = last(&log, 0x11) + 24;
         log[front + 8..front + 16].fill(0);
         reseal_log(&mut log);
         disk.put("log-1", log.clone());
         assert_eq!(found(), (vec![1], 1));
-        // Its table of zeros says frame 1 instead of 2.
+        // Its table of zeros names frame 1 instead of 2.
         let run = last(&log, 0x14) + 24 + 8;
         assert_eq!(log[run], 2);
         log[run] = 1;

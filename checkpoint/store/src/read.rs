@@ -1,5 +1,5 @@
-//! Frames' contents read from the page file in long pieces, on a few threads, each frame checked
-//! before it is handed out.
+//! Reads the contents of frames from the page file in long pieces, on a few threads. Each frame is
+//! checked before it is passed on.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -12,41 +12,42 @@ use crate::frame_map::Cell;
 use crate::page_file::PageReader;
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// Frames that one thread reads at a time: 1 MiB, which stays in a cache until it has been checked
-/// and copied.
+/// Number of frames that one thread reads at a time: 1 MiB, which stays in a CPU cache until it has
+/// been checked and copied.
 const AT_ONCE: usize = 256;
-/// Most threads that read.
+/// Maximum number of threads that read.
 const THREADS: usize = 4;
-/// What the system is asked to read at once, in frames: 128 KiB, its own default for reading ahead,
-/// beyond which it may do nothing.
+/// Number of frames that the system is asked to read ahead at once: 128 KiB, its own default for
+/// reading ahead. It may ignore longer requests.
 const AHEAD: u32 = 32;
-/// Slots that are read ahead for nothing rather than asked for around.
+/// Largest gap of unneeded slots that is read ahead as well, to save a request.
 const GAP: u32 = 16;
 
-/// Where frames go to.
+/// Receiver of frames.
 pub trait Sink: Sync {
-    /// What stops the reading.
+    /// Error that stops the reading.
     type Error: From<StoreError> + Send;
 
-    /// Frames that follow one another, and their contents. From any thread, in any order.
+    /// Receives adjacent frames and their contents, from any thread, in any order.
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), Self::Error>;
 
-    /// Whether so many frames are better read in their order, which is not that of slots.
+    /// Returns whether this number of frames is better read in their own order, which is not that
+    /// of slots.
     fn in_order(&self, frames: u64) -> bool {
         let _ = frames;
         false
     }
 
-    /// A frame that is not what was stored.
+    /// Receives a frame whose content is not what was stored.
     fn damaged(&self, _gfn: Gfn, damage: StoreError) -> Result<(), Self::Error> {
         Err(damage.into())
     }
 }
 
-/// Reads `frames` of `epoch`, ascending by frame, and hands them to `sink`, as many at once as
-/// follow one another. They are read, and sorted, by slot, which is how disks like it, unless
-/// `sink` wants them in their own order: then what is not in the page cache is read ahead by slot.
-/// The first error, as far as that can be said of several threads, ends it.
+/// Reads `frames` of `epoch`, ascending by frame, and passes them to `sink`, as many adjacent ones
+/// at once as there are. Sorts and reads them by slot, which suits disks, unless `sink` wants them
+/// in their own order. In that case, what is not in the page cache is read ahead by slot. Ends with
+/// the first error, as far as several threads have a first one.
 pub(crate) fn fetch<S: Sink>(
     pages: &PageReader,
     epoch: u64,
@@ -66,7 +67,7 @@ pub(crate) fn fetch<S: Sink>(
             let at = next.fetch_add(1, Ordering::Relaxed);
             let Some(piece) = pieces.get(at) else { return };
             if let Err(e) = read_piece(pages, epoch, piece, &mut buffer, sink) {
-                // The others stop, too.
+                // Stops the other threads, too.
                 next.store(pieces.len(), Ordering::Relaxed);
                 let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
                 if failed.as_ref().is_none_or(|(before, _)| at < *before) {
@@ -79,7 +80,7 @@ pub(crate) fn fetch<S: Sink>(
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let threads = cores.min(THREADS).min(pieces.len());
     thread::scope(|scope| {
-        // Where no thread can be had, those that are there do all of it.
+        // If no thread can be started, the existing ones do all of the work.
         let named = |name: &str| thread::Builder::new().name(name.into());
         if in_order && pieces.len() > 1 {
             _ = named("restore-ahead").spawn_scoped(scope, ahead);
@@ -95,8 +96,8 @@ pub(crate) fn fetch<S: Sink>(
     failed.map_or(Ok(()), |(_, e)| Err(e))
 }
 
-/// Has the system begin to read what is not in its cache: as a disk likes it, not as memory does.
-/// Until all is read, or it is `over`.
+/// Asks the system to read what is not in its cache, in the order of the disk, not of memory. Ends
+/// when all is read, or when `over` returns true.
 fn read_ahead(pages: &PageReader, frames: &[(Gfn, Cell)], over: impl Fn() -> bool) {
     let mut slots: Vec<u32> = frames.iter().map(|(_, cell)| cell.slot).collect();
     slots.sort_unstable();
@@ -118,7 +119,7 @@ fn read_piece<S: Sink>(
     buffer: &mut [u8],
     sink: &S,
 ) -> Result<(), S::Error> {
-    // Those before `at` are read, and those before `done` are handed out.
+    // Frames before `at` are read, and frames before `done` are passed on.
     let (mut at, mut done) = (0, 0);
     for run in piece.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
         let end = at + run.len();
@@ -128,7 +129,7 @@ fn read_piece<S: Sink>(
                 hand_out(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)?;
                 match run {
                     [(gfn, _)] => sink.damaged(*gfn, e)?,
-                    // The file ends within these: each by itself.
+                    // The file ends within these frames: each is read alone.
                     _ => run.chunks(1).try_for_each(|one| {
                         read_piece(pages, epoch, one, &mut buffer[at * PAGE..], sink)
                     })?,
@@ -142,7 +143,7 @@ fn read_piece<S: Sink>(
     hand_out(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)
 }
 
-/// Checks frames that were read at once, and hands them on.
+/// Checks frames that were read at once, and passes them on.
 fn hand_out<S: Sink>(
     pages: &PageReader,
     epoch: u64,
@@ -168,7 +169,8 @@ fn hand_out<S: Sink>(
             }
             sound += 1;
         }
-        // Of some only who looks for damage goes on, and he wants no contents.
+        // Only a sink that looks for damage continues after some were damaged, and it needs no
+        // contents.
         if sound == together.len() {
             sink.frames(FrameRun { start: together[0].0, count: sound as u64 }, contents)?;
         }
@@ -191,12 +193,12 @@ mod tests {
     use driftline_guest::testing::{MemoryConfig, MemoryGuest};
     use driftline_guest::{Guest, VmId};
 
-    /// What came of each frame: its first byte, or where it is damaged.
+    /// Result for each frame: its first byte, or where it is damaged.
     #[derive(Default)]
     struct Seen {
         in_order: bool,
         frames: Mutex<BTreeMap<u64, Result<u8, u64>>>,
-        /// Frames that came at once.
+        /// Number of frames in each call.
         runs: Mutex<Vec<u64>>,
     }
 
@@ -238,11 +240,12 @@ mod tests {
         let mut pinned = store.pin(None).unwrap();
         let stored = pinned.read_cells().unwrap().0;
         assert_eq!(stored.len() as u64, FRAMES);
-        // Frames that follow one another in slots that do not: each ten of them backwards.
+        // Frames that are adjacent, in slots that are not: the cells of each ten frames are
+        // reversed.
         let mut cells: Vec<Cell> = stored.iter().map(|(_, cell)| *cell).collect();
         cells.chunks_mut(10).for_each(<[Cell]>::reverse);
         let frames: Vec<(Gfn, Cell)> = (100..).map(Gfn).zip(cells).collect();
-        // The checksum of one is wrong, and the file ends within the last of the slots.
+        // The checksum of one frame is wrong, and the file ends within the last of the slots.
         let mut wrong = frames.clone();
         wrong[13].1.crc ^= 1;
         let ends = frames.iter().map(|(_, cell)| cell.slot).max().unwrap() - 4;
@@ -262,7 +265,7 @@ mod tests {
                     });
                     let mut expected: BTreeMap<_, _> = expected.collect();
                     let mut found = seen.frames.into_inner().unwrap();
-                    // Nothing is handed out of frames that were read with one that is damaged.
+                    // Frames that were read with a damaged one are not passed on.
                     let is_sound = frames[13].1 != wrong[13].1;
                     if !is_sound {
                         expected.retain(|gfn, _| found.contains_key(gfn));

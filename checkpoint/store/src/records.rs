@@ -1,4 +1,5 @@
-//! The payloads of a store's own records, and the bounds of all of them. Bytes: FORMAT.md.
+//! The payloads of the store's own records, and the limits of all records. `FORMAT.md` specifies
+//! the bytes.
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
 use driftline_format::{
@@ -17,13 +18,13 @@ use crate::object::{MAX_DRIVES_LEN, Objects};
 
 /// First tag of the store's own records; tags below are state sections.
 pub(crate) const TAG_STORE: u16 = 0x8000;
-/// Which log and page file there are.
+/// The log and page file of the store.
 pub(crate) const TAG_FILES: u16 = 0x8010;
 /// The beginning of an epoch.
 pub(crate) const TAG_EPOCH: u16 = 0x8011;
 /// The memory slots.
 pub(crate) const TAG_LAYOUT: u16 = 0x8012;
-/// Where frames are.
+/// The places of frames.
 pub(crate) const TAG_FRAMES: u16 = 0x8013;
 /// Frames of zeros.
 pub(crate) const TAG_ZEROS: u16 = 0x8014;
@@ -32,16 +33,16 @@ pub(crate) const TAG_DRIVES: u16 = 0x8015;
 /// The end of an epoch.
 pub(crate) const TAG_COMMIT: u16 = 0x80ff;
 
-/// Most frames in a record of frames.
+/// Maximum number of frames in a record of frames.
 pub(crate) const MAX_RECORD_FRAMES: usize = 1 << 16;
-/// Most runs in a record.
+/// Maximum number of runs in a record.
 pub(crate) const MAX_RUNS: usize = 4096;
 
 const RUNS_HEAD: usize = 8;
 pub(crate) const FILES_LEN: usize = size_of::<RawFiles>();
 pub(crate) const COMMIT_LEN: usize = size_of::<RawCommit>();
 
-/// The most bytes that a record of `tag` may have.
+/// Returns the maximum length of a record of `tag`, in bytes.
 pub(crate) fn limit(tag: u16) -> u32 {
     let bytes = match tag {
         TAG_FILES => FILES_LEN,
@@ -57,12 +58,13 @@ pub(crate) fn limit(tag: u16) -> u32 {
     bytes as u32
 }
 
-/// Whether a record is one of the store's own that this program knows.
+/// Returns whether `tag` is one of the store's own that this program knows.
 pub(crate) fn is_known(tag: u16) -> bool {
     (TAG_FILES..=TAG_DRIVES).contains(&tag) || tag == TAG_COMMIT
 }
 
-/// Reads a record's head more strictly than the wire does: a file has no newer writer to allow for.
+/// Reads a record's head. The checks are stricter than on the wire, since a file has no newer
+/// writer to allow for.
 pub(crate) fn decode_head(bytes: &[u8], sequence: u32) -> Result<RecordHead, Damage> {
     let head = RecordHead::read_from(bytes, sequence)?;
     let word = |at: usize| u64::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
@@ -71,7 +73,8 @@ pub(crate) fn decode_head(bytes: &[u8], sequence: u32) -> Result<RecordHead, Dam
         ("the unused field of a record's head", word(6)),
     ])?;
     if is_known(head.tag) || head.tag == section_tags::CONFIG.0 {
-        // Of frames it is the object: whether that is one the epoch says.
+        // The instance of a record of frames is the object, and is checked against the epoch's
+        // objects.
         if !matches!(head.tag, TAG_FRAMES | TAG_ZEROS) {
             all_zero([("the instance of a record that has none", head.instance.into())])?;
         }
@@ -83,7 +86,7 @@ pub(crate) fn decode_head(bytes: &[u8], sequence: u32) -> Result<RecordHead, Dam
     Ok(head)
 }
 
-/// Refuses anything else than 0 where nothing is defined.
+/// Fails if an undefined field is not 0.
 fn all_zero<const N: usize>(fields: [(&'static str, u64); N]) -> Result<(), Damage> {
     match fields.into_iter().find(|(_, found)| *found != 0) {
         Some((what, found)) => Err(Damage::Mismatch { what, found, expected: 0 }),
@@ -91,7 +94,7 @@ fn all_zero<const N: usize>(fields: [(&'static str, u64); N]) -> Result<(), Dama
     }
 }
 
-/// Which log and page file a manifest names.
+/// The log and page file that a manifest names.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Files {
     /// Generation of the log.
@@ -154,19 +157,19 @@ struct RawCommit {
     digest: U32,
 }
 
-/// How an epoch begins.
+/// The beginning of an epoch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Front {
     pub(crate) epoch: u64,
     pub(crate) parent: Option<u64>,
     pub(crate) created_unix_ms: u64,
-    /// Of the guest that took it.
+    /// Line of the guest that took the epoch.
     pub(crate) line: LineId,
-    /// `Layout::hash` of its memory.
+    /// `Layout::hash` of the guest's memory.
     pub(crate) layout: u32,
-    /// Its frames are all of memory, whatever it built on when it was taken.
+    /// Whether the epoch has all of memory, even if it built on another one when it was taken.
     pub(crate) rebased: bool,
-    /// It has drives, and says which.
+    /// Whether the epoch has drives, and a list of them.
     pub(crate) drives: bool,
 }
 
@@ -175,7 +178,7 @@ const REBASED: u32 = 1;
 const DRIVES: u32 = 2;
 
 impl Front {
-    /// Whether it stands alone in its log.
+    /// Returns whether the epoch needs no other epoch of its log.
     pub(crate) fn is_whole(&self) -> bool {
         self.rebased || self.parent.is_none()
     }
@@ -225,21 +228,22 @@ impl Front {
     }
 }
 
-/// How an epoch ends: what all of it must have been.
+/// The end of an epoch: totals that the epoch must match.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Commit {
     pub(crate) epoch: u64,
-    /// The oldest epoch that is kept once this one is there.
+    /// Oldest epoch that is retained once this one is there.
     pub(crate) oldest: u64,
-    /// Frames with contents that it brought.
+    /// Number of frames with contents that the epoch brought.
     pub(crate) frames: u64,
-    /// Frames of zeros that it brought.
+    /// Number of frames of zeros that the epoch brought.
     pub(crate) zero_frames: u64,
-    /// Bytes that it took: slots of its own, and what it had in the log at first.
+    /// Number of bytes that the epoch took: its own slots, and its records in the log as first
+    /// written.
     pub(crate) bytes: u64,
-    /// Its records, this one included.
+    /// Number of its records, including this one.
     pub(crate) records: u32,
-    /// Of the log up to here: see [`Digest`].
+    /// Digest of the log up to here, see [`Digest`].
     pub(crate) digest: u32,
 }
 
@@ -273,7 +277,7 @@ impl Commit {
 }
 
 /// The digest of a log: CRC32C over its header and the heads of all records, each without its own
-/// CRC. A CRC right behind the bytes that it covers would cancel them: what follows would not
+/// CRC. A CRC directly behind the bytes that it covers would cancel them: later values would not
 /// depend on them any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Digest(pub(crate) u32);
@@ -314,7 +318,7 @@ pub(crate) fn encode_layout(layout: &Layout) -> Vec<u8> {
     layout.slots().flat_map(|s| raw(s).as_bytes().to_vec()).collect()
 }
 
-/// `hash` is the header's.
+/// Decodes a memory layout; `hash` is the one in the epoch's front.
 pub(crate) fn decode_layout(payload: &[u8], hash: u32) -> Result<Layout, Damage> {
     let raw = <[RawSlot]>::ref_from_bytes(payload).map_err(|_| {
         let whole = payload.len() / size_of::<RawSlot>() * size_of::<RawSlot>();
@@ -341,11 +345,11 @@ pub(crate) fn decode_layout(payload: &[u8], hash: u32) -> Result<Layout, Damage>
     Ok(layout)
 }
 
-/// Frames that follow one another in memory and in the page file.
+/// Frames that are adjacent in memory and in the page file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Placed {
     pub(crate) frames: FrameRun,
-    /// Of the first.
+    /// Slot of the first frame.
     pub(crate) slot: u32,
 }
 
@@ -356,8 +360,8 @@ impl Placed {
     }
 }
 
-/// Replaces `table` with the payload of a record of frames of one object, of which `crcs` are the
-/// contents' checksums.
+/// Replaces `table` with the payload of a record of frames of one object; `crcs` are the checksums
+/// of their contents.
 pub(crate) fn encode_frames(runs: &[Placed], crcs: &[u32], table: &mut Vec<u8>) {
     table.clear();
     table.extend_from_slice(&(runs.len() as u64).to_le_bytes());
@@ -380,7 +384,7 @@ pub(crate) fn encode_zeros(runs: &[FrameRun], table: &mut Vec<u8>) {
     }
 }
 
-/// The table at the front of `payload`, and what is behind it.
+/// Returns the table at the front of `payload`, and the bytes behind it.
 pub(super) fn table<T: FromBytes + KnownLayout + Immutable + Unaligned>(
     payload: &[u8],
 ) -> Result<(&[T], &[u8]), Damage> {
@@ -401,9 +405,9 @@ pub(super) fn table<T: FromBytes + KnownLayout + Immutable + Unaligned>(
     Ok((<[T]>::ref_from_bytes(table).map_err(|_| short(bytes))?, rest))
 }
 
-/// Refuses a run that does not come after all before it.
+/// Fails if a run does not follow all runs before it.
 fn check_order(run: FrameRun, before: &mut Option<FrameRun>) -> Result<(), Damage> {
-    // So that an epoch names a frame once, and cannot cost more than memory is large.
+    // This ensures that an epoch names a frame once, and cannot cost more than the memory's size.
     if let Some(before) = before.filter(|before| before.end() > run.start) {
         return Err(Damage::Order { run, before });
     }
@@ -411,8 +415,8 @@ fn check_order(run: FrameRun, before: &mut Option<FrameRun>) -> Result<(), Damag
     Ok(())
 }
 
-/// Replaces `runs` and `crcs` with what is in the payload of a record of frames of `object`.
-/// `before` is the run before it in its epoch. Returns how many frames there are.
+/// Replaces `runs` and `crcs` with the payload of a record of frames of `object`. `before` is the
+/// preceding run of the epoch. Returns the number of frames.
 pub(crate) fn decode_frames(
     payload: &[u8],
     object: u16,
@@ -433,7 +437,7 @@ pub(crate) fn decode_frames(
         if slots.start == NO_SLOT || slots.end() > u64::from(u32::MAX) {
             return Err(Damage::Slots { slots });
         }
-        // No overflow: at most 2^16 runs of at most 2^32 frames.
+        // No overflow: there are at most 2^16 runs of at most 2^32 frames.
         frames += count;
         runs.push(Placed { frames: run, slot: slots.start });
     }
@@ -445,7 +449,7 @@ pub(crate) fn decode_frames(
     Ok(frames)
 }
 
-/// As [`decode_frames`], of a record of frames of zeros.
+/// Decodes a record of frames of zeros, like [`decode_frames`].
 pub(crate) fn decode_zeros(
     payload: &[u8],
     object: u16,

@@ -1,7 +1,7 @@
 //! Repair: puts a sound store in place of a damaged one.
 //!
 //! ```text
-//! new page file and log written, synced -> files to be replaced get a second name, `damaged-N.NAME`
+//! new page file and log written, synced -> old files get a second name, `damaged-N.NAME`
 //!   -> directory synced -> new manifest renamed into place: from here on the store is the new one
 //!   -> old names removed
 //! ```

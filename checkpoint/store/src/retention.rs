@@ -1,9 +1,9 @@
-//! Which slots are needed, and until when.
+//! Tracks which slots are needed, and until when.
 //!
 //! A slot that was written in epoch a and is superseded in epoch b holds a frame of all epochs from
 //! a to b - 1. Epochs are dropped oldest first, so slots become free in the order in which they are
-//! superseded: those of b once the oldest epoch that is kept is b or a later one, and that is
-//! durable.
+//! superseded. The slots superseded in b are free once the oldest retained epoch is b or a later
+//! one, and that is durable.
 
 use std::collections::VecDeque;
 
@@ -21,30 +21,30 @@ use crate::limits::NO_SLOT;
 use crate::log::LogFile;
 use crate::records::Placed;
 
-/// Slots that durable epochs need.
+/// The slots that durable epochs need.
 #[derive(Debug, Default)]
 pub(crate) struct Space {
-    /// Where each frame of the latest epoch is, slot after slot of the guest's memory; [`NO_SLOT`]
-    /// where it is zeros.
+    /// Slot of each frame of the latest epoch, for one memory slot of the guest after the other;
+    /// [`NO_SLOT`] for zeros.
     map: Vec<u32>,
-    /// Each memory slot's first frame, its end, and where it begins in `map`.
+    /// First frame and end of each memory slot, and the index in `map` at which it begins.
     places: Vec<(u64, u64, usize)>,
-    /// As `map`, of drives.
+    /// The same as `map`, for blocks of drives.
     blocks: BlockMap,
-    /// Slots of the latest epoch that are not in `map`: it was another process's.
+    /// Slots of the latest epoch that are not in `map`, because another process wrote it.
     before: Vec<SlotRun>,
-    /// By the epoch in which they were superseded, ascending.
+    /// Superseded slots by the epoch that superseded them, ascending.
     superseded: VecDeque<(u64, Vec<SlotRun>)>,
-    /// Frames of the latest epoch that are not zeros.
+    /// Number of frames of the latest epoch that are not zeros.
     stored: u64,
-    /// Nothing is dropped, and `superseded` would grow for ever: the log has it, should it be
-    /// needed.
+    /// Whether `superseded` is not maintained: without drops it would grow without limit. The log
+    /// has the information if it is needed later.
     untracked: bool,
 }
 
 impl Space {
-    /// No epochs yet. Takes 4 bytes for each frame of the guest, and later for blocks of drives
-    /// what a [`BlockMap`] does.
+    /// Returns the space of a store without epochs. Takes 4 bytes for each frame of the guest, and
+    /// for blocks of drives what a [`BlockMap`] takes.
     pub(crate) fn new(layout: &Layout) -> Self {
         let mut at = 0;
         let place = |slot: &driftline_dirty_tracker::Slot| {
@@ -56,8 +56,8 @@ impl Space {
         Self { map: vec![NO_SLOT; at], places, ..Self::default() }
     }
 
-    /// What the epochs of `log` need, and as many slots of its page file, which has `total`, as
-    /// they reach to.
+    /// Returns what the epochs of `log` need, and the slots of its page file up to the last that
+    /// they use. The page file has `total` slots.
     pub(crate) fn of_log(
         layout: &Layout,
         log: &mut LogFile,
@@ -80,8 +80,7 @@ impl Space {
         Ok((space, slots))
     }
 
-    /// From now on it is known which slots become free when; `log` says it of the epochs that are
-    /// kept.
+    /// Begins to track when each slot becomes free; `log` has that of the retained epochs.
     pub(crate) fn track(&mut self, log: &mut LogFile) -> Result<(), StoreError> {
         self.superseded.clear();
         self.walk(log, |_, _, _| Ok(()))?;
@@ -89,9 +88,9 @@ impl Space {
         Ok(())
     }
 
-    /// Goes through the epochs that `log` keeps and notes what each has superseded; `on_epoch`
-    /// hears of the slots, ascending, that each has brought, the oldest of all that it has. Returns
-    /// where the frames of the latest are.
+    /// Goes through the epochs that `log` retains and notes which slots each has superseded. Calls
+    /// `on_epoch` with the slots that each epoch brought, ascending; for the oldest, with all slots
+    /// that it has. Returns where the frames of the latest epoch are.
     fn walk(
         &mut self,
         log: &mut LogFile,
@@ -117,13 +116,14 @@ impl Space {
         Ok(map)
     }
 
-    /// Whether it is known which slots become free when.
+    /// Returns whether it is tracked when each slot becomes free.
     pub(crate) fn is_tracked(&self) -> bool {
         !self.untracked
     }
 
-    /// Epoch `epoch` is durable and has `entries`; a full one has nothing else. Whether it will be
-    /// asked for what becomes free: if not, only after [`track`](Self::track).
+    /// Notes that epoch `epoch` is durable and has `entries`; a full epoch has nothing else. With
+    /// `tracked` false, [`drop_before`](Self::drop_before) may be called again only after
+    /// [`track`](Self::track).
     pub(crate) fn append(&mut self, epoch: u64, full: bool, entries: &Entries, tracked: bool) {
         if !tracked {
             self.superseded = VecDeque::new();
@@ -134,7 +134,8 @@ impl Space {
             let there = self.map.iter().filter(|slot| tracked && **slot != NO_SLOT);
             superseded.extend(there.map(|slot| SlotRun { start: *slot, count: 1 }));
             superseded.extend(self.blocks.slots().filter(|_| tracked));
-            // Not filled: what no frame is noted in has no memory then. Zeros come from the system.
+            // A new vector, not a filled one: its zeros come from the system, so that parts without
+            // a frame take no memory.
             self.map = vec![NO_SLOT; self.map.len()];
             self.blocks.clear();
             self.stored = 0;
@@ -158,7 +159,7 @@ impl Space {
                     let index = at + frame.0.saturating_sub(start) as usize;
                     let Some(cell) = self.map.get_mut(index) else { continue };
                     let (old, new) = (*cell, slot.map_or(NO_SLOT, |slot| slot + nth));
-                    // A write, even of what is there, would have the system give memory.
+                    // Even a write of the same value would make the system allocate memory.
                     if old != new {
                         *cell = new;
                     }
@@ -178,33 +179,33 @@ impl Space {
         }
     }
 
-    /// The slots that nobody needs once `oldest` is the oldest epoch that is kept. They are the
-    /// caller's.
+    /// Returns the slots that no epoch needs once `oldest` is the oldest retained one. The caller
+    /// owns them.
     pub(crate) fn drop_before(&mut self, oldest: u64) -> Vec<SlotRun> {
         let count = self.superseded.partition_point(|(epoch, _)| *epoch <= oldest);
         self.superseded.drain(..count).flat_map(|(_, runs)| runs).collect()
     }
 
-    /// Frames of the latest epoch that are stored.
+    /// Returns the number of frames of the latest epoch that are stored.
     pub(crate) fn stored(&self) -> u64 {
         self.stored
     }
 }
 
-/// What an epoch does to those before it.
+/// Changes that an epoch makes to the one before it.
 pub(crate) struct Applied {
-    /// Slots that it does not have any more.
+    /// Slots that the epoch no longer has.
     pub(crate) superseded: Vec<SlotRun>,
-    /// Slots that it brought, ascending.
+    /// Slots that the epoch brought, ascending.
     pub(crate) new: Vec<SlotRun>,
 }
 
-/// Makes of the map of the epoch before it that of group number `index`.
+/// Updates the map of the preceding epoch to that of group `index`.
 pub(crate) fn apply(log: &mut LogFile, index: usize, map: &mut FrameMap) -> Result<(), StoreError> {
     apply_telling(log, index, map, |_| {}, |_| {}, |_| {})
 }
 
-/// As [`apply`]. Returns the epoch's state.
+/// Updates the map like [`apply`]. Returns the epoch's state.
 pub(crate) fn apply_last(
     log: &mut LogFile,
     index: usize,
@@ -215,7 +216,7 @@ pub(crate) fn apply_last(
     Ok(sections)
 }
 
-/// As [`apply`], and says what became of slots.
+/// Updates the map like [`apply`]. Returns the slots that were superseded and brought.
 fn apply_noting(
     log: &mut LogFile,
     index: usize,
@@ -226,13 +227,14 @@ fn apply_noting(
         old.extend(map.all().map(|(_, cell)| cell.slot));
     }
     apply_telling(log, index, map, |slot| old.push(slot), |run| new.push(run), |_| {})?;
-    // Frames ascend in an epoch, slots need not.
+    // Frames ascend in an epoch, but slots may not.
     new.sort_unstable();
     Ok(Applied { superseded: runs_of(old), new })
 }
 
-/// Tells of each slot that a frame was in before and is not any more, unless the epoch is whole, of
-/// those that it is in now, and of the epoch's state.
+/// Updates the map like [`apply`]. Calls `on_old` with each slot that a frame was in before and is
+/// no longer in, unless the epoch is whole, `on_new` with the slots of its frames, and `on_section`
+/// with the epoch's state.
 fn apply_telling(
     log: &mut LogFile,
     index: usize,
@@ -267,13 +269,14 @@ mod tests {
 
     use super::*;
 
-    /// Pages of the map that have memory. Other tests' memory does not count.
+    /// Returns the number of the map's pages that have memory. Memory of other tests does not
+    /// count.
     fn resident(space: &Space) -> usize {
         let first = space.map.as_ptr().addr() / 4096;
         let mut pages = vec![0; space.map.len() * 4 / 4096 * 8];
         let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap();
         pagemap.read_exact_at(&mut pages, first as u64 * 8).unwrap();
-        // The highest bit of a page's 64.
+        // The highest of a page's 64 bits.
         pages.iter().skip(7).step_by(8).filter(|byte| **byte & 0x80 != 0).count()
     }
 
@@ -292,7 +295,7 @@ mod tests {
             space.append(epoch, true, &entries, epoch > 1);
             assert_eq!(space.stored(), 2);
             let pages = resident(&space);
-            // Two are written to, as huge pages where the system likes those.
+            // Two pages are written to, as huge pages where the system prefers those.
             assert!((2..=1024 + 2).contains(&pages), "{pages} pages have memory");
         }
     }

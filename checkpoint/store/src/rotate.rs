@@ -1,9 +1,9 @@
-//! Another log in place of one that has got long, and another page file in place of one that has
-//! holes.
+//! Log rotation and compaction: replaces a log that has grown long by a new one, and a page file
+//! that has holes by one without.
 //!
-//! Of the oldest epoch that is kept a new log has all of memory, of the others what they changed. A
-//! manifest that names the new files takes the place of the one before; a crash leaves either, and
-//! whatever it names.
+//! A new log has all of memory for the oldest retained epoch, and the changes for each later one. A
+//! manifest that names the new files replaces the old manifest. A crash leaves either manifest,
+//! with the files that it names.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry::Vacant;
@@ -29,17 +29,18 @@ use crate::retention::apply;
 use crate::sectors::Place;
 use crate::store::Store;
 
-/// After so many entries, some dozen microseconds of work, it is time to stand aside.
+/// Number of entries, some dozen microseconds of work, after which the work yields to a paused
+/// guest.
 const BREATH: u64 = 1024;
 
-/// What [`Store::compact`] has done.
+/// Result of [`Store::compact`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct CompactReport {
-    /// Epochs in the store, all that were there before.
+    /// Number of epochs in the store, which a compaction does not change.
     pub epochs: u64,
-    /// Bytes of log and page file before.
+    /// Length of log and page file before the compaction, in bytes.
     pub before_bytes: u64,
-    /// And after.
+    /// Length of log and page file after it, in bytes.
     pub after_bytes: u64,
 }
 
@@ -50,19 +51,18 @@ pub(super) struct NewLog {
     pub(super) kept: Vec<Kept>,
 }
 
-/// The numbers of the groups that are kept.
+/// Returns the indices of the groups that are retained.
 fn kept_of(log: &LogFile) -> Vec<usize> {
     let count = log.groups.len();
     (count - log.kept().len()..count).collect()
 }
 
-/// Whether group number `index` says what has changed since `before`, the one that was chosen
-/// before it.
+/// Returns whether group `index` directly follows `before`, the last one that was chosen.
 fn is_next(index: usize, before: Option<usize>) -> bool {
     before.is_some_and(|before| before + 1 == index)
 }
 
-/// Where the frames of group number `index` are.
+/// Returns where the frames of group `index` are.
 fn map_of(log: &mut LogFile, index: usize) -> Result<FrameMap, StoreError> {
     let mut map = FrameMap::default();
     for index in log.base_of(index)..=index {
@@ -72,7 +72,7 @@ fn map_of(log: &mut LogFile, index: usize) -> Result<FrameMap, StoreError> {
 }
 
 impl Committer {
-    /// Has the next epochs in a new log.
+    /// Begins a new log for the next epochs.
     pub(super) fn rotate(&mut self) -> Result<(), StoreError> {
         let store: &Arc<Store> = &self.store;
         store.check_lock()?;
@@ -101,18 +101,18 @@ impl Committer {
         Ok(())
     }
 
-    /// Removes the log before this one, which is not the store's any more.
+    /// Removes the log before this one, which is no longer the store's.
     pub(super) fn remove_log_before(&mut self) {
         if let Some(before) = self.before.take() {
-            // What cannot be removed now is when the store is next opened.
+            // The next process that opens the store removes what cannot be removed now.
             let _ = self.store.backend().remove(&log_name(before));
         }
     }
 }
 
-/// Writes the groups `chosen` of `old`, ascending, to a new log, and syncs that. One that does not
-/// follow the one before it in `old` is written with all of its frames, or all that have changed
-/// since that one. `to` says which slot a frame is in that was in another.
+/// Writes the groups `chosen` of `old`, ascending, to a new log, and syncs it. A group that does
+/// not directly follow its predecessor in `old` is written with all of its frames, or with all that
+/// have changed since that predecessor. `to` maps an old slot to its new one.
 pub(super) fn copy_log(
     store: &Store,
     old: &mut LogFile,
@@ -129,10 +129,10 @@ pub(super) fn copy_log(
     let mut before = None;
     for &index in chosen {
         let oldest = old.groups[chosen[0]].info.epoch;
-        // One that is full has all of memory already.
+        // A full group has all of memory already.
         let alone = !is_next(index, before) && old.groups[index].front.parent.is_some();
         let map = if alone { map_of(old, index)? } else { FrameMap::default() };
-        // Of the same chain: slots that both have must not be brought twice.
+        // Both are of the same chain: slots that both have must not be brought twice.
         let joined = before.filter(|before| alone && old.base_of(index) <= *before);
         let known = joined.map_or_else(|| Ok(FrameMap::default()), |before| map_of(old, before))?;
         let parent = joined.map(|before| old.groups[before].info.epoch);
@@ -173,8 +173,8 @@ pub(super) fn copy_log(
                 Record::Frames(..) | Record::Zeros(_) => {}
             }
         }
-        // It was sound before: a disk that gives it back only sometimes must not have half of it
-        // copied.
+        // The state was sound before. It must not be copied in part if the disk can read it only
+        // sometimes.
         if let Some(e) = group.cursor.lost.take() {
             return Err(e);
         }
@@ -202,10 +202,15 @@ fn entries_of(runs: &[Placed], crcs: &[u32]) -> impl Iterator<Item = Entry> {
 }
 
 impl Store {
-    /// Writes all epochs to a new page file without holes and a new log, and puts those in place of
-    /// the old ones. The store must be open for writing, and nobody may be writing to it. Needs
-    /// room for both; a crash leaves one or the other. Whoever reads from the store meanwhile goes
-    /// on with what was there.
+    /// Writes all epochs to a new page file without holes and to a new log, which then replace the
+    /// old files. The store must be open for writing, and no other process may write to it. Needs
+    /// room for both sets of files; a crash leaves one or the other. Readers that are at work
+    /// continue with the old files.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::ReadOnly`] if the store is open for reading; [`StoreError::NoEpoch`] if it is
+    /// empty; damage, or the system's errors.
     pub fn compact(&self) -> Result<CompactReport, StoreError> {
         if !self.is_writable() {
             return Err(StoreError::ReadOnly { dir: self.dir() });
@@ -245,10 +250,10 @@ impl Store {
         Ok(CompactReport { epochs: kept.len() as u64, before_bytes, after_bytes })
     }
 
-    /// Removes a log and a page file that the caller has made, and that did not become the
-    /// store's. What cannot be removed now is when the store is next opened.
+    /// Removes a log and a page file that the caller has created, and that did not become the
+    /// store's. The next process that opens the store removes what cannot be removed now.
     pub(super) fn remove_unnamed(&self, log: Option<u64>, pages: Option<u64>) {
-        // A rename may say that it failed, and have been done.
+        // A failed rename may still have taken effect.
         let Ok(manifest) = self.manifest() else { return };
         let named = manifest.map(|manifest| manifest.files);
         if let Some(log) = log.filter(|log| named.is_none_or(|named| named.log != *log)) {
@@ -267,8 +272,8 @@ impl Store {
         Ok(len(log_name(files.log))? + len(pages_name(files.pages))?)
     }
 
-    /// Copies every frame that the groups `chosen` have to a new page file, checked; where each
-    /// slot went.
+    /// Copies every frame of the groups `chosen` to a new page file, and checks it. Returns the new
+    /// slot of each slot.
     pub(super) fn copy_pages(
         &self,
         log: &mut LogFile,
@@ -279,7 +284,7 @@ impl Store {
         let name = pages_name(to);
         let file = self.create_new(&name)?;
         begin_pages(&*file, log.vm_id, to).map_err(|e| self.io("writing", &name, e))?;
-        // As many as the log names, however long the page file says that it is.
+        // Sized by the log's entries, whatever length the page file claims.
         let mut slots = HashMap::new();
         let mut next = 1;
         let mut before = None;
@@ -298,7 +303,7 @@ impl Store {
                 entries.extend(map_of(log, index)?.all());
             }
             before = Some(index);
-            // Those of an epoch that stands alone may have been copied for one before it.
+            // Frames of an epoch that stands alone may have been copied for an earlier one.
             entries.retain(|(_, cell)| {
                 let Vacant(slot) = slots.entry(cell.slot) else { return false };
                 slot.insert(next);
@@ -315,13 +320,13 @@ impl Store {
     }
 }
 
-/// Puts frames to where they go in a new page file.
+/// Writes frames to their new slots in a new page file.
 struct Moved<'m> {
     store: &'m Store,
     file: &'m dyn StoreFile,
     name: &'m str,
     slots: &'m HashMap<u32, u32>,
-    /// Of the epoch that is being copied, ascending by frame.
+    /// Frames of the epoch that is being copied, ascending.
     entries: &'m [(Gfn, Cell)],
 }
 

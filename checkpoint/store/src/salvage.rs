@@ -1,8 +1,8 @@
-//! What is left of a damaged store: which of its checkpoints are sound, and why the others are not.
+//! Survey of a damaged store: which of its checkpoints are sound, and why the others are not.
 //!
-//! A manifest that is lost is found again by trying: of all pairs of a log and a page file the one
-//! whose checkpoints are sound. Each frame's checksum is in the log, so a page file that is not
-//! that log's is none.
+//! If the manifest is lost, the survey tries all pairs of a log and a page file, and takes the pair
+//! whose checkpoints are sound. The log has the checksum of each frame, so a page file that does
+//! not belong to the log fails.
 
 use std::cmp::Ordering;
 use std::io;
@@ -23,40 +23,41 @@ use crate::retention::apply;
 use crate::store::Store;
 use crate::verify::{PageCheck, verdict};
 
-/// How often a store is looked at whose files are replaced meanwhile.
+/// Number of attempts to survey a store whose files are replaced meanwhile.
 const LOOKS: u32 = 10;
 
-/// A checkpoint that is kept, as it was found.
+/// State of a retained checkpoint, as found by a survey.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct CheckpointState {
-    /// Its number; `None` if that cannot be read.
+    /// Number of the checkpoint; `None` if that cannot be read.
     pub epoch: Option<u64>,
-    /// The last number of a range that the damage may have cost; `None` if it is one checkpoint.
+    /// Last number of a range of checkpoints that the damage may have cost; `None` for a single
+    /// one.
     pub last: Option<u64>,
-    /// Why it is not sound; `None` if it is.
+    /// Reason why the checkpoint is not sound; `None` if it is.
     pub damage: Option<String>,
 }
 
 /// What is left of a store.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Survey {
-    /// Checkpoints that are kept, ascending.
+    /// Retained checkpoints, ascending.
     pub checkpoints: Vec<CheckpointState>,
-    /// How many of them are sound.
+    /// Number of sound ones among them.
     pub sound: u64,
-    /// The latest sound one.
+    /// Number of the latest sound one.
     pub latest_sound: Option<u64>,
-    /// Damage that costs none of them.
+    /// Damage that costs no checkpoint.
     pub damage: Vec<String>,
 }
 
 impl Survey {
-    /// How many checkpoints are sound, and which is the latest of those.
+    /// Describes how many checkpoints are sound, and which is the latest of those.
     pub fn verdict(&self) -> String {
         verdict(self.sound, self.checkpoints.len() as u64, self.latest_sound)
     }
 
-    /// Whether nothing is damaged.
+    /// Returns whether nothing is damaged.
     pub fn is_sound(&self) -> bool {
         self.damage.is_empty() && self.sound == self.checkpoints.len() as u64
     }
@@ -76,9 +77,9 @@ pub(super) struct Salvage {
     pub(super) vm_id: VmId,
     pub(super) files: Files,
     pub(super) log: LogFile,
-    /// `None` if the page file is gone.
+    /// `None` if the page file is missing.
     pub(super) pages: Option<PageReader>,
-    /// The sound checkpoints, by the numbers of their groups.
+    /// Indices of the sound checkpoints' groups.
     pub(super) chosen: Vec<usize>,
     pub(super) survey: Survey,
     pub(super) manifest_is_sound: bool,
@@ -87,20 +88,21 @@ pub(super) struct Salvage {
 }
 
 impl Store {
-    /// Reads all of a store that may be damaged, and says which of its checkpoints are sound.
+    /// Reads all of a store that may be damaged, and reports which of its checkpoints are sound.
     /// Changes nothing.
     ///
     /// # Errors
     ///
-    /// If nothing there is a store's, if it is not known which guest's store it is, or if the
-    /// system refuses.
+    /// Fails if no file there is a store's, if it is unknown which guest's store it is, or if the
+    /// system refuses an operation.
     pub fn survey(&self) -> Result<Survey, StoreError> {
         for _ in 1..LOOKS {
             let before = self.manifest().ok().flatten();
             let _pinned = self.pin_for_survey()?;
             let salvage = self.salvage();
             let now = self.manifest().ok().flatten();
-            // A log that was replaced behind this is read to its end, and its page file stays.
+            // If the log was replaced meanwhile, the old one was still read to its end, and its
+            // page file is unchanged.
             let pages = |manifest: Option<Manifest>| manifest.map(|m| m.files.pages);
             let found_all = salvage.as_ref().is_ok_and(|s| s.manifest_is_sound);
             if now == before || found_all && pages(now) == pages(before) {
@@ -110,10 +112,11 @@ impl Store {
         self.salvage().map(|salvage| salvage.survey)
     }
 
-    /// Keeps a writer from giving slots away while they are looked at. A writer whose checkpoints
-    /// cannot be pinned, because the manifest or a header is damaged since it opened the store, or
-    /// because a sync of it does not end, may do so: then a frame may be reported as damaged that
-    /// is not. [`repair`](Self::repair) holds the page files themselves, and needs no pin.
+    /// Pins all checkpoints, so that a writer does not free slots while they are read. Returns
+    /// `None` if they cannot be pinned: the manifest or a header was damaged after the writer
+    /// opened the store, or a sync of the writer does not end. The writer may then free slots, and
+    /// a sound frame may be reported as damaged. [`repair`](Self::repair) locks the page files
+    /// themselves, and needs no pin.
     fn pin_for_survey(&self) -> Result<Option<Pinned>, StoreError> {
         match self.pin_all() {
             Err(e) if is_timeout(&e) => {
@@ -149,7 +152,7 @@ impl Store {
                 best = Some(found);
             }
         }
-        // There are candidates, or an error.
+        // There is a candidate, or an error was returned.
         let mut best = best.ok_or_else(|| StoreError::HeadersDamaged { dir: self.dir() })?;
         best.manifest_is_sound =
             manifest == Some(Manifest { vm_id: best.vm_id, files: best.files });
@@ -164,7 +167,7 @@ impl Store {
         Ok(best)
     }
 
-    /// Logs and page files that may be the store's, and whose they are.
+    /// Returns pairs of log and page file that may be the store's, and the guest of each.
     fn candidates(&self, manifest: Option<Manifest>) -> Result<Vec<(Files, VmId)>, StoreError> {
         let (mut logs, mut pages) = (Vec::new(), Vec::new());
         for name in self.names()? {
@@ -193,7 +196,7 @@ impl Store {
             return Err(self.without_log(manifest)?);
         }
         if pages.is_empty() {
-            // Its checkpoints without contents, if there are any.
+            // Without page files: the checkpoints of the log are listed as damaged.
             pages.push(manifest.map_or(1, |manifest| manifest.files.pages));
         }
         let mut candidates = Vec::new();
@@ -215,7 +218,7 @@ impl Store {
         Ok(candidates)
     }
 
-    /// What there is in place of a log.
+    /// Returns the error for a store without a log.
     fn without_log(&self, manifest: Option<Manifest>) -> Result<StoreError, StoreError> {
         let dir = self.dir();
         if self.names()?.iter().any(|name| parse_name(name) == Named::Epoch1) {
@@ -224,7 +227,8 @@ impl Store {
         Ok(StoreError::NoLog { dir, log: manifest.map(|manifest| log_name(manifest.files.log)) })
     }
 
-    /// Why no log and page file belong together: they are of several guests, or nothing says whose.
+    /// Returns the reason why no log and page file belong together: they are of several guests, or
+    /// the guest is unknown.
     fn without_owner(&self, manifest: Option<Manifest>, owners: &[(String, VmId)]) -> StoreError {
         let dir = self.dir();
         let other_than = |vm_id: VmId| owners.iter().find(|(_, owner)| *owner != vm_id);
@@ -257,8 +261,8 @@ impl Store {
         let first = log.groups.partition_point(|g| g.info.epoch < oldest);
         let mut chosen = Vec::new();
         let (mut map, mut check) = (FrameMap::default(), PageCheck::default());
-        // Whether it is known where the frames of this epoch are, and whether those of the one
-        // before were read.
+        // Whether the places of this epoch's frames are known, and whether the frames of the epoch
+        // before it were read.
         let (mut known, mut was_read) = (false, false);
         for index in 0..count {
             let is_behind = note_holes(&mut survey, &log, &holes, index, oldest);
@@ -317,8 +321,8 @@ impl Store {
     }
 }
 
-/// Whether an error says that a file is damaged or gone, and not that the system refuses to read
-/// it.
+/// Returns whether an error means that a file is damaged or missing, not that the system refuses to
+/// read it.
 fn is_damage(e: &StoreError) -> bool {
     e.is_damage() || is_not_found(e)
 }
@@ -327,7 +331,7 @@ fn is_timeout(e: &StoreError) -> bool {
     matches!(e, StoreError::Io { cause, .. } if cause.kind() == io::ErrorKind::TimedOut)
 }
 
-/// Notes what is missing in front of group number `at`; whether there is something.
+/// Notes what is missing in front of group `at`. Returns whether anything is.
 fn note_holes(survey: &mut Survey, log: &LogFile, holes: &[Hole], at: usize, oldest: u64) -> bool {
     let behind = log.groups.get(at);
     for hole in holes.iter().filter(|hole| hole.at == at) {
@@ -337,7 +341,8 @@ fn note_holes(survey: &mut Survey, log: &LogFile, holes: &[Hole], at: usize, old
             survey.push(hole.epoch, Some(damage));
             continue;
         };
-        // All that may be in the hole, and not only the epoch in which it begins.
+        // The range covers every epoch that may be in the hole, not only the one in which the hole
+        // begins.
         let first = hole.epoch.unwrap_or(0).max(before + 1).max(oldest);
         let parent = behind.info.parent.filter(|parent| *parent > before);
         let last = parent.unwrap_or(behind.info.epoch.saturating_sub(1));

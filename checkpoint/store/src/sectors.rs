@@ -1,4 +1,5 @@
-//! The sectors of a log: what a disk writes whole or not at all, each with a checksum of its own.
+//! The sectors of a log: units that a disk writes completely or not at all, each with its own
+//! checksum.
 //!
 //! ```text
 //!  0                                               508        512
@@ -7,9 +8,9 @@
 //!  +-----------------------------------------------+-----------+
 //! ```
 //!
-//! So that what a crash leaves behind can be told from damage: a sector that was never written is
-//! missing or zeros, and its checksum is not that of zeros. Anything else that does not fit its
-//! checksum is damage.
+//! The checksums tell the remains of a crash from damage. A sector that was never written is
+//! missing or zeros, and zeros never have a valid checksum. Any other sector whose checksum is
+//! wrong is damaged.
 
 use std::io;
 use std::ops::Range;
@@ -25,31 +26,31 @@ use crate::pause_gate::Calm;
 use crate::records::Digest;
 use crate::unreadable::Unreadable;
 
-/// Bytes of it that are data.
+/// Bytes of data in a sector.
 pub(crate) const DATA: usize = SECTOR - 4;
-/// Sectors that are read at once: 64 KiB.
+/// Number of sectors that are read at once: 64 KiB.
 const READ: u64 = 128;
-/// A sector that is being written while it is read may look damaged for so long.
+/// Time for which a sector may look damaged because it is being written while it is read.
 const SETTLE: Duration = Duration::from_millis(1);
 
-/// Where an epoch begins in a log, and what comes before it.
+/// Position in a log at which an epoch begins, and what comes before it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Place {
     pub(crate) sector: u64,
-    /// Of the next record.
+    /// Sequence number of the next record.
     pub(crate) sequence: u32,
-    /// Of all records before it; `None` where some of those are damaged, and the next COMMIT says
-    /// it.
+    /// Digest of all records before it; `None` if some of those are damaged, and the next COMMIT
+    /// has to tell the digest.
     pub(crate) digest: Option<Digest>,
 }
 
-/// What a sector's checksum says that it is, whatever its data: a guest chooses what frames'
-/// checksums are, and so the data of most sectors, but not that an epoch begins there.
+/// Kind of a sector, which its checksum covers. A guest chooses the checksums of frames, and so the
+/// data of most sectors. It must not be able to make a sector look like the beginning of an epoch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
-    /// The first of an epoch.
+    /// First sector of an epoch.
     First,
-    /// Any other.
+    /// Any other sector.
     Other,
 }
 
@@ -62,7 +63,8 @@ impl Kind {
     }
 }
 
-/// Never 0, so that a sector of zeros was never written.
+/// Returns a sector's checksum, which is never 0: so a sector of zeros is one that was never
+/// written.
 fn checksum(data: &[u8], number: u64, kind: Kind) -> u32 {
     let crc = crc32c::crc32c_append(crc32c::crc32c(data), &number.to_le_bytes());
     match crc32c::crc32c_append(crc, &kind.word().to_le_bytes()) {
@@ -71,7 +73,7 @@ fn checksum(data: &[u8], number: u64, kind: Kind) -> u32 {
     }
 }
 
-/// The end of a sector's `data`.
+/// Returns the bytes that follow a sector's `data`.
 pub(crate) fn seal(data: &[u8], number: u64, kind: Kind) -> [u8; SECTOR - DATA] {
     checksum(data, number, kind).to_le_bytes()
 }
@@ -79,26 +81,26 @@ pub(crate) fn seal(data: &[u8], number: u64, kind: Kind) -> [u8; SECTOR - DATA] 
 /// Cuts bytes into sectors.
 #[derive(Debug)]
 pub(crate) struct Framer {
-    /// The number of the first sector in `bytes`.
+    /// Number of the first sector in `bytes`.
     first: u64,
     bytes: Vec<u8>,
-    /// The sector in which an epoch begins.
+    /// Number of the sector in which the current epoch begins.
     begin: u64,
 }
 
 impl Framer {
-    /// The next byte goes to the beginning of sector `first`, where an epoch begins, or, if it is
-    /// 0, the log.
+    /// Returns a framer whose next byte is the first of sector `first`. An epoch begins there, or
+    /// the log if `first` is 0.
     pub(crate) fn new(first: u64) -> Self {
         Self { first, bytes: Vec::new(), begin: first }
     }
 
-    /// An epoch begins with the next byte, which is the first of its sector.
+    /// Begins an epoch at the next byte, which must be the first of its sector.
     pub(crate) fn begin(&mut self) {
         self.begin = self.sector();
     }
 
-    /// Sectors that are complete.
+    /// Returns the number of complete sectors.
     fn whole(&self) -> usize {
         self.bytes.len() / SECTOR
     }
@@ -128,22 +130,22 @@ impl Framer {
         }
     }
 
-    /// The number of the sector that the next byte goes to.
+    /// Returns the number of the sector of the next byte.
     pub(crate) fn sector(&self) -> u64 {
         self.first + self.whole() as u64
     }
 
-    /// Bytes of data in that sector so far.
+    /// Returns the number of data bytes in that sector so far.
     pub(crate) fn filled(&self) -> usize {
         self.bytes.len() % SECTOR
     }
 
-    /// Bytes of complete sectors.
+    /// Returns the number of bytes in complete sectors.
     pub(crate) fn ready(&self) -> usize {
         self.whole() * SECTOR
     }
 
-    /// Writes the complete sectors to where they belong and forgets them.
+    /// Writes the complete sectors to their places in the file and forgets them.
     pub(crate) fn write_to(&mut self, file: &dyn StoreFile) -> io::Result<()> {
         let ready = self.ready();
         file.write_all_at(&self.bytes[..ready], self.first * SECTOR as u64)?;
@@ -153,12 +155,12 @@ impl Framer {
     }
 }
 
-/// Why a sector cannot be read.
+/// Reason why a sector cannot be read.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// From this byte of this file on nothing was written: it ends, or a sector is zeros.
+    /// Nothing was written from this byte of this file on: the file ends, or a sector is zeros.
     Unwritten(PathBuf, u64),
-    /// It is damaged, or could not be read.
+    /// The sector is damaged, or could not be read.
     Wrong(StoreError),
 }
 
@@ -168,7 +170,7 @@ impl From<StoreError> for Stop {
     }
 }
 
-/// For who knows that all was written.
+/// For callers that know that the sectors were written: an unwritten one is damage.
 impl From<Stop> for StoreError {
     fn from(stop: Stop) -> Self {
         match stop {
@@ -180,26 +182,26 @@ impl From<Stop> for StoreError {
     }
 }
 
-/// A log's sectors, for reading.
+/// The sectors of a log that is read.
 #[derive(Debug)]
 pub(crate) struct Sectors {
     file: Box<dyn StoreFile>,
     pub(crate) path: PathBuf,
     len: u64,
     buffer: Vec<u8>,
-    /// The number of the first sector in `buffer`.
+    /// Number of the first sector in `buffer`.
     buffered: u64,
     calm: Calm,
-    /// The last of sectors that could not be read at once.
+    /// Last sector of a range that could not be read at once.
     bad: Option<u64>,
-    /// What could not be read by itself.
+    /// Sectors that could not be read one by one.
     unreadable: Unreadable,
-    /// Damaged state of a guest is passed over, for a salvage.
+    /// Whether damaged state of a guest is skipped, for a salvage.
     pub(super) lenient: bool,
 }
 
 impl Sectors {
-    /// Of the log in `file`; reading yields to `calm`.
+    /// Returns the sectors of the log in `file`; reading yields to `calm`.
     pub(super) fn new(
         file: Box<dyn StoreFile>,
         path: PathBuf,
@@ -221,17 +223,17 @@ impl Sectors {
         Ok(new)
     }
 
-    /// Bytes of the file when it was looked at last.
+    /// Returns the length of the file in bytes, as last determined.
     pub(crate) fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whole sectors in it.
+    /// Returns the number of whole sectors.
     pub(crate) fn count(&self) -> u64 {
         self.len / SECTOR as u64
     }
 
-    /// Learns how long the file is now, and forgets what was read.
+    /// Determines the length of the file again, and forgets what was read.
     pub(crate) fn look_again(&mut self) -> Result<(), StoreError> {
         self.buffer.clear();
         self.unreadable.forget();
@@ -252,18 +254,18 @@ impl Sectors {
         self.file.read_exact_at(&mut self.buffer, number * SECTOR as u64)
     }
 
-    /// Reads sector `number`, and as many behind it as can be had at once.
+    /// Reads sector `number`, and as many after it as can be read at once.
     fn fill(&mut self, number: u64) -> io::Result<()> {
         let end = match self.unreadable.next(number) {
             Some(next) if next == number => return Err(self.unreadable.error()),
             next => next.map_or(self.count(), |next| next.min(self.count())),
         };
         let mut count = READ.min(end.saturating_sub(number)).max(1);
-        // What is behind an unreadable sector is likely to be one.
+        // The sector after an unreadable one is likely to be unreadable, too.
         if number.checked_sub(1).is_some_and(|before| self.unreadable.has(before)) {
             count = 1;
         }
-        // One sector that cannot be read does not cost those around it: halves are tried.
+        // An unreadable sector must not cost those around it: halves are tried.
         if let Some(bad) = self.bad.filter(|bad| (number..number + count).contains(bad)) {
             count = ((bad + 1 - number) / 2).max(1);
         }
@@ -285,7 +287,7 @@ impl Sectors {
         }
     }
 
-    /// The bytes of sector `number`, which is there.
+    /// Returns the bytes of sector `number`, which must exist.
     pub(super) fn raw(&mut self, number: u64) -> Result<&[u8], StoreError> {
         let have = (self.buffer.len() / SECTOR) as u64;
         if number < self.buffered || number >= self.buffered + have {
@@ -300,21 +302,21 @@ impl Sectors {
         Ok(&self.buffer[at..at + SECTOR])
     }
 
-    /// The bytes of these sectors, if all of them were read last, at once.
+    /// Returns the bytes of these sectors, if the last read has returned all of them at once.
     pub(crate) fn buffered(&self, sectors: Range<u64>) -> Option<Vec<u8>> {
         let at = |number: u64| usize::try_from(number.checked_sub(self.buffered)?).ok();
         let (from, to) = (at(sectors.start)? * SECTOR, at(sectors.end)? * SECTOR);
         self.buffer.get(from..to).map(<[u8]>::to_vec)
     }
 
-    /// The data of sector `number`, which must be of that kind, checked.
+    /// Returns the data of sector `number`, which must be of this kind, and checks it.
     pub(crate) fn data(&mut self, number: u64, kind: Kind) -> Result<&[u8], Stop> {
         let offset = number.saturating_mul(SECTOR as u64);
         if number >= self.count() {
             return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
         }
         let raw = match self.raw(number) {
-            // Its writer has cut off an epoch that failed in this moment.
+            // The writer has just cut off an epoch that failed.
             Err(StoreError::Io { cause, .. }) if cause.kind() == io::ErrorKind::UnexpectedEof => {
                 self.look_again()?;
                 return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
@@ -340,8 +342,8 @@ impl Sectors {
         Ok(&self.buffer[at..at + DATA])
     }
 
-    /// Whether sector `number`, which was damaged, is not any more: it was being written when it
-    /// was read.
+    /// Reads a damaged sector again, and returns whether it has changed: it was being written when
+    /// it was read first.
     pub(crate) fn has_settled(&mut self, number: u64) -> bool {
         std::thread::sleep(SETTLE);
         let before = self.raw(number).map(<[u8]>::to_vec).ok();
@@ -363,16 +365,16 @@ mod tests {
 
     #[test]
     fn zeros_do_not_have_the_checksum_of_zeros() {
-        // Or a sector of zeros could be one that was written. There is one number below 2^32 of
-        // each kind that would have it.
+        // Otherwise, a sector of zeros could be one that was written. For each kind, there is one
+        // number below 2^32 that would have the checksum 0.
         for kind in [Kind::First, Kind::Other] {
             let raw = |n: u32| {
                 let crc =
                     crc32c::crc32c_append(crc32c::crc32c(&[0; DATA]), &u64::from(n).to_le_bytes());
                 crc32c::crc32c_append(crc, &kind.word().to_le_bytes())
             };
-            // Checksums of what differs in one bit differ by what that bit alone makes: solved for
-            // 0 bit by bit.
+            // Checksums of inputs that differ in one bit differ by a constant for that bit. So the
+            // equation for 0 is solved bit by bit.
             let mut rows: Vec<(u32, u32)> =
                 (0..32).map(|b| (raw(1 << b) ^ raw(0), 1 << b)).collect();
             let (mut left, mut number) = (raw(0), 0);
