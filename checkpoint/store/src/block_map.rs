@@ -1,6 +1,6 @@
-//! Which slots blocks of drives are in: of drives that may be large, with little in them. Costs
-//! some 50 bytes for each 64 blocks of which any is stored, and 4 for each that is not in the slot
-//! behind that of the one before it.
+//! The slots of the blocks of drives, which may be large and nearly empty. Takes some 50 bytes for
+//! each 64 blocks of which any is stored, and 4 bytes for each block that is not in the slot behind
+//! that of its predecessor.
 
 use std::collections::BTreeMap;
 
@@ -9,15 +9,16 @@ use driftline_dirty_tracker::FrameRun;
 use crate::alloc::SlotRun;
 use crate::limits::NO_SLOT;
 
-/// Blocks of a chunk.
+/// Number of blocks of a chunk.
 const CHUNK: u64 = 64;
 
-/// Of a chunk, those that are stored.
+/// The stored blocks of a chunk.
 #[derive(Debug, PartialEq, Eq)]
 enum Chunk {
-    /// Which, and the slot of the first; the others follow it.
+    /// Mask of the stored blocks, and the slot of the first; the others are in the slots that
+    /// follow.
     Run(u64, u32),
-    /// Which, and their slots.
+    /// Mask of the stored blocks, and their slots.
     Each(u64, Box<[u32]>),
 }
 
@@ -33,7 +34,7 @@ impl Chunk {
         }
     }
 
-    /// The slot of each of its blocks.
+    /// Returns the slot of each block.
     fn slots(&self) -> [u32; CHUNK as usize] {
         let mut slots = [NO_SLOT; CHUNK as usize];
         let (mask, mut next) = match self {
@@ -51,7 +52,7 @@ impl Chunk {
     }
 }
 
-/// See the module.
+/// The map; see the module.
 #[derive(Debug, Default)]
 pub(crate) struct BlockMap {
     chunks: BTreeMap<u64, Chunk>,
@@ -62,9 +63,9 @@ impl BlockMap {
         self.chunks.clear();
     }
 
-    /// Notes that the blocks of `run` are in slots from `slot` on, or, without one, are zeros;
-    /// `on_old` hears of each slot that one of them was in before. Of zeros it costs what was
-    /// stored.
+    /// Notes that the blocks of `run` are in slots from `slot` on, or, without one, are zeros.
+    /// Calls `on_old` with each slot that one of them was in before. The cost of zeros depends on
+    /// the number of stored blocks only.
     pub(crate) fn put(&mut self, run: FrameRun, slot: Option<u32>, mut on_old: impl FnMut(u32)) {
         let (from, end) = (run.start.0, run.end().0);
         let mut change = |number: u64, had: Option<&Chunk>| {
@@ -97,7 +98,7 @@ impl BlockMap {
         gone.for_each(drop);
     }
 
-    /// The slots of all blocks, in the order of the blocks.
+    /// Returns the slots of all blocks, in the order of the blocks.
     pub(crate) fn slots(&self) -> impl Iterator<Item = SlotRun> {
         self.chunks.values().flat_map(|chunk| {
             let (run, each): (Option<SlotRun>, &[u32]) = match chunk {

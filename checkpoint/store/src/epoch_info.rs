@@ -1,35 +1,35 @@
-//! What an epoch says of itself.
+//! The description of an epoch.
 
 use driftline_guest::{LineId, Origin, VmId};
 use serde::Serialize;
 
-/// One stored epoch, as it describes itself.
+/// A stored epoch, as it describes itself.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct EpochInfo {
-    /// Its number, from 1 on, ascending in time.
+    /// Number of the epoch, from 1 on, ascending in time.
     pub epoch: u64,
-    /// Whose epoch it is.
+    /// Guest whose epoch it is.
     pub vm_id: VmId,
-    /// The epoch that it was built on; that may have been dropped since.
+    /// Epoch that it was built on, which may have been dropped since.
     pub parent: Option<u64>,
     /// Whether it was taken of all memory.
     pub full: bool,
-    /// Frames that it brought, of memory and drives, those of zeros included.
+    /// Number of frames that it brought, of memory and drives, including frames of zeros.
     pub frames: u64,
-    /// Frames of zeros, stored without contents.
+    /// Number of frames of zeros, which are stored without contents.
     pub zero_frames: u64,
-    /// Bytes that it took: slots of its own in the page file, and its records.
+    /// Number of bytes that it took: its own slots in the page file, and its records.
     pub bytes: u64,
-    /// Drives that it has, whose blocks are among the frames.
+    /// Number of drives that it has, whose blocks are among the frames.
     pub drives: u32,
-    /// When it was begun: milliseconds since 1970, by the host's clock.
+    /// Time at which it was begun, in milliseconds since 1970 by the host's clock.
     pub created_unix_ms: u64,
-    /// The line of the guest that took it.
+    /// Line of the guest that took it.
     pub line: LineId,
 }
 
 impl EpochInfo {
-    /// What tells it from all others.
+    /// Returns what identifies the epoch among all others.
     pub fn origin(&self) -> Origin {
         let Self { vm_id, epoch, created_unix_ms, line, .. } = *self;
         Origin { vm_id, epoch, created_unix_ms, line }

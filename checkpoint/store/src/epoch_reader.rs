@@ -1,5 +1,5 @@
-//! One epoch of a log, read record by record. The file is hostile: every length is bounded before
-//! it is believed, every checksum compared before its bytes are handed out.
+//! Reads one epoch of a log, record by record. The file is untrusted: each length is checked
+//! against a limit before it is used, and each checksum is compared before the bytes are returned.
 
 use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 use driftline_format::{MAX_SECTIONS, MAX_STATE, RECORD_HEAD_LEN, RecordHead, is_zero};
@@ -14,21 +14,20 @@ use crate::records::{
 };
 use crate::sectors::{DATA, Kind, Place, Sectors, Stop};
 
-/// The place in a log up to which all records have been read and checked.
+/// A position in a log, up to which all records have been read and checked.
 pub(super) struct Cursor<'l> {
     sectors: &'l mut Sectors,
-    /// In which the epoch begins.
+    /// Sector in which the epoch begins.
     first: u64,
     sector: u64,
-    /// In the sector's data.
+    /// Offset in the sector's data.
     at: usize,
     sequence: u32,
     digest: Option<Digest>,
-    /// The byte of the file at which the record read last begins.
+    /// Offset in the file of the record that was read last, in bytes.
     record_at: u64,
     payload: Vec<u8>,
-    /// The first damage of the guest's state, which a [lenient](Sectors::lenient) reader passes
-    /// over.
+    /// First damage of the guest's state, which a [lenient](Sectors::lenient) reader skips.
     pub(super) lost: Option<StoreError>,
 }
 
@@ -37,7 +36,7 @@ impl Cursor<'_> {
         self.sector * SECTOR as u64 + self.at as u64
     }
 
-    /// A damage of the record read last.
+    /// Returns an error for damage of the record that was read last.
     pub(super) fn damaged(&self, damage: impl Into<Damage>) -> Stop {
         self.sectors.damaged(self.record_at, damage).into()
     }
@@ -91,7 +90,8 @@ impl Cursor<'_> {
         Ok(head)
     }
 
-    /// The digest is of what comes before its record; the record itself is in the next one.
+    /// Checks a COMMIT. Its digest covers the records before it; the next digest covers the COMMIT
+    /// itself.
     fn check_commit(&mut self, head: &[u8; RECORD_HEAD_LEN]) -> Result<(), Stop> {
         let commit = Commit::decode(&self.payload).map_err(|e| self.damaged(e))?;
         let digest = *self.digest.get_or_insert(Digest(commit.digest));
@@ -123,27 +123,27 @@ impl Cursor<'_> {
 /// One record of an epoch, checked.
 #[derive(Debug)]
 pub(crate) enum Record<'r> {
-    /// Where frames are, of memory or of a drive, and their contents' checksums in the order of the
-    /// runs. All are the epoch's.
+    /// The places of frames, of memory or of a drive, and the checksums of their contents in the
+    /// order of the runs. The epoch has all of these frames.
     Frames(&'r [Placed], &'r [u32]),
     /// Frames of zeros, of memory or of a drive.
     Zeros(&'r [FrameRun]),
-    /// A piece of state other than the configuration.
+    /// A state section other than the configuration.
     Section(Section),
 }
 
-/// An epoch being read from front to end.
+/// A reader of an epoch, from front to end.
 pub(crate) struct GroupReader<'l> {
     pub(super) cursor: Cursor<'l>,
     pub(crate) front: Front,
     pub(crate) layout: Layout,
     pub(crate) config: Vec<u8>,
-    /// Those that it has blocks of.
+    /// Drives of which the epoch has blocks.
     pub(crate) drives: Vec<DriveHead>,
-    /// How it ends, and where the next begins, once all is read.
+    /// End of the epoch, and the place of the next, once all is read.
     pub(crate) ended: Option<(Commit, Place)>,
     first: Place,
-    /// The tag that records have reached: frames, zeros, sections, the end.
+    /// Tag that the records have reached: frames, zeros, sections, the end.
     stage: u16,
     before: Option<FrameRun>,
     frames: u64,
@@ -201,14 +201,14 @@ impl<'l> GroupReader<'l> {
         })
     }
 
-    /// The next record; `None` at the end, once all of it has been found to add up.
+    /// Returns the next record; `None` at the end, after the totals have been checked.
     pub(crate) fn next(&mut self) -> Result<Option<Record<'_>>, Stop> {
         if self.ended.is_some() {
             return Ok(None);
         }
         let head = loop {
             let head = self.cursor.record()?;
-            // One of a later version, whose writer says that it may be passed over.
+            // A record of a later version, which its writer allows readers to skip, is skipped.
             if head.tag < TAG_STORE || is_known(head.tag) || head.must_understand {
                 break head;
             }
@@ -245,7 +245,7 @@ impl<'l> GroupReader<'l> {
         }
     }
 
-    /// Of which object a record has frames.
+    /// Returns the object whose frames a record has.
     fn object(&self, head: RecordHead) -> Result<u16, Stop> {
         let objects = Objects { layout: &self.layout, drives: &self.drives };
         match head.instance {
@@ -269,7 +269,7 @@ impl<'l> GroupReader<'l> {
         }))
     }
 
-    /// Compares the end with what was counted on the way to it, field by field.
+    /// Compares the end with the totals of the records, field by field.
     fn end(&mut self) -> Result<(), Stop> {
         let c = &mut self.cursor;
         let commit = Commit::decode(&c.payload).map_err(|e| c.damaged(e))?;

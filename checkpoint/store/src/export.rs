@@ -1,4 +1,4 @@
-//! An epoch's memory as a file for other programs.
+//! Writes an epoch's memory to a file for other programs.
 
 use std::fs::File;
 use std::io;
@@ -14,27 +14,27 @@ use crate::frame_map::{Cell, FrameMap};
 use crate::read::{Sink, fetch};
 use crate::store::Store;
 
-/// What an export has written.
+/// Result of an export.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct ExportReport {
-    /// The epoch.
+    /// Number of the epoch.
     pub epoch: u64,
-    /// Whose it is.
+    /// Guest whose epoch it is.
     pub vm_id: VmId,
-    /// Length of the file, holes included.
+    /// Length of the file in bytes, including holes.
     pub bytes: u64,
-    /// Frames in it that are not zeros, blocks of drives in an archive included; the others are
-    /// holes, and not in an archive at all.
+    /// Number of frames in the file that are not zeros; in an archive, that includes blocks of
+    /// drives. The other frames are holes, and an archive does not have them at all.
     pub frames: u64,
-    /// Drives that the epoch has and the file has not.
+    /// Number of drives that the epoch has and the file lacks.
     pub drives: u32,
 }
 
-/// Where in a file frame `gfn` goes, and those that follow it in its memory slot; nowhere if it is
-/// none of the guest's.
+/// Returns the offset in a file of frame `gfn`, and of the frames that follow it in its memory
+/// slot; `None` if the guest does not have the frame.
 pub type Place = Box<dyn Fn(u64) -> Option<u64> + Sync>;
 
-/// Puts frames to where they go.
+/// A sink that writes frames to their places.
 struct Placed<'f> {
     file: &'f File,
     path: &'f Path,
@@ -60,10 +60,10 @@ impl Sink for Placed<'_> {
 }
 
 impl Store {
-    /// Writes the memory of `epoch`, or of the latest, to `file`, an empty one: each byte at its
-    /// guest physical address, with holes where it is zero. Drives are left out, which the report
-    /// says. `path` is for messages. All that is read is checked; after an error the file is of no
-    /// use. Durable when it returns.
+    /// Writes the memory of `epoch`, or of the latest, to `file`, which must be empty: each byte at
+    /// its guest physical address, with holes for zeros. Drives are skipped, and the report has
+    /// their number. `path` is for messages. Everything that is read is checked. The file is
+    /// durable when this returns; after an error it is of no use.
     pub fn export_raw(
         &self,
         epoch: Option<u64>,
@@ -71,16 +71,17 @@ impl Store {
         path: &Path,
     ) -> Result<ExportReport, StoreError> {
         self.export_with(epoch, file, path, |layout, _| {
-            // A layout has a slot.
+            // A layout has at least one slot.
             let end = layout.slots().last().map_or(0, |slot| slot.run().end().0);
             file.set_len(end.saturating_mul(PAGE_SIZE))?;
             Ok(Box::new(|gfn| gfn.checked_mul(PAGE_SIZE)))
         })
     }
 
-    /// As [`export_raw`](Self::export_raw), in a form that `begin` decides on: it is told the
-    /// guest's memory slots and its state, writes whatever is no memory, gives the file its length,
-    /// and says where frames go; slots that follow one another are to do so in the file.
+    /// Exports like [`export_raw`](Self::export_raw), in a format that `begin` defines. `begin`
+    /// receives the guest's memory slots and its state, writes everything that is not memory, sets
+    /// the file's length, and returns the places of frames. Frames that are adjacent in a memory
+    /// slot must be adjacent in the file.
     pub fn export_with(
         &self,
         epoch: Option<u64>,
@@ -104,7 +105,7 @@ impl Store {
             vm_id: info.vm_id,
             bytes,
             frames: frames.len() as u64,
-            // There are 256 at most.
+            // An epoch has at most 256 drives.
             drives: machine.drives.len() as u32,
         })
     }

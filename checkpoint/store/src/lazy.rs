@@ -1,5 +1,5 @@
-//! Frames of an epoch for a guest that runs before it has them: read one by one as they are wanted,
-//! each checked.
+//! The page source of a lazy restore: reads frames of an epoch one by one as the guest needs them,
+//! and checks each.
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use driftline_guest::{Backlog, PageSourceError};
@@ -14,20 +14,21 @@ use crate::working_set::Touched;
 
 const PAGE: usize = PAGE_SIZE as usize;
 
-/// What of an epoch is not zeros. The epoch is kept in its store until this is dropped.
+/// Frames of an epoch that are not zeros. The epoch is retained in its store until this is dropped.
 #[derive(Debug)]
 pub struct LateFrames {
     pinned: Pinned,
     epoch: u64,
     frames: FrameSet,
-    /// Ascending by frame: 16 bytes each.
+    /// Places of the frames, ascending by frame: 16 bytes each.
     cells: Vec<(Gfn, Cell)>,
-    /// None where the store's directory cannot be opened once more: it is for a hint only.
+    /// Working set, which is only a hint; `None` if the store's directory could not be opened once
+    /// more.
     touched: Option<Touched>,
 }
 
 impl LateFrames {
-    /// Of the epoch pinned in `store`, and what else was learned of it.
+    /// Returns the frames of the epoch pinned in `store`, and the other findings about it.
     pub fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, Mapped), StoreError> {
         let EpochInfo { epoch, vm_id, .. } = pinned.log.groups[pinned.index].info;
         let layout = pinned.log.group(pinned.index)?.layout;
@@ -39,7 +40,7 @@ impl LateFrames {
         Ok((Self { pinned, epoch, frames, cells, touched }, mapped))
     }
 
-    /// Bytes of the log that were read.
+    /// Returns the number of bytes of the log that were read.
     pub fn log_bytes(&self) -> u64 {
         self.pinned.log.bytes()
     }
@@ -73,14 +74,14 @@ impl Backlog for LateFrames {
     }
 }
 
-/// Cells, ascending by frame, as runs of frames.
+/// Returns cells, ascending by frame, as runs of frames.
 pub(super) fn runs_of_cells(cells: &[(Gfn, Cell)]) -> impl Iterator<Item = FrameRun> {
     let follows = |(a, _): &(Gfn, Cell), (b, _): &(Gfn, Cell)| a.0.checked_add(1) == Some(b.0);
     let runs = cells.chunk_by(follows);
     runs.map(|run| FrameRun { start: run[0].0, count: run.len() as u64 })
 }
 
-/// Reads the frames of `epoch` that are `wanted` into `contents`, in their order, and checks them.
+/// Reads the `wanted` frames of `epoch` into `contents`, in their order, and checks them.
 pub(super) fn read_frames(
     pages: &PageReader,
     epoch: u64,

@@ -1,4 +1,4 @@
-//! What is in a store.
+//! Lists what is in a store.
 
 use std::io;
 
@@ -12,16 +12,16 @@ use crate::manifest::{Manifest, is_leftover};
 use crate::names::{Named, log_name, parse_name};
 use crate::store::Store;
 
-/// What is in a store's directory.
+/// The content of a store's directory.
 #[derive(Debug, Default)]
 pub struct Listing {
-    /// Epochs that are kept, ascending: those in front of any damage of the log.
+    /// Retained epochs, ascending: those in front of any damage of the log.
     pub epochs: Vec<EpochInfo>,
-    /// What is wrong with the log.
+    /// Damage of the log.
     pub damaged: Vec<StoreError>,
-    /// Files, and the end of the log, that a crash left unfinished, or that are being written now.
+    /// Files, and the end of the log, that a crash left unfinished or that are being written now.
     pub unfinished: Vec<String>,
-    /// Files that have no place in a store; never touched.
+    /// Files that do not belong to a store; never touched.
     pub foreign: Vec<String>,
     /// Files that [`repair`](Store::repair) replaced and kept under other names. The operator may
     /// remove them.
@@ -29,19 +29,23 @@ pub struct Listing {
 }
 
 impl Store {
-    /// Whose epochs it is for; `None` if none was ever begun there. Reads its manifest only, of a
-    /// hundred bytes.
+    /// Returns the guest whose epochs the store is for; `None` if no epoch was ever begun. Reads
+    /// only the manifest, of a hundred bytes.
     pub fn owner(&self) -> Result<Option<VmId>, StoreError> {
         Ok(self.manifest()?.map(|manifest| manifest.vm_id))
     }
 
-    /// The configuration of the guest ([`Guest::config`]) in the latest epoch.
+    /// Returns the configuration of the guest ([`Guest::config`]) in the latest epoch.
     pub fn config(&self) -> Result<Vec<u8>, StoreError> {
         Ok(self.pin(None)?.read_machine()?.config)
     }
 
-    /// The epochs that are kept, ascending; an error if the log is damaged. Reads the log; contents
-    /// of frames are only checked by [`verify`](Self::verify) and a restore.
+    /// Returns the retained epochs, ascending. Reads the log; only [`verify`](Self::verify) and a
+    /// restore check the contents of frames.
+    ///
+    /// # Errors
+    ///
+    /// The damage of the log, if there is any, or the system's errors.
     pub fn epochs(&self) -> Result<Vec<EpochInfo>, StoreError> {
         let listing = self.list()?;
         match listing.damaged.into_iter().next() {
@@ -50,7 +54,7 @@ impl Store {
         }
     }
 
-    /// Everything in the directory. Costs as much as [`epochs`](Self::epochs).
+    /// Lists everything in the directory. Costs as much as [`epochs`](Self::epochs).
     pub fn list(&self) -> Result<Listing, StoreError> {
         let mut listing = Listing::default();
         let opened = match self.open_log() {
@@ -65,7 +69,7 @@ impl Store {
             match parse_name(&name) {
                 Named::Foreign | Named::Epoch1 => listing.foreign.push(name),
                 Named::Aside(_) => listing.aside.push(name),
-                // A damaged manifest says nothing of other files.
+                // A damaged manifest does not tell whether other files are unfinished.
                 _ if listing.damaged.is_empty() && is_leftover(&name, manifest.as_ref()) => {
                     listing.unfinished.push(name);
                 }
@@ -90,12 +94,12 @@ impl Store {
         Ok(listing)
     }
 
-    /// The manifest and the log that it names; `None` if there is nothing yet.
+    /// Returns the manifest and the log that it names; `None` if there is nothing yet.
     pub(crate) fn open_log(&self) -> Result<Option<(Manifest, LogFile)>, StoreError> {
         loop {
             let Some(manifest) = self.manifest()? else { return self.without_manifest() };
             match LogFile::open(self, manifest.files.log) {
-                // A writer has begun another one in this moment.
+                // A writer has just begun another log.
                 Err(e) if is_not_found(&e) => {
                     if self.manifest()? == Some(manifest) {
                         return Err(self.log_is_gone(log_name(manifest.files.log))?);
@@ -110,7 +114,7 @@ impl Store {
         }
     }
 
-    /// What it means that the manifest names a log that is not there.
+    /// Returns the error for a log that the manifest names and that is missing.
     fn log_is_gone(&self, name: String) -> Result<StoreError, StoreError> {
         let (dir, names) = (self.dir(), self.names()?);
         Ok(match names.iter().any(|name| matches!(parse_name(name), Named::Log(_))) {
@@ -119,8 +123,9 @@ impl Store {
         })
     }
 
-    /// Without a manifest there may be files of a store that was never finished. A log that is
-    /// longer than its header has epochs, or had some, whatever is damaged in it.
+    /// Checks a directory without a manifest, which may have files of a store that was never
+    /// finished. A log that is longer than its header has epochs, or had some, whatever is damaged
+    /// in it.
     fn without_manifest<T>(&self) -> Result<Option<T>, StoreError> {
         for name in self.names()? {
             let Named::Log(_) = parse_name(&name) else { continue };
@@ -135,8 +140,8 @@ impl Store {
         Ok(None)
     }
 
-    /// Refuses a store that `guest` may not continue: one with another guest's epochs, or whose
-    /// last one is of another line.
+    /// Fails if `guest` may not continue the store: it has epochs of another guest, or its last
+    /// epoch is of another line.
     pub fn check_line(&self, guest: &dyn Guest) -> Result<(), StoreError> {
         let last = self.open_log()?.and_then(|(_, log)| log.groups.last().map(|g| g.info));
         last.map_or(Ok(()), |last| self.check_follows(&last.origin(), guest))

@@ -1,5 +1,5 @@
-//! The manifest: which log and page file are the store's, and whose it is. Replaced whole, or not
-//! at all.
+//! The manifest: which log and page file are the store's, and which guest's store it is. It is
+//! always replaced as a whole.
 
 use std::io;
 
@@ -15,18 +15,18 @@ use crate::store::Store;
 
 const LEN: usize = HEADER_LEN + RECORD_HEAD_LEN + FILES_LEN;
 
-/// What a manifest says.
+/// The content of a manifest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Manifest {
     pub(crate) vm_id: VmId,
     pub(crate) files: Files,
 }
 
-/// A manifest that was not written.
+/// A failed write of a manifest.
 #[derive(Debug)]
 pub(crate) struct NotWritten {
     pub(crate) cause: StoreError,
-    /// Nobody knows which of the two a crash would leave.
+    /// Whether it is unknown which of the two manifests a crash would leave.
     pub(crate) unsettled: bool,
 }
 
@@ -48,7 +48,7 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// What is wrong, and at which byte.
+    /// Decodes a manifest. The error is the damage and its offset in bytes.
     fn decode(bytes: &[u8]) -> Result<Self, (usize, Damage)> {
         let header = Header::read_from(bytes, MAGIC_STORE).map_err(|e| (0, e.into()))?;
         let early = |from: usize, wanted: usize| {
@@ -84,14 +84,14 @@ impl Manifest {
 }
 
 impl Store {
-    /// The manifest; `None` if there is none, and so no epoch.
+    /// Returns the manifest; `None` if there is none, and so no epoch.
     pub(crate) fn manifest(&self) -> Result<Option<Manifest>, StoreError> {
         let io = |e| self.io("reading", MANIFEST, e);
         let file = match self.backend().open(MANIFEST) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other.map_err(io)?,
         };
-        // One byte more than it has: what is longer is none.
+        // Reads one byte more than a manifest has: a longer file is no manifest.
         let len = file.len().map_err(io)?.min(LEN as u64 + 1);
         let mut bytes = vec![0; len as usize];
         file.read_exact_at(&mut bytes, 0).map_err(io)?;
@@ -107,8 +107,7 @@ impl Store {
         Manifest::decode(&bytes).map(Some).map_err(damaged)
     }
 
-    /// Puts a manifest in place of the one that is there, durably. The names of the files in it
-    /// become durable with it.
+    /// Replaces the manifest, durably. The names of the files that it names become durable first.
     pub(crate) fn put_manifest(&self, manifest: Manifest) -> Result<(), NotWritten> {
         let backend = self.backend();
         let before = || -> Result<(), StoreError> {
@@ -117,7 +116,7 @@ impl Store {
             let file = file.map_err(|e| self.io("creating", MANIFEST_NEW, e))?;
             file.write_all_at(&bytes, 0).map_err(|e| self.io("writing", MANIFEST_NEW, e))?;
             file.sync().map_err(|e| self.io("syncing", MANIFEST_NEW, e))?;
-            // Before anything can name them.
+            // The names of the files must be durable before a manifest names them.
             self.sync_dir()?;
             self.check_lock()?;
             let renamed = backend.rename(MANIFEST_NEW, MANIFEST);
@@ -127,7 +126,8 @@ impl Store {
         self.sync_dir().map_err(|cause| NotWritten { cause, unsettled: true })
     }
 
-    /// Whose a file is by its header; `None` if it is gone, or the header is damaged.
+    /// Returns the guest in a file's header; `None` if the file is missing, or the header is
+    /// damaged.
     pub(crate) fn header_owner(
         &self,
         name: &str,
@@ -144,7 +144,8 @@ impl Store {
         }
     }
 
-    /// Generations for a new log and a new page file: above those of all files that are there.
+    /// Returns generations for a new log and a new page file, higher than those of all existing
+    /// files.
     pub(crate) fn next_files(&self) -> Result<Files, StoreError> {
         let mut last = Files { log: 0, pages: 0 };
         for name in self.names()? {
@@ -162,7 +163,7 @@ impl Store {
     }
 }
 
-/// Whether a file is a store's own, but not this one's.
+/// Returns whether a file is a store's, but not a part of the store of this manifest.
 pub(crate) fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
     match parse_name(name) {
         Named::ManifestNew | Named::TouchedNew | Named::AsideList(_) => true,

@@ -1,4 +1,4 @@
-//! The page file: frames' contents in slots of 4 KiB, of which the first is the header.
+//! The page file: contents of frames in slots of 4 KiB. The first slot is the header.
 
 use std::io;
 use std::ops::Range;
@@ -18,11 +18,10 @@ use crate::store::Store;
 use crate::unreadable::Unreadable;
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// The file grows by an eighth of itself, and at least and at most by so many slots: 1 MiB, 256
-/// MiB.
+/// Limits of the file's growth in slots: 1 MiB and 256 MiB. Within these, it grows by an eighth.
 const LEAST_GROWTH: u32 = 256;
 const MOST_GROWTH: u32 = 1 << 16;
-/// The byte that the writer has locked: no epoch has that number.
+/// Byte that the writer locks: no epoch has that number.
 const WRITER: Range<u64> = 0..1;
 
 fn is_full(e: &io::Error) -> bool {
@@ -37,12 +36,13 @@ pub(crate) fn begin_pages(file: &dyn StoreFile, vm_id: VmId, generation: u64) ->
     file.write_all_at(&slot, 0)
 }
 
-/// A page file, for reading.
+/// A page file, open for reading.
 #[derive(Debug)]
 pub(crate) struct PageReader {
     file: Box<dyn StoreFile>,
     pub(crate) path: PathBuf,
-    /// Of a reader that salvages: what the disk cannot read is damage, and noted here.
+    /// State of failed reads for a salvage, which treats a part that the disk cannot read as
+    /// damaged.
     unreadable: Option<Mutex<Unreadable>>,
 }
 
@@ -55,12 +55,13 @@ impl PageReader {
         Ok(Self { file, path: store.path(&name), unreadable: Some(unreadable) })
     }
 
-    /// Whose the page file of `generation` is; `None` if it is gone, or its header is damaged.
+    /// Returns the guest of the page file of `generation`; `None` if the file is missing, or its
+    /// header is damaged.
     pub(crate) fn vm_of(store: &Store, generation: u64) -> Result<Option<VmId>, StoreError> {
         store.header_owner(&pages_name(generation), MAGIC_PAGES)
     }
 
-    /// Opens the page file of `generation`, which must be `vm_id`'s.
+    /// Opens the page file of `generation`, which must be of guest `vm_id`.
     pub(crate) fn open(store: &Store, generation: u64, vm_id: VmId) -> Result<Self, StoreError> {
         let name = pages_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
@@ -69,9 +70,9 @@ impl PageReader {
         Ok(new)
     }
 
-    /// Opens the page file of `generation` for writing, and has it alone for as long as it is open:
-    /// no other process gives away its slots, whatever became of the store's lock. Nothing in it
-    /// has been looked at.
+    /// Opens the page file of `generation` for writing, and locks it for as long as it is open: no
+    /// other process frees its slots, even if the store's lock was lost. Nothing in it has been
+    /// checked.
     pub(crate) fn hold(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let name = pages_name(generation);
         let file = store.backend().open_for_writing(&name);
@@ -83,7 +84,7 @@ impl PageReader {
         }
     }
 
-    /// Refuses a file that is not `vm_id`'s page file of `generation`.
+    /// Fails if the file is not the page file of `generation` of guest `vm_id`.
     pub(crate) fn check_header(&self, generation: u64, vm_id: VmId) -> Result<(), StoreError> {
         let damaged = |damage| StoreError::Damaged { file: self.path.clone(), offset: 0, damage };
         let mut slot = [0; PAGE];
@@ -115,13 +116,13 @@ impl PageReader {
         StoreError::Io { what: "reading", path: self.path.clone(), cause }
     }
 
-    /// Slots of the file as it is now.
+    /// Returns the current number of slots of the file.
     pub(crate) fn slots(&self) -> Result<u32, StoreError> {
         let len = self.file.len().map_err(|e| self.io(e))?;
         Ok(u32::try_from(len / PAGE_SIZE).unwrap_or(u32::MAX))
     }
 
-    /// `count` slots from `slot` on are about to be read.
+    /// Hints that `count` slots from `slot` on will be read soon.
     pub(crate) fn will_read(&self, slot: u32, count: u32) {
         self.file.will_read(u64::from(slot) * PAGE_SIZE, u64::from(count) * PAGE_SIZE);
     }
@@ -143,7 +144,7 @@ impl PageReader {
             Some(unreadable) if is_media_error(&e) => {
                 let mut unreadable = unreadable.lock().unwrap_or_else(PoisonError::into_inner);
                 unreadable.took(begun.elapsed());
-                // Of several each is tried.
+                // Of several slots, each is tried alone later.
                 if buf.len() <= PAGE {
                     let end = self.slots()?;
                     let read = |n: u64| self.file.read_exact_at(&mut [0; PAGE], n * PAGE_SIZE);
@@ -155,7 +156,7 @@ impl PageReader {
         })
     }
 
-    /// Why slots are not to be read: one of them was given up.
+    /// Returns the reason why slots are not read: one of them was given up.
     fn known_unreadable(&self, slot: u32, len: usize) -> Option<String> {
         let unreadable = self.unreadable.as_ref()?;
         let unreadable = unreadable.lock().unwrap_or_else(PoisonError::into_inner);
@@ -165,8 +166,8 @@ impl PageReader {
     }
 }
 
-/// The page file of a store's writer. Slots are taken by whoever writes epochs, and given back by
-/// whoever commits them.
+/// The page file of a store's writer. Threads that write epochs take slots, and the commit thread
+/// frees them.
 #[derive(Debug)]
 pub struct Pages {
     reader: PageReader,
@@ -174,7 +175,7 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// The page file that is `held`, of which `slots` are used.
+    /// Returns the locked page file `held`, with the given state of its slots.
     pub(crate) fn new(held: PageReader, slots: Slots) -> Self {
         Self { reader: held, slots: Mutex::new(slots) }
     }
@@ -183,7 +184,7 @@ impl Pages {
         self.reader.file()
     }
 
-    /// Its name, for messages.
+    /// Returns the file's path, for messages.
     pub fn path(&self) -> &Path {
         &self.reader.path
     }
@@ -196,7 +197,7 @@ impl Pages {
         StoreError::Io { what, path: self.reader.path.clone(), cause }
     }
 
-    /// Takes `count` slots, or fewer that follow one another. The file grows if none is free.
+    /// Takes `count` adjacent slots, or fewer. The file grows if none is free.
     pub(crate) fn take(&self, count: u32) -> Result<SlotRun, StoreError> {
         let count = count.clamp(1, MAX_RUN);
         let mut slots = self.slots();
@@ -209,8 +210,8 @@ impl Pages {
         slots.allocate_up_to(count).ok_or_else(full)
     }
 
-    /// Makes the file longer: by much, or by `least` slots where there is no room for that, or by
-    /// what room there is.
+    /// Grows the file by an eighth, by `least` slots if there is no room for that, or by as much as
+    /// there is room for.
     fn grow(&self, slots: &mut Slots, least: u32) -> Result<(), StoreError> {
         let old = slots.total();
         let mut more = (old / 8).clamp(LEAST_GROWTH, MOST_GROWTH).max(least);
@@ -225,7 +226,7 @@ impl Pages {
                     return Ok(());
                 }
                 Err(e) => {
-                    // Some file systems leave the file with as much as they had.
+                    // Some file systems leave the file with the room that they had.
                     let there = self.reader.slots()?.min(total);
                     if there > old {
                         slots.grow_to(there);
@@ -240,12 +241,12 @@ impl Pages {
         }
     }
 
-    /// Gives slots back that no epoch needs.
+    /// Frees slots that no epoch needs.
     pub(crate) fn give_back(&self, runs: &[SlotRun]) {
         let mut slots = self.slots();
         for run in runs {
             if let Err(e) = slots.free(*run) {
-                // Nothing is lost but the slots: an epoch's are never handed out twice.
+                // Only the slots are lost: slots of an epoch are never handed out twice.
                 tracing::error!("{}: {e}", self.reader.path.display());
             }
         }

@@ -1,14 +1,15 @@
-//! Work on the store that can wait stands aside while the guest stands for an epoch: else it may
-//! have the processor that a vCPU needs to hear that it is to stop, and hosts take a processor away
-//! from who has it only at a tick, which may be 4 ms.
+//! The pause gate: store work that can wait yields while the guest is paused for an epoch.
+//! Otherwise, the work may have the processor that a vCPU needs to notice the pause request. Hosts
+//! preempt a running thread only at a scheduler tick, which may take 4 ms.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A pause that takes longer has other troubles, and the store does not wait for its end.
+/// Time for which the store yields at most. A longer pause has another cause, and the store does
+/// not wait for its end.
 const LIMIT: Duration = Duration::from_millis(100);
 
-/// Whether the guest stands, for who works meanwhile. Clones are the same one.
+/// The gate, which tells other threads whether the guest is paused. Clones share one state.
 #[derive(Clone, Debug)]
 pub struct Calm(Arc<Inner>);
 
@@ -22,11 +23,11 @@ struct Inner {
 #[derive(Default, Debug)]
 struct Holders {
     count: u32,
-    /// When the first of them came.
+    /// Time at which the first of them came.
     since: Option<Instant>,
 }
 
-/// Until this is dropped others stand aside.
+/// Holds the gate: other threads yield until this is dropped.
 #[derive(Debug)]
 pub struct Held<'c>(&'c Calm);
 
@@ -42,7 +43,7 @@ impl Calm {
         Self(Arc::new(Inner { holders, free, limit }))
     }
 
-    /// From now on others stand aside.
+    /// Makes other threads yield from now on.
     pub fn hold(&self) -> Held<'_> {
         let mut holders = self.lock();
         holders.count += 1;
@@ -50,8 +51,8 @@ impl Calm {
         Held(self)
     }
 
-    /// Returns when nobody holds it, or has held it for a tenth of a second. To be called between
-    /// pieces of work.
+    /// Returns when the gate is not held, or has been held for a tenth of a second. To be called
+    /// between pieces of work.
     pub fn stand_aside(&self) {
         let Inner { free, limit, .. } = &*self.0;
         let mut holders = self.lock();
@@ -89,7 +90,7 @@ mod tests {
 
     #[test]
     fn who_works_stands_aside_until_the_last_has_let_go() {
-        // Nobody waits for so long.
+        // No test waits that long.
         let calm = Calm::with_limit(Duration::from_secs(600));
         calm.stand_aside();
         let (first, second) = (calm.hold(), calm.hold());
@@ -120,7 +121,7 @@ mod tests {
         let _held = calm.hold();
         calm.stand_aside();
         assert!(since.elapsed() >= Duration::from_millis(5));
-        // Else each call would be another wait for a pause of minutes.
+        // Otherwise, each call in a pause of minutes would wait again.
         let again = Instant::now();
         (0..1000).for_each(|_| calm.stand_aside());
         assert!(again.elapsed() < Duration::from_secs(5));

@@ -1,5 +1,5 @@
-//! For tests: makes checksums, counts and lengths of damaged files right again, so that the
-//! checks behind them are reached.
+//! Test support: corrects checksums, counts and lengths of damaged files, so that tests reach the
+//! checks behind them.
 
 use std::collections::BTreeSet;
 
@@ -20,14 +20,14 @@ pub(super) fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
     bytes[at..at + value.len()].copy_from_slice(value);
 }
 
-/// The header's checksum, made right; `None` if there is no header.
+/// Corrects the header's checksum and returns it; `None` if there is no header.
 pub(super) fn reseal_header(bytes: &mut [u8]) -> Option<u32> {
     let crc = crc32c::crc32c(bytes.get(..HEADER_LEN - 4)?);
     bytes.get_mut(HEADER_LEN - 4..HEADER_LEN)?.copy_from_slice(&crc.to_le_bytes());
     Some(crc)
 }
 
-/// Makes lengths, sequence and checksums of the record at `at` right, and returns where its payload
+/// Corrects length, sequence and checksums of the record at `at`, and returns where its payload
 /// ends.
 pub(super) fn reseal_record(bytes: &mut [u8], at: usize, sequence: u32) -> usize {
     let from = at + RECORD_HEAD_LEN;
@@ -41,19 +41,19 @@ pub(super) fn reseal_record(bytes: &mut [u8], at: usize, sequence: u32) -> usize
     from + length
 }
 
-/// Repairs a manifest's checksums, and the length of its record if that reaches past the end.
+/// Corrects a manifest's checksums, and the length of its record if that reaches past the end.
 pub fn reseal_manifest(bytes: &mut [u8]) {
     if reseal_header(bytes).is_some() && bytes.len() >= HEADER_LEN + RECORD_HEAD_LEN {
         reseal_record(bytes, HEADER_LEN, 0);
     }
 }
 
-/// Repairs the checksum of a page file's header.
+/// Corrects the checksum of a page file's header.
 pub fn reseal_pages(bytes: &mut [u8]) {
     reseal_header(bytes);
 }
 
-/// What an epoch has had so far.
+/// Totals of an epoch so far.
 #[derive(Default)]
 struct Counted {
     epoch: u64,
@@ -61,19 +61,19 @@ struct Counted {
     records: u32,
     frames: u64,
     zero_frames: u64,
-    /// The byte of all data at which it begins.
+    /// Offset among all data at which the epoch begins, in bytes.
     first: usize,
 }
 
-/// Frames in the run table of a payload, as far as it goes; `count_of` reads one run's.
+/// Counts the frames in the run table of a payload, as far as it goes; `count_of` reads one run's.
 fn count_frames(payload: &[u8], count_of: impl Fn(usize) -> u64) -> u64 {
     let runs = word(payload, 0).min(payload.len() as u64 / 16);
     (0..runs as usize).fold(0, |sum: u64, i| sum.wrapping_add(count_of(16 + i * 16)))
 }
 
-/// Walks over `bytes` as if they were a log and repairs every checksum, sequence number, record
-/// length that reaches past the end, and the totals at the end of each epoch. Whatever else is
-/// wrong stays so, and so do sectors of zeros.
+/// Walks over `bytes` as if they were a log and corrects every checksum, sequence number, record
+/// length that reaches past the end, and the totals at the end of each epoch. Leaves all other
+/// errors as they are, and also sectors of zeros.
 pub fn reseal_log(bytes: &mut [u8]) {
     let Some(mut digest) = reseal_header(bytes) else { return };
     let written: Vec<bool> = bytes.chunks_exact(SECTOR).map(|sector| !is_zero(sector)).collect();

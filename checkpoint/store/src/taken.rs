@@ -1,4 +1,4 @@
-//! Epochs of the test guest, written without a checkpointer.
+//! Takes epochs of the test guest without a checkpointer.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::File;
@@ -14,25 +14,25 @@ use crate::commit::Committer;
 use crate::epoch_writer::EpochWriter;
 use crate::store::Store;
 
-/// A drive whose writes are followed.
+/// A drive whose writes are tracked.
 struct Followed {
     head: DriveHead,
     file: File,
     subscription: Subscription,
 }
 
-/// What one process knows of a guest and of the store that it writes its epochs to.
+/// State of one process: a guest, and the store to which it writes epochs.
 pub(crate) struct Taker {
     guest: Arc<MemoryGuest>,
     committer: Committer,
     memory: Subscription,
     drives: Vec<Followed>,
-    /// The epoch before this one; none before the first, which is full.
+    /// Epoch before this one; `None` before the first, which is full.
     parent: Option<u64>,
 }
 
 impl Taker {
-    /// Opens or makes the store's files, and begins to follow the guest's writes.
+    /// Opens or creates the store's files, and begins to track the guest's writes.
     pub(crate) fn new(guest: Arc<MemoryGuest>, store: Store) -> Self {
         let store = Arc::new(store);
         let committer = match Committer::open(&store, &*guest).unwrap() {

@@ -1,11 +1,11 @@
-//! The parts of a file that its disk cannot read. A failing disk may take seconds for each read
-//! that it fails.
+//! The parts of a file that its disk cannot read. A failing disk may take seconds for each failing
+//! read.
 //!
-//! Each unit that is asked for is tried once, for as long as failed reads have taken less than
-//! [`PATIENCE`] together. From then on a reader that salvages guesses: behind [`EXACT`] units that
-//! follow one another and are unreadable the end of the stretch is looked for in growing steps,
-//! then between the last two; units between two that failed are not tried. Any other reader ends
-//! with the disk's error.
+//! Each unit that a reader needs is tried once, as long as failed reads have taken less than
+//! [`PATIENCE`] in total. After that, a reader that salvages guesses. Once [`EXACT`] consecutive
+//! units are unreadable, it looks for the end of the stretch in growing steps, and then between the
+//! last two steps. It does not try units between two that failed. Any other reader ends with the
+//! disk's error.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,24 +15,24 @@ use nix::libc;
 
 use crate::backend::is_media_error;
 
-/// Time that reads of a file may take which fail, before units are given up untried.
+/// Limit of the total time of failing reads of a file, after which units are given up untried.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
-/// Units that follow one another and are tried one by one after that.
+/// Number of consecutive units that are tried one by one after that.
 const EXACT: u64 = 16;
 
-/// Stretches of units: where each begins, and behind its last unit.
+/// Stretches of units, by first unit, with the unit behind the last.
 #[derive(Debug, Default)]
 struct Stretches(BTreeMap<u64, u64>);
 
 /// The unreadable units of a file: sectors of a log, slots of a page file.
 #[derive(Debug)]
 pub(super) struct Unreadable {
-    /// Those that failed, and those that were not tried.
+    /// Units whose read failed, and units that were not tried.
     given_up: Stretches,
     failed: Stretches,
-    /// The system's answer to the last read that failed.
+    /// Error number of the last failed read.
     errno: Option<i32>,
-    /// Time that failed reads have taken.
+    /// Total time of failed reads.
     spent: Duration,
     patience: Duration,
     /// Whether units may be given up untried.
@@ -40,7 +40,8 @@ pub(super) struct Unreadable {
 }
 
 impl Unreadable {
-    /// Of a reader that takes so much time for reads that fail, and then guesses, or ends.
+    /// Returns the state of a reader that spends `patience` on failing reads, and then guesses or
+    /// ends.
     pub(super) fn new(patience: Duration, guesses: bool) -> Self {
         let (given_up, failed) = Default::default();
         Self { given_up, failed, errno: None, spent: Duration::ZERO, patience, guesses }
@@ -50,17 +51,17 @@ impl Unreadable {
         self.given_up.has(unit)
     }
 
-    /// The first unreadable unit from `unit` on.
+    /// Returns the first unreadable unit from `unit` on.
     pub(super) fn next(&self, unit: u64) -> Option<u64> {
         self.given_up.next(unit)
     }
 
-    /// The error of reading any of them.
+    /// Returns the error of reading an unreadable unit.
     pub(super) fn error(&self) -> io::Error {
         io::Error::from_raw_os_error(self.errno.unwrap_or(libc::EIO))
     }
 
-    /// Why `unit` was given up.
+    /// Returns the reason why `unit` was given up.
     pub(super) fn why(&self, unit: u64) -> String {
         match self.has(unit) && !self.failed.has(unit) {
             true => format!("not tried, since other reads failed for {} s", self.spent.as_secs()),
@@ -68,32 +69,32 @@ impl Unreadable {
         }
     }
 
-    /// Forgets which units are unreadable, and not how long that took.
+    /// Forgets which units are unreadable, but not the time spent on them.
     pub(super) fn forget(&mut self) {
         (self.given_up, self.failed) = Default::default();
     }
 
-    /// A read has failed, and taken so long.
+    /// Notes the time of a failed read.
     pub(super) fn took(&mut self, time: Duration) {
         self.spent = self.spent.saturating_add(time);
     }
 
-    /// Whether failed reads have taken all the time that there is for them.
+    /// Returns whether failed reads have taken all of their time.
     fn is_over(&self) -> bool {
         self.spent >= self.patience
     }
 
-    /// Whether the reader must end.
+    /// Returns whether the reader must end.
     pub(super) fn is_hopeless(&self) -> bool {
         self.is_over() && !self.guesses
     }
 
     /// Notes that a read of `unit` alone has failed, in a file of `end` units. If it is time to
-    /// guess, it looks for the end of the stretch that the unit is in; `read` reads a unit.
+    /// guess, looks for the end of the stretch that the unit is in; `read` reads a unit.
     ///
     /// # Errors
     ///
-    /// What `read` fails with, if that says nothing of the disk.
+    /// The error of `read`, if it does not come from the disk.
     pub(super) fn note(
         &mut self,
         unit: u64,
@@ -115,7 +116,7 @@ impl Unreadable {
                 failed.add(unit, unit + 1);
                 Ok(false)
             }
-            // It was cut off meanwhile.
+            // The unit was cut off meanwhile.
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(true),
             Err(e) => Err(e),
         };
@@ -152,7 +153,7 @@ impl Stretches {
         }
     }
 
-    /// Adds a stretch to those that it touches; the one that comes of it.
+    /// Adds a stretch, and merges it with those that it touches. Returns the merged stretch.
     fn add(&mut self, mut start: u64, mut end: u64) -> (u64, u64) {
         let touched = |(_, to): &(&u64, &u64)| **to >= start;
         if let Some((from, _)) = self.0.range(..=start).next_back().filter(touched) {
@@ -212,7 +213,7 @@ mod tests {
         assert!((0..100).all(|unit| unreadable.has(unit) == is_bad(unit)));
     }
 
-    /// Each place at which a step lands is bad, and nothing between.
+    /// Each unit that a step lands on is bad, and all units between are good.
     #[test]
     fn only_time_and_a_salvage_give_up_untried_units() {
         let is_bad = |unit: u64| unit < EXACT || [31, 63, 127].contains(&unit);

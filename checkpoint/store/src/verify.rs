@@ -1,4 +1,4 @@
-//! Reading all of a store to see whether it could be restored.
+//! Reads all of a store to check whether it could be restored.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,25 +17,26 @@ use crate::read::{Sink, fetch};
 use crate::retention::apply;
 use crate::store::Store;
 
-/// What a sound store holds.
+/// Content of a sound store.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct VerifyReport {
-    /// Epochs that are kept, read and found sound.
+    /// Number of retained epochs, all of which were read and found sound.
     pub epochs: u64,
-    /// The latest of them.
+    /// Number of the latest of them.
     pub latest: Option<u64>,
-    /// Frames that they brought, those of zeros included.
+    /// Number of frames that they brought, including frames of zeros.
     pub frames: u64,
-    /// Bytes read.
+    /// Number of bytes read.
     pub read_bytes: u64,
-    /// What was never finished: no damage, the next writer removes it.
+    /// Files and log records that were never finished. They are no damage, and the next writer
+    /// removes them.
     pub unfinished: Vec<String>,
-    /// Files that have no place in a store: left alone.
+    /// Files that do not belong to a store, and are left alone.
     pub foreign: Vec<String>,
 }
 
 impl VerifyReport {
-    /// How many checkpoints are sound, which are all of them, and which is the latest.
+    /// Describes how many checkpoints are sound, which are all of them, and which is the latest.
     pub fn verdict(&self) -> String {
         verdict(self.epochs, self.epochs, self.latest)
     }
@@ -47,17 +48,18 @@ pub(super) fn verdict(sound: u64, total: u64, latest: Option<u64>) -> String {
     format!("{sound} of {total} {plural} sound{}", latest.unwrap_or_default())
 }
 
-/// Damaged frames that follow one another, in slots that do, and were found in the same epoch.
+/// Damaged frames that are adjacent, in adjacent slots, and were found in the same epoch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Run {
     count: u64,
-    /// Of the first.
+    /// Slot of the first.
     slot: u32,
     epoch: u64,
 }
 
 impl Run {
-    /// Whether a frame so far behind its first, in this slot, is its next or one of it.
+    /// Returns whether a frame that is `behind` frames after the first, in this slot, is the next
+    /// of the run or a part of it.
     fn reaches(&self, behind: u64, slot: u32, epoch: u64) -> bool {
         behind <= self.count
             && u64::from(self.slot) + behind == u64::from(slot)
@@ -65,7 +67,7 @@ impl Run {
     }
 }
 
-/// Damaged frames: as runs, since a disk that fails may have millions of them.
+/// Damaged frames, as runs: a failing disk may have millions of them.
 #[derive(Default, Debug)]
 struct Runs(BTreeMap<u64, Run>);
 
@@ -94,7 +96,7 @@ impl Runs {
         self.0.insert(gfn, Run { count, slot, epoch });
     }
 
-    /// Keeps the frames that are still where they were.
+    /// Keeps the frames that are still in the same slots.
     fn keep_those_of(&mut self, map: &FrameMap) {
         for (start, run) in std::mem::take(&mut self.0) {
             for (gfn, slot) in (start..start + run.count).zip(run.slot..) {
@@ -106,7 +108,7 @@ impl Runs {
     }
 }
 
-/// Notes the frames that are damaged, of those of `epoch` that are read.
+/// A sink that notes the damaged frames among those of `epoch` that are read.
 struct Damaged<'c> {
     runs: Mutex<&'c mut Runs>,
     epoch: u64,
@@ -129,9 +131,13 @@ impl Sink for Damaged<'_> {
 }
 
 impl Store {
-    /// Reads all that the kept epochs have and checks it. `on_epoch` hears of each epoch,
-    /// ascending, sound or not: one is not if any frame of its memory is damaged. All are read even
-    /// if one is, and the first damage is the result, the log's before all others.
+    /// Reads and checks everything in the retained epochs. Calls `on_epoch` for each epoch,
+    /// ascending, sound or not; an epoch with any damaged frame is not sound. Continues after
+    /// damage.
+    ///
+    /// # Errors
+    ///
+    /// The first damage found; damage of the log comes before all other damage.
     pub fn verify(
         &self,
         mut on_epoch: impl FnMut(u64, Result<&EpochInfo, &StoreError>),
@@ -146,13 +152,13 @@ impl Store {
         if let Some(pinned) = self.pin_all()? {
             first_damage = verify_epochs(pinned, &mut report, &mut on_epoch)?;
         }
-        // Of the log first: epochs behind it may have used slots again that those before it had.
+        // Damage of the log comes first: epochs behind it may have reused slots of those before it.
         let damage = listing.damaged.into_iter().next().or(first_damage);
         damage.map_or(Ok(report), Err)
     }
 }
 
-/// The first damage of an epoch, if there is one.
+/// Returns the first damage of an epoch, if there is any.
 fn verify_epochs(
     pinned: Pinned,
     report: &mut VerifyReport,
@@ -187,17 +193,17 @@ fn verify_epochs(
     Ok(first_damage.and_then(Arc::into_inner))
 }
 
-/// Reads the frames of epochs that follow one another, each frame once.
+/// Reads the frames of consecutive epochs, each frame once.
 #[derive(Default)]
 pub(super) struct PageCheck {
     damaged: Runs,
-    /// The first damaged frame of the epoch that was read last, its slot, and its damage.
+    /// First damaged frame of the epoch that was read last, with its slot and damage.
     first: Option<(u64, u32, Arc<StoreError>)>,
 }
 
 impl PageCheck {
-    /// Reads what group number `index` brought, or `all` of its frames, which `map` has. How many
-    /// that are, and the first of all frames of the epoch that are damaged.
+    /// Reads the frames that group `index` brought, or `all` of its frames, which are in `map`.
+    /// Returns the number of frames read, and the first damage among all frames of the epoch.
     pub(super) fn epoch(
         &mut self,
         pages: &PageReader,
@@ -217,7 +223,7 @@ impl PageCheck {
                 new.extend(frames.filter_map(|gfn| Some((gfn, map.get(gfn)?))));
             }
         }
-        // What this epoch has in another place, or does not have, is no longer damaged.
+        // A frame that this epoch has in another slot, or does not have, is no longer damaged.
         self.damaged.keep_those_of(map);
         let epoch = log.groups[index].info.epoch;
         let damaged = Damaged { runs: Mutex::new(&mut self.damaged), epoch };
@@ -237,7 +243,7 @@ impl PageCheck {
     }
 }
 
-/// What is wrong with the first frame of a run, which is read once more for that.
+/// Returns the damage of the first frame of a run, which is read once more for that.
 fn damage_of(
     pages: &PageReader,
     map: &FrameMap,
@@ -267,14 +273,14 @@ mod tests {
     #[test]
     fn damaged_frames_that_follow_one_another_take_one_run() {
         let mut runs = Runs::default();
-        // By several threads, in pieces, some twice.
+        // Added by several threads, in pieces, and partly twice.
         for start in [512, 0, 256, 512, 768, 256] {
             (start..start + 256).for_each(|gfn| runs.add(gfn, gfn as u32 + 9, 3));
         }
         (0..1024).step_by(2).for_each(|gfn| runs.add(gfn, gfn as u32 + 9, 4));
         let all = Run { count: 1024, slot: 9, epoch: 3 };
         assert_eq!(runs.0, BTreeMap::from([(0, all)]));
-        // Another epoch, another slot, a frame between.
+        // Another epoch, another slot, and a frame between.
         runs.add(1024, 1024 + 9, 4);
         runs.add(1025, 7, 4);
         runs.add(1027, 9, 4);

@@ -1,6 +1,6 @@
-//! What a guest touched first when it was restored lazily the last time: a small file beside the
-//! epochs, which the next such restore begins with. It is a hint: nobody relies on it, it is not
-//! synced, and what is wrong with it is said and passed over.
+//! The working set: the frames that a guest touched first in its last lazy restore. The next lazy
+//! restore reads these first. It is a small file beside the epochs, and only a hint: nothing
+//! depends on it, it is not synced, and a damaged one is reported and ignored.
 
 use std::collections::HashSet;
 use std::io;
@@ -19,17 +19,17 @@ use crate::names::{TOUCHED, TOUCHED_NEW};
 use crate::records::table;
 use crate::store::Store;
 
-/// The runs of frames, in the order in which they were touched.
+/// Tag of the record: runs of frames, in the order in which they were touched.
 const TAG_TOUCHED: u16 = 0x8040;
-/// Most of them: 1 MiB.
+/// Maximum number of runs: 1 MiB.
 const MAX_TOUCHED: usize = 1 << 16;
-/// A run of frames: the first, and how many.
+/// A run of frames: the first frame, and the number of frames.
 type RawRun = [U64; 2];
-/// Of the longest file.
+/// Maximum length of the file, in bytes.
 const MOST: usize =
     HEADER_LEN + RECORD_HEAD_LEN + size_of::<U64>() + MAX_TOUCHED * size_of::<RawRun>();
 
-/// Whose frames they are, and where they can be noted.
+/// The guest whose frames they are, and the place where they can be noted.
 #[derive(Debug)]
 pub(crate) struct Touched {
     /// A handle of its own, which has no lock.
@@ -37,12 +37,13 @@ pub(crate) struct Touched {
     vm_id: VmId,
     epoch: u64,
     layout: u32,
-    /// As they were noted before.
+    /// Runs that an earlier restore has noted.
     first: Vec<FrameRun>,
 }
 
 impl Touched {
-    /// What was noted in `store` for a guest of this memory; nothing if it cannot be used.
+    /// Returns what is noted in `store` for a guest with this memory; nothing if that cannot be
+    /// used.
     pub(crate) fn open(
         store: &Store,
         vm_id: VmId,
@@ -65,14 +66,14 @@ impl Touched {
         Ok(Self { backend, vm_id, epoch, layout: layout.hash(), first })
     }
 
-    /// As they were noted before.
+    /// Returns the runs that an earlier restore has noted.
     pub(crate) fn first(&self) -> &[FrameRun] {
         &self.first
     }
 
-    /// Notes `touched` for the next time, behind what was noted: that came first this time, too, so
-    /// who waited did so for what follows. In a directory that cannot be written to, nothing is
-    /// noted.
+    /// Notes `touched` for the next restore, behind the runs that were noted before. Those came
+    /// first in this restore, too, so the guest waited for the runs that follow. Notes nothing in a
+    /// directory that cannot be written to.
     pub(crate) fn note(&self, touched: &[FrameRun]) {
         if touched.is_empty() {
             return;
@@ -105,21 +106,21 @@ impl Touched {
         Header::new(MAGIC_TOUCHED, self.vm_id, self.epoch, self.layout).write_to(&mut bytes)?;
         bytes.extend_from_slice(&head.to_bytes());
         bytes.extend_from_slice(&payload);
-        // A name of its own: several guests may be restored at once.
+        // The name is unique: several guests may be restored at once.
         let new = format!("{TOUCHED_NEW}{}", uuid::Uuid::new_v4());
         let written = self.backend.create(&new).and_then(|file| {
             file.write_all_at(&bytes, 0)?;
             self.backend.rename(&new, TOUCHED)
         });
         if written.is_err() {
-            // There may be none.
+            // The file may not exist.
             let _ = self.backend.remove(&new);
         }
         written
     }
 }
 
-/// Why there is nothing to go by.
+/// Reason why no working set can be used.
 enum Unusable {
     Io(io::Error),
     Damaged(Damage),
@@ -137,13 +138,13 @@ impl From<FormatError> for Unusable {
     }
 }
 
-/// Nothing if nothing was noted.
+/// Reads the working set; empty if none was noted.
 fn read(backend: &dyn Backend, vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, Unusable> {
     let file = match backend.open(TOUCHED) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other.map_err(Unusable::Io)?,
     };
-    // One byte more than the longest has: what is longer is none.
+    // Reads one byte more than the maximum: a longer file is no working set.
     let len = file.len().map_err(Unusable::Io)?.min(MOST as u64 + 1);
     let mut bytes = vec![0; len as usize];
     file.read_exact_at(&mut bytes, 0).map_err(Unusable::Io)?;
@@ -262,7 +263,7 @@ mod tests {
             let mut bent = sound.clone();
             bent[at] ^= 1 << (at % 8);
             std::fs::write(place.file(), bent).unwrap();
-            // The number of the epoch, too, is in a checksum.
+            // A checksum also covers the number of the epoch.
             assert!(place.open().first().is_empty(), "byte {at}");
             std::fs::write(place.file(), &sound[..at]).unwrap();
             assert!(place.open().first().is_empty(), "cut to {at}");
@@ -285,7 +286,7 @@ mod tests {
             place.open().write(&[run(1, 1), beyond]).unwrap();
             assert!(place.open().first().is_empty(), "{beyond:?}");
         }
-        // The next note is as if there had been nothing.
+        // The next note works as if nothing had been noted.
         place.open().note(&[run(4, 1)]);
         assert_eq!(place.open().first(), [run(4, 1)]);
     }

@@ -1,8 +1,9 @@
-//! One epoch in one file, packed: to be kept, or sent elsewhere, and restored without a store.
+//! Archives: one compressed epoch in one file, to be kept or sent elsewhere, and restored without a
+//! store.
 //!
-//! Its state stands in front of its memory, so a guest is built before the first frame is read;
-//! memory, and drives after it, come in records of at most 2 MiB, which several threads pack and
-//! unpack, so neither direction ever has more than a few of them.
+//! The state comes before the memory, so a guest is built before the first frame is read. Memory,
+//! and then drives, come in records of at most 2 MiB. Several threads pack and unpack these, so
+//! neither direction ever has more than a few of them in memory.
 
 mod pack;
 mod records;
@@ -48,24 +49,24 @@ pub struct Archive {
     path: PathBuf,
     info: EpochInfo,
     machine: Machine,
-    /// The state of that machine.
+    /// State of that machine.
     sections: Vec<Section>,
-    /// Where its memory begins.
+    /// Position at which its memory begins.
     contents: Place,
 }
 
 impl Archive {
-    /// Opens the file at `path` and looks through it from end to end: a file that was cut is
-    /// refused here. The guest's state is read and checked, its memory is not. Costs a read for
-    /// each 2 MiB of memory, and as much memory as the state takes, 64 MiB at most.
+    /// Opens the file at `path` and reads through it from end to end, so a truncated file is
+    /// refused here. Reads and checks the guest's state, but not its memory. Costs a read for each
+    /// 2 MiB of memory, and as much memory as the state takes, at most 64 MiB.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let io = |cause| StoreError::Io { what: "opening", path: path.to_owned(), cause };
         let file = File::open(path).map_err(io)?;
         Self::with_file(Box::new(file), path)
     }
 
-    /// As [`open`](Self::open), of a file that is something else than a file. `path` is for
-    /// messages.
+    /// Opens an archive like [`open`](Self::open), from something other than a file system's file.
+    /// `path` is for messages.
     pub fn with_file(file: Box<dyn StoreFile>, path: &Path) -> Result<Self, StoreError> {
         let begin = Place { at: 0, records: 0, digest: Digest(0) };
         let (header, begin) = Walk::new(&*file, path, begin)?.header()?;
@@ -120,24 +121,24 @@ impl Archive {
         Ok(Self { path: path.to_owned(), info, machine, sections, contents, file })
     }
 
-    /// Which epoch it is: `frames` are all of its memory, and of its drives, that are not zeros,
-    /// `bytes` is the file's length.
+    /// Returns the description of the epoch: `frames` is the number of frames of its memory and
+    /// drives that are not zeros, `bytes` is the file's length.
     pub fn info(&self) -> &EpochInfo {
         &self.info
     }
 
-    /// The configuration of its guest.
+    /// Returns the configuration of the guest.
     pub fn config(&self) -> &[u8] {
         &self.machine.config
     }
 
-    /// Where it is.
+    /// Returns the path of the archive.
     pub fn location(&self) -> &Path {
         &self.path
     }
 
-    /// Reads and unpacks all of it, and compares all that can be compared: what this finds sound
-    /// restores.
+    /// Reads and unpacks all of the archive, and checks everything that can be checked. An archive
+    /// that this finds sound can be restored.
     pub fn verify(&self) -> Result<VerifyReport, StoreError> {
         self.read(&Nowhere, 0)?;
         let EpochInfo { frames, bytes, .. } = self.info;
@@ -145,19 +146,19 @@ impl Archive {
         Ok(VerifyReport { epochs: 1, latest, frames, read_bytes: bytes, ..VerifyReport::default() })
     }
 
-    /// What its machine is built from.
+    /// Returns what the epoch's machine is built from.
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
 
-    /// The state of its machine.
+    /// Returns the state of the epoch's machine.
     pub fn sections(&self) -> &[Section] {
         &self.sections
     }
 
-    /// Unpacks all frames of this object and those after it, on several threads, and hands them to
-    /// `sink` once they are checked; of the others their records are. The first error, as far as
-    /// that can be said of several threads, ends it.
+    /// Unpacks all frames of object `from` and of those after it, on several threads, and passes
+    /// them to `sink` after checking them. For earlier objects, only the records are checked. Ends
+    /// with the first error, as far as several threads have a first one.
     pub fn read<S: Sink>(&self, sink: &S, from: u16) -> Result<(), S::Error> {
         let walk = Walk::new(&*self.file, &self.path, self.contents)?;
         let state = Mutex::new(Reading {
@@ -194,7 +195,7 @@ impl Archive {
 }
 
 impl Walk<'_> {
-    /// The header, and where records begin.
+    /// Returns the header, and the position at which records begin.
     fn header(&self) -> Result<(Header, Place), StoreError> {
         let mut bytes = [0; HEADER_LEN];
         self.read(0, &mut bytes)?;
@@ -203,7 +204,7 @@ impl Walk<'_> {
         Ok((header, Place { at: HEADER_LEN as u64, records: 0, digest }))
     }
 
-    /// The payload of the next record, which must be of `tag`.
+    /// Returns the payload of the next record, which must be of `tag`.
     fn expect(&mut self, tag: u16) -> Result<Vec<u8>, StoreError> {
         let mut payload = Vec::new();
         let (head, _) = self.head(&mut payload)?;
@@ -215,7 +216,7 @@ impl Walk<'_> {
     }
 }
 
-/// The records that come first.
+/// Reads the records before the state sections.
 fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, Machine), StoreError> {
     let front = Front::decode(&walk.expect(TAG_EPOCH)?).map_err(|e| walk.damaged(e))?;
     let fields = [
@@ -241,20 +242,20 @@ fn section(head: &RecordHead, bytes: Vec<u8>) -> Section {
     Section { tag: SectionTag(head.tag), instance, must_understand, bytes }
 }
 
-/// What threads that unpack share: who has it reads the next record.
+/// State that the unpacking threads share: the thread that locks it reads the next record.
 struct Reading<'a, E> {
     walk: Walk<'a>,
     archive: &'a Archive,
-    /// The last run of the last record.
+    /// Last run of the last record.
     before: Option<FrameRun>,
     frames: u64,
     pieces: u64,
     over: bool,
-    /// The first that is known, and of which piece.
+    /// First error, and the number of its piece.
     failed: Option<(u64, E)>,
 }
 
-/// Reads the next record, and returns its number; none at the end, or after an error.
+/// Reads the next record, and returns its number; `None` at the end, or after an error.
 fn next_piece<E: From<StoreError>>(
     shared: &Mutex<Reading<'_, E>>,
     piece: &mut Piece,
@@ -285,8 +286,8 @@ impl<E> Reading<'_, E> {
         }
     }
 
-    /// Replaces `piece` with what comes next; `false` at the end, once all has been found to add
-    /// up.
+    /// Replaces `piece` with the next record. Returns `false` at the end, after the totals have
+    /// been checked.
     fn next(&mut self, piece: &mut Piece) -> Result<bool, StoreError> {
         let walk = &mut self.walk;
         let (head, end) = walk.head(&mut piece.payload)?;
@@ -305,23 +306,23 @@ impl<E> Reading<'_, E> {
         piece.object = head.instance;
         let objects = self.archive.objects();
         let frames = piece.frames(objects, &mut self.before).map_err(|e| walk.damaged(e))?;
-        // No overflow: they ascend.
+        // No overflow: the frames ascend.
         self.frames += frames as u64;
         self.pieces += 1;
         Ok(true)
     }
 }
 
-/// A record of contents, and room for what is in it.
+/// A record of contents, and buffers for what is in it.
 #[derive(Default)]
 struct Piece {
-    /// Where in the file it begins.
+    /// Offset of the record in the file, in bytes.
     at: u64,
-    /// What it has frames of.
+    /// Object whose frames the record has.
     object: u16,
     payload: Vec<u8>,
     runs: Vec<FrameRun>,
-    /// Frames before their checksums, of `payload`.
+    /// Number of frames before this record's.
     contents: Vec<u8>,
     unpacker: Option<zstd::bulk::Decompressor<'static>>,
 }
@@ -336,11 +337,12 @@ impl Piece {
         Ok(decode_contents(payload, *object, objects, before, runs)?.frames)
     }
 
-    /// Unpacks, checks and hands out. What does not fit into its frames is never unpacked.
+    /// Unpacks, checks and passes on the frames. Contents that exceed the frames' size are never
+    /// unpacked.
     fn unpack<S: Sink>(&mut self, archive: &Archive, sink: &S) -> Result<(), S::Error> {
         let Self { at, object, payload, runs, contents, unpacker } = self;
         let at = *at;
-        // It was in order when it was read.
+        // The order was checked when the record was read.
         let decoded = decode_contents(payload, *object, archive.objects(), &mut None, runs);
         let Contents { frames, crcs, packed } = decoded.map_err(|e| archive.damaged(at, e))?;
         contents.resize(MAX_CONTENTS, 0);
@@ -378,7 +380,7 @@ impl Piece {
     }
 }
 
-/// Who only looks.
+/// A sink for a reader that only checks.
 struct Nowhere;
 
 impl Sink for Nowhere {

@@ -1,4 +1,4 @@
-//! Writing an archive: frames are read and packed on several threads, and written in their order.
+//! Writes an archive: several threads read and compress frames, which are written in order.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -27,15 +27,15 @@ use crate::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, encode_la
 use crate::store::Store;
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// zstd's own default: nobody waits for an archive as for a migration.
+/// Compression level: zstd's default, since an archive is less urgent than a migration.
 const LEVEL: i32 = 3;
 
 impl Store {
-    /// Writes `epoch`, or the latest, to `file`, an empty one, as an archive: all of its state, and
-    /// its memory packed by up to eight threads, each with some 10 MiB, and then its drives
-    /// likewise. `restore_archive` of `driftline-checkpoint` makes a guest of it. `path` is for
-    /// messages. All that is read is checked; after an error the file is of no use. Durable when it
-    /// returns.
+    /// Writes `epoch`, or the latest, to `file`, which must be empty, as an archive: all of its
+    /// state, then its memory, and then its drives. Up to eight threads compress memory and drives,
+    /// each with some 10 MiB of buffers. `restore_archive` of `driftline-checkpoint` restores a
+    /// guest from it. `path` is for messages. Everything that is read is checked. The file is
+    /// durable when this returns; after an error it is of no use.
     pub fn export_archive(
         &self,
         epoch: Option<u64>,
@@ -48,7 +48,7 @@ impl Store {
         let sections = pinned.read_map(&mut map)?.sections;
         let group = &pinned.log.groups[pinned.index];
         let (info, front) = (group.info, group.front);
-        // It builds on nothing any more, whatever it did in the store.
+        // In the archive, the epoch builds on nothing, even if it did in the store.
         let front = Front { rebased: front.parent.is_some(), ..front };
         let frames: Vec<(Gfn, Cell)> = map.all().collect();
         drop(map);
@@ -74,7 +74,7 @@ impl Store {
     }
 }
 
-/// The file, as far as it is written.
+/// The part of the file that is written.
 struct Out<'f> {
     file: &'f File,
     digest: Digest,
@@ -99,7 +99,7 @@ impl Out<'_> {
             tag,
             must_understand,
             instance,
-            // All are bounded far below.
+            // All payloads have limits far below 4 GiB.
             length: payload.len() as u32,
             payload_crc: crc32c::crc32c(payload),
             sequence: self.records,
@@ -142,16 +142,16 @@ impl Out<'_> {
     }
 }
 
-/// What is written, and whose turn it is.
+/// The output, and the number of the piece that is written next.
 struct Turn<'f> {
     out: Out<'f>,
     next: usize,
     failed: Option<StoreError>,
-    /// A thread has panicked, so its turn does not end.
+    /// Whether a thread has panicked, so that its turn does not end.
     panicked: bool,
 }
 
-/// Dropped by a thread that panics, it ends the others' wait for their turns.
+/// Ends the wait of the other threads for their turns when a thread that panics drops it.
 struct EndOfTurns<'t, 'f> {
     turn: &'t Mutex<Turn<'f>>,
     is_next: &'t Condvar,
@@ -179,7 +179,7 @@ fn pack<'f>(
     let taken = AtomicUsize::new(0);
     let turn = Mutex::new(Turn { out, next: 0, failed: None, panicked: false });
     let is_next = Condvar::new();
-    // Passes on the panic of a thread.
+    // A thread's panic is passed on.
     side_by_side("pack", frames.len() as u64, || {
         let _end = EndOfTurns { turn: &turn, is_next: &is_next };
         let mut packer = Packer::default();
@@ -187,8 +187,8 @@ fn pack<'f>(
             let at = taken.fetch_add(1, Ordering::Relaxed);
             let Some(piece) = pieces.get(at) else { return };
             let packed = packer.pack(pages, epoch, piece, path);
-            // The thread that took the one before is at work on it, so this turn comes, unless that
-            // panics.
+            // The thread that took the previous piece is working on it, so this turn comes unless
+            // that thread panics.
             let others = |turn: &mut Turn| turn.next != at && !turn.panicked;
             let turn = is_next.wait_while(lock(&turn), others);
             let mut turn = turn.unwrap_or_else(PoisonError::into_inner);
@@ -213,7 +213,7 @@ fn pack<'f>(
     turn.failed.map_or(Ok(turn.out), Err)
 }
 
-/// What a thread packs with.
+/// Buffers with which a thread compresses.
 #[derive(Default)]
 struct Packer {
     contents: Vec<u8>,
@@ -223,7 +223,7 @@ struct Packer {
 }
 
 impl Packer {
-    /// Makes `payload` the one of `piece`.
+    /// Sets `payload` to the payload for `piece`.
     fn pack(
         &mut self,
         pages: &PageReader,

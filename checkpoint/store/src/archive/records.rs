@@ -1,4 +1,5 @@
-//! The payloads of an archive's own records, and the bounds of all of them. Bytes: FORMAT.md.
+//! The payloads of an archive's own records, and the limits of all of its records. `FORMAT.md`
+//! specifies the bytes.
 
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_format::{RECORD_HEAD_LEN, RecordHead};
@@ -18,15 +19,16 @@ pub(super) const TAG_CONTENTS: u16 = 0x8020;
 /// The end of an archive.
 pub(super) const TAG_END: u16 = 0x80fe;
 
-/// Most frames in a record of contents: 2 MiB, which is packed and unpacked at once.
+/// Maximum number of frames in a record of contents: 2 MiB, which is packed and unpacked at once.
 pub(super) const MAX_FRAMES: usize = 512;
-/// Bytes of so many.
+/// Length of the contents of that many frames, in bytes.
 pub(super) const MAX_CONTENTS: usize = MAX_FRAMES * PAGE_SIZE as usize;
-/// Most bytes that they are packed into: zstd makes what it cannot pack larger by a 256th.
+/// Maximum length of the packed contents, in bytes: zstd makes incompressible data larger by a
+/// 256th.
 const MAX_PACKED: usize = MAX_CONTENTS + MAX_CONTENTS / 128;
 const END_LEN: usize = size_of::<RawEnd>();
 
-/// A run of frames: the first, and how many.
+/// A run of frames: the first frame, and the number of frames.
 type RawRun = [U64; 2];
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -38,7 +40,7 @@ struct RawEnd {
     digest: U32,
 }
 
-/// The most bytes that a record of `tag` may have.
+/// Returns the maximum length of a record of `tag`, in bytes.
 fn limit(tag: u16) -> u32 {
     match tag {
         TAG_CONTENTS => {
@@ -49,12 +51,12 @@ fn limit(tag: u16) -> u32 {
     }
 }
 
-/// Whether a record is one of an archive's own that this program knows.
+/// Returns whether `tag` is one of an archive's own that this program knows.
 pub(super) fn is_known(tag: u16) -> bool {
     matches!(tag, TAG_EPOCH | TAG_LAYOUT | TAG_DRIVES | TAG_CONTENTS | TAG_END)
 }
 
-/// Reads a record's head; its length is one that a record of its tag may have.
+/// Reads a record's head, and checks its length against the limit of its tag.
 pub(super) fn decode_head(
     bytes: &[u8; RECORD_HEAD_LEN],
     sequence: u32,
@@ -65,7 +67,7 @@ pub(super) fn decode_head(
         return Err(Damage::Mismatch { what, found: 1, expected: 0 });
     }
     if is_known(head.tag) || head.tag == section_tags::CONFIG.0 {
-        // Those of contents are objects; which there are, is known later.
+        // The instance of a record of contents is its object, which is checked later.
         if head.instance != 0 && head.tag != TAG_CONTENTS {
             let (what, found) = ("the instance of a record that has none", head.instance.into());
             return Err(Damage::Mismatch { what, found, expected: 0 });
@@ -75,15 +77,15 @@ pub(super) fn decode_head(
             return Err(Damage::Mismatch { what, found: 0, expected: 1 });
         }
     }
-    // What is passed over is not read.
+    // Records that are skipped are not read.
     if head.tag >= TAG_STORE && !is_known(head.tag) && !head.must_understand {
         return Ok(head);
     }
     Ok(head.bounded(limit(head.tag))?)
 }
 
-/// Replaces `payload` with frames of one object, ascending by number, at most [`MAX_FRAMES`]: where
-/// they are, the checksums of their contents, and those, `packed`.
+/// Replaces `payload` with frames of one object, ascending by number, at most [`MAX_FRAMES`]: their
+/// places, the checksums of their contents, and the `packed` contents.
 pub(super) fn encode_contents(
     runs: &[FrameRun],
     crcs: impl Iterator<Item = u32>,
@@ -100,17 +102,17 @@ pub(super) fn encode_contents(
     payload.extend_from_slice(packed);
 }
 
-/// What a record of contents has.
+/// The content of a record of contents.
 pub(super) struct Contents<'p> {
-    /// At most [`MAX_FRAMES`].
+    /// Number of frames, at most [`MAX_FRAMES`].
     pub(super) frames: usize,
-    /// Four bytes for each of them.
+    /// Checksums, four bytes for each frame.
     pub(super) crcs: &'p [u8],
-    /// Contents of all of them.
+    /// Compressed contents of all frames.
     pub(super) packed: &'p [u8],
 }
 
-/// Takes apart the payload of a record of contents of `object`; `runs` are replaced with its own.
+/// Decodes the payload of a record of contents of `object`, and replaces `runs` with its runs.
 /// `before` is the last run of the record before.
 pub(super) fn decode_contents<'p>(
     payload: &'p [u8],
@@ -127,7 +129,7 @@ pub(super) fn decode_contents<'p>(
     let (mut frames, most) = (0_u64, MAX_FRAMES as u64);
     for [start, count] in raw {
         let run = objects.run(object, start.get(), count.get())?;
-        // So that a frame is there once, whoever unpacks which record first.
+        // This ensures that a frame is there once, in whatever order threads unpack the records.
         if let Some(before) = before.filter(|before| before.end() > run.start) {
             return Err(Damage::Order { run, before });
         }
@@ -146,15 +148,15 @@ pub(super) fn decode_contents<'p>(
     Ok(Contents { frames, crcs, packed })
 }
 
-/// How an archive ends: what all of it must have been.
+/// The end of an archive: totals that the archive must match.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct End {
     pub(super) epoch: u64,
-    /// With contents.
+    /// Number of frames with contents.
     pub(super) frames: u64,
-    /// This one included.
+    /// Number of records, including this one.
     pub(super) records: u32,
-    /// Over the header and the heads of all records before.
+    /// Digest of the header and the heads of all records before this one.
     pub(super) digest: Digest,
 }
 
@@ -169,7 +171,7 @@ impl End {
         raw.as_bytes().to_vec()
     }
 
-    /// Refuses an epoch that no store has.
+    /// Decodes an end. Fails if its epoch's number is higher than a store's can be.
     pub(super) fn decode(payload: &[u8]) -> Result<Self, Damage> {
         let raw = RawEnd::read_from_bytes(payload)
             .map_err(|_| wrong_size("the length of an archive's end", payload.len(), END_LEN))?;

@@ -1,5 +1,5 @@
-//! For tests: makes checksums and counts of a damaged archive right again, so that the checks
-//! behind them are reached.
+//! Test support: corrects checksums and counts of a damaged archive, so that tests reach the checks
+//! behind them.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
@@ -7,8 +7,8 @@ use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
 use crate::archive::records::{MAX_FRAMES, TAG_CONTENTS, TAG_END};
 use crate::reseal::{put, reseal_header, reseal_record, word};
 
-/// Makes the checksums of frames right that a record of contents has, if it can be unpacked, and
-/// returns how many there are.
+/// Corrects the checksums of frames in a record of contents, if it can be unpacked. Returns the
+/// number of frames.
 fn reseal_contents(payload: &mut [u8]) -> u64 {
     let runs = word(payload, 0).min(MAX_FRAMES as u64) as usize;
     let frames = (0..runs).fold(0, |sum: u64, i| sum.saturating_add(word(payload, 16 + i * 16)));
@@ -23,9 +23,9 @@ fn reseal_contents(payload: &mut [u8]) -> u64 {
     frames
 }
 
-/// Walks over `bytes` as if they were an archive and repairs every checksum, sequence number,
-/// record length that reaches past the end, and the totals at the end. Whatever else is wrong stays
-/// so.
+/// Walks over `bytes` as if they were an archive and corrects every checksum, sequence number,
+/// record length that reaches past the end, and the totals at the end. Leaves all other errors as
+/// they are.
 pub fn reseal_archive(bytes: &mut [u8]) {
     let Some(mut digest) = reseal_header(bytes) else { return };
     let (mut at, mut sequence, mut frames) = (HEADER_LEN, 0_u32, 0_u64);

@@ -1,24 +1,25 @@
-//! Threads that pack or unpack, and what they share.
+//! Threads that pack or unpack, and the lock of their shared state.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use crate::archive::records::MAX_FRAMES;
 
-/// Most threads that pack or unpack.
+/// Maximum number of threads that pack or unpack.
 const THREADS: usize = 8;
 
 pub(crate) fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `work` on as many threads as there are processors, and as so many frames are worth.
+/// Runs `work` on as many threads as there are processors, but no more than this number of frames
+/// needs.
 pub(crate) fn side_by_side(name: &str, frames: u64, work: impl Fn() + Sync) {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let pieces = usize::try_from(frames.div_ceil(MAX_FRAMES as u64)).unwrap_or(usize::MAX);
     thread::scope(|scope| {
         for _ in 1..cores.min(THREADS).min(pieces) {
-            // Where no thread can be had, those that are there do all of it.
+            // If no thread can be started, the existing ones do all of the work.
             if thread::Builder::new().name(name.into()).spawn_scoped(scope, &work).is_err() {
                 break;
             }

@@ -1,5 +1,5 @@
-//! An archive's records, one after the other. The file is hostile: every length is bounded before
-//! it is believed.
+//! Reads an archive's records, one after the other. The file is untrusted: each length is checked
+//! against a limit before it is used.
 
 use std::io;
 use std::path::Path;
@@ -11,23 +11,23 @@ use crate::backend::StoreFile;
 use crate::error::{Damage, StoreError};
 use crate::records::{Digest, TAG_STORE};
 
-/// Where a record begins, and what came before it.
+/// Position at which a record begins, and what comes before it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) at: u64,
-    /// Records before it.
+    /// Number of records before it.
     pub(super) records: u32,
     pub(super) digest: Digest,
 }
 
-/// The way through a file, up to the end of the head that was read last.
+/// A walk through a file, up to the end of the head that was read last.
 pub(super) struct Walk<'f> {
     file: &'f dyn StoreFile,
     path: &'f Path,
     len: u64,
-    /// Of the record that comes next.
+    /// Position of the next record.
     next: Place,
-    /// The byte at which the record read last begins.
+    /// Offset of the record that was read last, in bytes.
     record_at: u64,
 }
 
@@ -41,17 +41,17 @@ impl<'f> Walk<'f> {
         Ok(Self { file, path, len, next, record_at: next.at })
     }
 
-    /// Where the record that comes next begins.
+    /// Returns the position of the next record.
     pub(super) fn next(&self) -> Place {
         self.next
     }
 
-    /// The byte at which the record read last begins.
+    /// Returns the offset of the record that was read last, in bytes.
     pub(super) fn record_at(&self) -> u64 {
         self.record_at
     }
 
-    /// A damage of the record read last.
+    /// Returns an error for damage of the record that was read last.
     pub(super) fn damaged(&self, damage: impl Into<Damage>) -> StoreError {
         let (file, damage) = (self.path.to_owned(), damage.into());
         StoreError::Damaged { file, offset: self.record_at, damage }
@@ -62,7 +62,7 @@ impl<'f> Walk<'f> {
             return Err(self.ends_early(at, bytes.len() as u64));
         }
         self.file.read_exact_at(bytes, at).map_err(|e| match e.kind() {
-            // Somebody cuts it while it is read.
+            // Another process truncates the file while it is read.
             io::ErrorKind::UnexpectedEof => self.ends_early(at, bytes.len() as u64),
             _ => reading(self.path, e),
         })
@@ -73,8 +73,9 @@ impl<'f> Walk<'f> {
         StoreError::Damaged { file: self.path.to_owned(), offset: at, damage }
     }
 
-    /// The head of the next record that this program knows, or must; the file has all of its
-    /// payload. At the end, which is compared with what came before it, what it says.
+    /// Returns the head of the next record that this program knows, or must know; the file has all
+    /// of its payload. At the end of the archive, returns the decoded end as well, after checking
+    /// it against the records before it.
     pub(super) fn head(
         &mut self,
         payload: &mut Vec<u8>,
@@ -101,7 +102,7 @@ impl<'f> Walk<'f> {
                 self.check_end(&end, before)?;
                 return Ok((head, Some(end)));
             }
-            // One of a later version, whose writer says that it may be passed over.
+            // A record of a later version, which its writer allows readers to skip, is skipped.
             if head.tag < TAG_STORE || is_known(head.tag) || head.must_understand {
                 return Ok((head, None));
             }
@@ -122,8 +123,8 @@ impl<'f> Walk<'f> {
         }
     }
 
-    /// The payload of the record whose head was read last, checked. It takes as much memory as its
-    /// head was allowed to say.
+    /// Reads the payload of the record whose head was read last, and checks it. Takes as much
+    /// memory as the limit of the head allows.
     pub(super) fn payload(
         &self,
         head: &RecordHead,

@@ -1,4 +1,4 @@
-//! A disk in memory that forgets what was not synced, and fails on request.
+//! A disk in memory that loses what was not synced, and fails on request.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,16 +12,16 @@ use driftline_guest::testing::mix;
 use crate::backend::{Backend, LockError, RangeLock, StoreFile};
 use crate::testing::inode::Inode;
 
-/// What survives a crash of what was not synced. What was synced always does.
+/// What a crash leaves of the changes that were not synced. Synced changes always survive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Survives {
     /// Nothing.
     Nothing,
-    /// Everything: all of it had got to the disk by itself.
+    /// Everything: all of it had reached the disk before the crash.
     Everything,
-    /// Each sector or not, and each change of a name or not, as this seed decides.
+    /// Each sector and each change of a name survives or not, as this seed decides.
     Torn(u64),
-    /// So many sectors that were written first, file by file, and all changes of names.
+    /// This number of the sectors that were written first, file by file, and all changes of names.
     First(u64),
 }
 
@@ -36,7 +36,7 @@ pub enum DiskOp {
     Sync,
     /// `Backend::rename`
     Rename,
-    /// `Backend::rename`, which says so although it has done it
+    /// `Backend::rename`, which fails although it has taken effect
     Renamed,
     /// `Backend::link`
     Link,
@@ -71,19 +71,19 @@ struct Disk {
     stopped: bool,
     faults: Vec<Fault>,
     bad: Vec<Bad>,
-    /// Reads that a bad range has failed.
+    /// Number of reads that a bad range has failed.
     bad_reads: u64,
-    /// Files opened so far.
+    /// Number of files opened so far.
     opened: u64,
-    /// Syncs of all files wait until this is over.
+    /// Whether syncs of all files wait.
     held: bool,
-    /// So do those of this one.
+    /// Name of the file whose syncs wait.
     held_file: Option<String>,
-    /// How long each takes.
+    /// Duration of each sync.
     sync_takes: Duration,
-    /// How long each write takes.
+    /// Duration of each write.
     write_takes: Duration,
-    /// Nobody has the store's lock any more.
+    /// Whether the store's lock was taken away.
     lock_is_gone: bool,
 }
 
@@ -97,9 +97,9 @@ enum NameOp {
 #[derive(Clone, Copy, Debug)]
 struct Fault {
     op: DiskOp,
-    /// `None`: the thread panics, once.
+    /// Error number; `None`: the thread panics, once.
     errno: Option<i32>,
-    /// Calls that still succeed.
+    /// Number of calls that still succeed.
     after: u32,
 }
 
@@ -108,7 +108,7 @@ struct Fault {
 struct Bad {
     inode: usize,
     range: Range<u64>,
-    /// Reads of any of it that still succeed.
+    /// Number of reads of any of them that still succeed.
     after: u32,
 }
 
@@ -168,7 +168,7 @@ impl Disk {
         }
     }
 
-    /// Counts a sync and fails from the one on at which the disk stops.
+    /// Counts a sync, and fails from the sync on at which the disk stops.
     fn sync(&mut self) -> io::Result<()> {
         self.stopped |= self.stop_at == Some(self.syncs);
         self.syncs += 1;
@@ -196,28 +196,28 @@ impl MemoryDisk {
         self.disk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The sync number `n` (of files and directory, counted together from 0) and every operation
-    /// after it fail, and none of them has an effect that a crash would keep.
+    /// Stops the disk at sync number `n` (of files and directory, counted together from 0). This
+    /// sync and every later operation fail, and have no effect that a crash would keep.
     pub fn stop_at_sync(&self, n: u64) {
         self.lock().stop_at = Some(n);
     }
 
-    /// Syncs so far: the number of the next one.
+    /// Returns the number of syncs so far, which is the number of the next one.
     pub fn syncs(&self) -> u64 {
         self.lock().syncs
     }
 
-    /// Whether the disk has stopped.
+    /// Returns whether the disk has stopped.
     pub fn is_stopped(&self) -> bool {
         self.lock().stopped
     }
 
-    /// After `after` more successes `op` fails with `errno`, until [`heal`](Self::heal).
+    /// Makes `op` fail with `errno` after `after` more successes, until [`heal`](Self::heal).
     pub fn fail(&self, op: DiskOp, errno: i32, after: u32) {
         self.set_fault(Fault { op, errno: Some(errno), after });
     }
 
-    /// After `after` more successes the thread that does `op` panics, once.
+    /// Makes the thread that does `op` panic, once, after `after` more successes.
     pub fn panic_at(&self, op: DiskOp, after: u32) {
         self.set_fault(Fault { op, errno: None, after });
     }
@@ -228,8 +228,8 @@ impl MemoryDisk {
         disk.faults.push(fault);
     }
 
-    /// After `after` more reads of any of these bytes of a file, reads of them fail with EIO,
-    /// until [`heal`](Self::heal).
+    /// Makes reads of any of these bytes of a file fail with EIO, after `after` more successful
+    /// ones, until [`heal`](Self::heal).
     pub fn fail_reads(&self, name: &str, range: Range<u64>, after: u32) -> io::Result<()> {
         let mut disk = self.lock();
         let inode = disk.find(name)?;
@@ -237,39 +237,39 @@ impl MemoryDisk {
         Ok(())
     }
 
-    /// How many reads [`fail_reads`](Self::fail_reads) has failed.
+    /// Returns the number of reads that [`fail_reads`](Self::fail_reads) has failed.
     pub fn failed_reads(&self) -> u64 {
         self.lock().bad_reads
     }
 
-    /// Syncs of files wait, until it is called with `false`.
+    /// Makes syncs of files wait, until this is called with `false`.
     pub fn hold_syncs(&self, held: bool) {
         let mut disk = self.lock();
         (disk.held, disk.held_file) = (held, None);
     }
 
-    /// Syncs of the file of this name wait, until [`hold_syncs`](Self::hold_syncs) is called with
-    /// `false`.
+    /// Makes syncs of the file with this name wait, until [`hold_syncs`](Self::hold_syncs) is
+    /// called with `false`.
     pub fn hold_syncs_of(&self, name: &str) {
         self.lock().held_file = Some(name.to_owned());
     }
 
-    /// Each sync of a file takes so long.
+    /// Sets the duration of each sync of a file.
     pub fn slow_syncs(&self, each: Duration) {
         self.lock().sync_takes = each;
     }
 
-    /// Each write to a file takes so long.
+    /// Sets the duration of each write to a file.
     pub fn slow_writes(&self, each: Duration) {
         self.lock().write_takes = each;
     }
 
-    /// Whoever has locked it has lost that, until somebody locks it again.
+    /// Takes the store's lock from its holder; it can be locked again.
     pub fn take_lock_away(&self) {
         self.lock().lock_is_gone = true;
     }
 
-    /// Nothing fails any more.
+    /// Ends all failures.
     pub fn heal(&self) {
         let mut disk = self.lock();
         disk.faults.clear();
@@ -277,7 +277,7 @@ impl MemoryDisk {
         (disk.stop_at, disk.stopped) = (None, false);
     }
 
-    /// Another disk, with what would be found on this one after a crash now.
+    /// Returns another disk, with what would be found on this one after a crash now.
     pub fn crash(&self, survives: Survives) -> Self {
         let disk = self.lock();
         let mut coin = match survives {
@@ -314,7 +314,8 @@ impl MemoryDisk {
         Self { disk: Arc::new(Mutex::new(after)), location: self.location.clone() }
     }
 
-    /// Another disk, as this one is now: a crash of it may lose what one of this may.
+    /// Returns another disk in the state of this one: a crash of it may lose what a crash of this
+    /// one may.
     pub fn copy(&self) -> Self {
         let disk = self.lock();
         let after = Disk {
@@ -328,23 +329,24 @@ impl MemoryDisk {
         Self { disk: Arc::new(Mutex::new(after)), location: self.location.clone() }
     }
 
-    /// Sectors that were written, and lengths set, since their files were last synced.
+    /// Returns the number of sectors written, and of lengths set, since their files were last
+    /// synced.
     pub fn unsynced_sectors(&self) -> u64 {
         self.lock().files.iter().map(Inode::unsynced).sum()
     }
 
-    /// All names of files.
+    /// Returns the names of all files.
     pub fn names(&self) -> Vec<String> {
         self.lock().names.keys().cloned().collect()
     }
 
-    /// A file's bytes.
+    /// Returns a file's bytes.
     pub fn contents(&self, name: &str) -> io::Result<Vec<u8>> {
         let disk = self.lock();
         Ok(disk.files[disk.find(name)?].bytes.clone())
     }
 
-    /// Replaces a file's bytes, or makes the file; durable at once.
+    /// Replaces a file's bytes, or creates the file; durable at once.
     pub fn put(&self, name: &str, bytes: Vec<u8>) {
         let mut disk = self.lock();
         let inode = disk.files.len();
@@ -451,7 +453,7 @@ impl Backend for MemoryDisk {
 struct MemoryFile {
     disk: Arc<Mutex<Disk>>,
     inode: usize,
-    /// Of all files opened.
+    /// Number of this open file among all files opened.
     number: u64,
 }
 
@@ -490,7 +492,7 @@ impl StoreFile for MemoryFile {
         Ok(())
     }
 
-    /// As ext4 does: a disk that is full leaves the file with half of what was asked for.
+    /// Allocates as ext4 does: a full disk leaves the file with half of the requested space.
     fn allocate(&self, len: u64) -> io::Result<()> {
         let mut disk = self.lock();
         let checked = disk.check(Some(DiskOp::Allocate));
@@ -516,8 +518,8 @@ impl StoreFile for MemoryFile {
         Ok(())
     }
 
-    /// About what was written before it began; when it fails that is lost. A disk that has stopped
-    /// may have it, or not.
+    /// Syncs what was written before the sync began; if it fails, that is lost. A disk that has
+    /// stopped may have it or not.
     fn sync(&self) -> io::Result<()> {
         let changed = self.changed();
         std::thread::sleep(self.lock().sync_takes);

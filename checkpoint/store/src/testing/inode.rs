@@ -1,34 +1,34 @@
-//! One file of a disk in memory: what it reads as, what is durable of it, and what was done in
+//! One file of a disk in memory: its current content, its durable content, and the changes in
 //! between.
 
 use std::ops::Range;
 
 use crate::backend::RangeLock;
 
-/// The unit in which a write may tear.
+/// Unit in which a write may tear, in bytes.
 const SECTOR: usize = 512;
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Inode {
     pub(super) bytes: Vec<u8>,
-    /// What is durable.
+    /// Durable content.
     synced: Vec<u8>,
-    /// What was done since, but for what a failed sync has lost.
+    /// Changes since then, except for those that a failed sync has lost.
     changes: Vec<Change>,
-    /// How many changes there were before those.
+    /// Number of changes before those.
     settled: u64,
     locks: Vec<Locked>,
 }
 
 #[derive(Clone, Debug)]
 enum Change {
-    /// Of so many bytes at an offset: these.
+    /// A write of these bytes at an offset.
     Write(usize, Vec<u8>),
-    /// It got this length.
+    /// A change to this length.
     Len(usize),
 }
 
-/// A lock on bytes, by the number of the open file that has it.
+/// A lock on bytes, with the number of the open file that has it.
 #[derive(Clone, Debug)]
 struct Locked {
     by: u64,
@@ -53,13 +53,13 @@ impl Inode {
         self.changes.push(Change::Len(len));
     }
 
-    /// How many changes there have been: a sync that begins now is about those.
+    /// Returns the number of changes so far: a sync that begins now covers these.
     pub(super) fn changed(&self) -> u64 {
         self.settled + self.changes.len() as u64
     }
 
-    /// The first `changed` changes are durable, or lost if their sync has failed: they stay
-    /// readable, and no later sync is about them.
+    /// Makes the first `changed` changes durable, or loses them if their sync has failed: they stay
+    /// readable, and no later sync covers them.
     pub(super) fn settle(&mut self, changed: u64, durable: bool) {
         let count = changed.saturating_sub(self.settled) as usize;
         self.settled += count as u64;
@@ -75,7 +75,8 @@ impl Inode {
         }
     }
 
-    /// What a crash leaves of it; `keep` says how many of so many do.
+    /// Returns what a crash leaves of the file; `keep` returns how many of a number of sectors
+    /// survive.
     pub(super) fn after_crash(&self, keep: &mut impl FnMut(u64) -> u64) -> Vec<u8> {
         let mut bytes = self.synced.clone();
         for change in &self.changes {
@@ -97,7 +98,7 @@ impl Inode {
         bytes
     }
 
-    /// Sectors written, and lengths set, since the last sync.
+    /// Returns the number of sectors written, and of lengths set, since the last sync.
     pub(super) fn unsynced(&self) -> u64 {
         let count = |change: &Change| match change {
             Change::Write(_, written) => written.len().div_ceil(SECTOR) as u64,
@@ -106,7 +107,7 @@ impl Inode {
         self.changes.iter().map(count).sum()
     }
 
-    /// Sets the lock of open file `by`, if no other's stands against it.
+    /// Sets the lock of open file `by`, if no other open file's lock is in conflict.
     pub(super) fn lock_range(&mut self, by: u64, range: Range<u64>, lock: RangeLock) -> bool {
         let overlaps = |l: &Locked| l.range.start < range.end && range.start < l.range.end;
         let alone = lock == RangeLock::Alone;
@@ -114,7 +115,7 @@ impl Inode {
         if lock != RangeLock::Free && self.locks.iter().any(against) {
             return false;
         }
-        // Whole ranges are all that is let go of, or set again, at once.
+        // The store only unlocks or relocks whole ranges.
         self.locks.retain(|l| l.by != by || !overlaps(l));
         if lock != RangeLock::Free {
             self.locks.push(Locked { by, range, alone });
@@ -122,7 +123,7 @@ impl Inode {
         true
     }
 
-    /// Open file `by` is closed.
+    /// Releases the locks of open file `by`, which is closed.
     pub(super) fn unlock_all(&mut self, by: u64) {
         self.locks.retain(|l| l.by != by);
     }

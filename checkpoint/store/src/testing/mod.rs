@@ -1,5 +1,5 @@
-//! A disk for a store that forgets what was not synced, and stores' files made to agree with
-//! themselves again.
+//! Test support: a disk that loses what was not synced, and functions that make a store's files
+//! consistent again.
 
 mod disk;
 mod inode;
