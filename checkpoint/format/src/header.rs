@@ -1,6 +1,6 @@
 //! The fixed header of a file or stream, byte by byte.
 //!
-//! All numbers are little-endian. The layout of the header never changes:
+//! All numbers are little-endian. Every later version can read this header:
 //!
 //! ```text
 //!  0        8     10    12        16                  24                  32

@@ -131,8 +131,9 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     /// successful sync count as lost.
     fn sync(&self) -> io::Result<()>;
 
-    /// Replaces this open file's lock on bytes `range`. Returns whether no other open file's lock
-    /// is in conflict; does not wait. Closing the file releases the lock. The bytes need not exist.
+    /// Sets this open file's lock on bytes `range`, replacing the one that it had there. Returns
+    /// `false` if another open file's lock is in conflict; does not wait. Closing the file releases
+    /// the lock. The bytes need not exist.
     fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool>;
 
     /// Returns a value that is unique to the file: a new file with the same name has another one.

@@ -158,8 +158,8 @@ impl Committer {
     ///
     /// # Errors
     ///
-    /// [`StoreError::ParentFailed`] if its parent is not the last durable epoch; the store's errors
-    /// else.
+    /// [`StoreError::ParentFailed`] if its parent is not the last durable epoch, or an error of the
+    /// store's files.
     pub fn commit(&mut self, written: Written) -> Result<Published, StoreError> {
         self.lost = false;
         let front = written.front();
@@ -352,7 +352,7 @@ impl Committer {
             return false;
         }
         let epochs: u64 = self.kept.iter().map(|k| k.sectors).sum();
-        // The worst case is a run for each frame.
+        // The worst case: a run for each frame.
         let needed = epochs * SECTOR as u64 + self.space.stored() * 20;
         if bytes / TIMES_NEEDED <= needed {
             self.rotate_from = bytes + bytes / 8;

@@ -263,7 +263,8 @@ impl<'l> Ends<'l> {
         Self { layout, end: 0 }
     }
 
-    /// Returns whether `frame` is in another slot than the frame before it, which is not above it.
+    /// Returns whether `frame` is in another slot than the frame before it, which is not above
+    /// `frame`.
     fn passed(&mut self, frame: u64) -> bool {
         if frame < self.end {
             return false;

@@ -80,8 +80,8 @@ impl Store {
 
     /// Exports like [`export_raw`](Self::export_raw), in a format that `begin` defines. `begin`
     /// receives the guest's memory slots and its state, writes everything that is not memory, sets
-    /// the file's length, and returns the places of frames. Frames that are adjacent in a memory
-    /// slot must be adjacent in the file.
+    /// the file's length, and returns the places of frames. Memory slots that are adjacent must be
+    /// adjacent in the file, too.
     pub fn export_with(
         &self,
         epoch: Option<u64>,

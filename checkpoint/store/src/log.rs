@@ -382,7 +382,7 @@ impl LogFile {
         let vm_id = self.vm_id;
         let mut reader = GroupReader::open(&mut self.sectors, place)?;
         let Front { epoch, parent, created_unix_ms, line, .. } = reader.front;
-        // Never 0 with drives, because the checksum covers a list that is not empty.
+        // `None` without drives: a list has at least one.
         let drives = encode_drives(&reader.drives).map_or(0, |list| crc32c::crc32c(&list));
         if fresh {
             let last = self.groups.last().map_or(0, |g| g.info.epoch);

@@ -166,8 +166,8 @@ impl PageReader {
     }
 }
 
-/// The page file of a store's writer. Threads that write epochs take slots, and the commit thread
-/// frees them.
+/// The page file of a store's writer. Writers of epochs take slots, and the committer frees those
+/// that no epoch needs any more.
 #[derive(Debug)]
 pub struct Pages {
     reader: PageReader,
@@ -210,8 +210,8 @@ impl Pages {
         slots.allocate_up_to(count).ok_or_else(full)
     }
 
-    /// Grows the file by an eighth, by `least` slots if there is no room for that, or by as much as
-    /// there is room for.
+    /// Grows the file by an eighth. If there is no room for that, grows it by less, down to `least`
+    /// slots, or by what the file system has left to it.
     fn grow(&self, slots: &mut Slots, least: u32) -> Result<(), StoreError> {
         let old = slots.total();
         let mut more = (old / 8).clamp(LEAST_GROWTH, MOST_GROWTH).max(least);

@@ -5,8 +5,8 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Time for which the store yields at most. A longer pause has another cause, and the store does
-/// not wait for its end.
+/// Maximum time for which store work yields. A pause that takes longer has another problem, and the
+/// work does not wait for its end.
 const LIMIT: Duration = Duration::from_millis(100);
 
 /// The gate, which tells other threads whether the guest is paused. Clones share one state.

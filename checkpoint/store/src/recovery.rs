@@ -28,7 +28,7 @@ const AT_ONCE: u64 = 1 << 20;
 
 impl Store {
     /// Locks the store's page file against other writers until it is closed. Returns it with the
-    /// manifest, and with the log as read after the lock; `None` if the store has no files.
+    /// manifest, and with the log as read after the lock; `None` if the store has no files yet.
     pub(super) fn hold(&self) -> Result<Option<(PageReader, Manifest, LogFile)>, StoreError> {
         let Some(before) = self.or_repair(self.manifest())? else {
             // There may be a log whose manifest is lost.

@@ -45,8 +45,9 @@ pub struct RepairReport {
 }
 
 impl Store {
-    /// Makes a sound store from the sound checkpoints of a damaged one, which must be [open for
-    /// that](Store::open_to_repair). Keeps the files that it replaces under other names.
+    /// Makes a sound store from the sound checkpoints of a damaged one, which must be opened with
+    /// [`open_to_repair`](Store::open_to_repair). Keeps the files that it replaces under other
+    /// names.
     ///
     /// # Errors
     ///

@@ -45,7 +45,7 @@ pub(crate) struct Place {
 }
 
 /// Kind of a sector, which its checksum covers. A guest chooses the checksums of frames, and so the
-/// data of most sectors. It must not be able to make a sector look like the beginning of an epoch.
+/// data of most sectors. It cannot make a sector look like the beginning of an epoch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     /// First sector of an epoch.

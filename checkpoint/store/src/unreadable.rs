@@ -17,7 +17,7 @@ use crate::backend::is_media_error;
 
 /// Limit of the total time of failing reads of a file, after which units are given up untried.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
-/// Number of consecutive units that are tried one by one after that.
+/// Number of consecutive units that are still tried one by one after [`PATIENCE`].
 const EXACT: u64 = 16;
 
 /// Stretches of units, by first unit, with the unit behind the last.

@@ -2,7 +2,7 @@
 //! over the hints.
 //!
 //! ```text
-//! tree      largest hint of each half, quarter, ... of the blocks    finds the leftmost run of n
+//! tree      largest hint of each half, quarter, ... of the blocks    finds leftmost block for n
 //! hints     free slots, first free, longest run, free at both ends   one set for each 4,096 slots
 //! bitmap    one bit a slot, set if the slot is used                  the authority
 //! ```

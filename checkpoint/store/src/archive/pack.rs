@@ -147,7 +147,7 @@ struct Turn<'f> {
     out: Out<'f>,
     next: usize,
     failed: Option<StoreError>,
-    /// Whether a thread has panicked, so that its turn does not end.
+    /// Whether a thread has panicked, which then does not end its turn.
     panicked: bool,
 }
 
