@@ -143,6 +143,10 @@ impl Committer {
     }
 
     /// Fails if the lock, the log, the page file or the manifest was replaced or removed.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::LockLost`] or [`StoreError::Replaced`], or an error of the system.
     pub fn check(&self) -> Result<(), StoreError> {
         self.store.check_lock()?;
         self.store.check_file(&log_name(self.files.log), &*self.log)?;

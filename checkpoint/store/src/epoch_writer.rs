@@ -151,6 +151,10 @@ impl EpochWriter {
     }
 
     /// Adds a state section.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::State`] if the tag is not allowed, or the limits of sections are exceeded.
     pub fn section(&mut self, section: &Section) -> Result<(), StoreError> {
         let (tag, length) = (section.tag.0, section.bytes.len());
         self.state_bytes += length as u64;

@@ -64,6 +64,10 @@ impl Store {
     /// its guest physical address, with holes for zeros. Drives are skipped, and the report has
     /// their number. `path` is for messages. Everything that is read is checked. The file is
     /// durable when this returns; after an error it is of no use.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NoEpoch`] if the epoch is not there; damage; or the system's errors.
     pub fn export_raw(
         &self,
         epoch: Option<u64>,

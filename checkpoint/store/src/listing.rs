@@ -142,6 +142,10 @@ impl Store {
 
     /// Fails if `guest` may not continue the store: it has epochs of another guest, or its last
     /// epoch is of another line.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::OtherVm`] for another guest, [`StoreError::OtherLine`] for another line.
     pub fn check_line(&self, guest: &dyn Guest) -> Result<(), StoreError> {
         let last = self.open_log()?.and_then(|(_, log)| log.groups.last().map(|g| g.info));
         last.map_or(Ok(()), |last| self.check_follows(&last.origin(), guest))

@@ -129,6 +129,10 @@ impl Store {
     }
 
     /// Fails if the directory has no file of a store.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NotAStore`], or an error of the system.
     pub fn check_is_store(&self) -> Result<(), StoreError> {
         let is_part = |name: &String| {
             matches!(

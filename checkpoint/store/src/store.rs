@@ -92,6 +92,10 @@ impl Store {
     }
 
     /// Fails if another process could write to the store too: the lock was removed or replaced.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::LockLost`], or an error of the system.
     pub fn check_lock(&self) -> Result<(), StoreError> {
         match self.backend.is_locked() {
             Ok(true) => Ok(()),

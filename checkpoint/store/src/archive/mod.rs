@@ -59,6 +59,10 @@ impl Archive {
     /// Opens the file at `path` and reads through it from end to end, so a truncated file is
     /// refused here. Reads and checks the guest's state, but not its memory. Costs a read for each
     /// 2 MiB of memory, and as much memory as the state takes, at most 64 MiB.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Damaged`] if the file is truncated, its state is damaged, or it is no archive.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let io = |cause| StoreError::Io { what: "opening", path: path.to_owned(), cause };
         let file = File::open(path).map_err(io)?;
@@ -139,6 +143,10 @@ impl Archive {
 
     /// Reads and unpacks all of the archive, and checks everything that can be checked. An archive
     /// that this finds sound can be restored.
+    ///
+    /// # Errors
+    ///
+    /// The first damage found.
     pub fn verify(&self) -> Result<VerifyReport, StoreError> {
         self.read(&Nowhere, 0)?;
         let EpochInfo { frames, bytes, .. } = self.info;

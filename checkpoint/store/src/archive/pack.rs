@@ -36,6 +36,10 @@ impl Store {
     /// each with some 10 MiB of buffers. `restore_archive` of `driftline-checkpoint` restores a
     /// guest from it. `path` is for messages. Everything that is read is checked. The file is
     /// durable when this returns; after an error it is of no use.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NoEpoch`] if the epoch is not there; damage; or the system's errors.
     pub fn export_archive(
         &self,
         epoch: Option<u64>,
