@@ -1,5 +1,6 @@
-//! Copying behind the guest's back: the thread that copies what is protected and lets go of it,
-//! first what somebody waits for. Before the pause it lets go of what is written to without a copy.
+//! The copy thread: copies write-protected frames while the guest runs and unprotects them, first
+//! those with a waiting writer. Before the pause it unprotects a frame that is written to, without
+//! a copy.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::sync::{Mutex, PoisonError};
@@ -13,14 +14,14 @@ use crate::protection::{OfEpoch, Released, Waits};
 use crate::report::Cause;
 use crate::staging::copy;
 
-/// How often the saver looks whether the pause has come.
+/// Interval at which the copy thread checks whether the pause has come.
 const BEFORE_LOOK: Duration = Duration::from_micros(500);
-/// How often the saver looks whether somebody waits while there is no room for a copy.
+/// Interval at which the copy thread checks for waiting writers while there is no room for a copy.
 const ROOM_LOOK: Duration = Duration::from_millis(1);
 
-/// What was let go of before the pause; `None` once that is no longer done. Under one lock, so that
-/// nothing is let go of unknown to the pause: who waited may have been stopped before it wrote, and
-/// writes after.
+/// Frames unprotected before the pause; `None` once that is no longer done. One lock covers both,
+/// so that no frame is unprotected without the pause knowing: its writer may have been stopped
+/// before it wrote, and writes after the pause.
 pub(crate) type Before = Mutex<Option<Vec<FrameRun>>>;
 
 /// A piece on its way to the file.
@@ -29,13 +30,13 @@ pub(crate) struct Full<'b> {
     pub(crate) buffer: &'b mut [u8],
 }
 
-/// Copies what is protected and lets go of it.
+/// Copies write-protected frames and unprotects them.
 pub(crate) struct Saver<'m, 'b> {
     pub(crate) guest: &'m dyn Guest,
     pub(crate) shield: &'m OfEpoch<'m>,
     pub(crate) before: &'m Before,
-    /// What is to be copied, and what not of that, told when the guest goes on; closed if nothing
-    /// is.
+    /// Frames to be copied, and those among them that are not; sent when the guest resumes. Closed
+    /// if there is nothing to copy.
     pub(crate) gone: Receiver<(FrameSet, FrameSet)>,
     pub(crate) empty: Receiver<&'b mut [u8]>,
     pub(crate) to_file: Sender<Full<'b>>,
@@ -43,7 +44,7 @@ pub(crate) struct Saver<'m, 'b> {
     pub(crate) waits: Waits,
 }
 
-/// What a saver did.
+/// Result of the copy thread.
 #[derive(Debug, Default)]
 pub(crate) struct Saved {
     pub(crate) frames: u64,
@@ -61,14 +62,14 @@ impl<'b> Saver<'_, 'b> {
         Ok(Saved { frames, waits: self.waits.times, waited: self.waits.all() })
     }
 
-    /// Copies `frames` without `late`. How many; fewer if the file has failed, which is the better
-    /// reason.
+    /// Copies `frames` except `late`. Returns the number copied; it is lower if the file has
+    /// failed, because the file's error explains more.
     fn save(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, Cause> {
         let frames: FrameSet = frames.iter().flat_map(|run| late.gaps(run)).collect();
         let mut pieces = Pieces::new(self.guest.layout(), &frames, self.piece_frames);
         let mut saved = 0;
         while let Some(next) = pieces.next() {
-            // Before it is chosen what to copy: somebody may begin to wait meanwhile.
+            // Room comes before the choice of the piece: a writer may begin to wait meanwhile.
             let Some(buffer) = self.room(&pieces)? else { return Ok(saved) };
             let piece = self.wanted(&pieces)?.unwrap_or(next);
             let runs = pieces.runs(piece).to_vec();
@@ -84,7 +85,8 @@ impl<'b> Saver<'_, 'b> {
         Ok(saved)
     }
 
-    /// The piece that somebody waits for, if it is to be copied. What is not is let go of.
+    /// Returns the piece that a writer waits for, if it is to be copied. Unprotects a frame that is
+    /// not.
     fn wanted(&mut self, pieces: &Pieces) -> Result<Option<usize>, GuestError> {
         loop {
             self.waits.look(self.shield, Duration::ZERO)?;
@@ -92,13 +94,14 @@ impl<'b> Saver<'_, 'b> {
             if let Some(piece) = pieces.with(start) {
                 return Ok(Some(piece));
             }
-            // It is free already, or was copied in the pause.
+            // The frame is unprotected already, or was copied in the pause.
             self.shield.release(FrameRun { start, count: 1 })?;
             self.waits.over();
         }
     }
 
-    /// Lets go of what is written to, until it is said what is to be copied. `None` if nothing is.
+    /// Unprotects frames that are written to, until the sets to copy arrive. Returns `None` if
+    /// there are none.
     fn until_the_pause(&mut self) -> Result<Option<(FrameSet, FrameSet)>, Cause> {
         loop {
             match self.gone.try_recv() {
@@ -111,9 +114,9 @@ impl<'b> Saver<'_, 'b> {
             let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(released) = &mut *before else {
                 drop(before);
-                // The guest stands, or has stood.
+                // The guest is paused, or was.
                 let sets = self.gone.recv().ok();
-                // A pause is not the store's doing.
+                // The time of a pause does not count against the store.
                 self.waits.since = Some(Instant::now());
                 return Ok(sets);
             };
@@ -123,7 +126,8 @@ impl<'b> Saver<'_, 'b> {
         }
     }
 
-    /// Room for a piece; `None` if the file has failed. Fails if somebody has waited for too long.
+    /// Returns room for a piece, or `None` if the file has failed. Fails if a writer has waited for
+    /// too long.
     fn room(&mut self, pieces: &Pieces) -> Result<Option<&'b mut [u8]>, Cause> {
         let mut limit = Duration::ZERO;
         loop {
@@ -150,8 +154,8 @@ mod tests {
     use driftline_guest::VmId;
     use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
-    /// Has a guest wait for a store that takes a frame each `every`, or none, and says for how long
-    /// the saver put up with that.
+    /// Makes a guest wait for a store that takes one frame each `every`, or none. Returns how long
+    /// the copy thread allowed that.
     fn stalled(every: Option<Duration>) -> Duration {
         let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
         let opened = guest.shield().unwrap().unwrap();
@@ -166,7 +170,7 @@ mod tests {
             to_guest.send(&mut buffer[..]).unwrap();
         }
         let writer = guest.clone();
-        // Against the order of the pieces.
+        // In the reverse order of the pieces.
         let writer =
             thread::spawn(move || (3..43).rev().try_for_each(|gfn| writer.write(Gfn(gfn), &[1])));
         let (guest_dyn, before) = (&*guest as &dyn Guest, &Mutex::new(None));

@@ -10,64 +10,64 @@ use serde::{Deserialize, Serialize};
 use crate::histogram::Times;
 use crate::{CheckpointError, Checkpointer, EpochReport, Spread};
 
-/// How long a wait goes on after it has been cancelled, at most.
+/// Longest time that a wait continues after its cancellation.
 const CANCEL_LATENCY: Duration = Duration::from_millis(10);
 
-/// Epochs that are on their way to the disk at most.
+/// Maximum number of epochs in flight to the disk.
 const MOST_IN_FLIGHT: usize = 4;
 
-/// A wait looks four times whether much has changed already, but not more often than this: each
-/// look protects anew what was written, and so costs a guest that writes to few frames again and
-/// again.
+/// Minimum interval at which a wait polls how much has changed; it polls up to four times per
+/// interval. Each poll write-protects again what was written, and so costs faults in a guest that
+/// keeps writing to a few frames.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// When epochs are to be taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Cadence {
-    /// From the beginning of one to the beginning of the next.
+    /// Interval from the beginning of one epoch to the beginning of the next.
     pub every: Duration,
-    /// How many; without it, until told to stop.
+    /// Number of epochs; `None` continues until cancelled.
     pub count: Option<u64>,
-    /// How long the guest may stand still for one. One that would take longer if it were taken when
-    /// it is due is taken earlier, as far as that can be known: see [`Checkpointer::run`].
+    /// Longest pause. An epoch is taken early, as far as that can be predicted, if its pause would
+    /// exceed this when it is due: see [`Checkpointer::run`].
     pub max_pause: Option<Duration>,
 }
 
 /// An epoch of a series.
 #[derive(Debug)]
 pub struct Taken {
-    /// The epoch, or why there is none; the series goes on either way.
+    /// The epoch, or the reason why it failed; the series continues either way.
     pub outcome: Result<EpochReport, CheckpointError>,
-    /// How long after it was due it was begun.
+    /// Time between the due time and the beginning of the epoch.
     pub late: Duration,
-    /// Since the one before was begun.
+    /// Time since the beginning of the previous epoch.
     pub interval: Option<Duration>,
-    /// It was begun before it was due, because much had changed.
+    /// Whether it began before it was due, because much had changed.
     pub early: bool,
-    /// Epochs that were due before this one was begun and are not made up for.
+    /// Epochs that were due before this one began and are not made up for.
     pub skipped: u64,
 }
 
-/// What a series of epochs has come to.
+/// Totals of a series of epochs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Achieved {
     /// Epochs that are durable.
     pub epochs: u64,
     /// Epochs that were not stored.
     pub failed: u64,
-    /// Those that came before they were due.
+    /// Epochs that began before they were due.
     pub early: u64,
-    /// Those that were left out because one before them took too long.
+    /// Epochs that were skipped because an earlier one took too long.
     pub skipped: u64,
-    /// How long the guest stood still.
+    /// Lengths of the pauses.
     pub pause: Spread,
-    /// From the beginning of one to the beginning of the next.
+    /// Intervals from the beginning of one epoch to the beginning of the next.
     pub interval: Spread,
-    /// From the end of a pause until the epoch was durable.
+    /// Times from the end of a pause until the epoch was durable.
     pub write: Spread,
 }
 
-/// Keeps count of a series.
+/// Accumulates the totals of a series.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
     achieved: Achieved,
@@ -77,7 +77,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// One more.
+    /// Adds one epoch.
     pub fn add(&mut self, taken: &Taken) {
         let sum = &mut self.achieved;
         sum.early += u64::from(taken.early);
@@ -95,14 +95,14 @@ impl Tally {
         }
     }
 
-    /// What it has come to so far.
+    /// Returns the totals so far.
     pub fn achieved(&self) -> Achieved {
         let (pause, interval) = (self.pause.spread(), self.interval.spread());
         Achieved { pause, interval, write: self.write.spread(), ..self.achieved }
     }
 }
 
-/// How an epoch was begun, until it is known what became of it.
+/// How an epoch began; kept until its outcome is known.
 #[derive(Debug)]
 struct Begun {
     late: Duration,
@@ -111,38 +111,39 @@ struct Begun {
     skipped: u64,
 }
 
-/// A series under way: epochs that were begun, and who hears what becomes of them, in order.
+/// A series under way: epochs that have begun, and the callback that receives their outcomes in
+/// order.
 struct Series<F> {
     begun: VecDeque<Begun>,
     on_taken: F,
-    /// He wants no more.
+    /// Whether the callback has ended the series.
     over: bool,
 }
 
 impl<F: FnMut(Taken) -> ControlFlow<()>> Series<F> {
     fn landed(&mut self, outcome: Result<EpochReport, CheckpointError>) {
-        // As many land as were begun.
+        // As many epochs land as have begun.
         let Some(Begun { late, interval, early, skipped }) = self.begun.pop_front() else { return };
         self.over |= (self.on_taken)(Taken { outcome, late, interval, early, skipped }).is_break();
     }
 }
 
 impl Checkpointer {
-    /// Takes epochs as `cadence` says, the first at once, until so many were tried, `cancel`
-    /// becomes true, or `on_taken` breaks off. Returns how many were tried.
+    /// Takes epochs as `cadence` says, the first at once. Ends when the count is reached, `cancel`
+    /// becomes true, or `on_taken` breaks. Returns the number of epochs tried.
     ///
-    /// Up to four are on their way to the disk at once. They become durable in order, and
-    /// `on_taken` hears of each, also after it has broken off, when it is durable or has failed, in
-    /// order, too. If one fails, so do those behind it that were built on it; the next has all that
-    /// they had. Nothing queues beyond that: an epoch that is due while four are being written is
-    /// taken as soon as the first of them is durable, and says how late it was; others that were
-    /// due by then are skipped, and the next is due one interval later. A failed epoch is handed
-    /// over like a stored one.
+    /// Up to four epochs are in flight to the disk at once. They become durable in order.
+    /// `on_taken` receives the outcome of each, in the same order, when it is durable or has
+    /// failed; this continues after `on_taken` has broken off. If an epoch fails, so do the later
+    /// ones that were built on it; the next one has all that they had. Nothing else queues: an
+    /// epoch that is due while four are in flight is taken as soon as the first of them is durable,
+    /// and reports how late it was. Other epochs that were due by then are skipped, and the next is
+    /// due one interval later. `on_taken` receives a failed epoch like a stored one.
     ///
-    /// With a longest pause it looks now and then at what has changed, and takes an epoch early
-    /// when that nears what fits into the staging area or, where none can be copied behind the
-    /// guest's back, into that pause, judged by those before. What will change while drives are
-    /// copied ahead of the pause counts.
+    /// With a longest pause, the loop polls what has changed. It takes an epoch early when the
+    /// changed frames approach what fits into the staging area or, if frames cannot be copied while
+    /// the guest runs, into that pause, judging by the previous pauses. The estimate includes what
+    /// will change while drives are copied before the pause.
     pub fn run(
         &mut self,
         cadence: &Cadence,
@@ -179,8 +180,8 @@ impl Checkpointer {
         tried
     }
 
-    /// Waits until `due`, or until much has changed: then it is early. `None` if that was
-    /// cancelled.
+    /// Waits until `due`, or until much has changed. Returns whether the epoch is early, or `None`
+    /// if the wait was cancelled.
     fn wait<F: FnMut(Taken) -> ControlFlow<()>>(
         &mut self,
         due: Instant,
@@ -205,8 +206,8 @@ impl Checkpointer {
         }
     }
 
-    /// Waits until `due`, and hears of what lands meanwhile; `false` if that was cancelled, or
-    /// nobody wants more.
+    /// Waits until `due`, and passes on what lands meanwhile. Returns `false` if the wait was
+    /// cancelled or the callback has ended the series.
     fn wait_until<F: FnMut(Taken) -> ControlFlow<()>>(
         &mut self,
         due: Instant,

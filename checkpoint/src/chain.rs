@@ -1,5 +1,5 @@
-//! The chain that the next epoch goes on with: who follows the guest's writes, and what the next
-//! epoch builds on.
+//! The chain that the next epoch continues: the subscriptions that track the guest's writes, and
+//! the epoch that the next one builds on.
 
 use std::time::Instant;
 
@@ -10,16 +10,17 @@ use crate::disk_copy::Followed;
 /// A chain being written by one checkpointer.
 pub(crate) struct Chain {
     pub(crate) subscription: Subscription,
-    /// The drives that its epochs have.
+    /// Drives that are part of its epochs.
     pub(crate) drives: Vec<Followed>,
-    /// When the guest went on with nothing changed, about.
+    /// Approximate time at which the guest resumed with nothing changed.
     pub(crate) since: Instant,
-    /// The last epoch that is durable; none until the full one is.
+    /// The last epoch handed over, or the last durable one after a failure; `None` until the full
+    /// one is.
     pub(crate) last: Option<u64>,
 }
 
 impl Chain {
-    /// A chain that begins with a full epoch.
+    /// Creates a chain that begins with a full epoch.
     pub(crate) fn new(subscription: Subscription, drives: Vec<Followed>) -> Self {
         Self { subscription, drives, since: Instant::now(), last: None }
     }

@@ -1,12 +1,14 @@
-//! Taking epochs of a running guest: the pause copies and saves, everything else is outside it.
+//! Takes epochs of a running guest. The pause only copies frames and saves state; everything else
+//! happens outside it.
 //!
 //! ```text
-//! launch   take one, write its frames to the page file, hand it to the thread that commits
-//! land     hear that the one that was handed over first is durable, or has failed
+//! launch   takes an epoch, writes its frames to the page file, hands it to the commit thread
+//! land     waits until the oldest epoch handed over is durable or has failed
 //! ```
 //!
-//! Several may be in the air. If one fails, so do all behind it that build on it: their frames go
-//! back to the tracker (I4), and nothing is built on any of them once none is in the air any more.
+//! Several epochs may be in flight. If one fails, so do all later ones that build on it. Their
+//! frames return to the tracker (I4). No epoch builds on a failed one after the last epoch in
+//! flight has landed.
 
 mod early;
 
@@ -31,11 +33,14 @@ use crate::staging::{Staging, StagingLimits};
 
 /// Takes epochs of one guest into one store.
 ///
-/// The first is full, later ones build on the one before. Made again for a store that has epochs
-/// already it begins with a full one, because nobody followed the guest's writes in between; so it
-/// does if somebody took away the store's files, or its lock (the
-/// epoch that notices that fails, the next takes the lock again unless another writer has it), and
-/// after a failed sync, because nobody knows then what got to the disk.
+/// The first epoch is full; later ones build on the one before. The next epoch is full again in
+/// three cases:
+///
+/// - The checkpointer is new and the store already has epochs: nothing tracked the guest's writes
+///   in between.
+/// - The store's files or its lock were taken away. The epoch that notices this fails; the next one
+///   takes the lock again, unless another writer has it.
+/// - A sync failed: what reached the disk is unknown.
 ///
 /// ```
 /// use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
@@ -56,20 +61,20 @@ use crate::staging::{Staging, StagingLimits};
 /// ```
 pub struct Checkpointer {
     guest: Arc<dyn Guest>,
-    /// Those that epochs have.
+    /// Drives that are part of the epochs.
     drives: Vec<DriveHead>,
     store: Arc<Store>,
-    /// None until the store has files, and when those are not its own any more.
+    /// `None` until the store has files, and after those turn out not to be its own any more.
     crew: Option<Crew>,
-    /// Those that were launched and have not landed, in order.
+    /// Epochs that were launched and have not landed, in order.
     flights: VecDeque<Flight>,
     trouble: Trouble,
     bounds: Bounds,
     staging: Staging,
-    /// None until a full epoch is durable.
+    /// `None` until the first full epoch; its `last` is the parent of the next epoch.
     chain: Option<Chain>,
     next: u64,
-    /// The store's lock was found to be another one than ours.
+    /// Whether the store's lock turned out to be a different one.
     lock_lost: bool,
     shield: Shielding,
     patience: Patience,
@@ -85,30 +90,30 @@ struct Flight {
 }
 
 enum FlightState {
-    /// The store has not said yet what became of it.
+    /// Handed over; the commit thread has not answered yet.
     Air(Box<Aloft>),
-    /// It did not get that far.
+    /// Failed before it was handed over.
     Failed(Phase, Cause),
 }
 
 /// An epoch that was handed over.
 struct Aloft {
     full: bool,
-    /// To be committed when it is durable, and given back if it never is.
+    /// Changed frames and blocks: committed when the epoch is durable, given back if it never is.
     changed: Vec<DirtySet>,
     taken: Taken,
 }
 
-/// What failures have shown, to be dealt with when nothing is in the air.
+/// Consequences of failures, applied when nothing is in flight.
 #[derive(Default)]
 struct Trouble {
-    /// Something failed that others may have been built on.
+    /// An epoch failed that others may have been built on.
     any: bool,
-    /// The next epoch must be a full one.
+    /// The next epoch must be full.
     chain: bool,
-    /// The store's files may be others, or another writer's.
+    /// The store's files may have been replaced or belong to another writer.
     files: bool,
-    /// Its lock is not ours.
+    /// The store's lock is not ours.
     lock: bool,
 }
 
@@ -120,13 +125,17 @@ impl fmt::Debug for Checkpointer {
 }
 
 impl Checkpointer {
-    /// For `guest`, into `store`, which must be writable and hold no other guest's epochs. Reserves
-    /// the staging area; the guest notices nothing until the first [`take`](Self::take).
+    /// Creates a checkpointer of `guest` that writes to `store`. Reserves the staging area. The
+    /// guest notices nothing until the first [`take`](Self::take).
+    ///
+    /// # Errors
+    ///
+    /// `store` is read-only, holds another guest's epochs, or has no epoch number left.
     pub fn new(guest: Arc<dyn Guest>, store: Store) -> Result<Self, StoreError> {
         Self::with_staging(guest, store, StagingLimits::default())
     }
 
-    /// As [`new`](Self::new), with other bounds for the staging area.
+    /// Like [`new`](Self::new), with other limits for the staging area.
     pub fn with_staging(
         guest: Arc<dyn Guest>,
         store: Store,
@@ -163,62 +172,66 @@ impl Checkpointer {
         })
     }
 
-    /// From so many changed frames on an epoch is copied behind the running guest, where that can
-    /// keep its frames as they are meanwhile ([`Guest::shield`]); with fewer, before the pause or
-    /// in it, which then costs less than to protect and copy them. `u64::MAX` has none copied
-    /// behind. If this is not called, that begins with 1,280 frames, and with 5,120 where by the
-    /// epoch before little would be left for the pause.
+    /// Sets the number of changed frames from which an epoch is copied while the guest runs, if the
+    /// guest can write-protect its frames meanwhile ([`Guest::shield`]). Smaller epochs are copied
+    /// before the pause or in it, which costs less than to protect and copy them. `u64::MAX`
+    /// disables the background copy. The default is 1,280 frames, and 5,120 frames if the previous
+    /// epoch suggests that a copy before the pause leaves little for the pause.
     pub fn copy_behind_from(&mut self, frames: u64) {
         self.ways = Ways::new(frames);
     }
 
-    /// Leaves the guest's drives to somebody else, who has to keep each as it is in the pause of an
-    /// epoch. At first epochs have all those that the guest can write to. Not after the first
-    /// epoch.
+    /// Excludes the guest's drives from the epochs. The caller must then preserve the content of
+    /// each drive as it is in the pause of an epoch. By default epochs include all drives that the
+    /// guest can write to. Must be called before the first epoch.
     pub fn leave_drives(&mut self) {
         self.drives.clear();
     }
 
-    /// How many epochs are kept: with each one that is stored the oldest beyond so many, at least
-    /// 1, are dropped, but for those that somebody reads at the time, and later ones. Without a
-    /// number, as at first, all are kept.
+    /// Sets how many epochs are kept, at least 1. Each stored epoch drops the oldest ones beyond
+    /// that number; an epoch that is being read is dropped with a later one. `None`, the default,
+    /// keeps all.
     pub fn keep(&mut self, epochs: Option<u64>) {
         self.bounds.keep = epochs;
     }
 
-    /// From so many bytes on, 16 MiB unless said, the log is written anew when it is three times as
-    /// long as it would be then.
+    /// Sets the size in bytes from which the log is rewritten when it is three times as long as the
+    /// rewritten log would be. The default is 16 MiB.
     pub fn log_bound(&mut self, bytes: u64) {
         self.bounds.log = bytes;
     }
 
-    /// For tests: the number of the next epoch, if that is higher than it would be.
+    /// For tests: raises the number of the next epoch to `epoch` if it is lower.
     #[cfg(feature = "testing")]
     pub fn number_from(&mut self, epoch: u64) {
         self.next = self.next.max(epoch);
     }
 
-    /// The store that it writes to.
+    /// Returns the store that this checkpointer writes to.
     pub fn store(&self) -> &Store {
         &self.store
     }
 
     /// Takes one epoch and returns when it is durable.
     ///
-    /// The guest stands still while its state is saved. What changed is copied, and written, behind
-    /// the running guest: who writes to a frame that has not been copied waits for that. If it is
-    /// little, or the guest offers no [shield](Guest::shield), it is copied before the pause or in
-    /// it and written behind. Then frames beyond the staging area's size are written in the pause,
-    /// which is as slow as the disk's cache; the area has grown, within its limit, by the next
-    /// epoch. A full epoch first copies populated memory while the guest runs, and, a few times,
-    /// what changed meanwhile.
+    /// The guest is paused while its state is saved. Changed frames are copied and written after
+    /// the guest has resumed; a write to a frame that has not been copied waits for the copy. If
+    /// few frames changed, or the guest offers no [shield](Guest::shield), they are copied before
+    /// the pause or in it, and written afterwards. Frames that do not fit into the staging area are
+    /// then written in the pause, at the speed of the disk's cache; the area grows, within its
+    /// limit, before the next epoch. A full epoch first copies populated memory while the guest
+    /// runs, and then, a few times, what changed meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// The epoch is not stored; what changed in it is in the next one (I4).
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
         self.launch();
         let mut landed = self.land(None);
         while !self.flights.is_empty() {
             landed = self.land(None);
         }
-        // One was launched, and so one lands.
+        // One epoch was launched, so one lands.
         landed.unwrap_or_else(|| {
             let dir = self.store.location().to_owned();
             let cause = StoreError::NoEpoch { dir, epoch: Some(self.next) }.into();
@@ -226,13 +239,13 @@ impl Checkpointer {
         })
     }
 
-    /// How many epochs were launched and have not landed.
+    /// Returns the number of epochs that were launched and have not landed.
     pub(crate) fn in_flight(&self) -> usize {
         self.flights.len()
     }
 
-    /// Whether one has failed, and some that may have been built on it have not landed: what is
-    /// launched now would fail, too.
+    /// Returns whether an epoch has failed and epochs that may have been built on it have not
+    /// landed. An epoch launched in that state would fail, too.
     pub(crate) fn must_land(&self) -> bool {
         self.trouble.any && self.in_the_air()
     }
@@ -241,14 +254,14 @@ impl Checkpointer {
         self.flights.iter().any(|flight| matches!(flight.state, FlightState::Air(_)))
     }
 
-    /// Takes one epoch and hands it over; what becomes of it is heard when it has
-    /// [landed](Self::land).
+    /// Takes one epoch and hands it to the commit thread. [`land`](Self::land) returns the outcome.
     pub(crate) fn launch(&mut self) {
         let span = tracing::info_span!("epoch", epoch = self.next);
         let _entered = span.enter();
         let ready = self.make_ready();
         let epoch = self.next;
-        // Not used again by this checkpointer, stored or not: a crash may bring back a failed one.
+        // This checkpointer never reuses the number, stored or not: a crash may bring a failed
+        // epoch back.
         self.next = epoch.saturating_add(1).min(MAX_EPOCH + 1);
         let full = self.chain.is_none();
         let launched = ready.and_then(|()| self.attempt(epoch, full));
@@ -258,7 +271,8 @@ impl Checkpointer {
                 tracing::warn!(full, %phase, %cause, "not stored");
                 self.shield.failed(phase, &cause);
                 self.patience.failed(phase, &cause);
-                // What was copied for a full one is in no epoch; the next one copies again.
+                // No epoch holds what was copied for a failed full one; the next epoch copies it
+                // again.
                 self.note_failure(&cause, full);
                 FlightState::Failed(phase, cause)
             }
@@ -267,9 +281,8 @@ impl Checkpointer {
         self.deal_with_trouble(None);
     }
 
-    /// What became of the epoch that was launched first of those that have not landed, as soon as
-    /// that is known, but at most after `limit`; `None` if it is not known by then, or there is
-    /// none.
+    /// Returns the outcome of the oldest epoch that has not landed, as soon as it is known. Returns
+    /// `None` after `limit`, or if there is no such epoch.
     pub(crate) fn land(
         &mut self,
         limit: Option<Duration>,
@@ -279,7 +292,7 @@ impl Checkpointer {
         match flight.state {
             FlightState::Failed(phase, cause) => Some(Err(self.failed(epoch, phase, cause))),
             FlightState::Air(aloft) => {
-                // While something is in the air there is somebody who answers for it.
+                // While an epoch is in flight, there is a commit thread.
                 let Some(answer) = self.crew.as_ref()?.answer(limit) else {
                     let state = FlightState::Air(aloft);
                     self.flights.push_front(Flight { epoch, state });
@@ -320,8 +333,8 @@ impl Checkpointer {
                 drop(changed);
                 let cause = cause.into();
                 tracing::warn!(epoch, full, %cause, "not stored");
-                // After a failed sync nobody knows what got to the disk: the next one copies all of
-                // memory.
+                // After a failed sync, what reached the disk is unknown: the next epoch copies all
+                // of memory.
                 self.note_failure(&cause, full || answer.lost);
                 self.trouble.files |= answer.gone;
                 Err(self.failed(epoch, Phase::Publish, cause))
@@ -345,8 +358,8 @@ impl Checkpointer {
         *lost |= lock;
     }
 
-    /// Once nothing is in the air that could still be built on: `durable` is the latest epoch that
-    /// is, if one has just landed.
+    /// Applies the consequences of failures once nothing is in flight. `durable` is the latest
+    /// durable epoch, if one has just landed.
     fn deal_with_trouble(&mut self, durable: Option<u64>) {
         if !self.trouble.any || self.in_the_air() {
             return;
@@ -363,8 +376,8 @@ impl Checkpointer {
         }
     }
 
-    /// Sees to it that the store's files are open and its own, before an epoch is begun, and that
-    /// there is a number for that.
+    /// Ensures, before an epoch begins, that the store's files are open and its own, and that an
+    /// epoch number is left.
     fn make_ready(&mut self) -> Result<(), (Phase, Cause)> {
         let begin = |e: StoreError| (Phase::Begin, e.into());
         if self.next > MAX_EPOCH {
@@ -372,7 +385,7 @@ impl Checkpointer {
             return Err(begin(StoreError::Full { dir, last }));
         }
         if self.in_the_air() {
-            // The thread that commits looks before each.
+            // The commit thread checks before each commit.
             return Ok(());
         }
         if self.lock_lost {
@@ -381,12 +394,13 @@ impl Checkpointer {
         self.open_again().map_err(begin)
     }
 
-    /// Takes the store's lock again, if no other writer has it. Who had it meanwhile may have left
-    /// epochs there: nothing is built on what was there before.
+    /// Takes the store's lock again, if no other writer has it. Another writer may have left epochs
+    /// in between: no epoch builds on what was there before.
     fn lock_again(&mut self) -> Result<(), StoreError> {
-        // First, so that another guest's store is not kept from its own writer.
+        // This check comes first, so that another guest's store is not locked against its own
+        // writer.
         self.store.check_line(&*self.guest)?;
-        // A directory that came back still has our lock, which would keep ourselves out.
+        // A directory that came back still has our lock, which would lock us out.
         if self.store.check_lock().is_err() {
             self.store.lock()?;
         }
@@ -396,8 +410,8 @@ impl Checkpointer {
         Ok(())
     }
 
-    /// Opens the store's files, which are made if there are none, if they are not open, or not the
-    /// ones that are open.
+    /// Opens the store's files if they are not open, or if the open ones were replaced. Creates
+    /// them if there are none.
     fn open_again(&mut self) -> Result<(), StoreError> {
         match self.crew.as_ref().map(Crew::check) {
             Some(Err(e @ StoreError::Replaced { .. })) => {
@@ -418,14 +432,14 @@ impl Checkpointer {
         Ok(())
     }
 
-    /// Takes an epoch up to where it is handed over.
+    /// Takes an epoch up to the hand-over to the commit thread.
     fn attempt(&mut self, epoch: u64, full: bool) -> Result<Aloft, (Phase, Cause)> {
         let Self { guest, drives, store, crew, bounds, staging, chain, .. } = self;
         let Self { shield, patience, ways, cost, ahead: ahead_cost, .. } = self;
         let guest = &**guest;
         let parent = chain.as_ref().and_then(|c| c.last);
         let crew = crew.as_ref().ok_or_else(|| {
-            // It is open, or that it cannot be was said.
+            // `make_ready` has opened it, or has returned why it cannot be opened.
             let dir = store.location().to_owned();
             (Phase::Begin, StoreError::LockLost { dir }.into())
         })?;
@@ -455,7 +469,7 @@ impl Checkpointer {
         let mut ahead = step(Phase::CopyDrives, ahead)?;
         ahead_cost.note(begun.elapsed(), ahead.due);
         if full && !ahead.passes.is_empty() {
-            // Memory has changed meanwhile.
+            // Memory has changed while the drives were copied.
             let again = || catch_up(guest, staging, &mut file, subscription, u64::MAX);
             changed.append(&mut step(Phase::CopyLive, again)?);
         }
@@ -480,7 +494,7 @@ impl Checkpointer {
     }
 }
 
-/// The number after the last in the store.
+/// Returns the number after the last epoch in the store.
 fn next_number(store: &Store, crew: Option<&Crew>) -> Result<u64, StoreError> {
     let last = crew.and_then(Crew::last).unwrap_or(0);
     match last {

@@ -1,18 +1,19 @@
-//! The frames of an epoch in pieces: what is copied, and let go of, at once.
+//! Splits the frames of an epoch into pieces: what is copied and unprotected at once.
 //!
 //! ```text
-//! frames    ##.#  ##       .: a gap so small that it is protected along with its neighbours
+//! frames    ##.#  ##       .: a gap small enough to be protected with its neighbours
 //! spans     [  ]  []       what is protected
-//! pieces    0  1  1        each is protected from its first frame up to the next piece's first
+//! pieces    0  1  1        each covers the spans from its first frame to the next piece's first
 //! ```
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout};
 
-/// Runs with at most so many frames between them are protected as one: fewer calls of the kernel,
-/// for frames that are protected without need. Chosen, not measured.
+/// Runs with at most this many frames between them are protected as one. That saves system calls
+/// and protects some frames without need. Chosen, not measured.
 const GAP: u64 = 16;
 
-/// What is to be protected so that all of `frames` is: few runs, each in one slot.
+/// Returns the runs to protect so that all of `frames` is protected: few runs, each within one
+/// slot.
 pub(crate) fn spans(layout: &Layout, frames: &FrameSet) -> Vec<FrameRun> {
     let mut spans: Vec<FrameRun> = Vec::new();
     for slot in layout.slots() {
@@ -29,26 +30,26 @@ pub(crate) fn spans(layout: &Layout, frames: &FrameSet) -> Vec<FrameRun> {
     spans
 }
 
-/// `frames` as runs each of which lies in one slot.
+/// Returns `frames` as runs that each lie in one slot.
 pub(crate) fn in_slots(layout: &Layout, frames: &FrameSet) -> impl Iterator<Item = FrameRun> {
     layout.slots().flat_map(|slot| frames.within(slot.run()))
 }
 
-/// Frames to be copied, in pieces, and which of those are done.
+/// Frames to be copied, in pieces, and which pieces are done.
 #[derive(Debug)]
 pub(crate) struct Pieces {
-    /// Ascending, each in one slot and one piece.
+    /// Ascending; each run lies in one slot and one piece.
     runs: Vec<FrameRun>,
-    /// Of each piece, where its runs begin; ascending.
+    /// For each piece, the index of its first run; ascending.
     firsts: Vec<usize>,
     done: Vec<bool>,
-    /// None before this is left.
+    /// All pieces before this one are done.
     next: usize,
     spans: FrameSet,
 }
 
 impl Pieces {
-    /// `frames` in pieces of `most` frames at most, of which at least one.
+    /// Splits `frames` into pieces of at most `most` frames, and of at least one.
     pub(crate) fn new(layout: &Layout, frames: &FrameSet, most: u64) -> Self {
         let most = most.max(1);
         let (mut runs, mut firsts, mut room) = (Vec::new(), Vec::new(), 0);
@@ -68,7 +69,7 @@ impl Pieces {
         Self { done: vec![false; firsts.len()], runs, firsts, next: 0, spans }
     }
 
-    /// The next that is left, in order.
+    /// Returns the next piece that is not done, in order.
     pub(crate) fn next(&mut self) -> Option<usize> {
         while *self.done.get(self.next)? {
             self.next += 1;
@@ -76,28 +77,28 @@ impl Pieces {
         Some(self.next)
     }
 
-    /// The piece with which `gfn` is let go of, if that is left.
+    /// Returns the piece with which `gfn` is unprotected, if that piece is not done.
     pub(crate) fn with(&self, gfn: Gfn) -> Option<usize> {
         let after = self.firsts.partition_point(|first| self.runs[*first].start <= gfn);
         let piece = after.checked_sub(1)?;
         (!self.done[piece] && self.spans.contains(gfn)).then_some(piece)
     }
 
-    /// What of `piece` is to be copied.
+    /// Returns the runs of `piece` to be copied.
     pub(crate) fn runs(&self, piece: usize) -> &[FrameRun] {
         let first = self.firsts.get(piece).copied().unwrap_or(self.runs.len());
         let end = self.firsts.get(piece + 1).copied().unwrap_or(self.runs.len());
         &self.runs[first..end]
     }
 
-    /// What is to be let go of with `piece`.
+    /// Returns the runs to be unprotected with `piece`.
     pub(crate) fn spans(&self, piece: usize) -> impl Iterator<Item = FrameRun> {
         let start = self.runs(piece).first().map_or(Gfn(u64::MAX), |run| run.start);
         let next = self.runs(piece + 1).first().map_or(Gfn(u64::MAX), |run| run.start);
         self.spans.within(FrameRun { start, count: next.0 - start.0 })
     }
 
-    /// It is done.
+    /// Marks `piece` as done.
     pub(crate) fn done(&mut self, piece: usize) {
         if let Some(done) = self.done.get_mut(piece) {
             *done = true;
@@ -112,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    /// Two slots that touch, and one apart.
+    /// Two adjacent slots, and one apart.
     fn layout() -> Layout {
         let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
         Layout::new([slot(0, 3, 200), slot(1, 203, 100), slot(2, 310, 300)]).unwrap()

@@ -1,4 +1,4 @@
-//! The thread that makes epochs durable while the next ones are taken.
+//! The commit thread: makes epochs durable while the next ones are taken.
 
 use std::io;
 use std::sync::Arc;
@@ -9,30 +9,30 @@ use std::time::{Duration, Instant};
 
 use driftline_store::{Bounds, Committer, Pages, Published, StoreError, Written};
 
-/// What is asked of it.
+/// A request to the commit thread.
 enum Request {
-    /// Whether the store's files are still those that it has open.
+    /// Check whether the store's files are still those that it has open.
     Check,
-    /// An epoch that is written.
+    /// Commit an epoch that is written.
     Commit(Box<Written>, Bounds),
 }
 
-/// What became of an epoch.
+/// The outcome of an epoch.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) result: Result<Published, StoreError>,
-    /// When that was known.
+    /// Time at which the outcome was known.
     pub(crate) at: Instant,
-    /// It failed in a sync: what was written counts as lost.
+    /// A sync failed: what was written counts as lost.
     pub(crate) lost: bool,
-    /// The latest epoch that is durable.
+    /// The latest durable epoch.
     pub(crate) last: Option<u64>,
-    /// The thread has ended, which it should not.
+    /// The commit thread has ended unexpectedly.
     pub(crate) gone: bool,
 }
 
-/// A [`Committer`] on a thread of its own. Dropping it waits until what was handed to it is durable
-/// or has failed.
+/// A [`Committer`] on its own thread. Drop waits until every epoch handed over is durable or has
+/// failed.
 #[derive(Debug)]
 pub(crate) struct Crew {
     requests: Option<Sender<Request>>,
@@ -40,9 +40,9 @@ pub(crate) struct Crew {
     answers: Receiver<Answer>,
     thread: Option<JoinHandle<()>>,
     pages: Arc<Pages>,
-    /// The latest durable epoch when it began.
+    /// The latest durable epoch at the start of the thread.
     last: Option<u64>,
-    /// It is writing the log anew, which may take long.
+    /// Whether the thread is rewriting the log, which may take long.
     shortens: Arc<AtomicBool>,
 }
 
@@ -56,7 +56,7 @@ impl Crew {
         let shortens = Arc::new(AtomicBool::new(false));
         let busy = shortens.clone();
         let work = move || {
-            // Whoever has left does not want to know.
+            // If the receiver is gone, the result is not needed.
             for request in requested {
                 match request {
                     Request::Check => drop(to_checks.send(committer.check())),
@@ -65,7 +65,7 @@ impl Crew {
                         let result = committer.commit(*written);
                         let (at, lost, last) =
                             (Instant::now(), committer.has_lost(), committer.last());
-                        // Before anybody hears of the epoch and asks again.
+                        // Set before the caller receives the answer and sends its next request.
                         let long = committer.is_long();
                         busy.store(long, Ordering::SeqCst);
                         drop(to_answers.send(Answer { result, at, lost, last, gone: false }));
@@ -78,7 +78,7 @@ impl Crew {
             }
         };
         let thread = thread::Builder::new().name("checkpoint-sync".into());
-        // What it logs is of the same guest.
+        // The thread logs in the span of the same guest.
         let span = tracing::Span::current();
         let thread = thread.spawn(move || span.in_scope(work));
         let failed = |cause| StoreError::Io {
@@ -90,19 +90,19 @@ impl Crew {
         Ok(Self { requests: Some(requests), checks, answers, thread, pages, last, shortens })
     }
 
-    /// The page file, for who writes epochs.
+    /// Returns the page file, for writers of epochs.
     pub(crate) fn pages(&self) -> &Arc<Pages> {
         &self.pages
     }
 
-    /// The latest epoch that was durable when it was started.
+    /// Returns the latest epoch that was durable when the thread started.
     pub(crate) fn last(&self) -> Option<u64> {
         self.last
     }
 
-    /// Whether the store's files are still those that are open. Waits for all that was handed over
-    /// before, but not while the log is written anew: that they are is looked at before an epoch is
-    /// appended, too.
+    /// Checks that the store's files are still the open ones. Waits for everything handed over
+    /// before, but not while the log is rewritten: the committer also checks this before it appends
+    /// an epoch.
     pub(crate) fn check(&self) -> Result<(), StoreError> {
         if self.shortens.load(Ordering::SeqCst) {
             return Ok(());
@@ -111,12 +111,12 @@ impl Crew {
         self.checks.recv().unwrap_or_else(|_| Err(self.gone()))
     }
 
-    /// Hands an epoch over. Answers come in the same order.
+    /// Hands an epoch over. Answers arrive in the same order.
     pub(crate) fn commit(&self, written: Written, bounds: Bounds) {
         self.ask(Request::Commit(Box::new(written), bounds));
     }
 
-    /// The next answer, waiting for it for `limit`, or for as long as it takes.
+    /// Returns the next answer. Waits up to `limit`, or without a limit if `None`.
     pub(crate) fn answer(&self, limit: Option<Duration>) -> Option<Answer> {
         use mpsc::RecvTimeoutError::{Disconnected, Timeout};
         let answer = match limit {
@@ -135,7 +135,7 @@ impl Crew {
 
     fn ask(&self, request: Request) {
         if let Some(requests) = &self.requests {
-            // That it is gone is noticed by who waits for the answer.
+            // If the thread is gone, the caller notices when it waits for the answer.
             let _ = requests.send(request);
         }
     }

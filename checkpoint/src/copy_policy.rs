@@ -1,5 +1,5 @@
-//! When the frames of an epoch are copied: before the pause, in it, or behind the guest's back; and
-//! whether that last way can be had.
+//! Decides when the frames of an epoch are copied: before the pause, in it, or in the background
+//! after it; and whether the background copy is available.
 
 use std::fmt;
 
@@ -8,44 +8,47 @@ use driftline_guest::{Guest, Shield};
 use crate::precopy_buffer::Copied;
 use crate::report::{Cause, Phase};
 
-/// Of so many changed frames on they are copied behind the guest's back: those that take about a
-/// millisecond to copy. From 256 on that makes a single pause shorter (`tests/bench/pause.rs`), but
-/// at a hundred epochs a second of 1,000 frames it takes a guest that keeps all processors busy
-/// more writes, and late threads make its pauses longer (`tests/bench/cadence.rs`).
+/// Epochs with at least this many changed frames are write-protected and copied after the guest has
+/// resumed. This many frames take about 1 ms to copy. A threshold of 256 makes a single pause
+/// shorter (`tests/bench/pause.rs`). At a hundred epochs a second of 1,000 frames, however, it
+/// costs writes in a guest that keeps all processors busy, and late threads make its pauses longer
+/// (`tests/bench/cadence.rs`).
 pub(crate) const BEHIND_FROM: u64 = 1280;
-/// So it is of those that take some milliseconds to copy before the pause, where by what the last
-/// epoch left for it that leaves little: an epoch that comes late has more than its share, and is
-/// not to cost the guest more than the others for that.
+/// The same threshold if, by the previous epoch's measure, a copy before the pause leaves at most
+/// `FEW` frames for the pause. Such a copy takes some milliseconds. An epoch that comes late has
+/// more frames than its share, and must not cost the guest more than the others for that.
 const BEHIND_FROM_IF_FEW_LEFT: u64 = 5120;
-/// So many left for the pause are few: a third of a millisecond's.
+/// Frames left for the pause that count as few: about a third of a millisecond.
 const FEW: u64 = 512;
-/// Fewer take no time in a pause.
+/// Smaller epochs take no measurable time in a pause.
 const LEAST: u64 = 64;
-/// After an epoch most of which was written again, so many that could be copied before their pauses
-/// are not.
+/// Number of epochs that skip the copy before the pause after an epoch in which most frames were
+/// written again.
 const REST: u32 = 16;
 
 /// When the frames of an epoch are copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Way {
-    /// Behind the guest's back.
+    /// In the background, after the guest has resumed.
     Behind,
-    /// Before the pause, while the guest runs, and what is written again in it.
+    /// Before the pause, while the guest runs; frames that are written again are copied in the
+    /// pause.
     Before,
-    /// In the pause, all of them.
+    /// All of them in the pause.
     InPause,
 }
 
-/// What decides about that.
+/// State of that decision.
 #[derive(Debug)]
 pub(crate) struct Ways {
-    /// Of so many on they are copied behind the guest's back, where it can be shielded.
+    /// Number of frames from which they are copied in the background, if the guest can be
+    /// write-protected.
     behind_from: u64,
-    /// The same where copying before the pause would leave few for it.
+    /// The same, if a copy before the pause would leave few frames for the pause.
     behind_from_if_few_left: u64,
-    /// Epochs that are not copied before their pauses.
+    /// Remaining epochs that skip the copy before the pause.
     rest: u32,
-    /// Frames that the last one copied before its pause left for it, and those that it had copied.
+    /// Frames that the last copy before a pause left for the pause, and frames it had copied.
     left: Option<(u64, u64)>,
 }
 
@@ -56,25 +59,25 @@ impl Default for Ways {
 }
 
 impl Ways {
-    /// Of `behind_from` frames on behind the guest's back.
+    /// A policy that copies in the background from `behind_from` frames on.
     pub(crate) fn new(behind_from: u64) -> Self {
         Self { behind_from, behind_from_if_few_left: behind_from, rest: 0, left: None }
     }
 
-    /// Fewer frames are not worth being protected.
+    /// Returns the number of frames below which write protection is not worth its cost.
     pub(crate) fn behind_from(&self) -> u64 {
         self.behind_from
     }
 
-    /// The way for an epoch of so many frames of a guest that is `shielded` or not, where there is
-    /// room for so many.
+    /// Returns when to copy an epoch of `frames` frames, with `room` frames in the staging area.
+    /// `shielded` says whether the guest can be write-protected.
     pub(crate) fn of_next(&mut self, frames: u64, room: u64, shielded: bool) -> Way {
         let may = frames >= LEAST && frames <= room / 2;
         let before = may && self.rest == 0;
         if may {
             self.rest = self.rest.saturating_sub(1);
         }
-        // Of one that has more, as large a part will be left.
+        // Assumes that the same share of a larger epoch is left.
         let few_left = |(left, of): (u64, u64)| left.saturating_mul(frames) / of.max(1) <= FEW;
         let from = match before && self.left.is_some_and(few_left) {
             true => self.behind_from_if_few_left,
@@ -89,7 +92,7 @@ impl Ways {
         }
     }
 
-    /// What came of copying before the pause.
+    /// Records the result of a copy before the pause.
     pub(crate) fn note(&mut self, copied: &Copied) {
         self.left = Some((copied.copied_in_pause(), copied.early_frames));
         if copied.again > copied.early_frames / 2 {
@@ -98,16 +101,16 @@ impl Ways {
     }
 }
 
-/// How many epochs are copied in the pause after the guest's shield has failed, and after the store
-/// has made the guest wait for too long. Then it is tried again.
+/// Number of epochs copied in the pause after write protection has failed, and after the store has
+/// made the guest wait for too long. Then it is tried again.
 const AFTER_FAILURE: u32 = 100;
 const AFTER_STALL: u32 = 20;
 
-/// Whether frames can be copied behind the guest's back.
+/// Whether frames can be copied in the background.
 #[derive(Default)]
 pub(crate) struct Shielding {
     is: Shielded,
-    /// For so many epochs it is not used, nor asked for.
+    /// Number of epochs for which write protection is neither used nor requested.
     rests: u32,
 }
 
@@ -121,12 +124,13 @@ enum Shielded {
 }
 
 impl Shielding {
-    /// Whether the next epoch has it.
+    /// Returns whether the next epoch uses write protection.
     pub(crate) fn is_used(&self) -> bool {
         self.rests == 0 && matches!(self.is, Shielded::Yes(_))
     }
 
-    /// For an epoch. Asks the guest the first time, and when it failed some epochs ago.
+    /// Returns the shield for an epoch. Asks the guest the first time, and again some epochs after
+    /// a failure.
     pub(crate) fn ask(&mut self, guest: &dyn Guest) -> Option<&dyn Shield> {
         if self.rests > 0 {
             self.rests -= 1;
@@ -145,10 +149,10 @@ impl Shielding {
         }
     }
 
-    /// An epoch failed for `cause`.
+    /// Records that an epoch failed for `cause`.
     pub(crate) fn failed(&mut self, phase: Phase, cause: &Cause) {
         match (phase, cause) {
-            // Drives have nothing to do with it.
+            // Failures of drives do not concern it.
             (Phase::CopyDrives, _) => {}
             (Phase::Protect | Phase::CopyBehind, Cause::Guest(_)) => {
                 self.is = Shielded::NotAsked;
@@ -177,11 +181,11 @@ mod tests {
         assert_eq!(ways.of_next(1000, 2000, true), Way::Before);
         ways.note(&Copied::of(1000, 0, 500));
         assert_eq!(ways.of_next(1000, 2000, true), Way::Before);
-        // Of few and of many frames, shielded or not.
+        // For epochs with few and many frames, with and without a shield.
         for (frames, shielded, meanwhile, then) in [
             (1000, true, Way::InPause, Way::Before),
             (2000, false, Way::InPause, Way::Before),
-            // What one left that had few says that these would leave many.
+            // The share left by the small epoch says that these would leave many.
             (2000, true, Way::Behind, Way::Behind),
         ] {
             ways.note(&Copied::of(1000, 0, 501));
@@ -202,7 +206,7 @@ mod tests {
         assert_eq!(ways.of_next(most, room, true), Way::Before);
         assert_eq!(ways.of_next(most + 1, room, true), Way::Behind);
         assert_eq!(ways.of_next(BEHIND_FROM, 2 * BEHIND_FROM - 1, true), Way::Behind, "no room");
-        // One that had few, of which it left a fifth, says nothing good of one that has many.
+        // A small epoch that left a fifth of its frames says that a large one leaves many.
         ways.note(&left(100, 20));
         assert_eq!(ways.of_next(most, room, true), Way::Behind);
         assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Before);

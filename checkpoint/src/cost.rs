@@ -1,41 +1,41 @@
-//! What it costs to copy frames in a pause, and blocks of drives before it, learned from those
-//! before.
+//! Estimates of the cost of copying frames in a pause, and blocks of drives before it, learned from
+//! previous epochs.
 
 use std::time::Duration;
 
-/// What pauses have cost in which frames were copied.
+/// Cost of previous pauses in which frames were copied.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct CopyCost {
-    /// The shortest of them.
+    /// Shortest pause.
     least: Duration,
-    /// Of each frame, beyond that, in the last one that had many.
+    /// Time per frame beyond that, in the last pause that copied many frames.
     frame: Duration,
-    /// Of the frames that had changed, one in so many was copied in the pause of the last one; the
-    /// others before it.
+    /// Ratio of changed frames to frames copied in the pause, in the last epoch; the other frames
+    /// were copied before the pause.
     one_in: u64,
 }
 
-/// Fewer frames say little of what one costs.
+/// Pauses with fewer frames say little about the cost of one frame.
 const MANY: u64 = 64;
-/// However few were copied in one pause, it may be as large a part of them in the next.
+/// Upper bound of `one_in`: the next pause may copy a larger share of the frames.
 const MOST_BEFORE: u64 = 16;
 
 impl CopyCost {
-    /// A pause in which `copied` frames were copied, of an epoch of `changed`.
+    /// Records a pause in which `copied` frames were copied, of an epoch with `changed` frames.
     pub(crate) fn note(&mut self, pause: Duration, copied: u64, changed: u64) {
         if self.least.is_zero() || pause < self.least {
             self.least = pause;
         }
         match u32::try_from(copied) {
             Ok(many) if copied >= MANY => self.frame = (pause - self.least) / many,
-            // What one pause has said by chance is not believed for ever.
+            // One outlier must not count for ever.
             _ => self.frame -= self.frame / 8,
         }
         self.one_in = (changed / copied.max(1)).clamp(1, MOST_BEFORE);
     }
 
-    /// How many frames may have changed for a pause of `most`, if that is known and there may be
-    /// any.
+    /// Returns how many frames may have changed for a pause of at most `most`. `None` if that is
+    /// unknown, or if no pause is that short.
     pub(crate) fn fit(&self, most: Duration) -> Option<u64> {
         let room = most.checked_sub(self.least)?.as_nanos();
         let frames = room.checked_div(self.frame.as_nanos())?;
@@ -43,11 +43,11 @@ impl CopyCost {
     }
 }
 
-/// What it has cost to copy ahead of a pause what changed of drives.
+/// Cost of copying changed blocks of drives before a pause.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct AheadCost {
-    /// Of a block that had changed when that began, in the last epoch that had some; what changed
-    /// meanwhile, and was copied, too, is in it.
+    /// Time per block that had changed when the copy began, in the last epoch with such blocks.
+    /// Includes the copies of what changed meanwhile.
     block: Duration,
 }
 
@@ -58,7 +58,7 @@ impl AheadCost {
         }
     }
 
-    /// How long it will take for so many.
+    /// Returns the estimated time for this many blocks.
     pub(crate) fn of(&self, blocks: u64) -> Duration {
         self.block.saturating_mul(u32::try_from(blocks).unwrap_or(u32::MAX))
     }

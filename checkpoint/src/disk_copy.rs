@@ -1,11 +1,12 @@
-//! The drives that a chain of epochs has: who follows their writes, and how their blocks get into
-//! an epoch.
+//! The drives in a chain of epochs: how their writes are tracked, and how their blocks get into an
+//! epoch.
 //!
-//! What a drive holds is copied while the guest runs, before the pause of a full epoch; so is,
-//! before any, what changed, if that is much. In each pause what changed since is drained and
-//! [kept](driftline_guest::Keeper), and it is copied when the guest runs again: what was written
-//! over between pieces of memory, the rest after it. When a write has waited for too long, for some
-//! epochs what may have no room is copied in the pause.
+//! A full epoch copies the whole content of a drive while the guest runs, before the pause. Every
+//! epoch copies changed blocks before the pause if there are many. In the pause, blocks changed
+//! since then are drained and [protected by copy-before-write](driftline_guest::Keeper). They are
+//! copied when the guest runs again: blocks that were saved before an overwrite between pieces of
+//! memory, the rest after memory. After a write has waited for too long, the next epochs copy
+//! blocks that may find no room in the pause.
 
 use std::fs::File;
 use std::io;
@@ -22,27 +23,27 @@ use crate::live_copy::batches;
 use crate::report::{Cause, Phase};
 use crate::staging::{Staging, window};
 
-/// Blocks that are copied at a time while the guest runs: of a drive that nobody waits for, and of
-/// one that is kept.
+/// Blocks copied at a time while the guest runs: of a drive without copy-before-write, and of one
+/// with it.
 const LIVE_BLOCKS: u64 = 256;
 const PIECE_BLOCKS: u64 = 64;
-/// How often what changed of a drive is copied ahead of a pause.
+/// Maximum number of passes over a drive's changed blocks before a pause.
 const MOST_PASSES: usize = 4;
-/// Epochs in which no write waits for room, after one has waited for too long.
+/// Number of epochs in which no write waits for room, after a write has waited for too long.
 const AFTER_STALL: u32 = 20;
-/// What is copied in a pause waits in memory for the file, up to so many bytes; what is beyond is
-/// written in the pause.
+/// Bytes of memory that hold blocks copied in a pause until they are written to the file. What is
+/// beyond is written in the pause.
 const MOST_IN_PAUSE: usize = 64 << 20;
 
-/// The drives of `guest` that its epochs have: those that it can write to.
+/// Returns the drives of `guest` that are part of its epochs: those that it can write to.
 pub(crate) fn drives_of(guest: &dyn Guest) -> Vec<DriveHead> {
     let heads = guest.drives().into_iter().map(|drive| drive.head());
     heads.filter(|head| !head.readonly).collect()
 }
 
-/// A drive whose writes are followed.
+/// A drive whose writes are tracked.
 pub(crate) struct Followed {
-    /// What its blocks are in a store.
+    /// The number of its object in a store.
     object: u16,
     head: DriveHead,
     file: Arc<File>,
@@ -50,25 +51,25 @@ pub(crate) struct Followed {
     writes: Subscription,
 }
 
-/// What was copied of drives ahead of a pause.
+/// What was copied of drives before a pause.
 pub(crate) struct Ahead {
-    /// To be committed as the rest of the epoch is.
+    /// To be committed with the rest of the epoch.
     pub(crate) passes: Vec<DirtySet>,
-    /// Blocks that were to be copied when it began.
+    /// Blocks that were due when the copy began.
     pub(crate) due: u64,
 }
 
-/// What of a drive is kept since a pause. Dropping it lets go of the blocks and gives them back
-/// (I4).
+/// The changed blocks of a drive, under copy-before-write since a pause. Drop ends that and gives
+/// the blocks back (I4).
 pub(crate) struct Stood {
     object: u16,
     id: String,
     changed: DirtySet,
     keeping: Keeping,
-    /// Blocks of it that are in the epoch, and how many of them were copied in the pause.
+    /// Its blocks that are in the epoch, and how many of them were copied in the pause.
     copied: u64,
     in_pause: u64,
-    /// Those of them that are not in the file yet.
+    /// Blocks copied in the pause that are not in the file yet.
     early: Vec<FrameRun>,
     contents: Vec<u8>,
 }
@@ -85,7 +86,7 @@ fn not_kept(id: &str) -> impl Fn(KeepError) -> Cause {
     }
 }
 
-/// Begins to follow the writes to `drives` of `guest`.
+/// Begins to track the writes to `drives` of `guest`.
 pub(crate) fn follow(guest: &dyn Guest, drives: &[DriveHead]) -> Result<Vec<Followed>, Cause> {
     if drives.is_empty() {
         return Ok(Vec::new());
@@ -112,8 +113,8 @@ pub(crate) fn follow(guest: &dyn Guest, drives: &[DriveHead]) -> Result<Vec<Foll
     Ok(followed)
 }
 
-/// Copies what the drives hold while the guest runs; what is written meanwhile is in the epoch's
-/// own blocks, which come after.
+/// Copies the content of the drives while the guest runs. What is written meanwhile is among the
+/// epoch's changed blocks, which come later in the file.
 pub(crate) fn copy_live(
     drives: &[Followed],
     staging: &mut Staging,
@@ -126,16 +127,16 @@ pub(crate) fn copy_live(
     Ok(())
 }
 
-/// Copies what has changed while the guest runs, and what changed meanwhile, until that is little
-/// enough to be set aside whatever the guest writes over, or does not get less. The drives in
-/// turns: each changes while the others are copied.
+/// Copies changed blocks while the guest runs, and then what changed meanwhile. Ends when
+/// copy-before-write has room for all that is left, whatever the guest overwrites, or when the
+/// number does not decrease. Takes the drives in turns: each changes while the others are copied.
 pub(crate) fn copy_ahead(
     drives: &mut [Followed],
     staging: &mut Staging,
     file: &mut EpochWriter,
 ) -> Result<Ahead, Cause> {
     let mut ahead = Ahead { passes: Vec::new(), due: due_ahead(drives) };
-    // None of one that does not get less.
+    // `None` for a drive whose number does not decrease.
     let mut before = vec![Some(u64::MAX); drives.len()];
     for _ in 0..MOST_PASSES {
         let mut copied = false;
@@ -163,8 +164,8 @@ pub(crate) fn copy_ahead(
     Ok(ahead)
 }
 
-/// How many blocks would be copied ahead of a pause if that began now, without what changes
-/// meanwhile.
+/// Returns how many blocks would be copied before a pause if that began now, without those that
+/// change meanwhile.
 pub(crate) fn due_ahead(drives: &mut [Followed]) -> u64 {
     let due = |drive: &mut Followed| {
         let changed = drive.writes.drain();
@@ -175,9 +176,9 @@ pub(crate) fn due_ahead(drives: &mut [Followed]) -> u64 {
     drives.iter_mut().map(due).sum()
 }
 
-/// Notes as zeros, unread, what of long runs of a drive of `bytes` are holes in its file: a guest
-/// that discards all that it does not use makes terabytes of them. The other blocks. What the guest
-/// writes there meanwhile is marked again.
+/// Records the holes in long runs of a drive of `bytes` as zeros, without reading them: a guest
+/// that discards all its unused space makes terabytes of holes. Returns the other blocks. A block
+/// that the guest writes meanwhile is marked dirty again.
 fn without_holes(
     runs: impl Iterator<Item = FrameRun>,
     object: u16,
@@ -223,9 +224,9 @@ impl Followed {
     }
 }
 
-/// Keeps what has changed since the last epoch. The guest stands, and so all that was written is
-/// marked. Unless they are `patient`, only as much is kept as has room whatever the guest writes
-/// over, and the rest is copied here.
+/// Puts the blocks that changed since the last epoch under copy-before-write. The guest is paused,
+/// so every write is marked. Unless the writers are `patient`, this covers only as many blocks as
+/// have room whatever the guest overwrites, and copies the rest here.
 pub(crate) fn stand(
     drives: &mut [Followed],
     patient: bool,
@@ -234,7 +235,7 @@ pub(crate) fn stand(
     stand_with(drives, patient, MOST_IN_PAUSE, to)
 }
 
-/// As [`stand`], with `room` in memory for so many bytes.
+/// Like [`stand`], with `room` bytes of memory.
 fn stand_with(
     drives: &mut [Followed],
     patient: bool,
@@ -247,7 +248,7 @@ fn stand_with(
         let many = changed.frames().saturating_sub(keeper.room());
         let now = if patient { 0 } else { many };
         let kept = window(changed.runs(), now, u64::MAX).collect();
-        // First: of a drive that was let go of nothing is read.
+        // This comes first: a drive that was released must not be read.
         let keeping = keeper.keep(file.clone(), head.bytes, kept).map_err(not_kept(&head.id))?;
         let (early, contents) = (Vec::new(), Vec::new());
         let (object, id) = (*object, head.id.clone());
@@ -262,14 +263,14 @@ fn stand_with(
     Ok(all)
 }
 
-/// How many blocks were copied in the pause.
+/// Returns how many blocks were copied in the pause.
 pub(crate) fn in_pause(stood: &[Stood]) -> u64 {
     stood.iter().map(|stood| stood.in_pause).sum()
 }
 
 impl Stood {
-    /// Copies the first `blocks` that changed; as many bytes of memory as there is `room` for, the
-    /// rest to the file.
+    /// Copies the first `blocks` changed blocks: into memory as far as `room` bytes allow, the rest
+    /// to the file.
     fn copy_now(
         &mut self,
         blocks: u64,
@@ -283,7 +284,7 @@ impl Stood {
         let stored: u64 = data.iter().map(|run| run.count).sum();
         let in_memory = stored.min(*room as u64 / PAGE_SIZE);
         *room -= (in_memory * PAGE_SIZE) as usize;
-        // Not touched before it is needed.
+        // `vec!` of zeros touches no memory before it is needed.
         *contents = vec![0; (in_memory * PAGE_SIZE) as usize];
         let mut rest = &mut contents[..];
         for run in window(data.iter().copied(), 0, in_memory) {
@@ -302,7 +303,7 @@ impl Stood {
         Ok(())
     }
 
-    /// Writes what was copied in the pause to the file.
+    /// Writes the blocks that were copied in the pause to the file.
     fn write_early(&mut self, file: &mut EpochWriter) -> Result<(), StoreError> {
         let (early, contents) =
             (std::mem::take(&mut self.early), std::mem::take(&mut self.contents));
@@ -311,8 +312,8 @@ impl Stood {
     }
 }
 
-/// Writes what was set aside of what is kept, amid something else: somebody may wait for its room.
-/// That nothing is kept any more is said by [`copy_behind`].
+/// Writes the blocks that were saved before an overwrite, in the middle of other work: a writer may
+/// wait for their room. [`copy_behind`] reports a failure of copy-before-write.
 pub(crate) fn save_aside(
     stood: &mut [Stood],
     buffer: &mut Vec<u8>,
@@ -321,7 +322,7 @@ pub(crate) fn save_aside(
     let mut runs: Vec<FrameRun> = Vec::new();
     for Stood { object, keeping, copied, .. } in stood {
         buffer.resize((PIECE_BLOCKS * PAGE_SIZE) as usize, 0);
-        // More may be set aside meanwhile; the other has to go on, too.
+        // More blocks may be saved meanwhile; the bound lets the caller's work continue, too.
         for _ in 0..SAVED_BLOCKS_MAX as u64 / PIECE_BLOCKS {
             let count = keeping.aside(&mut runs, buffer);
             if count == 0 {
@@ -334,8 +335,8 @@ pub(crate) fn save_aside(
     Ok(())
 }
 
-/// Copies what is kept, behind the running guest. Returns what changed, to be committed once it is
-/// durable, and how devices waited.
+/// Copies the blocks under copy-before-write while the guest runs. Returns the dirty sets, to be
+/// committed once the epoch is durable, and how long devices waited.
 pub(crate) fn copy_behind(
     mut stood: Vec<Stood>,
     staging: &mut Staging,
@@ -344,7 +345,7 @@ pub(crate) fn copy_behind(
     stood.iter_mut().try_for_each(|stood| stood.write_early(file))?;
     let contents = staging.split(PIECE_BLOCKS.min(staging.frames())).0;
     let mut runs: Vec<FrameRun> = Vec::new();
-    // In turns: what one has set aside does not wait for all of another.
+    // In turns: blocks saved for one drive do not wait for all of another drive.
     let mut more = true;
     while std::mem::take(&mut more) {
         for Stood { object, id, keeping, copied, .. } in &mut stood {
@@ -356,7 +357,7 @@ pub(crate) fn copy_behind(
             }
         }
     }
-    // A block that was missed would be that of the epoch before.
+    // A missed block would have the content of the previous epoch.
     for Stood { id, changed, copied, .. } in &stood {
         if *copied != changed.frames() {
             let why = format!("{copied} blocks were copied of {} that changed", changed.frames());
@@ -372,22 +373,22 @@ pub(crate) fn copy_behind(
     Ok((changed.collect(), waits))
 }
 
-/// Whether who writes to a drive waits for room: not in the next epochs, once somebody has waited
-/// for too long. Their pauses are rather longer.
+/// Whether a write to a drive waits for room. After a write has waited for too long, writes do not
+/// wait in the next epochs; their pauses are longer instead.
 #[derive(Default)]
 pub(crate) struct Patience {
     rests: u32,
 }
 
 impl Patience {
-    /// For an epoch.
+    /// Returns whether writes may wait in the next epoch.
     pub(crate) fn ask(&mut self) -> bool {
         let patient = self.rests == 0;
         self.rests = self.rests.saturating_sub(1);
         patient
     }
 
-    /// An epoch failed for `cause`.
+    /// Records that an epoch failed for `cause`.
     pub(crate) fn failed(&mut self, phase: Phase, cause: &Cause) {
         if let (Phase::CopyDrives, Cause::Stalled(_)) = (phase, cause) {
             tracing::warn!(

@@ -1,7 +1,8 @@
-//! What checkpoints at an interval would cost a guest, before any is taken: a pure function.
+//! Estimates the cost of checkpoints at an interval for a guest before any is taken; a pure
+//! function.
 //!
-//! Its figures are those of one machine of two cores (`docs/src/performance/checkpoints.md`): an
-//! order of magnitude elsewhere.
+//! The figures are from one machine with two cores (`docs/src/performance/checkpoints.md`).
+//! Elsewhere they give an order of magnitude.
 
 use std::time::Duration;
 
@@ -12,33 +13,34 @@ use crate::copy_policy::BEHIND_FROM;
 
 /// A pause in which nothing is copied.
 const LEAST_PAUSE: Duration = Duration::from_micros(500);
-/// To copy a frame in the pause, and to protect one, so that it is copied behind it.
+/// Time to copy a frame in the pause, and to write-protect a frame that is copied after the pause.
 const COPY_NS: f64 = 650.0;
 const PROTECT_NS: f64 = 6.0;
-/// Until a frame is durable.
+/// Time until a frame is durable.
 const WRITE_NS: f64 = 5000.0;
-/// The part of an interval that pauses may take for a guest to bear it.
+/// Largest share of an interval that pauses may take for [`CadenceForecast::bearable`].
 pub const BEARABLE: f64 = 0.05;
 
-/// Checkpoints at an interval.
+/// Estimated cost of checkpoints at an interval.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct CadenceForecast {
     /// The interval, ms.
     pub every_ms: f64,
-    /// Frames in each.
+    /// Frames in each checkpoint.
     pub frames: u64,
-    /// How long the guest stands for each, ms.
+    /// Pause of the guest for each checkpoint, ms.
     pub pause_ms: f64,
-    /// From the end of the pause until it is durable, ms.
+    /// Time from the end of the pause until the checkpoint is durable, ms.
     pub write_ms: f64,
-    /// What goes to the store, bytes/s.
+    /// Data written to the store, bytes/s.
     pub store_bytes_per_s: u64,
-    /// Pauses take no more than [`BEARABLE`] of the time, and each is durable before the next.
+    /// Whether pauses take at most [`BEARABLE`] of the time and each checkpoint is durable before
+    /// the next.
     pub bearable: bool,
 }
 
-/// What it would cost to take a checkpoint `every` so often of a guest that makes `frames` dirty in
-/// that time, on a host where frames can be copied behind the guest (`driftline doctor` tells).
+/// Estimates the cost of a checkpoint every `every`, of a guest that dirties `frames` frames in
+/// that time, on a host where frames can be copied while the guest runs (`driftline doctor` tells).
 ///
 /// ```
 /// # use std::time::Duration;

@@ -1,15 +1,15 @@
-//! How long things took, of as many as there are, in memory that does not grow.
+//! Distributions of durations, of any number of them, in constant memory.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Buckets an octave: a percentile is at most a 32nd too high.
+/// Buckets per octave: a percentile is at most 1/32 too high.
 const FINE: u64 = 32;
 /// Octaves above the first `FINE` microseconds: up to 39 days.
 const OCTAVES: u64 = 37;
 
-/// Times in microseconds, counted in buckets that grow with them.
+/// Durations in microseconds, counted in buckets whose width grows with the duration.
 #[derive(Clone, Debug)]
 pub(crate) struct Times {
     buckets: Box<[u64]>,
@@ -24,27 +24,27 @@ impl Default for Times {
     }
 }
 
-/// How times are distributed, in microseconds; all zero of none.
+/// Distribution of durations, in microseconds; all zero if there are none.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Spread {
-    /// Half of them took at most so long.
+    /// Median.
     pub p50_us: u64,
-    /// Nine of ten did.
+    /// 90th percentile.
     pub p90_us: u64,
-    /// All but one of a hundred did.
+    /// 99th percentile.
     pub p99_us: u64,
-    /// The longest.
+    /// Maximum.
     pub max_us: u64,
 }
 
 fn bucket(us: u64) -> usize {
     let octave = (us / FINE).checked_ilog2().map_or(0, |log| u64::from(log) + 1).min(OCTAVES);
-    // Of an octave the upper half of the numbers below twice its end.
+    // Within an octave, the upper half of the numbers below twice its end.
     let within = if octave == 0 { us } else { (us >> (octave - 1)).min(2 * FINE - 1) - FINE };
     (octave * FINE + within) as usize
 }
 
-/// The largest number in a bucket.
+/// Returns the largest number in a bucket.
 fn top(bucket: usize) -> u64 {
     let (octave, within) = (bucket as u64 / FINE, bucket as u64 % FINE);
     if octave == 0 { within } else { ((FINE + within + 1) << (octave - 1)) - 1 }
@@ -58,7 +58,7 @@ impl Times {
         self.most_us = self.most_us.max(us);
     }
 
-    /// The smallest number of microseconds, or a 32nd more, that `percent` of them do not exceed.
+    /// Returns the `percent`th percentile in microseconds, at most 1/32 too high.
     fn percentile(&self, percent: u64) -> u64 {
         let wanted = (self.count * percent).div_ceil(100).max(1);
         let mut seen = 0;
@@ -98,7 +98,7 @@ mod tests {
             for (percent, found) in [(50, p50_us), (90, p90_us), (99, p99_us)] {
                 let exact = all[(all.len() * percent).div_ceil(100) - 1];
                 let most = exact + exact / FINE;
-                // Beyond the last octave only the longest is known.
+                // Beyond the last octave only the maximum is known.
                 let known = exact < 1 << 40;
                 prop_assert!(!known || (exact..=most).contains(&found), "{percent} %: {found}, not {exact}");
             }

@@ -1,11 +1,11 @@
-//! Taking checkpoints of a running guest, and restoring them.
+//! Takes checkpoints of a running guest, and restores them.
 //!
 //! ```text
-//! Checkpointer    takes epochs of one: a short pause, then copied and written behind the running guest
-//! restore         a guest of any epoch, every byte checked before it may run
+//! Checkpointer    takes epochs: a short pause; copies and writes continue while the guest runs
+//! restore         builds a guest from any epoch; every byte is checked before the guest runs
 //! ```
 //!
-//! A failed epoch loses nothing: its frames go back to the tracker and are in the next one (I4).
+//! A failed epoch loses nothing: its frames return to the tracker and are in the next epoch (I4).
 #![forbid(unsafe_code)]
 
 mod background_copy;

@@ -1,4 +1,4 @@
-//! Copying memory of a guest that runs on: what a full epoch does before it pauses the guest.
+//! Copies memory while the guest runs: what a full epoch does before it pauses the guest.
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn, Subscription};
 use driftline_guest::Guest;
@@ -7,14 +7,14 @@ use driftline_store::EpochWriter;
 use crate::report::Cause;
 use crate::staging::Staging;
 
-/// Frames that the copy of a running guest's memory takes at a time: 1 MiB.
+/// Frames copied at a time from a running guest's memory: 1 MiB.
 const LIVE_FRAMES: u64 = 256;
-/// How often a full epoch goes over what changed under its copy before it pauses the guest.
+/// Maximum number of passes over changed memory before a full epoch pauses the guest.
 const LIVE_PASSES: usize = 4;
 
 /// Copies all populated memory into the file while the guest runs, then what was written meanwhile,
-/// for as long as that gets less. What is left then is appended after the pause, so that it wins.
-/// Returns the epochs that went into the file: nothing in them is safe until the file is.
+/// for as long as that becomes less. The rest is appended after the pause and so overrides these
+/// copies. Returns the dirty sets that went into the file: none of them is safe until the file is.
 pub(crate) fn copy_live(
     guest: &dyn Guest,
     staging: &mut Staging,
@@ -28,8 +28,8 @@ pub(crate) fn copy_live(
     catch_up(guest, staging, file, subscription, frames)
 }
 
-/// Copies what was written since, for as long as that gets less than the `before` frames that took
-/// so long. What that was.
+/// Copies what was written since, for as long as each pass is smaller than the one before, which
+/// had `before` frames. Returns the dirty sets of all passes.
 pub(crate) fn catch_up(
     guest: &dyn Guest,
     staging: &mut Staging,
@@ -54,7 +54,7 @@ pub(crate) fn catch_up(
     Ok(passes)
 }
 
-/// Copies frames of a running guest into the file, a little at a time.
+/// Copies frames of a running guest into the file, a batch at a time.
 fn copy_running(
     guest: &dyn Guest,
     staging: &mut Staging,
@@ -70,8 +70,8 @@ fn copy_running(
     Ok(())
 }
 
-/// Cuts runs into groups of at most `frames` frames each, one after the other: of a drive they may
-/// be many.
+/// Splits runs into consecutive groups of at most `frames` frames each. A lazy iterator, because a
+/// drive may have many.
 pub(crate) fn batches(runs: &[FrameRun], frames: u64) -> impl Iterator<Item = Vec<FrameRun>> {
     let mut pieces = runs.iter().copied();
     let mut rest: Option<FrameRun> = None;

@@ -1,5 +1,4 @@
-//! The pause of an epoch, from when the guest is asked to stop until it has gone on, and how long
-//! it stood.
+//! The pause of an epoch, from the pause request until the guest has resumed, and its length.
 
 use std::time::{Duration, Instant};
 
@@ -10,18 +9,18 @@ use driftline_store::{Calm, EpochWriter};
 use crate::disk_copy::{self, Followed, Stood};
 use crate::report::{Cause, Phase, step};
 
-/// What a pause brought.
+/// The results of a pause.
 pub(crate) struct Pause<T> {
     pub(crate) changed: DirtySet,
     pub(crate) blocks: Vec<Stood>,
     pub(crate) sections: Vec<Section>,
     pub(crate) dealt: T,
-    /// By the clock of who asked for it.
+    /// Length by the clock of the thread that requested the pause.
     pub(crate) time: Duration,
 }
 
-/// The pause: saves the state and learns what changed. The guest goes on when that has been dealt
-/// with by `deal`.
+/// Pauses the guest, saves its state, and drains what changed. The guest resumes after `deal` has
+/// handled that.
 pub(crate) fn pause<T>(
     guest: &dyn Guest,
     calm: &Calm,
@@ -42,9 +41,9 @@ pub(crate) fn pause<T>(
     Ok(Pause { changed, blocks, sections, dealt, time: since.elapsed() })
 }
 
-/// How long the vCPU stood that stood longest in the one pause since then; `None` if one of them
-/// has not gone on yet, has stood more often, or does not know. Who asks for a pause is told of its
-/// end by a thread that has to get a processor first, which the guest may have again.
+/// Returns the longest per-vCPU stop time of the single pause since `before`. `None` if a vCPU has
+/// not resumed yet, has stopped more than once, or does not know. The thread that requests a pause
+/// learns of its end only when it gets a processor, which the guest may be using again.
 pub(crate) fn stood_since(guest: &dyn Guest, before: &[VcpuPauses]) -> Option<Duration> {
     let now = guest.stood();
     let once = |(now, before): (&VcpuPauses, &VcpuPauses)| now.pauses == before.pauses + 1;

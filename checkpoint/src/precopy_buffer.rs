@@ -1,14 +1,14 @@
-//! Copies in the staging area of an epoch whose frames are not shielded. Most are taken before the
-//! pause, while the guest runs on: what it writes meanwhile has changed once more, is known in the
-//! pause, and is copied there over what is no longer true.
+//! Copies, in the staging area, of an epoch whose frames are not write-protected. Most are made
+//! before the pause, while the guest runs. A frame that the guest writes meanwhile is dirty again
+//! in the pause, and is copied over its outdated copy.
 //!
 //! ```text
 //! staging area   [ changed before the pause, in ascending runs ][ changed since, and not before ]
-//!                    ^ what changed again is copied to its place
+//!                    ^ a frame that changed again is copied to its place
 //! ```
 //!
-//! So the pause costs what the guest writes while the rest is copied. Where that is mostly the same
-//! again, nothing is won.
+//! So the pause costs what the guest writes while the rest is copied. If these are mostly the same
+//! frames, nothing is gained.
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn};
 use driftline_guest::{Guest, GuestRam};
@@ -18,23 +18,23 @@ use crate::live_copy::batches;
 use crate::report::Cause;
 use crate::staging::Staging;
 
-/// What of an epoch is in the staging area.
+/// The frames of an epoch that are in the staging area.
 #[derive(Debug, Default)]
 pub(crate) struct Copied {
-    /// Copied before the pause, ascending, each with the number of frames before it.
+    /// Runs copied before the pause, ascending, each with the number of frames before it.
     early: Vec<(FrameRun, u64)>,
     pub(crate) early_frames: u64,
-    /// Copied in the pause behind those.
+    /// Runs copied in the pause, behind the early ones.
     late: Vec<FrameRun>,
     late_frames: u64,
-    /// Of the early ones, copied once more in the pause.
+    /// Early frames that were copied once more in the pause.
     pub(crate) again: u64,
-    /// Of the late ones, those that had no room and are in the file.
+    /// Early frames that went into the file in the pause, because the area had no room.
     written: u64,
 }
 
 impl Copied {
-    /// For tests of what is decided by it: so many frames of each kind.
+    /// For tests of policies that depend on it: the number of frames of each kind.
     #[cfg(test)]
     pub(crate) fn of(early_frames: u64, late_frames: u64, again: u64) -> Self {
         Self { early_frames, late_frames, again, ..Self::default() }
@@ -55,8 +55,8 @@ impl Copied {
         Ok(copied)
     }
 
-    /// In the pause: copies what changed since, ascending. Where there is no room, what was copied
-    /// goes into the file first.
+    /// In the pause: copies what changed since, ascending. If there is no room, the earlier copies
+    /// go into the file first.
     pub(crate) fn in_pause(
         &mut self,
         guest: &dyn Guest,
@@ -74,7 +74,7 @@ impl Copied {
             let early = std::mem::take(&mut self.early);
             let runs = early.iter().map(|(run, _)| *run);
             file.frames(runs, staging.from(0, self.early_frames), false)?;
-            // The area is free for them, but they were in the epoch.
+            // Their place in the area is free, but they belong to the epoch.
             self.written = self.early_frames;
             let mut rest = batches(&new, staging.frames()).peekable();
             while let Some(batch) = rest.next() {
@@ -92,7 +92,8 @@ impl Copied {
         Ok(())
     }
 
-    /// Copies to its place what of `run` was copied before the pause; the rest goes to `new`.
+    /// Copies the part of `run` that was copied before the pause to its place; adds the rest to
+    /// `new`.
     fn renew(
         &mut self,
         run: FrameRun,
@@ -126,19 +127,19 @@ impl Copied {
         Ok(())
     }
 
-    /// What is left in the area: runs, and where the copy of the first begins, in frames.
+    /// Returns what is left in the area: runs, and the position of the first one's copy, in frames.
     pub(crate) fn left(&self) -> [(Vec<FrameRun>, u64); 2] {
         let early: Vec<FrameRun> = self.early.iter().map(|(run, _)| *run).collect();
         let at = if self.early.is_empty() { 0 } else { self.early_frames };
         [(early, 0), (self.late.clone(), at)]
     }
 
-    /// Frames for which there should have been room at once.
+    /// Returns the number of frames that should have had room at once.
     pub(crate) fn staged(&self) -> u64 {
         self.early_frames + self.late_frames
     }
 
-    /// Frames that were copied in the pause.
+    /// Returns the number of frames copied in the pause.
     pub(crate) fn copied_in_pause(&self) -> u64 {
         self.again + self.late_frames + self.written
     }
@@ -171,8 +172,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
-        /// Also where there is little room: each frame that changed is in the epoch as it was in
-        /// the pause.
+        /// Also with little room: each changed frame is in the epoch with its content in the pause.
         #[test]
         fn what_is_in_the_epoch_is_what_changed_as_it_is_in_the_pause(
             early in prop::collection::btree_set(0u64..300, 0..120),
@@ -197,7 +197,7 @@ mod tests {
             let since = subscription.drain();
             copied.in_pause(&*guest, &mut staging, &mut file, since.runs()).unwrap();
             let was: Vec<u8> = (0..300).map(|gfn| byte_of(&guest, gfn)).collect();
-            // It goes on.
+            // The guest resumes.
             (0..300).for_each(|gfn| guest.write(Gfn(gfn), &[3]).unwrap());
             for (runs, at) in copied.left() {
                 let contents = staging.from(at, frames(&runs));

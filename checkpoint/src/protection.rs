@@ -1,4 +1,4 @@
-//! The protected frames of one epoch, and who waits to write to them.
+//! The write-protected frames of one epoch, and the writers that wait for them.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::FrameRun;
 use driftline_guest::{GuestError, Shield};
 
-/// A shield as long as one epoch has it. Once everything is let go of nothing can be protected any
-/// more: whoever does it may have been late, and nobody would serve those who wait.
+/// A shield for the duration of one epoch. After `end` has unprotected everything, nothing can be
+/// protected any more: a late caller would otherwise protect frames whose writers nothing serves.
 pub(crate) struct OfEpoch<'s> {
     shield: &'s dyn Shield,
     over: Mutex<bool>,
@@ -20,7 +20,7 @@ impl<'s> OfEpoch<'s> {
     }
 
     pub(crate) fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
-        // Held meanwhile: everything is let go of before, which is noticed, or after.
+        // Held during the call: `end` runs before it, which is noticed, or after it.
         let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
         if *over {
             let cause = io::Error::other("the copy thread has ended").into();
@@ -44,7 +44,7 @@ impl<'s> OfEpoch<'s> {
     }
 }
 
-/// Lets go of everything, for good, when it goes, so that no way out leaves a guest waiting.
+/// Unprotects everything for good on drop, so that no return path leaves a guest waiting.
 pub(crate) struct Released<'s>(pub(crate) &'s OfEpoch<'s>);
 
 impl Drop for Released<'_> {
@@ -53,20 +53,20 @@ impl Drop for Released<'_> {
     }
 }
 
-/// Who waits to write, as far as the saver knows.
+/// Waiting writers, as far as the copy thread knows.
 #[derive(Default)]
 pub(crate) struct Waits {
-    /// Somebody waits for them, and that is not looked at yet.
+    /// Frames that a writer waits for and that have not been handled yet.
     pub(crate) awaited: Option<FrameRun>,
-    /// Since when somebody does.
+    /// Start of the current wait.
     pub(crate) since: Option<Instant>,
     pub(crate) times: u64,
-    /// Without what is since then.
+    /// Time waited before `since`.
     before: Duration,
 }
 
 impl Waits {
-    /// Learns whether somebody waits, if that is not known yet.
+    /// Asks the shield for a waiting writer, if none is known yet.
     pub(crate) fn look(&mut self, shield: &OfEpoch<'_>, limit: Duration) -> Result<(), GuestError> {
         if self.awaited.is_none()
             && let Some(frames) = shield.awaited(limit)?
@@ -78,13 +78,13 @@ impl Waits {
         Ok(())
     }
 
-    /// Who was known to wait goes on.
+    /// Records that the known writer has resumed.
     pub(crate) fn over(&mut self) {
         self.before = self.all();
         (self.awaited, self.since) = (None, None);
     }
 
-    /// For how long somebody has waited.
+    /// Returns the total time for which writers have waited.
     pub(crate) fn all(&self) -> Duration {
         self.before + self.since.map_or(Duration::ZERO, |since| since.elapsed())
     }

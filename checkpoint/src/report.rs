@@ -1,4 +1,4 @@
-//! What becomes of an epoch: how far it got, what it cost, and why it is not stored.
+//! The outcome of an epoch: how far it got, what it cost, and why it is not stored.
 
 use std::fmt;
 use std::io;
@@ -12,30 +12,30 @@ use vm_memory::GuestMemoryError;
 /// The steps of an epoch, for logs and errors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Phase {
-    /// Looking after the store's files, which are made if there are none.
+    /// Checking the store's files; creates them if there are none.
     Begin,
-    /// Beginning to follow writes; only before a full epoch.
+    /// Beginning to track writes; only before a full epoch.
     Subscribe,
-    /// Copying memory of the running guest: populated memory in a full epoch, what has changed so
+    /// Copying memory while the guest runs: populated memory in a full epoch, what has changed so
     /// far in another.
     CopyLive,
-    /// Stopping the vCPUs. The guest stands still from here to the end of `Resume`.
+    /// Stopping the vCPUs. The guest is paused from here to the end of `Resume`.
     Pause,
-    /// Learning what changed; once before the pause already.
+    /// Draining what changed; happens once before the pause, too.
     Drain,
-    /// Keeping what changed as it is, to be copied while the guest runs.
+    /// Write-protecting what changed, to be copied while the guest runs.
     Protect,
     /// Copying what changed to the staging area.
     Copy,
     /// Saving the state besides memory.
     Save,
-    /// Letting the guest run.
+    /// Resuming the guest.
     Resume,
     /// Copying what is protected, while the guest runs.
     CopyBehind,
     /// Writing frames to the page file.
     Write,
-    /// Copying what changed of drives, while the guest runs.
+    /// Copying changed blocks of drives, while the guest runs.
     CopyDrives,
     /// Making the frames durable, and then the log that says where they are.
     Publish,
@@ -61,7 +61,7 @@ impl fmt::Display for Phase {
     }
 }
 
-/// Does one step, with an event where it begins and one where it ends.
+/// Runs one step, with an event at its beginning and one at its end.
 pub(crate) fn step<T, E: Into<Cause>>(
     phase: Phase,
     act: impl FnOnce() -> Result<T, E>,
@@ -73,7 +73,7 @@ pub(crate) fn step<T, E: Into<Cause>>(
     result
 }
 
-/// What stood in the way of an epoch.
+/// Why an epoch failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Cause {
@@ -91,10 +91,10 @@ pub enum Cause {
     Drive {
         /// Its name.
         id: String,
-        /// The system's answer.
+        /// The error of the operating system.
         cause: io::Error,
     },
-    /// What changed of a drive could not be kept as it was until it was copied.
+    /// Changed blocks of a drive could not be preserved until they were copied.
     #[error("what changed of disk \"{id}\" cannot be kept as it was: {why}")]
     NotKept {
         /// Its name.
@@ -102,7 +102,7 @@ pub enum Cause {
         /// The reason.
         why: KeepError,
     },
-    /// For so long, all in all, the guest waited to write to what was not copied yet, and the store
+    /// The guest waited for this long in total to write to what was not copied yet, and the store
     /// had no room for a copy.
     #[error("the store is too slow: the guest has waited {} s to write to what is not copied yet", .0.as_secs())]
     Stalled(Duration),
@@ -115,13 +115,13 @@ pub enum Cause {
     next_has_it(*guest)
 )]
 pub struct CheckpointError {
-    /// The number that it would have had.
+    /// The number it would have had.
     pub epoch: u64,
-    /// What was being done.
+    /// The step that failed.
     pub phase: Phase,
     /// The guest's state after the failure: as before, unless it could not be resumed.
     pub guest: RunState,
-    /// Why it failed.
+    /// The reason.
     pub cause: Cause,
 }
 
@@ -134,29 +134,28 @@ fn next_has_it(guest: RunState) -> &'static str {
     }
 }
 
-/// One stored epoch. Serialized it is a line of `checkpoint --json`.
+/// One stored epoch. Its serialized form is a line of `checkpoint --json`.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct EpochReport {
     /// Its number.
     pub epoch: u64,
-    /// Frames in it, of memory.
+    /// Frames of memory in it.
     pub frames: u64,
-    /// Blocks in it, of drives: 4 KiB each.
+    /// Blocks of drives in it, 4 KiB each.
     pub disk_blocks: u64,
-    /// From the request to pause until the guest had been resumed, in microseconds.
+    /// Time from the pause request until the guest had resumed, in microseconds.
     pub pause_us: u64,
-    /// Those of the frames that were copied while the guest ran on, after the pause.
+    /// Frames of it that were copied after the pause, while the guest ran.
     pub behind_frames: u64,
-    /// How often somebody waited to write to a frame that was kept as it was, before the pause or
-    /// after it.
+    /// Number of times a write waited for a write-protected frame, before the pause or after it.
     pub waits: u64,
-    /// For how long somebody did, in microseconds, as far as it was known: several at a time count
-    /// once.
+    /// Time for which writes waited, in microseconds, as far as it is known; simultaneous waits
+    /// count once.
     pub waited_us: u64,
-    /// From the end of the pause until the epoch was durable, in milliseconds.
+    /// Time from the end of the pause until the epoch was durable, in milliseconds.
     pub write_ms: f64,
-    /// Bytes that it took: slots of its own in the page file, and its records in the log.
+    /// Bytes it took: its own slots in the page file, and its records in the log.
     pub written_bytes: u64,
-    /// Whether it survives a crash of the host: always, of an epoch that is reported.
+    /// Whether it survives a crash of the host: always true in a report.
     pub durable: bool,
 }

@@ -1,19 +1,21 @@
-//! The instant of an epoch: the guest is stopped for as long as it takes to know what changed and
-//! to save its state. What changed is copied in that pause, or, where it is much and the guest can
-//! [shield](Shield) it, behind its back:
+//! The instant of an epoch. The guest is paused for as long as it takes to drain what changed and
+//! to save its state. Changed frames are copied in that pause. If there are many and the guest can
+//! [write-protect](Shield) them, they are copied after the guest has resumed:
 //!
 //! ```text
-//! this thread    collect, drain, protect; the same again   PAUSE: save, drain, copy that   write ............  publish
-//! the saver              let go of what is written to ...                                  copy, let go ...
-//! the guest      runs ..................................                                   runs; writes wait for what is not copied
+//! this thread   collect, drain, protect; repeat   PAUSE: save, drain, copy   write ...  publish
+//! copy thread       unprotect what is written ..                             copy, unprotect ..
+//! guest         runs .........................                               runs; a write to an
+//!                                                                            uncopied frame waits
 //! ```
 //!
-//! So the pause depends on what changes while little is protected, and not on what changed before.
-//! Frames are protected before the pause, and so is what changes while that takes long; one that is
-//! written to in between is let go of at once, is dirty again, and is copied in the pause. From the
-//! pause on a frame is let go of when it has been copied: those that somebody waits for first, the
-//! others in order. Copies wait in the staging area for the file; where that is slow, writers wait
-//! for room in it.
+//! So the length of the pause depends on what changes while little is protected, not on what
+//! changed before. Frames are protected before the pause; if that takes long, so are the frames
+//! that change meanwhile. A frame that the guest writes before the pause is unprotected at once,
+//! becomes dirty again, and is copied in the pause. After the pause, a frame is unprotected when it
+//! has been copied: frames with a waiting writer first, the others in order. Copies wait in the
+//! staging area until they are written to the file. If the file is slow, writers wait for room in
+//! the area.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -35,28 +37,29 @@ use crate::protection::{OfEpoch, Released, Waits};
 use crate::report::{Cause, Phase, step};
 use crate::staging::{Staging, copy, window};
 
-/// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a
-/// writer for longer.
+/// Frames copied and unprotected at a time. Smaller pieces cost more system calls, larger ones
+/// delay a writer for longer.
 const PIECE_FRAMES: u64 = 64;
-/// What changes while much is protected is copied in the pause if it is at most so many frames,
-/// else protected, too.
+/// Frames that changed while others were being protected are copied in the pause if there are at
+/// most this many; otherwise they are protected, too.
 const LATE_FRAMES: u64 = 512;
-/// What changed while much was protected is protected, too, before the pause, if it is more than so
-/// many frames, or than are worth it at all. Mostly that is less than what was protected before it,
-/// takes less long, and less changes meanwhile.
+/// Frames that changed while others were being protected are protected before the pause, too, if
+/// there are more than this many, and more than the policy's own minimum. There are mostly fewer of
+/// them than in the round before, so each round takes less long and fewer frames change meanwhile.
 const AGAIN_FRAMES: u64 = LATE_FRAMES / 2;
-/// At most so often; then the guest writes faster than it can be protected from.
+/// Maximum number of extra rounds. After that the guest writes faster than frames are protected.
 const AGAIN_TIMES: u32 = 2;
-/// Frames that are written at a time where blocks of drives may be set aside meanwhile.
+/// Frames written at a time while copy-before-write may be saving blocks of drives.
 const AT_ONCE: u64 = 1024;
 
-/// What an epoch is taken with.
+/// Everything an epoch is taken with.
 pub(crate) struct Means<'m> {
     pub(crate) guest: &'m dyn Guest,
     /// Held in the pause.
     pub(crate) calm: &'m Calm,
     pub(crate) drives: &'m mut [Followed],
-    /// Who writes to one waits for room; else what may have none is copied in the pause.
+    /// Whether writes to a drive may wait for room. If not, blocks that may find no room are copied
+    /// in the pause.
     pub(crate) patient: bool,
     pub(crate) shield: Option<&'m dyn Shield>,
     pub(crate) ways: &'m mut Ways,
@@ -64,9 +67,9 @@ pub(crate) struct Means<'m> {
     pub(crate) file: &'m mut EpochWriter,
 }
 
-/// An epoch all of which is in the file; nothing of it is durable yet.
+/// An epoch whose content is all in the file; nothing of it is durable yet.
 pub(crate) struct Taken {
-    /// To be committed once it is.
+    /// Changed frames and blocks, to be committed once the epoch is durable.
     pub(crate) changed: Vec<DirtySet>,
     /// Frames that had to fit into the staging area at once.
     pub(crate) staged: u64,
@@ -74,17 +77,18 @@ pub(crate) struct Taken {
     pub(crate) in_pause: u64,
     /// Frames copied while the guest ran.
     pub(crate) behind: u64,
-    /// How often somebody waited to write, before the pause or after it.
+    /// Number of times a write waited, before the pause or after it.
     pub(crate) waits: u64,
-    /// For how long somebody did.
+    /// Time for which writes waited.
     pub(crate) waited: Duration,
-    /// For how long the guest stood, by its vCPUs' clocks where those tell.
+    /// Length of the pause, by the vCPUs' clocks where these are available.
     pub(crate) pause: Duration,
     pub(crate) resumed: Instant,
 }
 
 impl Taken {
-    /// Nothing was copied while the guest ran, and nobody waited. It stood for `pause`.
+    /// An epoch with a pause of `pause` in which nothing was copied while the guest ran and no
+    /// write waited.
     fn new(
         all: Vec<DirtySet>,
         staged: u64,
@@ -96,8 +100,8 @@ impl Taken {
     }
 }
 
-/// Takes what changed since the last epoch, and the state. On every way out the guest runs again if
-/// it ran before, and nobody waits for a frame or a block.
+/// Takes the state, and what changed since the last epoch. On every return path the guest runs
+/// again if it ran before, and no write waits for a frame or a block.
 pub(crate) fn take(
     means: Means<'_>,
     subscription: &mut Subscription,
@@ -108,11 +112,11 @@ pub(crate) fn take(
     let means =
         Means { staging: staging_of, file: file_of, guest, calm, drives, patient, shield, ways };
     let (mut taken, blocks) = take_one(means, subscription)?;
-    // By now they have gone on; there may be another pause while drives are copied.
+    // The vCPUs have resumed by now. There may be another pause while drives are copied.
     if let Some(stood) = stood_since(guest, &before) {
         taken.pause = stood;
     }
-    // After memory, for which vCPUs wait.
+    // Drives come after memory, because vCPUs wait for memory.
     let copied = step(Phase::CopyDrives, || disk_copy::copy_behind(blocks, staging, file));
     let (mut changed, waits) = copied?;
     taken.changed.append(&mut changed);
@@ -121,11 +125,11 @@ pub(crate) fn take(
     Ok(taken)
 }
 
-/// An epoch without what changed of drives, and what that is.
+/// An epoch without the changed blocks of drives, and those blocks.
 type Apart = (Taken, Vec<Stood>);
 
 fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Apart, (Phase, Cause)> {
-    // What is collected now is not in the pause.
+    // What is collected here need not be collected in the pause.
     step(Phase::Drain, || means.guest.collect())?;
     let early = subscription.drain();
     let room = means.staging.frames();
@@ -140,7 +144,7 @@ fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Apart, 
     }
 }
 
-/// Takes an epoch of which `early` is drained already, if anything is.
+/// Takes an epoch in the pause. `early` holds the frames that are already drained, if any.
 fn in_the_pause(
     means: Means<'_>,
     early: Option<DirtySet>,
@@ -179,7 +183,7 @@ fn in_the_pause(
     Ok((taken, blocks))
 }
 
-/// Takes an epoch of which `early` is drained already.
+/// Takes an epoch that is copied after the guest has resumed. `early` is already drained.
 fn behind(
     means: Means<'_>,
     shield: &dyn Shield,
@@ -189,13 +193,13 @@ fn behind(
     let Means { guest, calm, drives, patient, ways, staging, file, .. } = means;
     let drives = (drives, patient);
     let shield = &OfEpoch::new(shield);
-    // The saver has one of its own: if it ends early, nothing is protected after.
+    // The copy thread has its own guard: if it ends early, nothing can be protected afterwards.
     let _released = Released(shield);
     let piece_frames = PIECE_FRAMES.min(staging.frames() / 2);
     let (late_room, room) = staging.split(LATE_FRAMES.min(staging.frames() / 2));
     let (to_guest, empty) = mpsc::channel();
     for buffer in room.chunks_exact_mut((piece_frames * PAGE_SIZE) as usize) {
-        // The receiver is here.
+        // The receiver is in this function.
         let _ = to_guest.send(buffer);
     }
     let (go, gone) = mpsc::channel();
@@ -222,12 +226,12 @@ fn behind(
         let taker =
             Taker { guest, calm, shield, before, again_over, late_room, file, go, full, to_guest };
         let taken = taker.take(early, drives, subscription);
-        // Its channels are closed: the saver ends if it has not.
+        // The channels are closed: the copy thread ends if it has not ended yet.
         let saved = saving.join().unwrap_or_else(|_| {
             Err(system("copying behind the guest", io::Error::other("its thread panicked")))
         });
-        // First why the saver ended: what befell the other may have come of that. By itself it
-        // fails for no other's failure.
+        // Report the copy thread's error first: the other error may follow from it. The copy thread
+        // never fails because of an error of this thread.
         let saved = saved.map_err(|cause| (Phase::CopyBehind, cause))?;
         let (mut taken, blocks) = taken?;
         (taken.behind, taken.waits, taken.waited) = (saved.frames, saved.waits, saved.waited);
@@ -239,13 +243,13 @@ fn system(what: &'static str, e: io::Error) -> Cause {
     GuestError::System { what, cause: e.into() }.into()
 }
 
-/// What the thread has that takes the epoch.
+/// State of the thread that takes the epoch.
 struct Taker<'m, 'b> {
     guest: &'m dyn Guest,
     calm: &'m Calm,
     shield: &'m OfEpoch<'m>,
     before: &'m Before,
-    /// More that changed meanwhile is protected before the pause, too.
+    /// If more frames than this changed meanwhile, they are protected before the pause, too.
     again_over: u64,
     late_room: &'b mut [u8],
     file: &'m mut EpochWriter,
@@ -282,14 +286,14 @@ impl Taker<'_, '_> {
                 Ok(late)
             })?;
         let resumed = Instant::now();
-        // From when `released` was taken nothing has been let go of that is not copied. A saver
-        // that has ended says why when it is joined.
+        // Since `released` was taken, no frame has been unprotected without being copied. If the
+        // copy thread has ended, its join returns the reason.
         let _ = go.send((frames, late.clone()));
         step::<_, Cause>(Phase::Write, || {
             let mut aside = Vec::new();
             for Full { runs, buffer } in full {
                 file.frames(runs.iter().copied(), buffer, false)?;
-                // The saver may have copied all there is.
+                // The copy thread may have ended because everything is copied.
                 let _ = to_guest.send(buffer);
                 disk_copy::save_aside(&mut blocks, &mut aside, file)?;
             }
@@ -302,18 +306,18 @@ impl Taker<'_, '_> {
     }
 }
 
-/// What was done before a pause so that little is left for it.
+/// What was protected before a pause, so that little is left for the pause.
 struct Ahead {
-    /// Were protected; some may have been let go of since.
+    /// Frames that were protected; some may have been unprotected since.
     frames: FrameSet,
-    /// Changed since, and were not protected.
+    /// Frames that changed since and were not protected.
     left: FrameSet,
-    /// All of that.
+    /// The dirty sets of all of these.
     epochs: Vec<DirtySet>,
 }
 
-/// Protects what is in `early`, and what changes meanwhile while that is more than `again_over`
-/// frames.
+/// Protects the frames in `early`. Repeats with the frames that change meanwhile, as long as there
+/// are more than `again_over` of them.
 fn protect_ahead(
     guest: &dyn Guest,
     shield: &OfEpoch<'_>,
@@ -334,8 +338,8 @@ fn protect_ahead(
         if next.frames() <= again_over || again == AGAIN_TIMES {
             break;
         }
-        // Protected again with the others, so they are not late. What is let go of from now on and
-        // written is in the next drain.
+        // These frames are protected again with the others, so they are not late. A frame that is
+        // unprotected and written from now on is in the next drain.
         if let Some(released) = &mut *before.lock().unwrap_or_else(PoisonError::into_inner) {
             next.insert_all(&std::mem::take(released));
         }
@@ -358,10 +362,10 @@ mod tests {
 
     const FIRST: FrameRun = FrameRun { start: Gfn(0), count: 1000 };
 
-    /// Protects nothing. While it does, others write to frames that follow each other.
+    /// A shield that protects nothing. During each call, the guest writes to consecutive frames.
     struct Busy {
         guest: Arc<MemoryGuest>,
-        /// How many, each time.
+        /// Frames written in each call.
         writes: Vec<u64>,
         times: AtomicU64,
         protected: Mutex<Vec<FrameSet>>,
@@ -395,7 +399,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Until it is little, or has been done so often that it does not become less.
+        /// Rounds end when few frames change, or when the maximum number of rounds is reached.
         #[test]
         fn what_changes_while_much_is_protected_is_protected_too(
             writes in prop::collection::vec(prop_oneof![1..=AGAIN_FRAMES, AGAIN_FRAMES + 1..1000], 3),
@@ -426,7 +430,7 @@ mod tests {
             prop_assert_eq!(ahead.frames, union);
             prop_assert_eq!(ahead.left.frames(), writes[last]);
             prop_assert!(ahead.left.contains_run(busy.written(last)));
-            // What is protected once more is not late; else it is.
+            // A frame that is protected again is not late; otherwise it is.
             let late = if last > 0 { vec![] } else { vec![let_go] };
             prop_assert_eq!(before.into_inner().unwrap(), Some(late));
             let drained = ahead.epochs.iter().map(DirtySet::frames).sum::<u64>();

@@ -1,21 +1,21 @@
-//! Where frames wait between the pause and the disk: memory that is there before it is needed.
+//! The staging area: preallocated memory that holds frames between the pause and the disk.
 
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-/// Begins where direct I/O takes it from.
+/// Aligned for direct I/O.
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Debug)]
 #[repr(C, align(4096))]
 struct Page([u8; PAGE_SIZE as usize]);
 
-/// How much memory a checkpointer may use for copies of frames.
+/// Limits of the memory that a checkpointer uses for copies of frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StagingLimits {
-    /// Bytes reserved at once.
+    /// Bytes reserved at the start.
     pub first_bytes: u64,
-    /// Bytes up to which it grows, between epochs, to what the last epoch would have needed.
+    /// Bytes up to which the area grows, between epochs, to what the last epoch would have needed.
     pub most_bytes: u64,
 }
 
@@ -26,7 +26,7 @@ impl Default for StagingLimits {
     }
 }
 
-/// Preallocated, already backed by memory, and reused.
+/// Preallocated memory, already resident, that is reused for each epoch.
 #[derive(Debug)]
 pub(crate) struct Staging {
     pages: Vec<Page>,
@@ -35,7 +35,7 @@ pub(crate) struct Staging {
 }
 
 impl Staging {
-    /// Allocates `limits.first_bytes`, or less where the host has not that much: at least a frame.
+    /// Allocates `limits.first_bytes`, or less if the host has not that much: at least one frame.
     pub(crate) fn new(limits: StagingLimits) -> Self {
         let mut staging = Self { pages: Vec::new(), most: whole_frames(limits.most_bytes) };
         let mut want = whole_frames(limits.first_bytes).min(staging.most);
@@ -45,13 +45,13 @@ impl Staging {
         staging
     }
 
-    /// Frames that fit at once.
+    /// Returns the number of frames that fit at once.
     pub(crate) fn frames(&self) -> u64 {
         self.pages.len() as u64
     }
 
-    /// Makes room for an epoch of `frames` frames, as far as the limit and the host allow. Not for
-    /// the pause.
+    /// Makes room for an epoch of `frames` frames, as far as the limit and the host allow. Must not
+    /// be called in the pause.
     pub(crate) fn grow_to(&mut self, frames: u64) {
         let want = frames.saturating_mul(PAGE_SIZE).checked_next_power_of_two();
         let want = want.map_or(self.most, whole_frames).min(self.most);
@@ -61,7 +61,7 @@ impl Staging {
         }
     }
 
-    /// Copies `runs` to where `at` frames are before them; they must fit.
+    /// Copies `runs` to the position after `at` frames; they must fit.
     pub(crate) fn copy_to(
         &mut self,
         at: u64,
@@ -82,12 +82,12 @@ impl Staging {
         Ok(&self.bytes()[..used])
     }
 
-    /// All of it: `frames` frames, of which it has more, and the rest.
+    /// Splits the area after `frames` frames, of which it must have more.
     pub(crate) fn split(&mut self, frames: u64) -> (&mut [u8], &mut [u8]) {
         self.pages.as_mut_bytes().split_at_mut((frames * PAGE_SIZE) as usize)
     }
 
-    /// `frames` frames from where `at` are before them.
+    /// Returns `frames` frames from the position after `at` frames.
     pub(crate) fn from(&self, at: u64, frames: u64) -> &[u8] {
         &self.bytes()[(at * PAGE_SIZE) as usize..((at + frames) * PAGE_SIZE) as usize]
     }
@@ -96,16 +96,17 @@ impl Staging {
         self.pages.as_bytes()
     }
 
-    /// Has room for `bytes`, or for what it had; what is in it goes.
+    /// Reserves `bytes`, or the previous size if that fails; the content is lost. Returns whether
+    /// `bytes` were reserved.
     fn reserve(&mut self, bytes: usize) -> bool {
         let wanted = bytes / PAGE_SIZE as usize;
         let had = self.pages.len();
-        // First: so much at once more is more than the limit says.
+        // Freed first: both areas at once would exceed the limit.
         self.pages = Vec::new();
         for count in [wanted, had, 1] {
             if self.pages.try_reserve_exact(count).is_ok() {
                 self.pages.resize(count, Page::new_zeroed());
-                // Zeroed memory may not be backed yet; a write to each page makes it so.
+                // Zeroed memory may not be resident yet; a write to each page populates it.
                 self.pages.iter_mut().for_each(|page| page.0[0] = 1);
                 return count == wanted;
             }
@@ -114,7 +115,8 @@ impl Staging {
     }
 }
 
-/// Copies `runs` to the beginning of `bytes`, where they must fit. How many bytes they are.
+/// Copies `runs` to the beginning of `bytes`, where they must fit. Returns the number of bytes
+/// copied.
 pub(crate) fn copy(
     bytes: &mut [u8],
     ram: &GuestRam,
@@ -129,13 +131,13 @@ pub(crate) fn copy(
     Ok(used)
 }
 
-/// Rounded down, but at least one frame.
+/// Rounds down to whole frames, but to at least one.
 fn whole_frames(bytes: u64) -> usize {
     let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
     (bytes / PAGE_SIZE as usize).max(1) * PAGE_SIZE as usize
 }
 
-/// The part of `runs` that begins after `skip` frames and has at most `take` frames.
+/// Returns the part of `runs` that begins after `skip` frames and has at most `take` frames.
 pub(crate) fn window(
     runs: impl Iterator<Item = FrameRun>,
     mut skip: u64,

@@ -1,4 +1,4 @@
-//! When an epoch is to be taken before it is due, so that the guest does not stand for too long.
+//! Decides when to take an epoch before it is due, so that its pause does not become too long.
 
 use std::time::Duration;
 
@@ -6,23 +6,23 @@ use super::Checkpointer;
 use crate::disk_copy;
 
 impl Checkpointer {
-    /// With so many changed frames an epoch should be taken if its pause is not to exceed
-    /// `max_pause`: three quarters of what has room. `None` before the first one.
+    /// Returns the number of changed frames at which an epoch must begin to keep its pause within
+    /// `max_pause`: three quarters of what fits. `None` before the first epoch.
     pub(crate) fn most_changed(&self, max_pause: Duration) -> Option<u64> {
         self.chain.as_ref()?;
         let room = self.staging.frames();
         let most = match self.shield.is_used() {
-            // What is copied behind the guest's back is not in the pause.
+            // Frames that are copied after the guest has resumed do not lengthen the pause.
             true => room,
-            // More than half are not copied before it.
+            // An epoch that takes more than half the room is not copied before the pause.
             false => self.cost.fit(max_pause).unwrap_or(u64::MAX).min(room / 3 * 2),
         };
         Some((most / 4 * 3).max(1))
     }
 
-    /// How many frames will have changed since the last epoch when the guest stands for one that is
-    /// begun now; `None` if nobody knows. Before that what changed much of drives is copied, and
-    /// the guest goes on writing as it did.
+    /// Returns how many frames will have changed since the last epoch at the pause of an epoch that
+    /// begins now, or `None` if that is unknown. Changed blocks of drives are copied before that
+    /// pause; the estimate assumes that the guest keeps writing at the same rate meanwhile.
     pub(crate) fn expected(&mut self) -> Option<u64> {
         let chain = self.chain.as_mut()?;
         self.guest.collect().ok()?;
@@ -34,7 +34,7 @@ impl Checkpointer {
     }
 }
 
-/// What becomes of `frames` that changed in so long, if it goes on so for `more`.
+/// Extrapolates `frames`, which changed within `since`, by another `more`.
 fn grown(frames: u64, since: Duration, more: Duration) -> u64 {
     let since = since.max(Duration::from_millis(1)).as_micros();
     let grown = u128::from(frames).saturating_mul(since.saturating_add(more.as_micros())) / since;
@@ -55,7 +55,7 @@ mod tests {
         cost.note(100 * MS, 10_000);
         assert_eq!(grown(1000, 20 * MS, cost.of(0)), 1000);
         assert_eq!(grown(1000, 20 * MS, cost.of(4000)), 3000);
-        // One that has nothing to copy says nothing of what that takes.
+        // An epoch without blocks to copy says nothing about their cost.
         cost.note(MS, 0);
         assert_eq!(grown(1000, 20 * MS, cost.of(4000)), 3000);
         assert_eq!(grown(u64::MAX, Duration::ZERO, Duration::MAX), u64::MAX);

@@ -1,5 +1,5 @@
-//! What is copied in a pause, for want of patience, is what was there then, wherever it waits for
-//! the file.
+//! Blocks that are copied in a pause, because writes may not wait, have the content of that
+//! instant, in memory or in the file.
 #![allow(clippy::unwrap_used)]
 
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
@@ -11,7 +11,7 @@ use super::*;
 use crate::restore;
 use crate::staging::StagingLimits;
 
-/// Of two drives: the one has more than can be set aside, the other a block that is a part.
+/// Two drives: one with more blocks than can be saved, one with a partial last block.
 const SIZES: [u64; 2] = [5000 * PAGE_SIZE, 2000 * PAGE_SIZE + 512];
 
 fn disks() -> Vec<Arc<TestDisk>> {
@@ -21,7 +21,7 @@ fn disks() -> Vec<Arc<TestDisk>> {
 
 #[test]
 fn what_is_copied_in_the_pause_is_in_the_epoch() {
-    // In blocks: as little memory as can be, some for one of them, enough for all.
+    // In blocks: as little memory as possible, enough for a part of one drive, enough for all.
     for room in [0, 100, 4500, 10_000] {
         let guest =
             MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), disks()).unwrap();
@@ -40,7 +40,7 @@ fn what_is_copied_in_the_pause_is_in_the_epoch() {
         let was: Vec<Vec<u8>> = guest.disks().iter().map(|d| d.contents().unwrap()).collect();
         let bytes = room * PAGE_SIZE as usize;
         let stood = stand_with(&mut followed, false, bytes, &mut file).unwrap();
-        // No write waits: nobody copies.
+        // No write waits: no copy thread runs.
         for (disk, bytes) in guest.disks().iter().zip(SIZES) {
             disk.write(0, &vec![9; bytes as usize]).unwrap();
         }

@@ -1,5 +1,5 @@
-//! A guest's drives made what they were in an epoch: written over in place, all blocks checked
-//! before the first is written.
+//! Restores a guest's drives to an epoch: overwrites them in place, after all blocks have been
+//! checked.
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use driftline_guest::{DriveCopy, DriveHead, GuestError};
@@ -9,20 +9,20 @@ use super::error::RestoreError;
 
 /// The blocks of an epoch that are not zeros.
 pub(crate) enum Blocks<'a> {
-    /// The epoch is kept in its store until this is dropped.
+    /// Blocks in a store. The epoch is pinned there until this is dropped.
     Stored(Box<Pinned>, Vec<(Gfn, Cell)>),
-    /// Which are in an archive, that has been unpacked and checked as a whole.
+    /// Blocks in an archive that has been unpacked and checked as a whole.
     Archived(&'a Archive, FrameSet),
 }
 
 impl Blocks<'_> {
-    /// Of the pinned epoch.
+    /// Reads the blocks of the pinned epoch.
     pub(crate) fn new(mut pinned: Pinned) -> Result<Self, StoreError> {
         let blocks = pinned.read_blocks()?;
         Ok(Self::Stored(Box::new(pinned), blocks))
     }
 
-    /// How many there are.
+    /// Returns the number of blocks.
     pub(crate) fn count(&self) -> u64 {
         match self {
             Self::Stored(_, blocks) => blocks.len() as u64,
@@ -30,7 +30,7 @@ impl Blocks<'_> {
         }
     }
 
-    /// Those of drive `object`, by their numbers there.
+    /// Returns the blocks of drive `object`, by their numbers in that drive.
     fn of(&self, object: u16) -> FrameSet {
         let here = |run: &FrameRun| place(run.start).0 == object;
         let block = |run: FrameRun| FrameRun { start: place(run.start).1, ..run };
@@ -43,7 +43,7 @@ impl Blocks<'_> {
         }
     }
 
-    /// Hands them to `sink`, each checked.
+    /// Passes the blocks to `sink`, each checked.
     fn fetch<S: Sink>(&mut self, sink: &S) -> Result<(), S::Error> {
         match self {
             Self::Stored(pinned, blocks) => pinned.fetch(blocks, sink),
@@ -52,7 +52,7 @@ impl Blocks<'_> {
     }
 }
 
-/// The drives of a guest that is being restored, which nobody else has.
+/// The drives of a guest that is being restored; nothing else has them.
 pub(crate) struct RestoredDrives<'h> {
     pub(crate) epoch: u64,
     pub(crate) heads: &'h [DriveHead],
@@ -60,7 +60,7 @@ pub(crate) struct RestoredDrives<'h> {
     pub(crate) drives: Vec<Box<dyn DriveCopy>>,
 }
 
-/// Why drives are not whole.
+/// Why drives are only partly restored.
 pub(crate) struct Cut(String);
 
 impl From<StoreError> for Cut {
@@ -69,7 +69,7 @@ impl From<StoreError> for Cut {
     }
 }
 
-/// Who only looks at what is stored of the drives: nothing has been written to any by then.
+/// A sink that only checks the stored blocks: no drive has been written at that point.
 struct Looking<'r>(&'r RestoredDrives<'r>);
 
 impl Sink for Looking<'_> {
@@ -95,7 +95,7 @@ impl Sink for RestoredDrives<'_> {
     }
 }
 
-/// What of `run` lies in the drive: from which byte on, and how many.
+/// Returns the part of `run` that lies in the drive: its first byte and its length.
 fn within(head: &DriveHead, run: FrameRun) -> (u64, u64) {
     let at = run.start.gpa();
     (at, run.bytes().min(head.bytes.saturating_sub(at)))
@@ -115,22 +115,22 @@ impl RestoredDrives<'_> {
         }
     }
 
-    /// Reads all `blocks`, and compares their checksums: a drive that is sound is not given up for
-    /// one that cannot be had.
+    /// Reads all `blocks` and compares their checksums, so that a sound drive is not overwritten
+    /// for one that cannot be read.
     fn look(&self, blocks: &mut Blocks<'_>) -> Result<(), RestoreError> {
         for (object, _) in (1..).zip(self.heads) {
             self.numbered(object).ok_or_else(|| self.missing(object))?;
         }
         match blocks {
             Blocks::Stored(..) => blocks.fetch(&Looking(self)),
-            // It has been.
+            // It has already been checked.
             Blocks::Archived(..) => Ok(()),
         }
     }
 
-    /// Makes the drives hold `blocks`, and zeros elsewhere; durable, and the guest's, when it
-    /// returns. Reads the blocks twice: once before anything is written. After any other error than
-    /// [`RestoreError::Drives`] the drives are what they were.
+    /// Writes `blocks` to the drives, and zeros elsewhere. On return the drives are durable and
+    /// belong to the guest. Reads the blocks twice: once before anything is written. After any
+    /// error other than [`RestoreError::Drives`] the drives are unchanged.
     pub(crate) fn fill(self, mut blocks: Blocks<'_>) -> Result<(), RestoreError> {
         let names: Vec<String> = self.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
         let epoch = self.epoch;
@@ -162,7 +162,7 @@ impl RestoredDrives<'_> {
             let durable = drive.make_durable();
             durable.map_err(|e| Cut(format!("making {head} durable failed: {e}")))?;
         }
-        // Not before all are: until then nobody else is to have any.
+        // Only after all are durable: until then no one else may have any of them.
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let yielded = drive.yield_to_guest();
             yielded.map_err(|e| Cut(format!("letting the guest have {head} failed: {e}")))?;

@@ -19,7 +19,7 @@ pub enum RestoreError {
         /// The guest's reason.
         cause: GuestError,
     },
-    /// A frame cannot be had for a guest that was about to run without it.
+    /// A frame that the guest needs cannot be read.
     #[error("checkpoint {epoch} cannot be restored: {why}")]
     Lost {
         /// The epoch.
@@ -27,7 +27,7 @@ pub enum RestoreError {
         /// What is wrong with the frame.
         why: String,
     },
-    /// The configuration in the epoch makes another memory than the one that is stored.
+    /// The epoch's configuration yields a different memory layout than the stored one.
     #[error(
         "checkpoint {epoch} cannot be restored: its configuration makes a guest with memory layout \
          {built:#010x}, its memory has layout {stored:#010x}"
@@ -40,8 +40,8 @@ pub enum RestoreError {
         /// Hash of the stored layout.
         stored: u32,
     },
-    /// Its drives were being written over, after all that is stored of them had been read and found
-    /// sound.
+    /// The drives are partly overwritten. All their stored blocks had been read and found sound
+    /// before that.
     #[error(
         "checkpoint {epoch} cannot be restored: {why}; its disks ({}) are partly overwritten: run no guest from \
          them until a checkpoint, this or another, has been restored to them",
@@ -50,9 +50,9 @@ pub enum RestoreError {
     Drives {
         /// The epoch.
         epoch: u64,
-        /// What stands against it.
+        /// The reason.
         why: String,
-        /// Their names.
+        /// Names of the drives.
         disks: Vec<String>,
     },
     /// The guest's memory could not be written.
@@ -60,7 +60,7 @@ pub enum RestoreError {
     Memory {
         /// The epoch.
         epoch: u64,
-        /// Memory's answer.
+        /// The error of the guest's memory.
         cause: GuestMemoryError,
     },
 }

@@ -1,5 +1,5 @@
-//! Building a guest from a stored epoch. Every byte it needs is checked before the guest may run,
-//! or, where it runs before its memory is there, before it gets to see it.
+//! Builds a guest from a stored epoch. Every byte is checked before the guest runs or, in a lazy
+//! restore, before the guest sees it.
 
 mod drives;
 mod error;
@@ -22,7 +22,7 @@ use vm_memory::{Bytes, GuestAddress};
 use self::drives::{Blocks, RestoredDrives};
 pub use self::error::RestoreError;
 
-/// Frames that are read at once where none can come late: 1 MiB.
+/// Frames read at a time if the guest cannot be restored lazily: 1 MiB.
 const AT_ONCE: u64 = 256;
 
 /// What a restore did.
@@ -32,27 +32,27 @@ pub struct RestoreReport {
     pub epoch: u64,
     /// The guest that the checkpoint is of.
     pub vm_id: VmId,
-    /// When it was taken: milliseconds since 1970, by that host's clock.
+    /// Time at which it was taken: milliseconds since 1970, by that host's clock.
     pub created_unix_ms: u64,
-    /// Epochs whose records say where its frames are: it and those that it was built on.
+    /// Epochs whose records say where its frames are: itself and those that it builds on.
     pub epochs: u64,
-    /// Frames read, or still to come: those that are not zeros.
+    /// Frames that are not zeros, read or still to be fetched.
     pub frames: u64,
-    /// Of those, how many are still to come.
+    /// Frames of those that are still to be fetched.
     pub late_frames: u64,
-    /// Drives that were written over: all that the guest can write to, or none if the epoch has
+    /// Drives that were overwritten: all that the guest can write to, or none if the epoch has
     /// none.
     pub drives: u32,
-    /// Blocks of them that are not zeros.
+    /// Blocks of those drives that are not zeros.
     pub disk_blocks: u64,
     /// Bytes read.
     pub read_bytes: u64,
-    /// How long it took, in milliseconds.
+    /// Duration in milliseconds.
     pub time_ms: f64,
 }
 
 impl RestoreReport {
-    /// Of an epoch of which nothing is read yet.
+    /// A report of an epoch of which nothing is read yet.
     fn new(info: &EpochInfo) -> Self {
         Self {
             epoch: info.epoch,
@@ -69,21 +69,24 @@ impl RestoreReport {
     }
 }
 
-/// Builds the guest of `epoch`, or of the latest in the store, with `factory`, and puts memory and
-/// state into it. The guest is paused and has acquired nothing: `acquire`, then `resume`. If the
-/// epoch has drives, those that the guest has here are written over, after all else, and are as
-/// they were at its instant, durably, when this returns. Nothing is written to any of them before
-/// all that is stored of the guest has been read and found sound; blocks of drives are read twice
-/// for that.
+/// Builds the guest of `epoch`, or of the latest one in the store, with `factory`, and restores its
+/// memory and state. The guest is paused and has acquired nothing: call `acquire`, then `resume`.
+/// If the epoch has drives, the guest's drives here are overwritten last. On return they durably
+/// have their content of that epoch. No drive is written before everything stored of the guest has
+/// been read and found sound; blocks of drives are read twice for that.
 ///
-/// Reads each frame that is not zeros once, wherever its epoch came from, on up to four threads.
-/// All checksums are compared on the way; at the first that is wrong the guest is thrown away. The
-/// epoch is kept in the store for as long as it is read, whoever writes there meanwhile. The latest
-/// epoch is the one with the highest number: if that is damaged it is refused, not passed over; ask
-/// for another by number.
+/// Reads each frame that is not zeros once, whichever epoch it comes from, on up to four threads.
+/// Compares all checksums on the way; at the first mismatch the guest is stopped and discarded. The
+/// epoch is pinned in the store while it is read, even if another process writes there. The latest
+/// epoch is the one with the highest number. If it is damaged, it is refused, not skipped; ask for
+/// another by number.
 ///
-/// Contents go through buffers of 1 MiB that stay in the cache: their checksums have to be computed
-/// by reading them once anyway.
+/// Contents go through buffers of 1 MiB that stay in the cache: their checksums require reading
+/// them once anyway.
+///
+/// # Errors
+///
+/// No guest runs. Only [`RestoreError::Drives`] leaves drives partly overwritten.
 pub fn restore<F: GuestFactory>(
     store: &Store,
     epoch: Option<u64>,
@@ -93,11 +96,15 @@ pub fn restore<F: GuestFactory>(
     restore_as(store, epoch, factory, clock, Whole::new, Whole::fill)
 }
 
-/// As [`restore`], but the guest may run before its memory is there, where it and its host can do
-/// that ([`Guest::fetch_late`]): a frame comes when it is touched, and the others behind that.
-/// Frames are checked when they come; the guest ends at one that is damaged. The epoch is kept in
-/// the store until all have come. Reads where frames are, 16 bytes of memory for each, and none of
-/// them.
+/// Like [`restore`], but the guest may run before its memory has arrived, if it and its host
+/// support that ([`Guest::fetch_late`]). A fault fetches its frame; the others are fetched in the
+/// background. Frames are checked when they arrive; a damaged frame ends the guest. The epoch is
+/// pinned in the store until all frames have arrived. This function reads where frames are, 16
+/// bytes of memory for each, and no frame itself.
+///
+/// # Errors
+///
+/// As [`restore`].
 pub fn restore_lazily<F: GuestFactory>(
     store: &Store,
     epoch: Option<u64>,
@@ -108,8 +115,9 @@ pub fn restore_lazily<F: GuestFactory>(
     restore_as(store, epoch, factory, clock, late, lazily)
 }
 
-/// `prepare` finds out where frames are, and what else is in the epoch, beside the building of the
-/// machine; `fill` then puts them into it, or has them come.
+/// Runs `prepare`, which finds out where frames are and what else is in the epoch, while the
+/// machine is built. `fill` then puts the frames into the machine, or arranges for them to be
+/// fetched.
 fn restore_as<F: GuestFactory, P: Send>(
     store: &Store,
     epoch: Option<u64>,
@@ -145,7 +153,7 @@ fn restore_as<F: GuestFactory, P: Send>(
         fill(prepared, &guest, &mut report)?;
         let restored = guest.restore_state(&mapped.sections, clock);
         restored.map_err(|cause| lost(&*guest, epoch, cause))?;
-        // What is in them cannot be had back: as late as can be.
+        // The drives' old content is lost from here on, so this comes as late as possible.
         let Some(blocks) = blocks else { return Ok(()) };
         report.disk_blocks = blocks.count();
         report.read_bytes += report.disk_blocks * PAGE_SIZE;
@@ -154,11 +162,15 @@ fn restore_as<F: GuestFactory, P: Send>(
     finish(filled, guest, report, since)
 }
 
-/// As [`restore`], of an archive: the guest has all of its memory when it is there. Unpacks on up
-/// to eight threads, each with 5 MiB; nothing else of the archive but its state, and which blocks
-/// of drives it has, is ever in memory. All checksums are compared on the way, those of the frames
-/// too. Its drives are written as [`restore`] does it, after all of it has been found sound: what
-/// is in them is unpacked twice.
+/// Like [`restore`], from an archive: the guest has all of its memory on return. Unpacks on up to
+/// eight threads, each with 5 MiB. Apart from that, only the archive's state and the list of its
+/// drives' blocks are in memory. Compares all checksums on the way, including those of the frames.
+/// The drives are written as in [`restore`], after the whole archive has been found sound: their
+/// blocks are unpacked twice.
+///
+/// # Errors
+///
+/// As [`restore`].
 pub fn restore_archive<F: GuestFactory>(
     archive: &Archive,
     factory: &F,
@@ -181,7 +193,7 @@ pub fn restore_archive<F: GuestFactory>(
     let blocks = Mutex::default();
     let first = First { memory: Memory::of(&*guest, epoch), blocks: &blocks };
     let read = archive.read(&first, 0);
-    // Its memory may be touched.
+    // From here on the guest's memory may be touched.
     drop(first);
     let filled = read.and_then(|()| {
         let restored = guest.restore_state(archive.sections(), clock);
@@ -195,7 +207,7 @@ pub fn restore_archive<F: GuestFactory>(
     finish(filled, guest, report, since)
 }
 
-/// The guest that was `filled`, or its end.
+/// Returns the guest if it was `filled`; otherwise stops it and returns the error.
 fn finish<G: Guest + ?Sized>(
     filled: Result<(), RestoreError>,
     guest: Arc<G>,
@@ -212,8 +224,8 @@ fn finish<G: Guest + ?Sized>(
     Ok((guest, report))
 }
 
-/// Why a guest that is being restored refuses something: for want of a frame, if there is one that
-/// cannot be had.
+/// Returns why a guest that is being restored refuses a request: a frame that cannot be read, if
+/// there is one, or else `cause`.
 fn lost<G: Guest + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> RestoreError {
     match guest.fetching().and_then(|fetching| fetching.lost) {
         Some(why) => RestoreError::Lost { epoch, why },
@@ -249,7 +261,7 @@ impl Whole {
     }
 }
 
-/// Frames when they are touched, or all of them now where that cannot be had.
+/// Starts a lazy restore, or reads all frames now if the guest does not support that.
 fn lazily<G: Guest + ?Sized>(
     frames: LateFrames,
     guest: &G,
@@ -275,7 +287,7 @@ fn lazily<G: Guest + ?Sized>(
     Ok(())
 }
 
-/// Why a frame cannot be read: what the store says, if that is where it should come from.
+/// Returns why a frame cannot be read: the store's error, if the store is the source.
 fn unread(epoch: u64, e: PageSourceError) -> RestoreError {
     match e.downcast::<StoreError>() {
         Ok(e) => e.into(),
@@ -283,8 +295,8 @@ fn unread(epoch: u64, e: PageSourceError) -> RestoreError {
     }
 }
 
-/// A guest with zeroed memory, as the epoch's configuration says, and its drives as they are, if
-/// the epoch has them.
+/// Builds a guest with zeroed memory by the epoch's configuration, with its drives as they are, if
+/// the epoch has any.
 fn build<F: GuestFactory>(
     factory: &F,
     from: &Origin,
@@ -301,7 +313,8 @@ fn build<F: GuestFactory>(
     Ok((guest, drives))
 }
 
-/// Puts an archive's frames into a guest's memory, and notes which blocks of drives it has.
+/// Puts an archive's frames into a guest's memory, and records which blocks of drives the archive
+/// has.
 struct First<'g> {
     memory: Memory<'g>,
     blocks: &'g Mutex<Vec<FrameRun>>,
@@ -323,7 +336,7 @@ impl Sink for First<'_> {
     }
 }
 
-/// Puts frames into a guest's memory, which is zeros where none are.
+/// Puts frames into a guest's memory, which is zeros otherwise.
 struct Memory<'g> {
     ram: &'g GuestRam,
     fill: Option<Box<dyn Fill>>,
@@ -331,7 +344,7 @@ struct Memory<'g> {
 }
 
 impl<'g> Memory<'g> {
-    /// Of a guest whose memory nobody touches until this is dropped.
+    /// For a guest whose memory nothing touches until this is dropped.
     fn of<G: Guest + ?Sized>(guest: &'g G, epoch: u64) -> Self {
         Self { ram: guest.ram(), fill: guest.fill(), epoch }
     }
@@ -340,8 +353,8 @@ impl<'g> Memory<'g> {
 impl Sink for Memory<'_> {
     type Error = RestoreError;
 
-    /// As long as this host has room for them twice, in memory and in its page cache: what is read
-    /// ahead should still be there when its turn comes.
+    /// Returns true if this host has room for the frames twice, in memory and in its page cache:
+    /// frames that are read ahead must still be cached when their turn comes.
     fn in_order(&self, frames: u64) -> bool {
         let needed = frames.saturating_mul(2 * PAGE_SIZE);
         self.fill.as_ref().is_some_and(|fill| needed <= fill.available())
