@@ -1,4 +1,4 @@
-//! The blocks of a drive: which of them have data, and what they hold.
+//! The blocks of a drive: which of them have data, and their content.
 
 use std::fs::File;
 use std::io;
@@ -12,11 +12,14 @@ use driftline_dirty_tracker::{FrameRun, Gfn, Layout, LayoutError, PAGE_SIZE, Slo
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
-/// Runs of data that are looked for in a drive: a second's work at most, and 1 MiB.
+/// Maximum number of data runs listed for a drive: a second's work at most, and 1 MiB.
 const MOST_RUNS: usize = 64 << 10;
 
-/// The blocks of a drive of `bytes`, as the frames of slot 0. The error is a drive of no bytes, or
-/// of more than 4 PiB.
+/// Returns the blocks of a drive of `bytes` as the frames of slot 0.
+///
+/// # Errors
+///
+/// The drive has no bytes, or more than 4 PiB.
 ///
 /// ```
 /// assert_eq!(driftline_guest::block_layout(4096 * 3 + 512)?.frames(), 4);
@@ -27,8 +30,8 @@ pub fn block_layout(bytes: u64) -> Result<Layout, LayoutError> {
     Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }])
 }
 
-/// Reads whole blocks of a drive of `bytes` from `start` on; zeros behind its end, whatever `file`
-/// has there.
+/// Reads whole blocks of a drive of `bytes` from `start` on. Bytes beyond the drive's end read as
+/// zeros, whatever `file` has there.
 pub fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Result<()> {
     let offset = start.gpa();
     let has = bytes.saturating_sub(offset).min(to.len() as u64) as usize;
@@ -37,16 +40,20 @@ pub fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Re
     file.read_exact_at(content, offset)
 }
 
-/// Upper bound on finding out where a drive has data: a file on storage that hangs never tells.
+/// Upper bound on finding out where a drive has data: a file on hung storage never answers.
 const LOOK_LIMIT: Duration = Duration::from_secs(20);
 
-/// The blocks of the first `bytes` of `file` that are not in its holes, ascending. All of them, of
-/// a file or device that does not tell, and what lies behind the first 65,536 runs: a guest makes
-/// as many holes as it likes. Costs two calls a hole. Fails after 20 s: its storage hangs then.
+/// Returns the blocks of the first `bytes` of `file` that are not in its holes, ascending. Includes
+/// all blocks of a file or device that does not report holes, and everything after the first 65,536
+/// runs: a guest makes as many holes as it likes. Costs two system calls per hole.
+///
+/// # Errors
+///
+/// The file cannot be read, or its storage has not answered for 20 s.
 pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
     let all = FrameRun { start: Gfn(0), count: bytes.div_ceil(PAGE_SIZE) };
     let (file, (tell, told)) = (file.try_clone()?, mpsc::channel());
-    // A thread of its own, because a call that hangs cannot be ended.
+    // A thread of its own, because a hung call cannot be interrupted.
     Builder::new().name("drive-data".into()).spawn(move || {
         // The caller has returned if the limit has passed.
         let _ = tell.send(data_within(&file, all, bytes));
@@ -62,7 +69,7 @@ pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
     })
 }
 
-/// As [`data_runs`], of the blocks of `run` alone.
+/// Like [`data_runs`], for the blocks of `run` only.
 pub fn data_within(file: &File, run: FrameRun, bytes: u64) -> io::Result<Vec<FrameRun>> {
     let (mut runs, mut at): (Vec<FrameRun>, u64) = (Vec::new(), run.start.gpa());
     let bytes = bytes.min(at.saturating_add(run.bytes()));
@@ -77,13 +84,13 @@ pub fn data_within(file: &File, run: FrameRun, bytes: u64) -> io::Result<Vec<Fra
         }
         let start = match rustix::fs::seek(file.as_fd(), SeekFrom::Data(at)) {
             Ok(start) => start.min(bytes),
-            // Nothing but a hole follows.
+            // Only a hole follows.
             Err(Errno::NXIO) => break,
             Err(Errno::INVAL) => at,
             Err(e) => return Err(e.into()),
         };
         at = match rustix::fs::seek(file.as_fd(), SeekFrom::Hole(start)) {
-            // A file that was cut meanwhile has no end there; it fails where it is read.
+            // A file that was truncated meanwhile has no end there; reading it fails later.
             Err(Errno::INVAL | Errno::NXIO) => bytes,
             other => other?.clamp(start, bytes),
         };
@@ -151,7 +158,7 @@ mod tests {
     #[test]
     fn the_holes_that_are_looked_for_are_bounded() {
         let file = tempfile::tempfile().unwrap();
-        // Larger blocks than of any file system here, with data in every other one.
+        // Pieces larger than any file system's blocks here, with data in every other piece.
         let (piece, pieces) = (64 << 10, MOST_RUNS as u64 + 10);
         let bytes = 2 * piece * pieces;
         file.set_len(bytes).unwrap();

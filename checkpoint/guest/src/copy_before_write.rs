@@ -1,17 +1,25 @@
-//! Blocks of a drive that keep their content while the guest writes on, until somebody has copied
-//! them.
+//! Copy-before-write for a drive: the old content of a block is saved before the guest overwrites
+//! it, until the block has been copied.
 //!
 //! ```text
-//! the guest stands   Keeper::keep: what changed is kept
-//! the device         before_write: what a kept block holds is set aside first; where there is no room for that, the write waits
-//! the copier         Keeping::next: what was set aside first, then the others in order; each is let go of
+//! guest paused   Keeper::keep: the changed blocks are put under copy-before-write
+//! device         before_write: saves the content of such a block first; without room for it, the
+//!                write waits
+//! copy thread    Keeping::next: takes saved blocks first, then the others in order
 //! ```
 //!
-//! While nothing is kept a write costs one look at a flag. Nobody waits for ever: the copier's end
-//! lets go of everything, and a write that has waited for two seconds, or the last of those that
-//! have for ten in all, does so itself, as does one that waits for room when the guest is to stand;
-//! one that waits for a block that is being read just then has that moment. The copier learns of
-//! it, and its epoch fails. What is kept costs 16 bytes a run of blocks, and 40 or so a block that
+//! While no block is under copy-before-write, a write costs one load of a flag. Every wait ends:
+//!
+//! | event | limit | effect on copy-before-write |
+//! |---|---|---|
+//! | the copy thread drops its `Keeping` | at once | it ends and every write continues |
+//! | one write has waited | 2 s | that write ends it |
+//! | all writes of one epoch have waited | 10 s in total | the last of them ends it |
+//! | the guest is to pause, a write waits for room | at once | that write ends it |
+//! | the guest is to pause, a write waits for a read | 10 ms | that write ends it |
+//!
+//! In the last four cases the copy thread gets an error, and its epoch fails. Memory: 16 bytes per
+//! run of blocks, and about 40 bytes per saved block besides its content.
 //! was set aside.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,36 +35,37 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use crate::blocks::read_blocks;
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// Blocks that can be set aside at a time: 4 MiB.
+/// Blocks that can be saved at a time: 4 MiB.
 pub const SAVED_BLOCKS_MAX: usize = 1024;
 /// Limit on the time that a write to memory or a drive may wait for what it overwrites to be
-/// copied. Less than a pause waits for vCPUs and devices, which may be among those that wait.
+/// copied. It is shorter than the time that a pause waits for vCPUs and devices, because these may
+/// be the ones that wait.
 pub const WRITE_WAIT_LIMIT: Duration = Duration::from_secs(2);
-/// How long the device may have waited in all while something is kept.
+/// Limit on the total time that a device waits during one epoch.
 const PATIENCE_IN_ALL: Duration = Duration::from_secs(10);
-/// How often who waits looks whether the guest is to stand.
+/// Interval at which a waiting write checks whether the guest is to pause.
 const LOOK: Duration = Duration::from_millis(5);
-/// How long a guest that is to stand may wait for blocks that are being read: of at most some
-/// dozens, which mostly takes microseconds.
+/// Limit on the wait of a guest that is to pause for blocks that are being read. These are at most
+/// some dozens, which mostly takes microseconds.
 const LAST_READ: Duration = Duration::from_millis(10);
 
-/// Why blocks are not kept any more, or cannot be.
+/// Why blocks are no longer under copy-before-write, or cannot be.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeepError {
     /// A write has waited for too long.
     #[error("the guest has waited for too long to write to what is not copied yet")]
     Stalled,
-    /// A write waited, and the guest was to stand.
+    /// A write waited while the guest was to be paused.
     #[error("the guest was paused while it waited to write to what is not copied yet")]
     Paused,
-    /// The guest has let go of the drive: another host may write to it.
+    /// The guest has released the drive: another host may write to it.
     #[error("the guest releases it")]
     LetGo,
-    /// They are kept for another.
+    /// Another epoch has blocks under copy-before-write.
     #[error("its blocks are kept for another already")]
     Taken,
-    /// Nothing is, since an error that was told before.
+    /// Copy-before-write has ended, after an error that was returned before.
     #[error("its blocks are not kept any more")]
     Gone,
     /// The drive cannot be read.
@@ -64,17 +73,18 @@ pub enum KeepError {
     Unread(io::Error),
 }
 
-/// What the device of a drive and whoever copies it share: see the module's drawing. The device
-/// asks before each change of the drive, and is told when that may be made.
+/// Copy-before-write state shared by a drive's device and the copy thread: see the module's
+/// drawing. The device calls [`before_write`](Self::before_write) before each change of the drive.
 pub struct Keeper {
-    /// Some blocks are kept. Changes from false to true only while the device stands.
+    /// Whether any block is under copy-before-write. Changes from false to true only while the
+    /// device is paused.
     keeps: AtomicBool,
-    /// The guest is to stand: nobody waits.
+    /// Whether the guest is to be paused: then no write waits for room.
     hurried: AtomicBool,
     state: Mutex<State>,
-    /// Something was let go of.
+    /// Signals that room or a block has become free, or that copy-before-write has ended.
     news: Condvar,
-    /// Blocks that can be set aside.
+    /// Number of blocks that can be saved at a time.
     most: usize,
     /// [`LAST_READ`].
     last_read: Duration,
@@ -83,35 +93,35 @@ pub struct Keeper {
 #[derive(Default)]
 struct State {
     kept: Option<Kept>,
-    /// The drive is not the guest's: nothing can be kept.
+    /// The drive is not the guest's: copy-before-write is refused.
     let_go: bool,
-    /// Reserved once, reused.
+    /// Memory for saved blocks, reserved once and reused.
     room: Vec<u8>,
 }
 
-/// Of one instant.
+/// Blocks of one instant.
 struct Kept {
     file: Arc<File>,
     bytes: u64,
-    /// All of them. Those from `cursor` on that were not `taken` are in the file as they were.
+    /// All of them. Blocks from `cursor` on that are not in `taken` are unchanged in the file.
     blocks: FrameSet,
-    /// Those before it are copied, are being read, or were set aside.
+    /// Blocks before the cursor are copied, are being read, or were saved.
     cursor: u64,
-    /// Set aside, from the cursor on.
+    /// Blocks from the cursor on that were saved.
     taken: BTreeSet<u64>,
-    /// What the copier reads just now, without the lock.
+    /// Runs that the copy thread is reading at the moment, without the lock.
     reading: Vec<FrameRun>,
-    /// Written to since; where in the room they are.
+    /// Saved blocks, by number, with their position in the room.
     aside: BTreeMap<u64, usize>,
     free: Vec<usize>,
     waits: WriteWaits,
     failed: Option<KeepError>,
-    /// All are copied, or nothing is kept any more.
+    /// Whether all blocks are copied, or copy-before-write has ended.
     over: bool,
 }
 
 impl Kept {
-    /// The first block of `run` that is in the file and has to stay there.
+    /// Returns the first block of `run` that is unchanged in the file and must stay so.
     fn pending(&self, run: FrameRun) -> Option<u64> {
         let (start, end) = (run.start.0.max(self.cursor), run.end().0);
         let rest = FrameRun { start: Gfn(start), count: end.saturating_sub(start) };
@@ -119,13 +129,13 @@ impl Kept {
         blocks.find(|block| !self.taken.contains(&block.0)).map(|block| block.0)
     }
 
-    /// Whether a block of `run` is being read.
+    /// Returns whether a block of `run` is being read.
     fn is_read(&self, run: FrameRun) -> bool {
         self.reading.iter().any(|read| read.start < run.end() && run.start < read.end())
     }
 
-    /// Copies what was set aside, as much as `contents` has room for, and frees its room. How many
-    /// blocks.
+    /// Copies saved blocks, as many as `contents` has room for, and frees their room. Returns the
+    /// number of blocks.
     fn take_aside(&mut self, room: &[u8], runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> u64 {
         let before = runs.len();
         for to in contents.chunks_exact_mut(PAGE) {
@@ -137,7 +147,7 @@ impl Kept {
         (runs.len() - before) as u64
     }
 
-    /// Moves the cursor over the next blocks, `most` at most, that are in the file.
+    /// Moves the cursor over the next blocks that are unchanged in the file, at most `most`.
     fn take_pending(&mut self, most: u64) -> Vec<FrameRun> {
         let (mut runs, mut left): (Vec<FrameRun>, u64) = (Vec::new(), most);
         while left > 0 {
@@ -157,12 +167,12 @@ impl Kept {
     }
 }
 
-/// How often the device waited for room, and for how long in all.
+/// How often the device waited, and for how long in total.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WriteWaits {
     /// Waits begun.
     pub times: u64,
-    /// Time waited in all.
+    /// Total time waited.
     pub time: Duration,
 }
 
@@ -173,7 +183,7 @@ impl fmt::Debug for Keeper {
 }
 
 impl Default for Keeper {
-    /// With room for 4 MiB, which is reserved when a first epoch is taken.
+    /// Has room for 4 MiB, which is reserved when the first epoch is taken.
     fn default() -> Self {
         Self::with_room(SAVED_BLOCKS_MAX)
     }
@@ -189,8 +199,8 @@ impl Keeper {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// To be called by the device before it changes `bytes` bytes from `from` on: returns when it
-    /// may. WriteWaits for about two seconds at most.
+    /// Waits until the device may change `bytes` bytes from `from` on. The device calls this before
+    /// the change. Returns after about two seconds at most.
     pub fn before_write(&self, from: u64, bytes: u64) {
         if bytes > 0 && self.keeps.load(Ordering::Acquire) {
             let (start, last) = (Gfn::containing(from), Gfn::containing(from + bytes - 1));
@@ -200,7 +210,7 @@ impl Keeper {
 
     fn set_aside(&self, run: FrameRun) {
         let (mut state, mut waited, mut rest) = (self.lock(), Duration::ZERO, run);
-        // Of which the guest was to stand.
+        // Part of `waited` during which the guest was to be paused.
         let mut hurried = Duration::ZERO;
         loop {
             let State { kept: Some(kept), room, .. } = &mut *state else { return };
@@ -220,12 +230,13 @@ impl Keeper {
                 }
                 kept.taken.insert(block);
                 kept.aside.insert(block, place);
-                // No block is pending again.
+                // A block does not become pending again.
                 rest = FrameRun { start: Gfn(block + 1), count: run.end().0 - (block + 1) };
                 continue;
             }
             let hurry = self.hurried.load(Ordering::Acquire);
-            // No block of the run is read a second time: it ends with that read. Room may not come.
+            // No block of the run is read a second time, so that wait ends with this read. Room,
+            // however, may never come.
             if hurry && (pending.is_some() || hurried >= self.last_read) {
                 return self.give_up(kept, KeepError::Paused);
             }
@@ -245,7 +256,7 @@ impl Keeper {
         }
     }
 
-    /// Lets go of everything, since what is kept cannot be had.
+    /// Ends copy-before-write after an error.
     fn give_up(&self, kept: &mut Kept, why: KeepError) {
         if !kept.over {
             kept.over = true;
@@ -257,25 +268,27 @@ impl Keeper {
         }
     }
 
-    /// The guest is to stand, or is not any more. While it is nobody waits for room: a write that
-    /// would have to lets go of what is kept; and for some milliseconds at most for a block that is
-    /// being read. To be said before anybody who may wait for a write is told to stand, and, of the
-    /// end, before they go on; by one thread.
+    /// Tells waiting writes that the guest is to be paused (`true`), or no longer is (`false`).
+    /// While it is, a write that needs room ends copy-before-write at once; a write to a block that
+    /// is being read waits some milliseconds at most. Call with `true` before any thread that may
+    /// wait for a write is told to pause, and with `false` before those threads resume. Only one
+    /// thread may call this.
     pub fn hurry(&self, hurry: bool) {
         self.hurried.store(hurry, Ordering::Release);
-        // Without the lock, which may be held while a block is read: who misses this looks soon.
+        // Without the lock, which may be held while a block is read: a writer that misses this
+        // checks again soon.
         self.news.notify_all();
     }
 
-    /// How many blocks can be set aside: of so many, whatever is written over, no write waits for
-    /// room.
+    /// Returns how many blocks can be saved. With at most this many blocks, no write waits for
+    /// room, whatever the guest overwrites.
     pub fn room(&self) -> u64 {
         self.most as u64
     }
 
-    /// The guest lets go of the drive: from now on another host may write to it. Nothing of it is
-    /// kept, nor read for an epoch, until it is [held](Self::hold) again. To be called before that
-    /// other one can have it.
+    /// Records that the guest releases the drive: another host may write to it afterwards.
+    /// Copy-before-write ends, and no block is read for an epoch, until [`hold`](Self::hold). Must
+    /// be called before the other host can get the drive.
     pub fn let_go(&self) {
         let mut state = self.lock();
         state.let_go = true;
@@ -284,12 +297,12 @@ impl Keeper {
         }
     }
 
-    /// The drive is the guest's again.
+    /// Records that the drive is the guest's again.
     pub fn hold(&self) {
         self.lock().let_go = false;
     }
 
-    /// Reserves the room for what is set aside, so that this is not done in a pause.
+    /// Reserves the memory for saved blocks, so that this does not happen in a pause.
     pub fn reserve(&self) {
         let mut state = self.lock();
         if state.room.is_empty() {
@@ -297,9 +310,12 @@ impl Keeper {
         }
     }
 
-    /// Keeps `blocks` of the drive in `file`, of `bytes`, as they are now. The device stands:
-    /// nothing that it was asked for is under way. An error is that some are kept already, or that
-    /// the drive is [let go of](Self::let_go).
+    /// Puts `blocks` of the drive in `file`, which has `bytes` bytes, under copy-before-write, with
+    /// their content at this instant. The device must be paused, with no request in progress.
+    ///
+    /// # Errors
+    ///
+    /// Other blocks are under copy-before-write already, or the drive is [released](Self::let_go).
     pub fn keep(
         self: &Arc<Self>,
         file: Arc<File>,
@@ -335,16 +351,19 @@ impl Keeper {
     }
 }
 
-/// Blocks that are kept until they are copied, or this is dropped.
+/// Blocks under copy-before-write until they are copied or this is dropped.
 #[derive(Debug)]
 pub struct Keeping {
     keeper: Arc<Keeper>,
 }
 
 impl Keeping {
-    /// Copies as many blocks as `contents` has room for, replaces `runs` with which those are, and
-    /// lets go of them. How many; 0 if none is left. After an error none is kept, and what was
-    /// copied before is of no use.
+    /// Copies as many blocks as `contents` has room for, replaces `runs` with their runs, and ends
+    /// copy-before-write for them. Returns their number; 0 if none is left.
+    ///
+    /// # Errors
+    ///
+    /// No block is under copy-before-write any more, and what was copied before is of no use.
     pub fn next(
         &mut self,
         runs: &mut Vec<FrameRun>,
@@ -359,8 +378,8 @@ impl Keeping {
             return Err(e);
         }
         kept.failed = None;
-        // Under the one lock with the look whether any are left: or what is set aside in between
-        // would be in no epoch.
+        // Under the same lock as the check whether any are left: a block saved in between would be
+        // in no epoch.
         let aside = kept.take_aside(room, runs, contents);
         if aside > 0 {
             self.keeper.news.notify_all();
@@ -377,7 +396,7 @@ impl Keeping {
         kept.reading.clone_from(&chosen);
         let (file, bytes) = (kept.file.clone(), kept.bytes);
         drop(state);
-        // Who writes to one of these waits; the others do not meet this.
+        // A write to one of these blocks waits; writes to other blocks do not.
         let (mut read, mut filled) = (Ok(()), 0);
         for run in &chosen {
             let end = filled + run.bytes() as usize;
@@ -390,7 +409,8 @@ impl Keeping {
         if let Err(e) = read {
             self.keeper.give_up(kept, KeepError::Unread(e));
         }
-        // Whoever gave up may have written, here or on another host, while this was read.
+        // The write that ended copy-before-write may have happened, here or on another host, during
+        // this read.
         if let Some(e) = kept.failed.replace(KeepError::Gone) {
             return Err(e);
         }
@@ -400,8 +420,8 @@ impl Keeping {
         Ok(aside + (filled / PAGE) as u64)
     }
 
-    /// As [`next`](Self::next), only what was set aside: somebody may wait for its room. 0 also
-    /// after an error, of which `next` tells.
+    /// Like [`next`](Self::next), but copies only saved blocks: a write may wait for their room.
+    /// Also returns 0 after an error, which `next` reports.
     pub fn aside(&mut self, runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> u64 {
         runs.clear();
         let mut state = self.keeper.lock();
@@ -413,7 +433,7 @@ impl Keeping {
         aside
     }
 
-    /// How the device has waited so far.
+    /// Returns how often and how long the device has waited so far.
     pub fn waits(&self) -> WriteWaits {
         self.keeper.lock().kept.as_ref().map(|kept| kept.waits).unwrap_or_default()
     }

@@ -1,9 +1,8 @@
-//! Drives as whoever copies them sees them: at the host that has the guest, and where a copy is
-//! being made.
+//! Drives as seen by the code that copies them, on the guest's host and on the host of the copy.
 //!
 //! A drive is counted in blocks of [`PAGE_SIZE`] bytes, as if they were the frames of one memory
-//! slot from 0 on. Its last block may reach over its end; what lies behind that reads as zeros, and
-//! is not written.
+//! slot from 0 on. Its last block may extend beyond its end. Those bytes read as zeros and are not
+//! written.
 
 use std::fmt;
 use std::fs::File;
@@ -14,19 +13,19 @@ use driftline_dirty_tracker::{NoMemory, PAGE_SIZE, Subscription};
 
 use crate::copy_before_write::Keeper;
 
-/// What is known of a drive before any of it is copied.
+/// Properties of a drive that are known before any of it is copied.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DriveHead {
     /// The name by which its guest's configuration knows it.
     pub id: String,
-    /// Its size.
+    /// Its size, bytes.
     pub bytes: u64,
-    /// The guest cannot write to it.
+    /// Whether the guest cannot write to it.
     pub readonly: bool,
 }
 
 impl DriveHead {
-    /// Its blocks, the last one perhaps a part.
+    /// Returns the number of its blocks; the last one may be partial.
     pub fn blocks(&self) -> u64 {
         self.bytes.div_ceil(PAGE_SIZE)
     }
@@ -39,38 +38,39 @@ impl fmt::Display for DriveHead {
     }
 }
 
-/// A drive of a guest that is here, to be copied while the guest uses it.
+/// A drive of a guest on this host, to be copied while the guest uses it.
 ///
-/// The device marks a write when it is done and before the guest is told so. So whoever subscribes
-/// first, then reads what is in the drive, and from then on reads what an epoch holds *after* it
-/// was drained, misses none: a write that was done before the drain is in the epoch and in what is
-/// read; one that is still under way is in the next epoch, whatever part of it was read. With the
-/// guest paused its devices stand, so nothing is under way.
+/// The device marks a write after it is done and before it reports completion to the guest. A
+/// caller that misses no write does three things: it subscribes first, then reads the drive, and
+/// from then on reads the blocks of each epoch *after* the drain. A write that was done before the
+/// drain is in the epoch and in what is read. A write still in progress is in the next epoch,
+/// whatever part of it was read. While the guest is paused its devices are, too, so no write is in
+/// progress.
 pub trait GuestDrive: Send + Sync {
-    /// Which one it is.
+    /// Returns which drive it is.
     fn head(&self) -> DriveHead;
 
-    /// Begins to follow writes, by blocks; `None` for a drive that its guest cannot write to. Costs
-    /// a bit of memory for each block until it is dropped.
+    /// Begins to track writes by block; `None` for a drive that its guest cannot write to. Costs
+    /// one bit of memory per block until it is dropped.
     ///
     /// # Errors
     /// There is no address space for that.
     fn subscribe(&self, name: &str) -> Result<Option<Subscription>, NoMemory>;
 
-    /// Its content, for reading: an open file of the caller's own, at least as long as the drive.
+    /// Opens its content for reading: a file of the caller's own, at least as long as the drive.
     fn open(&self) -> io::Result<File>;
 
-    /// What keeps its blocks as they are while the guest writes on, so that they are copied behind
-    /// its back. `None`, the default, where that cannot be had: then it can be in no epoch.
+    /// Returns the drive's copy-before-write state, with which its blocks are copied while the
+    /// guest runs. `None`, the default, means unsupported: the drive can then be in no epoch.
     fn keeper(&self) -> Option<Arc<Keeper>> {
         None
     }
 }
 
-/// A drive that is being filled, for a guest that is to come: one in the making, which reads as
-/// zeros at first, or, at a restore, the guest's own, whatever is in it. What was made for it goes
-/// when this is dropped, unless it is [kept](Self::keep); what was there before stays, written over
-/// or not. Offsets and lengths lie in the drive.
+/// A drive that is being filled for a future guest: a new one, which reads as zeros at first, or,
+/// in a restore, the guest's own with its old content. Drop removes a new drive unless it was
+/// [kept](Self::keep). An existing drive stays, overwritten or not. Offsets and lengths lie within
+/// the drive.
 pub trait DriveCopy: Send + Sync {
     /// Writes `bytes` at `offset`.
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
@@ -78,14 +78,14 @@ pub trait DriveCopy: Send + Sync {
     /// Makes `len` bytes from `offset` read as zeros.
     fn zero(&self, offset: u64, len: u64) -> io::Result<()>;
 
-    /// Returns when what was written before will survive a crash of the host. Another thread may
+    /// Returns when everything written before survives a crash of the host. Another thread may
     /// write meanwhile.
     fn make_durable(&self) -> io::Result<()>;
 
-    /// Lets the guest have it: what kept others from it is given up, so that
-    /// [`Guest::acquire`](crate::Guest::acquire) can take it.
+    /// Gives up what kept others from the drive, so that [`Guest::acquire`](crate::Guest::acquire)
+    /// can take it.
     fn yield_to_guest(&self) -> io::Result<()>;
 
-    /// It is the guest's drive from now on.
+    /// Makes it the guest's drive for good.
     fn keep(&self);
 }

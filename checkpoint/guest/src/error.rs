@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RunState {
-    /// They do.
+    /// The vCPUs execute.
     Running,
-    /// They stand still, between two instructions, and can go on.
+    /// The vCPUs are stopped between two instructions and can be resumed.
     Paused,
     /// The guest has ended: by itself, on request, or because another host has it.
     Stopped,
@@ -27,14 +27,14 @@ impl fmt::Display for RunState {
     }
 }
 
-/// Why a guest did not do what it was asked. It is in the state in which it was, unless said.
+/// Why a guest refused or failed a request. The guest's state is unchanged unless stated otherwise.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GuestError {
     /// The request does not fit the guest's state.
     #[error("cannot {request} a guest that is {state}")]
     State {
-        /// What was asked.
+        /// The request.
         request: &'static str,
         /// The state that forbids it.
         state: RunState,
@@ -47,7 +47,7 @@ pub enum GuestError {
     Unsupported {
         /// What cannot be used.
         what: String,
-        /// What stands against it.
+        /// The reason.
         why: String,
     },
     /// A configuration or state section is malformed.
@@ -55,15 +55,15 @@ pub enum GuestError {
     Malformed {
         /// What is malformed.
         what: String,
-        /// How.
+        /// The reason.
         why: String,
     },
-    /// The system underneath refused.
+    /// An operation of the underlying system failed.
     #[error("{what} failed: {cause}")]
     System {
         /// The operation.
         what: &'static str,
-        /// The system's answer.
+        /// The system's error.
         cause: Box<dyn Error + Send + Sync>,
     },
 }

@@ -15,38 +15,38 @@ use crate::section::Section;
 use crate::vm_id::VmId;
 use crate::write_protect::Shield;
 
-/// Guest memory whose VMM-side writes mark the trees.
+/// Guest memory in which writes by the VMM mark the trees.
 pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
 
-/// What the guest's clock does over the time in which it did not run.
+/// What the guest's clock does about the time in which the guest did not run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Clock {
-    /// Advances by it: a migration, whose downtime the guest may notice.
+    /// Advances by that time: for a migration, whose downtime the guest may notice.
     Advance,
-    /// Goes on where it stood: a restore, which may come a year later.
+    /// Continues from where it stopped: for a restore, which may come a year later.
     Continue,
 }
 
-/// Most bytes that [`Guest::detach`] gives: they are sent while the guest stands, and whoever sends
-/// to it decides how many come.
+/// Maximum number of bytes that [`Guest::detach`] returns. They are sent during the downtime, and
+/// the guest's peers decide how many arrive.
 pub const MAX_LATE: usize = 256 << 10;
 
 /// What one vCPU has done since the guest was built here.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct VcpuWrites {
-    /// Frames that it has made dirty. One that is drained and written again counts again.
+    /// Frames that it has dirtied. A frame that is drained and written again counts again.
     pub dirtied_frames: u64,
-    /// How long it was held back by [`Guest::throttle`].
+    /// Time for which [`Guest::throttle`] slowed it down.
     pub held: Duration,
 }
 
 /// A vCPU's own account of its pauses, by the host's clock.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct VcpuPauses {
-    /// Pauses that are over for it.
+    /// Pauses that have ended for this vCPU.
     pub pauses: u64,
-    /// The last of them.
+    /// Length of the last of them.
     pub last: Duration,
     /// When the vCPU last resumed; `None` if it has never run.
     pub resumed: Option<SystemTime>,
@@ -55,67 +55,70 @@ pub struct VcpuPauses {
 /// A guest that can be tracked, paused, saved and restored.
 ///
 /// All methods may be called from any thread; implementations pass them as messages to the thread
-/// that owns what is concerned. Reading [`ram`](Self::ram) while the guest runs gives each frame as
-/// it is at some moment: complete only for frames that the tracker does not report afterwards.
+/// that owns the state concerned. Reading [`ram`](Self::ram) while the guest runs gives each frame
+/// as it is at some moment. Such a copy is complete only for frames that the tracker does not
+/// report afterwards.
 pub trait Guest: Send + Sync {
-    /// The guest's identity.
+    /// Returns the guest's identity.
     fn vm_id(&self) -> VmId;
 
-    /// Its line: which checkpoints its own may follow in a store. It moves with the guest.
+    /// Returns its line: which checkpoints its own may follow in a store. The line moves with the
+    /// guest.
     fn line(&self) -> Line;
 
-    /// What a [`GuestFactory`] needs to build the same machine elsewhere: opaque, versioned by the
-    /// implementation, a few hundred bytes.
+    /// Returns what a [`GuestFactory`] needs to build the same machine elsewhere: opaque, versioned
+    /// by the implementation, a few hundred bytes.
     fn config(&self) -> Vec<u8>;
 
-    /// The guest's memory slots.
+    /// Returns the guest's memory slots.
     fn layout(&self) -> &Layout;
 
-    /// The guest's memory. Writing to it marks the written frames in every subscriber's tree.
+    /// Returns the guest's memory. Writing to it marks the written frames in every subscriber's
+    /// tree.
     fn ram(&self) -> &GuestRam;
 
-    /// Runs of frames, ascending, that a copy of all memory has to take. All others were never
-    /// written and read as zeros, or have a content that is of no use to the guest: a running guest
-    /// may be asked, for a second at most, what of its memory is free. What such a frame is written
-    /// with after this call is found by whoever has [subscribed](Self::subscribe) before it, and by
-    /// nobody else. May include frames that are zero too. Costs one look at the host's page tables.
+    /// Returns the runs of frames, ascending, that a copy of all memory must include. Other frames
+    /// were never written and read as zeros, or their content is of no use to the guest: the
+    /// implementation may ask a running guest, for a second at most, which of its memory is free.
+    /// If the guest writes such a frame after this call, only a caller that
+    /// [subscribed](Self::subscribe) before this call learns of it. The runs may include frames
+    /// that are zero. Costs one scan of the host's page tables.
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError>;
 
-    /// As [`populated`](Self::populated), but nobody is asked: all frames that the host has memory
-    /// for, whatever the guest says of them. All others read as zeros.
+    /// Like [`populated`](Self::populated), but does not ask the guest: returns all frames that the
+    /// host has memory for. Other frames read as zeros.
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.populated()
     }
 
-    /// Has the host give memory to frames that are about to be written, which is cheaper for many
-    /// at once than for one at a time. What it does not get to, it does at the write; contents stay
-    /// as they are.
+    /// Populates frames that are about to be written, which is cheaper for many at once than for
+    /// one at a time. Frames that are not reached are populated by the write itself. Contents are
+    /// unchanged.
     fn prepare(&self, frames: FrameRun);
 
-    /// Begins to follow writes for one more subscriber. When this returns, every later write will
-    /// be in one of its epochs: a copy of memory taken from now on plus the epochs since is
-    /// complete.
+    /// Begins to track writes for one more subscriber. When this returns, every later write will be
+    /// in one of its epochs: a copy of memory taken from now on plus the epochs since is complete.
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError>;
 
-    /// What keeps frames as they are while the guest runs on, so that they are copied behind its
-    /// back; one at a time. `None`, the default, where that cannot be had: then they are copied
-    /// while it stands. Opening it costs about as much as a few pauses do, so it is kept for as
-    /// long as epochs are taken; while nothing is protected it costs the guest nothing.
+    /// Returns a shield that write-protects frames, so that they are copied while the guest runs;
+    /// one at a time. `None`, the default, means unsupported: frames are then copied in the pause.
+    /// Opening one costs about as much as a few pauses, so callers keep it for as long as they take
+    /// epochs. While nothing is protected, it costs the guest nothing.
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         Ok(None)
     }
 
-    /// What puts contents into the memory of a guest that is paused and has never run, which nobody
-    /// has touched, cheaper than a write does. `None`, the default, where that cannot be had, or
-    /// pages are such that a write is cheaper.
+    /// Returns a way to put contents into untouched memory of a paused guest that has never run, at
+    /// less cost than a write. `None`, the default, means unsupported, or that the host's pages
+    /// make a write cheaper.
     fn fill(&self) -> Option<Box<dyn Fill>> {
         None
     }
 
-    /// Has `backlog` come when it is touched, and behind that, into memory that nobody has touched;
-    /// the guest may run meanwhile. Gives it back, the default, where that cannot be done: then it
-    /// has to come first. If a frame cannot be had the guest ends, before anybody sees something
-    /// else in its place.
+    /// Begins a lazy restore: a fault fetches its frame from `backlog`, and the other frames are
+    /// fetched in the background, into untouched memory. The guest may run meanwhile. The default
+    /// returns `backlog` to the caller: lazy restore is unsupported, and the frames must come
+    /// first. If a frame cannot be read, the guest ends before it sees other content in its place.
     fn fetch_late(
         &self,
         backlog: Box<dyn Backlog>,
@@ -123,98 +126,100 @@ pub trait Guest: Send + Sync {
         Ok(Some(backlog))
     }
 
-    /// How far that is; `None` where nothing was fetched so.
+    /// Returns the progress of a lazy restore; `None` if there was none.
     fn fetching(&self) -> Option<Fetching> {
         None
     }
 
-    /// The guest's drives, for whoever copies them; a guest without has none.
+    /// Returns the guest's drives, for copying; a guest without drives has none.
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
         Vec::new()
     }
 
-    /// Brings every subscriber's tree up to date: harvest, reprotect, insert. Of a running guest it
-    /// takes what has been reported so far; of a paused one, everything.
+    /// Brings every subscriber's tree up to date: harvest, reprotect, insert. From a running guest
+    /// it takes what has been reported so far; from a paused one, everything.
     fn collect(&self) -> Result<Collected, GuestError>;
 
-    /// What each vCPU has written, as of the last collection, in the order of vCPUs. Empty, the
-    /// default, where it is not known who writes.
+    /// Returns what each vCPU has written, as of the last collection, in the order of vCPUs. Empty,
+    /// the default, if writes are not counted per vCPU.
     fn vcpu_writes(&self) -> Vec<VcpuWrites> {
         Vec::new()
     }
 
-    /// The pauses of each vCPU, in the order of vCPUs, that are over for it. Who asked for a pause
-    /// learns of its end later, on a host whose processors the guest has again. Empty, the default,
-    /// where vCPUs do not know.
+    /// Returns the pauses that have ended, per vCPU, in the order of vCPUs. The thread that
+    /// requested a pause learns of its end later, if the guest has the host's processors again.
+    /// Empty, the default, if vCPUs do not keep this account.
     fn stood(&self) -> Vec<VcpuPauses> {
         Vec::new()
     }
 
-    /// From now on holds back each vCPU that makes more than so many frames a second dirty, in
-    /// holds too short to be noticed as pauses, and never for all of the time; `None` holds nobody.
-    /// A vCPU that makes fewer dirty is let be. A pause does not wait for a hold. Whoever asks for
-    /// this takes it back: it is no part of the guest's state. Does nothing, the default, where it
-    /// is not known who [writes](Self::vcpu_writes).
+    /// Throttles each vCPU that dirties more than this many frames a second; `None` ends it. The
+    /// stops are too short to be noticed as pauses and never take all of the time. A vCPU that
+    /// dirties fewer frames is not affected. A pause does not wait for a throttled vCPU. The caller
+    /// that throttles must also end it: it is not part of the guest's state. Does nothing, the
+    /// default, if writes are not [counted per vCPU](Self::vcpu_writes).
     fn throttle(&self, frames_per_s: Option<u64>) {
         let _ = frames_per_s;
     }
 
-    /// Whether the guest runs.
+    /// Returns the guest's run state.
     fn run_state(&self) -> RunState;
 
-    /// The guest is to be handed over: for some milliseconds this host's processors are better kept
-    /// from sleeping, since threads then wait for each other while it stands. A hint; does nothing,
-    /// the default, where there is no way to.
+    /// Announces a hand-over: for some milliseconds this host's processors should not enter sleep
+    /// states, because threads wait for each other during the downtime. A hint; does nothing by
+    /// default, or if there is no way to.
     fn stay_awake(&self) {}
 
     /// Stops all vCPUs between two instructions and quiesces devices. Returns the state before; a
-    /// guest that is paused already stays so. Prefer [`Paused::new`], which resumes by itself.
+    /// guest that is already paused stays paused. Prefer [`Paused::new`], which resumes by itself.
     fn pause(&self) -> Result<RunState, GuestError>;
 
-    /// [`pause`](Self::pause) and then [`save_state`](Self::save_state), for whoever wants both: a
-    /// guest that does them at one request stands for less. Where only saving fails, that is the
-    /// inner error, and the guest is paused. Prefer [`Paused::saving`], which resumes by itself.
+    /// Does [`pause`](Self::pause) and then [`save_state`](Self::save_state). A guest that does
+    /// both in one request is paused for less time. If only the save fails, that is the inner
+    /// error, and the guest is paused. Prefer [`Paused::saving`], which resumes by itself.
     fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
         let before = self.pause()?;
         Ok((before, self.save_state()))
     }
 
-    /// Lets a paused guest run. Returns when its vCPUs have gone on, where they know: whatever the
-    /// caller does next keeps no processor from one that was woken for it. Waits for nobody's write
-    /// to guest memory, and makes none: frames that are [shielded](Self::shield) are let go of only
-    /// when it has returned.
+    /// Resumes a paused guest. Returns when its vCPUs have resumed, where they report that, so that
+    /// the caller's next work does not take a processor from a woken vCPU. Does not wait for any
+    /// write to guest memory, and makes none: frames that are [write-protected](Self::shield) are
+    /// unprotected only after it has returned.
     fn resume(&self) -> Result<(), GuestError>;
 
-    /// The whole state besides memory, of a paused guest.
+    /// Returns the whole state besides memory, of a paused guest.
     fn save_state(&self) -> SavedState;
 
-    /// Puts a saved state into a guest that is paused and has never run. Sections are hostile
-    /// input. Unknown ones that must be understood are refused by name.
+    /// Restores a saved state into a paused guest that has never run. Sections are hostile input.
+    /// An unknown section that must be understood is refused by name.
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError>;
 
-    /// Has disks make durable what the guest has written, without stopping it: whoever lets go of
-    /// it soon has less left to do then. Whether that was done within `limit`; what is not done
-    /// then goes on. An error is reported to the guest, too, as one of the next flush that it asks
-    /// for itself; until then [`release`](Self::release) fails.
+    /// Makes disks' written data durable without stopping the guest, so that a later release has
+    /// less left to do. Returns whether that was done within `limit`; the rest continues in the
+    /// background. The guest also sees an error, as the result of its own next flush; until then
+    /// [`release`](Self::release) fails.
     fn flush(&self, limit: Duration) -> Result<bool, GuestError>;
 
-    /// Makes durable what the guest wrote and lets go of what only one host may hold (drives'
-    /// locks, listening sockets), of a paused guest; but not of its taps: what comes by them waits.
+    /// Makes the guest's writes durable and releases what only one host may hold (drives' locks,
+    /// listening sockets). The guest must be paused. Its taps are not released: packets that arrive
+    /// on them wait.
     fn release(&self) -> Result<(), GuestError>;
 
-    /// Lets go of a released guest's taps, too. What has come for it since its state was saved,
-    /// opaque and at most [`MAX_LATE`] bytes, is for [`attach`](Self::attach) on the next host;
-    /// should it stay here after all, it gets that nevertheless.
+    /// Releases a released guest's taps, too. Returns what has arrived for the guest since its
+    /// state was saved: opaque, at most [`MAX_LATE`] bytes, for [`attach`](Self::attach) on the
+    /// next host. If the guest stays here after all, it still receives that.
     fn detach(&self) -> Result<Vec<u8>, GuestError>;
 
-    /// On the next host, once the guest has its state and nobody else is reached in its name any
-    /// more: has peers reach it here, and takes what [`detach`](Self::detach) gave, which is
-    /// hostile input. Whoever could not be told is told when the guest goes on.
+    /// Makes peers reach the guest on the next host, and takes what [`detach`](Self::detach)
+    /// returned, which is hostile input. Call it when the guest has its state and no other host is
+    /// reached in its name. Peers that could not be notified are notified when the guest resumes.
     fn attach(&self, late: &[u8]) -> Result<(), GuestError>;
 
-    /// Takes again what [`release`](Self::release) and [`detach`](Self::detach) let go of, or takes
+    /// Takes back what [`release`](Self::release) and [`detach`](Self::detach) released, or takes
     /// it first on a new host. If that fails, the guest holds nothing, and no peer reaches it here;
-    /// but a guest that has run here holds what its writes could not be made durable in.
+    /// but a guest that has run here still holds the drives on which its writes could not be made
+    /// durable.
     fn acquire(&self) -> Result<(), GuestError>;
 
     /// Ends the guest here for good; it can never be resumed. `why` is for the log.
@@ -224,21 +229,21 @@ pub trait Guest: Send + Sync {
 /// A paused guest's state besides memory, or why it could not be saved.
 pub type SavedState = Result<Vec<Section>, GuestError>;
 
-/// A guest, and its drives, or copies of them, that are being filled.
+/// A guest, and its drives or copies of them that are being filled.
 pub type WithCopies<G> = (Arc<G>, Vec<Box<dyn DriveCopy>>);
 
 /// Builds guests from what [`Guest::config`] returned, on this host or another.
 pub trait GuestFactory: Send + Sync {
-    /// What it builds.
+    /// The guest that it builds.
     type Guest: Guest + ?Sized;
 
-    /// A paused guest with zeroed memory, before any state is restored. `config` is hostile input:
-    /// bounds are checked before anything is allocated.
+    /// Builds a paused guest with zeroed memory, before any state is restored. `config` is hostile
+    /// input: bounds are checked before anything is allocated.
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<Self::Guest>, GuestError>;
 
-    /// As [`create`](Self::create), for a guest whose `drives`, hostile input too, are copied here:
-    /// beside it, for each of them in their order, its copy in the making, which the guest has for
-    /// its drive. A factory that makes no copies refuses.
+    /// Like [`create`](Self::create), for a guest whose `drives`, hostile input too, are copied
+    /// here. Also returns the copies to be filled, in the order of `drives`; the guest uses them as
+    /// its drives. A factory that makes no copies refuses.
     fn create_with_copies(
         &self,
         vm_id: VmId,
@@ -252,14 +257,14 @@ pub trait GuestFactory: Send + Sync {
         Err(GuestError::Unsupported { what: drive.to_string(), why })
     }
 
-    /// As [`create`](Self::create), for a guest that is restored from the checkpoint `from`. The
+    /// Like [`create`](Self::create), for a guest that is restored from the checkpoint `from`. The
     /// factory decides whether the guest is the one that was checkpointed, or a new one.
     ///
-    /// Returns the guest and, in the order of `drives`, the files that are about to be written
-    /// over. Each is locked for this guest until it is yielded. `drives` is hostile input. A drive
-    /// that is missing, differs from its description, cannot be written to or is in use is refused
-    /// by its name, before anything is written to any of them. A factory whose guests have no
-    /// drives refuses.
+    /// Returns the guest and, in the order of `drives`, the files that are about to be overwritten.
+    /// Each is locked for this guest until it is yielded. `drives` is hostile input. A drive that
+    /// is missing, differs from its description, cannot be written to or is in use is refused by
+    /// its name, before anything is written to any of them. A factory whose guests have no drives
+    /// refuses.
     fn create_with_drives(
         &self,
         from: &Origin,
@@ -274,12 +279,12 @@ pub trait GuestFactory: Send + Sync {
     }
 }
 
-/// A guest held still. Dropping it resumes the guest if it ran before, so that no error path leaves
-/// a guest standing; only [`keep_paused`](Self::keep_paused) ends the hold without that.
+/// A paused guest. Drop resumes the guest if it ran before, so that no error path leaves a guest
+/// paused; only [`keep_paused`](Self::keep_paused) ends the pause without that.
 ///
-/// Holds of one guest do not nest by themselves: the one that began first resumes it, whoever else
-/// holds it still. Where one guest is checkpointed and migrated, each does so through a [`Guest`]
-/// of its own that counts holds, as the machine's jobs do.
+/// Pauses of one guest do not nest: the one that began first resumes the guest, even if another has
+/// not ended. If one guest is checkpointed and migrated, each does so through its own [`Guest`]
+/// that counts pauses, as the machine's jobs do.
 #[must_use = "dropping this resumes the guest"]
 pub struct Paused<'g, G: Guest + ?Sized> {
     guest: &'g G,
@@ -293,37 +298,36 @@ impl<'g, G: Guest + ?Sized> Paused<'g, G> {
         Ok(Self { guest, resume: before == RunState::Running })
     }
 
-    /// Pauses `guest` and saves its state, in less time than one after the other takes.
+    /// Pauses `guest` and saves its state, in less time than two separate calls take.
     pub fn saving(guest: &'g G) -> Result<(Self, SavedState), GuestError> {
         let (before, saved) = guest.pause_and_save()?;
         Ok((Self { guest, resume: before == RunState::Running }, saved))
     }
 
-    /// Whether the guest ran before the pause, and so will when this is dropped.
+    /// Returns whether the guest ran before the pause, and so will run when this is dropped.
     pub fn was_running(&self) -> bool {
         self.resume
     }
 
-    /// Everything that changed since `subscription` was last drained: nothing is missing, because
-    /// the guest stands still. Comes after [`save_state`](Self::save_state), which may itself make
-    /// the host write into guest memory.
+    /// Drains everything that changed since `subscription` was last drained. Nothing is missing,
+    /// because the guest is paused. Call it after [`save_state`](Self::save_state), which may
+    /// itself make the host write into guest memory.
     pub fn drain(&self, subscription: &mut Subscription) -> Result<DirtySet, GuestError> {
         self.guest.collect()?;
         Ok(subscription.drain())
     }
 
-    /// The guest's state besides memory.
+    /// Returns the guest's state besides memory.
     pub fn save_state(&self) -> SavedState {
         self.guest.save_state()
     }
 
-    /// Lets the guest run on now, if it ran before; says whether that worked, which dropping
-    /// cannot.
+    /// Resumes the guest now, if it ran before. Reports failure, which drop cannot.
     pub fn resume(mut self) -> Result<(), GuestError> {
         if std::mem::take(&mut self.resume) { self.guest.resume() } else { Ok(()) }
     }
 
-    /// Ends the hold and leaves the guest paused: another host may be running it.
+    /// Ends the pause and leaves the guest paused: another host may be running it.
     pub fn keep_paused(mut self) {
         self.resume = false;
     }

@@ -1,4 +1,4 @@
-//! What a guest is to the engines that checkpoint, migrate and restore it.
+//! The guest as the engines that checkpoint, migrate and restore it see it.
 //!
 //! The engines know a guest only through [`Guest`]. The VMM implements it over KVM; the feature
 //! `testing` has an implementation over host threads, for hosts without KVM and for tests.
@@ -7,11 +7,11 @@
 //! Guest           a guest that can be tracked, paused, saved and restored; GuestFactory builds one
 //! Section         a piece of its state besides memory
 //! Line, Origin    which checkpoints may follow which
-//! Shield          write protection: frames that nobody writes to until they are copied
+//! Shield          write protection: frames that are not written until they are copied
 //! Backlog         the pages of a lazily restored guest that have not arrived yet
-//! Fill            first contents of memory that nobody has touched
+//! Fill            first contents of untouched memory
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy is the copy in the making
-//! Keeper          copy-before-write: old content of a block is saved before the guest overwrites it
+//! Keeper          copy-before-write: saves a block's old content before the guest overwrites it
 //! ```
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! Frames of a stored guest that its memory does not have yet: the guest runs, and they come when
-//! they are touched, or behind it.
+//! Page sources of lazy restores: frames of a stored guest that its memory does not have yet. The
+//! guest runs; a fault fetches its frame, and the others are fetched in the background.
 
 use std::error::Error;
 use std::fmt;
@@ -7,24 +7,24 @@ use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet};
 
-/// What is still to come, and where from. One thread reads.
+/// Frames still to be fetched, and their source. Only one thread reads.
 pub trait Backlog: Send {
-    /// The checkpoint that they are of.
+    /// Returns the checkpoint of these frames.
     fn epoch(&self) -> u64;
 
-    /// Frames that have content. All others of the guest are zeros.
+    /// Returns the frames that have content. All other frames of the guest are zeros.
     fn frames(&self) -> &FrameSet;
 
-    /// Frames to fetch first while nobody waits for one: those that the guest touched first when it
-    /// was restored the last time. A hint; may name frames that have no content, or none at all.
+    /// Returns the working set: frames to prefetch while no fault waits, because the guest touched
+    /// them first after its last restore. A hint; may name frames without content, or none at all.
     fn first(&self) -> &[FrameRun];
 
-    /// All have come. `touched` were touched before they had, in that order: they should come first
-    /// the next time.
+    /// Records that all frames have arrived. `touched` lists the frames that faulted, in order:
+    /// they should be prefetched first the next time.
     fn finish(&mut self, touched: &[FrameRun]);
 
-    /// Puts the contents of `run`, all of it part of [`frames`](Self::frames), into `contents`,
-    /// which is as long. They are checked: an error names what is damaged.
+    /// Reads the contents of `run`, which is within [`frames`](Self::frames), into `contents` of
+    /// the same length. Checks them: an error names what is damaged.
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError>;
 }
 
@@ -33,7 +33,7 @@ pub trait Backlog: Send {
 pub struct PageSourceError(Box<dyn Error + Send + Sync>);
 
 impl PageSourceError {
-    /// An error with this cause.
+    /// Creates an error with this cause.
     pub fn new(cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self(cause.into())
     }
@@ -59,20 +59,19 @@ impl Error for PageSourceError {
     }
 }
 
-/// How far the fetching is.
+/// Progress of a lazy restore.
 #[derive(Clone, Debug, Default)]
 pub struct Fetching {
-    /// Frames that are still to come.
+    /// Frames still to be fetched.
     pub left: u64,
-    /// Frames that have come, those that somebody waited for included.
+    /// Frames that have arrived, including those that faulted.
     pub fetched: u64,
-    /// Of those, how many came because they were touched first the last time, before anybody waited
-    /// for them.
+    /// Frames of those that arrived by prefetch of the working set, before any fault.
     pub foreseen: u64,
-    /// Frames that were touched before they had come, in the order in which that was.
+    /// Frames that faulted, in order.
     pub touched: Vec<FrameRun>,
-    /// Why a frame cannot be had: the guest has ended, or is about to.
+    /// Why a frame cannot be read: the guest has ended, or is about to.
     pub lost: Option<String>,
-    /// How long it took, once all are there.
+    /// Duration, once all frames have arrived.
     pub time: Option<Duration>,
 }

@@ -1,17 +1,17 @@
-//! The first contents of memory that nobody has touched: cheaper than writing to it, since no page
-//! is cleared only to be written over.
+//! The first contents of untouched memory. Cheaper than a write, because the kernel does not clear
+//! a page that is overwritten at once.
 
 use driftline_dirty_tracker::FrameRun;
 
 use crate::error::GuestError;
 
-/// Puts contents into memory that nobody has touched. As long as it is there nobody else may touch
-/// that memory: who does waits until it is dropped.
+/// Puts contents into untouched memory. While this exists, nothing else may touch that memory; an
+/// access waits until it is dropped.
 pub trait Fill: Send + Sync {
-    /// Puts `contents`, whole frames, into `run`. Any thread may, as long as each has frames of its
-    /// own.
+    /// Puts `contents`, whole frames, into `run`. Several threads may call this at once, each with
+    /// its own frames.
     fn fill(&self, run: FrameRun, contents: &[u8]) -> Result<(), GuestError>;
 
-    /// Bytes of memory that this host can still give, those of its page cache included.
+    /// Returns the bytes of memory that this host can still provide, including its page cache.
     fn available(&self) -> u64;
 }

@@ -42,21 +42,21 @@ impl fmt::Display for SectionTag {
     }
 }
 
-/// One piece of state, with its meaning known only to who wrote it.
+/// One piece of state. Only its writer knows its meaning.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Section {
     /// What it holds.
     pub tag: SectionTag,
-    /// Which of several alike: a vCPU's index, a device's number.
+    /// Which of several similar pieces: a vCPU's index, a device's number.
     pub instance: u16,
-    /// A reader that does not know the tag must refuse the whole state.
+    /// Whether a reader that does not know the tag must refuse the whole state.
     pub must_understand: bool,
     /// The content, in the writer's encoding.
     pub bytes: Vec<u8>,
 }
 
 impl Section {
-    /// A section that a reader must understand.
+    /// Creates a section that a reader must understand.
     pub fn new(tag: SectionTag, instance: u16, bytes: Vec<u8>) -> Self {
         Self { tag, instance, must_understand: true, bytes }
     }

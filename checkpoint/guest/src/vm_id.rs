@@ -1,4 +1,4 @@
-//! Which guest it is.
+//! A guest's identity.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,7 +11,7 @@ use uuid::Uuid;
 pub struct VmId(pub Uuid);
 
 impl VmId {
-    /// A new, random identity.
+    /// Creates a new, random identity.
     pub fn random() -> Self {
         Self(Uuid::new_v4())
     }

@@ -1,4 +1,5 @@
-//! Frames that keep their content while the guest runs on, until somebody has copied them.
+//! Write protection of guest frames, which keep their content while the guest runs until they are
+//! copied.
 
 use std::time::Duration;
 
@@ -6,27 +7,30 @@ use driftline_dirty_tracker::FrameRun;
 
 use crate::error::GuestError;
 
-/// Keeps what frames of a guest hold: whoever writes to one that is protected, a vCPU, a device or
-/// the host's kernel for either, waits until it is released. Reading goes on.
+/// Write-protects frames of a guest. A write to a protected frame, by a vCPU, a device or the
+/// host's kernel on behalf of either, waits until the frame is released. Reads continue.
 ///
-/// Whoever protects frames releases all of them, soon and whatever happens: nobody else does, until
-/// this is dropped. And it never writes to guest memory itself meanwhile. All methods may be called
-/// by several threads at a time.
+/// The caller that protects frames must release all of them, soon and in every case: nothing else
+/// does until this is dropped. The caller must not write to guest memory meanwhile. All methods may
+/// be called by several threads at a time.
 pub trait Shield: Send + Sync {
-    /// From now on nobody writes to `frames`, ascending and in the guest's memory. Frames that have
-    /// never been written are protected as well. Costs a call of the kernel for each run and
-    /// something for each frame that has memory, so that runs with small gaps between them are
-    /// better made one. After an error some of them are protected.
+    /// Write-protects `frames`, which are ascending and in the guest's memory, including frames
+    /// that have never been written. Costs a system call per run and some time per frame that has
+    /// memory, so runs with small gaps between them are better merged.
+    ///
+    /// # Errors
+    ///
+    /// Some of the frames are protected.
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError>;
 
-    /// Lets go of `frames`, protected or not, and of who waits to write to them.
+    /// Unprotects `frames`, protected or not, and wakes the writers that wait for them.
     fn release(&self, frames: FrameRun) -> Result<(), GuestError>;
 
-    /// Lets go of everything. Does all that can be done if the system underneath refuses something.
+    /// Unprotects everything. If the underlying system refuses something, does what it can.
     fn release_all(&self);
 
-    /// Frames that somebody waits for, each time somebody begins to wait; they may have been
-    /// released since. Waits for such for up to `limit`. Who waits for more than one frame says so
-    /// again when the first is released.
+    /// Returns frames that a writer waits for, once for each wait that begins; they may have been
+    /// released since. Blocks for up to `limit`. A writer that waits for more than one frame
+    /// reports again when the first is released.
     fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError>;
 }

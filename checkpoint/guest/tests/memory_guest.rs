@@ -1,4 +1,4 @@
-//! The guest that other tests trust: it must notice what it is there to notice.
+//! The guest that other tests rely on must detect the errors it exists to detect.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
@@ -136,7 +136,7 @@ fn hostile_configurations_and_states_are_refused() {
     for bit in 0..config.len() * 8 {
         let mut bent = config.clone();
         bent[bit / 8] ^= 1 << (bit % 8);
-        // Some bits make another guest; none may make one past the bounds, or panic.
+        // Some bits make another guest; none may exceed the bounds, or panic.
         let _ = factory.create(guest.vm_id(), &bent);
     }
     let mut sections = guest.save_state().unwrap();

@@ -1,4 +1,4 @@
-//! The keeper against a model, and what becomes of who waits.
+//! Copy-before-write against a model, and the ends of its waits.
 
 use std::os::unix::fs::FileExt;
 use std::thread;
@@ -47,7 +47,7 @@ proptest! {
         let mut keeping = keeper.keep(file.clone(), bytes, kept.clone()).unwrap();
         let mut copied = BTreeMap::new();
         for (step, (start, count, at_once)) in steps.into_iter().enumerate() {
-            // The device is on this thread: it must not have to wait.
+            // The device runs on this thread: it must not have to wait.
             while keeper.lock().kept.as_ref().unwrap().free.len() < 8 {
                 copy(&mut keeping, &mut copied, 1);
             }
@@ -92,7 +92,7 @@ fn who_writes_waits_for_room_and_goes_on() {
 
 #[test]
 fn nobody_waits_for_ever() {
-    // For a copier that does not come.
+    // A copy thread that does not come.
     let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(4)));
     let blocks = FrameSet::from_iter([run(0, 64)]);
     let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks.clone()).unwrap();
@@ -107,7 +107,7 @@ fn nobody_waits_for_ever() {
     let said = keeping.next(&mut runs, &mut contents).unwrap_err();
     assert!(matches!(said, KeepError::Stalled), "{said}");
     drop(keeping);
-    // For one that goes.
+    // A copy thread that goes away.
     let keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| write(&keeper, &file, run(0, 64), 2));
@@ -155,21 +155,21 @@ fn a_guest_that_is_to_stand_does_not_wait() {
     let said = keeping.next(&mut runs, &mut contents).unwrap_err();
     assert!(matches!(said, KeepError::Paused), "{said}");
     drop(keeping);
-    // The next one is taken while the guest stands.
+    // The next one begins while the guest is paused.
     let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks.clone()).unwrap();
     keeper.hurry(false);
     write(&keeper, &file, run(0, 4), 2);
     assert_eq!(keeping.next(&mut runs, &mut contents).unwrap(), 1);
 }
 
-/// One for a host whose threads get processors late.
+/// A keeper for a host whose threads get processors late.
 fn patient() -> Keeper {
     Keeper { last_read: WRITE_WAIT_LIMIT, ..Keeper::default() }
 }
 
-/// A write that waits only for the block that is being read when the guest is to stand: however the
-/// moments fall, it waits for that, and the epoch has what was there. A copier that does not come
-/// back from its read is not waited for.
+/// A write waits only for the block that is being read when the guest is to be paused. Whatever the
+/// timing, it waits for that read, and the epoch has the old content. It does not wait for a copy
+/// thread that never returns from its read.
 #[test]
 fn a_guest_that_is_to_stand_waits_for_the_read_that_is_under_way() {
     let (file, keeper) = (drive(64), Arc::new(patient()));
@@ -212,16 +212,15 @@ fn a_guest_that_is_to_stand_waits_for_the_read_that_is_under_way() {
     assert!(matches!(said, KeepError::Paused), "{said}");
 }
 
-/// The guest is told to stand, and goes on, at any moment of a copy under load: no epoch is lost
-/// where there is room for what is written over, and all of them have what was there at the
-/// instant.
+/// The guest pauses and resumes at any moment of a copy under load. No epoch is lost if there is
+/// room for what is overwritten, and every epoch has the content of its instant.
 #[test]
 fn standing_costs_no_epoch_where_there_is_room() {
     const BLOCKS: u64 = 512;
     let (file, keeper) = (drive(BLOCKS), Arc::new(patient()));
     let mut was: Vec<u8> = (0..BLOCKS).map(|block| block as u8 | 0x80).collect();
     let over = AtomicBool::new(false);
-    // The device has it while it writes: who has it has a device that stands.
+    // The device holds this while it writes; a thread that holds it has a paused device.
     let device = Mutex::new(());
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -234,7 +233,7 @@ fn standing_costs_no_epoch_where_there_is_room() {
                 keeper.before_write(block * PAGE_SIZE, PAGE_SIZE);
                 file.write_all_at(&[with; PAGE], block * PAGE_SIZE).unwrap();
                 drop(under_way);
-                // Or nobody else ever has it.
+                // Otherwise no other thread would ever get the lock.
                 thread::sleep(Duration::from_micros(1));
             }
         });
@@ -251,7 +250,7 @@ fn standing_costs_no_epoch_where_there_is_room() {
             keeper.hurry(false);
             drop(stands);
             let mut copied = BTreeMap::new();
-            // Another pause, amid the copy.
+            // Another pause, during the copy.
             thread::scope(|inner| {
                 inner.spawn(|| {
                     thread::sleep(Duration::from_micros(u64::from(round) * 5));
@@ -286,12 +285,12 @@ fn a_drive_that_was_let_go_of_is_in_no_epoch() {
     keeper.hold();
     let mut keeping = keeper.keep(file, 8 * PAGE_SIZE, blocks).unwrap();
     while keeping.next(&mut runs, &mut contents).unwrap() > 0 {}
-    // All of it was copied by then.
+    // Everything was copied by then.
     keeper.let_go();
     assert_eq!(keeping.next(&mut runs, &mut contents).unwrap(), 0);
 }
 
-/// The guest writes to all that is left in the moment in which the copier comes for more.
+/// The guest writes to all remaining blocks at the moment at which the copy thread asks for more.
 #[test]
 fn what_is_set_aside_at_the_last_moment_is_copied_too() {
     let (file, keeper) = (drive(64), Arc::new(Keeper::default()));

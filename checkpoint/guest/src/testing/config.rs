@@ -1,27 +1,27 @@
-//! What a guest of host threads is made of.
+//! The configuration of a guest of host threads.
 
 use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId};
 use serde::{Deserialize, Serialize};
 
 use crate::GuestError;
 
-/// Most frames of a guest built from hostile bytes: 1 GiB.
+/// Maximum number of frames of a guest built from hostile bytes: 1 GiB.
 const MAX_FRAMES: u64 = 1 << 18;
 const MAX_SLOTS: usize = 16;
 const MAX_WRITERS: u16 = 16;
 
-/// What a [`MemoryGuest`](super::MemoryGuest) is made of. `Guest::config` is this in postcard.
+/// The configuration of a [`MemoryGuest`](super::MemoryGuest). `Guest::config` is this in postcard.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MemoryConfig {
     /// Memory slots, at most 1 GiB in all.
     pub slots: Vec<Slot>,
-    /// Writing threads; none is a guest whose memory only the test writes.
+    /// Number of writing threads; with 0, only the test writes memory.
     pub writers: u16,
     /// Frames that the writers share, from the first of memory on.
     pub working_set: u64,
-    /// Page writes a second of each writer; 0 is as fast as it can.
+    /// Page writes per second of each writer; 0 is as fast as possible.
     pub writes_per_s: u32,
-    /// Decides the order of the writes.
+    /// Seed of the order of the writes.
     pub seed: u64,
 }
 
@@ -40,7 +40,7 @@ impl MemoryConfig {
         Self { writers: 0, working_set: 0, ..Self::small() }
     }
 
-    /// Reads hostile bytes; nothing is allocated for more than the bounds allow.
+    /// Decodes hostile bytes; allocates nothing beyond the bounds.
     pub(super) fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
         let malformed =
             |why: String| GuestError::Malformed { what: "the configuration".into(), why };

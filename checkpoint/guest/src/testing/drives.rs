@@ -13,14 +13,14 @@ use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 
 use crate::{DriveCopy, DriveHead, GuestDrive, Keeper, block_layout};
 
-/// A drive that is gone with its last owner.
+/// A drive that exists until its last owner drops it.
 #[derive(Debug)]
 pub struct TestDisk {
     head: DriveHead,
     file: File,
     tracker: Arc<Tracker>,
     keeper: Arc<Keeper>,
-    /// Its guest stands: nothing is under way, and nothing begins.
+    /// Whether its guest is paused: no write is in progress, and none begins.
     stands: Mutex<bool>,
     runs: Condvar,
     unreadable: AtomicBool,
@@ -28,7 +28,7 @@ pub struct TestDisk {
 }
 
 impl TestDisk {
-    /// One of so many bytes, all zeros.
+    /// Creates a drive of `bytes` zeros.
     pub fn new(id: &str, bytes: u64) -> io::Result<Arc<Self>> {
         let file = File::from(memfd_create(id, MemfdFlags::CLOEXEC)?);
         file.set_len(bytes)?;
@@ -49,7 +49,7 @@ impl TestDisk {
         self.runs.notify_all();
     }
 
-    /// As a device does it: asks, writes, marks. Waits while the guest stands.
+    /// Changes the drive as a device does: asks, writes, marks. Waits while the guest is paused.
     fn change(
         &self,
         offset: u64,
@@ -66,7 +66,7 @@ impl TestDisk {
         changed
     }
 
-    /// Writes `bytes`, of which there is one at least.
+    /// Writes `bytes`, which must not be empty.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.change(offset, bytes.len() as u64, |file| file.write_all_at(bytes, offset))
     }
@@ -77,35 +77,35 @@ impl TestDisk {
         self.change(offset, len, |file| Ok(fallocate(file, how, offset, len)?))
     }
 
-    /// All of it.
+    /// Returns its whole content.
     pub fn contents(&self) -> io::Result<Vec<u8>> {
         let mut contents = vec![0; self.head.bytes as usize];
         self.file.read_exact_at(&mut contents, 0)?;
         Ok(contents)
     }
 
-    /// As much of it, from `offset` on, as `to` has room for.
+    /// Reads from `offset` on, as much as `to` has room for.
     pub fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
         self.file.read_exact_at(to, offset)
     }
 
-    /// Whether reads fail, with EIO, of whoever opens it from now on.
+    /// Sets whether reads through files opened from now on fail with EIO.
     pub fn fail_reads(&self, fail: bool) {
         self.unreadable.store(fail, SeqCst);
     }
 
-    /// Cuts its file off at so many bytes, as nobody should: what is behind cannot be read. Its
-    /// size gives it back, as zeros.
+    /// Truncates its file to `bytes`, behind the guest's back: what is beyond cannot be read.
+    /// Truncating it to its size again restores that part as zeros.
     pub fn cut(&self, bytes: u64) -> io::Result<()> {
         self.file.set_len(bytes)
     }
 
-    /// Of those who restore it, writes after so many fail.
+    /// Makes the writes of a restore fail after the first `writes`.
     pub fn fail_writes_after(&self, writes: u64) {
         self.writes_left.store(writes, SeqCst);
     }
 
-    /// Its guest lets go of it, as one does whom another host is to have, or takes it again.
+    /// Makes its guest release it, as for another host, or take it again.
     pub fn let_go(&self, let_go: bool) {
         match let_go {
             true => self.keeper.let_go(),
@@ -113,13 +113,13 @@ impl TestDisk {
         }
     }
 
-    /// What is known of it.
+    /// Returns its properties.
     pub fn head(&self) -> &DriveHead {
         &self.head
     }
 }
 
-/// A test's drive as a guest shows it, and as a restore fills it.
+/// A test's drive as a guest presents it, and as a restore fills it.
 pub(super) struct Shown(pub(super) Arc<TestDisk>);
 
 impl GuestDrive for Shown {
@@ -133,7 +133,7 @@ impl GuestDrive for Shown {
 
     fn open(&self) -> io::Result<File> {
         match self.0.unreadable.load(SeqCst) {
-            // Nobody has memory at 0.
+            // Nothing is mapped at address 0.
             true => File::open("/proc/self/mem"),
             false => File::open(format!("/proc/self/fd/{}", self.0.file.as_raw_fd())),
         }

@@ -1,4 +1,4 @@
-//! Operations that fail on request, and the thing that only one host may hold.
+//! Operations that fail on request, and the drive that only one host may hold.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
@@ -56,7 +56,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// The next `times` calls of `op` fail and do nothing else; 0 heals it.
+    /// Makes the next `times` calls of `op` fail and do nothing else; 0 ends that.
     pub fn fail_next(&self, op: Op, times: u32) {
         self.next[op as usize].store(times, SeqCst);
     }
@@ -73,31 +73,31 @@ impl Faults {
     }
 }
 
-/// What only one host may hold, and a witness of how many guests that share it ever ran at once.
+/// A drive that only one host may hold. Counts how many guests that share it ever ran at once.
 #[derive(Debug, Default)]
 pub struct Drive {
-    /// The guest that holds it; 0 is nobody.
+    /// The guest that holds it; 0 is none.
     holder: AtomicU64,
-    /// The guest that peers reach by its tap; 0 is nobody.
+    /// The guest that peers reach by its tap; 0 is none.
     reached: AtomicU64,
-    /// How often it was flushed for the guest that runs on it.
+    /// Number of flushes for the guest that runs on it.
     flushes: AtomicU64,
     running: AtomicU32,
     most_running: AtomicU32,
 }
 
 impl Drive {
-    /// The most guests on this drive that ever ran at the same time: I7 says one.
+    /// Returns the most guests on this drive that ever ran at the same time: I7 requires one.
     pub fn most_running(&self) -> u32 {
         self.most_running.load(SeqCst)
     }
 
-    /// Whether any guest holds it.
+    /// Returns whether any guest holds it.
     pub fn is_held(&self) -> bool {
         self.holder.load(SeqCst) != 0
     }
 
-    /// How often it was flushed by [`Guest::flush`](crate::Guest::flush).
+    /// Returns how often it was flushed by [`Guest::flush`](crate::Guest::flush).
     pub fn flushes(&self) -> u64 {
         self.flushes.load(SeqCst)
     }

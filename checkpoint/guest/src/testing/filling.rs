@@ -1,5 +1,4 @@
-//! Memory of a test's guest that is being filled: the guest says so if somebody asks it for
-//! something meanwhile.
+//! Memory of a test's guest that is being filled: the guest reports requests that arrive meanwhile.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -10,7 +9,7 @@ use vm_memory::{Bytes, GuestAddress};
 use super::faults::{Faults, Op};
 use crate::{Fill, GuestError, GuestRam};
 
-/// Memory that is being filled: nobody else may touch it.
+/// Memory that is being filled: nothing else may touch it.
 pub(super) struct Filling {
     ram: GuestRam,
     filling: Arc<AtomicBool>,

@@ -1,4 +1,4 @@
-//! The guest itself and the factory that builds it elsewhere.
+//! The guest itself, and the factory that builds it elsewhere.
 
 use std::fmt;
 use std::io;
@@ -26,7 +26,7 @@ use crate::{
     section_tags,
 };
 
-/// Wrong frames that are listed one by one.
+/// Maximum number of wrong frames listed individually.
 const LISTED: usize = 8;
 
 /// A guest of host threads on guest-shaped memory. See the [module](super).
@@ -45,13 +45,13 @@ pub struct MemoryGuest {
     faults: Arc<Faults>,
     drive: Arc<Drive>,
     disks: Vec<Arc<TestDisk>>,
-    /// Tells guests apart that have the same `vm_id`.
+    /// Tells guests with the same `vm_id` apart.
     serial: u64,
-    /// Frames that were to be prepared.
+    /// Number of frames passed to `prepare`.
     prepared: AtomicU64,
     protected: Arc<Protected>,
     filling: Arc<AtomicBool>,
-    /// Bytes of a section that a restore compares.
+    /// Bytes of an additional section that a restore compares.
     more_state: AtomicU64,
 }
 
@@ -62,27 +62,27 @@ impl fmt::Debug for MemoryGuest {
 }
 
 impl MemoryGuest {
-    /// Frames that [`Guest::prepare`] was called for, each time it was.
+    /// Returns the number of frames passed to [`Guest::prepare`], over all calls.
     pub fn prepared(&self) -> u64 {
         self.prepared.load(SeqCst)
     }
 
-    /// From now on the state has one more section of so many bytes, which a restore compares.
+    /// Adds one section of `bytes` to the state; a restore compares it.
     pub fn more_state(&self, bytes: u64) {
         self.more_state.store(bytes, SeqCst);
     }
 
-    /// What each writer is held to now, writes a second, if they are held.
+    /// Returns the throttle of each writer in writes per second, if there is one.
     pub fn throttled(&self) -> Option<u64> {
         self.gate.throttled()
     }
 
-    /// A paused guest that has never run.
+    /// Creates a paused guest that has never run.
     pub fn new(vm_id: VmId, config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
         Self::with_disks(vm_id, config, Vec::new())
     }
 
-    /// As [`new`](Self::new), with drives.
+    /// Like [`new`](Self::new), with drives.
     pub fn with_disks(
         vm_id: VmId,
         config: MemoryConfig,
@@ -91,7 +91,7 @@ impl MemoryGuest {
         Self::build(vm_id, config, Arc::default(), Arc::default(), disks)
     }
 
-    /// A paused guest of another line, that has never run.
+    /// Creates a paused guest of another line that has never run.
     pub fn of_line(vm_id: VmId, line: Line, config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
         let mut guest = Self::new(vm_id, config)?;
         if let Some(new) = Arc::get_mut(&mut guest) {
@@ -100,7 +100,7 @@ impl MemoryGuest {
         Ok(guest)
     }
 
-    /// A running guest with a random identity, which holds its own [`Drive`].
+    /// Starts a guest with a random identity, which holds its own [`Drive`].
     pub fn start(config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
         let guest = Self::new(VmId::random(), config)?;
         guest.acquire()?;
@@ -122,7 +122,7 @@ impl MemoryGuest {
         let (layout, gate) = (Arc::new(layout), Arc::new(Gate::new(config.writers.into())));
         let mut guest = Self {
             vm_id,
-            // One for all with this id, unless a test says otherwise.
+            // One line for all guests with this id, unless a test chooses another.
             line: Line { own: LineId(vm_id.0), from: None },
             layout,
             tracker,
@@ -165,55 +165,55 @@ impl MemoryGuest {
         Ok(Arc::new(guest))
     }
 
-    /// The switches that make its operations fail.
+    /// Returns the switches that make its operations fail.
     pub fn faults(&self) -> &Faults {
         &self.faults
     }
 
-    /// What it holds between `acquire` and `release`.
+    /// Returns what it holds between `acquire` and `release`.
     pub fn drive(&self) -> &Arc<Drive> {
         &self.drive
     }
 
-    /// Its drives with data in them.
+    /// Returns its drives with data in them.
     pub fn disks(&self) -> &[Arc<TestDisk>] {
         &self.disks
     }
 
-    /// What came late for it, here: the mark of the guest that it was on its last host.
+    /// Returns what `attach` received here: the mark of the guest on its last host.
     pub fn late(&self) -> Vec<u8> {
         self.late.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// What it gives when it is detached.
+    /// Returns what `detach` gives.
     pub fn mark(&self) -> Vec<u8> {
         self.serial.to_le_bytes().to_vec()
     }
 
-    /// Page writes made by all writers since the guest was first started, wherever that was.
+    /// Returns the page writes of all writers since the guest was first started, on any host.
     pub fn writes(&self) -> u64 {
         self.writers.iter().map(|w| w.steps.load(SeqCst)).sum()
     }
 
-    /// Writes to a frame as a device of the guest does, or one of its vCPUs: not while somebody
-    /// keeps it as it is.
+    /// Writes to a frame as a vCPU or device of the guest does: waits while the frame is
+    /// write-protected.
     pub fn write(&self, gfn: Gfn, bytes: &[u8]) -> Result<(), GuestError> {
         self.protected.wait(gfn);
         let written = self.ram.write_slice(bytes, GuestAddress(gfn.gpa()));
         written.map_err(|e| system("writing memory", e))
     }
 
-    /// Frames that nobody may write to now.
+    /// Returns the number of write-protected frames.
     pub fn protected(&self) -> u64 {
         self.protected.frames()
     }
 
-    /// The tracker behind its memory.
+    /// Returns the tracker behind its memory.
     pub fn tracker(&self) -> &Arc<Tracker> {
         &self.tracker
     }
 
-    /// Compares all of memory with what must have been written last; holds the guest meanwhile.
+    /// Compares all of memory with what must have been written last; stops the writers meanwhile.
     pub fn verify(&self) -> Result<(), WrongMemory> {
         self.gate.held(|| self.compare())
     }
@@ -243,7 +243,7 @@ impl MemoryGuest {
         if wrong.frames == 0 && writer_errors == 0 { Ok(()) } else { Err(wrong) }
     }
 
-    /// The generation that the `n`-th frame of memory must hold.
+    /// Returns the generation that the `n`-th frame of memory must hold.
     fn generation(&self, n: u64) -> u64 {
         if n >= self.config.working_set || self.writers.is_empty() {
             return 0;
@@ -265,7 +265,7 @@ fn system(what: &'static str, e: impl std::error::Error + Send + Sync + 'static)
     GuestError::System { what, cause: Box::new(e) }
 }
 
-/// Maps the slots as regions whose writes mark `tracker`.
+/// Maps the slots as regions in which writes mark `tracker`.
 fn map(layout: &Layout, tracker: &Arc<Tracker>) -> Result<GuestRam, GuestError> {
     let mut regions = Vec::new();
     for slot in layout.slots() {
@@ -292,7 +292,7 @@ impl Guest for MemoryGuest {
     }
 
     fn config(&self) -> Vec<u8> {
-        // Encoding into a vector cannot fail; no bytes would be refused by every factory.
+        // Encoding into a vector cannot fail; every factory would refuse empty bytes.
         postcard::to_stdvec(&self.config).unwrap_or_default()
     }
 
@@ -304,10 +304,10 @@ impl Guest for MemoryGuest {
         &self.ram
     }
 
-    /// Frames that are not zero now; one that gets written later is in the subscriber's next epoch.
     fn prepare(&self, frames: FrameRun) {
         self.prepared.fetch_add(frames.count, SeqCst);
     }
+    /// Returns the frames that are not zero now. One written later is in the next epoch.
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.faults.check(Op::Populated, "asking which memory is populated")?;
         let mut runs: Vec<FrameRun> = Vec::new();
@@ -332,15 +332,16 @@ impl Guest for MemoryGuest {
 
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         self.faults.check(Op::Subscribe, "following writes")?;
-        // Held, so that no write is under way that saw no subscriber and is not yet in memory.
+        // Writers are stopped, so that no write is in progress that saw no subscriber and is not
+        // yet in memory.
         self.gate.held(|| self.tracker.subscribe(name)).map_err(|e| GuestError::System {
             what: "following the guest's writes",
             cause: e.into(),
         })
     }
 
-    /// Keeps out its writers and those who [`write`](MemoryGuest::write); not who writes to its
-    /// memory otherwise.
+    /// Stops its own writers and callers of [`write`](MemoryGuest::write), but no other write to
+    /// its memory.
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         self.faults.check(Op::Shield, "opening a shield")?;
         let (protected, faults) = (self.protected.clone(), self.faults.clone());
@@ -356,7 +357,7 @@ impl Guest for MemoryGuest {
         self.disks.iter().map(|disk| Box::new(Shown(disk.clone())) as Box<dyn GuestDrive>).collect()
     }
 
-    /// Every write counts, also one to a frame that is dirty already.
+    /// Counts every write, including one to a frame that is already dirty.
     fn vcpu_writes(&self) -> Vec<VcpuWrites> {
         let writes = |w: &Arc<Writer>| VcpuWrites {
             dirtied_frames: w.steps.load(SeqCst),
@@ -472,7 +473,7 @@ impl Guest for MemoryGuest {
 
     fn release(&self) -> Result<(), GuestError> {
         self.must_be_paused("release")?;
-        // As a guest with two drives does, of which the second fails.
+        // As a guest with two drives does if the second fails.
         self.drive.let_go(self.serial);
         self.faults.check(Op::Release, "releasing the drive")
     }
@@ -503,7 +504,7 @@ impl Guest for MemoryGuest {
         }
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         for thread in threads.drain(..) {
-            // A writer that panicked has said so on stderr; its guest fails `verify`.
+            // A panicked writer has reported that on stderr; its guest fails `verify`.
             let _ = thread.join();
         }
         self.drive.let_go(self.serial);
@@ -517,14 +518,14 @@ impl Drop for MemoryGuest {
     }
 }
 
-/// Builds [`MemoryGuest`]s, with faults and a drive that the test chose.
+/// Builds [`MemoryGuest`]s with the faults and the drive that the test chose.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryGuestFactory {
-    /// The switches of every guest that it builds, and of building.
+    /// The faults of every guest that it builds, and of building.
     pub faults: Arc<Faults>,
     /// The drive of every guest that it builds.
     pub drive: Arc<Drive>,
-    /// The drives of every guest that it builds, which a restore writes over.
+    /// The drives with data of every guest that it builds, which a restore overwrites.
     pub disks: Vec<Arc<TestDisk>>,
 }
 

@@ -1,12 +1,12 @@
-//! A guest without a hypervisor, for tests: host threads that write pages which say what they are.
+//! A guest without a hypervisor, for tests: host threads write pages that identify themselves.
 //!
 //! [`MemoryGuest`] is a [`Guest`](crate::Guest) in every respect that checkpoints and migration can
 //! see: its writes mark the trees, it pauses between two writes, its state is a few sections. Every
-//! page of its working set carries its frame number, a generation and a checksum, and
-//! [`MemoryGuest::verify`] knows what each page of memory must hold after the writes made so far,
-//! without having remembered it: a frame that was lost, torn or doubled on the way shows.
+//! page of its working set carries its frame number, a generation and a checksum.
+//! [`MemoryGuest::verify`] computes what each page of memory must hold after the writes made so
+//! far, without a record of them: a frame that was lost, torn or duplicated is found.
 //!
-//! [`Faults`] make its operations fail on request, [`Drive`] notices two hosts running one guest.
+//! [`Faults`] make its operations fail on request; [`Drive`] notices two hosts running one guest.
 //!
 //! ```
 //! use driftline_guest::Guest;

@@ -1,8 +1,9 @@
-//! What each page must hold: content from frame and generation, generation from the steps made.
+//! What each page must hold: the content follows from frame and generation, the generation from the
+//! number of steps.
 //!
-//! A writer owns every n-th frame of the working set and goes over its share in passes. A pass
-//! visits each frame once, in an order that jumps about; the generation that a pass writes is its
-//! number. So the content of every frame follows from the number of steps alone.
+//! A writer owns every n-th frame of the working set and visits its share in passes. A pass visits
+//! each frame once, in a scattered order; the generation that a pass writes is its number. So the
+//! content of every frame follows from the number of steps alone.
 
 use std::fmt;
 
@@ -19,8 +20,8 @@ pub fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Fills `page` with what frame `gfn` holds in `generation`: frame number, generation, checksum of
-/// the rest, and the rest. Generation 0 and now and then another is all zeros.
+/// Fills `page` with the content of frame `gfn` in `generation`: frame number, generation, checksum
+/// of the rest, and the rest. Generation 0 and some others are all zeros.
 pub(super) fn fill(page: &mut [u8; PAGE], gfn: Gfn, generation: u64) {
     let seed = mix(gfn.0 ^ mix(generation));
     page.fill(0);
@@ -49,7 +50,7 @@ pub(super) struct Sweep {
 }
 
 impl Sweep {
-    /// Over `frames` frames, at least one.
+    /// Creates a walk over `frames` frames, at least one.
     pub(super) fn new(frames: u64, seed: u64) -> Self {
         let frames = frames.max(1);
         let mut stride = (mix(seed) % frames).max(1);
@@ -65,14 +66,15 @@ impl Sweep {
         mix(self.seed.wrapping_add(pass)) % self.frames
     }
 
-    /// The frame of the share that step `step` writes, and the generation that it writes there.
+    /// Returns the frame of the share that step `step` writes, and the generation that it writes
+    /// there.
     pub(super) fn step(&self, step: u64) -> (u64, u64) {
         let (pass, at) = (step / self.frames, step % self.frames);
         let index = mul_mod(at, self.stride, self.frames) + self.offset(pass);
         (index % self.frames, pass + 1)
     }
 
-    /// The generation of frame `index` of the share after `steps` steps.
+    /// Returns the generation of frame `index` of the share after `steps` steps.
     pub(super) fn generation(&self, index: u64, steps: u64) -> u64 {
         let (passes, at) = (steps / self.frames, steps % self.frames);
         let from_start = index + self.frames - self.offset(passes);
@@ -85,7 +87,7 @@ fn mul_mod(a: u64, b: u64, m: u64) -> u64 {
     (u128::from(a) * u128::from(b) % u128::from(m)) as u64
 }
 
-/// The inverse of `a` modulo `m`, if there is one; both at least 1.
+/// Returns the inverse of `a` modulo `m`, if there is one; both are at least 1.
 fn inverse(a: u64, m: u64) -> Option<u64> {
     let (mut r, mut next_r) = (i128::from(m), i128::from(a % m));
     let (mut t, mut next_t) = (0i128, 1i128);
@@ -97,7 +99,7 @@ fn inverse(a: u64, m: u64) -> Option<u64> {
     (r == 1).then(|| t.rem_euclid(i128::from(m)) as u64)
 }
 
-/// The `n`-th frame of all slots, ascending.
+/// Returns the `n`-th frame of all slots, ascending.
 pub(super) fn nth_frame(layout: &Layout, mut n: u64) -> Option<Gfn> {
     for slot in layout.slots() {
         if n < slot.frames {
@@ -113,22 +115,22 @@ pub(super) fn nth_frame(layout: &Layout, mut n: u64) -> Option<Gfn> {
 pub struct WrongFrame {
     /// The frame.
     pub gfn: Gfn,
-    /// The generation that it must hold; 0 is a frame never written.
+    /// The generation that it must hold; 0 for a frame never written.
     pub expected: u64,
-    /// The frame number that stands in it.
+    /// The frame number found in it.
     pub found_gfn: u64,
-    /// The generation that stands in it.
+    /// The generation found in it.
     pub found: u64,
 }
 
-/// Memory that is not as it was written.
+/// Memory that does not hold what was written.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub struct WrongMemory {
-    /// How many frames are wrong.
+    /// Number of wrong frames.
     pub frames: u64,
-    /// The first few.
+    /// The first few of them.
     pub first: Vec<WrongFrame>,
-    /// What the writers themselves found wrong before they overwrote it.
+    /// Frames that the writers found wrong before they overwrote them.
     pub writer_errors: u64,
 }
 

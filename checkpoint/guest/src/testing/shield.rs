@@ -1,4 +1,4 @@
-//! A shield in software: who is about to write asks first.
+//! A shield in software: a writer asks before it writes.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -17,7 +17,7 @@ struct State {
     times: u64,
 }
 
-/// Which frames are protected, and who waits for one.
+/// Protected frames, and waiting writers.
 #[derive(Debug, Default)]
 pub(super) struct Protected {
     state: Mutex<State>,
@@ -29,27 +29,28 @@ impl Protected {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns when `gfn` may be written to, as far as whoever stands at a pause is concerned:
-    /// nobody protects frames in earnest while a writer is between this and its write.
+    /// Waits until `gfn` may be written. The protection that counts is the one in effect at the
+    /// pause, and no writer is between this call and its write then.
     pub(super) fn wait(&self, gfn: Gfn) {
         let mut state = self.lock();
         while state.protected.contains(gfn) {
             state.awaited.push_back(gfn);
             self.changed.notify_all();
-            // Let go of and protected again before it has woken up: it waits anew, and says so.
+            // If the frame was released and protected again before this thread woke up, it waits
+            // and reports again.
             let times = state.times;
             let waits = |s: &mut State| s.protected.contains(gfn) && s.times == times;
             state = self.changed.wait_while(state, waits).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// How many frames are protected.
+    /// Returns the number of protected frames.
     pub(super) fn frames(&self) -> u64 {
         self.lock().protected.frames()
     }
 }
 
-/// What a guest gives out; lets go of everything when it goes.
+/// The shield that a guest hands out; unprotects everything on drop.
 pub(super) struct SoftShield {
     pub(super) protected: Arc<Protected>,
     pub(super) faults: Arc<Faults>,

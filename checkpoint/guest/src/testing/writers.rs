@@ -1,4 +1,4 @@
-//! The threads that write the guest's memory, and how they are held between two writes.
+//! The threads that write the guest's memory, and how they are stopped between two writes.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,11 +11,11 @@ use super::pages::{PAGE, Sweep, fill, nth_frame};
 use super::shield::Protected;
 use crate::{GuestRam, RunState};
 
-/// What the writers shall do, and how many of them stand still.
+/// What the writers are to do, and how many of them are parked.
 #[derive(Debug)]
 struct Control {
     want: RunState,
-    /// Those who hold the writers for a moment, whatever is wanted.
+    /// Number of callers that stop the writers for a moment, whatever is wanted.
     holds: usize,
     parked: usize,
 }
@@ -32,21 +32,21 @@ pub(super) struct Gate {
     writers: usize,
     control: Mutex<Control>,
     changed: Condvar,
-    /// Whether to come to the gate; looked at before every write.
+    /// Whether to stop at the gate; checked before every write.
     halt: AtomicBool,
-    /// Writes a second that each writer may make; 0 is as many as it can. See `Guest::throttle`.
+    /// Writes per second that each writer may make; 0 is no limit. See `Guest::throttle`.
     most: AtomicU64,
 }
 
 impl Gate {
-    /// A closed gate for `writers` threads.
+    /// Creates a closed gate for `writers` threads.
     pub(super) fn new(writers: usize) -> Self {
         let control = Mutex::new(Control { want: RunState::Paused, holds: 0, parked: 0 });
         let (halt, most) = (AtomicBool::new(true), AtomicU64::new(0));
         Self { writers, control, changed: Condvar::new(), halt, most }
     }
 
-    /// Has each writer make at most `writes_per_s`.
+    /// Limits each writer to `writes_per_s`.
     pub(super) fn throttle(&self, writes_per_s: Option<u64>) {
         let control = self.lock();
         self.most.store(writes_per_s.map_or(0, |most| most.max(1)), Ordering::SeqCst);
@@ -66,7 +66,7 @@ impl Gate {
         self.lock().want
     }
 
-    /// Tells the writers of a change and waits until those that shall park have done so.
+    /// Notifies the writers of a change and waits until those that must park have parked.
     fn settle(&self, mut control: MutexGuard<'_, Control>) {
         let halt = control.want != RunState::Running || control.holds > 0;
         self.halt.store(halt, Ordering::SeqCst);
@@ -76,8 +76,8 @@ impl Gate {
         }
     }
 
-    /// Sets what the writers shall do and returns what they did before; when it returns, writers
-    /// that shall not run stand still. A stopped gate stays so.
+    /// Sets what the writers are to do and returns what they did before. On return, writers that
+    /// must not run are parked. A stopped gate stays stopped.
     pub(super) fn set(&self, want: RunState) -> RunState {
         let mut control = self.lock();
         let before = control.want;
@@ -88,7 +88,7 @@ impl Gate {
         before
     }
 
-    /// Does something while no writer writes, without changing what they shall do.
+    /// Runs `act` while no writer writes, without changing what the writers are to do.
     pub(super) fn held<T>(&self, act: impl FnOnce() -> T) -> T {
         let mut control = self.lock();
         control.holds += 1;
@@ -100,7 +100,7 @@ impl Gate {
         result
     }
 
-    /// Parks the calling writer while it shall not run; `false` when it shall end.
+    /// Parks the calling writer while it must not run; returns `false` when it must end.
     fn pass(&self) -> bool {
         let mut control = self.lock();
         if control.writers_park() {
@@ -114,7 +114,7 @@ impl Gate {
         control.want == RunState::Running
     }
 
-    /// Sleeps, or less if the gate changes.
+    /// Sleeps for `time`, or less if the gate changes.
     fn nap(&self, time: Duration) {
         let control = self.lock();
         if control.want == RunState::Running && control.holds == 0 {
@@ -127,20 +127,20 @@ impl Gate {
 #[derive(Debug)]
 pub(super) struct Writer {
     pub(super) index: u64,
-    /// Every `of`-th frame of the working set is its own.
+    /// It owns every `of`-th frame of the working set.
     pub(super) of: u64,
     pub(super) sweep: Sweep,
-    /// Writes made. Set from outside only while it is parked.
+    /// Writes made. Set from outside only while the writer is parked.
     pub(super) steps: AtomicU64,
     /// Frames that it found wrong before it overwrote them.
     pub(super) errors: AtomicU64,
-    /// Writes a second; 0 is as fast as it can.
+    /// Writes per second; 0 is as fast as possible.
     pub(super) rate: u32,
-    /// How long it was held back, ns.
+    /// Time for which it was throttled, ns.
     pub(super) held_ns: AtomicU64,
 }
 
-/// Writes between two looks at the clock, when the rate is limited.
+/// Writes between two reads of the clock, if the rate is limited.
 const BATCH: u64 = 8;
 
 impl Writer {
@@ -172,7 +172,7 @@ impl Writer {
         }
     }
 
-    /// Waits for as long as the write just made takes at the most that it may make.
+    /// Waits for the minimum duration of the write just made under the throttle.
     fn pay(&self, gate: &Gate) {
         if let Some(most) = gate.throttled() {
             let since = Instant::now();
