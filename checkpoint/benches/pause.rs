@@ -1,7 +1,7 @@
-//! How long a guest stands still for an epoch, over the number of frames that changed in it.
+//! The length of an epoch's pause, by the number of frames that changed in it.
 //!
-//! `cargo bench -p driftline-checkpoint --bench pause [-- DIR]`; DIR is where the store goes, a
-//! temporary directory unless given. Frames are scattered so that every run is one frame long, the
+//! `cargo bench -p driftline-checkpoint --bench pause [-- DIR]`; DIR is the place of the store, by
+//! default a temporary directory. Frames are scattered so that every run is one frame long, the
 //! worst case.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
@@ -48,7 +48,7 @@ fn main() {
             }
             reports.push(checkpointer.take().unwrap());
         }
-        // The first has to grow the staging area.
+        // The first epoch has to grow the staging area.
         reports.remove(0);
         let store = Store::open(dir.path()).unwrap();
         let factory = MemoryGuestFactory::default();

@@ -1,5 +1,5 @@
-//! Between the moment in which an epoch is appended and the one in which it is durable: nobody
-//! reads it, and nobody takes it back once the store may be another writer's.
+//! Between the append of an epoch and its durability, no reader reads it. Its writer does not take
+//! it back once the store may belong to another writer.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
@@ -31,21 +31,21 @@ fn checkpointer(guest: &Arc<MemoryGuest>, disk: &MemoryDisk) -> Result<Checkpoin
     Checkpointer::new(guest.clone(), store(disk, true))
 }
 
-/// The latest epoch, and what its first frame is full of.
+/// Returns the latest epoch, and the byte that fills its first frame.
 fn latest(disk: &MemoryDisk) -> (u64, u8) {
     let factory = MemoryGuestFactory::default();
     let (guest, report) = restore(&store(disk, false), None, &factory, Clock::Continue).unwrap();
     (report.epoch, guest.ram().read_obj(GuestAddress(0)).unwrap())
 }
 
-/// The log's name, and its length in bytes.
+/// Returns the log's name, and its length in bytes.
 fn log(disk: &MemoryDisk) -> (String, usize) {
     let name = disk.names().into_iter().find(|name| name.starts_with("log-")).unwrap();
     let len = disk.contents(&name).unwrap().len();
     (name, len)
 }
 
-/// Has syncs go on when it is dropped, also by a test that fails: or that would wait for ever.
+/// Lets syncs continue on drop, even if the test fails, which would otherwise hang.
 struct GoOn<'d>(&'d MemoryDisk);
 
 impl Drop for GoOn<'_> {
@@ -54,7 +54,7 @@ impl Drop for GoOn<'_> {
     }
 }
 
-/// Takes an epoch, and does something while it is in the log and not durable.
+/// Takes an epoch, and runs `act` while the epoch is in the log and not durable.
 fn while_appended(
     disk: &MemoryDisk,
     checkpointer: &mut Checkpointer,
@@ -74,7 +74,7 @@ fn while_appended(
     })
 }
 
-/// The latest epoch, for which whoever asks has to wait until syncs go on.
+/// Returns the latest epoch; checks that the reader has to wait until syncs continue.
 fn latest_after_a_wait(disk: &MemoryDisk) -> (u64, u8) {
     let since = Instant::now();
     let wait = Duration::from_millis(100);
@@ -100,14 +100,14 @@ fn who_reads_meanwhile_sees_what_is_durable_or_waits_until_it_is() {
         write(&guest, 2);
         let report = while_appended(&disk, &mut checkpointer, || {
             if keep.is_none() {
-                // The one before is not dropped, and can be read.
+                // The previous epoch is not dropped, and can be read.
                 let report = store(&disk, false).verify(|epoch, _| assert!(epoch <= before));
                 assert!(report.unwrap().epochs > 0);
             }
             assert_eq!(latest_after_a_wait(&disk), (before + 1, 2));
         });
         assert_eq!(report.unwrap().epoch, before + 1);
-        // Now it fails.
+        // Now the commit fails.
         write(&guest, 3);
         disk.fail(DiskOp::Sync, libc::EIO, 1);
         while_appended(&disk, &mut checkpointer, || {
@@ -145,14 +145,14 @@ fn nothing_is_cut_off_a_log_that_may_be_another_writers() {
     .unwrap_err();
     disk.heal();
     assert_eq!(log(&disk), appended);
-    // It still has the page file, until it notices.
+    // The writer still has the page file, until it notices.
     let e = checkpointer(&guest, &disk).unwrap_err();
     assert!(matches!(e, StoreError::InUse { .. }), "{e}");
     disk.take_lock_away();
     let e = first.take().unwrap_err().to_string();
     assert!(e.contains("was removed or replaced while this process held"), "{e}");
     let mut second = checkpointer(&guest, &disk).unwrap();
-    // What was found is stored.
+    // What was found is durable.
     assert_eq!(latest(&disk.crash(Survives::Nothing)), (2, 2));
     write(&guest, 4);
     second.take().unwrap();

@@ -1,4 +1,4 @@
-//! Archives: what was exported restores bit for bit, and nothing else does.
+//! Archives: an exported epoch restores bit for bit, and nothing else restores.
 #![allow(clippy::panic, clippy::unwrap_used)]
 
 use std::fs::{self, File};
@@ -68,7 +68,7 @@ fn store_of(guest: &Arc<MemoryGuest>, write: impl Fn(u64)) -> (MemoryDisk, Store
     (disk, store)
 }
 
-/// Of a guest of eight frames, of which three are not zeros.
+/// Returns an archive of a guest of eight frames, of which three are not zeros.
 fn small() -> Vec<u8> {
     let guest = still([4, 4]);
     let write = |epoch: u64| {
@@ -151,7 +151,7 @@ proptest! {
         let _ = restored(&bytes);
         reseal_archive(&mut bytes);
         let verified = open(&bytes).and_then(|archive| archive.verify());
-        // What verifies is refused by nobody but the guest.
+        // After `verify` has accepted the archive, only the guest may refuse it.
         if let (Ok(_), Err(RestoreError::Store(e))) = (verified, restored(&bytes)) {
             panic!("{e}");
         }
@@ -210,7 +210,7 @@ fn a_disk_that_fails_is_no_damage() {
     assert!(reads.unwrap() > 8, "each record is read");
 }
 
-/// Where each record begins, and its tag.
+/// Returns the beginning and the tag of each record.
 fn records(archive: &[u8]) -> Vec<(usize, u16)> {
     let (mut at, mut found) = (64, Vec::new());
     while at < archive.len() {
@@ -251,7 +251,7 @@ fn every_field_that_the_format_fixes_is_checked() {
     refused(epoch + 2, &[3], "the undefined part of a record's head");
     refused(epoch + 4, &[1], "the instance of a record that has none");
     refused(epoch + 24 + 28, &[0], "whether the epoch is all of memory is 0");
-    // It says that it has drives, and they are not there.
+    // The header announces drives, and there are none.
     refused(epoch + 24 + 28, &[3], "has no place here");
     refused(epoch, &[0x12], "a record of tag 0x8012 has no place here");
     refused(layout + 24 + 8, &[1], "the memory layout");
@@ -266,7 +266,7 @@ fn every_field_that_the_format_fixes_is_checked() {
     refused(end + 24, &[2], "the epoch's number at its end is 2");
     refused(end + 24, &[0xff; 8], "an epoch's number is 18446744073709551615");
     refused(end, &[0xff], "a record of tag 0x80ff has no place here");
-    // Lengths are bounded by what a record is before they are compared with the file's.
+    // Lengths are checked against the limit of their record before the file's length.
     for (at, limit) in [(config, 64 << 10), (contents, 2_123_784), (end, 24)] {
         let mut bent = sound.clone();
         bent[at + 8..at + 12].copy_from_slice(&(limit as u32 + 1).to_le_bytes());
@@ -283,7 +283,7 @@ fn no_more_and_no_less_is_unpacked_than_the_frames_that_a_record_has() {
     let contents = records(&sound).iter().find(|(_, tag)| *tag == 0x8020).unwrap().0;
     let packed = contents + 24 + 8 + 2 * 16 + 3 * 4;
     let end = records(&sound).last().unwrap().0;
-    // A GiB of zeros in some kilobytes; a byte more than there should be; one less; nothing.
+    // A GiB of zeros in some kilobytes; one byte too many; one too few; nothing.
     for (bytes, why) in [(1 << 30, ""), (12_289, ""), (12_287, "they are 12287 bytes"), (0, "")] {
         let zeros = zstd::bulk::compress(&vec![0; bytes], 1).unwrap();
         assert!(zeros.len() < 1 << 20);
@@ -332,8 +332,8 @@ fn a_damaged_store_gives_no_archive() {
     assert!(e.to_string().starts_with("writing /dev/full failed"), "{e}");
 }
 
-/// A thread that panics at any of the reads ends the export with it: no other thread waits for its
-/// turn for ever.
+/// A thread that panics at any of the reads ends the export: no other thread waits for its turn for
+/// ever.
 #[test]
 fn panic_while_packing_ends_the_export() {
     // Several pieces for each thread, none of which compresses to nothing.
@@ -410,6 +410,6 @@ fn write_the_golden_archive() {
     });
     fs::create_dir_all(golden().parent().unwrap()).unwrap();
     fs::write(golden(), exported(&store, None).0).unwrap();
-    // What fuzzing begins with, beside that.
+    // Seeds the fuzzing corpus, together with the archive above.
     fs::write(golden().with_file_name("small"), small()).unwrap();
 }

@@ -1,4 +1,4 @@
-//! Losing power at any sync, and disks that refuse: what was said to be durable is there.
+//! Power loss at any sync, and failing disks: what was reported durable is there.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -14,13 +14,13 @@ use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 
 const EPOCHS: u64 = 20;
-/// Few enough that slots are used again and again.
+/// Few enough that page slots are reused again and again.
 const KEEP: u64 = 3;
 
-/// Of the guest's drive, the last of whose blocks is a part.
+/// Size of the guest's drive, whose last block is partial.
 const DISK_BYTES: u64 = 20 * PAGE_SIZE + 512;
 
-/// All of a guest's memory, slot after slot, and what is in its drive.
+/// Returns all of a guest's memory, slot after slot, and the content of its drive.
 fn image(guest: &MemoryGuest) -> Vec<u8> {
     let mut image = Vec::new();
     for slot in guest.layout().slots() {
@@ -39,8 +39,8 @@ fn still() -> Arc<MemoryGuest> {
     MemoryGuest::with_disks(VmId::random(), config, vec![disk]).unwrap()
 }
 
-/// Fills the `n`-th of the guest's 50 frames, and a part of its drive, with `byte`, but for the
-/// first, which is `salt`.
+/// Fills the `n`-th of the guest's 50 frames, and a part of its drive, with `byte`, except the
+/// first byte, which is `salt`.
 fn write(guest: &MemoryGuest, n: u64, byte: u8, salt: u8) {
     let gpa = if n < 20 { n } else { 0x400 + n - 20 } * PAGE_SIZE;
     let mut page = [byte; PAGE_SIZE as usize];
@@ -53,7 +53,7 @@ fn write(guest: &MemoryGuest, n: u64, byte: u8, salt: u8) {
 
 fn restored(disk: &MemoryDisk, epoch: Option<u64>) -> (u64, Vec<u8>) {
     let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
-    // Whatever is in it before.
+    // The restore overwrites whatever it holds.
     let spare = TestDisk::new("disk", DISK_BYTES).unwrap();
     spare.write(PAGE_SIZE, &[0xee; 15 * 4096]).unwrap();
     let factory = MemoryGuestFactory { disks: vec![spare], ..Default::default() };
@@ -67,11 +67,11 @@ fn checkpointer(guest: &Arc<MemoryGuest>, disk: &MemoryDisk) -> Checkpointer {
     Checkpointer::with_staging(guest.clone(), store, limits).unwrap()
 }
 
-/// Memory at each epoch's pause, and whether the epoch was said to be durable.
+/// Memory at each epoch's pause, and whether the epoch was reported durable.
 type Taken = BTreeMap<u64, (Vec<u8>, bool)>;
 
-/// Takes epochs, also after the disk has stopped. A log of more than `log_bound` bytes is written
-/// anew.
+/// Takes epochs, also after the disk has stopped. A log of more than `log_bound` bytes is
+/// rewritten.
 fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, Taken) {
     let guest = still();
     let mut epochs = BTreeMap::new();
@@ -92,14 +92,14 @@ fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, Taken) {
     (guest, epochs)
 }
 
-/// Checks that what a crash left has every durable epoch that is to be kept, bit for bit, and is
-/// good for more.
+/// Checks that what a crash left has every durable epoch that is to be kept, bit for bit, and that
+/// the store remains usable.
 fn holds(after: &MemoryDisk, guest: &Arc<MemoryGuest>, epochs: &Taken, how: Survives) {
     let store = Store::with_backend(Box::new(after.clone()), false).unwrap();
     store.verify(|_, _| ()).unwrap();
     let kept: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
     let durable: Vec<u64> = epochs.iter().filter(|(_, (_, d))| *d).map(|(n, _)| *n).collect();
-    // One that was not said to be durable may be there, and have taken an old one's place.
+    // An epoch that was not reported durable may be there, and have taken an old one's place.
     for epoch in durable.iter().rev().take(KEEP as usize - 1) {
         assert!(kept.contains(epoch), "{how:?}: epoch {epoch} was durable; there are {kept:?}");
     }
@@ -119,7 +119,7 @@ fn holds(after: &MemoryDisk, guest: &Arc<MemoryGuest>, epochs: &Taken, how: Surv
     for epoch in now.iter().filter(|epoch| **epoch != report.epoch) {
         assert!(restored(after, Some(*epoch)) == (*epoch, epochs[epoch].0.clone()), "{how:?}");
     }
-    // What one that opened it found in the cache, and said to be stored, is.
+    // What a new process found in the cache, and reported stored, is durable.
     assert_eq!(restored(&after.crash(Survives::Nothing), None), (report.epoch, image(guest)));
 }
 
@@ -142,7 +142,7 @@ fn whatever_sync_is_the_last(log_bound: u64) -> u64 {
 
 #[test]
 fn whatever_sync_is_the_last_every_durable_epoch_restores_bit_for_bit() {
-    // Making the store takes five.
+    // Creating the store takes five syncs.
     let stops = whatever_sync_is_the_last(u64::MAX);
     assert_eq!(stops, 5 + 2 * EPOCHS, "one sync of the page file and one of the log an epoch");
 }
@@ -192,7 +192,7 @@ fn a_disk_that_refuses_costs_an_epoch_and_no_frame() {
                 (20..50).for_each(|n| write(&guest, n, 2, 9));
                 disk.fail(op, errno, after);
                 if op == DiskOp::Cut {
-                    // Only what has failed is cut off.
+                    // The log is cut only after a failure.
                     disk.fail(DiskOp::Sync, errno, 1);
                 }
                 let mut failed = 0;
@@ -206,8 +206,8 @@ fn a_disk_that_refuses_costs_an_epoch_and_no_frame() {
                     write(&guest, 49, 3, after as u8);
                 }
                 disk.heal();
-                // A store that is there creates, renames and allocates nothing, and makes its files
-                // only once.
+                // An existing store creates, renames and allocates nothing; a new one makes its
+                // files only once.
                 let there = matches!(
                     op,
                     DiskOp::Create | DiskOp::Rename | DiskOp::SyncDir | DiskOp::Allocate
@@ -237,7 +237,7 @@ fn what_is_found_after_a_failed_sync_is_made_durable_before_anything_is_built_on
     first.take().unwrap();
     (10..40).for_each(|n| write(&guest, n, 2, 2));
     let was = image(&guest);
-    // All of it is in the log, and neither durable nor cut off.
+    // All of it is in the log, neither durable nor cut off.
     disk.fail(DiskOp::Sync, libc::EIO, 1);
     disk.fail(DiskOp::Cut, libc::EIO, 0);
     first.take().unwrap_err();
@@ -255,7 +255,7 @@ fn nothing_is_removed_while_a_crash_may_bring_back_the_manifest_that_names_it() 
     let (disk, guest) = (MemoryDisk::default(), still());
     checkpointer(&guest, &disk).take().unwrap();
     let mut epochs = 1;
-    // Of a manifest that takes another's place the second sync fails.
+    // The second sync of a manifest that replaces another fails.
     while disk.names().iter().filter(|name| name.starts_with("log-")).count() < 2 {
         write(&guest, epochs % 50, epochs as u8, 1);
         let mut first = checkpointer(&guest, &disk);
@@ -263,7 +263,7 @@ fn nothing_is_removed_while_a_crash_may_bring_back_the_manifest_that_names_it() 
         first.log_bound(1);
         disk.fail(DiskOp::SyncDir, libc::EIO, 1);
         epochs = first.take().unwrap().epoch;
-        // It is written anew behind that.
+        // The log is rewritten after that.
         drop(first);
         disk.heal();
         assert!(epochs < 100);
@@ -301,7 +301,7 @@ fn a_full_disk_that_has_some_room_after_all_is_used_as_far_as_it_goes() {
 fn a_read_error_is_no_damage() {
     let (disk, guest) = (MemoryDisk::default(), still());
     checkpointer(&guest, &disk).take().unwrap();
-    // The disk itself would say EIO, which is damage.
+    // The disk itself would report EIO, which is damage.
     disk.fail(DiskOp::Read, libc::ETIMEDOUT, 5);
     let store = Store::with_backend(Box::new(disk), false).unwrap();
     let factory = MemoryGuestFactory::default();
@@ -334,11 +334,11 @@ enum Act {
     /// An epoch whose disk operation, or guest operation, fails.
     DiskFails(DiskOp, u32),
     GuestFails(Op),
-    /// Another process takes over, and keeps so many.
+    /// Another process takes over, and keeps this many epochs.
     Restart(Option<u64>),
-    /// It is compacted in between.
+    /// The store is compacted in between.
     Compact,
-    /// Power is lost; the guest lives on (a test's privilege) with a new process.
+    /// Power is lost; the guest survives (a test's privilege) with a new process.
     Crash(u64),
 }
 
@@ -411,8 +411,8 @@ proptest! {
                     [Op::Pause, Op::Collect, Op::Save, Op::Resume]
                         .iter()
                         .for_each(|&op| guest.faults().fail_next(op, 0));
-                    // One that could not be resumed: nothing writes to the drive of a guest that
-                    // stands.
+                    // The guest could not be resumed: nothing writes to the drive of a paused
+                    // guest.
                     guest.resume().unwrap();
                 }
             }
@@ -421,8 +421,8 @@ proptest! {
         let kept: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
         for epoch in &kept {
             let (_, memory) = restored(&disk, Some(*epoch));
-            // One that failed may be there after a crash; then it is whole, but nobody knows here
-            // what it was.
+            // A failed epoch may be there after a crash. It is then complete, but the test does not
+            // know its content.
             prop_assert!(durable.get(epoch).is_none_or(|was| *was == memory), "epoch {}", epoch);
         }
         if let Some((last, _)) = durable.last_key_value() {

@@ -1,4 +1,4 @@
-//! Every flipped byte, every truncation: refused, with the file and the place.
+//! Every flipped byte and every truncation is refused, with the file and the place.
 #![allow(clippy::panic, clippy::unwrap_used)]
 
 #[path = "common/small.rs"]
@@ -14,7 +14,7 @@ use proptest::prelude::*;
 use small::{LOG, MANIFEST, PAGES, small_store};
 use vm_memory::{Bytes, GuestAddress};
 
-/// What `verify` and `restore` of the latest epoch say.
+/// Returns the results of `verify` and of `restore` of the latest epoch.
 fn outcomes(disk: &MemoryDisk) -> [Result<(), StoreError>; 2] {
     let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
     let factory = MemoryGuestFactory::default();
@@ -26,7 +26,7 @@ fn outcomes(disk: &MemoryDisk) -> [Result<(), StoreError>; 2] {
     [store.verify(|_, _| ()).map(drop), restored]
 }
 
-/// Both must refuse.
+/// Returns the errors of both, which must refuse.
 fn refusals(disk: &MemoryDisk) -> [StoreError; 2] {
     outcomes(disk).map(|outcome| outcome.unwrap_err())
 }
@@ -46,7 +46,7 @@ fn a_flipped_bit_in_any_byte_is_refused_by_verify_and_restore() {
     for name in [MANIFEST, LOG] {
         let sound = disk.contents(name).unwrap();
         for at in 0..sound.len() {
-            // Every bit of the front, one of each byte behind it.
+            // Every bit of the first bytes, one bit of each later byte.
             let bits = if at < 200 { 0..8 } else { at % 8..at % 8 + 1 };
             for bit in bits {
                 let mut bent = sound.clone();
@@ -114,7 +114,7 @@ fn a_file_cut_at_any_length_or_grown_is_refused_or_ends_with_a_whole_epoch() {
     refusals(&disk).iter().for_each(|e| names_the_place(e, MANIFEST, sound.len() as u64));
     disk.put(MANIFEST, sound);
 
-    // What is cut off a log is as if it had never been written: a crash does no other.
+    // A truncated part of a log counts as never written: a crash has the same effect.
     let sound = disk.contents(LOG).unwrap();
     let mut seen = Vec::new();
     for len in 0..sound.len() {
@@ -171,7 +171,7 @@ fn a_sector_that_was_lost_before_others_is_damage_and_at_the_end_it_is_none() {
     let disk = small_store();
     let sound = disk.contents(LOG).unwrap();
     let sectors = sound.len() / 512;
-    // Where epochs begin: sectors whose first record says so.
+    // Sectors in which an epoch begins: their first record says so.
     let begin = |n: &usize| sound[n * 512..n * 512 + 2] == [0x11, 0x80];
     let begins: Vec<usize> = (1..sectors).filter(begin).collect();
     assert_eq!(begins.len(), 3);
@@ -188,14 +188,14 @@ fn a_sector_that_was_lost_before_others_is_damage_and_at_the_end_it_is_none() {
     }
 }
 
-/// What the last four bytes of a page of zeros must be for its checksum to be `wanted`.
+/// Returns the last four bytes of a page of zeros for which its checksum is `wanted`.
 fn ending_for(wanted: u32) -> [u8; 4] {
     let sum = |ending: u32| {
         let mut page = [0; 4096];
         page[4092..].copy_from_slice(&ending.to_le_bytes());
         crc32c::crc32c(&page)
     };
-    // Checksums of what differs in a bit differ by what that bit makes: solved bit by bit.
+    // A flipped bit always changes the checksum by the same XOR mask: solved bit by bit.
     let mut rows: Vec<(u32, u32)> = (0..32).map(|b| (sum(1 << b) ^ sum(0), 1 << b)).collect();
     let (mut left, mut ending) = (sum(0) ^ wanted, 0);
     for bit in (0..32).rev() {
@@ -229,14 +229,14 @@ fn a_guest_cannot_make_an_epoch_that_a_crash_broke_off_look_like_damage() {
         Checkpointer::new(guest, store).unwrap().take().unwrap();
         (disk.contents(LOG).unwrap(), disk)
     };
-    // Bytes of the log that are data, in their order; where among them the frames' checksums are.
+    // The data bytes of the log, in order, and the position of the frames' checksums among them.
     let data = |log: &[u8]| -> Vec<u8> {
         log.chunks(512).skip(1).flat_map(|sector| &sector[..508]).copied().collect()
     };
     let (plain, _) = log_of(&|n| n as u32 + 1);
     let sums = data(&plain).windows(8).position(|w| w == [1, 0, 0, 0, 2, 0, 0, 0]).unwrap();
-    // The second sector that they fill begins with the head of an EPOCH record, as the guest wants
-    // it.
+    // The second sector that they fill begins with the head of an EPOCH record, chosen by the
+    // guest.
     let target = (sums / 508 + 2) * 508;
     let mut head: Vec<u8> = data(&plain)[..20].to_vec();
     head.extend(crc32c::crc32c(&head).to_le_bytes());
@@ -252,7 +252,7 @@ fn a_guest_cannot_make_an_epoch_that_a_crash_broke_off_look_like_damage() {
     assert_eq!(forged[sector..sector + 24], head[..], "it is where it was to be");
     let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
     assert_eq!(store.verify(|_, _| ()).unwrap().epochs, 1);
-    // Power fails before all of it is on the disk, but that sector is.
+    // Power fails before all of it is on the disk; that sector is on the disk.
     for lost in [512, sector - 512] {
         let mut torn = forged.clone();
         torn[lost..lost + 512].fill(0);
@@ -282,7 +282,7 @@ fn an_epoch_of_another_log_of_the_same_guest_is_refused() {
     assert_eq!(mine.len(), theirs.len());
     let begin = |n: &usize| mine[n * 512..n * 512 + 2] == [0x11, 0x80];
     let begins: Vec<usize> = (1..mine.len() / 512).filter(begin).collect();
-    // The middle epoch, with checksums that are right: each sector's, each record's.
+    // The middle epoch, with correct checksums of each sector and each record.
     let mut spliced = mine.clone();
     spliced[begins[1] * 512..begins[2] * 512]
         .copy_from_slice(&theirs[begins[1] * 512..begins[2] * 512]);
@@ -294,8 +294,8 @@ fn an_epoch_of_another_log_of_the_same_guest_is_refused() {
     }
 }
 
-/// Whatever the bytes: no panic, no huge allocation, and nothing that verifies but does not restore
-/// for a reason that is the store's.
+/// Whatever the bytes: no panic, no huge allocation, and nothing that passes `verify` but fails to
+/// restore because of the store.
 fn survives(name: &str, bytes: Vec<u8>) {
     let disk = SMALL.with(|files| {
         let disk = MemoryDisk::default();
@@ -320,7 +320,7 @@ fn survives(name: &str, bytes: Vec<u8>) {
     }
 }
 
-/// Who compacts it and who writes to it survive, too; what is written restores.
+/// Compaction and a writer survive, too; what is written restores.
 fn goes_on(disk: &MemoryDisk, vm_id: Option<VmId>) {
     let Ok(store) = Store::with_backend(Box::new(disk.clone()), true) else { return };
     let _ = store.compact();

@@ -1,4 +1,4 @@
-//! A restore that fills the guest's memory, and cannot.
+//! A restore that fails while it fills the guest's memory.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::{Arc, Mutex};
@@ -8,7 +8,7 @@ use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op
 use driftline_guest::{Clock, Guest, GuestError, GuestFactory, RunState, VmId};
 use driftline_store::Store;
 
-/// Keeps the guests that it builds, so that how they ended can be seen.
+/// Keeps the guests that it builds, so that a test can see how they ended.
 #[derive(Default)]
 struct Keeps {
     factory: MemoryGuestFactory,

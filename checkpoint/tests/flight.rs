@@ -1,5 +1,5 @@
-//! Several epochs on their way to the disk: durable in order, and what fails takes with it what was
-//! built on it.
+//! Several epochs in flight to the disk: they become durable in order, and a failed epoch takes
+//! with it the epochs built on it.
 #![allow(clippy::unwrap_used)]
 
 use std::ops::ControlFlow;
@@ -35,7 +35,7 @@ fn number(taken: &Taken) -> u64 {
     }
 }
 
-/// All epochs that are kept restore whole.
+/// Checks that all kept epochs restore completely.
 fn all_whole(disk: &MemoryDisk) -> Vec<u64> {
     let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
     store.verify(|_, _| ()).unwrap();
@@ -70,12 +70,12 @@ fn epochs_are_taken_while_others_are_written_and_heard_of_in_order() {
     assert_eq!(all_whole(&disk), [17, 18, 19, 20, 21]);
 }
 
-/// Does something while no sync ends for a second, and goes on for as long as it takes.
+/// Blocks all syncs for one second, and runs `act`, which may take longer.
 fn held(disk: &MemoryDisk, act: impl FnOnce()) {
     disk.hold_syncs(true);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // As many epochs as may be are in flight by then.
+            // The maximum number of epochs is in flight by then.
             std::thread::sleep(Duration::from_secs(1));
             disk.hold_syncs(false);
         });
@@ -83,7 +83,7 @@ fn held(disk: &MemoryDisk, act: impl FnOnce()) {
     });
 }
 
-/// Fails `op` while epochs are in flight that wait for a sync; all that was heard of.
+/// Makes `op` fail while epochs are in flight that wait for a sync; collects all outcomes.
 fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
     let (disk, guest) = (MemoryDisk::default(), busy());
     let mut checkpointer = checkpointer(&guest, &disk, keep);
@@ -112,7 +112,7 @@ fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
         assert!(said(n).contains(&expected), "{}", said(n));
         assert!(said(n).contains("what changed will be in the next checkpoint"), "{}", said(n));
     }
-    // What they all had is in the next, and so in the last.
+    // The next epoch has what all of them had, and so has the last.
     guest.pause().unwrap();
     let last = checkpointer.take().unwrap().epoch;
     let factory = MemoryGuestFactory::default();
@@ -177,7 +177,7 @@ fn a_series_that_is_cancelled_or_broken_off_hears_of_all_that_was_begun() {
         ControlFlow::Break(())
     });
     assert!(heard == tried + tried_then && tried_then <= 5, "{heard} of {tried} + {tried_then}");
-    // What is in flight when it is dropped is stored all the same, and the lock is free then.
+    // Epochs in flight at drop are stored, and the lock is free afterwards.
     drop(checkpointer);
     assert_eq!(all_whole(&disk).len() as u64, heard);
 }

@@ -1,4 +1,4 @@
-//! Stores written by version 2, kept for ever: what they hold must still restore.
+//! Stores written by version 2, kept for ever: their content must still restore.
 #![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
@@ -38,14 +38,14 @@ fn the_store_of_version_2_restores() {
     }
 }
 
-/// Of the store with drives: their names and sizes.
+/// Names and sizes of the drives in the store with drives.
 const DRIVES: [(&str, u64); 2] = [("disk0", 20 * 4096 + 512), ("data", 4 * 4096)];
 
 fn drives() -> Vec<Arc<TestDisk>> {
     DRIVES.iter().map(|(id, bytes)| TestDisk::new(id, *bytes).unwrap()).collect()
 }
 
-/// Makes them what they were in epoch `n`.
+/// Fills the drives with their content in epoch `n`.
 fn fill(drives: &[Arc<TestDisk>], n: u8) {
     drives[0].write(u64::from(n) * 2048, &[n; 6000]).unwrap();
     drives[0].write(20 * 4096, &[n | 0x40; 512]).unwrap();
@@ -79,7 +79,7 @@ fn the_store_of_version_2_with_drives_restores() {
     }
 }
 
-/// The last epoch of that store.
+/// Path of the archive of that store's last epoch.
 fn golden_archive() -> std::path::PathBuf {
     golden().with_file_name("archive-v1").join("drives")
 }
@@ -126,7 +126,7 @@ fn write_the_golden_store_with_drives() {
         checkpointer.take().unwrap();
     }
     drop(checkpointer);
-    // Without what a growing file has beyond its last frame.
+    // Drops the space that a growing file has beyond its last frame.
     Store::create_or_open(&dir).unwrap().compact().unwrap();
     std::fs::remove_file(dir.join(driftline_store::LOCK_FILE)).unwrap();
 }
@@ -154,7 +154,7 @@ fn write_the_golden_store() {
             checkpointer.take().unwrap();
         }
     }
-    // Without what a growing file has beyond its last frame.
+    // Drops the space that a growing file has beyond its last frame.
     Store::create_or_open(&dir).unwrap().compact().unwrap();
     std::fs::remove_file(dir.join(driftline_store::LOCK_FILE)).unwrap();
     let size: u64 =

@@ -19,10 +19,10 @@ use driftline_store::Store;
 const DIR: &str = "DRIFTLINE_TEST_STORE";
 /// Epochs that the child keeps.
 const KEEP: u64 = 4;
-/// Set, to anything but 0, it has the long form run.
+/// Environment variable: any value but 0 selects the long form.
 const FULL: &str = "DRIFTLINE_FULL";
 
-/// Kills in a row; each begins where the one before left the store.
+/// Number of consecutive kills; each begins where the one before left the store.
 fn kills() -> u64 {
     match std::env::var_os(FULL) {
         Some(full) if full != "0" => 500,
@@ -34,13 +34,13 @@ fn child_dir() -> Option<PathBuf> {
     std::env::var_os(DIR).map(PathBuf::from)
 }
 
-/// This program, told to run only the ignored test `name`.
+/// Arguments with which this program runs only the ignored test `name`.
 fn child_args(name: &str) -> [String; 5] {
     let exe = std::env::current_exe().unwrap().to_str().unwrap().to_owned();
     [exe, "--exact".into(), name.into(), "--ignored".into(), "--nocapture".into()]
 }
 
-/// Says so past the test harness, which would swallow it.
+/// Prints past the test harness, which would capture it.
 fn skipped(why: &str) {
     let mut err = std::io::stderr().lock();
     writeln!(err, "SKIPPED: {why}").unwrap();
@@ -89,8 +89,8 @@ fn killed_at_any_moment_what_was_durable_restores() {
         let kept: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
         let latest = kept.last().copied().unwrap_or(0);
         assert!(latest >= said, "round {round}: {said} was durable, the latest is {latest}");
-        // As many as are in flight may have become durable before it could say so, and have taken
-        // its place.
+        // Epochs in flight may have become durable before the child could report it, and may have
+        // taken the place of this one.
         let gone = said > 0 && kept.first().is_some_and(|first| said < *first);
         assert!(!gone || latest >= said + KEEP, "round {round}: {said} is not among {kept:?}");
         if said > 0 {
@@ -112,7 +112,7 @@ fn killed_at_any_moment_what_was_durable_restores() {
 fn child_checkpoints_until_killed() {
     let Some(dir) = child_dir() else { return };
     let store = Store::create_or_open(&dir).unwrap();
-    // The guest of the process before goes on from its latest epoch, or the first one starts.
+    // The previous process's guest continues from its latest epoch, or the first guest starts.
     let guest = match store.epochs().unwrap().last() {
         Some(_) => {
             restore(&store, None, &MemoryGuestFactory::default(), Clock::Continue).unwrap().0
@@ -125,11 +125,11 @@ fn child_checkpoints_until_killed() {
     guest.acquire().unwrap();
     guest.resume().unwrap();
     let mut checkpointer = Checkpointer::new(guest, store).unwrap();
-    // So that slots are used again, and the log is written anew, while it is killed.
+    // So that page slots are reused, and the log is rewritten, while the child is killed.
     checkpointer.keep(Some(KEEP));
     checkpointer.log_bound(32 << 10);
     let mut out = std::io::stdout();
-    // One after the other, with several in flight.
+    // Without an interval, with several in flight.
     let cadence = Cadence { every: Duration::ZERO, count: None, max_pause: None };
     checkpointer.run(&cadence, &AtomicBool::new(false), |taken| {
         writeln!(out, "durable {}", taken.outcome.unwrap().epoch).unwrap();
@@ -184,7 +184,7 @@ fn child_fills_a_small_disk() {
     checkpointer.take().unwrap();
     latest_is_sound(&dir);
 
-    // Full: the epochs that fit are sound, the first that does not costs nothing but itself.
+    // Full: the epochs that fit are sound, and the first that does not fit costs only itself.
     let filler = dir.join("filler");
     std::fs::write(&filler, vec![1; 2200 << 10]).unwrap();
     let until = Instant::now() + Duration::from_secs(20);
@@ -206,7 +206,7 @@ fn child_fills_a_small_disk() {
     checkpointer.take().unwrap();
     latest_is_sound(&dir);
 
-    // Read-only: refused before the guest is paused, and again sound afterwards.
+    // Read-only: refused before the guest is paused; sound again afterwards.
     let remount = |how: &str| {
         let done = Command::new("mount").args(["-o", how]).arg(&dir).status().unwrap();
         assert!(done.success());

@@ -39,7 +39,7 @@ fn a_store_takes_one_line_only() {
     };
     assert_eq!(refused(Line::begin()), (2, None));
     assert_eq!(refused(Line::after(first)), (2, Some(1)));
-    // One of the same number from another store.
+    // A checkpoint with the same number from another store.
     let other = Origin { created_unix_ms: second.created_unix_ms + 1, ..second };
     assert_eq!(refused(Line::after(other)), (2, Some(2)));
     let (on, late) = (Line::after(second), Line::after(second));

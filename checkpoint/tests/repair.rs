@@ -1,4 +1,4 @@
-//! Stores with damage: what of it is in nobody's way, and what repair makes of the rest.
+//! Stores with damage: damage that needs no repair, and the result of repair.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,7 +21,7 @@ fn damage_of_dropped_epochs_forbids_no_new_ones() {
     let log = disk.contents("log-1").unwrap();
     let begins = begins(&log);
     assert_eq!((begins.len(), taken.len()), (10, 3));
-    // The full epoch that the first process behind them has taken.
+    // The last process's full epoch begins at `begins[6]`; no kept epoch needs what is before it.
     for sector in 1..begins[6] {
         for lost in [false, true] {
             let disk = with_bad_sector(&disk, sector, lost);
@@ -44,7 +44,7 @@ fn damage_of_a_kept_epoch_names_it_and_repair() {
     let Stored { disk, guest, .. } = stored(&[3, 3, 4], 3);
     let log = disk.contents("log-1").unwrap();
     let begins = begins(&log);
-    // Epoch 7 is dropped, but has all of memory that those behind it build on.
+    // Epoch 7 is dropped, but holds all of memory that the later epochs build on.
     for sector in begins[6]..log.len() / 512 {
         let disk = with_bad_sector(&disk, sector, false);
         let refused = Checkpointer::new(guest.clone(), open(&disk, true));
@@ -65,13 +65,13 @@ fn damage_of_a_kept_epoch_names_it_and_repair() {
 
 const FILES: [&str; 3] = ["manifest", "log-1", "pages-1"];
 
-/// What a checkpoint's bytes are: sectors of the log, slots of the page file.
+/// The bytes that a checkpoint needs: sectors of the log, slots of the page file.
 struct Needs {
     log: Vec<std::ops::Range<usize>>,
     slots: Vec<usize>,
 }
 
-/// What each kept checkpoint needs.
+/// Returns what each kept checkpoint needs.
 fn needs(stored: &Stored) -> BTreeMap<u64, Needs> {
     let log = stored.disk.contents("log-1").unwrap();
     let mut ends = begins(&log);
@@ -103,7 +103,7 @@ fn needs(stored: &Stored) -> BTreeMap<u64, Needs> {
     needs
 }
 
-/// The checkpoints of which no byte has changed.
+/// Returns the checkpoints of which no byte has changed.
 fn intact(stored: &Stored, needs: &BTreeMap<u64, Needs>, disk: &MemoryDisk) -> Vec<u64> {
     let [log, pages] = ["log-1", "pages-1"].map(|name| {
         let was = stored.disk.contents(name).unwrap();
@@ -117,7 +117,8 @@ fn intact(stored: &Stored, needs: &BTreeMap<u64, Needs>, disk: &MemoryDisk) -> V
     needs.iter().filter(|(_, needs)| is_intact(needs)).map(|(epoch, _)| *epoch).collect()
 }
 
-/// All of `intact` restores, nothing is silently wrong, and it goes on.
+/// Checks that all of `intact` restores, that nothing is silently wrong, and that the store is
+/// usable.
 fn check_repaired(stored: &Stored, disk: &MemoryDisk, intact: &[u64]) {
     let listed = numbers(disk);
     assert!(intact.iter().all(|epoch| listed.contains(epoch)), "{intact:?}, listed {listed:?}");
@@ -207,7 +208,7 @@ proptest! {
             let known = header("manifest") || header("log-1") || header("pages-1");
             match repair(&disk) {
                 Ok(report) => {
-                    // What was taken away is there under other names.
+                    // Removed files are still there under other names.
                     for bytes in before {
                         let is_kept =
                             |name: &String| disk.contents(name).unwrap().starts_with(&bytes);
@@ -227,8 +228,8 @@ fn damaged_state_costs_its_checkpoint_alone() {
     let stored = stored(&[6], 6);
     let log = stored.disk.contents("log-1").unwrap();
     let begins = begins(&log);
-    // The guest's state is what is long in these epochs: the last sectors of the third, but for its
-    // end.
+    // The guest's state is the long part of these epochs: the last sectors of the third epoch,
+    // without its end.
     let mut alone = 0;
     for sector in begins[2] + 1..begins[3] {
         let disk = with_bad_sector(&stored.disk, sector, false);
@@ -247,7 +248,7 @@ fn damaged_state_costs_its_checkpoint_alone() {
     assert!(alone > 0, "none of {} sectors", begins[3] - begins[2]);
 }
 
-/// Where files have one name only, and those that are put aside cannot all be read.
+/// File systems where files have one name only, and files put aside that cannot all be read.
 #[test]
 fn damaged_files_are_renamed_where_they_cannot_be_linked() {
     let stored = stored(&[3, 4, 4], 6);
@@ -311,14 +312,14 @@ fn kill_at_any_sync(links: bool) {
                 disk.fail(DiskOp::Link, libc::EPERM, 0);
             }
             let repaired = repair(&disk);
-            // The last sync takes away old names alone, and a repair has succeeded without it.
+            // The last sync only removes old names, and a repair has succeeded without it.
             assert!(repaired.is_ok() || disk.is_stopped());
             let torn = (0..8).map(|seed| Survives::Torn(seed + 100 * stop));
             for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
                 for writer_first in [false, true] {
                     let after = disk.crash(how);
                     if writer_first {
-                        // It removes what nothing names.
+                        // A writer removes files that nothing names.
                         let _ = Store::with_backend(Box::new(after.clone()), true);
                     }
                     if !links {
@@ -372,7 +373,7 @@ fn refuse_on_a_full_disk(links: bool) {
             assert!(e.to_string().contains("No space left"), "{e}");
             let now: Vec<_> =
                 disk.names().into_iter().map(|n| (disk.contents(&n).unwrap(), n)).collect();
-            // Unless it is not known whether the new manifest is durable.
+            // Unchanged, unless it is unknown whether the new manifest is durable.
             let is_new =
                 disk.contents("manifest").unwrap() != stored.disk.contents("manifest").unwrap();
             assert!(now == before || is_new && op == DiskOp::SyncDir, "{op:?} {refused}");
@@ -406,7 +407,7 @@ fn a_directory_without_a_store_is_not_touched() {
 
 #[test]
 fn a_log_that_did_not_become_the_stores_is_removed() {
-    // A rename that fails, and one that was done all the same.
+    // A rename that fails, and a rename that was done but reports an error.
     for op in [DiskOp::Rename, DiskOp::Renamed] {
         let stored = stored(&[3, 4], 6);
         let disk = &stored.disk;
@@ -430,7 +431,7 @@ fn a_log_that_did_not_become_the_stores_is_removed() {
     }
 }
 
-/// What is damaged in an epoch that was never finished stops readers and writers, too.
+/// Damage in an epoch that was never finished stops readers and writers, too.
 #[test]
 fn damage_in_a_torn_end_is_repaired_or_refused() {
     let stored = stored(&[3], 3);

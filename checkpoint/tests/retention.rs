@@ -1,5 +1,4 @@
-//! Epochs that are dropped, slots that are used again, logs and page files that are written anew:
-//! what is kept is whole.
+//! Dropped epochs, reused slots, rewritten logs and page files: everything kept is complete.
 #![allow(clippy::unwrap_used)]
 
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -15,7 +14,7 @@ use driftline_store::testing::{DiskOp, MemoryDisk};
 use driftline_store::{Backend, RangeLock, Store, StoreError};
 use vm_memory::{Bytes, GuestAddress};
 
-/// A guest of 1,024 frames that only the test writes to.
+/// Creates a guest of 1,024 frames that only the test writes to.
 fn still() -> Arc<MemoryGuest> {
     MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap()
 }
@@ -112,7 +111,7 @@ fn the_store_does_not_grow_once_it_is_warm() {
         longest = longest.max(size().1);
     }
     assert_eq!(size().0, warm.0, "the page file");
-    // All of memory and what five epochs and one more wrote.
+    // All of memory, and what five epochs and one more wrote.
     assert!(warm.0 < (1024 + 1100) * 4096, "{} bytes of pages", warm.0);
     assert!(longest < 3 * (64 << 10), "{longest} bytes of log");
     assert!(disk.names().iter().any(|name| name != "log-1" && name.starts_with("log-")));
@@ -162,7 +161,7 @@ fn how_many_are_kept_can_be_said_late_and_what_was_superseded_before_is_free_the
     let mut warm = 0;
     for round in 1..=20 {
         if round == 10 {
-            // Epochs that another process has left.
+            // Epochs left by another process.
             drop(checkpointer);
             checkpointer = Checkpointer::new(guest.clone(), open(&disk, true)).unwrap();
         }
@@ -207,7 +206,7 @@ fn nobody_reads_an_epoch_that_is_not_durable() {
         let factory = MemoryGuestFactory::default();
         restore(&store, None, &factory, Clock::Continue).unwrap().1.epoch
     };
-    // As a writer does that has appended the third, and waits for the disk.
+    // As a writer does that has appended the third epoch, and waits for the disk.
     let writer = disk.open_for_writing("pages-1").unwrap();
     assert!(writer.lock_range(3..4, RangeLock::Alone).unwrap());
     assert_eq!(store.verify(|epoch, _| assert!(epoch < 3)).unwrap().epochs, 2);
@@ -221,7 +220,7 @@ fn nobody_reads_an_epoch_that_is_not_durable() {
         assert_eq!(latest(), 3);
         assert!(since.elapsed() >= wait);
     });
-    // And now it fails, while somebody waits.
+    // Now the commit fails, while a reader waits.
     assert!(writer.lock_range(3..4, RangeLock::Alone).unwrap());
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -319,7 +318,7 @@ fn restores_beside_a_writer_are_whole_or_say_that_the_epoch_is_gone() {
         let whole: Vec<u64> = reading.into_iter().map(|r| r.join().unwrap()).collect();
         assert!(whole.iter().all(|n| *n > 1), "{whole:?}");
     });
-    // Nobody reads any more, and nothing but what is to be kept is there.
+    // The readers have ended: only what must be kept is left.
     checkpointer.take().unwrap();
     assert_eq!(Store::open(dir.path()).unwrap().epochs().unwrap().len(), 2);
 }
@@ -348,7 +347,7 @@ fn a_compacted_store_has_the_same_epochs_and_no_holes() {
     let mut checkpointer = keeping(&guest, &disk, 3);
     let mut images = Vec::new();
     for round in 1..=20u64 {
-        // Much at first, that becomes zeros.
+        // Much content at first, which becomes zeros.
         (0..400).for_each(|n| write(&guest, n, u64::from(round == 1)));
         (0..30).for_each(|n| write(&guest, (round * 11 + n * 3) % 900, round));
         checkpointer.take().unwrap();
@@ -372,7 +371,7 @@ fn a_compacted_store_has_the_same_epochs_and_no_holes() {
         assert!(restored(&store, epoch) == images[epoch as usize - 1]);
     }
     store.verify(|_, _| ()).unwrap();
-    // Twice is no less, and it goes on from there.
+    // A second compaction saves nothing more, and the store remains usable.
     let again = open(&disk, true).compact().unwrap();
     assert_eq!((again.epochs, again.after_bytes), (3, report.after_bytes));
     let mut checkpointer = keeping(&guest, &disk, 3);

@@ -21,7 +21,7 @@ use stored::{Stored, begins, image, numbers, open, repair, restored, stored, wit
 fn damaged_log_without_manifest_is_no_empty_store() {
     let Stored { disk, guest, taken, .. } = stored(&[3, 3], 6);
     disk.remove("manifest").unwrap();
-    // Of the header, of the first epoch, of both, of all that there is.
+    // Sectors of the header, of the first epoch, of both, of the whole log.
     let log = disk.contents("log-1").unwrap();
     let first = begins(&log)[0];
     for bad in [0..1, first..first + 1, 0..first + 1, 0..log.len() / 512] {
@@ -47,7 +47,8 @@ fn damaged_log_without_manifest_is_no_empty_store() {
 #[test]
 fn new_store_takes_no_name_that_is_taken() {
     let Stored { disk, guest, .. } = stored(&[1], 1);
-    // A log of a header alone and a page file, without a manifest: a store that was never finished.
+    // A log with only a header and a page file, without a manifest: a store that was never
+    // finished.
     let (log, pages) = (disk.contents("log-1").unwrap(), disk.contents("pages-1").unwrap());
     disk.remove("manifest").unwrap();
     disk.remove("log-1").unwrap();
@@ -81,13 +82,13 @@ fn store_that_cannot_be_made_leaves_nothing() {
 
 #[test]
 fn sector_read_only_sometimes_is_never_copied_in_part() {
-    // A log that is not read at once.
+    // A log that takes more than one read.
     let Stored { disk, all, .. } = stored(&[3, 80], 90);
     let log = disk.contents("log-1").unwrap();
     assert!(log.len() > 96 << 10, "{} bytes", log.len());
     let begins = begins(&log);
     let (mut refused, mut copied) = (0, 0);
-    // The fourth epoch is full: it can be copied although one in front of it is damaged.
+    // The fourth epoch is full: it can be copied although an earlier one is damaged.
     let damaged = with_bad_sector(&disk, begins[1], false);
     for sector in begins[3]..begins[5] {
         for after in 0.. {
@@ -115,7 +116,7 @@ fn sector_read_only_sometimes_is_never_copied_in_part() {
     assert!(refused > 0 && copied > 0, "{refused} {copied}");
 }
 
-/// None if the store was not repaired.
+/// Returns an empty list if the store was not repaired.
 fn numbers_of(disk: &MemoryDisk) -> Vec<u64> {
     match disk.contents("log-2") {
         Ok(_) => numbers(disk),
@@ -125,7 +126,7 @@ fn numbers_of(disk: &MemoryDisk) -> Vec<u64> {
 
 #[test]
 fn hole_across_the_oldest_checkpoint_is_a_loss() {
-    // 6 is the oldest that is kept, and 7 is full.
+    // 6 is the oldest kept epoch, and 7 is full.
     let Stored { disk, all, .. } = stored(&[6, 2], 3);
     assert_eq!(numbers(&disk), [6, 7, 8]);
     let mut log = disk.contents("log-1").unwrap();
@@ -258,18 +259,18 @@ fn unreadable_sector_of_dropped_checkpoints_forbids_nothing() {
     };
     let dropped = unreadable(begins[1]);
     assert!(taken.iter().all(|(epoch, memory)| restored(&dropped, *epoch) == *memory));
-    // Halves are tried, and not each sector in front of the bad one.
+    // The search bisects; it does not try each sector before the bad one.
     assert!(dropped.failed_reads() < 100, "{} reads failed", dropped.failed_reads());
     let mut checkpointer = Checkpointer::new(guest.clone(), open(&dropped, true)).unwrap();
     let epoch = checkpointer.take().unwrap().epoch;
     assert_eq!(restored(&dropped, epoch), image(&guest));
-    // One that is kept is damage, with the way out.
+    // In a kept epoch this is damage, and the message names the way out.
     let kept = unreadable(begins[6]);
     let e = Checkpointer::new(guest, open(&kept, true)).unwrap_err().to_string();
     assert!(e.contains("cannot be read") && e.contains("store repair /memory-disk"), "{e}");
 }
 
-/// The rename has been done, and what was done cannot be read back.
+/// The rename was done, and its result cannot be read back.
 #[test]
 fn failed_repair_removes_nothing_that_it_cannot_judge() {
     let stored = stored(&[3, 4], 6);
@@ -301,7 +302,7 @@ fn failed_repair_removes_nothing_that_it_cannot_judge() {
     }
 }
 
-/// A failing disk takes seconds for each read that it fails.
+/// A failing disk takes seconds for each read that fails.
 #[test]
 fn long_unreadable_stretch_costs_few_reads() {
     let Stored { disk, all, .. } = stored(&[3, 80], 90);
@@ -331,7 +332,7 @@ fn long_unreadable_stretch_costs_few_reads() {
     assert!(slots > 150 && failed < 100, "{failed} reads of {slots} slots failed");
 }
 
-/// What cannot be read costs what damage of the same bytes does, wherever a step would land.
+/// An unreadable part costs what damage of the same bytes costs, wherever a search step lands.
 #[test]
 fn scattered_unreadable_parts_cost_no_sound_checkpoint() {
     let Stored { disk, all, .. } = stored(&[3, 80], 90);
@@ -362,7 +363,7 @@ fn scattered_unreadable_parts_cost_no_sound_checkpoint() {
     }
 }
 
-/// Of a log that is damaged where no kept checkpoint needs it.
+/// A log that is damaged where no kept checkpoint needs it.
 #[test]
 fn reader_without_time_left_ends_with_the_error_of_the_disk() {
     let Stored { disk, .. } = stored(&[3, 4], 2);
@@ -376,7 +377,8 @@ fn reader_without_time_left_ends_with_the_error_of_the_disk() {
     assert_eq!(store.survey().unwrap().sound, 2);
 }
 
-/// One that a writer would drop, and give its slots to the next, while it is looked at.
+/// Checkpoints that a writer would otherwise drop during the survey, and whose slots it would
+/// reuse.
 #[test]
 fn surveyed_checkpoints_are_pinned() {
     let Stored { disk, guest, .. } = stored(&[3], 2);
@@ -400,7 +402,7 @@ fn surveyed_checkpoints_are_pinned() {
 
 type Writer = Arc<Mutex<Box<dyn FnMut() + Send>>>;
 
-/// A disk on which a writer goes on whenever a page file is opened.
+/// A disk on which a writer continues whenever a page file is opened.
 #[derive(Clone)]
 struct BusyStore {
     disk: MemoryDisk,
@@ -458,7 +460,7 @@ impl Backend for BusyStore {
     }
 }
 
-/// Nothing can be had from it, and what it says is what is wrong.
+/// Nothing can be recovered, and the message says what is wrong.
 #[test]
 fn hopeless_stores_are_told_apart() {
     let Stored { disk, guest, .. } = stored(&[2], 2);
@@ -495,7 +497,7 @@ fn hopeless_stores_are_told_apart() {
     let e = repair(&old).unwrap_err();
     assert!(matches!(e, StoreError::Format1 { .. }), "{e}");
 
-    // A writer is told what is damaged, and of repair, which finds it again.
+    // A writer is told what is damaged, and is referred to repair, which finds it.
     for (name, part) in [
         ("manifest", "because its manifest is damaged: /memory-disk/manifest, byte 0"),
         ("log-1", "because the header of its log is damaged: /memory-disk/log-1, byte 0"),
@@ -512,7 +514,7 @@ fn hopeless_stores_are_told_apart() {
     }
 }
 
-/// A manifest from a backup, whose files a rotation or a compaction has replaced since.
+/// A manifest from a backup, whose files a log rotation or a compaction has replaced since.
 #[test]
 fn writer_removes_no_log_before_the_named_one_is_sound() {
     let Stored { disk, guest, taken, .. } = stored(&[3], 3);
@@ -550,7 +552,7 @@ fn writer_removes_no_log_before_the_named_one_is_sound() {
     }
 }
 
-/// A page file of another guest, whose manifest names one that is gone.
+/// A page file of another guest, and a manifest that names a missing one.
 #[test]
 fn refusal_names_the_other_guest_and_its_file() {
     let (one, other) = (stored(&[2], 2), stored(&[2], 2));
@@ -562,7 +564,7 @@ fn refusal_names_the_other_guest_and_its_file() {
     assert!(e.contains(&format!("as guest {ours}'s")), "{e}");
 }
 
-/// Its writer is in a sync that does not end.
+/// The store's writer is in a sync that does not end.
 #[test]
 fn survey_goes_on_without_a_pin() {
     let Stored { disk, .. } = stored(&[3], 3);
@@ -572,7 +574,7 @@ fn survey_goes_on_without_a_pin() {
     open(&disk, false).survey().unwrap_err();
 }
 
-/// A checkpoint that stands alone brings no frame that was copied for one before it.
+/// A checkpoint that stands alone copies no frame that was copied for an earlier one.
 #[test]
 fn each_frame_is_copied_once() {
     let stored = stored(&[6], 6);
@@ -583,7 +585,7 @@ fn each_frame_is_copied_once() {
     let slots = damaged.contents("pages-1").unwrap().len() as u64 / 4096;
     let mut copied = 0;
     for slot in 1..slots {
-        // Once to see whether it is sound, once to copy it.
+        // One read to check whether it is sound, one to copy it.
         let repaired = |reads| {
             let disk = damaged.copy();
             disk.fail_reads("pages-1", slot * 4096..(slot + 1) * 4096, reads).unwrap();

@@ -1,4 +1,4 @@
-//! Epochs that are copied behind the guest's back are what a copy in the pause would have been.
+//! Epochs copied after the guest has resumed equal a copy made in the pause.
 #![allow(clippy::unwrap_used)]
 
 #[path = "common/scripted.rs"]
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use scripted::{Handle, Scripted, Write};
 
 fn writes() -> impl Strategy<Value = Vec<Write>> {
-    // Crowded, so that what is written to is often protected.
+    // Crowded, so that writes often hit protected frames.
     let frame = prop_oneof![0u64..60, 290u64..320, 0u64..1024];
     let write = (frame, any::<u8>(), 0u8..8, any::<bool>());
     let write = write.prop_map(|(frame, value, phase, slow)| Write { frame, value, phase, slow });
@@ -64,7 +64,7 @@ fn an_epoch_is_what_memory_was_whatever_is_written_meanwhile() {
     assert!(behind >= u64::from(cases()), "{behind} frames copied behind the guest's back");
 }
 
-/// Frames that all cases of the property copied behind the guest's back.
+/// Frames that all cases of the property copied after the guest had resumed.
 static BEHIND: AtomicU64 = AtomicU64::new(0);
 
 fn cases() -> u32 {
@@ -75,7 +75,7 @@ fn full() -> bool {
     std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1")
 }
 
-/// Four writers that write as fast as they can to most of memory.
+/// Starts four writers that write as fast as they can to most of memory.
 fn fastest() -> Arc<MemoryGuest> {
     let config =
         MemoryConfig { writers: 4, working_set: 900, writes_per_s: 0, ..MemoryConfig::small() };
@@ -147,7 +147,7 @@ fn whatever_fails_nobody_waits_and_the_next_epoch_has_it() {
         let e = checkpointer.take().unwrap_err();
         assert_eq!(e.phase, phase, "{e}");
         whole(&mut checkpointer);
-        // It has given that up for a while; another one has not.
+        // This checkpointer does not use write protection for a while; another one does.
         goes_on(&guest);
         assert_eq!(checkpointer.take().unwrap().behind_frames, 0);
         drop(checkpointer);
@@ -198,7 +198,7 @@ fn a_shield_that_has_failed_is_tried_again_after_a_while() {
     guest.faults().fail_next(Op::Protect, 1);
     write(1).unwrap();
     assert_eq!(checkpointer.take().unwrap_err().phase, Phase::Protect);
-    // Another one cannot be had at first.
+    // At first, no other shield can be opened.
     guest.faults().fail_next(Op::Shield, 1);
     let behind = (0..202).map(|n| {
         write(n).unwrap();

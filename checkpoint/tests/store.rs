@@ -18,7 +18,7 @@ fn busy() -> Arc<MemoryGuest> {
     MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()
 }
 
-/// Waits until the guest has written something more, however busy the host is.
+/// Waits until the guest has written more, however busy the host is.
 fn wait_for_writes(guest: &MemoryGuest) {
     let before = guest.writes();
     while guest.writes() < before + 10 {
@@ -153,8 +153,8 @@ fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
             // A full epoch collects before the pause already.
             let early = full && op == Op::Collect;
             assert_eq!(e.phase, if early { Phase::CopyLive } else { phase }, "{e}");
-            // Resume failed once, in the pause; the second try, on the way out, worked or was not
-            // made.
+            // Resume failed once, in the pause; the second try, on the return path, worked or was
+            // not made.
             let expected = if op == Op::Resume { RunState::Paused } else { RunState::Running };
             assert_eq!(e.guest, expected, "{e}");
             assert!(e.to_string().contains(&format!("the guest is {expected}")), "{e}");
@@ -253,7 +253,8 @@ fn a_cadence_never_queues_and_can_be_cancelled() {
         ControlFlow::Continue(())
     });
     assert_eq!((tried, lines.len()), (10, 10));
-    // Whichever was begun next after the first was heard of, with others in flight by then.
+    // The first epoch that began after the first outcome was reported, with others in flight by
+    // then.
     let late = |t: &Taken| t.late >= Duration::from_millis(15) && t.skipped >= 7;
     assert!(lines.iter().any(late), "{lines:?}");
     assert_eq!(lines.iter().filter(|l| l.outcome.is_err()).count(), 1);
@@ -277,7 +278,7 @@ fn an_epoch_comes_early_when_what_has_changed_nears_what_there_is_room_for() {
     let limits = StagingLimits { first_bytes: 256 * 4096, most_bytes: 256 * 4096 };
     let mut checkpointer = Checkpointer::with_staging(guest, store, limits).unwrap();
     let max_pause = Some(Duration::from_secs(1));
-    // Long before each is due its writers have been everywhere.
+    // Its writers have been everywhere long before each epoch is due.
     let cadence = Cadence { max_pause, ..every(4_000, Some(4)) };
     let mut taken = Vec::new();
     checkpointer.run(&cadence, &AtomicBool::new(false), |t| {
@@ -330,7 +331,8 @@ fn a_store_exchanged_under_its_writer_fails_the_epoch() {
         assert_eq!(e.guest, RunState::Running, "{e}");
         assert!(e.to_string().contains("was removed or replaced while this process held"), "{e}");
         assert!(Store::open(&path).unwrap().list().unwrap().unfinished.is_empty());
-        // Nobody else has the lock: the next epoch takes it again, and needs nothing from before.
+        // No other writer has the lock: the next epoch takes it again, and needs nothing from
+        // before.
         let report = checkpointer.take().unwrap();
         assert_eq!(report.epoch, e.epoch + 1);
         let (copy, restored) = restored(&path, None);
@@ -368,7 +370,7 @@ fn a_lost_lock_that_another_writer_has_is_its_own_until_it_ends() {
     let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
     checkpointer.take().unwrap();
     std::fs::remove_file(dir.path().join("lock")).unwrap();
-    // The page file is still the first one's: until it has noticed nobody gives away its slots.
+    // The page file is still the first writer's: its slots are not reused until it has noticed.
     let thief = Store::create_or_open(dir.path()).unwrap();
     let e = thief.compact().unwrap_err();
     assert!(matches!(e, StoreError::InUse { pid: None, .. }), "{e}");
@@ -384,7 +386,7 @@ fn a_lost_lock_that_another_writer_has_is_its_own_until_it_ends() {
         assert!(e.contains(&format!("is in use by process {}", std::process::id())), "{e}");
     }
     drop(thief);
-    // Numbers that the other has used are not used again.
+    // Numbers that the other writer has used are not reused.
     let mine = checkpointer.take().unwrap().epoch;
     assert!(theirs.iter().all(|n| *n < mine), "{theirs:?} {mine}");
     restored(dir.path(), None).0.verify().unwrap();

@@ -20,7 +20,6 @@
 //!
 //! In the last four cases the copy thread gets an error, and its epoch fails. Memory: 16 bytes per
 //! run of blocks, and about 40 bytes per saved block besides its content.
-//! was set aside.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

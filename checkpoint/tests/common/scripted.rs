@@ -1,5 +1,5 @@
-//! A guest whose writes are a script: they come between the steps of whoever takes an epoch of it,
-//! in an order that does not depend on threads. It holds what memory was when it stood.
+//! A guest whose writes follow a script: they happen between the steps of the epoch, in an order
+//! that does not depend on threads. Records its memory at each pause.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,34 +12,34 @@ use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, Shield, VmId};
 use vm_memory::{Bytes, GuestAddress};
 
-/// A write, and how it goes on should it have to wait.
+/// A write, and its behaviour if it has to wait.
 #[derive(Clone, Copy, Debug)]
 pub struct Write {
-    /// Of all frames of memory, which.
+    /// Index among all frames of memory.
     pub frame: u64,
     pub value: u8,
-    /// When it begins, at the earliest: before the first pause 0, after it 1, before the second 2,
-    /// and so on.
+    /// Earliest phase in which it begins: 0 before the first pause, 1 after it, 2 before the
+    /// second, and so on.
     pub phase: u8,
-    /// Once let go of, it does not write before the next pause is over: a vCPU that was stopped
+    /// After its release it does not write before the next pause is over: a vCPU that was stopped
     /// before it could.
     pub slow: bool,
 }
 
 struct State {
     script: VecDeque<Write>,
-    /// Have to wait, or have been let go of and have not written yet.
+    /// Writes that wait, or that were released and have not happened yet.
     waiting: Vec<Write>,
     protected: FrameSet,
     awaited: VecDeque<Gfn>,
     standing: bool,
-    /// How often it was asked who waits since somebody did.
+    /// Number of queries for waiting writers since one was last found.
     looks: u32,
     phase: u8,
     /// 1: the next caller that asks for waits gets an error, and nothing is protected before that.
     /// 2: the error was returned.
     dies: u8,
-    /// All of memory when it last stood.
+    /// All of memory at its last pause.
     was: Vec<u8>,
 }
 
@@ -47,7 +47,7 @@ struct State {
 pub struct Scripted {
     guest: Arc<MemoryGuest>,
     state: Mutex<State>,
-    /// What saving the state writes to.
+    /// The frame that `save_state` writes to.
     written_by_save: u64,
 }
 
@@ -84,18 +84,17 @@ impl Scripted {
         all
     }
 
-    /// The next to ask who waits dies of that, before frames are protected that are to be protected
-    /// then.
+    /// Makes the next query for waiting writers fail, before the next frames are protected.
     pub fn die(&self) {
         self.lock().dies = 1;
     }
 
-    /// What memory was when it last stood.
+    /// Returns memory at its last pause.
     pub fn was(&self) -> Vec<u8> {
         self.lock().was.clone()
     }
 
-    /// How many frames are protected, and how many writes wait.
+    /// Returns the number of protected frames and of waiting writes.
     pub fn held(&self) -> (u64, usize) {
         let mut state = self.lock();
         self.go_on(&mut state, true);
@@ -120,12 +119,12 @@ impl Scripted {
             state.waiting.push(write);
             return;
         }
-        // Of one byte: the rest must be what it was.
+        // One byte only: the rest of the frame must keep its content.
         let at = gfn.gpa() + u64::from(write.value) * 16;
         self.guest.ram().write_obj(write.value, GuestAddress(at)).unwrap();
     }
 
-    /// Those that waited try again.
+    /// Lets waiting writes try again.
     fn go_on(&self, state: &mut State, slow: bool) {
         if !state.standing {
             for write in std::mem::take(&mut state.waiting) {
@@ -138,7 +137,7 @@ impl Scripted {
         }
     }
 
-    /// The guest does something.
+    /// Executes the next step of the guest.
     fn step(&self, state: &mut State) {
         if state.standing {
             return;
@@ -152,7 +151,7 @@ impl Scripted {
     }
 }
 
-/// What is given out as its shield.
+/// The shield that the guest hands out.
 struct Script(Arc<Scripted>);
 
 impl Shield for Script {
@@ -161,7 +160,7 @@ impl Shield for Script {
             std::thread::yield_now();
         }
         if self.0.lock().dies == 2 {
-            // For it to let go of everything, if it can.
+            // Time for the copy thread to unprotect everything, if it can.
             std::thread::sleep(Duration::from_millis(50));
         }
         for run in frames {
@@ -198,7 +197,7 @@ impl Shield for Script {
     }
 }
 
-/// Cloned as a guest of its own, so that a shield can have it.
+/// A guest of its own that shares the script, so that a shield can hold it.
 pub struct Handle(pub Arc<Scripted>);
 
 macro_rules! delegated {
@@ -242,7 +241,7 @@ impl Guest for Handle {
     fn collect(&self) -> Result<Collected, GuestError> {
         let mut state = self.0.lock();
         if !state.standing {
-            // The first thing that is done for an epoch.
+            // `collect` is the first step of an epoch.
             state.phase = state.phase.next_multiple_of(2);
         }
         self.0.step(&mut state);
@@ -250,8 +249,7 @@ impl Guest for Handle {
     }
 
     fn pause(&self) -> Result<RunState, GuestError> {
-        // A pause that comes only when all who wait have been heard: with threads alone that would
-        // be seldom.
+        // Delays the pause until all waits have been reported: threads alone would seldom do that.
         while let Some(state) =
             Some(self.0.lock()).filter(|s| !s.protected.is_empty() && s.looks < 9)
         {
@@ -264,7 +262,8 @@ impl Guest for Handle {
     }
 
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
-        // As the host's kernel writes for a vCPU: waits, too, for somebody to let go.
+        // Like a write of the host's kernel for a vCPU, this waits for the frame to be released,
+        // too.
         let gfn = self.0.gfn(self.0.written_by_save);
         loop {
             let mut state = self.0.lock();
@@ -286,7 +285,7 @@ impl Guest for Handle {
         state.was = Scripted::memory(&self.0.guest);
         state.standing = false;
         state.phase += 1;
-        // Whoever was stopped goes on before anybody else does something.
+        // Writers that were stopped run before anything else happens.
         self.0.go_on(&mut state, true);
         self.0.guest.resume()
     }

@@ -1,4 +1,4 @@
-//! A store of a guest of eight frames, and where the records of its log are.
+//! A store of a guest of eight frames, and the positions of the records in its log.
 
 use std::sync::Arc;
 
@@ -34,12 +34,12 @@ fn store_of(guest: &Arc<MemoryGuest>, writes: [(u64, u8); 3]) -> MemoryDisk {
     disk
 }
 
-/// Three epochs: contents, zeros, contents.
+/// Creates a store of three epochs: contents, zeros, contents.
 pub fn small_store() -> MemoryDisk {
     store_of(&guest(VmId::random()), [(0x101, 7), (0x101, 0), (2, 9)])
 }
 
-/// Two stores of one guest, whose second epochs have frames of different contents.
+/// Creates two stores of one guest, whose second epochs have frames of different contents.
 #[allow(dead_code, reason = "not every test has use for it")]
 pub fn two_stores() -> (MemoryDisk, MemoryDisk) {
     let guest = guest(VmId::random());
@@ -47,7 +47,7 @@ pub fn two_stores() -> (MemoryDisk, MemoryDisk) {
     (one, store_of(&guest, [(0x101, 7), (1, 2), (2, 9)]))
 }
 
-/// The byte at which each record of a sound log begins, and its tag.
+/// Returns the first byte and the tag of each record of a sound log.
 #[allow(dead_code, reason = "not every test has use for it")]
 pub fn records(log: &[u8]) -> Vec<(usize, u16)> {
     let data: Vec<u8> =

@@ -1,5 +1,4 @@
-//! A store of a small guest that several processes have written, and what memory was at each
-//! checkpoint.
+//! A store of a small guest that several processes have written, and memory at each checkpoint.
 #![allow(dead_code, reason = "not every test has use for all of it")]
 
 use std::collections::BTreeMap;
@@ -19,7 +18,7 @@ pub fn guest(vm_id: VmId) -> Arc<MemoryGuest> {
     let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }];
     let config = MemoryConfig { slots, writers: 1, working_set: 1, writes_per_s: 1, seed: 3 };
     let guest = MemoryGuest::new(vm_id, config).unwrap();
-    // A section over several sectors, some of which have nothing else.
+    // A section that spans several sectors, some of which hold nothing else.
     guest.more_state(1500);
     guest
 }
@@ -47,16 +46,17 @@ pub fn numbers(disk: &MemoryDisk) -> Vec<u64> {
     open(disk, false).epochs().unwrap().iter().map(|e| e.epoch).collect()
 }
 
-/// A store, its guest, and memory at each checkpoint that is kept.
+/// A store, its guest, and memory at each kept checkpoint.
 pub struct Stored {
     pub disk: MemoryDisk,
     pub guest: Arc<MemoryGuest>,
     pub taken: BTreeMap<u64, Vec<u8>>,
-    /// Of those that were dropped, too.
+    /// Includes dropped checkpoints.
     pub all: BTreeMap<u64, Vec<u8>>,
 }
 
-/// Each process takes so many checkpoints, the first of them with all of memory; so many are kept.
+/// Creates a store: each process takes the given number of checkpoints, the first of them full;
+/// `keep` of them are kept.
 pub fn stored(processes: &[u64], keep: u64) -> Stored {
     let (disk, guest) = (MemoryDisk::default(), guest(VmId::random()));
     let mut taken = BTreeMap::new();
@@ -77,12 +77,12 @@ pub fn stored(processes: &[u64], keep: u64) -> Stored {
     Stored { disk, guest, taken, all }
 }
 
-/// The sectors in which epochs begin.
+/// Returns the sectors in which epochs begin.
 pub fn begins(log: &[u8]) -> Vec<usize> {
     (1..log.len() / 512).filter(|n| log[n * 512..n * 512 + 2] == [0x11, 0x80]).collect()
 }
 
-/// Another disk, with a bit of this sector of the log flipped, or all of it lost.
+/// Returns another disk, with a bit of this sector of the log flipped, or all of it lost.
 pub fn with_bad_sector(disk: &MemoryDisk, sector: usize, lost: bool) -> MemoryDisk {
     let disk = disk.copy();
     let mut log = disk.contents("log-1").unwrap();

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// The archive of the latest epoch on `disk`.
+/// Returns the archive of the latest epoch on `disk`.
 fn archived(disk: &MemoryDisk) -> (tempfile::NamedTempFile, Archive) {
     let file = tempfile::NamedTempFile::new().unwrap();
     let store = on(disk, false);
@@ -54,8 +54,8 @@ proptest! {
     }
 }
 
-/// Of an archive with drives in which a bit is turned over, and of one that is cut, nothing is
-/// restored, and no drive is written to; nor is what checks out and makes no sense.
+/// An archive with drives in which a bit is flipped, or which is truncated, restores nothing and
+/// writes to no drive. Neither does one whose checksums match but whose content makes no sense.
 #[test]
 fn an_archive_that_is_not_sound_leaves_drives_as_they_are() {
     let (disk, guest) = (MemoryDisk::default(), guest());
@@ -84,7 +84,7 @@ fn an_archive_that_is_not_sound_leaves_drives_as_they_are() {
         refused(bent);
     }
     (0..sound.len()).step_by(7).for_each(|end| drop(refused(sound[..end].to_vec())));
-    // Records, by where they begin: EPOCH, LAYOUT, CONFIGURATION, DRIVES, state, CONTENTS of memory
+    // Records by where they begin: EPOCH, LAYOUT, CONFIGURATION, DRIVES, state, CONTENTS of memory
     // and each drive.
     let tag = |at: usize| u16::from_le_bytes([sound[at], sound[at + 1]]);
     let next = |at: &usize| {
@@ -126,7 +126,7 @@ fn no_file_is_without_drives_and_silent_about_it() {
     let store = on(&disk, false);
     let file = tempfile::NamedTempFile::new().unwrap();
     assert_eq!(store.export_raw(Some(with), file.as_file(), file.path()).unwrap().drives, 2);
-    // One that has none is archived, whatever the guest has.
+    // An epoch without drives is archived, whatever drives the guest has.
     let (disk, file) = (MemoryDisk::default(), tempfile::NamedTempFile::new().unwrap());
     let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
     checkpointer.leave_drives();

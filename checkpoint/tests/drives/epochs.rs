@@ -1,8 +1,8 @@
-//! Which blocks an epoch has, whatever is written, discarded, failed or left out.
+//! The blocks of an epoch, whatever is written, discarded, failed or excluded.
 
 use super::*;
 
-/// What happens to a guest with drives.
+/// An event in the life of a guest with drives.
 #[derive(Clone, Debug)]
 enum Step {
     Write {
@@ -17,7 +17,7 @@ enum Step {
         len: u64,
     },
     Take,
-    /// With a full epoch, by another process.
+    /// Another process takes a full epoch.
     TakeAnew,
     Compact,
 }
@@ -119,7 +119,7 @@ fn an_epoch_has_what_changed_of_drives_and_nothing_else() {
     let store = on(&disk, false);
     let infos = store.epochs().unwrap();
     assert_eq!((infos[1].frames, infos[1].zero_frames, infos[1].drives), (4, 1, 2));
-    // Memory alone is in a file of memory.
+    // An export of memory holds memory only.
     let file = tempfile::NamedTempFile::new().unwrap();
     let export = store.export_raw(None, file.as_file(), file.path()).unwrap();
     assert_eq!(export.frames, 1);
@@ -130,8 +130,8 @@ fn an_epoch_has_what_changed_of_drives_and_nothing_else() {
     assert_eq!(page, [3; 4096]);
 }
 
-/// A drive of a TiB with some MiB in it, half of which is then discarded at once, as who trims it
-/// does: neither is read as a whole, nor does it take memory by the block.
+/// A drive of 1 TiB with some MiB of data, half of which is then discarded at once, as a trim does.
+/// Neither step reads the whole drive or takes memory per block.
 #[test]
 fn a_large_drive_costs_what_is_in_it() {
     const TIB: u64 = 1 << 40;
@@ -160,7 +160,7 @@ fn a_large_drive_costs_what_is_in_it() {
     let second = checkpointer.take().unwrap();
     assert_eq!(second.disk_blocks, TIB / 2 / PAGE_SIZE);
     assert!(second.written_bytes < 1 << 20, "{second:?}");
-    // Full again, built on by one, the oldest dropped.
+    // A full epoch again, one built on it, the oldest dropped.
     drop(checkpointer);
     let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
     checkpointer.keep(Some(1));
@@ -220,7 +220,7 @@ fn a_drive_that_cannot_be_read_costs_an_epoch_and_no_block() {
     assert_eq!(e.guest, RunState::Running);
     drive.fail_reads(false);
     checkpointer.take().unwrap();
-    // One that gets shorter behind the guest's back.
+    // A drive that is truncated behind the guest's back.
     drive.write(2 * PAGE_SIZE, &[2; 2 * BLOCK]).unwrap();
     drive.write(149 * PAGE_SIZE, &[2; 512]).unwrap();
     drive.cut(140 * PAGE_SIZE).unwrap();
@@ -249,7 +249,7 @@ fn drives_that_are_left_to_somebody_else_are_not_touched() {
     let (_, report) = restore(&on(&disk, false), None, &factory, Clock::Continue).unwrap();
     assert_eq!((report.drives, report.disk_blocks), (0, 0));
     assert!(contents(&factory.disks) == was);
-    // The next one has them again, and all of them.
+    // The next checkpointer includes the drives again, completely.
     let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
     let report = checkpointer.take().unwrap();
     assert_eq!(report.disk_blocks, 10);

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// The guest writes a number to memory, then to its drive, so many blocks, and so on: whatever
-/// moment an epoch is of, the drive is at most one behind.
+/// The guest repeatedly writes a number to memory, then to `blocks` blocks of its drive. At any
+/// instant the drive is at most one number behind.
 fn is_of_one_instant(blocks: u64, epochs: u32, copy_behind_from: u64) {
     let bytes = 100 * blocks * PAGE_SIZE;
     let numbered = || vec![TestDisk::new("one", bytes).unwrap()];
@@ -26,7 +26,7 @@ fn is_of_one_instant(blocks: u64, epochs: u32, copy_behind_from: u64) {
                 }
                 guest.write(Gfn(5), &n.to_le_bytes()).unwrap();
                 (10..60).for_each(|gfn| guest.write(Gfn(gfn), &n.to_le_bytes()).unwrap());
-                // In an order that goes over each again and again.
+                // In an order that revisits each place again and again.
                 let some = n.to_le_bytes().repeat(blocks as usize * BLOCK / 8);
                 guest.disks()[0].write(place(n), &some).unwrap();
             }
@@ -79,8 +79,8 @@ fn so_they_are_when_more_changes_than_has_room() {
     is_of_one_instant(40, 12, 10);
 }
 
-/// A store that takes so little that a write to the drive waits for too long: that costs an epoch,
-/// and what has no room is copied in the pause of the next.
+/// The store is so slow that a write to the drive waits for too long. That costs one epoch; the
+/// next one copies in the pause what has no room.
 #[test]
 fn a_store_that_is_too_slow_holds_the_drive_once() {
     const BLOCKS: u64 = 4000;
@@ -99,7 +99,7 @@ fn a_store_that_is_too_slow_holds_the_drive_once() {
                 if over.load(Ordering::Relaxed) {
                     return;
                 }
-                // It stands here.
+                // The guest's pause stops this thread here.
                 guest.write(Gfn(5), &[n]).unwrap();
                 guest.disks()[0].write(0, &vec![n; BLOCKS as usize * BLOCK]).unwrap();
             }

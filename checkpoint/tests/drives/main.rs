@@ -1,5 +1,5 @@
-//! Drives in the epochs of a guest: stored beside memory, from the same instant, and restored
-//! together with it.
+//! Drives in the epochs of a guest: stored with memory, of the same instant, and restored together
+//! with it.
 #![allow(clippy::unwrap_used)]
 
 mod archives;
@@ -25,8 +25,7 @@ use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 
 const BLOCK: usize = PAGE_SIZE as usize;
-/// Of two drives, the first with a block that is a part, and blocks enough for several records'
-/// runs.
+/// Two drives; the first has a partial block, and enough blocks for the runs of several records.
 const SIZES: [u64; 2] = [150 * PAGE_SIZE + 1536, 7 * PAGE_SIZE];
 
 fn disks() -> Vec<Arc<TestDisk>> {
@@ -38,7 +37,7 @@ fn guest() -> Arc<MemoryGuest> {
     MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), disks()).unwrap()
 }
 
-/// Where a guest is restored to: its disks are full of something else.
+/// Creates a factory for the restore: its disks hold other data.
 fn elsewhere() -> MemoryGuestFactory {
     let disks = disks();
     for disk in &disks {

@@ -1,4 +1,4 @@
-//! Restores that are cut, and stores that are damaged.
+//! Interrupted restores, and damaged stores.
 
 use super::*;
 
@@ -25,7 +25,7 @@ fn a_restore_that_is_cut_says_what_is_in_the_drives_and_can_be_repeated() {
     factory.disks[1].fail_writes_after(u64::MAX);
     restore(&store, None, &factory, Clock::Continue).unwrap();
     assert!(contents(&factory.disks) == contents(guest.disks()));
-    // Other drives are refused, and stay as they are.
+    // Drives of another size are refused and unchanged.
     for bytes in [SIZES[1] - 512, SIZES[1] + 512] {
         let mut factory = elsewhere();
         factory.disks[1] = TestDisk::new("two", bytes).unwrap();
@@ -34,7 +34,7 @@ fn a_restore_that_is_cut_says_what_is_in_the_drives_and_can_be_repeated() {
         assert!(said.contains("disk \"two\" (28672 bytes)"), "{said}");
         assert!(contents(&factory.disks) == was);
     }
-    // So they do when something else of the epoch is damaged.
+    // Drives are also unchanged if something else in the epoch is damaged.
     let pages = disk.contents("pages-1").unwrap();
     disk.put("pages-1", pages[..4096 * 3].to_vec());
     let factory = elsewhere();
@@ -44,7 +44,7 @@ fn a_restore_that_is_cut_says_what_is_in_the_drives_and_can_be_repeated() {
     assert!(contents(&factory.disks) == was);
 }
 
-/// Whichever block has rotten, no drive is given up for it.
+/// Whichever block is damaged, no drive is overwritten.
 #[test]
 fn a_block_that_is_damaged_costs_no_drive_anything() {
     let (disk, guest) = (MemoryDisk::default(), guest());
