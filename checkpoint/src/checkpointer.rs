@@ -136,6 +136,10 @@ impl Checkpointer {
     }
 
     /// Like [`new`](Self::new), with other limits for the staging area.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
     pub fn with_staging(
         guest: Arc<dyn Guest>,
         store: Store,
@@ -189,8 +193,8 @@ impl Checkpointer {
     }
 
     /// Sets how many epochs are kept, at least 1. Each stored epoch drops the oldest ones beyond
-    /// that number; an epoch that is being read is dropped with a later one. `None`, the default,
-    /// keeps all.
+    /// that number. While an epoch is being read, neither it nor any later one is dropped. `None`,
+    /// the default, keeps all.
     pub fn keep(&mut self, epochs: Option<u64>) {
         self.bounds.keep = epochs;
     }

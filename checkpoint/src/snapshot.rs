@@ -44,8 +44,9 @@ const PIECE_FRAMES: u64 = 64;
 /// most this many; otherwise they are protected, too.
 const LATE_FRAMES: u64 = 512;
 /// Frames that changed while others were being protected are protected before the pause, too, if
-/// there are more than this many, and more than the policy's own minimum. There are mostly fewer of
-/// them than in the round before, so each round takes less long and fewer frames change meanwhile.
+/// there are more than this many, or more than the policy's threshold (`Ways::behind_from`) if that
+/// is lower. There are mostly fewer of them than in the round before, so each round takes less long
+/// and fewer frames change meanwhile.
 const AGAIN_FRAMES: u64 = LATE_FRAMES / 2;
 /// Maximum number of extra rounds. After that the guest writes faster than frames are protected.
 const AGAIN_TIMES: u32 = 2;
