@@ -362,7 +362,8 @@ impl Keeping {
     ///
     /// # Errors
     ///
-    /// No block is under copy-before-write any more, and what was copied before is of no use.
+    /// After an error, no block is under copy-before-write any more, and what was copied before is
+    /// of no use.
     pub fn next(
         &mut self,
         runs: &mut Vec<FrameRun>,

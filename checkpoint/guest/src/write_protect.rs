@@ -20,7 +20,7 @@ pub trait Shield: Send + Sync {
     ///
     /// # Errors
     ///
-    /// Some of the frames are protected.
+    /// After an error, some of the frames are protected.
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError>;
 
     /// Unprotects `frames`, protected or not, and wakes the writers that wait for them.
