@@ -241,12 +241,12 @@ struct Pace {
 }
 
 impl Pace {
-    /// An epoch that was due begins `now`. Returns how late it is and how many more were due, and
-    /// sets when the next one is.
+    /// Begins the due epoch at `now`, and sets when the next one is due. Returns how late it is and
+    /// how many further epochs were due.
     fn begin(&mut self, now: Instant) -> (Duration, u64) {
         let late = now.saturating_duration_since(self.due);
         if late < self.every {
-            // On time or nearly: the grid stays, so that small delays do not add up.
+            // On time or nearly: the grid does not move, so that small delays do not add up.
             self.due += self.every;
             return (late, 0);
         }
