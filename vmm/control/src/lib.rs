@@ -1,5 +1,5 @@
-//! What an operator asks of a guest: the jobs on it (checkpoints, migrations, looks at its writes),
-//! and the API, HTTP over a unix socket, with its client.
+//! Serves an operator's requests to a guest: the jobs on the guest (checkpoints, migrations,
+//! watches of its writes), and the API (HTTP over a unix socket) with its client.
 //!
 //! `model` (the JSON) <- `jobs` <- `api`.
 

@@ -1,4 +1,4 @@
-//! Owns what the API serves: at first nothing, then one guest with its jobs, to its end.
+//! Owns what the API serves: no guest at first, then one guest with its jobs until that guest ends.
 
 use std::io;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -13,30 +13,31 @@ use tracing::Span;
 
 use crate::jobs::Jobs;
 
-/// Takes the reason.
+/// Ends the wait for a guest. The argument is the reason.
 type Hook = Box<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 
-/// Time for storing the decision that a guest runs here, and for resuming it.
+/// Limit for storing the decision that the guest runs here, and for resuming the guest.
 const DECISION_LIMIT: Duration = Duration::from_secs(5);
-/// Upper bound on taking over a guest once its source has handed it over: copies of disks are given
-/// up to the devices, which then take their files, side by side. Either fails if it takes longer.
-/// To release the files again then takes no time: nothing was written to them here that would have
-/// to be made durable. In all, less than the 30 s for which a client waits by default.
+/// Upper bound on taking over a guest after its source has handed it over. The steps are: the disk
+/// copies are handed to the devices, then the devices open their files in parallel. A step that
+/// exceeds its limit fails. Releasing the files again takes no time, because nothing that would
+/// have to be made durable was written to them here. The sum is less than the 30 s for which a
+/// client waits by default.
 const TAKE_OVER_LIMIT: Duration =
     ACQUIRE_LIMIT.saturating_add(driftline_migrate::YIELD_LIMIT).saturating_add(DECISION_LIMIT);
-/// Interval between requests to end the wait for a guest, while they are refused.
+/// Interval between attempts to end the wait for a guest while the attempts are refused.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The state behind every request.
 pub struct App {
     jobs: OnceLock<Arc<Jobs>>,
-    /// No guest comes any more: the process ends.
+    /// Whether the process ends, so that no guest arrives any more.
     is_over: Mutex<bool>,
     /// Notified when `is_over` or `jobs` is set.
     changed: Condvar,
-    /// Threads that end the guest, or the wait for one.
+    /// Threads that stop the guest or end the wait for one.
     stops: Mutex<Vec<StopThread>>,
-    /// How far a guest is that comes from another host.
+    /// Returns the progress of the guest that arrives from another host.
     arriving: Box<dyn Fn() -> Arriving + Send + Sync>,
     /// Ends the wait for a guest.
     give_up: Hook,
@@ -45,29 +46,30 @@ pub struct App {
 /// A thread of [`App::interrupt_aside`].
 struct StopThread {
     thread: JoinHandle<()>,
-    /// Disconnected once the thread has no reference to the [`App`] any more.
+    /// Disconnected once the thread no longer holds a reference to the [`App`].
     ended: mpsc::Receiver<()>,
 }
 
-/// Where a guest that is not here yet stands.
+/// The state of a guest that has not arrived yet.
 #[derive(Clone, Debug, Default)]
 pub struct Arriving {
-    /// Why there is none, as the end of a sentence.
+    /// The reason why there is no guest yet, phrased as the end of a sentence.
     pub words: String,
-    /// What has come of it.
+    /// What has been received so far.
     pub progress: Progress,
 }
 
 impl App {
-    /// Serves a guest that is already there.
+    /// Creates an app that serves an existing guest.
     pub fn new(jobs: Arc<Jobs>) -> Arc<Self> {
         let app = Self::waiting(Arriving::default, |_| Ok(()));
         app.provide(jobs);
         app
     }
 
-    /// Will serve a guest later; until then requests are told how it is `arriving`. `give_up` is
-    /// called with the reason when the wait is to end; it refuses once the guest is this host's.
+    /// Creates an app that serves a guest later. Until then, requests receive the state that
+    /// `arriving` returns. `give_up` is called with the reason when the wait is to end; it refuses
+    /// once this host owns the guest.
     pub fn waiting(
         arriving: impl Fn() -> Arriving + Send + Sync + 'static,
         give_up: impl Fn(&str) -> Result<(), String> + Send + Sync + 'static,
@@ -82,7 +84,7 @@ impl App {
         })
     }
 
-    /// Here is the guest. Only the first one counts.
+    /// Provides the guest to serve. Only the first call has an effect.
     pub fn provide(&self, jobs: Arc<Jobs>) {
         let is_over = self.lock();
         let _ = self.jobs.set(jobs);
@@ -90,7 +92,7 @@ impl App {
         self.changed.notify_all();
     }
 
-    /// The process ends: a guest that is not here yet does not come.
+    /// Marks the process as ending: a guest that has not arrived yet will not arrive.
     pub(super) fn close(&self) {
         *self.lock() = true;
         self.changed.notify_all();
@@ -100,38 +102,43 @@ impl App {
         self.is_over.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The guest and its jobs, or why there is none.
+    /// Returns the guest and its jobs.
+    ///
+    /// # Errors
+    /// The reason why there is no guest yet.
     pub fn jobs(&self) -> Result<&Arc<Jobs>, String> {
         self.jobs.get().ok_or_else(|| format!("there is no guest yet: {}", (self.arriving)().words))
     }
 
-    /// The span of what is logged for the guest; none while there is none.
+    /// Returns the guest's logging span, or the empty span while there is no guest.
     pub(super) fn span(&self) -> Span {
         self.jobs.get().map_or_else(Span::none, |jobs| jobs.span().clone())
     }
 
-    /// How far the guest is, while there is none.
+    /// Returns the progress of the guest's arrival, or `None` once the guest is here.
     pub fn arriving(&self) -> Option<Progress> {
         self.jobs.get().is_none().then(|| (self.arriving)().progress)
     }
 
-    /// Someone wants this process to end: stops the guest, or the wait for one. Refused while
-    /// another host may have the guest. A guest that was just handed over to this process is
-    /// stopped as soon as it has been taken over. Blocks.
+    /// Stops the guest, or ends the wait for one. A guest that was just handed over to this process
+    /// is stopped as soon as it has been taken over. Blocks.
+    ///
+    /// # Errors
+    /// The reason why the guest cannot be stopped: for example, another host may own it.
     pub fn interrupt(&self, why: &str) -> Result<(), String> {
         let until = Instant::now() + TAKE_OVER_LIMIT;
         loop {
             if let Some(jobs) = self.jobs.get() {
                 return jobs.span().in_scope(|| jobs.stop(why));
             }
-            // No longer refused once the take-over has failed.
+            // `give_up` no longer refuses once the take-over has failed.
             let Err(too_late) = (self.give_up)(why) else { return Ok(()) };
             let waits = |is_over: &mut bool| !*is_over && self.jobs.get().is_none();
             let waited = self.changed.wait_timeout_while(self.lock(), RETRY_INTERVAL, waits);
             let is_over = *waited.unwrap_or_else(PoisonError::into_inner).0;
             match self.jobs.get() {
                 Some(_) => {}
-                // The guest could not be taken over, and the process says why.
+                // The guest could not be taken over. The process reports the reason.
                 None if is_over => return Ok(()),
                 None if Instant::now() >= until => return Err(too_late),
                 None => {}
@@ -139,14 +146,14 @@ impl App {
         }
     }
 
-    /// As [`interrupt`](Self::interrupt), on a thread of its own, which starts at once: those of
-    /// the runtime may all wait for storage.
+    /// Runs [`interrupt`](Self::interrupt) on a new thread, which starts at once. The runtime's
+    /// blocking threads cannot be used: all of them may be waiting for storage.
     pub(super) async fn interrupt_aside(self: Arc<Self>, why: &'static str) -> Result<(), String> {
         let (answer, answered) = oneshot::channel();
         let (end, ended) = mpsc::channel::<()>();
         let app = self.clone();
         let interrupt = move || {
-            // A client that asked for it may have left.
+            // The client that sent the request may have disconnected.
             let _ = answer.send(app.interrupt(why));
             drop(app);
             drop(end);
@@ -159,15 +166,15 @@ impl App {
         answered.await.unwrap_or_else(|_| Err("the thread that ends it has panicked".to_owned()))
     }
 
-    /// Keeps a thread for [`join_stops`](Self::join_stops).
+    /// Records a thread for [`join_stops`](Self::join_stops).
     fn keep(&self, stop: StopThread) {
         let mut stops = self.stops.lock().unwrap_or_else(PoisonError::into_inner);
         stops.retain(|stop| !stop.thread.is_finished());
         stops.push(stop);
     }
 
-    /// Joins the threads of [`interrupt_aside`](Self::interrupt_aside), each of which may have a
-    /// reference to the guest. Those that have not ended within `limit` are left behind.
+    /// Joins the threads of [`interrupt_aside`](Self::interrupt_aside), each of which may hold a
+    /// reference to the guest. Threads that have not ended within `limit` are not joined.
     pub(super) fn join_stops(&self, limit: Duration) {
         let until = Instant::now() + limit;
         let stops = std::mem::take(&mut *self.stops.lock().unwrap_or_else(PoisonError::into_inner));
@@ -177,7 +184,7 @@ impl App {
                 Err(RecvTimeoutError::Timeout) => {
                     tracing::warn!("a request to stop is still under way: ending without it");
                 }
-                // If it has panicked, its client was told.
+                // If the thread has panicked, its client has received an error.
                 _ => _ = thread.join(),
             }
         }
@@ -215,7 +222,7 @@ mod tests {
         std::thread::scope(|scope| {
             let stopping = scope.spawn(|| app.interrupt("the test says so"));
             let dir = tempfile::tempdir().unwrap();
-            // Whichever is first.
+            // Either thread may be first.
             std::thread::yield_now();
             app.provide(Jobs::new(vm.clone(), dir.path().to_owned()));
             assert_eq!(stopping.join().unwrap(), Ok(()));

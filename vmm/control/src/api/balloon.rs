@@ -1,4 +1,4 @@
-//! The requests about a guest's balloon.
+//! Handles the requests for a guest's balloon.
 
 use axum::Json;
 use axum::extract::State;

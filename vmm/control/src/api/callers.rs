@@ -1,15 +1,15 @@
-//! The bounded number of connections to the API.
+//! Bounds the number of connections to the API.
 //!
-//! A connection on which a request is being answered is busy, all others are idle, also those that
-//! have said nothing, have sent half a request, or do not read their answer. A newcomer takes the
-//! place of the oldest idle connection if [`IDLE`] of them are open, so that clients who say
-//! nothing keep no operator out.
+//! A connection is busy while a request on it is being answered. Every other connection is idle,
+//! including a connection that has sent nothing, has sent half a request, or does not read its
+//! answer. If [`IDLE`] connections are idle, a new connection displaces the oldest idle one, so
+//! that silent clients cannot lock an operator out.
 //!
-//! A request is answered once all of it has come, for which it has [`BODY_LIMIT`], unless the limit
-//! of its [`Class`] is reached. It runs to its end and counts until then, also when its client has
-//! left: it may wait for a stuck disk, and clients that give up and come again must not pile such
-//! waits up. Only a request that waits for news ([`Class::Wait`]) ends with its client, at the
-//! latest [`LOOK_EVERY`] after it.
+//! The server answers a request once its whole body has arrived, within [`BODY_LIMIT`], unless the
+//! limit of the request's [`Class`] is reached. The request runs to completion and counts until
+//! then, even if its client disconnects: it may wait for a stuck disk, and clients that give up and
+//! retry must not accumulate such waits. Only a request that waits for news ([`Class::Wait`]) ends
+//! with its client, at most [`LOOK_EVERY`] after the client disconnects.
 
 use std::io;
 use std::pin::Pin;
@@ -31,17 +31,18 @@ use tokio::net::{UnixListener, UnixStream};
 
 use super::fault::{Fault, read_body};
 
-/// Idle connections that stay open.
+/// Maximum number of idle connections that stay open.
 const IDLE: usize = 64;
-/// Requests of [`Class::Wait`], and of [`Class::Other`], that are answered at once.
+/// Maximum number of concurrent requests of [`Class::Wait`], and of [`Class::Other`].
 const BUSY: usize = 64;
-/// Requests of each other class that are answered at once.
+/// Maximum number of concurrent requests of each other class.
 const RESERVE: usize = 16;
-/// Interval at which a request that waits looks whether its client has left.
+/// Interval at which a waiting request checks whether its client has disconnected.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Time for a request's body to come.
+/// Limit for receiving a request's body.
 const BODY_LIMIT: Duration = Duration::from_secs(10);
-/// Pause after a connection could not be accepted, most likely for want of file descriptors.
+/// Delay after a connection could not be accepted, most likely because the process has no free file
+/// descriptor.
 const RETRY: Duration = Duration::from_millis(100);
 
 /// The API's socket, and the connections to it.
@@ -51,38 +52,40 @@ pub(super) struct Callers {
     open: Arc<Open>,
 }
 
-/// The connections, ascending by the time at which they were last busy, or came.
+/// The connections, in ascending order of the time at which they were last busy or, if never busy,
+/// accepted.
 #[derive(Debug, Default)]
 struct Open(Mutex<Connections>);
 
 #[derive(Debug, Default)]
 struct Connections {
     places: Vec<Place>,
-    /// Requests that are being answered, by class; some of their connections may have ended.
+    /// Number of requests that are being answered, by class. Some of their connections may have
+    /// ended.
     answering: [usize; Class::COUNT],
-    /// Their number is the next one's name.
+    /// Number of connections accepted so far; the last one's name.
     named: u64,
 }
 
 #[derive(Debug)]
 struct Place {
     name: u64,
-    /// A request is being answered.
+    /// Whether a request is being answered on the connection.
     busy: bool,
-    /// Of the task that reads from it.
+    /// Waker of the task that reads from the connection.
     reader: Option<Waker>,
-    /// Of the task that writes to it.
+    /// Waker of the task that writes to the connection.
     writer: Option<Waker>,
 }
 
-/// Requests with a bound of their own.
+/// A group of requests with a limit of its own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Class {
-    /// An operator looks.
+    /// An operator reads the guest's state.
     Look,
     /// An operator ends the guest.
     Stop,
-    /// An operator ends a job, or says what becomes of a guest in doubt.
+    /// An operator ends a job, or resolves a migration in doubt.
     End,
     /// A client waits for news.
     Wait,
@@ -93,10 +96,11 @@ impl Class {
     const COUNT: usize = 5;
 
     fn of(method: &Method, uri: &Uri) -> Self {
-        // A router that answers GET answers HEAD in the same way.
+        // A router that answers GET also answers HEAD in the same way.
         let reads = [Method::GET, Method::HEAD].contains(method);
         let path = uri.path();
-        // Neither changes anything when it is dropped, but that to drop the first ends a run.
+        // Dropping either request changes nothing, except that dropping the first one ends an
+        // attached run.
         let waits =
             path == "/checkpoint/hold" || uri.query().is_some_and(|q| q.contains("wait_ms="));
         match path {
@@ -109,7 +113,7 @@ impl Class {
         }
     }
 
-    /// How many of them are answered at once.
+    /// Returns the maximum number of concurrent requests of this class.
     fn limit(self) -> usize {
         match self {
             Self::Wait | Self::Other => BUSY,
@@ -118,7 +122,7 @@ impl Class {
     }
 }
 
-/// A connection, for its requests.
+/// A connection, as its requests see it.
 #[derive(Clone, Debug)]
 pub(super) struct Caller {
     open: Arc<Open>,
@@ -126,7 +130,7 @@ pub(super) struct Caller {
     stream: Weak<UnixStream>,
 }
 
-/// A connection's bytes. It ends when it gives way to another one.
+/// A connection's byte stream. It ends when the connection is displaced.
 #[derive(Debug)]
 pub(super) struct Stream {
     stream: Arc<UnixStream>,
@@ -150,7 +154,7 @@ impl Connections {
         self.places.iter_mut().find(|place| place.name == name)
     }
 
-    /// Makes room for one idle connection.
+    /// Makes room for one idle connection: displaces the oldest idle one if [`IDLE`] are open.
     fn make_room(&mut self) {
         if self.places.iter().filter(|place| !place.busy).count() < IDLE {
             return;
@@ -207,17 +211,17 @@ struct Busy {
     class: Class,
 }
 
-/// Why a request is not answered.
+/// The reason why a request is not answered.
 #[derive(PartialEq, Eq, Debug)]
 enum Refusal {
-    /// As many of its class are being answered as may be.
+    /// The limit of the request's class is reached.
     Full,
-    /// Its connection gave way to another one while its body came.
+    /// The connection was displaced while the request's body arrived.
     Displaced,
 }
 
 impl Caller {
-    /// Makes the connection busy with a request.
+    /// Marks the connection as busy with a request of `class`.
     fn begin(&self, class: Class) -> Result<Busy, Refusal> {
         let mut open = self.open.lock();
         let Connections { places, answering, .. } = &mut *open;
@@ -232,13 +236,13 @@ impl Caller {
         Ok(Busy { caller: self.clone(), class })
     }
 
-    /// Waits until the client has left. The server itself does not see that if the client has sent
-    /// a byte more than its request.
+    /// Waits until the client has disconnected. The server itself does not notice that if the
+    /// client has sent a byte more than its request.
     async fn departure(&self) {
         let left = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
         while let Some(stream) = self.stream.upgrade() {
             let mut polled = [PollFd::new(&*stream, left)];
-            // A failure says nothing of the client.
+            // A failed poll says nothing about the client.
             let _ = poll(&mut polled, Some(&Timespec::default()));
             if polled[0].revents().intersects(left) {
                 return;
@@ -262,7 +266,7 @@ impl Drop for Busy {
     }
 }
 
-/// Has a request answered once its body is here, if there is room for it.
+/// Answers a request once its body has arrived, if the request's class is below its limit.
 pub(super) async fn admit(
     ConnectInfo(caller): ConnectInfo<Caller>,
     request: Request,
@@ -312,14 +316,15 @@ impl Drop for Stream {
 }
 
 impl Stream {
-    /// Keeps the waker of the task that waits for the connection. `false` if that was displaced.
+    /// Stores the waker of the task that waits for the connection. Returns `false` if the
+    /// connection was displaced.
     fn keep(&self, waker: &Waker, of: fn(&mut Place) -> &mut Option<Waker>) -> bool {
         let mut open = self.caller.open.lock();
         let kept = open.place(self.caller.name).map(of);
         kept.map(|kept| *kept = Some(waker.clone())).is_some()
     }
 
-    /// Writes by `write` as soon as the stream takes something.
+    /// Calls `write` as soon as the stream is writable.
     fn poll_with(
         &self,
         context: &mut Context<'_>,
@@ -345,7 +350,7 @@ impl AsyncRead for Stream {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         if !self.keep(context.waker(), |place| &mut place.reader) {
-            // As if the client had closed it.
+            // The same as if the client had closed the connection.
             return Poll::Ready(Ok(()));
         }
         loop {
@@ -384,7 +389,7 @@ impl AsyncWrite for Stream {
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        // Nothing is kept back here; one that was displaced ends all the same.
+        // This type buffers nothing. A displaced connection fails nevertheless.
         Poll::Ready(match self.keep(context.waker(), |place| &mut place.writer) {
             true => Ok(()),
             false => Err(io::ErrorKind::BrokenPipe.into()),
@@ -402,7 +407,7 @@ mod tests {
 
     use super::*;
 
-    /// The API's socket, and a way to connect to it.
+    /// Returns the API's socket, and a function that connects to it.
     fn listen() -> (Callers, impl Fn() -> std::os::unix::net::UnixStream) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
@@ -429,7 +434,7 @@ mod tests {
             let flushed = poll_fn(|context| Pin::new(&mut stream).poll_flush(context)).await;
             (wrote.map_err(|e| e.kind()), flushed.map_err(|e| e.kind()))
         });
-        // It waits.
+        // The task waits.
         tokio::task::yield_now().await;
         let mut others = Vec::new();
         for _ in 0..IDLE {
@@ -459,13 +464,13 @@ mod tests {
         let (mut callers, connect) = listen();
         let classes = [Class::Other, Class::Wait, Class::End, Class::Stop, Class::Look];
         let mut begun = Vec::new();
-        // What fills one class takes nothing of the others.
+        // A full class does not reduce the limit of the others.
         for class in classes {
             for _ in 0..class.limit() {
                 let client = connect();
                 let (stream, caller) = callers.accept().await;
                 begun.push(caller.begin(class).unwrap());
-                // It leaves; its request does not.
+                // The client disconnects; its request continues.
                 drop((client, stream));
             }
             let _client = connect();

@@ -1,4 +1,4 @@
-//! Owns the other end of the API socket: one request, one connection, one answer.
+//! Owns the client end of the API socket: each request uses one connection and has one answer.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,27 +15,28 @@ use tokio::net::UnixStream;
 
 use crate::model::FaultMessage;
 
-/// The largest answer: reports of a long checkpoint run come in pieces that are far smaller.
+/// The largest answer, in bytes. The reports of a long checkpoint run arrive in pages that are far
+/// smaller.
 const ANSWER_LIMIT: usize = 16 << 20;
 
-/// Why a request has no answer.
+/// The reason why a request has no answer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// Nobody listens there.
+    /// Nothing listens on the socket.
     #[error("{}", unreachable(socket, cause))]
     Connect {
         /// The socket's path.
         socket: PathBuf,
-        /// The system's answer.
+        /// The error of the connection attempt.
         cause: io::Error,
     },
-    /// The connection ended, or what came is no answer.
+    /// The connection ended, or the received bytes are not an answer.
     #[error("the VMM on {} has ended, or did not answer properly: {why}", socket.display())]
     Broken {
         /// The socket's path.
         socket: PathBuf,
-        /// What happened.
+        /// What went wrong.
         why: String,
     },
     /// No answer came in time.
@@ -49,15 +50,15 @@ pub enum ClientError {
         socket: PathBuf,
         /// Method and path.
         request: String,
-        /// How long was waited.
+        /// How long the client waited.
         limit: Duration,
     },
-    /// The request was refused, in the server's words.
+    /// The server refused the request; the text is the server's.
     #[error("{0}")]
     Fault(String),
 }
 
-/// Why a socket cannot be connected to, and what to look at.
+/// Returns the message that says why a socket cannot be connected to and what to check.
 fn unreachable(socket: &Path, cause: &io::Error) -> String {
     let path = socket.display();
     match cause.kind() {
@@ -79,34 +80,39 @@ fn unreachable(socket: &Path, cause: &io::Error) -> String {
 pub struct Client {
     socket: PathBuf,
     timeout: Duration,
-    /// When all requests have to be answered.
+    /// Time by which all requests must be answered.
     deadline: Option<Instant>,
 }
 
-/// How long a request waits for its answer unless said otherwise: more than twice what a VMM takes
-/// to refuse a pause because a device is stuck.
+/// Default limit for an answer: more than twice the time that a VMM takes to refuse a pause because
+/// a device is stuck.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Interval at which a request is sent again of which as many are being answered as may be.
+/// Interval at which the client repeats a request that the server refused because its class was at
+/// its limit.
 const RETRY: Duration = Duration::from_millis(200);
 
 impl Client {
-    /// A client of the API on `socket`. Nothing is opened yet.
+    /// Creates a client of the API on `socket`. Opens nothing yet.
     pub fn new(socket: impl Into<PathBuf>) -> Self {
         Self { socket: socket.into(), timeout: TIMEOUT, deadline: None }
     }
 
-    /// The same, with another limit for each request. One that asks the VMM to hold its answer back
-    /// (`wait_ms` in its path) has that time on top.
+    /// Sets the limit for each request. A request that asks the VMM to delay its answer (`wait_ms`
+    /// in its path) has that time in addition.
     pub fn with_timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
     }
 
-    /// The same, for several requests that have the time of one together, from now on.
+    /// Makes all further requests share the time of a single one, starting now.
     pub fn within_timeout(self) -> Self {
         Self { deadline: Instant::now().checked_add(self.timeout), ..self }
     }
 
-    /// The number of the process that listens on the socket; `None` where the system does not tell.
+    /// Returns the id of the process that listens on the socket, or `None` if the system does not
+    /// report it.
+    ///
+    /// # Errors
+    /// [`ClientError::Connect`] if the socket cannot be connected to.
     pub async fn process(&self) -> Result<Option<i32>, ClientError> {
         let connected = UnixStream::connect(&self.socket).await;
         let peer = connected.and_then(|stream| stream.peer_cred());
@@ -114,17 +120,23 @@ impl Client {
         Ok(peer.map_err(failed)?.pid().filter(|pid| *pid > 0))
     }
 
-    /// Where it connects to.
+    /// Time during which at least one of them was waiting, in µs.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// `GET path`.
+    /// Sends `GET path`.
+    ///
+    /// # Errors
+    /// Those of [`call`](Self::call).
     pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
         self.call(Method::GET, path, None::<&()>).await
     }
 
-    /// One request; an empty answer reads as `null`, which is what `()` is in JSON.
+    /// Sends one request. An empty answer reads as `null`, which is the JSON of `()`.
+    ///
+    /// # Errors
+    /// A [`ClientError`]: the server is unreachable, broken, silent, or has refused the request.
     pub async fn call<T: DeserializeOwned>(
         &self,
         method: Method,
@@ -139,7 +151,7 @@ impl Client {
         let exchange = async {
             loop {
                 let answer = self.exchange(method.clone(), path, body).await?;
-                // The VMM has not begun with it.
+                // The VMM has not started the request.
                 if answer.0 != StatusCode::SERVICE_UNAVAILABLE || Instant::now() >= until {
                     return Ok(answer);
                 }
@@ -186,7 +198,7 @@ impl Client {
         let body = Limited::new(response.into_body(), ANSWER_LIMIT).collect().await;
         let bytes = body.map_err(|e| self.broken(e))?.to_bytes();
         drop(sender);
-        // The answer is complete: how the connection ends does not matter.
+        // The answer is complete, so the way the connection ends does not matter.
         let _ = driver.await;
         Ok((status, bytes))
     }
@@ -196,7 +208,7 @@ impl Client {
     }
 }
 
-/// How long a request asks the VMM to hold its answer back.
+/// Returns how long a request asks the VMM to delay its answer.
 fn wait_of(path: &str) -> Duration {
     let query = path.split_once('?').map_or("", |(_, query)| query);
     let wait = query.split('&').find_map(|parameter| parameter.strip_prefix("wait_ms="));

@@ -1,5 +1,5 @@
-//! What the API shows of a guest's devices, with Firecracker's names where it has the thing. They
-//! are chosen when the guest is started, and stay.
+//! Shows a guest's devices, under Firecracker's names where Firecracker has the same device. The
+//! devices are chosen when the guest is started and do not change.
 
 use axum::Json;
 use axum::extract::{Path, State};
@@ -52,7 +52,8 @@ fn none(kind: &str, id: &str) -> Fault {
     Fault::new(format!("the guest has no {kind} \"{id}\""))
 }
 
-/// The devices' part of `GET /vm/config`: of each kind a list, or the one that there is.
+/// Returns the devices' part of `GET /vm/config`: a list for each kind, or a single object where a
+/// guest has at most one.
 pub(super) fn all(devices: &[DeviceConfig]) -> Map<String, Value> {
     let (mut drives, mut interfaces) = (Vec::new(), Vec::new());
     let mut all = Map::new();

@@ -1,9 +1,9 @@
-//! `/dirty/watch`: what a guest writes, for somebody who looks on: where, how fast, by whom, and
-//! what its jobs are doing.
+//! `/dirty/watch`: shows where, how fast and by which vCPU a guest writes, and what its jobs do.
 //!
-//! `POST` begins a watch, which has a subscription of its own; each `GET` of it answers with what
-//! was written since the one before, and `DELETE` ends it. One that nobody asks any more ends by
-//! itself: a client that dies must not leave the guest's writes followed for ever.
+//! `POST` begins a watch, which has its own subscription. Each `GET` of the watch answers with what
+//! was written since the previous one, and `DELETE` ends the watch. A watch that no client reads
+//! any more ends by itself, so that the guest's writes are not tracked forever for a client that
+//! has died.
 
 use std::time::Duration;
 
@@ -17,9 +17,9 @@ use super::fault::{Fault, Input};
 use super::handler::{Answer, Shared, blocking};
 use crate::model::{MAX_BINS, WatchBegun, WatchPage, WatchRequest};
 
-/// Ranges where nobody asks for a number.
+/// Default number of ranges.
 const USUAL_BINS: u32 = 1024;
-/// The longest window that can be asked for.
+/// The longest window that a client can request.
 pub const MAX_WAIT: Duration = Duration::from_secs(60);
 
 pub(super) async fn begin(
@@ -35,7 +35,7 @@ pub(super) async fn begin(
     Ok(Json(WatchBegun { watch }))
 }
 
-/// Which watch is meant, and how long its window shall be.
+/// The watch that a request names, and the length of its window.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Asked {

@@ -1,4 +1,4 @@
-//! Owns what a request is answered with when it cannot be done, and how request bodies are read.
+//! Owns the answer to a request that cannot be done, and reads request bodies.
 
 use axum::Json;
 use axum::body::{Body, Bytes};
@@ -10,10 +10,11 @@ use serde::de::DeserializeOwned;
 use crate::jobs::OperatorError;
 use crate::model::FaultMessage;
 
-/// The largest request body: ours have a few hundred bytes.
+/// The largest request body, in bytes. Driftline's client sends a few hundred.
 const BODY_LIMIT: usize = 16 << 10;
 
-/// A refusal: 400 with a sentence, like Firecracker's, or another status where HTTP has one.
+/// A refusal: status 400 with a sentence, as Firecracker does, or another status where HTTP has a
+/// better one.
 #[derive(Debug)]
 pub(super) struct Fault {
     status: StatusCode,
@@ -21,17 +22,17 @@ pub(super) struct Fault {
 }
 
 impl Fault {
-    /// The request cannot be done; `message` says why.
+    /// Creates a refusal with status 400. `message` says why the request cannot be done.
     pub(super) fn new(message: impl Into<String>) -> Self {
         Self { status: StatusCode::BAD_REQUEST, message: message.into() }
     }
 
-    /// Another status than 400.
+    /// Creates a refusal with another status than 400.
     pub(super) fn of(status: StatusCode, message: impl Into<String>) -> Self {
         Self { status, message: message.into() }
     }
 
-    /// A part of this program failed.
+    /// Creates a refusal because a part of this program failed.
     pub(super) fn internal(message: impl Into<String>) -> Self {
         Self { status: StatusCode::INTERNAL_SERVER_ERROR, message: message.into() }
     }
@@ -49,7 +50,7 @@ impl IntoResponse for Fault {
     }
 }
 
-/// All of a body, if it is not too long.
+/// Reads a whole body of at most [`BODY_LIMIT`] bytes.
 pub(super) async fn read_body(body: Body) -> Result<Bytes, Fault> {
     axum::body::to_bytes(body, BODY_LIMIT).await.map_err(|e| Fault {
         status: StatusCode::PAYLOAD_TOO_LARGE,
@@ -57,7 +58,7 @@ pub(super) async fn read_body(body: Body) -> Result<Bytes, Fault> {
     })
 }
 
-/// A request's JSON body, bounded before it is read.
+/// A request's JSON body. Its size is limited before it is read.
 pub(super) struct Input<T>(pub(super) T);
 
 impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Input<T> {

@@ -1,4 +1,4 @@
-//! What the handlers of requests share: their state, their answers, and calls that may block.
+//! Shared parts of the request handlers: their state, their answers, and calls that may block.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use super::app::App;
 use super::fault::Fault;
 use crate::jobs::Jobs;
 
-/// What every handler gets.
+/// The state that every handler receives.
 pub(super) type Shared = State<Arc<App>>;
-/// What most handlers give.
+/// The result of most handlers.
 pub(super) type Answer<T> = Result<Json<T>, Fault>;
 
-/// Runs `call` where it may block.
+/// Runs `call` on a thread that may block.
 pub(super) async fn blocking<T: Send + 'static>(
     app: Arc<App>,
     call: impl FnOnce(&Arc<Jobs>) -> Result<T, Fault> + Send + 'static,

@@ -1,10 +1,10 @@
 //! The API: HTTP/1.1 with JSON over a unix socket that only its owner may connect to.
 //!
-//! Paths and JSON are Firecracker's where it has the thing (`/`, `/version`, `/machine-config`,
-//! `/vm`, `/vm/config`, `/actions`, `/balloon`, `/drives/{id}`, `/network-interfaces/{id}`,
-//! `/vsock`); `/info`, `/stop`, `/dirty`, `/dirty/watch`, `/metrics`, `/migration`,
-//! `/migration/plan` and `/checkpoint` are ours. A request is answered with 200 and JSON, 204, or a
-//! refusal with `fault_message`.
+//! Paths and JSON are Firecracker's where it has the same thing (`/`, `/version`,
+//! `/machine-config`, `/vm`, `/vm/config`, `/actions`, `/balloon`, `/drives/{id}`,
+//! `/network-interfaces/{id}`, `/vsock`). `/info`, `/stop`, `/dirty`, `/dirty/watch`, `/metrics`,
+//! `/migration`, `/migration/plan` and `/checkpoint` are Driftline's own. The server answers a
+//! request with 200 and JSON, with 204, or with a refusal that has a `fault_message`.
 
 mod app;
 mod balloon;

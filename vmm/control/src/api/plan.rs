@@ -1,5 +1,5 @@
-//! `POST /migration/plan`: what a migration of this guest, and checkpoints of it, would come to.
-//! Nothing is begun.
+//! `POST /migration/plan`: forecasts a migration of this guest, and checkpoints of it. Starts
+//! neither.
 
 use std::time::Duration;
 
@@ -15,68 +15,68 @@ use super::handler::{Answer, Shared, blocking};
 use crate::jobs::Watched;
 use crate::model::MAX_DOWNTIME_MS;
 
-/// What a link is taken to carry if nothing is said, bytes/s: 10 Gbit/s.
+/// Assumed bandwidth of the link if the request gives none, in bytes/s: 10 Gbit/s.
 pub const ASSUMED_BANDWIDTH: u64 = 1_250_000_000;
-/// Intervals of checkpoints that are looked at, ms.
+/// Intervals for which checkpoints are forecast, in ms.
 const CADENCES_MS: [u64; 7] = [10, 25, 50, 100, 250, 500, 1000];
 
 /// `POST /migration/plan`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanRequest {
-    /// The pause that the guest may notice; 300.
+    /// Downtime target, in ms; by default 300.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_ms: Option<u64>,
-    /// What the link carries, bytes/s; [`ASSUMED_BANDWIDTH`].
+    /// Bandwidth of the link, in bytes/s; by default [`ASSUMED_BANDWIDTH`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth_bytes_per_s: Option<u64>,
 }
 
-/// Whether a migration would end by itself.
+/// Whether a migration would converge.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PlanVerdict {
-    /// It would, with every vCPU at full speed.
+    /// It would converge with every vCPU at full speed.
     Converges,
-    /// It would, with vCPUs held back.
+    /// It would converge with throttled vCPUs.
     ConvergesThrottled,
-    /// It would not.
+    /// It would not converge.
     DoesNotConverge,
 }
 
-/// The answer.
+/// The answer to `POST /migration/plan`.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Plan {
-    /// In a word.
+    /// The verdict in one word.
     pub verdict: PlanVerdict,
-    /// What the link was taken to carry, bytes/s.
+    /// Bandwidth of the link that the forecast used, in bytes/s.
     pub bandwidth_bytes_per_s: u64,
-    /// Because nobody said.
+    /// Whether the bandwidth is an assumption because the request gave none.
     pub bandwidth_assumed: bool,
-    /// The pause that the guest may notice, ms.
+    /// Downtime target, in ms.
     pub downtime_target_ms: u64,
-    /// As `send-migration` would go without other options.
+    /// Forecast for `send-migration` without other options.
     pub migration: Forecast,
-    /// As it would go with `--no-throttle`, if that is another way.
+    /// Forecast with `--no-throttle`, if that differs.
     pub without_throttle: Option<Forecast>,
-    /// Whether who writes is known, so that vCPUs can be held back.
+    /// Whether vCPUs can be throttled: only if the writes of each vCPU are known.
     pub throttle_possible: bool,
-    /// Whether postcopy is there for a guest that does not converge: not in this version.
+    /// Whether post-copy is available for a guest that does not converge; never in this version.
     pub postcopy_offered: bool,
-    /// What the guest was seen to do.
+    /// The guest's observed behaviour.
     pub guest: Watched,
-    /// What checkpoints would cost, the most frequent first.
+    /// The cost of checkpoints, most frequent first.
     pub checkpoints: Vec<CadenceForecast>,
-    /// The most frequent of them that the guest would bear, if there is one.
+    /// The shortest of those intervals that the guest would bear, in ms, if there is one.
     pub checkpoint_every_ms: Option<u64>,
 }
 
 impl Plan {
-    /// What follows from what was `seen`.
+    /// Computes the plan from the observed behaviour.
     pub fn new(request: &PlanRequest, seen: Watched) -> Self {
         let curve = Curve::new(&seen.windows(), seen.memory_frames);
         let bytes_per_s = request.bandwidth_bytes_per_s.unwrap_or(ASSUMED_BANDWIDTH);
-        // What `send-migration` aims at without other options.
+        // The goals of `send-migration` without other options.
         let mut goals = Goals::default();
         if let Some(ms) = request.downtime_ms {
             goals.downtime = Duration::from_millis(ms);

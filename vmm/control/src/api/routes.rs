@@ -1,4 +1,4 @@
-//! The requests: what of the guest and its jobs each path shows or changes.
+//! Maps each path to the part of the guest or its jobs that it shows or changes.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Refuses parameters of a request that takes none, as bodies refuse unknown fields.
+/// Refuses query parameters on a request that takes none, just as bodies refuse unknown fields.
 async fn refuse_query(request: Request, next: Next) -> Response {
     match request.uri().query() {
         None | Some("") => next.run(request).await,
@@ -84,7 +84,7 @@ async fn instance(State(app): Shared) -> Answer<InstanceInfo> {
         Err(_) => (String::new(), "Not started"),
         Ok(_) => {
             let info = current_info(app).await?;
-            // Firecracker knows two states of a started guest.
+            // Firecracker has two states for a started guest.
             let state = if info.state == GuestState::Running { "Running" } else { "Paused" };
             (info.vm_id.to_string(), state)
         }
@@ -170,7 +170,7 @@ async fn act(
     }))
 }
 
-/// Also of a process that has no guest yet.
+/// Also works for a process that has no guest yet.
 async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
     app.interrupt_aside("stopped over the API").await.map_err(Fault::new)?;
     Ok(StatusCode::NO_CONTENT)
@@ -188,13 +188,13 @@ async fn begin_checkpoints(
         let job = jobs.start_checkpoints(&request).map_err(Fault::new)?;
         Ok((job, jobs.clone()))
     };
-    // The client may have left meanwhile, which does not end this.
+    // The client may have disconnected meanwhile. That does not end this function.
     let (job, jobs) = blocking(app, begin).await?;
     tokio::spawn(async move { jobs.expect_client(job).await });
     Ok(Json(JobBegun { job }))
 }
 
-/// Answers when the run is over; a run that is attached ends when the connection does.
+/// Answers when the run has ended. An attached run ends when this connection does.
 async fn hold_checkpoints(
     State(app): Shared,
     asked: Result<Query<Asked>, QueryRejection>,
@@ -205,11 +205,12 @@ async fn hold_checkpoints(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Which job is meant, what a reader has seen of it, and how long it would wait for more.
+/// The job that a request names, the position of the reader, and how long the reader waits for
+/// news.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Asked {
-    /// Without it, the latest.
+    /// The job's number; by default the latest job.
     job: Option<u64>,
     #[serde(default)]
     since: u64,
@@ -217,7 +218,7 @@ struct Asked {
     wait_ms: u64,
 }
 
-/// The longest that an answer is held back for news.
+/// Upper bound on delaying an answer until there is news.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
 impl Asked {
@@ -286,11 +287,11 @@ async fn dirty(State(app): Shared) -> Answer<TrackerStats> {
     Ok(Json(current_info(app).await?.dirty))
 }
 
-/// The figures of `info` in Prometheus' text format.
+/// Formats the figures of `info` in Prometheus' text format.
 async fn metrics(State(app): Shared) -> Result<String, Fault> {
     let info = current_info(app).await?;
     let mut out = String::new();
-    // No name has anything that would have to be escaped.
+    // No name contains a character that would have to be escaped.
     let name = info.name.as_ref().map_or(String::new(), ToString::to_string);
     let labels = format!("{{vm_id=\"{}\",name=\"{name}\"}}", info.vm_id);
     let mut gauge = |name: &str, help: &str, kind: &str, value: u64| {

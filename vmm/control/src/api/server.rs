@@ -1,5 +1,5 @@
 //! Owns the control thread: a current-thread runtime that serves the API and turns signals into a
-//! clean end. Calls that block go to the runtime's blocking threads, never onto this one.
+//! clean end. Blocking calls go to the runtime's blocking threads, never to this thread.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -21,24 +21,25 @@ use super::app::App;
 use super::callers::{self, Caller, Callers};
 use super::routes;
 
-/// How long requests under way may take to finish once the guest has ended.
+/// Time for requests under way to finish after the guest has ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// How long after a signal others are part of the same request: `timeout` and service
-/// managers signal a process and its group within microseconds.
+/// Time after a signal within which further signals belong to the same request: `timeout` and
+/// service managers signal a process and its group within microseconds.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
-/// The control thread. Dropping it ends it and the threads that stop the guest, after the requests
-/// under way. None of them has the guest then.
+/// Handle of the control thread. Dropping the handle ends the control thread and the threads that
+/// stop the guest, after the requests under way. None of these threads holds a reference to the
+/// guest afterwards.
 pub struct Server {
     runtime: Handle,
     serve: Option<oneshot::Sender<Serving>>,
     end: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
-    /// Once it is served.
+    /// The served app, once [`serve`](Self::serve) was called.
     app: Option<Arc<App>>,
 }
 
-/// What [`Server::serve`] gives the thread.
+/// What [`Server::serve`] sends to the control thread.
 struct Serving {
     app: Arc<App>,
     listener: Option<UnixListener>,
@@ -46,12 +47,12 @@ struct Serving {
 }
 
 impl Server {
-    /// Starts the thread, which handles SIGINT, SIGTERM and SIGHUP from now on. Until
-    /// [`serve`](Self::serve) there is no guest to end: a signal ends the process at once, with its
-    /// terminal as it was and its sockets removed.
+    /// Starts the control thread, which handles SIGINT, SIGTERM and SIGHUP from now on. Before
+    /// [`serve`](Self::serve) there is no guest to end: a signal ends the process at once, after
+    /// its terminal is restored and its sockets are removed.
     ///
     /// # Errors
-    /// What the system says where it has no thread or no descriptors for it.
+    /// The system's error if it cannot provide the thread or the descriptors.
     pub fn begin() -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let signals = {
@@ -72,10 +73,10 @@ impl Server {
         Ok(Self { runtime: handle, serve, end, thread, app: None })
     }
 
-    /// Serves `app` on `socket`, if there is one, and passes it the signals.
+    /// Serves `app` on `socket`, if there is one, and forwards the signals to `app`.
     ///
     /// # Errors
-    /// What the system says of the socket.
+    /// The system's error for the socket.
     pub fn serve(&mut self, socket: Option<ListeningSocket>, app: Arc<App>) -> io::Result<()> {
         let listener = {
             let _entered = self.runtime.enter();
@@ -89,7 +90,7 @@ impl Server {
         }
     }
 
-    /// [`begin`](Self::begin) and [`serve`](Self::serve).
+    /// Calls [`begin`](Self::begin), then [`serve`](Self::serve).
     ///
     /// # Errors
     /// Those of both.
@@ -106,14 +107,14 @@ impl Drop for Server {
         if self.thread.take().is_some_and(|t| t.join().is_err()) {
             tracing::error!("the control thread had panicked");
         }
-        // Nobody starts another one.
+        // No other thread of this kind is started after this point.
         if let Some(app) = self.app.take() {
             app.join_stops(LAST_WORDS);
         }
     }
 }
 
-/// The thread's life. Returns the socket, to be closed once the answers are out.
+/// Body of the control thread. Returns the socket; the caller closes it once the answers are sent.
 async fn control(
     mut signals: Signals,
     served: oneshot::Receiver<Serving>,
@@ -131,7 +132,7 @@ async fn control(
     tokio::spawn(forward(signals, app.clone()));
     let closing = app.clone();
     let ended = async move {
-        // Only the end of the sender matters.
+        // Only the disconnection of the sender matters.
         let _ = ended.await;
         closing.close();
     };
@@ -171,7 +172,7 @@ async fn serve(
 struct Signals {
     interrupt: Signal,
     terminate: Signal,
-    /// Not where the process was started with it ignored, as `nohup` does.
+    /// `None` if the process was started with SIGHUP ignored, as `nohup` does.
     hang_up: Option<Signal>,
 }
 
@@ -187,7 +188,7 @@ impl Signals {
         })
     }
 
-    /// Waits for one of them; why the guest ends, then.
+    /// Waits for one of the signals. Returns the reason for the guest's end.
     async fn next(&mut self) -> &'static str {
         let hang_up = async {
             match &mut self.hang_up {
@@ -206,9 +207,9 @@ impl Signals {
     }
 }
 
-/// Has the calling thread, and those that it starts, take no signal that ends the process. The
-/// kernel gives a signal to the main thread if that may take it, even one that waits for a disk
-/// that never answers: then no other thread would hear of it.
+/// Blocks the signals that end the process in the calling thread and in the threads that it starts.
+/// The kernel delivers a signal to the main thread if that thread does not block it, even while the
+/// thread waits for a disk that never answers. No other thread would then receive the signal.
 fn leave_signals_to_others() {
     let mut set = MaybeUninit::<libc::sigset_t>::zeroed();
     // SAFETY: the set is this function's own; `sigemptyset` initializes it.
@@ -223,19 +224,19 @@ fn leave_signals_to_others() {
 
 fn is_ignored(signal: libc::c_int) -> bool {
     let mut action = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: with a null new action the kernel only writes the present one to `action`.
+    // SAFETY: with a null new action the kernel only writes the current one to `action`.
     let asked = unsafe { libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) };
-    // SAFETY: all of it may be zero, and it is written if the call succeeded.
+    // SAFETY: an all-zero value is valid, and the kernel writes it if the call succeeded.
     asked == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }
 
-/// A signal asks for a clean end. The next one, [`SAME_REQUEST`] later or more, does not wait for
-/// that end: the process ends at once. Where the first one was refused, the next one asks again;
-/// where that is refused, too, a third one ends the process.
+/// Turns a signal into a request for a clean end. The next signal, at least [`SAME_REQUEST`] later,
+/// does not wait for that end: the process ends at once. If the first request was refused, the next
+/// signal asks again; if that one is also refused, a third signal ends the process.
 async fn forward(mut signals: Signals, app: Arc<App>) {
     let mut asked: Option<Instant> = None;
     let refusals = Arc::new(AtomicU32::new(0));
-    // Refusals before the request under way.
+    // Number of refusals before the request under way.
     let mut before = 0;
     loop {
         let why = signals.next().await;
@@ -272,7 +273,7 @@ mod tests {
         let (begin, begun) = mpsc::channel();
         let app = App::waiting(Arriving::default, move |_| {
             let _ = begin.send(());
-            // Long enough for a server that does not wait.
+            // Long enough to expose a server that does not wait.
             std::thread::sleep(Duration::from_millis(300));
             Err("it is too late".to_owned())
         });

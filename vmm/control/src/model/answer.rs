@@ -1,17 +1,17 @@
-//! The JSON of answers that many requests share.
+//! JSON of the answers that many requests share.
 
 use serde::{Deserialize, Serialize};
 
-/// Any refusal.
+/// Body of every refusal.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct FaultMessage {
     /// What is wrong, as a sentence.
     pub fault_message: String,
 }
 
-/// The answer to `POST /checkpoint` and `POST /migration`: what has been begun.
+/// Answer to `POST /checkpoint` and `POST /migration`: the job that was started.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct JobBegun {
-    /// The job's number: `GET` and `DELETE` with `job=N` mean this one and no later one.
+    /// The job's number. `GET` and `DELETE` with `job=N` address this job and no later one.
     pub job: u64,
 }

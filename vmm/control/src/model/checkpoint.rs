@@ -1,4 +1,4 @@
-//! The JSON of `/checkpoint`.
+//! JSON of `/checkpoint`.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
@@ -6,45 +6,47 @@ use std::path::PathBuf;
 use driftline_checkpoint::{Achieved, EpochReport, Taken};
 use serde::{Deserialize, Serialize};
 
-/// `POST /checkpoint`.
+/// Body of `POST /checkpoint`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CheckpointRequest {
-    /// The store's directory, absolute: the server has its own working directory.
+    /// Absolute path of the store's directory; the server has its own working directory.
     pub store: PathBuf,
-    /// Time from the beginning of one checkpoint to the next, at least 1; without it there is one.
+    /// Time from the start of one checkpoint to the start of the next, in ms, at least 1; without
+    /// it, one checkpoint is taken.
     pub every_ms: Option<NonZeroU64>,
-    /// How many; without it, until told to stop.
+    /// Number of checkpoints; without it, the run continues until it is stopped.
     pub count: Option<u64>,
-    /// How long the guest may stand still for one; one that nears that comes early.
+    /// Pause limit for one checkpoint, in ms; a checkpoint that approaches the limit is taken
+    /// early.
     #[serde(default)]
     pub max_pause_ms: Option<u64>,
-    /// How many are kept in the store, at least 1; without it, all.
+    /// Number of checkpoints that the store keeps, at least 1; without it, all.
     #[serde(default)]
     pub keep: Option<NonZeroU64>,
-    /// Memory is written past the host's page cache.
+    /// Whether memory is written past the host's page cache.
     #[serde(default)]
     pub direct_io: bool,
-    /// The run ends when nobody holds it (`GET /checkpoint/hold`) any more.
+    /// Whether the run ends when no client holds it (`GET /checkpoint/hold`) any more.
     #[serde(default)]
     pub attached: bool,
-    /// There must be no store yet: the directory does not exist, or is empty.
+    /// Whether there must be no store yet: the directory does not exist, or is empty.
     #[serde(default)]
     pub new_store: bool,
-    /// What becomes of disks that the guest can write to; without it, or with null, they are in the
-    /// epochs.
+    /// Policy for disks that the guest can write to; without it, or with null, the epochs include
+    /// them.
     #[serde(default)]
     pub disks: Option<DisksPolicy>,
 }
 
-/// What becomes of a guest's disks when it is checkpointed.
+/// What a checkpoint does with a guest's disks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DisksPolicy {
-    /// What changed of them is in the checkpoint, and `restore` brings it back.
+    /// The checkpoint includes the changed blocks, and `restore` restores them.
     #[default]
     Epoch,
-    /// They are not in the checkpoint: the operator keeps them as they were at its pause.
+    /// The checkpoint does not include them: the operator preserves them as they were at the pause.
     External,
 }
 
@@ -60,78 +62,78 @@ impl std::str::FromStr for DisksPolicy {
     }
 }
 
-/// `GET /checkpoint?job=N&since=N&wait_ms=N`: the reports from number `since` on; without `job`, of
-/// the latest run.
+/// Answer to `GET /checkpoint?job=N&since=N&wait_ms=N`: the reports from number `since` on; without
+/// `job`, those of the latest run.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct CheckpointPage {
     /// The run's number.
     pub job: u64,
-    /// There is, or will be, more.
+    /// Whether there are, or will be, more reports.
     pub running: bool,
-    /// It is over because the guest has ended.
+    /// Whether the run is over because the guest has ended.
     pub guest_ended: bool,
-    /// Where the epochs go.
+    /// The store's directory.
     pub store: PathBuf,
-    /// What to ask for next.
+    /// The value of `since` for the next request.
     pub next: u64,
-    /// What became of each epoch tried.
+    /// The outcome of each attempted epoch.
     pub epochs: Vec<EpochOutcome>,
-    /// What the run has come to so far.
+    /// Totals of the run so far.
     pub achieved: Achieved,
-    /// The interval that was asked for; none of a single one.
+    /// The requested interval, in ms; none for a single checkpoint.
     pub every_ms: Option<NonZeroU64>,
-    /// How many are kept; none if all are.
+    /// Number of checkpoints that the store keeps; none if it keeps all.
     pub keep: Option<NonZeroU64>,
-    /// It ends when its client does.
+    /// Whether the run ends when its client disconnects.
     pub attached: bool,
-    /// What became of the last one tried.
+    /// The outcome of the last attempted epoch.
     pub last: Option<EpochOutcome>,
 }
 
-/// What became of an epoch.
+/// The outcome of an epoch.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum EpochOutcome {
-    /// It is durable.
+    /// The epoch is stored.
     Stored(EpochLine),
-    /// It is not; what changed will be in the next one.
+    /// The epoch is not stored; the next one includes its changes. The string is the reason.
     Failed(String),
 }
 
-/// One stored epoch: a line of `checkpoint --json`.
+/// One stored epoch, which is a line of `checkpoint --json`.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct EpochLine {
-    /// Its number.
+    /// The epoch's number.
     pub epoch: u64,
-    /// Frames in it, of memory.
+    /// Number of memory frames in the epoch.
     pub frames: u64,
-    /// Blocks in it, of disks: 4 KiB each.
+    /// Number of disk blocks in the epoch, 4 KiB each.
     pub disk_blocks: u64,
-    /// How long the guest stood still.
+    /// Duration of the pause, in µs.
     pub pause_us: u64,
-    /// Those of its frames that were copied while the guest ran on after the pause.
+    /// Number of its frames that were copied after the guest resumed.
     pub behind_frames: u64,
-    /// How often the guest or one of its devices waited to write to a frame that was kept as it
-    /// was.
+    /// Number of times the guest or one of its devices waited to write to a frame whose old
+    /// content had to be saved first.
     pub waits: u64,
-    /// For how long one of them did.
+    /// Time during which at least one of them was waiting, in µs.
     pub waited_us: u64,
-    /// From the end of the pause until it was durable.
+    /// Time from the end of the pause until the epoch was durable, in ms.
     pub write_ms: f64,
-    /// Its size.
+    /// Size of the epoch in the store, in bytes.
     pub written_bytes: u64,
-    /// Whether it survives a crash of the host.
+    /// Whether the epoch survives a crash of the host.
     pub durable: bool,
-    /// How long after it was due it was begun.
+    /// Delay of the epoch's start after it was due, in ms.
     pub late_ms: u64,
-    /// It was begun before it was due, because much had changed.
+    /// Whether the epoch was started before it was due because much had changed.
     pub early: bool,
-    /// Epochs that were due before it and were left out.
+    /// Number of epochs before this one that were due and skipped.
     pub skipped: u64,
 }
 
 impl EpochLine {
-    /// A report of the checkpointer, with what its pace adds.
+    /// Combines a report of the checkpointer with the figures of the run's pace.
     pub fn new(report: &EpochReport, taken: &Taken) -> Self {
         Self {
             epoch: report.epoch,

@@ -1,4 +1,4 @@
-//! The JSON of a guest's state, figures and devices, and of requests for them.
+//! JSON of a guest's state, figures and devices, and of the requests for them.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
@@ -12,17 +12,17 @@ use driftline_machine::config::{Backend, GuestName, Lineage};
 use driftline_machine::devices::DeviceFigures;
 use driftline_machine::vm::{VcpuInfo, VmInfo};
 
-/// What the guest is doing, jobs included.
+/// The guest's state, taking its jobs into account.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GuestState {
     /// Its vCPUs execute.
     Running,
-    /// They stand still.
+    /// Its vCPUs are paused.
     Paused,
-    /// It is being sent to another host, and still is here.
+    /// It is being sent to another host and still runs here.
     Migrating,
-    /// It has been handed over to a host that does not answer: it may or may not run there.
+    /// It has been handed over to a host that does not answer; it may or may not run there.
     InDoubt,
     /// It has ended here.
     Stopped,
@@ -39,7 +39,7 @@ impl From<RunState> for GuestState {
 }
 
 impl GuestState {
-    /// The state in the words of the command line.
+    /// Returns the state as the command line spells it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -51,93 +51,93 @@ impl GuestState {
     }
 }
 
-/// `GET /info`.
+/// Answer to `GET /info` for a guest.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Info {
     /// What the guest is doing.
     pub state: GuestState,
-    /// Its id.
+    /// The guest's id.
     pub vm_id: VmId,
-    /// The name that its operator gave it.
+    /// The guest's name, chosen by its operator.
     #[serde(default)]
     pub name: Option<GuestName>,
-    /// Which guest's checkpoint it began as; none of a guest that was booted.
+    /// The guest and checkpoint from which this guest was restored; none if it was booted.
     #[serde(default)]
     pub lineage: Option<Lineage>,
     /// Number of vCPUs.
     pub vcpus: u8,
-    /// Guest memory.
+    /// Size of guest memory, in bytes.
     pub mem_bytes: u64,
-    /// How writes are tracked.
+    /// Method of tracking writes.
     pub tracking: TrackingMode,
-    /// What runs the vCPUs.
+    /// The backend that runs the vCPUs.
     pub backend: Backend,
-    /// How long this process has had the guest.
+    /// Time since this process has had the guest, in ms.
     pub uptime_ms: u64,
-    /// Whether checkpoints are being taken.
+    /// Whether a checkpoint run is active.
     pub checkpointing: bool,
-    /// How the migration goes that is under way.
+    /// Progress of the active migration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migration: Option<Progress>,
-    /// Dirty ring overruns so far.
+    /// Number of dirty ring overruns so far.
     pub ring_overruns: u64,
-    /// Per vCPU.
+    /// Figures of each vCPU.
     pub vcpu: Vec<VcpuInfo>,
     /// The dirty tracker's counters.
     pub dirty: TrackerStats,
-    /// What disks and network interfaces have done.
+    /// Figures of disks and network interfaces.
     #[serde(default)]
     pub devices: Vec<DeviceFigures>,
-    /// The store of the checkpoint run that is active, or of the last one.
+    /// Store of the active checkpoint run, or of the last one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub store: Option<PathBuf>,
-    /// The interval of that run; none of a single checkpoint.
+    /// Interval of that run, in ms; none for a single checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub every_ms: Option<NonZeroU64>,
-    /// The process that has the guest.
+    /// Id of the process that has the guest.
     #[serde(default)]
     pub pid: u32,
-    /// The version of its program.
+    /// Version of that process's program.
     #[serde(default)]
     pub version: String,
 }
 
-/// `GET /info` of a process that has no guest yet, but waits for one or is receiving it.
+/// Answer to `GET /info` for a process that has no guest yet but waits for one or receives it.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ArrivingInfo {
-    /// Always so.
+    /// Always `receiving`.
     pub state: ArrivingState,
-    /// How far that is.
+    /// Progress of the arrival.
     pub migration: Progress,
 }
 
 impl ArrivingInfo {
-    /// Of a guest that is so far.
+    /// Creates the answer for a guest that has made this progress.
     pub fn new(migration: Progress) -> Self {
         Self { state: ArrivingState::Receiving, migration }
     }
 }
 
-/// What a process does that has no guest yet.
+/// State of a process that has no guest yet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ArrivingState {
-    /// It waits for one, or is receiving it.
+    /// The process waits for a guest, or receives it.
     Receiving,
 }
 
-/// What `GET /info` answers.
+/// Answer to `GET /info`.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum InfoPage {
     /// There is a guest.
     Guest(Box<Info>),
-    /// There is none yet.
+    /// There is no guest yet.
     Arriving(ArrivingInfo),
 }
 
 impl Info {
-    /// A machine's figures, and what the jobs on it make of its state.
+    /// Combines a machine's figures with the state that results from its jobs.
     pub fn new(vm: VmInfo, state: GuestState, checkpointing: bool) -> Self {
         Self {
             state,
@@ -163,88 +163,88 @@ impl Info {
     }
 }
 
-/// `GET /`, as Firecracker has it.
+/// Answer to `GET /`, in Firecracker's format.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct InstanceInfo {
-    /// The guest's identity; empty while there is none.
+    /// The guest's id; empty while there is no guest.
     pub id: String,
     /// `Not started`, `Running` or `Paused`.
     pub state: String,
-    /// This program's version.
+    /// Version of this program.
     pub vmm_version: String,
-    /// This program's name.
+    /// Name of this program.
     pub app_name: String,
 }
 
-/// `PATCH /vm`, as Firecracker has it.
+/// Body of `PATCH /vm`, in Firecracker's format.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmRequest {
-    /// What to do.
+    /// The requested state.
     pub state: VmTarget,
 }
 
-/// The states that `PATCH /vm` can ask for.
+/// The states that `PATCH /vm` can request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum VmTarget {
-    /// Stop the vCPUs.
+    /// Pause the vCPUs.
     Paused,
-    /// Let them run.
+    /// Resume the vCPUs.
     Resumed,
 }
 
-/// `PUT /actions`, as Firecracker has it.
+/// Body of `PUT /actions`, in Firecracker's format.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ActionRequest {
-    /// `InstanceStart` and so on.
+    /// Name of the action, such as `InstanceStart`.
     pub action_type: String,
 }
 
-/// `GET /balloon`, as Firecracker has it, and our own beside it.
+/// Answer to `GET /balloon`: Firecracker's fields, and Driftline's own.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BalloonView {
-    /// What shall be in it, in MiB, rounded down.
+    /// Target size of the balloon, in MiB, rounded down.
     pub amount_mib: u64,
-    /// The guest may take memory back from it rather than kill a program.
+    /// Whether the guest may take memory back from the balloon rather than kill a program.
     pub deflate_on_oom: bool,
-    /// Statistics are not polled: 0.
+    /// Always 0: statistics are not polled.
     pub stats_polling_interval_s: u16,
-    /// The guest says which frames are free when all memory is to be copied.
+    /// Whether the guest reports which frames are free when all memory is to be copied.
     pub free_page_hinting: bool,
-    /// The guest reports what it has freed.
+    /// Whether the guest reports frames that it has freed.
     pub free_page_reporting: bool,
-    /// What shall be in it.
+    /// Target size of the balloon, in bytes.
     pub target_bytes: u64,
-    /// What the guest says is in it.
+    /// Current size of the balloon as reported by the guest, in bytes.
     pub actual_bytes: u64,
-    /// What has been given back to this host so far, memory given back again counted again.
+    /// Memory returned to this host so far, in bytes; memory that is returned again counts again.
     pub discarded_bytes: u64,
 }
 
-/// `PATCH /balloon`, as Firecracker has it.
+/// Body of `PATCH /balloon`, in Firecracker's format.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BalloonRequest {
-    /// What shall be in it, in MiB: at most the guest's memory.
+    /// Target size of the balloon, in MiB; at most the guest's memory.
     pub amount_mib: u64,
 }
 
-/// `GET /machine-config`, as Firecracker has it, and our own beside it.
+/// Answer to `GET /machine-config`: Firecracker's fields, and Driftline's own.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MachineConfigView {
     /// Number of vCPUs.
     pub vcpu_count: u8,
-    /// Guest memory in MiB, rounded down.
+    /// Size of guest memory, in MiB, rounded down.
     pub mem_size_mib: u64,
-    /// No two vCPUs are threads of one core.
+    /// Always false: no two vCPUs are threads of one core.
     pub smt: bool,
     /// Whether writes are tracked.
     pub track_dirty_pages: bool,
-    /// Guest memory exactly.
+    /// Size of guest memory, in bytes.
     pub mem_bytes: u64,
-    /// How writes are tracked.
+    /// Method of tracking writes.
     pub tracking: TrackingMode,
-    /// What runs the vCPUs.
+    /// The backend that runs the vCPUs.
     pub backend: Backend,
 }

@@ -1,4 +1,4 @@
-//! The JSON of `/migration`.
+//! JSON of `/migration`.
 
 use driftline_migrate::{
     Compression, CopyDrives, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution,
@@ -6,48 +6,48 @@ use driftline_migrate::{
 };
 use serde::{Deserialize, Serialize};
 
-/// `POST /migration`.
+/// Body of `POST /migration`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigrationRequest {
-    /// Where a driftline waits: `tcp:HOST:PORT`.
+    /// Address of the waiting destination: `tcp:HOST:PORT`.
     pub to: String,
-    /// The pause that the guest may notice.
+    /// Downtime target, in ms.
     #[serde(default = "default_downtime_ms")]
     pub downtime_ms: u64,
-    /// Time for copying while the guest runs.
+    /// Time limit for copying while the guest runs, in s.
     #[serde(default = "default_timeout_s")]
     pub timeout_s: u64,
-    /// What to do when that has passed.
+    /// Action when that limit is reached.
     #[serde(default)]
     pub timeout_strategy: TimeoutStrategy,
-    /// Bytes/s at most for copying while the guest runs; without it, as fast as it goes.
+    /// Bandwidth limit for copying while the guest runs, in bytes/s; none by default.
     #[serde(default)]
     pub max_bandwidth_bytes_per_s: Option<u64>,
-    /// Connections that share in the sending of memory.
+    /// Number of connections over which memory is sent.
     #[serde(default = "one")]
     pub connections: u32,
-    /// How contents are made smaller where that wins.
+    /// Compression of page contents, used where it reduces their size.
     #[serde(default)]
     pub compression: Compression,
-    /// Whether both sides compare a digest of all memory in the pause.
+    /// Whether both hosts compare a digest of all memory during the pause.
     #[serde(default)]
     pub verify: bool,
-    /// Disks that go along: "none", "all" or {"named": [..]}.
+    /// Disks that are copied to the destination: "none", "all" or {"named": [..]}.
     #[serde(default)]
     pub copy_disks: CopyDrives,
-    /// Whether vCPUs that outrun the link are held back; they are where nothing is said.
+    /// Whether vCPUs that outrun the link are throttled; by default they are.
     #[serde(default = "default_throttle")]
     pub throttle: bool,
 }
 
-/// The longest downtime target that makes sense: an hour.
+/// The longest accepted downtime target, in ms: an hour.
 pub const MAX_DOWNTIME_MS: u64 = 3_600_000;
-/// The longest time for copying: thirty days.
+/// The longest accepted time limit for copying, in s: thirty days.
 pub const MAX_TIMEOUT_S: u64 = 30 * 24 * 3600;
 
 impl MigrationRequest {
-    /// Refuses times that nobody means.
+    /// Refuses values outside their limits.
     pub(crate) fn check(&self) -> Result<(), String> {
         let Self { downtime_ms, timeout_s, max_bandwidth_bytes_per_s: bandwidth, .. } = self;
         if *downtime_ms > MAX_DOWNTIME_MS {
@@ -87,67 +87,68 @@ fn default_timeout_s() -> u64 {
     3600
 }
 
-/// `GET /migration?job=N&wait_ms=N`: at once if it is over, else then, or when the wait is; without
-/// `job`, the latest.
+/// Answer to `GET /migration?job=N&wait_ms=N`, by default for the latest migration. The answer
+/// comes at once if the migration is over. Otherwise it comes when the migration ends or `wait_ms`
+/// have passed.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct MigrationPage {
     /// The migration's number.
     pub job: u64,
-    /// How it stands.
+    /// The migration's state.
     pub state: MigrationState,
-    /// Where to.
+    /// Address of the destination.
     pub to: String,
-    /// What has been done so far.
+    /// Progress so far.
     pub progress: Progress,
-    /// What was done, once it is completed.
+    /// The final report, once the migration is completed.
     pub report: Option<SendReport>,
-    /// Why it has failed, once it has.
+    /// The failure, once the migration has failed.
     pub failure: Option<MigrationFailure>,
 }
 
-/// How a migration stands.
+/// The state of a migration.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigrationState {
-    /// Under way; the guest is here.
+    /// It is under way, and the guest is on this host.
     Sending,
-    /// Handed over to a host that does not answer.
+    /// The guest has been handed over to a host that does not answer.
     InDoubt,
-    /// The guest is there, or the operator has resolved that it shall not run here.
+    /// The guest is on the destination, or the operator has resolved that it must not run here.
     Completed,
-    /// The guest is here.
+    /// The guest has remained on this host, or has ended here: see [`GuestWhere`].
     Failed,
 }
 
-/// Why a migration has failed, and where that leaves the guest.
+/// The reason why a migration failed, and where the guest is now.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MigrationFailure {
-    /// As a sentence, with phase and place.
+    /// The reason as a sentence, with phase and place.
     pub message: String,
-    /// Because someone cancelled it.
+    /// Whether an operator cancelled the migration.
     pub cancelled: bool,
-    /// In which phase.
+    /// The phase in which it failed.
     pub phase: Phase,
-    /// Where the guest is.
+    /// Location of the guest.
     pub guest: GuestWhere,
 }
 
-/// Where the guest of a failed migration is.
+/// Location of the guest after a failed migration.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GuestWhere {
-    /// Here, as before.
+    /// On this host, as before.
     Here,
-    /// Here, but it could not be resumed.
+    /// On this host, paused because it could not be resumed.
     PausedHere,
-    /// Nowhere: it has ended here.
+    /// Nowhere: the guest has ended on this host.
     Ended,
 }
 
-/// `POST /migration/resolve`.
+/// Body of `POST /migration/resolve`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ResolveRequest {
-    /// Where the guest shall be.
+    /// Where the guest is to run.
     pub action: Resolution,
 }

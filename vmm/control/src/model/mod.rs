@@ -1,8 +1,7 @@
-//! The JSON that crosses the API socket, for the server and for the command line that is its
-//! client.
+//! JSON types of the API socket, shared by the server and by the command line, which is its client.
 //!
-//! Numbers have their unit in their name. Requests refuse fields that they do not know, so that a
-//! misspelt option is not silently a default.
+//! A number's unit is part of its name. Requests refuse unknown fields, so that a misspelt option
+//! does not silently become a default.
 
 mod answer;
 mod checkpoint;

@@ -1,4 +1,4 @@
-//! The JSON of `/dirty/watch`.
+//! JSON of `/dirty/watch`.
 
 use std::path::PathBuf;
 
@@ -10,98 +10,99 @@ use super::checkpoint::EpochOutcome;
 use super::guest::Info;
 use super::migration::MigrationPage;
 
-/// The most ranges that memory is divided into.
+/// Maximum number of ranges into which memory is divided.
 pub const MAX_BINS: u32 = 4096;
 
-/// `POST /dirty/watch`.
+/// Body of `POST /dirty/watch`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WatchRequest {
-    /// Ranges that memory is divided into, at most; from 1 to [`MAX_BINS`], 1024 if nothing is
-    /// said.
+    /// Maximum number of ranges into which memory is divided, from 1 to [`MAX_BINS`]; by default
+    /// 1024.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bins: Option<u32>,
 }
 
-/// The answer.
+/// Answer to `POST /dirty/watch`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct WatchBegun {
     /// The watch's number.
     pub watch: u64,
 }
 
-/// `GET /dirty/watch?watch=N&wait_ms=N`: as soon as `wait_ms` have passed since the answer before,
-/// or the guest has ended.
+/// Answer to `GET /dirty/watch?watch=N&wait_ms=N`. It comes once `wait_ms` have passed since the
+/// previous answer, or the guest has ended.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct WatchPage {
     /// The watch's number.
     pub watch: u64,
     /// The guest's figures.
     pub info: Info,
-    /// How the guest has ended, if it has: no more answers come.
+    /// How the guest has ended. If this is set, no more answers follow.
     pub end: Option<EndReason>,
-    /// Where it runs now, if it ended here because it moved there.
+    /// Address of the host on which the guest now runs, if it ended here because it migrated.
     pub moved_to: Option<String>,
-    /// How long the window was, ms.
+    /// Length of the window, in ms.
     pub window_ms: f64,
-    /// Distinct frames that were written in it, by the guest or for it.
+    /// Number of distinct frames written in the window, by the guest or on its behalf.
     pub frames: u64,
-    /// Whole frames, bytes/s.
+    /// Dirty rate in bytes/s, counting whole frames.
     pub dirty_rate_bytes_per_s: u64,
-    /// Where memory is, by ascending address: what the bins divide, as if it had no holes.
+    /// Ranges of guest memory in ascending address order. The bins divide these ranges as if there
+    /// were no holes between them.
     pub memory: Vec<MemoryRange>,
-    /// Bytes of memory in a bin; the last one may have fewer.
+    /// Bytes of memory per bin; the last bin may have fewer.
     pub bin_bytes: u64,
-    /// Distinct frames that were written in the window, in each bin.
+    /// Number of distinct frames written in the window, for each bin.
     pub bin_frames: Vec<u64>,
-    /// Every vCPU in the window.
+    /// Figures of each vCPU in the window.
     pub vcpu: Vec<VcpuWindow>,
-    /// Entries of each vCPU's dirty ring, where there are rings.
+    /// Number of entries in each vCPU's dirty ring, if there are rings.
     pub ring_entries: Option<u32>,
-    /// The latest migration from here.
+    /// The latest migration from this host.
     pub migration: Option<MigrationPage>,
-    /// The latest run of checkpoints.
+    /// The latest checkpoint run.
     pub checkpoints: Option<CheckpointGlance>,
 }
 
-/// A piece of guest memory without holes.
+/// A contiguous range of guest memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MemoryRange {
-    /// The guest physical address at which it begins.
+    /// Guest physical address of the first byte.
     pub gpa: u64,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-/// What a vCPU did in a window.
+/// Figures of a vCPU in a window.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct VcpuWindow {
-    /// Frames that it made dirty, where that is known. A frame counts again for each of those who
-    /// follow the guest's writes (checkpoints, a migration) whenever they begin anew, so that these
-    /// can be more than the window's frames.
+    /// Number of frames that the vCPU dirtied, where that is known. A frame counts again for every
+    /// subscriber (checkpoints, a migration) that starts a new epoch. This number can therefore
+    /// exceed the window's frames.
     pub dirtied_frames: Option<u64>,
-    /// Exits to the VMM.
+    /// Number of exits to the VMM.
     pub exits: u64,
-    /// Of these, exits because the dirty ring was full.
+    /// Number of those exits that were caused by a full dirty ring.
     pub ring_full_exits: u64,
-    /// The most entries that its ring had when it was emptied, in the last second, where it has
-    /// one.
+    /// Maximum number of entries in the vCPU's dirty ring when it was drained, in the last second,
+    /// if the vCPU has a ring.
     pub ring_peak_entries: Option<u64>,
-    /// How long it was held back, ms.
+    /// How long the vCPU was throttled, in ms.
     pub held_ms: u64,
 }
 
-/// A run of checkpoints as somebody sees it who only looks on.
+/// Summary of a checkpoint run for an observer.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct CheckpointGlance {
     /// The run's number.
     pub job: u64,
-    /// It is under way.
+    /// Whether the run is under way.
     pub running: bool,
-    /// Where the epochs go.
+    /// The store's directory.
     pub store: PathBuf,
-    /// What the run has come to so far.
+    /// Totals of the run so far.
     pub achieved: Achieved,
-    /// What became of the last epoch.
+    /// The outcome of the last epoch.
     pub last: Option<EpochOutcome>,
 }
