@@ -1,23 +1,23 @@
-//! Owns the division of guest memory into ranges of one size, and the counting of frames in them.
+//! Divides guest memory into ranges of equal size (bins), and counts frames per bin.
 //!
-//! Ranges are of memory, not of addresses: where memory has a hole, a range goes on behind it.
+//! Bins divide memory, not addresses: where memory has a hole, a bin continues after it.
 
 use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use crate::model::MemoryRange;
 
-/// See the module.
+/// See the module documentation.
 pub(super) struct Bins {
-    /// Each slot's frames, and how many frames of memory are before them.
+    /// The frames of each memory slot, and the number of frames of memory before them.
     slots: Vec<(FrameRun, u64)>,
-    /// Frames of a bin as a power of two.
+    /// Binary logarithm of the number of frames in a bin.
     shift: u32,
     count: usize,
 }
 
 impl Bins {
-    /// At most so many bins (at least one) over all of `layout`: each of the fewest frames, a power
-    /// of two, with which they suffice.
+    /// Divides all of `layout` into at most `most` bins (at least one). A bin's frames are the
+    /// smallest power of two with which that many bins suffice.
     pub(super) fn new(layout: &Layout, most: u32) -> Self {
         let mut frames = 0;
         let place = |run: FrameRun| {
@@ -27,17 +27,17 @@ impl Bins {
         };
         let slots = layout.slots().map(|slot| slot.run()).map(place).collect();
         let bin = frames.div_ceil(u64::from(most.max(1))).next_power_of_two();
-        // No more than `most`, which is a u32.
+        // At most `most`, which is a u32.
         let count = usize::try_from(frames.div_ceil(bin)).unwrap_or(usize::MAX);
         Self { slots, shift: bin.trailing_zeros(), count }
     }
 
-    /// Bytes of a bin; the last one may have fewer.
+    /// Returns the bytes of a bin; the last bin may have fewer.
     pub(super) fn bytes(&self) -> u64 {
         PAGE_SIZE << self.shift
     }
 
-    /// Where memory is, in the order of the bins.
+    /// Returns the ranges of guest memory, in the order of the bins.
     pub(super) fn memory(&self) -> Vec<MemoryRange> {
         let range = |(run, _): &(FrameRun, u64)| MemoryRange {
             gpa: run.start.gpa(),
@@ -46,7 +46,7 @@ impl Bins {
         self.slots.iter().map(range).collect()
     }
 
-    /// How many frames of ascending `runs` each bin has. O(runs + bins + slots).
+    /// Counts the frames of `runs`, which ascend, in each bin. O(runs + bins + slots).
     pub(super) fn count(&self, runs: impl Iterator<Item = FrameRun>) -> Vec<u64> {
         let mut bins = vec![0; self.count];
         let mut slots = self.slots.iter().peekable();
@@ -89,7 +89,7 @@ mod tests {
         let told = [(0, 100), (0x1000, 60)].map(|(gfn, n)| (gfn * 4096, n * 4096));
         let told = told.map(|(gpa, bytes)| MemoryRange { gpa, bytes });
         assert_eq!(bins.memory(), told);
-        // The seventh has the end of the first slot, and the first 12 frames of the second.
+        // The seventh bin has the end of the first slot and the first 12 frames of the second.
         let counted = bins.count([run(15, 2), run(96, 4), run(0x1000, 13)].into_iter());
         assert_eq!(counted, [1, 1, 0, 0, 0, 0, 16, 1, 0, 0]);
         for (most, bytes) in [(1, 256), (0, 256), (159, 2), (160, 1), (u32::MAX, 1)] {

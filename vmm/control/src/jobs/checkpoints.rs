@@ -21,12 +21,12 @@ use crate::model::{
     CheckpointGlance, CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome,
 };
 
-/// Reports kept for a reader that comes late: hours of them.
+/// Maximum number of reports kept for a reader that comes late: hours of them.
 const KEPT_REPORTS: usize = 65_536;
-/// How long a client that has begun a run is waited for, to hold it: 100 waits of 100 ms.
+/// Limit for the client that started a run to hold it: 100 waits of 100 ms.
 const CLIENT_WAITS: u32 = 100;
 const CLIENT_WAIT: Duration = Duration::from_millis(100);
-/// The most reports in one answer.
+/// Maximum number of reports in one answer.
 const PAGE: usize = 4_096;
 
 /// A run of checkpoints, under way or over.
@@ -35,42 +35,42 @@ pub(super) struct CheckpointJob {
     store: PathBuf,
     every_ms: Option<NonZeroU64>,
     keep: Option<NonZeroU64>,
-    /// It ends with its client.
+    /// Whether the run ends when its client disconnects.
     attached: bool,
-    /// Its client has had hold of it.
+    /// Whether a client has ever held the run.
     was_held: AtomicBool,
-    /// Clients that have hold of it now.
+    /// Number of clients that hold the run now.
     holders: AtomicU64,
     cancel: AtomicBool,
     log: Mutex<Log>,
-    /// Reports made so far and whether it is over, for those who wait for more.
+    /// The number of reports so far and whether the run is over, for tasks that wait for more.
     news: watch::Sender<(u64, bool)>,
 }
 
 #[derive(Default)]
 struct Log {
-    /// The number of the first report kept.
+    /// Number of the first report kept.
     first: u64,
     kept: VecDeque<EpochOutcome>,
     tally: Tally,
-    /// The run ended because the guest did.
+    /// Whether the run ended because the guest did.
     guest_ended: bool,
-    /// Whether somebody has read the end.
+    /// Whether a client has read the end of the run.
     end_was_read: bool,
 }
 
 impl CheckpointJob {
-    /// Where the epochs go.
+    /// Returns the store's directory.
     pub(super) fn store(&self) -> &Path {
         &self.store
     }
 
-    /// The interval; none of a single checkpoint.
+    /// Returns the interval, in ms; `None` for a single checkpoint.
     pub(super) fn every_ms(&self) -> Option<NonZeroU64> {
         self.every_ms
     }
 
-    /// Opens the store and begins. An error is a sentence.
+    /// Opens the store and starts the run. The error is a sentence.
     pub(super) fn start(
         number: u64,
         holds: &Arc<Holds>,
@@ -112,7 +112,7 @@ impl CheckpointJob {
         let run = move || {
             let _end = EndGuard(&worker);
             checkpointer.run(&cadence, &worker.cancel, |taken| worker.note(&taken));
-            // The store's lock goes before anyone hears that the run is over.
+            // Release the store's lock before any reader can see that the run is over.
             drop(checkpointer);
         };
         log::spawn("checkpoint", run)
@@ -141,19 +141,19 @@ impl CheckpointJob {
         ControlFlow::Continue(())
     }
 
-    /// There is no guest any more to take checkpoints of.
+    /// Ends the run because the guest has ended.
     pub(super) fn guest_ended(&self) {
         self.log().guest_ended |= !self.is_over();
         self.cancel();
     }
 
-    /// Ends the run after the epoch under way.
+    /// Ends the run after the epoch in progress.
     pub(super) fn cancel(&self) {
         self.cancel.store(true, Ordering::Relaxed);
     }
 
-    /// Has hold of the run until it is over. An attached run ends when the last of these is
-    /// dropped: with the connection of its client, however that ends.
+    /// Holds the run until it is over. An attached run ends when the last of these futures is
+    /// dropped, which happens with its client's connection, however that ends.
     pub(super) async fn hold(&self) {
         self.holders.fetch_add(1, Ordering::SeqCst);
         self.was_held.store(true, Ordering::SeqCst);
@@ -161,8 +161,8 @@ impl CheckpointJob {
         self.news_since(u64::MAX).await;
     }
 
-    /// Ends an attached run whose client never came to hold it. Counts its own waits, not time, in
-    /// which this process may have been stopped.
+    /// Ends an attached run if no client ever holds it. Counts its own waits instead of time,
+    /// because this process may have been stopped for a while.
     pub(super) async fn expect_client(&self) {
         for _ in 0..CLIENT_WAITS {
             if !self.attached || self.was_held.load(Ordering::SeqCst) || self.is_over() {
@@ -180,7 +180,7 @@ impl CheckpointJob {
         }
     }
 
-    /// What it is, in the words of a refusal.
+    /// Describes the run for a refusal.
     pub(super) fn describe(&self) -> String {
         let every =
             self.every_ms.map_or("one checkpoint".to_owned(), |ms| format!("every {ms} ms"));
@@ -199,14 +199,14 @@ impl CheckpointJob {
         self.log().end_was_read
     }
 
-    /// Waits until there is a report `since`, or the run is over.
+    /// Waits until a report with the number `since` exists, or the run is over.
     pub(super) async fn news_since(&self, since: u64) {
         let mut news = self.news.subscribe();
-        // The sender lives as long as self.
+        // The sender lives as long as `self`.
         let _ = news.wait_for(|&(made, over)| made > since || over).await;
     }
 
-    /// The reports from number `since` on.
+    /// Returns the reports from number `since` on.
     pub(super) fn page(&self, since: u64) -> CheckpointPage {
         let over = self.is_over();
         let mut log = self.log();
@@ -215,7 +215,7 @@ impl CheckpointJob {
         let next = since.max(log.first).saturating_add(epochs.len() as u64);
         let next_report = log.first + log.kept.len() as u64;
         let running = !over || next < next_report;
-        // Who asks for none of them has not read them.
+        // A reader that requests a position after the last report has not read the end.
         log.end_was_read |= !running && since <= next_report;
         let guest_ended = log.guest_ended && !running;
         let (job, store) = (self.number, self.store.clone());
@@ -237,7 +237,7 @@ impl CheckpointJob {
         }
     }
 
-    /// What the run has come to, for somebody who only looks on: no reader of it is told any less.
+    /// Returns a summary of the run for an observer. It does not count as reading the end.
     pub(super) fn glance(&self) -> CheckpointGlance {
         let running = !self.is_over();
         let log = self.log();
@@ -255,7 +255,7 @@ impl CheckpointJob {
     }
 }
 
-/// A client's hold of a run.
+/// A client's hold on a run.
 struct Held<'j>(&'j CheckpointJob);
 
 impl Drop for Held<'_> {
@@ -266,7 +266,7 @@ impl Drop for Held<'_> {
     }
 }
 
-/// Refuses a directory that has anything in it.
+/// Refuses a directory that is not empty.
 fn check_new(store: &Path) -> Result<(), String> {
     let said = |why: String| format!("there can be no new store in {}: {why}", store.display());
     match std::fs::read_dir(store).map(|mut entries| entries.next()) {
@@ -279,7 +279,7 @@ fn check_new(store: &Path) -> Result<(), String> {
     }
 }
 
-/// Says that the run is over however its thread ends.
+/// Marks the run as over when its thread ends, for whatever reason.
 struct EndGuard<'j>(&'j CheckpointJob);
 
 impl Drop for EndGuard<'_> {

@@ -1,8 +1,8 @@
-//! Owns those who look on at what a running guest writes: for each a thread with a subscription of
-//! its own, so that none of them, and no migration or checkpoint, has a frame less for it.
+//! Owns the watches of a running guest's writes. Each watch has a thread with its own subscription,
+//! so that it takes no frame from another watch, a migration or a checkpoint.
 //!
-//! A thread ends when it is told to, when nobody has asked it for a while, or when the guest has
-//! ended and that was said.
+//! A thread ends when it is told to, when no client has sent a question for a while, or when the
+//! guest has ended and the thread has reported that.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, Weak};
@@ -21,23 +21,26 @@ use super::bins::Bins;
 use super::{Jobs, lock};
 use crate::model::{VcpuWindow, WatchPage};
 
-/// Each costs an insert for every frame that the guest makes dirty, and a tree.
+/// Maximum number of concurrent watches. Each adds one tree and one insert per dirty frame.
 const MOST: usize = 4;
-/// How long a watch stays that nobody asks.
+/// Time after which a watch ends if no client sends a question.
 const LINGER: Duration = Duration::from_secs(5);
-/// The same once the guest has ended: a client that is there asks at once.
+/// Time after which a watch ends once the guest has ended. A live client sends its next question at
+/// once.
 const LAST_ASK: Duration = Duration::from_secs(1);
-/// How long an answer on the guest's end waits for the migration's, that says where it is.
+/// Limit for waiting, once the guest has ended, for the reason of its end, and for the migration's
+/// outcome, which says where the guest is.
 const LAST_NEWS: Duration = Duration::from_secs(1);
-/// How often it is looked whether the guest still is there.
+/// Interval at which a thread checks whether the guest still exists.
 const LOOK: Duration = Duration::from_millis(50);
-/// Questions that may wait for the one before them.
+/// Maximum number of questions that wait for the one before them.
 const WAITING: usize = 4;
 
 /// The watches of a guest.
 #[derive(Default)]
 pub(super) struct Watches {
-    /// Held while one is begun, which may take its time: looking at others never waits for it.
+    /// Held while a watch is started, which may take time. Reading other watches never waits for
+    /// it.
     beginning: Mutex<()>,
     open: Mutex<Open>,
 }
@@ -50,27 +53,30 @@ struct Open {
 
 struct Watch {
     number: u64,
-    /// Without it the thread has been told to end.
+    /// The thread's inbox. `None` once the thread has been told to end.
     inbox: Option<SyncSender<Ask>>,
     thread: JoinHandle<()>,
 }
 
-/// A question: what was written since the last one.
+/// A question: what was written since the last one?
 struct Ask {
     wait: Duration,
     reply: oneshot::Sender<Result<WatchPage, String>>,
 }
 
 impl Watches {
-    /// Whether all threads have ended, and have let go of all they had.
+    /// Returns whether all threads have ended and released everything that they owned.
     pub(super) fn are_over(&self) -> bool {
         lock(&self.open).watches.iter().all(|watch| watch.thread.is_finished())
     }
 }
 
 impl Jobs {
-    /// Begins to follow the guest's writes, counted in at most so many ranges of its memory; the
-    /// watch's number. An error is a sentence.
+    /// Starts a watch of the guest's writes, counted in at most `bins` ranges of its memory.
+    /// Returns the watch's number.
+    ///
+    /// # Errors
+    /// A sentence that says why the watch cannot be started.
     pub fn begin_watch(self: &Arc<Self>, bins: u32) -> Result<u64, String> {
         let _beginning = lock(&self.watches.beginning);
         let number = {
@@ -85,7 +91,8 @@ impl Jobs {
             return Err("the guest has ended".to_owned());
         }
         let writes = self.vm.subscribe("watch").map_err(|e| e.to_string())?;
-        // Who drains as often as a screen is drawn shall have no vCPU held back for it.
+        // A watch drains as often as a screen is drawn, and must not cause any vCPU to be
+        // throttled.
         writes.set_passive();
         let (inbox, asked) = mpsc::sync_channel(WAITING);
         let work = Work {
@@ -105,8 +112,11 @@ impl Jobs {
         Ok(number)
     }
 
-    /// What was written since the last answer of watch `number`, once that is at least `wait` ago.
-    /// No answer comes if it ends before.
+    /// Requests what was written since the last answer of watch `number`. The answer comes once
+    /// that one is at least `wait` ago. No answer comes if the watch ends earlier.
+    ///
+    /// # Errors
+    /// A sentence: there is no such watch, or its queue of questions is full.
     pub fn ask_watch(
         &self,
         number: u64,
@@ -127,6 +137,9 @@ impl Jobs {
     }
 
     /// Ends watch `number`.
+    ///
+    /// # Errors
+    /// A sentence: there is no such watch.
     pub fn end_watch(&self, number: u64) -> Result<(), String> {
         let mut open = lock(&self.watches.open);
         let watch = open.watches.iter_mut().find(|watch| watch.number == number);
@@ -135,16 +148,16 @@ impl Jobs {
     }
 }
 
-/// What a watch's thread owns. It keeps nobody from going: of the guest and its jobs it has a weak
-/// reference.
+/// State of a watch's thread. It holds only a weak reference to the guest and its jobs, so that it
+/// does not keep them alive.
 struct Work {
     number: u64,
     jobs: Weak<Jobs>,
     bins: Bins,
     writes: Subscription,
-    /// When the window began.
+    /// Start of the window.
     last: Instant,
-    /// The counters as they were then.
+    /// The vCPUs' counters at the start of the window.
     vcpus: Vec<VcpuWrites>,
     infos: Vec<VcpuInfo>,
 }
@@ -163,7 +176,8 @@ impl Work {
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     let Some(over) = self.is_over() else { return };
-                    // However long ago it asked: it may be about to.
+                    // Applies even if the last question was long ago: the client may be about to
+                    // send one.
                     let last_ask = over.then(|| ended.get_or_insert_with(Instant::now).elapsed());
                     if last_ask.is_some_and(|long| long > LAST_ASK) || heard.elapsed() > LINGER {
                         return;
@@ -174,12 +188,12 @@ impl Work {
         }
     }
 
-    /// Whether the guest has ended; nothing if all of it has gone.
+    /// Returns whether the guest has ended, or `None` if its jobs no longer exist.
     fn is_over(&self) -> Option<bool> {
         Some(self.jobs.upgrade()?.vm.run_state() == RunState::Stopped)
     }
 
-    /// Answers when the window is long enough; whether there can be more.
+    /// Answers once the window is long enough. Returns whether further answers are possible.
     fn answer(&mut self, ask: Ask) -> bool {
         loop {
             let Some(over) = self.is_over() else { return false };
@@ -188,7 +202,8 @@ impl Work {
                 break;
             }
             if ask.reply.is_closed() {
-                // Who asked has gone; the window goes on, for somebody who may still come.
+                // The client has disconnected. The window continues, for a client that may still
+                // come.
                 return true;
             }
             thread::sleep(left.min(LOOK));
@@ -197,16 +212,16 @@ impl Work {
         let page = self.page(&jobs);
         drop(jobs);
         let more = !matches!(&page, Ok(WatchPage { end: Some(_), .. }));
-        // Who asked may have gone.
+        // The client may have disconnected.
         let _ = ask.reply.send(page);
         more
     }
 
-    /// The window that ends now.
+    /// Ends the current window and returns its page.
     fn page(&mut self, jobs: &Jobs) -> Result<WatchPage, String> {
         let vm = &jobs.vm;
         if let Err(e) = vm.collect() {
-            // Of a guest that has ended there is nothing more to know.
+            // A guest that has ended writes nothing more.
             if vm.run_state() != RunState::Stopped {
                 return Err(e.to_string());
             }
@@ -216,10 +231,10 @@ impl Work {
         let window = self.last.saturating_duration_since(window).as_secs_f64();
         let (frames, bin_frames) = (epoch.frames(), self.bins.count(epoch.runs()));
         epoch.commit();
-        // Of the same window.
+        // These counters belong to the same window.
         let writes = vm.vcpu_writes();
 
-        // A guest that has stopped says in a moment why.
+        // A guest that has stopped provides the reason shortly afterwards.
         let patience = if vm.run_state() == RunState::Stopped { LAST_NEWS } else { Duration::ZERO };
         let end = vm.wait_end(Some(patience));
         let moved_to = end.as_ref().and_then(|_| jobs.moved_to());
@@ -244,7 +259,7 @@ impl Work {
         })
     }
 
-    /// Each vCPU's figures, less what they were when the window began.
+    /// Returns each vCPU's figures, less their values at the start of the window.
     fn vcpus(&mut self, writes: Vec<VcpuWrites>, infos: &[VcpuInfo]) -> Vec<VcpuWindow> {
         let before = std::mem::replace(&mut self.infos, infos.to_vec());
         let wrote = std::mem::replace(&mut self.vcpus, writes);
@@ -264,8 +279,8 @@ impl Work {
 }
 
 impl Jobs {
-    /// Where a guest that has ended here runs now, if it has moved. The migration may take a moment
-    /// to say so.
+    /// Returns where a guest that has ended here runs now, if it has migrated. Waits briefly for
+    /// the migration's outcome.
     fn moved_to(&self) -> Option<String> {
         let job = self.migration_job()?;
         let end = Instant::now() + LAST_NEWS;
@@ -283,7 +298,7 @@ mod tests {
     use super::*;
     use driftline_machine::vm::EndReason;
 
-    /// The next window of a watch, of some ms.
+    /// Returns the next window of a watch, at least 50 ms long.
     fn window(jobs: &Jobs, watch: u64) -> WatchPage {
         let answer = jobs.ask_watch(watch, Duration::from_millis(50)).unwrap();
         answer.blocking_recv().unwrap().unwrap()
@@ -305,7 +320,7 @@ mod tests {
         let [first, second] = [1, 4096].map(|bins| jobs.begin_watch(bins).unwrap());
         jobs.resume().unwrap();
         let (mut seen, mut frames) = (0, 0);
-        // The payload writes to all of its 256 frames again and again.
+        // The payload writes to all of its 256 frames repeatedly.
         let end = Instant::now() + Duration::from_secs(60);
         while seen.min(frames) < 256 && Instant::now() < end {
             let page = window(&jobs, first);
@@ -326,7 +341,7 @@ mod tests {
         let last = window(&jobs, first);
         assert_eq!(last.end, Some(EndReason::Stopped("enough".into())));
         assert_eq!(last.moved_to, None);
-        // The second one is not asked any more.
+        // The second watch receives no more questions.
         await_end(&jobs);
         assert!(jobs.ask_watch(first, Duration::ZERO).unwrap_err().contains("or it has ended"));
         assert!(jobs.begin_watch(1).unwrap_err().contains("has ended"));
@@ -339,9 +354,9 @@ mod tests {
         assert!(jobs.begin_watch(1).unwrap_err().contains("4 others"));
         jobs.end_watch(all[0]).unwrap();
         assert!(jobs.end_watch(all[0]).unwrap_err().contains("there is no watch"));
-        // Of a guest that stands there is a window as well, and nothing in it.
+        // A paused guest also has a window, with no frames in it.
         assert_eq!(window(&jobs, all[1]).frames, 0);
-        // Questions that nobody waits for any more do not keep it.
+        // Questions whose clients have gone do not keep the watch alive.
         for _ in 0..WAITING {
             drop(jobs.ask_watch(all[2], Duration::from_secs(3600)).unwrap());
         }

@@ -1,9 +1,9 @@
-//! Owns who holds the guest still. Checkpoints, a migration and the operator pause it
-//! independently; it runs only while none of them wants it to stand still.
+//! Owns the holders of the guest's pause. Checkpoints, a migration and the operator pause the guest
+//! independently. The guest runs only while none of them wants it paused.
 //!
-//! Each job sees the guest through a *view*, which is the guest itself but for pause and resume:
-//! those count holders. Without this, the end of a checkpoint's pause would let a guest run that a
-//! migration has already copied to its last frame.
+//! Each job sees the guest through a *view*, which forwards everything to the guest except pause
+//! and resume: these count holders. Without that, the end of a checkpoint's pause would resume a
+//! guest whose last frame a migration has already copied.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,17 +17,17 @@ use driftline_guest::{
 
 use driftline_machine::vm::SharedVm;
 
-/// The guest, and everyone who holds it.
+/// The guest, and the count of its holders.
 pub(super) struct Holds {
     vm: SharedVm,
-    /// Held while the guest is paused or resumed, for as long as a stuck device keeps that waiting.
+    /// Held while the guest is paused or resumed, for as long as a stuck device delays that.
     state: Mutex<State>,
-    /// What the operator is shown in place of the guest's own state, while that is being changed or
-    /// a job holds the guest. Never held for long.
+    /// The state shown to the operator in place of the guest's own, while that state is being
+    /// changed or a job holds the guest. Never locked for long.
     shown: Mutex<Option<RunState>>,
 }
 
-/// The state, locked. What the operator is shown changes when this is dropped.
+/// The locked state. Dropping it updates what the operator is shown.
 struct Turn<'h> {
     holds: &'h Holds,
     state: MutexGuard<'h, State>,
@@ -54,21 +54,24 @@ impl Drop for Turn<'_> {
 }
 
 struct State {
-    /// Jobs that hold the guest still.
+    /// Number of jobs that hold the guest paused.
     holders: u32,
-    /// One of them is the migration.
+    /// Whether one of these jobs is the migration.
     migration_holds: bool,
-    /// What the operator wants while no job holds it; meaningful only while one does.
+    /// The state that the operator wants when no job holds the guest; meaningful only while one
+    /// does.
     wanted: RunState,
-    /// A migration decides what becomes of the guest: the operator must ask that instead.
+    /// Whether a migration decides the guest's state, so that the operator must not change it.
     migrating: bool,
 }
 
 impl State {
-    /// What the new holder is told: whether the guest ran, and it has to end its hold.
+    /// Adds a holder. Returns what the holder is told: that the guest ran, in which case it must
+    /// end its hold, or that the guest was paused, in which case it has none.
     fn add_holder(&mut self, role: Role) -> RunState {
         if role == Role::Migration && self.wanted == RunState::Paused {
-            // Told that it was paused, the migration will not resume it; nor can the operator now.
+            // The migration is told that the guest was paused and will not resume it. The operator
+            // cannot resume it during the migration either.
             return RunState::Paused;
         }
         self.holders += 1;
@@ -76,8 +79,8 @@ impl State {
         RunState::Running
     }
 
-    /// A checkpoint that copies at this moment keeps its hold, and leaves the guest paused at its
-    /// end.
+    /// Drops the migration's hold, if it has one, and leaves the guest paused. A checkpoint that is
+    /// copying keeps its hold and leaves the guest paused when it ends.
     fn drop_migrations_hold(&mut self) {
         if std::mem::take(&mut self.migration_holds) {
             self.holders = self.holders.saturating_sub(1);
@@ -86,10 +89,10 @@ impl State {
     }
 }
 
-/// Why the operator cannot pause or resume.
+/// The reason why the operator cannot pause or resume the guest.
 #[derive(Debug, thiserror::Error)]
 pub enum OperatorError {
-    /// A migration has the guest.
+    /// A migration controls the guest.
     #[error("cannot {0} a guest that is being migrated; cancel the migration first")]
     Migrating(&'static str),
     /// The guest refuses.
@@ -108,18 +111,19 @@ impl Holds {
         Arc::new(Self { vm, state: Mutex::new(state), shown: Mutex::default() })
     }
 
-    /// The guest's state as the operator knows it: a job's short hold is none of theirs, and a
-    /// pause that is under way has not come about. Does not wait for one.
+    /// Returns the guest's state as the operator sees it. That excludes a job's short hold, and a
+    /// pause that has not completed yet. Does not wait for a pause.
     pub(super) fn operator_state(&self) -> RunState {
         let shown = lock(&self.shown);
-        // Without `shown` nobody is changing it, nor does before the lock is released.
+        // While `shown` is empty, no thread is changing the guest's state, and none does before the
+        // lock is released.
         match self.vm.run_state() {
             RunState::Stopped => RunState::Stopped,
             real => shown.unwrap_or(real),
         }
     }
 
-    /// The operator pauses the guest.
+    /// Pauses the guest for the operator.
     pub(super) fn operator_pause(&self) -> Result<(), OperatorError> {
         let mut state = self.lock();
         if state.migrating {
@@ -132,8 +136,8 @@ impl Holds {
         Ok(())
     }
 
-    /// The operator lets the guest run: now, or when the last holder lets go. One that runs already
-    /// does.
+    /// Resumes the guest for the operator: now, or when the last holder releases it. Does nothing
+    /// if the guest already runs.
     pub(super) fn operator_resume(&self) -> Result<(), OperatorError> {
         let mut state = self.lock();
         if state.migrating {
@@ -142,7 +146,7 @@ impl Holds {
         if state.holders == 0 {
             match self.vm.run_state() {
                 RunState::Running => return Ok(()),
-                // A migration may have let go of the drives and failed to take them back.
+                // A migration may have released the drives and failed to acquire them again.
                 RunState::Paused => self.vm.acquire()?,
                 RunState::Stopped => {}
             }
@@ -152,20 +156,21 @@ impl Holds {
         Ok(())
     }
 
-    /// A migration begins.
+    /// Marks the start of a migration.
     pub(super) fn begin_migration(&self) {
         self.lock().migrating = true;
     }
 
-    /// A migration has ended. If it still holds the guest, it could not give it back: it stays
-    /// paused, and is the operator's to resume.
+    /// Marks the end of a migration. If the migration still holds the guest, it failed to resume
+    /// it. The guest then stays paused, and the operator may resume it.
     pub(super) fn end_migration(&self) {
         let mut state = self.lock();
         state.migrating = false;
         state.drop_migrations_hold();
     }
 
-    /// A guest whose migration died is this host's again: paused, until the operator resumes it.
+    /// Takes the guest of a migration whose thread has panicked back to this host. The guest is
+    /// paused until the operator resumes it.
     pub(super) fn take_back(&self) -> Result<(), GuestError> {
         let mut state = self.lock();
         self.vm.acquire()?;
@@ -174,7 +179,7 @@ impl Holds {
         Ok(())
     }
 
-    /// The guest as a job sees it.
+    /// Returns the guest as a job sees it.
     pub(super) fn view(self: &Arc<Self>, role: Role) -> Arc<View> {
         Arc::new(View { holds: self.clone(), role })
     }
@@ -215,7 +220,8 @@ impl Holds {
             state.holders = state.holders.saturating_sub(1);
             return Ok(());
         }
-        // Nobody tries again for the holder: a guest that refuses is the operator's, paused.
+        // The holder does not retry: if the guest refuses, it stays paused for the operator to
+        // resume.
         state.holders = 0;
         self.vm.resume().inspect_err(|_| state.wanted = RunState::Paused)
     }
@@ -225,16 +231,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Which job looks at the guest.
+/// The job that uses a view of the guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Role {
-    /// Is told that the guest ran in any case, so that it ends each hold that it begins.
+    /// Is always told that the guest ran, so that it ends each hold that it begins.
     Checkpoint,
-    /// Is told whether the guest ran, because the destination is to go on in the same way.
+    /// Is told whether the guest ran, because the destination must continue in the same state.
     Migration,
 }
 
-/// The guest through the eyes of one job.
+/// The guest as one job sees it.
 pub(super) struct View {
     holds: Arc<Holds>,
     role: Role,
@@ -469,7 +475,7 @@ mod tests {
         let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
         let (before, saved) = checkpoint.pause_and_save().unwrap();
         assert_eq!(before, Running);
-        // When they were saved is in them.
+        // The sections contain the time at which they were saved, so only their tags are compared.
         let tags = |saved: SavedState| saved.unwrap().iter().map(|s| s.tag).collect::<Vec<_>>();
         let alone = tags(saved);
         assert!(!alone.is_empty());

@@ -1,14 +1,14 @@
-//! Owns the jobs of one kind: the latest, and the few before it that someone may still follow.
+//! Owns the jobs of one kind: the latest, and a few earlier ones that a client may still read.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use super::lock;
 
-/// Jobs kept of each kind.
+/// Maximum number of jobs kept of each kind.
 const KEPT: usize = 4;
 
-/// See the module. Numbers ascend.
+/// See the module documentation. Numbers ascend.
 pub(super) struct Kept<J> {
     jobs: Mutex<VecDeque<(u64, Arc<J>)>>,
 }
@@ -20,7 +20,7 @@ impl<J> Default for Kept<J> {
 }
 
 impl<J> Kept<J> {
-    /// Adds the latest job and forgets the oldest of too many.
+    /// Adds the latest job, and discards the oldest if there are more than [`KEPT`].
     pub(super) fn add(&self, number: u64, job: Arc<J>) {
         let mut jobs = lock(&self.jobs);
         jobs.push_back((number, job));
@@ -29,12 +29,12 @@ impl<J> Kept<J> {
         }
     }
 
-    /// The job with this number.
+    /// Returns the job with this number.
     pub(super) fn find(&self, number: u64) -> Option<Arc<J>> {
         lock(&self.jobs).iter().find(|(n, _)| *n == number).map(|(_, job)| job.clone())
     }
 
-    /// The latest job.
+    /// Returns the latest job.
     pub(super) fn latest(&self) -> Option<Arc<J>> {
         lock(&self.jobs).back().map(|(_, job)| job.clone())
     }

@@ -24,12 +24,13 @@ pub(super) struct MigrationJob {
     outcome: Mutex<Option<Result<SendReport, MigrationFailure>>>,
     over: watch::Sender<bool>,
     end_was_read: AtomicBool,
-    /// Its thread panicked past the hand-over record: in doubt, and nobody asks the destination.
+    /// Whether the migration's thread panicked after the hand-over record was written. The
+    /// migration is then in doubt, and no thread asks the destination.
     lost: AtomicBool,
 }
 
 impl MigrationJob {
-    /// Begins. `records` is the directory of this host's hand-over records.
+    /// Starts the migration. `records` is the directory of this host's hand-over records.
     pub(super) fn start(
         number: u64,
         holds: &Arc<Holds>,
@@ -88,7 +89,7 @@ impl MigrationJob {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Ends a lost migration, whose guest the operator has settled.
+    /// Ends a lost migration, after the operator has resolved it.
     pub(super) fn end_lost(&self, holds: &Holds) {
         self.lost.store(false, Ordering::Relaxed);
         holds.end_migration();
@@ -103,7 +104,8 @@ impl MigrationJob {
         self.is_lost() || self.control.progress().phase == Phase::InDoubt
     }
 
-    /// COMMIT is said, or being said, and whose the guest is has not been settled.
+    /// Returns whether COMMIT has been sent, or is being sent, and the guest's owner has not been
+    /// settled yet.
     pub(super) fn is_handed_over(&self) -> bool {
         self.control.is_sealed() && !self.is_over()
     }
@@ -116,13 +118,13 @@ impl MigrationJob {
         self.end_was_read.load(Ordering::Relaxed)
     }
 
-    /// Waits until it is over.
+    /// Waits until the migration is over.
     pub(super) async fn end(&self) {
-        // The sender lives as long as self.
+        // The sender lives as long as `self`.
         let _ = self.over.subscribe().wait_for(|over| *over).await;
     }
 
-    /// Where it stands.
+    /// Returns the migration's state, and notes that its end was read if it is over.
     pub(super) fn page(&self) -> MigrationPage {
         let over = self.is_over();
         let page = self.glance();
@@ -130,7 +132,7 @@ impl MigrationJob {
         page
     }
 
-    /// The same for somebody who only looks on: it does not count as read.
+    /// Returns the same for an observer; this does not count as reading the end.
     pub(super) fn glance(&self) -> MigrationPage {
         let over = self.is_over();
         let outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -170,8 +172,8 @@ fn panicked() -> MigrationFailure {
     }
 }
 
-/// Says that the migration is over however its thread ends, and gives the guest back to the
-/// operator.
+/// Marks the migration as over when its thread ends, for whatever reason, and returns control of
+/// the guest to the operator.
 struct EndGuard<'j> {
     job: &'j MigrationJob,
     holds: &'j Holds,
@@ -179,8 +181,8 @@ struct EndGuard<'j> {
 
 impl Drop for EndGuard<'_> {
     fn drop(&mut self) {
-        // A thread that panicked past the record may have handed the guest over: nobody may resume
-        // it.
+        // A thread that panicked after the record was written may have handed the guest over. The
+        // guest must not be resumed then.
         if thread::panicking() && self.job.control.is_sealed() {
             self.job.lost.store(true, Ordering::Relaxed);
             return;

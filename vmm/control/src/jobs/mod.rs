@@ -1,6 +1,6 @@
-//! What is done to a guest over time, beside running it. One object owns each run of checkpoints
-//! and each migration, with its thread; a run of checkpoints and a migration may be under way
-//! together.
+//! Jobs on a guest: long-running work besides running it. One object with its own thread owns each
+//! checkpoint run and each migration. A checkpoint run and a migration may be under way at the same
+//! time.
 
 mod bins;
 mod checkpoints;
@@ -35,36 +35,37 @@ use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
 pub use watch::{SeenWindows, Watched};
 
-/// How long a process whose guest has ended waits for the readers of its jobs' last reports.
+/// Limit for a process whose guest has ended to wait for the readers of its jobs' last reports.
 const LAST_READ: Duration = Duration::from_secs(2);
 
 /// A guest and the jobs on it.
 pub struct Jobs {
     vm: SharedVm,
-    /// Whose jobs they are, for the log.
+    /// The guest's logging span.
     span: Span,
     holds: Arc<Holds>,
-    /// Where this host's hand-over records are.
+    /// Directory of this host's hand-over records.
     records: PathBuf,
-    /// Held while a job is begun, so that there is one of a kind; looking at one never waits for
-    /// it.
+    /// Held while a job is started, so that there is at most one of each kind. Reading a job never
+    /// waits for it.
     beginning: Mutex<()>,
-    /// Held while the guest is watched for a plan; nobody waits for it.
+    /// Held while the guest is watched for a plan. No thread waits for it.
     watching: Mutex<()>,
-    /// Who follows the guest's writes, to show them.
+    /// The watches of the guest's writes.
     watches: Watches,
-    /// The number of the last job begun, of either kind.
+    /// Number of the last job started, of either kind.
     begun: AtomicU64,
     checkpoint: Kept<CheckpointJob>,
     migration: Kept<MigrationJob>,
-    /// Answers the source that this guest came from.
+    /// Answers the source from which this guest migrated.
     responder: Mutex<Option<Responder>>,
-    /// Looks whether tracking misses frames.
+    /// Checks whether tracking misses frames.
     shadow: Mutex<Option<Shadow>>,
 }
 
 impl Jobs {
-    /// No jobs yet. `records` is the directory of this host's hand-over records.
+    /// Creates the jobs of `vm`, none at first. `records` is the directory of this host's hand-over
+    /// records.
     pub fn new(vm: SharedVm, records: PathBuf) -> Arc<Self> {
         Arc::new(Self {
             span: guest_span(vm.vm_id(), &vm.machine_config().identity),
@@ -82,22 +83,23 @@ impl Jobs {
         })
     }
 
-    /// Keeps what answers the source that this guest came from, as long as the guest is here.
+    /// Keeps the responder, which answers the source from which this guest migrated, for as long as
+    /// the guest is here.
     pub fn keep_responder(&self, responder: Responder) {
         *lock(&self.responder) = Some(responder);
     }
 
-    /// The span of all that is logged for the guest.
+    /// Returns the guest's logging span.
     pub fn span(&self) -> &Span {
         &self.span
     }
 
-    /// The guest.
+    /// Returns the guest.
     pub fn vm(&self) -> &SharedVm {
         &self.vm
     }
 
-    /// The guest's figures, with what its jobs make of its state.
+    /// Returns the guest's figures, with the state that results from its jobs.
     pub fn info(&self) -> Info {
         let migration = self.migration_job().filter(|job| !job.is_over());
         let state = match (self.holds.operator_state(), &migration) {
@@ -114,34 +116,46 @@ impl Jobs {
         Info { migration, store, every_ms, ..Info::new(self.vm.info(), state, checkpointing) }
     }
 
-    /// The operator stops the vCPUs.
+    /// Pauses the vCPUs for the operator.
+    ///
+    /// # Errors
+    /// An [`OperatorError`] if a migration controls the guest, or the guest refuses.
     pub fn pause(&self) -> Result<(), OperatorError> {
         self.holds.operator_pause()
     }
 
-    /// The operator lets the vCPUs run.
+    /// Resumes the vCPUs for the operator.
+    ///
+    /// # Errors
+    /// As for [`pause`](Self::pause).
     pub fn resume(&self) -> Result<(), OperatorError> {
         self.holds.operator_resume()
     }
 
-    /// Begins to compare what the guest's tracking reports with another way to know it, until
-    /// [`end_shadow`](Self::end_shadow). Reads all of its memory first.
+    /// Starts to verify the guest's tracking by a second method, until
+    /// [`end_shadow`](Self::end_shadow). Reads all guest memory first.
+    ///
+    /// # Errors
+    /// A [`ShadowError`] if the host lacks the method, or the guest cannot be read.
     pub fn start_shadow(&self, mode: ShadowMode) -> Result<(), ShadowError> {
         let shadow = Shadow::start(self.holds.view(Role::Checkpoint), mode)?;
         *lock(&self.shadow) = Some(shadow);
         Ok(())
     }
 
-    /// Looks a last time, at a guest that has ended. `None` if nothing was compared; an error if
-    /// the comparison has died.
+    /// Performs the last check, on a guest that has ended. Returns `None` if no verification was
+    /// started, and an error if its thread has panicked.
     pub fn end_shadow(&self) -> Option<Result<ShadowReport, &'static str>> {
         let shadow = lock(&self.shadow).take()?;
         Some(shadow.end().ok_or("the thread of --shadow has died of a defect of the VMM"))
     }
 
-    /// Begins a run of checkpoints and returns its number; there is one at a time.
+    /// Starts a checkpoint run and returns its number. At most one run is active at a time.
+    ///
+    /// # Errors
+    /// A sentence: a run is active, or the new one cannot be started.
     pub fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<u64, String> {
-        // Opening a store may take its time: only those who begin something wait for it.
+        // Opening a store may take time. Only calls that start a job wait for it.
         let _beginning = lock(&self.beginning);
         if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
             return Err(job.describe());
@@ -152,14 +166,20 @@ impl Jobs {
         Ok(number)
     }
 
-    /// Ends the run of checkpoints after the epoch under way: run `number`, or whichever there is.
+    /// Ends checkpoint run `number`, or the latest one, after the epoch in progress.
+    ///
+    /// # Errors
+    /// A sentence if that run does not exist or is over.
     pub fn stop_checkpoints(&self, number: Option<u64>) -> Result<(), String> {
         let job = asked(&self.checkpoint, number)?.filter(|job| !job.is_over());
         job.ok_or("no checkpoints are being taken")?.cancel();
         Ok(())
     }
 
-    /// Has hold of run `number` until it is over.
+    /// Holds checkpoint run `number`, or the latest one, until it is over.
+    ///
+    /// # Errors
+    /// A sentence if that run does not exist.
     pub async fn hold_checkpoints(&self, number: Option<u64>) -> Result<(), String> {
         asked(&self.checkpoint, number)?.ok_or("no checkpoints have been taken")?.hold().await;
         Ok(())
@@ -172,8 +192,12 @@ impl Jobs {
         }
     }
 
-    /// The reports of run `number`, or of the latest, from number `since` on: at once if there are
-    /// any, else when there is one, the run is over, or `wait` has passed.
+    /// Returns the reports of run `number`, or of the latest run, from number `since` on. Returns
+    /// at once if there are any. Otherwise it returns when there is one, the run is over, or `wait`
+    /// has passed.
+    ///
+    /// # Errors
+    /// A sentence if that run does not exist.
     pub async fn checkpoints(
         &self,
         number: Option<u64>,
@@ -181,13 +205,16 @@ impl Jobs {
         wait: Duration,
     ) -> Result<CheckpointPage, String> {
         let job = asked(&self.checkpoint, number)?.ok_or("no checkpoints have been taken")?;
-        // Either way the page says what there is.
+        // In either case the page contains the reports that exist.
         let _ = tokio::time::timeout(wait, job.news_since(since)).await;
         Ok(job.page(since))
     }
 
-    /// Begins to send the guest to another host and returns the migration's number; there is one at
-    /// a time.
+    /// Starts to send the guest to another host and returns the migration's number. At most one
+    /// migration is under way at a time.
+    ///
+    /// # Errors
+    /// A sentence: a migration is under way, or the new one cannot be started.
     pub fn start_migration(&self, request: &MigrationRequest) -> Result<u64, String> {
         let _beginning = lock(&self.beginning);
         if let Some(job) = self.migration_job().filter(|job| !job.is_over()) {
@@ -199,13 +226,19 @@ impl Jobs {
         Ok(number)
     }
 
-    /// Ends migration `number`, or whichever there is; the guest stays here.
+    /// Cancels migration `number`, or the latest one. The guest stays on this host.
+    ///
+    /// # Errors
+    /// A sentence: no migration is under way, or it is too late to cancel it.
     pub fn cancel_migration(&self, number: Option<u64>) -> Result<(), String> {
         let job = asked(&self.migration, number)?.filter(|job| !job.is_over());
         job.ok_or("no migration is under way")?.cancel().map_err(|e| e.to_string())
     }
 
-    /// Ends the guest, unless another host may have it: then only the operator's word on that does.
+    /// Ends the guest.
+    ///
+    /// # Errors
+    /// A sentence if another host may have the guest. Only the operator's resolution ends it then.
     pub fn stop(&self, why: &str) -> Result<(), String> {
         if let Some(job) = self.migration_job().filter(|job| job.is_handed_over()) {
             return Err(format!(
@@ -218,7 +251,10 @@ impl Jobs {
         Ok(())
     }
 
-    /// The operator's word on a migration in doubt.
+    /// Resolves a migration in doubt as the operator decides.
+    ///
+    /// # Errors
+    /// A sentence: no migration is in doubt, or the resolution failed.
     pub fn resolve_migration(&self, how: Resolution) -> Result<(), String> {
         let job = self.migration_job().filter(|job| !job.is_over());
         let job = job.ok_or("no migration is in doubt")?;
@@ -230,7 +266,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Does what the migration's thread would have done, had it not panicked.
+    /// Performs the steps that the migration's thread would have performed had it not panicked.
     fn settle_lost(&self, how: Resolution) -> Result<(), String> {
         match how {
             Resolution::Run => self.holds.take_back().map_err(|e| e.to_string())?,
@@ -249,20 +285,24 @@ impl Jobs {
         Ok(())
     }
 
-    /// Where migration `number`, or the latest, stands: at once if it is over, else then, or after
-    /// `wait`.
+    /// Returns the state of migration `number`, or of the latest one. Returns at once if the
+    /// migration is over. Otherwise it returns when the migration ends, or `wait` has passed.
+    ///
+    /// # Errors
+    /// A sentence if that migration does not exist.
     pub async fn migration(
         &self,
         number: Option<u64>,
         wait: Duration,
     ) -> Result<MigrationPage, String> {
         let job = asked(&self.migration, number)?.ok_or("no migration has been asked for")?;
-        // Either way the page says what there is.
+        // In either case the page contains the current state.
         let _ = tokio::time::timeout(wait, job.end()).await;
         Ok(job.page())
     }
 
-    /// The guest has ended: waits a moment until the jobs are over and who asked for them knows it.
+    /// Waits, after the guest has ended, until the jobs are over and their clients have read the
+    /// end, for at most [`LAST_READ`].
     pub fn settle(&self) {
         let end = Instant::now() + LAST_READ;
         let wait = |done: &dyn Fn() -> bool| {
@@ -293,7 +333,7 @@ impl Jobs {
     }
 }
 
-/// The job that was asked for by its number, or else the latest, if there is any.
+/// Returns the job with this number, or without a number the latest job, if there is one.
 fn asked<J>(kept: &Kept<J>, number: Option<u64>) -> Result<Option<Arc<J>>, String> {
     let Some(number) = number else { return Ok(kept.latest()) };
     match kept.find(number) {
@@ -306,7 +346,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A guest of threads that writes when it is resumed, for tests.
+/// Returns a paused guest of the thread backend, which writes once it is resumed, and its jobs.
 #[cfg(test)]
 fn paused_guest() -> (SharedVm, Arc<Jobs>) {
     use driftline_machine::config::{Backend, HostConfig, SerialSink};

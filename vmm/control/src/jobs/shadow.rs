@@ -1,18 +1,19 @@
-//! Owns the second look at a guest's writes, `run --shadow`: whether the guest's tracking has told
-//! of every frame that changed.
+//! Verifies the guest's dirty tracking for `run --shadow`: whether tracking has reported every
+//! frame that changed.
 //!
-//! Now and then it holds the guest still, devices included, and collects. A frame whose content is
-//! another than the last time, and that was not reported since, was *missed*: there is no innocent
-//! way to that, because what changes memory is known by the time a guest stands. Contents are known
-//! by a checksum of 32 bits a frame, so one change in four thousand million does not show.
+//! The shadow thread pauses the guest from time to time, devices included, and collects. A frame is
+//! *missed* if its content differs from the last check and tracking has not reported it since. A
+//! missed frame is always a defect, because every change of memory is known by the time the guest
+//! is paused. Contents are compared by a checksum of 32 bits per frame, so one change in four
+//! thousand million goes unnoticed.
 //!
-//! | mode | which frames are looked at |
+//! | mode | frames that are checked |
 //! | --- | --- |
-//! | `compare` | all that have memory; a pause reads all of it |
-//! | `userfault-wp` | those that either side reports; a pause costs what is written |
+//! | `compare` | all frames that have memory; a pause reads all of it |
+//! | `userfault-wp` | frames that either method reports; a pause costs what is written |
 //!
-//! The reverse is no error: KVM counts a frame that it maps writable for a read, and a write of the
-//! same bytes changes nothing.
+//! The reverse is not a defect: KVM counts a frame that it maps writable for a read, and a write of
+//! the same bytes changes nothing.
 
 use std::fmt;
 use std::str::FromStr;
@@ -29,16 +30,18 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::holds::View;
 
-/// Between two looks: at least, and so many times as long as the last one took.
+/// Delay between two checks: at least `PERIOD`, and at least `REST` times the duration of the last
+/// check.
 const PERIOD: Duration = Duration::from_millis(100);
 const REST: u32 = 9;
-/// Frames that are named.
+/// Maximum number of missed frames that are listed.
 const NAMED: usize = 16;
-/// Between the two looks at a guest that has ended, whose devices may not have told of their last
-/// writes yet.
+/// Delay between the two checks of a guest that has ended: its devices may not have reported their
+/// last writes yet.
 const LAST: Duration = Duration::from_millis(50);
 
-/// What the guest's tracking is compared with. Reads and shows as its name on the command line.
+/// The method with which the guest's tracking is compared. Parses from, and displays as, its name
+/// on the command line.
 ///
 /// ```
 /// use driftline_control::jobs::ShadowMode;
@@ -47,9 +50,9 @@ const LAST: Duration = Duration::from_millis(50);
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ShadowMode {
-    /// All of memory, as it was the last time.
+    /// Compares all memory with its content at the last check.
     Compare,
-    /// Asynchronous write protection of userfaultfd.
+    /// Uses userfaultfd's asynchronous write protection.
     UserfaultWp,
 }
 
@@ -74,7 +77,7 @@ impl FromStr for ShadowMode {
     }
 }
 
-/// Why there is no second look.
+/// The reason why tracking cannot be verified.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ShadowError {
@@ -84,40 +87,40 @@ pub enum ShadowError {
          vm.unprivileged_userfaultfd=1 or /dev/userfaultfd; --shadow compare does without ({0})"
     )]
     HostLacks(std::io::Error),
-    /// The guest cannot be followed or read.
+    /// The guest cannot be tracked or read.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// There is no thread for it.
+    /// The thread cannot be started.
     #[error("the thread of --shadow cannot be started: {0}")]
     Thread(std::io::Error),
 }
 
-/// What the looks have shown.
+/// The result of the checks.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ShadowReport {
-    /// Looks at a guest that stood, the last one included.
+    /// Number of checks of the paused guest, including the last one.
     pub looks: u64,
-    /// Looks that could not be had.
+    /// Number of checks that failed.
     pub failed: u64,
-    /// Frames that were reported, each look for itself.
+    /// Number of reported frames, summed over the checks.
     pub reported_frames: u64,
-    /// Of these, with a content as before.
+    /// Number of those whose content had not changed.
     pub unchanged_frames: u64,
-    /// Frames that changed and were not reported, each look for itself.
+    /// Number of frames that changed and were not reported, summed over the checks.
     pub missed_frames: u64,
-    /// The first of them.
+    /// The first of the missed frames.
     pub missed: Vec<Gfn>,
 }
 
-/// A second look that goes on until it is ended.
+/// A verification that continues until it is ended.
 pub(super) struct Shadow {
     end: Sender<()>,
     thread: JoinHandle<ShadowReport>,
 }
 
 impl Shadow {
-    /// Begins with a guest as it is now; best before it runs, since all of its memory is read
-    /// first.
+    /// Starts the verification with the guest's current content. Reads all guest memory first, so
+    /// it is best called before the guest runs.
     pub(super) fn start(guest: Arc<View>, mode: ShadowMode) -> Result<Self, ShadowError> {
         let mut looker = Looker::new(guest, mode)?;
         let (end, ended) = mpsc::channel();
@@ -128,21 +131,21 @@ impl Shadow {
         Ok(Self { end, thread: thread.map_err(ShadowError::Thread)? })
     }
 
-    /// Looks a last time, at a guest that has ended; `None` if the looking itself has died of a
-    /// defect.
+    /// Performs the last check, on a guest that has ended. Returns `None` if the thread has
+    /// panicked.
     pub(super) fn end(self) -> Option<ShadowReport> {
         drop(self.end);
         self.thread.join().ok()
     }
 }
 
-/// What the thread has.
+/// State of the shadow thread.
 struct Looker {
     guest: Arc<View>,
     subscription: Subscription,
-    /// Of mode `userfault-wp`.
+    /// Present in mode `userfault-wp`.
     watch: Option<WriteWatch>,
-    /// Checksums of all frames, slot by slot.
+    /// Checksums of all frames, per memory slot.
     known: Vec<(FrameRun, Vec<u32>)>,
     buffer: Vec<u8>,
     report: ShadowReport,
@@ -182,7 +185,7 @@ impl Looker {
             let begun = Instant::now();
             match self.look() {
                 Ok(missed) => self.note(&missed),
-                // The last look is after its end.
+                // The guest has ended. The last check follows.
                 Err(_) if self.guest.run_state() == RunState::Stopped => {}
                 Err(e) => {
                     self.report.failed += 1;
@@ -200,7 +203,7 @@ impl Looker {
         }
     }
 
-    /// One look; what it finds missed.
+    /// Performs one check. Returns the missed frames.
     fn look(&mut self) -> Result<Vec<Gfn>, GuestError> {
         let guest = self.guest.clone();
         let paused = Paused::new(&*guest)?;
@@ -209,8 +212,8 @@ impl Looker {
         Ok(missed)
     }
 
-    /// At a guest that has ended: what is missed must be missed still when its devices have come to
-    /// an end, too.
+    /// Checks a guest that has ended. A frame counts as missed only if it is still missed after the
+    /// guest's devices have ended, too.
     fn last_look(&mut self) -> Result<Vec<Gfn>, GuestError> {
         let mut missed = self.compare()?;
         if !missed.is_empty() {
@@ -224,12 +227,13 @@ impl Looker {
         Ok(missed)
     }
 
-    /// Frames that changed since the last time and were not reported.
+    /// Returns the frames that changed since the last check and were not reported.
     fn compare(&mut self) -> Result<Vec<Gfn>, GuestError> {
         self.guest.collect()?;
         let epoch = self.subscription.drain();
         let reported: FrameSet = epoch.runs().collect();
-        // Only this looks at them, and it does so now; a look that fails counts as one.
+        // Only this check uses the epoch, and it does so now. A check that fails later counts as
+        // one.
         epoch.commit();
         self.report.looks += 1;
         self.report.reported_frames += reported.frames();
@@ -255,7 +259,7 @@ impl Looker {
         Ok(missed)
     }
 
-    /// Whether the content of a frame is another than when it was last looked at.
+    /// Returns whether a frame's content differs from the last time it was read.
     fn has_changed(&mut self, gfn: Gfn) -> Result<bool, GuestError> {
         let read = self.guest.ram().read_slice(&mut self.buffer, GuestAddress(gfn.gpa()));
         read.map_err(|e| failed("reading guest memory", std::io::Error::other(e)))?;
@@ -274,7 +278,7 @@ impl Looker {
         report.missed_frames += missed.len() as u64;
         let room = NAMED.saturating_sub(report.missed.len());
         report.missed.extend(missed.iter().take(room));
-        // The rest is counted.
+        // Once the list is full, missed frames are only counted.
         if room > 0 {
             tracing::error!("{} pages changed unreported: {}", missed.len(), names(missed));
         }
@@ -282,7 +286,7 @@ impl Looker {
 }
 
 impl ShadowReport {
-    /// The missed frames that are named, in a row.
+    /// Returns the listed missed frames as one line.
     pub fn names(&self) -> String {
         names(&self.missed)
     }

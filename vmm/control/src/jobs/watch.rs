@@ -1,9 +1,9 @@
-//! Owns a short look at what a running guest writes: a subscription of its own, drained after
-//! windows of several lengths.
+//! Samples a running guest's writes for a plan: a subscription of its own, drained after windows of
+//! several lengths.
 //!
-//! One subscription, and one window after another: so that a frame which a vCPU writes again in a
-//! window counts once, as it does in a pass of a migration. Short windows come several times,
-//! spread over the look, for a guest that does not always do the same.
+//! A single subscription is drained after one window at a time, so that a frame which a vCPU writes
+//! repeatedly in a window counts once, as it does in a pass of a migration. Short windows are
+//! repeated, spread over the whole sample, for a guest whose behaviour varies.
 
 use std::sync::TryLockError;
 use std::thread;
@@ -19,66 +19,66 @@ use vm_memory::{Bytes, GuestAddress};
 use super::Jobs;
 use crate::model::GuestState;
 
-/// Thrown away: when tracking begins each frame's first write is dear, and what was running goes
-/// slower for a moment.
+/// Length of the first window, which is discarded: when tracking begins, the first write to each
+/// frame is expensive, and the guest runs more slowly for a moment.
 const WARM_UP: Duration = Duration::from_millis(100);
-/// Windows of a round, ms, and how many rounds.
+/// Lengths of the windows in a round, in ms, and the number of rounds.
 const ROUND_MS: [u64; 7] = [10, 10, 10, 10, 50, 50, 250];
 const ROUNDS: usize = 3;
-/// Windows after them, ms.
+/// Lengths of the windows after the rounds, in ms.
 const LONG_MS: [u64; 2] = [750, 1500];
-/// How often it is looked whether the guest still runs.
+/// Interval at which the thread checks whether the guest still runs.
 const LOOK: Duration = Duration::from_millis(50);
-/// Frames that are read to see how many are zeros.
+/// Number of frames that are read to estimate the share of zero frames.
 const SAMPLES: u64 = 1024;
-/// Rates of windows of one length that are this far apart, and by more than some frames, are not
-/// one guest's habit.
+/// A guest is not steady if the frames of two windows of one length differ by more than this
+/// factor, and by more than `SOME_FRAMES`.
 const UNSTEADY: f64 = 1.5;
 const SOME_FRAMES: u64 = 64;
 
-/// Windows of one length.
+/// Summary of the windows of one length.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct SeenWindows {
-    /// How long they were, on average, ms.
+    /// Average length of the windows, in ms.
     pub window_ms: f64,
-    /// How many there were.
+    /// Number of windows.
     pub windows: u32,
-    /// Distinct frames that the guest made dirty in one, on average.
+    /// Average number of distinct frames that the guest dirtied in a window.
     pub frames: f64,
-    /// In that which had fewest.
+    /// Number of frames in the window with the fewest.
     pub least_frames: u64,
-    /// In that which had most.
+    /// Number of frames in the window with the most.
     pub most_frames: u64,
-    /// Whole frames, bytes/s.
+    /// Dirty rate in bytes/s, counting whole frames.
     pub dirty_rate_bytes_per_s: u64,
-    /// Frames that each vCPU made dirty in one, on average; empty where that is not known.
+    /// Average number of frames that each vCPU dirtied in a window; empty where that is not known.
     pub vcpu_frames: Vec<f64>,
 }
 
-/// What was seen of a guest.
+/// The observed behaviour of a guest.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Watched {
-    /// How long that took, ms.
+    /// Duration of the observation, in ms.
     pub watched_ms: f64,
-    /// Frames of its memory.
+    /// Number of frames in guest memory.
     pub memory_frames: u64,
-    /// Frames that a copy of all memory has.
+    /// Number of frames that a copy of all memory contains.
     pub populated_frames: u64,
-    /// Of these, those that are nothing but zeros, by a sample.
+    /// Number of those frames that contain only zeros, estimated from a sample.
     pub zero_frames: u64,
-    /// By their length, the shortest first.
+    /// The windows by length, shortest first.
     pub curve: Vec<SeenWindows>,
-    /// Windows of one length saw about the same.
+    /// Whether windows of one length have about the same number of frames.
     pub steady: bool,
-    /// Checkpoints were being taken: their pauses are in the rates.
+    /// Whether checkpoints were being taken, in which case the rates include their pauses.
     pub checkpointing: bool,
 }
 
 impl Watched {
-    /// The windows, for a forecast.
+    /// Returns the windows as input of a forecast.
     pub fn windows(&self) -> Vec<Window> {
         let one = |seen: &SeenWindows| Window {
-            // What is no time is no window, and left out there.
+            // A length that cannot be represented becomes zero; the forecast skips such windows.
             length: Duration::try_from_secs_f64(seen.window_ms / 1e3).unwrap_or_default(),
             frames: seen.frames,
             by_vcpu: seen.vcpu_frames.clone(),
@@ -96,8 +96,10 @@ struct Seen {
 }
 
 impl Jobs {
-    /// Watches the guest for some four seconds, in which its writes are followed as in a migration.
-    /// An error is a sentence: why it cannot be watched, or why that ended early.
+    /// Observes the guest for about four seconds. Its writes are tracked as in a migration.
+    ///
+    /// # Errors
+    /// A sentence that says why the guest cannot be observed, or why the observation ended early.
     pub fn watch(&self) -> Result<Watched, String> {
         let _alone = match self.watching.try_lock() {
             Ok(alone) => alone,
@@ -121,7 +123,7 @@ impl Jobs {
         }
         let watched_ms = begun.elapsed().as_secs_f64() * 1e3;
         drop(writes);
-        // What a migration looks at, too; a guest that ends meanwhile has no plan.
+        // A migration uses the same list. A guest that ends meanwhile has no plan.
         let populated = guest.populated().map_err(|e| e.to_string())?;
         let zero_frames = zeros(guest, &populated);
         self.still_running()?;
@@ -137,8 +139,8 @@ impl Jobs {
         })
     }
 
-    /// A window that began at the last drain: how long it was, how many frames it had, and how many
-    /// of each vCPU.
+    /// Waits for the end of a window that began at the last drain. Returns its length, its number
+    /// of frames, and the number of frames of each vCPU.
     fn window(
         &self,
         guest: &dyn Guest,
@@ -182,7 +184,7 @@ fn vcpu_frames(guest: &dyn Guest) -> Vec<u64> {
     guest.vcpu_writes().iter().map(|writes| writes.dirtied_frames).collect()
 }
 
-/// How many of these frames are zeros, by reading some, evenly spread.
+/// Estimates how many of these frames are zero frames, by reading an evenly spread sample.
 fn zeros(guest: &dyn Guest, populated: &[FrameRun]) -> u64 {
     let all: u64 = populated.iter().map(|run| run.count).sum();
     let step = (all / SAMPLES).max(1);
@@ -229,7 +231,7 @@ fn summary(seen: &[&Seen]) -> SeenWindows {
 }
 
 fn is_steady(seen: &SeenWindows) -> bool {
-    // The shortest are too short to tell: a guest's own timer may or may not fall into one.
+    // The shortest windows are too short to judge: a guest's own timer may or may not fire in one.
     seen.window_ms < 200.0
         || seen.most_frames as f64 <= seen.least_frames as f64 * UNSTEADY + SOME_FRAMES as f64
 }
