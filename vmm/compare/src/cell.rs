@@ -1,5 +1,5 @@
-//! One run of one cell: a machine is launched, its guest warms up, its writes are followed for a
-//! while, and it is thrown away.
+//! Runs one cell once: launches a machine, lets its guest warm up, tracks its writes for a while,
+//! and discards the machine.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,22 +22,22 @@ use super::settings::Settings;
 use super::truth::{Audit, Truth};
 use super::way::Sink;
 
-/// How long a payload may take until it has been over its working set.
+/// Limit for a payload to cover its working set.
 const WARM_UP_LIMIT: Duration = Duration::from_secs(20);
-/// A working set of which so much was written is warm: a random choice may take for ever to all of
-/// it.
+/// Share of the working set after which a guest counts as warm. A random access pattern may never
+/// write all of it.
 const WARM: f64 = 0.8;
-/// The part of a run in which the guest is not paused.
+/// Share of a run in which the guest is not paused.
 const RUNNING_PART: f64 = 0.7;
-/// Between two bursts of a guest that paces itself.
+/// Time between two bursts of a guest that paces itself.
 const SLICE: Duration = Duration::from_nanos(SLICE_NS);
-/// The fewest pauses of a run.
+/// Minimum number of pauses in a run.
 const MIN_PAUSES: usize = 3;
 
-/// Why a cell has no figures.
+/// The reason why a cell has no figures.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CellError {
-    /// The host lacks what it takes.
+    /// The host lacks a required feature.
     #[error("{0}")]
     Machine(#[from] MachineError),
     #[error("{0}")]
@@ -46,7 +46,7 @@ pub(super) enum CellError {
     Other(String),
 }
 
-/// The steps of one epoch, ns.
+/// The steps of one epoch, in ns.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct EpochTimes {
     pub(super) frames: u64,
@@ -57,48 +57,50 @@ pub(super) struct EpochTimes {
 }
 
 impl EpochTimes {
-    /// All its steps.
+    /// Returns the sum of all steps.
     pub(super) fn total_ns(&self) -> u64 {
         self.harvest_ns + self.reprotect_ns + self.insert_ns + self.drain_ns
     }
 }
 
-/// What one run says.
+/// The result of one run.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sample {
     pub(super) epochs: Vec<EpochTimes>,
-    /// Each from the order to pause to the order to go on, without the time in which pages were
-    /// looked at.
+    /// Duration of each pause, from the request to pause until the guest has resumed, without the
+    /// time in which the guest's pages were read.
     pub(super) pauses_ns: Vec<u64>,
-    /// How long the guest was followed without being paused; times, writes and counts below that
-    /// are not of pauses are of this.
+    /// Time for which the guest was tracked without being paused. The times, writes and counts
+    /// below refer to this window, except those of pauses.
     pub(super) window: Duration,
-    /// Page writes in that time; unknown of guests that do not tell.
+    /// Number of page writes in the window; unknown for guests that do not record them.
     pub(super) writes: Option<u64>,
     pub(super) vcpu_cpu: Duration,
-    /// Collector and drain.
+    /// Processor time of the collector and of draining.
     pub(super) host_cpu: Duration,
     pub(super) ring_full_exits: u64,
     pub(super) ring_full: Duration,
-    /// Epochs in which all memory counted as dirty (I6).
+    /// Number of epochs in which all memory counted as dirty (I6).
     pub(super) marked_all: u64,
-    /// Pauses in which it did: nothing could be found missing.
+    /// Number of pauses in which all memory counted as dirty, so that no frame could be found
+    /// missing.
     pub(super) marked_all_looks: u64,
-    /// Of the pauses, the strict looks; unknown of guests that do not tell.
+    /// Audit of the strict looks, which are taken in pauses; unknown for guests that do not record
+    /// their writes.
     pub(super) audit: Option<Audit>,
-    /// Pages written in the window that none of its epochs reported. No strict look: one report
-    /// hides that another was lost.
+    /// Number of pages written in the window that none of its epochs reported. This is not a strict
+    /// look: one report of a page hides that another was lost.
     pub(super) missed_in_window: u64,
     pub(super) tracking_bytes: u64,
 }
 
-/// An epoch that was taken.
+/// The result of one epoch.
 #[derive(Clone, Copy, Debug, Default)]
 struct Taken {
     times: EpochTimes,
-    /// Processor time of this thread.
+    /// Processor time of the draining thread, which is the calling thread.
     drain_cpu: Duration,
-    /// All memory counted as dirty.
+    /// Whether all memory counted as dirty.
     marked_all: bool,
 }
 
@@ -149,7 +151,8 @@ impl Bench {
         let sink = match cell.way.sink() {
             None | Some(Sink::Tree) => None,
             Some(Sink::List) => {
-                // As many as the rings have at once; a bitmap's list grows to what it needs.
+                // The initial capacity is what the rings can hold at once. A bitmap's list grows as
+                // needed.
                 let room = match cell.way.source() {
                     TrackingMode::DirtyRing => {
                         settings.ring_entries as usize * usize::from(settings.vcpus)
@@ -171,8 +174,8 @@ impl Bench {
             }
             GuestKind::Kernel(_) => None,
         };
-        // What the host takes to find memory, which on a host that is a guest is long, is nobody's
-        // price of tracking.
+        // Finding memory can take the host long, in particular if the host is itself a guest. That
+        // time is not a cost of tracking.
         for run in truth.iter().flat_map(Truth::frames) {
             machine.fault_in(run);
         }
@@ -180,7 +183,7 @@ impl Bench {
         Ok(Self { machine, sink, subscription: None, truth, runs, sample })
     }
 
-    /// Until a payload has been over its working set; a kernel has a fixed time.
+    /// Waits until a payload has covered its working set. A kernel gets a fixed time.
     fn warm_up(&mut self, settings: &Settings) -> Result<(), CellError> {
         self.machine.resume()?;
         let begun = Instant::now();
@@ -199,7 +202,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Lets the guest run on; an error if it ends.
+    /// Lets the guest run for `time`. Returns an error if it ends.
     fn wait(&self, time: Duration) -> Result<(), CellError> {
         match self.machine.wait_end(Some(time)) {
             None => Ok(()),
@@ -207,10 +210,10 @@ impl Bench {
         }
     }
 
-    /// From here on writes are caught.
+    /// Starts to track writes.
     fn follow(&mut self) -> Result<(), CellError> {
-        // Looking gives a page that was never written the host's page of zeros, which userfaultfd
-        // would report later.
+        // Reading a page that was never written maps the host's zero page into it, which
+        // userfaultfd would report later.
         if let Some(truth) = &mut self.truth {
             truth.look(self.machine.ram()).map_err(CellError::Other)?;
         }
@@ -220,7 +223,7 @@ impl Bench {
         Ok(())
     }
 
-    /// The first epochs, in which every page of the working set is caught for the first time.
+    /// Runs the first epochs, in which every page of the working set is caught for the first time.
     fn settle(&mut self, settings: &Settings) -> Result<(), CellError> {
         for _ in 0..3 {
             self.wait(settings.interval)?;
@@ -229,7 +232,7 @@ impl Bench {
         Ok(())
     }
 
-    /// One epoch: bring the set up to date, and take it.
+    /// Runs one epoch: collects, then drains.
     fn epoch(&mut self) -> Result<Taken, CellError> {
         let Some(subscription) = &mut self.subscription else { return Ok(Taken::default()) };
         let collected: Collected = self.machine.collect()?;
@@ -261,8 +264,8 @@ impl Bench {
         Ok(Taken { times, drain_cpu, marked_all: collected.marked_all })
     }
 
-    /// Epoch after epoch while the guest runs, with a look at its pages before and after. Time,
-    /// processor time and writes are all of what lies between the two standstills.
+    /// Runs one epoch after another while the guest runs, with a look at its pages before and
+    /// after. Time, processor time and writes all refer to the interval between the two pauses.
     fn window(&mut self, settings: &Settings) -> Result<(), CellError> {
         self.machine.pause()?;
         self.epoch()?;
@@ -284,11 +287,11 @@ impl Bench {
             if self.subscription.is_some() {
                 self.sample.epochs.push(taken.times);
             }
-            // What is late is left out, and not made up for.
+            // Missed intervals are skipped; later epochs do not make up for them.
             due = (due + settings.interval).max(Instant::now());
         }
         self.machine.pause()?;
-        // The guest stands: what follows is none of the window's.
+        // The guest is paused: what follows does not belong to the window.
         self.sample.window = begun.elapsed();
         let used = CpuTime::now().since(cpu);
         self.sample.vcpu_cpu = used.vcpus;
@@ -304,7 +307,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Epochs for which the guest stands, each looked at.
+    /// Runs epochs in pauses, each followed by a look.
     fn pauses(&mut self, settings: &Settings) -> Result<(), CellError> {
         let end = Instant::now() + settings.per_run().mul_f64(1.0 - RUNNING_PART);
         while Instant::now() < end || self.sample.pauses_ns.len() < MIN_PAUSES {
@@ -314,7 +317,8 @@ impl Bench {
             self.machine.pause()?;
             let taken = self.epoch()?;
             let complete = begun.elapsed();
-            // Since the look before there was this one epoch: what was written in it must be in it.
+            // Exactly one epoch lies between the previous look and this one, so it must report
+            // every page written since then.
             match self.look()? {
                 Some(_) if taken.marked_all => self.sample.marked_all_looks += 1,
                 Some(audit) => self.sample.audit.get_or_insert_default().add(&audit),
@@ -328,7 +332,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Compares what was reported since the last look with the pages of the guest, which stands.
+    /// Compares the reports since the last look with the pages of the paused guest.
     fn look(&mut self) -> Result<Option<Audit>, CellError> {
         let looked = self.truth.as_mut().map(|truth| truth.look(self.machine.ram()));
         looked.transpose().map_err(CellError::Other)
@@ -338,7 +342,8 @@ impl Bench {
         self.machine.info().vcpu.iter().map(|v| v.ring_full_exits).sum()
     }
 
-    /// What the kernel and this process keep for tracking, by the sizes of their parts.
+    /// Returns the memory that the kernel and this process use for tracking, computed from the
+    /// sizes of its parts.
     fn tracking_bytes(&self) -> u64 {
         let config = self.machine.machine_config();
         let bitmap = |slot: &Slot| slot.frames.div_ceil(64) * 8;
@@ -349,14 +354,15 @@ impl Bench {
         };
         let source = match config.tracking {
             TrackingMode::None => return 0,
-            // The ring itself, and the vCPU's list of what was taken from it.
+            // The ring itself, and the vCPU's list of the entries taken from it.
             TrackingMode::DirtyRing => {
                 let entry = size_of::<RingEntry>() + size_of::<DirtyFrame>();
                 u64::from(config.vcpus) * u64::from(config.ring_entries) * entry as u64
             }
-            // All that it knows is in the page tables.
+            // All of its state is in the page tables.
             TrackingMode::UserfaultWp => 0,
-            // KVM has two of each slot; ours is as large as the largest.
+            // KVM has two bitmaps for each slot. This process has one, as large as the largest
+            // slot's.
             _ => slots().map(bitmap).sum::<u64>() * 2 + slots().map(bitmap).max().unwrap_or(0),
         };
         source + sink
@@ -369,27 +375,29 @@ impl Bench {
     }
 }
 
-/// By how much the epoch of this number is late on purpose: evenly spread over what a guest sleeps
-/// between two bursts, or a quarter of the interval if that is shorter.
+/// Returns the deliberate delay of an epoch. The delays are spread evenly over the time for which a
+/// guest sleeps between two bursts, or over a quarter of the interval if that is shorter.
 ///
-/// A guest that paces itself writes in bursts, one a [`SLICE`]. An interval of whole slices would
-/// meet all epochs of a run at one point of the guest's round: in one run at work, in another
-/// asleep, by chance. A vCPU at work has to be interrupted when frames are reprotected, which takes
-/// longer than all else together; so it would be that chance which a run measures.
+/// A guest that paces itself writes in bursts, one per [`SLICE`]. If the interval were a multiple
+/// of the slice, all epochs of a run would meet the guest at the same point of its round: by
+/// chance, at work in one run and asleep in another. Reprotecting frames has to interrupt a vCPU
+/// that is at work, which takes longer than everything else together. A run would then measure that
+/// chance.
 fn dither(epoch: u32, interval: Duration) -> Duration {
-    /// Multiples of it fill the space between 0 and 1 evenly, however many there are.
+    /// Its multiples fill the interval from 0 to 1 evenly, however many there are.
     const GOLDEN: f64 = 0.618_033_988_749_895;
     SLICE.min(interval / 4).mul_f64((f64::from(epoch) * GOLDEN).fract())
 }
 
-/// Memory that the host can give without swapping; none where it does not say.
+/// Returns the memory that the host can provide without swapping, in bytes, or 0 if it does not
+/// report that.
 fn available() -> u64 {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     memory::meminfo_bytes(&meminfo, "MemAvailable:").unwrap_or(0)
 }
 
-/// Whether a guest is known to touch no more than is `available`: only then may it be larger than
-/// the host.
+/// Returns whether a guest is known to touch less than `available` bytes. Only then may it be
+/// larger than the host.
 fn touches_little(guest: &GuestKind, available: u64) -> bool {
     match guest {
         GuestKind::Payload(spec) => {

@@ -1,30 +1,30 @@
-//! The processor time of this process's threads, by their names.
+//! Measures the processor time of this process's threads, grouped by their names.
 
 use std::fs;
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Time that threads have run since they were started.
+/// Processor time of threads since they were started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct CpuTime {
-    /// All vCPUs together, the guest's own work included.
+    /// Sum over all vCPU threads, including the guest's own work.
     pub(super) vcpus: Duration,
-    /// The collector.
+    /// The collector thread's time.
     pub(super) collector: Duration,
 }
 
 impl CpuTime {
-    /// Of all threads that are there now. Reads two small files a thread.
+    /// Returns the time of all existing threads. Reads two small files per thread.
     pub(super) fn now() -> Self {
         Self::with("vcpu")
     }
 
-    /// As [`now`](Self::now), where vCPUs have names that begin so.
+    /// Does the same as [`now`](Self::now) for vCPU threads whose names begin with `vcpu`.
     fn with(vcpu: &str) -> Self {
         let mut sum = Self::default();
         for task in fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
-            // A thread may end while we look: then it is none of those that count.
+            // A thread may end during the loop. Such a thread does not matter here.
             let read = |name: &str| fs::read_to_string(task.path().join(name)).unwrap_or_default();
             let ran = ran(&read("schedstat"));
             match read("comm").trim() {
@@ -36,7 +36,7 @@ impl CpuTime {
         sum
     }
 
-    /// Since `earlier`.
+    /// Returns the time used since `earlier`.
     pub(super) fn since(self, earlier: Self) -> Self {
         Self {
             vcpus: self.vcpus.saturating_sub(earlier.vcpus),
@@ -45,13 +45,13 @@ impl CpuTime {
     }
 }
 
-/// What `schedstat` says of time on a processor.
+/// Returns the time on a processor from the text of `schedstat`.
 fn ran(schedstat: &str) -> Duration {
     let ns = schedstat.split_ascii_whitespace().next().and_then(|ns| ns.parse().ok());
     Duration::from_nanos(ns.unwrap_or(0))
 }
 
-/// The time that the calling thread has run.
+/// Returns the processor time of the calling thread.
 pub(super) fn this_thread() -> Duration {
     let now = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).unwrap_or(0))
@@ -76,7 +76,8 @@ mod tests {
             worked.send(this_thread()).unwrap();
             let _ = wait.recv();
         };
-        // A name that no other test gives its threads: those have vCPUs too, which come and go.
+        // No other test uses this thread name. Other tests also have vCPU threads, which start and
+        // end at any time.
         const NAME: &str = "works-for-cpu";
         let before = CpuTime::with(NAME);
         assert_eq!(before.vcpus, Duration::ZERO);

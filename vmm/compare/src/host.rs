@@ -1,4 +1,4 @@
-//! The machine that a comparison was made on, in words that a reader elsewhere understands.
+//! Describes the machine on which a comparison was made, for readers elsewhere.
 
 use std::fs;
 
@@ -7,29 +7,29 @@ use serde::Serialize;
 use driftline_machine::doctor::diagnose;
 use driftline_machine::memory::meminfo_bytes;
 
-/// This host.
+/// Description of this host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Host {
     /// The processor's name.
     pub processor: String,
-    /// How many the process may use.
+    /// Number of processors that the process may use.
     pub processors: usize,
-    /// All memory.
+    /// Total memory, in bytes.
     pub mem_bytes: u64,
-    /// System and release.
+    /// Operating system and release.
     pub kernel: String,
-    /// How KVM gets at the processor: `yes`, `nested`, or `missing` where guest kernels may be
+    /// KVM's access to the processor: `yes`, `nested`, or `missing` where guest kernels may be
     /// emulated.
     pub hardware_virtualization: String,
-    /// How transparent huge pages are set.
+    /// Setting of transparent huge pages.
     pub transparent_huge_pages: String,
 }
 
 impl Host {
-    /// Reads a few files of `/proc` and `/sys`. To be called before the process is restricted.
+    /// Reads a few files of `/proc` and `/sys`. Must be called before the process is sandboxed.
     pub fn describe() -> Self {
-        // At its first look at a clock rustix asks the kernel where the vDSO is, which no filter
-        // knows.
+        // The first time that rustix reads a clock, it asks the kernel for the vDSO's address. No
+        // seccomp filter allows that call, so it is made here.
         let _ = super::cpu::this_thread();
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let name = cpuinfo.lines().find(|l| l.starts_with("model name"));
@@ -53,13 +53,13 @@ impl Host {
     }
 }
 
-/// Now in UTC, such as 2026-11-23 02:30.
+/// Returns the current UTC date and time, such as 2026-11-23 02:30.
 pub(super) fn utc_date() -> String {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     date(now.map_or(0, |since| since.as_secs()))
 }
 
-/// Seconds since 1970 as a date of the Gregorian calendar.
+/// Formats seconds since 1970 as a date of the Gregorian calendar.
 fn date(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let leap = |y: u64| y.is_multiple_of(4) && (!y.is_multiple_of(100) || y.is_multiple_of(400));

@@ -1,27 +1,30 @@
-//! The ways of tracking a guest's writes side by side, on this host.
+//! Compares the ways of tracking a guest's writes side by side, on this host.
 //!
 //! | module | owns |
 //! | --- | --- |
-//! | `way` | what can be compared: a source, and what its frames are kept in |
-//! | `matrix` | which cells there are, and the order of their runs |
-//! | `cell` | one run: launch, warm up, follow, pause, throw away |
-//! | `truth` | what the guest has truly written, out of its own memory |
+//! | `way` | what can be compared: a source, and the sink that stores its frames |
+//! | `matrix` | the list of cells, and the order of their runs |
+//! | `cell` | one run: launch, warm up, track, pause, discard |
+//! | `truth` | what the guest has really written, read from its memory |
 //! | `cpu`, `host`, `stats` | processor time, the machine's description, medians and spreads |
-//! | `settings`, `run` | how cells are measured, and all of them in turn |
-//! | `report` | runs into figures |
-//! | `words`, `units` | figures into sentences |
-//! | `looks` | sentences of frames that were missed |
+//! | `settings`, `run` | how cells are measured; the loop over all of them |
+//! | `report` | turns runs into figures |
+//! | `words`, `units` | turns figures into sentences |
+//! | `looks` | sentences about missed frames |
 //! | `table` | the report for a terminal |
 //! | `plot`, `page` | drawings, and the page around them |
 //!
-//! An *epoch* here is: collect (harvest, reprotect, insert), then drain, every interval while the
-//! guest runs. What it takes is the sum of those steps as the threads that do them measure it;
-//! waking those threads is part of the pauses only. A run's figure is the median of its epochs, and
-//! a row's the median of its runs, with their quartiles and extremes beside it: a run that the host
-//! slowed down is in the spread and not in the figure, an epoch that it interrupted in the 99th
-//! percentile alone. Epochs and pauses come at points of the guest's round that are spread evenly
-//! (`cell::dither`), so that no run has all of them at the same. An epoch whose guest is at work
-//! costs more than one whose guest sleeps: the median is the commoner of the two.
+//! An *epoch* here means: collect (harvest, reprotect, insert), then drain, once per interval while
+//! the guest runs. Its cost is the sum of these steps, as measured by the threads that perform
+//! them. Only the pauses include the time to wake those threads.
+//!
+//! A run's figure is the median of its epochs. A row's figure is the median of its runs, reported
+//! with their quartiles and extremes. A run that the host slowed down therefore affects the spread
+//! but not the figure, and an epoch that the host interrupted affects only the 99th percentile.
+//!
+//! Epochs and pauses occur at evenly spread points of the guest's round (`cell::dither`), so that
+//! they do not all meet the guest at the same point. An epoch that meets a busy guest costs more
+//! than one that meets a sleeping guest: the median is the more frequent of the two.
 
 mod cell;
 mod cpu;

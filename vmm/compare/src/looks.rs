@@ -1,10 +1,10 @@
-//! What can be said of frames that were missed, and of what it cannot be said.
+//! States what is known of missed frames, and where nothing is known.
 
 use super::report::{CellReport, Figures};
 use super::units::size;
 use super::way::Way;
 
-/// The sentences, the most important first.
+/// Returns the sentences, the most important first.
 pub(super) fn findings(rows: &[CellReport]) -> Vec<String> {
     let mut out = vec![missed(rows)];
     out.extend(marked_all(rows));
@@ -12,7 +12,8 @@ pub(super) fn findings(rows: &[CellReport]) -> Vec<String> {
     out
 }
 
-/// Whether any frame was lost: the first thing to know, and no more than was looked at.
+/// Says whether any frame was lost. This is the most important finding, and it claims no more than
+/// the looks covered.
 fn missed(rows: &[CellReport]) -> String {
     let tracked = || rows.iter().filter(|r| r.way.tracks());
     let lost: Vec<String> = tracked()
@@ -38,7 +39,8 @@ fn missed(rows: &[CellReport]) -> String {
     }
 }
 
-/// Where all memory counted as dirty: no frame can be missing there, whatever the way has lost.
+/// Lists the rows in which all memory counted as dirty: no frame can be missing there, whatever the
+/// way of tracking has lost.
 fn marked_all(rows: &[CellReport]) -> Option<String> {
     let told: Vec<String> = rows
         .iter()
@@ -60,8 +62,8 @@ fn marked_all(rows: &[CellReport]) -> Option<String> {
     })
 }
 
-/// Rows of which it is not known whether they missed a frame, and why: nothing was measured, or no
-/// look was strict.
+/// Lists the rows for which it is unknown whether they missed a frame, with the reason: nothing was
+/// measured, or no look was strict.
 fn unknown(rows: &[CellReport]) -> Vec<String> {
     let measured = |r: &CellReport| r.figures.is_some();
     let looked = |r: &CellReport| {
@@ -82,7 +84,7 @@ fn unknown(rows: &[CellReport]) -> Vec<String> {
     .collect()
 }
 
-/// The ways that have rows without `what`; `None` if there are none.
+/// Names the ways that have rows without `what`. Returns `None` if there are no such rows.
 fn without(rows: &[CellReport], what: impl Fn(&CellReport) -> bool) -> Option<String> {
     let all = || rows.iter().filter(|r| r.way.tracks());
     let mut ways: Vec<Way> = Vec::new();

@@ -1,4 +1,4 @@
-//! Which cells are measured, and in which order.
+//! Defines the cells to measure, and their order.
 
 use std::path::PathBuf;
 
@@ -7,17 +7,17 @@ use serde::{Serialize, Serializer};
 
 use super::way::{Sink, Way};
 
-/// What a cell's machine runs.
+/// The guest of a cell.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum GuestKind {
-    /// The embedded payload, by its spec: it shows what it writes.
+    /// The embedded payload with this spec, which records what it writes.
     Payload(String),
-    /// A kernel from a file: what it writes is not known from elsewhere.
+    /// A kernel from a file, which does not record what it writes.
     Kernel(PathBuf),
 }
 
 impl GuestKind {
-    /// As it stands in tables.
+    /// Returns the name for tables.
     pub fn name(&self) -> String {
         match self {
             Self::Payload(spec) => spec.clone(),
@@ -35,27 +35,27 @@ impl Serialize for GuestKind {
 /// One machine to be measured.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Cell {
-    /// How its writes are tracked.
+    /// How the guest's writes are tracked.
     pub way: Way,
-    /// What it runs.
+    /// The guest.
     pub guest: GuestKind,
-    /// Its memory in bytes.
+    /// Size of guest memory, in bytes.
     pub mem_bytes: u64,
 }
 
-/// A guest that dirties about a hundred frames in an epoch of 10 ms.
+/// A guest that dirties about 100 frames per epoch of 10 ms.
 pub const LIGHT: &str = "payload,ws=2M,rate=40M";
-/// One that dirties some eight hundred.
+/// A guest that dirties about 800 frames per epoch of 10 ms.
 pub const BRISK: &str = "payload,ws=32M,rate=320M";
-/// One that writes all over its working set, as fast as it can.
+/// A guest that writes randomly over its whole working set as fast as it can.
 pub const BUSY: &str = "payload,ws=64M,rate=max,pattern=random";
 
-/// Of the memory series.
+/// Memory sizes of the memory series.
 const SIZES: [u64; 4] = [1 << 30, 4 << 30, 16 << 30, 64 << 30];
 
-/// What is measured unless something else is asked for: three guests of 1 GiB by all of `ways`, and
-/// the lightest with up to 64 GiB by those that a curve over memory is worth drawing of. Without
-/// tracking a paced guest does not care how much memory it has.
+/// Returns the cells measured by default: three guests of 1 GiB with all of `ways`, and the
+/// lightest guest with up to 64 GiB with those ways for which a curve over memory size is
+/// informative. Without tracking, the memory size does not affect a paced guest.
 pub fn default_cells(ways: &[Way]) -> Vec<Cell> {
     let guests = [LIGHT, BRISK, BUSY].map(|g| GuestKind::Payload(g.to_owned()));
     let mut cells = product(ways, &guests, &SIZES[..1]);
@@ -68,7 +68,7 @@ pub fn default_cells(ways: &[Way]) -> Vec<Cell> {
     cells
 }
 
-/// Every way with every guest of every size.
+/// Returns every combination of a way, a guest and a size.
 pub fn product(ways: &[Way], guests: &[GuestKind], sizes: &[u64]) -> Vec<Cell> {
     let mut cells = Vec::new();
     for mem_bytes in sizes {
@@ -80,13 +80,13 @@ pub fn product(ways: &[Way], guests: &[GuestKind], sizes: &[u64]) -> Vec<Cell> {
     cells
 }
 
-/// The order of the runs: in each round every one of `cells` once, each round beginning elsewhere,
-/// so that what drifts, or comes with the place in a round, favours nobody. Answers with (round,
-/// cell).
+/// Returns the order of the runs, as pairs of round and cell. Each round contains every cell once
+/// and begins at a different cell, so that neither drift nor the position in a round favours a
+/// cell.
 pub fn interleaved(cells: usize, rounds: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..rounds).flat_map(move |round| {
         let shift = (cells * round).checked_div(rounds).unwrap_or(0);
-        // Every other round backwards: neighbours change places.
+        // Every other round runs backwards, so that neighbours exchange their order.
         let order = move |i: usize| match round % 2 {
             0 => (i + shift) % cells,
             _ => (cells - 1 - i + shift) % cells,

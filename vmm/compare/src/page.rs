@@ -1,4 +1,4 @@
-//! The report as one page that needs nothing from elsewhere: sentences, drawings, tables.
+//! Formats the report as a self-contained page of sentences, drawings and tables.
 
 use std::fmt::Write;
 
@@ -11,7 +11,7 @@ use super::way::Way;
 
 const PAGE_STYLE: &str = include_str!("page.css");
 
-/// A drawing with what it shows.
+/// A drawing with its heading and caption.
 struct Picture {
     heading: &'static str,
     caption: String,
@@ -19,7 +19,7 @@ struct Picture {
 }
 
 impl Report {
-    /// The page: HTML that is XML too.
+    /// Returns the page as HTML that is also XML.
     pub fn html(&self) -> String {
         let mut out =
             String::from("<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"/>");
@@ -52,8 +52,8 @@ impl Report {
         out
     }
 
-    /// The drawing of an epoch's cost over memory size as a picture of its own; `None` where only
-    /// one size was measured.
+    /// Returns the drawing of an epoch's cost over memory size as a separate picture, or `None` if
+    /// only one size was measured.
     pub fn memory_svg(&self) -> Option<String> {
         self.over_memory().map(|picture| standalone(&picture.svg))
     }
@@ -88,12 +88,13 @@ impl Report {
         out.push_str("</dl>");
     }
 
-    /// Rows of one guest of one size, in the order of the matrix.
+    /// Returns the rows of each guest and size as a group, in the order of the matrix.
     fn groups(&self) -> impl Iterator<Item = &[CellReport]> {
         self.cells.chunk_by(|a, b| a.guest == b.guest && a.mem_bytes == b.mem_bytes)
     }
 
-    /// Every way that tracks, in the order of the matrix: its place is its colour and shape.
+    /// Returns every way that tracks, in the order of the matrix. A way's index is its style, which
+    /// is its colour and shape.
     fn ways(&self) -> Vec<Way> {
         let mut ways = Vec::new();
         for way in self.cells.iter().map(|row| row.way).filter(|way| way.tracks()) {
@@ -104,7 +105,7 @@ impl Report {
         ways
     }
 
-    /// A series for each way, of those rows that `pick` takes, ascending.
+    /// Returns a series for each way, from the rows that `pick` selects, in ascending order.
     fn series(&self, pick: impl Fn(&CellReport, &Figures) -> Option<(f64, Spread)>) -> Vec<Series> {
         let series = |(style, way): (usize, &Way)| {
             let rows = self.cells.iter().filter(|row| row.way == *way);
@@ -118,7 +119,7 @@ impl Report {
         self.ways().iter().enumerate().map(series).collect()
     }
 
-    /// The memory size with the most guests, the least of those.
+    /// Returns the memory size with the most guests; if several have as many, the smallest.
     fn base_mem(&self) -> u64 {
         let guests = |mem: u64| {
             let of_size = self.groups().filter(|g| g.first().is_some_and(|r| r.mem_bytes == mem));
@@ -149,7 +150,7 @@ impl Report {
         };
         let mut guests: Vec<&GuestKind> = self.cells.iter().map(|r| &r.guest).collect();
         guests.dedup();
-        // Of several the first.
+        // If several did, the first.
         let guest = guests.into_iter().rev().max_by_key(|guest| sizes(guest).len())?;
         let sizes = sizes(guest);
         if sizes.len() < 2 {
@@ -159,7 +160,7 @@ impl Report {
             (row.guest == *guest).then_some(())?;
             Some((row.mem_bytes as f64, f.epoch_us?))
         });
-        // One point is no curve.
+        // A single point is no curve.
         series.retain(|s| s.points.len() > 1);
         let ticks = sizes.iter().map(|bytes| (*bytes as f64, size(*bytes))).collect();
         let plot = Plot {
@@ -224,14 +225,14 @@ impl Report {
         })
     }
 
-    /// One for each guest.
+    /// Returns one picture for each guest.
     fn pauses(&self, mem_bytes: u64) -> impl Iterator<Item = Picture> {
         let ways = self.ways();
         let groups =
             self.groups().filter(move |g| g.first().is_some_and(|r| r.mem_bytes == mem_bytes));
         groups.filter_map(move |rows| {
             let row = |row: &CellReport| {
-                // No tracking has the last colour, which no way has.
+                // `ways` omits no tracking, which has style 8.
                 let style = ways.iter().position(|way| *way == row.way).unwrap_or(8);
                 let values = row.figures.as_ref()?.pauses_us.clone();
                 Some(BoxRow { name: row.way.to_string(), style, values })
@@ -255,7 +256,7 @@ fn epoch_axis() -> Axis {
     Axis { label: "time of an epoch (log scale)".to_owned(), ticks: Ticks::Log(us_tick) }
 }
 
-/// A time at a tick: round numbers stay short.
+/// Formats a time at a tick; round numbers stay short.
 fn us_tick(us: f64) -> String {
     match us {
         us if us >= 1e6 => format!("{} s", us / 1e6),
@@ -265,7 +266,7 @@ fn us_tick(us: f64) -> String {
     }
 }
 
-/// A count at a tick.
+/// Formats a count at a tick.
 fn count(n: f64) -> String {
     match n {
         n if n >= 999_999.0 => format!("{:.0}M", n / 1e6),
@@ -277,7 +278,7 @@ fn count(n: f64) -> String {
 
 type Column = (&'static str, fn(&Figures) -> Option<String>);
 
-/// What each column of a table shows.
+/// The columns of a table.
 const COLUMNS: [Column; 15] = [
     ("dirty frames", |f| f.dirty_frames.map(|s| ranged(s, |v| format!("{v:.0}")))),
     ("epoch", |f| f.epoch_us.map(time)),
@@ -300,7 +301,7 @@ const COLUMNS: [Column; 15] = [
 
 type Count = (&'static str, fn(&Figures) -> Option<u64>);
 
-/// What was looked at, and found.
+/// The counts of the strict looks.
 const COUNTS: [Count; 6] = [
     ("looks", |f| f.strict_looks),
     ("written", |f| f.written_frames),

@@ -1,4 +1,4 @@
-//! What a comparison found: figures with their spreads, ready to be printed, drawn or written as
+//! The result of a comparison: figures with their spreads, ready to be printed, drawn or written as
 //! JSON.
 
 use serde::Serialize;
@@ -11,103 +11,105 @@ use super::stats::{Spread, median, quantile, sorted};
 use super::truth::Audit;
 use super::way::{Sink, Way};
 
-/// All of it. In JSON every number has its unit in its name.
+/// The whole report. In JSON every number's name contains its unit.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Report {
-    /// The version that measured.
+    /// Version of the program that measured.
     pub version: &'static str,
-    /// When, in UTC.
+    /// Date and time of the measurement, in UTC.
     pub date: String,
-    /// On what.
+    /// Description of the host.
     pub host: Host,
-    /// How.
+    /// Settings of the measurement.
     pub settings: Settings,
-    /// The command that asked for it, if one did.
+    /// The command that requested the comparison, if there was one.
     pub command: Option<String>,
-    /// In the order of the matrix.
+    /// The rows, in the order of the matrix.
     pub cells: Vec<CellReport>,
-    /// In words.
+    /// The findings, as sentences.
     pub findings: Vec<String>,
 }
 
-/// A row.
+/// A row of the report.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct CellReport {
     /// How writes were tracked.
     pub way: Way,
-    /// Where the frames came from.
+    /// The source of dirty frames.
     pub source: String,
-    /// What they were kept in.
+    /// The sink that stores them.
     pub sink: Option<Sink>,
-    /// What ran.
+    /// The guest.
     pub guest: GuestKind,
-    /// Its memory.
+    /// Size of guest memory, in bytes.
     pub mem_bytes: u64,
-    /// What was measured; nothing where it could not be.
+    /// The figures; `None` if the cell could not be measured.
     pub figures: Option<Figures>,
-    /// Why not, or of how many runs not.
+    /// The reason why runs failed, with their number if only some did.
     pub why: Option<String>,
 }
 
-/// The figures of a row. What does not apply, or is not known of this guest, is missing.
+/// The figures of a row. A figure that does not apply, or is unknown for this guest, is missing.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Figures {
-    /// Page visits of the guest.
+    /// Rate of the guest's page writes.
     pub writes_per_s: Option<Spread>,
-    /// How many fewer than without tracking, in the same round.
+    /// Reduction of that rate relative to no tracking in the same round.
     pub slow_down_percent: Option<Spread>,
-    /// Processor time of all vCPUs for a page visit, faults and exits included.
+    /// Processor time of all vCPUs per page write, including faults and exits.
     pub vcpu_cpu_per_write_ns: Option<Spread>,
-    /// Processor time of collector and drain.
+    /// Processor time of the collector and of draining.
     pub host_cpu_percent: Option<Spread>,
-    /// Frames in an epoch.
+    /// Number of frames in an epoch.
     pub dirty_frames: Option<Spread>,
-    /// Ring entries to lists.
+    /// Time to move ring entries into lists.
     pub harvest_us: Option<Spread>,
-    /// Reprotecting; of a bitmap, reading it too.
+    /// Time to reprotect; for a bitmap, including the time to read it.
     pub reprotect_us: Option<Spread>,
-    /// Into the sink.
+    /// Time to insert frames into the sink.
     pub insert_us: Option<Spread>,
-    /// Out of the sink, as ascending runs.
+    /// Time to drain the sink as ascending runs.
     pub drain_us: Option<Spread>,
-    /// All four.
+    /// Sum of these four times.
     pub epoch_us: Option<Spread>,
-    /// Of 100 epochs one is longer.
+    /// The 99th percentile of that sum.
     pub epoch_p99_us: Option<Spread>,
-    /// The guest stands from the order to pause until the set is complete and it goes on.
+    /// Time from the request to pause until the set is complete and the guest has resumed.
     pub pause_us: Option<Spread>,
-    /// Every pause of every run, ascending.
+    /// Every pause of every run, in ascending order.
     pub pauses_us: Vec<f64>,
-    /// Exits because a ring was full.
+    /// Rate of exits because a ring was full.
     pub ring_full_exits_per_s: Option<Spread>,
-    /// Time that vCPUs lost in them.
+    /// Time that vCPUs lost in these exits.
     pub ring_full_ms_per_s: Option<Spread>,
-    /// Memory for tracking, the kernel's and ours, by the sizes of its parts.
+    /// Memory that the kernel and this process use for tracking, computed from the sizes of its
+    /// parts.
     pub tracking_bytes: Option<u64>,
-    /// Epochs in which all memory counted as dirty because a ring was overrun.
+    /// Number of epochs in which all memory counted as dirty because a ring was overrun.
     pub marked_all_epochs: u64,
-    /// Pauses of which the same is true: they are no strict looks.
+    /// Number of pauses in which all memory counted as dirty: they are not strict looks.
     pub marked_all_looks: u64,
-    /// Looks at the guest while it stood, with one epoch since the look before. What follows is of
-    /// these, all runs together, and each frame counts once a look.
+    /// Number of looks at the paused guest with exactly one epoch since the previous look. The
+    /// counts below refer to these looks, summed over all runs. Each frame counts once per look.
     pub strict_looks: Option<u64>,
-    /// Frames reported.
+    /// Number of reported frames.
     pub reported_frames: Option<u64>,
-    /// Pages of the working set that were truly written.
+    /// Number of pages of the working set that were really written.
     pub written_frames: Option<u64>,
-    /// Written and not reported: must be none. Those are with them that were written while the
-    /// guest ran and that no epoch of that time reported.
+    /// Number of pages that were written and not reported: must be 0. This includes pages that were
+    /// written while the guest ran and that no epoch of that time reported.
     pub missed_frames: Option<u64>,
-    /// Reported and not written.
+    /// Number of pages that were reported and not written.
     pub extra_frames: Option<u64>,
-    /// Reported outside of the working set, of which the guest does not tell.
+    /// Number of reported frames outside the working set, where the guest does not record its
+    /// writes.
     pub beside_frames: Option<u64>,
 }
 
-/// What a round says of a cell.
+/// The result of one round for a cell.
 pub(super) type Outcome = Result<Sample, String>;
 
-/// The rows of `cells`, with what each round (in order) said of each.
+/// Returns the rows of `cells`; `outcomes` has the results of the rounds, in order, for each cell.
 pub(super) fn rows(cells: &[Cell], outcomes: &[Vec<Outcome>]) -> Vec<CellReport> {
     let of = |at: usize| outcomes.get(at).map_or(&[][..], Vec::as_slice);
     let row = |(at, cell): (usize, &Cell)| {
@@ -139,8 +141,8 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
     let per_s = |s: &Sample, n: f64| n / s.window.as_secs_f64();
     let step =
         |f: fn(&EpochTimes) -> u64| over(&|s| median(s.epochs.iter().map(|e| f(e) as f64 / 1e3)));
-    // Only looks that are strict; where every one of them was marked there are none, and nothing is
-    // known.
+    // Only strict looks count. If all memory counted as dirty in every look, there is no strict
+    // look and the count is unknown.
     let strict = |f: fn(&Audit) -> u64| -> Option<u64> {
         samples.iter().filter_map(|s| s.audit.as_ref()).map(f).reduce(|a, b| a + b)
     };
@@ -176,7 +178,7 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
     out.marked_all_looks = samples.iter().map(|s| s.marked_all_looks).sum();
     out.strict_looks = strict(|a| a.looks);
     out.reported_frames = strict(|a| a.reported);
-    // What the window missed is missed also where no look was strict.
+    // Pages missed in the windows count even if no look was strict.
     let in_windows: u64 = samples.iter().map(|s| s.missed_in_window).sum();
     let missed = strict(|a| a.missed);
     out.missed_frames = missed.or((in_windows > 0).then_some(0)).map(|n| n + in_windows);
@@ -189,7 +191,7 @@ fn writes_per_s(sample: &Sample) -> Option<f64> {
     Some(sample.writes? as f64 / sample.window.as_secs_f64())
 }
 
-/// Round by round: what drifts from one to the next is in both.
+/// Compares round by round, so that drift between rounds affects both sides.
 fn slow_downs(own: &[Outcome], base: &[Outcome]) -> impl Iterator<Item = f64> {
     own.iter().zip(base).filter_map(|(own, base)| {
         let (own, base) = (writes_per_s(own.as_ref().ok()?)?, writes_per_s(base.as_ref().ok()?)?);

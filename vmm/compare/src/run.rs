@@ -8,19 +8,19 @@ use super::report::{self, Report};
 use super::settings::Settings;
 use super::{cell, words};
 
-/// A comparison under way, for whoever watches.
+/// Progress of a comparison.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Step<'c> {
-    /// Runs that are over.
+    /// Number of finished runs.
     pub done: usize,
-    /// All that there are.
+    /// Total number of runs.
     pub of: usize,
-    /// What is measured now.
+    /// The cell that is measured next.
     pub cell: &'c Cell,
 }
 
-/// Measures `cells` one at a time, `settings.repeat` times each; `watch` is told of every run
-/// before it. A cell that cannot be measured is a row that says why, and no error.
+/// Measures `cells` one at a time, `settings.repeat` times each, and calls `watch` before every
+/// run. A cell that cannot be measured is not an error: its row has the reason.
 pub fn compare(
     cells: &[Cell],
     settings: &Settings,

@@ -1,31 +1,31 @@
-//! How cells are measured.
+//! Settings of a measurement.
 
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
-/// How cells are measured.
+/// Settings of a measurement.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Settings {
     /// Time between two epochs.
     #[serde(rename = "interval_ms", serialize_with = "as_ms")]
     pub interval: Duration,
-    /// How long each cell is measured, all its runs together.
+    /// Time for which each cell is measured, summed over its runs.
     #[serde(rename = "duration_ms", serialize_with = "as_ms")]
     pub duration: Duration,
-    /// Runs of each cell.
+    /// Number of runs per cell.
     pub repeat: usize,
-    /// Of each machine.
+    /// Number of vCPUs per machine.
     pub vcpus: u8,
-    /// Of each dirty ring.
+    /// Number of entries per dirty ring.
     pub ring_entries: u32,
-    /// How long a kernel boots before it is measured.
+    /// Time for which a kernel boots before it is measured.
     #[serde(rename = "settle_ms", serialize_with = "as_ms")]
     pub settle: Duration,
 }
 
 impl Settings {
-    /// Of the duration, each run's part.
+    /// Returns each run's share of the duration.
     pub fn per_run(&self) -> Duration {
         self.duration / u32::try_from(self.repeat.max(1)).unwrap_or(u32::MAX)
     }

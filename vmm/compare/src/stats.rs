@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// With fewer runs nothing is said of how they scatter.
+/// Minimum number of runs from which a statement about their spread is made.
 const ENOUGH_RUNS: usize = 3;
 
 /// A figure over several runs: its median, and what lies around it.
@@ -15,22 +15,22 @@ const ENOUGH_RUNS: usize = 3;
 /// ```
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct Spread {
-    /// The middle one; the mean of the two in the middle of an even number.
+    /// The middle value, or the mean of the two middle values if their number is even.
     pub median: f64,
-    /// A quarter of them are less.
+    /// The value below which a quarter of the values lie.
     pub lower_quartile: f64,
-    /// A quarter of them are more.
+    /// The value above which a quarter of the values lie.
     pub upper_quartile: f64,
-    /// The least.
+    /// The smallest value.
     pub min: f64,
-    /// The greatest.
+    /// The largest value.
     pub max: f64,
-    /// How many there were.
+    /// Number of values.
     pub runs: usize,
 }
 
 impl Spread {
-    /// Of all that are numbers; `None` if there is none.
+    /// Returns the spread of all finite values, or `None` if there are none.
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let sorted = sorted(values);
         let (min, max) = (*sorted.first()?, *sorted.last()?);
@@ -40,8 +40,8 @@ impl Spread {
         Some(Self { median, lower_quartile, upper_quartile, min, max, runs: sorted.len() })
     }
 
-    /// Whether the middle halves of the two do not overlap, so that the order of their medians is
-    /// no accident of a run. Of fewer than three runs on either side nothing of the kind is known.
+    /// Returns whether the middle halves of the two do not overlap, so that the order of their
+    /// medians is not an accident of one run. Returns false if either has fewer than three runs.
     pub fn is_apart_from(&self, other: &Self) -> bool {
         self.runs.min(other.runs) >= ENOUGH_RUNS
             && (self.upper_quartile < other.lower_quartile
@@ -49,15 +49,15 @@ impl Spread {
     }
 }
 
-/// All that are numbers, ascending.
+/// Returns all finite values in ascending order.
 pub(crate) fn sorted(values: impl IntoIterator<Item = f64>) -> Vec<f64> {
     let mut sorted: Vec<f64> = values.into_iter().filter(|v| v.is_finite()).collect();
     sorted.sort_by(f64::total_cmp);
     sorted
 }
 
-/// The value below which `part` (0 to 1) of the `sorted` ones lie, between neighbours in
-/// proportion.
+/// Returns the value below which the share `part` (0 to 1) of the `sorted` values lies,
+/// interpolated between neighbours.
 pub(crate) fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
     let last = sorted.len().checked_sub(1)?;
     let at = part.clamp(0.0, 1.0) * last as f64;
@@ -66,7 +66,7 @@ pub(crate) fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
     Some(below + (above - below) * at.fract())
 }
 
-/// The median of any order.
+/// Returns the median of values in any order.
 pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     quantile(&sorted(values), 0.5)
 }

@@ -1,4 +1,4 @@
-//! The report for a terminal: a table for each guest and size, and the findings.
+//! Formats the report for a terminal: a table for each guest and size, and the findings.
 
 use std::fmt::Write;
 
@@ -23,12 +23,12 @@ const HEADER: [&str; 13] = [
     "memory",
 ];
 
-/// Columns that a terminal of 100 has room for.
+/// The columns that fit a terminal of 100 characters.
 const USUAL: [&str; 5] = ["tracking", "dirty", "epoch", "pause", "slow-down"];
 
 impl Report {
-    /// As aligned text: medians, and for the figures that matter most their least and greatest run.
-    /// All columns if it may be `wide`.
+    /// Returns the report as aligned text: medians, and for the most important figures also the
+    /// smallest and the largest run. Includes all columns if `wide` is set.
     pub fn table(&self, wide: bool) -> String {
         let mut out = String::new();
         let mut rows = self.cells.as_slice();
@@ -79,7 +79,7 @@ fn aligned(rows: &[CellReport], wide: bool) -> String {
             line.retain(|_| names.next().is_some_and(|name| USUAL.contains(name)));
         }
     }
-    // What a row says instead of figures goes over all columns.
+    // The reason that a row has instead of figures spans all columns.
     let columns = if wide { HEADER.len() } else { USUAL.len() };
     let full = lines.iter().filter(|line| line.len() == columns);
     let mut widths = [0; HEADER.len()];
@@ -116,7 +116,7 @@ fn aligned(rows: &[CellReport], wide: bool) -> String {
     out
 }
 
-/// Epochs in which all memory counted as dirty, those of pauses among them.
+/// Returns the number of epochs in which all memory counted as dirty, including those in pauses.
 fn all_dirty(f: &Figures) -> u64 {
     f.marked_all_epochs + f.marked_all_looks
 }
@@ -158,7 +158,7 @@ fn cells(way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
     ]
 }
 
-/// A time, without its unit, in the unit that [`us`] chooses for `median`.
+/// Formats a time without its unit, in the unit that [`us`] chooses for `median`.
 fn bare(value: f64, median: f64) -> String {
     let value = if us(median).ends_with(" ms") { value / 1e3 } else { value };
     let digits = if value >= 99.95 { 0 } else { 1 };

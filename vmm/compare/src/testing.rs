@@ -1,4 +1,4 @@
-//! A report for tests: figures that grow as one would expect them to, and one row that is missing.
+//! A report for tests, whose figures grow as expected and in which one row is missing.
 
 use super::host::Host;
 use super::matrix::{Cell, default_cells};
@@ -8,7 +8,7 @@ use super::stats::Spread;
 use super::way::Way;
 use super::words;
 
-/// Of the default matrix.
+/// Returns a report of the default matrix.
 pub(super) fn report() -> Report {
     let ways: Vec<Way> = Way::usual().collect();
     let row = |cell: Cell| {

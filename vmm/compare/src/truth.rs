@@ -1,5 +1,5 @@
-//! What a payload guest has truly written, read out of its memory while it stands: each page of its
-//! working set says how often it was.
+//! Determines what a payload guest has really written by reading its memory while it is paused:
+//! each page of the working set counts its writes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,48 +9,49 @@ use driftline_images::PayloadSpec;
 use driftline_images::workload::{PAGE_WORDS, Placement, STAMP_WORD, Segment, Share};
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory};
 
-/// The word of a page that counts its writes.
+/// Index of the word in a page that counts its writes.
 const GENERATION: usize = 1;
 
-/// Pages of each vCPU's share that are looked at to see whether it has been all over them.
+/// Number of pages of each vCPU's share that are read to estimate how much of the share has been
+/// written.
 const SAMPLES: u64 = 32;
 
-/// The pages as they were at the last look, and what has been reported of them since.
+/// The pages' content at the last look, and the reports since then.
 pub(super) struct Truth {
     spec: PayloadSpec,
     segments: Vec<Segment>,
-    /// Of each page of the working set: generation and stamp.
+    /// Generation and stamp of each page of the working set.
     seen: Vec<[u64; 2]>,
     reported: Vec<bool>,
-    /// Reported frames outside of the working set.
+    /// Number of reported frames outside the working set.
     beside: u64,
 }
 
-/// What two looks say of the time between them. Frames are counted once a look: where there was one
-/// epoch between two looks, that is once an epoch, and the look is strict. Over more epochs one
-/// report of a page hides that another was lost.
+/// Comparison of reports and writes between two looks. Frames are counted once per look. A look is
+/// strict if exactly one epoch lies between it and the previous one; the count is then once per
+/// epoch. With more epochs, one report of a page hides that another was lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Audit {
-    /// How many looks.
+    /// Number of looks.
     pub(super) looks: u64,
-    /// Visits of pages.
+    /// Number of page writes.
     pub(super) writes: u64,
-    /// Pages written.
+    /// Number of pages written.
     pub(super) written: u64,
-    /// Frames reported, those beside the working set among them.
+    /// Number of frames reported, including those outside the working set.
     pub(super) reported: u64,
-    /// Written and not reported.
+    /// Number of pages written and not reported.
     pub(super) missed: u64,
-    /// Pages of the working set reported and not written. One for each vCPU may be: it stopped
-    /// between two stores, of which the first had changed nothing.
+    /// Number of pages of the working set reported and not written. Each vCPU may cause one: it
+    /// stopped between two stores, of which the first changed nothing.
     pub(super) extra: u64,
-    /// Reported frames outside of the working set, of which nothing is known: stacks, tables,
-    /// clocks.
+    /// Number of reported frames outside the working set, such as stacks, tables and clocks.
+    /// Nothing is known of their writes.
     pub(super) beside: u64,
 }
 
 impl Audit {
-    /// Both together.
+    /// Adds the counts of `other`.
     pub(super) fn add(&mut self, other: &Audit) {
         self.looks += other.looks;
         self.writes += other.writes;
@@ -63,7 +64,10 @@ impl Audit {
 }
 
 impl Truth {
-    /// For a guest that runs `spec`; the error is a sentence.
+    /// Prepares the comparison for a guest that runs `spec`.
+    ///
+    /// # Errors
+    /// A sentence: the spec is invalid, or its working set does not fit into guest memory.
     pub(super) fn new(spec: &str, guest: &dyn Guest) -> Result<Self, String> {
         let spec: PayloadSpec = spec.parse().map_err(|e| format!("{e}"))?;
         let ram = guest.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
@@ -83,12 +87,13 @@ impl Truth {
         })
     }
 
-    /// The frames of the working set.
+    /// Returns the frames of the working set.
     pub(super) fn frames(&self) -> impl Iterator<Item = FrameRun> {
         self.segments.iter().map(|s| FrameRun { start: Gfn(s.gfn), count: s.pages })
     }
 
-    /// How much of its working set, between 0 and 1, the guest has written, by some pages of it.
+    /// Estimates from a sample of pages what share of its working set, between 0 and 1, the guest
+    /// has written.
     pub(super) fn begun(&self, ram: &GuestRam, vcpus: u8) -> f64 {
         let (mut touched, mut asked) = (0u32, 0u32);
         for vcpu in 0..u32::from(vcpus) {
@@ -111,14 +116,14 @@ impl Truth {
         let Some(s) = segment else { return 0 };
         let at = GuestAddress((s.gfn + page - s.first) * PAGE_SIZE + word as u64 * 8);
         let slice = ram.get_slice(at, 8);
-        // A page that is not there was never written.
+        // A page that does not exist was never written.
         let word = slice.and_then(|s| {
             s.get_atomic_ref::<AtomicU64>(0).map(|w| w.load(Ordering::Relaxed)).map_err(Into::into)
         });
         word.unwrap_or(0)
     }
 
-    /// These frames were reported as dirty.
+    /// Records that these frames were reported as dirty.
     pub(super) fn report(&mut self, runs: impl Iterator<Item = FrameRun>) {
         for run in runs {
             let mut inside = 0;
@@ -136,8 +141,8 @@ impl Truth {
         }
     }
 
-    /// Looks at all pages of a guest that stands, and compares with what was reported since the
-    /// last look.
+    /// Reads all pages of the working set of a paused guest, and compares them with the reports
+    /// since the last look.
     pub(super) fn look(&mut self, ram: &GuestRam) -> Result<Audit, String> {
         let mut audit =
             Audit { looks: 1, beside: self.beside, reported: self.beside, ..Audit::default() };
@@ -164,10 +169,10 @@ impl Truth {
 }
 
 impl Audit {
-    /// One page: how it was, how it is, and whether it was reported.
+    /// Counts one page from its previous content, its current content, and whether it was reported.
     fn judge(&mut self, was: [u64; 2], now: [u64; 2], reported: bool) {
         let written = was != now;
-        // Generations wrap past 0, which means never written.
+        // Generations wrap past 0, because 0 means never written.
         let wrapped = if now[0] < was[0] { u64::from(u32::MAX) } else { 0 };
         self.writes += (now[0] + wrapped).saturating_sub(was[0]);
         self.written += u64::from(written);

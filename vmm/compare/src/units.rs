@@ -1,6 +1,6 @@
-//! Owns figures as people read them: times, sizes, shares.
+//! Formats figures for people: times, sizes, percentages.
 
-/// A time for people.
+/// Formats a time.
 pub(super) fn us(us: f64) -> String {
     match us {
         us if us >= 99_950.0 => format!("{:.0} ms", us / 1e3),
@@ -10,13 +10,13 @@ pub(super) fn us(us: f64) -> String {
     }
 }
 
-/// A share for people.
+/// Formats a percentage.
 pub(super) fn percent(value: f64) -> String {
-    // A tenth less than none is none.
+    // Rounding must not produce "-0.0".
     format!("{:.1} %", if value.abs() < 0.05 { 0.0 } else { value })
 }
 
-/// A size for people, in powers of two.
+/// Formats a size in powers of two.
 pub(super) fn size(bytes: u64) -> String {
     let units = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     match units.into_iter().find(|(_, shift)| bytes >= 1 << shift) {

@@ -1,4 +1,4 @@
-//! A way of tracking: where dirty frames come from, and what they are kept in.
+//! A way of tracking: a source of dirty frames, and the sink that stores them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,22 +9,22 @@ use serde::{Serialize, Serializer};
 use driftline_machine::kvm::Capabilities;
 use driftline_machine::memory::WriteWatch;
 
-/// What a set of dirty frames is kept in until somebody takes it.
+/// The structure that stores a set of dirty frames until it is drained.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Sink {
     /// The tracker's packed tree.
     Tree,
-    /// A list, sorted and without repetitions when it is taken.
+    /// A list, sorted and deduplicated when it is drained.
     List,
-    /// A bitmap of all memory, scanned when it is taken.
+    /// A bitmap of all memory, scanned when it is drained.
     Flat,
 }
 
 impl Sink {
     const ALL: [Sink; 3] = [Self::Tree, Self::List, Self::Flat];
 
-    /// Its name behind the `+`.
+    /// Returns its name, which follows the `+`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Tree => "tree",
@@ -52,23 +52,23 @@ pub struct Way {
 }
 
 impl Way {
-    /// No tracking, with which the others are compared.
+    /// No tracking, the baseline of the comparison.
     pub const NONE: Way = Way { source: TrackingMode::None, sink: None };
 
-    /// Where its frames come from.
+    /// Returns the source of dirty frames.
     pub const fn source(self) -> TrackingMode {
         self.source
     }
 
-    /// What they are kept in; nothing where there are none.
+    /// Returns the sink; `None` without tracking.
     pub const fn sink(self) -> Option<Sink> {
         self.sink
     }
 
-    /// Every combination that makes sense, `none` last.
+    /// Returns every useful combination, `none` last.
     ///
-    /// A ring can be kept in any; a bitmap in all three too, though its list is nothing but a scan
-    /// done earlier. Sources that KVM's dirty log does not stand behind deliver to trees only.
+    /// All three sinks work with a ring and with a bitmap, though a bitmap's list is only a scan
+    /// done earlier. Sources that do not use KVM's dirty log deliver only to trees.
     pub fn all() -> impl Iterator<Item = Way> {
         TrackingMode::ALL.iter().flat_map(|source| {
             let sinks: &[Sink] = match source {
@@ -81,18 +81,18 @@ impl Way {
         })
     }
 
-    /// The ways of the default matrix: all but the list of a bitmap.
+    /// Returns the ways of the default matrix: all but the list of a bitmap.
     pub fn usual() -> impl Iterator<Item = Way> {
         Self::all().filter(|w| (w.source, w.sink) != (TrackingMode::DirtyBitmap, Some(Sink::List)))
     }
 
-    /// Whether it tracks at all.
+    /// Returns whether writes are tracked.
     pub fn tracks(self) -> bool {
         self.source != TrackingMode::None
     }
 
-    /// Why a host of these `capabilities` cannot track so, with rings of `entries` entries; a
-    /// sentence.
+    /// Returns the reason, as a sentence, why a host with these `capabilities` cannot track this
+    /// way with rings of `entries` entries, or `None` if it can.
     pub fn lacking(self, capabilities: &Capabilities, entries: u32) -> Option<String> {
         match (self.source, capabilities.dirty_ring()) {
             (TrackingMode::DirtyRing, None) => {

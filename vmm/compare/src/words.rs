@@ -1,5 +1,5 @@
-//! Figures into sentences. Nothing here knows beforehand who wins: every name comes out of the
-//! comparison of medians.
+//! Turns figures into sentences. No winner is assumed: every name results from a comparison of
+//! medians.
 
 use std::cmp::Ordering;
 
@@ -12,19 +12,19 @@ use super::stats::Spread;
 use super::units::{percent, size, us};
 use super::way::Way;
 
-/// A figure of which less is better.
+/// A figure for which less is better.
 #[derive(Clone, Copy, Debug)]
 struct Measure {
-    /// How a sentence speaks of it.
+    /// Its name in a sentence.
     what: &'static str,
     of: fn(&Figures) -> Option<Spread>,
     shown: fn(f64) -> String,
-    /// Medians that differ by less are not clearly different.
+    /// Medians that differ by less than this are not clearly different.
     least: f64,
 }
 
 impl Measure {
-    /// Whether the order of the two is clear.
+    /// Returns whether the order of the two is clear.
     fn is_clear(&self, a: &Spread, b: &Spread) -> bool {
         a.is_apart_from(b) && (a.median - b.median).abs() >= self.least
     }
@@ -32,8 +32,8 @@ impl Measure {
 
 const EPOCH: Measure = Measure { what: "an epoch", of: |f| f.epoch_us, shown: us, least: 0.0 };
 const PAUSE: Measure = Measure { what: "the pause", of: |f| f.pause_us, shown: us, least: 0.0 };
-/// Of a guest that keeps to a rate it is about 0 by every way: a tenth of a percentage point is no
-/// victory.
+/// The slow-down. For a guest that keeps to a rate it is about 0 with every way, so a tenth of a
+/// percentage point is not a clear difference.
 const SLOW_DOWN: Measure = Measure {
     what: "the guest's slow-down",
     of: |f| f.slow_down_percent,
@@ -55,7 +55,7 @@ impl Group<'_> {
         format!("{} with {}", self.guest.name(), size(self.mem_bytes))
     }
 
-    /// Whoever has least of `measure`, the others behind it.
+    /// Returns the ways in ascending order of `measure`.
     fn order(&self, measure: Measure, which: impl Fn(Way) -> bool) -> Vec<(Way, Spread)> {
         let rows = self.rows.iter().filter(|(way, _)| way.tracks() && which(*way));
         let mut known: Vec<_> =
@@ -86,7 +86,7 @@ fn is_ring(way: Way) -> bool {
     way.source() == TrackingMode::DirtyRing
 }
 
-/// All that the rows say.
+/// Returns all findings of the rows.
 pub(super) fn findings(rows: &[CellReport]) -> Vec<String> {
     let groups = groups(rows);
     let mut out = looks::findings(rows);
@@ -96,7 +96,7 @@ pub(super) fn findings(rows: &[CellReport]) -> Vec<String> {
     out
 }
 
-/// Who has least of what in one group.
+/// Says which way has the least of each measure in one group.
 fn best(group: &Group<'_>) -> Option<String> {
     let frames = group.order(EPOCH, |_| true);
     let told: Vec<String> = [EPOCH, PAUSE, SLOW_DOWN, HOST_CPU]
@@ -113,7 +113,7 @@ fn best(group: &Group<'_>) -> Option<String> {
     Some(format!("{}{}: {}.", group.name(), typical.unwrap_or_default(), told.join("; ")))
 }
 
-/// One measure of one group in words; nothing to say where there are no two.
+/// Describes one measure of one group. Returns `None` if there are fewer than two ways.
 fn verdict(measure: Measure, order: &[(Way, Spread)]) -> Option<String> {
     let ((winner, least), rest) = order.split_first()?;
     let (last, most) = rest.last()?;
@@ -132,8 +132,7 @@ fn verdict(measure: Measure, order: &[(Way, Spread)]) -> Option<String> {
     })
 }
 
-/// Where the best ring is behind the best that is none, and where ahead: said plainly, whichever it
-/// is.
+/// Says where the best dirty ring is behind the best other way, and where it is ahead.
 fn where_the_ring_stands(groups: &[Group<'_>]) -> Vec<String> {
     let (mut loses, mut wins, mut behind) = (Vec::new(), Vec::new(), Vec::new());
     let (mut ahead, mut even) = (0, 0);
@@ -188,7 +187,7 @@ fn where_the_ring_stands(groups: &[Group<'_>]) -> Vec<String> {
     out
 }
 
-/// What becomes of an epoch when only memory grows.
+/// Says how an epoch's cost changes when only the memory size grows.
 fn growth(groups: &[Group<'_>]) -> Vec<String> {
     let mut out = Vec::new();
     let mut seen: Vec<&GuestKind> = Vec::new();
@@ -232,7 +231,7 @@ fn growth(groups: &[Group<'_>]) -> Vec<String> {
     out
 }
 
-/// How many times the tree of the ring goes into the flat bitmap.
+/// Says by what factor the epoch costs of the dirty ring's tree and the flat bitmap differ.
 fn times_apart(group: &Group<'_>) -> Option<String> {
     let of = |name: &str| {
         let way: Way = name.parse().ok()?;

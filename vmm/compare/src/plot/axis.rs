@@ -1,17 +1,17 @@
-//! Axes: from values to places, and where ticks are.
+//! Axes: maps values to places, and chooses the ticks.
 
-/// How an axis is divided; the function shows a value.
+/// How an axis is divided. The function formats a value.
 #[derive(Clone, Debug)]
 pub(crate) enum Ticks {
-    /// By powers of ten.
+    /// At powers of ten.
     Log(fn(f64) -> String),
-    /// Evenly, zero included.
+    /// Evenly, including zero.
     Linear(fn(f64) -> String),
-    /// At these values and at no others, by their logarithms.
+    /// Only at these values, on a logarithmic scale.
     At(Vec<(f64, String)>),
 }
 
-/// An axis with its label, unit and all.
+/// An axis with its label, including the unit.
 #[derive(Clone, Debug)]
 pub(crate) struct Axis {
     pub(crate) label: String,
@@ -23,18 +23,18 @@ pub(crate) struct Scale<'a> {
     ticks: &'a Ticks,
     low: f64,
     high: f64,
-    /// Between two ticks of a linear axis.
+    /// Distance between two ticks of a linear axis.
     step: f64,
     places: (f64, f64),
 }
 
 impl Axis {
-    /// Whether it has a place for `value`.
+    /// Returns whether `value` has a place on the axis.
     pub(super) fn takes(&self, value: f64) -> bool {
         value.is_finite() && (value > 0.0 || matches!(self.ticks, Ticks::Linear(_)))
     }
 
-    /// With room for all of `values` that it takes; `None` without any.
+    /// Returns a scale with room for all of `values` that have a place, or `None` if none has one.
     pub(super) fn scale(
         &self,
         values: impl Iterator<Item = f64>,
@@ -54,7 +54,7 @@ impl Axis {
                 let ends = at.iter().map(|(value, _)| *value).chain([least, most]);
                 let (low, high) =
                     ends.fold((least, most), |(low, high), v| (low.min(v), high.max(v)));
-                // Nothing lies on the edge.
+                // No point lies on the edge.
                 (low / 1.6, high * 1.6)
             }
         };
@@ -63,18 +63,18 @@ impl Axis {
 }
 
 impl Scale<'_> {
-    /// Where `value` is drawn; values past an end at that end.
+    /// Returns where `value` is drawn; values beyond an end are drawn at that end.
     pub(super) fn place(&self, value: f64) -> f64 {
         let part = match self.ticks {
             Ticks::Linear(_) => (value - self.low) / (self.high - self.low),
-            // What is not above zero has no logarithm: it lies at the lower end.
+            // Values that are not above zero have no logarithm and lie at the lower end.
             _ if value <= self.low => 0.0,
             _ => (value / self.low).ln() / (self.high / self.low).ln(),
         };
         self.places.0 + (self.places.1 - self.places.0) * part.clamp(0.0, 1.0)
     }
 
-    /// Places and labels.
+    /// Returns the places and labels of the ticks.
     pub(super) fn ticks(&self) -> Vec<(f64, String)> {
         match self.ticks {
             Ticks::At(at) => at.iter().map(|(v, label)| (self.place(*v), label.clone())).collect(),
@@ -95,7 +95,7 @@ impl Scale<'_> {
     }
 }
 
-/// A step of 1, 2 or 5 that divides `range` into some five parts.
+/// Returns a step of 1, 2 or 5 times a power of ten that divides `range` into about five parts.
 fn step(range: f64) -> f64 {
     let rough = if range > 0.0 { range / 5.0 } else { 1.0 };
     let decade = 10f64.powi(rough.log10().floor() as i32);
@@ -112,14 +112,14 @@ fn step(range: f64) -> f64 {
         }
 }
 
-/// The next 1, 2 or 5 of a power of ten below.
+/// Returns the next lower 1, 2 or 5 times a power of ten.
 fn round_down(value: f64) -> f64 {
     let decade = 10f64.powi(value.log10().floor() as i32);
     let digits = [5.0, 2.0, 1.0];
     digits.into_iter().map(|d| d * decade).find(|v| *v <= value).unwrap_or(decade)
 }
 
-/// And above.
+/// Returns the next higher one.
 fn round_up(value: f64) -> f64 {
     let decade = 10f64.powi(value.log10().floor() as i32);
     let digits = [1.0, 2.0, 5.0, 10.0];

@@ -1,17 +1,17 @@
-//! Distributions side by side: a box a row, over one axis.
+//! Box plots: distributions side by side, one row each, over one axis.
 
 use std::fmt::Write;
 
 use super::{Axis, RIGHT, STYLES, TOP, escape, open};
 use crate::stats::{quantile, sorted};
 
-/// Room for names on the left.
+/// Width of the names on the left.
 const NAMES: f64 = 190.0;
-/// Between two rows.
+/// Distance between two rows.
 const STEP: f64 = 30.0;
 /// Half of a box's height.
 const HALF: f64 = 8.0;
-/// How far a row reaches to the right of the axes of other drawings.
+/// Right end of a row, beyond the axes of other drawings.
 const END: f64 = RIGHT + 220.0;
 
 /// One row.
@@ -23,8 +23,8 @@ pub(crate) struct BoxRow {
     pub(crate) values: Vec<f64>,
 }
 
-/// From the least value to the greatest, the middle half as a box, the median as a line across it;
-/// `None` where there is nothing to be drawn.
+/// Draws each row from its smallest to its largest value, with the middle half as a box and the
+/// median as a line across it. Returns `None` if there is nothing to draw.
 pub(crate) fn boxes(title: &str, x: &Axis, rows: &[BoxRow]) -> Option<String> {
     let rows: Vec<(&BoxRow, Vec<f64>)> = rows
         .iter()

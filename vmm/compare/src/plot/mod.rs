@@ -1,8 +1,7 @@
-//! Plots as SVG: points with their spreads over one axis, joined by lines, and boxes of
-//! distributions.
+//! Plots as SVG: points with their spreads over one axis, joined by lines, and box plots.
 //!
-//! Every mark has a colour (of Okabe and Ito's palette, which people with any colour vision can
-//! tell apart) and a shape of its own; colours come from the page's style, so that one drawing
+//! Every mark has its own colour (from Okabe and Ito's palette, which people with any colour vision
+//! can distinguish) and its own shape. Colours come from the page's style, so that one drawing
 //! serves light, dark and print.
 
 mod axis;
@@ -13,22 +12,22 @@ use std::fmt::Write;
 pub(super) use axis::{Axis, Ticks};
 pub(super) use boxes::{BoxRow, boxes};
 
-/// Of the whole drawing; the browser scales it.
+/// Size of the whole drawing; the browser scales it.
 const WIDTH: f64 = 820.0;
 const HEIGHT: f64 = 400.0;
-/// The area of the axes.
+/// Area of the axes.
 const LEFT: f64 = 76.0;
 const RIGHT: f64 = 560.0;
 const TOP: f64 = 16.0;
 const BOTTOM: f64 = 340.0;
-/// Between two lines of the legend.
+/// Distance between two lines of the legend.
 const LEGEND_STEP: f64 = 22.0;
-/// Series that share an x stand so far apart.
+/// Distance between series that share an x value.
 const DODGE: f64 = 3.5;
-/// As many as there are colours and shapes.
+/// Number of styles: as many as there are colours and shapes.
 pub(super) const STYLES: usize = 10;
 
-/// Text as it may stand in HTML and XML, between tags and in attributes.
+/// Escapes text for HTML and XML, between tags and in attributes.
 pub(super) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -38,7 +37,7 @@ pub(super) fn escape(text: &str) -> String {
             '>' => out.push_str("&gt;"),
             '"' => out.push_str("&quot;"),
             '\'' => out.push_str("&#39;"),
-            // XML has no other control characters, however they are written.
+            // XML forbids all other control characters, even as character references.
             c if c.is_control() && !matches!(c, '\n' | '\t') => out.push('\u{fffd}'),
             '\u{fffe}' | '\u{ffff}' => out.push('\u{fffd}'),
             c => out.push(c),
@@ -47,11 +46,11 @@ pub(super) fn escape(text: &str) -> String {
     out
 }
 
-/// One way's points.
+/// The points of one way.
 #[derive(Clone, Debug)]
 pub(super) struct Series {
     pub(super) name: String,
-    /// Of [`STYLES`]; the same way has the same everywhere.
+    /// Index below [`STYLES`]; the same way has the same style in every drawing.
     pub(super) style: usize,
     pub(super) points: Vec<Point>,
 }
@@ -65,7 +64,7 @@ pub(super) struct Point {
     pub(super) high: f64,
 }
 
-/// Series over two axes. `title` is for those who do not see it.
+/// Series over two axes. `title` is for readers who cannot see the drawing.
 #[derive(Clone, Debug)]
 pub(super) struct Plot {
     pub(super) title: String,
@@ -75,7 +74,7 @@ pub(super) struct Plot {
 }
 
 impl Plot {
-    /// The drawing; `None` where there is nothing to be drawn.
+    /// Returns the drawing, or `None` if there is nothing to draw.
     pub(super) fn svg(&self) -> Option<String> {
         let drawn = |p: &&Point| self.x.takes(p.x) && self.y.takes(p.y);
         let series: Vec<(&Series, Vec<&Point>)> = self
@@ -150,7 +149,7 @@ impl Plot {
     }
 }
 
-/// The beginning of a drawing of this height.
+/// Returns the opening tags of a drawing of this height.
 fn open(title: &str, height: f64) -> String {
     let title = escape(title);
     format!(
@@ -158,7 +157,7 @@ fn open(title: &str, height: f64) -> String {
     )
 }
 
-/// A point's shape.
+/// Returns a point's shape.
 fn mark(style: usize, x: f64, y: f64) -> String {
     let path = |d: &str| format!(r#"<path class="mark" d="M{x:.1} {y:.1}{d}z"/>"#);
     let open = |d: &str| format!(r#"<path class="open" d="M{x:.1} {y:.1}{d}"/>"#);
@@ -176,12 +175,12 @@ fn mark(style: usize, x: f64, y: f64) -> String {
     }
 }
 
-/// What drawings look like, for the page around them or for a file of their own.
+/// Style sheet of the drawings, for the page around them or for a standalone file.
 pub(super) const STYLE: &str = include_str!("plot.css");
 
-/// A drawing as a file of its own.
+/// Returns a drawing as a standalone file.
 pub(super) fn standalone(svg: &str) -> String {
-    // A picture has no page behind it to be seen on.
+    // A standalone picture has no page behind it, so it needs a background.
     let styled = format!("<style>{STYLE}.plot{{background:var(--paper)}}</style><title>");
     format!("{}\n", svg.replacen("<title>", &styled, 1))
 }
