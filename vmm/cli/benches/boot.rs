@@ -1,11 +1,12 @@
-//! How long a guest takes to begin, beside QEMU's microvm and Firecracker where they are on the
-//! path: `cargo bench -p driftline-cli --bench boot`.
+//! Measures the boot time of a guest, compared with QEMU's microvm and Firecracker where they are
+//! on the path: `cargo bench -p driftline-cli --bench boot`.
 //!
-//! First a kernel of three instructions, whose first effect is a byte on the console: from the
-//! start of the process to that byte, at 1 GiB, and what Driftline says itself (`boot_us`). Then,
-//! where `DRIFTLINE_LINUX_GUEST` names the folder that `images/linux/build.sh` makes, Linux with a
-//! disk and a network (in a network namespace that ends with the process): to its shell. Medians,
-//! the rivals in turn.
+//! The first part boots a kernel of three instructions whose first effect is a byte on the console.
+//! It measures the time from the start of the process to that byte, at 1 GiB, and the time that
+//! Driftline itself reports (`boot_us`). The second part runs if `DRIFTLINE_LINUX_GUEST` names the
+//! folder that `images/linux/build.sh` makes. It boots Linux with a disk and a network (in a
+//! network namespace that ends with the process) and measures the time to its shell. All figures
+//! are medians, and the programs take turns.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 use std::io::{BufRead, BufReader, Read};
@@ -16,15 +17,15 @@ use std::time::{Duration, Instant};
 const DRIFTLINE: &str = env!("CARGO_BIN_EXE_driftline");
 const ROUNDS: usize = 21;
 const LINUX_ROUNDS: usize = 3;
-/// Ends a guest that does not get there.
+/// Time limit for a guest, in s.
 const PATIENCE: &str = "60";
 const SHELL: &str = "driftline-linux: shell";
 
-/// For hosts whose KVM emulates the guest's ring 0; harmless elsewhere. See images/linux.
+/// Works around hosts whose KVM emulates the guest's ring 0; harmless elsewhere. See images/linux.
 const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check rodata=off \
     clearcpuid=popcnt,smap,erms,fsrm driftline.ip=10.0.0.2/24";
 
-/// A rival's command line up to the kernel's.
+/// The rival's command line up to the kernel's.
 const MICROVM: &str = "qemu-system-x86_64 -M microvm,x-option-roms=off -accel kvm -cpu host,-arch-capabilities,-cx16 \
     -nodefaults -no-user-config -display none -no-reboot -serial stdio";
 
@@ -42,7 +43,7 @@ fn main() {
 }
 
 fn first_instruction(dir: &Path) {
-    // mov dx, 0x3f8; mov al, '!'; out dx, al; hlt
+    // The kernel: mov dx, 0x3f8; mov al, '!'; out dx, al; hlt
     let code = [0xba, 0xf8, 0x03, 0, 0, 0xb0, b'!', 0xee, 0xf4];
     let kernel = dir.join("kernel.elf");
     std::fs::write(&kernel, driftline_machine::testing::Elf::new(&code).bytes()).unwrap();
@@ -85,7 +86,7 @@ fn linux(guest: &Path, dir: &Path) {
     );
     println!("| --- | --- | --- | --- |");
     for vcpus in [1, 2] {
-        // Cmdlines of the SMP kernel: on one processor its lock prefixes stay.
+        // Command lines of the SMP kernel: with one processor its lock prefixes stay.
         let cmdline = format!("{CMDLINE}{}", if vcpus == 1 { " noreplace-smp" } else { "" });
         let image = format!("{guest}/vmlinux");
         let initrd = format!("{guest}/initramfs.cpio");
@@ -119,7 +120,7 @@ fn linux(guest: &Path, dir: &Path) {
     }
 }
 
-/// A Firecracker that takes all it needs from a file.
+/// Returns the command line of a Firecracker that reads its configuration from a file.
 fn firecracker(dir: &Path, kernel: &str) -> String {
     let config = dir.join("firecracker.json");
     let text = format!(
@@ -139,11 +140,11 @@ fn at_hand(name: &str, line: &str) -> bool {
     found.status.success()
 }
 
-/// Starts `line` and stops it when `there` says so of its output; ms until then, and its standard
-/// error.
+/// Starts `line`, and stops it when `there` returns true for its output. Returns the time until
+/// then, in ms, and its standard error.
 fn until(line: &str, there: impl FnOnce(&mut dyn Read) -> bool) -> (f64, String) {
     let start = Instant::now();
-    // `timeout` is the process that is killed, and takes the guest with it.
+    // `timeout` is the process that is killed; it ends the guest as well.
     let mut child = Command::new("timeout")
         .args([
             "--kill-after=1",
@@ -159,7 +160,7 @@ fn until(line: &str, there: impl FnOnce(&mut dyn Read) -> bool) -> (f64, String)
         .unwrap();
     let arrived = there(child.stdout.as_mut().unwrap());
     let ms = start.elapsed().as_secs_f64() * 1e3;
-    // What the process says of itself it says right after.
+    // The process reports its figure shortly afterwards.
     std::thread::sleep(Duration::from_millis(20));
     let pid = child.id().to_string();
     Command::new("kill").args(["-TERM", &pid]).status().unwrap();
@@ -169,7 +170,7 @@ fn until(line: &str, there: impl FnOnce(&mut dyn Read) -> bool) -> (f64, String)
     (ms, said)
 }
 
-/// The figure that `-v` logs, in ms.
+/// Returns the figure that `-v` logs, in ms.
 fn boot_us(said: &str) -> Option<f64> {
     let plain: String =
         said.split('\u{1b}').map(|s| s.split_once('m').map_or(s, |s| s.1)).collect();

@@ -10,7 +10,7 @@ use super::client::ask;
 use super::failure::Failure;
 use super::output::{self, print, print_json};
 
-/// Changes the balloon's size if that is asked for, then shows it.
+/// Changes the balloon's size if the command line gives one, then shows the balloon.
 pub(super) fn balloon(args: &BalloonArgs) -> Result<ExitCode, Failure> {
     let api = &args.query.api;
     if let Some(bytes) = args.size {

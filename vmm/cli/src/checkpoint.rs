@@ -19,9 +19,9 @@ use super::client::{Standing, block_on, not_begun};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
 
-/// How long the server holds an answer back for news.
+/// How long the server may delay an answer until there is news, in ms.
 const WAIT_MS: u64 = 10_000;
-/// What `--disks=external` asks of who says it.
+/// Instruction for users of `--disks=external`.
 const EXTERNAL: &str = "disks are yours to keep: each checkpoint can only be restored with copies of them as they were in its pause \
                         (driftline pause, checkpoint, copy them or snapshot their storage, driftline resume)";
 
@@ -34,7 +34,7 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
     }
 }
 
-/// Without any report: only what the run is and has come to.
+/// Requests a page without reports: only the run's description and totals.
 async fn page_of(client: &Client) -> Result<CheckpointPage, ClientError> {
     client.get(&format!("/checkpoint?since={}", u64::MAX)).await
 }
@@ -43,7 +43,7 @@ async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
     let (client, timeout) = (args.api.client().within_timeout(), args.api.timeout);
     let job = page_of(&client).await?.job;
     client.call::<()>(Method::DELETE, &format!("/checkpoint?job={job}"), None::<&()>).await?;
-    // Until the checkpoint under way is durable, or is not, and the store is free.
+    // Wait until the checkpoint in progress is durable, or has failed, and the store is released.
     match client.get::<()>(&format!("/checkpoint/hold?job={job}")).await {
         Ok(()) => {}
         Err(ClientError::Silent { .. }) => {
@@ -136,7 +136,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
         }
         return Ok(ExitCode::SUCCESS);
     }
-    // As long as this process is there, whatever it waits for.
+    // The connection stays open for as long as this process exists, whatever it waits for.
     let holding = client.clone().with_timeout(Duration::MAX);
     tokio::spawn(async move {
         let _ = holding.get::<()>(&format!("/checkpoint/hold?job={job}")).await;
@@ -180,8 +180,8 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     }
 }
 
-/// No answer about the run, of which checkpoint `last` is durable: says whether the VMM has ended,
-/// does not answer, or has not answered properly.
+/// Returns the failure for a missing answer about the run, of which checkpoint `last` is durable.
+/// It says whether the VMM has ended, does not answer, or has not answered properly.
 async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
     let durable = match last {
         Some(last) => format!("; the last durable checkpoint is {last}"),
@@ -201,13 +201,13 @@ async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
     Failure::from(e).reworded(said)
 }
 
-/// How long a process that has closed a connection may take to close its listening socket, too, if
-/// it is ending.
+/// Time limit within which a process that is ending closes its listening socket after it has closed
+/// a connection.
 const ENDING_LIMIT: Duration = Duration::from_secs(2);
 const ENDING_POLL: Duration = Duration::from_millis(20);
 
-/// Whether nothing listens on the socket any more, now or soon. A VMM whose backlog is full is
-/// there.
+/// Returns whether nothing listens on the socket, now or within [`ENDING_LIMIT`]. A VMM whose
+/// connection backlog is full counts as listening.
 async fn is_gone(client: &Client) -> bool {
     let since = Instant::now();
     loop {
@@ -223,7 +223,7 @@ async fn is_gone(client: &Client) -> bool {
     }
 }
 
-/// Reports from `since` on. Ctrl-C stops the run; its last reports still come.
+/// Returns the reports from `since` on. Ctrl-C stops the run; its last reports are still returned.
 async fn next_page(client: &Client, job: u64, since: u64) -> Result<CheckpointPage, ClientError> {
     let path = format!("/checkpoint?job={job}&since={since}&wait_ms={WAIT_MS}");
     loop {
@@ -231,13 +231,13 @@ async fn next_page(client: &Client, job: u64, since: u64) -> Result<CheckpointPa
             page = client.get(&path) => return page,
             pressed = tokio::signal::ctrl_c() => {
                 if pressed.is_err() {
-                    // Without the handler Ctrl-C ends this process, and the run with it.
+                    // Without the handler, Ctrl-C ends this process, and the run with it.
                     return client.get(&path).await;
                 }
                 say("stopping after the current checkpoint");
                 let stop = format!("/checkpoint?job={job}");
                 match client.call::<()>(Method::DELETE, &stop, None::<&()>).await {
-                    // It may have ended in this moment by itself.
+                    // The run may have ended by itself at this moment.
                     Ok(()) | Err(ClientError::Fault(_)) => {}
                     Err(e) => return Err(e),
                 }
@@ -246,7 +246,7 @@ async fn next_page(client: &Client, job: u64, since: u64) -> Result<CheckpointPa
     }
 }
 
-/// 4 if the guest is still there, 1 if not.
+/// Returns a failure with exit code 4 if the guest is still here, otherwise 1.
 async fn verdict(client: &Client, why: &str) -> Failure {
     let standing = Standing::ask(client).await;
     let state = match &standing {
@@ -287,7 +287,7 @@ fn describe(line: &EpochLine) -> String {
     )
 }
 
-/// What a run came to, in three lines.
+/// Summarizes a run in three lines.
 fn summary(achieved: &Achieved) -> String {
     let Achieved { epochs, failed, early, skipped, pause, interval, write } = *achieved;
     let line = |name: &str, s: Spread| {

@@ -1,4 +1,4 @@
-//! Owns the short commands that ask a running driftline one thing.
+//! Implements the short commands that send a single request to a running driftline.
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
@@ -64,7 +64,8 @@ fn info_table(info: &Info, api_sock: &Path) -> String {
     output::table(&lines)
 }
 
-/// Whether a checkpoint run is active; the interval and the store of that one, or of the last one.
+/// Says whether a checkpoint run is active, with the interval and the store of that run or of the
+/// last one.
 fn checkpointing(info: &Info) -> String {
     let run = info.store.as_ref().map(|store| match info.every_ms {
         Some(every) => format!("every {every} ms into {}", store.display()),
@@ -136,7 +137,7 @@ fn change(args: &QueryArgs, state: VmTarget) -> Result<ExitCode, Failure> {
 pub(super) fn stop(args: &StopArgs) -> Result<ExitCode, Failure> {
     let QueryArgs { api, json } = &args.query;
     let deadline = Instant::now() + api.timeout;
-    // Before it is told to end: its number is nobody else's yet.
+    // Identify the process before it is told to end, while its id cannot have been reused.
     let process = if args.wait { Some(Process::of(api)?) } else { None };
     ask::<()>(api, Method::POST, "/stop", None::<&()>)?;
     if let Some(process) = process {
@@ -196,19 +197,19 @@ impl Process {
     }
 }
 
-/// Where the guest of a driftline stands, after something failed there.
+/// Where a driftline's guest is, after an operation on it failed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Standing {
-    /// Here, in this state.
+    /// The guest is here, in this state.
     Here(GuestState),
-    /// Handed over to a host, named if that is known, that may run it.
+    /// The guest has been handed over to a host that may run it; `to` names the host if known.
     InDoubt { to: Option<String> },
-    /// It has ended, or nobody could be asked.
+    /// The guest has ended, or no process answered.
     Gone,
 }
 
 impl Standing {
-    /// Asks the driftline.
+    /// Queries the driftline.
     pub(super) async fn ask(client: &Client) -> Self {
         let Ok(Info { state, .. }) = client.get("/info").await else { return Self::Gone };
         let to = match state {
@@ -226,7 +227,7 @@ impl Standing {
         }
     }
 
-    /// The failure `why`, with 4 only for a guest that is here.
+    /// Returns the failure `why`, with exit code 4 only if the guest is here.
     pub(super) fn failure(&self, why: impl Display) -> Failure {
         match self {
             Self::Here(_) => Failure::still_running(why),
@@ -240,7 +241,8 @@ impl Standing {
     }
 }
 
-/// A job that did not begin, or may have begun unheard: only a refusal says that it did not.
+/// Returns the failure of a request that starts a job. Only a refusal proves that the job did not
+/// start; without an answer it may have started.
 pub(super) async fn not_begun(client: &Client, e: ClientError) -> Failure {
     match e {
         ClientError::Fault(why) => Standing::ask(client).await.failure(why),
@@ -248,7 +250,7 @@ pub(super) async fn not_begun(client: &Client, e: ClientError) -> Failure {
     }
 }
 
-/// No answer to the request that begins a job.
+/// Returns the failure for a missing answer to the request that starts a job.
 fn unheard(e: ClientError) -> Failure {
     let connected = !matches!(e, ClientError::Connect { .. });
     let failure = Failure::from(e);
@@ -258,7 +260,7 @@ fn unheard(e: ClientError) -> Failure {
     }
 }
 
-/// One question, one answer.
+/// Sends one request and returns its answer.
 pub(super) fn ask<T: DeserializeOwned>(
     args: &ApiArgs,
     method: Method,
@@ -268,7 +270,7 @@ pub(super) fn ask<T: DeserializeOwned>(
     block_on(args.client().call(method, path, body))?.map_err(Failure::from)
 }
 
-/// Runs a conversation with a driftline to its end.
+/// Runs a client's future to completion.
 pub(super) fn block_on<T>(conversation: impl Future<Output = T>) -> Result<T, Failure> {
     let runtime = Builder::new_current_thread().enable_all().build()?;
     Ok(runtime.block_on(conversation))

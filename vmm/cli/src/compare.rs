@@ -1,5 +1,5 @@
-//! Owns `driftline compare`: its options, what is refused before any machine is started, and where
-//! the report goes.
+//! Owns `driftline compare`: its options, the checks before any machine is started, and the
+//! destination of the report.
 
 use std::fs;
 use std::io::{ErrorKind, IsTerminal, Write};
@@ -19,11 +19,11 @@ use super::args::CompareArgs;
 use super::failure::Failure;
 use super::output::{print, print_json, say};
 
-/// What a machine takes beside its measured time: launch, warm-up, end. Only for saying beforehand
-/// how long it will all take.
+/// Time that a machine needs in addition to its measured time: launch, warm-up and end. Used only
+/// for the estimate of the total time.
 const BESIDE: Duration = Duration::from_millis(180);
 
-/// The command as it was given; the program by its name.
+/// Returns the command line as it was given, with the program's plain name.
 fn command() -> String {
     let rest = std::env::args_os().skip(1);
     let words = rest.map(|arg| format!(" {}", arg.to_string_lossy()));
@@ -31,7 +31,7 @@ fn command() -> String {
 }
 
 impl CompareArgs {
-    /// `none` last, and in any case.
+    /// Returns the requested ways. `none` is always included, and last.
     fn ways(&self) -> Vec<Way> {
         let mut ways: Vec<Way> = Vec::new();
         let usual: Vec<Way> = Way::usual().collect();
@@ -91,7 +91,7 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
             html.place.display()
         )));
     }
-    // Files come to their places by being renamed there.
+    // Files are renamed into place, so their directories must be writable.
     let places = html.iter().chain(&svg).map(|target| directory(&target.place)).collect();
     let capabilities = driftline_machine::doctor::usable_kvm().map_err(Failure::host_lacks)?;
     let host = Host::describe();
@@ -101,8 +101,7 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     let mut report = measure(&cells, &settings, &capabilities, host, |step| progress.show(step));
     report.command = Some(command());
     progress.end();
-    // First of all: whatever becomes of the files, or of stdout, what was measured is not lost with
-    // it.
+    // Print first: the measurements must not be lost if writing the files or stdout fails.
     let printed = match args.json {
         true => print_json(&report),
         false => print(report.table(args.wide)),
@@ -123,8 +122,8 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// How many of `cells` this host can measure. Ways that it lacks are told, each with its reason:
-/// their rows will have no figures.
+/// Returns how many of `cells` this host can measure. Reports each way that the host lacks, with
+/// the reason: its rows will have no figures.
 fn possible(
     ways: &[Way],
     cells: &[Cell],
@@ -140,12 +139,12 @@ fn possible(
     cells.iter().filter(|cell| lacking.iter().all(|(way, _)| **way != cell.way)).count()
 }
 
-/// A file that is to be there whole or not at all. Its directory must take files before anything is
-/// measured.
+/// A file that is written completely or not at all. The constructor verifies, before anything is
+/// measured, that its directory accepts files.
 struct Target {
-    /// As it was asked for.
+    /// The path as given on the command line.
     shown: PathBuf,
-    /// Where that is, links followed: a link stays one, and its file is replaced.
+    /// The path after following links: a link remains, and the file it points to is replaced.
     place: PathBuf,
     file: NamedTempFile,
 }
@@ -158,7 +157,7 @@ impl Target {
         let Some(name) = path.file_name() else { return Err(refused(&"it is a directory")) };
         let place = match fs::metadata(path) {
             Ok(there) if there.is_dir() => return Err(refused(&"it is a directory")),
-            // A device, a pipe: a rename would put a file in its place.
+            // A rename would replace a device or pipe with a regular file.
             Ok(there) if !there.is_file() => return Err(refused(&"it is no regular file")),
             Ok(_) => path.canonicalize(),
             Err(e) if e.kind() == ErrorKind::NotFound && path.is_symlink() => {
@@ -187,7 +186,7 @@ impl Target {
     }
 }
 
-/// Where a file of this name lies.
+/// Returns the directory that contains a file.
 fn directory(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
@@ -195,7 +194,7 @@ fn directory(path: &Path) -> PathBuf {
     }
 }
 
-/// The process has guests: it gives up what it will not need.
+/// Sandboxes the process, which has guests: drops everything that it will not need.
 fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
     let options = sandbox::Options {
         seccomp: true,
@@ -212,14 +211,14 @@ fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How far it is: a bar on a terminal, a line now and then elsewhere; on stderr.
+/// Shows progress on stderr: a bar on a terminal, otherwise an occasional line.
 struct Progress {
     bar: Option<ProgressBar>,
     said: Instant,
 }
 
 impl Progress {
-    /// For so many cells.
+    /// Creates the progress display for this number of cells.
     fn new(settings: &Settings, cells: usize) -> Self {
         let runs = cells * settings.repeat;
         let each = settings.per_run() + BESIDE;

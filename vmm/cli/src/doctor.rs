@@ -1,4 +1,4 @@
-//! Owns `driftline doctor`: prints the diagnosis, its verdict first.
+//! Owns `driftline doctor`: prints the diagnosis, with the verdict first.
 
 use std::env;
 use std::io::{self, IsTerminal};
@@ -10,7 +10,7 @@ use super::args::DoctorArgs;
 use super::failure::Failure;
 use super::output::{print, print_json};
 
-/// Groups in the order in which they are shown.
+/// The groups in display order.
 const GROUPS: [(Group, &str); 6] = [
     (Group::Required, "Required"),
     (Group::Migration, "Migration"),
@@ -20,7 +20,7 @@ const GROUPS: [(Group, &str); 6] = [
     (Group::Capability, "KVM capabilities"),
 ];
 
-/// `driftline doctor`; `verbose` shows the capabilities, too.
+/// `driftline doctor`; `verbose` also shows the capabilities.
 pub(super) fn doctor(args: &DoctorArgs, verbose: bool) -> Result<ExitCode, Failure> {
     let diagnosis = diagnose();
     if args.check && !diagnosis.kvm {

@@ -1,5 +1,5 @@
-//! Owns the end of a process that has a guest: what became of the guest, and what the second look
-//! at its writes has shown.
+//! Owns the end of a process that has a guest: reports how the guest ended, and the result of
+//! `--shadow`.
 
 use std::process::ExitCode;
 use std::sync::{Arc, Once};
@@ -13,36 +13,37 @@ use super::failure::Failure;
 use super::output::{count, say};
 use super::report;
 
-/// Waits for the guest's end, lets the API's last answers out, and says why it ended.
+/// Waits for the guest's end, lets the API send its last answers, and reports why the guest ended.
 pub(super) fn to_the_end(
     vm: SharedVm,
     jobs: Arc<Jobs>,
     server: Server,
 ) -> Result<ExitCode, Failure> {
     let end = vm.wait_end(None);
-    // It reads all of memory, and waits for no device.
+    // The last check reads all guest memory and waits for no device.
     let shadow = jobs.end_shadow();
     let outcome = "what the guest last wrote to its disks may not be durable";
     end_in_bounded_time(vm.machine_config().mem_bytes, outcome);
     jobs.settle();
     drop(server);
-    // The guest's last serial output is written out with it, before the last word here.
+    // Dropping them writes the guest's last serial output, which must precede the last message
+    // here.
     drop((jobs, vm));
     let end = last_word(end);
-    // Of a guest that has crashed too: a lost frame may be why.
+    // Judge a crashed guest as well: a lost frame may be the cause.
     let judged = shadow.map_or(Ok(()), |shadow| judge(shadow.map_err(Failure::error)?));
     both(end, judged)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// How long the process may take to end once its guest has: what it waits for then has limits of
-/// its own, but closing a file on dead storage has none.
+/// Time limit for the process to end once its guest has. Everything else that the process waits for
+/// then has its own limit, but closing a file on dead storage has none.
 const END_LIMIT: Duration = Duration::from_secs(20);
-/// Guest memory that the kernel unmaps in a second, at the least.
+/// Minimum amount of guest memory that the kernel unmaps per second, in bytes.
 const UNMAPPED_PER_S: u64 = 1 << 30;
 
-/// Ends the process after [`END_LIMIT`] and the time that unmapping `mem_bytes` takes, whatever it
-/// waits for. `outcome` says what became of the guest then. Only the first call counts.
+/// Ends the process after [`END_LIMIT`] plus the time to unmap `mem_bytes`, whatever it waits for.
+/// `outcome` says what then becomes of the guest. Only the first call has an effect.
 pub(super) fn end_in_bounded_time(mem_bytes: u64, outcome: &'static str) {
     static BEGUN: Once = Once::new();
     let mut is_first = false;
@@ -65,7 +66,7 @@ pub(super) fn end_in_bounded_time(mem_bytes: u64, outcome: &'static str) {
     }
 }
 
-/// Says how the guest ended, or fails with it.
+/// Reports how the guest ended, or returns that as a failure.
 fn last_word(end: Option<EndReason>) -> Result<(), Failure> {
     match end {
         Some(end @ (EndReason::Panicked | EndReason::Crashed(_))) => {
@@ -79,12 +80,12 @@ fn last_word(end: Option<EndReason>) -> Result<(), Failure> {
     }
 }
 
-/// How long a guest whose memory is lost has to end in good order: a thread that waits for a lost
-/// page hears nothing.
+/// Time limit for a guest whose memory is lost to end in an orderly way. A thread that waits for a
+/// lost page does not receive the request to end.
 const LOST_LIMIT: Duration = Duration::from_millis(300);
 
-/// Ends the process, which cannot go on without a page of its guest's memory, even where its own
-/// end does not come about.
+/// Ends the process, which cannot continue without a page of its guest's memory, even if its
+/// orderly end does not complete.
 pub(super) fn when_memory_is_lost(why: &str) {
     let failure = Failure::error(format_args!("the guest crashed: {why}"));
     let end = move || {
@@ -97,7 +98,7 @@ pub(super) fn when_memory_is_lost(why: &str) {
     }
 }
 
-/// How a guest ended.
+/// Describes how a guest ended.
 pub(super) fn words(end: &EndReason) -> String {
     match end {
         EndReason::PowerOff => "the guest powered itself off".to_owned(),
@@ -108,7 +109,7 @@ pub(super) fn words(end: &EndReason) -> String {
     }
 }
 
-/// The failure of a guest's end says what the shadow's says, too.
+/// Combines two results: the failure of the guest's end also contains that of the shadow.
 fn both(end: Result<(), Failure>, judged: Result<(), Failure>) -> Result<(), Failure> {
     match (end, judged) {
         (Err(end), Err(judged)) => Err(judged.behind(format_args!("{}; ", end.message()))),
@@ -116,8 +117,8 @@ fn both(end: Result<(), Failure>, judged: Result<(), Failure>) -> Result<(), Fai
     }
 }
 
-/// Says what the second look has shown; a missed frame is an error, and so is a look that never
-/// was.
+/// Reports the result of the shadow. A missed frame is an error, and so is a shadow that never
+/// checked.
 fn judge(report: ShadowReport) -> Result<(), Failure> {
     let ShadowReport { looks, failed, reported_frames, unchanged_frames, missed_frames, .. } =
         report;

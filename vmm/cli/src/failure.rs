@@ -1,4 +1,4 @@
-//! Owns what a command that fails has to say: an exit code, a sentence, and more for `--json`.
+//! The failure of a command: an exit code, a sentence, and additional fields for `--json`.
 
 use std::error::Error;
 
@@ -11,14 +11,14 @@ pub(crate) const USAGE: u8 = 2;
 /// The exit code of [`Failure::still_running`].
 const STILL_RUNNING: u8 = 4;
 
-/// A command that did not do what it was asked.
+/// A command's failure to do what was requested.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) code: u8,
-    /// What went wrong in a word that stays the same, for programs.
+    /// The kind of failure, as a word that programs can rely on.
     pub(crate) word: &'static str,
     pub(crate) message: String,
-    /// What `--json` prints beside the error.
+    /// Fields that `--json` prints beside the error.
     pub(crate) beside: Map<String, Value>,
 }
 
@@ -27,44 +27,44 @@ impl Failure {
         Self { code, word, message: message.to_string(), beside: Map::new() }
     }
 
-    /// 1: an error.
+    /// Exit code 1: an error.
     pub(crate) fn error(message: impl ToString) -> Self {
         Self::new(1, "failed", message)
     }
 
-    /// 2: the command line, or the environment that stands for it, is wrong.
+    /// Exit code 2: the command line, or an environment variable that replaces an option, is wrong.
     pub(crate) fn usage(message: impl ToString) -> Self {
         Self::new(USAGE, "usage", message)
     }
 
-    /// 3: the host lacks something.
+    /// Exit code 3: the host lacks a feature.
     pub(crate) fn host_lacks(message: impl ToString) -> Self {
         Self::new(3, "host-lacks", message)
     }
 
-    /// 4: a migration or checkpoint failed, and the guest is still running where it was.
+    /// Exit code 4: a migration or checkpoint failed, and the guest is still running where it was.
     pub(crate) fn still_running(message: impl ToString) -> Self {
         Self::new(STILL_RUNNING, "guest-still-runs", message)
     }
 
-    /// The same failure, its sentence behind these words.
+    /// Returns the same failure with `words` before its sentence.
     pub(crate) fn behind(mut self, words: impl ToString) -> Self {
         self.message.insert_str(0, &words.to_string());
         self
     }
 
-    /// The same failure, in other words.
+    /// Returns the same failure with another sentence.
     pub(crate) fn reworded(self, message: impl ToString) -> Self {
         Self { message: message.to_string(), ..self }
     }
 
-    /// The same failure, with these words behind its sentence.
+    /// Returns the same failure with `words` after its sentence.
     pub(crate) fn followed_by(mut self, words: &str) -> Self {
         self.message.push_str(words);
         self
     }
 
-    /// The same failure, with an object whose fields `--json` prints beside the error.
+    /// Returns the same failure with an object whose fields `--json` prints beside the error.
     pub(crate) fn with(mut self, result: &impl Serialize) -> Self {
         if let Ok(Value::Object(fields)) = serde_json::to_value(result) {
             self.beside.extend(fields);
@@ -72,18 +72,18 @@ impl Failure {
         self
     }
 
-    /// The sentence.
+    /// Returns the sentence.
     pub(crate) fn message(&self) -> &str {
         &self.message
     }
 
-    /// Whether the guest is still running where it was.
+    /// Returns whether the guest is still running where it was.
     pub(crate) fn is_still_running(&self) -> bool {
         self.code == STILL_RUNNING
     }
 }
 
-/// Any error that has no exit code of its own.
+/// Converts any error that has no exit code of its own.
 impl<E: Error + 'static> From<E> for Failure {
     fn from(e: E) -> Self {
         let word = match (&e as &dyn Error).downcast_ref() {

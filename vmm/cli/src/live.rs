@@ -1,5 +1,5 @@
-//! What the commands that own a guest have in common: what their process is before there is a
-//! guest, and what of a guest is its host's.
+//! Shared parts of the commands that own a guest: the process's setup before there is a guest, and
+//! the host's part of the guest's configuration.
 
 use std::fmt::Display;
 use std::fs::OpenOptions;
@@ -19,7 +19,7 @@ use super::args::{DeviceArgs, HostArgs};
 use super::failure::Failure;
 use super::output::{bytes, say};
 
-/// Logs what a guest has: memory and devices.
+/// Logs the guest's memory and devices.
 pub(super) fn log_machine(vm: &dyn Vm, memory: &MemoryOptions) {
     let config = vm.machine_config();
     tracing::info!(
@@ -38,13 +38,13 @@ pub(super) fn log_machine(vm: &dyn Vm, memory: &MemoryOptions) {
     }
 }
 
-/// Files that a command names besides those that all have.
+/// Files that a command names in addition to those of every command.
 pub(super) struct Named {
-    /// To be read.
+    /// Files to read.
     pub(super) read: Vec<PathBuf>,
-    /// To be written to.
+    /// Files to write.
     write: Vec<PathBuf>,
-    /// Sockets to listen at.
+    /// Sockets to listen on.
     sockets: Vec<PathBuf>,
 }
 
@@ -58,8 +58,8 @@ impl Named {
     }
 }
 
-/// What of a disk is to be let through: its file, or the directory in which it is made, and removed
-/// if its guest does not come.
+/// Returns the path that the sandbox must allow for a disk: its file, or, for a copy, the directory
+/// in which the file is created and, if its guest does not arrive, removed.
 fn place(disk: &DiskSpec) -> PathBuf {
     match disk.path.parent().filter(|_| disk.copy) {
         None => disk.path.clone(),
@@ -68,8 +68,8 @@ fn place(disk: &DiskSpec) -> PathBuf {
     }
 }
 
-/// What comes before any guest: the tie to the parent, the socket, whose name may be taken, and the
-/// sandbox, before there are threads.
+/// Prepares the process before there is a guest: ties it to its parent, opens the API socket, whose
+/// name may be taken, and enters the sandbox before there are threads.
 pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningSocket>, Failure> {
     if host.die_with_parent {
         let kill = Some(rustix::process::Signal::KILL);
@@ -96,7 +96,7 @@ pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningS
     Ok(socket)
 }
 
-/// Creates the state directory, if need be, and a file in it for a moment.
+/// Creates the state directory, if necessary, and verifies it with a temporary file.
 pub(super) fn check_state_dir(host: &HostArgs) -> Result<(), Failure> {
     let dir = &host.state_dir;
     let usable = create_dir(dir).and_then(|()| tempfile::tempfile_in(dir).map(drop));
@@ -108,7 +108,8 @@ pub(super) fn check_state_dir(host: &HostArgs) -> Result<(), Failure> {
     })
 }
 
-/// As [`check_state_dir`], for a guest that needs it only if it is migrated.
+/// Does the same as [`check_state_dir`] for a guest that needs the directory only if it is
+/// migrated: a failure is only a warning.
 pub(super) fn warn_of_state_dir(host: &HostArgs) {
     if let Err(e) = check_state_dir(host) {
         tracing::warn!(
@@ -118,13 +119,13 @@ pub(super) fn warn_of_state_dir(host: &HostArgs) {
     }
 }
 
-/// What the process is to be restricted to.
+/// Returns the restrictions of the process.
 fn restrictions(host: &HostArgs, named: Named) -> Result<sandbox::Options, Failure> {
     let Named { read, mut write, mut sockets } = named;
     sockets.extend(host.api_sock.clone());
-    // Only what is there can be let through.
+    // The sandbox can allow only paths that exist.
     if let SerialSink::File(path) = &host.serial {
-        // Its own error is said where it is opened to be used.
+        // An error is reported where the file is opened for use.
         let _ = OpenOptions::new().create(true).append(true).open(path);
         write.push(path.clone());
     }
@@ -149,7 +150,8 @@ fn sandbox_failure(e: sandbox::StartError) -> Failure {
     }
 }
 
-/// Paths of devices become absolute: they go into the guest's configuration, and with it elsewhere.
+/// Returns the host's part of the configuration. Device paths become absolute, because the guest's
+/// configuration contains them and may be used elsewhere.
 pub(super) fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<HostConfig> {
     if host.serial == SerialSink::Stdio && io::stdin().is_terminal() {
         say("the terminal is the guest's; Ctrl-A x ends it");
@@ -167,8 +169,9 @@ pub(super) fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<Ho
     Ok(HostConfig { serial, memory, disks, nets, vsock, ..HostConfig::default() })
 }
 
-/// A guest that cannot be had here, by the cause of `e`: the host lacks something, devices are
-/// given that it has not, or neither.
+/// Returns the failure for a guest that cannot be created here, classified by the `cause` of `e`:
+/// the host lacks a feature, the command line gives devices that the guest does not have, or
+/// neither.
 pub(super) fn guest_failure(cause: &GuestError, e: &impl Display) -> Failure {
     match cause {
         GuestError::Unsupported { .. } => Failure::host_lacks(e),

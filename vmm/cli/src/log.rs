@@ -1,5 +1,5 @@
-//! Owns the log of this process: its filter, its format and its place, and the sentences for the
-//! operator, which share its way to stderr.
+//! Owns the log of this process: its filter, format and destination. Also prints the messages for
+//! the operator, which use the same output to stderr.
 
 use std::env::{self, VarError};
 use std::fs::OpenOptions;
@@ -16,22 +16,23 @@ use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use super::args::{LogArgs, LogFormat};
 use super::failure::Failure;
 
-/// The variable that has the filter where no option does.
+/// The environment variable with the filter, used if no option gives one.
 const FILTER_VARIABLE: &str = "RUST_LOG";
-/// What is logged unless told otherwise.
+/// The default filter.
 const DEFAULT_FILTER: &str = "warn";
 
-/// The log of this process, once it is known.
+/// The log of this process, once it is started.
 static LOG: OnceLock<Log> = OnceLock::new();
 
 struct Log {
     format: LogFormat,
     stderr: Arc<LogOutput>,
-    /// Has the log, and the sentences too, which stderr has in any case.
+    /// Receives the log, and also the messages, which always go to stderr as well.
     file: Option<Arc<LogOutput>>,
 }
 
-/// Starts the log as `args` say. Escape sequences are for terminals, unless `NO_COLOR` is set.
+/// Starts the log as configured by `args`. Escape sequences are used only on a terminal, and not if
+/// `NO_COLOR` is set.
 pub(super) fn start(args: &LogArgs) -> Result<(), Failure> {
     let filter = filter(args)?;
     let dropped_line = match args.log_format {
@@ -62,7 +63,8 @@ pub(super) fn start(args: &LogArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What `--log` says, else more with each `-v`, else what `RUST_LOG` says, else warnings.
+/// Returns the filter: from `--log`, otherwise from the number of `-v`, otherwise from `RUST_LOG`,
+/// otherwise warnings.
 fn filter(args: &LogArgs) -> Result<EnvFilter, Failure> {
     let (filter, from) = match (&args.log, args.verbose) {
         (Some(filter), _) => (filter.clone(), "--log"),
@@ -85,11 +87,11 @@ fn filter(args: &LogArgs) -> Result<EnvFilter, Failure> {
     })
 }
 
-/// A sentence for the operator: on stderr, and in the log's file if there is one.
+/// Prints a message for the operator on stderr, and in the log file if there is one.
 pub(super) fn sentence(level: Level, words: &str) {
     let plain = || format!("driftline: {words}\n").into_bytes();
     let Some(log) = LOG.get() else {
-        // There is nowhere to say that stderr is closed.
+        // If stderr is closed, there is no place to report that.
         let _ = io::stderr().write_all(&plain());
         return;
     };
@@ -125,15 +127,15 @@ fn json_line(level: Level, words: &str) -> Vec<u8> {
     format!("{line}\n").into_bytes()
 }
 
-/// The time as events have it.
+/// Returns the time in the format of log events.
 fn now() -> String {
     let mut now = String::new();
-    // A line without its time is better than none.
+    // A line without its time is better than no line.
     let _ = SystemTime.format_time(&mut Writer::new(&mut now));
     now
 }
 
-/// An output as the subscriber writes to it: each event whole.
+/// An output for the subscriber, which writes each event with one call.
 struct OutputWriter(Arc<LogOutput>);
 
 impl Write for OutputWriter {

@@ -1,5 +1,5 @@
-//! The `driftline` binary: options in, a job done by the libraries, results on stdout, all else on
-//! stderr. It owns the process, its exit code and its log.
+//! The `driftline` binary: parses options, calls the libraries, prints results on stdout and
+//! everything else on stderr. Owns the process, its exit code and its log.
 #![forbid(unsafe_code)]
 
 mod args;

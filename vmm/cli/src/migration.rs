@@ -1,4 +1,4 @@
-//! Owns the commands about a migration at its source: send, cancel, resolve.
+//! Owns the commands for a migration at its source: send, cancel, resolve.
 
 use std::process::ExitCode;
 
@@ -18,7 +18,7 @@ use super::output::{self, print, print_json, say};
 use super::pending::resolved;
 use super::progress::{ProgressView, progress_line};
 
-/// How often progress is shown.
+/// Interval at which progress is shown, in ms.
 const EVERY_MS: u64 = 200;
 
 /// `driftline send-migration`.
@@ -64,7 +64,8 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
     conclude(args, page)
 }
 
-/// Where the migration stands now. Ctrl-C cancels it; the outcome still comes.
+/// Returns the migration's current state. Ctrl-C cancels the migration; its outcome is still
+/// returned.
 async fn next_page(
     client: &Client,
     job: u64,
@@ -122,8 +123,8 @@ fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
     }
 }
 
-/// What `--json` says beside the error of a migration that failed, or was not begun. `guest` is
-/// null where nobody could be asked.
+/// Returns the fields that `--json` prints beside the error of a migration that failed or was not
+/// started. `guest` is null if no process answered.
 fn outcome(status: &str, phase: Phase, guest: Option<GuestWhere>) -> Value {
     json!({ "status": status, "phase": phase, "guest": guest })
 }
@@ -153,7 +154,7 @@ fn report_table(report: &SendReport) -> String {
     output::table(&lines)
 }
 
-/// Of which vCPUs how much was held, of a migration that is over.
+/// Says, after a migration, which vCPUs were throttled and for how long.
 fn throttle_summary(vcpus: &[VcpuThrottle]) -> String {
     let held = |v: &VcpuThrottle| format!("vCPU {} for {:.0} ms", v.vcpu, v.held_ms);
     let held: Vec<String> = vcpus.iter().filter(|v| v.held_ms > 0.0).map(held).collect();
@@ -179,7 +180,7 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
     let api = match (api, dir) {
         (Some(api_sock), _) => ApiArgs { api_sock: api_sock.clone(), timeout: args.timeout },
         (None, Some(dir)) => return super::pending::resolve(dir, args),
-        // clap has one of them required.
+        // clap requires one of the two.
         (None, None) => return Err(Failure::error("neither --api-sock nor --state-dir was given")),
     };
     let info: InfoPage = ask(&api, Method::GET, "/info", None::<&()>)?;

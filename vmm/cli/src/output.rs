@@ -1,4 +1,4 @@
-//! Owns what is printed and how: results to stdout, all else to stderr, figures with units.
+//! Owns all printing: results go to stdout and everything else to stderr; figures have units.
 
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
@@ -10,17 +10,17 @@ use tracing::Level;
 use super::failure::Failure;
 use super::log;
 
-/// A sentence for the operator, on stderr.
+/// Prints a message for the operator on stderr.
 pub(crate) fn say(message: impl Display) {
     log::sentence(Level::INFO, &message.to_string());
 }
 
-/// A result, on stdout. A reader that has gone away has seen enough.
+/// Prints a result on stdout. A reader that has closed its end is not an error.
 pub(crate) fn print(result: impl Display) -> Result<(), Failure> {
     print_on(result).map(drop)
 }
 
-/// One of several results; whether somebody still reads them.
+/// Prints one of several results. Returns whether the reader still reads them.
 pub(crate) fn print_on(result: impl Display) -> Result<bool, Failure> {
     let mut out = io::stdout().lock();
     match writeln!(out, "{result}").and_then(|()| out.flush()) {
@@ -30,7 +30,7 @@ pub(crate) fn print_on(result: impl Display) -> Result<bool, Failure> {
     }
 }
 
-/// A result as one line of JSON.
+/// Prints a result as one line of JSON.
 pub(crate) fn print_json(result: &impl Serialize) -> Result<(), Failure> {
     let mut line = Vec::new();
     result.serialize(&mut Serializer::with_formatter(&mut line, RoundedFloats))?;
@@ -47,7 +47,7 @@ impl Formatter for RoundedFloats {
     }
 }
 
-/// A number of things: `1 page`, `2 pages`, `3 passes`.
+/// Formats a number of things: `1 page`, `2 pages`, `3 passes`.
 pub(crate) fn count(n: u64, thing: &str) -> String {
     let ending = match n {
         1 => "",
@@ -57,14 +57,14 @@ pub(crate) fn count(n: u64, thing: &str) -> String {
     format!("{n} {thing}{ending}")
 }
 
-/// Rows of a name and a value, aligned.
+/// Formats aligned rows of a name and a value.
 pub(crate) fn table<N: AsRef<str>, V: AsRef<str>>(rows: &[(N, V)]) -> String {
     let width = rows.iter().map(|(name, _)| name.as_ref().len()).max().unwrap_or(0);
     let line = |(name, value): &(N, V)| format!("{:width$}  {}", name.as_ref(), value.as_ref());
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// A size for people, in powers of two, with one digit after the point unless that is 0.
+/// Formats a size in powers of two, with one decimal digit unless that is 0.
 pub(crate) fn bytes(n: u64) -> String {
     const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     let unit = UNITS.into_iter().find(|&(_, shift)| n >= 1 << shift);

@@ -1,5 +1,5 @@
-//! Owns the hand-over records that a crash left behind: while one exists, its guest may be running
-//! elsewhere, and only the operator can say that it is not (I7).
+//! Owns the hand-over records that a crash left behind. While a record exists, its guest may be
+//! running elsewhere, and only the operator can decide that it is not (I7).
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -18,23 +18,23 @@ use super::output::{print_json, say};
 /// The hand-overs of this host that are in doubt.
 pub(super) struct Unsettled {
     state_dir: PathBuf,
-    /// Of a clone that may run all the same: the original's disks that it would use.
+    /// For a clone that may run nevertheless: the original's disks that it would use.
     shared: Option<Vec<DiskConfig>>,
 }
 
 impl Unsettled {
-    /// Those whose records are in `state_dir`.
+    /// Creates the check for the records in `state_dir`.
     pub(super) fn of(state_dir: PathBuf) -> Self {
         Self { state_dir, shared: None }
     }
 
-    /// Lets the guest pass as a clone, unless it would use disks of the original (`shared`, if they
-    /// are known).
+    /// Allows the guest to run as a clone, unless it would use disks of the original (`shared`, if
+    /// they are known).
     pub(super) fn pass_clone(&mut self, shared: Option<Vec<DiskConfig>>) {
         self.shared = shared;
     }
 
-    /// Refuses the guest `vm_id`, or one that begins as it was, if it may be running at the peer of
+    /// Refuses the guest `vm_id`, or a guest restored from it, if it may be running at the peer of
     /// a hand-over.
     pub(super) fn refuse(&self, vm_id: VmId) -> Result<(), Failure> {
         let clone = match &self.shared {
@@ -69,9 +69,9 @@ impl Unsettled {
     }
 }
 
-/// Builds guests of whom no hand-over is unsettled. That is looked for once a guest's disks are
-/// locked and before anything is written to them: who held them before has let go of them, and
-/// wrote its record before that.
+/// Builds only guests that have no unsettled hand-over. The check runs once the guest's disks are
+/// locked and before anything is written to them. The previous owner of the locks has released them
+/// by then, and wrote its record before that.
 pub(super) struct Settled<F> {
     pub(super) inner: F,
     pub(super) unsettled: Unsettled,
@@ -177,12 +177,14 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
     Ok(ExitCode::SUCCESS)
 }
 
-/// The object of `resolve --json`: the decision about a guest that may be running at `peers`.
+/// Returns the object of `resolve --json`: the decision about a guest that may be running at
+/// `peers`.
 pub(super) fn resolved(action: Resolution, vm_id: VmId, peers: &[&str]) -> Value {
     json!({ "action": action, "vm_id": vm_id, "peers": peers })
 }
 
-/// The unsettled records of a directory. One that does not exist has none, and is not made.
+/// Returns the unsettled records of a directory. A directory that does not exist has none, and is
+/// not created.
 fn pending(dir: &Path) -> Result<(Option<Records>, Pending), Failure> {
     if !dir.try_exists().map_err(|e| {
         Failure::error(format_args!("cannot look for hand-over records in {}: {e}", dir.display()))

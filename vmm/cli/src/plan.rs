@@ -1,4 +1,4 @@
-//! Owns `driftline plan`: its options, and how a plan is told.
+//! Owns `driftline plan`: its options, and the text of a plan.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::client::ask;
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
 
-/// How long the VMM looks at the guest's writes before it answers.
+/// How long the VMM may observe the guest's writes before it answers.
 const LOOK: Duration = Duration::from_secs(5);
 
 /// `driftline plan`.
@@ -101,7 +101,7 @@ fn told(plan: &Plan) -> String {
     format!("{}\n\n{}", headline(plan), output::table(&rows))
 }
 
-/// What it comes to, in a sentence.
+/// Summarizes the plan in a sentence.
 fn headline(plan: &Plan) -> String {
     let Forecast { converges, total_time_ms, downtime_ms, reason, .. } = &plan.migration;
     match (converges, plan.verdict) {
@@ -167,7 +167,7 @@ mod tests {
     use super::*;
     use driftline_control::jobs::{SeenWindows, Watched};
 
-    /// A guest that writes 256 MiB a second, by `vcpus` that are known.
+    /// A guest that writes 256 MiB per second with `vcpus` vCPUs, whose writes are known.
     fn busy(vcpus: usize, checkpointing: bool) -> Watched {
         let window = |ms: u64| {
             let frames = 65.536 * ms as f64;

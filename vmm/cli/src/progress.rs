@@ -1,5 +1,5 @@
-//! How a migration goes, for the person at the keyboard: one line that changes on a terminal, a
-//! line for each step elsewhere.
+//! Shows the progress of a migration to the user: one changing line on a terminal, otherwise a line
+//! for each step.
 
 use std::io::IsTerminal;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::output::{self, say};
 
-/// How often a receiver looks.
+/// Interval at which a receiver updates its progress.
 const EVERY: Duration = Duration::from_millis(200);
 
 /// Shows progress on stderr.
@@ -23,7 +23,7 @@ pub(super) struct ProgressView {
 }
 
 impl ProgressView {
-    /// `line` says how it goes.
+    /// Creates the view; `line` formats the progress.
     pub(super) fn new(line: fn(&Progress) -> String) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::new_spinner();
@@ -56,7 +56,7 @@ impl ProgressView {
     }
 }
 
-/// A source's.
+/// Formats a source's progress.
 pub(super) fn progress_line(p: &Progress) -> String {
     let sent = output::bytes(p.sent_bytes);
     match p.phase {
@@ -66,7 +66,7 @@ pub(super) fn progress_line(p: &Progress) -> String {
             if p.remaining_disk_bytes > 0 {
                 line += &format!(" and {} of disks", output::bytes(p.remaining_disk_bytes));
             }
-            // Not known before a pass is done.
+            // The rates are unknown until a pass is complete.
             if p.link_rate_bytes_per_s == 0 {
                 return line;
             }
@@ -87,7 +87,7 @@ pub(super) fn progress_line(p: &Progress) -> String {
     }
 }
 
-/// Which vCPUs are held, and how much.
+/// Lists the throttled vCPUs, with their degree of throttling.
 fn throttle_words(vcpus: &[VcpuThrottle]) -> String {
     let Some(most) = vcpus.iter().find_map(|v| v.most_bytes_per_s) else { return String::new() };
     let held = |v: &VcpuThrottle| format!("vCPU {} throttled {:.0} %", v.vcpu, v.held_percent);
@@ -96,7 +96,7 @@ fn throttle_words(vcpus: &[VcpuThrottle]) -> String {
     all.into_iter().chain(held).collect::<Vec<_>>().join(", ")
 }
 
-/// A destination's, as what it is doing.
+/// Formats a destination's progress as its current activity.
 pub(super) fn receiving_line(p: &Progress) -> String {
     let received = output::bytes(p.sent_bytes);
     match p.phase {
@@ -117,7 +117,7 @@ pub(super) fn receiving_line(p: &Progress) -> String {
     }
 }
 
-/// Shows how a guest arrives, from a thread of its own, until it is dropped.
+/// Shows the arrival of a guest, from a separate thread, until it is dropped.
 pub(super) struct Receiving {
     over: Option<Sender<()>>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -131,7 +131,7 @@ impl Receiving {
             let mut view = ProgressView::new(receiving_line);
             while is_over.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
                 let progress = control.progress();
-                // That it waits was said.
+                // The waiting has already been reported.
                 if !matches!(progress.phase, Phase::Waiting | Phase::Finished) {
                     view.show(&progress);
                 }
@@ -139,7 +139,7 @@ impl Receiving {
             view.end();
         };
         let thread = std::thread::Builder::new().name("progress".into()).spawn(show);
-        // Nothing but the showing is lost without it.
+        // Without the thread only the display is missing.
         Self { over: Some(over), thread: thread.ok() }
     }
 }

@@ -1,4 +1,4 @@
-//! `driftline receive-migration`: a guest that another process sends.
+//! `driftline receive-migration`: runs a guest that another process sends.
 
 use std::net::TcpListener;
 use std::process::ExitCode;
@@ -17,8 +17,8 @@ use super::live::{Named, check_state_dir, guest_failure, host_config, log_machin
 use super::output::{bytes, count, print_json, say};
 use super::progress::{Receiving, receiving_line};
 
-/// What became of a guest that was refused: until COMMIT its source keeps it, whatever this process
-/// does.
+/// Outcome for a guest that was refused. Until COMMIT its source keeps the guest, whatever this
+/// process does.
 const NOT_RECEIVED: &str = "no guest was received, and none runs here";
 
 /// `driftline receive-migration`.
@@ -37,8 +37,8 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         let progress = watched.progress();
         Arriving { words: receiving_line(&progress), progress }
     };
-    // Until COMMIT the guest can be refused, which is made durable first if the source has heard
-    // PREPARED; from COMMIT on it is this host's (I7).
+    // Until COMMIT the guest can be refused. If the source has received PREPARED, the refusal is
+    // made durable first. From COMMIT on this host owns the guest (I7).
     let stopped = Arc::new(OnceLock::new());
     let reason = stopped.clone();
     let app = App::waiting(arriving, move |why| {
@@ -89,7 +89,8 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     to_the_end(vm, jobs, server)
 }
 
-/// Why no guest was received, in a process that was `stopped` so, if it was.
+/// Returns the failure for a guest that was not received. `stopped` says how the process was
+/// stopped, if it was.
 fn receive_failure(e: ReceiveError, stopped: Option<&str>) -> Failure {
     match e.cause {
         Cause::Cancelled if matches!(e.phase, Phase::Waiting) => {

@@ -1,4 +1,4 @@
-//! Reports a command that failed: its sentence on stderr, the object of `--json` on stdout, and the
+//! Reports a command's failure: the sentence on stderr, the object of `--json` on stdout, and the
 //! exit code.
 
 use std::env;
@@ -11,22 +11,22 @@ use super::failure::{Failure, USAGE};
 use super::log;
 use super::output::print_json;
 
-/// Says what went wrong, and gives the process's exit code.
+/// Reports the failure and returns the process's exit code.
 pub(super) fn report(failure: Failure) -> ExitCode {
     let Failure { code, word, message, mut beside } = failure;
     log::sentence(Level::ERROR, &message);
     if json_asked() {
         let error = json!({ "code": word, "message": message });
         beside.insert("error".to_owned(), error);
-        // Where stdout is gone too, the exit code says it.
+        // If stdout is closed too, the exit code still reports the failure.
         let _ = print_json(&beside);
     }
     ExitCode::from(code)
 }
 
-/// What clap says of a command line, which is no error where help was asked for.
+/// Prints clap's message for a command line. A request for help is not an error.
 pub(super) fn refuse_usage(e: &clap::Error) -> ExitCode {
-    // There is nowhere to say that stderr is closed.
+    // If stderr is closed, there is no place to report that.
     let _ = e.print();
     if e.exit_code() == i32::from(USAGE) && json_asked() {
         let said = e.to_string();
@@ -37,7 +37,7 @@ pub(super) fn refuse_usage(e: &clap::Error) -> ExitCode {
     u8::try_from(e.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
-/// Whether the command line has `--json`, read or not.
+/// Returns whether the command line contains `--json`, even if it was not parsed.
 fn json_asked() -> bool {
     env::args_os().skip(1).take_while(|arg| arg != "--").any(|arg| arg == "--json")
 }

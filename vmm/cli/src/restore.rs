@@ -1,4 +1,4 @@
-//! `driftline restore`: a guest as it was at a checkpoint.
+//! `driftline restore`: runs a guest from a checkpoint.
 
 use std::fs::Metadata;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -23,7 +23,7 @@ use super::output::{count, say};
 use super::pending::{Settled, Unsettled};
 use super::stored::Stored;
 
-/// `driftline restore`, in a process that has `started` then.
+/// `driftline restore`, in a process that started at `started`.
 pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, Failure> {
     if args.devices.disks.iter().any(|disk| disk.copy) {
         return Err(Failure::usage(
@@ -35,7 +35,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let socket = prepare(&args.host, named)?;
     driftline_machine::exit::set_lost_memory(when_memory_is_lost);
     let mut server = Server::begin()?;
-    // Beside the reading of the store, which says what guest it is for.
+    // Runs in parallel with reading the store, which says what guest it is for.
     let early = EarlyVm::begin();
     let stored = Stored::open(&args.store)?;
     stored.check(args.epoch, args.lazy)?;
@@ -56,7 +56,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let restored = stored.restore(args.epoch, args.lazy, &factory);
     let (vm, report) = restored.map_err(|e| restore_failure(e, &stored))?;
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
-    // Filling it took a while, in which its record may have come.
+    // Restoring took a while, in which a hand-over record may have appeared.
     if let Err(e) = factory.unsettled.refuse(report.vm_id) {
         vm.stop("it may be running elsewhere");
         return Err(after_restore(&report, e));
@@ -78,7 +78,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let started_up = server.serve(socket, App::new(jobs.clone()));
     started_up.map_err(|e| after_restore(&report, e.into()))?;
     if let Err(e) = vm.acquire().and_then(|()| vm.resume()) {
-        // Perhaps for want of a frame.
+        // The cause may be a lost frame.
         let lost = vm.fetching().and_then(|fetching| fetching.lost);
         let failure = match lost {
             Some(why) => Failure::error(format_args!(
@@ -114,20 +114,20 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     to_the_end(vm, jobs, server)
 }
 
-/// Disks of `config` that a guest may write to and that its clone, which is given `specs`, would
-/// use too.
+/// Returns the disks of `config` that its guest may write to and that a clone with the disks
+/// `specs` would use, too.
 fn shared_disks(config: MachineConfig, specs: &[DiskSpec]) -> Vec<DiskConfig> {
     let host = HostConfig { disks: specs.to_vec(), ..HostConfig::default() };
     let original: Vec<DiskConfig> =
         driftline_machine::config::disks(&config.devices).cloned().collect();
-    // What cannot be replaced so is refused once the clone is built.
+    // Specs that cannot replace the disks are refused once the clone is built.
     let Ok(clone) = config.on_host(&host) else { return Vec::new() };
     let clones: Vec<&DiskConfig> = driftline_machine::config::disks(&clone.devices).collect();
     let is_used = |disk: &DiskConfig| clones.iter().any(|own| same_file(&own.path, &disk.path));
     original.into_iter().filter(|disk| !disk.readonly && is_used(disk)).collect()
 }
 
-/// Whether two paths lead to one file, or to one block device.
+/// Returns whether two paths lead to the same file or the same block device.
 fn same_file(one: &Path, other: &Path) -> bool {
     let device = |m: &Metadata| m.file_type().is_block_device().then(|| m.rdev());
     match (one.metadata(), other.metadata()) {
@@ -148,7 +148,7 @@ fn restore_failure(e: RestoreError, stored: &Stored) -> Failure {
     }
 }
 
-/// Why a restored guest does not run, and what has become of its disks by then.
+/// Returns the failure of a restored guest that does not run, with the state of its disks by then.
 fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
     let epoch = report.epoch;
     match report.drives {

@@ -1,4 +1,4 @@
-//! `driftline run`: a new guest, as the command line describes it.
+//! `driftline run`: runs a new guest as the command line describes it.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -21,7 +21,7 @@ use super::failure::Failure;
 use super::live::{Named, host_config, log_machine, prepare, warn_of_state_dir};
 use super::values;
 
-/// `driftline run`, in a process that has `started` then.
+/// `driftline run`, in a process that started at `started`.
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
     let mut named = Named::of_devices(&args.disks, args.vsock.as_ref());
     named.read.extend(args.kernel.iter().chain(&args.initrd).cloned());
@@ -44,8 +44,8 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     }
     server.serve(socket, App::new(jobs.clone()))?;
     vm.resume()?;
-    // The vCPUs have just been told: what is left of the way to the guest's first instruction is
-    // one thread's waking up.
+    // The vCPU threads have just been notified. All that remains before the guest's first
+    // instruction is the wake-up of one thread.
     tracing::info!(boot_us = started.elapsed().as_micros(), "the guest runs");
     to_the_end(vm, jobs, server)
 }
@@ -57,7 +57,7 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
             let (initrd, cmdline) = (args.initrd, args.cmdline.unwrap_or_default());
             Boot::Kernel { kernel, initrd, cmdline, bare: args.bare_cmdline }
         }
-        // clap has one of them required.
+        // clap requires one of the two.
         (None, None) => return Err(Failure::error("neither --kernel nor --guest was given")),
     };
     let mut devices = Vec::new();
@@ -70,7 +70,7 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     if let Some(vsock) = args.vsock {
         devices.push(DeviceConfig::Vsock(vsock_config(vsock)?));
     }
-    // The payload has no drivers, and the threads backend no devices.
+    // The payload has no drivers, and the threads backend has no devices.
     let has_drivers = args.backend == Backend::Kvm && matches!(boot, Boot::Kernel { .. });
     if args.rng == OnOff::On && has_drivers {
         devices.push(DeviceConfig::Rng);
@@ -89,7 +89,7 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     })
 }
 
-/// The disk of a new guest, number `i` of its disks: as large as its file.
+/// Returns the configuration of disk `i` of a new guest. The disk is as large as its file.
 fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
     let DiskSpec { path, readonly, id, serial, any_identity, copy } = spec;
     if any_identity || copy {
@@ -100,7 +100,7 @@ fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
         )));
     }
     let (bytes, block_bytes) = probe_disk(&path, readonly).map_err(Failure::error)?;
-    // The file may be looked for from another working directory, after a restore.
+    // After a restore, the file may be opened from another working directory.
     let path = std::path::absolute(path)?;
     let id = id.unwrap_or_else(|| format!("disk{i}"));
     Ok(DiskConfig {
@@ -110,12 +110,12 @@ fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
         readonly,
         bytes,
         block_bytes,
-        // Noted once it is open.
+        // Recorded once the disk is open.
         identity: None,
     })
 }
 
-/// The network interface of a new guest, number `i` of them.
+/// Returns the configuration of network interface `i` of a new guest.
 fn net_config(spec: NetSpec, i: u32) -> NetConfig {
     let NetSpec { tap, mac, id, queues } = spec;
     NetConfig {
@@ -133,7 +133,7 @@ fn vsock_config(spec: VsockSpec) -> Result<VsockConfig, Failure> {
     Ok(VsockConfig { cid, uds: std::path::absolute(spec.uds)? })
 }
 
-/// A disk's name, as far as there is room for it.
+/// Returns a disk's id, truncated to the length of a serial.
 fn default_serial(id: &str) -> String {
     id.chars().take(MAX_SERIAL_BYTES).collect()
 }
@@ -142,8 +142,8 @@ fn launch_failure(e: LaunchError) -> Failure {
     if e.host_lacks() { Failure::host_lacks(e) } else { Failure::error(e) }
 }
 
-/// Refuses rings that are larger than this host's KVM has. Those of the default size all hosts
-/// have.
+/// Refuses dirty rings that are larger than this host's KVM allows. Every host allows the default
+/// size.
 fn check_rings(config: &MachineConfig) -> Result<(), Failure> {
     let rings = (config.backend, config.tracking) == (Backend::Kvm, TrackingMode::DirtyRing);
     if !rings || config.ring_entries == DEFAULT_RING_ENTRIES {
@@ -157,7 +157,7 @@ fn check_rings(config: &MachineConfig) -> Result<(), Failure> {
     }
 }
 
-/// What cannot be compared is said before there is a guest.
+/// Refuses a shadow that has nothing to compare with, before there is a guest.
 fn check_shadow(shadow: Option<ShadowMode>, tracking: TrackingMode) -> Result<(), Failure> {
     match (shadow, tracking) {
         (Some(shadow), TrackingMode::None) => Err(Failure::usage(format_args!(

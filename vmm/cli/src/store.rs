@@ -1,4 +1,4 @@
-//! Owns `driftline store`: looking at a store without a guest.
+//! Owns `driftline store`: operations on a store without a guest.
 
 use std::io;
 use std::path::Path;
@@ -26,7 +26,7 @@ pub(super) fn store(command: &StoreCommand) -> Result<ExitCode, Failure> {
 }
 
 fn compact(args: &StoreArgs) -> Result<ExitCode, Failure> {
-    // A store that is not there is not made.
+    // A store that does not exist is not created.
     let store = Store::open(&args.store)?;
     store.check_is_store()?;
     let failure = |e| store_failure(&args.store, e);
@@ -72,7 +72,7 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     if !args.force && path.exists() {
         return Err(refused(io::ErrorKind::AlreadyExists.into()));
     }
-    // It has its name only once it is whole.
+    // The file receives its name only once it is complete.
     let file = tempfile::NamedTempFile::new_in(dir).map_err(refused)?;
     let report = match args.format {
         ExportFormat::Raw => store.export_raw(args.epoch, file.as_file(), path),
@@ -130,7 +130,7 @@ fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
     });
     match (&listed, failure) {
         (Some(listed), None) => print_json(listed)?,
-        // One object has both.
+        // One object contains both.
         (Some(listed), Some(failure)) => return Err(failure.with(listed)),
         (None, failure) => {
             print(listing_table(&args.store, &listing, identity.as_ref()))?;
@@ -176,7 +176,7 @@ fn epoch_row(info: &EpochInfo, now_ms: u64) -> String {
     )
 }
 
-/// A length of time in its largest unit.
+/// Formats a duration in its largest unit.
 fn age(seconds: u64) -> String {
     match seconds {
         0..60 => format!("{seconds} s"),
@@ -186,7 +186,7 @@ fn age(seconds: u64) -> String {
     }
 }
 
-/// Says on stderr what of a store is damaged, and why.
+/// Reports on stderr what is damaged in a store, and why.
 fn say_damage(survey: &Survey) {
     for checkpoint in &survey.checkpoints {
         let Some(damage) = &checkpoint.damage else { continue };
@@ -205,7 +205,7 @@ fn say_damage(survey: &Survey) {
     }
 }
 
-/// The end of a command that has found damage and left it there.
+/// Ends a command that has found damage and has not repaired it.
 fn is_damaged(dir: &Path, survey: &Survey, json: bool) -> Result<ExitCode, Failure> {
     if !json {
         say_damage(survey);

@@ -1,4 +1,4 @@
-//! Owns where a stored guest comes from: a store, or an archive of one epoch.
+//! The source of a stored guest: a store, or an archive of one epoch.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,18 +11,18 @@ use driftline_machine::config::{Identity, MachineConfig};
 
 use super::failure::Failure;
 
-/// The way out of damage in the store at `dir`.
+/// Returns the hint for damage in the store at `dir`.
 pub(super) fn repair_hint(dir: &Path) -> String {
     format!("Salvage what is sound with: driftline store repair {}", dir.display())
 }
 
-/// A failure of the store at `dir`, with the way out if it is damage.
+/// Returns the failure of the store at `dir`, with the hint if it is damage.
 pub(super) fn store_failure(dir: &Path, e: StoreError) -> Failure {
     let hint = e.is_damage().then(|| format!(". {}", repair_hint(dir)));
     Failure::from(e).followed_by(&hint.unwrap_or_default())
 }
 
-/// What a path leads to: a directory is a store, a file an archive.
+/// What a path leads to: a directory is a store, a file is an archive.
 pub(super) enum Stored {
     Store(Store),
     Archive(Box<Archive>),
@@ -46,7 +46,7 @@ impl Stored {
         Ok(Self::Archive(Box::new(Archive::open(path)?)))
     }
 
-    /// Refuses what cannot be had from there, before anything is built.
+    /// Refuses, before anything is built, what this source cannot provide.
     pub(super) fn check(&self, epoch: Option<u64>, lazy: bool) -> Result<(), Failure> {
         let Self::Archive(archive) = self else { return Ok(()) };
         let (there, dir) = (archive.info().epoch, archive.location().to_owned());
@@ -62,8 +62,7 @@ impl Stored {
         Ok(())
     }
 
-    /// The way out where what is stored is damaged, to be put behind a sentence: an archive has
-    /// none.
+    /// Returns the hint for damage, to be appended to a sentence. An archive has none.
     pub(super) fn way_out(&self) -> String {
         match self {
             Self::Store(store) => format!(". {}", repair_hint(store.location())),
@@ -71,7 +70,7 @@ impl Stored {
         }
     }
 
-    /// A failure to read it.
+    /// Returns the failure of reading it.
     pub(super) fn failure(&self, e: StoreError) -> Failure {
         match self {
             Self::Store(store) => store_failure(store.location(), e),
@@ -79,7 +78,7 @@ impl Stored {
         }
     }
 
-    /// Everything that is there.
+    /// Lists all checkpoints that it contains.
     pub(super) fn list(&self) -> Result<Listing, StoreError> {
         match self {
             Self::Store(store) => store.list(),
@@ -89,12 +88,12 @@ impl Stored {
         }
     }
 
-    /// Who its guest was at the latest checkpoint; not of one that cannot be read.
+    /// Returns its guest's identity at the latest checkpoint, or `None` if that cannot be read.
     pub(super) fn identity(&self) -> Option<Identity> {
         self.config().map(|config| config.identity)
     }
 
-    /// Its guest's machine at the latest checkpoint; not of one that cannot be read.
+    /// Returns its guest's machine at the latest checkpoint, or `None` if that cannot be read.
     pub(super) fn config(&self) -> Option<MachineConfig> {
         match self {
             Self::Store(store) => MachineConfig::decode(&store.config().ok()?).ok(),
@@ -102,7 +101,7 @@ impl Stored {
         }
     }
 
-    /// Whose guest is in it, as far as that is known without reading all of it.
+    /// Returns the id of the guest in it, as far as that is known without reading all of it.
     pub(super) fn owner(&self) -> Result<Option<VmId>, StoreError> {
         match self {
             Self::Store(store) => store.owner(),
@@ -124,7 +123,7 @@ impl Stored {
         }
     }
 
-    /// Of what was [checked](Self::check).
+    /// Restores the guest. The arguments must have been [checked](Self::check).
     pub(super) fn restore<F: GuestFactory>(
         &self,
         epoch: Option<u64>,

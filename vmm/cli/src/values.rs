@@ -1,4 +1,4 @@
-//! Owns the reading of values on the command line: sizes, durations, addresses.
+//! Parses values on the command line: sizes, durations, addresses.
 
 use std::env;
 use std::num::NonZeroU64;
@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use driftline_machine::config::DEFAULT_RING_ENTRIES;
 
-/// A size in bytes: digits, then nothing, `K`, `M` or `G` (powers of two).
+/// Parses a size in bytes: digits, then nothing, `K`, `M` or `G` (powers of two).
 pub(super) fn size(text: &str) -> Result<u64, String> {
     driftline_machine::size::parse_size(text).ok_or_else(|| {
         "a size is digits, then nothing, K, M or G (powers of two), such as 64M".to_owned()
     })
 }
 
-/// Guest memory: a size that a machine can have.
+/// Parses the size of guest memory, which must be one that a machine can have.
 pub(super) fn memory(text: &str) -> Result<u64, String> {
     use driftline_machine::limits::{MAX_MEM_BYTES, MIN_MEM_BYTES};
     match size(text)? {
@@ -32,7 +32,7 @@ pub(super) fn memory(text: &str) -> Result<u64, String> {
     }
 }
 
-/// The size that was probably meant by a small number without a unit.
+/// Suggests the size that a small number without a unit probably meant.
 fn unit_hint(text: &str) -> String {
     match text.parse() {
         Ok(1..16) => format!("; did you mean {text}G?"),
@@ -41,7 +41,7 @@ fn unit_hint(text: &str) -> String {
     }
 }
 
-/// The number of vCPUs.
+/// Parses the number of vCPUs.
 pub(super) fn vcpus(text: &str) -> Result<u8, String> {
     let most = driftline_machine::limits::MAX_VCPUS;
     let number: u64 = text.parse().map_err(|_| format!("--vcpus takes a number, 1 to {most}"))?;
@@ -49,19 +49,19 @@ pub(super) fn vcpus(text: &str) -> Result<u8, String> {
     vcpus.ok_or_else(|| format!("a guest has 1 to {most} vCPUs"))
 }
 
-/// The number of a checkpoint.
+/// Parses the number of a checkpoint.
 pub(super) fn checkpoint(text: &str) -> Result<u64, String> {
     let parsed = text.parse().ok();
     parsed.ok_or_else(|| "a checkpoint has a number; `driftline store ls` lists them".to_owned())
 }
 
-/// A number of checkpoints.
+/// Parses a number of checkpoints.
 pub(super) fn at_least_one(text: &str) -> Result<NonZeroU64, String> {
     text.parse().map_err(|_| "it must be a number of at least 1".to_owned())
 }
 
-/// A duration: digits and `ms` or `s`. The longest that a command can be told to wait. What is
-/// longer is a mistake, and would overflow a clock.
+/// The longest duration that a command accepts. A longer one is a mistake, and would overflow a
+/// clock. A duration is digits and `ms` or `s`.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
@@ -79,7 +79,7 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// The time from one checkpoint to the next.
+/// Parses the time from one checkpoint to the next.
 pub(super) fn interval(text: &str) -> Result<Duration, String> {
     match duration(text)? {
         Duration::ZERO => Err("an interval is at least 1ms".to_owned()),
@@ -87,17 +87,17 @@ pub(super) fn interval(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// A downtime target in milliseconds.
+/// Parses a downtime target in milliseconds.
 pub(super) fn downtime_ms(text: &str) -> Result<u64, String> {
     at_most(text, driftline_control::model::MAX_DOWNTIME_MS, "a downtime target", "milliseconds")
 }
 
-/// Time for copying in seconds.
+/// Parses a time limit for copying in seconds.
 pub(super) fn timeout_s(text: &str) -> Result<u64, String> {
     at_most(text, driftline_control::model::MAX_TIMEOUT_S, "a timeout", "seconds")
 }
 
-/// A bandwidth in bytes a second.
+/// Parses a bandwidth in bytes per second.
 pub(super) fn bandwidth(text: &str) -> Result<u64, String> {
     let least = driftline_migrate::MIN_BANDWIDTH;
     match size(text)? {
@@ -106,7 +106,7 @@ pub(super) fn bandwidth(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Connections of a migration.
+/// Parses the number of a migration's connections.
 pub(super) fn connections(text: &str) -> Result<u32, String> {
     let most = driftline_migrate::MAX_CONNECTIONS;
     let parsed = text.parse().ok().filter(|n| (1..=most).contains(n));
@@ -118,7 +118,7 @@ fn at_most(text: &str, limit: u64, what: &str, unit: &str) -> Result<u64, String
     parsed.ok_or_else(|| format!("{what} is from 0 to {limit} {unit}"))
 }
 
-/// Entries of a dirty ring.
+/// Parses the number of entries of a dirty ring.
 pub(super) fn ring_entries(text: &str) -> Result<u32, String> {
     let asked = text.parse().ok();
     asked.filter(|n: &u32| n.is_power_of_two()).ok_or_else(|| {
@@ -129,13 +129,13 @@ pub(super) fn ring_entries(text: &str) -> Result<u32, String> {
     })
 }
 
-/// The most entries of a dirty ring on this host, if it has rings.
+/// Returns the maximum number of entries of a dirty ring on this host, if it has rings.
 pub(super) fn most_ring_entries() -> Option<u32> {
     let capabilities = driftline_machine::doctor::usable_kvm().ok()?;
     capabilities.dirty_ring().map(|(_, most)| most)
 }
 
-/// An address as `HOST:PORT`, given as `tcp:HOST:PORT`.
+/// Parses `tcp:HOST:PORT` into `HOST:PORT`.
 pub(super) fn tcp(text: &str) -> Result<String, String> {
     let address =
         text.strip_prefix("tcp:").and_then(|a| a.rsplit_once(':').map(|(h, p)| (a, h, p)));
@@ -147,7 +147,7 @@ pub(super) fn tcp(text: &str) -> Result<String, String> {
     }
 }
 
-/// Where a host's records are unless told otherwise: the system's place for root, else the user's.
+/// Returns the default directory of a host's records: the system's for root, otherwise the user's.
 pub(super) fn state_dir() -> PathBuf {
     let of = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     if rustix::process::geteuid().is_root() {
@@ -157,7 +157,8 @@ pub(super) fn state_dir() -> PathBuf {
     state.unwrap_or_else(env::temp_dir).join("driftline")
 }
 
-/// What the embedded guest is to do; kept as text, which is what a configuration holds.
+/// Checks the spec of the embedded guest. The result is text, because a configuration contains
+/// text.
 pub(super) fn guest_spec(text: &str) -> Result<String, String> {
     let spec: Result<driftline_images::PayloadSpec, _> = text.parse();
     spec.map(|_| text.to_owned()).map_err(|e| e.to_string())

@@ -36,7 +36,7 @@ fn every_option_has_a_heading() {
 fn short_help_has_one_line_each() {
     for (name, command) in commands() {
         let help = command.clone().term_width(100).render_help().to_string();
-        // Rows begin with an option, an argument or a command; what does not is the rest of one.
+        // A row begins with an option, an argument or a command. All other lines continue a row.
         let rest: Vec<&str> = help.lines().filter(|line| line.starts_with("          ")).collect();
         let rest: Vec<&&str> =
             rest.iter().filter(|line| !line.trim_start().starts_with('-')).collect();

@@ -1,5 +1,5 @@
-//! Owns the demo's VMM processes: each is this binary, with its own socket, serial file and stderr
-//! file, and ends with the demo, however that ends.
+//! Owns the demo's VMM processes. Each runs this binary with its own socket, serial file and stderr
+//! file, and ends with the demo, however the demo ends.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::StepError;
 
-/// How long any single thing may take.
+/// Limit for any single operation.
 pub(super) const PATIENCE: Duration = Duration::from_secs(15);
 const POLL: Duration = Duration::from_millis(2);
 
@@ -54,12 +54,12 @@ impl Vmm {
         Ok(Self { child, client: Client::new(socket), runtime, serial, stderr })
     }
 
-    /// What it said on stderr.
+    /// Returns the process's stderr so far.
     pub(super) fn said(&self) -> String {
         fs::read_to_string(&self.stderr).unwrap_or_default()
     }
 
-    /// One API request.
+    /// Sends one API request.
     pub(super) fn call<T: DeserializeOwned>(
         &self,
         method: hyper::Method,
@@ -69,12 +69,12 @@ impl Vmm {
         self.runtime.block_on(self.client.call(method, path, body)).map_err(|e| e.to_string())
     }
 
-    /// `GET path`.
+    /// Sends `GET path`.
     pub(super) fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, StepError> {
         self.call(hyper::Method::GET, path, None::<&()>)
     }
 
-    /// Waits until the guest runs here.
+    /// Waits until the guest runs in this process.
     pub(super) fn await_running(&mut self) -> Result<(), StepError> {
         self.wait("the guest to run", |vmm| {
             let info: Result<Info, _> = vmm.get("/info");
@@ -82,7 +82,7 @@ impl Vmm {
         })
     }
 
-    /// Waits for something that a running process will bring about.
+    /// Waits until `check` returns a value, while the process runs.
     pub(super) fn wait<T>(
         &mut self,
         what: &str,
@@ -104,12 +104,12 @@ impl Vmm {
         }
     }
 
-    /// Kills it hard, as a host's failure would.
+    /// Kills the process with SIGKILL, as a host's failure would.
     pub(super) fn kill(&mut self) -> Result<(), StepError> {
         self.child.kill().and_then(|()| self.child.wait()).map(drop).map_err(|e| e.to_string())
     }
 
-    /// Waits for its own, clean end.
+    /// Waits until the process ends cleanly by itself.
     pub(super) fn await_exit(&mut self) -> Result<(), StepError> {
         let end = Instant::now() + PATIENCE;
         let status: ExitStatus = loop {
@@ -125,13 +125,14 @@ impl Vmm {
         Err(format!("the VMM ended with {status}: {}", self.said().trim()))
     }
 
-    /// The last report of each vCPU in this life, by vCPU; an error if the guest complains.
+    /// Returns the last report of each vCPU in this life, ordered by vCPU, or an error if the guest
+    /// reports one.
     pub(super) fn reports(&self) -> Result<Vec<Report>, StepError> {
         let log = fs::read_to_string(&self.serial).unwrap_or_default();
         last_reports(&log)
     }
 
-    /// Waits until each of `vcpus` vCPUs has reported more pages than it had in `than`.
+    /// Waits until each of `vcpus` vCPUs has reported more pages than in `than`.
     pub(super) fn await_progress(
         &mut self,
         vcpus: usize,
@@ -148,7 +149,7 @@ impl Vmm {
 
 impl Drop for Vmm {
     fn drop(&mut self) {
-        // It may have ended already; nothing may outlive the demo.
+        // The process may already have ended. No process may outlive the demo.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,4 +1,4 @@
-//! Owns the demo's figures and the table that it ends with.
+//! Owns the demo's figures and its closing table.
 
 use driftline_control::model::EpochLine;
 use driftline_images::Report;
@@ -7,38 +7,38 @@ use serde::Serialize;
 
 use crate::output::{bytes, table};
 
-/// What the demo measured.
+/// The demo's measurements.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub(super) struct Figures {
-    /// What ran the vCPUs.
+    /// The backend that ran the vCPUs.
     pub(super) backend: String,
-    /// From the start of the process to the guest's first line.
+    /// Time from the start of the process to the guest's first line, in ms.
     pub(super) launch_ms: f64,
-    /// Checkpoints taken.
+    /// Number of checkpoints taken.
     pub(super) checkpoints: u64,
-    /// The median and the longest time that the guest stood still for one.
+    /// Median pause for a checkpoint, in µs.
     pub(super) pause_p50_us: u64,
-    /// See `pause_p50_us`.
+    /// Longest pause for a checkpoint, in µs.
     pub(super) pause_max_us: u64,
-    /// Frames in the first, full checkpoint.
+    /// Number of frames in the first, full checkpoint.
     pub(super) full_frames: u64,
-    /// Median frames in the others.
+    /// Median number of frames in the other checkpoints.
     pub(super) incremental_frames_p50: u64,
-    /// From the start of the restoring process until the guest ran.
+    /// Time from the start of the restoring process until the guest ran, in ms.
     pub(super) restore_ms: f64,
-    /// The whole migration.
+    /// Duration of the whole migration, in ms.
     pub(super) migration_total_ms: f64,
-    /// No vCPU ran anywhere.
+    /// Downtime of the migration, in ms: no vCPU ran on either side.
     pub(super) migration_downtime_ms: f64,
-    /// Passes over memory, the last one included.
+    /// Number of passes over memory, including the last one.
     pub(super) migration_passes: u64,
-    /// Sent over the wire.
+    /// Number of bytes sent.
     pub(super) migration_bytes: u64,
-    /// The longest time between two ticks of a vCPU's loop, as the guest saw it.
+    /// Longest time between two ticks of a vCPU's loop as measured by the guest, in µs.
     pub(super) guest_longest_gap_us: u64,
-    /// Pages written by all vCPUs in all lives.
+    /// Number of pages written by all vCPUs in all lives.
     pub(super) pages_written: u64,
-    /// Pages that the guest found wrong.
+    /// Number of pages whose content the guest found wrong.
     pub(super) errors: u64,
 }
 

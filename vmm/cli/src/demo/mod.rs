@@ -1,6 +1,6 @@
-//! `driftline demo`: one guest's three lives. It is launched and checkpointed, its VMM is killed,
-//! it is restored in a second process, live-migrated to a third, and stopped there; it checks its
-//! own memory all the while.
+//! `driftline demo`: the three lives of one guest. The guest is launched and checkpointed, and its
+//! VMM is killed. It is restored in a second process, live-migrated to a third, and stopped there.
+//! It verifies its own memory throughout.
 
 mod child;
 mod figures;
@@ -29,14 +29,14 @@ use crate::output::{print, print_json, say};
 use child::Vmm;
 use figures::Figures;
 
-/// What went wrong in a step, as a sentence.
+/// The reason why a step failed, as a sentence.
 type StepError = String;
 
 const VCPUS: usize = 2;
 const GUEST: &str = "payload,ws=64M,rate=160M";
 const CHECKPOINTS: u64 = 10;
 const CHECKPOINT_EVERY_MS: NonZeroU64 = NonZeroU64::new(100).unwrap();
-/// How long the guest runs on after its migration.
+/// How long the guest continues to run after its migration.
 const RUN_ON: Duration = Duration::from_secs(2);
 
 /// `driftline demo`.
@@ -67,14 +67,14 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What the demo runs on.
+/// The backend and the tracking mode of the demo.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Choice {
     backend: Backend,
     tracking: TrackingMode,
 }
 
-/// Says in the first line what the demo runs on.
+/// Prints a first line that says what the demo runs on.
 fn choose(args: &DemoArgs) -> Result<Choice, Failure> {
     let kvm = driftline_machine::doctor::usable_kvm();
     let (choice, line) = choice(args.backend, &kvm).map_err(Failure::host_lacks)?;
@@ -86,7 +86,7 @@ fn choose(args: &DemoArgs) -> Result<Choice, Failure> {
     Ok(choice)
 }
 
-/// What a host with `kvm` can run, and a line that says so.
+/// Returns what a host with `kvm` can run, and a line that says so.
 fn choice<E: Display>(
     asked: Option<Backend>,
     kvm: &Result<Capabilities, E>,
@@ -119,12 +119,12 @@ struct Demo<'d> {
     choice: Choice,
     show: Show,
     figures: Figures,
-    /// The step under way.
+    /// The step in progress.
     step: &'static str,
 }
 
 impl Demo<'_> {
-    /// The steps, one a line.
+    /// Runs the steps, one per line.
     fn run(&mut self) -> Result<(), StepError> {
         self.begin("launch");
         let (mut first, before) = self.launch()?;
@@ -151,7 +151,7 @@ impl Demo<'_> {
         self.show.step(step);
     }
 
-    /// The first life, until every vCPU has reported.
+    /// Starts the first life and waits until every vCPU has reported.
     fn launch(&mut self) -> Result<(Vmm, Vec<Report>), StepError> {
         let begun = Instant::now();
         let Choice { backend, tracking } = self.choice;
@@ -203,7 +203,8 @@ impl Demo<'_> {
         }
     }
 
-    /// The second life: it must know all pages that the first had written before its checkpoints.
+    /// Starts the second life, which must contain all pages that the first wrote before its
+    /// checkpoints.
     fn restore(&mut self, before: &[Report]) -> Result<(Vmm, Vec<Report>), StepError> {
         let begun = Instant::now();
         let store = self.dir.join("store");
@@ -216,7 +217,8 @@ impl Demo<'_> {
         Ok((vmm, reports))
     }
 
-    /// From the second process to a third, which is returned with the guest running in it.
+    /// Migrates the guest from the second process to a third. Returns the third, in which the guest
+    /// runs.
     fn migrate(&mut self, source: &mut Vmm) -> Result<Vmm, StepError> {
         let args = ["receive-migration", "tcp:127.0.0.1:0"];
         let mut destination = Vmm::start(self.dir, "third", &args)?;
@@ -251,14 +253,14 @@ impl Demo<'_> {
     }
 }
 
-/// The address in what a waiting receiver says.
+/// Returns the address in the message of a waiting receiver.
 fn listening_on(said: &str) -> Option<String> {
     let (_, rest) = said.split_once("waiting for a migration on tcp:")?;
     let (address, _) = rest.split_once('\n')?;
     Some(address.to_owned())
 }
 
-/// Progress: a spinner on a terminal, a line a step elsewhere.
+/// Shows progress: a spinner on a terminal, otherwise a line per step.
 struct Show {
     bar: Option<ProgressBar>,
     begun: Instant,

@@ -1,5 +1,5 @@
-//! Owns the conversation of `top` with a driftline: it begins a watch as soon as there is a guest,
-//! and asks for one window after another.
+//! Owns `top`'s requests to a driftline: starts a watch as soon as there is a guest, and requests
+//! one window after another.
 
 use std::time::Duration;
 
@@ -9,36 +9,37 @@ use driftline_control::model::{
 };
 use hyper::Method;
 
-/// How long the end of a watch may take to be told; it ends by itself, too.
+/// Limit for the request that ends a watch. Without that request the watch ends by itself.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// What has been answered.
+/// An answer.
 pub(super) enum Update {
-    /// A window; the guest may have ended.
+    /// A window. The guest may have ended.
     Page(Box<WatchPage>),
-    /// There is no guest yet: how far it is.
+    /// There is no guest yet; contains the progress of its arrival.
     Arriving(Box<ArrivingInfo>),
 }
 
-/// See the module.
+/// See the module documentation.
 pub(super) struct Feed {
     client: Client,
     watch: Option<u64>,
-    /// A guest has been asked for: it is not asked for again at once.
+    /// Whether the feed has already asked for a guest, so that it does not ask again at once.
     asked: bool,
 }
 
 impl Feed {
-    /// Nothing is asked yet.
+    /// Creates a feed that has sent no request yet.
     pub(super) fn new(client: Client) -> Self {
         Self { client, watch: None, asked: false }
     }
 
-    /// The next window, of `interval`.
+    /// Returns the next window, whose length is `interval`.
     pub(super) async fn next(&mut self, interval: Duration) -> Result<Update, ClientError> {
         if let Some(watch) = self.watch {
             match self.ask(watch, interval).await {
-                // Who was stopped for a while is no longer waited for, and begins anew.
+                // The server has ended the watch of a client that was stopped for a while. Begin a
+                // new one.
                 Err(ClientError::Fault(_)) => self.watch = None,
                 answer => return answer,
             }
@@ -58,7 +59,7 @@ impl Feed {
         Ok(Update::Page(Box::new(page)))
     }
 
-    /// Begins a watch, or says how far a guest is that is still to come.
+    /// Begins a watch, or returns the progress of a guest that has not arrived yet.
     async fn begin(
         &mut self,
         interval: Duration,
@@ -69,7 +70,7 @@ impl Feed {
         match self.post().await {
             Err(ClientError::Fault(_)) => match self.client.get("/info").await? {
                 InfoPage::Arriving(info) => Ok(Err(info)),
-                // It may have come in between.
+                // The guest may have arrived between the two requests.
                 InfoPage::Guest(_) => self.post().await.map(Ok),
             },
             begun => begun.map(Ok),
@@ -84,12 +85,12 @@ impl Feed {
         Ok(watch)
     }
 
-    /// Nobody looks any more.
+    /// Ends the watch.
     pub(super) async fn end(self) {
         let Some(watch) = self.watch else { return };
         let path = format!("/dirty/watch?watch={watch}");
         let told = self.client.call::<()>(Method::DELETE, &path, None::<&()>);
-        // Where it cannot be told it ends by itself.
+        // If the request fails, the watch ends by itself.
         let _ = tokio::time::timeout(FAREWELL, told).await;
     }
 }

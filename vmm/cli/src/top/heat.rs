@@ -1,5 +1,5 @@
-//! Owns the heat map: guest memory as cells of one size in rows, each as hot as it is written, on a
-//! logarithmic scale.
+//! Owns the heat map: guest memory as rows of equally large cells. A cell's heat is its write rate
+//! on a logarithmic scale.
 
 use driftline_control::model::WatchPage;
 use ratatui::buffer::Buffer;
@@ -8,10 +8,10 @@ use ratatui::style::{Color, Style};
 
 use crate::output;
 
-/// What stands for nothing written, and for ever more.
+/// The sign for a cell without writes; `SIGNS` are in ascending order of heat.
 const COLD: &str = "\u{b7}";
 const SIGNS: [&str; 9] = [":", "-", "=", "+", "o", "x", "X", "#", "@"];
-/// The same as colours of a terminal that has sixteen, or 256.
+/// The same as colours, for a terminal that has sixteen (`FEW`) or 256 (`MANY`).
 const FEW: [Color; 9] = [
     Color::Blue,
     Color::LightBlue,
@@ -24,22 +24,22 @@ const FEW: [Color; 9] = [
     Color::Red,
 ];
 const MANY: [u8; 9] = [18, 20, 26, 31, 34, 148, 220, 208, 196];
-/// Between an address and the first cell.
+/// Number of columns between an address and the first cell.
 const GAP: u16 = 2;
 
-/// How heat is shown.
+/// How heat is displayed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Palette {
-    /// By signs: no colours are wanted, or there are none.
+    /// With signs: colours are not wanted, or not available.
     Signs,
-    /// By sixteen colours.
+    /// With sixteen colours.
     Few,
-    /// By 256.
+    /// With 256 colours.
     Many,
 }
 
 impl Palette {
-    /// What this environment wants and can show.
+    /// Returns the palette that the environment requests and supports.
     pub(super) fn of_environment() -> Self {
         let var = |name| std::env::var(name).unwrap_or_default();
         Self::of(&var("NO_COLOR"), &var("TERM"), &var("COLORTERM"))
@@ -53,7 +53,7 @@ impl Palette {
         }
     }
 
-    /// Whether there are colours.
+    /// Returns whether the palette has colours.
     pub(super) fn has_colours(self) -> bool {
         self != Self::Signs
     }
@@ -74,20 +74,21 @@ impl Palette {
     }
 }
 
-/// Memory cut into cells that fill an area.
+/// Memory divided into cells that fill an area.
 #[derive(Debug)]
 pub(super) struct Cells {
-    /// Bytes of memory in a cell: a power of two of bins.
+    /// Bytes of memory in a cell: the bins of a cell are a power of two.
     pub(super) bytes: u64,
-    /// Bytes a second that were written in each.
+    /// Write rate of each cell, in bytes/s.
     pub(super) rates: Vec<u64>,
-    /// What was looked at, in seconds: a frame counts once in it, however often it was written.
+    /// Length of the window, in seconds. A frame counts once per window, however often it was
+    /// written.
     pub(super) window_s: f64,
 }
 
 impl Cells {
-    /// At most so many, with the bins of `page` (one cell each, if that is more than there are
-    /// bins).
+    /// Divides memory into at most `most` cells of whole bins of `page`. If there are fewer bins,
+    /// each is one cell.
     pub(super) fn new(page: &WatchPage, most: usize) -> Self {
         let together = page.bin_frames.len().div_ceil(most.max(1)).next_power_of_two();
         let per_second = 1e3 / page.window_ms.max(1e-6) * 4096.0;
@@ -99,34 +100,34 @@ impl Cells {
         }
     }
 
-    /// The rates from which a cell is of the first level, and of the last: one frame in a second,
-    /// and all of them; in the window, if that is longer, because no cell can be hotter than all of
-    /// it in each.
+    /// Returns the rates from which a cell has the first and the last level: one frame per second,
+    /// and all of its frames per second. If the window is longer than a second, both are per
+    /// window, because a cell cannot be hotter than all of its frames in each window.
     fn scale(&self) -> (f64, f64) {
         let window_s = self.window_s.max(1.0);
         (4096.0 / window_s, (self.bytes as f64).max(4096.0) / window_s)
     }
 
-    /// How hot a cell with this rate is: 0, if nothing was written, or from 1 to 9, each level so
-    /// many times the one before.
+    /// Returns the level of a cell with this rate: 0 if nothing was written, otherwise 1 to 9. Each
+    /// level is the previous one times a constant factor.
     pub(super) fn level(&self, rate: u64) -> usize {
         if rate == 0 {
             return 0;
         }
         let (least, most) = self.scale();
         let steps = (SIGNS.len() - 1) as f64;
-        // A cell of one frame knows only whether that is written.
+        // A cell of one frame distinguishes only whether the frame is written.
         if most <= least {
             return SIGNS.len();
         }
-        // A hair more, for a rate that is just a level's in a window that was measured a little too
-        // long.
+        // The margin serves a rate that is exactly a level's in a window that was measured slightly
+        // too long.
         let part = (rate as f64 * 1.05 / least).ln() / (most / least).ln();
         1 + (part * steps).floor().clamp(0.0, steps) as usize
     }
 }
 
-/// Where a byte of memory, counted without holes, is by guest physical address.
+/// Returns the guest physical address of a byte of memory, whose offset `at` does not count holes.
 pub(super) fn gpa(page: &WatchPage, mut at: u64) -> u64 {
     for range in &page.memory {
         if at < range.bytes {
@@ -137,21 +138,21 @@ pub(super) fn gpa(page: &WatchPage, mut at: u64) -> u64 {
     0
 }
 
-/// The hottest bin: where it begins, and bytes a second in it.
+/// Returns the start of the hottest bin, and its write rate in bytes/s.
 pub(super) fn hottest(page: &WatchPage) -> Option<(u64, u64)> {
     let (bin, frames) = page.bin_frames.iter().enumerate().rev().max_by_key(|(_, n)| **n)?;
     let rate = (*frames as f64 * 4096.0 * 1e3 / page.window_ms.max(1e-6)) as u64;
     (*frames > 0).then(|| (gpa(page, page.bin_bytes.saturating_mul(bin as u64)), rate))
 }
 
-/// Draws the map, and its legend into the last two lines.
+/// Draws the map, and its legend in the last two lines.
 pub(super) fn draw(page: &WatchPage, palette: Palette, area: Rect, buffer: &mut Buffer) {
     let legend = if area.height > 3 { 2 } else { area.height.saturating_sub(1).min(1) };
     let last = page.memory.last().map_or(0, |range| range.gpa.saturating_add(range.bytes));
     let digits = (64 - last.leading_zeros() as u16).div_ceil(4).max(8);
     let label = if area.width > digits + 2 + GAP + 8 { digits + 2 + GAP } else { 0 };
     let (width, rows) = (area.width - label, area.height - legend);
-    // Whole eights, where there is room: addresses of rows are round then.
+    // A multiple of eight, where there is room, so that the addresses of the rows are round.
     let width = if width >= 8 { width / 8 * 8 } else { width };
     let cells = Cells::new(page, usize::from(width) * usize::from(rows));
     for (row, rates) in (0..rows).zip(cells.rates.chunks(usize::from(width).max(1))) {
@@ -222,7 +223,7 @@ mod tests {
         assert_eq!([1 << 20, 1 << 30, u64::MAX].map(|rate| cells.level(rate)), [9; 3]);
         let one_frame = Cells { bytes: 4096, rates: Vec::new(), window_s: 1.0 };
         assert_eq!([0, 1, 4096].map(|rate| one_frame.level(rate)), [0, 9, 9]);
-        // Written without a rest, and looked at every ten seconds.
+        // Written continuously, with windows of ten seconds.
         let long = Cells { bytes: 1 << 20, rates: Vec::new(), window_s: 10.0 };
         assert_eq!([409, (1 << 20) / 20, (1 << 20) / 10].map(|rate| long.level(rate)), [1, 8, 9]);
     }

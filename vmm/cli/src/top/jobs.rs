@@ -1,4 +1,4 @@
-//! Owns what `top` says of a guest's migration and of its checkpoints: a few sentences each.
+//! Describes a guest's migration and its checkpoints for `top`, in a few sentences each.
 
 use driftline_checkpoint::Spread;
 use driftline_control::model::{
@@ -8,13 +8,13 @@ use driftline_control::model::{
 use crate::output;
 use crate::progress::progress_line;
 
-/// A sentence, and whether somebody should look at it.
+/// A sentence, and whether it needs attention.
 pub(super) struct Said {
     pub(super) text: String,
     pub(super) alarming: bool,
 }
 
-/// All that is under way, or has been; that nothing is, otherwise.
+/// Describes all jobs that are, or were, under way, or says that there are none.
 pub(super) fn said(page: &WatchPage) -> Vec<Said> {
     let mut all: Vec<Said> = page.migration.iter().map(migration).collect();
     all.extend(page.checkpoints.iter().map(checkpoints));
@@ -68,7 +68,7 @@ fn checkpoints(glance: &CheckpointGlance) -> Said {
     }
     if done.epochs > 0 {
         text += &format!("; pause {}, durable after {}", spread(&done.pause), spread(&done.write));
-        // A single one has no interval.
+        // A single checkpoint has no interval.
         if done.interval.p50_us > 0 {
             text += &format!(", every {:.0} ms", ms(done.interval.p50_us));
         }
@@ -80,7 +80,7 @@ fn checkpoints(glance: &CheckpointGlance) -> Said {
     Said { text, alarming }
 }
 
-/// Rates for people.
+/// Formats a rate.
 pub(super) fn per_second(bytes: u64) -> String {
     format!("{}/s", output::bytes(bytes))
 }

@@ -1,8 +1,8 @@
-//! Owns `driftline top`: a live view of where, how fast and by whom a guest's memory is written,
-//! and of what its jobs are doing.
+//! Owns `driftline top`: a live view of where, how fast and by which vCPU a guest's memory is
+//! written, and of what its jobs do.
 //!
-//! `feed` asks the driftline, `view` keeps what was answered, and `screen` draws that, with `heat`:
-//! a pure function of the view.
+//! `feed` sends the requests, `view` keeps the answers, and `screen` draws them together with
+//! `heat`: a pure function of the view.
 
 mod feed;
 mod heat;
@@ -33,7 +33,7 @@ use heat::Palette;
 use screen::Screen;
 use view::View;
 
-/// What the terminal is taken to be where that cannot be asked.
+/// The assumed size of the terminal if it cannot be determined.
 const USUAL_SIZE: (u16, u16) = (80, 24);
 
 /// `driftline top`.
@@ -53,8 +53,8 @@ pub(super) fn top(args: &TopArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints one look, or one after another until the guest's end or that of whoever reads; the page
-/// that told the guest's.
+/// Prints one window, or one after another until the guest ends or the reader closes its end.
+/// Returns the page that reported the guest's end.
 async fn printed(client: Client, args: &TopArgs) -> Result<Option<Box<WatchPage>>, Failure> {
     let mut feed = Feed::new(client);
     let result = print_looks(&mut feed, args).await;
@@ -84,24 +84,24 @@ async fn print_looks(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<Watch
             return Ok(Some(page));
         }
         let text = text.unwrap_or_else(|| plain(&view) + if args.once { "" } else { "\n" });
-        // Who has gone away has seen enough.
+        // A reader that has closed its end needs nothing more.
         if !print_on(text)? || args.once {
             return Ok(None);
         }
     }
 }
 
-/// The screen as lines of text, with nothing behind their ends.
+/// Formats the screen as lines of text without trailing spaces.
 fn plain(view: &View) -> String {
     let (width, height) = ratatui::crossterm::terminal::size()
         .ok()
-        // A serial line may say that it has none.
+        // A serial line may report a size of zero.
         .filter(|(width, height)| io::stdout().is_terminal() && *width > 0 && *height > 0)
         .unwrap_or(USUAL_SIZE);
     text_of(view, width, height)
 }
 
-/// The same, of a screen of this size.
+/// Does the same for a screen of this size.
 fn text_of(view: &View, width: u16, height: u16) -> String {
     let area = Rect::new(0, 0, width, height);
     let mut buffer = Buffer::empty(area);
@@ -112,14 +112,14 @@ fn text_of(view: &View, width: u16, height: u16) -> String {
     rows[..end].join("\n")
 }
 
-/// Why there are no more answers; the last one tells what may have become of the guest.
+/// Returns the failure for missing answers. It names the guest's last known state.
 fn lost(view: &View, e: ClientError) -> Failure {
     let Some((state, to)) = &view.last else { return e.into() };
     let to = to.as_ref().map(|to| format!(", to {to}")).unwrap_or_default();
     Failure::error(format!("{e}; when last seen the guest was {}{to}", state.name()))
 }
 
-/// What became of the guest.
+/// Describes how the guest ended.
 fn last_words(page: &WatchPage) -> String {
     match (&page.moved_to, &page.end) {
         (Some(to), _) => format!("the guest has moved to {to}"),

@@ -1,6 +1,8 @@
-//! Owns the screen of `top`: where each part stands and what it says. A pure function of the view.
+//! Owns the screen of `top`: the position and the content of each part. A pure function of the
+//! view.
 //!
-//! What there is no room for is left out from below: the map gets what the others leave.
+//! Parts that do not fit are omitted from the bottom up; the map receives the space that the others
+//! leave.
 
 use driftline_control::model::{GuestState, VcpuWindow, WatchPage};
 use ratatui::buffer::Buffer;
@@ -15,10 +17,10 @@ use super::view::{Now, View, per_second as frames_per_s};
 use crate::output;
 use crate::progress::receiving_line;
 
-/// What watching costs.
+/// The cost of watching.
 const PRICE: &str =
     "watching costs the guest what it would in a migration, however seldom you look";
-/// Lines that the map has at least, with its legend, before others get more.
+/// Minimum number of lines of the map with its legend, reserved before other parts grow.
 const LEAST_MAP: u16 = 6;
 /// Columns of a vCPU's figures, before its curve.
 const FIGURES: u16 = 69;
@@ -26,7 +28,7 @@ const FIGURES: u16 = 69;
 /// The whole screen.
 pub(super) struct Screen<'a> {
     pub(super) view: &'a View,
-    /// Whether there are keys to speak of.
+    /// Whether the screen mentions keys.
     pub(super) keys: bool,
 }
 
@@ -81,13 +83,13 @@ impl Screen<'_> {
         title
     }
 
-    /// Figures of each vCPU; of those that do not fit, the sum.
+    /// Draws the figures of each vCPU, and the sum of those that do not fit.
     fn vcpus(&self, page: &WatchPage, left: &mut Rect, buffer: &mut Buffer) {
         let room = left.height.saturating_sub(LEAST_MAP + 1);
         if room == 0 || page.vcpu.is_empty() {
             return;
         }
-        // Never more than half of what is left, so that many vCPUs do not hide the map.
+        // Never more than half of the remaining space, so that many vCPUs do not hide the map.
         let room = usize::from(room.min(left.height / 2)).max(1);
         let fit = if page.vcpu.len() <= room { page.vcpu.len() } else { room - 1 };
         let lines = page.vcpu.len().min(room) as u16 + 1;
@@ -113,10 +115,10 @@ impl Screen<'_> {
         }
     }
 
-    /// Beside the figures, if there is room, what they have been.
+    /// Draws the history of the figures next to them, if there is room.
     fn curves(&self, first: u16, rows: usize, x: u16, width: u16, buffer: &mut Buffer) {
         let room = width.saturating_sub(FIGURES);
-        // One window is no curve.
+        // A single window is no curve.
         if room < 8 || self.view.rates.iter().all(|rates| rates.len() < 2) {
             return;
         }
@@ -133,7 +135,7 @@ impl Screen<'_> {
         }
     }
 
-    /// A sentence that may take three lines.
+    /// Draws a sentence in up to three lines.
     fn sentence(&self, said: &Said, left: &mut Rect, buffer: &mut Buffer) {
         let style = match said.alarming {
             true => self.style(Color::Red, Modifier::BOLD),
@@ -141,8 +143,8 @@ impl Screen<'_> {
         };
         let text = Paragraph::new(said.text.as_str()).wrap(Wrap { trim: true }).style(style);
         let length = said.text.chars().count();
-        // Words that do not fit go to the next line: somewhat more than the letters alone would
-        // need.
+        // Words that do not fit go to the next line, so the text needs somewhat more space than its
+        // letters alone.
         let lines =
             (length + length / 8).div_ceil(usize::from(left.width.max(1))).clamp(1, 3) as u16;
         if left.height > lines {
@@ -182,7 +184,7 @@ impl Screen<'_> {
     }
 }
 
-/// The line of what the machine is.
+/// Returns the line that describes the machine.
 fn machine(page: &WatchPage) -> String {
     let info = &page.info;
     let vcpus = if info.vcpus == 1 { "1 vCPU".to_owned() } else { format!("{} vCPUs", info.vcpus) };
@@ -200,7 +202,7 @@ fn machine(page: &WatchPage) -> String {
     )
 }
 
-/// The line of what it writes in all.
+/// Returns the line with the guest's total writes.
 fn writes(page: &WatchPage) -> String {
     let mut text = format!(
         "writes {}, {} pages in {:.0} ms",
@@ -220,7 +222,7 @@ fn writes(page: &WatchPage) -> String {
     text
 }
 
-/// The line of one vCPU, or of several.
+/// Returns the line of one vCPU, or of several.
 fn figures(page: &WatchPage, name: &str, vcpu: &VcpuWindow, full: u64) -> String {
     let rate = |n| frames_per_s(n, page.window_ms);
     let unknown = || "-".to_owned();
@@ -243,7 +245,7 @@ fn figures(page: &WatchPage, name: &str, vcpu: &VcpuWindow, full: u64) -> String
     )
 }
 
-/// Several vCPUs as one: rates add up, of rings the fullest counts, and of holds their mean.
+/// Combines several vCPUs: rates add up, the fullest ring counts, and throttling is averaged.
 fn sum(vcpus: &[VcpuWindow]) -> VcpuWindow {
     let held: u64 = vcpus.iter().map(|v| v.held_ms).sum();
     VcpuWindow {
@@ -255,7 +257,7 @@ fn sum(vcpus: &[VcpuWindow]) -> VcpuWindow {
     }
 }
 
-/// A time as people say it.
+/// Formats a duration in words.
 fn words(ms: u128) -> String {
     match (ms / 1000, ms % 1000) {
         (0, ms) => format!("{ms} ms"),
@@ -268,7 +270,7 @@ fn words(ms: u128) -> String {
     }
 }
 
-/// Writes a line at the top of what is left.
+/// Draws a line at the top of the remaining area.
 fn line(left: &mut Rect, text: &str, style: Style, buffer: &mut Buffer) {
     if left.is_empty() {
         return;
@@ -278,7 +280,7 @@ fn line(left: &mut Rect, text: &str, style: Style, buffer: &mut Buffer) {
     left.height -= 1;
 }
 
-/// Takes lines from the bottom of what is left.
+/// Takes lines from the bottom of the remaining area.
 fn bottom(left: &mut Rect, lines: u16) -> Rect {
     let lines = lines.min(left.height);
     left.height -= lines;

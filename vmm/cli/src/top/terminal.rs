@@ -1,5 +1,5 @@
-//! Owns the terminal while `top` has it: the screen, the keys, and that it is as it was on every
-//! way out.
+//! Owns the terminal while `top` uses it: the screen, the keys, and the terminal's restoration on
+//! every way out.
 
 use std::time::{Duration, Instant};
 
@@ -15,20 +15,21 @@ use super::screen::Screen;
 use super::view::View;
 use crate::failure::Failure;
 
-/// How often it is looked whether an answer is late.
+/// Interval at which the task checks whether an answer is overdue.
 const TICK: Duration = Duration::from_secs(1);
-/// So late is too late.
+/// Delay from which an answer counts as overdue.
 const LATE: Duration = Duration::from_secs(3);
-/// How long the watch may take to end.
+/// Limit for the end of the watch.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// Shows the guest until somebody quits, or it has ended: then the page that told so.
+/// Shows the guest until the user quits or the guest has ended. In the latter case, returns the
+/// page that reported the end.
 pub(super) async fn live(
     client: Client,
     interval: Duration,
 ) -> Result<Option<Box<WatchPage>>, Failure> {
-    // Before the terminal is touched: a socket that nobody listens on is said on the terminal as it
-    // is.
+    // Connect before changing the terminal's mode: an error such as a socket without a listener is
+    // reported on the unchanged terminal.
     let mut feed = Feed::new(client);
     let first = feed.next(crate::args::SHORTEST_INTERVAL).await?;
     let mut signals = Signals::new()?;
@@ -41,12 +42,12 @@ pub(super) async fn live(
     let taken = Taken::new()?;
     let result = show(taken, &mut view, first, &every, &mut told, &mut signals).await;
     drop((quit, told));
-    // The driftline may not answer: then the watch ends by itself.
+    // The driftline may not answer. The watch then ends by itself.
     let _ = tokio::time::timeout(FAREWELL, following).await;
     result
 }
 
-/// Asks for one window after another until nobody wants them any more.
+/// Requests one window after another until the receiver is dropped or the user quits.
 async fn follow(
     mut feed: Feed,
     mut interval: watch::Receiver<Duration>,
@@ -57,7 +58,7 @@ async fn follow(
         let every = *interval.borrow_and_update();
         let update = tokio::select! {
             update = feed.next(every) => update,
-            // Asked anew; the window goes on.
+            // The request is repeated; the window continues.
             Ok(()) = interval.changed() => continue,
             _ = quitting.changed() => break,
         };
@@ -105,7 +106,7 @@ async fn show(
                         heard = Instant::now();
                     }
                 }
-                // Of another size: it is drawn anew.
+                // The terminal was resized: redraw.
                 _ => {}
             },
             () = signals.any() => return Ok(None),
@@ -114,7 +115,7 @@ async fn show(
     }
 }
 
-/// Does what a key asks for; whether `top` goes on.
+/// Performs the action of a key. Returns whether `top` continues.
 pub(super) fn press(view: &mut View, key: &KeyEvent) -> bool {
     match key.code {
         KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
@@ -127,7 +128,7 @@ pub(super) fn press(view: &mut View, key: &KeyEvent) -> bool {
     true
 }
 
-/// What is typed. The thread waits for keys, and goes with the process.
+/// Returns the terminal's events. The thread that waits for them ends with the process.
 fn keys() -> mpsc::Receiver<Event> {
     let (tell, told) = mpsc::channel(16);
     let read = move || {
@@ -137,13 +138,13 @@ fn keys() -> mpsc::Receiver<Event> {
             }
         }
     };
-    // Without it there are still signals.
+    // Without the thread, signals still end `top`.
     let _ = std::thread::Builder::new().name("keys".into()).spawn(read);
     told
 }
 
-/// The terminal, raw and on its other screen; as it was when this is dropped, and before a panic is
-/// told.
+/// The terminal in raw mode on its alternate screen. The terminal is restored when this is dropped,
+/// and before a panic is printed.
 struct Taken(ratatui::DefaultTerminal);
 
 impl Taken {
@@ -162,7 +163,7 @@ impl Taken {
 
 impl Drop for Taken {
     fn drop(&mut self) {
-        // There is nobody to tell.
+        // There is no place to report an error.
         let _ = self.0.show_cursor();
         ratatui::restore();
     }

@@ -1,4 +1,4 @@
-//! See `screen`: what is drawn of which page, on terminals of what size.
+//! Tests what `screen` draws for which page, on terminals of several sizes.
 
 use std::time::Duration;
 
@@ -23,8 +23,8 @@ use super::screen::Screen;
 use super::view::View;
 use super::{last_words, terminal, text_of};
 
-/// A guest of 1 GiB whose bins have 64 frames, with these figures for each vCPU; it wrote all of
-/// the frames from 256 to 272 MiB, and four frames in the last bin, in half a second.
+/// A guest of 1 GiB whose bins have 64 frames, with these figures for each vCPU. In half a second
+/// it wrote all frames from 256 to 272 MiB, and four frames in the last bin.
 fn page(vcpu: Vec<VcpuWindow>) -> WatchPage {
     let mut bin_frames = vec![0; 4096];
     bin_frames[1024..1088].fill(64);
@@ -85,14 +85,14 @@ fn view(page: WatchPage) -> View {
     view
 }
 
-/// What a terminal of this size would show.
+/// Returns the screen of a terminal of this size.
 fn drawn(view: &View, width: u16, height: u16) -> Buffer {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| frame.render_widget(Screen { view, keys: true }, frame.area())).unwrap();
     terminal.backend().buffer().clone()
 }
 
-/// Its lines.
+/// Returns the lines of a screen.
 fn lines(buffer: &Buffer) -> Vec<String> {
     let area = buffer.area;
     let line = |y| (0..area.width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
@@ -106,7 +106,7 @@ fn one<'a>(lines: &'a [String], with: &str) -> &'a str {
     found[0]
 }
 
-/// The signs of the map, row by row, without addresses.
+/// Returns the signs of the map, row by row, without addresses.
 fn map(lines: &[String]) -> String {
     let rows = lines.iter().filter(|line| line.starts_with("0x"));
     rows.map(|row| row.split_once("  ").unwrap().1).collect()
@@ -148,7 +148,7 @@ fn figures_stand_where_they_are_looked_for() {
     assert_eq!(lines[0], "guest 7a0c1e5c-3f51-4fd2-8d1b-0a9d6f0c2b11 running");
     let machine = "1 GiB, 2 vCPUs, kvm, dirty-ring, here for 1 h 2 min; 1 more follows its writes";
     assert_eq!(lines[1], machine);
-    // All but four frames are in bins that were written whole: 256 KiB in half a second.
+    // All but four frames are in bins that were written completely: 256 KiB in half a second.
     assert_eq!(lines[2], "writes 32 MiB/s, 4100 pages in 500 ms; most at 0x10000000, 512 KiB/s");
     let head = one(&lines, "ring full");
     let [first, second] = ["     0 ", "     1 "].map(|number| {
@@ -170,7 +170,7 @@ fn figures_stand_where_they_are_looked_for() {
     assert!(one(&lines, "no migration").contains("no checkpoints"));
     assert!(one(&lines, "watching costs the guest what it would in a migration").ends_with("look"));
     assert!(one(&lines, "q quits").ends_with("(every 1 s)"), "{lines:#?}");
-    // As text for a pipe it is the same without keys.
+    // The text for a pipe is the same without keys.
     let text = text_of(&view, 80, 24);
     assert!(text.contains(machine) && !text.contains("q quits"), "{text}");
 }
@@ -201,10 +201,10 @@ fn no_screen_is_too_small_and_many_vcpus_leave_room_for_the_map() {
     let others = one(&seen, "others");
     let shown = seen.iter().filter(|line| line.trim_start().starts_with(char::is_numeric)).count();
     assert!(shown > 1, "{seen:#?}");
-    // Those that are not shown, of which each makes twenty frames dirty in a second.
+    // The vCPUs that are not shown: each dirties twenty frames per second.
     let listed = seen.iter().filter(|l| l.ends_with("0 %") && !l.contains("others")).count();
     assert!(others.contains(&format!(" {} ", (64 - listed) * 20)), "{listed}: {seen:#?}");
-    // With hostile figures, too.
+    // Hostile figures must not panic either.
     let Some(super::view::Now::Page(page)) = &mut view.now else { panic!("a page") };
     page.bin_frames = vec![u64::MAX / 8192; 3];
     page.bin_bytes = u64::MAX;
@@ -353,7 +353,7 @@ fn colours_are_on_the_hot_cells_alone_and_never_where_they_are_not_wanted() {
     for palette in [Palette::Few, Palette::Many] {
         view.palette = palette;
         let buffer = drawn(&view, 80, 24);
-        // Eight cells of 2 MiB, the last one of all, and the nine of the legend.
+        // Eight cells of 2 MiB, the last cell of memory, and the nine of the legend.
         assert_eq!(coloured(&buffer), 8 + 1 + 9, "{palette:?}");
     }
 }
@@ -372,7 +372,7 @@ fn cells_have_the_addresses_of_memory_with_a_hole() {
     let row =
         lines.iter().find(|l| l.starts_with("0x100000000  ")).expect("the row behind the hole");
     assert!(!row["0x100000000  ".len()..].starts_with('\u{b7}'), "{row}");
-    // Fewer bins than there is room for: one cell each.
+    // If there are fewer bins than there is room for, each is one cell.
     assert_eq!(Cells::new(&seen, 100_000).bytes, seen.bin_bytes);
 }
 
@@ -428,7 +428,7 @@ fn of_a_driftline_that_is_lost_the_latest_is_said_and_nothing_of_old_migrations(
     let mut view = view(seen);
     let said = lost(&view);
     assert!(said.ends_with("when last seen the guest was paused"), "{said}");
-    // What is not shown any more is known all the same.
+    // The state is known even if it is not shown.
     view.paused = true;
     let mut doubtful = page(vec![vcpu(1)]);
     doubtful.migration = Some(migrating(MigrationState::InDoubt, Phase::InDoubt));

@@ -1,5 +1,5 @@
-//! Owns what `top` knows: the last answer, what came before it as far as it is drawn, and how the
-//! person at the keyboard wants to see it.
+//! Owns the state of `top`: the last answer, the history that is drawn, and the user's display
+//! settings.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use super::feed::Update;
 use super::heat::Palette;
 use crate::args::{LONGEST_INTERVAL, SHORTEST_INTERVAL};
 
-/// Windows that are remembered for the small curves.
+/// Number of windows kept for the small curves.
 const REMEMBERED: usize = 240;
 
 /// The last answer.
@@ -19,18 +19,19 @@ pub(super) enum Now {
     Arriving(Box<ArrivingInfo>),
 }
 
-/// See the module.
+/// See the module documentation.
 pub(super) struct View {
     pub(super) now: Option<Now>,
-    /// The guest's state in the last answer, shown or not, and where it is going, if it is.
+    /// The guest's state in the last answer, whether shown or not, and its destination while it
+    /// migrates.
     pub(super) last: Option<(GuestState, Option<String>)>,
-    /// Frames a second of each vCPU, the oldest first.
+    /// Frames per second of each vCPU, oldest first.
     pub(super) rates: Vec<VecDeque<u64>>,
-    /// Nothing that comes is shown.
+    /// Whether new answers are not shown.
     pub(super) paused: bool,
     pub(super) interval: Duration,
     pub(super) palette: Palette,
-    /// For how long nothing has come, if that is longer than it should be.
+    /// Time since the last answer, if it is longer than it should be.
     pub(super) silent: Option<Duration>,
 }
 
@@ -47,8 +48,8 @@ impl View {
         }
     }
 
-    /// Takes an answer in, and gives back one that tells the guest's end. Nothing new is shown
-    /// while the view is paused.
+    /// Stores an answer, and returns it if it reports the guest's end. Nothing new is shown while
+    /// the view is paused.
     pub(super) fn take(&mut self, update: Update) -> Option<Box<WatchPage>> {
         if let Update::Page(page) = &update {
             let state = page.info.state;
@@ -80,18 +81,18 @@ impl View {
         });
     }
 
-    /// Looks half as often, or twice.
+    /// Doubles the interval, up to the longest.
     pub(super) fn slower(&mut self) {
         self.interval = (self.interval * 2).min(LONGEST_INTERVAL);
     }
 
-    /// The other way.
+    /// Halves the interval, down to the shortest.
     pub(super) fn faster(&mut self) {
         self.interval = (self.interval / 2).max(SHORTEST_INTERVAL);
     }
 }
 
-/// So many in a window of that length, for a second.
+/// Converts a count in a window of this length into a rate per second.
 pub(super) fn per_second(count: u64, window_ms: f64) -> u64 {
     (count as f64 * 1e3 / window_ms.max(1e-6)).round() as u64
 }
