@@ -1,5 +1,5 @@
-//! Clients that hold connections to the API and say nothing, or say it slowly: an operator is
-//! answered, and what they cost is bounded.
+//! Clients that open connections to the API and send nothing, or send slowly, cannot keep an
+//! operator from being answered, and their cost is bounded.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 use common::{Place, Vmm, attack, wait_for};
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
-/// What may be open beside connections: of the operator's own, and of threads that end.
+/// Allowance beside connections: the operator's own, and threads that are ending.
 const SLACK: usize = 16;
 
-/// Threads and file descriptors of a process, and the memory that it has in KiB.
+/// Returns a process's number of threads, its number of file descriptors, and its resident memory
+/// in KiB.
 fn held(of: &Vmm<'_>) -> (usize, usize, usize) {
     let count = |what| std::fs::read_dir(format!("/proc/{}/{what}", of.pid())).unwrap().count();
     let status = std::fs::read_to_string(format!("/proc/{}/status", of.pid())).unwrap();
@@ -27,13 +28,13 @@ fn held(of: &Vmm<'_>) -> (usize, usize, usize) {
 fn client(of: &Vmm<'_>, says: &str) -> UnixStream {
     let mut stream = UnixStream::connect(of.socket()).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    // It may have been displaced already.
+    // The connection may have been displaced already.
     let _ = stream.write_all(says.as_bytes());
     stream
 }
 
-/// Connects for as long as an attack takes, at least `least` times, and says one of `says` each
-/// time. Returns the last of the connections, as many.
+/// Opens connections for the duration of an attack, at least `least` of them, and sends one of
+/// `says` on each. Returns the last `least` connections.
 fn flood(of: &Vmm<'_>, least: usize, says: &[&str]) -> VecDeque<UnixStream> {
     let began = Instant::now();
     let mut open = VecDeque::new();
@@ -61,7 +62,7 @@ fn clients_that_say_nothing_keep_no_operator_out() {
         "GET /version HTTP/1.1\r\nHost: x\r\n\r\n",
     ];
     let held_open = flood(&vmm, 400, &says);
-    // They come in order: the last of them is in.
+    // Connections are accepted in order, so the last one has been accepted.
     assert_eq!(vmm.state(), "running");
     vmm.tell(&["pause"]);
     vmm.tell(&["resume"]);
@@ -80,7 +81,7 @@ fn clients_that_read_no_answer_give_way() {
     let place = Place::new();
     let mut vmm = Vmm::run(&place, "vmm", GUEST);
     let (_, files, _) = held(&vmm);
-    // More answers than go into a socket's buffers.
+    // More answers than fit into a socket's buffers.
     let many = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".repeat(500);
     let held_open = flood(&vmm, 160, &[&many]);
     assert_eq!(vmm.state(), "running");
@@ -123,7 +124,7 @@ fn requests_that_wait_leave_room_for_an_operator() {
         let mut begin = [0; 12];
         match more.read_exact(&mut begin) {
             Ok(()) => Some(String::from_utf8(begin.to_vec()).unwrap()),
-            // It waits: not all of the others have been heard yet.
+            // The request waits: the server has not read all of the others yet.
             Err(_) => {
                 waiting.push(more);
                 None
@@ -140,7 +141,7 @@ fn requests_that_wait_leave_room_for_an_operator() {
     assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
 }
 
-/// Whether one more request that waits is refused now.
+/// Returns whether the server now refuses one more request of the waiting class.
 fn is_full(of: &Vmm<'_>) -> bool {
     let mut more = client(of, "GET /checkpoint?wait_ms=1 HTTP/1.1\r\nHost: x\r\n\r\n");
     let mut begin = [0; 12];
@@ -157,13 +158,14 @@ fn requests_that_wait_end_with_their_clients() {
     for hold in [
         "GET /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\n",
         "HEAD /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\n",
-        // The byte behind it hides the end of the connection from who reads no further.
+        // The byte after the request hides the end of the connection from a server that reads no
+        // further.
         "GET /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\nX",
     ] {
         let mut waiting: Vec<UnixStream> = (0..64).map(|_| client(&vmm, hold)).collect();
         wait_for("a refusal", || {
             let full = is_full(&vmm);
-            // Those that were not heard yet may have given way.
+            // Connections that the server had not read yet may have been displaced.
             waiting.extend((!full).then(|| client(&vmm, hold)));
             full.then_some(())
         });

@@ -1,4 +1,5 @@
-//! Checkpoints from the command line, on the threads backend: taken, killed, restored, and refused.
+//! Checkpoints from the command line, on the threads backend: taken, restored after a kill, and
+//! refused.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -157,7 +158,7 @@ fn damage_and_absence_are_sentences() {
     let said = fail(1, &["restore", "--store", &store, "--epoch", "7"]);
     assert!(said.contains("has no checkpoint 7"), "{said}");
 
-    // A byte of every frame, and the middle of what says where they are.
+    // A byte of every frame, and the middle of the files that locate the frames.
     for name in ["pages-1", "log-1", "manifest"] {
         let file = place.path("store").join(name);
         let sound = std::fs::read(&file).unwrap();
@@ -168,8 +169,8 @@ fn damage_and_absence_are_sentences() {
         }
         std::fs::write(&file, bytes).unwrap();
         let restore = ["restore", "--store", &store, "--lazy"];
-        // A guest that runs before its memory is there needs KVM; this one's comes first, asked or
-        // not.
+        // Only a KVM guest can run before its memory is restored. The memory of this one is
+        // restored first, whether requested or not.
         for args in [["store", "verify", &store].as_slice(), &restore[..3], &restore] {
             let said = fail(1, args);
             assert!(said.contains(name) && said.contains(", byte "), "{said}");
@@ -178,7 +179,7 @@ fn damage_and_absence_are_sentences() {
     }
     succeed(&["store", "verify", &store]);
 
-    // No manifest, which repair finds again.
+    // A missing manifest, which repair reconstructs.
     let manifest = place.path("store").join("manifest");
     std::fs::remove_file(&manifest).unwrap();
     let said = fail(1, &["restore", "--store", &store]);
@@ -222,7 +223,7 @@ fn a_store_keeps_what_it_is_told_to_and_is_compacted_and_exported() {
         epochs.iter().filter_map(|e| e["epoch"].as_u64()).collect()
     };
     assert_eq!(epochs(), [10, 11, 12]);
-    // Without a number nothing is dropped.
+    // Without `--keep` no checkpoint is dropped.
     vmm.tell(&["checkpoint", "--store", &store]);
     assert_eq!(epochs(), [10, 11, 12, 13]);
     vmm.tell(&["stop"]);

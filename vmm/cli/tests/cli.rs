@@ -1,5 +1,5 @@
-//! The command line and the API over one guest, on the threads backend: what is said, where, and
-//! with which exit code.
+//! The command line and the API on one guest of the threads backend: messages, their destination,
+//! and exit codes.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -15,11 +15,11 @@ fn payload(spec: &'static str) -> Vec<&'static str> {
     [THREADS, &["--guest", spec]].concat()
 }
 
-/// One raw request; the whole answer.
+/// Sends one raw request and returns the whole answer.
 fn raw(socket: &str, request: &str) -> String {
     let mut stream = UnixStream::connect(socket).unwrap();
     let mut answer = Vec::new();
-    // The server may refuse and close while the request is still being written.
+    // The server may refuse and close while the client is still writing.
     let _ = stream.write_all(request.as_bytes());
     let _ = stream.read_to_end(&mut answer);
     text(&answer)
@@ -155,7 +155,7 @@ fn a_job_is_followed_by_its_number() {
     let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));
     let socket = vmm.socket();
     let ask = |method: &str, path: &str, body: &str| request(&socket, method, path, body);
-    // An older client says null of what it does not ask for.
+    // An older client sends null for fields that it does not use.
     for (n, epochs, disks) in [(1, 1, ""), (2, 3, r#","disks":null"#)] {
         let body = format!(
             r#"{{"store":"{}","every_ms":1,"count":{epochs}{disks}}}"#,

@@ -1,5 +1,5 @@
-//! `driftline compare`: what is refused before any machine is started, a small matrix from end to
-//! end, and its page in a real browser.
+//! `driftline compare`: refusals before any machine is started, a small matrix from end to end, and
+//! its page in a real browser.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -84,7 +84,7 @@ fn a_host_without_userfaultfd_says_so_first_and_in_the_row_and_measures_the_othe
     ) {
         return;
     }
-    // On a thread of its own: what it cannot call it cannot call again.
+    // Run on a separate thread: a hidden system call cannot be restored on its thread.
     let hidden = std::thread::spawn(|| {
         hide_userfaultfd().unwrap();
         let matrix = ["--modes", "userfault-wp,dirty-bitmap", "--mem", "64M"];
@@ -116,7 +116,7 @@ fn a_host_without_userfaultfd_says_so_first_and_in_the_row_and_measures_the_othe
     }
 }
 
-/// Of a row whose way this host has.
+/// Returns the median of a figure in a row whose way this host supports.
 fn median(row: &Value, figure: &str) -> f64 {
     let value = &row["figures"][figure];
     let number =
@@ -229,7 +229,7 @@ fn small_rings_and_two_vcpus_miss_no_frame_and_the_time_in_full_rings_is_told() 
             why,
         );
     }
-    // How often that is depends on the host: the collector is quick.
+    // The number depends on the host: the collector is quick.
     let (exits, ms) =
         (median(rows[0], "ring_full_exits_per_s"), median(rows[0], "ring_full_ms_per_s"));
     assert_eq!(exits > 0.0, ms > 0.0, "{}", rows[0]);
@@ -237,8 +237,8 @@ fn small_rings_and_two_vcpus_miss_no_frame_and_the_time_in_full_rings_is_told() 
     assert_eq!(rows[0]["figures"]["missed_frames"], 0, "{}", rows[0]);
 }
 
-/// Looks at the page from within: its background, and texts that lie over each other or outside of
-/// their drawings.
+/// Checks the page from within: its background, and texts that overlap or lie outside their
+/// drawings.
 const LOOK: &str = r#"<pre id="looked"></pre><script>
 const bad = [];
 for (const svg of document.querySelectorAll('svg')) {

@@ -1,5 +1,5 @@
-//! Disks that go along with their guest, from the command line: copied, refused by name, and gone
-//! where the guest did not come.
+//! Disks that are copied with their guest, from the command line: copied, refused by name, and
+//! removed if the guest did not arrive.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -16,7 +16,7 @@ use serde_json::Value;
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 const BYTES: u64 = (8 << 20) + 512;
 
-/// A disk with something here and there, and holes between.
+/// Creates a disk with scattered data and holes between it.
 fn disk(place: &Place, name: &str) -> String {
     let path = place.path(name);
     let file = File::create(&path).unwrap();
@@ -24,7 +24,7 @@ fn disk(place: &Place, name: &str) -> String {
     for (at, byte) in [(0, 1), (1 << 20, 2), (5 << 20, 3), (BYTES - 512, 4)] {
         file.write_all_at(&[byte; 512], at).unwrap();
     }
-    // Data that is zero.
+    // Data that consists of zeros.
     file.write_all_at(&[0; 64 << 10], 2 << 20).unwrap();
     format!("path={}", path.display())
 }
@@ -53,7 +53,8 @@ fn disks_go_along_there_and_back() {
     let report = first.tell(&["send-migration", &to, "--copy-disks", "--json"]);
     let report: Value = serde_json::from_str(&report).unwrap();
     assert_eq!(report["status"], "completed", "{report}");
-    // Four sectors of each are in a block each; a file system's own blocks may be larger.
+    // The four sectors of each disk lie in separate blocks. A file system's own blocks may be
+    // larger.
     let sent = report["disk_bytes"].as_u64().unwrap();
     assert_eq!(sent, 2 * 4 * 4096, "{report}");
     assert!(report["disk_zero_bytes"].as_u64().unwrap() >= 128 << 10, "{report}");
@@ -69,11 +70,11 @@ fn disks_go_along_there_and_back() {
     }
     assert!(second.said().contains("of its disks came along"), "{}", second.said());
 
-    // Back, with one of them alone; the other one is shared, under another name.
+    // Migrate back with a copy of one disk only; the other one is shared, under another name.
     std::fs::hard_link(place.path("b2"), place.path("b3")).unwrap();
     let (to_a, to_b) =
         (copy(&place, "a3", "disk0"), format!("path={},id=b,readonly", place.text("b3")));
-    // What is made for it lies elsewhere than what it may use later.
+    // The directory for the new file differs from the directory that the process may use later.
     std::fs::create_dir(place.path("elsewhere")).unwrap();
     let (disks, elsewhere) = (["--disk", &to_a, "--disk", &to_b], place.text("elsewhere"));
     let (mut third, to) =
@@ -85,7 +86,7 @@ fn disks_go_along_there_and_back() {
     third.await_api();
     third.await_progress(1, &between);
     assert!(same(&place.path("a"), &place.path("a3")));
-    // The guest has it: nobody else may.
+    // The guest has locked the disk: no other guest may use it.
     let said = common::fail(
         1,
         &[&["run", "--serial", "null"], GUEST, &["--disk", &format!("path={}", place.text("a3"))]]
@@ -97,7 +98,7 @@ fn disks_go_along_there_and_back() {
     assert!(place.path("a3").exists());
 }
 
-/// A receiver's name and what it is told, what the sender is told, and what is said then.
+/// A receiver's name and options, the sender's options, and parts of the resulting message.
 type Case<'a> = (&'static str, Vec<&'a str>, &'a [&'a str], &'a [&'a str]);
 
 #[test]
@@ -199,7 +200,7 @@ fn a_full_disk_there_is_told_and_the_guest_stays_whole() {
     assert!(!place.path("small/a").exists(), "what was begun is removed");
     assert_eq!(first.state(), "running");
     let between = first.await_progress(1, &before);
-    // Elsewhere there is room.
+    // The other file system has room.
     let (mut second, to) = receiver(&place, "second", &["--disk", &copy(&place, "a2", "disk0")]);
     first.tell(&["send-migration", &to, "--copy-disks"]);
     assert_eq!(first.wait(), Some(0), "{}", first.said());
@@ -209,7 +210,7 @@ fn a_full_disk_there_is_told_and_the_guest_stays_whole() {
     drop(small);
 }
 
-/// A file system of 1 MiB, unmounted with this.
+/// A file system of 1 MiB, unmounted on drop.
 struct Small(PathBuf);
 
 impl Small {

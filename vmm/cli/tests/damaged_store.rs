@@ -1,4 +1,4 @@
-//! What an operator is told of a damaged store, and how its repair ends.
+//! Messages about a damaged store, and the result of its repair.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -12,7 +12,7 @@ use serde_json::Value;
 const GUEST: &[&str] =
     &["--mem", "64M", "--guest", "payload,ws=1M,pattern=random", "--backend", "threads"];
 
-/// A store with two checkpoints.
+/// Creates a store with two checkpoints.
 fn stored(place: &Place) -> String {
     let store = place.text("store");
     let mut vmm = Vmm::run(place, "a", GUEST);
@@ -26,7 +26,7 @@ fn stored(place: &Place) -> String {
     store
 }
 
-/// Damages a page that the second checkpoint has brought: the last that was written.
+/// Damages a page of the second checkpoint: the last one that was written.
 fn damage_second(store: &Path) {
     let pages = store.join("pages-1");
     let mut bytes = fs::read(&pages).unwrap();
@@ -56,7 +56,7 @@ fn repair_that_loses_checkpoints_ends_with_1() {
     assert!(said.contains("checkpoint 2 is damaged: "), "{said}");
     assert!(said.contains("what was replaced is in ") && said.contains(".pages-1"), "{said}");
     assert!(succeed(&["store", "verify", &store]).ends_with("latest sound one is 1\n"));
-    // What is lost is lost once.
+    // A second repair loses nothing more.
     assert!(succeed(&["store", "repair", &store]).starts_with("1 of 1 checkpoint is sound"));
 
     let repaired = output(&["store", "repair", "--json", &place.text("other")]);
@@ -81,7 +81,7 @@ fn damage_is_said_with_the_way_out() {
         let said = fail(1, args);
         assert!(said.contains("fails its checksum") && said.trim_end().ends_with(&hint), "{said}");
     }
-    // What the disk does not give back: nothing is at address 0 of the process.
+    // Unreadable files: nothing is mapped at address 0 of the process.
     for name in ["pages-1", "manifest"] {
         fs::remove_file(dir.join(name)).unwrap();
         std::os::unix::fs::symlink("/proc/self/mem", dir.join(name)).unwrap();

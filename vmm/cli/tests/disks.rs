@@ -1,5 +1,5 @@
-//! Disks from the command line: refused in a sentence before anything runs, locked by whoever may
-//! run the guest, taken along.
+//! Disks from the command line: refused with a message before anything runs, locked by the process
+//! that may run the guest, and moved with the guest.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -26,7 +26,7 @@ fn run<'a>(more: &[&'a str]) -> Vec<&'a str> {
     [&["run", "--serial", "null"], GUEST, more].concat()
 }
 
-/// What a request about a guest is answered.
+/// Returns the answer to a request about a guest.
 fn ask(socket: &str, path: &str) -> String {
     let mut stream = UnixStream::connect(socket).unwrap();
     let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
@@ -105,7 +105,7 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
     let all = ask(&first.socket(), "/vm/config");
     assert!(all.contains(&format!("\"drives\":[{{{told}")), "{all}");
 
-    // The guest that has the disk still runs: a restored one must not.
+    // The guest that has the disk still runs, so a restored one must not.
     let restore = |more: &[&str]| {
         let args = ["restore", "--store", &store, "--serial", "null"];
         let state = place.text("state");
@@ -140,8 +140,8 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
     assert_eq!(second.wait(), Some(0));
 }
 
-/// What was in the disk at the checkpoint is what the restored guest has, whatever was written
-/// there since; the file that is named is written over, and no other.
+/// The restored guest has the disk's content from the checkpoint, whatever was written since. Only
+/// the file that the command names is overwritten.
 #[test]
 fn a_restore_brings_the_disk_back_with_the_guest() {
     if !kvm_or_skip("a_restore_brings_the_disk_back_with_the_guest") {
@@ -184,7 +184,7 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     let said = restore(&["--disk", &small]);
     assert!(said.contains("has 1048576 bytes, and its file"), "{said}");
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
-    // The first guest may be restored itself, and then has its disk.
+    // The first guest may itself be restored, and then needs its disk.
     for more in [&[][..], &["--disk", &spec]] {
         let said = restore(more);
         assert!(said.contains(&format!("is guest {id}'s: give the new guest a file")), "{said}");
@@ -210,13 +210,13 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
         assert!(std::fs::read(place.path(name)).unwrap() == then, "{name}");
         second.kill();
     }
-    // Another file by that name is written over only if it is named.
+    // Another file at that path is overwritten only if the command names it.
     std::fs::write(place.path("other"), &later).unwrap();
     std::fs::rename(place.path("other"), place.path("disk")).unwrap();
     let said = restore(&["--same-id"]);
     assert!(said.contains("disk \"disk0\" is another one on this host"), "{said}");
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
-    // So it is not while its guest may be running elsewhere.
+    // It is not overwritten while its guest may be running elsewhere.
     std::fs::create_dir_all(&state).unwrap();
     let record = place.path("state").join(format!("{id}.source.json"));
     std::fs::write(&record, "torn").unwrap();
@@ -224,7 +224,7 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     assert!(said.contains("runs on another host"), "{said}");
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
     std::fs::remove_file(record).unwrap();
-    // Nor for a new guest: whatever is there by now is at the path of its parent's disk.
+    // A new guest does not overwrite it either: the file is at the path of its parent's disk.
     let any = format!("{spec},identity=any");
     for spec in [&spec, &any] {
         let said = restore(&["--disk", spec]);
@@ -240,7 +240,7 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     fourth.kill();
 }
 
-/// Two hosts that share a disk: it is locked by the one that may run the guest.
+/// Two hosts share a disk. The host that may run the guest locks it.
 #[test]
 fn a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go() {
     if !kvm_or_skip("a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go") {
@@ -275,8 +275,8 @@ fn a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go() {
     free.kill();
 }
 
-/// A copy is refused, by what tells it from the guest's disk; the disk itself by another name is
-/// not.
+/// A copy is refused because its identity differs from the guest's disk. The same disk under
+/// another name is accepted.
 #[test]
 fn another_disk_is_refused_unless_the_operator_says_that_it_may_be() {
     if !kvm_or_skip("another_disk_is_refused_unless_the_operator_says_that_it_may_be") {
@@ -311,7 +311,7 @@ fn another_disk_is_refused_unless_the_operator_says_that_it_may_be() {
     assert_eq!(first.wait(), Some(0), "{}", first.said());
     second.await_api();
     let on = second.await_progress(1, &between);
-    // What it has now is what it is to have next.
+    // The next disk is the guest's current one.
     std::fs::hard_link(place.path("copy"), place.path("link")).unwrap();
     let (mut unfit, to) = receiver(&place, "unfit2", &["--disk", &spec]);
     let said = second.refuse(4, &["send-migration", &to]);
@@ -327,7 +327,7 @@ fn another_disk_is_refused_unless_the_operator_says_that_it_may_be() {
     assert_eq!(third.wait(), Some(0));
 }
 
-/// A machine with a disk, in this process.
+/// Launches a machine with a disk in this process.
 fn launch(place: &Place) -> std::sync::Arc<Machine> {
     disk(place, "disk", 1 << 20);
     let disk = driftline_machine::testing::disk("disk0", &place.path("disk"), 1 << 20);
@@ -356,7 +356,7 @@ fn a_guest_whose_disk_loses_data_stays_where_it_can_be_told() {
     let place = Place::new();
     let (mut destination, to) = receiver(&place, "destination", &[]);
     let failing = || {
-        // The machine's threads are this one's.
+        // The machine's threads inherit this thread's filter.
         fail_fdatasync().unwrap();
         let guest = launch(&place);
         let options = driftline_migrate::SendOptions::new(place.path("records"));

@@ -1,4 +1,4 @@
-//! The exit codes, all in one table, and the object that `--json` prints for each result and each
+//! All exit codes in one table, and the object that `--json` prints for each result and each
 //! failure.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -15,7 +15,7 @@ const THREADS: &[&str] =
     &["run", "--serial", "null", "--backend", "threads", "--guest", "payload,ws=1M,passes=1"];
 const KVM: &[&str] = &["run", "--serial", "null", "--guest", "payload,ws=1M"];
 
-/// The exit code of a command, what it printed, and what it said.
+/// Returns the exit code of a command, its stdout, and its stderr.
 fn ended(args: &[&str]) -> (Option<i32>, String, String) {
     let out = output(args);
     (out.status.code(), text(&out.stdout), text(&out.stderr))
@@ -80,7 +80,7 @@ fn kvm_guests_end_with_the_same_codes() {
     let cases: &[(i32, &[&str])] = &[
         (0, &["doctor", "--check"]),
         (0, &["run", "--serial", "null", "--mem", "64M", "--guest", "payload,ws=1M,passes=1"]),
-        // The payload says that it cannot go on, and why, on its console.
+        // The payload prints on its console that it cannot continue, and why.
         (
             1,
             &[KVM, &["--mem", "64M", "--cpu", "host,-kvmclock,-kvmclock2,-kvmclock_stable"]]
@@ -99,7 +99,7 @@ fn kvm_guests_end_with_the_same_codes() {
     }
 }
 
-/// In a mount namespace of its own, with an empty `/dev`.
+/// Runs in a separate mount namespace with an empty `/dev`.
 #[test]
 fn doctor_ends_with_3_where_there_is_no_kvm() {
     const TEST: &str = "doctor_ends_with_3_where_there_is_no_kvm";
@@ -127,7 +127,7 @@ fn doctor_ends_with_3_where_there_is_no_kvm() {
     assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
 }
 
-/// What is damaged is listed in the same object that has the error.
+/// The object with the error also lists the damage.
 #[test]
 fn a_damaged_store_is_one_object_on_stdout() {
     let place = Place::new();
@@ -214,7 +214,7 @@ fn json_failures_are_one_object_on_stdout() {
 }
 
 /// Runs `command`, which must end with `code`, print one object with an error of the code `word` on
-/// stdout, and say the same on stderr.
+/// stdout, and print the same message on stderr.
 fn refuses_in_json(command: &mut Command, code: i32, word: &str) {
     let out = command.output().unwrap();
     let (printed, said) = (text(&out.stdout), text(&out.stderr));
@@ -245,7 +245,7 @@ fn stopped_receiver_is_one_object_on_stdout() {
     stop.join().unwrap();
 }
 
-/// The one object that a command about `vmm` prints with `--json`.
+/// Returns the one object that a client command for `vmm` prints with `--json`.
 fn printed(vmm: &Vmm<'_>, args: &[&str]) -> Value {
     let socket = vmm.socket();
     let args = [args, &["--json", "--api-sock", &socket]].concat();
@@ -269,7 +269,7 @@ fn json_results_are_one_object_on_stdout() {
     assert_eq!(begun, json!({ "job": begun["job"], "running": true }));
     let over = printed(&vmm, &["checkpoint", "--stop"]);
     assert_eq!(over, json!({ "job": begun["job"], "running": false }));
-    // A destination that says nothing.
+    // A destination that sends nothing.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (to, socket) = (format!("tcp:{}", listener.local_addr().unwrap()), vmm.socket());
     let sender = std::thread::spawn(move || {

@@ -1,5 +1,5 @@
-//! Views and wrappers of guests and factories forward every method: a default would quietly do less
-//! than the guest can.
+//! Wrappers of guests and factories forward every method. A default method would silently do less
+//! than the wrapped guest can.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::collections::BTreeSet;
@@ -11,10 +11,10 @@ use syn::{
     Attribute, ExprMethodCall, ImplItem, ItemImpl, ItemMod, Meta, TraitItem, Type, UseRename,
 };
 
-/// The traits that wrappers implement in front of another guest or factory.
+/// The traits that wrappers implement around another guest or factory.
 const TRAITS: [&str; 2] = ["Guest", "GuestFactory"];
 
-/// Implementations that are no wrappers: each has defaults where they are right for it.
+/// Implementations that are not wrappers. They use defaults where these are correct for them.
 const REAL: [(&str, &str); 4] = [
     ("Guest", "Machine"),
     ("Guest", "ThreadMachine"),
@@ -22,11 +22,11 @@ const REAL: [(&str, &str); 4] = [
     ("GuestFactory", "MachineFactory"),
 ];
 
-/// An implementation that hands calls on.
+/// An implementation that forwards calls.
 struct Wrapper {
     of: &'static str,
     name: &'static str,
-    /// Methods that do something else.
+    /// Methods that it does not forward unchanged.
     own: &'static [&'static str],
 }
 
@@ -41,13 +41,13 @@ struct Found {
     of: String,
     name: String,
     file: PathBuf,
-    /// All methods that it has.
+    /// Names of all methods that it defines.
     methods: BTreeSet<String>,
-    /// Those whose bodies call a method of the same name.
+    /// Names of the methods whose bodies call a method of the same name.
     forwarded: BTreeSet<String>,
 }
 
-/// Collects the implementations in a file, except those of its tests.
+/// Collects the implementations in a file, except those in its tests.
 struct Finder {
     file: PathBuf,
     found: Vec<Found>,
@@ -82,7 +82,7 @@ impl<'ast> Visit<'ast> for Finder {
         self.found.push(Found { of, name, file, methods, forwarded });
     }
 
-    /// By another name an implementation would not be found.
+    /// The finder would miss an implementation under another name.
     fn visit_use_rename(&mut self, rename: &'ast UseRename) {
         let (from, to) = (rename.ident.to_string(), rename.rename.to_string());
         let hidden = TRAITS.contains(&from.as_str()) && to != "_";
@@ -114,7 +114,7 @@ fn name_of(ty: &Type) -> String {
     }
 }
 
-/// The implementations in the text of a file.
+/// Returns the implementations in the text of a file.
 fn implementations(file: &Path, text: &str) -> Vec<Found> {
     let parsed = syn::parse_file(text).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
     let mut finder = Finder { file: file.to_owned(), found: Vec::new() };
@@ -122,7 +122,8 @@ fn implementations(file: &Path, text: &str) -> Vec<Found> {
     finder.found
 }
 
-/// Whether a file or folder of that name has tests and what they share, or nothing of ours.
+/// Returns whether a file or folder of that name contains only tests and their shared parts, or no
+/// code of this project.
 fn is_passed_over(name: &str) -> bool {
     let stem = name.strip_suffix(".rs").unwrap_or(name);
     let tests = ["tests", "testing", "benches", "fuzz", "fuzzing", "target"];
@@ -146,7 +147,7 @@ fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// The methods of a trait, those with a default among them.
+/// Returns the names of a trait's methods, including those with a default.
 fn methods_of(name: &str) -> BTreeSet<String> {
     let text = fs::read_to_string(workspace().join("checkpoint/guest/src/guest.rs")).unwrap();
     let found = syn::parse_file(&text).unwrap().items.into_iter().find_map(|item| match item {

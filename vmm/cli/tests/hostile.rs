@@ -1,6 +1,6 @@
-//! A guest whose driver breaks the rules of virtio, by every device and in every way that there is
-//! a name for: the VMM says which device and why, and stops that one; the machine and its other
-//! devices go on.
+//! A guest whose driver breaks the rules of virtio, on every device and in every way listed here.
+//! The VMM reports the device and the reason, and stops only that device. The machine and its other
+//! devices continue.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -16,7 +16,7 @@ use script::{
     QUEUE_USED_LOW, RINGS, SIZE, STATUS, Script, Target, WRITE,
 };
 
-/// What a driver does, and a part of what is said of it.
+/// A violation's name, the driver's actions, and a part of the resulting message.
 type Crime = (&'static str, fn(&mut Script, Target), &'static str);
 
 const CRIMES: [Crime; 11] = [
@@ -96,17 +96,18 @@ const CRIMES: [Crime; 11] = [
     ),
 ];
 
-/// What the device may only read, given to one that has to write; and what is said of it.
+/// Offers read-only buffers to a device that has to write. Returns a part of the resulting message.
 fn read_only(label: &str) -> Option<&'static str> {
     match label.split(' ').next()? {
         "virtio-blk" => Some("has no room for a status"),
         "virtio-rng" => Some("has no room for randomness"),
-        // The queues of the others that are misused here are for reading.
+        // The queues of the other devices misused here are for reading.
         _ => None,
     }
 }
 
-/// The devices of the guest, in the order of their places, and the options that make them.
+/// Returns the guest's devices, in the order of their register pages, and the options that create
+/// them.
 fn devices(place: &Place, tap: Option<&Tap>) -> (Vec<Target>, Vec<String>) {
     let disk = place.path("disk");
     File::create(&disk).unwrap().set_len(1 << 20).unwrap();
@@ -127,7 +128,7 @@ fn devices(place: &Place, tap: Option<&Tap>) -> (Vec<Target>, Vec<String>) {
     ((0..).zip(labels).map(target).collect(), options)
 }
 
-/// Runs a guest that does `script`; what it printed, and what was said of it.
+/// Runs a guest that performs `script`. Returns the guest's output and the VMM's messages.
 fn run(place: &Place, script: &Script, options: &[String], log: &[&str]) -> (String, String) {
     let kernel = place.path("kernel");
     std::fs::write(&kernel, script.kernel()).unwrap();
@@ -154,7 +155,7 @@ fn a_driver_that_breaks_the_rules_stops_its_device_and_no_other() {
     let (targets, options) = devices(&place, tap.as_ref().ok());
     let (mut script, mut expected) = (Script::default(), Vec::new());
     for &device in &targets {
-        // Another one goes on meanwhile.
+        // Another device continues meanwhile.
         let witness = if device.label.contains("rng") { "blk" } else { "rng" };
         let witness = *targets.iter().find(|t| t.label.contains(witness)).unwrap();
         let mut commit = |crime: &dyn Fn(&mut Script), says: &str| {
@@ -175,7 +176,7 @@ fn a_driver_that_breaks_the_rules_stops_its_device_and_no_other() {
             commit(&crime, says);
         }
     }
-    // And it works again for a driver that does as it should.
+    // The device works again for a correct driver.
     script.use_well(targets[0]);
     let (printed, said) = run(&place, &script, &options, &["--log", "driftline_machine=debug"]);
     assert_eq!(printed, "SW".repeat(expected.len()) + "W", "{said}");
@@ -198,7 +199,7 @@ fn a_driver_cannot_fill_the_log() {
         script.start(targets[0]);
         script.set(targets[0], QUEUE_NUM, 3);
         script.await_stop(targets[0]);
-        // Given up by its driver.
+        // The driver gives the device up: status FAILED.
         script.set(targets[0], STATUS, 128);
     }
     let (printed, said) = run(&place, &script, &options, &[]);

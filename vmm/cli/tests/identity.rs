@@ -1,4 +1,4 @@
-//! Who a guest is: ids, names, lineages, and whose checkpoints a store takes.
+//! A guest's identity: ids, names, lineages, and which guests may add checkpoints to a store.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -67,7 +67,7 @@ fn clones_keep_out_of_their_parents_store() {
     let text = succeed(&["store", "ls", &other]);
     assert!(text.contains(&format!("\"two\", which began as checkpoint 1 of {ID}")), "{text}");
     assert!(clones[0].tell(&["info"]).contains(&format!("checkpoint 1 of {ID}")));
-    // A name, an id and a lineage go along to another host.
+    // A guest's name, id and lineage migrate with it.
     let (mut there, to) = receiver(&place, "there", &[]);
     clones[0].tell(&["send-migration", &to]);
     assert_eq!(clones[0].wait(), Some(0));
@@ -75,7 +75,7 @@ fn clones_keep_out_of_their_parents_store() {
     let info = wait_for("the guest", || there.info().filter(|info| info["vm_id"] == ids[0]));
     assert_eq!(info["name"], "two");
     assert_eq!(info["lineage"], json!({ "parent": ID, "checkpoint": 1 }));
-    // It is the same line, and has its store.
+    // It is the same line of checkpoints and continues its store.
     there.tell(&["checkpoint", "--store", &other]);
     assert_eq!(epochs(&other), [1, 2, 3]);
     there.kill();
@@ -102,7 +102,7 @@ fn only_the_line_that_went_on_continues() {
     );
     latest.tell(&["checkpoint", "--store", &store]);
     latest.tell(&["checkpoint", "--store", &store]);
-    // The store has gone on without them.
+    // The store contains checkpoints that this guest does not know.
     let said = stale.refuse(4, &["checkpoint", "--store", &store]);
     assert!(said.contains("checkpoint 4, the latest in the store"), "{said}");
     assert!(said.contains("continue from checkpoint 4 (restore --same-id)"), "{said}");
@@ -163,7 +163,7 @@ fn a_clone_of_a_guest_in_doubt_has_other_disks() {
     assert_ne!(clone.info().unwrap()["vm_id"], ID);
 }
 
-/// A record of a hand-over of `vm` that is in doubt.
+/// Writes a record of a hand-over of `vm` that is in doubt.
 fn pending(place: &Place, vm: &str) {
     let token = "bbbbbbbb-0000-4000-8000-000000000002";
     let record = json!({ "version": 1, "token": token, "vm_id": vm, "peer": "tcp:b:1", "site": token, "time_unix_ms": 1 });
@@ -193,7 +193,7 @@ fn logs_and_metrics_say_whose_they_are() {
     assert!(metrics(&socket).contains(&labels));
 }
 
-/// The guest of the JSON log's line which says that the guest runs.
+/// Returns the guest's identity from the line of the JSON log which says that the guest runs.
 fn logged_guest(vmm: &Vmm<'_>) -> Value {
     wait_for("the log", || {
         let said = vmm.said();
@@ -225,7 +225,7 @@ fn logs_and_metrics_show_the_lineage() {
     assert!(metrics.contains(&format!("driftline_lineage{{{labels}}} 1\n")), "{metrics}");
 }
 
-/// Threads of jobs and of the API log for the guest, too.
+/// Threads of jobs and of the API also log the guest's identity.
 #[test]
 fn every_thread_logs_whose_it_is() {
     let place = Place::new();
@@ -248,7 +248,7 @@ fn every_thread_logs_whose_it_is() {
     let lines: Vec<Value> = said.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     let runs = |line: &Value| line["fields"]["message"] == "the guest runs";
     let from = lines.iter().position(runs).unwrap();
-    // Sentences for the operator are no events of a thread.
+    // Messages for the operator are not events of a thread.
     let events = || lines[from..].iter().filter(|line| line["target"] != "driftline");
     for line in events() {
         let span = &line["spans"][0];

@@ -1,4 +1,4 @@
-//! The log: its format, its place, its filter, and a reader that has stopped.
+//! The log: its format, its destination, its filter, and a reader that has stopped reading.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -99,7 +99,7 @@ fn a_bad_log_filter_is_wrong_usage() {
     assert_eq!(out.status.code(), Some(2));
     let said = text(&out.stderr);
     assert!(said.starts_with("driftline: RUST_LOG: 'foo=bar=baz' is not a log filter"), "{said}");
-    // An option decides before the variable does.
+    // The option takes precedence over the variable.
     let out = driftline(&["doctor", "--log", "warn"]).env("RUST_LOG", "a=b=c").output().unwrap();
     assert_ne!(out.status.code(), Some(2), "{}", text(&out.stderr));
     assert_ne!(output(&["doctor"]).status.code(), Some(2));
@@ -115,13 +115,14 @@ fn a_failure_is_said_once() {
     assert_eq!(said.lines().count(), 2, "that it waits, and why it has ended: {said}");
 }
 
-/// By the command that asked for it; the guest's VMM logs it, for those who want its log.
+/// The command that requested the migration prints the failure. The guest's VMM logs it, too, for
+/// users of its log.
 #[test]
 fn failed_migration_is_said_once() {
     for verbose in [&[][..], &["-v"]] {
         let place = Place::new();
         let vmm = Vmm::run(&place, "a", &[GUEST, verbose].concat());
-        // A port that was free a moment ago.
+        // A port that was free shortly before.
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let to = format!("tcp:{closed}");
         let said = vmm.refuse(4, &[&["send-migration", &to], verbose].concat());
@@ -137,7 +138,7 @@ fn failed_migration_is_said_once() {
 fn a_stopped_reader_of_the_log_stops_nothing() {
     let place = Place::new();
     let socket = place.text("a.sock");
-    // Nobody reads it, and it is soon full.
+    // No process reads the pipe, which is soon full.
     let (reader, writer) = UnixStream::pair().unwrap();
     rustix::net::sockopt::set_socket_send_buffer_size(&writer, 4096).unwrap();
     let mut child =

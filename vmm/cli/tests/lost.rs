@@ -1,12 +1,12 @@
-//! Pages that KVM itself shares with a guest are damaged in a checkpoint: a lazy restore ends,
-//! whichever it is.
+//! Pages that KVM itself shares with a guest are damaged in a checkpoint. A lazy restore must end,
+//! whichever page it is.
 //!
 //! Four of them belong to paravirtual features, which a guest enables by writing the address of a
-//! page: kvmclock, steal time, PV EOI and asynchronous page faults. Guests are shown all of these
-//! as far as KVM has them, with `--cpu baseline` only kvmclock. KVM reads and writes the page of
-//! kvmclock when the MSR is restored, those of steal time and asynchronous page faults when the
-//! vCPU first runs, and that of PV EOI when an interrupt is injected. The fifth page, of the
-//! generation ID, is written by the VMM.
+//! page: kvmclock, steal time, PV EOI and asynchronous page faults. A guest sees all of these
+//! features that KVM has; with `--cpu baseline` it sees only kvmclock. KVM reads and writes the
+//! page of kvmclock when the MSR is restored, those of steal time and asynchronous page faults when
+//! the vCPU first runs, and that of PV EOI when an interrupt is injected. The VMM writes the fifth
+//! page, which belongs to the generation ID.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -19,14 +19,14 @@ use driftline_machine::testing::{Elf, kvm_or_skip};
 use kvm_ioctls::Kvm;
 
 const PAGE: u64 = 4096;
-/// Offset in a page of what tells it apart; KVM and the VMM use less than that.
+/// Offset of the mark that identifies a page. KVM and the VMM use only bytes below it.
 const MARK_AT: u64 = 0x800;
 
-/// A page that somebody else than the guest uses, and what the guest writes to the MSR for it.
+/// A page that the kernel or the VMM uses, and the MSR writes with which the guest enables it.
 struct Shared {
     name: &'static str,
     gpa: u32,
-    /// MSRs and their values; none for a page that is always used.
+    /// MSRs and their values; empty for a page that is always used.
     msrs: Vec<(u32, u32)>,
 }
 
@@ -36,10 +36,10 @@ impl Shared {
     }
 }
 
-/// A feature's name, its bits of CPUID, and what is written to enable it.
+/// A feature's name, its CPUID bits, and the MSR writes that enable it.
 type Feature = (&'static str, &'static [u32], Vec<(u32, u32)>);
 
-/// The pages of this host's features.
+/// Returns the pages of this host's features.
 fn shared() -> Vec<Shared> {
     let cpuid = Kvm::new().unwrap().get_supported_cpuid(80).unwrap();
     let leaf = cpuid.as_slice().iter().find(|entry| entry.function == 0x4000_0001).unwrap();
@@ -50,7 +50,7 @@ fn shared() -> Vec<Shared> {
         ("kvmclock", &[3], vec![(0x4b56_4d01, at(0) | 1)]),
         ("steal time", &[5], vec![(0x4b56_4d03, at(1) | 1)]),
         ("PV EOI", &[6], vec![(0x4b56_4d04, at(2) | 1)]),
-        // By an interrupt when a page has come, of the vector that is written first.
+        // Signals an arrived page by an interrupt, whose vector is written first.
         ("async page faults", &[4, 14], vec![(0x4b56_4d06, 0x40), (0x4b56_4d02, at(3) | 1 | 8)]),
     ];
     for ((name, bits, msrs), i) in features.into_iter().zip(0..) {
@@ -62,7 +62,7 @@ fn shared() -> Vec<Shared> {
     pages
 }
 
-/// A kernel that marks and enables all of `pages`, prints an R, and goes on for ever.
+/// Returns a kernel that marks and enables all of `pages`, prints an R, and then loops forever.
 fn kernel(pages: &[Shared]) -> Vec<u8> {
     let mut code = Vec::new();
     for page in pages {
@@ -84,8 +84,8 @@ fn kernel(pages: &[Shared]) -> Vec<u8> {
     Elf::new(&code).bytes()
 }
 
-/// Where the page file has the mark of `page`: more than once if the page changed while the guest's
-/// memory was copied.
+/// Returns the offsets of `page`'s mark in the page file. There are several if the page changed
+/// while the guest's memory was copied.
 fn marks(file: &File, page: &Shared) -> Vec<u64> {
     let slots = file.metadata().unwrap().len() / PAGE;
     let is_there = |at: &u64| {

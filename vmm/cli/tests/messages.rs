@@ -1,5 +1,5 @@
-//! What a person at a terminal is told: of each refusal what failed, where, and what to do about
-//! it.
+//! The messages for a user at a terminal: every refusal says what failed, where, and what to do
+//! about it.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -11,7 +11,7 @@ use driftline_machine::testing::kvm_or_skip;
 
 const RUN: &str = "run --guest payload,ws=1M --serial null --backend threads";
 
-/// A command line, with PLACE for the test's directory; its exit code; what is said, as a part.
+/// A command line, with PLACE for the test's directory; its exit code; a part of its message.
 type Row = (&'static str, i32, &'static str);
 
 const ROWS: &[Row] = &[

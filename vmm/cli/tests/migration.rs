@@ -1,4 +1,5 @@
-//! Migration from the command line, on both kinds of guest: sent, received, cancelled, and refused.
+//! Migration from the command line, for both kinds of guest: sent, received, cancelled, and
+//! refused.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -92,7 +93,7 @@ fn killed_and_restored(mode: &str, how: &[&str]) {
     let restore = [&["restore", "--same-id", "--store", &store], how].concat();
     let mut second = Vmm::start(&place, "second", &restore);
     second.await_api();
-    // One memory, one descriptor: all frames come first.
+    // The memory has a single descriptor, so all frames arrive first.
     let late = second.said().contains("pages follow on demand");
     assert!(!late || (mode != "userfault-wp" && !how.is_empty()), "{mode}: {}", second.said());
     second.await_progress(2, &before);
@@ -138,7 +139,7 @@ fn a_paused_guest_stays_paused_and_checkpoints_go_on_until_it_leaves() {
     common::succeed(&["store", "verify", &store]);
 }
 
-/// The object of a migration that was refused before it began.
+/// Returns the object of a migration that was refused before it started.
 fn not_begun(out: &std::process::Output, code: i32) -> Value {
     let refused: Value = serde_json::from_slice(&out.stdout).unwrap();
     assert_eq!(out.status.code(), Some(code), "{refused}");
@@ -151,11 +152,13 @@ fn not_begun(out: &std::process::Output, code: i32) -> Value {
 #[test]
 fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
     let place = Place::new();
-    // Large enough that the passes before it gives up by itself leave time for all that follows.
+    // Large enough that the passes before the migration gives up leave time for all of the
+    // following.
     let guest = ["--backend", "threads", "--vcpus", "2", "--mem", "1G"];
     let guest = [&guest[..], &["--guest", "payload,ws=512M,rate=max"]].concat();
     let mut first = Vmm::run(&place, "first", &guest);
-    // On a busy host a guest that has only begun writes nothing during a short pass, and moves.
+    // On a busy host, a guest that has just started writes nothing during a short pass, and would
+    // migrate.
     first.await_progress(2, &[]);
     let (second, to) = receiver(&place, "second", &[]);
     let sender = std::thread::spawn({
@@ -187,7 +190,7 @@ fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
     first.await_progress(2, &[]);
     let said = first.refuse(1, &["cancel-migration"]);
     assert!(said.contains("no migration is under way"), "{said}");
-    // The receiver heard why, and waits on.
+    // The receiver has received the reason, and waits for the next source.
     wait_for("the receiver to wait on", || {
         (second.info()?["migration"]["phase"] == "waiting").then_some(())
     });
@@ -240,7 +243,7 @@ fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_
     assert_eq!(resolved, all);
     let said = fail(1, &["resolve", "--state-dir", &state, "--discard"]);
     assert!(said.contains("no migration is in doubt"), "{said}");
-    // What cannot be read may be a record of this guest.
+    // An unreadable record may belong to this guest.
     let broken = place.path("state").join(format!("{id}.source.json"));
     std::fs::write(&broken, "{").unwrap();
     let said = fail(1, &restore);

@@ -1,8 +1,8 @@
-//! Taps that cannot be used, and a Linux guest whose socket device comes to another host.
+//! Taps that cannot be used, and a Linux guest whose vsock device migrates to another host.
 //!
-//! Hosts are network namespaces, with a tap and a bridge each, joined by a third one. Needs KVM,
-//! the right to make namespaces, and the Linux image that `images/linux/build.sh` makes; what is
-//! missing is said.
+//! Hosts are network namespaces with a tap and a bridge each, joined by a third namespace. The
+//! tests need KVM, the right to create namespaces, and the Linux image that `images/linux/build.sh`
+//! makes. They report what is missing.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -16,13 +16,13 @@ use common::{Place, driftline, fail, succeed, text, wait_for};
 use driftline_machine::testing::{kvm_or_skip, linux_guest, skip};
 use serde_json::Value;
 
-/// A guest boots in seconds where its ring 0 is not emulated.
+/// Limit for a boot. A guest boots in seconds where its ring 0 is not emulated.
 const BOOT: Duration = Duration::from_secs(180);
 const PEER: &str = "10.77.0.1/24";
 const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check rodata=off \
      clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp driftline.ip=10.77.0.2/24 driftline.check=tcp";
 
-/// The folder of the Linux image.
+/// Returns the folder of the Linux image.
 fn image() -> PathBuf {
     linux_guest().unwrap()
 }
@@ -39,7 +39,7 @@ fn ip(args: &[&str]) {
     try_ip(args).unwrap();
 }
 
-/// A network namespace, which goes with this.
+/// A network namespace, deleted on drop.
 struct Namespace(String);
 
 impl Namespace {
@@ -109,7 +109,7 @@ impl Network {
     }
 }
 
-/// What these tests need; if something is missing, says so for `test`.
+/// Creates the network that these tests need. Reports what is missing for `test`, if anything.
 fn network_or_skip(test: &str) -> Option<Network> {
     if !kvm_or_skip(test) {
         return None;
@@ -121,7 +121,8 @@ fn network_or_skip(test: &str) -> Option<Network> {
     Network::new().map_err(|why| skip(test, &why)).ok()
 }
 
-/// A process of a test, killed when dropped; `name.out` and `name.err` in the test's directory.
+/// A process of a test, killed when dropped. Uses `name.out` and `name.err` in the test's
+/// directory.
 struct Process<'p> {
     place: &'p Place,
     name: &'static str,
@@ -135,7 +136,7 @@ impl<'p> Process<'p> {
         Self { place, name, child }
     }
 
-    /// A driftline of `host`, with a socket, a serial file and a directory of its own.
+    /// Starts a driftline on `host`, with its own socket, serial file and directory.
     fn driftline(place: &'p Place, name: &'static str, host: &Namespace, args: &[&str]) -> Self {
         let (socket, state) = (socket(place, name), place.text(&format!("{name}.state")));
         let serial = format!("file:{}", place.text(&format!("{name}.serial")));
@@ -144,7 +145,7 @@ impl<'p> Process<'p> {
         Self::start(place, name, host.command(env!("CARGO_BIN_EXE_driftline"), &all))
     }
 
-    /// A guest that has booted to its shell.
+    /// Starts a guest and waits until it has booted to its shell.
     fn linux(place: &'p Place, name: &'static str, host: &Namespace, more: &[&str]) -> Self {
         let file = |name: &str| image().join(name).to_str().unwrap().to_owned();
         let (kernel, initrd) = (file("vmlinux"), file("initramfs.cpio"));
@@ -175,7 +176,7 @@ impl<'p> Process<'p> {
         assert!(ended.is_none(), "{} ended: {ended:?}: {said}", self.name);
     }
 
-    /// The last number that it has printed as `key=number`.
+    /// Returns the last number that it has printed as `key=number`.
     fn figure(&self, key: &str) -> Option<u64> {
         let printed = self.printed();
         let key = format!(" {key}=");
@@ -206,7 +207,7 @@ fn socket(place: &Place, name: &str) -> String {
     place.text(&format!("{name}.sock"))
 }
 
-/// Sends numbered messages to the guest's echo every 20 ms, and checks what comes back.
+/// Sends numbered messages to the guest's echo server every 20 ms, and checks the answers.
 fn echo<'p>(place: &'p Place, name: &'static str, host: &Namespace, to: &str) -> Process<'p> {
     let check = image().join("driftline-check");
     let args = ["echo", to, "port=7", "interval=20ms", "run=300s"];
@@ -257,7 +258,7 @@ fn a_tap_that_cannot_be_used_is_refused_in_a_sentence() {
     assert!(said.contains("\"many\"") && said.contains("with `multi_queue`"), "{said}");
     let said = there("tap=br0");
     assert!(said.contains("\"br0\" cannot be used as a tap"), "{said}");
-    // A tap has one owner, with one queue or several.
+    // A tap has one owner, whether with one queue or several.
     let nets = ["--net", "tap=one", "--net", "tap=many,queues=2"];
     let guest = ["run", "--mem", "32M", "--guest", "payload,ws=1M"];
     let mut owner = Process::driftline(&place, "owner", &host, &[&guest[..], &nets].concat());
@@ -270,7 +271,7 @@ fn a_tap_that_cannot_be_used_is_refused_in_a_sentence() {
     assert!(there("tap=many,queues=2").contains("tap \"many\" is in use by another"));
 }
 
-/// Moves the guest of `from` to a new driftline `name` at `host`.
+/// Migrates the guest of `from` to a new driftline `name` on `host`.
 fn migrate<'p>(place: &'p Place, from: &str, name: &'static str, host: &Namespace) -> Process<'p> {
     let address = format!("tcp:{}:7999", host.address());
     let vsock = format!("uds={}", place.text(&format!("{name}.vsock")));
@@ -304,7 +305,8 @@ fn a_vsock_connection_ends_with_its_host_and_the_guest_is_told() {
     assert_eq!(end.code(), Some(1), "{}", old.printed());
     let mut new = echo(&place, "new", &network.destination, &through("v1"));
     assert_eq!(new.interrupt(), Some(0), "{}", new.printed());
-    // The guest's server counts the connection of before as over: it was told.
+    // The guest's server counts the previous connection as closed, because the device reported
+    // that.
     wait_for("the guest's count of connections", || {
         moved.must_live();
         let serial = moved.serial();

@@ -1,4 +1,5 @@
-//! `driftline plan` from the command line: what it says of a guest of threads, and what it refuses.
+//! `driftline plan` from the command line: its output for a guest of the threads backend, and its
+//! refusals.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -22,7 +23,7 @@ fn a_plan_tells_all_and_leaves_the_guest_as_it_was() {
     assert_eq!(plan["bandwidth_assumed"], false);
     assert_eq!(plan["downtime_target_ms"], 200);
     assert_eq!(plan["postcopy_offered"], false);
-    // It is not known which of these threads writes.
+    // The threads backend does not know which thread writes.
     assert_eq!(plan["throttle_possible"], false);
     assert_eq!(plan["migration"]["most_bytes_per_s"], Value::Null);
     assert_eq!(plan["verdict"], "converges", "{plan}");
@@ -43,7 +44,7 @@ fn a_plan_tells_all_and_leaves_the_guest_as_it_was() {
     }
     assert_eq!(plan["checkpoints"].as_array().unwrap().len(), 7);
     assert_eq!(plan["checkpoints"][3]["every_ms"], 100.0);
-    // Nobody follows its writes any more.
+    // No subscriber tracks the guest's writes any more.
     assert_eq!(vmm.state(), "running");
     assert_eq!(vmm.info().unwrap()["dirty"]["subscribers"], 0);
 
@@ -65,7 +66,7 @@ fn a_guest_that_cannot_be_watched_is_refused_in_words() {
     assert!(said.contains("the guest is paused and writes nothing"), "{said}");
     vmm.tell(&["resume"]);
 
-    // Nobody answers there, and the migration waits for it.
+    // No process answers there, so the migration waits.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = format!("tcp:{}", silent.local_addr().unwrap());
     let mut sending = driftline(&["send-migration", &to, "--api-sock", &socket])

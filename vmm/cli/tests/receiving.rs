@@ -1,5 +1,5 @@
-//! A process that is receiving a guest and is told to end: it ends, and the guest runs where it
-//! was.
+//! A process that receives a guest and is stopped meanwhile ends, and the guest continues at its
+//! source.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -18,7 +18,7 @@ use rustix::process::{Pid, Signal, kill_process};
 const GUEST: &[&str] =
     &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=32M,rate=1M,fill=random"];
 
-/// How the receiver is told.
+/// The way in which the receiver is stopped.
 #[derive(Clone, Copy, Debug)]
 enum How {
     Command,
@@ -45,7 +45,7 @@ fn send(source: &Vmm<'_>, args: &[&str]) -> Child {
         .unwrap()
 }
 
-/// The sender was told that the destination was stopped, and the guest runs on at its source.
+/// The sender reports that the destination was stopped, and the guest continues at its source.
 fn goes_on(source: &Vmm<'_>, sent: &Output, why: &str) {
     let said = text(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{said}");
@@ -62,7 +62,7 @@ fn stop_ends_a_process_that_receives_a_guest() {
         let source = Vmm::run(&place, "source", GUEST);
         source.await_progress(1, &[]);
         let (mut receiving, to) = receiver(&place, "receiving", &[]);
-        // At this pace the first pass takes half a minute.
+        // At this rate the first pass takes half a minute.
         let sending = send(&source, &[&to, "--max-bandwidth", "1M"]);
         wait_for("a part of the guest", || {
             let info = receiving.info()?;
@@ -86,7 +86,7 @@ fn stop_before_commit_leaves_the_guest_at_its_source() {
         let source = Vmm::run(&place, "source", GUEST);
         source.await_progress(1, &[]);
         let (mut receiving, to) = receiver(&place, "receiving", &[]);
-        // The source says COMMIT, and the destination, which waits for it, does not hear it.
+        // The source sends COMMIT, and the destination, which waits for it, does not receive it.
         let to = proxy_that_keeps_commit(&to, place.path("state"));
         let sending = send(&source, &[&to]);
         wait_for("COMMIT", || {
@@ -114,7 +114,7 @@ fn stop_after_commit_ends_the_guest_where_it_arrived() {
         let (mut receiving, to) = receiver(&place, "receiving", &[]);
         let sent = send(&source, &[&to]).wait_with_output().unwrap();
         assert!(sent.status.success(), "{}", text(&sent.stderr));
-        // Perhaps before the receiver's main thread has got so far.
+        // The receiver's main thread may not have come that far yet.
         how.tell(&receiving);
         assert_eq!(receiving.wait(), Some(0), "{how:?}: {}", receiving.said());
         assert!(receiving.said().contains("the guest was stopped"), "{}", receiving.said());
@@ -122,7 +122,8 @@ fn stop_after_commit_ends_the_guest_where_it_arrived() {
     }
 }
 
-/// The destination's disk is another's when it would take it, and the source does not hear that.
+/// Another process has the destination's disk when the destination takes over, and the source does
+/// not receive that answer.
 #[test]
 fn stop_ends_a_process_whose_take_over_failed() {
     if !kvm_or_skip("stop_ends_a_process_whose_take_over_failed") {

@@ -1,5 +1,5 @@
-//! What cannot be is refused in a sentence that names it, before anything runs: kernels, RAM disks,
-//! and what the destination of a migration lacks.
+//! Impossible requests are refused, before anything runs, with a message that names the cause:
+//! kernels, RAM disks, and features that the destination of a migration lacks.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -17,7 +17,7 @@ use driftline_machine::testing::{Tap, kvm_or_skip, skip};
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 
-/// A bzImage of this boot protocol, as far as its header goes.
+/// Returns the header of a bzImage with this boot protocol version.
 fn bzimage(version: u16) -> Vec<u8> {
     let mut file = vec![0; 1024 + 4096];
     let mut put = |at: usize, bytes: &[u8]| file[at..at + bytes.len()].copy_from_slice(bytes);
@@ -77,7 +77,7 @@ fn a_kernel_or_ram_disk_that_cannot_be_booted_is_refused_by_what_is_wrong() {
     assert!(said.contains("cannot be read: No such file or directory"), "{said}");
 }
 
-/// A guest that says of itself what its machine does not.
+/// A guest whose reported configuration differs from its machine.
 struct Pretender {
     machine: Arc<Machine>,
     config: Vec<u8>,
@@ -205,8 +205,8 @@ fn a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_mem
     destination.kill();
 }
 
-/// What the destination finds in use by another guest, it refuses before it takes any memory. What
-/// it finds in use by the guest itself, which comes from the same host, it does not.
+/// The destination refuses a disk or tap that another guest uses, before it allocates any memory.
+/// It accepts one that the migrating guest itself uses, if the source is on the same host.
 #[test]
 fn a_disk_or_tap_of_another_guest_is_refused_before_a_guest_arrives() {
     const TEST: &str = "a_disk_or_tap_of_another_guest_is_refused_before_a_guest_arrives";
@@ -228,7 +228,7 @@ fn a_disk_or_tap_of_another_guest_is_refused_before_a_guest_arrives() {
     assert_eq!(guest.state(), "running");
     unfit.kill();
     drop(other);
-    // The same one, over the disk that it has: it is let go of in the hand-over.
+    // The same guest, with its own disk: the hand-over releases it.
     let (mut moved, to) = receiver(&place, "moved", &[]);
     guest.tell(&["send-migration", &to]);
     moved.await_api();
@@ -275,7 +275,7 @@ fn what_is_given_twice_is_refused_by_both_names() {
     }
     let said = run(&["--net", "tap=nowhere", "--net", "tap=nowhere"]);
     assert!(said.contains("two network interfaces over the tap \"nowhere\""), "{said}");
-    // Two that only read harm nobody.
+    // Two read-only users are allowed.
     let both = format!("{one},readonly");
     let shared = format!("{other},readonly");
     let mut vmm =

@@ -1,5 +1,5 @@
-//! The sandbox of a process that has a guest, as its operator meets it. What each class of threads
-//! may do is tested beside the tables, in `src/sandbox`.
+//! The sandbox of a process that has a guest, from the operator's point of view. The permissions of
+//! each class of threads are tested next to the tables, in `src/sandbox`.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -14,13 +14,13 @@ use driftline_machine::testing::{Elf, kvm_or_skip};
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
 const KVM_GUEST: &[&str] = &["--mem", "64M", "--guest", "payload,ws=1M"];
 
-/// The number of filters on each thread of `vmm`, by the threads' names.
+/// Returns the number of filters on each thread of `vmm`, by thread name.
 fn filters(vmm: &Vmm) -> BTreeMap<String, u32> {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap();
     let of = |dir: std::path::PathBuf| {
         let status = std::fs::read_to_string(dir.join("status")).ok()?;
         let field = |name| status.lines().find_map(|l| l.strip_prefix(name)).map(str::trim);
-        // Kernels before 5.9 do not count: 2 is a thread with filters.
+        // Kernels before 5.9 do not report a number: 2 is a thread with filters.
         let count = field("Seccomp_filters:").or(field("Seccomp:"))?.parse().ok()?;
         Some((field("Name:")?.to_owned(), count))
     };
@@ -38,8 +38,8 @@ fn every_thread_has_filters_and_those_of_the_guest_have_more() {
     assert_eq!(vmm.said(), "", "nothing is missing, nothing is said");
 }
 
-/// The kernel gives a signal to any thread that takes it, if the main one has one already. A second
-/// SIGTERM ended the process so, and the guest with it.
+/// If the main thread already has a signal pending, the kernel delivers the next one to any thread
+/// that does not block it. A second SIGTERM once ended the process that way, and the guest with it.
 #[test]
 fn threads_of_the_guest_take_no_signals_of_the_process() {
     if !kvm_or_skip("threads_of_the_guest_take_no_signals_of_the_process") {
@@ -49,11 +49,11 @@ fn threads_of_the_guest_take_no_signals_of_the_process() {
     let vmm = Vmm::run(&place, "a", KVM_GUEST);
     let blocked = |number: i32| 1u64 << (number - 1);
     let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
-    // A thread that has not begun has neither its name nor its mask.
+    // A thread that has not started yet has neither its name nor its mask.
     let takers = loop {
         let (mut seen, mut takers) = (0, 0);
         for task in std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap() {
-            // One that has ended meanwhile has none.
+            // A thread that has ended meanwhile has no status.
             let Ok(status) = std::fs::read_to_string(task.unwrap().path().join("status")) else {
                 continue;
             };
@@ -116,7 +116,7 @@ fn the_systems_directories_hold_no_stores() {
     vmm.tell(&["checkpoint", "--store", &place.text("store")]);
 }
 
-/// A guest with a disk and a socket in `place`.
+/// Starts a guest with a disk and a socket in `place`.
 fn with_devices<'p>(place: &'p Place, more: &[&str]) -> Vmm<'p> {
     std::fs::File::create(place.path("disk")).unwrap().set_len(1 << 20).unwrap();
     let disk = format!("path={}", place.text("disk"));
@@ -144,7 +144,7 @@ fn threads_of_devices_have_more_filters_than_the_one_that_opens_for_them() {
     assert!(!place.path("vsock").exists(), "it removes the sockets that it made");
 }
 
-/// Asks COM1 for interrupts, which it never takes, and gives back each byte that comes.
+/// Enables interrupts of COM1, which it never handles, and echoes each received byte.
 #[rustfmt::skip]
 const ECHO: &[u8] = &[
     0x66, 0xba, 0xf9, 0x03, 0xb0, 0x01, 0xee, // mov dx, 0x3f9; mov al, 1; out dx, al

@@ -1,5 +1,5 @@
-//! The second look at a guest's writes: it is silent about every source that is sound, and names
-//! what a broken one loses.
+//! `--shadow`: it reports nothing for a sound source of dirty frames, and names the frames that a
+//! broken source loses.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -9,12 +9,12 @@ use driftline_machine::testing::full;
 
 const GUEST: &[&str] = &["run", "--mem", "64M", "--vcpus", "2", "--serial", "null", "--guest"];
 const WORK: &str = "payload,ws=16M,rate=200M,pattern=random,seconds=2";
-/// Each page once in a while that is longer than between two looks: whatever is lost of it is
-/// missing at the next.
+/// Writes each page at intervals longer than those between two checks, so that a lost frame is
+/// missing at the next check.
 const LONG_WORK: &str = "payload,ws=48M,rate=max,seconds=900";
 
-/// Exit code and what was said of a guest that works for two seconds beside a shadow; of so many of
-/// its frames one is lost.
+/// Returns the exit code and the messages for a guest that works for two seconds with a shadow. If
+/// `loses_one_in` is set, one in that many of its frames is lost.
 fn shadowed(guest: &str, tracking: &str, shadow: &str, loses_one_in: Option<u32>) -> (i32, String) {
     let mut run = driftline(GUEST);
     run.args([guest, "--tracking", tracking, "--shadow", shadow]);
@@ -25,8 +25,8 @@ fn shadowed(guest: &str, tracking: &str, shadow: &str, loses_one_in: Option<u32>
     (out.status.code().unwrap(), text(&out.stderr))
 }
 
-/// As [`shadowed`], with a guest that works until the shadow has found something, or for a quarter
-/// of an hour.
+/// Does the same as [`shadowed`], with a guest that works until the shadow has found a lost frame,
+/// or for a quarter of an hour.
 fn shadowed_until_found(tracking: &str, shadow: &str, one_in: u32) -> (i32, String) {
     let place = Place::new();
     let (socket, said) = (place.text("sock"), place.path("said"));
@@ -39,7 +39,7 @@ fn shadowed_until_found(tracking: &str, shadow: &str, one_in: u32) -> (i32, Stri
             break end;
         }
         if place.read("said").contains("changed unreported") {
-            // It may just have ended.
+            // The process may just have ended.
             let _ = output(&["stop", "--api-sock", &socket]);
             break child.wait().unwrap();
         }
@@ -48,7 +48,7 @@ fn shadowed_until_found(tracking: &str, shadow: &str, one_in: u32) -> (i32, Stri
     (end.code().unwrap(), place.read("said"))
 }
 
-/// Each pair that can be had.
+/// Every supported combination of tracking and shadow.
 const PAIRS: [(&str, &str); 7] = [
     ("dirty-ring", "compare"),
     ("dirty-ring", "userfault-wp"),

@@ -1,4 +1,4 @@
-//! Storage that never answers: no request, and no end of the process, waits for it.
+//! Storage that never answers: neither a request nor the end of the process waits for it.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -20,18 +20,18 @@ use script::{MEM_BYTES, Script, Target};
 use storage::StuckStorage;
 
 const DISK_BYTES: usize = 1 << 20;
-/// More than any of it takes; what waited for the storage would wait for ever.
+/// Longer than any of the operations takes. A wait for the storage would never end.
 const LIMIT: Duration = Duration::from_secs(50);
 
-/// A process with a disk on such storage. The storage is dropped first: a thread that waits for a
-/// flush cannot be killed.
+/// A process with a disk on such storage. The storage is dropped first, because a thread that waits
+/// for a flush cannot be killed.
 struct World<'p> {
     storage: StuckStorage,
     vmm: Vmm<'p>,
 }
 
 impl<'p> World<'p> {
-    /// A guest with such a disk.
+    /// Starts a guest with such a disk.
     fn or_skip(place: &'p Place, test: &str) -> Option<Self> {
         let storage = storage_or_skip(test)?;
         let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk"];
@@ -39,7 +39,7 @@ impl<'p> World<'p> {
         Some(Self { storage, vmm })
     }
 
-    /// A guest that flushes such a disk, which does not come to an end.
+    /// Starts a guest that flushes such a disk. The flush does not complete.
     fn in_a_flush(place: &'p Place, test: &str) -> Option<Self> {
         let storage = storage_or_skip(test)?;
         let mut script = Script::default();
@@ -57,10 +57,11 @@ impl<'p> World<'p> {
         wait_for(what, || (self.storage.stuck() > 0).then_some(()));
     }
 
-    /// Waits for the end of the process, which does not wait for the storage; what it said.
+    /// Waits for the end of the process, which does not wait for the storage. Returns the process's
+    /// messages.
     fn ends_with(mut self, code: i32) -> String {
         in_time("the end", || await_end(&self.vmm));
-        // It has an exit code once the threads that wait in the kernel have ended, too.
+        // The exit code is available only once the threads that wait in the kernel have ended, too.
         drop(self.storage);
         assert_eq!(self.vmm.wait(), Some(code), "{}", self.vmm.said());
         self.vmm.said()
@@ -74,8 +75,8 @@ fn storage_or_skip(test: &str) -> Option<StuckStorage> {
     StuckStorage::new(DISK_BYTES).inspect_err(|why| skip(test, why)).ok()
 }
 
-/// Waits until all of the process has ended but threads that wait in the kernel for the storage:
-/// those cannot be killed.
+/// Waits until the whole process has ended, except for threads that wait in the kernel for the
+/// storage: these cannot be killed.
 fn await_end(vmm: &Vmm<'_>) {
     let has_ended = |stat: String| {
         let state = stat.rsplit_once(") ").map(|(_, rest)| rest.starts_with(['Z', 'X', 'D']));
@@ -101,7 +102,7 @@ fn disk(storage: &StuckStorage) -> String {
     format!("path={}", storage.disk().display())
 }
 
-/// `work`, in time.
+/// Runs `work`, which must complete within the limit.
 fn in_time<T>(what: &str, work: impl FnOnce() -> T) -> T {
     let began = Instant::now();
     let done = work();
@@ -116,8 +117,8 @@ fn hand_over_fails_where_a_flush_hangs() {
         return;
     };
     let World { storage, vmm } = &mut world;
-    // The flush before the pause is answered, the one in the hand-over is not; then not even the
-    // first.
+    // First the flush before the pause is answered and the one in the hand-over is not. Then not
+    // even the first is.
     for answered in [1, 0] {
         storage.answer_only(answered);
         let (_receiver, address) = receiver(&place, "destination", &["--disk", &disk(storage)]);
@@ -128,7 +129,7 @@ fn hand_over_fails_where_a_flush_hangs() {
         let before = vmm.reports();
         vmm.await_progress(1, &before);
     }
-    // Nobody else gets the disk while its flush is under way (I7).
+    // No other guest gets the disk while its flush is in progress (I7).
     let guest = ["run", "--serial", "null", "--mem", "32M", "--guest", "payload,ws=1M"];
     let said = common::fail(1, &[&guest[..], &["--disk", &disk(storage)]].concat());
     assert!(said.contains("in use by another"), "{said}");
@@ -169,7 +170,7 @@ fn guest_in_a_flush_that_hangs_is_named_and_stopped() {
     let said = in_time("a checkpoint", || vmm.refuse(4, &["checkpoint", "--store", &store]));
     assert!(said.contains("\"disk0\""), "{said}");
     assert_eq!(vmm.state(), "running");
-    // A run whose checkpoints wait for the disk ends with the one under way.
+    // A run whose checkpoints wait for the disk ends with the checkpoint in progress.
     vmm.tell(&["checkpoint", "--store", &store, "--every", "1ms", "--detach"]);
     let said = vmm.refuse(1, &["checkpoint", "--stop", "--timeout", "1s"]);
     assert!(said.contains("was told to end, and has not in 1s"), "{said}");
@@ -189,24 +190,24 @@ fn sigterm_ends_a_guest_in_a_flush_that_hangs() {
     assert!(said.contains("\"disk0\""), "{said}");
 }
 
-/// Threads of a process.
+/// Returns the number of a process's threads.
 fn threads(of: &Vmm<'_>) -> usize {
     std::fs::read_dir(format!("/proc/{}/task", of.pid())).unwrap().count()
 }
 
-/// Sends a request and leaves before the answer, unless it is at once that too many others are
-/// being answered: `true`.
+/// Sends a request and disconnects before the answer. Returns true if the server at once refuses
+/// the request because too many others are being answered.
 fn leave(vmm: &Vmm<'_>, head: &str, body: &str) -> bool {
     let mut stream = UnixStream::connect(vmm.socket()).unwrap();
     stream.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
     let length = body.len();
-    // It may have been displaced already.
+    // The connection may have been displaced already.
     let _ = write!(stream, "{head} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{body}");
     let mut begin = [0; 12];
     stream.read_exact(&mut begin).is_ok() && begin.ends_with(b"503")
 }
 
-/// Threads that answer requests, and as many as may come and go beside them.
+/// Maximum number of threads that answer requests, plus an allowance for threads that come and go.
 const ANSWERING: usize = 64 + 2 * 16 + 16;
 
 #[test]
@@ -226,7 +227,7 @@ fn abandoned_requests_keep_nobody_out() {
     }
     assert!(refused, "{sent} pauses were under way at once");
     assert!(most <= before + ANSWERING, "{most} threads, {before} before");
-    // Each look at the guest comes past the pauses.
+    // A request for the guest's state is answered despite the pauses.
     assert_eq!(vmm.state(), "running");
     sigterm(vmm);
     wait_for("the guest's end", || vmm.said().contains("a device has not").then_some(()));
@@ -239,7 +240,7 @@ fn stops_that_wait_are_bounded() {
     let Some(world) = World::in_a_flush(&place, "stops_that_wait_are_bounded") else { return };
     let vmm = &world.vmm;
     let before = threads(vmm);
-    // The first one waits for the flush, and the others for it.
+    // The first request waits for the flush, and the others wait for the first.
     wait_for("a refusal", || {
         let refused = leave(vmm, "POST /stop", "");
         let now = threads(vmm);
@@ -250,7 +251,7 @@ fn stops_that_wait_are_bounded() {
     world.ends_with(0);
 }
 
-/// The source gives up waiting before the take-over does, and asks.
+/// The source's wait times out before the take-over does, and the source asks for the outcome.
 #[test]
 fn receiver_whose_disk_hangs_in_the_take_over_can_be_stopped() {
     let test = "receiver_whose_disk_hangs_in_the_take_over_can_be_stopped";
@@ -280,7 +281,7 @@ fn receiver_whose_disk_hangs_in_the_take_over_can_be_stopped() {
         let said = receiver.ends_with(1);
         assert!(said.contains("virtio-blk \"disk0\" did not take hold of its files"), "{said}");
         assert!(!said.contains("does not end yet"), "{said}");
-        // Else it stays in doubt.
+        // Otherwise the migration stays in doubt.
         let runs = || (source.state() == "running").then_some(());
         wait_for("the guest at its source", runs);
         let sent = sending.unwrap().wait_with_output().unwrap();
@@ -291,7 +292,7 @@ fn receiver_whose_disk_hangs_in_the_take_over_can_be_stopped() {
     }
 }
 
-/// A guest with a disk of its own, and a receiver whose copy of that is on such storage.
+/// A guest with its own disk, and a receiver whose copy of the disk is on such storage.
 struct Copying<'p> {
     source: Vmm<'p>,
     before: Vec<Report>,
@@ -300,7 +301,7 @@ struct Copying<'p> {
 }
 
 impl<'p> Copying<'p> {
-    /// The storage answers no write, and what `stuck` says.
+    /// Starts both. The storage answers no write, and whatever else `stuck` configures.
     fn or_skip(place: &'p Place, test: &str, stuck: impl Fn(&StuckStorage)) -> Option<Self> {
         let storage = storage_or_skip(test)?;
         std::fs::write(place.path("own"), vec![7; DISK_BYTES]).unwrap();
@@ -321,8 +322,8 @@ impl<'p> Copying<'p> {
         driftline(&send).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// The receiver ends, the sender fails, and the guest runs where it was; what the receiver
-    /// said.
+    /// Checks that the receiver ends, the sender fails, and the guest continues at its source.
+    /// Returns the receiver's messages.
     fn ends(self, sending: Option<Child>) -> String {
         let Self { source, before, receiver, .. } = self;
         let said = receiver.ends_with(1);
@@ -373,7 +374,8 @@ fn receiver_whose_copy_hangs_can_be_stopped() {
 fn receiver_that_cannot_make_a_copy_can_be_stopped() {
     let place = Place::new();
     let test = "receiver_that_cannot_make_a_copy_can_be_stopped";
-    // Its size is made durable before anything comes: the thread that builds the guest hangs.
+    // The file's size is made durable before anything arrives, so the thread that builds the guest
+    // hangs.
     let flushes = |storage: &StuckStorage| storage.answer_only(0);
     let Some(copying) = Copying::or_skip(&place, test, flushes) else { return };
     let sending = copying.send();

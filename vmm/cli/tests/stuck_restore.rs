@@ -1,4 +1,4 @@
-//! A restore onto storage that never answers can be ended.
+//! A restore to storage that never answers can be ended.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -13,8 +13,8 @@ use storage::StuckStorage;
 
 const DISK_BYTES: usize = 1 << 20;
 
-/// Whether all of the process has ended but threads that wait in the kernel for the storage: those
-/// cannot be killed.
+/// Returns whether the whole process has ended, except for threads that wait in the kernel for the
+/// storage: these cannot be killed.
 fn has_ended(vmm: &Vmm<'_>) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", vmm.pid()));
     tasks.into_iter().flatten().flatten().all(|task| {
@@ -41,7 +41,7 @@ fn sigterm_ends_a_restore_whose_writes_hang() {
     storage.answer_only_writes(0);
     let disk = format!("path={}", storage.disk().display());
     let restore = ["restore", "--store", &store, "--disk", &disk];
-    // The storage goes first.
+    // The storage is dropped first.
     let held = (storage, Vmm::start(&place, "restored", &restore));
     let (storage, restored) = &held;
     wait_for("a write that hangs", || (storage.stuck() > 0).then_some(()));

@@ -1,4 +1,4 @@
-//! Ends of a process by signals and from its terminal: what it says, its exit code, and that it
+//! The end of a process by signals and from its terminal: its message, its exit code, and that it
 //! leaves neither a raw terminal nor a socket behind.
 #![allow(clippy::unwrap_used)]
 
@@ -74,7 +74,7 @@ impl<'p> OnTerminal<'p> {
         self.place.read("a.err")
     }
 
-    /// Waits for the end, after which the terminal has to be usable.
+    /// Waits for the end of the process, after which the terminal must not be raw.
     fn wait(&mut self) -> ExitStatus {
         let ended = wait_for("the end", || self.child.try_wait().unwrap());
         assert!(!self.is_raw(), "the terminal is left raw: {}", self.said());
@@ -95,7 +95,7 @@ fn signals_within_a_second_are_one_request() {
     for round in 0..20 {
         let mut vmm = Vmm::run(&place, "a", &[&["--backend", "threads"], &GUEST[..]].concat());
         for signal in [Signal::TERM, Signal::TERM, Signal::INT, Signal::HUP, Signal::TERM] {
-            // It may have ended before the last of them.
+            // The process may have ended before the last signal.
             let _ = kill_process(pid(vmm.pid()), signal);
             if round % 2 == 1 {
                 thread::sleep(Duration::from_micros(200));
@@ -106,7 +106,7 @@ fn signals_within_a_second_are_one_request() {
     }
 }
 
-/// A process that ends with the test.
+/// A process that is killed when the test ends.
 struct Killed(Child);
 
 impl Drop for Killed {
@@ -117,8 +117,8 @@ impl Drop for Killed {
 }
 
 impl Killed {
-    /// A guest in a process that inherits SIGHUP as `option` of `env` says: the test's own may be
-    /// ignored.
+    /// Starts a guest in a process that inherits the disposition of SIGHUP from `option` of `env`.
+    /// The test's own SIGHUP may be ignored.
     fn run(place: &Place, option: &str) -> Self {
         let socket = place.text("a.sock");
         let args = ["--backend", "threads", "--api-sock", &socket];
@@ -155,13 +155,13 @@ fn sighup_is_as_sigterm() {
     assert!(!place.path("a.sock").exists());
 }
 
-/// As `nohup` starts it.
+/// The process is started as by `nohup`.
 #[test]
 fn ignored_sighup_stays_ignored() {
     let place = Place::new();
     let mut vmm = Killed::run(&place, "--ignore-signal=HUP");
     vmm.signal(Signal::HUP);
-    // Long enough for a signal that is not ignored to be named first.
+    // Long enough for a signal that is not ignored to be reported first.
     thread::sleep(Duration::from_millis(100));
     vmm.signal(Signal::TERM);
     assert_eq!(vmm.wait().code(), Some(0));
@@ -211,7 +211,7 @@ fn forced_end_leaves_neither_raw_terminal_nor_socket() {
     for by_key in [false, true] {
         let place = Place::new();
         let mut vm = OnTerminal::run(&place);
-        // A guest of which nobody knows whether it runs elsewhere does not end when it is asked to.
+        // A guest that may be running elsewhere does not end when its process is asked to.
         let (_destination, to) = receiver(&place, "b", &[]);
         let to = proxy_that_keeps_commit(&to, place.path("state"));
         let socket = place.text("a.sock");
@@ -226,7 +226,7 @@ fn forced_end_leaves_neither_raw_terminal_nor_socket() {
             (info["migration"]["phase"] == "hand-over").then_some(())
         });
         request(&mut vm);
-        // Each asks again, since the guest may have come back; the third one is not refused.
+        // Each signal asks again, since the guest may have come back. The third one is not refused.
         for refused in 1..=2 {
             wait_for("a refusal", || {
                 (vm.said().matches("this process").count() >= refused).then_some(())

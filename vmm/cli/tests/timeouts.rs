@@ -1,4 +1,4 @@
-//! A VMM that does not answer, and one that is told to end: no client waits for ever.
+//! A VMM that does not answer, and one that is asked to end: no client waits forever.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -20,7 +20,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
-/// More than any command takes here, its limit of a second included.
+/// Longer than any command here takes, including its limit of one second.
 const LIMIT: Duration = Duration::from_secs(30);
 
 fn signal(vmm: &Vmm<'_>, signal: Signal) {
@@ -52,7 +52,7 @@ fn every_command_ends_where_nobody_answers() {
         let began = Instant::now();
         let said = vmm.refuse(1, &[command, &["--timeout", "1s"]].concat());
         assert!(began.elapsed() < LIMIT, "{command:?} took {:?}", began.elapsed());
-        // A plan takes five seconds of its own.
+        // A plan takes five seconds in addition.
         let limit = if command == ["plan"] { "in 6s" } else { "in 1s" };
         assert!(said.contains("has not answered") && said.contains(limit), "{command:?}: {said}");
         assert!(said.contains("--timeout"), "{command:?}: {said}");
@@ -60,7 +60,7 @@ fn every_command_ends_where_nobody_answers() {
     signal(&vmm, Signal::CONT);
 }
 
-/// Begins a run of checkpoints of `vmm` and follows it, as a client whose output goes to `stdout`.
+/// Starts a checkpoint run of `vmm` and follows it, as a client whose output goes to `stdout`.
 fn follow(vmm: &Vmm<'_>, store: &str, stdout: Stdio) -> Child {
     let run = ["checkpoint", "--store", store, "--every", "1ms", "--keep", "2", "--json"];
     let socket = vmm.socket();
@@ -68,7 +68,7 @@ fn follow(vmm: &Vmm<'_>, store: &str, stdout: Stdio) -> Child {
     driftline(&all).stdout(stdout).stderr(Stdio::null()).spawn().unwrap()
 }
 
-/// The page of the run of checkpoints.
+/// Returns the page of the checkpoint run.
 fn run_of(vmm: &Vmm<'_>) -> Option<Value> {
     let status = ["checkpoint", "--status", "--json", "--api-sock", &vmm.socket()];
     let out = output(&status);
@@ -88,12 +88,12 @@ fn run_whose_client_blocks_can_be_ended() {
     let vmm = Vmm::run(&place, "guest", GUEST);
     let (store, pipe) = (place.text("store"), std::io::pipe().unwrap());
     let mut client = follow(&vmm, &store, pipe.1.into());
-    // More than a pipe has room for: the client waits until somebody reads.
+    // More than fits into a pipe: the client waits for its reader.
     await_checkpoints(&vmm, 1000);
     assert_eq!(vmm.state(), "running");
     vmm.tell(&["checkpoint", "--stop"]);
     assert_eq!(run_of(&vmm).unwrap()["running"], false);
-    // The next run has the store.
+    // The next run can use the store.
     vmm.tell(&["checkpoint", "--store", &store]);
     drop(pipe.0);
     client.wait().unwrap();
@@ -114,7 +114,7 @@ fn run_ends_when_its_client_gives_up_a_stopped_vmm() {
     assert_eq!(vmm.state(), "running");
 }
 
-/// A guest whose memory takes `send-migration --max-bandwidth 1M` some eight seconds.
+/// A guest whose memory takes `send-migration --max-bandwidth 1M` about eight seconds to send.
 const SLOW_TO_SEND: &[&str] =
     &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=8M,rate=32M"];
 
@@ -162,7 +162,7 @@ fn wanted_waits_outlast_the_timeout() {
     outlasts(&["top", "--once", "--interval", "2s"]);
     let (_there, to) = receiver(&place, "there", &[]);
     let send = ["send-migration", &to, "--max-bandwidth", "1M", "--json"];
-    // It goes over after three seconds, however far it is.
+    // The migration switches over after three seconds, whatever its progress.
     let end = ["--timeout-s", "3", "--timeout-strategy", "switchover"];
     let sent = outlasts(&[&send[..], &end].concat());
     let report: Value = serde_json::from_str(&sent).unwrap();
@@ -175,7 +175,8 @@ fn unix_socket() -> OwnedFd {
     socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap()
 }
 
-/// Connects to a socket at which nobody accepts until no other connection may wait there.
+/// Connects to a socket on which no process accepts, until no further connection fits into its
+/// backlog.
 fn fill(path: &str) -> Vec<OwnedFd> {
     let address = SocketAddrUnix::new(path).unwrap();
     let mut waiting = Vec::new();
@@ -191,7 +192,7 @@ fn fill(path: &str) -> Vec<OwnedFd> {
     }
 }
 
-/// A run's client finds another socket, at which nobody accepts, behind the path of the VMM's.
+/// The client of a run finds another socket, on which no process accepts, at the path of the VMM's.
 #[test]
 fn vmm_that_accepts_nobody_has_not_ended() {
     let place = Place::new();
@@ -254,7 +255,7 @@ fn stop_ends_a_process_that_waits_for_a_guest() {
     assert!(!waiting.is_alive());
 }
 
-/// What a request is answered.
+/// Returns the answer to a request.
 fn ask(vmm: &Vmm<'_>, request: &str) -> String {
     let mut stream = UnixStream::connect(vmm.socket()).unwrap();
     let request = format!("{request} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");

@@ -1,5 +1,5 @@
-//! `driftline top` from the command line and on a terminal, of a guest of threads: what it shows,
-//! what it leaves behind, what is refused.
+//! `driftline top` from the command line and on a terminal, for a guest of the threads backend:
+//! what it shows, what it leaves behind, and what it refuses.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -52,7 +52,7 @@ fn one_look_is_printed_and_then_nobody_follows_the_guest() {
     assert_eq!(page["bin_bytes"].as_u64().unwrap() * bins.len() as u64, 64 << 20);
     assert_eq!(page["memory"][0]["bytes"], 64 << 20);
     assert_eq!(page["vcpu"].as_array().unwrap().len(), 2);
-    // It is not known which of these threads writes, and they have no rings.
+    // The threads backend does not know which thread writes, and has no rings.
     assert_eq!(page["vcpu"][0]["dirtied_frames"], Value::Null);
     assert_eq!(page["ring_entries"], Value::Null);
     nobody_follows(&vmm);
@@ -68,7 +68,7 @@ fn one_look_is_printed_and_then_nobody_follows_the_guest() {
         assert!(plain.contains(said), "{said}: {plain}");
     }
     assert_eq!(vmm.state(), "running");
-    // One that stands can be looked at, and writes nothing.
+    // A paused guest can be watched, and writes nothing.
     vmm.tell(&["pause"]);
     vmm.tell(&["top", "--once", "--interval", "100ms"]);
     let still = vmm.tell(&["top", "--once", "--interval", "100ms"]);
@@ -92,7 +92,7 @@ fn what_cannot_be_shown_is_refused_in_a_sentence() {
     assert!(said.contains("--tracking none"), "{said}");
 }
 
-/// One request; the answer from its status on.
+/// Sends one request. Returns the answer from its status on.
 fn request(vmm: &Vmm, method: &str, path: &str, body: &str) -> String {
     let mut stream = UnixStream::connect(vmm.socket()).unwrap();
     let length = body.len();
@@ -137,7 +137,7 @@ fn hostile_requests_are_refused_by_value_and_watches_that_nobody_asks_end() {
     assert!(answer.starts_with("HTTP/1.1 204"), "{answer}");
     let answer = request(&vmm, "GET", "/dirty/watch?watch=4", "");
     assert!(answer.contains("there is no watch 4 here, or it has ended"), "{answer}");
-    // A client that dies in its wait.
+    // A client that dies while it waits.
     let mut stream = UnixStream::connect(vmm.socket()).unwrap();
     stream
         .write_all(b"GET /dirty/watch?watch=3&wait_ms=60000 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -146,7 +146,7 @@ fn hostile_requests_are_refused_by_value_and_watches_that_nobody_asks_end() {
     nobody_follows(&vmm);
 }
 
-/// `top` on a terminal of its own: what it draws, and the terminal.
+/// `top` on its own terminal: the process and the terminal, with everything drawn.
 struct OnTerminal {
     child: Child,
     terminal: File,
@@ -199,7 +199,7 @@ impl OnTerminal {
         text(&self.all)
     }
 
-    /// Waits until this has been drawn; the terminal is raw then.
+    /// Waits until `what` has been drawn. The terminal is raw then.
     fn await_drawn(&mut self, what: &str) {
         wait_for(what, || self.seen().contains(what).then_some(()));
     }
@@ -208,10 +208,11 @@ impl OnTerminal {
         self.terminal.write_all(keys.as_bytes()).unwrap();
     }
 
-    /// Waits for the end: exit code 0, and the terminal as it was before. All that was drawn.
+    /// Waits for the end of the process, with exit code 0 and the terminal as before. Returns
+    /// everything that was drawn.
     fn ends_well(mut self) -> String {
         let status = wait_for("the end of top", || self.child.try_wait().unwrap());
-        // The last that it wrote comes from the kernel.
+        // The kernel delivers the process's last output after its end.
         let seen = wait_for("the other screen's end", || {
             let seen = self.seen();
             seen.contains("\u{1b}[?1049l").then_some(seen)
@@ -274,7 +275,7 @@ fn a_guest_is_followed_to_the_moment_at_which_it_moves_away() {
     let (destination, address) = receiver(&place, "destination", &[]);
     let waits = destination.refuse(1, &["top", "--once"]);
     assert!(waits.contains("there is no guest yet"), "{waits}");
-    // Not a pipe: a reader that is slow holds up a writer.
+    // A file instead of a pipe: a slow reader would block the writer.
     let follow = |vmm: &Vmm, name| {
         driftline(&["top", "--json", "--interval", "100ms", "--api-sock", &vmm.socket()])
             .stdout(File::create(place.path(name)).unwrap())
@@ -296,7 +297,7 @@ fn a_guest_is_followed_to_the_moment_at_which_it_moves_away() {
     let sending = sending.expect("a look while it is sent");
     assert_eq!(sending["info"]["state"], "migrating");
 
-    // The other one has seen it come, and has gone on with it.
+    // The other client has seen the guest arrive and has continued with it.
     wait_for("a watch", || (subscribers(&destination) == 1).then_some(()));
     destination.await_progress(2, &[]);
     destination.tell(&["stop"]);
@@ -318,7 +319,7 @@ fn who_reads_no_more_has_the_guest_followed_no_more() {
     let mut lines = BufReader::new(top.stdout.take().unwrap()).lines();
     let page: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
     assert_eq!(page["info"]["state"], "running");
-    // As `head` does.
+    // The reader closes its end, as `head` does.
     drop(lines);
     let status = wait_for("its end", || top.try_wait().unwrap());
     assert_eq!(status.code(), Some(0));

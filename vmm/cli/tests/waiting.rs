@@ -1,5 +1,5 @@
-//! A receiver in the hands of strangers, and of sources that fail: it waits on, and receives the
-//! next one.
+//! A receiver that strangers and failing sources connect to continues to wait, and receives the
+//! next guest.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -21,13 +21,13 @@ fn phase(of: &Vmm<'_>) -> String {
     info["migration"]["phase"].as_str().unwrap_or_default().to_owned()
 }
 
-/// Threads and file descriptors of a process.
+/// Returns a process's numbers of threads and file descriptors.
 fn held(of: &Vmm<'_>) -> (usize, usize) {
     let count = |what| std::fs::read_dir(format!("/proc/{}/{what}", of.pid())).unwrap().count();
     (count("task"), count("fd"))
 }
 
-/// Begins to send the guest of `from`, and kills it in the middle.
+/// Starts to send the guest of `from`, and kills its process during pre-copy.
 fn dies_in_precopy(from: &mut Vmm<'_>, to: &str, there: &Vmm<'_>) {
     let socket = from.socket();
     std::thread::scope(|scope| {
@@ -42,7 +42,7 @@ fn waits_on(there: &Vmm<'_>) {
     wait_for("the receiver to wait on", || (phase(there) == "waiting").then_some(()));
 }
 
-/// Twice a source dies in the middle; the third moves its guest.
+/// Twice a source dies during pre-copy; the third one migrates its guest.
 fn moves(place: &Place, machine: &[&str], there: &[&str]) {
     let run = |name| Vmm::run(place, name, &[machine, GUEST].concat());
     let (mut destination, to) = receiver(place, "destination", there);
@@ -54,7 +54,7 @@ fn moves(place: &Place, machine: &[&str], there: &[&str]) {
             break;
         }
         let mut stream = TcpStream::connect(address).unwrap();
-        // It may have been turned away already.
+        // The connection may have been closed already.
         let _ = stream.write_all([&b""[..], b"DRIFTMIG", &[b'x'; 200]][n % 3]);
     }
     let mut first = run("first");

@@ -1,5 +1,5 @@
-//! What the tests of the binary share: a process that does not outlive its test, and its guest's
-//! lines.
+//! Shared parts of the binary's tests: a process that does not outlive its test, and its guest's
+//! reports.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::fs::DirEntry;
@@ -13,35 +13,35 @@ use driftline_images::{Message, Report};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// How long anything may take before a test gives up.
+/// Time limit after which a test gives up.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How long an attack takes at the least: a minute with `DRIFTLINE_FULL=1`, else no longer than its
-/// first steps.
+/// Returns the minimum duration of an attack: a minute with `DRIFTLINE_FULL=1`, otherwise no longer
+/// than its first steps.
 pub fn attack() -> Duration {
     Duration::from_secs(if driftline_machine::testing::full() { 60 } else { 0 })
 }
 
-/// The binary under test.
+/// Returns a command that runs the binary under test.
 pub fn driftline(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_driftline"));
     command.args(args).env_remove("RUST_LOG").stdin(Stdio::null());
     command
 }
 
-/// Runs a command to its end.
+/// Runs a command until it ends.
 pub fn output(args: &[&str]) -> Output {
     driftline(args).output().unwrap()
 }
 
-/// Runs a command that must succeed; what it printed.
+/// Runs a command that must succeed. Returns its stdout.
 pub fn succeed(args: &[&str]) -> String {
     let out = output(args);
     assert!(out.status.success(), "{args:?}: {}: {}", out.status, text(&out.stderr));
     text(&out.stdout)
 }
 
-/// Runs a command that must fail with `code`; what it said.
+/// Runs a command that must fail with `code`. Returns its message.
 pub fn fail(code: i32, args: &[&str]) -> String {
     let out = output(args);
     let (said, printed) = (text(&out.stderr), text(&out.stdout));
@@ -54,7 +54,7 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Waits until `check` has something.
+/// Waits until `check` returns a value.
 pub fn wait_for<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -66,7 +66,7 @@ pub fn wait_for<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// A directory for one test.
+/// A temporary directory for one test.
 pub struct Place(TempDir);
 
 impl Place {
@@ -87,8 +87,8 @@ impl Place {
     }
 }
 
-/// A driftline that has (or waits for) a guest: `name.sock`, `name.serial` and `name.err` in the
-/// test's directory. Killed when dropped.
+/// A driftline process that has, or waits for, a guest. Uses `name.sock`, `name.serial` and
+/// `name.err` in the test's directory. Killed when dropped.
 pub struct Vmm<'p> {
     place: &'p Place,
     name: &'static str,
@@ -111,7 +111,7 @@ impl<'p> Vmm<'p> {
         Self { place, name, child }
     }
 
-    /// Starts a guest and waits until it answers.
+    /// Starts a guest and waits until its API answers.
     pub fn run(place: &'p Place, name: &'static str, args: &[&str]) -> Self {
         let mut vmm = Self::start(place, name, &[&["run"], args].concat());
         vmm.await_api();
@@ -132,7 +132,7 @@ impl<'p> Vmm<'p> {
         self.place.text(&format!("{}.sock", self.name))
     }
 
-    /// What it said on stderr.
+    /// Returns the process's stderr.
     pub fn said(&self) -> String {
         self.place.read(&format!("{}.err", self.name))
     }
@@ -141,7 +141,7 @@ impl<'p> Vmm<'p> {
         self.child.id()
     }
 
-    /// `info --json`, if it answers.
+    /// Returns the output of `info --json`, if the process answers.
     pub fn info(&self) -> Option<Value> {
         let out = output(&["info", "--json", "--api-sock", &self.socket()]);
         out.status.success().then(|| serde_json::from_slice(&out.stdout).unwrap())
@@ -155,40 +155,40 @@ impl<'p> Vmm<'p> {
         self.state_now().unwrap_or_else(|| panic!("{} does not answer", self.name))
     }
 
-    /// A command about this guest that must succeed.
+    /// Runs a client command for this guest that must succeed.
     pub fn tell(&self, args: &[&str]) -> String {
         succeed(&[args, &["--api-sock", &self.socket()]].concat())
     }
 
-    /// A command about this guest that must fail with `code`.
+    /// Runs a client command for this guest that must fail with `code`.
     pub fn refuse(&self, code: i32, args: &[&str]) -> String {
         fail(code, &[args, &["--api-sock", &self.socket()]].concat())
     }
 
-    /// Whether it has not ended yet.
+    /// Returns whether the process has not ended yet.
     pub fn is_alive(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Kills it hard.
+    /// Kills the process with SIGKILL.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// Waits for its end; the exit code.
+    /// Waits until the process ends. Returns its exit code.
     pub fn wait(&mut self) -> Option<i32> {
         let name = self.name;
         wait_for(name, || self.child.try_wait().unwrap()).code()
     }
 
-    /// The last report of each vCPU so far, in this life.
+    /// Returns the last report of each vCPU so far, in this life.
     pub fn reports(&self) -> Vec<Report> {
         last_reports(&self.place.path(&format!("{}.serial", self.name)))
     }
 
-    /// Waits until every one of `vcpus` vCPUs has written more pages than `than` says, and checks
-    /// that none found an error.
+    /// Waits until each of `vcpus` vCPUs has written more pages than in `than`, and checks that
+    /// none found an error.
     pub fn await_progress(&self, vcpus: usize, than: &[Report]) -> Vec<Report> {
         let more = |r: &Report| {
             let before = than.iter().find(|b| b.vcpu == r.vcpu).map_or(0, |b| b.pages);
@@ -203,7 +203,7 @@ impl<'p> Vmm<'p> {
     }
 }
 
-/// A process that waits for a guest, and where.
+/// Starts a process that waits for a guest. Returns it with its address.
 pub fn receiver<'p>(place: &'p Place, name: &'static str, more: &[&str]) -> (Vmm<'p>, String) {
     let vmm = Vmm::start(place, name, &[&["receive-migration", "tcp:127.0.0.1:0"], more].concat());
     let address = wait_for("the receiver to listen", || {
@@ -241,17 +241,18 @@ fn last_reports(serial: &Path) -> Vec<Report> {
     last
 }
 
-/// Passes bytes on to `to` until a hand-over record appears in `state`: COMMIT, which comes after
-/// it, never arrives, and the connection stays open.
+/// Forwards bytes to `to` until a hand-over record appears in `state`. COMMIT, which is sent after
+/// the record is written, never arrives, and the connection stays open.
 pub fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
     proxy(to, state, |mut source, _, _| {
-        // Kept open until the source ends.
+        // Keep the connection open until the source ends.
         let mut piece = vec![0; 1 << 16];
         while matches!(source.read(&mut piece), Ok(1..)) {}
     })
 }
 
-/// As [`proxy_that_keeps_commit`], but COMMIT arrives, and both connections end with it.
+/// Does the same as [`proxy_that_keeps_commit`], but COMMIT arrives, and both connections end with
+/// it.
 pub fn proxy_that_ends_with_commit(to: &str, state: PathBuf) -> String {
     proxy(to, state, |source, mut destination, commit| {
         source.shutdown(Shutdown::Both).unwrap();
@@ -260,7 +261,7 @@ pub fn proxy_that_ends_with_commit(to: &str, state: PathBuf) -> String {
     })
 }
 
-/// Passes bytes on to `to` until those that end with COMMIT, which are `then`'s.
+/// Forwards bytes to `to` until a piece that ends with COMMIT, which is passed to `then`.
 fn proxy(to: &str, state: PathBuf, then: fn(TcpStream, TcpStream, &[u8])) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", listener.local_addr().unwrap());
@@ -273,7 +274,7 @@ fn proxy(to: &str, state: PathBuf, then: fn(TcpStream, TcpStream, &[u8])) -> Str
         std::thread::spawn(move || std::io::copy(&mut answers, &mut back));
         let mut piece = vec![0; 1 << 16];
         while let Ok(n @ 1..) = source.read(&mut piece) {
-            // The record stands earlier, while the destination restores.
+            // The source writes the record earlier, while the destination restores.
             if ends_with_commit(&piece[..n]) {
                 assert!(record_in(&state));
                 return then(source, destination, &piece[..n]);
@@ -286,7 +287,8 @@ fn proxy(to: &str, state: PathBuf, then: fn(TcpStream, TcpStream, &[u8])) -> Str
     address
 }
 
-/// Whether these bytes of a stream end with a COMMIT: nothing follows it before its answer.
+/// Returns whether these bytes of a stream end with a COMMIT. Nothing follows a COMMIT before its
+/// answer.
 fn ends_with_commit(bytes: &[u8]) -> bool {
     let (commit, head, payload) = (14u16.to_le_bytes(), 24, 16u32.to_le_bytes());
     let Some(at) = bytes.len().checked_sub(head + 16) else { return false };

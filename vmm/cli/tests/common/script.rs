@@ -1,11 +1,11 @@
-//! A guest that drives virtio devices by a script: a table of register and memory writes with the
-//! few instructions that go through it, so what a driver does here it does through the machine:
-//! exits, ioeventfds, the devices' threads.
+//! A guest that drives virtio devices by a script. The guest is a table of register and memory
+//! writes, and a few instructions that walk the table. A driver's actions therefore pass through
+//! the machine: exits, ioeventfds, and the devices' threads.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses a part")]
 
 use driftline_machine::testing::{CODE_AT, Elf};
 
-/// Where devices' registers begin, and a device's register numbers.
+/// Guest physical address of the devices' registers; register offsets within a device.
 pub const DEVICES: u32 = 0xd000_0000;
 const DRIVER_FEATURES: u32 = 0x20;
 const DRIVER_FEATURES_SEL: u32 = 0x24;
@@ -22,18 +22,18 @@ const NEEDS_RESET: u32 = 64;
 pub const NEXT: u32 = 1;
 pub const WRITE: u32 = 2;
 pub const INDIRECT: u32 = 4;
-/// Entries of all queues.
+/// Number of entries in each queue.
 pub const SIZE: u32 = 8;
-/// The guest's memory ends here.
+/// Size of guest memory, in bytes.
 pub const MEM_BYTES: u32 = 32 << 20;
-/// Where rings are: descriptors, available ring, used ring, a page apart; then the buffers.
+/// Addresses of the rings, one page apart: descriptors, available ring, used ring; then the
+/// buffers.
 pub const RINGS: u32 = 0x20_0000;
 pub const AVAILABLE: u32 = RINGS + 0x1000;
 pub const USED: u32 = RINGS + 0x2000;
 pub const BUFFERS: u32 = 0x30_0000;
 
-/// The end of what the guest does, or one thing that it does: write 32 bits, wait for them, print a
-/// character.
+/// One step of the guest: write 32 bits, wait for 32 bits, or print a character.
 #[derive(Clone, Copy)]
 pub enum Step {
     Write(u32, u32),
@@ -41,14 +41,14 @@ pub enum Step {
     Print(u8),
 }
 
-/// A device of the guest's.
+/// A device of the guest.
 #[derive(Clone, Copy)]
 pub struct Target {
-    /// Its place.
+    /// Index of the device's register page.
     pub index: u32,
-    /// The queue that is used.
+    /// Index of the queue that the script uses.
     pub queue: u32,
-    /// As messages name it.
+    /// Name of the device in messages.
     pub label: &'static str,
 }
 
@@ -70,11 +70,11 @@ impl Script {
         self.write(device.register(register), value);
     }
 
-    /// From a reset to a ready driver, with one queue and fresh rings.
+    /// Takes the device from a reset to a ready driver, with one queue and fresh rings.
     pub fn start(&mut self, device: Target) {
         self.set(device, STATUS, 0);
         self.set(device, STATUS, 3);
-        // VERSION_1, and for indirect tables their own; of disks, FLUSH.
+        // VERSION_1 and INDIRECT_DESC; for disks also FLUSH.
         let flush = u32::from(device.label.contains("blk")) << 9;
         for (select, features) in [(0, 1 << 28 | flush), (1, 1)] {
             self.set(device, DRIVER_FEATURES_SEL, select);
@@ -104,20 +104,20 @@ impl Script {
         }
     }
 
-    /// Makes the chain from `head` available, as the first one of `count`, and notifies.
+    /// Makes the chain from `head` available as the first one of `count`, and notifies the device.
     pub fn offer(&mut self, device: Target, head: u32, count: u32) {
         self.write(AVAILABLE + 4, head);
         self.write(AVAILABLE, count << 16);
         self.set(device, QUEUE_NOTIFY, device.queue);
     }
 
-    /// Waits until the device asks for a reset.
+    /// Waits until the device requests a reset.
     pub fn await_stop(&mut self, device: Target) {
         self.0.push(Step::Wait(device.register(STATUS), NEEDS_RESET, NEEDS_RESET));
         self.0.push(Step::Print(b'S'));
     }
 
-    /// Uses a device as it is meant: 16 bytes of randomness, or the disk's first sector.
+    /// Uses a device correctly: reads 16 bytes of randomness, or the disk's first sector.
     pub fn use_well(&mut self, device: Target) {
         self.start(device);
         if device.label.contains("rng") {
@@ -140,7 +140,7 @@ impl Script {
         self.0.push(Step::Print(b'W'));
     }
 
-    /// Asks a disk to make durable what was written to it, waits until it has, and prints an F.
+    /// Requests a flush of a disk, waits for its completion, and prints an F.
     pub fn flush(&mut self, disk: Target) {
         let status = BUFFERS + 0x2000;
         self.start(disk);
@@ -157,7 +157,7 @@ impl Script {
         self.0.push(Step::Print(b'F'));
     }
 
-    /// An ELF file that does all of it, and resets.
+    /// Returns an ELF file that performs all steps, then resets.
     pub fn kernel(&self) -> Vec<u8> {
         const TABLE_AT: u32 = 64;
         // mov esi, table

@@ -1,5 +1,5 @@
-//! A file system with one file, `disk`, whose flushes, writes or locks stop being answered when a
-//! test says so.
+//! A file system with one file, `disk`, that stops answering flushes, writes or locks when a test
+//! requests it.
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::OsStr;
@@ -20,11 +20,11 @@ use tempfile::TempDir;
 const DISK: INodeNo = INodeNo(2);
 const TTL: Duration = Duration::from_secs(60);
 
-/// Requests of one kind.
+/// Control of the requests of one kind.
 struct Gate<R> {
-    /// How many are still answered.
+    /// Number of requests that will still be answered.
     answered: AtomicUsize,
-    /// Those that are not.
+    /// Requests that wait for an answer.
     stuck: Mutex<Vec<R>>,
 }
 
@@ -35,7 +35,7 @@ impl<R> Default for Gate<R> {
 }
 
 impl<R> Gate<R> {
-    /// The reply, if the request is to be answered.
+    /// Returns the reply if the request is to be answered; otherwise keeps the reply.
     fn pass(&self, reply: R) -> Option<R> {
         let order = Ordering::SeqCst;
         match self.answered.fetch_update(order, order, |left| left.checked_sub(1)) {
@@ -51,7 +51,7 @@ impl<R> Gate<R> {
         self.answered.store(requests, Ordering::SeqCst);
     }
 
-    /// Answers all from now on, and gives those that wait.
+    /// Answers all requests from now on. Returns the waiting ones.
     fn open(&self) -> Vec<R> {
         self.answer_only(usize::MAX);
         std::mem::take(&mut *self.stuck.lock().unwrap())
@@ -72,11 +72,13 @@ struct Gates {
 struct OneFile {
     content: Mutex<Vec<u8>>,
     gates: Arc<Gates>,
-    /// It is asked for locks, and gives each; else the kernel keeps them.
+    /// Whether the file system receives and grants lock requests itself; otherwise the kernel
+    /// manages locks.
     has_locks: bool,
 }
 
-/// The mounted file system. Dropping it answers what is stuck and unmounts it, whoever uses it.
+/// The mounted file system. Dropping it answers all waiting requests and unmounts it, even if it is
+/// in use.
 pub struct StuckStorage {
     gates: Arc<Gates>,
     session: Option<BackgroundSession>,
@@ -84,12 +86,12 @@ pub struct StuckStorage {
 }
 
 impl StuckStorage {
-    /// With a disk of `bytes`; the error is the host's that has no FUSE, or forbids it.
+    /// Mounts a file system with a disk of `bytes`. Fails if the host has no FUSE, or forbids it.
     pub fn new(bytes: usize) -> Result<Self, String> {
         Self::mount(bytes, false)
     }
 
-    /// Which answers no request for a lock.
+    /// Mounts a file system that answers no lock request.
     pub fn without_locks(bytes: usize) -> Result<Self, String> {
         let storage = Self::mount(bytes, true)?;
         storage.gates.locks.answer_only(0);
@@ -110,17 +112,17 @@ impl StuckStorage {
         self.dir.path().join("disk")
     }
 
-    /// From now on so many flushes are answered, and no more.
+    /// Answers this many more flushes, then none.
     pub fn answer_only(&self, flushes: usize) {
         self.gates.flushes.answer_only(flushes);
     }
 
-    /// From now on so many writes are answered, and no more.
+    /// Answers this many more writes, then none.
     pub fn answer_only_writes(&self, writes: usize) {
         self.gates.writes.answer_only(writes);
     }
 
-    /// Flushes, writes and locks that wait for an answer.
+    /// Returns the number of flushes, writes and locks that wait for an answer.
     pub fn stuck(&self) -> usize {
         let Gates { flushes, writes, locks } = &*self.gates;
         flushes.stuck() + writes.stuck() + locks.stuck()
@@ -132,8 +134,8 @@ impl Drop for StuckStorage {
         self.gates.flushes.open().into_iter().for_each(ReplyEmpty::ok);
         self.gates.locks.open().into_iter().for_each(ReplyEmpty::ok);
         self.gates.writes.open().into_iter().for_each(|reply| reply.error(Errno::EIO));
-        // Lazily: a process that a test has not ended yet may still have the disk open, and then it
-        // could not be unmounted in any other way.
+        // A lazy unmount: a process that a test has not ended yet may still have the disk open,
+        // which prevents any other unmount.
         let unmounted = Command::new("umount").arg("--lazy").arg(self.dir.path()).status();
         drop(self.session.take());
         if !std::thread::panicking() {
@@ -272,7 +274,7 @@ impl Filesystem for OneFile {
         }
     }
 
-    /// A file without data has one hole.
+    /// A file without data consists of one hole.
     fn lseek(
         &self,
         _: &Request,
