@@ -5,7 +5,7 @@ use serde::Serialize;
 /// Minimum number of runs from which a statement about their spread is made.
 const ENOUGH_RUNS: usize = 3;
 
-/// A figure over several runs: its median, and what lies around it.
+/// A figure over several runs: its median, and the spread around it.
 ///
 /// ```
 /// use driftline_compare::Spread;

@@ -34,7 +34,8 @@ impl Sink {
     }
 }
 
-/// A source and a sink. Reads and shows as `dirty-ring+tree`; the source alone means its tree.
+/// A source and a sink. Parses from, and displays as, `dirty-ring+tree`; the source alone parses as
+/// the source with a tree.
 ///
 /// ```
 /// use driftline_compare::Way;

@@ -39,7 +39,7 @@ pub enum ClientError {
         /// What went wrong.
         why: String,
     },
-    /// No answer came in time.
+    /// No answer arrived within the limit.
     #[error(
         "the VMM on {} has not answered {request} in {limit:?}: its process may be stopped (`ps` shows it as T) or its host \
          overloaded; --timeout waits longer",

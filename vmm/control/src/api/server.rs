@@ -218,7 +218,7 @@ fn leave_signals_to_others() {
         // SAFETY: the set is initialized, and the signals exist.
         unsafe { libc::sigaddset(set.as_mut_ptr(), signal) };
     }
-    // SAFETY: the set is initialized; the old mask is not asked for.
+    // SAFETY: the set is initialized; the call does not write the old mask.
     unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut()) };
 }
 

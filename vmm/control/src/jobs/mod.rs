@@ -185,7 +185,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Ends run `number` if its client does not come to hold it.
+    /// Ends run `number` if its client does not hold it in time.
     pub async fn expect_client(&self, number: u64) {
         if let Some(job) = self.checkpoint.find(number) {
             job.expect_client().await;
@@ -302,7 +302,7 @@ impl Jobs {
     }
 
     /// Waits, after the guest has ended, until the jobs are over and their clients have read the
-    /// end, for at most [`LAST_READ`].
+    /// end, for at most `LAST_READ`.
     pub fn settle(&self) {
         let end = Instant::now() + LAST_READ;
         let wait = |done: &dyn Fn() -> bool| {

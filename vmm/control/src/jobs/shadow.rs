@@ -81,7 +81,7 @@ impl FromStr for ShadowMode {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ShadowError {
-    /// The kernel, or its administrator, does not allow it.
+    /// The kernel or its configuration does not allow the method.
     #[error(
         "this host lacks userfaultfd's asynchronous write protection: --shadow userfault-wp needs Linux 6.7, and root, \
          vm.unprivileged_userfaultfd=1 or /dev/userfaultfd; --shadow compare does without ({0})"

@@ -54,7 +54,7 @@ impl GuestState {
 /// Answer to `GET /info` for a guest.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Info {
-    /// What the guest is doing.
+    /// The guest's state.
     pub state: GuestState,
     /// The guest's id.
     pub vm_id: VmId,
@@ -130,9 +130,9 @@ pub enum ArrivingState {
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum InfoPage {
-    /// There is a guest.
+    /// The answer for a guest.
     Guest(Box<Info>),
-    /// There is no guest yet.
+    /// The answer while there is no guest yet.
     Arriving(ArrivingInfo),
 }
 
