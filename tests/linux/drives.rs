@@ -49,7 +49,7 @@ fn whichever_epoch(test: &str, checkers: &str, restored: usize) {
         story.here.kill();
         let (name, number) = (story.next_name(), epoch["epoch"].to_string());
         let disk = format!("path={}", text(&story.disk));
-        let from = ["restore", "--store", text(&store), "--epoch", &number];
+        let from = ["restore", "--same-id", "--store", text(&store), "--epoch", &number];
         let args = [&from[..], &["--disk", &disk, "--net", "tap=tap0"]].concat();
         story.here = Driftline::start_at(&network.hosts[0], &scratch, &name, &args);
         story.here.wait_state("running");
@@ -64,7 +64,8 @@ fn whichever_epoch(test: &str, checkers: &str, restored: usize) {
     std::fs::remove_dir_all(&store).expect("the store is ours");
     story.here.kill();
     let (name, disk) = (story.next_name(), format!("path={}", text(&story.disk)));
-    let from = ["restore", "--store", text(&archive), "--disk", &disk, "--net", "tap=tap0"];
+    let from = ["restore", "--same-id", "--store", text(&archive)];
+    let from = [&from[..], &["--disk", &disk, "--net", "tap=tap0"]].concat();
     story.here = Driftline::start_at(&network.hosts[0], &scratch, &name, &from);
     story.here.wait_state("running");
     let progress = Progress::wait(&mut story.here, false);
