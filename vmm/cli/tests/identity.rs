@@ -253,6 +253,8 @@ fn every_thread_logs_whose_it_is() {
     for line in events() {
         let span = &line["spans"][0];
         assert!(span["vm_id"] == ID && span["vm_name"] == "web-1", "{line}");
+        let of_guests = line["spans"].as_array().unwrap().iter().filter(|s| s["name"] == "guest");
+        assert_eq!(of_guests.count(), 1, "{line}");
     }
     let of = |target: &str| events().any(|l| l["target"].as_str().unwrap().starts_with(target));
     assert!(of("driftline_migrate::source"), "{said}");
