@@ -14,6 +14,7 @@ use driftline_machine::config::{
     DiskConfig, DiskSpec, HostConfig, MachineConfig, Restored, guest_span,
 };
 use driftline_machine::machine::EarlyVm;
+use driftline_machine::schedule;
 
 use super::args::RestoreArgs;
 use super::end::{to_the_end, when_memory_is_lost};
@@ -35,6 +36,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let socket = prepare(&args.host, named)?;
     driftline_machine::exit::set_lost_memory(when_memory_is_lost);
     let mut server = Server::begin()?;
+    schedule::default_slices();
     // Runs in parallel with reading the store, which says what guest it is for.
     let early = EarlyVm::begin();
     let stored = Stored::open(&args.store)?;
@@ -54,6 +56,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let host = HostConfig { disks_are_copies: true, restored, ..host };
     let factory = Settled { inner: Factory::new(host).with_early(early), unsettled };
     let restored = stored.restore(args.epoch, args.lazy, &factory);
+    schedule::short_slices();
     let (vm, report) = restored.map_err(|e| restore_failure(e, &stored))?;
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
     // Restoring took a while, in which a hand-over record may have appeared.

@@ -156,8 +156,9 @@ pub fn spawn<T: Send + 'static>(
     Builder::new().name(name).spawn(move || {
         let _logged = logged.entered();
         signals::block();
-        if matches!(class, Class::Vcpu | Class::Worker) {
-            schedule::default_slices();
+        match class {
+            Class::Vcpu | Class::Worker => schedule::default_slices(),
+            _ => schedule::short_slices(),
         }
         enter(class);
         work()
