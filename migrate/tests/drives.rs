@@ -401,7 +401,10 @@ fn guest_is_built_beside_one_whose_storage_hangs() {
     within(LONG, "it waits on", || there.waits_on());
     // Another one, of which no copies are made. A busy host may take longer than the limit.
     within(LONG, "another one is built", || {
-        Sender::start(guest.guest(), &there.to, &quick_send(&world.host)).result().is_ok()
+        let sent = Sender::start(guest.guest(), &there.to, &quick_send(&world.host)).result();
+        let late =
+            |e: &driftline_migrate::SendError| e.to_string().contains("was not built within");
+        sent.inspect_err(|e| assert!(late(e), "{e}")).is_ok()
     });
     there.guest().guest.verify().unwrap();
     assert_eq!(world.copies(), 0, "the first one's storage hangs still");

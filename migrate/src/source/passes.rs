@@ -39,7 +39,7 @@ pub(super) struct Passes<'a> {
 }
 
 /// A pass that the destination has not acknowledged yet.
-#[must_use = "the destination's word is not yet heard"]
+#[must_use = "the destination has not acknowledged the pass yet"]
 #[derive(Debug)]
 pub(super) struct PassSent {
     pass: u32,
@@ -52,13 +52,12 @@ pub(super) struct PassSent {
 /// An acknowledged pass.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PassDone {
-    pub(super) counts: Counts,
-    pub(super) bytes: u64,
+    counts: Counts,
+    bytes: u64,
     pub(super) time: Duration,
 }
 
 impl PassDone {
-    ///
     /// Returns what the pass says about the link. `dirtied` frames and blocks were written during
     /// it, and it sent `blocks` of disks besides frames.
     ///

@@ -71,11 +71,10 @@ fn checkpointing(info: &Info) -> String {
         Some(every) => format!("every {every} ms into {}", store.display()),
         None => format!("one checkpoint into {}", store.display()),
     });
-    match (run, info.checkpointing) {
-        (Some(run), true) => run,
-        (Some(run), false) => format!("no; the last run: {run}"),
-        (None, true) => "yes".to_owned(),
-        (None, false) => "no".to_owned(),
+    match run {
+        Some(run) if info.checkpointing => run,
+        Some(run) => format!("no; the last run: {run}"),
+        None => "no".to_owned(),
     }
 }
 

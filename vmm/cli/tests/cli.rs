@@ -4,35 +4,12 @@
 
 mod common;
 
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-
-use common::{Place, Vmm, fail, output, succeed, text, wait_for};
+use common::{Place, Vmm, fail, output, raw, request, succeed, text, wait_for};
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M"];
 
 fn payload(spec: &'static str) -> Vec<&'static str> {
     [THREADS, &["--guest", spec]].concat()
-}
-
-/// Sends one raw request and returns the whole answer.
-fn raw(socket: &str, request: &str) -> String {
-    let mut stream = UnixStream::connect(socket).unwrap();
-    let mut answer = Vec::new();
-    // The server may refuse and close while the client is still writing.
-    let _ = stream.write_all(request.as_bytes());
-    let _ = stream.read_to_end(&mut answer);
-    text(&answer)
-}
-
-fn request(socket: &str, method: &str, path: &str, body: &str) -> String {
-    let length = body.len();
-    raw(
-        socket,
-        &format!(
-            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}"
-        ),
-    )
 }
 
 #[test]

@@ -5,10 +5,8 @@
 mod common;
 
 use std::fs::File;
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
 
-use common::{Place, Vmm, fail, receiver, succeed};
+use common::{Place, Vmm, fail, receiver, request, succeed};
 use driftline_guest::{Guest, RunState};
 use driftline_machine::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::Machine;
@@ -24,16 +22,6 @@ fn disk(place: &Place, name: &str, bytes: u64) -> String {
 
 fn run<'a>(more: &[&'a str]) -> Vec<&'a str> {
     [&["run", "--serial", "null"], GUEST, more].concat()
-}
-
-/// Returns the answer to a request about a guest.
-fn ask(socket: &str, path: &str) -> String {
-    let mut stream = UnixStream::connect(socket).unwrap();
-    let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
-    stream.write_all(request.as_bytes()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    answer
 }
 
 #[test]
@@ -99,10 +87,10 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
     let before = first.await_progress(1, &[]);
     let figures = first.info().unwrap()["devices"][0].clone();
     assert_eq!((&figures["id"], &figures["reads"]), (&"disk0".into(), &0.into()), "{figures}");
-    let drive = ask(&first.socket(), "/drives/disk0");
+    let drive = request(&first.socket(), "GET", "/drives/disk0", "");
     let told = "\"bytes\":1048576,\"drive_id\":\"disk0\",\"is_read_only\":false";
     assert!(drive.starts_with("HTTP/1.1 200") && drive.contains(told), "{drive}");
-    let all = ask(&first.socket(), "/vm/config");
+    let all = request(&first.socket(), "GET", "/vm/config", "");
     assert!(all.contains(&format!("\"drives\":[{{{told}")), "{all}");
 
     // The guest that has the disk still runs, so a restored one must not.

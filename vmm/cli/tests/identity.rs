@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Place, Vmm, fail, receiver, succeed, wait_for};
+use common::{Place, Vmm, fail, receiver, request, succeed, wait_for};
 use driftline_machine::testing::kvm_or_skip;
 use serde_json::{Value, json};
 
@@ -190,7 +190,7 @@ fn logs_and_metrics_say_whose_they_are() {
     assert!(said.contains(ID) && said.contains("web-1"), "{said}");
     let labels = format!("driftline_running{{vm_id=\"{ID}\",name=\"web-1\"}} 1");
     let socket = vmm.socket();
-    assert!(metrics(&socket).contains(&labels));
+    assert!(request(&socket, "GET", "/metrics", "").contains(&labels));
 }
 
 /// Returns the guest's identity from the line of the JSON log which says that the guest runs.
@@ -213,7 +213,7 @@ fn logs_and_metrics_show_the_lineage() {
     assert_eq!(guest["vm_id"], ID);
     assert!(guest.get("vm_parent").is_none(), "{guest}");
     assert!(guest.get("vm_parent_checkpoint").is_none(), "{guest}");
-    assert!(!metrics(&parent.socket()).contains("driftline_lineage"));
+    assert!(!request(&parent.socket(), "GET", "/metrics", "").contains("driftline_lineage"));
     let clone = restore(&place, "clone", &store, &[&["--name", "two"], &json_log[..]].concat());
     let guest = logged_guest(&clone);
     let id = clone.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
@@ -221,7 +221,7 @@ fn logs_and_metrics_show_the_lineage() {
     assert_eq!(guest["vm_parent"], ID, "{guest}");
     assert_eq!(guest["vm_parent_checkpoint"], 1, "{guest}");
     let labels = format!("vm_id=\"{id}\",name=\"two\",parent=\"{ID}\",checkpoint=\"1\"");
-    let metrics = metrics(&clone.socket());
+    let metrics = request(&clone.socket(), "GET", "/metrics", "");
     assert!(metrics.contains(&format!("driftline_lineage{{{labels}}} 1\n")), "{metrics}");
 }
 
@@ -258,13 +258,4 @@ fn every_thread_logs_whose_it_is() {
     }
     let of = |target: &str| events().any(|l| l["target"].as_str().unwrap().starts_with(target));
     assert!(of("driftline_migrate::source"), "{said}");
-}
-
-fn metrics(socket: &str) -> String {
-    use std::io::{Read, Write};
-    let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: l\r\nconnection: close\r\n\r\n").unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    answer
 }

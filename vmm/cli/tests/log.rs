@@ -3,12 +3,13 @@
 
 mod common;
 
-use std::net::TcpListener;
+use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 
 use common::{PATIENCE, Place, Vmm, driftline, fail, output, receiver, text, wait_for};
 use driftline_machine::testing::{Elf, kvm_or_skip};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -119,18 +120,24 @@ fn a_failure_is_said_once() {
 /// users of its log.
 #[test]
 fn failed_migration_is_said_once() {
-    for verbose in [&[][..], &["-v"]] {
+    // Bound, so that no other program gets the port, and not listening.
+    let flags = SocketFlags::CLOEXEC;
+    let bound = socket_with(AddressFamily::INET, SocketType::STREAM, flags, None).unwrap();
+    bind(&bound, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    let closed = SocketAddr::try_from(getsockname(&bound).unwrap()).unwrap();
+    let to = format!("tcp:{closed}");
+    for (verbose, in_log) in [(&[][..], 0), (&["-v"], 1)] {
         let place = Place::new();
-        let vmm = Vmm::run(&place, "a", &[GUEST, verbose].concat());
-        // A port that was free shortly before.
-        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let to = format!("tcp:{closed}");
+        let mut vmm = Vmm::run(&place, "a", &[GUEST, verbose].concat());
         let said = vmm.refuse(4, &[&["send-migration", &to], verbose].concat());
         let cause = format!("cannot connect to {closed}");
         assert_eq!(said.matches(&cause).count(), 1, "{verbose:?}: {said}");
         assert_eq!(said.lines().count(), 1, "{verbose:?}: {said}");
+        // The log is complete once the process has ended.
+        vmm.tell(&["stop"]);
+        vmm.wait();
         let logged = vmm.said();
-        assert_eq!(logged.matches(&cause).count(), verbose.len(), "{verbose:?}: {logged}");
+        assert_eq!(logged.matches(&cause).count(), in_log, "{verbose:?}: {logged}");
     }
 }
 

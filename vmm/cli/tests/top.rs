@@ -12,7 +12,7 @@ use std::process::{Child, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 
-use common::{Place, Vmm, driftline, fail, receiver, text, wait_for};
+use common::{Place, Vmm, driftline, fail, receiver, request, text, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Termios, Winsize, tcgetattr, tcsetwinsize};
@@ -92,19 +92,6 @@ fn what_cannot_be_shown_is_refused_in_a_sentence() {
     assert!(said.contains("--tracking none"), "{said}");
 }
 
-/// Sends one request. Returns the answer from its status on.
-fn request(vmm: &Vmm, method: &str, path: &str, body: &str) -> String {
-    let mut stream = UnixStream::connect(vmm.socket()).unwrap();
-    let length = body.len();
-    let request = format!(
-        "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}"
-    );
-    stream.write_all(request.as_bytes()).unwrap();
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer).unwrap();
-    text(&answer)
-}
-
 #[test]
 fn hostile_requests_are_refused_by_value_and_watches_that_nobody_asks_end() {
     let place = Place::new();
@@ -120,22 +107,22 @@ fn hostile_requests_are_refused_by_value_and_watches_that_nobody_asks_end() {
         ("GET", "", "", "missing field"),
         ("DELETE", "?watch=99", "", "there is no watch 99 here"),
     ] {
-        let answer = request(&vmm, method, &format!("/dirty/watch{query}"), body);
+        let answer = request(&vmm.socket(), method, &format!("/dirty/watch{query}"), body);
         assert!(answer.starts_with("HTTP/1.1 400") && answer.contains(why), "{why}: {answer}");
     }
     assert_eq!(subscribers(&vmm), 0, "none of these has begun one");
 
     for number in 1..=4 {
-        let answer = request(&vmm, "POST", "/dirty/watch", r#"{"bins":1}"#);
+        let answer = request(&vmm.socket(), "POST", "/dirty/watch", r#"{"bins":1}"#);
         assert!(answer.ends_with(&format!(r#"{{"watch":{number}}}"#)), "{answer}");
     }
-    let answer = request(&vmm, "POST", "/dirty/watch", "{}");
+    let answer = request(&vmm.socket(), "POST", "/dirty/watch", "{}");
     assert!(answer.contains("4 others are watching this guest's writes already"), "{answer}");
-    let answer = request(&vmm, "GET", "/dirty/watch?watch=4", "");
+    let answer = request(&vmm.socket(), "GET", "/dirty/watch?watch=4", "");
     assert!(answer.contains(r#""bin_bytes":67108864,"bin_frames":["#), "{answer}");
-    let answer = request(&vmm, "DELETE", "/dirty/watch?watch=4", "");
+    let answer = request(&vmm.socket(), "DELETE", "/dirty/watch?watch=4", "");
     assert!(answer.starts_with("HTTP/1.1 204"), "{answer}");
-    let answer = request(&vmm, "GET", "/dirty/watch?watch=4", "");
+    let answer = request(&vmm.socket(), "GET", "/dirty/watch?watch=4", "");
     assert!(answer.contains("there is no watch 4 here, or it has ended"), "{answer}");
     // A client that dies while it waits.
     let mut stream = UnixStream::connect(vmm.socket()).unwrap();

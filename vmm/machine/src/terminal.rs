@@ -90,13 +90,12 @@ fn set(settings: &termios2) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::process::{Command, Stdio};
-
     use rustix::fs::{Mode, OFlags};
     use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
     use rustix::termios::{LocalModes, tcgetattr};
 
     use super::*;
+    use crate::testing::run_in_child;
 
     fn is_raw() -> bool {
         let modes = tcgetattr(io::stdin()).unwrap().local_modes;
@@ -114,14 +113,8 @@ mod tests {
             let name = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
             let flags = OFlags::RDWR | OFlags::NOCTTY;
             let terminal = rustix::fs::open(&name, flags, Mode::empty()).unwrap();
-            let mut child = Command::new(std::env::current_exe().unwrap());
             let test = "terminal::tests::terminal_has_one_owner_at_a_time";
-            child.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(CHILD, "1");
-            let out = child.stdin(Stdio::from(terminal)).output().unwrap();
-            let said = String::from_utf8_lossy(&out.stdout);
-            assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
-            assert!(said.contains("1 passed"), "{said}");
-            return;
+            return run_in_child(test, CHILD, "1", terminal);
         }
         assert!(!is_raw());
         let mut first = Stdin::take().unwrap();

@@ -5,6 +5,7 @@
 use std::fs::DirEntry;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -12,6 +13,23 @@ use std::time::{Duration, Instant};
 use driftline_images::{Message, Report};
 use serde_json::Value;
 use tempfile::TempDir;
+
+/// Sends one request to the API at `socket`. Returns the whole answer.
+pub fn request(socket: &str, method: &str, path: &str, body: &str) -> String {
+    let length = body.len();
+    let head = format!("{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n");
+    raw(socket, &format!("{head}Content-Length: {length}\r\n\r\n{body}"))
+}
+
+/// Sends `bytes` to the API at `socket`. Returns what it answers until it closes the connection.
+pub fn raw(socket: &str, bytes: &str) -> String {
+    let mut stream = UnixStream::connect(socket).unwrap();
+    // A refused request may be answered before it is read.
+    let _ = stream.write_all(bytes.as_bytes());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    text(&answer)
+}
 
 /// Time limit after which a test gives up.
 pub const PATIENCE: Duration = Duration::from_secs(60);

@@ -20,9 +20,10 @@ type Hook = Box<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 const DECISION_LIMIT: Duration = Duration::from_secs(5);
 /// Upper bound on taking over a guest after its source has handed it over. The steps are: the disk
 /// copies are handed to the devices, then the devices open their files in parallel. A step that
-/// exceeds its limit fails. Releasing the files again takes no time, because nothing that would
-/// have to be made durable was written to them here. The sum is less than the 30 s for which a
-/// client waits by default.
+/// exceeds its limit fails. If the devices cannot open their files, releasing these again takes no
+/// time, because nothing that would have to be made durable was written to them here. Only where
+/// resuming fails, the devices also flush; that time is not part of the sum. The sum is less than
+/// the 30 s for which a client waits by default.
 const TAKE_OVER_LIMIT: Duration =
     ACQUIRE_LIMIT.saturating_add(driftline_migrate::YIELD_LIMIT).saturating_add(DECISION_LIMIT);
 /// Interval between attempts to end the wait for a guest while the attempts are refused.

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use crate::config::{
 };
 use crate::fail_point;
 use crate::memory::{Backing, MemoryOptions};
-use crate::testing::{Elf, Tap, kernel_config, kvm_or_skip, skip};
+use crate::testing::{Elf, Tap, kernel_config, kvm_or_skip, run_in_child, skip};
 
 /// Larger than any other mapping of the process.
 const MEM_BYTES: u64 = 1 << 30;
@@ -232,14 +232,8 @@ fn failed_build_leaves_nothing_behind() {
             skip(TEST, &format!("without a network interface: {why}"));
         }
         let name = format!("machine::failed_builds::{TEST}");
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", &name, "--nocapture", "--test-threads=1"]);
-        child.env(CHILD, tap.as_ref().map_or("", |tap| &tap.0));
-        let out = child.stdin(Stdio::null()).output().unwrap();
-        let said = String::from_utf8_lossy(&out.stdout);
-        assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
-        assert!(said.contains("1 passed"), "{said}");
-        return;
+        let tap = tap.as_ref().map_or("", |tap| &tap.0);
+        return run_in_child(&name, CHILD, tap, Stdio::null());
     };
     let dir = tempfile::tempdir().unwrap();
     // hlt; jmp $-1

@@ -1,7 +1,6 @@
 //! Machines with slow or stuck devices: every wait for such a device has a limit.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,7 +10,7 @@ use super::Machine;
 use crate::config::{HostConfig, SerialSink};
 use crate::devices::{DeviceSet, Limits, fake};
 use crate::terminal::Stdin;
-use crate::testing::{Elf, kernel_config, kvm_or_skip};
+use crate::testing::{Elf, kernel_config, kvm_or_skip, run_in_child};
 use crate::vm::{EndReason, Vm};
 
 pub(super) const LONG: Duration = Duration::from_secs(60);
@@ -213,14 +212,8 @@ fn console_belongs_to_the_guest_that_runs() {
     }
     if std::env::var_os(CHILD).is_none() {
         let name = "machine::tests::console_belongs_to_the_guest_that_runs";
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(CHILD, "1");
         let (stdin, _writer) = std::io::pipe().unwrap();
-        let out = child.stdin(Stdio::from(stdin)).output().unwrap();
-        let said = String::from_utf8_lossy(&out.stdout);
-        assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
-        assert!(said.contains("1 passed"), "{said}");
-        return;
+        return run_in_child(name, CHILD, "1", stdin);
     }
     let dir = tempfile::tempdir().unwrap();
     let kernel = dir.path().join("kernel");

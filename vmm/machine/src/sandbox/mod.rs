@@ -156,10 +156,7 @@ pub fn spawn<T: Send + 'static>(
     Builder::new().name(name).spawn(move || {
         let _logged = logged.entered();
         signals::block();
-        match class {
-            Class::Vcpu | Class::Worker => schedule::default_slices(),
-            _ => schedule::short_slices(),
-        }
+        take_slices(class);
         enter(class);
         work()
     })
@@ -178,8 +175,17 @@ pub fn spawn_late<T: Send + 'static>(
     Builder::new().name(name).spawn(move || {
         let _logged = logged.entered();
         signals::block();
+        take_slices(class);
         work(&|| enter(class))
     })
+}
+
+/// Gives the calling thread the time slices of `class`, whichever its creator has.
+fn take_slices(class: Class) {
+    match class {
+        Class::Vcpu | Class::Worker => schedule::default_slices(),
+        _ => schedule::short_slices(),
+    }
 }
 
 /// Restricts the calling thread to `class`. If that fails, the process exits: a partial sandbox is

@@ -8,6 +8,7 @@ use std::ffi::OsStr;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use driftline_dirty_tracker::TrackingMode;
 use seccompiler::{
@@ -92,6 +93,21 @@ pub(crate) fn soon() -> std::time::Instant {
 /// Returns whether tests with a long form run that form: with `DRIFTLINE_FULL=1`.
 pub fn full() -> bool {
     std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1")
+}
+
+/// Runs `test` of this binary, named with its path, in a process of its own, where the environment
+/// variable `variable` is `value`.
+///
+/// # Panics
+/// Fails the calling test if that process fails or does not run the test.
+#[allow(clippy::unwrap_used)]
+pub fn run_in_child(test: &str, variable: &str, value: &str, stdin: impl Into<Stdio>) {
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(variable, value);
+    let out = child.stdin(stdin).output().unwrap();
+    let said = String::from_utf8_lossy(&out.stdout);
+    assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
+    assert!(said.contains("1 passed"), "{said}");
 }
 
 /// Reports that `test` of this binary is skipped, as [`kvm_or_skip`] does, for another reason.

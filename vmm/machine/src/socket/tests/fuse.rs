@@ -11,6 +11,7 @@ use fuser::{
 };
 
 use super::*;
+use crate::testing::skip;
 
 /// The names in the directory.
 type Names = Arc<Mutex<BTreeMap<OsString, INodeNo>>>;
@@ -114,10 +115,11 @@ impl Filesystem for Plain {
     }
 }
 
-/// Mounts `files` at `dir`. Prints that the test is skipped where FUSE cannot be mounted.
-fn mount(files: Plain, dir: &Path) -> Option<fuser::BackgroundSession> {
+/// Mounts `files` at `dir` for `test`, which is skipped where FUSE cannot be mounted.
+fn mount(test: &str, files: Plain, dir: &Path) -> Option<fuser::BackgroundSession> {
     let session = fuser::spawn_mount(files, dir, &Config::default());
-    session.inspect_err(|e| eprintln!("skipped: no FUSE file system can be mounted: {e}")).ok()
+    let why = |e: &_| skip(test, &format!("no FUSE file system can be mounted: {e}"));
+    session.inspect_err(why).ok()
 }
 
 #[test]
@@ -126,7 +128,10 @@ fn stale_socket_that_goes_meanwhile_is_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let next = Mutex::new(1);
     let files = Plain { names: names.clone(), next, has_links: true, removed_first: Some("api") };
-    let Some(session) = mount(files, dir.path()) else { return };
+    let Some(session) = mount("stale_socket_that_goes_meanwhile_is_replaced", files, dir.path())
+    else {
+        return;
+    };
     let path = dir.path().join("api");
     leave_stale(&path);
     let socket = ListeningSocket::bind(&path).unwrap();
@@ -143,7 +148,10 @@ fn file_system_without_noreplace_has_sockets() {
         let dir = tempfile::tempdir().unwrap();
         let next = Mutex::new(1);
         let files = Plain { names: names.clone(), next, has_links, removed_first: None };
-        let Some(session) = mount(files, dir.path()) else { return };
+        let Some(session) = mount("file_system_without_noreplace_has_sockets", files, dir.path())
+        else {
+            return;
+        };
         let path = dir.path().join("api");
         let is = |expected: &[&str]| assert!(names.lock().unwrap().keys().eq(expected));
         let socket = ListeningSocket::bind(&path).unwrap();
