@@ -19,7 +19,7 @@ const PROTECT_NS: f64 = 6.0;
 /// Time until a frame is durable.
 const WRITE_NS: f64 = 5000.0;
 /// Largest share of an interval that pauses may take for [`CadenceForecast::bearable`].
-pub const BEARABLE: f64 = 0.05;
+const BEARABLE: f64 = 0.05;
 
 /// Estimated cost of checkpoints at an interval.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
@@ -34,7 +34,7 @@ pub struct CadenceForecast {
     pub write_ms: f64,
     /// Data written to the store, bytes/s.
     pub store_bytes_per_s: u64,
-    /// Whether pauses take at most [`BEARABLE`] of the time and each checkpoint is durable before
+    /// Whether pauses take at most 5 % of the time and each checkpoint is durable before
     /// the next.
     pub bearable: bool,
 }

@@ -30,7 +30,7 @@ mod staging;
 
 pub use cadence::{Achieved, Cadence, Taken, Tally};
 pub use checkpointer::Checkpointer;
-pub use forecast::{BEARABLE, CadenceForecast, cadence_forecast};
+pub use forecast::{CadenceForecast, cadence_forecast};
 pub use histogram::Spread;
 pub use report::{Cause, CheckpointError, EpochReport, Phase};
 pub use restore::{RestoreError, RestoreReport, restore, restore_archive, restore_lazily};

@@ -15,6 +15,13 @@ use crate::store::Store;
 /// Upper bound on the length of a list, in bytes.
 const MAX_LIST_BYTES: u64 = 1 << 20;
 
+/// A file that a repair has replaced, under its second name.
+#[derive(Debug)]
+pub(crate) struct SetAside {
+    pub(crate) from: String,
+    pub(crate) to: String,
+}
+
 impl Store {
     /// Writes list `number` of `names`. Its content is durable, but its own name is not yet.
     pub(crate) fn write_list(&self, number: u64, names: &[&str]) -> Result<(), StoreError> {
@@ -26,13 +33,14 @@ impl Store {
     }
 
     /// Renames, durably, those of `names` that are in a list and that `manifest` does not name.
-    /// Returns the new names. The lists stay.
+    /// Adds the renamed files to `renamed`, also before an error. The lists stay.
     pub(crate) fn set_aside(
         &self,
         names: &[String],
         manifest: &Manifest,
-    ) -> Result<Vec<String>, StoreError> {
-        let mut renamed = Vec::new();
+        renamed: &mut Vec<SetAside>,
+    ) -> Result<(), StoreError> {
+        let before = renamed.len();
         for name in names {
             let Named::AsideList(number) = parse_name(name) else { continue };
             let listed = self.read_list(number)?;
@@ -48,15 +56,15 @@ impl Store {
                     Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                     other => {
                         other.map_err(|e| self.io("keeping aside", name, e))?;
-                        renamed.push(aside);
+                        renamed.push(SetAside { from: name.clone(), to: aside });
                     }
                 }
             }
         }
-        if !renamed.is_empty() {
-            self.sync_dir()?;
+        match renamed.len() > before {
+            true => self.sync_dir(),
+            false => Ok(()),
         }
-        Ok(renamed)
     }
 
     /// Returns the names in list `number`; `None` if they cannot be read, so that any name may be

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::Path;
 
+use crate::aside::SetAside;
 use crate::backend::{Backend, DirBackend};
 use crate::error::StoreError;
 use crate::log::{LogFile, is_not_found};
@@ -75,10 +76,12 @@ impl Store {
         // The directory is synced first: otherwise a crash may bring back the manifest before this
         // one, which names some of these files.
         self.sync_dir()?;
-        for aside in self.set_aside(names, manifest)? {
-            tracing::info!("kept as {aside}: a repair that was killed has replaced it");
+        let mut aside = Vec::new();
+        self.set_aside(names, manifest, &mut aside)?;
+        for SetAside { from, to } in &aside {
+            tracing::info!("{from} is kept as {to}: a repair that was killed has replaced it");
         }
-        for name in leftovers {
+        for name in leftovers.into_iter().filter(|name| aside.iter().all(|a| a.from != **name)) {
             tracing::info!(name, "removing what was never finished");
             match self.backend().remove(name) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}

@@ -68,7 +68,7 @@ impl Store {
             return Err(StoreError::NothingSound { dir: self.dir() });
         }
         if salvage.manifest_is_sound {
-            self.set_aside(&self.names()?, &Manifest { vm_id, files: old })?;
+            self.set_aside(&self.names()?, &Manifest { vm_id, files: old }, &mut Vec::new())?;
         }
         let names = self.names()?;
         let manifest_was = self.manifest_file();
@@ -150,14 +150,16 @@ impl Store {
             // The next process that opens the store removes what cannot be removed now.
             let _ = self.backend().remove(name);
         }
+        let mut renamed = Vec::new();
         let finished = self.names().and_then(|names| {
-            aside.extend(self.set_aside(&names, &manifest)?);
+            self.set_aside(&names, &manifest, &mut renamed)?;
             if !later.is_empty() {
                 // The list is of no use any more.
                 let _ = self.backend().remove(&list_name(number));
             }
             self.sync_dir()
         });
+        aside.extend(renamed.into_iter().map(|renamed| renamed.to));
         if let Err(e) = finished {
             // The new manifest is durable, so a crash can bring back old names, but nothing else.
             tracing::warn!("{e}; the store is repaired, and its next writer finishes this");

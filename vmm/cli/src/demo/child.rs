@@ -13,11 +13,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::{Builder, Runtime};
 
-use super::StepError;
-
 /// Limit for any single operation.
 pub(super) const PATIENCE: Duration = Duration::from_secs(15);
 const POLL: Duration = Duration::from_millis(2);
+
+/// The reason why a step failed, as a sentence.
+pub(super) type StepError = String;
 
 /// A process of this binary that has, or will have, the guest.
 pub(super) struct Vmm {

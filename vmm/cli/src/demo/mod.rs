@@ -26,11 +26,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::args::DemoArgs;
 use crate::failure::Failure;
 use crate::output::{print, print_json, say};
-use child::Vmm;
+use child::{StepError, Vmm};
 use figures::Figures;
-
-/// The reason why a step failed, as a sentence.
-type StepError = String;
 
 const VCPUS: usize = 2;
 const GUEST: &str = "payload,ws=64M,rate=160M";

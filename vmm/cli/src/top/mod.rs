@@ -16,7 +16,7 @@ mod view;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
-use driftline_control::api::{Client, ClientError};
+use driftline_control::api::Client;
 use driftline_control::model::WatchPage;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
@@ -66,7 +66,7 @@ async fn print_looks(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<Watch
     let mut view = View::new(args.interval, Palette::Signs);
     loop {
         let update = tokio::select! {
-            update = feed.next(args.interval) => update.map_err(|e| lost(&view, e))?,
+            update = feed.next(args.interval) => update.map_err(|e| view.lost(e))?,
             _ = tokio::signal::ctrl_c() => return Ok(None),
         };
         let text = match &update {
@@ -110,13 +110,6 @@ fn text_of(view: &View, width: u16, height: u16) -> String {
     let rows: Vec<String> = (0..height).map(|y| row(y).trim_end().to_owned()).collect();
     let end = rows.iter().rposition(|row| !row.is_empty()).map_or(0, |last| last + 1);
     rows[..end].join("\n")
-}
-
-/// Returns the failure for missing answers. It names the guest's last known state.
-fn lost(view: &View, e: ClientError) -> Failure {
-    let Some((state, to)) = &view.last else { return e.into() };
-    let to = to.as_ref().map(|to| format!(", to {to}")).unwrap_or_default();
-    Failure::error(format!("{e}; when last seen the guest was {}{to}", state.name()))
 }
 
 /// Describes how the guest ended.

@@ -91,7 +91,7 @@ async fn show(
         tokio::select! {
             update = told.recv() => match update {
                 Some(update) => {
-                    next = Some(update.map_err(|e| super::lost(view, e))?);
+                    next = Some(update.map_err(|e| view.lost(e))?);
                     heard = Instant::now();
                 }
                 None => return Ok(None),

@@ -420,7 +420,7 @@ fn the_last_words_say_where_the_guest_is() {
 fn of_a_driftline_that_is_lost_the_latest_is_said_and_nothing_of_old_migrations() {
     let lost = |view: &View| {
         let why = "it has gone".to_owned();
-        super::lost(view, ClientError::Broken { socket: "s".into(), why }).message().to_owned()
+        view.lost(ClientError::Broken { socket: "s".into(), why }).message().to_owned()
     };
     let mut seen = page(vec![vcpu(1)]);
     seen.migration = Some(migrating(MigrationState::Failed, Phase::Precopy));

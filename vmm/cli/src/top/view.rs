@@ -4,11 +4,13 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use driftline_control::api::ClientError;
 use driftline_control::model::{ArrivingInfo, GuestState, WatchPage};
 
 use super::feed::Update;
 use super::heat::Palette;
 use crate::args::{LONGEST_INTERVAL, SHORTEST_INTERVAL};
+use crate::failure::Failure;
 
 /// Number of windows kept for the small curves.
 const REMEMBERED: usize = 240;
@@ -36,6 +38,13 @@ pub(super) struct View {
 }
 
 impl View {
+    /// Returns the failure for missing answers. It names the guest's last known state.
+    pub(super) fn lost(&self, e: ClientError) -> Failure {
+        let Some((state, to)) = &self.last else { return e.into() };
+        let to = to.as_ref().map(|to| format!(", to {to}")).unwrap_or_default();
+        Failure::error(format!("{e}; when last seen the guest was {}{to}", state.name()))
+    }
+
     pub(super) fn new(interval: Duration, palette: Palette) -> Self {
         Self {
             now: None,
