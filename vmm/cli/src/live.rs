@@ -2,7 +2,7 @@
 //! the host's part of the guest's configuration.
 
 use std::fmt::Display;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
@@ -68,9 +68,22 @@ fn place(disk: &DiskSpec) -> PathBuf {
     }
 }
 
+/// A process in its sandbox, which has no threads of its own yet.
+pub(super) struct Confined {
+    socket: Option<ListeningSocket>,
+    awake: io::Result<File>,
+    options: sandbox::Options,
+}
+
 /// Prepares the process before there is a guest: ties it to its parent, opens the API socket, whose
-/// name may be taken, and enters the sandbox before there are threads.
+/// name may be taken, enters the sandbox and starts the threads that every such process has.
+/// Returns the socket.
 pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningSocket>, Failure> {
+    confine(host, named)?.start_threads(host)
+}
+
+/// The first half of [`prepare`], for a caller that has a thread of its own to start before others.
+pub(super) fn confine(host: &HostArgs, named: Named) -> Result<Confined, Failure> {
     if host.die_with_parent {
         let kill = Some(rustix::process::Signal::KILL);
         rustix::process::set_parent_process_death_signal(kill)?;
@@ -79,21 +92,29 @@ pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningS
     let awake = latency::open();
     let options = restrictions(host, named)?;
     sandbox::start(&options).map_err(sandbox_failure)?;
-    driftline_machine::log_thread::start()?;
-    tracing::info!(
-        seccomp = options.seccomp,
-        landlock = options.landlock,
-        allowed = ?options.allowed,
-        "sandbox"
-    );
-    match &host.api_sock {
-        Some(path) => tracing::info!("API socket {}", path.display()),
-        None => tracing::info!("no API socket: --api-sock was not given"),
+    Ok(Confined { socket, awake, options })
+}
+
+impl Confined {
+    /// The second half of [`prepare`].
+    pub(super) fn start_threads(self, host: &HostArgs) -> Result<Option<ListeningSocket>, Failure> {
+        let Self { socket, awake, options } = self;
+        driftline_machine::log_thread::start()?;
+        tracing::info!(
+            seccomp = options.seccomp,
+            landlock = options.landlock,
+            allowed = ?options.allowed,
+            "sandbox"
+        );
+        match &host.api_sock {
+            Some(path) => tracing::info!("API socket {}", path.display()),
+            None => tracing::info!("no API socket: --api-sock was not given"),
+        }
+        if let Err(e) = awake.and_then(latency::start) {
+            tracing::debug!("{}: {e}: hand-overs take a little longer", latency::DEVICE);
+        }
+        Ok(socket)
     }
-    if let Err(e) = awake.and_then(latency::start) {
-        tracing::debug!("{}: {e}: hand-overs take a little longer", latency::DEVICE);
-    }
-    Ok(socket)
 }
 
 /// Creates the state directory, if necessary, and verifies it with a temporary file.

@@ -19,7 +19,7 @@ use driftline_machine::schedule;
 use super::args::RestoreArgs;
 use super::end::{to_the_end, when_memory_is_lost};
 use super::failure::Failure;
-use super::live::{Named, guest_failure, host_config, log_machine, prepare};
+use super::live::{Named, confine, guest_failure, host_config, log_machine};
 use super::output::{count, say};
 use super::pending::{Settled, Unsettled};
 use super::stored::Stored;
@@ -33,12 +33,14 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     }
     let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
     named.read.push(args.store.clone());
-    let socket = prepare(&args.host, named)?;
+    schedule::default_slices();
+    let confined = confine(&args.host, named)?;
+    // The kernel needs a millisecond for a VM. Meanwhile the other threads start, and the store is
+    // read, which says what guest it is for.
+    let early = EarlyVm::begin();
+    let socket = confined.start_threads(&args.host)?;
     driftline_machine::exit::set_lost_memory(when_memory_is_lost);
     let mut server = Server::begin()?;
-    schedule::default_slices();
-    // Runs in parallel with reading the store, which says what guest it is for.
-    let early = EarlyVm::begin();
     let stored = Stored::open(&args.store)?;
     stored.check(args.epoch, args.lazy)?;
     let mut unsettled = Unsettled::of(args.host.state_dir.clone());
