@@ -282,6 +282,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::policy::arbitrary::passes;
 
     fn goals() -> impl Strategy<Value = Goals> {
         let strategy =
@@ -292,23 +293,11 @@ mod tests {
         })
     }
 
-    fn passes() -> impl Strategy<Value = Vec<Measured>> {
-        let pass = (0u64..1 << 22, 0u64..1 << 34, 0u64..10_000_000, 0u64..1 << 22).prop_map(
-            |(frames, bytes, us, dirtied)| Measured {
-                frames,
-                bytes,
-                time: Duration::from_micros(us),
-                dirtied,
-            },
-        );
-        prop::collection::vec(pass, 0..40)
-    }
-
     proptest! {
         #[test]
         fn a_limit_always_ends_precopy(
             g in goals(),
-            p in passes(),
+            p in passes(40),
             pending in any::<u64>(),
             ms in 0u64..10_000,
         ) {
@@ -320,7 +309,7 @@ mod tests {
         }
 
         #[test]
-        fn nothing_pending_switches_over(g in goals(), p in passes(), ms in 0u64..10_000) {
+        fn nothing_pending_switches_over(g in goals(), p in passes(40), ms in 0u64..10_000) {
             let verdict = judge(&g, &p, 0, Duration::from_millis(ms));
             prop_assert_eq!(verdict, Judgement::SwitchOver(Reason::Quiet));
         }
@@ -328,7 +317,7 @@ mod tests {
         #[test]
         fn less_pending_is_never_given_up_instead(
             g in goals(),
-            p in passes(),
+            p in passes(40),
             pending in 0u64..1 << 40,
             less in 0u64..1 << 40,
             ms in 0u64..10_000,
@@ -346,7 +335,7 @@ mod tests {
         #[test]
         fn what_fits_is_sent_before_the_pause_only_while_that_shrinks_it(
             g in goals(),
-            p in passes(),
+            p in passes(40),
             pending in 1u64..1 << 22,
             ms in 0u64..10_000,
         ) {
@@ -408,7 +397,7 @@ mod tests {
         #[test]
         fn it_gives_up_only_where_that_was_asked_for(
             g in goals(),
-            p in passes(),
+            p in passes(40),
             pending in any::<u64>(),
             ms in 0u64..10_000,
         ) {
@@ -421,7 +410,7 @@ mod tests {
         #[test]
         fn what_switches_over_by_itself_fits(
             g in goals(),
-            p in passes(),
+            p in passes(40),
             pending in 1u64..1 << 40,
             ms in 0u64..10_000,
         ) {

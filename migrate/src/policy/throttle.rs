@@ -203,6 +203,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::policy::arbitrary::passes;
     use crate::policy::convergence::{Judgement, SHRINKS, TimeoutStrategy, WORTH_A_PASS, judge};
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -217,18 +218,6 @@ mod tests {
         let bytes = frames * PAGE_SIZE;
         let time = Duration::from_secs_f64(bytes as f64 / link as f64);
         Measured { frames, bytes, time, dirtied }
-    }
-
-    fn any_passes() -> impl Strategy<Value = Vec<Measured>> {
-        let pass = (0u64..1 << 22, 0u64..1 << 34, 0u64..10_000_000, 0u64..1 << 22).prop_map(
-            |(frames, bytes, us, dirtied)| Measured {
-                frames,
-                bytes,
-                time: Duration::from_micros(us),
-                dirtied,
-            },
-        );
-        prop::collection::vec(pass, 0..6)
     }
 
     fn any_throttle() -> impl Strategy<Value = Throttle> {
@@ -288,7 +277,7 @@ mod tests {
     proptest! {
         #[test]
         fn the_rate_never_rises_and_the_share_only_falls(
-            now in any_throttle(), p in any_passes(), pending in 0u64..1 << 22,
+            now in any_throttle(), p in passes(6), pending in 0u64..1 << 22,
             by in prop::collection::vec(0u64..1 << 20, 0..9), ms in 1u64..100_000,
         ) {
             let goals = goals(Duration::from_millis(300));
