@@ -19,22 +19,15 @@ impl<S> Diverted<S> {
     }
 }
 
-impl DirtySource for Diverted<RingSource> {
-    fn mode(&self) -> TrackingMode {
-        self.source.mode()
-    }
+/// A source whose frames can go to a sink.
+pub(crate) trait Divert: DirtySource {
+    /// Collects like [`DirtySource::collect`], into `sink`.
+    fn collect_into(&mut self, sink: &SharedSink) -> Result<Collected, SourceError>;
+}
 
-    fn start(&mut self) -> Result<(), SourceError> {
-        self.source.start()
-    }
-
-    fn stop(&mut self) -> Result<(), SourceError> {
-        self.source.stop()
-    }
-
-    fn collect(&mut self, _: &Tracker) -> Result<Collected, SourceError> {
-        let Self { source, sink } = self;
-        source.collect_by(|frames| {
+impl Divert for RingSource {
+    fn collect_into(&mut self, sink: &SharedSink) -> Result<Collected, SourceError> {
+        self.collect_by(|frames| {
             let mut sink = sink.lock();
             let absorbed = match &mut *sink {
                 FrameSink::List(list) => frames.for_each(|slot, offset| list.insert(slot, offset)),
@@ -48,7 +41,16 @@ impl DirtySource for Diverted<RingSource> {
     }
 }
 
-impl DirtySource for Diverted<BitmapSource> {
+impl Divert for BitmapSource {
+    fn collect_into(&mut self, sink: &SharedSink) -> Result<Collected, SourceError> {
+        self.collect_by(|slot, bitmap| {
+            let mut sink = sink.lock();
+            sink.insert_bitmap(slot, bitmap).inspect_err(|_| sink.insert_all())
+        })
+    }
+}
+
+impl<S: Divert> DirtySource for Diverted<S> {
     fn mode(&self) -> TrackingMode {
         self.source.mode()
     }
@@ -62,10 +64,6 @@ impl DirtySource for Diverted<BitmapSource> {
     }
 
     fn collect(&mut self, _: &Tracker) -> Result<Collected, SourceError> {
-        let Self { source, sink } = self;
-        source.collect_by(|slot, bitmap| {
-            let mut sink = sink.lock();
-            sink.insert_bitmap(slot, bitmap).inspect_err(|_| sink.insert_all())
-        })
+        self.source.collect_into(&self.sink)
     }
 }
