@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use driftline_checkpoint::{Checkpointer, EpochReport, restore};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Clock, Guest, VmId};
+use driftline_guest::{Clock, GuestContents, Lifecycle, VmId};
 use driftline_store::Store;
 use vm_memory::{Bytes, GuestAddress};
 

@@ -7,9 +7,10 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet};
-use driftline_guest::{Guest, GuestError, WRITE_WAIT_LIMIT};
+use driftline_guest::{GuestError, WRITE_WAIT_LIMIT};
 
 use crate::chunks::Pieces;
+use crate::guest::Checkpointable;
 use crate::protection::{OfEpoch, Released, Waits};
 use crate::report::Cause;
 use crate::staging::copy;
@@ -32,7 +33,7 @@ pub(crate) struct Full<'b> {
 
 /// Copies write-protected frames and unprotects them.
 pub(crate) struct Saver<'m, 'b> {
-    pub(crate) guest: &'m dyn Guest,
+    pub(crate) guest: &'m dyn Checkpointable,
     pub(crate) shield: &'m OfEpoch<'m>,
     pub(crate) before: &'m Before,
     /// Frames to be copied, and those among them that are not; sent when the guest resumes. Closed
@@ -151,8 +152,8 @@ mod tests {
 
     use super::*;
     use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
-    use driftline_guest::VmId;
     use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+    use driftline_guest::{GuestContents, VmId};
 
     /// Makes a guest wait for a store that takes one frame each `every`, or none. Returns how long
     /// the copy thread allowed that.
@@ -173,7 +174,7 @@ mod tests {
         // In the reverse order of the pieces.
         let writer =
             thread::spawn(move || (3..43).rev().try_for_each(|gfn| writer.write(Gfn(gfn), &[1])));
-        let (guest_dyn, before) = (&*guest as &dyn Guest, &Mutex::new(None));
+        let (guest_dyn, before) = (&*guest as &dyn Checkpointable, &Mutex::new(None));
         let (waits, piece_frames) = (Waits::default(), 1);
         let saver =
             Saver { guest: guest_dyn, shield, before, gone, empty, to_file, piece_frames, waits };

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::DirtySet;
-use driftline_guest::{DriveHead, Guest, GuestError};
+use driftline_guest::{DriveHead, GuestError};
 use driftline_store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
 
 use crate::chain::Chain;
@@ -26,6 +26,7 @@ use crate::commit_thread::{Answer, Crew};
 use crate::copy_policy::{Shielding, Ways};
 use crate::cost::{AheadCost, CopyCost};
 use crate::disk_copy::{self, Patience, drives_of};
+use crate::guest::Checkpointable;
 use crate::live_copy::{catch_up, copy_live};
 use crate::report::{Cause, CheckpointError, EpochReport, Phase, step};
 use crate::snapshot::{self, Means, Taken};
@@ -60,7 +61,7 @@ use crate::staging::{Staging, StagingLimits};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Checkpointer {
-    guest: Arc<dyn Guest>,
+    guest: Arc<dyn Checkpointable>,
     /// Drives that are part of the epochs.
     drives: Vec<DriveHead>,
     store: Arc<Store>,
@@ -131,7 +132,7 @@ impl Checkpointer {
     /// # Errors
     ///
     /// `store` is read-only, holds another guest's epochs, or has no epoch number left.
-    pub fn new(guest: Arc<dyn Guest>, store: Store) -> Result<Self, StoreError> {
+    pub fn new(guest: Arc<dyn Checkpointable>, store: Store) -> Result<Self, StoreError> {
         Self::with_staging(guest, store, StagingLimits::default())
     }
 
@@ -141,7 +142,7 @@ impl Checkpointer {
     ///
     /// As [`new`](Self::new).
     pub fn with_staging(
-        guest: Arc<dyn Guest>,
+        guest: Arc<dyn Checkpointable>,
         store: Store,
         mut limits: StagingLimits,
     ) -> Result<Self, StoreError> {
@@ -177,7 +178,7 @@ impl Checkpointer {
     }
 
     /// Sets the number of changed frames from which an epoch is copied while the guest runs, if the
-    /// guest can write-protect its frames meanwhile ([`Guest::shield`]). Smaller epochs are copied
+    /// guest can write-protect its frames meanwhile ([`GuestContents::shield`]). Smaller epochs are copied
     /// before the pause or in it, which costs less than to protect and copy them. `u64::MAX`
     /// disables the background copy. The default is 1,280 frames, and 5,120 frames if the previous
     /// epoch suggests that a copy before the pause leaves little for the pause.
@@ -220,7 +221,7 @@ impl Checkpointer {
     ///
     /// The guest is paused while its state is saved. Changed frames are copied and written after
     /// the guest has resumed; a write to a frame that has not been copied waits for the copy. If
-    /// few frames changed, or the guest offers no [shield](Guest::shield), they are copied before
+    /// few frames changed, or the guest offers no [shield](GuestContents::shield), they are copied before
     /// the pause or in it, and written afterwards. Frames that do not fit into the staging area are
     /// then written in the pause, at the speed of the disk's cache; the area grows, within its
     /// limit, before the next epoch. A full epoch first copies populated memory while the guest

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use driftline_guest::{Guest, Shield};
+use driftline_guest::{GuestContents, Shield};
 
 use crate::precopy_buffer::Copied;
 use crate::report::{Cause, Phase};
@@ -131,7 +131,7 @@ impl Shielding {
 
     /// Returns the shield for an epoch. Asks the guest the first time, and again some epochs after
     /// a failure.
-    pub(crate) fn ask(&mut self, guest: &dyn Guest) -> Option<&dyn Shield> {
+    pub(crate) fn ask(&mut self, guest: &dyn GuestContents) -> Option<&dyn Shield> {
         if self.rests > 0 {
             self.rests -= 1;
             return None;

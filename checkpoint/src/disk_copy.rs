@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 use driftline_guest::{
-    DriveHead, Guest, GuestError, KeepError, Keeper, Keeping, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT,
-    WriteWaits, data_runs, data_within, read_blocks,
+    DriveHead, GuestContents, GuestError, KeepError, Keeper, Keeping, SAVED_BLOCKS_MAX,
+    WRITE_WAIT_LIMIT, WriteWaits, data_runs, data_within, read_blocks,
 };
 use driftline_store::{EpochWriter, StoreError, of_object};
 
@@ -36,7 +36,7 @@ const AFTER_STALL: u32 = 20;
 const MOST_IN_PAUSE: usize = 64 << 20;
 
 /// Returns the drives of `guest` that are part of its epochs: those that it can write to.
-pub(crate) fn drives_of(guest: &dyn Guest) -> Vec<DriveHead> {
+pub(crate) fn drives_of(guest: &dyn GuestContents) -> Vec<DriveHead> {
     let heads = guest.drives().into_iter().map(|drive| drive.head());
     heads.filter(|head| !head.readonly).collect()
 }
@@ -87,7 +87,10 @@ fn not_kept(id: &str) -> impl Fn(KeepError) -> Cause {
 }
 
 /// Begins to track the writes to `drives` of `guest`.
-pub(crate) fn follow(guest: &dyn Guest, drives: &[DriveHead]) -> Result<Vec<Followed>, Cause> {
+pub(crate) fn follow(
+    guest: &dyn GuestContents,
+    drives: &[DriveHead],
+) -> Result<Vec<Followed>, Cause> {
     if drives.is_empty() {
         return Ok(Vec::new());
     }

@@ -1,9 +1,9 @@
 //! Copies memory while the guest runs: what a full epoch does before it pauses the guest.
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn, Subscription};
-use driftline_guest::Guest;
 use driftline_store::EpochWriter;
 
+use crate::guest::Checkpointable;
 use crate::report::Cause;
 use crate::staging::Staging;
 
@@ -16,7 +16,7 @@ const LIVE_PASSES: usize = 4;
 /// for as long as that becomes less. The rest is appended after the pause and so overrides these
 /// copies. Returns the dirty sets that went into the file: none of them is safe until the file is.
 pub(crate) fn copy_live(
-    guest: &dyn Guest,
+    guest: &dyn Checkpointable,
     staging: &mut Staging,
     file: &mut EpochWriter,
     subscription: &mut Subscription,
@@ -31,7 +31,7 @@ pub(crate) fn copy_live(
 /// Copies what was written since, for as long as each pass is smaller than the one before, which
 /// had `before` frames. Returns the dirty sets of all passes.
 pub(crate) fn catch_up(
-    guest: &dyn Guest,
+    guest: &dyn Checkpointable,
     staging: &mut Staging,
     file: &mut EpochWriter,
     subscription: &mut Subscription,
@@ -56,7 +56,7 @@ pub(crate) fn catch_up(
 
 /// Copies frames of a running guest into the file, a batch at a time.
 fn copy_running(
-    guest: &dyn Guest,
+    guest: &dyn Checkpointable,
     staging: &mut Staging,
     file: &mut EpochWriter,
     runs: &[FrameRun],

@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
-use driftline_guest::{Guest, Paused, Section, VcpuPauses};
+use driftline_guest::{Lifecycle, Paused, Section, VcpuPauses};
 use driftline_store::{Calm, EpochWriter};
 
 use crate::disk_copy::{self, Followed, Stood};
+use crate::guest::Checkpointable;
 use crate::report::{Cause, Phase, step};
 
 /// The results of a pause.
@@ -22,7 +23,7 @@ pub(crate) struct Pause<T> {
 /// Pauses the guest, saves its state, and drains what changed. The guest resumes after `deal` has
 /// handled that.
 pub(crate) fn pause<T>(
-    guest: &dyn Guest,
+    guest: &dyn Checkpointable,
     calm: &Calm,
     (drives, patient): (&mut [Followed], bool),
     subscription: &mut Subscription,
@@ -44,8 +45,8 @@ pub(crate) fn pause<T>(
 /// Returns the longest per-vCPU stop time of the single pause since `before`. `None` if a vCPU has
 /// not resumed yet, has stopped more than once, or does not know. The thread that requests a pause
 /// learns of its end only when it gets a processor, which the guest may be using again.
-pub(crate) fn stood_since(guest: &dyn Guest, before: &[VcpuPauses]) -> Option<Duration> {
-    let now = guest.stood();
+pub(crate) fn stood_since(guest: &dyn Lifecycle, before: &[VcpuPauses]) -> Option<Duration> {
+    let now = guest.vcpu_pauses();
     let once = |(now, before): (&VcpuPauses, &VcpuPauses)| now.pauses == before.pauses + 1;
     let all = now.len() == before.len() && now.iter().zip(before).all(once);
     if all { now.iter().map(|stood| stood.last).max() } else { None }

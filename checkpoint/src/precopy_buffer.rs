@@ -11,9 +11,10 @@
 //! frames, nothing is gained.
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn};
-use driftline_guest::{Guest, GuestRam};
+use driftline_guest::GuestRam;
 use driftline_store::EpochWriter;
 
+use crate::guest::Checkpointable;
 use crate::live_copy::batches;
 use crate::report::Cause;
 use crate::staging::Staging;
@@ -42,7 +43,7 @@ impl Copied {
 
     /// Copies `early` while the guest runs; it must fit.
     pub(crate) fn before_pause(
-        guest: &dyn Guest,
+        guest: &dyn Checkpointable,
         staging: &mut Staging,
         early: &DirtySet,
     ) -> Result<Self, Cause> {
@@ -59,7 +60,7 @@ impl Copied {
     /// go into the file first.
     pub(crate) fn in_pause(
         &mut self,
-        guest: &dyn Guest,
+        guest: &dyn Checkpointable,
         staging: &mut Staging,
         file: &mut EpochWriter,
         changed: impl Iterator<Item = FrameRun>,
@@ -161,7 +162,7 @@ mod tests {
     use crate::staging::StagingLimits;
     use driftline_dirty_tracker::PAGE_SIZE;
     use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-    use driftline_guest::{Clock, VmId};
+    use driftline_guest::{Clock, DirtyLog, GuestContents, Stateful, VmId};
     use driftline_store::testing::MemoryDisk;
     use driftline_store::{Committer, Store};
     use vm_memory::{Bytes, GuestAddress};

@@ -24,13 +24,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{DirtySet, FrameSet, PAGE_SIZE, Subscription};
-use driftline_guest::{Guest, GuestError, Shield};
+use driftline_guest::{GuestError, Shield};
 use driftline_store::{Calm, EpochWriter};
 
 use crate::background_copy::{Before, Full, Saver};
 use crate::chunks::{in_slots, spans};
 use crate::copy_policy::{Way, Ways};
 use crate::disk_copy::{self, Followed, Stood};
+use crate::guest::Checkpointable;
 use crate::pause::{Pause, pause, stood_since};
 use crate::precopy_buffer::Copied;
 use crate::protection::{OfEpoch, Released, Waits};
@@ -55,7 +56,7 @@ const AT_ONCE: u64 = 1024;
 
 /// Everything an epoch is taken with.
 pub(crate) struct Means<'m> {
-    pub(crate) guest: &'m dyn Guest,
+    pub(crate) guest: &'m dyn Checkpointable,
     /// Held in the pause.
     pub(crate) calm: &'m Calm,
     pub(crate) drives: &'m mut [Followed],
@@ -108,7 +109,7 @@ pub(crate) fn take(
     subscription: &mut Subscription,
 ) -> Result<Taken, (Phase, Cause)> {
     let Means { guest, calm, drives, patient, shield, ways, staging, file } = means;
-    let before = guest.stood();
+    let before = guest.vcpu_pauses();
     let (staging_of, file_of) = (&mut *staging, &mut *file);
     let means =
         Means { staging: staging_of, file: file_of, guest, calm, drives, patient, shield, ways };
@@ -246,7 +247,7 @@ fn system(what: &'static str, e: io::Error) -> Cause {
 
 /// State of the thread that takes the epoch.
 struct Taker<'m, 'b> {
-    guest: &'m dyn Guest,
+    guest: &'m dyn Checkpointable,
     calm: &'m Calm,
     shield: &'m OfEpoch<'m>,
     before: &'m Before,
@@ -320,7 +321,7 @@ struct Ahead {
 /// Protects the frames in `early`. Repeats with the frames that change meanwhile, as long as there
 /// are more than `again_over` of them.
 fn protect_ahead(
-    guest: &dyn Guest,
+    guest: &dyn Checkpointable,
     shield: &OfEpoch<'_>,
     before: &Before,
     (early, again_over): (DirtySet, u64),
@@ -358,8 +359,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use driftline_guest::VmId;
     use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+    use driftline_guest::{DirtyLog, VmId};
 
     const FIRST: FrameRun = FrameRun { start: Gfn(0), count: 1000 };
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use driftline_checkpoint::{CheckpointError, Checkpointer, EpochReport, restore};
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Clock, Guest, VmId};
+use driftline_guest::{Clock, GuestContents, VmId};
 use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 use driftline_store::{Store, StoreError};
 use vm_memory::{Bytes, GuestAddress};

@@ -9,7 +9,7 @@ use std::time::Duration;
 use driftline_checkpoint::{Checkpointer, RestoreError, RestoreReport, restore_archive};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Clock, Guest, VmId};
+use driftline_guest::{Clock, GuestContents, GuestIdentity, Lifecycle, VmId};
 use driftline_store::testing::{DiskOp, MemoryDisk, reseal_archive};
 use driftline_store::{Archive, Backend, Damage, ExportReport, Store, StoreError};
 use proptest::prelude::*;

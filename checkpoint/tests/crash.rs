@@ -7,7 +7,7 @@ use std::sync::Arc;
 use driftline_checkpoint::{Checkpointer, StagingLimits, restore};
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, TestDisk};
-use driftline_guest::{Clock, Guest, RunState, VmId};
+use driftline_guest::{Clock, GuestContents, GuestIdentity, Lifecycle, RunState, VmId};
 use driftline_store::Store;
 use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 use proptest::prelude::*;

@@ -7,7 +7,7 @@ mod small;
 use driftline_checkpoint::{Checkpointer, RestoreError, restore};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
-use driftline_guest::{Clock, Guest, VmId};
+use driftline_guest::{Clock, GuestContents, VmId};
 use driftline_store::testing::{MemoryDisk, reseal_log, reseal_manifest, reseal_pages};
 use driftline_store::{Damage, Store, StoreError};
 use proptest::prelude::*;

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use driftline_checkpoint::{Checkpointer, RestoreError, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
-use driftline_guest::{Clock, Guest, GuestError, GuestFactory, RunState, VmId};
+use driftline_guest::{
+    Clock, DriveHead, GuestError, GuestFactory, Lifecycle, Origin, RunState, VmId, WithCopies,
+};
 use driftline_store::Store;
 
 /// Keeps the guests that it builds, so that a test can see how they ended.
@@ -18,10 +20,24 @@ struct Keeps {
 impl GuestFactory for Keeps {
     type Guest = MemoryGuest;
 
-    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<MemoryGuest>, GuestError> {
-        let guest = self.factory.create(vm_id, config)?;
-        self.built.lock().unwrap().push(guest.clone());
-        Ok(guest)
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        self.factory.create_with_copies(vm_id, config, drives)
+    }
+
+    fn create_with_drives(
+        &self,
+        from: &Origin,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        let built = self.factory.create_with_drives(from, config, drives)?;
+        self.built.lock().unwrap().push(built.0.clone());
+        Ok(built)
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use driftline_checkpoint::{Cadence, CheckpointError, Checkpointer, EpochReport, Taken, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Clock, Guest};
+use driftline_guest::{Clock, Lifecycle};
 use driftline_store::Store;
 use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 

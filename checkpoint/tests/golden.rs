@@ -8,7 +8,7 @@ use std::time::Duration;
 use driftline_checkpoint::{Checkpointer, restore, restore_archive};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
-use driftline_guest::{Clock, Guest, VmId};
+use driftline_guest::{Clock, Lifecycle, VmId};
 use driftline_store::{Archive, Store};
 
 fn golden() -> PathBuf {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use driftline_checkpoint::{Cadence, Checkpointer, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Clock, Guest, RunState};
+use driftline_guest::{Clock, HandOver, Lifecycle, RunState};
 use driftline_store::Store;
 
 const DIR: &str = "DRIFTLINE_TEST_STORE";

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use driftline_checkpoint::{Checkpointer, restore};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Clock, Guest, VmId};
+use driftline_guest::{Clock, GuestContents, GuestIdentity, VmId};
 use driftline_store::testing::{DiskOp, MemoryDisk};
 use driftline_store::{Backend, RangeLock, Store, StoreError};
 use vm_memory::{Bytes, GuestAddress};

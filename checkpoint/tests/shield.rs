@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use driftline_checkpoint::{Checkpointer, Phase, StagingLimits, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
-use driftline_guest::{Clock, Guest, RunState, VmId};
+use driftline_guest::{Clock, GuestIdentity, Lifecycle, RunState, VmId};
 use driftline_store::Store;
 use driftline_store::testing::{DiskOp, MemoryDisk};
 use proptest::prelude::*;

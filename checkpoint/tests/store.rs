@@ -11,7 +11,7 @@ use driftline_checkpoint::{
     Cadence, Cause, Checkpointer, Phase, RestoreReport, StagingLimits, Taken, Tally, restore,
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
-use driftline_guest::{Clock, Guest, RunState};
+use driftline_guest::{Clock, GuestIdentity, HandOver, Lifecycle, RunState};
 use driftline_store::{Store, StoreError};
 
 fn busy() -> Arc<MemoryGuest> {

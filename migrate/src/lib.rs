@@ -23,7 +23,7 @@
 //! use std::net::TcpListener;
 //! use std::sync::Arc;
 //! use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-//! use driftline_guest::{Guest, RunState};
+//! use driftline_guest::{RunState};
 //! use driftline_migrate::{ReceiveControl, ReceiveOptions, SendControl, SendOptions, receive, send};
 //!
 //! let records = tempfile::tempdir()?;
@@ -72,5 +72,5 @@ pub use protocol::layout::LayoutDifference;
 pub use protocol::limits::MAX_CONNECTIONS;
 pub use protocol::tag::Tag;
 pub use report::{PassReport, ReceiveReport, SendReport, SendStatus, VcpuThrottle};
-pub use source::{CopyDrives, MIN_BANDWIDTH, SendOptions, send};
+pub use source::{CopyDrives, MIN_BANDWIDTH, Migratable, SendOptions, send};
 pub use transport::compression::{Compression, UnknownCompression};

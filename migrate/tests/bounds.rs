@@ -16,7 +16,7 @@ use common::raw::{
 use common::{Host, LONG, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
 use driftline_format::FORMAT_VERSION;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
-use driftline_guest::{Guest, RunState};
+use driftline_guest::{Lifecycle, RunState};
 use driftline_migrate::{Received, Records};
 
 /// Verdicts of ANSWER.

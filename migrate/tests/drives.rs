@@ -17,7 +17,7 @@ use common::{
 };
 use driftline_format::{Header, MAGIC_STREAM, RecordHead};
 use driftline_guest::testing::MemoryConfig;
-use driftline_guest::{Guest, RunState, VmId};
+use driftline_guest::{GuestIdentity, Lifecycle, RunState, VmId};
 use driftline_migrate::{
     Compression, CopyDrives, ReceiveOptions, SendControl, SendOptions, TimeoutStrategy, send,
 };

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
 use driftline_guest::testing::{MemoryConfig, Op};
-use driftline_guest::{Guest, RunState};
+use driftline_guest::{HandOver, Lifecycle, RunState};
 use driftline_migrate::{Cause, ControlError, GuestPlace, Phase, Records, Resolution, SendStatus};
 
 /// One pass, then the rest.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{Disked, DiskedFactory, Host, Plan, Proxy, Sender, quick_send, tag};
 use driftline_dirty_tracker::PAGE_SIZE;
-use driftline_guest::Guest;
+use driftline_guest::GuestContents;
 use driftline_guest::testing::MemoryConfig;
 use driftline_migrate::{Compression, CopyDrives, SendOptions, StreamSummary, inspect};
 use vm_memory::{Bytes, GuestAddress};

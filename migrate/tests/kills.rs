@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use common::{Hooked, Host, LONG, Plan, Proxy, Sender, quick_send, tag, within};
 use driftline_guest::testing::{MemoryConfig, MemoryGuestFactory};
-use driftline_guest::{Guest, RunState};
+use driftline_guest::{Lifecycle, RunState};
 use driftline_migrate::{Cause, Phase, ReceiveControl, ReceiveOptions, receive};
 
 const FROM_SOURCE: [&str; 9] = [

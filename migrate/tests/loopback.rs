@@ -7,9 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
-use driftline_dirty_tracker::{Collected, FrameRun, Layout, PAGE_SIZE, Subscription};
+use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
-use driftline_guest::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
+use driftline_guest::{
+    Clock, DirtyLog, Guest, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle,
+    Populate, RunState, SavedState, Section, Stateful, VcpuPauses, VmId, WriteThrottle,
+};
 use driftline_migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -158,7 +161,7 @@ fn memory_is_prepared_before_it_comes() {
     send(&*guest, &proxy.to, &quick_send(&host), &SendControl::new()).unwrap();
     let arrived = there.guest();
     // Once by the word, once when it comes.
-    assert_eq!(arrived.guest.prepared(), 2 * FRAMES);
+    assert_eq!(arrived.guest.prefaulted(), 2 * FRAMES);
 }
 
 /// Writes into its memory while its state is saved, as KVM does with its clock pages.
@@ -166,68 +169,41 @@ struct WritesWhenSaved(Arc<MemoryGuest>);
 
 const LATE: u64 = 7;
 
-impl Guest for WritesWhenSaved {
-    fn vm_id(&self) -> VmId {
-        self.0.vm_id()
-    }
-    fn line(&self) -> Line {
-        self.0.line()
-    }
-    fn config(&self) -> Vec<u8> {
-        self.0.config()
-    }
-    fn layout(&self) -> &Layout {
-        self.0.layout()
-    }
-    fn ram(&self) -> &GuestRam {
-        self.0.ram()
-    }
-    fn prepare(&self, frames: FrameRun) {
-        self.0.prepare(frames);
-    }
-    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.0.populated()
-    }
-    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
-        self.0.subscribe(name)
-    }
-    fn collect(&self) -> Result<Collected, GuestError> {
-        self.0.collect()
-    }
+driftline_guest::delegate!(
+    WritesWhenSaved as guest => *guest.0;
+    GuestIdentity, GuestContents, Populate, DirtyLog, WriteThrottle, HandOver,
+);
+
+impl Lifecycle for WritesWhenSaved {
     fn run_state(&self) -> RunState {
         self.0.run_state()
     }
     fn pause(&self) -> Result<RunState, GuestError> {
         self.0.pause()
     }
+    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+        let before = self.pause()?;
+        Ok((before, self.save_state()))
+    }
     fn resume(&self) -> Result<(), GuestError> {
         self.0.resume()
     }
-    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+    fn stop(&self, why: &str) {
+        self.0.stop(why);
+    }
+    fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
+        self.0.vcpu_pauses()
+    }
+}
+
+impl Stateful for WritesWhenSaved {
+    fn save_state(&self) -> SavedState {
         let at = GuestAddress(LATE * PAGE_SIZE);
         self.ram().write_slice(&[9; PAGE_SIZE as usize], at).unwrap();
         self.0.save_state()
     }
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         self.0.restore_state(sections, clock)
-    }
-    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
-        self.0.flush(limit)
-    }
-    fn release(&self) -> Result<(), GuestError> {
-        self.0.release()
-    }
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        self.0.detach()
-    }
-    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
-        self.0.attach(late)
-    }
-    fn acquire(&self) -> Result<(), GuestError> {
-        self.0.acquire()
-    }
-    fn stop(&self, why: &str) {
-        self.0.stop(why);
     }
 }
 

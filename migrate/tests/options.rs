@@ -10,7 +10,7 @@ use std::time::Duration;
 use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, Op};
-use driftline_guest::{Guest, RunState};
+use driftline_guest::{Guest, GuestContents, Lifecycle, RunState};
 use driftline_migrate::{
     Cause, Compression, MAX_CONNECTIONS, ReceiveOptions, SendControl, SendOptions,
 };

@@ -14,7 +14,7 @@ use common::{
 };
 use driftline_format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::testing::MemoryConfig;
-use driftline_guest::{Guest, MAX_LATE};
+use driftline_guest::{GuestIdentity, MAX_LATE};
 use driftline_migrate::{Phase, ReceiveOptions};
 use proptest::prelude::*;
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{Host, LONG, Sender, exactly_one_runs, quick_send, within};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
-use driftline_guest::{Guest, RunState};
+use driftline_guest::{Lifecycle, RunState, WriteThrottle};
 use driftline_migrate::{MIN_BANDWIDTH, SendControl, SendOptions, send};
 
 /// 2 MiB, written as fast as two threads can.
@@ -34,7 +34,7 @@ fn a_guest_that_outruns_the_link_converges_if_it_may_be_held() {
     let error = send(&*guest, &there.to, &forbidden, &SendControl::new()).unwrap_err().to_string();
     assert!(error.contains("outruns the link"), "{error}");
     assert!(error.contains("its vCPUs were not throttled, as asked"), "{error}");
-    let held = || guest.vcpu_writes().iter().map(|v| v.held).sum::<Duration>();
+    let held = || guest.vcpu_writes().iter().map(|v| v.throttled).sum::<Duration>();
     assert_eq!((guest.run_state(), held()), (RunState::Running, Duration::ZERO));
     there.failure();
 

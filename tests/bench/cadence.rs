@@ -17,7 +17,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use driftline_checkpoint::{Cadence, Checkpointer, Spread, Tally};
-use driftline_guest::Guest;
+use driftline_guest::{DirtyLog, GuestContents};
 use driftline_store::Store;
 use guest::BenchGuest;
 use tests::Stolen;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::TrackingMode;
-use driftline_guest::Guest;
+use driftline_guest::Lifecycle;
 use driftline_images::Report;
 use driftline_machine::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,

@@ -15,7 +15,7 @@ mod guest;
 use std::time::Duration;
 
 use driftline_checkpoint::{Checkpointer, EpochReport};
-use driftline_guest::Guest;
+use driftline_guest::Lifecycle;
 use driftline_store::Store;
 use guest::BenchGuest;
 use tests::Stolen;

@@ -17,7 +17,6 @@ type Module = Vec<String>;
 const LEFT: &[&str] = &[
     "driftline-control: jobs, jobs::dirty_watch, jobs::kept",
     "driftline-dirty-tracker: tree::simd, tree::simd::x86",
-    "driftline-guest: section, section::section_tags",
     "driftline-machine: boot, boot::acpi, boot::acpi::dsdt, boot::bzimage, boot::cmdline, \
      boot::elf, boot::firmware, boot::kernel, boot::loaded, boot::map, boot::mptable, boot::pvh, \
      boot::zero_page",

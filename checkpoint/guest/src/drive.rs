@@ -61,10 +61,8 @@ pub trait GuestDrive: Send + Sync {
     fn open(&self) -> io::Result<File>;
 
     /// Returns the drive's copy-before-write state, with which its blocks are copied while the
-    /// guest runs. `None`, the default, means unsupported: the drive can then be in no epoch.
-    fn keeper(&self) -> Option<Arc<Keeper>> {
-        None
-    }
+    /// guest runs. `None` means unsupported: the drive can then be in no epoch.
+    fn keeper(&self) -> Option<Arc<Keeper>>;
 }
 
 /// A drive that is being filled for a future guest: a new one, which reads as zeros at first, or,
@@ -82,7 +80,7 @@ pub trait DriveCopy: Send + Sync {
     /// write meanwhile.
     fn make_durable(&self) -> io::Result<()>;
 
-    /// Gives up what kept others from the drive, so that [`Guest::acquire`](crate::Guest::acquire)
+    /// Gives up what kept others from the drive, so that [`HandOver::acquire`](crate::HandOver::acquire)
     /// can take it.
     fn yield_to_guest(&self) -> io::Result<()>;
 

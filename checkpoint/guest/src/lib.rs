@@ -1,10 +1,21 @@
 //! The guest as the engines that checkpoint, migrate and restore it see it.
 //!
-//! The engines know a guest only through [`Guest`]. The VMM implements it over KVM; the feature
-//! `testing` has an implementation over host threads, for hosts without KVM and for tests.
+//! The engines know a guest only through the traits here, and each asks for the parts that it needs.
+//! The VMM implements them over KVM; the feature `testing` has an implementation over host threads,
+//! for hosts without KVM and for tests.
 //!
 //! ```text
-//! Guest           a guest that can be tracked, paused, saved and restored; GuestFactory builds one
+//! GuestIdentity   which guest it is, and the shape of its machine
+//! GuestContents   its memory and drives, to be copied
+//! Populate        putting contents into its memory
+//! DirtyLog        which frames it writes
+//! WriteThrottle    how much each vCPU writes, and the limit on that
+//! Lifecycle       pause, resume, end
+//! Stateful        its state besides memory, saved and restored
+//! HandOver        what only one host may hold
+//! Guest           all of these; GuestFactory builds one
+//! Delegate        a view of a guest that changes one part and passes the others through
+//!
 //! Section         a piece of its state besides memory
 //! Line, Origin    which checkpoints may follow which
 //! Shield          write protection: frames that are not written until they are copied
@@ -16,32 +27,47 @@
 #![forbid(unsafe_code)]
 
 mod blocks;
+mod contents;
 mod copy_before_write;
+mod delegate;
+mod dirty_log;
 mod drive;
 mod error;
+mod factory;
 mod guest;
+mod hand_over;
+mod identity;
+mod lifecycle;
 mod lineage;
 mod page_source;
 mod populate;
 mod section;
+mod stateful;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod vm_id;
 mod write_protect;
+mod write_throttle;
 
 pub use blocks::{block_layout, data_runs, data_within, read_blocks};
+pub use contents::{GuestContents, GuestRam};
 pub use copy_before_write::{
     KeepError, Keeper, Keeping, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT, WriteWaits,
 };
+pub use delegate::Delegate;
+pub use dirty_log::DirtyLog;
 pub use drive::{DriveCopy, DriveHead, GuestDrive};
 pub use error::{GuestError, RunState};
-pub use guest::{
-    Clock, Guest, GuestFactory, GuestRam, MAX_LATE, Paused, SavedState, VcpuPauses, VcpuWrites,
-    WithCopies,
-};
+pub use factory::{GuestFactory, WithCopies};
+pub use guest::Guest;
+pub use hand_over::{HandOver, MAX_LATE};
+pub use identity::GuestIdentity;
+pub use lifecycle::{Lifecycle, Paused, VcpuPauses};
 pub use lineage::{Line, LineId, Origin};
 pub use page_source::{Backlog, Fetching, PageSourceError};
-pub use populate::Fill;
-pub use section::{Section, SectionTag, section_tags};
+pub use populate::{Fill, Populate};
+pub use section::{Section, SectionTag};
+pub use stateful::{Clock, SavedState, Stateful};
 pub use vm_id::VmId;
 pub use write_protect::Shield;
+pub use write_throttle::{VcpuWrites, WriteThrottle};

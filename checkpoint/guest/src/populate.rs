@@ -1,15 +1,69 @@
-//! The first contents of untouched memory. Cheaper than a write, because the kernel does not clear
-//! a page that is overwritten at once.
+//! Putting contents into the memory of a guest: before its first run, or while it runs already.
 
 use driftline_dirty_tracker::FrameRun;
 
+use crate::delegate::Delegate;
 use crate::error::GuestError;
+use crate::page_source::{Backlog, Fetching};
 
-/// Puts contents into untouched memory. While this exists, nothing else may touch that memory; an
-/// access waits until it is dropped.
+/// Takes the memory contents of a guest that is restored or received.
+pub trait Populate: Send + Sync {
+    /// Populates frames that are about to be written, which is cheaper for many at once than for
+    /// one at a time. Frames that are not reached are populated by the write itself. Contents are
+    /// unchanged.
+    fn prefault(&self, frames: FrameRun);
+
+    /// Returns a way to put contents into untouched memory of a paused guest that has never run, at
+    /// less cost than a write. `None` means unsupported, or that the host's pages make a write
+    /// cheaper.
+    fn fill(&self) -> Option<Box<dyn Fill>>;
+
+    /// Begins a lazy restore: a fault fetches its frame from `backlog`, and the other frames are
+    /// fetched in the background, into untouched memory. The guest may run meanwhile. Returns
+    /// `backlog` to the caller if lazy restore is unsupported: then the frames must come first. If
+    /// a frame cannot be read, the guest ends before it sees other content in its place.
+    ///
+    /// # Errors
+    ///
+    /// The host refuses, although it supports this.
+    fn fetch_late(&self, backlog: Box<dyn Backlog>)
+    -> Result<Option<Box<dyn Backlog>>, GuestError>;
+
+    /// Returns the progress of a lazy restore; `None` if there was none.
+    fn fetching(&self) -> Option<Fetching>;
+}
+
+impl<T: Delegate<dyn Populate>> Populate for T {
+    fn prefault(&self, frames: FrameRun) {
+        self.delegate().prefault(frames);
+    }
+
+    fn fill(&self) -> Option<Box<dyn Fill>> {
+        self.delegate().fill()
+    }
+
+    fn fetch_late(
+        &self,
+        backlog: Box<dyn Backlog>,
+    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+        self.delegate().fetch_late(backlog)
+    }
+
+    fn fetching(&self) -> Option<Fetching> {
+        self.delegate().fetching()
+    }
+}
+
+/// Puts contents into untouched memory, which is cheaper than a write because the kernel does not
+/// clear a page that is overwritten at once. While this exists, nothing else may touch that memory;
+/// an access waits until it is dropped.
 pub trait Fill: Send + Sync {
     /// Puts `contents`, whole frames, into `run`. Several threads may call this at once, each with
     /// its own frames.
+    ///
+    /// # Errors
+    ///
+    /// The host refuses; some of the frames may have their contents.
     fn fill(&self, run: FrameRun, contents: &[u8]) -> Result<(), GuestError>;
 
     /// Returns the bytes of memory that this host can still provide, including its page cache.

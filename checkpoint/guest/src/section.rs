@@ -6,37 +6,35 @@ use std::fmt;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct SectionTag(pub u16);
 
-/// The tags in use.
-pub mod section_tags {
-    use super::SectionTag;
-
-    /// The machine's configuration, as `Guest::config` returns it.
-    pub const CONFIG: SectionTag = SectionTag(1);
+impl SectionTag {
+    /// The machine's configuration, as [`GuestIdentity::config`](crate::GuestIdentity::config)
+    /// returns it.
+    pub const CONFIG: Self = Self(1);
     /// VM-wide state of the KVM machine: interrupt controllers, timer, clock.
-    pub const KVM_VM: SectionTag = SectionTag(2);
+    pub const KVM_VM: Self = Self(2);
     /// One vCPU of the KVM machine; the instance is its index.
-    pub const KVM_VCPU: SectionTag = SectionTag(3);
+    pub const KVM_VCPU: Self = Self(3);
     /// The serial port.
-    pub const SERIAL: SectionTag = SectionTag(4);
+    pub const SERIAL: Self = Self(4);
     /// One worker of the threads backend; the instance is its index.
-    pub const THREAD_WORKER: SectionTag = SectionTag(5);
+    pub const THREAD_WORKER: Self = Self(5);
     /// One virtio device; the instance is its index.
-    pub const VIRTIO: SectionTag = SectionTag(6);
+    pub const VIRTIO: Self = Self(6);
     /// What the VMM emulates beside the serial port: ACPI's registers, the generation ID.
-    pub const PLATFORM: SectionTag = SectionTag(7);
+    pub const PLATFORM: Self = Self(7);
 }
 
 impl fmt::Display for SectionTag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match *self {
-            section_tags::CONFIG => "configuration",
-            section_tags::KVM_VM => "VM state",
-            section_tags::KVM_VCPU => "vCPU state",
-            section_tags::SERIAL => "serial port",
-            section_tags::THREAD_WORKER => "worker state",
-            section_tags::VIRTIO => "virtio device",
-            section_tags::PLATFORM => "platform state",
-            SectionTag(n) => return write!(f, "unknown section {n}"),
+            Self::CONFIG => "configuration",
+            Self::KVM_VM => "VM state",
+            Self::KVM_VCPU => "vCPU state",
+            Self::SERIAL => "serial port",
+            Self::THREAD_WORKER => "worker state",
+            Self::VIRTIO => "virtio device",
+            Self::PLATFORM => "platform state",
+            Self(n) => return write!(f, "unknown section {n}"),
         };
         f.write_str(name)
     }

@@ -7,7 +7,8 @@ use std::time::Duration;
 use driftline_dirty_tracker::FrameRun;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{
-    Clock, Guest, GuestError, GuestFactory, Paused, RunState, Section, SectionTag,
+    Clock, DirtyLog, GuestContents, GuestError, GuestFactory, GuestIdentity, HandOver, Lifecycle,
+    Paused, RunState, Section, SectionTag, Stateful,
 };
 use vm_memory::{Bytes, GuestAddress};
 

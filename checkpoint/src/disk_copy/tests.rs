@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
-use driftline_guest::{Clock, VmId};
+use driftline_guest::{Clock, Stateful, VmId};
 use driftline_store::testing::MemoryDisk;
 use driftline_store::{Committer, Store};
 

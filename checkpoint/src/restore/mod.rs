@@ -10,8 +10,8 @@ use std::time::Instant;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_guest::{
-    Backlog, Clock, Fill, Guest, GuestError, GuestFactory, GuestRam, Origin, PageSourceError, VmId,
-    WithCopies,
+    Backlog, Clock, Fill, GuestContents, GuestError, GuestFactory, GuestIdentity, GuestRam,
+    Lifecycle, Origin, PageSourceError, Populate, Stateful, VmId, WithCopies,
 };
 use driftline_store::{
     Archive, Cell, EpochInfo, LateFrames, Machine, Mapped, Pinned, Sink, Store, StoreError, place,
@@ -97,7 +97,7 @@ pub fn restore<F: GuestFactory>(
 }
 
 /// Like [`restore`], but the guest may run before its memory has arrived, if it and its host
-/// support that ([`Guest::fetch_late`]). A fault fetches its frame; the others are fetched in the
+/// support that ([`Populate::fetch_late`]). A fault fetches its frame; the others are fetched in the
 /// background. Frames are checked when they arrive; a damaged frame ends the guest. The epoch is
 /// pinned in the store until all frames have arrived. This function reads where frames are, 16
 /// bytes of memory for each, and no frame itself.
@@ -208,7 +208,7 @@ pub fn restore_archive<F: GuestFactory>(
 }
 
 /// Returns the guest if it was `filled`; otherwise stops it and returns the error.
-fn finish<G: Guest + ?Sized>(
+fn finish<G: Lifecycle + ?Sized>(
     filled: Result<(), RestoreError>,
     guest: Arc<G>,
     mut report: RestoreReport,
@@ -226,7 +226,7 @@ fn finish<G: Guest + ?Sized>(
 
 /// Returns why a guest that is being restored refuses a request: a frame that cannot be read, if
 /// there is one, or else `cause`.
-fn lost<G: Guest + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> RestoreError {
+fn lost<G: Populate + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> RestoreError {
     match guest.fetching().and_then(|fetching| fetching.lost) {
         Some(why) => RestoreError::Lost { epoch, why },
         None => RestoreError::Guest { epoch, cause },
@@ -245,7 +245,7 @@ impl Whole {
         Ok((Self { pinned, frames }, mapped))
     }
 
-    fn fill<G: Guest + ?Sized>(
+    fn fill<G: GuestContents + Populate + ?Sized>(
         mut self,
         guest: &G,
         report: &mut RestoreReport,
@@ -262,7 +262,7 @@ impl Whole {
 }
 
 /// Starts a lazy restore, or reads all frames now if the guest does not support that.
-fn lazily<G: Guest + ?Sized>(
+fn lazily<G: GuestContents + Populate + ?Sized>(
     frames: LateFrames,
     guest: &G,
     report: &mut RestoreReport,
@@ -345,7 +345,7 @@ struct Memory<'g> {
 
 impl<'g> Memory<'g> {
     /// For a guest whose memory nothing touches until this is dropped.
-    fn of<G: Guest + ?Sized>(guest: &'g G, epoch: u64) -> Self {
+    fn of<G: GuestContents + Populate + ?Sized>(guest: &'g G, epoch: u64) -> Self {
         Self { ram: guest.ram(), fill: guest.fill(), epoch }
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
 use driftline_format::{HEADER_LEN, Header, MAGIC_LOG, RECORD_HEAD_LEN, RecordHead};
-use driftline_guest::{DriveHead, Section, VmId, section_tags};
+use driftline_guest::{DriveHead, Section, SectionTag, VmId};
 
 use crate::address::place;
 use crate::backend::StoreFile;
@@ -67,7 +67,7 @@ impl<'f> Builder<'f> {
         self.framer.begin();
         self.record(TAG_EPOCH, 0, true, &front.encode())?;
         self.record(TAG_LAYOUT, 0, true, &encode_layout(layout))?;
-        self.record(section_tags::CONFIG.0, 0, true, config)?;
+        self.record(SectionTag::CONFIG.0, 0, true, config)?;
         if !front.drives {
             return Ok(());
         }

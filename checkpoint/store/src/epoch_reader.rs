@@ -3,7 +3,7 @@
 
 use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 use driftline_format::{MAX_SECTIONS, MAX_STATE, RECORD_HEAD_LEN, RecordHead, is_zero};
-use driftline_guest::{DriveHead, Section, SectionTag, section_tags};
+use driftline_guest::{DriveHead, Section, SectionTag};
 
 use crate::error::{Damage, StoreError};
 use crate::limits::SECTOR;
@@ -172,7 +172,7 @@ impl<'l> GroupReader<'l> {
         let front = Front::decode(&c.payload).map_err(|e| c.damaged(e))?;
         c.expect(TAG_LAYOUT)?;
         let layout = decode_layout(&c.payload, front.layout).map_err(|e| c.damaged(e))?;
-        c.expect(section_tags::CONFIG.0)?;
+        c.expect(SectionTag::CONFIG.0)?;
         let config = std::mem::take(&mut c.payload);
         let drives = match front.drives {
             true => {
@@ -237,7 +237,7 @@ impl<'l> GroupReader<'l> {
                 self.end()?;
                 Ok(None)
             }
-            tag if tag > section_tags::CONFIG.0 && tag < TAG_STORE => {
+            tag if tag > SectionTag::CONFIG.0 && tag < TAG_STORE => {
                 self.stage = TAG_COMMIT;
                 self.section(head).map(Some)
             }

@@ -7,7 +7,7 @@ use std::time::SystemTime;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 use driftline_format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE, is_zero};
-use driftline_guest::{DriveHead, Guest, Section, section_tags};
+use driftline_guest::{DriveHead, GuestIdentity, Section, SectionTag};
 
 use crate::alloc::SlotRun;
 use crate::error::StoreError;
@@ -51,7 +51,7 @@ impl EpochWriter {
     pub fn new(
         pages: Arc<Pages>,
         epoch: u64,
-        guest: &dyn Guest,
+        guest: &dyn GuestIdentity,
         parent: Option<u64>,
         drives: Vec<DriveHead>,
     ) -> Result<Self, StoreError> {
@@ -80,7 +80,7 @@ impl EpochWriter {
             done: false,
         };
         // Nothing is written that no reader would accept.
-        let tag = section_tags::CONFIG.0;
+        let tag = SectionTag::CONFIG.0;
         match new.config.len() {
             length if length > limit(tag) as usize => Err(new.too_long(tag, length)),
             _ => Ok(new),
@@ -159,7 +159,7 @@ impl EpochWriter {
         let (tag, length) = (section.tag.0, section.bytes.len());
         self.state_bytes += length as u64;
         // The configuration is stored elsewhere, and must not be among the sections.
-        let misplaced = tag >= TAG_STORE || tag <= section_tags::CONFIG.0;
+        let misplaced = tag >= TAG_STORE || tag <= SectionTag::CONFIG.0;
         let many = self.sections.len() as u64 + 2 > u64::from(MAX_SECTIONS);
         if misplaced || many || length > limit(tag) as usize || self.state_bytes > MAX_STATE {
             return Err(self.too_long(tag, length));

@@ -40,6 +40,7 @@ mod error;
 mod export;
 mod extents;
 mod frame_map;
+mod group;
 mod lazy;
 mod limits;
 mod listing;

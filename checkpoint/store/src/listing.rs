@@ -2,7 +2,7 @@
 
 use std::io;
 
-use driftline_guest::{Guest, VmId};
+use driftline_guest::{GuestIdentity, VmId};
 
 use crate::epoch_info::EpochInfo;
 use crate::error::StoreError;
@@ -35,7 +35,7 @@ impl Store {
         Ok(self.manifest()?.map(|manifest| manifest.vm_id))
     }
 
-    /// Returns the configuration of the guest ([`Guest::config`]) in the latest epoch.
+    /// Returns the configuration of the guest ([`GuestIdentity::config`]) in the latest epoch.
     pub fn config(&self) -> Result<Vec<u8>, StoreError> {
         Ok(self.pin(None)?.read_machine()?.config)
     }
@@ -146,7 +146,7 @@ impl Store {
     /// # Errors
     ///
     /// [`StoreError::OtherVm`] for another guest, [`StoreError::OtherLine`] for another line.
-    pub fn check_line(&self, guest: &dyn Guest) -> Result<(), StoreError> {
+    pub fn check_line(&self, guest: &dyn GuestIdentity) -> Result<(), StoreError> {
         let last = self.open_log()?.and_then(|(_, log)| log.groups.last().map(|g| g.info));
         last.map_or(Ok(()), |last| self.check_follows(&last.origin(), guest))
     }

@@ -9,6 +9,7 @@ use driftline_guest::VmId;
 use crate::epoch_info::EpochInfo;
 use crate::epoch_reader::GroupReader;
 use crate::error::{Damage, StoreError};
+use crate::group::{Group, follows};
 use crate::limits::SECTOR;
 use crate::names::log_name;
 use crate::object::encode_drives;
@@ -18,20 +19,6 @@ use crate::store::Store;
 
 /// Number of sectors in which the record that ends an epoch may lie.
 const SEALED: u64 = 2;
-
-/// An epoch in a log.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Group {
-    pub(crate) info: EpochInfo,
-    pub(crate) front: Front,
-    /// Identifies the list of drives; 0 without drives.
-    pub(crate) drives: u32,
-    /// Oldest epoch that is retained once this one is there.
-    pub(crate) oldest: u64,
-    pub(crate) place: Place,
-    /// Number of sectors that it takes.
-    pub(crate) sectors: u64,
-}
 
 /// How a log ends.
 #[derive(Debug)]
@@ -481,144 +468,10 @@ fn reader_offset(place: Place) -> u64 {
     place.sector * SECTOR as u64
 }
 
-/// Fails if an epoch cannot follow `before`.
-fn follows(
-    front: &Front,
-    drives: u32,
-    before: Option<&Group>,
-    after: Option<u64>,
-) -> Result<(), Damage> {
-    let Some(before) = before else {
-        if let Some(last) = after.filter(|last| front.epoch <= *last) {
-            let (what, found) = ("an epoch's number", front.epoch);
-            return Err(Damage::Mismatch { what, found, expected: last.saturating_add(1) });
-        }
-        // Nothing is known of what it builds on.
-        let Some(parent) = front.parent.filter(|_| !front.is_whole()) else { return Ok(()) };
-        let what = "the parent of the first epoch in a log";
-        return Err(Damage::Mismatch { what, found: parent, expected: 0 });
-    };
-    let last = before.info.epoch;
-    if front.epoch <= last {
-        let (what, found) = ("an epoch's number", front.epoch);
-        return Err(Damage::Mismatch { what, found, expected: last.saturating_add(1) });
-    }
-    if front.rebased {
-        return Err(Damage::Mismatch { what: "an epoch's flags", found: 1, expected: 0 });
-    }
-    let Some(parent) = front.parent else { return Ok(()) };
-    let fields = [
-        ("the parent's number", parent, last),
-        ("what tells of the list of drives", drives.into(), before.drives.into()),
-        ("the hash of the memory layout", front.layout.into(), before.front.layout.into()),
-    ];
-    match fields.into_iter().find(|(_, found, expected)| found != expected) {
-        Some((what, found, expected)) => Err(Damage::Mismatch { what, found, expected }),
-        None => Ok(()),
-    }
-}
-
 /// Returns whether an error means that a file does not exist.
 pub(crate) fn is_not_found(e: &StoreError) -> bool {
     matches!(e, StoreError::Io { cause, .. } if cause.kind() == io::ErrorKind::NotFound)
 }
 
-#[allow(clippy::unwrap_used)]
 #[cfg(all(test, feature = "testing"))]
-mod tests {
-    use std::sync::Arc;
-
-    use driftline_dirty_tracker::PAGE_SIZE;
-    use vm_memory::{Bytes, GuestAddress};
-
-    use super::*;
-    use crate::backend::Backend;
-    use crate::taken::Taker;
-    use crate::testing::MemoryDisk;
-    use driftline_guest::Guest;
-    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
-
-    const LOG: &str = "log-1";
-
-    fn store(disk: &MemoryDisk, writable: bool) -> Store {
-        Store::with_backend(Box::new(disk.clone()), writable).unwrap()
-    }
-
-    /// Takes one more epoch, by a process of its own, in which this many frames are full of `byte`.
-    fn grow(disk: &MemoryDisk, guest: &Arc<MemoryGuest>, frames: u64, byte: u8) {
-        for n in 0..frames {
-            guest.ram().write_slice(&[byte; 4096], GuestAddress(n * PAGE_SIZE)).unwrap();
-        }
-        Taker::new(guest.clone(), store(disk, true)).take();
-    }
-
-    /// Returns what a reader knows of the log.
-    fn known(log: &LogFile) -> (Vec<EpochInfo>, Place) {
-        (log.groups.iter().map(|group| group.info).collect(), log.end)
-    }
-
-    /// Checks that a reader of `before` that reads again when the log is `after` knows the same as
-    /// a new reader.
-    fn check(disk: &MemoryDisk, before: &[u8], after: &[u8]) {
-        let file = disk.open_for_writing(LOG).unwrap();
-        let put = |bytes: &[u8]| {
-            file.cut(0).unwrap();
-            file.write_all_at(bytes, 0).unwrap();
-        };
-        put(before);
-        let store = store(disk, false);
-        let mut log = LogFile::open(&store, 1).unwrap();
-        put(after);
-        log.go_on().unwrap();
-        assert_eq!(known(&log), known(&LogFile::open(&store, 1).unwrap()));
-        assert!(log.take_damage().is_none());
-        // Checks it once more, with what was appended since.
-        log.go_on().unwrap();
-        assert_eq!(known(&log), known(&LogFile::open(&store, 1).unwrap()));
-    }
-
-    #[test]
-    fn who_looks_again_knows_what_is_there_now() {
-        let vm_id = VmId::random();
-        let guest = || MemoryGuest::new(vm_id, MemoryConfig::still()).unwrap();
-        // The last record ends anywhere in a sector, or at the beginning of the next one.
-        for frames in 1..=140 {
-            let one = MemoryDisk::default();
-            grow(&one, &guest(), 1, 1);
-            let first = one.contents(LOG).unwrap();
-            let other = one.copy();
-            grow(&one, &guest(), frames, 2);
-            grow(&other, &guest(), frames, 3);
-            let [second, instead] = [&one, &other].map(|disk| disk.contents(LOG).unwrap());
-            assert_ne!(second, instead, "they were taken at other moments, at least");
-            grow(&other, &guest(), 1, 4);
-            let third = other.contents(LOG).unwrap();
-            for (before, after) in [
-                (&first, &second),
-                (&second, &second),
-                (&second, &first),
-                (&second, &instead),
-                (&second, &third),
-                (&instead, &third),
-            ] {
-                check(&other, before, after);
-            }
-        }
-    }
-
-    #[test]
-    fn what_is_forgotten_is_found_again() {
-        let disk = MemoryDisk::default();
-        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
-        (1..=3).for_each(|byte| grow(&disk, &guest, 2, byte));
-        let store = store(&disk, false);
-        let whole = known(&LogFile::open(&store, 1).unwrap());
-        for epoch in 0..=3 {
-            let mut log = LogFile::open(&store, 1).unwrap();
-            log.forget_after(epoch);
-            assert_eq!(log.groups.len() as u64, epoch);
-            log.go_on().unwrap();
-            assert_eq!(known(&log), whole);
-        }
-    }
-}
+mod tests;

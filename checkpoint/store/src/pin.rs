@@ -47,7 +47,7 @@ pub struct Pinned {
 pub struct Machine {
     /// Memory slots of the guest.
     pub layout: Layout,
-    /// Configuration of the guest, as `Guest::config` returned it.
+    /// Configuration of the guest, as `GuestIdentity::config` returned it.
     pub config: Vec<u8>,
     /// Drives in their order; none if the epoch has no drives.
     pub drives: Vec<DriveHead>,
@@ -312,7 +312,7 @@ mod tests {
     use crate::taken::Taker;
     use crate::testing::{MemoryDisk, reseal_log};
     use driftline_guest::testing::{MemoryConfig, MemoryGuest, TestDisk};
-    use driftline_guest::{Guest, VmId};
+    use driftline_guest::{GuestContents, VmId};
 
     fn put_together(pinned: &mut Pinned) -> Cells {
         let mut map = FrameMap::default();

@@ -191,7 +191,7 @@ mod tests {
     use crate::taken::Taker;
     use crate::testing::MemoryDisk;
     use driftline_guest::testing::{MemoryConfig, MemoryGuest};
-    use driftline_guest::{Guest, VmId};
+    use driftline_guest::{GuestContents, VmId};
 
     /// Result for each frame: its first byte, or where it is damaged.
     #[derive(Default)]

@@ -5,7 +5,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
 use driftline_format::{
     MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
 };
-use driftline_guest::{LineId, section_tags};
+use driftline_guest::{LineId, SectionTag};
 use uuid::Uuid;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -52,7 +52,7 @@ pub(crate) fn limit(tag: u16) -> u32 {
         TAG_ZEROS => RUNS_HEAD + MAX_RUNS * size_of::<RawRun>(),
         TAG_DRIVES => MAX_DRIVES_LEN,
         TAG_COMMIT => COMMIT_LEN,
-        tag if tag == section_tags::CONFIG.0 => MAX_CONFIG as usize,
+        tag if tag == SectionTag::CONFIG.0 => MAX_CONFIG as usize,
         _ => MAX_SECTION as usize,
     };
     bytes as u32
@@ -72,7 +72,7 @@ pub(crate) fn decode_head(bytes: &[u8], sequence: u32) -> Result<RecordHead, Dam
         ("the undefined part of a record's flags", word(2) & !u64::from(MUST_UNDERSTAND)),
         ("the unused field of a record's head", word(6)),
     ])?;
-    if is_known(head.tag) || head.tag == section_tags::CONFIG.0 {
+    if is_known(head.tag) || head.tag == SectionTag::CONFIG.0 {
         // The instance of a record of frames is the object, and is checked against the epoch's
         // objects.
         if !matches!(head.tag, TAG_FRAMES | TAG_ZEROS) {

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
-use driftline_guest::{Guest, VmId};
+use driftline_guest::{GuestIdentity, VmId};
 
 use crate::alloc::Slots;
 use crate::backend::StoreFile;
@@ -61,7 +61,7 @@ impl Committer {
     /// # Errors
     ///
     /// Fails if the log or the page file is damaged, or if `guest` may not continue the last epoch.
-    pub fn open(store: &Arc<Store>, guest: &dyn Guest) -> Result<Option<Self>, StoreError> {
+    pub fn open(store: &Arc<Store>, guest: &dyn GuestIdentity) -> Result<Option<Self>, StoreError> {
         let Some((held, manifest, mut log)) = store.hold()? else { return Ok(None) };
         log.check_sound(store)?;
         let vm_id = guest.vm_id();
@@ -104,7 +104,7 @@ impl Committer {
     }
 
     /// Creates the store's files for `guest`, or replaces existing ones that have no epoch.
-    pub fn create(store: &Arc<Store>, guest: &dyn Guest) -> Result<Self, StoreError> {
+    pub fn create(store: &Arc<Store>, guest: &dyn GuestIdentity) -> Result<Self, StoreError> {
         let vm_id = guest.vm_id();
         let before = store.manifest()?.map(|manifest| manifest.files);
         let files = store.next_files()?;

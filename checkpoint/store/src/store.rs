@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use driftline_guest::{Guest, Origin};
+use driftline_guest::{GuestIdentity, Origin};
 
 use crate::backend::{Backend, LOCK_FILE, LockError, StoreFile};
 use crate::error::StoreError;
@@ -115,7 +115,11 @@ impl Store {
     }
 
     /// Fails if an epoch of `guest` cannot follow the epoch `last`.
-    pub(crate) fn check_follows(&self, last: &Origin, guest: &dyn Guest) -> Result<(), StoreError> {
+    pub(crate) fn check_follows(
+        &self,
+        last: &Origin,
+        guest: &dyn GuestIdentity,
+    ) -> Result<(), StoreError> {
         let (dir, asked, line) = (self.dir(), guest.vm_id(), guest.line());
         if last.vm_id != asked {
             return Err(StoreError::OtherVm { dir, stored: last.vm_id, asked });

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription};
 use driftline_guest::testing::MemoryGuest;
-use driftline_guest::{DriveHead, Guest, Paused, data_runs, read_blocks};
+use driftline_guest::{DirtyLog, DriveHead, GuestContents, Paused, data_runs, read_blocks};
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::address::of_object;

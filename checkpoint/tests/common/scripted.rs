@@ -9,7 +9,11 @@ use driftline_dirty_tracker::{
     Collected, FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Subscription,
 };
 use driftline_guest::testing::MemoryGuest;
-use driftline_guest::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, Shield, VmId};
+use driftline_guest::{
+    Clock, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam, HandOver,
+    Lifecycle, Populate, RunState, SavedState, Section, Shield, Stateful, VcpuPauses,
+    WriteThrottle,
+};
 use vm_memory::{Bytes, GuestAddress};
 
 /// A write, and its behaviour if it has to wait.
@@ -200,42 +204,36 @@ impl Shield for Script {
 /// A guest of its own that shares the script, so that a shield can hold it.
 pub struct Handle(pub Arc<Scripted>);
 
-macro_rules! delegated {
-    ($($name:ident(&self $(, $arg:ident: $type:ty)*) -> $out:ty;)*) => {
-        $(fn $name(&self $(, $arg: $type)*) -> $out {
-            self.0.guest.$name($($arg),*)
-        })*
-    };
-}
+driftline_guest::delegate!(
+    Handle as handle => *handle.0.guest;
+    GuestIdentity, Populate, WriteThrottle, HandOver,
+);
 
-impl Guest for Handle {
-    delegated! {
-        vm_id(&self) -> VmId;
-        line(&self) -> Line;
-        config(&self) -> Vec<u8>;
-        prepare(&self, frames: FrameRun) -> ();
-        populated(&self) -> Result<Vec<FrameRun>, GuestError>;
-        subscribe(&self, name: &str) -> Result<Subscription, GuestError>;
-        run_state(&self) -> RunState;
-        restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError>;
-        flush(&self, limit: Duration) -> Result<bool, GuestError>;
-        release(&self) -> Result<(), GuestError>;
-        detach(&self) -> Result<Vec<u8>, GuestError>;
-        attach(&self, late: &[u8]) -> Result<(), GuestError>;
-        acquire(&self) -> Result<(), GuestError>;
-        stop(&self, why: &str) -> ();
-    }
-
-    fn layout(&self) -> &Layout {
-        self.0.layout()
-    }
-
+impl GuestContents for Handle {
     fn ram(&self) -> &GuestRam {
         self.0.guest.ram()
     }
 
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.0.guest.populated()
+    }
+
+    fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.0.guest.resident()
+    }
+
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         Ok(Some(Box::new(Script(self.0.clone()))))
+    }
+
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        self.0.guest.drives()
+    }
+}
+
+impl DirtyLog for Handle {
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        self.0.guest.subscribe(name)
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {
@@ -246,6 +244,12 @@ impl Guest for Handle {
         }
         self.0.step(&mut state);
         self.0.guest.collect()
+    }
+}
+
+impl Lifecycle for Handle {
+    fn run_state(&self) -> RunState {
+        self.0.guest.run_state()
     }
 
     fn pause(&self) -> Result<RunState, GuestError> {
@@ -261,6 +265,31 @@ impl Guest for Handle {
         Ok(before)
     }
 
+    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+        let before = self.pause()?;
+        Ok((before, self.save_state()))
+    }
+
+    fn resume(&self) -> Result<(), GuestError> {
+        let mut state = self.0.lock();
+        state.was = Scripted::memory(&self.0.guest);
+        state.standing = false;
+        state.phase += 1;
+        // Writers that were stopped run before anything else happens.
+        self.0.go_on(&mut state, true);
+        self.0.guest.resume()
+    }
+
+    fn stop(&self, why: &str) {
+        self.0.guest.stop(why);
+    }
+
+    fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
+        self.0.guest.vcpu_pauses()
+    }
+}
+
+impl Stateful for Handle {
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
         // Like a write of the host's kernel for a vCPU, this waits for the frame to be released,
         // too.
@@ -280,14 +309,8 @@ impl Guest for Handle {
         self.0.guest.save_state()
     }
 
-    fn resume(&self) -> Result<(), GuestError> {
-        let mut state = self.0.lock();
-        state.was = Scripted::memory(&self.0.guest);
-        state.standing = false;
-        state.phase += 1;
-        // Writers that were stopped run before anything else happens.
-        self.0.go_on(&mut state, true);
-        self.0.guest.resume()
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        self.0.guest.restore_state(sections, clock)
     }
 }
 

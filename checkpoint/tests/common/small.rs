@@ -5,7 +5,7 @@ use std::sync::Arc;
 use driftline_checkpoint::Checkpointer;
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
-use driftline_guest::{Guest, VmId};
+use driftline_guest::{GuestContents, VmId};
 use driftline_store::Store;
 use driftline_store::testing::MemoryDisk;
 use vm_memory::{Bytes, GuestAddress};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use driftline_checkpoint::{Checkpointer, restore};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Clock, Guest, VmId};
+use driftline_guest::{Clock, GuestContents, VmId};
 use driftline_store::testing::MemoryDisk;
 use driftline_store::{RepairReport, Store, StoreError};
 use vm_memory::{Bytes, GuestAddress};

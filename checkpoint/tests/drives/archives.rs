@@ -1,6 +1,7 @@
 //! Drives in archives.
 
 use super::*;
+use driftline_guest::GuestContents;
 
 /// Returns the archive of the latest epoch on `disk`.
 fn archived(disk: &MemoryDisk) -> (tempfile::NamedTempFile, Archive) {

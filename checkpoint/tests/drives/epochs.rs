@@ -1,6 +1,7 @@
 //! The blocks of an epoch, whatever is written, discarded, failed or excluded.
 
 use super::*;
+use driftline_guest::{GuestContents, Lifecycle};
 
 /// An event in the life of a guest with drives.
 #[derive(Clone, Debug)]

@@ -1,6 +1,7 @@
 //! Memory and drives of an epoch are of the same instant, while the guest writes.
 
 use super::*;
+use driftline_guest::{GuestContents, Lifecycle};
 
 /// The guest repeatedly writes a number to memory, then to `blocks` blocks of its drive. At any
 /// instant the drive is at most one number behind.

@@ -18,7 +18,7 @@ use driftline_checkpoint::{
 };
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
-use driftline_guest::{Clock, Guest, RunState, VmId};
+use driftline_guest::{Clock, RunState, VmId};
 use driftline_store::testing::MemoryDisk;
 use driftline_store::{Archive, Backend, Store};
 use proptest::prelude::*;

@@ -1,6 +1,7 @@
 //! Interrupted restores, and damaged stores.
 
 use super::*;
+use driftline_guest::GuestContents;
 
 #[test]
 fn a_restore_that_is_cut_says_what_is_in_the_drives_and_can_be_repeated() {

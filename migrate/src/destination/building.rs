@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder as Thread, JoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_guest::{DriveHead, Guest, GuestFactory, VmId};
+use driftline_guest::{DriveHead, GuestFactory, Lifecycle, VmId};
 
 use super::copies::{Copies, Limits};
 use crate::error::Cause;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use driftline_dirty_tracker::PAGE_SIZE;
-use driftline_guest::{Guest, GuestFactory};
+use driftline_guest::{GuestFactory, GuestIdentity, HandOver, Lifecycle};
 
 use super::copies::Copies;
 use super::host::{Failed, Host};
@@ -69,7 +69,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             return Err(self.tell(&mut wire, token, e));
         }
         // By the vCPUs' own account, because this thread may wait for a processor that they use.
-        let resumed = guest.stood().iter().filter_map(|vcpu| vcpu.resumed).max();
+        let resumed = guest.vcpu_pauses().iter().filter_map(|vcpu| vcpu.resumed).max();
         let taken_over_at = resumed.unwrap_or_else(SystemTime::now);
         // The clock may have been set meanwhile, so this thread's own measure is the upper bound.
         let took = taken_over_at.duration_since(committed_at).unwrap_or_default();
@@ -188,7 +188,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
 
 /// Acquires what only one host may hold, and resumes the guest if it ran at its source. On failure
 /// the guest holds nothing and is detached from its networks, because its source may resume it.
-fn take_over<G: Guest + ?Sized>(
+fn take_over<G: GuestIdentity + Lifecycle + HandOver + ?Sized>(
     guest: &G,
     copies: &mut Copies,
     _permit: MayRun,

@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Subscription, Tracker};
-use driftline_guest::{Guest, GuestRam};
+use driftline_guest::{GuestContents, GuestIdentity, GuestRam, Populate};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::prealloc::Prealloc;
@@ -24,7 +24,7 @@ const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 const PREPARE_FROM: u64 = 4;
 
 /// The memory of a guest that is being received.
-pub(super) struct MemoryWriter<'g, G: Guest + ?Sized> {
+pub(super) struct MemoryWriter<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> {
     guest: &'g G,
     ram: &'g GuestRam,
     /// Frames to which content was, or may have been, written. All others are zero already.
@@ -34,7 +34,7 @@ pub(super) struct MemoryWriter<'g, G: Guest + ?Sized> {
     prealloc: Mutex<Prealloc>,
 }
 
-impl<'g, G: Guest + ?Sized> MemoryWriter<'g, G> {
+impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, G> {
     pub(super) fn new(guest: &'g G, prealloc: Prealloc) -> Result<Self, NoMemory> {
         let marks = Arc::new(Tracker::new(guest.layout().clone()));
         let written = marks.subscribe("received")?;
@@ -125,7 +125,7 @@ impl<'g, G: Guest + ?Sized> MemoryWriter<'g, G> {
     /// they count as having it.
     fn make_room(&self, run: FrameRun) {
         if run.count >= PREPARE_FROM && !self.written.is_marked(run.start) {
-            self.guest.prepare(run);
+            self.guest.prefault(run);
         }
     }
 

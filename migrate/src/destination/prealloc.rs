@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use driftline_dirty_tracker::{FrameRun, Gfn};
-use driftline_guest::Guest;
+use driftline_guest::Populate;
 
 /// 64 MiB: some tens of milliseconds of a fast link.
 const WINDOW: u64 = 16 << 10;
@@ -86,12 +86,12 @@ impl Prealloc {
 impl Preallocator {
     /// Populates frames of `guest` as told, until nothing more is expected or the migration is
     /// `over`.
-    pub(super) fn run<G: Guest + ?Sized>(self, guest: &G, over: &AtomicBool) {
+    pub(super) fn run<G: Populate + ?Sized>(self, guest: &G, over: &AtomicBool) {
         for run in self.from {
             if over.load(Ordering::Relaxed) {
                 return;
             }
-            guest.prepare(run);
+            guest.prefault(run);
         }
     }
 }

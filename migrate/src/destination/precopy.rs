@@ -5,7 +5,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::Instant;
 
 use driftline_dirty_tracker::Subscription;
-use driftline_guest::{Clock, Guest, GuestFactory, Section};
+use driftline_guest::{Clock, GuestFactory, Section, Stateful};
 
 use super::host::{Failed, Host};
 use super::listener::Incoming;

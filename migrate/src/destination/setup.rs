@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use driftline_dirty_tracker::Layout;
 use driftline_format::Header;
-use driftline_guest::{DriveHead, Guest, GuestFactory};
+use driftline_guest::{DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle};
 
 use super::admission::Stage;
 use super::copies::Copies;
@@ -177,13 +177,13 @@ pub(super) fn words(cause: &Cause) -> String {
 
 /// Ends a guest that never ran here. Detaches it from its networks first, because its source may
 /// resume it.
-pub(super) fn throw_away<G: Guest + ?Sized>(guest: &G, why: &str) {
+pub(super) fn throw_away<G: GuestIdentity + Lifecycle + HandOver + ?Sized>(guest: &G, why: &str) {
     detach(guest);
     guest.stop(why);
 }
 
 /// Detaches from its networks a guest that does not run here.
-pub(super) fn detach<G: Guest + ?Sized>(guest: &G) {
+pub(super) fn detach<G: GuestIdentity + HandOver + ?Sized>(guest: &G) {
     if let Err(e) = guest.detach() {
         tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
     }

@@ -85,7 +85,7 @@ fn of_piece(ram: &GuestRam, piece: FrameRun) -> io::Result<u128> {
 mod tests {
     use driftline_dirty_tracker::Gfn;
     use driftline_guest::testing::{MemoryConfig, MemoryGuest};
-    use driftline_guest::{Guest, VmId};
+    use driftline_guest::{GuestContents, VmId};
 
     use super::*;
 

@@ -11,7 +11,7 @@ use std::str::FromStr;
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn, PAGE_SIZE, Subscription};
 use driftline_format::is_zero;
-use driftline_guest::{DriveHead, Guest, GuestDrive, GuestError, block_layout, data_runs};
+use driftline_guest::{DriveHead, GuestContents, GuestDrive, GuestError, block_layout, data_runs};
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
@@ -60,7 +60,7 @@ impl FromStr for CopyDrives {
 }
 
 /// Returns the disks of `guest` that `which` selects, in the guest's order.
-pub(super) fn chosen<G: Guest + ?Sized>(
+pub(super) fn chosen<G: GuestContents + ?Sized>(
     guest: &G,
     which: &CopyDrives,
 ) -> Result<Vec<Box<dyn GuestDrive>>, Cause> {

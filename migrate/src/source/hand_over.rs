@@ -5,10 +5,11 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use driftline_dirty_tracker::PAGE_SIZE;
-use driftline_guest::Guest;
+
 use uuid::Uuid;
 
 use super::channels::Channels;
+use super::guest::Migratable;
 use super::job::{Failed, Job};
 use super::paused_guest::SealedGuest;
 use super::precopy::Stats;
@@ -32,7 +33,7 @@ const GONE_LIMIT: Duration = Duration::from_millis(500);
 const QUERY_LIMIT: Duration = Duration::from_secs(3);
 
 /// A sealed guest, which may be the destination's from here on.
-pub(super) struct Handed<'a, G: Guest + ?Sized> {
+pub(super) struct Handed<'a, G: Migratable + ?Sized> {
     sealed: SealedGuest<'a, G>,
     record: SealedRecord,
     state: Source,
@@ -56,7 +57,7 @@ struct Times {
     total: Duration,
 }
 
-impl<'a, G: Guest + ?Sized> Job<'a, G> {
+impl<'a, G: Migratable + ?Sized> Job<'a, G> {
     /// Seals the guest. This is the last step whose failure resumes the guest here.
     pub(super) fn seal(
         &self,

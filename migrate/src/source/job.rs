@@ -2,9 +2,8 @@
 
 use std::time::Instant;
 
-use driftline_guest::Guest;
-
 use super::channels::Channels;
+use super::guest::Migratable;
 use super::options::SendOptions;
 use crate::control::{Phase, SendControl};
 use crate::error::{Cause, GuestPlace};
@@ -30,7 +29,7 @@ impl<E: Into<Cause>> From<E> for Failed {
 }
 
 /// What all phases share.
-pub(super) struct Job<'a, G: Guest + ?Sized> {
+pub(super) struct Job<'a, G: Migratable + ?Sized> {
     pub(super) guest: &'a G,
     pub(super) to: &'a str,
     pub(super) options: &'a SendOptions,
@@ -39,7 +38,7 @@ pub(super) struct Job<'a, G: Guest + ?Sized> {
     pub(super) begun: Instant,
 }
 
-impl<G: Guest + ?Sized> Job<'_, G> {
+impl<G: Migratable + ?Sized> Job<'_, G> {
     pub(super) fn phase<T>(
         &self,
         phase: Phase,

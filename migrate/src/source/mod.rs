@@ -8,6 +8,7 @@ mod announce;
 mod channels;
 mod drives;
 mod frames;
+mod guest;
 mod hand_over;
 mod job;
 mod limit;
@@ -24,26 +25,27 @@ mod verify;
 
 use std::time::Instant;
 
-use driftline_guest::{Guest, RunState};
+use driftline_guest::RunState;
 
 use crate::control::{Phase, SendControl};
 use crate::error::{Cause, GuestPlace, SendError};
 use crate::protocol::ids::Token;
 use crate::report::SendReport;
 pub use drives::CopyDrives;
+pub use guest::Migratable;
 use job::{Failed, Job};
 pub use options::{MIN_BANDWIDTH, SendOptions};
 
 /// Moves `guest` to the destination that listens at `to` ("HOST:PORT", "tcp:" in front allowed).
 ///
-/// Blocks until the destination has the guest (which has then ended here, [`Guest::stop`]), or
+/// Blocks until the destination has the guest (which has then ended here, [`Lifecycle::stop`](driftline_guest::Lifecycle::stop)), or
 /// until it is certain that the guest stays here. While neither is known, the migration is in
 /// doubt: `send` asks the destination until it answers or [`SendControl::resolve`] is called.
 /// `control.progress()` shows the doubt.
 ///
 /// Costs one bit of memory a frame for tracking (three with `verify`), and 512 KiB of buffers for
 /// each connection (2 MiB with compression). Copied disks cost one bit a block, and 512 KiB.
-pub fn send<G: Guest + ?Sized>(
+pub fn send<G: Migratable + ?Sized>(
     guest: &G,
     to: &str,
     options: &SendOptions,
@@ -74,7 +76,7 @@ pub fn send<G: Guest + ?Sized>(
 }
 
 /// Runs the migration, one phase a line. What a phase needs comes from the phase before it.
-fn migrate<G: Guest + ?Sized>(job: &Job<'_, G>) -> Result<SendReport, Failed> {
+fn migrate<G: Migratable + ?Sized>(job: &Job<'_, G>) -> Result<SendReport, Failed> {
     let (mut channels, connected) = job.phase(Phase::Connect, || job.connect())?;
     let set_up = job.told(Phase::Setup, &mut channels, |to| job.set_up(to, connected))?;
     let copied = job.told(Phase::Precopy, &mut channels, |to| job.precopy(to, set_up))?;

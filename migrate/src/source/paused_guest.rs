@@ -6,7 +6,9 @@
 use std::time::{Instant, SystemTime};
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
-use driftline_guest::{Guest, GuestError, Paused, SavedState};
+use driftline_guest::{
+    DirtyLog, GuestError, GuestIdentity, HandOver, Lifecycle, Paused, SavedState,
+};
 
 use super::job::Failed;
 use super::record::SealedRecord;
@@ -15,7 +17,7 @@ use crate::protocol::two_phase::{MayEnd, MayRunHere};
 
 /// A paused guest that certainly belongs to this host.
 #[must_use = "dropping this gives the guest back"]
-pub(super) struct PausedGuest<'g, G: Guest + ?Sized> {
+pub(super) struct PausedGuest<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> {
     guest: &'g G,
     /// Set until the guest is resumed or sealed.
     paused: Option<Paused<'g, G>>,
@@ -25,7 +27,7 @@ pub(super) struct PausedGuest<'g, G: Guest + ?Sized> {
     clock: SystemTime,
 }
 
-impl<'g, G: Guest + ?Sized> PausedGuest<'g, G> {
+impl<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
     /// Pauses the guest and saves its state.
     pub(super) fn saving(guest: &'g G) -> Result<(Self, SavedState), GuestError> {
         let (since, clock) = (Instant::now(), SystemTime::now());
@@ -49,7 +51,10 @@ impl<'g, G: Guest + ?Sized> PausedGuest<'g, G> {
     }
 
     /// Drains what changed since the last drain; complete, because the guest is paused.
-    pub(super) fn drain(&self, writes: &mut Subscription) -> Result<DirtySet, GuestError> {
+    pub(super) fn drain(&self, writes: &mut Subscription) -> Result<DirtySet, GuestError>
+    where
+        G: DirtyLog,
+    {
         self.guest.collect()?;
         Ok(writes.drain())
     }
@@ -95,7 +100,7 @@ impl<'g, G: Guest + ?Sized> PausedGuest<'g, G> {
     }
 }
 
-impl<G: Guest + ?Sized> Drop for PausedGuest<'_, G> {
+impl<G: GuestIdentity + Lifecycle + HandOver + ?Sized> Drop for PausedGuest<'_, G> {
     fn drop(&mut self) {
         if let Err(e) = self.take_back() {
             tracing::error!(vm = %self.guest.vm_id(), "the guest stays paused: {e}");
@@ -112,12 +117,12 @@ fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
 
 /// A paused guest that may run at another host. Dropping it leaves it paused.
 #[must_use = "the guest stays paused until the machine says whose it is"]
-pub(super) struct SealedGuest<'g, G: Guest + ?Sized> {
+pub(super) struct SealedGuest<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> {
     guest: &'g G,
     was_running: bool,
 }
 
-impl<G: Guest + ?Sized> SealedGuest<'_, G> {
+impl<G: GuestIdentity + Lifecycle + HandOver + ?Sized> SealedGuest<'_, G> {
     /// Resumes the guest here.
     pub(super) fn take_back(self, _permit: MayRunHere, cause: Cause) -> Failed {
         let resumed = self.guest.acquire().and_then(|()| match self.was_running {

@@ -4,11 +4,11 @@
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, PAGE_SIZE, Subscription};
-use driftline_guest::Guest;
 
 use super::announce::announce;
 use super::channels::Channels;
 use super::drives::Drives;
+use super::guest::Migratable;
 use super::job::{Failed, Job};
 use super::limit::Limit;
 use super::options::MIN_BANDWIDTH;
@@ -32,7 +32,7 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
 /// Memory and disks as pre-copy left them. Later writes are in `writes` and in the disks' own
 /// subscriptions.
-pub(super) struct Copied<'a, G: Guest + ?Sized> {
+pub(super) struct Copied<'a, G: Migratable + ?Sized> {
     pub(super) writes: Subscription,
     pub(super) verifier: Option<Verifier>,
     pub(super) drives: Drives,
@@ -56,7 +56,7 @@ pub(super) struct Stats {
 }
 
 /// A pre-copy in progress.
-struct Precopy<'j, 'a, G: Guest + ?Sized> {
+struct Precopy<'j, 'a, G: Migratable + ?Sized> {
     job: &'j Job<'a, G>,
     goals: Goals,
     limit: Limit,
@@ -79,14 +79,14 @@ struct Precopy<'j, 'a, G: Guest + ?Sized> {
 }
 
 /// What follows a pass.
-enum AfterPass<'j, 'a, G: Guest + ?Sized> {
+enum AfterPass<'j, 'a, G: Migratable + ?Sized> {
     /// Another pass, which sends the drained set.
     Next(Precopy<'j, 'a, G>, DirtySet),
     /// The pause, with this number of dirty frames.
     SwitchOver(Precopy<'j, 'a, G>, Reason, u64),
 }
 
-impl<'a, G: Guest + ?Sized> Job<'a, G> {
+impl<'a, G: Migratable + ?Sized> Job<'a, G> {
     /// Copies memory and disks while the guest runs, until the rest fits into a pause.
     pub(super) fn precopy(
         &self,
@@ -107,7 +107,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 }
 
-impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
+impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
     /// Subscribes to writes. Returns the runs that the first pass has to send.
     fn begin(
         job: &'j Job<'a, G>,

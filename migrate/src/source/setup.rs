@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{Guest, GuestDrive};
+use driftline_guest::GuestDrive;
 
 use super::channels::Channels;
 use super::drives;
+use super::guest::Migratable;
 use super::job::{Failed, Job};
 use super::record::StagedRecord;
 use crate::error::{Cause, fits};
@@ -41,7 +42,7 @@ pub(super) struct SetUp {
     pub(super) drives: Vec<Box<dyn GuestDrive>>,
 }
 
-impl<G: Guest + ?Sized> Job<'_, G> {
+impl<G: Migratable + ?Sized> Job<'_, G> {
     /// Connects to the destination and exchanges HELLOs.
     pub(super) fn connect(&self) -> Result<(Channels, Connected), Failed> {
         // Opened now, so that an unusable directory fails before the guest is paused.

@@ -4,11 +4,12 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
-use driftline_guest::{Guest, MAX_LATE, Section};
+use driftline_guest::{MAX_LATE, Section};
 use uuid::Uuid;
 
 use super::channels::Channels;
 use super::drives::Drives;
+use super::guest::Migratable;
 use super::job::{Failed, Job};
 use super::limit::Limit;
 use super::passes::{PassDone, PassSent, Passes};
@@ -27,7 +28,7 @@ use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
 /// A migration whose destination is prepared. The guest here is paused, and its record is durable.
-pub(super) struct Ready<'a, G: Guest + ?Sized> {
+pub(super) struct Ready<'a, G: Migratable + ?Sized> {
     pub(super) paused: PausedGuest<'a, G>,
     pub(super) record: StandingRecord,
     pub(super) stats: Stats,
@@ -48,7 +49,7 @@ pub(super) struct Spent<'a> {
 }
 
 /// What is left to send in the pause.
-struct Rest<'j, 'a, G: Guest + ?Sized> {
+struct Rest<'j, 'a, G: Migratable + ?Sized> {
     job: &'j Job<'a, G>,
     limit: Limit,
     features: u64,
@@ -73,7 +74,7 @@ struct LastPass {
     state_digest: u32,
 }
 
-impl<'a, G: Guest + ?Sized> Job<'a, G> {
+impl<'a, G: Migratable + ?Sized> Job<'a, G> {
     /// Pauses the guest, sends the rest of it, and waits for PREPARED.
     pub(super) fn switch_over(
         &self,
@@ -153,7 +154,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 }
 
-impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
+impl<'a, G: Migratable + ?Sized> Rest<'_, 'a, G> {
     /// Sends the state and the last pass, and waits for the pass to be acknowledged.
     fn send(
         &mut self,

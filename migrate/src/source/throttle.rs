@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::PAGE_SIZE;
-use driftline_guest::{Guest, VcpuWrites};
+use driftline_guest::{GuestIdentity, VcpuWrites, WriteThrottle};
 
 use crate::error::Cause;
 use crate::policy::convergence::{Goals, Judgement, Measured, judge};
@@ -15,7 +15,7 @@ use crate::report::{VcpuThrottle, ms, per_second};
 
 /// A guest whose vCPUs may be throttled.
 #[must_use = "dropping this takes the throttle away"]
-pub(super) struct Throttled<'g, G: Guest + ?Sized> {
+pub(super) struct Throttled<'g, G: GuestIdentity + WriteThrottle + ?Sized> {
     guest: &'g G,
     /// The operator forbids it.
     forbidden: bool,
@@ -33,7 +33,7 @@ pub(super) struct Throttled<'g, G: Guest + ?Sized> {
     figures: Vec<VcpuThrottle>,
 }
 
-impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
+impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> Throttled<'g, G> {
     /// Begins without a throttle; there never is one unless `allowed`.
     pub(super) fn new(guest: &'g G, allowed: bool) -> Self {
         let first = guest.vcpu_writes();
@@ -60,7 +60,7 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         let throttled = now.iter().zip(&self.first);
         let figures =
             throttled.zip(&self.dirtied).zip(0u32..).map(|((throttled, dirtied), vcpu)| {
-                let throttled = throttled.0.held.saturating_sub(throttled.1.held);
+                let throttled = throttled.0.throttled.saturating_sub(throttled.1.throttled);
                 VcpuThrottle {
                     vcpu,
                     dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
@@ -140,7 +140,8 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         };
         // As of now, because an unfinished pass has no figures.
         let now = self.guest.vcpu_writes();
-        let throttled = now.iter().zip(&self.first).map(|(n, f)| n.held.saturating_sub(f.held));
+        let throttled =
+            now.iter().zip(&self.first).map(|(n, f)| n.throttled.saturating_sub(f.throttled));
         let throttled: Vec<String> = (0u32..)
             .zip(throttled)
             .filter(|(_, throttled)| !throttled.is_zero())
@@ -156,7 +157,7 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
     }
 }
 
-impl<G: Guest + ?Sized> Drop for Throttled<'_, G> {
+impl<G: GuestIdentity + WriteThrottle + ?Sized> Drop for Throttled<'_, G> {
     fn drop(&mut self) {
         if self.now != Throttle::Off {
             self.guest.throttle(None);

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Subscription, Tracker};
-use driftline_guest::Guest;
+use driftline_guest::{GuestContents, GuestIdentity};
 
 use crate::error::Cause;
 use crate::protocol::digest;
@@ -26,7 +26,7 @@ struct Marked {
 }
 
 impl Marked {
-    fn new<G: Guest + ?Sized>(guest: &G) -> Result<Self, Cause> {
+    fn new<G: GuestIdentity + ?Sized>(guest: &G) -> Result<Self, Cause> {
         let tracker = Arc::new(Tracker::new(guest.layout().clone()));
         let marks = tracker.subscribe("verify").map_err(|e| Cause::System {
             what: "preparing --verify",
@@ -45,7 +45,10 @@ impl Marked {
 
 impl Verifier {
     /// Begins before pass 0, which sends `populated`.
-    pub(super) fn new<G: Guest + ?Sized>(guest: &G, populated: &[FrameRun]) -> Result<Self, Cause> {
+    pub(super) fn new<G: GuestIdentity + GuestContents + ?Sized>(
+        guest: &G,
+        populated: &[FrameRun],
+    ) -> Result<Self, Cause> {
         let (had, sent) = (Marked::new(guest)?, Marked::new(guest)?);
         had.add(guest.resident()?)?;
         sent.add(populated.iter().copied())?;
@@ -58,7 +61,7 @@ impl Verifier {
     }
 
     /// Returns the digest of the memory of the guest, which must be paused.
-    pub(super) fn digest<G: Guest + ?Sized>(&self, guest: &G) -> Result<u128, Cause> {
+    pub(super) fn digest<G: GuestContents + ?Sized>(&self, guest: &G) -> Result<u128, Cause> {
         let counts = |gfn: &Gfn| self.sent.marks.is_marked(*gfn) || !self.had.marks.is_marked(*gfn);
         let mut runs: Vec<FrameRun> = Vec::new();
         for gfn in guest.resident()?.into_iter().flat_map(|run| run.frames()).filter(counts) {

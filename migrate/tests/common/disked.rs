@@ -13,8 +13,10 @@ use super::Host;
 use driftline_dirty_tracker::{Collected, FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
 use driftline_guest::testing::{MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
-    Clock, DriveCopy, DriveHead, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, Line,
-    RunState, Section, VmId, WithCopies, block_layout,
+    Clock, DirtyLog, DriveCopy, DriveHead, GuestContents, GuestDrive, GuestError, GuestFactory,
+    GuestIdentity, GuestRam, HandOver, Keeper, Lifecycle, Line, Origin, Populate, RunState,
+    SavedState, Section, Shield, Stateful, VcpuPauses, VmId, WithCopies, WriteThrottle,
+    block_layout,
 };
 
 const SECTOR: u64 = 512;
@@ -62,6 +64,10 @@ impl GuestDrive for Shown {
     }
     fn open(&self) -> io::Result<File> {
         File::open(&self.0.path)
+    }
+    fn keeper(&self) -> Option<Arc<Keeper>> {
+        // A migration does not use copy-before-write.
+        None
     }
 }
 
@@ -170,37 +176,30 @@ impl Drop for Disked {
     }
 }
 
-impl Guest for Disked {
-    fn vm_id(&self) -> VmId {
-        self.guest.vm_id()
-    }
-    fn line(&self) -> Line {
-        self.guest.line()
-    }
-    fn config(&self) -> Vec<u8> {
-        self.guest.config()
-    }
-    fn layout(&self) -> &Layout {
-        self.guest.layout()
-    }
+driftline_guest::delegate!(
+    Disked as disked => *disked.guest;
+    GuestIdentity, Populate, DirtyLog, WriteThrottle, Stateful, HandOver,
+);
+
+impl GuestContents for Disked {
     fn ram(&self) -> &GuestRam {
         self.guest.ram()
-    }
-    fn prepare(&self, frames: FrameRun) {
-        self.guest.prepare(frames);
     }
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.guest.populated()
     }
-    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
-        self.guest.subscribe(name)
+    fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.guest.resident()
+    }
+    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        self.guest.shield()
     }
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
         self.drives.iter().map(|d| Box::new(Shown(d.clone())) as Box<dyn GuestDrive>).collect()
     }
-    fn collect(&self) -> Result<Collected, GuestError> {
-        self.guest.collect()
-    }
+}
+
+impl Lifecycle for Disked {
     fn run_state(&self) -> RunState {
         self.guest.run_state()
     }
@@ -209,35 +208,21 @@ impl Guest for Disked {
         *self.runs.write().unwrap() = false;
         Ok(before)
     }
+    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+        let before = self.pause()?;
+        Ok((before, self.save_state()))
+    }
     fn resume(&self) -> Result<(), GuestError> {
         self.guest.resume()?;
         *self.runs.write().unwrap() = true;
         Ok(())
     }
-    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
-        self.guest.save_state()
-    }
-    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
-        self.guest.restore_state(sections, clock)
-    }
-    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
-        self.guest.flush(limit)
-    }
-    fn release(&self) -> Result<(), GuestError> {
-        self.guest.release()
-    }
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        self.guest.detach()
-    }
-    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
-        self.guest.attach(late)
-    }
-    fn acquire(&self) -> Result<(), GuestError> {
-        self.guest.acquire()
-    }
     fn stop(&self, why: &str) {
         *self.runs.write().unwrap() = false;
         self.guest.stop(why);
+    }
+    fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
+        self.guest.vcpu_pauses()
     }
 }
 
@@ -337,10 +322,6 @@ impl Drop for Copy {
 impl GuestFactory for DiskedFactory {
     type Guest = MemoryGuest;
 
-    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<MemoryGuest>, GuestError> {
-        self.guests.create(vm_id, config)
-    }
-
     fn create_with_copies(
         &self,
         vm_id: VmId,
@@ -364,6 +345,15 @@ impl GuestFactory for DiskedFactory {
             Ok(Box::new(copy) as Box<dyn DriveCopy>)
         };
         let copies: Result<Vec<_>, GuestError> = drives.iter().map(copy).collect();
-        Ok((self.create(vm_id, config)?, copies?))
+        Ok((self.guests.create(vm_id, config)?, copies?))
+    }
+
+    fn create_with_drives(
+        &self,
+        from: &Origin,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        self.guests.create_with_drives(from, config, drives)
     }
 }

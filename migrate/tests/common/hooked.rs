@@ -7,7 +7,8 @@ use std::time::Duration;
 use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{
-    Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VcpuWrites, VmId,
+    Clock, DirtyLog, GuestContents, GuestError, GuestIdentity, GuestRam, HandOver, Lifecycle, Line,
+    Populate, RunState, Section, Stateful, VcpuWrites, VmId, WriteThrottle,
 };
 
 pub struct Hooked {
@@ -25,54 +26,14 @@ impl Hooked {
     }
 }
 
-impl Guest for Hooked {
-    fn vm_id(&self) -> VmId {
-        self.guest.vm_id()
-    }
-    fn line(&self) -> Line {
-        self.guest.line()
-    }
-    fn config(&self) -> Vec<u8> {
-        self.guest.config()
-    }
-    fn layout(&self) -> &Layout {
-        self.guest.layout()
-    }
-    fn ram(&self) -> &GuestRam {
-        self.guest.ram()
-    }
-    fn prepare(&self, frames: FrameRun) {
-        self.guest.prepare(frames);
-    }
-    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.guest.populated()
-    }
-    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
-        self.guest.subscribe(name)
-    }
-    fn collect(&self) -> Result<Collected, GuestError> {
-        self.guest.collect()
-    }
-    fn vcpu_writes(&self) -> Vec<VcpuWrites> {
-        self.guest.vcpu_writes()
-    }
-    fn throttle(&self, frames_per_s: Option<u64>) {
-        self.guest.throttle(frames_per_s);
-    }
-    fn run_state(&self) -> RunState {
-        self.guest.run_state()
-    }
-    fn pause(&self) -> Result<RunState, GuestError> {
-        self.guest.pause()
-    }
-    fn resume(&self) -> Result<(), GuestError> {
-        self.guest.resume()
-    }
-    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
-        self.guest.save_state()
-    }
-    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
-        self.guest.restore_state(sections, clock)
+driftline_guest::delegate!(
+    Hooked as hooked => *hooked.guest;
+    GuestIdentity, GuestContents, Populate, DirtyLog, WriteThrottle, Lifecycle, Stateful,
+);
+
+impl HandOver for Hooked {
+    fn stay_awake(&self) {
+        self.guest.stay_awake();
     }
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
         self.guest.flush(limit)
@@ -90,8 +51,5 @@ impl Guest for Hooked {
     }
     fn acquire(&self) -> Result<(), GuestError> {
         self.guest.acquire()
-    }
-    fn stop(&self, why: &str) {
-        self.guest.stop(why);
     }
 }

@@ -16,7 +16,9 @@ use std::time::{Duration, Instant};
 
 pub use disked::{CopyFaults, Disked, DiskedFactory};
 use driftline_guest::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Guest, GuestFactory, RunState};
+use driftline_guest::{
+    DirtyLog, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, RunState,
+};
 use driftline_migrate::{
     Cause, GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, Records,
     SendControl, SendError, SendOptions, SendReport, Tag, receive, send,

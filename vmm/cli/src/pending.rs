@@ -3,10 +3,9 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use driftline_guest::{DriveHead, Guest, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use driftline_guest::{DriveHead, GuestError, GuestFactory, Lifecycle, Origin, VmId, WithCopies};
 use driftline_machine::config::DiskConfig;
 use driftline_migrate::{Pending, Records, Resolution, SourceRecord};
 use serde_json::{Value, json};
@@ -78,26 +77,21 @@ pub(super) struct Settled<F> {
 }
 
 impl<F: GuestFactory> Settled<F> {
-    fn require<T>(
+    fn require(
         &self,
         vm_id: VmId,
-        (guest, rest): (Arc<F::Guest>, T),
-    ) -> Result<(Arc<F::Guest>, T), GuestError> {
+        (guest, drives): WithCopies<F::Guest>,
+    ) -> Result<WithCopies<F::Guest>, GuestError> {
         if let Err(e) = self.unsettled.refuse(vm_id) {
             guest.stop("it may be running elsewhere");
             return Err(GuestError::System { what: "starting it here", cause: e.message().into() });
         }
-        Ok((guest, rest))
+        Ok((guest, drives))
     }
 }
 
 impl<F: GuestFactory> GuestFactory for Settled<F> {
     type Guest = F::Guest;
-
-    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<F::Guest>, GuestError> {
-        let built = self.inner.create(vm_id, config)?;
-        self.require(vm_id, (built, ())).map(|(guest, ())| guest)
-    }
 
     fn create_with_copies(
         &self,

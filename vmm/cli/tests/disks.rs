@@ -7,7 +7,7 @@ mod common;
 use std::fs::File;
 
 use common::{Place, Vmm, fail, receiver, request, succeed};
-use driftline_guest::{Guest, RunState};
+use driftline_guest::{Lifecycle, RunState};
 use driftline_machine::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::Machine;
 use driftline_machine::testing::{fail_fdatasync, kvm_or_skip};

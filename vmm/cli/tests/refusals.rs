@@ -6,11 +6,13 @@ mod common;
 
 use std::fs::File;
 use std::sync::Arc;
-use std::time::Duration;
 
 use common::{Place, Vmm, fail, receiver};
-use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
-use driftline_guest::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
+use driftline_dirty_tracker::Layout;
+use driftline_guest::{
+    DirtyLog, GuestContents, GuestIdentity, HandOver, Lifecycle, Line, Populate, RunState,
+    Stateful, VmId, WriteThrottle,
+};
 use driftline_machine::config::{Boot, CpuidWord, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::Machine;
 use driftline_machine::testing::{Tap, kvm_or_skip, skip};
@@ -83,7 +85,12 @@ struct Pretender {
     config: Vec<u8>,
 }
 
-impl Guest for Pretender {
+driftline_guest::delegate!(
+    Pretender as pretender => *pretender.machine;
+    GuestContents, Populate, DirtyLog, WriteThrottle, Lifecycle, Stateful, HandOver,
+);
+
+impl GuestIdentity for Pretender {
     fn vm_id(&self) -> VmId {
         self.machine.vm_id()
     }
@@ -98,69 +105,6 @@ impl Guest for Pretender {
 
     fn layout(&self) -> &Layout {
         self.machine.layout()
-    }
-
-    fn ram(&self) -> &GuestRam {
-        self.machine.ram()
-    }
-
-    fn prepare(&self, frames: FrameRun) {
-        self.machine.prepare(frames);
-    }
-    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.machine.populated()
-    }
-
-    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
-        self.machine.subscribe(name)
-    }
-
-    fn collect(&self) -> Result<Collected, GuestError> {
-        self.machine.collect()
-    }
-
-    fn run_state(&self) -> RunState {
-        self.machine.run_state()
-    }
-
-    fn pause(&self) -> Result<RunState, GuestError> {
-        self.machine.pause()
-    }
-
-    fn resume(&self) -> Result<(), GuestError> {
-        self.machine.resume()
-    }
-
-    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
-        self.machine.save_state()
-    }
-
-    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
-        self.machine.restore_state(sections, clock)
-    }
-
-    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
-        self.machine.flush(limit)
-    }
-
-    fn release(&self) -> Result<(), GuestError> {
-        self.machine.release()
-    }
-
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        self.machine.detach()
-    }
-
-    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
-        self.machine.attach(late)
-    }
-
-    fn acquire(&self) -> Result<(), GuestError> {
-        self.machine.acquire()
-    }
-
-    fn stop(&self, why: &str) {
-        self.machine.stop(why);
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{
     Collected, DirtyFrame, FrameRun, RingEntry, Slot, Subscription, TrackingMode,
 };
-use driftline_guest::{Guest, GuestError};
+use driftline_guest::{DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle};
 use driftline_images::PayloadSpec;
 use driftline_images::workload::SLICE_NS;
 use driftline_machine::config::{Backend, Boot, CpuConfig, HostConfig, MachineConfig, SerialSink};

@@ -1,6 +1,6 @@
 //! Chooses what runs a guest, by its configuration: the KVM machine or the threads backend.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
 
@@ -106,10 +106,6 @@ impl Factory {
 
 impl GuestFactory for Factory {
     type Guest = dyn Vm;
-
-    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<dyn Vm>, GuestError> {
-        self.create_with_copies(vm_id, config, &[]).map(|(vm, _)| vm)
-    }
 
     fn create_with_copies(
         &self,

@@ -88,7 +88,7 @@ pub enum Boot {
     },
 }
 
-/// The part of a configuration that moves with the guest. `Guest::config` returns the bytes of
+/// The part of a configuration that moves with the guest. `GuestIdentity::config` returns the bytes of
 /// [`Self::encode`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MachineConfig {

@@ -59,7 +59,7 @@ pub struct VmInfo {
 
 /// A guest that can also report on itself and be waited for.
 ///
-/// A new guest is paused: `Guest::resume` starts it.
+/// A new guest is paused: `Lifecycle::resume` starts it.
 pub trait Vm: Guest {
     /// Returns the configuration that the guest was built from.
     fn machine_config(&self) -> &MachineConfig;

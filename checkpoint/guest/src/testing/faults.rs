@@ -9,33 +9,33 @@ use crate::GuestError;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(usize)]
 pub enum Op {
-    /// `Guest::pause`
+    /// `Lifecycle::pause`
     Pause,
-    /// `Guest::resume`
+    /// `Lifecycle::resume`
     Resume,
-    /// `Guest::save_state`
+    /// `Stateful::save_state`
     Save,
-    /// `Guest::restore_state`
+    /// `Stateful::restore_state`
     Restore,
-    /// `Guest::flush`
+    /// `HandOver::flush`
     Flush,
-    /// `Guest::release`
+    /// `HandOver::release`
     Release,
-    /// `Guest::detach`
+    /// `HandOver::detach`
     Detach,
-    /// `Guest::attach`
+    /// `HandOver::attach`
     Attach,
-    /// `Guest::acquire`
+    /// `HandOver::acquire`
     Acquire,
-    /// `Guest::subscribe`
+    /// `DirtyLog::subscribe`
     Subscribe,
-    /// `Guest::collect`
+    /// `DirtyLog::collect`
     Collect,
-    /// `Guest::populated`
+    /// `GuestContents::populated`
     Populated,
     /// `GuestFactory::create`
     Create,
-    /// `Guest::shield`: the guest has none
+    /// `GuestContents::shield`: the guest has none
     Shield,
     /// `Shield::protect`
     Protect,
@@ -97,7 +97,7 @@ impl Drive {
         self.holder.load(SeqCst) != 0
     }
 
-    /// Returns how often it was flushed by [`Guest::flush`](crate::Guest::flush).
+    /// Returns how often it was flushed by [`HandOver::flush`](crate::HandOver::flush).
     pub fn flushes(&self) -> u64 {
         self.flushes.load(SeqCst)
     }

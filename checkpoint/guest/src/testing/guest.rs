@@ -21,9 +21,10 @@ use super::pages::{PAGE, Sweep, WrongFrame, WrongMemory, fill, nth_frame};
 use super::shield::{Protected, SoftShield};
 use super::writers::{Gate, Writer};
 use crate::{
-    Clock, DriveCopy, DriveHead, Fill, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, Line,
-    LineId, Origin, RunState, Section, SectionTag, Shield, VcpuWrites, VmId, WithCopies,
-    section_tags,
+    Backlog, Clock, DirtyLog, DriveCopy, DriveHead, Fetching, Fill, GuestContents, GuestDrive,
+    GuestError, GuestFactory, GuestIdentity, GuestRam, HandOver, Lifecycle, Line, LineId, Origin,
+    Populate, RunState, SavedState, Section, SectionTag, Shield, Stateful, VcpuPauses, VcpuWrites,
+    VmId, WithCopies, WriteThrottle,
 };
 
 /// Maximum number of wrong frames listed individually.
@@ -47,8 +48,8 @@ pub struct MemoryGuest {
     disks: Vec<Arc<TestDisk>>,
     /// Tells guests with the same `vm_id` apart.
     serial: u64,
-    /// Number of frames passed to `prepare`.
-    prepared: AtomicU64,
+    /// Number of frames passed to `prefault`.
+    prefaulted: AtomicU64,
     protected: Arc<Protected>,
     filling: Arc<AtomicBool>,
     /// Bytes of an additional section that a restore compares.
@@ -62,9 +63,9 @@ impl fmt::Debug for MemoryGuest {
 }
 
 impl MemoryGuest {
-    /// Returns the number of frames passed to [`Guest::prepare`], over all calls.
-    pub fn prepared(&self) -> u64 {
-        self.prepared.load(SeqCst)
+    /// Returns the number of frames passed to [`Populate::prefault`], over all calls.
+    pub fn prefaulted(&self) -> u64 {
+        self.prefaulted.load(SeqCst)
     }
 
     /// Adds one section of `bytes` to the state; a restore compares it.
@@ -135,7 +136,7 @@ impl MemoryGuest {
             drive,
             disks,
             serial: SERIAL.fetch_add(1, SeqCst),
-            prepared: AtomicU64::new(0),
+            prefaulted: AtomicU64::new(0),
             protected: Arc::default(),
             filling: Arc::default(),
             more_state: AtomicU64::new(0),
@@ -282,7 +283,7 @@ fn map(layout: &Layout, tracker: &Arc<Tracker>) -> Result<GuestRam, GuestError> 
     GuestRam::from_regions(regions).map_err(|e| system("mapping memory", e))
 }
 
-impl Guest for MemoryGuest {
+impl GuestIdentity for MemoryGuest {
     fn vm_id(&self) -> VmId {
         self.vm_id
     }
@@ -299,14 +300,13 @@ impl Guest for MemoryGuest {
     fn layout(&self) -> &Layout {
         &self.layout
     }
+}
 
+impl GuestContents for MemoryGuest {
     fn ram(&self) -> &GuestRam {
         &self.ram
     }
 
-    fn prepare(&self, frames: FrameRun) {
-        self.prepared.fetch_add(frames.count, SeqCst);
-    }
     /// Returns the frames that are not zero now. One written later is in the next epoch.
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.faults.check(Op::Populated, "asking which memory is populated")?;
@@ -330,14 +330,8 @@ impl Guest for MemoryGuest {
         Ok(runs)
     }
 
-    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
-        self.faults.check(Op::Subscribe, "following writes")?;
-        // Writers are stopped, so that no write is in progress that saw no subscriber and is not
-        // yet in memory.
-        self.gate.held(|| self.tracker.subscribe(name)).map_err(|e| GuestError::System {
-            what: "following the guest's writes",
-            cause: e.into(),
-        })
+    fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.populated()
     }
 
     /// Stops its own writers and callers of [`write`](MemoryGuest::write), but no other write to
@@ -348,20 +342,57 @@ impl Guest for MemoryGuest {
         Ok(Some(Box::new(SoftShield { protected, faults })))
     }
 
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        self.disks.iter().map(|disk| Box::new(Shown(disk.clone())) as Box<dyn GuestDrive>).collect()
+    }
+}
+
+impl Populate for MemoryGuest {
+    fn prefault(&self, frames: FrameRun) {
+        self.prefaulted.fetch_add(frames.count, SeqCst);
+    }
+
+    fn fill(&self) -> Option<Box<dyn Fill>> {
+        let (filling, faults) = (self.filling.clone(), self.faults.clone());
+        Some(Box::new(Filling::begin(self.ram.clone(), filling, faults)))
+    }
+
+    fn fetch_late(
+        &self,
+        backlog: Box<dyn Backlog>,
+    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+        // Lazy restore is unsupported.
+        Ok(Some(backlog))
+    }
+
+    fn fetching(&self) -> Option<Fetching> {
+        None
+    }
+}
+
+impl DirtyLog for MemoryGuest {
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        self.faults.check(Op::Subscribe, "following writes")?;
+        // Writers are stopped, so that no write is in progress that saw no subscriber and is not
+        // yet in memory.
+        self.gate.held(|| self.tracker.subscribe(name)).map_err(|e| GuestError::System {
+            what: "following the guest's writes",
+            cause: e.into(),
+        })
+    }
+
     fn collect(&self) -> Result<Collected, GuestError> {
         self.faults.check(Op::Collect, "collecting dirty frames")?;
         Ok(Collected::default())
     }
+}
 
-    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
-        self.disks.iter().map(|disk| Box::new(Shown(disk.clone())) as Box<dyn GuestDrive>).collect()
-    }
-
+impl WriteThrottle for MemoryGuest {
     /// Counts every write, including one to a frame that is already dirty.
     fn vcpu_writes(&self) -> Vec<VcpuWrites> {
         let writes = |w: &Arc<Writer>| VcpuWrites {
             dirtied_frames: w.steps.load(SeqCst),
-            held: Duration::from_nanos(w.held_ns.load(SeqCst)),
+            throttled: Duration::from_nanos(w.held_ns.load(SeqCst)),
         };
         self.writers.iter().map(writes).collect()
     }
@@ -369,7 +400,9 @@ impl Guest for MemoryGuest {
     fn throttle(&self, frames_per_s: Option<u64>) {
         self.gate.throttle(frames_per_s);
     }
+}
 
+impl Lifecycle for MemoryGuest {
     fn run_state(&self) -> RunState {
         self.gate.state()
     }
@@ -389,6 +422,11 @@ impl Guest for MemoryGuest {
         }
     }
 
+    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+        let before = self.pause()?;
+        Ok((before, self.save_state()))
+    }
+
     fn resume(&self) -> Result<(), GuestError> {
         self.faults.check(Op::Resume, "resuming")?;
         match self.gate.set(RunState::Running) {
@@ -404,13 +442,34 @@ impl Guest for MemoryGuest {
         }
     }
 
+    fn stop(&self, why: &str) {
+        assert!(!self.filling.load(SeqCst), "its memory would not answer");
+        tracing::debug!(vm = %self.vm_id, why, "stopped");
+        if self.gate.set(RunState::Stopped) == RunState::Running {
+            self.drive.stands();
+        }
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        for thread in threads.drain(..) {
+            // A panicked writer has reported that on stderr; its guest fails `verify`.
+            let _ = thread.join();
+        }
+        self.drive.let_go(self.serial);
+    }
+
+    fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
+        // Writers keep no account of their pauses.
+        Vec::new()
+    }
+}
+
+impl Stateful for MemoryGuest {
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
         self.must_be_paused("save")?;
         self.faults.check(Op::Save, "saving the state")?;
         let section = |w: &Arc<Writer>| {
             let mut bytes = w.steps.load(SeqCst).to_le_bytes().to_vec();
             bytes.extend_from_slice(&w.errors.load(SeqCst).to_le_bytes());
-            Section::new(section_tags::THREAD_WORKER, w.index as u16, bytes)
+            Section::new(SectionTag::THREAD_WORKER, w.index as u16, bytes)
         };
         let mut sections: Vec<Section> = self.writers.iter().map(section).collect();
         let more = self.more_state.load(SeqCst) as usize;
@@ -419,11 +478,6 @@ impl Guest for MemoryGuest {
             sections.push(Section { tag, instance: 0, must_understand: false, bytes });
         }
         Ok(sections)
-    }
-
-    fn fill(&self) -> Option<Box<dyn Fill>> {
-        let (filling, faults) = (self.filling.clone(), self.faults.clone());
-        Some(Box::new(Filling::begin(self.ram.clone(), filling, faults)))
     }
 
     fn restore_state(&self, sections: &[Section], _clock: Clock) -> Result<(), GuestError> {
@@ -436,7 +490,7 @@ impl Guest for MemoryGuest {
             if s.tag == SectionTag(0x7000) && s.bytes.iter().any(|byte| *byte != 0xb5) {
                 return Err(malformed("a section has changed".into()));
             }
-            if s.tag != section_tags::THREAD_WORKER {
+            if s.tag != SectionTag::THREAD_WORKER {
                 if s.must_understand {
                     let why = "this guest has no such thing".into();
                     return Err(GuestError::Unsupported { what: s.tag.to_string(), why });
@@ -464,6 +518,10 @@ impl Guest for MemoryGuest {
         }
         Ok(())
     }
+}
+
+impl HandOver for MemoryGuest {
+    fn stay_awake(&self) {}
 
     fn flush(&self, _: Duration) -> Result<bool, GuestError> {
         self.faults.check(Op::Flush, "flushing the drive")?;
@@ -495,20 +553,6 @@ impl Guest for MemoryGuest {
         self.faults.check(Op::Acquire, "acquiring the drive")?;
         self.drive.take(self.serial)
     }
-
-    fn stop(&self, why: &str) {
-        assert!(!self.filling.load(SeqCst), "its memory would not answer");
-        tracing::debug!(vm = %self.vm_id, why, "stopped");
-        if self.gate.set(RunState::Stopped) == RunState::Running {
-            self.drive.stands();
-        }
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        for thread in threads.drain(..) {
-            // A panicked writer has reported that on stderr; its guest fails `verify`.
-            let _ = thread.join();
-        }
-        self.drive.let_go(self.serial);
-    }
 }
 
 impl Drop for MemoryGuest {
@@ -532,11 +576,21 @@ pub struct MemoryGuestFactory {
 impl GuestFactory for MemoryGuestFactory {
     type Guest = MemoryGuest;
 
-    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<MemoryGuest>, GuestError> {
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        if let Some(drive) = drives.first() {
+            let why = "no copies of drives are made here".to_owned();
+            return Err(GuestError::Unsupported { what: drive.to_string(), why });
+        }
         self.faults.check(Op::Create, "building the guest")?;
         let config = MemoryConfig::decode(config)?;
         let (faults, drive) = (self.faults.clone(), self.drive.clone());
-        MemoryGuest::build(vm_id, config, faults, drive, self.disks.clone())
+        let guest = MemoryGuest::build(vm_id, config, faults, drive, self.disks.clone())?;
+        Ok((guest, Vec::new()))
     }
 
     fn create_with_drives(

@@ -34,7 +34,7 @@ pub(super) struct Gate {
     changed: Condvar,
     /// Whether to stop at the gate; checked before every write.
     halt: AtomicBool,
-    /// Writes per second that each writer may make; 0 is no limit. See `Guest::throttle`.
+    /// Writes per second that each writer may make; 0 is no limit. See `WriteThrottle::throttle`.
     most: AtomicU64,
 }
 

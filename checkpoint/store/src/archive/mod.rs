@@ -18,7 +18,7 @@ use std::sync::{Mutex, PoisonError};
 
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_format::{HEADER_LEN, Header, MAGIC_ARCHIVE, MAX_SECTIONS, MAX_STATE, RecordHead};
-use driftline_guest::{Section, SectionTag, section_tags};
+use driftline_guest::{Section, SectionTag};
 
 use crate::archive::records::{Contents, MAX_CONTENTS, TAG_CONTENTS, TAG_END, decode_contents};
 use crate::archive::threads::{lock, side_by_side};
@@ -87,7 +87,7 @@ impl Archive {
                     contents.get_or_insert(before);
                     break end;
                 }
-                tag if tag > section_tags::CONFIG.0 && tag < TAG_STORE && contents.is_none() => {
+                tag if tag > SectionTag::CONFIG.0 && tag < TAG_STORE && contents.is_none() => {
                     bytes += u64::from(head.length);
                     if sections.len() >= MAX_SECTIONS as usize - 1 || bytes > MAX_STATE {
                         let (what, expected) = ("the size of all state sections", MAX_STATE);
@@ -237,7 +237,7 @@ fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, Machine), 
     }
     let layout = decode_layout(&walk.expect(TAG_LAYOUT)?, front.layout);
     let layout = layout.map_err(|e| walk.damaged(e))?;
-    let config = walk.expect(section_tags::CONFIG.0)?;
+    let config = walk.expect(SectionTag::CONFIG.0)?;
     let drives = match front.drives {
         true => decode_drives(&walk.expect(TAG_DRIVES)?).map_err(|e| walk.damaged(e))?,
         false => Vec::new(),

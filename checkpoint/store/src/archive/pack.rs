@@ -9,7 +9,7 @@ use std::thread;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_format::{HEADER_LEN, Header, MAGIC_ARCHIVE, RECORD_HEAD_LEN, RecordHead};
-use driftline_guest::{Section, section_tags};
+use driftline_guest::{Section, SectionTag};
 
 use crate::address::place;
 use crate::archive::records::{
@@ -127,7 +127,7 @@ impl Out<'_> {
         self.write(&bytes)?;
         self.record(TAG_EPOCH, 0, true, &front.encode())?;
         self.record(TAG_LAYOUT, 0, true, &encode_layout(&machine.layout))?;
-        self.record(section_tags::CONFIG.0, 0, true, &machine.config)?;
+        self.record(SectionTag::CONFIG.0, 0, true, &machine.config)?;
         if front.drives {
             let list = encode_drives(&machine.drives);
             let list = list.ok_or_else(|| io::Error::other("a drive's name or size is none"))?;

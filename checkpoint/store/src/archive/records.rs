@@ -3,7 +3,7 @@
 
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_format::{RECORD_HEAD_LEN, RecordHead};
-use driftline_guest::section_tags;
+use driftline_guest::SectionTag;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -66,7 +66,7 @@ pub(super) fn decode_head(
         let what = "the undefined part of a record's head";
         return Err(Damage::Mismatch { what, found: 1, expected: 0 });
     }
-    if is_known(head.tag) || head.tag == section_tags::CONFIG.0 {
+    if is_known(head.tag) || head.tag == SectionTag::CONFIG.0 {
         // The instance of a record of contents is its object, which is checked later.
         if head.instance != 0 && head.tag != TAG_CONTENTS {
             let (what, found) = ("the instance of a record that has none", head.instance.into());

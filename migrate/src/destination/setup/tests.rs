@@ -143,21 +143,22 @@ struct Copying(MemoryGuestFactory, Arc<dyn Fn() + Send + Sync>);
 impl GuestFactory for Copying {
     type Guest = MemoryGuest;
 
-    fn create(
-        &self,
-        vm_id: VmId,
-        config: &[u8],
-    ) -> Result<Arc<MemoryGuest>, driftline_guest::GuestError> {
-        self.0.create(vm_id, config)
-    }
-
     fn create_with_copies(
         &self,
         vm_id: VmId,
         config: &[u8],
         _: &[DriveHead],
     ) -> Result<driftline_guest::WithCopies<MemoryGuest>, driftline_guest::GuestError> {
-        Ok((self.create(vm_id, config)?, vec![Box::new(Copy(self.1.clone()))]))
+        Ok((self.0.create(vm_id, config)?, vec![Box::new(Copy(self.1.clone()))]))
+    }
+
+    fn create_with_drives(
+        &self,
+        from: &driftline_guest::Origin,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<driftline_guest::WithCopies<MemoryGuest>, driftline_guest::GuestError> {
+        self.0.create_with_drives(from, config, drives)
     }
 }
 

@@ -1,18 +1,16 @@
 //! Owns the holders of the guest's pause. Checkpoints, a migration and the operator pause the guest
 //! independently. The guest runs only while none of them wants it paused.
 //!
-//! Each job sees the guest through a *view*, which forwards everything to the guest except pause
-//! and resume: these count holders. Without that, the end of a checkpoint's pause would resume a
+//! Each job sees the guest through a *view*, which delegates everything to the guest except its
+//! lifecycle: pause and resume count holders. Without that, the end of a checkpoint's pause would resume a
 //! guest whose last frame a migration has already copied.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
-use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 use driftline_guest::{
-    Backlog, Clock, Fetching, Fill, Guest, GuestDrive, GuestError, GuestRam, Line, RunState,
-    SavedState, Section, Shield, VcpuPauses, VcpuWrites, VmId,
+    DirtyLog, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, Populate, RunState,
+    SavedState, Stateful, VcpuPauses, WriteThrottle,
 };
 
 use driftline_machine::vm::SharedVm;
@@ -246,88 +244,15 @@ pub(super) struct View {
     role: Role,
 }
 
-impl Guest for View {
-    fn vm_id(&self) -> VmId {
-        self.holds.vm.vm_id()
-    }
+// A job's view changes only who pauses the guest.
+driftline_guest::delegate!(
+    View as view => *view.holds.vm;
+    GuestIdentity, GuestContents, Populate, DirtyLog, WriteThrottle, Stateful, HandOver,
+);
 
-    fn line(&self) -> Line {
-        self.holds.vm.line()
-    }
-
-    fn config(&self) -> Vec<u8> {
-        self.holds.vm.config()
-    }
-
-    fn layout(&self) -> &Layout {
-        self.holds.vm.layout()
-    }
-
-    fn ram(&self) -> &GuestRam {
-        self.holds.vm.ram()
-    }
-
-    fn prepare(&self, frames: FrameRun) {
-        self.holds.vm.prepare(frames);
-    }
-
-    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.holds.vm.populated()
-    }
-
-    fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.holds.vm.resident()
-    }
-
-    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
-        self.holds.vm.subscribe(name)
-    }
-
-    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
-        self.holds.vm.shield()
-    }
-
-    fn fill(&self) -> Option<Box<dyn Fill>> {
-        self.holds.vm.fill()
-    }
-
-    fn fetch_late(
-        &self,
-        backlog: Box<dyn Backlog>,
-    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
-        self.holds.vm.fetch_late(backlog)
-    }
-
-    fn fetching(&self) -> Option<Fetching> {
-        self.holds.vm.fetching()
-    }
-
-    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
-        self.holds.vm.drives()
-    }
-
-    fn collect(&self) -> Result<Collected, GuestError> {
-        self.holds.vm.collect()
-    }
-
-    fn vcpu_writes(&self) -> Vec<VcpuWrites> {
-        self.holds.vm.vcpu_writes()
-    }
-
-    fn stood(&self) -> Vec<VcpuPauses> {
-        self.holds.vm.stood()
-    }
-
-    fn throttle(&self, frames_per_s: Option<u64>) {
-        self.holds.vm.throttle(frames_per_s);
-    }
-
+impl Lifecycle for View {
     fn run_state(&self) -> RunState {
         self.holds.vm.run_state()
-    }
-
-    fn stay_awake(&self) {
-        self.holds.vm.stay_awake();
     }
 
     fn pause(&self) -> Result<RunState, GuestError> {
@@ -342,36 +267,12 @@ impl Guest for View {
         self.holds.let_go(self.role)
     }
 
-    fn save_state(&self) -> SavedState {
-        self.holds.vm.save_state()
-    }
-
-    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
-        self.holds.vm.restore_state(sections, clock)
-    }
-
-    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
-        self.holds.vm.flush(limit)
-    }
-
-    fn release(&self) -> Result<(), GuestError> {
-        self.holds.vm.release()
-    }
-
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        self.holds.vm.detach()
-    }
-
-    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
-        self.holds.vm.attach(late)
-    }
-
-    fn acquire(&self) -> Result<(), GuestError> {
-        self.holds.vm.acquire()
-    }
-
     fn stop(&self, why: &str) {
         self.holds.vm.stop(why);
+    }
+
+    fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
+        self.holds.vm.vcpu_pauses()
     }
 }
 

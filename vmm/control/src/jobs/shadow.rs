@@ -23,7 +23,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE, Subscription};
-use driftline_guest::{Guest, GuestError, Paused, RunState};
+use driftline_guest::{
+    DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle, Paused, RunState,
+};
 use driftline_machine::log;
 use driftline_machine::memory::WriteWatch;
 use vm_memory::{Bytes, GuestAddress};

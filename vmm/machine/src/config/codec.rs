@@ -22,7 +22,7 @@ fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
 }
 
 impl MachineConfig {
-    /// Returns the bytes that `Guest::config` returns. The configuration must have passed
+    /// Returns the bytes that `GuestIdentity::config` returns. The configuration must have passed
     /// [`Self::check`].
     pub fn encode(&self) -> Vec<u8> {
         // Only a path that is not UTF-8 can fail here, and no guest starts with one.

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::path::Path;
 
 use driftline_dirty_tracker::Layout;
-use driftline_guest::{Section, section_tags as tags};
+use driftline_guest::{Section, SectionTag};
 use driftline_store::{ExportReport, Store, StoreError};
 
 use self::core::CoreFile;
@@ -29,7 +29,7 @@ pub fn elf_core(
     path: &Path,
 ) -> Result<ExportReport, StoreError> {
     store.export_with(epoch, file, path, |layout: &Layout, sections: &[Section]| {
-        let vcpus = sections.iter().filter(|section| section.tag == tags::KVM_VCPU).count();
+        let vcpus = sections.iter().filter(|section| section.tag == SectionTag::KVM_VCPU).count();
         let vcpus = u8::try_from(vcpus).map_err(std::io::Error::other)?;
         if vcpus == 0 {
             return Err(std::io::Error::other(

@@ -1,7 +1,5 @@
 //! Builds a machine from the configuration that came with a checkpoint or a migration.
 
-use std::sync::Arc;
-
 use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
 
 use super::Machine;
@@ -17,10 +15,6 @@ pub struct MachineFactory {
 
 impl GuestFactory for MachineFactory {
     type Guest = Machine;
-
-    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<Machine>, GuestError> {
-        self.create_with_copies(vm_id, config, &[]).map(|(machine, _)| machine)
-    }
 
     fn create_with_copies(
         &self,

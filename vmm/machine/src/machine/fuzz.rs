@@ -2,7 +2,7 @@
 //! a message, or read and written again as bytes that read the same.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 
-use driftline_guest::{Section, SectionTag, section_tags as tags};
+use driftline_guest::{Section, SectionTag};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -16,15 +16,15 @@ use crate::vcpu::SavedVcpu;
 pub fn sections(bytes: &[u8]) {
     let Some((kind, bytes)) = bytes.split_first() else { return };
     match kind % 6 {
-        0 => drop(section::<SavedVm>(tags::KVM_VM, bytes)),
-        1 => drop(section::<SavedVcpu>(tags::KVM_VCPU, bytes)),
+        0 => drop(section::<SavedVm>(SectionTag::KVM_VM, bytes)),
+        1 => drop(section::<SavedVcpu>(SectionTag::KVM_VCPU, bytes)),
         2 => {
-            if let Some(state) = section::<SerialPortState>(tags::SERIAL, bytes) {
+            if let Some(state) = section::<SerialPortState>(SectionTag::SERIAL, bytes) {
                 fuzz_serial(state);
             }
         }
-        3 => drop(section::<SavedPlatform>(tags::PLATFORM, bytes)),
-        4 => drop(section::<VirtioState>(tags::VIRTIO, bytes)),
+        3 => drop(section::<SavedPlatform>(SectionTag::PLATFORM, bytes)),
+        4 => drop(section::<VirtioState>(SectionTag::VIRTIO, bytes)),
         _ => match MachineConfig::decode(bytes) {
             Ok(config) => assert_eq!(MachineConfig::decode(&config.encode()).unwrap(), config),
             Err(e) => assert!(!e.to_string().is_empty()),

@@ -7,7 +7,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use driftline_guest::{Section, section_tags as tags};
+use driftline_guest::{Section, SectionTag};
 
 use super::state::{SavedMachine, SavedPlatform, SavedVm, decode, encode};
 use crate::devices::{PowerState, SerialPortState, VirtioState};
@@ -76,6 +76,6 @@ fn bytes_behind_a_section_are_counted_and_refused() {
         assert_eq!(error, format!("{name} is malformed: 3 bytes follow its end"));
     }
     let mut sections = encode(&example()).unwrap();
-    sections.iter_mut().filter(|s| s.tag == tags::KVM_VM).for_each(|s| s.bytes[0] = 2);
+    sections.iter_mut().filter(|s| s.tag == SectionTag::KVM_VM).for_each(|s| s.bytes[0] = 2);
     assert!(decode(&sections, 1, 1).unwrap_err().to_string().contains("version 2"));
 }

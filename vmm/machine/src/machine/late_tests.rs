@@ -6,7 +6,9 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
-use driftline_guest::{Backlog, Clock, Guest, PageSourceError, RunState, Section, VmId};
+use driftline_guest::{
+    Backlog, Clock, Lifecycle, PageSourceError, Populate, RunState, Section, Stateful, VmId,
+};
 use driftline_store::StoreError;
 
 use super::Machine;

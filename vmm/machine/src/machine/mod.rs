@@ -40,8 +40,9 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription, TrackingMode};
 use driftline_guest::{
-    Backlog, Clock, Fetching, Fill, Guest, GuestDrive, GuestError, GuestRam, Line, RunState,
-    SavedState, Section, Shield, VcpuPauses, VcpuWrites, VmId,
+    Backlog, Clock, DirtyLog, Fetching, Fill, GuestContents, GuestDrive, GuestError, GuestIdentity,
+    GuestRam, HandOver, Lifecycle, Line, Populate, RunState, SavedState, Section, Shield, Stateful,
+    VcpuPauses, VcpuWrites, VmId, WriteThrottle,
 };
 
 use crate::collector::Collector;
@@ -137,7 +138,7 @@ impl Machine {
     }
 }
 
-impl Guest for Machine {
+impl GuestIdentity for Machine {
     fn vm_id(&self) -> VmId {
         self.vm_id
     }
@@ -153,13 +154,11 @@ impl Guest for Machine {
     fn layout(&self) -> &Layout {
         self.memory.layout()
     }
+}
 
+impl GuestContents for Machine {
     fn ram(&self) -> &GuestRam {
         self.memory.ram()
-    }
-
-    fn prepare(&self, frames: FrameRun) {
-        self.memory.prepare(frames);
     }
 
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
@@ -179,10 +178,6 @@ impl Guest for Machine {
         })
     }
 
-    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
-        self.collector()?.subscribe(name)
-    }
-
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         if self.config.tracking == TrackingMode::UserfaultWp {
             tracing::info!(
@@ -191,6 +186,16 @@ impl Guest for Machine {
             return Ok(None);
         }
         self.memory.shield()
+    }
+
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        self.sources.iter().map(|drive| Box::new(drive.clone()) as Box<dyn GuestDrive>).collect()
+    }
+}
+
+impl Populate for Machine {
+    fn prefault(&self, frames: FrameRun) {
+        self.memory.prepare(frames);
     }
 
     fn fill(&self) -> Option<Box<dyn Fill>> {
@@ -217,23 +222,23 @@ impl Guest for Machine {
     fn fetching(&self) -> Option<Fetching> {
         self.memory.fetching()
     }
+}
 
-    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
-        self.sources.iter().map(|drive| Box::new(drive.clone()) as Box<dyn GuestDrive>).collect()
+impl DirtyLog for Machine {
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        self.collector()?.subscribe(name)
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {
         self.collector()?.collect()
     }
+}
 
+impl WriteThrottle for Machine {
     fn vcpu_writes(&self) -> Vec<VcpuWrites> {
         let Some(collector) = &self.collector else { return Vec::new() };
         let both = collector.dirtied().zip(&self.counters);
-        both.map(|(dirtied_frames, c)| VcpuWrites { dirtied_frames, held: c.held() }).collect()
-    }
-
-    fn stood(&self) -> Vec<VcpuPauses> {
-        self.counters.iter().map(|c| c.stood()).collect()
+        both.map(|(dirtied_frames, c)| VcpuWrites { dirtied_frames, throttled: c.held() }).collect()
     }
 
     fn throttle(&self, frames_per_s: Option<u64>) {
@@ -241,17 +246,19 @@ impl Guest for Machine {
             collector.throttle(frames_per_s);
         }
     }
+}
 
+impl Lifecycle for Machine {
     fn run_state(&self) -> RunState {
         self.status.state()
     }
 
-    fn stay_awake(&self) {
-        latency::stay_awake();
-    }
-
     fn pause(&self) -> Result<RunState, GuestError> {
         self.ask("pausing", Request::Pause)
+    }
+
+    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+        self.ask("pausing", Request::PauseAndSave)
     }
 
     fn resume(&self) -> Result<(), GuestError> {
@@ -261,17 +268,30 @@ impl Guest for Machine {
         Ok(())
     }
 
-    fn save_state(&self) -> SavedState {
-        self.ask("saving state", Request::Save)
+    fn stop(&self, why: &str) {
+        // Only a supervisor that has ended does not answer, and then the guest has ended too.
+        let _ = self.ask("stopping", |reply| Request::Stop(why.to_owned(), reply));
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
-        self.ask("pausing", Request::PauseAndSave)
+    fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
+        self.counters.iter().map(|c| c.stood()).collect()
+    }
+}
+
+impl Stateful for Machine {
+    fn save_state(&self) -> SavedState {
+        self.ask("saving state", Request::Save)
     }
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         let saved = state::decode(sections, self.config.vcpus, self.config.devices.len())?;
         self.ask("restoring state", |reply| Request::Restore(Box::new(saved), clock, reply))
+    }
+}
+
+impl HandOver for Machine {
+    fn stay_awake(&self) {
+        latency::stay_awake();
     }
 
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
@@ -308,11 +328,6 @@ impl Guest for Machine {
             return self.status.set_holds("acquire", true);
         }
         self.ask("acquiring devices", Request::Acquire)
-    }
-
-    fn stop(&self, why: &str) {
-        // Only a supervisor that has ended does not answer, and then the guest has ended too.
-        let _ = self.ask("stopping", |reply| Request::Stop(why.to_owned(), reply));
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use driftline_guest::{Clock, GuestError, Section, SectionTag, section_tags as tags};
+use driftline_guest::{Clock, GuestError, Section, SectionTag};
 use kvm_bindings::*;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -160,16 +160,16 @@ fn clock_now(
 
 /// Encodes `saved` as sections.
 pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, GuestError> {
-    let mut sections = vec![section(tags::KVM_VM, 0, &saved.vm)?];
+    let mut sections = vec![section(SectionTag::KVM_VM, 0, &saved.vm)?];
     for (vcpu, i) in saved.vcpus.iter().zip(0u16..) {
-        sections.push(section(tags::KVM_VCPU, i, vcpu)?);
+        sections.push(section(SectionTag::KVM_VCPU, i, vcpu)?);
     }
-    sections.push(section(tags::SERIAL, 0, &saved.com1)?);
+    sections.push(section(SectionTag::SERIAL, 0, &saved.com1)?);
     if let Some(platform) = &saved.platform {
-        sections.push(section(tags::PLATFORM, 0, platform)?);
+        sections.push(section(SectionTag::PLATFORM, 0, platform)?);
     }
     for (device, i) in saved.virtio.iter().zip(0u16..) {
-        sections.push(section(tags::VIRTIO, i, device)?);
+        sections.push(section(SectionTag::VIRTIO, i, device)?);
     }
     Ok(sections)
 }
@@ -194,11 +194,11 @@ pub(super) fn decode(
 ) -> Result<SavedMachine, GuestError> {
     for s in sections {
         let known = match s.tag {
-            tags::KVM_VM | tags::SERIAL | tags::PLATFORM => s.instance == 0,
-            tags::KVM_VCPU => s.instance < u16::from(vcpus),
-            tags::VIRTIO => usize::from(s.instance) < devices,
+            SectionTag::KVM_VM | SectionTag::SERIAL | SectionTag::PLATFORM => s.instance == 0,
+            SectionTag::KVM_VCPU => s.instance < u16::from(vcpus),
+            SectionTag::VIRTIO => usize::from(s.instance) < devices,
             // The configuration was used to build this machine.
-            tags::CONFIG => true,
+            SectionTag::CONFIG => true,
             _ => !s.must_understand,
         };
         if !known {
@@ -210,14 +210,14 @@ pub(super) fn decode(
             });
         }
     }
-    let each = (0..u16::from(vcpus)).map(|i| read(sections, tags::KVM_VCPU, i));
-    let virtio = (0..devices as u16).map(|i| read(sections, tags::VIRTIO, i));
+    let each = (0..u16::from(vcpus)).map(|i| read(sections, SectionTag::KVM_VCPU, i));
+    let virtio = (0..devices as u16).map(|i| read(sections, SectionTag::VIRTIO, i));
     Ok(SavedMachine {
-        vm: read(sections, tags::KVM_VM, 0)?,
+        vm: read(sections, SectionTag::KVM_VM, 0)?,
         vcpus: each.collect::<Result<_, GuestError>>()?,
-        com1: read(sections, tags::SERIAL, 0)?,
-        platform: match sections.iter().any(|s| s.tag == tags::PLATFORM) {
-            true => Some(read(sections, tags::PLATFORM, 0)?),
+        com1: read(sections, SectionTag::SERIAL, 0)?,
+        platform: match sections.iter().any(|s| s.tag == SectionTag::PLATFORM) {
+            true => Some(read(sections, SectionTag::PLATFORM, 0)?),
             false => None,
         },
         virtio: virtio.collect::<Result<_, GuestError>>()?,
@@ -251,7 +251,7 @@ pub(super) fn read<T: DeserializeOwned>(
 /// Returns the registers of each of `vcpus` vCPUs, for an ELF core.
 pub(crate) fn registers(sections: &[Section], vcpus: u8) -> Result<Vec<Registers>, GuestError> {
     let each = (0..u16::from(vcpus)).map(|i| {
-        let saved: SavedVcpu = read(sections, tags::KVM_VCPU, i)?;
+        let saved: SavedVcpu = read(sections, SectionTag::KVM_VCPU, i)?;
         Ok(saved.registers())
     });
     each.collect()

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{Guest, RunState, VmId};
+use driftline_guest::{HandOver, Lifecycle, RunState, Stateful, VmId};
 
 use super::Machine;
 use crate::config::{HostConfig, SerialSink};

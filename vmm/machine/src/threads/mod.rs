@@ -23,7 +23,9 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
 use driftline_guest::{
-    Clock, Fill, Guest, GuestError, GuestRam, Line, RunState, Section, Shield, VmId,
+    Backlog, Clock, DirtyLog, Fetching, Fill, GuestContents, GuestDrive, GuestError, GuestIdentity,
+    GuestRam, HandOver, Lifecycle, Line, Populate, RunState, SavedState, Section, Shield, Stateful,
+    VcpuPauses, VcpuWrites, VmId, WriteThrottle,
 };
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{Placement, ready_line};
@@ -170,7 +172,7 @@ impl Control {
     }
 }
 
-impl Guest for ThreadMachine {
+impl GuestIdentity for ThreadMachine {
     fn vm_id(&self) -> VmId {
         self.vm_id
     }
@@ -186,13 +188,11 @@ impl Guest for ThreadMachine {
     fn layout(&self) -> &Layout {
         self.memory.layout()
     }
+}
 
+impl GuestContents for ThreadMachine {
     fn ram(&self) -> &GuestRam {
         self.memory.ram()
-    }
-
-    fn prepare(&self, frames: FrameRun) {
-        self.memory.prepare(frames);
     }
 
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
@@ -201,6 +201,43 @@ impl Guest for ThreadMachine {
             .map_err(|e| GuestError::System { what: "reading /proc/self/pagemap", cause: e.into() })
     }
 
+    fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.populated()
+    }
+
+    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        self.memory.shield()
+    }
+
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        // This backend has no disks.
+        Vec::new()
+    }
+}
+
+impl Populate for ThreadMachine {
+    fn prefault(&self, frames: FrameRun) {
+        self.memory.prepare(frames);
+    }
+
+    fn fill(&self) -> Option<Box<dyn Fill>> {
+        if self.run_state() == RunState::Paused { self.memory.fill() } else { None }
+    }
+
+    fn fetch_late(
+        &self,
+        backlog: Box<dyn Backlog>,
+    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+        // Lazy restore is unsupported.
+        Ok(Some(backlog))
+    }
+
+    fn fetching(&self) -> Option<Fetching> {
+        None
+    }
+}
+
+impl DirtyLog for ThreadMachine {
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         if self.config.tracking == TrackingMode::None {
             return Err(GuestError::NotTracked);
@@ -211,20 +248,25 @@ impl Guest for ThreadMachine {
         })
     }
 
-    fn fill(&self) -> Option<Box<dyn Fill>> {
-        if self.run_state() == RunState::Paused { self.memory.fill() } else { None }
-    }
-
-    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
-        self.memory.shield()
-    }
-
     fn collect(&self) -> Result<Collected, GuestError> {
         let marked = self.memory.tracker().stats().marked_frames;
         let before = self.reported_frames.swap(marked, Ordering::Relaxed);
         Ok(Collected { frames: marked.saturating_sub(before), ..Collected::default() })
     }
+}
 
+impl WriteThrottle for ThreadMachine {
+    fn vcpu_writes(&self) -> Vec<VcpuWrites> {
+        // Writes are not counted per worker.
+        Vec::new()
+    }
+
+    fn throttle(&self, _: Option<u64>) {
+        // Writes are not counted per worker, so none writes more than others.
+    }
+}
+
+impl Lifecycle for ThreadMachine {
     fn run_state(&self) -> RunState {
         self.control().state
     }
@@ -251,6 +293,11 @@ impl Guest for ThreadMachine {
         }
     }
 
+    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+        let before = self.pause()?;
+        Ok((before, self.save_state()))
+    }
+
     fn resume(&self) -> Result<(), GuestError> {
         let mut control = self.paused("resume")?;
         if std::mem::take(&mut control.fresh) {
@@ -264,6 +311,25 @@ impl Guest for ThreadMachine {
         Ok(())
     }
 
+    fn stop(&self, why: &str) {
+        self.end.set(EndReason::Stopped(why.to_owned()));
+        // Closing the channels ends the workers.
+        let workers = std::mem::take(&mut self.control().workers);
+        for (commands, thread) in workers {
+            drop(commands);
+            if thread.join().is_err() {
+                tracing::error!(vm = %self.vm_id, "a worker had panicked");
+            }
+        }
+    }
+
+    fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
+        // Workers keep no account of their pauses.
+        Vec::new()
+    }
+}
+
+impl Stateful for ThreadMachine {
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
         let control = self.paused("save the state of")?;
         let workers = control.ask(|_, answer| Command::Save(answer))?;
@@ -292,6 +358,12 @@ impl Guest for ThreadMachine {
             .ask(|index, answer| Command::Load(Box::new(saved[index].worker.clone()), answer))?;
         Ok(())
     }
+}
+
+impl HandOver for ThreadMachine {
+    fn stay_awake(&self) {
+        // No vCPU waits for an interrupt here.
+    }
 
     fn flush(&self, _: Duration) -> Result<bool, GuestError> {
         // This backend has no disks.
@@ -313,18 +385,6 @@ impl Guest for ThreadMachine {
 
     fn acquire(&self) -> Result<(), GuestError> {
         self.paused("take the resources of").map(drop)
-    }
-
-    fn stop(&self, why: &str) {
-        self.end.set(EndReason::Stopped(why.to_owned()));
-        // Closing the channels ends the workers.
-        let workers = std::mem::take(&mut self.control().workers);
-        for (commands, thread) in workers {
-            drop(commands);
-            if thread.join().is_err() {
-                tracing::error!(vm = %self.vm_id, "a worker had panicked");
-            }
-        }
     }
 }
 

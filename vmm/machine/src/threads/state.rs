@@ -1,6 +1,6 @@
 //! The `THREAD_WORKER` sections: a version, then a worker's state in postcard.
 
-use driftline_guest::{GuestError, Section, section_tags};
+use driftline_guest::{GuestError, Section, SectionTag};
 use driftline_images::PayloadSpec;
 use serde::{Deserialize, Serialize};
 
@@ -23,7 +23,7 @@ pub(super) fn encode(index: usize, saved: &Saved) -> Result<Section, GuestError>
     let failed = |cause| GuestError::System { what: "encoding a worker's state", cause };
     let instance = u16::try_from(index).map_err(|e| failed(e.into()))?;
     let bytes = postcard::to_extend(saved, vec![VERSION]).map_err(|e| failed(e.into()))?;
-    Ok(Section::new(section_tags::THREAD_WORKER, instance, bytes))
+    Ok(Section::new(SectionTag::THREAD_WORKER, instance, bytes))
 }
 
 /// Returns the states of all workers, in order. `sections` are hostile input.
@@ -34,8 +34,8 @@ pub(super) fn decode(
 ) -> Result<Vec<Saved>, GuestError> {
     let mut workers: Vec<Option<Saved>> = vec![None; vcpus as usize];
     for section in sections {
-        if section.tag != section_tags::THREAD_WORKER {
-            if section.must_understand && section.tag != section_tags::CONFIG {
+        if section.tag != SectionTag::THREAD_WORKER {
+            if section.must_understand && section.tag != SectionTag::CONFIG {
                 return Err(GuestError::Unsupported {
                     what: format!("the state section \"{}\"", section.tag),
                     why: "the threads backend does not support it".into(),

@@ -6,7 +6,10 @@ use std::time::Duration;
 
 use driftline_checkpoint::{Checkpointer, restore};
 use driftline_dirty_tracker::FrameRun;
-use driftline_guest::{Clock, Guest, GuestError, Paused, RunState, VmId};
+use driftline_guest::{
+    Clock, DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle, Paused, RunState,
+    Stateful, VmId,
+};
 use driftline_store::Store;
 use vm_memory::{Bytes, GuestAddress};
 

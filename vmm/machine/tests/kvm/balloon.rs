@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use driftline_checkpoint::{Checkpointer, EpochReport, restore};
-use driftline_guest::{Clock, Guest};
+use driftline_guest::{Clock, HandOver, Lifecycle};
 use driftline_machine::config::{BalloonConfig, Boot, DeviceConfig, MachineConfig};
 use driftline_machine::machine::{Machine, MachineFactory};
 use driftline_machine::testing::{kvm_or_skip, linux_guest, skip};

@@ -1,6 +1,6 @@
 //! Booting: the payload in memories of all shapes, other ELF files, and invalid ELF files.
 
-use driftline_guest::Guest;
+use driftline_guest::Lifecycle;
 use driftline_machine::config::{Boot, MachineConfig};
 use driftline_machine::testing::{CODE_AT, Elf, kvm_or_skip, note};
 use driftline_machine::vm::{EndReason, Vm};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, TrackingMode};
-use driftline_guest::{Clock, Guest, Paused, RunState};
+use driftline_guest::{Clock, DirtyLog, GuestContents, Lifecycle, Paused, RunState};
 use driftline_images::Message;
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use driftline_machine::machine::Machine;

@@ -1,6 +1,6 @@
 //! Pausing, resuming and ending a machine, and what a machine leaves behind.
 
-use driftline_guest::{Guest, GuestError, RunState};
+use driftline_guest::{DirtyLog, GuestError, HandOver, Lifecycle, RunState, Stateful};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::Machine;
 use driftline_machine::testing::kvm_or_skip;

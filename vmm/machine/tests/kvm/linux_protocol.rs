@@ -5,7 +5,7 @@ use driftline_machine::config::{Boot, MachineConfig};
 use driftline_machine::testing::{Elf, kvm_or_skip, note};
 use driftline_machine::vm::{EndReason, Vm};
 
-use driftline_guest::Guest;
+use driftline_guest::Lifecycle;
 
 use crate::harness::*;
 

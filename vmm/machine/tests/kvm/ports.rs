@@ -1,6 +1,6 @@
 //! Port accesses that are wider than a register, and port accesses of string instructions.
 
-use driftline_guest::Guest;
+use driftline_guest::Lifecycle;
 use driftline_machine::testing::{CODE_AT, Elf, kvm_or_skip};
 
 use crate::harness::*;

@@ -1,7 +1,7 @@
 //! The guest's processor: the baseline, removed features, and refusals by a host that lacks a
 //! feature.
 
-use driftline_guest::{Clock, Guest, GuestError, GuestFactory};
+use driftline_guest::{Clock, GuestError, GuestFactory, GuestIdentity, Lifecycle};
 use driftline_machine::config::{
     Boot, CpuConfig, CpuidWord, HostConfig, MachineConfig, MsrWord, SerialSink,
 };

@@ -4,7 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, TrackingMode};
-use driftline_guest::{Clock, Guest, GuestFactory, Paused, Section, section_tags};
+use driftline_guest::{
+    Clock, DirtyLog, GuestContents, GuestFactory, GuestIdentity, Lifecycle, Paused, Section,
+    SectionTag, Stateful,
+};
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use driftline_machine::machine::{Machine, MachineFactory};
 use driftline_machine::testing::kvm_or_skip;
@@ -158,7 +161,7 @@ fn sections_are_not_believed() {
     twice.push(good[0].clone());
     assert!(refused(&twice).contains("twice"));
     let mut unknown = good.clone();
-    unknown.push(Section::new(section_tags::THREAD_WORKER, 0, Vec::new()));
+    unknown.push(Section::new(SectionTag::THREAD_WORKER, 0, Vec::new()));
     assert!(refused(&unknown).contains("worker state"));
     unknown.last_mut().unwrap().must_understand = false;
     machine.restore_state(&unknown, Clock::Continue).unwrap();
@@ -213,7 +216,7 @@ fn what_a_host_cannot_give_a_guest_is_refused_by_name() {
     let good = machine.save_state().unwrap();
     let refused = |change: &dyn Fn(&mut [u8])| {
         let mut bad = good.clone();
-        let vcpu = bad.iter_mut().find(|s| s.tag == section_tags::KVM_VCPU).unwrap();
+        let vcpu = bad.iter_mut().find(|s| s.tag == SectionTag::KVM_VCPU).unwrap();
         change(&mut vcpu.bytes);
         machine.restore_state(&bad, Clock::Continue).unwrap_err().to_string()
     };

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
-use driftline_guest::{Guest, Paused};
+use driftline_guest::{DirtyLog, GuestContents, Lifecycle, Paused, WriteThrottle};
 use driftline_machine::config::MachineConfig;
 use driftline_machine::machine::Machine;
 use driftline_machine::testing::kvm_or_skip;
@@ -31,7 +31,7 @@ fn rates(machine: &Machine, subscription: &mut Subscription, time: Duration) -> 
 }
 
 fn held(machine: &Machine) -> Vec<Duration> {
-    machine.vcpu_writes().iter().map(|v| v.held).collect()
+    machine.vcpu_writes().iter().map(|v| v.throttled).collect()
 }
 
 fn throttled(config: MachineConfig) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, SlotId, Subscription, TrackingMode};
-use driftline_guest::{Guest, GuestError, Paused};
+use driftline_guest::{DirtyLog, GuestContents, GuestError, Lifecycle, Paused};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::Machine;
 use driftline_machine::testing::{Elf, kvm_or_skip};

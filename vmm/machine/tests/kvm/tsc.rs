@@ -6,7 +6,7 @@ use std::os::fd::RawFd;
 use std::process::Command;
 use std::time::Duration;
 
-use driftline_guest::{Clock, Guest, GuestFactory};
+use driftline_guest::{Clock, GuestContents, GuestFactory, GuestIdentity, Lifecycle, Stateful};
 use driftline_machine::config::MachineConfig;
 use driftline_machine::machine::MachineFactory;
 use driftline_machine::testing::{kvm_or_skip, skip};

@@ -4,7 +4,7 @@
 //! ```text
 //! the guest's FLUSH -> engine -> fdatasync on the disk's own open file ---------+
 //! release -> the flush thread -> fdatasync on the disk's own open file ----+    |
-//! Guest::flush -> a thread -> fdatasync on a file opened for it -----------+    |
+//! HandOver::flush -> a thread -> fdatasync on a file opened for it -----------+    |
 //!                                            failed: lost -----------------+--->|
 //!                                                                               v
 //!                                                   answer: the guest's request fails
@@ -17,7 +17,7 @@
 //! Linux reports once to each open file that data could not be written back. An error that the
 //! guest has not seen is kept: were it forgotten, the guest's next flush would succeed although
 //! data is lost. A guest's flush at the same moment must get the error by itself, so the thread of
-//! `Guest::flush` uses an open file of its own. It opens that file anew for each flush. A new open
+//! `HandOver::flush` uses an open file of its own. It opens that file anew for each flush. A new open
 //! file reports an error that nobody has seen yet. One that is older than the error would report it
 //! again, long after the guest has seen it.
 

@@ -1,0 +1,76 @@
+//! What a copy of a guest contains besides its state: memory and drives.
+
+use driftline_dirty_tracker::{FrameRun, TrackedBitmap};
+
+use crate::delegate::Delegate;
+use crate::drive::GuestDrive;
+use crate::error::GuestError;
+use crate::write_protect::Shield;
+
+/// Guest memory in which writes by the VMM mark the trees.
+pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
+
+/// Shows the memory and drives of a guest to whoever copies them.
+///
+/// Reading [`ram`](Self::ram) while the guest runs gives each frame as it is at some moment. Such a
+/// copy is complete only for frames that the dirty log does not report afterwards.
+pub trait GuestContents: Send + Sync {
+    /// Returns the guest's memory. Writing to it marks the written frames in every subscriber's
+    /// tree.
+    fn ram(&self) -> &GuestRam;
+
+    /// Returns the runs of frames, ascending, that a copy of all memory must include. Other frames
+    /// were never written and read as zeros, or their content is of no use to the guest: the
+    /// implementation may ask a running guest, for a second at most, which of its memory is free.
+    /// If the guest writes such a frame after this call, only a caller that
+    /// [subscribed](crate::DirtyLog::subscribe) before this call learns of it. The runs may include
+    /// frames that are zero. Costs one scan of the host's page tables.
+    ///
+    /// # Errors
+    ///
+    /// The host does not say which frames it has memory for.
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError>;
+
+    /// Like [`populated`](Self::populated), but does not ask the guest: returns all frames that the
+    /// host has memory for. Other frames read as zeros.
+    ///
+    /// # Errors
+    ///
+    /// The host does not say which frames it has memory for.
+    fn resident(&self) -> Result<Vec<FrameRun>, GuestError>;
+
+    /// Returns a shield that write-protects frames, so that they are copied while the guest runs;
+    /// one at a time. `None` means unsupported: frames are then copied in the pause. Opening one
+    /// costs about as much as a few pauses, so callers keep it for as long as they take epochs.
+    /// While nothing is protected, it costs the guest nothing.
+    ///
+    /// # Errors
+    ///
+    /// The host refuses, although it supports this.
+    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError>;
+
+    /// Returns the guest's drives, for copying; a guest without drives has none.
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>>;
+}
+
+impl<T: Delegate<dyn GuestContents>> GuestContents for T {
+    fn ram(&self) -> &GuestRam {
+        self.delegate().ram()
+    }
+
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.delegate().populated()
+    }
+
+    fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.delegate().resident()
+    }
+
+    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        self.delegate().shield()
+    }
+
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        self.delegate().drives()
+    }
+}

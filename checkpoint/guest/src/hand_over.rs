@@ -1,0 +1,90 @@
+//! What only one host may hold of a guest: drives, ports, the right to run.
+
+use std::time::Duration;
+
+use crate::delegate::Delegate;
+use crate::error::GuestError;
+
+/// Maximum number of bytes that [`HandOver::detach`] returns. They are sent during the downtime,
+/// and the guest's peers decide how many arrive.
+pub const MAX_LATE: usize = 256 << 10;
+
+/// Gives what only one host may hold of a guest to another host, and takes it.
+pub trait HandOver: Send + Sync {
+    /// Announces a hand-over: for some milliseconds this host's processors should not enter sleep
+    /// states, because threads wait for each other during the downtime. A hint.
+    fn stay_awake(&self);
+
+    /// Makes disks' written data durable without stopping the guest, so that a later release has
+    /// less left to do. Returns whether that was done within `limit`; the rest continues in the
+    /// background.
+    ///
+    /// # Errors
+    ///
+    /// A write could not be made durable. The guest also sees that, as the result of its own next
+    /// flush; until then [`release`](Self::release) fails.
+    fn flush(&self, limit: Duration) -> Result<bool, GuestError>;
+
+    /// Makes the guest's writes durable and releases what only one host may hold (drives' locks,
+    /// listening sockets). The guest must be paused. Its taps are not released: packets that arrive
+    /// on them wait.
+    ///
+    /// # Errors
+    ///
+    /// The guest is not paused, or a write could not be made durable.
+    fn release(&self) -> Result<(), GuestError>;
+
+    /// Releases a released guest's taps, too. Returns what has arrived for the guest since its
+    /// state was saved: opaque, at most [`MAX_LATE`] bytes, for [`attach`](Self::attach) on the
+    /// next host. If the guest stays here after all, it still receives that.
+    ///
+    /// # Errors
+    ///
+    /// The guest is not paused, or a device does not answer.
+    fn detach(&self) -> Result<Vec<u8>, GuestError>;
+
+    /// Makes peers reach the guest on the next host, and takes what [`detach`](Self::detach)
+    /// returned, which is hostile input. Call it when the guest has its state and no other host is
+    /// reached in its name. Peers that could not be notified are notified when the guest resumes.
+    ///
+    /// # Errors
+    ///
+    /// `late` is malformed, or a device refuses it.
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError>;
+
+    /// Takes back what [`release`](Self::release) and [`detach`](Self::detach) released, or takes
+    /// it first on a new host.
+    ///
+    /// # Errors
+    ///
+    /// Another process or host has it. Then the guest holds nothing, and no peer reaches it here;
+    /// but a guest that has run here still holds the drives on which its writes could not be made
+    /// durable.
+    fn acquire(&self) -> Result<(), GuestError>;
+}
+
+impl<T: Delegate<dyn HandOver>> HandOver for T {
+    fn stay_awake(&self) {
+        self.delegate().stay_awake();
+    }
+
+    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
+        self.delegate().flush(limit)
+    }
+
+    fn release(&self) -> Result<(), GuestError> {
+        self.delegate().release()
+    }
+
+    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.delegate().detach()
+    }
+
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+        self.delegate().attach(late)
+    }
+
+    fn acquire(&self) -> Result<(), GuestError> {
+        self.delegate().acquire()
+    }
+}

@@ -1,0 +1,48 @@
+//! The state of a guest besides memory: saved here, restored elsewhere.
+
+use serde::{Deserialize, Serialize};
+
+use crate::delegate::Delegate;
+use crate::error::GuestError;
+use crate::section::Section;
+
+/// A paused guest's state besides memory, or why it could not be saved.
+pub type SavedState = Result<Vec<Section>, GuestError>;
+
+/// Saves and restores a guest's state besides memory.
+pub trait Stateful: Send + Sync {
+    /// Returns the whole state besides memory, of a paused guest.
+    ///
+    /// # Errors
+    ///
+    /// The guest is not paused, or the host refuses a part of the state.
+    fn save_state(&self) -> SavedState;
+
+    /// Restores a saved state into a paused guest that has never run. Sections are hostile input.
+    ///
+    /// # Errors
+    ///
+    /// The state is malformed or does not fit this guest or this host. An unknown section that must
+    /// be understood is refused by name.
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError>;
+}
+
+impl<T: Delegate<dyn Stateful>> Stateful for T {
+    fn save_state(&self) -> SavedState {
+        self.delegate().save_state()
+    }
+
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        self.delegate().restore_state(sections, clock)
+    }
+}
+
+/// What the guest's clock does about the time in which the guest did not run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Clock {
+    /// Advances by that time: for a migration, whose downtime the guest may notice.
+    Advance,
+    /// Continues from where it stopped: for a restore, which may come a year later.
+    Continue,
+}

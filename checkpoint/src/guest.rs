@@ -1,0 +1,11 @@
+//! The parts of a guest that its checkpoints need.
+
+use driftline_guest::{DirtyLog, GuestContents, GuestIdentity, Lifecycle, Stateful};
+
+/// A guest that can be checkpointed. Every type that has these parts is one.
+pub trait Checkpointable: GuestIdentity + GuestContents + DirtyLog + Lifecycle + Stateful {}
+
+impl<T> Checkpointable for T where
+    T: GuestIdentity + GuestContents + DirtyLog + Lifecycle + Stateful + ?Sized
+{
+}
