@@ -85,15 +85,8 @@ impl<'a, G: Migratable + ?Sized> Job<'a, G> {
         mut channels: Channels,
         handed: Handed<'a, G>,
     ) -> Result<SendReport, Failed> {
-        let Handed {
-            sealed,
-            record,
-            mut state,
-            mut order,
-            paused_at,
-            figures,
-            spent: _until_settled,
-        } = handed;
+        let Handed { sealed, record, mut state, mut order, paused_at, figures, spent } = handed;
+        let mut spent = Some(spent);
         let mut ran_at = None;
         let mut sent = channels.sent_bytes();
         // Why the last question had no answer, or the answer in words.
@@ -108,6 +101,8 @@ impl<'a, G: Migratable + ?Sized> Job<'a, G> {
                 }
                 SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
                     self.in_doubt(&doubt);
+                    // A doubt may last for days, and nothing hurries any more.
+                    drop(spent.take());
                     let event = self.ask(record.site(), &mut channels.first, &mut doubt);
                     if let SourceEvent::Operator(how) = event {
                         resolved = Some(how);

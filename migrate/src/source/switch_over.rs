@@ -39,7 +39,8 @@ pub(super) struct Ready<'a, G: Migratable + ?Sized> {
     pub(super) spent: Spent<'a>,
 }
 
-/// What is no longer needed, kept until the guest has moved because freeing it takes time.
+/// What is no longer needed. Freeing it takes time, so it is kept until the guest has moved, or
+/// until the migration is in doubt.
 pub(super) struct Spent<'a> {
     _writes: Subscription,
     _verifier: Option<Verifier>,
