@@ -208,7 +208,7 @@ fn nobody_reads_an_epoch_that_is_not_durable() {
     };
     // As a writer does that has appended the third epoch, and waits for the disk.
     let writer = disk.open_for_writing("pages-1").unwrap();
-    assert!(writer.lock_range(3..4, RangeLock::Alone).unwrap());
+    assert!(writer.lock_range(3..4, RangeLock::Exclusive).unwrap());
     assert_eq!(store.verify(|epoch, _| assert!(epoch < 3)).unwrap().epochs, 2);
     let wait = std::time::Duration::from_millis(100);
     std::thread::scope(|scope| {
@@ -221,7 +221,7 @@ fn nobody_reads_an_epoch_that_is_not_durable() {
         assert!(since.elapsed() >= wait);
     });
     // Now the commit fails, while a reader waits.
-    assert!(writer.lock_range(3..4, RangeLock::Alone).unwrap());
+    assert!(writer.lock_range(3..4, RangeLock::Exclusive).unwrap());
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(wait);

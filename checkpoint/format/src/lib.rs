@@ -1,13 +1,14 @@
 //! What the wire and the store have in common: the fixed header, the record, the limits of a
-//! guest's state, and durable names.
+//! guest's state, durable names, and locks on ranges of files.
 //!
 //! `FORMAT.md` and `PROTOCOL.md` specify every byte of the formats built on them.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod durable;
 mod error;
 mod header;
 mod limits;
+pub mod range_lock;
 mod record;
 mod zero;
 

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -11,9 +12,10 @@ use std::sync::{Mutex, Once};
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_format::durable::{create_dir, sync_dir};
-use nix::errno::Errno;
-use nix::fcntl::{FallocateFlags, FcntlArg, PosixFadviseAdvice, fallocate, fcntl, posix_fadvise};
-use nix::libc;
+use driftline_format::range_lock;
+pub use driftline_format::range_lock::RangeLock;
+use rustix::fs::{Advice, FallocateFlags, OFlags, fadvise, fallocate};
+use rustix::io::Errno;
 
 /// Name of the lock file in a store's directory.
 pub const LOCK_FILE: &str = "lock";
@@ -85,18 +87,6 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn list(&self) -> io::Result<Vec<String>>;
 }
 
-/// State of a lock on a range of a file.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum RangeLock {
-    /// Other handles can share the range, and none can lock it alone. The file may be open for
-    /// reading only.
-    Shared,
-    /// No other handle has a lock on any part of the range.
-    Alone,
-    /// No lock.
-    Free,
-}
-
 /// One open file.
 pub trait StoreFile: fmt::Debug + Send + Sync {
     /// Returns the file's length in bytes.
@@ -143,14 +133,14 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
 /// Returns whether a read failed because the disk cannot read the bytes. Any other error comes from
 /// the system, and does not tell what is on the disk.
 pub(super) fn is_media_error(e: &io::Error) -> bool {
-    let errno = e.raw_os_error();
-    matches!(errno, Some(libc::EIO | libc::EBADMSG | libc::EUCLEAN | libc::ENODATA | libc::EILSEQ))
+    let errno = Errno::from_io_error(e);
+    matches!(errno, Some(Errno::IO | Errno::BADMSG | Errno::UCLEAN | Errno::NODATA | Errno::ILSEQ))
 }
 
 /// Returns whether a link failed because the file system allows one name only, for all files or for
 /// this one.
 pub(super) fn has_no_links(e: &io::Error) -> bool {
-    matches!(e.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS))
+    matches!(Errno::from_io_error(e), Some(Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS))
 }
 
 /// A backend over the files of a directory.
@@ -192,9 +182,10 @@ impl DirBackend {
         if !self.direct {
             return Ok(Box::new(file));
         }
-        let direct = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(&path);
-        let direct = direct.map_err(|e| match e.raw_os_error() {
-            Some(libc::EINVAL) => io::Error::new(
+        let flags = OFlags::DIRECT.bits().cast_signed();
+        let direct = OpenOptions::new().write(true).custom_flags(flags).open(&path);
+        let direct = direct.map_err(|e| match Errno::from_io_error(&e) {
+            Some(Errno::INVAL) => io::Error::new(
                 io::ErrorKind::Unsupported,
                 "its file system cannot be written to past the page cache (direct I/O)",
             ),
@@ -297,9 +288,9 @@ impl StoreFile for File {
     }
 
     fn will_read(&self, offset: u64, len: u64) {
-        let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
-        // Without this hint, the read itself waits.
-        _ = posix_fadvise(self, offset, len, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
+        // A length of 0 would mean the whole file. Without this hint, the read itself waits.
+        let Some(len) = NonZeroU64::new(len) else { return };
+        _ = fadvise(self, offset, Some(len), Advice::WillNeed);
     }
 
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
@@ -312,12 +303,10 @@ impl StoreFile for File {
             // No system call accepts a length of 0.
             return Ok(());
         }
-        let more = i64::try_from(len.saturating_sub(old)).map_err(|_| Errno::EFBIG)?;
-        let from = i64::try_from(old).map_err(|_| Errno::EFBIG)?;
         loop {
-            match fallocate(self, FallocateFlags::empty(), from, more) {
-                Err(Errno::EINTR) => {}
-                Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => return self.set_len(len),
+            match fallocate(self, FallocateFlags::empty(), old, len - old) {
+                Err(Errno::INTR) => {}
+                Err(Errno::OPNOTSUPP | Errno::NOSYS) => return self.set_len(len),
                 result => return Ok(result?),
             }
         }
@@ -332,25 +321,7 @@ impl StoreFile for File {
     }
 
     fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool> {
-        let number = |n: u64| i64::try_from(n).map_err(|_| Errno::EOVERFLOW);
-        let kind = match lock {
-            RangeLock::Shared => libc::F_RDLCK,
-            RangeLock::Alone => libc::F_WRLCK,
-            RangeLock::Free => libc::F_UNLCK,
-        };
-        let lock = libc::flock {
-            l_type: kind as libc::c_short,
-            l_whence: libc::SEEK_SET as libc::c_short,
-            l_start: number(range.start)?,
-            // A length of 0 would lock all bytes that follow.
-            l_len: number(range.end.saturating_sub(range.start).max(1))?,
-            l_pid: 0,
-        };
-        match fcntl(self, FcntlArg::F_OFD_SETLK(&lock)) {
-            Ok(_) => Ok(true),
-            Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
-            Err(e) => Err(e.into()),
-        }
+        range_lock::set(self, range, lock)
     }
 
     fn identity(&self) -> io::Result<(u64, u64)> {
@@ -385,7 +356,7 @@ impl StoreFile for DirectFile {
             match StoreFile::write_all_at(&self.direct, bytes, offset) {
                 // The disk needs a larger alignment, or the file system reports only now that it
                 // has no direct I/O.
-                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
+                Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => {
                     static SAID: Once = Once::new();
                     SAID.call_once(|| {
                         tracing::warn!("direct I/O is refused: writing through the page cache");

@@ -471,8 +471,6 @@ fn outside(object: u16, run: FrameRun) -> String {
 
 #[cfg(test)]
 mod tests {
-    use nix::libc;
-
     use super::*;
 
     #[test]

@@ -77,7 +77,7 @@ impl PageReader {
         let name = pages_name(generation);
         let file = store.backend().open_for_writing(&name);
         let file = file.map_err(|e| store.io("opening", &name, e))?;
-        let alone = file.lock_range(WRITER, RangeLock::Alone);
+        let alone = file.lock_range(WRITER, RangeLock::Exclusive);
         match alone.map_err(|e| store.io("locking", &name, e))? {
             true => Ok(Self { file, path: store.path(&name), unreadable: None }),
             false => Err(StoreError::InUse { dir: store.dir(), pid: None }),

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::time::Duration;
 
-use nix::libc;
+use rustix::io::Errno;
 
 use crate::backend::is_media_error;
 
@@ -58,7 +58,7 @@ impl Unreadable {
 
     /// Returns the error of reading an unreadable unit.
     pub(super) fn error(&self) -> io::Error {
-        io::Error::from_raw_os_error(self.errno.unwrap_or(libc::EIO))
+        io::Error::from_raw_os_error(self.errno.unwrap_or(Errno::IO.raw_os_error()))
     }
 
     /// Returns the reason why `unit` was given up.
@@ -174,7 +174,7 @@ mod tests {
     use super::*;
 
     fn bad() -> io::Error {
-        io::Error::from_raw_os_error(libc::EBADMSG)
+        io::Error::from(Errno::BADMSG)
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use driftline_guest::testing::mix;
+use rustix::io::Errno;
 
 use crate::backend::{Backend, LockError, RangeLock, StoreFile};
 use crate::testing::inode::Inode;
@@ -132,7 +133,7 @@ impl Disk {
     #[allow(clippy::panic, reason = "tests")]
     fn check(&mut self, op: Option<DiskOp>) -> io::Result<()> {
         if self.stopped {
-            return Err(io::Error::from_raw_os_error(libc::EIO));
+            return Err(Errno::IO.into());
         }
         match self.faults.iter_mut().find(|fault| Some(fault.op) == op) {
             Some(Fault { op, errno: None, after: 0 }) => {
@@ -163,7 +164,7 @@ impl Disk {
             }
             Some(_) => {
                 self.bad_reads += 1;
-                Err(io::Error::from_raw_os_error(libc::EIO))
+                Err(Errno::IO.into())
             }
         }
     }
@@ -499,7 +500,8 @@ impl StoreFile for MemoryFile {
         let stopped = disk.stopped;
         let inode = &mut disk.files[self.inode];
         let more = (len as usize).saturating_sub(inode.bytes.len());
-        let full = |e: &io::Error| matches!(e.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+        let full =
+            |e: &io::Error| matches!(Errno::from_io_error(e), Some(Errno::NOSPC | Errno::DQUOT));
         let got = match &checked {
             Ok(()) => more,
             Err(e) if full(e) && !stopped => more / 2 / 4096 * 4096,

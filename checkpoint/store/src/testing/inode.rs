@@ -110,7 +110,7 @@ impl Inode {
     /// Sets the lock of open file `by`, if no other open file's lock is in conflict.
     pub(super) fn lock_range(&mut self, by: u64, range: Range<u64>, lock: RangeLock) -> bool {
         let overlaps = |l: &Locked| l.range.start < range.end && range.start < l.range.end;
-        let alone = lock == RangeLock::Alone;
+        let alone = lock == RangeLock::Exclusive;
         let against = |l: &Locked| l.by != by && overlaps(l) && (alone || l.alone);
         if lock != RangeLock::Free && self.locks.iter().any(against) {
             return false;

@@ -10,8 +10,6 @@ use std::io;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use nix::time::{ClockId, clock_gettime};
-
 use super::backing::{HUGE_PAGE, HugeRanges, populate_piece};
 
 /// A huge page that takes at most this long is used without trying small pages: it costs little
@@ -126,9 +124,12 @@ impl Preparing {
 /// Returns the CPU time of this thread. Time in which other threads run is not part of what pages
 /// cost.
 fn time_of_thread() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // Not by rustix: its first clock call uses prctl to find the vDSO, which the sandbox denies to
     // these threads.
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
+    // SAFETY: the call writes to `time` alone.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
 }
 
 #[cfg(test)]

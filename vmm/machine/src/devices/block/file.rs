@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use driftline_format::range_lock::RangeLock;
 use driftline_guest::VmId;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 
 use super::error::DiskError;
 use super::flusher::Flusher;
 use super::identity;
-use super::lock::{self, Lock};
+use super::lock;
 use super::request::SECTOR;
 use crate::config::{DiskConfig, DiskIdentity};
 
@@ -140,8 +141,8 @@ impl DiskFile {
         })
     }
 
-    fn kind_of_lock(&self) -> Lock {
-        if self.readonly { Lock::Shared } else { Lock::Exclusive }
+    fn kind_of_lock(&self) -> RangeLock {
+        if self.readonly { RangeLock::Shared } else { RangeLock::Exclusive }
     }
 
     /// Locks the file against all others, or, if it is read-only, against writers.
@@ -201,7 +202,7 @@ impl DiskFile {
     /// Releases the lock for a guest that has not run here: there is nothing to make durable.
     pub(super) fn unlock(&self) -> Result<(), String> {
         let failed = |e| format!("disk file \"{}\" cannot be unlocked: {e}", self.path.display());
-        lock::set(&self.file, Lock::None, self.holder).map(drop).map_err(failed)
+        lock::set(&self.file, RangeLock::Free, self.holder).map(drop).map_err(failed)
     }
 
     /// Returns the storage of `len` bytes from `offset` to the host. This is advice: a file that

@@ -18,88 +18,40 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 
+use driftline_format::range_lock::{self, RangeLock};
 use driftline_guest::VmId;
 
 /// Offset of the bytes that identify guests. No lock of a file server ends below it.
 const HOLDERS: u64 = 1 << 40;
 
-/// What a lock keeps others from.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Lock {
-    /// Writing.
-    Shared,
-    /// Reading and writing.
-    Exclusive,
-    /// Nothing: releases a lock.
-    None,
-}
-
 /// Sets the lock on all of `file`, for `holder`, without waiting. Returns whether no conflicting
 /// lock prevented it.
-pub(super) fn set(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
-    if lock == Lock::None {
-        return call(file, libc::F_OFD_SETLK, Lock::None, 0, 0).map(|_| true);
+pub(super) fn set(file: &File, lock: RangeLock, holder: VmId) -> io::Result<bool> {
+    if lock == RangeLock::Free {
+        return range_lock::set(file, .., lock);
     }
     let left_out = byte_of(holder);
-    for (start, len) in [(0, left_out), (left_out + 1, 0)] {
-        if let Some(refused) = refusal(call(file, libc::F_OFD_SETLK, lock, start, len)) {
-            // One range alone does not make a lock: release it.
-            call(file, libc::F_OFD_SETLK, Lock::None, 0, 0)?;
-            return refused.map(|()| false);
-        }
+    let mut locked = range_lock::set(file, ..left_out, lock);
+    if let Ok(true) = locked {
+        locked = range_lock::set(file, left_out + 1.., lock);
     }
-    Ok(true)
+    if !matches!(locked, Ok(true)) {
+        // One range alone does not make a lock: release it.
+        range_lock::set(file, .., RangeLock::Free)?;
+    }
+    locked
 }
 
 /// Returns whether another guest than `holder`, or another program, has a conflicting lock.
-pub(super) fn is_anothers(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
-    let found = call(file, libc::F_OFD_GETLK, lock, byte_of(holder), 1)?;
-    Ok(found != libc::F_UNLCK)
+pub(super) fn is_anothers(file: &File, lock: RangeLock, holder: VmId) -> io::Result<bool> {
+    let byte = byte_of(holder);
+    range_lock::is_locked(file, byte..=byte, lock)
 }
 
 fn byte_of(holder: VmId) -> u64 {
     let [a, b, c, d, ..] = holder.0.into_bytes();
     HOLDERS + u64::from(u32::from_le_bytes([a, b, c, d]))
-}
-
-/// Returns `None` if the lock was granted, `Some(Ok(()))` if another lock conflicts, and
-/// `Some(Err(_))` on any other error.
-fn refusal(result: io::Result<libc::c_int>) -> Option<io::Result<()>> {
-    let e = result.err()?;
-    match e.raw_os_error() {
-        Some(libc::EAGAIN | libc::EACCES) => Some(Ok(())),
-        _ => Some(Err(e)),
-    }
-}
-
-/// Sets or tests a lock on `len` bytes from `start`; a `len` of 0 means all bytes from there on.
-/// Returns the kind of lock that was found.
-fn call(
-    file: &File,
-    command: libc::c_int,
-    lock: Lock,
-    start: u64,
-    len: u64,
-) -> io::Result<libc::c_int> {
-    let kind = match lock {
-        Lock::Shared => libc::F_RDLCK,
-        Lock::Exclusive => libc::F_WRLCK,
-        Lock::None => libc::F_UNLCK,
-    };
-    let mut range = libc::flock {
-        l_type: kind as libc::c_short,
-        l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: start as libc::off_t,
-        l_len: len as libc::off_t,
-        // The kernel requires zero here for locks of this kind.
-        l_pid: 0,
-    };
-    // SAFETY: the descriptor is open as long as `file` is, and the kernel reads and writes `range`
-    // alone, during the call.
-    let ret = unsafe { libc::fcntl(file.as_raw_fd(), command, &mut range) };
-    if ret == 0 { Ok(range.l_type.into()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]
@@ -126,20 +78,20 @@ pub(super) mod tests {
         // The same holds for one guest on two hosts: it may run on only one of them.
         let (one, other) = (VmId::random(), VmId::random());
         for holder in [one, other] {
-            assert!(set(&a, Lock::Exclusive, one).unwrap());
-            assert!(set(&a, Lock::Exclusive, one).unwrap(), "again, by whoever has it");
-            assert!(!set(&b, Lock::Exclusive, holder).unwrap());
-            assert!(!set(&b, Lock::Shared, holder).unwrap());
-            assert!(set(&a, Lock::None, one).unwrap());
-            assert!(set(&b, Lock::Shared, holder).unwrap());
-            assert!(set(&c, Lock::Shared, one).unwrap());
-            assert!(!set(&a, Lock::Exclusive, one).unwrap());
-            assert!(set(&b, Lock::None, holder).unwrap());
-            assert!(set(&c, Lock::None, one).unwrap());
+            assert!(set(&a, RangeLock::Exclusive, one).unwrap());
+            assert!(set(&a, RangeLock::Exclusive, one).unwrap(), "again, by whoever has it");
+            assert!(!set(&b, RangeLock::Exclusive, holder).unwrap());
+            assert!(!set(&b, RangeLock::Shared, holder).unwrap());
+            assert!(set(&a, RangeLock::Free, one).unwrap());
+            assert!(set(&b, RangeLock::Shared, holder).unwrap());
+            assert!(set(&c, RangeLock::Shared, one).unwrap());
+            assert!(!set(&a, RangeLock::Exclusive, one).unwrap());
+            assert!(set(&b, RangeLock::Free, holder).unwrap());
+            assert!(set(&c, RangeLock::Free, one).unwrap());
         }
-        assert!(set(&b, Lock::Exclusive, other).unwrap());
+        assert!(set(&b, RangeLock::Exclusive, other).unwrap());
         drop(b);
-        eventually(|| set(&a, Lock::Exclusive, one).unwrap());
+        eventually(|| set(&a, RangeLock::Exclusive, one).unwrap());
     }
 
     #[test]
@@ -149,15 +101,18 @@ pub(super) mod tests {
         let (held, looks) = (open(), open());
         let (one, other) = (VmId::random(), VmId::random());
         let anothers = |lock, holder| is_anothers(&looks, lock, holder).unwrap();
-        assert!(!anothers(Lock::Exclusive, one), "nobody has it");
-        assert!(set(&held, Lock::Exclusive, one).unwrap());
-        assert!(!anothers(Lock::Exclusive, one));
-        assert!(anothers(Lock::Exclusive, other) && anothers(Lock::Shared, other));
-        assert!(set(&held, Lock::None, one).unwrap() && set(&held, Lock::Shared, one).unwrap());
-        assert!(anothers(Lock::Exclusive, other) && !anothers(Lock::Shared, other));
+        assert!(!anothers(RangeLock::Exclusive, one), "nobody has it");
+        assert!(set(&held, RangeLock::Exclusive, one).unwrap());
+        assert!(!anothers(RangeLock::Exclusive, one));
+        assert!(anothers(RangeLock::Exclusive, other) && anothers(RangeLock::Shared, other));
+        assert!(
+            set(&held, RangeLock::Free, one).unwrap()
+                && set(&held, RangeLock::Shared, one).unwrap()
+        );
+        assert!(anothers(RangeLock::Exclusive, other) && !anothers(RangeLock::Shared, other));
         // A program that knows nothing of guests locks the whole file.
-        call(&held, libc::F_OFD_SETLK, Lock::None, 0, 0).unwrap();
-        call(&held, libc::F_OFD_SETLK, Lock::Exclusive, 0, 0).unwrap();
-        assert!(anothers(Lock::Exclusive, one) && anothers(Lock::Shared, other));
+        assert!(range_lock::set(&held, .., RangeLock::Free).unwrap());
+        assert!(range_lock::set(&held, .., RangeLock::Exclusive).unwrap());
+        assert!(anothers(RangeLock::Exclusive, one) && anothers(RangeLock::Shared, other));
     }
 }

@@ -11,12 +11,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use driftline_format::durable::sync_dir;
+use driftline_format::range_lock::RangeLock;
 use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 use rustix::fs::SeekFrom;
 
 use super::error::DiskError;
 use super::file::write_zeroes;
-use super::lock::{self, Lock};
+use super::lock;
 use crate::config::{DiskConfig, MachineConfig, disks};
 use crate::sandbox::hint;
 
@@ -83,7 +84,7 @@ impl MadeDisk {
         };
         // Until it is certain that the file is ours, a drop must leave it as it is.
         let made = Self { file, path: path.clone(), guest, before, kept: AtomicBool::new(true) };
-        match lock::set(&made.file, Lock::Exclusive, guest) {
+        match lock::set(&made.file, RangeLock::Exclusive, guest) {
             Ok(true) => {}
             Ok(false) => return Err(refused("it is in use by another".to_owned())),
             // The file stays even if it was created here: another build may have locked it by now,
@@ -161,7 +162,7 @@ impl DriveCopy for MadeDisk {
         if !self.is_named()? {
             return Err(io::Error::other("its name is another file's now"));
         }
-        lock::set(&self.file, Lock::None, self.guest).map(drop)
+        lock::set(&self.file, RangeLock::Free, self.guest).map(drop)
     }
 
     fn keep(&self) {
@@ -314,7 +315,7 @@ mod tests {
         assert!(path.exists());
         made.yield_to_guest().unwrap();
         let guests = File::options().read(true).write(true).open(&path).unwrap();
-        assert!(lock::set(&guests, Lock::Exclusive, one).unwrap());
+        assert!(lock::set(&guests, RangeLock::Exclusive, one).unwrap());
         drop(made);
         assert!(!path.exists());
     }

@@ -8,12 +8,13 @@ use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::Path;
 
+use driftline_format::range_lock::RangeLock;
 use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 
 use super::error::{DiskError, ParentsDisk};
 use super::file::{DiskFile, write_zeroes};
 use super::identity;
-use super::lock::{self, Lock};
+use super::lock;
 use super::request::SECTOR;
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, HostConfig, MachineConfig, disks};
 
@@ -204,7 +205,7 @@ impl DriveCopy for RestoredDisk {
 
     fn yield_to_guest(&self) -> io::Result<()> {
         self.require_name()?;
-        lock::set(self.file(), Lock::None, self.guest).map(drop)
+        lock::set(self.file(), RangeLock::Free, self.guest).map(drop)
     }
 
     fn keep(&self) {}

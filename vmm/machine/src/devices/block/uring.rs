@@ -1,7 +1,7 @@
 //! A disk's reads, writes and flushes by io_uring: many at a time, while the device's thread stays
 //! free.
 //!
-//! This module and the locks have the only unsafe code of the block device. The kernel reads and
+//! This module has the only unsafe code of the block device. The kernel reads and
 //! writes guest memory at the addresses given here, until it has reported completion.
 
 use std::collections::HashMap;
