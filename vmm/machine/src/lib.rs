@@ -38,7 +38,7 @@ pub mod machine;
 pub mod memory;
 pub mod sandbox;
 pub mod schedule;
-mod signals;
+pub mod signals;
 pub mod sinks;
 pub mod size;
 pub mod socket;

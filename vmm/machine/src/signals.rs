@@ -1,11 +1,17 @@
-//! Signal masks of threads.
+//! Signals of this process and its threads.
+
+use std::mem::MaybeUninit;
+use std::ptr;
+
+use libc::{SIGHUP, SIGINT, SIGTERM, c_int};
+use vmm_sys_util::signal::create_sigset;
 
 /// Blocks all signals of the process in the calling thread, except those that a thread causes
 /// itself (a fault, a forbidden system call). Other threads take the blocked signals. The reasons:
 /// `KVM_RESET_DIRTY_RINGS` stops early at a signal and counts frames that it has not protected, and
 /// a handler may do more than the thread is allowed to.
 pub(crate) fn block() {
-    let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigfillset initializes the set that it is given.
     unsafe { libc::sigfillset(set.as_mut_ptr()) };
     // SAFETY: it is initialized.
@@ -14,6 +20,29 @@ pub(crate) fn block() {
         // SAFETY: the set is initialized, and these are numbers of signals.
         unsafe { libc::sigdelset(&raw mut set, own) };
     }
+    change_mask(libc::SIG_SETMASK, &set);
+}
+
+/// Blocks the signals that end the process in the calling thread and in the threads that it starts.
+/// The kernel delivers a signal to the main thread if that thread does not block it, even while the
+/// thread waits for a disk that never answers. No other thread would then receive the signal.
+pub fn block_termination() {
+    match create_sigset(&[SIGINT, SIGTERM, SIGHUP]) {
+        Ok(set) => change_mask(libc::SIG_BLOCK, &set),
+        Err(e) => tracing::warn!("signals cannot be blocked: {e}"),
+    }
+}
+
+fn change_mask(how: c_int, set: &libc::sigset_t) {
     // SAFETY: the set is initialized, and the previous mask is not asked for.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut()) };
+    unsafe { libc::pthread_sigmask(how, set, ptr::null_mut()) };
+}
+
+/// Returns whether the process ignores SIGHUP, as one that `nohup` has started does.
+pub fn ignores_hang_up() -> bool {
+    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: with a null new action the kernel only writes the current one to `action`.
+    let asked = unsafe { libc::sigaction(SIGHUP, ptr::null(), action.as_mut_ptr()) };
+    // SAFETY: an all-zero value is valid, and the kernel writes it if the call succeeded.
+    asked == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }

@@ -2,7 +2,6 @@
 //! clean end. Blocking calls go to the runtime's blocking threads, never to this thread.
 
 use std::io;
-use std::mem::MaybeUninit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
@@ -10,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use axum::middleware;
 use driftline_machine::devices::was_ctrl_a_x;
-use driftline_machine::exit;
 use driftline_machine::socket::ListeningSocket;
+use driftline_machine::{exit, signals};
 use tokio::net::UnixListener;
 use tokio::runtime::{Builder, Handle};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -68,7 +67,7 @@ impl Server {
             runtime.shutdown_timeout(LAST_WORDS);
             drop(socket);
         })?;
-        leave_signals_to_others();
+        signals::block_termination();
         let (serve, end, thread) = (Some(serve), Some(end), Some(thread));
         Ok(Self { runtime: handle, serve, end, thread, app: None })
     }
@@ -181,7 +180,7 @@ impl Signals {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
-            hang_up: match is_ignored(libc::SIGHUP) {
+            hang_up: match signals::ignores_hang_up() {
                 true => None,
                 false => Some(signal(SignalKind::hangup())?),
             },
@@ -205,29 +204,6 @@ impl Signals {
             _ = hang_up => "interrupted by SIGHUP",
         }
     }
-}
-
-/// Blocks the signals that end the process in the calling thread and in the threads that it starts.
-/// The kernel delivers a signal to the main thread if that thread does not block it, even while the
-/// thread waits for a disk that never answers. No other thread would then receive the signal.
-fn leave_signals_to_others() {
-    let mut set = MaybeUninit::<libc::sigset_t>::zeroed();
-    // SAFETY: the set is this function's own; `sigemptyset` initializes it.
-    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
-    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-        // SAFETY: the set is initialized, and the signals exist.
-        unsafe { libc::sigaddset(set.as_mut_ptr(), signal) };
-    }
-    // SAFETY: the set is initialized; the call does not write the old mask.
-    unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut()) };
-}
-
-fn is_ignored(signal: libc::c_int) -> bool {
-    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: with a null new action the kernel only writes the current one to `action`.
-    let asked = unsafe { libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) };
-    // SAFETY: an all-zero value is valid, and the kernel writes it if the call succeeded.
-    asked == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }
 
 /// Turns a signal into a request for a clean end. The next signal, at least [`SAME_REQUEST`] later,

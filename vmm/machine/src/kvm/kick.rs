@@ -7,8 +7,6 @@
 //! or has ended, needs no signal.
 
 use std::io;
-use std::os::fd::AsRawFd;
-use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use std::thread::JoinHandle;
@@ -16,8 +14,12 @@ use std::thread::JoinHandle;
 use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
 use libc::{c_int, c_void, siginfo_t};
+use rustix::mm::MapFlags;
+use rustix::thread::gettid;
 use vmm_sys_util::errno;
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler, unblock_signal};
+
+use super::mapping::Mapping;
 
 const MAP_BYTES: usize = 4096;
 const FLAG_OFFSET: usize = std::mem::offset_of!(kvm_run, immediate_exit);
@@ -28,30 +30,16 @@ const PORT_WIDTH_OFFSET: usize = std::mem::offset_of!(kvm_run, __bindgen_anon_1.
 /// return.
 #[derive(Debug)]
 pub struct ImmediateExit {
-    map: NonNull<u8>,
+    map: Mapping,
     /// ID of the thread that receives kicks; 0 if there is none.
     thread: AtomicI32,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread, and is only used atomically.
-unsafe impl Send for ImmediateExit {}
-// SAFETY: as above.
-unsafe impl Sync for ImmediateExit {}
-
 impl ImmediateExit {
     /// Maps the `kvm_run` of `vcpu`. The mapping keeps the vCPU alive in the kernel.
     pub fn new(vcpu: &VcpuFd) -> io::Result<Self> {
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let null = std::ptr::null_mut();
-        // SAFETY: a fresh mapping at an address of the kernel's choice touches nothing of ours.
-        let map =
-            unsafe { libc::mmap(null, MAP_BYTES, prot, libc::MAP_SHARED, vcpu.as_raw_fd(), 0) };
-        match NonNull::new(map.cast()) {
-            Some(bytes) if map != libc::MAP_FAILED => {
-                Ok(Self { map: bytes, thread: AtomicI32::new(0) })
-            }
-            _ => Err(io::Error::last_os_error()),
-        }
+        let map = Mapping::new(vcpu, MAP_BYTES, 0, MapFlags::empty())?;
+        Ok(Self { map, thread: AtomicI32::new(0) })
     }
 
     /// Directs kicks to the calling thread and unblocks their signal in its signal mask.
@@ -59,8 +47,7 @@ impl ImmediateExit {
         if let Err(e) = unblock_signal(SIGRTMIN()) {
             tracing::warn!("the kick signal cannot be unblocked: {e:?}");
         }
-        // SAFETY: gettid only returns a number.
-        self.thread.store(unsafe { libc::gettid() }, Ordering::SeqCst);
+        self.thread.store(gettid().as_raw_pid(), Ordering::SeqCst);
     }
 
     /// Kicks the vCPU like [`kick`], for callers that do not own the thread's handle.
@@ -105,16 +92,9 @@ impl ImmediateExit {
     fn byte(&self, offset: usize) -> &AtomicU8 {
         assert!(offset < MAP_BYTES);
         // SAFETY: the byte lies inside the mapping, which lives as long as self.
-        let byte = unsafe { self.map.as_ptr().add(offset) };
+        let byte = unsafe { self.map.start().as_ptr().add(offset) };
         // SAFETY: every byte is a valid AtomicU8, and this mapping is accessed in no other way.
         unsafe { AtomicU8::from_ptr(byte) }
-    }
-}
-
-impl Drop for ImmediateExit {
-    fn drop(&mut self) {
-        // SAFETY: this struct owns the mapping, and no reference into it can exist any more.
-        unsafe { libc::munmap(self.map.as_ptr().cast(), MAP_BYTES) };
     }
 }
 

@@ -4,6 +4,7 @@
 mod capabilities;
 mod exit;
 mod kick;
+mod mapping;
 mod open;
 mod ring;
 mod state;

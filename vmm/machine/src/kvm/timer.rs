@@ -23,8 +23,7 @@ impl ExitTimer {
         let mut event: sigevent = unsafe { std::mem::zeroed() };
         event.sigev_notify = libc::SIGEV_THREAD_ID;
         event.sigev_signo = SIGRTMIN();
-        // SAFETY: gettid only returns a number.
-        event.sigev_notify_thread_id = unsafe { libc::gettid() };
+        event.sigev_notify_thread_id = rustix::thread::gettid().as_raw_pid();
         let mut timer = ptr::null_mut();
         // SAFETY: both pointers are to local values that outlive the call.
         let made = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) };

@@ -12,6 +12,8 @@ use std::str::FromStr;
 
 use rayon::prelude::*;
 use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::mm::{Advice, madvise};
 use vm_memory::FileOffset;
 use vm_memory::mmap::MmapRegionBuilder;
 
@@ -169,17 +171,14 @@ impl MemoryOptions {
     /// because it is the guest's and large, and from child processes.
     pub(super) fn advise(&self, start: *mut u8, len: usize) -> io::Result<()> {
         let pages = match self.huge_pages {
-            Some(HugePages::Thp) => Some(libc::MADV_HUGEPAGE),
-            Some(HugePages::None) => Some(libc::MADV_NOHUGEPAGE),
+            Some(HugePages::Thp) => Some(Advice::LinuxHugepage),
+            Some(HugePages::None) => Some(Advice::LinuxNoHugepage),
             Some(HugePages::Hugetlbfs) | None => None,
         };
-        for advice in [libc::MADV_DONTDUMP, libc::MADV_DONTFORK].into_iter().chain(pages) {
+        for advice in [Advice::LinuxDontDump, Advice::LinuxDontFork].into_iter().chain(pages) {
             // SAFETY: start and len are a whole mapping that we have just made; no such advice
             // changes its content in this process.
-            let ret = unsafe { libc::madvise(start.cast(), len, advice) };
-            if ret != 0 {
-                return Err(io::Error::last_os_error());
-            }
+            unsafe { madvise(start.cast(), len, advice) }?;
         }
         Ok(())
     }
@@ -246,7 +245,7 @@ impl HugeRanges {
         }
         self.end = end;
         // SAFETY: the range is part of a mapping that is ours; the advice changes no content.
-        unsafe { libc::madvise(first as *mut libc::c_void, end - first, libc::MADV_HUGEPAGE) == 0 }
+        unsafe { madvise(first as *mut _, end - first, Advice::LinuxHugepage) }.is_ok()
     }
 }
 
@@ -255,14 +254,9 @@ pub(super) fn populate_piece(start: usize, len: usize) -> io::Result<()> {
     loop {
         // SAFETY: the range is part of a mapping that is ours; populating it for writing leaves its
         // bytes as they are.
-        let ret =
-            unsafe { libc::madvise(start as *mut libc::c_void, len, libc::MADV_POPULATE_WRITE) };
-        if ret == 0 {
-            return Ok(());
-        }
-        match io::Error::last_os_error() {
-            e if e.kind() == io::ErrorKind::Interrupted => {}
-            e => return Err(e),
+        match unsafe { madvise(start as *mut _, len, Advice::LinuxPopulateWrite) } {
+            Err(Errno::INTR) => {}
+            populated => return Ok(populated?),
         }
     }
 }

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_guest::GuestRam;
 use rustix::fs::{FallocateFlags, fallocate};
+use rustix::mm::{Advice, madvise};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
@@ -108,8 +109,7 @@ fn discard_in(region: &Region, run: FrameRun) -> io::Result<()> {
     // here. It is anonymous: its pages read as zeros afterwards. No reference into guest memory
     // exists whose content could change under it: all access goes through vm-memory's volatile
     // slices, because the guest changes it at any time too.
-    let ret = unsafe { libc::madvise(start.cast(), bytes, libc::MADV_DONTNEED) };
-    if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    Ok(unsafe { madvise(start.cast(), bytes, Advice::LinuxDontNeed) }?)
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_val};
 use vmm_sys_util::{ioctl_io_nr, ioctl_ior_nr, ioctl_iowr_nr};
 
@@ -146,10 +147,9 @@ impl Userfault {
     /// `vm.unprivileged_userfaultfd` is set. The flags include faults in kernel mode, because KVM
     /// and devices write to guest memory too.
     fn by_system_call() -> io::Result<OwnedFd> {
-        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-        // SAFETY: the call takes flags and returns a descriptor.
-        let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
-        Self::own(i32::try_from(fd).map_err(io::Error::other)?)
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+        // SAFETY: the descriptor does nothing to memory before memory is registered with it.
+        Ok(unsafe { userfaultfd(flags) }?)
     }
 
     /// Opens a descriptor through the device, for users to whom the administrator has given it.
@@ -157,10 +157,7 @@ impl Userfault {
         let device = File::options().read(true).write(true).open("/dev/userfaultfd")?;
         let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as libc::c_ulong;
         // SAFETY: the ioctl takes flags and returns a descriptor.
-        Self::own(unsafe { ioctl_with_val(&device, USERFAULTFD_IOC_NEW(), flags) })
-    }
-
-    fn own(fd: i32) -> io::Result<OwnedFd> {
+        let fd = unsafe { ioctl_with_val(&device, USERFAULTFD_IOC_NEW(), flags) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
