@@ -2,38 +2,29 @@
 //! that of the PVH note. For a 64-bit file without the note it is the header's entry, for the Linux
 //! protocol.
 //!
-//! The structures are linux-loader's. Its loader is not used: it knows only 64-bit files, takes the
-//! answer of the last note segment (compilers add one after Xen's), and does not check segments of
-//! zeros that reach past the end of memory.
+//! The headers and notes are read by `object`. linux-loader is not used: it knows only 64-bit
+//! files, takes the answer of the last note segment (compilers add one after Xen's), and does not
+//! check segments of zeros that reach past the end of memory.
 
-use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom};
 
 use driftline_dirty_tracker::{FrameRun, Gfn};
-use linux_loader::elf::{
-    EI_CLASS, EI_DATA, ELFDATA2LSB, ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3, PT_GNU_STACK, PT_INTERP,
-    PT_LOAD, PT_NOTE,
+use object::elf::{
+    ELF_NOTE_GNU, ELFCLASS32, ELFCLASS64, EM_386, EM_X86_64, ET_CORE, ET_DYN, ET_REL, FileClass,
+    FileHeader32, FileHeader64, FileType, NT_GNU_ABI_TAG, NoteType, PT_GNU_STACK, PT_INTERP,
+    PT_LOAD, PT_NOTE, ProgramType,
 };
+use object::read::elf::{FileHeader, NoteIterator, ProgramHeader};
+use object::read::{ReadCache, ReadCacheOps, ReadRef};
+use object::{Endian, Endianness};
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
 use super::loaded::{Loaded, Start};
 use super::{BootError, Taken, map, zero_page};
 use crate::memory::Memory;
 
-const CLASS_32: u8 = 1;
-const CLASS_64: u8 = 2;
-const MACHINE_386: u16 = 3;
-const MACHINE_X86_64: u16 = 62;
-/// `e_type` of an object file: a kernel module, or a compiler's output for the linker.
-const TYPE_REL: u16 = 1;
-/// `e_type` of a shared library or a position-independent program.
-const TYPE_DYN: u16 = 3;
-/// `e_type` of a core dump.
-const TYPE_CORE: u16 = 4;
 /// `XEN_ELFNOTE_PHYS32_ENTRY`.
-const NOTE_PHYS32_ENTRY: u32 = 18;
-/// `NT_GNU_ABI_TAG`: the system on which a program runs. The C library's start-up code contains it,
-/// and no kernel is linked with that.
-const NOTE_ABI_TAG: u32 = 1;
+const NOTE_PHYS32_ENTRY: NoteType = NoteType(18);
 /// Where GNU's linker puts a program that is not position-independent, with its headers first.
 const PROGRAM_BASE: u64 = 0x40_0000;
 /// Maximum number of note bytes in all segments together. No kernel has more.
@@ -44,20 +35,24 @@ const MAX_HEADERS: u16 = 256;
 /// One program header of either class.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
-    kind: u32,
+    kind: ProgramType,
     offset: u64,
     paddr: u64,
     file_bytes: u64,
     mem_bytes: u64,
 }
 
-/// Contents of the file header and the program headers.
+/// Contents of the file header, the program headers and the notes.
 struct Headers {
-    /// `e_type`.
-    kind: u16,
+    kind: FileType,
     segments: Vec<Segment>,
     /// The entry in the header of a 64-bit file.
     entry_64: Option<u64>,
+    /// The entry of the first Xen PHYS32_ENTRY note.
+    pvh_entry: Option<u64>,
+    /// Whether there is a note that names the system on which a program runs. The C library's
+    /// start-up code contains it, and no kernel is linked with that.
+    abi_tag: bool,
 }
 
 /// Reads the ELF file `from`, called `what` in errors, into `memory`.
@@ -66,60 +61,139 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     from: &mut F,
     memory: &Memory,
 ) -> Result<Loaded, BootError> {
-    let reader = Reader { what, from };
-    reader.load(memory)
+    let file = Elf { what };
+    let headers = file.headers(from)?;
+    if headers.pvh_entry.is_none()
+        && let Some(is) = no_kernel(headers.kind, &headers.segments, headers.abi_tag)
+    {
+        return Err(BootError::Program { what: what.to_owned(), is });
+    }
+    let (kind, rip, start) = match (headers.pvh_entry, headers.entry_64) {
+        (Some(rip), _) => ("PVH entry", rip, Start::Pvh { rip }),
+        (None, Some(rip)) => {
+            let header = Box::new(zero_page::header_of_an_elf());
+            ("entry", rip, Start::Linux64 { rip, header })
+        }
+        (None, None) => return Err(BootError::NoPvhNote(what.to_owned())),
+    };
+    let is_loaded = |s: &Segment| s.kind == PT_LOAD && s.mem_bytes > 0;
+    let loads: Vec<Segment> = headers.segments.into_iter().filter(is_loaded).collect();
+    if loads.is_empty() {
+        return Err(file.damaged("it has nothing to load"));
+    }
+    let room_for = |s| file.room_for(s, memory);
+    let segments: Vec<Taken> = loads.iter().map(room_for).collect::<Result<_, _>>()?;
+    file.require_apart(&segments)?;
+    if !segments.iter().any(|&(start, end)| (start..end).contains(&rip)) {
+        return Err(file.damaged(format!("its {kind} {rip:#x} lies in no segment")));
+    }
+    if matches!(start, Start::Linux64 { .. }) && rip >= zero_page::MAPPED_END {
+        let end = zero_page::MAPPED_END;
+        let why = format!("its {kind} {rip:#x} lies at or above {end:#x}, which is not mapped yet");
+        return Err(BootError::BadHeader { what: what.to_owned(), why });
+    }
+    for s in &loads {
+        file.read_segment(s, from, memory)?;
+    }
+    Ok(Loaded { start, segments })
 }
 
-struct Reader<'a, F> {
+/// The file that errors are about.
+struct Elf<'a> {
     what: &'a str,
-    from: &'a mut F,
 }
 
-impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
-    fn load(mut self, memory: &Memory) -> Result<Loaded, BootError> {
-        let Headers { kind, segments, entry_64 } = self.headers()?;
-        let notes = self.notes(&segments)?;
-        if notes.pvh_entry.is_none()
-            && let Some(is) = no_kernel(kind, &segments, notes.abi_tag)
-        {
-            return Err(BootError::Program { what: self.what.to_owned(), is });
+impl Elf<'_> {
+    fn headers(&self, from: &mut (impl Read + Seek)) -> Result<Headers, BootError> {
+        let cache = ReadCache::new(Source { from, failed: None });
+        let headers = self.headers_of_class(&cache);
+        match cache.into_inner().failed {
+            Some(cause) => Err(self.unreadable(cause)),
+            None => headers,
         }
-        let (kind, rip, start) = match (notes.pvh_entry, entry_64) {
-            (Some(rip), _) => ("PVH entry", rip, Start::Pvh { rip }),
-            (None, Some(rip)) => {
-                let header = Box::new(zero_page::header_of_an_elf());
-                ("entry", rip, Start::Linux64 { rip, header })
-            }
-            (None, None) => return Err(BootError::NoPvhNote(self.what.to_owned())),
+    }
+
+    fn headers_of_class<'d>(&self, data: impl ReadRef<'d>) -> Result<Headers, BootError> {
+        let Ok([0x7f, b'E', b'L', b'F', class]) = data.read_bytes_at(0, 5) else {
+            return Err(BootError::NoKernel(self.what.to_owned()));
         };
-        let loads: Vec<Segment> =
-            segments.into_iter().filter(|s| s.kind == PT_LOAD && s.mem_bytes > 0).collect();
-        if loads.is_empty() {
-            return Err(self.damaged("it has nothing to load"));
+        match FileClass(*class) {
+            ELFCLASS32 => self.parse::<FileHeader32<Endianness>>(data),
+            ELFCLASS64 => self.parse::<FileHeader64<Endianness>>(data),
+            _ => Err(self.damaged(format!("its class is {class}"))),
         }
-        let mut taken = Vec::new();
-        for s in &loads {
-            taken.push(self.room_for(s, memory)?);
+    }
+
+    fn parse<'d, H>(&self, data: impl ReadRef<'d>) -> Result<Headers, BootError>
+    where
+        H: FileHeader<Endian = Endianness>,
+    {
+        let header =
+            H::parse(data).map_err(|_| self.damaged("its header is cut short or wrong"))?;
+        let endian = if header.is_big_endian() { Endianness::Big } else { Endianness::Little };
+        let machine = header.e_machine(endian);
+        if endian.is_big_endian() || ![EM_386, EM_X86_64].contains(&machine) {
+            let (what, machine) = (self.what.to_owned(), machine.0);
+            return Err(BootError::WrongArchitecture { what, machine });
         }
-        self.require_apart(&taken)?;
-        if !taken.iter().any(|&(start, end)| (start..end).contains(&rip)) {
-            return Err(self.damaged(format!("its {kind} {rip:#x} lies in no segment")));
+        let count = header.e_phnum(endian);
+        if count > MAX_HEADERS {
+            let why = format!("it has {count} program headers, more than {MAX_HEADERS}");
+            return Err(self.damaged(why));
         }
-        if matches!(start, Start::Linux64 { .. }) && rip >= zero_page::MAPPED_END {
-            let end = zero_page::MAPPED_END;
-            let why =
-                format!("its {kind} {rip:#x} lies at or above {end:#x}, which is not mapped yet");
-            return Err(BootError::BadHeader { what: self.what.to_owned(), why });
+        let table = header.program_headers(endian, data);
+        let table = table.map_err(|_| {
+            let (size, at) = (header.e_phentsize(endian), header.e_phoff(endian).into());
+            self.damaged(format!(
+                "its {count} program headers of {size} bytes at {at:#x} are cut short, or of another size"
+            ))
+        })?;
+        let mut headers = Headers {
+            kind: header.e_type(endian),
+            segments: table.iter().map(|segment| Segment::new(segment, endian)).collect(),
+            entry_64: header.is_type_64().then(|| header.e_entry(endian).into()),
+            pvh_entry: None,
+            abi_tag: false,
+        };
+        self.read_notes::<H>(table, data, endian, &mut headers)?;
+        Ok(headers)
+    }
+
+    /// Reads the note segments, up to the first PVH entry.
+    fn read_notes<'d, H>(
+        &self,
+        table: &[H::ProgramHeader],
+        data: impl ReadRef<'d>,
+        endian: Endianness,
+        found: &mut Headers,
+    ) -> Result<(), BootError>
+    where
+        H: FileHeader<Endian = Endianness>,
+    {
+        let mut total = 0u64;
+        for segment in table.iter().filter(|segment| segment.p_type(endian) == PT_NOTE) {
+            total = total.saturating_add(segment.p_filesz(endian).into());
+            if total > MAX_NOTE_BYTES {
+                let why = format!("it has {total} bytes of notes, more than {MAX_NOTE_BYTES}");
+                return Err(self.damaged(why));
+            }
+            let bytes = segment.data(endian, data);
+            let bytes = bytes.map_err(|()| self.damaged("its notes are cut short"))?;
+            // Linkers align a segment to 8 bytes whose notes are padded to 4, as Xen's are. The
+            // default alignment is that of the notes.
+            let notes = NoteIterator::<H>::new(endian, Default::default(), bytes);
+            for note in notes.into_iter().flatten().map_while(Result::ok) {
+                match (note.n_type(endian), note.name(), note.desc()) {
+                    (NOTE_PHYS32_ENTRY, b"Xen", [a, b, c, d, ..]) => {
+                        found.pvh_entry = Some(u32::from_le_bytes([*a, *b, *c, *d]).into());
+                        return Ok(());
+                    }
+                    (NT_GNU_ABI_TAG, ELF_NOTE_GNU, _) => found.abi_tag = true,
+                    _ => {}
+                }
+            }
         }
-        for s in &loads {
-            self.seek(s.offset)?;
-            let len = s.file_bytes as usize;
-            memory
-                .ram()
-                .read_exact_volatile_from(GuestAddress(s.paddr), self.from, len)
-                .map_err(|e| self.damaged(format!("a segment cannot be read: {e}")))?;
-        }
-        Ok(Loaded { start, segments: taken })
+        Ok(())
     }
 
     /// Checks that a segment lies in memory, and returns its range.
@@ -151,101 +225,27 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
         }
     }
 
-    fn headers(&mut self) -> Result<Headers, BootError> {
-        let mut ident = [0; 64];
-        let got = self.read_up_to(&mut ident)?;
-        let magic = [ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3];
-        if got < 20 || ident[..4] != magic {
-            return Err(BootError::NoKernel(self.what.to_owned()));
-        }
-        let class = ident[EI_CLASS];
-        let wide = class == CLASS_64;
-        let machine = u16_at(&ident, 18);
-        let little = ident[EI_DATA] == ELFDATA2LSB;
-        if !little || !matches!(machine, MACHINE_386 | MACHINE_X86_64) {
-            let machine = if little { machine } else { machine.swap_bytes() };
-            return Err(BootError::WrongArchitecture { what: self.what.to_owned(), machine });
-        }
-        if class != CLASS_32 && !wide {
-            return Err(self.damaged(format!("its class is {class}")));
-        }
-        if got < if wide { 64 } else { 52 } {
-            return Err(self.damaged("its header is cut short"));
-        }
-        let (table, size, count, least) = if wide {
-            (u64_at(&ident, 32), u16_at(&ident, 54), u16_at(&ident, 56), 56)
-        } else {
-            (u64::from(u32_at(&ident, 28)), u16_at(&ident, 42), u16_at(&ident, 44), 32)
-        };
-        if count > 0 && size < least {
-            return Err(self.damaged(format!("its program headers have {size} bytes each")));
-        }
-        if count > MAX_HEADERS {
-            let why = format!("it has {count} program headers, more than {MAX_HEADERS}");
-            return Err(self.damaged(why));
-        }
-        self.seek(table)?;
-        let mut segments = Vec::new();
-        let mut one = vec![0; usize::from(size)];
-        for i in 0..count {
-            if self.read_up_to(&mut one)? < one.len() {
-                return Err(self.damaged(format!("program header {i} of {count} is cut short")));
-            }
-            segments.push(if wide { segment_64(&one) } else { segment_32(&one) });
-        }
-        let entry_64 = wide.then(|| u64_at(&ident, 24));
-        Ok(Headers { kind: u16_at(&ident, 16), segments, entry_64 })
-    }
-
-    /// Reads the note segments, up to the first PVH entry.
-    fn notes(&mut self, segments: &[Segment]) -> Result<Notes, BootError> {
-        let mut found = Notes::default();
-        let mut total = 0u64;
-        for s in segments.iter().filter(|s| s.kind == PT_NOTE) {
-            total = total.saturating_add(s.file_bytes);
-            if total > MAX_NOTE_BYTES {
-                let why = format!("it has {total} bytes of notes, more than {MAX_NOTE_BYTES}");
-                return Err(self.damaged(why));
-            }
-            self.seek(s.offset)?;
-            let mut notes = vec![0; s.file_bytes as usize];
-            if self.read_up_to(&mut notes)? < notes.len() {
-                return Err(self.damaged("its notes are cut short"));
-            }
-            found.read(&notes);
-            if found.pvh_entry.is_some() {
-                break;
-            }
-        }
-        Ok(found)
-    }
-
-    fn seek(&mut self, offset: u64) -> Result<(), BootError> {
-        match self.from.seek(SeekFrom::Start(offset)) {
-            Ok(_) => Ok(()),
+    fn read_segment<F: Seek + ReadVolatile>(
+        &self,
+        s: &Segment,
+        from: &mut F,
+        memory: &Memory,
+    ) -> Result<(), BootError> {
+        match from.seek(SeekFrom::Start(s.offset)) {
+            Ok(_) => {}
             // An offset that the system cannot express is the file's fault.
             Err(e) if e.kind() == ErrorKind::InvalidInput => {
-                Err(self.damaged(format!("it refers to its byte {offset:#x}")))
+                return Err(self.damaged(format!("it refers to its byte {:#x}", s.offset)));
             }
-            Err(cause) => Err(self.unreadable(cause)),
+            Err(cause) => return Err(self.unreadable(cause)),
         }
+        memory
+            .ram()
+            .read_exact_volatile_from(GuestAddress(s.paddr), from, s.file_bytes as usize)
+            .map_err(|e| self.damaged(format!("a segment cannot be read: {e}")))
     }
 
-    /// Fills `buffer` up to the end of the file. Returns the number of bytes read.
-    fn read_up_to(&mut self, buffer: &mut [u8]) -> Result<usize, BootError> {
-        let mut got = 0;
-        while got < buffer.len() {
-            match Read::read(self.from, &mut buffer[got..]) {
-                Ok(0) => break,
-                Ok(n) => got += n,
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(cause) => return Err(self.unreadable(cause)),
-            }
-        }
-        Ok(got)
-    }
-
-    fn unreadable(&self, cause: std::io::Error) -> BootError {
+    fn unreadable(&self, cause: io::Error) -> BootError {
         BootError::Unreadable { what: self.what.to_owned(), cause }
     }
 
@@ -254,24 +254,49 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
     }
 }
 
-fn segment_64(b: &[u8]) -> Segment {
-    Segment {
-        kind: u32_at(b, 0),
-        offset: u64_at(b, 8),
-        paddr: u64_at(b, 24),
-        file_bytes: u64_at(b, 32),
-        mem_bytes: u64_at(b, 40),
+impl Segment {
+    fn new<H: ProgramHeader>(header: &H, endian: H::Endian) -> Self {
+        Self {
+            kind: header.p_type(endian),
+            offset: header.p_offset(endian).into(),
+            paddr: header.p_paddr(endian).into(),
+            file_bytes: header.p_filesz(endian).into(),
+            mem_bytes: header.p_memsz(endian).into(),
+        }
     }
 }
 
-fn segment_32(b: &[u8]) -> Segment {
-    let at = |i| u64::from(u32_at(b, i));
-    Segment {
-        kind: u32_at(b, 0),
-        offset: at(4),
-        paddr: at(12),
-        file_bytes: at(16),
-        mem_bytes: at(20),
+/// The file as `object` reads it, with the system's last error, which `object` does not report.
+struct Source<'a, F> {
+    from: &'a mut F,
+    failed: Option<io::Error>,
+}
+
+impl<F> Source<'_, F> {
+    fn note<T>(&mut self, result: io::Result<T>) -> Result<T, ()> {
+        result.map_err(|e| self.failed = Some(e))
+    }
+}
+
+impl<F: Read + Seek> ReadCacheOps for Source<'_, F> {
+    fn len(&mut self) -> Result<u64, ()> {
+        let result = self.from.seek(SeekFrom::End(0));
+        self.note(result)
+    }
+
+    fn seek(&mut self, to: u64) -> Result<u64, ()> {
+        let result = self.from.seek(SeekFrom::Start(to));
+        self.note(result)
+    }
+
+    fn read(&mut self, buffer: &mut [u8]) -> Result<usize, ()> {
+        let result = Read::read(self.from, buffer);
+        self.note(result)
+    }
+
+    fn read_exact(&mut self, buffer: &mut [u8]) -> Result<(), ()> {
+        let result = Read::read_exact(self.from, buffer);
+        self.note(result)
     }
 }
 
@@ -280,15 +305,15 @@ fn segment_32(b: &[u8]) -> Segment {
 /// Linux and other kernels name their own physical addresses, and have no interpreter and no C
 /// library. Some do map their ELF header or ask for an unexecutable stack, so only all marks of a
 /// linker's default layout together count.
-fn no_kernel(kind: u16, segments: &[Segment], abi_tag: bool) -> Option<&'static str> {
+fn no_kernel(kind: FileType, segments: &[Segment], abi_tag: bool) -> Option<&'static str> {
     let loads = || segments.iter().filter(|s| s.kind == PT_LOAD && s.mem_bytes > 0);
     let has = |kind| segments.iter().any(|s| s.kind == kind);
     let lowest = loads().min_by_key(|s| s.paddr);
     match (kind, lowest) {
-        (TYPE_REL, _) => Some("an object file or kernel module"),
-        (TYPE_CORE, _) => Some("a core dump"),
+        (ET_REL, _) => Some("an object file or kernel module"),
+        (ET_CORE, _) => Some("a core dump"),
         _ if has(PT_INTERP) => Some("a user-space program (dynamic ELF)"),
-        (TYPE_DYN, Some(s)) if s.paddr < map::ONE_MIB => {
+        (ET_DYN, Some(s)) if s.paddr < map::ONE_MIB => {
             Some("a user-space program or library (position-independent ELF)")
         }
         _ if abi_tag => Some("a user-space program (static ELF)"),
@@ -299,87 +324,28 @@ fn no_kernel(kind: u16, segments: &[Segment], abi_tag: bool) -> Option<&'static 
     }
 }
 
-/// The notes that matter here.
-#[derive(Default)]
-struct Notes {
-    /// The entry of the first Xen PHYS32_ENTRY note.
-    pvh_entry: Option<u64>,
-    /// Whether there is an [`NOTE_ABI_TAG`].
-    abi_tag: bool,
-}
-
-impl Notes {
-    /// Reads the notes: name size, descriptor size, type, then name and descriptor, both padded to
-    /// four bytes.
-    fn read(&mut self, mut notes: &[u8]) {
-        while self.pvh_entry.is_none()
-            && let Some((Note { name, kind, desc }, rest)) = first_note(notes)
-        {
-            match (kind, name) {
-                (NOTE_PHYS32_ENTRY, b"Xen\0") if desc.len() >= 4 => {
-                    self.pvh_entry = Some(u64::from(u32_at(desc, 0)));
-                }
-                (NOTE_ABI_TAG, b"GNU\0") => self.abi_tag = true,
-                _ => {}
-            }
-            notes = rest;
-        }
-    }
-}
-
-/// One note.
-struct Note<'a> {
-    name: &'a [u8],
-    kind: u32,
-    desc: &'a [u8],
-}
-
-/// Returns the first note, and the bytes after it.
-fn first_note(notes: &[u8]) -> Option<(Note<'_>, &[u8])> {
-    let padded = |len: u32| (len as usize).checked_next_multiple_of(4);
-    if notes.len() < 12 {
-        return None;
-    }
-    let (name_len, desc_len, kind) = (u32_at(notes, 0), u32_at(notes, 4), u32_at(notes, 8));
-    let desc_at = padded(name_len)?.checked_add(12)?;
-    let next = desc_at.checked_add(padded(desc_len)?)?;
-    let name = notes.get(12..12 + name_len as usize)?;
-    let desc = notes.get(desc_at..desc_at.checked_add(desc_len as usize)?)?;
-    Some((Note { name, kind, desc }, notes.get(next..).unwrap_or_default()))
-}
-
-// Callers have checked the length.
-fn u16_at(b: &[u8], at: usize) -> u16 {
-    u16::from_le_bytes([b[at], b[at + 1]])
-}
-
-fn u32_at(b: &[u8], at: usize) -> u32 {
-    u32::from(u16_at(b, at)) | u32::from(u16_at(b, at + 2)) << 16
-}
-
-fn u64_at(b: &[u8], at: usize) -> u64 {
-    u64::from(u32_at(b, at)) | u64::from(u32_at(b, at + 4)) << 32
-}
-
 #[cfg(test)]
 mod tests {
+    use std::io::Cursor;
+
+    use object::elf::ET_EXEC;
+
     use super::*;
     use crate::memory::MemoryOptions;
-    use std::io::Cursor;
 
     const NOTES_AT: u64 = 0x8000;
 
     /// A 64-bit ELF file with these program headers: kind, paddr, bytes in the file, in memory.
     /// Notes lie at [`NOTES_AT`] and contain only the entry at 1 MiB, after `padding` bytes.
-    fn file(headers: &[(u32, u64, u64, u64)], padding: usize) -> Vec<u8> {
+    fn file(headers: &[(ProgramType, u64, u64, u64)], padding: usize) -> Vec<u8> {
         let mut out = vec![0; 64];
         out[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
-        out[18..20].copy_from_slice(&MACHINE_X86_64.to_le_bytes());
+        out[18..20].copy_from_slice(&EM_X86_64.0.to_le_bytes());
         out[32..40].copy_from_slice(&64u64.to_le_bytes());
         out[54..56].copy_from_slice(&56u16.to_le_bytes());
         out[56..58].copy_from_slice(&(headers.len() as u16).to_le_bytes());
         for &(kind, paddr, file, mem) in headers {
-            out.extend(kind.to_le_bytes());
+            out.extend(kind.0.to_le_bytes());
             out.extend(0u32.to_le_bytes());
             let offset = if kind == PT_NOTE { NOTES_AT } else { 0 };
             for v in [offset, paddr, paddr, file, mem, 0] {
@@ -388,16 +354,16 @@ mod tests {
         }
         out.resize(out.len().max(NOTES_AT as usize), 0);
         out.resize(NOTES_AT as usize + padding, 0);
-        for v in [4u32, 4, NOTE_PHYS32_ENTRY, u32::from_le_bytes(*b"Xen\0"), 1 << 20] {
+        for v in [4u32, 4, NOTE_PHYS32_ENTRY.0, u32::from_le_bytes(*b"Xen\0"), 1 << 20] {
             out.extend(v.to_le_bytes());
         }
         out
     }
 
     /// A 64-bit file of type `kind` without a PVH note, whose entry is that of its first segment.
-    fn without_pvh(kind: u16, headers: &[(u32, u64, u64, u64)]) -> Vec<u8> {
+    fn without_pvh(kind: FileType, headers: &[(ProgramType, u64, u64, u64)]) -> Vec<u8> {
         let mut bytes = file(headers, 0);
-        bytes[16..18].copy_from_slice(&kind.to_le_bytes());
+        bytes[16..18].copy_from_slice(&kind.0.to_le_bytes());
         let entry = headers.iter().find(|h| h.0 == PT_LOAD).map_or(0, |h| h.1);
         bytes[24..32].copy_from_slice(&entry.to_le_bytes());
         // The note is of another kind.
@@ -441,9 +407,8 @@ mod tests {
         );
     }
 
-    const EXEC: u16 = 2;
-    const STACK: (u32, u64, u64, u64) = (PT_GNU_STACK, 0, 0, 0);
-    const NOTES: (u32, u64, u64, u64) = (PT_NOTE, 0, 20, 20);
+    const STACK: (ProgramType, u64, u64, u64) = (PT_GNU_STACK, 0, 0, 0);
+    const NOTES: (ProgramType, u64, u64, u64) = (PT_NOTE, 0, 20, 20);
 
     #[test]
     fn user_space_programs_are_refused_as_such() {
@@ -452,17 +417,17 @@ mod tests {
         let dynamic = "a user-space program (dynamic ELF)";
         let position_independent = "a user-space program or library (position-independent ELF)";
         let fixed = "a user-space program (static ELF)";
-        let mut tagged = without_pvh(EXEC, &[at(0x20_0000), NOTES]);
+        let mut tagged = without_pvh(ET_EXEC, &[at(0x20_0000), NOTES]);
         tagged[NOTES_AT as usize + 8] = 1;
         tagged[NOTES_AT as usize + 12..][..4].copy_from_slice(b"GNU\0");
         let cases = [
-            (without_pvh(TYPE_DYN, &[interpreter, at(0), STACK]), dynamic),
-            (without_pvh(EXEC, &[interpreter, at(0x40_0000), STACK]), dynamic),
-            (without_pvh(TYPE_DYN, &[at(0), STACK]), position_independent),
-            (without_pvh(EXEC, &[at(0x40_0000), STACK]), fixed),
+            (without_pvh(ET_DYN, &[interpreter, at(0), STACK]), dynamic),
+            (without_pvh(ET_EXEC, &[interpreter, at(0x40_0000), STACK]), dynamic),
+            (without_pvh(ET_DYN, &[at(0), STACK]), position_independent),
+            (without_pvh(ET_EXEC, &[at(0x40_0000), STACK]), fixed),
             (tagged, fixed),
-            (without_pvh(TYPE_REL, &[]), "an object file or kernel module"),
-            (without_pvh(TYPE_CORE, &[at(0)]), "a core dump"),
+            (without_pvh(ET_REL, &[]), "an object file or kernel module"),
+            (without_pvh(ET_CORE, &[at(0)]), "a core dump"),
         ];
         for (bytes, is) in cases {
             let all = format!(
@@ -478,15 +443,15 @@ mod tests {
         let at = |paddr| (PT_LOAD, paddr, 16, 4096);
         let interpreter = (PT_INTERP, 0x318, 28, 28);
         // FreeBSD's kernel has an interpreter, by name "/red/herring", and a PVH note.
-        let mut herring = without_pvh(EXEC, &[at(1 << 20), interpreter, NOTES, STACK]);
-        herring[NOTES_AT as usize + 8] = NOTE_PHYS32_ENTRY as u8;
+        let mut herring = without_pvh(ET_EXEC, &[at(1 << 20), interpreter, NOTES, STACK]);
+        herring[NOTES_AT as usize + 8] = NOTE_PHYS32_ENTRY.0 as u8;
         for bytes in [
             herring,
-            without_pvh(EXEC, &[at(1 << 20), NOTES]),
-            without_pvh(EXEC, &[at(1 << 20), STACK]),
-            without_pvh(EXEC, &[at(0x20_0000), STACK]),
-            without_pvh(EXEC, &[at(0x40_0000), NOTES]),
-            without_pvh(TYPE_DYN, &[at(0x20_0000), STACK]),
+            without_pvh(ET_EXEC, &[at(1 << 20), NOTES]),
+            without_pvh(ET_EXEC, &[at(1 << 20), STACK]),
+            without_pvh(ET_EXEC, &[at(0x20_0000), STACK]),
+            without_pvh(ET_EXEC, &[at(0x40_0000), NOTES]),
+            without_pvh(ET_DYN, &[at(0x20_0000), STACK]),
         ] {
             load_it(bytes).unwrap();
         }
@@ -502,7 +467,8 @@ mod tests {
         );
         // The same notes, referenced again and again.
         let half = (PT_NOTE, 0, 1 << 19, 0);
-        let zeros = |headers: &[(u32, u64, u64, u64)]| load_it(file(headers, 1 << 19)).unwrap_err();
+        let zeros =
+            |headers: &[(ProgramType, u64, u64, u64)]| load_it(file(headers, 1 << 19)).unwrap_err();
         assert!(zeros(&[code, half, half]).contains("its entry 0x0 lies"), "1 MiB is allowed");
         assert_eq!(
             zeros(&[code, half, half, half]),
