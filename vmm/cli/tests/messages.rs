@@ -31,6 +31,13 @@ const ROWS: &[Row] = &[
         "\"fast\" is not an option of a disk: they are path=FILE, readonly,",
     ),
     (
+        "RUN --disk path=a,readonly,path=b",
+        2,
+        "\"path=b\" is the second path of a disk: give it once",
+    ),
+    ("RUN --disk path=", 2, "\"path=\" has no value: it is path=FILE"),
+    ("RUN --net mac=02:00:00:00:00:01", 2, "lacks tap=NAME, which a network interface needs"),
+    (
         "run --guest payload,ws=64",
         2,
         "is not a multiple of the page size, 4K; sizes take K, M or G; did you mean ws=64M?",

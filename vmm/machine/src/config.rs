@@ -10,6 +10,7 @@ mod identity;
 mod lineage;
 mod net;
 mod replace;
+mod spec;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -30,6 +31,7 @@ pub use identity::DiskIdentity;
 pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
 pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 pub use replace::ReplaceError;
+pub use spec::SpecError;
 
 /// The backend that runs the vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]

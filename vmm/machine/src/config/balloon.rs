@@ -5,6 +5,7 @@ use std::str::FromStr;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
+use super::spec::{SpecError, Syntax};
 use crate::size::parse_size;
 
 /// A memory balloon. Its command line form is
@@ -27,26 +28,22 @@ impl Default for BalloonConfig {
     }
 }
 
-impl FromStr for BalloonConfig {
-    type Err = String;
+static BALLOON: Syntax = Syntax {
+    device: "a balloon",
+    options: &["size=SIZE", "deflate-on-oom=on|off", "reporting=on|off", "hinting=on|off"],
+};
 
-    fn from_str(s: &str) -> Result<Self, String> {
-        let mut balloon = Self::default();
-        for option in s.split(',').filter(|_| !s.is_empty()) {
-            match option.split_once('=') {
-                Some(("size", size)) => balloon.bytes = read_size(size)?,
-                Some(("deflate-on-oom", value)) => balloon.deflate_on_oom = on_off(option, value)?,
-                Some(("reporting", value)) => balloon.reporting = on_off(option, value)?,
-                Some(("hinting", value)) => balloon.hinting = on_off(option, value)?,
-                _ => {
-                    return Err(format!(
-                        "\"{option}\" is no option of a balloon: they are size=SIZE, \
-                         deflate-on-oom=on|off, reporting=on|off and hinting=on|off"
-                    ));
-                }
-            }
-        }
-        Ok(balloon)
+impl FromStr for BalloonConfig {
+    type Err = SpecError;
+
+    fn from_str(s: &str) -> Result<Self, SpecError> {
+        let (options, default) = (BALLOON.read(s)?, Self::default());
+        Ok(Self {
+            bytes: options.get("size").map_or(Ok(default.bytes), read_size)?,
+            deflate_on_oom: options.on_off("deflate-on-oom", default.deflate_on_oom)?,
+            reporting: options.on_off("reporting", default.reporting)?,
+            hinting: options.on_off("hinting", default.hinting)?,
+        })
     }
 }
 
@@ -54,14 +51,6 @@ fn read_size(text: &str) -> Result<u64, String> {
     parse_size(text).filter(|bytes| bytes.is_multiple_of(PAGE_SIZE)).ok_or_else(|| {
         format!("\"{text}\" is no size of a balloon: digits and K, M or G, whole pages of 4K")
     })
-}
-
-fn on_off(option: &str, value: &str) -> Result<bool, String> {
-    match value {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err(format!("\"{option}\" is neither on nor off")),
-    }
 }
 
 /// Checks that a guest with `mem_bytes` of memory can have the balloon.
@@ -86,7 +75,16 @@ mod tests {
         let balloon = parsed("size=64M,reporting=off,deflate-on-oom=off").unwrap();
         assert!(balloon.bytes == 64 << 20 && balloon.hinting);
         assert!(!balloon.reporting && !balloon.deflate_on_oom);
-        for wrong in ["size=1", "size=", "64M", "reporting", "hinting=yes", ",", "size=1M,"] {
+        for wrong in [
+            "size=1",
+            "size=",
+            "64M",
+            "reporting",
+            "hinting=yes",
+            ",",
+            "size=1M,",
+            "size=1M,size=2M",
+        ] {
             assert!(parsed(wrong).is_err(), "{wrong}");
         }
         assert!(check(&balloon, 64 << 20).is_ok());

@@ -11,6 +11,7 @@ use super::balloon::{self, BalloonConfig};
 use super::device_id::check_id;
 use super::net::{NetConfig, NetSpec, VsockConfig, VsockSpec, replace_net, replace_vsock};
 use super::replace::ReplaceError;
+use super::spec::{SpecError, Syntax};
 
 /// Maximum number of virtio devices: there are no interrupts for more.
 pub const MAX_DEVICES: usize = 16;
@@ -86,33 +87,40 @@ pub struct DiskSpec {
     pub copy: bool,
 }
 
-impl FromStr for DiskSpec {
-    type Err = String;
+static DISK: Syntax = Syntax {
+    device: "a disk",
+    options: &[
+        "path=FILE",
+        "readonly",
+        "id=NAME",
+        "serial=TEXT",
+        "identity=any (for receive-migration and restore)",
+        "copy (for receive-migration)",
+    ],
+};
 
-    fn from_str(s: &str) -> Result<Self, String> {
-        let (mut path, mut readonly, mut id, mut serial) = (None, false, None, None);
-        let (mut any_identity, mut copy) = (false, false);
-        for option in s.split(',') {
-            match option.split_once('=') {
-                None if path.is_none() && option.contains(['.', '/']) => {
-                    return Err(format!("a disk wants path=FILE, so: --disk path={s}"));
-                }
-                Some(("path", value)) if !value.is_empty() => path = Some(PathBuf::from(value)),
-                Some(("id", value)) => id = Some(check_id(value)?),
-                Some(("serial", value)) => serial = Some(check_serial(value)?),
-                None if option == "readonly" => readonly = true,
-                None if option == "copy" => copy = true,
-                Some(("identity", "any")) => any_identity = true,
-                _ => {
-                    return Err(format!(
-                        "\"{option}\" is not an option of a disk: they are path=FILE, readonly, id=NAME and serial=TEXT; \
-                         receive-migration also takes identity=any and copy, restore identity=any"
-                    ));
-                }
-            }
+impl FromStr for DiskSpec {
+    type Err = SpecError;
+
+    fn from_str(s: &str) -> Result<Self, SpecError> {
+        if s.split(',').next().is_some_and(|o| !o.contains('=') && o.contains(['.', '/'])) {
+            let sentence = format!("a disk wants path=FILE, so: --disk path={s}");
+            return Err(SpecError::Value(sentence));
         }
-        let path = path.ok_or_else(|| format!("\"{s}\" names no file: path=FILE is missing"))?;
-        Ok(Self { path, readonly, id, serial, any_identity, copy })
+        let options = DISK.read(s)?;
+        if let Some(value) = options.get("identity").filter(|value| *value != "any") {
+            return Err(SpecError::Value(format!(
+                "\"identity={value}\" is no identity of a disk: it can only be any"
+            )));
+        }
+        Ok(Self {
+            path: options.require("path")?.into(),
+            readonly: options.has("readonly"),
+            id: options.get("id").map(check_id).transpose()?,
+            serial: options.get("serial").map(check_serial).transpose()?,
+            any_identity: options.has("identity"),
+            copy: options.has("copy"),
+        })
     }
 }
 

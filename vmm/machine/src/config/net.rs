@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::device_id::check_id;
 use super::replace::ReplaceError;
+use super::spec::{SpecError, Syntax};
 
 /// Maximum number of queue pairs of a network interface.
 pub const MAX_QUEUE_PAIRS: u8 = 8;
@@ -120,31 +121,22 @@ pub struct NetSpec {
     pub queues: Option<u8>,
 }
 
-impl FromStr for NetSpec {
-    type Err = String;
+static NET: Syntax = Syntax {
+    device: "a network interface",
+    options: &["tap=NAME", "mac=ADDRESS", "id=NAME", "queues=N"],
+};
 
-    fn from_str(s: &str) -> Result<Self, String> {
-        let (mut tap, mut mac, mut id, mut queues) = (None, None, None, None);
-        for option in s.split(',') {
-            match option.split_once('=') {
-                Some(("tap", value)) => tap = Some(check_tap(value)?),
-                Some(("mac", value)) => mac = Some(value.parse()?),
-                Some(("id", value)) => id = Some(check_id(value)?),
-                Some(("queues", value)) => {
-                    let number = value.parse().map_err(|_| {
-                        format!("queues={value}: that is no number of pairs of queues")
-                    })?;
-                    queues = Some(check_queues(number)?);
-                }
-                _ => {
-                    return Err(format!(
-                        "\"{option}\" is no option of a network interface: they are tap=NAME, mac=ADDRESS, id=NAME and queues=N"
-                    ));
-                }
-            }
-        }
-        let tap = tap.ok_or_else(|| format!("\"{s}\" names no tap: tap=NAME is missing"))?;
-        Ok(Self { tap, mac, id, queues })
+impl FromStr for NetSpec {
+    type Err = SpecError;
+
+    fn from_str(s: &str) -> Result<Self, SpecError> {
+        let options = NET.read(s)?;
+        Ok(Self {
+            tap: check_tap(options.require("tap")?)?,
+            mac: options.get("mac").map(str::parse).transpose()?,
+            id: options.get("id").map(check_id).transpose()?,
+            queues: options.number("queues")?.map(check_queues).transpose()?,
+        })
     }
 }
 
@@ -203,33 +195,16 @@ pub struct VsockSpec {
     pub uds: PathBuf,
 }
 
-impl FromStr for VsockSpec {
-    type Err = String;
+static VSOCK: Syntax = Syntax { device: "a vsock", options: &["cid=N", "uds=PATH"] };
 
-    fn from_str(s: &str) -> Result<Self, String> {
-        let (mut cid, mut uds) = (None, None);
-        for option in s.split(',') {
-            match option.split_once('=') {
-                Some(("cid", value)) => {
-                    let number = value.parse();
-                    let number = number.map_err(|_| format!("cid={value}: that is no number"))?;
-                    cid = Some(check_cid(number)?);
-                }
-                Some(("uds", value)) => {
-                    let path = PathBuf::from(value);
-                    check_uds(&path)?;
-                    uds = Some(path);
-                }
-                _ => {
-                    return Err(format!(
-                        "\"{option}\" is no option of a vsock: they are cid=N and uds=PATH"
-                    ));
-                }
-            }
-        }
-        let uds =
-            uds.ok_or_else(|| format!("\"{s}\" names no unix socket: uds=PATH is missing"))?;
-        Ok(Self { cid, uds })
+impl FromStr for VsockSpec {
+    type Err = SpecError;
+
+    fn from_str(s: &str) -> Result<Self, SpecError> {
+        let options = VSOCK.read(s)?;
+        let uds = PathBuf::from(options.require("uds")?);
+        check_uds(&uds)?;
+        Ok(Self { cid: options.number("cid")?.map(check_cid).transpose()?, uds })
     }
 }
 
@@ -274,8 +249,8 @@ mod tests {
         let spec: NetSpec = "tap=t0,mac=02:00:00:00:00:01,id=wan,queues=4".parse().unwrap();
         assert_eq!((spec.tap.as_str(), spec.queues), ("t0", Some(4)));
         assert_eq!(spec.id.as_deref(), Some("wan"));
-        let refused = |s: &str| s.parse::<NetSpec>().unwrap_err();
-        assert!(refused("mac=02:00:00:00:00:01").contains("tap=NAME is missing"));
+        let refused = |s: &str| s.parse::<NetSpec>().unwrap_err().to_string();
+        assert!(refused("mac=02:00:00:00:00:01").contains("lacks tap=NAME"));
         assert!(refused("tap=a/b").contains("a/b"));
         assert!(refused("tap=1234567890123456").contains("1234567890123456"));
         assert!(refused("tap=t,queues=9").contains("9 pairs"));
@@ -283,9 +258,9 @@ mod tests {
         assert!(refused("tap=t,fast").contains("\"fast\""));
         let spec: VsockSpec = "cid=3,uds=/tmp/v".parse().unwrap();
         assert_eq!(spec, VsockSpec { cid: Some(3), uds: "/tmp/v".into() });
-        let refused = |s: &str| s.parse::<VsockSpec>().unwrap_err();
+        let refused = |s: &str| s.parse::<VsockSpec>().unwrap_err().to_string();
         assert!(refused("cid=2,uds=/v").contains("2 is no context ID"));
-        assert!(refused("cid=3").contains("uds=PATH is missing"));
+        assert!(refused("cid=3").contains("lacks uds=PATH"));
         assert!(refused(&format!("uds={}", "x".repeat(97))).contains("97 bytes"));
     }
 }
