@@ -10,6 +10,7 @@ use driftline_dirty_tracker::{
 use driftline_guest::{DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle};
 use driftline_images::PayloadSpec;
 use driftline_images::workload::SLICE_NS;
+use driftline_machine::HostMemory;
 use driftline_machine::config::{Backend, Boot, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::{Machine, MachineError, Special};
 use driftline_machine::memory;
@@ -392,8 +393,7 @@ fn dither(epoch: u32, interval: Duration) -> Duration {
 /// Returns the memory that the host can provide without swapping, in bytes, or 0 if it does not
 /// report that.
 fn available() -> u64 {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    memory::meminfo_bytes(&meminfo, "MemAvailable:").unwrap_or(0)
+    HostMemory::read().map_or(0, |host| host.available)
 }
 
 /// Returns whether a guest is known to touch less than `available` bytes. Only then may it be

@@ -4,8 +4,8 @@ use std::fs;
 
 use serde::Serialize;
 
+use driftline_machine::HostMemory;
 use driftline_machine::doctor::diagnose;
-use driftline_machine::memory::meminfo_bytes;
 
 /// Description of this host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -34,7 +34,6 @@ impl Host {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let name = cpuinfo.lines().find(|l| l.starts_with("model name"));
         let name = name.and_then(|l| l.split_once(':')).map(|(_, name)| name.trim().to_owned());
-        let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let uname = rustix::system::uname();
         let words = |s: &std::ffi::CStr| s.to_string_lossy().into_owned();
         let findings = diagnose().findings;
@@ -45,7 +44,7 @@ impl Host {
         Self {
             processor: name.unwrap_or_else(|| "unknown".to_owned()),
             processors: std::thread::available_parallelism().map_or(1, usize::from),
-            mem_bytes: meminfo_bytes(&meminfo, "MemTotal:").unwrap_or(0),
+            mem_bytes: HostMemory::read().map_or(0, |host| host.total),
             kernel: format!("{} {}", words(uname.sysname()), words(uname.release())),
             hardware_virtualization: found("hardware virtualization"),
             transparent_huge_pages: found("transparent huge pages"),

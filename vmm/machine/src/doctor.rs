@@ -6,9 +6,10 @@ use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 
+use crate::HostMemory;
 use crate::kvm::{Capabilities, Need, Unusable, open_device};
 use crate::latency;
-use crate::memory::{Userfault, meminfo_bytes};
+use crate::memory::Userfault;
 use crate::vcpu::baseline;
 
 /// The area that a finding concerns.
@@ -154,14 +155,12 @@ fn hypervisor() -> Finding {
 }
 
 fn memory() -> Finding {
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let field = |name| meminfo_bytes(&meminfo, name);
-    match (field("MemAvailable:"), field("MemTotal:")) {
-        (Some(free), Some(total)) => {
-            let value = format!("{} MiB available of {} MiB", free >> 20, total >> 20);
+    match HostMemory::read() {
+        Some(HostMemory { available, total, .. }) => {
+            let value = format!("{} MiB available of {} MiB", available >> 20, total >> 20);
             present("memory", value, "")
         }
-        _ => missing("memory", "/proc/meminfo says nothing about it"),
+        None => missing("memory", "/proc/meminfo says nothing about it"),
     }
 }
 

@@ -6,7 +6,7 @@
 //!
 //! | modules | own |
 //! | --- | --- |
-//! | `limits`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule` | leaves, which use no other module of this crate |
+//! | `limits`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule` | leaves, which use no other module of this crate |
 //! | `log`, `exit`, `sandbox`, `log_thread`, `latency`, `socket` | the process: its log, its exit, what its threads may do |
 //! | `memory`, `config` | guest memory; a machine's configuration |
 //! | `kvm`, `sinks`, `sources` | KVM's ioctls; where dirty frames come from |
@@ -28,6 +28,7 @@ mod fail_point;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
+mod host_memory;
 pub mod kvm;
 pub mod latency;
 pub mod limits;
@@ -50,4 +51,5 @@ pub mod threads;
 mod vcpu;
 pub mod vm;
 
+pub use host_memory::HostMemory;
 pub use local_time::local_time;

@@ -8,8 +8,8 @@ use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_guest::{Fill, GuestError, GuestRam};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileSlice};
 
-use super::meminfo_bytes;
 use super::userfault::Userfault;
+use crate::HostMemory;
 
 const PAGE: usize = PAGE_SIZE as usize;
 
@@ -75,8 +75,7 @@ impl Fill for MemoryFill {
     }
 
     fn available(&self) -> u64 {
-        let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        meminfo_bytes(&meminfo, "MemAvailable:").unwrap_or(0)
+        HostMemory::read().map_or(0, |host| host.available)
     }
 }
 

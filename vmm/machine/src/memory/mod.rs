@@ -39,6 +39,8 @@ pub(crate) use userfault::USERFAULTFD_IOC_NEW;
 pub(crate) use userfault::Userfault;
 pub use watch::WriteWatch;
 
+use crate::HostMemory;
+
 /// Why guest memory cannot be set up.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -346,31 +348,14 @@ fn most_bytes() -> Option<u64> {
     if overcommit.trim() == "1" {
         return None;
     }
-    total_bytes(&std::fs::read_to_string("/proc/meminfo").ok()?)
-}
-
-fn total_bytes(meminfo: &str) -> Option<u64> {
-    let swap = meminfo_bytes(meminfo, "SwapTotal:").unwrap_or(0);
-    meminfo_bytes(meminfo, "MemTotal:")?.checked_add(swap)
-}
-
-/// Returns one field of `/proc/meminfo`, in bytes. `field` includes the colon.
-pub fn meminfo_bytes(meminfo: &str, field: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|l| l.strip_prefix(field))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+    let host = HostMemory::read()?;
+    host.total.checked_add(host.swap)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use vm_memory::Bytes;
-
-    #[test]
-    fn more_than_the_host_has_is_refused_with_what_it_has() {
-        assert_eq!(total_bytes("MemTotal:  8 kB\nMemFree: 1 kB\nSwapTotal: 2 kB\n"), Some(10240));
-        assert_eq!(total_bytes("MemTotal: 8 kB\n"), Some(8192));
-        assert_eq!(total_bytes("MemTotal: many\n"), None);
-    }
 
     /// Options that work on any host. Another test covers the pool of huge pages.
     fn ways() -> impl Iterator<Item = MemoryOptions> {
