@@ -1,4 +1,4 @@
-//! Stores written by version 2, kept for ever: their content must still restore.
+//! Stores written by version 1, kept for ever: their content must still restore.
 #![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
@@ -12,11 +12,11 @@ use driftline_guest::{Clock, Lifecycle, VmId};
 use driftline_store::{Archive, Store};
 
 fn golden() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/v2")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/v1")
 }
 
 #[test]
-fn the_store_of_version_2_restores() {
+fn the_store_of_version_1_restores() {
     let store = Store::open(&golden()).unwrap();
     let report = store.verify(|_, _| ()).unwrap();
     assert_eq!((report.epochs, report.foreign, report.unfinished), (3, vec![], vec![]));
@@ -58,8 +58,8 @@ fn contents(drives: &[Arc<TestDisk>]) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn the_store_of_version_2_with_drives_restores() {
-    let store = Store::open(&golden().with_file_name("v2-drives")).unwrap();
+fn the_store_of_version_1_with_drives_restores() {
+    let store = Store::open(&golden().with_file_name("v1-drives")).unwrap();
     store.verify(|_, _| ()).unwrap();
     let infos = store.epochs().unwrap();
     let numbers: Vec<u64> = infos.iter().map(|info| info.epoch).collect();
@@ -104,7 +104,7 @@ fn the_archive_of_version_1_with_drives_restores() {
 #[test]
 #[ignore = "writes a golden archive"]
 fn write_the_golden_archive_with_drives() {
-    let store = Store::open(&golden().with_file_name("v2-drives")).unwrap();
+    let store = Store::open(&golden().with_file_name("v1-drives")).unwrap();
     let file = std::fs::File::create(golden_archive()).unwrap();
     store.export_archive(None, &file, &golden_archive()).unwrap();
 }
@@ -113,7 +113,7 @@ fn write_the_golden_archive_with_drives() {
 #[test]
 #[ignore = "writes a golden store"]
 fn write_the_golden_store_with_drives() {
-    let dir = golden().with_file_name("v2-drives");
+    let dir = golden().with_file_name("v1-drives");
     std::fs::create_dir_all(&dir).unwrap();
     let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames: 6 }];
     let config = MemoryConfig { slots, writers: 0, working_set: 0, writes_per_s: 1, seed: 6 };

@@ -424,17 +424,6 @@ fn leftovers_are_reported_then_removed_and_strangers_left_alone() {
 }
 
 #[test]
-fn a_store_of_the_format_before_is_refused_by_name() {
-    let dir = tempfile::tempdir().unwrap();
-    std::fs::write(dir.path().join("epoch-00000000000000000001.dl"), b"DRIFTSTO").unwrap();
-    for opened in [Store::open(dir.path()), Store::create_or_open(dir.path())] {
-        let e = opened.unwrap_err().to_string();
-        assert!(e.contains(" is a store of format 1, which this version does not read. "), "{e}");
-        assert!(e.contains("with the version that wrote it"), "{e}");
-    }
-}
-
-#[test]
 fn a_store_whose_files_were_taken_away_begins_anew_with_a_full_epoch() {
     let guest = busy();
     for victims in [vec!["manifest", "log-1", "pages-1"], vec!["manifest", "log-1"]] {

@@ -27,7 +27,7 @@ use crate::limits::HEADER_LEN;
 /// Version of the migration stream that this program uses.
 pub const FORMAT_VERSION: u16 = 1;
 /// Version of the store that this program writes.
-const STORE_VERSION: u16 = 2;
+const STORE_VERSION: u16 = 1;
 /// Version of archives that this program writes.
 const ARCHIVE_VERSION: u16 = 1;
 /// Version of the records of a guest's working set.

@@ -131,16 +131,6 @@ pub enum StoreError {
         /// The store.
         dir: PathBuf,
     },
-    /// A store of format 1, which had a file for each epoch.
-    #[error(
-        "{} is a store of format 1, which this version does not read. Restore from it with the version that \
-         wrote it, and take checkpoints to a new store",
-        dir.display()
-    )]
-    Format1 {
-        /// The store.
-        dir: PathBuf,
-    },
     /// The manifest is missing, so which epochs the store has is unknown.
     #[error(
         "{} holds checkpoints, but the store has no manifest; rebuild it with: driftline store repair {}",

@@ -67,7 +67,7 @@ impl Store {
         let manifest = opened.as_ref().map(|(manifest, _)| *manifest);
         for name in self.names()? {
             match parse_name(&name) {
-                Named::Foreign | Named::Epoch1 => listing.foreign.push(name),
+                Named::Foreign => listing.foreign.push(name),
                 Named::Aside(_) => listing.aside.push(name),
                 // A damaged manifest does not tell whether other files are unfinished.
                 _ if listing.damaged.is_empty() && is_leftover(&name, manifest.as_ref()) => {

@@ -170,6 +170,6 @@ pub(crate) fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
         Named::Log(n) => manifest.is_none_or(|m| m.files.log != n),
         Named::Pages(n) => manifest.is_none_or(|m| m.files.pages != n),
         Named::Manifest | Named::Lock | Named::Touched | Named::Aside(_) => false,
-        Named::Epoch1 | Named::Foreign => false,
+        Named::Foreign => false,
     }
 }

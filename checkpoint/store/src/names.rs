@@ -47,8 +47,6 @@ pub(crate) enum Named {
     Aside(u64),
     /// A list of the files that a repair is to keep, and the repair's number.
     AsideList(u64),
-    /// An epoch of format 1.
-    Epoch1,
     Foreign,
 }
 
@@ -75,11 +73,7 @@ pub(crate) fn parse_name(name: &str) -> Named {
     if let Some((n, rest)) = aside.and_then(|(digits, rest)| Some((number(digits)?, rest))) {
         return if rest == LIST { Named::AsideList(n) } else { Named::Aside(n) };
     }
-    let epoch = name.strip_prefix("epoch-").and_then(|rest| rest.strip_suffix(".dl"));
-    match epoch {
-        Some(n) if n.len() == 20 && n.bytes().all(|b| b.is_ascii_digit()) => Named::Epoch1,
-        _ => Named::Foreign,
-    }
+    Named::Foreign
 }
 
 #[cfg(test)]
@@ -96,7 +90,6 @@ mod tests {
         assert_eq!(parse_name(&list_name(3)), Named::AsideList(3));
         assert_eq!(parse_name("touched"), Named::Touched);
         assert_eq!(parse_name("touched.tmp-1"), Named::TouchedNew);
-        assert_eq!(parse_name("epoch-00000000000000000007.dl"), Named::Epoch1);
         for foreign in
             ["log-", "log-0", "log-01", "log-+1", "pages-1.bak", "epoch-7.dl", "notes.txt", ""]
         {

@@ -48,13 +48,8 @@ impl Store {
         if writable {
             store.lock()?;
         }
-        let names = store.names()?;
-        let has = |named: Named| names.iter().any(|name| parse_name(name) == named);
-        if has(Named::Epoch1) && !has(Named::Manifest) {
-            return Err(StoreError::Format1 { dir: store.dir() });
-        }
         if writable && let Some(manifest) = store.or_repair(store.manifest())? {
-            store.remove_leftovers(&names, &manifest)?;
+            store.remove_leftovers(&store.names()?, &manifest)?;
         }
         Ok(store)
     }
@@ -138,10 +133,7 @@ impl Store {
     /// [`StoreError::NotAStore`], or an error of the system.
     pub fn check_is_store(&self) -> Result<(), StoreError> {
         let is_part = |name: &String| {
-            matches!(
-                parse_name(name),
-                Named::Manifest | Named::Log(_) | Named::Pages(_) | Named::Epoch1
-            )
+            matches!(parse_name(name), Named::Manifest | Named::Log(_) | Named::Pages(_))
         };
         match self.names()?.iter().any(is_part) {
             true => Ok(()),

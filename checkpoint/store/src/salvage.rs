@@ -221,9 +221,6 @@ impl Store {
     /// Returns the error for a store without a log.
     fn without_log(&self, manifest: Option<Manifest>) -> Result<StoreError, StoreError> {
         let dir = self.dir();
-        if self.names()?.iter().any(|name| parse_name(name) == Named::Epoch1) {
-            return Ok(StoreError::Format1 { dir });
-        }
         Ok(StoreError::NoLog { dir, log: manifest.map(|manifest| log_name(manifest.files.log)) })
     }
 

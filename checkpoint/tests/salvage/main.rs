@@ -406,11 +406,6 @@ fn hopeless_stores_are_told_apart() {
     let e = refusal(&headers).to_string();
     assert!(e.contains("are all damaged or missing") && e.contains("from a backup"), "{e}");
 
-    let old = MemoryDisk::default();
-    old.put("epoch-00000000000000000001.dl", vec![1; 4096]);
-    let e = repair(&old).unwrap_err();
-    assert!(matches!(e, StoreError::Format1 { .. }), "{e}");
-
     // A writer is told what is damaged, and is referred to repair, which finds it.
     for (name, part) in [
         ("manifest", "because its manifest is damaged: /memory-disk/manifest, byte 0"),

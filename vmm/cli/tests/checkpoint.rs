@@ -192,17 +192,6 @@ fn damage_and_absence_are_sentences() {
     assert_eq!((out.status.code(), &survey["sound"]), (Some(1), &1.into()), "{survey}");
     assert_eq!(succeed(&["store", "repair", &store]), verdict);
     assert!(succeed(&["store", "verify", &store]).ends_with(verdict));
-
-    let old = place.text("old");
-    std::fs::create_dir(&old).unwrap();
-    std::fs::write(place.path("old").join("epoch-00000000000000000001.dl"), "").unwrap();
-    for args in [["store", "ls", &old].as_slice(), &["restore", "--store", &old]] {
-        let said = fail(1, args);
-        assert!(
-            said.contains("is a store of format 1, which this version does not read"),
-            "{said}"
-        );
-    }
 }
 
 #[test]

@@ -9,9 +9,9 @@ use driftline_guest::{Clock, VmId};
 /// Returns the golden store with the file `name` replaced by `bytes`.
 pub fn store_with(name: &str, bytes: &[u8]) -> MemoryDisk {
     let disk = MemoryDisk::default();
-    disk.put("manifest", include_bytes!("../../../tests/golden/v2/manifest").to_vec());
-    disk.put("log-2", include_bytes!("../../../tests/golden/v2/log-2").to_vec());
-    disk.put("pages-2", include_bytes!("../../../tests/golden/v2/pages-2").to_vec());
+    disk.put("manifest", include_bytes!("../../../tests/golden/v1/manifest").to_vec());
+    disk.put("log-2", include_bytes!("../../../tests/golden/v1/log-2").to_vec());
+    disk.put("pages-2", include_bytes!("../../../tests/golden/v1/pages-2").to_vec());
     disk.put(name, bytes.to_vec());
     disk
 }
