@@ -6,7 +6,7 @@
 //!
 //! | modules | own |
 //! | --- | --- |
-//! | `limits`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule` | leaves, which use no other module of this crate |
+//! | `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule` | leaves, which use no other module of this crate |
 //! | `log`, `exit`, `sandbox`, `log_thread`, `latency`, `socket` | the process: its log, its exit, what its threads may do |
 //! | `memory`, `config` | guest memory; a machine's configuration |
 //! | `kvm`, `sinks`, `sources` | KVM's ioctls; where dirty frames come from |
@@ -16,6 +16,7 @@
 
 pub mod backend;
 pub mod boot;
+mod codec;
 mod collector;
 pub mod config;
 mod cpu_model;

@@ -1,32 +1,20 @@
-//! Encodes a configuration for the network and for stores: a version, then postcard. The bytes are
-//! untrusted input: every value is checked before its use. `FORMAT.md` describes the fields.
+//! Encodes a configuration for the network and for stores, and checks one that arrives.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::GuestError;
-use serde::de::DeserializeOwned;
 
 use super::{Backend, Boot, MachineConfig, devices};
+use crate::codec::{decode_versioned, encode_versioned};
 use crate::limits::{MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES};
 
-/// The only version until there is a release.
-const VERSION: u16 = 1;
 const WHAT: &str = "the guest's configuration";
-
-/// Decodes a value from all of `bytes`. Fails with a sentence, also if bytes are left.
-fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
-    let (value, rest) = postcard::take_from_bytes(bytes).map_err(|e| e.to_string())?;
-    match rest.len() {
-        0 => Ok(value),
-        left => Err(format!("{left} bytes follow its end")),
-    }
-}
 
 impl MachineConfig {
     /// Returns the bytes that `GuestIdentity::config` returns. The configuration must have passed
     /// [`Self::check`].
     pub fn encode(&self) -> Vec<u8> {
         // Only a path that is not UTF-8 can fail here, and no guest starts with one.
-        postcard::to_stdvec(&(VERSION, self)).unwrap_or_default()
+        encode_versioned(self).unwrap_or_default()
     }
 
     /// Decodes and checks bytes that [`Self::encode`] wrote on this host or another.
@@ -35,15 +23,8 @@ impl MachineConfig {
     ///
     /// The bytes are malformed, or their version is not supported.
     pub fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
-        let malformed = |why: String| GuestError::Malformed { what: WHAT.to_owned(), why };
-        let (version, rest) =
-            postcard::take_from_bytes::<u16>(bytes).map_err(|e| malformed(e.to_string()))?;
-        if version != VERSION {
-            let why =
-                format!("it has version {version}, and this is written for version {VERSION}");
-            return Err(GuestError::Unsupported { what: WHAT.to_owned(), why });
-        }
-        let config: Self = whole(rest).map_err(malformed)?;
+        let config: Self = decode_versioned(WHAT, bytes)?;
+        let malformed = |why| GuestError::Malformed { what: WHAT.to_owned(), why };
         config.check().map_err(malformed)?;
         Ok(config)
     }

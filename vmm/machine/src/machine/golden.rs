@@ -18,7 +18,7 @@ fn example() -> SavedMachine {
         vm: SavedVm::example(),
         vcpus: vec![SavedVcpu::example()],
         com1: SerialPortState::example(),
-        platform: Some(SavedPlatform { power: PowerState::example() }),
+        platform: SavedPlatform { power: PowerState::example() },
         virtio: vec![VirtioState::example()],
     }
 }

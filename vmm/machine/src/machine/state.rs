@@ -9,13 +9,11 @@ use kvm_bindings::*;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::boot;
 use crate::devices::{GENERATION_EVENT, PowerState, SerialPortState, VirtioState};
 use crate::kvm::{KvmVm, ioapic_listens};
 use crate::vcpu::{Registers, SavedVcpu, StateContext, away_ns, wall_ns};
+use crate::{boot, codec};
 
-/// Version of all sections so far.
-const VERSION: u16 = 1;
 /// The interrupt controllers whose state KVM holds.
 const CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
 
@@ -25,8 +23,7 @@ pub(super) struct SavedMachine {
     pub(super) vm: SavedVm,
     pub(super) vcpus: Vec<SavedVcpu>,
     pub(super) com1: SerialPortState,
-    /// `None` for a guest older than this section. Such a guest has no generation ID either.
-    pub(super) platform: Option<SavedPlatform>,
+    pub(super) platform: SavedPlatform,
     pub(super) virtio: Vec<VirtioState>,
 }
 
@@ -165,9 +162,7 @@ pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, GuestError> {
         sections.push(section(SectionTag::KVM_VCPU, i, vcpu)?);
     }
     sections.push(section(SectionTag::SERIAL, 0, &saved.com1)?);
-    if let Some(platform) = &saved.platform {
-        sections.push(section(SectionTag::PLATFORM, 0, platform)?);
-    }
+    sections.push(section(SectionTag::PLATFORM, 0, &saved.platform)?);
     for (device, i) in saved.virtio.iter().zip(0u16..) {
         sections.push(section(SectionTag::VIRTIO, i, device)?);
     }
@@ -179,9 +174,8 @@ pub(super) fn section<T: Serialize>(
     instance: u16,
     value: &T,
 ) -> Result<Section, GuestError> {
-    let bytes = postcard::to_stdvec(&(VERSION, value));
-    let bytes =
-        bytes.map_err(|e| GuestError::System { what: "encoding state", cause: e.into() })?;
+    let bytes = codec::encode_versioned(value)
+        .map_err(|e| GuestError::System { what: "encoding state", cause: e.into() })?;
     Ok(Section::new(tag, instance, bytes))
 }
 
@@ -216,10 +210,7 @@ pub(super) fn decode(
         vm: read(sections, SectionTag::KVM_VM, 0)?,
         vcpus: each.collect::<Result<_, GuestError>>()?,
         com1: read(sections, SectionTag::SERIAL, 0)?,
-        platform: match sections.iter().any(|s| s.tag == SectionTag::PLATFORM) {
-            true => Some(read(sections, SectionTag::PLATFORM, 0)?),
-            false => None,
-        },
+        platform: read(sections, SectionTag::PLATFORM, 0)?,
         virtio: virtio.collect::<Result<_, GuestError>>()?,
     })
 }
@@ -236,16 +227,7 @@ pub(super) fn read<T: DeserializeOwned>(
     if found.next().is_some() {
         return Err(malformed("it is there twice".to_owned()));
     }
-    let (version, rest) =
-        postcard::take_from_bytes::<u16>(&section.bytes).map_err(|e| malformed(e.to_string()))?;
-    if version != VERSION {
-        let why = format!("it has version {version}, and this is written for version {VERSION}");
-        return Err(GuestError::Unsupported { what: what(), why });
-    }
-    match postcard::take_from_bytes(rest).map_err(|e| malformed(e.to_string()))? {
-        (value, []) => Ok(value),
-        (_, rest) => Err(malformed(format!("{} bytes follow its end", rest.len()))),
-    }
+    codec::decode_versioned(what(), &section.bytes)
 }
 
 /// Returns the registers of each of `vcpus` vCPUs, for an ELF core.

@@ -384,7 +384,7 @@ impl Supervisor {
         // This runs in parallel with the vCPU threads; all vCPUs are paused.
         let vm = state::save_vm(&self.vm, &self.context)?;
         let com1 = self.bus.com1().state();
-        let platform = Some(state::SavedPlatform { power: self.bus.power().state() });
+        let platform = state::SavedPlatform { power: self.bus.power().state() };
         let virtio = self.bus.virtio().save().map_err(|why| GuestError::System {
             what: "saving a virtio device",
             cause: why.into(),
@@ -456,7 +456,7 @@ impl Supervisor {
     }
 
     fn restore_parts(&self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
-        if clock == Clock::Continue && saved.platform.is_some() {
+        if clock == Clock::Continue {
             self.vm.memory().ask(boot::generation_frame());
         }
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
@@ -480,12 +480,10 @@ impl Supervisor {
             what: "interrupting for a virtio device",
             cause: Box::new(e),
         })?;
-        if let Some(platform) = saved.platform {
-            self.bus.power().restore(platform.power);
-            // Many guests may be restored from one checkpoint; a migrated guest keeps its identity.
-            if clock == Clock::Continue {
-                state::renew_generation(&self.vm, &saved.vm, RESTORE_LIMIT)?;
-            }
+        self.bus.power().restore(saved.platform.power);
+        // Many guests may be restored from one checkpoint; a migrated guest keeps its identity.
+        if clock == Clock::Continue {
+            state::renew_generation(&self.vm, &saved.vm, RESTORE_LIMIT)?;
         }
         Ok(())
     }

@@ -1,13 +1,11 @@
-//! The `THREAD_WORKER` sections: a version, then a worker's state in postcard.
+//! The `THREAD_WORKER` sections, one for each worker.
 
 use driftline_guest::{GuestError, Section, SectionTag};
 use driftline_images::PayloadSpec;
 use serde::{Deserialize, Serialize};
 
 use super::worker::{self, WorkerState};
-
-/// Version of the sections' encoding. A reader refuses any other.
-const VERSION: u8 = 1;
+use crate::codec::{decode_versioned, encode_versioned};
 
 /// The content of one section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,7 +20,7 @@ pub(super) struct Saved {
 pub(super) fn encode(index: usize, saved: &Saved) -> Result<Section, GuestError> {
     let failed = |cause| GuestError::System { what: "encoding a worker's state", cause };
     let instance = u16::try_from(index).map_err(|e| failed(e.into()))?;
-    let bytes = postcard::to_extend(saved, vec![VERSION]).map_err(|e| failed(e.into()))?;
+    let bytes = encode_versioned(saved).map_err(|e| failed(e.into()))?;
     Ok(Section::new(SectionTag::THREAD_WORKER, instance, bytes))
 }
 
@@ -58,24 +56,17 @@ pub(super) fn decode(
 
 fn decode_one(section: &Section, spec: &PayloadSpec, vcpus: u32) -> Result<Saved, GuestError> {
     let index = section.instance;
-    let rest = match section.bytes.split_first() {
-        Some((&VERSION, rest)) => rest,
-        Some((version, _)) => {
-            return Err(malformed(index, format!("version {version} is not {VERSION}")));
-        }
-        None => return Err(malformed(index, "it is empty".into())),
-    };
-    let (saved, left): (Saved, &[u8]) =
-        postcard::take_from_bytes(rest).map_err(|e| malformed(index, e.to_string()))?;
-    if !left.is_empty() {
-        return Err(malformed(index, format!("{} bytes follow its end", left.len())));
-    }
+    let saved: Saved = decode_versioned(state_of(index), &section.bytes)?;
     if !worker::fits(&saved.worker, spec, vcpus, u32::from(index)) {
         return Err(malformed(index, "its share of the working set is not this guest's".into()));
     }
     Ok(saved)
 }
 
+fn state_of(index: u16) -> String {
+    format!("the state of worker {index}")
+}
+
 fn malformed(index: u16, why: String) -> GuestError {
-    GuestError::Malformed { what: format!("the state of worker {index}"), why }
+    GuestError::Malformed { what: state_of(index), why }
 }

@@ -9,7 +9,9 @@ use vmm_sys_util::epoll::EventSet;
 use super::frame::{HEADER, MAX_FRAME};
 use super::late::Late;
 use super::{ANNOUNCE, Net, NetState, QUEUE_SIZE, Role};
-use crate::devices::virtio::{Device, Io, Kind, Stall, Violation, Watcher};
+use crate::devices::virtio::{
+    Device, Io, Kind, Stall, Violation, Watcher, decode_state, encode_state,
+};
 
 impl Device for Net {
     fn kind(&self) -> Kind {
@@ -109,15 +111,11 @@ impl Device for Net {
     }
 
     fn save(&self) -> Result<Vec<u8>, String> {
-        postcard::to_stdvec(&self.state).map_err(|e| e.to_string())
+        encode_state(&self.state)
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<(), String> {
-        let (state, rest): (NetState, _) =
-            postcard::take_from_bytes(state).map_err(|e| e.to_string())?;
-        if !rest.is_empty() {
-            return Err(format!("{} bytes follow the end of its state", rest.len()));
-        }
+        let state: NetState = decode_state(state)?;
         let NetState { pairs, ref waiting, .. } = state;
         // The features of a driver that has broken the rules are not known here. The limit is then
         // the number of pairs in the configuration.

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::registers::RegisterState;
 use super::ring::RingPosition;
+use crate::codec;
 
 /// A device's state without its configuration: what the driver wrote to its registers, its
 /// positions in the queues, and the device's own state.
@@ -41,14 +42,11 @@ impl VirtioState {
 
 /// Encodes a device's own state, for [`Device::save`](super::Device::save).
 pub(crate) fn encode_state<T: Serialize>(state: &T) -> Result<Vec<u8>, String> {
-    postcard::to_stdvec(state).map_err(|e| e.to_string())
+    codec::encode(state).map_err(|e| e.to_string())
 }
 
 /// Decodes a device's own state, for [`Device::restore`](super::Device::restore). The bytes are
 /// hostile; there must be none after the state.
 pub(crate) fn decode_state<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
-    match postcard::take_from_bytes(bytes).map_err(|e| e.to_string())? {
-        (state, []) => Ok(state),
-        (_, rest) => Err(format!("{} bytes follow its end", rest.len())),
-    }
+    codec::decode(bytes).map_err(|e| e.to_string())
 }

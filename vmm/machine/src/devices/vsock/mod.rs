@@ -41,7 +41,9 @@ use self::host::{Door, Greeting};
 use self::packet::{HEADER, HOST_CID, Header, STREAM, op};
 use super::opener::Opener;
 use super::timer::Timer;
-use super::virtio::{Chain, Device, Io, Kind, Stall, Violation, Watcher};
+use super::virtio::{
+    Chain, Device, Io, Kind, Stall, Violation, Watcher, decode_state, encode_state,
+};
 use crate::config::VsockConfig;
 use crate::limits;
 
@@ -487,15 +489,11 @@ impl Device for Vsock {
     }
 
     fn save(&self) -> Result<Vec<u8>, String> {
-        postcard::to_stdvec(&self.state).map_err(|e| e.to_string())
+        encode_state(&self.state)
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<(), String> {
-        let (state, rest) = postcard::take_from_bytes(state).map_err(|e| e.to_string())?;
-        if !rest.is_empty() {
-            return Err(format!("{} bytes follow the end of its state", rest.len()));
-        }
-        self.state = state;
+        self.state = decode_state(state)?;
         Ok(())
     }
 

@@ -1,0 +1,79 @@
+//! The encoding of a configuration and of a guest's state: postcard, with a version before it
+//! where a value stands by itself. The bytes are untrusted input. `FORMAT.md` describes them.
+
+use std::fmt::Display;
+
+use driftline_guest::GuestError;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// The only version until there is a release.
+const VERSION: u16 = 1;
+
+/// Why bytes are not a value.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub(crate) enum DecodeError {
+    #[error(transparent)]
+    Malformed(#[from] postcard::Error),
+    #[error("{0} bytes follow its end")]
+    Longer(usize),
+}
+
+/// Encodes a value without a version.
+pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, postcard::Error> {
+    postcard::to_stdvec(value)
+}
+
+/// Decodes what [`encode`] wrote. Bytes after the value are an error.
+pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, DecodeError> {
+    match postcard::take_from_bytes(bytes)? {
+        (value, []) => Ok(value),
+        (_, rest) => Err(DecodeError::Longer(rest.len())),
+    }
+}
+
+/// Encodes the version, then the value.
+pub(crate) fn encode_versioned<T: Serialize>(value: &T) -> Result<Vec<u8>, postcard::Error> {
+    encode(&(VERSION, value))
+}
+
+/// Decodes what [`encode_versioned`] wrote on this host or another. `what` names the value in
+/// errors.
+///
+/// # Errors
+///
+/// The bytes are malformed, or their version is not supported.
+pub(crate) fn decode_versioned<T: DeserializeOwned>(
+    what: impl Display,
+    bytes: &[u8],
+) -> Result<T, GuestError> {
+    let malformed =
+        |e: DecodeError| GuestError::Malformed { what: what.to_string(), why: e.to_string() };
+    let (version, rest) =
+        postcard::take_from_bytes::<u16>(bytes).map_err(|e| malformed(e.into()))?;
+    if version != VERSION {
+        let why = format!("it has version {version}, and this is written for version {VERSION}");
+        return Err(GuestError::Unsupported { what: what.to_string(), why });
+    }
+    decode(rest).map_err(malformed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_is_all_of_the_bytes() {
+        let bytes = encode_versioned(&(300u16, "a")).unwrap();
+        assert_eq!(bytes, b"\x01\xac\x02\x01a");
+        let read = |bytes: &[u8]| {
+            let value = decode_versioned::<(u16, String)>("it", bytes);
+            value.map_err(|e| e.to_string())
+        };
+        assert_eq!(read(&bytes), Ok((300, "a".to_owned())));
+        let refused = |bytes: &[u8]| read(bytes).unwrap_err();
+        assert!(refused(&[&bytes[..], &[0; 3]].concat()).ends_with("3 bytes follow its end"));
+        assert!(refused(b"\x02\xac\x02\x01a").contains("version 2, and this is written for ver"));
+        (0..bytes.len()).for_each(|n| assert!(refused(&bytes[..n]).contains("it is malformed")));
+    }
+}
