@@ -2,7 +2,7 @@
 //! destination of the report.
 
 use std::fs;
-use std::io::{ErrorKind, IsTerminal, Write};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -12,12 +12,12 @@ use driftline_compare::{
 };
 use driftline_machine::kvm::Capabilities;
 use driftline_machine::sandbox;
-use indicatif::{ProgressBar, ProgressStyle};
 use tempfile::NamedTempFile;
 
 use super::args::CompareArgs;
 use super::failure::Failure;
 use super::output::{print, print_json, say};
+use super::status_line::StatusLine;
 
 /// Time that a machine needs in addition to its measured time: launch, warm-up and end. Used only
 /// for the estimate of the total time.
@@ -100,7 +100,7 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     let mut progress = Progress::new(&settings, possible);
     let mut report = measure(&cells, &settings, &capabilities, host, |step| progress.show(step));
     report.command = Some(command());
-    progress.end();
+    drop(progress);
     // Print first: the measurements must not be lost if writing the files or stdout fails.
     let printed = match args.json {
         true => print_json(&report),
@@ -213,7 +213,7 @@ fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
 
 /// Shows progress on stderr: a bar on a terminal, otherwise an occasional line.
 struct Progress {
-    bar: Option<ProgressBar>,
+    line: StatusLine,
     said: Instant,
 }
 
@@ -228,38 +228,21 @@ impl Progress {
             runs,
             takes.as_secs().max(1)
         ));
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let bar = ProgressBar::new(runs as u64);
-            let template = "{elapsed_precise} [{bar:30}] {pos}/{len} {msg}";
-            if let Ok(style) = ProgressStyle::with_template(template) {
-                bar.set_style(style.progress_chars("=> "));
-            }
-            bar
-        });
-        Self { bar, said: Instant::now() }
+        let line = StatusLine::bar();
+        line.step(0, runs);
+        Self { line, said: Instant::now() }
     }
 
     fn show(&mut self, step: Step<'_>) {
         let cell = step.cell;
         let gib = cell.mem_bytes as f64 / (1u64 << 30) as f64;
         let what = format!("{}, {gib} GiB, {}", cell.way, cell.guest.name());
-        match &self.bar {
-            Some(bar) => {
-                bar.set_length(step.of as u64);
-                bar.set_position(step.done as u64);
-                bar.set_message(what);
-            }
-            None if self.said.elapsed() > Duration::from_secs(10) => {
-                self.said = Instant::now();
-                say(format_args!("{} of {} measured, now {what}", step.done, step.of));
-            }
-            None => {}
-        }
-    }
-
-    fn end(self) {
-        if let Some(bar) = self.bar {
-            bar.finish_and_clear();
+        if self.line.is_shown() {
+            self.line.step(step.done, step.of);
+            self.line.show(what);
+        } else if self.said.elapsed() > Duration::from_secs(10) {
+            self.said = Instant::now();
+            say(format_args!("{} of {} measured, now {what}", step.done, step.of));
         }
     }
 }

@@ -22,6 +22,7 @@ mod receive;
 mod report;
 mod restore;
 mod run;
+mod status_line;
 mod store;
 mod stored;
 mod top;

@@ -60,7 +60,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         }
         view.show(&page.progress);
     };
-    view.end();
+    drop(view);
     conclude(args, page)
 }
 

@@ -1,57 +1,39 @@
 //! Shows the progress of a migration to the user: one changing line on a terminal, otherwise a line
 //! for each step.
 
-use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_migrate::{Phase, Progress, ReceiveControl, VcpuThrottle};
-use indicatif::{ProgressBar, ProgressStyle};
 
 use super::output::{self, say};
+use super::status_line::StatusLine;
 
 /// Interval at which a receiver updates its progress.
 const EVERY: Duration = Duration::from_millis(200);
 
 /// Shows progress on stderr.
 pub(super) struct ProgressView {
-    line: fn(&Progress) -> String,
-    bar: Option<ProgressBar>,
+    line: StatusLine,
+    text: fn(&Progress) -> String,
     last: Option<(Phase, u32)>,
 }
 
 impl ProgressView {
-    /// Creates the view; `line` formats the progress.
-    pub(super) fn new(line: fn(&Progress) -> String) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let bar = ProgressBar::new_spinner();
-            if let Ok(style) =
-                ProgressStyle::with_template("{spinner} {elapsed_precise} {wide_msg}")
-            {
-                bar.set_style(style);
-            }
-            bar.enable_steady_tick(Duration::from_millis(100));
-            bar
-        });
-        Self { line, bar, last: None }
+    /// Creates the view; `text` formats the progress.
+    pub(super) fn new(text: fn(&Progress) -> String) -> Self {
+        Self { line: StatusLine::spinner(), text, last: None }
     }
 
     pub(super) fn show(&mut self, progress: &Progress) {
-        if let Some(bar) = &self.bar {
-            bar.set_message((self.line)(progress));
-            return;
+        if self.line.is_shown() {
+            return self.line.show((self.text)(progress));
         }
         let now = (progress.phase, progress.pass);
         if self.last.replace(now) != Some(now) {
-            say((self.line)(progress));
-        }
-    }
-
-    pub(super) fn end(self) {
-        if let Some(bar) = self.bar {
-            bar.finish_and_clear();
+            say((self.text)(progress));
         }
     }
 }
@@ -136,7 +118,6 @@ impl Receiving {
                     view.show(&progress);
                 }
             }
-            view.end();
         };
         let thread = std::thread::Builder::new().name("progress".into()).spawn(show);
         // Without the thread only the display is missing.

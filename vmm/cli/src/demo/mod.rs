@@ -6,7 +6,6 @@ mod child;
 mod figures;
 
 use std::fmt::Display;
-use std::io::IsTerminal;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::process::ExitCode;
@@ -21,11 +20,11 @@ use driftline_images::Report;
 use driftline_machine::config::{Backend, DEFAULT_RING_ENTRIES};
 use driftline_machine::kvm::Capabilities;
 use hyper::Method;
-use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::args::DemoArgs;
 use crate::failure::Failure;
 use crate::output::{print, print_json, say};
+use crate::status_line::StatusLine;
 use child::{StepError, Vmm};
 use figures::Figures;
 
@@ -43,13 +42,13 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<ExitCode, Failure> {
     let mut demo = Demo {
         dir: dir.path(),
         choice,
-        show: Show::new(),
+        line: StatusLine::spinner(),
+        begun: Instant::now(),
         figures: Figures { backend: choice.backend.to_string(), ..Figures::default() },
         step: "",
     };
     let outcome = demo.run();
-    demo.show.end();
-    let (figures, step) = (demo.figures, demo.step);
+    let Demo { figures, step, .. } = demo;
     match outcome {
         Ok(()) if args.json => print_json(&figures)?,
         Ok(()) => print(figures.table())?,
@@ -114,7 +113,8 @@ fn choice<E: Display>(
 struct Demo<'d> {
     dir: &'d Path,
     choice: Choice,
-    show: Show,
+    line: StatusLine,
+    begun: Instant,
     figures: Figures,
     /// The step in progress.
     step: &'static str,
@@ -145,7 +145,14 @@ impl Demo<'_> {
 
     fn begin(&mut self, step: &'static str) {
         self.step = step;
-        self.show.step(step);
+        match self.line.is_shown() {
+            true => self.line.show(step.to_owned()),
+            false => say(format_args!("{:5.1} s  {step}", self.begun.elapsed().as_secs_f64())),
+        }
+    }
+
+    fn detail(&self, detail: impl Display) {
+        self.line.show(format!("{} {detail}", self.step));
     }
 
     /// Starts the first life and waits until every vCPU has reported.
@@ -187,7 +194,7 @@ impl Demo<'_> {
                 }
             }
             since = page.next;
-            self.show.detail(format!("{} of {CHECKPOINTS} checkpoints", lines.len()));
+            self.detail(format_args!("{} of {CHECKPOINTS} checkpoints", lines.len()));
             if !page.running {
                 break;
             }
@@ -232,7 +239,7 @@ impl Demo<'_> {
                 (state, ..) if Instant::now() > end => {
                     return Err(format!("the migration takes too long ({state:?})"));
                 }
-                _ => self.show.detail(format!("pass {}", page.progress.pass)),
+                _ => self.detail(format_args!("pass {}", page.progress.pass)),
             }
         };
         self.figures.add_migration(&report);
@@ -255,48 +262,6 @@ fn listening_on(said: &str) -> Option<String> {
     let (_, rest) = said.split_once("waiting for a migration on tcp:")?;
     let (address, _) = rest.split_once('\n')?;
     Some(address.to_owned())
-}
-
-/// Shows progress: a spinner on a terminal, otherwise a line per step.
-struct Show {
-    bar: Option<ProgressBar>,
-    begun: Instant,
-}
-
-impl Show {
-    fn new() -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let bar = ProgressBar::new_spinner();
-            if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed} {prefix} {msg}") {
-                bar.set_style(style);
-            }
-            bar.enable_steady_tick(Duration::from_millis(100));
-            bar
-        });
-        Self { bar, begun: Instant::now() }
-    }
-
-    fn step(&self, step: &'static str) {
-        match &self.bar {
-            Some(bar) => {
-                bar.set_prefix(step);
-                bar.set_message("");
-            }
-            None => say(format_args!("{:5.1} s  {step}", self.begun.elapsed().as_secs_f64())),
-        }
-    }
-
-    fn detail(&self, detail: String) {
-        if let Some(bar) = &self.bar {
-            bar.set_message(detail);
-        }
-    }
-
-    fn end(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-    }
 }
 
 #[cfg(test)]
