@@ -18,6 +18,7 @@ use super::args::CompareArgs;
 use super::failure::Failure;
 use super::output::{print, print_json, say};
 use super::status_line::StatusLine;
+use super::version::version;
 
 /// Time that a machine needs in addition to its measured time: launch, warm-up and end. Used only
 /// for the estimate of the total time.
@@ -100,6 +101,7 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     let mut progress = Progress::new(&settings, possible);
     let mut report = measure(&cells, &settings, &capabilities, host, |step| progress.show(step));
     report.command = Some(command());
+    report.version = version().to_owned();
     drop(progress);
     // Print first: the measurements must not be lost if writing the files or stdout fails.
     let printed = match args.json {

@@ -27,6 +27,7 @@ mod store;
 mod stored;
 mod top;
 mod values;
+mod version;
 
 use std::process::ExitCode;
 use std::time::Instant;

@@ -174,7 +174,7 @@ fn a_small_matrix_misses_no_frame_by_any_way() {
         let inside = count("reported_frames") - count("beside_frames");
         assert_eq!(inside, count("written_frames") + count("extra_frames"), "{row}");
         assert!(count("written_frames") > 100, "{row}");
-        assert!(count("strict_looks") + count("marked_all_looks") >= 6, "{row}");
+        assert!(count("strict_checks") + count("marked_all_checks") >= 6, "{row}");
         let steps = ["harvest_us", "reprotect_us", "insert_us", "drain_us"].map(|s| median(row, s));
         assert!(median(row, "epoch_us") > 0.0 && steps.iter().all(|us| *us >= 0.0));
         assert!(median(row, "dirty_frames") > 10.0, "{row}");
@@ -183,9 +183,16 @@ fn a_small_matrix_misses_no_frame_by_any_way() {
         median(row, "slow_down_percent");
     }
     assert!(measured >= 2, "the bitmap at least is everywhere");
-    let said = report["findings"][0].as_str().unwrap();
-    assert!(said.starts_with("No way missed a frame in "), "{said}");
+    let answer: Vec<&str> =
+        report["answer"].as_array().unwrap().iter().map(|said| said.as_str().unwrap()).collect();
+    // Two runs are too few for a clear difference.
+    assert!(answer[0].starts_with("No way's epoch is clearly cheaper"), "{answer:?}");
+    assert!(answer.iter().any(|said| said.starts_with("No way missed a page: in ")), "{answer:?}");
     let page = place.read("page.html");
+    let version = succeed(&["--version"]);
+    let version = version.trim().strip_prefix("driftline ").unwrap();
+    assert_eq!(report["version"], version);
+    assert!(page.contains(&format!("Driftline {version}</p>")), "{version}");
     assert!(page.starts_with("<!DOCTYPE html>") && page.ends_with("</html>\n"));
     assert!(page.contains("userfault-wp+tree") && page.contains(guests[1]));
     let command = report["command"].as_str().unwrap();
@@ -309,7 +316,7 @@ fn the_page_is_legible_in_a_browser_in_light_and_dark() {
         let looked = dom.split("<pre id=\"looked\">").nth(1);
         let looked = looked.unwrap_or_else(|| panic!("{}", text(&out.stderr)));
         let looked = looked.split("</pre>").next().unwrap();
-        assert!(looked.contains("LOOKED 5 drawings"), "{looked}");
+        assert!(looked.contains("LOOKED 4 drawings"), "{looked}");
         assert!(looked.contains("bad: ."), "{name}: {looked}");
         backgrounds.push(looked.split("drawings, ").nth(1).unwrap().to_owned());
     }

@@ -85,12 +85,12 @@ pub(super) struct Sample {
     pub(super) marked_all: u64,
     /// Number of pauses in which all memory counted as dirty, so that no frame could be found
     /// missing.
-    pub(super) marked_all_looks: u64,
-    /// Audit of the strict looks, which are taken in pauses; unknown for guests that do not record
+    pub(super) marked_all_checks: u64,
+    /// Audit of the strict checks, which are taken in pauses; unknown for guests that do not record
     /// their writes.
     pub(super) audit: Option<Audit>,
     /// Number of pages written in the window that none of its epochs reported. This is not a strict
-    /// look: one report of a page hides that another was lost.
+    /// check: one report of a page hides that another was lost.
     pub(super) missed_in_window: u64,
     pub(super) tracking_bytes: u64,
 }
@@ -216,7 +216,7 @@ impl Bench {
         // Reading a page that was never written maps the host's zero page into it, which
         // userfaultfd would report later.
         if let Some(truth) = &mut self.truth {
-            truth.look(self.machine.ram()).map_err(CellError::Other)?;
+            truth.check(self.machine.ram()).map_err(CellError::Other)?;
         }
         if self.machine.machine_config().tracking != TrackingMode::None {
             self.subscription = Some(self.machine.subscribe("compare")?);
@@ -265,12 +265,12 @@ impl Bench {
         Ok(Taken { times, drain_cpu, marked_all: collected.marked_all })
     }
 
-    /// Runs one epoch after another while the guest runs, with a look at its pages before and
+    /// Runs one epoch after another while the guest runs, with a check at its pages before and
     /// after. Time, processor time and writes all refer to the interval between the two pauses.
     fn window(&mut self, settings: &Settings) -> Result<(), CellError> {
         self.machine.pause()?;
         self.epoch()?;
-        self.look()?;
+        self.check()?;
         let (exits, full) = (self.ring_full_exits(), self.machine.ring_full_time());
         let (cpu, begun) = (CpuTime::now(), Instant::now());
         self.machine.resume()?;
@@ -300,7 +300,7 @@ impl Bench {
         self.sample.ring_full_exits = self.ring_full_exits() - exits;
         self.sample.ring_full = self.machine.ring_full_time() - full;
         self.epoch()?;
-        let audit = self.look()?;
+        let audit = self.check()?;
         self.sample.writes = audit.map(|a| a.writes);
         self.sample.missed_in_window = audit.map_or(0, |a| a.missed);
         self.sample.tracking_bytes = self.tracking_bytes();
@@ -308,7 +308,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Runs epochs in pauses, each followed by a look.
+    /// Runs epochs in pauses, each followed by a check.
     fn pauses(&mut self, settings: &Settings) -> Result<(), CellError> {
         let end = Instant::now() + settings.per_run().mul_f64(1.0 - RUNNING_PART);
         while Instant::now() < end || self.sample.pauses_ns.len() < MIN_PAUSES {
@@ -318,10 +318,10 @@ impl Bench {
             self.machine.pause()?;
             let taken = self.epoch()?;
             let complete = begun.elapsed();
-            // Exactly one epoch lies between the previous look and this one, so it must report
+            // Exactly one epoch lies between the previous check and this one, so it must report
             // every page written since then.
-            match self.look()? {
-                Some(_) if taken.marked_all => self.sample.marked_all_looks += 1,
+            match self.check()? {
+                Some(_) if taken.marked_all => self.sample.marked_all_checks += 1,
                 Some(audit) => self.sample.audit.get_or_insert_default().add(&audit),
                 None => {}
             }
@@ -333,10 +333,10 @@ impl Bench {
         Ok(())
     }
 
-    /// Compares the reports since the last look with the pages of the paused guest.
-    fn look(&mut self) -> Result<Option<Audit>, CellError> {
-        let looked = self.truth.as_mut().map(|truth| truth.look(self.machine.ram()));
-        looked.transpose().map_err(CellError::Other)
+    /// Compares the reports since the last check with the pages of the paused guest.
+    fn check(&mut self) -> Result<Option<Audit>, CellError> {
+        let checked = self.truth.as_mut().map(|truth| truth.check(self.machine.ram()));
+        checked.transpose().map_err(CellError::Other)
     }
 
     fn ring_full_exits(&self) -> u64 {

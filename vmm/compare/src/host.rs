@@ -50,6 +50,26 @@ impl Host {
             transparent_huge_pages: found("transparent huge pages"),
         }
     }
+
+    /// Returns what a reader must know about this host before comparing its figures with those of
+    /// another, or `None` if it is a host as others are.
+    pub(super) fn caveat(&self) -> Option<&'static str> {
+        match self.hardware_virtualization.as_str() {
+            "missing" => Some(
+                "This host's KVM has no hardware virtualization (no VMX or SVM): it works with \
+                    shadow page tables. Write faults, exits and every reprotect cost more than \
+                    with EPT or NPT, so slow-downs and epochs are dearer here than on such \
+                    hosts. Compare the ways with each other; the absolute figures are this \
+                    host's, not KVM's.",
+            ),
+            "nested" => Some(
+                "This host is a guest itself: exits and first writes to pages cost more than on \
+                    hardware. Compare the ways with each other; the absolute figures are this \
+                    host's, not KVM's.",
+            ),
+            _ => None,
+        }
+    }
 }
 
 /// Returns the current UTC date and time, such as 2026-11-23 02:30.
@@ -89,6 +109,20 @@ mod tests {
         assert_eq!(date(951_827_696), "2000-02-29 12:34");
         assert_eq!(date(1_735_689_599), "2024-12-31 23:59");
         assert_eq!(date(1_795_400_940), "2026-11-23 02:29");
+    }
+
+    #[test]
+    fn caveat_follows_the_processor_and_this_host_is_a_known_case() {
+        let mut host = Host::describe();
+        let found = host.hardware_virtualization.clone();
+        assert!(["yes", "nested", "missing"].contains(&found.as_str()), "{found}");
+        let mut caveat = |value: &str| {
+            host.hardware_virtualization = value.to_owned();
+            host.caveat().unwrap_or_default()
+        };
+        assert!(caveat("missing").contains("shadow page tables"));
+        assert!(caveat("nested").contains("a guest itself"));
+        assert_eq!(caveat("yes"), "");
     }
 
     #[test]

@@ -9,8 +9,9 @@
 //! | `cpu`, `host`, `stats` | processor time, the machine's description, medians and spreads |
 //! | `settings`, `run` | how cells are measured; the loop over all of them |
 //! | `report` | turns runs into figures |
-//! | `words`, `units` | turns figures into sentences |
-//! | `looks` | sentences about missed frames |
+//! | `groups` | the rows of one guest and size, ranked |
+//! | `answer`, `checks` | sentences: which mode to use, and whether a page was missed |
+//! | `units` | formats figures |
 //! | `table` | the report for a terminal |
 //! | `plot`, `page` | drawings, and the page around them |
 //!
@@ -26,10 +27,12 @@
 //! they do not all meet the guest at the same point. An epoch that meets a busy guest costs more
 //! than one that meets a sleeping guest: the median is the more frequent of the two.
 
+mod answer;
 mod cell;
+mod checks;
 mod cpu;
+mod groups;
 mod host;
-mod looks;
 mod matrix;
 mod page;
 mod plot;
@@ -43,10 +46,9 @@ mod testing;
 mod truth;
 mod units;
 mod way;
-mod words;
 
 pub use host::Host;
-pub use matrix::{BRISK, BUSY, Cell, GuestKind, LIGHT, default_cells, product};
+pub use matrix::{Cell, GuestKind, LIGHT, default_cells, product};
 pub use report::{CellReport, Figures, Report};
 pub use run::{Step, compare};
 pub use settings::Settings;

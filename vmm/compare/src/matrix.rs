@@ -17,19 +17,55 @@ pub enum GuestKind {
 }
 
 impl GuestKind {
-    /// Returns the name for tables.
-    pub fn name(&self) -> String {
+    /// Returns the payload's spec, or the kernel's path.
+    pub fn spec(&self) -> String {
         match self {
             Self::Payload(spec) => spec.clone(),
             Self::Kernel(path) => format!("kernel {}", path.display()),
         }
     }
+
+    /// Returns the name: `light guest` for one of the default guests, the spec for any other.
+    pub fn name(&self) -> String {
+        self.known().map_or_else(|| self.spec(), |guest| format!("{} guest", guest.name))
+    }
+
+    /// Returns the name, with the spec beside it.
+    pub(super) fn full_name(&self) -> String {
+        match self.known() {
+            Some(guest) => format!("{} guest ({})", guest.name, guest.spec),
+            None => self.spec(),
+        }
+    }
+
+    /// Returns the name as a part of a sentence.
+    pub(super) fn phrase(&self) -> String {
+        self.known().map_or_else(|| self.spec(), |guest| format!("the {} guest", guest.name))
+    }
+
+    /// Describes the writes of a default guest.
+    pub(super) fn description(&self) -> Option<&'static str> {
+        self.known().map(|guest| guest.writes)
+    }
+
+    fn known(&self) -> Option<&'static DefaultGuest> {
+        DEFAULT_GUESTS
+            .iter()
+            .find(|guest| matches!(self, Self::Payload(spec) if spec == guest.spec))
+    }
 }
 
 impl Serialize for GuestKind {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&self.name())
+        serializer.serialize_str(&self.spec())
     }
+}
+
+/// A guest of the default matrix.
+struct DefaultGuest {
+    name: &'static str,
+    spec: &'static str,
+    writes: &'static str,
 }
 
 /// One machine to be measured.
@@ -43,12 +79,23 @@ pub struct Cell {
     pub mem_bytes: u64,
 }
 
-/// A guest that dirties about 100 frames per epoch of 10 ms.
+/// The spec of the light guest, which dirties about 100 frames per epoch of 10 ms.
 pub const LIGHT: &str = "payload,ws=2M,rate=40M";
-/// A guest that dirties about 800 frames per epoch of 10 ms.
-pub const BRISK: &str = "payload,ws=32M,rate=320M";
-/// A guest that writes randomly over its whole working set as fast as it can.
-pub const BUSY: &str = "payload,ws=64M,rate=max,pattern=random";
+/// The spec of the busy guest, which dirties up to 800 frames per epoch of 10 ms.
+pub(super) const BUSY: &str = "payload,ws=32M,rate=320M";
+/// The spec of the guest that writes as fast as it can.
+pub(super) const FLAT_OUT: &str = "payload,ws=64M,rate=max,pattern=random";
+
+/// The guests of the default matrix, from the lightest to the busiest.
+const DEFAULT_GUESTS: [DefaultGuest; 3] = [
+    DefaultGuest { name: "light", spec: LIGHT, writes: "writes 40 MB/s to 2 MiB, in order" },
+    DefaultGuest { name: "busy", spec: BUSY, writes: "writes 320 MB/s to 32 MiB, in order" },
+    DefaultGuest {
+        name: "flat-out",
+        spec: FLAT_OUT,
+        writes: "writes to random pages of 64 MiB, as fast as it can",
+    },
+];
 
 /// Memory sizes of the memory series.
 const SIZES: [u64; 4] = [1 << 30, 4 << 30, 16 << 30, 64 << 30];
@@ -57,7 +104,7 @@ const SIZES: [u64; 4] = [1 << 30, 4 << 30, 16 << 30, 64 << 30];
 /// lightest guest with up to 64 GiB with those ways for which a curve over memory size is
 /// informative. Without tracking, the memory size does not affect a paced guest.
 pub fn default_cells(ways: &[Way]) -> Vec<Cell> {
-    let guests = [LIGHT, BRISK, BUSY].map(|g| GuestKind::Payload(g.to_owned()));
+    let guests = DEFAULT_GUESTS.map(|guest| GuestKind::Payload(guest.spec.to_owned()));
     let mut cells = product(ways, &guests, &SIZES[..1]);
     let bitmap_tree = (TrackingMode::DirtyBitmap, Some(Sink::Tree));
     let drawn = |way: &Way| {
@@ -139,12 +186,21 @@ mod tests {
         }
         for way in ["dirty-ring+tree", "dirty-bitmap+flat"] {
             let sizes =
-                cells.iter().filter(|c| c.way == way.parse().unwrap() && c.guest.name() == LIGHT);
+                cells.iter().filter(|c| c.way == way.parse().unwrap() && c.guest.spec() == LIGHT);
             assert_eq!(sizes.map(|c| c.mem_bytes).collect::<Vec<_>>(), SIZES);
         }
         assert_eq!(cells.iter().collect::<HashSet<_>>().len(), cells.len());
-        for guest in [LIGHT, BRISK, BUSY] {
+        for guest in DEFAULT_GUESTS.map(|guest| guest.spec) {
             assert!(guest.parse::<driftline_images::PayloadSpec>().is_ok(), "{guest}");
         }
+    }
+
+    #[test]
+    fn default_guests_have_names_and_others_their_spec() {
+        let payload = |spec: &str| GuestKind::Payload(spec.to_owned());
+        assert_eq!(payload(FLAT_OUT).name(), "flat-out guest");
+        assert_eq!(payload(BUSY).phrase(), "the busy guest");
+        assert_eq!(payload("payload,ws=3M").phrase(), "payload,ws=3M");
+        assert_eq!(GuestKind::Kernel("vmlinux".into()).name(), "kernel vmlinux");
     }
 }

@@ -14,8 +14,8 @@ use super::way::{Sink, Way};
 /// The whole report. In JSON every number's name contains its unit.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Report {
-    /// Version of the program that measured.
-    pub version: &'static str,
+    /// Version of the program that measured, with its commit if that is known.
+    pub version: String,
     /// Date and time of the measurement, in UTC.
     pub date: String,
     /// Description of the host.
@@ -24,10 +24,10 @@ pub struct Report {
     pub settings: Settings,
     /// The command that requested the comparison, if there was one.
     pub command: Option<String>,
+    /// The answer, as sentences: which mode to use, what it costs, and whether a page was missed.
+    pub answer: Vec<String>,
     /// The rows, in the order of the matrix.
     pub cells: Vec<CellReport>,
-    /// The findings, as sentences.
-    pub findings: Vec<String>,
 }
 
 /// A row of the report.
@@ -87,11 +87,11 @@ pub struct Figures {
     pub tracking_bytes: Option<u64>,
     /// Number of epochs in which all memory counted as dirty because a ring was overrun.
     pub marked_all_epochs: u64,
-    /// Number of pauses in which all memory counted as dirty: they are not strict looks.
-    pub marked_all_looks: u64,
-    /// Number of looks at the paused guest with exactly one epoch since the previous look. The
-    /// counts below refer to these looks, summed over all runs. Each frame counts once per look.
-    pub strict_looks: Option<u64>,
+    /// Number of pauses in which all memory counted as dirty: they are not strict checks.
+    pub marked_all_checks: u64,
+    /// Number of checks at the paused guest with exactly one epoch since the previous check. The
+    /// counts below refer to these checks, summed over all runs. Each frame counts once per check.
+    pub strict_checks: Option<u64>,
     /// Number of reported frames.
     pub reported_frames: Option<u64>,
     /// Number of pages of the working set that were really written.
@@ -141,8 +141,8 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
     let per_s = |s: &Sample, n: f64| n / s.window.as_secs_f64();
     let step =
         |f: fn(&EpochTimes) -> u64| over(&|s| median(s.epochs.iter().map(|e| f(e) as f64 / 1e3)));
-    // Only strict looks count. If all memory counted as dirty in every look, there is no strict
-    // look and the count is unknown.
+    // Only strict checks count. If all memory counted as dirty in every check, there is no strict
+    // check and the count is unknown.
     let strict = |f: fn(&Audit) -> u64| -> Option<u64> {
         samples.iter().filter_map(|s| s.audit.as_ref()).map(f).reduce(|a, b| a + b)
     };
@@ -175,10 +175,10 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
     out.ring_full_ms_per_s = over(&|s| Some(per_s(s, s.ring_full.as_secs_f64() * 1e3)));
     out.tracking_bytes = samples.iter().map(|s| s.tracking_bytes).max();
     out.marked_all_epochs = samples.iter().map(|s| s.marked_all).sum();
-    out.marked_all_looks = samples.iter().map(|s| s.marked_all_looks).sum();
-    out.strict_looks = strict(|a| a.looks);
+    out.marked_all_checks = samples.iter().map(|s| s.marked_all_checks).sum();
+    out.strict_checks = strict(|a| a.checks);
     out.reported_frames = strict(|a| a.reported);
-    // Pages missed in the windows count even if no look was strict.
+    // Pages missed in the windows count even if no check was strict.
     let in_windows: u64 = samples.iter().map(|s| s.missed_in_window).sum();
     let missed = strict(|a| a.missed);
     out.missed_frames = missed.or((in_windows > 0).then_some(0)).map(|n| n + in_windows);
@@ -213,7 +213,7 @@ mod tests {
             window: Duration::from_secs(2),
             writes: Some(writes),
             vcpu_cpu: Duration::from_micros(writes),
-            audit: Some(Audit { looks: 4, writes, missed, written: 20, ..Audit::default() }),
+            audit: Some(Audit { checks: 4, writes, missed, written: 20, ..Audit::default() }),
             ..Sample::default()
         }
     }
@@ -230,7 +230,7 @@ mod tests {
         let slow = ring.slow_down_percent.unwrap();
         assert_eq!((slow.min, slow.max), (25.0, 50.0));
         assert_eq!(ring.missed_frames, Some(3));
-        assert_eq!((ring.strict_looks, ring.written_frames), (Some(8), Some(40)));
+        assert_eq!((ring.strict_checks, ring.written_frames), (Some(8), Some(40)));
         assert_eq!(ring.epoch_us.unwrap().median, 2.0);
         assert_eq!(ring.writes_per_s.unwrap().max, 75.0);
         assert_eq!(ring.vcpu_cpu_per_write_ns.unwrap().median, 1000.0);
@@ -250,12 +250,12 @@ mod tests {
             let run = Sample { audit, missed_in_window, ..sample(1, 1, 0) };
             let rows = rows(&cells, &[vec![Ok(run)]]);
             let figures = rows[0].figures.as_ref().unwrap();
-            (figures.missed_frames, figures.strict_looks)
+            (figures.missed_frames, figures.strict_checks)
         };
-        assert_eq!(missed(None, 0), (None, None), "nothing was looked at");
+        assert_eq!(missed(None, 0), (None, None), "nothing was checked");
         assert_eq!(missed(None, 2), (Some(2), None));
-        let look = Audit { looks: 1, missed: 1, ..Audit::default() };
-        assert_eq!(missed(Some(look), 2), (Some(3), Some(1)));
+        let check = Audit { checks: 1, missed: 1, ..Audit::default() };
+        assert_eq!(missed(Some(check), 2), (Some(3), Some(1)));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::host::{Host, utc_date};
 use super::matrix::{self, Cell};
 use super::report::{self, Report};
 use super::settings::Settings;
-use super::{cell, words};
+use super::{answer, cell};
 
 /// Progress of a comparison.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -50,12 +50,12 @@ pub fn compare(
     }
     let rows = report::rows(cells, &outcomes);
     Report {
-        version: env!("CARGO_PKG_VERSION"),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
         date: utc_date(),
         host,
         settings: settings.clone(),
         command: None,
-        findings: words::findings(&rows),
+        answer: answer::answer(&rows),
         cells: rows,
     }
 }

@@ -1,11 +1,15 @@
-//! Formats the report for a terminal: a table for each guest and size, and the findings.
+//! Formats the report for a terminal: the answer, and a table for each guest and size.
 
 use std::fmt::Write;
 
-use super::report::{CellReport, Figures, Report};
+use super::groups::{EPOCH, Group, Measure, PAUSE, SLOW_DOWN, groups};
+use super::report::{Figures, Report};
 use super::stats::Spread;
 use super::units::{size, us};
 use super::way::Way;
+
+/// Width of the text, in characters.
+const WIDTH: usize = 100;
 
 const HEADER: [&str; 13] = [
     "tracking",
@@ -27,29 +31,31 @@ const HEADER: [&str; 13] = [
 const USUAL: [&str; 5] = ["tracking", "dirty", "epoch", "pause", "slow-down"];
 
 impl Report {
-    /// Returns the report as aligned text: medians, and for the most important figures also the
-    /// smallest and the largest run. Includes all columns if `wide` is set.
+    /// Returns the report as text: the answer, then aligned medians, for the most important figures
+    /// also the smallest and the largest run. Includes all columns if `wide` is set.
     pub fn table(&self, wide: bool) -> String {
         let mut out = String::new();
-        let mut rows = self.cells.as_slice();
-        while let Some(first) = rows.first() {
-            let same = |r: &&CellReport| r.guest == first.guest && r.mem_bytes == first.mem_bytes;
-            let group = rows.iter().take_while(same).count().max(1);
-            let (these, rest) = rows.split_at(group);
-            rows = rest;
-            let _ = writeln!(out, "{}, {}", first.guest.name(), size(first.mem_bytes));
-            out.push_str(&aligned(these, wide));
+        let caveat = self.host.caveat();
+        for sentence in self.answer.iter().map(String::as_str).chain(caveat) {
+            out.push_str(&wrapped(sentence));
             out.push('\n');
         }
-        for finding in &self.findings {
-            let _ = writeln!(out, "{finding}");
+        for group in groups(&self.cells) {
+            let _ = writeln!(out, "{}, {}", group.guest.full_name(), size(group.mem_bytes));
+            out.push_str(&aligned(&group, wide));
+            out.push('\n');
         }
+        out.push_str(&wrapped(&self.legend(wide)));
+        out.trim_end().to_owned()
+    }
+
+    fn legend(&self, wide: bool) -> String {
         let s = &self.settings;
-        let _ = write!(
-            out,
-            "\nMedians of {} run{} (least..greatest); epochs every {} ms, at all points of a guest's round;\n\
-             working sets had memory before; dirty: frames an epoch; CPU/write: of the vCPUs, for a page\n\
-             visit; ring full: time lost in a second.{}\n{}, {} processors, {}, {}.",
+        format!(
+            "Medians of {} run{} (least..greatest); * the least figure, and those not clearly behind \
+             it. Epochs every {} ms, at all points of a guest's round; working sets were resident \
+             before; dirty: pages in an epoch; CPU/write: of the vCPUs, for a page visit; ring \
+             full: time lost in a second.{} {}, {} processors, {}, {}; driftline {}.",
             s.repeat,
             if s.repeat == 1 { "" } else { "s" },
             s.interval.as_secs_f64() * 1e3,
@@ -57,18 +63,36 @@ impl Report {
             self.host.processor,
             self.host.processors,
             size(self.host.mem_bytes),
-            self.host.kernel
-        );
-        out
+            self.host.kernel,
+            self.version
+        )
     }
 }
 
-fn aligned(rows: &[CellReport], wide: bool) -> String {
+/// Breaks text at spaces into lines of at most [`WIDTH`] characters, each with a line end.
+fn wrapped(text: &str) -> String {
+    let mut out = String::new();
+    let mut column = 0;
+    for word in text.split_whitespace() {
+        let length = word.chars().count();
+        match column {
+            0 => {}
+            column if column + 1 + length > WIDTH => out.push('\n'),
+            _ => out.push(' '),
+        }
+        column = if out.is_empty() || out.ends_with('\n') { length } else { column + 1 + length };
+        out.push_str(word);
+    }
+    out.push('\n');
+    out
+}
+
+fn aligned(group: &Group<'_>, wide: bool) -> String {
     let mut lines: Vec<Vec<String>> = vec![HEADER.map(str::to_owned).to_vec()];
-    for row in rows {
+    for row in &group.rows {
         let mut line = vec![row.way.to_string()];
         match &row.figures {
-            Some(figures) => line.extend(cells(row.way, figures)),
+            Some(figures) => line.extend(cells(group, row.way, figures)),
             None => line.push(row.why.clone().unwrap_or_default()),
         }
         lines.push(line);
@@ -79,30 +103,8 @@ fn aligned(rows: &[CellReport], wide: bool) -> String {
             line.retain(|_| names.next().is_some_and(|name| USUAL.contains(name)));
         }
     }
-    // The reason that a row has instead of figures spans all columns.
-    let columns = if wide { HEADER.len() } else { USUAL.len() };
-    let full = lines.iter().filter(|line| line.len() == columns);
-    let mut widths = [0; HEADER.len()];
-    for line in full {
-        for (width, cell) in widths.iter_mut().zip(line) {
-            *width = (*width).max(cell.chars().count());
-        }
-    }
-    let names = lines.iter().filter_map(|line| line.first()).map(|name| name.chars().count());
-    widths[0] = names.max().unwrap_or(0);
-    let mut out = String::new();
-    for line in &lines {
-        let mut text = String::from(" ");
-        for (at, (cell, width)) in line.iter().zip(widths).enumerate() {
-            let _ = match (at, line.len() == columns) {
-                (0, _) => write!(text, " {cell:width$}"),
-                (_, true) => write!(text, "  {cell:>width$}"),
-                (_, false) => write!(text, "  {cell}"),
-            };
-        }
-        let _ = writeln!(out, "{}", text.trim_end());
-    }
-    for row in rows {
+    let mut out = columns(&lines, if wide { HEADER.len() } else { USUAL.len() });
+    for row in &group.rows {
         let Some(figures) = &row.figures else { continue };
         if let Some(why) = &row.why {
             let _ = writeln!(out, "  {}: {why}", row.way);
@@ -116,13 +118,43 @@ fn aligned(rows: &[CellReport], wide: bool) -> String {
     out
 }
 
-/// Returns the number of epochs in which all memory counted as dirty, including those in pauses.
-fn all_dirty(f: &Figures) -> u64 {
-    f.marked_all_epochs + f.marked_all_looks
+/// Aligns lines of `full` columns. The reason that a row has instead of figures spans all of them.
+fn columns(lines: &[Vec<String>], full: usize) -> String {
+    let mut widths = [0; HEADER.len()];
+    for line in lines.iter().filter(|line| line.len() == full) {
+        for (width, cell) in widths.iter_mut().zip(line) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let names = lines.iter().filter_map(|line| line.first()).map(|name| name.chars().count());
+    widths[0] = names.max().unwrap_or(0);
+    let mut out = String::new();
+    for line in lines {
+        let mut text = String::from(" ");
+        for (at, (cell, width)) in line.iter().zip(widths).enumerate() {
+            let _ = match (at, line.len() == full) {
+                (0, _) => write!(text, " {cell:width$}"),
+                (_, true) => write!(text, "  {cell:>width$}"),
+                (_, false) => write!(text, "  {cell}"),
+            };
+        }
+        let _ = writeln!(out, "{}", text.trim_end());
+    }
+    out
 }
 
-fn cells(way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
+/// Returns the number of epochs in which all memory counted as dirty, including those in pauses.
+fn all_dirty(f: &Figures) -> u64 {
+    f.marked_all_epochs + f.marked_all_checks
+}
+
+fn cells(group: &Group<'_>, way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
     let none = || "-".to_owned();
+    // Figures without a mark keep their place.
+    let marked = |text: String, measure: Measure| {
+        let leads = group.leaders(measure).contains(&way);
+        format!("{text}{}", if leads { "*" } else { " " })
+    };
     let time = |s: Option<Spread>| s.map_or_else(none, |s| us(s.median));
     let ranged = |s: Option<Spread>| {
         s.map_or_else(none, |s| {
@@ -139,14 +171,14 @@ fn cells(way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
             // Explained below the rows.
             (Some(s), _) => format!("{:.0} !", s.median),
         },
-        ranged(f.epoch_us),
+        marked(ranged(f.epoch_us), EPOCH),
         time(f.harvest_us),
         time(f.reprotect_us),
         time(f.insert_us),
         time(f.drain_us),
-        ranged(f.pause_us),
-        percent(f.slow_down_percent),
-        f.vcpu_cpu_per_write_ns.map_or_else(none, |s| format!("{:.2} us", s.median / 1e3)),
+        marked(ranged(f.pause_us), PAUSE),
+        marked(percent(f.slow_down_percent), SLOW_DOWN),
+        f.vcpu_cpu_per_write_ns.map_or_else(none, |s| format!("{:.2} µs", s.median / 1e3)),
         f.host_cpu_percent.map_or_else(none, |s| format!("{:.1} %", s.median)),
         match f.ring_full_ms_per_s {
             Some(s) if way.source() == driftline_dirty_tracker::TrackingMode::DirtyRing => {
@@ -168,19 +200,29 @@ fn bare(value: f64, median: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::matrix::{GuestKind, LIGHT};
+    use crate::report::CellReport;
+    use crate::testing::{report, row, way};
 
-    fn row(way: &str, figures: Option<Figures>, why: Option<&str>) -> CellReport {
-        let way: Way = way.parse().unwrap();
-        CellReport {
-            way,
-            source: way.source().to_string(),
-            sink: way.sink(),
-            guest: GuestKind::Payload(LIGHT.to_owned()),
-            mem_bytes: 1 << 30,
-            figures,
-            why: why.map(str::to_owned),
-        }
+    /// Returns a row with these figures.
+    fn with(name: &str, figures: Option<Figures>, why: Option<&str>) -> CellReport {
+        CellReport { figures, why: why.map(str::to_owned), ..row(way(name), 1 << 30, [1.0; 3]) }
+    }
+
+    #[test]
+    fn answer_comes_first_then_the_caveat_and_all_of_it_fits_a_terminal() {
+        let mut report = report();
+        report.host.processor = "a processor".to_owned();
+        report.host.hardware_virtualization = "missing".to_owned();
+        let text = report.table(false);
+        assert!(text.lines().all(|line| line.chars().count() <= WIDTH), "{text}");
+        let flat = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let place = |what: &str| flat.find(what).unwrap_or_else(|| panic!("{what} in {flat}"));
+        let answers: Vec<usize> = report.answer.iter().map(|a| place(a)).collect();
+        assert!(answers.is_sorted() && answers.first() == Some(&0), "{text}");
+        let caveat = place(report.host.caveat().unwrap());
+        assert!(answers.iter().all(|at| *at < caveat) && caveat < place("tracking dirty epoch"));
+        report.host.hardware_virtualization = "yes".to_owned();
+        assert!(!report.table(false).contains("hardware virtualization"));
     }
 
     #[test]
@@ -195,7 +237,8 @@ mod tests {
             tracking_bytes: Some(1023 << 10),
             ..Figures::default()
         };
-        let text = aligned(&[row("dirty-bitmap-manual+tree", Some(figures), None)], false);
+        let text =
+            aligned(&groups(&[with("dirty-bitmap-manual+tree", Some(figures), None)])[0], false);
         assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
         assert!(text.contains("slow-down") && !text.contains("harvest"), "{text}");
     }
@@ -206,22 +249,22 @@ mod tests {
             Some(Figures { epoch_us: Spread::of([us, us * 2.0, us * 3.0]), ..Figures::default() })
         };
         let mut rows = [
-            row("dirty-ring+tree", figures(4.0), None),
-            row("dirty-bitmap+flat", figures(900.0), Some("1 of 3 runs failed: a hiccup")),
-            row("dirty-ring+list", None, Some("this host has no rings")),
+            with("dirty-ring+tree", figures(4.0), None),
+            with("dirty-bitmap+flat", figures(900.0), Some("1 of 3 runs failed: a hiccup")),
+            with("dirty-ring+list", None, Some("this host has no rings")),
         ];
-        let text = aligned(&rows, true);
+        let text = aligned(&groups(&rows)[0], true);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0].chars().count(), lines[1].chars().count(), "{text}");
         assert_eq!(lines[1].chars().count(), lines[2].chars().count(), "{text}");
-        assert!(lines[1].contains("8.0 us (4.0..12.0)"), "{text}");
+        assert!(lines[1].contains("8.0 µs (4.0..12.0)*"), "{text}");
         assert!(lines[2].contains("1.8 ms (0.9..2.7)"), "{text}");
         assert_eq!(lines[3], "  dirty-ring+list    this host has no rings");
         assert_eq!(lines[4], "  dirty-bitmap+flat: 1 of 3 runs failed: a hiccup");
         assert!(!text.contains('!'), "{text}");
         let marked = rows[0].figures.as_mut().unwrap();
         (marked.dirty_frames, marked.marked_all_epochs) = (Spread::of([70.0]), 2);
-        let text = aligned(&rows, true);
+        let text = aligned(&groups(&rows)[0], true);
         assert!(text.contains(" 70 !  "), "{text}");
         let says = "  ! dirty-ring+tree: in 2 epochs all memory counted as dirty\n";
         assert!(text.contains(says), "{text}");

@@ -1,19 +1,44 @@
-//! A report for tests, whose figures grow as expected and in which one row is missing.
+//! Rows and a report for tests. The report's figures grow as expected, and one row is missing.
 
+use super::answer;
 use super::host::Host;
-use super::matrix::{Cell, default_cells};
+use super::matrix::{Cell, GuestKind, LIGHT, default_cells};
 use super::report::{CellReport, Figures, Report};
 use super::settings::Settings;
 use super::stats::Spread;
 use super::way::Way;
-use super::words;
+
+/// Returns the way of this name.
+pub(super) fn way(name: &str) -> Way {
+    name.parse().unwrap()
+}
+
+/// Returns a row of the light guest with these epochs, without a missed page.
+pub(super) fn row(way: Way, mem_bytes: u64, epoch_us: [f64; 3]) -> CellReport {
+    CellReport {
+        way,
+        source: way.source().to_string(),
+        sink: way.sink(),
+        guest: GuestKind::Payload(LIGHT.to_owned()),
+        mem_bytes,
+        figures: Some(Figures {
+            epoch_us: Spread::of(epoch_us),
+            dirty_frames: Spread::of([100.0]),
+            missed_frames: Some(0),
+            strict_checks: Some(3),
+            written_frames: Some(10),
+            ..Figures::default()
+        }),
+        why: None,
+    }
+}
 
 /// Returns a report of the default matrix.
 pub(super) fn report() -> Report {
     let ways: Vec<Way> = Way::usual().collect();
     let row = |cell: Cell| {
         let gib = (cell.mem_bytes >> 30) as f64;
-        let frames = match cell.guest.name() {
+        let frames = match cell.guest.spec() {
             name if name.contains("max") => 24_000.0,
             name if name.contains("320M") => 820.0,
             _ => 102.0,
@@ -35,7 +60,7 @@ pub(super) fn report() -> Report {
             pauses_us: (0..40).map(|n| epoch + 60.0 + f64::from(n * n) / 10.0).collect(),
             written_frames: Some(10_000),
             missed_frames: tracks.then_some(0),
-            strict_looks: tracks.then_some(40),
+            strict_checks: tracks.then_some(40),
             extra_frames: tracks.then_some(3),
             tracking_bytes: tracks.then_some(1 << 20),
             ..Figures::default()
@@ -52,7 +77,7 @@ pub(super) fn report() -> Report {
     };
     let cells: Vec<CellReport> = default_cells(&ways).into_iter().map(row).collect();
     Report {
-        version: "0.0.0",
+        version: "0.0.0".to_owned(),
         date: "2026-11-23 02:29".to_owned(),
         host: Host { processor: "<i>a host</i> & its KVM".to_owned(), ..Host::describe() },
         settings: Settings {
@@ -64,7 +89,7 @@ pub(super) fn report() -> Report {
             settle: std::time::Duration::ZERO,
         },
         command: Some("driftline compare --html <page>".to_owned()),
-        findings: words::findings(&cells),
+        answer: answer::answer(&cells),
         cells,
     }
 }

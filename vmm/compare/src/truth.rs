@@ -16,7 +16,7 @@ const GENERATION: usize = 1;
 /// written.
 const SAMPLES: u64 = 32;
 
-/// The pages' content at the last look, and the reports since then.
+/// The pages' content at the last check, and the reports since then.
 pub(super) struct Truth {
     spec: PayloadSpec,
     segments: Vec<Segment>,
@@ -27,13 +27,13 @@ pub(super) struct Truth {
     beside: u64,
 }
 
-/// Comparison of reports and writes between two looks. Frames are counted once per look. A look is
-/// strict if exactly one epoch lies between it and the previous one; the count is then once per
+/// Comparison of reports and writes between two checks. Frames are counted once per check. A check
+/// is strict if exactly one epoch lies between it and the previous one; the count is then once per
 /// epoch. With more epochs, one report of a page hides that another was lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Audit {
-    /// Number of looks.
-    pub(super) looks: u64,
+    /// Number of checks.
+    pub(super) checks: u64,
     /// Number of page writes.
     pub(super) writes: u64,
     /// Number of pages written.
@@ -53,7 +53,7 @@ pub(super) struct Audit {
 impl Audit {
     /// Adds the counts of `other`.
     pub(super) fn add(&mut self, other: &Audit) {
-        self.looks += other.looks;
+        self.checks += other.checks;
         self.writes += other.writes;
         self.written += other.written;
         self.reported += other.reported;
@@ -142,10 +142,10 @@ impl Truth {
     }
 
     /// Reads all pages of the working set of a paused guest, and compares them with the reports
-    /// since the last look.
-    pub(super) fn look(&mut self, ram: &GuestRam) -> Result<Audit, String> {
+    /// since the last check.
+    pub(super) fn check(&mut self, ram: &GuestRam) -> Result<Audit, String> {
         let mut audit =
-            Audit { looks: 1, beside: self.beside, reported: self.beside, ..Audit::default() };
+            Audit { checks: 1, beside: self.beside, reported: self.beside, ..Audit::default() };
         for s in &self.segments {
             let bytes = usize::try_from(s.pages * PAGE_SIZE).map_err(|e| e.to_string())?;
             let slice = ram.get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes);

@@ -12,13 +12,15 @@ use super::plan::PlanArgs;
 use super::store::{CheckpointArgs, StoreCommand};
 use super::top::TopArgs;
 use super::{examples, headings};
+use crate::version::version;
 
 /// A KVM virtual machine monitor that knows which guest pages have changed
 ///
 /// Exit codes: 0 done, 1 error, 2 usage, 3 the host lacks something, 4 a migration or checkpoint
 /// failed and the guest is still running where it was.
 #[derive(Parser)]
-#[command(name = "driftline", version, disable_help_flag = true, disable_version_flag = true)]
+#[command(name = "driftline", version = version())]
+#[command(disable_help_flag = true, disable_version_flag = true)]
 #[command(after_help = examples::DRIFTLINE)]
 pub(crate) struct Cli {
     #[command(subcommand)]

@@ -30,8 +30,8 @@ pub(crate) struct CompareArgs {
     pub(crate) ring_entries: u32,
     /// Run the embedded guest, such as payload,ws=64M,rate=320M; may be repeated
     ///
-    /// By default there are three of 1 GiB, from light to busy, and the lightest with 4, 16 and 64
-    /// GiB.
+    /// By default there are three of 1 GiB: light, busy and flat out. The light one also runs with
+    /// 4, 16 and 64 GiB.
     #[arg(long = "guest", value_name = "SPEC", value_parser = values::guest_spec,
           help_heading = headings::BOOT)]
     pub(crate) guests: Vec<String>,

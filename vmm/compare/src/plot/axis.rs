@@ -5,7 +5,7 @@
 pub(crate) enum Ticks {
     /// At powers of ten.
     Log(fn(f64) -> String),
-    /// Evenly, including zero.
+    /// Evenly from zero. Values below zero have no meaning and lie at zero.
     Linear(fn(f64) -> String),
     /// Only at these values, on a logarithmic scale.
     At(Vec<(f64, String)>),
@@ -43,13 +43,10 @@ impl Axis {
         let all: Vec<f64> = values.filter(|v| self.takes(*v)).collect();
         let least = all.iter().copied().reduce(f64::min)?;
         let most = all.iter().copied().reduce(f64::max)?;
-        let step = step(most.max(0.0) - least.min(0.0));
+        let step = step(most.max(0.0));
         let (low, high) = match &self.ticks {
             Ticks::Log(_) => (round_down(least / 1.1), round_up(most * 1.1)),
-            Ticks::Linear(_) => {
-                let (low, high) = (least.min(0.0), most.max(0.0));
-                ((low / step).floor() * step, ((high / step).ceil() * step).max(low + step))
-            }
+            Ticks::Linear(_) => (0.0, ((most / step).ceil() * step).max(step)),
             Ticks::At(at) => {
                 let ends = at.iter().map(|(value, _)| *value).chain([least, most]);
                 let (low, high) =
@@ -66,7 +63,7 @@ impl Scale<'_> {
     /// Returns where `value` is drawn; values beyond an end are drawn at that end.
     pub(super) fn place(&self, value: f64) -> f64 {
         let part = match self.ticks {
-            Ticks::Linear(_) => (value - self.low) / (self.high - self.low),
+            Ticks::Linear(_) => value / self.high,
             // Values that are not above zero have no logarithm and lie at the lower end.
             _ if value <= self.low => 0.0,
             _ => (value / self.low).ln() / (self.high / self.low).ln(),
@@ -87,8 +84,8 @@ impl Scale<'_> {
                 inside.map(|v| (self.place(v), show(v))).collect()
             }
             Ticks::Linear(show) => {
-                let count = ((self.high - self.low) / self.step).round() as usize;
-                let values = (0..=count).map(|i| self.low + self.step * i as f64);
+                let count = (self.high / self.step).round() as usize;
+                let values = (0..=count).map(|i| self.step * i as f64);
                 values.map(|v| (self.place(v), show(v))).collect()
             }
         }
@@ -161,6 +158,8 @@ mod tests {
         let axis = axis(false);
         let scale = axis.scale([-3.0, 42.0].into_iter(), (0.0, 100.0)).unwrap();
         let labels: Vec<String> = scale.ticks().into_iter().map(|(_, label)| label).collect();
-        assert_eq!(labels, ["-10", "0", "10", "20", "30", "40", "50"]);
+        assert_eq!(labels, ["0", "10", "20", "30", "40", "50"]);
+        assert_eq!(scale.place(-3.0), scale.place(0.0));
+        assert!(axis.scale([-3.0].into_iter(), (0.0, 100.0)).unwrap().ticks().len() >= 2);
     }
 }

@@ -1,18 +1,20 @@
-//! Box plots: distributions side by side, one row each, over one axis.
+//! Rows of boxes over one axis, in groups. Each row has its name on the left and its median on the
+//! right.
 
 use std::fmt::Write;
 
-use super::{Axis, RIGHT, STYLES, TOP, escape, open};
-use crate::stats::{quantile, sorted};
+use super::axis::Scale;
+use super::{Axis, STYLES, TOP, WIDTH, escape, open};
 
-/// Width of the names on the left.
-const NAMES: f64 = 190.0;
+/// Ends of the axis. The names stand left of it, the medians right.
+const LEFT: f64 = 190.0;
+const RIGHT: f64 = 740.0;
+/// Height of a group's heading.
+const HEADING: f64 = 28.0;
 /// Distance between two rows.
-const STEP: f64 = 30.0;
+const STEP: f64 = 24.0;
 /// Half of a box's height.
-const HALF: f64 = 8.0;
-/// Right end of a row, beyond the axes of other drawings.
-const END: f64 = RIGHT + 220.0;
+const HALF: f64 = 7.0;
 
 /// One row.
 #[derive(Clone, Debug)]
@@ -20,20 +22,51 @@ pub(crate) struct BoxRow {
     pub(crate) name: String,
     /// As in [`Series`](super::Series).
     pub(crate) style: usize,
-    pub(crate) values: Vec<f64>,
+    /// The least value, the lower quartile, the median, the upper quartile, and the greatest.
+    pub(crate) values: [f64; 5],
+    /// The median as text.
+    pub(crate) median: String,
+}
+
+/// Rows under one heading.
+#[derive(Clone, Debug)]
+pub(crate) struct BoxGroup {
+    pub(crate) heading: String,
+    pub(crate) rows: Vec<BoxRow>,
 }
 
 /// Draws each row from its smallest to its largest value, with the middle half as a box and the
 /// median as a line across it. Returns `None` if there is nothing to draw.
-pub(crate) fn boxes(title: &str, x: &Axis, rows: &[BoxRow]) -> Option<String> {
-    let rows: Vec<(&BoxRow, Vec<f64>)> = rows
-        .iter()
-        .map(|row| (row, sorted(row.values.iter().copied().filter(|v| x.takes(*v)))))
-        .filter(|(_, values)| !values.is_empty())
-        .collect();
-    let scale = x.scale(rows.iter().flat_map(|(_, v)| v.iter().copied()), (NAMES, END))?;
-    let bottom = TOP + STEP * rows.len() as f64;
+pub(crate) fn boxes(title: &str, x: &Axis, groups: &[BoxGroup]) -> Option<String> {
+    let takes = |row: &&BoxRow| row.values.iter().all(|value| x.takes(*value));
+    let rows = || groups.iter().flat_map(|group| group.rows.iter().filter(takes));
+    let scale = x.scale(rows().flat_map(|row| row.values), (LEFT, RIGHT))?;
+    let headings = groups.iter().filter(|group| group.rows.iter().any(|row| takes(&row))).count();
+    let bottom = TOP + HEADING * headings as f64 + STEP * rows().count() as f64;
     let mut out = open(title, bottom + 56.0);
+    axis(&mut out, &scale, bottom, &x.label);
+    let mut y = TOP;
+    for group in groups {
+        let mut headed = false;
+        for row in group.rows.iter().filter(takes) {
+            if !std::mem::replace(&mut headed, true) {
+                let _ = write!(
+                    out,
+                    r#"<text class="heading" x="4" y="{:.1}">{}</text>"#,
+                    y + HEADING - 9.0,
+                    escape(&group.heading)
+                );
+                y += HEADING;
+            }
+            draw(&mut out, row, &scale, y + STEP / 2.0);
+            y += STEP;
+        }
+    }
+    out.push_str("</svg>");
+    Some(out)
+}
+
+fn axis(out: &mut String, scale: &Scale<'_>, bottom: f64, label: &str) {
     for (at, label) in scale.ticks() {
         let _ = write!(
             out,
@@ -44,31 +77,31 @@ pub(crate) fn boxes(title: &str, x: &Axis, rows: &[BoxRow]) -> Option<String> {
     }
     let _ = write!(
         out,
-        r#"<path class="frame" d="M{NAMES} {TOP}V{bottom}H{END}"/><text class="label" text-anchor="middle" x="{:.1}" y="{:.1}">{}</text>"#,
-        (NAMES + END) / 2.0,
+        r#"<path class="frame" d="M{LEFT} {TOP}V{bottom}H{RIGHT}"/><text class="label" text-anchor="middle" x="{:.1}" y="{:.1}">{}</text>"#,
+        (LEFT + RIGHT) / 2.0,
         bottom + 44.0,
-        escape(&x.label)
+        escape(label)
     );
-    for (n, (row, values)) in rows.iter().enumerate() {
-        let y = TOP + STEP * (n as f64 + 0.5);
-        let at = |part: f64| scale.place(quantile(values, part).unwrap_or_default());
-        let (least, first, middle, third, most) = (at(0.0), at(0.25), at(0.5), at(0.75), at(1.0));
-        let _ = write!(
-            out,
-            r#"<text class="legend" text-anchor="end" x="{:.1}" y="{:.1}">{}</text><g class="s{}"><path class="whisker" d="M{least:.1} {y:.1}H{most:.1}"/><rect class="box" x="{first:.1}" y="{:.1}" width="{:.1}" height="{:.1}"/><path class="median" d="M{middle:.1} {:.1}v{:.1}"/></g>"#,
-            NAMES - 10.0,
-            y + 4.0,
-            escape(&row.name),
-            row.style % STYLES,
-            y - HALF,
-            (third - first).max(1.0),
-            HALF * 2.0,
-            y - HALF - 2.0,
-            HALF * 2.0 + 4.0
-        );
-    }
-    out.push_str("</svg>");
-    Some(out)
+}
+
+fn draw(out: &mut String, row: &BoxRow, scale: &Scale<'_>, y: f64) {
+    let [least, first, middle, third, most] = row.values.map(|value| scale.place(value));
+    let _ = write!(
+        out,
+        r#"<text class="name" text-anchor="end" x="{:.1}" y="{:.1}">{}</text><g class="s{}"><path class="whisker" d="M{least:.1} {y:.1}H{most:.1}"/><rect class="box" x="{first:.1}" y="{:.1}" width="{:.1}" height="{:.1}"/><path class="median" d="M{middle:.1} {:.1}v{:.1}"/></g><text class="value" text-anchor="end" x="{:.1}" y="{:.1}">{}</text>"#,
+        LEFT - 10.0,
+        y + 4.0,
+        escape(&row.name),
+        row.style % STYLES,
+        y - HALF,
+        (third - first).max(1.0),
+        HALF * 2.0,
+        y - HALF - 2.0,
+        HALF * 2.0 + 4.0,
+        WIDTH - 4.0,
+        y + 4.0,
+        escape(&row.median)
+    );
 }
 
 #[cfg(test)]
@@ -77,25 +110,38 @@ mod tests {
     use crate::plot::Ticks;
 
     #[test]
-    fn a_box_holds_the_middle_half_and_rows_without_values_are_left_out() {
-        let axis = Axis { label: "us".to_owned(), ticks: Ticks::Linear(|v| format!("{v}")) };
-        let row = |name: &str, values: &[f64]| BoxRow {
+    fn box_holds_the_middle_half_and_rows_without_a_place_are_skipped() {
+        let axis = Axis { label: "µs".to_owned(), ticks: Ticks::Linear(|v| format!("{v}")) };
+        let row = |name: &str, values| BoxRow {
             name: name.to_owned(),
             style: 1,
-            values: values.to_vec(),
+            values,
+            median: "50 µs".to_owned(),
         };
-        let values: Vec<f64> = (0..=100).map(f64::from).collect();
-        let svg = boxes("pauses", &axis, &[row("a & b", &values), row("none", &[])]).unwrap();
+        let group = |heading: &str, rows| BoxGroup { heading: heading.to_owned(), rows };
+        let nan = [f64::NAN; 5];
+        let groups = [
+            group(
+                "light <guest>",
+                vec![row("a & b", [0.0, 25.0, 50.0, 75.0, 100.0]), row("none", nan)],
+            ),
+            group("empty", vec![row("none", nan)]),
+        ];
+        let svg = boxes("pauses", &axis, &groups).unwrap();
         let document = roxmltree::Document::parse(&svg).unwrap();
-        let found: Vec<_> =
-            document.descendants().filter(|n| n.attribute("class") == Some("box")).collect();
-        assert_eq!(found.len(), 1);
-        let at = |name| found[0].attribute(name).unwrap().parse::<f64>().unwrap();
-        let place = |v: f64| NAMES + (END - NAMES) * v / 100.0;
-        assert!(
-            (at("x") - place(25.0)).abs() < 0.1
-                && (at("width") - (place(75.0) - place(25.0))).abs() < 0.2
-        );
-        assert_eq!(boxes("none", &axis, &[row("none", &[])]), None);
+        let found = |class| {
+            let of = document.descendants().filter(move |n| n.attribute("class") == Some(class));
+            of.collect::<Vec<_>>()
+        };
+        let texts = |class| found(class).iter().map(|n| n.text().unwrap()).collect::<Vec<_>>();
+        assert_eq!(texts("heading"), ["light <guest>"]);
+        assert_eq!((texts("name"), texts("value")), (vec!["a & b"], vec!["50 µs"]));
+        let boxes_found = found("box");
+        assert_eq!(boxes_found.len(), 1);
+        let at = |name| boxes_found[0].attribute(name).unwrap().parse::<f64>().unwrap();
+        let place = |v: f64| LEFT + (RIGHT - LEFT) * v / 100.0;
+        assert!((at("x") - place(25.0)).abs() < 0.1);
+        assert!((at("width") - (place(75.0) - place(25.0))).abs() < 0.2);
+        assert_eq!(boxes("none", &axis, &groups[1..]), None);
     }
 }

@@ -1,0 +1,181 @@
+//! States what is known of missed pages, and where nothing is known.
+
+use super::report::{CellReport, Figures};
+use super::units::size;
+use super::way::Way;
+
+/// Returns whether the row missed a page.
+pub(super) fn lost(row: &CellReport) -> bool {
+    row.figures.as_ref().is_some_and(|f| f.missed_frames.is_some_and(|n| n > 0))
+}
+
+/// Says which ways lost pages. This is more important than anything else about them.
+pub(super) fn alarm(rows: &[CellReport]) -> Option<String> {
+    let told: Vec<String> = rows
+        .iter()
+        .filter(|row| lost(row))
+        .filter_map(|row| Some((row, row.figures.as_ref()?.missed_frames?)))
+        .map(|(row, n)| format!("{} missed {n} of {}", row.way, row.guest.phrase()))
+        .collect();
+    (!told.is_empty()).then(|| format!("PAGES WERE LOST: {}.", told.join("; ")))
+}
+
+/// Returns the sentences about the checks, the most important first.
+pub(super) fn findings(rows: &[CellReport]) -> Vec<String> {
+    let mut out = Vec::from_iter(seen(rows));
+    out.extend(marked_all(rows));
+    out.extend(unknown(rows));
+    out
+}
+
+/// Says that no page was lost, and how many checks this claim rests on.
+fn seen(rows: &[CellReport]) -> Option<String> {
+    let tracked = || rows.iter().filter(|r| r.way.tracks());
+    let sum = |f: fn(&Figures) -> Option<u64>| -> u64 {
+        tracked().filter_map(|r| r.figures.as_ref().and_then(f)).sum()
+    };
+    let (checks, written) =
+        (sum(|f| f.strict_checks), sum(|f| f.strict_checks.and(f.written_frames)));
+    match written {
+        _ if rows.iter().any(lost) => None,
+        0 => Some("Whether pages were missed is not known: no check tells.".to_owned()),
+        _ => Some(format!(
+            "No way missed a page: in {checks} checks of a paused guest, all {written} pages \
+                written since the check before were reported.{} \
+             While the guest ran, every page that it wrote was in some epoch; whether in the \
+             right one is not checked there.",
+            match sum(|f| f.extra_frames) {
+                0 => String::new(),
+                extra =>
+                    format!(" {extra} more were reported although unchanged, which is harmless."),
+            }
+        )),
+    }
+}
+
+/// Lists the rows in which all memory counted as dirty: no page can be missing there, whatever the
+/// way of tracking has lost.
+fn marked_all(rows: &[CellReport]) -> Option<String> {
+    let told: Vec<String> = rows
+        .iter()
+        .filter_map(|r| {
+            let figures = r.figures.as_ref()?;
+            let (epochs, checks) = (figures.marked_all_epochs, figures.marked_all_checks);
+            (epochs + checks > 0).then(|| {
+                let guest = r.guest.phrase();
+                format!("{} of {guest} with {} in {}", r.way, size(r.mem_bytes), epochs + checks)
+            })
+        })
+        .collect();
+    (!told.is_empty()).then(|| {
+        format!(
+            "ALL MEMORY COUNTED AS DIRTY in some epochs, because a ring was overrun: {}. No page \
+                can be found missing there, and the checks \
+             after such epochs are not counted.",
+            told.join("; ")
+        )
+    })
+}
+
+/// Lists the rows for which it is unknown whether they missed a page, with the reason: nothing was
+/// measured, or no check was strict.
+fn unknown(rows: &[CellReport]) -> Vec<String> {
+    let measured = |r: &CellReport| r.figures.is_some();
+    let checked = |r: &CellReport| {
+        r.figures
+            .as_ref()
+            .is_none_or(|f| f.missed_frames.is_some_and(|n| n > 0) || f.strict_checks.is_some())
+    };
+    let any = rows.iter().any(|r| r.way.tracks() && measured(r) && checked(r));
+    let blind = without(rows, checked).filter(|_| any);
+    [
+        without(rows, measured).map(|ways| format!("Nothing was measured of {ways}.")),
+        blind.map(|ways| {
+            format!("Whether a page was missed is not known of {ways}: no check tells.")
+        }),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+/// Names the ways that have rows without `what`. Returns `None` if there are no such rows.
+fn without(rows: &[CellReport], what: impl Fn(&CellReport) -> bool) -> Option<String> {
+    let all = || rows.iter().filter(|r| r.way.tracks());
+    let mut ways: Vec<Way> = Vec::new();
+    for row in all().filter(|r| !what(r)) {
+        if !ways.contains(&row.way) {
+            ways.push(row.way);
+        }
+    }
+    let told: Vec<String> = ways
+        .iter()
+        .map(|way| {
+            let of = all().filter(|r| r.way == *way).count();
+            match all().filter(|r| r.way == *way && !what(r)).count() {
+                none if none == of => way.to_string(),
+                some => format!("{way} (in {some} of {of} rows)"),
+            }
+        })
+        .collect();
+    (!told.is_empty()).then(|| told.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{row, way};
+
+    #[test]
+    fn lost_page_is_the_alarm_and_nothing_is_claimed() {
+        let mut rows = [row(way("dirty-ring+tree"), 1 << 30, [10.0; 3])];
+        assert_eq!(alarm(&rows), None);
+        rows[0].figures.as_mut().unwrap().missed_frames = Some(3);
+        let said = alarm(&rows).unwrap();
+        assert_eq!(said, "PAGES WERE LOST: dirty-ring+tree missed 3 of the light guest.");
+        assert!(findings(&rows).is_empty());
+        rows[0].figures = None;
+        assert!(findings(&rows)[0].contains("not known"));
+    }
+
+    #[test]
+    fn unchanged_pages_are_called_harmless_and_only_if_there_are_any() {
+        let mut rows = [row(way("dirty-ring+tree"), 1 << 30, [10.0; 3])];
+        let said = findings(&rows).join("\n");
+        assert!(
+            said.starts_with("No way missed a page: in 3 checks of a paused guest, all 10 pages")
+        );
+        assert!(!said.contains("unchanged"), "{said}");
+        rows[0].figures.as_mut().unwrap().extra_frames = Some(7);
+        let said = findings(&rows).join("\n");
+        assert!(said.contains(" 7 more were reported although unchanged, which is harmless."));
+    }
+
+    #[test]
+    fn what_was_not_checked_is_not_claimed() {
+        let mut rows = [
+            row(way("dirty-ring+tree"), 1 << 30, [10.0; 3]),
+            row(way("dirty-ring+list"), 1 << 30, [10.0; 3]),
+            row(way("dirty-ring+list"), 2 << 30, [10.0; 3]),
+            row(way("dirty-bitmap+flat"), 1 << 30, [10.0; 3]),
+        ];
+        assert!(!findings(&rows).join("\n").contains("Nothing was measured"));
+        rows[1].figures = None;
+        rows[3].figures = None;
+        rows[0].figures.as_mut().unwrap().marked_all_epochs = 2;
+        rows[0].figures.as_mut().unwrap().marked_all_checks = 1;
+        let said = findings(&rows);
+        assert!(said[0].starts_with("No way missed a page: in 6 checks"), "{said:?}");
+        let marked = "ALL MEMORY COUNTED AS DIRTY in some epochs, because a ring was overrun: \
+            dirty-ring+tree of ";
+        assert!(said[1].starts_with(marked) && said[1].contains("1 GiB in 3."), "{said:?}");
+        let unknown =
+            "Nothing was measured of dirty-ring+list (in 1 of 2 rows), dirty-bitmap+flat.";
+        assert_eq!(said[2], unknown);
+        rows[2].figures.as_mut().unwrap().strict_checks = None;
+        rows[2].figures.as_mut().unwrap().missed_frames = None;
+        let blind = "Whether a page was missed is not known of dirty-ring+list (in 1 of 2 rows): \
+            no check tells.";
+        assert_eq!(findings(&rows)[3], blind);
+    }
+}
