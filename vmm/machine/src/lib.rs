@@ -6,7 +6,7 @@
 //!
 //! | modules | own |
 //! | --- | --- |
-//! | `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule` | leaves, which use no other module of this crate |
+//! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule` | leaves, which use no other module of this crate |
 //! | `log`, `exit`, `sandbox`, `log_thread`, `latency`, `socket` | the process: its log, its exit, what its threads may do |
 //! | `memory`, `config` | guest memory; a machine's configuration |
 //! | `kvm`, `sinks`, `sources` | KVM's ioctls; where dirty frames come from |
@@ -14,6 +14,7 @@
 //! | `collector`, `machine`, `export` | harvesting and throttling; the machine as a whole; its state as an ELF core |
 //! | `threads`, `backend`, `doctor` | the threads backend; the choice of a backend; what the host offers |
 
+mod actor;
 pub mod backend;
 pub mod boot;
 mod codec;

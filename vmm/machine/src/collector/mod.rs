@@ -12,7 +12,6 @@ mod peaks;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -21,8 +20,8 @@ use driftline_dirty_tracker::{
 };
 use driftline_guest::GuestError;
 
+use crate::actor::{self, CallError, Handle, Inbox, Next};
 use crate::sandbox::{self, Class};
-use crate::vcpu::Command;
 pub(crate) use pacing::Brake;
 use pacing::Pacing;
 use peaks::Peaks;
@@ -31,27 +30,38 @@ use peaks::Peaks;
 const PERIOD_LEAST: Duration = Duration::from_millis(1);
 const PERIOD_MOST: Duration = Duration::from_millis(32);
 
-/// A message to the collector.
-pub(crate) enum Message {
-    /// Add a subscriber.
-    Subscribe { name: String, reply: Sender<Result<Subscription, GuestError>> },
-    /// Bring all trees up to date.
-    Collect { reply: Sender<Result<Collected, GuestError>> },
-    /// A vCPU waits for room in its ring.
-    RingFull { vcpu: u8, reply: Sender<Command> },
-    /// A vCPU has run for the slice after a hold, and waits for an answer. `holds` of its holds
-    /// were complete by then.
-    SliceOver { vcpu: u8, holds: u64 },
-    /// Limit each vCPU to this many newly dirty frames a second; `None` removes the limit.
-    Throttle(Option<u64>),
-    /// End the thread.
-    Quit,
+/// Limit on waiting for the collector. It waits for no thread, so only a defect takes this long.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+
+/// The reason why the collector did not do what it was asked for.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CollectorError {
+    /// The source failed.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// There is no room for a dirty tree.
+    #[error(transparent)]
+    NoMemory(#[from] NoMemory),
+    /// The thread did not answer.
+    #[error(transparent)]
+    Call(#[from] CallError),
+}
+
+impl From<CollectorError> for GuestError {
+    fn from(e: CollectorError) -> Self {
+        Self::System { what: "following the guest's writes", cause: Box::new(e) }
+    }
+}
+
+/// Creates the inbox of a collector, and the handle of it for the vCPUs.
+pub(crate) fn inbox() -> (Handle<Work>, Inbox<Work>) {
+    actor::inbox("the collector")
 }
 
 /// The handle of a collector. Dropping it ends the thread.
 #[derive(Debug)]
 pub(crate) struct Collector {
-    inbox: Sender<Message>,
+    work: Handle<Work>,
     overruns: Arc<AtomicU64>,
     dirtied: Arc<[AtomicU64]>,
     peaks: Arc<[AtomicU64]>,
@@ -66,7 +76,7 @@ impl Collector {
         tracker: Arc<Tracker>,
         many: u64,
         brakes: Vec<Brake>,
-        (inbox, messages): (Sender<Message>, Receiver<Message>),
+        (handle, inbox): (Handle<Work>, Inbox<Work>),
     ) -> std::io::Result<Self> {
         let overruns = Arc::new(AtomicU64::new(0));
         let dirtied: Arc<[AtomicU64]> = source.dirtied().iter().map(|n| (*n).into()).collect();
@@ -79,7 +89,6 @@ impl Collector {
         let work = Work {
             source,
             tracker,
-            messages,
             many,
             caught: Caught::Nothing,
             unreported: Collected::default(),
@@ -89,17 +98,17 @@ impl Collector {
             peaks,
             pacing: Pacing::new(brakes),
         };
-        let thread = Some(sandbox::spawn(class, "collector", move || work.run())?);
-        Ok(Self { inbox, overruns, dirtied, peaks: shown, thread })
+        let thread = Some(sandbox::spawn(class, "collector", move || work.run(&inbox))?);
+        Ok(Self { work: handle, overruns, dirtied, peaks: shown, thread })
     }
 
-    pub(crate) fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+    pub(crate) fn subscribe(&self, name: &str) -> Result<Subscription, CollectorError> {
         let name = name.to_owned();
-        self.ask(|reply| Message::Subscribe { name, reply })
+        self.ask("begin to track the guest's writes", |work| work.subscribe(name))
     }
 
-    pub(crate) fn collect(&self) -> Result<Collected, GuestError> {
-        self.ask(|reply| Message::Collect { reply })
+    pub(crate) fn collect(&self) -> Result<Collected, CollectorError> {
+        self.ask("collect what the guest has written", Work::report)
     }
 
     /// Returns the number of ring overruns so far (I6).
@@ -122,25 +131,24 @@ impl Collector {
     /// Throttles vCPUs that make more than `frames_per_s` frames dirty in a second; `None` ends the
     /// throttle.
     pub(crate) fn throttle(&self, frames_per_s: Option<u64>) {
-        // The send fails only if the collector has ended, and then no vCPU is held.
-        let _ = self.inbox.send(Message::Throttle(frames_per_s));
+        // A collector that has ended holds no vCPU.
+        self.work.tell(move |work| {
+            work.pacing.set_rate(frames_per_s, work.source.dirtied(), Instant::now());
+        });
     }
 
-    fn ask<T>(
+    fn ask<T: Send + 'static>(
         &self,
-        message: impl FnOnce(Sender<Result<T, GuestError>>) -> Message,
-    ) -> Result<T, GuestError> {
-        let (reply, answer) = mpsc::channel();
-        let gone = |_| system("asking the collector", "its thread has ended");
-        self.inbox.send(message(reply)).map_err(|e| gone(e.to_string()))?;
-        answer.recv().map_err(|e| gone(e.to_string()))?
+        what: &'static str,
+        job: impl FnOnce(&mut Work) -> Result<T, CollectorError> + Send + 'static,
+    ) -> Result<T, CollectorError> {
+        self.work.call(what, Instant::now() + ANSWER_LIMIT, job)?
     }
 }
 
 impl Drop for Collector {
     fn drop(&mut self) {
-        // The send fails only if the thread has ended already.
-        let _ = self.inbox.send(Message::Quit);
+        self.work.end();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -157,10 +165,9 @@ enum Caught {
 }
 
 /// What the thread owns.
-struct Work {
+pub(crate) struct Work {
     source: Box<dyn DirtySource>,
     tracker: Arc<Tracker>,
-    messages: Receiver<Message>,
     many: u64,
     caught: Caught,
     /// Results of collections that were not requested; part of the next reply.
@@ -174,35 +181,17 @@ struct Work {
 }
 
 impl Work {
-    fn run(mut self) {
+    fn run(mut self, inbox: &Inbox<Self>) {
         crate::signals::block();
         loop {
-            let message = match self.caught {
-                Caught::Nothing => self.messages.recv().map_err(RecvTimeoutError::from),
-                Caught::Everything | Caught::Some => self.messages.recv_timeout(self.pause()),
+            let next = match self.caught {
+                Caught::Nothing => inbox.recv(),
+                Caught::Everything | Caught::Some => inbox.recv_timeout(self.pause()),
             };
-            match message {
-                Ok(Message::Subscribe { name, reply }) => {
-                    let _ = reply.send(self.subscribe(name));
-                }
-                Ok(Message::Collect { reply }) => {
-                    let _ = reply.send(self.report());
-                }
-                Ok(Message::RingFull { vcpu, reply }) => {
-                    self.relieve(vcpu);
-                    let _ = reply.send(Command::RingsDrained);
-                }
-                Ok(Message::SliceOver { vcpu, holds }) => {
-                    if let Err(e) = self.collect() {
-                        tracing::warn!("what vCPU {vcpu} has written is not known yet: {e}");
-                    }
-                    self.pacing.reported(vcpu.into(), holds, Instant::now());
-                }
-                Ok(Message::Throttle(rate)) => {
-                    self.pacing.set_rate(rate, self.source.dirtied(), Instant::now());
-                }
-                Err(RecvTimeoutError::Timeout) => self.tick(),
-                Ok(Message::Quit) | Err(RecvTimeoutError::Disconnected) => return,
+            match next {
+                Next::Job(job) => job(&mut self),
+                Next::Nothing => self.tick(),
+                Next::End => return,
             }
         }
     }
@@ -214,18 +203,18 @@ impl Work {
         left.unwrap_or(self.period).min(self.period)
     }
 
-    fn subscribe(&mut self, name: String) -> Result<Subscription, GuestError> {
+    fn subscribe(&mut self, name: String) -> Result<Subscription, CollectorError> {
         if self.caught != Caught::Everything {
             // Until the start has succeeded no subscriber may rely on any slot, and a tick has to
             // undo a partial start.
             self.caught = Caught::Some;
-            self.source.start().map_err(failed)?;
+            self.source.start()?;
             self.caught = Caught::Everything;
             self.unreported = Collected::default();
             self.period = PERIOD_LEAST;
         }
         // The source already catches writes, so no write between the two calls is missed.
-        self.tracker.subscribe(name).map_err(no_tree)
+        Ok(self.tracker.subscribe(name)?)
     }
 
     /// Collects once, and adds the result to the unreported ones. Returns the number of frames
@@ -252,15 +241,15 @@ impl Work {
         Ok(now.frames)
     }
 
-    fn report(&mut self) -> Result<Collected, GuestError> {
+    fn report(&mut self) -> Result<Collected, CollectorError> {
         if self.caught == Caught::Everything {
-            self.collect().map_err(failed)?;
+            self.collect()?;
         }
         Ok(std::mem::take(&mut self.unreported))
     }
 
     /// Collects for a vCPU that waits with a full ring, so that it can continue.
-    fn relieve(&mut self, vcpu: u8) {
+    pub(crate) fn relieve(&mut self, vcpu: u8) {
         self.period = PERIOD_LEAST;
         // Collect also without subscribers: a ring that was overrun stays full after the source was
         // stopped, until it has been harvested often enough.
@@ -269,6 +258,15 @@ impl Work {
             // The vCPU will find its ring full again at once; do not spin meanwhile.
             std::thread::sleep(PERIOD_LEAST);
         }
+    }
+
+    /// Answers a vCPU that has run for the slice after a hold, and waits. `holds` of its holds were
+    /// complete by then.
+    pub(crate) fn end_slice(&mut self, vcpu: u8, holds: u64) {
+        if let Err(e) = self.collect() {
+            tracing::warn!("what vCPU {vcpu} has written is not known yet: {e}");
+        }
+        self.pacing.reported(vcpu.into(), holds, Instant::now());
     }
 
     /// Handles a timeout: stops the source if there are no subscribers left, and otherwise keeps
@@ -297,18 +295,6 @@ impl Work {
             Err(e) => tracing::warn!("dirty pages are not collected for now: {e}"),
         }
     }
-}
-
-fn no_tree(e: NoMemory) -> GuestError {
-    GuestError::System { what: "following the guest's writes", cause: e.into() }
-}
-
-fn failed(e: SourceError) -> GuestError {
-    GuestError::System { what: "following the guest's writes", cause: Box::new(e) }
-}
-
-fn system(what: &'static str, cause: &str) -> GuestError {
-    GuestError::System { what, cause: cause.into() }
 }
 
 #[cfg(test)]
@@ -381,7 +367,7 @@ mod tests {
         let slots = Arc::new(Mutex::new(slots));
         let tracker = Arc::new(Tracker::new(Layout::new(layout).unwrap()));
         let source = Box::new(Fake(slots.clone()));
-        let collector = Collector::spawn(source, tracker, 1000, Vec::new(), mpsc::channel());
+        let collector = Collector::spawn(source, tracker, 1000, Vec::new(), inbox());
         (collector.unwrap(), slots)
     }
 
@@ -443,7 +429,7 @@ mod tests {
         let all = Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 40 };
         let (collector, slots) = collector_of(Slots::default(), vec![all]);
         for _ in 0..2 {
-            let error = collector.subscribe("migration").unwrap_err().to_string();
+            let error = GuestError::from(collector.subscribe("migration").unwrap_err()).to_string();
             assert!(error.contains("following the guest's writes failed"), "{error}");
             assert!(error.contains("ulimit -v"), "{error}");
             // The source stops again, and the collector continues.

@@ -3,7 +3,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{DirtySource, RingFull, TrackingMode};
@@ -16,8 +16,9 @@ use super::error::step;
 use super::supervisor::{Peer, Status, Supervisor};
 use super::vcpus::{VcpuHandle, Vcpus};
 use super::{Machine, MachineError};
+use crate::actor::{Handle, Inbox};
 use crate::boot::{self, Entry, MmioSlot};
-use crate::collector::{Brake, Collector, Message};
+use crate::collector::{self, Brake, Collector};
 use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{Bus, Com1, DeviceError, DeviceSet, SerialInput, open_sink, placement};
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
@@ -199,8 +200,8 @@ impl Machine {
         devices.connect(&vm).map_err(MachineError::system("connecting virtio devices"))?;
         let bus = Arc::new(Bus::new(com1, devices));
 
-        let collector_channel = mpsc::channel();
-        let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new(holds)));
+        let collector_inbox = collector::inbox();
+        let (to_collector, status) = (collector_inbox.0.clone(), Arc::new(Status::new(holds)));
         let (requests, inbox) = mpsc::channel();
         let peer = |_: u8| Peer { supervisor: requests.clone(), collector: to_collector.clone() };
         // If a step fails from here on, dropping these joins the vCPU threads, whichever value owns
@@ -235,8 +236,7 @@ impl Machine {
             input,
             _serial: serial,
         };
-        machine.collector =
-            start_collector(&vm, source, &machine.config, brakes, collector_channel)?;
+        machine.collector = start_collector(&vm, source, &machine.config, brakes, collector_inbox)?;
         Ok(Arc::new(machine))
     }
 }
@@ -526,7 +526,7 @@ fn start_collector(
     source: Option<Box<dyn DirtySource>>,
     config: &MachineConfig,
     brakes: Vec<Brake>,
-    channel: (Sender<Message>, Receiver<Message>),
+    inbox: (Handle<collector::Work>, Inbox<collector::Work>),
 ) -> Result<Option<Collector>, MachineError> {
     let Some(source) = source else { return Ok(None) };
     if config.mem_bytes >= SHARED_OUT {
@@ -534,7 +534,7 @@ fn start_collector(
         rayon::current_num_threads();
     }
     let many = MANY_FRAMES.min(u64::from(config.ring_entries) / 4);
-    Collector::spawn(source, vm.memory().tracker().clone(), many, brakes, channel)
+    Collector::spawn(source, vm.memory().tracker().clone(), many, brakes, inbox)
         .map(Some)
         .map_err(MachineError::system("starting the collector"))
 }

@@ -226,11 +226,11 @@ impl Populate for Machine {
 
 impl DirtyLog for Machine {
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
-        self.collector()?.subscribe(name)
+        Ok(self.collector()?.subscribe(name)?)
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {
-        self.collector()?.collect()
+        Ok(self.collector()?.collect()?)
     }
 }
 

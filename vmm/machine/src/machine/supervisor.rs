@@ -12,6 +12,7 @@ use driftline_guest::{Clock, GuestError, RunState, SavedState};
 use super::MachineError;
 use super::state::{self, SavedMachine};
 use super::vcpus::{HALT_LIMIT, VcpuHandle, Vcpus};
+use crate::actor::Handle;
 use crate::boot;
 use crate::collector;
 use crate::devices::Bus;
@@ -152,7 +153,7 @@ impl Now {
 /// The channels from a vCPU to the supervisor and the collector.
 pub(super) struct Peer {
     pub(super) supervisor: Sender<Request>,
-    pub(super) collector: Sender<collector::Message>,
+    pub(super) collector: Handle<collector::Work>,
 }
 
 impl Peers for Peer {
@@ -163,11 +164,15 @@ impl Peers for Peer {
 
     fn ring_full(&self, vcpu: u8, reply: &Sender<Command>) -> bool {
         let reply = reply.clone();
-        self.collector.send(collector::Message::RingFull { vcpu, reply }).is_ok()
+        self.collector.tell(move |work| {
+            work.relieve(vcpu);
+            // The vCPU may have ended meanwhile.
+            let _ = reply.send(Command::RingsDrained);
+        })
     }
 
     fn slice_over(&self, vcpu: u8, holds: u64) -> bool {
-        self.collector.send(collector::Message::SliceOver { vcpu, holds }).is_ok()
+        self.collector.tell(move |work| work.end_slice(vcpu, holds))
     }
 }
 

@@ -1,0 +1,359 @@
+//! Actors: threads that each own something mutable and run other threads' jobs on it.
+//!
+//! ```text
+//! caller   Handle::call(what, deadline, |state| ..) ----> Inbox ----> job(&mut state)   the thread
+//!                     at most until the deadline     <---- result of the job
+//! ```
+//!
+//! A job is a closure, so a new request costs one call and one method of the state. A job runs to
+//! its end before the next one. The caller's wait ends at the deadline. A job that the thread comes
+//! to after its deadline is dropped: the caller has been told that the request failed, and may have
+//! done something else since. [`Handle::begin_even_late`] is for the jobs that have to be done
+//! nevertheless.
+//!
+//! When the thread ends, its inbox is dropped with all jobs that are left, and their callers get
+//! [`CallError::Ended`] at once.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::time::{Duration, Instant};
+
+/// What the owner of an `S` is asked to do.
+pub(crate) type Job<S> = Box<dyn FnOnce(&mut S) + Send>;
+
+/// Tells the owner of an inbox that there is something in it.
+type Wake = Arc<dyn Fn() + Send + Sync>;
+
+/// The reason why a request to another thread has no result.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub(crate) enum CallError {
+    /// The thread has ended, and has not carried the request out.
+    #[error("{thread}'s thread has ended")]
+    Ended {
+        /// The owner's name.
+        thread: Arc<str>,
+    },
+    /// The thread has not answered in time.
+    #[error("{thread} did not {what} within {limit:.1?}")]
+    Late {
+        /// The owner's name.
+        thread: Arc<str>,
+        /// The request, as a verb and its object.
+        what: &'static str,
+        /// Time for which the caller has waited.
+        limit: Duration,
+    },
+}
+
+/// Creates an inbox, and the first handle of the thread that will own it. `name` stands for that
+/// thread in errors.
+pub(crate) fn inbox<S>(name: impl Into<Arc<str>>) -> (Handle<S>, Inbox<S>) {
+    let (jobs, inbox) = mpsc::channel();
+    (Handle { name: name.into(), jobs, wake: None }, Inbox(inbox))
+}
+
+/// The sending side of an [`Inbox`]. Any thread may have one.
+pub(crate) struct Handle<S> {
+    name: Arc<str>,
+    /// `None` ends the thread.
+    jobs: Sender<Option<Job<S>>>,
+    wake: Option<Wake>,
+}
+
+impl<S> Handle<S> {
+    /// Returns a handle of the same inbox that calls `wake` after it has put something into it. For
+    /// a thread that does not always wait on its inbox.
+    pub(crate) fn woken_by(&self, wake: impl Fn() + Send + Sync + 'static) -> Self {
+        Self { wake: Some(Arc::new(wake)), ..self.clone() }
+    }
+
+    /// Returns the name of the thread in errors.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Has the thread run `job`, and returns the result. `what` describes the job in an error, as a
+    /// verb and its object.
+    ///
+    /// # Errors
+    ///
+    /// The thread has ended, or has not answered by `deadline`.
+    pub(crate) fn call<R: Send + 'static>(
+        &self,
+        what: &'static str,
+        deadline: Instant,
+        job: impl FnOnce(&mut S) -> R + Send + 'static,
+    ) -> Result<R, CallError> {
+        self.begin(what, deadline, job).wait()
+    }
+
+    /// Does as [`call`](Self::call), but returns at once. The caller waits for the result later.
+    pub(crate) fn begin<R: Send + 'static>(
+        &self,
+        what: &'static str,
+        deadline: Instant,
+        job: impl FnOnce(&mut S) -> R + Send + 'static,
+    ) -> Pending<R> {
+        self.send(what, deadline, false, job)
+    }
+
+    /// Does as [`begin`](Self::begin), but the thread runs `job` even if it comes to it after the
+    /// deadline.
+    pub(crate) fn begin_even_late<R: Send + 'static>(
+        &self,
+        what: &'static str,
+        deadline: Instant,
+        job: impl FnOnce(&mut S) -> R + Send + 'static,
+    ) -> Pending<R> {
+        self.send(what, deadline, true, job)
+    }
+
+    /// Sends the thread a job whose end no thread waits for. Returns whether the thread may still
+    /// come to it.
+    pub(crate) fn tell(&self, job: impl FnOnce(&mut S) + Send + 'static) -> bool {
+        self.put(Some(Box::new(job)))
+    }
+
+    /// Ends the thread, once it has run the jobs that it was given before.
+    pub(crate) fn end(&self) {
+        // A thread that has ended already needs no message.
+        self.put(None);
+    }
+
+    fn send<R: Send + 'static>(
+        &self,
+        what: &'static str,
+        deadline: Instant,
+        even_late: bool,
+        job: impl FnOnce(&mut S) -> R + Send + 'static,
+    ) -> Pending<R> {
+        let (reply, answer) = mpsc::sync_channel(1);
+        let limit = deadline.saturating_duration_since(Instant::now());
+        // If the thread has ended, the job is dropped, and `answer` is closed.
+        self.tell(move |state| {
+            if even_late || Instant::now() < deadline {
+                // The caller may have stopped waiting.
+                let _ = reply.send(job(state));
+            }
+        });
+        Pending { thread: self.name.clone(), what, limit, deadline, answer }
+    }
+
+    fn put(&self, job: Option<Job<S>>) -> bool {
+        let sent = self.jobs.send(job).is_ok();
+        if let Some(wake) = self.wake.as_ref().filter(|_| sent) {
+            wake();
+        }
+        sent
+    }
+}
+
+impl<S> Clone for Handle<S> {
+    fn clone(&self) -> Self {
+        Self { name: self.name.clone(), jobs: self.jobs.clone(), wake: self.wake.clone() }
+    }
+}
+
+impl<S> fmt::Debug for Handle<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Handle").field(&self.name).finish()
+    }
+}
+
+/// A request whose result has not been waited for yet.
+#[must_use = "the result says whether it was done"]
+pub(crate) struct Pending<R> {
+    thread: Arc<str>,
+    what: &'static str,
+    limit: Duration,
+    deadline: Instant,
+    answer: Receiver<R>,
+}
+
+impl<R> Pending<R> {
+    /// Waits for the result until the request's deadline.
+    ///
+    /// # Errors
+    ///
+    /// The thread has ended, or has not answered by then. A thread that is running the job by then
+    /// may finish it after the caller has gone. A later request follows it.
+    pub(crate) fn wait(self) -> Result<R, CallError> {
+        self.wait_for(Duration::ZERO)
+    }
+
+    /// Does as [`wait`](Self::wait), but waits for another `grace` after the deadline: a job that
+    /// gives up at the deadline can still report why.
+    ///
+    /// # Errors
+    ///
+    /// As [`wait`](Self::wait).
+    pub(crate) fn wait_for(self, grace: Duration) -> Result<R, CallError> {
+        let left = (self.deadline + grace).saturating_duration_since(Instant::now());
+        self.answer.recv_timeout(left).map_err(|e| match e {
+            // After the deadline the thread may have dropped the job instead.
+            RecvTimeoutError::Disconnected if Instant::now() < self.deadline => {
+                CallError::Ended { thread: self.thread }
+            }
+            _ => CallError::Late { thread: self.thread, what: self.what, limit: self.limit },
+        })
+    }
+}
+
+/// The jobs for one thread.
+pub(crate) struct Inbox<S>(Receiver<Option<Job<S>>>);
+
+/// What a thread finds in its inbox.
+pub(crate) enum Next<S> {
+    /// A job, to be run at once.
+    Job(Job<S>),
+    /// No job has come in time.
+    Nothing,
+    /// The thread is to end.
+    End,
+}
+
+impl<S> Inbox<S> {
+    /// Waits for the next job, or for the end.
+    pub(crate) fn recv(&self) -> Next<S> {
+        self.0.recv().ok().flatten().map_or(Next::End, Next::Job)
+    }
+
+    /// Returns the next job, if there is one, without waiting.
+    pub(crate) fn try_recv(&self) -> Next<S> {
+        match self.0.try_recv() {
+            Ok(Some(job)) => Next::Job(job),
+            Err(TryRecvError::Empty) => Next::Nothing,
+            Ok(None) | Err(TryRecvError::Disconnected) => Next::End,
+        }
+    }
+
+    /// Waits for the next job for at most `limit`.
+    pub(crate) fn recv_timeout(&self, limit: Duration) -> Next<S> {
+        match self.0.recv_timeout(limit) {
+            Ok(Some(job)) => Next::Job(job),
+            Err(RecvTimeoutError::Timeout) => Next::Nothing,
+            Ok(None) | Err(RecvTimeoutError::Disconnected) => Next::End,
+        }
+    }
+
+    /// Runs jobs on `state` until the thread is to end. For a thread that does nothing else.
+    pub(crate) fn serve(self, state: &mut S) {
+        while let Next::Job(job) = self.recv() {
+            job(state);
+        }
+    }
+}
+
+impl<S> fmt::Debug for Inbox<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Inbox")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::thread;
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_millis(20);
+
+    fn far() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
+    #[test]
+    fn jobs_run_in_order_and_the_state_stays() {
+        let (handle, inbox) = inbox::<Vec<u32>>("the list");
+        let thread = thread::spawn(move || {
+            let mut list = Vec::new();
+            inbox.serve(&mut list);
+            list
+        });
+        assert!(handle.tell(|list| list.push(1)));
+        let pending = handle.begin("take a number", far(), |list| list.push(2));
+        assert_eq!(handle.call("count", far(), |list| list.len()), Ok(2));
+        pending.wait().unwrap();
+        handle.end();
+        assert_eq!(thread.join().unwrap(), [1, 2]);
+        assert!(!handle.tell(|list| list.push(3)));
+    }
+
+    #[test]
+    fn caller_of_an_ended_thread_is_told_at_once() {
+        let (handle, inbox) = inbox::<()>("the opener");
+        let queued = handle.begin("open a file", far(), |()| ());
+        drop(inbox);
+        let ended = CallError::Ended { thread: "the opener".into() };
+        assert_eq!(queued.wait(), Err(ended.clone()));
+        assert_eq!(handle.call("open a file", far(), |()| ()), Err(ended.clone()));
+        assert_eq!(ended.to_string(), "the opener's thread has ended");
+        // Its panic drops the rest as well.
+        let (handle, inbox) = self::inbox::<()>("the opener");
+        let panics = handle.begin("panic", far(), |()| panic!("of a test"));
+        let queued = handle.begin("open a file", far(), |()| ());
+        thread::spawn(move || inbox.serve(&mut ())).join().unwrap_err();
+        assert_eq!((panics.wait(), queued.wait()), (Err(ended.clone()), Err(ended)));
+    }
+
+    #[test]
+    fn no_caller_waits_past_its_deadline() {
+        let (handle, inbox) = inbox::<u32>("vCPU 0");
+        let began = Instant::now();
+        let late = handle.call("pause", began + SOON, |_| ()).unwrap_err();
+        assert!(began.elapsed() >= SOON && began.elapsed() < Duration::from_secs(30));
+        let CallError::Late { what: "pause", limit, .. } = late else { panic!("{late}") };
+        assert!(limit <= SOON, "{limit:?}");
+        let late = CallError::Late { thread: "vCPU 0".into(), what: "pause", limit: SOON };
+        assert_eq!(late.to_string(), "vCPU 0 did not pause within 20.0ms");
+        drop(inbox);
+    }
+
+    #[test]
+    fn late_job_is_dropped_unless_it_must_be_done() {
+        let (handle, inbox) = inbox::<Vec<&str>>("a device");
+        let now = Instant::now();
+        let dropped = handle.begin("release", now, |done| done.push("release"));
+        let done = handle.begin_even_late("undo", now, |done| done.push("undo"));
+        let mut list = Vec::new();
+        handle.end();
+        inbox.serve(&mut list);
+        assert_eq!(list, ["undo"]);
+        assert!(matches!(dropped.wait(), Err(CallError::Late { what: "release", .. })));
+        assert_eq!(done.wait(), Ok(()));
+    }
+
+    #[test]
+    fn result_within_the_grace_counts() {
+        let (handle, inbox) = inbox::<()>("a device");
+        let pending = handle.begin_even_late("quiesce", Instant::now(), |()| 7);
+        let thread = thread::spawn(move || {
+            thread::sleep(SOON);
+            inbox.serve(&mut ());
+        });
+        assert_eq!(pending.wait_for(Duration::from_secs(60)), Ok(7));
+        drop(handle);
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn each_message_wakes_a_thread_that_is_there() {
+        let (handle, inbox) = inbox::<()>("a device");
+        let wakes = Arc::new(AtomicU32::new(0));
+        let count = wakes.clone();
+        let waking = handle.woken_by(move || drop(count.fetch_add(1, Ordering::SeqCst)));
+        handle.tell(|()| ());
+        waking.tell(|()| ());
+        waking.end();
+        assert_eq!(wakes.load(Ordering::SeqCst), 2);
+        assert!(matches!(inbox.try_recv(), Next::Job(_)));
+        assert!(matches!(inbox.recv_timeout(SOON), Next::Job(_)));
+        assert!(matches!(inbox.recv(), Next::End));
+        assert!(matches!(inbox.try_recv(), Next::Nothing));
+        drop(inbox);
+        waking.tell(|()| ());
+        assert_eq!(wakes.load(Ordering::SeqCst), 2);
+    }
+}
