@@ -6,44 +6,38 @@
 //! machine. A device waits for it, but it never waits for a device, and its jobs do not block.
 
 use std::io;
-use std::sync::mpsc::{self, Sender};
+use std::time::{Duration, Instant};
 
+use crate::actor::{self, Handle};
 use crate::{fail_point, log};
+
+/// Limit on waiting for the thread. Its jobs do not block, so only a defect takes this long. It is
+/// shorter than the limit of a request to a device, which can then still report it.
+const ANSWER_LIMIT: Duration = Duration::from_secs(4);
 
 /// Handle of the thread. The thread ends when the last clone is dropped.
 #[derive(Clone, Debug)]
-pub(crate) struct Opener {
-    jobs: Sender<Job>,
-}
-
-type Job = Box<dyn FnOnce() + Send>;
+pub(crate) struct Opener(Handle<()>);
 
 impl Opener {
     pub(crate) fn start() -> io::Result<Self> {
-        let (jobs, inbox) = mpsc::channel::<Job>();
-        let run = move || inbox.into_iter().for_each(|job| job());
+        let (handle, inbox) = actor::inbox("the opener");
         fail_point::pass("opener")?;
-        log::spawn("opener", run)?;
-        Ok(Self { jobs })
+        log::spawn("opener", move || inbox.serve(&mut ()))?;
+        Ok(Self(handle))
     }
 
     /// Runs `job` on that thread and returns its result.
     ///
     /// # Errors
     ///
-    /// Fails if the thread has ended.
+    /// Fails if the thread has ended or does not answer.
     pub(crate) fn run<T: Send + 'static>(
         &self,
         job: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
-        let (reply, answer) = mpsc::channel();
-        let job = move || {
-            // The caller may have ended meanwhile.
-            let _ = reply.send(job());
-        };
-        let told = self.jobs.send(Box::new(job)).ok();
-        let answered = told.and_then(|()| answer.recv().ok());
-        answered.ok_or_else(|| io::Error::other("the thread that opens files has ended"))
+        let deadline = Instant::now() + ANSWER_LIMIT;
+        self.0.call("open a file", deadline, |()| job()).map_err(io::Error::other)
     }
 
     /// Wraps `thing` so that it is dropped on the opener's thread. Dropping the wrapper waits for
@@ -64,13 +58,14 @@ pub(crate) struct Kept<T: Send + 'static> {
 impl<T: Send + 'static> Drop for Kept<T> {
     fn drop(&mut self) {
         let thing = self.thing.take();
-        // If the thread has ended, `thing` is dropped together with the job.
+        // If the thread has ended, or comes to the job late, `thing` is dropped with the job.
         let _ = self.opener.run(move || drop(thing));
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::{self, Sender};
     use std::thread::current;
 
     use super::*;
