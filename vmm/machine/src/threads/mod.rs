@@ -16,7 +16,6 @@ mod worker;
 
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -30,6 +29,7 @@ use driftline_guest::{
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{Placement, ready_line};
 
+use crate::actor::{self, CallError, Handle};
 use crate::boot::place_payload;
 use crate::config::{Boot, HostConfig, MachineConfig};
 use crate::devices::{BalloonControl, SinkThread, SinkWriter, open_sink};
@@ -40,7 +40,7 @@ use crate::vm::{EndReason, VcpuInfo, Vm, VmInfo};
 use clock::GuestClock;
 use end::End;
 use state::Saved;
-use worker::{Command, Worker};
+use worker::{Worker, WorkerControl};
 
 /// Limit for a worker's answer; a tick takes microseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -68,7 +68,7 @@ struct Control {
     state: RunState,
     /// Whether the workload has neither run nor been restored.
     fresh: bool,
-    workers: Vec<(Sender<Command>, JoinHandle<()>)>,
+    workers: Vec<(Handle<WorkerControl>, JoinHandle<()>)>,
 }
 
 impl ThreadMachine {
@@ -115,7 +115,7 @@ impl ThreadMachine {
     fn start_workers(&self) -> Result<(), GuestError> {
         let mut control = self.control();
         for index in 0..self.vcpus() {
-            let (sender, commands) = mpsc::channel();
+            let (handle, inbox) = actor::inbox(format!("worker {index}"));
             let worker = Worker {
                 index,
                 vcpus: self.vcpus(),
@@ -125,12 +125,11 @@ impl ThreadMachine {
                 clock: self.clock.clone(),
                 serial: self.serial.clone(),
                 end: self.end.clone(),
-                commands,
             };
             let name = format!("worker-{index}");
-            let thread = sandbox::spawn(Class::Worker, name, move || worker.run())
+            let thread = sandbox::spawn(Class::Worker, name, move || worker.run(&inbox))
                 .map_err(|e| GuestError::System { what: "starting a worker", cause: e.into() })?;
-            control.workers.push((sender, thread));
+            control.workers.push((handle, thread));
         }
         Ok(())
     }
@@ -158,17 +157,22 @@ impl ThreadMachine {
 }
 
 impl Control {
-    /// Sends every worker a command made by `make`, and waits for all answers, in order.
-    fn ask<T>(&self, make: impl Fn(usize, Sender<T>) -> Command) -> Result<Vec<T>, GuestError> {
-        let asked: Vec<Receiver<T>> = (0..self.workers.len())
-            .map(|index| {
-                let (answer, answers) = mpsc::channel();
-                // A worker that has ended shows as a closed answer channel below.
-                let _ = self.workers[index].0.send(make(index, answer));
-                answers
-            })
-            .collect();
-        asked.into_iter().map(|a| a.recv_timeout(ANSWER_TIMEOUT).map_err(no_answer)).collect()
+    /// Has every worker run the job that `make` returns for it, and waits for all answers, in order.
+    fn ask<T, J>(&self, what: &'static str, make: impl Fn(usize) -> J) -> Result<Vec<T>, GuestError>
+    where
+        T: Send + 'static,
+        J: FnOnce(&mut WorkerControl) -> T + Send + 'static,
+    {
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        let workers = self.workers.iter().enumerate();
+        let asked = workers.map(|(index, (worker, _))| worker.begin(what, deadline, make(index)));
+        let asked: Vec<_> = asked.collect();
+        asked.into_iter().map(|asked| asked.wait().map_err(no_answer)).collect()
+    }
+
+    fn run(&self) {
+        // A worker that has ended is reported by the next request.
+        self.workers.iter().for_each(|(worker, _)| _ = worker.tell(|worker| worker.runs = true));
     }
 }
 
@@ -279,12 +283,12 @@ impl Lifecycle for ThreadMachine {
             }
             RunState::Paused => Ok(RunState::Paused),
             RunState::Running => {
-                if let Err(e) = control.ask(|_, answer| Command::Park(answer)) {
+                if let Err(e) =
+                    control.ask("park", |_| |worker: &mut WorkerControl| worker.runs = false)
+                {
                     // The guest still counts as running, so the workers that have already parked
                     // run again.
-                    for (worker, _) in &control.workers {
-                        let _ = worker.send(Command::Run);
-                    }
+                    control.run();
                     return Err(e);
                 }
                 control.state = RunState::Paused;
@@ -304,19 +308,16 @@ impl Lifecycle for ThreadMachine {
             // A sink never fails: it drops and counts what is not read.
             let _ = self.serial.clone().write_all(ready_line(&self.spec, self.vcpus()).as_bytes());
         }
-        for (worker, _) in &control.workers {
-            worker.send(Command::Run).map_err(no_answer)?;
-        }
+        control.run();
         control.state = RunState::Running;
         Ok(())
     }
 
     fn stop(&self, why: &str) {
         self.end.set(EndReason::Stopped(why.to_owned()));
-        // Closing the channels ends the workers.
         let workers = std::mem::take(&mut self.control().workers);
-        for (commands, thread) in workers {
-            drop(commands);
+        workers.iter().for_each(|(worker, _)| worker.end());
+        for (_, thread) in workers {
             if thread.join().is_err() {
                 tracing::error!(vm = %self.vm_id, "a worker had panicked");
             }
@@ -332,7 +333,8 @@ impl Lifecycle for ThreadMachine {
 impl Stateful for ThreadMachine {
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
         let control = self.paused("save the state of")?;
-        let workers = control.ask(|_, answer| Command::Save(answer))?;
+        let workers =
+            control.ask("give its state", |_| |worker: &mut WorkerControl| worker.state.clone())?;
         let (guest_ns, wall_ns) = (self.clock.now_ns(), clock::wall_ns());
         let saved = workers.into_iter().map(|worker| Saved { guest_ns, wall_ns, worker });
         saved.enumerate().map(|(index, saved)| state::encode(index, &saved)).collect()
@@ -354,8 +356,10 @@ impl Stateful for ThreadMachine {
             self.clock.set(first.guest_ns.saturating_add(away_ns));
         }
         control.fresh = saved.iter().all(|s| s.worker.runner.is_none());
-        control
-            .ask(|index, answer| Command::Load(Box::new(saved[index].worker.clone()), answer))?;
+        control.ask("take its state", |index| {
+            let state = saved[index].worker.clone();
+            move |worker: &mut WorkerControl| worker.state = state
+        })?;
         Ok(())
     }
 }
@@ -445,6 +449,6 @@ fn misfit(config: &MachineConfig, why: String) -> GuestError {
     GuestError::Malformed { what, why }
 }
 
-fn no_answer(cause: impl std::error::Error + Send + Sync + 'static) -> GuestError {
-    GuestError::System { what: "asking a worker", cause: cause.to_string().into() }
+fn no_answer(e: CallError) -> GuestError {
+    GuestError::System { what: "asking a worker", cause: Box::new(e) }
 }
