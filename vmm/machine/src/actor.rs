@@ -343,7 +343,7 @@ mod tests {
         let (handle, inbox) = inbox::<()>("a device");
         let wakes = Arc::new(AtomicU32::new(0));
         let count = wakes.clone();
-        let waking = handle.woken_by(move || drop(count.fetch_add(1, Ordering::SeqCst)));
+        let waking = handle.woken_by(move || _ = count.fetch_add(1, Ordering::SeqCst));
         handle.tell(|()| ());
         waking.tell(|()| ());
         waking.end();

@@ -52,7 +52,7 @@ pub use sink::{SinkError, SinkWriter};
 pub(crate) use sink::{SinkThread, open as open_sink};
 #[cfg(test)]
 pub(crate) use virtio::fake;
-pub(crate) use virtio::{Done, VirtioState};
+pub(crate) use virtio::{Done, RequestError, VirtioState};
 pub use vsock::VsockError;
 
 use std::sync::atomic::{AtomicBool, Ordering};

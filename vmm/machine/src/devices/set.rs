@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::Tracker;
@@ -18,7 +17,7 @@ use super::net::{Net, TapError};
 use super::opener::Opener;
 use super::placement::{device_at, placement};
 use super::rng::Rng;
-use super::virtio::{Device, Done, GRACE, Transport, VirtioState};
+use super::virtio::{Asked, Device, Done, GRACE, RequestError, Transport, VirtioState};
 use super::vsock::{Vsock, VsockError};
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
 use crate::fail_point;
@@ -330,19 +329,14 @@ impl DeviceSet {
     /// # Errors
     ///
     /// Fails with the name of the device that could not be quiesced and the reason.
-    pub(crate) fn quiesce(&self) -> Result<(), String> {
+    pub(crate) fn quiesce(&self) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.stall;
         self.hurry(true);
-        let waiting: Vec<_> = self.devices.iter().map(|d| (d, d.quiesce(deadline))).collect();
-        let mut stands = Ok(());
-        for (device, answer) in waiting {
-            if let Err(why) = wait(device, &answer, deadline, self.limits.stall) {
-                stands = stands.and(Err(why));
-            }
-        }
+        let asked: Vec<_> = self.devices.iter().map(|d| d.begin_quiesce(deadline)).collect();
+        let stands = asked.into_iter().map(Asked::wait).fold(Ok(()), Result::and);
         if stands.is_err() {
             // This includes a device that is quiesced later: it then finds the resume in its
-            // channel.
+            // inbox.
             self.resume();
         }
         stands
@@ -364,15 +358,15 @@ impl DeviceSet {
     /// their resources, and no peer reaches the guest here. Exception: a disk of a guest that has
     /// run here stays locked if the guest's writes cannot be made durable. A stuck device releases
     /// its resources as soon as its backend responds; this function does not wait for it.
-    pub(crate) fn acquire(&self) -> Result<(), String> {
+    pub(crate) fn acquire(&self) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.release;
         // In parallel, because each device may wait for its storage.
         let asked: Vec<_> = self.devices.iter().map(|d| d.begin_acquire(deadline)).collect();
         let (mut result, mut answered) = (Ok(()), Vec::with_capacity(asked.len()));
         for asked in asked {
             let answer = asked.wait();
-            answered.push(answer.is_ok());
-            result = result.and(answer.flatten());
+            answered.push(answer.as_ref().err().is_none_or(RequestError::is_answer));
+            result = result.and(answer);
         }
         if result.is_err() {
             self.undo_acquire(&answered);
@@ -385,7 +379,7 @@ impl DeviceSet {
         let deadline = Instant::now() + self.limits.release;
         let asked: Vec<_> = self.devices.iter().map(|d| d.begin_undo(deadline)).collect();
         for (asked, answered) in asked.into_iter().zip(answered) {
-            if *answered && let Err(e) = asked.wait().flatten() {
+            if *answered && let Err(e) = asked.wait() {
                 tracing::error!("{e}");
             }
         }
@@ -394,17 +388,17 @@ impl DeviceSet {
     /// Makes the guest's writes durable and releases the resources that only one host may hold. All
     /// devices are tried. If one fails, the caller must acquire again what the others have
     /// released.
-    pub(crate) fn release(&self) -> Result<(), String> {
+    pub(crate) fn release(&self) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.release;
         // In parallel, as in `acquire`.
         let asked: Vec<_> = self.devices.iter().map(|d| d.begin_release(deadline)).collect();
-        asked.into_iter().map(|asked| asked.wait()?).fold(Ok(()), Result::and)
+        asked.into_iter().map(Asked::wait).fold(Ok(()), Result::and)
     }
 
     /// Detaches the guest's peers (taps, sockets). Returns the data that arrived for the guest
     /// after the save, by device, encoded in at most [`MAX_LATE`] bytes. All devices are tried; the
     /// error is the first one.
-    pub(crate) fn detach(&self) -> Result<Vec<u8>, String> {
+    pub(crate) fn detach(&self) -> Result<Vec<u8>, RequestError> {
         let mut room = MAX_LATE - LATE_HEADS * self.devices.len();
         let mut late = BTreeMap::new();
         let mut result = Ok(());
@@ -419,39 +413,43 @@ impl DeviceSet {
             }
         }
         result?;
-        postcard::to_stdvec(&late).map_err(|e| e.to_string())
+        postcard::to_stdvec(&late).map_err(|e| RequestError::Misfit(e.to_string()))
     }
 
     /// Attaches the guest's peers on this host and takes the data that [`detach`](Self::detach)
     /// returned on the previous host. All devices are tried, even if that data is malformed.
-    pub(crate) fn attach(&self, late: &[u8]) -> Result<(), String> {
+    pub(crate) fn attach(&self, late: &[u8]) -> Result<(), RequestError> {
+        let malformed = |why| RequestError::Misfit(format!("what came late is malformed: {why}"));
         let decoded = match late.is_empty() {
             true => Ok((BTreeMap::new(), &[][..])),
             false => postcard::take_from_bytes::<BTreeMap<u16, Vec<u8>>>(late),
         };
         let (mut late, mut result) = match decoded {
             Ok((late, [])) => (late, Ok(())),
-            Ok((_, rest)) => (BTreeMap::new(), Err(format!("{} bytes follow it", rest.len()))),
-            Err(e) => (BTreeMap::new(), Err(e.to_string())),
+            Ok((_, rest)) => {
+                (BTreeMap::new(), Err(malformed(format!("{} bytes follow it", rest.len()))))
+            }
+            Err(e) => (BTreeMap::new(), Err(malformed(e.to_string()))),
         };
         for (device, i) in self.devices.iter().zip(0..) {
             let late = late.remove(&i).unwrap_or_default();
             result = result.and(device.attach_by(late, self.ask_deadline()));
         }
         if let Some((device, _)) = late.first_key_value() {
-            result = result.and(Err(format!("it is for device {device}, which does not exist")));
+            let why = format!("it is for device {device}, which does not exist");
+            result = result.and(Err(malformed(why)));
         }
-        result.map_err(|why| format!("what came late is malformed: {why}"))
+        result
     }
 
     /// Saves the states of all devices, which must be quiesced.
-    pub(crate) fn save(&self) -> Result<Vec<VirtioState>, String> {
+    pub(crate) fn save(&self) -> Result<Vec<VirtioState>, RequestError> {
         self.devices.iter().map(|device| device.save_by(self.ask_deadline())).collect()
     }
 
     /// Restores saved states into devices that have never run. The error contains the device's
     /// index.
-    pub(crate) fn restore(&self, states: Vec<VirtioState>) -> Result<(), (usize, String)> {
+    pub(crate) fn restore(&self, states: Vec<VirtioState>) -> Result<(), (usize, RequestError)> {
         for (i, (device, state)) in self.devices.iter().zip(states).enumerate() {
             device.restore_by(state, self.ask_deadline()).map_err(|why| (i, why))?;
         }
@@ -478,23 +476,6 @@ impl Drop for DeviceSet {
         // Tell all devices first: dropping them waits for each in turn, and several may be stuck.
         self.devices.iter().for_each(Transport::quit);
     }
-}
-
-fn wait(
-    device: &Transport,
-    answer: &Receiver<Result<(), String>>,
-    deadline: Instant,
-    limit: Duration,
-) -> Result<(), String> {
-    let left = (deadline + GRACE).saturating_duration_since(Instant::now());
-    answer.recv_timeout(left).unwrap_or_else(|e| {
-        Err(match e {
-            RecvTimeoutError::Timeout => {
-                format!("{} was not quiesced within {limit:?}", device.label())
-            }
-            RecvTimeoutError::Disconnected => format!("{}'s thread has ended", device.label()),
-        })
-    })
 }
 
 #[cfg(test)]
@@ -591,7 +572,7 @@ mod tests {
         let set = with_disks([&a, &b], &memory);
         let mut other = Block::open(&b, 1, VmId::random()).unwrap();
         other.acquire().unwrap();
-        let why = set.acquire().unwrap_err();
+        let why = set.acquire().unwrap_err().to_string();
         assert!(why.contains("in use") && why.contains(&*b.path.to_string_lossy()), "{why}");
         assert!(is_free(&a), "what was had already is given back");
         drop(other);
@@ -635,7 +616,7 @@ mod tests {
         let set = DeviceSet::of(devices, Limits::default());
         set.acquire().unwrap();
         Script::set(&script.refuses_release, true);
-        assert_eq!(set.release().unwrap_err(), "it does not let go");
+        assert_eq!(set.release().unwrap_err().to_string(), "it does not let go");
         assert!(is_free(&a));
         // Acquired again, because the guest continues on this host.
         set.acquire().unwrap();
@@ -653,9 +634,10 @@ mod tests {
         let set = DeviceSet::of(devices, Limits { stall, ..Limits::default() });
         set.resume();
         Script::set(&scripts[1].busy, true);
-        let why = set.quiesce().unwrap_err();
+        let why = set.quiesce().unwrap_err().to_string();
         assert_eq!(why, "virtio-rng \"stuck\" still has 1 requests under way");
-        assert!(set.devices[0].save().unwrap_err().contains("works"), "it was told to go on");
+        let why = set.devices[0].save().unwrap_err().to_string();
+        assert!(why.contains("works"), "it was told to go on: {why}");
         Script::set(&scripts[1].busy, false);
         set.quiesce().unwrap();
         set.save().unwrap();
@@ -675,7 +657,7 @@ mod tests {
     #[test]
     fn late_device_is_not_a_dead_one() {
         let device = spawn("late", Box::new(Fake(Arc::default())), &memory());
-        let why = device.save_by(Instant::now()).unwrap_err();
+        let why = device.save_by(Instant::now()).unwrap_err().to_string();
         assert!(why.contains("virtio-rng \"late\" did not save its state"), "{why}");
         device.save().unwrap();
     }
@@ -683,7 +665,7 @@ mod tests {
     #[test]
     fn stuck_device_is_named_by_every_request() {
         let memory = memory();
-        type Request = fn(&DeviceSet) -> Result<(), String>;
+        type Request = fn(&DeviceSet) -> Result<(), RequestError>;
         let requests: [Request; 6] = [
             |set| set.acquire(),
             |set| set.release(),
@@ -697,11 +679,11 @@ mod tests {
         ];
         for request in requests {
             let (set, script) = stuck_set(&memory);
-            let why = request(&set).unwrap_err();
+            let why = request(&set).unwrap_err().to_string();
             assert!(why.contains("virtio-rng \"stuck\" did not "), "{why}");
             assert!(why.contains("its backend is stuck"), "{why}");
             // A device that is asked next waits behind it, but no longer than its own limit.
-            let why = set.quiesce().unwrap_err();
+            let why = set.quiesce().unwrap_err().to_string();
             assert!(why.contains("virtio-rng \"stuck\""), "{why}");
             Script::set(&script.stuck, false);
         }
@@ -718,10 +700,10 @@ mod tests {
         let limit = Duration::from_millis(500);
         let set = DeviceSet::of(devices, Limits { stall: limit, release: limit, ask: limit });
         Script::set(&scripts[0].stuck, true);
-        let why = set.attach(&[]).unwrap_err();
+        let why = set.attach(&[]).unwrap_err().to_string();
         assert!(why.contains("\"stuck\" did not attach"), "{why}");
         assert!(Script::is(&scripts[1].attached));
-        let why = set.detach().unwrap_err();
+        let why = set.detach().unwrap_err().to_string();
         assert!(why.contains("\"stuck\" did not let go of its peers"), "{why}");
         assert!(!Script::is(&scripts[1].attached));
         Script::set(&scripts[0].stuck, false);
@@ -734,7 +716,7 @@ mod tests {
         // Longer than this test takes: the stuck device gets no other request.
         set.limits.ask = Duration::from_secs(60);
         let began = Instant::now();
-        let why = set.acquire().unwrap_err();
+        let why = set.acquire().unwrap_err().to_string();
         assert!(why.contains("\"stuck\" did not take hold of its files"), "{why}");
         assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
         Script::set(&script.attached, true);

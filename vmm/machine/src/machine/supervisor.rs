@@ -15,7 +15,7 @@ use super::vcpus::{HALT_LIMIT, VcpuHandle, Vcpus};
 use crate::actor::Handle;
 use crate::boot;
 use crate::collector;
-use crate::devices::Bus;
+use crate::devices::{Bus, RequestError};
 use crate::kvm::KvmVm;
 use crate::sandbox::{self, Class};
 use crate::vcpu::{Adjust, Command, Peers, SavedVcpu, StateContext, Stood, Wave, wall_ns};
@@ -266,11 +266,11 @@ impl Supervisor {
         // Comes first: while the vCPUs pause, a disk ends its wait for an epoch.
         self.bus.virtio().hurry(true);
         let stands = match self.halt() {
-            Halted::Paused => Some(self.bus.virtio().quiesce()),
+            Halted::Paused => Some(devices("pausing the guest", self.bus.virtio().quiesce())),
             Halted::Late(why) => {
                 // The devices were not asked to quiesce, so they continue.
                 self.bus.virtio().hurry(false);
-                Some(Err(why))
+                Some(Err(GuestError::System { what: "pausing the guest", cause: why.into() }))
             }
             Halted::Ended => None,
         };
@@ -283,7 +283,7 @@ impl Supervisor {
                 // The guest continues as if no pause had been requested. A late vCPU receives the
                 // resume as well.
                 self.go_on();
-                return Err(GuestError::System { what: "pausing the guest", cause: why.into() });
+                return Err(why);
             }
             None => {}
         }
@@ -390,10 +390,7 @@ impl Supervisor {
         let vm = state::save_vm(&self.vm, &self.context)?;
         let com1 = self.bus.com1().state();
         let platform = state::SavedPlatform { power: self.bus.power().state() };
-        let virtio = self.bus.virtio().save().map_err(|why| GuestError::System {
-            what: "saving a virtio device",
-            cause: why.into(),
-        })?;
+        let virtio = devices("saving a virtio device", self.bus.virtio().save())?;
         let mut vcpus = Vec::with_capacity(waiting.len());
         for (saved, id) in waiting.into_iter().zip(0..) {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -477,7 +474,7 @@ impl Supervisor {
         self.bus.com1().restore(saved.com1).map_err(malformed)?;
         self.bus.virtio().restore(saved.virtio).map_err(|(i, why)| GuestError::Malformed {
             what: format!("the state of virtio device {i}"),
-            why,
+            why: why.to_string(),
         })?;
         state::restore_vm(&self.vm, &self.context, &saved.vm, clock)?;
         // Comes after the restore of the interrupt controllers' own state.
@@ -494,8 +491,8 @@ impl Supervisor {
     }
 }
 
-fn devices<T>(what: &'static str, r: Result<T, String>) -> Result<T, GuestError> {
-    r.map_err(|why| GuestError::System { what, cause: why.into() })
+fn devices<T>(what: &'static str, r: Result<T, RequestError>) -> Result<T, GuestError> {
+    r.map_err(|why| GuestError::System { what, cause: Box::new(why) })
 }
 
 fn gone() -> GuestError {

@@ -26,7 +26,7 @@ fn is_cached(disk: &Disk) -> Result<bool, String> {
 
 fn hand_over_and_back(device: &Transport) {
     device.resume();
-    device.quiesce(Instant::now() + Duration::from_secs(20)).recv().unwrap().unwrap();
+    device.begin_quiesce(Instant::now() + Duration::from_secs(20)).wait().unwrap();
     device.release().unwrap();
     device.acquire().unwrap();
 }

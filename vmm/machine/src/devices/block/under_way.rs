@@ -55,13 +55,13 @@ fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
     wait_for_held(&engine, (MOST_UNDER_WAY >> 23) as usize);
     // A pause is refused in time, with the reason.
     let began = Instant::now();
-    let refused = driver.transport.quiesce(began + Duration::from_millis(50)).recv().unwrap();
-    assert!(refused.unwrap_err().contains("still has 4 requests under way"));
+    let refused = driver.transport.begin_quiesce(began + Duration::from_millis(50)).wait();
+    assert!(refused.unwrap_err().to_string().contains("still has 4 requests under way"));
     assert!(began.elapsed() < Duration::from_secs(5));
     // The waiting chains are taken when there is room, even if a pause makes that room.
-    let stands = driver.transport.quiesce(began + Duration::from_secs(20));
+    let stands = driver.transport.begin_quiesce(began + Duration::from_secs(20));
     engine.let_go();
-    stands.recv().unwrap().unwrap();
+    stands.wait().unwrap();
     assert_eq!(engine.count(), 0);
     driver.transport.resume();
     sent.extend((0..6).map(|n| post_large(&mut driver, n % 2)));

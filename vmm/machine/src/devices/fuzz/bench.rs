@@ -420,7 +420,7 @@ impl<'s> Bench<'s> {
         }
         // The same bytes as data that arrived after the save. Hardly any device accepts data there.
         if let Err(why) = self.device.attach(&bytes) {
-            assert!(!why.is_empty());
+            assert!(!why.to_string().is_empty());
         }
         self.step(false, Inline::resume);
     }
@@ -435,18 +435,16 @@ impl<'s> Bench<'s> {
         let ram = self.guest.memory().ram().clone();
         let new = Inline::new("fuzz", self.subject.make(), ram).unwrap();
         if let Err(why) = new.restore(state) {
-            assert!(!why.is_empty());
-            return Some(why);
+            return Some(why.to_string());
         }
         if let Err(why) = self.device.release() {
             self.device.acquire().unwrap();
-            return Some(why);
+            return Some(why.to_string());
         }
         let late = self.device.detach(4096);
         assert!(late.len() <= 4096);
-        if let Err(why) = new.attach(&late) {
-            assert!(!why.is_empty());
-        }
+        // What arrived late may be malformed.
+        let _ = new.attach(&late);
         new.acquire().unwrap();
         self.device = new;
         None

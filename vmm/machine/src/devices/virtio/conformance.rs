@@ -429,7 +429,7 @@ fn states_that_do_not_fit_are_refused(subject: &Subject<'_>) {
         let mut state = state.clone();
         change(&mut state);
         let other = Transport::spawn("o", (subject.make)(), driver.memory.ram().clone()).unwrap();
-        other.restore(state).unwrap_err()
+        other.restore(state).unwrap_err().to_string()
     };
     let alien = refused(&|s| s.device_id = 63);
     assert!(alien.contains("virtio device 63"), "{alien}");

@@ -311,7 +311,7 @@ impl Driver {
     /// Pauses the device.
     #[track_caller]
     pub(crate) fn quiesce(&self) {
-        self.transport.quiesce(Instant::now() + LONG).recv().unwrap().unwrap();
+        self.transport.begin_quiesce(Instant::now() + LONG).wait().unwrap();
     }
 }
 

@@ -13,6 +13,7 @@ use virtio_bindings::virtio_mmio::*;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::registers::{Effect, RegisterState, Registers};
+use super::request::RequestError;
 use super::written::{ReadyRing, RestoredWorker, SavedWorker, Written};
 use super::{Device, Kind, REGISTERS_LEN, Shared, Violation, VirtioState};
 
@@ -132,17 +133,21 @@ impl Front {
     pub(super) fn restore(
         &self,
         state: VirtioState,
-        restore: impl FnOnce(RestoredWorker) -> Result<(), String>,
-    ) -> Result<(), String> {
+        restore: impl FnOnce(RestoredWorker) -> Result<(), RequestError>,
+    ) -> Result<(), RequestError> {
         if state.device_id != self.kind.id() {
             let id = state.device_id;
-            return Err(format!("it is of a virtio device {id}, and {} is here", self.label));
+            let label = &self.label;
+            return Err(RequestError::Misfit(format!(
+                "it is of a virtio device {id}, and {label} is here"
+            )));
         }
         if state.positions.len() != self.kicks.len() {
-            return Err(format!("it has positions of {} queues", state.positions.len()));
+            let count = state.positions.len();
+            return Err(RequestError::Misfit(format!("it has positions of {count} queues")));
         }
         let mut registers = self.registers();
-        registers.restore(state.registers)?;
+        registers.restore(state.registers).map_err(RequestError::Misfit)?;
         let of = registers.state();
         let active = of.is_active() && !state.needs_reset;
         restore(RestoredWorker {

@@ -4,15 +4,15 @@
 use std::cell::RefCell;
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use driftline_guest::GuestRam;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::front::Front;
-use super::worker::{Command, Worker};
-use super::{Device, VirtioState};
+use super::worker::Worker;
+use super::{Device, RequestError, VirtioState};
+use crate::actor::{self, Handle};
 
 /// A timeout longer than any request of a test takes.
 const LONG: Duration = Duration::from_secs(10);
@@ -21,18 +21,18 @@ const LONG: Duration = Duration::from_secs(10);
 pub(crate) struct Inline {
     front: Front,
     worker: RefCell<Worker>,
-    /// Keeps the worker's channel open; nothing is sent.
-    _commands: mpsc::Sender<Command>,
+    /// Keeps the worker's inbox open; nothing is sent.
+    _handle: Handle<Worker>,
 }
 
 impl Inline {
     /// Creates a device, which is paused.
     pub(crate) fn new(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
         let front = Front::new(id, &*device)?;
-        let (commands, inbox) = mpsc::channel();
+        let (handle, inbox) = actor::inbox(front.label());
         let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
         let worker = RefCell::new(Worker::new(&front, device, ram, inbox, wake)?);
-        Ok(Self { front, worker, _commands: commands })
+        Ok(Self { front, worker, _handle: handle })
     }
 
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
@@ -53,7 +53,7 @@ impl Inline {
         self.worker.borrow().is_active()
     }
 
-    pub(crate) fn quiesce(&self) -> Result<(), String> {
+    pub(crate) fn quiesce(&self) -> Result<(), RequestError> {
         self.worker.borrow_mut().quiesce(Instant::now() + LONG)
     }
 
@@ -61,11 +61,11 @@ impl Inline {
         self.worker.borrow_mut().resume();
     }
 
-    pub(crate) fn acquire(&self) -> Result<(), String> {
+    pub(crate) fn acquire(&self) -> Result<(), RequestError> {
         self.worker.borrow_mut().acquire()
     }
 
-    pub(crate) fn release(&self) -> Result<(), String> {
+    pub(crate) fn release(&self) -> Result<(), RequestError> {
         self.worker.borrow_mut().release(Instant::now() + LONG)
     }
 
@@ -73,15 +73,15 @@ impl Inline {
         self.worker.borrow_mut().detach(room)
     }
 
-    pub(crate) fn attach(&self, late: &[u8]) -> Result<(), String> {
+    pub(crate) fn attach(&self, late: &[u8]) -> Result<(), RequestError> {
         self.worker.borrow_mut().attach(late)
     }
 
-    pub(crate) fn save(&self) -> Result<VirtioState, String> {
+    pub(crate) fn save(&self) -> Result<VirtioState, RequestError> {
         Ok(self.front.save(self.worker.borrow().save()?))
     }
 
-    pub(crate) fn restore(&self, state: VirtioState) -> Result<(), String> {
+    pub(crate) fn restore(&self, state: VirtioState) -> Result<(), RequestError> {
         self.front.restore(state, |worker| self.worker.borrow_mut().restore(worker))
     }
 }

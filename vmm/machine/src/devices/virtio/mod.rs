@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!            vCPU threads                          the device's thread, `virtio-<id>`
-//!  registers ----------> Transport --Command--> Worker -----> Device, its Rings
+//!  registers ----------> Transport ----Job----> Worker -----> Device, its Rings
 //!                            |     <--Done----     |  ^            |
 //!                            +------ Shared -------+  |            v
 //!  QueueNotify ~~ ioeventfd ~~~~~~~~~~~~~~~~~~~~~~~~~~+       guest memory
@@ -30,6 +30,7 @@ mod front;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod inline;
 mod registers;
+mod request;
 mod ring;
 mod shared;
 mod state;
@@ -41,10 +42,11 @@ mod written;
 pub(crate) use chain::{Buffer, Buffers, Chain};
 pub(crate) use device::{Device, Io, Kind, Stall};
 pub(crate) use done::Done;
+pub(crate) use request::RequestError;
 pub(crate) use ring::{Ring, Violation};
 pub(crate) use shared::Shared;
 pub(crate) use state::{VirtioState, decode_state, encode_state};
-pub(crate) use transport::{GRACE, Transport};
+pub(crate) use transport::{Asked, GRACE, Transport};
 pub(crate) use watcher::Watcher;
 
 /// Bytes of address space that a device's registers occupy.

@@ -5,7 +5,7 @@
 //! commands until then. So nothing here waits for a driver's writes.
 
 use std::io;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,9 +14,11 @@ use driftline_guest::GuestRam;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::front::Front;
-use super::worker::{Command, Reply, Worker};
+use super::request::RequestError;
+use super::worker::Worker;
 use super::written::Written;
 use super::{Device, Done, VirtioState};
+use crate::actor::{self, Handle, Pending};
 use crate::sandbox;
 #[cfg(test)]
 use crate::testing::soon;
@@ -37,9 +39,7 @@ pub(crate) struct Transport {
 /// The handle of a device's thread. Dropping it ends the thread.
 #[derive(Debug)]
 struct WorkerThread {
-    label: String,
-    commands: Sender<Command>,
-    wake: Arc<EventFd>,
+    worker: Handle<Worker>,
     /// Disconnects when the thread ends. The mutex is needed only because the vCPUs share this
     /// struct; only the drop uses it.
     ended: Mutex<Receiver<()>>,
@@ -49,16 +49,10 @@ struct WorkerThread {
 }
 
 impl WorkerThread {
-    fn tell(&self, command: Command) {
-        // If the thread has ended, the caller that waits for its answer notices.
-        let _ = self.commands.send(command);
-        let _ = self.wake.write(1);
-    }
-
     /// Tells the thread to end. Returns when it was told so first.
     fn quit(&self) -> Instant {
         *self.quit_at.get_or_init(|| {
-            self.tell(Command::Quit);
+            self.worker.end();
             Instant::now()
         })
     }
@@ -76,7 +70,7 @@ impl Drop for WorkerThread {
             }
             _ => tracing::error!(
                 "{} is left behind: its backend is stuck, and what the guest last wrote to it may not be durable",
-                self.label
+                self.worker.name()
             ),
         }
     }
@@ -84,33 +78,12 @@ impl Drop for WorkerThread {
 
 /// A request that was sent to a device's thread.
 #[must_use = "the answer says whether it was done"]
-pub(crate) struct Asked<T> {
-    label: String,
-    what: &'static str,
-    limit: Duration,
-    deadline: Instant,
-    answer: Receiver<T>,
-}
+pub(crate) struct Asked<T>(Pending<Result<T, RequestError>>);
 
 impl<T> Asked<T> {
     /// Waits for the answer until [`GRACE`] after the deadline; the error names the device.
-    ///
-    /// A thread that is stuck until the deadline does not carry the request out later. A thread
-    /// that is already carrying it out at the deadline may finish it after the caller has gone. A
-    /// later request follows it in the channel.
-    pub(crate) fn wait(self) -> Result<T, String> {
-        let left = (self.deadline + GRACE).saturating_duration_since(Instant::now());
-        let Self { label, what, limit, deadline, .. } = self;
-        self.answer.recv_timeout(left).map_err(|e| match e {
-            // The thread came to the request too late and dropped it.
-            RecvTimeoutError::Disconnected if Instant::now() < deadline => {
-                format!("{label}'s thread has ended")
-            }
-            _ => format!(
-                "{label} did not {what} within {limit:.1?}: its backend is stuck; look at the storage or \
-                 network behind it"
-            ),
-        })
+    pub(crate) fn wait(self) -> Result<T, RequestError> {
+        self.0.wait_for(GRACE)?
     }
 }
 
@@ -121,7 +94,7 @@ impl Transport {
         let class = device.kind().class();
         let front = Front::new(id, &*device)?;
         let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
-        let (commands, inbox) = mpsc::channel();
+        let (handle, inbox) = actor::inbox(front.label());
         let worker = Worker::new(&front, device, ram, inbox, wake.clone())?;
         let (end, ended) = mpsc::channel();
         // The kernel keeps 15 bytes of a thread's name.
@@ -130,9 +103,8 @@ impl Transport {
             let _ = end.send(());
         })?;
         let thread = WorkerThread {
-            label: front.label().to_owned(),
-            commands,
-            wake,
+            // Fails only at 2^64 - 1 jobs.
+            worker: handle.woken_by(move || drop(wake.write(1))),
             ended: Mutex::new(ended),
             quit_at: OnceLock::new(),
             thread: Some(thread),
@@ -157,18 +129,15 @@ impl Transport {
     }
 
     /// Sends the thread a request. The thread carries it out unless `deadline` has passed when it
-    /// comes to the request.
-    fn ask<T>(
+    /// comes to the request: the guest may have resumed by then, and its disk must not be released
+    /// (I7).
+    fn ask<T: Send + 'static>(
         &self,
         what: &'static str,
         deadline: Instant,
-        command: impl FnOnce(Reply<T>) -> Command,
+        job: impl FnOnce(&mut Worker) -> Result<T, RequestError> + Send + 'static,
     ) -> Asked<T> {
-        let (to, answer) = mpsc::channel();
-        let limit = deadline.saturating_duration_since(Instant::now());
-        self.thread.tell(command(Reply::new(to, deadline)));
-        let label = self.label().to_owned();
-        Asked { label, what, limit, deadline, answer }
+        Asked(self.thread.worker.begin(what, deadline, job))
     }
 
     /// Tells the thread to end, without waiting for it. Dropping the transport waits.
@@ -187,8 +156,12 @@ impl Transport {
         let mut told = false;
         self.front.write(offset, data, |written: Written| {
             told = true;
-            // A thread that has ended drops the command: it does nothing more for its driver.
-            self.thread.tell(Command::Driver(written, done()));
+            let done = done();
+            // A thread that has ended drops the job: it does nothing more for its driver.
+            self.thread.worker.tell(move |worker| {
+                worker.obey_driver(written);
+                drop(done);
+            });
         });
         told
     }
@@ -203,58 +176,59 @@ impl Transport {
         }
     }
 
-    /// Begins to pause the device. The receiver gets the result: paused, or, at `deadline` at the
-    /// latest, the reason why not.
-    pub(crate) fn quiesce(&self, deadline: Instant) -> Receiver<Result<(), String>> {
-        let (reply, answer) = mpsc::channel();
-        self.thread.tell(Command::Quiesce(deadline, reply));
-        answer
+    /// Begins to pause the device. The answer comes at `deadline` at the latest. A device that is
+    /// told so late pauses nevertheless, until it is resumed.
+    pub(crate) fn begin_quiesce(&self, deadline: Instant) -> Asked<()> {
+        let quiesce = move |worker: &mut Worker| worker.quiesce(deadline);
+        Asked(self.thread.worker.begin_even_late("quiesce", deadline, quiesce))
     }
 
     /// Resumes the device.
     pub(crate) fn resume(&self) {
-        self.thread.tell(Command::Resume);
+        // If the thread has ended, the next request reports it.
+        self.thread.worker.tell(Worker::resume);
     }
 
     /// Begins to acquire what only one host may hold.
-    pub(crate) fn begin_acquire(&self, deadline: Instant) -> Asked<Result<(), String>> {
-        self.ask("take hold of its files", deadline, Command::Acquire)
+    pub(crate) fn begin_acquire(&self, deadline: Instant) -> Asked<()> {
+        self.ask("take hold of its files", deadline, Worker::acquire)
     }
 
     /// Begins to make durable what the guest wrote, and to release what only one host may hold.
-    pub(crate) fn begin_release(&self, deadline: Instant) -> Asked<Result<(), String>> {
-        self.ask("let go of its files", deadline, Command::Release)
+    pub(crate) fn begin_release(&self, deadline: Instant) -> Asked<()> {
+        self.ask("let go of its files", deadline, move |worker| worker.release(deadline))
     }
 
     /// Begins to undo [`begin_acquire`](Self::begin_acquire) and [`attach_by`](Self::attach_by).
     /// The thread carries this out even after `deadline`: the guest does not run before the next
-    /// acquire, which follows in the channel.
-    pub(crate) fn begin_undo(&self, deadline: Instant) -> Asked<Result<(), String>> {
+    /// acquire, which follows in the inbox.
+    pub(crate) fn begin_undo(&self, deadline: Instant) -> Asked<()> {
         let limit = deadline.saturating_duration_since(Instant::now());
-        self.ask("let go of its files", deadline, |reply| Command::Undo(limit, reply))
+        let undo = move |worker: &mut Worker| worker.undo_acquire(limit);
+        Asked(self.thread.worker.begin_even_late("let go of its files", deadline, undo))
     }
 
     /// Disconnects the guest's peers. Returns what arrived late, in at most `room` bytes.
-    pub(crate) fn detach_by(&self, room: usize, deadline: Instant) -> Result<Vec<u8>, String> {
-        self.ask("let go of its peers", deadline, |reply| Command::Detach(room, reply)).wait()
+    pub(crate) fn detach_by(&self, room: usize, by: Instant) -> Result<Vec<u8>, RequestError> {
+        self.ask("let go of its peers", by, move |worker| Ok(worker.detach(room))).wait()
     }
 
     /// Connects the guest's peers to this host, and takes the bytes that
     /// [`detach_by`](Self::detach_by) returned at its last host.
-    pub(crate) fn attach_by(&self, late: Vec<u8>, deadline: Instant) -> Result<(), String> {
-        self.ask("attach its peers", deadline, |reply| Command::Attach(late, reply)).wait()?
+    pub(crate) fn attach_by(&self, late: Vec<u8>, by: Instant) -> Result<(), RequestError> {
+        self.ask("attach its peers", by, move |worker| worker.attach(&late)).wait()
     }
 
     /// Returns the state of a paused device.
-    pub(crate) fn save_by(&self, deadline: Instant) -> Result<VirtioState, String> {
-        Ok(self.front.save(self.ask("save its state", deadline, Command::Save).wait()??))
+    pub(crate) fn save_by(&self, by: Instant) -> Result<VirtioState, RequestError> {
+        let saved = self.ask("save its state", by, |worker| worker.save()).wait()?;
+        Ok(self.front.save(saved))
     }
 
     /// Restores a saved state, which is hostile, into a device that has never worked.
-    pub(crate) fn restore_by(&self, state: VirtioState, deadline: Instant) -> Result<(), String> {
-        self.front.restore(state, |worker| {
-            let command = |reply| Command::Restore(Box::new(worker), reply);
-            self.ask("take its state", deadline, command).wait()?
+    pub(crate) fn restore_by(&self, state: VirtioState, by: Instant) -> Result<(), RequestError> {
+        self.front.restore(state, |state| {
+            self.ask("take its state", by, move |worker| worker.restore(state)).wait()
         })
     }
 
@@ -268,27 +242,27 @@ impl Transport {
 /// The same requests with a deadline long enough for a test.
 #[cfg(test)]
 impl Transport {
-    pub(crate) fn acquire(&self) -> Result<(), String> {
-        self.begin_acquire(soon()).wait()?
+    pub(crate) fn acquire(&self) -> Result<(), RequestError> {
+        self.begin_acquire(soon()).wait()
     }
 
-    pub(crate) fn release(&self) -> Result<(), String> {
-        self.begin_release(soon()).wait()?
+    pub(crate) fn release(&self) -> Result<(), RequestError> {
+        self.begin_release(soon()).wait()
     }
 
     pub(crate) fn detach(&self, room: usize) -> Vec<u8> {
         self.detach_by(room, soon()).unwrap()
     }
 
-    pub(crate) fn attach(&self, late: Vec<u8>) -> Result<(), String> {
+    pub(crate) fn attach(&self, late: Vec<u8>) -> Result<(), RequestError> {
         self.attach_by(late, soon())
     }
 
-    pub(crate) fn save(&self) -> Result<VirtioState, String> {
+    pub(crate) fn save(&self) -> Result<VirtioState, RequestError> {
         self.save_by(soon())
     }
 
-    pub(crate) fn restore(&self, state: VirtioState) -> Result<(), String> {
+    pub(crate) fn restore(&self, state: VirtioState) -> Result<(), RequestError> {
         self.restore_by(state, soon())
     }
 }

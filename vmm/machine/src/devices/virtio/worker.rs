@@ -1,18 +1,17 @@
-//! A device's thread: it owns the device and its queues, and obeys commands.
+//! A device's thread: it owns the device and its queues, and runs jobs on them.
 //!
 //! ```text
-//!            Resume
+//!            resume
 //! standing ---------> working       a new one stands
 //!          <---------
-//!           Quiesce
+//!           quiesce
 //! ```
 //!
-//! A standing (paused) thread waits for commands only. Notifications that come meanwhile are not
+//! A standing (paused) thread waits for jobs only. Notifications that come meanwhile are not
 //! lost: when the thread resumes, it looks at all queues.
 
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 use driftline_guest::GuestRam;
@@ -21,55 +20,12 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::device::Stall;
 use super::front::Front;
+use super::request::RequestError;
 use super::ring::RingPosition;
 use super::watcher::Event;
 use super::written::{ReadyRing, RestoredWorker, SavedWorker, Written};
-use super::{Device, Done, Io, Ring, Shared, Violation, Watcher};
-
-/// Commands for a device's thread. Answers come once the command is done.
-pub(super) enum Command {
-    /// The driver wrote to registers.
-    Driver(Written, Done),
-    /// Pause, until this time at the latest; the error is the reason why not.
-    Quiesce(Instant, Sender<Result<(), String>>),
-    Resume,
-    Save(Reply<Result<SavedWorker, String>>),
-    Restore(Box<RestoredWorker>, Reply<Result<(), String>>),
-    Acquire(Reply<Result<(), String>>),
-    Release(Reply<Result<(), String>>),
-    /// Release and detach, even after the reply's deadline. Data must be durable within this time.
-    Undo(Duration, Reply<Result<(), String>>),
-    /// Detach, with at most this many bytes of late data.
-    Detach(usize, Reply<Vec<u8>>),
-    Attach(Vec<u8>, Reply<Result<(), String>>),
-    Quit,
-}
-
-/// The channel for the answer to a request, and the time until which the caller waits for it.
-pub(super) struct Reply<T> {
-    to: Sender<T>,
-    deadline: Instant,
-}
-
-impl<T> Reply<T> {
-    pub(super) fn new(to: Sender<T>, deadline: Instant) -> Self {
-        Self { to, deadline }
-    }
-
-    /// Carries the request out and answers it, unless the deadline has passed. The caller has then
-    /// been told that the request failed, and may have resumed the guest, whose disk must not be
-    /// released then (I7).
-    fn with(self, act: impl FnOnce(Instant) -> T) {
-        if Instant::now() < self.deadline {
-            answer(&self.to, act(self.deadline));
-        }
-    }
-
-    /// Carries the request out and answers it, even after the deadline.
-    fn even_late(self, act: impl FnOnce() -> T) {
-        answer(&self.to, act());
-    }
-}
+use super::{Device, Io, Ring, Shared, Violation, Watcher};
+use crate::actor::{Inbox, Next};
 
 /// Everything that the thread owns.
 pub(super) struct Worker {
@@ -82,8 +38,8 @@ pub(super) struct Worker {
     kicks: Vec<Arc<EventFd>>,
     shared: Arc<Shared>,
     watcher: Watcher,
-    commands: Receiver<Command>,
-    /// Signals that there are commands.
+    inbox: Inbox<Self>,
+    /// Signals that there are jobs.
     wake: Arc<EventFd>,
     /// Whether a driver is ready and has not broken the rules.
     active: bool,
@@ -102,7 +58,7 @@ impl Worker {
         front: &Front,
         mut device: Box<dyn Device>,
         ram: GuestRam,
-        commands: Receiver<Command>,
+        inbox: Inbox<Self>,
         wake: Arc<EventFd>,
     ) -> io::Result<Self> {
         let sizes = device.queue_sizes();
@@ -122,7 +78,7 @@ impl Worker {
             kicks: front.kicks.clone(),
             shared: front.shared.clone(),
             watcher,
-            commands,
+            inbox,
             wake,
             active: false,
             standing: true,
@@ -136,7 +92,13 @@ impl Worker {
     pub(super) fn live(mut self) {
         loop {
             let goes_on = match self.standing {
-                true => self.commands.recv().is_ok_and(|c| self.obey(c)),
+                true => match self.inbox.recv() {
+                    Next::Job(job) => {
+                        job(&mut self);
+                        true
+                    }
+                    Next::Nothing | Next::End => false,
+                },
                 false => self.work(),
             };
             if !goes_on {
@@ -161,9 +123,9 @@ impl Worker {
         for event in events {
             match event {
                 Event::Command => {
-                    // The count that is read here covers the commands in the channel, or more.
+                    // The count that is read here covers the jobs in the inbox, or more.
                     let _ = self.wake.read();
-                    if !self.obey_all() {
+                    if !self.run_jobs() {
                         return false;
                     }
                     if self.standing {
@@ -173,7 +135,7 @@ impl Worker {
                 }
                 Event::Queue(queue) => {
                     if let Some(kick) = self.kicks.get(queue) {
-                        // The notification is empty if a command overtook the event.
+                        // The notification is empty if a job overtook the event.
                         let _ = kick.read();
                     }
                     self.turn(|device, io| device.process(queue, io));
@@ -203,41 +165,19 @@ impl Worker {
         self.active
     }
 
-    fn obey_all(&mut self) -> bool {
+    /// Runs the jobs in the inbox until the device stands. Returns whether the thread continues.
+    fn run_jobs(&mut self) -> bool {
         while !self.standing {
-            match self.commands.try_recv() {
-                Ok(command) => {
-                    if !self.obey(command) {
-                        return false;
-                    }
-                }
-                Err(TryRecvError::Empty) => return true,
-                Err(TryRecvError::Disconnected) => return false,
+            match self.inbox.try_recv() {
+                Next::Job(job) => job(self),
+                Next::Nothing => return true,
+                Next::End => return false,
             }
         }
         true
     }
 
-    fn obey(&mut self, command: Command) -> bool {
-        match command {
-            Command::Driver(written, done) => {
-                self.obey_driver(written);
-                drop(done);
-            }
-            Command::Quiesce(deadline, reply) => answer(&reply, self.quiesce(deadline)),
-            Command::Resume => self.resume(),
-            Command::Save(reply) => reply.with(|_| self.save()),
-            Command::Restore(state, reply) => reply.with(|_| self.restore(*state)),
-            Command::Acquire(reply) => reply.with(|_| self.acquire()),
-            Command::Release(reply) => reply.with(|deadline| self.release(deadline)),
-            Command::Undo(limit, reply) => reply.even_late(|| self.undo(limit)),
-            Command::Detach(room, reply) => reply.with(|_| self.detach(room)),
-            Command::Attach(late, reply) => reply.with(|_| self.attach(&late)),
-            Command::Quit => return false,
-        }
-        true
-    }
-
+    /// Carries out what the driver wrote to registers.
     pub(super) fn obey_driver(&mut self, written: Written) {
         match written {
             // Ignored until a reset: a stopped device would work otherwise, and be saved as one
@@ -371,7 +311,8 @@ impl Worker {
         self.shared.ask_for_reset();
     }
 
-    pub(super) fn quiesce(&mut self, deadline: Instant) -> Result<(), String> {
+    /// Pauses the device until `deadline` at the latest.
+    pub(super) fn quiesce(&mut self, deadline: Instant) -> Result<(), RequestError> {
         if self.standing {
             return Ok(());
         }
@@ -380,7 +321,7 @@ impl Worker {
                 self.standing = true;
                 Ok(())
             }
-            under_way => Err(format!("{} still has {under_way} requests under way", self.label)),
+            count => Err(RequestError::UnderWay { device: self.label.clone(), count }),
         }
     }
 
@@ -416,57 +357,52 @@ impl Worker {
         }
     }
 
-    pub(super) fn save(&self) -> Result<SavedWorker, String> {
+    pub(super) fn save(&self) -> Result<SavedWorker, RequestError> {
         if !self.standing {
-            return Err(format!("{} works, and can be saved only standing", self.label));
+            return Err(RequestError::Works { device: self.label.clone() });
         }
         Ok(SavedWorker {
             positions: self.rings.iter().map(Ring::position).collect(),
-            device: self.device.save()?,
+            device: self.device.save().map_err(RequestError::Device)?,
         })
     }
 
-    pub(super) fn restore(&mut self, state: RestoredWorker) -> Result<(), String> {
+    pub(super) fn restore(&mut self, state: RestoredWorker) -> Result<(), RequestError> {
         if let Some((features, rings)) = &state.active {
-            self.try_activate(*features, rings, &state.positions).map_err(|v| v.to_string())?;
+            self.try_activate(*features, rings, &state.positions)?;
         }
-        self.device.restore(&state.device)?;
+        self.device.restore(&state.device).map_err(RequestError::Device)?;
         self.shared.put_config(self.device.config_space());
         self.moved = true;
         Ok(())
     }
 
-    pub(super) fn acquire(&mut self) -> Result<(), String> {
-        self.device.acquire()
+    pub(super) fn acquire(&mut self) -> Result<(), RequestError> {
+        self.device.acquire().map_err(RequestError::Device)
     }
 
-    pub(super) fn release(&mut self, deadline: Instant) -> Result<(), String> {
-        self.device.release(deadline)
+    pub(super) fn release(&mut self, deadline: Instant) -> Result<(), RequestError> {
+        self.device.release(deadline).map_err(RequestError::Device)
     }
 
-    /// Releases files and peers.
-    fn undo(&mut self, limit: Duration) -> Result<(), String> {
+    /// Releases files and peers. Data must be durable within `limit`.
+    pub(super) fn undo_acquire(&mut self, limit: Duration) -> Result<(), RequestError> {
         let released = self.device.undo_acquire(Instant::now() + limit);
         // The guest does not run here, so data that arrived late for it is of no use.
         self.detach(0);
-        released
+        released.map_err(RequestError::Device)
     }
 
     pub(super) fn detach(&mut self, room: usize) -> Vec<u8> {
         self.device.detach(room)
     }
 
-    pub(super) fn attach(&mut self, late: &[u8]) -> Result<(), String> {
-        self.device.attach(late)
+    pub(super) fn attach(&mut self, late: &[u8]) -> Result<(), RequestError> {
+        self.device.attach(late).map_err(RequestError::Device)
     }
 }
 
 /// A deadline for waits without a limit.
 fn far_away() -> Instant {
     Instant::now() + Duration::from_secs(3600)
-}
-
-/// Sends a reply. The caller may have stopped waiting.
-fn answer<T>(reply: &Sender<T>, with: T) {
-    let _ = reply.send(with);
 }

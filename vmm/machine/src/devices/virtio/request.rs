@@ -1,0 +1,54 @@
+//! The reasons why a device does not do what the supervisor asks of it.
+
+use super::Violation;
+use crate::actor::CallError;
+
+/// The reason why a device did not do what it was asked for.
+#[derive(PartialEq, Eq, Debug, thiserror::Error)]
+pub(crate) enum RequestError {
+    /// The thread did not answer in time.
+    #[error("{0}: its backend is stuck; look at the storage or network behind it")]
+    Stuck(CallError),
+    /// The thread has ended.
+    #[error("{0}")]
+    Ended(CallError),
+    /// Requests of the guest were not finished in time.
+    #[error("{device} still has {count} requests under way")]
+    UnderWay {
+        /// Kind and name of the device.
+        device: String,
+        /// Number of these requests.
+        count: usize,
+    },
+    /// Only a paused device can be saved.
+    #[error("{device} works, and can be saved only standing")]
+    Works {
+        /// Kind and name of the device.
+        device: String,
+    },
+    /// A state, or what arrived after it was saved, does not fit the devices here.
+    #[error("{0}")]
+    Misfit(String),
+    /// The driver of a restored state broke the rules of virtio.
+    #[error(transparent)]
+    Violation(#[from] Violation),
+    /// The device's own reason.
+    #[error("{0}")]
+    Device(String),
+}
+
+impl RequestError {
+    /// Returns whether the device itself has answered, so that it is not stuck.
+    pub(crate) fn is_answer(&self) -> bool {
+        !matches!(self, Self::Stuck(_) | Self::Ended(_))
+    }
+}
+
+impl From<CallError> for RequestError {
+    fn from(e: CallError) -> Self {
+        match e {
+            CallError::Late { .. } => Self::Stuck(e),
+            CallError::Ended { .. } => Self::Ended(e),
+        }
+    }
+}
