@@ -9,15 +9,14 @@
 //! for it. After a hold the vCPU itself reports the end of its slice, and waits. A vCPU that was
 //! not held is looked at by the clock.
 //!
-//! Nothing here waits: the collector sends a command to the vCPU, and the vCPU's count of holds
+//! Nothing here waits: the collector gives the vCPU a job, and the vCPU's count of holds
 //! shows when it runs again.
 
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use crate::kvm::ImmediateExit;
-use crate::vcpu::{Command, Counters};
+use crate::actor::Handle;
+use crate::vcpu::{Counters, Vcpu};
 
 /// The longest hold. It is shorter than what a guest's scheduler, timers or peers would take for a
 /// stop.
@@ -38,8 +37,8 @@ const OWED_MOST: Duration = Duration::from_millis(250);
 /// The means to hold one vCPU.
 #[derive(Debug)]
 pub(crate) struct Brake {
-    pub(crate) commands: Sender<Command>,
-    pub(crate) kick: Arc<ImmediateExit>,
+    /// The handle that kicks.
+    pub(crate) vcpu: Handle<Vcpu>,
     pub(crate) counters: Arc<Counters>,
 }
 
@@ -55,22 +54,14 @@ pub(super) trait Holdable {
     fn holds(&self) -> u64;
 }
 
-impl Brake {
-    fn interrupt(&self, command: Command) {
-        // The send fails only if the thread has ended, and then it writes nothing.
-        if self.commands.send(command).is_ok() {
-            self.kick.kick();
-        }
-    }
-}
-
 impl Holdable for Brake {
     fn hold(&self, until: Instant, slice: Duration) {
-        self.interrupt(Command::Hold(until, slice));
+        // A vCPU that has ended writes nothing.
+        self.vcpu.tell(move |vcpu| vcpu.begin_hold(until, slice));
     }
 
     fn end_hold(&self) {
-        self.interrupt(Command::EndHold);
+        self.vcpu.tell(Vcpu::end_hold);
     }
 
     fn holds(&self) -> u64 {

@@ -1,7 +1,7 @@
 //! Makes a vCPU thread leave `KVM_RUN`: a signal, and a flag that closes the race before it.
 //!
-//! *Kick*: the sender puts a command into the thread's channel, sets `immediate_exit` and sends the
-//! signal. The thread, once out of `KVM_RUN`, first clears the flag and then empties its channel.
+//! *Kick*: the sender puts a job into the thread's inbox, sets `immediate_exit` and sends the
+//! signal. The thread, once out of `KVM_RUN`, first clears the flag and then empties its inbox.
 //! If the signal arrives after the thread's last check and before the next `KVM_RUN`, the flag is
 //! still set and `KVM_RUN` returns at once, so no kick is lost. A thread that has not started yet,
 //! or has ended, needs no signal.
@@ -9,7 +9,6 @@
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
-use std::thread::JoinHandle;
 
 use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
@@ -17,7 +16,7 @@ use libc::{c_int, c_void, siginfo_t};
 use rustix::mm::MapFlags;
 use rustix::thread::gettid;
 use vmm_sys_util::errno;
-use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler, unblock_signal};
+use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler, unblock_signal};
 
 use super::mapping::Mapping;
 
@@ -50,7 +49,7 @@ impl ImmediateExit {
         self.thread.store(gettid().as_raw_pid(), Ordering::SeqCst);
     }
 
-    /// Kicks the vCPU like [`kick`], for callers that do not own the thread's handle.
+    /// Kicks the vCPU out of `KVM_RUN`. The caller must have put a job into its inbox before.
     pub fn kick(&self) {
         self.set();
         let thread = self.thread.load(Ordering::SeqCst);
@@ -104,12 +103,4 @@ pub fn register_kick_handler() -> Result<(), errno::Error> {
     extern "C" fn nothing(_: c_int, _: *mut siginfo_t, _: *mut c_void) {}
     static REGISTERED: OnceLock<Result<(), errno::Error>> = OnceLock::new();
     *REGISTERED.get_or_init(|| register_signal_handler(SIGRTMIN(), nothing))
-}
-
-/// Kicks `thread` out of `KVM_RUN`. The caller must have put the command into its channel before.
-pub fn kick(thread: &JoinHandle<()>, flag: &ImmediateExit) {
-    flag.set();
-    if let Err(e) = thread.kill(SIGRTMIN()) {
-        tracing::warn!("a vCPU thread cannot be signalled: {e}");
-    }
 }

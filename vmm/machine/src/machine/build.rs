@@ -3,7 +3,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{DirtySource, RingFull, TrackingMode};
@@ -13,10 +12,10 @@ use kvm_ioctls::{Kvm, VcpuFd};
 
 use super::early::{Blank, EarlyVm};
 use super::error::step;
-use super::supervisor::{Peer, Status, Supervisor};
+use super::supervisor::{EndReporter, Peer, Status, Supervisor};
 use super::vcpus::{VcpuHandle, Vcpus};
 use super::{Machine, MachineError};
-use crate::actor::{Handle, Inbox};
+use crate::actor::{self, Handle, Inbox};
 use crate::boot::{self, Entry, MmioSlot};
 use crate::collector::{self, Brake, Collector};
 use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
@@ -26,7 +25,7 @@ use crate::memory::Memory;
 use crate::sandbox::{self, Class};
 use crate::sinks::SharedSink;
 use crate::sources::{BitmapSource, Diverted, ManualSource, RingSource, UserfaultWpSource};
-use crate::vcpu::{Counters, Hold, StateContext, Vcpu, cpuid, msrs, promises, tsc};
+use crate::vcpu::{self, Counters, Hold, StateContext, Vcpu, cpuid, msrs, promises, tsc};
 
 /// Collected frames from which another collection follows soon; at most a quarter of a ring.
 const MANY_FRAMES: u64 = 4096;
@@ -202,8 +201,9 @@ impl Machine {
 
         let collector_inbox = collector::inbox();
         let (to_collector, status) = (collector_inbox.0.clone(), Arc::new(Status::new(holds)));
-        let (requests, inbox) = mpsc::channel();
-        let peer = |_: u8| Peer { supervisor: requests.clone(), collector: to_collector.clone() };
+        let (requests, inbox) = actor::inbox("the supervisor");
+        let end = EndReporter { status: status.clone(), supervisor: requests.clone() };
+        let peer = |_: u8| Peer { end: end.clone(), collector: to_collector.clone() };
         // If a step fails from here on, dropping these joins the vCPU threads, whichever value owns
         // them by then.
         let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
@@ -228,8 +228,8 @@ impl Machine {
             status,
             counters,
             started: Instant::now(),
-            requests,
-            supervisor: Some(supervisor),
+            supervisor: requests,
+            supervisor_thread: Some(supervisor),
             collector: None,
             #[cfg(test)]
             bus: shared_bus,
@@ -492,7 +492,7 @@ fn start_vcpus(
             ImmediateExit::new(&fd).map_err(MachineError::system("mapping kvm_run"))?;
         let immediate_exit = Arc::new(immediate_exit);
         let counters = Arc::new(Counters::default());
-        let (inbox, commands) = mpsc::channel();
+        let (handle, inbox) = actor::inbox(format!("vCPU {id}"));
         let tsc_khz = fd.get_tsc_khz().ok();
         let vcpu = Vcpu {
             id,
@@ -504,9 +504,10 @@ fn start_vcpus(
             counters: counters.clone(),
             ring_full,
             context: context.clone(),
-            commands,
-            inbox: inbox.clone(),
-            peers: peer(id),
+            inbox,
+            handle: handle.clone(),
+            peers: Box::new(peer(id)),
+            state: vcpu::State::default(),
             awaited: 0,
             hold: Hold::default(),
             reset: true,
@@ -516,7 +517,7 @@ fn start_vcpus(
         };
         let thread = sandbox::spawn(Class::Vcpu, format!("vcpu{id}"), move || vcpu.live());
         let thread = thread.map_err(MachineError::system("starting a vCPU thread"))?;
-        handles.push(VcpuHandle::new(inbox, immediate_exit, counters, thread));
+        handles.push(VcpuHandle::new(handle, immediate_exit, counters, thread));
     }
     Ok(handles)
 }

@@ -1,19 +1,20 @@
 //! The KVM machine: assembles the parts and implements [`Guest`] and [`Vm`] for them.
 //!
 //! ```text
-//! API, jobs --Request--> supervisor --Command--> vCPU threads     pause, save, restore, end
-//!          \--Message--> collector  <--RingFull-- vCPU threads    which vCPU dirtied what
-//!                        collector  ----Hold----> vCPU threads    which vCPU to throttle
-//! supervisor --Command--> device threads                         quiesce, save, restore, locks
+//! API, jobs ----> supervisor ----> vCPU threads                   pause, save, restore, end
+//!          \----> collector <----- vCPU threads: ring full        which vCPU dirtied what
+//!                 collector -----> vCPU threads: hold             which vCPU to throttle
+//! supervisor ----> device threads                                 quiesce, save, restore, locks
 //! vCPU threads --registers--> device threads
 //! vCPU threads --bytes--> serial thread --> the sink
 //! ```
 //!
-//! Each arrow is a channel. The supervisor waits for vCPUs and devices, each with a time limit. A
-//! vCPU waits for the collector, and for a device whose register it has written; it serves its
-//! command channel while it waits. The collector and the devices wait for no thread of the machine.
-//! Therefore nothing here can deadlock: after the time limit a request that meets a stuck backend
-//! fails with the device's name. The same holds for the next request and for the guest's end.
+//! Each arrow is an [`actor`](crate::actor)'s inbox. The supervisor waits for vCPUs and devices,
+//! each with a time limit. A vCPU waits for the collector, and for a device whose register it has
+//! written; it runs the jobs in its inbox while it waits. The collector and the devices wait for no
+//! thread of the machine. Therefore nothing here can deadlock: after the time limit a request that
+//! meets a stuck backend fails with the device's name. The same holds for the next request and for
+//! the guest's end.
 
 mod build;
 mod early;
@@ -34,7 +35,6 @@ mod tests;
 mod vcpus;
 
 use std::sync::Arc;
-use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -45,6 +45,7 @@ use driftline_guest::{
     VcpuPauses, VcpuWrites, VmId, WriteThrottle,
 };
 
+use crate::actor::Handle;
 use crate::collector::Collector;
 use crate::config::MachineConfig;
 use crate::devices::{BalloonControl, Drive, DriveSource, Meter, SerialInput, SinkThread};
@@ -59,8 +60,11 @@ pub use early::EarlyVm;
 pub use error::MachineError;
 pub use factory::MachineFactory;
 pub(crate) use state::registers;
-use supervisor::{Request, Status};
+use supervisor::{EndReporter, Status, Supervisor};
 
+/// Limit on waiting for the supervisor. It is longer than the limits of all that one request waits
+/// for, so only a defect takes this long.
+const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 /// Limit on waiting for the guest's free-page hints before all memory is copied.
 const HINTS_LIMIT: Duration = Duration::from_secs(1);
 
@@ -77,8 +81,8 @@ pub struct Machine {
     status: Arc<Status>,
     counters: Vec<Arc<Counters>>,
     started: Instant,
-    requests: Sender<Request>,
-    supervisor: Option<JoinHandle<()>>,
+    supervisor: Handle<Supervisor>,
+    supervisor_thread: Option<JoinHandle<()>>,
     /// Dropped after the supervisor: vCPUs may wait for the collector until they have ended.
     collector: Option<Collector>,
     #[cfg(test)]
@@ -90,16 +94,15 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Sends a request to the supervisor and waits for the answer.
-    fn ask<T>(
+    /// Has the supervisor run `job`. `what` describes it in errors, as a verb and its object.
+    fn ask<T: Send + 'static>(
         &self,
         what: &'static str,
-        request: impl FnOnce(Sender<Result<T, GuestError>>) -> Request,
+        job: impl FnOnce(&mut Supervisor) -> Result<T, GuestError> + Send + 'static,
     ) -> Result<T, GuestError> {
-        let gone = || GuestError::System { what, cause: "the supervisor has ended".into() };
-        let (reply, answer) = mpsc::channel();
-        self.requests.send(request(reply)).map_err(|_| gone())?;
-        answer.recv().map_err(|_| gone())?
+        let answer = self.supervisor.call(what, Instant::now() + ANSWER_LIMIT, job);
+        answer
+            .map_err(|e| GuestError::System { what: "asking the supervisor", cause: Box::new(e) })?
     }
 
     /// Refuses `request` unless the guest is paused.
@@ -215,7 +218,8 @@ impl Populate for Machine {
             );
             return Ok(Some(backlog));
         }
-        let owner = LateOwner { supervisor: self.requests.clone(), status: self.status.clone() };
+        let (status, supervisor) = (self.status.clone(), self.supervisor.clone());
+        let owner = LateOwner { end: EndReporter { status, supervisor } };
         self.memory.fetch_late(backlog, Box::new(owner))
     }
 
@@ -254,23 +258,30 @@ impl Lifecycle for Machine {
     }
 
     fn pause(&self) -> Result<RunState, GuestError> {
-        self.ask("pausing", Request::Pause)
+        self.ask("pause the guest", Supervisor::pause)
     }
 
     fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
-        self.ask("pausing", Request::PauseAndSave)
+        self.ask("pause the guest", Supervisor::pause_and_save)
     }
 
     fn resume(&self) -> Result<(), GuestError> {
-        self.ask("resuming", Request::Resume)?;
+        self.ask("resume the guest", Supervisor::resume)?;
         // Input starts only after the resume: an earlier start would delay a hand-over.
         self.input.iter().for_each(SerialInput::begin);
         Ok(())
     }
 
     fn stop(&self, why: &str) {
-        // Only a supervisor that has ended does not answer, and then the guest has ended too.
-        let _ = self.ask("stopping", |reply| Request::Stop(why.to_owned(), reply));
+        let why = EndReason::Stopped(why.to_owned());
+        let stop = |supervisor: &mut Supervisor| {
+            supervisor.end(why);
+            Ok(())
+        };
+        // With the supervisor the guest has ended too.
+        if let Err(e) = self.ask("stop the guest", stop) {
+            tracing::debug!("{e}");
+        }
     }
 
     fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
@@ -280,12 +291,12 @@ impl Lifecycle for Machine {
 
 impl Stateful for Machine {
     fn save_state(&self) -> SavedState {
-        self.ask("saving state", Request::Save)
+        self.ask("save the guest's state", |supervisor| supervisor.save())
     }
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         let saved = state::decode(sections, self.config.vcpus, self.config.devices.len())?;
-        self.ask("restoring state", |reply| Request::Restore(Box::new(saved), clock, reply))
+        self.ask("restore the guest's state", move |supervisor| supervisor.restore(saved, clock))
     }
 }
 
@@ -305,7 +316,7 @@ impl HandOver for Machine {
         if self.config.devices.is_empty() {
             return self.status.set_holds("release", false);
         }
-        self.ask("releasing devices", Request::Release)
+        self.ask("release the devices", Supervisor::release)
     }
 
     fn detach(&self) -> Result<Vec<u8>, GuestError> {
@@ -313,49 +324,48 @@ impl HandOver for Machine {
         if self.config.devices.is_empty() {
             return self.stands("detach").map(|()| Vec::new());
         }
-        self.ask("detaching devices", Request::Detach)
+        self.ask("detach the devices", Supervisor::detach)
     }
 
     fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
         if self.config.devices.is_empty() && late.is_empty() {
             return self.stands("attach");
         }
-        self.ask("attaching devices", |reply| Request::Attach(late.to_vec(), reply))
+        let late = late.to_vec();
+        self.ask("attach the devices", move |supervisor| supervisor.attach(&late))
     }
 
     fn acquire(&self) -> Result<(), GuestError> {
         if self.config.devices.is_empty() {
             return self.status.set_holds("acquire", true);
         }
-        self.ask("acquiring devices", Request::Acquire)
+        self.ask("acquire the devices", Supervisor::acquire)
     }
 }
 
 /// Ends the guest if a frame of its memory is lost.
 struct LateOwner {
-    supervisor: Sender<Request>,
-    status: Arc<Status>,
+    end: EndReporter,
 }
 
 impl memory::Owner for LateOwner {
     fn lost(&self, why: String) {
         let why = format!("its memory cannot be restored: {why}");
-        self.status.lose(&why);
+        self.end.status.lose(&why);
         exit::lost_memory(&why);
-        // A supervisor that has ended has no guest any more.
-        let _ = self.supervisor.send(Request::Ended(EndReason::Crashed(why)));
+        self.end.report(EndReason::Crashed(why));
     }
 
     fn has_ended(&self) -> bool {
-        self.status.state() == RunState::Stopped
+        self.end.status.state() == RunState::Stopped
     }
 
     fn takes_state(&self) -> bool {
-        self.status.takes_state()
+        self.end.status.takes_state()
     }
 
     fn runs(&self) -> bool {
-        self.status.state() == RunState::Running
+        self.end.status.state() == RunState::Running
     }
 }
 
@@ -397,9 +407,8 @@ impl Vm for Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // A supervisor that has already ended needs no message.
-        let _ = self.requests.send(Request::Quit);
-        if let Some(thread) = self.supervisor.take() {
+        self.supervisor.end();
+        if let Some(thread) = self.supervisor_thread.take() {
             let _ = thread.join();
         }
     }

@@ -1,8 +1,7 @@
-//! The supervisor is the only thread that decides whether a machine runs. It owns the vCPU threads,
-//! serves one request at a time, and receives a message from a vCPU when the guest ends.
+//! The supervisor is the only thread that decides whether a machine runs. It owns the vCPU threads
+//! and serves one request at a time. A vCPU reports the end of the guest to it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -12,36 +11,18 @@ use driftline_guest::{Clock, GuestError, RunState, SavedState};
 use super::MachineError;
 use super::state::{self, SavedMachine};
 use super::vcpus::{HALT_LIMIT, VcpuHandle, Vcpus};
-use crate::actor::Handle;
+use crate::actor::{CallError, Handle, Inbox};
 use crate::boot;
 use crate::collector;
 use crate::devices::{Bus, RequestError};
 use crate::kvm::KvmVm;
 use crate::sandbox::{self, Class};
-use crate::vcpu::{Adjust, Command, Peers, SavedVcpu, StateContext, Stood, Wave, wall_ns};
+use crate::vcpu::{Adjust, Peers, SavedVcpu, StateContext, Stood, Vcpu, Wave, wall_ns};
 use crate::vm::EndReason;
 
 /// Limit for the vCPUs to restore a state. KVM touches pages that vCPUs share with the guest, and
 /// in a lazy restore those pages come from storage.
 const RESTORE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
-
-/// A message to the supervisor.
-pub(super) enum Request {
-    Pause(Sender<Result<RunState, GuestError>>),
-    Resume(Sender<Result<(), GuestError>>),
-    Save(Sender<SavedState>),
-    PauseAndSave(Sender<Result<(RunState, SavedState), GuestError>>),
-    Restore(Box<SavedMachine>, Clock, Sender<Result<(), GuestError>>),
-    Release(Sender<Result<(), GuestError>>),
-    Detach(Sender<Result<Vec<u8>, GuestError>>),
-    Attach(Vec<u8>, Sender<Result<(), GuestError>>),
-    Acquire(Sender<Result<(), GuestError>>),
-    Stop(String, Sender<Result<(), GuestError>>),
-    /// A vCPU reports that the guest has ended.
-    Ended(EndReason),
-    /// The machine is being dropped.
-    Quit,
-}
 
 /// Whether the machine runs, and whether it may. The supervisor writes it and any thread reads it.
 /// For a guest without devices, the thread that releases or acquires the guest writes it too.
@@ -51,6 +32,8 @@ pub(super) struct Status {
     changed: Condvar,
     /// Whether the vCPUs are restoring a state.
     takes_state: AtomicBool,
+    /// The first report that the guest has ended.
+    reported: OnceLock<EndReason>,
     /// Why a page of memory is lost: the guest ends, or never runs.
     lost: OnceLock<String>,
 }
@@ -73,6 +56,7 @@ impl Status {
             now: Mutex::new(now),
             changed: Condvar::new(),
             takes_state: AtomicBool::new(false),
+            reported: OnceLock::new(),
             lost: OnceLock::new(),
         }
     }
@@ -150,24 +134,39 @@ impl Now {
     }
 }
 
-/// The channels from a vCPU to the supervisor and the collector.
+/// Reports to the supervisor that the guest has ended.
+#[derive(Clone, Debug)]
+pub(super) struct EndReporter {
+    pub(super) status: Arc<Status>,
+    pub(super) supervisor: Handle<Supervisor>,
+}
+
+impl EndReporter {
+    /// Ends the guest soon. The first report is kept.
+    pub(super) fn report(&self, why: EndReason) {
+        // The supervisor may have to know before it comes to the job: a pause finds vCPUs finished.
+        let _ = self.status.reported.set(why);
+        // A supervisor that has already ended ends all vCPUs.
+        self.supervisor.tell(Supervisor::end_as_reported);
+    }
+}
+
+/// The way from a vCPU to the supervisor and the collector.
 pub(super) struct Peer {
-    pub(super) supervisor: Sender<Request>,
+    pub(super) end: EndReporter,
     pub(super) collector: Handle<collector::Work>,
 }
 
 impl Peers for Peer {
     fn ended(&self, _: u8, why: EndReason) {
-        // A supervisor that has already ended ends all vCPUs.
-        let _ = self.supervisor.send(Request::Ended(why));
+        self.end.report(why);
     }
 
-    fn ring_full(&self, vcpu: u8, reply: &Sender<Command>) -> bool {
-        let reply = reply.clone();
+    fn ring_full(&self, id: u8, vcpu: Handle<Vcpu>) -> bool {
         self.collector.tell(move |work| {
-            work.relieve(vcpu);
-            // The vCPU may have ended meanwhile.
-            let _ = reply.send(Command::RingsDrained);
+            work.relieve(id);
+            // Ends its wait. The vCPU may have ended meanwhile.
+            vcpu.tell(|_| ());
         })
     }
 
@@ -183,8 +182,8 @@ enum Halted {
     Paused,
     /// The guest has ended.
     Ended,
-    /// A vCPU has not paused in time. The message names it.
-    Late(String),
+    /// A vCPU has not paused in time.
+    Late(CallError),
 }
 
 /// The state that the supervisor's thread owns.
@@ -195,7 +194,6 @@ pub(super) struct Supervisor {
     bus: Arc<Bus>,
     context: Arc<StateContext>,
     status: Arc<Status>,
-    requests: Receiver<Request>,
     has_run: bool,
     /// Whether a restore has failed half-way and none has succeeded since.
     half_restored: bool,
@@ -208,47 +206,16 @@ impl Supervisor {
         context: Arc<StateContext>,
         vcpus: Vcpus,
         status: Arc<Status>,
-        requests: Receiver<Request>,
+        inbox: Inbox<Self>,
     ) -> Result<JoinHandle<()>, MachineError> {
-        let supervisor = Self {
-            vcpus,
-            vm,
-            bus,
-            context,
-            status,
-            requests,
-            has_run: false,
-            half_restored: false,
-        };
-        sandbox::spawn(Class::Supervisor, "supervisor", move || supervisor.run())
+        let supervisor =
+            Self { vcpus, vm, bus, context, status, has_run: false, half_restored: false };
+        sandbox::spawn(Class::Supervisor, "supervisor", move || supervisor.run(inbox))
             .map_err(MachineError::system("starting the supervisor"))
     }
 
-    fn run(mut self) {
-        while let Ok(request) = self.requests.recv() {
-            match request {
-                Request::Pause(reply) => answer(&reply, self.pause()),
-                Request::Resume(reply) => answer(&reply, self.resume()),
-                Request::Save(reply) => answer(&reply, self.save()),
-                Request::PauseAndSave(reply) => {
-                    let before = self.pause();
-                    answer(&reply, before.map(|before| (before, self.save())));
-                }
-                Request::Restore(saved, clock, reply) => {
-                    answer(&reply, self.restore(*saved, clock));
-                }
-                Request::Release(reply) => answer(&reply, self.release()),
-                Request::Detach(reply) => answer(&reply, self.detach()),
-                Request::Attach(late, reply) => answer(&reply, self.attach(&late)),
-                Request::Acquire(reply) => answer(&reply, self.acquire()),
-                Request::Stop(why, reply) => {
-                    self.end(EndReason::Stopped(why));
-                    answer(&reply, Ok(()));
-                }
-                Request::Ended(why) => self.end(why),
-                Request::Quit => break,
-            }
-        }
+    fn run(mut self, inbox: Inbox<Self>) {
+        inbox.serve(&mut self);
         self.end(EndReason::Stopped("the machine was taken down".to_owned()));
     }
 
@@ -257,7 +224,7 @@ impl Supervisor {
         self.status.lock().require(request, needed)
     }
 
-    fn pause(&mut self) -> Result<RunState, GuestError> {
+    pub(super) fn pause(&mut self) -> Result<RunState, GuestError> {
         match self.status.state() {
             RunState::Paused => return Ok(RunState::Paused),
             RunState::Stopped => self.require("pause", RunState::Running)?,
@@ -270,7 +237,7 @@ impl Supervisor {
             Halted::Late(why) => {
                 // The devices were not asked to quiesce, so they continue.
                 self.bus.virtio().hurry(false);
-                Some(Err(GuestError::System { what: "pausing the guest", cause: why.into() }))
+                Some(Err(asking("pausing the guest")(why)))
             }
             Halted::Ended => None,
         };
@@ -287,42 +254,30 @@ impl Supervisor {
             }
             None => {}
         }
-        // The guest has ended meanwhile and has reported it to this channel: read that report
-        // first.
-        if self.vcpus.iter().any(VcpuHandle::has_ended) {
-            self.end(EndReason::Crashed("a vCPU thread has died".to_owned()));
-        }
-        while self.status.state() != RunState::Stopped {
-            match self.requests.recv() {
-                Ok(Request::Ended(why)) => self.end(why),
-                Ok(other) => refuse(other),
-                Err(_) => break,
-            }
-        }
+        // The guest has ended meanwhile. A vCPU reports that before it has finished.
+        self.end_as_reported();
+        self.end(EndReason::Crashed("a vCPU thread has died".to_owned()));
         Err(GuestError::State { request: "pause", state: RunState::Stopped })
+    }
+
+    /// Pauses the guest and saves its state.
+    pub(super) fn pause_and_save(&mut self) -> Result<(RunState, SavedState), GuestError> {
+        let before = self.pause()?;
+        Ok((before, self.save()))
     }
 
     /// Pauses all vCPUs.
     fn halt(&self) -> Halted {
         let deadline = Instant::now() + HALT_LIMIT;
-        let pause = |vcpu: &VcpuHandle| {
-            let (reply, stood) = mpsc::channel();
-            vcpu.interrupt(Command::Pause(reply));
-            stood
-        };
-        let waiting: Vec<Receiver<Stood>> = self.vcpus.iter().map(pause).collect();
+        let asked: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.begin_pause(deadline)).collect();
         let mut halted = Halted::Paused;
-        for (stood, id) in waiting.iter().zip(0..) {
-            match stood.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        for asked in asked {
+            match asked.wait() {
                 Ok(Stood::Paused) => {}
                 // The end of the guest takes precedence over a late vCPU.
-                Ok(Stood::Finished) | Err(RecvTimeoutError::Disconnected) => halted = Halted::Ended,
-                Err(RecvTimeoutError::Timeout) if halted == Halted::Paused => {
-                    let limit = HALT_LIMIT.as_secs();
-                    halted =
-                        Halted::Late(format!("vCPU {id} did not come to a stand in {limit} s"));
-                }
-                Err(RecvTimeoutError::Timeout) => {}
+                Ok(Stood::Finished) | Err(CallError::Ended { .. }) => halted = Halted::Ended,
+                Err(late) if halted == Halted::Paused => halted = Halted::Late(late),
+                Err(_) => {}
             }
         }
         self.bus.com1().take_input(false);
@@ -333,11 +288,11 @@ impl Supervisor {
     fn go_on(&self) {
         self.bus.com1().take_input(true);
         for vcpu in self.vcpus.iter() {
-            vcpu.tell(Command::Resume(Wave::alone()));
+            vcpu.paused().tell(Vcpu::resume);
         }
     }
 
-    fn resume(&mut self) -> Result<(), GuestError> {
+    pub(super) fn resume(&mut self) -> Result<(), GuestError> {
         self.require("resume", RunState::Paused)?;
         if self.half_restored {
             let what = "the guest's state".to_owned();
@@ -348,15 +303,22 @@ impl Supervisor {
         self.has_run = true;
         self.bus.virtio().resume();
         self.bus.com1().take_input(true);
-        let all = self.vcpus.iter().map(VcpuHandle::commands).collect();
-        // The vCPUs are paused, so they receive it. None may be told to pause again before all have
+        let all = self.vcpus.iter().map(|vcpu| vcpu.paused().clone()).collect();
+        // The vCPUs are paused, so they come to it. None may be told to pause again before all have
         // resumed.
-        let _ = Wave::begin(all).recv();
+        let _ = Wave::begin(all, Vcpu::resume_in).recv();
         Ok(())
     }
 
+    /// Ends the guest if a thread has reported that it has ended.
+    fn end_as_reported(&mut self) {
+        if let Some(why) = self.status.reported.get().cloned() {
+            self.end(why);
+        }
+    }
+
     /// Ends the guest. The first reason is kept.
-    fn end(&mut self, why: EndReason) {
+    pub(super) fn end(&mut self, why: EndReason) {
         if self.status.state() == RunState::Stopped {
             return;
         }
@@ -377,49 +339,45 @@ impl Supervisor {
         self.status.end(why);
     }
 
-    fn save(&self) -> SavedState {
+    pub(super) fn save(&self) -> SavedState {
         self.require("save", RunState::Paused)?;
         let deadline = Instant::now() + HALT_LIMIT;
-        let mut waiting = Vec::new();
-        for vcpu in self.vcpus.iter() {
-            let (reply, saved) = mpsc::channel();
-            vcpu.tell(Command::Save(reply));
-            waiting.push(saved);
-        }
+        let save =
+            |vcpu: &VcpuHandle| vcpu.paused().begin("give its state", deadline, |vcpu| vcpu.save());
+        let asked: Vec<_> = self.vcpus.iter().map(save).collect();
         // This runs in parallel with the vCPU threads; all vCPUs are paused.
         let vm = state::save_vm(&self.vm, &self.context)?;
         let com1 = self.bus.com1().state();
         let platform = state::SavedPlatform { power: self.bus.power().state() };
         let virtio = devices("saving a virtio device", self.bus.virtio().save())?;
-        let mut vcpus = Vec::with_capacity(waiting.len());
-        for (saved, id) in waiting.into_iter().zip(0..) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            vcpus.push(*saved.recv_timeout(left).map_err(|e| no_answer(id, e))??);
+        let mut vcpus = Vec::with_capacity(asked.len());
+        for asked in asked {
+            vcpus.push(*asked.wait().map_err(asking("saving the state of a vCPU"))??);
         }
         state::encode(&SavedMachine { vm, vcpus, com1, platform, virtio })
     }
 
     /// Releases what only one host may hold.
-    fn release(&mut self) -> Result<(), GuestError> {
+    pub(super) fn release(&mut self) -> Result<(), GuestError> {
         // Comes first: if the release fails, part of it may be done.
         self.status.set_holds("release", false)?;
         devices("releasing a device", self.bus.virtio().release())
     }
 
     /// Detaches the channels through which peers reach the guest, after `release`.
-    fn detach(&mut self) -> Result<Vec<u8>, GuestError> {
+    pub(super) fn detach(&mut self) -> Result<Vec<u8>, GuestError> {
         self.status.set_holds("detach", false)?;
         devices("detaching a device", self.bus.virtio().detach())
     }
 
     /// Attaches the channels through which peers reach the guest on this host.
-    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+    pub(super) fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
         self.require("attach", RunState::Paused)?;
         devices("attaching a device", self.bus.virtio().attach(late))
     }
 
     /// Acquires what only one host may hold.
-    fn acquire(&mut self) -> Result<(), GuestError> {
+    pub(super) fn acquire(&mut self) -> Result<(), GuestError> {
         self.require("acquire", RunState::Paused)?;
         devices("acquiring a device", self.bus.virtio().acquire())?;
         self.status.set_holds("acquire", true)
@@ -428,7 +386,7 @@ impl Supervisor {
     /// Restores a state. vCPUs come before interrupt controllers: restoring the local APIC would
     /// overwrite an interrupt that a controller passes on. The clock comes last: it counts from the
     /// TSCs.
-    fn restore(&mut self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
+    pub(super) fn restore(&mut self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
         self.require("restore", RunState::Paused)?;
         if self.has_run {
             let what = "a state".to_owned();
@@ -442,18 +400,15 @@ impl Supervisor {
     }
 
     fn restore_vcpus(&self, states: Vec<SavedVcpu>, adjust: Adjust) -> Result<(), GuestError> {
-        let mut waiting = Vec::new();
-        for (vcpu, state) in self.vcpus.iter().zip(states) {
-            let (reply, restored) = mpsc::channel();
-            vcpu.tell(Command::Restore(Box::new(state), adjust, reply));
-            waiting.push(restored);
-        }
-        // Waits for all vCPUs, even if the first one fails.
         let deadline = Instant::now() + RESTORE_LIMIT;
-        let restored = waiting.into_iter().zip(0..).map(|(restored, id)| {
-            let left = deadline.saturating_duration_since(Instant::now());
-            restored.recv_timeout(left).map_err(|e| not_restored(id, e))?
-        });
+        let restore = |(vcpu, state): (&VcpuHandle, SavedVcpu)| {
+            let what = "take over its state, for which it needs pages that it shares with KVM,";
+            vcpu.paused().begin(what, deadline, move |vcpu| vcpu.restore(&state, adjust))
+        };
+        let asked: Vec<_> = self.vcpus.iter().zip(states).map(restore).collect();
+        // Waits for all vCPUs, even if the first one fails.
+        let failed = asking("restoring the state of a vCPU");
+        let restored = asked.into_iter().map(|asked| asked.wait().map_err(&failed)?);
         restored.collect::<Vec<_>>().into_iter().collect()
     }
 
@@ -495,54 +450,6 @@ fn devices<T>(what: &'static str, r: Result<T, RequestError>) -> Result<T, Guest
     r.map_err(|why| GuestError::System { what, cause: Box::new(why) })
 }
 
-fn gone() -> GuestError {
-    GuestError::System { what: "asking a vCPU", cause: "its thread has ended".into() }
-}
-
-/// Returns the error for vCPU `id`, which has not answered within [`HALT_LIMIT`].
-fn no_answer(id: u32, e: RecvTimeoutError) -> GuestError {
-    match e {
-        RecvTimeoutError::Disconnected => gone(),
-        RecvTimeoutError::Timeout => {
-            let cause = format!("vCPU {id} did not give its state in {} s", HALT_LIMIT.as_secs());
-            GuestError::System { what: "saving the state of a vCPU", cause: cause.into() }
-        }
-    }
-}
-
-/// Returns the error for vCPU `id`, which has not restored its state within [`RESTORE_LIMIT`].
-fn not_restored(id: u32, e: RecvTimeoutError) -> GuestError {
-    match e {
-        RecvTimeoutError::Disconnected => gone(),
-        RecvTimeoutError::Timeout => {
-            let limit = RESTORE_LIMIT.as_secs();
-            let cause = format!(
-                "vCPU {id} did not take over its state in {limit} s: a page that it shares with KVM may not come"
-            );
-            GuestError::System { what: "restoring the state of a vCPU", cause: cause.into() }
-        }
-    }
-}
-
-/// Answers a request that arrived after the guest's end.
-fn refuse(request: Request) {
-    let stopped = |request| GuestError::State { request, state: RunState::Stopped };
-    match request {
-        Request::Pause(reply) => answer(&reply, Err(stopped("pause"))),
-        Request::Resume(reply) => answer(&reply, Err(stopped("resume"))),
-        Request::Save(reply) => answer(&reply, Err(stopped("save"))),
-        Request::PauseAndSave(reply) => answer(&reply, Err(stopped("pause"))),
-        Request::Restore(_, _, reply) => answer(&reply, Err(stopped("restore"))),
-        Request::Release(reply) => answer(&reply, Err(stopped("release"))),
-        Request::Detach(reply) => answer(&reply, Err(stopped("detach"))),
-        Request::Attach(_, reply) => answer(&reply, Err(stopped("attach"))),
-        Request::Acquire(reply) => answer(&reply, Err(stopped("acquire"))),
-        Request::Stop(_, reply) => answer(&reply, Ok(())),
-        Request::Ended(_) | Request::Quit => {}
-    }
-}
-
-/// Sends a reply. The caller may have ended meanwhile.
-fn answer<T>(reply: &Sender<T>, with: T) {
-    let _ = reply.send(with);
+fn asking(what: &'static str) -> impl Fn(CallError) -> GuestError {
+    move |e| GuestError::System { what, cause: Box::new(e) }
 }

@@ -1,60 +1,55 @@
 //! Owns a machine's vCPU threads, from the start of the first to the end of the last.
 
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::actor::{Handle, Pending};
 use crate::collector::Brake;
-use crate::kvm::{ImmediateExit, kick};
-use crate::vcpu::{Command, Counters};
+use crate::kvm::ImmediateExit;
+use crate::vcpu::{Counters, Stood, Vcpu};
 
-/// Upper bound on pausing or ending vCPUs. They serve commands wherever they wait, so only a defect
+/// Upper bound on pausing or ending vCPUs. They run jobs wherever they wait, so only a defect
 /// takes this long.
 pub(super) const HALT_LIMIT: Duration = Duration::from_secs(10);
 /// Interval between two checks whether a thread has ended.
 const LOOK: Duration = Duration::from_micros(100);
 
-/// The thread of one vCPU, with its command channel.
+/// The thread of one vCPU.
 #[derive(Debug)]
 pub(super) struct VcpuHandle {
-    commands: Sender<Command>,
-    immediate_exit: Arc<ImmediateExit>,
+    paused: Handle<Vcpu>,
+    running: Handle<Vcpu>,
     pub(super) counters: Arc<Counters>,
     thread: JoinHandle<()>,
 }
 
 impl VcpuHandle {
+    /// `vcpu` is the handle that does not kick.
     pub(super) fn new(
-        commands: Sender<Command>,
+        vcpu: Handle<Vcpu>,
         immediate_exit: Arc<ImmediateExit>,
         counters: Arc<Counters>,
         thread: JoinHandle<()>,
     ) -> Self {
-        Self { commands, immediate_exit, counters, thread }
+        let running = vcpu.woken_by(move || immediate_exit.kick());
+        Self { paused: vcpu, running, counters, thread }
     }
 
     /// Returns the handle through which the collector throttles this vCPU.
     pub(super) fn brake(&self) -> Brake {
-        let (commands, kick) = (self.commands.clone(), self.immediate_exit.clone());
-        Brake { commands, kick, counters: self.counters.clone() }
+        Brake { vcpu: self.running.clone(), counters: self.counters.clone() }
     }
 
-    /// Returns the sending side of the vCPU's channel.
-    pub(super) fn commands(&self) -> Sender<Command> {
-        self.commands.clone()
+    /// Returns the handle for jobs of a paused vCPU, which needs no kick.
+    pub(super) fn paused(&self) -> &Handle<Vcpu> {
+        &self.paused
     }
 
-    /// Sends a command to a vCPU that may be running.
-    pub(super) fn interrupt(&self, command: Command) {
-        // A thread that has ended needs no commands.
-        let _ = self.commands.send(command);
-        kick(&self.thread, &self.immediate_exit);
-    }
-
-    /// Sends a command to a paused vCPU.
-    pub(super) fn tell(&self, command: Command) {
-        let _ = self.commands.send(command);
+    /// Begins to pause the vCPU. One that comes to it after `deadline` pauses nevertheless: it must
+    /// not run a guest that has ended.
+    pub(super) fn begin_pause(&self, deadline: Instant) -> Pending<Stood> {
+        self.running.begin_even_late("pause", deadline, Vcpu::pause)
     }
 
     /// Returns whether the vCPU's thread has ended.
@@ -65,7 +60,7 @@ impl VcpuHandle {
 
 /// All vCPUs, in order. Dropping it ends and joins their threads.
 ///
-/// A vCPU thread holds a sender of its own channel, so it does not end when all other senders are
+/// A vCPU thread has a handle of its own inbox, so it does not end when all other handles are
 /// dropped. The thread also holds the VM, and with it guest memory.
 #[derive(Debug, Default)]
 pub(super) struct Vcpus(Vec<VcpuHandle>);
@@ -82,8 +77,8 @@ impl Vcpus {
 
 impl Drop for Vcpus {
     fn drop(&mut self) {
-        // Every thread gets the command before the first is joined.
-        self.0.iter().for_each(|vcpu| vcpu.interrupt(Command::Quit));
+        // Every thread is told to end before the first is joined.
+        self.0.iter().for_each(|vcpu| vcpu.running.end());
         let deadline = Instant::now() + HALT_LIMIT;
         for vcpu in self.0.drain(..) {
             while !vcpu.has_ended() && Instant::now() < deadline {

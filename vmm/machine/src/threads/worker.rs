@@ -38,7 +38,7 @@ pub(super) struct Worker {
     pub(super) end: Arc<End>,
 }
 
-/// What other threads change between two ticks of a worker. The worker exits when its inbox says so.
+/// What other threads change between two ticks of a worker.
 #[derive(Default)]
 pub(super) struct WorkerControl {
     pub(super) state: WorkerState,

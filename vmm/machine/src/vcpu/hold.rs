@@ -1,14 +1,14 @@
 //! Throttles one vCPU that makes frames dirty too fast.
 //!
-//! *Hold*: a time for which the vCPU does not enter the guest. It takes commands all the while, and
+//! *Hold*: a time for which the vCPU does not enter the guest. It runs jobs all the while, and
 //! a pause ends the hold. *Slice*: the time after a hold for which it runs. A timer of the vCPU's
 //! own ends the slice, so that this does not depend on when the collector gets to run. The vCPU
 //! then reports and stays out of the guest until the collector answers.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use super::{Command, Counters};
+use super::Counters;
+use crate::actor::{Inbox, Next};
 use crate::kvm::ExitTimer;
 
 /// How long the vCPU waits for the collector's answer to a report. Without an answer it runs
@@ -30,7 +30,7 @@ enum State {
     /// It runs unthrottled.
     #[default]
     Free,
-    /// It stays out of the guest, until `until` or until a command ends the hold.
+    /// It stays out of the guest, until `until` or until a job ends the hold.
     Held { since: Instant, until: Option<Instant>, slice: Duration },
     /// It runs until this time, then reports.
     Slice { until: Instant },
@@ -50,8 +50,8 @@ impl Hold {
         self.state = State::Held { since, until: Some(until), slice };
     }
 
-    /// Starts the wait after a reported slice. The vCPU stays out of the guest until a command ends
-    /// the wait or [`ANSWER`] has passed.
+    /// Starts the wait after a reported slice. The vCPU stays out of the guest until a job ends the
+    /// wait or [`ANSWER`] has passed.
     pub(super) fn wait(&mut self) {
         self.stop_timer();
         self.state = State::Held { since: Instant::now(), until: None, slice: Duration::ZERO };
@@ -75,26 +75,19 @@ impl Hold {
         matches!(self.state, State::Slice { until } if Instant::now() >= until)
     }
 
-    /// Returns the next command. Without a hold it does not wait for one; during a hold it waits at
+    /// Returns the next job. Without a hold it does not wait for one; during a hold it waits at
     /// most until the hold ends.
-    pub(super) fn next(
-        &mut self,
-        commands: &Receiver<Command>,
-        counters: &Counters,
-    ) -> Result<Command, TryRecvError> {
-        let State::Held { until, slice, .. } = self.state else { return commands.try_recv() };
+    pub(super) fn next<S>(&mut self, inbox: &Inbox<S>, counters: &Counters) -> Next<S> {
+        let State::Held { until, slice, .. } = self.state else { return inbox.try_recv() };
         let left = until.map_or(ANSWER, |until| until.saturating_duration_since(Instant::now()));
-        match commands.recv_timeout(left) {
-            Ok(command) => Ok(command),
-            Err(RecvTimeoutError::Timeout) => {
-                self.end(counters);
-                if until.is_some() {
-                    self.begin_slice(slice);
-                }
-                Err(TryRecvError::Empty)
+        let next = inbox.recv_timeout(left);
+        if matches!(next, Next::Nothing) {
+            self.end(counters);
+            if until.is_some() {
+                self.begin_slice(slice);
             }
-            Err(RecvTimeoutError::Disconnected) => Err(TryRecvError::Disconnected),
         }
+        next
     }
 
     /// Starts a slice. Without a timer the vCPU runs until the collector holds it again.
@@ -128,27 +121,26 @@ impl Hold {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
-
     use super::*;
+    use crate::actor;
 
     const FAR: Duration = Duration::from_secs(3600);
     const SLICE: Duration = Duration::from_millis(1);
 
     #[test]
-    fn commands_are_heard_during_a_hold_and_its_end_is_counted() {
+    fn jobs_are_heard_during_a_hold_and_its_end_is_counted() {
         crate::kvm::register_kick_handler().unwrap();
-        let (sender, commands) = mpsc::channel();
+        let (vcpu, inbox) = actor::inbox::<()>("vCPU 0");
         let (mut hold, counters) = (Hold::default(), Counters::default());
-        assert!(matches!(hold.next(&commands, &counters), Err(TryRecvError::Empty)));
+        assert!(matches!(hold.next(&inbox, &counters), Next::Nothing));
         hold.begin(Instant::now() + FAR, SLICE, &counters);
-        sender.send(Command::RingsDrained).unwrap();
-        assert!(matches!(hold.next(&commands, &counters), Ok(Command::RingsDrained)));
+        vcpu.tell(|()| ());
+        assert!(matches!(hold.next(&inbox, &counters), Next::Job(_)));
         assert!(hold.is_on() && counters.holds() == 0);
         // Another hold replaces it, and ends by itself.
         hold.begin(Instant::now() + 2 * SLICE, SLICE, &counters);
         assert_eq!(counters.holds(), 1);
-        assert!(matches!(hold.next(&commands, &counters), Err(TryRecvError::Empty)));
+        assert!(matches!(hold.next(&inbox, &counters), Next::Nothing));
         assert!(!hold.is_on() && counters.holds() == 2);
         assert!(counters.held() >= 2 * SLICE);
         hold.begin(Instant::now() + FAR, SLICE, &counters);
@@ -156,35 +148,35 @@ mod tests {
         hold.end(&counters);
         assert_eq!(counters.holds(), 3);
         hold.begin(Instant::now() + FAR, SLICE, &counters);
-        drop(sender);
-        assert!(matches!(hold.next(&commands, &counters), Err(TryRecvError::Disconnected)));
+        drop(vcpu);
+        assert!(matches!(hold.next(&inbox, &counters), Next::End));
     }
 
     #[test]
     fn a_slice_ends_and_the_wait_for_an_answer_is_part_of_the_next_hold() {
         crate::kvm::register_kick_handler().unwrap();
-        let (sender, commands) = mpsc::channel();
+        let (vcpu, inbox) = actor::inbox::<()>("vCPU 0");
         let (mut hold, counters) = (Hold::default(), Counters::default());
         hold.begin(Instant::now(), SLICE, &counters);
         assert!(!hold.slice_is_over());
-        assert!(matches!(hold.next(&commands, &counters), Err(TryRecvError::Empty)));
+        assert!(matches!(hold.next(&inbox, &counters), Next::Nothing));
         // The timer's signal ends this sleep, or the time does.
         while !hold.slice_is_over() {
             std::thread::sleep(SLICE);
         }
         hold.wait();
-        sender.send(Command::EndHold).unwrap();
-        assert!(matches!(hold.next(&commands, &counters), Ok(Command::EndHold)));
+        vcpu.tell(|()| ());
+        assert!(matches!(hold.next(&inbox, &counters), Next::Job(_)));
         assert!(hold.is_on() && counters.holds() == 1);
         hold.begin(Instant::now(), SLICE, &counters);
         assert_eq!(counters.holds(), 1, "it goes on");
-        assert!(matches!(hold.next(&commands, &counters), Err(TryRecvError::Empty)));
+        assert!(matches!(hold.next(&inbox, &counters), Next::Nothing));
         assert_eq!(counters.holds(), 2);
         hold.end(&counters);
         assert!(!hold.slice_is_over() && counters.holds() == 2);
         // A collector that never answers.
         hold.wait();
-        assert!(matches!(hold.next(&commands, &counters), Err(TryRecvError::Empty)));
+        assert!(matches!(hold.next(&inbox, &counters), Next::Nothing));
         assert!(!hold.is_on() && !hold.slice_is_over() && counters.holds() == 3);
         assert!(counters.held() >= ANSWER);
     }

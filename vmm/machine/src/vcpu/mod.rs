@@ -1,11 +1,10 @@
-//! vCPUs: one thread each. The thread owns the vCPU's file descriptor and takes commands as
-//! messages.
+//! vCPUs: one thread each. The thread owns the vCPU's file descriptor and runs other threads' jobs.
 //!
 //! ```text
-//!          Resume                 the guest ends
+//!          resume                 the guest ends
 //! Paused ---------> Running --------------------> Finished
 //!        <---------         (power-off, crash)
-//!          Pause, after a kick
+//!          pause, after a kick
 //! ```
 //!
 //! A vCPU that pauses first completes the current instruction. An instruction whose port or device
@@ -29,14 +28,14 @@ mod wave;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use driftline_dirty_tracker::RingFull;
-use driftline_guest::{GuestError, VcpuPauses};
+use driftline_guest::VcpuPauses;
 use kvm_bindings::{CpuId, KVM_CAP_KVMCLOCK_CTRL, KVM_EXIT_DIRTY_RING_FULL};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
+use crate::actor::{Handle, Inbox, Next};
 use crate::devices::{Bus, Done};
 use crate::end_reason::EndReason;
 use crate::kvm::{ImmediateExit, KvmVm, internal_error};
@@ -50,31 +49,6 @@ pub(crate) use wave::Wave;
 /// Pauses at least this long are reported to the guest. Guests' watchdogs wait much longer than
 /// this.
 const LONG_STAND: Duration = Duration::from_secs(1);
-
-/// A command to a vCPU. The sender must also kick a running vCPU, except for `RingsDrained` and
-/// `DeviceDone`, for which the vCPU waits.
-#[derive(Debug)]
-pub(crate) enum Command {
-    /// Resume, and pass the command on to others.
-    Resume(Wave),
-    /// Pause between two instructions, and reply.
-    Pause(Sender<Stood>),
-    /// The rings have room again: continue after a ring-full exit.
-    RingsDrained,
-    /// A device has finished the work that the guest's write started.
-    DeviceDone,
-    /// The vCPU makes frames dirty too fast: stay out of the guest until the given time, then run
-    /// for the given slice and report.
-    Hold(Instant, Duration),
-    /// End the hold, if there is one, and enter the guest at once.
-    EndHold,
-    /// Reply with the whole state.
-    Save(Sender<Result<Box<SavedVcpu>, GuestError>>),
-    /// Take a whole state.
-    Restore(Box<SavedVcpu>, Adjust, Sender<Result<(), GuestError>>),
-    /// End the thread.
-    Quit,
-}
 
 /// The result of a pause.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,12 +64,12 @@ pub(crate) trait Peers: Send {
     /// Reports that the guest has ended on vCPU `id`.
     fn ended(&self, id: u8, why: EndReason);
 
-    /// Reports that vCPU `id` cannot continue before the rings are harvested; it waits for
-    /// `RingsDrained` on `reply`. Returns whether a collector exists to harvest them.
-    fn ring_full(&self, id: u8, reply: &Sender<Command>) -> bool;
+    /// Reports that vCPU `id` cannot continue before the rings are harvested; it waits for any job
+    /// on `vcpu`. Returns whether a collector exists to harvest them.
+    fn ring_full(&self, id: u8, vcpu: Handle<Vcpu>) -> bool;
 
-    /// Reports that vCPU `id`, after `holds` holds, has run for its slice; it waits for `Hold` or
-    /// `EndHold`. Returns whether a collector exists to answer.
+    /// Reports that vCPU `id`, after `holds` holds, has run for its slice; it waits for `begin_hold`
+    /// or `end_hold`. Returns whether a collector exists to answer.
     fn slice_over(&self, id: u8, holds: u64) -> bool;
 }
 
@@ -178,7 +152,7 @@ impl Counters {
 }
 
 /// Everything that a vCPU thread owns.
-pub(crate) struct Vcpu<P: Peers> {
+pub(crate) struct Vcpu {
     pub(crate) id: u8,
     pub(crate) fd: VcpuFd,
     /// The CPUID table that the vCPU was given. KVM's own copy has bits that follow the guest.
@@ -192,10 +166,11 @@ pub(crate) struct Vcpu<P: Peers> {
     /// Where ring-full exits are counted; `None` in modes without rings.
     pub(crate) ring_full: Option<RingFull>,
     pub(crate) context: Arc<StateContext>,
-    pub(crate) commands: Receiver<Command>,
-    /// The sending side of `commands`, for those who reply.
-    pub(crate) inbox: Sender<Command>,
-    pub(crate) peers: P,
+    pub(crate) inbox: Inbox<Self>,
+    /// The handle without a kick, for jobs for which the vCPU waits.
+    pub(crate) handle: Handle<Self>,
+    pub(crate) peers: Box<dyn Peers>,
+    pub(crate) state: State,
     /// Number of the guest's writes that devices are still working on. The vCPU continues when it
     /// is 0.
     pub(crate) awaited: usize,
@@ -211,11 +186,17 @@ pub(crate) struct Vcpu<P: Peers> {
     pub(crate) _vm: Arc<KvmVm>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum State {
+/// Whether a vCPU runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum State {
+    /// It can resume.
+    #[default]
     Paused,
+    /// It enters the guest, unless it is held or waits for a device.
     Running,
+    /// The guest has ended.
     Finished,
+    /// The thread ends.
     Gone,
 }
 
@@ -227,42 +208,62 @@ enum After {
     End(EndReason),
 }
 
-impl<P: Peers> Vcpu<P> {
-    /// Runs the thread until it is told to quit.
+impl Vcpu {
+    /// Runs the thread until it is told to end.
     pub(crate) fn live(mut self) {
         self.immediate_exit.listen();
-        let mut state = State::Paused;
-        while state != State::Gone {
-            state = match state {
+        while self.state != State::Gone {
+            match self.state {
                 State::Running => self.run(),
-                standing => self.stand(standing),
-            };
+                _ => {
+                    let next = self.inbox.recv();
+                    self.obey(next);
+                }
+            }
         }
     }
 
-    /// Handles one command while the vCPU does not run.
-    fn stand(&mut self, state: State) -> State {
-        match self.commands.recv() {
-            Ok(Command::Resume(wave)) => {
-                wave.pass_on(self.id);
-                if state == State::Paused {
-                    self.tell_of_gap();
-                    self.counters.count_resume();
-                    return State::Running;
-                }
-            }
-            Ok(Command::DeviceDone) => self.device_done(),
-            Ok(Command::RingsDrained | Command::EndHold) => {}
-            // It is not entering the guest.
-            Ok(Command::Hold(..)) => self.counters.count_hold(Duration::ZERO),
-            Ok(Command::Pause(reply)) => answer(&reply, stood(state)),
-            Ok(Command::Save(reply)) => answer(&reply, self.save()),
-            Ok(Command::Restore(saved, adjust, reply)) => {
-                answer(&reply, self.restore(&saved, adjust));
-            }
-            Ok(Command::Quit) | Err(_) => return State::Gone,
+    /// Resumes the guest, if it is paused, together with the other vCPUs of the wave.
+    pub(crate) fn resume_in(&mut self, wave: &Wave<Self>) {
+        wave.pass_on(self.id);
+        self.resume();
+    }
+
+    /// Resumes the guest, if it is paused.
+    pub(crate) fn resume(&mut self) {
+        if self.state == State::Paused {
+            self.tell_of_gap();
+            self.counters.count_resume();
+            self.state = State::Running;
         }
-        state
+    }
+
+    /// Pauses the guest between two instructions. The caller must kick the vCPU.
+    pub(crate) fn pause(&mut self) -> Stood {
+        if self.state == State::Running {
+            self.hold.end(&self.counters);
+            self.state = State::Paused;
+            if let Some(why) = self.complete() {
+                self.end(why);
+            }
+        }
+        if self.state == State::Finished { Stood::Finished } else { Stood::Paused }
+    }
+
+    /// Keeps the vCPU, which makes frames dirty too fast, out of the guest until `until`, then lets
+    /// it run for `slice` and report. The caller must kick the vCPU.
+    pub(crate) fn begin_hold(&mut self, until: Instant, slice: Duration) {
+        match self.state {
+            State::Running => self.hold.begin(until, slice, &self.counters),
+            // It is not entering the guest.
+            _ => self.counters.count_hold(Duration::ZERO),
+        }
+    }
+
+    /// Ends the hold, if there is one, so that the vCPU enters the guest at once. The caller must
+    /// kick the vCPU.
+    pub(crate) fn end_hold(&mut self) {
+        self.hold.end(&self.counters);
     }
 
     /// Counts a completed pause. After a long one, tells the guest's watchdogs, by kvmclock, that
@@ -277,117 +278,75 @@ impl<P: Peers> Vcpu<P> {
         }
     }
 
-    /// Runs the guest until a command stops it or it ends.
-    fn run(&mut self) -> State {
-        loop {
+    /// Runs the guest until a job stops it or it ends.
+    fn run(&mut self) {
+        while self.state == State::Running {
             if self.hold.slice_is_over() {
                 match self.peers.slice_over(self.id, self.counters.holds()) {
                     true => self.hold.wait(),
                     false => self.hold.end(&self.counters),
                 }
             }
-            let command = match self.awaited {
-                0 => self.hold.next(&self.commands, &self.counters),
-                _ => self.commands.recv().map_err(TryRecvError::from),
+            let next = match self.awaited {
+                0 => self.hold.next(&self.inbox, &self.counters),
+                _ => self.inbox.recv(),
             };
-            match command {
-                // Read all commands: several kicks may cause only one exit.
-                Ok(command) => match self.interrupt(command) {
-                    State::Running => continue,
-                    other => return other,
-                },
-                Err(TryRecvError::Empty) => {}
-                Err(TryRecvError::Disconnected) => return State::Gone,
+            // Run all jobs: several kicks may cause only one exit.
+            if !matches!(next, Next::Nothing) {
+                self.obey(next);
+                continue;
             }
             if self.awaited > 0 || self.hold.is_on() {
                 continue;
             }
             match self.step() {
                 After::Run => {}
-                // Cleared before the channel is read: see kvm/kick.
+                // Cleared before the inbox is read: see kvm/kick.
                 After::Interrupted => self.immediate_exit.clear(),
-                After::RingFull => match self.wait_for_drain() {
-                    State::Running => {}
-                    other => return other,
-                },
-                After::End(why) => return self.end(why),
+                After::RingFull => self.wait_for_drain(),
+                After::End(why) => self.end(why),
             }
         }
     }
 
-    /// Handles a command that came while the guest ran.
-    fn interrupt(&mut self, command: Command) -> State {
-        match command {
-            Command::DeviceDone => {
-                self.device_done();
-                State::Running
-            }
-            Command::Resume(wave) => {
-                wave.pass_on(self.id);
-                State::Running
-            }
-            Command::RingsDrained => State::Running,
-            Command::Hold(until, slice) => {
-                self.hold.begin(until, slice, &self.counters);
-                State::Running
-            }
-            Command::EndHold => {
-                self.hold.end(&self.counters);
-                State::Running
-            }
-            Command::Pause(reply) => {
-                self.hold.end(&self.counters);
-                let state = match self.complete() {
-                    None => State::Paused,
-                    Some(why) => self.end(why),
-                };
-                answer(&reply, stood(state));
-                state
-            }
-            Command::Save(reply) => {
-                answer(&reply, Err(running("save")));
-                State::Running
-            }
-            Command::Restore(_, _, reply) => {
-                answer(&reply, Err(running("restore")));
-                State::Running
-            }
-            Command::Quit => State::Gone,
+    fn obey(&mut self, next: Next<Self>) {
+        match next {
+            Next::Job(job) => job(self),
+            Next::Nothing => {}
+            Next::End => self.state = State::Gone,
         }
     }
 
     /// Handles a ring-full exit: the guest cannot continue before the collector has harvested the
-    /// rings. The vCPU still takes commands meanwhile, and a pause does not need the collector.
-    fn wait_for_drain(&mut self) -> State {
+    /// rings. The vCPU still runs jobs meanwhile, and a pause does not need the collector.
+    fn wait_for_drain(&mut self) {
         self.counters.ring_full_exits.fetch_add(1, Ordering::Relaxed);
         if let Some(full) = &self.ring_full {
             full.report();
         }
-        if !self.peers.ring_full(self.id, &self.inbox) {
+        if !self.peers.ring_full(self.id, self.handle.clone()) {
             return self.end(EndReason::Crashed(format!(
                 "vCPU {} filled its dirty ring, and nothing harvests it",
                 self.id
             )));
         }
         let waits = Instant::now();
-        let command = self.commands.recv();
+        let next = self.inbox.recv();
         let waited = u64::try_from(waits.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.counters.ring_full_ns.fetch_add(waited, Ordering::Relaxed);
-        match command {
-            Ok(command) => self.interrupt(command),
-            Err(_) => State::Gone,
-        }
+        self.obey(next);
     }
 
+    /// Notes that a device has finished the work that a write of the guest started.
     fn device_done(&mut self) {
         self.awaited = self.awaited.saturating_sub(1);
     }
 
-    fn end(&mut self, why: EndReason) -> State {
+    fn end(&mut self, why: EndReason) {
         // Otherwise its timer would keep running.
         self.hold.end(&self.counters);
         self.peers.ended(self.id, why);
-        State::Finished
+        self.state = State::Finished;
     }
 
     /// Finishes an instruction that left `KVM_RUN` half done, without running another.
@@ -434,9 +393,9 @@ impl<P: Peers> Vcpu<P> {
             }
             Ok(VcpuExit::MmioWrite(addr, data)) => {
                 let done = || {
-                    let inbox = self.inbox.clone();
-                    // The send fails only if the vCPU has gone, and then nothing waits.
-                    Done::new(move || drop(inbox.send(Command::DeviceDone)))
+                    let vcpu = self.handle.clone();
+                    // If the vCPU has gone, nothing waits.
+                    Done::new(move || _ = vcpu.tell(Self::device_done))
                 };
                 if self.bus.write_mmio(addr, data, done) {
                     self.awaited += 1;
@@ -473,24 +432,11 @@ impl<P: Peers> Vcpu<P> {
     }
 }
 
-impl<P: Peers> Drop for Vcpu<P> {
+impl Drop for Vcpu {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let why = format!("vCPU {}: its thread has died of a defect of the VMM", self.id);
             self.peers.ended(self.id, EndReason::Crashed(why));
         }
     }
-}
-
-fn stood(state: State) -> Stood {
-    if state == State::Finished { Stood::Finished } else { Stood::Paused }
-}
-
-fn running(request: &'static str) -> GuestError {
-    GuestError::State { request, state: driftline_guest::RunState::Running }
-}
-
-/// Sends a reply; the receiver may be gone by now.
-fn answer<T>(reply: &Sender<T>, with: T) {
-    let _ = reply.send(with);
 }

@@ -6,12 +6,12 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use driftline_guest::{Clock, GuestError};
+use driftline_guest::{Clock, GuestError, RunState};
 use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
-use super::{Peers, Vcpu, control, msrs, promises, reset, tsc};
+use super::{State, Vcpu, control, msrs, promises, reset, tsc};
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 
 /// `MSR_KERNEL_GS_BASE`.
@@ -142,9 +142,10 @@ fn got<T, E: Into<std::io::Error>>(what: &'static str, r: Result<T, E>) -> Resul
     r.map_err(|e| GuestError::System { what, cause: Box::new(e.into()) })
 }
 
-impl<P: Peers> Vcpu<P> {
+impl Vcpu {
     /// Returns the whole state. The order matters where noted.
-    pub(super) fn save(&self) -> Result<Box<SavedVcpu>, GuestError> {
+    pub(crate) fn save(&self) -> Result<Box<SavedVcpu>, GuestError> {
+        self.refuse_running("save")?;
         let (fd, ctx) = (&self.fd, &self.context);
         // This comes first: the query makes KVM process a pending INIT or SIPI, which changes
         // registers.
@@ -185,7 +186,8 @@ impl<P: Peers> Vcpu<P> {
     /// the rest may contain; the APIC's mode comes with the special registers; the APIC timer's
     /// deadline needs the APIC; pending events come after everything that could raise or clear
     /// them.
-    pub(super) fn restore(&mut self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
+    pub(crate) fn restore(&mut self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
+        self.refuse_running("restore")?;
         // The first time, registers with their reset values need not be set: each takes ten
         // microseconds of downtime.
         let reset = std::mem::take(&mut self.reset);
@@ -231,6 +233,13 @@ impl<P: Peers> Vcpu<P> {
             let _ = fd.kvmclock_ctrl();
         }
         Ok(())
+    }
+
+    fn refuse_running(&self, request: &'static str) -> Result<(), GuestError> {
+        match self.state {
+            State::Running => Err(GuestError::State { request, state: RunState::Running }),
+            _ => Ok(()),
+        }
     }
 
     fn restore_cpuid(&mut self, saved: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {

@@ -8,33 +8,30 @@
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 
-use super::Command;
+use crate::actor::Handle;
 
 /// Passed from vCPU to vCPU.
-#[derive(Clone, Debug)]
-pub(crate) struct Wave {
-    /// The command channels of all vCPUs, in order of their ids.
-    all: Arc<[Sender<Command>]>,
+#[derive(Debug)]
+pub(crate) struct Wave<S> {
+    /// The handles of all vCPUs, in order of their ids.
+    all: Arc<[Handle<S>]>,
+    /// Resumes a vCPU. It must pass the wave on.
+    resume: fn(&mut S, &Self),
     /// Dropped with the last clone; the receiver then sees disconnection.
-    _under_way: Option<Sender<()>>,
+    under_way: Sender<()>,
 }
 
-impl Wave {
-    /// Resumes all of them. The returned channel is closed when all have resumed or ended; nothing
-    /// is ever sent on it.
-    pub(crate) fn begin(all: Arc<[Sender<Command>]>) -> Receiver<()> {
+impl<S: 'static> Wave<S> {
+    /// Has `resume` resume all of them. The returned channel is closed when all have resumed or
+    /// ended; nothing is ever sent on it.
+    pub(crate) fn begin(all: Arc<[Handle<S>]>, resume: fn(&mut S, &Self)) -> Receiver<()> {
         let (under_way, over) = mpsc::channel();
-        Self { all, _under_way: Some(under_way) }.tell(0);
+        Self { all, resume, under_way }.tell(0);
         over
     }
 
-    /// Creates a wave that resumes one vCPU only.
-    pub(crate) fn alone() -> Self {
-        Self { all: Arc::from([]), _under_way: None }
-    }
-
     /// Wakes the next vCPUs. vCPU `id` must call this before it resumes, and also if it does not
-    /// resume. It keeps the wave until it has resumed.
+    /// resume.
     pub(crate) fn pass_on(&self, id: u8) {
         for next in [1, 2] {
             self.tell(2 * usize::from(id) + next);
@@ -43,12 +40,21 @@ impl Wave {
 
     fn tell(&self, id: usize) {
         let Some(vcpu) = self.all.get(id) else { return };
-        if vcpu.send(Command::Resume(self.clone())).is_err() {
+        let wave = self.clone();
+        // The vCPU keeps the wave until it has resumed.
+        if !vcpu.tell(move |vcpu| (wave.resume)(vcpu, &wave)) {
             // Its thread has ended: wake the vCPUs that it would have woken.
             for next in [1, 2] {
                 self.tell(2 * id + next);
             }
         }
+    }
+}
+
+impl<S> Clone for Wave<S> {
+    fn clone(&self) -> Self {
+        let Self { all, resume, under_way } = self;
+        Self { all: all.clone(), resume: *resume, under_way: under_way.clone() }
     }
 }
 
@@ -60,6 +66,23 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::actor::{self, Next};
+
+    /// A vCPU that counts as resuming as long as it keeps its clone of the wave.
+    struct Resuming {
+        id: u8,
+        told: u32,
+        slow: bool,
+        wave: Option<Wave<Self>>,
+    }
+
+    impl Resuming {
+        fn resume(&mut self, wave: &Wave<Self>) {
+            self.told += 1;
+            wave.pass_on(self.id);
+            self.wave = self.slow.then(|| wave.clone());
+        }
+    }
 
     proptest! {
         /// True whichever threads have ended, and in whatever order the others run.
@@ -70,35 +93,33 @@ mod tests {
                 (flags(), flags(), Just((0..vcpus).collect::<Vec<_>>()).prop_shuffle())
             }),
         ) {
-            let (all, mut inboxes): (Vec<_>, Vec<_>) =
-                ended.iter().map(|_| mpsc::channel()).map(|(all, inbox)| (all, Some(inbox))).unzip();
+            let (all, mut inboxes): (Vec<_>, Vec<_>) = ended
+                .iter()
+                .map(|_| actor::inbox("a vCPU"))
+                .map(|(all, inbox)| (all, Some(inbox)))
+                .unzip();
             for (inbox, _) in inboxes.iter_mut().zip(&ended).filter(|(_, ended)| **ended) {
                 *inbox = None;
             }
-            let over = Wave::begin(all.into());
-            let mut told = vec![0; ended.len()];
-            // A vCPU counts as resuming as long as it holds its clone of the wave; some take their
-            // time.
-            let mut under_way = Vec::new();
-            while let Some((id, heard)) = order.iter().find_map(|id| {
-                inboxes[*id].as_ref()?.try_recv().ok().map(|heard| (*id, heard))
+            let vcpu = |(slow, id): (&bool, u8)| Resuming { id, told: 0, slow: *slow, wave: None };
+            let mut vcpus: Vec<_> = slow.iter().zip(0..).map(vcpu).collect();
+            let over = Wave::begin(all.into(), Resuming::resume);
+            while let Some((id, job)) = order.iter().find_map(|id| {
+                match inboxes[*id].as_ref()?.try_recv() {
+                    Next::Job(job) => Some((*id, job)),
+                    Next::Nothing | Next::End => None,
+                }
             }) {
                 prop_assert_eq!(over.try_recv(), Err(TryRecvError::Empty));
-                told[id] += 1;
-                let Command::Resume(wave) = &heard else { panic!("{heard:?}") };
-                wave.pass_on(id as u8);
-                if slow[id] {
-                    under_way.push(heard);
-                }
+                job(&mut vcpus[id]);
             }
-            let waits = if under_way.is_empty() { TryRecvError::Disconnected } else { TryRecvError::Empty };
+            let slow = vcpus.iter().any(|vcpu| vcpu.wave.is_some());
+            let waits = if slow { TryRecvError::Empty } else { TryRecvError::Disconnected };
             prop_assert_eq!(over.try_recv(), Err(waits));
-            under_way.clear();
+            vcpus.iter_mut().for_each(|vcpu| vcpu.wave = None);
             prop_assert_eq!(over.try_recv(), Err(TryRecvError::Disconnected));
-            for ((told, ended), inbox) in told.iter().zip(&ended).zip(&inboxes) {
-                prop_assert_eq!(*told, u64::from(!ended));
-                let heard = inbox.as_ref().map(|inbox| inbox.try_recv().is_ok());
-                prop_assert_ne!(heard, Some(true), "told twice");
+            for (vcpu, ended) in vcpus.iter().zip(&ended) {
+                prop_assert_eq!(vcpu.told, u32::from(!ended));
             }
         }
     }
