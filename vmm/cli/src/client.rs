@@ -132,6 +132,16 @@ fn change(args: &QueryArgs, state: VmTarget) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// `driftline nmi`.
+pub(super) fn nmi(args: &QueryArgs) -> Result<ExitCode, Failure> {
+    ask::<()>(&args.api, Method::POST, "/nmi", None::<&()>)?;
+    match args.json {
+        true => print_json(&json!({ "sent": true }))?,
+        false => say("every vCPU gets a non-maskable interrupt"),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
 /// `driftline stop`.
 pub(super) fn stop(args: &StopArgs) -> Result<ExitCode, Failure> {
     let QueryArgs { api, json } = &args.query;

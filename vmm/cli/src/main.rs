@@ -59,6 +59,7 @@ fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Fa
         Command::Balloon(args) => balloon::balloon(&args),
         Command::Pause(args) => client::pause(&args),
         Command::Resume(args) => client::resume(&args),
+        Command::Nmi(args) => client::nmi(&args),
         Command::Stop(args) => client::stop(&args),
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
         Command::Restore(args) => restore::restore(args, started),

@@ -136,6 +136,25 @@ fn commands_without_a_result_say_what_they_did() {
     }
 }
 
+/// The payload takes the interrupt for a fault, prints its vector, and ends.
+#[test]
+fn nmi_reaches_a_kvm_guest() {
+    let place = Place::new();
+    let guest = ["--mem", "64M", "--guest", "payload,ws=1M"];
+    let threads = Vmm::run(&place, "a", &[&guest[..], &["--backend", "threads"]].concat());
+    let said = threads.refuse(1, &["nmi"]);
+    assert!(said.contains("the threads backend has no interrupts"), "{said}");
+    if !kvm_or_skip("nmi_reaches_a_kvm_guest") {
+        return;
+    }
+    let mut vmm = Vmm::run(&place, "b", &guest);
+    vmm.await_progress(1, &[]);
+    vmm.tell(&["nmi"]);
+    assert_eq!(vmm.wait(), Some(1), "{}", vmm.said());
+    let printed = std::fs::read_to_string(place.path("b.serial")).unwrap();
+    assert!(printed.contains("payload fault vcpu=0 vector=2 "), "{printed}");
+}
+
 #[test]
 fn run_warns_of_an_unusable_state_directory() {
     let line = RUN.replace("ws=1M", "ws=1M,passes=1") + " --mem 32M --state-dir /proc/none";

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_guest::{Guest, RunState, VmId};
+use driftline_guest::{Guest, GuestError, RunState, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{GuestName, Lineage, MachineConfig};
@@ -66,6 +66,13 @@ pub trait Vm: Guest {
 
     /// Returns a snapshot of the guest's figures.
     fn info(&self) -> VmInfo;
+
+    /// Sends every vCPU a non-maskable interrupt.
+    ///
+    /// # Errors
+    ///
+    /// The guest has ended, or its backend has no interrupts.
+    fn send_nmi(&self) -> Result<(), GuestError>;
 
     /// Returns the guest's balloon, if it has one.
     fn balloon(&self) -> Option<&BalloonControl>;

@@ -52,6 +52,11 @@ pub(crate) enum Command {
     /// Let a paused guest run
     #[command(after_help = examples::RESUME)]
     Resume(QueryArgs),
+    /// Send a non-maskable interrupt to a guest that does not respond
+    ///
+    /// Linux logs it, and with kernel.unknown_nmi_panic=1 panics and can write a crash dump.
+    #[command(after_help = examples::NMI)]
+    Nmi(QueryArgs),
     /// End a guest and its VMM
     #[command(after_help = examples::STOP)]
     Stop(StopArgs),

@@ -28,6 +28,9 @@ Example:
 pub(super) const RESUME: &str = "\
 Example:
   driftline resume --api-sock a.sock";
+pub(super) const NMI: &str = "\
+Example:
+  driftline nmi --api-sock a.sock";
 pub(super) const STOP: &str = "\
 Examples:
   driftline stop --api-sock a.sock

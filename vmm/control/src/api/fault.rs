@@ -5,6 +5,7 @@ use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use driftline_guest::GuestError;
 use serde::de::DeserializeOwned;
 
 use crate::jobs::OperatorError;
@@ -40,6 +41,12 @@ impl Fault {
 
 impl From<OperatorError> for Fault {
     fn from(e: OperatorError) -> Self {
+        Self::new(e.to_string())
+    }
+}
+
+impl From<GuestError> for Fault {
+    fn from(e: GuestError) -> Self {
         Self::new(e.to_string())
     }
 }

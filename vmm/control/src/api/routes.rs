@@ -40,6 +40,7 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/actions", put(act))
         .route("/info", get(info))
         .route("/stop", post(stop))
+        .route("/nmi", post(send_nmi))
         .route("/migration/plan", post(plan::plan))
         .route("/migration/resolve", post(resolve_migration))
         .route("/drives/{id}", get(devices::drive))
@@ -173,6 +174,11 @@ async fn act(
 /// Also works for a process that has no guest yet.
 async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
     app.interrupt_aside("stopped over the API").await.map_err(Fault::new)?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn send_nmi(State(app): Shared) -> Result<StatusCode, Fault> {
+    blocking(app, |jobs| Ok(jobs.vm().send_nmi()?)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -396,6 +396,10 @@ impl Vm for Machine {
         }
     }
 
+    fn send_nmi(&self) -> Result<(), GuestError> {
+        self.ask("send an NMI", |supervisor| supervisor.send_nmi())
+    }
+
     fn balloon(&self) -> Option<&BalloonControl> {
         self.balloon.as_ref()
     }

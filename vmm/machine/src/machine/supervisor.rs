@@ -357,6 +357,19 @@ impl Supervisor {
         state::encode(&SavedMachine { vm, vcpus, com1, platform, virtio })
     }
 
+    /// Sends every vCPU a non-maskable interrupt. A paused vCPU takes it when it resumes.
+    pub(super) fn send_nmi(&self) -> Result<(), GuestError> {
+        if self.status.state() == RunState::Stopped {
+            self.require("send an NMI to", RunState::Running)?;
+        }
+        let deadline = Instant::now() + HALT_LIMIT;
+        let send =
+            |vcpu: &VcpuHandle| vcpu.running().begin("take an NMI", deadline, |vcpu| vcpu.nmi());
+        let asked: Vec<_> = self.vcpus.iter().map(send).collect();
+        let failed = asking("sending an NMI");
+        asked.into_iter().try_for_each(|asked| asked.wait().map_err(&failed)?)
+    }
+
     /// Releases what only one host may hold.
     pub(super) fn release(&mut self) -> Result<(), GuestError> {
         // Comes first: if the release fails, part of it may be done.

@@ -166,6 +166,24 @@ fn stuck_device_holds_up_no_stop() {
     fake::Script::set(&world.script.stuck, false);
 }
 
+/// The guest has no handler of the interrupt, so it cannot survive it.
+#[test]
+fn nmi_reaches_a_running_guest() {
+    if !kvm_or_skip("nmi_reaches_a_running_guest") {
+        return;
+    }
+    let world = World::new(&ECHO, LONG);
+    let machine = &world.machine;
+    machine.resume().unwrap();
+    assert_eq!(machine.bus.com1().feed(b"a", false), 1);
+    world.wait_for("a");
+    machine.send_nmi().unwrap();
+    let end = machine.wait_end(Some(LONG));
+    assert!(matches!(&end, Some(EndReason::Crashed(_))), "{end:?}");
+    let refused = machine.send_nmi().unwrap_err().to_string();
+    assert_eq!(refused, "cannot send an NMI to a guest that is stopped");
+}
+
 /// Resumes the guest while another thread releases it. In either order, a released guest does not
 /// run (I7).
 #[test]

@@ -46,6 +46,11 @@ impl VcpuHandle {
         &self.paused
     }
 
+    /// Returns the handle for jobs of a vCPU that may be running. It kicks the vCPU.
+    pub(super) fn running(&self) -> &Handle<Vcpu> {
+        &self.running
+    }
+
     /// Begins to pause the vCPU. One that comes to it after `deadline` pauses nevertheless: it must
     /// not run a guest that has ended.
     pub(super) fn begin_pause(&self, deadline: Instant) -> Pending<Stood> {

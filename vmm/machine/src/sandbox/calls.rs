@@ -102,6 +102,7 @@ pub(super) const VCPU_IOCTLS: &[u8] = &[
     0xa1, 0xa2, 0xa3, 0xa4, 0xa6, 0xa7, // DEBUGREGS, TSC_KHZ, XSAVE, XCRS
     0xab, 0xac, 0xad, 0xbe, 0xbf, 0xcf, // ONE_REG, KVMCLOCK_CTRL, NESTED_STATE, XSAVE2
     0xe1, 0xe2, 0xe3, 0x03, 0x85, 0x86, // DEVICE_ATTR, CHECK_EXTENSION, TRANSLATE, INTERRUPT
+    0x9a, // NMI
 ];
 /// KVM ioctls of serial input: interrupt lines.
 #[rustfmt::skip]

@@ -157,7 +157,7 @@ impl ThreadMachine {
 }
 
 impl Control {
-    /// Has every worker run the job that `make` returns for it, and waits for all answers, in order.
+    /// Has every worker run the job that `make` returns for it. Waits for all answers, in order.
     fn ask<T, J>(&self, what: &'static str, make: impl Fn(usize) -> J) -> Result<Vec<T>, GuestError>
     where
         T: Send + 'static,
@@ -419,6 +419,12 @@ impl Vm for ThreadMachine {
             dirty: self.memory.tracker().stats(),
             devices: Vec::new(),
         }
+    }
+
+    fn send_nmi(&self) -> Result<(), GuestError> {
+        let what = "an NMI".to_owned();
+        let why = "the threads backend has no interrupts; --backend kvm has".to_owned();
+        Err(GuestError::Unsupported { what, why })
     }
 
     fn balloon(&self) -> Option<&BalloonControl> {

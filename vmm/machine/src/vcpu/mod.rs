@@ -68,8 +68,8 @@ pub(crate) trait Peers: Send {
     /// on `vcpu`. Returns whether a collector exists to harvest them.
     fn ring_full(&self, id: u8, vcpu: Handle<Vcpu>) -> bool;
 
-    /// Reports that vCPU `id`, after `holds` holds, has run for its slice; it waits for `begin_hold`
-    /// or `end_hold`. Returns whether a collector exists to answer.
+    /// Reports that vCPU `id`, after `holds` holds, has run for its slice; it waits for
+    /// `begin_hold` or `end_hold`. Returns whether a collector exists to answer.
     fn slice_over(&self, id: u8, holds: u64) -> bool;
 }
 

@@ -235,6 +235,11 @@ impl Vcpu {
         Ok(())
     }
 
+    /// Raises a non-maskable interrupt.
+    pub(crate) fn nmi(&self) -> Result<(), GuestError> {
+        got("KVM_NMI", self.fd.nmi())
+    }
+
     fn refuse_running(&self, request: &'static str) -> Result<(), GuestError> {
         match self.state {
             State::Running => Err(GuestError::State { request, state: RunState::Running }),

@@ -1,4 +1,4 @@
-//! The events that a device's thread waits for: commands, notifications of its queues, and files of
+//! The events that a device's thread waits for: jobs, notifications of its queues, and files of
 //! the device's backend.
 
 use std::io;
@@ -8,14 +8,14 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 /// Upper bound on the events taken at once.
 const MOST: usize = 32;
-const COMMAND: u64 = u64::MAX;
+const JOB: u64 = u64::MAX;
 const QUEUE: u64 = 1 << 32;
 
 /// An event that woke the thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Event {
-    /// The channel has a command.
-    Command,
+    /// The inbox has a job.
+    Job,
     /// The driver has notified this queue.
     Queue(usize),
     /// The watched file with this token is ready for these events.
@@ -35,8 +35,8 @@ impl Watcher {
         Ok(Self { epoll: Epoll::new()? })
     }
 
-    pub(super) fn watch_commands(&self, fd: &impl AsRawFd) -> io::Result<()> {
-        self.control(ControlOperation::Add, fd, EventSet::IN, COMMAND)
+    pub(super) fn watch_jobs(&self, fd: &impl AsRawFd) -> io::Result<()> {
+        self.control(ControlOperation::Add, fd, EventSet::IN, JOB)
     }
 
     pub(super) fn watch_queue(&self, fd: &impl AsRawFd, queue: usize) -> io::Result<()> {
@@ -98,7 +98,7 @@ impl Watcher {
             }
         };
         let event = |e: &EpollEvent| match e.data() {
-            COMMAND => Event::Command,
+            JOB => Event::Job,
             data if data & QUEUE != 0 => Event::Queue((data & !QUEUE) as usize),
             data => Event::Backend(data as u32, e.event_set()),
         };

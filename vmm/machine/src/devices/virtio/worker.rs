@@ -65,7 +65,7 @@ impl Worker {
         let rings = sizes.iter().zip(0..).map(|(size, i)| Ring::idle(i, *size));
         let rings = rings.collect::<Result<_, _>>().map_err(io::Error::other)?;
         let watcher = Watcher::new()?;
-        watcher.watch_commands(&*wake)?;
+        watcher.watch_jobs(&*wake)?;
         for (queue, kick) in front.kicks.iter().enumerate() {
             watcher.watch_queue(&**kick, queue)?;
         }
@@ -122,7 +122,7 @@ impl Worker {
     fn take(&mut self, events: Vec<Event>) -> bool {
         for event in events {
             match event {
-                Event::Command => {
+                Event::Job => {
                     // The count that is read here covers the jobs in the inbox, or more.
                     let _ = self.wake.read();
                     if !self.run_jobs() {
