@@ -10,7 +10,7 @@ use driftline_dirty_tracker::Tracker;
 use driftline_guest::{MAX_LATE, VmId};
 use kvm_ioctls::IoEventAddress;
 
-use super::balloon::{Balloon, BalloonControl};
+use super::balloon::{self, BalloonControl};
 use super::block::{Block, DiskError, DriveSource, FileIdentity, Flusher, flush_all};
 use super::figures::Meter;
 use super::net::{Net, TapError};
@@ -223,7 +223,8 @@ impl DeviceSet {
                 Box::new(Vsock::open(vsock, self.opener().map_err(system)?)?)
             }
             DeviceConfig::Balloon(config) => {
-                let (balloon, control) = Balloon::new(config, self.kept.clone()).map_err(system)?;
+                let (balloon, control) =
+                    balloon::open(config, self.kept.clone()).map_err(system)?;
                 self.balloon = Some(control);
                 Box::new(balloon)
             }

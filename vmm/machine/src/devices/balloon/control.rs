@@ -2,59 +2,20 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameSet, PAGE_SIZE};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::Balloon;
+use super::figures::Figures;
+use crate::actor::{self, Handle};
 use crate::config::BalloonConfig;
+use crate::memory::Kept;
 
 /// Extra time that the device gets after the caller's limit to return the hints so far.
 const GRACE: Duration = Duration::from_millis(200);
-
-/// Request to the device.
-pub(super) enum Ask {
-    /// The target has changed; tell the driver.
-    Publish,
-    /// Begin a run of hints. If no driver supports hints, the sender is dropped.
-    BeginHints(Sender<FrameSet>),
-    /// Return the hints that have arrived so far.
-    EndHints,
-}
-
-/// Values that are shared without messages. Each is independent of the others.
-#[derive(Debug, Default)]
-pub(super) struct Figures {
-    target: AtomicU32,
-    actual: AtomicU32,
-    hinting: AtomicBool,
-    discarded: AtomicU64,
-}
-
-impl Figures {
-    pub(super) fn target(&self) -> u32 {
-        self.target.load(Relaxed)
-    }
-
-    pub(super) fn set_target(&self, frames: u32) {
-        self.target.store(frames, Relaxed);
-    }
-
-    pub(super) fn set_actual(&self, frames: u32) {
-        self.actual.store(frames, Relaxed);
-    }
-
-    /// Sets whether the driver supports hints.
-    pub(super) fn set_hinting(&self, hinting: bool) {
-        self.hinting.store(hinting, Relaxed);
-    }
-
-    pub(super) fn discarded(&self, frames: u64) {
-        self.discarded.fetch_add(frames, Relaxed);
-    }
-}
 
 /// Sizes of a balloon, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,33 +33,27 @@ pub struct BalloonFigures {
 pub struct BalloonControl {
     config: BalloonConfig,
     figures: Arc<Figures>,
-    asks: Sender<Ask>,
-    wake: Arc<EventFd>,
+    balloon: Handle<Balloon>,
+}
+
+/// Returns the device and the handle by which the rest of the machine uses it. The device does not
+/// discard frames that are in `kept`.
+pub(in crate::devices) fn open(
+    config: &BalloonConfig,
+    kept: Arc<Kept>,
+) -> io::Result<(Balloon, BalloonControl)> {
+    let (balloon, inbox) = actor::inbox("the balloon");
+    let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+    let waker = wake.clone();
+    // Fails only at 2^64 - 1 jobs.
+    let balloon = balloon.woken_by(move || drop(waker.write(1)));
+    let figures = Arc::<Figures>::default();
+    figures.set_target(frames(config.bytes));
+    let device = Balloon::new(config, kept, figures.clone(), inbox, wake)?;
+    Ok((device, BalloonControl { config: config.clone(), figures, balloon }))
 }
 
 impl BalloonControl {
-    pub(super) fn new(config: &BalloonConfig) -> io::Result<(Self, Receiver<Ask>)> {
-        let (asks, inbox) = mpsc::channel();
-        let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
-        let figures = Arc::<Figures>::default();
-        figures.set_target(frames(config.bytes));
-        Ok((Self { config: config.clone(), figures, asks, wake }, inbox))
-    }
-
-    pub(super) fn shared_figures(&self) -> Arc<Figures> {
-        self.figures.clone()
-    }
-
-    pub(super) fn wake(&self) -> Arc<EventFd> {
-        self.wake.clone()
-    }
-
-    fn ask(&self, ask: Ask) {
-        // A thread that has ended has no driver to tell.
-        let _ = self.asks.send(ask);
-        let _ = self.wake.write(1);
-    }
-
     /// Returns the balloon's configuration.
     pub fn config(&self) -> &BalloonConfig {
         &self.config
@@ -106,11 +61,10 @@ impl BalloonControl {
 
     /// Returns the balloon's current sizes.
     pub fn figures(&self) -> BalloonFigures {
-        let Figures { target, actual, discarded, .. } = &*self.figures;
         BalloonFigures {
-            target_bytes: u64::from(target.load(Relaxed)) * PAGE_SIZE,
-            actual_bytes: u64::from(actual.load(Relaxed)) * PAGE_SIZE,
-            discarded_bytes: discarded.load(Relaxed) * PAGE_SIZE,
+            target_bytes: u64::from(self.figures.target()) * PAGE_SIZE,
+            actual_bytes: u64::from(self.figures.actual()) * PAGE_SIZE,
+            discarded_bytes: self.figures.discarded() * PAGE_SIZE,
         }
     }
 
@@ -118,14 +72,16 @@ impl BalloonControl {
     /// can. A paused driver is told when it runs again.
     pub fn set_target(&self, bytes: u64) {
         self.figures.set_target(frames(bytes));
-        self.ask(Ask::Publish);
+        // A thread that has ended has no driver to tell.
+        self.balloon.tell(Balloon::show_target);
     }
 
     /// Asks the driver for hints. They are sent when the driver has finished, or when another run
     /// begins.
     pub(in crate::devices) fn begin_hints(&self) -> Receiver<FrameSet> {
         let (reply, free) = mpsc::channel();
-        self.ask(Ask::BeginHints(reply));
+        self.balloon.tell(|balloon| balloon.end_hints(false));
+        self.balloon.tell(|balloon| balloon.begin_hints(reply));
         free
     }
 
@@ -133,12 +89,12 @@ impl BalloonControl {
     /// skip their content if the thread that copies has tracked the guest's writes since before
     /// this call. Returns none, or only a part, if the guest does not finish within `limit`.
     pub fn free_frames(&self, limit: Duration) -> FrameSet {
-        if !self.figures.hinting.load(Relaxed) {
+        if !self.figures.hinting() {
             return FrameSet::new();
         }
         let free = self.begin_hints();
         let heard = free.recv_timeout(limit).or_else(|_| {
-            self.ask(Ask::EndHints);
+            self.balloon.tell(|balloon| balloon.end_hints(false));
             free.recv_timeout(GRACE)
         });
         heard.unwrap_or_default()

@@ -11,6 +11,7 @@
 //! that it reports and hints are left alone.
 
 mod control;
+mod figures;
 mod hints;
 mod space;
 #[cfg(test)]
@@ -18,10 +19,10 @@ mod tests;
 
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::mpsc::Sender;
 use std::time::Instant;
 
-use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use driftline_guest::GuestRam;
 use serde::{Deserialize, Serialize};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
@@ -31,11 +32,13 @@ use vmm_sys_util::eventfd::EventFd;
 use super::virtio::{
     Buffer, Chain, Device, Io, Kind, Shared, Stall, Violation, Watcher, decode_state, encode_state,
 };
+use crate::actor::{Inbox, Next};
 use crate::config::BalloonConfig;
 use crate::memory::{Discarder, Kept};
-use control::{Ask, Figures};
+pub(super) use control::open;
 pub use control::{BalloonControl, BalloonFigures};
-use hints::{Hints, STOP};
+use figures::Figures;
+use hints::{Hints, Run, STOP};
 use space::Space;
 
 const QUEUE_SIZE: u16 = 128;
@@ -72,9 +75,13 @@ pub(super) struct Balloon {
     discarder: Discarder,
     runs: Vec<FrameRun>,
     figures: Arc<Figures>,
-    asks: Receiver<Ask>,
+    inbox: Inbox<Self>,
     wake: Arc<EventFd>,
     failures: u64,
+    /// Whether a job has changed the configuration space, which the driver has not been told.
+    changed: bool,
+    /// A run of hints that has ended. It is answered once the driver has been told.
+    ended: Option<Run>,
 }
 
 /// State of the device that moves with the guest.
@@ -87,33 +94,48 @@ struct State {
 }
 
 impl Balloon {
-    /// Returns the device and the handle by which the rest of the machine uses it. The device does
-    /// not discard frames that are in `kept`.
-    pub(super) fn new(
+    /// Returns the device. `wake` signals that there are jobs in `inbox`.
+    fn new(
         config: &BalloonConfig,
         kept: Arc<Kept>,
-    ) -> io::Result<(Self, BalloonControl)> {
-        let (control, asks) = BalloonControl::new(config)?;
-        let balloon = Self {
+        figures: Arc<Figures>,
+        inbox: Inbox<Self>,
+        wake: Arc<EventFd>,
+    ) -> io::Result<Self> {
+        Ok(Self {
             config: config.clone(),
-            space: Space::new(control.shared_figures().target()),
+            space: Space::new(figures.target()),
             features: 0,
             roles: Vec::new(),
             hints: Hints::default(),
             discarder: Discarder::open(kept)?,
             runs: Vec::new(),
-            figures: control.shared_figures(),
-            wake: control.wake(),
-            asks,
+            figures,
+            inbox,
+            wake,
             failures: 0,
-        };
-        Ok((balloon, control))
+            changed: false,
+            ended: None,
+        })
     }
 
     /// Publishes the current configuration space to the driver.
     fn publish(&mut self, shared: &Shared) {
+        self.changed = false;
         self.space.target = self.figures.target();
         shared.change_config(self.config_space());
+    }
+
+    fn publish_changes(&mut self, shared: &Shared) {
+        if self.changed {
+            self.publish(shared);
+        }
+        self.ended.take().into_iter().for_each(Run::answer);
+    }
+
+    /// Shows the driver the target, which has changed.
+    fn show_target(&mut self) {
+        self.changed = true;
     }
 
     /// Returns whether freed frames may become zero.
@@ -167,7 +189,7 @@ impl Balloon {
     fn discard(&mut self, ram: &GuestRam) {
         for run in &self.runs {
             match self.discarder.discard(ram, *run) {
-                Ok(frames) => self.figures.discarded(frames),
+                Ok(frames) => self.figures.count_discarded(frames),
                 Err(e) => {
                     self.failures += 1;
                     match self.failures {
@@ -192,7 +214,10 @@ impl Balloon {
         match chain.readable.read(ram, 0, &mut id)? {
             0 => {}
             4 => match u32::from_le_bytes(id) {
-                STOP => self.end_hints(shared, true),
+                STOP => {
+                    self.end_hints(true);
+                    self.publish_changes(shared);
+                }
                 id => self.hints.driver_begins(id),
             },
             bytes => {
@@ -208,25 +233,19 @@ impl Balloon {
     }
 
     /// Ends the current run of hints. The driver may then take its frames back.
-    fn end_hints(&mut self, shared: &Shared, by_driver: bool) {
+    fn end_hints(&mut self, by_driver: bool) {
         if let Some(run) = self.hints.end(by_driver) {
             self.space.command = hints::DONE;
-            self.publish(shared);
-            run.answer();
+            self.changed = true;
+            self.ended = Some(run);
         }
     }
 
-    fn obey(&mut self, ask: Ask, shared: &Shared) {
-        match ask {
-            Ask::Publish => self.publish(shared),
-            Ask::BeginHints(reply) => {
-                self.end_hints(shared, false);
-                if self.features & FREE_PAGE_HINT != 0 && self.zero_is_fine() {
-                    self.space.command = self.hints.begin(reply);
-                    self.publish(shared);
-                }
-            }
-            Ask::EndHints => self.end_hints(shared, false),
+    /// Begins a run of hints, which are sent to `reply`. If no driver supports hints, drops it.
+    fn begin_hints(&mut self, reply: Sender<FrameSet>) {
+        if self.features & FREE_PAGE_HINT != 0 && self.zero_is_fine() {
+            self.space.command = self.hints.begin(reply);
+            self.changed = true;
         }
     }
 }
@@ -312,15 +331,14 @@ impl Device for Balloon {
     }
 
     fn backend_ready(&mut self, _: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
-        // Reset the event before reading the channel. A request is sent before its event is
-        // written, so none is missed.
+        // Reset the event before reading the inbox. A job is sent before its event is written, so
+        // none is missed.
         let _ = self.wake.read();
-        loop {
-            match self.asks.try_recv() {
-                Ok(ask) => self.obey(ask, io.shared),
-                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Ok(()),
-            }
+        while let Next::Job(job) = self.inbox.try_recv() {
+            job(self);
+            self.publish_changes(io.shared);
         }
+        Ok(())
     }
 
     fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {

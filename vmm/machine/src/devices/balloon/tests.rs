@@ -19,7 +19,7 @@ const POISON: u32 = VIRTIO_MMIO_CONFIG + 12;
 const COMMAND: u32 = VIRTIO_MMIO_CONFIG + 8;
 
 fn make() -> (Box<dyn Device>, BalloonControl) {
-    let (balloon, control) = Balloon::new(&BalloonConfig::default(), Arc::default()).unwrap();
+    let (balloon, control) = open(&BalloonConfig::default(), Arc::default()).unwrap();
     (Box::new(balloon), control)
 }
 

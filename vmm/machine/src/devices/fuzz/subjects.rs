@@ -19,7 +19,7 @@ use tempfile::{NamedTempFile, TempDir};
 use super::guest::Guest;
 use super::source::{Piece, Source};
 use crate::config::{BalloonConfig, DiskConfig, MacAddr, NetConfig, VsockConfig};
-use crate::devices::balloon::{Balloon, BalloonControl};
+use crate::devices::balloon::{self, BalloonControl};
 use crate::devices::block::Block;
 use crate::devices::net::Net;
 use crate::devices::opener::Opener;
@@ -421,7 +421,7 @@ impl Inflatable {
 
 impl Subject for Inflatable {
     fn make(&mut self) -> Box<dyn Device> {
-        let (balloon, control) = Balloon::new(&self.config, Default::default()).unwrap();
+        let (balloon, control) = balloon::open(&self.config, Default::default()).unwrap();
         self.control = Some(control);
         Box::new(balloon)
     }
