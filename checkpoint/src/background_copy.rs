@@ -10,15 +10,11 @@ use driftline_dirty_tracker::{FrameRun, FrameSet};
 use driftline_guest::{GuestError, WRITE_WAIT_LIMIT};
 
 use crate::chunks::Pieces;
+use crate::copy_policy::CopyPolicy;
 use crate::guest::Checkpointable;
 use crate::protection::{OfEpoch, Released, Waits};
 use crate::report::Cause;
 use crate::staging::copy;
-
-/// Interval at which the copy thread checks whether the pause has come.
-const BEFORE_LOOK: Duration = Duration::from_micros(500);
-/// Interval at which the copy thread checks for waiting writers while there is no room for a copy.
-const ROOM_LOOK: Duration = Duration::from_millis(1);
 
 /// Frames unprotected before the pause; `None` once that is no longer done. One lock covers both,
 /// so that no frame is unprotected without the pause knowing: its writer may have been stopped
@@ -34,6 +30,7 @@ pub(crate) struct Full<'b> {
 /// Copies write-protected frames and unprotects them.
 pub(crate) struct Saver<'m, 'b> {
     pub(crate) guest: &'m dyn Checkpointable,
+    pub(crate) policy: &'m CopyPolicy,
     pub(crate) shield: &'m OfEpoch<'m>,
     pub(crate) before: &'m Before,
     /// Frames to be copied, and those among them that are not; sent when the guest resumes. Closed
@@ -67,7 +64,8 @@ impl<'b> Saver<'_, 'b> {
     /// failed, because the file's error explains more.
     fn save(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, Cause> {
         let frames: FrameSet = frames.iter().flat_map(|run| late.gaps(run)).collect();
-        let mut pieces = Pieces::new(self.guest.layout(), &frames, self.piece_frames);
+        let mut pieces =
+            Pieces::new(self.guest.layout(), &frames, self.piece_frames, self.policy.span_gap);
         let mut saved = 0;
         while let Some(next) = pieces.next() {
             // Room comes before the choice of the piece: a writer may begin to wait meanwhile.
@@ -110,7 +108,7 @@ impl<'b> Saver<'_, 'b> {
                 Err(TryRecvError::Disconnected) => return Ok(None),
                 Err(TryRecvError::Empty) => {}
             }
-            self.waits.look(self.shield, BEFORE_LOOK)?;
+            self.waits.look(self.shield, self.policy.pause_poll)?;
             let Some(frames) = self.waits.awaited else { continue };
             let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(released) = &mut *before else {
@@ -135,7 +133,7 @@ impl<'b> Saver<'_, 'b> {
             match self.empty.recv_timeout(limit) {
                 Ok(buffer) => return Ok(Some(buffer)),
                 Err(RecvTimeoutError::Disconnected) => return Ok(None),
-                Err(RecvTimeoutError::Timeout) => limit = ROOM_LOOK,
+                Err(RecvTimeoutError::Timeout) => limit = self.policy.room_poll,
             }
             if self.wanted(pieces)?.is_some() && self.waits.all() >= WRITE_WAIT_LIMIT {
                 return Err(Cause::Stalled(WRITE_WAIT_LIMIT));
@@ -176,8 +174,18 @@ mod tests {
             thread::spawn(move || (3..43).rev().try_for_each(|gfn| writer.write(Gfn(gfn), &[1])));
         let (guest_dyn, before) = (&*guest as &dyn Checkpointable, &Mutex::new(None));
         let (waits, piece_frames) = (Waits::default(), 1);
-        let saver =
-            Saver { guest: guest_dyn, shield, before, gone, empty, to_file, piece_frames, waits };
+        let policy = &CopyPolicy::DEFAULT;
+        let saver = Saver {
+            guest: guest_dyn,
+            policy,
+            shield,
+            before,
+            gone,
+            empty,
+            to_file,
+            piece_frames,
+            waits,
+        };
         let since = Instant::now();
         thread::scope(|scope| {
             scope.spawn(move || {

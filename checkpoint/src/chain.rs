@@ -5,13 +5,13 @@ use std::time::Instant;
 
 use driftline_dirty_tracker::Subscription;
 
-use crate::disk_copy::Followed;
+use crate::epoch_drives::EpochDrives;
 
 /// A chain being written by one checkpointer.
 pub(crate) struct Chain {
     pub(crate) subscription: Subscription,
     /// Drives that are part of its epochs.
-    pub(crate) drives: Vec<Followed>,
+    pub(crate) drives: EpochDrives,
     /// Approximate time at which the guest resumed with nothing changed.
     pub(crate) since: Instant,
     /// The last epoch handed over, or the last durable one after a failure; `None` until the full
@@ -21,7 +21,7 @@ pub(crate) struct Chain {
 
 impl Chain {
     /// Creates a chain that begins with a full epoch.
-    pub(crate) fn new(subscription: Subscription, drives: Vec<Followed>) -> Self {
+    pub(crate) fn new(subscription: Subscription, drives: EpochDrives) -> Self {
         Self { subscription, drives, since: Instant::now(), last: None }
     }
 }

@@ -10,26 +10,28 @@
 //! frames return to the tracker (I4). No epoch builds on a failed one after the last epoch in
 //! flight has landed.
 
+mod attempt;
 mod early;
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use driftline_dirty_tracker::DirtySet;
-use driftline_guest::{DriveHead, GuestError};
-use driftline_store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
+use driftline_guest::DriveHead;
+use driftline_store::{Bounds, Committer, MAX_EPOCH, Store, StoreError};
 
+use crate::availability::{Patience, Shielding};
 use crate::chain::Chain;
 use crate::commit_thread::{Answer, Crew};
-use crate::copy_policy::{Shielding, Ways};
+use crate::copy_policy::CopyPolicy;
+use crate::copy_time::CopyTimes;
 use crate::cost::{AheadCost, CopyCost};
-use crate::disk_copy::{self, Patience, drives_of};
+use crate::epoch_drives::drives_of;
 use crate::guest::Checkpointable;
-use crate::live_copy::{catch_up, copy_live};
-use crate::report::{Cause, CheckpointError, EpochReport, Phase, step};
-use crate::snapshot::{self, Means, Taken};
+use crate::report::{Cause, CheckpointError, EpochReport, Phase};
+use crate::snapshot::EpochCopy;
 use crate::staging::{Staging, StagingLimits};
 
 /// Takes epochs of one guest into one store.
@@ -79,7 +81,8 @@ pub struct Checkpointer {
     lock_lost: bool,
     shield: Shielding,
     patience: Patience,
-    ways: Ways,
+    policy: CopyPolicy,
+    times: CopyTimes,
     cost: CopyCost,
     ahead: AheadCost,
 }
@@ -102,7 +105,7 @@ struct Aloft {
     full: bool,
     /// Changed frames and blocks: committed when the epoch is durable, given back if it never is.
     changed: Vec<DirtySet>,
-    taken: Taken,
+    taken: EpochCopy,
 }
 
 /// Consequences of failures, applied when nothing is in flight.
@@ -171,19 +174,21 @@ impl Checkpointer {
             lock_lost: false,
             shield,
             patience: Patience::default(),
-            ways: Ways::default(),
+            policy: CopyPolicy::DEFAULT,
+            times: CopyTimes::default(),
             cost: CopyCost::default(),
             ahead: AheadCost::default(),
         })
     }
 
     /// Sets the number of changed frames from which an epoch is copied while the guest runs, if the
-    /// guest can write-protect its frames meanwhile ([`GuestContents::shield`]). Smaller epochs are copied
-    /// before the pause or in it, which costs less than to protect and copy them. `u64::MAX`
+    /// guest can write-protect its frames meanwhile
+    /// ([`GuestContents::shield`](driftline_guest::GuestContents::shield)). Smaller epochs are
+    /// copied before the pause or in it, which costs less than to protect and copy them. `u64::MAX`
     /// disables the background copy. The default is 1,280 frames, and 5,120 frames if the previous
     /// epoch suggests that a copy before the pause leaves little for the pause.
     pub fn copy_behind_from(&mut self, frames: u64) {
-        self.ways = Ways::new(frames);
+        (self.policy, self.times) = (CopyPolicy::background_from(frames), CopyTimes::default());
     }
 
     /// Excludes the guest's drives from the epochs. The caller must then preserve the content of
@@ -221,11 +226,11 @@ impl Checkpointer {
     ///
     /// The guest is paused while its state is saved. Changed frames are copied and written after
     /// the guest has resumed; a write to a frame that has not been copied waits for the copy. If
-    /// few frames changed, or the guest offers no [shield](GuestContents::shield), they are copied before
-    /// the pause or in it, and written afterwards. Frames that do not fit into the staging area are
-    /// then written in the pause, at the speed of the disk's cache; the area grows, within its
-    /// limit, before the next epoch. A full epoch first copies populated memory while the guest
-    /// runs, and then, a few times, what changed meanwhile.
+    /// few frames changed, or the guest offers no [shield](driftline_guest::GuestContents::shield),
+    /// they are copied before the pause or in it, and written afterwards. Frames that do not fit
+    /// into the staging area are then written in the pause, at the speed of the disk's cache; the
+    /// area grows, within its limit, before the next epoch. A full epoch first copies populated
+    /// memory while the guest runs, and then, a few times, what changed meanwhile.
     ///
     /// # Errors
     ///
@@ -274,8 +279,8 @@ impl Checkpointer {
             Ok(aloft) => FlightState::Air(Box::new(aloft)),
             Err((phase, cause)) => {
                 tracing::warn!(full, %phase, %cause, "not stored");
-                self.shield.failed(phase, &cause);
-                self.patience.failed(phase, &cause);
+                self.shield.failed(&self.policy, phase, &cause);
+                self.patience.failed(&self.policy, phase, &cause);
                 // No epoch holds what was copied for a failed full one; the next epoch copies it
                 // again.
                 self.note_failure(&cause, full);
@@ -435,67 +440,6 @@ impl Checkpointer {
         self.crew = Some(Crew::start(committer)?);
         self.next = self.next.max(next_number(&self.store, self.crew.as_ref())?);
         Ok(())
-    }
-
-    /// Takes an epoch up to the hand-over to the commit thread.
-    fn attempt(&mut self, epoch: u64, full: bool) -> Result<Aloft, (Phase, Cause)> {
-        let Self { guest, drives, store, crew, bounds, staging, chain, .. } = self;
-        let Self { shield, patience, ways, cost, ahead: ahead_cost, .. } = self;
-        let guest = &**guest;
-        let parent = chain.as_ref().and_then(|c| c.last);
-        let crew = crew.as_ref().ok_or_else(|| {
-            // `make_ready` has opened it, or has returned why it cannot be opened.
-            let dir = store.location().to_owned();
-            (Phase::Begin, StoreError::LockLost { dir }.into())
-        })?;
-        let pages = crew.pages().clone();
-        let mut file = step(Phase::Begin, || {
-            store.check_lock()?;
-            EpochWriter::new(pages, epoch, guest, parent, drives.clone())
-        })?;
-        if full {
-            let subscription = step(Phase::Subscribe, || guest.subscribe("checkpoint"))?;
-            let drives = step(Phase::Subscribe, || disk_copy::follow(guest, drives))?;
-            *chain = Some(Chain::new(subscription, drives));
-        }
-        let Some(chain) = chain else {
-            return Err((Phase::Subscribe, GuestError::NotTracked.into()));
-        };
-        let Chain { subscription, drives, .. } = &mut *chain;
-        let mut changed = Vec::new();
-        if full {
-            changed = step(Phase::CopyLive, || {
-                disk_copy::copy_live(drives, staging, &mut file)?;
-                copy_live(guest, staging, &mut file, subscription)
-            })?;
-        }
-        let begun = Instant::now();
-        let ahead = || disk_copy::copy_ahead(drives, staging, &mut file);
-        let mut ahead = step(Phase::CopyDrives, ahead)?;
-        ahead_cost.note(begun.elapsed(), ahead.due);
-        if full && !ahead.passes.is_empty() {
-            // Memory has changed while the drives were copied.
-            let again = || catch_up(guest, staging, &mut file, subscription, u64::MAX);
-            changed.append(&mut step(Phase::CopyLive, again)?);
-        }
-        changed.append(&mut ahead.passes);
-        let (shield, patient) = (shield.ask(guest), patience.ask());
-        let file_of = &mut file;
-        let calm = store.calm();
-        let means = Means { guest, calm, drives, patient, shield, ways, staging, file: file_of };
-        let mut taken = snapshot::take(means, subscription)?;
-        changed.append(&mut taken.changed);
-        crew.commit(file.finish(), *bounds);
-        (chain.last, chain.since) = (Some(epoch), taken.resumed);
-        if taken.staged > 0 {
-            cost.note(taken.pause, taken.in_pause, taken.staged);
-        }
-        if taken.staged > staging.frames() {
-            let (frames, staged) = (taken.staged, staging.frames());
-            tracing::warn!(frames, staged, "wrote during the pause");
-        }
-        staging.grow_to(taken.staged);
-        Ok(Aloft { full, changed, taken })
     }
 }
 

@@ -8,19 +8,15 @@
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout};
 
-/// Runs with at most this many frames between them are protected as one. That saves system calls
-/// and protects some frames without need. Chosen, not measured.
-const GAP: u64 = 16;
-
 /// Returns the runs to protect so that all of `frames` is protected: few runs, each within one
-/// slot.
-pub(crate) fn spans(layout: &Layout, frames: &FrameSet) -> Vec<FrameRun> {
+/// slot. Runs with at most `gap` frames between them become one.
+pub(crate) fn spans(layout: &Layout, frames: &FrameSet, gap: u64) -> Vec<FrameRun> {
     let mut spans: Vec<FrameRun> = Vec::new();
     for slot in layout.slots() {
         let first = spans.len();
         for run in frames.within(slot.run()) {
             match spans[first..].last_mut() {
-                Some(span) if run.start.0 - span.end().0 <= GAP => {
+                Some(span) if run.start.0 - span.end().0 <= gap => {
                     span.count = run.end().0 - span.start.0;
                 }
                 _ => spans.push(run),
@@ -49,8 +45,9 @@ pub(crate) struct Pieces {
 }
 
 impl Pieces {
-    /// Splits `frames` into pieces of at most `most` frames, and of at least one.
-    pub(crate) fn new(layout: &Layout, frames: &FrameSet, most: u64) -> Self {
+    /// Splits `frames` into pieces of at most `most` frames, and of at least one. `gap` is that of
+    /// [`spans`].
+    pub(crate) fn new(layout: &Layout, frames: &FrameSet, most: u64, gap: u64) -> Self {
         let most = most.max(1);
         let (mut runs, mut firsts, mut room) = (Vec::new(), Vec::new(), 0);
         for mut run in in_slots(layout, frames) {
@@ -65,7 +62,7 @@ impl Pieces {
                 run = FrameRun { start: Gfn(run.start.0 + count), count: run.count - count };
             }
         }
-        let spans = spans(layout, frames).into_iter().collect();
+        let spans = spans(layout, frames, gap).into_iter().collect();
         Self { done: vec![false; firsts.len()], runs, firsts, next: 0, spans }
     }
 
@@ -119,6 +116,8 @@ mod tests {
         Layout::new([slot(0, 3, 200), slot(1, 203, 100), slot(2, 310, 300)]).unwrap()
     }
 
+    const GAP: u64 = crate::copy_policy::CopyPolicy::DEFAULT.span_gap;
+
     proptest! {
         #[test]
         fn pieces_have_every_frame_once_and_let_go_of_all_that_is_protected(
@@ -136,10 +135,10 @@ mod tests {
                     frames.insert(FrameRun { start: low, count: high.0.saturating_sub(low.0) });
                 }
             }
-            let all = spans(&layout, &frames);
+            let all = spans(&layout, &frames, GAP);
             prop_assert!(all.iter().all(|span| layout.contains(*span)), "none crosses slots");
             prop_assert!(frames.iter().all(|run| run.frames().all(|g| all.iter().any(|s| (s.start..s.end()).contains(&g)))));
-            let mut pieces = Pieces::new(&layout, &frames, most);
+            let mut pieces = Pieces::new(&layout, &frames, most, GAP);
             let (mut copied, mut released) = (FrameSet::new(), FrameSet::new());
             let mut awaited = order.into_iter();
             while let Some(next) = pieces.next() {

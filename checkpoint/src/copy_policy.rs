@@ -1,172 +1,149 @@
-//! Decides when the frames of an epoch are copied: before the pause, in it, or in the background
-//! after it; and whether the background copy is available.
+//! The figures that decide how an epoch is copied, in one place.
+//!
+//! "Measured" means: on a host with two cores, nested KVM and an NVMe disk, by the bench named with
+//! it. "Chosen" means: a round figure whose neighbours make no difference that a bench shows.
 
-use std::fmt;
+use std::time::Duration;
 
-use driftline_guest::{GuestContents, Shield};
-
-use crate::precopy_buffer::Copied;
-use crate::report::{Cause, Phase};
-
-/// Epochs with at least this many changed frames are write-protected and copied after the guest has
-/// resumed. This many frames take about 1 ms to copy. A threshold of 256 makes a single pause
-/// shorter (`tests/bench/pause.rs`). At a hundred epochs a second of 1,000 frames, however, it
-/// costs writes in a guest that keeps all processors busy, and late threads make its pauses longer
-/// (`tests/bench/cadence.rs`).
-pub(crate) const BEHIND_FROM: u64 = 1280;
-/// The same threshold if, by the previous epoch's measure, a copy before the pause leaves at most
-/// `FEW` frames for the pause. Such a copy takes some milliseconds. An epoch that comes late has
-/// more frames than its share, and must not cost the guest more than the others for that.
-const BEHIND_FROM_IF_FEW_LEFT: u64 = 5120;
-/// Frames left for the pause that count as few: about a third of a millisecond.
-const FEW: u64 = 512;
-/// Smaller epochs take no measurable time in a pause.
-const LEAST: u64 = 64;
-/// Number of epochs that skip the copy before the pause after an epoch in which most frames were
-/// written again.
-const REST: u32 = 16;
-
-/// When the frames of an epoch are copied.
+/// How the frames and blocks of an epoch are copied. The figures of the default are tuned together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Way {
-    /// In the background, after the guest has resumed.
-    Behind,
-    /// Before the pause, while the guest runs; frames that are written again are copied in the
-    /// pause.
-    Before,
-    /// All of them in the pause.
-    InPause,
+pub(crate) struct CopyPolicy {
+    /// Frames: an epoch with at least this many changed frames is write-protected and copied after
+    /// the guest has resumed. 1,280, about 1 ms of copying. Measured: 256 makes a single pause
+    /// shorter (`tests/bench/pause.rs`); at a hundred epochs a second of 1,000 frames it costs
+    /// writes in a guest that keeps all processors busy, and late threads make its pauses longer
+    /// (`tests/bench/cadence.rs`).
+    pub(crate) background_from: u64,
+    /// Frames: the same threshold if, by the previous epoch's measure, a copy before the pause
+    /// leaves at most [`few_left`](Self::few_left) frames for the pause. 5,120, some milliseconds
+    /// of copying. An epoch that comes late has more frames than its share, and must not cost the
+    /// guest more than the others for that.
+    pub(crate) background_from_if_few_left: u64,
+    /// Frames left for the pause that count as few: 512, a third of a millisecond of copying.
+    pub(crate) few_left: u64,
+    /// Frames: a smaller epoch is copied in the pause. 64 take no measurable time there.
+    pub(crate) before_pause_from: u64,
+    /// Epochs that skip the copy before the pause after an epoch in which most frames were written
+    /// again. 16, chosen.
+    pub(crate) rest_after_rewrites: u32,
+    /// Epochs that are copied in the pause after write protection has failed. 100, chosen: the
+    /// cause seldom goes away by itself, and asking again costs a few pauses.
+    pub(crate) rest_after_failure: u32,
+    /// Epochs that are copied in the pause after the store has made the guest wait for too long.
+    /// 20, chosen: a busy disk recovers.
+    pub(crate) rest_after_stall: u32,
+
+    /// Frames copied and unprotected at a time. 64, chosen: smaller pieces cost more system calls,
+    /// larger ones delay a writer for longer.
+    pub(crate) piece_frames: u64,
+    /// Frames: runs with at most this many frames between them are protected as one. 16, chosen:
+    /// saves system calls, and protects some frames without need.
+    pub(crate) span_gap: u64,
+    /// Frames that changed while others were being protected: copied in the pause if there are at
+    /// most this many, protected too otherwise. 512, a third of a millisecond of copying.
+    pub(crate) late_frames: u64,
+    /// Frames that changed while others were being protected: protected before the pause if there
+    /// are more than this many, or more than [`background_from`](Self::background_from) if that is
+    /// lower. 256, half of `late_frames`: mostly fewer change in each round, so each round takes
+    /// less long.
+    pub(crate) protect_again_from: u64,
+    /// Extra rounds of protection before the pause. 2, chosen: after that the guest writes faster
+    /// than frames are protected.
+    pub(crate) protect_again_rounds: u32,
+    /// Interval at which the copy thread checks whether the pause has come. 0.5 ms, the length of a
+    /// short pause.
+    pub(crate) pause_poll: Duration,
+    /// Interval at which the copy thread checks for waiting writers while there is no room for a
+    /// copy. 1 ms, chosen.
+    pub(crate) room_poll: Duration,
+    /// Frames written to the file between two looks at blocks that copy-before-write has saved:
+    /// 1,024, as many as it can save ([`SAVED_BLOCKS_MAX`](driftline_guest::SAVED_BLOCKS_MAX)).
+    pub(crate) frames_per_look: u64,
+
+    /// Frames of a running guest copied at a time by a full epoch. 256, 1 MiB, chosen. A pass that
+    /// is no larger ends the passes.
+    pub(crate) live_frames: u64,
+    /// Passes over changed memory before a full epoch pauses the guest. 4, chosen.
+    pub(crate) live_passes: usize,
+    /// Per cent: passes over changed memory or blocks go on while each has at most this share of
+    /// the one before. 75, chosen.
+    pub(crate) live_shrink_percent: u64,
+
+    /// Blocks of a drive copied at a time while the guest runs, without copy-before-write. 256,
+    /// 1 MiB, chosen. A longer run is searched for holes first.
+    pub(crate) live_blocks: u64,
+    /// Blocks of a drive copied at a time under copy-before-write. 64, chosen, as
+    /// [`piece_frames`](Self::piece_frames).
+    pub(crate) piece_blocks: u64,
+    /// Passes over a drive's changed blocks before a pause. 4, chosen.
+    pub(crate) drive_passes: usize,
+    /// Bytes of memory that hold blocks copied in a pause until they are written to the file. 64
+    /// MiB, as the staging area has at first. What is beyond is written in the pause.
+    pub(crate) pause_blocks_bytes: usize,
+
+    /// Frames: a pause that copied fewer says little about the cost of a frame. 64, as
+    /// [`before_pause_from`](Self::before_pause_from).
+    pub(crate) telling_frames: u64,
+    /// Upper bound on the ratio of changed frames to frames copied in the pause that an estimate
+    /// assumes. 16, chosen: the next pause may copy a larger share of the frames.
+    pub(crate) most_changed_per_copied: u64,
+    /// Per cent of the frames that fit into a pause or the staging area at which an epoch begins
+    /// early. 75, chosen: more frames change until the pause.
+    pub(crate) early_percent: u64,
 }
 
-/// State of that decision.
-#[derive(Debug)]
-pub(crate) struct Ways {
-    /// Number of frames from which they are copied in the background, if the guest can be
-    /// write-protected.
-    behind_from: u64,
-    /// The same, if a copy before the pause would leave few frames for the pause.
-    behind_from_if_few_left: u64,
-    /// Remaining epochs that skip the copy before the pause.
-    rest: u32,
-    /// Frames that the last copy before a pause left for the pause, and frames it had copied.
-    left: Option<(u64, u64)>,
-}
+impl CopyPolicy {
+    /// The default, as a constant.
+    pub(crate) const DEFAULT: Self = Self {
+        background_from: 1280,
+        background_from_if_few_left: 5120,
+        few_left: 512,
+        before_pause_from: 64,
+        rest_after_rewrites: 16,
+        rest_after_failure: 100,
+        rest_after_stall: 20,
+        piece_frames: 64,
+        span_gap: 16,
+        late_frames: 512,
+        protect_again_from: 256,
+        protect_again_rounds: 2,
+        pause_poll: Duration::from_micros(500),
+        room_poll: Duration::from_millis(1),
+        frames_per_look: 1024,
+        live_frames: 256,
+        live_passes: 4,
+        live_shrink_percent: 75,
+        live_blocks: 256,
+        piece_blocks: 64,
+        drive_passes: 4,
+        pause_blocks_bytes: 64 << 20,
+        telling_frames: 64,
+        most_changed_per_copied: 16,
+        early_percent: 75,
+    };
 
-impl Default for Ways {
-    fn default() -> Self {
-        Self { behind_from_if_few_left: BEHIND_FROM_IF_FEW_LEFT, ..Self::new(BEHIND_FROM) }
+    /// Returns the default with another number of frames from which an epoch is copied in the
+    /// background, whatever a copy before the pause would leave.
+    pub(crate) fn background_from(frames: u64) -> Self {
+        let (background_from, background_from_if_few_left) = (frames, frames);
+        Self { background_from, background_from_if_few_left, ..Self::DEFAULT }
+    }
+
+    /// Returns whether a pass over `now` frames or blocks is enough smaller than the one over
+    /// `before` for another pass to be worth it.
+    pub(crate) fn shrinks(&self, now: u64, before: u64) -> bool {
+        now <= share(before, self.live_shrink_percent)
+    }
+
+    /// Returns the number of changed frames at which an epoch begins early, if `most` fit.
+    pub(crate) fn early_at(&self, most: u64) -> u64 {
+        share(most, self.early_percent).max(1)
     }
 }
 
-impl Ways {
-    /// A policy that copies in the background from `behind_from` frames on.
-    pub(crate) fn new(behind_from: u64) -> Self {
-        Self { behind_from, behind_from_if_few_left: behind_from, rest: 0, left: None }
-    }
-
-    /// Returns the number of frames below which write protection is not worth its cost.
-    pub(crate) fn behind_from(&self) -> u64 {
-        self.behind_from
-    }
-
-    /// Returns when to copy an epoch of `frames` frames, with `room` frames in the staging area.
-    /// `shielded` says whether the guest can be write-protected.
-    pub(crate) fn of_next(&mut self, frames: u64, room: u64, shielded: bool) -> Way {
-        let may = frames >= LEAST && frames <= room / 2;
-        let before = may && self.rest == 0;
-        if may {
-            self.rest = self.rest.saturating_sub(1);
-        }
-        // Assumes that the same share of a larger epoch is left.
-        let few_left = |(left, of): (u64, u64)| left.saturating_mul(frames) / of.max(1) <= FEW;
-        let from = match before && self.left.is_some_and(few_left) {
-            true => self.behind_from_if_few_left,
-            false => self.behind_from,
-        };
-        if shielded && room > 1 && frames >= from.max(1) {
-            Way::Behind
-        } else if before {
-            Way::Before
-        } else {
-            Way::InPause
-        }
-    }
-
-    /// Records the result of a copy before the pause.
-    pub(crate) fn note(&mut self, copied: &Copied) {
-        self.left = Some((copied.copied_in_pause(), copied.early_frames));
-        if copied.again > copied.early_frames / 2 {
-            self.rest = REST;
-        }
-    }
-}
-
-/// Number of epochs copied in the pause after write protection has failed, and after the store has
-/// made the guest wait for too long. Then it is tried again.
-const AFTER_FAILURE: u32 = 100;
-const AFTER_STALL: u32 = 20;
-
-/// Whether frames can be copied in the background.
-#[derive(Default)]
-pub(crate) struct Shielding {
-    is: Shielded,
-    /// Number of epochs for which write protection is neither used nor requested.
-    rests: u32,
-}
-
-#[derive(Default)]
-enum Shielded {
-    #[default]
-    NotAsked,
-    /// The host or the guest does not offer it.
-    No,
-    Yes(Box<dyn Shield>),
-}
-
-impl Shielding {
-    /// Returns whether the next epoch uses write protection.
-    pub(crate) fn is_used(&self) -> bool {
-        self.rests == 0 && matches!(self.is, Shielded::Yes(_))
-    }
-
-    /// Returns the shield for an epoch. Asks the guest the first time, and again some epochs after
-    /// a failure.
-    pub(crate) fn ask(&mut self, guest: &dyn GuestContents) -> Option<&dyn Shield> {
-        if self.rests > 0 {
-            self.rests -= 1;
-            return None;
-        }
-        if let Shielded::NotAsked = self.is {
-            match guest.shield() {
-                Ok(Some(shield)) => self.is = Shielded::Yes(shield),
-                Ok(None) => self.is = Shielded::No,
-                Err(e) => self.rest(AFTER_FAILURE, &e),
-            }
-        }
-        match &self.is {
-            Shielded::Yes(shield) => Some(&**shield),
-            Shielded::NotAsked | Shielded::No => None,
-        }
-    }
-
-    /// Records that an epoch failed for `cause`.
-    pub(crate) fn failed(&mut self, phase: Phase, cause: &Cause) {
-        match (phase, cause) {
-            // Failures of drives do not concern it.
-            (Phase::CopyDrives, _) => {}
-            (Phase::Protect | Phase::CopyBehind, Cause::Guest(_)) => {
-                self.is = Shielded::NotAsked;
-                self.rest(AFTER_FAILURE, cause);
-            }
-            (_, Cause::Stalled(_)) => self.rest(AFTER_STALL, cause),
-            _ => {}
-        }
-    }
-
-    fn rest(&mut self, epochs: u32, why: &dyn fmt::Display) {
-        tracing::warn!("changed pages are copied in the pause for {epochs} checkpoints: {why}");
-        self.rests = epochs;
-    }
+/// Returns this many per cent of `all`.
+fn share(all: u64, percent: u64) -> u64 {
+    all / 100 * percent + all % 100 * percent / 100
 }
 
 #[cfg(test)]
@@ -174,48 +151,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_writes_the_same_again_is_copied_in_the_pause_for_a_while() {
-        let mut ways = Ways::default();
-        assert_eq!(ways.of_next(LEAST - 1, 1 << 20, true), Way::InPause);
-        assert_eq!(ways.of_next(1000, 1999, true), Way::InPause);
-        assert_eq!(ways.of_next(1000, 2000, true), Way::Before);
-        ways.note(&Copied::of(1000, 0, 500));
-        assert_eq!(ways.of_next(1000, 2000, true), Way::Before);
-        // For epochs with few and many frames, with and without a shield.
-        for (frames, shielded, meanwhile, then) in [
-            (1000, true, Way::InPause, Way::Before),
-            (2000, false, Way::InPause, Way::Before),
-            // The share left by the small epoch says that these would leave many.
-            (2000, true, Way::Behind, Way::Behind),
-        ] {
-            ways.note(&Copied::of(1000, 0, 501));
-            for _ in 0..REST {
-                assert_eq!(ways.of_next(frames, 1 << 20, shielded), meanwhile);
-            }
-            assert_eq!(ways.of_next(frames, 1 << 20, shielded), then);
-        }
+    fn shares_of_any_size_are_rounded_down() {
+        let policy = CopyPolicy::DEFAULT;
+        assert!(policy.shrinks(3, 4) && !policy.shrinks(4, 5) && policy.shrinks(0, 0));
+        assert!(policy.shrinks(u64::MAX / 4 * 3, u64::MAX) && !policy.shrinks(u64::MAX, u64::MAX));
+        assert_eq!([0, 1, 4, 1000].map(|most| policy.early_at(most)), [1, 1, 3, 750]);
     }
 
+    /// What the figures assume of each other.
     #[test]
-    fn many_are_copied_before_the_pause_only_while_that_leaves_few_for_it() {
-        let (mut ways, room, most) = (Ways::default(), 1 << 20, BEHIND_FROM_IF_FEW_LEFT - 1);
-        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Behind, "nothing is known");
-        let left = |early_frames, late_frames| Copied::of(early_frames, late_frames, 0);
-        ways.note(&left(1000, 80));
-        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Before);
-        assert_eq!(ways.of_next(most, room, true), Way::Before);
-        assert_eq!(ways.of_next(most + 1, room, true), Way::Behind);
-        assert_eq!(ways.of_next(BEHIND_FROM, 2 * BEHIND_FROM - 1, true), Way::Behind, "no room");
-        // A small epoch that left a fifth of its frames says that a large one leaves many.
-        ways.note(&left(100, 20));
-        assert_eq!(ways.of_next(most, room, true), Way::Behind);
-        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Before);
-        ways.note(&left(most, 2 * FEW));
-        assert_eq!(ways.of_next(BEHIND_FROM - 1, room, true), Way::Before);
-        (0..100).for_each(|_| assert_eq!(ways.of_next(most, room, true), Way::Behind));
-        let mut asked = Ways::new(64);
-        assert_eq!(asked.of_next(64, room, true), Way::Behind, "as it was asked for");
-        assert_eq!(Ways::new(u64::MAX).of_next(1 << 18, room, true), Way::Before);
-        assert_eq!(Ways::new(0).of_next(0, room, true), Way::InPause, "nothing to protect");
+    fn figures_fit_together() {
+        let policy = CopyPolicy::DEFAULT;
+        assert!(policy.background_from <= policy.background_from_if_few_left);
+        assert!(policy.protect_again_from <= policy.late_frames);
+        assert!(policy.few_left <= policy.background_from);
+        assert!(policy.frames_per_look <= driftline_guest::SAVED_BLOCKS_MAX as u64);
+        assert!(policy.live_shrink_percent < 100 && policy.early_percent < 100);
     }
 }

@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use crate::copy_policy::CopyPolicy;
+
 /// Cost of previous pauses in which frames were copied.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct CopyCost {
@@ -15,23 +17,18 @@ pub(crate) struct CopyCost {
     one_in: u64,
 }
 
-/// Pauses with fewer frames say little about the cost of one frame.
-const MANY: u64 = 64;
-/// Upper bound of `one_in`: the next pause may copy a larger share of the frames.
-const MOST_BEFORE: u64 = 16;
-
 impl CopyCost {
     /// Records a pause in which `copied` frames were copied, of an epoch with `changed` frames.
-    pub(crate) fn note(&mut self, pause: Duration, copied: u64, changed: u64) {
+    pub(crate) fn note(&mut self, policy: &CopyPolicy, pause: Duration, copied: u64, changed: u64) {
         if self.least.is_zero() || pause < self.least {
             self.least = pause;
         }
         match u32::try_from(copied) {
-            Ok(many) if copied >= MANY => self.frame = (pause - self.least) / many,
+            Ok(many) if copied >= policy.telling_frames => self.frame = (pause - self.least) / many,
             // One outlier must not count for ever.
             _ => self.frame -= self.frame / 8,
         }
-        self.one_in = (changed / copied.max(1)).clamp(1, MOST_BEFORE);
+        self.one_in = (changed / copied.max(1)).clamp(1, policy.most_changed_per_copied);
     }
 
     /// Returns how many frames may have changed for a pause of at most `most`. `None` if that is
@@ -68,31 +65,32 @@ impl AheadCost {
 mod tests {
     use super::*;
 
+    const POLICY: CopyPolicy = CopyPolicy::DEFAULT;
     const US: Duration = Duration::from_micros(1);
 
     #[test]
     fn what_is_copied_before_the_pause_does_not_count() {
         let mut cost = CopyCost::default();
         assert_eq!(cost.fit(2000 * US), None, "nothing is known");
-        cost.note(400 * US, 0, 0);
+        cost.note(&POLICY, 400 * US, 0, 0);
         assert_eq!(cost.fit(2000 * US), None);
-        cost.note(1400 * US, 1000, 1000);
+        cost.note(&POLICY, 1400 * US, 1000, 1000);
         assert_eq!(cost.fit(2400 * US), Some(2000));
-        cost.note(500 * US, 100, 1000);
+        cost.note(&POLICY, 500 * US, 100, 1000);
         assert_eq!(cost.fit(2400 * US), Some(20_000));
-        cost.note(500 * US, 100, 1_000_000);
-        assert_eq!(cost.fit(2400 * US), Some(2000 * MOST_BEFORE));
+        cost.note(&POLICY, 500 * US, 100, 1_000_000);
+        assert_eq!(cost.fit(2400 * US), Some(2000 * POLICY.most_changed_per_copied));
         assert_eq!(cost.fit(300 * US), None, "no pause is so short");
     }
 
     #[test]
     fn one_late_pause_is_forgotten_although_few_are_copied_from_then_on() {
         let mut cost = CopyCost::default();
-        cost.note(400 * US, 0, 0);
-        cost.note(1400 * US, 64, 250);
+        cost.note(&POLICY, 400 * US, 0, 0);
+        cost.note(&POLICY, 1400 * US, 64, 250);
         let fits = |cost: &CopyCost| cost.fit(2000 * US).unwrap_or(u64::MAX);
         assert!(fits(&cost) < 1000);
-        (0..40).for_each(|_| cost.note(430 * US, 30, 250));
+        (0..40).for_each(|_| cost.note(&POLICY, 430 * US, 30, 250));
         assert!(fits(&cost) > 10_000, "{}", fits(&cost));
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
-use crate::copy_policy::BEHIND_FROM;
+use crate::copy_policy::CopyPolicy;
 
 /// A pause in which nothing is copied.
 const LEAST_PAUSE: Duration = Duration::from_micros(500);
@@ -50,7 +50,7 @@ pub struct CadenceForecast {
 /// assert!(!driftline_checkpoint::cadence_forecast(Duration::from_millis(1), 10).bearable);
 /// ```
 pub fn cadence_forecast(every: Duration, frames: u64) -> CadenceForecast {
-    let each = if frames < BEHIND_FROM { COPY_NS } else { PROTECT_NS };
+    let each = if frames < CopyPolicy::DEFAULT.background_from { COPY_NS } else { PROTECT_NS };
     let pause_ms = LEAST_PAUSE.as_secs_f64() * 1e3 + frames as f64 * each / 1e6;
     let write_ms = frames as f64 * WRITE_NS / 1e6;
     let every_ms = every.as_secs_f64() * 1e3;
@@ -73,7 +73,8 @@ mod tests {
     fn what_is_copied_behind_the_guest_makes_its_pause_no_longer_than_what_is_copied_in_it() {
         let second = Duration::from_secs(1);
         let at = |frames| cadence_forecast(second, frames);
-        assert!(at(BEHIND_FROM).pause_ms < at(BEHIND_FROM - 1).pause_ms);
+        let many = CopyPolicy::DEFAULT.background_from;
+        assert!(at(many).pause_ms < at(many - 1).pause_ms);
         assert_eq!(at(0).pause_ms, 0.5);
         assert_eq!(cadence_forecast(Duration::ZERO, 7).store_bytes_per_s, 0);
     }

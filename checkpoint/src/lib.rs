@@ -8,6 +8,7 @@
 //! A failed epoch loses nothing: its frames return to the tracker and are in the next epoch (I4).
 #![forbid(unsafe_code)]
 
+mod availability;
 mod background_copy;
 mod cadence;
 mod chain;
@@ -15,14 +16,17 @@ mod checkpointer;
 mod chunks;
 mod commit_thread;
 mod copy_policy;
+mod copy_time;
 mod cost;
 mod disk_copy;
+mod epoch_drives;
 mod forecast;
 mod guest;
 mod histogram;
 mod live_copy;
 mod pause;
 mod precopy_buffer;
+mod protect_ahead;
 mod protection;
 mod report;
 mod restore;

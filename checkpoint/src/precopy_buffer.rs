@@ -15,13 +15,12 @@ use driftline_guest::GuestRam;
 use driftline_store::EpochWriter;
 
 use crate::guest::Checkpointable;
-use crate::live_copy::batches;
 use crate::report::Cause;
-use crate::staging::Staging;
+use crate::staging::{Staging, batches};
 
 /// The frames of an epoch that are in the staging area.
 #[derive(Debug, Default)]
-pub(crate) struct Copied {
+pub(crate) struct StagedFrames {
     /// Runs copied before the pause, ascending, each with the number of frames before it.
     early: Vec<(FrameRun, u64)>,
     pub(crate) early_frames: u64,
@@ -34,7 +33,7 @@ pub(crate) struct Copied {
     written: u64,
 }
 
-impl Copied {
+impl StagedFrames {
     /// For tests of policies that depend on it: the number of frames of each kind.
     #[cfg(test)]
     pub(crate) fn of(early_frames: u64, late_frames: u64, again: u64) -> Self {
@@ -192,7 +191,7 @@ mod tests {
             early.iter().for_each(|gfn| guest.write(Gfn(*gfn), &[1]).unwrap());
             guest.collect().unwrap();
             let before = subscription.drain();
-            let mut copied = Copied::before_pause(&*guest, &mut staging, &before).unwrap();
+            let mut copied = StagedFrames::before_pause(&*guest, &mut staging, &before).unwrap();
             late.iter().for_each(|gfn| guest.write(Gfn(*gfn), &[2]).unwrap());
             guest.collect().unwrap();
             let since = subscription.drain();

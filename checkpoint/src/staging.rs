@@ -1,6 +1,6 @@
 //! The staging area: preallocated memory that holds frames between the pause and the disk.
 
-use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
@@ -148,14 +148,32 @@ pub(crate) fn window(
         skip -= skipped;
         let count = take.min(run.count - skipped);
         take -= count;
-        let start = driftline_dirty_tracker::Gfn(run.start.0 + skipped);
+        let start = Gfn(run.start.0 + skipped);
         (count > 0).then_some(FrameRun { start, count })
+    })
+}
+
+/// Splits runs into consecutive groups of at most `frames` frames each. A lazy iterator, because a
+/// drive may have many.
+pub(crate) fn batches(runs: &[FrameRun], frames: u64) -> impl Iterator<Item = Vec<FrameRun>> {
+    let mut pieces = runs.iter().copied();
+    let mut rest: Option<FrameRun> = None;
+    std::iter::from_fn(move || {
+        let (mut group, mut room) = (Vec::new(), frames);
+        while room > 0 {
+            let Some(run) = rest.take().or_else(|| pieces.next()) else { break };
+            let count = run.count.min(room);
+            group.push(FrameRun { start: run.start, count });
+            room -= count;
+            let left = FrameRun { start: Gfn(run.start.0 + count), count: run.count - count };
+            rest = (left.count > 0).then_some(left);
+        }
+        (!group.is_empty()).then_some(group)
     })
 }
 
 #[cfg(test)]
 mod tests {
-    use driftline_dirty_tracker::Gfn;
     use proptest::prelude::*;
 
     use super::*;
@@ -181,6 +199,26 @@ mod tests {
                 seen.extend(frames);
             }
             prop_assert_eq!(seen, all);
+        }
+
+        #[test]
+        fn groups_are_full_and_together_are_all(
+            runs in prop::collection::vec((1u64..5, 1u64..40), 0..20),
+            most in 1u64..30,
+        ) {
+            let mut at = 0;
+            let mut all = Vec::new();
+            for (gap, count) in runs {
+                all.push(FrameRun { start: Gfn(at + gap), count });
+                at += gap + count;
+            }
+            let groups: Vec<Vec<FrameRun>> = batches(&all, most).collect();
+            let frames = |runs: &[FrameRun]| runs.iter().flat_map(|r| r.frames()).collect::<Vec<_>>();
+            prop_assert_eq!(frames(&groups.concat()), frames(&all));
+            for (n, group) in groups.iter().enumerate() {
+                let count = frames(group).len() as u64;
+                prop_assert!(count == most || (n + 1 == groups.len() && count < most));
+            }
         }
     }
 

@@ -242,6 +242,7 @@ fn the_operator_resolves_that_the_guest_is_there() {
     std::thread::sleep(Duration::from_millis(200));
     assert_eq!(guest.run_state(), RunState::Paused, "it never resumes by itself");
     assert!(sender.control.progress().doubt.is_some());
+    assert_eq!(guest.tracker().stats().subscribers, 0, "a long doubt keeps no tree");
     sender.control.resolve(Resolution::Discard).unwrap();
     let sent = sender.result();
     assert_eq!(sent.as_ref().unwrap().status, SendStatus::ResolvedDiscarded);

@@ -80,8 +80,8 @@ pub trait DriveCopy: Send + Sync {
     /// write meanwhile.
     fn make_durable(&self) -> io::Result<()>;
 
-    /// Gives up what kept others from the drive, so that [`HandOver::acquire`](crate::HandOver::acquire)
-    /// can take it.
+    /// Gives up what kept others from the drive, so that
+    /// [`HandOver::acquire`](crate::HandOver::acquire) can take it.
     fn yield_to_guest(&self) -> io::Result<()>;
 
     /// Makes it the guest's drive for good.

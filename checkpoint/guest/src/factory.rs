@@ -11,9 +11,9 @@ use crate::vm_id::VmId;
 /// A guest, and its drives or copies of them that are being filled.
 pub type WithCopies<G> = (Arc<G>, Vec<Box<dyn DriveCopy>>);
 
-/// Builds guests from what [`GuestIdentity::config`](crate::GuestIdentity::config) returned, on this
-/// host or another. A new guest is paused and has zeroed memory; its state comes later. `config` and
-/// `drives` are hostile input: bounds are checked before anything is allocated.
+/// Builds guests from what [`GuestIdentity::config`](crate::GuestIdentity::config) returned, on
+/// this host or another. A new guest is paused and has zeroed memory; its state comes later.
+/// `config` and `drives` are hostile input: bounds are checked before anything is allocated.
 pub trait GuestFactory: Send + Sync {
     /// The guest that it builds.
     type Guest: Guest + ?Sized;

@@ -1,8 +1,8 @@
 //! The guest as the engines that checkpoint, migrate and restore it see it.
 //!
-//! The engines know a guest only through the traits here, and each asks for the parts that it needs.
-//! The VMM implements them over KVM; the feature `testing` has an implementation over host threads,
-//! for hosts without KVM and for tests.
+//! The engines know a guest only through the traits here, and each asks for the parts that it
+//! needs. The VMM implements them over KVM; the feature `testing` has an implementation over host
+//! threads, for hosts without KVM and for tests.
 //!
 //! ```text
 //! GuestIdentity   which guest it is, and the shape of its machine

@@ -3,11 +3,10 @@
 use std::time::Duration;
 
 use super::Checkpointer;
-use crate::disk_copy;
 
 impl Checkpointer {
     /// Returns the number of changed frames at which an epoch must begin to keep its pause within
-    /// `max_pause`: three quarters of what fits. `None` before the first epoch.
+    /// `max_pause`, a share of what fits. `None` before the first epoch.
     pub(crate) fn most_changed(&self, max_pause: Duration) -> Option<u64> {
         self.chain.as_ref()?;
         let room = self.staging.frames();
@@ -17,7 +16,7 @@ impl Checkpointer {
             // An epoch that takes more than half the room is not copied before the pause.
             false => self.cost.fit(max_pause).unwrap_or(u64::MAX).min(room / 3 * 2),
         };
-        Some((most / 4 * 3).max(1))
+        Some(self.policy.early_at(most))
     }
 
     /// Returns how many frames will have changed since the last epoch at the pause of an epoch that
@@ -29,7 +28,7 @@ impl Checkpointer {
         let changed = chain.subscription.drain();
         let frames = changed.frames();
         changed.give_back();
-        let ahead = self.ahead.of(disk_copy::due_ahead(&mut chain.drives));
+        let ahead = self.ahead.of(chain.drives.due_ahead());
         Some(grown(frames, chain.since.elapsed(), ahead))
     }
 }

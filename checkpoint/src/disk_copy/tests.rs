@@ -2,12 +2,15 @@
 //! instant, in memory or in the file.
 #![allow(clippy::unwrap_used)]
 
+use std::sync::Arc;
+
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
 use driftline_guest::{Clock, Stateful, VmId};
 use driftline_store::testing::MemoryDisk;
 use driftline_store::{Committer, Store};
 
 use super::*;
+use crate::epoch_drives::drives_of;
 use crate::restore;
 use crate::staging::StagingLimits;
 
@@ -31,21 +34,23 @@ fn what_is_copied_in_the_pause_is_in_the_epoch() {
         let heads = drives_of(&*guest);
         let pages = committer.pages().clone();
         let mut file = EpochWriter::new(pages, 1, &*guest, None, heads.clone()).unwrap();
-        let mut followed = follow(&*guest, &heads).unwrap();
+        let mut followed = EpochDrives::follow(&*guest, &heads).unwrap();
         for (disk, bytes) in guest.disks().iter().zip(SIZES) {
             let numbered = (0u64..).flat_map(|n| (n | 1 << 32).to_le_bytes()).take(bytes as usize);
             disk.write(0, &numbered.collect::<Vec<u8>>()).unwrap();
             disk.discard(7 * PAGE_SIZE, 1200 * PAGE_SIZE).unwrap();
         }
         let was: Vec<Vec<u8>> = guest.disks().iter().map(|d| d.contents().unwrap()).collect();
-        let bytes = room * PAGE_SIZE as usize;
-        let stood = stand_with(&mut followed, false, bytes, &mut file).unwrap();
+        let pause_blocks_bytes = room * PAGE_SIZE as usize;
+        let policy = CopyPolicy { pause_blocks_bytes, ..CopyPolicy::DEFAULT };
+        let mut copy = DiskCopy::new(&mut followed, &policy, false);
+        copy.begin(&mut file).unwrap();
         // No write waits: no copy thread runs.
         for (disk, bytes) in guest.disks().iter().zip(SIZES) {
             disk.write(0, &vec![9; bytes as usize]).unwrap();
         }
         let mut staging = Staging::new(StagingLimits::default());
-        let (changed, waits) = copy_behind(stood, &mut staging, &mut file).unwrap();
+        let (changed, waits) = copy.finish(&mut staging, &mut file).unwrap();
         assert_eq!(changed.iter().map(DirtySet::frames).sum::<u64>(), 7001);
         assert_eq!(waits.times, 0);
         for section in guest.save_state().unwrap() {

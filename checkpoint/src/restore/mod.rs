@@ -97,9 +97,9 @@ pub fn restore<F: GuestFactory>(
 }
 
 /// Like [`restore`], but the guest may run before its memory has arrived, if it and its host
-/// support that ([`Populate::fetch_late`]). A fault fetches its frame; the others are fetched in the
-/// background. Frames are checked when they arrive; a damaged frame ends the guest. The epoch is
-/// pinned in the store until all frames have arrived. This function reads where frames are, 16
+/// support that ([`Populate::fetch_late`]). A fault fetches its frame; the others are fetched in
+/// the background. Frames are checked when they arrive; a damaged frame ends the guest. The epoch
+/// is pinned in the store until all frames have arrived. This function reads where frames are, 16
 /// bytes of memory for each, and no frame itself.
 ///
 /// # Errors

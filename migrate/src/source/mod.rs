@@ -38,10 +38,10 @@ pub use options::{MIN_BANDWIDTH, SendOptions};
 
 /// Moves `guest` to the destination that listens at `to` ("HOST:PORT", "tcp:" in front allowed).
 ///
-/// Blocks until the destination has the guest (which has then ended here, [`Lifecycle::stop`](driftline_guest::Lifecycle::stop)), or
-/// until it is certain that the guest stays here. While neither is known, the migration is in
-/// doubt: `send` asks the destination until it answers or [`SendControl::resolve`] is called.
-/// `control.progress()` shows the doubt.
+/// Blocks until the destination has the guest (which has then ended here,
+/// [`Lifecycle::stop`](driftline_guest::Lifecycle::stop)), or until it is certain that the guest
+/// stays here. While neither is known, the migration is in doubt: `send` asks the destination until
+/// it answers or [`SendControl::resolve`] is called. `control.progress()` shows the doubt.
 ///
 /// Costs one bit of memory a frame for tracking (three with `verify`), and 512 KiB of buffers for
 /// each connection (2 MiB with compression). Copied disks cost one bit a block, and 512 KiB.

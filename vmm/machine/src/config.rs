@@ -90,8 +90,8 @@ pub enum Boot {
     },
 }
 
-/// The part of a configuration that moves with the guest. `GuestIdentity::config` returns the bytes of
-/// [`Self::encode`].
+/// The part of a configuration that moves with the guest. `GuestIdentity::config` returns the bytes
+/// of [`Self::encode`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MachineConfig {
     /// Guest memory in bytes: whole frames, from [`MIN_MEM_BYTES`](crate::limits::MIN_MEM_BYTES) to

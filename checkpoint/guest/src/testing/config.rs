@@ -10,7 +10,8 @@ const MAX_FRAMES: u64 = 1 << 18;
 const MAX_SLOTS: usize = 16;
 const MAX_WRITERS: u16 = 16;
 
-/// The configuration of a [`MemoryGuest`](super::MemoryGuest). `GuestIdentity::config` is this in postcard.
+/// The configuration of a [`MemoryGuest`](super::MemoryGuest). `GuestIdentity::config` is this in
+/// postcard.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MemoryConfig {
     /// Memory slots, at most 1 GiB in all.

@@ -17,9 +17,9 @@
 //! Linux reports once to each open file that data could not be written back. An error that the
 //! guest has not seen is kept: were it forgotten, the guest's next flush would succeed although
 //! data is lost. A guest's flush at the same moment must get the error by itself, so the thread of
-//! `HandOver::flush` uses an open file of its own. It opens that file anew for each flush. A new open
-//! file reports an error that nobody has seen yet. One that is older than the error would report it
-//! again, long after the guest has seen it.
+//! `HandOver::flush` uses an open file of its own. It opens that file anew for each flush. A new
+//! open file reports an error that nobody has seen yet. One that is older than the error would
+//! report it again, long after the guest has seen it.
 
 use std::fs::{File, OpenOptions};
 use std::io;

@@ -1,0 +1,103 @@
+//! Whether frames and blocks can be copied in the background: after a failure they are copied in
+//! the pause for some epochs.
+
+use std::fmt;
+
+use driftline_guest::{GuestContents, Shield};
+
+use crate::copy_policy::CopyPolicy;
+use crate::report::{Cause, Phase};
+
+/// Whether frames can be copied in the background.
+#[derive(Default)]
+pub(crate) struct Shielding {
+    is: Shielded,
+    /// Number of epochs for which write protection is neither used nor requested.
+    rests: u32,
+}
+
+#[derive(Default)]
+enum Shielded {
+    #[default]
+    NotAsked,
+    /// The host or the guest does not offer it.
+    No,
+    Yes(Box<dyn Shield>),
+}
+
+impl Shielding {
+    /// Returns whether the next epoch uses write protection.
+    pub(crate) fn is_used(&self) -> bool {
+        self.rests == 0 && matches!(self.is, Shielded::Yes(_))
+    }
+
+    /// Returns the shield for an epoch. Asks the guest the first time, and again some epochs after
+    /// a failure.
+    pub(crate) fn ask(
+        &mut self,
+        policy: &CopyPolicy,
+        guest: &dyn GuestContents,
+    ) -> Option<&dyn Shield> {
+        if self.rests > 0 {
+            self.rests -= 1;
+            return None;
+        }
+        if let Shielded::NotAsked = self.is {
+            match guest.shield() {
+                Ok(Some(shield)) => self.is = Shielded::Yes(shield),
+                Ok(None) => self.is = Shielded::No,
+                Err(e) => self.rest(policy.rest_after_failure, &e),
+            }
+        }
+        match &self.is {
+            Shielded::Yes(shield) => Some(&**shield),
+            Shielded::NotAsked | Shielded::No => None,
+        }
+    }
+
+    /// Records that an epoch failed for `cause`.
+    pub(crate) fn failed(&mut self, policy: &CopyPolicy, phase: Phase, cause: &Cause) {
+        match (phase, cause) {
+            // Failures of drives do not concern it.
+            (Phase::CopyDrives, _) => {}
+            (Phase::Protect | Phase::CopyBehind, Cause::Guest(_)) => {
+                self.is = Shielded::NotAsked;
+                self.rest(policy.rest_after_failure, cause);
+            }
+            (_, Cause::Stalled(_)) => self.rest(policy.rest_after_stall, cause),
+            _ => {}
+        }
+    }
+
+    fn rest(&mut self, epochs: u32, why: &dyn fmt::Display) {
+        tracing::warn!("changed pages are copied in the pause for {epochs} checkpoints: {why}");
+        self.rests = epochs;
+    }
+}
+
+/// Whether a write to a drive waits for room. After a write has waited for too long, writes do not
+/// wait in the next epochs; their pauses are longer instead.
+#[derive(Default)]
+pub(crate) struct Patience {
+    rests: u32,
+}
+
+impl Patience {
+    /// Returns whether writes may wait in the next epoch.
+    pub(crate) fn ask(&mut self) -> bool {
+        let patient = self.rests == 0;
+        self.rests = self.rests.saturating_sub(1);
+        patient
+    }
+
+    /// Records that an epoch failed for `cause`.
+    pub(crate) fn failed(&mut self, policy: &CopyPolicy, phase: Phase, cause: &Cause) {
+        if let (Phase::CopyDrives, Cause::Stalled(_)) = (phase, cause) {
+            self.rests = policy.rest_after_stall;
+            tracing::warn!(
+                "disks that change much are copied in the pause for {} checkpoints: {cause}",
+                self.rests
+            );
+        }
+    }
+}

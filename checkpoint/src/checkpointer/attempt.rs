@@ -1,0 +1,80 @@
+//! Takes one epoch: what is copied while the guest runs, the snapshot, and the hand-over to the
+//! commit thread.
+
+use std::time::Instant;
+
+use driftline_guest::GuestError;
+use driftline_store::{EpochWriter, StoreError};
+
+use super::{Aloft, Checkpointer};
+use crate::chain::Chain;
+use crate::disk_copy::DiskCopy;
+use crate::epoch_drives::EpochDrives;
+use crate::live_copy::LiveCopy;
+use crate::pause::Epoch;
+use crate::report::{Cause, Phase, step};
+use crate::snapshot::Snapshot;
+
+impl Checkpointer {
+    /// Takes an epoch up to the hand-over to the commit thread.
+    pub(super) fn attempt(&mut self, epoch: u64, full: bool) -> Result<Aloft, (Phase, Cause)> {
+        let Self { guest, drives, store, crew, bounds, staging, chain, .. } = self;
+        let Self { policy, shield, patience, times, cost, ahead: ahead_cost, .. } = self;
+        let policy = &*policy;
+        let guest = &**guest;
+        let parent = chain.as_ref().and_then(|c| c.last);
+        let crew = crew.as_ref().ok_or_else(|| {
+            // `make_ready` has opened it, or has returned why it cannot be opened.
+            let dir = store.location().to_owned();
+            (Phase::Begin, StoreError::LockLost { dir }.into())
+        })?;
+        let pages = crew.pages().clone();
+        let mut file = step(Phase::Begin, || {
+            store.check_lock()?;
+            EpochWriter::new(pages, epoch, guest, parent, drives.clone())
+        })?;
+        if full {
+            let subscription = step(Phase::Subscribe, || guest.subscribe("checkpoint"))?;
+            let drives = step(Phase::Subscribe, || EpochDrives::follow(guest, drives))?;
+            *chain = Some(Chain::new(subscription, drives));
+        }
+        let Some(chain) = chain else {
+            return Err((Phase::Subscribe, GuestError::NotTracked.into()));
+        };
+        let Chain { subscription, drives, .. } = &mut *chain;
+        let mut changed = Vec::new();
+        if full {
+            changed = step(Phase::CopyLive, || {
+                drives.copy_live(policy, staging, &mut file)?;
+                LiveCopy { guest, policy, subscription, staging, file: &mut file }.copy_all()
+            })?;
+        }
+        let begun = Instant::now();
+        let ahead = || drives.copy_ahead(policy, staging, &mut file);
+        let mut ahead = step(Phase::CopyDrives, ahead)?;
+        ahead_cost.note(begun.elapsed(), ahead.due);
+        if full && !ahead.passes.is_empty() {
+            // Memory has changed while the drives were copied.
+            let mut live = LiveCopy { guest, policy, subscription, staging, file: &mut file };
+            changed.append(&mut step(Phase::CopyLive, || live.catch_up(u64::MAX))?);
+        }
+        changed.append(&mut ahead.passes);
+        let (shield, patient) = (shield.ask(policy, guest), patience.ask());
+        let disks = DiskCopy::new(drives, policy, patient);
+        let (calm, file_of) = (store.calm(), &mut file);
+        let epoch_of = Epoch { guest, policy, calm, subscription, disks, file: file_of };
+        let mut taken = Snapshot { epoch: epoch_of, shield, times, staging }.take()?;
+        changed.append(&mut taken.changed);
+        crew.commit(file.finish(), *bounds);
+        (chain.last, chain.since) = (Some(epoch), taken.resumed);
+        if taken.staged > 0 {
+            cost.note(policy, taken.pause, taken.in_pause, taken.staged);
+        }
+        if taken.staged > staging.frames() {
+            let (frames, staged) = (taken.staged, staging.frames());
+            tracing::warn!(frames, staged, "wrote during the pause");
+        }
+        staging.grow_to(taken.staged);
+        Ok(Aloft { full, changed, taken })
+    }
+}

@@ -1,0 +1,151 @@
+//! Write protection before a pause, so that little is left for the pause.
+
+use std::sync::PoisonError;
+
+use driftline_dirty_tracker::{DirtySet, FrameSet, Subscription};
+
+use crate::background_copy::Before;
+use crate::chunks::spans;
+use crate::copy_policy::CopyPolicy;
+use crate::guest::Checkpointable;
+use crate::protection::OfEpoch;
+use crate::report::{Cause, Phase, step};
+
+/// What was protected before a pause.
+pub(crate) struct ProtectedAhead {
+    /// Frames that were protected; some may have been unprotected since.
+    pub(crate) frames: FrameSet,
+    /// Frames that changed since and were not protected.
+    pub(crate) left: FrameSet,
+    /// The dirty sets of all of these.
+    pub(crate) epochs: Vec<DirtySet>,
+}
+
+/// Protects the frames in `early`. Repeats with the frames that change meanwhile, as long as there
+/// are many of them.
+pub(crate) fn protect_ahead(
+    guest: &dyn Checkpointable,
+    policy: &CopyPolicy,
+    shield: &OfEpoch<'_>,
+    before: &Before,
+    early: DirtySet,
+    subscription: &mut Subscription,
+) -> Result<ProtectedAhead, (Phase, Cause)> {
+    let layout = guest.layout();
+    let again_from = policy.protect_again_from.min(policy.background_from);
+    let mut next: FrameSet = early.runs().collect();
+    let (mut frames, mut epochs) = (FrameSet::new(), vec![early]);
+    for again in 0.. {
+        step(Phase::Protect, || shield.protect(&spans(layout, &next, policy.span_gap)))?;
+        frames.insert_all(next.as_slice());
+        step(Phase::Drain, || guest.collect())?;
+        let since = subscription.drain();
+        next = since.runs().collect();
+        epochs.push(since);
+        if next.frames() <= again_from || again == policy.protect_again_rounds {
+            break;
+        }
+        // These frames are protected again with the others, so they are not late. A frame that is
+        // unprotected and written from now on is in the next drain.
+        if let Some(released) = &mut *before.lock().unwrap_or_else(PoisonError::into_inner) {
+            next.insert_all(&std::mem::take(released));
+        }
+    }
+    Ok(ProtectedAhead { frames, left: next, epochs })
+}
+
+#[cfg(all(test, feature = "testing"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+    use std::sync::{Arc, Mutex};
+    use std::time::Duration;
+
+    use driftline_dirty_tracker::{FrameRun, Gfn, Slot, SlotId};
+    use driftline_guest::{GuestError, Shield};
+    use proptest::prelude::*;
+
+    use super::*;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+    use driftline_guest::{DirtyLog, VmId};
+
+    const AGAIN_FROM: u64 = CopyPolicy::DEFAULT.protect_again_from;
+    const FIRST: FrameRun = FrameRun { start: Gfn(0), count: 1000 };
+
+    /// A shield that protects nothing. During each call, the guest writes to consecutive frames.
+    struct Busy {
+        guest: Arc<MemoryGuest>,
+        /// Frames written in each call.
+        writes: Vec<u64>,
+        times: AtomicU64,
+        protected: Mutex<Vec<FrameSet>>,
+    }
+
+    impl Busy {
+        fn written(&self, time: usize) -> FrameRun {
+            let start = FIRST.end().0 + self.writes[..time].iter().sum::<u64>();
+            FrameRun { start: Gfn(start), count: self.writes[time] }
+        }
+    }
+
+    impl Shield for Busy {
+        fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+            self.protected.lock().unwrap().push(frames.iter().copied().collect());
+            let written = self.written(self.times.fetch_add(1, SeqCst) as usize);
+            (written.start.0..written.end().0).try_for_each(|gfn| self.guest.write(Gfn(gfn), &[1]))
+        }
+
+        fn release(&self, _: FrameRun) -> Result<(), GuestError> {
+            Ok(())
+        }
+
+        fn release_all(&self) {}
+
+        fn awaited(&self, _: Duration) -> Result<Option<FrameRun>, GuestError> {
+            Ok(None)
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Rounds end when few frames change, or when the maximum number of rounds is reached.
+        #[test]
+        fn what_changes_while_much_is_protected_is_protected_too(
+            writes in prop::collection::vec(prop_oneof![1..=AGAIN_FROM, AGAIN_FROM + 1..1000], 3),
+        ) {
+            let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 4000 };
+            let config = MemoryConfig { slots: vec![slot], ..MemoryConfig::still() };
+            let guest = MemoryGuest::new(VmId::random(), config).unwrap();
+            let mut subscription = guest.subscribe("test").unwrap();
+            subscription.drain().commit();
+            (FIRST.start.0..FIRST.end().0).for_each(|gfn| guest.write(Gfn(gfn), &[1]).unwrap());
+            let early = subscription.drain();
+            let (times, protected) = (AtomicU64::new(0), Mutex::default());
+            let busy = Busy { guest: guest.clone(), writes: writes.clone(), times, protected };
+            let let_go = FrameRun { start: Gfn(7), count: 3 };
+            let before = Mutex::new(Some(vec![let_go]));
+            let shield = OfEpoch::new(&busy);
+            let (policy, subscription) = (&CopyPolicy::DEFAULT, &mut subscription);
+            let ahead =
+                protect_ahead(&*guest, policy, &shield, &before, early, subscription).unwrap();
+
+            let last = writes.iter().position(|n| *n <= AGAIN_FROM).unwrap_or(2);
+            let mut wants = vec![FrameSet::from_iter([FIRST])];
+            wants.extend((0..last).map(|time| FrameSet::from_iter([busy.written(time)])));
+            if let Some(again) = wants.get_mut(1) {
+                again.insert(let_go);
+            }
+            prop_assert_eq!(&*busy.protected.lock().unwrap(), &wants);
+            let union = wants.iter().flat_map(FrameSet::iter).collect::<FrameSet>();
+            prop_assert_eq!(ahead.frames, union);
+            prop_assert_eq!(ahead.left.frames(), writes[last]);
+            prop_assert!(ahead.left.contains_run(busy.written(last)));
+            // A frame that is protected again is not late; otherwise it is.
+            let late = if last > 0 { vec![] } else { vec![let_go] };
+            prop_assert_eq!(before.into_inner().unwrap(), Some(late));
+            let drained = ahead.epochs.iter().map(DirtySet::frames).sum::<u64>();
+            prop_assert_eq!(drained, 1000 + writes[..=last].iter().sum::<u64>());
+        }
+    }
+}
