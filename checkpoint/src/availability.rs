@@ -6,7 +6,7 @@ use std::fmt;
 use driftline_guest::{GuestContents, Shield};
 
 use crate::copy_policy::CopyPolicy;
-use crate::report::{Cause, Phase};
+use crate::report::{EpochFailure, EpochStep};
 
 /// Whether frames can be copied in the background.
 #[derive(Default)]
@@ -56,15 +56,15 @@ impl Shielding {
     }
 
     /// Records that an epoch failed for `cause`.
-    pub(crate) fn failed(&mut self, policy: &CopyPolicy, phase: Phase, cause: &Cause) {
+    pub(crate) fn failed(&mut self, policy: &CopyPolicy, phase: EpochStep, cause: &EpochFailure) {
         match (phase, cause) {
             // Failures of drives do not concern it.
-            (Phase::CopyDrives, _) => {}
-            (Phase::Protect | Phase::CopyBehind, Cause::Guest(_)) => {
+            (EpochStep::CopyDrives, _) => {}
+            (EpochStep::Protect | EpochStep::CopyBehind, EpochFailure::Guest(_)) => {
                 self.is = Shielded::NotAsked;
                 self.rest(policy.rest_after_failure, cause);
             }
-            (_, Cause::Stalled(_)) => self.rest(policy.rest_after_stall, cause),
+            (_, EpochFailure::Stalled(_)) => self.rest(policy.rest_after_stall, cause),
             _ => {}
         }
     }
@@ -91,8 +91,8 @@ impl Patience {
     }
 
     /// Records that an epoch failed for `cause`.
-    pub(crate) fn failed(&mut self, policy: &CopyPolicy, phase: Phase, cause: &Cause) {
-        if let (Phase::CopyDrives, Cause::Stalled(_)) = (phase, cause) {
+    pub(crate) fn failed(&mut self, policy: &CopyPolicy, phase: EpochStep, cause: &EpochFailure) {
+        if let (EpochStep::CopyDrives, EpochFailure::Stalled(_)) = (phase, cause) {
             self.rests = policy.rest_after_stall;
             tracing::warn!(
                 "disks that change much are copied in the pause for {} checkpoints: {cause}",

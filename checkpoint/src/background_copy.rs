@@ -12,17 +12,17 @@ use driftline_guest::{GuestError, WRITE_WAIT_LIMIT};
 use crate::chunks::Pieces;
 use crate::copy_policy::CopyPolicy;
 use crate::guest::Checkpointable;
-use crate::protection::{OfEpoch, Released, Waits};
-use crate::report::Cause;
+use crate::protection::{OfEpoch, Released, WriterWaits};
+use crate::report::EpochFailure;
 use crate::staging::copy;
 
 /// Frames unprotected before the pause; `None` once that is no longer done. One lock covers both,
 /// so that no frame is unprotected without the pause knowing: its writer may have been stopped
 /// before it wrote, and writes after the pause.
-pub(crate) type Before = Mutex<Option<Vec<FrameRun>>>;
+pub(crate) type ReleasedFrames = Mutex<Option<Vec<FrameRun>>>;
 
 /// A piece on its way to the file.
-pub(crate) struct Full<'b> {
+pub(crate) struct FullPiece<'b> {
     pub(crate) runs: Vec<FrameRun>,
     pub(crate) buffer: &'b mut [u8],
 }
@@ -32,37 +32,37 @@ pub(crate) struct Saver<'m, 'b> {
     pub(crate) guest: &'m dyn Checkpointable,
     pub(crate) policy: &'m CopyPolicy,
     pub(crate) shield: &'m OfEpoch<'m>,
-    pub(crate) before: &'m Before,
+    pub(crate) before: &'m ReleasedFrames,
     /// Frames to be copied, and those among them that are not; sent when the guest resumes. Closed
     /// if there is nothing to copy.
     pub(crate) gone: Receiver<(FrameSet, FrameSet)>,
     pub(crate) empty: Receiver<&'b mut [u8]>,
-    pub(crate) to_file: Sender<Full<'b>>,
+    pub(crate) to_file: Sender<FullPiece<'b>>,
     pub(crate) piece_frames: u64,
-    pub(crate) waits: Waits,
+    pub(crate) waits: WriterWaits,
 }
 
 /// Result of the copy thread.
 #[derive(Debug, Default)]
-pub(crate) struct Saved {
+pub(crate) struct SavedFrames {
     pub(crate) frames: u64,
     pub(crate) waits: u64,
     pub(crate) waited: Duration,
 }
 
 impl<'b> Saver<'_, 'b> {
-    pub(crate) fn run(mut self) -> Result<Saved, Cause> {
+    pub(crate) fn run(mut self) -> Result<SavedFrames, EpochFailure> {
         let _released = Released(self.shield);
         let frames = match self.until_the_pause()? {
             Some((frames, late)) => self.save(&frames, &late)?,
             None => 0,
         };
-        Ok(Saved { frames, waits: self.waits.times, waited: self.waits.all() })
+        Ok(SavedFrames { frames, waits: self.waits.times, waited: self.waits.all() })
     }
 
     /// Copies `frames` except `late`. Returns the number copied; it is lower if the file has
     /// failed, because the file's error explains more.
-    fn save(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, Cause> {
+    fn save(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, EpochFailure> {
         let frames: FrameSet = frames.iter().flat_map(|run| late.gaps(run)).collect();
         let mut pieces =
             Pieces::new(self.guest.layout(), &frames, self.piece_frames, self.policy.span_gap);
@@ -77,7 +77,7 @@ impl<'b> Saver<'_, 'b> {
             self.waits.over();
             pieces.done(piece);
             saved += runs.iter().map(|run| run.count).sum::<u64>();
-            if self.to_file.send(Full { runs, buffer }).is_err() {
+            if self.to_file.send(FullPiece { runs, buffer }).is_err() {
                 return Ok(saved);
             }
         }
@@ -101,7 +101,7 @@ impl<'b> Saver<'_, 'b> {
 
     /// Unprotects frames that are written to, until the sets to copy arrive. Returns `None` if
     /// there are none.
-    fn until_the_pause(&mut self) -> Result<Option<(FrameSet, FrameSet)>, Cause> {
+    fn until_the_pause(&mut self) -> Result<Option<(FrameSet, FrameSet)>, EpochFailure> {
         loop {
             match self.gone.try_recv() {
                 Ok(sets) => return Ok(Some(sets)),
@@ -127,7 +127,7 @@ impl<'b> Saver<'_, 'b> {
 
     /// Returns room for a piece, or `None` if the file has failed. Fails if a writer has waited for
     /// too long.
-    fn room(&mut self, pieces: &Pieces) -> Result<Option<&'b mut [u8]>, Cause> {
+    fn room(&mut self, pieces: &Pieces) -> Result<Option<&'b mut [u8]>, EpochFailure> {
         let mut limit = Duration::ZERO;
         loop {
             match self.empty.recv_timeout(limit) {
@@ -136,7 +136,7 @@ impl<'b> Saver<'_, 'b> {
                 Err(RecvTimeoutError::Timeout) => limit = self.policy.room_poll,
             }
             if self.wanted(pieces)?.is_some() && self.waits.all() >= WRITE_WAIT_LIMIT {
-                return Err(Cause::Stalled(WRITE_WAIT_LIMIT));
+                return Err(EpochFailure::Stalled(WRITE_WAIT_LIMIT));
             }
         }
     }
@@ -173,7 +173,7 @@ mod tests {
         let writer =
             thread::spawn(move || (3..43).rev().try_for_each(|gfn| writer.write(Gfn(gfn), &[1])));
         let (guest_dyn, before) = (&*guest as &dyn Checkpointable, &Mutex::new(None));
-        let (waits, piece_frames) = (Waits::default(), 1);
+        let (waits, piece_frames) = (WriterWaits::default(), 1);
         let policy = &CopyPolicy::DEFAULT;
         let saver = Saver {
             guest: guest_dyn,
@@ -189,13 +189,13 @@ mod tests {
         let since = Instant::now();
         thread::scope(|scope| {
             scope.spawn(move || {
-                for Full { buffer, .. } in full {
+                for FullPiece { buffer, .. } in full {
                     thread::sleep(every.unwrap_or(WRITE_WAIT_LIMIT));
                     let _ = to_guest.send(buffer);
                 }
             });
             let saved = saver.run();
-            assert!(matches!(saved, Err(Cause::Stalled(_))), "{saved:?}");
+            assert!(matches!(saved, Err(EpochFailure::Stalled(_))), "{saved:?}");
         });
         let took = since.elapsed();
         writer.join().unwrap().unwrap();

@@ -35,7 +35,7 @@ pub struct Cadence {
 
 /// An epoch of a series.
 #[derive(Debug)]
-pub struct Taken {
+pub struct TakenEpoch {
     /// The epoch, or the reason why it failed; the series continues either way.
     pub outcome: Result<EpochReport, CheckpointError>,
     /// Time between the due time and the beginning of the epoch.
@@ -78,7 +78,7 @@ pub struct Tally {
 
 impl Tally {
     /// Adds one epoch.
-    pub fn add(&mut self, taken: &Taken) {
+    pub fn add(&mut self, taken: &TakenEpoch) {
         let sum = &mut self.achieved;
         sum.early += u64::from(taken.early);
         sum.skipped += taken.skipped;
@@ -113,18 +113,19 @@ struct Begun {
 
 /// A series under way: epochs that have begun, and the callback that receives their outcomes in
 /// order.
-struct Series<F> {
+struct EpochSeries<F> {
     begun: VecDeque<Begun>,
     on_taken: F,
     /// Whether the callback has ended the series.
     over: bool,
 }
 
-impl<F: FnMut(Taken) -> ControlFlow<()>> Series<F> {
+impl<F: FnMut(TakenEpoch) -> ControlFlow<()>> EpochSeries<F> {
     fn landed(&mut self, outcome: Result<EpochReport, CheckpointError>) {
         // As many epochs land as have begun.
         let Some(Begun { late, interval, early, skipped }) = self.begun.pop_front() else { return };
-        self.over |= (self.on_taken)(Taken { outcome, late, interval, early, skipped }).is_break();
+        self.over |=
+            (self.on_taken)(TakenEpoch { outcome, late, interval, early, skipped }).is_break();
     }
 }
 
@@ -148,10 +149,10 @@ impl Checkpointer {
         &mut self,
         cadence: &Cadence,
         cancel: &AtomicBool,
-        on_taken: impl FnMut(Taken) -> ControlFlow<()>,
+        on_taken: impl FnMut(TakenEpoch) -> ControlFlow<()>,
     ) -> u64 {
-        let (mut pace, mut before) = (Pace { every: cadence.every, due: Instant::now() }, None);
-        let mut series = Series { begun: VecDeque::new(), on_taken, over: false };
+        let (mut pace, mut before) = (DueTime { every: cadence.every, due: Instant::now() }, None);
+        let mut series = EpochSeries { begun: VecDeque::new(), on_taken, over: false };
         let mut tried = 0;
         while cadence.count.is_none_or(|count| tried < count) {
             let Some(early) = self.wait(pace.due, cadence, cancel, &mut series) else { break };
@@ -182,12 +183,12 @@ impl Checkpointer {
 
     /// Waits until `due`, or until much has changed. Returns whether the epoch is early, or `None`
     /// if the wait was cancelled.
-    fn wait<F: FnMut(Taken) -> ControlFlow<()>>(
+    fn wait<F: FnMut(TakenEpoch) -> ControlFlow<()>>(
         &mut self,
         due: Instant,
         cadence: &Cadence,
         cancel: &AtomicBool,
-        series: &mut Series<F>,
+        series: &mut EpochSeries<F>,
     ) -> Option<bool> {
         let Some(most) = cadence.max_pause.and_then(|most| self.most_changed(most)) else {
             return self.wait_until(due, cancel, series).then_some(false);
@@ -208,11 +209,11 @@ impl Checkpointer {
 
     /// Waits until `due`, and passes on what lands meanwhile. Returns `false` if the wait was
     /// cancelled or the callback has ended the series.
-    fn wait_until<F: FnMut(Taken) -> ControlFlow<()>>(
+    fn wait_until<F: FnMut(TakenEpoch) -> ControlFlow<()>>(
         &mut self,
         due: Instant,
         cancel: &AtomicBool,
-        series: &mut Series<F>,
+        series: &mut EpochSeries<F>,
     ) -> bool {
         while !series.over && !cancel.load(Ordering::Relaxed) {
             let left = due.saturating_duration_since(Instant::now());
@@ -235,12 +236,12 @@ impl Checkpointer {
 
 /// When the next epoch is due.
 #[derive(Debug)]
-struct Pace {
+struct DueTime {
     every: Duration,
     due: Instant,
 }
 
-impl Pace {
+impl DueTime {
     /// Begins the due epoch at `now`, and sets when the next one is due. Returns how late it is and
     /// how many further epochs were due.
     fn begin(&mut self, now: Instant) -> (Duration, u64) {
@@ -265,7 +266,7 @@ mod tests {
     #[test]
     fn a_little_late_keeps_the_grid_and_very_late_starts_a_new_one() {
         let start = Instant::now();
-        let mut pace = Pace { every: 10 * MS, due: start };
+        let mut pace = DueTime { every: 10 * MS, due: start };
         assert_eq!(pace.begin(start), (Duration::ZERO, 0));
         assert_eq!(pace.begin(start + 13 * MS), (3 * MS, 0));
         assert_eq!(pace.due, start + 20 * MS);
@@ -276,7 +277,7 @@ mod tests {
     #[test]
     fn no_interval_means_one_after_the_other() {
         let start = Instant::now();
-        let mut pace = Pace { every: Duration::ZERO, due: start };
+        let mut pace = DueTime { every: Duration::ZERO, due: start };
         assert_eq!(pace.begin(start + 5 * MS), (5 * MS, 0));
         assert_eq!(pace.due, start + 5 * MS);
     }

@@ -8,7 +8,7 @@ use driftline_dirty_tracker::Subscription;
 use crate::epoch_drives::EpochDrives;
 
 /// A chain being written by one checkpointer.
-pub(crate) struct Chain {
+pub(crate) struct EpochChain {
     pub(crate) subscription: Subscription,
     /// Drives that are part of its epochs.
     pub(crate) drives: EpochDrives,
@@ -19,7 +19,7 @@ pub(crate) struct Chain {
     pub(crate) last: Option<u64>,
 }
 
-impl Chain {
+impl EpochChain {
     /// Creates a chain that begins with a full epoch.
     pub(crate) fn new(subscription: Subscription, drives: EpochDrives) -> Self {
         Self { subscription, drives, since: Instant::now(), last: None }

@@ -23,14 +23,14 @@ use driftline_guest::DriveHead;
 use driftline_store::{Bounds, Committer, MAX_EPOCH, Store, StoreError};
 
 use crate::availability::{Patience, Shielding};
-use crate::chain::Chain;
-use crate::commit_thread::{Answer, Crew};
+use crate::chain::EpochChain;
+use crate::commit_thread::{CommitAnswer, Crew};
 use crate::copy_policy::CopyPolicy;
 use crate::copy_time::CopyTimes;
 use crate::cost::{AheadCost, CopyCost};
 use crate::epoch_drives::drives_of;
 use crate::guest::Checkpointable;
-use crate::report::{Cause, CheckpointError, EpochReport, Phase};
+use crate::report::{CheckpointError, EpochFailure, EpochReport, EpochStep};
 use crate::snapshot::EpochCopy;
 use crate::staging::{Staging, StagingLimits};
 
@@ -75,7 +75,7 @@ pub struct Checkpointer {
     bounds: Bounds,
     staging: Staging,
     /// `None` until the first full epoch; its `last` is the parent of the next epoch.
-    chain: Option<Chain>,
+    chain: Option<EpochChain>,
     next: u64,
     /// Whether the store's lock turned out to be a different one.
     lock_lost: bool,
@@ -97,7 +97,7 @@ enum FlightState {
     /// Handed over; the commit thread has not answered yet.
     Air(Box<Aloft>),
     /// Failed before it was handed over.
-    Failed(Phase, Cause),
+    Failed(EpochStep, EpochFailure),
 }
 
 /// An epoch that was handed over.
@@ -245,7 +245,7 @@ impl Checkpointer {
         landed.unwrap_or_else(|| {
             let dir = self.store.location().to_owned();
             let cause = StoreError::NoEpoch { dir, epoch: Some(self.next) }.into();
-            Err(self.failed(self.next, Phase::Publish, cause))
+            Err(self.failed(self.next, EpochStep::Publish, cause))
         })
     }
 
@@ -317,7 +317,7 @@ impl Checkpointer {
         &mut self,
         epoch: u64,
         aloft: Aloft,
-        answer: Answer,
+        answer: CommitAnswer,
     ) -> Result<EpochReport, CheckpointError> {
         let Aloft { full, changed, taken } = aloft;
         let outcome = match answer.result {
@@ -347,20 +347,20 @@ impl Checkpointer {
                 // of memory.
                 self.note_failure(&cause, full || answer.lost);
                 self.trouble.files |= answer.gone;
-                Err(self.failed(epoch, Phase::Publish, cause))
+                Err(self.failed(epoch, EpochStep::Publish, cause))
             }
         };
         self.deal_with_trouble(answer.last);
         outcome
     }
 
-    fn failed(&self, epoch: u64, phase: Phase, cause: Cause) -> CheckpointError {
+    fn failed(&self, epoch: u64, phase: EpochStep, cause: EpochFailure) -> CheckpointError {
         CheckpointError { epoch, phase, guest: self.guest.run_state(), cause }
     }
 
-    fn note_failure(&mut self, cause: &Cause, chain: bool) {
-        let lock = matches!(cause, Cause::Store(StoreError::LockLost { .. }));
-        let replaced = matches!(cause, Cause::Store(StoreError::Replaced { .. }));
+    fn note_failure(&mut self, cause: &EpochFailure, chain: bool) {
+        let lock = matches!(cause, EpochFailure::Store(StoreError::LockLost { .. }));
+        let replaced = matches!(cause, EpochFailure::Store(StoreError::Replaced { .. }));
         let Trouble { any, chain: had, files, lock: lost } = &mut self.trouble;
         *any = true;
         *had |= chain;
@@ -388,8 +388,8 @@ impl Checkpointer {
 
     /// Ensures, before an epoch begins, that the store's files are open and its own, and that an
     /// epoch number is left.
-    fn make_ready(&mut self) -> Result<(), (Phase, Cause)> {
-        let begin = |e: StoreError| (Phase::Begin, e.into());
+    fn make_ready(&mut self) -> Result<(), (EpochStep, EpochFailure)> {
+        let begin = |e: StoreError| (EpochStep::Begin, e.into());
         if self.next > MAX_EPOCH {
             let (dir, last) = (self.store.location().to_owned(), self.next - 1);
             return Err(begin(StoreError::Full { dir, last }));

@@ -7,19 +7,19 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_store::{Bounds, Committer, Pages, Published, StoreError, Written};
+use driftline_store::{Bounds, Committer, Pages, Published, StoreError, WrittenEpoch};
 
 /// A request to the commit thread.
-enum Request {
+enum CommitRequest {
     /// Check whether the store's files are still those that it has open.
     Check,
     /// Commit an epoch that is written.
-    Commit(Box<Written>, Bounds),
+    Commit(Box<WrittenEpoch>, Bounds),
 }
 
 /// The outcome of an epoch.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct CommitAnswer {
     pub(crate) result: Result<Published, StoreError>,
     /// Time at which the outcome was known.
     pub(crate) at: Instant,
@@ -35,9 +35,9 @@ pub(crate) struct Answer {
 /// failed.
 #[derive(Debug)]
 pub(crate) struct Crew {
-    requests: Option<Sender<Request>>,
+    requests: Option<Sender<CommitRequest>>,
     checks: Receiver<Result<(), StoreError>>,
-    answers: Receiver<Answer>,
+    answers: Receiver<CommitAnswer>,
     thread: Option<JoinHandle<()>>,
     pages: Arc<Pages>,
     /// The latest durable epoch at the start of the thread.
@@ -59,8 +59,8 @@ impl Crew {
             // If the receiver is gone, the result is not needed.
             for request in requested {
                 match request {
-                    Request::Check => drop(to_checks.send(committer.check())),
-                    Request::Commit(written, bounds) => {
+                    CommitRequest::Check => drop(to_checks.send(committer.check())),
+                    CommitRequest::Commit(written, bounds) => {
                         committer.set_bounds(bounds);
                         let result = committer.commit(*written);
                         let (at, lost, last) =
@@ -68,7 +68,7 @@ impl Crew {
                         // Set before the caller receives the answer and sends its next request.
                         let long = committer.is_long();
                         busy.store(long, Ordering::SeqCst);
-                        drop(to_answers.send(Answer { result, at, lost, last, gone: false }));
+                        drop(to_answers.send(CommitAnswer { result, at, lost, last, gone: false }));
                         if long {
                             committer.shorten();
                             busy.store(false, Ordering::SeqCst);
@@ -107,17 +107,17 @@ impl Crew {
         if self.shortens.load(Ordering::SeqCst) {
             return Ok(());
         }
-        self.ask(Request::Check);
+        self.ask(CommitRequest::Check);
         self.checks.recv().unwrap_or_else(|_| Err(self.gone()))
     }
 
     /// Hands an epoch over. Answers arrive in the same order.
-    pub(crate) fn commit(&self, written: Written, bounds: Bounds) {
-        self.ask(Request::Commit(Box::new(written), bounds));
+    pub(crate) fn commit(&self, written: WrittenEpoch, bounds: Bounds) {
+        self.ask(CommitRequest::Commit(Box::new(written), bounds));
     }
 
     /// Returns the next answer. Waits up to `limit`, or without a limit if `None`.
-    pub(crate) fn answer(&self, limit: Option<Duration>) -> Option<Answer> {
+    pub(crate) fn answer(&self, limit: Option<Duration>) -> Option<CommitAnswer> {
         use mpsc::RecvTimeoutError::{Disconnected, Timeout};
         let answer = match limit {
             Some(limit) => self.answers.recv_timeout(limit),
@@ -128,12 +128,18 @@ impl Crew {
             Err(Timeout) => None,
             Err(Disconnected) => {
                 let result = Err(self.gone());
-                Some(Answer { result, at: Instant::now(), lost: true, last: None, gone: true })
+                Some(CommitAnswer {
+                    result,
+                    at: Instant::now(),
+                    lost: true,
+                    last: None,
+                    gone: true,
+                })
             }
         }
     }
 
-    fn ask(&self, request: Request) {
+    fn ask(&self, request: CommitRequest) {
         if let Some(requests) = &self.requests {
             // If the thread is gone, the caller notices when it waits for the answer.
             let _ = requests.send(request);

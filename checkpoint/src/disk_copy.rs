@@ -16,7 +16,7 @@ use driftline_store::{EpochWriter, StoreError, of_object};
 
 use crate::copy_policy::CopyPolicy;
 use crate::epoch_drives::{EpochDrives, FollowedDrive, unread, without_holes};
-use crate::report::Cause;
+use crate::report::EpochFailure;
 use crate::staging::{Staging, window};
 
 /// The changed blocks of an epoch's drives, from the pause until they are in the file.
@@ -46,11 +46,11 @@ struct ChangedBlocks {
     contents: Vec<u8>,
 }
 
-fn not_kept(id: &str) -> impl Fn(KeepError) -> Cause {
+fn not_kept(id: &str) -> impl Fn(KeepError) -> EpochFailure {
     move |why| match why {
-        KeepError::Stalled => Cause::Stalled(WRITE_WAIT_LIMIT),
+        KeepError::Stalled => EpochFailure::Stalled(WRITE_WAIT_LIMIT),
         KeepError::Unread(cause) => unread(id)(cause),
-        why => Cause::NotKept { id: id.to_owned(), why },
+        why => EpochFailure::NotKept { id: id.to_owned(), why },
     }
 }
 
@@ -62,7 +62,7 @@ impl<'d> DiskCopy<'d> {
     /// Puts the blocks that changed since the last copy under copy-before-write. The guest is
     /// paused, so every write is marked. Unless writes may wait, this covers only as many blocks as
     /// have room whatever the guest overwrites, and copies the rest here.
-    pub(crate) fn begin(&mut self, to: &mut EpochWriter) -> Result<(), Cause> {
+    pub(crate) fn begin(&mut self, to: &mut EpochWriter) -> Result<(), EpochFailure> {
         let mut room = self.policy.pause_blocks_bytes;
         for FollowedDrive { object, head, file, keeper, writes } in &mut self.drives.0 {
             let changed = writes.drain();
@@ -128,7 +128,7 @@ impl<'d> DiskCopy<'d> {
         mut self,
         staging: &mut Staging,
         file: &mut EpochWriter,
-    ) -> Result<(Vec<DirtySet>, WriteWaits), Cause> {
+    ) -> Result<(Vec<DirtySet>, WriteWaits), EpochFailure> {
         self.changed.iter_mut().try_for_each(|blocks| blocks.write_early(file))?;
         let contents = staging.split(self.policy.piece_blocks.min(staging.frames())).0;
         let mut runs: Vec<FrameRun> = Vec::new();
@@ -165,7 +165,7 @@ impl ChangedBlocks {
         (from, bytes): (&File, u64),
         room: &mut usize,
         to: &mut EpochWriter,
-    ) -> Result<(), Cause> {
+    ) -> Result<(), EpochFailure> {
         let Self { object, id, changed, copied, early, contents, .. } = self;
         let all = window(changed.runs(), 0, blocks);
         let data = without_holes(policy, all, *object, (from, bytes), to).map_err(unread(id))?;
@@ -200,7 +200,7 @@ impl ChangedBlocks {
     }
 
     /// Fails if a block is missing: it would have the content of the previous epoch.
-    fn check_complete(&self) -> Result<(), Cause> {
+    fn check_complete(&self) -> Result<(), EpochFailure> {
         let (copied, changed) = (self.copied, self.changed.frames());
         if copied == changed {
             return Ok(());

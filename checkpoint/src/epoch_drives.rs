@@ -16,7 +16,7 @@ use driftline_guest::{
 use driftline_store::{EpochWriter, of_object};
 
 use crate::copy_policy::CopyPolicy;
-use crate::report::Cause;
+use crate::report::EpochFailure;
 use crate::staging::{Staging, batches};
 
 /// Returns the drives of `guest` that are part of its epochs: those that it can write to.
@@ -48,7 +48,10 @@ pub(crate) struct AheadCopy {
 
 impl EpochDrives {
     /// Begins to track the writes to `drives` of `guest`.
-    pub(crate) fn follow(guest: &dyn GuestContents, drives: &[DriveHead]) -> Result<Self, Cause> {
+    pub(crate) fn follow(
+        guest: &dyn GuestContents,
+        drives: &[DriveHead],
+    ) -> Result<Self, EpochFailure> {
         if drives.is_empty() {
             return Ok(Self(Vec::new()));
         }
@@ -82,7 +85,7 @@ impl EpochDrives {
         policy: &CopyPolicy,
         staging: &mut Staging,
         file: &mut EpochWriter,
-    ) -> Result<(), Cause> {
+    ) -> Result<(), EpochFailure> {
         for drive in &self.0 {
             let runs = data_runs(&drive.file, drive.head.bytes).map_err(unread(&drive.head.id))?;
             drive.copy_running(policy, &runs, staging, file, true)?;
@@ -99,7 +102,7 @@ impl EpochDrives {
         policy: &CopyPolicy,
         staging: &mut Staging,
         file: &mut EpochWriter,
-    ) -> Result<AheadCopy, Cause> {
+    ) -> Result<AheadCopy, EpochFailure> {
         let mut ahead = AheadCopy { passes: Vec::new(), due: self.due_ahead() };
         // `None` for a drive whose number does not decrease.
         let mut before = vec![Some(u64::MAX); self.0.len()];
@@ -150,7 +153,7 @@ impl FollowedDrive {
         staging: &mut Staging,
         file: &mut EpochWriter,
         forget_zeros: bool,
-    ) -> Result<(), Cause> {
+    ) -> Result<(), EpochFailure> {
         let Self { object, head, file: from, .. } = self;
         let at_once = policy.live_blocks.min(staging.frames());
         for batch in batches(runs, at_once) {
@@ -193,6 +196,6 @@ pub(crate) fn without_holes(
 }
 
 /// Returns how an error of reading the drive `id` is reported.
-pub(crate) fn unread(id: &str) -> impl Fn(io::Error) -> Cause {
-    move |cause| Cause::Drive { id: id.to_owned(), cause }
+pub(crate) fn unread(id: &str) -> impl Fn(io::Error) -> EpochFailure {
+    move |cause| EpochFailure::Drive { id: id.to_owned(), cause }
 }

@@ -5,7 +5,7 @@ use driftline_store::EpochWriter;
 
 use crate::copy_policy::CopyPolicy;
 use crate::guest::Checkpointable;
-use crate::report::Cause;
+use crate::report::EpochFailure;
 use crate::staging::{Staging, batches};
 
 /// A copy of a running guest's memory into the file of an epoch.
@@ -21,7 +21,7 @@ impl LiveCopy<'_> {
     /// Copies all populated memory, then what was written meanwhile, for as long as that becomes
     /// less. The rest is appended after the pause and so overrides these copies. Returns the dirty
     /// sets that went into the file: none of them is safe until the file is.
-    pub(crate) fn copy_all(&mut self) -> Result<Vec<DirtySet>, Cause> {
+    pub(crate) fn copy_all(&mut self) -> Result<Vec<DirtySet>, EpochFailure> {
         let populated = self.guest.populated()?;
         self.copy(&populated, true)?;
         let frames = populated.iter().map(|run| run.count).sum::<u64>();
@@ -31,7 +31,7 @@ impl LiveCopy<'_> {
 
     /// Copies what was written since, for as long as each pass is smaller than the one before,
     /// which had `before` frames. Returns the dirty sets of all passes.
-    pub(crate) fn catch_up(&mut self, mut before: u64) -> Result<Vec<DirtySet>, Cause> {
+    pub(crate) fn catch_up(&mut self, mut before: u64) -> Result<Vec<DirtySet>, EpochFailure> {
         let mut passes = Vec::new();
         while passes.len() < self.policy.live_passes {
             self.guest.collect()?;
@@ -49,7 +49,7 @@ impl LiveCopy<'_> {
         Ok(passes)
     }
 
-    fn copy(&mut self, runs: &[FrameRun], forget_zeros: bool) -> Result<(), Cause> {
+    fn copy(&mut self, runs: &[FrameRun], forget_zeros: bool) -> Result<(), EpochFailure> {
         let at_once = self.policy.live_frames.min(self.staging.frames());
         for batch in batches(runs, at_once) {
             let contents = self.staging.copy(self.guest.ram(), batch.iter().copied())?;

@@ -9,7 +9,7 @@ use driftline_store::{Calm, EpochWriter};
 use crate::copy_policy::CopyPolicy;
 use crate::disk_copy::DiskCopy;
 use crate::guest::Checkpointable;
-use crate::report::{Cause, Phase, step};
+use crate::report::{EpochFailure, EpochStep, step};
 
 /// An epoch in the making.
 pub(crate) struct Epoch<'e> {
@@ -34,8 +34,8 @@ pub(crate) struct Pause<T> {
 
 impl Epoch<'_> {
     /// Drains what the running guest has changed so far.
-    pub(crate) fn drain(&mut self) -> Result<DirtySet, (Phase, Cause)> {
-        step(Phase::Drain, || self.guest.collect())?;
+    pub(crate) fn drain(&mut self) -> Result<DirtySet, (EpochStep, EpochFailure)> {
+        step(EpochStep::Drain, || self.guest.collect())?;
         Ok(self.subscription.drain())
     }
 
@@ -43,18 +43,18 @@ impl Epoch<'_> {
     /// has handled that.
     pub(crate) fn pause<T>(
         &mut self,
-        deal: impl FnOnce(&DirtySet, &mut EpochWriter) -> Result<T, (Phase, Cause)>,
-    ) -> Result<Pause<T>, (Phase, Cause)> {
+        deal: impl FnOnce(&DirtySet, &mut EpochWriter) -> Result<T, (EpochStep, EpochFailure)>,
+    ) -> Result<Pause<T>, (EpochStep, EpochFailure)> {
         let Self { guest, calm, subscription, disks, file, .. } = self;
         let _held = calm.hold();
         let since = Instant::now();
         // Saved before the drain: saving may make the host write into guest memory.
-        let (paused, saved) = step(Phase::Pause, || Paused::saving(*guest))?;
-        let sections = step(Phase::Save, || saved)?;
-        let changed = step(Phase::Drain, || paused.drain(subscription))?;
-        step(Phase::Drain, || disks.begin(file))?;
+        let (paused, saved) = step(EpochStep::Pause, || Paused::saving(*guest))?;
+        let sections = step(EpochStep::Save, || saved)?;
+        let changed = step(EpochStep::Drain, || paused.drain(subscription))?;
+        step(EpochStep::Drain, || disks.begin(file))?;
         let dealt = deal(&changed, file)?;
-        step(Phase::Resume, || paused.resume())?;
+        step(EpochStep::Resume, || paused.resume())?;
         let resumed = Instant::now();
         Ok(Pause { changed, sections, dealt, time: resumed.duration_since(since), resumed })
     }

@@ -15,7 +15,7 @@ use driftline_guest::GuestRam;
 use driftline_store::EpochWriter;
 
 use crate::guest::Checkpointable;
-use crate::report::Cause;
+use crate::report::EpochFailure;
 use crate::staging::{Staging, batches};
 
 /// The frames of an epoch that are in the staging area.
@@ -45,7 +45,7 @@ impl StagedFrames {
         guest: &dyn Checkpointable,
         staging: &mut Staging,
         early: &DirtySet,
-    ) -> Result<Self, Cause> {
+    ) -> Result<Self, EpochFailure> {
         let mut copied = Self::default();
         for run in early.runs() {
             copied.early.push((run, copied.early_frames));
@@ -63,7 +63,7 @@ impl StagedFrames {
         staging: &mut Staging,
         file: &mut EpochWriter,
         changed: impl Iterator<Item = FrameRun>,
-    ) -> Result<(), Cause> {
+    ) -> Result<(), EpochFailure> {
         let ram = guest.ram();
         let mut new = Vec::new();
         for run in changed {
@@ -100,7 +100,7 @@ impl StagedFrames {
         ram: &GuestRam,
         staging: &mut Staging,
         new: &mut Vec<FrameRun>,
-    ) -> Result<(), Cause> {
+    ) -> Result<(), EpochFailure> {
         let mut at = run.start;
         let mut next = self.early.partition_point(|(early, _)| early.end() <= at);
         while at < run.end() {

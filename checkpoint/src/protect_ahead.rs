@@ -4,12 +4,12 @@ use std::sync::PoisonError;
 
 use driftline_dirty_tracker::{DirtySet, FrameSet, Subscription};
 
-use crate::background_copy::Before;
+use crate::background_copy::ReleasedFrames;
 use crate::chunks::spans;
 use crate::copy_policy::CopyPolicy;
 use crate::guest::Checkpointable;
 use crate::protection::OfEpoch;
-use crate::report::{Cause, Phase, step};
+use crate::report::{EpochFailure, EpochStep, step};
 
 /// What was protected before a pause.
 pub(crate) struct ProtectedAhead {
@@ -27,18 +27,18 @@ pub(crate) fn protect_ahead(
     guest: &dyn Checkpointable,
     policy: &CopyPolicy,
     shield: &OfEpoch<'_>,
-    before: &Before,
+    before: &ReleasedFrames,
     early: DirtySet,
     subscription: &mut Subscription,
-) -> Result<ProtectedAhead, (Phase, Cause)> {
+) -> Result<ProtectedAhead, (EpochStep, EpochFailure)> {
     let layout = guest.layout();
     let again_from = policy.protect_again_from.min(policy.background_from);
     let mut next: FrameSet = early.runs().collect();
     let (mut frames, mut epochs) = (FrameSet::new(), vec![early]);
     for again in 0.. {
-        step(Phase::Protect, || shield.protect(&spans(layout, &next, policy.span_gap)))?;
+        step(EpochStep::Protect, || shield.protect(&spans(layout, &next, policy.span_gap)))?;
         frames.insert_all(next.as_slice());
-        step(Phase::Drain, || guest.collect())?;
+        step(EpochStep::Drain, || guest.collect())?;
         let since = subscription.drain();
         next = since.runs().collect();
         epochs.push(since);

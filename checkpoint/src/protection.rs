@@ -55,7 +55,7 @@ impl Drop for Released<'_> {
 
 /// Waiting writers, as far as the copy thread knows.
 #[derive(Default)]
-pub(crate) struct Waits {
+pub(crate) struct WriterWaits {
     /// Frames that a writer waits for and that have not been handled yet.
     pub(crate) awaited: Option<FrameRun>,
     /// Start of the current wait.
@@ -65,7 +65,7 @@ pub(crate) struct Waits {
     before: Duration,
 }
 
-impl Waits {
+impl WriterWaits {
     /// Asks the shield for a waiting writer, if none is known yet.
     pub(crate) fn look(&mut self, shield: &OfEpoch<'_>, limit: Duration) -> Result<(), GuestError> {
         if self.awaited.is_none()

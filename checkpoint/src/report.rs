@@ -11,7 +11,7 @@ use vm_memory::GuestMemoryError;
 
 /// The steps of an epoch, for logs and errors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Phase {
+pub enum EpochStep {
     /// Checking the store's files; creates them if there are none.
     Begin,
     /// Beginning to track writes; only before a full epoch.
@@ -41,7 +41,7 @@ pub enum Phase {
     Publish,
 }
 
-impl fmt::Display for Phase {
+impl fmt::Display for EpochStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Begin => "beginning",
@@ -62,10 +62,10 @@ impl fmt::Display for Phase {
 }
 
 /// Runs one step, with an event at its beginning and one at its end.
-pub(crate) fn step<T, E: Into<Cause>>(
-    phase: Phase,
+pub(crate) fn step<T, E: Into<EpochFailure>>(
+    phase: EpochStep,
     act: impl FnOnce() -> Result<T, E>,
-) -> Result<T, (Phase, Cause)> {
+) -> Result<T, (EpochStep, EpochFailure)> {
     tracing::debug!(?phase, "begin");
     let since = Instant::now();
     let result = act().map_err(|e| (phase, e.into()));
@@ -76,7 +76,7 @@ pub(crate) fn step<T, E: Into<Cause>>(
 /// Why an epoch failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum Cause {
+pub enum EpochFailure {
     /// The store.
     #[error("{0}")]
     Store(#[from] StoreError),
@@ -118,11 +118,11 @@ pub struct CheckpointError {
     /// The number it would have had.
     pub epoch: u64,
     /// The step that failed.
-    pub phase: Phase,
+    pub phase: EpochStep,
     /// The guest's state after the failure: as before, unless it could not be resumed.
     pub guest: RunState,
     /// The reason.
-    pub cause: Cause,
+    pub cause: EpochFailure,
 }
 
 fn next_has_it(guest: RunState) -> &'static str {

@@ -26,14 +26,14 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{DirtySet, FrameSet, PAGE_SIZE};
 use driftline_guest::{GuestError, Shield};
 
-use crate::background_copy::{Before, Full, Saved, Saver};
+use crate::background_copy::{FullPiece, ReleasedFrames, SavedFrames, Saver};
 use crate::chunks::{in_slots, spans};
 use crate::copy_time::{CopyTime, CopyTimes};
 use crate::pause::{Epoch, Pause, longest_stop};
 use crate::precopy_buffer::StagedFrames;
 use crate::protect_ahead::{ProtectedAhead, protect_ahead};
-use crate::protection::{OfEpoch, Released, Waits};
-use crate::report::{Cause, Phase, step};
+use crate::protection::{OfEpoch, Released, WriterWaits};
+use crate::report::{EpochFailure, EpochStep, step};
 use crate::staging::{Staging, copy, window};
 
 /// An epoch, and how its memory is copied.
@@ -69,7 +69,7 @@ struct MemoryCopy {
     staged: u64,
     in_pause: u64,
     /// What was copied in the background.
-    saved: Saved,
+    saved: SavedFrames,
     /// Length by the clock of this thread.
     pause: Duration,
     resumed: Instant,
@@ -78,7 +78,7 @@ struct MemoryCopy {
 impl Snapshot<'_> {
     /// Takes the state, and what changed since the last epoch. On every return path the guest runs
     /// again if it ran before, and no write waits for a frame or a block.
-    pub(crate) fn take(mut self) -> Result<EpochCopy, (Phase, Cause)> {
+    pub(crate) fn take(mut self) -> Result<EpochCopy, (EpochStep, EpochFailure)> {
         let before = self.epoch.guest.vcpu_pauses();
         let memory = self.take_memory()?;
         // The vCPUs have resumed by now. There may be another pause while drives are copied.
@@ -86,7 +86,7 @@ impl Snapshot<'_> {
         let Self { epoch: Epoch { disks, file, .. }, staging, .. } = self;
         let in_pause = memory.in_pause + disks.copied_in_pause();
         // Drives come after memory, because vCPUs wait for memory.
-        let (blocks, waits) = step(Phase::CopyDrives, || disks.finish(staging, file))?;
+        let (blocks, waits) = step(EpochStep::CopyDrives, || disks.finish(staging, file))?;
         let mut changed = memory.changed;
         changed.extend(blocks);
         Ok(EpochCopy {
@@ -101,7 +101,7 @@ impl Snapshot<'_> {
         })
     }
 
-    fn take_memory(&mut self) -> Result<MemoryCopy, (Phase, Cause)> {
+    fn take_memory(&mut self) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
         // What is collected here need not be collected in the pause.
         let early = self.epoch.drain()?;
         let (frames, room) = (early.frames(), self.staging.frames());
@@ -118,20 +118,23 @@ impl Snapshot<'_> {
 
     /// Copies memory in the pause. `early` holds the frames that are already drained, if any: they
     /// are copied before it.
-    fn copy_in_pause(&mut self, early: Option<DirtySet>) -> Result<MemoryCopy, (Phase, Cause)> {
+    fn copy_in_pause(
+        &mut self,
+        early: Option<DirtySet>,
+    ) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
         let Self { epoch, times, staging, .. } = self;
         let guest = epoch.guest;
         let mut frames = match &early {
             Some(early) => {
-                step(Phase::CopyLive, || StagedFrames::before_pause(guest, staging, early))?
+                step(EpochStep::CopyLive, || StagedFrames::before_pause(guest, staging, early))?
             }
             None => StagedFrames::default(),
         };
         let Pause { changed, sections, dealt: (), time, resumed } =
             epoch.pause(|changed, file| {
-                step(Phase::Copy, || frames.in_pause(guest, staging, file, changed.runs()))
+                step(EpochStep::Copy, || frames.in_pause(guest, staging, file, changed.runs()))
             })?;
-        step::<_, Cause>(Phase::Write, || {
+        step::<_, EpochFailure>(EpochStep::Write, || {
             let Epoch { policy, disks, file, .. } = epoch;
             for (runs, at) in frames.left() {
                 let left = runs.iter().map(|run| run.count).sum();
@@ -152,7 +155,7 @@ impl Snapshot<'_> {
             changed: early.into_iter().chain([changed]).collect(),
             staged: frames.staged(),
             in_pause: frames.copied_in_pause(),
-            saved: Saved::default(),
+            saved: SavedFrames::default(),
             pause: time,
             resumed,
         })
@@ -163,7 +166,7 @@ impl Snapshot<'_> {
         &mut self,
         shield: &dyn Shield,
         early: DirtySet,
-    ) -> Result<MemoryCopy, (Phase, Cause)> {
+    ) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
         let Self { epoch, staging, .. } = self;
         let (guest, policy) = (epoch.guest, epoch.policy);
         let shield = &OfEpoch::new(shield);
@@ -179,7 +182,7 @@ impl Snapshot<'_> {
         let (go, gone) = mpsc::channel();
         let (to_file, full) = mpsc::channel();
         let before = &Mutex::new(Some(Vec::new()));
-        let waits = Waits::default();
+        let waits = WriterWaits::default();
         let saver =
             Saver { guest, policy, shield, before, gone, empty, to_file, piece_frames, waits };
         thread::scope(|scope| {
@@ -187,7 +190,7 @@ impl Snapshot<'_> {
             let saving = thread::Builder::new()
                 .name("checkpoint-copy".into())
                 .spawn_scoped(scope, move || span.in_scope(|| saver.run()))
-                .map_err(|e| (Phase::Protect, system("starting a thread that copies", e)))?;
+                .map_err(|e| (EpochStep::Protect, system("starting a thread that copies", e)))?;
             let background = Background { epoch, shield, before, late_room, go, full, to_guest };
             let taken = background.take(early);
             // The channels are closed: the copy thread ends if it has not ended yet.
@@ -196,13 +199,13 @@ impl Snapshot<'_> {
             });
             // Report the copy thread's error first: the other error may follow from it. The copy
             // thread never fails because of an error of this thread.
-            let saved = saved.map_err(|cause| (Phase::CopyBehind, cause))?;
+            let saved = saved.map_err(|cause| (EpochStep::CopyBehind, cause))?;
             Ok(MemoryCopy { saved, ..taken? })
         })
     }
 }
 
-fn system(what: &'static str, e: io::Error) -> Cause {
+fn system(what: &'static str, e: io::Error) -> EpochFailure {
     GuestError::System { what, cause: e.into() }.into()
 }
 
@@ -210,16 +213,16 @@ fn system(what: &'static str, e: io::Error) -> Cause {
 struct Background<'m, 'e, 'b> {
     epoch: &'m mut Epoch<'e>,
     shield: &'m OfEpoch<'m>,
-    before: &'m Before,
+    before: &'m ReleasedFrames,
     late_room: &'b mut [u8],
     go: Sender<(FrameSet, FrameSet)>,
-    full: Receiver<Full<'b>>,
+    full: Receiver<FullPiece<'b>>,
     to_guest: Sender<&'b mut [u8]>,
 }
 
 impl Background<'_, '_, '_> {
     /// Pauses the guest, and then writes what the copy thread copies.
-    fn take(self, early: DirtySet) -> Result<MemoryCopy, (Phase, Cause)> {
+    fn take(self, early: DirtySet) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
         let Self { epoch, shield, before, late_room, go, full, to_guest } = self;
         let (guest, policy) = (epoch.guest, epoch.policy);
         let layout = guest.layout();
@@ -232,10 +235,12 @@ impl Background<'_, '_, '_> {
                 let mut late: FrameSet =
                     changed.runs().chain(left.iter()).chain(released).collect();
                 if late.frames() * PAGE_SIZE <= late_room.len() as u64 {
-                    step(Phase::Copy, || copy(late_room, guest.ram(), in_slots(layout, &late)))?;
+                    step(EpochStep::Copy, || {
+                        copy(late_room, guest.ram(), in_slots(layout, &late))
+                    })?;
                 } else {
                     let spans = spans(layout, &late, policy.span_gap);
-                    step(Phase::Protect, || shield.protect(&spans))?;
+                    step(EpochStep::Protect, || shield.protect(&spans))?;
                     frames.insert_all(late.as_slice());
                     late.clear();
                 }
@@ -244,9 +249,9 @@ impl Background<'_, '_, '_> {
         // Since `released` was taken, no frame has been unprotected without being copied. If the
         // copy thread has ended, its join returns the reason.
         let _ = go.send((frames, late.clone()));
-        step::<_, Cause>(Phase::Write, || {
+        step::<_, EpochFailure>(EpochStep::Write, || {
             let Epoch { disks, file, .. } = epoch;
-            for Full { runs, buffer } in full {
+            for FullPiece { runs, buffer } in full {
                 file.frames(runs.iter().copied(), buffer, false)?;
                 // The copy thread may have ended because everything is copied.
                 let _ = to_guest.send(buffer);
@@ -261,7 +266,7 @@ impl Background<'_, '_, '_> {
             changed: epochs,
             staged: 0,
             in_pause: 0,
-            saved: Saved::default(),
+            saved: SavedFrames::default(),
             pause: time,
             resumed,
         })

@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 /// Aligned for direct I/O.
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Debug)]
 #[repr(C, align(4096))]
-struct Page([u8; PAGE_SIZE as usize]);
+struct StagingPage([u8; PAGE_SIZE as usize]);
 
 /// Limits of the memory that a checkpointer uses for copies of frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -29,7 +29,7 @@ impl Default for StagingLimits {
 /// Preallocated memory, already resident, that is reused for each epoch.
 #[derive(Debug)]
 pub(crate) struct Staging {
-    pages: Vec<Page>,
+    pages: Vec<StagingPage>,
     /// Bytes.
     most: usize,
 }
@@ -105,7 +105,7 @@ impl Staging {
         self.pages = Vec::new();
         for count in [wanted, had, 1] {
             if self.pages.try_reserve_exact(count).is_ok() {
-                self.pages.resize(count, Page::new_zeroed());
+                self.pages.resize(count, StagingPage::new_zeroed());
                 // Zeroed memory may not be resident yet; a write to each page populates it.
                 self.pages.iter_mut().for_each(|page| page.0[0] = 1);
                 return count == wanted;

@@ -68,11 +68,11 @@ fn checkpointer(guest: &Arc<MemoryGuest>, disk: &MemoryDisk) -> Checkpointer {
 }
 
 /// Memory at each epoch's pause, and whether the epoch was reported durable.
-type Taken = BTreeMap<u64, (Vec<u8>, bool)>;
+type TakenEpoch = BTreeMap<u64, (Vec<u8>, bool)>;
 
 /// Takes epochs, also after the disk has stopped. A log of more than `log_bound` bytes is
 /// rewritten.
-fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, Taken) {
+fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, TakenEpoch) {
     let guest = still();
     let mut epochs = BTreeMap::new();
     let mut checkpointer = checkpointer(&guest, disk);
@@ -94,7 +94,7 @@ fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, Taken) {
 
 /// Checks that what a crash left has every durable epoch that is to be kept, bit for bit, and that
 /// the store remains usable.
-fn holds(after: &MemoryDisk, guest: &Arc<MemoryGuest>, epochs: &Taken, how: Survives) {
+fn holds(after: &MemoryDisk, guest: &Arc<MemoryGuest>, epochs: &TakenEpoch, how: Survives) {
     let store = Store::with_backend(Box::new(after.clone()), false).unwrap();
     store.verify(|_, _| ()).unwrap();
     let kept: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();

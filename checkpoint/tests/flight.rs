@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use driftline_checkpoint::{Cadence, CheckpointError, Checkpointer, EpochReport, Taken, restore};
+use driftline_checkpoint::{
+    Cadence, CheckpointError, Checkpointer, EpochReport, TakenEpoch, restore,
+};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Clock, Lifecycle};
 use driftline_store::Store;
@@ -29,7 +31,7 @@ fn every(ms: u64, count: u64) -> Cadence {
     Cadence { every: Duration::from_millis(ms), count: Some(count), max_pause: None }
 }
 
-fn number(taken: &Taken) -> u64 {
+fn number(taken: &TakenEpoch) -> u64 {
     match &taken.outcome {
         Ok(EpochReport { epoch, .. }) | Err(CheckpointError { epoch, .. }) => *epoch,
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Checkpointer, Phase, StagingLimits, restore};
+use driftline_checkpoint::{Checkpointer, EpochStep, StagingLimits, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{Clock, GuestIdentity, Lifecycle, RunState, VmId};
 use driftline_store::Store;
@@ -140,8 +140,8 @@ fn whatever_fails_nobody_waits_and_the_next_epoch_has_it() {
         whole(&mut checkpointer);
     }
     let copying = [Op::Unprotect, Op::Awaited, Op::Awaited, Op::Awaited];
-    let copying = copying.map(|op| (op, Phase::CopyBehind));
-    for (op, phase) in copying.into_iter().chain([(Op::Protect, Phase::Protect)]) {
+    let copying = copying.map(|op| (op, EpochStep::CopyBehind));
+    for (op, phase) in copying.into_iter().chain([(Op::Protect, EpochStep::Protect)]) {
         goes_on(&guest);
         guest.faults().fail_next(op, 1);
         let e = checkpointer.take().unwrap_err();
@@ -175,7 +175,7 @@ fn nothing_stays_protected_when_who_copies_has_died_before_the_pause() {
     assert!(behind > 0);
     scripted.die();
     let e = checkpointer.take().unwrap_err();
-    assert_eq!((e.phase, e.guest), (Phase::CopyBehind, RunState::Running), "{e}");
+    assert_eq!((e.phase, e.guest), (EpochStep::CopyBehind, RunState::Running), "{e}");
     assert!(e.to_string().contains("the script says so"), "{e}");
     assert_eq!(scripted.held(), (0, 0));
     for _ in 0..2 {
@@ -197,7 +197,7 @@ fn a_shield_that_has_failed_is_tried_again_after_a_while() {
     checkpointer.take().unwrap();
     guest.faults().fail_next(Op::Protect, 1);
     write(1).unwrap();
-    assert_eq!(checkpointer.take().unwrap_err().phase, Phase::Protect);
+    assert_eq!(checkpointer.take().unwrap_err().phase, EpochStep::Protect);
     // At first, no other shield can be opened.
     guest.faults().fail_next(Op::Shield, 1);
     let behind = (0..202).map(|n| {

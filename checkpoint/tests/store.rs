@@ -8,7 +8,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use driftline_checkpoint::{
-    Cadence, Cause, Checkpointer, Phase, RestoreReport, StagingLimits, Taken, Tally, restore,
+    Cadence, Checkpointer, EpochFailure, EpochStep, RestoreReport, StagingLimits, TakenEpoch,
+    Tally, restore,
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{Clock, GuestIdentity, HandOver, Lifecycle, RunState};
@@ -129,12 +130,12 @@ fn a_small_staging_area_loses_nothing() {
 #[test]
 fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
     let faults = [
-        (Op::Populated, Phase::CopyLive, true),
-        (Op::Subscribe, Phase::Subscribe, true),
-        (Op::Pause, Phase::Pause, false),
-        (Op::Collect, Phase::Drain, false),
-        (Op::Save, Phase::Save, false),
-        (Op::Resume, Phase::Resume, false),
+        (Op::Populated, EpochStep::CopyLive, true),
+        (Op::Subscribe, EpochStep::Subscribe, true),
+        (Op::Pause, EpochStep::Pause, false),
+        (Op::Collect, EpochStep::Drain, false),
+        (Op::Save, EpochStep::Save, false),
+        (Op::Resume, EpochStep::Resume, false),
     ];
     for (op, phase, only_full) in faults {
         for full in [true, false] {
@@ -152,7 +153,7 @@ fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
             let e = checkpointer.take().unwrap_err();
             // A full epoch collects before the pause already.
             let early = full && op == Op::Collect;
-            assert_eq!(e.phase, if early { Phase::CopyLive } else { phase }, "{e}");
+            assert_eq!(e.phase, if early { EpochStep::CopyLive } else { phase }, "{e}");
             // Resume failed once, in the pause; the second try, on the return path, worked or was
             // not made.
             let expected = if op == Op::Resume { RunState::Paused } else { RunState::Running };
@@ -255,7 +256,7 @@ fn a_cadence_never_queues_and_can_be_cancelled() {
     assert_eq!((tried, lines.len()), (10, 10));
     // The first epoch that began after the first outcome was reported, with others in flight by
     // then.
-    let late = |t: &Taken| t.late >= Duration::from_millis(15) && t.skipped >= 7;
+    let late = |t: &TakenEpoch| t.late >= Duration::from_millis(15) && t.skipped >= 7;
     assert!(lines.iter().any(late), "{lines:?}");
     assert_eq!(lines.iter().filter(|l| l.outcome.is_err()).count(), 1);
     restored(dir.path(), None).0.verify().unwrap();
@@ -463,7 +464,7 @@ fn what_is_missing_or_damaged_is_said_with_each_epoch_and_not_written_over() {
             }
             for _ in 0..2 {
                 let e = checkpointer.take().unwrap_err();
-                assert_eq!((e.phase, e.guest), (Phase::Begin, RunState::Running), "{e}");
+                assert_eq!((e.phase, e.guest), (EpochStep::Begin, RunState::Running), "{e}");
                 let named = e.to_string().contains(victim);
                 assert!(
                     named || e.to_string().contains("log-1 holds checkpoints, but"),
@@ -490,8 +491,8 @@ fn a_store_without_another_number_takes_no_epoch() {
     assert_eq!(checkpointer.take().unwrap().epoch, last);
     for _ in 0..2 {
         let e = checkpointer.take().unwrap_err();
-        assert_eq!((e.phase, e.guest), (Phase::Begin, RunState::Running), "{e}");
-        assert!(matches!(e.cause, Cause::Store(StoreError::Full { .. })), "{e}");
+        assert_eq!((e.phase, e.guest), (EpochStep::Begin, RunState::Running), "{e}");
+        assert!(matches!(e.cause, EpochFailure::Store(StoreError::Full { .. })), "{e}");
     }
     drop(checkpointer);
     let e = Checkpointer::new(guest, store()).unwrap_err().to_string();

@@ -7,17 +7,21 @@ use driftline_guest::GuestError;
 use driftline_store::{EpochWriter, StoreError};
 
 use super::{Aloft, Checkpointer};
-use crate::chain::Chain;
+use crate::chain::EpochChain;
 use crate::disk_copy::DiskCopy;
 use crate::epoch_drives::EpochDrives;
 use crate::live_copy::LiveCopy;
 use crate::pause::Epoch;
-use crate::report::{Cause, Phase, step};
+use crate::report::{EpochFailure, EpochStep, step};
 use crate::snapshot::Snapshot;
 
 impl Checkpointer {
     /// Takes an epoch up to the hand-over to the commit thread.
-    pub(super) fn attempt(&mut self, epoch: u64, full: bool) -> Result<Aloft, (Phase, Cause)> {
+    pub(super) fn attempt(
+        &mut self,
+        epoch: u64,
+        full: bool,
+    ) -> Result<Aloft, (EpochStep, EpochFailure)> {
         let Self { guest, drives, store, crew, bounds, staging, chain, .. } = self;
         let Self { policy, shield, patience, times, cost, ahead: ahead_cost, .. } = self;
         let policy = &*policy;
@@ -26,37 +30,37 @@ impl Checkpointer {
         let crew = crew.as_ref().ok_or_else(|| {
             // `make_ready` has opened it, or has returned why it cannot be opened.
             let dir = store.location().to_owned();
-            (Phase::Begin, StoreError::LockLost { dir }.into())
+            (EpochStep::Begin, StoreError::LockLost { dir }.into())
         })?;
         let pages = crew.pages().clone();
-        let mut file = step(Phase::Begin, || {
+        let mut file = step(EpochStep::Begin, || {
             store.check_lock()?;
             EpochWriter::new(pages, epoch, guest, parent, drives.clone())
         })?;
         if full {
-            let subscription = step(Phase::Subscribe, || guest.subscribe("checkpoint"))?;
-            let drives = step(Phase::Subscribe, || EpochDrives::follow(guest, drives))?;
-            *chain = Some(Chain::new(subscription, drives));
+            let subscription = step(EpochStep::Subscribe, || guest.subscribe("checkpoint"))?;
+            let drives = step(EpochStep::Subscribe, || EpochDrives::follow(guest, drives))?;
+            *chain = Some(EpochChain::new(subscription, drives));
         }
         let Some(chain) = chain else {
-            return Err((Phase::Subscribe, GuestError::NotTracked.into()));
+            return Err((EpochStep::Subscribe, GuestError::NotTracked.into()));
         };
-        let Chain { subscription, drives, .. } = &mut *chain;
+        let EpochChain { subscription, drives, .. } = &mut *chain;
         let mut changed = Vec::new();
         if full {
-            changed = step(Phase::CopyLive, || {
+            changed = step(EpochStep::CopyLive, || {
                 drives.copy_live(policy, staging, &mut file)?;
                 LiveCopy { guest, policy, subscription, staging, file: &mut file }.copy_all()
             })?;
         }
         let begun = Instant::now();
         let ahead = || drives.copy_ahead(policy, staging, &mut file);
-        let mut ahead = step(Phase::CopyDrives, ahead)?;
+        let mut ahead = step(EpochStep::CopyDrives, ahead)?;
         ahead_cost.note(begun.elapsed(), ahead.due);
         if full && !ahead.passes.is_empty() {
             // Memory has changed while the drives were copied.
             let mut live = LiveCopy { guest, policy, subscription, staging, file: &mut file };
-            changed.append(&mut step(Phase::CopyLive, || live.catch_up(u64::MAX))?);
+            changed.append(&mut step(EpochStep::CopyLive, || live.catch_up(u64::MAX))?);
         }
         changed.append(&mut ahead.passes);
         let (shield, patient) = (shield.ask(policy, guest), patience.ask());

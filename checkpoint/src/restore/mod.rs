@@ -93,7 +93,7 @@ pub fn restore<F: GuestFactory>(
     factory: &F,
     clock: Clock,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
-    restore_as(store, epoch, factory, clock, Whole::new, Whole::fill)
+    restore_as(store, epoch, factory, clock, WholeRestore::new, WholeRestore::fill)
 }
 
 /// Like [`restore`], but the guest may run before its memory has arrived, if it and its host
@@ -234,12 +234,12 @@ fn lost<G: Populate + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> Resto
 }
 
 /// All frames of an epoch, to be put into place.
-struct Whole {
+struct WholeRestore {
     pinned: Pinned,
     frames: Vec<(Gfn, Cell)>,
 }
 
-impl Whole {
+impl WholeRestore {
     fn new(mut pinned: Pinned) -> Result<(Self, Mapped), StoreError> {
         let (frames, mapped) = pinned.read_cells()?;
         Ok((Self { pinned, frames }, mapped))

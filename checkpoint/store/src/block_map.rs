@@ -14,7 +14,7 @@ const CHUNK: u64 = 64;
 
 /// The stored blocks of a chunk.
 #[derive(Debug, PartialEq, Eq)]
-enum Chunk {
+enum BlockChunk {
     /// Mask of the stored blocks, and the slot of the first; the others are in the slots that
     /// follow.
     Run(u64, u32),
@@ -22,7 +22,7 @@ enum Chunk {
     Each(u64, Box<[u32]>),
 }
 
-impl Chunk {
+impl BlockChunk {
     fn of(slots: &[u32; CHUNK as usize]) -> Option<Self> {
         let there = slots.iter().filter(|slot| **slot != NO_SLOT);
         let first = *there.clone().next()?;
@@ -55,7 +55,7 @@ impl Chunk {
 /// The map; see the module.
 #[derive(Debug, Default)]
 pub(crate) struct BlockMap {
-    chunks: BTreeMap<u64, Chunk>,
+    chunks: BTreeMap<u64, BlockChunk>,
 }
 
 impl BlockMap {
@@ -68,9 +68,9 @@ impl BlockMap {
     /// the number of stored blocks only.
     pub(crate) fn put(&mut self, run: FrameRun, slot: Option<u32>, mut on_old: impl FnMut(u32)) {
         let (from, end) = (run.start.0, run.end().0);
-        let mut change = |number: u64, had: Option<&Chunk>| {
+        let mut change = |number: u64, had: Option<&BlockChunk>| {
             let first = number * CHUNK;
-            let mut slots = had.map_or([NO_SLOT; CHUNK as usize], Chunk::slots);
+            let mut slots = had.map_or([NO_SLOT; CHUNK as usize], BlockChunk::slots);
             for block in from.max(first)..end.min(first + CHUNK) {
                 let new = slot.map_or(NO_SLOT, |slot| slot + (block - from) as u32);
                 let old = std::mem::replace(&mut slots[(block - first) as usize], new);
@@ -78,7 +78,7 @@ impl BlockMap {
                     on_old(old);
                 }
             }
-            Chunk::of(&slots)
+            BlockChunk::of(&slots)
         };
         let numbers = from / CHUNK..end.div_ceil(CHUNK);
         if slot.is_some() {
@@ -102,10 +102,10 @@ impl BlockMap {
     pub(crate) fn slots(&self) -> impl Iterator<Item = SlotRun> {
         self.chunks.values().flat_map(|chunk| {
             let (run, each): (Option<SlotRun>, &[u32]) = match chunk {
-                Chunk::Run(mask, start) => {
+                BlockChunk::Run(mask, start) => {
                     (Some(SlotRun { start: *start, count: mask.count_ones() }), &[])
                 }
-                Chunk::Each(_, each) => (None, each),
+                BlockChunk::Each(_, each) => (None, each),
             };
             run.into_iter().chain(each.iter().map(|start| SlotRun { start: *start, count: 1 }))
         })

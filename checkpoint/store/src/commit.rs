@@ -16,8 +16,8 @@ use driftline_guest::VmId;
 use crate::address::MEMORY;
 use crate::alloc::SlotRun;
 use crate::backend::{RangeLock, StoreFile};
-use crate::epoch_encoder::Builder;
-use crate::epoch_writer::Written;
+use crate::epoch_encoder::EpochBuilder;
+use crate::epoch_writer::WrittenEpoch;
 use crate::error::StoreError;
 use crate::limits::SECTOR;
 use crate::log::LogFile;
@@ -26,7 +26,7 @@ use crate::names::{MANIFEST, log_name, pages_name};
 use crate::page_file::Pages;
 use crate::records::{Commit, Files};
 use crate::retention::Space;
-use crate::sectors::Place;
+use crate::sectors::SectorPlace;
 use crate::store::Store;
 
 /// Default length that the log may reach before rotation, in bytes; see [`Bounds::log`]. The log is
@@ -102,7 +102,7 @@ pub struct Committer {
     pub(super) pages: Arc<Pages>,
     pub(super) log: Box<dyn StoreFile>,
     /// Position of the next epoch.
-    pub(super) end: Place,
+    pub(super) end: SectorPlace,
     pub(super) standing: Standing,
     pub(super) kept: VecDeque<Kept>,
     /// Highest number that was ever used.
@@ -164,7 +164,7 @@ impl Committer {
     ///
     /// [`StoreError::ParentFailed`] if its parent is not the last durable epoch, or an error of the
     /// store's files.
-    pub fn commit(&mut self, written: Written) -> Result<Published, StoreError> {
+    pub fn commit(&mut self, written: WrittenEpoch) -> Result<Published, StoreError> {
         self.lost = false;
         let front = written.front();
         if let Some(parent) = front.parent.filter(|parent| self.last != Some(*parent)) {
@@ -268,15 +268,19 @@ impl Committer {
     }
 
     /// Appends an epoch to the log and syncs the log.
-    fn append(&mut self, written: &Written, oldest: u64) -> Result<(Place, Published), StoreError> {
+    fn append(
+        &mut self,
+        written: &WrittenEpoch,
+        oldest: u64,
+    ) -> Result<(SectorPlace, Published), StoreError> {
         let (front, entries) = (written.front(), written.entries());
         let count =
             |runs: &mut dyn Iterator<Item = FrameRun>| runs.map(|run| run.count).sum::<u64>();
         let zero_frames = count(&mut entries.zero_runs());
         let all = count(&mut entries.runs().map(|(run, _)| run));
         let frames = all - zero_frames;
-        let mut builder = Builder::new(&*self.log, self.end);
-        let mut write = || -> io::Result<(Place, u64)> {
+        let mut builder = EpochBuilder::new(&*self.log, self.end);
+        let mut write = || -> io::Result<(SectorPlace, u64)> {
             builder.front(front, written.layout(), written.config(), written.drives())?;
             builder.entries(written.layout(), entries.stored(), entries.zero_runs())?;
             written.sections().iter().try_for_each(|section| builder.section(section))?;
@@ -298,7 +302,7 @@ impl Committer {
         Ok((place, Published { frames: in_memory, blocks, bytes }))
     }
 
-    fn is_durable(&mut self, written: Written, place: Place, dropped: usize) {
+    fn is_durable(&mut self, written: WrittenEpoch, place: SectorPlace, dropped: usize) {
         let front = written.front();
         self.kept.drain(..dropped);
         self.kept.push_back(Kept { epoch: front.epoch, sectors: place.sector - self.end.sector });

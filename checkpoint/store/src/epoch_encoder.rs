@@ -14,7 +14,7 @@ use crate::records::{
     COMMIT_LEN, Commit, Digest, Front, MAX_RECORD_FRAMES, MAX_RUNS, Placed, TAG_COMMIT, TAG_DRIVES,
     TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT, TAG_ZEROS, encode_frames, encode_layout, encode_zeros,
 };
-use crate::sectors::{DATA, Framer, Place};
+use crate::sectors::{DATA, Framer, SectorPlace};
 
 /// Number of bytes after which complete sectors are written.
 const AT_ONCE: usize = 1 << 20;
@@ -28,7 +28,11 @@ pub(crate) struct Entry {
 }
 
 /// Writes the header of a new log and returns where its first epoch begins.
-pub(crate) fn begin_log(file: &dyn StoreFile, vm_id: VmId, generation: u64) -> io::Result<Place> {
+pub(crate) fn begin_log(
+    file: &dyn StoreFile,
+    vm_id: VmId,
+    generation: u64,
+) -> io::Result<SectorPlace> {
     let header = Header::new(MAGIC_LOG, vm_id, generation, 0);
     let mut bytes = Vec::with_capacity(HEADER_LEN);
     header.write_to(&mut bytes)?;
@@ -36,22 +40,22 @@ pub(crate) fn begin_log(file: &dyn StoreFile, vm_id: VmId, generation: u64) -> i
     framer.push(&bytes);
     framer.pad();
     framer.write_to(file)?;
-    Ok(Place { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) })
+    Ok(SectorPlace { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) })
 }
 
 /// Appends epochs to a log.
-pub(crate) struct Builder<'f> {
+pub(crate) struct EpochBuilder<'f> {
     file: &'f dyn StoreFile,
     framer: Framer,
-    place: Place,
+    place: SectorPlace,
     /// Number of records so far, and first sector, of the epoch that is being written.
     records: u32,
     first: u64,
     table: Vec<u8>,
 }
 
-impl<'f> Builder<'f> {
-    pub(crate) fn new(file: &'f dyn StoreFile, place: Place) -> Self {
+impl<'f> EpochBuilder<'f> {
+    pub(crate) fn new(file: &'f dyn StoreFile, place: SectorPlace) -> Self {
         let framer = Framer::new(place.sector);
         Self { file, framer, place, records: 0, first: place.sector, table: Vec::new() }
     }
@@ -226,7 +230,7 @@ impl<'f> Builder<'f> {
 
     /// Ends the epoch and writes the rest of it. Returns where the next epoch begins. Fills in the
     /// number of records and the digest, which `commit` lacks.
-    pub(crate) fn commit(&mut self, commit: Commit) -> io::Result<Place> {
+    pub(crate) fn commit(&mut self, commit: Commit) -> io::Result<SectorPlace> {
         let digest =
             self.place.digest.ok_or_else(|| io::Error::other("the log's digest is not known"))?;
         let (records, digest) = (self.records + 1, digest.0);

@@ -12,7 +12,7 @@ use crate::records::{
     Commit, Digest, Front, Placed, TAG_COMMIT, TAG_DRIVES, TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT,
     TAG_STORE, TAG_ZEROS, decode_frames, decode_head, decode_layout, decode_zeros, is_known, limit,
 };
-use crate::sectors::{DATA, Kind, Place, Sectors, Stop};
+use crate::sectors::{DATA, Kind, SectorPlace, Sectors, Stop};
 
 /// A position in a log, up to which all records have been read and checked.
 pub(super) struct Cursor<'l> {
@@ -141,8 +141,8 @@ pub(crate) struct GroupReader<'l> {
     /// Drives of which the epoch has blocks.
     pub(crate) drives: Vec<DriveHead>,
     /// End of the epoch, and the place of the next, once all is read.
-    pub(crate) ended: Option<(Commit, Place)>,
-    first: Place,
+    pub(crate) ended: Option<(Commit, SectorPlace)>,
+    first: SectorPlace,
     /// Tag that the records have reached: frames, zeros, sections, the end.
     stage: u16,
     before: Option<FrameRun>,
@@ -156,7 +156,7 @@ pub(crate) struct GroupReader<'l> {
 }
 
 impl<'l> GroupReader<'l> {
-    pub(super) fn open(sectors: &'l mut Sectors, place: Place) -> Result<Self, Stop> {
+    pub(super) fn open(sectors: &'l mut Sectors, place: SectorPlace) -> Result<Self, Stop> {
         let mut c = Cursor {
             sectors,
             first: place.sector,
@@ -297,7 +297,7 @@ impl<'l> GroupReader<'l> {
             let damage = Damage::Mismatch { what: "what follows an epoch", found: 1, expected: 0 };
             return Err(c.sectors.damaged(rest_at, damage).into());
         }
-        let next = Place { sector: c.sector + 1, sequence: c.sequence, digest: c.digest };
+        let next = SectorPlace { sector: c.sector + 1, sequence: c.sequence, digest: c.digest };
         self.ended = Some((commit, next));
         Ok(())
     }

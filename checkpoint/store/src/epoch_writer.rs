@@ -44,7 +44,7 @@ impl fmt::Debug for EpochWriter {
 
 /// An epoch all of whose frames are in the page file; nothing of it is durable yet. Dropping it
 /// frees its slots.
-pub struct Written(EpochWriter);
+pub struct WrittenEpoch(EpochWriter);
 
 impl EpochWriter {
     /// Begins an epoch of `guest` with these drives; an epoch without a parent is full.
@@ -170,11 +170,11 @@ impl EpochWriter {
 
     /// Ends the writing: for each frame the last content counts, and the slots of the others are
     /// freed.
-    pub fn finish(mut self) -> Written {
+    pub fn finish(mut self) -> WrittenEpoch {
         // In a full epoch, zeros need not be recorded.
         let old = self.entries.settle(self.front.parent.is_none());
         self.pages.give_back(&old);
-        Written(self)
+        WrittenEpoch(self)
     }
 }
 
@@ -186,7 +186,7 @@ impl Drop for EpochWriter {
     }
 }
 
-impl Written {
+impl WrittenEpoch {
     pub(crate) fn front(&self) -> Front {
         self.0.front
     }

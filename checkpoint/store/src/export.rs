@@ -35,19 +35,19 @@ pub struct ExportReport {
 pub type Place = Box<dyn Fn(u64) -> Option<u64> + Sync>;
 
 /// A sink that writes frames to their places.
-struct Placed<'f> {
+struct PlacedRun<'f> {
     file: &'f File,
     path: &'f Path,
     place: Place,
 }
 
-impl Placed<'_> {
+impl PlacedRun<'_> {
     fn io(&self, what: &'static str, cause: io::Error) -> StoreError {
         StoreError::Io { what, path: self.path.to_owned(), cause }
     }
 }
 
-impl Sink for Placed<'_> {
+impl Sink for PlacedRun<'_> {
     type Error = StoreError;
 
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
@@ -101,7 +101,7 @@ impl Store {
         let machine = pinned.read_machine()?;
         let place = begin(&machine.layout, &sections).map_err(|e| io("beginning", e))?;
         let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
-        fetch(&pinned.pages, info.epoch, &mut frames, &Placed { file, path, place })?;
+        fetch(&pinned.pages, info.epoch, &mut frames, &PlacedRun { file, path, place })?;
         file.sync_all().map_err(|e| io("syncing", e))?;
         let bytes = file.metadata().map_err(|e| io("looking at", e))?.len();
         Ok(ExportReport {

@@ -23,7 +23,7 @@ pub struct Cell {
 
 /// The frames of a chunk that are not zeros.
 #[derive(Debug, Default)]
-struct Chunk {
+struct FrameChunk {
     /// One bit for each such frame.
     mask: u64,
     /// One cell for each bit of the mask, in their order.
@@ -35,7 +35,7 @@ fn below(at: u64) -> u64 {
     1_u64.checked_shl(at as u32).unwrap_or(0).wrapping_sub(1)
 }
 
-impl Chunk {
+impl FrameChunk {
     /// Returns the index in `cells` at which the cell of frame `at`, at most 64, is or would be.
     fn rank(&self, at: u64) -> usize {
         (self.mask & below(at)).count_ones() as usize
@@ -71,7 +71,7 @@ impl Chunk {
 /// chunk that has one.
 #[derive(Debug, Default)]
 pub(crate) struct FrameMap {
-    chunks: BTreeMap<u64, Chunk>,
+    chunks: BTreeMap<u64, FrameChunk>,
 }
 
 impl FrameMap {

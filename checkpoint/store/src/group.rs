@@ -3,7 +3,7 @@
 use crate::epoch_info::EpochInfo;
 use crate::error::Damage;
 use crate::records::Front;
-use crate::sectors::Place;
+use crate::sectors::SectorPlace;
 
 /// An epoch in a log.
 #[derive(Clone, Copy, Debug)]
@@ -14,7 +14,7 @@ pub(crate) struct Group {
     pub(crate) drives: u32,
     /// Oldest epoch that is retained once this one is there.
     pub(crate) oldest: u64,
-    pub(crate) place: Place,
+    pub(crate) place: SectorPlace,
     /// Number of sectors that it takes.
     pub(crate) sectors: u64,
 }

@@ -77,7 +77,7 @@ pub use archive::Archive;
 pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, RangeLock, StoreFile};
 pub use commit::{Bounds, Committer, Published};
 pub use epoch_info::EpochInfo;
-pub use epoch_writer::{EpochWriter, Written};
+pub use epoch_writer::{EpochWriter, WrittenEpoch};
 pub use error::{Damage, StoreError};
 pub use export::{ExportReport, Place};
 pub use frame_map::Cell;

@@ -14,7 +14,7 @@ use crate::limits::SECTOR;
 use crate::names::log_name;
 use crate::object::encode_drives;
 use crate::records::{Digest, Front, TAG_COMMIT};
-use crate::sectors::{Kind, Place, Sectors, Stop};
+use crate::sectors::{Kind, SectorPlace, Sectors, Stop};
 use crate::store::Store;
 
 /// Number of sectors in which the record that ends an epoch may lie.
@@ -41,7 +41,7 @@ struct Gap {
     epoch: Option<u64>,
     /// The groups in front of the damage.
     groups: Vec<Group>,
-    end: Place,
+    end: SectorPlace,
     sealed: Option<Vec<u8>>,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct LogFile {
     /// are no longer retained.
     pub(crate) groups: Vec<Group>,
     /// Position behind the last group.
-    pub(crate) end: Place,
+    pub(crate) end: SectorPlace,
     /// The two sectors before that position, as read with the last group, if known: its digest is
     /// in them.
     sealed: Option<Vec<u8>>,
@@ -86,7 +86,7 @@ impl LogFile {
     /// Opens the log of `generation` and reads through all of it.
     pub(crate) fn open(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let (sectors, header) = Self::open_header(store, generation)?;
-        let end = Place { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
+        let end = SectorPlace { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
         let vm_id = header.vm_id();
         let (groups, tail) = (Vec::new(), Tail::Clean);
         let mut log = Self {
@@ -190,7 +190,7 @@ impl LogFile {
             Err(stop) => Some(stop.into()),
         };
         let digest = Some(Digest(seed));
-        let end = Place { sector: 1, sequence: 0, digest };
+        let end = SectorPlace { sector: 1, sequence: 0, digest };
         let (groups, tail) = (Vec::new(), Tail::Clean);
         let (sealed, skipped, lost) = (None, None, BTreeMap::new());
         let mut log = Self { sectors, vm_id, groups, end, sealed, tail, skipped, lost };
@@ -298,7 +298,7 @@ impl LogFile {
 
     /// Continues behind the damage that `stop` found in the epoch at the end. Another epoch begins
     /// at `later`.
-    fn go_on_behind(&mut self, stop: Stop, later: Place, gap: &mut Option<Gap>) {
+    fn go_on_behind(&mut self, stop: Stop, later: SectorPlace, gap: &mut Option<Gap>) {
         let (epoch, end) = (self.front_epoch(self.end), std::mem::replace(&mut self.end, later));
         let (groups, sealed) = (std::mem::take(&mut self.groups), self.sealed.take());
         // Groups that were found behind an earlier gap are useless without the epochs of this gap.
@@ -306,7 +306,7 @@ impl LogFile {
     }
 
     /// Returns the number of the epoch that begins at `place`, if its first records are sound.
-    fn front_epoch(&mut self, place: Place) -> Option<u64> {
+    fn front_epoch(&mut self, place: SectorPlace) -> Option<u64> {
         GroupReader::open(&mut self.sectors, place).ok().map(|reader| reader.front.epoch)
     }
 
@@ -346,12 +346,12 @@ impl LogFile {
 
     /// Returns the place of the next epoch that begins in sector `from` or a later one. Everything
     /// before that was durable when the epoch was written.
-    fn begins_later(&mut self, from: u64) -> Result<Option<Place>, StoreError> {
+    fn begins_later(&mut self, from: u64) -> Result<Option<SectorPlace>, StoreError> {
         for sector in from..self.sectors.count() {
             match self.sectors.data(sector, Kind::First) {
                 Ok(data) => {
                     let sequence = sequence_of(data);
-                    return Ok(Some(Place { sector, sequence, digest: None }));
+                    return Ok(Some(SectorPlace { sector, sequence, digest: None }));
                 }
                 Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
                 Err(_) => {}
@@ -361,7 +361,7 @@ impl LogFile {
     }
 
     /// Reads the epoch at the end. `after` is the last one that is known in front of a gap.
-    fn next_group(&mut self, after: Option<u64>) -> Result<(Group, Place), Stop> {
+    fn next_group(&mut self, after: Option<u64>) -> Result<(Group, SectorPlace), Stop> {
         // A salvage knows nothing of what is in front of a hole.
         let lenient = self.sectors.lenient;
         let fresh = self.end.digest.is_none() && lenient;
@@ -464,7 +464,7 @@ fn sequence_of(data: &[u8]) -> u32 {
     data[16..20].iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte))
 }
 
-fn reader_offset(place: Place) -> u64 {
+fn reader_offset(place: SectorPlace) -> u64 {
     place.sector * SECTOR as u64
 }
 

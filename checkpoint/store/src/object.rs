@@ -47,19 +47,19 @@ impl Objects<'_> {
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct RawDrive {
+struct RawLogDrive {
     bytes: U64,
     id: [u8; MAX_ID],
 }
 
 /// Length of the longest list of drives, in bytes.
-pub(crate) const MAX_DRIVES_LEN: usize = MAX_DRIVES * size_of::<RawDrive>();
+pub(crate) const MAX_DRIVES_LEN: usize = MAX_DRIVES * size_of::<RawLogDrive>();
 
 /// Returns the payload of a record of drives; `None` if no epoch can have these drives.
 pub(crate) fn encode_drives(drives: &[DriveHead]) -> Option<Vec<u8>> {
     let mut payload = Vec::with_capacity(size_of_val(drives));
     for DriveHead { id, bytes, .. } in drives {
-        let mut raw = RawDrive { bytes: (*bytes).into(), id: [0; MAX_ID] };
+        let mut raw = RawLogDrive { bytes: (*bytes).into(), id: [0; MAX_ID] };
         raw.id.get_mut(..id.len())?.copy_from_slice(id.as_bytes());
         payload.extend_from_slice(raw.as_bytes());
     }
@@ -68,10 +68,10 @@ pub(crate) fn encode_drives(drives: &[DriveHead]) -> Option<Vec<u8>> {
 
 /// Returns the drives of an epoch that has drives.
 pub(crate) fn decode_drives(payload: &[u8]) -> Result<Vec<DriveHead>, Damage> {
-    let raw = <[RawDrive]>::ref_from_bytes(payload).ok();
+    let raw = <[RawLogDrive]>::ref_from_bytes(payload).ok();
     let Some(raw) = raw.filter(|raw| (1..=MAX_DRIVES).contains(&raw.len())) else {
         let what = "the length of the list of drives";
-        let expected = size_of::<RawDrive>() as u64;
+        let expected = size_of::<RawLogDrive>() as u64;
         return Err(Damage::Mismatch { what, found: payload.len() as u64, expected });
     };
     let (mut names, mut drives) = (HashSet::new(), Vec::new());

@@ -47,9 +47,9 @@ pub(crate) fn limit(tag: u16) -> u32 {
     let bytes = match tag {
         TAG_FILES => FILES_LEN,
         TAG_EPOCH => size_of::<RawFront>(),
-        TAG_LAYOUT => MAX_SLOTS as usize * size_of::<RawSlot>(),
+        TAG_LAYOUT => MAX_SLOTS as usize * size_of::<RawLogSlot>(),
         TAG_FRAMES => RUNS_HEAD + MAX_RUNS * size_of::<RawPlaced>() + MAX_RECORD_FRAMES * 4,
-        TAG_ZEROS => RUNS_HEAD + MAX_RUNS * size_of::<RawRun>(),
+        TAG_ZEROS => RUNS_HEAD + MAX_RUNS * size_of::<RawLogRun>(),
         TAG_DRIVES => MAX_DRIVES_LEN,
         TAG_COMMIT => COMMIT_LEN,
         tag if tag == SectionTag::CONFIG.0 => MAX_CONFIG as usize,
@@ -123,7 +123,7 @@ struct RawFront {
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct RawSlot {
+struct RawLogSlot {
     id: U32,
     zero: U32,
     base: U64,
@@ -140,7 +140,7 @@ struct RawPlaced {
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct RawRun {
+struct RawLogRun {
     start: U64,
     count: U64,
 }
@@ -309,7 +309,7 @@ pub(crate) fn decode_files(payload: &[u8]) -> Result<Files, Damage> {
 }
 
 pub(crate) fn encode_layout(layout: &Layout) -> Vec<u8> {
-    let raw = |s: &Slot| RawSlot {
+    let raw = |s: &Slot| RawLogSlot {
         id: s.id.0.into(),
         zero: 0.into(),
         base: s.base.0.into(),
@@ -320,19 +320,19 @@ pub(crate) fn encode_layout(layout: &Layout) -> Vec<u8> {
 
 /// Decodes a memory layout; `hash` is the one in the epoch's front.
 pub(crate) fn decode_layout(payload: &[u8], hash: u32) -> Result<Layout, Damage> {
-    let raw = <[RawSlot]>::ref_from_bytes(payload).map_err(|_| {
-        let whole = payload.len() / size_of::<RawSlot>() * size_of::<RawSlot>();
+    let raw = <[RawLogSlot]>::ref_from_bytes(payload).map_err(|_| {
+        let whole = payload.len() / size_of::<RawLogSlot>() * size_of::<RawLogSlot>();
         wrong_size("the length of the memory layout", payload.len(), whole)
     })?;
     for s in raw {
         all_zero([("the unused field of a memory slot", s.zero.get().into())])?;
     }
-    let out_of_order = |pair: &&[RawSlot]| pair[0].base.get() > pair[1].base.get();
+    let out_of_order = |pair: &&[RawLogSlot]| pair[0].base.get() > pair[1].base.get();
     if let Some(pair) = raw.windows(2).find(out_of_order) {
         let (found, before) = (pair[1].base.get(), pair[0].base.get());
         return Err(Damage::SlotOrder { found, before });
     }
-    let slot = |s: &RawSlot| Slot {
+    let slot = |s: &RawLogSlot| Slot {
         id: SlotId(s.id.get()),
         base: Gfn(s.base.get()),
         frames: s.frames.get(),
@@ -379,7 +379,7 @@ pub(crate) fn encode_zeros(runs: &[FrameRun], table: &mut Vec<u8>) {
     table.extend_from_slice(&(runs.len() as u64).to_le_bytes());
     for run in runs {
         let start = place(run.start).1;
-        let raw = RawRun { start: start.0.into(), count: run.count.into() };
+        let raw = RawLogRun { start: start.0.into(), count: run.count.into() };
         table.extend_from_slice(raw.as_bytes());
     }
 }
@@ -458,7 +458,7 @@ pub(crate) fn decode_zeros(
     runs: &mut Vec<FrameRun>,
 ) -> Result<u64, Damage> {
     runs.clear();
-    let (table, rest) = table::<RawRun>(payload)?;
+    let (table, rest) = table::<RawLogRun>(payload)?;
     let mut frames = 0;
     for raw in table {
         let run = objects.run(object, raw.start.get(), raw.count.get())?;

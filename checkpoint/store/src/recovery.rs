@@ -20,7 +20,7 @@ use crate::names::{MANIFEST, log_name, pages_name};
 use crate::page_file::{PageReader, Pages, begin_pages};
 use crate::records::Files;
 use crate::retention::Space;
-use crate::sectors::Place;
+use crate::sectors::SectorPlace;
 use crate::store::Store;
 
 /// Number of bytes of a log that are rewritten at once.
@@ -129,7 +129,7 @@ impl Committer {
         store: &Arc<Store>,
         vm_id: VmId,
         files: Files,
-        (log, end): (Box<dyn StoreFile>, Place),
+        (log, end): (Box<dyn StoreFile>, SectorPlace),
         pages: Arc<Pages>,
         space: Space,
     ) -> Self {
@@ -159,7 +159,7 @@ fn make(
     store: &Store,
     vm_id: VmId,
     files: Files,
-) -> Result<(PageReader, Box<dyn StoreFile>, Place), NotWritten> {
+) -> Result<(PageReader, Box<dyn StoreFile>, SectorPlace), NotWritten> {
     let write = || -> Result<_, StoreError> {
         let name = pages_name(files.pages);
         let pages = store.create_new(&name)?;

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::backend::StoreFile;
 use crate::commit::{Committer, Kept, Standing};
-use crate::epoch_encoder::{Builder, Entry, begin_log};
+use crate::epoch_encoder::{Entry, EpochBuilder, begin_log};
 use crate::epoch_reader::Record;
 use crate::error::StoreError;
 use crate::frame_map::{Cell, FrameMap};
@@ -26,7 +26,7 @@ use crate::page_file::{PageReader, begin_pages};
 use crate::read::{Sink, fetch};
 use crate::records::{Commit, Files, Front, Placed};
 use crate::retention::apply;
-use crate::sectors::Place;
+use crate::sectors::SectorPlace;
 use crate::store::Store;
 
 /// Number of entries, some dozen microseconds of work, after which the work yields to a paused
@@ -47,7 +47,7 @@ pub struct CompactReport {
 /// A log that has been written, and is not the store's yet.
 pub(super) struct NewLog {
     file: Box<dyn StoreFile>,
-    end: Place,
+    end: SectorPlace,
     pub(super) kept: Vec<Kept>,
 }
 
@@ -124,7 +124,7 @@ pub(super) fn copy_log(
     let writing = |e| store.io("writing", &name, e);
     let file = store.create_new(&name)?;
     let mut end = begin_log(&*file, old.vm_id, generation).map_err(writing)?;
-    let mut builder = Builder::new(&*file, end);
+    let mut builder = EpochBuilder::new(&*file, end);
     let mut kept = Vec::new();
     let mut before = None;
     for &index in chosen {

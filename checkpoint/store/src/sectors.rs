@@ -35,7 +35,7 @@ const SETTLE: Duration = Duration::from_millis(1);
 
 /// Position in a log at which an epoch begins, and what comes before it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Place {
+pub(crate) struct SectorPlace {
     pub(crate) sector: u64,
     /// Sequence number of the next record.
     pub(crate) sequence: u32,

@@ -15,7 +15,7 @@ use crate::epoch_writer::EpochWriter;
 use crate::store::Store;
 
 /// A drive whose writes are tracked.
-struct Followed {
+struct TakenDrive {
     head: DriveHead,
     file: File,
     subscription: Subscription,
@@ -26,7 +26,7 @@ pub(crate) struct Taker {
     guest: Arc<MemoryGuest>,
     committer: Committer,
     memory: Subscription,
-    drives: Vec<Followed>,
+    drives: Vec<TakenDrive>,
     /// Epoch before this one; `None` before the first, which is full.
     parent: Option<u64>,
 }
@@ -40,7 +40,7 @@ impl Taker {
             None => Committer::create(&store, &*guest).unwrap(),
         };
         let memory = guest.subscribe("taken").unwrap();
-        let drives = guest.drives().into_iter().map(|drive| Followed {
+        let drives = guest.drives().into_iter().map(|drive| TakenDrive {
             head: drive.head(),
             file: drive.open().unwrap(),
             subscription: drive.subscribe("taken").unwrap().unwrap(),
@@ -66,7 +66,7 @@ impl Taker {
             file.frames([FrameRun { start: gfn, count: 1 }].into_iter(), &page, full).unwrap();
         }
         changed.commit();
-        for (object, Followed { head, file: from, subscription }) in (1..).zip(drives) {
+        for (object, TakenDrive { head, file: from, subscription }) in (1..).zip(drives) {
             let changed = subscription.drain();
             let runs: Vec<FrameRun> = match full {
                 true => data_runs(from, head.bytes).unwrap(),

@@ -24,10 +24,10 @@ const TAG_TOUCHED: u16 = 0x8040;
 /// Maximum number of runs: 1 MiB.
 const MAX_TOUCHED: usize = 1 << 16;
 /// A run of frames: the first frame, and the number of frames.
-type RawRun = [U64; 2];
+type RawTouchedRun = [U64; 2];
 /// Maximum length of the file, in bytes.
 const MOST: usize =
-    HEADER_LEN + RECORD_HEAD_LEN + size_of::<U64>() + MAX_TOUCHED * size_of::<RawRun>();
+    HEADER_LEN + RECORD_HEAD_LEN + size_of::<U64>() + MAX_TOUCHED * size_of::<RawTouchedRun>();
 
 /// The guest whose frames they are, and the place where they can be noted.
 #[derive(Debug)]
@@ -91,7 +91,7 @@ impl Touched {
     fn write(&self, runs: &[FrameRun]) -> io::Result<()> {
         let mut payload = (runs.len() as u64).to_le_bytes().to_vec();
         for run in runs {
-            let raw: RawRun = [run.start.0.into(), run.count.into()];
+            let raw: RawTouchedRun = [run.start.0.into(), run.count.into()];
             payload.extend_from_slice(raw.as_bytes());
         }
         let head = RecordHead {
@@ -173,7 +173,7 @@ fn decode(bytes: &[u8], vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, U
         return Err(Damage::Mismatch { what, found, expected }.into());
     }
     head.check(payload)?;
-    let (raw, behind) = table::<RawRun>(payload)?;
+    let (raw, behind) = table::<RawTouchedRun>(payload)?;
     let all = raw.iter().map(|[start, count]| {
         let run = FrameRun { start: Gfn(start.get()), count: count.get() };
         if layout.contains(run) { Ok(run) } else { Err(Damage::Outside { object: 0, run }.into()) }

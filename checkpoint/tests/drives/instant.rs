@@ -110,8 +110,8 @@ fn a_store_that_is_too_slow_holds_the_drive_once() {
         over.store(true, Ordering::Relaxed);
         taken
     });
-    assert!(matches!(first.cause, Cause::Stalled(_)), "{first}");
-    assert!((first.phase, first.guest) == (Phase::CopyDrives, RunState::Running), "{first}");
+    assert!(matches!(first.cause, EpochFailure::Stalled(_)), "{first}");
+    assert!((first.phase, first.guest) == (EpochStep::CopyDrives, RunState::Running), "{first}");
     disk.slow_writes(Duration::ZERO);
     let second = second.unwrap();
     assert_eq!(second.disk_blocks, BLOCKS);

@@ -14,7 +14,7 @@ use std::thread;
 use std::time::Duration;
 
 use driftline_checkpoint::{
-    Cause, Checkpointer, Phase, RestoreError, restore, restore_archive, restore_lazily,
+    Checkpointer, EpochFailure, EpochStep, RestoreError, restore, restore_archive, restore_lazily,
 };
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use driftline_guest::{DriveHead, GuestFactory, Lifecycle, VmId};
 
-use super::copies::{Copies, Limits};
+use super::copies::{Copies, CopyLimits};
 use crate::error::Cause;
 use crate::transport::link::SLICE;
 use crate::transport::stop::Stop;
@@ -27,7 +27,7 @@ type Built<F> = (Arc<<F as GuestFactory>::Guest>, Copies);
 const MAX_LEFT: usize = 4;
 
 /// Builds guests, one at a time.
-pub(super) struct Builder<F: GuestFactory + ?Sized> {
+pub(super) struct GuestBuilder<F: GuestFactory + ?Sized> {
     factory: Arc<F>,
     /// Upper bound on building one guest.
     limit: Duration,
@@ -39,7 +39,7 @@ pub(super) struct Builder<F: GuestFactory + ?Sized> {
     busy: Arc<()>,
 }
 
-impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
+impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
     pub(super) fn new(factory: Arc<F>, limit: Duration, disk_limit: Duration) -> Self {
         Self { factory, limit, disk_limit, left: Mutex::default(), busy: Arc::default() }
     }
@@ -68,7 +68,7 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
             return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, why)));
         }
         let (tell, told) = meeting();
-        let (factory, limits) = (self.factory.clone(), Limits::of(self.disk_limit));
+        let (factory, limits) = (self.factory.clone(), CopyLimits::of(self.disk_limit));
         // A weak reference, because copies exist only once the factory has made them.
         let (copies_stop, busy) = (stop.clone(), Arc::downgrade(&self.busy));
         let (config, drives) = (config.to_vec(), drives.to_vec());

@@ -53,7 +53,7 @@ struct Done {
 
 /// The channels that have joined, for the thread that reads the first one.
 #[derive(Debug)]
-pub(super) struct Channels {
+pub(super) struct ReceiveChannels {
     count: usize,
     /// To close their connections.
     closers: Vec<Closer>,
@@ -62,7 +62,7 @@ pub(super) struct Channels {
     shared: Arc<Common>,
 }
 
-impl Channels {
+impl ReceiveChannels {
     /// Begins without any.
     pub(super) fn new() -> Self {
         let (to, from) = sync_channel(MAX_CONNECTIONS as usize);
@@ -169,7 +169,7 @@ impl Channels {
     }
 }
 
-impl Drop for Channels {
+impl Drop for ReceiveChannels {
     /// Ends the threads at once, because the guest may be paused.
     fn drop(&mut self) {
         self.shared.group.halt();

@@ -40,14 +40,14 @@ const REMOVE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Upper bounds on the storage of copies.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
+pub(super) struct CopyLimits {
     /// For one operation.
     operation: Duration,
     /// For one wait of the receiving thread, which may be for several operations.
     wait: Duration,
 }
 
-impl Limits {
+impl CopyLimits {
     /// Makes limits from that of one operation.
     pub(super) fn of(operation: Duration) -> Self {
         Self { operation, wait: operation.saturating_add(MARGIN) }
@@ -79,7 +79,7 @@ struct Set {
     copies: Vec<Box<dyn DriveCopy>>,
     /// The operation of each thread, by [`Role`].
     doing: [Mutex<Option<Doing>>; 2],
-    limits: Limits,
+    limits: CopyLimits,
     /// Shared with the builder while a copy may still have to be removed.
     _busy: Arc<()>,
 }
@@ -212,7 +212,7 @@ impl Copies {
     pub(super) fn new(
         copies: Vec<Box<dyn DriveCopy>>,
         heads: &[DriveHead],
-        limits: Limits,
+        limits: CopyLimits,
         stop: Arc<Stop>,
         busy: Arc<()>,
     ) -> Result<Self, Cause> {

@@ -10,7 +10,7 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::{GuestFactory, GuestIdentity, HandOver, Lifecycle};
 
 use super::copies::Copies;
-use super::host::{Failed, Host};
+use super::host::{ReceiveFailed, ReceiveHost};
 use super::listener;
 use super::precopy::Restored;
 use super::setup::{Arrival, detach, throw_away};
@@ -27,13 +27,13 @@ use crate::transport::wire::Wire;
 /// Upper bound on waiting for ENDED after RUNNING.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
-impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
+impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     /// Sends PREPARED, waits for COMMIT, makes the decision, and takes the guest over.
     pub(super) fn hand_over(
         &self,
         arrival: Arrival<F::Guest>,
         restored: Restored,
-    ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
+    ) -> Result<(Arc<F::Guest>, ReceiveReport), ReceiveFailed> {
         let Arrival { mut wire, guest, drives: _, mut copies, token, came } = arrival;
         let was_running = restored.was_running;
         let (_say_prepared, _) = self.session.post(DestinationEvent::Restored);
@@ -148,13 +148,13 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         copies: Copies,
         token: Token,
         cause: Cause,
-    ) -> Failed {
+    ) -> ReceiveFailed {
         throw_away(guest, &format!("it was not received: {cause}"));
         drop(copies);
         tracing::info!(vm = %guest.vm_id(), %token, "the guest was thrown away: {cause}");
         if matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
             self.session.post(DestinationEvent::Aborted);
-            return Failed { cause, was_prepared: true };
+            return ReceiveFailed { cause, was_prepared: true };
         }
         let (_, fault) = self.session.post(DestinationEvent::Failed);
         if let Some(fault) = fault {
@@ -164,7 +164,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     }
 
     /// Tells the source the verdict, over this connection if possible and otherwise when it asks.
-    fn tell(&self, wire: &mut Wire<Link>, token: Token, cause: Cause) -> Failed {
+    fn tell(&self, wire: &mut Wire<Link>, token: Token, cause: Cause) -> ReceiveFailed {
         let verdict = self.session.verdict(token);
         wire.stream_mut().begin_closing();
         let heard = wire.send(&Message::Answer { token, verdict }).is_ok()
@@ -182,7 +182,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                 );
             }
         }
-        Failed { cause, was_prepared: true }
+        ReceiveFailed { cause, was_prepared: true }
     }
 }
 

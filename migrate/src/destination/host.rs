@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use driftline_guest::GuestFactory;
 
-use super::building::Builder;
+use super::building::GuestBuilder;
 use super::listener::{self, Incoming, Responder};
 use super::options::ReceiveOptions;
 use super::session::Session;
@@ -17,12 +17,12 @@ use crate::journal::Records;
 use crate::report::ms;
 
 #[derive(Debug)]
-pub(super) struct Failed {
+pub(super) struct ReceiveFailed {
     pub(super) cause: Cause,
     pub(super) was_prepared: bool,
 }
 
-impl<E: Into<Cause>> From<E> for Failed {
+impl<E: Into<Cause>> From<E> for ReceiveFailed {
     /// For failures before PREPARED.
     fn from(e: E) -> Self {
         Self { cause: e.into(), was_prepared: false }
@@ -30,8 +30,8 @@ impl<E: Into<Cause>> From<E> for Failed {
 }
 
 /// What all phases share.
-pub(super) struct Host<'a, F: GuestFactory + ?Sized> {
-    pub(super) builder: Builder<F>,
+pub(super) struct ReceiveHost<'a, F: GuestFactory + ?Sized> {
+    pub(super) builder: GuestBuilder<F>,
     pub(super) options: &'a ReceiveOptions,
     pub(super) control: &'a ReceiveControl,
     pub(super) session: Arc<Session>,
@@ -43,7 +43,7 @@ pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
     factory: Arc<F>,
     options: &'a ReceiveOptions,
     control: &'a Arc<ReceiveControl>,
-) -> Result<(Host<'a, F>, Responder), Failed> {
+) -> Result<(ReceiveHost<'a, F>, Responder), ReceiveFailed> {
     let records = Records::open(&options.records)?;
     records.sweep_settled();
     let session = Arc::new(Session::new(records));
@@ -51,16 +51,16 @@ pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
     let (responder, callers) =
         listener::open(listener, session.clone(), control.clone(), progress_timeout, handshake)
             .map_err(|cause| Cause::System { what: "listening", cause })?;
-    let builder = Builder::new(factory, options.build_limit, options.disk_limit);
-    Ok((Host { builder, options, control, session, callers }, responder))
+    let builder = GuestBuilder::new(factory, options.build_limit, options.disk_limit);
+    Ok((ReceiveHost { builder, options, control, session, callers }, responder))
 }
 
-impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
+impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     pub(super) fn phase<T>(
         &self,
         phase: Phase,
-        work: impl FnOnce() -> Result<T, Failed>,
-    ) -> Result<T, Failed> {
+        work: impl FnOnce() -> Result<T, ReceiveFailed>,
+    ) -> Result<T, ReceiveFailed> {
         let begun = Instant::now();
         tracing::info!(?phase, "begin");
         self.control.update(|p| p.phase = phase);

@@ -27,7 +27,7 @@ use driftline_guest::GuestFactory;
 use crate::control::{Phase, ReceiveControl};
 use crate::error::{Cause, ReceiveError};
 use crate::report::ReceiveReport;
-use host::{Failed, Host};
+use host::{ReceiveFailed, ReceiveHost};
 pub use inspect::{StreamSummary, inspect};
 pub use listener::Responder;
 pub use options::{ReceiveOptions, YIELD_LIMIT};
@@ -84,8 +84,8 @@ pub fn receive<F: GuestFactory + ?Sized + 'static>(
 
 /// Runs the migration, one phase a line.
 fn migrate<F: GuestFactory + ?Sized + 'static>(
-    host: &Host<'_, F>,
-) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
+    host: &ReceiveHost<'_, F>,
+) -> Result<(Arc<F::Guest>, ReceiveReport), ReceiveFailed> {
     let (arrival, prepared) = loop {
         let mut arrival = host.phase(Phase::Waiting, || host.welcome())?;
         let whole = host.phase(Phase::Precopy, || host.assemble(&mut arrival));

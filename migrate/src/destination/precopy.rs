@@ -7,9 +7,9 @@ use std::time::Instant;
 use driftline_dirty_tracker::Subscription;
 use driftline_guest::{Clock, GuestFactory, Section, Stateful};
 
-use super::host::{Failed, Host};
+use super::host::{ReceiveFailed, ReceiveHost};
 use super::listener::Incoming;
-use super::receive::{Figures, GuestReceiver, Pace, Reading, Whole};
+use super::receive::{GuestReceiver, Pace, Reading, ReceiveFigures, Whole};
 use super::setup::{Arrival, throw_away, words};
 use crate::error::Cause;
 use crate::protocol::error::WireError;
@@ -23,14 +23,14 @@ use crate::transport::wire::Wire;
 pub(super) struct Restored {
     pub(super) sections: Arc<[Section]>,
     pub(super) was_running: bool,
-    pub(super) figures: Figures,
+    pub(super) figures: ReceiveFigures,
     /// Dropped once the guest runs, because freeing it takes time.
     pub(super) written: Subscription,
 }
 
-impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
+impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     /// Receives memory, pass by pass, and the state.
-    pub(super) fn assemble(&self, arrival: &mut Arrival<F::Guest>) -> Result<Whole, Failed> {
+    pub(super) fn assemble(&self, arrival: &mut Arrival<F::Guest>) -> Result<Whole, ReceiveFailed> {
         let Arrival { wire, guest, drives, copies, token, .. } = arrival;
         let reading = Reading {
             control: self.control,
@@ -73,7 +73,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         &self,
         arrival: &mut Arrival<F::Guest>,
         whole: Whole,
-    ) -> Result<Restored, Failed> {
+    ) -> Result<Restored, ReceiveFailed> {
         let Whole { sections, is_restored, was_running, figures, written } = whole;
         if !is_restored && let Err(e) = arrival.guest.restore_state(&sections, Clock::Advance) {
             return Err(self.give_up(arrival, e.into()));
@@ -83,7 +83,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
 
     /// Discards the guest before PREPARED, and tells the source why. The source cannot have sent
     /// COMMIT, so it will never ask.
-    fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> Failed {
+    fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> ReceiveFailed {
         let cause = if self.control.stop.is_cancelled() { Cause::Cancelled } else { cause };
         throw_away(&*arrival.guest, &format!("it was not received: {cause}"));
         let (_drop, _) = self.session.post(DestinationEvent::Failed);

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
 use driftline_guest::{Clock, DriveHead, Guest, GuestError, Section};
 
-use super::channels::Channels;
+use super::channels::ReceiveChannels;
 use super::copies::Copies;
 use super::memory_writer::MemoryWriter;
 use super::prealloc;
@@ -84,14 +84,14 @@ pub(super) struct Whole {
     /// The state came before the last pass and has been restored.
     pub(super) is_restored: bool,
     pub(super) was_running: bool,
-    pub(super) figures: Figures,
+    pub(super) figures: ReceiveFigures,
     /// Frames that were written.
     pub(super) written: Subscription,
 }
 
 /// How much has come.
 #[derive(Clone, Copy)]
-pub(super) struct Figures {
+pub(super) struct ReceiveFigures {
     pub(super) totals: Counts,
     /// Blocks of copied disks.
     pub(super) drive_totals: Counts,
@@ -105,14 +105,14 @@ struct Complete {
     sections: Arc<[Section]>,
     is_restored: bool,
     was_running: bool,
-    figures: Figures,
+    figures: ReceiveFigures,
 }
 
 /// A guest whose memory is arriving.
 pub(super) struct GuestReceiver<'g, G: Guest + ?Sized> {
     guest: &'g G,
     stream: StreamState,
-    channels: Channels,
+    channels: ReceiveChannels,
     copies: &'g mut Copies,
 }
 
@@ -130,7 +130,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     /// Receives `drives` into `copies`.
     pub(super) fn new(guest: &'g G, drives: &'g [DriveHead], copies: &'g mut Copies) -> Self {
         let stream = StreamState::new(guest.layout().clone(), drives.to_vec());
-        Self { guest, stream, channels: Channels::new(), copies }
+        Self { guest, stream, channels: ReceiveChannels::new(), copies }
     }
 
     /// Receives until the state is complete; acknowledges each pass.
@@ -270,7 +270,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
                         restored = true;
                     }
-                    let figures = Figures {
+                    let figures = ReceiveFigures {
                         totals: self.stream.totals(),
                         drive_totals: self.stream.drive_totals(),
                         passes: self.stream.passes(),

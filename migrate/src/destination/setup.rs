@@ -10,7 +10,7 @@ use driftline_guest::{DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, L
 
 use super::admission::Stage;
 use super::copies::Copies;
-use super::host::{Failed, Host};
+use super::host::{ReceiveFailed, ReceiveHost};
 use super::listener::{self, Caller, Incoming};
 use crate::control::{Phase, Progress};
 use crate::error::Cause;
@@ -48,9 +48,9 @@ impl From<Cause> for Unready {
     }
 }
 
-impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
+impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     /// Waits for a source whose guest can be built here.
-    pub(super) fn welcome(&self) -> Result<Arrival<F::Guest>, Failed> {
+    pub(super) fn welcome(&self) -> Result<Arrival<F::Guest>, ReceiveFailed> {
         loop {
             match self.callers.recv_timeout(SLICE) {
                 Ok(Incoming::Source(caller)) => {
@@ -86,7 +86,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
 
     /// Builds a caller's guest, or refuses it and frees the session. Fails if the caller has gone
     /// and no other is to be accepted.
-    fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, Failed> {
+    fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, ReceiveFailed> {
         let Caller { mut wire, header, token, drives, layout, config, came } = caller;
         wire.stream_mut().set_stop(self.control.stop.clone());
         let built = self.build(&mut wire, &header, token, &layout, &config, &drives);
@@ -148,7 +148,11 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
 
     /// Goes on waiting after a failure before PREPARED, unless one source only is accepted. The
     /// source has its guest, and this host may receive the same one again.
-    pub(super) fn wait_on(&self, arrival: Arrival<F::Guest>, failed: Failed) -> Result<(), Failed> {
+    pub(super) fn wait_on(
+        &self,
+        arrival: Arrival<F::Guest>,
+        failed: ReceiveFailed,
+    ) -> Result<(), ReceiveFailed> {
         if self.options.once || self.control.stop.is_cancelled() {
             return Err(failed);
         }

@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::channels::Channels;
 use super::guest::Migratable;
-use super::job::{Failed, Job};
+use super::job::{SendFailed, SendJob};
 use super::paused_guest::SealedGuest;
 use super::precopy::Stats;
 use super::record::SealedRecord;
@@ -39,31 +39,31 @@ pub(super) struct Handed<'a, G: Migratable + ?Sized> {
     state: Source,
     order: SourceOrder,
     paused_at: (Instant, SystemTime),
-    figures: Figures,
+    figures: SendFigures,
     spent: Spent<'a>,
 }
 
 /// Figures of all passes for the report.
-struct Figures {
+struct SendFigures {
     stats: Stats,
     totals: Counts,
     drive_totals: Counts,
 }
 
 /// Times for the report.
-struct Times {
+struct SendTimes {
     paused_at: SystemTime,
     downtime: Duration,
     total: Duration,
 }
 
-impl<'a, G: Migratable + ?Sized> Job<'a, G> {
+impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     /// Seals the guest. This is the last step whose failure resumes the guest here.
     pub(super) fn seal(
         &self,
         channels: &mut Channels,
         ready: Ready<'a, G>,
-    ) -> Result<Handed<'a, G>, Failed> {
+    ) -> Result<Handed<'a, G>, SendFailed> {
         let Ready { paused, record, stats, totals, drive_totals, spent } = ready;
         // A destination that died or gave up since PREPARED is detected now, without doubt.
         if let Some(cause) = gone(&mut channels.first) {
@@ -75,7 +75,7 @@ impl<'a, G: Migratable + ?Sized> Job<'a, G> {
         let paused_at = (paused.since(), paused.since_by_clock());
         let (record, state, order) = record.seal();
         let sealed = paused.seal(&record);
-        let figures = Figures { stats, totals, drive_totals };
+        let figures = SendFigures { stats, totals, drive_totals };
         Ok(Handed { sealed, record, state, order, paused_at, figures, spent })
     }
 
@@ -84,7 +84,7 @@ impl<'a, G: Migratable + ?Sized> Job<'a, G> {
         &self,
         mut channels: Channels,
         handed: Handed<'a, G>,
-    ) -> Result<SendReport, Failed> {
+    ) -> Result<SendReport, SendFailed> {
         let Handed { sealed, record, mut state, mut order, paused_at, figures, spent } = handed;
         let mut spent = Some(spent);
         let mut ran_at = None;
@@ -128,7 +128,7 @@ impl<'a, G: Migratable + ?Sized> Job<'a, G> {
                         Some(_) => SendStatus::ResolvedDiscarded,
                         None => SendStatus::Completed,
                     };
-                    let times = Times { paused_at, downtime, total };
+                    let times = SendTimes { paused_at, downtime, total };
                     return Ok(self.report(status, times, sent, figures));
                 }
             };
@@ -263,12 +263,12 @@ impl<'a, G: Migratable + ?Sized> Job<'a, G> {
     fn report(
         &self,
         status: SendStatus,
-        times: Times,
+        times: SendTimes,
         transferred_bytes: u64,
-        figures: Figures,
+        figures: SendFigures,
     ) -> SendReport {
-        let Figures { stats, totals, drive_totals } = figures;
-        let Times { paused_at, downtime, total } = times;
+        let SendFigures { stats, totals, drive_totals } = figures;
+        let SendTimes { paused_at, downtime, total } = times;
         SendReport {
             status,
             vm_id: self.guest.vm_id(),

@@ -16,12 +16,12 @@ use crate::transport::wire::Wire;
 
 /// A failure, and where it leaves the guest.
 #[derive(Debug)]
-pub(super) struct Failed {
+pub(super) struct SendFailed {
     pub(super) cause: Cause,
     pub(super) place: GuestPlace,
 }
 
-impl<E: Into<Cause>> From<E> for Failed {
+impl<E: Into<Cause>> From<E> for SendFailed {
     /// For failures while the guest runs: nothing has to be undone.
     fn from(e: E) -> Self {
         Self { cause: e.into(), place: GuestPlace::Here }
@@ -29,7 +29,7 @@ impl<E: Into<Cause>> From<E> for Failed {
 }
 
 /// What all phases share.
-pub(super) struct Job<'a, G: Migratable + ?Sized> {
+pub(super) struct SendJob<'a, G: Migratable + ?Sized> {
     pub(super) guest: &'a G,
     pub(super) to: &'a str,
     pub(super) options: &'a SendOptions,
@@ -38,12 +38,12 @@ pub(super) struct Job<'a, G: Migratable + ?Sized> {
     pub(super) begun: Instant,
 }
 
-impl<G: Migratable + ?Sized> Job<'_, G> {
+impl<G: Migratable + ?Sized> SendJob<'_, G> {
     pub(super) fn phase<T>(
         &self,
         phase: Phase,
-        work: impl FnOnce() -> Result<T, Failed>,
-    ) -> Result<T, Failed> {
+        work: impl FnOnce() -> Result<T, SendFailed>,
+    ) -> Result<T, SendFailed> {
         let begun = Instant::now();
         let (vm, token) = (self.guest.vm_id(), self.token);
         tracing::info!(%vm, %token, ?phase, "begin");
@@ -60,11 +60,11 @@ impl<G: Migratable + ?Sized> Job<'_, G> {
         &self,
         phase: Phase,
         channels: &mut Channels,
-        work: impl FnOnce(&mut Channels) -> Result<T, Failed>,
-    ) -> Result<T, Failed> {
+        work: impl FnOnce(&mut Channels) -> Result<T, SendFailed>,
+    ) -> Result<T, SendFailed> {
         self.phase(phase, || work(channels)).map_err(|failed| {
             let cause = self.exchange_reasons(&mut channels.first, failed.cause);
-            Failed { cause, place: failed.place }
+            SendFailed { cause, place: failed.place }
         })
     }
 

@@ -33,7 +33,7 @@ use crate::protocol::ids::Token;
 use crate::report::SendReport;
 pub use drives::CopyDrives;
 pub use guest::Migratable;
-use job::{Failed, Job};
+use job::{SendFailed, SendJob};
 pub use options::{MIN_BANDWIDTH, SendOptions};
 
 /// Moves `guest` to the destination that listens at `to` ("HOST:PORT", "tcp:" in front allowed).
@@ -52,7 +52,7 @@ pub fn send<G: Migratable + ?Sized>(
     control: &SendControl,
 ) -> Result<SendReport, SendError> {
     let begun = Instant::now();
-    let job = Job { guest, to, options, control, token: Token::random(), begun };
+    let job = SendJob { guest, to, options, control, token: Token::random(), begun };
     let result = migrate(&job).map_err(|failed| {
         let cause = match control.stop.is_cancelled() {
             true => Cause::Cancelled,
@@ -76,7 +76,7 @@ pub fn send<G: Migratable + ?Sized>(
 }
 
 /// Runs the migration, one phase a line. What a phase needs comes from the phase before it.
-fn migrate<G: Migratable + ?Sized>(job: &Job<'_, G>) -> Result<SendReport, Failed> {
+fn migrate<G: Migratable + ?Sized>(job: &SendJob<'_, G>) -> Result<SendReport, SendFailed> {
     let (mut channels, connected) = job.phase(Phase::Connect, || job.connect())?;
     let set_up = job.told(Phase::Setup, &mut channels, |to| job.set_up(to, connected))?;
     let copied = job.told(Phase::Precopy, &mut channels, |to| job.precopy(to, set_up))?;

@@ -10,7 +10,7 @@ use driftline_guest::{
     DirtyLog, GuestError, GuestIdentity, HandOver, Lifecycle, Paused, SavedState,
 };
 
-use super::job::Failed;
+use super::job::SendFailed;
 use super::record::SealedRecord;
 use crate::error::{Cause, GuestPlace};
 use crate::protocol::two_phase::{MayEnd, MayRunHere};
@@ -86,8 +86,8 @@ impl<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
     }
 
     /// Resumes the guest after a failure, and returns that with where the guest is.
-    pub(super) fn give_up(mut self, cause: impl Into<Cause>) -> Failed {
-        Failed { cause: cause.into(), place: place(self.take_back()) }
+    pub(super) fn give_up(mut self, cause: impl Into<Cause>) -> SendFailed {
+        SendFailed { cause: cause.into(), place: place(self.take_back()) }
     }
 
     /// Seals the guest: PREPARED has come, and the guest may be the destination's, as its record
@@ -124,12 +124,12 @@ pub(super) struct SealedGuest<'g, G: GuestIdentity + Lifecycle + HandOver + ?Siz
 
 impl<G: GuestIdentity + Lifecycle + HandOver + ?Sized> SealedGuest<'_, G> {
     /// Resumes the guest here.
-    pub(super) fn take_back(self, _permit: MayRunHere, cause: Cause) -> Failed {
+    pub(super) fn take_back(self, _permit: MayRunHere, cause: Cause) -> SendFailed {
         let resumed = self.guest.acquire().and_then(|()| match self.was_running {
             true => self.guest.resume(),
             false => Ok(()),
         });
-        Failed { cause, place: place(resumed) }
+        SendFailed { cause, place: place(resumed) }
     }
 
     /// Ends the guest here.

@@ -9,7 +9,7 @@ use super::announce::announce;
 use super::channels::Channels;
 use super::drives::Drives;
 use super::guest::Migratable;
-use super::job::{Failed, Job};
+use super::job::{SendFailed, SendJob};
 use super::limit::Limit;
 use super::options::MIN_BANDWIDTH;
 use super::passes::{PassDone, Passes};
@@ -57,7 +57,7 @@ pub(super) struct Stats {
 
 /// A pre-copy in progress.
 struct Precopy<'j, 'a, G: Migratable + ?Sized> {
-    job: &'j Job<'a, G>,
+    job: &'j SendJob<'a, G>,
     goals: Goals,
     limit: Limit,
     features: u64,
@@ -86,13 +86,13 @@ enum AfterPass<'j, 'a, G: Migratable + ?Sized> {
     SwitchOver(Precopy<'j, 'a, G>, Reason, u64),
 }
 
-impl<'a, G: Migratable + ?Sized> Job<'a, G> {
+impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     /// Copies memory and disks while the guest runs, until the rest fits into a pause.
     pub(super) fn precopy(
         &self,
         channels: &mut Channels,
         set_up: SetUp,
-    ) -> Result<Copied<'a, G>, Failed> {
+    ) -> Result<Copied<'a, G>, SendFailed> {
         let (mut precopy, populated) = Precopy::begin(self, channels, set_up)?;
         let mut done = precopy.first_pass(channels, &populated)?;
         loop {
@@ -110,10 +110,10 @@ impl<'a, G: Migratable + ?Sized> Job<'a, G> {
 impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
     /// Subscribes to writes. Returns the runs that the first pass has to send.
     fn begin(
-        job: &'j Job<'a, G>,
+        job: &'j SendJob<'a, G>,
         channels: &Channels,
         set_up: SetUp,
-    ) -> Result<(Self, Vec<FrameRun>), Failed> {
+    ) -> Result<(Self, Vec<FrameRun>), SendFailed> {
         let SetUp { record, features, drives } = set_up;
         let setup = job.begun.elapsed();
         let begun = Instant::now();
@@ -161,7 +161,7 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         &mut self,
         channels: &mut Channels,
         populated: &[FrameRun],
-    ) -> Result<PassDone, Failed> {
+    ) -> Result<PassDone, SendFailed> {
         let frames = populated.iter().map(|r| r.count).sum();
         let (job, begun) = (self.job, self.begun);
         self.limit
@@ -173,7 +173,11 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
     }
 
     /// Sends the set that was drained after the last pass.
-    fn next_pass(&mut self, channels: &mut Channels, epoch: DirtySet) -> Result<PassDone, Failed> {
+    fn next_pass(
+        &mut self,
+        channels: &mut Channels,
+        epoch: DirtySet,
+    ) -> Result<PassDone, SendFailed> {
         if let Some(verifier) = &self.verifier {
             verifier.sends(epoch.runs())?;
         }
@@ -202,7 +206,7 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
     /// Measures a pass and decides what follows it. Before a pause, disks are flushed, the
     /// hand-over record is made durable, and the decision is repeated with what was written
     /// meanwhile.
-    fn settle(mut self, done: PassDone) -> Result<AfterPass<'j, 'a, G>, Failed> {
+    fn settle(mut self, done: PassDone) -> Result<AfterPass<'j, 'a, G>, SendFailed> {
         // Starts the flush; only before the pause is it waited for.
         self.flush_disks(Duration::ZERO);
         let mut epoch = self.drain()?;

@@ -8,7 +8,7 @@ use driftline_guest::GuestDrive;
 use super::channels::Channels;
 use super::drives;
 use super::guest::Migratable;
-use super::job::{Failed, Job};
+use super::job::{SendFailed, SendJob};
 use super::record::StagedRecord;
 use crate::error::{Cause, fits};
 use crate::journal::Records;
@@ -42,9 +42,9 @@ pub(super) struct SetUp {
     pub(super) drives: Vec<Box<dyn GuestDrive>>,
 }
 
-impl<G: Migratable + ?Sized> Job<'_, G> {
+impl<G: Migratable + ?Sized> SendJob<'_, G> {
     /// Connects to the destination and exchanges HELLOs.
-    pub(super) fn connect(&self) -> Result<(Channels, Connected), Failed> {
+    pub(super) fn connect(&self) -> Result<(Channels, Connected), SendFailed> {
         // Opened now, so that an unusable directory fails before the guest is paused.
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
@@ -86,7 +86,7 @@ impl<G: Migratable + ?Sized> Job<'_, G> {
         &self,
         channels: &mut Channels,
         connected: Connected,
-    ) -> Result<SetUp, Failed> {
+    ) -> Result<SetUp, SendFailed> {
         let Connected { records, features, drives } = connected;
         self.offered(features)?;
         let config = self.guest.config();
@@ -134,7 +134,7 @@ impl<G: Migratable + ?Sized> Job<'_, G> {
     }
 
     /// Opens the other channels, some in parallel.
-    fn join(&self, channels: &mut Channels) -> Result<(), Failed> {
+    fn join(&self, channels: &mut Channels) -> Result<(), SendFailed> {
         let more = self.options.connections.clamp(1, MAX_CONNECTIONS) - 1;
         if more == 0 {
             return Ok(());

@@ -10,7 +10,7 @@ use uuid::Uuid;
 use super::channels::Channels;
 use super::drives::Drives;
 use super::guest::Migratable;
-use super::job::{Failed, Job};
+use super::job::{SendFailed, SendJob};
 use super::limit::Limit;
 use super::passes::{PassDone, PassSent, Passes};
 use super::paused_guest::PausedGuest;
@@ -51,7 +51,7 @@ pub(super) struct Spent<'a> {
 
 /// What is left to send in the pause.
 struct Rest<'j, 'a, G: Migratable + ?Sized> {
-    job: &'j Job<'a, G>,
+    job: &'j SendJob<'a, G>,
     limit: Limit,
     features: u64,
     writes: Subscription,
@@ -75,13 +75,13 @@ struct LastPass {
     state_digest: u32,
 }
 
-impl<'a, G: Migratable + ?Sized> Job<'a, G> {
+impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     /// Pauses the guest, sends the rest of it, and waits for PREPARED.
     pub(super) fn switch_over(
         &self,
         channels: &mut Channels,
         copied: Copied<'a, G>,
-    ) -> Result<Ready<'a, G>, Failed> {
+    ) -> Result<Ready<'a, G>, SendFailed> {
         // Every failure below resumes the guest (`give_up`) before the record is dropped.
         let Copied {
             record,

@@ -22,7 +22,7 @@ use driftline_guest::{Section, SectionTag};
 
 use crate::archive::records::{Contents, MAX_CONTENTS, TAG_CONTENTS, TAG_END, decode_contents};
 use crate::archive::threads::{lock, side_by_side};
-use crate::archive::walk::{Place, Walk, reading};
+use crate::archive::walk::{ArchivePlace, Walk, reading};
 use crate::backend::StoreFile;
 use crate::epoch_info::EpochInfo;
 use crate::error::{Damage, StoreError};
@@ -52,7 +52,7 @@ pub struct Archive {
     /// State of that machine.
     sections: Vec<Section>,
     /// Position at which its memory begins.
-    contents: Place,
+    contents: ArchivePlace,
 }
 
 impl Archive {
@@ -72,7 +72,7 @@ impl Archive {
     /// Opens an archive like [`open`](Self::open), from something other than a file system's file.
     /// `path` is for messages.
     pub fn with_file(file: Box<dyn StoreFile>, path: &Path) -> Result<Self, StoreError> {
-        let begin = Place { at: 0, records: 0, digest: Digest(0) };
+        let begin = ArchivePlace { at: 0, records: 0, digest: Digest(0) };
         let (header, begin) = Walk::new(&*file, path, begin)?.header()?;
         let mut walk = Walk::new(&*file, path, begin)?;
         let (front, machine) = read_front(&mut walk, &header)?;
@@ -204,12 +204,12 @@ impl Archive {
 
 impl Walk<'_> {
     /// Returns the header, and the position at which records begin.
-    fn header(&self) -> Result<(Header, Place), StoreError> {
+    fn header(&self) -> Result<(Header, ArchivePlace), StoreError> {
         let mut bytes = [0; HEADER_LEN];
         self.read(0, &mut bytes)?;
         let header = Header::read_from(&bytes[..], MAGIC_ARCHIVE).map_err(|e| self.damaged(e))?;
         let digest = Digest(header.checksum());
-        Ok((header, Place { at: HEADER_LEN as u64, records: 0, digest }))
+        Ok((header, ArchivePlace { at: HEADER_LEN as u64, records: 0, digest }))
     }
 
     /// Returns the payload of the next record, which must be of `tag`.

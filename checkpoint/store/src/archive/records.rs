@@ -29,7 +29,7 @@ const MAX_PACKED: usize = MAX_CONTENTS + MAX_CONTENTS / 128;
 const END_LEN: usize = size_of::<RawEnd>();
 
 /// A run of frames: the first frame, and the number of frames.
-type RawRun = [U64; 2];
+type RawArchiveRun = [U64; 2];
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
@@ -44,7 +44,7 @@ struct RawEnd {
 fn limit(tag: u16) -> u32 {
     match tag {
         TAG_CONTENTS => {
-            (size_of::<U64>() + MAX_FRAMES * (size_of::<RawRun>() + 4) + MAX_PACKED) as u32
+            (size_of::<U64>() + MAX_FRAMES * (size_of::<RawArchiveRun>() + 4) + MAX_PACKED) as u32
         }
         TAG_END => END_LEN as u32,
         tag => records::limit(tag),
@@ -95,7 +95,7 @@ pub(super) fn encode_contents(
     payload.clear();
     payload.extend_from_slice(&(runs.len() as u64).to_le_bytes());
     for run in runs {
-        let raw: RawRun = [place(run.start).1.0.into(), run.count.into()];
+        let raw: RawArchiveRun = [place(run.start).1.0.into(), run.count.into()];
         payload.extend_from_slice(raw.as_bytes());
     }
     crcs.for_each(|crc| payload.extend_from_slice(&crc.to_le_bytes()));
@@ -125,7 +125,7 @@ pub(super) fn decode_contents<'p>(
     if usize::from(object) >= objects.count() {
         return Err(Damage::Object { object });
     }
-    let (raw, rest) = table::<RawRun>(payload)?;
+    let (raw, rest) = table::<RawArchiveRun>(payload)?;
     let (mut frames, most) = (0_u64, MAX_FRAMES as u64);
     for [start, count] in raw {
         let run = objects.run(object, start.get(), count.get())?;

@@ -13,7 +13,7 @@ use crate::records::{Digest, TAG_STORE};
 
 /// Position at which a record begins, and what comes before it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct ArchivePlace {
     pub(super) at: u64,
     /// Number of records before it.
     pub(super) records: u32,
@@ -26,7 +26,7 @@ pub(super) struct Walk<'f> {
     path: &'f Path,
     len: u64,
     /// Position of the next record.
-    next: Place,
+    next: ArchivePlace,
     /// Offset of the record that was read last, in bytes.
     record_at: u64,
 }
@@ -35,14 +35,14 @@ impl<'f> Walk<'f> {
     pub(super) fn new(
         file: &'f dyn StoreFile,
         path: &'f Path,
-        next: Place,
+        next: ArchivePlace,
     ) -> Result<Self, StoreError> {
         let len = file.len().map_err(|e| reading(path, e))?;
         Ok(Self { file, path, len, next, record_at: next.at })
     }
 
     /// Returns the position of the next record.
-    pub(super) fn next(&self) -> Place {
+    pub(super) fn next(&self) -> ArchivePlace {
         self.next
     }
 
@@ -95,7 +95,7 @@ impl<'f> Walk<'f> {
             };
             let mut digest = before.digest;
             digest.add(&bytes);
-            self.next = Place { at: from + length, records, digest };
+            self.next = ArchivePlace { at: from + length, records, digest };
             if head.tag == TAG_END {
                 self.payload(&head, payload)?;
                 let end = End::decode(payload).map_err(|e| self.damaged(e))?;
@@ -109,7 +109,7 @@ impl<'f> Walk<'f> {
         }
     }
 
-    fn check_end(&self, end: &End, before: Place) -> Result<(), StoreError> {
+    fn check_end(&self, end: &End, before: ArchivePlace) -> Result<(), StoreError> {
         let fields = [
             ("the number of records", end.records.into(), self.next.records.into()),
             ("the digest", end.digest.0.into(), before.digest.0.into()),

@@ -28,7 +28,7 @@ fn grow(disk: &MemoryDisk, guest: &Arc<MemoryGuest>, frames: u64, byte: u8) {
 }
 
 /// Returns what a reader knows of the log.
-fn known(log: &LogFile) -> (Vec<EpochInfo>, Place) {
+fn known(log: &LogFile) -> (Vec<EpochInfo>, SectorPlace) {
     (log.groups.iter().map(|group| group.info).collect(), log.end)
 }
 

@@ -36,7 +36,7 @@ impl DriveCopy for Zeroed {
 }
 
 /// Copies, where they were made zero, and the gate of their operations.
-fn copies(bytes: u64, limits: Limits) -> (Copies, Receiver<(u64, u64)>, Sender<()>) {
+fn copies(bytes: u64, limits: CopyLimits) -> (Copies, Receiver<(u64, u64)>, Sender<()>) {
     let ((tell, told), (open, gate)) = (mpsc::channel(), mpsc::channel());
     let copy: Box<dyn DriveCopy> = Box::new(Zeroed { tell, gate: Mutex::new(gate) });
     let head = DriveHead { id: "d".into(), bytes, readonly: false };
@@ -60,7 +60,7 @@ fn zero(copies: &mut Copies, count: u64) -> Result<Duration, Cause> {
 fn long_runs_of_zeros_are_written_in_parts() {
     // With a last block that the drive has in part.
     let bytes = (200 << 20) + 512;
-    let (mut copies, told, open) = copies(bytes, Limits::of(LONG));
+    let (mut copies, told, open) = copies(bytes, CopyLimits::of(LONG));
     drop(open);
     zero(&mut copies, bytes.div_ceil(PAGE_SIZE)).unwrap();
     copies.settle().unwrap();
@@ -71,7 +71,7 @@ fn long_runs_of_zeros_are_written_in_parts() {
 }
 
 /// What is said if no operation ends while the copies are waited for.
-fn said_while_nothing_ends(limits: Limits) -> String {
+fn said_while_nothing_ends(limits: CopyLimits) -> String {
     let (mut copies, _told, _open) = copies(64 << 10, limits);
     for _ in 0..PIECES {
         zero(&mut copies, 1).unwrap();
@@ -82,14 +82,14 @@ fn said_while_nothing_ends(limits: Limits) -> String {
 #[test]
 fn wait_is_bounded_though_each_operation_is_in_time() {
     let wait = Duration::from_millis(300);
-    let said = said_while_nothing_ends(Limits { operation: LONG, wait });
+    let said = said_while_nothing_ends(CopyLimits { operation: LONG, wait });
     assert!(said.contains("its storage has not kept up for 300ms"), "{said}");
 }
 
 #[test]
 fn operation_is_bounded_though_the_wait_is_in_time() {
     let operation = Duration::from_millis(300);
-    let said = said_while_nothing_ends(Limits { operation, wait: LONG });
+    let said = said_while_nothing_ends(CopyLimits { operation, wait: LONG });
     assert!(said.contains("its storage has not answered for 300ms"), "{said}");
 }
 
@@ -98,7 +98,7 @@ fn time_spent_on_waiting_for_storage_is_told() {
     let wait = Duration::from_millis(100);
     // On a busy machine the operation may end before it is waited for: then once more.
     let told = || {
-        let (mut copies, _told, open) = copies(64 << 10, Limits::of(LONG));
+        let (mut copies, _told, open) = copies(64 << 10, CopyLimits::of(LONG));
         for _ in 0..PIECES {
             zero(&mut copies, 1).unwrap();
         }

@@ -11,7 +11,7 @@ use driftline_format::MAGIC_STREAM;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{DriveCopy, VmId};
 
-use super::super::building::Builder;
+use super::super::building::GuestBuilder;
 use super::super::options::ReceiveOptions;
 use super::super::session::Session;
 use super::*;
@@ -22,7 +22,7 @@ fn host<'a>(
     options: &'a ReceiveOptions,
     control: &'a ReceiveControl,
     callers: Receiver<Incoming>,
-) -> Host<'a, MemoryGuestFactory> {
+) -> ReceiveHost<'a, MemoryGuestFactory> {
     host_of(Arc::default(), options, control, callers)
 }
 
@@ -39,10 +39,10 @@ fn host_of<'a, F: GuestFactory + 'static>(
     options: &'a ReceiveOptions,
     control: &'a ReceiveControl,
     callers: Receiver<Incoming>,
-) -> Host<'a, F> {
-    let builder = Builder::new(factory, options.build_limit, options.disk_limit);
+) -> ReceiveHost<'a, F> {
+    let builder = GuestBuilder::new(factory, options.build_limit, options.disk_limit);
     let session = Arc::new(Session::new(Records::open(&options.records).unwrap()));
-    Host { builder, options, control, session, callers }
+    ReceiveHost { builder, options, control, session, callers }
 }
 
 #[test]

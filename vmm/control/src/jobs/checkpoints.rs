@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use driftline_checkpoint::{Cadence, Checkpointer, Taken, Tally};
+use driftline_checkpoint::{Cadence, Checkpointer, TakenEpoch, Tally};
 use driftline_guest::RunState;
 use driftline_machine::log;
 use driftline_machine::sandbox::check_allowed;
@@ -120,7 +120,7 @@ impl CheckpointJob {
         Ok(job)
     }
 
-    fn note(&self, taken: &Taken) -> ControlFlow<()> {
+    fn note(&self, taken: &TakenEpoch) -> ControlFlow<()> {
         let outcome = match &taken.outcome {
             Ok(report) => EpochOutcome::Stored(EpochLine::new(report, taken)),
             Err(e) if e.guest == RunState::Stopped => {

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
-use driftline_checkpoint::{Achieved, EpochReport, Taken};
+use driftline_checkpoint::{Achieved, EpochReport, TakenEpoch};
 use serde::{Deserialize, Serialize};
 
 /// Body of `POST /checkpoint`.
@@ -134,7 +134,7 @@ pub struct EpochLine {
 
 impl EpochLine {
     /// Combines a report of the checkpointer with the figures of the run's pace.
-    pub fn new(report: &EpochReport, taken: &Taken) -> Self {
+    pub fn new(report: &EpochReport, taken: &TakenEpoch) -> Self {
         Self {
             epoch: report.epoch,
             frames: report.frames,

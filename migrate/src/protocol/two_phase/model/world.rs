@@ -7,7 +7,7 @@ use super::super::{
 use crate::protocol::decision::{Decision, Resolution, Verdict};
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(super) enum Message {
+pub(super) enum ModelMessage {
     Prepared,
     Abort,
     Commit,
@@ -62,8 +62,8 @@ pub(super) struct World {
     /// The destination's host has crashed and is up again, or has mounted its records anew: what
     /// was not durable may be gone.
     pub(super) rebooted: bool,
-    pub(super) to_source: Vec<Message>,
-    pub(super) to_destination: Vec<Message>,
+    pub(super) to_source: Vec<ModelMessage>,
+    pub(super) to_destination: Vec<ModelMessage>,
     pub(super) source_hung_up: bool,
     pub(super) destination_hung_up: bool,
     /// A question that another process of the site is answering.
@@ -168,14 +168,14 @@ impl World {
         w
     }
 
-    fn say_to_source(mut self, message: Message) -> Self {
+    fn say_to_source(mut self, message: ModelMessage) -> Self {
         if !self.destination_hung_up {
             self.to_source.push(message);
         }
         self
     }
 
-    fn say_to_destination(mut self, message: Message) -> Self {
+    fn say_to_destination(mut self, message: ModelMessage) -> Self {
         if !self.source_hung_up {
             self.to_destination.push(message);
         }
@@ -255,11 +255,11 @@ impl World {
             all.push((
                 Good,
                 match first {
-                    Message::Prepared => rest.source_event(E::Prepared),
-                    Message::Running => rest.source_event(E::Running),
-                    Message::Answer(v) => rest.source_event(E::Answer(*v)),
-                    Message::Abort => rest.source_event(E::Lost),
-                    Message::Commit => unreachable!("the source says COMMIT"),
+                    ModelMessage::Prepared => rest.source_event(E::Prepared),
+                    ModelMessage::Running => rest.source_event(E::Running),
+                    ModelMessage::Answer(v) => rest.source_event(E::Answer(*v)),
+                    ModelMessage::Abort => rest.source_event(E::Lost),
+                    ModelMessage::Commit => unreachable!("the source says COMMIT"),
                 },
             ));
         }
@@ -276,7 +276,7 @@ impl World {
         if matches!(self.source, Source::Streaming | Source::Recorded | Source::Committed) {
             let mut w = self.source_event(E::Lost);
             if self.source != Source::Committed {
-                w = w.say_to_destination(Message::Abort);
+                w = w.say_to_destination(ModelMessage::Abort);
             }
             w.source_hung_up = true;
             // Sending COMMIT may have failed before, or after, it was on its way.
@@ -289,13 +289,13 @@ impl World {
                 // Not written, or written half-way.
                 for half in [self.done_source(), Self { recorded: true, ..self.done_source() }] {
                     let failed = half.source_event(E::Lost);
-                    all.push((Bad, failed.clone().say_to_destination(Message::Abort)));
+                    all.push((Bad, failed.clone().say_to_destination(ModelMessage::Abort)));
                     all.push((Bad, Self { source_hung_up: true, ..failed }));
                 }
             }
             ToDo::Commit => {
                 let w = Self { commit_said: true, ..self.done_source() };
-                all.push((Good, w.say_to_destination(Message::Commit)));
+                all.push((Good, w.say_to_destination(ModelMessage::Commit)));
             }
             ToDo::Ask => self.ask(all),
             ToDo::TakeBack => {
@@ -424,7 +424,7 @@ impl World {
             all.push((
                 Good,
                 match first {
-                    Message::Commit => rest.destination_event(E::Commit),
+                    ModelMessage::Commit => rest.destination_event(E::Commit),
                     _ => rest.destination_event(E::Aborted),
                 },
             ));
@@ -441,7 +441,7 @@ impl World {
                 let failed = self.destination_event(E::Failed);
                 // A connection that has ended is noticed.
                 let kind = if self.source_hung_up { Good } else { Bad };
-                all.push((kind, failed.say_to_source(Message::Abort)));
+                all.push((kind, failed.say_to_source(ModelMessage::Abort)));
             }
             // A cut or the deadline, once PREPARED has been said or tried.
             Destination::Prepared if self.destination_todo == ToDo::Nothing => {
@@ -464,7 +464,7 @@ impl World {
         }
         match self.destination_todo {
             ToDo::SayPrepared => {
-                all.push((Good, done.clone().say_to_source(Message::Prepared)));
+                all.push((Good, done.clone().say_to_source(ModelMessage::Prepared)));
                 all.push((Bad, done.destination_event(E::Failed)));
             }
             ToDo::StoreCommitted => {
@@ -482,9 +482,9 @@ impl World {
                 all.push((Good, w.destination_event(E::Resumed)));
                 all.push((Bad, done.destination_event(E::NotResumed)));
             }
-            ToDo::SayRunning => all.push((Good, done.say_to_source(Message::Running))),
+            ToDo::SayRunning => all.push((Good, done.say_to_source(ModelMessage::Running))),
             ToDo::SayDiscarded => {
-                all.push((Good, done.say_to_source(Message::Answer(Verdict::Discarded))));
+                all.push((Good, done.say_to_source(ModelMessage::Answer(Verdict::Discarded))));
             }
             ToDo::Drop => all.push((Good, Self { prepared: false, ..done })),
             _ => {}
