@@ -363,7 +363,7 @@ fn every_field_that_the_format_fixes_is_checked() {
     let second = at[6].0;
     let mut cases: Vec<(usize, u8, &str)> = vec![
         (10, 65, "its header claims 65 bytes; a header of this version has 64"),
-        (8, 1, "format version 1 is not the version 2 that this program reads"),
+        (8, 2, "format version 2 is not the version 1 that this program reads"),
         (56, 1, "the layout in the header of a log is 1 and should be 0"),
         (70, 1, "what follows the header is 1 and should be 0"),
         (epoch + 24, 0, "an epoch's number is 0 and should be"),
