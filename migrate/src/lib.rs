@@ -23,7 +23,7 @@
 //! use std::net::TcpListener;
 //! use std::sync::Arc;
 //! use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-//! use driftline_guest::{RunState};
+//! use driftline_guest::{Lifecycle, RunState};
 //! use driftline_migrate::{ReceiveControl, ReceiveOptions, SendControl, SendOptions, receive, send};
 //!
 //! let records = tempfile::tempdir()?;

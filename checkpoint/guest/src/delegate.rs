@@ -15,7 +15,7 @@ pub trait Delegate<Part: ?Sized>: Send + Sync {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use driftline_guest::{DirtyLog, GuestIdentity, HandOver};
+/// use driftline_guest::{DirtyLog, Guest, GuestIdentity, HandOver};
 ///
 /// struct View(Arc<dyn Guest>);
 /// driftline_guest::delegate!(View as view => *view.0; GuestIdentity, DirtyLog, HandOver);

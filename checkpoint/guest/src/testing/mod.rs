@@ -9,7 +9,7 @@
 //! [`Faults`] make its operations fail on request; [`Drive`] notices two hosts running one guest.
 //!
 //! ```
-//! use driftline_guest::{Lifecycle};
+//! use driftline_guest::Lifecycle;
 //! use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 //! let guest = MemoryGuest::start(MemoryConfig::small())?;
 //! std::thread::sleep(std::time::Duration::from_millis(5));
