@@ -329,6 +329,7 @@ mod tests {
     use std::io::Cursor;
 
     use object::elf::ET_EXEC;
+    use proptest::prelude::*;
 
     use super::*;
     use crate::memory::MemoryOptions;
@@ -454,6 +455,27 @@ mod tests {
             without_pvh(ET_DYN, &[at(0x20_0000), STACK]),
         ] {
             load_it(bytes).unwrap();
+        }
+    }
+
+    proptest! {
+        /// Headers and notes of any content are refused, or loaded within memory.
+        #[test]
+        fn no_header_makes_it_panic(
+            class in 1u8..=2,
+            changes in prop::collection::vec((0usize..420, any::<u8>()), 1..6),
+        ) {
+            let code = |paddr| (PT_LOAD, paddr, 16, 4096);
+            let mut bytes = file(&[NOTES, code(1 << 20), NOTES, code(2 << 20), STACK], 0);
+            bytes[4] = class;
+            for (at, byte) in changes {
+                // The last numbers stand for the bytes of the notes.
+                let at = if at < 400 { at } else { NOTES_AT as usize + at - 400 };
+                bytes[at] = byte;
+            }
+            if let Ok(loaded) = load_it(bytes) {
+                prop_assert!(loaded.segments.iter().all(|(_, end)| *end <= 64 << 20));
+            }
         }
     }
 
