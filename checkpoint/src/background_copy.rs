@@ -3,11 +3,11 @@
 //! a copy.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet};
 use driftline_guest::{GuestError, WRITE_WAIT_LIMIT};
+use parking_lot::Mutex;
 
 use crate::chunks::Pieces;
 use crate::copy_policy::CopyPolicy;
@@ -110,7 +110,7 @@ impl<'b> Saver<'_, 'b> {
             }
             self.waits.look(self.shield, self.policy.pause_poll)?;
             let Some(frames) = self.waits.awaited else { continue };
-            let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut before = self.before.lock();
             let Some(released) = &mut *before else {
                 drop(before);
                 // The guest is paused, or was.

@@ -1,7 +1,5 @@
 //! Write protection before a pause, so that little is left for the pause.
 
-use std::sync::PoisonError;
-
 use driftline_dirty_tracker::{DirtySet, FrameSet, Subscription};
 
 use crate::background_copy::ReleasedFrames;
@@ -47,7 +45,7 @@ pub(crate) fn protect_ahead(
         }
         // These frames are protected again with the others, so they are not late. A frame that is
         // unprotected and written from now on is in the next drain.
-        if let Some(released) = &mut *before.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(released) = &mut *before.lock() {
             next.insert_all(&std::mem::take(released));
         }
     }
@@ -57,8 +55,9 @@ pub(crate) fn protect_ahead(
 #[cfg(all(test, feature = "testing"))]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use parking_lot::Mutex;
+    use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-    use std::sync::{Arc, Mutex};
     use std::time::Duration;
 
     use driftline_dirty_tracker::{FrameRun, Gfn, Slot, SlotId};
@@ -90,7 +89,7 @@ mod tests {
 
     impl Shield for Busy {
         fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
-            self.protected.lock().unwrap().push(frames.iter().copied().collect());
+            self.protected.lock().push(frames.iter().copied().collect());
             let written = self.written(self.times.fetch_add(1, SeqCst) as usize);
             (written.start.0..written.end().0).try_for_each(|gfn| self.guest.write(Gfn(gfn), &[1]))
         }
@@ -136,14 +135,14 @@ mod tests {
             if let Some(again) = wants.get_mut(1) {
                 again.insert(let_go);
             }
-            prop_assert_eq!(&*busy.protected.lock().unwrap(), &wants);
+            prop_assert_eq!(&*busy.protected.lock(), &wants);
             let union = wants.iter().flat_map(FrameSet::iter).collect::<FrameSet>();
             prop_assert_eq!(ahead.frames, union);
             prop_assert_eq!(ahead.left.frames(), writes[last]);
             prop_assert!(ahead.left.contains_run(busy.written(last)));
             // A frame that is protected again is not late; otherwise it is.
             let late = if last > 0 { vec![] } else { vec![let_go] };
-            prop_assert_eq!(before.into_inner().unwrap(), Some(late));
+            prop_assert_eq!(before.into_inner(), Some(late));
             let drained = ahead.epochs.iter().map(DirtySet::frames).sum::<u64>();
             prop_assert_eq!(drained, 1000 + writes[..=last].iter().sum::<u64>());
         }

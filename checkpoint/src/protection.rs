@@ -1,11 +1,11 @@
 //! The write-protected frames of one epoch, and the writers that wait for them.
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::FrameRun;
 use driftline_guest::{GuestError, Shield};
+use parking_lot::Mutex;
 
 /// A shield for the duration of one epoch. After `end` has unprotected everything, nothing can be
 /// protected any more: a late caller would otherwise protect frames whose writers nothing serves.
@@ -21,7 +21,7 @@ impl<'s> OfEpoch<'s> {
 
     pub(crate) fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
         // Held during the call: `end` runs before it, which is noticed, or after it.
-        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        let over = self.over.lock();
         if *over {
             let cause = io::Error::other("the copy thread has ended").into();
             return Err(GuestError::System { what: "protecting frames", cause });
@@ -38,7 +38,7 @@ impl<'s> OfEpoch<'s> {
     }
 
     fn end(&self) {
-        let mut over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut over = self.over.lock();
         *over = true;
         self.shield.release_all();
     }

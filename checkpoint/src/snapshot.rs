@@ -19,12 +19,12 @@
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{DirtySet, FrameSet, PAGE_SIZE};
 use driftline_guest::{GuestError, Shield};
+use parking_lot::Mutex;
 
 use crate::background_copy::{FullPiece, ReleasedFrames, SavedFrames, Saver};
 use crate::chunks::{in_slots, spans};
@@ -230,7 +230,7 @@ impl Background<'_, '_, '_> {
             protect_ahead(guest, policy, shield, before, early, epoch.subscription)?;
         let Pause { changed, sections, dealt: late, time, resumed } =
             epoch.pause(|changed, _| {
-                let released = before.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let released = before.lock().take();
                 let released = released.into_iter().flatten();
                 let mut late: FrameSet =
                     changed.runs().chain(left.iter()).chain(released).collect();

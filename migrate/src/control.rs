@@ -1,8 +1,9 @@
 //! What others may see of a migration and do to it while it is under way.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::protocol::decision::Resolution;
@@ -140,7 +141,7 @@ impl SendControl {
 
     /// Where the migration stands.
     pub fn progress(&self) -> Progress {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.progress.lock().clone()
     }
 
     /// Settles a migration in doubt by the operator's word; see [`Resolution`] for what it asserts.
@@ -149,17 +150,17 @@ impl SendControl {
         if phase != Phase::InDoubt {
             return Err(ControlError::NotInDoubt { phase });
         }
-        *self.resolution.lock().unwrap_or_else(PoisonError::into_inner) = Some(how);
+        *self.resolution.lock() = Some(how);
         self.resolved.force();
         Ok(())
     }
 
     pub(crate) fn resolution(&self) -> Option<Resolution> {
-        *self.resolution.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.resolution.lock()
     }
 
     pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {
-        change(&mut self.progress.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.progress.lock());
     }
 }
 
@@ -186,10 +187,10 @@ impl ReceiveControl {
 
     /// Where it stands.
     pub fn progress(&self) -> Progress {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.progress.lock().clone()
     }
 
     pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {
-        change(&mut self.progress.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.progress.lock());
     }
 }

@@ -1,7 +1,8 @@
 //! Limits log lines that strangers can cause: one a second of each kind.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// Time between two lines of one kind.
 const EVERY: Duration = Duration::from_secs(1);
@@ -28,7 +29,7 @@ impl LogLimit {
     }
 
     fn admit_at(&self, now: Instant) -> Option<u64> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.lock();
         if state.shown.is_some_and(|shown| now.saturating_duration_since(shown) < EVERY) {
             state.unshown += 1;
             return None;

@@ -7,7 +7,6 @@ mod common;
 use std::io::Write;
 use std::net::TcpStream;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::raw::{
@@ -18,6 +17,7 @@ use driftline_format::FORMAT_VERSION;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{Lifecycle, RunState};
 use driftline_migrate::{Received, Records};
+use parking_lot::{Mutex, MutexGuard};
 
 /// Verdicts of ANSWER.
 const DISCARDED: u64 = 3;
@@ -44,7 +44,7 @@ fn attack(rounds: u32, mut round: impl FnMut(u32)) {
 /// These tests count what the process has: one at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    ALONE.lock()
 }
 
 /// Threads of migrations, and file descriptors of this process. Threads of the test harness come

@@ -21,8 +21,9 @@ pub use process::{Driftline, Scratch, driftline, json_of, run_cli};
 pub use proxy::{Cut, Direction, Later, Proxy};
 pub use stolen::Stolen;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, MutexGuard};
 
 /// Longest wait for anything that should happen soon; far more than it takes on a busy machine.
 pub const SOON: Duration = Duration::from_secs(30);
@@ -51,5 +52,5 @@ pub fn repeats(short: usize, full: usize) -> usize {
 /// Holds back other tests of the same binary that load the whole machine, until dropped.
 pub fn one_at_a_time() -> MutexGuard<'static, ()> {
     static MACHINE: Mutex<()> = Mutex::new(());
-    MACHINE.lock().unwrap_or_else(PoisonError::into_inner)
+    MACHINE.lock()
 }

@@ -25,11 +25,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::blocks::read_blocks;
 
@@ -195,7 +196,7 @@ impl Keeper {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Waits until the device may change `bytes` bytes from `from` on. The device calls this before
@@ -244,8 +245,7 @@ impl Keeper {
             }
             kept.waits.times += u64::from(waited.is_zero());
             let since = Instant::now();
-            let woken = self.news.wait_timeout(state, LOOK.min(WRITE_WAIT_LIMIT - waited));
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            self.news.wait_for(&mut state, LOOK.min(WRITE_WAIT_LIMIT - waited));
             let more = since.elapsed().max(Duration::from_nanos(1));
             waited += more;
             hurried += if hurry { more } else { Duration::ZERO };

@@ -4,7 +4,7 @@
 mod drives;
 mod error;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
@@ -16,6 +16,7 @@ use driftline_guest::{
 use driftline_store::{
     Archive, Cell, EpochInfo, LateFrames, Machine, Mapped, Pinned, Sink, Store, StoreError, place,
 };
+use parking_lot::Mutex;
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -198,8 +199,7 @@ pub fn restore_archive<F: GuestFactory>(
     let filled = read.and_then(|()| {
         let restored = guest.restore_state(archive.sections(), clock);
         restored.map_err(|cause| RestoreError::Guest { epoch, cause })?;
-        let runs: Vec<FrameRun> =
-            std::mem::take(&mut blocks.lock().unwrap_or_else(PoisonError::into_inner));
+        let runs: Vec<FrameRun> = std::mem::take(&mut blocks.lock());
         let blocks = Blocks::Archived(archive, runs.into_iter().collect());
         (report.disk_blocks, report.frames) = (blocks.count(), info.frames - blocks.count());
         if info.drives == 0 { Ok(()) } else { drives.fill(blocks) }
@@ -327,7 +327,7 @@ impl Sink for First<'_> {
         if place(run.start).0 == 0 {
             return self.memory.frames(run, contents);
         }
-        let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut blocks = self.blocks.lock();
         match blocks.last_mut().filter(|last| last.end() == run.start) {
             Some(last) => last.count += run.count,
             None => blocks.push(run),

@@ -8,12 +8,13 @@ use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, Once};
+use std::sync::Once;
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_format::durable::{create_dir, sync_dir};
 use driftline_format::range_lock;
 pub use driftline_format::range_lock::RangeLock;
+use parking_lot::Mutex;
 use rustix::fs::{Advice, FallocateFlags, OFlags, fadvise, fallocate};
 use rustix::io::Errno;
 
@@ -224,12 +225,12 @@ impl Backend for DirBackend {
             .and_then(|()| file.rewind())
             .and_then(|()| writeln!(file, "{}", std::process::id()));
         written.map_err(LockError::Io)?;
-        *self.lock.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(file);
+        *self.lock.lock() = Some(file);
         Ok(())
     }
 
     fn is_locked(&self) -> io::Result<bool> {
-        let lock = self.lock.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let lock = self.lock.lock();
         let Some(file) = &*lock else { return Ok(false) };
         let held = file.metadata()?;
         match fs::metadata(self.dir.join(LOCK_FILE)) {

@@ -3,12 +3,12 @@
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_format::{HEADER_LEN, Header, MAGIC_PAGES, is_zero};
 use driftline_guest::VmId;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::alloc::{MAX_RUN, SlotRun, Slots};
 use crate::backend::{RangeLock, StoreFile, is_media_error};
@@ -142,7 +142,7 @@ impl PageReader {
                 damaged(Damage::EndsEarly { length, wanted: buf.len() as u64 })
             }
             Some(unreadable) if is_media_error(&e) => {
-                let mut unreadable = unreadable.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut unreadable = unreadable.lock();
                 unreadable.took(begun.elapsed());
                 // Of several slots, each is tried alone later.
                 if buf.len() <= PAGE {
@@ -159,7 +159,7 @@ impl PageReader {
     /// Returns the reason why slots are not read: one of them was given up.
     fn known_unreadable(&self, slot: u32, len: usize) -> Option<String> {
         let unreadable = self.unreadable.as_ref()?;
-        let unreadable = unreadable.lock().unwrap_or_else(PoisonError::into_inner);
+        let unreadable = unreadable.lock();
         let (slot, count) = (u64::from(slot), len.div_ceil(PAGE) as u64);
         let next = unreadable.next(slot).filter(|next| *next < slot + count)?;
         Some(unreadable.why(next))
@@ -190,7 +190,7 @@ impl Pages {
     }
 
     fn slots(&self) -> MutexGuard<'_, Slots> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+        self.slots.lock()
     }
 
     fn io(&self, what: &'static str, cause: io::Error) -> StoreError {

@@ -2,8 +2,10 @@
 //! Otherwise, the work may have the processor that a vCPU needs to notice the pause request. Hosts
 //! preempt a running thread only at a scheduler tick, which may take 4 ms.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// Maximum time for which store work yields. A pause that takes longer has another problem, and the
 /// work does not wait for its end.
@@ -61,13 +63,12 @@ impl Calm {
             if left.is_zero() {
                 return;
             }
-            let woken = free.wait_timeout(holders, left);
-            holders = woken.unwrap_or_else(PoisonError::into_inner).0;
+            free.wait_for(&mut holders, left);
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, Holders> {
-        self.0.holders.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.holders.lock()
     }
 }
 

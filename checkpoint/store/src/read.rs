@@ -2,10 +2,10 @@
 //! checked before it is passed on.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use parking_lot::Mutex;
 
 use crate::error::{Damage, StoreError};
 use crate::frame_map::Cell;
@@ -69,7 +69,7 @@ pub(crate) fn fetch<S: Sink>(
             if let Err(e) = read_piece(pages, epoch, piece, &mut buffer, sink) {
                 // Stops the other threads, too.
                 next.store(pieces.len(), Ordering::Relaxed);
-                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut failed = failed.lock();
                 if failed.as_ref().is_none_or(|(before, _)| at < *before) {
                     *failed = Some((at, e));
                 }
@@ -92,7 +92,7 @@ pub(crate) fn fetch<S: Sink>(
         }
         work();
     });
-    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let failed = failed.into_inner();
     failed.map_or(Ok(()), |(_, e)| Err(e))
 }
 
@@ -206,8 +206,8 @@ mod tests {
         type Error = StoreError;
 
         fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
-            self.runs.lock().unwrap().push(run.count);
-            let mut seen = self.frames.lock().unwrap();
+            self.runs.lock().push(run.count);
+            let mut seen = self.frames.lock();
             for (gfn, page) in run.frames().zip(contents.chunks_exact(PAGE)) {
                 assert!(seen.insert(gfn.0, Ok(page[0])).is_none());
             }
@@ -220,7 +220,7 @@ mod tests {
 
         fn damaged(&self, gfn: Gfn, damage: StoreError) -> Result<(), StoreError> {
             let StoreError::Damaged { offset, .. } = damage else { panic!("{damage}") };
-            assert!(self.frames.lock().unwrap().insert(gfn.0, Err(offset / PAGE_SIZE)).is_none());
+            assert!(self.frames.lock().insert(gfn.0, Err(offset / PAGE_SIZE)).is_none());
             Ok(())
         }
     }
@@ -264,7 +264,7 @@ mod tests {
                         (gfn.0, came.map(|(gfn, _)| gfn.0 as u8 + 1).ok_or(u64::from(cell.slot)))
                     });
                     let mut expected: BTreeMap<_, _> = expected.collect();
-                    let mut found = seen.frames.into_inner().unwrap();
+                    let mut found = seen.frames.into_inner();
                     // Frames that were read with a damaged one are not passed on.
                     let is_sound = frames[13].1 != wrong[13].1;
                     if !is_sound {
@@ -273,7 +273,7 @@ mod tests {
                         expected.remove(&113);
                     }
                     assert_eq!(found, expected);
-                    let longest = seen.runs.into_inner().unwrap().into_iter().max();
+                    let longest = seen.runs.into_inner().into_iter().max();
                     if is_sound && !cut {
                         assert_eq!(longest, Some(if in_order { FRAMES } else { 1 }));
                     }

@@ -1,9 +1,10 @@
 //! Reads all of a store to check whether it could be restored.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::epoch_info::EpochInfo;
@@ -124,7 +125,7 @@ impl Sink for Damaged<'_> {
     fn damaged(&self, gfn: Gfn, damage: StoreError) -> Result<(), StoreError> {
         let StoreError::Damaged { offset, .. } = damage else { return Err(damage) };
         let slot = (offset / PAGE_SIZE) as u32;
-        let mut runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut runs = self.runs.lock();
         runs.add(gfn.0, slot, self.epoch);
         Ok(())
     }

@@ -2,7 +2,7 @@
 //! that does not depend on threads. Records its memory at each pause.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{
@@ -14,6 +14,7 @@ use driftline_guest::{
     Lifecycle, Populate, RunState, SavedState, Section, Shield, Stateful, VcpuPauses,
     WriteThrottle,
 };
+use parking_lot::{Mutex, MutexGuard};
 use vm_memory::{Bytes, GuestAddress};
 
 /// A write, and its behaviour if it has to wait.
@@ -74,7 +75,7 @@ impl Scripted {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub fn memory(guest: &MemoryGuest) -> Vec<u8> {

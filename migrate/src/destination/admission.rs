@@ -7,8 +7,10 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::transport::link::{Closer, Link};
 
@@ -68,7 +70,7 @@ pub(super) struct ServingThread(Arc<Admission>);
 
 impl Admission {
     fn lock(&self) -> MutexGuard<'_, Entries> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Counts one more thread, unless there are too many.

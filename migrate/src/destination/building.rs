@@ -8,12 +8,13 @@
 //! (I9).
 
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SendError, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder as Thread, JoinHandle};
 use std::time::{Duration, Instant};
 
 use driftline_guest::{DriveHead, GuestFactory, Lifecycle, VmId};
+use parking_lot::Mutex;
 
 use super::copies::{Copies, CopyLimits};
 use crate::error::Cause;
@@ -52,7 +53,7 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
         drives: &[DriveHead],
         stop: &Arc<Stop>,
     ) -> Result<Built<F>, Cause> {
-        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut left = self.left.lock();
         left.retain(|(_, thread)| !thread.is_finished());
         if left.len() >= MAX_LEFT {
             let guests: Vec<_> = left.iter().map(|(vm_id, _)| vm_id.to_string()).collect();

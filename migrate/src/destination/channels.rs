@@ -8,12 +8,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Mutex, PoisonError};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::Layout;
 use driftline_guest::Guest;
+use parking_lot::Mutex;
 
 use super::memory_writer::MemoryWriter;
 use crate::error::Cause;
@@ -157,7 +157,7 @@ impl ReceiveChannels {
     /// Returns why receiving failed, where the first channel failed with `cause`. A reason from the
     /// source takes precedence, then the failure of another channel.
     pub(super) fn say_why(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
-        let fault = self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let fault = self.shared.fault.lock().take();
         match (cause, fault) {
             (cause @ Cause::Wire(WireError::Aborted { .. }), _) | (cause, None) => cause,
             (_, Some(Cause::Wire(e))) if e.is_loss() => match wire.pending_abort() {
@@ -193,7 +193,7 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
         let Err(cause) = self.read() else { return };
         // After a halt, the failure is its consequence and no cause.
         if !self.shared.group.is_halted() {
-            let mut fault = self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut fault = self.shared.fault.lock();
             fault.get_or_insert(cause);
             drop(fault);
             self.shared.group.halt();

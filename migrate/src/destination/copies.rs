@@ -9,13 +9,14 @@
 //! else.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::FrameRun;
 use driftline_guest::{DriveCopy, DriveHead};
+use parking_lot::Mutex;
 
 use crate::error::Cause;
 use crate::protocol::message::Runs;
@@ -119,10 +120,6 @@ enum Reply {
     Done,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Set {
     /// Performs one operation on a copy, and shows it in `doing` meanwhile.
     fn attempt(
@@ -133,9 +130,9 @@ impl Set {
         operation: impl FnOnce(&dyn DriveCopy) -> io::Result<()>,
     ) -> Result<(), Cause> {
         let doing = &self.doing[role as usize];
-        *lock(doing) = Some(Doing { drive, what, since: Instant::now() });
+        *doing.lock() = Some(Doing { drive, what, since: Instant::now() });
         let done = operation(&*self.copies[drive]);
-        *lock(doing) = None;
+        *doing.lock() = None;
         done.map_err(|cause| self.failed(drive, what, cause))
     }
 
@@ -161,7 +158,7 @@ impl Set {
     /// Returns the failure, for this reason, of an operation that has taken at least `least`.
     fn under_way(&self, least: Duration, why: &str) -> Option<Cause> {
         self.doing.iter().find_map(|doing| {
-            let doing = lock(doing);
+            let doing = doing.lock();
             let Doing { drive, what, since } = doing.as_ref()?;
             let cause = io::Error::new(io::ErrorKind::TimedOut, why);
             (since.elapsed() >= least).then(|| self.failed(*drive, what, cause))

@@ -3,10 +3,11 @@
 //! A frame is marked as written before its first byte is (I8): if a write breaks off, a later ZERO
 //! of that frame must not take it for zero already.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Subscription, Tracker};
 use driftline_guest::{GuestContents, GuestIdentity, GuestRam, Populate};
+use parking_lot::{Mutex, MutexGuard};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::prealloc::Prealloc;
@@ -42,7 +43,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
     }
 
     fn prealloc(&self) -> MutexGuard<'_, Prealloc> {
-        self.prealloc.lock().unwrap_or_else(PoisonError::into_inner)
+        self.prealloc.lock()
     }
 
     /// Notes that these frames will come.

@@ -4,10 +4,10 @@
 //! hand-over's state goes through [`Session::post`], under one lock, together with the decision
 //! that it needs. So an answer is never ahead of what other processes find on disk.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use driftline_guest::VmId;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use uuid::Uuid;
 
 use crate::journal::{PreparedMark, Records, RecordsError, StagedDecision};
@@ -67,7 +67,7 @@ impl Session {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Fails with the occupant's name unless the session is free.
@@ -226,8 +226,7 @@ impl Session {
             if began.elapsed() >= limit {
                 return false;
             }
-            let waited = self.changed.wait_timeout(state, SLICE);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.changed.wait_for(&mut state, SLICE);
         }
     }
 }

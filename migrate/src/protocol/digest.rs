@@ -6,13 +6,13 @@
 
 use std::fmt;
 use std::io;
-use std::sync::{Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_format::is_zero;
 use driftline_guest::GuestRam;
+use parking_lot::Mutex;
 use vm_memory::{Bytes, GuestAddress};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
@@ -49,7 +49,7 @@ const MAX_THREADS: usize = 8;
 /// some 10 GB/s a thread at best.
 pub(crate) fn of(ram: &GuestRam, runs: &[FrameRun]) -> io::Result<u128> {
     let pieces = Mutex::new(runs.iter().flat_map(|run| run.chunks(PIECE)));
-    let next = || pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let next = || pieces.lock().next();
     let sum = || -> io::Result<u128> {
         let mut sum = 0u128;
         while let Some(piece) = next() {

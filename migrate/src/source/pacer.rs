@@ -1,7 +1,8 @@
 //! Limits a sender's rate: after each message it waits until the next one is due.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::transport::link::SLICE;
 
@@ -23,7 +24,7 @@ impl Pacer {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Lifts the limit.

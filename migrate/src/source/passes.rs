@@ -4,11 +4,12 @@
 //! their shares before the first one ends the pass, and no pass begins before the one before it is
 //! acknowledged. So of a frame that is sent twice the newest content stays.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_guest::GuestRam;
+use parking_lot::Mutex;
 
 use super::channels::Channels;
 use super::drives::Drives;
@@ -172,13 +173,13 @@ impl<'a> Passes<'a> {
         let of = channels.count();
         let Channels { first: wire, joined } = channels;
         let chunks = Mutex::new(chunks);
-        let next = || chunks.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let next = || chunks.lock().next();
         // The first failure is the cause, and stops the other channels.
         let fault = Mutex::new(None);
         let heard = |which: u32, result: Result<Counts, Cause>| match result {
             Ok(counts) => counts,
             Err(cause) => {
-                let mut fault = fault.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut fault = fault.lock();
                 fault.get_or_insert_with(|| match which {
                     0 => cause,
                     _ => Cause::Connection { which: which + 1, of, cause: Box::new(cause) },
@@ -214,7 +215,7 @@ impl<'a> Passes<'a> {
             }
         });
         wire.stream_mut().set_group(None);
-        match fault.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        match fault.into_inner() {
             Some(cause) => Err(cause),
             None => Ok(counts),
         }

@@ -1,8 +1,7 @@
 //! Chooses what runs a guest, by its configuration: the KVM machine or the threads backend.
 
-use std::sync::{Mutex, PoisonError};
-
 use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use parking_lot::Mutex;
 
 use crate::config::{Backend, HostConfig, MachineConfig, guest_span};
 use crate::devices::{Parent, make_copies, open_drives};
@@ -95,7 +94,7 @@ impl Factory {
         host: &HostConfig,
     ) -> Result<SharedVm, GuestError> {
         let _logged = guest_span(vm_id, &config.identity).entered();
-        let early = self.early.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let early = self.early.lock().take();
         Ok(match (config.backend, early) {
             (Backend::Kvm, Some(early)) => Machine::empty_in(early, vm_id, config, host)?,
             (Backend::Kvm, None) => Machine::empty(vm_id, config, host)?,

@@ -7,8 +7,10 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::sync::{Mutex, OnceLock};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::terminal;
 
@@ -43,12 +45,12 @@ static LOST_MEMORY: OnceLock<fn(&str)> = OnceLock::new();
 
 /// Registers `socket` for removal by [`now`].
 pub(crate) fn add(socket: SocketFile) {
-    SOCKETS.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(socket);
+    SOCKETS.lock().push(socket);
 }
 
 /// Unregisters `socket`, which its owner removes.
 pub(crate) fn forget(socket: &SocketFile) {
-    let mut sockets = SOCKETS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut sockets = SOCKETS.lock();
     sockets.retain(|other| other != socket);
 }
 
@@ -58,7 +60,7 @@ pub fn now(code: i32) -> ! {
     let _ = terminal::restore();
     let until = Instant::now() + LOCK_LIMIT;
     loop {
-        if let Ok(sockets) = SOCKETS.try_lock() {
+        if let Some(sockets) = SOCKETS.try_lock() {
             // The next process that listens there replaces a file that cannot be removed.
             sockets.iter().for_each(|socket| _ = socket.remove());
             break;

@@ -7,9 +7,11 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// Maximum bytes of queued lines: some thousands of lines. The same amount may be being written.
 const QUEUE_BYTES: usize = 1 << 20;
@@ -80,11 +82,8 @@ impl LogOutput {
     /// Writes lines as they arrive. Never returns.
     pub(crate) fn write_for_ever(&self) -> ! {
         loop {
-            let queue = self.lock();
-            let mut queue = self
-                .changed
-                .wait_while(queue, |q| q.lines.is_empty())
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut queue = self.lock();
+            self.changed.wait_while(&mut queue, |q| q.lines.is_empty());
             let lines = std::mem::take(&mut queue.lines);
             queue.bytes = 0;
             let dropped = std::mem::take(&mut queue.dropped);
@@ -104,11 +103,11 @@ impl LogOutput {
     /// Waits until all lines are written, but at most for `limit`.
     fn flush(&self, limit: Duration) {
         let waits = |q: &mut Queue| !q.lines.is_empty() || q.writing;
-        drop(self.changed.wait_timeout_while(self.lock(), limit, waits));
+        self.changed.wait_while_for(&mut self.lock(), waits, limit);
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 }
 
@@ -158,7 +157,7 @@ mod tests {
         let output = LogOutput::new(
             move |line| {
                 // Blocks until the sender is dropped.
-                let _ = released.lock().unwrap().recv();
+                let _ = released.lock().recv();
                 let _ = wrote.send(line.to_vec());
                 Ok(())
             },

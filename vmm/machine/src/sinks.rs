@@ -2,9 +2,10 @@
 //! order in which the rings return the frames, and a flat bitmap that is scanned, as in VMMs
 //! without a tree.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, SlotId};
+use parking_lot::{Mutex, MutexGuard};
 
 /// A set of frames that a source fills and another thread drains.
 #[derive(Clone, Debug)]
@@ -18,7 +19,7 @@ impl SharedSink {
 
     /// Locks the set for the lifetime of the guard.
     pub fn lock(&self) -> MutexGuard<'_, FrameSink> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

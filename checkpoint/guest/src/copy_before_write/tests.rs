@@ -228,7 +228,7 @@ fn standing_costs_no_epoch_where_there_is_room() {
                 if over.load(Ordering::Relaxed) {
                     return;
                 }
-                let under_way = device.lock().unwrap();
+                let under_way = device.lock();
                 let (block, with) = (n * 37 % BLOCKS, n as u8 & 0x7f);
                 keeper.before_write(block * PAGE_SIZE, PAGE_SIZE);
                 file.write_all_at(&[with; PAGE], block * PAGE_SIZE).unwrap();
@@ -239,7 +239,7 @@ fn standing_costs_no_epoch_where_there_is_room() {
         });
         for round in 0..150u32 {
             keeper.hurry(true);
-            let stands = device.lock().unwrap();
+            let stands = device.lock();
             for (block, was) in was.iter_mut().enumerate() {
                 let mut byte = [0];
                 file.read_exact_at(&mut byte, block as u64 * PAGE_SIZE + 9).unwrap();
@@ -255,7 +255,7 @@ fn standing_costs_no_epoch_where_there_is_room() {
                 inner.spawn(|| {
                     thread::sleep(Duration::from_micros(u64::from(round) * 5));
                     keeper.hurry(true);
-                    drop(device.lock().unwrap());
+                    drop(device.lock());
                     keeper.hurry(false);
                 });
                 while copy(&mut keeping, &mut copied, 16) > 0 {}

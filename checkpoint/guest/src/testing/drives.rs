@@ -5,10 +5,11 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use driftline_dirty_tracker::{FrameRun, Gfn, NoMemory, Subscription, Tracker};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 
 use crate::{DriveCopy, DriveHead, GuestDrive, Keeper, block_layout};
@@ -40,7 +41,7 @@ impl TestDisk {
     }
 
     fn standing(&self) -> MutexGuard<'_, bool> {
-        self.stands.lock().unwrap_or_else(PoisonError::into_inner)
+        self.stands.lock()
     }
 
     pub(super) fn stand(&self, stands: bool) {
@@ -56,8 +57,8 @@ impl TestDisk {
         bytes: u64,
         how: impl FnOnce(&File) -> io::Result<()>,
     ) -> io::Result<()> {
-        let stands = self.runs.wait_while(self.standing(), |stands| *stands);
-        let _under_way = stands.unwrap_or_else(PoisonError::into_inner);
+        let mut under_way = self.standing();
+        self.runs.wait_while(&mut under_way, |stands| *stands);
         self.keeper.before_write(offset, bytes);
         let changed = how(&self.file);
         let (start, last) = (Gfn::containing(offset), Gfn::containing(offset + bytes - 1));

@@ -2,14 +2,15 @@
 
 use std::fmt;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{
     Collected, FrameRun, Gfn, Layout, Subscription, TrackedBitmap, Tracker,
 };
+use parking_lot::Mutex;
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
 
@@ -160,7 +161,7 @@ impl MemoryGuest {
                 .name(format!("writer-{index}"))
                 .spawn(move || mine.run(&gate, &layout, &ram, &protected))
                 .map_err(|e| system("starting a writer", e))?;
-            guest.threads.get_mut().unwrap_or_else(PoisonError::into_inner).push(thread);
+            guest.threads.get_mut().push(thread);
             guest.writers.push(writer);
         }
         Ok(Arc::new(guest))
@@ -183,7 +184,7 @@ impl MemoryGuest {
 
     /// Returns what `attach` received here: the mark of the guest on its last host.
     pub fn late(&self) -> Vec<u8> {
-        self.late.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.late.lock().clone()
     }
 
     /// Returns what `detach` gives.
@@ -448,7 +449,7 @@ impl Lifecycle for MemoryGuest {
         if self.gate.set(RunState::Stopped) == RunState::Running {
             self.drive.stands();
         }
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = self.threads.lock();
         for thread in threads.drain(..) {
             // A panicked writer has reported that on stderr; its guest fails `verify`.
             let _ = thread.join();
@@ -545,7 +546,7 @@ impl HandOver for MemoryGuest {
 
     fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
         self.faults.check(Op::Attach, "attaching")?;
-        *self.late.lock().unwrap_or_else(PoisonError::into_inner) = late.to_vec();
+        *self.late.lock() = late.to_vec();
         Ok(())
     }
 

@@ -1,10 +1,11 @@
 //! A shield in software: a writer asks before it writes.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::faults::{Faults, Op};
 use crate::{GuestError, Shield};
@@ -26,7 +27,7 @@ pub(super) struct Protected {
 
 impl Protected {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Waits until `gfn` may be written. The protection that counts is the one in effect at the
@@ -40,7 +41,7 @@ impl Protected {
             // and reports again.
             let times = state.times;
             let waits = |s: &mut State| s.protected.contains(gfn) && s.times == times;
-            state = self.changed.wait_while(state, waits).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait_while(&mut state, waits);
         }
     }
 
@@ -80,10 +81,9 @@ impl Shield for SoftShield {
 
     fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError> {
         self.faults.check(Op::Awaited, "asking who waits")?;
-        let state = self.protected.lock();
+        let mut state = self.protected.lock();
         let none = |state: &mut State| state.awaited.is_empty();
-        let waited = self.protected.changed.wait_timeout_while(state, limit, none);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        self.protected.changed.wait_while_for(&mut state, none, limit);
         Ok(state.awaited.pop_front().map(|start| FrameRun { start, count: 1 }))
     }
 }

@@ -1,10 +1,11 @@
 //! The threads that write the guest's memory, and how they are stopped between two writes.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::Layout;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::pages::{PAGE, Sweep, fill, nth_frame};
@@ -59,7 +60,7 @@ impl Gate {
     }
 
     fn lock(&self) -> MutexGuard<'_, Control> {
-        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+        self.control.lock()
     }
 
     pub(super) fn state(&self) -> RunState {
@@ -72,7 +73,7 @@ impl Gate {
         self.halt.store(halt, Ordering::SeqCst);
         self.changed.notify_all();
         while control.writers_park() && control.parked < self.writers {
-            control = self.changed.wait(control).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut control);
         }
     }
 
@@ -107,7 +108,7 @@ impl Gate {
             control.parked += 1;
             self.changed.notify_all();
             while control.writers_park() {
-                control = self.changed.wait(control).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut control);
             }
             control.parked -= 1;
         }
@@ -116,9 +117,9 @@ impl Gate {
 
     /// Sleeps for `time`, or less if the gate changes.
     fn nap(&self, time: Duration) {
-        let control = self.lock();
+        let mut control = self.lock();
         if control.want == RunState::Running && control.holds == 0 {
-            let _ = self.changed.wait_timeout(control, time);
+            self.changed.wait_for(&mut control, time);
         }
     }
 }

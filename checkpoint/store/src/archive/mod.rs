@@ -14,14 +14,14 @@ mod walk;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_format::{HEADER_LEN, Header, MAGIC_ARCHIVE, MAX_SECTIONS, MAX_STATE, RecordHead};
 use driftline_guest::{Section, SectionTag};
+use parking_lot::Mutex;
 
 use crate::archive::records::{Contents, MAX_CONTENTS, TAG_CONTENTS, TAG_END, decode_contents};
-use crate::archive::threads::{lock, side_by_side};
+use crate::archive::threads::side_by_side;
 use crate::archive::walk::{ArchivePlace, Walk, reading};
 use crate::backend::StoreFile;
 use crate::epoch_info::EpochInfo;
@@ -185,11 +185,11 @@ impl Archive {
                     continue;
                 }
                 if let Err(e) = piece.unpack(self, sink) {
-                    lock(&state).fail(number, e);
+                    state.lock().fail(number, e);
                 }
             }
         });
-        let state = state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let state = state.into_inner();
         state.failed.map_or(Ok(()), |(_, e)| Err(e))
     }
 
@@ -268,7 +268,7 @@ fn next_piece<E: From<StoreError>>(
     shared: &Mutex<Reading<'_, E>>,
     piece: &mut Piece,
 ) -> Option<u64> {
-    let mut reading = lock(shared);
+    let mut reading = shared.lock();
     if reading.over {
         return None;
     }

@@ -4,18 +4,18 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_format::{HEADER_LEN, Header, MAGIC_ARCHIVE, RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::{Section, SectionTag};
+use parking_lot::{Condvar, Mutex};
 
 use crate::address::place;
 use crate::archive::records::{
     End, MAX_CONTENTS, MAX_FRAMES, TAG_CONTENTS, TAG_END, encode_contents,
 };
-use crate::archive::threads::{lock, side_by_side};
+use crate::archive::threads::side_by_side;
 use crate::error::StoreError;
 use crate::export::ExportReport;
 use crate::frame_map::{Cell, FrameMap};
@@ -164,7 +164,7 @@ struct EndOfTurns<'t, 'f> {
 impl Drop for EndOfTurns<'_, '_> {
     fn drop(&mut self) {
         if thread::panicking() {
-            lock(self.turn).panicked = true;
+            self.turn.lock().panicked = true;
             self.is_next.notify_all();
         }
     }
@@ -194,8 +194,8 @@ fn pack<'f>(
             // The thread that took the previous piece is working on it, so this turn comes unless
             // that thread panics.
             let others = |turn: &mut Turn| turn.next != at && !turn.panicked;
-            let turn = is_next.wait_while(lock(&turn), others);
-            let mut turn = turn.unwrap_or_else(PoisonError::into_inner);
+            let mut turn = turn.lock();
+            is_next.wait_while(&mut turn, others);
             if turn.panicked {
                 return;
             }
@@ -213,7 +213,7 @@ fn pack<'f>(
             is_next.notify_all();
         }
     });
-    let turn = turn.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let turn = turn.into_inner();
     turn.failed.map_or(Ok(turn.out), Err)
 }
 

@@ -1,16 +1,11 @@
 //! Threads that pack or unpack, and the lock of their shared state.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use crate::archive::records::MAX_FRAMES;
 
 /// Maximum number of threads that pack or unpack.
 const THREADS: usize = 8;
-
-pub(crate) fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Runs `work` on as many threads as there are processors, but no more than this number of frames
 /// needs.

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use driftline_guest::testing::mix;
+use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 
 use crate::backend::{Backend, LockError, RangeLock, StoreFile};
@@ -194,7 +195,7 @@ impl Default for MemoryDisk {
 
 impl MemoryDisk {
     fn lock(&self) -> MutexGuard<'_, Disk> {
-        self.disk.lock().unwrap_or_else(PoisonError::into_inner)
+        self.disk.lock()
     }
 
     /// Stops the disk at sync number `n` (of files and directory, counted together from 0). This
@@ -460,7 +461,7 @@ struct MemoryFile {
 
 impl MemoryFile {
     fn lock(&self) -> MutexGuard<'_, Disk> {
-        self.disk.lock().unwrap_or_else(PoisonError::into_inner)
+        self.disk.lock()
     }
 
     fn changed(&self) -> u64 {

@@ -22,7 +22,7 @@ impl DriveCopy for Zeroed {
         Ok(())
     }
     fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
-        let _ = lock(&self.gate).recv();
+        let _ = self.gate.lock().recv();
         let _ = self.tell.send((offset, len));
         Ok(())
     }

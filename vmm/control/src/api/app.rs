@@ -2,12 +2,13 @@
 
 use std::io;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use driftline_machine::devices::ACQUIRE_LIMIT;
 use driftline_migrate::Progress;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::oneshot;
 use tracing::Span;
 
@@ -100,7 +101,7 @@ impl App {
     }
 
     fn lock(&self) -> MutexGuard<'_, bool> {
-        self.is_over.lock().unwrap_or_else(PoisonError::into_inner)
+        self.is_over.lock()
     }
 
     /// Returns the guest and its jobs.
@@ -135,8 +136,10 @@ impl App {
             // `give_up` no longer refuses once the take-over has failed.
             let Err(too_late) = (self.give_up)(why) else { return Ok(()) };
             let waits = |is_over: &mut bool| !*is_over && self.jobs.get().is_none();
-            let waited = self.changed.wait_timeout_while(self.lock(), RETRY_INTERVAL, waits);
-            let is_over = *waited.unwrap_or_else(PoisonError::into_inner).0;
+            let mut state = self.lock();
+            self.changed.wait_while_for(&mut state, waits, RETRY_INTERVAL);
+            let is_over = *state;
+            drop(state);
             match self.jobs.get() {
                 Some(_) => {}
                 // The guest could not be taken over. The process reports the reason.
@@ -169,7 +172,7 @@ impl App {
 
     /// Records a thread for [`join_stops`](Self::join_stops).
     fn keep(&self, stop: StopThread) {
-        let mut stops = self.stops.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stops = self.stops.lock();
         stops.retain(|stop| !stop.thread.is_finished());
         stops.push(stop);
     }
@@ -178,7 +181,7 @@ impl App {
     /// reference to the guest. Threads that have not ended within `limit` are not joined.
     pub(super) fn join_stops(&self, limit: Duration) {
         let until = Instant::now() + limit;
-        let stops = std::mem::take(&mut *self.stops.lock().unwrap_or_else(PoisonError::into_inner));
+        let stops = std::mem::take(&mut *self.stops.lock());
         for StopThread { thread, ended } in stops {
             let left = until.saturating_duration_since(Instant::now());
             match ended.recv_timeout(left) {

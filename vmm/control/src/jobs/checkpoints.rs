@@ -5,8 +5,8 @@ use std::io;
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use driftline_checkpoint::{Cadence, Checkpointer, TakenEpoch, Tally};
@@ -14,6 +14,7 @@ use driftline_guest::RunState;
 use driftline_machine::log;
 use driftline_machine::sandbox::check_allowed;
 use driftline_store::Store;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
@@ -251,7 +252,7 @@ impl CheckpointJob {
     }
 
     fn log(&self) -> MutexGuard<'_, Log> {
-        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+        self.log.lock()
     }
 }
 

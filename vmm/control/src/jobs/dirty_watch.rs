@@ -5,7 +5,7 @@
 //! guest has ended and the thread has reported that.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -15,10 +15,11 @@ use driftline_machine::config::Backend;
 use driftline_machine::log;
 use driftline_machine::vm::VcpuInfo;
 use driftline_migrate::SendStatus;
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
+use super::Jobs;
 use super::bins::Bins;
-use super::{Jobs, lock};
 use crate::model::{VcpuWindow, WatchPage};
 
 /// Maximum number of concurrent watches. Each adds one tree and one insert per dirty frame.
@@ -67,7 +68,7 @@ struct Ask {
 impl Watches {
     /// Returns whether all threads have ended and released everything that they owned.
     pub(super) fn are_over(&self) -> bool {
-        lock(&self.open).watches.iter().all(|watch| watch.thread.is_finished())
+        self.open.lock().watches.iter().all(|watch| watch.thread.is_finished())
     }
 }
 
@@ -78,9 +79,9 @@ impl Jobs {
     /// # Errors
     /// A sentence that says why the watch cannot be started.
     pub fn begin_watch(self: &Arc<Self>, bins: u32) -> Result<u64, String> {
-        let _beginning = lock(&self.watches.beginning);
+        let _beginning = self.watches.beginning.lock();
         let number = {
-            let mut open = lock(&self.watches.open);
+            let mut open = self.watches.open.lock();
             open.watches.retain(|watch| !watch.thread.is_finished());
             (open.watches.len() < MOST).then_some(open.last + 1)
         };
@@ -106,7 +107,7 @@ impl Jobs {
         };
         let thread = log::spawn("dirty-watch", move || work.run(&asked))
             .map_err(|e| format!("cannot start a thread to watch the guest's writes: {e}"))?;
-        let mut open = lock(&self.watches.open);
+        let mut open = self.watches.open.lock();
         open.last = number;
         open.watches.push(Watch { number, inbox: Some(inbox), thread });
         Ok(number)
@@ -122,7 +123,7 @@ impl Jobs {
         number: u64,
         wait: Duration,
     ) -> Result<oneshot::Receiver<Result<WatchPage, String>>, String> {
-        let open = lock(&self.watches.open);
+        let open = self.watches.open.lock();
         let watch = open.watches.iter().find(|watch| watch.number == number);
         let inbox = watch.and_then(|watch| watch.inbox.as_ref());
         let none = || format!("there is no watch {number} here, or it has ended");
@@ -141,7 +142,7 @@ impl Jobs {
     /// # Errors
     /// A sentence: there is no such watch.
     pub fn end_watch(&self, number: u64) -> Result<(), String> {
-        let mut open = lock(&self.watches.open);
+        let mut open = self.watches.open.lock();
         let watch = open.watches.iter_mut().find(|watch| watch.number == number);
         let told = watch.and_then(|watch| watch.inbox.take());
         told.map(drop).ok_or_else(|| format!("there is no watch {number} here, or it has ended"))

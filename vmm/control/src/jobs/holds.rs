@@ -6,12 +6,13 @@
 //! resume a guest whose last frame a migration has already copied.
 
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use driftline_guest::{
     DirtyLog, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, Populate, RunState,
     SavedState, Stateful, VcpuPauses, WriteThrottle,
 };
+use parking_lot::{Mutex, MutexGuard};
 
 use driftline_machine::vm::SharedVm;
 
@@ -47,7 +48,7 @@ impl DerefMut for Turn<'_> {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        *lock(&self.holds.shown) = (self.state.holders > 0).then_some(self.state.wanted);
+        *self.holds.shown.lock() = (self.state.holders > 0).then_some(self.state.wanted);
     }
 }
 
@@ -112,7 +113,7 @@ impl Holds {
     /// Returns the guest's state as the operator sees it. That excludes a job's short hold, and a
     /// pause that has not completed yet. Does not wait for a pause.
     pub(super) fn operator_state(&self) -> RunState {
-        let shown = lock(&self.shown);
+        let shown = self.shown.lock();
         // While `shown` is empty, no thread is changing the guest's state, and none does before the
         // lock is released.
         match self.vm.run_state() {
@@ -183,8 +184,8 @@ impl Holds {
     }
 
     fn lock(&self) -> Turn<'_> {
-        let state = lock(&self.state);
-        let mut shown = lock(&self.shown);
+        let state = self.state.lock();
+        let mut shown = self.shown.lock();
         shown.get_or_insert_with(|| self.vm.run_state());
         drop(shown);
         Turn { holds: self, state }
@@ -223,10 +224,6 @@ impl Holds {
         state.holders = 0;
         self.vm.resume().inspect_err(|_| state.wanted = RunState::Paused)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The job that uses a view of the guest.

@@ -1,9 +1,9 @@
 //! Owns the jobs of one kind: the latest, and a few earlier ones that a client may still read.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::lock;
+use parking_lot::Mutex;
 
 /// Maximum number of jobs kept of each kind.
 const KEPT: usize = 4;
@@ -22,7 +22,7 @@ impl<J> Default for Kept<J> {
 impl<J> Kept<J> {
     /// Adds the latest job, and discards the oldest if there are more than [`KEPT`].
     pub(super) fn add(&self, number: u64, job: Arc<J>) {
-        let mut jobs = lock(&self.jobs);
+        let mut jobs = self.jobs.lock();
         jobs.push_back((number, job));
         if jobs.len() > KEPT {
             jobs.pop_front();
@@ -31,12 +31,12 @@ impl<J> Kept<J> {
 
     /// Returns the job with this number.
     pub(super) fn find(&self, number: u64) -> Option<Arc<J>> {
-        lock(&self.jobs).iter().find(|(n, _)| *n == number).map(|(_, job)| job.clone())
+        self.jobs.lock().iter().find(|(n, _)| *n == number).map(|(_, job)| job.clone())
     }
 
     /// Returns the latest job.
     pub(super) fn latest(&self) -> Option<Arc<J>> {
-        lock(&self.jobs).back().map(|(_, job)| job.clone())
+        self.jobs.lock().back().map(|(_, job)| job.clone())
     }
 }
 

@@ -1,8 +1,8 @@
 //! Owns one migration of the guest to another host: its thread, its progress and its outcome.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use driftline_migrate::{
     Cause, ControlError, GuestPlace, Phase, Resolution, SendControl, SendError, SendOptions,
     SendReport,
 };
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
@@ -74,7 +75,7 @@ impl MigrationJob {
     }
 
     fn conclude(&self, outcome: Result<SendReport, MigrationFailure>) {
-        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        *self.outcome.lock() = Some(outcome);
     }
 
     pub(super) fn cancel(&self) -> Result<(), ControlError> {
@@ -135,7 +136,7 @@ impl MigrationJob {
     /// Returns the same for an observer; this does not count as reading the end.
     pub(super) fn glance(&self) -> MigrationPage {
         let over = self.is_over();
-        let outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let outcome = self.outcome.lock().clone();
         let (state, report, failure) = match outcome {
             _ if !over && self.is_in_doubt() => (MigrationState::InDoubt, None, None),
             _ if !over => (MigrationState::Sending, None, None),

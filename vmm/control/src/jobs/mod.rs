@@ -12,14 +12,15 @@ mod shadow;
 mod watch;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use driftline_guest::RunState;
 use driftline_machine::config::guest_span;
 use driftline_machine::vm::SharedVm;
 use driftline_migrate::{Records, Resolution, Responder};
+use parking_lot::Mutex;
 use tracing::Span;
 
 use crate::model::{
@@ -86,7 +87,7 @@ impl Jobs {
     /// Keeps the responder, which answers the source from which this guest migrated, for as long as
     /// the guest is here.
     pub fn keep_responder(&self, responder: Responder) {
-        *lock(&self.responder) = Some(responder);
+        *self.responder.lock() = Some(responder);
     }
 
     /// Returns the guest's logging span.
@@ -139,14 +140,14 @@ impl Jobs {
     /// A [`ShadowError`] if the host lacks the method, or the guest cannot be read.
     pub fn start_shadow(&self, mode: ShadowMode) -> Result<(), ShadowError> {
         let shadow = Shadow::start(self.holds.view(Role::Checkpoint), mode)?;
-        *lock(&self.shadow) = Some(shadow);
+        *self.shadow.lock() = Some(shadow);
         Ok(())
     }
 
     /// Performs the last check, on a guest that has ended. Returns `None` if no verification was
     /// started, and an error if its thread has panicked.
     pub fn end_shadow(&self) -> Option<Result<ShadowReport, &'static str>> {
-        let shadow = lock(&self.shadow).take()?;
+        let shadow = self.shadow.lock().take()?;
         Some(shadow.end().ok_or("the thread of --shadow has died of a defect of the VMM"))
     }
 
@@ -156,7 +157,7 @@ impl Jobs {
     /// A sentence: a run is active, or the new one cannot be started.
     pub fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<u64, String> {
         // Opening a store may take time. Only calls that start a job wait for it.
-        let _beginning = lock(&self.beginning);
+        let _beginning = self.beginning.lock();
         if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
             return Err(job.describe());
         }
@@ -216,7 +217,7 @@ impl Jobs {
     /// # Errors
     /// A sentence: a migration is under way, or the new one cannot be started.
     pub fn start_migration(&self, request: &MigrationRequest) -> Result<u64, String> {
-        let _beginning = lock(&self.beginning);
+        let _beginning = self.beginning.lock();
         if let Some(job) = self.migration_job().filter(|job| !job.is_over()) {
             return Err(format!("the guest is being migrated already, to {}", job.page().to));
         }
@@ -340,10 +341,6 @@ fn asked<J>(kept: &Kept<J>, number: Option<u64>) -> Result<Option<Arc<J>>, Strin
         Some(job) => Ok(Some(job)),
         None => Err(format!("there is no job {number} of this kind here, or it is long over")),
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns a paused guest of the thread backend, which writes once it is resumed, and its jobs.

@@ -5,7 +5,6 @@
 //! repeatedly in a window counts once, as it does in a pass of a migration. Short windows are
 //! repeated, spread over the whole sample, for a guest whose behaviour varies.
 
-use std::sync::TryLockError;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -101,12 +100,8 @@ impl Jobs {
     /// # Errors
     /// A sentence that says why the guest cannot be observed, or why the observation ended early.
     pub fn watch(&self) -> Result<Watched, String> {
-        let _alone = match self.watching.try_lock() {
-            Ok(alone) => alone,
-            Err(TryLockError::Poisoned(e)) => e.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                return Err("the guest is being watched already, for another plan".to_owned());
-            }
+        let Some(_alone) = self.watching.try_lock() else {
+            return Err("the guest is being watched already, for another plan".to_owned());
         };
         self.still_running()?;
         let guest: &dyn Guest = &**self.vm();
@@ -266,7 +261,7 @@ mod tests {
         let (vm, jobs) = crate::jobs::paused_guest();
         assert!(jobs.watch().unwrap_err().contains("is paused"));
         jobs.resume().unwrap();
-        let other = jobs.watching.lock().unwrap();
+        let other = jobs.watching.lock();
         assert!(jobs.watch().unwrap_err().contains("being watched already"));
         drop(other);
         vm.stop("enough");

@@ -13,10 +13,11 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{FileType, fstat};
 use rustix::process::{Signal, getpgrp, getpid, kill_process};
@@ -105,7 +106,7 @@ impl SerialInput {
     /// Starts reading on the first call. If standard input cannot be read, the guest, which runs
     /// already, continues without input.
     pub(crate) fn begin(&self) {
-        let mut progress = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut progress = self.0.lock();
         let Progress::Waiting(bus) = &*progress else { return };
         // The bus is dropped when the guest has ended.
         let started = bus.upgrade().map_or(Ok(None), InputThread::start);

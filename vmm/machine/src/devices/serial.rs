@@ -1,9 +1,10 @@
 //! COM1: vm-superio's 16550 with its interrupt line, its output and its input.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use vm_superio::Trigger;
 use vm_superio::serial::{Serial, SerialEvents, SerialState};
@@ -104,7 +105,7 @@ impl Com1 {
     }
 
     fn uart(&self) -> MutexGuard<'_, Uart> {
-        self.uart.lock().unwrap_or_else(PoisonError::into_inner)
+        self.uart.lock()
     }
 
     pub(super) fn write(&self, register: u8, value: u8) {

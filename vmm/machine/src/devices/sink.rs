@@ -5,9 +5,11 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::config::SerialSink;
 use crate::sandbox::{self, Class};
@@ -51,7 +53,7 @@ struct Shared {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Pending> {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pending.lock()
     }
 }
 
@@ -67,8 +69,8 @@ impl SinkWriter {
         pending.hurry = true;
         self.0.changed.notify_all();
         let busy = |p: &mut Pending| p.writing || !p.bytes.is_empty();
-        let waited = self.0.changed.wait_timeout_while(pending, SETTLE, busy);
-        waited.unwrap_or_else(PoisonError::into_inner).0.hurry = false;
+        self.0.changed.wait_while_for(&mut pending, busy, SETTLE);
+        pending.hurry = false;
     }
 }
 
@@ -151,11 +153,10 @@ fn empty(shared: &Shared, mut to: Box<dyn Write + Send>) {
 fn next(shared: &Shared) -> (Vec<u8>, u64, bool) {
     let mut pending = shared.lock();
     while pending.bytes.is_empty() && !pending.closed {
-        pending = shared.changed.wait(pending).unwrap_or_else(PoisonError::into_inner);
+        shared.changed.wait(&mut pending);
     }
     let unfinished = |p: &mut Pending| !p.closed && !p.hurry && p.bytes.last() != Some(&b'\n');
-    let waited = shared.changed.wait_timeout_while(pending, PATIENCE, unfinished);
-    let (mut pending, _) = waited.unwrap_or_else(PoisonError::into_inner);
+    shared.changed.wait_while_for(&mut pending, unfinished, PATIENCE);
     pending.writing = true;
     (std::mem::take(&mut pending.bytes), std::mem::take(&mut pending.dropped), pending.closed)
 }
@@ -167,8 +168,7 @@ impl Drop for SinkThread {
         self.shared.changed.notify_all();
         let Some(thread) = self.thread.take() else { return };
         // A reader that is stuck may block the thread for ever, but not the machine.
-        let waited = self.shared.changed.wait_timeout_while(pending, FAREWELL, |p| !p.done);
-        let (pending, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        self.shared.changed.wait_while_for(&mut pending, |p| !p.done, FAREWELL);
         let done = pending.done;
         drop(pending);
         if done {

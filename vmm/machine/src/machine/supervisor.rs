@@ -2,11 +2,12 @@
 //! and serves one request at a time. A vCPU reports the end of the guest to it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use driftline_guest::{Clock, GuestError, RunState, SavedState};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::MachineError;
 use super::state::{self, SavedMachine};
@@ -70,7 +71,7 @@ impl Status {
     }
 
     fn lock(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+        self.now.lock()
     }
 
     pub(super) fn state(&self) -> RunState {
@@ -114,14 +115,13 @@ impl Status {
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
         let mut now = self.lock();
         while now.end.is_none() {
-            now = match deadline {
-                None => self.changed.wait(now).unwrap_or_else(PoisonError::into_inner),
+            match deadline {
+                None => self.changed.wait(&mut now),
                 Some(deadline) => {
                     let left = deadline.checked_duration_since(Instant::now())?;
-                    let waited = self.changed.wait_timeout(now, left);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
+                    self.changed.wait_for(&mut now, left);
                 }
-            };
+            }
         }
         now.end.clone()
     }

@@ -8,13 +8,14 @@
 //! place of stored content, and a thread that waits does so until the process ends.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use driftline_guest::{Backlog, Fetching, GuestRam};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::log;
@@ -160,8 +161,8 @@ impl Late {
         let comes = |s: &mut State| {
             s.under_way.is_some_and(|run| run.start < frames.end() && frames.start < run.end())
         };
-        let state = self.shared.idle.wait_while(self.shared.lock(), comes);
-        let mut state = state.unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.shared.lock();
+        self.shared.idle.wait_while(&mut state, comes);
         forgotten.extend(state.left.within(frames));
         state.left.remove(frames);
     }
@@ -180,8 +181,7 @@ impl Late {
         let mut state = self.shared.lock();
         state.asked = state.left.contains(frame).then_some(frame);
         let comes = |s: &mut State| s.left.contains(frame) && s.fetching.lost.is_none();
-        let waited = self.shared.idle.wait_timeout_while(state, limit, comes);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        self.shared.idle.wait_while_for(&mut state, comes, limit);
         state.asked = None;
         match &state.fetching.lost {
             Some(why) => Err(why.clone()),
@@ -215,7 +215,7 @@ impl Drop for Late {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn gfn(&self, address: u64) -> Option<Gfn> {

@@ -7,8 +7,9 @@
 //! milliseconds, and a migration waits for each. So both ways are timed.
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::backing::{HUGE_PAGE, HugeRanges, populate_piece};
 
@@ -104,7 +105,7 @@ impl Preparing {
 
     /// Populates the range of one huge page.
     fn populate_huge(&self, start: usize) -> io::Result<()> {
-        let state = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = || self.0.lock();
         let pages = {
             let mut state = state();
             match state.costs.choose() {

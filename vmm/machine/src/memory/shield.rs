@@ -10,11 +10,12 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use driftline_guest::{GuestError, GuestRam, Shield};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::late::Late;
@@ -54,7 +55,7 @@ impl Kept {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Waits until none of `frames` is protected. Callers must be threads that a pause waits for
@@ -73,7 +74,7 @@ impl Kept {
             // registers its wait anew.
             let times = state.times;
             let waits = |s: &mut State| s.protected.intersects(first) && s.times == times;
-            state = self.changed.wait_while(state, waits).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait_while(&mut state, waits);
         }
     }
 
@@ -232,7 +233,7 @@ impl Shield for MemoryShield {
         if let Some(frames) = self.kept.awaited() {
             return Ok(Some(frames));
         }
-        let mut faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut faults = self.faults.lock();
         loop {
             while let Some(address) = faults.pop_front() {
                 if let Some(start) = self.gfn(address) {

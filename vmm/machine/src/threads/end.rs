@@ -1,7 +1,8 @@
 //! The end of a guest: set once; any number of threads can wait for it.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::vm::EndReason;
 
@@ -45,21 +46,16 @@ impl End {
 
     /// Blocks until the guest has ended or `timeout` has passed.
     pub(super) fn wait(&self, timeout: Option<Duration>) -> Option<EndReason> {
-        let ending = self.lock();
+        let mut ending = self.lock();
         let going = |e: &mut Ending| e.reason.is_none();
-        let ending = match timeout {
-            None => self.changed.wait_while(ending, going).unwrap_or_else(PoisonError::into_inner),
-            Some(t) => {
-                self.changed
-                    .wait_timeout_while(ending, t, going)
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .0
-            }
-        };
+        match timeout {
+            None => self.changed.wait_while(&mut ending, going),
+            Some(timeout) => _ = self.changed.wait_while_for(&mut ending, going, timeout),
+        }
         ending.reason.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, Ending> {
-        self.ending.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ending.lock()
     }
 }

@@ -15,8 +15,8 @@ mod tests;
 mod worker;
 
 use std::io::Write;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,7 @@ use driftline_guest::{
 };
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{Placement, ready_line};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::actor::{self, CallError, Handle};
 use crate::boot::place_payload;
@@ -140,7 +141,7 @@ impl ThreadMachine {
 
     /// Locks the transitions. The state in the guard reflects an end that the guest came to itself.
     fn control(&self) -> MutexGuard<'_, Control> {
-        let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut control = self.control.lock();
         if self.end.reason().is_some() {
             control.state = RunState::Stopped;
         }

@@ -26,9 +26,11 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::error::DiskError;
 use crate::sandbox::{self, Class};
@@ -112,7 +114,7 @@ impl Flusher {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Starts a thread that makes durable what was written, unless one is at work already. The
@@ -209,8 +211,7 @@ impl Flusher {
             if left.is_zero() {
                 return Ok(false);
             }
-            let waited = self.ended.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.ended.wait_for(&mut state, left);
         }
         state.last.map_or(Ok(!state.skipped), |errno| Err(self.sentence(errno)))
     }

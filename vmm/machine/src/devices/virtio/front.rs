@@ -6,8 +6,9 @@
 //! done.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use virtio_bindings::virtio_config::{VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_NEEDS_RESET};
 use virtio_bindings::virtio_mmio::*;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -48,7 +49,7 @@ impl Front {
     }
 
     fn registers(&self) -> MutexGuard<'_, Registers> {
-        self.registers.lock().unwrap_or_else(PoisonError::into_inner)
+        self.registers.lock()
     }
 
     /// Handles a vCPU's read at `offset` of the device's registers.

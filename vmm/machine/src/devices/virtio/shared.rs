@@ -3,8 +3,8 @@
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -106,7 +106,7 @@ impl Shared {
     }
 
     fn config(&self) -> MutexGuard<'_, ConfigSpace> {
-        self.config.lock().unwrap_or_else(PoisonError::into_inner)
+        self.config.lock()
     }
 
     pub(super) fn config_generation(&self) -> u32 {

@@ -6,11 +6,12 @@
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use driftline_guest::GuestRam;
+use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::front::Front;
@@ -61,7 +62,7 @@ impl WorkerThread {
 impl Drop for WorkerThread {
     fn drop(&mut self) {
         let deadline = self.quit() + FAREWELL;
-        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let ended = self.ended.get_mut();
         let ended = ended.recv_timeout(deadline.saturating_duration_since(Instant::now()));
         match self.thread.take() {
             // The thread has finished, or it has panicked.
