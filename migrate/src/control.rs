@@ -57,6 +57,10 @@ pub struct Progress {
     pub pass: u32,
     /// Bytes sent (by a destination: received), everything included.
     pub sent_bytes: u64,
+    /// At a destination: bytes received from sources whose guest did not arrive. They are not part
+    /// of `sent_bytes`.
+    #[serde(default)]
+    pub earlier_bytes: u64,
     /// Frames that this pass has still to send (by a destination: unknown, 0).
     pub remaining_frames: u64,
     /// Bytes of drives that go along which this pass has still to send (by a destination: unknown,
@@ -86,7 +90,8 @@ impl Progress {
     /// At a destination: a guest did not arrive, and another may.
     pub(crate) fn forget_stream(&mut self) {
         let (refused, last_refusal) = (self.refused, self.last_refusal.take());
-        *self = Self { refused, last_refusal, ..Self::default() };
+        let earlier_bytes = self.earlier_bytes + self.sent_bytes;
+        *self = Self { refused, last_refusal, earlier_bytes, ..Self::default() };
     }
 }
 

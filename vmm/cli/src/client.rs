@@ -85,7 +85,16 @@ fn vcpu_line(v: &VcpuInfo) -> String {
 
 fn device_line(figures: &DeviceFigures) -> (&str, String) {
     match figures {
-        DeviceFigures::Disk { id, reads, read_bytes, writes, written_bytes, flushes, errors } => {
+        DeviceFigures::Disk {
+            id,
+            reads,
+            read_bytes,
+            writes,
+            written_bytes,
+            flushes,
+            errors,
+            ..
+        } => {
             let (read, written) = (output::bytes(*read_bytes), output::bytes(*written_bytes));
             let text = format!(
                 "{reads} reads ({read}), {writes} writes ({written}), {flushes} flushes, {errors} errors"
@@ -99,6 +108,7 @@ fn device_line(figures: &DeviceFigures) -> (&str, String) {
             sent_frames,
             sent_bytes,
             lost_frames,
+            ..
         } => {
             let (received, sent) = (output::bytes(*received_bytes), output::bytes(*sent_bytes));
             let text = format!(

@@ -4,8 +4,10 @@
 use std::fmt::Display;
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal};
+use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 
+use driftline_control::api::Listeners;
 use driftline_format::durable::create_dir;
 use driftline_guest::GuestError;
 use driftline_machine::config::{DiskSpec, HostConfig, ReplaceError, SerialSink, VsockSpec};
@@ -70,15 +72,17 @@ fn place(disk: &DiskSpec) -> PathBuf {
 
 /// A process in its sandbox, which has no threads of its own yet.
 pub(super) struct Confined {
-    socket: Option<ListeningSocket>,
+    listeners: Listeners,
+    /// The address of the metrics' listener.
+    metrics: Option<SocketAddr>,
     awake: io::Result<File>,
     options: sandbox::Options,
 }
 
-/// Prepares the process before there is a guest: ties it to its parent, opens the API socket, whose
-/// name may be taken, enters the sandbox and starts the threads that every such process has.
-/// Returns the socket.
-pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningSocket>, Failure> {
+/// Prepares the process before there is a guest: ties it to its parent, opens its listeners, whose
+/// names and ports may be taken, enters the sandbox and starts the threads that every such process
+/// has. Returns the listeners.
+pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Listeners, Failure> {
     confine(host, named)?.start_threads(host)
 }
 
@@ -88,17 +92,20 @@ pub(super) fn confine(host: &HostArgs, named: Named) -> Result<Confined, Failure
         let kill = Some(rustix::process::Signal::KILL);
         rustix::process::set_parent_process_death_signal(kill)?;
     }
-    let socket = host.api_sock.as_deref().map(ListeningSocket::bind).transpose()?;
+    let api = host.api_sock.as_deref().map(ListeningSocket::bind).transpose()?;
+    let metrics = host.metrics_listen.map(listen_for_metrics).transpose()?;
     let awake = latency::open();
     let options = restrictions(host, named)?;
     sandbox::start(&options).map_err(sandbox_failure)?;
-    Ok(Confined { socket, awake, options })
+    let (metrics, address) = metrics.unzip();
+    let listeners = Listeners { api, metrics };
+    Ok(Confined { listeners, metrics: address, awake, options })
 }
 
 impl Confined {
     /// The second half of [`prepare`].
-    pub(super) fn start_threads(self, host: &HostArgs) -> Result<Option<ListeningSocket>, Failure> {
-        let Self { socket, awake, options } = self;
+    pub(super) fn start_threads(self, host: &HostArgs) -> Result<Listeners, Failure> {
+        let Self { listeners, metrics, awake, options } = self;
         driftline_machine::log_thread::start()?;
         tracing::info!(
             seccomp = options.seccomp,
@@ -110,10 +117,43 @@ impl Confined {
             Some(path) => tracing::info!("API socket {}", path.display()),
             None => tracing::info!("no API socket: --api-sock was not given"),
         }
+        if let Some(address) = metrics {
+            log_metrics(address, host);
+        }
         if let Err(e) = awake.and_then(latency::start) {
             tracing::debug!("{}: {e}: hand-overs take a little longer", latency::DEVICE);
         }
-        Ok(socket)
+        Ok(listeners)
+    }
+}
+
+/// Listens for collectors of metrics. Returns the address with the port that it got.
+fn listen_for_metrics(address: SocketAddr) -> Result<(TcpListener, SocketAddr), Failure> {
+    let listening = TcpListener::bind(address).and_then(|listener| {
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        Ok((listener, address))
+    });
+    listening.map_err(|e| {
+        Failure::error(format_args!(
+            "cannot listen on {address} for metrics: {e}; name another address with \
+             --metrics-listen, or port 0 for any free one"
+        ))
+    })
+}
+
+fn log_metrics(address: SocketAddr, host: &HostArgs) {
+    match host.metrics_listen.is_some_and(|asked| asked.port() == 0) {
+        // Nothing else says which port was free.
+        true => say(format_args!("metrics on http://{address}/metrics")),
+        false => tracing::info!("metrics on http://{address}/metrics"),
+    }
+    if !address.ip().is_loopback() {
+        tracing::warn!(
+            "the metrics on {address} have no authentication and no encryption: every host that \
+             reaches it can read them; use --metrics-listen 127.0.0.1:{}, or a firewall",
+            address.port()
+        );
     }
 }
 

@@ -25,7 +25,7 @@ const NOT_RECEIVED: &str = "no guest was received, and none runs here";
 pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     check_state_dir(&args.host)?;
     let named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
-    let socket = prepare(&args.host, named)?;
+    let listeners = prepare(&args.host, named)?;
     let listening = TcpListener::bind(&args.address).and_then(|l| Ok((l.local_addr()?, l)));
     let (address, listener) = listening
         .map_err(|e| Failure::error(format_args!("cannot listen on tcp:{}: {e}", args.address)))?;
@@ -50,7 +50,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         });
         cancelled.map(|()| end_in_bounded_time(0, NOT_RECEIVED))
     });
-    let server = Server::start(socket, app.clone())?;
+    let server = Server::start(listeners, app.clone())?;
     let host = host_config(&args.host, args.devices)?;
     let memory = host.memory;
     let factory = Factory::new(host);

@@ -38,7 +38,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     // The kernel needs a millisecond for a VM. Meanwhile the other threads start, and the store is
     // read, which says what guest it is for.
     let early = EarlyVm::begin();
-    let socket = confined.start_threads(&args.host)?;
+    let listeners = confined.start_threads(&args.host)?;
     driftline_machine::exit::set_lost_memory(when_memory_is_lost);
     let mut server = Server::begin()?;
     let stored = Stored::open(&args.store)?;
@@ -80,7 +80,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         );
     }
     let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
-    let started_up = server.serve(socket, App::new(jobs.clone()));
+    let started_up = server.serve(listeners, App::new(jobs.clone()));
     started_up.map_err(|e| after_restore(&report, e.into()))?;
     if let Err(e) = vm.acquire().and_then(|()| vm.resume()) {
         // The cause may be a lost frame.

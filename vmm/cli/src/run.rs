@@ -25,7 +25,7 @@ use super::values;
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
     let mut named = Named::of_devices(&args.disks, args.vsock.as_ref());
     named.read.extend(args.kernel.iter().chain(&args.initrd).cloned());
-    let socket = prepare(&args.host, named)?;
+    let listeners = prepare(&args.host, named)?;
     let host = host_config(&args.host, DeviceArgs::default())?;
     let state_dir = args.host.state_dir.clone();
     warn_of_state_dir(&args.host);
@@ -42,7 +42,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     if let Some(mode) = shadow {
         jobs.start_shadow(mode).map_err(shadow_failure)?;
     }
-    server.serve(socket, App::new(jobs.clone()))?;
+    server.serve(listeners, App::new(jobs.clone()))?;
     vm.resume()?;
     // The vCPU threads have just been notified. All that remains before the guest's first
     // instruction is the wake-up of one thread.

@@ -1,6 +1,7 @@
 //! Parses values on the command line: sizes, durations, addresses.
 
 use std::env;
+use std::net::SocketAddr;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -58,6 +59,14 @@ pub(super) fn checkpoint(text: &str) -> Result<u64, String> {
 /// Parses a number of checkpoints.
 pub(super) fn at_least_one(text: &str) -> Result<NonZeroU64, String> {
     text.parse().map_err(|_| "it must be a number of at least 1".to_owned())
+}
+
+/// Parses an address to listen on.
+pub(super) fn listen_address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| {
+        "an address to listen on is IP:PORT, such as 127.0.0.1:9464, 0.0.0.0:9464 or [::1]:9464"
+            .to_owned()
+    })
 }
 
 /// The longest duration that a command accepts. A longer one is a mistake, and would overflow a
@@ -191,6 +200,10 @@ mod tests {
         assert!(downtime_ms("3600001").is_err());
         assert_eq!(ring_entries("4096"), Ok(4096));
         assert!(ring_entries("1000").is_err() && ring_entries("0").is_err());
+        assert!(listen_address("[::1]:9464").is_ok() && listen_address("127.0.0.1:0").is_ok());
+        for bad in ["localhost:9464", "9464", ":9464", "127.0.0.1", "127.0.0.1:65536"] {
+            assert!(listen_address(bad).unwrap_err().contains("IP:PORT"), "{bad}");
+        }
         assert_eq!(tcp("tcp:[::1]:7001").as_deref(), Ok("[::1]:7001"));
         assert!(tcp("host:7001").is_err() && tcp("tcp:host").is_err() && tcp("tcp::1").is_err());
         assert!(guest_spec("payload,ws=1M").is_ok() && guest_spec("paperload").is_err());

@@ -185,7 +185,7 @@ fn the_api_speaks_firecrackers_json() {
     assert!(ask("PATCH", "/vm", r#"{"state":"Paused"}"#).starts_with("HTTP/1.1 204"));
     assert!(ask("GET", "/", "").contains("\"state\":\"Paused\""));
     assert!(ask("PATCH", "/vm", r#"{"state":"Resumed"}"#).starts_with("HTTP/1.1 204"));
-    assert!(ask("GET", "/metrics", "").contains("\ndriftline_running{vm_id=\""));
+    assert!(ask("GET", "/metrics", "").contains("\ndriftline_guest_state{vm_id=\""));
     assert!(ask("GET", "/dirty", "").contains("\"marked_frames\""));
 
     for (method, path, body, fault) in [

@@ -188,7 +188,7 @@ fn logs_and_metrics_say_whose_they_are() {
     wait_for("the log", || vmm.said().contains("the guest runs").then_some(()));
     let said = vmm.said();
     assert!(said.contains(ID) && said.contains("web-1"), "{said}");
-    let labels = format!("driftline_running{{vm_id=\"{ID}\",name=\"web-1\"}} 1");
+    let labels = format!("{{vm_id=\"{ID}\",name=\"web-1\",state=\"running\"}} 1");
     let socket = vmm.socket();
     assert!(request(&socket, "GET", "/metrics", "").contains(&labels));
 }
@@ -213,16 +213,19 @@ fn logs_and_metrics_show_the_lineage() {
     assert_eq!(guest["vm_id"], ID);
     assert!(guest.get("vm_parent").is_none(), "{guest}");
     assert!(guest.get("vm_parent_checkpoint").is_none(), "{guest}");
-    assert!(!request(&parent.socket(), "GET", "/metrics", "").contains("driftline_lineage"));
+    let metrics = request(&parent.socket(), "GET", "/metrics", "");
+    assert!(metrics.contains("driftline_guest_info{") && !metrics.contains("parent="), "{metrics}");
     let clone = restore(&place, "clone", &store, &[&["--name", "two"], &json_log[..]].concat());
     let guest = logged_guest(&clone);
     let id = clone.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
     assert!(guest["vm_id"] == json!(id) && guest["vm_name"] == "two", "{guest}");
     assert_eq!(guest["vm_parent"], ID, "{guest}");
     assert_eq!(guest["vm_parent_checkpoint"], 1, "{guest}");
-    let labels = format!("vm_id=\"{id}\",name=\"two\",parent=\"{ID}\",checkpoint=\"1\"");
+    let whose = format!("driftline_guest_info{{vm_id=\"{id}\",name=\"two\",");
+    let lineage = format!(",parent=\"{ID}\",checkpoint=\"1\"}} 1");
     let metrics = request(&clone.socket(), "GET", "/metrics", "");
-    assert!(metrics.contains(&format!("driftline_lineage{{{labels}}} 1\n")), "{metrics}");
+    let is_lineage = |line: &str| line.starts_with(&whose) && line.ends_with(&lineage);
+    assert!(metrics.lines().any(is_lineage), "{metrics}");
 }
 
 /// Threads of jobs and of the API also log the guest's identity.

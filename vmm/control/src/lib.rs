@@ -1,8 +1,9 @@
 //! Serves an operator's requests to a guest: the jobs on the guest (checkpoints, migrations,
 //! watches of its writes), and the API (HTTP over a unix socket) with its client.
 //!
-//! `model` (the JSON) <- `jobs` <- `api`.
+//! `model` (the JSON) <- `jobs` <- `metrics` <- `api`.
 
 pub mod api;
 pub mod jobs;
+mod metrics;
 pub mod model;

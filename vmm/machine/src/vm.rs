@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 use crate::config::{GuestName, Lineage, MachineConfig};
 use crate::devices::{BalloonControl, DeviceFigures};
 pub use crate::end_reason::EndReason;
+use crate::histogram::Distribution;
+use crate::memory::RestoreFigures;
 
 /// The part of `info` about one vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -57,6 +59,16 @@ pub struct VmInfo {
     pub devices: Vec<DeviceFigures>,
 }
 
+/// Figures for metrics that `info` does not have.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Timings {
+    /// Times of collections of dirty frames: harvest, reprotect and insertion together. `None` if
+    /// no thread collects.
+    pub collections: Option<Distribution>,
+    /// The lazy restore, if there was one.
+    pub restore: Option<RestoreFigures>,
+}
+
 /// A guest that can also report on itself and be waited for.
 ///
 /// A new guest is paused: `Lifecycle::resume` starts it.
@@ -73,6 +85,9 @@ pub trait Vm: Guest {
     ///
     /// The guest has ended, or its backend has no interrupts.
     fn send_nmi(&self) -> Result<(), GuestError>;
+
+    /// Returns a snapshot of the guest's timings.
+    fn timings(&self) -> Timings;
 
     /// Returns the guest's balloon, if it has one.
     fn balloon(&self) -> Option<&BalloonControl>;

@@ -1,6 +1,7 @@
 //! Owns the options of the commands whose process has a guest.
 #![allow(rustdoc::broken_intra_doc_links, reason = "help texts: brackets are what can be left out")]
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -42,6 +43,13 @@ pub(crate) struct HostArgs {
     /// Listen for API requests on this Unix socket
     #[arg(long, value_name = "FILE", help_heading = headings::API)]
     pub(crate) api_sock: Option<PathBuf>,
+    /// Answer GET /metrics on this address, such as 127.0.0.1:9464
+    ///
+    /// It answers nothing else, and needs no authentication: who reaches the address can read the
+    /// guest's figures, but none of its data. The API socket has /metrics too.
+    #[arg(long, value_name = "IP:PORT", value_parser = values::listen_address,
+          help_heading = headings::API)]
+    pub(crate) metrics_listen: Option<SocketAddr>,
     /// Directory for this host's records of hand-overs
     ///
     /// All VMMs of a host share one. By default it is /var/lib/driftline for root, else

@@ -39,8 +39,9 @@ pub struct App {
     changed: Condvar,
     /// Threads that stop the guest or end the wait for one.
     stops: Mutex<Vec<StopThread>>,
-    /// Returns the progress of the guest that arrives from another host.
-    arriving: Box<dyn Fn() -> Arriving + Send + Sync>,
+    /// Returns the progress of the guest that arrives, or has arrived, from another host; `None`
+    /// for a guest that began here.
+    arriving: Option<Box<dyn Fn() -> Arriving + Send + Sync>>,
     /// Ends the wait for a guest.
     give_up: Hook,
 }
@@ -64,7 +65,7 @@ pub struct Arriving {
 impl App {
     /// Creates an app that serves an existing guest.
     pub fn new(jobs: Arc<Jobs>) -> Arc<Self> {
-        let app = Self::waiting(Arriving::default, |_| Ok(()));
+        let app = Self::build(None, Box::new(|_: &str| Ok(())));
         app.provide(jobs);
         app
     }
@@ -76,13 +77,20 @@ impl App {
         arriving: impl Fn() -> Arriving + Send + Sync + 'static,
         give_up: impl Fn(&str) -> Result<(), String> + Send + Sync + 'static,
     ) -> Arc<Self> {
+        Self::build(Some(Box::new(arriving)), Box::new(give_up))
+    }
+
+    fn build(
+        arriving: Option<Box<dyn Fn() -> Arriving + Send + Sync>>,
+        give_up: Hook,
+    ) -> Arc<Self> {
         Arc::new(Self {
             jobs: OnceLock::new(),
             is_over: Mutex::default(),
             changed: Condvar::new(),
             stops: Mutex::default(),
-            arriving: Box::new(arriving),
-            give_up: Box::new(give_up),
+            arriving,
+            give_up,
         })
     }
 
@@ -109,7 +117,10 @@ impl App {
     /// # Errors
     /// The reason why there is no guest yet.
     pub fn jobs(&self) -> Result<&Arc<Jobs>, String> {
-        self.jobs.get().ok_or_else(|| format!("there is no guest yet: {}", (self.arriving)().words))
+        self.jobs.get().ok_or_else(|| {
+            let words = self.arriving.as_ref().map(|arriving| arriving().words);
+            format!("there is no guest yet: {}", words.unwrap_or_default())
+        })
     }
 
     /// Returns the guest's logging span, or the empty span while there is no guest.
@@ -119,7 +130,17 @@ impl App {
 
     /// Returns the progress of the guest's arrival, or `None` once the guest is here.
     pub fn arriving(&self) -> Option<Progress> {
-        self.jobs.get().is_none().then(|| (self.arriving)().progress)
+        self.jobs.get().is_none().then(|| self.received().unwrap_or_default())
+    }
+
+    /// Returns the guest and its jobs, once they are here.
+    pub(super) fn guest(&self) -> Option<&Arc<Jobs>> {
+        self.jobs.get()
+    }
+
+    /// Returns the progress of the guest that arrives, or has arrived, from another host.
+    pub(super) fn received(&self) -> Option<Progress> {
+        self.arriving.as_ref().map(|arriving| arriving().progress)
     }
 
     /// Stops the guest, or ends the wait for one. A guest that was just handed over to this process

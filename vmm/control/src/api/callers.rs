@@ -1,4 +1,4 @@
-//! Bounds the number of connections to the API.
+//! Bounds the number of connections to the API, and to the metrics' own address.
 //!
 //! A connection is busy while a request on it is being answered. Every other connection is idle,
 //! including a connection that has sent nothing, has sent half a request, or does not read its
@@ -14,7 +14,7 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -28,9 +28,10 @@ use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{UnixListener, UnixStream};
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::fault::{Fault, read_body};
+use super::transport::{Connection, Listening};
 
 /// Maximum number of idle connections that stay open.
 const IDLE: usize = 64;
@@ -46,10 +47,12 @@ const BODY_LIMIT: Duration = Duration::from_secs(10);
 /// descriptor.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// The API's socket, and the connections to it.
+/// A listening socket, and the connections to it.
 #[derive(Debug)]
 pub(super) struct Callers {
-    listener: UnixListener,
+    listener: Listening,
+    /// Longest time for which a connection stays open without a byte from or to its client.
+    silence_limit: Option<Duration>,
     open: Arc<Open>,
 }
 
@@ -105,7 +108,7 @@ impl Class {
         let waits =
             path == "/checkpoint/hold" || uri.query().is_some_and(|q| q.contains("wait_ms="));
         match path {
-            "/" | "/info" if reads => Self::Look,
+            "/" | "/info" | "/metrics" if reads => Self::Look,
             "/stop" => Self::Stop,
             "/migration/resolve" => Self::End,
             _ if method == Method::DELETE => Self::End,
@@ -128,19 +131,35 @@ impl Class {
 pub(super) struct Caller {
     open: Arc<Open>,
     name: u64,
-    stream: Weak<UnixStream>,
+    stream: Weak<Connection>,
 }
 
-/// A connection's byte stream. It ends when the connection is displaced.
+/// A connection's byte stream. It ends when the connection is displaced, or silent for too long.
 #[derive(Debug)]
 pub(super) struct Stream {
-    stream: Arc<UnixStream>,
+    stream: Arc<Connection>,
     caller: Caller,
+    silence: Option<Silence>,
+}
+
+/// The end of a connection over which nothing passes.
+#[derive(Debug)]
+struct Silence {
+    limit: Duration,
+    end: Pin<Box<Sleep>>,
+}
+
+impl Silence {
+    fn new(limit: Duration) -> Self {
+        Self { limit, end: Box::pin(sleep_until(Instant::now() + limit)) }
+    }
 }
 
 impl Callers {
-    pub(super) fn new(listener: UnixListener) -> Self {
-        Self { listener, open: Arc::default() }
+    /// Creates a server's callers, none yet. A connection over which nothing passes for
+    /// `silence_limit` ends.
+    pub(super) fn new(listener: Listening, silence_limit: Option<Duration>) -> Self {
+        Self { listener, silence_limit, open: Arc::default() }
     }
 }
 
@@ -174,7 +193,7 @@ impl Listener for Callers {
     async fn accept(&mut self) -> (Stream, Caller) {
         loop {
             match self.listener.accept().await {
-                Ok((stream, _)) => {
+                Ok(stream) => {
                     let mut open = self.open.lock();
                     open.make_room();
                     open.named += 1;
@@ -184,7 +203,8 @@ impl Listener for Callers {
                     let stream = Arc::new(stream);
                     let open = self.open.clone();
                     let caller = Caller { open, name, stream: Arc::downgrade(&stream) };
-                    return (Stream { stream, caller: caller.clone() }, caller);
+                    let silence = self.silence_limit.map(Silence::new);
+                    return (Stream { stream, caller: caller.clone(), silence }, caller);
                 }
                 Err(e) => {
                     tracing::debug!("the API cannot accept a connection: {e}");
@@ -325,20 +345,39 @@ impl Stream {
         kept.map(|kept| *kept = Some(waker.clone())).is_some()
     }
 
+    /// Returns whether nothing has passed over the connection for too long, or wakes its task then.
+    fn is_silent(&mut self, context: &mut Context<'_>) -> bool {
+        self.silence.as_mut().is_some_and(|silence| silence.end.as_mut().poll(context).is_ready())
+    }
+
+    fn note_traffic(&mut self) {
+        if let Some(Silence { limit, end }) = &mut self.silence {
+            end.as_mut().reset(Instant::now() + *limit);
+        }
+    }
+
     /// Calls `write` as soon as the stream is writable.
     fn poll_with(
-        &self,
+        &mut self,
         context: &mut Context<'_>,
-        write: impl Fn(&UnixStream) -> io::Result<usize>,
+        write: impl Fn(&Connection) -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
+        let broken = || Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
         if !self.keep(context.waker(), |place| &mut place.writer) {
-            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            return broken();
         }
         loop {
-            ready!(self.stream.poll_write_ready(context))?;
+            match self.stream.poll_write_ready(context) {
+                Poll::Ready(ready) => ready?,
+                Poll::Pending if self.is_silent(context) => return broken(),
+                Poll::Pending => return Poll::Pending,
+            }
             match write(&self.stream) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                wrote => return Poll::Ready(wrote),
+                wrote => {
+                    self.note_traffic();
+                    return Poll::Ready(wrote);
+                }
             }
         }
     }
@@ -346,19 +385,25 @@ impl Stream {
 
 impl AsyncRead for Stream {
     fn poll_read(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        // The same as if the client had closed the connection.
+        let closed = Poll::Ready(Ok(()));
         if !self.keep(context.waker(), |place| &mut place.reader) {
-            // The same as if the client had closed the connection.
-            return Poll::Ready(Ok(()));
+            return closed;
         }
         loop {
-            ready!(self.stream.poll_read_ready(context))?;
+            match self.stream.poll_read_ready(context) {
+                Poll::Ready(ready) => ready?,
+                Poll::Pending if self.is_silent(context) => return closed,
+                Poll::Pending => return Poll::Pending,
+            }
             match self.stream.try_read(buf.initialize_unfilled()) {
                 Ok(bytes) => {
                     buf.advance(bytes);
+                    self.note_traffic();
                     return Poll::Ready(Ok(()));
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
@@ -370,7 +415,7 @@ impl AsyncRead for Stream {
 
 impl AsyncWrite for Stream {
     fn poll_write(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
@@ -378,7 +423,7 @@ impl AsyncWrite for Stream {
     }
 
     fn poll_write_vectored(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
@@ -403,82 +448,4 @@ impl AsyncWrite for Stream {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::future::poll_fn;
-
-    use super::*;
-
-    /// Returns the API's socket, and a function that connects to it.
-    fn listen() -> (Callers, impl Fn() -> std::os::unix::net::UnixStream) {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("api");
-        let listener = UnixListener::bind(&path).unwrap();
-        (Callers::new(listener), move || {
-            let _dir = &dir;
-            std::os::unix::net::UnixStream::connect(&path).unwrap()
-        })
-    }
-
-    #[tokio::test]
-    async fn displaced_connection_ends_while_it_writes() {
-        let (mut callers, connect) = listen();
-        let _never_reads = connect();
-        let (mut stream, _) = callers.accept().await;
-        let piece = [0; 1 << 16];
-        poll_fn(|context| {
-            while Pin::new(&mut stream).poll_write(context, &piece).is_ready() {}
-            Poll::Ready(())
-        })
-        .await;
-        let writing = tokio::spawn(async move {
-            let wrote = poll_fn(|context| Pin::new(&mut stream).poll_write(context, &piece)).await;
-            let flushed = poll_fn(|context| Pin::new(&mut stream).poll_flush(context)).await;
-            (wrote.map_err(|e| e.kind()), flushed.map_err(|e| e.kind()))
-        });
-        // The task waits.
-        tokio::task::yield_now().await;
-        let mut others = Vec::new();
-        for _ in 0..IDLE {
-            let client = connect();
-            others.push((client, callers.accept().await));
-        }
-        let ended = tokio::time::timeout(Duration::from_secs(60), writing).await;
-        let broken = io::ErrorKind::BrokenPipe;
-        assert_eq!(ended.expect("it still writes").unwrap(), (Err(broken), Err(broken)));
-    }
-
-    #[tokio::test]
-    async fn displaced_caller_begins_nothing() {
-        let (mut callers, connect) = listen();
-        let _first = connect();
-        let (_stream, caller) = callers.accept().await;
-        let mut others = Vec::new();
-        for _ in 0..IDLE {
-            let client = connect();
-            others.push((client, callers.accept().await));
-        }
-        assert_eq!(caller.begin(Class::Other).unwrap_err(), Refusal::Displaced);
-    }
-
-    #[tokio::test]
-    async fn requests_count_by_class_until_they_end() {
-        let (mut callers, connect) = listen();
-        let classes = [Class::Other, Class::Wait, Class::End, Class::Stop, Class::Look];
-        let mut begun = Vec::new();
-        // A full class does not reduce the limit of the others.
-        for class in classes {
-            for _ in 0..class.limit() {
-                let client = connect();
-                let (stream, caller) = callers.accept().await;
-                begun.push(caller.begin(class).unwrap());
-                // The client disconnects; its request continues.
-                drop((client, stream));
-            }
-            let _client = connect();
-            let (_stream, caller) = callers.accept().await;
-            assert_eq!(caller.begin(class).unwrap_err(), Refusal::Full, "{class:?}");
-            drop(begun.pop());
-            begun.push(caller.begin(class).unwrap());
-        }
-    }
-}
+mod tests;

@@ -14,10 +14,12 @@ mod devices;
 mod dirty_watch;
 mod fault;
 mod handler;
+mod metrics;
 pub mod plan;
 mod routes;
 mod server;
+mod transport;
 
 pub use app::{App, Arriving};
 pub use client::{Client, ClientError};
-pub use server::Server;
+pub use server::{Listeners, Server};

@@ -1,6 +1,5 @@
 //! Maps each path to the part of the guest or its jobs that it shows or changes.
 
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +11,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, patch, post, put};
 use axum::{Json, Router};
 use driftline_dirty_tracker::{TrackerStats, TrackingMode};
-use driftline_machine::config::{Boot, Lineage, MachineConfig};
+use driftline_machine::config::{Boot, MachineConfig};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -22,6 +21,7 @@ use super::devices;
 use super::dirty_watch;
 use super::fault::{Fault, Input};
 use super::handler::{Answer, Shared, blocking};
+use super::metrics;
 use super::plan;
 use crate::jobs::Jobs;
 use crate::model::{
@@ -48,7 +48,7 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/vsock", get(devices::vsock))
         .route("/balloon", get(balloon::show).patch(balloon::change))
         .route("/dirty", get(dirty))
-        .route("/metrics", get(metrics))
+        .merge(metrics::route())
         .route_layer(middleware::from_fn(refuse_query));
     Router::new()
         .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
@@ -291,46 +291,4 @@ async fn resolve_migration(
 
 async fn dirty(State(app): Shared) -> Answer<TrackerStats> {
     Ok(Json(current_info(app).await?.dirty))
-}
-
-/// Formats the figures of `info` in Prometheus' text format.
-async fn metrics(State(app): Shared) -> Result<String, Fault> {
-    let info = current_info(app).await?;
-    let mut out = String::new();
-    // No name contains a character that would have to be escaped.
-    let name = info.name.as_ref().map_or(String::new(), ToString::to_string);
-    let labels = format!("{{vm_id=\"{}\",name=\"{name}\"}}", info.vm_id);
-    let mut gauge = |name: &str, help: &str, kind: &str, value: u64| {
-        // Writing to a string cannot fail.
-        let _ = write!(
-            out,
-            "# HELP driftline_{name} {help}\n# TYPE driftline_{name} {kind}\ndriftline_{name}{labels} {value}\n"
-        );
-    };
-    let running = u64::from(info.state == GuestState::Running);
-    gauge("running", "Whether the vCPUs execute.", "gauge", running);
-    gauge("memory_bytes", "Guest memory.", "gauge", info.mem_bytes);
-    gauge("vcpus", "Number of vCPUs.", "gauge", info.vcpus.into());
-    gauge("uptime_ms", "How long this process has had the guest.", "gauge", info.uptime_ms);
-    let exits = info.vcpu.iter().map(|v| v.exits).sum();
-    gauge("exits_total", "Exits of all vCPUs to the VMM.", "counter", exits);
-    let full = info.vcpu.iter().map(|v| v.ring_full_exits).sum();
-    gauge("ring_full_exits_total", "Exits because a dirty ring was full.", "counter", full);
-    let held = info.vcpu.iter().map(|v| v.held_ms).sum();
-    gauge("vcpu_held_ms_total", "How long vCPUs were throttled, ms.", "counter", held);
-    gauge("ring_overruns_total", "Dirty ring overruns.", "counter", info.ring_overruns);
-    let d = info.dirty;
-    gauge("dirty_subscribers", "Subscribers of the dirty tracker.", "gauge", d.subscribers);
-    gauge("dirty_marked_frames_total", "Frames marked dirty.", "counter", d.marked_frames);
-    gauge("dirty_marked_all_total", "How often all was marked dirty.", "counter", d.marked_all);
-    gauge("dirty_tree_bytes", "Bytes reserved for dirty trees.", "gauge", d.tree_bytes);
-    if let Some(Lineage { parent, checkpoint }) = info.lineage {
-        let _ = write!(
-            out,
-            "# HELP driftline_lineage The checkpoint that the guest began as.\n# TYPE driftline_lineage gauge\n\
-             driftline_lineage{{vm_id=\"{}\",name=\"{name}\",parent=\"{parent}\",checkpoint=\"{checkpoint}\"}} 1\n",
-            info.vm_id
-        );
-    }
-    Ok(out)
 }

@@ -2,26 +2,33 @@
 //! clean end. Blocking calls go to the runtime's blocking threads, never to this thread.
 
 use std::io;
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use axum::middleware;
+use axum::{Router, middleware};
 use driftline_machine::devices::was_ctrl_a_x;
 use driftline_machine::socket::ListeningSocket;
 use driftline_machine::{exit, signals};
-use tokio::net::UnixListener;
+use tokio::net::{TcpListener as TokioTcpListener, UnixListener};
 use tokio::runtime::{Builder, Handle};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use super::app::App;
 use super::callers::{self, Caller, Callers};
+use super::metrics;
 use super::routes;
+use super::transport::Listening;
 
 /// Time for requests under way to finish after the guest has ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Longest time for which a connection to the metrics' address stays open without a byte.
+/// Collectors keep connections from one scrape to the next, and Prometheus forgets what is older
+/// than this.
+const SILENCE_LIMIT: Duration = Duration::from_secs(300);
 /// Time after a signal within which further signals belong to the same request: `timeout` and
 /// service managers signal a process and its group within microseconds.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
@@ -38,10 +45,20 @@ pub struct Server {
     app: Option<Arc<App>>,
 }
 
+/// The sockets of a server.
+#[derive(Default, Debug)]
+pub struct Listeners {
+    /// The API's socket.
+    pub api: Option<ListeningSocket>,
+    /// A listener for `/metrics` alone. It must not block.
+    pub metrics: Option<TcpListener>,
+}
+
 /// What [`Server::serve`] sends to the control thread.
 struct Serving {
     app: Arc<App>,
-    listener: Option<UnixListener>,
+    api: Option<Listening>,
+    metrics: Option<Listening>,
     socket: Option<ListeningSocket>,
 }
 
@@ -72,20 +89,24 @@ impl Server {
         Ok(Self { runtime: handle, serve, end, thread, app: None })
     }
 
-    /// Serves `app` on `socket`, if there is one, and forwards the signals to `app`.
+    /// Serves `app` on `listeners`, and forwards the signals to `app`.
     ///
     /// # Errors
-    /// The system's error for the socket.
-    pub fn serve(&mut self, socket: Option<ListeningSocket>, app: Arc<App>) -> io::Result<()> {
-        let listener = {
+    /// The system's error for a socket.
+    pub fn serve(&mut self, listeners: Listeners, app: Arc<App>) -> io::Result<()> {
+        let Listeners { api: socket, metrics } = listeners;
+        let (api, metrics) = {
             let _entered = self.runtime.enter();
             let listen = |s: &ListeningSocket| UnixListener::from_std(s.listener()?);
-            socket.as_ref().map(listen).transpose()?
+            let api = socket.as_ref().map(listen).transpose()?;
+            let metrics = metrics.map(TokioTcpListener::from_std).transpose()?;
+            (api.map(Listening::Unix), metrics.map(Listening::Tcp))
         };
         self.app = Some(app.clone());
-        match self.serve.take().map(|to| to.send(Serving { app, listener, socket })) {
-            Some(Ok(())) => Ok(()),
-            _ => Err(io::Error::other("the control thread has ended")),
+        let serving = Serving { app, api, metrics, socket };
+        match self.serve.take().is_some_and(|to| to.send(serving).is_ok()) {
+            true => Ok(()),
+            false => Err(io::Error::other("the control thread has ended")),
         }
     }
 
@@ -93,9 +114,9 @@ impl Server {
     ///
     /// # Errors
     /// Those of both.
-    pub fn start(socket: Option<ListeningSocket>, app: Arc<App>) -> io::Result<Self> {
+    pub fn start(listeners: Listeners, app: Arc<App>) -> io::Result<Self> {
         let mut server = Self::begin()?;
-        server.serve(socket, app)?;
+        server.serve(listeners, app)?;
         Ok(server)
     }
 }
@@ -127,31 +148,37 @@ async fn control(
             exit::now(1);
         }
     };
-    let Serving { app, listener, socket } = serving;
+    let Serving { app, api, metrics, socket } = serving;
     tokio::spawn(forward(signals, app.clone()));
+    let (over, is_over) = watch::channel(());
     let closing = app.clone();
-    let ended = async move {
+    let end = async move {
         // Only the disconnection of the sender matters.
         let _ = ended.await;
         closing.close();
+        drop(over);
     };
-    match listener {
-        Some(listener) => serve(app, listener, ended).await,
-        None => ended.await,
-    }
+    let routes = routes::all(app.clone());
+    let api = api.map(|api| serve(routes, Callers::new(api, None), is_over.clone()));
+    let routes = metrics::route().with_state(app);
+    let metrics = metrics.map(|on| serve(routes, Callers::new(on, Some(SILENCE_LIMIT)), is_over));
+    tokio::join!(end, if_any(api), if_any(metrics));
     socket
 }
 
-async fn serve(
-    app: Arc<App>,
-    listener: UnixListener,
-    ended: impl Future<Output = ()> + Send + 'static,
-) {
+async fn if_any(work: Option<impl Future<Output = ()>>) {
+    if let Some(work) = work {
+        work.await;
+    }
+}
+
+/// Answers `callers` until the sender of `is_over` is dropped, and then requests under way.
+async fn serve(routes: Router, callers: Callers, mut is_over: watch::Receiver<()>) {
     let (last_words, begin_last_words) = oneshot::channel::<()>();
-    let service = routes::all(app).layer(middleware::from_fn(callers::admit));
+    let service = routes.layer(middleware::from_fn(callers::admit));
     let service = service.into_make_service_with_connect_info::<Caller>();
-    let serving = axum::serve(Callers::new(listener), service).with_graceful_shutdown(async {
-        ended.await;
+    let serving = axum::serve(callers, service).with_graceful_shutdown(async move {
+        let _ = is_over.changed().await;
         drop(last_words);
     });
     tokio::select! {
@@ -253,7 +280,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(300));
             Err("it is too late".to_owned())
         });
-        let server = Server::start(None, app.clone()).unwrap();
+        let server = Server::start(Listeners::default(), app.clone()).unwrap();
         let stopping = server.runtime.spawn(app.clone().interrupt_aside("the test says so"));
         begun.recv().unwrap();
         drop((server, stopping));

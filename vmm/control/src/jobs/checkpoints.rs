@@ -18,6 +18,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
+use super::totals::CheckpointTotals;
 use crate::model::{
     CheckpointGlance, CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome,
 };
@@ -43,6 +44,8 @@ pub(super) struct CheckpointJob {
     /// Number of clients that hold the run now.
     holders: AtomicU64,
     cancel: AtomicBool,
+    /// Totals of all runs.
+    totals: Arc<CheckpointTotals>,
     log: Mutex<Log>,
     /// The number of reports so far and whether the run is over, for tasks that wait for more.
     news: watch::Sender<(u64, bool)>,
@@ -75,6 +78,7 @@ impl CheckpointJob {
     pub(super) fn start(
         number: u64,
         holds: &Arc<Holds>,
+        totals: Arc<CheckpointTotals>,
         request: &CheckpointRequest,
     ) -> Result<Arc<Self>, String> {
         check_allowed(&request.store)?;
@@ -101,6 +105,7 @@ impl CheckpointJob {
             was_held: AtomicBool::new(false),
             holders: AtomicU64::new(0),
             cancel: AtomicBool::new(false),
+            totals,
             log: Mutex::default(),
             news: watch::Sender::new((0, false)),
         });
@@ -130,6 +135,7 @@ impl CheckpointJob {
             }
             Err(e) => EpochOutcome::Failed(e.to_string()),
         };
+        self.totals.add(taken);
         let mut log = self.log();
         log.tally.add(taken);
         if log.kept.len() == KEPT_REPORTS {

@@ -9,6 +9,7 @@ mod holds;
 mod kept;
 mod migration;
 mod shadow;
+mod totals;
 mod watch;
 
 use std::path::PathBuf;
@@ -34,6 +35,8 @@ use kept::Kept;
 use migration::MigrationJob;
 use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
+use totals::CheckpointTotals;
+pub use totals::{CheckpointCounts, CheckpointFigures, MigrationCounts, MigrationFigures};
 pub use watch::{SeenWindows, Watched};
 
 /// Limit for a process whose guest has ended to wait for the readers of its jobs' last reports.
@@ -57,7 +60,10 @@ pub struct Jobs {
     /// Number of the last job started, of either kind.
     begun: AtomicU64,
     checkpoint: Kept<CheckpointJob>,
+    checkpoint_totals: Arc<CheckpointTotals>,
     migration: Kept<MigrationJob>,
+    /// Counts of all migrations before the latest one. Held while the latest one is replaced.
+    earlier_migrations: Mutex<MigrationCounts>,
     /// Answers the source from which this guest migrated.
     responder: Mutex<Option<Responder>>,
     /// Checks whether tracking misses frames.
@@ -78,7 +84,9 @@ impl Jobs {
             watches: Watches::default(),
             begun: AtomicU64::new(0),
             checkpoint: Kept::default(),
+            checkpoint_totals: Arc::default(),
             migration: Kept::default(),
+            earlier_migrations: Mutex::default(),
             responder: Mutex::default(),
             shadow: Mutex::default(),
         })
@@ -162,7 +170,8 @@ impl Jobs {
             return Err(job.describe());
         }
         let number = self.next_number();
-        let job = CheckpointJob::start(number, &self.holds, request)?;
+        let totals = self.checkpoint_totals.clone();
+        let job = CheckpointJob::start(number, &self.holds, totals, request)?;
         self.checkpoint.add(number, job);
         Ok(number)
     }
@@ -223,6 +232,10 @@ impl Jobs {
         }
         let number = self.next_number();
         let job = MigrationJob::start(number, &self.holds, self.records.clone(), request)?;
+        let mut earlier = self.earlier_migrations.lock();
+        if let Some(before) = self.migration.latest() {
+            earlier.add(&before.glance());
+        }
         self.migration.add(number, job);
         Ok(number)
     }
@@ -300,6 +313,21 @@ impl Jobs {
         // In either case the page contains the current state.
         let _ = tokio::time::timeout(wait, job.end()).await;
         Ok(job.page())
+    }
+
+    /// Returns the totals of all checkpoint runs.
+    pub fn checkpoint_figures(&self) -> CheckpointFigures {
+        self.checkpoint_totals.read()
+    }
+
+    /// Returns the totals of all migrations, and the latest one.
+    pub fn migration_figures(&self) -> MigrationFigures {
+        let earlier = self.earlier_migrations.lock();
+        let latest = self.migration_job().map(|job| job.glance());
+        let mut counts = *earlier;
+        drop(earlier);
+        latest.iter().for_each(|latest| counts.add(latest));
+        MigrationFigures { counts, latest }
     }
 
     /// Waits, after the guest has ended, until the jobs are over and their clients have read the

@@ -39,6 +39,10 @@ impl From<RunState> for GuestState {
 }
 
 impl GuestState {
+    /// All states.
+    pub(crate) const ALL: [Self; 5] =
+        [Self::Running, Self::Paused, Self::Migrating, Self::InDoubt, Self::Stopped];
+
     /// Returns the state as the command line spells it.
     pub const fn name(self) -> &'static str {
         match self {

@@ -21,6 +21,7 @@ use driftline_dirty_tracker::{
 use driftline_guest::GuestError;
 
 use crate::actor::{self, CallError, Handle, Inbox, Next};
+use crate::histogram::{Distribution, Histogram};
 use crate::sandbox::{self, Class};
 pub(crate) use pacing::Brake;
 use pacing::Pacing;
@@ -29,6 +30,10 @@ use peaks::Peaks;
 /// The shortest and the longest time between two periodic collections.
 const PERIOD_LEAST: Duration = Duration::from_millis(1);
 const PERIOD_MOST: Duration = Duration::from_millis(32);
+/// Buckets of the time of a collection, in µs. Nearly empty rings take some 10 µs, full ones some
+/// ms; a vCPU that waits for room in its ring waits this long.
+const COLLECTION_US: &[u64] =
+    &[5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000];
 
 /// Limit on waiting for the collector. It waits for no thread, so only a defect takes this long.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
@@ -65,6 +70,7 @@ pub(crate) struct Collector {
     overruns: Arc<AtomicU64>,
     dirtied: Arc<[AtomicU64]>,
     peaks: Arc<[AtomicU64]>,
+    times: Arc<Histogram>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -82,6 +88,7 @@ impl Collector {
         let dirtied: Arc<[AtomicU64]> = source.dirtied().iter().map(|n| (*n).into()).collect();
         let peaks = Peaks::new(source.harvested().len());
         let shown = peaks.shown();
+        let times = Arc::new(Histogram::new(COLLECTION_US));
         let class = match source.mode() {
             TrackingMode::UserfaultWp => Class::Watcher,
             _ => Class::Collector,
@@ -96,10 +103,11 @@ impl Collector {
             overruns: overruns.clone(),
             dirtied: dirtied.clone(),
             peaks,
+            times: times.clone(),
             pacing: Pacing::new(brakes),
         };
         let thread = Some(sandbox::spawn(class, "collector", move || work.run(&inbox))?);
-        Ok(Self { work: handle, overruns, dirtied, peaks: shown, thread })
+        Ok(Self { work: handle, overruns, dirtied, peaks: shown, times, thread })
     }
 
     pub(crate) fn subscribe(&self, name: &str) -> Result<Subscription, CollectorError> {
@@ -126,6 +134,11 @@ impl Collector {
     /// empty if there are no rings.
     pub(crate) fn peaks(&self) -> impl Iterator<Item = u64> {
         self.peaks.iter().map(|entries| entries.load(Ordering::Relaxed))
+    }
+
+    /// Returns the times that collections took.
+    pub(crate) fn times(&self) -> Distribution {
+        self.times.read()
     }
 
     /// Throttles vCPUs that make more than `frames_per_s` frames dirty in a second; `None` ends the
@@ -177,6 +190,8 @@ pub(crate) struct Work {
     /// A copy of the source's counts that other threads can read.
     dirtied: Arc<[AtomicU64]>,
     peaks: Peaks,
+    /// The time of each collection.
+    times: Arc<Histogram>,
     pacing: Pacing<Brake>,
 }
 
@@ -227,6 +242,8 @@ impl Work {
             self.peaks.note(self.source.harvested(), Instant::now());
         }
         let now = collected?;
+        let ns = now.harvest_ns + now.reprotect_ns + now.insert_ns;
+        self.times.observe(Duration::from_nanos(ns));
         self.overruns.fetch_add(now.overruns, Ordering::Relaxed);
         let sum = &mut self.unreported;
         sum.frames += now.frames;

@@ -29,6 +29,7 @@ pub(crate) struct DiskCounters {
     pub(super) written_bytes: Counter,
     pub(super) flushes: Counter,
     pub(super) errors: Counter,
+    pub(super) stalls: Counter,
 }
 
 /// Counters of a network interface.
@@ -39,6 +40,7 @@ pub(crate) struct NetCounters {
     pub(super) sent_frames: Counter,
     pub(super) sent_bytes: Counter,
     pub(super) lost_frames: Counter,
+    pub(super) stalls: Counter,
 }
 
 /// Handle for reading a device's counters.
@@ -68,6 +70,9 @@ pub enum DeviceFigures {
         flushes: u64,
         /// Number of requests that failed because of the file.
         errors: u64,
+        /// Number of times that a queue waited because too many bytes were under way.
+        #[serde(default)]
+        stalls: u64,
     },
     /// A network interface.
     Net {
@@ -83,6 +88,9 @@ pub enum DeviceFigures {
         sent_bytes: u64,
         /// Frames that neither the guest nor the tap took.
         lost_frames: u64,
+        /// Number of times that a frame waited because the driver had too few buffers.
+        #[serde(default)]
+        stalls: u64,
     },
 }
 
@@ -98,6 +106,7 @@ impl Meter {
                 written_bytes: c.written_bytes.get(),
                 flushes: c.flushes.get(),
                 errors: c.errors.get(),
+                stalls: c.stalls.get(),
             },
             Self::Net(id, c) => DeviceFigures::Net {
                 id: id.clone(),
@@ -106,6 +115,7 @@ impl Meter {
                 sent_frames: c.sent_frames.get(),
                 sent_bytes: c.sent_bytes.get(),
                 lost_frames: c.lost_frames.get(),
+                stalls: c.stalls.get(),
             },
         }
     }

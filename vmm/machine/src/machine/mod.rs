@@ -53,7 +53,7 @@ use crate::exit;
 use crate::latency;
 use crate::memory::{self, Memory};
 use crate::vcpu::Counters;
-use crate::vm::{EndReason, Vm, VmInfo};
+use crate::vm::{EndReason, Timings, Vm, VmInfo};
 
 pub use build::Special;
 pub use early::EarlyVm;
@@ -398,6 +398,13 @@ impl Vm for Machine {
 
     fn send_nmi(&self) -> Result<(), GuestError> {
         self.ask("send an NMI", |supervisor| supervisor.send_nmi())
+    }
+
+    fn timings(&self) -> Timings {
+        Timings {
+            collections: self.collector.as_ref().map(Collector::times),
+            restore: self.memory.restore_figures(),
+        }
     }
 
     fn balloon(&self) -> Option<&BalloonControl> {

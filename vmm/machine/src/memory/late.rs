@@ -18,6 +18,7 @@ use driftline_guest::{Backlog, Fetching, GuestRam};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
+use crate::histogram::{Distribution, Histogram};
 use crate::log;
 
 use super::populated::{all, is_pooled};
@@ -36,6 +37,12 @@ const LOOK: Duration = Duration::from_micros(500);
 /// How long after the guest's end lost pages are poisoned, which kills the threads that wait for
 /// them and the process with them. A process with one guest has ended in good order by then.
 const LAST_RESORT: Duration = Duration::from_secs(1);
+/// Buckets of the time until a fault is answered, in µs: some 20 µs for content in the page cache,
+/// milliseconds for a disk, seconds for storage that hangs.
+const FAULT_US: &[u64] = &[
+    10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000,
+    500_000, 1_000_000, 5_000_000,
+];
 /// Maximum number of first touches that are recorded.
 const MOST_TOUCHED: usize = 1 << 16;
 
@@ -65,6 +72,19 @@ pub(crate) struct Late {
     thread: Option<JoinHandle<()>>,
 }
 
+/// Figures of a lazy restore.
+#[derive(Clone, PartialEq, Debug)]
+pub struct RestoreFigures {
+    /// Frames still to be fetched.
+    pub left: u64,
+    /// Frames that have arrived.
+    pub fetched: u64,
+    /// Frames of those that arrived by prefetch of the working set, before any fault.
+    pub foreseen: u64,
+    /// Times from reading a fault to answering it.
+    pub faults: Distribution,
+}
+
 #[derive(Debug)]
 struct Shared {
     userfault: Userfault,
@@ -72,6 +92,8 @@ struct Shared {
     ram: GuestRam,
     over: AtomicBool,
     state: Mutex<State>,
+    /// Times from reading a fault to answering it.
+    faults: Histogram,
     /// Notified when a fetch has ended.
     idle: Condvar,
 }
@@ -120,6 +142,7 @@ impl Late {
             ram: ram.clone(),
             over: AtomicBool::new(false),
             state: Mutex::new(state),
+            faults: Histogram::new(FAULT_US),
             idle: Condvar::new(),
         });
         let buffer = vec![0; (BEHIND * PAGE_SIZE) as usize];
@@ -140,6 +163,16 @@ impl Late {
     pub(crate) fn fetching(&self) -> Fetching {
         let state = self.shared.lock();
         Fetching { left: state.left.frames(), ..state.fetching.clone() }
+    }
+
+    /// Returns the figures of the restore. This is cheaper than [`fetching`](Self::fetching), which
+    /// lists all faults.
+    pub(super) fn figures(&self) -> RestoreFigures {
+        let state = self.shared.lock();
+        let Fetching { fetched, foreseen, .. } = state.fetching;
+        let left = state.left.frames();
+        drop(state);
+        RestoreFigures { left, fetched, foreseen, faults: self.shared.faults.read() }
     }
 
     /// Returns the frames that have not arrived. Frames that arrive after this call are found in
@@ -275,7 +308,13 @@ impl Fetcher {
                 break;
             }
             if !faults.is_empty() {
-                faults.drain(..).for_each(|address| self.touched(address));
+                let read = Instant::now();
+                for address in faults.drain(..) {
+                    self.touched(address);
+                    if !self.is_lost {
+                        self.shared.faults.observe(read.elapsed());
+                    }
+                }
                 continue;
             }
             self.poison_lost();

@@ -29,6 +29,7 @@ pub(crate) use discard::Discarder;
 use fill::MemoryFill;
 use late::Late;
 pub(crate) use late::Owner;
+pub use late::RestoreFigures;
 pub use map::{HOLE_END, HOLE_START, frames, layout};
 use populated::Populated;
 use preparing::Preparing;
@@ -248,6 +249,11 @@ impl Memory {
     /// Returns the progress of the lazy restore; `None` if there is none.
     pub(crate) fn fetching(&self) -> Option<Fetching> {
         self.kept.late().map(Late::fetching)
+    }
+
+    /// Returns the figures of the lazy restore; `None` if there is none.
+    pub(crate) fn restore_figures(&self) -> Option<RestoreFigures> {
+        self.kept.late().map(Late::figures)
     }
 
     /// Returns the memory slots.

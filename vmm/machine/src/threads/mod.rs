@@ -37,7 +37,7 @@ use crate::devices::{BalloonControl, SinkThread, SinkWriter, open_sink};
 use crate::machine::MachineError;
 use crate::memory::Memory;
 use crate::sandbox::{self, Class};
-use crate::vm::{EndReason, VcpuInfo, Vm, VmInfo};
+use crate::vm::{EndReason, Timings, VcpuInfo, Vm, VmInfo};
 use clock::GuestClock;
 use end::End;
 use state::Saved;
@@ -426,6 +426,10 @@ impl Vm for ThreadMachine {
         let what = "an NMI".to_owned();
         let why = "the threads backend has no interrupts; --backend kvm has".to_owned();
         Err(GuestError::Unsupported { what, why })
+    }
+
+    fn timings(&self) -> Timings {
+        Timings { collections: None, restore: self.memory.restore_figures() }
     }
 
     fn balloon(&self) -> Option<&BalloonControl> {

@@ -447,6 +447,7 @@ impl Device for Block {
                 return Ok(());
             }
         }
+        self.counters.stalls.add(1);
         self.waiting |= 1 << queue;
         Ok(())
     }

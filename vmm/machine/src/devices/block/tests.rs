@@ -388,10 +388,18 @@ fn what_it_does_is_counted() {
     assert_eq!(read(&mut driver, 0, 512).0, OK);
     assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
     assert_eq!(read(&mut driver, BYTES, 512).0, IOERR, "none of the file's");
-    let (id, flushes, errors) = ("d".to_owned(), 1, 0);
+    let (id, flushes, errors, stalls) = ("d".to_owned(), 1, 0, 0);
     let (reads, read_bytes, writes, written_bytes) = (1, 512, 2, 1536);
-    let figures =
-        DeviceFigures::Disk { id, reads, read_bytes, writes, written_bytes, flushes, errors };
+    let figures = DeviceFigures::Disk {
+        id,
+        reads,
+        read_bytes,
+        writes,
+        written_bytes,
+        flushes,
+        errors,
+        stalls,
+    };
     assert_eq!(meter.read(), figures);
 }
 

@@ -6,6 +6,7 @@ use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 use super::held::Held;
 use super::tests::{Disk, IOERR, OK, engines, header, pattern, range, read, request, write};
 use super::*;
+use crate::devices::figures::{DeviceFigures, Meter};
 use crate::devices::virtio::driver::{Driver, Piece};
 
 /// Returns a drive whose engine is `held`, big enough for large requests, and its driver.
@@ -15,14 +16,25 @@ fn held(held: &Held, without: u64) -> (Disk, Driver) {
 }
 
 fn held_with_flusher(held: &Held, without: u64) -> (Disk, Driver, Arc<Flusher>) {
+    let (disk, block) = held_block(held);
+    let flusher = block.flusher().clone();
+    let driver = Driver::started_without(Box::new(block), without);
+    (disk, driver, flusher)
+}
+
+fn held_with_meter(held: &Held) -> (Disk, Driver, Meter) {
+    let (disk, block) = held_block(held);
+    let meter = Meter::Disk("d".to_owned(), block.counters().clone());
+    (disk, Driver::started(Box::new(block)), meter)
+}
+
+fn held_block(held: &Held) -> (Disk, Block) {
     let mut disk = Disk::new();
     disk.config.bytes = 64 << 20;
     disk.file.as_file().set_len(disk.config.bytes).unwrap();
     let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
     let block = Block::new(&disk.config, 2, file, Engine::Held(held.clone())).unwrap();
-    let flusher = block.flusher().clone();
-    let driver = Driver::started_without(Box::new(block), without);
-    (disk, driver, flusher)
+    (disk, block)
 }
 
 /// Makes a write of 8 MiB available. Returns its queue, its head and the place of its status.
@@ -48,11 +60,12 @@ fn wait_for_held(held: &Held, count: usize) {
 #[test]
 fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
     let engine = Held::new();
-    let (_disk, mut driver) = held(&engine, 0);
+    let (_disk, mut driver, meter) = held_with_meter(&engine);
     let mut sent: Vec<_> = (0..6).map(|n| post_large(&mut driver, n % 2)).collect();
     driver.kick(0);
     driver.kick(1);
     wait_for_held(&engine, (MOST_UNDER_WAY >> 23) as usize);
+    assert!(matches!(meter.read(), DeviceFigures::Disk { stalls: 1.., .. }), "{:?}", meter.read());
     // A pause is refused in time, with the reason.
     let began = Instant::now();
     let refused = driver.transport.begin_quiesce(began + Duration::from_millis(50)).wait();

@@ -72,7 +72,7 @@ impl Device for Net {
 
     fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
         match self.role(queue) {
-            Some(Role::Receive(pair)) => self.receive(pair, io),
+            Some(Role::Receive(pair)) => self.receive(pair, io).map(drop),
             Some(Role::Transmit(pair)) => self.transmit(pair, io),
             Some(Role::Control) => self.obey(queue, io),
             None => Ok(()),
@@ -81,7 +81,10 @@ impl Device for Net {
 
     fn backend_ready(&mut self, token: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
         if let Ok(pair) = u8::try_from(token) {
-            return self.receive(pair, io);
+            if !self.receive(pair, io)? {
+                self.counters.stalls.add(1);
+            }
+            return Ok(());
         }
         match self.announcements.tick() {
             Ok(Some(ask_driver)) => self.announce(ask_driver, io),

@@ -225,12 +225,14 @@ impl Net {
         Ok(())
     }
 
-    /// Gives the driver frames from the tap as long as it has buffers.
-    fn receive(&mut self, pair: u8, io: &mut Io<'_>) -> Result<(), Violation> {
+    /// Gives the driver frames from the tap as long as it has buffers. Returns whether it had
+    /// enough buffers for a first frame.
+    fn receive(&mut self, pair: u8, io: &mut Io<'_>) -> Result<bool, Violation> {
         let queue = 2 * usize::from(pair);
         let Some(ring) = io.rings.get_mut(queue).filter(|_| pair < self.state.pairs) else {
-            return Ok(());
+            return Ok(true);
         };
+        let mut had_buffers = false;
         // Take a buffer first: a frame without a buffer stays in the tap.
         while let Some(first) = ring.pop(io.ram)? {
             if first.writable.len() < HEADER as u32 {
@@ -243,7 +245,7 @@ impl Net {
             }
             let Some(len) = self.next_frame(pair) else {
                 ring.unpop();
-                return Ok(());
+                return Ok(true);
             };
             let chains = self.room_for(len, first, ring, io.ram)?;
             if room(&chains) >= len as u64 {
@@ -251,17 +253,19 @@ impl Net {
                 ring.push_all(io.ram, &given)?;
                 self.counters.received_frames.add(1);
                 self.counters.received_bytes.add((len - HEADER) as u64);
+                had_buffers = true;
                 continue;
             }
             chains.iter().for_each(|_| ring.unpop());
             if self.has(VIRTIO_NET_F_MRG_RXBUF) && chains.len() < usize::from(ring.size()) {
                 // The driver will add more buffers.
                 self.state.waiting.insert(pair, self.buffer[..len].to_vec());
-                return Ok(());
+                return Ok(had_buffers);
             }
             self.lose("a frame for the guest is larger than its driver's buffers");
+            had_buffers = true;
         }
-        Ok(())
+        Ok(had_buffers)
     }
 
     /// Reads the next frame for the driver into the buffer. Returns its length with the header.
@@ -420,7 +424,7 @@ impl Net {
             return Ok(false);
         }
         // Frames that the kernel queued on these pairs before they were in use cause no new edge.
-        (0..pairs).try_for_each(|pair| self.receive(pair, io))?;
+        (0..pairs).try_for_each(|pair| self.receive(pair, io).map(drop))?;
         Ok(true)
     }
 

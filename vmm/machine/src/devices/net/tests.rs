@@ -462,10 +462,17 @@ fn what_it_does_is_counted() {
         let piece = sent(&mut driver, &frame(0, len));
         driver.request(1, &[piece]);
     }
+    let stalled = || matches!(meter.read(), DeviceFigures::Net { stalls: 1.., .. });
+    assert!(!stalled());
     world.send(0, &frame(1, 70));
+    let begun = Instant::now();
+    while !stalled() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "a frame without a buffer");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     let room = driver.wanted(1526);
     driver.request(0, &[room]);
-    let (id, lost_frames) = ("n".to_owned(), 0);
+    let (id, lost_frames, stalls) = ("n".to_owned(), 0, 1);
     let (received_frames, received_bytes, sent_frames, sent_bytes) = (1, 70, 2, 160);
     let figures = DeviceFigures::Net {
         id,
@@ -474,6 +481,7 @@ fn what_it_does_is_counted() {
         sent_frames,
         sent_bytes,
         lost_frames,
+        stalls,
     };
     driver.quiesce();
     assert_eq!(meter.read(), figures);
