@@ -134,14 +134,12 @@ impl EpochDrives {
 
     /// Returns how many blocks would be copied before a pause if that began now, without those that
     /// change meanwhile.
-    pub(crate) fn due_ahead(&mut self) -> u64 {
-        let due = |drive: &mut FollowedDrive| {
-            let changed = drive.writes.drain();
-            let blocks = changed.frames();
-            changed.give_back();
+    pub(crate) fn due_ahead(&self) -> u64 {
+        let due = |drive: &FollowedDrive| {
+            let blocks = drive.writes.count();
             if blocks <= drive.keeper.room() { 0 } else { blocks }
         };
-        self.0.iter_mut().map(due).sum()
+        self.0.iter().map(due).sum()
     }
 }
 

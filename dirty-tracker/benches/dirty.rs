@@ -1,14 +1,19 @@
-//! The figures of BENCHMARKS.md: `cargo bench -p driftline-dirty-tracker`.
+//! The figures of BENCHMARKS.md: `cargo bench -p driftline-dirty-tracker --all-features`.
 //!
 //! Criterion samples every cell. At the end come summary tables of the medians, and the same as one
-//! JSON object on the last line. `cargo bench -p driftline-dirty-tracker -- 2016` runs one table:
-//! 2016, 12TiB, bits, density, threads, ranges, ring, frameset or parallel.
+//! JSON object on the last line. `-- 2016` runs one table: 2016, 12TiB, bits, density, threads,
+//! ranges, marks, ring, frameset or parallel. Without the feature `vm-memory` there is no `marks`,
+//! and without `parallel` no table of that name.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 #[path = "tables/bits.rs"]
 mod bits;
 #[path = "tables/frame_set.rs"]
 mod frame_set;
+#[cfg(feature = "vm-memory")]
+#[path = "tables/marks.rs"]
+mod marks;
+#[cfg(feature = "parallel")]
 #[path = "tables/parallel.rs"]
 mod parallel;
 mod rivals;
@@ -21,10 +26,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode};
-use driftline_dirty_tracker::{
-    ENTRY_DIRTY, ENTRY_RESET, FrameRun, Gfn, Harvester, Layout, RingEntry, Slot, SlotId, Tracker,
-    Tree,
-};
+use driftline_dirty_tracker::ring::{ENTRY_DIRTY, ENTRY_RESET, Harvester, RingEntry};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker, Tree};
 use rivals::{Flat, FlatSimd, Hibit, LINE, List, Ours, Radix8, Rival, Roaring, VmMemory};
 use vm_memory::bitmap::AtomicBitmap;
 
@@ -224,12 +227,13 @@ fn table_12_tib(c: &mut Criterion) {
     const RUN: u64 = 256;
     let table = "12 TiB, drained to runs";
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }]).unwrap();
+    let layout = Arc::new(layout);
     let start = Instant::now();
-    let tree = Tree::new(&layout).unwrap();
+    let tree = Tree::new(layout.clone()).unwrap();
     note(table, "build", "tree, ns", start.elapsed().as_nanos() as f64);
     drop(tree);
     let mut random = Random(12);
-    let mut runs = Vec::new();
+    let mut runs: Vec<FrameRun> = Vec::new();
     let mut group = quick(c, "12TiB");
     let mut flat = vec![0u64; (FRAMES / 64) as usize];
     let cases = [
@@ -244,22 +248,21 @@ fn table_12_tib(c: &mut Criterion) {
             (0..count).for_each(|_| word((random.next() % (FRAMES - length)) / length * length));
         };
         let before = resident_mib();
-        let mut tree = Tree::new(&layout).unwrap();
-        mark(&mut |f| tree.mark(&layout, FrameRun { start: Gfn(f), count: length }).unwrap());
+        let mut tree = Tree::new(layout.clone()).unwrap();
+        let run = |f| FrameRun { start: Gfn(f), count: length };
+        mark(&mut |f| tree.mark(run(f)).unwrap());
         note(table, row, "tree, resident MiB", resident_mib() - before);
         for (name, shared) in [("tree", false), ("tree, shared", true)] {
             group.bench_function(BenchmarkId::new(name, row), |b| {
                 b.iter_custom(|iterations| {
                     let mut drain = Duration::ZERO;
                     for _ in 0..iterations {
-                        mark(&mut |f| {
-                            tree.mark(&layout, FrameRun { start: Gfn(f), count: length }).unwrap()
-                        });
+                        mark(&mut |f| tree.mark(run(f)).unwrap());
                         runs.clear();
                         let start = Instant::now();
                         match shared {
-                            true => tree.drain(&layout, &mut runs),
-                            false => tree.drain_mut(&layout, &mut runs),
+                            true => tree.drain_into(&mut runs),
+                            false => tree.exclusive().drain_into(&mut runs),
                         };
                         drain += start.elapsed();
                     }
@@ -269,6 +272,23 @@ fn table_12_tib(c: &mut Criterion) {
                 });
             });
         }
+        let tracker = Arc::new(Tracker::new(layout.clone()));
+        let mut subscription = tracker.subscribe("bench").unwrap();
+        group.bench_function(BenchmarkId::new("subscriber", row), |b| {
+            b.iter_custom(|iterations| {
+                let mut drain = Duration::ZERO;
+                for _ in 0..iterations {
+                    mark(&mut |f| tracker.mark(run(f)).unwrap());
+                    let start = Instant::now();
+                    let set = subscription.drain();
+                    drain += start.elapsed();
+                    set.commit();
+                }
+                let each = drain.as_nanos() as f64 / iterations as f64;
+                note(table, row, "subscriber, 2 threads, ns", each);
+                drain
+            });
+        });
         mark(&mut |f| (f..f + length).for_each(|f| flat[(f / 64) as usize] |= 1 << (f % 64)));
         // The flat scan only reads; clearing the words is not timed.
         for _ in 0..3 {
@@ -292,7 +312,7 @@ fn table_threads(_: &mut Criterion) {
     // Enough frames for each thread that nearly all inserts are new.
     const FRAMES: u64 = 1 << 23;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 2 * FRAMES }]).unwrap();
-    let tree = Tree::new(&layout).unwrap();
+    let tree = Tree::new(layout).unwrap();
     for (row, threads, same, drainer) in [
         ("1 thread", 1, true, false),
         ("2 threads, same words", 2, true, false),
@@ -306,23 +326,23 @@ fn table_threads(_: &mut Criterion) {
             std::thread::scope(|scope| {
                 let inserters: Vec<_> = (0..threads)
                     .map(|t| {
-                        let (tree, layout) = (&tree, &layout);
+                        let tree = &tree;
                         scope.spawn(move || {
                             let base = if same { 0 } else { t * FRAMES };
                             let mut random = Random(t);
                             for _ in 0..INSERTS {
                                 let start = Gfn(base + random.next() % FRAMES);
-                                tree.mark(layout, FrameRun { start, count: 1 }).unwrap();
+                                tree.mark(FrameRun { start, count: 1 }).unwrap();
                             }
                         })
                     })
                     .collect();
                 if drainer {
                     scope.spawn(|| {
-                        let mut runs = Vec::new();
+                        let mut runs: Vec<FrameRun> = Vec::new();
                         while !stop.load(Ordering::Relaxed) {
                             runs.clear();
-                            tree.drain(&layout, &mut runs);
+                            tree.drain_into(&mut runs);
                         }
                     });
                 }
@@ -331,7 +351,7 @@ fn table_threads(_: &mut Criterion) {
             });
             let rate = (threads * INSERTS) as f64 / start.elapsed().as_secs_f64() / 1e6;
             note("concurrency", row, "million inserts a second", rate);
-            tree.drain(&layout, &mut Vec::new());
+            tree.clear();
         }
     }
 }
@@ -339,7 +359,7 @@ fn table_threads(_: &mut Criterion) {
 fn table_ranges(c: &mut Criterion) {
     const FRAMES: u64 = 1 << 20;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }]).unwrap();
-    let mut tree = Tree::new(&layout).unwrap();
+    let mut tree = Tree::new(layout.clone()).unwrap();
     let flat = AtomicBitmap::new(FRAMES as usize * 4096, NonZeroUsize::new(4096).unwrap());
     let mut group = quick(c, "ranges");
     for count in [1, 16, 256, 4096] {
@@ -362,20 +382,22 @@ fn table_ranges(c: &mut Criterion) {
             });
         };
         let run = |start| FrameRun { start: Gfn(start), count };
-        let mut runs = Vec::new();
+        let mut runs: Vec<FrameRun> = Vec::new();
         let mut clear = || {
             runs.clear();
-            tree.drain(&layout, &mut runs);
+            tree.drain_into(&mut runs);
         };
-        measure("tree, shared", &mut |s| tree.mark(&layout, run(s)).unwrap(), &mut clear);
+        measure("tree, shared", &mut |s| tree.mark(run(s)).unwrap(), &mut clear);
         let own = RefCell::new(&mut tree);
         let mut clear = || {
-            own.borrow_mut().drain_mut(&layout, &mut runs);
+            own.borrow_mut().exclusive().drain_into(&mut runs);
             runs.clear();
         };
-        measure("tree", &mut |s| own.borrow_mut().mark_mut(&layout, run(s)).unwrap(), &mut clear);
+        let mark = &mut |s| own.borrow_mut().exclusive().mark(run(s)).unwrap();
+        measure("tree", mark, &mut clear);
         // The path of a `TrackedBitmap`: all subscribers, counted, and ordered with the write
-        // before it.
+        // before it. Marks that are still gathered at the end reach the tree with the drain, which
+        // is not timed: see the table of marks.
         let tracker = Arc::new(Tracker::new(layout.clone()));
         let mut subscription = tracker.subscribe("bench").unwrap();
         measure("tracker", &mut |s| tracker.mark(run(s)).unwrap(), &mut || {
@@ -436,15 +458,18 @@ type Table = fn(&mut Criterion);
 fn main() {
     let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let mut criterion = Criterion::default().without_plots();
-    let tables: [(&str, Table); 9] = [
+    let tables: &[(&str, Table)] = &[
         ("2016", table_2016),
         ("12TiB", table_12_tib),
         ("bits", bits::tests),
         ("density", bits::density),
         ("threads", table_threads),
         ("ranges", table_ranges),
+        #[cfg(feature = "vm-memory")]
+        ("marks", marks::marks),
         ("ring", table_ring),
         ("frameset", frame_set::frame_set),
+        #[cfg(feature = "parallel")]
         ("parallel", parallel::parallel),
     ];
     for (name, table) in tables {

@@ -1,13 +1,15 @@
 //! A dirty set: the frames that changed between two drains. It is committed or given back (I4).
 
-use crate::subscriber_tree::SubscriberTree;
+use crate::FrameRun;
+use crate::subscriber::Subscriber;
 use crate::sync::Arc;
-use crate::{FrameRun, Layout};
+use crate::tree::{ListedRuns, RunLists};
 
 /// The frames drained from one subscriber's tree. The set is owned, so several can exist at once.
 ///
 /// [`commit`](Self::commit) discards the frames. [`give_back`](Self::give_back), or dropping the
 /// set, returns them to their tree, so that the next drain has them again. None of these fails.
+/// Frames that the layout has lost meanwhile are not given back.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -20,7 +22,7 @@ use crate::{FrameRun, Layout};
 /// tracker.mark(FrameRun { start: Gfn(500), count: 1 })?;
 /// let dirty = subscription.drain();
 /// assert_eq!((dirty.number(), dirty.frames(), dirty.is_empty()), (0, 3, false));
-/// assert_eq!((dirty.runs().len(), dirty.layout().frames()), (2, 1024));
+/// assert_eq!(dirty.runs().len(), 2);
 /// let sent = dirty.runs().try_for_each(send);
 /// match sent {
 ///     Ok(()) => dirty.commit(),
@@ -32,21 +34,16 @@ use crate::{FrameRun, Layout};
 #[derive(Debug)]
 #[must_use = "a dirty set that is dropped gives its frames back"]
 pub struct DirtySet {
-    subscriber: Arc<SubscriberTree>,
+    subscriber: Arc<Subscriber>,
     number: u64,
-    runs: Vec<FrameRun>,
-    frames: u64,
+    lists: RunLists,
     committed: bool,
 }
 
 impl DirtySet {
-    pub(crate) fn new(
-        subscriber: Arc<SubscriberTree>,
-        number: u64,
-        runs: Vec<FrameRun>,
-        frames: u64,
-    ) -> Self {
-        Self { subscriber, number, runs, frames, committed: false }
+    pub(crate) fn new(subscriber: Arc<Subscriber>, lists: RunLists) -> Self {
+        let number = subscriber.next_number();
+        Self { subscriber, number, lists, committed: false }
     }
 
     /// Returns the number of dirty sets that the subscriber drained before this one.
@@ -56,22 +53,17 @@ impl DirtySet {
 
     /// Returns the number of frames. O(1).
     pub fn frames(&self) -> u64 {
-        self.frames
+        self.lists.frames()
     }
 
     /// Returns whether no frame changed.
     pub fn is_empty(&self) -> bool {
-        self.frames == 0
+        self.frames() == 0
     }
 
     /// Returns the frames as ascending runs. No two runs touch within a slot.
-    pub fn runs(&self) -> impl ExactSizeIterator<Item = FrameRun> + '_ {
-        self.runs.iter().copied()
-    }
-
-    /// Returns the layout of the frames.
-    pub fn layout(&self) -> &Layout {
-        &self.subscriber.layout
+    pub fn runs(&self) -> DirtyRuns<'_> {
+        DirtyRuns(self.lists.iter())
     }
 
     /// Discards the frames, because they arrived at their destination. O(1).
@@ -87,10 +79,35 @@ impl DirtySet {
 impl Drop for DirtySet {
     fn drop(&mut self) {
         if !self.committed {
-            for run in &self.runs {
-                self.subscriber.give_back(*run);
-            }
+            self.subscriber.with_tree(|tree| tree.mark_parts(self.lists.iter()));
         }
-        self.subscriber.recycle(std::mem::take(&mut self.runs));
+        self.subscriber.recycle(std::mem::take(&mut self.lists));
+    }
+}
+
+/// The runs of a dirty set, ascending. From [`DirtySet::runs`].
+#[derive(Debug, Clone)]
+pub struct DirtyRuns<'s>(ListedRuns<'s>);
+
+impl Iterator for DirtyRuns<'_> {
+    type Item = FrameRun;
+
+    fn next(&mut self) -> Option<FrameRun> {
+        self.0.next()
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.0.size_hint()
+    }
+}
+
+impl ExactSizeIterator for DirtyRuns<'_> {}
+
+impl<'s> IntoIterator for &'s DirtySet {
+    type Item = FrameRun;
+    type IntoIter = DirtyRuns<'s>;
+
+    fn into_iter(self) -> DirtyRuns<'s> {
+        self.runs()
     }
 }

@@ -1,13 +1,76 @@
-//! Guest frame numbers and runs of frames, the two units of this crate.
+//! Guest frame numbers and runs of frames, the two units of this crate, and the size of a frame.
 
 use std::fmt;
 
 /// The base-2 logarithm of [`PAGE_SIZE`].
-pub const PAGE_SHIFT: u32 = 12;
-/// Bytes in a frame: 4096, the unit in which KVM tracks writes on x86-64.
-pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
+pub const PAGE_SHIFT: u32 = PageSize::Kib4.shift();
+/// Bytes in a frame of the default size, 4096: the unit in which KVM tracks writes on x86-64.
+pub const PAGE_SIZE: u64 = PageSize::Kib4.bytes();
 
-/// A guest frame number: a guest physical address divided by [`PAGE_SIZE`].
+/// The size of a frame: that of the host's pages, the unit in which KVM tracks writes.
+///
+/// The tree counts frames and does not depend on their size. A layout has it, for callers that
+/// count bytes: `TrackedBitmap`, and the methods here. Those of [`Gfn`] and [`FrameRun`] are for the
+/// default size.
+///
+/// ```
+/// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PageSize, Slot, SlotId};
+/// let slot = Slot { id: SlotId(0), base: PageSize::Kib64.gfn(0x4000_0000), frames: 1024 };
+/// let layout = Layout::with_page_size(PageSize::Kib64, [slot])?; // 64 MiB on an arm64 host
+/// let page = layout.page_size();
+/// assert_eq!((page.bytes(), page.gpa(slot.base)), (65_536, 0x4000_0000));
+/// assert_eq!(page.run(0x4000_ffff, 2), FrameRun { start: slot.base, count: 2 });
+/// # Ok::<(), driftline_dirty_tracker::LayoutError>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub enum PageSize {
+    /// 4 KiB: x86-64, and the usual size of other hosts.
+    #[default]
+    Kib4,
+    /// 16 KiB.
+    Kib16,
+    /// 64 KiB.
+    Kib64,
+}
+
+impl PageSize {
+    /// Returns the base-2 logarithm of [`bytes`](Self::bytes).
+    pub const fn shift(self) -> u32 {
+        match self {
+            Self::Kib4 => 12,
+            Self::Kib16 => 14,
+            Self::Kib64 => 16,
+        }
+    }
+
+    /// Returns the number of bytes in a frame.
+    pub const fn bytes(self) -> u64 {
+        1 << self.shift()
+    }
+
+    /// Returns the frame that holds the guest physical byte address `gpa`.
+    pub const fn gfn(self, gpa: u64) -> Gfn {
+        Gfn(gpa >> self.shift())
+    }
+
+    /// Returns the guest physical byte address of the frame's first byte.
+    pub const fn gpa(self, gfn: Gfn) -> u64 {
+        gfn.0 << self.shift()
+    }
+
+    /// Returns the frames that hold the `len` bytes from `gpa` on. Bytes past address 2^64 - 1 do
+    /// not count.
+    pub const fn run(self, gpa: u64, len: u64) -> FrameRun {
+        let start = self.gfn(gpa);
+        if len == 0 {
+            return FrameRun { start, count: 0 };
+        }
+        let last = self.gfn(gpa.saturating_add(len - 1));
+        FrameRun { start, count: last.0 - start.0 + 1 }
+    }
+}
+
+/// A guest frame number: a guest physical address divided by the size of a frame.
 ///
 /// ```
 /// use driftline_dirty_tracker::Gfn;
@@ -22,16 +85,16 @@ pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
 pub struct Gfn(pub u64);
 
 impl Gfn {
-    /// Returns the frame that holds the guest physical byte address `gpa`.
+    /// Returns the frame of 4 KiB that holds the guest physical byte address `gpa`.
     pub const fn containing(gpa: u64) -> Self {
-        Self(gpa >> PAGE_SHIFT)
+        PageSize::Kib4.gfn(gpa)
     }
 
-    /// Returns the guest physical byte address of the frame's first byte.
+    /// Returns the guest physical byte address of the first byte of a frame of 4 KiB.
     ///
     /// Frames of a [`Layout`](crate::Layout) never overflow here: their addresses lie below 2^52.
     pub const fn gpa(self) -> u64 {
-        self.0 << PAGE_SHIFT
+        PageSize::Kib4.gpa(self)
     }
 }
 
@@ -73,7 +136,7 @@ impl FrameRun {
         Gfn(self.start.0.saturating_add(self.count))
     }
 
-    /// Returns the number of bytes in the run. A run of guest memory never overflows here.
+    /// Returns the number of bytes in the run, whose frames are of 4 KiB. A run of guest memory never overflows here.
     pub const fn bytes(self) -> u64 {
         self.count << PAGE_SHIFT
     }

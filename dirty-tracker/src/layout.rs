@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use crate::{FrameRun, Gfn};
+use crate::{FrameRun, Gfn, PageSize};
 
 /// KVM's number of a memory slot.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -48,7 +48,7 @@ pub enum LayoutError {
     /// A slot has no frames.
     #[error("slot {} at gfn {:#x} has no frames", .0.id.0, .0.base.0)]
     EmptySlot(Slot),
-    /// A slot ends past the architecture's last frame (2^40, 52 bits of address).
+    /// A slot ends past the last address that a guest can have, 2^52 - 1.
     #[error(
         "slot {} of {} frames at gfn {:#x} ends past the last guest frame",
         .0.id.0, .0.frames, .0.base.0
@@ -62,17 +62,16 @@ pub enum LayoutError {
     Overlap(Slot, Slot),
 }
 
-/// A frame or an offset that lies in no slot. The call that returns it has changed nothing, except
-/// for [`Tree::write_leaves`](crate::Tree::write_leaves), which documents its effect.
+/// A frame or an offset that lies in no slot. The call that returns it has changed nothing.
 ///
 /// ```
-/// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
-/// # let tracker = Tracker::new(Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 32 }])?);
-/// let error = tracker.mark_offset(SlotId(7), 32).unwrap_err();
+/// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+/// let tree = Tree::new(Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 32 }])?)?;
+/// let error = tree.absorb_bitmap(SlotId(7), &[1 << 32]).unwrap_err();
 /// assert_eq!(error.to_string(), "frames 0x20..0x21 lie outside slot 7, which has 0x20 frames");
-/// let error = tracker.mark(FrameRun { start: Gfn(30), count: 3 }).unwrap_err();
+/// let error = tree.mark(FrameRun { start: Gfn(30), count: 3 }).unwrap_err();
 /// assert_eq!(error.to_string(), "gfn 0x1e..0x21 is not inside any one memory slot");
-/// # Ok::<(), driftline_dirty_tracker::LayoutError>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -108,8 +107,8 @@ pub enum OutOfSlot {
     },
 }
 
-/// One past the last guest frame: guest physical addresses have at most 52 bits on x86-64.
-const FRAME_LIMIT: u64 = 1 << 40;
+/// Number of bits of a guest physical address, at most: 52 on x86-64 and on arm64.
+const ADDRESS_BITS: u32 = 52;
 
 /// The slots of a guest, ascending by frame, and the position of each in a tree's leaf level.
 ///
@@ -127,7 +126,6 @@ const FRAME_LIMIT: u64 = 1 << 40;
 /// assert_eq!(layout.locate(Gfn(0x100003)), Some((SlotId(1), 3)));
 /// assert!(!layout.contains(FrameRun { start: Gfn(98), count: 3 }), "it ends in a hole");
 /// assert!(layout.slots().map(|slot| slot.run()).all(|run| layout.contains(run)));
-/// assert_eq!(layout.hash(), layout.clone().hash());
 /// # Ok::<(), driftline_dirty_tracker::LayoutError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -136,6 +134,7 @@ pub struct Layout {
     /// Indices into `slots`, ascending by slot number.
     by_id: Vec<(SlotId, usize)>,
     leaf_words: u64,
+    page: PageSize,
 }
 
 /// A slot and the index of its first leaf word.
@@ -148,6 +147,17 @@ pub(crate) struct Placed {
 impl Placed {
     pub(crate) fn words(&self) -> u64 {
         self.slot.frames.div_ceil(64)
+    }
+
+    /// Returns whether `run` lies inside the slot.
+    pub(crate) fn has(&self, run: FrameRun) -> bool {
+        let offset = run.start.0.wrapping_sub(self.slot.base.0);
+        offset < self.slot.frames && run.count <= self.slot.frames - offset
+    }
+
+    /// Returns the leaf bit of a frame of the slot.
+    pub(crate) fn bit_of(&self, gfn: Gfn) -> u64 {
+        self.first_word * 64 + (gfn.0 - self.slot.base.0)
     }
 
     /// Returns the slot's words in the leaf level.
@@ -172,12 +182,25 @@ impl Placed {
 }
 
 impl Layout {
-    /// Creates a layout of `slots`, which may come in any order. O(slots * log slots).
+    /// Creates a layout of `slots`, which may come in any order, with frames of 4 KiB. O(slots * log
+    /// slots).
     ///
     /// # Errors
     /// Returns an error if there are no slots, if a slot has no frames or ends past the last guest
     /// frame, or if two slots have the same number or overlap.
     pub fn new(slots: impl IntoIterator<Item = Slot>) -> Result<Self, LayoutError> {
+        Self::with_page_size(PageSize::default(), slots)
+    }
+
+    /// As [`new`](Self::new), with frames of another size. Example at [`PageSize`].
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_page_size(
+        page: PageSize,
+        slots: impl IntoIterator<Item = Slot>,
+    ) -> Result<Self, LayoutError> {
+        let limit = 1 << (ADDRESS_BITS - page.shift());
         let mut slots: Vec<Slot> = slots.into_iter().collect();
         slots.sort_by_key(|s| s.base);
         if slots.is_empty() {
@@ -187,7 +210,7 @@ impl Layout {
             if s.frames == 0 {
                 return Err(LayoutError::EmptySlot(*s));
             }
-            if s.base.0.checked_add(s.frames).is_none_or(|end| end > FRAME_LIMIT) {
+            if s.base.0.checked_add(s.frames).is_none_or(|end| end > limit) {
                 return Err(LayoutError::PastEnd(*s));
             }
         }
@@ -210,7 +233,7 @@ impl Layout {
                 placed
             })
             .collect();
-        Ok(Self { slots, by_id, leaf_words })
+        Ok(Self { slots, by_id, leaf_words, page })
     }
 
     /// Returns the slots, ascending by frame.
@@ -239,19 +262,19 @@ impl Layout {
         run.count > 0 && self.bit_of_run(run).is_ok()
     }
 
-    /// Returns a checksum that tells most layouts apart. It is the CRC32C of the slot count, then
-    /// of the id, base and frame count of each slot, ascending by frame, little-endian. Equal
-    /// checksums do not prove that two layouts are equal: compare the layouts. Every stored and
-    /// sent header contains it. O(slots).
-    pub fn hash(&self) -> u32 {
-        let mut bytes = Vec::with_capacity(8 + self.slots.len() * 20);
-        bytes.extend_from_slice(&(self.slots.len() as u64).to_le_bytes());
-        for s in self.slots() {
-            bytes.extend_from_slice(&s.id.0.to_le_bytes());
-            bytes.extend_from_slice(&s.base.0.to_le_bytes());
-            bytes.extend_from_slice(&s.frames.to_le_bytes());
-        }
-        crc32c::crc32c(&bytes)
+    /// Returns the size of a frame.
+    pub fn page_size(&self) -> PageSize {
+        self.page
+    }
+
+    /// Returns the parts of `run` that lie in slots, ascending. No part crosses the end of a slot.
+    pub(crate) fn parts(&self, run: FrameRun) -> impl Iterator<Item = FrameRun> {
+        let first = self.slots.partition_point(|p| p.slot.run().end() <= run.start);
+        self.slots[first..].iter().map_while(move |p| {
+            let start = p.slot.base.max(run.start);
+            let end = p.slot.run().end().min(run.end());
+            (start < end).then(|| FrameRun { start, count: end.0 - start.0 })
+        })
     }
 
     fn placed_at(&self, gfn: Gfn) -> Option<&Placed> {
@@ -286,24 +309,25 @@ impl Layout {
         Ok((placed, &bitmap[..bitmap.len().min(placed.words() as usize)]))
     }
 
-    /// Returns the leaf bit of the first frame of `run`, which must lie in one slot.
-    pub(crate) fn bit_of_run(&self, run: FrameRun) -> Result<u64, OutOfSlot> {
-        let p = self.placed_at(run.start).ok_or(OutOfSlot::NoMemory { run })?;
-        let offset = run.start.0 - p.slot.base.0;
-        if run.count > p.slot.frames - offset {
-            return Err(OutOfSlot::NoMemory { run });
-        }
-        Ok(p.first_word * 64 + offset)
+    /// Returns the slot in which all of `run` lies.
+    pub(crate) fn placed_around(&self, run: FrameRun) -> Result<&Placed, OutOfSlot> {
+        let around = self.placed_at(run.start).filter(|p| p.has(run));
+        around.ok_or(OutOfSlot::NoMemory { run })
     }
 
-    /// Returns the leaf bit of a frame that KVM names by slot number and offset.
-    pub(crate) fn bit_of_offset(&self, slot: SlotId, offset: u64) -> Result<u64, OutOfSlot> {
+    /// Returns the leaf bit of the first frame of `run`, which must lie in one slot.
+    pub(crate) fn bit_of_run(&self, run: FrameRun) -> Result<u64, OutOfSlot> {
+        Ok(self.placed_around(run)?.bit_of(run.start))
+    }
+
+    /// Returns the slot of a frame that KVM names by slot number and offset.
+    pub(crate) fn placed_with(&self, slot: SlotId, offset: u64) -> Result<&Placed, OutOfSlot> {
         let p = self.placed_by_id(slot).ok_or(OutOfSlot::NoSlot { slot, offset })?;
         if offset >= p.slot.frames {
             let frames = p.slot.frames;
             return Err(OutOfSlot::PastSlot { slot, offset, count: 1, frames });
         }
-        Ok(p.first_word * 64 + offset)
+        Ok(p)
     }
 }
 
@@ -321,7 +345,7 @@ mod tests {
         assert_eq!(refused(&[]), LayoutError::NoSlots);
         assert!(matches!(refused(&[slot(0, 0, 0)]), LayoutError::EmptySlot(_)));
         assert!(matches!(refused(&[slot(0, u64::MAX, 2)]), LayoutError::PastEnd(_)));
-        assert!(matches!(refused(&[slot(0, FRAME_LIMIT, 1)]), LayoutError::PastEnd(_)));
+        assert!(matches!(refused(&[slot(0, 1 << 40, 1)]), LayoutError::PastEnd(_)));
         assert!(matches!(refused(&[slot(0, 0, 2), slot(1, 1, 1)]), LayoutError::Overlap(..)));
         assert!(matches!(refused(&[slot(3, 0, 2), slot(3, 9, 1)]), LayoutError::SameId(SlotId(3))));
     }
@@ -329,23 +353,38 @@ mod tests {
     #[test]
     fn error_names_frames_outside_their_slot() {
         let layout = Layout::new([slot(0, 0, 10), slot(7, 100, 10)]).unwrap();
-        let e = layout.bit_of_offset(SlotId(7), 10).unwrap_err();
+        let e = layout.placed_with(SlotId(7), 10).unwrap_err();
         assert_eq!(e.to_string(), "frames 0xa..0xb lie outside slot 7, which has 0xa frames");
-        let e = layout.bit_of_offset(SlotId(2), 5).unwrap_err();
+        let e = layout.placed_with(SlotId(2), 5).unwrap_err();
         assert_eq!(e.to_string(), "there is no slot 2 (frame offset 0x5)");
         let run = FrameRun { start: Gfn(8), count: 3 };
         let e = layout.bit_of_run(run).unwrap_err();
         assert_eq!(e.to_string(), "gfn 0x8..0xb is not inside any one memory slot");
         assert_eq!(layout.locate(Gfn(50)), None);
-        assert_eq!(layout.bit_of_offset(SlotId(7), 3), Ok(64 + 3));
+        assert_eq!(layout.bit_of_run(FrameRun { start: Gfn(103), count: 1 }), Ok(64 + 3));
     }
 
     #[test]
-    fn hash_tells_layouts_apart() {
-        let a = Layout::new([slot(0, 0, 10), slot(1, 100, 10)]).unwrap();
-        let b = Layout::new([slot(1, 100, 10), slot(0, 0, 10)]).unwrap();
-        let c = Layout::new([slot(0, 0, 10), slot(1, 101, 10)]).unwrap();
-        assert_eq!(a.hash(), b.hash());
-        assert_ne!(a.hash(), c.hash());
+    fn parts_are_the_intersection_with_each_slot() {
+        let layout = Layout::new([slot(0, 10, 10), slot(1, 20, 5), slot(2, 40, 10)]).unwrap();
+        let run = |start, count| FrameRun { start: Gfn(start), count };
+        let parts = |start, count| layout.parts(run(start, count)).collect::<Vec<_>>();
+        assert_eq!(parts(0, 100), [run(10, 10), run(20, 5), run(40, 10)]);
+        assert_eq!(parts(15, 7), [run(15, 5), run(20, 2)]);
+        assert_eq!(parts(22, 20), [run(22, 3), run(40, 2)]);
+        assert_eq!(parts(25, 15), []);
+        assert_eq!(parts(50, 9), []);
+    }
+
+    #[test]
+    fn page_size_bounds_the_frames() {
+        for (page, limit) in
+            [(PageSize::Kib4, 1 << 40), (PageSize::Kib16, 1 << 38), (PageSize::Kib64, 1 << 36)]
+        {
+            let last = Layout::with_page_size(page, [slot(0, limit - 1, 1)]).unwrap();
+            assert_eq!(last.page_size(), page);
+            let past = Layout::with_page_size(page, [slot(0, limit - 1, 2)]);
+            assert!(matches!(past, Err(LayoutError::PastEnd(_))), "{page:?}");
+        }
     }
 }

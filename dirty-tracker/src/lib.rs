@@ -71,10 +71,10 @@
 //!     Slot { id: SlotId(0), base: Gfn(0), frames: 100 },
 //!     Slot { id: SlotId(1), base: Gfn(0x100000), frames: 5_000 },
 //! ])?;
-//! let mut tree = Tree::new(&layout)?;
+//! let tree = Tree::new(layout)?;
 //! assert_eq!(tree.reserved_bytes(), 8 * (81 + 2 + 1));
-//! tree.mark(&layout, FrameRun { start: Gfn(0x100000 + 4_000), count: 1 })?;
-//! assert_eq!(tree.bitmap(&layout, SlotId(1))?[64 - 2], 1 << 32);
+//! tree.mark(FrameRun { start: Gfn(0x100000 + 4_000), count: 1 })?;
+//! assert_eq!(tree.bitmap(SlotId(1))?.nth(64 - 2), Some(1 << 32));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
@@ -88,8 +88,9 @@
 //! | insert a run | O(its words + levels) | the same; nothing is done frame by frame |
 //! | drain, clear, count | O(dirty words * levels) | [`Subscription::drain`], [`Tree::clear`], [`Tree::count`] |
 //! | drain of a small epoch | O(its words) | the same call |
-//! | test; next after a hit | O(1) | [`Cursor`]; O(levels) where the next frame is far away |
-//! | take a bitmap over | O(its words) | [`Tree::absorb_bitmap`], [`Tree::adopt_bitmap`] |
+//! | test a frame near the last | O(1) | [`Cursor`] |
+//! | next run | O(1), or O(levels) if it is far away | [`Tree::iter`] |
+//! | take a bitmap over | O(its words) | [`Tracker::absorb_bitmap`], [`Tree::absorb_bitmap`] |
 //!
 //! Up to 64 adjacent dirty words share one summary, so a drain usually costs close to O(dirty
 //! words). Once the buffers have grown, inserting and draining allocate nothing (`tests/alloc.rs`).
@@ -103,7 +104,9 @@
 //! vector instructions once, when it is made. With AVX-512 VBMI2 a word is compressed to the
 //! numbers of its bits in one step, and lists of frames that exceed the cache (2 MiB) are written
 //! with non-temporal stores. With BMI, LZCNT and POPCNT the portable code is compiled for these
-//! instructions. Any other CPU runs the portable code. Tests compare all three (`tree/simd.rs`).
+//! instructions. Any other CPU runs the portable code, and so does every CPU below these levels if an
+//! older compiler than 1.89, which lacks the vector instructions, built the crate. Tests compare all
+//! three (`tree/simd.rs`).
 //!
 //! # Invariants
 //!
@@ -114,7 +117,8 @@
 //! - **I2** Every harvested entry is in every subscriber's tree before the next reprotect of that
 //!   ring begins.
 //! - **I3** A frame's content is read only after its reprotect. The types rule out the other order:
-//!   a [`Harvest`] shows no frames, only [`Harvest::reprotected`] turns it into a [`Readable`], and
+//!   a [`Harvest`](ring::Harvest) shows no frames, only
+//!   [`reprotected`](ring::Harvest::reprotected) turns it into a [`Readable`](ring::Readable), and
 //!   only a `Readable` reaches a tree.
 //! - **I4** A drained [`DirtySet`] is committed or given back, exactly once; dropping it gives it
 //!   back. A failed send or write loses nothing.
@@ -138,15 +142,13 @@
 #[doc = include_str!("../README.md")]
 struct Readme;
 
+mod batch;
 mod dirty_set;
 mod frame_set;
 mod gfn;
-mod harvest;
 mod layout;
-mod list;
-mod ring;
-mod source;
-mod subscriber_tree;
+pub mod ring;
+mod subscriber;
 mod sync;
 mod tracker;
 mod tree;
@@ -155,13 +157,9 @@ mod vm_memory;
 
 #[cfg(feature = "vm-memory")]
 pub use self::vm_memory::TrackedBitmap;
-pub use dirty_set::DirtySet;
+pub use dirty_set::{DirtyRuns, DirtySet};
 pub use frame_set::FrameSet;
-pub use gfn::{FrameRun, Gfn, PAGE_SHIFT, PAGE_SIZE};
-pub use harvest::{Harvest, Harvester, Inserted, Readable};
+pub use gfn::{FrameRun, Gfn, PAGE_SHIFT, PAGE_SIZE, PageSize};
 pub use layout::{Layout, LayoutError, OutOfSlot, Slot, SlotId};
-pub use list::{DirtyFrame, DirtyList};
-pub use ring::{ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingFull, RingHarvest};
-pub use source::{Collected, DirtySource, SourceError, TrackingMode, UnknownMode};
-pub use tracker::{Subscription, Tracker, TrackerStats};
-pub use tree::{Cursor, MissingSummary, NoMemory, RunLists, Slices, Tree};
+pub use tracker::{RelayoutError, Subscription, Tracker, TrackerStats};
+pub use tree::{Cursor, Element, Exclusive, Iter, NoMemory, Tree};

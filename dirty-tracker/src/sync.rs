@@ -102,9 +102,3 @@ pub(crate) fn take_mut(word: &mut AtomicU64) -> u64 {
         word.swap(0, Ordering::SeqCst)
     }
 }
-
-/// Returns exclusively borrowed words as plain words.
-#[cfg(not(any(driftline_loom, driftline_shuttle)))]
-pub(crate) fn plain_mut(words: &mut [AtomicU64]) -> &mut [u64] {
-    zerocopy::transmute_mut!(words)
-}

@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use driftline_dirty_tracker::{
-    DirtySet, FrameRun, Gfn, Layout, LayoutError, OutOfSlot, Slot, SlotId, Subscription, Tracker,
-    Tree,
+    DirtySet, FrameRun, Gfn, Layout, LayoutError, OutOfSlot, PageSize, RelayoutError, Slot, SlotId,
+    Subscription, Tracker, Tree,
 };
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -75,6 +75,11 @@ fn leaves(subscription: &Subscription) -> BTreeSet<Gfn> {
     out
 }
 
+/// I1: the summaries lead to every leaf that is not zero.
+fn assert_summarized(subscription: &Subscription) {
+    assert_eq!(subscription.count(), leaves(subscription).len() as u64);
+}
+
 fn tracker(layout: &Layout) -> (Arc<Tracker>, Subscription) {
     let tracker = Arc::new(Tracker::new(layout.clone()));
     let subscription = tracker.subscribe("laws").unwrap();
@@ -92,13 +97,13 @@ proptest! {
             let run = pick(&layout, slot, at, count);
             tracker.mark(run).unwrap();
             model.extend(run.frames());
-            subscription.check().unwrap();
+            assert_summarized(&subscription);
         }
         let epoch = subscription.drain();
         prop_assert_eq!(epoch.frames(), model.len() as u64);
         prop_assert_eq!(frames(&epoch), model);
         epoch.commit();
-        subscription.check().unwrap();
+        assert_summarized(&subscription);
         prop_assert!(subscription.drain().is_empty());
     }
 
@@ -158,7 +163,7 @@ proptest! {
         for slot in layout.slots() {
             absorbed += to.absorb_bitmap(slot.id, &source.bitmap(slot.id).unwrap()).unwrap();
         }
-        sink.check().unwrap();
+        assert_summarized(&sink);
         prop_assert_eq!(leaves(&sink), leaves(&source));
         prop_assert_eq!(sink.drain().frames(), absorbed);
     }
@@ -191,7 +196,7 @@ proptest! {
         let epoch = subscription.drain();
         let second = mark(meanwhile);
         if drop_it { drop(epoch) } else { epoch.give_back() }
-        subscription.check().unwrap();
+        assert_summarized(&subscription);
         prop_assert_eq!(frames(&subscription.drain()), &first | &second);
         // That set was a temporary and was dropped: its frames are still in the tree. Committed
         // frames are not.
@@ -242,11 +247,52 @@ proptest! {
         prop_assert_eq!(tracker.stats().tree_bytes, 0);
     }
 
+    /// A subscriber keeps what is dirty and exists in both layouts, whatever it drained before, and
+    /// a set that is given back afterwards returns what still exists.
+    #[test]
+    fn relayout_keeps_what_is_dirty(
+        layouts in prop::collection::vec(layout(), 2..4), steps in prop::collection::vec(picks(8), 4), commits in any::<u8>(),
+    ) {
+        let (tracker, one) = tracker(&layouts[0]);
+        let mut pair = [one, tracker.subscribe("second").unwrap()];
+        let mut models = [BTreeSet::new(), BTreeSet::new()];
+        let mut taken: Vec<(usize, DirtySet)> = Vec::new();
+        for (i, picks) in steps.into_iter().enumerate() {
+            let now = &layouts[i % layouts.len()];
+            tracker.relayout(now.clone()).unwrap();
+            prop_assert_eq!(&*tracker.layout(), now);
+            let has = |gfn: &Gfn| now.locate(*gfn).is_some();
+            models.iter_mut().for_each(|m| m.retain(has));
+            for (slot, at, count) in picks {
+                let run = pick(now, slot, at, count);
+                tracker.mark(run).unwrap();
+                models.iter_mut().for_each(|m| m.extend(run.frames()));
+            }
+            for (subscription, model) in pair.iter().zip(&models) {
+                prop_assert_eq!(&leaves(subscription), model);
+                assert_summarized(subscription);
+            }
+            // One of the two drains, and sets of earlier layouts are committed or given back.
+            for (who, set) in taken.drain(..) {
+                if commits >> i & 1 == 1 {
+                    set.commit();
+                } else {
+                    models[who].extend(frames(&set).into_iter().filter(has));
+                    set.give_back();
+                }
+            }
+            let set = pair[i % 2].drain();
+            prop_assert_eq!(frames(&set), std::mem::take(&mut models[i % 2]));
+            prop_assert!(set.runs().all(|run| now.contains(run)));
+            taken.push((i % 2, set));
+        }
+    }
+
     #[test]
     fn mark_all_marks_every_frame_of_every_slot(layout in layout()) {
         let (tracker, mut subscription) = tracker(&layout);
         tracker.mark_all();
-        subscription.check().unwrap();
+        assert_summarized(&subscription);
         let epoch = subscription.drain();
         prop_assert_eq!(epoch.frames(), layout.frames());
         let slots: Vec<FrameRun> = layout.slots().map(|s| s.run()).collect();
@@ -275,7 +321,7 @@ proptest! {
         }
         let unknown = tracker.mark_offset(SlotId(99), past);
         prop_assert_eq!(unknown, Err(OutOfSlot::NoSlot { slot: SlotId(99), offset: past }));
-        prop_assert!(!tracker.is_marked(Gfn(1 << 39)));
+        prop_assert!(!tracker.contains(Gfn(1 << 39)));
         prop_assert!(subscription.drain().is_empty());
     }
 
@@ -293,7 +339,7 @@ proptest! {
 
     #[test]
     fn every_kind_of_drain_returns_the_same_set(layout in layout(), picks in picks(30)) {
-        let mut trees: Vec<Tree> = (0..4).map(|_| Tree::new(&layout).unwrap()).collect();
+        let mut trees: Vec<Tree> = (0..4).map(|_| Tree::new(layout.clone()).unwrap()).collect();
         // Twice: a drained tree behaves like a new one.
         for round in 0..2 {
             let mut model = BTreeSet::new();
@@ -301,20 +347,20 @@ proptest! {
                 let run = pick(&layout, slot, at, count);
                 model.extend(run.frames());
                 for (i, tree) in trees.iter_mut().enumerate() {
-                    if i % 2 == 0 { tree.mark(&layout, run).unwrap() } else { tree.mark_mut(&layout, run).unwrap() }
-                    tree.check().unwrap();
+                    if i % 2 == 0 { tree.mark(run).unwrap() } else { tree.exclusive().mark(run).unwrap() }
+                    prop_assert_eq!(tree.count(), model.len() as u64);
                 }
             }
             let (mut shared, mut owned) = (Vec::new(), Vec::new());
-            prop_assert_eq!(trees[0].drain_mut(&layout, &mut owned), model.len() as u64);
-            prop_assert_eq!(trees[1].drain(&layout, &mut shared), model.len() as u64);
+            prop_assert_eq!(trees[0].exclusive().drain_into(&mut owned), model.len() as u64);
+            prop_assert_eq!(trees[1].drain_into(&mut shared), model.len() as u64);
             prop_assert_eq!(&owned, &shared);
             prop_assert_eq!(&set(owned), &model);
             // The previous content of the list stays.
             let mut frames = vec![Gfn(u64::MAX)];
-            trees[2].drain_frames_mut(&layout, &mut frames);
+            trees[2].exclusive().drain_into(&mut frames);
             let mut again = vec![Gfn(u64::MAX)];
-            trees[3].drain_frames(&layout, &mut again);
+            trees[3].drain_into(&mut again);
             prop_assert_eq!(&frames, &again);
             prop_assert_eq!(frames.remove(0), Gfn(u64::MAX));
             prop_assert_eq!(frames, model.into_iter().collect::<Vec<_>>());
@@ -323,13 +369,13 @@ proptest! {
 
     #[test]
     fn run_outside_its_slot_marks_nothing(layout in layout()) {
-        let mut tree = Tree::new(&layout).unwrap();
+        let mut tree = Tree::new(layout.clone()).unwrap();
         for slot in layout.slots() {
             let run = FrameRun { start: slot.base, count: slot.frames + 1 };
-            prop_assert_eq!(tree.mark(&layout, run), Err(OutOfSlot::NoMemory { run }));
-            prop_assert_eq!(tree.mark_mut(&layout, run), Err(OutOfSlot::NoMemory { run }));
+            prop_assert_eq!(tree.mark(run), Err(OutOfSlot::NoMemory { run }));
+            prop_assert_eq!(tree.exclusive().mark(run), Err(OutOfSlot::NoMemory { run }));
         }
-        prop_assert_eq!(tree.drain_mut(&layout, &mut Vec::new()), 0);
+        prop_assert!(tree.is_empty());
     }
 }
 
@@ -346,11 +392,27 @@ fn summaries_cost_at_most_two_percent() {
     let sizes = if cfg!(miri) { vec![1 << 18] } else { vec![1 << 22, 1 << 30, 3 << 30] };
     let large = sizes.iter().flat_map(|size| [size - 1, *size, size + 1]).map(|n| slots(1, n));
     for layout in small.chain(large).chain([slots(4096, 1)]) {
-        let (all, leaves) = (Tree::new(&layout).unwrap().reserved_bytes(), layout.leaf_words() * 8);
+        let leaves = layout.leaf_words() * 8;
+        let all = Tree::new(layout).unwrap().reserved_bytes();
         let summaries = all - leaves;
         assert!(summaries * 100 <= 2 * leaves, "{summaries} bytes over {leaves} bytes of leaves");
         assert!(summaries * 64 >= leaves, "a bit for each word");
     }
+}
+
+#[test]
+fn relayout_to_another_page_size_is_refused() {
+    let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 100 };
+    let (tracker, mut subscription) = tracker(&Layout::new([slot]).unwrap());
+    tracker.mark(slot.run()).unwrap();
+    let other = Layout::with_page_size(PageSize::Kib64, [slot]).unwrap();
+    let error = tracker.relayout(other).unwrap_err();
+    assert_eq!(error, RelayoutError::PageSize { from: PageSize::Kib4, to: PageSize::Kib64 });
+    assert_eq!(
+        error.to_string(),
+        "a layout of frames of 65536 bytes cannot replace one of frames of 4096 bytes"
+    );
+    assert_eq!(subscription.drain().frames(), 100, "nothing changed");
 }
 
 #[test]

@@ -24,9 +24,9 @@ impl Line {
 }
 
 /// The mark finds its bit set and changes nothing, while a drain takes the bit and reads the frame.
-fn lost_writes(rounds: u64, mark: impl Fn(&Tree, &Layout, FrameRun) + Sync) -> u64 {
+fn lost_writes(rounds: u64, mark: impl Fn(&Tree, FrameRun) + Sync) -> u64 {
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 * 8 }]).unwrap();
-    let tree = Tree::new(&layout).unwrap();
+    let tree = Tree::new(layout).unwrap();
     let run = FrameRun { start: Gfn(7), count: 1 };
     let page: [Line; 16] = Default::default();
     let (ready, go, done) = (Line::default(), Line::default(), Line::default());
@@ -36,27 +36,27 @@ fn lost_writes(rounds: u64, mark: impl Fn(&Tree, &Layout, FrameRun) + Sync) -> u
             for round in 1..=rounds {
                 ready.wait_for(round);
                 // Marked before, and too much for the list of a small epoch.
-                tree.mark(&layout, FrameRun { start: Gfn(0), count: 64 * 8 }).unwrap();
+                tree.mark(FrameRun { start: Gfn(0), count: 64 * 8 }).unwrap();
                 go.0.store(round, Ordering::Release);
                 (0..round % 7).for_each(|_| spin_loop());
                 page.iter().for_each(|line| line.0.store(round, Ordering::Relaxed));
-                mark(&tree, &layout, run);
+                mark(&tree, run);
                 done.0.store(round, Ordering::Release);
             }
         });
-        let mut runs = Vec::new();
+        let mut runs: Vec<FrameRun> = Vec::new();
         for round in 1..=rounds {
             std::hint::black_box(page.iter().map(|l| l.0.load(Ordering::Relaxed)).sum::<u64>());
             ready.0.store(round, Ordering::Release);
             go.wait_for(round);
             (0..round / 7 % 5).for_each(|_| spin_loop());
             runs.clear();
-            tree.drain(&layout, &mut runs);
+            tree.drain_into(&mut runs);
             let seen = page[15].0.load(Ordering::Relaxed);
             done.wait_for(round);
             let taken = !runs.is_empty();
             runs.clear();
-            tree.drain(&layout, &mut runs);
+            tree.drain_into(&mut runs);
             lost += u64::from(taken && runs.is_empty() && seen < round);
         }
     });
@@ -71,14 +71,10 @@ fn write_before_a_mark_is_copied_or_remarked() {
         return;
     }
     let rounds = 100_000;
-    let lost = lost_writes(rounds, |tree, layout, run| tree.mark(layout, run).unwrap());
+    let lost = lost_writes(rounds, |tree, run| tree.mark(run).unwrap());
     assert_eq!(lost, 0, "by marks");
-    let lost = lost_writes(rounds, |tree, layout, run| {
-        tree.cursor(layout).set(run.start).unwrap();
-    });
-    assert_eq!(lost, 0, "by a cursor");
-    let lost = lost_writes(rounds, |tree, layout, _| {
-        tree.absorb_bitmap(layout, SlotId(0), &[1 << 7]).unwrap();
+    let lost = lost_writes(rounds, |tree, _| {
+        tree.absorb_bitmap(SlotId(0), &[1 << 7]).unwrap();
     });
     assert_eq!(lost, 0, "by bitmaps");
 }

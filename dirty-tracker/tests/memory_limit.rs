@@ -20,7 +20,7 @@ fn tree_without_address_space_is_an_error() {
     // The largest guest: its dirty bits take 128 GiB.
     let layout = |frames| Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
     let (small, large) = (layout(1000), layout(1 << 40));
-    let error = Tree::new(&large).unwrap_err();
+    let error = Tree::new(large.clone()).unwrap_err();
     assert_eq!(error.frames, 1 << 40);
     assert!(error.bytes >= 1 << 37, "{error}");
     assert!(error.to_string().contains("ulimit -v"), "{error}");

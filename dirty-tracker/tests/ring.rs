@@ -12,10 +12,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use driftline_dirty_tracker::{
-    DirtyList, DirtySet, ENTRY_DIRTY, Gfn, Harvester, Inserted, Layout, RingConsumer, RingFull,
-    Slot, SlotId, Subscription, Tracker,
-};
+use driftline_dirty_tracker::ring::{ENTRY_DIRTY, Harvester, Inserted, RingFull};
+use driftline_dirty_tracker::{DirtySet, Gfn, Layout, Slot, SlotId, Subscription, Tracker};
 use kernel::{Kernel, KernelRing};
 use proptest::prelude::*;
 
@@ -84,8 +82,10 @@ impl Vmm {
     }
 
     fn drain(&mut self) -> DirtySet {
+        let marked = self.subscription.bitmap(SlotId(0)).unwrap();
         let epoch = self.subscription.drain();
-        self.subscription.check().unwrap();
+        let ones = marked.iter().map(|bits| u64::from(bits.count_ones())).sum::<u64>();
+        assert_eq!(epoch.frames(), ones, "I1");
         epoch
     }
 
@@ -223,20 +223,19 @@ proptest! {
     fn indices_wrap_past_32_bits(pushes in prop::collection::vec(1..12u64, 1..40), behind in 0..100u32) {
         let start = 0u32.wrapping_sub(behind).wrapping_mul(16);
         let ring = KernelRing::new(16, 4, start);
-        let mut consumer = RingConsumer::default();
-        let mut list = DirtyList::with_capacity(16);
+        let mut harvester = Harvester::new(1, 16);
         let mut next = 0;
         for n in pushes {
-            list = DirtyList::with_capacity(16);
             for _ in 0..n {
                 ring.push(0, next);
                 next += 1;
             }
-            let taken = consumer.harvest(&ring.entries, &mut list);
-            prop_assert_eq!((taken.entries, taken.overrun), (n as u32, false));
-            prop_assert_eq!(ring.reset(u32::MAX, &mut |_, _| ()), n as u32);
+            let harvest = harvester.harvest([&ring.entries[..]]);
+            prop_assert_eq!((harvest.entries(), harvest.overruns()), (n as u32, 0));
+            let readable = harvest.reprotected(ring.reset(u32::MAX, &mut |_, _| ()));
+            prop_assert!(readable.is_trusted());
+            prop_assert_eq!(readable.for_each(|_, _| true).frames, n);
         }
-        prop_assert!(!list.is_empty());
     }
 }
 
@@ -289,11 +288,10 @@ fn dropped_overrun_counts_until_all_is_reprotected() {
 fn invalid_rings_are_not_trusted() {
     let ring = KernelRing::new(16, 4, 0);
     ring.entries[0].flags.store(ENTRY_DIRTY, Ordering::Release);
-    let mut consumer = RingConsumer::new();
-    let mut list = DirtyList::with_capacity(16);
     for len in [0, 1, 3, 12] {
-        let taken = consumer.harvest(&ring.entries[..len], &mut list);
-        assert!(taken.overrun && taken.entries == 0);
+        let mut harvester = Harvester::new(1, 16);
+        let harvest = harvester.harvest([&ring.entries[..len]]);
+        assert_eq!((harvest.entries(), harvest.overruns()), (0, 1));
     }
     let mut harvester = Harvester::new(2, 16);
     let harvest = harvester.harvest([ring.entries.as_slice()]);

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::Lifecycle;
 use driftline_images::Report;
 use driftline_machine::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
 };
 use driftline_machine::machine::Machine;
+use driftline_machine::tracking::TrackingMode;
 
 /// Two vCPUs, 1 GiB, and a file for what it prints.
 pub struct BenchGuest {

@@ -13,7 +13,10 @@ const DEPENDS_ON: &[(&str, &[&str])] = &[
     ("driftline-guest", &["driftline-dirty-tracker"]),
     ("driftline-format", &["driftline-dirty-tracker", "driftline-guest"]),
     ("driftline-store", &["driftline-dirty-tracker", "driftline-guest", "driftline-format"]),
-    ("driftline-checkpoint", &["driftline-dirty-tracker", "driftline-guest", "driftline-store"]),
+    (
+        "driftline-checkpoint",
+        &["driftline-dirty-tracker", "driftline-guest", "driftline-format", "driftline-store"],
+    ),
     ("driftline-migrate", &["driftline-dirty-tracker", "driftline-guest", "driftline-format"]),
     (
         "driftline-machine",

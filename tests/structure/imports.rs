@@ -16,7 +16,6 @@ type Module = Vec<String>;
 /// The circles that are left, which may only become fewer.
 const LEFT: &[&str] = &[
     "driftline-control: jobs, jobs::dirty_watch, jobs::kept",
-    "driftline-dirty-tracker: tree::simd, tree::simd::x86",
     "driftline-machine: boot, boot::acpi, boot::acpi::dsdt, boot::bzimage, boot::cmdline, \
      boot::elf, boot::firmware, boot::kernel, boot::loaded, boot::map, boot::mptable, boot::pvh, \
      boot::zero_page",

@@ -7,6 +7,7 @@
 pub mod durable;
 mod error;
 mod header;
+mod layout_hash;
 mod limits;
 pub mod range_lock;
 mod record;
@@ -17,6 +18,7 @@ pub use header::{
     FORMAT_VERSION, Header, MAGIC_ARCHIVE, MAGIC_LOG, MAGIC_PAGES, MAGIC_STORE, MAGIC_STREAM,
     MAGIC_TOUCHED,
 };
+pub use layout_hash::layout_hash;
 pub use limits::{
     HEADER_LEN, MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE, RECORD_HEAD_LEN,
 };

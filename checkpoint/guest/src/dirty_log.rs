@@ -1,7 +1,8 @@
 //! Which frames a guest writes.
 
-use driftline_dirty_tracker::{Collected, Subscription};
+use driftline_dirty_tracker::Subscription;
 
+use crate::collected::Collected;
 use crate::delegate::Delegate;
 use crate::error::GuestError;
 

@@ -27,6 +27,7 @@
 #![forbid(unsafe_code)]
 
 mod blocks;
+mod collected;
 mod contents;
 mod copy_before_write;
 mod delegate;
@@ -50,6 +51,7 @@ mod write_protect;
 mod write_throttle;
 
 pub use blocks::{block_layout, data_runs, data_within, read_blocks};
+pub use collected::Collected;
 pub use contents::{GuestContents, GuestRam};
 pub use copy_before_write::{
     KeepError, Keeper, Keeping, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT, WriteWaits,

@@ -23,11 +23,9 @@ impl Checkpointer {
     /// begins now, or `None` if that is unknown. Changed blocks of drives are copied before that
     /// pause; the estimate assumes that the guest keeps writing at the same rate meanwhile.
     pub(crate) fn expected(&mut self) -> Option<u64> {
-        let chain = self.chain.as_mut()?;
+        let chain = self.chain.as_ref()?;
         self.guest.collect().ok()?;
-        let changed = chain.subscription.drain();
-        let frames = changed.frames();
-        changed.give_back();
+        let frames = chain.subscription.count();
         let ahead = self.ahead.of(chain.drives.due_ahead());
         Some(grown(frames, chain.since.elapsed(), ahead))
     }

@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_format::layout_hash;
 use driftline_guest::{
     Backlog, Clock, Fill, GuestContents, GuestError, GuestFactory, GuestIdentity, GuestRam,
     Lifecycle, Origin, PageSourceError, Populate, Stateful, VmId, WithCopies,
@@ -306,7 +307,7 @@ fn build<F: GuestFactory>(
     let built = factory.create_with_drives(from, &machine.config, &machine.drives);
     let (guest, drives) = built.map_err(|cause| RestoreError::Guest { epoch, cause })?;
     if *guest.layout() != machine.layout {
-        let (built, stored) = (guest.layout().hash(), machine.layout.hash());
+        let (built, stored) = (layout_hash(guest.layout()), layout_hash(&machine.layout));
         guest.stop("its memory is not the stored one");
         return Err(RestoreError::Layout { epoch, built, stored });
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
-use driftline_format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE, is_zero};
+use driftline_format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE, is_zero, layout_hash};
 use driftline_guest::{DriveHead, GuestIdentity, Section, SectionTag};
 
 use crate::alloc::SlotRun;
@@ -61,7 +61,7 @@ impl EpochWriter {
             parent,
             created_unix_ms: unix_ms(),
             line: guest.line().own,
-            layout: layout.hash(),
+            layout: layout_hash(&layout),
             rebased: false,
             drives: !drives.is_empty(),
         };

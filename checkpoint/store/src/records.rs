@@ -3,7 +3,7 @@
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
 use driftline_format::{
-    MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
+    MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead, layout_hash,
 };
 use driftline_guest::{LineId, SectionTag};
 use uuid::Uuid;
@@ -338,8 +338,9 @@ pub(crate) fn decode_layout(payload: &[u8], hash: u32) -> Result<Layout, Damage>
         frames: s.frames.get(),
     };
     let layout = Layout::new(raw.iter().map(slot))?;
-    if layout.hash() != hash {
-        let (found, expected) = (u64::from(layout.hash()), u64::from(hash));
+    let has = layout_hash(&layout);
+    if has != hash {
+        let (found, expected) = (u64::from(has), u64::from(hash));
         return Err(Damage::Mismatch { what: "the hash of the memory layout", found, expected });
     }
     Ok(layout)

@@ -7,7 +7,7 @@ use std::io;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
 use driftline_format::{
-    FormatError, HEADER_LEN, Header, MAGIC_TOUCHED, RECORD_HEAD_LEN, RecordHead,
+    FormatError, HEADER_LEN, Header, MAGIC_TOUCHED, RECORD_HEAD_LEN, RecordHead, layout_hash,
 };
 use driftline_guest::VmId;
 use zerocopy::IntoBytes;
@@ -63,7 +63,7 @@ impl Touched {
                 Vec::new()
             }
         };
-        Ok(Self { backend, vm_id, epoch, layout: layout.hash(), first })
+        Ok(Self { backend, vm_id, epoch, layout: layout_hash(layout), first })
     }
 
     /// Returns the runs that an earlier restore has noted.
@@ -166,7 +166,7 @@ fn decode(bytes: &[u8], vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, U
         return Err(Damage::Misplaced { tag: head.tag }.into());
     }
     let fields = [
-        ("the hash of the memory layout", header.layout_hash().into(), layout.hash().into()),
+        ("the hash of the memory layout", header.layout_hash().into(), layout_hash(layout).into()),
         ("the length of the record", u64::from(head.length), payload.len() as u64),
     ];
     if let Some((what, found, expected)) = fields.into_iter().find(|(_, a, b)| a != b) {

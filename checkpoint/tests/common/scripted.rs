@@ -5,13 +5,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_dirty_tracker::{
-    Collected, FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Subscription,
-};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Subscription};
 use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{
-    Clock, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam, HandOver,
-    Lifecycle, Populate, RunState, SavedState, Section, Shield, Stateful, VcpuPauses,
+    Clock, Collected, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam,
+    HandOver, Lifecycle, Populate, RunState, SavedState, Section, Shield, Stateful, VcpuPauses,
     WriteThrottle,
 };
 use parking_lot::{Mutex, MutexGuard};

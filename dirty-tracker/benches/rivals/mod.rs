@@ -17,10 +17,9 @@ pub trait Rival {
     }
 }
 
-/// This crate's tree, owned or shared.
+/// This crate's tree, with one owner or shared.
 pub struct Ours {
     tree: Tree,
-    layout: Layout,
     shared: bool,
     frames: Vec<Gfn>,
 }
@@ -29,16 +28,16 @@ impl Ours {
     pub fn new(frames: u64, shared: bool) -> Self {
         let slot = Slot { id: SlotId(0), base: Gfn(0), frames };
         let layout = Layout::new([slot]).expect("a layout");
-        Self { tree: Tree::new(&layout).unwrap(), layout, shared, frames: Vec::new() }
+        Self { tree: Tree::new(layout).unwrap(), shared, frames: Vec::new() }
     }
 
     /// As `drain`, to this crate's frame type.
     fn drain_own(&mut self) {
         self.frames.clear();
         if self.shared {
-            self.tree.drain_frames(&self.layout, &mut self.frames);
+            self.tree.drain_into(&mut self.frames);
         } else {
-            self.tree.drain_frames_mut(&self.layout, &mut self.frames);
+            self.tree.exclusive().drain_into(&mut self.frames);
         }
     }
 }
@@ -46,11 +45,7 @@ impl Ours {
 impl Rival for Ours {
     fn insert(&mut self, frame: u64) {
         let run = FrameRun { start: Gfn(frame), count: 1 };
-        let done = if self.shared {
-            self.tree.mark(&self.layout, run)
-        } else {
-            self.tree.mark_mut(&self.layout, run)
-        };
+        let done = if self.shared { self.tree.mark(run) } else { self.tree.exclusive().mark(run) };
         done.expect("inside the slot");
     }
 

@@ -1,15 +1,16 @@
 //! Operations on entire trees by one thread and by two: 4 TiB of guest memory, 2^30 frames, 128 MiB
-//! of leaves.
+//! of leaves, and drains of smaller guests, which show from where on two threads are faster.
 //!
 //! A plain read, write and copy of as many bytes are measured beside them, shared in halves. Where
 //! memory itself is not twice as fast with two threads, no operation on it can be. Samples of one
 //! and of two threads alternate, so that both see the same machine.
 
 use std::hint::black_box;
+use std::sync::Arc;
 use std::time::Instant;
 
 use criterion::Criterion;
-use driftline_dirty_tracker::{Gfn, Layout, RunLists, Slot, SlotId, Tree};
+use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Subscription, Tracker};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::{Random, note};
@@ -19,7 +20,7 @@ const WORDS: usize = (FRAMES / 64) as usize;
 const SLOT: SlotId = SlotId(0);
 const MIB: f64 = (WORDS * 8) as f64 / (1 << 20) as f64;
 const SAMPLES: usize = 20;
-const TABLE: &str = "4 TiB by 1 and 2 threads, ms";
+const TABLE: &str = "by 1 and 2 threads, ms";
 
 /// Times `timed` on pools of one and two threads, each after `prepare`. `moved` is how often the
 /// 128 MiB are read or written.
@@ -86,52 +87,49 @@ fn bandwidth(pools: &[ThreadPool; 2], from: &[u64]) {
     measure(pools, "memory: copy", 2.0, &mut to, |_| (), |to| halves(&copy, to));
 }
 
+/// A guest of `frames` frames, and its only subscriber.
+fn subscribed(frames: u64) -> (Arc<Tracker>, Subscription) {
+    let layout = Layout::new([Slot { id: SLOT, base: Gfn(0), frames }]).expect("a layout");
+    let tracker = Arc::new(Tracker::new(layout));
+    let subscription = tracker.subscribe("bench").expect("address space");
+    (tracker, subscription)
+}
+
+type State = (Arc<Tracker>, Subscription);
+
+fn drain((_, subscription): &mut State) {
+    subscription.drain().commit();
+}
+
 pub fn parallel(_: &mut Criterion) {
     let pools = [1, 2].map(|n| ThreadPoolBuilder::new().num_threads(n).build().expect("a pool"));
-    let layout = Layout::new([Slot { id: SLOT, base: Gfn(0), frames: FRAMES }]).expect("a layout");
     let random = random_bitmap(WORDS, 0.01);
     let uneven = random_bitmap(WORDS / 16, 0.01);
     bandwidth(&pools, &random);
 
-    let mut state = (Tree::new(&layout).unwrap(), RunLists::default());
-    let drain = |state: &mut (Tree, RunLists)| {
-        state.0.drain_parallel(&layout, &mut state.1);
+    let mut state = subscribed(FRAMES);
+    let absorb = |(tracker, _): &mut State, bitmap: &[u64]| {
+        tracker.absorb_bitmap(SLOT, bitmap).expect("a bitmap");
     };
-    let adopt = |state: &mut (Tree, RunLists), bitmap: &[u64]| {
-        state.0.adopt_bitmap(&layout, SLOT, bitmap).expect("a bitmap");
-    };
-    let clear = |state: &mut (Tree, RunLists)| adopt(state, &[]);
-    adopt(&mut state, &random);
-    measure(&pools, "rebuild", 1.0, &mut state, |_| (), |s| s.0.rebuild());
-    measure(
-        &pools,
-        "count, 1 % random",
-        1.0,
-        &mut state,
-        |_| (),
-        |s| {
-            black_box(s.0.count());
-        },
-    );
-    measure(&pools, "adopt, 1 % random", 2.0, &mut state, clear, |s| adopt(s, &random));
-    measure(&pools, "absorb, 1 % random", 2.0, &mut state, clear, |s| {
-        s.0.absorb_bitmap_mut(&layout, SLOT, &random).expect("a bitmap");
+    measure(&pools, "4 TiB: absorb a bitmap, 1 % random", 2.0, &mut state, drain, |s| {
+        absorb(s, &random);
     });
-    measure(&pools, "absorb shared, 1 % random", 2.0, &mut state, clear, |s| {
-        s.0.absorb_bitmap(&layout, SLOT, &random).expect("a bitmap");
+    absorb(&mut state, &random);
+    let nothing = |_: &mut State| ();
+    measure(&pools, "4 TiB: absorb, nothing new", 2.0, &mut state, nothing, |s| {
+        absorb(s, &random);
     });
-    measure(
-        &pools,
-        "absorb shared, nothing new",
-        2.0,
-        &mut state,
-        |_| (),
-        |s| {
-            s.0.absorb_bitmap(&layout, SLOT, &random).expect("a bitmap");
-        },
-    );
+    measure(&pools, "4 TiB: count, 1 % random", 1.0, &mut state, nothing, |s| {
+        black_box(s.1.count());
+    });
     for (row, bitmap) in [("1 % random", &random), ("1 %, all in one sixteenth", &uneven)] {
-        let row = format!("drain to runs, {row}");
-        measure(&pools, &row, 0.0, &mut state, |s| adopt(s, bitmap), drain);
+        let row = format!("4 TiB: drain, {row}");
+        measure(&pools, &row, 0.0, &mut state, |s| absorb(s, bitmap), drain);
+    }
+    for gib in [16u64, 32, 64, 128] {
+        let mut state = subscribed(gib << 18);
+        let bitmap = &random[..(gib << 12) as usize];
+        let row = format!("{gib} GiB: drain, 1 % random");
+        measure(&pools, &row, 0.0, &mut state, |s| absorb(s, bitmap), drain);
     }
 }

@@ -10,8 +10,7 @@ use std::sync::Arc;
 
 use arbitrary::Arbitrary;
 use driftline_dirty_tracker::{
-    Cursor, DirtySet, FrameRun, Gfn, Layout, OutOfSlot, RunLists, Slices, Slot, SlotId,
-    Subscription, Tracker, Tree,
+    DirtySet, FrameRun, Gfn, Layout, OutOfSlot, Slot, SlotId, Subscription, Tracker, Tree,
 };
 use libfuzzer_sys::fuzz_target;
 
@@ -49,42 +48,25 @@ enum Op {
     Bitmap(Bitmap),
     All,
     Drain { who: bool },
-    Slice { who: bool, words: u8 },
+    Relayout { cut: u16 },
     Settle { which: u8, commit: bool },
 }
 
 #[derive(Arbitrary, Debug)]
 enum TreeOp {
     Mark(Run),
-    MarkMut(Run),
+    MarkExclusive(Run),
     Absorb(Bitmap),
-    AbsorbMut(Bitmap),
-    Adopt(Bitmap),
-    Write(Bitmap),
-    Cursor(Vec<Look>),
+    Contains(Vec<u16>),
     Drain(Drain),
-    Share(u8),
-    Rebuild,
-}
-
-#[derive(Arbitrary, Debug)]
-enum Look {
-    Test(u16),
-    Set(u16),
-    Seek(u16),
-    NextFrame,
-    NextRun,
-    Mark(Run),
 }
 
 #[derive(Arbitrary, Debug)]
 enum Drain {
     Runs,
-    RunsMut,
+    RunsExclusive,
     Frames,
-    FramesMut,
-    Slices { words: u8 },
-    Parallel,
+    FramesExclusive,
     Clear,
 }
 
@@ -95,6 +77,16 @@ impl Guest {
     fn new(small: bool) -> Self {
         let slot = |&(id, base, frames)| Slot { id: SlotId(id), base: Gfn(base), frames };
         Self(if small { SMALL } else { LARGE }.iter().map(slot).collect())
+    }
+
+    /// Ends the guest's memory at `cut`. Its slots get other numbers.
+    fn cut(&self, cut: u64) -> Option<Self> {
+        let shorter = |slot: &Slot| {
+            let frames = slot.frames.min(cut.saturating_sub(slot.base.0));
+            (frames > 0).then(|| Slot { id: SlotId(slot.id.0 ^ (cut as u32 & 2)), frames, ..*slot })
+        };
+        let slots: Vec<Slot> = self.0.iter().filter_map(shorter).collect();
+        (!slots.is_empty()).then_some(Self(slots))
     }
 
     fn layout(&self) -> Layout {
@@ -154,20 +146,31 @@ fn frames(runs: impl IntoIterator<Item = FrameRun>) -> Vec<u64> {
     runs.into_iter().flat_map(|r| r.start.0..r.end().0).collect()
 }
 
-/// A subscriber, the frames that it has not drained, and those of them that were marked before its
-/// round of slices began.
+/// A subscriber and the frames that it has not drained.
 struct Subscriber {
     subscription: Subscription,
     model: Model,
-    due: Option<Model>,
 }
 
-fn on_a_tracker(guest: &Guest, ops: Vec<Op>) {
+impl Subscriber {
+    /// I1, and no frame too many or too few.
+    fn check(&self, guest: &Guest) {
+        assert_eq!(self.subscription.count(), self.model.len() as u64);
+        assert_eq!(self.subscription.is_empty(), self.model.is_empty());
+        for slot in &guest.0 {
+            let bitmap = self.subscription.bitmap(slot.id).expect("a slot");
+            let there = bits(&bitmap).into_iter().map(|bit| slot.base.0 + bit);
+            assert!(there.eq(self.model.range(slot.base.0..slot.run().end().0).copied()));
+        }
+    }
+}
+
+fn on_a_tracker(whole: &Guest, ops: Vec<Op>) {
+    let mut guest = whole.cut(u64::MAX).expect("slots");
     let tracker = Arc::new(Tracker::new(guest.layout()));
     let mut subscribers = ["one", "two"].map(|name| Subscriber {
         subscription: tracker.subscribe(name).expect("address space for a small tree"),
         model: Model::new(),
-        due: None,
     });
     let mut epochs: Vec<(usize, DirtySet)> = Vec::new();
     for op in ops {
@@ -196,47 +199,35 @@ fn on_a_tracker(guest: &Guest, ops: Vec<Op>) {
                 marked.extend(frames(guest.0.iter().map(|slot| slot.run())));
             }
             Op::Drain { who } => {
-                let Subscriber { subscription, model, due } = &mut subscribers[usize::from(who)];
+                let Subscriber { subscription, model } = &mut subscribers[usize::from(who)];
                 let epoch = subscription.drain();
                 assert_eq!(epoch.frames(), model.len() as u64);
                 assert_eq!(epoch.runs().collect::<Vec<_>>(), guest.runs(&std::mem::take(model)));
-                due.iter_mut().for_each(Model::clear);
                 epochs.push((usize::from(who), epoch));
             }
-            Op::Slice { who, words } => {
-                let Subscriber { subscription, model, due } = &mut subscribers[usize::from(who)];
-                let due_now = due.get_or_insert_with(|| model.clone());
-                let (epoch, was_last) = subscription.drain_slice(words.into());
-                let drained = frames(epoch.runs());
-                assert_eq!(epoch.frames(), drained.len() as u64);
-                assert!(drained.len() <= 64 * usize::from(words.max(1)));
-                for frame in &drained {
-                    assert!(
-                        model.remove(frame),
-                        "a frame is drained once, and only if it was marked"
-                    );
-                    due_now.remove(frame);
+            Op::Relayout { cut } => {
+                let Some(other) = whole.cut(cut.into()) else { continue };
+                tracker.relayout(other.layout()).expect("address space for small trees");
+                guest = other;
+                for Subscriber { model, .. } in &mut subscribers {
+                    model.retain(|frame| guest.slot_of(*frame).is_some());
                 }
-                if was_last {
-                    assert!(due_now.is_empty(), "every frame marked before the round was drained");
-                    *due = None;
-                }
-                epochs.push((usize::from(who), epoch));
             }
             Op::Settle { which, commit } if !epochs.is_empty() => {
                 let (who, epoch) = epochs.swap_remove(usize::from(which) % epochs.len());
                 if commit {
                     epoch.commit();
                 } else {
-                    subscribers[who].model.extend(frames(epoch.runs()));
+                    let there = |frame: &u64| guest.slot_of(*frame).is_some();
+                    subscribers[who].model.extend(frames(epoch.runs()).into_iter().filter(there));
                     drop(epoch);
                 }
             }
             Op::Settle { .. } => {}
         }
-        for Subscriber { subscription, model, .. } in &mut subscribers {
-            model.extend(&marked);
-            subscription.check().expect("I1");
+        for subscriber in &mut subscribers {
+            subscriber.model.extend(&marked);
+            subscriber.check(&guest);
         }
     }
 }
@@ -244,124 +235,66 @@ fn on_a_tracker(guest: &Guest, ops: Vec<Op>) {
 /// A tree and its expected frames.
 struct Alone<'g> {
     guest: &'g Guest,
-    layout: Layout,
     tree: Tree,
     model: Model,
-    lists: RunLists,
 }
 
 impl Alone<'_> {
     fn run(&mut self, op: TreeOp) {
-        let Self { guest, layout, tree, model, .. } = self;
+        let Self { guest, tree, model } = self;
         match op {
-            TreeOp::Mark(run) => mark(guest, run, model, |run| tree.mark(layout, run)),
-            TreeOp::MarkMut(run) => mark(guest, run, model, |run| tree.mark_mut(layout, run)),
+            TreeOp::Mark(run) => mark(guest, run, model, |run| tree.mark(run)),
+            TreeOp::MarkExclusive(run) => {
+                mark(guest, run, model, |run| tree.exclusive().mark(run));
+            }
             TreeOp::Absorb(bitmap) => {
-                let done = tree.absorb_bitmap(layout, SlotId(bitmap.slot.into()), &bitmap.words);
-                self.bitmap(bitmap, done, false);
+                let done = tree.absorb_bitmap(SlotId(bitmap.slot.into()), &bitmap.words);
+                match guest.bits(&bitmap) {
+                    None => assert!(done.is_err()),
+                    Some((_, bits)) => {
+                        assert_eq!(done, Ok(bits.len() as u64));
+                        model.extend(bits);
+                    }
+                }
             }
-            TreeOp::AbsorbMut(bitmap) => {
-                let slot = SlotId(bitmap.slot.into());
-                let done = tree.absorb_bitmap_mut(layout, slot, &bitmap.words);
-                self.bitmap(bitmap, done, false);
-            }
-            TreeOp::Adopt(bitmap) => {
-                let done = tree.adopt_bitmap(layout, SlotId(bitmap.slot.into()), &bitmap.words);
-                self.bitmap(bitmap, done, true);
-            }
-            TreeOp::Write(bitmap) => self.write(bitmap),
-            TreeOp::Cursor(looks) => {
-                let mut cursor = (tree.cursor(layout), 0);
-                looks.into_iter().for_each(|l| look(guest, layout, tree, model, &mut cursor, l));
+            TreeOp::Contains(frames) => {
+                let mut cursor = tree.cursor();
+                for frame in frames.into_iter().map(u64::from) {
+                    assert_eq!(cursor.contains(Gfn(frame)), model.contains(&frame));
+                    assert_eq!(tree.contains(Gfn(frame)), model.contains(&frame));
+                }
             }
             TreeOp::Drain(how) => self.drain(how),
-            TreeOp::Share(words) => tree.set_grain(words.into()),
-            TreeOp::Rebuild => tree.rebuild(),
         }
-    }
-
-    /// Applies an absorbed or adopted bitmap to the model.
-    fn bitmap(&mut self, bitmap: Bitmap, done: Result<u64, OutOfSlot>, adopted: bool) {
-        let Some((slot, bits)) = self.guest.bits(&bitmap) else {
-            assert!(done.is_err());
-            return;
-        };
-        assert_eq!(done, Ok(bits.len() as u64));
-        if adopted {
-            let slot = slot.run();
-            self.model.retain(|frame| !(slot.start.0..slot.end().0).contains(frame));
-        }
-        self.model.extend(bits);
-    }
-
-    /// Writes the leaves in place; only the last word has room for bits past the slot's end.
-    fn write(&mut self, mut bitmap: Bitmap) {
-        let slot = SlotId(bitmap.slot.into());
-        let words = self.guest.slot(bitmap.slot).map_or(0, |s| s.frames.div_ceil(64) as usize);
-        bitmap.words.resize(words, 0);
-        let write = |leaves: &mut [u64]| leaves.copy_from_slice(&bitmap.words);
-        let done = self.tree.write_leaves(&self.layout, slot, write);
-        let strays = self.guest.slot(bitmap.slot).is_some() && self.guest.bits(&bitmap).is_none();
-        if strays {
-            assert!(matches!(done, Err(OutOfSlot::PastSlot { .. })));
-            let past = self.guest.slot(bitmap.slot).map_or(0, |s| s.frames & 63);
-            *bitmap.words.last_mut().expect("the word with the strays") &= (1 << past) - 1;
-        }
-        let frames = bits(&bitmap.words).len() as u64;
-        self.bitmap(bitmap, if strays { Ok(frames) } else { done.map(|()| frames) }, true);
     }
 
     fn drain(&mut self, how: Drain) {
-        let Self { guest, layout, tree, model, lists } = self;
+        let Self { guest, tree, model } = self;
         let model = std::mem::take(model);
-        let (mut runs, mut list) = (Vec::new(), Vec::new());
+        let (mut runs, mut list): (Vec<FrameRun>, Vec<Gfn>) = (Vec::new(), Vec::new());
         let count = match how {
-            Drain::Runs => tree.drain(layout, &mut runs),
-            Drain::RunsMut => tree.drain_mut(layout, &mut runs),
-            Drain::Parallel => {
-                let count = tree.drain_parallel(layout, lists);
-                runs.extend(lists.iter());
-                count
-            }
-            Drain::Frames => {
-                tree.drain_frames(layout, &mut list);
-                assert!(list.into_iter().map(|gfn| gfn.0).eq(model));
-                return;
-            }
-            Drain::FramesMut => {
-                tree.drain_frames_mut(layout, &mut list);
-                assert!(list.into_iter().map(|gfn| gfn.0).eq(model));
-                return;
-            }
-            Drain::Slices { words } => {
-                let mut at = Slices::default();
-                loop {
-                    let slice = tree.drain_slice(layout, &mut at, words.into(), &mut runs);
-                    assert!(slice <= 64 * u64::from(words.max(1)));
-                    if at.is_over() {
-                        break;
-                    }
-                }
-                assert!(frames(runs).into_iter().eq(model));
-                return;
-            }
+            Drain::Runs => tree.drain_into(&mut runs),
+            Drain::RunsExclusive => tree.exclusive().drain_into(&mut runs),
+            Drain::Frames => tree.drain_into(&mut list),
+            Drain::FramesExclusive => tree.exclusive().drain_into(&mut list),
             Drain::Clear => return tree.clear(),
         };
         assert_eq!(count, model.len() as u64);
-        assert_eq!(runs, guest.runs(&model));
+        match how {
+            Drain::Runs | Drain::RunsExclusive => assert_eq!(runs, guest.runs(&model)),
+            _ => assert!(list.into_iter().map(|gfn| gfn.0).eq(model)),
+        }
     }
 
-    fn check(&mut self) {
-        let Self { guest, layout, tree, model, .. } = self;
-        tree.check().expect("I1");
-        assert_eq!(tree.count(), model.len() as u64);
+    fn check(&self) {
+        let Self { guest, tree, model } = self;
+        assert_eq!((tree.count(), tree.is_empty()), (model.len() as u64, model.is_empty()), "I1");
         for slot in &guest.0 {
-            let words = tree.bitmap(layout, slot.id).expect("a slot");
-            let there = bits(words).into_iter().map(|bit| slot.base.0 + bit);
+            let words: Vec<u64> = tree.bitmap(slot.id).expect("a slot").collect();
+            let there = bits(&words).into_iter().map(|bit| slot.base.0 + bit);
             assert!(there.eq(model.range(slot.base.0..slot.run().end().0).copied()));
         }
-        assert_eq!(tree.runs(layout).collect::<Vec<_>>(), guest.runs(model));
-        assert!(tree.frames(layout).map(|gfn| gfn.0).eq(model.iter().copied()));
+        assert_eq!(tree.iter().collect::<Vec<_>>(), guest.runs(model));
     }
 }
 
@@ -376,49 +309,11 @@ fn mark(
     model.extend(inside.into_iter().flatten());
 }
 
-/// Reads through a cursor at some frame while marks continue.
-fn look<'t>(
-    guest: &Guest,
-    layout: &'t Layout,
-    tree: &'t Tree,
-    model: &mut Model,
-    (cursor, at): &mut (Cursor<'t>, u64),
-    look: Look,
-) {
-    let next = model.range(*at..).next().copied();
-    match look {
-        Look::Test(frame) => {
-            let there = guest.slot_of(frame.into()).map(|_| model.contains(&frame.into()));
-            assert_eq!(cursor.test(Gfn(frame.into())).ok(), there);
-        }
-        Look::Set(frame) => {
-            let new = guest.slot_of(frame.into()).map(|_| model.insert(frame.into()));
-            assert_eq!(cursor.set(Gfn(frame.into())).ok(), new);
-        }
-        Look::Seek(frame) => {
-            cursor.seek(Gfn(frame.into()));
-            *at = frame.into();
-        }
-        Look::NextFrame => {
-            assert_eq!(cursor.next_frame(), next.map(Gfn));
-            *at = next.map_or(*at, |frame| frame + 1);
-        }
-        Look::NextRun => {
-            let rest: Model = model.range(*at..).copied().collect();
-            let first = guest.runs(&rest).first().copied();
-            assert_eq!(cursor.next_run(), first);
-            *at = first.map_or(*at, |run| run.end().0);
-        }
-        Look::Mark(run) => mark(guest, run, model, |run| tree.mark(layout, run)),
-    }
-}
-
 fuzz_target!(|input: Input| {
     let guest = Guest::new(input.small);
     on_a_tracker(&guest, input.tracker);
-    let layout = guest.layout();
-    let (tree, lists) = (Tree::new(&layout).unwrap(), RunLists::default());
-    let mut alone = Alone { guest: &guest, layout, tree, model: Model::new(), lists };
+    let tree = Tree::new(guest.layout()).expect("address space for a small tree");
+    let mut alone = Alone { guest: &guest, tree, model: Model::new() };
     for op in input.tree {
         alone.run(op);
         alone.check();

@@ -1,9 +1,9 @@
-//! Inserts a frame, a run, or the bits of a word, into a shared tree or by its only owner.
+//! Inserts a frame, a run, or the bits of a word, into a tree that other threads use.
 
 use super::structure::{Tree, fence_prior_writes};
 use super::words::{SHIFT, masks};
-use crate::sync::{self, Ordering::SeqCst};
-use crate::{FrameRun, Layout, OutOfSlot};
+use crate::sync::Ordering::SeqCst;
+use crate::{FrameRun, OutOfSlot};
 
 /// Runs over fewer leaf words are inserted word by word, and listed.
 const MAX_LISTED_RUN: u64 = 4;
@@ -18,54 +18,19 @@ impl Tree {
     ///
     /// # Errors
     /// Returns an error that names the run if it does not lie in one slot. Nothing changes.
-    pub fn mark(&self, layout: &Layout, run: FrameRun) -> Result<(), OutOfSlot> {
-        self.assert_same_layout(layout);
+    pub fn mark(&self, run: FrameRun) -> Result<(), OutOfSlot> {
         if run.count > 0 {
-            self.insert(layout.bit_of_run(run)?, run.count);
+            self.insert(self.layout.bit_of_run(run)?, run.count);
         }
         Ok(())
     }
 
-    /// As [`mark`](Self::mark), without atomic operations. It stops at the first level in which the
-    /// words were not zero, so it usually costs O(words of 64 frames).
-    ///
-    /// # Errors
-    /// Returns an error that names the run if it does not lie in one slot. Nothing changes.
-    pub fn mark_mut(&mut self, layout: &Layout, run: FrameRun) -> Result<(), OutOfSlot> {
-        self.assert_same_layout(layout);
-        if run.count == 0 {
-            return Ok(());
-        }
-        let first = layout.bit_of_run(run)?;
-        if run.count == 1 {
-            self.insert_bit_mut(first);
-            return Ok(());
-        }
-        self.word_list.mark_incomplete();
-        let (mut lo, mut hi) = (first, first + run.count - 1);
-        for &(start, _) in &self.levels {
-            let mut was_there = true;
-            for (word, mask) in masks(lo, hi) {
-                was_there &= sync::or_mut(&mut self.words[start + word as usize], mask) != 0;
+    /// Inserts the parts of the runs that lie in slots.
+    pub(crate) fn mark_parts(&self, runs: impl Iterator<Item = FrameRun>) {
+        for part in runs.flat_map(|run| self.layout.parts(run)) {
+            if let Ok(first) = self.layout.bit_of_run(part) {
+                self.insert(first, part.count);
             }
-            // By I1 a word that was not zero has its summaries, and no other thread is about to set
-            // them.
-            if was_there {
-                break;
-            }
-            (lo, hi) = (lo >> SHIFT, hi >> SHIFT);
-        }
-        Ok(())
-    }
-
-    fn insert_bit_mut(&mut self, mut bit: u64) {
-        self.word_list.mark_incomplete();
-        for &(start, _) in &self.levels {
-            let word = &mut self.words[start + (bit >> SHIFT) as usize];
-            if sync::or_mut(word, 1 << (bit & 63)) != 0 {
-                break;
-            }
-            bit >>= SHIFT;
         }
     }
 
@@ -92,33 +57,38 @@ impl Tree {
         self.word_list.mark_incomplete();
     }
 
-    /// Sets the leaf bits `bits` of word `word`, which must lie in one slot of the layout. Returns
-    /// the bits that were new.
-    pub(crate) fn insert_word(&self, word: u64, bits: u64) -> u64 {
-        if bits == 0 {
-            return 0;
-        }
-        let new;
+    /// Sets the leaf bits `bits` of word `word`, which must lie in one slot of the layout.
+    fn insert_word(&self, word: u64, bits: u64) {
         if let Some(mut list) = self.word_list.try_list() {
-            new = self.insert_word_unlisted(word, bits);
+            self.insert_word_unlisted(word, bits);
             if list.add(word) {
-                return new;
+                return;
             }
         } else {
-            new = self.insert_word_unlisted(word, bits);
+            self.insert_word_unlisted(word, bits);
         }
         self.word_list.mark_incomplete();
-        new
     }
 
-    /// As [`insert_word`](Self::insert_word) for each word, with one access to the list for all.
-    /// Returns the number of bits that were new.
+    fn insert_word_unlisted(&self, word: u64, bits: u64) {
+        if self.leaf(word) & bits == bits {
+            // If the bits are still set after the fence, a drain that takes them later sees the
+            // caller's writes, and nothing has to change.
+            fence_prior_writes();
+        }
+        self.set_word(word, bits);
+    }
+
+    /// Sets the bits of each word, with one access to the list for all. Returns the number of bits
+    /// that were new. The words must lie in slots of the layout.
     pub(crate) fn insert_words(&self, words: &[(u64, u64)]) -> u64 {
+        // One fence for all of them.
+        fence_prior_writes();
         let mut list = self.word_list.try_list();
         let mut listed = list.is_some();
         let mut new = 0;
         for (word, bits) in words {
-            new += u64::from(self.insert_word_unlisted(*word, *bits).count_ones());
+            new += u64::from(self.set_word(*word, *bits).count_ones());
             listed = listed && list.as_mut().is_some_and(|list| list.add(*word));
         }
         drop(list);
@@ -128,15 +98,11 @@ impl Tree {
         new
     }
 
-    fn insert_word_unlisted(&self, word: u64, bits: u64) -> u64 {
+    /// Sets the leaf bits `bits` of word `word` and its summaries. Returns the bits that were new.
+    /// If none is, the caller has fenced before.
+    fn set_word(&self, word: u64, bits: u64) -> u64 {
         let leaf = &self.words[word as usize];
         let mut there = leaf.load(SeqCst);
-        if there & bits == bits {
-            // If the bits are still set after the fence, a drain that takes them later sees the
-            // caller's writes, and nothing has to change.
-            fence_prior_writes();
-            there = leaf.load(SeqCst);
-        }
         if there & bits != bits {
             there = leaf.fetch_or(bits, SeqCst);
         }

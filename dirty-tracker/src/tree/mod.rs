@@ -13,7 +13,7 @@
 //! # Modules
 //! `words`, `simd`, `split`, `run_lists` and `word_list` are leaves. `sink` and `walk` use `words`,
 //! `structure` owns the tree, and the operations above it are one module each: `insert`, `drain`,
-//! `partial_drain`, `parallel`, `bitmap`, `cursor`.
+//! `exclusive`, `parallel`, `cursor`.
 //!
 //! # Ordering
 //! An insert writes the leaf, then loads each summary from the bottom up. A drain clears each
@@ -33,13 +33,11 @@
 //!
 //! Source: Radim Krcmar, KVM list, 5 May 2016. His nodes are bytes; here they are 64-bit words.
 
-#[cfg(not(any(driftline_loom, driftline_shuttle)))]
-mod bitmap;
 mod cursor;
 mod drain;
+mod exclusive;
 mod insert;
 mod parallel;
-mod partial_drain;
 mod run_lists;
 mod simd;
 mod sink;
@@ -51,7 +49,9 @@ mod walk;
 mod word_list;
 mod words;
 
-pub use cursor::Cursor;
-pub use partial_drain::Slices;
-pub use run_lists::RunLists;
-pub use structure::{MissingSummary, NoMemory, Tree};
+pub use cursor::{Cursor, Iter};
+pub use drain::Element;
+pub use exclusive::Exclusive;
+pub(crate) use run_lists::{ListedRuns, RunLists};
+pub use structure::{NoMemory, Tree};
+pub(crate) use words::masks;

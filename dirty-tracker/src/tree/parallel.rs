@@ -5,12 +5,12 @@ use std::ops::Range;
 
 use super::run_lists::RunLists;
 use super::sink::Runs;
-use super::split::{Split, distribute, sum};
+use super::split::{self, Split, distribute, sum};
 use super::structure::{Scratch, Tree, fence_later_reads, fence_prior_writes};
 use super::walk::{Listed, PENDING, Walk};
 use super::words::{SHIFT, Shared, nonzero, ones, set_bits_of};
 use crate::sync::Ordering::SeqCst;
-use crate::{Layout, OutOfSlot, SlotId};
+use crate::{OutOfSlot, SlotId};
 
 /// The subtrees into which a tree is cut for a drain or a count.
 struct Cut {
@@ -25,22 +25,6 @@ struct Cut {
 }
 
 impl Tree {
-    /// Sets the grain: a thread gets at least `words` leaf words (of 64 frames), so work of less
-    /// than two grains stays on one thread. The default, 65,536, is the bitmap of 16 GiB of memory.
-    /// 0 counts as 1.
-    ///
-    /// ```
-    /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
-    /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
-    /// let mut tree = Tree::new(&layout)?;
-    /// tree.set_grain(4096); // at most one thread for each GiB
-    /// assert_eq!(tree.absorb_bitmap(&layout, SlotId(0), &[u64::MAX; 1 << 14])?, 1 << 20);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn set_grain(&mut self, words: usize) {
-        self.grain = words.max(1);
-    }
-
     /// Inserts the frames of a KVM dirty bitmap of `slot`: bit `i` of word `w` is frame
     /// `64 * w + i` of the slot. Returns the number of frames in the bitmap. Many threads may
     /// insert at once.
@@ -55,23 +39,16 @@ impl Tree {
     /// ```
     /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 100 }])?;
-    /// let tree = Tree::new(&layout)?;
-    /// assert_eq!(tree.absorb_bitmap(&layout, SlotId(0), &[0b101, 1])?, 3);
-    /// let past_the_end = tree.absorb_bitmap(&layout, SlotId(0), &[0, 1 << 36]).unwrap_err();
+    /// let tree = Tree::new(layout)?;
+    /// assert_eq!(tree.absorb_bitmap(SlotId(0), &[0b101, 1])?, 3);
+    /// let past_the_end = tree.absorb_bitmap(SlotId(0), &[0, 1 << 36]).unwrap_err();
     /// let message = "frames 0x64..0x65 lie outside slot 0, which has 0x64 frames";
     /// assert_eq!(past_the_end.to_string(), message);
-    /// let mut runs = Vec::new();
-    /// tree.drain(&layout, &mut runs);
-    /// assert_eq!(runs.iter().map(|r| r.start.0).collect::<Vec<_>>(), [0x100, 0x102, 0x140]);
+    /// assert!(tree.iter().map(|r| r.start.0).eq([0x100, 0x102, 0x140]));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn absorb_bitmap(
-        &self,
-        layout: &Layout,
-        slot: SlotId,
-        bitmap: &[u64],
-    ) -> Result<u64, OutOfSlot> {
-        let (placed, bitmap) = layout.checked_bitmap(slot, bitmap)?;
+    pub fn absorb_bitmap(&self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
+        let (placed, bitmap) = self.layout.checked_bitmap(slot, bitmap)?;
         Ok(self.absorb(placed.first_word as usize, bitmap))
     }
 
@@ -116,34 +93,27 @@ impl Tree {
         ones(bits)
     }
 
-    /// As [`drain`](Self::drain), by several threads if more than 32 GiB of memory have dirty
-    /// frames. Each thread has its own list, and `runs` presents them in ascending order: the same
-    /// runs as those of a drain by one thread. The previous content of `runs` is discarded and its
-    /// buffers are reused. Returns the number of frames. Costs what a drain costs, divided between
-    /// the threads. Unlike [`drain`](Self::drain) it allocates: a list of the non-empty subtrees,
-    /// and scratch memory for each thread.
+    /// As [`drain`](Self::drain), to lists that are presented as one. Their previous content is
+    /// discarded, and their buffers are reused. Returns the number of frames.
     ///
-    /// ```
-    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
-    /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 30 }])?; // 4 TiB
-    /// let tree = Tree::new(&layout)?;
-    /// tree.mark(&layout, FrameRun { start: Gfn(1 << 20), count: 1 << 24 })?;
-    /// let mut runs = RunLists::default();
-    /// assert_eq!(tree.drain_parallel(&layout, &mut runs), 1 << 24);
-    /// assert_eq!(runs.iter().count(), 1, "joined where one thread's piece ends");
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn drain_parallel(&self, layout: &Layout, runs: &mut RunLists) -> u64 {
-        self.assert_same_layout(layout);
-        let frames = self.drain_to_lists(layout, runs);
+    /// Several threads share the drain of a tree of at least two grains, if two grains of it are
+    /// dirty: each has its own list. Such a tree allocates a list of its non-empty subtrees, and
+    /// scratch memory for each thread, unless it drains a small epoch.
+    pub(crate) fn drain_to_lists(&self, lists: &mut RunLists) -> u64 {
+        if !split::CAN_SHARE || self.levels[0].1 < 2 * self.grain {
+            lists.begin(1)[0].piece(0, |runs| self.drain_into(runs));
+            return lists.finish(&self.layout);
+        }
+        let frames = self.drain_shared(lists);
         fence_later_reads();
         frames
     }
 
-    fn drain_to_lists(&self, layout: &Layout, runs: &mut RunLists) -> u64 {
+    fn drain_shared(&self, lists: &mut RunLists) -> u64 {
+        let layout = &*self.layout;
         if let Some(mut list) = self.word_list.complete() {
             self.with_scratch(|pending, stages| {
-                runs.begin(1)[0].piece(0, |runs| {
+                lists.begin(1)[0].piece(0, |runs| {
                     let mut frames = 0;
                     let sink = Runs::new(layout, runs, &mut frames, stages);
                     let (words, pending) = (Shared(&self.words), &mut pending[0]);
@@ -152,7 +122,7 @@ impl Tree {
                 });
             });
             list.drained();
-            return runs.finish(layout);
+            return lists.finish(layout);
         }
         // One thread clears the levels above the cut, from the top down, so before anything below
         // is loaded.
@@ -162,7 +132,7 @@ impl Tree {
         });
         let levels = &self.levels[..=cut.level];
         let scratch = |list| (list, Scratch::new(levels.len()));
-        let mut states: Vec<_> = runs.begin(cut.workers).iter_mut().map(scratch).collect();
+        let mut states: Vec<_> = lists.begin(cut.workers).iter_mut().map(scratch).collect();
         distribute(
             &mut states,
             cut.pieces.iter().enumerate(),
@@ -177,7 +147,7 @@ impl Tree {
                 });
             },
         );
-        runs.finish(layout)
+        lists.finish(layout)
     }
 
     /// Returns the number of frames in the tree. While other threads insert or drain, the result
@@ -188,8 +158,8 @@ impl Tree {
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
-    /// # let tree = Tree::new(&layout)?;
-    /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 500 })?;
+    /// # let tree = Tree::new(layout)?;
+    /// tree.mark(FrameRun { start: Gfn(9), count: 500 })?;
     /// assert_eq!(tree.count(), 500);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -263,3 +233,6 @@ fn aligned(words: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize
         (at < words.end).then(|| std::mem::replace(&mut at, end)..end)
     })
 }
+
+#[cfg(all(test, not(any(driftline_loom, driftline_shuttle))))]
+mod tests;

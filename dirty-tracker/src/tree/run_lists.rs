@@ -1,27 +1,11 @@
 //! Runs of frames in one list for each thread, presented as one ascending list.
 
-use crate::{FrameRun, Layout};
+use crate::{FrameRun, FrameSet, Layout};
 
-/// The result of [`Tree::drain_parallel`](crate::Tree::drain_parallel): one list for each thread,
-/// and the order of their pieces. Reuse it, since its buffers stay allocated: 16 bytes for each
-/// run.
-///
-/// ```
-/// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
-/// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
-/// # let tree = Tree::new(&layout)?;
-/// let mut lists = RunLists::default();
-/// for _ in 0..2 {
-///     tree.mark(&layout, FrameRun { start: Gfn(9), count: 500 })?;
-///     assert_eq!(tree.drain_parallel(&layout, &mut lists), 500);
-///     assert_eq!(lists.iter().collect::<Vec<_>>(), [FrameRun { start: Gfn(9), count: 500 }]);
-///     assert_eq!(lists.pieces().map(|runs| runs.len()).sum::<usize>(), 1);
-///     assert_eq!(lists.frames(), 500);
-/// }
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
+/// The result of a drain: one list for each thread, and the order of their pieces. It is reused,
+/// since its buffers stay allocated: 16 bytes for each run.
 #[derive(Debug, Default)]
-pub struct RunLists {
+pub(crate) struct RunLists {
     lists: Vec<Worker>,
     /// All pieces, ascending by frame.
     pieces: Vec<(usize, Piece)>,
@@ -98,20 +82,65 @@ impl RunLists {
         self.frames
     }
 
+    /// Adds the runs of another drain. Frames that `layout` does not have are dropped.
+    pub(crate) fn merge(&mut self, more: impl ExactSizeIterator<Item = FrameRun>, layout: &Layout) {
+        let mut all: FrameSet = self.iter().collect();
+        all.extend(more);
+        self.begin(1)[0].piece(0, |runs| {
+            runs.extend(all.iter().flat_map(|run| layout.parts(run)));
+            runs.iter().map(|run| run.count).sum()
+        });
+        self.finish(layout);
+    }
+
+    /// Discards the runs and keeps the buffers.
+    pub(crate) fn clear(&mut self) {
+        self.begin(0);
+        self.pieces.clear();
+        self.frames = 0;
+    }
+
     /// Returns the number of frames. O(1).
-    pub fn frames(&self) -> u64 {
+    pub(crate) fn frames(&self) -> u64 {
         self.frames
     }
 
     /// Returns the runs, ascending. No two runs touch within a slot.
-    pub fn iter(&self) -> impl Iterator<Item = FrameRun> + '_ {
-        self.pieces().flatten().copied()
-    }
-
-    /// Returns the same runs in pieces of some length, ascending, for distribution to several
-    /// threads.
-    pub fn pieces(&self) -> impl Iterator<Item = &[FrameRun]> {
-        let runs = |(list, piece): &(usize, Piece)| &self.lists[*list].runs[piece.from..piece.to];
-        self.pieces.iter().map(runs).filter(|runs| !runs.is_empty())
+    pub(crate) fn iter(&self) -> ListedRuns<'_> {
+        let left = self.pieces.iter().map(|(_, piece)| piece.to - piece.from).sum();
+        ListedRuns { lists: self, piece: 0, next: 0, left }
     }
 }
+
+/// The runs of some lists, ascending.
+#[derive(Debug, Clone)]
+pub(crate) struct ListedRuns<'l> {
+    lists: &'l RunLists,
+    piece: usize,
+    /// Position in the piece.
+    next: usize,
+    left: usize,
+}
+
+impl Iterator for ListedRuns<'_> {
+    type Item = FrameRun;
+
+    fn next(&mut self) -> Option<FrameRun> {
+        loop {
+            let (list, piece) = self.lists.pieces.get(self.piece)?;
+            let runs = &self.lists.lists[*list].runs[piece.from..piece.to];
+            if let Some(run) = runs.get(self.next) {
+                self.next += 1;
+                self.left -= 1;
+                return Some(*run);
+            }
+            (self.piece, self.next) = (self.piece + 1, 0);
+        }
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (self.left, Some(self.left))
+    }
+}
+
+impl ExactSizeIterator for ListedRuns<'_> {}

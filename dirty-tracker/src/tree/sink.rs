@@ -200,9 +200,7 @@ impl<'a> Frames<'a> {
         }
         let (mut first, mut full) = (0, 0);
         while at < offsets.len() && room.left() >= needed {
-            if let Some(eight) = sparsity.eight(offsets, at)
-                && let Some(words) = words.owned()
-            {
+            if let (Some(eight), Some(words)) = (sparsity.eight(offsets, at), words.owned()) {
                 let written = room.write_eight(simd, words, base, eight, start);
                 sparsity.tried(at, written);
                 if written {

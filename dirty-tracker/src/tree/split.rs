@@ -10,10 +10,14 @@ use super::words::SHIFT;
 use crate::sync::{self, Mutex};
 use pool::{on_threads, threads};
 
-/// Default grain in leaf words: the bitmap of 16 GiB of guest memory, 512 KiB. The cheapest pass
-/// over a grain takes 50 us, as long as it takes to wake a second thread. Work of less than two
-/// grains therefore stays on one thread.
-pub(super) const GRAIN: usize = 16 << (2 * SHIFT);
+/// The grain of a tree in leaf words: the bitmap of 16 GiB of guest memory, 512 KiB. The cheapest
+/// pass over a grain takes 50 us, as long as it takes to wake a second thread. Work of less than
+/// two grains therefore stays on one thread. Small under a model checker, whose trees are.
+pub(super) const GRAIN: usize = if cfg!(driftline_shuttle) { 64 } else { 16 << (2 * SHIFT) };
+
+/// Whether there can be several threads.
+pub(super) const CAN_SHARE: bool =
+    cfg!(any(all(feature = "parallel", not(driftline_loom)), driftline_shuttle));
 
 /// Number of pieces that a thread takes of large work. No thread waits for the last piece longer
 /// than a 64th of its time, unless one piece is much denser than the others.

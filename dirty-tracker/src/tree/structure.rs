@@ -7,22 +7,11 @@ use super::split;
 use super::walk::Pending;
 use super::word_list::WordList;
 use super::words::SHIFT;
-use crate::sync::{self, AtomicU64, Mutex, Ordering::SeqCst};
-use crate::{Layout, OutOfSlot, SlotId};
+use crate::sync::{self, Arc, AtomicU64, Mutex, Ordering::SeqCst};
+use crate::{FrameRun, Gfn, Layout, OutOfSlot, SlotId};
 
 /// 64^8 = 2^48 frames is more than the 2^40 of a guest, even if every slot pads its last word.
 const MAX_LEVELS: usize = 8;
-
-/// A word that is not zero while its summary bit is clear. I1 forbids this: [`Tree::check`] found a
-/// bug in this crate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("word {index} of tree level {level} is not zero, but its summary bit is not set")]
-pub struct MissingSummary {
-    /// Level of the word; 0 is the leaf level.
-    pub level: usize,
-    /// Index of the word in its level.
-    pub index: usize,
-}
 
 /// The system refused the address space of a tree, see [`Tree::new`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -38,35 +27,32 @@ pub struct NoMemory {
 }
 
 /// A set of frames of a [`Layout`], in one allocation of packed levels: see the [front
-/// page](crate#the-structure). Each call must pass the layout that the tree was made for.
+/// page](crate#the-structure).
 ///
-/// Methods that take `&self` may be called from many threads at once. Methods that take `&mut self`
-/// do the same without atomic operations.
-///
-/// # Panics
-/// Methods panic if they are given a layout with another number of leaf words than the tree's.
+/// All methods take `&self` and may be called from many threads at once. The only owner of a tree
+/// marks and drains it without atomic operations through [`exclusive`](Self::exclusive).
 ///
 /// ```
 /// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 ///
 /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
 /// let run = |start, count| FrameRun { start: Gfn(start), count };
-/// let mut tree = Tree::new(&layout)?;
-/// assert!(tree.mark(&layout, run(5, 1 << 20)).is_err(), "past the slot's end");
+/// let tree = Tree::new(layout)?;
+/// assert!(tree.mark(run(5, 1 << 20)).is_err(), "past the slot's end");
 /// std::thread::scope(|threads| {
-///     threads.spawn(|| tree.mark(&layout, run(600, 100)).unwrap());
-///     threads.spawn(|| tree.mark(&layout, run(500, 100)).unwrap());
+///     threads.spawn(|| tree.mark(run(600, 100)).unwrap());
+///     threads.spawn(|| tree.mark(run(500, 100)).unwrap());
 /// });
-/// tree.mark_mut(&layout, run(7, 1))?;
-/// assert_eq!(tree.count(), 201);
-/// let mut runs = Vec::new();
-/// assert_eq!(tree.drain(&layout, &mut runs), 201);
-/// assert_eq!(runs, [run(7, 1), run(500, 200)]);
-/// assert_eq!((tree.count(), tree.check()), (0, Ok(())));
+/// tree.mark(run(7, 1))?;
+/// assert!(tree.contains(Gfn(7)) && !tree.contains(Gfn(8)) && tree.count() == 201);
+/// assert!(tree.iter().eq([run(7, 1), run(500, 200)]));
+/// assert!(tree.drain().eq([run(7, 1), run(500, 200)]));
+/// assert!(tree.is_empty());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct Tree {
+    pub(super) layout: Arc<Layout>,
     pub(super) words: Vec<AtomicU64>,
     /// First word and length of each level; level 0 first.
     pub(super) levels: Vec<(usize, usize)>,
@@ -97,7 +83,8 @@ impl Tree {
     ///
     /// # Errors
     /// Returns an error if the system refuses the address space.
-    pub fn new(layout: &Layout) -> Result<Self, NoMemory> {
+    pub fn new(layout: impl Into<Arc<Layout>>) -> Result<Self, NoMemory> {
+        let layout = layout.into();
         let mut levels = Vec::with_capacity(MAX_LEVELS);
         let mut len = layout.leaf_words() as usize;
         let mut total = 0;
@@ -113,7 +100,7 @@ impl Tree {
             .ok_or(NoMemory { frames: layout.frames(), bytes: total as u64 * 8 })?;
         let scratch = Mutex::new(Scratch::new(levels.len()));
         let (simd, word_list) = (SimdLevel::best(), WordList::new());
-        Ok(Self { words, levels, simd, scratch, word_list, grain: split::GRAIN })
+        Ok(Self { layout, words, levels, simd, scratch, word_list, grain: split::GRAIN })
     }
 
     /// Returns the number of bytes reserved for the levels. From 4,096 leaf words (1 GiB of guest
@@ -124,42 +111,43 @@ impl Tree {
     /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 3 << 30 }; // 12 TiB
     /// let layout = Layout::new([slot])?;
-    /// let bytes = Tree::new(&layout)?.reserved_bytes(); // backs no memory
-    /// assert_eq!((layout.leaf_words() * 8, bytes), (402_653_184, 409_044_512));
+    /// let tree = Tree::new(layout)?; // backs no memory
+    /// assert_eq!(tree.layout().leaf_words() * 8, 402_653_184);
+    /// assert_eq!(tree.reserved_bytes(), 409_044_512);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn reserved_bytes(&self) -> u64 {
         self.words.len() as u64 * 8
     }
 
-    /// Panics if `layout` is not the tree's. This mistake would otherwise show only as frames that
-    /// do not exist.
-    pub(super) fn assert_same_layout(&self, layout: &Layout) {
-        let ours = self.levels[0].1 as u64;
-        assert_eq!(layout.leaf_words(), ours, "leaf words of this layout and of the tree");
+    /// Returns the layout of the tree.
+    pub fn layout(&self) -> &Arc<Layout> {
+        &self.layout
     }
 
-    /// Checks I1 by walking the entire tree. For tests; exact only while no thread inserts. O(words
-    /// of the tree).
-    ///
-    /// # Errors
-    /// Returns the first word that violates I1.
-    pub fn check(&self) -> Result<(), MissingSummary> {
-        for (level, pair) in self.levels.windows(2).enumerate() {
-            let ((start, len), (above, _)) = (pair[0], pair[1]);
-            for index in 0..len {
-                let summary = self.words[above + (index >> SHIFT)].load(SeqCst);
-                if self.words[start + index].load(SeqCst) != 0 && summary >> (index & 63) & 1 == 0 {
-                    return Err(MissingSummary { level, index });
-                }
-            }
-        }
-        Ok(())
+    /// Returns whether `gfn` is in the tree; false for a frame of no slot. O(log slots). A
+    /// [`Cursor`](crate::Cursor) tests frames near one another in O(1).
+    pub fn contains(&self, gfn: Gfn) -> bool {
+        self.layout.bit_of_run(FrameRun { start: gfn, count: 1 }).is_ok_and(|bit| self.has(bit))
     }
 
     /// Returns whether leaf bit `bit` is set.
-    pub(crate) fn contains(&self, bit: u64) -> bool {
+    pub(super) fn has(&self, bit: u64) -> bool {
         self.leaf(bit >> SHIFT) & (1 << (bit & 63)) != 0
+    }
+
+    /// Returns the first word that is not zero while its summary bit is clear, as its level and its
+    /// index there. I1 forbids this.
+    #[cfg(test)]
+    pub(super) fn missing_summary(&self) -> Option<(usize, usize)> {
+        self.levels.windows(2).enumerate().find_map(|(level, pair)| {
+            let ((start, len), (above, _)) = (pair[0], pair[1]);
+            let is_missing = |index: &usize| {
+                let summary = self.words[above + (index >> SHIFT)].load(SeqCst);
+                self.words[start + index].load(SeqCst) != 0 && summary >> (index & 63) & 1 == 0
+            };
+            (0..len).find(is_missing).map(|index| (level, index))
+        })
     }
 
     pub(super) fn leaf(&self, word: u64) -> u64 {
@@ -188,18 +176,17 @@ impl Tree {
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
-    /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 130 }])?;
-    /// # let tree = Tree::new(&layout)?;
-    /// tree.mark(&layout, FrameRun { start: Gfn(0x100 + 63), count: 2 })?;
-    /// assert_eq!(tree.leaves(&layout, SlotId(0))?.collect::<Vec<_>>(), [1 << 63, 1, 0]);
+    /// # let layout = Layout::new([Slot { id: SlotId(3), base: Gfn(0x100), frames: 130 }])?;
+    /// # let tree = Tree::new(layout)?;
+    /// tree.mark(FrameRun { start: Gfn(0x100 + 63), count: 2 })?;
+    /// assert!(tree.bitmap(SlotId(3))?.eq([1 << 63, 1, 0]));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn leaves(
+    pub fn bitmap(
         &self,
-        layout: &Layout,
         slot: SlotId,
     ) -> Result<impl ExactSizeIterator<Item = u64> + use<'_>, OutOfSlot> {
-        let words = layout.placed_of(slot)?.range();
+        let words = self.layout.placed_of(slot)?.range();
         Ok(self.words[words].iter().map(|word| word.load(SeqCst)))
     }
 }

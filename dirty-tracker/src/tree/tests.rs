@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use super::simd::{self, SimdLevel};
 use super::sink::{Frames, Sink, Stages};
-use super::{Slices, Tree, word_list, words};
+use super::{Tree, word_list, words};
 use crate::sync::Ordering::SeqCst;
 use crate::{FrameRun, Gfn, Layout, Slot, SlotId};
 
@@ -62,7 +62,7 @@ fn every_simd_level_drains_exactly_the_marked_frames() {
         &[(1, 1), (30, 1), (300, 3), (5_000, 1), (60_000, 1), (400_000, 1), (20, 9_000), (900, 130)]
     };
     for simd in SimdLevel::all() {
-        let mut tree = Tree::new(&layout).unwrap();
+        let mut tree = Tree::new(layout.clone()).unwrap();
         tree.simd = simd;
         for &(count, longest) in shapes {
             for way in 0..6 {
@@ -70,31 +70,26 @@ fn every_simd_level_drains_exactly_the_marked_frames() {
                 let set: BTreeSet<Gfn> = marks.iter().flat_map(|r| r.frames()).collect();
                 for mark in marks {
                     match way < 3 {
-                        true => tree.mark(&layout, mark).unwrap(),
-                        false => tree.mark_mut(&layout, mark).unwrap(),
+                        true => tree.mark(mark).unwrap(),
+                        false => tree.exclusive().mark(mark).unwrap(),
                     }
                 }
-                assert_eq!(tree.check(), Ok(()), "{simd:?}");
-                let (mut found, mut frames) = (Vec::new(), Vec::new());
-                let count = match way % 3 {
-                    0 => tree.drain(&layout, &mut found),
-                    1 => tree.drain_mut(&layout, &mut found),
-                    _ if way == 2 => {
-                        tree.drain_frames(&layout, &mut frames);
-                        frames.len() as u64
-                    }
-                    _ => {
-                        tree.drain_frames_mut(&layout, &mut frames);
-                        frames.len() as u64
-                    }
+                assert_eq!(tree.missing_summary(), None, "{simd:?}");
+                let (mut found, mut frames) = (Vec::<FrameRun>::new(), Vec::<Gfn>::new());
+                let count = match way {
+                    0 => tree.drain_into(&mut found),
+                    1 => tree.exclusive().drain_into(&mut found),
+                    2 | 4 => tree.drain_into(&mut frames),
+                    3 => tree.drain_into(&mut found),
+                    _ => tree.exclusive().drain_into(&mut frames),
                 };
                 assert_eq!(count, set.len() as u64, "{simd:?} way {way}");
-                match way % 3 {
-                    2 => assert!(frames.into_iter().eq(set), "{simd:?} way {way}"),
+                match way {
+                    2 | 4 | 5 => assert!(frames.into_iter().eq(set), "{simd:?} way {way}"),
                     _ => assert!(found == joined(&layout, &set), "{simd:?} way {way}"),
                 }
-                assert_eq!(tree.drain(&layout, &mut Vec::new()), 0, "{simd:?} way {way}");
-                assert_eq!(tree.runs(&layout).next(), None, "{simd:?} way {way}");
+                assert_eq!(tree.drain().len(), 0, "{simd:?} way {way}");
+                assert_eq!(tree.iter().next(), None, "{simd:?} way {way}");
                 assert_eq!(tree.count(), 0, "{simd:?} way {way}");
             }
         }
@@ -106,20 +101,20 @@ fn spurious_summaries_of_lists_are_bounded() {
     // Far more leaf words than lists may leave behind.
     let frames = 4 * 64 * word_list::MAX_SPURIOUS as u64;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
-    let tree = Tree::new(&layout).unwrap();
+    let tree = Tree::new(layout.clone()).unwrap();
     let above = tree.levels[1];
     let summaries = |tree: &Tree| {
         let words = &tree.words[above.0..above.0 + above.1];
         words.iter().map(|w| w.load(SeqCst).count_ones() as usize).sum::<usize>()
     };
     let mark = |word: u64| {
-        tree.mark(&layout, FrameRun { start: Gfn(word * 64), count: 1 }).unwrap();
+        tree.mark(FrameRun { start: Gfn(word * 64), count: 1 }).unwrap();
     };
     let rounds = if cfg!(miri) { 10 } else { 300 };
     let mut most = 0;
     for round in 0..rounds {
         (0..200).for_each(|word| mark(round * 200 + word));
-        assert_eq!(tree.drain(&layout, &mut Vec::new()), 200);
+        assert_eq!(tree.drain_into(&mut Vec::<FrameRun>::new()), 200);
         most = most.max(summaries(&tree));
     }
     assert!(most >= 200, "lists do not leave summaries set: {most}");
@@ -127,35 +122,8 @@ fn spurious_summaries_of_lists_are_bounded() {
     // More words than a list holds: a walk, which leaves no summaries.
     let many = if cfg!(miri) { 300 } else { 1000 };
     (0..many).for_each(mark);
-    assert_eq!(tree.drain(&layout, &mut Vec::new()), many);
+    assert_eq!(tree.drain_into(&mut Vec::<FrameRun>::new()), many);
     assert_eq!(summaries(&tree), 0);
-}
-
-#[test]
-fn slices_leave_no_spurious_summaries() {
-    let layout = layout();
-    let tree = Tree::new(&layout).unwrap();
-    for slot in layout.slots() {
-        tree.mark(&layout, slot.run()).unwrap();
-    }
-    let rounds = |words: usize| {
-        let (mut at, mut frames, mut slices) = (Slices::default(), 0, 0);
-        while !at.is_over() {
-            frames += tree.drain_slice(&layout, &mut at, words, &mut Vec::new());
-            slices += 1;
-        }
-        (frames, slices)
-    };
-    assert_eq!(rounds(100).0, layout.frames());
-    rounds(100);
-    let set: u32 = tree.words.iter().map(|w| w.load(SeqCst).count_ones()).sum();
-    assert!(set < 4, "more than the path to the last word stays: {set}");
-    // Near the end of the largest slot.
-    let start = layout.slots().nth(1).map(|slot| Gfn(slot.run().end().0 - 1005)).unwrap();
-    tree.mark(&layout, FrameRun { start, count: 1 }).unwrap();
-    let (frames, slices) = rounds(1);
-    assert_eq!(frames, 1);
-    assert!(slices < 10, "a round over one frame takes {slices} looks");
 }
 
 /// Leaf words that are all full, at every index.

@@ -129,10 +129,11 @@ impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
             // Words below must be within 32 bits.
             let in_reach = |offset: u32| offset < 1 << (32 - SHIFT);
             while let Some(word) = found.get(looked_into) {
-                if let Some(eight) = sparsity.eight(found, looked_into)
-                    && let Some(words) = words.owned()
-                    && let Some(room) = below.words[len..].first_chunk_mut()
-                    && in_reach(eight[7].wrapping_sub(first))
+                let eight = sparsity
+                    .eight(found, looked_into)
+                    .filter(|eight| in_reach(eight[7].wrapping_sub(first)));
+                if let (Some(eight), Some(words), Some(room)) =
+                    (eight, words.owned(), below.words[len..].first_chunk_mut())
                 {
                     let expanded = simd.expand_eight(words, start, eight, first, room);
                     sparsity.tried(looked_into, expanded.is_some());

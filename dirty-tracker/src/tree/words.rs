@@ -116,7 +116,7 @@ impl Sparsity {
 }
 
 /// Returns the words that hold bits `lo..=hi`, each with the mask of those bits.
-pub(super) fn masks(lo: u64, hi: u64) -> impl Iterator<Item = (u64, u64)> {
+pub(crate) fn masks(lo: u64, hi: u64) -> impl Iterator<Item = (u64, u64)> {
     let (first, last) = (lo >> SHIFT, hi >> SHIFT);
     (first..=last).map(move |word| {
         let from = if word == first { lo & 63 } else { 0 };

@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::Ordering;
 
-use driftline_dirty_tracker::{ENTRY_DIRTY, ENTRY_RESET, RingEntry, RingFull};
+use driftline_dirty_tracker::ring::{ENTRY_DIRTY, ENTRY_RESET, RingEntry, RingFull};
 
 /// One vCPU's ring from the kernel's side.
 pub struct KernelRing {

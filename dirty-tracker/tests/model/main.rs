@@ -22,7 +22,7 @@ mod memory;
 mod producer {
     use std::sync::atomic::Ordering;
 
-    use driftline_dirty_tracker::{ENTRY_DIRTY, ENTRY_RESET, RingEntry};
+    use driftline_dirty_tracker::ring::{ENTRY_DIRTY, ENTRY_RESET, RingEntry};
 
     pub fn push(ring: &[RingEntry], published: u32, frame: u64) {
         let entry = &ring[published as usize & (ring.len() - 1)];
@@ -47,7 +47,8 @@ mod producer {
 mod loom_ring {
     use std::sync::Arc;
 
-    use driftline_dirty_tracker::{Gfn, Harvester, Layout, RingEntry, Slot, SlotId, Tracker};
+    use driftline_dirty_tracker::ring::{Harvester, RingEntry};
+    use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tracker};
     use loom::thread;
 
     use super::producer::{push, reset};
@@ -89,8 +90,9 @@ mod shuttle_orders {
     use std::collections::BTreeSet;
     use std::sync::Arc;
 
+    use driftline_dirty_tracker::ring::{Harvester, RingEntry};
     use driftline_dirty_tracker::{
-        FrameRun, Gfn, Harvester, Layout, RingEntry, RunLists, Slices, Slot, SlotId, Tracker, Tree,
+        DirtySet, FrameRun, Gfn, Layout, Slot, SlotId, Subscription, Tracker, Tree,
     };
     use shuttle::sync::atomic::{AtomicU32, Ordering};
     use shuttle::thread;
@@ -106,6 +108,12 @@ mod shuttle_orders {
 
     fn layout(frames: u64) -> Layout {
         Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap()
+    }
+
+    /// I1: the summaries lead to every leaf that is not zero.
+    fn assert_summarized(tree: &Tree) {
+        let leaves = tree.bitmap(SlotId(0)).unwrap().map(|bits| u64::from(bits.count_ones()));
+        assert_eq!(tree.count(), leaves.sum::<u64>());
     }
 
     fn tracker(frames: u64) -> Arc<Tracker> {
@@ -134,7 +142,7 @@ mod shuttle_orders {
                 epoch.commit();
             }
             inserters.into_iter().for_each(|t| t.join().unwrap());
-            subscription.check().unwrap();
+            assert_drained_whole(&mut subscription);
             seen.extend(subscription.drain().runs().flat_map(|r| r.start.0..r.end().0));
             assert_eq!(seen, BTreeSet::from([0, 1, 64, 4096]));
         });
@@ -167,7 +175,7 @@ mod shuttle_orders {
                 assert_eq!(before & !seen, 0, "an insert returned before the drain and is missing");
             }
             inserters.into_iter().for_each(|t| t.join().unwrap());
-            subscription.check().unwrap();
+            assert_drained_whole(&mut subscription);
         });
     }
 
@@ -190,7 +198,7 @@ mod shuttle_orders {
             epoch.commit();
             inserter.join().unwrap();
             giver.join().unwrap();
-            subscription.check().unwrap();
+            assert_drained_whole(&mut subscription);
             assert_eq!(seen + subscription.drain().frames(), 210);
         });
     }
@@ -200,36 +208,34 @@ mod shuttle_orders {
     #[test]
     fn concurrent_bitmaps_marks_and_drains_lose_nothing() {
         check(|| {
-            let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 * 64 * 2 };
-            let layout = Layout::new([slot]).unwrap();
-            let mut tree = Tree::new(&layout).unwrap();
-            tree.set_grain(64);
-            let (tree, layout) = (Arc::new(tree), Arc::new(layout));
-            let run = |frame| FrameRun { start: Gfn(frame), count: 1 };
+            let tracker = tracker(64 * 64 * 2);
+            let mut subscription = tracker.subscribe("model").unwrap();
             // Frames below both summaries, and on no list: two threads work from the first drain
             // on.
             let mut bitmap = vec![0; 65];
             (bitmap[0], bitmap[64]) = (2, 1);
-            tree.absorb_bitmap(&layout, SlotId(0), &bitmap).unwrap();
+            tracker.absorb_bitmap(SlotId(0), &bitmap).unwrap();
             let absorber = {
-                let (tree, layout) = (tree.clone(), layout.clone());
+                let tracker = tracker.clone();
                 thread::spawn(move || {
                     let mut bitmap = vec![0; 128];
                     (bitmap[0], bitmap[64]) = (4, 2);
-                    tree.absorb_bitmap(&layout, SlotId(0), &bitmap).unwrap()
+                    tracker.absorb_bitmap(SlotId(0), &bitmap).unwrap()
                 })
             };
             let marker = {
-                let (tree, layout) = (tree.clone(), layout.clone());
+                let tracker = tracker.clone();
                 thread::spawn(move || {
-                    [3, 64, 64 * 64 + 2].map(|frame| tree.mark(&layout, run(frame)).unwrap())
+                    [3, 64, 64 * 64 + 2].map(|start| {
+                        tracker.mark(FrameRun { start: Gfn(start), count: 1 }).unwrap();
+                    })
                 })
             };
-            let mut runs = RunLists::default();
             let mut seen: Vec<u64> = Vec::new();
             let mut drain = || {
-                tree.drain_parallel(&layout, &mut runs);
-                seen.extend(runs.iter().flat_map(|r| r.start.0..r.end().0));
+                let epoch = subscription.drain();
+                seen.extend(frames(&epoch));
+                epoch.commit();
                 seen.clone()
             };
             let first = drain();
@@ -237,11 +243,70 @@ mod shuttle_orders {
             assert_eq!(absorber.join().unwrap(), 2);
             drain();
             marker.join().unwrap();
-            tree.check().unwrap();
             let mut all = drain();
             all.sort_unstable();
             assert_eq!(all, [1, 2, 3, 64, 4096, 4097, 4098]);
         });
+    }
+
+    /// The layout changes twice while threads mark frames and drain. What exists all the time is
+    /// never lost, and every mark before a drain is in it.
+    #[test]
+    fn relayout_beside_marks_and_drains_loses_nothing() {
+        check(|| {
+            let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
+            let tracker = tracker(64 * 3);
+            let mut subscription = tracker.subscribe("model").unwrap();
+            tracker.mark(FrameRun { start: Gfn(5), count: 1 }).unwrap();
+            let done = Arc::new(AtomicU32::new(0));
+            let marker = {
+                let (tracker, done) = (tracker.clone(), done.clone());
+                thread::spawn(move || {
+                    for (bit, frame) in [1, 70, 140].into_iter().enumerate() {
+                        tracker.mark(FrameRun { start: Gfn(frame), count: 1 }).unwrap();
+                        done.fetch_or(1 << bit, Ordering::SeqCst);
+                    }
+                    tracker.absorb_bitmap(SlotId(0), &[1 << 9]).unwrap();
+                })
+            };
+            let changer = {
+                let tracker = tracker.clone();
+                thread::spawn(move || {
+                    // The second slot begins inside a word of the first.
+                    let split = [slot(0, 0, 100), slot(1, 100, 64 * 3 - 100), slot(2, 4096, 64)];
+                    tracker.relayout(Layout::new(split).unwrap()).unwrap();
+                    tracker.relayout(layout(64 * 3)).unwrap();
+                })
+            };
+            let mut seen = BTreeSet::new();
+            for round in 0..2 {
+                let before = done.load(Ordering::SeqCst);
+                let epoch = subscription.drain();
+                seen.extend(frames(&epoch));
+                for (bit, frame) in [1, 70, 140].into_iter().enumerate() {
+                    assert!(before >> bit & 1 == 0 || seen.contains(&frame), "{frame} is late");
+                }
+                match round {
+                    0 => epoch.give_back(),
+                    _ => epoch.commit(),
+                }
+            }
+            marker.join().unwrap();
+            changer.join().unwrap();
+            seen.extend(frames(&subscription.drain()));
+            assert_eq!(seen, BTreeSet::from([1, 5, 9, 70, 140]));
+        });
+    }
+
+    fn frames(epoch: &DirtySet) -> Vec<u64> {
+        epoch.runs().flat_map(|r| r.start.0..r.end().0).collect()
+    }
+
+    /// I1: a drain finds every leaf that is not zero.
+    fn assert_drained_whole(subscription: &mut Subscription) {
+        let leaves = subscription.bitmap(SlotId(0)).unwrap();
+        let ones = leaves.iter().map(|bits| u64::from(bits.count_ones())).sum::<u64>();
+        assert_eq!(subscription.count(), ones);
     }
 
     /// A vCPU writes past its ring's end while the ring is harvested and walked. Every frame is
@@ -286,7 +351,7 @@ mod shuttle_orders {
             kernel.join().unwrap();
             collect();
             for frame in 0..u64::from(WRITES) {
-                assert!(subscription.is_marked(Gfn(frame)), "frame {frame} was lost");
+                assert!(subscription.contains(Gfn(frame)), "frame {frame} was lost");
             }
             // The vCPU retries until it may run. From then on every frame is seen in time.
             let mut published = WRITES;
@@ -303,7 +368,7 @@ mod shuttle_orders {
                 push(&ring, published, frame);
                 published += 1;
                 collect();
-                assert!(subscription.is_marked(Gfn(frame)), "frame {frame} was lost");
+                assert!(subscription.contains(Gfn(frame)), "frame {frame} was lost");
             }
             let (walked, last) = collect();
             assert_eq!(walked, published);
@@ -311,34 +376,29 @@ mod shuttle_orders {
         });
     }
 
-    /// Two drainers of two kinds (whole, in slices, by several threads) and two inserters. Every
-    /// inserted frame is drained or still in the tree, whose summaries are right.
-    fn two_drainers(kinds: [Kind; 2], runs: bool) {
-        let layout = Arc::new(layout(64 * 64 * 3));
-        let tree = Arc::new(Tree::new(&layout).unwrap());
+    /// Two drainers and two inserters. Every inserted frame is drained or still in the tree, whose
+    /// summaries are right.
+    fn two_drainers(runs: bool) {
+        let tree = Arc::new(Tree::new(layout(64 * 64 * 3)).unwrap());
         if runs {
-            tree.mark(&layout, FrameRun { start: Gfn(60), count: 64 * 6 }).unwrap();
+            tree.mark(FrameRun { start: Gfn(60), count: 64 * 6 }).unwrap();
         }
         let inserters = [[1, 64, 4096, 65], [64, 8200, 1, 66]].map(|frames: [u64; 4]| {
-            let (tree, layout) = (tree.clone(), layout.clone());
+            let tree = tree.clone();
             thread::spawn(move || {
                 for start in frames.map(Gfn) {
-                    tree.mark(&layout, FrameRun { start, count: 1 }).unwrap();
+                    tree.mark(FrameRun { start, count: 1 }).unwrap();
                 }
             })
         });
-        let drainers = kinds.map(|kind| {
-            let (tree, layout) = (tree.clone(), layout.clone());
-            thread::spawn(move || {
-                let mut runs = Vec::new();
-                (0..2).for_each(|_| kind.drain(&tree, &layout, &mut runs));
-                runs
-            })
+        let drainers = [(); 2].map(|()| {
+            let tree = tree.clone();
+            thread::spawn(move || tree.drain().chain(tree.drain()).collect::<Vec<_>>())
         });
         inserters.into_iter().for_each(|t| t.join().unwrap());
         let mut all: Vec<FrameRun> = drainers.into_iter().flat_map(|t| t.join().unwrap()).collect();
-        assert_eq!(tree.check(), Ok(()));
-        tree.drain(&layout, &mut all);
+        assert_summarized(&tree);
+        tree.drain_into(&mut all);
         let seen: BTreeSet<u64> = all.into_iter().flat_map(|r| r.start.0..r.end().0).collect();
         let mut expected = BTreeSet::from([1, 64, 65, 66, 4096, 8200]);
         if runs {
@@ -347,81 +407,9 @@ mod shuttle_orders {
         assert_eq!(seen, expected);
     }
 
-    #[derive(Clone, Copy)]
-    enum Kind {
-        Whole,
-        Slices,
-        Parallel,
-    }
-
-    impl Kind {
-        fn drain(self, tree: &Tree, layout: &Layout, runs: &mut Vec<FrameRun>) {
-            match self {
-                Self::Whole => {
-                    tree.drain(layout, runs);
-                }
-                Self::Slices => {
-                    let mut at = Slices::default();
-                    while !at.is_over() {
-                        tree.drain_slice(layout, &mut at, 2, runs);
-                    }
-                }
-                Self::Parallel => {
-                    let mut lists = RunLists::default();
-                    tree.drain_parallel(layout, &mut lists);
-                    runs.extend(lists.iter());
-                }
-            }
-        }
-    }
-
     #[test]
-    fn two_concurrent_whole_drains_lose_nothing() {
-        check(|| two_drainers([Kind::Whole, Kind::Whole], false));
-    }
-
-    #[test]
-    fn whole_drain_beside_slices_loses_nothing() {
-        check(|| two_drainers([Kind::Whole, Kind::Slices], true));
-    }
-
-    #[test]
-    fn slices_beside_slices_lose_nothing() {
-        check(|| two_drainers([Kind::Slices, Kind::Slices], true));
-    }
-
-    #[test]
-    fn parallel_drain_beside_others_loses_nothing() {
-        check(|| two_drainers([Kind::Parallel, Kind::Whole], true));
-        check(|| two_drainers([Kind::Parallel, Kind::Slices], false));
-    }
-
-    /// A frame inserted before a round of slices is in the round, after any kind of drain.
-    #[test]
-    fn round_of_slices_has_every_insert_before_it() {
-        check(|| {
-            let layout = Arc::new(layout(64 * 64 * 3));
-            let tree = Arc::new(Tree::new(&layout).unwrap());
-            let done = Arc::new(AtomicU32::new(0));
-            let bit = |frame: u64| 1 << (frame % 29);
-            let inserters = [[1, 64, 4096], [64, 8200, 1]].map(|frames: [u64; 3]| {
-                let (tree, layout, done) = (tree.clone(), layout.clone(), done.clone());
-                thread::spawn(move || {
-                    for frame in frames {
-                        tree.mark(&layout, FrameRun { start: Gfn(frame), count: 1 }).unwrap();
-                        done.fetch_or(bit(frame), Ordering::SeqCst);
-                    }
-                })
-            });
-            let mut seen = 0;
-            for kind in [Kind::Slices, Kind::Whole, Kind::Slices] {
-                let before = done.load(Ordering::SeqCst);
-                let mut runs = Vec::new();
-                kind.drain(&tree, &layout, &mut runs);
-                runs.into_iter().flat_map(|r| r.start.0..r.end().0).for_each(|f| seen |= bit(f));
-                assert_eq!(before & !seen, 0, "an insert returned before the drain and is missing");
-            }
-            inserters.into_iter().for_each(|t| t.join().unwrap());
-        });
+    fn two_concurrent_drains_lose_nothing() {
+        check(|| two_drainers(false));
+        check(|| two_drainers(true));
     }
 }

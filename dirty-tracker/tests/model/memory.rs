@@ -10,9 +10,7 @@
 
 use std::sync::Arc;
 
-use driftline_dirty_tracker::{
-    FrameRun, Gfn, Layout, RunLists, Slices, Slot, SlotId, Tracker, Tree,
-};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Subscription, Tracker, Tree};
 
 #[cfg(driftline_loom)]
 use loom::{
@@ -47,26 +45,25 @@ fn layout() -> Layout {
 
 /// Marks a frame that is already marked while `drain` takes it. `drain` returns the number of
 /// frames it took.
-fn no_write_is_lost(mark: fn(&Tree, &Layout), drain: fn(&Tree, &Layout) -> u64) {
+fn no_write_is_lost(mark: fn(&Tree), drain: fn(&Tree) -> u64) {
     for listed in [true, false] {
         explore(move || {
-            let layout = Arc::new(layout());
-            let tree = Arc::new(Tree::new(&layout).unwrap());
+            let tree = Arc::new(Tree::new(layout()).unwrap());
             if listed {
-                tree.mark(&layout, RUN).unwrap();
+                tree.mark(RUN).unwrap();
             } else {
                 // Leaves the list of words incomplete, so the drain walks.
-                tree.absorb_bitmap(&layout, SlotId(0), &[1 << FRAME]).unwrap();
+                tree.absorb_bitmap(SlotId(0), &[1 << FRAME]).unwrap();
             }
             let page = Arc::new(AtomicU64::new(0));
             let writer = {
-                let (tree, layout, page) = (tree.clone(), layout.clone(), page.clone());
+                let (tree, page) = (tree.clone(), page.clone());
                 thread::spawn(move || {
                     page.store(1, Relaxed);
-                    mark(&tree, &layout);
+                    mark(&tree);
                 })
             };
-            let taken = drain(&tree, &layout);
+            let taken = drain(&tree);
             let copied = page.load(Relaxed);
             writer.join().unwrap();
             let marked = tree.count() == 1;
@@ -79,41 +76,28 @@ fn no_write_is_lost(mark: fn(&Tree, &Layout), drain: fn(&Tree, &Layout) -> u64) 
     }
 }
 
-fn mark(tree: &Tree, layout: &Layout) {
-    tree.mark(layout, RUN).unwrap();
+fn mark(tree: &Tree) {
+    tree.mark(RUN).unwrap();
+}
+
+fn drain(tree: &Tree) -> u64 {
+    tree.drain_into(&mut Vec::<FrameRun>::new())
 }
 
 #[test]
 fn drain_reads_what_marks_announced() {
-    no_write_is_lost(mark, |tree, layout| tree.drain(layout, &mut Vec::new()));
+    no_write_is_lost(mark, drain);
 }
 
 #[test]
 fn frame_drain_reads_what_marks_announced() {
-    no_write_is_lost(mark, |tree, layout| {
-        let mut frames = Vec::new();
-        tree.drain_frames(layout, &mut frames);
-        frames.len() as u64
-    });
-}
-
-#[test]
-fn slices_read_what_marks_announced() {
-    no_write_is_lost(mark, |tree, layout| {
-        let mut at = Slices::default();
-        tree.drain_slice(layout, &mut at, 1, &mut Vec::new())
-    });
-}
-
-#[test]
-fn parallel_drain_reads_what_marks_announced() {
-    no_write_is_lost(mark, |tree, layout| tree.drain_parallel(layout, &mut RunLists::default()));
+    no_write_is_lost(mark, |tree| tree.drain_into(&mut Vec::<Gfn>::new()));
 }
 
 /// A caller that clears a tree reads all memory next.
 #[test]
 fn clear_reads_what_marks_announced() {
-    no_write_is_lost(mark, |tree, _| {
+    no_write_is_lost(mark, |tree| {
         tree.clear();
         1
     });
@@ -122,11 +106,41 @@ fn clear_reads_what_marks_announced() {
 #[test]
 fn drain_reads_what_bitmaps_announced() {
     no_write_is_lost(
-        |tree, layout| {
-            tree.absorb_bitmap(layout, SlotId(0), &[1 << FRAME]).unwrap();
+        |tree| {
+            tree.absorb_bitmap(SlotId(0), &[1 << FRAME]).unwrap();
         },
-        |tree, layout| tree.drain(layout, &mut Vec::new()),
+        drain,
     );
+}
+
+/// The same through a tracker, whose marks are gathered before they reach a tree. Another thread
+/// marks meanwhile: either may find the batch locked, and insert by itself.
+#[test]
+fn subscriber_reads_what_gathered_marks_announced() {
+    explore(|| {
+        let tracker = Arc::new(Tracker::new(layout()));
+        let mut subscription = tracker.subscribe("model").unwrap();
+        tracker.mark(RUN).unwrap();
+        let page = Arc::new(AtomicU64::new(0));
+        let writer = {
+            let (tracker, page) = (tracker.clone(), page.clone());
+            thread::spawn(move || {
+                page.store(1, Relaxed);
+                tracker.mark(RUN).unwrap();
+            })
+        };
+        let frames = |subscription: &mut Subscription| {
+            let set = subscription.drain();
+            let frames = set.frames();
+            set.commit();
+            frames
+        };
+        assert_eq!(frames(&mut subscription), 1);
+        let copied = page.load(Relaxed);
+        writer.join().unwrap();
+        let marked = frames(&mut subscription) == 1;
+        assert!(copied == 1 || marked, "the write is neither in the copy nor in the next epoch");
+    });
 }
 
 #[test]
@@ -144,7 +158,7 @@ fn subscriber_reads_what_marks_announced() {
         let subscription = tracker.subscribe("model").unwrap();
         let copied = page.load(Relaxed);
         writer.join().unwrap();
-        let marked = subscription.is_marked(Gfn(FRAME));
+        let marked = subscription.contains(Gfn(FRAME));
         assert!(copied == 1 || marked, "the write is neither in the first copy nor marked");
     });
 }

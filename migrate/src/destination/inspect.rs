@@ -2,6 +2,7 @@
 
 use std::io::Read;
 
+use driftline_format::layout_hash;
 use driftline_guest::VmId;
 
 use crate::protocol::error::WireError;
@@ -72,7 +73,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
             other => return Err(other.unexpected("CONFIG")),
         }
     };
-    let (found, expected) = (header.layout_hash().into(), layout.hash().into());
+    let (found, expected) = (header.layout_hash().into(), layout_hash(&layout).into());
     if found != expected {
         return Err(WireError::Count { what: "the layout's hash", found, expected });
     }

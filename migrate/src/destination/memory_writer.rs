@@ -3,9 +3,8 @@
 //! A frame is marked as written before its first byte is (I8): if a write breaks off, a later ZERO
 //! of that frame must not take it for zero already.
 
-use std::sync::Arc;
 
-use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Subscription, Tracker};
+use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Tree};
 use driftline_guest::{GuestContents, GuestIdentity, GuestRam, Populate};
 use parking_lot::{Mutex, MutexGuard};
 use vm_memory::{Bytes, GuestAddress};
@@ -29,17 +28,15 @@ pub(super) struct MemoryWriter<'g, G: GuestIdentity + GuestContents + Populate +
     guest: &'g G,
     ram: &'g GuestRam,
     /// Frames to which content was, or may have been, written. All others are zero already.
-    written: Subscription,
-    marks: Arc<Tracker>,
+    written: Tree,
     /// Locked briefly by each message.
     prealloc: Mutex<Prealloc>,
 }
 
 impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, G> {
     pub(super) fn new(guest: &'g G, prealloc: Prealloc) -> Result<Self, NoMemory> {
-        let marks = Arc::new(Tracker::new(guest.layout().clone()));
-        let written = marks.subscribe("received")?;
-        Ok(Self { guest, ram: guest.ram(), written, marks, prealloc: Mutex::new(prealloc) })
+        let written = Tree::new(guest.layout().clone())?;
+        Ok(Self { guest, ram: guest.ram(), written, prealloc: Mutex::new(prealloc) })
     }
 
     fn prealloc(&self) -> MutexGuard<'_, Prealloc> {
@@ -52,7 +49,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
     }
 
     /// Returns the marks of written frames.
-    pub(super) fn into_written(self) -> Subscription {
+    pub(super) fn into_written(self) -> Tree {
         self.written
     }
 
@@ -108,8 +105,9 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
         let mut prealloc = self.prealloc();
         runs.iter().for_each(|run| prealloc.arrived(run, false));
         drop(prealloc);
+        let mut written = self.written.cursor();
         for gfn in runs.iter().flat_map(|run| run.frames()) {
-            if self.written.is_marked(gfn) {
+            if written.contains(gfn) {
                 self.write(gfn.gpa(), &ZEROS)?;
             }
         }
@@ -125,7 +123,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
     /// Preallocates frames that have no memory yet. Must precede [`mark`](Self::mark), after which
     /// they count as having it.
     fn make_room(&self, run: FrameRun) {
-        if run.count >= PREPARE_FROM && !self.written.is_marked(run.start) {
+        if run.count >= PREPARE_FROM && !self.written.contains(run.start) {
             self.guest.prefault(run);
         }
     }
@@ -136,7 +134,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
     }
 
     fn mark(&self, run: FrameRun) -> Result<(), Cause> {
-        self.marks.mark(run).map_err(|e| memory(std::io::Error::other(e)))
+        self.written.mark(run).map_err(|e| memory(std::io::Error::other(e)))
     }
 }
 
@@ -148,6 +146,7 @@ fn memory(cause: std::io::Error) -> Cause {
 mod tests {
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
+    use std::sync::Arc;
     use std::time::Duration;
 
     use driftline_dirty_tracker::{Gfn, Slot, SlotId};
@@ -202,7 +201,7 @@ mod tests {
         let mut page = [0; PAGE_SIZE as usize];
         guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();
         assert_eq!(page[0], 0x5a, "half of it was written");
-        assert!(memory.written.is_marked(run.start), "FRAMES");
+        assert!(memory.written.contains(run.start), "FRAMES");
         let zero = zero_of(run);
         let Message::Zero { runs } = Message::parse(Tag::Zero, &zero).unwrap() else { panic!() };
         memory.zero(runs).unwrap();
@@ -218,6 +217,6 @@ mod tests {
         let pages = Message::parse(Tag::Pages, &pages).unwrap();
         let Message::Pages { runs, contents } = pages else { panic!() };
         memory.place(runs, contents).unwrap_err();
-        assert!(memory.written.is_marked(run.start), "PAGES");
+        assert!(memory.written.contains(run.start), "PAGES");
     }
 }

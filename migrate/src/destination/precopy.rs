@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Instant;
 
-use driftline_dirty_tracker::Subscription;
+use driftline_dirty_tracker::Tree;
 use driftline_guest::{Clock, GuestFactory, Section, Stateful};
 
 use super::host::{ReceiveFailed, ReceiveHost};
@@ -25,7 +25,7 @@ pub(super) struct Restored {
     pub(super) was_running: bool,
     pub(super) figures: ReceiveFigures,
     /// Dropped once the guest runs, because freeing it takes time.
-    pub(super) written: Subscription,
+    pub(super) written: Tree,
 }
 
 impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
+use driftline_dirty_tracker::{PAGE_SIZE, Tree};
 use driftline_guest::{Clock, DriveHead, Guest, GuestError, Section};
 
 use super::channels::ReceiveChannels;
@@ -86,7 +86,7 @@ pub(super) struct Whole {
     pub(super) was_running: bool,
     pub(super) figures: ReceiveFigures,
     /// Frames that were written.
-    pub(super) written: Subscription,
+    pub(super) written: Tree,
 }
 
 /// How much has come.

@@ -5,7 +5,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::Instant;
 
 use driftline_dirty_tracker::Layout;
-use driftline_format::Header;
+use driftline_format::{Header, layout_hash};
 use driftline_guest::{DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle};
 
 use super::admission::Stage;
@@ -126,7 +126,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         drives: &[DriveHead],
     ) -> Result<(Arc<F::Guest>, Copies), Unready> {
         let vm_id = header.vm_id();
-        let (theirs, ours) = (header.layout_hash().into(), layout.hash().into());
+        let (theirs, ours) = (header.layout_hash().into(), layout_hash(layout).into());
         if theirs != ours {
             return Err(Cause::Differs { what: "the layout's hash", ours, theirs }.into());
         }

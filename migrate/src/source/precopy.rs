@@ -178,7 +178,7 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         channels: &mut Channels,
         epoch: DirtySet,
     ) -> Result<PassDone, SendFailed> {
-        if let Some(verifier) = &self.verifier {
+        if let Some(verifier) = &mut self.verifier {
             verifier.sends(epoch.runs())?;
         }
         // On an error the set is dropped, which gives it back (I4).

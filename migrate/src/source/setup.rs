@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use driftline_format::layout_hash;
 use driftline_guest::GuestDrive;
 
 use super::channels::Channels;
@@ -66,7 +67,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
             .map_err(|cause| Cause::Connect { peer: self.to.to_owned(), cause })?;
         let mut wire = Wire::new(link);
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
-        wire.send_header(Some((self.guest.vm_id(), self.guest.layout().hash())))?;
+        wire.send_header(Some((self.guest.vm_id(), layout_hash(self.guest.layout()))))?;
         let version = env!("CARGO_PKG_VERSION");
         wire.send(&Message::Hello { purpose, features: FEATURES, version })?;
         wire.recv_header()?;

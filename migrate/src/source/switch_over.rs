@@ -216,7 +216,7 @@ impl<'a, G: Migratable + ?Sized> Rest<'_, 'a, G> {
         // The devices are paused, so no write is in flight.
         self.drives.drain();
         self.passes.hurry();
-        if let Some(verifier) = &self.verifier {
+        if let Some(verifier) = &mut self.verifier {
             verifier.sends(epoch.runs())?;
         }
         channels.first.stream().set_cork(self.verifier.is_none());

@@ -4,9 +4,7 @@
 //! 0 began and has not written since. So a write that tracking missed is in the digest, and the
 //! destination does not have it.
 
-use std::sync::Arc;
-
-use driftline_dirty_tracker::{FrameRun, Gfn, Subscription, Tracker};
+use driftline_dirty_tracker::{FrameRun, Tree};
 use driftline_guest::{GuestContents, GuestIdentity};
 
 use crate::error::Cause;
@@ -15,32 +13,21 @@ use crate::protocol::digest;
 /// Records what was sent, to select the frames of the digest.
 pub(super) struct Verifier {
     /// Memory that was resident when pass 0 began.
-    had: Marked,
+    had: Tree,
     /// Frames that passes have sent.
-    sent: Marked,
+    sent: Tree,
 }
 
-struct Marked {
-    tracker: Arc<Tracker>,
-    marks: Subscription,
+fn tree<G: GuestIdentity + ?Sized>(guest: &G) -> Result<Tree, Cause> {
+    Tree::new(guest.layout().clone())
+        .map_err(|e| Cause::System { what: "preparing --verify", cause: std::io::Error::other(e) })
 }
 
-impl Marked {
-    fn new<G: GuestIdentity + ?Sized>(guest: &G) -> Result<Self, Cause> {
-        let tracker = Arc::new(Tracker::new(guest.layout().clone()));
-        let marks = tracker.subscribe("verify").map_err(|e| Cause::System {
-            what: "preparing --verify",
-            cause: std::io::Error::other(e),
-        })?;
-        Ok(Self { tracker, marks })
-    }
-
-    fn add(&self, runs: impl IntoIterator<Item = FrameRun>) -> Result<(), Cause> {
-        runs.into_iter().try_for_each(|run| self.tracker.mark(run)).map_err(|e| Cause::System {
-            what: "noting what is sent",
-            cause: std::io::Error::other(e),
-        })
-    }
+fn add(tree: &mut Tree, runs: impl IntoIterator<Item = FrameRun>) -> Result<(), Cause> {
+    let mut tree = tree.exclusive();
+    runs.into_iter()
+        .try_for_each(|run| tree.mark(run))
+        .map_err(|e| Cause::System { what: "noting what is sent", cause: std::io::Error::other(e) })
 }
 
 impl Verifier {
@@ -49,22 +36,25 @@ impl Verifier {
         guest: &G,
         populated: &[FrameRun],
     ) -> Result<Self, Cause> {
-        let (had, sent) = (Marked::new(guest)?, Marked::new(guest)?);
-        had.add(guest.resident()?)?;
-        sent.add(populated.iter().copied())?;
+        let (mut had, mut sent) = (tree(guest)?, tree(guest)?);
+        add(&mut had, guest.resident()?)?;
+        add(&mut sent, populated.iter().copied())?;
         Ok(Self { had, sent })
     }
 
     /// Notes what a pass sends.
-    pub(super) fn sends(&self, runs: impl IntoIterator<Item = FrameRun>) -> Result<(), Cause> {
-        self.sent.add(runs)
+    pub(super) fn sends(&mut self, runs: impl IntoIterator<Item = FrameRun>) -> Result<(), Cause> {
+        add(&mut self.sent, runs)
     }
 
     /// Returns the digest of the memory of the guest, which must be paused.
     pub(super) fn digest<G: GuestContents + ?Sized>(&self, guest: &G) -> Result<u128, Cause> {
-        let counts = |gfn: &Gfn| self.sent.marks.is_marked(*gfn) || !self.had.marks.is_marked(*gfn);
+        let (mut had, mut sent) = (self.had.cursor(), self.sent.cursor());
         let mut runs: Vec<FrameRun> = Vec::new();
-        for gfn in guest.resident()?.into_iter().flat_map(|run| run.frames()).filter(counts) {
+        for gfn in guest.resident()?.into_iter().flat_map(|run| run.frames()) {
+            if had.contains(gfn) && !sent.contains(gfn) {
+                continue;
+            }
             match runs.last_mut() {
                 Some(run) if run.end() == gfn => run.count += 1,
                 _ => runs.push(FrameRun { start: gfn, count: 1 }),

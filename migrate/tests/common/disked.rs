@@ -10,12 +10,12 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::Host;
-use driftline_dirty_tracker::{Collected, FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
 use driftline_guest::testing::{MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
-    Clock, DirtyLog, DriveCopy, DriveHead, GuestContents, GuestDrive, GuestError, GuestFactory,
-    GuestIdentity, GuestRam, HandOver, Keeper, Lifecycle, Line, Origin, Populate, RunState,
-    SavedState, Section, Shield, Stateful, VcpuPauses, VmId, WithCopies, WriteThrottle,
+    Clock, Collected, DirtyLog, DriveCopy, DriveHead, GuestContents, GuestDrive, GuestError,
+    GuestFactory, GuestIdentity, GuestRam, HandOver, Keeper, Lifecycle, Line, Origin, Populate,
+    RunState, SavedState, Section, Shield, Stateful, VcpuPauses, VmId, WithCopies, WriteThrottle,
     block_layout,
 };
 

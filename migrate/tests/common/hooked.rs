@@ -4,11 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
+use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{
-    Clock, DirtyLog, GuestContents, GuestError, GuestIdentity, GuestRam, HandOver, Lifecycle, Line,
-    Populate, RunState, Section, Stateful, VcpuWrites, VmId, WriteThrottle,
+    Clock, Collected, DirtyLog, GuestContents, GuestError, GuestIdentity, GuestRam, HandOver,
+    Lifecycle, Line, Populate, RunState, Section, Stateful, VcpuWrites, VmId, WriteThrottle,
 };
 
 pub struct Hooked {

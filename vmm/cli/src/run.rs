@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use driftline_control::api::{App, Server};
 use driftline_control::jobs::{Jobs, ShadowError, ShadowMode};
-use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::VmId;
 use driftline_machine::backend::{self, LaunchError};
 use driftline_machine::config::{
@@ -14,6 +13,7 @@ use driftline_machine::config::{
     guest_span,
 };
 use driftline_machine::devices::probe_disk;
+use driftline_machine::tracking::TrackingMode;
 
 use super::args::{DeviceArgs, OnOff, RunArgs};
 use super::end::to_the_end;

@@ -4,10 +4,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{
-    Collected, DirtyFrame, FrameRun, RingEntry, Slot, Subscription, TrackingMode,
-};
-use driftline_guest::{DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle};
+use driftline_dirty_tracker::ring::RingEntry;
+use driftline_dirty_tracker::{FrameRun, Slot, Subscription};
+use driftline_guest::{Collected, DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle};
 use driftline_images::PayloadSpec;
 use driftline_images::workload::SLICE_NS;
 use driftline_machine::HostMemory;
@@ -15,6 +14,7 @@ use driftline_machine::config::{Backend, Boot, CpuConfig, HostConfig, MachineCon
 use driftline_machine::machine::{Machine, MachineError, Special};
 use driftline_machine::memory;
 use driftline_machine::sinks::{FlatSet, FrameSink, ListSet, SharedSink};
+use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::{EndReason, Vm};
 
 use super::cpu::{CpuTime, this_thread};
@@ -355,9 +355,9 @@ impl Bench {
         };
         let source = match config.tracking {
             TrackingMode::None => return 0,
-            // The ring itself, and the vCPU's list of the entries taken from it.
+            // The ring itself, and the vCPU's list of the entries taken from it, of the same size.
             TrackingMode::DirtyRing => {
-                let entry = size_of::<RingEntry>() + size_of::<DirtyFrame>();
+                let entry = 2 * size_of::<RingEntry>();
                 u64::from(config.vcpus) * u64::from(config.ring_entries) * entry as u64
             }
             // All of its state is in the page tables.

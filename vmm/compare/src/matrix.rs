@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use driftline_dirty_tracker::TrackingMode;
+use driftline_machine::tracking::TrackingMode;
 use serde::{Serialize, Serializer};
 
 use super::way::{Sink, Way};

@@ -181,7 +181,7 @@ fn cells(group: &Group<'_>, way: Way, f: &Figures) -> [String; HEADER.len() - 1]
         f.vcpu_cpu_per_write_ns.map_or_else(none, |s| format!("{:.2} µs", s.median / 1e3)),
         f.host_cpu_percent.map_or_else(none, |s| format!("{:.1} %", s.median)),
         match f.ring_full_ms_per_s {
-            Some(s) if way.source() == driftline_dirty_tracker::TrackingMode::DirtyRing => {
+            Some(s) if way.source() == driftline_machine::tracking::TrackingMode::DirtyRing => {
                 format!("{:.1} ms/s", s.median)
             }
             _ => none(),

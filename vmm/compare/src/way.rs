@@ -3,11 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
-use driftline_dirty_tracker::TrackingMode;
 use serde::{Serialize, Serializer};
 
 use driftline_machine::kvm::Capabilities;
 use driftline_machine::memory::WriteWatch;
+use driftline_machine::tracking::TrackingMode;
 
 /// The structure that stores a set of dirty frames until it is drained.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize)]

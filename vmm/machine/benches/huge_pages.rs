@@ -9,7 +9,6 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::{DirtyLog, Lifecycle};
 use driftline_images::Report;
 use driftline_machine::config::{
@@ -17,6 +16,7 @@ use driftline_machine::config::{
 };
 use driftline_machine::machine::Machine;
 use driftline_machine::memory::{HugePages, MemoryOptions};
+use driftline_machine::tracking::TrackingMode;
 
 const ROUNDS: usize = 3;
 const WINDOW: Duration = Duration::from_millis(3500);

@@ -16,11 +16,11 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::{DriveHead, Origin, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::memory::MemoryOptions;
+use crate::tracking::TrackingMode;
 pub use balloon::BalloonConfig;
 pub use cpu::{CpuConfig, CpuModel, CpuidWord, MsrWord};
 pub(crate) use devices::disks_mut;

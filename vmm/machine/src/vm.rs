@@ -44,7 +44,7 @@ pub struct VmInfo {
     /// Guest memory in bytes.
     pub mem_bytes: u64,
     /// The method that tracks the guest's writes.
-    pub tracking: driftline_dirty_tracker::TrackingMode,
+    pub tracking: crate::tracking::TrackingMode,
     /// The backend that runs the vCPUs.
     pub backend: crate::config::Backend,
     /// Time since this VMM has the guest, in ms.

@@ -7,13 +7,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use driftline_dirty_tracker::{
-    Collected, FrameRun, Gfn, Layout, Subscription, TrackedBitmap, Tracker,
-};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Subscription, TrackedBitmap, Tracker};
 use parking_lot::Mutex;
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
 
+use crate::collected::Collected;
 use super::config::MemoryConfig;
 use super::drives::{Shown, TestDisk};
 use super::faults::{Drive, Faults, Op};

@@ -1,6 +1,8 @@
 //! Every SIMD level against the portable one, and the portable one against plain arithmetic.
 
 use super::*;
+use crate::Gfn;
+use crate::sync::AtomicU64;
 
 struct Expand<'a>(u64, u32, &'a mut Vec<u32>);
 

@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use clap::{Arg, ArgGroup, Args, ValueEnum};
 use driftline_control::jobs::ShadowMode;
-use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::VmId;
 use driftline_machine::config::{
     Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, GuestName, NetSpec,
     SerialSink, VsockSpec,
 };
 use driftline_machine::memory::{Backing, HugePages};
+use driftline_machine::tracking::TrackingMode;
 
 use super::headings;
 use crate::values;

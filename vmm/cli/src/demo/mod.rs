@@ -15,10 +15,10 @@ use driftline_control::model::{
     CheckpointPage, CheckpointRequest, EpochOutcome, JobBegun, MigrationPage, MigrationRequest,
     MigrationState,
 };
-use driftline_dirty_tracker::TrackingMode;
 use driftline_images::Report;
 use driftline_machine::config::{Backend, DEFAULT_RING_ENTRIES};
 use driftline_machine::kvm::Capabilities;
+use driftline_machine::tracking::TrackingMode;
 use hyper::Method;
 
 use crate::args::DemoArgs;

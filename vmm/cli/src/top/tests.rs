@@ -7,8 +7,9 @@ use driftline_control::model::{
     ArrivingInfo, CheckpointGlance, EpochLine, EpochOutcome, GuestState, GuestWhere, Info,
     MemoryRange, MigrationFailure, MigrationPage, MigrationState, VcpuWindow, WatchPage,
 };
-use driftline_dirty_tracker::{TrackerStats, TrackingMode};
+use driftline_dirty_tracker::TrackerStats;
 use driftline_machine::config::Backend;
+use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::{EndReason, VcpuInfo};
 use driftline_migrate::{Phase, Progress, VcpuThrottle};
 use ratatui::Terminal;

@@ -10,8 +10,9 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, patch, post, put};
 use axum::{Json, Router};
-use driftline_dirty_tracker::{TrackerStats, TrackingMode};
+use driftline_dirty_tracker::TrackerStats;
 use driftline_machine::config::{Boot, MachineConfig};
+use driftline_machine::tracking::TrackingMode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 

@@ -9,10 +9,11 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{PAGE_SIZE, Subscription, TrackingMode};
+use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
 use driftline_guest::{RunState, VcpuWrites};
 use driftline_machine::config::Backend;
 use driftline_machine::log;
+use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::VcpuInfo;
 use driftline_migrate::SendStatus;
 use parking_lot::Mutex;

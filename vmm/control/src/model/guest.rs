@@ -3,8 +3,9 @@
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
-use driftline_dirty_tracker::{TrackerStats, TrackingMode};
+use driftline_dirty_tracker::TrackerStats;
 use driftline_guest::{RunState, VmId};
+use driftline_machine::tracking::TrackingMode;
 use driftline_migrate::Progress;
 use serde::{Deserialize, Serialize};
 

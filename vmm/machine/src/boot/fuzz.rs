@@ -4,7 +4,7 @@
 
 use std::io::Cursor;
 
-use driftline_dirty_tracker::{FrameRun, Gfn, TrackingMode};
+use driftline_dirty_tracker::{FrameRun, Gfn};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::kernel;
@@ -12,6 +12,7 @@ use super::loaded::Loaded;
 use super::{Entry, MmioSlot, enter};
 use crate::config::{Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, MachineConfig};
 use crate::memory::{Memory, MemoryOptions};
+use crate::tracking::TrackingMode;
 
 const MEM_BYTES: u64 = 64 << 20;
 /// Bytes of each segment that are compared.

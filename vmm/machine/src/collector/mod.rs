@@ -15,14 +15,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{
-    Collected, DirtySource, NoMemory, SourceError, Subscription, Tracker, TrackingMode,
-};
-use driftline_guest::GuestError;
+use driftline_dirty_tracker::{NoMemory, Subscription, Tracker};
+use driftline_guest::{Collected, GuestError};
 
 use crate::actor::{self, CallError, Handle, Inbox, Next};
 use crate::histogram::{Distribution, Histogram};
 use crate::sandbox::{self, Class};
+use crate::sources::{DirtySource, SourceError};
+use crate::tracking::TrackingMode;
 pub(crate) use pacing::Brake;
 use pacing::Pacing;
 use peaks::Peaks;
@@ -404,7 +404,7 @@ mod tests {
         wait(&slots, |s| s.stops > 0);
         let subscription = collector.subscribe("second").unwrap();
         collector.collect().unwrap();
-        let marked = [0, 1].map(|id| subscription.is_marked(slot(id).base));
+        let marked = [0, 1].map(|id| subscription.contains(slot(id).base));
         assert_eq!(marked, [true, true], "one frame of each slot is dirty");
         // No subscriber is left, and at last stopping succeeds.
         drop(subscription);

@@ -78,7 +78,7 @@ mod tests {
     };
     use super::*;
     use crate::config::{DiskIdentity, Identity, Lineage, MAX_DEVICES, MacAddr};
-    use driftline_dirty_tracker::TrackingMode;
+    use crate::tracking::TrackingMode;
     use driftline_guest::{Line, LineId, Origin, VmId};
     use proptest::prelude::*;
     use std::ffi::OsStr;

@@ -1,6 +1,7 @@
 //! Capabilities of this host's KVM, and the consequence of each missing one.
 
-use driftline_dirty_tracker::TrackingMode;
+use crate::tracking::TrackingMode;
+
 use kvm_bindings::*;
 use kvm_ioctls::Kvm;
 

@@ -2,7 +2,8 @@
 
 use std::io;
 
-use driftline_dirty_tracker::{PAGE_SIZE, RingEntry};
+use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::ring::RingEntry;
 use kvm_bindings::KVM_DIRTY_LOG_PAGE_OFFSET;
 use kvm_ioctls::VcpuFd;
 use rustix::mm::MapFlags;

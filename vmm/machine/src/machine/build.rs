@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_dirty_tracker::{DirtySource, RingFull, TrackingMode};
+use driftline_dirty_tracker::ring::RingFull;
 use driftline_guest::VmId;
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
@@ -24,7 +24,10 @@ use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_hand
 use crate::memory::Memory;
 use crate::sandbox::{self, Class};
 use crate::sinks::SharedSink;
-use crate::sources::{BitmapSource, Diverted, ManualSource, RingSource, UserfaultWpSource};
+use crate::sources::{
+    BitmapSource, DirtySource, Diverted, ManualSource, RingSource, UserfaultWpSource,
+};
+use crate::tracking::TrackingMode;
 use crate::vcpu::{self, Counters, Hold, StateContext, Vcpu, cpuid, msrs, promises, tsc};
 
 /// Collected frames from which another collection follows soon; at most a quarter of a ring.
@@ -398,10 +401,6 @@ fn dirty_source(
             Ok((Some(Box::new(source)), no_reports))
         }
         TrackingMode::None => Ok((None, no_reports)),
-        other => {
-            let why = format!("tracking mode {other} is not known to the kvm backend");
-            Err(MachineError::Config(why))
-        }
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::io;
 
-use driftline_dirty_tracker::SourceError;
 use driftline_guest::GuestError;
 
 use crate::boot::BootError;
@@ -10,6 +9,7 @@ use crate::devices::{DeviceError, SinkError, TapError};
 use crate::fail_point;
 use crate::kvm::Unusable;
 use crate::memory::MemoryError;
+use crate::sources::SourceError;
 
 /// The reason for which a machine was not built.
 #[derive(Debug, thiserror::Error)]

@@ -8,7 +8,6 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::{DriveHead, GuestFactory, VmId};
 
 use super::{EarlyVm, Machine, MachineFactory};
@@ -19,6 +18,7 @@ use crate::config::{
 use crate::fail_point;
 use crate::memory::{Backing, MemoryOptions};
 use crate::testing::{Elf, Tap, kernel_config, kvm_or_skip, run_in_child, skip};
+use crate::tracking::TrackingMode;
 
 /// Larger than any other mapping of the process.
 const MEM_BYTES: u64 = 1 << 30;

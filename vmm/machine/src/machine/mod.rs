@@ -38,11 +38,11 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription, TrackingMode};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Layout, Subscription};
 use driftline_guest::{
-    Backlog, Clock, DirtyLog, Fetching, Fill, GuestContents, GuestDrive, GuestError, GuestIdentity,
-    GuestRam, HandOver, Lifecycle, Line, Populate, RunState, SavedState, Section, Shield, Stateful,
-    VcpuPauses, VcpuWrites, VmId, WriteThrottle,
+    Backlog, Clock, Collected, DirtyLog, Fetching, Fill, GuestContents, GuestDrive, GuestError,
+    GuestIdentity, GuestRam, HandOver, Lifecycle, Line, Populate, RunState, SavedState, Section,
+    Shield, Stateful, VcpuPauses, VcpuWrites, VmId, WriteThrottle,
 };
 
 use crate::actor::Handle;
@@ -52,6 +52,7 @@ use crate::devices::{BalloonControl, Drive, DriveSource, Meter, SerialInput, Sin
 use crate::exit;
 use crate::latency;
 use crate::memory::{self, Memory};
+use crate::tracking::TrackingMode;
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Timings, Vm, VmInfo};
 

@@ -92,6 +92,7 @@ impl MemoryError {
 #[derive(Debug)]
 pub struct Memory {
     ram: GuestRam,
+    layout: Arc<Layout>,
     tracker: Arc<Tracker>,
     /// Chooses between huge and small pages; `None` if the options already decide that.
     preparing: Option<Preparing>,
@@ -132,6 +133,7 @@ impl Memory {
         most_bytes: Option<u64>,
     ) -> Result<Self, MemoryError> {
         let bytes = layout.frames() * PAGE_SIZE;
+        let layout = Arc::new(layout);
         let tracker = Arc::new(Tracker::new(layout.clone()));
         let does_not_fit = |cause: String| MemoryError::DoesNotFit { bytes, cause };
         if options.is_pooled() {
@@ -158,7 +160,7 @@ impl Memory {
         }
         let preparing = options.huge_pages.is_none().then(Preparing::default);
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        Ok(Self { ram, tracker, preparing, kept: Arc::default(), options: *options })
+        Ok(Self { ram, layout, tracker, preparing, kept: Arc::default(), options: *options })
     }
 
     /// Returns the mappings.
@@ -258,7 +260,7 @@ impl Memory {
 
     /// Returns the memory slots.
     pub fn layout(&self) -> &Layout {
-        self.tracker.layout()
+        &self.layout
     }
 
     /// Populates the frames of `run` that lie in this memory, with one system call for each 2 MiB.

@@ -293,7 +293,7 @@ fn devices() {
     let config = MachineConfig {
         mem_bytes: 64 << 20,
         vcpus: 2,
-        tracking: driftline_dirty_tracker::TrackingMode::None,
+        tracking: crate::tracking::TrackingMode::None,
         devices,
         ..payload_config(Backend::Kvm)
     };

@@ -4,13 +4,14 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_dirty_tracker::{
-    Collected, DirtySource, OutOfSlot, SlotId, SourceError, Tracker, TrackingMode,
-};
+use driftline_dirty_tracker::{OutOfSlot, SlotId, Tracker};
+use driftline_guest::Collected;
 
 use super::lap;
 use super::log::DirtyLog;
+use super::source::{DirtySource, SourceError};
 use crate::kvm::KvmVm;
+use crate::tracking::TrackingMode;
 
 /// Dirty source that reads the dirty bitmaps of all slots of a VM.
 #[derive(Debug)]

@@ -6,9 +6,11 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use driftline_dirty_tracker::{
-    Collected, DirtySource, FrameRun, NoMemory, SourceError, Subscription, Tracker, TrackingMode,
-};
+use super::source::{DirtySource, SourceError};
+use crate::tracking::TrackingMode;
+
+use driftline_dirty_tracker::{FrameRun, NoMemory, Subscription, Tracker};
+use driftline_guest::Collected;
 
 /// Frames reported to all sources of this kind, counted over all machines. Machines share the
 /// counter so that a guest that moves too often for any one machine to see a million frames still
@@ -31,7 +33,7 @@ impl BrokenSource {
         tracker: &Tracker,
         one_in: NonZeroU64,
     ) -> Result<Self, NoMemory> {
-        let seen = Arc::new(Tracker::new(tracker.layout().clone()));
+        let seen = Arc::new(Tracker::new(tracker.layout()));
         let subscription = seen.subscribe("broken source")?;
         Ok(Self { inner, seen, subscription, one_in })
     }

@@ -1,10 +1,13 @@
 //! A source whose frames go to another set than the tracker's trees. The wrapped source still
 //! decides what it catches and when it write-protects.
 
-use driftline_dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
+use driftline_dirty_tracker::Tracker;
+use driftline_guest::Collected;
 
+use super::source::{DirtySource, SourceError};
 use super::{BitmapSource, RingSource};
 use crate::sinks::{FrameSink, SharedSink};
+use crate::tracking::TrackingMode;
 
 /// Wraps `source` and delivers its frames to `sink`.
 #[derive(Debug)]

@@ -3,9 +3,10 @@
 
 use std::sync::Arc;
 
-use driftline_dirty_tracker::{Slot, SourceError};
+use driftline_dirty_tracker::Slot;
 
 use super::set_logging;
+use super::source::SourceError;
 use crate::kvm::KvmVm;
 
 /// Access to the dirty bitmaps of a VM's slots.

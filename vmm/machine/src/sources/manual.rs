@@ -10,11 +10,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
+use driftline_dirty_tracker::Tracker;
+use driftline_guest::Collected;
 
 use super::lap;
 use super::log::DirtyLog;
+use super::source::{DirtySource, SourceError};
 use crate::kvm::KvmVm;
+use crate::tracking::TrackingMode;
 
 /// Longest run of clean words that is passed to the kernel together with the dirty words around it.
 /// The kernel scans a thousand clean words in the time that one call takes, with its locks and its

@@ -1,5 +1,4 @@
-//! Sources of a KVM machine's dirty frames: one
-//! [`DirtySource`](driftline_dirty_tracker::DirtySource) for each tracking mode.
+//! Sources of a KVM machine's dirty frames: one [`DirtySource`] for each tracking mode.
 
 mod bitmap;
 #[cfg(all(feature = "broken-source", debug_assertions))]
@@ -8,6 +7,7 @@ mod diverted;
 mod log;
 mod manual;
 mod ring;
+mod source;
 mod userfault_wp;
 
 pub use bitmap::BitmapSource;
@@ -16,11 +16,10 @@ pub use broken::BrokenSource;
 pub(crate) use diverted::Diverted;
 pub use manual::ManualSource;
 pub use ring::RingSource;
+pub use source::{DirtySource, SourceError};
 pub use userfault_wp::UserfaultWpSource;
 
 use std::time::Instant;
-
-use driftline_dirty_tracker::SourceError;
 
 use crate::kvm::KvmVm;
 

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_dirty_tracker::{
-    Collected, DirtySource, Harvester, Inserted, Readable, RingFull, SourceError, Tracker,
-    TrackingMode,
-};
+use driftline_dirty_tracker::Tracker;
+use driftline_dirty_tracker::ring::{Harvester, Inserted, Readable, RingFull};
+use driftline_guest::Collected;
 
+use super::source::{DirtySource, SourceError};
 use super::{lap, set_logging};
 use crate::kvm::{KvmVm, RingMap};
+use crate::tracking::TrackingMode;
 
 /// Dirty source that reads the dirty rings of a VM and keeps its position in each.
 #[derive(Debug)]

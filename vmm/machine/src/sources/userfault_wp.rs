@@ -5,11 +5,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
+use driftline_dirty_tracker::Tracker;
+use driftline_guest::Collected;
 
 use super::lap;
+use super::source::{DirtySource, SourceError};
 use crate::kvm::KvmVm;
 use crate::memory::WriteWatch;
+use crate::tracking::TrackingMode;
 
 /// Dirty source that uses a `WriteWatch` over a VM's memory.
 #[derive(Debug)]

@@ -10,7 +10,6 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use driftline_dirty_tracker::TrackingMode;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, TargetArch, apply_filter,
@@ -20,6 +19,7 @@ use crate::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, Identity, MachineConfig,
 };
 use crate::kvm;
+use crate::tracking::TrackingMode;
 pub use elf::{CODE_AT, Elf, note};
 pub use tap::Tap;
 

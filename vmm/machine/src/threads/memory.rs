@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use driftline_dirty_tracker::TrackedBitmap;
 use driftline_guest::{GuestError, GuestRam};
 use driftline_images::workload::{PAGE_SIZE, PageMemory, Placement};
-use vm_memory::bitmap::Bitmap;
+use vm_memory::bitmap::{BS, Bitmap};
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice};
 
 /// Working-set pages that are adjacent in guest memory.
 struct Stretch<'r> {
     first: u64,
     pages: u64,
-    slice: VolatileSlice<'r, TrackedBitmap>,
+    slice: VolatileSlice<'r, BS<'r, TrackedBitmap>>,
 }
 
 /// The working set as one worker reads and writes it.
@@ -37,7 +37,7 @@ impl<'r> WorkingSet<'r> {
         Ok(Self { placement: *placement, stretches })
     }
 
-    fn locate(&self, page: u64) -> Option<(&VolatileSlice<'r, TrackedBitmap>, usize)> {
+    fn locate(&self, page: u64) -> Option<(&VolatileSlice<'r, BS<'r, TrackedBitmap>>, usize)> {
         let s = self.stretches.iter().find(|s| page.wrapping_sub(s.first) < s.pages)?;
         Some((&s.slice, ((page - s.first) * PAGE_SIZE) as usize))
     }

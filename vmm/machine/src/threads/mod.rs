@@ -20,11 +20,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
+use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::{
-    Backlog, Clock, DirtyLog, Fetching, Fill, GuestContents, GuestDrive, GuestError, GuestIdentity,
-    GuestRam, HandOver, Lifecycle, Line, Populate, RunState, SavedState, Section, Shield, Stateful,
-    VcpuPauses, VcpuWrites, VmId, WriteThrottle,
+    Backlog, Clock, Collected, DirtyLog, Fetching, Fill, GuestContents, GuestDrive, GuestError,
+    GuestIdentity, GuestRam, HandOver, Lifecycle, Line, Populate, RunState, SavedState, Section,
+    Shield, Stateful, VcpuPauses, VcpuWrites, VmId, WriteThrottle,
 };
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{Placement, ready_line};
@@ -37,6 +37,7 @@ use crate::devices::{BalloonControl, SinkThread, SinkWriter, open_sink};
 use crate::machine::MachineError;
 use crate::memory::Memory;
 use crate::sandbox::{self, Class};
+use crate::tracking::TrackingMode;
 use crate::vm::{EndReason, Timings, VcpuInfo, Vm, VmInfo};
 use clock::GuestClock;
 use end::End;

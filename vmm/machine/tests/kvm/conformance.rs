@@ -6,13 +6,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, TrackingMode};
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription};
 use driftline_guest::{Clock, DirtyLog, GuestContents, Lifecycle, Paused, RunState};
 use driftline_images::Message;
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use driftline_machine::machine::Machine;
 use driftline_machine::memory::{Backing, HugePages, MemoryOptions};
 use driftline_machine::testing::{full, kvm_or_skip};
+use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};
 

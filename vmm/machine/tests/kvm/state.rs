@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_dirty_tracker::{FrameRun, Gfn, TrackingMode};
+use driftline_dirty_tracker::{FrameRun, Gfn};
 use driftline_guest::{
     Clock, DirtyLog, GuestContents, GuestFactory, GuestIdentity, Lifecycle, Paused, Section,
     SectionTag, Stateful,
@@ -11,6 +11,7 @@ use driftline_guest::{
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use driftline_machine::machine::{Machine, MachineFactory};
 use driftline_machine::testing::kvm_or_skip;
+use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};
 

@@ -4,11 +4,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{Gfn, PAGE_SIZE, SlotId, Subscription, TrackingMode};
+use driftline_dirty_tracker::{Gfn, PAGE_SIZE, SlotId, Subscription};
 use driftline_guest::{DirtyLog, GuestContents, GuestError, Lifecycle, Paused};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::Machine;
 use driftline_machine::testing::{Elf, kvm_or_skip};
+use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};
 

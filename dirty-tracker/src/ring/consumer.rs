@@ -40,75 +40,20 @@
 //!
 //! Source: `virt/kvm/dirty_ring.c` and Documentation/virt/kvm/api.rst, KVM_CAP_DIRTY_LOG_RING.
 
-use crate::list::{DirtyFrame, DirtyList};
-use crate::sync::{Arc, AtomicU32, AtomicU64, Ordering};
-
-/// Flag: the kernel has published this entry.
-pub const ENTRY_DIRTY: u32 = 1 << 0;
-/// Flag: user space has taken this entry; the kernel may reprotect its frame and reuse the entry.
-pub const ENTRY_RESET: u32 = 1 << 1;
-
-/// `struct kvm_dirty_gfn` as shared with the kernel: 16 bytes. A slice of these is the mapping of a
-/// vCPU's ring (`KVM_DIRTY_LOG_PAGE_OFFSET` pages into the vCPU's file).
-#[repr(C)]
-#[derive(Debug, Default)]
-pub struct RingEntry {
-    /// 0, [`ENTRY_DIRTY`] or [`ENTRY_RESET`].
-    pub flags: AtomicU32,
-    /// Address space (high 16 bits) and slot (low 16 bits).
-    pub slot: AtomicU32,
-    /// Offset of the frame in its slot, in frames.
-    pub offset: AtomicU64,
-}
-
-impl RingEntry {
-    // Pairs with the kernel's release store that publishes slot and offset.
-    fn is_dirty(&self) -> bool {
-        self.flags.load(Ordering::Acquire) & ENTRY_DIRTY != 0
-    }
-
-    // Pairs with the kernel's acquire load in the walk.
-    fn mark_reset(&self) {
-        self.flags.store(ENTRY_RESET, Ordering::Release);
-    }
-
-    /// Turns a clean entry into a RESET one. Fails if the kernel publishes the entry at the same
-    /// moment.
-    fn mark_clean_reset(&self) -> bool {
-        let (new, old) = (ENTRY_RESET, 0);
-        self.flags.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
-    }
-}
-
-/// Counts how often a vCPU found its ring full. The vCPU thread reports, the consumer reads. A
-/// clone is another handle to the same count. Example at
-/// [`Harvester::ring_full`](crate::Harvester::ring_full).
-#[derive(Debug, Clone, Default)]
-pub struct RingFull(Arc<AtomicU32>);
-
-impl RingFull {
-    /// Reports that one `KVM_RUN` of this vCPU returned `KVM_EXIT_DIRTY_RING_FULL`. Call it once
-    /// for each such exit, before the vCPU's next `KVM_RUN`. The collector may read it at any later
-    /// time. Costs one atomic add.
-    pub fn report(&self) {
-        self.0.fetch_add(1, Ordering::Release);
-    }
-
-    fn exits(&self) -> u32 {
-        self.0.load(Ordering::Acquire)
-    }
-}
+use super::entry::{ENTRY_DIRTY, ENTRY_RESET, RingEntry, RingFull};
+use super::list::{DirtyFrame, DirtyList};
+use crate::sync::Ordering;
 
 /// The result of one harvest of one ring.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct RingHarvest {
+pub(super) struct RingHarvest {
     /// Number of entries that are RESET and not yet walked by the kernel, including those of
     /// earlier harvests. The next reprotect must report the same number.
-    pub entries: u32,
+    pub(super) entries: u32,
     /// Whether the ring was overrun (I6): entries were overwritten before they were harvested.
-    pub overrun: bool,
+    pub(super) overrun: bool,
     /// Whether the list was too small for all published entries. The rest stays in the ring.
-    pub list_full: bool,
+    pub(super) list_full: bool,
 }
 
 /// What is known about the position of the kernel's walk.
@@ -128,24 +73,9 @@ enum Doubt {
 }
 
 /// The consumer's position in one ring. It must live as long as the ring, because the kernel does
-/// not disclose its own index later. A [`Harvester`](crate::Harvester) has one for each vCPU. A VMM
-/// with lists of its own can use it alone.
-///
-/// ```
-/// # use std::sync::atomic::Ordering::{Acquire, Release};
-/// use driftline_dirty_tracker::{DirtyList, ENTRY_DIRTY, ENTRY_RESET};
-/// use driftline_dirty_tracker::{RingConsumer, RingEntry, RingHarvest};
-///
-/// let ring: Vec<RingEntry> = (0..8).map(|_| RingEntry::default()).collect(); // a VMM maps it
-/// let (mut consumer, mut list) = (RingConsumer::new(), DirtyList::with_capacity(ring.len()));
-/// ring[0].flags.store(ENTRY_DIRTY, Release); // by the kernel: frame 0 of slot 0 was written
-/// let taken = consumer.harvest(&ring, &mut list);
-/// assert_eq!(taken, RingHarvest { entries: 1, overrun: false, list_full: false });
-/// assert_eq!((list.len(), ring[0].flags.load(Acquire)), (1, ENTRY_RESET));
-/// consumer.full().report(); // the vCPU's thread has its own handle
-/// ```
+/// not disclose its own index later.
 #[derive(Debug, Default)]
-pub struct RingConsumer {
+pub(super) struct RingConsumer {
     /// Free-running index of the next entry to take.
     next: u32,
     /// `next - walked`: entries that are RESET and not yet walked by the kernel, at most
@@ -161,13 +91,8 @@ pub struct RingConsumer {
 }
 
 impl RingConsumer {
-    /// Creates the consumer of a ring that has not been harvested yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Returns the handle by which the ring's vCPU reports a full ring. Costs a reference count.
-    pub fn full(&self) -> RingFull {
+    pub(super) fn full(&self) -> RingFull {
         self.full.clone()
     }
 
@@ -177,7 +102,7 @@ impl RingConsumer {
     /// `ring` must be the entire ring, and the same one in every call; its length is a power of two
     /// of at least 4. For any other slice the call returns `overrun` and does not touch the
     /// entries.
-    pub fn harvest(&mut self, ring: &[RingEntry], list: &mut DirtyList) -> RingHarvest {
+    pub(super) fn harvest(&mut self, ring: &[RingEntry], list: &mut DirtyList) -> RingHarvest {
         let size = match u32::try_from(ring.len()) {
             Ok(size) if size >= 4 && size.is_power_of_two() => size,
             _ => return RingHarvest { overrun: true, ..RingHarvest::default() },
@@ -229,7 +154,7 @@ impl RingConsumer {
     }
 
     /// Records that the kernel has walked all marked entries.
-    pub(crate) fn walked_all(&mut self) {
+    pub(super) fn walked_all(&mut self) {
         if self.marked > 0 && self.doubt == Doubt::None {
             self.marked = 0;
             self.quiet_since = Some(self.full.exits());

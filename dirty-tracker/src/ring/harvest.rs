@@ -1,7 +1,8 @@
 //! The order harvest, reprotect, insert. The types make any other order impossible (I2, I3).
 
-use crate::list::DirtyList;
-use crate::ring::{RingConsumer, RingEntry, RingFull};
+use super::consumer::RingConsumer;
+use super::entry::{RingEntry, RingFull};
+use super::list::DirtyList;
 use crate::{SlotId, Tracker};
 
 /// The consumer sides of all rings of a VM, and the dirty list of each vCPU. A harvester must live
@@ -9,7 +10,7 @@ use crate::{SlotId, Tracker};
 /// use.
 ///
 /// ```
-/// # use driftline_dirty_tracker::*;
+/// # use driftline_dirty_tracker::{*, ring::*};
 /// # use std::sync::atomic::Ordering;
 /// # let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 };
 /// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([slot])?));
@@ -17,8 +18,8 @@ use crate::{SlotId, Tracker};
 /// # let rings = vec![(0..8).map(|_| RingEntry::default()).collect::<Vec<_>>()];
 /// # rings[0][0].offset.store(5, Ordering::Relaxed);
 /// # rings[0][0].flags.store(ENTRY_DIRTY, Ordering::Release);
-/// # let reset_dirty_rings = || Ok::<u32, SourceError>(1);
-/// # let stop_and_start_logging_of_every_slot = || Ok::<(), SourceError>(());
+/// # let reset_dirty_rings = || Ok::<u32, std::io::Error>(1);
+/// # let stop_and_start_logging_of_every_slot = || Ok::<(), std::io::Error>(());
 /// let mut harvester = Harvester::new(rings.len(), 8);
 /// let harvest = harvester.harvest(rings.iter().map(|r| r.as_slice()));
 /// assert_eq!((harvest.entries(), harvest.overruns()), (1, 0));
@@ -31,7 +32,7 @@ use crate::{SlotId, Tracker};
 /// }
 /// let inserted = readable.insert_into(&tracker);
 /// assert_eq!(inserted, Inserted { frames: 1, foreign: 0, marked_all: false });
-/// assert!(subscription.is_marked(Gfn(5)));
+/// assert!(subscription.contains(Gfn(5)));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
@@ -50,7 +51,7 @@ impl Harvester {
     /// Creates a harvester for `vcpus` rings of `ring_entries` entries each. This is its only
     /// allocation.
     pub fn new(vcpus: usize, ring_entries: usize) -> Self {
-        let one = || (RingConsumer::new(), DirtyList::with_capacity(ring_entries));
+        let one = || (RingConsumer::default(), DirtyList::with_capacity(ring_entries));
         let vcpus: Vec<_> = (0..vcpus).map(|_| one()).collect();
         let none = vec![0; vcpus.len()];
         Self { dirtied: none.clone(), harvested: none, vcpus, distrust: false }
@@ -63,7 +64,7 @@ impl Harvester {
     /// add up to the frames that it drains, apart from marks by other sources. O(1).
     ///
     /// ```
-    /// # use driftline_dirty_tracker::*;
+    /// # use driftline_dirty_tracker::{*, ring::*};
     /// # use std::sync::atomic::Ordering;
     /// # let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 };
     /// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([slot])?));
@@ -90,7 +91,7 @@ impl Harvester {
     /// collect(&mut harvester);
     /// assert_eq!((harvester.dirtied(), subscription.drain().frames()), (&[2, 0][..], 2));
     /// // That dirty set was dropped, so it was given back.
-    /// assert!(subscription.is_marked(Gfn(5)) && subscription.is_marked(Gfn(6)));
+    /// assert!(subscription.contains(Gfn(5)) && subscription.contains(Gfn(6)));
     ///
     /// let passive = tracker.subscribe("live view")?;
     /// wrote(0, 3, 5);
@@ -99,10 +100,10 @@ impl Harvester {
     /// passive.set_passive();
     /// wrote(0, 4, 6);
     /// collect(&mut harvester);
-    /// assert_eq!((harvester.dirtied(), passive.is_marked(Gfn(6))), (&[3, 0][..], true));
+    /// assert_eq!((harvester.dirtied(), passive.contains(Gfn(6))), (&[3, 0][..], true));
     /// wrote(0, 5, 7);
     /// collect(&mut harvester);
-    /// assert_eq!((harvester.dirtied(), passive.is_marked(Gfn(7))), (&[4, 0][..], true));
+    /// assert_eq!((harvester.dirtied(), passive.contains(Gfn(7))), (&[4, 0][..], true));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn dirtied(&self) -> &[u64] {
@@ -113,7 +114,7 @@ impl Harvester {
     /// rings. O(1).
     ///
     /// ```
-    /// # use driftline_dirty_tracker::*;
+    /// # use driftline_dirty_tracker::{*, ring::*};
     /// # use std::sync::atomic::Ordering;
     /// # let ring: Vec<_> = (0..8).map(|_| RingEntry::default()).collect();
     /// # let mut harvester = Harvester::new(1, 8);
@@ -132,7 +133,7 @@ impl Harvester {
     /// than its length stops its vCPU for good.
     ///
     /// ```
-    /// let harvester = driftline_dirty_tracker::Harvester::new(2, 1024);
+    /// let harvester = driftline_dirty_tracker::ring::Harvester::new(2, 1024);
     /// let full = harvester.ring_full(1).expect("there is a vCPU 1");
     /// std::thread::spawn(move || full.report()); // after KVM_EXIT_DIRTY_RING_FULL
     /// assert!(harvester.ring_full(2).is_none());
@@ -256,7 +257,7 @@ impl Readable<'_> {
     /// Costs one call of `keep` for each frame.
     ///
     /// ```
-    /// # use driftline_dirty_tracker::*;
+    /// # use driftline_dirty_tracker::{*, ring::*};
     /// # use std::sync::atomic::Ordering;
     /// # let ring: Vec<_> = (0..8).map(|_| RingEntry::default()).collect();
     /// # ring[0].offset.store(5, Ordering::Relaxed);

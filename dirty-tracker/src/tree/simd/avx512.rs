@@ -1,31 +1,13 @@
-//! The SIMD levels of x86-64. Code that needs instructions that not every CPU has takes a `Bmi` or
-//! an `Avx512`, which exist only after CPU detection.
+//! The SIMD level of x86-64 with AVX-512. Code that needs it takes an `Avx512`, which exists only
+//! after CPU detection. Compiled by Rust 1.89 and later, see `build.rs`.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
-use super::{Job, Places, Portable, Simd};
+use super::bmi::Bmi;
+use super::portable::{Job, Places, Portable, Simd};
 use crate::Gfn;
 use crate::sync::AtomicU64;
-
-/// A CPU with BMI, POPCNT and LZCNT, for which the portable code compiles to fewer instructions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) struct Bmi(());
-
-impl Bmi {
-    pub(super) fn detect() -> Option<Self> {
-        let there = is_x86_feature_detected!("bmi1")
-            && is_x86_feature_detected!("bmi2")
-            && is_x86_feature_detected!("lzcnt")
-            && is_x86_feature_detected!("popcnt");
-        there.then_some(Self(()))
-    }
-}
-
-#[target_feature(enable = "bmi1,bmi2,lzcnt,popcnt")]
-pub(super) fn with_bmi(job: impl Job, _: Bmi) {
-    job.run(Portable);
-}
 
 /// A CPU with AVX-512 VBMI2 and VPOPCNTDQ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

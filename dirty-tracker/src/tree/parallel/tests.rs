@@ -1,18 +1,15 @@
-//! Laws of operations on entire trees: bitmaps written, adopted and absorbed, summaries rebuilt,
-//! drains and counts by several threads. Each is compared with a plain set, roaring, or one thread.
-//! The grains are tiny, so that small trees are split between threads, too.
-//!
-//! `cargo test -p driftline-dirty-tracker --test parallel`; with `--no-default-features` by one
-//! thread.
-#![cfg(not(any(driftline_loom, driftline_shuttle)))]
-#![allow(clippy::unwrap_used, reason = "tests")]
+//! Laws of bitmaps that are absorbed, and of drains and counts by several threads. Each is compared
+//! with a plain set, roaring, or one thread. The grains are tiny, so that small trees are split
+//! between threads, too. Without the feature `parallel` one thread does all the work.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use driftline_dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, RunLists, Slot, SlotId, Tree};
 use proptest::prelude::*;
 use roaring::RoaringTreemap;
+
+use crate::tree::RunLists;
+use crate::{FrameRun, Gfn, Layout, OutOfSlot, Slot, SlotId, Tree};
 
 fn config() -> ProptestConfig {
     let cases = if cfg!(miri) { 1 } else { 200 };
@@ -75,9 +72,7 @@ fn cases() -> impl Strategy<Value = (Layout, [Bitmaps; 2], usize)> {
 }
 
 fn tree(layout: &Layout, share: usize) -> Tree {
-    let mut tree = Tree::new(layout).unwrap();
-    tree.set_grain(share);
-    tree
+    Tree { grain: share, ..Tree::new(layout.clone()).unwrap() }
 }
 
 /// Runs `work` in a pool of more threads than most test hosts have. Not under miri, which reports
@@ -98,16 +93,9 @@ fn set(bitmaps: &[(Slot, Vec<u64>)]) -> BTreeSet<u64> {
     frames.collect()
 }
 
-/// All words of a tree including summaries, which only its debug text shows.
-fn words(tree: &Tree) -> String {
-    let text = format!("{tree:?}");
-    let (words, _) = text.split_once("levels:").unwrap();
-    words.to_owned()
-}
-
-fn drained(tree: &Tree, layout: &Layout) -> Vec<FrameRun> {
-    let mut runs = Vec::new();
-    let frames = tree.drain(layout, &mut runs);
+fn drained(tree: &Tree) -> Vec<FrameRun> {
+    let mut runs: Vec<FrameRun> = Vec::new();
+    let frames = tree.drain_into(&mut runs);
     assert_eq!(frames, runs.iter().map(|r| r.count).sum::<u64>());
     runs
 }
@@ -120,39 +108,23 @@ proptest! {
     #![proptest_config(config())]
 
     #[test]
-    fn adopted_bitmap_is_drained((layout, [before, bitmaps], share) in cases()) {
-        in_pool(|| {
-            let mut tree = tree(&layout, share);
-            for (slot, bitmap) in before.iter().chain(&bitmaps) {
-                let ones = bitmap.iter().map(|w| u64::from(w.count_ones())).sum::<u64>();
-                prop_assert_eq!(tree.adopt_bitmap(&layout, slot.id, bitmap), Ok(ones));
-                prop_assert_eq!(tree.check(), Ok(()));
-            }
-            prop_assert_eq!(frames(drained(&tree, &layout)), set(&bitmaps));
-            prop_assert!(drained(&tree, &layout).is_empty());
-            Ok(())
-        })?;
-    }
-
-    #[test]
     fn absorbing_equals_marking_each_frame((layout, [first, second], share) in cases()) {
         in_pool(|| {
-            let [shared, mut owned, marked] = [(); 3].map(|()| tree(&layout, share));
+            let [absorbed, marked] = [(); 2].map(|()| tree(&layout, share));
             for (slot, bitmap) in first.iter().chain(&second) {
                 let ones = bitmap.iter().map(|w| u64::from(w.count_ones())).sum::<u64>();
-                prop_assert_eq!(shared.absorb_bitmap(&layout, slot.id, bitmap), Ok(ones));
-                prop_assert_eq!(owned.absorb_bitmap_mut(&layout, slot.id, bitmap), Ok(ones));
-                prop_assert_eq!(shared.check(), Ok(()));
-                prop_assert_eq!(owned.check(), Ok(()));
+                prop_assert_eq!(absorbed.absorb_bitmap(slot.id, bitmap), Ok(ones));
+                prop_assert_eq!(absorbed.missing_summary(), None);
             }
             let model: RoaringTreemap = set(&first).into_iter().chain(set(&second)).collect();
             for frame in &model {
-                marked.mark(&layout, FrameRun { start: Gfn(frame), count: 1 }).unwrap();
+                marked.mark(FrameRun { start: Gfn(frame), count: 1 }).unwrap();
             }
-            prop_assert_eq!(shared.count(), model.len());
-            let runs = drained(&marked, &layout);
-            prop_assert_eq!(&drained(&shared, &layout), &runs);
-            prop_assert_eq!(&drained(&owned, &layout), &runs);
+            prop_assert_eq!(absorbed.count(), model.len());
+            for (slot, _) in &first {
+                prop_assert!(absorbed.bitmap(slot.id).unwrap().eq(marked.bitmap(slot.id).unwrap()));
+            }
+            prop_assert_eq!(drained(&absorbed), drained(&marked));
             Ok(())
         })?;
     }
@@ -160,20 +132,19 @@ proptest! {
     #[test]
     fn parallel_drain_equals_sequential_drain((layout, bitmaps, share) in cases()) {
         in_pool(|| {
-            let [mut many, mut one] = [(); 2].map(|()| tree(&layout, share));
+            let [many, one] = [(); 2].map(|()| tree(&layout, share));
             let mut runs = RunLists::default();
             for (slot, bitmap) in bitmaps.iter().flatten() {
-                many.absorb_bitmap_mut(&layout, slot.id, bitmap).unwrap();
-                one.absorb_bitmap_mut(&layout, slot.id, bitmap).unwrap();
+                many.absorb_bitmap(slot.id, bitmap).unwrap();
+                one.absorb_bitmap(slot.id, bitmap).unwrap();
                 // Not every time, so that a drain has frames of several slots, and lists are
                 // reused.
                 if slot.id.0 % 2 == 0 {
                     let count = many.count();
-                    let expected = drained(&one, &layout);
-                    prop_assert_eq!(many.drain_parallel(&layout, &mut runs), count);
-                    prop_assert_eq!(runs.frames(), count);
+                    let expected = drained(&one);
+                    prop_assert_eq!(many.drain_to_lists(&mut runs), count);
+                    prop_assert_eq!((runs.frames(), runs.iter().len()), (count, expected.len()));
                     prop_assert_eq!(runs.iter().collect::<Vec<_>>(), expected);
-                    prop_assert!(runs.pieces().all(|piece| !piece.is_empty()));
                     prop_assert_eq!(many.count(), 0);
                 }
             }
@@ -182,106 +153,31 @@ proptest! {
     }
 
     #[test]
-    fn leaves_equal_the_bitmap_written((layout, [first, second], share) in cases()) {
-        in_pool(|| {
-            let mut tree = tree(&layout, share);
-            for (slot, bitmap) in first.iter().chain(&second) {
-                let words = slot.frames.div_ceil(64) as usize;
-                let written = tree.write_leaves(&layout, slot.id, |leaves| {
-                    leaves[..bitmap.len()].copy_from_slice(bitmap);
-                    leaves[bitmap.len()..].fill(0);
-                    leaves.len()
-                });
-                prop_assert_eq!(written, Ok(words));
-                prop_assert_eq!(tree.check(), Ok(()));
-                let mut whole = bitmap.clone();
-                whole.resize(words, 0);
-                prop_assert_eq!(tree.bitmap(&layout, slot.id), Ok(&whole[..]));
-                prop_assert_eq!(tree.leaves(&layout, slot.id).unwrap().collect::<Vec<_>>(), whole);
-            }
-            prop_assert_eq!(frames(drained(&tree, &layout)), set(&second));
-            Ok(())
-        })?;
-    }
-
-    /// After a rebuild no summary is missing and none is spurious. The second tree never had a
-    /// spurious summary: both are equal word for word.
-    #[test]
-    fn rebuild_leaves_no_spurious_summary((layout, [first, second], share) in cases()) {
-        in_pool(|| {
-            let [mut tree, exact] = [(); 2].map(|()| tree(&layout, share));
-            for (slot, bitmap) in first.iter().chain(&second) {
-                tree.absorb_bitmap_mut(&layout, slot.id, bitmap).unwrap();
-            }
-            for (slot, bitmap) in &second {
-                // The leaves become clean below summaries that stay.
-                tree.adopt_bitmap(&layout, slot.id, bitmap).unwrap();
-                exact.absorb_bitmap(&layout, slot.id, bitmap).unwrap();
-            }
-            tree.rebuild();
-            prop_assert_eq!(tree.check(), Ok(()));
-            prop_assert_eq!(words(&tree), words(&exact));
-            Ok(())
-        })?;
-    }
-
-    #[test]
     fn bits_past_the_slot_are_refused((layout, [bitmaps, _], share) in cases(), past in 0..130u64) {
-        let mut tree = tree(&layout, share);
+        let tree = tree(&layout, share);
         for (slot, bitmap) in &bitmaps {
-            tree.adopt_bitmap(&layout, slot.id, bitmap).unwrap();
+            tree.absorb_bitmap(slot.id, bitmap).unwrap();
         }
         for (slot, _) in &bitmaps {
             let bit = slot.frames + past;
-            let named = |offset| OutOfSlot::PastSlot { slot: slot.id, offset, count: 1, frames: slot.frames };
+            let named = OutOfSlot::PastSlot { slot: slot.id, offset: bit, count: 1, frames: slot.frames };
             let mut stray = vec![u64::MAX; (slot.frames / 64) as usize];
             stray.resize((bit / 64 + 1) as usize, 0);
             stray[(bit / 64) as usize] |= 1 << (bit % 64);
-            prop_assert_eq!(tree.adopt_bitmap(&layout, slot.id, &stray), Err(named(bit)));
-            prop_assert_eq!(tree.absorb_bitmap(&layout, slot.id, &stray), Err(named(bit)));
-            prop_assert_eq!(tree.absorb_bitmap_mut(&layout, slot.id, &stray), Err(named(bit)));
-            // Bits written in place, where only the last word has room for them, are cleared.
-            if slot.frames % 64 != 0 {
-                let written = tree.write_leaves(&layout, slot.id, |leaves| {
-                    let last = leaves.len() - 1;
-                    leaves[last] |= u64::MAX << (slot.frames % 64);
-                });
-                prop_assert_eq!(written, Err(named(slot.frames)));
-            }
+            prop_assert_eq!(tree.absorb_bitmap(slot.id, &stray), Err(named));
         }
-        prop_assert_eq!(tree.check(), Ok(()));
-        prop_assert_eq!(frames(drained(&tree, &layout)), set(&bitmaps));
+        prop_assert_eq!(frames(drained(&tree)), set(&bitmaps));
     }
 }
 
 #[test]
 fn error_names_an_unknown_slot() {
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 70 }]).unwrap();
-    let mut tree = Tree::new(&layout).unwrap();
+    let tree = Tree::new(layout).unwrap();
     let error = OutOfSlot::NoSlot { slot: SlotId(1), offset: 0 };
-    assert_eq!(tree.absorb_bitmap(&layout, SlotId(1), &[1]), Err(error));
-    assert_eq!(tree.absorb_bitmap_mut(&layout, SlotId(1), &[1]), Err(error));
-    assert_eq!(tree.adopt_bitmap(&layout, SlotId(1), &[1]), Err(error));
-    assert_eq!(tree.write_leaves(&layout, SlotId(1), |_| ()), Err(error));
-    assert_eq!(tree.bitmap(&layout, SlotId(1)), Err(error));
-    assert_eq!(tree.leaves(&layout, SlotId(1)).err(), Some(error));
+    assert_eq!(tree.absorb_bitmap(SlotId(1), &[1]), Err(error));
+    assert_eq!(tree.bitmap(SlotId(1)).err(), Some(error));
     assert_eq!(tree.count(), 0);
-}
-
-#[test]
-fn panic_while_writing_leaves_keeps_i1() {
-    let frames = if cfg!(miri) { 4_501 } else { 300_001 };
-    let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
-    let mut tree = Tree::new(&layout).unwrap();
-    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        let _ = tree.write_leaves(&layout, SlotId(0), |leaves| {
-            leaves.fill(u64::MAX);
-            panic!("half-way");
-        });
-    }));
-    assert!(panicked.is_err());
-    assert_eq!(tree.check(), Ok(()));
-    assert_eq!(tree.drain(&layout, &mut Vec::new()), frames);
 }
 
 /// Two threads mark, one absorbs bitmaps, and several threads drain meanwhile. Every frame is
@@ -297,12 +193,12 @@ fn parallel_drain_loses_no_concurrent_insert() {
     let failed = AtomicBool::new(false);
     let mut seen = vec![0u32; slot.frames as usize];
     std::thread::scope(|scope| {
-        let (tree, layout, running) = (&tree, &layout, &running);
+        let (tree, running) = (&tree, &running);
         for start in 0..2 {
             scope.spawn(move || {
                 for _ in 0..rounds {
                     for frame in (start..slot.frames).step_by(2 + 5 * start as usize) {
-                        tree.mark(layout, FrameRun { start: Gfn(frame), count: 1 }).unwrap();
+                        tree.mark(FrameRun { start: Gfn(frame), count: 1 }).unwrap();
                     }
                 }
                 running.fetch_sub(1, Ordering::SeqCst);
@@ -313,7 +209,7 @@ fn parallel_drain_loses_no_concurrent_insert() {
             *bitmap.last_mut().unwrap() = 1;
             in_pool(|| {
                 for _ in 0..rounds {
-                    tree.absorb_bitmap(layout, slot.id, &bitmap).unwrap();
+                    tree.absorb_bitmap(slot.id, &bitmap).unwrap();
                 }
             });
             running.fetch_sub(1, Ordering::SeqCst);
@@ -322,7 +218,7 @@ fn parallel_drain_loses_no_concurrent_insert() {
         in_pool(|| {
             loop {
                 let last = running.load(Ordering::SeqCst) == 0;
-                tree.drain_parallel(layout, &mut runs);
+                tree.drain_to_lists(&mut runs);
                 let ascending = runs
                     .iter()
                     .collect::<Vec<_>>()
@@ -337,7 +233,7 @@ fn parallel_drain_loses_no_concurrent_insert() {
         });
     });
     assert!(!failed.into_inner(), "runs were not ascending and disjoint");
-    assert_eq!(tree.check(), Ok(()));
+    assert_eq!(tree.missing_summary(), None);
     for (frame, times) in (0..).zip(seen) {
         let inserters = u32::from(frame % 2 == 0)
             + u32::from(frame % 7 == 1)

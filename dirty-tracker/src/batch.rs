@@ -1,0 +1,54 @@
+//! Frames on their way into trees, gathered by words: one insertion for many marks.
+
+use crate::layout::Placed;
+use crate::sync::Arc;
+use crate::tree::Tree;
+
+/// Number of words that are inserted together.
+const GATHERED: usize = 64;
+
+/// Words and their bits, in the order of their marks. The last word may still receive bits.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    words: [(u64, u64); GATHERED],
+    len: usize,
+    /// Slot of the last mark.
+    pub(crate) placed: Option<Placed>,
+}
+
+impl Batch {
+    pub(crate) const EMPTY: Self = Self { words: [(0, 0); GATHERED], len: 0, placed: None };
+
+    /// Adds bits of a leaf word. Returns whether they found room: a full batch must be
+    /// [taken](Self::take) first.
+    #[inline]
+    pub(crate) fn add(&mut self, word: u64, bits: u64) -> bool {
+        if let Some((last, there)) = self.words[..self.len].last_mut() {
+            if *last == word {
+                *there |= bits;
+                return true;
+            }
+        }
+        let room = self.len < GATHERED;
+        if room {
+            self.words[self.len] = (word, bits);
+            self.len += 1;
+        }
+        room
+    }
+
+    /// Returns the words, and leaves the batch empty.
+    pub(crate) fn take(&mut self) -> &[(u64, u64)] {
+        let len = std::mem::take(&mut self.len);
+        &self.words[..len]
+    }
+}
+
+/// Inserts words into each of the trees. Returns the number of bits that were new, in the order of
+/// the trees.
+pub(crate) fn insert_into<'t>(
+    words: &'t [(u64, u64)],
+    trees: impl Iterator<Item = &'t Arc<Tree>> + 't,
+) -> impl Iterator<Item = u64> + 't {
+    trees.map(|tree| tree.insert_words(words))
+}

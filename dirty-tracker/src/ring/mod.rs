@@ -1,0 +1,13 @@
+//! KVM's dirty rings: harvest, reprotect, insert, in this order (I2, I3).
+//!
+//! A [`Harvester`] is the consumer of all rings of a VM. It gives a [`Harvest`], which the kernel
+//! reprotects, which gives a [`Readable`], whose frames enter the trees. `consumer` has the words
+//! of the protocol, and what happens when a ring is overrun (I6).
+
+mod consumer;
+mod entry;
+mod harvest;
+mod list;
+
+pub use entry::{ENTRY_DIRTY, ENTRY_RESET, RingEntry, RingFull};
+pub use harvest::{Harvest, Harvester, Inserted, Readable};
