@@ -1,5 +1,5 @@
-//! Sets `driftline_avx512` for compilers that have the vector instructions of `tree/simd/avx512.rs`:
-//! from Rust 1.89 on, for x86-64.
+//! Sets `driftline_avx512` for compilers that have the instructions of `tree/simd/avx512.rs`: from
+//! Rust 1.89 on, for x86-64.
 
 use std::env;
 use std::process::Command;

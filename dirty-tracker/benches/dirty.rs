@@ -5,6 +5,7 @@
 //! ranges, marks, ring, frameset or parallel. Without the feature `vm-memory` there is no `marks`,
 //! and without `parallel` no table of that name.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
+#![allow(clippy::incompatible_msrv, reason = "only the library is for older compilers")]
 
 #[path = "tables/bits.rs"]
 mod bits;

@@ -10,8 +10,8 @@ pub const PAGE_SIZE: u64 = PageSize::Kib4.bytes();
 /// The size of a frame: that of the host's pages, the unit in which KVM tracks writes.
 ///
 /// The tree counts frames and does not depend on their size. A layout has it, for callers that
-/// count bytes: `TrackedBitmap`, and the methods here. Those of [`Gfn`] and [`FrameRun`] are for the
-/// default size.
+/// count bytes: `TrackedBitmap`, and the methods here. Those of [`Gfn`] and [`FrameRun`] are for
+/// the default size.
 ///
 /// ```
 /// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PageSize, Slot, SlotId};
@@ -136,7 +136,8 @@ impl FrameRun {
         Gfn(self.start.0.saturating_add(self.count))
     }
 
-    /// Returns the number of bytes in the run, whose frames are of 4 KiB. A run of guest memory never overflows here.
+    /// Returns the number of bytes in the run, whose frames are of 4 KiB. A run of guest memory
+    /// never overflows here.
     pub const fn bytes(self) -> u64 {
         self.count << PAGE_SHIFT
     }

@@ -182,8 +182,8 @@ impl Placed {
 }
 
 impl Layout {
-    /// Creates a layout of `slots`, which may come in any order, with frames of 4 KiB. O(slots * log
-    /// slots).
+    /// Creates a layout of `slots`, which may come in any order, with frames of 4 KiB. O(slots *
+    /// log slots).
     ///
     /// # Errors
     /// Returns an error if there are no slots, if a slot has no frames or ends past the last guest

@@ -104,9 +104,8 @@
 //! vector instructions once, when it is made. With AVX-512 VBMI2 a word is compressed to the
 //! numbers of its bits in one step, and lists of frames that exceed the cache (2 MiB) are written
 //! with non-temporal stores. With BMI, LZCNT and POPCNT the portable code is compiled for these
-//! instructions. Any other CPU runs the portable code, and so does every CPU below these levels if an
-//! older compiler than 1.89, which lacks the vector instructions, built the crate. Tests compare all
-//! three (`tree/simd.rs`).
+//! instructions. Any other CPU runs the portable code. Compilers before Rust 1.89 lack the AVX-512
+//! instructions. Tests compare all three (`tree/simd.rs`).
 //!
 //! # Invariants
 //!

@@ -2,10 +2,10 @@
 
 use driftline_dirty_tracker::Layout;
 
-/// Returns a checksum that tells most layouts apart. It is the CRC32C of the slot count, then of the
-/// id, base and frame count of each slot, ascending by frame, little-endian. Equal checksums do not
-/// prove that two layouts are equal: compare the layouts. Every stored and sent header contains it.
-/// O(slots).
+/// Returns a checksum that tells most layouts apart. It is the CRC32C of the slot count, then of
+/// the id, base and frame count of each slot, ascending by frame, little-endian. Equal checksums do
+/// not prove that two layouts are equal: compare the layouts. Every stored and sent header contains
+/// it. O(slots).
 ///
 /// ```
 /// use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId};

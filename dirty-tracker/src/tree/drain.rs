@@ -1,30 +1,13 @@
 //! Drains an entire tree by one thread: to runs, to frames, or without output.
 
+use super::element::{Element, Sealed};
 use super::sink::{Frames, Runs, Sink};
 use super::structure::{Tree, fence_later_reads};
 use super::walk::{Discard, Listed, Pending, Walk};
 use super::words::Shared;
 use crate::{FrameRun, Gfn};
 
-/// What a drain lists: [`FrameRun`] or [`Gfn`]. Only this crate implements it.
-pub trait Element: sealed::Sealed {}
-
-impl Element for FrameRun {}
-impl Element for Gfn {}
-
-pub(super) mod sealed {
-    use super::Tree;
-
-    pub trait Sealed: Sized {
-        /// Empties the tree into `out`. Returns the number of frames.
-        fn drain(tree: &Tree, out: &mut Vec<Self>) -> u64;
-
-        /// As `drain`, by the tree's only owner.
-        fn drain_exclusive(tree: &mut Tree, out: &mut Vec<Self>) -> u64;
-    }
-}
-
-impl sealed::Sealed for FrameRun {
+impl Sealed for FrameRun {
     fn drain(tree: &Tree, out: &mut Vec<Self>) -> u64 {
         let mut frames = 0;
         tree.with_scratch(|pending, stages| {
@@ -40,7 +23,7 @@ impl sealed::Sealed for FrameRun {
     }
 }
 
-impl sealed::Sealed for Gfn {
+impl Sealed for Gfn {
     fn drain(tree: &Tree, out: &mut Vec<Self>) -> u64 {
         let before = out.len();
         tree.with_scratch(|pending, stages| {

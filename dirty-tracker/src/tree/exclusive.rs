@@ -1,6 +1,6 @@
 //! A tree of one owner: the same operations without atomic instructions.
 
-use super::drain::Element;
+use super::element::Element;
 use super::sink::{Sink, Stages};
 use super::structure::{Scratch, Tree};
 use super::walk::Walk;

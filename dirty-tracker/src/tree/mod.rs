@@ -35,6 +35,7 @@
 
 mod cursor;
 mod drain;
+mod element;
 mod exclusive;
 mod insert;
 mod parallel;
@@ -50,7 +51,7 @@ mod word_list;
 mod words;
 
 pub use cursor::{Cursor, Iter};
-pub use drain::Element;
+pub use element::Element;
 pub use exclusive::Exclusive;
 pub(crate) use run_lists::{ListedRuns, RunLists};
 pub use structure::{NoMemory, Tree};

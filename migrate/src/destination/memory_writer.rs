@@ -3,7 +3,6 @@
 //! A frame is marked as written before its first byte is (I8): if a write breaks off, a later ZERO
 //! of that frame must not take it for zero already.
 
-
 use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Tree};
 use driftline_guest::{GuestContents, GuestIdentity, GuestRam, Populate};
 use parking_lot::{Mutex, MutexGuard};

@@ -12,7 +12,6 @@ use parking_lot::Mutex;
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
 
-use crate::collected::Collected;
 use super::config::MemoryConfig;
 use super::drives::{Shown, TestDisk};
 use super::faults::{Drive, Faults, Op};
@@ -20,6 +19,7 @@ use super::filling::Filling;
 use super::pages::{PAGE, Sweep, WrongFrame, WrongMemory, fill, nth_frame};
 use super::shield::{Protected, SoftShield};
 use super::writers::{Gate, Writer};
+use crate::collected::Collected;
 use crate::{
     Backlog, Clock, DirtyLog, DriveCopy, DriveHead, Fetching, Fill, GuestContents, GuestDrive,
     GuestError, GuestFactory, GuestIdentity, GuestRam, HandOver, Lifecycle, Line, LineId, Origin,

@@ -2,6 +2,8 @@
 //! with a plain set, roaring, or one thread. The grains are tiny, so that small trees are split
 //! between threads, too. Without the feature `parallel` one thread does all the work.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 

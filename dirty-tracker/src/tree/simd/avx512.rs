@@ -1,6 +1,8 @@
 //! The SIMD level of x86-64 with AVX-512. Code that needs it takes an `Avx512`, which exists only
 //! after CPU detection. Compiled by Rust 1.89 and later, see `build.rs`.
 
+#![allow(clippy::incompatible_msrv, reason = "older compilers leave this module out")]
+
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
