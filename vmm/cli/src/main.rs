@@ -7,6 +7,7 @@ mod balloon;
 mod checkpoint;
 mod client;
 mod compare;
+mod config_file;
 mod demo;
 mod doctor;
 mod end;
@@ -54,7 +55,7 @@ fn main() -> ExitCode {
 
 fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Failure> {
     match command {
-        Command::Run(args) => run::run(args, started),
+        Command::Run(args) => run::run(*args, started),
         Command::Info(args) => client::info(&args),
         Command::Balloon(args) => balloon::balloon(&args),
         Command::Pause(args) => client::pause(&args),

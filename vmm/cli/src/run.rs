@@ -16,13 +16,18 @@ use driftline_machine::devices::probe_disk;
 use driftline_machine::tracking::TrackingMode;
 
 use super::args::{DeviceArgs, OnOff, RunArgs};
+use super::config_file;
 use super::end::to_the_end;
 use super::failure::Failure;
 use super::live::{Named, host_config, log_machine, prepare, warn_of_state_dir};
 use super::values;
 
+/// Guest memory without `--mem`, in bytes.
+const DEFAULT_MEM_BYTES: u64 = 1 << 30;
+
 /// `driftline run`, in a process that started at `started`.
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
+    let args = config_file::complete(args)?;
     let mut named = Named::of_devices(&args.disks, args.vsock.as_ref());
     named.read.extend(args.kernel.iter().chain(&args.initrd).cloned());
     let listeners = prepare(&args.host, named)?;
@@ -30,9 +35,14 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     let state_dir = args.host.state_dir.clone();
     warn_of_state_dir(&args.host);
     let shadow = args.shadow;
-    check_shadow(shadow, args.tracking)?;
+    check_shadow(shadow, args.tracking.unwrap_or_default())?;
     let vm_id = args.id.unwrap_or_else(VmId::random);
+    let file = args.config_file.clone();
     let config = machine_config(args)?;
+    if let (Some(file), Err(why)) = (file, config.check()) {
+        let file = file.display();
+        return Err(Failure::usage(format_args!("the guest of --config-file {file}: {why}")));
+    }
     check_rings(&config)?;
     let _logged = guest_span(vm_id, &config.identity).entered();
     let mut server = Server::begin()?;
@@ -54,10 +64,13 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     let boot = match (args.guest, args.kernel) {
         (Some(spec), _) => Boot::Payload(spec),
         (None, Some(kernel)) => {
-            let (initrd, cmdline) = (args.initrd, args.cmdline.unwrap_or_default());
+            // Another start from this configuration may have another working directory.
+            let kernel = std::path::absolute(kernel)?;
+            let initrd = args.initrd.map(std::path::absolute).transpose()?;
+            let cmdline = args.cmdline.unwrap_or_default();
             Boot::Kernel { kernel, initrd, cmdline, bare: args.bare_cmdline }
         }
-        // clap requires one of the two.
+        // clap and the configuration file require one of the two.
         (None, None) => return Err(Failure::error("neither --kernel nor --guest was given")),
     };
     let mut devices = Vec::new();
@@ -71,20 +84,21 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
         devices.push(DeviceConfig::Vsock(vsock_config(vsock)?));
     }
     // The payload has no drivers, and the threads backend has no devices.
-    let has_drivers = args.backend == Backend::Kvm && matches!(boot, Boot::Kernel { .. });
-    if args.rng == OnOff::On && has_drivers {
+    let backend = args.backend.unwrap_or_default();
+    let has_drivers = backend == Backend::Kvm && matches!(boot, Boot::Kernel { .. });
+    if args.rng != Some(OnOff::Off) && has_drivers {
         devices.push(DeviceConfig::Rng);
     }
     devices.extend(args.balloon.map(DeviceConfig::Balloon));
     Ok(MachineConfig {
         identity: Identity::booted(args.name),
-        mem_bytes: args.mem,
-        vcpus: args.vcpus,
-        tracking: args.tracking,
-        ring_entries: args.ring_entries,
-        backend: args.backend,
+        mem_bytes: args.mem.unwrap_or(DEFAULT_MEM_BYTES),
+        vcpus: args.vcpus.unwrap_or(1),
+        tracking: args.tracking.unwrap_or_default(),
+        ring_entries: args.ring_entries.unwrap_or(DEFAULT_RING_ENTRIES),
+        backend,
         boot,
-        cpu: args.cpu,
+        cpu: args.cpu.unwrap_or_default(),
         devices,
     })
 }

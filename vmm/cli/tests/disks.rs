@@ -11,6 +11,7 @@ use driftline_guest::{Lifecycle, RunState};
 use driftline_machine::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::Machine;
 use driftline_machine::testing::{fail_fdatasync, kvm_or_skip};
+use serde_json::Value;
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 
@@ -87,11 +88,15 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
     let before = first.await_progress(1, &[]);
     let figures = first.info().unwrap()["devices"][0].clone();
     assert_eq!((&figures["id"], &figures["reads"]), (&"disk0".into(), &0.into()), "{figures}");
-    let drive = request(&first.socket(), "GET", "/drives/disk0", "");
-    let told = "\"bytes\":1048576,\"drive_id\":\"disk0\",\"is_read_only\":false";
-    assert!(drive.starts_with("HTTP/1.1 200") && drive.contains(told), "{drive}");
-    let all = request(&first.socket(), "GET", "/vm/config", "");
-    assert!(all.contains(&format!("\"drives\":[{{{told}")), "{all}");
+    let answered = |path: &str| -> Value {
+        let answer = request(&first.socket(), "GET", path, "");
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
+        serde_json::from_str(body).unwrap()
+    };
+    let drive = answered("/drives/disk0");
+    assert_eq!((&drive["bytes"], &drive["is_read_only"]), (&(1 << 20).into(), &false.into()));
+    assert_eq!(answered("/vm/config")["drives"], serde_json::json!([drive]));
 
     // The guest that has the disk still runs, so a restored one must not.
     let restore = |more: &[&str]| {

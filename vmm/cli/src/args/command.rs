@@ -39,7 +39,7 @@ pub(crate) enum Command {
     Demo(DemoArgs),
     /// Start a guest and run it to its end
     #[command(after_help = examples::RUN)]
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// Show a guest's state and figures
     #[command(after_help = examples::INFO)]
     Info(QueryArgs),

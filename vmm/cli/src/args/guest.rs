@@ -9,8 +9,7 @@ use clap::{Arg, ArgGroup, Args, ValueEnum};
 use driftline_control::jobs::ShadowMode;
 use driftline_guest::VmId;
 use driftline_machine::config::{
-    Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, GuestName, NetSpec,
-    SerialSink, VsockSpec,
+    Backend, BalloonConfig, CpuConfig, DiskSpec, GuestName, NetSpec, SerialSink, VsockSpec,
 };
 use driftline_machine::memory::{Backing, HugePages};
 use driftline_machine::tracking::TrackingMode;
@@ -79,26 +78,34 @@ pub(crate) struct HostArgs {
 }
 
 #[derive(Args)]
-#[command(group(ArgGroup::new("boot").required(true).args(["kernel", "guest"])))]
+#[command(group(ArgGroup::new("boot").required(true).multiple(true)
+    .args(["kernel", "guest", "config_file"])))]
+#[command(group(ArgGroup::new("kernel_source").multiple(true).args(["kernel", "config_file"])))]
 pub(crate) struct RunArgs {
+    /// Take what other options do not say from this file
+    ///
+    /// The file is the JSON of GET /vm/config, whose fields can be left out. An option replaces
+    /// what the file says, --disk and --net all of its disks and interfaces.
+    #[arg(long, value_name = "FILE", help_heading = headings::BOOT)]
+    pub(crate) config_file: Option<PathBuf>,
     /// Kernel to boot: a static ELF file or a bzImage
     ///
     /// An ELF file with a PVH note is entered by PVH, all others by the 64-bit Linux boot protocol.
-    #[arg(long, value_name = "FILE", help_heading = headings::BOOT)]
+    #[arg(long, value_name = "FILE", conflicts_with = "guest", help_heading = headings::BOOT)]
     pub(crate) kernel: Option<PathBuf>,
     /// Initial RAM disk for the kernel
-    #[arg(long, value_name = "FILE", requires = "kernel", conflicts_with = "guest",
+    #[arg(long, value_name = "FILE", requires = "kernel_source", conflicts_with = "guest",
           help_heading = headings::BOOT)]
     pub(crate) initrd: Option<PathBuf>,
     /// Kernel command line
     ///
     /// console=ttyS0, panic=-1 and reboot=k are added unless it sets them, and so are the virtio
     /// devices.
-    #[arg(long, value_name = "TEXT", requires = "kernel", conflicts_with = "guest",
+    #[arg(long, value_name = "TEXT", requires = "kernel_source", conflicts_with = "guest",
           help_heading = headings::BOOT)]
     pub(crate) cmdline: Option<String>,
     /// Add nothing to the kernel command line
-    #[arg(long, requires = "kernel", conflicts_with = "guest", help_heading = headings::BOOT)]
+    #[arg(long, requires = "kernel_source", conflicts_with = "guest", help_heading = headings::BOOT)]
     pub(crate) bare_cmdline: bool,
     /// Boot the embedded guest, such as payload,ws=64M,rate=320M
     ///
@@ -107,25 +114,24 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "SPEC", value_parser = values::guest_spec,
           help_heading = headings::BOOT)]
     pub(crate) guest: Option<String>,
-    /// Size of guest memory, such as 512M or 4G
-    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = values::memory,
+    /// Size of guest memory, such as 512M or 4G [default: 1G]
+    #[arg(long, value_name = "SIZE", value_parser = values::memory,
           help_heading = headings::MEMORY)]
-    pub(crate) mem: u64,
-    /// Number of vCPUs
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::vcpus,
+    pub(crate) mem: Option<u64>,
+    /// Number of vCPUs [default: 1]
+    #[arg(long, value_name = "N", value_parser = values::vcpus,
           help_heading = headings::PROCESSORS)]
-    pub(crate) vcpus: u8,
-    /// CPU model: host or baseline, minus features: host,-cx16
+    pub(crate) vcpus: Option<u8>,
+    /// CPU model: host or baseline, minus features: host,-cx16 [default: host]
     ///
     /// With baseline (x86-64-v2) a guest can migrate between different processors of one vendor.
-    #[arg(long, value_name = "MODEL", default_value_t, help_heading = headings::PROCESSORS)]
-    pub(crate) cpu: CpuConfig,
-    /// What runs the vCPUs: kvm or threads
+    #[arg(long, value_name = "MODEL", help_heading = headings::PROCESSORS)]
+    pub(crate) cpu: Option<CpuConfig>,
+    /// What runs the vCPUs: kvm or threads [default: kvm]
     ///
     /// threads is for hosts without KVM. It runs the embedded guest only.
-    #[arg(long, value_name = "NAME", default_value_t = Backend::Kvm,
-          help_heading = headings::PROCESSORS)]
-    pub(crate) backend: Backend,
+    #[arg(long, value_name = "NAME", help_heading = headings::PROCESSORS)]
+    pub(crate) backend: Option<Backend>,
     /// Disk: path=FILE[,readonly][,id=NAME][,serial=TEXT]; may be repeated
     ///
     /// FILE is a raw image or a block device.
@@ -142,28 +148,29 @@ pub(crate) struct RunArgs {
     /// connects listens on PATH_port.
     #[arg(long, value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) vsock: Option<VsockSpec>,
-    /// Host randomness for a --kernel guest: on or off
-    #[arg(long, value_name = "WHETHER", value_enum, default_value_t = OnOff::On, hide_possible_values = true,
+    /// Host randomness for a kernel: on or off [default: on]
+    ///
+    /// With --config-file the default is what the file says.
+    #[arg(long, value_name = "WHETHER", value_enum, hide_possible_values = true,
           help_heading = headings::DEVICES)]
-    pub(crate) rng: OnOff,
+    pub(crate) rng: Option<OnOff>,
     /// Memory balloon for a --kernel guest, with settings or without
     ///
     /// Settings are [size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]; all
     /// are on by default. With reporting, the host gets back memory that the guest has freed. With
     /// hinting, a migration's first pass and a full checkpoint skip free memory.
     #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = "",
-          requires = "kernel", conflicts_with = "guest", help_heading = headings::DEVICES)]
+          requires = "kernel_source", conflicts_with = "guest", help_heading = headings::DEVICES)]
     pub(crate) balloon: Option<BalloonConfig>,
-    /// How guest writes are tracked
+    /// How guest writes are tracked [default: dirty-ring]
     ///
     /// Modes are dirty-ring, dirty-bitmap, dirty-bitmap-manual, userfault-wp and none.
-    #[arg(long, value_name = "MODE", default_value_t = TrackingMode::DirtyRing,
+    #[arg(long, value_name = "MODE", help_heading = headings::TRACKING)]
+    pub(crate) tracking: Option<TrackingMode>,
+    /// Entries of each vCPU's dirty ring, a power of two [default: 16384]
+    #[arg(long, value_name = "N", value_parser = values::ring_entries,
           help_heading = headings::TRACKING)]
-    pub(crate) tracking: TrackingMode,
-    /// Entries of each vCPU's dirty ring, a power of two
-    #[arg(long, value_name = "N", default_value_t = DEFAULT_RING_ENTRIES,
-          value_parser = values::ring_entries, help_heading = headings::TRACKING)]
-    pub(crate) ring_entries: u32,
+    pub(crate) ring_entries: Option<u32>,
     /// Check that tracking misses no page: compare or userfault-wp
     ///
     /// For tests of a host or a kernel. compare reads all memory; userfault-wp asks the host's page

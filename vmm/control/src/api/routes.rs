@@ -11,8 +11,6 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, patch, post, put};
 use axum::{Json, Router};
 use driftline_dirty_tracker::TrackerStats;
-use driftline_machine::config::{Boot, MachineConfig};
-use driftline_machine::tracking::TrackingMode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -27,8 +25,8 @@ use super::plan;
 use crate::jobs::Jobs;
 use crate::model::{
     ActionRequest, ArrivingInfo, CheckpointPage, CheckpointRequest, GuestState, Info, InfoPage,
-    InstanceInfo, JobBegun, MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest,
-    VmRequest, VmTarget,
+    InstanceInfo, JobBegun, MachineSettings, MigrationPage, MigrationRequest, ResolveRequest,
+    VmConfig, VmRequest, VmTarget,
 };
 
 pub(super) fn all(app: Arc<App>) -> Router {
@@ -114,37 +112,12 @@ async fn current_info(app: Arc<App>) -> Result<Info, Fault> {
     blocking(app, |jobs| Ok(jobs.info())).await
 }
 
-async fn machine_config(State(app): Shared) -> Answer<MachineConfigView> {
-    blocking(app, |jobs| Ok(Json(view(jobs.vm().machine_config())))).await
+async fn machine_config(State(app): Shared) -> Answer<MachineSettings> {
+    blocking(app, |jobs| Ok(Json(jobs.vm().machine_config().into()))).await
 }
 
-fn view(config: &MachineConfig) -> MachineConfigView {
-    MachineConfigView {
-        vcpu_count: config.vcpus,
-        mem_size_mib: config.mem_bytes >> 20,
-        smt: false,
-        track_dirty_pages: config.tracking != TrackingMode::None,
-        mem_bytes: config.mem_bytes,
-        tracking: config.tracking,
-        backend: config.backend,
-    }
-}
-
-async fn vm_config(State(app): Shared) -> Answer<Value> {
-    blocking(app, |jobs| {
-        let config = jobs.vm().machine_config();
-        let boot = match &config.boot {
-            Boot::Payload(spec) => json!({ "guest": spec }),
-            Boot::Kernel { kernel, initrd, cmdline, .. } => json!({
-                "kernel_image_path": kernel, "initrd_path": initrd, "boot_args": cmdline,
-            }),
-        };
-        let mut all = devices::all(&config.devices);
-        all.insert("machine-config".into(), json!(view(config)));
-        all.insert("boot-source".into(), boot);
-        Ok(Json(Value::Object(all)))
-    })
-    .await
+async fn vm_config(State(app): Shared) -> Answer<VmConfig> {
+    blocking(app, |jobs| Ok(Json(jobs.vm().machine_config().into()))).await
 }
 
 async fn change_vm(

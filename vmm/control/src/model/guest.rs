@@ -234,22 +234,3 @@ pub struct BalloonRequest {
     /// Target size of the balloon, in MiB; at most the guest's memory.
     pub amount_mib: u64,
 }
-
-/// Answer to `GET /machine-config`: Firecracker's fields, and Driftline's own.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct MachineConfigView {
-    /// Number of vCPUs.
-    pub vcpu_count: u8,
-    /// Size of guest memory, in MiB, rounded down.
-    pub mem_size_mib: u64,
-    /// Always false: no two vCPUs are threads of one core.
-    pub smt: bool,
-    /// Whether writes are tracked.
-    pub track_dirty_pages: bool,
-    /// Size of guest memory, in bytes.
-    pub mem_bytes: u64,
-    /// Method of tracking writes.
-    pub tracking: TrackingMode,
-    /// The backend that runs the vCPUs.
-    pub backend: Backend,
-}

@@ -5,15 +5,20 @@
 
 mod answer;
 mod checkpoint;
+mod config;
 mod guest;
 mod migration;
 mod watch;
 
 pub use answer::{FaultMessage, JobBegun};
 pub use checkpoint::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
+pub use config::{
+    BalloonSettings, BootSource, DriveSettings, EntropySettings, InterfaceSettings,
+    MachineSettings, VmConfig, VsockSettings,
+};
 pub use guest::{
     ActionRequest, ArrivingInfo, ArrivingState, BalloonRequest, BalloonView, GuestState, Info,
-    InfoPage, InstanceInfo, MachineConfigView, VmRequest, VmTarget,
+    InfoPage, InstanceInfo, VmRequest, VmTarget,
 };
 pub use migration::{
     GuestWhere, MAX_DOWNTIME_MS, MAX_TIMEOUT_S, MigrationFailure, MigrationPage, MigrationRequest,
