@@ -10,6 +10,7 @@ use driftline_control::jobs::{Jobs, ShadowReport};
 use driftline_machine::vm::{EndReason, SharedVm};
 
 use super::failure::Failure;
+use super::notify;
 use super::output::{count, say};
 use super::report;
 
@@ -20,6 +21,7 @@ pub(super) fn to_the_end(
     server: Server,
 ) -> Result<ExitCode, Failure> {
     let end = vm.wait_end(None);
+    notify::stopping();
     // The last check reads all guest memory and waits for no device.
     let shadow = jobs.end_shadow();
     let outcome = "what the guest last wrote to its disks may not be durable";

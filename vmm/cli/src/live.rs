@@ -19,6 +19,7 @@ use driftline_machine::vm::Vm;
 
 use super::args::{DeviceArgs, HostArgs};
 use super::failure::Failure;
+use super::notify;
 use super::output::{bytes, say};
 
 /// Logs the guest's memory and devices.
@@ -79,9 +80,9 @@ pub(super) struct Confined {
     options: sandbox::Options,
 }
 
-/// Prepares the process before there is a guest: ties it to its parent, opens its listeners, whose
-/// names and ports may be taken, enters the sandbox and starts the threads that every such process
-/// has. Returns the listeners.
+/// Prepares the process before there is a guest: ties it to its parent, connects to the service
+/// manager, opens its listeners, whose names and ports may be taken, enters the sandbox and starts
+/// the threads that every such process has. Returns the listeners.
 pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Listeners, Failure> {
     confine(host, named)?.start_threads(host)
 }
@@ -92,6 +93,7 @@ pub(super) fn confine(host: &HostArgs, named: Named) -> Result<Confined, Failure
         let kill = Some(rustix::process::Signal::KILL);
         rustix::process::set_parent_process_death_signal(kill)?;
     }
+    notify::connect();
     let api = host.api_sock.as_deref().map(ListeningSocket::bind).transpose()?;
     let metrics = host.metrics_listen.map(listen_for_metrics).transpose()?;
     let awake = latency::open();

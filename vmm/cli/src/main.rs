@@ -15,6 +15,7 @@ mod failure;
 mod live;
 mod log;
 mod migration;
+mod notify;
 mod output;
 mod pending;
 mod plan;

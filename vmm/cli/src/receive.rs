@@ -14,6 +14,7 @@ use super::args::ReceiveArgs;
 use super::end::{end_in_bounded_time, to_the_end};
 use super::failure::Failure;
 use super::live::{Named, check_state_dir, guest_failure, host_config, log_machine, prepare};
+use super::notify;
 use super::output::{bytes, count, print_json, say};
 use super::progress::{Receiving, receiving_line};
 
@@ -51,6 +52,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         cancelled.map(|()| end_in_bounded_time(0, NOT_RECEIVED))
     });
     let server = Server::start(listeners, app.clone())?;
+    notify::ready(format_args!("waiting for a migration on tcp:{address}"));
     let host = host_config(&args.host, args.devices)?;
     let memory = host.memory;
     let factory = Factory::new(host);
@@ -72,6 +74,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     jobs.keep_responder(responder);
     app.provide(jobs.clone());
     drop(app);
+    notify::ready(format_args!("guest {} has arrived", vm.vm_id()));
     if report.disk_bytes > 0 {
         say(format_args!("{} of its disks came along", bytes(report.disk_bytes)));
     }

@@ -20,6 +20,7 @@ use super::args::RestoreArgs;
 use super::end::{to_the_end, when_memory_is_lost};
 use super::failure::Failure;
 use super::live::{Named, confine, guest_failure, host_config, log_machine};
+use super::notify;
 use super::output::{count, say};
 use super::pending::{Settled, Unsettled};
 use super::stored::Stored;
@@ -95,6 +96,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         return Err(after_restore(&report, failure));
     }
     tracing::info!(start_us = started.elapsed().as_micros(), "the guest runs");
+    notify::ready(format_args!("guest {} runs", vm.vm_id()));
     let pages = match report.late_frames {
         0 => format!("{} read", count(report.frames, "page")),
         1 => "1 page follows on demand".to_owned(),

@@ -20,6 +20,7 @@ use super::config_file;
 use super::end::to_the_end;
 use super::failure::Failure;
 use super::live::{Named, host_config, log_machine, prepare, warn_of_state_dir};
+use super::notify;
 use super::values;
 
 /// Guest memory without `--mem`, in bytes.
@@ -57,6 +58,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     // The vCPU threads have just been notified. All that remains before the guest's first
     // instruction is the wake-up of one thread.
     tracing::info!(boot_us = started.elapsed().as_micros(), "the guest runs");
+    notify::ready(format_args!("guest {vm_id} runs"));
     to_the_end(vm, jobs, server)
 }
 

@@ -116,10 +116,15 @@ pub struct Vmm<'p> {
 impl<'p> Vmm<'p> {
     /// Starts `args`, with a socket and a serial file added.
     pub fn start(place: &'p Place, name: &'static str, args: &[&str]) -> Self {
+        Self::start_by(place, name, driftline(args))
+    }
+
+    /// Starts `command`, with a socket and a serial file added.
+    pub fn start_by(place: &'p Place, name: &'static str, mut command: Command) -> Self {
         let serial = format!("file:{}", place.text(&format!("{name}.serial")));
         let socket = place.text(&format!("{name}.sock"));
         let stderr = std::fs::File::create(place.path(&format!("{name}.err"))).unwrap();
-        let child = driftline(args)
+        let child = command
             .args(["--api-sock", &socket, "--serial", &serial])
             .args(["--state-dir", &place.text("state")])
             .stdout(Stdio::null())
