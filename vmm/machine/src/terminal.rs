@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use libc::termios2;
 
 /// `TCGETS2` and `TCSETS2`. The latter takes effect at once.
-const GET: libc::c_ulong = 0x802c_542a;
+const GET: u32 = 0x802c_542a;
 pub(crate) const SET: u32 = 0x402c_542b;
 
 /// Whether standard input has an owner.
@@ -37,7 +37,8 @@ impl Stdin {
     pub(crate) fn make_raw(&mut self) -> io::Result<()> {
         let mut settings = MaybeUninit::<termios2>::uninit();
         // SAFETY: the kernel writes the whole structure there, or fails.
-        let got = unsafe { libc::ioctl(libc::STDIN_FILENO, GET, settings.as_mut_ptr()) };
+        let got =
+            unsafe { libc::ioctl(libc::STDIN_FILENO, GET as libc::Ioctl, settings.as_mut_ptr()) };
         if got != 0 {
             return Err(io::Error::last_os_error());
         }
@@ -84,7 +85,7 @@ pub(crate) fn restore() -> io::Result<()> {
 
 fn set(settings: &termios2) -> io::Result<()> {
     // SAFETY: the kernel reads the whole structure.
-    let set = unsafe { libc::ioctl(libc::STDIN_FILENO, libc::c_ulong::from(SET), settings) };
+    let set = unsafe { libc::ioctl(libc::STDIN_FILENO, SET as libc::Ioctl, settings) };
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 

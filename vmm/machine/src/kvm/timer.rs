@@ -42,7 +42,7 @@ impl ExitTimer {
 
     fn set(&self, interval: Duration) -> io::Result<()> {
         let time = timespec {
-            tv_sec: interval.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+            tv_sec: interval.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: interval.subsec_nanos().into(),
         };
         let value = itimerspec { it_interval: time, it_value: time };

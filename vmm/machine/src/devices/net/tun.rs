@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 
-use libc::{c_int, c_short, c_uint};
+use libc::{c_int, c_short, c_uint, c_ulong};
 use vmm_sys_util::ioctl::{ioctl_with_ref, ioctl_with_val};
 
 /// `struct ifreq`, with the fields that taps use.
@@ -31,12 +31,17 @@ fn check(result: c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// Returns a request with the type that the ioctl wrappers take. C libraries differ in its type.
+fn request_of(request: libc::Ioctl) -> c_ulong {
+    c_ulong::from(request as u32)
+}
+
 /// Attaches `file`, an open `/dev/net/tun`, to the tap `name` as one of its queues.
 pub(super) fn attach(file: &File, name: &str, flags: c_int) -> io::Result<()> {
     let request = InterfaceRequest::new(name, flags);
     // SAFETY: the kernel reads and writes one `ifreq`, whose size `request` has, and keeps no
     // reference to it.
-    check(unsafe { ioctl_with_ref(file, libc::TUNSETIFF, &request) })
+    check(unsafe { ioctl_with_ref(file, request_of(libc::TUNSETIFF), &request) })
 }
 
 /// Enables or disables an attached queue in the kernel.
@@ -44,17 +49,17 @@ pub(super) fn enable_queue(file: &File, enable: bool) -> io::Result<()> {
     let flags = if enable { libc::IFF_ATTACH_QUEUE } else { libc::IFF_DETACH_QUEUE };
     let request = InterfaceRequest::new("", flags);
     // SAFETY: as above; the kernel only reads it.
-    check(unsafe { ioctl_with_ref(file, libc::TUNSETQUEUE, &request) })
+    check(unsafe { ioctl_with_ref(file, request_of(libc::TUNSETQUEUE), &request) })
 }
 
 /// Sets the number of header bytes before each frame.
 pub(super) fn set_header_size(file: &File, bytes: c_int) -> io::Result<()> {
     // SAFETY: the kernel reads one int.
-    check(unsafe { ioctl_with_ref(file, libc::TUNSETVNETHDRSZ, &bytes) })
+    check(unsafe { ioctl_with_ref(file, request_of(libc::TUNSETVNETHDRSZ), &bytes) })
 }
 
 /// Sets the offloads (bits `TUN_F_*`) that the reader of the tap supports.
 pub(super) fn set_offloads(file: &File, offloads: c_uint) -> io::Result<()> {
     // SAFETY: the argument is a number; no memory is involved.
-    check(unsafe { ioctl_with_val(file, libc::TUNSETOFFLOAD, offloads.into()) })
+    check(unsafe { ioctl_with_val(file, request_of(libc::TUNSETOFFLOAD), offloads.into()) })
 }
