@@ -39,7 +39,7 @@ impl Linux {
         match driftline_machine::testing::linux_guest() {
             Ok(image) => Some(Self { image }),
             Err(why) => {
-                driftline_machine::testing::skip(test, &why);
+                driftline_machine::testing::skip(test, &why.to_string());
                 None
             }
         }

@@ -13,21 +13,6 @@ use syn::{Attribute, Item, Meta, UseTree, Visibility};
 
 type Module = Vec<String>;
 
-/// The circles that are left, which may only become fewer.
-const LEFT: &[&str] = &[
-    "driftline-control: jobs, jobs::dirty_watch",
-    "driftline-machine: boot, boot::acpi, boot::acpi::dsdt, boot::bzimage, boot::cmdline, \
-     boot::elf, boot::firmware, boot::kernel, boot::loaded, boot::map, boot::mptable, boot::pvh, \
-     boot::zero_page",
-    "driftline-machine: config, config::devices",
-    "driftline-machine: devices::block, devices::block::engine",
-    "driftline-machine: devices::virtio::chain, devices::virtio::ring",
-    "driftline-machine: devices::vsock, devices::vsock::connection, devices::vsock::packet, \
-     devices::vsock::packet::op",
-    "driftline-machine: memory, memory::late, memory::populated, memory::shield",
-    "driftline-machine: sandbox, sandbox::filters, sandbox::seccomp",
-];
-
 /// What a module has, and what it names.
 #[derive(Default)]
 struct Contents {
@@ -306,8 +291,7 @@ fn no_two_modules_import_each_other() {
         }
     }
     assert!(modules > 100, "only {modules} modules were found");
-    found.sort();
-    assert_eq!(found, LEFT, "modules that import one another");
+    assert!(found.is_empty(), "modules that import one another: {found:#?}");
 }
 
 /// The circles of a crate with these files.

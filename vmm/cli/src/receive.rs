@@ -44,12 +44,11 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let reason = stopped.clone();
     let app = App::waiting(arriving, move |why| {
         let _ = reason.set(why.replacen("interrupted", "stopped", 1));
-        let cancelled = give_up.cancel().map_err(|_| {
-            "its source has handed the guest over to this process, which has not taken it over in \
-             time: stop it again"
-                .to_owned()
-        });
-        cancelled.map(|()| end_in_bounded_time(0, NOT_RECEIVED))
+        if give_up.cancel().is_err() {
+            return false;
+        }
+        end_in_bounded_time(0, NOT_RECEIVED);
+        true
     });
     let server = Server::start(listeners, app.clone())?;
     notify::ready(format_args!("waiting for a migration on tcp:{address}"));

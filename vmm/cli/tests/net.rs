@@ -115,7 +115,7 @@ fn network_or_skip(test: &str) -> Option<Network> {
         return None;
     }
     if let Err(why) = linux_guest() {
-        skip(test, &why);
+        skip(test, &why.to_string());
         return None;
     }
     Network::new().map_err(|why| skip(test, &why)).ok()

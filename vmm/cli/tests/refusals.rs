@@ -182,7 +182,7 @@ fn a_disk_or_tap_of_another_guest_is_refused_before_a_guest_arrives() {
 
     let (used_tap, spare_tap) = match (Tap::new("u"), Tap::new("s")) {
         (Ok(used), Ok(spare)) => (used, spare),
-        (Err(why), _) | (_, Err(why)) => return skip(TEST, &why),
+        (Err(why), _) | (_, Err(why)) => return skip(TEST, &why.to_string()),
     };
     let (used, spare) = (&format!("tap={}", used_tap.0), &format!("tap={}", spare_tap.0));
     let mut holder = Vmm::run(&place, "holder", &[GUEST, &["--net", used]].concat());

@@ -279,7 +279,7 @@ fn receiver_whose_disk_hangs_in_the_take_over_can_be_stopped() {
         receiver.await_stuck("a lock that hangs");
         in_time("a stop", || how(&receiver.vmm));
         let said = receiver.ends_with(1);
-        assert!(said.contains("virtio-blk \"disk0\" did not take hold of its files"), "{said}");
+        assert!(said.contains("virtio-blk \"disk0\" did not acquire its files"), "{said}");
         assert!(!said.contains("does not end yet"), "{said}");
         // Otherwise the migration stays in doubt.
         let runs = || (source.state() == "running").then_some(());

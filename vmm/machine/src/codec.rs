@@ -12,9 +12,12 @@ const VERSION: u16 = 1;
 
 /// Why bytes are not a value.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub(crate) enum DecodeError {
+#[non_exhaustive]
+pub enum DecodeError {
+    /// They have no value of the wanted type.
     #[error(transparent)]
     Malformed(#[from] postcard::Error),
+    /// This number of bytes is left behind the value.
     #[error("{0} bytes follow its end")]
     Longer(usize),
 }

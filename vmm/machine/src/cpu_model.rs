@@ -12,6 +12,11 @@ pub struct Place {
     pub(crate) bit: u8,
 }
 
+/// A feature that the host's processor lacks, by its name.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct MissingFeature(pub(crate) String);
+
 const EAX: usize = 0;
 const EBX: usize = 1;
 const ECX: usize = 2;

@@ -12,10 +12,10 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::oneshot;
 use tracing::Span;
 
-use crate::jobs::Jobs;
+use crate::jobs::{JobError, Jobs};
 
-/// Ends the wait for a guest. The argument is the reason.
-type Hook = Box<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
+/// Ends the wait for a guest, for the reason in its argument. Returns `false` if it is too late.
+type Hook = Box<dyn Fn(&str) -> bool + Send + Sync>;
 
 /// Limit for storing the decision that the guest runs here, and for resuming the guest.
 const DECISION_LIMIT: Duration = Duration::from_secs(5);
@@ -29,6 +29,30 @@ const TAKE_OVER_LIMIT: Duration =
     ACQUIRE_LIMIT.saturating_add(driftline_migrate::YIELD_LIMIT).saturating_add(DECISION_LIMIT);
 /// Interval between attempts to end the wait for a guest while the attempts are refused.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Why a request about the process's guest is refused.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AppError {
+    /// There is no guest yet. The text says why.
+    #[error("there is no guest yet: {0}")]
+    NoGuest(String),
+    /// The guest has been handed over to this process, which is taking it over.
+    #[error(
+        "its source has handed the guest over to this process, which has not taken it over in \
+         time: stop it again"
+    )]
+    TakingOver,
+    /// The guest's jobs refuse.
+    #[error(transparent)]
+    Job(#[from] JobError),
+    /// No thread can be started for the request.
+    #[error("a thread that ends it cannot be started: {0}")]
+    Thread(io::Error),
+    /// The request's thread has panicked.
+    #[error("the thread that ends it has panicked")]
+    Panicked,
+}
 
 /// The state behind every request.
 pub struct App {
@@ -65,17 +89,17 @@ pub struct Arriving {
 impl App {
     /// Creates an app that serves an existing guest.
     pub fn new(jobs: Arc<Jobs>) -> Arc<Self> {
-        let app = Self::build(None, Box::new(|_: &str| Ok(())));
+        let app = Self::build(None, Box::new(|_: &str| true));
         app.provide(jobs);
         app
     }
 
     /// Creates an app that serves a guest later. Until then, requests receive the state that
-    /// `arriving` returns. `give_up` is called with the reason when the wait is to end; it refuses
-    /// once this host owns the guest.
+    /// `arriving` returns. `give_up` is called with the reason when the wait is to end; it returns
+    /// `false` once this host owns the guest.
     pub fn waiting(
         arriving: impl Fn() -> Arriving + Send + Sync + 'static,
-        give_up: impl Fn(&str) -> Result<(), String> + Send + Sync + 'static,
+        give_up: impl Fn(&str) -> bool + Send + Sync + 'static,
     ) -> Arc<Self> {
         Self::build(Some(Box::new(arriving)), Box::new(give_up))
     }
@@ -116,10 +140,10 @@ impl App {
     ///
     /// # Errors
     /// The reason why there is no guest yet.
-    pub fn jobs(&self) -> Result<&Arc<Jobs>, String> {
+    pub fn jobs(&self) -> Result<&Arc<Jobs>, AppError> {
         self.jobs.get().ok_or_else(|| {
             let words = self.arriving.as_ref().map(|arriving| arriving().words);
-            format!("there is no guest yet: {}", words.unwrap_or_default())
+            AppError::NoGuest(words.unwrap_or_default())
         })
     }
 
@@ -148,14 +172,16 @@ impl App {
     ///
     /// # Errors
     /// The reason why the guest cannot be stopped: for example, another host may own it.
-    pub fn interrupt(&self, why: &str) -> Result<(), String> {
+    pub fn interrupt(&self, why: &str) -> Result<(), AppError> {
         let until = Instant::now() + TAKE_OVER_LIMIT;
         loop {
             if let Some(jobs) = self.jobs.get() {
-                return jobs.span().in_scope(|| jobs.stop(why));
+                return Ok(jobs.span().in_scope(|| jobs.stop(why))?);
             }
             // `give_up` no longer refuses once the take-over has failed.
-            let Err(too_late) = (self.give_up)(why) else { return Ok(()) };
+            if (self.give_up)(why) {
+                return Ok(());
+            }
             let waits = |is_over: &mut bool| !*is_over && self.jobs.get().is_none();
             let mut state = self.lock();
             self.changed.wait_while_for(&mut state, waits, RETRY_INTERVAL);
@@ -165,7 +191,7 @@ impl App {
                 Some(_) => {}
                 // The guest could not be taken over. The process reports the reason.
                 None if is_over => return Ok(()),
-                None if Instant::now() >= until => return Err(too_late),
+                None if Instant::now() >= until => return Err(AppError::TakingOver),
                 None => {}
             }
         }
@@ -173,7 +199,10 @@ impl App {
 
     /// Runs [`interrupt`](Self::interrupt) on a new thread, which starts at once. The runtime's
     /// blocking threads cannot be used: all of them may be waiting for storage.
-    pub(super) async fn interrupt_aside(self: Arc<Self>, why: &'static str) -> Result<(), String> {
+    pub(super) async fn interrupt_aside(
+        self: Arc<Self>,
+        why: &'static str,
+    ) -> Result<(), AppError> {
         let (answer, answered) = oneshot::channel();
         let (end, ended) = mpsc::channel::<()>();
         let app = self.clone();
@@ -183,12 +212,11 @@ impl App {
             drop(app);
             drop(end);
         };
-        let failed = |e: io::Error| format!("a thread that ends it cannot be started: {e}");
-        let thread =
-            thread::Builder::new().name("stop".to_owned()).spawn(interrupt).map_err(failed)?;
+        let thread = thread::Builder::new().name("stop".to_owned()).spawn(interrupt);
+        let thread = thread.map_err(AppError::Thread)?;
         self.keep(StopThread { thread, ended });
         drop(self);
-        answered.await.unwrap_or_else(|_| Err("the thread that ends it has panicked".to_owned()))
+        answered.await.unwrap_or(Err(AppError::Panicked))
     }
 
     /// Records a thread for [`join_stops`](Self::join_stops).
@@ -233,9 +261,9 @@ mod tests {
         let refusals = AtomicU32::new(3);
         let app = App::waiting(Arriving::default, move |_| {
             let left = refusals.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1));
-            left.map_or(Ok(()), |_| Err("it is too late".to_owned()))
+            left.is_err()
         });
-        assert_eq!(app.interrupt("the test says so"), Ok(()));
+        app.interrupt("the test says so").unwrap();
     }
 
     #[test]
@@ -243,14 +271,14 @@ mod tests {
         let config = payload_config(Backend::Threads);
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = driftline_machine::backend::launch_as(VmId::random(), config, &host).unwrap();
-        let app = App::waiting(Arriving::default, |_| Err("it is too late".to_owned()));
+        let app = App::waiting(Arriving::default, |_| false);
         std::thread::scope(|scope| {
             let stopping = scope.spawn(|| app.interrupt("the test says so"));
             let dir = tempfile::tempdir().unwrap();
             // Either thread may be first.
             std::thread::yield_now();
             app.provide(Jobs::new(vm.clone(), dir.path().to_owned()));
-            assert_eq!(stopping.join().unwrap(), Ok(()));
+            stopping.join().unwrap().unwrap();
         });
         assert_eq!(vm.wait_end(None), Some(EndReason::Stopped("the test says so".to_owned())));
     }

@@ -15,7 +15,7 @@ use serde::Deserialize;
 
 use super::fault::{Fault, Input};
 use super::handler::{Answer, Shared, blocking};
-use crate::model::{MAX_BINS, WatchBegun, WatchPage, WatchRequest};
+use crate::model::{MAX_BINS, WatchBegun, WatchPage, WatchRequest, at_most, one_to};
 
 /// Default number of ranges.
 const USUAL_BINS: u32 = 1024;
@@ -27,10 +27,8 @@ pub(super) async fn begin(
     Input(request): Input<WatchRequest>,
 ) -> Answer<WatchBegun> {
     let bins = request.bins.unwrap_or(USUAL_BINS);
-    if !(1..=MAX_BINS).contains(&bins) {
-        return Err(Fault::new(format!("bins is {bins}; it is 1 to {MAX_BINS}")));
-    }
-    let begin = move |jobs: &_| crate::jobs::Jobs::begin_watch(jobs, bins).map_err(Fault::new);
+    one_to("bins", bins.into(), MAX_BINS.into())?;
+    let begin = move |jobs: &_| crate::jobs::Jobs::begin_watch(jobs, bins).map_err(Fault::from);
     let watch = blocking(app, begin).await?;
     Ok(Json(WatchBegun { watch }))
 }
@@ -50,14 +48,11 @@ pub(super) async fn look(
 ) -> Answer<WatchPage> {
     let Query(Asked { watch, wait_ms }) = asked.map_err(|e| Fault::new(e.body_text()))?;
     let wait = Duration::from_millis(wait_ms);
-    if wait > MAX_WAIT {
-        let most = MAX_WAIT.as_millis();
-        return Err(Fault::new(format!("wait_ms is {wait_ms}; it is at most {most}")));
-    }
-    let jobs = app.jobs().map_err(Fault::new)?;
-    let page = jobs.ask_watch(watch, wait).map_err(Fault::new)?.await;
+    at_most("wait_ms", wait_ms, MAX_WAIT.as_millis() as u64)?;
+    let jobs = app.jobs()?;
+    let page = jobs.ask_watch(watch, wait)?.await;
     let ended = |_| Fault::new(format!("watch {watch} has ended"));
-    page.map_err(ended)?.map(Json).map_err(Fault::new)
+    page.map_err(ended)?.map(Json).map_err(Fault::from)
 }
 
 pub(super) async fn end(
@@ -65,6 +60,6 @@ pub(super) async fn end(
     asked: Result<Query<Asked>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
     let Query(Asked { watch, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
-    app.jobs().map_err(Fault::new)?.end_watch(watch).map_err(Fault::new)?;
+    app.jobs()?.end_watch(watch)?;
     Ok(StatusCode::NO_CONTENT)
 }

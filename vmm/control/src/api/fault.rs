@@ -8,8 +8,9 @@ use axum::response::{IntoResponse, Response};
 use driftline_guest::GuestError;
 use serde::de::DeserializeOwned;
 
-use crate::jobs::OperatorError;
-use crate::model::FaultMessage;
+use super::app::AppError;
+use crate::jobs::{JobError, OperatorError};
+use crate::model::{FaultMessage, LimitError};
 
 /// The largest request body, in bytes. Driftline's client sends a few hundred.
 const BODY_LIMIT: usize = 16 << 10;
@@ -47,6 +48,24 @@ impl From<OperatorError> for Fault {
 
 impl From<GuestError> for Fault {
     fn from(e: GuestError) -> Self {
+        Self::new(e.to_string())
+    }
+}
+
+impl From<JobError> for Fault {
+    fn from(e: JobError) -> Self {
+        Self::new(e.to_string())
+    }
+}
+
+impl From<AppError> for Fault {
+    fn from(e: AppError) -> Self {
+        Self::new(e.to_string())
+    }
+}
+
+impl From<LimitError> for Fault {
+    fn from(e: LimitError) -> Self {
         Self::new(e.to_string())
     }
 }

@@ -19,7 +19,7 @@ pub(super) async fn blocking<T: Send + 'static>(
     app: Arc<App>,
     call: impl FnOnce(&Arc<Jobs>) -> Result<T, Fault> + Send + 'static,
 ) -> Result<T, Fault> {
-    let jobs = app.jobs().map_err(Fault::new)?.clone();
+    let jobs = app.jobs()?.clone();
     let called = tokio::task::spawn_blocking(move || jobs.span().in_scope(|| call(&jobs)));
     let called = called.await;
     called.unwrap_or_else(|e| Err(Fault::internal(format!("the request failed: {e}"))))

@@ -6,14 +6,15 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use driftline_checkpoint::{CadenceForecast, cadence_forecast};
+use driftline_migrate::MIN_BANDWIDTH;
 use driftline_migrate::convergence::Goals;
 use driftline_migrate::forecast::{Conditions, Curve, Forecast, forecast};
 use serde::{Deserialize, Serialize};
 
-use super::fault::{Fault, Input};
+use super::fault::Input;
 use super::handler::{Answer, Shared, blocking};
 use crate::jobs::Watched;
-use crate::model::MAX_DOWNTIME_MS;
+use crate::model::{MAX_DOWNTIME_MS, at_least, at_most};
 
 /// Assumed bandwidth of the link if the request gives none, in bytes/s: 10 Gbit/s.
 pub const ASSUMED_BANDWIDTH: u64 = 1_250_000_000;
@@ -114,20 +115,9 @@ impl Plan {
 }
 
 pub(super) async fn plan(State(app): Shared, Input(request): Input<PlanRequest>) -> Answer<Plan> {
-    check(&request).map_err(Fault::new)?;
-    let seen = blocking(app, |jobs| jobs.watch().map_err(Fault::new)).await?;
+    let PlanRequest { downtime_ms, bandwidth_bytes_per_s: bandwidth } = request;
+    downtime_ms.map_or(Ok(()), |ms| at_most("downtime_ms", ms, MAX_DOWNTIME_MS))?;
+    bandwidth.map_or(Ok(()), |b| at_least("bandwidth_bytes_per_s", b, MIN_BANDWIDTH))?;
+    let seen = blocking(app, |jobs| Ok(jobs.watch()?)).await?;
     Ok(Json(Plan::new(&request, seen)))
-}
-
-fn check(request: &PlanRequest) -> Result<(), String> {
-    if let Some(ms) = request.downtime_ms.filter(|ms| *ms > MAX_DOWNTIME_MS) {
-        return Err(format!("downtime_ms is {ms}; it is at most {MAX_DOWNTIME_MS}"));
-    }
-    if let Some(rate) =
-        request.bandwidth_bytes_per_s.filter(|rate| *rate < driftline_migrate::MIN_BANDWIDTH)
-    {
-        let least = driftline_migrate::MIN_BANDWIDTH;
-        return Err(format!("bandwidth_bytes_per_s is {rate}; it is at least {least}"));
-    }
-    Ok(())
 }

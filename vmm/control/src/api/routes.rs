@@ -138,7 +138,7 @@ async fn act(
     State(app): Shared,
     Input(request): Input<ActionRequest>,
 ) -> Result<StatusCode, Fault> {
-    let jobs = app.jobs().map_err(Fault::new)?;
+    let jobs = app.jobs()?;
     Err(Fault::new(match request.action_type.as_str() {
         "InstanceStart" => format!("the guest {} has been started already", jobs.vm().vm_id()),
         other => format!("there is no action \"{other}\" on this machine"),
@@ -147,7 +147,7 @@ async fn act(
 
 /// Also works for a process that has no guest yet.
 async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
-    app.interrupt_aside("stopped over the API").await.map_err(Fault::new)?;
+    app.interrupt_aside("stopped over the API").await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -165,7 +165,7 @@ async fn begin_checkpoints(
         return Err(Fault::new(format!("the store {store} is not an absolute path")));
     }
     let begin = move |jobs: &Arc<Jobs>| {
-        let job = jobs.start_checkpoints(&request).map_err(Fault::new)?;
+        let job = jobs.start_checkpoints(&request)?;
         Ok((job, jobs.clone()))
     };
     // The client may have disconnected meanwhile. That does not end this function.
@@ -180,8 +180,8 @@ async fn hold_checkpoints(
     asked: Result<Query<Asked>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
     let Query(Asked { job, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
-    let jobs = app.jobs().map_err(Fault::new)?;
-    jobs.hold_checkpoints(job).await.map_err(Fault::new)?;
+    let jobs = app.jobs()?;
+    jobs.hold_checkpoints(job).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -212,8 +212,8 @@ async fn checkpoints(
     asked: Result<Query<Asked>, QueryRejection>,
 ) -> Answer<CheckpointPage> {
     let Query(asked) = asked.map_err(|e| Fault::new(e.body_text()))?;
-    let jobs = app.jobs().map_err(Fault::new)?;
-    jobs.checkpoints(asked.job, asked.since, asked.wait()).await.map(Json).map_err(Fault::new)
+    let jobs = app.jobs()?;
+    jobs.checkpoints(asked.job, asked.since, asked.wait()).await.map(Json).map_err(Fault::from)
 }
 
 async fn end_checkpoints(
@@ -221,7 +221,7 @@ async fn end_checkpoints(
     asked: Result<Query<Asked>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
     let Query(Asked { job, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
-    blocking(app, move |jobs| jobs.stop_checkpoints(job).map_err(Fault::new)).await?;
+    blocking(app, move |jobs| jobs.stop_checkpoints(job).map_err(Fault::from)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -229,8 +229,8 @@ async fn begin_migration(
     State(app): Shared,
     Input(request): Input<MigrationRequest>,
 ) -> Answer<JobBegun> {
-    request.check().map_err(Fault::new)?;
-    let begin = move |jobs: &Arc<Jobs>| jobs.start_migration(&request).map_err(Fault::new);
+    request.check()?;
+    let begin = move |jobs: &Arc<Jobs>| jobs.start_migration(&request).map_err(Fault::from);
     let job = blocking(app, begin).await?;
     Ok(Json(JobBegun { job }))
 }
@@ -240,8 +240,8 @@ async fn migration(
     asked: Result<Query<Asked>, QueryRejection>,
 ) -> Answer<MigrationPage> {
     let Query(asked) = asked.map_err(|e| Fault::new(e.body_text()))?;
-    let jobs = app.jobs().map_err(Fault::new)?;
-    jobs.migration(asked.job, asked.wait()).await.map(Json).map_err(Fault::new)
+    let jobs = app.jobs()?;
+    jobs.migration(asked.job, asked.wait()).await.map(Json).map_err(Fault::from)
 }
 
 async fn cancel_migration(
@@ -249,7 +249,7 @@ async fn cancel_migration(
     asked: Result<Query<Asked>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
     let Query(Asked { job, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
-    blocking(app, move |jobs| jobs.cancel_migration(job).map_err(Fault::new)).await?;
+    blocking(app, move |jobs| jobs.cancel_migration(job).map_err(Fault::from)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -258,7 +258,7 @@ async fn resolve_migration(
     Input(request): Input<ResolveRequest>,
 ) -> Result<StatusCode, Fault> {
     let resolve =
-        move |jobs: &Arc<Jobs>| jobs.resolve_migration(request.action).map_err(Fault::new);
+        move |jobs: &Arc<Jobs>| jobs.resolve_migration(request.action).map_err(Fault::from);
     blocking(app, resolve).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -278,7 +278,7 @@ mod tests {
             let _ = begin.send(());
             // Long enough to expose a server that does not wait.
             std::thread::sleep(Duration::from_millis(300));
-            Err("it is too late".to_owned())
+            false
         });
         let server = Server::start(Listeners::default(), app.clone()).unwrap();
         let stopping = server.runtime.spawn(app.clone().interrupt_aside("the test says so"));

@@ -17,6 +17,7 @@ use driftline_store::Store;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
+use super::error::JobError;
 use super::holds::{Holds, Role};
 use super::totals::CheckpointTotals;
 use crate::model::{
@@ -74,13 +75,13 @@ impl CheckpointJob {
         self.every_ms
     }
 
-    /// Opens the store and starts the run. The error is a sentence.
+    /// Opens the store and starts the run.
     pub(super) fn start(
         number: u64,
         holds: &Arc<Holds>,
         totals: Arc<CheckpointTotals>,
         request: &CheckpointRequest,
-    ) -> Result<Arc<Self>, String> {
+    ) -> Result<Arc<Self>, JobError> {
         check_allowed(&request.store)?;
         if request.new_store {
             check_new(&request.store)?;
@@ -89,9 +90,9 @@ impl CheckpointJob {
             true => Store::create_or_open_direct,
             false => Store::create_or_open,
         };
-        let store = open(&request.store).map_err(|e| e.to_string())?;
+        let store = open(&request.store)?;
         let guest = holds.view(Role::Checkpoint);
-        let mut checkpointer = Checkpointer::new(guest, store).map_err(|e| e.to_string())?;
+        let mut checkpointer = Checkpointer::new(guest, store)?;
         checkpointer.keep(request.keep.map(NonZeroU64::get));
         if request.disks == Some(DisksPolicy::External) {
             checkpointer.leave_drives();
@@ -122,7 +123,7 @@ impl CheckpointJob {
             drop(checkpointer);
         };
         log::spawn("checkpoint", run)
-            .map_err(|e| format!("cannot start a thread for checkpoints: {e}"))?;
+            .map_err(|cause| JobError::Thread { purpose: "for checkpoints", cause })?;
         Ok(job)
     }
 
@@ -274,15 +275,16 @@ impl Drop for Held<'_> {
 }
 
 /// Refuses a directory that is not empty.
-fn check_new(store: &Path) -> Result<(), String> {
-    let said = |why: String| format!("there can be no new store in {}: {why}", store.display());
+fn check_new(store: &Path) -> Result<(), JobError> {
+    let refused = |cause| JobError::NoNewStore { store: store.to_owned(), cause };
     match std::fs::read_dir(store).map(|mut entries| entries.next()) {
         Ok(None) => Ok(()),
         Ok(Some(_)) => {
-            Err(said("it is not empty; name a directory that is, or does not exist yet".to_owned()))
+            let why = "it is not empty; name a directory that is, or does not exist yet";
+            Err(refused(io::Error::other(why)))
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(said(e.to_string())),
+        Err(e) => Err(refused(e)),
     }
 }
 

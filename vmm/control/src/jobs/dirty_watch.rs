@@ -4,9 +4,9 @@
 //! A thread ends when it is told to, when no client has sent a question for a while, or when the
 //! guest has ended and the thread has reported that.
 
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TrySendError};
 use std::sync::{Arc, Weak};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
@@ -16,11 +16,12 @@ use driftline_machine::log;
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::VcpuInfo;
 use driftline_migrate::SendStatus;
-use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 use super::Jobs;
 use super::bins::Bins;
+use super::error::JobError;
+use super::watches::{Ask, Watch};
 use crate::model::{VcpuWindow, WatchPage};
 
 /// Maximum number of concurrent watches. Each adds one tree and one insert per dirty frame.
@@ -38,48 +39,13 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Maximum number of questions that wait for the one before them.
 const WAITING: usize = 4;
 
-/// The watches of a guest.
-#[derive(Default)]
-pub(super) struct Watches {
-    /// Held while a watch is started, which may take time. Reading other watches never waits for
-    /// it.
-    beginning: Mutex<()>,
-    open: Mutex<Open>,
-}
-
-#[derive(Default)]
-struct Open {
-    last: u64,
-    watches: Vec<Watch>,
-}
-
-struct Watch {
-    number: u64,
-    /// The thread's inbox. `None` once the thread has been told to end.
-    inbox: Option<SyncSender<Ask>>,
-    thread: JoinHandle<()>,
-}
-
-/// A question: what was written since the last one?
-struct Ask {
-    wait: Duration,
-    reply: oneshot::Sender<Result<WatchPage, String>>,
-}
-
-impl Watches {
-    /// Returns whether all threads have ended and released everything that they owned.
-    pub(super) fn are_over(&self) -> bool {
-        self.open.lock().watches.iter().all(|watch| watch.thread.is_finished())
-    }
-}
-
 impl Jobs {
     /// Starts a watch of the guest's writes, counted in at most `bins` ranges of its memory.
     /// Returns the watch's number.
     ///
     /// # Errors
-    /// A sentence that says why the watch cannot be started.
-    pub fn begin_watch(self: &Arc<Self>, bins: u32) -> Result<u64, String> {
+    /// The watch cannot be started.
+    pub fn begin_watch(self: &Arc<Self>, bins: u32) -> Result<u64, JobError> {
         let _beginning = self.watches.beginning.lock();
         let number = {
             let mut open = self.watches.open.lock();
@@ -87,12 +53,12 @@ impl Jobs {
             (open.watches.len() < MOST).then_some(open.last + 1)
         };
         let Some(number) = number else {
-            return Err(format!("{MOST} others are watching this guest's writes already"));
+            return Err(JobError::TooManyWatches(MOST));
         };
         if self.vm.run_state() == RunState::Stopped {
-            return Err("the guest has ended".to_owned());
+            return Err(JobError::Ended);
         }
-        let writes = self.vm.subscribe("watch").map_err(|e| e.to_string())?;
+        let writes = self.vm.subscribe("watch")?;
         // A watch drains as often as a screen is drawn, and must not cause any vCPU to be
         // throttled.
         writes.set_passive();
@@ -106,8 +72,9 @@ impl Jobs {
             vcpus: self.vm.vcpu_writes(),
             infos: self.vm.info().vcpu,
         };
+        let purpose = "to watch the guest's writes";
         let thread = log::spawn("dirty-watch", move || work.run(&asked))
-            .map_err(|e| format!("cannot start a thread to watch the guest's writes: {e}"))?;
+            .map_err(|cause| JobError::Thread { purpose, cause })?;
         let mut open = self.watches.open.lock();
         open.last = number;
         open.watches.push(Watch { number, inbox: Some(inbox), thread });
@@ -118,22 +85,22 @@ impl Jobs {
     /// that one is at least `wait` ago. No answer comes if the watch ends earlier.
     ///
     /// # Errors
-    /// A sentence: there is no such watch, or its queue of questions is full.
+    /// There is no such watch, or its queue of questions is full.
     pub fn ask_watch(
         &self,
         number: u64,
         wait: Duration,
-    ) -> Result<oneshot::Receiver<Result<WatchPage, String>>, String> {
+    ) -> Result<oneshot::Receiver<Result<WatchPage, JobError>>, JobError> {
         let open = self.watches.open.lock();
         let watch = open.watches.iter().find(|watch| watch.number == number);
         let inbox = watch.and_then(|watch| watch.inbox.as_ref());
-        let none = || format!("there is no watch {number} here, or it has ended");
+        let none = || JobError::NoWatch(number);
         let (reply, answer) = oneshot::channel();
         match inbox.ok_or_else(none)?.try_send(Ask { wait, reply }) {
             Ok(()) => Ok(answer),
             Err(TrySendError::Disconnected(_)) => Err(none()),
             Err(TrySendError::Full(_)) => {
-                Err(format!("watch {number} has {WAITING} questions to answer already"))
+                Err(JobError::TooManyQuestions { watch: number, questions: WAITING })
             }
         }
     }
@@ -141,12 +108,12 @@ impl Jobs {
     /// Ends watch `number`.
     ///
     /// # Errors
-    /// A sentence: there is no such watch.
-    pub fn end_watch(&self, number: u64) -> Result<(), String> {
+    /// There is no such watch.
+    pub fn end_watch(&self, number: u64) -> Result<(), JobError> {
         let mut open = self.watches.open.lock();
         let watch = open.watches.iter_mut().find(|watch| watch.number == number);
         let told = watch.and_then(|watch| watch.inbox.take());
-        told.map(drop).ok_or_else(|| format!("there is no watch {number} here, or it has ended"))
+        told.map(drop).ok_or(JobError::NoWatch(number))
     }
 }
 
@@ -220,12 +187,12 @@ impl Work {
     }
 
     /// Ends the current window and returns its page.
-    fn page(&mut self, jobs: &Jobs) -> Result<WatchPage, String> {
+    fn page(&mut self, jobs: &Jobs) -> Result<WatchPage, JobError> {
         let vm = &jobs.vm;
         if let Err(e) = vm.collect() {
             // A guest that has ended writes nothing more.
             if vm.run_state() != RunState::Stopped {
-                return Err(e.to_string());
+                return Err(e.into());
             }
         }
         let epoch = self.writes.drain();
@@ -345,17 +312,22 @@ mod tests {
         assert_eq!(last.moved_to, None);
         // The second watch receives no more questions.
         await_end(&jobs);
-        assert!(jobs.ask_watch(first, Duration::ZERO).unwrap_err().contains("or it has ended"));
-        assert!(jobs.begin_watch(1).unwrap_err().contains("has ended"));
+        assert!(
+            jobs.ask_watch(first, Duration::ZERO)
+                .unwrap_err()
+                .to_string()
+                .contains("or it has ended")
+        );
+        assert!(jobs.begin_watch(1).unwrap_err().to_string().contains("has ended"));
     }
 
     #[test]
     fn there_are_so_many_and_one_that_nobody_asks_ends() {
         let (vm, jobs) = super::super::paused_guest();
         let all: Vec<u64> = (0..MOST).map(|_| jobs.begin_watch(1).unwrap()).collect();
-        assert!(jobs.begin_watch(1).unwrap_err().contains("4 others"));
+        assert!(jobs.begin_watch(1).unwrap_err().to_string().contains("4 others"));
         jobs.end_watch(all[0]).unwrap();
-        assert!(jobs.end_watch(all[0]).unwrap_err().contains("there is no watch"));
+        assert!(jobs.end_watch(all[0]).unwrap_err().to_string().contains("there is no watch"));
         // A paused guest also has a window, with no frames in it.
         assert_eq!(window(&jobs, all[1]).frames, 0);
         // Questions whose clients have gone do not keep the watch alive.

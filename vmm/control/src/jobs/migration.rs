@@ -14,6 +14,7 @@ use driftline_migrate::{
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+use super::error::JobError;
 use super::holds::{Holds, Role};
 use crate::model::{GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState};
 
@@ -37,7 +38,7 @@ impl MigrationJob {
         holds: &Arc<Holds>,
         records: PathBuf,
         request: &MigrationRequest,
-    ) -> Result<Arc<Self>, String> {
+    ) -> Result<Arc<Self>, JobError> {
         let job = Arc::new(Self {
             number,
             to: request.to.clone(),
@@ -67,9 +68,9 @@ impl MigrationJob {
             let sent = driftline_migrate::send(&*guest, &worker.to, &options, &worker.control);
             worker.conclude(sent.map_err(|e| failure(&e)));
         });
-        if let Err(e) = spawned {
+        if let Err(cause) = spawned {
             holds.end_migration();
-            return Err(format!("cannot start a thread for the migration: {e}"));
+            return Err(JobError::Thread { purpose: "for the migration", cause });
         }
         Ok(job)
     }

@@ -5,12 +5,14 @@
 mod bins;
 mod checkpoints;
 mod dirty_watch;
+mod error;
 mod holds;
 mod kept;
 mod migration;
 mod shadow;
 mod totals;
 mod watch;
+mod watches;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -28,7 +30,7 @@ use crate::model::{
     CheckpointPage, CheckpointRequest, GuestState, Info, MigrationPage, MigrationRequest,
 };
 use checkpoints::CheckpointJob;
-use dirty_watch::Watches;
+pub use error::JobError;
 pub use holds::OperatorError;
 use holds::{Holds, Role};
 use kept::Kept;
@@ -38,6 +40,7 @@ pub use shadow::{ShadowError, ShadowMode, ShadowReport};
 use totals::CheckpointTotals;
 pub use totals::{CheckpointCounts, CheckpointFigures, MigrationCounts, MigrationFigures};
 pub use watch::{SeenWindows, Watched};
+use watches::Watches;
 
 /// Limit for a process whose guest has ended to wait for the readers of its jobs' last reports.
 const LAST_READ: Duration = Duration::from_secs(2);
@@ -162,12 +165,12 @@ impl Jobs {
     /// Starts a checkpoint run and returns its number. At most one run is active at a time.
     ///
     /// # Errors
-    /// A sentence: a run is active, or the new one cannot be started.
-    pub fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<u64, String> {
+    /// A run is active, or the new one cannot be started.
+    pub fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<u64, JobError> {
         // Opening a store may take time. Only calls that start a job wait for it.
         let _beginning = self.beginning.lock();
         if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
-            return Err(job.describe());
+            return Err(JobError::UnderWay(job.describe()));
         }
         let number = self.next_number();
         let totals = self.checkpoint_totals.clone();
@@ -179,19 +182,22 @@ impl Jobs {
     /// Ends checkpoint run `number`, or the latest one, after the epoch in progress.
     ///
     /// # Errors
-    /// A sentence if that run does not exist or is over.
-    pub fn stop_checkpoints(&self, number: Option<u64>) -> Result<(), String> {
+    /// That run does not exist, or is over.
+    pub fn stop_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
         let job = asked(&self.checkpoint, number)?.filter(|job| !job.is_over());
-        job.ok_or("no checkpoints are being taken")?.cancel();
+        job.ok_or(JobError::Nothing("no checkpoints are being taken"))?.cancel();
         Ok(())
     }
 
     /// Holds checkpoint run `number`, or the latest one, until it is over.
     ///
     /// # Errors
-    /// A sentence if that run does not exist.
-    pub async fn hold_checkpoints(&self, number: Option<u64>) -> Result<(), String> {
-        asked(&self.checkpoint, number)?.ok_or("no checkpoints have been taken")?.hold().await;
+    /// That run does not exist.
+    pub async fn hold_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
+        asked(&self.checkpoint, number)?
+            .ok_or(JobError::Nothing("no checkpoints have been taken"))?
+            .hold()
+            .await;
         Ok(())
     }
 
@@ -207,14 +213,15 @@ impl Jobs {
     /// has passed.
     ///
     /// # Errors
-    /// A sentence if that run does not exist.
+    /// That run does not exist.
     pub async fn checkpoints(
         &self,
         number: Option<u64>,
         since: u64,
         wait: Duration,
-    ) -> Result<CheckpointPage, String> {
-        let job = asked(&self.checkpoint, number)?.ok_or("no checkpoints have been taken")?;
+    ) -> Result<CheckpointPage, JobError> {
+        let job = asked(&self.checkpoint, number)?
+            .ok_or(JobError::Nothing("no checkpoints have been taken"))?;
         // In either case the page contains the reports that exist.
         let _ = tokio::time::timeout(wait, job.news_since(since)).await;
         Ok(job.page(since))
@@ -224,11 +231,14 @@ impl Jobs {
     /// migration is under way at a time.
     ///
     /// # Errors
-    /// A sentence: a migration is under way, or the new one cannot be started.
-    pub fn start_migration(&self, request: &MigrationRequest) -> Result<u64, String> {
+    /// A migration is under way, or the new one cannot be started.
+    pub fn start_migration(&self, request: &MigrationRequest) -> Result<u64, JobError> {
         let _beginning = self.beginning.lock();
         if let Some(job) = self.migration_job().filter(|job| !job.is_over()) {
-            return Err(format!("the guest is being migrated already, to {}", job.page().to));
+            let to = job.page().to;
+            return Err(JobError::UnderWay(format!(
+                "the guest is being migrated already, to {to}"
+            )));
         }
         let number = self.next_number();
         let job = MigrationJob::start(number, &self.holds, self.records.clone(), request)?;
@@ -243,23 +253,20 @@ impl Jobs {
     /// Cancels migration `number`, or the latest one. The guest stays on this host.
     ///
     /// # Errors
-    /// A sentence: no migration is under way, or it is too late to cancel it.
-    pub fn cancel_migration(&self, number: Option<u64>) -> Result<(), String> {
+    /// No migration is under way, or it is too late to cancel it.
+    pub fn cancel_migration(&self, number: Option<u64>) -> Result<(), JobError> {
         let job = asked(&self.migration, number)?.filter(|job| !job.is_over());
-        job.ok_or("no migration is under way")?.cancel().map_err(|e| e.to_string())
+        job.ok_or(JobError::Nothing("no migration is under way"))?.cancel()?;
+        Ok(())
     }
 
     /// Ends the guest.
     ///
     /// # Errors
-    /// A sentence if another host may have the guest. Only the operator's resolution ends it then.
-    pub fn stop(&self, why: &str) -> Result<(), String> {
+    /// Another host may have the guest. Only the operator's resolution ends it then.
+    pub fn stop(&self, why: &str) -> Result<(), JobError> {
         if let Some(job) = self.migration_job().filter(|job| job.is_handed_over()) {
-            return Err(format!(
-                "the guest has been handed over and may be running at {}; resolve it with `driftline \
-                 resolve --discard`",
-                job.to()
-            ));
+            return Err(JobError::HandedOver { to: job.to().to_owned() });
         }
         self.vm.stop(why);
         Ok(())
@@ -268,12 +275,12 @@ impl Jobs {
     /// Resolves a migration in doubt as the operator decides.
     ///
     /// # Errors
-    /// A sentence: no migration is in doubt, or the resolution failed.
-    pub fn resolve_migration(&self, how: Resolution) -> Result<(), String> {
+    /// No migration is in doubt, or the resolution failed.
+    pub fn resolve_migration(&self, how: Resolution) -> Result<(), JobError> {
         let job = self.migration_job().filter(|job| !job.is_over());
-        let job = job.ok_or("no migration is in doubt")?;
+        let job = job.ok_or(JobError::Nothing("no migration is in doubt"))?;
         if !job.is_lost() {
-            return job.resolve(how).map_err(|e| e.to_string());
+            return Ok(job.resolve(how)?);
         }
         self.settle_lost(how)?;
         job.end_lost(&self.holds);
@@ -281,19 +288,19 @@ impl Jobs {
     }
 
     /// Performs the steps that the migration's thread would have performed had it not panicked.
-    fn settle_lost(&self, how: Resolution) -> Result<(), String> {
+    fn settle_lost(&self, how: Resolution) -> Result<(), JobError> {
         match how {
-            Resolution::Run => self.holds.take_back().map_err(|e| e.to_string())?,
+            Resolution::Run => self.holds.take_back()?,
             Resolution::Discard => self.vm.stop("the operator resolved that it ends here"),
         }
-        let records = Records::open(&self.records).map_err(|e| e.to_string())?;
-        let pending = records.pending().map_err(|e| e.to_string())?;
+        let records = Records::open(&self.records)?;
+        let pending = records.pending()?;
         for e in &pending.unreadable {
             tracing::warn!("{e}");
         }
         for record in pending.records {
             if record.vm_id == self.vm.vm_id() {
-                records.settle(record.token).map_err(|e| e.to_string())?;
+                records.settle(record.token)?;
             }
         }
         Ok(())
@@ -303,13 +310,14 @@ impl Jobs {
     /// migration is over. Otherwise it returns when the migration ends, or `wait` has passed.
     ///
     /// # Errors
-    /// A sentence if that migration does not exist.
+    /// That migration does not exist.
     pub async fn migration(
         &self,
         number: Option<u64>,
         wait: Duration,
-    ) -> Result<MigrationPage, String> {
-        let job = asked(&self.migration, number)?.ok_or("no migration has been asked for")?;
+    ) -> Result<MigrationPage, JobError> {
+        let job = asked(&self.migration, number)?
+            .ok_or(JobError::Nothing("no migration has been asked for"))?;
         // In either case the page contains the current state.
         let _ = tokio::time::timeout(wait, job.end()).await;
         Ok(job.page())
@@ -363,11 +371,11 @@ impl Jobs {
 }
 
 /// Returns the job with this number, or without a number the latest job, if there is one.
-fn asked<J>(kept: &Kept<J>, number: Option<u64>) -> Result<Option<Arc<J>>, String> {
+fn asked<J>(kept: &Kept<J>, number: Option<u64>) -> Result<Option<Arc<J>>, JobError> {
     let Some(number) = number else { return Ok(kept.latest()) };
     match kept.find(number) {
         Some(job) => Ok(Some(job)),
-        None => Err(format!("there is no job {number} of this kind here, or it is long over")),
+        None => Err(JobError::NoJob(number)),
     }
 }
 

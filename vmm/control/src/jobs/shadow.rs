@@ -31,6 +31,7 @@ use driftline_machine::memory::WriteWatch;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::holds::View;
+use crate::model::UnknownName;
 
 /// Delay between two checks: at least `PERIOD`, and at least `REST` times the duration of the last
 /// check.
@@ -48,7 +49,7 @@ const LAST: Duration = Duration::from_millis(50);
 /// ```
 /// use driftline_control::jobs::ShadowMode;
 /// assert_eq!("compare".parse(), Ok(ShadowMode::Compare));
-/// assert!("magic".parse::<ShadowMode>().unwrap_err().contains("compare and userfault-wp"));
+/// assert!("magic".parse::<ShadowMode>().unwrap_err().to_string().contains("compare and userfault-wp"));
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ShadowMode {
@@ -68,13 +69,17 @@ impl fmt::Display for ShadowMode {
 }
 
 impl FromStr for ShadowMode {
-    type Err = String;
+    type Err = UnknownName;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> Result<Self, UnknownName> {
         match s {
             "compare" => Ok(Self::Compare),
             "userfault-wp" => Ok(Self::UserfaultWp),
-            _ => Err(format!("there is no shadow \"{s}\"; there are compare and userfault-wp")),
+            _ => Err(UnknownName {
+                what: "shadow",
+                name: s.to_owned(),
+                known: "compare and userfault-wp",
+            }),
         }
     }
 }

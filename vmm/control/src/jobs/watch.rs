@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::Jobs;
+use super::error::JobError;
 use crate::model::GuestState;
 
 /// Length of the first window, which is discarded: when tracking begins, the first write to each
@@ -98,15 +99,20 @@ impl Jobs {
     /// Observes the guest for about four seconds. Its writes are tracked as in a migration.
     ///
     /// # Errors
-    /// A sentence that says why the guest cannot be observed, or why the observation ended early.
-    pub fn watch(&self) -> Result<Watched, String> {
-        let Some(_alone) = self.watching.try_lock() else {
-            return Err("the guest is being watched already, for another plan".to_owned());
+    /// The guest cannot be observed, or the observation ended early.
+    pub fn watch(&self) -> Result<Watched, JobError> {
+        let _alone = match self.watching.try_lock() {
+            Ok(alone) => alone,
+            Err(TryLockError::Poisoned(e)) => e.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                let why = "the guest is being watched already, for another plan";
+                return Err(JobError::UnderWay(why.to_owned()));
+            }
         };
         self.still_running()?;
         let guest: &dyn Guest = &**self.vm();
         let begun = Instant::now();
-        let mut writes = guest.subscribe("plan").map_err(|e| e.to_string())?;
+        let mut writes = guest.subscribe("plan")?;
         let mut last = (begun, vcpu_frames(guest));
         self.window(guest, &mut writes, WARM_UP, &mut last)?;
         let rounds = std::iter::repeat_n(ROUND_MS, ROUNDS).flatten();
@@ -119,7 +125,7 @@ impl Jobs {
         let watched_ms = begun.elapsed().as_secs_f64() * 1e3;
         drop(writes);
         // A migration uses the same list. A guest that ends meanwhile has no plan.
-        let populated = guest.populated().map_err(|e| e.to_string())?;
+        let populated = guest.populated()?;
         let zero_frames = zeros(guest, &populated);
         self.still_running()?;
         let curve = by_length(&seen);
@@ -142,7 +148,7 @@ impl Jobs {
         writes: &mut Subscription,
         length: Duration,
         last: &mut (Instant, Vec<u64>),
-    ) -> Result<(Duration, u64, Vec<u64>), String> {
+    ) -> Result<(Duration, u64, Vec<u64>), JobError> {
         loop {
             let left = length.saturating_sub(last.0.elapsed());
             if left.is_zero() {
@@ -151,7 +157,7 @@ impl Jobs {
             thread::sleep(left.min(LOOK));
             self.still_running()?;
         }
-        guest.collect().map_err(|e| e.to_string())?;
+        guest.collect()?;
         let epoch = writes.drain();
         let (now, by) = (Instant::now(), vcpu_frames(guest));
         let (took, frames) = (now - last.0, epoch.frames());
@@ -161,7 +167,7 @@ impl Jobs {
         Ok((took, frames, by_vcpu))
     }
 
-    fn still_running(&self) -> Result<(), String> {
+    fn still_running(&self) -> Result<(), JobError> {
         let why = match self.info().state {
             GuestState::Running => return Ok(()),
             GuestState::Paused => "is paused and writes nothing; resume it first",
@@ -171,7 +177,7 @@ impl Jobs {
             }
             GuestState::Stopped => "has ended",
         };
-        Err(format!("no plan can be made: the guest {why}"))
+        Err(JobError::NoPlan(why))
     }
 }
 
@@ -259,12 +265,12 @@ mod tests {
     #[test]
     fn one_plan_at_a_time_and_none_of_a_guest_that_stands() {
         let (vm, jobs) = crate::jobs::paused_guest();
-        assert!(jobs.watch().unwrap_err().contains("is paused"));
+        assert!(jobs.watch().unwrap_err().to_string().contains("is paused"));
         jobs.resume().unwrap();
-        let other = jobs.watching.lock();
-        assert!(jobs.watch().unwrap_err().contains("being watched already"));
+        let other = jobs.watching.lock().unwrap();
+        assert!(jobs.watch().unwrap_err().to_string().contains("being watched already"));
         drop(other);
         vm.stop("enough");
-        assert!(jobs.watch().unwrap_err().contains("has ended"));
+        assert!(jobs.watch().unwrap_err().to_string().contains("has ended"));
     }
 }

@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use driftline_checkpoint::{Achieved, EpochReport, TakenEpoch};
 use serde::{Deserialize, Serialize};
 
+use super::limit::UnknownName;
+
 /// Body of `POST /checkpoint`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -51,13 +53,17 @@ pub enum DisksPolicy {
 }
 
 impl std::str::FromStr for DisksPolicy {
-    type Err = String;
+    type Err = UnknownName;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> Result<Self, UnknownName> {
         match s {
             "epoch" => Ok(Self::Epoch),
             "external" => Ok(Self::External),
-            _ => Err(format!("\"{s}\" is not a policy for disks; use epoch or external")),
+            _ => Err(UnknownName {
+                what: "policy for disks",
+                name: s.to_owned(),
+                known: "epoch and external",
+            }),
         }
     }
 }

@@ -6,6 +6,8 @@ use driftline_migrate::{
 };
 use serde::{Deserialize, Serialize};
 
+use super::limit::{LimitError, at_least, at_most, one_to};
+
 /// Body of `POST /migration`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -48,26 +50,12 @@ pub const MAX_TIMEOUT_S: u64 = 30 * 24 * 3600;
 
 impl MigrationRequest {
     /// Refuses values outside their limits.
-    pub(crate) fn check(&self) -> Result<(), String> {
-        let Self { downtime_ms, timeout_s, max_bandwidth_bytes_per_s: bandwidth, .. } = self;
-        if *downtime_ms > MAX_DOWNTIME_MS {
-            return Err(format!("downtime_ms is {downtime_ms}; it is at most {MAX_DOWNTIME_MS}"));
-        }
-        if *timeout_s > MAX_TIMEOUT_S {
-            return Err(format!("timeout_s is {timeout_s}; it is at most {MAX_TIMEOUT_S}"));
-        }
-        if !(1..=MAX_CONNECTIONS).contains(&self.connections) {
-            return Err(format!(
-                "connections is {}; it is 1 to {MAX_CONNECTIONS}",
-                self.connections
-            ));
-        }
-        if let Some(bandwidth) = bandwidth.filter(|b| *b < MIN_BANDWIDTH) {
-            return Err(format!(
-                "max_bandwidth_bytes_per_s is {bandwidth}; it is at least {MIN_BANDWIDTH}"
-            ));
-        }
-        Ok(())
+    pub(crate) fn check(&self) -> Result<(), LimitError> {
+        at_most("downtime_ms", self.downtime_ms, MAX_DOWNTIME_MS)?;
+        at_most("timeout_s", self.timeout_s, MAX_TIMEOUT_S)?;
+        one_to("connections", self.connections.into(), MAX_CONNECTIONS.into())?;
+        self.max_bandwidth_bytes_per_s
+            .map_or(Ok(()), |b| at_least("max_bandwidth_bytes_per_s", b, MIN_BANDWIDTH))
     }
 }
 

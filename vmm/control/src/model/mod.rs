@@ -7,6 +7,7 @@ mod answer;
 mod checkpoint;
 mod config;
 mod guest;
+mod limit;
 mod migration;
 mod watch;
 
@@ -20,6 +21,8 @@ pub use guest::{
     ActionRequest, ArrivingInfo, ArrivingState, BalloonRequest, BalloonView, GuestState, Info,
     InfoPage, InstanceInfo, VmRequest, VmTarget,
 };
+pub use limit::UnknownName;
+pub(crate) use limit::{LimitError, at_least, at_most, one_to};
 pub use migration::{
     GuestWhere, MAX_DOWNTIME_MS, MAX_TIMEOUT_S, MigrationFailure, MigrationPage, MigrationRequest,
     MigrationState, ResolveRequest,

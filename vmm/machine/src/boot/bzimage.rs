@@ -8,8 +8,10 @@ use std::io::{Read, Seek, SeekFrom};
 use linux_loader::loader::bootparam::{LOADED_HIGH, XLF_KERNEL_64, setup_header};
 use vm_memory::{ByteValued, Bytes, GuestAddress, ReadVolatile};
 
+use super::error::BootError;
 use super::loaded::{Loaded, Start};
-use super::{BootError, Taken, map};
+use super::map;
+use super::platform::GuestRange;
 use crate::memory::Memory;
 
 /// Bytes at the start of the file that contain the header.
@@ -91,9 +93,9 @@ struct Place {
     /// Bytes of the real-mode part of the file, which is not used.
     setup_bytes: u64,
     /// Where the rest of the file is loaded.
-    load: Taken,
+    load: GuestRange,
     /// Memory that the kernel uses until it has read the memory map.
-    run: Taken,
+    run: GuestRange,
 }
 
 impl Place {
@@ -192,16 +194,15 @@ mod tests {
         file
     }
 
-    fn load_it(bytes: &[u8]) -> Result<Loaded, String> {
+    fn load_it(bytes: &[u8]) -> Result<Loaded, BootError> {
         let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
         super::super::kernel::load("it", &mut Cursor::new(bytes), &memory)
-            .map_err(|e| e.to_string())
     }
 
     fn refused(change: impl FnOnce(&mut setup_header)) -> String {
         let mut header = good();
         change(&mut header);
-        load_it(&file(&header)).unwrap_err()
+        load_it(&file(&header)).unwrap_err().to_string()
     }
 
     #[test]
@@ -256,7 +257,7 @@ mod tests {
         let loaded = load_it(&bytes).unwrap();
         assert_eq!(loaded.segments[0], (0x100_0000, 0x100_1000 - 15));
         bytes.truncate(1024 + 4096 - 16);
-        let why = load_it(&bytes).unwrap_err();
+        let why = load_it(&bytes).unwrap_err().to_string();
         assert!(why.ends_with("it is cut short: it has 5104 bytes, and needs 5105"), "{why}");
     }
 
@@ -267,7 +268,7 @@ mod tests {
         bytes.truncate(1024 + 0x201);
         assert!(load_it(&bytes).is_ok());
         bytes.truncate(1024 + 0x200);
-        let why = load_it(&bytes).unwrap_err();
+        let why = load_it(&bytes).unwrap_err().to_string();
         assert!(why.ends_with("it is cut short: it has 1536 bytes, and needs 1537"), "{why}");
     }
 
@@ -290,7 +291,7 @@ mod tests {
             }
             bytes.truncate(cut.max(64));
             if let Ok(loaded) = load_it(&bytes) {
-                let inside = |s: &Taken| s.0 >= map::ONE_MIB && s.1 <= 64 << 20 && s.0 < s.1;
+                let inside = |s: &GuestRange| s.0 >= map::ONE_MIB && s.1 <= 64 << 20 && s.0 < s.1;
                 prop_assert!(loaded.segments.iter().all(inside), "{:x?}", loaded.segments);
             }
         }

@@ -7,7 +7,8 @@
 use linux_loader::cmdline::Cmdline;
 use vm_memory::GuestAddress;
 
-use super::{BootError, MmioSlot};
+use super::error::BootError;
+use super::platform::MmioSlot;
 
 /// Longer lines are refused before they are assembled. Linux itself takes 2,047 bytes.
 const MOST_BYTES: usize = 1 << 20;
@@ -22,25 +23,24 @@ const MMIO_BYTES: u64 = 4096;
 /// device. A `bare` line stays as it is. Arguments for init, after ` -- `, stay last.
 pub(super) fn assemble(given: &str, bare: bool, devices: &[MmioSlot]) -> Result<String, BootError> {
     if given.bytes().any(|b| b == 0) {
-        return Err(BootError::Config("the kernel's command line contains a NUL byte".to_owned()));
+        return Err(BootError::NulInCmdline);
     }
     if bare {
         return Ok(given.to_owned());
     }
-    let refused =
-        |e| BootError::Config(format!("the kernel's command line cannot be extended: {e}"));
-    let mut line = Cmdline::try_from(given, MOST_BYTES).map_err(refused)?;
+    let mut line = Cmdline::try_from(given, MOST_BYTES).map_err(BootError::Cmdline)?;
     for (key, value) in DEFAULTS {
         if !has_key(given, key) {
-            line.insert(key, value).map_err(refused)?;
+            line.insert(key, value).map_err(BootError::Cmdline)?;
         }
     }
     for device in devices {
         let base = GuestAddress(device.base);
-        line.add_virtio_mmio_device(MMIO_BYTES, base, device.gsi, None).map_err(refused)?;
+        line.add_virtio_mmio_device(MMIO_BYTES, base, device.gsi, None)
+            .map_err(BootError::Cmdline)?;
     }
-    let line = line.as_cstring().map_err(refused)?;
-    let line = line.into_string().map_err(|e| BootError::Config(e.to_string()))?;
+    let line = line.as_cstring().map_err(BootError::Cmdline)?;
+    let line = line.to_string_lossy().into_owned();
     if line.len() >= LINUX_BYTES {
         let bytes = line.len();
         tracing::warn!("the kernel's command line has {bytes} bytes; Linux cuts it at 2047");

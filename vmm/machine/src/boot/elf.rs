@@ -19,8 +19,10 @@ use object::read::{ReadCache, ReadCacheOps, ReadRef};
 use object::{Endian, Endianness};
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
+use super::error::BootError;
 use super::loaded::{Loaded, Start};
-use super::{BootError, Taken, map, zero_page};
+use super::platform::GuestRange;
+use super::{map, zero_page};
 use crate::memory::Memory;
 
 /// `XEN_ELFNOTE_PHYS32_ENTRY`.
@@ -197,7 +199,7 @@ impl Elf<'_> {
     }
 
     /// Checks that a segment lies in memory, and returns its range.
-    fn room_for(&self, s: &Segment, memory: &Memory) -> Result<Taken, BootError> {
+    fn room_for(&self, s: &Segment, memory: &Memory) -> Result<GuestRange, BootError> {
         if s.file_bytes > s.mem_bytes {
             return Err(self.damaged("a segment is longer in the file than in memory"));
         }
@@ -213,7 +215,7 @@ impl Elf<'_> {
     }
 
     /// Refuses segments that share bytes: their content would depend on the order of headers.
-    fn require_apart(&self, taken: &[Taken]) -> Result<(), BootError> {
+    fn require_apart(&self, taken: &[GuestRange]) -> Result<(), BootError> {
         let mut sorted = taken.to_vec();
         sorted.sort_unstable();
         match sorted.windows(2).find(|w| w[1].0 < w[0].1) {
@@ -372,9 +374,9 @@ mod tests {
         bytes
     }
 
-    fn load_it(bytes: Vec<u8>) -> Result<Loaded, String> {
+    fn load_it(bytes: Vec<u8>) -> Result<Loaded, BootError> {
         let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
-        load("it", &mut Cursor::new(&bytes[..]), &memory).map_err(|e| e.to_string())
+        load("it", &mut Cursor::new(&bytes[..]), &memory)
     }
 
     #[test]
@@ -387,7 +389,7 @@ mod tests {
         assert!(matches!(loaded.start, Start::Pvh { rip: 0x10_0000 }), "{loaded:?}");
         assert_eq!(loaded.segments.len(), 2);
         assert_eq!(
-            load_it(two((1 << 20) + 4095)).unwrap_err(),
+            load_it(two((1 << 20) + 4095)).unwrap_err().to_string(),
             "it is a damaged ELF file: its segments 0x100000..0x101000 and 0x100fff..0x10100f overlap"
         );
     }
@@ -398,12 +400,12 @@ mod tests {
             let mut bytes = file(&[kind, (PT_LOAD, 4 << 30, 16, 4096)], 0);
             bytes[24..32].copy_from_slice(&entry.to_le_bytes());
             let memory = Memory::new(5 << 30, &MemoryOptions::default()).unwrap();
-            load("it", &mut Cursor::new(&bytes[..]), &memory).map_err(|e| e.to_string())
+            load("it", &mut Cursor::new(&bytes[..]), &memory)
         };
         let low = (PT_LOAD, 1 << 20, 16, 4096);
         assert!(at(1 << 20, low).is_ok(), "segments may lie above");
         assert_eq!(
-            at((4 << 30) + 8, low).unwrap_err(),
+            at((4 << 30) + 8, low).unwrap_err().to_string(),
             "it cannot be booted: its entry 0x100000008 lies at or above 0x100000000, which is not mapped yet"
         );
     }
@@ -435,7 +437,7 @@ mod tests {
                 "it is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static ELF \
                  file, or a bzImage"
             );
-            assert_eq!(load_it(bytes).unwrap_err(), all);
+            assert_eq!(load_it(bytes).unwrap_err().to_string(), all);
         }
     }
 
@@ -484,13 +486,14 @@ mod tests {
         let code = (PT_LOAD, 1 << 20, 16, 16);
         let many = vec![code; 257];
         assert_eq!(
-            load_it(file(&many, 0)).unwrap_err(),
+            load_it(file(&many, 0)).unwrap_err().to_string(),
             "it is a damaged ELF file: it has 257 program headers, more than 256"
         );
         // The same notes, referenced again and again.
         let half = (PT_NOTE, 0, 1 << 19, 0);
-        let zeros =
-            |headers: &[(ProgramType, u64, u64, u64)]| load_it(file(headers, 1 << 19)).unwrap_err();
+        let zeros = |headers: &[(ProgramType, u64, u64, u64)]| {
+            load_it(file(headers, 1 << 19)).unwrap_err().to_string()
+        };
         assert!(zeros(&[code, half, half]).contains("its entry 0x0 lies"), "1 MiB is allowed");
         assert_eq!(
             zeros(&[code, half, half, half]),

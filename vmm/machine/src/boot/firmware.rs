@@ -3,8 +3,10 @@
 use driftline_dirty_tracker::Gfn;
 use vm_memory::{Bytes, GuestAddress};
 
+use super::error::BootError;
 use super::loaded::Loaded;
-use super::{BootError, MmioSlot, acpi, map, mptable};
+use super::platform::MmioSlot;
+use super::{acpi, map, mptable};
 use crate::memory::Memory;
 
 /// Writes all tables, beside the kernel, and returns the address of the RSDP.

@@ -7,9 +7,9 @@ use std::io::Cursor;
 use driftline_dirty_tracker::{FrameRun, Gfn};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::kernel;
 use super::loaded::Loaded;
-use super::{Entry, MmioSlot, enter};
+use super::platform::{Entry, MmioSlot};
+use super::{enter, kernel};
 use crate::config::{Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, MachineConfig};
 use crate::memory::{Memory, MemoryOptions};
 use crate::tracking::TrackingMode;

@@ -5,8 +5,10 @@ use std::io::{Read, Seek, SeekFrom};
 
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
+use super::error::BootError;
 use super::loaded::Loaded;
-use super::{BootError, Taken, bzimage, elf, map};
+use super::platform::GuestRange;
+use super::{bzimage, elf, map};
 use crate::memory::Memory;
 
 const PAGE: u64 = 4096;
@@ -35,7 +37,7 @@ pub(super) fn load_initrd(
     mut file: File,
     memory: &Memory,
     kernel: &Loaded,
-) -> Result<Taken, BootError> {
+) -> Result<GuestRange, BootError> {
     let unreadable = |cause| BootError::Unreadable { what: what.to_owned(), cause };
     let bytes = file.metadata().map_err(unreadable)?.len();
     let low_end = map::low_end(memory);

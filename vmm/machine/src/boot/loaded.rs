@@ -2,14 +2,14 @@
 
 use linux_loader::loader::bootparam::setup_header;
 
-use super::Taken;
+use super::platform::GuestRange;
 
 /// A kernel in guest memory.
 #[derive(Debug)]
 pub(super) struct Loaded {
     pub(super) start: Start,
     /// The memory that it needs.
-    pub(super) segments: Vec<Taken>,
+    pub(super) segments: Vec<GuestRange>,
 }
 
 /// How a kernel is entered.

@@ -11,7 +11,7 @@
 //! 4 GiB ..               RAM, the rest
 //! ```
 
-use super::Taken;
+use super::platform::GuestRange;
 use crate::memory::{HOLE_END, Memory};
 
 /// First address of low memory that boot information may use: real-mode tables lie below.
@@ -21,11 +21,11 @@ pub(super) const ONE_MIB: u64 = 1 << 20;
 const CHIPSET_START: u64 = 0xfec0_0000;
 
 /// Range of the MP table: the last KiB of base memory, one of the three places that guests search.
-pub(super) const MP_TABLE: Taken = (0x9_fc00, 0xa_0000);
+pub(super) const MP_TABLE: GuestRange = (0x9_fc00, 0xa_0000);
 /// Range of the ACPI tables. The RSDP comes first: guests without its address search here.
-pub(super) const ACPI_TABLES: Taken = (0xe_0000, 0xf_f000);
+pub(super) const ACPI_TABLES: GuestRange = (0xe_0000, 0xf_f000);
 /// The page of the generation ID, which contains nothing else.
-pub(super) const GENERATION_ID: Taken = (0xf_f000, ONE_MIB);
+pub(super) const GENERATION_ID: GuestRange = (0xf_f000, ONE_MIB);
 
 /// The kind of a range of guest physical addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -69,13 +69,13 @@ pub(super) fn low_end(memory: &Memory) -> u64 {
     memory.layout().slots().next().map_or(0, |s| s.run().end().gpa())
 }
 
-pub(super) fn overlap(a: Taken, b: Taken) -> bool {
+pub(super) fn overlap(a: GuestRange, b: GuestRange) -> bool {
     a.0 < b.1 && b.0 < a.1
 }
 
 /// Returns the start of the lowest page-aligned range of `bytes` bytes in low memory that no
 /// segment touches.
-pub(super) fn low_gap(bytes: u64, segments: &[Taken]) -> Option<u64> {
+pub(super) fn low_gap(bytes: u64, segments: &[GuestRange]) -> Option<u64> {
     let mut start = LOW_FLOOR;
     loop {
         let end = start.checked_add(bytes)?;
@@ -90,7 +90,7 @@ pub(super) fn low_gap(bytes: u64, segments: &[Taken]) -> Option<u64> {
 }
 
 /// The range that [`low_gap`] searches, for messages.
-pub(super) const LOW: Taken = (LOW_FLOOR, MP_TABLE.0);
+pub(super) const LOW: GuestRange = (LOW_FLOOR, MP_TABLE.0);
 
 #[cfg(test)]
 mod tests {

@@ -6,7 +6,7 @@
 //! interrupts.
 
 use super::map;
-use super::{IOAPIC, LOCAL_APIC, ioapic_id};
+use super::platform::{IOAPIC, LOCAL_APIC, ioapic_id};
 
 const ADDRESS: u64 = map::MP_TABLE.0;
 

@@ -9,8 +9,9 @@ use linux_loader::start_info::{
 };
 use vm_memory::{Bytes, GuestAddress};
 
+use super::error::BootError;
 use super::map::{self, Kind};
-use super::{BootError, Entry, Taken};
+use super::platform::{Entry, GuestRange};
 use crate::memory::Memory;
 
 const MODULES_AT: u64 = 64;
@@ -21,8 +22,8 @@ const CMDLINE_AT: u64 = 512;
 pub(super) fn write(
     memory: &Memory,
     rip: u64,
-    segments: &[Taken],
-    initrd: Option<Taken>,
+    segments: &[GuestRange],
+    initrd: Option<GuestRange>,
     cmdline: &str,
     rsdp: u64,
 ) -> Result<Entry, BootError> {

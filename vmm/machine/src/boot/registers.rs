@@ -4,7 +4,8 @@
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
 use kvm_ioctls::VcpuFd;
 
-use super::{Entry, zero_page};
+use super::platform::Entry;
+use super::zero_page;
 
 const CR0_PE: u64 = 1 << 0;
 const CR0_ET: u64 = 1 << 4;

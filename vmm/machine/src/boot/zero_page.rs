@@ -11,8 +11,9 @@
 use linux_loader::loader::bootparam::{CAN_USE_HEAP, boot_e820_entry, boot_params, setup_header};
 use vm_memory::{ByteValued, Bytes, GuestAddress};
 
+use super::error::BootError;
 use super::map::{self, Kind};
-use super::{BootError, Entry, Taken};
+use super::platform::{Entry, GuestRange};
 use crate::memory::Memory;
 
 const TABLES_AT: u64 = 0x1000;
@@ -54,8 +55,8 @@ pub(super) fn header_of_an_elf() -> setup_header {
 /// The protocol's inputs besides the kernel.
 pub(super) struct Given<'a> {
     pub(super) header: &'a setup_header,
-    pub(super) segments: &'a [Taken],
-    pub(super) initrd: Option<Taken>,
+    pub(super) segments: &'a [GuestRange],
+    pub(super) initrd: Option<GuestRange>,
     pub(super) cmdline: &'a str,
     pub(super) rsdp: u64,
 }

@@ -5,6 +5,7 @@ use std::str::FromStr;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
+use super::error::ConfigError;
 use super::spec::{SpecError, Syntax};
 use crate::size::parse_size;
 
@@ -47,21 +48,21 @@ impl FromStr for BalloonConfig {
     }
 }
 
-fn read_size(text: &str) -> Result<u64, String> {
-    parse_size(text).filter(|bytes| bytes.is_multiple_of(PAGE_SIZE)).ok_or_else(|| {
-        format!("\"{text}\" is no size of a balloon: digits and K, M or G, whole pages of 4K")
+fn read_size(text: &str) -> Result<u64, ConfigError> {
+    let bytes = parse_size(text).filter(|bytes| bytes.is_multiple_of(PAGE_SIZE));
+    bytes.ok_or_else(|| {
+        ConfigError::malformed("size of a balloon", text, "digits and K, M or G, whole pages of 4K")
     })
 }
 
 /// Checks that a guest with `mem_bytes` of memory can have the balloon.
-pub(super) fn check(balloon: &BalloonConfig, mem_bytes: u64) -> Result<(), String> {
-    let BalloonConfig { bytes, .. } = balloon;
-    if *bytes > mem_bytes || !bytes.is_multiple_of(PAGE_SIZE) {
-        return Err(format!(
-            "its balloon of {bytes} bytes is not whole pages within its {mem_bytes} bytes of memory"
-        ));
+pub(super) fn check(balloon: &BalloonConfig, mem_bytes: u64) -> Result<(), ConfigError> {
+    let value = balloon.bytes;
+    if value <= mem_bytes && value.is_multiple_of(PAGE_SIZE) {
+        return Ok(());
     }
-    Ok(())
+    let wanted = format!("whole pages within the {mem_bytes} bytes of memory");
+    Err(ConfigError::Size { part: "the balloon".to_owned(), value, unit: "bytes", wanted })
 }
 
 #[cfg(test)]
@@ -88,6 +89,6 @@ mod tests {
             assert!(parsed(wrong).is_err(), "{wrong}");
         }
         assert!(check(&balloon, 64 << 20).is_ok());
-        assert!(check(&balloon, 32 << 20).unwrap_err().contains("67108864 bytes"));
+        assert!(check(&balloon, 32 << 20).unwrap_err().to_string().contains("67108864 bytes"));
     }
 }

@@ -1,9 +1,15 @@
 //! Encodes a configuration for the network and for stores, and checks one that arrives.
 
+use std::path::Path;
+
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::GuestError;
 
-use super::{Backend, Boot, MachineConfig, devices};
+use super::backend::Backend;
+use super::devices;
+use super::error::{ConfigError, in_range};
+use super::lineage::GuestName;
+use super::machine::{Boot, MachineConfig};
 use crate::codec::{decode_versioned, encode_versioned};
 use crate::limits::{MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES};
 
@@ -24,8 +30,9 @@ impl MachineConfig {
     /// The bytes are malformed, or their version is not supported.
     pub fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
         let config: Self = decode_versioned(WHAT, bytes)?;
-        let malformed = |why| GuestError::Malformed { what: WHAT.to_owned(), why };
-        config.check().map_err(malformed)?;
+        config
+            .check()
+            .map_err(|e| GuestError::Malformed { what: WHAT.to_owned(), why: e.to_string() })?;
         Ok(config)
     }
 
@@ -33,40 +40,36 @@ impl MachineConfig {
     ///
     /// # Errors
     ///
-    /// A sentence that says why no host could.
-    pub fn check(&self) -> Result<(), String> {
+    /// A [`ConfigError`]: no host could.
+    pub fn check(&self) -> Result<(), ConfigError> {
         let Self { mem_bytes, vcpus, ring_entries, .. } = *self;
-        if !(1..=MAX_VCPUS).contains(&vcpus) {
-            return Err(format!("it has {vcpus} vCPUs, not 1 to {MAX_VCPUS}"));
-        }
-        if !(MIN_MEM_BYTES..=MAX_MEM_BYTES).contains(&mem_bytes) {
-            return Err(format!(
-                "it has {mem_bytes} bytes of memory, not {MIN_MEM_BYTES} to {MAX_MEM_BYTES}"
-            ));
-        }
+        in_range("vCPUs", vcpus.into(), 1, MAX_VCPUS.into())?;
+        in_range("bytes of memory", mem_bytes, MIN_MEM_BYTES, MAX_MEM_BYTES)?;
+        let size = |part: &str, value, unit, wanted: &str| {
+            let (part, wanted) = (part.to_owned(), wanted.to_owned());
+            Err(ConfigError::Size { part, value, unit, wanted })
+        };
         if !mem_bytes.is_multiple_of(PAGE_SIZE) {
-            return Err(format!("its {mem_bytes} bytes of memory are not whole pages"));
+            return size("the memory", mem_bytes, "bytes", "whole pages");
         }
         if self.backend == Backend::Kvm && !ring_entries.is_power_of_two() {
-            return Err(format!("its rings have {ring_entries} entries, not a power of two"));
+            return size("each dirty ring", ring_entries.into(), "entries", "a power of two");
         }
-        if let Boot::Kernel { kernel, initrd, .. } = &self.boot
-            && let Some(path) =
-                [Some(kernel), initrd.as_ref()].into_iter().flatten().find(|p| p.to_str().is_none())
-        {
-            return Err(format!("its file {path:?} has a name that is not UTF-8"));
+        let utf8 = |path: &Path| match path.to_str() {
+            Some(_) => Ok(()),
+            None => Err(ConfigError::NotUtf8(path.to_owned())),
+        };
+        if let Boot::Kernel { kernel, initrd, .. } = &self.boot {
+            utf8(kernel)?;
+            initrd.as_deref().map_or(Ok(()), utf8)?;
         }
         self.cpu.check()?;
-        self.identity.name.as_ref().map_or(Ok(()), |name| name.check())?;
+        self.identity.name.as_ref().map_or(Ok(()), GuestName::check)?;
         if self.backend != Backend::Kvm && !self.devices.is_empty() {
             let (backend, count) = (self.backend, self.devices.len());
-            return Err(format!(
-                "the {backend} backend has no devices, and {count} are given: they need --backend kvm"
-            ));
+            return Err(ConfigError::NoDevices { backend, count });
         }
-        if let Some(path) = devices::paths(&self.devices).find(|p| p.to_str().is_none()) {
-            return Err(format!("its file {path:?} has a name that is not UTF-8"));
-        }
+        devices::paths(&self.devices).try_for_each(utf8)?;
         devices::check(&self.devices, self.mem_bytes)
     }
 }
@@ -220,13 +223,13 @@ mod tests {
         let at = refused.windows(5).position(|w| w == b"web-1").unwrap();
         refused[at] = b' ';
         let said = MachineConfig::decode(&refused).unwrap_err().to_string();
-        assert!(said.contains("the name of a guest"), "{said}");
+        assert!(said.contains("name of a guest"), "{said}");
     }
 
     #[test]
     fn devices_are_checked_by_name() {
         let refused = |devices: Vec<DeviceConfig>| {
-            MachineConfig { devices, ..payload() }.check().unwrap_err()
+            MachineConfig { devices, ..payload() }.check().unwrap_err().to_string()
         };
         assert!(refused(vec![disk("a"), disk("b"), disk("a")]).contains("two devices"));
         assert!(refused(vec![disk("a b")]).contains("\"a b\""));
@@ -244,7 +247,7 @@ mod tests {
             other => other,
         };
         assert!(refused(vec![named("a"), named("b")]).contains("over the tap \"t\""));
-        assert!(refused(vec![vsock(1)]).contains("1 is no context ID"));
+        assert!(refused(vec![vsock(1)]).contains("\"1\" is no context ID"));
         assert!(refused(vec![vsock(3), vsock(4)]).contains("\"vsock\""));
         assert!(refused(vec![odd(0)]).contains("0 bytes"));
         assert!(refused(vec![odd(513)]).contains("513 bytes"));
@@ -254,7 +257,7 @@ mod tests {
         };
         for bytes in [0, 256, 513, 3072, 8192, 1 << 31] {
             let said = refused(vec![block(bytes)]);
-            assert!(said.contains(&format!("has blocks of {bytes}")), "{said}");
+            assert!(said.contains(&format!("has {bytes} bytes")), "{said}");
         }
         assert!(MachineConfig { devices: vec![block(4096)], ..payload() }.check().is_ok());
         let nameless = match disk("a") {
@@ -270,7 +273,7 @@ mod tests {
             devices: vec![DeviceConfig::Rng],
             ..payload()
         };
-        assert!(threads.check().unwrap_err().contains("no devices"));
+        assert!(threads.check().unwrap_err().to_string().contains("no devices"));
     }
 
     #[test]
@@ -298,7 +301,7 @@ mod tests {
         assert!(
             refused(MachineConfig { ring_entries: 1000, ..payload() }).contains("power of two")
         );
-        let name = kernel(OsStr::from_bytes(b"/k\xff")).check().unwrap_err();
+        let name = kernel(OsStr::from_bytes(b"/k\xff")).check().unwrap_err().to_string();
         assert!(name.contains("not UTF-8"), "{name}");
     }
 

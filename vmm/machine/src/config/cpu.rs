@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use super::error::{ConfigError, in_range};
 use crate::cpu_model;
 
 /// Limit of removed features. No command line needs more; it bounds hostile configurations.
@@ -61,28 +62,22 @@ pub struct CpuidWord {
 }
 
 impl CpuConfig {
-    /// Checks that this version knows all of it. The error says why not.
-    pub(super) fn check(&self) -> Result<(), String> {
-        if self.without.len() > MOST_WITHOUT {
-            let count = self.without.len();
-            return Err(format!("its processor lacks {count} features, more than {MOST_WITHOUT}"));
+    /// Checks that this version knows all of it.
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        let counts = [
+            ("features that the processor lacks", self.without.len(), MOST_WITHOUT),
+            ("CPUID leaves of the processor", self.shown.len(), MOST_WORDS),
+            ("registers of features", self.shown_msrs.len(), MOST_WORDS),
+        ];
+        for (what, count, most) in counts {
+            in_range(what, count as u64, 0, most as u64)?;
         }
-        if self.shown.len() > MOST_WORDS {
-            let count = self.shown.len();
-            return Err(format!("its processor has {count} CPUID leaves, more than {MOST_WORDS}"));
-        }
-        if self.shown_msrs.len() > MOST_WORDS {
-            let count = self.shown_msrs.len();
-            return Err(format!(
-                "its processor has {count} registers of features, more than {MOST_WORDS}"
-            ));
-        }
-        if self.tsc_khz == Some(0) {
-            return Err("its time stamp counter runs at 0 kHz".to_owned());
+        if let Some(khz) = self.tsc_khz {
+            in_range("kHz of the time stamp counter", khz.into(), 1, u32::MAX.into())?;
         }
         match self.without.iter().find(|name| cpu_model::find(name).is_none()) {
             None => Ok(()),
-            Some(name) => Err(format!("there is no processor feature \"{name}\"")),
+            Some(name) => Err(ConfigError::unknown("processor feature", name, "")),
         }
     }
 }
@@ -98,26 +93,23 @@ impl fmt::Display for CpuConfig {
 }
 
 impl FromStr for CpuConfig {
-    type Err = String;
+    type Err = ConfigError;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> Result<Self, ConfigError> {
         let mut parts = s.split(',');
         let model = match parts.next() {
             Some("host") => CpuModel::Host,
             Some("baseline") => CpuModel::Baseline,
             other => {
                 let name = other.unwrap_or_default();
-                return Err(format!(
-                    "there is no processor \"{name}\"; there are host and baseline"
-                ));
+                return Err(ConfigError::unknown("processor", name, "host and baseline"));
             }
         };
         let mut without = Vec::new();
         for part in parts {
             let Some(name) = part.strip_prefix('-') else {
-                return Err(format!(
-                    "\"{part}\" takes no feature away: write -NAME, such as -cx16"
-                ));
+                let form = "write -NAME, such as -cx16";
+                return Err(ConfigError::malformed("feature to take away", part, form));
             };
             without.push(name.to_owned());
         }
@@ -136,14 +128,14 @@ mod tests {
         for text in ["host", "baseline", "host,-cx16", "baseline,-popcnt,-sse4_2"] {
             assert_eq!(text.parse::<CpuConfig>().unwrap().to_string(), text);
         }
-        let refused = |s: &str| s.parse::<CpuConfig>().unwrap_err();
+        let refused = |s: &str| s.parse::<CpuConfig>().unwrap_err().to_string();
         assert_eq!(refused("max"), "there is no processor \"max\"; there are host and baseline");
         assert_eq!(
             refused("host,cx16"),
-            "\"cx16\" takes no feature away: write -NAME, such as -cx16"
+            "\"cx16\" is no feature to take away: write -NAME, such as -cx16"
         );
         assert_eq!(refused("host,-warp"), "there is no processor feature \"warp\"");
         let many = format!("host{}", ",-cx16".repeat(65));
-        assert!(refused(&many).contains("lacks 65 features"));
+        assert!(refused(&many).contains("65 features"));
     }
 }

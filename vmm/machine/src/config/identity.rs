@@ -4,10 +4,10 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use super::error::ConfigError;
+
 /// Maximum length of a block device's name, in bytes. Vendors' names have some dozens.
 const MAX_NAME_BYTES: usize = 256;
-/// Characters of an invalid name that an error message shows.
-const MAX_SAID: usize = 64;
 
 /// Identity of a disk. Every host that shares the disk reports the same identity.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -42,19 +42,13 @@ impl DiskIdentity {
         }
     }
 
-    /// Checks that a disk can have this identity. The error says why not.
-    pub(super) fn check(&self) -> Result<(), String> {
+    /// Checks that a disk can have this identity.
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
         let Self::Device(name) = self else { return Ok(()) };
         let printable = name.chars().all(|c| c == ' ' || c.is_ascii_graphic());
         if name.is_empty() || name.len() > MAX_NAME_BYTES || !printable {
-            // The name may come from a peer, so the message shows only its beginning.
-            let begins: String = name.chars().take(MAX_SAID).collect();
-            let more = if name.chars().nth(MAX_SAID).is_some() { "..." } else { "" };
-            return Err(format!(
-                "its identity {begins:?}{more} of {} bytes is no name of a block device: it has 1 to {MAX_NAME_BYTES} printable ASCII \
-                 characters",
-                name.len()
-            ));
+            let form = format!("it has 1 to {MAX_NAME_BYTES} printable ASCII characters");
+            return Err(ConfigError::malformed("name of a block device", name, form));
         }
         Ok(())
     }
@@ -103,10 +97,11 @@ mod tests {
         for name in ["", " \n", "a\u{7f}b", &"a".repeat(257)] {
             assert_eq!(DiskIdentity::device(name), None, "{name:?}");
         }
-        let said = |name: &str| DiskIdentity::Device(name.to_owned()).check().unwrap_err();
+        let said =
+            |name: &str| DiskIdentity::Device(name.to_owned()).check().unwrap_err().to_string();
         let long = said(&"\u{7f}".repeat(1 << 20));
         assert!(long.len() < 1000 && long.contains("\"... of 1048576 bytes"), "{long}");
-        assert!(said("").contains("\"\" of 0 bytes"));
+        assert!(said("").contains("\"\" is no name"));
         assert_eq!(file(7, Some(1_500_000_000)).to_string(), "inode 7 made at 1.500000000");
     }
 }

@@ -7,6 +7,8 @@ use std::str::FromStr;
 use driftline_guest::{Line, Origin, VmId};
 use serde::{Deserialize, Serialize};
 
+use super::error::ConfigError;
+
 /// Maximum length of a name, in bytes: the length of Firecracker's ids.
 const MAX_NAME: usize = 64;
 
@@ -15,25 +17,21 @@ const MAX_NAME: usize = 64;
 pub struct GuestName(String);
 
 impl GuestName {
-    /// Checks that the name is valid. The error is a sentence.
-    pub(super) fn check(&self) -> Result<(), String> {
+    /// Checks that the name is valid.
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
         let Self(name) = self;
-        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-        if name.is_empty() || name.len() > MAX_NAME {
-            return Err(format!(
-                "the name of a guest has 1 to {MAX_NAME} characters, not {}",
-                name.len()
-            ));
+        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        if (1..=MAX_NAME).contains(&name.len())
+            && name.chars().all(allowed)
+            && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+        {
+            return Ok(());
         }
-        match name.chars().find(|c| !plain(*c)) {
-            None if name.starts_with(|c: char| c.is_ascii_alphanumeric()) => Ok(()),
-            None => Err(format!(
-                "the name of a guest begins with a letter or a digit, and not as \"{name}\""
-            )),
-            Some(c) => Err(format!(
-                "the name of a guest has letters, digits, '-', '_' and '.' of ASCII, and not {c:?}"
-            )),
-        }
+        let form = format!(
+            "it has 1 to {MAX_NAME} of the characters a-z, A-Z, 0-9, '-', '_' and '.', and begins \
+             with a letter or a digit"
+        );
+        Err(ConfigError::malformed("name of a guest", name, form))
     }
 }
 
@@ -44,9 +42,9 @@ impl fmt::Display for GuestName {
 }
 
 impl FromStr for GuestName {
-    type Err = String;
+    type Err = ConfigError;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> Result<Self, ConfigError> {
         let name = Self(s.to_owned());
         name.check().map(|()| name)
     }

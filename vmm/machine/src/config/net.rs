@@ -1,13 +1,13 @@
 //! Network interfaces and the vsock device in a configuration and on the command line.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
 use super::device_id::check_id;
-use super::replace::ReplaceError;
+use super::error::{ConfigError, in_range};
 use super::spec::{SpecError, Syntax};
 
 /// Maximum number of queue pairs of a network interface.
@@ -31,10 +31,11 @@ impl MacAddr {
         Self([b0 & 0xfc | 0x02, b1, b2, b3, b4, b5])
     }
 
-    fn check(self) -> Result<Self, String> {
+    fn check(self) -> Result<Self, ConfigError> {
         let Self(bytes) = self;
         if bytes == [0; 6] || bytes[0] & 1 != 0 {
-            return Err(format!("{self} is no address of one interface: it is zero or multicast"));
+            let form = "it is zero or multicast";
+            return Err(ConfigError::malformed("address of one interface", self.to_string(), form));
         }
         Ok(self)
     }
@@ -48,16 +49,18 @@ impl fmt::Display for MacAddr {
 }
 
 impl FromStr for MacAddr {
-    type Err = String;
+    type Err = ConfigError;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> Result<Self, ConfigError> {
         let byte = |part: &str| match part.len() {
             2 if part.bytes().all(|b| b.is_ascii_hexdigit()) => u8::from_str_radix(part, 16).ok(),
             _ => None,
         };
         let bytes: Option<Vec<u8>> = s.split(':').map(byte).collect();
         let bytes = bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());
-        let none = || format!("\"{s}\" is no Ethernet address such as 52:54:00:12:34:56");
+        let none = || {
+            ConfigError::malformed("Ethernet address", s, "six bytes, such as 52:54:00:12:34:56")
+        };
         Self(bytes.ok_or_else(none)?).check()
     }
 }
@@ -77,7 +80,7 @@ pub struct NetConfig {
 }
 
 impl NetConfig {
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
         check_tap(&self.tap)?;
         self.mac.check()?;
         check_queues(self.queues)?;
@@ -85,27 +88,21 @@ impl NetConfig {
     }
 }
 
-fn check_tap(name: &str) -> Result<String, String> {
+fn check_tap(name: &str) -> Result<String, ConfigError> {
     let allowed = |b: u8| b.is_ascii_graphic() && b != b'/' && b != b':' && b != b'%';
     if name.is_empty()
         || name.len() > MAX_TAP_BYTES
         || !name.bytes().all(allowed)
         || [".", ".."].contains(&name)
     {
-        return Err(format!(
-            "\"{name}\" is no name of a tap: it has 1 to {MAX_TAP_BYTES} characters, without / and :"
-        ));
+        let form = format!("it has 1 to {MAX_TAP_BYTES} characters, without / : and %");
+        return Err(ConfigError::malformed("name of a tap", name, form));
     }
     Ok(name.to_owned())
 }
 
-fn check_queues(queues: u8) -> Result<u8, String> {
-    match queues {
-        1..=MAX_QUEUE_PAIRS => Ok(queues),
-        _ => Err(format!(
-            "{queues} pairs of queues are not 1 to {MAX_QUEUE_PAIRS}, as network interfaces have them"
-        )),
-    }
+fn check_queues(queues: u8) -> Result<u8, ConfigError> {
+    in_range("pairs of queues", queues.into(), 1, MAX_QUEUE_PAIRS.into()).map(|()| queues)
 }
 
 /// A network interface on the command line: `tap=NAME[,mac=ADDRESS][,id=NAME][,queues=N]`.
@@ -140,17 +137,6 @@ impl FromStr for NetSpec {
     }
 }
 
-pub(super) fn replace_net(net: &mut NetConfig, with: &NetSpec) -> Result<(), ReplaceError> {
-    if with.mac.is_some_and(|mac| mac != net.mac) || with.queues.is_some_and(|q| q != net.queues) {
-        return Err(ReplaceError(format!(
-            "network interface \"{}\" is the guest's as it is: only its tap can be another one here",
-            net.id
-        )));
-    }
-    net.tap.clone_from(&with.tap);
-    Ok(())
-}
-
 /// The vsock device: streams between the guest and unix sockets of the host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct VsockConfig {
@@ -162,27 +148,31 @@ pub struct VsockConfig {
 }
 
 impl VsockConfig {
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
         check_cid(self.cid)?;
         check_uds(&self.uds)
     }
 }
 
-fn check_cid(cid: u32) -> Result<u32, String> {
+fn check_cid(cid: u32) -> Result<u32, ConfigError> {
     match (MIN_CID..u32::MAX).contains(&cid) {
         true => Ok(cid),
         false => {
-            Err(format!("{cid} is no context ID of a guest: they are {MIN_CID} to 4294967294"))
+            let form = format!("it is a number from {MIN_CID} to {}", u32::MAX - 1);
+            Err(ConfigError::malformed("context ID of a guest", cid.to_string(), form))
         }
     }
 }
 
-fn check_uds(path: &std::path::Path) -> Result<(), String> {
+fn check_uds(path: &Path) -> Result<(), ConfigError> {
     match path.as_os_str().len() {
         1..=MAX_SOCKET_BYTES => Ok(()),
-        len => Err(format!(
-            "the vsock's unix socket {path:?} has a path of {len} bytes, not 1 to {MAX_SOCKET_BYTES}"
-        )),
+        len => Err(ConfigError::Size {
+            part: "the path of the vsock's unix socket".to_owned(),
+            value: len as u64,
+            unit: "bytes",
+            wanted: format!("1 to {MAX_SOCKET_BYTES}"),
+        }),
     }
 }
 
@@ -208,22 +198,6 @@ impl FromStr for VsockSpec {
     }
 }
 
-pub(super) fn replace_vsock(
-    vsock: Option<&mut VsockConfig>,
-    with: &VsockSpec,
-) -> Result<(), ReplaceError> {
-    let none = || ReplaceError("the guest has no vsock, and one is given".to_owned());
-    let vsock = vsock.ok_or_else(none)?;
-    if let Some(cid) = with.cid.filter(|cid| *cid != vsock.cid) {
-        return Err(ReplaceError(format!(
-            "the guest's vsock has context ID {}, which cannot be {cid} here",
-            vsock.cid
-        )));
-    }
-    vsock.uds.clone_from(&with.uds);
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -236,9 +210,11 @@ mod tests {
         for bad in
             ["", "52:54:00:12:34", "52:54:00:12:34:5", "52:54:00:12:34:56:78", "+2:54:0:1:2:3"]
         {
-            assert!(bad.parse::<MacAddr>().unwrap_err().contains(bad));
+            assert!(bad.parse::<MacAddr>().unwrap_err().to_string().contains(bad));
         }
-        assert!("01:00:00:00:00:01".parse::<MacAddr>().unwrap_err().contains("multicast"));
+        assert!(
+            "01:00:00:00:00:01".parse::<MacAddr>().unwrap_err().to_string().contains("multicast")
+        );
         for _ in 0..100 {
             assert_eq!(MacAddr::random().check().unwrap().0[0] & 3, 2);
         }
@@ -259,7 +235,7 @@ mod tests {
         let spec: VsockSpec = "cid=3,uds=/tmp/v".parse().unwrap();
         assert_eq!(spec, VsockSpec { cid: Some(3), uds: "/tmp/v".into() });
         let refused = |s: &str| s.parse::<VsockSpec>().unwrap_err().to_string();
-        assert!(refused("cid=2,uds=/v").contains("2 is no context ID"));
+        assert!(refused("cid=2,uds=/v").contains("\"2\" is no context ID"));
         assert!(refused("cid=3").contains("lacks uds=PATH"));
         assert!(refused(&format!("uds={}", "x".repeat(97))).contains("97 bytes"));
     }

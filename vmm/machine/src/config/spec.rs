@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::error::ConfigError;
+
 /// Why the text that describes a device is refused.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -53,15 +55,28 @@ pub enum SpecError {
         /// The device.
         device: &'static str,
     },
-    /// The option's value is not one that it can have. The text is a sentence with the value.
-    #[error("{0}")]
-    Value(String),
-}
-
-impl From<String> for SpecError {
-    fn from(sentence: String) -> Self {
-        Self::Value(sentence)
-    }
+    /// The option's value should be a number.
+    #[error("{key}={value}: that is no such number")]
+    Number {
+        /// The option's name.
+        key: String,
+        /// Its value.
+        value: String,
+    },
+    /// The option's value should be `on` or `off`.
+    #[error("\"{key}={value}\" is neither on nor off")]
+    OnOff {
+        /// The option's name.
+        key: String,
+        /// Its value.
+        value: String,
+    },
+    /// A path was given where an option belongs.
+    #[error("a disk wants path=FILE, so: --disk path={0}")]
+    DiskPath(String),
+    /// The option's value is not one that it can have.
+    #[error(transparent)]
+    Value(#[from] ConfigError),
 }
 
 /// Formats a list as in a sentence.
@@ -164,7 +179,7 @@ impl<'t> Options<'t> {
     pub(super) fn number<T: FromStr>(&self, key: &str) -> Result<Option<T>, SpecError> {
         let read = |value: &str| {
             let number = value.parse();
-            number.map_err(|_| SpecError::Value(format!("{key}={value}: that is no such number")))
+            number.map_err(|_| SpecError::Number { key: key.to_owned(), value: value.to_owned() })
         };
         self.get(key).map(read).transpose()
     }
@@ -175,9 +190,7 @@ impl<'t> Options<'t> {
             None => Ok(default),
             Some("on") => Ok(true),
             Some("off") => Ok(false),
-            Some(value) => {
-                Err(SpecError::Value(format!("\"{key}={value}\" is neither on nor off")))
-            }
+            Some(value) => Err(SpecError::OnOff { key: key.to_owned(), value: value.to_owned() }),
         }
     }
 }

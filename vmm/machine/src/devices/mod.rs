@@ -14,6 +14,7 @@
 
 mod balloon;
 mod block;
+mod error;
 mod figures;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
@@ -33,6 +34,7 @@ mod vsock;
 pub use balloon::{BalloonControl, BalloonFigures};
 pub use block::{DiskError, probe as probe_disk};
 pub(crate) use block::{DriveSource, Parent, make_copies, open_drives};
+pub use error::{DeviceError, StateError};
 pub use figures::DeviceFigures;
 pub(crate) use figures::Meter;
 pub(crate) use input::SerialInput;
@@ -45,9 +47,9 @@ pub(crate) use serial::fuzz as fuzz_serial;
 pub use serial::{Com1, SerialPortState};
 pub use set::ACQUIRE_LIMIT;
 pub(crate) use set::DeviceSet;
+pub use set::Drive;
 #[cfg(test)]
 pub(crate) use set::Limits;
-pub use set::{DeviceError, Drive};
 pub use sink::{SinkError, SinkWriter};
 pub(crate) use sink::{SinkThread, open as open_sink};
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::time::Instant;
 use rustix::rand::{GetRandomFlags, getrandom};
 use vmm_sys_util::epoll::EventSet;
 
+use super::error::{DeviceError, StateError};
 use super::virtio::{Device, Io, Kind, Stall, Violation, Watcher};
 
 const QUEUE_SIZE: u16 = 64;
@@ -79,22 +80,25 @@ impl Device for Rng {
         Ok(())
     }
 
-    fn save(&self) -> Result<Vec<u8>, String> {
+    fn save(&self) -> Result<Vec<u8>, DeviceError> {
         Ok(Vec::new())
     }
 
-    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
         match state.len() {
             0 => Ok(()),
-            bytes => Err(format!("it has {bytes} bytes of state, and a virtio-rng has none")),
+            bytes => {
+                let why = format!("it has {bytes} bytes of state, and a virtio-rng has none");
+                Err(StateError::Misfit(why).into())
+            }
         }
     }
 
-    fn acquire(&mut self) -> Result<(), String> {
+    fn acquire(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
 
-    fn release(&mut self, _: Instant) -> Result<(), String> {
+    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
         Ok(())
     }
 }

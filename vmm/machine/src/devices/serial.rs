@@ -10,6 +10,7 @@ use vm_superio::Trigger;
 use vm_superio::serial::{Serial, SerialEvents, SerialState};
 
 use super::SinkWriter;
+use super::error::StateError;
 use super::input::Bell;
 use crate::kvm::KvmVm;
 
@@ -145,10 +146,10 @@ impl Com1 {
     /// # Errors
     ///
     /// Fails if `state` is not a valid state of a port.
-    pub fn restore(&self, state: SerialPortState) -> Result<(), String> {
+    pub fn restore(&self, state: SerialPortState) -> Result<(), StateError> {
         let irq = IrqPulse(self.vm.clone());
         let uart = Serial::from_state(&state.into(), irq, self.drained.clone(), self.sink.clone());
-        *self.uart() = uart.map_err(|e| e.to_string())?;
+        *self.uart() = uart.map_err(|e| StateError::Misfit(e.to_string()))?;
         Ok(())
     }
 }

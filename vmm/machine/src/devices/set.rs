@@ -12,13 +12,14 @@ use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{self, BalloonControl};
 use super::block::{Block, DiskError, DriveSource, FileIdentity, Flusher, flush_all};
+use super::error::DeviceError;
 use super::figures::Meter;
-use super::net::{Net, TapError};
+use super::net::Net;
 use super::opener::Opener;
 use super::placement::{device_at, placement};
 use super::rng::Rng;
 use super::virtio::{Asked, Device, Done, GRACE, RequestError, Transport, VirtioState};
-use super::vsock::{Vsock, VsockError};
+use super::vsock::Vsock;
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
 use crate::fail_point;
 use crate::kvm::KvmVm;
@@ -42,35 +43,6 @@ const LATE_HEADS: usize = 8;
 /// Offset of the `QueueNotify` register, where ioeventfds listen.
 const QUEUE_NOTIFY: u64 = virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
-/// Reason why a device cannot be used on this host.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum DeviceError {
-    /// A disk's file cannot be used.
-    #[error(transparent)]
-    Disk(#[from] DiskError),
-    /// A network interface's tap cannot be used.
-    #[error(transparent)]
-    Tap(#[from] TapError),
-    /// The socket device's socket cannot be used.
-    #[error(transparent)]
-    Vsock(#[from] VsockError),
-    /// Another process may be using the file, tap or socket of the device.
-    #[error("{why}")]
-    InUse {
-        /// Sentence that names the resource.
-        why: String,
-    },
-    /// A system call failed.
-    #[error("device \"{id}\" cannot be started: {cause}")]
-    System {
-        /// Name of the device.
-        id: String,
-        /// Error of the system.
-        cause: io::Error,
-    },
-}
-
 /// A drive that the guest can write to, with the tracker of its writes.
 #[derive(Clone, Debug)]
 pub struct Drive {
@@ -87,8 +59,8 @@ impl Drive {
     ///
     /// # Errors
     ///
-    /// Fails with a sentence if a flush fails. The guest also gets this error at its next flush.
-    pub fn flush(drives: &[Self], limit: Duration) -> Result<bool, String> {
+    /// Fails if a flush fails. The guest also gets this error at its next flush.
+    pub fn flush(drives: &[Self], limit: Duration) -> Result<bool, DiskError> {
         flush_all(drives.iter().map(|drive| &drive.flusher), limit)
     }
 }
@@ -176,7 +148,7 @@ impl DeviceSet {
             fail_point::pass(id).map_err(system)?;
             let mut built = set.create(device, config.vcpus, guest, made_here)?;
             if acquire {
-                built.acquire().map_err(|why| DeviceError::InUse { why })?;
+                built.acquire()?;
             }
             set.devices.push(Transport::spawn(id, built, memory.ram().clone()).map_err(system)?);
         }
@@ -705,7 +677,7 @@ mod tests {
         assert!(why.contains("\"stuck\" did not attach"), "{why}");
         assert!(Script::is(&scripts[1].attached));
         let why = set.detach().unwrap_err().to_string();
-        assert!(why.contains("\"stuck\" did not let go of its peers"), "{why}");
+        assert!(why.contains("\"stuck\" did not release its peers"), "{why}");
         assert!(!Script::is(&scripts[1].attached));
         Script::set(&scripts[0].stuck, false);
     }
@@ -718,7 +690,7 @@ mod tests {
         set.limits.ask = Duration::from_secs(60);
         let began = Instant::now();
         let why = set.acquire().unwrap_err().to_string();
-        assert!(why.contains("\"stuck\" did not take hold of its files"), "{why}");
+        assert!(why.contains("\"stuck\" did not acquire its files"), "{why}");
         assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
         Script::set(&script.attached, true);
         Script::set(&script.stuck, false);

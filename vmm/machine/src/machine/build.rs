@@ -154,7 +154,7 @@ impl Machine {
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
         Around { load, early, special }: Around,
     ) -> Result<Arc<Self>, MachineError> {
-        check(&config).map_err(MachineError::Config)?;
+        check(&config)?;
         let blank = early.map_or_else(Blank::new, EarlyVm::wait)?;
         step("CPUID")?;
         let offered = offered_cpuid(&blank.kvm, &blank.supported, &config.cpu)?;
@@ -251,10 +251,10 @@ fn mmio_slots(config: &MachineConfig) -> Vec<MmioSlot> {
 }
 
 /// Checks that `config` is valid and selects the KVM backend.
-fn check(config: &MachineConfig) -> Result<(), String> {
+fn check(config: &MachineConfig) -> Result<(), MachineError> {
     match config.backend {
-        Backend::Kvm => config.check(),
-        other => Err(format!("its backend is {other}, not {}", Backend::Kvm)),
+        Backend::Kvm => Ok(config.check()?),
+        other => Err(MachineError::Backend(other)),
     }
 }
 
@@ -340,7 +340,7 @@ fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId,
         });
     }
     cpuid::narrow(supported, cpu).map_err(|lacks| MachineError::HostLacks {
-        what: lacks,
+        what: lacks.to_string(),
         why: format!("--cpu {cpu} needs it"),
     })
 }
@@ -471,10 +471,11 @@ fn state_context(
     step("MSRs")?;
     let msrs = kvm.get_msr_index_list();
     let msrs = msrs.map_err(MachineError::system("KVM_GET_MSR_INDEX_LIST"))?;
+    let failed = |e| MachineError::System { what: "reading MSRs", cause: e };
     let (first, _) =
-        vcpus.first().ok_or_else(|| MachineError::Config("it has no vCPUs".to_owned()))?;
+        vcpus.first().ok_or_else(|| failed(io::Error::other("the guest has no vCPUs")))?;
     StateContext::new(capabilities, supported, msrs.as_slice(), first)
-        .map_err(|e| MachineError::System { what: "reading MSRs", cause: io::Error::other(e) })
+        .map_err(|e| failed(io::Error::other(e)))
 }
 
 fn start_vcpus(

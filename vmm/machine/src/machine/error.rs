@@ -5,6 +5,7 @@ use std::io;
 use driftline_guest::GuestError;
 
 use crate::boot::BootError;
+use crate::config::{Backend, ConfigError};
 use crate::devices::{DeviceError, SinkError, TapError};
 use crate::fail_point;
 use crate::kvm::Unusable;
@@ -24,8 +25,11 @@ pub enum MachineError {
         why: String,
     },
     /// The configuration is invalid on every host.
-    #[error("{0}")]
-    Config(String),
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The configuration is for another backend.
+    #[error("its backend is {0}, not kvm")]
+    Backend(Backend),
     /// The guest cannot be loaded.
     #[error(transparent)]
     Boot(#[from] BootError),
@@ -87,8 +91,9 @@ impl From<MachineError> for GuestError {
                 what: "the guest's configuration".to_owned(),
                 why: e.to_string(),
             },
-            MachineError::Config(why) => {
-                GuestError::Malformed { what: "the guest's configuration".to_owned(), why }
+            e @ (MachineError::Config(_) | MachineError::Backend(_)) => {
+                let what = "the guest's configuration".to_owned();
+                GuestError::Malformed { what, why: e.to_string() }
             }
             e => GuestError::System { what: "building the machine", cause: Box::new(e) },
         }

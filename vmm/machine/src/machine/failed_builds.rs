@@ -8,7 +8,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{DriveHead, GuestFactory, VmId};
+use driftline_guest::{DriveHead, GuestError, GuestFactory, VmId};
 
 use super::{EarlyVm, Machine, MachineFactory};
 use crate::config::{
@@ -116,7 +116,7 @@ struct Way {
     name: &'static str,
     tracking: TrackingMode,
     memory: MemoryOptions,
-    build: fn(MachineConfig, &HostConfig) -> Result<Arc<Machine>, String>,
+    build: fn(MachineConfig, &HostConfig) -> Result<Arc<Machine>, GuestError>,
 }
 
 /// Returns every entry point of the build, over all dirty sources and both kinds of memory.
@@ -127,7 +127,7 @@ fn ways() -> [Way; 4] {
             name: "a new guest",
             tracking: TrackingMode::DirtyRing,
             memory: MemoryOptions::default(),
-            build: |config, host| Machine::launch(config, host).map_err(|e| e.to_string()),
+            build: |config, host| Ok(Machine::launch(config, host)?),
         },
         Way {
             name: "a guest to be received",
@@ -140,7 +140,7 @@ fn ways() -> [Way; 4] {
                 let factory =
                     MachineFactory { host: HostConfig { disks: vec![copy], ..host.clone() } };
                 let made = factory.create_with_copies(VmId::random(), &config.encode(), &drives);
-                made.map(|(machine, _)| machine).map_err(|e| e.to_string())
+                made.map(|(machine, _)| machine)
             },
         },
         Way {
@@ -148,18 +148,14 @@ fn ways() -> [Way; 4] {
             tracking: TrackingMode::DirtyBitmap,
             memory: memfd,
             build: |config, host| {
-                let made = Machine::empty_in(EarlyVm::begin(), VmId::random(), config, host);
-                made.map_err(|e| e.to_string())
+                Ok(Machine::empty_in(EarlyVm::begin(), VmId::random(), config, host)?)
             },
         },
         Way {
             name: "a guest to be restored",
             tracking: TrackingMode::UserfaultWp,
             memory: MemoryOptions::default(),
-            build: |config, host| {
-                let made = Machine::empty(VmId::random(), config, host);
-                made.map_err(|e| e.to_string())
-            },
+            build: |config, host| Ok(Machine::empty(VmId::random(), config, host)?),
         },
     ]
 }
@@ -210,7 +206,7 @@ fn fail_everywhere(dir: &Path, way: &Way, tap: &str) -> Vec<String> {
         let what = format!("{}: point {at} of {}, \"{point}\"", way.name, points.len());
         let (made, passed) =
             fail_point::run(Some(at), || (way.build)(config(dir, way, tap), &host));
-        let why = made.err().unwrap_or_else(|| panic!("{what}: it did not fail"));
+        let why = made.err().unwrap_or_else(|| panic!("{what}: it did not fail")).to_string();
         assert!(why.contains(&format!("fail point {point}")), "{what}: {why}");
         assert_eq!(passed, points[..=at], "{what}: it went on");
         wait_for_nothing_left(dir, &before, &what);

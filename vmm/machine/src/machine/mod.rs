@@ -48,7 +48,9 @@ use driftline_guest::{
 use crate::actor::Handle;
 use crate::collector::Collector;
 use crate::config::MachineConfig;
-use crate::devices::{BalloonControl, Drive, DriveSource, Meter, SerialInput, SinkThread};
+use crate::devices::{
+    BalloonControl, DiskError, Drive, DriveSource, Meter, SerialInput, SinkThread,
+};
 use crate::exit;
 use crate::latency;
 use crate::memory::{self, Memory};
@@ -307,7 +309,7 @@ impl HandOver for Machine {
     }
 
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
-        let failed = |why: String| GuestError::System { what: "flushing", cause: why.into() };
+        let failed = |e: DiskError| GuestError::System { what: "flushing", cause: e.into() };
         Drive::flush(&self.drives, limit).map_err(failed)
     }
 

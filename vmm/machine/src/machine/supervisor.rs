@@ -438,8 +438,10 @@ impl Supervisor {
             return Err(GuestError::System { what: "restoring the guest", cause: why });
         }
         taken?;
-        let malformed = |why| GuestError::Malformed { what: "the serial port's state".into(), why };
-        self.bus.com1().restore(saved.com1).map_err(malformed)?;
+        self.bus.com1().restore(saved.com1).map_err(|e| GuestError::Malformed {
+            what: "the serial port's state".to_owned(),
+            why: e.to_string(),
+        })?;
         self.bus.virtio().restore(saved.virtio).map_err(|(i, why)| GuestError::Malformed {
             what: format!("the state of virtio device {i}"),
             why: why.to_string(),

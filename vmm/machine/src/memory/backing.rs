@@ -19,6 +19,8 @@ use vm_memory::mmap::MmapRegionBuilder;
 
 use driftline_dirty_tracker::TrackedBitmap;
 
+use super::error::MemoryError;
+
 /// The kind of memory that holds the guest's bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Backing {
@@ -59,13 +61,13 @@ impl fmt::Display for Backing {
 }
 
 impl FromStr for Backing {
-    type Err = String;
+    type Err = MemoryError;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> Result<Self, MemoryError> {
         match s {
             "anon" => Ok(Self::Anon),
             "memfd" => Ok(Self::Memfd),
-            _ => Err(format!("there is no memory backing \"{s}\"; there are anon and memfd")),
+            _ => Err(MemoryError::UnknownBacking(s.to_owned())),
         }
     }
 }
@@ -97,14 +99,12 @@ impl fmt::Display for HugePages {
 }
 
 impl FromStr for HugePages {
-    type Err = String;
+    type Err = MemoryError;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> Result<Self, MemoryError> {
         let all = [Self::None, Self::Thp, Self::Hugetlbfs];
         let found = all.into_iter().find(|h| h.to_string() == s);
-        found.ok_or_else(|| {
-            format!("there are no huge pages \"{s}\"; there are thp, hugetlbfs and none")
-        })
+        found.ok_or_else(|| MemoryError::UnknownHugePages(s.to_owned()))
     }
 }
 

@@ -24,9 +24,9 @@ use rustix::mm::{Advice, madvise};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
-use super::Region;
 use super::backing::HUGE_PAGE;
-use super::populated::{Populated, all, is_pooled};
+use super::populated::Populated;
+use super::region::{Region, all, is_pooled};
 use super::shield::Kept;
 
 /// Gives frames back to the host. The state that it keeps between calls only saves time.

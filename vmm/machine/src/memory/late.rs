@@ -21,7 +21,8 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use crate::histogram::{Distribution, Histogram};
 use crate::log;
 
-use super::populated::{all, is_pooled};
+use super::error::MemoryError;
+use super::region::{all, is_pooled};
 use super::userfault::Userfault;
 
 /// Frames that one background fetch takes. A fault may have to wait while it lasts.
@@ -210,17 +211,15 @@ impl Late {
     ///
     /// # Errors
     /// The reason why the frame has not arrived, after `limit` at the latest.
-    pub(super) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), String> {
+    pub(super) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), MemoryError> {
         let mut state = self.shared.lock();
         state.asked = state.left.contains(frame).then_some(frame);
         let comes = |s: &mut State| s.left.contains(frame) && s.fetching.lost.is_none();
         self.shared.idle.wait_while_for(&mut state, comes, limit);
         state.asked = None;
         match &state.fetching.lost {
-            Some(why) => Err(why.clone()),
-            None if state.left.contains(frame) => {
-                Err(format!("page {:#x} has not come in {limit:?}: its storage hangs", frame.0))
-            }
+            Some(why) => Err(MemoryError::Lost(why.clone())),
+            None if state.left.contains(frame) => Err(MemoryError::NotFetched { frame, limit }),
             None => Ok(()),
         }
     }
@@ -469,11 +468,13 @@ impl Fetcher {
         }
     }
 
-    fn copy(&mut self, address: u64, run: FrameRun) -> Result<(), String> {
+    fn copy(&mut self, address: u64, run: FrameRun) -> io::Result<()> {
         let contents = &mut self.buffer[..(run.count * PAGE_SIZE) as usize];
-        self.backlog.read(run, contents).map_err(|e| e.to_string())?;
+        self.backlog.read(run, contents).map_err(io::Error::other)?;
         let copied = self.shared.userfault.copy(address, contents);
-        copied.map_err(|e| format!("putting frame {:#x} into place: {e}", run.start.0))
+        copied.map_err(|e| {
+            io::Error::new(e.kind(), format!("putting frame {:#x} into place: {e}", run.start.0))
+        })
     }
 
     /// Reports, once, that the guest cannot continue.

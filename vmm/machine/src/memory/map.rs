@@ -9,7 +9,7 @@
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
 
-use super::MemoryError;
+use super::error::MemoryError;
 use crate::limits::{MAX_MEM_BYTES, MIN_MEM_BYTES};
 
 /// First byte of the hole below 4 GiB.

@@ -3,6 +3,7 @@
 
 mod backing;
 mod discard;
+mod error;
 mod fill;
 mod late;
 #[cfg(test)]
@@ -10,6 +11,7 @@ mod late_tests;
 mod map;
 mod populated;
 mod preparing;
+mod region;
 mod shield;
 mod userfault;
 mod watch;
@@ -18,14 +20,13 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_dirty_tracker::{
-    FrameRun, FrameSet, Gfn, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker,
-};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, TrackedBitmap, Tracker};
 use driftline_guest::{Backlog, Fetching, Fill, GuestError, GuestRam, Shield};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 pub use backing::{Backing, HugePages, MemoryOptions};
 pub(crate) use discard::Discarder;
+pub use error::MemoryError;
 use fill::MemoryFill;
 use late::Late;
 pub(crate) use late::Owner;
@@ -41,52 +42,6 @@ pub(crate) use userfault::Userfault;
 pub use watch::WriteWatch;
 
 use crate::HostMemory;
-
-/// Why guest memory cannot be set up.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum MemoryError {
-    /// The size is outside the supported range, or not a whole number of pages.
-    #[error("guest memory of {0} bytes is not a whole number of pages between 16 MiB and 16 TiB")]
-    Size(u64),
-    /// The host does not have this much memory.
-    #[error("{} of guest memory does not fit (--mem): {cause}", gib(*bytes))]
-    DoesNotFit {
-        /// Requested size, in bytes.
-        bytes: u64,
-        /// The kernel's answer.
-        cause: String,
-    },
-    /// The size is not a whole number of the pool's huge pages.
-    #[error("guest memory of {0} bytes is not a whole number of huge pages of 2 MiB")]
-    NotHuge(u64),
-    /// The pool has too few huge pages.
-    #[error(
-        "guest memory needs {needed} huge pages of 2 MiB, and this host has {free} free: \
-         reserve more (sysctl vm.nr_hugepages), or use --hugepages thp"
-    )]
-    PoolTooSmall {
-        /// Huge pages that the guest needs.
-        needed: u64,
-        /// Huge pages that are neither in use nor reserved.
-        free: u64,
-    },
-    /// The host's kernel has no `MADV_POPULATE_WRITE`.
-    #[error(
-        "this host's kernel cannot populate memory beforehand (5.14 can): leave --prefault out"
-    )]
-    NoPrefault,
-    /// The layout is invalid. Only a programming error leads here.
-    #[error(transparent)]
-    Layout(#[from] LayoutError),
-}
-
-impl MemoryError {
-    /// Returns whether another host might have enough memory, or a kernel that allows it.
-    pub(crate) fn host_lacks(&self) -> bool {
-        matches!(self, Self::DoesNotFit { .. } | Self::PoolTooSmall { .. } | Self::NoPrefault)
-    }
-}
 
 /// Guest memory, its tracker and its options.
 #[derive(Debug)]
@@ -139,7 +94,7 @@ impl Memory {
         if options.is_pooled() {
             check_pool(bytes)?;
         } else if let Some(has) = most_bytes.filter(|has| *has < bytes) {
-            let cause = format!("this host has {} of memory and swap", gib(has));
+            let cause = format!("this host has {} of memory and swap", error::gib(has));
             return Err(does_not_fit(cause));
         }
         let mut regions = Vec::new();
@@ -244,7 +199,7 @@ impl Memory {
     ///
     /// # Errors
     /// The reason why the frame has not arrived, after `limit` at the latest.
-    pub(crate) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), String> {
+    pub(crate) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), MemoryError> {
         self.kept.late().map_or(Ok(()), |late| late.require(frame, limit))
     }
 
@@ -306,7 +261,7 @@ impl Memory {
         let left = self.kept.late().map(Late::left).filter(|left| !left.is_empty());
         let (mut populated, mut runs) = (Populated::default(), Vec::new());
         for region in self.ram.iter() {
-            populated.find(region, populated::all(region), &mut runs)?;
+            populated.find(region, region::all(region), &mut runs)?;
         }
         let Some(left) = left else { return Ok(runs) };
         let mut all: FrameSet = runs.into_iter().collect();
@@ -319,8 +274,6 @@ impl Memory {
 /// How long an epoch waits for a lazy restore to finish, so that it can use write protection and
 /// copy after the guest has resumed.
 const LATE_LIMIT: Duration = Duration::from_secs(1);
-
-type Region = GuestRegionMmap<TrackedBitmap>;
 
 /// Refuses a guest that is too large for the pool of huge pages. Without this check the kernel
 /// reports only "out of memory".
@@ -338,15 +291,6 @@ fn check_pool(bytes: u64) -> Result<(), MemoryError> {
     let more = pool("nr_overcommit_hugepages").unwrap_or(0);
     let needed = bytes / backing::HUGE_PAGE;
     if needed > free + more { Err(MemoryError::PoolTooSmall { needed, free }) } else { Ok(()) }
-}
-
-/// Formats a number of bytes for users.
-fn gib(bytes: u64) -> String {
-    match bytes {
-        _ if bytes < 1 << 30 => format!("{} MiB", bytes >> 20),
-        _ if bytes.is_multiple_of(1 << 30) => format!("{} GiB", bytes >> 30),
-        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
-    }
 }
 
 /// Returns the host's memory and swap, in bytes. `None` if the host does not say, or if it allows

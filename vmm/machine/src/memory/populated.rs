@@ -9,7 +9,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use rustix::fs::SeekFrom;
 use vm_memory::{FileOffset, GuestMemoryRegion};
 
-use super::Region;
+use super::region::{Region, all, is_pooled};
 
 /// Queries the kernel. Keeps an open file and a buffer between queries.
 #[derive(Debug, Default)]
@@ -46,17 +46,6 @@ impl Populated {
         };
         Ok(self.pagemap.insert(opened))
     }
-}
-
-/// Returns whether the region consists of huge pages from the pool.
-pub(super) fn is_pooled(region: &Region) -> bool {
-    region.is_hugetlbfs() == Some(true)
-}
-
-/// Returns all frames of a region.
-pub(super) fn all(region: &Region) -> FrameRun {
-    let start = Gfn::containing(region.start_addr().0);
-    FrameRun { start, count: region.len() / PAGE_SIZE }
 }
 
 /// Adds the data of a memory file, swapped out or not. The page tables do not show it: a

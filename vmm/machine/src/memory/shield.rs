@@ -19,7 +19,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::late::Late;
-use super::populated::{all, is_pooled};
+use super::region::{all, is_pooled};
 use super::userfault::Userfault;
 
 /// The frames that are protected and the frames that have not been restored yet, for threads that

@@ -27,8 +27,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 use vmm_sys_util::ioctl_iowr_nr;
 
-use super::Region;
-use super::populated::{all, is_pooled};
+use super::region::{Region, all, is_pooled};
 use super::userfault::Userfault;
 
 /// `struct pm_scan_arg`.

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use seccompiler::{BackendError, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompRule};
 use syscalls::Sysno::{self, *};
 
-use super::Class;
 use super::calls::*;
+use super::class::Class;
 
 /// Rules for each system call number. A call without rules is allowed with any arguments.
 pub(super) type Rules = BTreeMap<i64, Vec<SeccompRule>>;

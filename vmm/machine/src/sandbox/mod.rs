@@ -24,6 +24,7 @@
 //! is not restricted.
 
 mod calls;
+mod class;
 mod filters;
 mod landlock;
 mod native;
@@ -36,61 +37,12 @@ use std::sync::OnceLock;
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
+pub use self::class::Class;
 pub(crate) use self::landlock::offered as landlock_offered;
 pub use self::options::{Options, StartError};
 use crate::fail_point;
 use crate::{schedule, signals};
 use seccomp::Filters;
-
-/// Kinds of threads that serve the guest. Each kind has its own system call filter.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Class {
-    /// Runs a vCPU.
-    Vcpu,
-    /// Runs a vCPU's share of the work in the threads backend.
-    Worker,
-    /// Owns the dirty source.
-    Collector,
-    /// Owns the dirty source that follows writes by userfaultfd.
-    Watcher,
-    /// Decides when the machine runs and when it pauses.
-    Supervisor,
-    /// Copies serial output.
-    Serial,
-    /// Writes the log.
-    Log,
-    /// Copies serial input, and raises the port's interrupt for it.
-    SerialInput,
-    /// Serves a virtio entropy device.
-    Rng,
-    /// Serves a balloon.
-    Balloon,
-    /// Serves a disk.
-    Block,
-    /// Serves a network interface.
-    Net,
-    /// Serves a socket device.
-    Vsock,
-}
-
-impl Class {
-    /// All classes.
-    pub const ALL: [Class; 13] = [
-        Self::Vcpu,
-        Self::Worker,
-        Self::Collector,
-        Self::Watcher,
-        Self::Supervisor,
-        Self::Serial,
-        Self::Log,
-        Self::SerialInput,
-        Self::Rng,
-        Self::Balloon,
-        Self::Block,
-        Self::Net,
-        Self::Vsock,
-    ];
-}
 
 /// The restrictions that this process has applied.
 #[derive(Debug)]
@@ -210,8 +162,26 @@ fn enter(class: Class) {
     }
 }
 
-/// Checks whether landlock lets this process write to `path`. The error is a sentence for the user.
-pub fn check_allowed(path: &Path) -> Result<(), String> {
+/// The sandbox does not let this process write to a path.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "the VMM's sandbox does not allow writes to {}: restart the guest with --allow-path, or use a \
+     directory under {}",
+    path.display(),
+    places.join(", ")
+)]
+pub struct NotAllowed {
+    /// The path.
+    path: PathBuf,
+    /// Directories that the process may write to.
+    places: Vec<String>,
+}
+
+/// Checks whether landlock lets this process write to `path`.
+///
+/// # Errors
+/// It does not.
+pub fn check_allowed(path: &Path) -> Result<(), NotAllowed> {
     let Some(Started { landlock: true, allowed, .. }) = STARTED.get() else { return Ok(()) };
     // A path that does not exist yet will be in its nearest existing ancestor directory.
     let known = path.ancestors().find_map(|p| p.canonicalize().ok());
@@ -219,13 +189,8 @@ pub fn check_allowed(path: &Path) -> Result<(), String> {
         return Ok(());
     }
     let dirs = allowed.iter().filter(|a| a.is_dir() && !a.starts_with("/dev"));
-    let places: Vec<String> = dirs.map(|a| a.display().to_string()).collect();
-    Err(format!(
-        "the VMM's sandbox does not allow writes to {}: restart the guest with --allow-path, or use a \
-         directory under {}",
-        path.display(),
-        places.join(", ")
-    ))
+    let places = dirs.map(|a| a.display().to_string()).collect();
+    Err(NotAllowed { path: path.to_owned(), places })
 }
 
 /// Returns text to append to `cause`, an error at `path`, if this sandbox may have caused it.

@@ -9,7 +9,8 @@ use seccompiler::{
     BackendError, BpfProgram, Error, SeccompAction, SeccompFilter, TargetArch, apply_filter,
 };
 
-use super::{Class, filters, native};
+use super::class::Class;
+use super::{filters, native};
 
 /// Compiled filter programs.
 #[derive(Debug)]

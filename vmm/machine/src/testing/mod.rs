@@ -6,7 +6,7 @@ mod tap;
 
 use std::ffi::OsStr;
 use std::fs::OpenOptions;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -115,12 +115,12 @@ pub fn skip(test: &str, why: &str) {
     let exe = std::env::current_exe().unwrap_or_default();
     let line = skip_line(&binary_name(&exe), test, why);
     // Written directly to standard error: the test harness would capture the line.
-    let _ = write!(std::io::stderr(), "SKIPPED: {line}");
+    let _ = write!(io::stderr(), "SKIPPED: {line}");
     if let Some(path) = std::env::var_os(SKIP_LOG) {
         let log = OpenOptions::new().create(true).append(true).open(path);
         // One write call: other test binaries append to the same file.
         if let Err(e) = log.and_then(|mut f| f.write_all(line.as_bytes())) {
-            let _ = writeln!(std::io::stderr(), "the skip log cannot be written: {e}");
+            let _ = writeln!(io::stderr(), "the skip log cannot be written: {e}");
         }
     }
 }
@@ -133,40 +133,41 @@ pub const LINUX_GUEST: &str = "DRIFTLINE_LINUX_GUEST";
 ///
 /// # Errors
 ///
-/// A sentence that says what is missing.
-pub fn linux_guest() -> Result<PathBuf, String> {
-    let folder = std::env::var_os(LINUX_GUEST)
-        .map(PathBuf::from)
-        .ok_or_else(|| format!("{LINUX_GUEST} names no folder; images/linux/build.sh makes one"))?;
+/// What is missing.
+pub fn linux_guest() -> io::Result<PathBuf> {
+    let missing = |what: String| io::Error::new(io::ErrorKind::NotFound, what);
+    let folder = std::env::var_os(LINUX_GUEST).map(PathBuf::from).ok_or_else(|| {
+        missing(format!("{LINUX_GUEST} names no folder; images/linux/build.sh makes one"))
+    })?;
     match folder.join("vmlinux").exists() {
         true => Ok(folder),
-        false => Err(format!("there is no vmlinux in {LINUX_GUEST}={}", folder.display())),
+        false => Err(missing(format!("there is no vmlinux in {LINUX_GUEST}={}", folder.display()))),
     }
 }
 
 /// Makes `fdatasync` fail with EIO on this thread and on those that it starts, as on a disk that
 /// has lost data.
-pub fn fail_fdatasync() -> Result<(), String> {
+pub fn fail_fdatasync() -> io::Result<()> {
     fail([(libc::SYS_fdatasync, Vec::new())], libc::EIO)
 }
 
 /// Makes every attempt to lock a file on this thread fail.
 #[cfg(test)]
-pub(crate) fn fail_locks() -> Result<(), String> {
+pub(crate) fn fail_locks() -> io::Result<()> {
     let locks = libc::F_OFD_SETLK.unsigned_abs().into();
     let asks = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, locks)
         .and_then(|asks| SeccompRule::new(vec![asks]))
-        .map_err(|e| e.to_string())?;
+        .map_err(io::Error::other)?;
     fail([(libc::SYS_fcntl, vec![asks])], libc::ENOLCK)
 }
 
 /// Hides userfaultfd from this thread and from those that it starts: the system call and the device
 /// both fail.
-pub fn hide_userfaultfd() -> Result<(), String> {
+pub fn hide_userfaultfd() -> io::Result<()> {
     let request = crate::memory::USERFAULTFD_IOC_NEW();
     let asks = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, request)
         .and_then(|asks| SeccompRule::new(vec![asks]))
-        .map_err(|e| e.to_string())?;
+        .map_err(io::Error::other)?;
     let calls = [(libc::SYS_userfaultfd, Vec::new()), (libc::SYS_ioctl, vec![asks])];
     fail(calls, libc::ENOSYS)
 }
@@ -175,12 +176,12 @@ pub fn hide_userfaultfd() -> Result<(), String> {
 fn fail<const N: usize>(
     calls: [(libc::c_long, Vec<SeccompRule>); N],
     errno: i32,
-) -> Result<(), String> {
+) -> io::Result<()> {
     let fails = SeccompAction::Errno(errno.unsigned_abs());
     let rules = calls.into_iter().collect();
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, fails, TargetArch::x86_64);
-    let program: BpfProgram = filter.and_then(TryInto::try_into).map_err(|e| e.to_string())?;
-    apply_filter(&program).map_err(|e| e.to_string())
+    let program: BpfProgram = filter.and_then(TryInto::try_into).map_err(io::Error::other)?;
+    apply_filter(&program).map_err(io::Error::other)
 }
 
 /// Returns a disk that the guest may write to, over the first `bytes` of the file at `path`,

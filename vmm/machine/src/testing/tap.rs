@@ -1,31 +1,35 @@
 //! A tap on the host, for tests.
 
+use std::io;
 use std::process::Command;
 
 /// A tap, identified by its name. Dropping it removes the tap.
 pub struct Tap(pub String);
 
 impl Tap {
-    /// Creates a tap with one queue pair. `name` distinguishes the taps of one process. Fails with
-    /// a sentence where this user may not create taps.
-    pub fn new(name: &str) -> Result<Self, String> {
+    /// Creates a tap with one queue pair. `name` distinguishes the taps of one process. Fails
+    /// where this user may not create taps.
+    pub fn new(name: &str) -> io::Result<Self> {
         Self::make(name, &[])
     }
 
     /// Does as [`new`](Self::new), with several queue pairs.
-    pub fn multi_queue(name: &str) -> Result<Self, String> {
+    pub fn multi_queue(name: &str) -> io::Result<Self> {
         Self::make(name, &["multi_queue"])
     }
 
-    fn make(name: &str, more: &[&str]) -> Result<Self, String> {
+    fn make(name: &str, more: &[&str]) -> io::Result<Self> {
         let name = format!("dl{}{name}", std::process::id());
         let args = [&["tuntap", "add", "dev", &name, "mode", "tap"], more].concat();
-        let out = Command::new("ip").args(&args).output().map_err(|e| format!("ip: {e}"))?;
+        let out = Command::new("ip")
+            .args(&args)
+            .output()
+            .map_err(|e| io::Error::new(e.kind(), format!("ip: {e}")))?;
         match out.status.success() {
             true => Ok(Self(name)),
             false => {
                 let said = String::from_utf8_lossy(&out.stderr);
-                Err(format!("ip {}: {}", args.join(" "), said.trim()))
+                Err(io::Error::other(format!("ip {}: {}", args.join(" "), said.trim())))
             }
         }
     }

@@ -85,7 +85,7 @@ impl ThreadMachine {
         host: &HostConfig,
     ) -> Result<Arc<Self>, GuestError> {
         let unusable = |why| GuestError::Malformed { what: "the configuration".to_owned(), why };
-        config.check().map_err(unusable)?;
+        config.check().map_err(|e| unusable(e.to_string()))?;
         let spec = payload_spec(&config)?;
         let memory = Memory::new(config.mem_bytes, &host.memory).map_err(MachineError::from)?;
         let placement =

@@ -8,7 +8,7 @@ use super::leaves::{
     AMD_LEGACY_CMP, AMD_REPEATS, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_CACHES, LEAF_FEATURES,
     LEAF_SIZES, LEAF_TOPOLOGY, find,
 };
-use crate::cpu_model::{self, Place};
+use crate::cpu_model::{self, MissingFeature, Place};
 
 const LEAF_CACHE_DESCRIPTORS: u32 = 0x2;
 const LEAF_KVM: u32 = 0x4000_0000;
@@ -30,19 +30,20 @@ const LINEAR_BITS: u32 = 48;
 /// Returns the baseline without the features named in `without`, built from what KVM supports.
 ///
 /// # Errors
-/// The name of a baseline feature that KVM does not support.
-pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, String> {
+/// A baseline feature that KVM does not support.
+pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, MissingFeature> {
     let wanted = cpu_model::BASELINE.iter().filter(|name| !without.iter().any(|w| w == *name));
     let wanted: Vec<Place> = wanted.filter_map(|name| cpu_model::find(name)).collect();
     for place in &wanted {
         let registers = find(supported.as_slice(), place.function, place.index);
         if registers[place.register] & 1 << place.bit == 0 {
-            return Err(cpu_model::describe(*place));
+            return Err(MissingFeature(cpu_model::describe(*place)));
         }
     }
     let entries: Vec<kvm_cpuid_entry2> =
         supported.as_slice().iter().filter_map(|e| entry(e, &wanted)).collect();
-    CpuId::from_entries(&entries).map_err(|e| format!("a CPUID table of its size ({e:?})"))
+    CpuId::from_entries(&entries)
+        .map_err(|e| MissingFeature(format!("a CPUID table of its size ({e:?})")))
 }
 
 /// Returns the names of the baseline features that `supported` lacks.

@@ -10,13 +10,13 @@ use super::leaves::{
     LEAF_SVM, LEAF_TOPOLOGY, LEAF_TOPOLOGY_V2, SHSTK, SVM, TSC_DEADLINE, VMX, find,
 };
 use crate::config::{CpuConfig, CpuModel};
-use crate::cpu_model::{self, Place};
+use crate::cpu_model::{self, MissingFeature, Place};
 
 /// Returns what KVM supports, narrowed to what the guest is configured to have.
 ///
 /// # Errors
-/// The name of a baseline feature that KVM does not support.
-pub fn narrow(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, String> {
+/// A baseline feature that KVM does not support.
+pub fn narrow(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MissingFeature> {
     let mut cpuid = match cpu.model {
         CpuModel::Host => supported.clone(),
         CpuModel::Baseline => baseline(supported, &cpu.without)?,
@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(again.as_slice(), guest.as_slice());
         assert_eq!(lacking(guest.as_slice(), again.as_slice()), None);
         let less = narrow(&host, &"host,-popcnt".parse().unwrap()).unwrap();
-        let missing = narrow(&less, &baseline).unwrap_err();
+        let missing = narrow(&less, &baseline).unwrap_err().to_string();
         assert_eq!(missing, "popcnt (CPUID leaf 0x1 ECX bit 23)");
     }
 

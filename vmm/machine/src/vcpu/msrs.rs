@@ -123,12 +123,20 @@ pub(super) fn to_restore(
     Some(msr)
 }
 
+/// A register whose value this host does not take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("this host does not take MSR {index:#x} = {data:#x}")]
+pub(super) struct RefusedMsr {
+    index: u32,
+    data: u64,
+}
+
 /// Checks the registers that this host `refused`. A register whose value is 0 is accepted: the host
 /// has that value anyway.
-pub(super) fn judge(refused: &[kvm_msr_entry]) -> Result<(), String> {
+pub(super) fn judge(refused: &[kvm_msr_entry]) -> Result<(), RefusedMsr> {
     for &kvm_msr_entry { index, data, .. } in refused.iter().filter(|m| m.data != 0) {
         let Some(reason) = why_tolerated(index) else {
-            return Err(format!("this host does not take MSR {index:#x} = {data:#x}"));
+            return Err(RefusedMsr { index, data });
         };
         tracing::info!("this host does not take MSR {index:#x} = {data:#x}; {reason}");
     }
@@ -313,7 +321,7 @@ mod tests {
     #[test]
     fn a_register_that_the_host_refuses_is_named_with_its_value() {
         assert_eq!(judge(&[entry(0x345, 0), entry(0x9e, 0x3_0000)]), Ok(()));
-        let why = judge(&[entry(SMBASE, 0x3_0000), entry(0x345, 0x2c5)]).unwrap_err();
+        let why = judge(&[entry(SMBASE, 0x3_0000), entry(0x345, 0x2c5)]).unwrap_err().to_string();
         assert_eq!(why, "this host does not take MSR 0x345 = 0x2c5");
         for index in [0x4000_0020, 0x480, KVM_WALL_CLOCK_NEW] {
             assert!(to_restore(entry(index, 1), &[]).is_none(), "{index:#x}");

@@ -306,7 +306,7 @@ impl Vcpu {
         // The deadline depends on a correct TSC.
         put.extend(deadline);
         let refused = msrs::write(&self.fd, &put).map_err(|e| unsupported(e.to_string()))?;
-        msrs::judge(&refused).map_err(unsupported)
+        msrs::judge(&refused).map_err(|e| unsupported(e.to_string()))
     }
 
     /// Returns the TSC value to restore, never less than what the guest has seen.

@@ -139,7 +139,7 @@ fn what_a_guest_reports_as_free_is_neither_held_nor_stored() {
     }
     let image = match linux_guest() {
         Ok(image) => image,
-        Err(why) => return skip(NAME, &why),
+        Err(why) => return skip(NAME, &why.to_string()),
     };
     let config = BalloonConfig { deflate_on_oom: false, hinting: false, ..Default::default() };
     let guest = Frees::boot(&image, config);
@@ -171,7 +171,7 @@ fn what_a_guest_hints_as_free_is_not_stored() {
     }
     let image = match linux_guest() {
         Ok(image) => image,
-        Err(why) => return skip(NAME, &why),
+        Err(why) => return skip(NAME, &why.to_string()),
     };
     let config = BalloonConfig { deflate_on_oom: false, reporting: false, ..Default::default() };
     let guest = Frees::boot(&image, config);

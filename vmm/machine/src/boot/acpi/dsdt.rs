@@ -6,7 +6,7 @@ use acpi_tables::aml::{
 };
 use acpi_tables::{Aml, aml::AmlStr};
 
-use super::MmioSlot;
+use crate::boot::platform::MmioSlot;
 use crate::devices::{COM1_IRQ, COM1_PORTS, GENERATION_EVENT, PVPANIC};
 
 const MMIO_BYTES: u32 = 4096;

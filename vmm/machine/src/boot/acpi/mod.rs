@@ -13,7 +13,7 @@ use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::sdt::Sdt;
 
-use super::{IOAPIC, LOCAL_APIC, MmioSlot, ioapic_id};
+use super::platform::{IOAPIC, LOCAL_APIC, MmioSlot, ioapic_id};
 use crate::devices::{KEYBOARD_COMMAND, KEYBOARD_RESET, PM1A_CONTROL, PM1A_EVENT, SCI};
 
 const OEM: [u8; 6] = *b"DRFTLN";

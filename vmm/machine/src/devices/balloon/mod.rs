@@ -29,6 +29,7 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::EventFd;
 
+use super::error::DeviceError;
 use super::virtio::{
     Buffer, Chain, Device, Io, Kind, Shared, Stall, Violation, Watcher, decode_state, encode_state,
 };
@@ -355,16 +356,16 @@ impl Device for Balloon {
         Ok(())
     }
 
-    fn save(&self) -> Result<Vec<u8>, String> {
+    fn save(&self) -> Result<Vec<u8>, DeviceError> {
         let state = State {
             target_frames: self.figures.target(),
             space: self.space,
             last_command: self.hints.last_command(),
         };
-        encode_state(&state)
+        Ok(encode_state(&state)?)
     }
 
-    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
         let state: State = decode_state(state)?;
         self.figures.set_target(state.target_frames);
         self.figures.set_actual(state.space.actual);
@@ -373,11 +374,11 @@ impl Device for Balloon {
         Ok(())
     }
 
-    fn acquire(&mut self) -> Result<(), String> {
+    fn acquire(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
 
-    fn release(&mut self, _: Instant) -> Result<(), String> {
+    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
         Ok(())
     }
 }

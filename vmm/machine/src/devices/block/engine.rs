@@ -1,6 +1,9 @@
 //! The engine that does a disk's work: io_uring, or plain reads and writes where the kernel has no
 //! io_uring.
 
+#[cfg(test)]
+pub(super) mod manual;
+
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,7 +20,7 @@ pub(super) enum Engine {
     Uring(Box<Uring>),
     Plain(Arc<DiskFile>),
     #[cfg(test)]
-    Held(super::held::Held),
+    Manual(manual::ManualEngine),
 }
 
 impl Engine {
@@ -40,7 +43,7 @@ impl Engine {
             Self::Uring(uring) => Some(uring.announcer()),
             Self::Plain(_) => None,
             #[cfg(test)]
-            Self::Held(held) => Some(held.announcer()),
+            Self::Manual(engine) => Some(engine.announcer()),
         }
     }
 
@@ -57,7 +60,7 @@ impl Engine {
             Self::Uring(uring) => uring.file(),
             Self::Plain(file) => file,
             #[cfg(test)]
-            Self::Held(held) => return held.submit(operation),
+            Self::Manual(engine) => return engine.submit(operation),
         };
         Some(plain::perform(file, &operation, ram))
     }
@@ -68,7 +71,7 @@ impl Engine {
             Self::Uring(uring) => uring.completions(ram),
             Self::Plain(_) => Vec::new(),
             #[cfg(test)]
-            Self::Held(held) => held.completions(),
+            Self::Manual(engine) => engine.completions(),
         }
     }
 
@@ -79,7 +82,7 @@ impl Engine {
             Self::Uring(uring) => uring.wait(deadline),
             Self::Plain(_) => true,
             #[cfg(test)]
-            Self::Held(held) => held.wait(deadline),
+            Self::Manual(engine) => engine.wait(deadline),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use driftline_guest::VmId;
 
@@ -85,9 +86,58 @@ pub enum DiskError {
         /// Why the file is taken for that disk.
         why: ParentsDisk,
     },
-    /// Another guest or program uses the file, or the file cannot be locked.
-    #[error("{0}")]
-    InUse(String),
+    /// Another guest or program uses the file.
+    #[error(
+        "disk file \"{}\" is in use by another: `lslocks` and `fuser -v {}` tell the process, if it is on \
+         this host",
+        .0.display(), .0.display()
+    )]
+    InUse(PathBuf),
+    /// The file cannot be locked or unlocked.
+    #[error("disk file \"{}\" cannot be {what}: {cause}", path.display())]
+    Lock {
+        /// The file.
+        path: PathBuf,
+        /// What failed: `locked` or `unlocked`.
+        what: &'static str,
+        /// The system's error.
+        cause: io::Error,
+    },
+    /// What the guest wrote is lost, and the guest has not been told yet.
+    #[error(
+        "disk \"{id}\": what the guest wrote could not be made durable in \"{}\": {cause}; its next flush fails, \
+         and until then it is not handed over: `sync` in the guest, or its file system mounted anew, flushes it; \
+         `driftline stop` gives the guest up",
+        path.display()
+    )]
+    Lost {
+        /// The disk's name.
+        id: String,
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        cause: io::Error,
+    },
+    /// A flush was still under way when the disk was to be handed over.
+    #[error(
+        "disk \"{id}\": what the guest wrote is still being made durable in \"{}\" after {waited:.1?}: its storage \
+         is too slow to hand it over now, or stuck",
+        path.display()
+    )]
+    FlushUnderWay {
+        /// The disk's name.
+        id: String,
+        /// The file.
+        path: PathBuf,
+        /// Time that the caller has waited.
+        waited: Duration,
+    },
+    /// The disk's flush thread has ended.
+    #[error("disk \"{id}\": its flush thread has ended")]
+    FlushEnded {
+        /// The disk's name.
+        id: String,
+    },
     /// The file is smaller than the disk that the guest knows.
     #[error("disk \"{id}\" has {want} bytes, and its file \"{}\" on this host has only {has}", path.display())]
     TooSmall {
@@ -126,7 +176,7 @@ pub enum DiskError {
         /// The reason.
         why: String,
     },
-    /// The disk's flush thread cannot be started.
+    /// A thread that flushes the disk cannot be started.
     #[error("no thread can be started for disk \"{id}\": {cause}")]
     Thread {
         /// The disk's name.

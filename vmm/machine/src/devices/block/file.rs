@@ -97,8 +97,8 @@ impl DiskFile {
         let file = Self { file, path: path.clone(), readonly: *readonly, holder, flusher };
         match lock::is_anothers(&file.file, file.kind_of_lock(), holder) {
             Ok(false) => file.require_identity(disk),
-            Ok(true) => Err(DiskError::InUse(file.in_use())),
-            Err(e) => Err(DiskError::InUse(file.cannot_lock(&e))),
+            Ok(true) => Err(DiskError::InUse(path.clone())),
+            Err(e) => Err(file.not_locked("locked")(e)),
         }
     }
 
@@ -146,24 +146,16 @@ impl DiskFile {
     }
 
     /// Locks the file against all others, or, if it is read-only, against writers.
-    pub(super) fn lock(&self) -> Result<(), String> {
+    pub(super) fn lock(&self) -> Result<(), DiskError> {
         match lock::set(&self.file, self.kind_of_lock(), self.holder) {
             Ok(true) => Ok(()),
-            Ok(false) => Err(self.in_use()),
-            Err(e) => Err(self.cannot_lock(&e)),
+            Ok(false) => Err(DiskError::InUse(self.path.clone())),
+            Err(e) => Err(self.not_locked("locked")(e)),
         }
     }
 
-    fn in_use(&self) -> String {
-        let path = self.path.display();
-        format!(
-            "disk file \"{path}\" is in use by another: `lslocks` and `fuser -v {path}` tell the process, if it is on \
-             this host"
-        )
-    }
-
-    fn cannot_lock(&self, e: &io::Error) -> String {
-        format!("disk file \"{}\" cannot be locked: {e}", self.path.display())
+    fn not_locked(&self, what: &'static str) -> impl Fn(io::Error) -> DiskError {
+        move |cause| DiskError::Lock { path: self.path.clone(), what, cause }
     }
 
     /// Drops this host's cached pages of the file: another host may have written to it since.
@@ -186,7 +178,7 @@ impl DiskFile {
     ///
     /// A flush is still under way at `deadline`. It continues. Its thread keeps the open file and
     /// therefore the lock, even if this disk is dropped meanwhile.
-    pub(super) fn flush_and_unlock(self: &Arc<Self>, deadline: Instant) -> Result<(), String> {
+    pub(super) fn flush_and_unlock(self: &Arc<Self>, deadline: Instant) -> Result<(), DiskError> {
         if !self.readonly {
             let begun = Instant::now();
             // A flush that began while the guest ran comes first.
@@ -200,9 +192,9 @@ impl DiskFile {
     }
 
     /// Releases the lock for a guest that has not run here: there is nothing to make durable.
-    pub(super) fn unlock(&self) -> Result<(), String> {
-        let failed = |e| format!("disk file \"{}\" cannot be unlocked: {e}", self.path.display());
-        lock::set(&self.file, RangeLock::Free, self.holder).map(drop).map_err(failed)
+    pub(super) fn unlock(&self) -> Result<(), DiskError> {
+        let unlocked = lock::set(&self.file, RangeLock::Free, self.holder);
+        unlocked.map(drop).map_err(self.not_locked("unlocked"))
     }
 
     /// Returns the storage of `len` bytes from `offset` to the host. This is advice: a file that

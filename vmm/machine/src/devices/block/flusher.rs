@@ -119,7 +119,7 @@ impl Flusher {
 
     /// Starts a thread that makes durable what was written, unless one is at work already. The
     /// sandbox lets the operator's threads call this.
-    pub(in crate::devices) fn begin(self: &Arc<Self>) -> Result<(), String> {
+    pub(in crate::devices) fn begin(self: &Arc<Self>) -> Result<(), DiskError> {
         let failures = {
             let mut state = self.lock();
             if std::mem::replace(&mut state.under_way, true) {
@@ -147,9 +147,9 @@ impl Flusher {
                     }
                 }
             });
-        let failed = |e| {
+        let failed = |cause| {
             self.give_up();
-            format!("no thread flushes disk \"{}\": {e}", self.disk)
+            DiskError::Thread { id: self.disk.clone(), cause }
         };
         spawned.map(drop).map_err(failed)
     }
@@ -165,7 +165,7 @@ impl Flusher {
     pub(super) fn begin_own(
         self: &Arc<Self>,
         sync: impl FnOnce() -> io::Result<()> + Send + 'static,
-    ) -> Result<(), String> {
+    ) -> Result<(), DiskError> {
         self.lock().under_way = true;
         let order = (self.clone(), Box::new(sync) as Sync);
         let sent = self.orders.as_ref().is_some_and(|orders| orders.send(order).is_ok());
@@ -173,7 +173,7 @@ impl Flusher {
             return Ok(());
         }
         self.give_up();
-        Err(format!("disk \"{}\": its flush thread has ended", self.disk))
+        Err(DiskError::FlushEnded { id: self.disk.clone() })
     }
 
     fn give_up(&self) {
@@ -193,7 +193,7 @@ impl Flusher {
         state.lost = state.last.or(state.lost);
         (state.under_way, state.skipped) = (false, false);
         if let Some(errno) = state.last {
-            tracing::error!("{}", self.sentence(errno));
+            tracing::error!("{}", self.lost_by(errno));
         }
         self.ended.notify_all();
     }
@@ -204,7 +204,7 @@ impl Flusher {
     /// # Errors
     ///
     /// The error that the flush met.
-    pub(in crate::devices) fn wait(&self, deadline: Instant) -> Result<bool, String> {
+    pub(in crate::devices) fn wait(&self, deadline: Instant) -> Result<bool, DiskError> {
         let mut state = self.lock();
         while state.under_way {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -213,7 +213,7 @@ impl Flusher {
             }
             self.ended.wait_for(&mut state, left);
         }
-        state.last.map_or(Ok(!state.skipped), |errno| Err(self.sentence(errno)))
+        state.last.map_or(Ok(!state.skipped), |errno| Err(self.lost_by(errno)))
     }
 
     /// Waits until no flush is under way, whatever its result, or until `deadline`. `begun` is when
@@ -222,30 +222,25 @@ impl Flusher {
     /// # Errors
     ///
     /// A flush is still under way at `deadline`.
-    pub(super) fn settle(&self, begun: Instant, deadline: Instant) -> Result<(), String> {
+    pub(super) fn settle(&self, begun: Instant, deadline: Instant) -> Result<(), DiskError> {
         // An error that the flush met is recorded as lost, or the guest knows it.
         let _ = self.wait(deadline);
         if !self.lock().under_way {
             return Ok(());
         }
-        Err(format!(
-            "disk \"{}\": what the guest wrote is still being made durable in \"{}\" after {:.1?}: its storage is too slow \
-             to hand it over now, or stuck",
-            self.disk,
-            self.path.display(),
-            begun.elapsed()
-        ))
+        let (id, path) = (self.disk.clone(), self.path.clone());
+        Err(DiskError::FlushUnderWay { id, path, waited: begun.elapsed() })
     }
 
     /// Records that data of the guest is lost and that the guest has not been told.
     pub(super) fn note_lost(&self, e: &io::Error) {
         self.lock().lost = Some(errno(e));
-        tracing::error!("{}", self.sentence(errno(e)));
+        tracing::error!("{}", self.lost_by(errno(e)));
     }
 
-    /// Returns a sentence about lost data that the guest has not been told of.
-    pub(super) fn lost(&self) -> Option<String> {
-        self.lock().lost.map(|errno| self.sentence(errno))
+    /// Returns the error of lost data that the guest has not been told of.
+    pub(super) fn lost(&self) -> Option<DiskError> {
+        self.lock().lost.map(|errno| self.lost_by(errno))
     }
 
     /// Returns the answer to a guest's request that ended with `outcome`. A request that promises
@@ -277,14 +272,9 @@ impl Flusher {
         }
     }
 
-    fn sentence(&self, errno: i32) -> String {
-        let (disk, path) = (&self.disk, self.path.display());
-        let why = io::Error::from_raw_os_error(errno);
-        format!(
-            "disk \"{disk}\": what the guest wrote could not be made durable in \"{path}\": {why}; its next flush fails, \
-             and until then it is not handed over: `sync` in the guest, or its file system mounted anew, flushes it; \
-             `driftline stop` gives the guest up"
-        )
+    fn lost_by(&self, errno: i32) -> DiskError {
+        let (id, path) = (self.disk.clone(), self.path.clone());
+        DiskError::Lost { id, path, cause: io::Error::from_raw_os_error(errno) }
     }
 }
 
@@ -312,7 +302,7 @@ fn errno(e: &io::Error) -> i32 {
 pub(in crate::devices) fn flush_all<'f>(
     flushers: impl Iterator<Item = &'f Arc<Flusher>> + Clone,
     limit: Duration,
-) -> Result<bool, String> {
+) -> Result<bool, DiskError> {
     let deadline = Instant::now() + limit;
     let begun: Vec<_> = flushers.clone().map(Flusher::begin).collect();
     let mut all = Ok(true);
@@ -357,7 +347,7 @@ mod tests {
         answer.result
     }
 
-    fn hand_over(file: &Arc<DiskFile>) -> Result<(), String> {
+    fn hand_over(file: &Arc<DiskFile>) -> Result<(), DiskError> {
         file.flush_and_unlock(soon())
     }
 
@@ -380,19 +370,19 @@ mod tests {
         let flusher = file.flusher();
         file.lock().unwrap();
         file.file().write_all_at(&[1; 512], 0).unwrap();
-        assert_eq!(flush_all([flusher].into_iter(), Duration::from_secs(20)), Ok(true));
+        assert!(flush_all([flusher].into_iter(), Duration::from_secs(20)).unwrap());
         flush_of_guest(flusher, Ok(())).unwrap();
         let why = without_fdatasync(|| {
-            flush_all([flusher].into_iter(), Duration::from_secs(20)).unwrap_err()
+            flush_all([flusher].into_iter(), Duration::from_secs(20)).unwrap_err().to_string()
         });
         let path = temp.path().display().to_string();
         assert!(
             why.starts_with("disk \"d\": what the guest wrote could not") && why.contains(&path)
         );
-        assert_eq!(hand_over(&file).unwrap_err(), why);
+        assert_eq!(hand_over(&file).unwrap_err().to_string(), why);
         // The loss is still reported after a later flush has succeeded.
-        assert_eq!(flush_all([flusher].into_iter(), Duration::from_secs(20)), Ok(true));
-        assert_eq!(hand_over(&file).unwrap_err(), why);
+        assert!(flush_all([flusher].into_iter(), Duration::from_secs(20)).unwrap());
+        assert_eq!(hand_over(&file).unwrap_err().to_string(), why);
         eio(flush_of_guest(flusher, Ok(())));
         flush_of_guest(flusher, Ok(())).unwrap();
         hand_over(&file).unwrap();
@@ -403,7 +393,7 @@ mod tests {
         // The flush thread is started on that thread and inherits its restrictions.
         let (file, _temp) = without_fdatasync(disk);
         file.lock().unwrap();
-        let why = hand_over(&file).unwrap_err();
+        let why = hand_over(&file).unwrap_err().to_string();
         assert!(why.starts_with("disk \"d\": what the guest wrote could not"), "{why}");
         eio(flush_of_guest(file.flusher(), Ok(())));
     }
@@ -428,10 +418,10 @@ mod tests {
         flusher.lock().under_way = true;
         let began = Instant::now();
         let limit = Duration::from_millis(50);
-        assert_eq!(flush_all([flusher].into_iter(), limit), Ok(false));
+        assert!(!flush_all([flusher].into_iter(), limit).unwrap());
         assert!(began.elapsed() >= limit && began.elapsed() < Duration::from_secs(10));
         thread::scope(|scope| {
-            let why = file.flush_and_unlock(Instant::now() + limit).unwrap_err();
+            let why = file.flush_and_unlock(Instant::now() + limit).unwrap_err().to_string();
             assert!(why.starts_with("disk \"d\": ") && why.contains("durable in"), "{why}");
             assert!(why.contains("after 5"), "{why}");
             let released = scope.spawn(|| hand_over(&file));
@@ -478,10 +468,10 @@ mod tests {
         let answer = flusher.answer(Promise::Itself, Ok(()));
         flusher.told(&answer, true);
         eio(answer.result);
-        assert_eq!(flusher.lost(), None);
+        assert!(flusher.lost().is_none());
         // Data whose durability nobody promised is not lost.
         let answer = flusher.answer(Promise::Itself, Err(eio_now()));
         flusher.told(&answer, false);
-        assert_eq!(flusher.lost(), None);
+        assert!(flusher.lost().is_none());
     }
 }

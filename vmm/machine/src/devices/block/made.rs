@@ -222,8 +222,8 @@ mod tests {
 
     const BYTES: u64 = 1 << 20;
 
-    fn make(path: &Path, guest: VmId) -> Result<MadeDisk, String> {
-        MadeDisk::make(&disk("d", path, BYTES), guest).map_err(|e| e.to_string())
+    fn make(path: &Path, guest: VmId) -> Result<MadeDisk, DiskError> {
+        MadeDisk::make(&disk("d", path, BYTES), guest)
     }
 
     #[test]
@@ -274,16 +274,18 @@ mod tests {
         assert!(file.metadata().unwrap().blocks() >= room, "and gets it back");
         assert!(!has_data(&file).unwrap());
         File::create(&path).unwrap().set_len(BYTES + 512).unwrap();
-        let said = make(&path, guest).unwrap_err();
+        let said = make(&path, guest).unwrap_err().to_string();
         assert!(said.contains("a file of 1049088 bytes, and the disk has 1048576"), "{said}");
         fs::write(&path, "precious").unwrap();
-        let said = make(&path, guest).unwrap_err();
+        let said = make(&path, guest).unwrap_err().to_string();
         let why = "disk \"d\" cannot be copied to \"";
         assert!(said.starts_with(why) && said.contains("a file with data in it"), "{said}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
-        assert!(make(dir.path(), guest).unwrap_err().contains("it is no regular file"));
+        assert!(make(dir.path(), guest).unwrap_err().to_string().contains("it is no regular file"));
         let none = dir.path().join("none/copy");
-        assert!(make(&none, guest).unwrap_err().contains("making it failed: No such file"));
+        assert!(
+            make(&none, guest).unwrap_err().to_string().contains("making it failed: No such file")
+        );
     }
 
     #[test]
@@ -293,7 +295,7 @@ mod tests {
         let guest = VmId::random();
         let unlocked = || {
             fail_locks().unwrap();
-            make(&path, guest).unwrap_err()
+            make(&path, guest).unwrap_err().to_string()
         };
         let said = std::thread::scope(|scope| scope.spawn(unlocked).join().unwrap());
         assert!(said.contains("locking it failed: No locks available"), "{said}");
@@ -309,7 +311,7 @@ mod tests {
         let (one, other) = (VmId::random(), VmId::random());
         let made = make(&path, one).unwrap();
         for guest in [one, other] {
-            let said = make(&path, guest).unwrap_err();
+            let said = make(&path, guest).unwrap_err().to_string();
             assert!(said.contains("it is in use by another"), "{said}");
         }
         assert!(path.exists());

@@ -14,8 +14,6 @@ mod engine;
 mod error;
 mod file;
 mod flusher;
-#[cfg(test)]
-mod held;
 mod identity;
 mod lock;
 mod made;
@@ -25,11 +23,11 @@ mod request;
 mod restored;
 mod source;
 #[cfg(test)]
-mod storage;
+mod storage_tests;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
-mod under_way;
+mod under_way_tests;
 mod uring;
 
 use std::collections::HashMap;
@@ -46,6 +44,7 @@ use vmm_sys_util::epoll::EventSet;
 use self::engine::Engine;
 use self::operation::{Operation, Work};
 use self::request::Request;
+use super::error::DeviceError;
 use super::figures::DiskCounters;
 use super::virtio::{
     Buffers, Chain, Device, Io, Kind, Ring, Stall, Violation, Watcher, decode_state, encode_state,
@@ -469,12 +468,12 @@ impl Device for Block {
         Ok(())
     }
 
-    fn save(&self) -> Result<Vec<u8>, String> {
+    fn save(&self) -> Result<Vec<u8>, DeviceError> {
         let lost = self.file.flusher().lost().is_some();
-        encode_state(&BlockState { lost, ..self.state })
+        Ok(encode_state(&BlockState { lost, ..self.state })?)
     }
 
-    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
         self.state = decode_state(state)?;
         if std::mem::take(&mut self.state.lost) {
             self.file.flusher().note_lost(&io::Error::from_raw_os_error(libc::EIO));
@@ -482,7 +481,7 @@ impl Device for Block {
         Ok(())
     }
 
-    fn acquire(&mut self) -> Result<(), String> {
+    fn acquire(&mut self) -> Result<(), DeviceError> {
         self.file.lock()?;
         self.held = true;
         self.keeper.hold();
@@ -493,7 +492,7 @@ impl Device for Block {
         Ok(())
     }
 
-    fn release(&mut self, deadline: Instant) -> Result<(), String> {
+    fn release(&mut self, deadline: Instant) -> Result<(), DeviceError> {
         // Comes before another host can write to the disk: an epoch cannot have blocks that it has
         // not read by now.
         self.keeper.let_go();
@@ -502,15 +501,15 @@ impl Device for Block {
             Ok(()) => self.held = false,
             Err(_) => self.keeper.hold(),
         }
-        released
+        Ok(released?)
     }
 
-    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), String> {
+    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), DeviceError> {
         if self.has_run {
             return self.release(deadline);
         }
         self.keeper.let_go();
         self.held = false;
-        self.file.unlock()
+        Ok(self.file.unlock()?)
     }
 }

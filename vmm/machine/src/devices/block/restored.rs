@@ -167,7 +167,7 @@ impl RestoredDisk {
         if known && (disk.identity.is_none() || file.disk_identity().is_none()) {
             return Err(DiskError::Nameless { id: disk.id.clone(), path: disk.path.clone() });
         }
-        file.lock().map_err(DiskError::InUse)?;
+        file.lock()?;
         let opened = Self { sparse: is_sparse(file.file()), file, guest };
         // The previous holder of the lock may have replaced the file.
         match opened.require_name() {

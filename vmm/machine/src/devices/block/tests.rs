@@ -335,7 +335,7 @@ fn a_disk_in_use_is_not_acquired_by_another() {
     let disk = Disk::new();
     let (mut a, mut b) = (disk.block(With::Plain), disk.block(With::Plain));
     a.acquire().unwrap();
-    let error = b.acquire().unwrap_err();
+    let error = b.acquire().unwrap_err().to_string();
     assert!(error.contains(&format!("fuser -v {}", disk.config.path.display())));
     assert!(error.contains("in use") && error.contains(&*disk.config.path.to_string_lossy()));
     a.release(soon()).unwrap();

@@ -8,7 +8,9 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::frame::{HEADER, MAX_FRAME};
 use super::late::Late;
+use super::tap::TapError;
 use super::{ANNOUNCE, Net, NetState, QUEUE_SIZE, Role};
+use crate::devices::error::{DeviceError, StateError};
 use crate::devices::virtio::{
     Device, Io, Kind, Stall, Violation, Watcher, decode_state, encode_state,
 };
@@ -113,24 +115,25 @@ impl Device for Net {
         Ok(())
     }
 
-    fn save(&self) -> Result<Vec<u8>, String> {
-        encode_state(&self.state)
+    fn save(&self) -> Result<Vec<u8>, DeviceError> {
+        Ok(encode_state(&self.state)?)
     }
 
-    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
         let state: NetState = decode_state(state)?;
+        let misfit = |why| Err(StateError::Misfit(why).into());
         let NetState { pairs, ref waiting, .. } = state;
         // The features of a driver that has broken the rules are not known here. The limit is then
         // the number of pairs in the configuration.
         let many = self.features.is_none() || self.has(VIRTIO_NET_F_MQ);
         let most = if many { self.config.queues } else { 1 };
         if !(1..=most).contains(&pairs) {
-            return Err(format!("it uses {pairs} pairs of queues, not 1 to {most}"));
+            return misfit(format!("it uses {pairs} pairs of queues, not 1 to {most}"));
         }
         for (pair, frame) in waiting {
             if *pair >= pairs || !(HEADER..=MAX_FRAME).contains(&frame.len()) {
                 let len = frame.len();
-                return Err(format!("a frame of {len} bytes waits for pair {pair} of {pairs}"));
+                return misfit(format!("a frame of {len} bytes waits for pair {pair} of {pairs}"));
             }
         }
         self.state = state;
@@ -145,18 +148,17 @@ impl Device for Net {
         Ok(())
     }
 
-    fn acquire(&mut self) -> Result<(), String> {
+    fn acquire(&mut self) -> Result<(), DeviceError> {
         if self.tap.is_none() {
             self.attach_tap()?;
         }
-        self.tell_tap().map_err(|e| {
+        self.tell_tap().map_err(|cause| {
             self.tap = None;
-            let name = &self.config.tap;
-            format!("tap \"{name}\" does not do what the guest's driver needs: {e}")
+            TapError::Features { name: self.config.tap.clone(), cause }.into()
         })
     }
 
-    fn release(&mut self, _: Instant) -> Result<(), String> {
+    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
         // The tap stays attached. Frames that arrive wait in it for the host that has the guest
         // then.
         Ok(())
@@ -176,7 +178,7 @@ impl Device for Net {
         })
     }
 
-    fn attach(&mut self, late: &[u8]) -> Result<(), String> {
+    fn attach(&mut self, late: &[u8]) -> Result<(), DeviceError> {
         // If there is no tap, the guest comes from this same host, which may want the tap back.
         // Then `acquire` attaches it.
         if self.features.is_some() && self.tap.is_some() {

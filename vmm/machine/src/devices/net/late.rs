@@ -5,6 +5,8 @@ use std::collections::VecDeque;
 
 use super::frame::{HEADER, MAX_FRAME};
 use super::tap::Tap;
+use crate::codec::{self, DecodeError};
+use crate::devices::error::StateError;
 
 /// Most frames of each queue pair that are sent along. This is more than a tap holds, unless its
 /// queue was made longer.
@@ -68,7 +70,7 @@ impl Late {
     }
 
     /// Encodes the first frames that fit into `room` bytes. Returns no bytes if there are none.
-    pub(super) fn encode(&self, room: usize) -> Result<Vec<u8>, String> {
+    pub(super) fn encode(&self, room: usize) -> Result<Vec<u8>, StateError> {
         let mut left = room.saturating_sub(HEAD);
         let fits = |(_, frame): &&(u8, Vec<u8>)| {
             let taken = left.checked_sub(FRAME_HEAD + frame.len());
@@ -78,32 +80,30 @@ impl Late {
         let frames: Vec<_> = self.0.iter().take_while(fits).collect();
         match frames.is_empty() {
             true => Ok(Vec::new()),
-            false => postcard::to_stdvec(&frames).map_err(|e| e.to_string()),
+            false => postcard::to_stdvec(&frames).map_err(StateError::Encode),
         }
     }
 
     /// Decodes the bytes that [`encode`](Self::encode) returned, for an interface that uses `pairs`
     /// pairs.
-    pub(super) fn decode(bytes: &[u8], pairs: u8) -> Result<Self, String> {
+    pub(super) fn decode(bytes: &[u8], pairs: u8) -> Result<Self, StateError> {
         if bytes.is_empty() {
             return Ok(Self::default());
         }
-        let malformed = |e: postcard::Error| e.to_string();
+        let misfit = |why| Err(StateError::Misfit(why));
         // A sequence begins with its length, which is checked before anything is allocated for it.
-        let (count, _) = postcard::take_from_bytes::<usize>(bytes).map_err(malformed)?;
+        let (count, _) = postcard::take_from_bytes::<usize>(bytes).map_err(DecodeError::from)?;
         let most = MOST * usize::from(pairs);
         if count > most {
-            return Err(format!("{count} frames came late, more than {most}"));
+            return misfit(format!("{count} frames came late, more than {most}"));
         }
-        let (frames, rest): (VecDeque<(u8, Vec<u8>)>, _) =
-            postcard::take_from_bytes(bytes).map_err(malformed)?;
-        if !rest.is_empty() {
-            return Err(format!("{} bytes follow the frames that came late", rest.len()));
-        }
+        let frames: VecDeque<(u8, Vec<u8>)> = codec::decode(bytes)?;
         for (pair, frame) in &frames {
             let len = frame.len();
             if *pair >= pairs || !(HEADER..=MAX_FRAME).contains(&len) {
-                return Err(format!("a frame of {len} bytes came late for pair {pair} of {pairs}"));
+                return misfit(format!(
+                    "a frame of {len} bytes came late for pair {pair} of {pairs}"
+                ));
             }
         }
         Ok(Self(frames))
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn hostile_bytes_are_refused() {
         let refused = |frames: &[(u8, Vec<u8>)]| {
-            Late::decode(&postcard::to_stdvec(frames).unwrap(), 2).unwrap_err()
+            Late::decode(&postcard::to_stdvec(frames).unwrap(), 2).unwrap_err().to_string()
         };
         assert!(refused(&[(2, vec![0; 100])]).contains("pair 2 of 2"));
         assert!(refused(&[(0, vec![0; HEADER - 1])]).contains("bytes came late"));
@@ -153,6 +153,6 @@ mod tests {
         assert!(refused(&vec![(0, vec![0; HEADER]); 2 * MOST + 1]).contains("more than"));
         Late::decode(&[0xff; 9], 2).unwrap_err();
         let followed = [late(&[(0, HEADER)]).encode(100).unwrap(), vec![0]].concat();
-        assert!(Late::decode(&followed, 2).unwrap_err().contains("1 bytes follow"));
+        assert!(Late::decode(&followed, 2).unwrap_err().to_string().contains("1 bytes follow"));
     }
 }

@@ -57,7 +57,7 @@ const ANNOUNCE: u32 = 1 << 16;
 pub(super) struct Net {
     config: NetConfig,
     /// Opens and attaches the tap.
-    open: Box<dyn Fn() -> Result<Tap, String> + Send>,
+    open: Box<dyn Fn() -> Result<Tap, TapError> + Send>,
     /// The tap, while peers reach the guest through this host.
     tap: Option<Tap>,
     /// Whether the tap's files are watched.
@@ -122,9 +122,10 @@ impl Net {
         let announcements = Announcements::new().map_err(cannot)?;
         let opener = opener.clone();
         let open = move || {
-            let name = name.clone();
-            let opened = opener.run(move || Tap::open(&name, queues, holder));
-            opened.map_err(|e| e.to_string())?.map_err(|e| e.to_string())
+            let tap = name.clone();
+            let opened = opener.run(move || Tap::open(&tap, queues, holder));
+            let what = "asking the opener";
+            opened.map_err(|cause| TapError::System { name: name.clone(), what, cause })?
         };
         Ok(Self::new(config, announcements, Box::new(open)))
     }
@@ -134,7 +135,8 @@ impl Net {
     pub(super) fn over_sockets(config: &NetConfig, taps: Vec<File>) -> io::Result<Self> {
         let open = move || {
             let taps = taps.iter().map(File::try_clone).collect::<io::Result<_>>();
-            taps.map(Tap::of_sockets).map_err(|e| e.to_string())
+            let (name, what) = ("sockets".to_owned(), "duplicating them");
+            taps.map(Tap::of_sockets).map_err(|cause| TapError::System { name, what, cause })
         };
         Ok(Self::new(config, Announcements::new()?, Box::new(open)))
     }
@@ -142,7 +144,7 @@ impl Net {
     fn new(
         config: &NetConfig,
         announcements: Announcements,
-        open: Box<dyn Fn() -> Result<Tap, String> + Send>,
+        open: Box<dyn Fn() -> Result<Tap, TapError> + Send>,
     ) -> Self {
         Self {
             config: config.clone(),
@@ -166,7 +168,7 @@ impl Net {
         &self.counters
     }
 
-    fn attach_tap(&mut self) -> Result<(), String> {
+    fn attach_tap(&mut self) -> Result<(), TapError> {
         self.tap = Some((self.open)()?);
         (self.watched, self.retaken) = (false, true);
         Ok(())

@@ -42,6 +42,14 @@ pub enum TapError {
         /// Error of the system.
         cause: io::Error,
     },
+    /// The tap lacks what the guest's driver has negotiated.
+    #[error("tap \"{name}\" does not do what the guest's driver needs: {cause}")]
+    Features {
+        /// Name of the tap.
+        name: String,
+        /// Error of the system.
+        cause: io::Error,
+    },
     /// A system call failed.
     #[error("tap \"{name}\": {what} failed: {cause}")]
     System {

@@ -389,7 +389,7 @@ fn hostile_states_are_refused() {
     let refused = |state: NetState| {
         let mut net = world.net();
         net.activate(1 << VIRTIO_NET_F_MQ);
-        net.restore(&postcard::to_stdvec(&state).unwrap()).unwrap_err()
+        net.restore(&postcard::to_stdvec(&state).unwrap()).unwrap_err().to_string()
     };
     let state = |pairs, waiting: &[(u8, usize)]| NetState {
         pairs,

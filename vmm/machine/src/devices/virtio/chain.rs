@@ -10,7 +10,7 @@ use virtio_queue::DescriptorChain;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
-use super::Violation;
+use super::violation::Violation;
 
 /// A piece of guest memory that lies in one memory region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

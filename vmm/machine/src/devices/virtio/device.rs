@@ -11,6 +11,7 @@ use virtio_bindings::virtio_ids::{
 use vmm_sys_util::epoll::EventSet;
 
 use super::{Ring, Shared, Violation, Watcher};
+use crate::devices::error::DeviceError;
 use crate::sandbox::Class;
 
 /// The kind of a virtio device.
@@ -139,27 +140,26 @@ pub(crate) trait Device: Send {
 
     /// Returns the encoded state of a paused device. The caller saves the rings and what the driver
     /// negotiated.
-    fn save(&self) -> Result<Vec<u8>, String>;
+    fn save(&self) -> Result<Vec<u8>, DeviceError>;
 
     /// Restores a state from `save`, after [`activate`](Self::activate) if a driver was active. The
     /// bytes are hostile.
-    fn restore(&mut self, state: &[u8]) -> Result<(), String>;
+    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError>;
 
-    /// Acquires what only one host may hold. The error is a sentence.
-    fn acquire(&mut self) -> Result<(), String>;
+    /// Acquires what only one host may hold.
+    fn acquire(&mut self) -> Result<(), DeviceError>;
 
     /// Makes durable what the guest wrote, then releases what only one host may hold. The device is
     /// paused. A tap is not released: what arrives can wait in it.
     ///
     /// # Errors
     ///
-    /// Data could not be made durable until `deadline`. What holds that data is not released. The
-    /// error is a sentence.
-    fn release(&mut self, deadline: Instant) -> Result<(), String>;
+    /// Data could not be made durable until `deadline`. What holds that data is not released.
+    fn release(&mut self, deadline: Instant) -> Result<(), DeviceError>;
 
     /// Releases what [`acquire`](Self::acquire) took, for a guest that resumes on another host. If
     /// the guest has not run since it came to this host, nothing has to be made durable.
-    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), String> {
+    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), DeviceError> {
         self.release(deadline)
     }
 
@@ -171,9 +171,8 @@ pub(crate) trait Device: Send {
     }
 
     /// Connects the guest's peers to this host, and takes the bytes of `detach`. Called at the next
-    /// host, after [`restore`](Self::restore) and before `acquire`. The bytes are hostile. The
-    /// error is a sentence.
-    fn attach(&mut self, _late: &[u8]) -> Result<(), String> {
+    /// host, after [`restore`](Self::restore) and before `acquire`. The bytes are hostile.
+    fn attach(&mut self, _late: &[u8]) -> Result<(), DeviceError> {
         Ok(())
     }
 }

@@ -10,6 +10,7 @@ use driftline_guest::GuestRam;
 use vmm_sys_util::epoll::EventSet;
 
 use super::{Device, Io, Kind, Stall, Transport, Violation, Watcher};
+use crate::devices::error::{DeviceError, StateError};
 
 /// The script and the record of the device. Each flag may be changed at any time.
 #[derive(Debug, Default)]
@@ -112,12 +113,12 @@ impl Device for Fake {
         Ok(())
     }
 
-    fn save(&self) -> Result<Vec<u8>, String> {
+    fn save(&self) -> Result<Vec<u8>, DeviceError> {
         self.0.get_stuck();
         Ok(Vec::new())
     }
 
-    fn restore(&mut self, _: &[u8]) -> Result<(), String> {
+    fn restore(&mut self, _: &[u8]) -> Result<(), DeviceError> {
         self.0.get_stuck();
         Ok(())
     }
@@ -128,26 +129,26 @@ impl Device for Fake {
         Vec::new()
     }
 
-    fn attach(&mut self, _: &[u8]) -> Result<(), String> {
+    fn attach(&mut self, _: &[u8]) -> Result<(), DeviceError> {
         self.0.get_stuck();
         Script::set(&self.0.attached, true);
         Ok(())
     }
 
-    fn acquire(&mut self) -> Result<(), String> {
+    fn acquire(&mut self) -> Result<(), DeviceError> {
         self.0.get_stuck();
         if Script::is(&self.0.refuses_acquire) {
-            Err("it is not to be had".to_owned())
+            Err(StateError::Misfit("it is not to be had".to_owned()).into())
         } else {
             Ok(())
         }
     }
 
-    fn release(&mut self, _: Instant) -> Result<(), String> {
+    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
         self.0.get_stuck();
         Script::set(&self.0.released, true);
         if Script::is(&self.0.refuses_release) {
-            Err("it does not let go".to_owned())
+            Err(StateError::Misfit("it does not let go".to_owned()).into())
         } else {
             Ok(())
         }

@@ -148,7 +148,7 @@ impl Front {
             return Err(RequestError::Misfit(format!("it has positions of {count} queues")));
         }
         let mut registers = self.registers();
-        registers.restore(state.registers).map_err(RequestError::Misfit)?;
+        registers.restore(state.registers).map_err(|e| RequestError::Misfit(e.to_string()))?;
         let of = registers.state();
         let active = of.is_active() && !state.needs_reset;
         restore(RestoredWorker {

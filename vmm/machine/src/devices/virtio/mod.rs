@@ -35,6 +35,7 @@ mod ring;
 mod shared;
 mod state;
 mod transport;
+mod violation;
 mod watcher;
 mod worker;
 mod written;
@@ -43,10 +44,11 @@ pub(crate) use chain::{Buffer, Buffers, Chain};
 pub(crate) use device::{Device, Io, Kind, Stall};
 pub(crate) use done::Done;
 pub(crate) use request::RequestError;
-pub(crate) use ring::{Ring, Violation};
+pub(crate) use ring::Ring;
 pub(crate) use shared::Shared;
 pub(crate) use state::{VirtioState, decode_state, encode_state};
 pub(crate) use transport::{Asked, GRACE, Transport};
+pub(crate) use violation::Violation;
 pub(crate) use watcher::Watcher;
 
 /// Bytes of address space that a device's registers occupy.

@@ -12,6 +12,7 @@ use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use super::ring::RingSetup;
+use crate::devices::error::StateError;
 
 /// The register `QueueReset`, which the bindings lack.
 const VIRTIO_MMIO_QUEUE_RESET: u32 = 0xc0;
@@ -116,9 +117,10 @@ impl Registers {
     }
 
     /// Restores saved registers, which are hostile.
-    pub(super) fn restore(&mut self, state: RegisterState) -> Result<(), String> {
+    pub(super) fn restore(&mut self, state: RegisterState) -> Result<(), StateError> {
+        let misfit = |why| Err(StateError::Misfit(why));
         if state.queues.len() != self.queue_sizes.len() {
-            return Err(format!(
+            return misfit(format!(
                 "it has {} queues, and the device here has {}",
                 state.queues.len(),
                 self.queue_sizes.len()
@@ -128,20 +130,22 @@ impl Registers {
         // Until features are agreed, a driver may have written features that it cannot have.
         let settled = VIRTIO_CONFIG_S_FEATURES_OK | VIRTIO_CONFIG_S_DRIVER_OK;
         if unknown != 0 && state.status & settled != 0 {
-            return Err(format!(
+            return misfit(format!(
                 "its driver uses features {unknown:#x}, which are not offered here"
             ));
         }
         if state.status & VIRTIO_CONFIG_S_NEEDS_RESET != 0 {
             let status = state.status;
-            return Err(format!(
+            return misfit(format!(
                 "its driver's status is {status:#x}, of which a bit is the device's"
             ));
         }
         let sizes = state.queues.iter().zip(&self.queue_sizes);
         if let Some((queue, most)) = sizes.clone().find(|(q, most)| q.setup.size > **most) {
             let size = queue.setup.size;
-            return Err(format!("it has a queue of {size} entries, of which {most} are possible"));
+            return misfit(format!(
+                "it has a queue of {size} entries, of which {most} are possible"
+            ));
         }
         self.state = state;
         Ok(())
@@ -404,7 +408,7 @@ mod tests {
     #[test]
     fn saved_registers_are_checked() {
         let fits = registers().state().clone();
-        let refused = |state: RegisterState| registers().restore(state).unwrap_err();
+        let refused = |state: RegisterState| registers().restore(state).unwrap_err().to_string();
         assert_eq!(registers().restore(fits.clone()), Ok(()));
         assert!(refused(RegisterState { queues: vec![], ..fits.clone() }).contains("0 queues"));
         let alien = RegisterState { driver_features: 1 << 60, ..fits.clone() };

@@ -2,9 +2,10 @@
 
 use super::Violation;
 use crate::actor::CallError;
+use crate::devices::error::DeviceError;
 
 /// The reason why a device did not do what it was asked for.
-#[derive(PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub(crate) enum RequestError {
     /// The thread did not answer in time.
     #[error("{0}: its backend is stuck; look at the storage or network behind it")]
@@ -33,8 +34,8 @@ pub(crate) enum RequestError {
     #[error(transparent)]
     Violation(#[from] Violation),
     /// The device's own reason.
-    #[error("{0}")]
-    Device(String),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 impl RequestError {

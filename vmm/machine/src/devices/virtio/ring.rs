@@ -9,73 +9,10 @@ use std::sync::atomic::Ordering;
 use driftline_guest::GuestRam;
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
-use super::Chain;
-
-/// A driver's violation of the rules of virtio. The device does no more work until the driver
-/// resets it.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub(crate) enum Violation {
-    /// A queue cannot be where the driver put it.
-    #[error("queue {queue} cannot be used: {why}")]
-    Queue {
-        /// The queue's number.
-        queue: u16,
-        /// What is wrong.
-        why: String,
-    },
-    /// The available ring contradicts itself.
-    #[error("queue {queue} of {size} entries: {why}")]
-    Available {
-        /// The queue's number.
-        queue: u16,
-        /// Number of entries in the queue.
-        size: u16,
-        /// What is wrong.
-        why: String,
-    },
-    /// A descriptor chain is malformed.
-    #[error("queue {queue}: the descriptor chain from {head} is broken: {why}")]
-    Chain {
-        /// The queue's number.
-        queue: u16,
-        /// The chain's first descriptor.
-        head: u16,
-        /// What is wrong.
-        why: &'static str,
-    },
-    /// A buffer does not lie in guest memory.
-    #[error("queue {queue}: a buffer of {len} bytes at {addr:#x} does not lie in guest memory")]
-    Outside {
-        /// The queue's number.
-        queue: u16,
-        /// The buffer's guest address.
-        addr: u64,
-        /// The buffer's length in bytes.
-        len: u32,
-    },
-    /// A request does not have the form that the device's requests have.
-    #[error("queue {queue}: {why}")]
-    Request {
-        /// The queue's number.
-        queue: u16,
-        /// What is wrong.
-        why: String,
-    },
-    /// Registers were written at a time when they must not be.
-    #[error("{0}")]
-    Registers(String),
-    /// Guest memory cannot be accessed. Earlier checks should make this impossible.
-    #[error("guest memory cannot be reached: {0}")]
-    Memory(String),
-}
-
-impl From<GuestMemoryError> for Violation {
-    fn from(e: GuestMemoryError) -> Self {
-        Self::Memory(e.to_string())
-    }
-}
+use super::chain::Chain;
+use super::violation::Violation;
 
 /// The place of a queue, as set by the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]

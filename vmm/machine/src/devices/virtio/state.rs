@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::registers::RegisterState;
 use super::ring::RingPosition;
 use crate::codec;
+use crate::devices::error::StateError;
 
 /// A device's state without its configuration: what the driver wrote to its registers, its
 /// positions in the queues, and the device's own state.
@@ -41,12 +42,12 @@ impl VirtioState {
 }
 
 /// Encodes a device's own state, for [`Device::save`](super::Device::save).
-pub(crate) fn encode_state<T: Serialize>(state: &T) -> Result<Vec<u8>, String> {
-    codec::encode(state).map_err(|e| e.to_string())
+pub(crate) fn encode_state<T: Serialize>(state: &T) -> Result<Vec<u8>, StateError> {
+    codec::encode(state).map_err(StateError::Encode)
 }
 
 /// Decodes a device's own state, for [`Device::restore`](super::Device::restore). The bytes are
 /// hostile; there must be none after the state.
-pub(crate) fn decode_state<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
-    codec::decode(bytes).map_err(|e| e.to_string())
+pub(crate) fn decode_state<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, StateError> {
+    Ok(codec::decode(bytes)?)
 }

@@ -192,12 +192,12 @@ impl Transport {
 
     /// Begins to acquire what only one host may hold.
     pub(crate) fn begin_acquire(&self, deadline: Instant) -> Asked<()> {
-        self.ask("take hold of its files", deadline, Worker::acquire)
+        self.ask("acquire its files", deadline, Worker::acquire)
     }
 
     /// Begins to make durable what the guest wrote, and to release what only one host may hold.
     pub(crate) fn begin_release(&self, deadline: Instant) -> Asked<()> {
-        self.ask("let go of its files", deadline, move |worker| worker.release(deadline))
+        self.ask("release its files", deadline, move |worker| worker.release(deadline))
     }
 
     /// Begins to undo [`begin_acquire`](Self::begin_acquire) and [`attach_by`](Self::attach_by).
@@ -206,12 +206,12 @@ impl Transport {
     pub(crate) fn begin_undo(&self, deadline: Instant) -> Asked<()> {
         let limit = deadline.saturating_duration_since(Instant::now());
         let undo = move |worker: &mut Worker| worker.undo_acquire(limit);
-        Asked(self.thread.worker.begin_even_late("let go of its files", deadline, undo))
+        Asked(self.thread.worker.begin_even_late("release its files", deadline, undo))
     }
 
     /// Disconnects the guest's peers. Returns what arrived late, in at most `room` bytes.
     pub(crate) fn detach_by(&self, room: usize, by: Instant) -> Result<Vec<u8>, RequestError> {
-        self.ask("let go of its peers", by, move |worker| Ok(worker.detach(room))).wait()
+        self.ask("release its peers", by, move |worker| Ok(worker.detach(room))).wait()
     }
 
     /// Connects the guest's peers to this host, and takes the bytes that

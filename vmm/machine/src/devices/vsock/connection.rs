@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::packet::{HOST_CID, Header, NO_RECEIVE, NO_SEND, STREAM, op};
+use super::op;
+use super::packet::{HOST_CID, Header, NO_RECEIVE, NO_SEND, STREAM};
 
 /// Most bytes from the guest that wait for the host's program. This is the guest's credit.
 pub(super) const ROOM: u32 = 64 << 10;

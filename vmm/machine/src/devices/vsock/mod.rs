@@ -20,6 +20,7 @@
 mod bounds;
 mod connection;
 mod host;
+mod op;
 mod packet;
 mod patience;
 #[cfg(test)]
@@ -38,7 +39,8 @@ use self::bounds::{MAX_DATA, MAX_REFUSALS, most_connections};
 use self::connection::{Connection, Fate, Ports};
 pub use self::host::VsockError;
 use self::host::{Door, Greeting};
-use self::packet::{HEADER, HOST_CID, Header, STREAM, op};
+use self::packet::{HEADER, HOST_CID, Header, STREAM};
+use super::error::DeviceError;
 use super::opener::Opener;
 use super::timer::Timer;
 use super::virtio::{
@@ -488,25 +490,24 @@ impl Device for Vsock {
         Ok(())
     }
 
-    fn save(&self) -> Result<Vec<u8>, String> {
-        encode_state(&self.state)
+    fn save(&self) -> Result<Vec<u8>, DeviceError> {
+        Ok(encode_state(&self.state)?)
     }
 
-    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
         self.state = decode_state(state)?;
         Ok(())
     }
 
-    fn acquire(&mut self) -> Result<(), String> {
+    fn acquire(&mut self) -> Result<(), DeviceError> {
         if self.door.is_none() {
-            let door = Door::open(&self.config.uds, &self.opener);
-            self.door = Some(door.map_err(|e| e.to_string())?);
+            self.door = Some(Door::open(&self.config.uds, &self.opener)?);
             (self.door_watched, self.door_retry) = (false, None);
         }
         Ok(())
     }
 
-    fn release(&mut self, _: Instant) -> Result<(), String> {
+    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
         // Connections stay: if the guest continues on this host, so do they.
         (self.door, self.door_retry) = (None, None);
         self.callers.clear();

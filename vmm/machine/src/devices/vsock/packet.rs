@@ -7,6 +7,7 @@ use driftline_guest::GuestRam;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use super::op;
 use crate::devices::virtio::{Chain, Violation};
 
 /// Size of a header in bytes.
@@ -19,17 +20,6 @@ pub(super) const STREAM: u16 = 1;
 pub(super) const NO_RECEIVE: u32 = 1;
 /// Flag of [`op::SHUTDOWN`]: the sender sends no more.
 pub(super) const NO_SEND: u32 = 2;
-
-/// Packet operations.
-pub(super) mod op {
-    pub(in super::super) const REQUEST: u16 = 1;
-    pub(in super::super) const RESPONSE: u16 = 2;
-    pub(in super::super) const RST: u16 = 3;
-    pub(in super::super) const SHUTDOWN: u16 = 4;
-    pub(in super::super) const RW: u16 = 5;
-    pub(in super::super) const CREDIT_UPDATE: u16 = 6;
-    pub(in super::super) const CREDIT_REQUEST: u16 = 7;
-}
 
 /// `struct virtio_vsock_hdr`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

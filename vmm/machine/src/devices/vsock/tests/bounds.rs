@@ -100,19 +100,19 @@ impl Device for Watched {
         self.vsock.resume(moved, io)
     }
 
-    fn save(&self) -> Result<Vec<u8>, String> {
+    fn save(&self) -> Result<Vec<u8>, DeviceError> {
         self.vsock.save()
     }
 
-    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
         self.vsock.restore(state)
     }
 
-    fn acquire(&mut self) -> Result<(), String> {
+    fn acquire(&mut self) -> Result<(), DeviceError> {
         self.vsock.acquire()
     }
 
-    fn release(&mut self, deadline: Instant) -> Result<(), String> {
+    fn release(&mut self, deadline: Instant) -> Result<(), DeviceError> {
         self.vsock.release(deadline)
     }
 }

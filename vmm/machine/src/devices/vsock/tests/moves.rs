@@ -77,7 +77,7 @@ fn the_socket_is_one_devices_and_goes_with_it() {
     let (mut a, mut b) = (place.vsock(), place.vsock());
     assert!(!place.uds().exists(), "looking leaves nothing behind");
     a.acquire().unwrap();
-    assert!(b.acquire().unwrap_err().contains("in use"));
+    assert!(b.acquire().unwrap_err().to_string().contains("in use"));
     a.release(crate::testing::soon()).unwrap();
     assert!(!place.uds().exists());
     b.acquire().unwrap();

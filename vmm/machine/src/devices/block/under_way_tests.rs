@@ -3,37 +3,37 @@
 
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 
-use super::held::Held;
+use super::engine::manual::ManualEngine;
 use super::tests::{Disk, IOERR, OK, engines, header, pattern, range, read, request, write};
 use super::*;
 use crate::devices::figures::{DeviceFigures, Meter};
 use crate::devices::virtio::driver::{Driver, Piece};
 
-/// Returns a drive whose engine is `held`, big enough for large requests, and its driver.
-fn held(held: &Held, without: u64) -> (Disk, Driver) {
-    let (disk, driver, _) = held_with_flusher(held, without);
+/// Returns a drive whose engine is `engine`, big enough for large requests, and its driver.
+fn drive_on(engine: &ManualEngine, without: u64) -> (Disk, Driver) {
+    let (disk, driver, _) = drive_with_flusher(engine, without);
     (disk, driver)
 }
 
-fn held_with_flusher(held: &Held, without: u64) -> (Disk, Driver, Arc<Flusher>) {
-    let (disk, block) = held_block(held);
+fn drive_with_flusher(engine: &ManualEngine, without: u64) -> (Disk, Driver, Arc<Flusher>) {
+    let (disk, block) = block_on(engine);
     let flusher = block.flusher().clone();
     let driver = Driver::started_without(Box::new(block), without);
     (disk, driver, flusher)
 }
 
-fn held_with_meter(held: &Held) -> (Disk, Driver, Meter) {
-    let (disk, block) = held_block(held);
+fn drive_with_meter(engine: &ManualEngine) -> (Disk, Driver, Meter) {
+    let (disk, block) = block_on(engine);
     let meter = Meter::Disk("d".to_owned(), block.counters().clone());
     (disk, Driver::started(Box::new(block)), meter)
 }
 
-fn held_block(held: &Held) -> (Disk, Block) {
+fn block_on(engine: &ManualEngine) -> (Disk, Block) {
     let mut disk = Disk::new();
     disk.config.bytes = 64 << 20;
     disk.file.as_file().set_len(disk.config.bytes).unwrap();
     let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
-    let block = Block::new(&disk.config, 2, file, Engine::Held(held.clone())).unwrap();
+    let block = Block::new(&disk.config, 2, file, Engine::Manual(engine.clone())).unwrap();
     (disk, block)
 }
 
@@ -47,24 +47,24 @@ fn post_large(driver: &mut Driver, queue: usize) -> (usize, u16, Piece) {
 }
 
 #[track_caller]
-fn wait_for_held(held: &Held, count: usize) {
+fn wait_for_pending(engine: &ManualEngine, count: usize) {
     let end = Instant::now() + Duration::from_secs(20);
-    while held.count() < count {
-        assert!(Instant::now() < end, "{} of {count}", held.count());
+    while engine.pending() < count {
+        assert!(Instant::now() < end, "{} of {count}", engine.pending());
         std::thread::sleep(Duration::from_millis(1));
     }
     std::thread::sleep(Duration::from_millis(30));
-    assert_eq!(held.count(), count, "and no more");
+    assert_eq!(engine.pending(), count, "and no more");
 }
 
 #[test]
 fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
-    let engine = Held::new();
-    let (_disk, mut driver, meter) = held_with_meter(&engine);
+    let engine = ManualEngine::new();
+    let (_disk, mut driver, meter) = drive_with_meter(&engine);
     let mut sent: Vec<_> = (0..6).map(|n| post_large(&mut driver, n % 2)).collect();
     driver.kick(0);
     driver.kick(1);
-    wait_for_held(&engine, (MOST_UNDER_WAY >> 23) as usize);
+    wait_for_pending(&engine, (MOST_UNDER_WAY >> 23) as usize);
     assert!(matches!(meter.read(), DeviceFigures::Disk { stalls: 1.., .. }), "{:?}", meter.read());
     // A pause is refused in time, with the reason.
     let began = Instant::now();
@@ -73,9 +73,9 @@ fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
     assert!(began.elapsed() < Duration::from_secs(5));
     // The waiting chains are taken when there is room, even if a pause makes that room.
     let stands = driver.transport.begin_quiesce(began + Duration::from_secs(20));
-    engine.let_go();
+    engine.end_all();
     stands.wait().unwrap();
-    assert_eq!(engine.count(), 0);
+    assert_eq!(engine.pending(), 0);
     driver.transport.resume();
     sent.extend((0..6).map(|n| post_large(&mut driver, n % 2)));
     driver.kick(0);
@@ -84,7 +84,7 @@ fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
         driver.wait_used(queue, head);
         assert_eq!(driver.bytes(status), [OK]);
     }
-    assert_eq!(engine.given().len(), 12);
+    assert_eq!(engine.submitted().len(), 12);
 }
 
 #[test]
@@ -107,8 +107,8 @@ fn a_request_that_is_too_large_fails_alone() {
 #[test]
 fn a_device_that_works_hears_commands_between_two_requests() {
     let slow = Duration::from_millis(20);
-    let engine = Held::slow(slow);
-    let (_disk, mut driver) = held(&engine, 0);
+    let engine = ManualEngine::slow(slow);
+    let (_disk, mut driver) = drive_on(&engine, 0);
     let count = 60;
     let mut heads = Vec::new();
     for _ in 0..count {
@@ -125,7 +125,7 @@ fn a_device_that_works_hears_commands_between_two_requests() {
     for head in heads {
         driver.wait_used(0, head);
     }
-    assert_eq!(engine.given().len(), count as usize);
+    assert_eq!(engine.submitted().len(), count as usize);
 }
 
 #[test]
@@ -140,15 +140,15 @@ fn without_flushes_what_is_written_is_durable_when_it_is_done() {
     };
     let flush = 1 << VIRTIO_BLK_F_FLUSH;
     for (without, durable) in [(0, false), (flush, true)] {
-        let engine = Held::slow(Duration::ZERO);
-        let (_disk, mut driver) = held(&engine, without);
+        let engine = ManualEngine::slow(Duration::ZERO);
+        let (_disk, mut driver) = drive_on(&engine, without);
         ask(&mut driver);
-        assert_eq!(engine.given().len(), 4);
-        assert!(engine.given().iter().all(|operation| operation.durable == durable));
+        assert_eq!(engine.submitted().len(), 4);
+        assert!(engine.submitted().iter().all(|operation| operation.durable == durable));
         // A new negotiation counts.
         driver.start(!(flush ^ without));
         ask(&mut driver);
-        assert!(engine.given()[4..].iter().all(|operation| operation.durable != durable));
+        assert!(engine.submitted()[4..].iter().all(|operation| operation.durable != durable));
     }
     for with in engines() {
         let disk = Disk::new();
@@ -159,20 +159,20 @@ fn without_flushes_what_is_written_is_durable_when_it_is_done() {
 }
 
 /// Makes a flush available, which the engine holds.
-fn post_flush(driver: &mut Driver, engine: &Held) {
+fn post_flush(driver: &mut Driver, engine: &ManualEngine) {
     let status = driver.wanted(1);
     let flush = header(driver, VIRTIO_BLK_T_FLUSH, 0);
     driver.post(0, &[flush, status]);
     driver.kick(0);
-    wait_for_held(engine, 1);
+    wait_for_pending(engine, 1);
 }
 
 #[test]
 fn what_was_lost_is_told_to_the_next_driver_if_this_one_does_not_hear_it() {
     let flush = |driver: &mut Driver| request(driver, VIRTIO_BLK_T_FLUSH, 0, &[]);
     for breaks_a_rule in [false, true] {
-        let engine = Held::new();
-        let (_disk, mut driver, flusher) = held_with_flusher(&engine, 0);
+        let engine = ManualEngine::new();
+        let (_disk, mut driver, flusher) = drive_with_flusher(&engine, 0);
         post_flush(&mut driver, &engine);
         flusher.note_lost(&io::Error::from_raw_os_error(libc::EIO));
         if breaks_a_rule {
@@ -181,12 +181,12 @@ fn what_was_lost_is_told_to_the_next_driver_if_this_one_does_not_hear_it() {
             driver.post(1, &[half]);
             driver.kick(1);
             driver.wait_stopped("a request of no form");
-            engine.let_go();
+            engine.end_all();
         } else {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     std::thread::sleep(Duration::from_millis(100));
-                    engine.let_go();
+                    engine.end_all();
                 });
                 driver.write(VIRTIO_MMIO_STATUS, 0);
             });

@@ -14,14 +14,18 @@ use crate::devices::virtio::driver::Driver;
 use crate::memory::Memory;
 use crate::testing::{skip, soon};
 
+fn not_run(program: &str, why: impl std::fmt::Display) -> io::Error {
+    io::Error::other(format!("{program}: {why}"))
+}
+
 /// Returns whether the host has any of the disk in its page cache. The test does not read the disk,
 /// because that would fill the cache. The error is that of a host that does not tell.
-fn is_cached(disk: &Disk) -> Result<bool, String> {
+fn is_cached(disk: &Disk) -> io::Result<bool> {
     let mut fincore = Command::new("fincore");
     let said = fincore.args(["--noheadings", "--output", "PAGES"]).arg(disk.file.path()).output();
-    let said = said.map_err(|e| format!("fincore: {e}"))?;
+    let said = said.map_err(|e| not_run("fincore", e))?;
     let pages = String::from_utf8_lossy(&said.stdout).trim().parse::<u64>();
-    pages.map(|pages| pages > 0).map_err(|e| format!("fincore: {e}"))
+    pages.map(|pages| pages > 0).map_err(|e| not_run("fincore", e))
 }
 
 fn hand_over_and_back(device: &Transport) {
@@ -42,42 +46,42 @@ fn what_was_cached_before_a_disk_is_taken_is_not_read() {
     match is_cached(&disk) {
         Ok(false) => {}
         Ok(true) => return skip(TEST, "the file system keeps all of it in memory"),
-        Err(why) => return skip(TEST, &why),
+        Err(why) => return skip(TEST, &why.to_string()),
     }
     disk.contents(0, 4096);
-    assert_eq!(is_cached(&disk), Ok(true));
+    assert!(is_cached(&disk).unwrap());
     // A new guest's disk: nobody can have written to it since it was opened.
     let mut block = disk.block(With::Plain);
     block.acquire().unwrap();
-    assert_eq!(is_cached(&disk), Ok(true));
+    assert!(is_cached(&disk).unwrap());
     block.release(soon()).unwrap();
     // A disk that waits for its guest, on its own thread.
     let memory = Memory::new(16 << 20, &Default::default()).unwrap();
     let waits = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
     waits.acquire().unwrap();
-    assert_eq!(is_cached(&disk), Ok(false));
+    assert!(!is_cached(&disk).unwrap());
     assert_eq!(disk.contents(0, 512), [7; 512]);
     // Acquired again before the guest ran here: it had resumed on its old host.
     waits.release().unwrap();
     waits.acquire().unwrap();
-    assert_eq!(is_cached(&disk), Ok(false));
+    assert!(!is_cached(&disk).unwrap());
     assert_eq!(disk.contents(0, 512), [7; 512]);
     // The guest was to move to another host, and did not.
     hand_over_and_back(&waits);
-    assert_eq!(is_cached(&disk), Ok(true));
+    assert!(is_cached(&disk).unwrap());
     drop(waits);
     // A disk whose file was filled on this host.
     let mut block = disk.block(With::Plain);
     block.note_made_here();
     let waits = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
     waits.acquire().unwrap();
-    assert_eq!(is_cached(&disk), Ok(true));
+    assert!(is_cached(&disk).unwrap());
     drop(waits);
     let mut block = disk.block(With::Plain);
     block.acquire().unwrap();
     let launched = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
     hand_over_and_back(&launched);
-    assert_eq!(is_cached(&disk), Ok(true));
+    assert!(is_cached(&disk).unwrap());
 }
 
 /// A block device over a file; detached on drop.
@@ -85,26 +89,26 @@ struct Loop(String);
 
 impl Loop {
     /// Creates a device with blocks of 4 KiB.
-    fn new(file: &Path) -> Result<Self, String> {
+    fn new(file: &Path) -> io::Result<Self> {
         let mut losetup = Command::new("losetup");
         let made = losetup.args(["--find", "--show", "--sector-size", "4096"]).arg(file).output();
-        let made = made.map_err(|e| format!("losetup: {e}"))?;
+        let made = made.map_err(|e| not_run("losetup", e))?;
         match made.status.success() {
             true => Ok(Self(String::from_utf8_lossy(&made.stdout).trim().to_owned())),
-            false => Err(format!("losetup: {}", String::from_utf8_lossy(&made.stderr))),
+            false => Err(not_run("losetup", String::from_utf8_lossy(&made.stderr))),
         }
     }
 }
 
 /// Returns a disk that accepts every write and loses it when it is to be made durable: a block
 /// device over sealed memory.
-fn losing_disk() -> Result<(Disk, Loop), String> {
+fn losing_disk() -> io::Result<(Disk, Loop)> {
     let mut disk = Disk::new();
-    let memory = memfd_create("losing", MemfdFlags::ALLOW_SEALING).map_err(|e| e.to_string())?;
-    rustix::fs::ftruncate(&memory, disk.config.bytes).map_err(|e| e.to_string())?;
+    let memory = memfd_create("losing", MemfdFlags::ALLOW_SEALING)?;
+    rustix::fs::ftruncate(&memory, disk.config.bytes)?;
     let pid = std::process::id();
     let device = Loop::new(Path::new(&format!("/proc/{pid}/fd/{}", memory.as_raw_fd())))?;
-    fcntl_add_seals(&memory, SealFlags::WRITE).map_err(|e| e.to_string())?;
+    fcntl_add_seals(&memory, SealFlags::WRITE)?;
     disk.config.path = device.0.clone().into();
     Ok((disk, device))
 }
@@ -131,7 +135,7 @@ fn what_linux_says_of_lost_data_the_guest_hears_once() {
     // The guest's own flush meets the error.
     lose(1);
     flush_of_guest().unwrap_err();
-    assert_eq!(early(), Ok(true), "it is known");
+    assert!(early().unwrap(), "it is known");
     flush_of_guest().unwrap();
     block.release(soon()).unwrap();
     block.acquire().unwrap();
@@ -139,13 +143,13 @@ fn what_linux_says_of_lost_data_the_guest_hears_once() {
     lose(2);
     block.release(soon()).unwrap_err();
     flush_of_guest().unwrap_err();
-    assert_eq!(early(), Ok(true), "it is known");
+    assert!(early().unwrap(), "it is known");
     flush_of_guest().unwrap();
     // A flush while the guest runs meets it.
     lose(3);
     early().unwrap_err();
     flush_of_guest().unwrap_err();
-    assert_eq!(early(), Ok(true), "it is known");
+    assert!(early().unwrap(), "it is known");
     flush_of_guest().unwrap();
     block.release(soon()).unwrap();
 }

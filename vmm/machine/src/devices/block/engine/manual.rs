@@ -1,4 +1,4 @@
-//! An engine for tests that does no work: it holds operations until a test releases them.
+//! An engine for tests that does no work: an operation ends when the test says so.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::operation::Operation;
+use crate::devices::block::operation::Operation;
 
-/// The engine, and the handle that a test controls it with.
+/// The engine, and the handle by which a test controls it.
 #[derive(Clone)]
-pub(in crate::devices) struct Held {
+pub(in crate::devices::block) struct ManualEngine {
     announcer: Arc<EventFd>,
     inner: Arc<Mutex<Inner>>,
 }
@@ -19,20 +19,20 @@ pub(in crate::devices) struct Held {
 struct Inner {
     /// Time that each operation takes; it then ends within `submit`.
     takes: Option<Duration>,
-    let_go: bool,
-    held: Vec<u64>,
+    ends: bool,
+    pending: Vec<u64>,
     /// All operations that were ever submitted.
-    given: Vec<Operation>,
+    submitted: Vec<Operation>,
 }
 
-impl Held {
-    pub(in crate::devices) fn new() -> Self {
+impl ManualEngine {
+    pub(in crate::devices::block) fn new() -> Self {
         let announcer = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
         Self { announcer, inner: Arc::default() }
     }
 
     /// Creates an engine that ends each operation within `submit`, after `takes`.
-    pub(super) fn slow(takes: Duration) -> Self {
+    pub(in crate::devices::block) fn slow(takes: Duration) -> Self {
         let new = Self::new();
         new.inner().takes = Some(takes);
         new
@@ -42,52 +42,52 @@ impl Held {
         self.inner.lock().unwrap()
     }
 
-    /// Ends all held operations, and those that are submitted later.
-    pub(in crate::devices) fn let_go(&self) {
-        self.inner().let_go = true;
+    /// Ends all pending operations, and those that are submitted later.
+    pub(in crate::devices::block) fn end_all(&self) {
+        self.inner().ends = true;
         self.announcer.write(1).unwrap();
     }
 
-    /// Returns the number of held operations.
-    pub(in crate::devices) fn count(&self) -> usize {
-        self.inner().held.len()
+    /// Returns the number of pending operations.
+    pub(in crate::devices::block) fn pending(&self) -> usize {
+        self.inner().pending.len()
     }
 
     /// Returns all operations that were ever submitted.
-    pub(super) fn given(&self) -> Vec<Operation> {
-        self.inner().given.clone()
+    pub(in crate::devices::block) fn submitted(&self) -> Vec<Operation> {
+        self.inner().submitted.clone()
     }
 
-    pub(super) fn announcer(&self) -> &EventFd {
+    pub(in crate::devices::block) fn announcer(&self) -> &EventFd {
         &self.announcer
     }
 
-    pub(super) fn submit(&self, operation: Operation) -> Option<io::Result<()>> {
+    pub(in crate::devices::block) fn submit(&self, operation: Operation) -> Option<io::Result<()>> {
         let mut inner = self.inner();
         let token = operation.token;
-        inner.given.push(operation);
+        inner.submitted.push(operation);
         if let Some(takes) = inner.takes {
             drop(inner);
             std::thread::sleep(takes);
             return Some(Ok(()));
         }
-        inner.held.push(token);
-        if inner.let_go {
+        inner.pending.push(token);
+        if inner.ends {
             self.announcer.write(1).unwrap();
         }
         None
     }
 
-    pub(super) fn completions(&self) -> Vec<(u64, io::Result<()>)> {
+    pub(in crate::devices::block) fn completions(&self) -> Vec<(u64, io::Result<()>)> {
         let _ = self.announcer.read();
         let mut inner = self.inner();
-        let ended = if inner.let_go { std::mem::take(&mut inner.held) } else { Vec::new() };
+        let ended = if inner.ends { std::mem::take(&mut inner.pending) } else { Vec::new() };
         ended.into_iter().map(|token| (token, Ok(()))).collect()
     }
 
-    pub(super) fn wait(&self, deadline: Option<Instant>) -> bool {
+    pub(in crate::devices::block) fn wait(&self, deadline: Option<Instant>) -> bool {
         loop {
-            if self.inner().let_go {
+            if self.inner().ends {
                 return true;
             }
             if deadline.is_some_and(|d| Instant::now() >= d) {

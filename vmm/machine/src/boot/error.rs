@@ -1,0 +1,89 @@
+//! Why a guest cannot be booted.
+
+use driftline_dirty_tracker::Layout;
+
+/// Why a guest cannot be booted.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BootError {
+    /// A file cannot be read.
+    #[error("{what} cannot be read: {cause}")]
+    Unreadable {
+        /// The file, as the user knows it.
+        what: String,
+        /// The system's answer.
+        cause: std::io::Error,
+    },
+    /// The file is not a kernel.
+    #[error("{0} is neither an ELF file nor a bzImage")]
+    NoKernel(String),
+    /// The file is an ELF file for another purpose.
+    #[error(
+        "{what} is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static ELF file, or a bzImage"
+    )]
+    Program {
+        /// The file, as the user knows it.
+        what: String,
+        /// What it is instead.
+        is: &'static str,
+    },
+    /// The kernel is for another processor.
+    #[error("{what} is an ELF file for another architecture (machine {machine}), not for x86")]
+    WrongArchitecture {
+        /// The file, as the user knows it.
+        what: String,
+        /// `e_machine`.
+        machine: u16,
+    },
+    /// A 32-bit kernel does not name its PVH entry.
+    #[error(
+        "{0} is a 32-bit ELF file without a PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no way to enter it"
+    )]
+    NoPvhNote(String),
+    /// A bzImage's setup header asks for something that this VMM cannot provide.
+    #[error("{what} cannot be booted: {why}")]
+    BadHeader {
+        /// The file, as the user knows it.
+        what: String,
+        /// The field and its value.
+        why: String,
+    },
+    /// The kernel's headers contradict themselves or its length.
+    #[error("{what} is a damaged ELF file: {why}")]
+    Damaged {
+        /// The file, as the user knows it.
+        what: String,
+        /// What is wrong.
+        why: String,
+    },
+    /// Something does not fit in guest memory.
+    #[error("{what} does not fit in guest memory of {mem_bytes} bytes: {why}")]
+    DoesNotFit {
+        /// What does not fit.
+        what: String,
+        /// Size of guest memory, in bytes.
+        mem_bytes: u64,
+        /// Where it should have gone.
+        why: String,
+    },
+    /// The command line contains a byte that none can have.
+    #[error("the kernel's command line contains a NUL byte")]
+    NulInCmdline,
+    /// The machine's part cannot be added to the command line.
+    #[error("the kernel's command line cannot be extended: {0}")]
+    Cmdline(linux_loader::cmdline::Error),
+    /// The configuration asks for something that does not exist.
+    #[error("{0}")]
+    Config(String),
+}
+
+impl BootError {
+    pub(super) fn does_not_fit(
+        what: impl Into<String>,
+        layout: &Layout,
+        why: impl Into<String>,
+    ) -> Self {
+        let mem_bytes = layout.frames() * driftline_dirty_tracker::PAGE_SIZE;
+        Self::DoesNotFit { what: what.into(), mem_bytes, why: why.into() }
+    }
+}

@@ -1,0 +1,46 @@
+//! What the loader and the descriptions of the machine share: addresses, devices, the entry.
+
+/// Addresses of KVM's interrupt controllers.
+pub(super) const LOCAL_APIC: u32 = 0xfee0_0000;
+pub(super) const IOAPIC: u32 = 0xfec0_0000;
+
+/// Returns the first APIC id that no vCPU has.
+pub(super) const fn ioapic_id(vcpus: u8) -> u8 {
+    vcpus
+}
+
+/// A range of guest physical addresses that is in use: start and end.
+pub(super) type GuestRange = (u64, u64);
+
+/// Registers and interrupt of a virtio device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MmioSlot {
+    /// Guest physical address of its page of registers.
+    pub base: u64,
+    /// Pin of the IOAPIC.
+    pub gsi: u32,
+}
+
+/// Where a loaded kernel is entered, and where its boot information lies. All values are guest
+/// physical addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Entry {
+    /// 32-bit protected mode without paging.
+    Pvh {
+        /// Its first instruction.
+        rip: u64,
+        /// The start info, for RBX.
+        start_info: u64,
+    },
+    /// Long mode.
+    Linux64 {
+        /// Its first instruction.
+        rip: u64,
+        /// The zero page, for RSI.
+        zero_page: u64,
+        /// The identity tables, for CR3.
+        page_tables: u64,
+        /// The descriptor table.
+        gdt: u64,
+    },
+}

@@ -1,0 +1,116 @@
+//! Why a configuration is refused.
+
+use std::path::PathBuf;
+
+use super::backend::Backend;
+
+/// Characters of a refused value that a message shows. The value may come from a peer.
+const MAX_SHOWN: usize = 64;
+
+/// Why a configuration, or a value of an option on the command line, is refused.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A value does not have its form.
+    #[error("{} is no {what}: {form}", quoted(value))]
+    Malformed {
+        /// What the value should be.
+        what: &'static str,
+        /// The value.
+        value: String,
+        /// The form that it must have.
+        form: String,
+    },
+    /// There is nothing of this name.
+    #[error("there is no {what} {}{}", quoted(name), alternatives(known))]
+    Unknown {
+        /// What was named.
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// The names that there are, unless there are too many.
+        known: &'static str,
+    },
+    /// A number is outside its range.
+    #[error("{value} {what}, not {least} to {most}")]
+    OutOfRange {
+        /// What the number counts.
+        what: &'static str,
+        /// The number.
+        value: u64,
+        /// The smallest number allowed.
+        least: u64,
+        /// The largest number allowed.
+        most: u64,
+    },
+    /// A part has a size that it cannot have.
+    #[error("{part} has {value} {unit}, not {wanted}")]
+    Size {
+        /// The part.
+        part: String,
+        /// Its size.
+        value: u64,
+        /// The unit of the size.
+        unit: &'static str,
+        /// The sizes that it can have.
+        wanted: String,
+    },
+    /// Two parts share what each must have for itself.
+    #[error("it has two {what} \"{name}\"")]
+    Twice {
+        /// The parts, and what they share.
+        what: &'static str,
+        /// The value that they share.
+        name: String,
+    },
+    /// A path cannot be written into a configuration.
+    #[error("its file {0:?} has a name that is not UTF-8")]
+    NotUtf8(PathBuf),
+    /// The backend has no devices.
+    #[error("the {backend} backend has no devices, and {count} are given: they need --backend kvm")]
+    NoDevices {
+        /// The backend.
+        backend: Backend,
+        /// Number of devices in the configuration.
+        count: usize,
+    },
+}
+
+impl ConfigError {
+    pub(super) fn malformed(
+        what: &'static str,
+        value: impl Into<String>,
+        form: impl Into<String>,
+    ) -> Self {
+        Self::Malformed { what, value: value.into(), form: form.into() }
+    }
+
+    pub(super) fn unknown(what: &'static str, name: &str, known: &'static str) -> Self {
+        Self::Unknown { what, name: name.to_owned(), known }
+    }
+}
+
+/// Checks that `value` is in its range.
+pub(super) fn in_range(
+    what: &'static str,
+    value: u64,
+    least: u64,
+    most: u64,
+) -> Result<(), ConfigError> {
+    match (least..=most).contains(&value) {
+        true => Ok(()),
+        false => Err(ConfigError::OutOfRange { what, value, least, most }),
+    }
+}
+
+fn quoted(value: &str) -> String {
+    if value.chars().nth(MAX_SHOWN).is_none() {
+        return format!("\"{}\"", value.escape_debug());
+    }
+    let begins: String = value.chars().take(MAX_SHOWN).collect();
+    format!("\"{}\"... of {} bytes", begins.escape_debug(), value.len())
+}
+
+fn alternatives(known: &str) -> String {
+    if known.is_empty() { String::new() } else { format!("; there are {known}") }
+}

@@ -1,0 +1,92 @@
+//! The part of a configuration that belongs to one host.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use driftline_guest::DriveHead;
+
+use super::disk::{DiskConfig, DiskSpec};
+use super::error::ConfigError;
+use super::lineage::Restored;
+use super::net::{NetSpec, VsockSpec};
+use crate::memory::MemoryOptions;
+
+/// The destination of the first serial port's output.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum SerialSink {
+    /// Standard output. Standard input, if it is a terminal, a pipe or a file, is COM1's input.
+    #[default]
+    Stdio,
+    /// The output is discarded.
+    Null,
+    /// The output is appended to a file, which is created if it does not exist.
+    File(PathBuf),
+}
+
+impl FromStr for SerialSink {
+    type Err = ConfigError;
+
+    fn from_str(s: &str) -> Result<Self, ConfigError> {
+        match s.split_once(':') {
+            None if s == "stdio" => Ok(Self::Stdio),
+            None if s == "null" => Ok(Self::Null),
+            Some(("file", path)) if !path.is_empty() => Ok(Self::File(path.into())),
+            _ => Err(ConfigError::malformed("serial sink", s, "it is stdio, null or file:PATH")),
+        }
+    }
+}
+
+/// The part of a configuration that belongs to one host.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct HostConfig {
+    /// The destination of COM1's output, and the source of its input.
+    pub serial: SerialSink,
+    /// The host memory that backs guest memory.
+    pub memory: MemoryOptions,
+    /// Files on this host that replace the disks of an arriving guest. A spec with a name replaces
+    /// the disk of that name; the others replace the remaining disks in order.
+    pub disks: Vec<DiskSpec>,
+    /// Whether the disks are expected to differ from the guest's, as after a restore. This includes
+    /// disks without a spec, unless they are to be overwritten. If false, a disk that is known to
+    /// differ from the guest's is refused.
+    pub disks_are_copies: bool,
+    /// Taps that replace the network interfaces of an arriving guest, by the rules of `disks`.
+    pub nets: Vec<NetSpec>,
+    /// The socket that replaces the vsock of an arriving guest.
+    pub vsock: Option<VsockSpec>,
+    /// For an arriving guest: the names of the disks that are copied with it, into files that are
+    /// created here.
+    pub copied: Vec<String>,
+    /// For a restored guest: the names of the disks that are overwritten with the content of its
+    /// checkpoint.
+    pub written_over: Vec<String>,
+    /// For a restored guest: its new identity.
+    pub restored: Restored,
+    /// For tests of the tests: one in this many frames that the guest writes is not reported.
+    #[cfg(all(feature = "broken-source", debug_assertions))]
+    pub loses_one_in: Option<std::num::NonZeroU64>,
+}
+
+impl HostConfig {
+    /// Returns whether the operator has named the file of `disk`.
+    pub(crate) fn names(&self, disk: &DiskConfig) -> bool {
+        self.disks.iter().any(|spec| spec.path == disk.path)
+    }
+
+    /// Returns whether the operator accepts any identity for the file of `disk`.
+    pub(crate) fn takes_any_identity_for(&self, disk: &DiskConfig) -> bool {
+        self.disks.iter().any(|spec| spec.path == disk.path && spec.any_identity)
+    }
+
+    /// Returns this host's part for a guest whose `drives` are to be overwritten.
+    pub(crate) fn writing_over(&self, drives: &[DriveHead]) -> Self {
+        let written_over = drives.iter().map(|drive| drive.id.clone()).collect();
+        Self { written_over, ..self.clone() }
+    }
+
+    /// Returns this host's part for a guest whose `drives` are copied to this host.
+    pub(crate) fn with_copies_of(&self, drives: &[DriveHead]) -> Self {
+        let copied = drives.iter().map(|drive| drive.id.clone()).collect();
+        Self { copied, ..self.clone() }
+    }
+}

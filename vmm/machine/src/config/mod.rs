@@ -1,0 +1,33 @@
+//! A machine's configuration: the part that moves with the guest, and the part that belongs to one
+//! host.
+
+mod backend;
+mod balloon;
+mod codec;
+mod cpu;
+mod device_id;
+mod devices;
+mod disk;
+mod error;
+mod host;
+mod identity;
+mod lineage;
+mod machine;
+mod net;
+mod replace;
+mod spec;
+
+pub use backend::Backend;
+pub use balloon::BalloonConfig;
+pub use cpu::{CpuConfig, CpuModel, CpuidWord, MsrWord};
+pub(crate) use devices::disks_mut;
+pub use devices::{DeviceConfig, MAX_DEVICES, disks};
+pub use disk::{DiskConfig, DiskSpec, MAX_BLOCK_BYTES, MAX_SERIAL_BYTES};
+pub use error::ConfigError;
+pub use host::{HostConfig, SerialSink};
+pub use identity::DiskIdentity;
+pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
+pub use machine::{Boot, DEFAULT_RING_ENTRIES, MachineConfig};
+pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
+pub use replace::ReplaceError;
+pub use spec::SpecError;

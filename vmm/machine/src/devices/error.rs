@@ -1,0 +1,50 @@
+//! Why a device cannot be used, or refuses what the machine asks.
+
+use std::io;
+
+use super::block::DiskError;
+use super::net::TapError;
+use super::vsock::VsockError;
+use crate::codec::DecodeError;
+
+/// Why a device cannot be used on this host, or refuses what the machine asks of it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// A disk's file cannot be used, or the guest's writes to it are not durable.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// A network interface's tap cannot be used.
+    #[error(transparent)]
+    Tap(#[from] TapError),
+    /// The socket device's socket cannot be used.
+    #[error(transparent)]
+    Vsock(#[from] VsockError),
+    /// A system call failed.
+    #[error("device \"{id}\" cannot be started: {cause}")]
+    System {
+        /// Name of the device.
+        id: String,
+        /// Error of the system.
+        cause: io::Error,
+    },
+    /// A state is not one of this device.
+    #[error(transparent)]
+    State(#[from] StateError),
+}
+
+/// Why the state of a device cannot be saved or restored. A saved state comes from a file or a peer.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StateError {
+    /// The state cannot be encoded.
+    #[error("it cannot be encoded: {0}")]
+    Encode(postcard::Error),
+    /// The bytes are no state.
+    #[error(transparent)]
+    Decode(#[from] DecodeError),
+    /// The state is that of another device, or one that this device cannot have. This is a sentence
+    /// about the state.
+    #[error("{0}")]
+    Misfit(String),
+}

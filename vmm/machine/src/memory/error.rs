@@ -1,0 +1,77 @@
+//! Why guest memory cannot be set up or had.
+
+use std::time::Duration;
+
+use driftline_dirty_tracker::{Gfn, LayoutError};
+
+/// Why guest memory cannot be set up or had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// The size is outside the supported range, or not a whole number of pages.
+    #[error("guest memory of {0} bytes is not a whole number of pages between 16 MiB and 16 TiB")]
+    Size(u64),
+    /// The host does not have this much memory.
+    #[error("{} of guest memory does not fit (--mem): {cause}", gib(*bytes))]
+    DoesNotFit {
+        /// Requested size, in bytes.
+        bytes: u64,
+        /// The kernel's answer.
+        cause: String,
+    },
+    /// The size is not a whole number of the pool's huge pages.
+    #[error("guest memory of {0} bytes is not a whole number of huge pages of 2 MiB")]
+    NotHuge(u64),
+    /// The pool has too few huge pages.
+    #[error(
+        "guest memory needs {needed} huge pages of 2 MiB, and this host has {free} free: \
+         reserve more (sysctl vm.nr_hugepages), or use --hugepages thp"
+    )]
+    PoolTooSmall {
+        /// Huge pages that the guest needs.
+        needed: u64,
+        /// Huge pages that are neither in use nor reserved.
+        free: u64,
+    },
+    /// The host's kernel has no `MADV_POPULATE_WRITE`.
+    #[error(
+        "this host's kernel cannot populate memory beforehand (5.14 can): leave --prefault out"
+    )]
+    NoPrefault,
+    /// There is no memory backing of this name.
+    #[error("there is no memory backing \"{0}\"; there are anon and memfd")]
+    UnknownBacking(String),
+    /// There are no huge pages of this name.
+    #[error("there are no huge pages \"{0}\"; there are thp, hugetlbfs and none")]
+    UnknownHugePages(String),
+    /// A page of a restored guest cannot be fetched.
+    #[error("{0}")]
+    Lost(String),
+    /// A page of a restored guest has not been fetched in time.
+    #[error("page {:#x} has not come in {limit:?}: its storage hangs", frame.0)]
+    NotFetched {
+        /// The page.
+        frame: Gfn,
+        /// Time that it had.
+        limit: Duration,
+    },
+    /// The layout is invalid. Only a programming error leads here.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+}
+
+impl MemoryError {
+    /// Returns whether another host might have enough memory, or a kernel that allows it.
+    pub(crate) fn host_lacks(&self) -> bool {
+        matches!(self, Self::DoesNotFit { .. } | Self::PoolTooSmall { .. } | Self::NoPrefault)
+    }
+}
+
+/// Formats a number of bytes for users.
+pub(super) fn gib(bytes: u64) -> String {
+    match bytes {
+        _ if bytes < 1 << 30 => format!("{} MiB", bytes >> 20),
+        _ if bytes.is_multiple_of(1 << 30) => format!("{} GiB", bytes >> 30),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}
