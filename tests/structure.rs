@@ -1,9 +1,12 @@
 //! The structure of the repository: which crate depends on which, that no two modules import each
-//! other, that prose fits into 100 columns, and that the worked example of a request is true.
+//! other, that errors have types, that prose fits into 100 columns, and that the worked example of
+//! a request is true.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 #[path = "structure/crates.rs"]
 mod crates;
+#[path = "structure/errors.rs"]
+mod errors;
 #[path = "structure/example.rs"]
 mod example;
 #[path = "structure/imports.rs"]

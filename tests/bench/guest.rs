@@ -36,6 +36,8 @@ impl BenchGuest {
             cpu: CpuConfig::default(),
             devices: Vec::new(),
         };
+        let image = driftline_backends::image(&config).expect("the payload");
+        let host = HostConfig { image, ..host };
         let machine = Machine::launch(config, &host).expect("a guest");
         machine.resume().expect("it runs");
         let guest = Self { machine, dir, serial };

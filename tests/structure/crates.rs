@@ -20,14 +20,11 @@ const DEPENDS_ON: &[(&str, &[&str])] = &[
     ("driftline-migrate", &["driftline-dirty-tracker", "driftline-guest", "driftline-format"]),
     (
         "driftline-machine",
-        &[
-            "driftline-dirty-tracker",
-            // The backend without KVM runs the payload's workload; to be undone.
-            "driftline-images",
-            "driftline-guest",
-            "driftline-format",
-            "driftline-store",
-        ],
+        &["driftline-dirty-tracker", "driftline-guest", "driftline-format", "driftline-store"],
+    ),
+    (
+        "driftline-backends",
+        &["driftline-dirty-tracker", "driftline-images", "driftline-guest", "driftline-machine"],
     ),
     (
         "driftline-control",
@@ -43,7 +40,13 @@ const DEPENDS_ON: &[(&str, &[&str])] = &[
     ),
     (
         "driftline-compare",
-        &["driftline-dirty-tracker", "driftline-images", "driftline-guest", "driftline-machine"],
+        &[
+            "driftline-dirty-tracker",
+            "driftline-images",
+            "driftline-guest",
+            "driftline-machine",
+            "driftline-backends",
+        ],
     ),
     (
         "driftline-cli",
@@ -56,6 +59,7 @@ const DEPENDS_ON: &[(&str, &[&str])] = &[
             "driftline-checkpoint",
             "driftline-migrate",
             "driftline-machine",
+            "driftline-backends",
             "driftline-control",
             "driftline-compare",
         ],

@@ -204,7 +204,7 @@ fn describe(record: &SourceRecord) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use driftline_machine::backend::Factory;
+    use driftline_backends::Factory;
     use driftline_machine::config::{Backend, HostConfig, SerialSink};
     use driftline_machine::testing::payload_config;
 

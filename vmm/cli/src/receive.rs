@@ -4,9 +4,9 @@ use std::net::TcpListener;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
+use driftline_backends::Factory;
 use driftline_control::api::{App, Arriving, Server};
 use driftline_control::jobs::Jobs;
-use driftline_machine::backend::Factory;
 use driftline_machine::config::guest_span;
 use driftline_migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 

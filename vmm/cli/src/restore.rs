@@ -6,10 +6,10 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use driftline_backends::Factory;
 use driftline_checkpoint::{RestoreError, RestoreReport};
 use driftline_control::api::{App, Server};
 use driftline_control::jobs::Jobs;
-use driftline_machine::backend::Factory;
 use driftline_machine::config::{
     DiskConfig, DiskSpec, HostConfig, MachineConfig, Restored, guest_span,
 };

@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
+use driftline_backends::LaunchError;
 use driftline_control::api::{App, Server};
 use driftline_control::jobs::{Jobs, ShadowError, ShadowMode};
 use driftline_guest::VmId;
-use driftline_machine::backend::{self, LaunchError};
 use driftline_machine::config::{
     Backend, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, DiskSpec, Identity,
     MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetSpec, VsockConfig, VsockSpec,
@@ -47,7 +47,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     check_rings(&config)?;
     let _logged = guest_span(vm_id, &config.identity).entered();
     let mut server = Server::begin()?;
-    let vm = backend::launch_as(vm_id, config, &host).map_err(launch_failure)?;
+    let vm = driftline_backends::launch_as(vm_id, config, &host).map_err(launch_failure)?;
     log_machine(&*vm, &host.memory);
     let jobs = Jobs::new(vm.clone(), state_dir);
     if let Some(mode) = shadow {

@@ -52,7 +52,7 @@ fn the_configuration_of_a_kvm_guest_starts_it_again() {
     }
     let tap = match Tap::new("f") {
         Ok(tap) => tap,
-        Err(why) => return skip(NAME, &why),
+        Err(why) => return skip(NAME, &why.to_string()),
     };
     let place = Place::new();
     // hlt; jmp $-1

@@ -336,6 +336,8 @@ fn launch(place: &Place) -> std::sync::Arc<Machine> {
         devices: vec![DeviceConfig::Disk(disk)],
     };
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+    let image = driftline_backends::image(&config).unwrap();
+    let host = HostConfig { image, ..host };
     let machine = Machine::launch(config, &host).unwrap();
     machine.resume().unwrap();
     machine

@@ -176,8 +176,8 @@ fn pending(place: &Place, vm: &str) {
 fn an_id_and_a_name_are_checked() {
     let run = |more: &[&str]| fail(2, &[&["run"], &THREADS[..], more].concat());
     assert!(run(&["--id", "a"]).contains("is no UUID"));
-    assert!(run(&["--name", "a b"]).contains("the name of a guest"));
-    assert!(run(&["--name", &"a".repeat(65)]).contains("1 to 64 characters"));
+    assert!(run(&["--name", "a b"]).contains("is no name of a guest"));
+    assert!(run(&["--name", &"a".repeat(65)]).contains("1 to 64 of the characters"));
     assert!(fail(2, &["restore", "--store", "s", "--same-id", "--new-id"]).contains("--new-id"));
 }
 

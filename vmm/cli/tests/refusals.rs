@@ -128,6 +128,8 @@ fn a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_mem
         cpu: Default::default(),
         devices: Vec::new(),
     };
+    let image = driftline_backends::image(&config).unwrap();
+    let host = HostConfig { image, ..host };
     let machine = Machine::launch(config, &host).unwrap();
     machine.resume().unwrap();
     let mut config = MachineConfig::decode(&machine.config()).unwrap();

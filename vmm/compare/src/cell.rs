@@ -11,9 +11,9 @@ use driftline_images::PayloadSpec;
 use driftline_images::workload::SLICE_NS;
 use driftline_machine::HostMemory;
 use driftline_machine::config::{Backend, Boot, CpuConfig, HostConfig, MachineConfig, SerialSink};
-use driftline_machine::machine::{Machine, MachineError, Special};
+use driftline_machine::machine::{Machine, MachineError};
+use driftline_machine::measure::{FlatSet, FrameSink, ListSet, MeasureOptions, SharedSink};
 use driftline_machine::memory;
-use driftline_machine::sinks::{FlatSet, FrameSink, ListSet, SharedSink};
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::{EndReason, Vm};
 
@@ -165,10 +165,12 @@ impl Bench {
             Some(Sink::Flat) => Some(FrameSink::Flat(FlatSet::new(&layout))),
         };
         let sink = sink.map(SharedSink::new);
-        let host = HostConfig { serial: SerialSink::Null, ..HostConfig::default() };
-        let special =
-            Special { sink: sink.clone(), sparse: touches_little(&cell.guest, available()) };
-        let machine = Machine::launch_special(config, &host, special)?;
+        let image =
+            driftline_backends::image(&config).map_err(|e| CellError::Other(e.to_string()))?;
+        let host = HostConfig { serial: SerialSink::Null, image, ..HostConfig::default() };
+        let measured =
+            MeasureOptions { sink: sink.clone(), sparse: touches_little(&cell.guest, available()) };
+        let machine = Machine::launch_measured(config, &host, measured)?;
         let truth = match &cell.guest {
             GuestKind::Payload(spec) => {
                 Some(Truth::new(spec, &*machine).map_err(CellError::Other)?)

@@ -88,6 +88,8 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
         cpu: CpuConfig::default(),
         devices: Vec::new(),
     };
+    let image = driftline_backends::image(&config).unwrap();
+    let host = HostConfig { image, ..host };
     let machine = Machine::launch(config, &host).map_err(|e| format!("{huge_pages}: {e}"))?;
     let start = Instant::now();
     machine.resume().unwrap();

@@ -20,14 +20,14 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 /// What the owner of an `S` is asked to do.
-pub(crate) type Job<S> = Box<dyn FnOnce(&mut S) + Send>;
+pub type Job<S> = Box<dyn FnOnce(&mut S) + Send>;
 
 /// Tells the owner of an inbox that there is something in it.
 type Wake = Arc<dyn Fn() + Send + Sync>;
 
 /// The reason why a request to another thread has no result.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub(crate) enum CallError {
+pub enum CallError {
     /// The thread has ended, and has not carried the request out.
     #[error("{thread}'s thread has ended")]
     Ended {
@@ -48,13 +48,13 @@ pub(crate) enum CallError {
 
 /// Creates an inbox, and the first handle of the thread that will own it. `name` stands for that
 /// thread in errors.
-pub(crate) fn inbox<S>(name: impl Into<Arc<str>>) -> (Handle<S>, Inbox<S>) {
+pub fn inbox<S>(name: impl Into<Arc<str>>) -> (Handle<S>, Inbox<S>) {
     let (jobs, inbox) = mpsc::channel();
     (Handle { name: name.into(), jobs, wake: None }, Inbox(inbox))
 }
 
 /// The sending side of an [`Inbox`]. Any thread may have one.
-pub(crate) struct Handle<S> {
+pub struct Handle<S> {
     name: Arc<str>,
     /// `None` ends the thread.
     jobs: Sender<Option<Job<S>>>,
@@ -64,12 +64,12 @@ pub(crate) struct Handle<S> {
 impl<S> Handle<S> {
     /// Returns a handle of the same inbox that calls `wake` after it has put something into it. For
     /// a thread that does not always wait on its inbox.
-    pub(crate) fn woken_by(&self, wake: impl Fn() + Send + Sync + 'static) -> Self {
+    pub fn woken_by(&self, wake: impl Fn() + Send + Sync + 'static) -> Self {
         Self { wake: Some(Arc::new(wake)), ..self.clone() }
     }
 
     /// Returns the name of the thread in errors.
-    pub(crate) fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         &self.name
     }
 
@@ -79,7 +79,7 @@ impl<S> Handle<S> {
     /// # Errors
     ///
     /// The thread has ended, or has not answered by `deadline`.
-    pub(crate) fn call<R: Send + 'static>(
+    pub fn call<R: Send + 'static>(
         &self,
         what: &'static str,
         deadline: Instant,
@@ -89,7 +89,7 @@ impl<S> Handle<S> {
     }
 
     /// Does as [`call`](Self::call), but returns at once. The caller waits for the result later.
-    pub(crate) fn begin<R: Send + 'static>(
+    pub fn begin<R: Send + 'static>(
         &self,
         what: &'static str,
         deadline: Instant,
@@ -100,7 +100,7 @@ impl<S> Handle<S> {
 
     /// Does as [`begin`](Self::begin), but the thread runs `job` even if it comes to it after the
     /// deadline.
-    pub(crate) fn begin_even_late<R: Send + 'static>(
+    pub fn begin_even_late<R: Send + 'static>(
         &self,
         what: &'static str,
         deadline: Instant,
@@ -111,12 +111,12 @@ impl<S> Handle<S> {
 
     /// Sends the thread a job whose end no thread waits for. Returns whether the thread may still
     /// come to it.
-    pub(crate) fn tell(&self, job: impl FnOnce(&mut S) + Send + 'static) -> bool {
+    pub fn tell(&self, job: impl FnOnce(&mut S) + Send + 'static) -> bool {
         self.put(Some(Box::new(job)))
     }
 
     /// Ends the thread, once it has run the jobs that it was given before.
-    pub(crate) fn end(&self) {
+    pub fn end(&self) {
         // A thread that has ended already needs no message.
         self.put(None);
     }
@@ -163,7 +163,7 @@ impl<S> fmt::Debug for Handle<S> {
 
 /// A request whose result has not been waited for yet.
 #[must_use = "the result says whether it was done"]
-pub(crate) struct Pending<R> {
+pub struct Pending<R> {
     thread: Arc<str>,
     what: &'static str,
     limit: Duration,
@@ -178,7 +178,7 @@ impl<R> Pending<R> {
     ///
     /// The thread has ended, or has not answered by then. A thread that is running the job by then
     /// may finish it after the caller has gone. A later request follows it.
-    pub(crate) fn wait(self) -> Result<R, CallError> {
+    pub fn wait(self) -> Result<R, CallError> {
         self.wait_for(Duration::ZERO)
     }
 
@@ -188,7 +188,7 @@ impl<R> Pending<R> {
     /// # Errors
     ///
     /// As [`wait`](Self::wait).
-    pub(crate) fn wait_for(self, grace: Duration) -> Result<R, CallError> {
+    pub fn wait_for(self, grace: Duration) -> Result<R, CallError> {
         let left = (self.deadline + grace).saturating_duration_since(Instant::now());
         self.answer.recv_timeout(left).map_err(|e| match e {
             // After the deadline the thread may have dropped the job instead.
@@ -201,10 +201,10 @@ impl<R> Pending<R> {
 }
 
 /// The jobs for one thread.
-pub(crate) struct Inbox<S>(Receiver<Option<Job<S>>>);
+pub struct Inbox<S>(Receiver<Option<Job<S>>>);
 
 /// What a thread finds in its inbox.
-pub(crate) enum Next<S> {
+pub enum Next<S> {
     /// A job, to be run at once.
     Job(Job<S>),
     /// No job has come in time.
@@ -215,12 +215,12 @@ pub(crate) enum Next<S> {
 
 impl<S> Inbox<S> {
     /// Waits for the next job, or for the end.
-    pub(crate) fn recv(&self) -> Next<S> {
+    pub fn recv(&self) -> Next<S> {
         self.0.recv().ok().flatten().map_or(Next::End, Next::Job)
     }
 
     /// Returns the next job, if there is one, without waiting.
-    pub(crate) fn try_recv(&self) -> Next<S> {
+    pub fn try_recv(&self) -> Next<S> {
         match self.0.try_recv() {
             Ok(Some(job)) => Next::Job(job),
             Err(TryRecvError::Empty) => Next::Nothing,
@@ -229,7 +229,7 @@ impl<S> Inbox<S> {
     }
 
     /// Waits for the next job for at most `limit`.
-    pub(crate) fn recv_timeout(&self, limit: Duration) -> Next<S> {
+    pub fn recv_timeout(&self, limit: Duration) -> Next<S> {
         match self.0.recv_timeout(limit) {
             Ok(Some(job)) => Next::Job(job),
             Err(RecvTimeoutError::Timeout) => Next::Nothing,
@@ -238,7 +238,7 @@ impl<S> Inbox<S> {
     }
 
     /// Runs jobs on `state` until the thread is to end. For a thread that does nothing else.
-    pub(crate) fn serve(self, state: &mut S) {
+    pub fn serve(self, state: &mut S) {
         while let Next::Job(job) = self.recv() {
             job(state);
         }

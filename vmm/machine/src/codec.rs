@@ -36,7 +36,10 @@ pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, DecodeError
 }
 
 /// Encodes the version, then the value.
-pub(crate) fn encode_versioned<T: Serialize>(value: &T) -> Result<Vec<u8>, postcard::Error> {
+///
+/// # Errors
+/// The value has a part that cannot be encoded, such as a path that is not UTF-8.
+pub fn encode_versioned<T: Serialize>(value: &T) -> Result<Vec<u8>, postcard::Error> {
     encode(&(VERSION, value))
 }
 
@@ -46,7 +49,7 @@ pub(crate) fn encode_versioned<T: Serialize>(value: &T) -> Result<Vec<u8>, postc
 /// # Errors
 ///
 /// The bytes are malformed, or their version is not supported.
-pub(crate) fn decode_versioned<T: DeserializeOwned>(
+pub fn decode_versioned<T: DeserializeOwned>(
     what: impl Display,
     bytes: &[u8],
 ) -> Result<T, GuestError> {

@@ -270,7 +270,7 @@ mod tests {
     fn handed_over_guest_is_stopped_when_it_arrives() {
         let config = payload_config(Backend::Threads);
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-        let vm = driftline_machine::backend::launch_as(VmId::random(), config, &host).unwrap();
+        let vm = driftline_backends::launch_as(VmId::random(), config, &host).unwrap();
         let app = App::waiting(Arriving::default, |_| false);
         std::thread::scope(|scope| {
             let stopping = scope.spawn(|| app.interrupt("the test says so"));

@@ -287,7 +287,7 @@ mod tests {
     fn launch(backend: Backend, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<Holds>) {
         let config = MachineConfig { devices, ..payload_config(backend) };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-        let vm = driftline_machine::backend::launch(config, &host).unwrap();
+        let vm = driftline_backends::launch(config, &host).unwrap();
         vm.resume().unwrap();
         (vm.clone(), Holds::new(vm))
     }

@@ -386,6 +386,6 @@ fn paused_guest() -> (SharedVm, Arc<Jobs>) {
     use driftline_machine::testing::payload_config;
     let config = payload_config(Backend::Threads);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-    let vm = driftline_machine::backend::launch(config, &host).unwrap();
+    let vm = driftline_backends::launch(config, &host).unwrap();
     (vm.clone(), Jobs::new(vm, std::env::temp_dir()))
 }

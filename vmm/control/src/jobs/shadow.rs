@@ -49,7 +49,8 @@ const LAST: Duration = Duration::from_millis(50);
 /// ```
 /// use driftline_control::jobs::ShadowMode;
 /// assert_eq!("compare".parse(), Ok(ShadowMode::Compare));
-/// assert!("magic".parse::<ShadowMode>().unwrap_err().to_string().contains("compare and userfault-wp"));
+/// let unknown = "magic".parse::<ShadowMode>().unwrap_err().to_string();
+/// assert!(unknown.contains("compare and userfault-wp"));
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ShadowMode {

@@ -101,13 +101,9 @@ impl Jobs {
     /// # Errors
     /// The guest cannot be observed, or the observation ended early.
     pub fn watch(&self) -> Result<Watched, JobError> {
-        let _alone = match self.watching.try_lock() {
-            Ok(alone) => alone,
-            Err(TryLockError::Poisoned(e)) => e.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                let why = "the guest is being watched already, for another plan";
-                return Err(JobError::UnderWay(why.to_owned()));
-            }
+        let Some(_alone) = self.watching.try_lock() else {
+            let why = "the guest is being watched already, for another plan";
+            return Err(JobError::UnderWay(why.to_owned()));
         };
         self.still_running()?;
         let guest: &dyn Guest = &**self.vm();
@@ -267,7 +263,7 @@ mod tests {
         let (vm, jobs) = crate::jobs::paused_guest();
         assert!(jobs.watch().unwrap_err().to_string().contains("is paused"));
         jobs.resume().unwrap();
-        let other = jobs.watching.lock().unwrap();
+        let other = jobs.watching.lock();
         assert!(jobs.watch().unwrap_err().to_string().contains("being watched already"));
         drop(other);
         vm.stop("enough");

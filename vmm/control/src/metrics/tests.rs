@@ -25,7 +25,7 @@ type Families = BTreeMap<String, (String, BTreeSet<String>)>;
 fn jobs() -> Arc<Jobs> {
     let config = payload_config(Backend::Threads);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-    let vm = driftline_machine::backend::launch(config, &host).unwrap();
+    let vm = driftline_backends::launch(config, &host).unwrap();
     Jobs::new(vm, std::env::temp_dir())
 }
 

@@ -84,7 +84,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
         return Err(file.damaged("it has nothing to load"));
     }
     let room_for = |s| file.room_for(s, memory);
-    let segments: Vec<Taken> = loads.iter().map(room_for).collect::<Result<_, _>>()?;
+    let segments: Vec<GuestRange> = loads.iter().map(room_for).collect::<Result<_, _>>()?;
     file.require_apart(&segments)?;
     if !segments.iter().any(|&(start, end)| (start..end).contains(&rip)) {
         return Err(file.damaged(format!("its {kind} {rip:#x} lies in no segment")));

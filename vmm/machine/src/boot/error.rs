@@ -72,9 +72,9 @@ pub enum BootError {
     /// The machine's part cannot be added to the command line.
     #[error("the kernel's command line cannot be extended: {0}")]
     Cmdline(linux_loader::cmdline::Error),
-    /// The configuration asks for something that does not exist.
-    #[error("{0}")]
-    Config(String),
+    /// The configuration names an embedded guest, and the program embeds none.
+    #[error("this program embeds no guest \"{0}\"")]
+    NoImage(String),
 }
 
 impl BootError {

@@ -29,10 +29,7 @@ use std::fs::File;
 use std::io::Cursor;
 use std::path::Path;
 
-use driftline_images::PayloadSpec;
-use driftline_images::workload::Placement;
-
-use crate::config::{Boot, MachineConfig};
+use crate::config::{Boot, Image, MachineConfig};
 use crate::memory::Memory;
 use loaded::{Loaded, Start};
 
@@ -42,25 +39,23 @@ use platform::GuestRange;
 pub use platform::{Entry, MmioSlot};
 pub use registers::set_registers;
 
-/// Loads the kernel or payload of `config` into `memory`, for a machine with virtio devices at
-/// `devices`.
+/// Loads the kernel of `config`, or the embedded `image` that it names, into `memory`. The machine
+/// has virtio devices at `devices`.
 ///
 /// # Errors
 /// The files cannot be read or booted, or something does not fit in guest memory.
 pub fn load(
     config: &MachineConfig,
+    image: Option<&Image>,
     memory: &Memory,
     devices: &[MmioSlot],
 ) -> Result<Entry, BootError> {
     match &config.boot {
         Boot::Payload(spec) => {
-            let what = format!("the guest \"{spec}\"");
-            let spec: PayloadSpec = spec.parse().map_err(|e| BootError::Config(format!("{e}")))?;
-            place_payload(&spec, config.vcpus, memory)
-                .map_err(|why| BootError::Config(format!("{what} does not fit: {why}")))?;
-            let mut elf = Cursor::new(driftline_images::PAYLOAD_ELF);
-            let kernel = kernel::load("the payload", &mut elf, memory)?;
-            enter(config, memory, &kernel, None, &spec.cmdline(config.vcpus.into()), devices)
+            let image = image.ok_or_else(|| BootError::NoImage(spec.clone()))?;
+            let mut elf = Cursor::new(image.elf);
+            let kernel = kernel::load(&format!("guest \"{spec}\""), &mut elf, memory)?;
+            enter(config, memory, &kernel, None, &image.cmdline, devices)
         }
         Boot::Kernel { kernel, initrd, cmdline, bare } => {
             let what = format!("kernel \"{}\"", kernel.display());
@@ -75,28 +70,6 @@ pub fn load(
             let cmdline = cmdline::assemble(cmdline, *bare, devices)?;
             enter(config, memory, &loaded, initrd, &cmdline, devices)
         }
-    }
-}
-
-/// Returns where the payload's working set lies in `memory`. The error is a sentence for the user.
-pub(crate) fn place_payload(
-    spec: &PayloadSpec,
-    vcpus: u8,
-    memory: &Memory,
-) -> Result<Placement, String> {
-    let slots = memory.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
-    let placement = Placement::new(spec, slots).map_err(|e| {
-        let base = Placement::base(spec);
-        format!(
-            "its working set takes {} pages, and guest memory has {} at or above {base:#x}",
-            e.wanted, e.available
-        )
-    })?;
-    match spec.ws_pages() {
-        pages if pages < u64::from(vcpus) => {
-            Err(format!("its working set has {pages} pages, too few for {vcpus} vCPUs"))
-        }
-        _ => Ok(placement),
     }
 }
 

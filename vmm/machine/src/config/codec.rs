@@ -66,7 +66,7 @@ impl MachineConfig {
         self.cpu.check()?;
         self.identity.name.as_ref().map_or(Ok(()), GuestName::check)?;
         if self.backend != Backend::Kvm && !self.devices.is_empty() {
-            let (backend, count) = (self.backend, self.devices.len());
+            let (backend, count) = (self.backend.name(), self.devices.len());
             return Err(ConfigError::NoDevices { backend, count });
         }
         devices::paths(&self.devices).try_for_each(utf8)?;

@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use super::backend::Backend;
-
 /// Characters of a refused value that a message shows. The value may come from a peer.
 const MAX_SHOWN: usize = 64;
 
@@ -69,8 +67,8 @@ pub enum ConfigError {
     /// The backend has no devices.
     #[error("the {backend} backend has no devices, and {count} are given: they need --backend kvm")]
     NoDevices {
-        /// The backend.
-        backend: Backend,
+        /// The backend's name.
+        backend: &'static str,
         /// Number of devices in the configuration.
         count: usize,
     },

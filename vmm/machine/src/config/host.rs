@@ -1,5 +1,6 @@
 //! The part of a configuration that belongs to one host.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -36,6 +37,21 @@ impl FromStr for SerialSink {
     }
 }
 
+/// A guest that the program embeds, in place of a kernel from a file.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Image {
+    /// Its static ELF file.
+    pub elf: &'static [u8],
+    /// Its command line.
+    pub cmdline: String,
+}
+
+impl fmt::Debug for Image {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Image").field("cmdline", &self.cmdline).finish_non_exhaustive()
+    }
+}
+
 /// The part of a configuration that belongs to one host.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct HostConfig {
@@ -62,6 +78,9 @@ pub struct HostConfig {
     pub written_over: Vec<String>,
     /// For a restored guest: its new identity.
     pub restored: Restored,
+    /// The image that a new guest boots, if its configuration names one that the program embeds
+    /// ([`Boot::Payload`](super::Boot::Payload)).
+    pub image: Option<Image>,
     /// For tests of the tests: one in this many frames that the guest writes is not reported.
     #[cfg(all(feature = "broken-source", debug_assertions))]
     pub loses_one_in: Option<std::num::NonZeroU64>,

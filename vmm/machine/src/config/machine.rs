@@ -20,7 +20,8 @@ pub const DEFAULT_RING_ENTRIES: u32 = 16_384;
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Boot {
-    /// The embedded payload guest, described by its spec (`payload,ws=64M,...`).
+    /// A guest that the program embeds, described by its spec. Its image is in
+    /// [`HostConfig::image`].
     Payload(String),
     /// A kernel from a file.
     Kernel {
@@ -62,7 +63,7 @@ pub struct MachineConfig {
 
 impl MachineConfig {
     /// Returns the id and the configuration of the guest that is restored from `from` on this host.
-    pub(crate) fn restored(mut self, from: &Origin, host: &HostConfig) -> (VmId, Self) {
+    pub fn restored(mut self, from: &Origin, host: &HostConfig) -> (VmId, Self) {
         let (vm_id, identity) = host.restored.of(from, self.identity);
         self.identity = identity;
         (vm_id, self)

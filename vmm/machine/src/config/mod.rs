@@ -24,7 +24,7 @@ pub(crate) use devices::disks_mut;
 pub use devices::{DeviceConfig, MAX_DEVICES, disks};
 pub use disk::{DiskConfig, DiskSpec, MAX_BLOCK_BYTES, MAX_SERIAL_BYTES};
 pub use error::ConfigError;
-pub use host::{HostConfig, SerialSink};
+pub use host::{HostConfig, Image, SerialSink};
 pub use identity::DiskIdentity;
 pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
 pub use machine::{Boot, DEFAULT_RING_ENTRIES, MachineConfig};

@@ -33,7 +33,8 @@ pub enum DeviceError {
     State(#[from] StateError),
 }
 
-/// Why the state of a device cannot be saved or restored. A saved state comes from a file or a peer.
+/// Why the state of a device cannot be saved or restored. A saved state comes from a file or from
+/// a peer.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StateError {

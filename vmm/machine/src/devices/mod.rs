@@ -50,8 +50,7 @@ pub(crate) use set::DeviceSet;
 pub use set::Drive;
 #[cfg(test)]
 pub(crate) use set::Limits;
-pub use sink::{SinkError, SinkWriter};
-pub(crate) use sink::{SinkThread, open as open_sink};
+pub use sink::{SinkError, SinkThread, SinkWriter, open as open_sink};
 #[cfg(test)]
 pub(crate) use virtio::fake;
 pub(crate) use virtio::{Done, RequestError, VirtioState};

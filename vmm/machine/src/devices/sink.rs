@@ -64,7 +64,7 @@ pub struct SinkWriter(Arc<Shared>);
 impl SinkWriter {
     /// Waits until all output so far is written, for at most [`SETTLE`]. Another process may write
     /// the guest's next byte.
-    pub(crate) fn settle(&self) {
+    pub fn settle(&self) {
         let mut pending = self.0.lock();
         pending.hurry = true;
         self.0.changed.notify_all();
@@ -97,13 +97,16 @@ impl Write for SinkWriter {
 
 /// Thread that empties the buffer of a [`SinkWriter`]. Dropping it writes the remaining output.
 #[derive(Debug)]
-pub(crate) struct SinkThread {
+pub struct SinkThread {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// Opens `sink` and starts its thread.
-pub(crate) fn open(sink: &SerialSink) -> Result<(SinkWriter, SinkThread), SinkError> {
+///
+/// # Errors
+/// The file cannot be opened, or the thread cannot be started.
+pub fn open(sink: &SerialSink) -> Result<(SinkWriter, SinkThread), SinkError> {
     let to: Box<dyn Write + Send> = match sink {
         SerialSink::Stdio => Box::new(io::stdout()),
         SerialSink::Null => Box::new(io::sink()),

@@ -21,9 +21,9 @@ use crate::collector::{self, Brake, Collector};
 use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{Bus, Com1, DeviceError, DeviceSet, SerialInput, open_sink, placement};
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
+use crate::measure::{MeasureOptions, SharedSink};
 use crate::memory::Memory;
 use crate::sandbox::{self, Class};
-use crate::sinks::SharedSink;
 use crate::sources::{
     BitmapSource, DirtySource, Diverted, ManualSource, RingSource, UserfaultWpSource,
 };
@@ -36,23 +36,14 @@ const MANY_FRAMES: u64 = 4096;
 /// Bytes of guest memory from which several threads, those of rayon's pool, absorb a bitmap.
 const SHARED_OUT: u64 = 32 << 30;
 
-/// Options of a machine that exists to be measured and then discarded.
-#[derive(Debug, Default)]
-pub struct Special {
-    /// Receives the dirty frames in place of the tracker's trees.
-    pub sink: Option<SharedSink>,
-    /// The guest touches little memory, so the memory may exceed what the host has.
-    pub sparse: bool,
-}
-
 /// Inputs of a build other than the configuration.
 #[derive(Default)]
-struct Around {
+pub(super) struct Around {
     /// Whether a new guest is loaded.
-    load: bool,
+    pub(super) load: bool,
     /// A VM whose creation began earlier.
-    early: Option<EarlyVm>,
-    special: Special,
+    pub(super) early: Option<EarlyVm>,
+    pub(super) measured: MeasureOptions,
 }
 
 impl Machine {
@@ -109,7 +100,7 @@ impl Machine {
         Self::build(vm_id, config, host, Around { early: Some(early), ..Around::default() })
     }
 
-    fn build(
+    pub(super) fn build(
         vm_id: VmId,
         config: MachineConfig,
         host: &HostConfig,
@@ -133,26 +124,12 @@ impl Machine {
         Self::assemble(vm_id, config, host, devices, Around { load, ..Around::default() })
     }
 
-    /// Boots the guest that `config` describes, for a comparison of tracking methods.
-    ///
-    /// # Errors
-    ///
-    /// As [`launch`](Self::launch).
-    pub fn launch_special(
-        config: MachineConfig,
-        host: &HostConfig,
-        special: Special,
-    ) -> Result<Arc<Self>, MachineError> {
-        let around = Around { load: true, special, ..Around::default() };
-        Self::build(VmId::random(), config, host, around)
-    }
-
     fn assemble(
         vm_id: VmId,
         mut config: MachineConfig,
         host: &HostConfig,
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
-        Around { load, early, special }: Around,
+        Around { load, early, measured }: Around,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config)?;
         let blank = early.map_or_else(Blank::new, EarlyVm::wait)?;
@@ -160,14 +137,17 @@ impl Machine {
         let offered = offered_cpuid(&blank.kvm, &blank.supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         step("memory")?;
-        let memory = match special.sparse {
+        let memory = match measured.sparse {
             true => Memory::sparse(config.mem_bytes, &host.memory)?,
             false => Memory::new(config.mem_bytes, &host.memory)?,
         };
         let memory = Arc::new(memory);
         step("kernel")?;
-        let entry =
-            if load { Some(boot::load(&config, &memory, &mmio_slots(&config))?) } else { None };
+        let entry = if load {
+            Some(boot::load(&config, host.image.as_ref(), &memory, &mmio_slots(&config))?)
+        } else {
+            None
+        };
         let (sink, serial) = open_sink(&host.serial)?;
         // A new guest locks its disks before it runs; an arriving guest locks them on `acquire`.
         let holds = load || config.devices.is_empty();
@@ -192,7 +172,7 @@ impl Machine {
             }
         }
         step("dirty source")?;
-        let (source, reports) = dirty_source(&vm, &vcpus, &config, special.sink)?;
+        let (source, reports) = dirty_source(&vm, &vcpus, &config, measured.sink)?;
         #[cfg(all(feature = "broken-source", debug_assertions))]
         let source = source.map(|source| broken(source, &memory, host));
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);

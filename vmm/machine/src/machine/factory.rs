@@ -1,16 +1,47 @@
 //! Builds a machine from the configuration that came with a checkpoint or a migration.
 
-use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use std::sync::Arc;
 
-use super::Machine;
-use crate::config::{HostConfig, MachineConfig};
+use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use parking_lot::Mutex;
+
+use super::{EarlyVm, Machine};
+use crate::config::{HostConfig, MachineConfig, guest_span};
 use crate::devices::{Parent, make_copies, open_drives};
 
 /// Builds KVM machines into which memory and state are then restored.
-#[derive(Clone, Debug, Default)]
 pub struct MachineFactory {
-    /// The part of the configuration that belongs to this host.
-    pub host: HostConfig,
+    host: HostConfig,
+    /// The VM for the first guest.
+    early: Mutex<Option<EarlyVm>>,
+}
+
+impl MachineFactory {
+    /// Returns a factory for this host.
+    pub fn new(host: HostConfig) -> Self {
+        Self { host, early: Mutex::default() }
+    }
+
+    /// Makes the factory build its first guest in `early`, a VM whose creation began before the
+    /// guest was known.
+    pub fn with_early(mut self, early: EarlyVm) -> Self {
+        self.early = Mutex::new(Some(early));
+        self
+    }
+
+    fn empty(
+        &self,
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+    ) -> Result<Arc<Machine>, GuestError> {
+        let _logged = guest_span(vm_id, &config.identity).entered();
+        let early = self.early.lock().take();
+        Ok(match early {
+            Some(early) => Machine::empty_in(early, vm_id, config, host)?,
+            None => Machine::empty(vm_id, config, host)?,
+        })
+    }
 }
 
 impl GuestFactory for MachineFactory {
@@ -25,7 +56,7 @@ impl GuestFactory for MachineFactory {
         let host = self.host.with_copies_of(drives);
         let config = MachineConfig::decode(config)?.on_host(&host)?;
         let copies = make_copies(vm_id, &config, drives)?;
-        Ok((Machine::empty(vm_id, config, &host)?, copies))
+        Ok((self.empty(vm_id, config, &host)?, copies))
     }
 
     fn create_with_drives(
@@ -39,6 +70,6 @@ impl GuestFactory for MachineFactory {
         let (vm_id, config) = stored.clone().on_host(&host)?.restored(from, &host);
         let parent = Parent { guest: from.vm_id, devices: &stored.devices };
         let drives = open_drives(vm_id, &parent, &config, drives, &host)?;
-        Ok((Machine::empty(vm_id, config, &host)?, drives))
+        Ok((self.empty(vm_id, config, &host)?, drives))
     }
 }

@@ -137,8 +137,7 @@ fn ways() -> [Way; 4] {
                 let drives = [DriveHead { id: "disk".into(), bytes: DISK_BYTES, readonly: false }];
                 let DeviceConfig::Disk(disk) = &config.devices[0] else { unreachable!() };
                 let copy = format!("path={},id=disk,copy", disk.path.display()).parse().unwrap();
-                let factory =
-                    MachineFactory { host: HostConfig { disks: vec![copy], ..host.clone() } };
+                let factory = MachineFactory::new(HostConfig { disks: vec![copy], ..host.clone() });
                 let made = factory.create_with_copies(VmId::random(), &config.encode(), &drives);
                 made.map(|(machine, _)| machine)
             },

@@ -28,6 +28,7 @@ pub(crate) mod fuzz;
 pub(crate) mod golden;
 #[cfg(test)]
 mod late_tests;
+mod measured;
 mod state;
 mod supervisor;
 #[cfg(test)]
@@ -58,7 +59,6 @@ use crate::tracking::TrackingMode;
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Timings, Vm, VmInfo};
 
-pub use build::Special;
 pub use early::EarlyVm;
 pub use error::MachineError;
 pub use factory::MachineFactory;
@@ -125,17 +125,6 @@ impl Machine {
         // A paused guest cannot send hints.
         let balloon = self.balloon.as_ref().filter(|_| self.run_state() == RunState::Running);
         balloon.map(|b| b.free_frames(HINTS_LIMIT)).unwrap_or_default()
-    }
-
-    /// Returns the total time for which the vCPUs waited for room in their dirty rings.
-    pub fn ring_full_time(&self) -> Duration {
-        self.counters.iter().map(|c| c.ring_full_time()).sum()
-    }
-
-    /// Populates these frames with host memory, in pages of the size that the guest's own first
-    /// writes would get.
-    pub fn fault_in(&self, frames: FrameRun) {
-        self.memory.fault_in(frames);
     }
 
     /// Returns the drives that the guest can write to, each with the tree of its blocks.

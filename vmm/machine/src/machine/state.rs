@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::devices::{GENERATION_EVENT, PowerState, SerialPortState, VirtioState};
 use crate::kvm::{KvmVm, ioapic_listens};
-use crate::vcpu::{Registers, SavedVcpu, StateContext, away_ns, wall_ns};
+use crate::vcpu::{Registers, SavedVcpu, StateContext};
+use crate::wall_clock::{away_ns, wall_ns};
 use crate::{boot, codec};
 
 /// The interrupt controllers whose state KVM holds.

@@ -18,8 +18,9 @@ use crate::collector;
 use crate::devices::{Bus, RequestError};
 use crate::kvm::KvmVm;
 use crate::sandbox::{self, Class};
-use crate::vcpu::{Adjust, Peers, SavedVcpu, StateContext, Stood, Vcpu, Wave, wall_ns};
+use crate::vcpu::{Adjust, Peers, SavedVcpu, StateContext, Stood, Vcpu, Wave};
 use crate::vm::EndReason;
+use crate::wall_clock::wall_ns;
 
 /// Limit for the vCPUs to restore a state. KVM touches pages that vCPUs share with the guest, and
 /// in a lazy restore those pages come from storage.

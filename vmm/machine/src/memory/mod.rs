@@ -136,7 +136,10 @@ impl Memory {
 
     /// Returns write protection for this memory. Only one can exist at a time. `None` if the host
     /// or this memory's pages do not support it.
-    pub(crate) fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+    ///
+    /// # Errors
+    /// A lazy restore is still under way, or the system refuses.
+    pub fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         // A mapping can be registered with one userfaultfd at a time.
         if self.kept.late().is_some_and(|late| !late.wait(LATE_LIMIT)) {
             // An error, not `None`: write protection becomes available later.
@@ -178,7 +181,7 @@ impl Memory {
     /// Returns a [`Fill`] that places the first contents of untouched memory. `None` if the host
     /// does not allow that, or if a write may get a page larger than a frame, which makes plain
     /// writes cheaper.
-    pub(crate) fn fill(&self) -> Option<Box<dyn Fill>> {
+    pub fn fill(&self) -> Option<Box<dyn Fill>> {
         if self.options.prefault || self.kept.late().is_some() || !self.options.faults_are_small() {
             return None;
         }
@@ -209,7 +212,7 @@ impl Memory {
     }
 
     /// Returns the figures of the lazy restore; `None` if there is none.
-    pub(crate) fn restore_figures(&self) -> Option<RestoreFigures> {
+    pub fn restore_figures(&self) -> Option<RestoreFigures> {
         self.kept.late().map(Late::figures)
     }
 

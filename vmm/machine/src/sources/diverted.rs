@@ -6,7 +6,7 @@ use driftline_guest::Collected;
 
 use super::source::{DirtySource, SourceError};
 use super::{BitmapSource, RingSource};
-use crate::sinks::{FrameSink, SharedSink};
+use crate::measure::{FrameSink, SharedSink};
 use crate::tracking::TrackingMode;
 
 /// Wraps `source` and delivers its frames to `sink`.

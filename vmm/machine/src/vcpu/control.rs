@@ -42,14 +42,32 @@ const CR4: &[Needs] = &[
     (32, &["fred"]),
 ];
 
+/// A bit of a control register that the processor does not have.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("bit {bit} of its {register} {value:#x} {}", because(.needs))]
+pub(super) struct ForeignBit {
+    register: &'static str,
+    value: u64,
+    bit: u32,
+    /// The features of which at least one is required; none if the bit is unknown.
+    needs: &'static [&'static str],
+}
+
+fn because(needs: &[&str]) -> String {
+    match needs {
+        [] => "belongs to no feature".to_owned(),
+        needs => format!("needs {}", needs.join(" or ")),
+    }
+}
+
 /// Refuses special registers with bits of EFER that a processor with this `cpuid` does not have.
-pub(super) fn check_efer(sregs: &kvm_sregs, cpuid: &[kvm_cpuid_entry2]) -> Result<(), String> {
+pub(super) fn check_efer(sregs: &kvm_sregs, cpuid: &[kvm_cpuid_entry2]) -> Result<(), ForeignBit> {
     check_register("EFER", sregs.efer, EFER, cpuid)
 }
 
 /// Returns the bit of CR4 that a processor with this `cpuid` does not have, if there is one: the
 /// likely reason why KVM has refused these special registers.
-pub(super) fn foreign_cr4(sregs: &kvm_sregs, cpuid: &[kvm_cpuid_entry2]) -> Option<String> {
+pub(super) fn foreign_cr4(sregs: &kvm_sregs, cpuid: &[kvm_cpuid_entry2]) -> Option<ForeignBit> {
     check_register("CR4", sregs.cr4 >> CR4_FIRST << CR4_FIRST, CR4, cpuid).err()
 }
 
@@ -64,18 +82,15 @@ pub(super) fn has_pdptrs(sregs: &kvm_sregs) -> bool {
 }
 
 fn check_register(
-    name: &str,
+    register: &'static str,
     value: u64,
-    known: &[Needs],
+    known: &'static [Needs],
     cpuid: &[kvm_cpuid_entry2],
-) -> Result<(), String> {
+) -> Result<(), ForeignBit> {
     for bit in (0..u64::BITS).filter(|bit| value >> bit & 1 != 0) {
-        let Some((_, any)) = known.iter().find(|(b, _)| *b == bit) else {
-            return Err(format!("bit {bit} of its {name} {value:#x} belongs to no feature"));
-        };
-        if !any.iter().any(|feature| has(cpuid, feature)) {
-            let features = any.join(" or ");
-            return Err(format!("bit {bit} of its {name} {value:#x} needs {features}"));
+        let needs = known.iter().find(|(b, _)| *b == bit).map_or(&[][..], |(_, any)| *any);
+        if !needs.iter().any(|feature| has(cpuid, feature)) {
+            return Err(ForeignBit { register, value, bit, needs });
         }
     }
     Ok(())
@@ -122,13 +137,25 @@ mod tests {
         let efer = |efer| check_efer(&kvm_sregs { efer, ..Default::default() }, &cpuid);
         assert_eq!(efer(0xd01), Ok(()));
         assert_eq!(efer(0), Ok(()));
-        assert_eq!(efer(0x20_0d01).unwrap_err(), "bit 21 of its EFER 0x200d01 needs autoibrs");
-        assert_eq!(efer(1 << 12).unwrap_err(), "bit 12 of its EFER 0x1000 belongs to no feature");
+        assert_eq!(
+            efer(0x20_0d01).unwrap_err().to_string(),
+            "bit 21 of its EFER 0x200d01 needs autoibrs"
+        );
+        assert_eq!(
+            efer(1 << 12).unwrap_err().to_string(),
+            "bit 12 of its EFER 0x1000 belongs to no feature"
+        );
         let cr4 = |cr4| foreign_cr4(&kvm_sregs { cr4, ..Default::default() }, &cpuid);
         assert_eq!(cr4(0x30_07f0), None);
         assert_eq!(cr4(0), None);
-        assert_eq!(cr4(1 << 17).unwrap(), "bit 17 of its CR4 0x20000 needs pcid");
-        assert_eq!(cr4(1 << 23).unwrap(), "bit 23 of its CR4 0x800000 needs shstk or ibt");
-        assert_eq!(cr4(1 << 13).unwrap(), "bit 13 of its CR4 0x2000 belongs to no feature");
+        assert_eq!(cr4(1 << 17).unwrap().to_string(), "bit 17 of its CR4 0x20000 needs pcid");
+        assert_eq!(
+            cr4(1 << 23).unwrap().to_string(),
+            "bit 23 of its CR4 0x800000 needs shstk or ibt"
+        );
+        assert_eq!(
+            cr4(1 << 13).unwrap().to_string(),
+            "bit 13 of its CR4 0x2000 belongs to no feature"
+        );
     }
 }

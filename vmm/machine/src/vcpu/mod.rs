@@ -42,8 +42,8 @@ use crate::kvm::{ImmediateExit, KvmVm, internal_error};
 use crate::vm::VcpuInfo;
 
 pub(crate) use hold::Hold;
+pub(crate) use state::Registers;
 pub use state::{Adjust, SavedVcpu, StateContext};
-pub(crate) use state::{Registers, away_ns, wall_ns};
 pub(crate) use wave::Wave;
 
 /// Pauses at least this long are reported to the guest. Guests' watchdogs wait much longer than

@@ -4,8 +4,6 @@
 //! Saving omits what the host lacks. Restoring refuses, by name, what the host cannot take, while
 //! the guest still has its old host.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
-
 use driftline_guest::{Clock, GuestError, RunState};
 use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
@@ -13,12 +11,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{State, Vcpu, control, msrs, promises, reset, tsc};
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
+use crate::wall_clock::{away_ns, wall_ns};
 
 /// `MSR_KERNEL_GS_BASE`.
 const KERNEL_GS_BASE: u32 = 0xc000_0102;
-
-/// The longest plausible time away. A longer one means that the hosts' clocks disagree.
-pub(crate) const LONGEST_AWAY: Duration = Duration::from_secs(3600);
 
 /// What saving and restoring need to know of the host; the same for all vCPUs.
 #[derive(Debug)]
@@ -120,23 +116,6 @@ impl SavedVcpu {
     }
 }
 
-/// Returns the host's wall clock, in nanoseconds.
-pub(crate) fn wall_ns() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// Returns how long a guest that was saved at `saved_ns` has been away at `now_ns`, in nanoseconds;
-/// 0 if the times are implausible.
-pub(crate) fn away_ns(saved_ns: u64, now_ns: u64) -> u64 {
-    let away = now_ns.saturating_sub(saved_ns);
-    if u128::from(away) > LONGEST_AWAY.as_nanos() {
-        tracing::warn!("the clocks of both hosts disagree: the guest's clock does not advance");
-        return 0;
-    }
-    away
-}
-
 /// Converts the error of a failed ioctl while saving.
 fn got<T, E: Into<std::io::Error>>(what: &'static str, r: Result<T, E>) -> Result<T, GuestError> {
     r.map_err(|e| GuestError::System { what, cause: Box::new(e.into()) })
@@ -198,7 +177,7 @@ impl Vcpu {
             r.map_err(|e| self.unsupported(what, e.to_string()))
         };
         control::check_efer(&saved.sregs, &saved.cpuid)
-            .map_err(|why| self.unsupported("special registers", why))?;
+            .map_err(|e| self.unsupported("special registers", e.to_string()))?;
         put("general registers", fd.set_regs(&saved.regs).map_err(io))?;
         let set = match saved.pdptrs.filter(|_| ctx.has(KVM_CAP_SREGS2)) {
             Some(p) => set_sregs_with_pdptrs(fd, &saved.sregs, p),

@@ -116,7 +116,7 @@ impl Frees {
         self.machine.stop("it is restored");
         let store = Store::open(&self.dir.path().join(store)).unwrap();
         let console = Console::new();
-        let factory = MachineFactory { host: console.host() };
+        let factory = MachineFactory::new(console.host());
         let (restored, _) = restore(&store, None, &factory, Clock::Continue).unwrap();
         restored.acquire().unwrap();
         restored.resume().unwrap();

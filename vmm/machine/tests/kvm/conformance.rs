@@ -178,7 +178,7 @@ fn loses_no_frame(test: &str, mode: TrackingMode) {
             let console = Console::new();
             let spec = format!("payload,ws=24M,rate=400M,pattern=random,ring={ring}");
             let config = MachineConfig { tracking: mode, ring_entries, vcpus: 2, ..payload(&spec) };
-            let machine = Machine::launch(config, &on(&console, memory)).unwrap();
+            let machine = boot(config, &on(&console, memory)).unwrap();
             let begun = Instant::now();
             let what = format!("{mode}, rings of {ring_entries}, guest in ring {ring}, {memory:?}");
             let mut reported = 0;
@@ -259,7 +259,7 @@ fn a_source_that_loses_frames_is_found_out() {
         };
         let (console, begun) = (Console::new(), Instant::now());
         let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
-        let machine = Machine::launch(config, &losing(&console, one_in)).unwrap();
+        let machine = boot(config, &losing(&console, one_in)).unwrap();
         let (lost, reported) = harvest_at_random(machine.clone(), 42, (1_000_000, limit), looks);
         println!("{mode}: lost {lost:x?} of {reported}, {:?}", begun.elapsed());
         assert!(
@@ -294,7 +294,7 @@ fn the_payload_finds_out_that_frames_were_lost() {
     for mode in modes() {
         let console = Console::new();
         let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
-        let mut machine = Machine::launch(config, &losing(&console, one_in)).unwrap();
+        let mut machine = boot(config, &losing(&console, one_in)).unwrap();
         machine.resume().unwrap();
         console.wait_for("start", |text| text.contains("payload ready"));
         let begun = Instant::now();

@@ -97,13 +97,18 @@ impl Console {
     }
 }
 
+/// Boots the guest of `config`, which may be the payload.
+pub fn boot(config: MachineConfig, host: &HostConfig) -> Result<Arc<Machine>, MachineError> {
+    let image = driftline_backends::image(&config).unwrap_or_default();
+    Machine::launch(config, &HostConfig { image, ..host.clone() })
+}
+
 pub fn launch(config: MachineConfig, console: &Console) -> Arc<Machine> {
-    Machine::launch(config, &console.host()).unwrap()
+    boot(config, &console.host()).unwrap()
 }
 
 pub fn refused(config: MachineConfig) -> MachineError {
-    Machine::launch(config, &HostConfig { serial: SerialSink::Null, ..Default::default() })
-        .unwrap_err()
+    boot(config, &HostConfig { serial: SerialSink::Null, ..Default::default() }).unwrap_err()
 }
 
 #[track_caller]
@@ -116,7 +121,7 @@ pub fn assert_powers_off(machine: &Machine, console: &Console) {
 pub fn smallest_ring(config: &MachineConfig) -> u32 {
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let takes = |entries: &u32| {
-        Machine::launch(MachineConfig { ring_entries: *entries, ..config.clone() }, &host).is_ok()
+        boot(MachineConfig { ring_entries: *entries, ..config.clone() }, &host).is_ok()
     };
     (6..17).map(|log| 1 << log).find(takes).unwrap()
 }

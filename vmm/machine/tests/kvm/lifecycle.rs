@@ -2,7 +2,6 @@
 
 use driftline_guest::{DirtyLog, GuestError, HandOver, Lifecycle, RunState, Stateful};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
-use driftline_machine::machine::Machine;
 use driftline_machine::testing::kvm_or_skip;
 use driftline_machine::vm::{EndReason, Vm};
 
@@ -112,7 +111,7 @@ fn nothing_is_left_of_fifty_machines() {
     let one = |i: u32| {
         let tracking = modes[i as usize % modes.len()];
         let config = MachineConfig { vcpus: 2, tracking, ..payload("payload,ws=1M") };
-        let machine = Machine::launch(config, &host).unwrap();
+        let machine = boot(config, &host).unwrap();
         if !i.is_multiple_of(3) {
             let _subscription = machine.subscribe("test").unwrap();
             machine.resume().unwrap();

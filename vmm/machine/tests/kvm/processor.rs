@@ -5,7 +5,7 @@ use driftline_guest::{Clock, GuestError, GuestFactory, GuestIdentity, Lifecycle}
 use driftline_machine::config::{
     Boot, CpuConfig, CpuidWord, HostConfig, MachineConfig, MsrWord, SerialSink,
 };
-use driftline_machine::machine::{Machine, MachineFactory};
+use driftline_machine::machine::MachineFactory;
 use driftline_machine::testing::{Elf, kvm_or_skip, skip};
 use driftline_machine::vm::Vm;
 
@@ -29,7 +29,7 @@ fn baseline_or_less(test: &str) -> String {
     let mut cpu = "baseline".to_owned();
     loop {
         let config = MachineConfig { cpu: cpu.parse().unwrap(), ..payload("payload,ws=1M") };
-        let Err(error) = Machine::launch(config, &silent()) else { break };
+        let Err(error) = boot(config, &silent()) else { break };
         assert!(error.host_lacks(), "{error}");
         let error = error.to_string();
         let name = error.strip_prefix("this host lacks ").and_then(|rest| rest.split(' ').next());
@@ -97,11 +97,11 @@ fn a_guest_that_has_seen_more_than_this_host_has_is_refused_by_name() {
     if !kvm_or_skip("a_guest_that_has_seen_more_than_this_host_has_is_refused_by_name") {
         return;
     }
-    let machine = Machine::launch(payload("payload,ws=1M"), &silent()).unwrap();
+    let machine = boot(payload("payload,ws=1M"), &silent()).unwrap();
     let shown = &machine.machine_config().cpu.shown;
     assert!(shown.iter().any(|w| w.function == 1 && w.registers[3] & 1 != 0), "an FPU, at least");
     let mut config = MachineConfig::decode(&machine.config()).unwrap();
-    let factory = MachineFactory { host: silent() };
+    let factory = MachineFactory::new(silent());
     factory.create(machine.vm_id(), &config.encode()).unwrap();
 
     // No processor has this bit, and it has no name.
@@ -126,8 +126,8 @@ fn a_guest_that_was_promised_another_clock_rate_or_register_is_refused_by_name()
     if !kvm_or_skip("a_guest_that_was_promised_another_clock_rate_or_register_is_refused_by_name") {
         return;
     }
-    let machine = Machine::launch(payload("payload,ws=1M"), &silent()).unwrap();
-    let factory = MachineFactory { host: silent() };
+    let machine = boot(payload("payload,ws=1M"), &silent()).unwrap();
+    let factory = MachineFactory::new(silent());
     let create = |change: &dyn Fn(&mut CpuConfig)| {
         let mut config = MachineConfig::decode(&machine.config()).unwrap();
         change(&mut config.cpu);

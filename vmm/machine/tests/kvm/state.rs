@@ -35,7 +35,7 @@ pub fn move_to_new(machine: &Machine, console: &Console, clock: Clock) -> Arc<Ma
 
 /// Does as [`move_to_new`], on a host of this kind.
 pub fn move_to_new_on(machine: &Machine, host: HostConfig, clock: Clock) -> Arc<Machine> {
-    let factory = MachineFactory { host };
+    let factory = MachineFactory::new(host);
     let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
     let mut subscription = machine.subscribe("test").unwrap();
     copy(machine, &new, machine.populated().unwrap());
@@ -109,7 +109,7 @@ fn only_a_migration_shows_in_the_guests_clock() {
         console.wait_for_reports(1, 1);
         machine.pause().unwrap();
         let sections = machine.save_state().unwrap();
-        let factory = MachineFactory { host: console.host() };
+        let factory = MachineFactory::new(console.host());
         let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
         copy(&machine, &new, machine.populated().unwrap());
         let already = console.reports().len();
@@ -263,7 +263,7 @@ fn a_restored_guest_has_a_generation_id_of_its_own_and_a_migrated_one_keeps_its(
         machine.ram().read_slice(&mut id, GuestAddress(0xf_f000)).unwrap();
         id
     };
-    let factory = MachineFactory { host: console.host() };
+    let factory = MachineFactory::new(console.host());
     let restored = |clock| {
         let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
         copy(&machine, &new, machine.populated().unwrap());

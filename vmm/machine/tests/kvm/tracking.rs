@@ -20,10 +20,7 @@ pub fn modes() -> Vec<TrackingMode> {
     let all = TrackingMode::ALL.iter().copied().filter(|mode| *mode != TrackingMode::None);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     all.filter(|tracking| {
-        let tried = Machine::launch(
-            MachineConfig { tracking: *tracking, ..payload("payload,ws=16M") },
-            &host,
-        );
+        let tried = boot(MachineConfig { tracking: *tracking, ..payload("payload,ws=16M") }, &host);
         let why = tried.err();
         assert!(why.iter().all(|e| e.host_lacks()), "{tracking}: {why:?}");
         if let Some(e) = &why {

@@ -72,7 +72,7 @@ fn counters_of_all_vcpus_agree_after_a_restore() {
     for clock in [Clock::Advance, Clock::Continue] {
         machine.pause().unwrap();
         let sections = machine.save_state().unwrap();
-        let factory = MachineFactory { host: console.host() };
+        let factory = MachineFactory::new(console.host());
         let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
         copy(&machine, &new, machine.populated().unwrap());
         // Longer than the second within which KVM treats two counters as one.

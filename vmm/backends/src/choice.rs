@@ -1,13 +1,12 @@
 //! Chooses what runs a guest, by its configuration: the KVM machine or the threads backend.
 
 use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
-use parking_lot::Mutex;
+use driftline_machine::config::{Backend, HostConfig, MachineConfig, guest_span};
+use driftline_machine::machine::{EarlyVm, Machine, MachineError, MachineFactory};
+use driftline_machine::vm::{SharedVm, Vm};
 
-use crate::config::{Backend, HostConfig, MachineConfig, guest_span};
-use crate::devices::{Parent, make_copies, open_drives};
-use crate::machine::{EarlyVm, Machine, MachineError};
+use crate::payload::{PayloadError, image};
 use crate::threads::ThreadMachine;
-use crate::vm::{SharedVm, Vm};
 
 /// The reason for which a guest was not started.
 #[derive(Debug, thiserror::Error)]
@@ -16,6 +15,9 @@ pub enum LaunchError {
     /// An error of the KVM machine.
     #[error(transparent)]
     Machine(#[from] MachineError),
+    /// The payload cannot be this guest.
+    #[error(transparent)]
+    Payload(#[from] PayloadError),
     /// An error of the threads backend.
     #[error("{}", in_its_words(.0))]
     Threads(#[from] GuestError),
@@ -35,6 +37,7 @@ impl LaunchError {
     pub fn host_lacks(&self) -> bool {
         match self {
             Self::Machine(e) => e.host_lacks(),
+            Self::Payload(_) => false,
             Self::Threads(e) => matches!(e, GuestError::Unsupported { .. }),
         }
     }
@@ -60,46 +63,48 @@ pub fn launch_as(
     host: &HostConfig,
 ) -> Result<SharedVm, LaunchError> {
     let _logged = guest_span(vm_id, &config.identity).entered();
-    Ok(match config.backend {
-        Backend::Kvm => Machine::launch_as(vm_id, config, host)?,
-        Backend::Threads => ThreadMachine::new(vm_id, config, host)?,
-    })
+    match config.backend {
+        Backend::Kvm => {
+            config.check().map_err(MachineError::from)?;
+            let host = HostConfig { image: image(&config)?, ..host.clone() };
+            Ok(Machine::launch_as(vm_id, config, &host)?)
+        }
+        Backend::Threads => Ok(ThreadMachine::new(vm_id, config, host)?),
+    }
 }
 
 /// Builds guests of either backend from their stored or received configuration.
 pub struct Factory {
+    kvm: MachineFactory,
     host: HostConfig,
-    /// The VM for the first guest.
-    early: Mutex<Option<EarlyVm>>,
 }
 
 impl Factory {
     /// Returns a factory for this host.
     pub fn new(host: HostConfig) -> Self {
-        Self { host, early: Mutex::default() }
+        Self { kvm: MachineFactory::new(host.clone()), host }
     }
 
     /// Makes the factory build its first guest in `early`, a VM whose creation began before the
     /// guest was known. A guest of the threads backend does not use it.
-    pub fn with_early(mut self, early: EarlyVm) -> Self {
-        self.early = Mutex::new(Some(early));
-        self
+    pub fn with_early(self, early: EarlyVm) -> Self {
+        Self { kvm: self.kvm.with_early(early), ..self }
     }
 
-    /// Builds a guest into which memory and state are then restored.
-    fn empty(
+    /// Builds a guest of the threads backend, which has no drives.
+    fn on_threads(
         &self,
         vm_id: VmId,
         config: MachineConfig,
-        host: &HostConfig,
-    ) -> Result<SharedVm, GuestError> {
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<dyn Vm>, GuestError> {
+        if let Some(drive) = drives.first() {
+            let what = format!("disk \"{}\"", drive.id);
+            let why = "a guest of the threads backend has no disks".to_owned();
+            return Err(GuestError::Malformed { what, why });
+        }
         let _logged = guest_span(vm_id, &config.identity).entered();
-        let early = self.early.lock().take();
-        Ok(match (config.backend, early) {
-            (Backend::Kvm, Some(early)) => Machine::empty_in(early, vm_id, config, host)?,
-            (Backend::Kvm, None) => Machine::empty(vm_id, config, host)?,
-            (Backend::Threads, _) => ThreadMachine::new(vm_id, config, host)?,
-        })
+        Ok((ThreadMachine::new(vm_id, config, &self.host)?, Vec::new()))
     }
 }
 
@@ -112,10 +117,12 @@ impl GuestFactory for Factory {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<dyn Vm>, GuestError> {
-        let host = self.host.with_copies_of(drives);
-        let config = MachineConfig::decode(config)?.on_host(&host)?;
-        let copies = make_copies(vm_id, &config, drives)?;
-        Ok((self.empty(vm_id, config, &host)?, copies))
+        let decoded = MachineConfig::decode(config)?;
+        if decoded.backend == Backend::Threads {
+            return self.on_threads(vm_id, decoded.on_host(&self.host)?, drives);
+        }
+        let (machine, copies) = self.kvm.create_with_copies(vm_id, config, drives)?;
+        Ok((machine, copies))
     }
 
     fn create_with_drives(
@@ -124,11 +131,12 @@ impl GuestFactory for Factory {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<dyn Vm>, GuestError> {
-        let host = self.host.writing_over(drives);
         let stored = MachineConfig::decode(config)?;
-        let (vm_id, config) = stored.clone().on_host(&host)?.restored(from, &host);
-        let parent = Parent { guest: from.vm_id, devices: &stored.devices };
-        let drives = open_drives(vm_id, &parent, &config, drives, &host)?;
-        Ok((self.empty(vm_id, config, &host)?, drives))
+        if stored.backend == Backend::Threads {
+            let (vm_id, config) = stored.on_host(&self.host)?.restored(from, &self.host);
+            return self.on_threads(vm_id, config, drives);
+        }
+        let (machine, drives) = self.kvm.create_with_drives(from, config, drives)?;
+        Ok((machine, drives))
     }
 }

@@ -2,10 +2,10 @@
 
 use driftline_guest::{GuestError, Section, SectionTag};
 use driftline_images::PayloadSpec;
+use driftline_machine::codec::{decode_versioned, encode_versioned};
 use serde::{Deserialize, Serialize};
 
 use super::worker::{self, WorkerState};
-use crate::codec::{decode_versioned, encode_versioned};
 
 /// The content of one section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

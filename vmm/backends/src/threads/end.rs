@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
+use driftline_machine::vm::EndReason;
 use parking_lot::{Condvar, Mutex, MutexGuard};
-
-use crate::vm::EndReason;
 
 #[derive(Debug, Default)]
 struct Ending {

@@ -1,7 +1,7 @@
 //! The guest's clock on the threads backend: the host's monotonic clock plus an offset.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 /// Guest time in nanoseconds. It advances while the guest is paused, as it does under KVM: the
 /// guest sees a pause as a gap.
@@ -31,11 +31,6 @@ impl GuestClock {
     fn elapsed_ns(&self) -> u64 {
         nanos(self.origin.elapsed())
     }
-}
-
-/// Returns the host's time of day in nanoseconds, which measures how long a state was in transit.
-pub(super) fn wall_ns() -> u64 {
-    nanos(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
 }
 
 fn nanos(d: Duration) -> u64 {

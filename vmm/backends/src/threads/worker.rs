@@ -8,14 +8,14 @@ use std::time::Duration;
 use driftline_guest::GuestRam;
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{self, Placement, Runner, Share};
+use driftline_machine::actor::{Inbox, Next};
+use driftline_machine::devices::SinkWriter;
+use driftline_machine::vm::EndReason;
 use serde::{Deserialize, Serialize};
 
 use super::clock::GuestClock;
 use super::end::End;
 use super::memory::WorkingSet;
-use crate::actor::{Inbox, Next};
-use crate::devices::SinkWriter;
-use crate::vm::EndReason;
 
 /// A worker's own state: its part of its `THREAD_WORKER` section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

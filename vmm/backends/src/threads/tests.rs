@@ -14,8 +14,8 @@ use driftline_store::Store;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
-use crate::config::{Backend, SerialSink};
-use crate::testing::payload_config;
+use driftline_machine::config::{Backend, SerialSink};
+use driftline_machine::testing::{payload_config, skip};
 
 fn config(spec: &str, vcpus: u8) -> MachineConfig {
     MachineConfig {
@@ -113,7 +113,7 @@ fn epochs_that_are_copied_behind_the_workers_go_on_without_errors() {
     let guest = machine("payload,ws=16M,rate=max,pattern=random,seconds=4", 2, SerialSink::Null);
     if guest.shield().unwrap().is_none() {
         let name = "epochs_that_are_copied_behind_the_workers_go_on_without_errors";
-        return crate::testing::skip(name, "this host has no userfaultfd that protects");
+        return skip(name, "this host has no userfaultfd that protects");
     }
     guest.resume().unwrap();
     let store = Store::create_or_open(&dir.path().join("store")).unwrap();
@@ -129,7 +129,7 @@ fn epochs_that_are_copied_behind_the_workers_go_on_without_errors() {
     for epoch in [2, 4, 6] {
         let log = dir.path().join(format!("of{epoch}"));
         let host = HostConfig { serial: SerialSink::File(log.clone()), ..Default::default() };
-        let factory = crate::backend::Factory::new(host);
+        let factory = crate::Factory::new(host);
         let (copy, _) =
             restore(checkpointer.store(), Some(epoch), &factory, Clock::Continue).unwrap();
         copy.resume().unwrap();

@@ -1,11 +1,24 @@
-//! Alternatives to the tracker's trees for a set of dirty frames, for comparison: a list in the
-//! order in which the rings return the frames, and a flat bitmap that is scanned, as in VMMs
-//! without a tree.
+//! The seam for measurements. `driftline-compare` measures machines that no operator runs. Their
+//! dirty frames may go into other sets than the tracker's trees. Their memory may be larger than
+//! the host's.
+//! The methods that only a measurement calls are in `machine/measured.rs`.
+//!
+//! The other sets are a list in the order in which the rings return the frames, and a flat bitmap
+//! that is scanned, as in VMMs without a tree.
 
 use std::sync::Arc;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, SlotId};
 use parking_lot::{Mutex, MutexGuard};
+
+/// Options of a machine that exists to be measured and then discarded.
+#[derive(Debug, Default)]
+pub struct MeasureOptions {
+    /// Receives the dirty frames in place of the tracker's trees.
+    pub sink: Option<SharedSink>,
+    /// The guest touches little memory, so the memory may exceed what the host has.
+    pub sparse: bool,
+}
 
 /// A set of frames that a source fills and another thread drains.
 #[derive(Clone, Debug)]

@@ -28,17 +28,18 @@ use driftline_guest::{
 };
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{Placement, ready_line};
+use driftline_machine::actor::{self, CallError, Handle};
+use driftline_machine::config::{Boot, HostConfig, MachineConfig};
+use driftline_machine::devices::{BalloonControl, SinkThread, SinkWriter, open_sink};
+use driftline_machine::machine::MachineError;
+use driftline_machine::memory::Memory;
+use driftline_machine::sandbox::{self, Class};
+use driftline_machine::tracking::TrackingMode;
+use driftline_machine::vm::{EndReason, Timings, VcpuInfo, Vm, VmInfo};
+use driftline_machine::wall_clock;
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::actor::{self, CallError, Handle};
-use crate::boot::place_payload;
-use crate::config::{Boot, HostConfig, MachineConfig};
-use crate::devices::{BalloonControl, SinkThread, SinkWriter, open_sink};
-use crate::machine::MachineError;
-use crate::memory::Memory;
-use crate::sandbox::{self, Class};
-use crate::tracking::TrackingMode;
-use crate::vm::{EndReason, Timings, VcpuInfo, Vm, VmInfo};
+use crate::payload::place;
 use clock::GuestClock;
 use end::End;
 use state::Saved;
@@ -88,8 +89,8 @@ impl ThreadMachine {
         config.check().map_err(|e| unusable(e.to_string()))?;
         let spec = payload_spec(&config)?;
         let memory = Memory::new(config.mem_bytes, &host.memory).map_err(MachineError::from)?;
-        let placement =
-            place_payload(&spec, config.vcpus, &memory).map_err(|why| misfit(&config, why))?;
+        let placement = place(&spec, config.vcpus, memory.layout())
+            .map_err(|e| misfit(&config, e.to_string()))?;
         let (serial, serial_thread) = open_sink(&host.serial)
             .map_err(|e| GuestError::System { what: "opening the serial port", cause: e.into() })?;
         let machine = Self {
@@ -337,7 +338,7 @@ impl Stateful for ThreadMachine {
         let control = self.paused("save the state of")?;
         let workers =
             control.ask("give its state", |_| |worker: &mut WorkerControl| worker.state.clone())?;
-        let (guest_ns, wall_ns) = (self.clock.now_ns(), clock::wall_ns());
+        let (guest_ns, wall_ns) = (self.clock.now_ns(), wall_clock::wall_ns());
         let saved = workers.into_iter().map(|worker| Saved { guest_ns, wall_ns, worker });
         saved.enumerate().map(|(index, saved)| state::encode(index, &saved)).collect()
     }
@@ -350,7 +351,7 @@ impl Stateful for ThreadMachine {
         let saved = state::decode(sections, &self.spec, self.vcpus())?;
         let away_ns = match (clock, saved.first()) {
             (Clock::Advance, Some(first)) => {
-                crate::vcpu::away_ns(first.wall_ns, crate::vcpu::wall_ns())
+                wall_clock::away_ns(first.wall_ns, wall_clock::wall_ns())
             }
             _ => 0,
         };

@@ -1,0 +1,15 @@
+//! What runs a guest: the KVM machine, or host threads for hosts without KVM. Both can run the
+//! payload guest of `driftline-images`, which only this crate and those above it know.
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | `choice` | the choice of a backend by a guest's configuration: [`launch`], [`Factory`] |
+//! | `payload` | the payload as an image for the KVM machine, and where its working set lies |
+//! | `threads` | the backend that runs the payload's workload on host threads |
+
+mod choice;
+mod payload;
+mod threads;
+
+pub use choice::{Factory, LaunchError, launch, launch_as};
+pub use payload::{Misfit, PayloadError, image};
