@@ -49,6 +49,7 @@ mod sources;
 mod terminal;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod throttle;
 pub mod tracking;
 mod vcpu;
 pub mod vm;

@@ -3,11 +3,10 @@
 //! The collector starts the source for the first subscriber and stops it when the last one has
 //! gone. In between it collects on request, when a vCPU finds its ring full, and periodically, so
 //! that rings seldom fill. While a throttle is on it collects as often as the throttle needs, and
-//! holds vCPUs out of the guest (see `pacing`).
+//! holds vCPUs out of the guest (see `throttle`).
 //!
 //! It never waits for another thread, so a vCPU that waits for the collector can still be paused.
 
-mod pacing;
 mod peaks;
 
 use std::sync::Arc;
@@ -22,9 +21,8 @@ use crate::actor::{self, CallError, Handle, Inbox, Next};
 use crate::histogram::{Distribution, Histogram};
 use crate::sandbox::{self, Class};
 use crate::sources::{DirtySource, SourceError};
+use crate::throttle::{Brake, Pacing};
 use crate::tracking::TrackingMode;
-pub(crate) use pacing::Brake;
-use pacing::Pacing;
 use peaks::Peaks;
 
 /// The shortest and the longest time between two periodic collections.

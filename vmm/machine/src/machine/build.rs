@@ -17,7 +17,7 @@ use super::vcpus::{VcpuHandle, Vcpus};
 use super::{Machine, MachineError};
 use crate::actor::{self, Handle, Inbox};
 use crate::boot::{self, Entry, MmioSlot};
-use crate::collector::{self, Brake, Collector};
+use crate::collector::{self, Collector};
 use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{Bus, Com1, DeviceError, DeviceSet, SerialInput, open_sink, placement};
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
@@ -27,8 +27,9 @@ use crate::sandbox::{self, Class};
 use crate::sources::{
     BitmapSource, DirtySource, Diverted, ManualSource, RingSource, UserfaultWpSource,
 };
+use crate::throttle::{Brake, Hold};
 use crate::tracking::TrackingMode;
-use crate::vcpu::{self, Counters, Hold, StateContext, Vcpu, cpuid, msrs, promises, tsc};
+use crate::vcpu::{self, Counters, StateContext, Vcpu, cpuid, msrs, promises, tsc};
 
 /// Collected frames from which another collection follows soon; at most a quarter of a ring.
 const MANY_FRAMES: u64 = 4096;

@@ -234,7 +234,8 @@ impl WriteThrottle for Machine {
     fn vcpu_writes(&self) -> Vec<VcpuWrites> {
         let Some(collector) = &self.collector else { return Vec::new() };
         let both = collector.dirtied().zip(&self.counters);
-        both.map(|(dirtied_frames, c)| VcpuWrites { dirtied_frames, throttled: c.held() }).collect()
+        both.map(|(dirtied_frames, c)| VcpuWrites { dirtied_frames, throttled: c.throttled.held() })
+            .collect()
     }
 
     fn throttle(&self, frames_per_s: Option<u64>) {

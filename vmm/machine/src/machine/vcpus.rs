@@ -5,8 +5,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::actor::{Handle, Pending};
-use crate::collector::Brake;
 use crate::kvm::ImmediateExit;
+use crate::throttle::Brake;
 use crate::vcpu::{Counters, Stood, Vcpu};
 
 /// Upper bound on pausing or ending vCPUs. They run jobs wherever they wait, so only a defect

@@ -11,13 +11,12 @@
 //! access left `KVM_RUN` is half done until the next `KVM_RUN`. If the state were saved before
 //! that, the instruction would be lost or done twice.
 //!
-//! A running vCPU may be throttled, see `hold`: the collector tells it so, and it continues by
+//! A running vCPU may be throttled, see `throttle`: the collector tells it so, and it continues by
 //! itself.
 
 pub mod baseline;
 mod control;
 pub mod cpuid;
-mod hold;
 mod leaves;
 pub mod msrs;
 pub mod promises;
@@ -39,9 +38,9 @@ use crate::actor::{Handle, Inbox, Next};
 use crate::devices::{Bus, Done};
 use crate::end_reason::EndReason;
 use crate::kvm::{ImmediateExit, KvmVm, internal_error};
+use crate::throttle::{Hold, HoldMeter};
 use crate::vm::VcpuInfo;
 
-pub(crate) use hold::Hold;
 pub(crate) use state::Registers;
 pub use state::{Adjust, SavedVcpu, StateContext};
 pub(crate) use wave::Wave;
@@ -80,9 +79,8 @@ pub(crate) struct Counters {
     ring_full_exits: AtomicU64,
     /// Time spent waiting after ring-full exits, in nanoseconds.
     ring_full_ns: AtomicU64,
-    /// Number of completed holds.
-    holds: AtomicU64,
-    held_ns: AtomicU64,
+    /// How often and how long it was throttled.
+    pub(crate) throttled: HoldMeter,
     /// Number of completed pauses.
     pauses: AtomicU64,
     /// Duration of the last of them, in nanoseconds.
@@ -96,7 +94,7 @@ impl Counters {
         VcpuInfo {
             exits: self.exits.load(Ordering::Relaxed),
             ring_full_exits: self.ring_full_exits.load(Ordering::Relaxed),
-            held_ms: u64::try_from(self.held().as_millis()).unwrap_or(u64::MAX),
+            held_ms: u64::try_from(self.throttled.held().as_millis()).unwrap_or(u64::MAX),
             ring_peak_entries: None,
         }
     }
@@ -104,16 +102,6 @@ impl Counters {
     /// Returns how long the vCPU has waited for room in its dirty ring.
     pub(crate) fn ring_full_time(&self) -> Duration {
         Duration::from_nanos(self.ring_full_ns.load(Ordering::Relaxed))
-    }
-
-    /// Returns the number of completed holds.
-    pub(crate) fn holds(&self) -> u64 {
-        self.holds.load(Ordering::Relaxed)
-    }
-
-    /// Returns the total duration of the completed holds.
-    pub(crate) fn held(&self) -> Duration {
-        Duration::from_nanos(self.held_ns.load(Ordering::Relaxed))
     }
 
     /// Returns the completed pauses.
@@ -141,13 +129,6 @@ impl Counters {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let us = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);
         self.resumed_us.store(us, Ordering::Relaxed);
-    }
-
-    /// Counts a completed hold.
-    fn count_hold(&self, took: Duration) {
-        let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        self.held_ns.fetch_add(ns, Ordering::Relaxed);
-        self.holds.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -241,7 +222,7 @@ impl Vcpu {
     /// Pauses the guest between two instructions. The caller must kick the vCPU.
     pub(crate) fn pause(&mut self) -> Stood {
         if self.state == State::Running {
-            self.hold.end(&self.counters);
+            self.hold.end(&self.counters.throttled);
             self.state = State::Paused;
             if let Some(why) = self.complete() {
                 self.end(why);
@@ -254,16 +235,16 @@ impl Vcpu {
     /// it run for `slice` and report. The caller must kick the vCPU.
     pub(crate) fn begin_hold(&mut self, until: Instant, slice: Duration) {
         match self.state {
-            State::Running => self.hold.begin(until, slice, &self.counters),
+            State::Running => self.hold.begin(until, slice, &self.counters.throttled),
             // It is not entering the guest.
-            _ => self.counters.count_hold(Duration::ZERO),
+            _ => self.counters.throttled.count(Duration::ZERO),
         }
     }
 
     /// Ends the hold, if there is one, so that the vCPU enters the guest at once. The caller must
     /// kick the vCPU.
     pub(crate) fn end_hold(&mut self) {
-        self.hold.end(&self.counters);
+        self.hold.end(&self.counters.throttled);
     }
 
     /// Counts a completed pause. After a long one, tells the guest's watchdogs, by kvmclock, that
@@ -282,13 +263,13 @@ impl Vcpu {
     fn run(&mut self) {
         while self.state == State::Running {
             if self.hold.slice_is_over() {
-                match self.peers.slice_over(self.id, self.counters.holds()) {
+                match self.peers.slice_over(self.id, self.counters.throttled.holds()) {
                     true => self.hold.wait(),
-                    false => self.hold.end(&self.counters),
+                    false => self.hold.end(&self.counters.throttled),
                 }
             }
             let next = match self.awaited {
-                0 => self.hold.next(&self.inbox, &self.counters),
+                0 => self.hold.next(&self.inbox, &self.counters.throttled),
                 _ => self.inbox.recv(),
             };
             // Run all jobs: several kicks may cause only one exit.
@@ -344,7 +325,7 @@ impl Vcpu {
 
     fn end(&mut self, why: EndReason) {
         // Otherwise its timer would keep running.
-        self.hold.end(&self.counters);
+        self.hold.end(&self.counters.throttled);
         self.peers.ended(self.id, why);
         self.state = State::Finished;
     }

@@ -43,7 +43,7 @@ pub(crate) struct Brake {
 }
 
 /// What pacing asks of a vCPU. [`Brake`] implements it; tests use a fake.
-pub(super) trait Holdable {
+pub(crate) trait Holdable {
     /// Keeps the vCPU out of the guest until `until`, then lets it run for `slice` and report.
     fn hold(&self, until: Instant, slice: Duration);
 
@@ -65,12 +65,12 @@ impl Holdable for Brake {
     }
 
     fn holds(&self) -> u64 {
-        self.counters.holds()
+        self.counters.throttled.holds()
     }
 }
 
 /// All vCPUs and their rate limit, if any.
-pub(super) struct Pacing<B> {
+pub(crate) struct Pacing<B> {
     vcpus: Vec<Paced<B>>,
     /// The time that one frame is charged.
     cost: Option<Duration>,
@@ -98,7 +98,7 @@ enum State {
 
 impl<B: Holdable> Pacing<B> {
     /// Creates it without a rate limit.
-    pub(super) fn new(brakes: Vec<B>) -> Self {
+    pub(crate) fn new(brakes: Vec<B>) -> Self {
         let now = Instant::now();
         let state = State::Runs { since: now, look: now };
         let paced =
@@ -109,7 +109,7 @@ impl<B: Holdable> Pacing<B> {
     /// Limits each vCPU to `rate` frames a second from `now` on; `None` ends all holds. `dirtied`
     /// is the number of frames that each vCPU has made dirty so far. If it is unknown (empty), no
     /// vCPU is throttled.
-    pub(super) fn set_rate(&mut self, rate: Option<u64>, dirtied: &[u64], now: Instant) {
+    pub(crate) fn set_rate(&mut self, rate: Option<u64>, dirtied: &[u64], now: Instant) {
         let before = self.cost;
         let rate = rate.filter(|_| dirtied.len() == self.vcpus.len());
         self.cost = rate.map(|rate| Duration::from_secs_f64(1.0 / rate.max(1) as f64));
@@ -128,7 +128,7 @@ impl<B: Holdable> Pacing<B> {
     }
 
     /// Handles a harvest: `dirtied` is the number of frames that each vCPU has made dirty by `now`.
-    pub(super) fn harvested(&mut self, dirtied: &[u64], now: Instant) {
+    pub(crate) fn harvested(&mut self, dirtied: &[u64], now: Instant) {
         let Some(cost) = self.cost else { return };
         for (vcpu, dirtied) in self.vcpus.iter_mut().zip(dirtied) {
             vcpu.look(*dirtied, cost, now);
@@ -137,7 +137,7 @@ impl<B: Holdable> Pacing<B> {
 
     /// Answers a vCPU that has run for its slice and waits; the rings have been harvested since.
     /// `holds` of its holds were complete when it reported.
-    pub(super) fn reported(&mut self, vcpu: usize, holds: u64, now: Instant) {
+    pub(crate) fn reported(&mut self, vcpu: usize, holds: u64, now: Instant) {
         let Some(vcpu) = self.vcpus.get_mut(vcpu) else { return };
         match (self.cost, vcpu.state) {
             (None, _) => vcpu.brake.end_hold(),
@@ -149,7 +149,7 @@ impl<B: Holdable> Pacing<B> {
     }
 
     /// Returns when the rings should be harvested again at the latest.
-    pub(super) fn next_look(&self) -> Option<Instant> {
+    pub(crate) fn next_look(&self) -> Option<Instant> {
         let look = |vcpu: &Paced<B>| match vcpu.state {
             State::Runs { look, .. } | State::Held { look, .. } => look,
         };

@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::Counters;
+use super::meter::HoldMeter;
 use crate::actor::{Inbox, Next};
 use crate::kvm::ExitTimer;
 
@@ -39,11 +39,11 @@ enum State {
 impl Hold {
     /// Holds the vCPU until `until`, and then lets it run for `slice`. The wait after a report
     /// counts as part of this hold.
-    pub(super) fn begin(&mut self, until: Instant, slice: Duration, counters: &Counters) {
+    pub(crate) fn begin(&mut self, until: Instant, slice: Duration, meter: &HoldMeter) {
         let since = match self.state {
             State::Held { since, until: None, .. } => since,
             _ => {
-                self.end(counters);
+                self.end(meter);
                 Instant::now()
             }
         };
@@ -52,37 +52,37 @@ impl Hold {
 
     /// Starts the wait after a reported slice. The vCPU stays out of the guest until a job ends the
     /// wait or [`ANSWER`] has passed.
-    pub(super) fn wait(&mut self) {
+    pub(crate) fn wait(&mut self) {
         self.stop_timer();
         self.state = State::Held { since: Instant::now(), until: None, slice: Duration::ZERO };
     }
 
     /// Ends the hold or slice, if there is one.
-    pub(super) fn end(&mut self, counters: &Counters) {
+    pub(crate) fn end(&mut self, meter: &HoldMeter) {
         match std::mem::take(&mut self.state) {
             State::Free => {}
-            State::Held { since, .. } => counters.count_hold(since.elapsed()),
+            State::Held { since, .. } => meter.count(since.elapsed()),
             State::Slice { .. } => self.stop_timer(),
         }
     }
 
-    pub(super) fn is_on(&self) -> bool {
+    pub(crate) fn is_on(&self) -> bool {
         matches!(self.state, State::Held { .. })
     }
 
     /// Returns whether it is time to report.
-    pub(super) fn slice_is_over(&self) -> bool {
+    pub(crate) fn slice_is_over(&self) -> bool {
         matches!(self.state, State::Slice { until } if Instant::now() >= until)
     }
 
     /// Returns the next job. Without a hold it does not wait for one; during a hold it waits at
     /// most until the hold ends.
-    pub(super) fn next<S>(&mut self, inbox: &Inbox<S>, counters: &Counters) -> Next<S> {
+    pub(crate) fn next<S>(&mut self, inbox: &Inbox<S>, meter: &HoldMeter) -> Next<S> {
         let State::Held { until, slice, .. } = self.state else { return inbox.try_recv() };
         let left = until.map_or(ANSWER, |until| until.saturating_duration_since(Instant::now()));
         let next = inbox.recv_timeout(left);
         if matches!(next, Next::Nothing) {
-            self.end(counters);
+            self.end(meter);
             if until.is_some() {
                 self.begin_slice(slice);
             }
@@ -131,53 +131,53 @@ mod tests {
     fn jobs_are_heard_during_a_hold_and_its_end_is_counted() {
         crate::kvm::register_kick_handler().unwrap();
         let (vcpu, inbox) = actor::inbox::<()>("vCPU 0");
-        let (mut hold, counters) = (Hold::default(), Counters::default());
-        assert!(matches!(hold.next(&inbox, &counters), Next::Nothing));
-        hold.begin(Instant::now() + FAR, SLICE, &counters);
+        let (mut hold, meter) = (Hold::default(), HoldMeter::default());
+        assert!(matches!(hold.next(&inbox, &meter), Next::Nothing));
+        hold.begin(Instant::now() + FAR, SLICE, &meter);
         vcpu.tell(|()| ());
-        assert!(matches!(hold.next(&inbox, &counters), Next::Job(_)));
-        assert!(hold.is_on() && counters.holds() == 0);
+        assert!(matches!(hold.next(&inbox, &meter), Next::Job(_)));
+        assert!(hold.is_on() && meter.holds() == 0);
         // Another hold replaces it, and ends by itself.
-        hold.begin(Instant::now() + 2 * SLICE, SLICE, &counters);
-        assert_eq!(counters.holds(), 1);
-        assert!(matches!(hold.next(&inbox, &counters), Next::Nothing));
-        assert!(!hold.is_on() && counters.holds() == 2);
-        assert!(counters.held() >= 2 * SLICE);
-        hold.begin(Instant::now() + FAR, SLICE, &counters);
-        hold.end(&counters);
-        hold.end(&counters);
-        assert_eq!(counters.holds(), 3);
-        hold.begin(Instant::now() + FAR, SLICE, &counters);
+        hold.begin(Instant::now() + 2 * SLICE, SLICE, &meter);
+        assert_eq!(meter.holds(), 1);
+        assert!(matches!(hold.next(&inbox, &meter), Next::Nothing));
+        assert!(!hold.is_on() && meter.holds() == 2);
+        assert!(meter.held() >= 2 * SLICE);
+        hold.begin(Instant::now() + FAR, SLICE, &meter);
+        hold.end(&meter);
+        hold.end(&meter);
+        assert_eq!(meter.holds(), 3);
+        hold.begin(Instant::now() + FAR, SLICE, &meter);
         drop(vcpu);
-        assert!(matches!(hold.next(&inbox, &counters), Next::End));
+        assert!(matches!(hold.next(&inbox, &meter), Next::End));
     }
 
     #[test]
     fn a_slice_ends_and_the_wait_for_an_answer_is_part_of_the_next_hold() {
         crate::kvm::register_kick_handler().unwrap();
         let (vcpu, inbox) = actor::inbox::<()>("vCPU 0");
-        let (mut hold, counters) = (Hold::default(), Counters::default());
-        hold.begin(Instant::now(), SLICE, &counters);
+        let (mut hold, meter) = (Hold::default(), HoldMeter::default());
+        hold.begin(Instant::now(), SLICE, &meter);
         assert!(!hold.slice_is_over());
-        assert!(matches!(hold.next(&inbox, &counters), Next::Nothing));
+        assert!(matches!(hold.next(&inbox, &meter), Next::Nothing));
         // The timer's signal ends this sleep, or the time does.
         while !hold.slice_is_over() {
             std::thread::sleep(SLICE);
         }
         hold.wait();
         vcpu.tell(|()| ());
-        assert!(matches!(hold.next(&inbox, &counters), Next::Job(_)));
-        assert!(hold.is_on() && counters.holds() == 1);
-        hold.begin(Instant::now(), SLICE, &counters);
-        assert_eq!(counters.holds(), 1, "it goes on");
-        assert!(matches!(hold.next(&inbox, &counters), Next::Nothing));
-        assert_eq!(counters.holds(), 2);
-        hold.end(&counters);
-        assert!(!hold.slice_is_over() && counters.holds() == 2);
+        assert!(matches!(hold.next(&inbox, &meter), Next::Job(_)));
+        assert!(hold.is_on() && meter.holds() == 1);
+        hold.begin(Instant::now(), SLICE, &meter);
+        assert_eq!(meter.holds(), 1, "it goes on");
+        assert!(matches!(hold.next(&inbox, &meter), Next::Nothing));
+        assert_eq!(meter.holds(), 2);
+        hold.end(&meter);
+        assert!(!hold.slice_is_over() && meter.holds() == 2);
         // A collector that never answers.
         hold.wait();
-        assert!(matches!(hold.next(&inbox, &counters), Next::Nothing));
-        assert!(!hold.is_on() && !hold.slice_is_over() && counters.holds() == 3);
-        assert!(counters.held() >= ANSWER);
+        assert!(matches!(hold.next(&inbox, &meter), Next::Nothing));
+        assert!(!hold.is_on() && !hold.slice_is_over() && meter.holds() == 3);
+        assert!(meter.held() >= ANSWER);
     }
 }

@@ -1,0 +1,16 @@
+//! Throttles vCPUs that make frames dirty faster than allowed. A migration decides the rate
+//! ([`WriteThrottle`](driftline_guest::WriteThrottle)); this carries it out.
+//!
+//! ```text
+//! pacing   the collector's part: charges each vCPU its new frames, and says who waits, and how long
+//! hold     a vCPU's part: stays out of the guest, and reports when its time slice is over
+//! meter    how often and how long a vCPU was kept out; any thread may read it
+//! ```
+
+mod hold;
+mod meter;
+mod pacing;
+
+pub(crate) use hold::Hold;
+pub(crate) use meter::HoldMeter;
+pub(crate) use pacing::{Brake, Pacing};
