@@ -3,7 +3,8 @@
 # it over its API, upgrades, and removes the package again:
 #   install-test.sh driftline_0.1.0-1_amd64.deb
 # The system is Debian's own, with systemd as its first process in namespaces of this machine. The
-# test needs root, mmdebstrap and Debian's packages.
+# test needs root, mmdebstrap and Debian's packages. It exits with 77 where there can be no such
+# system.
 set -euo pipefail
 
 deb=$(realpath "${1:?usage: install-test.sh DEB}")
@@ -27,6 +28,13 @@ fail() {
     echo "install-test: $*" >&2
     inside journalctl --no-pager -n 30 >&2 || true
     exit 1
+}
+
+# The test cannot run on this machine.
+skip() {
+    echo "install-test: skipped: $*" >&2
+    tail -n 5 "$work/log" >&2 || true
+    exit 77
 }
 
 # The first process of the namespaces: mounts what systemd needs, and becomes systemd.
@@ -63,13 +71,17 @@ inside() {
 }
 
 # Waits at most a minute until a command in the system succeeds.
-await() {
+succeeds() {
     local i
     for ((i = 0; i < 600; i++)); do
         if inside "$@" >/dev/null 2>&1; then return; fi
         sleep 0.1
     done
-    fail "waited a minute for: $*"
+    return 1
+}
+
+await() {
+    succeeds "$@" || fail "waited a minute for: $*"
 }
 
 # Every file that a package could leave. The tools of packages and of systemd keep notes elsewhere.
@@ -89,7 +101,8 @@ expect() {
 }
 
 mmdebstrap --quiet --variant=apt --include=systemd,systemd-sysv \
-    "$(. /etc/os-release && echo "$VERSION_CODENAME")" "$root"
+    "$(. /etc/os-release && echo "$VERSION_CODENAME")" "$root" 2>"$work/log" ||
+    skip "mmdebstrap makes no system"
 echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
 cp "$deb" "$root/root/driftline.deb"
 export root
@@ -98,7 +111,7 @@ unshare --mount --pid --fork --uts --ipc --cgroup --propagation private --kill-c
     bash -euc boot >"$work/log" 2>&1 </dev/null &
 system=$!
 sleep 1
-await systemctl is-active basic.target
+succeeds systemctl is-active basic.target || skip "systemd does not start in namespaces"
 
 files >"$work/before"
 inside dpkg -i /root/driftline.deb >/dev/null
