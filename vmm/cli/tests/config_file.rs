@@ -182,7 +182,7 @@ fn a_wrong_file_is_refused_by_its_field() {
             none,
             "machine-config.track_dirty_pages: it is true, and tracking is none",
         ),
-        (with("name", json!("a b")), none, "name: the name of a guest has letters"),
+        (with("name", json!("a b")), none, "name: \"a b\" is no name of a guest"),
         (
             with("drives", json!([{ "is_read_only": true }])),
             none,
