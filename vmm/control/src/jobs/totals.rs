@@ -65,7 +65,7 @@ pub struct CheckpointCounts {
     pub last_success: Option<SystemTime>,
 }
 
-/// A snapshot of [`CheckpointTotals`].
+/// A snapshot of the totals of checkpoints.
 #[derive(Clone, Debug)]
 pub struct CheckpointFigures {
     /// The counts.

@@ -62,7 +62,7 @@ impl Shared {
 pub struct SinkWriter(Arc<Shared>);
 
 impl SinkWriter {
-    /// Waits until all output so far is written, for at most [`SETTLE`]. Another process may write
+    /// Waits until all output so far is written, for 100 ms at most. Another process may write
     /// the guest's next byte.
     pub fn settle(&self) {
         let mut pending = self.0.lock();

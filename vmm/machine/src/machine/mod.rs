@@ -1,4 +1,5 @@
-//! The KVM machine: assembles the parts and implements [`Guest`] and [`Vm`] for them.
+//! The KVM machine: assembles the parts and implements [`Guest`](driftline_guest::Guest) and [`Vm`]
+//! for them.
 //!
 //! ```text
 //! API, jobs ----> supervisor ----> vCPU threads                   pause, save, restore, end
