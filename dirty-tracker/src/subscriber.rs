@@ -47,7 +47,7 @@ impl Subscriber {
     ///
     /// No lock is held during `work`, which may wait for threads of a pool. A mark that reaches the
     /// old tree after the frames were moved is made again in the new one. A drain that finds the
-    /// old tree already emptied by the move goes on in the new one.
+    /// old tree already emptied by the move continues in the new one.
     pub(crate) fn with_tree(&self, mut work: impl FnMut(&Tree)) {
         let mut tree = self.tree();
         loop {

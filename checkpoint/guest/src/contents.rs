@@ -10,7 +10,7 @@ use crate::write_protect::Shield;
 /// Guest memory in which writes by the VMM mark the trees.
 pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
 
-/// Shows the memory and drives of a guest to whoever copies them.
+/// The memory and the drives of a guest, to be copied.
 ///
 /// Reading [`ram`](Self::ram) while the guest runs gives each frame as it is at some moment. Such a
 /// copy is complete only for frames that the dirty log does not report afterwards.

@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::fmt;
 
+use driftline_dirty_tracker::NoMemory;
 use serde::{Deserialize, Serialize};
 
 /// Whether a guest's vCPUs execute.
@@ -66,4 +67,11 @@ pub enum GuestError {
         /// The system's error.
         cause: Box<dyn Error + Send + Sync>,
     },
+}
+
+/// A tracker has no memory for another subscriber.
+impl From<NoMemory> for GuestError {
+    fn from(e: NoMemory) -> Self {
+        Self::System { what: "following the guest's writes", cause: Box::new(e) }
+    }
 }

@@ -375,10 +375,7 @@ impl DirtyLog for MemoryGuest {
         self.faults.check(Op::Subscribe, "following writes")?;
         // Writers are stopped, so that no write is in progress that saw no subscriber and is not
         // yet in memory.
-        self.gate.held(|| self.tracker.subscribe(name)).map_err(|e| GuestError::System {
-            what: "following the guest's writes",
-            cause: e.into(),
-        })
+        Ok(self.gate.held(|| self.tracker.subscribe(name))?)
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {

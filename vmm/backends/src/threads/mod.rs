@@ -203,9 +203,7 @@ impl GuestContents for ThreadMachine {
     }
 
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.memory
-            .populated()
-            .map_err(|e| GuestError::System { what: "reading /proc/self/pagemap", cause: e.into() })
+        self.memory.populated()
     }
 
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
@@ -249,10 +247,7 @@ impl DirtyLog for ThreadMachine {
         if self.config.tracking == TrackingMode::None {
             return Err(GuestError::NotTracked);
         }
-        self.memory.tracker().subscribe(name).map_err(|e| GuestError::System {
-            what: "following the guest's writes",
-            cause: e.into(),
-        })
+        Ok(self.memory.tracker().subscribe(name)?)
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {

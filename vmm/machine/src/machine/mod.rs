@@ -168,10 +168,7 @@ impl GuestContents for Machine {
     }
 
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.memory.populated().map_err(|e| GuestError::System {
-            what: "reading /proc/self/pagemap",
-            cause: Box::new(e),
-        })
+        self.memory.populated()
     }
 
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {

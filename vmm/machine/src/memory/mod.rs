@@ -16,7 +16,6 @@ mod shield;
 mod userfault;
 mod watch;
 
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -259,12 +258,18 @@ impl Memory {
     /// been restored yet. All other frames were never written and read as zeros.
     ///
     /// Reads eight bytes a frame from the kernel, or, for a memory file, one pair of seeks a run.
-    pub fn populated(&self) -> io::Result<Vec<FrameRun>> {
+    ///
+    /// # Errors
+    ///
+    /// The kernel refuses to say.
+    pub fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         // This comes first: frames that arrive after it are found in memory.
         let left = self.kept.late().map(Late::left).filter(|left| !left.is_empty());
         let (mut populated, mut runs) = (Populated::default(), Vec::new());
         for region in self.ram.iter() {
-            populated.find(region, region::all(region), &mut runs)?;
+            populated.find(region, region::all(region), &mut runs).map_err(|e| {
+                GuestError::System { what: "reading /proc/self/pagemap", cause: Box::new(e) }
+            })?;
         }
         let Some(left) = left else { return Ok(runs) };
         let mut all: FrameSet = runs.into_iter().collect();
