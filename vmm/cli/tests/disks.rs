@@ -198,7 +198,7 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
         let mut second = Vmm::start(&place, life, &args);
         second.await_api();
         second.await_progress(1, &before);
-        assert!(second.said().contains("7 blocks written to 1 of its disks"), "{}", second.said());
+        second.await_said("7 blocks written to 1 of its disks");
         assert!(!second.said().contains("as it is now"), "{}", second.said());
         assert!(std::fs::read(place.path(name)).unwrap() == then, "{name}");
         second.kill();

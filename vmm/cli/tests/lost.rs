@@ -114,8 +114,7 @@ fn lazy_restore_ends_whichever_shared_page_is_damaged() {
 
     let restore = ["restore", "--lazy", "--store", &store];
     let mut whole = Vmm::start(&place, "whole", &restore);
-    whole.await_api();
-    assert!(whole.said().contains(" pages follow on demand"), "{}", whole.said());
+    whole.await_said(" pages follow on demand");
     whole.tell(&["stop", "--wait"]);
     let file = place.path("store").join("pages-1");
     let file = File::options().read(true).write(true).open(file).unwrap();

@@ -92,7 +92,7 @@ fn killed_and_restored(mode: &str, how: &[&str]) {
     first.kill();
     let restore = [&["restore", "--same-id", "--store", &store], how].concat();
     let mut second = Vmm::start(&place, "second", &restore);
-    second.await_api();
+    second.await_said(" resumed from checkpoint ");
     // The memory has a single descriptor, so all frames arrive first.
     let late = second.said().contains("pages follow on demand");
     assert!(!late || (mode != "userfault-wp" && !how.is_empty()), "{mode}: {}", second.said());

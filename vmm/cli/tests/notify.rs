@@ -63,8 +63,7 @@ fn a_guest_runs_without_its_service_manager() {
     let place = Place::new();
     let none = place.text("none");
     let mut vmm = start(&place, "a", GUEST, &none);
-    vmm.await_api();
-    assert!(vmm.said().contains(&format!("NOTIFY_SOCKET is {none}: ")), "{}", vmm.said());
+    vmm.await_said(&format!("NOTIFY_SOCKET is {none}: "));
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
 }

@@ -155,6 +155,18 @@ impl<'p> Vmm<'p> {
         self.place.text(&format!("{}.sock", self.name))
     }
 
+    /// Waits until the process has written `text` to stderr. A restored guest's API answers before
+    /// the restore is reported.
+    pub fn await_said(&mut self, text: &str) {
+        let end = Instant::now() + PATIENCE;
+        while !self.said().contains(text) {
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{} ended: {ended:?}: {}", self.name, self.said());
+            assert!(Instant::now() < end, "no \"{text}\" from {}: {}", self.name, self.said());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     /// Returns the process's stderr.
     pub fn said(&self) -> String {
         self.place.read(&format!("{}.err", self.name))
