@@ -1,0 +1,223 @@
+//! The command line and the API on one guest of the threads backend: messages, their destination,
+//! and exit codes.
+
+use crate::common::{Place, Vmm, fail, output, raw, request, succeed, text, wait_for};
+
+const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M"];
+
+fn payload(spec: &'static str) -> Vec<&'static str> {
+    [THREADS, &["--guest", spec]].concat()
+}
+
+#[test]
+fn a_guest_is_looked_at_paused_resumed_and_stopped() {
+    let place = Place::new();
+    let mut vmm =
+        Vmm::run(&place, "a", &[&payload("payload,ws=4M"), &["--vcpus", "2"][..]].concat());
+    let info = vmm.info().unwrap();
+    assert_eq!(info["state"], "running");
+    assert_eq!((&info["vcpus"], &info["mem_bytes"]), (&2.into(), &(64 << 20).into()));
+    assert_eq!((&info["tracking"], &info["backend"]), (&"dirty-ring".into(), &"threads".into()));
+    let people = vmm.tell(&["info"]);
+    assert!(people.contains("memory             64 MiB\n"), "{people}");
+
+    vmm.tell(&["pause"]);
+    vmm.tell(&["pause"]);
+    assert_eq!(vmm.state(), "paused");
+    vmm.tell(&["resume"]);
+    assert_eq!(vmm.state(), "running");
+    vmm.tell(&["resume"]);
+    vmm.await_progress(2, &[]);
+
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+    assert!(vmm.said().contains("the guest was stopped: stopped over the API"), "{}", vmm.said());
+    assert!(!place.path("a.sock").exists(), "the socket goes with its process");
+}
+
+#[test]
+fn a_guest_that_ends_by_itself_ends_the_process() {
+    let out = output(&[&["run"][..], &payload("payload,ws=1M,rate=max,passes=3")].concat());
+    let (lines, said) = (text(&out.stdout), text(&out.stderr));
+    assert_eq!(out.status.code(), Some(0), "{said}");
+    assert!(lines.starts_with("payload ready vcpus=1 ws_pages=256"), "{lines}");
+    assert!(lines.contains("payload vcpu=0 done ") && lines.contains(" errors=0 "), "{lines}");
+    assert_eq!(said, "driftline: the guest powered itself off\n");
+}
+
+#[test]
+fn a_signal_stops_the_guest_cleanly() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    let pid = rustix::process::Pid::from_raw(vmm.pid().try_into().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert_eq!(vmm.wait(), Some(0));
+    assert!(vmm.said().contains("interrupted by SIGTERM"), "{}", vmm.said());
+    assert!(!place.path("a.sock").exists());
+}
+
+#[test]
+fn wrong_usage_is_2_and_says_what_is_right() {
+    let said = fail(2, &["run", "--guest", "payload", "--mem", "64Q"]);
+    assert!(said.contains("a size is digits"), "{said}");
+    let said = fail(2, &["run", "--guest", "payload,colour=red"]);
+    assert!(said.contains("colour"), "{said}");
+    fail(2, &["run", "--guest", "payload", "--kernel", "vmlinux"]);
+    fail(2, &["run", "--mem", "64M"]);
+    for (option, value) in [
+        ("--initrd", Some("initrd")),
+        ("--cmdline", Some("quiet")),
+        ("--bare-cmdline", None),
+        ("--balloon", None),
+    ] {
+        let beside = ["run", "--guest", "payload", option];
+        let said = fail(2, &[&beside[..], value.as_slice()].concat());
+        assert!(said.contains("cannot be used with") && said.contains(option), "{said}");
+        let alone = ["run", option];
+        fail(2, &[&alone[..], value.as_slice()].concat());
+    }
+    for wrong in ["0", "33"] {
+        let said = fail(2, &["run", "--guest", "payload", "--vcpus", wrong]);
+        assert!(said.contains(&format!("'{wrong}'")) && said.contains("1 to 32 vCPUs"), "{said}");
+    }
+    for (cpu, why) in [
+        ("max", "there is no processor \"max\"; there are host and baseline"),
+        ("host,-warp", "there is no processor feature \"warp\""),
+    ] {
+        let said = fail(2, &["run", "--guest", "payload", "--cpu", cpu]);
+        assert!(said.contains(why), "{said}");
+    }
+    let said = fail(2, &["run", "--guest", "payload", "--tracking", "magic"]);
+    assert!(said.contains("there is no tracking mode \"magic\""), "{said}");
+    fail(2, &["run", "--guest", "payload", "--shiny"]);
+    fail(2, &["fly"]);
+    fail(2, &["info"]);
+    assert!(succeed(&["--help"]).contains("Exit codes: 0 done"));
+}
+
+#[test]
+fn a_missing_or_dead_socket_is_a_sentence() {
+    let place = Place::new();
+    let socket = place.text("none.sock");
+    let said = fail(1, &["info", "--api-sock", &socket]);
+    assert!(said.contains("does not exist: is the guest running"), "{said}");
+
+    let mut first = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    let said =
+        fail(1, &[&["run"][..], &payload("payload"), &["--api-sock", &first.socket()]].concat());
+    assert!(said.contains("is in use: another process listens there"), "{said}");
+    first.kill();
+    assert!(place.path("a.sock").exists(), "a killed process leaves its socket");
+    let mut second = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    assert_eq!(second.state(), "running");
+    second.tell(&["stop"]);
+    second.wait();
+}
+
+#[test]
+fn what_cannot_run_is_refused_with_a_sentence() {
+    let said =
+        fail(1, &["run", "--backend", "threads", "--mem", "16M", "--guest", "payload,ws=64M"]);
+    assert!(said.contains("its working set takes 16384 pages"), "{said}");
+    let said = fail(1, &["run", "--backend", "threads", "--kernel", "vmlinux"]);
+    assert!(said.contains("the threads backend runs only the payload"), "{said}");
+}
+
+#[test]
+fn a_job_is_followed_by_its_number() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    let socket = vmm.socket();
+    let ask = |method: &str, path: &str, body: &str| request(&socket, method, path, body);
+    // An older client sends null for fields that it does not use.
+    for (n, epochs, disks) in [(1, 1, ""), (2, 3, r#","disks":null"#)] {
+        let body = format!(
+            r#"{{"store":"{}","every_ms":1,"count":{epochs}{disks}}}"#,
+            place.text(&format!("store{n}"))
+        );
+        let answer = ask("POST", "/checkpoint", &body);
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        assert!(answer.ends_with(&format!("{{\"job\":{n}}}")), "{answer}");
+        wait_for("its end", || {
+            let page = ask("GET", &format!("/checkpoint?job={n}&since={epochs}"), "");
+            page.contains("\"running\":false").then_some(())
+        });
+    }
+    let first = ask("GET", "/checkpoint?job=1", "");
+    assert!(first.contains("\"job\":1,") && first.contains("/store1\""), "{first}");
+    assert!(first.contains("\"next\":1,"), "the reports of its own run only: {first}");
+    let latest = ask("GET", "/checkpoint", "");
+    assert!(latest.contains("\"job\":2,") && latest.contains("\"next\":3,"), "{latest}");
+    let answer = ask("POST", "/migration", r#"{"to":"tcp:127.0.0.1:1"}"#);
+    assert!(answer.ends_with("{\"job\":3}"), "{answer}");
+    let page = ask("GET", "/migration?job=3&wait_ms=20000", "");
+    assert!(page.contains("\"job\":3,\"state\":\"failed\""), "{page}");
+    for path in ["/checkpoint?job=3", "/migration?job=1"] {
+        let answer = ask("GET", path, "");
+        assert!(answer.starts_with("HTTP/1.1 400"), "{path}: {answer}");
+        assert!(answer.contains("there is no job "), "{path}: {answer}");
+    }
+    assert!(ask("DELETE", "/checkpoint?job=2", "").contains("no checkpoints are being taken"));
+    assert!(ask("DELETE", "/checkpoint?job=9", "").contains("there is no job 9"));
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+}
+
+#[test]
+fn the_api_speaks_firecrackers_json() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    let socket = vmm.socket();
+    let ask = |method: &str, path: &str, body: &str| request(&socket, method, path, body);
+
+    let answer = ask("GET", "/", "");
+    assert!(
+        answer.contains("\"state\":\"Running\"") && answer.contains("\"app_name\""),
+        "{answer}"
+    );
+    assert!(ask("GET", "/version", "").starts_with("HTTP/1.1 200"));
+    let answer = ask("GET", "/machine-config", "");
+    assert!(answer.contains("\"vcpu_count\":1,\"mem_size_mib\":64"), "{answer}");
+    assert!(ask("GET", "/vm/config", "").contains("\"guest\":\"payload,ws=1M\""));
+    assert!(ask("PATCH", "/vm", r#"{"state":"Paused"}"#).starts_with("HTTP/1.1 204"));
+    assert!(ask("GET", "/", "").contains("\"state\":\"Paused\""));
+    assert!(ask("PATCH", "/vm", r#"{"state":"Resumed"}"#).starts_with("HTTP/1.1 204"));
+    assert!(ask("GET", "/metrics", "").contains("\ndriftline_guest_state{vm_id=\""));
+    assert!(ask("GET", "/dirty", "").contains("\"marked_frames\""));
+
+    for (method, path, body, fault) in [
+        ("PATCH", "/vm", r#"{"state":"Sideways"}"#, "unknown variant"),
+        ("PATCH", "/vm", r#"{"state":"Paused","hard":true}"#, "unknown field"),
+        ("PATCH", "/vm", "", "the request body is empty; expected JSON"),
+        ("GET", "/nowhere", "", "there is no request GET /nowhere"),
+        ("GET", "/drives/root", "", "the guest has no disk \\\"root\\\""),
+        ("GET", "/network-interfaces/e", "", "the guest has no network interface"),
+        ("GET", "/vsock", "", "the guest has no vsock"),
+        ("DELETE", "/vm", "", "there is no request DELETE /vm"),
+        (
+            "POST",
+            "/migration",
+            r#"{"to":"127.0.0.1:1","timeout_s":18446744073709551615}"#,
+            "timeout_s is 18446744073709551615; it is at most",
+        ),
+        (
+            "POST",
+            "/migration",
+            r#"{"to":"127.0.0.1:1","max_bandwidth_bytes_per_s":1000}"#,
+            "max_bandwidth_bytes_per_s is 1000; it is at least 1048576",
+        ),
+        ("PUT", "/actions", r#"{"action_type":"InstanceStart"}"#, "has been started already"),
+    ] {
+        let answer = ask(method, path, body);
+        assert!(answer.starts_with("HTTP/1.1 400"), "{method} {path} {body}: {answer}");
+        assert!(answer.contains("\"fault_message\":\""), "{answer}");
+        assert!(answer.contains(fault), "{answer}");
+    }
+    let answer = ask("PATCH", "/vm", &format!(r#"{{"state":"{}"}}"#, "x".repeat(1 << 20)));
+    assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 413"), "{answer}");
+    assert!(!raw(&socket, "\r\nnonsense\r\n\r\n").starts_with("HTTP/1.1 200"));
+    assert_eq!(vmm.state(), "running", "none of this has hurt the guest");
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+    wait_for("the socket to go", || (!place.path("a.sock").exists()).then_some(()));
+}

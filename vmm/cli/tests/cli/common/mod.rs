@@ -1,0 +1,338 @@
+//! Shared parts of the binary's tests: a process that does not outlive its test, and its guest's
+//! reports.
+
+pub mod script;
+pub mod stuck_storage;
+
+use std::fs::DirEntry;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use driftline_images::{Message, Report};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Sends one request to the API at `socket`. Returns the whole answer.
+pub fn request(socket: &str, method: &str, path: &str, body: &str) -> String {
+    let length = body.len();
+    let head = format!("{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n");
+    raw(socket, &format!("{head}Content-Length: {length}\r\n\r\n{body}"))
+}
+
+/// Sends `bytes` to the API at `socket`. Returns what it answers until it closes the connection.
+pub fn raw(socket: &str, bytes: &str) -> String {
+    let mut stream = UnixStream::connect(socket).unwrap();
+    // A refused request may be answered before it is read.
+    let _ = stream.write_all(bytes.as_bytes());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    text(&answer)
+}
+
+/// Time limit after which a test gives up.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Returns the minimum duration of an attack: a minute with `DRIFTLINE_FULL=1`, otherwise no longer
+/// than its first steps.
+pub fn attack() -> Duration {
+    Duration::from_secs(if driftline_machine::testing::full() { 60 } else { 0 })
+}
+
+/// Returns a command that runs the binary under test.
+pub fn driftline(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_driftline"));
+    command.args(args).env_remove("RUST_LOG").stdin(Stdio::null());
+    command
+}
+
+/// Runs a command until it ends.
+pub fn output(args: &[&str]) -> Output {
+    driftline(args).output().unwrap()
+}
+
+/// Runs a command that must succeed. Returns its stdout.
+pub fn succeed(args: &[&str]) -> String {
+    let out = output(args);
+    assert!(out.status.success(), "{args:?}: {}: {}", out.status, text(&out.stderr));
+    text(&out.stdout)
+}
+
+/// Runs a command that must fail with `code`. Returns its message.
+pub fn fail(code: i32, args: &[&str]) -> String {
+    let out = output(args);
+    let (said, printed) = (text(&out.stderr), text(&out.stdout));
+    assert_eq!(out.status.code(), Some(code), "{args:?}: {said}{printed}");
+    assert_eq!(printed, "", "{args:?} failed and printed a result");
+    said
+}
+
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Waits until `check` returns a value.
+pub fn wait_for<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = check() {
+            return found;
+        }
+        assert!(Instant::now() < end, "waited {PATIENCE:?} for {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A temporary directory for one test.
+pub struct Place(TempDir);
+
+impl Place {
+    pub fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub fn text(&self, name: &str) -> String {
+        self.path(name).to_str().unwrap().to_owned()
+    }
+
+    pub fn read(&self, name: &str) -> String {
+        std::fs::read_to_string(self.path(name)).unwrap_or_default()
+    }
+}
+
+/// A driftline process that has, or waits for, a guest. Uses `name.sock`, `name.serial` and
+/// `name.err` in the test's directory. Killed when dropped.
+pub struct Vmm<'p> {
+    place: &'p Place,
+    name: &'static str,
+    child: Child,
+}
+
+impl<'p> Vmm<'p> {
+    /// Starts `args`, with a socket and a serial file added.
+    pub fn start(place: &'p Place, name: &'static str, args: &[&str]) -> Self {
+        Self::start_by(place, name, driftline(args))
+    }
+
+    /// Starts `command`, with a socket and a serial file added.
+    pub fn start_by(place: &'p Place, name: &'static str, mut command: Command) -> Self {
+        let serial = format!("file:{}", place.text(&format!("{name}.serial")));
+        let socket = place.text(&format!("{name}.sock"));
+        let stderr = std::fs::File::create(place.path(&format!("{name}.err"))).unwrap();
+        let child = command
+            .args(["--api-sock", &socket, "--serial", &serial])
+            .args(["--state-dir", &place.text("state")])
+            .stdout(Stdio::null())
+            .stderr(stderr)
+            .spawn()
+            .unwrap();
+        Self { place, name, child }
+    }
+
+    /// Starts a guest and waits until its API answers.
+    pub fn run(place: &'p Place, name: &'static str, args: &[&str]) -> Self {
+        let mut vmm = Self::start(place, name, &[&["run"], args].concat());
+        vmm.await_api();
+        vmm
+    }
+
+    pub fn await_api(&mut self) {
+        let end = Instant::now() + PATIENCE;
+        while self.state_now().is_none() {
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{} ended: {ended:?}: {}", self.name, self.said());
+            assert!(Instant::now() < end, "{} does not answer: {}", self.name, self.said());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    pub fn socket(&self) -> String {
+        self.place.text(&format!("{}.sock", self.name))
+    }
+
+    /// Waits until the process has written `text` to stderr. A restored guest's API answers before
+    /// the restore is reported.
+    pub fn await_said(&mut self, text: &str) {
+        let end = Instant::now() + PATIENCE;
+        while !self.said().contains(text) {
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{} ended: {ended:?}: {}", self.name, self.said());
+            assert!(Instant::now() < end, "no \"{text}\" from {}: {}", self.name, self.said());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Returns the process's stderr.
+    pub fn said(&self) -> String {
+        self.place.read(&format!("{}.err", self.name))
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Returns the output of `info --json`, if the process answers.
+    pub fn info(&self) -> Option<Value> {
+        let out = output(&["info", "--json", "--api-sock", &self.socket()]);
+        out.status.success().then(|| serde_json::from_slice(&out.stdout).unwrap())
+    }
+
+    fn state_now(&self) -> Option<String> {
+        Some(self.info()?["state"].as_str().unwrap().to_owned())
+    }
+
+    pub fn state(&self) -> String {
+        self.state_now().unwrap_or_else(|| panic!("{} does not answer", self.name))
+    }
+
+    /// Runs a client command for this guest that must succeed.
+    pub fn tell(&self, args: &[&str]) -> String {
+        succeed(&[args, &["--api-sock", &self.socket()]].concat())
+    }
+
+    /// Runs a client command for this guest that must fail with `code`.
+    pub fn refuse(&self, code: i32, args: &[&str]) -> String {
+        fail(code, &[args, &["--api-sock", &self.socket()]].concat())
+    }
+
+    /// Returns whether the process has not ended yet.
+    pub fn is_alive(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// Kills the process with SIGKILL.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Waits until the process ends. Returns its exit code.
+    pub fn wait(&mut self) -> Option<i32> {
+        let name = self.name;
+        wait_for(name, || self.child.try_wait().unwrap()).code()
+    }
+
+    /// Returns the last report of each vCPU so far, in this life.
+    pub fn reports(&self) -> Vec<Report> {
+        last_reports(&self.place.path(&format!("{}.serial", self.name)))
+    }
+
+    /// Waits until each of `vcpus` vCPUs has written more pages than in `than`, and checks that
+    /// none found an error.
+    pub fn await_progress(&self, vcpus: usize, than: &[Report]) -> Vec<Report> {
+        let more = |r: &Report| {
+            let before = than.iter().find(|b| b.vcpu == r.vcpu).map_or(0, |b| b.pages);
+            r.pages > before
+        };
+        let reports = wait_for("the guest's reports", || {
+            let now = self.reports();
+            (now.len() == vcpus && now.iter().all(more)).then_some(now)
+        });
+        assert!(reports.iter().all(|r| r.errors == 0), "{reports:?}");
+        reports
+    }
+}
+
+/// Starts a process that waits for a guest. Returns it with its address.
+pub fn receiver<'p>(place: &'p Place, name: &'static str, more: &[&str]) -> (Vmm<'p>, String) {
+    let vmm = Vmm::start(place, name, &[&["receive-migration", "tcp:127.0.0.1:0"], more].concat());
+    let address = wait_for("the receiver to listen", || {
+        let said = vmm.said();
+        let (_, rest) = said.split_once("waiting for a migration on ")?;
+        Some(rest.split_once('\n')?.0.to_owned())
+    });
+    (vmm, address)
+}
+
+impl Drop for Vmm<'_> {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("{} said: {}", self.name, self.said());
+        }
+    }
+}
+
+fn last_reports(serial: &Path) -> Vec<Report> {
+    let log = std::fs::read_to_string(serial).unwrap_or_default();
+    let mut last: Vec<Report> = Vec::new();
+    for line in log.split_inclusive('\n').filter(|l| l.ends_with('\n')) {
+        match Message::parse(line) {
+            Some(Message::Report(r)) => {
+                last.retain(|l| l.vcpu != r.vcpu);
+                last.push(r);
+            }
+            Some(Message::Ready { .. }) | None => {}
+            Some(bad) => panic!("the guest says {bad:?}"),
+        }
+    }
+    last.sort_by_key(|r| r.vcpu);
+    last
+}
+
+/// Forwards bytes to `to` until a hand-over record appears in `state`. COMMIT, which is sent after
+/// the record is written, never arrives, and the connection stays open.
+pub fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
+    proxy(to, state, |mut source, _, _| {
+        // Keep the connection open until the source ends.
+        let mut piece = vec![0; 1 << 16];
+        while matches!(source.read(&mut piece), Ok(1..)) {}
+    })
+}
+
+/// Does the same as [`proxy_that_keeps_commit`], but COMMIT arrives, and both connections end with
+/// it.
+pub fn proxy_that_ends_with_commit(to: &str, state: PathBuf) -> String {
+    proxy(to, state, |source, mut destination, commit| {
+        source.shutdown(Shutdown::Both).unwrap();
+        destination.write_all(commit).unwrap();
+        destination.shutdown(Shutdown::Write).unwrap();
+    })
+}
+
+/// Forwards bytes to `to` until a piece that ends with COMMIT, which is passed to `then`.
+fn proxy(to: &str, state: PathBuf, then: fn(TcpStream, TcpStream, &[u8])) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", listener.local_addr().unwrap());
+    let to = to.trim_start_matches("tcp:").to_owned();
+    std::thread::spawn(move || {
+        let (mut source, _) = listener.accept().unwrap();
+        let mut destination = TcpStream::connect(to).unwrap();
+        let (mut back, mut answers) =
+            (source.try_clone().unwrap(), destination.try_clone().unwrap());
+        std::thread::spawn(move || std::io::copy(&mut answers, &mut back));
+        let mut piece = vec![0; 1 << 16];
+        while let Ok(n @ 1..) = source.read(&mut piece) {
+            // The source writes the record earlier, while the destination restores.
+            if ends_with_commit(&piece[..n]) {
+                assert!(record_in(&state));
+                return then(source, destination, &piece[..n]);
+            }
+            if destination.write_all(&piece[..n]).is_err() {
+                return;
+            }
+        }
+    });
+    address
+}
+
+/// Returns whether these bytes of a stream end with a COMMIT. Nothing follows a COMMIT before its
+/// answer.
+fn ends_with_commit(bytes: &[u8]) -> bool {
+    let (commit, head, payload) = (14u16.to_le_bytes(), 24, 16u32.to_le_bytes());
+    let Some(at) = bytes.len().checked_sub(head + 16) else { return false };
+    bytes[at..at + 2] == commit && bytes[at + 8..at + 12] == payload
+}
+
+fn record_in(state: &Path) -> bool {
+    let is_record = |e: DirEntry| e.file_name().to_string_lossy().ends_with(".source.json");
+    state.read_dir().is_ok_and(|entries| entries.flatten().any(is_record))
+}

@@ -1,0 +1,322 @@
+//! `driftline compare`: refusals before any machine is started, a small matrix from end to end, and
+//! its page in a real browser.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use crate::common::{Place, driftline, fail, succeed, text};
+use driftline_machine::testing::{hide_userfaultfd, kvm_or_skip, skip};
+use serde_json::Value;
+
+#[test]
+fn an_unknown_way_is_a_wrong_use_and_the_known_ones_are_listed() {
+    for wrong in ["bogus", "dirty-ring+bogus", "none+tree"] {
+        let said = fail(2, &["compare", "--modes", &format!("dirty-ring,{wrong}")]);
+        assert!(said.contains(&format!("no way to track called \"{wrong}\"")), "{said}");
+        assert!(said.contains("dirty-ring+tree, dirty-ring+list, dirty-ring+flat"), "{said}");
+    }
+    fail(2, &["compare", "--guest", "paperload"]);
+    fail(2, &["compare", "--mem", "1G,1"]);
+    fail(2, &["compare", "--repeat", "0"]);
+    for (option, most) in [("--interval", "3600"), ("--duration", "86400"), ("--settle", "3600")] {
+        let bound = format!("it is at most {most} s");
+        for (much, why) in
+            [("18446744073709551615s", "a duration is at most a year"), ("86401s", &bound)]
+        {
+            let said = fail(2, &["compare", "--kernel", "none", option, much]);
+            assert!(said.contains(why), "{option} {much}: {said}");
+        }
+    }
+}
+
+#[test]
+fn files_that_are_devices_or_each_other_are_refused_before_anything_is_measured() {
+    let place = Place::new();
+    let said = fail(1, &["compare", "--svg", "/dev/null"]);
+    assert!(said.contains("/dev/null cannot be written: it is no regular file"), "{said}");
+    std::fs::write(place.path("page"), "as it was").unwrap();
+    std::os::unix::fs::symlink("page", place.path("link")).unwrap();
+    let said = fail(1, &["compare", "--html", &place.text("page"), "--svg", &place.text("link")]);
+    assert!(said.contains("--html and --svg are the same file"), "{said}");
+    assert!(!said.contains("machines"), "nothing was started: {said}");
+    assert_eq!(place.read("page"), "as it was");
+}
+
+#[test]
+fn a_page_that_cannot_be_written_is_named_before_anything_is_measured() {
+    let place = Place::new();
+    for path in [place.text("no/such/page.html"), place.text("."), "/proc/page.html".to_owned()] {
+        let said = fail(1, &["compare", "--html", &path]);
+        assert!(said.contains(&format!("{path} cannot be written")), "{said}");
+        assert!(!said.contains("machines"), "nothing was started: {said}");
+    }
+    let said = fail(2, &["compare", "--duration", "100ms", "--repeat", "5"]);
+    assert!(said.contains("no room for four epochs"), "{said}");
+}
+
+#[test]
+fn a_host_without_kvm_lacks_something() {
+    let test = "a_host_without_kvm_lacks_something";
+    let hidden = |args: &str| {
+        let script = format!("mount --bind /dev/null /dev/kvm && {args}");
+        Command::new("unshare").args(["--mount", "sh", "-c", &script]).output()
+    };
+    if !Path::new("/dev/kvm").exists() {
+        fail(3, &["compare"]);
+        return;
+    }
+    if !hidden("true").is_ok_and(|out| out.status.success()) {
+        return skip(test, "/dev/kvm cannot be hidden here");
+    }
+    let out = hidden(&format!("exec {} compare", env!("CARGO_BIN_EXE_driftline"))).unwrap();
+    let said = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(3), "{said}");
+    assert!(said.contains("this host lacks a usable /dev/kvm"), "{said}");
+}
+
+#[test]
+fn a_host_without_userfaultfd_says_so_first_and_in_the_row_and_measures_the_others() {
+    if !kvm_or_skip(
+        "a_host_without_userfaultfd_says_so_first_and_in_the_row_and_measures_the_others",
+    ) {
+        return;
+    }
+    // Run on a separate thread: a hidden system call cannot be restored on its thread.
+    let hidden = std::thread::spawn(|| {
+        hide_userfaultfd().unwrap();
+        let matrix = ["--modes", "userfault-wp,dirty-bitmap", "--mem", "64M"];
+        let short = ["--guest", "payload,ws=2M,rate=40M", "--duration", "100ms", "--repeat", "1"];
+        let compared = driftline(&[&["compare", "--json"], &matrix[..], &short].concat());
+        let machine = ["run", "--guest", "payload,ws=16M", "--mem", "64M", "--serial", "null"];
+        let tracked = driftline(&[&machine[..], &["--tracking", "userfault-wp"]].concat());
+        let shadowed = driftline(&[&machine[..], &["--shadow", "userfault-wp"]].concat());
+        [compared, tracked, shadowed].map(|mut run| run.output().unwrap())
+    });
+    let [compared, tracked, shadowed] = hidden.join().unwrap();
+    let said = text(&compared.stderr);
+    assert_eq!(compared.status.code(), Some(0), "{said}");
+    let lacks = "this host has no asynchronous write protection of userfaultfd: ";
+    let first = said.lines().next().unwrap();
+    assert!(first.contains(&format!("userfault-wp+tree is not measured: {lacks}")), "{said}");
+    assert!(said.lines().nth(1).unwrap().contains("2 machines"), "{said}");
+    let report: Value = serde_json::from_slice(&compared.stdout).unwrap();
+    let rows = rows(&report);
+    let row = |way: &str| rows.iter().find(|row| row["way"] == way).unwrap();
+    let lacking = row("userfault-wp+tree");
+    assert!(lacking["figures"].is_null(), "{lacking}");
+    assert!(lacking["why"].as_str().unwrap().starts_with(lacks), "{lacking}");
+    assert_eq!(row("dirty-bitmap+tree")["figures"]["missed_frames"], 0);
+    for run in [tracked, shadowed] {
+        let said = text(&run.stderr);
+        assert_eq!(run.status.code(), Some(3), "{said}");
+        assert!(said.contains("this host lacks userfaultfd's asynchronous"), "{said}");
+    }
+}
+
+/// Returns the median of a figure in a row whose way this host supports.
+fn median(row: &Value, figure: &str) -> f64 {
+    let value = &row["figures"][figure];
+    let number =
+        |name: &str| value[name].as_f64().unwrap_or_else(|| panic!("{figure}.{name} of {row}"));
+    assert!(number("min") <= number("median") && number("median") <= number("max"), "{value}");
+    number("median")
+}
+
+fn rows(report: &Value) -> Vec<&Value> {
+    report["cells"].as_array().unwrap().iter().collect()
+}
+
+#[test]
+fn a_small_matrix_misses_no_frame_by_any_way() {
+    if !kvm_or_skip("a_small_matrix_misses_no_frame_by_any_way") {
+        return;
+    }
+    let place = Place::new();
+    let page = place.text("page.html");
+    let guests = ["payload,ws=2M,rate=40M", "payload,ws=8M,rate=max,pattern=random"];
+    let printed = succeed(&[
+        "compare",
+        "--json",
+        "--html",
+        &page,
+        "--guest",
+        guests[0],
+        "--guest",
+        guests[1],
+        "--mem",
+        "64M",
+        "--duration",
+        "300ms",
+        "--repeat",
+        "2",
+    ]);
+    let report: Value = serde_json::from_str(&printed).unwrap();
+    assert_eq!(report["settings"]["interval_ms"], 10.0);
+    let mut measured = 0;
+    for row in rows(&report) {
+        let Some(figures) = row["figures"].as_object() else {
+            assert!(row["why"].as_str().is_some_and(|why| why.contains("this host")), "{row}");
+            continue;
+        };
+        assert!(row["why"].is_null(), "{row}");
+        assert!(median(row, "writes_per_s") > 1000.0, "{row}");
+        assert!(median(row, "pause_us") > 0.0);
+        if row["way"] == "none" {
+            assert!(figures["missed_frames"].is_null() && figures["epoch_us"].is_null(), "{row}");
+            continue;
+        }
+        measured += 1;
+        let count = |name: &str| figures[name].as_u64().unwrap();
+        assert_eq!(count("missed_frames"), 0, "{row}");
+        let inside = count("reported_frames") - count("beside_frames");
+        assert_eq!(inside, count("written_frames") + count("extra_frames"), "{row}");
+        assert!(count("written_frames") > 100, "{row}");
+        assert!(count("strict_checks") + count("marked_all_checks") >= 6, "{row}");
+        let steps = ["harvest_us", "reprotect_us", "insert_us", "drain_us"].map(|s| median(row, s));
+        assert!(median(row, "epoch_us") > 0.0 && steps.iter().all(|us| *us >= 0.0));
+        assert!(median(row, "dirty_frames") > 10.0, "{row}");
+        assert!(median(row, "epoch_p99_us") >= median(row, "epoch_us"));
+        median(row, "host_cpu_percent");
+        median(row, "slow_down_percent");
+    }
+    assert!(measured >= 2, "the bitmap at least is everywhere");
+    let answer: Vec<&str> =
+        report["answer"].as_array().unwrap().iter().map(|said| said.as_str().unwrap()).collect();
+    // Two runs are too few for a clear difference.
+    assert!(answer[0].starts_with("No way's epoch is clearly cheaper"), "{answer:?}");
+    assert!(answer.iter().any(|said| said.starts_with("No way missed a page: in ")), "{answer:?}");
+    let page = place.read("page.html");
+    let version = succeed(&["--version"]);
+    let version = version.trim().strip_prefix("driftline ").unwrap();
+    assert_eq!(report["version"], version);
+    assert!(page.contains(&format!("Driftline {version}</p>")), "{version}");
+    assert!(page.starts_with("<!DOCTYPE html>") && page.ends_with("</html>\n"));
+    assert!(page.contains("userfault-wp+tree") && page.contains(guests[1]));
+    let command = report["command"].as_str().unwrap();
+    assert!(command.starts_with("driftline compare --json --html /"), "{command}");
+    assert!(page.contains(&format!("<dt>Command</dt><dd>{command}</dd>")), "{command}");
+}
+
+#[test]
+fn small_rings_and_two_vcpus_miss_no_frame_and_the_time_in_full_rings_is_told() {
+    if !kvm_or_skip("small_rings_and_two_vcpus_miss_no_frame_and_the_time_in_full_rings_is_told") {
+        return;
+    }
+    let run = driftline(&[
+        "compare",
+        "--json",
+        "--modes",
+        "dirty-ring+tree",
+        "--ring-entries",
+        "1024",
+        "--vcpus",
+        "2",
+        "--guest",
+        "payload,ws=32M,rate=max",
+        "--mem",
+        "64M",
+        "--duration",
+        "400ms",
+        "--repeat",
+        "1",
+        "--interval",
+        "50ms",
+    ])
+    .output()
+    .unwrap();
+    let report: Value = serde_json::from_slice(&run.stdout)
+        .unwrap_or_else(|e| panic!("{e}: {}", text(&run.stderr)));
+    let rows = rows(&report);
+    if let Some(why) = rows[0]["why"].as_str() {
+        return skip(
+            "small_rings_and_two_vcpus_miss_no_frame_and_the_time_in_full_rings_is_told",
+            why,
+        );
+    }
+    // The number depends on the host: the collector is quick.
+    let (exits, ms) =
+        (median(rows[0], "ring_full_exits_per_s"), median(rows[0], "ring_full_ms_per_s"));
+    assert_eq!(exits > 0.0, ms > 0.0, "{}", rows[0]);
+    assert!(median(rows[0], "dirty_frames") > 100.0, "{}", rows[0]);
+    assert_eq!(rows[0]["figures"]["missed_frames"], 0, "{}", rows[0]);
+}
+
+/// Checks the page from within: its background, and texts that overlap or lie outside their
+/// drawings.
+const LOOK: &str = r#"<pre id="looked"></pre><script>
+const bad = [];
+for (const svg of document.querySelectorAll('svg')) {
+  const whole = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
+  texts.forEach(([name, a], i) => {
+    if (a.left < whole.left - 1 || a.right > whole.right + 1 || a.top < whole.top - 1 || a.bottom > whole.bottom + 1) bad.push(`outside: ${name}`);
+    texts.slice(i + 1).forEach(([other, b]) => {
+      if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom) bad.push(`${name} over ${other}`);
+    });
+  });
+}
+if (document.documentElement.scrollWidth > innerWidth) bad.push(`wider than the window: ${document.documentElement.scrollWidth}`);
+const page = getComputedStyle(document.body);
+document.getElementById('looked').textContent =
+  `LOOKED ${document.querySelectorAll('svg').length} drawings, ${page.backgroundColor} ${page.color}, bad: ${bad.join('; ')}.`;
+</script></body></html>"#;
+
+fn browser() -> Option<&'static str> {
+    ["chromium", "chromium-browser", "google-chrome"].into_iter().find(|name| {
+        let mut asked = Command::new(name);
+        let asked = asked.arg("--version").stdout(Stdio::null()).stderr(Stdio::null());
+        asked.status().is_ok_and(|status| status.success())
+    })
+}
+
+#[test]
+fn the_page_is_legible_in_a_browser_in_light_and_dark() {
+    let test = "the_page_is_legible_in_a_browser_in_light_and_dark";
+    let Some(browser) = browser() else {
+        return skip(test, "there is no chromium");
+    };
+    if !kvm_or_skip(test) {
+        return;
+    }
+    let place = Place::new();
+    succeed(&[
+        "compare",
+        "--html",
+        &place.text("page.html"),
+        "--guest",
+        "payload,ws=2M,rate=40M",
+        "--guest",
+        "payload,ws=8M,rate=max",
+        "--mem",
+        "64M,1G",
+        "--duration",
+        "100ms",
+        "--repeat",
+        "1",
+    ]);
+    let page = place.read("page.html");
+    std::fs::write(place.path("looking.html"), page.replace("</body></html>", LOOK)).unwrap();
+    let mut backgrounds = Vec::new();
+    for (name, scheme) in [("light", "1"), ("dark", "0")] {
+        let mut command = Command::new(browser);
+        command.args(["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,1600"]);
+        command.arg(format!("--user-data-dir={}", place.text("profile")));
+        command.arg(format!("--blink-settings=preferredColorScheme={scheme}"));
+        let shot = place.text(&format!("{name}.png"));
+        let out = command
+            .arg(format!("--screenshot={shot}"))
+            .arg("--dump-dom")
+            .arg(format!("file://{}", place.text("looking.html")))
+            .output()
+            .unwrap();
+        let dom = text(&out.stdout);
+        let looked = dom.split("<pre id=\"looked\">").nth(1);
+        let looked = looked.unwrap_or_else(|| panic!("{}", text(&out.stderr)));
+        let looked = looked.split("</pre>").next().unwrap();
+        assert!(looked.contains("LOOKED 4 drawings"), "{looked}");
+        assert!(looked.contains("bad: ."), "{name}: {looked}");
+        backgrounds.push(looked.split("drawings, ").nth(1).unwrap().to_owned());
+    }
+    assert!(backgrounds[0].starts_with("rgb(255, 255, 255)"), "{backgrounds:?}");
+    assert_ne!(backgrounds[0], backgrounds[1], "dark is another page");
+}

@@ -1,0 +1,234 @@
+//! `run --config-file`: the same guest from the JSON of `GET /vm/config`, options that win over it,
+//! and refusals that name the field.
+
+use crate::common::{Place, Vmm, fail, request};
+use driftline_machine::testing::Elf;
+use driftline_machine::testing::Tap;
+use driftline_machine::testing::{kvm_or_skip, skip};
+use serde_json::{Value, json};
+
+/// Returns the answer to `GET /vm/config`.
+fn config(vmm: &Vmm) -> Value {
+    let answer = request(&vmm.socket(), "GET", "/vm/config", "");
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
+    serde_json::from_str(body).unwrap()
+}
+
+/// Stops a guest. Returns its configuration.
+fn stopped(mut vmm: Vmm) -> Value {
+    let config = config(&vmm);
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+    config
+}
+
+fn write(place: &Place, config: &Value) -> String {
+    std::fs::write(place.path("config.json"), config.to_string()).unwrap();
+    place.text("config.json")
+}
+
+fn payload_file(place: &Place) -> Value {
+    let guest = stopped(Vmm::run(
+        place,
+        "a",
+        &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M", "--name", "web-1"],
+    ));
+    assert_eq!(
+        (&guest["name"], &guest["boot-source"]["guest"]),
+        (&json!("web-1"), &json!("payload,ws=1M"))
+    );
+    guest
+}
+
+#[test]
+fn the_configuration_of_a_kvm_guest_starts_it_again() {
+    const NAME: &str = "the_configuration_of_a_kvm_guest_starts_it_again";
+    if !kvm_or_skip(NAME) {
+        return;
+    }
+    let tap = match Tap::new("f") {
+        Ok(tap) => tap,
+        Err(why) => return skip(NAME, &why.to_string()),
+    };
+    let place = Place::new();
+    // hlt; jmp $-1
+    std::fs::write(place.path("kernel"), Elf::new(&[0xf4, 0xeb, 0xfd]).bytes()).unwrap();
+    std::fs::write(place.path("initrd"), [7; 5000]).unwrap();
+    for (name, bytes) in [("a.img", 1 << 20), ("b,readonly.img", 3 << 20)] {
+        std::fs::File::create(place.path(name)).unwrap().set_len(bytes).unwrap();
+    }
+    let (kernel, initrd) = (place.text("kernel"), place.text("initrd"));
+    let disk = format!("path={}", place.text("a.img"));
+    let net = format!("tap={}", tap.0);
+    let vsock = format!("cid=7,uds={}", place.text("v.sock"));
+    let kernel = ["--kernel", &kernel, "--initrd", &initrd, "--cmdline", "root=/dev/vda quiet"];
+    let machine = [
+        "--bare-cmdline",
+        "--mem",
+        "65540K",
+        "--vcpus",
+        "2",
+        "--cpu",
+        "host,-cx16",
+        "--tracking",
+        "dirty-bitmap",
+        "--ring-entries",
+        "1024",
+        "--name",
+        "web-1",
+    ];
+    let devices =
+        ["--disk", &disk, "--net", &net, "--vsock", &vsock, "--balloon", "size=1028K,hinting=off"];
+    let mut first = stopped(Vmm::run(&place, "a", &[&kernel[..], &machine, &devices].concat()));
+    assert_eq!(first["boot-source"]["boot_args"], "root=/dev/vda quiet");
+    assert_eq!(first["balloon"]["target_bytes"], 1028 << 10);
+    assert_eq!(first["machine-config"]["cpu"].as_str(), Some("host,-cx16"));
+    // A name that no option could give.
+    let second = json!({ "path_on_host": place.text("b,readonly.img"), "is_read_only": true });
+    first["drives"].as_array_mut().unwrap().push(second);
+    let again = stopped(Vmm::run(&place, "b", &["--config-file", &write(&place, &first)]));
+    let added = json!({
+        "drive_id": "disk1", "path_on_host": place.text("b,readonly.img"), "is_root_device": false,
+        "is_read_only": true, "serial": "disk1", "bytes": 3 << 20,
+    });
+    first["drives"][1] = added;
+    assert_eq!(again, first);
+    let third = stopped(Vmm::run(&place, "c", &["--config-file", &write(&place, &again)]));
+    assert_eq!(third, first);
+    first.as_object_mut().unwrap().remove("entropy");
+    let fourth = stopped(Vmm::run(&place, "d", &["--config-file", &write(&place, &first)]));
+    assert_eq!(fourth, first, "without a source of randomness");
+}
+
+#[test]
+fn options_win_over_the_file() {
+    let place = Place::new();
+    let file = write(&place, &payload_file(&place));
+    let own = ["--mem", "128M", "--guest", "payload,ws=2M", "--name", "web-2", "--vcpus", "2"];
+    let changed = stopped(Vmm::run(&place, "b", &[&["--config-file", &file][..], &own].concat()));
+    let mut expected = payload_file(&place);
+    expected["name"] = json!("web-2");
+    expected["boot-source"]["guest"] = json!("payload,ws=2M");
+    for (field, value) in [("mem_bytes", 128 << 20), ("mem_size_mib", 128), ("vcpu_count", 2)] {
+        expected["machine-config"][field] = json!(value);
+    }
+    assert_eq!(changed, expected);
+}
+
+#[test]
+fn a_short_file_has_the_defaults_of_the_options() {
+    let place = Place::new();
+    let short = json!({
+        "boot-source": { "guest": "payload,ws=1M" }, "machine-config": { "backend": "threads" },
+    });
+    let short = stopped(Vmm::run(&place, "a", &["--config-file", &write(&place, &short)]));
+    let options = ["--backend", "threads", "--guest", "payload,ws=1M"];
+    assert_eq!(short, stopped(Vmm::run(&place, "b", &options)));
+}
+
+#[test]
+fn a_wrong_file_is_refused_by_its_field() {
+    let place = Place::new();
+    let disk = place.text("disk");
+    std::fs::File::create(&disk).unwrap().set_len(4096).unwrap();
+    let boot = json!({ "guest": "payload" });
+    let with = |part: &str, value: Value| json!({ "boot-source": boot, part: value });
+    let machine = |value: Value| with("machine-config", value);
+    let kernel = |more: Value| {
+        let mut boot = json!({ "kernel_image_path": "/vmlinux" });
+        boot.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        json!({ "boot-source": boot })
+    };
+    let none: &[&str] = &[];
+    for (config, options, why) in [
+        (json!({}), none, "boot-source: neither kernel_image_path nor guest is there"),
+        (with("drivs", json!([])), none, "unknown field `drivs`"),
+        (machine(json!({ "vcpus": 2 })), none, "machine-config.vcpus: unknown field `vcpus`"),
+        (
+            machine(json!({ "vcpu_count": 33 })),
+            none,
+            "machine-config.vcpu_count: a guest has 1 to 32",
+        ),
+        (machine(json!({ "vcpu_count": 256 })), none, "machine-config.vcpu_count: invalid value"),
+        (
+            machine(json!({ "mem_size_mib": "1G" })),
+            none,
+            "machine-config.mem_size_mib: invalid type",
+        ),
+        (
+            machine(json!({ "mem_size_mib": 8 })),
+            none,
+            "machine-config.mem_size_mib: a guest has from 16M",
+        ),
+        (machine(json!({ "mem_size_mib": u64::MAX })), none, "MiB is too much"),
+        (machine(json!({ "mem_size_mib": 64, "mem_bytes": 1 << 20 })), none, "leave one out"),
+        (machine(json!({ "smt": true })), none, "machine-config.smt: no two vCPUs"),
+        (
+            machine(json!({ "ring_entries": 1000 })),
+            none,
+            "machine-config.ring_entries: it must be a power",
+        ),
+        (
+            machine(json!({ "cpu": "host,-warp" })),
+            none,
+            "machine-config.cpu: there is no processor feature",
+        ),
+        (
+            machine(json!({ "tracking": "none", "track_dirty_pages": true })),
+            none,
+            "machine-config.track_dirty_pages: it is true, and tracking is none",
+        ),
+        (with("name", json!("a b")), none, "name: \"a b\" is no name of a guest"),
+        (
+            with("drives", json!([{ "is_read_only": true }])),
+            none,
+            "drives[0]: missing field `path_on_host`",
+        ),
+        (
+            with("drives", json!([{ "path_on_host": disk, "is_root_device": true }])),
+            none,
+            "root=/dev/vda",
+        ),
+        (
+            with("drives", json!([{ "path_on_host": disk, "bytes": 1 }])),
+            none,
+            "drives[0].bytes: it is 1, and",
+        ),
+        (
+            with("drives", json!([{ "path_on_host": disk, "drive_id": "a b" }])),
+            none,
+            "\"a b\" is no name",
+        ),
+        (with("entropy", json!({})), none, "entropy: the embedded guest has no driver"),
+        (with("balloon", json!({})), none, "balloon: the embedded guest has no driver"),
+        (
+            with("network-interfaces", json!([{ "host_dev_name": "t", "guest_mac": "x" }])),
+            none,
+            "network-interfaces[0].guest_mac: \"x\" is no Ethernet address",
+        ),
+        (
+            kernel(json!({ "guest": "payload" })),
+            none,
+            "boot-source.guest: the embedded guest has no kernel",
+        ),
+        (
+            json!({ "boot-source": boot }),
+            &["--cmdline", "quiet"],
+            "options about a kernel need --kernel",
+        ),
+        (json!({ "boot-source": { "guest": "payload,colour=red" } }), none, "boot-source.guest: "),
+    ] {
+        let file = write(&place, &config);
+        let said = fail(2, &[&["run", "--config-file", &file][..], options].concat());
+        assert!(said.contains(&format!("--config-file {file}: ")), "{config}: {said}");
+        assert!(said.contains(why), "{config}: {said}");
+    }
+    std::fs::write(place.path("config.json"), "{} {}").unwrap();
+    let run = ["run", "--config-file", &place.text("config.json")];
+    assert!(fail(2, &run).contains("trailing characters"));
+    std::fs::write(place.path("config.json"), vec![b' '; (1 << 20) + 1]).unwrap();
+    assert!(fail(2, &run).contains("larger than 1 MiB"));
+    let said = fail(1, &["run", "--config-file", &place.text("none")]);
+    assert!(said.contains("No such file"), "{said}");
+}

@@ -1,0 +1,230 @@
+//! Disks that are copied with their guest, from the command line: copied, refused by name, and
+//! removed if the guest did not arrive.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::common::{Place, Vmm, fail, receiver, text, wait_for};
+use driftline_machine::testing::{kvm_or_skip, skip};
+use serde_json::Value;
+
+const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
+const BYTES: u64 = (8 << 20) + 512;
+
+/// Creates a disk with scattered data and holes between it.
+fn disk(place: &Place, name: &str) -> String {
+    let path = place.path(name);
+    let file = File::create(&path).unwrap();
+    file.set_len(BYTES).unwrap();
+    for (at, byte) in [(0, 1), (1 << 20, 2), (5 << 20, 3), (BYTES - 512, 4)] {
+        file.write_all_at(&[byte; 512], at).unwrap();
+    }
+    // Data that consists of zeros.
+    file.write_all_at(&[0; 64 << 10], 2 << 20).unwrap();
+    format!("path={}", path.display())
+}
+
+fn copy(place: &Place, name: &str, id: &str) -> String {
+    format!("path={},id={id},copy", place.text(name))
+}
+
+fn same(a: &Path, b: &Path) -> bool {
+    std::fs::read(a).unwrap() == std::fs::read(b).unwrap()
+}
+
+#[test]
+fn disks_go_along_there_and_back() {
+    if !kvm_or_skip("disks_go_along_there_and_back") {
+        return;
+    }
+    let place = Place::new();
+    let (a, b) = (disk(&place, "a"), format!("{},readonly,id=b", disk(&place, "b")));
+    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &a, "--disk", &b]].concat());
+    let before = first.await_progress(1, &[]);
+
+    let (to_a, to_b) =
+        (copy(&place, "a2", "disk0"), format!("{},readonly", copy(&place, "b2", "b")));
+    let (mut second, to) = receiver(&place, "second", &["--disk", &to_a, "--disk", &to_b]);
+    let report = first.tell(&["send-migration", &to, "--copy-disks", "--json"]);
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["status"], "completed", "{report}");
+    // The four sectors of each disk lie in separate blocks. A file system's own blocks may be
+    // larger.
+    let sent = report["disk_bytes"].as_u64().unwrap();
+    assert_eq!(sent, 2 * 4 * 4096, "{report}");
+    assert!(report["disk_zero_bytes"].as_u64().unwrap() >= 128 << 10, "{report}");
+    assert!(report["passes"][0]["disk_bytes"].as_u64().unwrap() < BYTES, "{report}");
+    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    second.await_api();
+    let between = second.await_progress(1, &before);
+    for (old, new) in [("a", "a2"), ("b", "b2")] {
+        assert!(same(&place.path(old), &place.path(new)), "{new}");
+        let made = place.path(new).metadata().unwrap();
+        assert!(made.blocks() * 512 < BYTES / 2, "its holes are holes");
+        assert_eq!(made.mode() & 0o777, 0o600);
+    }
+    assert!(second.said().contains("of its disks came along"), "{}", second.said());
+
+    // Migrate back with a copy of one disk only; the other one is shared, under another name.
+    std::fs::hard_link(place.path("b2"), place.path("b3")).unwrap();
+    let (to_a, to_b) =
+        (copy(&place, "a3", "disk0"), format!("path={},id=b,readonly", place.text("b3")));
+    // The directory for the new file differs from the directory that the process may use later.
+    std::fs::create_dir(place.path("elsewhere")).unwrap();
+    let (disks, elsewhere) = (["--disk", &to_a, "--disk", &to_b], place.text("elsewhere"));
+    let (mut third, to) =
+        receiver(&place, "third", &[&disks[..], &["--allow-path", &elsewhere]].concat());
+    let table = second.tell(&["send-migration", &to, "--copy-disks=disk0"]);
+    assert!(table.contains("\ndisks "), "{table}");
+    assert!(table.contains("their files here are out of date"), "{table}");
+    assert_eq!(second.wait(), Some(0), "{}", second.said());
+    third.await_api();
+    third.await_progress(1, &between);
+    assert!(same(&place.path("a"), &place.path("a3")));
+    // The guest has locked the disk: no other guest may use it.
+    let said = fail(
+        1,
+        &[&["run", "--serial", "null"], GUEST, &["--disk", &format!("path={}", place.text("a3"))]]
+            .concat(),
+    );
+    assert!(said.contains("a3\" is in use by another"), "{said}");
+    third.tell(&["stop"]);
+    assert_eq!(third.wait(), Some(0));
+    assert!(place.path("a3").exists());
+}
+
+/// A receiver's name and options, the sender's options, and parts of the resulting message.
+type Case<'a> = (&'static str, Vec<&'a str>, &'a [&'a str], &'a [&'a str]);
+
+#[test]
+fn what_both_sides_say_of_copies_must_fit() {
+    if !kvm_or_skip("what_both_sides_say_of_copies_must_fit") {
+        return;
+    }
+    let place = Place::new();
+    let a = disk(&place, "a");
+    let made = copy(&place, "made", "disk0");
+    let plain = format!("path={},identity=any", place.text("a"));
+    for args in [
+        vec!["run", "--mem", "32M", "--guest", "payload,ws=1M", "--disk", &made],
+        vec!["restore", "--store", "none", "--disk", &made],
+    ] {
+        let said = fail(2, &args);
+        assert!(said.contains("'copy' of --disk is only for receive-migration"), "{said}");
+    }
+    let first = Vmm::run(&place, "first", &[GUEST, &["--disk", &a]].concat());
+    let mut before = first.await_progress(1, &[]);
+    std::fs::write(place.path("precious"), "precious").unwrap();
+    let precious = copy(&place, "precious", "disk0");
+    let cases: [Case<'_>; 6] = [
+        (
+            "r0",
+            vec![],
+            &["--copy-disks"],
+            &["disk \"disk0\" comes along", "--disk path=FILE,id=disk0,copy"],
+        ),
+        ("r1", vec!["--disk", &plain], &["--copy-disks"], &["names no file for its copy"]),
+        (
+            "r2",
+            vec!["--disk", &made],
+            &[],
+            &["a copy of disk \"disk0\", which does not come along", "send-migration --copy-disks"],
+        ),
+        (
+            "r3",
+            vec!["--disk", &precious],
+            &["--copy-disks"],
+            &["disk \"disk0\" cannot be copied to", "a file with data in it"],
+        ),
+        (
+            "r4",
+            vec!["--disk", &made],
+            &["--copy-disks=disk9"],
+            &["copying disk \"disk9\"", "no disk of this name"],
+        ),
+        (
+            "r5",
+            vec!["--disk", &made, "--disk", "path=/x,id=y"],
+            &["--copy-disks"],
+            &["the guest has no disk \"y\""],
+        ),
+    ];
+    for (name, there, how, whys) in cases {
+        let (mut unfit, to) = receiver(&place, name, &there);
+        let said = first.refuse(4, &[&["send-migration", &to], how].concat());
+        for why in whys {
+            assert!(said.contains(why), "{why}: {said}");
+        }
+        assert!(unfit.is_alive(), "it waits on: {}", unfit.said());
+        unfit.kill();
+        assert!(!place.path("made").exists(), "{name}");
+        before = first.await_progress(1, &before);
+    }
+    assert_eq!(place.read("precious"), "precious");
+}
+
+#[test]
+fn a_full_disk_there_is_told_and_the_guest_stays_whole() {
+    let test = "a_full_disk_there_is_told_and_the_guest_stays_whole";
+    if !kvm_or_skip(test) {
+        return;
+    }
+    let place = Place::new();
+    let small = match Small::mount(&place.path("small")) {
+        Ok(small) => small,
+        Err(why) => return skip(test, &why),
+    };
+    let spec = disk(&place, "a");
+    let noise: Vec<u8> =
+        (0..4u32 << 20).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8 | 1).collect();
+    File::options().write(true).open(place.path("a")).unwrap().write_all_at(&noise, 0).unwrap();
+    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    let before = first.await_progress(1, &[]);
+    let (mut full, to) = receiver(&place, "full", &["--disk", &copy(&place, "small/a", "disk0")]);
+    let said = first.refuse(4, &["send-migration", &to, "--copy-disks"]);
+    assert!(
+        said.contains("copying disk \"disk0\" failed: writing its copy: No space left on device"),
+        "{said}"
+    );
+    assert!(said.contains("the guest continues here"), "{said}");
+    wait_for("the receiver to wait on", || {
+        full.said().contains("waiting for another source").then_some(())
+    });
+    assert!(full.said().contains("No space left on device"), "{}", full.said());
+    full.kill();
+    assert!(!place.path("small/a").exists(), "what was begun is removed");
+    assert_eq!(first.state(), "running");
+    let between = first.await_progress(1, &before);
+    // The other file system has room.
+    let (mut second, to) = receiver(&place, "second", &["--disk", &copy(&place, "a2", "disk0")]);
+    first.tell(&["send-migration", &to, "--copy-disks"]);
+    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    second.await_api();
+    second.await_progress(1, &between);
+    assert!(same(&place.path("a"), &place.path("a2")));
+    drop(small);
+}
+
+/// A file system of 1 MiB, unmounted on drop.
+struct Small(PathBuf);
+
+impl Small {
+    fn mount(at: &Path) -> Result<Self, String> {
+        std::fs::create_dir(at).unwrap();
+        let out =
+            Command::new("mount").args(["-t", "tmpfs", "-o", "size=1M", "tmpfs"]).arg(at).output();
+        let out = out.map_err(|e| format!("mount: {e}"))?;
+        match out.status.success() {
+            true => Ok(Self(at.to_owned())),
+            false => Err(text(&out.stderr).trim().to_owned()),
+        }
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}

@@ -1,0 +1,261 @@
+//! A guest's identity: ids, names, lineages, and which guests may add checkpoints to a store.
+
+use crate::common::{Place, Vmm, fail, receiver, request, succeed, wait_for};
+use driftline_machine::testing::kvm_or_skip;
+use serde_json::{Value, json};
+
+const ID: &str = "3f2504e0-4f89-41d3-9a0c-0305e82c3301";
+const THREADS: [&str; 6] = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
+
+fn run<'p>(place: &'p Place, name: &'static str, more: &[&str]) -> Vmm<'p> {
+    let mut vmm = Vmm::run(place, name, &[&THREADS[..], more].concat());
+    vmm.await_api();
+    vmm
+}
+
+fn restore<'p>(place: &'p Place, name: &'static str, store: &str, more: &[&str]) -> Vmm<'p> {
+    let args = [&["restore", "--store", store], more].concat();
+    let mut vmm = Vmm::start(place, name, &args);
+    vmm.await_api();
+    vmm
+}
+
+fn listing(store: &str) -> Value {
+    serde_json::from_str(&succeed(&["store", "ls", "--json", store])).unwrap()
+}
+
+fn epochs(store: &str) -> Vec<u64> {
+    let listing = listing(store);
+    listing["epochs"].as_array().unwrap().iter().map(|e| e["epoch"].as_u64().unwrap()).collect()
+}
+
+#[test]
+fn clones_keep_out_of_their_parents_store() {
+    let place = Place::new();
+    let (store, other) = (place.text("store"), place.text("other"));
+    let parent = run(&place, "parent", &["--id", ID, "--name", "web-1"]);
+    parent.tell(&["checkpoint", "--store", &store]);
+    let info = parent.info().unwrap();
+    assert_eq!((&info["vm_id"], &info["name"]), (&json!(ID), &json!("web-1")));
+    assert_eq!(info["lineage"], Value::Null);
+    let mut clones = [
+        restore(&place, "one", &store, &["--name", "two"]),
+        restore(&place, "another", &store, &["--lazy"]),
+    ];
+    let ids = clones.each_ref().map(|clone| clone.info().unwrap()["vm_id"].clone());
+    assert!(ids[0] != ids[1] && !ids.contains(&json!(ID)), "{ids:?}");
+    assert_eq!(clones[0].info().unwrap()["name"], "two");
+    assert_eq!(clones[1].info().unwrap()["name"], Value::Null);
+    for clone in &clones {
+        assert_eq!(clone.info().unwrap()["lineage"], json!({ "parent": ID, "checkpoint": 1 }));
+        let said = clone.refuse(4, &["checkpoint", "--store", &store]);
+        assert!(said.contains(&format!("holds checkpoints of guest {ID}")), "{said}");
+        assert!(said.contains("--new-store"), "{said}");
+    }
+    let said = clones[0].refuse(4, &["checkpoint", "--store", &store, "--new-store"]);
+    assert!(said.contains("it is not empty"), "{said}");
+    clones[0].tell(&["checkpoint", "--store", &other, "--new-store"]);
+    clones[0].tell(&["checkpoint", "--store", &other]);
+    parent.tell(&["checkpoint", "--store", &store]);
+    assert_eq!((epochs(&store), epochs(&other)), (vec![1, 2], vec![1, 2]));
+    let listed = listing(&other);
+    assert_eq!((&listed["vm_id"], &listed["name"]), (&ids[0], &json!("two")));
+    assert_eq!(listed["lineage"], json!({ "parent": ID, "checkpoint": 1 }));
+    let text = succeed(&["store", "ls", &other]);
+    assert!(text.contains(&format!("\"two\", which began as checkpoint 1 of {ID}")), "{text}");
+    assert!(clones[0].tell(&["info"]).contains(&format!("checkpoint 1 of {ID}")));
+    // A guest's name, id and lineage migrate with it.
+    let (mut there, to) = receiver(&place, "there", &[]);
+    clones[0].tell(&["send-migration", &to]);
+    assert_eq!(clones[0].wait(), Some(0));
+    there.await_api();
+    let info = wait_for("the guest", || there.info().filter(|info| info["vm_id"] == ids[0]));
+    assert_eq!(info["name"], "two");
+    assert_eq!(info["lineage"], json!({ "parent": ID, "checkpoint": 1 }));
+    // It is the same line of checkpoints and continues its store.
+    there.tell(&["checkpoint", "--store", &other]);
+    assert_eq!(epochs(&other), [1, 2, 3]);
+    there.kill();
+}
+
+#[test]
+fn only_the_line_that_went_on_continues() {
+    let place = Place::new();
+    let store = place.text("store");
+    let mut first = run(&place, "first", &["--id", ID, "--name", "a"]);
+    first.tell(&["checkpoint", "--store", &store]);
+    first.tell(&["checkpoint", "--store", &store]);
+    let older = restore(&place, "older", &store, &["--same-id", "--epoch", "1"]);
+    let latest = restore(&place, "latest", &store, &["--same-id"]);
+    let stale = restore(&place, "stale", &store, &["--same-id"]);
+    for vmm in [&older, &latest, &stale] {
+        let info = vmm.info().unwrap();
+        assert_eq!((&info["vm_id"], &info["name"]), (&json!(ID), &json!("a")));
+    }
+    let said = older.refuse(4, &["checkpoint", "--store", &store]);
+    assert!(
+        said.contains("continues from checkpoint 1.") && said.contains("--new-store"),
+        "{said}"
+    );
+    latest.tell(&["checkpoint", "--store", &store]);
+    latest.tell(&["checkpoint", "--store", &store]);
+    // The store contains checkpoints that this guest does not know.
+    let said = stale.refuse(4, &["checkpoint", "--store", &store]);
+    assert!(said.contains("checkpoint 4, the latest in the store"), "{said}");
+    assert!(said.contains("continue from checkpoint 4 (restore --same-id)"), "{said}");
+    let said = first.refuse(4, &["checkpoint", "--store", &store]);
+    assert!(said.contains("this one was not restored from it"), "{said}");
+    assert_eq!(epochs(&store), [1, 2, 3, 4]);
+    first.kill();
+}
+
+#[test]
+fn a_clone_in_doubt_blocks_no_sibling() {
+    let place = Place::new();
+    let (store, state) = (place.text("store"), place.text("state"));
+    let parent = run(&place, "parent", &["--id", ID]);
+    parent.tell(&["checkpoint", "--store", &store]);
+    let clone = "aaaaaaaa-0000-4000-8000-000000000001";
+    pending(&place, clone);
+    restore(&place, "sibling", &store, &[]);
+    restore(&place, "recovered", &store, &["--same-id"]);
+    pending(&place, ID);
+    let args = ["restore", "--store", &store, "--state-dir", &state];
+    for more in [&[][..], &["--same-id"]] {
+        let said = fail(1, &[&args[..], more].concat());
+        assert!(said.contains(&format!("guest {ID} may be running at tcp:b:1")), "{said}");
+        assert!(said.contains("driftline resolve") && said.contains("--new-id"), "{said}");
+    }
+    let new = restore(&place, "new", &store, &["--new-id"]);
+    assert_ne!(new.info().unwrap()["vm_id"], ID);
+}
+
+#[test]
+fn a_clone_of_a_guest_in_doubt_has_other_disks() {
+    if !kvm_or_skip("a_clone_of_a_guest_in_doubt_has_other_disks") {
+        return;
+    }
+    let place = Place::new();
+    for name in ["disk", "copy"] {
+        std::fs::File::create(place.path(name)).unwrap().set_len(1 << 20).unwrap();
+    }
+    let (store, disk) = (place.text("store"), format!("path={}", place.text("disk")));
+    let args = ["--mem", "32M", "--guest", "payload,ws=1M", "--id", ID, "--disk", &disk];
+    let parent = Vmm::run(&place, "parent", &args);
+    parent.tell(&["checkpoint", "--store", &store, "--disks", "external"]);
+    drop(parent);
+    pending(&place, ID);
+    let state = place.text("state");
+    let new = ["restore", "--store", &store, "--state-dir", &state, "--serial", "null", "--new-id"];
+    std::os::unix::fs::symlink(place.path("disk"), place.path("link")).unwrap();
+    let link = format!("path={}", place.text("link"));
+    for more in [&[][..], &["--disk", &disk], &["--disk", &link]] {
+        let said = fail(1, &[&new[..], more].concat());
+        assert!(said.contains(&format!("guest {ID} may be running at tcp:b:1")), "{said}");
+        assert!(said.contains("its clone must not use its disk \"disk0\""), "{said}");
+        assert!(said.contains("--disk path=COPY,id=disk0"), "{said}");
+    }
+    let copy = format!("path={}", place.text("copy"));
+    let clone = restore(&place, "clone", &store, &["--new-id", "--disk", &copy]);
+    assert_ne!(clone.info().unwrap()["vm_id"], ID);
+}
+
+/// Writes a record of a hand-over of `vm` that is in doubt.
+fn pending(place: &Place, vm: &str) {
+    let token = "bbbbbbbb-0000-4000-8000-000000000002";
+    let record = json!({ "version": 1, "token": token, "vm_id": vm, "peer": "tcp:b:1", "site": token, "time_unix_ms": 1 });
+    std::fs::create_dir_all(place.path("state")).unwrap();
+    let path = place.path("state").join(format!("{token}.source.json"));
+    std::fs::write(path, record.to_string()).unwrap();
+}
+
+#[test]
+fn an_id_and_a_name_are_checked() {
+    let run = |more: &[&str]| fail(2, &[&["run"], &THREADS[..], more].concat());
+    assert!(run(&["--id", "a"]).contains("is no UUID"));
+    assert!(run(&["--name", "a b"]).contains("is no name of a guest"));
+    assert!(run(&["--name", &"a".repeat(65)]).contains("1 to 64 of the characters"));
+    assert!(fail(2, &["restore", "--store", "s", "--same-id", "--new-id"]).contains("--new-id"));
+}
+
+#[test]
+fn logs_and_metrics_say_whose_they_are() {
+    let place = Place::new();
+    let vmm = run(&place, "a", &["--id", ID, "--name", "web-1", "-v"]);
+    wait_for("the log", || vmm.said().contains("the guest runs").then_some(()));
+    let said = vmm.said();
+    assert!(said.contains(ID) && said.contains("web-1"), "{said}");
+    let labels = format!("{{vm_id=\"{ID}\",name=\"web-1\",state=\"running\"}} 1");
+    let socket = vmm.socket();
+    assert!(request(&socket, "GET", "/metrics", "").contains(&labels));
+}
+
+/// Returns the guest's identity from the line of the JSON log which says that the guest runs.
+fn logged_guest(vmm: &Vmm<'_>) -> Value {
+    wait_for("the log", || {
+        let said = vmm.said();
+        let mut lines = said.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
+        let line = lines.find(|line| line["fields"]["message"] == "the guest runs")?;
+        Some(line["spans"][0].clone())
+    })
+}
+
+#[test]
+fn logs_and_metrics_show_the_lineage() {
+    let place = Place::new();
+    let (store, json_log) = (place.text("store"), ["-v", "--log-format", "json"]);
+    let parent = run(&place, "parent", &[&["--id", ID], &json_log[..]].concat());
+    parent.tell(&["checkpoint", "--store", &store]);
+    let guest = logged_guest(&parent);
+    assert_eq!(guest["vm_id"], ID);
+    assert!(guest.get("vm_parent").is_none(), "{guest}");
+    assert!(guest.get("vm_parent_checkpoint").is_none(), "{guest}");
+    let metrics = request(&parent.socket(), "GET", "/metrics", "");
+    assert!(metrics.contains("driftline_guest_info{") && !metrics.contains("parent="), "{metrics}");
+    let clone = restore(&place, "clone", &store, &[&["--name", "two"], &json_log[..]].concat());
+    let guest = logged_guest(&clone);
+    let id = clone.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
+    assert!(guest["vm_id"] == json!(id) && guest["vm_name"] == "two", "{guest}");
+    assert_eq!(guest["vm_parent"], ID, "{guest}");
+    assert_eq!(guest["vm_parent_checkpoint"], 1, "{guest}");
+    let whose = format!("driftline_guest_info{{vm_id=\"{id}\",name=\"two\",");
+    let lineage = format!(",parent=\"{ID}\",checkpoint=\"1\"}} 1");
+    let metrics = request(&clone.socket(), "GET", "/metrics", "");
+    let is_lineage = |line: &str| line.starts_with(&whose) && line.ends_with(&lineage);
+    assert!(metrics.lines().any(is_lineage), "{metrics}");
+}
+
+/// Threads of jobs and of the API also log the guest's identity.
+#[test]
+fn every_thread_logs_whose_it_is() {
+    let place = Place::new();
+    let log = [
+        "--log-format",
+        "json",
+        "--log",
+        "driftline=info,driftline_machine=trace,driftline_control=trace,driftline_migrate=trace,driftline_checkpoint=trace,driftline_store=trace,driftline_guest=trace",
+    ];
+    let more = [&["--id", ID, "--name", "web-1"], &log[..]].concat();
+    let mut vmm = run(&place, "a", &more);
+    vmm.tell(&["checkpoint", "--store", &place.text("store")]);
+    vmm.refuse(4, &["send-migration", "tcp:127.0.0.1:1"]);
+    vmm.tell(&["top", "--once", "--interval", "100ms"]);
+    let (mut there, to) = receiver(&place, "there", &[]);
+    vmm.tell(&["send-migration", &to, "--connections", "2"]);
+    assert_eq!(vmm.wait(), Some(0));
+    there.kill();
+    let said = vmm.said();
+    let lines: Vec<Value> = said.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let runs = |line: &Value| line["fields"]["message"] == "the guest runs";
+    let from = lines.iter().position(runs).unwrap();
+    // Messages for the operator are not events of a thread.
+    let events = || lines[from..].iter().filter(|line| line["target"] != "driftline");
+    for line in events() {
+        let span = &line["spans"][0];
+        assert!(span["vm_id"] == ID && span["vm_name"] == "web-1", "{line}");
+        let of_guests = line["spans"].as_array().unwrap().iter().filter(|s| s["name"] == "guest");
+        assert_eq!(of_guests.count(), 1, "{line}");
+    }
+    let of = |target: &str| events().any(|l| l["target"].as_str().unwrap().starts_with(target));
+    assert!(of("driftline_migrate::source"), "{said}");
+}

@@ -1,0 +1,182 @@
+//! The log: its format, its destination, its filter, and a reader that has stopped reading.
+
+use std::net::SocketAddr;
+use std::os::unix::net::UnixStream;
+use std::process::Stdio;
+
+use crate::common::{PATIENCE, Place, Vmm, driftline, fail, output, receiver, text, wait_for};
+use driftline_machine::testing::{Elf, kvm_or_skip};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
+
+#[test]
+fn no_escape_sequences_unless_on_a_terminal() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "a", &[GUEST, &["-v"][..]].concat());
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+    let said = vmm.said();
+    assert!(said.contains(" INFO ") && !said.contains('\u{1b}'), "{said:?}");
+}
+
+#[test]
+fn verbose_run_says_what_the_guest_has() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "a", &[GUEST, &["-v"][..]].concat());
+    vmm.tell(&["stop"]);
+    vmm.wait();
+    let said = vmm.said();
+    let socket = format!("API socket {}", place.text("a.sock"));
+    for part in ["with 64 MiB of memory", "backing=anon", "seccomp=true", "landlock=", &socket] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}
+
+#[test]
+fn verbose_run_says_which_devices_the_guest_has() {
+    if !kvm_or_skip("verbose_run_says_which_devices_the_guest_has") {
+        return;
+    }
+    let place = Place::new();
+    // hlt; jmp $-1
+    std::fs::write(place.path("kernel"), Elf::new(&[0xf4, 0xeb, 0xfd]).bytes()).unwrap();
+    std::fs::File::create(place.path("root.img")).unwrap().set_len(1 << 20).unwrap();
+    let (kernel, image) = (place.text("kernel"), place.text("root.img"));
+    let disk = format!("path={image},id=root");
+    let run = ["--kernel", &kernel, "--mem", "64M", "--disk", &disk];
+    for (more, devices) in [(&["--rng", "on"], 2), (&["--rng", "off"], 1)] {
+        let mut vmm = Vmm::run(&place, "a", &[&run[..], more, &["-v"]].concat());
+        vmm.tell(&["stop"]);
+        vmm.wait();
+        let said = vmm.said();
+        let lines: Vec<&str> = said.lines().filter(|line| line.contains(": device ")).collect();
+        assert_eq!(lines.len(), devices, "{said}");
+        assert!(lines[0].contains("Disk") && lines[0].contains("root"), "{said}");
+        assert!(lines[0].contains(&image), "{said}");
+        assert!(lines.get(1).is_none_or(|line| line.ends_with("device Rng")), "{said}");
+    }
+}
+
+#[test]
+fn json_log_is_an_object_a_line() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "a", &[GUEST, &["-v", "--log-format", "json"][..]].concat());
+    vmm.tell(&["stop"]);
+    vmm.wait();
+    let said = vmm.said();
+    let lines: Vec<Value> = said.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let message = |line: &Value| line["fields"]["message"].as_str().unwrap_or_default().to_owned();
+    assert!(lines.iter().any(|l| l["level"] == "INFO" && message(l) == "the guest runs"), "{said}");
+    let last = message(lines.last().unwrap());
+    assert!(last.starts_with("the guest was stopped"), "{last}");
+    assert!(lines.iter().all(|l| l["timestamp"].is_string() && l["target"].is_string()), "{said}");
+}
+
+#[test]
+fn log_file_has_the_log_and_stderr_the_sentences() {
+    let place = Place::new();
+    let log = place.text("it.log");
+    let mut vmm = Vmm::run(&place, "a", &[GUEST, &["-v", "--log-file", &log][..]].concat());
+    vmm.tell(&["stop"]);
+    vmm.wait();
+    let (said, logged) = (vmm.said(), place.read("it.log"));
+    assert!(!said.contains("INFO") && said.contains("driftline: the guest was stopped"), "{said}");
+    assert!(logged.contains("the guest runs") && logged.contains("the guest was stopped"));
+    let said = fail(1, &[&["run", "--log-file", "/nonexistent/it.log"][..], GUEST].concat());
+    assert!(said.contains("--log-file /nonexistent/it.log"), "{said}");
+}
+
+#[test]
+fn a_bad_log_filter_is_wrong_usage() {
+    let said = fail(2, &["doctor", "--log", "foo=bar=baz"]);
+    assert!(said.starts_with("driftline: --log: 'foo=bar=baz' is not a log filter"), "{said}");
+    let out = driftline(&["doctor"]).env("RUST_LOG", "foo=bar=baz").output().unwrap();
+    assert_eq!(out.status.code(), Some(2));
+    let said = text(&out.stderr);
+    assert!(said.starts_with("driftline: RUST_LOG: 'foo=bar=baz' is not a log filter"), "{said}");
+    // The option takes precedence over the variable.
+    let out = driftline(&["doctor", "--log", "warn"]).env("RUST_LOG", "a=b=c").output().unwrap();
+    assert_ne!(out.status.code(), Some(2), "{}", text(&out.stderr));
+    assert_ne!(output(&["doctor"]).status.code(), Some(2));
+}
+
+#[test]
+fn a_failure_is_said_once() {
+    let place = Place::new();
+    let (mut vmm, _) = receiver(&place, "a", &[]);
+    kill_process(Pid::from_raw(vmm.pid().try_into().unwrap()).unwrap(), Signal::TERM).unwrap();
+    vmm.wait();
+    let said = vmm.said();
+    assert_eq!(said.lines().count(), 2, "that it waits, and why it has ended: {said}");
+}
+
+/// The command that requested the migration prints the failure. The guest's VMM logs it, too, for
+/// users of its log.
+#[test]
+fn failed_migration_is_said_once() {
+    // Bound, so that no other program gets the port, and not listening.
+    let flags = SocketFlags::CLOEXEC;
+    let bound = socket_with(AddressFamily::INET, SocketType::STREAM, flags, None).unwrap();
+    bind(&bound, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    let closed = SocketAddr::try_from(getsockname(&bound).unwrap()).unwrap();
+    let to = format!("tcp:{closed}");
+    for (verbose, in_log) in [(&[][..], 0), (&["-v"], 1)] {
+        let place = Place::new();
+        let mut vmm = Vmm::run(&place, "a", &[GUEST, verbose].concat());
+        let said = vmm.refuse(4, &[&["send-migration", &to], verbose].concat());
+        let cause = format!("cannot connect to {closed}");
+        assert_eq!(said.matches(&cause).count(), 1, "{verbose:?}: {said}");
+        assert_eq!(said.lines().count(), 1, "{verbose:?}: {said}");
+        // The log is complete once the process has ended.
+        vmm.tell(&["stop"]);
+        vmm.wait();
+        let logged = vmm.said();
+        assert_eq!(logged.matches(&cause).count(), in_log, "{verbose:?}: {logged}");
+    }
+}
+
+#[test]
+fn a_stopped_reader_of_the_log_stops_nothing() {
+    let place = Place::new();
+    let socket = place.text("a.sock");
+    // No process reads the pipe, which is soon full.
+    let (reader, writer) = UnixStream::pair().unwrap();
+    rustix::net::sockopt::set_socket_send_buffer_size(&writer, 4096).unwrap();
+    let mut child =
+        driftline(&[&["run", "--log", "trace", "--serial", "null"][..], GUEST].concat())
+            .args(["--api-sock", &socket, "--state-dir", &place.text("state")])
+            .stdout(Stdio::null())
+            .stderr(std::os::fd::OwnedFd::from(writer))
+            .spawn()
+            .unwrap();
+    let ask = |args: &[&str]| {
+        let mut asked =
+            driftline(args).args(["--api-sock", &socket]).stdout(Stdio::null()).spawn().unwrap();
+        let end = std::time::Instant::now() + PATIENCE;
+        while std::time::Instant::now() < end {
+            if let Some(status) = asked.try_wait().unwrap() {
+                return status.code();
+            }
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        asked.kill().unwrap();
+        asked.wait().unwrap();
+        None
+    };
+    wait_for("the socket", || place.path("a.sock").exists().then_some(()));
+    let store = place.text("store");
+    let taken = ask(&["checkpoint", "--store", &store, "--every", "1ms", "--count", "200"]);
+    let (paused, stopped) = (ask(&["pause"]), ask(&["stop"]));
+    let ended = (0..600).find_map(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        child.try_wait().unwrap()
+    });
+    child.kill().unwrap();
+    child.wait().unwrap();
+    drop(reader);
+    assert_eq!((taken, paused, stopped), (Some(0), Some(0), Some(0)));
+    assert_eq!(ended.and_then(|status| status.code()), Some(0));
+}

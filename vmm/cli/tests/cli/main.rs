@@ -1,0 +1,34 @@
+//! Tests of the `driftline` binary as its users see it: commands, messages, exit codes and the API of
+//! real processes.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod api_bounds;
+mod basics;
+mod checkpoint;
+mod common;
+mod compare;
+mod config_file;
+mod copied;
+mod damaged_store;
+mod disks;
+mod exit_codes;
+mod hostile;
+mod identity;
+mod log;
+mod lost;
+mod messages;
+mod metrics;
+mod migration;
+mod net;
+mod notify;
+mod plan;
+mod receiving;
+mod refusals;
+mod sandbox;
+mod shadow;
+mod stuck;
+mod terminal;
+mod timeouts;
+mod top;
+mod waiting;

@@ -1,0 +1,309 @@
+//! Migration from the command line, for both kinds of guest: sent, received, cancelled, and
+//! refused.
+
+use std::net::TcpListener;
+
+use crate::common::{
+    Place, Vmm, fail, output, proxy_that_keeps_commit, receiver, succeed, text, wait_for,
+};
+use serde_json::{Value, json};
+
+const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
+const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
+/// Further ways to track a KVM guest's writes.
+const MODES: [&str; 3] = ["dirty-bitmap", "dirty-bitmap-manual", "userfault-wp"];
+
+fn there_and_back(machine: &[&str]) {
+    let place = Place::new();
+    let guest = ["--guest", "payload,ws=16M,rate=32M"];
+    let mut first = Vmm::run(&place, "first", &[machine, &guest].concat());
+    let id = first.info().unwrap()["vm_id"].clone();
+    let before = first.await_progress(2, &[]);
+
+    let (mut second, to) = receiver(&place, "second", &[]);
+    let report = first.tell(&["send-migration", &to, "--json"]);
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["status"], "completed", "{report}");
+    for field in [
+        "total_time_ms",
+        "downtime_ms",
+        "setup_time_ms",
+        "transferred_bytes",
+        "zero_frames",
+        "normal_frames",
+        "throughput_bytes_per_s",
+    ] {
+        assert!(report[field].as_f64().is_some(), "{field} in {report}");
+    }
+    for field in ["frames", "bytes", "time_ms", "dirty_rate_bytes_per_s"] {
+        assert!(report["passes"][0][field].as_f64().is_some(), "{field} in {report}");
+    }
+    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    second.await_api();
+    assert_eq!((&second.info().unwrap()["vm_id"], second.state()), (&id, "running".to_owned()));
+    let between = second.await_progress(2, &before);
+
+    let (mut third, to) = receiver(&place, "third", &[]);
+    let table = second.tell(&["send-migration", &to, "--downtime-ms", "500"]);
+    assert!(table.contains("\ndowntime ") && table.contains("\npasses "), "{table}");
+    assert_eq!(second.wait(), Some(0));
+    third.await_api();
+    third.await_progress(2, &between);
+    third.tell(&["stop"]);
+    assert_eq!(third.wait(), Some(0));
+}
+
+#[test]
+fn a_guest_of_threads_moves_twice() {
+    there_and_back(THREADS);
+}
+
+#[test]
+fn a_kvm_guest_moves_twice() {
+    if driftline_machine::testing::kvm_or_skip("a_kvm_guest_moves_twice") {
+        there_and_back(KVM);
+        for mode in MODES {
+            there_and_back(&[KVM, &["--tracking", mode]].concat());
+        }
+    }
+}
+
+#[test]
+fn a_kvm_guest_is_restored_after_its_vmm_was_killed() {
+    if !driftline_machine::testing::kvm_or_skip("a_kvm_guest_is_restored_after_its_vmm_was_killed")
+    {
+        return;
+    }
+    for mode in ["dirty-ring"].into_iter().chain(MODES) {
+        for how in [&[][..], &["--lazy"]] {
+            killed_and_restored(mode, how);
+        }
+    }
+}
+
+fn killed_and_restored(mode: &str, how: &[&str]) {
+    let place = Place::new();
+    let store = place.text("store");
+    let guest = ["--guest", "payload,ws=16M,rate=32M", "--tracking", mode];
+    let mut first = Vmm::run(&place, "first", &[KVM, &guest].concat());
+    let before = first.await_progress(2, &[]);
+    first.tell(&["checkpoint", "--store", &store, "--every", "50ms", "--count", "5"]);
+    first.kill();
+    let restore = [&["restore", "--same-id", "--store", &store], how].concat();
+    let mut second = Vmm::start(&place, "second", &restore);
+    second.await_said(" resumed from checkpoint ");
+    // The memory has a single descriptor, so all frames arrive first.
+    let late = second.said().contains("pages follow on demand");
+    assert!(!late || (mode != "userfault-wp" && !how.is_empty()), "{mode}: {}", second.said());
+    second.await_progress(2, &before);
+    assert_eq!(second.info().unwrap()["tracking"], mode);
+    second.tell(&["checkpoint", "--store", &store, "--every", "20ms", "--count", "5"]);
+    second.tell(&["stop"]);
+    assert_eq!(second.wait(), Some(0), "{}", second.said());
+}
+
+#[test]
+fn a_paused_guest_stays_paused_and_checkpoints_go_on_until_it_leaves() {
+    let place = Place::new();
+    let store = place.text("store");
+    let guest = ["--guest", "payload,ws=16M,rate=32M"];
+    let mut first = Vmm::run(&place, "first", &[THREADS, &guest].concat());
+    let follower = std::thread::spawn({
+        let (socket, store) = (first.socket(), store.clone());
+        move || output(&["checkpoint", "--every", "10ms", "--store", &store, "--api-sock", &socket])
+    });
+    wait_for("checkpoints", || (first.info()?["checkpointing"] == true).then_some(()));
+    first.tell(&["pause"]);
+    let (mut second, to) = receiver(&place, "second", &[]);
+    first.tell(&["send-migration", &to]);
+    assert_eq!(first.wait(), Some(0));
+    let followed = follower.join().unwrap();
+    assert_eq!(followed.status.code(), Some(0), "{}", text(&followed.stderr));
+    second.await_api();
+    assert_eq!(second.state(), "paused");
+    second.tell(&["resume"]);
+    second.await_progress(2, &[]);
+    second.tell(&["stop"]);
+    assert_eq!(second.wait(), Some(0));
+    succeed(&["store", "verify", &store]);
+}
+
+/// Returns the object of a migration that was refused before it started.
+fn not_begun(out: &std::process::Output, code: i32) -> Value {
+    let refused: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(out.status.code(), Some(code), "{refused}");
+    assert_eq!((&refused["status"], &refused["phase"]), (&"failed".into(), &"waiting".into()));
+    let said = text(&out.stderr);
+    assert!(said.contains(refused["error"]["message"].as_str().unwrap()), "{said}");
+    refused
+}
+
+#[test]
+fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
+    let place = Place::new();
+    // Large enough that the passes before the migration gives up leave time for all of the
+    // following.
+    let guest = ["--backend", "threads", "--vcpus", "2", "--mem", "1G"];
+    let guest = [&guest[..], &["--guest", "payload,ws=512M,rate=max"]].concat();
+    let mut first = Vmm::run(&place, "first", &guest);
+    // On a busy host, a guest that has just started writes nothing during a short pass, and would
+    // migrate.
+    first.await_progress(2, &[]);
+    let (second, to) = receiver(&place, "second", &[]);
+    let sender = std::thread::spawn({
+        let (socket, to) = (first.socket(), to.clone());
+        move || output(&["send-migration", &to, "--downtime-ms", "0", "--api-sock", &socket])
+    });
+    wait_for("the migration", || (first.state() == "migrating").then_some(()));
+    let said = first.refuse(4, &["send-migration", &to]);
+    assert!(said.contains("is being migrated already, to 127.0.0.1:"), "{said}");
+    let out = output(&["send-migration", &to, "--json", "--api-sock", &first.socket()]);
+    let refused = not_begun(&out, 4);
+    assert_eq!(refused["guest"], "here", "{refused}");
+    assert!(
+        refused["error"]["message"].as_str().unwrap().contains("migrated already"),
+        "{refused}"
+    );
+    let said = first.refuse(1, &["pause"]);
+    assert!(said.contains("cannot pause a guest that is being migrated"), "{said}");
+    let said = first.refuse(1, &["resolve", "--run"]);
+    assert!(said.contains("no migration is in doubt"), "{said}");
+    first.tell(&["cancel-migration"]);
+    let sent = sender.join().unwrap();
+    let said = text(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(4), "{said}");
+    assert!(said.contains("cancelled") && said.contains("the guest continues here"), "{said}");
+    assert_eq!(first.state(), "running");
+    first.await_progress(2, &[]);
+    let said = first.refuse(1, &["cancel-migration"]);
+    assert!(said.contains("no migration is under way"), "{said}");
+    // The receiver has received the reason, and waits for the next source.
+    wait_for("the receiver to wait on", || {
+        (second.info()?["migration"]["phase"] == "waiting").then_some(())
+    });
+    let pid = second.pid();
+    first.tell(&["send-migration", &to, "--timeout-s", "1", "--timeout-strategy", "switchover"]);
+    assert_eq!(first.wait(), Some(0));
+    assert_eq!((second.state(), second.pid()), ("running".to_owned(), pid));
+    second.tell(&["stop"]);
+}
+
+#[test]
+fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_restores() {
+    let place = Place::new();
+    let (store, state) = (place.text("store"), place.text("state"));
+    let guest = ["--guest", "payload,ws=4M,rate=4M"];
+    let mut first = Vmm::run(&place, "first", &[THREADS, &guest].concat());
+    let id = first.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
+    first.tell(&["checkpoint", "--store", &store]);
+    let (_second, to) = receiver(&place, "second", &[]);
+    let to = proxy_that_keeps_commit(&to, place.path("state"));
+    let sender = std::thread::spawn({
+        let (socket, to) = (first.socket(), to.clone());
+        move || output(&["send-migration", &to, "--api-sock", &socket])
+    });
+    wait_for("COMMIT", || {
+        let info = first.info()?;
+        (info["migration"]["phase"] == "hand-over").then_some(())
+    });
+    let said = first.refuse(1, &["stop"]);
+    assert!(said.contains("resolve it with `driftline resolve --discard`"), "{said}");
+    let pid = rustix::process::Pid::from_raw(first.pid().try_into().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    wait_for("the refusal", || {
+        first.said().contains("this process does not end yet").then_some(())
+    });
+    assert_ne!(first.state(), "stopped");
+    first.kill();
+    sender.join().unwrap();
+
+    let restore = ["restore", "--store", &store, "--state-dir", &state];
+    let said = fail(1, &restore);
+    assert!(said.contains(&format!("guest {id} may be running at ")), "{said}");
+    assert!(said.contains("driftline resolve --state-dir"), "{said}");
+    let said = fail(1, &["resolve", "--state-dir", &state, "--vm", "another", "--run"]);
+    assert!(said.contains("has no record of guest another"), "{said}");
+    let run = ["resolve", "--state-dir", &state, "--vm", &id, "--run", "--json"];
+    let resolved: Value = serde_json::from_str(&succeed(&run)).unwrap();
+    let peer = to.trim_start_matches("tcp:");
+    let all = json!({ "action": "run", "vm_id": id, "peers": [peer] });
+    assert_eq!(resolved, all);
+    let said = fail(1, &["resolve", "--state-dir", &state, "--discard"]);
+    assert!(said.contains("no migration is in doubt"), "{said}");
+    // An unreadable record may belong to this guest.
+    let broken = place.path("state").join(format!("{id}.source.json"));
+    std::fs::write(&broken, "{").unwrap();
+    let said = fail(1, &restore);
+    assert!(said.contains(&format!("{id}.source.json: EOF")), "{said}");
+    assert!(said.contains(&format!("may say that guest {id} runs on another host")), "{said}");
+    let said = fail(1, &["resolve", "--state-dir", &state, "--run"]);
+    assert!(
+        said.contains(".source.json: EOF") && said.contains("no migration is in doubt"),
+        "{said}"
+    );
+    std::fs::remove_file(broken).unwrap();
+    let mut third = Vmm::start(&place, "third", &["restore", "--same-id", "--store", &store]);
+    third.await_api();
+    third.tell(&["stop"]);
+    assert_eq!(third.wait(), Some(0), "{}", third.said());
+}
+
+#[test]
+fn nobody_there_is_4_and_wrong_addresses_are_usage() {
+    let place = Place::new();
+    let guest = ["--guest", "payload,ws=1M"];
+    let mut vmm = Vmm::run(&place, "a", &[THREADS, &guest].concat());
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let said = vmm.refuse(4, &["send-migration", &format!("tcp:{free}")]);
+    assert!(said.contains("cannot connect to") && said.contains("continues here"), "{said}");
+    let socket = vmm.socket();
+    let to = format!("tcp:{free}");
+    let out = output(&["send-migration", &to, "--json", "--api-sock", &socket]);
+    let failed: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(out.status.code(), Some(4), "{failed}");
+    assert_eq!((&failed["status"], &failed["guest"]), (&"failed".into(), &"here".into()));
+    assert!(failed["phase"] == "connect" && failed["error"]["message"].is_string(), "{failed}");
+    let nobody = place.text("none.sock");
+    let out = output(&["send-migration", &to, "--json", "--api-sock", &nobody]);
+    let refused = not_begun(&out, 1);
+    assert!(refused["guest"].is_null(), "nobody could be asked: {refused}");
+    let said = vmm.refuse(2, &["send-migration", "10.0.0.1:7001"]);
+    assert!(said.contains("an address is tcp:HOST:PORT"), "{said}");
+    let said = vmm.refuse(2, &["send-migration", "tcp:h:1", "--timeout-strategy", "postcopy"]);
+    assert!(said.contains("not offered by this version"), "{said}");
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", taken.local_addr().unwrap());
+    let said = fail(1, &["receive-migration", &address]);
+    assert!(said.contains("cannot listen on tcp:127.0.0.1:"), "{said}");
+    assert_eq!(vmm.state(), "running");
+    vmm.tell(&["stop"]);
+    vmm.wait();
+}
+
+#[test]
+fn a_waiting_receiver_answers_and_can_be_interrupted() {
+    let place = Place::new();
+    let (mut vmm, _) = receiver(&place, "a", &[]);
+    let said = vmm.refuse(1, &["pause"]);
+    assert!(said.contains("there is no guest yet: waiting for a migration"), "{said}");
+    let said = vmm.tell(&["info"]);
+    assert!(said.contains("receiving") && said.contains("waiting for a migration"), "{said}");
+    let info: Value = serde_json::from_str(&vmm.tell(&["info", "--json"])).unwrap();
+    assert_eq!(info["state"], "receiving", "{info}");
+    assert_eq!(info["migration"]["phase"], "waiting", "{info}");
+    let pid = rustix::process::Pid::from_raw(vmm.pid().try_into().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    assert_eq!(vmm.wait(), Some(1));
+    assert!(vmm.said().contains("stopped by SIGINT before a guest arrived"), "{}", vmm.said());
+    assert!(!place.path("a.sock").exists());
+}
+
+#[test]
+fn the_demo_holds_without_kvm() {
+    let out = output(&["demo", "--backend", "threads"]);
+    let (table, said) = (text(&out.stdout), text(&out.stderr));
+    assert_eq!(out.status.code(), Some(0), "{said}");
+    let first = table.lines().next().unwrap();
+    assert!(first.contains("on host threads"), "{first}");
+    assert!(table.contains("\nerrors found         0\n"), "{table}");
+}

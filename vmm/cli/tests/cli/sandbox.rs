@@ -1,0 +1,218 @@
+//! The sandbox of a process that has a guest, from the operator's point of view. The permissions of
+//! each class of threads are tested next to the tables, in `src/sandbox`.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::process::Stdio;
+
+use crate::common::{Place, Vmm, driftline, fail, output, receiver, text};
+use driftline_machine::testing::{Elf, kvm_or_skip};
+
+const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
+const KVM_GUEST: &[&str] = &["--mem", "64M", "--guest", "payload,ws=1M"];
+
+/// Returns the number of filters on each thread of `vmm`, by thread name.
+fn filters(vmm: &Vmm) -> BTreeMap<String, u32> {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap();
+    let of = |dir: std::path::PathBuf| {
+        let status = std::fs::read_to_string(dir.join("status")).ok()?;
+        let field = |name| status.lines().find_map(|l| l.strip_prefix(name)).map(str::trim);
+        // Kernels before 5.9 do not report a number: 2 is a thread with filters.
+        let count = field("Seccomp_filters:").or(field("Seccomp:"))?.parse().ok()?;
+        Some((field("Name:")?.to_owned(), count))
+    };
+    tasks.filter_map(|task| of(task.ok()?.path())).collect()
+}
+
+#[test]
+fn every_thread_has_filters_and_those_of_the_guest_have_more() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "a", GUEST);
+    let filters = filters(&vmm);
+    assert!(filters.len() >= 4, "{filters:?}");
+    assert!(filters.values().all(|n| *n > 1), "{filters:?}");
+    assert!(filters["worker-0"] >= filters["driftline"], "{filters:?}");
+    assert_eq!(vmm.said(), "", "nothing is missing, nothing is said");
+}
+
+/// If the main thread already has a signal pending, the kernel delivers the next one to any thread
+/// that does not block it. A second SIGTERM once ended the process that way, and the guest with it.
+#[test]
+fn threads_of_the_guest_take_no_signals_of_the_process() {
+    if !kvm_or_skip("threads_of_the_guest_take_no_signals_of_the_process") {
+        return;
+    }
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "a", KVM_GUEST);
+    let blocked = |number: i32| 1u64 << (number - 1);
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    // A thread that has not started yet has neither its name nor its mask.
+    let takers = loop {
+        let (mut seen, mut takers) = (0, 0);
+        for task in std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap() {
+            // A thread that has ended meanwhile has no status.
+            let Ok(status) = std::fs::read_to_string(task.unwrap().path().join("status")) else {
+                continue;
+            };
+            let field =
+                |name| status.lines().find_map(|l| l.strip_prefix(name)).unwrap_or("").trim();
+            let mask = u64::from_str_radix(field("SigBlk:"), 16).unwrap_or(0);
+            let both = blocked(libc::SIGTERM) | blocked(libc::SIGINT);
+            match field("Name:") {
+                "serial" | "vcpu0" | "supervisor" | "collector" => {
+                    assert_eq!(mask & blocked(libc::SIGSYS), 0, "no word at its end: {status}");
+                    seen += usize::from(mask & both == both);
+                }
+                _ => takers += usize::from(mask & blocked(libc::SIGTERM) == 0),
+            }
+        }
+        if seen == 4 {
+            break takers;
+        }
+        assert!(std::time::Instant::now() < until, "{seen} of 4 threads take no signals");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    };
+    assert!(takers > 0, "nobody hears SIGTERM");
+}
+
+#[test]
+fn without_a_sandbox_the_operator_is_warned() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "a", &[GUEST, &["--no-seccomp", "--no-landlock"][..]].concat());
+    assert!(filters(&vmm).values().all(|n| *n == 0));
+    let said = vmm.said();
+    assert!(said.contains("--no-seccomp: every system call can be made"), "{said}");
+    assert!(said.contains("--no-landlock: every file of the user's can be reached"), "{said}");
+}
+
+#[test]
+fn stores_lie_where_they_were_allowed() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("stores")).unwrap();
+    let (allowed, other) = (place.text("stores"), place.text("other"));
+    let mut vmm = Vmm::run(&place, "a", &[GUEST, &["--allow-path", &allowed][..]].concat());
+    vmm.tell(&["checkpoint", "--store", &format!("{allowed}/one")]);
+    let said = vmm.refuse(4, &["checkpoint", "--store", &other]);
+    assert!(said.contains(&format!("does not allow writes to {other}")), "{said}");
+    assert!(!place.path("other").exists());
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+    assert!(!place.path("a.sock").exists(), "it removes its own socket");
+
+    let missing = place.text("missing");
+    let said = fail(1, &[&["run"], GUEST, &["--allow-path", &missing]].concat());
+    assert!(said.contains(&format!("--allow-path {missing}: it does not exist")), "{said}");
+}
+
+#[test]
+fn the_systems_directories_hold_no_stores() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "a", GUEST);
+    let said = vmm.refuse(4, &["checkpoint", "--store", "/etc/driftline-store"]);
+    assert!(said.contains("restart the guest with --allow-path"), "{said}");
+    vmm.tell(&["checkpoint", "--store", &place.text("store")]);
+}
+
+/// Starts a guest with a disk and a socket in `place`.
+fn with_devices<'p>(place: &'p Place, more: &[&str]) -> Vmm<'p> {
+    std::fs::File::create(place.path("disk")).unwrap().set_len(1 << 20).unwrap();
+    let disk = format!("path={}", place.text("disk"));
+    let vsock = format!("cid=3,uds={}", place.text("vsock"));
+    Vmm::run(place, "a", &[KVM_GUEST, &["--disk", &disk, "--vsock", &vsock], more].concat())
+}
+
+#[test]
+fn threads_of_devices_have_more_filters_than_the_one_that_opens_for_them() {
+    if !kvm_or_skip("threads_of_devices_have_more_filters_than_the_one_that_opens_for_them") {
+        return;
+    }
+    let place = Place::new();
+    let mut vmm = with_devices(&place, &[]);
+    let filters = filters(&vmm);
+    for narrow in ["vcpu0", "supervisor", "collector", "serial", "virtio-disk0", "virtio-vsock"] {
+        assert_eq!(filters.get(narrow), Some(&3), "{narrow}: {filters:?}");
+    }
+    for wide in ["driftline", "control", "opener"] {
+        assert_eq!(filters.get(wide), Some(&2), "{wide}: {filters:?}");
+    }
+    std::os::unix::net::UnixStream::connect(place.path("vsock")).unwrap();
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+    assert!(!place.path("vsock").exists(), "it removes the sockets that it made");
+}
+
+/// Enables interrupts of COM1, which it never handles, and echoes each received byte.
+#[rustfmt::skip]
+const ECHO: &[u8] = &[
+    0x66, 0xba, 0xf9, 0x03, 0xb0, 0x01, 0xee, // mov dx, 0x3f9; mov al, 1; out dx, al
+    0x66, 0xba, 0xfd, 0x03, 0xec, // next: mov dx, 0x3fd; in al, dx
+    0xa8, 0x01, 0x74, 0xf7, // test al, 1; jz next
+    0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, // mov dx, 0x3f8; in al, dx; out dx, al
+    0xeb, 0xef, // jmp next
+];
+
+#[test]
+fn what_is_typed_reaches_a_guest_that_listens_by_interrupt() {
+    if !kvm_or_skip("what_is_typed_reaches_a_guest_that_listens_by_interrupt") {
+        return;
+    }
+    let place = Place::new();
+    std::fs::write(place.path("echo.elf"), Elf::new(ECHO).bytes()).unwrap();
+    let kernel = place.text("echo.elf");
+    let mut command = driftline(&["run", "--kernel", &kernel, "--mem", "64M", "--cmdline", ""]);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut vmm = command.spawn().unwrap();
+    vmm.stdin.as_mut().unwrap().write_all(b"typed").unwrap();
+    let mut heard = [0; 5];
+    let read = vmm.stdout.as_mut().unwrap().read_exact(&mut heard);
+    vmm.kill().unwrap();
+    let said = vmm.wait_with_output().unwrap().stderr;
+    assert!(read.is_ok(), "{}", text(&said));
+    assert_eq!(text(&heard), "typed");
+}
+
+#[test]
+fn a_guest_that_arrives_has_the_files_that_were_named_before() {
+    if !kvm_or_skip("a_guest_that_arrives_has_the_files_that_were_named_before") {
+        return;
+    }
+    let place = Place::new();
+    std::fs::create_dir(place.path("stores")).unwrap();
+    let (stores, store) = (place.text("stores"), place.text("stores/one"));
+    let allow = ["--allow-path", &stores];
+    let mut source = with_devices(&place, &allow);
+    source.tell(&["checkpoint", "--store", &store, "--disks", "external"]);
+
+    let (mut narrow, to) = receiver(&place, "narrow", &allow);
+    let said = source.refuse(4, &["send-migration", &to]);
+    assert!(said.contains("disk\" cannot be opened") && said.contains("--allow-path"), "{said}");
+    narrow.kill();
+    source.await_progress(1, &[]);
+
+    let disk = format!("path={}", place.text("disk"));
+    let vsock = format!("uds={}", place.text("vsock"));
+    let named = ["--disk", &disk, "--vsock", &vsock];
+    let (mut destination, to) = receiver(&place, "destination", &[&allow[..], &named].concat());
+    source.tell(&["send-migration", &to]);
+    assert_eq!(source.wait(), Some(0), "{}", source.said());
+    destination.await_api();
+    destination.await_progress(1, &[]);
+    destination.kill();
+
+    let state = place.text("state");
+    let restore = ["restore", "--store", &store, "--state-dir", &state, "--allow-path"];
+    let out = output(&[&restore[..], &[&place.text("state"), "--serial", "null"]].concat());
+    let said = text(&out.stderr);
+    assert!(
+        !out.status.success()
+            && said.contains("name the file when the VMM starts (--disk, --vsock)"),
+        "{said}"
+    );
+    let restore = ["restore", "--store", &store, "--allow-path", &place.text("state")];
+    let mut restored = Vmm::start(&place, "restored", &[&restore[..], &named].concat());
+    restored.await_api();
+    restored.await_progress(1, &[]);
+    let two = place.text("two");
+    let said = restored.refuse(4, &["checkpoint", "--store", &two, "--disks", "external"]);
+    assert!(said.contains("sandbox does not allow writes"), "{said}");
+}

@@ -1,0 +1,135 @@
+//! `--shadow`: it reports nothing for a sound source of dirty frames, and names the frames that a
+//! broken source loses.
+
+use crate::common::{Place, driftline, fail, output, text};
+use driftline_machine::testing::full;
+
+const GUEST: &[&str] = &["run", "--mem", "64M", "--vcpus", "2", "--serial", "null", "--guest"];
+const WORK: &str = "payload,ws=16M,rate=200M,pattern=random,seconds=2";
+/// Writes each page at intervals longer than those between two checks, so that a lost frame is
+/// missing at the next check.
+const LONG_WORK: &str = "payload,ws=48M,rate=max,seconds=900";
+
+/// Returns the exit code and the messages for a guest that works for two seconds with a shadow. If
+/// `loses_one_in` is set, one in that many of its frames is lost.
+fn shadowed(guest: &str, tracking: &str, shadow: &str, loses_one_in: Option<u32>) -> (i32, String) {
+    let mut run = driftline(GUEST);
+    run.args([guest, "--tracking", tracking, "--shadow", shadow]);
+    if let Some(one_in) = loses_one_in {
+        run.env("DRIFTLINE_LOSES_ONE_IN", one_in.to_string());
+    }
+    let out = run.output().unwrap();
+    (out.status.code().unwrap(), text(&out.stderr))
+}
+
+/// Does the same as [`shadowed`], with a guest that works until the shadow has found a lost frame,
+/// or for a quarter of an hour.
+fn shadowed_until_found(tracking: &str, shadow: &str, one_in: u32) -> (i32, String) {
+    let place = Place::new();
+    let (socket, said) = (place.text("sock"), place.path("said"));
+    let mut run = driftline(GUEST);
+    run.args([LONG_WORK, "--tracking", tracking, "--shadow", shadow, "--api-sock", &socket]);
+    run.env("DRIFTLINE_LOSES_ONE_IN", one_in.to_string());
+    let mut child = run.stderr(std::fs::File::create(&said).unwrap()).spawn().unwrap();
+    let end = loop {
+        if let Some(end) = child.try_wait().unwrap() {
+            break end;
+        }
+        if place.read("said").contains("changed unreported") {
+            // The process may just have ended.
+            let _ = output(&["stop", "--api-sock", &socket]);
+            break child.wait().unwrap();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    };
+    (end.code().unwrap(), place.read("said"))
+}
+
+/// Every supported combination of tracking and shadow.
+const PAIRS: [(&str, &str); 7] = [
+    ("dirty-ring", "compare"),
+    ("dirty-ring", "userfault-wp"),
+    ("dirty-bitmap", "compare"),
+    ("dirty-bitmap", "userfault-wp"),
+    ("dirty-bitmap-manual", "compare"),
+    ("dirty-bitmap-manual", "userfault-wp"),
+    ("userfault-wp", "compare"),
+];
+
+fn can_have(test: &str, code: i32, said: &str) -> bool {
+    if code == 3 {
+        driftline_machine::testing::skip(test, said.trim());
+    }
+    code != 3
+}
+
+#[test]
+fn of_a_sound_source_nothing_is_missed() {
+    const TEST: &str = "of_a_sound_source_nothing_is_missed";
+    if !driftline_machine::testing::kvm_or_skip(TEST) {
+        return;
+    }
+    for (tracking, shadow) in PAIRS {
+        let (code, said) = shadowed(WORK, tracking, shadow, None);
+        if can_have(TEST, code, &said) {
+            assert_eq!(code, 0, "{tracking}, {shadow}: {said}");
+            assert!(said.contains("no page was missed: "), "{tracking}, {shadow}: {said}");
+        }
+    }
+}
+
+#[test]
+fn what_a_broken_source_loses_is_named_and_the_exit_code_is_1() {
+    const TEST: &str = "what_a_broken_source_loses_is_named_and_the_exit_code_is_1";
+    if !cfg!(debug_assertions) {
+        return driftline_machine::testing::skip(
+            TEST,
+            "a release build has no source that loses frames",
+        );
+    }
+    if !driftline_machine::testing::kvm_or_skip(TEST) {
+        return;
+    }
+    let one_in = if full() { 1_000_000 } else { 100 };
+    for (tracking, shadow) in PAIRS {
+        let begun = std::time::Instant::now();
+        let (code, said) = match full() {
+            true => shadowed_until_found(tracking, shadow, one_in),
+            false => shadowed(WORK, tracking, shadow, Some(one_in)),
+        };
+        if can_have(TEST, code, &said) {
+            assert_eq!(code, 1, "{tracking}, {shadow}: {said}");
+            let warned = format!(
+                "THIS BUILD IS FOR TESTS: of {one_in} pages that the guest writes one is lost"
+            );
+            assert!(said.contains(&warned), "{said}");
+            let last = said.lines().last().unwrap();
+            println!("{tracking}, {shadow}: {last}; {:?}", begun.elapsed());
+            assert!(last.contains("changed unreported, the first: "), "{said}");
+            assert!(last.contains("the first: gfn 0x"), "{said}");
+            assert!(last.len() < 400, "bounded: {said}");
+        }
+    }
+}
+
+#[test]
+fn a_guest_of_threads_is_compared_too() {
+    let (code, said) = shadowed("payload,ws=8M,rate=50M,seconds=1", "dirty-ring", "nothing", None);
+    assert!(code == 2 && said.contains("there is no shadow \"nothing\""), "{code}: {said}");
+    let threads = ["--backend", "threads", "--shadow", "compare"];
+    let args = [GUEST, &["payload,ws=8M,rate=50M,pattern=random,seconds=1"], &threads].concat();
+    let out = driftline(&args).output().unwrap();
+    assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
+    assert!(text(&out.stderr).contains("no page was missed: "), "{}", text(&out.stderr));
+}
+
+#[test]
+fn what_cannot_be_compared_is_said_before_there_is_a_guest() {
+    let pair = |tracking, shadow| {
+        fail(2, &[GUEST, &["payload", "--tracking", tracking, "--shadow", shadow]].concat())
+    };
+    let said = pair("userfault-wp", "userfault-wp");
+    assert!(said.contains("a memory has one userfaultfd at most"), "{said}");
+    let said = pair("none", "compare");
+    assert!(said.contains("--tracking none reports no pages"), "{said}");
+}

@@ -1,0 +1,398 @@
+//! Storage that never answers: neither a request nor the end of the process waits for it.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::common::script::{MEM_BYTES, Script, Target};
+use crate::common::stuck_storage::StuckStorage;
+use crate::common::{Place, Vmm, attack, driftline, fail, receiver, text, wait_for};
+use driftline_images::Report;
+use driftline_machine::testing::{kvm_or_skip, skip};
+use rustix::process::{Pid, Signal, kill_process};
+
+const DISK_BYTES: usize = 1 << 20;
+/// Longer than any of the operations takes. A wait for the storage would never end.
+const LIMIT: Duration = Duration::from_secs(50);
+
+/// A process with a disk on such storage. The storage is dropped first, because a thread that waits
+/// for a flush cannot be killed.
+struct World<'p> {
+    storage: StuckStorage,
+    vmm: Vmm<'p>,
+}
+
+impl<'p> World<'p> {
+    /// Starts a guest with such a disk.
+    fn or_skip(place: &'p Place, test: &str) -> Option<Self> {
+        let storage = storage_or_skip(test)?;
+        let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk"];
+        let vmm = Vmm::run(place, "source", &[&guest[..], &[&disk(&storage)]].concat());
+        Some(Self { storage, vmm })
+    }
+
+    /// Starts a guest that flushes such a disk. The flush does not complete.
+    fn in_a_flush(place: &'p Place, test: &str) -> Option<Self> {
+        let storage = storage_or_skip(test)?;
+        let mut script = Script::default();
+        script.flush(Target { index: 0, queue: 0, label: "virtio-blk \"disk0\"" });
+        std::fs::write(place.path("kernel"), script.kernel()).unwrap();
+        let (kernel, memory) = (place.text("kernel"), MEM_BYTES.to_string());
+        let guest = ["--mem", &memory, "--kernel", &kernel, "--disk", &disk(&storage)];
+        storage.answer_only(0);
+        let vmm = Vmm::run(place, "source", &guest);
+        wait_for("the guest's flush", || (storage.stuck() > 0).then_some(()));
+        Some(Self { storage, vmm })
+    }
+
+    fn await_stuck(&self, what: &str) {
+        wait_for(what, || (self.storage.stuck() > 0).then_some(()));
+    }
+
+    /// Waits for the end of the process, which does not wait for the storage. Returns the process's
+    /// messages.
+    fn ends_with(mut self, code: i32) -> String {
+        in_time("the end", || await_end(&self.vmm));
+        // The exit code is available only once the threads that wait in the kernel have ended, too.
+        drop(self.storage);
+        assert_eq!(self.vmm.wait(), Some(code), "{}", self.vmm.said());
+        self.vmm.said()
+    }
+}
+
+fn storage_or_skip(test: &str) -> Option<StuckStorage> {
+    if !kvm_or_skip(test) {
+        return None;
+    }
+    StuckStorage::new(DISK_BYTES).inspect_err(|why| skip(test, why)).ok()
+}
+
+/// Waits until the whole process has ended, except for threads that wait in the kernel for the
+/// storage: these cannot be killed.
+fn await_end(vmm: &Vmm<'_>) {
+    let has_ended = |stat: String| {
+        let state = stat.rsplit_once(") ").map(|(_, rest)| rest.starts_with(['Z', 'X', 'D']));
+        state.unwrap_or(true)
+    };
+    let tasks = format!("/proc/{}/task", vmm.pid());
+    wait_for("the end", || {
+        let tasks = std::fs::read_dir(&tasks).into_iter().flatten().flatten();
+        let mut stats = tasks.map(|task| std::fs::read_to_string(task.path().join("stat")));
+        stats.all(|stat| has_ended(stat.unwrap_or_default())).then_some(())
+    });
+}
+
+fn sigterm(vmm: &Vmm<'_>) {
+    kill_process(Pid::from_raw(vmm.pid() as i32).unwrap(), Signal::TERM).unwrap();
+}
+
+fn stop(vmm: &Vmm<'_>) {
+    vmm.tell(&["stop"]);
+}
+
+fn disk(storage: &StuckStorage) -> String {
+    format!("path={}", storage.disk().display())
+}
+
+/// Runs `work`, which must complete within the limit.
+fn in_time<T>(what: &str, work: impl FnOnce() -> T) -> T {
+    let began = Instant::now();
+    let done = work();
+    assert!(began.elapsed() < LIMIT, "{what} took {:?}", began.elapsed());
+    done
+}
+
+#[test]
+fn hand_over_fails_where_a_flush_hangs() {
+    let place = Place::new();
+    let Some(mut world) = World::or_skip(&place, "hand_over_fails_where_a_flush_hangs") else {
+        return;
+    };
+    let World { storage, vmm } = &mut world;
+    // First the flush before the pause is answered and the one in the hand-over is not. Then not
+    // even the first is.
+    for answered in [1, 0] {
+        storage.answer_only(answered);
+        let (_receiver, address) = receiver(&place, "destination", &["--disk", &disk(storage)]);
+        let said = in_time("a migration", || vmm.refuse(4, &["send-migration", &address]));
+        assert!(said.contains("disk \"disk0\"") && said.contains("durable"), "{said}");
+        assert!(storage.stuck() > 0, "no flush hung");
+        assert_eq!(vmm.state(), "running");
+        let before = vmm.reports();
+        vmm.await_progress(1, &before);
+    }
+    // No other guest gets the disk while its flush is in progress (I7).
+    let guest = ["run", "--serial", "null", "--mem", "32M", "--guest", "payload,ws=1M"];
+    let said = fail(1, &[&guest[..], &["--disk", &disk(storage)]].concat());
+    assert!(said.contains("in use by another"), "{said}");
+    in_time("a pause", || vmm.tell(&["pause"]));
+    in_time("a resume", || vmm.tell(&["resume"]));
+    in_time("a stop", || stop(vmm));
+    world.ends_with(0);
+}
+
+#[test]
+fn sigterm_ends_a_process_whose_flush_hangs() {
+    let place = Place::new();
+    let Some(world) = World::or_skip(&place, "sigterm_ends_a_process_whose_flush_hangs") else {
+        return;
+    };
+    let World { storage, vmm } = &world;
+    storage.answer_only(1);
+    let (_receiver, address) = receiver(&place, "destination", &["--disk", &disk(storage)]);
+    let socket = vmm.socket();
+    let mut sending =
+        driftline(&["send-migration", &address, "--api-sock", &socket]).spawn().unwrap();
+    world.await_stuck("the flush in the hand-over");
+    sigterm(vmm);
+    world.ends_with(0);
+    assert_ne!(sending.wait().unwrap().code(), Some(0), "it did not move");
+}
+
+#[test]
+fn guest_in_a_flush_that_hangs_is_named_and_stopped() {
+    let place = Place::new();
+    let test = "guest_in_a_flush_that_hangs_is_named_and_stopped";
+    let Some(world) = World::in_a_flush(&place, test) else { return };
+    let vmm = &world.vmm;
+    let said = in_time("a pause", || vmm.refuse(1, &["pause"]));
+    assert!(said.contains("\"disk0\""), "{said}");
+    assert_eq!(vmm.state(), "running");
+    let store = place.text("store");
+    let said = in_time("a checkpoint", || vmm.refuse(4, &["checkpoint", "--store", &store]));
+    assert!(said.contains("\"disk0\""), "{said}");
+    assert_eq!(vmm.state(), "running");
+    // A run whose checkpoints wait for the disk ends with the checkpoint in progress.
+    vmm.tell(&["checkpoint", "--store", &store, "--every", "1ms", "--detach"]);
+    let said = vmm.refuse(1, &["checkpoint", "--stop", "--timeout", "1s"]);
+    assert!(said.contains("was told to end, and has not in 1s"), "{said}");
+    in_time("the end of the run", || vmm.tell(&["checkpoint", "--stop", "--timeout", "60s"]));
+    in_time("a stop", || stop(vmm));
+    let said = world.ends_with(0);
+    assert!(said.contains("\"disk0\""), "{said}");
+}
+
+#[test]
+fn sigterm_ends_a_guest_in_a_flush_that_hangs() {
+    let place = Place::new();
+    let test = "sigterm_ends_a_guest_in_a_flush_that_hangs";
+    let Some(world) = World::in_a_flush(&place, test) else { return };
+    sigterm(&world.vmm);
+    let said = world.ends_with(0);
+    assert!(said.contains("\"disk0\""), "{said}");
+}
+
+/// Returns the number of a process's threads.
+fn threads(of: &Vmm<'_>) -> usize {
+    std::fs::read_dir(format!("/proc/{}/task", of.pid())).unwrap().count()
+}
+
+/// Sends a request and disconnects before the answer. Returns true if the server at once refuses
+/// the request because too many others are being answered.
+fn leave(vmm: &Vmm<'_>, head: &str, body: &str) -> bool {
+    let mut stream = UnixStream::connect(vmm.socket()).unwrap();
+    stream.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
+    let length = body.len();
+    // The connection may have been displaced already.
+    let _ = write!(stream, "{head} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{body}");
+    let mut begin = [0; 12];
+    stream.read_exact(&mut begin).is_ok() && begin.ends_with(b"503")
+}
+
+/// Maximum number of threads that answer requests, plus an allowance for threads that come and go.
+const ANSWERING: usize = 64 + 2 * 16 + 16;
+
+#[test]
+fn abandoned_requests_keep_nobody_out() {
+    let place = Place::new();
+    let test = "abandoned_requests_keep_nobody_out";
+    let Some(world) = World::in_a_flush(&place, test) else { return };
+    let vmm = &world.vmm;
+    let before = threads(vmm);
+    // A watchdog whose timeout is shorter than a pause that waits for a disk.
+    let began = Instant::now();
+    let (mut sent, mut most, mut refused) = (0, 0, false);
+    while sent < 700 || began.elapsed() < attack() {
+        refused |= leave(vmm, "PATCH /vm", r#"{"state":"Paused"}"#);
+        sent += 1;
+        most = most.max(threads(vmm));
+    }
+    assert!(refused, "{sent} pauses were under way at once");
+    assert!(most <= before + ANSWERING, "{most} threads, {before} before");
+    // A request for the guest's state is answered despite the pauses.
+    assert_eq!(vmm.state(), "running");
+    sigterm(vmm);
+    wait_for("the guest's end", || vmm.said().contains("a device has not").then_some(()));
+    world.ends_with(0);
+}
+
+#[test]
+fn stops_that_wait_are_bounded() {
+    let place = Place::new();
+    let Some(world) = World::in_a_flush(&place, "stops_that_wait_are_bounded") else { return };
+    let vmm = &world.vmm;
+    let before = threads(vmm);
+    // The first request waits for the flush, and the others wait for the first.
+    wait_for("a refusal", || {
+        let refused = leave(vmm, "POST /stop", "");
+        let now = threads(vmm);
+        assert!(now <= before + ANSWERING, "{now} threads, {before} before");
+        refused.then_some(())
+    });
+    assert!(vmm.info().is_some(), "stops have places of their own");
+    world.ends_with(0);
+}
+
+/// The source's wait times out before the take-over does, and the source asks for the outcome.
+#[test]
+fn receiver_whose_disk_hangs_in_the_take_over_can_be_stopped() {
+    let test = "receiver_whose_disk_hangs_in_the_take_over_can_be_stopped";
+    let hows: [fn(&Vmm<'_>); 2] = [stop, sigterm];
+    for how in hows {
+        if !kvm_or_skip(test) {
+            return;
+        }
+        let storage = StuckStorage::without_locks(DISK_BYTES);
+        let Ok(storage) = storage.inspect_err(|why| skip(test, why)) else { return };
+        let place = Place::new();
+        std::fs::write(place.path("own"), vec![7; DISK_BYTES]).unwrap();
+        let own = format!("path={}", place.text("own"));
+        let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
+        let source = Vmm::run(&place, "source", &guest);
+        let before = source.await_progress(1, &[]);
+        let there = format!("{},id=disk0,identity=any", disk(&storage));
+        // Longer than this test takes: the source's question ends the wait.
+        let receive = ["--disk", &there, "--linger", "600s"];
+        let (vmm, to) = receiver(&place, "receiving", &receive);
+        let receiver = World { storage, vmm };
+        let socket = source.socket();
+        let send = ["send-migration", &to, "--api-sock", &socket];
+        let sending = driftline(&send).stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
+        receiver.await_stuck("a lock that hangs");
+        in_time("a stop", || how(&receiver.vmm));
+        let said = receiver.ends_with(1);
+        assert!(said.contains("virtio-blk \"disk0\" did not acquire its files"), "{said}");
+        assert!(!said.contains("does not end yet"), "{said}");
+        // Otherwise the migration stays in doubt.
+        let runs = || (source.state() == "running").then_some(());
+        wait_for("the guest at its source", runs);
+        let sent = sending.unwrap().wait_with_output().unwrap();
+        let sent = (sent.status.code(), text(&sent.stderr));
+        assert_eq!(sent.0, Some(4), "{}", sent.1);
+        assert!(sent.1.contains("the guest continues here"), "{}", sent.1);
+        source.await_progress(1, &before);
+    }
+}
+
+/// A guest with its own disk, and a receiver whose copy of the disk is on such storage.
+struct Copying<'p> {
+    source: Vmm<'p>,
+    before: Vec<Report>,
+    receiver: World<'p>,
+    to: String,
+}
+
+impl<'p> Copying<'p> {
+    /// Starts both. The storage answers no write, and whatever else `stuck` configures.
+    fn or_skip(place: &'p Place, test: &str, stuck: impl Fn(&StuckStorage)) -> Option<Self> {
+        let storage = storage_or_skip(test)?;
+        std::fs::write(place.path("own"), vec![7; DISK_BYTES]).unwrap();
+        let own = format!("path={}", place.text("own"));
+        let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
+        let source = Vmm::run(place, "source", &guest);
+        storage.answer_only_writes(0);
+        stuck(&storage);
+        let before = source.await_progress(1, &[]);
+        let copy = format!("{},id=disk0,copy", disk(&storage));
+        let (vmm, to) = receiver(place, "receiving", &["--disk", &copy]);
+        Some(Self { source, before, receiver: World { storage, vmm }, to })
+    }
+
+    fn send(&self) -> Child {
+        let socket = self.source.socket();
+        let send = ["send-migration", &self.to, "--copy-disks", "--api-sock", &socket];
+        driftline(&send).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    /// Checks that the receiver ends, the sender fails, and the guest continues at its source.
+    /// Returns the receiver's messages.
+    fn ends(self, sending: Option<Child>) -> String {
+        let Self { source, before, receiver, .. } = self;
+        let said = receiver.ends_with(1);
+        if let Some(sending) = sending {
+            let sent = sending.wait_with_output().unwrap();
+            assert_eq!(sent.status.code(), Some(4), "{}", text(&sent.stderr));
+        }
+        assert_eq!(source.state(), "running");
+        source.await_progress(1, &before);
+        said
+    }
+}
+
+#[test]
+fn receiver_refuses_where_writes_to_a_copy_hang() {
+    let place = Place::new();
+    let test = "receiver_refuses_where_writes_to_a_copy_hang";
+    let Some(copying) = Copying::or_skip(&place, test, |_| {}) else { return };
+    let (source, receiving) = (&copying.source, &copying.receiver.vmm);
+    let send = ["send-migration", &copying.to, "--copy-disks"];
+    let said = in_time("a migration", || source.refuse(4, &send));
+    assert!(said.contains("copying disk \"disk0\" failed: writing its copy: "), "{said}");
+    assert!(said.contains("the guest continues here"), "{said}");
+    assert!(copying.receiver.storage.stuck() > 0, "no write hung");
+    wait_for("the receiver to wait on", || {
+        receiving.said().contains("waiting for another source").then_some(())
+    });
+    stop(receiving);
+    let said = copying.ends(None);
+    assert!(said.contains("copying disk \"disk0\" failed"), "{said}");
+}
+
+#[test]
+fn receiver_whose_copy_hangs_can_be_stopped() {
+    let hows: [fn(&Vmm<'_>); 2] = [stop, sigterm];
+    for how in hows {
+        let place = Place::new();
+        let test = "receiver_whose_copy_hangs_can_be_stopped";
+        let Some(copying) = Copying::or_skip(&place, test, |_| {}) else { return };
+        let sending = copying.send();
+        copying.receiver.await_stuck("a write that hangs");
+        how(&copying.receiver.vmm);
+        copying.ends(Some(sending));
+    }
+}
+
+#[test]
+fn receiver_that_cannot_make_a_copy_can_be_stopped() {
+    let place = Place::new();
+    let test = "receiver_that_cannot_make_a_copy_can_be_stopped";
+    // The file's size is made durable before anything arrives, so the thread that builds the guest
+    // hangs.
+    let flushes = |storage: &StuckStorage| storage.answer_only(0);
+    let Some(copying) = Copying::or_skip(&place, test, flushes) else { return };
+    let sending = copying.send();
+    copying.receiver.await_stuck("a flush that hangs");
+    stop(&copying.receiver.vmm);
+    let said = copying.ends(Some(sending));
+    assert!(said.contains("stopped over the API before a guest arrived"), "{said}");
+}
+
+#[test]
+fn sigterm_ends_a_restore_whose_writes_hang() {
+    let test = "sigterm_ends_a_restore_whose_writes_hang";
+    let place = Place::new();
+    let Some(storage) = storage_or_skip(test) else { return };
+    std::fs::write(place.path("own"), vec![7; DISK_BYTES]).unwrap();
+    let (own, store) = (format!("path={}", place.text("own")), place.text("store"));
+    let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
+    let source = Vmm::run(&place, "source", &guest);
+    source.tell(&["checkpoint", "--store", &store]);
+    storage.answer_only_writes(0);
+    let disk = disk(&storage);
+    let restore = ["restore", "--store", &store, "--disk", &disk];
+    let restored = World { storage, vmm: Vmm::start(&place, "restored", &restore) };
+    restored.await_stuck("a write that hangs");
+    sigterm(&restored.vmm);
+    await_end(&restored.vmm);
+}

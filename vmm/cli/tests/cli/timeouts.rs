@@ -1,0 +1,283 @@
+//! A VMM that does not answer, and one that is asked to end: no client waits forever.
+
+use std::fs::rename;
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::symlink;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::common::{Place, Vmm, driftline, output, receiver, request, text, wait_for};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
+};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const GUEST: &[&str] = &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
+/// Longer than any command here takes, including its limit of one second.
+const LIMIT: Duration = Duration::from_secs(30);
+
+fn signal(vmm: &Vmm<'_>, signal: Signal) {
+    kill_process(Pid::from_raw(vmm.pid() as i32).unwrap(), signal).unwrap();
+}
+
+#[test]
+fn every_command_ends_where_nobody_answers() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "stopped", GUEST);
+    signal(&vmm, Signal::STOP);
+    let store = place.text("store");
+    for command in [
+        &["info"][..],
+        &["balloon"],
+        &["pause"],
+        &["resume"],
+        &["stop"],
+        &["stop", "--wait"],
+        &["checkpoint", "--store", &store],
+        &["checkpoint", "--stop"],
+        &["checkpoint", "--status"],
+        &["send-migration", "tcp:127.0.0.1:1"],
+        &["cancel-migration"],
+        &["plan"],
+        &["top", "--once"],
+        &["resolve", "--run"],
+    ] {
+        let began = Instant::now();
+        let said = vmm.refuse(1, &[command, &["--timeout", "1s"]].concat());
+        assert!(began.elapsed() < LIMIT, "{command:?} took {:?}", began.elapsed());
+        // A plan takes five seconds in addition.
+        let limit = if command == ["plan"] { "in 6s" } else { "in 1s" };
+        assert!(said.contains("has not answered") && said.contains(limit), "{command:?}: {said}");
+        assert!(said.contains("--timeout"), "{command:?}: {said}");
+    }
+    signal(&vmm, Signal::CONT);
+}
+
+/// Starts a checkpoint run of `vmm` and follows it, as a client whose output goes to `stdout`.
+fn follow(vmm: &Vmm<'_>, store: &str, stdout: Stdio) -> Child {
+    let run = ["checkpoint", "--store", store, "--every", "1ms", "--keep", "2", "--json"];
+    let socket = vmm.socket();
+    let all = [&run[..], &["--timeout", "1s", "--api-sock", &socket]].concat();
+    driftline(&all).stdout(stdout).stderr(Stdio::null()).spawn().unwrap()
+}
+
+/// Returns the page of the checkpoint run.
+fn run_of(vmm: &Vmm<'_>) -> Option<Value> {
+    let status = ["checkpoint", "--status", "--json", "--api-sock", &vmm.socket()];
+    let out = output(&status);
+    out.status.success().then(|| serde_json::from_slice(&out.stdout).unwrap())
+}
+
+fn await_checkpoints(vmm: &Vmm<'_>, checkpoints: u64) {
+    wait_for("checkpoints", || {
+        let taken = run_of(vmm)?["achieved"]["epochs"].as_u64()?;
+        (taken >= checkpoints).then_some(())
+    });
+}
+
+#[test]
+fn run_whose_client_blocks_can_be_ended() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "guest", GUEST);
+    let (store, pipe) = (place.text("store"), std::io::pipe().unwrap());
+    let mut client = follow(&vmm, &store, pipe.1.into());
+    // More than fits into a pipe: the client waits for its reader.
+    await_checkpoints(&vmm, 1000);
+    assert_eq!(vmm.state(), "running");
+    vmm.tell(&["checkpoint", "--stop"]);
+    assert_eq!(run_of(&vmm).unwrap()["running"], false);
+    // The next run can use the store.
+    vmm.tell(&["checkpoint", "--store", &store]);
+    drop(pipe.0);
+    client.wait().unwrap();
+}
+
+#[test]
+fn run_ends_when_its_client_gives_up_a_stopped_vmm() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "guest", GUEST);
+    let mut client = follow(&vmm, &place.text("store"), Stdio::null());
+    await_checkpoints(&vmm, 1);
+    signal(&vmm, Signal::STOP);
+    let began = Instant::now();
+    assert_eq!(client.wait().unwrap().code(), Some(1));
+    assert!(began.elapsed() < LIMIT, "{:?}", began.elapsed());
+    signal(&vmm, Signal::CONT);
+    wait_for("the end of the run", || (run_of(&vmm)?["running"] == false).then_some(()));
+    assert_eq!(vmm.state(), "running");
+}
+
+/// A guest whose memory takes `send-migration --max-bandwidth 1M` about eight seconds to send.
+const SLOW_TO_SEND: &[&str] =
+    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=8M,rate=32M"];
+
+#[test]
+fn migration_of_a_stopped_vmm_is_given_up() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "source", SLOW_TO_SEND);
+    vmm.await_progress(1, &[]);
+    let (_there, to) = receiver(&place, "there", &[]);
+    let send = ["send-migration", &to, "--max-bandwidth", "1M", "--timeout", "1s", "--json"];
+    let sender = driftline(&[&send[..], &["--api-sock", &vmm.socket()]].concat())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_for("the first pass", || (vmm.info()?["migration"]["phase"] == "precopy").then_some(()));
+    signal(&vmm, Signal::STOP);
+    let began = Instant::now();
+    let out = sender.wait_with_output().unwrap();
+    let said = text(&out.stderr);
+    assert!(began.elapsed() < LIMIT, "{:?}", began.elapsed());
+    assert_eq!(out.status.code(), Some(1), "where the guest is cannot be told: {said}");
+    assert!(said.contains("has not answered GET /migration in 1.2s"), "{said}");
+    assert!(said.contains("; where the guest is must be seen at the destination"), "{said}");
+    let failure: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(failure["error"]["code"], "no-answer", "{failure}");
+    signal(&vmm, Signal::CONT);
+}
+
+#[test]
+fn wanted_waits_outlast_the_timeout() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "source", SLOW_TO_SEND);
+    vmm.await_progress(1, &[]);
+    // Each request has to be answered within it, on a busy host, too.
+    let limit = Duration::from_secs(3);
+    let outlasts = |command: &[&str]| {
+        let began = Instant::now();
+        let printed = vmm.tell(&[command, &["--timeout", "3s"]].concat());
+        assert!(began.elapsed() > limit, "{command:?} took {:?} only", began.elapsed());
+        printed
+    };
+    let store = place.text("store");
+    let taken = outlasts(&["checkpoint", "--store", &store, "--every", "5s", "--count", "2"]);
+    assert_eq!(taken.lines().count(), 2, "{taken}");
+    outlasts(&["top", "--once", "--interval", "5s"]);
+    let (_there, to) = receiver(&place, "there", &[]);
+    let send = ["send-migration", &to, "--max-bandwidth", "1M", "--json"];
+    // The migration switches over after five seconds, whatever its progress.
+    let end = ["--timeout-s", "5", "--timeout-strategy", "switchover"];
+    let sent = outlasts(&[&send[..], &end].concat());
+    let report: Value = serde_json::from_str(&sent).unwrap();
+    assert_eq!(report["status"], "completed", "{report}");
+    assert_eq!(vmm.wait(), Some(0));
+}
+
+fn unix_socket() -> OwnedFd {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap()
+}
+
+/// Connects to a socket on which no process accepts, until no further connection fits into its
+/// backlog.
+fn fill(path: &str) -> Vec<OwnedFd> {
+    let address = SocketAddrUnix::new(path).unwrap();
+    let mut waiting = Vec::new();
+    loop {
+        let fd = unix_socket();
+        match connect(&fd, &address) {
+            Ok(()) => waiting.push(fd),
+            Err(e) => {
+                assert_eq!(e, Errno::AGAIN);
+                return waiting;
+            }
+        }
+    }
+}
+
+/// The client of a run finds another socket, on which no process accepts, at the path of the VMM's.
+#[test]
+fn vmm_that_accepts_nobody_has_not_ended() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "guest", GUEST);
+    let (path, full, store) = (place.text("path"), place.text("full"), place.text("store"));
+    symlink(vmm.socket(), &path).unwrap();
+    let listener = unix_socket();
+    bind(&listener, &SocketAddrUnix::new(&full).unwrap()).unwrap();
+    listen(&listener, 1).unwrap();
+    let _waiting = fill(&full);
+    let run = ["checkpoint", "--store", &store, "--every", "10ms", "--keep", "2"];
+    let client = driftline(&[&run[..], &["--api-sock", &path]].concat())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    await_checkpoints(&vmm, 3);
+    symlink(&full, place.path("next")).unwrap();
+    rename(place.path("next"), &path).unwrap();
+    let out = client.wait_with_output().unwrap();
+    let said = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert!(said.contains(&format!("the VMM on {path} does not answer: ")), "{said}");
+    assert!(said.contains("; the last durable checkpoint is "), "{said}");
+}
+
+#[test]
+fn stopped_vmm_does_not_hold_up_another_start() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "stopped", GUEST);
+    signal(&vmm, Signal::STOP);
+    let waiting = fill(&vmm.socket());
+    let path = vmm.socket();
+    let args = [&["run"], GUEST, &["--api-sock", &path]].concat();
+    let mut other = driftline(&args).stderr(Stdio::piped()).spawn().unwrap();
+    let ended = wait_for("the end of another", || other.try_wait().unwrap());
+    let mut said = String::new();
+    other.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(ended.code(), Some(1), "{said}");
+    assert!(said.contains("is in use: another process listens there; stop that one"), "{said}");
+    drop(waiting);
+    signal(&vmm, Signal::CONT);
+    wait_for("an answer of the first", || vmm.info());
+}
+
+#[test]
+fn stop_waits_for_the_process_if_asked() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "guest", GUEST);
+    vmm.tell(&["stop", "--wait"]);
+    assert!(!vmm.is_alive());
+}
+
+#[test]
+fn stop_ends_a_process_that_waits_for_a_guest() {
+    let place = Place::new();
+    let (mut waiting, _) = receiver(&place, "waiting", &[]);
+    waiting.await_api();
+    waiting.tell(&["stop", "--wait"]);
+    assert!(!waiting.is_alive());
+}
+
+#[test]
+fn unknown_parameters_of_requests_are_refused() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "guest", GUEST);
+    for (method, path, unknown) in [
+        ("DELETE", "/migration?jbo=3", "jbo"),
+        ("GET", "/migration?jbo=3", "jbo"),
+        ("DELETE", "/checkpoint?jbo=3", "jbo"),
+        ("GET", "/checkpoint?wait=3", "wait"),
+        ("GET", "/dirty/watch?watch=1&wait=3", "wait"),
+        ("GET", "/info?verbose=1", "verbose"),
+        ("POST", "/stop?force=1", "force"),
+    ] {
+        let answer = request(&vmm.socket(), method, path, "");
+        assert!(answer.starts_with("HTTP/1.1 400") && answer.contains(unknown), "{path}: {answer}");
+    }
+    assert_eq!(vmm.state(), "running");
+    assert!(request(&vmm.socket(), "GET", "/info", "").starts_with("HTTP/1.1 200"));
+}
+
+#[test]
+fn pause_and_resume_are_idempotent() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "guest", GUEST);
+    for (command, state) in [("pause", "paused"), ("resume", "running")] {
+        (0..2).for_each(|_| drop(vmm.tell(&[command])));
+        assert_eq!(vmm.state(), state);
+    }
+}

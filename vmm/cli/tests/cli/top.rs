@@ -1,0 +1,330 @@
+//! `driftline top` from the command line and on a terminal, for a guest of the threads backend:
+//! what it shows, what it leaves behind, and what it refuses.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+
+use crate::common::{Place, Vmm, driftline, fail, receiver, request, text, wait_for};
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{Termios, Winsize, tcgetattr, tcsetwinsize};
+use serde_json::Value;
+
+const MACHINE: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
+const GUEST: &[&str] = &["--guest", "payload,ws=16M,rate=8M"];
+
+fn guest<'p>(place: &'p Place, name: &'static str) -> Vmm<'p> {
+    let vmm = Vmm::run(place, name, &[MACHINE, GUEST].concat());
+    vmm.await_progress(2, &[]);
+    vmm
+}
+
+fn subscribers(vmm: &Vmm) -> u64 {
+    vmm.info().unwrap()["dirty"]["subscribers"].as_u64().unwrap()
+}
+
+fn nobody_follows(vmm: &Vmm) {
+    wait_for("the end of the watch", || (subscribers(vmm) == 0).then_some(()));
+}
+
+#[test]
+fn one_look_is_printed_and_then_nobody_follows_the_guest() {
+    let place = Place::new();
+    let vmm = guest(&place, "guest");
+    let page: Value =
+        serde_json::from_str(&vmm.tell(&["top", "--once", "--json", "--interval", "500ms"]))
+            .unwrap();
+    assert_eq!(page["info"]["state"], "running");
+    assert_eq!((&page["end"], &page["moved_to"]), (&Value::Null, &Value::Null));
+    assert!(page["window_ms"].as_f64() >= Some(499.0), "{page}");
+    let bins: Vec<u64> =
+        page["bin_frames"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
+    assert_eq!(bins.iter().sum::<u64>(), page["frames"].as_u64().unwrap());
+    assert!(bins.len() <= 4096 && page["frames"].as_u64() > Some(0), "{page}");
+    assert_eq!(page["bin_bytes"].as_u64().unwrap() * bins.len() as u64, 64 << 20);
+    assert_eq!(page["memory"][0]["bytes"], 64 << 20);
+    assert_eq!(page["vcpu"].as_array().unwrap().len(), 2);
+    // The threads backend does not know which thread writes, and has no rings.
+    assert_eq!(page["vcpu"][0]["dirtied_frames"], Value::Null);
+    assert_eq!(page["ring_entries"], Value::Null);
+    nobody_follows(&vmm);
+
+    let plain = vmm.tell(&["top", "--once", "--interval", "200ms"]);
+    let lines: Vec<&str> = plain.lines().collect();
+    assert!(lines.len() <= 24 && lines.iter().all(|l| l.chars().count() <= 80), "{plain}");
+    assert!(!plain.contains('\u{1b}'), "{plain}");
+    assert!(lines[0].ends_with(" running"), "{plain}");
+    assert!(lines[1].starts_with("64 MiB, 2 vCPUs, threads, dirty-ring, here for "), "{plain}");
+    for said in ["each cell ", "no migration and no checkpoints", "watching costs the guest what "]
+    {
+        assert!(plain.contains(said), "{said}: {plain}");
+    }
+    assert_eq!(vmm.state(), "running");
+    // A paused guest can be watched, and writes nothing.
+    vmm.tell(&["pause"]);
+    vmm.tell(&["top", "--once", "--interval", "100ms"]);
+    let still = vmm.tell(&["top", "--once", "--interval", "100ms"]);
+    assert!(still.contains("writes 0 B/s, 0 pages") && still.contains("it is paused"), "{still}");
+}
+
+#[test]
+fn what_cannot_be_shown_is_refused_in_a_sentence() {
+    let place = Place::new();
+    let vmm = guest(&place, "guest");
+    let said = vmm.refuse(1, &["top"]);
+    assert!(said.contains("top needs a terminal; use top --once"), "{said}");
+    let said = fail(1, &["top", "--once", "--api-sock", &place.text("nobody.sock")]);
+    assert!(said.contains("does not exist: is the guest running"), "{said}");
+    for interval in ["99ms", "61s", "1"] {
+        vmm.refuse(2, &["top", "--once", "--interval", interval]);
+    }
+    let none = [MACHINE, GUEST, &["--tracking", "none"]].concat();
+    let untracked = Vmm::run(&place, "untracked", &none);
+    let said = untracked.refuse(1, &["top", "--once"]);
+    assert!(said.contains("--tracking none"), "{said}");
+}
+
+#[test]
+fn hostile_requests_are_refused_by_value_and_watches_that_nobody_asks_end() {
+    let place = Place::new();
+    let vmm = guest(&place, "guest");
+    for (method, query, body, why) in [
+        ("POST", "", r#"{"bins":0}"#, "bins is 0; it is 1 to 4096"),
+        ("POST", "", r#"{"bins":4097}"#, "bins is 4097; it is 1 to 4096"),
+        ("POST", "", r#"{"bins":4294967296}"#, "4294967296"),
+        ("POST", "", r#"{"bin":1}"#, "unknown field"),
+        ("GET", "?watch=99", "", "there is no watch 99 here"),
+        ("GET", "?watch=1&wait_ms=60001", "", "wait_ms is 60001; it is at most 60000"),
+        ("GET", "?watch=-1", "", "invalid digit"),
+        ("GET", "", "", "missing field"),
+        ("DELETE", "?watch=99", "", "there is no watch 99 here"),
+    ] {
+        let answer = request(&vmm.socket(), method, &format!("/dirty/watch{query}"), body);
+        assert!(answer.starts_with("HTTP/1.1 400") && answer.contains(why), "{why}: {answer}");
+    }
+    assert_eq!(subscribers(&vmm), 0, "none of these has begun one");
+
+    for number in 1..=4 {
+        let answer = request(&vmm.socket(), "POST", "/dirty/watch", r#"{"bins":1}"#);
+        assert!(answer.ends_with(&format!(r#"{{"watch":{number}}}"#)), "{answer}");
+    }
+    let answer = request(&vmm.socket(), "POST", "/dirty/watch", "{}");
+    assert!(answer.contains("4 others are watching this guest's writes already"), "{answer}");
+    let answer = request(&vmm.socket(), "GET", "/dirty/watch?watch=4", "");
+    assert!(answer.contains(r#""bin_bytes":67108864,"bin_frames":["#), "{answer}");
+    let answer = request(&vmm.socket(), "DELETE", "/dirty/watch?watch=4", "");
+    assert!(answer.starts_with("HTTP/1.1 204"), "{answer}");
+    let answer = request(&vmm.socket(), "GET", "/dirty/watch?watch=4", "");
+    assert!(answer.contains("there is no watch 4 here, or it has ended"), "{answer}");
+    // A client that dies while it waits.
+    let mut stream = UnixStream::connect(vmm.socket()).unwrap();
+    stream
+        .write_all(b"GET /dirty/watch?watch=3&wait_ms=60000 HTTP/1.1\r\nHost: x\r\n\r\n")
+        .unwrap();
+    drop(stream);
+    nobody_follows(&vmm);
+}
+
+/// `top` on its own terminal: the process and the terminal, with everything drawn.
+struct OnTerminal {
+    child: Child,
+    terminal: File,
+    slave: OwnedFd,
+    before: Termios,
+    drawn: Receiver<Vec<u8>>,
+    all: Vec<u8>,
+}
+
+impl OnTerminal {
+    fn start(vmm: &Vmm, env: &[(&str, &str)]) -> Self {
+        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY;
+        let master = openpt(flags).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let name = ptsname(&master, Vec::new()).unwrap();
+        let slave = || {
+            use rustix::fs::{Mode, OFlags, open};
+            open(&name, OFlags::RDWR | OFlags::NOCTTY, Mode::empty()).unwrap()
+        };
+        let kept = slave();
+        let size = Winsize { ws_row: 30, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 };
+        tcsetwinsize(&kept, size).unwrap();
+        let before = tcgetattr(&kept).unwrap();
+        let child = driftline(&["top", "--interval", "100ms", "--api-sock", &vmm.socket()])
+            .env_remove("NO_COLOR")
+            .env("TERM", "xterm-256color")
+            .envs(env.iter().copied())
+            .stdin(Stdio::from(slave()))
+            .stdout(Stdio::from(slave()))
+            .stderr(Stdio::from(slave()))
+            .spawn()
+            .unwrap();
+        let terminal = File::from(master);
+        let mut reader = terminal.try_clone().unwrap();
+        let (tell, drawn) = mpsc::channel();
+        thread::spawn(move || {
+            let mut bytes = [0; 65536];
+            while let Ok(n @ 1..) = reader.read(&mut bytes) {
+                if tell.send(bytes[..n].to_vec()).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { child, terminal, slave: kept, before, drawn, all: Vec::new() }
+    }
+
+    fn seen(&mut self) -> String {
+        self.all.extend(self.drawn.try_iter().flatten());
+        text(&self.all)
+    }
+
+    /// Waits until `what` has been drawn. The terminal is raw then.
+    fn await_drawn(&mut self, what: &str) {
+        wait_for(what, || self.seen().contains(what).then_some(()));
+    }
+
+    fn press(&mut self, keys: &str) {
+        self.terminal.write_all(keys.as_bytes()).unwrap();
+    }
+
+    /// Waits for the end of the process, with exit code 0 and the terminal as before. Returns
+    /// everything that was drawn.
+    fn ends_well(mut self) -> String {
+        let status = wait_for("the end of top", || self.child.try_wait().unwrap());
+        // The kernel delivers the process's last output after its end.
+        let seen = wait_for("the other screen's end", || {
+            let seen = self.seen();
+            seen.contains("\u{1b}[?1049l").then_some(seen)
+        });
+        assert_eq!(status.code(), Some(0), "{seen}");
+        assert_eq!(seen.matches("\u{1b}[?1049h").count(), 1, "{seen}");
+        assert!(seen.contains("\u{1b}[?25h"), "the cursor is back: {seen}");
+        let after = tcgetattr(&self.slave).unwrap();
+        let modes = |t: &Termios| (t.local_modes, t.input_modes, t.output_modes);
+        assert_eq!(modes(&after), modes(&self.before));
+        seen
+    }
+}
+
+impl Drop for OnTerminal {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_terminal_is_as_it_was_after_every_way_out() {
+    let place = Place::new();
+    let vmm = guest(&place, "guest");
+    for keys in ["q", "\u{3}", "\u{1b}"] {
+        let mut top = OnTerminal::start(&vmm, &[]);
+        top.await_drawn("seldom");
+        top.press(keys);
+        let seen = top.ends_well();
+        assert!(seen.contains("\u{1b}[") && seen.contains("48;5;"), "in colours: {seen:?}");
+    }
+    let mut top = OnTerminal::start(&vmm, &[("NO_COLOR", "1")]);
+    top.await_drawn("seldom");
+    top.press("p");
+    top.await_drawn("paused");
+    kill_process(Pid::from_child(&top.child), Signal::TERM).unwrap();
+    let seen = top.ends_well();
+    assert!(!seen.contains("48;5;") && !seen.contains("38;5;"), "without colours: {seen:?}");
+    nobody_follows(&vmm);
+}
+
+#[test]
+fn the_end_of_the_guest_is_said_and_is_no_error() {
+    let place = Place::new();
+    let mut vmm = guest(&place, "guest");
+    let mut top = OnTerminal::start(&vmm, &[]);
+    top.await_drawn("seldom");
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+    let mut out = top.ends_well();
+    out = out.rsplit_once("\u{1b}[?1049l").map(|(_, last)| last.to_owned()).unwrap_or(out);
+    assert!(out.contains("the guest was stopped: stopped over the API"), "{out:?}");
+}
+
+#[test]
+fn a_guest_is_followed_to_the_moment_at_which_it_moves_away() {
+    let place = Place::new();
+    let mut source = guest(&place, "source");
+    let (destination, address) = receiver(&place, "destination", &[]);
+    let waits = destination.refuse(1, &["top", "--once"]);
+    assert!(waits.contains("there is no guest yet"), "{waits}");
+    // A file instead of a pipe: a slow reader would block the writer.
+    let follow = |vmm: &Vmm, name| {
+        driftline(&["top", "--json", "--interval", "100ms", "--api-sock", &vmm.socket()])
+            .stdout(File::create(place.path(name)).unwrap())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let (leaving, arriving) = (follow(&source, "left"), follow(&destination, "stayed"));
+    wait_for("a watch", || (subscribers(&source) == 1).then_some(()));
+    source.tell(&["send-migration", &address, "--max-bandwidth", "16M"]);
+    assert_eq!(source.wait(), Some(0));
+    let left = leaving.wait_with_output().unwrap();
+    let said = text(&left.stderr);
+    assert_eq!(left.status.code(), Some(0), "{said}");
+    assert!(said.contains("the guest has moved to "), "{said}");
+    let pages: Vec<Value> =
+        place.read("left").lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let sending = pages.iter().find(|page| page["migration"]["state"] == "sending");
+    let sending = sending.expect("a look while it is sent");
+    assert_eq!(sending["info"]["state"], "migrating");
+
+    // The other client has seen the guest arrive and has continued with it.
+    wait_for("a watch", || (subscribers(&destination) == 1).then_some(()));
+    destination.await_progress(2, &[]);
+    destination.tell(&["stop"]);
+    let stayed = arriving.wait_with_output().unwrap();
+    assert_eq!(stayed.status.code(), Some(0));
+    let first: Value = serde_json::from_str(place.read("stayed").lines().next().unwrap()).unwrap();
+    assert_eq!(first["state"], "receiving");
+    assert!(text(&stayed.stderr).contains("the guest was stopped"));
+}
+
+#[test]
+fn who_reads_no_more_has_the_guest_followed_no_more() {
+    let place = Place::new();
+    let vmm = guest(&place, "guest");
+    let mut top = driftline(&["top", "--json", "--interval", "100ms", "--api-sock", &vmm.socket()])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(top.stdout.take().unwrap()).lines();
+    let page: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
+    assert_eq!(page["info"]["state"], "running");
+    // The reader closes its end, as `head` does.
+    drop(lines);
+    let status = wait_for("its end", || top.try_wait().unwrap());
+    assert_eq!(status.code(), Some(0));
+    nobody_follows(&vmm);
+}
+
+#[test]
+fn a_driftline_that_is_killed_is_an_error_and_not_an_end() {
+    let place = Place::new();
+    let mut vmm = guest(&place, "guest");
+    let socket = vmm.socket();
+    let mut top = driftline(&["top", "--json", "--interval", "60s", "--api-sock", &socket])
+        .stderr(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_for("a watch", || (subscribers(&vmm) == 1).then_some(()));
+    vmm.kill();
+    let mut said = String::new();
+    top.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(top.wait().unwrap().code(), Some(1), "{said}");
+    assert!(said.starts_with("driftline: ") && said.contains("guest.sock"), "{said}");
+    fail(1, &["top", "--once", "--api-sock", &socket]);
+}

@@ -1,0 +1,112 @@
+//! A receiver that strangers and failing sources connect to continues to wait, and receives the
+//! next guest.
+
+use std::fs::File;
+use std::io::Write;
+use std::net::TcpStream;
+use std::time::Instant;
+
+use crate::common::{Place, Vmm, attack, output, receiver, wait_for};
+use driftline_machine::testing::kvm_or_skip;
+
+/// Memory that takes a while to send at [`SLOW`].
+const GUEST: &[&str] = &["--mem", "128M", "--vcpus", "2", "--guest", "payload,ws=64M,rate=1M"];
+const SLOW: &[&str] = &["--max-bandwidth", "4M", "--downtime-ms", "1"];
+
+fn phase(of: &Vmm<'_>) -> String {
+    let info = of.info().unwrap_or_default();
+    info["migration"]["phase"].as_str().unwrap_or_default().to_owned()
+}
+
+/// Returns a process's numbers of threads and file descriptors.
+fn held(of: &Vmm<'_>) -> (usize, usize) {
+    let count = |what| std::fs::read_dir(format!("/proc/{}/{what}", of.pid())).unwrap().count();
+    (count("task"), count("fd"))
+}
+
+/// Starts to send the guest of `from`, and kills its process during pre-copy.
+fn dies_in_precopy(from: &mut Vmm<'_>, to: &str, there: &Vmm<'_>) {
+    let socket = from.socket();
+    std::thread::scope(|scope| {
+        let args = [&["send-migration", to, "--api-sock", &socket], SLOW].concat();
+        scope.spawn(move || output(&args));
+        wait_for("memory on its way", || (phase(there) == "precopy").then_some(()));
+        from.kill();
+    });
+}
+
+fn waits_on(there: &Vmm<'_>) {
+    wait_for("the receiver to wait on", || (phase(there) == "waiting").then_some(()));
+}
+
+/// Twice a source dies during pre-copy; the third one migrates its guest.
+fn moves(place: &Place, machine: &[&str], there: &[&str]) {
+    let run = |name| Vmm::run(place, name, &[machine, GUEST].concat());
+    let (mut destination, to) = receiver(place, "destination", there);
+    let address = to.strip_prefix("tcp:").unwrap();
+
+    let began = Instant::now();
+    for n in 0.. {
+        if n >= 200 && began.elapsed() >= attack() {
+            break;
+        }
+        let mut stream = TcpStream::connect(address).unwrap();
+        // The connection may have been closed already.
+        let _ = stream.write_all([&b""[..], b"DRIFTMIG", &[b'x'; 200]][n % 3]);
+    }
+    let mut first = run("first");
+    first.await_progress(2, &[]);
+    dies_in_precopy(&mut first, &to, &destination);
+    waits_on(&destination);
+    let mut second = run("second");
+    second.await_progress(2, &[]);
+    let before = held(&destination);
+    dies_in_precopy(&mut second, &to, &destination);
+    waits_on(&destination);
+    wait_for("threads and files as before", || {
+        let now = held(&destination);
+        (now.0 <= before.0 && now.1 <= before.1).then_some(())
+    });
+    assert!(destination.is_alive(), "{}", destination.said());
+
+    let mut third = run("third");
+    let before = third.await_progress(2, &[]);
+    third.tell(&["send-migration", &to]);
+    assert_eq!(third.wait(), Some(0), "{}", third.said());
+    destination.await_progress(2, &before);
+    destination.tell(&["stop"]);
+    assert_eq!(destination.wait(), Some(0), "{}", destination.said());
+    let said = destination.said();
+    assert!(said.contains("no guest was received (in precopy)"), "{said}");
+}
+
+#[test]
+fn a_receiver_waits_on_after_strangers_and_sources_that_died() {
+    moves(&Place::new(), &["--backend", "threads"], &[]);
+}
+
+#[test]
+fn a_second_machine_is_built_after_one_that_did_not_arrive() {
+    if !kvm_or_skip("a_second_machine_is_built_after_one_that_did_not_arrive") {
+        return;
+    }
+    let place = Place::new();
+    File::create(place.path("disk")).unwrap().set_len(1 << 20).unwrap();
+    let (disk, sockets) =
+        (format!("path={}", place.text("disk")), ["v0", "v1"].map(|v| place.text(v)));
+    let here = format!("cid=5,uds={}", sockets[0]);
+    let there = format!("uds={}", sockets[1]);
+    moves(&place, &["--disk", &disk, "--vsock", &here], &["--vsock", &there]);
+}
+
+#[test]
+fn a_receiver_for_one_source_ends_with_it() {
+    let place = Place::new();
+    let (mut destination, to) = receiver(&place, "destination", &["--once"]);
+    let mut source = Vmm::run(&place, "source", &[&["--backend", "threads"], GUEST].concat());
+    source.await_progress(2, &[]);
+    dies_in_precopy(&mut source, &to, &destination);
+    assert_eq!(destination.wait(), Some(1));
+    let said = destination.said();
+    assert!(said.contains("no guest was received (in precopy)"), "{said}");
+}
