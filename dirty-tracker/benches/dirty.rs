@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, SamplingMode};
 use driftline_dirty_tracker::ring::{ENTRY_DIRTY, ENTRY_RESET, Harvester, RingEntry};
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker, Tree};
-use rivals::{Flat, FlatSimd, Hibit, LINE, List, Ours, Radix8, Rival, Roaring, VmMemory};
+use rivals::{Flat, FlatSimd, Hibit, LINE, Ours, PlainList, Radix8, Rival, Roaring, VmMemory};
 use vm_memory::bitmap::AtomicBitmap;
 
 /// Samples by table, row and column, in the order of their first appearance.
@@ -113,9 +113,9 @@ impl Summary {
 }
 
 /// SplitMix64: frames that look random and are the same in every run.
-struct Random(u64);
+struct SplitMix64(u64);
 
-impl Random {
+impl SplitMix64 {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -141,7 +141,7 @@ const FRAMES_2016: u64 = 10_000_000;
 const ROUNDS_2016: usize = 3;
 
 fn table_2016(c: &mut Criterion) {
-    let mut random = Random(2016);
+    let mut random = SplitMix64(2016);
     let mut shuffled: Vec<u64> = (0..FRAMES_2016).collect();
     for i in (1..shuffled.len()).rev() {
         shuffled.swap(i, (random.next() % (i as u64 + 1)) as usize);
@@ -156,7 +156,7 @@ fn table_2016(c: &mut Criterion) {
     let page = NonZeroUsize::new(4096).unwrap();
     let bytes = FRAMES_2016 as usize * 4096;
     let mut rivals: Vec<(&str, Box<dyn Rival>)> = vec![
-        ("list", Box::new(List(Vec::new()))),
+        ("list", Box::new(PlainList(Vec::new()))),
         ("tree", Box::new(Ours::new(FRAMES_2016, false))),
         ("tree, shared", Box::new(Ours::new(FRAMES_2016, true))),
         ("radix-8", Box::new(Radix8::new(FRAMES_2016))),
@@ -186,7 +186,7 @@ fn table_2016(c: &mut Criterion) {
         group.measurement_time(Duration::from_millis(150) / ROUNDS_2016 as u32);
         for (row, all, count) in &rows {
             for (name, rival) in &mut rivals {
-                let mut random = Random((count + round) as u64);
+                let mut random = SplitMix64((count + round) as u64);
                 group.bench_function(BenchmarkId::new(*name, row), |b| {
                     b.iter_custom(|iterations| {
                         let (mut insert, mut drain) = (Duration::ZERO, Duration::ZERO);
@@ -233,7 +233,7 @@ fn table_12_tib(c: &mut Criterion) {
     let tree = Tree::new(layout.clone()).unwrap();
     note(table, "build", "tree, ns", start.elapsed().as_nanos() as f64);
     drop(tree);
-    let mut random = Random(12);
+    let mut random = SplitMix64(12);
     let mut runs: Vec<FrameRun> = Vec::new();
     let mut group = quick(c, "12TiB");
     let mut flat = vec![0u64; (FRAMES / 64) as usize];
@@ -330,7 +330,7 @@ fn table_threads(_: &mut Criterion) {
                         let tree = &tree;
                         scope.spawn(move || {
                             let base = if same { 0 } else { t * FRAMES };
-                            let mut random = Random(t);
+                            let mut random = SplitMix64(t);
                             for _ in 0..INSERTS {
                                 let start = Gfn(base + random.next() % FRAMES);
                                 tree.mark(FrameRun { start, count: 1 }).unwrap();
@@ -417,7 +417,7 @@ fn table_ring(c: &mut Criterion) {
     let mut subscription = tracker.subscribe("bench").unwrap();
     let ring: Vec<RingEntry> = (0..SIZE).map(|_| RingEntry::default()).collect();
     let mut harvester = Harvester::new(1, SIZE);
-    let (mut published, mut random) = (0usize, Random(7));
+    let (mut published, mut random) = (0usize, SplitMix64(7));
     let mut group = quick(c, "ring");
     for row in ["random frames", "sequential frames"] {
         group.bench_function(row, |b| {
@@ -454,12 +454,12 @@ fn table_ring(c: &mut Criterion) {
     group.finish();
 }
 
-type Table = fn(&mut Criterion);
+type BenchTable = fn(&mut Criterion);
 
 fn main() {
     let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let mut criterion = Criterion::default().without_plots();
-    let tables: &[(&str, Table)] = &[
+    let tables: &[(&str, BenchTable)] = &[
         ("2016", table_2016),
         ("12TiB", table_12_tib),
         ("bits", bits::tests),

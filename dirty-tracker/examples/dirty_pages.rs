@@ -43,14 +43,14 @@ const CODE: [u8; 26] = [
 ];
 
 /// A VM with its memory, whose writes by the VMM mark the trees.
-struct Vm {
+struct ExampleVm {
     fd: VmFd,
     vcpu: VcpuFd,
     ring: &'static [RingEntry],
     memory: GuestMemoryMmap<TrackedBitmap>,
 }
 
-impl Vm {
+impl ExampleVm {
     fn new(tracker: &Arc<Tracker>) -> Result<Self, Box<dyn Error>> {
         let slot = *tracker.layout().slots().next().ok_or("a layout has a slot")?;
         let bitmap = TrackedBitmap::new(tracker.clone(), slot.base);
@@ -125,7 +125,7 @@ fn map_ring(vcpu: &VcpuFd) -> io::Result<&'static [RingEntry]> {
 }
 
 /// Harvests, reprotects, inserts: the types allow no other order.
-fn collect(vm: &Vm, harvester: &mut Harvester, tracker: &Tracker) -> io::Result<()> {
+fn collect(vm: &ExampleVm, harvester: &mut Harvester, tracker: &Tracker) -> io::Result<()> {
     let harvest = harvester.harvest([vm.ring]);
     // SAFETY: the call takes no argument and touches only the kernel's side of the rings.
     let count = unsafe { libc::ioctl(vm.fd.as_raw_fd(), RESET_DIRTY_RINGS) };
@@ -146,7 +146,7 @@ fn collect(vm: &Vm, harvester: &mut Harvester, tracker: &Tracker) -> io::Result<
 pub fn track() -> Result<[Vec<FrameRun>; 3], Box<dyn Error>> {
     let slot = Slot { id: SlotId(0), base: Gfn(0), frames: PAGES };
     let tracker = Arc::new(Tracker::new(Layout::new([slot])?));
-    let mut vm = Vm::new(&tracker)?;
+    let mut vm = ExampleVm::new(&tracker)?;
     let mut harvester = Harvester::new(1, ENTRIES);
     let full = harvester.ring_full(0).ok_or("there is one vCPU")?;
     let mut subscription = tracker.subscribe("example")?;

@@ -1,6 +1,6 @@
 //! Frames on their way into trees, gathered by words: one insertion for many marks.
 
-use crate::layout::Placed;
+use crate::layout::PlacedSlot;
 use crate::sync::Arc;
 use crate::tree::Tree;
 
@@ -9,14 +9,14 @@ const GATHERED: usize = 64;
 
 /// Words and their bits, in the order of their marks. The last word may still receive bits.
 #[derive(Debug)]
-pub(crate) struct Batch {
+pub(crate) struct WordBatch {
     words: [(u64, u64); GATHERED],
     len: usize,
     /// Slot of the last mark.
-    pub(crate) placed: Option<Placed>,
+    pub(crate) placed: Option<PlacedSlot>,
 }
 
-impl Batch {
+impl WordBatch {
     pub(crate) const EMPTY: Self = Self { words: [(0, 0); GATHERED], len: 0, placed: None };
 
     /// Adds bits of a leaf word. Returns whether they found room: a full batch must be

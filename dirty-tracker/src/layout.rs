@@ -130,7 +130,7 @@ const ADDRESS_BITS: u32 = 52;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    slots: Vec<Placed>,
+    slots: Vec<PlacedSlot>,
     /// Indices into `slots`, ascending by slot number.
     by_id: Vec<(SlotId, usize)>,
     leaf_words: u64,
@@ -139,12 +139,12 @@ pub struct Layout {
 
 /// A slot and the index of its first leaf word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Placed {
+pub(crate) struct PlacedSlot {
     pub(crate) slot: Slot,
     pub(crate) first_word: u64,
 }
 
-impl Placed {
+impl PlacedSlot {
     pub(crate) fn words(&self) -> u64 {
         self.slot.frames.div_ceil(64)
     }
@@ -228,7 +228,7 @@ impl Layout {
         let slots = slots
             .into_iter()
             .map(|slot| {
-                let placed = Placed { slot, first_word: leaf_words };
+                let placed = PlacedSlot { slot, first_word: leaf_words };
                 leaf_words += placed.words();
                 placed
             })
@@ -277,23 +277,23 @@ impl Layout {
         })
     }
 
-    fn placed_at(&self, gfn: Gfn) -> Option<&Placed> {
+    fn placed_at(&self, gfn: Gfn) -> Option<&PlacedSlot> {
         let after = self.slots.partition_point(|p| p.slot.base <= gfn);
         let p = &self.slots[after.checked_sub(1)?];
         (gfn < p.slot.run().end()).then_some(p)
     }
 
-    pub(crate) fn placed(&self) -> &[Placed] {
+    pub(crate) fn placed(&self) -> &[PlacedSlot] {
         &self.slots
     }
 
-    pub(crate) fn placed_by_id(&self, id: SlotId) -> Option<&Placed> {
+    pub(crate) fn placed_by_id(&self, id: SlotId) -> Option<&PlacedSlot> {
         let at = self.by_id.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(&self.slots[self.by_id[at].1])
     }
 
     /// As [`placed_by_id`](Self::placed_by_id), with an error that names the missing slot.
-    pub(crate) fn placed_of(&self, slot: SlotId) -> Result<Placed, OutOfSlot> {
+    pub(crate) fn placed_of(&self, slot: SlotId) -> Result<PlacedSlot, OutOfSlot> {
         self.placed_by_id(slot).copied().ok_or(OutOfSlot::NoSlot { slot, offset: 0 })
     }
 
@@ -303,14 +303,14 @@ impl Layout {
         &self,
         slot: SlotId,
         bitmap: &'b [u64],
-    ) -> Result<(Placed, &'b [u64]), OutOfSlot> {
+    ) -> Result<(PlacedSlot, &'b [u64]), OutOfSlot> {
         let placed = self.placed_of(slot)?;
         placed.check_bitmap(bitmap)?;
         Ok((placed, &bitmap[..bitmap.len().min(placed.words() as usize)]))
     }
 
     /// Returns the slot in which all of `run` lies.
-    pub(crate) fn placed_around(&self, run: FrameRun) -> Result<&Placed, OutOfSlot> {
+    pub(crate) fn placed_around(&self, run: FrameRun) -> Result<&PlacedSlot, OutOfSlot> {
         let around = self.placed_at(run.start).filter(|p| p.has(run));
         around.ok_or(OutOfSlot::NoMemory { run })
     }
@@ -321,7 +321,7 @@ impl Layout {
     }
 
     /// Returns the slot of a frame that KVM names by slot number and offset.
-    pub(crate) fn placed_with(&self, slot: SlotId, offset: u64) -> Result<&Placed, OutOfSlot> {
+    pub(crate) fn placed_with(&self, slot: SlotId, offset: u64) -> Result<&PlacedSlot, OutOfSlot> {
         let p = self.placed_by_id(slot).ok_or(OutOfSlot::NoSlot { slot, offset })?;
         if offset >= p.slot.frames {
             let frames = p.slot.frames;

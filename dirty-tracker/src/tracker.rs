@@ -16,7 +16,7 @@
 //! They are taken in this order: the batch, the state, a subscriber's tree. No thread waits for
 //! others (of a rayon pool) while it holds one.
 
-use crate::batch::{self, Batch};
+use crate::batch::{self, WordBatch};
 use crate::subscriber::Subscriber;
 use crate::sync::{self, Arc, AtomicU64, AtomicUsize, Mutex, Ordering, RwLock, RwLockReadGuard};
 use crate::tree::{NoMemory, Tree, masks};
@@ -51,28 +51,28 @@ use crate::{DirtySet, FrameRun, Gfn, Layout, OutOfSlot, PageSize, SlotId};
 /// ```
 #[derive(Debug)]
 pub struct Tracker {
-    state: RwLock<State>,
+    state: RwLock<TrackerState>,
     /// The number of subscribers, so that a mark costs little while there is none.
     active: AtomicUsize,
-    gathered: Mutex<Gathered>,
-    stats: Counters,
+    gathered: Mutex<GatheredMarks>,
+    stats: TrackerCounters,
 }
 
 /// The layout and the subscribers of a moment.
 #[derive(Debug, Clone)]
-struct State {
+struct TrackerState {
     layout: Arc<Layout>,
-    members: Arc<[Member]>,
+    members: Arc<[SubscriberTree]>,
 }
 
 /// A subscriber, and its tree for the layout of the state.
 #[derive(Debug, Clone)]
-struct Member {
+struct SubscriberTree {
     subscriber: Arc<Subscriber>,
     tree: Arc<Tree>,
 }
 
-impl State {
+impl TrackerState {
     fn trees(&self) -> impl Iterator<Item = &Arc<Tree>> {
         self.members.iter().map(|member| &member.tree)
     }
@@ -80,18 +80,18 @@ impl State {
 
 /// Marks that are not in the trees yet, and a copy of the state.
 #[derive(Debug)]
-struct Gathered {
-    state: State,
-    batch: Batch,
+struct GatheredMarks {
+    state: TrackerState,
+    batch: WordBatch,
     marked: u64,
 }
 
 /// Runs over fewer leaf words are gathered.
 const MAX_GATHERED_RUN: u64 = 4 * 64;
 
-impl Gathered {
+impl GatheredMarks {
     #[inline]
-    fn mark(&mut self, run: FrameRun, stats: &Counters) -> Result<(), OutOfSlot> {
+    fn mark(&mut self, run: FrameRun, stats: &TrackerCounters) -> Result<(), OutOfSlot> {
         let placed = match self.batch.placed {
             Some(placed) if placed.has(run) => placed,
             _ => {
@@ -112,7 +112,7 @@ impl Gathered {
     }
 
     #[inline]
-    fn add(&mut self, word: u64, bits: u64, stats: &Counters) {
+    fn add(&mut self, word: u64, bits: u64, stats: &TrackerCounters) {
         if !self.batch.add(word, bits) {
             self.flush(stats);
             self.batch.add(word, bits);
@@ -120,7 +120,7 @@ impl Gathered {
     }
 
     /// Inserts the gathered marks into all trees.
-    fn flush(&mut self, stats: &Counters) {
+    fn flush(&mut self, stats: &TrackerCounters) {
         let words = self.batch.take();
         if !words.is_empty() {
             let marked = std::mem::take(&mut self.marked);
@@ -131,7 +131,7 @@ impl Gathered {
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct TrackerCounters {
     marked_frames: AtomicU64,
     marked_all: AtomicU64,
     outside: AtomicU64,
@@ -159,12 +159,16 @@ pub struct TrackerStats {
 impl Tracker {
     /// Creates a tracker over `layout` without subscribers. It has no trees, so this is O(1).
     pub fn new(layout: impl Into<Arc<Layout>>) -> Self {
-        let state = State { layout: layout.into(), members: Arc::new([]) };
+        let state = TrackerState { layout: layout.into(), members: Arc::new([]) };
         Self {
-            gathered: Mutex::new(Gathered { state: state.clone(), batch: Batch::EMPTY, marked: 0 }),
+            gathered: Mutex::new(GatheredMarks {
+                state: state.clone(),
+                batch: WordBatch::EMPTY,
+                marked: 0,
+            }),
             state: RwLock::new(state),
             active: AtomicUsize::new(0),
-            stats: Counters::default(),
+            stats: TrackerCounters::default(),
         }
     }
 
@@ -185,7 +189,7 @@ impl Tracker {
         let subscriber = self.change(|state| {
             let tree = Arc::new(Tree::new(state.layout.clone())?);
             let subscriber = Arc::new(Subscriber::new(name, tree.clone()));
-            let member = Member { subscriber: subscriber.clone(), tree };
+            let member = SubscriberTree { subscriber: subscriber.clone(), tree };
             state.members = state.members.iter().cloned().chain([member]).collect();
             Ok(subscriber)
         })?;
@@ -239,22 +243,22 @@ impl Tracker {
                 let mut current = member.subscriber.lock_tree();
                 tree.mark_parts(current.drain());
                 *current = tree.clone();
-                Member { subscriber: member.subscriber.clone(), tree }
+                SubscriberTree { subscriber: member.subscriber.clone(), tree }
             });
-            *state = State { members: moved.collect(), layout };
+            *state = TrackerState { members: moved.collect(), layout };
             Ok(())
         })
     }
 
     /// Changes the state while no mark is gathered and no batch is open.
-    fn change<R, E>(&self, change: impl FnOnce(&mut State) -> Result<R, E>) -> Result<R, E> {
+    fn change<R, E>(&self, change: impl FnOnce(&mut TrackerState) -> Result<R, E>) -> Result<R, E> {
         let mut gathered = sync::lock(&self.gathered);
         gathered.flush(&self.stats);
         let mut state = sync::write(&self.state);
         let result = change(&mut state)?;
         self.active.store(state.members.len(), Ordering::SeqCst);
         gathered.state = state.clone();
-        gathered.batch = Batch::EMPTY;
+        gathered.batch = WordBatch::EMPTY;
         Ok(result)
     }
 
@@ -292,7 +296,7 @@ impl Tracker {
         self.mark_now(&sync::read(&self.state), run)
     }
 
-    fn mark_now(&self, state: &State, run: FrameRun) -> Result<(), OutOfSlot> {
+    fn mark_now(&self, state: &TrackerState, run: FrameRun) -> Result<(), OutOfSlot> {
         let bit = state.layout.bit_of_run(run)?;
         self.stats.marked_frames.fetch_add(run.count, Ordering::Relaxed);
         state.trees().for_each(|tree| tree.insert(bit, run.count));
@@ -386,10 +390,10 @@ impl Tracker {
     }
 
     /// Starts a batch of marks under one lock.
-    pub(crate) fn marking(&self) -> Marking<'_> {
+    pub(crate) fn marking(&self) -> MarkBatch<'_> {
         self.flush();
         let state = sync::read(&self.state);
-        Marking { tracker: self, state, batch: Batch::EMPTY, new: 0 }
+        MarkBatch { tracker: self, state, batch: WordBatch::EMPTY, new: 0 }
     }
 }
 
@@ -415,15 +419,15 @@ pub enum RelayoutError {
 
 /// A batch of marks. It locks the state once, remembers the last slot, merges frames of one word,
 /// and gathers words before it inserts them. Dropping it inserts the remaining words.
-pub(crate) struct Marking<'t> {
+pub(crate) struct MarkBatch<'t> {
     tracker: &'t Tracker,
-    state: RwLockReadGuard<'t, State>,
-    batch: Batch,
+    state: RwLockReadGuard<'t, TrackerState>,
+    batch: WordBatch,
     /// Frames that were new, see [`take_new`](Self::take_new).
     new: u64,
 }
 
-impl Marking<'_> {
+impl MarkBatch<'_> {
     /// As [`Tracker::mark_offset`].
     pub(crate) fn mark_offset(&mut self, slot: SlotId, offset: u64) -> Result<(), OutOfSlot> {
         let placed = match self.batch.placed {
@@ -470,7 +474,7 @@ impl Marking<'_> {
     }
 }
 
-impl Drop for Marking<'_> {
+impl Drop for MarkBatch<'_> {
     fn drop(&mut self) {
         self.flush();
     }
@@ -570,8 +574,9 @@ impl Subscription {
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        let others = |state: &mut State| {
-            let ours = |member: &&Member| !Arc::ptr_eq(&member.subscriber, &self.subscriber);
+        let others = |state: &mut TrackerState| {
+            let ours =
+                |member: &&SubscriberTree| !Arc::ptr_eq(&member.subscriber, &self.subscriber);
             state.members = state.members.iter().filter(ours).cloned().collect();
             Ok::<(), std::convert::Infallible>(())
         };

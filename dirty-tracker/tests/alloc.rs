@@ -17,7 +17,7 @@ use driftline_dirty_tracker::ring::Harvester;
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, Slot, SlotId, Tracker};
 use kernel::KernelRing;
 
-struct Counting;
+struct CountingAllocator;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
@@ -28,7 +28,7 @@ fn allocations() -> u64 {
 }
 
 // SAFETY: every call goes to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
         // SAFETY: the caller keeps `alloc`'s contract.
@@ -48,7 +48,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static GLOBAL: Counting = Counting;
+static GLOBAL: CountingAllocator = CountingAllocator;
 
 #[test]
 #[cfg_attr(miri, ignore = "counts allocations, which takes miri minutes")]

@@ -15,7 +15,7 @@ const FRAMES: u64 = 160;
 /// Maximal number of operations of a case; miri takes a second for each.
 const MOST: usize = if cfg!(miri) { 12 } else { 60 };
 
-type Model = BTreeSet<u64>;
+type PlainSet = BTreeSet<u64>;
 
 fn config() -> ProptestConfig {
     let cases = if cfg!(miri) { 5 } else { 500 };
@@ -47,7 +47,7 @@ fn set() -> impl Strategy<Value = FrameSet> {
 }
 
 #[derive(Clone, Debug)]
-enum Op {
+enum SetOp {
     Insert(FrameRun),
     InsertAll(Vec<FrameRun>),
     Remove(FrameRun),
@@ -55,14 +55,14 @@ enum Op {
     Clear,
 }
 
-fn op() -> impl Strategy<Value = Op> {
+fn op() -> impl Strategy<Value = SetOp> {
     prop_oneof![
-        6 => run().prop_map(Op::Insert),
-        2 => runs().prop_map(Op::InsertAll),
-        2 => runs().prop_map(|mut runs| { runs.sort(); Op::InsertAll(runs) }),
-        6 => run().prop_map(Op::Remove),
-        4 => (0..50u64).prop_map(Op::TakeFirst),
-        1 => Just(Op::Clear),
+        6 => run().prop_map(SetOp::Insert),
+        2 => runs().prop_map(SetOp::InsertAll),
+        2 => runs().prop_map(|mut runs| { runs.sort(); SetOp::InsertAll(runs) }),
+        6 => run().prop_map(SetOp::Remove),
+        4 => (0..50u64).prop_map(SetOp::TakeFirst),
+        1 => Just(SetOp::Clear),
     ]
 }
 
@@ -70,12 +70,12 @@ fn numbers(run: FrameRun) -> impl Iterator<Item = u64> {
     run.frames().map(|gfn| gfn.0)
 }
 
-fn model(runs: impl IntoIterator<Item = FrameRun>) -> Model {
+fn model(runs: impl IntoIterator<Item = FrameRun>) -> PlainSet {
     runs.into_iter().flat_map(numbers).collect()
 }
 
 /// The maximal runs of a plain set.
-fn runs_of(model: &Model) -> Vec<FrameRun> {
+fn runs_of(model: &PlainSet) -> Vec<FrameRun> {
     let mut runs: Vec<FrameRun> = Vec::new();
     for &frame in model {
         match runs.last_mut().filter(|r| r.end().0 == frame) {
@@ -117,29 +117,29 @@ proptest! {
     fn every_operation_matches_a_plain_set(
         ops in prop::collection::vec(op(), 0..MOST),
     ) {
-        let (mut set, mut plain) = (FrameSet::new(), Model::new());
+        let (mut set, mut plain) = (FrameSet::new(), PlainSet::new());
         for op in ops {
             let before = plain.len() as u64;
             match &op {
-                Op::Insert(run) => {
+                SetOp::Insert(run) => {
                     plain.extend(numbers(*run));
                     prop_assert_eq!(set.insert(*run), plain.len() as u64 - before);
                 }
-                Op::InsertAll(runs) => {
+                SetOp::InsertAll(runs) => {
                     plain.extend(runs.iter().copied().flat_map(numbers));
                     prop_assert_eq!(set.insert_all(runs), plain.len() as u64 - before);
                 }
-                Op::Remove(run) => {
+                SetOp::Remove(run) => {
                     plain.retain(|f| !(run.start.0..run.end().0).contains(f));
                     prop_assert_eq!(set.remove(*run), before - plain.len() as u64);
                 }
-                Op::TakeFirst(max) => {
+                SetOp::TakeFirst(max) => {
                     let first = runs_of(&plain).first().copied();
                     let part = first.and_then(|r| r.chunks(*max).next());
                     prop_assert_eq!(set.take_first(*max), part);
                     part.into_iter().flat_map(numbers).for_each(|f| assert!(plain.remove(&f)));
                 }
-                Op::Clear => {
+                SetOp::Clear => {
                     plain.clear();
                     set.clear();
                 }

@@ -13,9 +13,9 @@ use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 /// A cache line, and the adjacent one that is prefetched with it.
 #[repr(align(128))]
 #[derive(Default)]
-struct Line(AtomicU64);
+struct CacheLine(AtomicU64);
 
-impl Line {
+impl CacheLine {
     fn wait_for(&self, value: u64) {
         while self.0.load(Ordering::Acquire) != value {
             spin_loop();
@@ -28,8 +28,8 @@ fn lost_writes(rounds: u64, mark: impl Fn(&Tree, FrameRun) + Sync) -> u64 {
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 * 8 }]).unwrap();
     let tree = Tree::new(layout).unwrap();
     let run = FrameRun { start: Gfn(7), count: 1 };
-    let page: [Line; 16] = Default::default();
-    let (ready, go, done) = (Line::default(), Line::default(), Line::default());
+    let page: [CacheLine; 16] = Default::default();
+    let (ready, go, done) = (CacheLine::default(), CacheLine::default(), CacheLine::default());
     let mut lost = 0;
     std::thread::scope(|scope| {
         scope.spawn(|| {

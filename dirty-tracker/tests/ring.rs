@@ -20,7 +20,7 @@ use proptest::prelude::*;
 const FRAMES: u64 = 200;
 
 /// A VMM that maintains a copy of guest memory from dirty sets alone.
-struct Vmm {
+struct CopyingVmm {
     kernel: Kernel,
     harvester: Harvester,
     full: Vec<RingFull>,
@@ -29,7 +29,7 @@ struct Vmm {
     copy: Vec<u64>,
 }
 
-impl Vmm {
+impl CopyingVmm {
     fn new(vcpus: usize, size: usize, reserve: usize) -> Self {
         let slot = Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES };
         let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
@@ -102,7 +102,7 @@ impl Vmm {
 }
 
 #[derive(Debug, Clone)]
-enum Op {
+enum RingOp {
     Run {
         vcpu: usize,
         frames: Vec<u64>,
@@ -125,18 +125,18 @@ enum Op {
     },
 }
 
-fn op(vcpus: usize, size: usize) -> impl Strategy<Value = Op> {
+fn op(vcpus: usize, size: usize) -> impl Strategy<Value = RingOp> {
     let frames = |n| prop::collection::vec(0..FRAMES, 1..n);
     let vcpu = 0..vcpus;
     prop_oneof![
-        4 => (vcpu.clone(), frames(size)).prop_map(|(vcpu, frames)| Op::Run { vcpu, frames, emulated: false }),
-        1 => (vcpu.clone(), frames(8 * size)).prop_map(|(vcpu, frames)| Op::Run { vcpu, frames, emulated: true }),
-        2 => vcpu.prop_map(|vcpu| Op::Report { vcpu }),
-        4 => Just(Op::Collect),
-        1 => Just(Op::HarvestOnly),
-        1 => Just(Op::DropReadable),
-        1 => (0..size as u32).prop_map(|after| Op::Signal { after }),
-        2 => any::<bool>().prop_map(|commit| Op::Epoch { commit }),
+        4 => (vcpu.clone(), frames(size)).prop_map(|(vcpu, frames)| RingOp::Run { vcpu, frames, emulated: false }),
+        1 => (vcpu.clone(), frames(8 * size)).prop_map(|(vcpu, frames)| RingOp::Run { vcpu, frames, emulated: true }),
+        2 => vcpu.prop_map(|vcpu| RingOp::Report { vcpu }),
+        4 => Just(RingOp::Collect),
+        1 => Just(RingOp::HarvestOnly),
+        1 => Just(RingOp::DropReadable),
+        1 => (0..size as u32).prop_map(|after| RingOp::Signal { after }),
+        2 => any::<bool>().prop_map(|commit| RingOp::Epoch { commit }),
     ]
 }
 
@@ -149,7 +149,7 @@ fn rings() -> impl Strategy<Value = (usize, usize, usize)> {
 /// Maximal number of steps of a script; miri is slow.
 const MOST: usize = if cfg!(miri) { 12 } else { 60 };
 
-fn script() -> impl Strategy<Value = ((usize, usize, usize), Vec<Op>)> {
+fn script() -> impl Strategy<Value = ((usize, usize, usize), Vec<RingOp>)> {
     rings()
         .prop_flat_map(|shape| (Just(shape), prop::collection::vec(op(shape.0, shape.1), 1..MOST)))
 }
@@ -163,31 +163,31 @@ proptest! {
     #[test]
     fn copy_equals_memory_and_tracking_is_exact_again((shape, ops) in script()) {
         let (vcpus, size, reserve) = shape;
-        let mut vmm = Vmm::new(vcpus, size, reserve);
+        let mut vmm = CopyingVmm::new(vcpus, size, reserve);
         for op in ops {
             match op {
-                Op::Run { vcpu, frames, emulated } => {
+                RingOp::Run { vcpu, frames, emulated } => {
                     vmm.run(vcpu, &frames, emulated);
                 }
-                Op::Report { vcpu } => vmm.kernel.report(vcpu, &vmm.full[vcpu]),
-                Op::Collect => {
+                RingOp::Report { vcpu } => vmm.kernel.report(vcpu, &vmm.full[vcpu]),
+                RingOp::Collect => {
                     vmm.collect(u32::MAX, false);
                 }
-                Op::HarvestOnly => {
+                RingOp::HarvestOnly => {
                     let rings = vmm.kernel.rings.iter().map(|r| r.entries.as_slice());
                     drop(vmm.harvester.harvest(rings));
                 }
-                Op::DropReadable => {
+                RingOp::DropReadable => {
                     vmm.collect(u32::MAX, true);
                 }
-                Op::Signal { after } => {
+                RingOp::Signal { after } => {
                     vmm.collect(after, false);
                 }
-                Op::Epoch { commit: true } => {
+                RingOp::Epoch { commit: true } => {
                     let epoch = vmm.drain();
                     vmm.copy(epoch);
                 }
-                Op::Epoch { commit: false } => drop(vmm.drain()),
+                RingOp::Epoch { commit: false } => drop(vmm.drain()),
             }
         }
         // The vCPUs are paused: after one collection and one drain the copy equals memory.
@@ -244,7 +244,7 @@ fn overrun_by_laps_recovers_despite_stale_reports() {
     let (laps, step, again) = if cfg!(miri) { (3, 7, 3) } else { (6, 1, 20) };
     for laps in 0..laps {
         for extra in (0..16).step_by(step) {
-            let mut vmm = Vmm::new(1, 16, 4);
+            let mut vmm = CopyingVmm::new(1, 16, 4);
             let frames: Vec<u64> = (0..16 * (laps + 1) + extra).collect();
             vmm.run(0, &frames, true);
             assert!(vmm.collect(u32::MAX, false).unwrap().marked_all);
@@ -270,7 +270,7 @@ fn overrun_by_laps_recovers_despite_stale_reports() {
 
 #[test]
 fn dropped_overrun_counts_until_all_is_reprotected() {
-    let mut vmm = Vmm::new(1, 16, 4);
+    let mut vmm = CopyingVmm::new(1, 16, 4);
     vmm.run(0, &(0..40).collect::<Vec<_>>(), true);
     assert_eq!(vmm.collect(u32::MAX, true), None);
     let rings = || vmm.kernel.rings.iter().map(|r| r.entries.as_slice());

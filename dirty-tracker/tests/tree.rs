@@ -40,7 +40,7 @@ fn frame() -> impl Strategy<Value = u64> {
 }
 
 #[derive(Debug, Clone)]
-enum Op {
+enum TreeStep {
     Mark { owned: bool, frame: u64, count: u64 },
     Contains(u64, u64),
     Drain { owned: bool, frames: bool },
@@ -48,15 +48,15 @@ enum Op {
     Clear,
 }
 
-fn op() -> impl Strategy<Value = Op> {
+fn op() -> impl Strategy<Value = TreeStep> {
     let count = prop_oneof![3 => Just(1u64), 2 => 1..200u64, 1 => 1..5_000u64];
     prop_oneof![
         8 => (any::<bool>(), frame(), count)
-            .prop_map(|(owned, frame, count)| Op::Mark { owned, frame, count }),
-        2 => (frame(), frame()).prop_map(|(one, two)| Op::Contains(one, two)),
-        2 => (any::<bool>(), any::<bool>()).prop_map(|(owned, frames)| Op::Drain { owned, frames }),
-        1 => Just(Op::Look),
-        1 => Just(Op::Clear),
+            .prop_map(|(owned, frame, count)| TreeStep::Mark { owned, frame, count }),
+        2 => (frame(), frame()).prop_map(|(one, two)| TreeStep::Contains(one, two)),
+        2 => (any::<bool>(), any::<bool>()).prop_map(|(owned, frames)| TreeStep::Drain { owned, frames }),
+        1 => Just(TreeStep::Look),
+        1 => Just(TreeStep::Clear),
     ]
 }
 
@@ -82,7 +82,7 @@ proptest! {
         let mut set: BTreeSet<u64> = BTreeSet::new();
         for op in ops {
             match op {
-                Op::Mark { owned, frame, count } => {
+                TreeStep::Mark { owned, frame, count } => {
                     let run = FrameRun { start: Gfn(frame), count };
                     let done = if owned { tree.exclusive().mark(run) } else { tree.mark(run) };
                     prop_assert_eq!(done.is_ok(), layout.contains(run));
@@ -90,14 +90,14 @@ proptest! {
                         set.extend(frame..frame + count);
                     }
                 }
-                Op::Contains(one, two) => {
+                TreeStep::Contains(one, two) => {
                     let mut cursor = tree.cursor();
                     for frame in [one, two, one] {
                         prop_assert_eq!(cursor.contains(Gfn(frame)), set.contains(&frame));
                         prop_assert_eq!(tree.contains(Gfn(frame)), set.contains(&frame));
                     }
                 }
-                Op::Drain { owned, frames: true } => {
+                TreeStep::Drain { owned, frames: true } => {
                     let mut frames: Vec<Gfn> = Vec::new();
                     let count = match owned {
                         true => tree.exclusive().drain_into(&mut frames),
@@ -106,7 +106,7 @@ proptest! {
                     prop_assert_eq!(count, set.len() as u64);
                     prop_assert!(frames.into_iter().map(|f| f.0).eq(std::mem::take(&mut set)));
                 }
-                Op::Drain { owned, frames: false } => {
+                TreeStep::Drain { owned, frames: false } => {
                     let mut found: Vec<FrameRun> = Vec::new();
                     let count = match owned {
                         true => tree.exclusive().drain_into(&mut found),
@@ -115,11 +115,11 @@ proptest! {
                     prop_assert_eq!(count, set.len() as u64);
                     prop_assert_eq!(found, runs(&std::mem::take(&mut set)));
                 }
-                Op::Look => {
+                TreeStep::Look => {
                     prop_assert_eq!(tree.iter().collect::<Vec<_>>(), runs(&set));
                     prop_assert_eq!(tree.is_empty(), set.is_empty());
                 }
-                Op::Clear => {
+                TreeStep::Clear => {
                     tree.clear();
                     set.clear();
                 }

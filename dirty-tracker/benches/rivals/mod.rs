@@ -60,9 +60,9 @@ impl Rival for Ours {
 }
 
 /// The per-vCPU list of 2016: unordered, with repetitions.
-pub struct List(pub Vec<u64>);
+pub struct PlainList(pub Vec<u64>);
 
-impl Rival for List {
+impl Rival for PlainList {
     fn insert(&mut self, frame: u64) {
         self.0.push(frame);
     }

@@ -8,23 +8,23 @@ use criterion::Criterion;
 use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
 
 use crate::rivals::{Flat, FlatSimd, Ours, Rival};
-use crate::{Random, note};
+use crate::{SplitMix64, note};
 
 /// A page of bits, and the frames that it covers.
-struct Block {
+struct BitPage {
     frames: std::ops::Range<u64>,
     bits: Box<[u64]>,
 }
 
 /// The bitmap of hibernation before July 2014: pages of bits in a linked list, searched from its
 /// head.
-struct Pages(LinkedList<Block>);
+struct BitPageList(LinkedList<BitPage>);
 
 const PER_PAGE: u64 = 4096 * 8;
 
-impl Pages {
+impl BitPageList {
     fn new(frames: u64) -> Self {
-        let page = |start| Block {
+        let page = |start| BitPage {
             frames: start..(start + PER_PAGE).min(frames),
             bits: vec![0; 512].into_boxed_slice(),
         };
@@ -45,8 +45,8 @@ pub fn tests(_: &mut Criterion) {
         let frames = gib << 18;
         let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
         let tree = Tree::new(layout).unwrap();
-        let pages = Pages::new(frames);
-        let mut random = Random(gib);
+        let pages = BitPageList::new(frames);
+        let mut random = SplitMix64(gib);
         let count = 2_000_000 / gib.max(16);
         let mut measure = |name: &str, count: u64, test: &mut dyn FnMut(u64) -> bool| {
             for _ in 0..5 {
@@ -85,7 +85,7 @@ pub fn density(_: &mut Criterion) {
         }
     };
     for per_mille in [0, 1, 3, 10, 30, 100, 200, 300, 500, 700, 900, 970, 990, 999, 1000] {
-        let mut random = Random(per_mille);
+        let mut random = SplitMix64(per_mille);
         let row = format!("{:.1} %", per_mille as f64 / 10.0);
         for _ in 0..15 {
             let dirty = |_: &u64| random.next() % 1000 < per_mille;

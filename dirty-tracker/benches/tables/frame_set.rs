@@ -16,7 +16,7 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use rangemap::RangeSet;
 
 use self::two_pass::{Memblock, OneByOne, Ranges, Together};
-use crate::{Random, note, quick};
+use crate::{SplitMix64, note, quick};
 
 mod two_pass;
 
@@ -40,7 +40,7 @@ fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for n in [32u64, 512, 2048] {
         let run = |start, count| FrameRun { start: Gfn(start), count };
-        let mut random = Random(n);
+        let mut random = SplitMix64(n);
         let any = |_| run(random.next() % (16 * n), 1 + random.next() % 24);
         let shuffled: Vec<FrameRun> = (0..n).map(any).collect();
         let mut ascending = shuffled.clone();
@@ -62,11 +62,11 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-type Work<'w> = dyn FnMut() + 'w;
+type CountedWork<'w> = dyn FnMut() + 'w;
 
 /// Callgrind counts while this function runs.
 #[inline(never)]
-fn frame_set_under_count(work: &mut Work<'_>) {
+fn frame_set_under_count(work: &mut CountedWork<'_>) {
     work();
 }
 
@@ -114,17 +114,17 @@ fn time<R: Ranges>(c: &mut Criterion, case: &Case, name: &str) -> f64 {
 }
 
 /// A rival's name, and its functions for both kinds of measurement.
-struct Column {
+struct RangeRival {
     name: &'static str,
     time: fn(&mut Criterion, &Case, &str) -> f64,
     count: fn(&Case),
 }
 
-const fn column<R: Ranges>(name: &'static str) -> Column {
-    Column { name, time: time::<R>, count: count::<R> }
+const fn column<R: Ranges>(name: &'static str) -> RangeRival {
+    RangeRival { name, time: time::<R>, count: count::<R> }
 }
 
-const COLUMNS: [Column; 6] = [
+const COLUMNS: [RangeRival; 6] = [
     column::<Together>("insert_all"),
     column::<OneByOne>("insert"),
     column::<Memblock<false, false>>(TWO_PASSES),

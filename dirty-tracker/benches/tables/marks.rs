@@ -19,9 +19,9 @@ const MARKS: usize = 4096;
 const ROUNDS: usize = 200;
 
 /// Which page the `i`-th mark of a round marks.
-type Pattern = (&'static str, fn(usize) -> usize);
+type MarkPattern = (&'static str, fn(usize) -> usize);
 
-const PATTERNS: [Pattern; 4] = [
+const PATTERNS: [MarkPattern; 4] = [
     ("the same page", |_| 77),
     ("three pages in turn, as of a queue and its buffer", |i| [77, 300, 9000][i % 3]),
     ("consecutive pages", |i| i),

@@ -13,7 +13,7 @@ use criterion::Criterion;
 use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Subscription, Tracker};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use crate::{Random, note};
+use crate::{SplitMix64, note};
 
 const FRAMES: u64 = 1 << 30;
 const WORDS: usize = (FRAMES / 64) as usize;
@@ -57,7 +57,7 @@ fn measure<T>(
 
 /// One frame in `1 / density`, isolated, among the first `words` words.
 fn random_bitmap(words: usize, density: f64) -> Vec<u64> {
-    let mut random = Random(7);
+    let mut random = SplitMix64(7);
     let mut bitmap = vec![0; WORDS];
     for _ in 0..(FRAMES as f64 * density) as u64 {
         let frame = random.next() as usize % (words * 64);
@@ -95,9 +95,9 @@ fn subscribed(frames: u64) -> (Arc<Tracker>, Subscription) {
     (tracker, subscription)
 }
 
-type State = (Arc<Tracker>, Subscription);
+type TrackedGuest = (Arc<Tracker>, Subscription);
 
-fn drain((_, subscription): &mut State) {
+fn drain((_, subscription): &mut TrackedGuest) {
     subscription.drain().commit();
 }
 
@@ -108,14 +108,14 @@ pub fn parallel(_: &mut Criterion) {
     bandwidth(&pools, &random);
 
     let mut state = subscribed(FRAMES);
-    let absorb = |(tracker, _): &mut State, bitmap: &[u64]| {
+    let absorb = |(tracker, _): &mut TrackedGuest, bitmap: &[u64]| {
         tracker.absorb_bitmap(SLOT, bitmap).expect("a bitmap");
     };
     measure(&pools, "4 TiB: absorb a bitmap, 1 % random", 2.0, &mut state, drain, |s| {
         absorb(s, &random);
     });
     absorb(&mut state, &random);
-    let nothing = |_: &mut State| ();
+    let nothing = |_: &mut TrackedGuest| ();
     measure(&pools, "4 TiB: absorb, nothing new", 2.0, &mut state, nothing, |s| {
         absorb(s, &random);
     });

@@ -67,12 +67,12 @@ impl Ranges for OneByOne {
 }
 
 #[derive(Clone, Copy)]
-struct Region {
+struct MemblockRegion {
     base: u64,
     size: u64,
 }
 
-impl Region {
+impl MemblockRegion {
     const fn end(self) -> u64 {
         self.base + self.size
     }
@@ -81,7 +81,7 @@ impl Region {
 /// The kernel's set; see the module.
 pub struct Memblock<const SHORTCUT: bool, const SEARCH: bool> {
     /// Its capacity is exactly `max`.
-    regions: Vec<Region>,
+    regions: Vec<MemblockRegion>,
     max: usize,
 }
 
@@ -100,7 +100,7 @@ impl<const SHORTCUT: bool, const SEARCH: bool> Memblock<SHORTCUT, SEARCH> {
             return;
         }
         if self.regions.is_empty() {
-            self.regions.push(Region { base: start, size: end - start });
+            self.regions.push(MemblockRegion { base: start, size: end - start });
             return;
         }
         let from = if SEARCH { self.regions.partition_point(|r| r.end() <= start) } else { 0 };
@@ -147,7 +147,7 @@ impl<const SHORTCUT: bool, const SEARCH: bool> Memblock<SHORTCUT, SEARCH> {
             }
             if r.end() > base {
                 if r.base > base {
-                    self.regions.insert(at, Region { base, size: r.base - base });
+                    self.regions.insert(at, MemblockRegion { base, size: r.base - base });
                     new = Some((new.map_or(at, |(first, _)| first), at + 1));
                     at += 1;
                 }
@@ -156,7 +156,7 @@ impl<const SHORTCUT: bool, const SEARCH: bool> Memblock<SHORTCUT, SEARCH> {
             at += 1;
         }
         if base < end {
-            self.regions.insert(at, Region { base, size: end - base });
+            self.regions.insert(at, MemblockRegion { base, size: end - base });
             new = Some((new.map_or(at, |(first, _)| first), at + 1));
         }
         new
@@ -183,7 +183,7 @@ impl<const SHORTCUT: bool, const SEARCH: bool> Ranges for Memblock<SHORTCUT, SEA
         // The kernel's array begins with 128 regions.
         let max = set.len().next_power_of_two().max(128);
         let mut regions = Vec::with_capacity(max);
-        regions.extend(set.iter().map(|r| Region { base: r.start.0, size: r.count }));
+        regions.extend(set.iter().map(|r| MemblockRegion { base: r.start.0, size: r.count }));
         Self { regions, max }
     }
 

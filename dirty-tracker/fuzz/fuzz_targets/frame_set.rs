@@ -10,51 +10,51 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Arbitrary, Clone, Copy, Debug)]
-struct Run {
+struct SetRun {
     start: u8,
     count: u8,
 }
 
-impl Run {
+impl SetRun {
     fn frames(self) -> std::ops::Range<u64> {
         self.start.into()..u64::from(self.start) + u64::from(self.count)
     }
 }
 
-impl From<Run> for FrameRun {
-    fn from(run: Run) -> Self {
+impl From<SetRun> for FrameRun {
+    fn from(run: SetRun) -> Self {
         Self { start: Gfn(run.start.into()), count: run.count.into() }
     }
 }
 
 #[derive(Arbitrary, Debug)]
-enum Op {
-    Insert(Run),
-    InsertAll(Vec<Run>),
-    Remove(Run),
+enum FuzzSetOp {
+    Insert(SetRun),
+    InsertAll(Vec<SetRun>),
+    Remove(SetRun),
     TakeFirst { max: u8 },
-    Ask(Run),
+    Ask(SetRun),
 }
 
-fuzz_target!(|ops: Vec<Op>| {
+fuzz_target!(|ops: Vec<FuzzSetOp>| {
     let (mut set, mut model) = (FrameSet::new(), BTreeSet::<u64>::new());
     for op in ops {
         let before = model.len() as u64;
         match op {
-            Op::Insert(run) => {
+            FuzzSetOp::Insert(run) => {
                 model.extend(run.frames());
                 assert_eq!(set.insert(run.into()), model.len() as u64 - before);
             }
-            Op::InsertAll(runs) => {
+            FuzzSetOp::InsertAll(runs) => {
                 model.extend(runs.iter().flat_map(|run| run.frames()));
                 let runs: Vec<FrameRun> = runs.into_iter().map(Into::into).collect();
                 assert_eq!(set.insert_all(&runs), model.len() as u64 - before);
             }
-            Op::Remove(run) => {
+            FuzzSetOp::Remove(run) => {
                 model.retain(|frame| !run.frames().contains(frame));
                 assert_eq!(set.remove(run.into()), before - model.len() as u64);
             }
-            Op::TakeFirst { max } => match set.take_first(max.into()) {
+            FuzzSetOp::TakeFirst { max } => match set.take_first(max.into()) {
                 None => assert!(model.is_empty()),
                 Some(run) => {
                     assert!((1..=u64::from(max).max(1)).contains(&run.count));
@@ -62,7 +62,7 @@ fuzz_target!(|ops: Vec<Op>| {
                     assert!(run.frames().all(|gfn| model.remove(&gfn.0)));
                 }
             },
-            Op::Ask(run) => {
+            FuzzSetOp::Ask(run) => {
                 let all = run.frames().all(|frame| model.contains(&frame));
                 assert_eq!(set.contains_run(run.into()), all);
                 let inside = run.frames().filter(|frame| model.contains(frame));

@@ -20,17 +20,17 @@ const LARGE: &[(u32, u64, u64)] = &[(3, 0, 100), (1, 100, 64), (0, 4096, 9001), 
 /// A tree of one word.
 const SMALL: &[(u32, u64, u64)] = &[(0, 7, 50)];
 
-type Model = BTreeSet<u64>;
+type FrameModel = BTreeSet<u64>;
 
 #[derive(Arbitrary, Debug)]
-struct Input {
+struct TrackerInput {
     small: bool,
-    tracker: Vec<Op>,
+    tracker: Vec<TrackerOp>,
     tree: Vec<TreeOp>,
 }
 
 #[derive(Arbitrary, Clone, Copy, Debug)]
-struct Run {
+struct GuestRun {
     start: u16,
     count: u16,
 }
@@ -42,8 +42,8 @@ struct Bitmap {
 }
 
 #[derive(Arbitrary, Debug)]
-enum Op {
-    Mark(Run),
+enum TrackerOp {
+    Mark(GuestRun),
     Offset { slot: u8, offset: u16 },
     Bitmap(Bitmap),
     All,
@@ -54,15 +54,15 @@ enum Op {
 
 #[derive(Arbitrary, Debug)]
 enum TreeOp {
-    Mark(Run),
-    MarkExclusive(Run),
+    Mark(GuestRun),
+    MarkExclusive(GuestRun),
     Absorb(Bitmap),
     Contains(Vec<u16>),
-    Drain(Drain),
+    Drain(DrainKind),
 }
 
 #[derive(Arbitrary, Debug)]
-enum Drain {
+enum DrainKind {
     Runs,
     RunsExclusive,
     Frames,
@@ -71,9 +71,9 @@ enum Drain {
 }
 
 /// The slots, with plain arithmetic as the model.
-struct Guest(Vec<Slot>);
+struct GuestModel(Vec<Slot>);
 
-impl Guest {
+impl GuestModel {
     fn new(small: bool) -> Self {
         let slot = |&(id, base, frames)| Slot { id: SlotId(id), base: Gfn(base), frames };
         Self(if small { SMALL } else { LARGE }.iter().map(slot).collect())
@@ -102,7 +102,7 @@ impl Guest {
     }
 
     /// Returns the run, and its frames if they belong to this guest.
-    fn run(&self, run: Run) -> (FrameRun, Option<std::ops::Range<u64>>) {
+    fn run(&self, run: GuestRun) -> (FrameRun, Option<std::ops::Range<u64>>) {
         let (start, count) = (u64::from(run.start), u64::from(run.count));
         let inside = self.slot_of(start).is_some_and(|s| start + count <= s.run().end().0);
         let frames = (inside || count == 0).then_some(start..start + count);
@@ -118,7 +118,7 @@ impl Guest {
     }
 
     /// Returns the maximal runs within slots.
-    fn runs(&self, model: &Model) -> Vec<FrameRun> {
+    fn runs(&self, model: &FrameModel) -> Vec<FrameRun> {
         let mut runs: Vec<FrameRun> = Vec::new();
         for &frame in model {
             match runs.last_mut() {
@@ -147,14 +147,14 @@ fn frames(runs: impl IntoIterator<Item = FrameRun>) -> Vec<u64> {
 }
 
 /// A subscriber and the frames that it has not drained.
-struct Subscriber {
+struct SubscriberModel {
     subscription: Subscription,
-    model: Model,
+    model: FrameModel,
 }
 
-impl Subscriber {
+impl SubscriberModel {
     /// I1, and no frame too many or too few.
-    fn check(&self, guest: &Guest) {
+    fn check(&self, guest: &GuestModel) {
         assert_eq!(self.subscription.count(), self.model.len() as u64);
         assert_eq!(self.subscription.is_empty(), self.model.is_empty());
         for slot in &guest.0 {
@@ -165,55 +165,55 @@ impl Subscriber {
     }
 }
 
-fn on_a_tracker(whole: &Guest, ops: Vec<Op>) {
+fn on_a_tracker(whole: &GuestModel, ops: Vec<TrackerOp>) {
     let mut guest = whole.cut(u64::MAX).expect("slots");
     let tracker = Arc::new(Tracker::new(guest.layout()));
-    let mut subscribers = ["one", "two"].map(|name| Subscriber {
+    let mut subscribers = ["one", "two"].map(|name| SubscriberModel {
         subscription: tracker.subscribe(name).expect("address space for a small tree"),
-        model: Model::new(),
+        model: FrameModel::new(),
     });
     let mut epochs: Vec<(usize, DirtySet)> = Vec::new();
     for op in ops {
         let mut marked: Vec<u64> = Vec::new();
         match op {
-            Op::Mark(run) => {
+            TrackerOp::Mark(run) => {
                 let (run, inside) = guest.run(run);
                 assert_eq!(tracker.mark(run).is_ok(), inside.is_some());
                 marked.extend(inside.into_iter().flatten());
             }
-            Op::Offset { slot, offset } => {
+            TrackerOp::Offset { slot, offset } => {
                 let offset = u64::from(offset);
                 let inside = guest.slot(slot).filter(|s| offset < s.frames);
                 let done = tracker.mark_offset(SlotId(slot.into()), offset);
                 assert_eq!(done.is_ok(), inside.is_some());
                 marked.extend(inside.map(|s| s.base.0 + offset));
             }
-            Op::Bitmap(bitmap) => {
+            TrackerOp::Bitmap(bitmap) => {
                 let inside = guest.bits(&bitmap).map(|(_, bits)| bits);
                 let done = tracker.absorb_bitmap(SlotId(bitmap.slot.into()), &bitmap.words);
                 assert_eq!(done.ok(), inside.as_ref().map(|bits| bits.len() as u64));
                 marked.extend(inside.into_iter().flatten());
             }
-            Op::All => {
+            TrackerOp::All => {
                 tracker.mark_all();
                 marked.extend(frames(guest.0.iter().map(|slot| slot.run())));
             }
-            Op::Drain { who } => {
-                let Subscriber { subscription, model } = &mut subscribers[usize::from(who)];
+            TrackerOp::Drain { who } => {
+                let SubscriberModel { subscription, model } = &mut subscribers[usize::from(who)];
                 let epoch = subscription.drain();
                 assert_eq!(epoch.frames(), model.len() as u64);
                 assert_eq!(epoch.runs().collect::<Vec<_>>(), guest.runs(&std::mem::take(model)));
                 epochs.push((usize::from(who), epoch));
             }
-            Op::Relayout { cut } => {
+            TrackerOp::Relayout { cut } => {
                 let Some(other) = whole.cut(cut.into()) else { continue };
                 tracker.relayout(other.layout()).expect("address space for small trees");
                 guest = other;
-                for Subscriber { model, .. } in &mut subscribers {
+                for SubscriberModel { model, .. } in &mut subscribers {
                     model.retain(|frame| guest.slot_of(*frame).is_some());
                 }
             }
-            Op::Settle { which, commit } if !epochs.is_empty() => {
+            TrackerOp::Settle { which, commit } if !epochs.is_empty() => {
                 let (who, epoch) = epochs.swap_remove(usize::from(which) % epochs.len());
                 if commit {
                     epoch.commit();
@@ -223,7 +223,7 @@ fn on_a_tracker(whole: &Guest, ops: Vec<Op>) {
                     drop(epoch);
                 }
             }
-            Op::Settle { .. } => {}
+            TrackerOp::Settle { .. } => {}
         }
         for subscriber in &mut subscribers {
             subscriber.model.extend(&marked);
@@ -233,13 +233,13 @@ fn on_a_tracker(whole: &Guest, ops: Vec<Op>) {
 }
 
 /// A tree and its expected frames.
-struct Alone<'g> {
-    guest: &'g Guest,
+struct TreeModel<'g> {
+    guest: &'g GuestModel,
     tree: Tree,
-    model: Model,
+    model: FrameModel,
 }
 
-impl Alone<'_> {
+impl TreeModel<'_> {
     fn run(&mut self, op: TreeOp) {
         let Self { guest, tree, model } = self;
         match op {
@@ -268,20 +268,20 @@ impl Alone<'_> {
         }
     }
 
-    fn drain(&mut self, how: Drain) {
+    fn drain(&mut self, how: DrainKind) {
         let Self { guest, tree, model } = self;
         let model = std::mem::take(model);
         let (mut runs, mut list): (Vec<FrameRun>, Vec<Gfn>) = (Vec::new(), Vec::new());
         let count = match how {
-            Drain::Runs => tree.drain_into(&mut runs),
-            Drain::RunsExclusive => tree.exclusive().drain_into(&mut runs),
-            Drain::Frames => tree.drain_into(&mut list),
-            Drain::FramesExclusive => tree.exclusive().drain_into(&mut list),
-            Drain::Clear => return tree.clear(),
+            DrainKind::Runs => tree.drain_into(&mut runs),
+            DrainKind::RunsExclusive => tree.exclusive().drain_into(&mut runs),
+            DrainKind::Frames => tree.drain_into(&mut list),
+            DrainKind::FramesExclusive => tree.exclusive().drain_into(&mut list),
+            DrainKind::Clear => return tree.clear(),
         };
         assert_eq!(count, model.len() as u64);
         match how {
-            Drain::Runs | Drain::RunsExclusive => assert_eq!(runs, guest.runs(&model)),
+            DrainKind::Runs | DrainKind::RunsExclusive => assert_eq!(runs, guest.runs(&model)),
             _ => assert!(list.into_iter().map(|gfn| gfn.0).eq(model)),
         }
     }
@@ -299,9 +299,9 @@ impl Alone<'_> {
 }
 
 fn mark(
-    guest: &Guest,
-    run: Run,
-    model: &mut Model,
+    guest: &GuestModel,
+    run: GuestRun,
+    model: &mut FrameModel,
     mark: impl FnOnce(FrameRun) -> Result<(), OutOfSlot>,
 ) {
     let (run, inside) = guest.run(run);
@@ -309,11 +309,11 @@ fn mark(
     model.extend(inside.into_iter().flatten());
 }
 
-fuzz_target!(|input: Input| {
-    let guest = Guest::new(input.small);
+fuzz_target!(|input: TrackerInput| {
+    let guest = GuestModel::new(input.small);
     on_a_tracker(&guest, input.tracker);
     let tree = Tree::new(guest.layout()).expect("address space for a small tree");
-    let mut alone = Alone { guest: &guest, tree, model: Model::new() };
+    let mut alone = TreeModel { guest: &guest, tree, model: FrameModel::new() };
     for op in input.tree {
         alone.run(op);
         alone.check();

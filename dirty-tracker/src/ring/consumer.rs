@@ -27,7 +27,7 @@
 //!   that entry is dirty, the ring was overrun. An entry that stays dirty stops the walk at `next`,
 //!   whatever the kernel wrote meanwhile, so `walked` stays known.
 //! - *Overwritten marks*. A DIRTY entry between `walked` and `next` replaced a RESET one and stops
-//!   the walk. The next harvest marks it again. Its frame is covered by "all memory" (`Doubt`).
+//!   the walk. The next harvest marks it again. Its frame is covered by "all memory" (`WalkUncertainty`).
 //! - *Hole*. Entries that were taken one lap early are clean when `next` reaches them, and the
 //!   kernel continues beyond them. The walk needs them to be RESET. They are marked once a later
 //!   entry is published.
@@ -63,7 +63,7 @@ pub(super) struct RingHarvest {
 /// probe tells the two apart: it marks entries RESET so that a walk that begins among them ends at
 /// a known place.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-enum Doubt {
+enum WalkUncertainty {
     #[default]
     None,
     /// The `marked` entries before `next` are RESET; the walk may be somewhere among them.
@@ -84,7 +84,7 @@ pub(super) struct RingConsumer {
     /// After an overrun: number of entries to take in order before the consumer stops looking for
     /// holes.
     probation: u32,
-    doubt: Doubt,
+    doubt: WalkUncertainty,
     full: RingFull,
     /// Count of full exits at a moment since which the ring is empty and completely walked.
     quiet_since: Option<u32>,
@@ -112,7 +112,7 @@ impl RingConsumer {
         let exits = self.full.exits();
         let mut overrun = self.settle(ring);
         let mut list_full = false;
-        while self.doubt == Doubt::None {
+        while self.doubt == WalkUncertainty::None {
             // The last entry before the walk is the fence: if it is dirty, the ring was overrun.
             if self.marked == size - 1 {
                 break;
@@ -137,7 +137,7 @@ impl RingConsumer {
             self.probation = self.probation.saturating_sub(1);
         }
         overrun |= self.entry(ring, size - 1 - self.marked).is_dirty();
-        if self.marked > 0 || list_full || self.doubt != Doubt::None {
+        if self.marked > 0 || list_full || self.doubt != WalkUncertainty::None {
             self.quiet_since = None;
         } else if exits.wrapping_sub(*self.quiet_since.get_or_insert(exits)) >= 2 {
             // One exit may have begun before the ring was empty. The exit after it cannot.
@@ -149,13 +149,13 @@ impl RingConsumer {
         if overrun {
             self.probation = size.saturating_mul(2);
         }
-        let entries = if self.doubt == Doubt::At { 1 } else { self.marked };
+        let entries = if self.doubt == WalkUncertainty::At { 1 } else { self.marked };
         RingHarvest { entries, overrun, list_full }
     }
 
     /// Records that the kernel has walked all marked entries.
     pub(super) fn walked_all(&mut self) {
-        if self.marked > 0 && self.doubt == Doubt::None {
+        if self.marked > 0 && self.doubt == WalkUncertainty::None {
             self.marked = 0;
             self.quiet_since = Some(self.full.exits());
         }
@@ -164,7 +164,7 @@ impl RingConsumer {
     /// Determines from the entries how far the kernel has walked since the last harvest. Costs one
     /// load if it walked all of them. Returns whether the ring was overrun in between.
     fn settle(&mut self, ring: &[RingEntry]) -> bool {
-        if self.doubt == Doubt::At {
+        if self.doubt == WalkUncertainty::At {
             let walked = self.entry(ring, 0).flags.load(Ordering::Acquire) == 0;
             if walked {
                 self.next = self.next.wrapping_add(1);
@@ -172,7 +172,7 @@ impl RingConsumer {
             }
             self.unmark_ahead(ring);
             self.mark_before(ring, ENTRY_RESET);
-            self.doubt = if walked { Doubt::None } else { Doubt::Before };
+            self.doubt = if walked { WalkUncertainty::None } else { WalkUncertainty::Before };
             return true;
         }
         let flags = |back: u32| self.before(ring, back).flags.load(Ordering::Acquire);
@@ -182,19 +182,19 @@ impl RingConsumer {
             self.marked = (1..=self.marked).take_while(|b| flags(*b) != 0).count() as u32;
             self.unmark_ahead(ring);
             self.mark_before(ring, ENTRY_RESET);
-            self.doubt = Doubt::Before;
-        } else if left < self.marked || self.doubt == Doubt::None {
+            self.doubt = WalkUncertainty::Before;
+        } else if left < self.marked || self.doubt == WalkUncertainty::None {
             self.marked = left;
-            if self.doubt == Doubt::Before {
+            if self.doubt == WalkUncertainty::Before {
                 self.unmark_ahead(ring);
-                self.doubt = Doubt::None;
+                self.doubt = WalkUncertainty::None;
             }
         } else {
             self.mark_before(ring, ENTRY_DIRTY);
             self.entry(ring, 0).mark_reset();
-            self.doubt = Doubt::At;
+            self.doubt = WalkUncertainty::At;
         }
-        self.doubt != Doubt::None
+        self.doubt != WalkUncertainty::None
     }
 
     /// Makes entries dirty again that a probe marked after the walk had passed them: they were

@@ -2,7 +2,7 @@
 
 use super::structure::Tree;
 use super::words::SHIFT;
-use crate::layout::Placed;
+use crate::layout::PlacedSlot;
 use crate::sync::{AtomicU64, Ordering::SeqCst};
 use crate::{FrameRun, Gfn};
 
@@ -28,7 +28,7 @@ use crate::{FrameRun, Gfn};
 pub struct Cursor<'t> {
     tree: &'t Tree,
     /// Slot of the last frame.
-    placed: Placed,
+    placed: PlacedSlot,
 }
 
 impl Cursor<'_> {
@@ -50,7 +50,7 @@ impl Cursor<'_> {
 pub struct Iter<'t> {
     tree: &'t Tree,
     /// Slot of the last run.
-    placed: Placed,
+    placed: PlacedSlot,
     /// Next leaf bit to look at.
     bit: u64,
 }
@@ -66,7 +66,7 @@ impl Iterator for Iter<'_> {
             let after = slots.partition_point(|p| p.first_word <= word);
             self.placed = slots[after.saturating_sub(1)];
         }
-        let Placed { slot, first_word } = self.placed;
+        let PlacedSlot { slot, first_word } = self.placed;
         let (start, end) = (first_word << SHIFT, (first_word << SHIFT) + slot.frames);
         self.bit = first + 1;
         while self.bit < end {

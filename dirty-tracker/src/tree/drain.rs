@@ -1,24 +1,24 @@
 //! Drains an entire tree by one thread: to runs, to frames, or without output.
 
 use super::element::{Element, Sealed};
-use super::sink::{Frames, Runs, Sink};
+use super::sink::{FrameWriter, RunWriter, WordSink};
 use super::structure::{Tree, fence_later_reads};
-use super::walk::{Discard, Listed, Pending, Walk};
-use super::words::Shared;
+use super::walk::{Discard, LevelBuffer, ListedWords, TreeWalk};
+use super::words::SharedWords;
 use crate::{FrameRun, Gfn};
 
 impl Sealed for FrameRun {
     fn drain(tree: &Tree, out: &mut Vec<Self>) -> u64 {
         let mut frames = 0;
         tree.with_scratch(|pending, stages| {
-            tree.empty(pending, Runs::new(&tree.layout, out, &mut frames, stages));
+            tree.empty(pending, RunWriter::new(&tree.layout, out, &mut frames, stages));
         });
         frames
     }
 
     fn drain_exclusive(tree: &mut Tree, out: &mut Vec<Self>) -> u64 {
         let mut frames = 0;
-        tree.empty_exclusive(|layout, stages| Runs::new(layout, out, &mut frames, stages));
+        tree.empty_exclusive(|layout, stages| RunWriter::new(layout, out, &mut frames, stages));
         frames
     }
 }
@@ -27,14 +27,14 @@ impl Sealed for Gfn {
     fn drain(tree: &Tree, out: &mut Vec<Self>) -> u64 {
         let before = out.len();
         tree.with_scratch(|pending, stages| {
-            tree.empty(pending, Frames::new(&tree.layout, out, stages));
+            tree.empty(pending, FrameWriter::new(&tree.layout, out, stages));
         });
         (out.len() - before) as u64
     }
 
     fn drain_exclusive(tree: &mut Tree, out: &mut Vec<Self>) -> u64 {
         let before = out.len();
-        tree.empty_exclusive(|layout, stages| Frames::new(layout, out, stages));
+        tree.empty_exclusive(|layout, stages| FrameWriter::new(layout, out, stages));
         (out.len() - before) as u64
     }
 }
@@ -86,15 +86,17 @@ impl Tree {
         self.with_scratch(|pending, _| self.empty(pending, Discard));
     }
 
-    fn empty(&self, pending: &mut [Pending], sink: impl Sink) {
-        let words = Shared(&self.words);
+    fn empty(&self, pending: &mut [LevelBuffer], sink: impl WordSink) {
+        let words = SharedWords(&self.words);
         match self.word_list.complete() {
             Some(mut list) => {
                 let pending = &mut pending[0];
-                self.simd.run(Listed { words, list: list.words(), pending, sink });
+                self.simd.run(ListedWords { words, list: list.words(), pending, sink });
                 list.drained();
             }
-            None => self.simd.run(Walk { words, levels: &self.levels, roots: &[0], pending, sink }),
+            None => {
+                self.simd.run(TreeWalk { words, levels: &self.levels, roots: &[0], pending, sink })
+            }
         }
         fence_later_reads();
     }

@@ -1,10 +1,10 @@
 //! A tree of one owner: the same operations without atomic instructions.
 
 use super::element::Element;
-use super::sink::{Sink, Stages};
-use super::structure::{Scratch, Tree};
-use super::walk::Walk;
-use super::words::{Owned, SHIFT, masks};
+use super::sink::{Stages, WordSink};
+use super::structure::{Tree, WalkScratch};
+use super::walk::TreeWalk;
+use super::words::{OwnedWords, SHIFT, masks};
 use crate::{FrameRun, Layout, OutOfSlot, sync};
 
 /// A tree that no other thread can access meanwhile, like a mutex or an atomic behind the `get_mut`
@@ -30,15 +30,15 @@ impl Tree {
     }
 
     /// Empties the tree into the sink that `sink` makes.
-    pub(super) fn empty_exclusive<'s, S: Sink + 's>(
+    pub(super) fn empty_exclusive<'s, S: WordSink + 's>(
         &'s mut self,
         sink: impl FnOnce(&'s Layout, &'s mut Stages) -> S,
     ) {
-        let Scratch { pending, stages } = sync::get_mut(&mut self.scratch);
+        let WalkScratch { pending, stages } = sync::get_mut(&mut self.scratch);
         let sink = sink(&self.layout, stages);
         self.word_list.begin();
-        let words = Owned(&mut self.words);
-        self.simd.run(Walk { words, levels: &self.levels, roots: &[0], pending, sink });
+        let words = OwnedWords(&mut self.words);
+        self.simd.run(TreeWalk { words, levels: &self.levels, roots: &[0], pending, sink });
     }
 
     fn insert_bit_exclusive(&mut self, mut bit: u64) {

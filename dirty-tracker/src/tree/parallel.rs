@@ -4,16 +4,16 @@
 use std::ops::Range;
 
 use super::run_lists::RunLists;
-use super::sink::Runs;
-use super::split::{self, Split, distribute, sum};
-use super::structure::{Scratch, Tree, fence_later_reads, fence_prior_writes};
-use super::walk::{Listed, PENDING, Walk};
-use super::words::{SHIFT, Shared, nonzero, ones, set_bits_of};
+use super::sink::RunWriter;
+use super::split::{self, WorkSplit, distribute, sum};
+use super::structure::{Tree, WalkScratch, fence_later_reads, fence_prior_writes};
+use super::walk::{LEVEL_WORDS, ListedWords, TreeWalk};
+use super::words::{SHIFT, SharedWords, nonzero, ones, set_bits_of};
 use crate::sync::Ordering::SeqCst;
 use crate::{OutOfSlot, SlotId};
 
 /// The subtrees into which a tree is cut for a drain or a count.
-struct Cut {
+struct Subtrees {
     level: usize,
     /// The words of that level that may not be zero, ascending.
     words: Vec<u64>,
@@ -56,7 +56,7 @@ impl Tree {
     /// the leaves from `first` on.
     pub(crate) fn absorb(&self, first: usize, bitmap: &[u64]) -> u64 {
         fence_prior_writes();
-        let split = Split::of_leaves(bitmap.len(), self.grain);
+        let split = WorkSplit::of_leaves(bitmap.len(), self.grain);
         let pieces = aligned(first..first + bitmap.len(), split.piece);
         let frames = sum(split.workers, |counts| {
             distribute(counts, pieces, |frames, piece| {
@@ -115,9 +115,9 @@ impl Tree {
             self.with_scratch(|pending, stages| {
                 lists.begin(1)[0].piece(0, |runs| {
                     let mut frames = 0;
-                    let sink = Runs::new(layout, runs, &mut frames, stages);
-                    let (words, pending) = (Shared(&self.words), &mut pending[0]);
-                    self.simd.run(Listed { words, list: list.words(), pending, sink });
+                    let sink = RunWriter::new(layout, runs, &mut frames, stages);
+                    let (words, pending) = (SharedWords(&self.words), &mut pending[0]);
+                    self.simd.run(ListedWords { words, list: list.words(), pending, sink });
                     frames
                 });
             });
@@ -131,7 +131,7 @@ impl Tree {
             _ => self.words[word].swap(0, SeqCst),
         });
         let levels = &self.levels[..=cut.level];
-        let scratch = |list| (list, Scratch::new(levels.len()));
+        let scratch = |list| (list, WalkScratch::new(levels.len()));
         let mut states: Vec<_> = lists.begin(cut.workers).iter_mut().map(scratch).collect();
         distribute(
             &mut states,
@@ -139,10 +139,10 @@ impl Tree {
             |(list, scratch), (number, piece)| {
                 list.piece(number, |runs| {
                     let mut frames = 0;
-                    let Scratch { pending, stages } = scratch;
-                    let sink = Runs::new(layout, runs, &mut frames, stages);
-                    let (words, roots) = (Shared(&self.words), &cut.words[piece.clone()]);
-                    self.simd.run(Walk { words, levels, roots, pending, sink });
+                    let WalkScratch { pending, stages } = scratch;
+                    let sink = RunWriter::new(layout, runs, &mut frames, stages);
+                    let (words, roots) = (SharedWords(&self.words), &cut.words[piece.clone()]);
+                    self.simd.run(TreeWalk { words, levels, roots, pending, sink });
                     frames
                 });
             },
@@ -194,7 +194,7 @@ impl Tree {
 
     /// Cuts the tree at level 2, or lower if a grain is less than such a subtree. `read` loads or
     /// takes the summaries above the cut.
-    fn cut(&self, read: impl Fn(usize) -> u64) -> Cut {
+    fn cut(&self, read: impl Fn(usize) -> u64) -> Subtrees {
         let top = self.levels.len() - 1;
         let level = top.min((self.grain.ilog2() / SHIFT).min(2) as usize);
         let mut words = vec![0u64];
@@ -208,11 +208,11 @@ impl Tree {
         let start = self.levels[level].0;
         let bits = |word: &u64| self.words[start + *word as usize].load(SeqCst);
         let weight = |word: &u64| bits(word).count_ones() as usize;
-        let split = Split::of(words.iter().map(weight).sum(), self.grain >> SHIFT);
+        let split = WorkSplit::of(words.iter().map(weight).sum(), self.grain >> SHIFT);
         let (mut pieces, mut from, mut held) = (Vec::new(), 0, 0);
         for (at, word) in words.iter().enumerate() {
             let far = word - words[from] > u64::from(u32::MAX);
-            if held >= split.piece || at - from == PENDING || far {
+            if held >= split.piece || at - from == LEVEL_WORDS || far {
                 pieces.push(std::mem::replace(&mut from, at)..at);
                 held = 0;
             }
@@ -221,7 +221,7 @@ impl Tree {
         if from < words.len() {
             pieces.push(from..words.len());
         }
-        Cut { level, words, pieces, workers: split.workers }
+        Subtrees { level, words, pieces, workers: split.workers }
     }
 }
 

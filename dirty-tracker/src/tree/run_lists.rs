@@ -6,29 +6,29 @@ use crate::{FrameRun, FrameSet, Layout};
 /// since its buffers stay allocated: 16 bytes for each run.
 #[derive(Debug, Default)]
 pub(crate) struct RunLists {
-    lists: Vec<Worker>,
+    lists: Vec<WorkerRuns>,
     /// All pieces, ascending by frame.
-    pieces: Vec<(usize, Piece)>,
+    pieces: Vec<(usize, PieceRuns)>,
     frames: u64,
 }
 
 /// The list of one thread.
 #[derive(Debug, Default)]
-pub(super) struct Worker {
+pub(super) struct WorkerRuns {
     runs: Vec<FrameRun>,
-    pieces: Vec<Piece>,
+    pieces: Vec<PieceRuns>,
     frames: u64,
 }
 
 /// Consecutive runs in one thread's list: those of one piece of work.
 #[derive(Debug, Clone, Copy)]
-struct Piece {
+struct PieceRuns {
     number: usize,
     from: usize,
     to: usize,
 }
 
-impl Worker {
+impl WorkerRuns {
     fn clear(&mut self) {
         self.runs.clear();
         self.pieces.clear();
@@ -46,16 +46,16 @@ impl Worker {
         let to = runs.len();
         self.runs = runs;
         if to > from {
-            self.pieces.push(Piece { number, from, to });
+            self.pieces.push(PieceRuns { number, from, to });
         }
     }
 }
 
 impl RunLists {
     /// Returns `workers` empty lists.
-    pub(super) fn begin(&mut self, workers: usize) -> &mut [Worker] {
-        self.lists.resize_with(workers.max(self.lists.len()), Worker::default);
-        self.lists.iter_mut().for_each(Worker::clear);
+    pub(super) fn begin(&mut self, workers: usize) -> &mut [WorkerRuns] {
+        self.lists.resize_with(workers.max(self.lists.len()), WorkerRuns::default);
+        self.lists.iter_mut().for_each(WorkerRuns::clear);
         &mut self.lists[..workers]
     }
 

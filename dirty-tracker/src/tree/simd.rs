@@ -16,8 +16,8 @@ mod room;
 #[cfg(test)]
 mod tests;
 
-pub(super) use portable::{Job, Simd};
-pub(super) use room::Room;
+pub(super) use portable::{Simd, SimdJob};
+pub(super) use room::SpareRoom;
 
 use portable::Portable;
 
@@ -47,7 +47,7 @@ impl SimdLevel {
         Self::all().last().unwrap_or(Self::Portable)
     }
 
-    pub(super) fn run(self, job: impl Job) {
+    pub(super) fn run(self, job: impl SimdJob) {
         match self {
             Self::Portable => job.run(Portable),
             #[cfg(target_arch = "x86_64")]

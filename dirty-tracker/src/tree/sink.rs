@@ -1,11 +1,11 @@
 //! The outputs of a walk: leaf words become runs of frames, or single frames.
 
-use super::simd::{Room, Simd};
+use super::simd::{Simd, SpareRoom};
 use super::words::{PREFETCH_DISTANCE, SHIFT, Sparsity, Words};
 use crate::{FrameRun, Gfn, Layout};
 
 /// A consumer of ascending leaf words.
-pub(super) trait Sink {
+pub(super) trait WordSink {
     /// Takes the words `base` plus each offset. Some may be zero.
     fn take(&mut self, simd: impl Simd, words: &mut impl Words, base: u64, offsets: &[u32]);
 
@@ -41,7 +41,7 @@ impl<'a> SlotPosition<'a> {
     /// Splits off the first of the words `base` plus each offset that lie in one slot and within 32
     /// bits.
     #[inline(always)]
-    fn split<'o>(&mut self, base: u64, offsets: &'o [u32]) -> Option<(Segment<'o>, &'o [u32])> {
+    fn split<'o>(&mut self, base: u64, offsets: &'o [u32]) -> Option<(WordSegment<'o>, &'o [u32])> {
         let (first, last) = (*offsets.first()?, *offsets.last()?);
         let new_slot = base + u64::from(first) >= self.end;
         if new_slot {
@@ -55,7 +55,7 @@ impl<'a> SlotPosition<'a> {
         let (offsets, rest) = offsets.split_at(at);
         let frame = self.base.wrapping_add(base.wrapping_sub(self.first) << SHIFT);
         let last = offsets.last().map_or(0, |last| frame.wrapping_add(u64::from(*last) << SHIFT));
-        Some((Segment { frame, offsets, last, new_slot }, rest))
+        Some((WordSegment { frame, offsets, last, new_slot }, rest))
     }
 
     #[cold]
@@ -72,7 +72,7 @@ const MAX_DISTANCE: u64 = if cfg!(test) { 1 << 14 } else { u32::MAX as u64 - 64 
 const MAX_SEGMENT_WORDS: u64 = MAX_DISTANCE >> (SHIFT + 1);
 
 /// Leaf words that lie in one slot.
-struct Segment<'o> {
+struct WordSegment<'o> {
     /// First frame of the word at offset 0, as if that word lay in the slot.
     frame: u64,
     offsets: &'o [u32],
@@ -82,7 +82,7 @@ struct Segment<'o> {
     new_slot: bool,
 }
 
-impl Segment<'_> {
+impl WordSegment<'_> {
     /// Returns the first frame of the word at `offset`.
     #[inline(always)]
     fn frame(&self, offset: u64) -> u64 {
@@ -105,14 +105,14 @@ const STAGE: usize = 2048;
 const STAGE_LIMIT: usize = STAGE - 65;
 
 /// Frame numbers on their way into a list, minus a base.
-type Stage = [u32; STAGE];
+type StageBuffer = [u32; STAGE];
 
 /// Buffers in which frames are gathered before they are appended to a list: some 32 KiB, allocated
 /// with the tree.
 #[derive(Debug)]
 pub(super) struct Stages {
-    starts: Stage,
-    ends: Stage,
+    starts: StageBuffer,
+    ends: StageBuffer,
     frames: Vec<Gfn>,
 }
 
@@ -124,7 +124,7 @@ impl Stages {
 
 /// Writes `base` plus the number of each set bit to `stage` from `len` on. Returns the new length.
 #[inline(always)]
-fn expand(simd: impl Simd, stage: &mut Stage, len: usize, bits: u64, base: u32) -> usize {
+fn expand(simd: impl Simd, stage: &mut StageBuffer, len: usize, bits: u64, base: u32) -> usize {
     // There is room, see `STAGE_LIMIT`.
     let Some(room) = stage[len..].first_chunk_mut() else { return len };
     len + simd.expand(bits, base, room)
@@ -136,14 +136,14 @@ const MIN_RANGE_WORDS: usize = 16;
 
 /// Appends single frames to a list. Writes directly behind the end of the list where it has room
 /// and the SIMD level prefers it, and otherwise through a stage.
-pub(super) struct Frames<'a> {
+pub(super) struct FrameWriter<'a> {
     place: SlotPosition<'a>,
     out: &'a mut Vec<Gfn>,
     /// Frames that follow those in `out`.
     stage: &'a mut Vec<Gfn>,
 }
 
-impl<'a> Frames<'a> {
+impl<'a> FrameWriter<'a> {
     pub(super) fn new(layout: &'a Layout, out: &'a mut Vec<Gfn>, stages: &'a mut Stages) -> Self {
         let stage = &mut stages.frames;
         stage.clear();
@@ -158,7 +158,7 @@ impl<'a> Frames<'a> {
 
     /// Returns room for `needed` frames, at most 64, and whether it is the list's own.
     #[inline(always)]
-    fn room<K: Simd>(&mut self, simd: K, needed: usize) -> (Room<'_>, bool) {
+    fn room<K: Simd>(&mut self, simd: K, needed: usize) -> (SpareRoom<'_>, bool) {
         if self.stage.len() > STAGE - 64 {
             self.flush(simd);
         }
@@ -166,7 +166,7 @@ impl<'a> Frames<'a> {
         let spare = (self.out.capacity() - len).min(K::IN_PLACE.saturating_sub(len));
         let in_place = self.stage.is_empty() && spare >= needed;
         let list = if in_place { &mut *self.out } else { &mut *self.stage };
-        (Room::new(list, if in_place { spare } else { STAGE }), in_place)
+        (SpareRoom::new(list, if in_place { spare } else { STAGE }), in_place)
     }
 
     /// Takes words of a segment from `at` on. `carried` holds the bits of the previous word that
@@ -176,7 +176,7 @@ impl<'a> Frames<'a> {
     fn take_some<W: Words>(
         &mut self,
         simd: impl Simd,
-        segment: &Segment<'_>,
+        segment: &WordSegment<'_>,
         words: &mut W,
         base: usize,
         mut at: usize,
@@ -255,7 +255,7 @@ impl<'a> Frames<'a> {
     }
 }
 
-impl Sink for Frames<'_> {
+impl WordSink for FrameWriter<'_> {
     #[inline(always)]
     fn take(&mut self, simd: impl Simd, words: &mut impl Words, base: u64, mut offsets: &[u32]) {
         while let Some((segment, rest)) = self.place.split(base, offsets) {
@@ -277,20 +277,20 @@ impl Sink for Frames<'_> {
 ///
 /// The starts and the ends of runs are found separately, one word at a time and without a branch
 /// for each: the n-th end belongs to the n-th start.
-pub(super) struct Runs<'a> {
+pub(super) struct RunWriter<'a> {
     place: SlotPosition<'a>,
     out: RunList<'a>,
     /// Number of frames in all runs.
     frames: &'a mut u64,
-    starts: &'a mut Stage,
-    ends: &'a mut Stage,
+    starts: &'a mut StageBuffer,
+    ends: &'a mut StageBuffer,
     base: u64,
-    at: Position,
+    at: RunProgress,
 }
 
 /// The state of the runs.
 #[derive(Clone, Copy, Default)]
-struct Position {
+struct RunProgress {
     /// Number of staged starts and ends.
     starts: usize,
     ends: usize,
@@ -301,10 +301,10 @@ struct Position {
     next: u64,
 }
 
-impl Position {
+impl RunProgress {
     /// Ends the run that the last word left open.
     #[inline(always)]
-    fn end_run(&mut self, stage: &mut Stage, base: u64) {
+    fn end_run(&mut self, stage: &mut StageBuffer, base: u64) {
         stage[self.ends] = (self.next - base) as u32;
         self.ends += 1;
         self.carry = 0;
@@ -336,7 +336,7 @@ impl RunList<'_> {
     }
 }
 
-impl<'a> Runs<'a> {
+impl<'a> RunWriter<'a> {
     /// Creates a sink that sets `frames` to the number of frames in all runs.
     pub(super) fn new(
         layout: &'a Layout,
@@ -346,11 +346,11 @@ impl<'a> Runs<'a> {
     ) -> Self {
         let Stages { starts, ends, .. } = stages;
         let (place, out) = (SlotPosition::new(layout), RunList { runs, open: None });
-        Self { place, out, frames, starts, ends, base: 0, at: Position::default() }
+        Self { place, out, frames, starts, ends, base: 0, at: RunProgress::default() }
     }
 }
 
-impl Sink for Runs<'_> {
+impl WordSink for RunWriter<'_> {
     #[inline(always)]
     fn take(&mut self, simd: impl Simd, words: &mut impl Words, base: u64, mut offsets: &[u32]) {
         let mut at = self.at;

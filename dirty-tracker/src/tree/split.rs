@@ -29,14 +29,14 @@ const PIECES: usize = 64;
 const FINEST: usize = 16;
 
 /// The way in which some work is split.
-pub(super) struct Split {
+pub(super) struct WorkSplit {
     /// Number of threads, at least one.
     pub(super) workers: usize,
     /// Amount of work that a thread takes at a time, at least 1.
     pub(super) piece: usize,
 }
 
-impl Split {
+impl WorkSplit {
     /// Splits `work` for a grain of `grain`. Asks the pool for its size only if there are two
     /// grains, because the question starts the threads of the global pool.
     pub(super) fn of(work: usize, grain: usize) -> Self {

@@ -4,7 +4,7 @@
 use super::simd::SimdLevel;
 use super::sink::Stages;
 use super::split;
-use super::walk::Pending;
+use super::walk::LevelBuffer;
 use super::word_list::WordList;
 use super::words::SHIFT;
 use crate::sync::{self, Arc, AtomicU64, Mutex, Ordering::SeqCst};
@@ -57,7 +57,7 @@ pub struct Tree {
     /// First word and length of each level; level 0 first.
     pub(super) levels: Vec<(usize, usize)>,
     pub(super) simd: SimdLevel,
-    pub(super) scratch: Mutex<Scratch>,
+    pub(super) scratch: Mutex<WalkScratch>,
     pub(super) word_list: WordList,
     /// Smallest number of leaf words for which a thread is worthwhile.
     pub(super) grain: usize,
@@ -65,15 +65,15 @@ pub struct Tree {
 
 /// Scratch memory of a walk. It is allocated with the tree, so that a drain allocates nothing.
 #[derive(Debug)]
-pub(super) struct Scratch {
-    pub(super) pending: Vec<Pending>,
+pub(super) struct WalkScratch {
+    pub(super) pending: Vec<LevelBuffer>,
     pub(super) stages: Box<Stages>,
 }
 
-impl Scratch {
+impl WalkScratch {
     pub(super) fn new(levels: usize) -> Self {
         let stages = Box::new(Stages::new());
-        Self { pending: vec![Pending::EMPTY; levels], stages }
+        Self { pending: vec![LevelBuffer::EMPTY; levels], stages }
     }
 }
 
@@ -98,7 +98,7 @@ impl Tree {
         }
         let words = sync::zeroed_words(total)
             .ok_or(NoMemory { frames: layout.frames(), bytes: total as u64 * 8 })?;
-        let scratch = Mutex::new(Scratch::new(levels.len()));
+        let scratch = Mutex::new(WalkScratch::new(levels.len()));
         let (simd, word_list) = (SimdLevel::best(), WordList::new());
         Ok(Self { layout, words, levels, simd, scratch, word_list, grain: split::GRAIN })
     }
@@ -155,14 +155,14 @@ impl Tree {
     }
 
     /// Calls `f` with the scratch memory. If two drains run at once, the second allocates its own.
-    pub(super) fn with_scratch(&self, f: impl FnOnce(&mut [Pending], &mut Stages)) {
+    pub(super) fn with_scratch(&self, f: impl FnOnce(&mut [LevelBuffer], &mut Stages)) {
         match sync::try_lock(&self.scratch) {
             Some(mut scratch) => {
-                let Scratch { pending, stages } = &mut *scratch;
+                let WalkScratch { pending, stages } = &mut *scratch;
                 f(pending, stages);
             }
             None => {
-                let Scratch { mut pending, mut stages } = Scratch::new(self.levels.len());
+                let WalkScratch { mut pending, mut stages } = WalkScratch::new(self.levels.len());
                 f(&mut pending, &mut stages);
             }
         }

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use super::simd::{self, SimdLevel};
-use super::sink::{Frames, Sink, Stages};
+use super::sink::{FrameWriter, Stages, WordSink};
 use super::{Tree, word_list, words};
 use crate::sync::Ordering::SeqCst;
 use crate::{FrameRun, Gfn, Layout, Slot, SlotId};
@@ -127,9 +127,9 @@ fn spurious_summaries_of_lists_are_bounded() {
 }
 
 /// Leaf words that are all full, at every index.
-struct Full;
+struct FullWords;
 
-impl words::Words for Full {
+impl words::Words for FullWords {
     fn take(&mut self, _: usize) -> u64 {
         u64::MAX
     }
@@ -137,13 +137,13 @@ impl words::Words for Full {
     fn prefetch(&self, _: impl simd::Simd, _: usize) {}
 }
 
-struct LastWords<'a>(Frames<'a>);
+struct HighestWords<'a>(FrameWriter<'a>);
 
-impl simd::Job for LastWords<'_> {
+impl simd::SimdJob for HighestWords<'_> {
     #[inline(always)]
     fn run<K: simd::Simd>(mut self, simd: K) {
         let offsets: Vec<u32> = (u32::MAX - 20..=u32::MAX).collect();
-        self.0.take(simd, &mut Full, 0, &offsets);
+        self.0.take(simd, &mut FullWords, 0, &offsets);
         self.0.finish(simd);
     }
 }
@@ -154,7 +154,7 @@ fn full_words_at_the_reach_limit_are_complete() {
     let layout = Layout::new([slot]).unwrap();
     for simd in SimdLevel::all() {
         let (mut list, mut stages) = (Vec::new(), Stages::new());
-        simd.run(LastWords(Frames::new(&layout, &mut list, &mut stages)));
+        simd.run(HighestWords(FrameWriter::new(&layout, &mut list, &mut stages)));
         let first = 3 + u64::from(u32::MAX - 20) * 64;
         assert!(list.into_iter().eq((first..first + 21 * 64).map(Gfn)), "{simd:?}");
     }

@@ -4,25 +4,25 @@
 //! A walk proceeds level by level, one full buffer of words at a time, and not branch by branch.
 //! The loads of a buffer overlap, and the loops are long enough for branch prediction.
 
-use super::simd::{Job, Simd};
-use super::sink::Sink;
+use super::simd::{Simd, SimdJob};
+use super::sink::WordSink;
 use super::words::{PREFETCH_DISTANCE, SHIFT, Sparsity, Words};
 
 /// Capacity of a level's buffer: words that were found and not yet visited.
-pub(super) const PENDING: usize = 512;
+pub(super) const LEVEL_WORDS: usize = 512;
 
 /// The words of one level that a walk has found, ascending.
 #[derive(Debug, Clone)]
-pub(super) struct Pending {
+pub(super) struct LevelBuffer {
     /// Indices of the words, minus `base`.
-    words: [u32; PENDING],
+    words: [u32; LEVEL_WORDS],
     base: u64,
     next: usize,
     len: usize,
 }
 
-impl Pending {
-    pub(super) const EMPTY: Self = Self { words: [0; PENDING], base: 0, next: 0, len: 0 };
+impl LevelBuffer {
+    pub(super) const EMPTY: Self = Self { words: [0; LEVEL_WORDS], base: 0, next: 0, len: 0 };
 }
 
 /// As [`Simd::expand`], but with plain instructions if there are at most two bits.
@@ -38,14 +38,14 @@ fn expand_two(simd: impl Simd, bits: u64, base: u32, room: &mut [u32; 64]) -> us
 }
 
 /// Takes listed leaf words, ascending. Leaves their summaries as they are.
-pub(super) struct Listed<'a, W, S> {
+pub(super) struct ListedWords<'a, W, S> {
     pub(super) words: W,
     pub(super) list: &'a [u64],
-    pub(super) pending: &'a mut Pending,
+    pub(super) pending: &'a mut LevelBuffer,
     pub(super) sink: S,
 }
 
-impl<W: Words, S: Sink> Job for Listed<'_, W, S> {
+impl<W: Words, S: WordSink> SimdJob for ListedWords<'_, W, S> {
     #[inline(always)]
     fn run<K: Simd>(self, simd: K) {
         let Self { mut words, mut list, pending, mut sink } = self;
@@ -66,7 +66,7 @@ impl<W: Words, S: Sink> Job for Listed<'_, W, S> {
 /// A sink that discards all words.
 pub(super) struct Discard;
 
-impl Sink for Discard {
+impl WordSink for Discard {
     #[inline(always)]
     fn take(&mut self, _: impl Simd, words: &mut impl Words, base: u64, offsets: &[u32]) {
         for offset in offsets {
@@ -79,18 +79,18 @@ impl Sink for Discard {
 }
 
 /// A walk over everything below the words `roots` of the highest of `levels`, ascending.
-pub(super) struct Walk<'a, W, S> {
+pub(super) struct TreeWalk<'a, W, S> {
     pub(super) words: W,
     /// First word and length of each level, level 0 first. The level of the roots is the last.
     pub(super) levels: &'a [(usize, usize)],
-    /// Ascending, at most [`PENDING`], and all within 32 bits of the first.
+    /// Ascending, at most [`LEVEL_WORDS`], and all within 32 bits of the first.
     pub(super) roots: &'a [u64],
     /// One buffer for each level.
-    pub(super) pending: &'a mut [Pending],
+    pub(super) pending: &'a mut [LevelBuffer],
     pub(super) sink: S,
 }
 
-impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
+impl<W: Words, S: WordSink> SimdJob for TreeWalk<'_, W, S> {
     /// Clears a summary before it loads anything below. If an insert adds a word below it
     /// meanwhile, that insert sets the summary again (see Ordering in the module above).
     #[inline(always)]

@@ -30,12 +30,12 @@ pub(super) const MAX_SPURIOUS: usize = if cfg!(miri) { 4 } else { 64 } * CAPACIT
 #[derive(Debug)]
 pub(super) struct WordList {
     incomplete: AtomicBool,
-    list: Mutex<List>,
+    list: Mutex<LeafWordList>,
 }
 
 /// Leaf words and their state.
 #[derive(Debug)]
-pub(super) struct List {
+pub(super) struct LeafWordList {
     words: Vec<u64>,
     /// Whether the words are ascending and distinct.
     ascending: bool,
@@ -44,13 +44,14 @@ pub(super) struct List {
 
 impl WordList {
     pub(super) fn new() -> Self {
-        let list = List { words: Vec::with_capacity(CAPACITY), ascending: true, spurious: 0 };
+        let list =
+            LeafWordList { words: Vec::with_capacity(CAPACITY), ascending: true, spurious: 0 };
         Self { incomplete: AtomicBool::new(false), list: Mutex::new(list) }
     }
 
     /// Returns the list to an insert, if the list may be complete and no other thread holds its
     /// lock.
-    pub(super) fn try_list(&self) -> Option<MutexGuard<'_, List>> {
+    pub(super) fn try_list(&self) -> Option<MutexGuard<'_, LeafWordList>> {
         if self.incomplete.load(SeqCst) {
             return None;
         }
@@ -66,7 +67,7 @@ impl WordList {
 
     /// Returns the list to a drain if it names every leaf that is not zero. Otherwise the caller
     /// walks, and the list starts anew unless another thread holds its lock.
-    pub(super) fn complete(&self) -> Option<MutexGuard<'_, List>> {
+    pub(super) fn complete(&self) -> Option<MutexGuard<'_, LeafWordList>> {
         let mut list = sync::try_lock(&self.list)?;
         if !self.incomplete.load(SeqCst) && list.spurious < MAX_SPURIOUS {
             return Some(list);
@@ -83,7 +84,7 @@ impl WordList {
     }
 }
 
-impl List {
+impl LeafWordList {
     /// Adds `word`. Returns whether it is on the list now.
     pub(super) fn add(&mut self, word: u64) -> bool {
         let last = self.words.last();

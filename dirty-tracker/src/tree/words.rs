@@ -25,9 +25,9 @@ pub(super) trait Words {
 pub(super) const PREFETCH_DISTANCE: usize = 12;
 
 /// Words that other threads insert into: one exchange for each word that is not zero.
-pub(super) struct Shared<'t>(pub(super) &'t [AtomicU64]);
+pub(super) struct SharedWords<'t>(pub(super) &'t [AtomicU64]);
 
-impl Words for Shared<'_> {
+impl Words for SharedWords<'_> {
     #[inline(always)]
     fn take(&mut self, index: usize) -> u64 {
         let word = &self.0[index];
@@ -43,9 +43,9 @@ impl Words for Shared<'_> {
 }
 
 /// Words that only this walk can access: plain loads and stores.
-pub(super) struct Owned<'t>(pub(super) &'t mut [AtomicU64]);
+pub(super) struct OwnedWords<'t>(pub(super) &'t mut [AtomicU64]);
 
-impl Words for Owned<'_> {
+impl Words for OwnedWords<'_> {
     #[inline(always)]
     fn take(&mut self, index: usize) -> u64 {
         sync::take_mut(&mut self.0[index])

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::bmi::Bmi;
-use super::portable::{Job, Places, Portable, Simd};
+use super::portable::{Portable, Simd, SimdJob, WordFrames};
 use crate::Gfn;
 use crate::sync::AtomicU64;
 
@@ -30,7 +30,7 @@ impl Avx512 {
 #[target_feature(
     enable = "bmi1,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi2,avx512vpopcntdq"
 )]
-pub(super) fn with_avx512(job: impl Job, avx: Avx512) {
+pub(super) fn with_avx512(job: impl SimdJob, avx: Avx512) {
     job.run(avx);
 }
 
@@ -57,7 +57,7 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn write(self, bits: u64, base: u64, room: &mut Places) -> usize {
+    fn write(self, bits: u64, base: u64, room: &mut WordFrames) -> usize {
         // SAFETY: as above.
         unsafe { write(bits, base, room) }
     }
@@ -148,7 +148,7 @@ fn expand(bits: u64, base: u32, room: &mut [u32; 64]) -> usize {
 /// As `expand`, but widens eight numbers at a time.
 #[inline]
 #[target_feature(enable = "popcnt,avx512f,avx512bw,avx512vl,avx512vbmi2")]
-fn write(bits: u64, base: u64, room: &mut Places) -> usize {
+fn write(bits: u64, base: u64, room: &mut WordFrames) -> usize {
     let count = bits.count_ones() as usize;
     // SAFETY: 64 bytes are read from an array of 64 bytes.
     let numbers = unsafe { _mm512_loadu_si512(NUMBERS.as_ptr().cast()) };
@@ -173,7 +173,7 @@ fn write(bits: u64, base: u64, room: &mut Places) -> usize {
 
 /// The bits of eight words with at most two bits each.
 #[cfg(not(any(driftline_loom, driftline_shuttle)))]
-struct Few {
+struct SparseWords {
     /// The number of the word's first bit in the lower half of a lane, that of the second in the
     /// upper half.
     bits: __m512i,
@@ -186,7 +186,7 @@ struct Few {
 #[cfg(not(any(driftline_loom, driftline_shuttle)))]
 #[inline]
 #[target_feature(enable = "bmi2,avx512f,avx512vl,avx512vpopcntdq")]
-fn take_eight(words: &mut [AtomicU64], offsets: &[u32; 8], first: u32) -> Option<Few> {
+fn take_eight(words: &mut [AtomicU64], offsets: &[u32; 8], first: u32) -> Option<SparseWords> {
     let offset_list = offsets;
     // SAFETY: 32 bytes are read from an array of eight words of four bytes.
     let offsets = unsafe { _mm256_loadu_si256(offsets.as_ptr().cast()) };
@@ -223,7 +223,7 @@ fn take_eight(words: &mut [AtomicU64], offsets: &[u32; 8], first: u32) -> Option
         let number = _mm512_slli_epi64::<32>(_mm512_add_epi64(base, number));
         bits = _mm512_or_si512(bits, number);
     }
-    Some(Few { bits, mask: mask as u16 })
+    Some(SparseWords { bits, mask: mask as u16 })
 }
 
 #[cfg(not(any(driftline_loom, driftline_shuttle)))]

@@ -1,7 +1,7 @@
 //! The SIMD level of x86-64 with BMI. Code that needs it takes a `Bmi`, which exists only after CPU
 //! detection.
 
-use super::portable::{Job, Portable};
+use super::portable::{Portable, SimdJob};
 
 /// A CPU with BMI, POPCNT and LZCNT, for which the portable code compiles to fewer instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +22,6 @@ impl Bmi {
 /// # Safety
 /// The CPU has them, as a `Bmi` shows.
 #[target_feature(enable = "bmi1,bmi2,lzcnt,popcnt")]
-pub(super) unsafe fn with_bmi(job: impl Job, _: Bmi) {
+pub(super) unsafe fn with_bmi(job: impl SimdJob, _: Bmi) {
     job.run(Portable);
 }

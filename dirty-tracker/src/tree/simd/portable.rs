@@ -6,7 +6,7 @@ use crate::Gfn;
 use crate::sync::AtomicU64;
 
 /// Room for the frames of one word.
-pub(super) type Places = [MaybeUninit<Gfn>; 64];
+pub(super) type WordFrames = [MaybeUninit<Gfn>; 64];
 
 /// The operations that a walk needs from the CPU.
 pub(in super::super) trait Simd: Copy {
@@ -22,7 +22,7 @@ pub(in super::super) trait Simd: Copy {
     fn expand(self, bits: u64, base: u32, room: &mut [u32; 64]) -> usize;
 
     /// As [`expand`](Self::expand), but writes frames. It initializes as many places as it returns.
-    fn write(self, bits: u64, base: u64, room: &mut Places) -> usize;
+    fn write(self, bits: u64, base: u64, room: &mut WordFrames) -> usize;
 
     /// Takes the words `base` plus each offset and leaves zeros. Writes the number of each of their
     /// bits, ascending, as [`expand`](Self::expand) does; the number of a word's first bit is 64
@@ -67,7 +67,7 @@ pub(in super::super) trait Simd: Copy {
 
 /// Work that is compiled once for each level. `run` and everything that it calls must be inlined,
 /// or it is not compiled with the instructions of the level.
-pub(in super::super) trait Job {
+pub(in super::super) trait SimdJob {
     fn run<K: Simd>(self, simd: K);
 }
 
@@ -84,7 +84,7 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    fn write(self, bits: u64, base: u64, room: &mut Places) -> usize {
+    fn write(self, bits: u64, base: u64, room: &mut WordFrames) -> usize {
         each_bit(bits, room, |place, bit| {
             place.write(Gfn(base.wrapping_add(u64::from(bit))));
         })

@@ -8,7 +8,7 @@ use crate::sync::AtomicU64;
 
 /// The spare capacity of a list while it is being filled. It never allocates: frames without room
 /// are not written.
-pub(in super::super) struct Room<'l> {
+pub(in super::super) struct SpareRoom<'l> {
     list: &'l mut Vec<Gfn>,
     /// The places behind the list's end, of which the first `len` are initialized.
     places: *mut MaybeUninit<Gfn>,
@@ -16,7 +16,7 @@ pub(in super::super) struct Room<'l> {
     len: usize,
 }
 
-impl<'l> Room<'l> {
+impl<'l> SpareRoom<'l> {
     /// Creates room of at most `bound` places of the list's spare capacity.
     #[inline(always)]
     pub(in super::super) fn new(list: &'l mut Vec<Gfn>, bound: usize) -> Self {

@@ -4,9 +4,9 @@ use super::*;
 use crate::Gfn;
 use crate::sync::AtomicU64;
 
-struct Expand<'a>(u64, u32, &'a mut Vec<u32>);
+struct ExpandJob<'a>(u64, u32, &'a mut Vec<u32>);
 
-impl Job for Expand<'_> {
+impl SimdJob for ExpandJob<'_> {
     #[inline(always)]
     fn run<K: Simd>(self, simd: K) {
         let mut room = [0xdead; 64];
@@ -16,12 +16,12 @@ impl Job for Expand<'_> {
 }
 
 /// The same through a list's room, twice for words of at most two bits.
-struct Write<'a>(u64, u64, &'a mut Vec<Gfn>);
+struct WriteJob<'a>(u64, u64, &'a mut Vec<Gfn>);
 
-impl Job for Write<'_> {
+impl SimdJob for WriteJob<'_> {
     #[inline(always)]
     fn run<K: Simd>(self, simd: K) {
-        let mut room = Room::new(self.2, usize::MAX);
+        let mut room = SpareRoom::new(self.2, usize::MAX);
         let few = room.write_two(self.0, self.1);
         assert_eq!(few, self.0.count_ones() <= 2);
         if !few {
@@ -33,21 +33,21 @@ impl Job for Write<'_> {
 }
 
 /// A range into a list's room, as far as there is room.
-struct WriteRange<'a>(&'a mut Vec<Gfn>, u64, usize, usize);
+struct WriteRangeJob<'a>(&'a mut Vec<Gfn>, u64, usize, usize);
 
-impl Job for WriteRange<'_> {
+impl SimdJob for WriteRangeJob<'_> {
     #[inline(always)]
     fn run<K: Simd>(self, simd: K) {
-        let mut room = Room::new(self.0, self.3);
+        let mut room = SpareRoom::new(self.0, self.3);
         room.write_range(simd, self.1, self.2);
         room.keep();
     }
 }
 
 /// The frames, and then as many again as a range.
-struct Append<'a>(&'a mut Vec<Gfn>, &'a [Gfn]);
+struct AppendJob<'a>(&'a mut Vec<Gfn>, &'a [Gfn]);
 
-impl Job for Append<'_> {
+impl SimdJob for AppendJob<'_> {
     #[inline(always)]
     fn run<K: Simd>(self, simd: K) {
         simd.append(self.0, self.1);
@@ -75,10 +75,10 @@ fn every_simd_level_finds_the_set_bits() {
         let expected: Vec<u32> = (0..64).filter(|b| bits >> b & 1 == 1).map(|b| base + b).collect();
         for simd in SimdLevel::all() {
             let mut found = Vec::new();
-            simd.run(Expand(bits, base, &mut found));
+            simd.run(ExpandJob(bits, base, &mut found));
             assert_eq!(found, expected, "{simd:?} of {bits:#x}");
             let (far, mut list) = (1 << 40 | u64::from(base), Vec::with_capacity(192));
-            simd.run(Write(bits, far, &mut list));
+            simd.run(WriteJob(bits, far, &mut list));
             let expected = |bit: &u64| bits >> bit & 1 == 1;
             let expected: Vec<Gfn> = (0..64).filter(expected).map(|b| Gfn(far + b)).collect();
             assert_eq!(list, [&expected[..], &expected].concat(), "{simd:?} of {bits:#x}");
@@ -96,7 +96,7 @@ fn every_simd_level_appends_to_any_list() {
         let mut next = base;
         for round in 0..rounds {
             let piece: Vec<Gfn> = (next..next + 997 + round % 23).map(Gfn).collect();
-            simd.run(Append(&mut list, &piece));
+            simd.run(AppendJob(&mut list, &piece));
             next += 2 * piece.len() as u64;
         }
         assert!(list.iter().copied().eq((base..next).map(Gfn)), "{simd:?}");
@@ -109,19 +109,19 @@ fn every_simd_level_writes_ranges_within_the_room() {
         let mut list = Vec::with_capacity(2000);
         let (places, mut next) = (list.as_ptr(), 1u64 << 40);
         for len in [1, 7, 8, 9, 64, 65, 128, 640].into_iter().chain(10..18) {
-            simd.run(WriteRange(&mut list, next, len, len - 1));
+            simd.run(WriteRangeJob(&mut list, next, len, len - 1));
             assert_eq!(list.len() as u64, next - (1 << 40), "{simd:?}: written without room");
-            simd.run(WriteRange(&mut list, next, len, len));
+            simd.run(WriteRangeJob(&mut list, next, len, len));
             next += len as u64;
         }
-        simd.run(WriteRange(&mut list, next, 2000, usize::MAX));
+        simd.run(WriteRangeJob(&mut list, next, 2000, usize::MAX));
         assert!(list.iter().copied().eq((1 << 40..next).map(Gfn)), "{simd:?}");
         assert_eq!((list.as_ptr(), list.capacity()), (places, 2000), "{simd:?}");
     }
 }
 
 /// Eight words, to numbers and to frames.
-struct Eight<'a> {
+struct EightWordsJob<'a> {
     words: &'a [u64],
     base: usize,
     offsets: [u32; 8],
@@ -131,7 +131,7 @@ struct Eight<'a> {
     attempted: bool,
 }
 
-impl Job for &mut Eight<'_> {
+impl SimdJob for &mut EightWordsJob<'_> {
     #[inline(always)]
     fn run<K: Simd>(self, simd: K) {
         let fresh = || self.words.iter().map(|word| AtomicU64::new(*word)).collect::<Vec<_>>();
@@ -142,7 +142,7 @@ impl Job for &mut Eight<'_> {
         let numbers = |count| room[..count].iter().map(|number| u64::from(*number)).collect();
         let expanded = (count.map(numbers), after(words));
         let (mut words, mut list) = (fresh(), Vec::with_capacity(16));
-        let mut room = Room::new(&mut list, 16);
+        let mut room = SpareRoom::new(&mut list, 16);
         let start = (first, 1 << 40);
         let written = room.write_eight(simd, &mut words, base, &self.offsets, start);
         room.keep();
@@ -176,7 +176,8 @@ fn only_eight_sparse_words_are_taken_together() {
         let few = |offset: &u32| words.get(place(offset)).is_some_and(|w| w.count_ones() <= 2);
         let possible = offsets.iter().all(few);
         for simd in SimdLevel::all() {
-            let mut eight = Eight { words: &words, base, offsets, found: vec![], attempted: false };
+            let mut eight =
+                EightWordsJob { words: &words, base, offsets, found: vec![], attempted: false };
             simd.run(&mut eight);
             for (found, after) in eight.found {
                 assert_eq!(found.is_some(), possible && eight.attempted, "{simd:?}");
