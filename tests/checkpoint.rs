@@ -9,10 +9,10 @@ use std::thread;
 use std::time::Duration;
 
 use driftline_machine::testing::kvm_or_skip;
-use tests::{Driftline, Load, SOON, Scratch, driftline, json_of, repeats, run_cli};
+use tests::{Driftline, GuestLoad, SOON, ScratchDir, driftline, json_of, repeats, run_cli};
 
 /// Restores `epoch`, or the latest, and has the guest check its memory for a while.
-fn restores_whole(scratch: &Scratch, store: &str, epoch: Option<u64>) {
+fn restores_whole(scratch: &ScratchDir, store: &str, epoch: Option<u64>) {
     let number = epoch.map(|epoch| epoch.to_string());
     let mut args = vec!["restore", "--same-id", "--store", store];
     if let Some(number) = &number {
@@ -32,8 +32,8 @@ fn shields() -> bool {
         .any(|f| f.name == "userfaultfd" && f.present)
 }
 
-fn every_epoch_restores(load: Load, epochs: usize) {
-    let scratch = Scratch::new();
+fn every_epoch_restores(load: GuestLoad, epochs: usize) {
+    let scratch = ScratchDir::new();
     let here = load.start(&scratch, "guest");
     let store = scratch.path("store");
     let store = store.to_str().expect("UTF-8");
@@ -65,14 +65,14 @@ fn every_epoch_restores(load: Load, epochs: usize) {
 tests::under_each_load!(every_epoch_restores, 3, 100);
 
 #[test]
-fn checkpoints_go_on_while_the_guest_is_migrated_and_both_are_whole() {
-    if !kvm_or_skip("checkpoints_go_on_while_the_guest_is_migrated_and_both_are_whole") {
+fn checkpoints_during_a_migration_restore_whole() {
+    if !kvm_or_skip("checkpoints_during_a_migration_restore_whole") {
         return;
     }
     let _alone = tests::one_at_a_time();
     for round in 0..repeats(1, 10) {
-        let scratch = Scratch::new();
-        let mut here = Load::paced("dirty-ring").start(&scratch, "source");
+        let scratch = ScratchDir::new();
+        let mut here = GuestLoad::paced("dirty-ring").start(&scratch, "source");
         let store = scratch.path("store");
         let store = store.to_str().expect("UTF-8");
         let mut taking = Command::new(driftline())

@@ -14,7 +14,8 @@ use driftline_guest::VmId;
 use driftline_machine::testing::kvm_or_skip;
 use driftline_migrate::Tag;
 use tests::{
-    Cut, Direction, Driftline, Later, Proxy, SOON, Scratch, json_of, one_at_a_time, wait_for,
+    CutAction, Direction, Driftline, LaterConnections, MigrationProxy, SOON, ScratchDir, json_of,
+    one_at_a_time, wait_for,
 };
 
 /// Small, because dozens of them start.
@@ -38,32 +39,38 @@ const BEFORE_COMMIT: [(Direction, Tag); 13] = [
     (Direction::ToDestination, Tag::Commit),
 ];
 
-type Shared = Arc<Mutex<Driftline>>;
+type SharedProcess = Arc<Mutex<Driftline>>;
 
 /// Kills the process when the record comes, before it passes.
-fn kill(victim: &Shared) -> Cut {
+fn kill(victim: &SharedProcess) -> CutAction {
     let victim = victim.clone();
-    Cut::Call(Box::new(move || victim.lock().expect("no test has failed").kill()))
+    CutAction::Call(Box::new(move || victim.lock().expect("no test has failed").kill()))
 }
 
-fn shared(process: Driftline) -> Shared {
+fn shared(process: Driftline) -> SharedProcess {
     Arc::new(Mutex::new(process))
 }
 
 #[test]
-fn destination_killed_at_every_message_leaves_the_guest_running_here() {
-    if !kvm_or_skip("destination_killed_at_every_message_leaves_the_guest_running_here") {
+fn destination_killed_at_any_message_leaves_source_running() {
+    if !kvm_or_skip("destination_killed_at_any_message_leaves_source_running") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     // COMMIT that never reached the destination is a doubt, and has its own test.
     for (direction, tag) in &BEFORE_COMMIT[..BEFORE_COMMIT.len() - 1] {
         let name = format!("destination-{}-{direction:?}", tag.name());
         let (destination, address) = Driftline::receive(&scratch, &name);
         let destination = shared(destination);
-        let proxy = Proxy::start(&address, *direction, *tag, kill(&destination), Later::Refused);
+        let proxy = MigrationProxy::start(
+            &address,
+            *direction,
+            *tag,
+            kill(&destination),
+            LaterConnections::Refused,
+        );
         let sent = source.cli("send-migration", &[proxy.address(), "--json"]);
         let said = String::from_utf8_lossy(&sent.stderr);
         assert!(proxy.has_cut(), "{name}: the message never came: {said}");
@@ -79,12 +86,12 @@ fn destination_killed_at_every_message_leaves_the_guest_running_here() {
 }
 
 #[test]
-fn source_killed_at_every_message_leaves_no_guest_at_the_destination() {
-    if !kvm_or_skip("source_killed_at_every_message_leaves_no_guest_at_the_destination") {
+fn source_killed_before_commit_leaves_no_second_guest() {
+    if !kvm_or_skip("source_killed_before_commit_leaves_no_second_guest") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     for (direction, tag) in BEFORE_COMMIT {
         let name = format!("{}-{direction:?}", tag.name());
         let source = Driftline::run(&scratch, &format!("source-{name}"), GUEST, &MACHINE);
@@ -92,7 +99,13 @@ fn source_killed_at_every_message_leaves_no_guest_at_the_destination() {
             Driftline::receive(&scratch, &format!("destination-{name}"));
         let socket = source.socket().to_owned();
         let source = shared(source);
-        let proxy = Proxy::start(&address, direction, tag, kill(&source), Later::Refused);
+        let proxy = MigrationProxy::start(
+            &address,
+            direction,
+            tag,
+            kill(&source),
+            LaterConnections::Refused,
+        );
         let sent =
             tests::run_cli(&["send-migration", proxy.address(), "--api-sock", &socket, "--json"]);
         assert!(proxy.has_cut(), "{name}: the message never came");
@@ -109,16 +122,21 @@ fn source_killed_at_every_message_leaves_no_guest_at_the_destination() {
 }
 
 #[test]
-fn commit_that_never_arrives_is_a_doubt_that_the_destination_settles() {
-    if !kvm_or_skip("commit_that_never_arrives_is_a_doubt_that_the_destination_settles") {
+fn lost_commit_is_resolved_by_the_destination() {
+    if !kvm_or_skip("lost_commit_is_resolved_by_the_destination") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     let (mut destination, address) = Driftline::receive_and_linger(&scratch, "destination", "20s");
-    let proxy =
-        Proxy::start(&address, Direction::ToDestination, Tag::Commit, Cut::Before, Later::Passed);
+    let proxy = MigrationProxy::start(
+        &address,
+        Direction::ToDestination,
+        Tag::Commit,
+        CutAction::Before,
+        LaterConnections::Passed,
+    );
     let sent = source.cli("send-migration", &[proxy.address(), "--json"]);
     let said = String::from_utf8_lossy(&sent.stderr);
     assert!(proxy.has_cut(), "COMMIT never came: {said}");
@@ -132,17 +150,22 @@ fn commit_that_never_arrives_is_a_doubt_that_the_destination_settles() {
 }
 
 #[test]
-fn a_doubt_that_nobody_can_settle_is_the_operators() {
-    if !kvm_or_skip("a_doubt_that_nobody_can_settle_is_the_operators") {
+fn migration_in_doubt_is_resolved_by_the_operator() {
+    if !kvm_or_skip("migration_in_doubt_is_resolved_by_the_operator") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     let (destination, address) = Driftline::receive(&scratch, "destination");
     // The source cannot ask through the proxy, which refuses a second connection.
-    let proxy =
-        Proxy::start(&address, Direction::ToDestination, Tag::Commit, Cut::Before, Later::Refused);
+    let proxy = MigrationProxy::start(
+        &address,
+        Direction::ToDestination,
+        Tag::Commit,
+        CutAction::Before,
+        LaterConnections::Refused,
+    );
     let mut sending = std::process::Command::new(tests::driftline())
         .args(["send-migration", proxy.address(), "--api-sock", source.socket(), "--json"])
         .stdout(std::process::Stdio::null())
@@ -170,17 +193,22 @@ fn a_doubt_that_nobody_can_settle_is_the_operators() {
 }
 
 #[test]
-fn a_lost_answer_is_asked_for_again() {
-    if !kvm_or_skip("a_lost_answer_is_asked_for_again") {
+fn lost_running_message_is_requested_again() {
+    if !kvm_or_skip("lost_running_message_is_requested_again") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let mut source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     let (destination, address) = Driftline::receive(&scratch, "destination");
     // RUNNING is lost; the proxy lets later connections through.
-    let proxy =
-        Proxy::start(&address, Direction::ToSource, Tag::Running, Cut::Before, Later::Passed);
+    let proxy = MigrationProxy::start(
+        &address,
+        Direction::ToSource,
+        Tag::Running,
+        CutAction::Before,
+        LaterConnections::Passed,
+    );
     let sent = source.cli("send-migration", &[proxy.address(), "--json"]);
     assert_eq!(sent.status.code(), Some(0), "{}", String::from_utf8_lossy(&sent.stderr));
     assert_eq!(source.wait_exit(SOON), 0);
@@ -189,12 +217,12 @@ fn a_lost_answer_is_asked_for_again() {
 }
 
 #[test]
-fn strangers_are_turned_away_and_a_proper_source_still_gets_in() {
-    if !kvm_or_skip("strangers_are_turned_away_and_a_proper_source_still_gets_in") {
+fn invalid_connections_do_not_block_a_source() {
+    if !kvm_or_skip("invalid_connections_do_not_block_a_source") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     let (destination, address) = Driftline::receive(&scratch, "destination");
     let connect = || {
@@ -243,17 +271,17 @@ const DELAY: Duration = Duration::from_millis(50);
 const RATE: u64 = 10_000_000;
 
 #[test]
-fn over_a_long_and_thin_line_a_guest_arrives_whole() {
-    if !kvm_or_skip("over_a_long_and_thin_line_a_guest_arrives_whole") {
+fn guest_arrives_whole_over_a_slow_link() {
+    if !kvm_or_skip("guest_arrives_whole_over_a_slow_link") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let guest = "payload,ws=8M,rate=1M,pattern=random";
     let mut source = Driftline::run(&scratch, "source", guest, &MACHINE);
     source.console().wait_reports(2, 1, SOON);
     let (destination, address) = Driftline::receive(&scratch, "destination");
-    let line = Proxy::slow(&address, DELAY, RATE);
+    let line = MigrationProxy::slow(&address, DELAY, RATE);
     let sent = std::thread::scope(|scope| {
         let sent = scope.spawn(|| source.cli("send-migration", &[line.address(), "--json"]));
         // Meanwhile both sides say how it goes.
@@ -284,16 +312,16 @@ fn over_a_long_and_thin_line_a_guest_arrives_whole() {
 }
 
 #[test]
-fn a_guest_that_outruns_a_thin_line_stays_and_is_told_why() {
-    if !kvm_or_skip("a_guest_that_outruns_a_thin_line_stays_and_is_told_why") {
+fn guest_that_outruns_the_link_stays() {
+    if !kvm_or_skip("guest_that_outruns_the_link_stays") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     source.console().wait_reports(2, 1, SOON);
     let (destination, address) = Driftline::receive(&scratch, "destination");
-    let line = Proxy::slow(&address, DELAY, RATE);
+    let line = MigrationProxy::slow(&address, DELAY, RATE);
     let args = [line.address(), "--json", "--timeout-s", "3", "--no-throttle"];
     let sent = source.cli("send-migration", &args);
     let said = String::from_utf8_lossy(&sent.stderr);

@@ -22,8 +22,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use tests::{
-    Driftline, Echo, Linux, Namespace, Network, PEER, Progress, SOON, Scratch, Stolen, json_of,
-    repeats,
+    CheckerProgress, Driftline, EchoClient, LinuxImage, Namespace, Network, PEER, SOON, ScratchDir,
+    StolenTime, json_of, repeats,
 };
 
 /// They speak every other second: where ring 0 is emulated, a line costs the guest a tenth of a
@@ -41,10 +41,10 @@ const UNDISTURBED: f64 = 1.0;
 const SETTLED: u64 = 500;
 
 /// A guest with all its checkers, and where it is.
-struct Story<'t> {
-    linux: &'t Linux,
+struct CheckedGuest<'t> {
+    linux: &'t LinuxImage,
     network: &'t Network,
-    scratch: &'t Scratch,
+    scratch: &'t ScratchDir,
     here: Driftline,
     /// Which of the hosts it is at.
     at: usize,
@@ -53,17 +53,22 @@ struct Story<'t> {
     lives: usize,
 }
 
-impl<'t> Story<'t> {
-    fn begin(linux: &'t Linux, network: &'t Network, scratch: &'t Scratch, tracking: &str) -> Self {
+impl<'t> CheckedGuest<'t> {
+    fn begin(
+        linux: &'t LinuxImage,
+        network: &'t Network,
+        scratch: &'t ScratchDir,
+        tracking: &str,
+    ) -> Self {
         Self::begin_with(CHECKERS, linux, network, scratch, tracking)
     }
 
     /// As [`begin`](Self::begin), with these checkers.
     fn begin_with(
         checkers: &str,
-        linux: &'t Linux,
+        linux: &'t LinuxImage,
         network: &'t Network,
-        scratch: &'t Scratch,
+        scratch: &'t ScratchDir,
         tracking: &str,
     ) -> Self {
         let disk = scratch.path("disk0");
@@ -75,16 +80,21 @@ impl<'t> Story<'t> {
         let args = [&machine[..], &devices].concat();
         let here = linux.boot("vmlinux", &network.hosts[0], scratch, "life0", checkers, &args);
         let mut story = Self { linux, network, scratch, here, at: 0, disk, lives: 0 };
-        Progress::wait(&mut story.here, false);
+        CheckerProgress::wait(&mut story.here, false);
         story
     }
 
     /// A peer that talks to it, and waits for a guest that is busy with its other checkers.
-    fn echo(&self) -> Echo {
+    fn echo(&self) -> EchoClient {
         let name = format!("echo{}", self.lives);
         let peer = &self.network.peer;
-        let mut echo =
-            Echo::start_with(&["interval=50ms", "window=8"], self.linux, peer, self.scratch, &name);
+        let mut echo = EchoClient::start_with(
+            &["interval=50ms", "window=8"],
+            self.linux,
+            peer,
+            self.scratch,
+            &name,
+        );
         echo.wait_answers(10);
         echo
     }
@@ -95,13 +105,13 @@ impl<'t> Story<'t> {
     }
 
     /// Moves it to the other host, while `echo` talks to it; the longest silence.
-    fn move_on(&mut self, echo: &mut Echo) -> u64 {
+    fn move_on(&mut self, echo: &mut EchoClient) -> u64 {
         let name = self.next_name();
         self.go(echo, &name, &[], &[])
     }
 
     /// Moves it likewise, with its disk, which then is in a new file alone.
-    fn move_on_with_disk(&mut self, echo: &mut Echo) -> u64 {
+    fn move_on_with_disk(&mut self, echo: &mut EchoClient) -> u64 {
         let (silence, old) = self.move_on_leaving_disk(echo);
         std::fs::remove_file(old).expect("the disk is ours");
         silence
@@ -109,7 +119,7 @@ impl<'t> Story<'t> {
 
     /// As [`move_on_with_disk`](Self::move_on_with_disk), leaving the old file, whose path is
     /// returned, too.
-    fn move_on_leaving_disk(&mut self, echo: &mut Echo) -> (u64, PathBuf) {
+    fn move_on_leaving_disk(&mut self, echo: &mut EchoClient) -> (u64, PathBuf) {
         let name = self.next_name();
         let copy = self.scratch.path(&format!("disk-{name}"));
         let spec = format!("path={},id=disk0,copy", text(&copy));
@@ -118,7 +128,7 @@ impl<'t> Story<'t> {
     }
 
     /// Moves it as `name`, to a receiver that is told `there` more, by a sender that is told `how`.
-    fn go(&mut self, echo: &mut Echo, name: &str, there: &[&str], how: &[&str]) -> u64 {
+    fn go(&mut self, echo: &mut EchoClient, name: &str, there: &[&str], how: &[&str]) -> u64 {
         self.at = 1 - self.at;
         let host = &self.network.hosts[self.at];
         let args = [&["--net", "tap=tap0"], there].concat();
@@ -134,7 +144,7 @@ impl<'t> Story<'t> {
         assert_eq!(code, 0, "{name}: the source ends once its guest has moved");
         tests::assert_clean(&self.here.console());
         self.here = there;
-        let progress = Progress::wait(&mut self.here, true);
+        let progress = CheckerProgress::wait(&mut self.here, true);
         echo.wait_answers(20);
         let silence = echo.silence_since(mark);
         eprintln!(
@@ -156,7 +166,7 @@ impl<'t> Story<'t> {
         let taken = self.here.cli("checkpoint", &["--store", text(&store), "--disks", "external"]);
         let said = String::from_utf8_lossy(&taken.stderr);
         assert_eq!(taken.status.code(), Some(0), "{said}");
-        let progress = Progress::on(&self.here.console()).expect("the checkers have spoken");
+        let progress = CheckerProgress::on(&self.here.console()).expect("the checkers have spoken");
         (store, progress.flushed)
     }
 
@@ -173,13 +183,13 @@ impl<'t> Story<'t> {
         self.here = Driftline::start_at(host, self.scratch, &name, &args);
         self.here.wait_state("running");
         let took = begun.elapsed();
-        let progress = Progress::wait(&mut self.here, talking);
+        let progress = CheckerProgress::wait(&mut self.here, talking);
         eprintln!("{name}: killed, and running after {:.0} ms; {progress:?}", ms(took));
         std::fs::remove_dir_all(store).expect("the store is ours");
     }
 
     /// Checkpoint, kill, restore, with nothing between the first two.
-    fn hold_and_restore(&mut self, echo: &mut Echo) {
+    fn hold_and_restore(&mut self, echo: &mut EchoClient) {
         let (store, _) = self.checkpoint();
         self.restore(&store, true);
         echo.wait_answers(20);
@@ -201,7 +211,7 @@ impl<'t> Story<'t> {
 
     /// Its end: the disk is read from outside.
     fn end(mut self) {
-        let progress = Progress::wait(&mut self.here, false);
+        let progress = CheckerProgress::wait(&mut self.here, false);
         self.here.kill();
         self.linux.verify_disk(&self.disk, progress.flushed);
     }
@@ -216,8 +226,8 @@ fn ms(time: Duration) -> f64 {
 }
 
 /// What these tests need, or a word that `test` is skipped.
-fn linux_and_network(test: &str) -> Option<(Linux, Network)> {
-    let linux = Linux::or_skip(test)?;
+fn linux_and_network(test: &str) -> Option<(LinuxImage, Network)> {
+    let linux = LinuxImage::or_skip(test)?;
     match Network::new() {
         Ok(network) => Some((linux, network)),
         Err(why) => {
@@ -249,8 +259,8 @@ fn moved_and_brought_back(test: &str, tracking: &str, times: usize) {
     if !can_track(test, tracking) {
         return;
     }
-    let scratch = Scratch::new();
-    let mut story = Story::begin(&linux, &network, &scratch, tracking);
+    let scratch = ScratchDir::new();
+    let mut story = CheckedGuest::begin(&linux, &network, &scratch, tracking);
     let mut echo = story.echo();
     let silences: Vec<u64> = (0..times).map(|_| story.move_on(&mut echo)).collect();
     eprintln!("{tracking}: silences of {times} moves, in ms: {silences:?}");
@@ -291,12 +301,12 @@ fn checkers_find_nothing_under_userfaultfd() {
 
 /// There and back, while the disk's checker writes to it.
 #[test]
-fn a_disk_goes_along_and_its_log_is_whole() {
+fn disk_moves_with_its_guest() {
     let _alone = tests::one_at_a_time();
-    let test = "a_disk_goes_along_and_its_log_is_whole";
+    let test = "disk_moves_with_its_guest";
     let Some((linux, network)) = linux_and_network(test) else { return };
-    let scratch = Scratch::new();
-    let mut story = Story::begin(&linux, &network, &scratch, "dirty-ring");
+    let scratch = ScratchDir::new();
+    let mut story = CheckedGuest::begin(&linux, &network, &scratch, "dirty-ring");
     let mut echo = story.echo();
     for _ in 0..repeats(2, 20) {
         story.move_on_with_disk(&mut echo);
@@ -311,22 +321,22 @@ fn a_connection_survives_moves_with_little_silence() {
     let _alone = tests::one_at_a_time();
     let test = "a_connection_survives_moves_with_little_silence";
     let Some((linux, network)) = linux_and_network(test) else { return };
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let args = ["--mem", "128M", "--net", "tap=tap0"];
     // The server hardly speaks: a line on the console is silence at the connection, a tenth of a
     // second of it where ring 0 is emulated.
     let checkers = "driftline.check=tcp driftline.tcp=every=60s";
     let mut here = linux.boot("vmlinux", &network.hosts[0], &scratch, "stay0", checkers, &args);
     // A kernel that has only just booted is busy with itself for some seconds.
-    let mut echo = Echo::start(&linux, &network.peer, &scratch, "settling");
+    let mut echo = EchoClient::start(&linux, &network.peer, &scratch, "settling");
     echo.wait_answers(SETTLED);
     echo.finish();
     let (mut silences, mut disturbed) = (Vec::new(), Vec::new());
     // In the long form until twenty were undisturbed.
     let judged = repeats(usize::MAX, 20);
     for i in 1..=repeats(4, 60) {
-        let mut echo = Echo::start(&linux, &network.peer, &scratch, &format!("echo{i}"));
-        let (mark, stolen) = (echo.mark(), Stolen::begin());
+        let mut echo = EchoClient::start(&linux, &network.peer, &scratch, &format!("echo{i}"));
+        let (mark, stolen) = (echo.mark(), StolenTime::begin());
         let before = echo.silence_since(0);
         let name = format!("stay{i}");
         let (there, address) =
@@ -368,7 +378,7 @@ const CLONES: usize = 10;
 /// `ask` or by a checker, between `<` and `>`; no two may give the same.
 fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     let _alone = tests::one_at_a_time();
-    let Some(linux) = Linux::or_skip(test) else { return };
+    let Some(linux) = LinuxImage::or_skip(test) else { return };
     if !linux.file(kernel).exists() {
         let why = format!("the image has no {kernel}; images/linux/build.sh --kernel all makes it");
         return driftline_machine::testing::skip(test, &why);
@@ -384,7 +394,7 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
         Ok(hosts) => hosts,
         Err(why) => return driftline_machine::testing::skip(test, &why),
     };
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let args = ["--mem", "128M", "--net", "tap=tap0"];
     // What a checker says takes time from guests that are many.
     let quiet = format!("driftline.check={checkers} driftline.tcp=every=60s");
@@ -392,7 +402,7 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     let store = scratch.path("store");
     let store = text(&store);
     // The server listens.
-    Echo::start(&linux, &hosts[0], &scratch, "first").finish();
+    EchoClient::start(&linux, &hosts[0], &scratch, "first").finish();
     for checker in checkers.split(',') {
         let ready = format!("check {checker}: ready");
         tests::wait_for("checkers", SOON, || first.console().text().contains(&ready).then_some(()));
@@ -425,9 +435,9 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     // Each on its own tap, all at once.
     let echo = |i: usize| {
         let name = format!("clone{i}");
-        Echo::start_with(&["interval=500ms", "window=2"], &linux, &hosts[i], &scratch, &name)
+        EchoClient::start_with(&["interval=500ms", "window=2"], &linux, &hosts[i], &scratch, &name)
     };
-    let mut echoes: Vec<Echo> = (1..=CLONES).map(echo).collect();
+    let mut echoes: Vec<EchoClient> = (1..=CLONES).map(echo).collect();
     echoes.iter_mut().for_each(|echo| echo.wait_answers(5));
     for echo in echoes {
         let (messages, _) = echo.finish();
@@ -458,16 +468,16 @@ fn fresh(clone: &mut Driftline) -> String {
 /// Without ACPI nothing tells a kernel that it was brought back; whoever needs randomness of its
 /// own reads the host's, behind what the driver may have fetched before the checkpoint.
 #[test]
-fn ten_guests_of_one_checkpoint_get_their_hosts_randomness() {
-    let test = "ten_guests_of_one_checkpoint_get_their_hosts_randomness";
+fn clones_read_fresh_randomness_from_hwrng() {
+    let test = "clones_read_fresh_randomness_from_hwrng";
     ten_go_on(test, "vmlinux", "tcp", Some("echo \"<$(head -c137 /dev/hwrng|tail -c9|base64)>\""));
 }
 
 /// A kernel with ACPI is told by the generation ID, some milliseconds after it goes on, and says
 /// so; a program that waits for that asks for randomness then.
 #[test]
-fn ten_guests_of_one_checkpoint_have_randomness_of_their_own() {
-    let test = "ten_guests_of_one_checkpoint_have_randomness_of_their_own";
+fn clones_are_reseeded_by_the_generation_id() {
+    let test = "clones_are_reseeded_by_the_generation_id";
     ten_go_on(test, "vmlinux-acpi", "tcp,fork", None);
 }
 
@@ -482,13 +492,13 @@ const STOCK_BOOT: Duration = Duration::from_secs(1200);
 /// distribution's uncompressed one, to the image's shell; or, on a host whose KVM emulates ring 0,
 /// as far as that goes.
 #[test]
-fn a_stock_kernel_boots_as_far_as_the_host_lets_it() {
-    let test = "a_stock_kernel_boots_as_far_as_the_host_lets_it";
-    let Some(linux) = Linux::or_skip(test) else { return };
+fn stock_kernel_boots_or_names_the_unemulated_instruction() {
+    let test = "stock_kernel_boots_or_names_the_unemulated_instruction";
+    let Some(linux) = LinuxImage::or_skip(test) else { return };
     let Some(kernel) = std::env::var_os("DRIFTLINE_STOCK_KERNEL").map(PathBuf::from) else {
         return driftline_machine::testing::skip(test, "DRIFTLINE_STOCK_KERNEL names no kernel");
     };
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let initrd = linux.file("initramfs.cpio");
     let boot = ["run", "--kernel", text(&kernel), "--initrd", text(&initrd), "--mem", "512M"];
     let args = [&boot[..], &["--cpu", STOCK_CPU, "--cmdline", STOCK_CMDLINE]].concat();

@@ -4,11 +4,11 @@
 use std::time::Duration;
 
 use driftline_machine::testing::kvm_or_skip;
-use tests::{Driftline, Load, SOON, Scratch, json_of};
+use tests::{Driftline, GuestLoad, SOON, ScratchDir, json_of};
 
 /// Sends one guest through `hops` processes; each one's guest must go on writing without an error.
-fn in_a_row(load: Load, hops: usize) {
-    let scratch = Scratch::new();
+fn in_a_row(load: GuestLoad, hops: usize) {
+    let scratch = ScratchDir::new();
     let mut here = load.start(&scratch, "hop0");
     let mut pages = here.console().wait_reports(2, 1, SOON).iter().map(|r| r.pages).sum::<u64>();
     for hop in 1..=hops {
@@ -36,8 +36,8 @@ fn in_a_row(load: Load, hops: usize) {
 tests::under_each_load!(in_a_row, 3, 20);
 
 #[test]
-fn a_guest_arrives_whole_however_it_is_sent() {
-    if !kvm_or_skip("a_guest_arrives_whole_however_it_is_sent") {
+fn guest_arrives_whole_with_every_send_option() {
+    if !kvm_or_skip("guest_arrives_whole_with_every_send_option") {
         return;
     }
     let ways: [&[&str]; 5] = [
@@ -47,7 +47,7 @@ fn a_guest_arrives_whole_however_it_is_sent() {
         &["--compress", "zstd", "--connections", "2", "--verify"],
         &["--max-bandwidth", "200M", "--connections", "2"],
     ];
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let machine = ["--mem", "256M", "--vcpus", "2"];
     let mut here = Driftline::run(&scratch, "hop0", "payload,ws=32M,rate=100M", &machine);
     here.console().wait_reports(2, 1, SOON);

@@ -3,11 +3,11 @@
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::os::unix::fs::FileExt;
-use tests::{Driftline, Load, SOON, Scratch, json_of, wait_for};
+use tests::{Driftline, GuestLoad, SOON, ScratchDir, json_of, wait_for};
 
 /// Checkpoints, kills the process hard, restores in a new one, and does that `times` times.
-fn in_a_row(load: Load, times: usize) {
-    let scratch = Scratch::new();
+fn in_a_row(load: GuestLoad, times: usize) {
+    let scratch = ScratchDir::new();
     let mut here = load.start(&scratch, "life0");
     for life in 1..=times {
         let store = scratch.path(&format!("store{life}"));
@@ -43,8 +43,8 @@ tests::under_each_load!(in_a_row, 4, 50);
 
 /// A store with a checkpoint of a guest that writes into 64 MiB as fast as it can; the guest is
 /// killed.
-fn one_checkpoint(scratch: &Scratch) -> String {
-    let mut vm = Load::fastest("dirty-ring").start(scratch, "before");
+fn one_checkpoint(scratch: &ScratchDir) -> String {
+    let mut vm = GuestLoad::fastest("dirty-ring").start(scratch, "before");
     let store = scratch.path("store").to_str().expect("UTF-8").to_owned();
     assert_eq!(vm.cli("checkpoint", &["--store", &store]).status.code(), Some(0));
     vm.kill();
@@ -52,14 +52,12 @@ fn one_checkpoint(scratch: &Scratch) -> String {
 }
 
 #[test]
-fn a_lazy_guest_ends_at_a_damaged_frame_and_says_which() {
-    if !driftline_machine::testing::kvm_or_skip(
-        "a_lazy_guest_ends_at_a_damaged_frame_and_says_which",
-    ) {
+fn lazy_guest_ends_at_a_damaged_page() {
+    if !driftline_machine::testing::kvm_or_skip("lazy_guest_ends_at_a_damaged_page") {
         return;
     }
     let _alone = tests::one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let store = one_checkpoint(&scratch);
     let path = scratch.path("store").join("pages-1");
     let pages = std::fs::File::options().read(true).write(true).open(path).expect("a page file");
@@ -79,7 +77,7 @@ fn a_lazy_guest_ends_at_a_damaged_frame_and_says_which() {
 
 /// Damages one slot of the page file, verifies the store, and restores its latest checkpoint
 /// lazily: that has to end as it should. Whether the checkpoint has a page there.
-fn ends_at_damage(scratch: &Scratch, store: &str, slot: u64) -> bool {
+fn ends_at_damage(scratch: &ScratchDir, store: &str, slot: u64) -> bool {
     let pages = scratch.path("store").join("pages-1");
     let pages = std::fs::File::options().read(true).write(true).open(pages).expect("a page file");
     let flip = || {
@@ -109,7 +107,7 @@ fn ends_at_damage(scratch: &Scratch, store: &str, slot: u64) -> bool {
 }
 
 /// A store with two checkpoints of a guest of 2 vCPUs with little memory; the guest is killed.
-fn two_small_checkpoints(scratch: &Scratch) -> String {
+fn two_small_checkpoints(scratch: &ScratchDir) -> String {
     let args = ["--vcpus", "2", "--mem", "32M"];
     let mut vm = Driftline::run(scratch, "before", "payload,ws=1M,rate=1M", &args);
     vm.console().wait_reports(2, 1, SOON);
@@ -126,7 +124,7 @@ fn lazy_restore_ends_whichever_page_is_damaged() {
         return;
     }
     let _alone = tests::one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let store = two_small_checkpoints(&scratch);
     let pages = std::fs::metadata(scratch.path("store").join("pages-1")).expect("a page file");
     let slots = 1..pages.len() / 4096;
@@ -136,14 +134,12 @@ fn lazy_restore_ends_whichever_page_is_damaged() {
 }
 
 #[test]
-fn a_guest_that_has_not_all_of_its_memory_yet_can_move() {
-    if !driftline_machine::testing::kvm_or_skip(
-        "a_guest_that_has_not_all_of_its_memory_yet_can_move",
-    ) {
+fn lazy_guest_moves_before_all_memory_arrived() {
+    if !driftline_machine::testing::kvm_or_skip("lazy_guest_moves_before_all_memory_arrived") {
         return;
     }
     let _alone = tests::one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let store = one_checkpoint(&scratch);
     let (there, address) = Driftline::receive(&scratch, "there");
     let mut here = Driftline::start(&scratch, "here", &["restore", "--store", &store, "--lazy"]);
@@ -167,14 +163,12 @@ fn a_guest_that_has_not_all_of_its_memory_yet_can_move() {
 }
 
 #[test]
-fn what_a_guest_touched_first_comes_first_the_next_time() {
-    if !driftline_machine::testing::kvm_or_skip(
-        "what_a_guest_touched_first_comes_first_the_next_time",
-    ) {
+fn working_set_is_prefetched_at_the_next_restore() {
+    if !driftline_machine::testing::kvm_or_skip("working_set_is_prefetched_at_the_next_restore") {
         return;
     }
     let _alone = tests::one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     // It touches some hundred of 16,384 frames, here and there, while they come.
     let spec = "payload,ws=64M,rate=80M,pattern=random";
     let mut vm = Driftline::run(&scratch, "before", spec, &["--vcpus", "2", "--mem", "1G"]);

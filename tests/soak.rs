@@ -5,20 +5,20 @@
 use std::fs;
 
 use driftline_machine::testing::kvm_or_skip;
-use tests::{Driftline, SOON, Scratch, json_of, repeats};
+use tests::{Driftline, SOON, ScratchDir, json_of, repeats};
 
 const GUEST: &str = "payload,ws=16M,rate=100M,pattern=random";
 const MACHINE: [&str; 4] = ["--vcpus", "2", "--mem", "256M"];
 
 /// What a process holds of its host.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-struct Held {
+struct ProcessUsage {
     resident_kib: u64,
     files: usize,
     threads: u64,
 }
 
-impl Held {
+impl ProcessUsage {
     fn by(process: &Driftline) -> Self {
         let of = format!("/proc/{}", process.pid());
         let status = fs::read_to_string(format!("{of}/status")).expect("a process that lives");
@@ -33,13 +33,13 @@ impl Held {
 }
 
 /// By each figure, the median of several.
-fn median(held: &[Held]) -> Held {
-    fn middle<T: Copy + Ord>(held: &[Held], figure: impl Fn(&Held) -> T) -> T {
+fn median(held: &[ProcessUsage]) -> ProcessUsage {
+    fn middle<T: Copy + Ord>(held: &[ProcessUsage], figure: impl Fn(&ProcessUsage) -> T) -> T {
         let mut sorted: Vec<T> = held.iter().map(figure).collect();
         sorted.sort_unstable();
         sorted[sorted.len() / 2]
     }
-    Held {
+    ProcessUsage {
         resident_kib: middle(held, |h| h.resident_kib),
         files: middle(held, |h| h.files),
         threads: middle(held, |h| h.threads),
@@ -48,20 +48,20 @@ fn median(held: &[Held]) -> Held {
 
 /// A few times, and a thousand with `DRIFTLINE_FULL=1`.
 #[test]
-fn a_guest_that_moves_on_and_on_leaves_nothing_behind() {
-    if !kvm_or_skip("a_guest_that_moves_on_and_on_leaves_nothing_behind") {
+fn repeated_migrations_leak_nothing() {
+    if !kvm_or_skip("repeated_migrations_leak_nothing") {
         return;
     }
     let _alone = tests::one_at_a_time();
     let hops = repeats(8, 1000);
-    let mut scratch = Scratch::new();
+    let mut scratch = ScratchDir::new();
     let mut here = Driftline::run(&scratch, "hop0", GUEST, &MACHINE);
     here.console().wait_reports(2, 1, SOON);
     let mut held = Vec::with_capacity(hops);
     let mut downtimes = Vec::with_capacity(hops);
     for hop in 1..=hops {
         // What the processes before have printed goes with this.
-        let new = Scratch::new();
+        let new = ScratchDir::new();
         let (there, address) = Driftline::receive(&new, &format!("hop{hop}"));
         let sent = here.cli("send-migration", &[&address, "--json"]);
         let said = String::from_utf8_lossy(&sent.stderr);
@@ -71,7 +71,7 @@ fn a_guest_that_moves_on_and_on_leaves_nothing_behind() {
         // It has verified what it wrote before.
         there.console().wait_reports(2, 1, SOON);
         there.console().assert_clean();
-        held.push(Held::by(&there));
+        held.push(ProcessUsage::by(&there));
         here = there;
         scratch = new;
         if hop.is_multiple_of(100) {

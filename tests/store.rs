@@ -8,15 +8,15 @@ use std::time::Duration;
 
 use driftline_machine::testing::kvm_or_skip;
 use serde_json::Value;
-use tests::{Driftline, SOON, Scratch, driftline, one_at_a_time, repeats, run_cli, wait_for};
+use tests::{Driftline, SOON, ScratchDir, driftline, one_at_a_time, repeats, run_cli, wait_for};
 
 #[test]
-fn killed_at_any_moment_what_was_durable_restores() {
-    if !kvm_or_skip("killed_at_any_moment_what_was_durable_restores") {
+fn durable_epoch_of_a_killed_vmm_restores() {
+    if !kvm_or_skip("durable_epoch_of_a_killed_vmm_restores") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     for round in 0..repeats(6, 40) {
         let store = scratch.path(&format!("store{round}"));
         let store = store.to_str().expect("UTF-8");
@@ -48,12 +48,12 @@ fn killed_at_any_moment_what_was_durable_restores() {
 }
 
 #[test]
-fn a_flipped_bit_is_found_and_named() {
-    if !kvm_or_skip("a_flipped_bit_is_found_and_named") {
+fn flipped_bit_is_reported_with_its_place() {
+    if !kvm_or_skip("flipped_bit_is_reported_with_its_place") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let store = scratch.path("store");
     let path = store.to_str().expect("UTF-8");
     let vm = Driftline::run(&scratch, "vm", "payload,ws=4M", &["--vcpus", "1", "--mem", "64M"]);
@@ -104,13 +104,13 @@ fn listed(store: &str) -> Vec<u64> {
 }
 
 #[test]
-fn a_core_has_the_memory_and_the_registers_of_the_guest() {
-    const NAME: &str = "a_core_has_the_memory_and_the_registers_of_the_guest";
+fn core_has_guest_memory_and_registers() {
+    const NAME: &str = "core_has_guest_memory_and_registers";
     if !kvm_or_skip(NAME) {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let store = scratch.path("store");
     let path = store.to_str().expect("UTF-8");
     // In two memory slots, on both sides of the hole below 4 GiB.
@@ -175,12 +175,12 @@ fn a_core_has_the_memory_and_the_registers_of_the_guest() {
 }
 
 #[test]
-fn a_guest_goes_on_from_an_archive_of_any_checkpoint() {
-    if !kvm_or_skip("a_guest_goes_on_from_an_archive_of_any_checkpoint") {
+fn any_archived_checkpoint_restores() {
+    if !kvm_or_skip("any_archived_checkpoint_restores") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let [store, archive] = ["store", "archive"].map(|name| scratch.path(name));
     let path = store.to_str().expect("UTF-8");
     let file = archive.to_str().expect("UTF-8");

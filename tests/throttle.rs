@@ -5,9 +5,11 @@
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use driftline_images::Report;
+use driftline_images::PayloadReport;
 use driftline_machine::testing::kvm_or_skip;
-use tests::{Driftline, Proxy, SOON, Scratch, driftline, json_of, one_at_a_time, wait_for};
+use tests::{
+    Driftline, MigrationProxy, SOON, ScratchDir, driftline, json_of, one_at_a_time, wait_for,
+};
 
 /// More than goes over the line in a second, written as fast as it can be.
 const FAST: &str = "payload,ws=64M,rate=max";
@@ -17,7 +19,7 @@ const DELAY: Duration = Duration::from_millis(1);
 const LATER: Duration = Duration::from_secs(120);
 
 /// A guest of `vcpus` vCPUs that has written all of its working set at least once.
-fn start(scratch: &Scratch, guest: &str, vcpus: u32, tracking: &str) -> Driftline {
+fn start(scratch: &ScratchDir, guest: &str, vcpus: u32, tracking: &str) -> Driftline {
     let count = vcpus.to_string();
     let machine = ["--mem", "256M", "--vcpus", &count, "--tracking", tracking];
     let vm = Driftline::run(scratch, "source", guest, &machine);
@@ -29,7 +31,7 @@ fn start(scratch: &Scratch, guest: &str, vcpus: u32, tracking: &str) -> Driftlin
 }
 
 /// `send-migration` beside the test.
-fn begin(source: &Driftline, line: &Proxy) -> Child {
+fn begin(source: &Driftline, line: &MigrationProxy) -> Child {
     Command::new(driftline())
         .args(["send-migration", line.address(), "--json", "--api-sock", source.socket()])
         .stdout(Stdio::null())
@@ -44,26 +46,26 @@ fn held_ms(vm: &Driftline) -> Option<Vec<u64>> {
 }
 
 /// What `figure` of a vCPU became between two of its reports, per ms.
-fn per_ms(from: &Report, to: &Report, figure: impl Fn(&Report) -> u64) -> f64 {
+fn per_ms(from: &PayloadReport, to: &PayloadReport, figure: impl Fn(&PayloadReport) -> u64) -> f64 {
     (figure(to) - figure(from)) as f64 / (to.t_ms - from.t_ms) as f64
 }
 
 /// The last report of each vCPU now, and after two more of each.
-fn two_reports(vm: &Driftline, vcpus: u32) -> (Vec<Report>, Vec<Report>) {
+fn two_reports(vm: &Driftline, vcpus: u32) -> (Vec<PayloadReport>, Vec<PayloadReport>) {
     let from = vm.console().last_reports(vcpus).expect("all have reported");
     (from, vm.console().wait_reports(vcpus, 2, LATER))
 }
 
 #[test]
-fn a_guest_that_outruns_a_line_converges_with_a_throttle_and_not_without() {
-    if !kvm_or_skip("a_guest_that_outruns_a_line_converges_with_a_throttle_and_not_without") {
+fn only_a_throttled_guest_converges_on_slow_link() {
+    if !kvm_or_skip("only_a_throttled_guest_converges_on_slow_link") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let mut source = start(&scratch, FAST, 1, "dirty-ring");
     let (refused, address) = Driftline::receive(&scratch, "refused");
-    let line = Proxy::slow(&address, DELAY, RATE);
+    let line = MigrationProxy::slow(&address, DELAY, RATE);
     let limit = ["--timeout-s", "6"];
     let sent = source.cli(
         "send-migration",
@@ -77,7 +79,7 @@ fn a_guest_that_outruns_a_line_converges_with_a_throttle_and_not_without() {
     refused.wait_for_another();
 
     let (destination, address) = Driftline::receive(&scratch, "destination");
-    let line = Proxy::slow(&address, DELAY, RATE);
+    let line = MigrationProxy::slow(&address, DELAY, RATE);
     let sent = source.cli("send-migration", &[line.address(), "--json"]);
     let said = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(0), "{said}\n{}", destination.log());
@@ -108,17 +110,17 @@ fn a_guest_that_outruns_a_line_converges_with_a_throttle_and_not_without() {
 }
 
 #[test]
-fn only_the_vcpu_that_writes_is_held_and_it_is_free_again_after_a_cancel() {
-    if !kvm_or_skip("only_the_vcpu_that_writes_is_held_and_it_is_free_again_after_a_cancel") {
+fn only_writing_vcpu_is_throttled_until_cancel() {
+    if !kvm_or_skip("only_writing_vcpu_is_throttled_until_cancel") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     // The second one reads what it has written once.
     let source = start(&scratch, "payload,ws=64M,rate=max,writers=1", 2, "dirty-ring");
     let (destination, address) = Driftline::receive(&scratch, "destination");
     // Passes long enough for all that follows.
-    let line = Proxy::slow(&address, DELAY, RATE / 6);
+    let line = MigrationProxy::slow(&address, DELAY, RATE / 6);
     let mut sending = begin(&source, &line);
     let (from, to) = two_reports(&source, 2);
     let before = per_ms(&from[1], &to[1], |r| r.passes * 1000);
@@ -143,15 +145,15 @@ fn only_the_vcpu_that_writes_is_held_and_it_is_free_again_after_a_cancel() {
 }
 
 #[test]
-fn where_nobody_knows_who_writes_nobody_is_held_and_that_is_said() {
-    if !kvm_or_skip("where_nobody_knows_who_writes_nobody_is_held_and_that_is_said") {
+fn guest_without_rings_is_not_throttled() {
+    if !kvm_or_skip("guest_without_rings_is_not_throttled") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let source = start(&scratch, FAST, 1, "dirty-bitmap");
     let (destination, address) = Driftline::receive(&scratch, "destination");
-    let line = Proxy::slow(&address, DELAY, RATE);
+    let line = MigrationProxy::slow(&address, DELAY, RATE);
     let sent = source.cli("send-migration", &[line.address(), "--json", "--timeout-s", "5"]);
     let said = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{said}");

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use driftline_machine::testing::kvm_or_skip;
 use serde_json::Value;
-use tests::{Driftline, SOON, Scratch, driftline, json_of, one_at_a_time, run_cli, wait_for};
+use tests::{Driftline, SOON, ScratchDir, driftline, json_of, one_at_a_time, run_cli, wait_for};
 
 /// The modes that every host with KVM has.
 const MODES: [&str; 3] = ["dirty-ring", "dirty-bitmap", "dirty-bitmap-manual"];
@@ -35,13 +35,13 @@ fn progress(vm: &Driftline) -> (u64, u64) {
 }
 
 #[test]
-fn the_hot_range_is_hot_and_as_fast_as_the_guest_says() {
-    if !kvm_or_skip("the_hot_range_is_hot_and_as_fast_as_the_guest_says") {
+fn top_shows_hot_range_and_write_rate() {
+    if !kvm_or_skip("top_shows_hot_range_and_write_rate") {
         return;
     }
     let _alone = one_at_a_time();
     for mode in MODES {
-        let scratch = Scratch::new();
+        let scratch = ScratchDir::new();
         let vm = Driftline::run(&scratch, "guest", GUEST, &["--mem", "256M", "--tracking", mode]);
         wait_for("a round of the guest", SOON * 2, || {
             vm.console().last_reports(1)?.iter().all(|r| r.passes > 0).then_some(())
@@ -104,12 +104,12 @@ fn the_hot_range_is_hot_and_as_fast_as_the_guest_says() {
 }
 
 #[test]
-fn checkpoints_have_all_frames_while_somebody_looks_on() {
-    if !kvm_or_skip("checkpoints_have_all_frames_while_somebody_looks_on") {
+fn checkpoints_are_complete_while_top_watches() {
+    if !kvm_or_skip("checkpoints_are_complete_while_top_watches") {
         return;
     }
     let _alone = one_at_a_time();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let spec = "payload,ws=32M,rate=max,pattern=random";
     let vm = Driftline::run(&scratch, "guest", spec, &["--mem", "256M", "--vcpus", "2"]);
     let looks: Vec<_> = ["100ms", "150ms"]

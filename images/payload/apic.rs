@@ -2,8 +2,8 @@
 
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::clock::Clock;
-use crate::cpu::{self, Features, SPURIOUS_VECTOR, TIMER_VECTOR, read_msr, tsc, write_msr};
+use crate::clock::KvmClock;
+use crate::cpu::{self, CpuFeatures, SPURIOUS_VECTOR, TIMER_VECTOR, read_msr, tsc, write_msr};
 use crate::heap;
 
 const APIC_BASE: u32 = 0x1b;
@@ -47,7 +47,7 @@ unsafe extern "C" {
 }
 
 /// Decides how the APIC is used; the boot processor decides for all processors.
-pub fn choose(features: &Features) {
+pub fn choose(features: &CpuFeatures) {
     X2APIC.store(features.x2apic, Ordering::Relaxed);
     BY_DEADLINE.store(features.tsc_deadline, Ordering::Relaxed);
     let idle = if features.tsc_deadline {
@@ -80,7 +80,7 @@ pub fn enable() {
 }
 
 /// Prepares the timer, and measures its speed once if necessary.
-pub fn start_timer(clock: &Clock) -> Option<()> {
+pub fn start_timer(clock: &KvmClock) -> Option<()> {
     if BY_DEADLINE.load(Ordering::Relaxed) {
         write(TIMER, DEADLINE | u64::from(TIMER_VECTOR));
         // A deadline that is armed before the mode is set would be lost, and the write above may go
@@ -110,7 +110,7 @@ pub fn start_timer(clock: &Clock) -> Option<()> {
 
 /// Sleeps from `now` until `wake`, or slightly shorter. Callable from both rings.
 #[inline(always)]
-pub fn sleep(clock: &Clock, now: u64, wake: u64) {
+pub fn sleep(clock: &KvmClock, now: u64, wake: u64) {
     let ns = wake.saturating_sub(now).min(1_000_000_000);
     let argument = match SPEED.load(Ordering::Relaxed) {
         0 => tsc() + clock.tsc_in(ns),
@@ -120,7 +120,7 @@ pub fn sleep(clock: &Clock, now: u64, wake: u64) {
 }
 
 /// Starts another processor, whose APIC id equals its index.
-pub fn start_ap(index: u32, clock: &Clock) {
+pub fn start_ap(index: u32, clock: &KvmClock) {
     let (from, end) = (&raw const trampoline_start, &raw const trampoline_end);
     for offset in 0..end as usize - from as usize {
         // SAFETY: the trampoline is this program's code.
@@ -139,7 +139,7 @@ pub fn start_ap(index: u32, clock: &Clock) {
     }
 }
 
-fn pause(clock: &Clock, ns: u64) {
+fn pause(clock: &KvmClock, ns: u64) {
     let end = clock.now() + ns;
     while clock.now() < end {
         core::hint::spin_loop();

@@ -8,7 +8,7 @@ const SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
 
 /// Content of the page, as the host writes it.
 #[repr(C)]
-struct Page {
+struct KvmClockPage {
     version: u32,
     pad: u32,
     tsc: u64,
@@ -19,17 +19,17 @@ struct Page {
 }
 
 /// Nanoseconds since the start of the machine, by kvmclock.
-pub struct Clock {
-    page: *const Page,
+pub struct KvmClock {
+    page: *const KvmClockPage,
 }
 
-impl Clock {
+impl KvmClock {
     /// Tells the host to keep the page at `page` up to date.
-    pub fn start(page: u64) -> Clock {
+    pub fn start(page: u64) -> KvmClock {
         // SAFETY: the caller checked that the host has this register, and allocated the page for
         // it.
         unsafe { write_msr(SYSTEM_TIME_NEW, page | 1) };
-        Clock { page: page as *const Page }
+        KvmClock { page: page as *const KvmClockPage }
     }
 
     /// Returns the present time. The host makes the version odd while it writes.

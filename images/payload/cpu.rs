@@ -6,7 +6,7 @@ use core::arch::x86_64::__cpuid;
 use core::cell::UnsafeCell;
 use core::mem::{offset_of, size_of};
 
-use crate::clock::Clock;
+use crate::clock::KvmClock;
 use crate::console::Console;
 use crate::heap;
 use crate::pvh::MAX_VCPUS;
@@ -14,13 +14,13 @@ use crate::pvh::MAX_VCPUS;
 /// The private data of one vCPU. The loop uses all of it, so ring 3 does.
 pub struct Cpu {
     pub index: u32,
-    pub clock: Clock,
+    pub clock: KvmClock,
     pub console: Console,
     pub user_stack: u64,
 }
 
 /// The results of CPUID, read once in ring 0: in ring 3 some hosts return their own.
-pub struct Features {
+pub struct CpuFeatures {
     pub x2apic: bool,
     pub tsc_deadline: bool,
     pub kvmclock: bool,
@@ -32,14 +32,14 @@ const FAULT_STACK: u64 = 8 << 10;
 
 impl Cpu {
     /// Sets up the calling processor; `None` if the host offers it no clock.
-    pub fn start(index: u32, features: &Features) -> Option<&'static mut Cpu> {
+    pub fn start(index: u32, features: &CpuFeatures) -> Option<&'static mut Cpu> {
         crate::apic::enable();
         if !features.kvmclock {
             return None;
         }
         let cpu = Cpu {
             index,
-            clock: Clock::start(heap::take(4096)),
+            clock: KvmClock::start(heap::take(4096)),
             console: Console::new(index, heap::take(crate::console::QUEUE as u64)),
             user_stack: heap::take(STACK) + STACK - 16,
         };
@@ -52,7 +52,7 @@ impl Cpu {
 }
 
 /// Executes CPUID.
-pub fn features() -> Features {
+pub fn features() -> CpuFeatures {
     let basic = __cpuid(1).ecx;
     let mut kvmclock = false;
     let mut leaf = 0x4000_0000;
@@ -64,7 +64,7 @@ pub fn features() -> Features {
         }
         leaf += 0x100;
     }
-    Features { x2apic: basic & (1 << 21) != 0, tsc_deadline: basic & (1 << 24) != 0, kvmclock }
+    CpuFeatures { x2apic: basic & (1 << 21) != 0, tsc_deadline: basic & (1 << 24) != 0, kvmclock }
 }
 
 /// Whether a page-table entry of the third level may map a page.
@@ -92,17 +92,17 @@ struct Tss {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Gate {
+struct IdtGate {
     low: u64,
     high: u64,
 }
 
-struct Idt(UnsafeCell<[Gate; 256]>);
+struct Idt(UnsafeCell<[IdtGate; 256]>);
 
 // SAFETY: written by the boot processor before the others start.
 unsafe impl Sync for Idt {}
 
-static IDT: Idt = Idt(UnsafeCell::new([Gate { low: 0, high: 0 }; 256]));
+static IDT: Idt = Idt(UnsafeCell::new([IdtGate { low: 0, high: 0 }; 256]));
 
 unsafe extern "C" {
     static mut gdt: [u64; 70];
@@ -134,7 +134,8 @@ pub fn load_tables(index: u32) {
     unsafe { (&raw mut gdt[slot]).write_volatile(low) };
     // SAFETY: as above.
     unsafe { (&raw mut gdt[slot + 1]).write_volatile(tss_at >> 32) };
-    let pointer = Pointer { limit: (size_of::<Gate>() * 256 - 1) as u16, base: IDT.0.get() as u64 };
+    let pointer =
+        IdtPointer { limit: (size_of::<IdtGate>() * 256 - 1) as u16, base: IDT.0.get() as u64 };
     // SAFETY: the table is complete and lives for ever.
     unsafe { asm!("lidt [{}]", in(reg) &raw const pointer, options(nostack)) };
     // SAFETY: the descriptor was just written.
@@ -142,7 +143,7 @@ pub fn load_tables(index: u32) {
 }
 
 #[repr(C, packed)]
-struct Pointer {
+struct IdtPointer {
     limit: u16,
     base: u64,
 }
@@ -197,7 +198,7 @@ fn fill_idt() {
 fn set_gate(vector: usize, entry: u64, stack: u64, kind: u64) {
     let low =
         (entry & 0xffff) | 0x08 << 16 | stack << 32 | kind << 40 | (entry >> 16 & 0xffff) << 48;
-    let gate = Gate { low, high: entry >> 32 };
+    let gate = IdtGate { low, high: entry >> 32 };
     // SAFETY: only the boot processor executes this, before interrupts and before the other
     // processors.
     unsafe { (&raw mut (*IDT.0.get())[vector]).write_volatile(gate) };

@@ -5,11 +5,11 @@ use core::panic::PanicInfo;
 
 use crate::console::print_now;
 use crate::cpu;
-use crate::workload::Line;
+use crate::workload::LineBuffer;
 
 /// The stack frame that the entries in `boot.s` build.
 #[repr(C)]
-struct Frame {
+struct ExceptionFrame {
     vector: u64,
     code: u64,
     rip: u64,
@@ -21,11 +21,11 @@ struct Frame {
 
 /// The handler of every exception; none is expected.
 #[unsafe(no_mangle)]
-extern "C" fn fault_main(frame: &Frame) -> ! {
+extern "C" fn fault_main(frame: &ExceptionFrame) -> ! {
     let cr2: u64;
     // SAFETY: reads a register; the handler runs in ring 0.
     unsafe { asm!("mov {}, cr2", out(reg) cr2, options(nomem, nostack)) };
-    let mut line = Line::new();
+    let mut line = LineBuffer::new();
     line.text("\npayload fault")
         .field("vcpu", u64::from(cpu::index()))
         .field("vector", frame.vector);
@@ -37,7 +37,7 @@ extern "C" fn fault_main(frame: &Frame) -> ! {
 
 #[panic_handler]
 fn panic(info: &PanicInfo) -> ! {
-    let mut line = Line::new();
+    let mut line = LineBuffer::new();
     line.text("\npayload fatal: panic");
     if let Some(place) = info.location() {
         line.text(" at ").text(place.file()).byte(b':').number(u64::from(place.line()));

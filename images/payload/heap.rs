@@ -4,7 +4,7 @@
 use core::ptr;
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use crate::workload::{Line, PayloadSpec, Placement, TABLE_BASE};
+use crate::workload::{LineBuffer, PayloadSpec, TABLE_BASE, WorkingSetPlacement};
 
 unsafe extern "C" {
     static payload_end: u8;
@@ -24,7 +24,8 @@ pub fn start(mut ram: impl Iterator<Item = (u64, u64)>) {
     let fits = ram.any(|(start, bytes)| start <= begin && start + bytes >= TABLE_BASE);
     if !fits {
         crate::end_with(
-            Line::new().text("payload fatal: there is no RAM from 1M to 8M for the payload itself"),
+            LineBuffer::new()
+                .text("payload fatal: there is no RAM from 1M to 8M for the payload itself"),
         );
     }
 }
@@ -33,7 +34,7 @@ pub fn start(mut ram: impl Iterator<Item = (u64, u64)>) {
 pub fn take(bytes: u64) -> u64 {
     let at = NEXT.fetch_add(bytes.next_multiple_of(PAGE), Ordering::Relaxed);
     if at + bytes > TABLE_BASE {
-        crate::end_with(Line::new().text("payload fatal: the memory below 8M is used up"));
+        crate::end_with(LineBuffer::new().text("payload fatal: the memory below 8M is used up"));
     }
     at
 }
@@ -64,7 +65,7 @@ pub fn clear_table(spec: &PayloadSpec) {
     if !spec.pattern.needs_table() {
         return;
     }
-    debug_assert!(TABLE_BASE + spec.ws_pages() * 4 <= Placement::base(spec));
+    debug_assert!(TABLE_BASE + spec.ws_pages() * 4 <= WorkingSetPlacement::base(spec));
     let words = spec.ws_pages().div_ceil(2);
     for word in 0..words {
         let at = (TABLE_BASE as *mut u64).wrapping_add(word as usize);

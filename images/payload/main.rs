@@ -23,7 +23,7 @@ use core::arch::global_asm;
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use cpu::Cpu;
-use workload::{Line, Next, Placement, Ring, Runner, ready_line};
+use workload::{LineBuffer, PayloadRing, Runner, TickOutcome, WorkingSetPlacement, ready_line};
 
 global_asm!(include_str!("boot.s"), options(att_syntax, raw));
 
@@ -39,7 +39,7 @@ const START_NS: u64 = 20_000_000_000;
 /// Entry of the boot processor, in ring 0, with the first 4 GiB mapped.
 #[unsafe(no_mangle)]
 extern "C" fn boot_main(start_info: u64) -> ! {
-    let mut line = Line::new();
+    let mut line = LineBuffer::new();
     let mut setup = pvh::read(start_info, &mut line);
     heap::start(setup.ram());
     let features = cpu::features();
@@ -54,12 +54,14 @@ extern "C" fn boot_main(start_info: u64) -> ! {
             "payload fatal: this host offers no kvmclock, and the payload has no other clock",
         ));
     };
-    match Placement::new(&setup.spec, setup.ram()) {
+    match WorkingSetPlacement::new(&setup.spec, setup.ram()) {
         Ok(placement) => setup.placement = Some(placement),
         Err(error) => {
             line.text("payload fatal: the working set takes ").number(error.wanted);
             line.text(" pages, but there are only ").number(error.available);
-            end_with(line.text(" pages of RAM at or above ").hex(Placement::base(&setup.spec)));
+            end_with(
+                line.text(" pages of RAM at or above ").hex(WorkingSetPlacement::base(&setup.spec)),
+            );
         }
     }
     if setup.spec.ws_pages() < u64::from(setup.vcpus) {
@@ -103,8 +105,8 @@ extern "C" fn ap_main(index: u32) -> ! {
 fn enter(cpu: &'static mut Cpu) -> ! {
     let stack = cpu.user_stack;
     match pvh::setup().spec.ring {
-        Ring::Zero => run(cpu),
-        Ring::Three => cpu::to_ring3(cpu, run, stack),
+        PayloadRing::Zero => run(cpu),
+        PayloadRing::Three => cpu::to_ring3(cpu, run, stack),
     }
 }
 
@@ -127,15 +129,15 @@ extern "C" fn run(cpu: &'static mut Cpu) -> ! {
         let now = cpu.clock.now();
         let console = &mut cpu.console;
         match runner.tick(now, &mut memory, table, &mut |line| console.print(line)) {
-            Next::Go => cpu.console.pump(console::BUSY_BYTES),
-            Next::SleepUntil(wake) => {
+            TickOutcome::Go => cpu.console.pump(console::BUSY_BYTES),
+            TickOutcome::SleepUntil(wake) => {
                 cpu.console.pump(console::IDLE_BYTES);
                 let now = cpu.clock.now();
                 if now < wake {
                     apic::sleep(&cpu.clock, now, wake);
                 }
             }
-            Next::Done => break,
+            TickOutcome::Done => break,
         }
     }
     cpu.console.flush();
@@ -151,7 +153,7 @@ extern "C" fn run(cpu: &'static mut Cpu) -> ! {
 }
 
 /// Prints an error and ends the machine; only before the loop.
-fn end_with(line: &mut Line) -> ! {
+fn end_with(line: &mut LineBuffer) -> ! {
     console::print_now(line.byte(b'\n').as_bytes());
     cpu::give_up()
 }

@@ -3,12 +3,12 @@
 
 use core::arch::asm;
 
-use crate::pvh::Setup;
-use crate::workload::{PAGE_SIZE, PageMemory, Placement, Ring, STAMP_WORD};
+use crate::pvh::BootSetup;
+use crate::workload::{PAGE_SIZE, PageMemory, PayloadRing, STAMP_WORD, WorkingSetPlacement};
 
 /// The working set in guest RAM.
 pub struct WorkingSet {
-    placement: Option<Placement>,
+    placement: Option<WorkingSetPlacement>,
     /// First segment, which has most pages.
     first_gfn: u64,
     first_pages: u64,
@@ -17,14 +17,14 @@ pub struct WorkingSet {
 
 impl WorkingSet {
     /// Creates the working set as placed at boot.
-    pub fn new(setup: &Setup) -> Self {
+    pub fn new(setup: &BootSetup) -> Self {
         let first = setup.placement.as_ref().and_then(|placement| placement.segments().first());
         WorkingSet {
             placement: setup.placement,
             first_gfn: first.map_or(0, |segment| segment.gfn),
             first_pages: first.map_or(0, |segment| segment.pages),
             // Where ring 0 is emulated, a prefetch only costs time.
-            prefetch: setup.spec.ring == Ring::Three,
+            prefetch: setup.spec.ring == PayloadRing::Three,
         }
     }
 

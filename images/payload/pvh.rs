@@ -2,7 +2,7 @@
 
 use core::cell::UnsafeCell;
 
-use crate::workload::{Line, PayloadSpec, Placement, parse_number};
+use crate::workload::{LineBuffer, PayloadSpec, WorkingSetPlacement, parse_number};
 
 const MAGIC: u32 = 0x336e_c578;
 const RAM: u32 = 1;
@@ -34,17 +34,17 @@ struct MapEntry {
 }
 
 /// The configuration of this boot.
-pub struct Setup {
+pub struct BootSetup {
     pub spec: PayloadSpec,
     pub vcpus: u32,
-    pub placement: Option<Placement>,
+    pub placement: Option<WorkingSetPlacement>,
     /// The reason why the payload cannot run; `line` has the beginning of the sentence.
     pub refusal: Option<&'static str>,
     ranges: [(u64, u64); MAX_RANGES],
     count: usize,
 }
 
-impl Setup {
+impl BootSetup {
     /// RAM as (address, bytes), ascending.
     pub fn ram(&self) -> impl Iterator<Item = (u64, u64)> + Clone {
         self.ranges.iter().take(self.count).copied()
@@ -76,8 +76,8 @@ impl Setup {
 }
 
 /// Reads all data before any of it is overwritten. The beginning of a refusal goes into `line`.
-pub fn read(start_info: u64, line: &mut Line) -> Setup {
-    let mut setup = Setup {
+pub fn read(start_info: u64, line: &mut LineBuffer) -> BootSetup {
+    let mut setup = BootSetup {
         spec: PayloadSpec::default(),
         vcpus: 1,
         placement: None,
@@ -107,7 +107,7 @@ pub fn read(start_info: u64, line: &mut Line) -> Setup {
     setup
 }
 
-fn read_cmdline(setup: &mut Setup, text: *const u8, line: &mut Line) {
+fn read_cmdline(setup: &mut BootSetup, text: *const u8, line: &mut LineBuffer) {
     let mut len = 0;
     // SAFETY: the command line is a string that ends with a zero byte. (The read is volatile, or
     // the compiler turns the loop into a call of `strlen`.)
@@ -149,22 +149,22 @@ fn read_cmdline(setup: &mut Setup, text: *const u8, line: &mut Line) {
     }
 }
 
-struct Published(UnsafeCell<Option<Setup>>);
+struct PublishedSetup(UnsafeCell<Option<BootSetup>>);
 
 // SAFETY: the boot processor writes it once before it starts the others; afterwards it is only
 // read.
-unsafe impl Sync for Published {}
+unsafe impl Sync for PublishedSetup {}
 
-static SETUP: Published = Published(UnsafeCell::new(None));
+static SETUP: PublishedSetup = PublishedSetup(UnsafeCell::new(None));
 
 /// Makes the setup visible to all vCPUs; called once, before the others start.
-pub fn publish(setup: Setup) {
+pub fn publish(setup: BootSetup) {
     // SAFETY: only the boot processor runs.
     unsafe { *SETUP.0.get() = Some(setup) }
 }
 
 /// The published setup.
-pub fn setup() -> &'static Setup {
+pub fn setup() -> &'static BootSetup {
     // SAFETY: there are no more writes.
     match unsafe { &*SETUP.0.get() } {
         Some(setup) => setup,

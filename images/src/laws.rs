@@ -4,13 +4,13 @@
 use proptest::prelude::*;
 
 use crate::workload::{
-    Fill, Head, Kind, Mismatch, PAGE_WORDS, PageMemory, Pattern, PayloadSpec, STAMP_WORD,
-    SWEEP_EVERY, Share, Workload, generation_after,
+    BodyFill, Mismatch, MismatchKind, PAGE_WORDS, PageHead, PageMemory, Pattern, PayloadSpec,
+    STAMP_WORD, SWEEP_EVERY, Share, Workload, generation_after,
 };
 
 /// Host memory with a frame number for each page. It refuses pages outside one share.
 #[derive(Clone, PartialEq)]
-struct Pages {
+struct ShareMemory {
     words: Vec<u64>,
     share: Share,
     writes: Vec<u32>,
@@ -19,10 +19,10 @@ struct Pages {
 
 const FIRST_GFN: u64 = 0x1000;
 
-impl Pages {
+impl ShareMemory {
     fn new(share: Share) -> Self {
         let pages = (share.first + share.pages) as usize;
-        Pages {
+        ShareMemory {
             words: vec![0; pages * PAGE_WORDS],
             share,
             writes: vec![0; pages],
@@ -50,7 +50,7 @@ impl Pages {
     }
 }
 
-impl PageMemory for Pages {
+impl PageMemory for ShareMemory {
     fn gfn(&self, page: u64) -> u64 {
         FIRST_GFN + page
     }
@@ -76,17 +76,17 @@ impl PageMemory for Pages {
 
 /// A workload with its memory and its table.
 #[derive(Clone, PartialEq)]
-struct Bench {
+struct WorkloadFixture {
     workload: Workload,
-    memory: Pages,
+    memory: ShareMemory,
     table: Vec<u32>,
 }
 
-impl Bench {
+impl WorkloadFixture {
     fn new(spec: &PayloadSpec, share: Share) -> Self {
         let workload = Workload::new(spec, share);
         let table = vec![0; workload.table_len()];
-        Bench { workload, memory: Pages::new(share), table }
+        WorkloadFixture { workload, memory: ShareMemory::new(share), table }
     }
 
     fn steps(&mut self, steps: u64) -> Vec<Mismatch> {
@@ -125,7 +125,7 @@ fn any_spec() -> impl Strategy<Value = PayloadSpec> {
     (any_pattern(), any::<u64>(), any::<bool>()).prop_map(|(pattern, seed, random)| PayloadSpec {
         pattern,
         seed,
-        fill: if random { Fill::Random } else { Fill::Zero },
+        fill: if random { BodyFill::Random } else { BodyFill::Zero },
         ..PayloadSpec::default()
     })
 }
@@ -139,7 +139,7 @@ proptest! {
 
     #[test]
     fn correct_memory_raises_no_error(spec in any_spec(), share in any_share()) {
-        let mut bench = Bench::new(&spec, share);
+        let mut bench = WorkloadFixture::new(&spec, share);
         prop_assert_eq!(bench.full_sweep(), vec![]);
         prop_assert_eq!(bench.full_sweep(), vec![]);
         prop_assert_eq!(bench.workload.errors(), 0);
@@ -148,12 +148,12 @@ proptest! {
 
     #[test]
     fn the_same_seed_writes_the_same_bytes(spec in any_spec(), share in any_share(), steps in 0u64..500) {
-        let (mut one, mut two) = (Bench::new(&spec, share), Bench::new(&spec, share));
+        let (mut one, mut two) = (WorkloadFixture::new(&spec, share), WorkloadFixture::new(&spec, share));
         one.steps(steps);
         two.steps(steps);
         prop_assert!(one == two);
         let other = PayloadSpec { seed: spec.seed ^ 1, ..spec };
-        let mut three = Bench::new(&other, share);
+        let mut three = WorkloadFixture::new(&other, share);
         three.steps(steps);
         prop_assert_eq!(steps == 0, one.memory == three.memory);
     }
@@ -162,7 +162,7 @@ proptest! {
     fn saved_workload_continues_unchanged(
         spec in any_spec(), share in any_share(), before in 0u64..300, after in 0u64..300
     ) {
-        let mut bench = Bench::new(&spec, share);
+        let mut bench = WorkloadFixture::new(&spec, share);
         bench.steps(before);
         let saved = serde_json::to_string(&bench.workload).unwrap();
         let mut restored = bench.clone();
@@ -174,20 +174,20 @@ proptest! {
 
     #[test]
     fn lost_write_is_detected(spec in any_spec(), share in any_share(), before in 1u64..200, pick: prop::sample::Index) {
-        let mut bench = Bench::new(&spec, share);
+        let mut bench = WorkloadFixture::new(&spec, share);
         let old = bench.memory.clone();
         bench.steps(before);
         let page = *pick.get(&bench.written());
         bench.memory.put(page, &old.copy_of(page));
         let wrong = bench.full_sweep();
-        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == Kind::Lost), "{wrong:?}");
+        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Lost), "{wrong:?}");
     }
 
     #[test]
     fn stale_page_is_detected(
         spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400, pick: prop::sample::Index
     ) {
-        let mut bench = Bench::new(&spec, share);
+        let mut bench = WorkloadFixture::new(&spec, share);
         bench.steps(before);
         let (old, candidates) = (bench.memory.clone(), bench.written());
         bench.steps(between);
@@ -197,7 +197,7 @@ proptest! {
         bench.memory.put(page, &old.copy_of(page));
         let wrong = bench.full_sweep();
         let found = wrong.iter().find(|wrong| wrong.gfn == FIRST_GFN + page).expect("noticed");
-        prop_assert_eq!(found.kind, Kind::Stale);
+        prop_assert_eq!(found.kind, MismatchKind::Stale);
         prop_assert_eq!(found.expected_generation, expected);
         prop_assert_eq!(found.found_generation, old.read_u64(page, 1));
     }
@@ -207,7 +207,7 @@ proptest! {
         spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400, pick: prop::sample::Index,
         new_head: bool
     ) {
-        let mut bench = Bench::new(&spec, share);
+        let mut bench = WorkloadFixture::new(&spec, share);
         bench.steps(before);
         let (old, candidates) = (bench.memory.clone(), bench.written());
         bench.steps(between);
@@ -222,14 +222,14 @@ proptest! {
         }
         bench.memory.put(page, &later);
         let wrong = bench.full_sweep();
-        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == Kind::Torn), "{wrong:?}");
+        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Torn), "{wrong:?}");
     }
 
     #[test]
     fn swapped_pages_are_detected(
         spec in any_spec(), share in any_share(), before in 100u64..300, a: prop::sample::Index, b: prop::sample::Index
     ) {
-        let mut bench = Bench::new(&spec, share);
+        let mut bench = WorkloadFixture::new(&spec, share);
         bench.steps(before);
         let written = bench.written();
         let (a, b) = (*a.get(&written), *b.get(&written));
@@ -239,22 +239,22 @@ proptest! {
         bench.memory.put(b, &copy_a);
         let wrong = bench.full_sweep();
         for page in [a, b] {
-            let noticed = wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == Kind::Misplaced);
+            let noticed = wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Misplaced);
             prop_assert!(noticed, "{wrong:?}");
         }
     }
 
     #[test]
     fn page_of_another_vcpu_is_detected(spec in any_spec(), share in any_share(), before in 1u64..200) {
-        let mut bench = Bench::new(&spec, share);
-        let mut other = Bench::new(&spec, Share { vcpu: share.vcpu + 1, ..share });
+        let mut bench = WorkloadFixture::new(&spec, share);
+        let mut other = WorkloadFixture::new(&spec, Share { vcpu: share.vcpu + 1, ..share });
         bench.steps(before);
         other.steps(before);
         let page = bench.written()[0];
         prop_assume!(other.memory.read_u64(page, 1) != 0);
         bench.memory.put(page, &other.memory.copy_of(page));
         let wrong = bench.full_sweep();
-        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == Kind::Misplaced));
+        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Misplaced));
     }
 
     #[test]
@@ -262,7 +262,7 @@ proptest! {
         spec in any_spec(), share in any_share(), before in 100u64..300, pick: prop::sample::Index,
         word in 0..PAGE_WORDS, bit in 0u32..64
     ) {
-        let mut bench = Bench::new(&spec, share);
+        let mut bench = WorkloadFixture::new(&spec, share);
         bench.steps(before);
         let page = *pick.get(&bench.written());
         let value = bench.memory.read_u64(page, word);
@@ -270,14 +270,14 @@ proptest! {
         let wrong = bench.full_sweep();
         let found = wrong.iter().find(|wrong| wrong.gfn == FIRST_GFN + page).expect("noticed");
         if (4..STAMP_WORD).contains(&word) {
-            prop_assert_eq!((found.kind, found.word), (Kind::Body, word));
+            prop_assert_eq!((found.kind, found.word), (MismatchKind::Body, word));
         }
         prop_assert!(found.found != found.expected);
     }
 
     #[test]
     fn bad_head_is_one_error_at_its_rewrite(share in any_share(), at: prop::sample::Index) {
-        let mut bench = Bench::new(&PayloadSpec::default(), share);
+        let mut bench = WorkloadFixture::new(&PayloadSpec::default(), share);
         bench.steps(share.pages);
         let page = share.first + at.index(share.pages as usize) as u64;
         bench.memory.write_u64(page, 3, 0);
@@ -294,8 +294,8 @@ proptest! {
         let writes = u64::from(share.vcpu) < writers;
         let pattern = if writes { spec.pattern } else { Pattern::Once };
         let same = PayloadSpec { pattern, ..spec.clone() };
-        let mut bench = Bench::new(&PayloadSpec { writers: Some(writers), ..spec }, share);
-        let mut plain = Bench::new(&same, share);
+        let mut bench = WorkloadFixture::new(&PayloadSpec { writers: Some(writers), ..spec }, share);
+        let mut plain = WorkloadFixture::new(&same, share);
         bench.steps(share.pages * 3);
         plain.steps(share.pages * 3);
         prop_assert_eq!(bench.workload.pages(), plain.workload.pages());
@@ -304,7 +304,7 @@ proptest! {
 
     #[test]
     fn once_writes_every_page_exactly_once(spec in any_spec(), share in any_share()) {
-        let mut bench = Bench::new(&PayloadSpec { pattern: Pattern::Once, ..spec }, share);
+        let mut bench = WorkloadFixture::new(&PayloadSpec { pattern: Pattern::Once, ..spec }, share);
         bench.steps(share.pages * 5 / 2);
         prop_assert!(bench.memory.writes[share.first as usize..].iter().all(|&writes| writes == 1));
         prop_assert_eq!(bench.workload.pages(), share.pages);
@@ -313,7 +313,7 @@ proptest! {
 
     #[test]
     fn stride_writes_only_every_kth_page(spec in any_spec(), share in any_share(), step in 1u32..50) {
-        let mut bench = Bench::new(&PayloadSpec { pattern: Pattern::Stride(step), ..spec }, share);
+        let mut bench = WorkloadFixture::new(&PayloadSpec { pattern: Pattern::Stride(step), ..spec }, share);
         bench.steps(3 * share.pages);
         for (index, &writes) in bench.memory.writes[share.first as usize..].iter().enumerate() {
             prop_assert_eq!(writes > 0, index % step as usize == 0);
@@ -322,7 +322,7 @@ proptest! {
 
     #[test]
     fn a_pass_of_seq_writes_every_page_once(share in any_share(), passes in 1u32..5) {
-        let mut bench = Bench::new(&PayloadSpec::default(), share);
+        let mut bench = WorkloadFixture::new(&PayloadSpec::default(), share);
         bench.steps(share.pages * u64::from(passes));
         prop_assert!(bench.memory.writes[share.first as usize..].iter().all(|&writes| writes == passes));
         prop_assert_eq!(bench.workload.passes(), u64::from(passes));
@@ -353,7 +353,8 @@ proptest! {
 fn pages_are_prefetched_before_their_visit() {
     for pattern in [Pattern::Seq, Pattern::Random, Pattern::Stride(3)] {
         let share = Share { vcpu: 0, first: 2, pages: 300 };
-        let mut bench = Bench::new(&PayloadSpec { pattern, ..PayloadSpec::default() }, share);
+        let mut bench =
+            WorkloadFixture::new(&PayloadSpec { pattern, ..PayloadSpec::default() }, share);
         bench.steps(8);
         let announced = bench.memory.announced.borrow().clone();
         assert_eq!(announced.len(), 8, "{pattern:?}");
@@ -368,8 +369,10 @@ fn pages_are_prefetched_before_their_visit() {
 #[test]
 fn zipf_prefers_few_pages_and_reaches_all() {
     let share = Share { vcpu: 0, first: 0, pages: 1000 };
-    let mut bench =
-        Bench::new(&PayloadSpec { pattern: Pattern::Zipf, ..PayloadSpec::default() }, share);
+    let mut bench = WorkloadFixture::new(
+        &PayloadSpec { pattern: Pattern::Zipf, ..PayloadSpec::default() },
+        share,
+    );
     bench.steps(200_000);
     let mut writes = bench.memory.writes.clone();
     writes.sort_unstable_by(|a, b| b.cmp(a));
@@ -387,8 +390,10 @@ fn zipf_prefers_few_pages_and_reaches_all() {
 #[test]
 fn random_prefers_no_page() {
     let share = Share { vcpu: 3, first: 7, pages: 100 };
-    let mut bench =
-        Bench::new(&PayloadSpec { pattern: Pattern::Random, ..PayloadSpec::default() }, share);
+    let mut bench = WorkloadFixture::new(
+        &PayloadSpec { pattern: Pattern::Random, ..PayloadSpec::default() },
+        share,
+    );
     bench.steps(100_000);
     assert!(
         bench.memory.writes[7..].iter().all(|writes| (850..1150).contains(writes)),
@@ -400,8 +405,10 @@ fn random_prefers_no_page() {
 #[test]
 fn random_bodies_do_not_compress() {
     let share = Share { vcpu: 0, first: 0, pages: 64 };
-    let mut bench =
-        Bench::new(&PayloadSpec { fill: Fill::Random, ..PayloadSpec::default() }, share);
+    let mut bench = WorkloadFixture::new(
+        &PayloadSpec { fill: BodyFill::Random, ..PayloadSpec::default() },
+        share,
+    );
     bench.steps(64);
     let mut words: Vec<u64> =
         (0..64).flat_map(|page| bench.memory.copy_of(page)[4..STAMP_WORD].to_vec()).collect();
@@ -417,7 +424,7 @@ fn random_bodies_do_not_compress() {
 #[test]
 fn zero_bodies_stay_zero() {
     let share = Share { vcpu: 0, first: 0, pages: 4 };
-    let mut bench = Bench::new(&PayloadSpec::default(), share);
+    let mut bench = WorkloadFixture::new(&PayloadSpec::default(), share);
     bench.steps(40);
     assert!(
         (0..4).all(|page| bench.memory.copy_of(page)[4..STAMP_WORD].iter().all(|&word| word == 0))
@@ -427,10 +434,13 @@ fn zero_bodies_stay_zero() {
 #[test]
 fn nonzero_page_before_first_write_is_detected() {
     let share = Share { vcpu: 0, first: 0, pages: 4 };
-    let mut bench = Bench::new(&PayloadSpec::default(), share);
+    let mut bench = WorkloadFixture::new(&PayloadSpec::default(), share);
     bench.memory.write_u64(2, 0, 99);
     let wrong = bench.steps(4);
-    assert_eq!((wrong.len(), wrong[0].gfn, wrong[0].kind), (1, FIRST_GFN + 2, Kind::Corrupt));
+    assert_eq!(
+        (wrong.len(), wrong[0].gfn, wrong[0].kind),
+        (1, FIRST_GFN + 2, MismatchKind::Corrupt)
+    );
 }
 
 #[test]
@@ -441,12 +451,12 @@ fn generations_wrap_past_zero() {
 
 #[test]
 fn heads_of_different_pages_never_match() {
-    let head = Head::expected(1, 5, 9, 0);
+    let head = PageHead::expected(1, 5, 9, 0);
     for other in [
-        Head::expected(2, 5, 9, 0),
-        Head::expected(1, 6, 9, 0),
-        Head::expected(1, 5, 10, 0),
-        Head::expected(1, 5, 9, 1),
+        PageHead::expected(2, 5, 9, 0),
+        PageHead::expected(1, 6, 9, 0),
+        PageHead::expected(1, 5, 10, 0),
+        PageHead::expected(1, 5, 9, 1),
     ] {
         assert!(
             !head.matches(&other) && head.checksum != other.checksum && head.stamp != other.stamp

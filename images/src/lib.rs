@@ -7,9 +7,9 @@
 //!
 //! | module | owns |
 //! | --- | --- |
-//! | [`PayloadSpec`], [`SpecError`] | what the payload is told: `payload,ws=64M,rate=320M,pattern=zipf` |
+//! | [`PayloadSpec`], [`PayloadSpecError`] | what the payload is told: `payload,ws=64M,rate=320M,pattern=zipf` |
 //! | [`workload`] | what it does, in code that the guest and the host share |
-//! | [`Message`], [`Report`] | the lines it prints |
+//! | [`PayloadMessage`], [`PayloadReport`] | the lines it prints |
 //! | `payload/`, `build.rs` | the guest around it, and how it is compiled |
 //!
 //! # The guest
@@ -41,6 +41,6 @@ pub mod workload;
 /// The payload guest: an ELF file for x86-64 with a PVH entry.
 pub static PAYLOAD_ELF: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/payload.elf"));
 
-pub use report::{Message, Report};
-pub use spec::SpecError;
+pub use report::{PayloadMessage, PayloadReport};
+pub use spec::PayloadSpecError;
 pub use workload::PayloadSpec;

@@ -4,10 +4,10 @@
 use proptest::prelude::*;
 
 use crate::workload::{
-    BATCH, ERROR_LINES, Gap, Next, PAGE_SIZE, Pacer, PageMemory, Pattern, PayloadSpec, Placement,
-    Rate, Runner, SLICE_NS, TABLE_BASE, WS_BASE, ready_line,
+    BATCH, ERROR_LINES, PAGE_SIZE, Pacer, PageMemory, Pattern, PayloadSpec, Runner, SLICE_NS,
+    TABLE_BASE, TickGap, TickOutcome, WS_BASE, WorkingSetPlacement, WriteRate, ready_line,
 };
-use crate::{Message, PAYLOAD_ELF, Report};
+use crate::{PAYLOAD_ELF, PayloadMessage, PayloadReport};
 
 const SECOND: u64 = 1_000_000_000;
 const MIB: u64 = 1 << 20;
@@ -62,7 +62,7 @@ proptest! {
         let spec = PayloadSpec { ws_bytes: pages * PAGE_SIZE, pattern, ..PayloadSpec::default() };
         let ram = [(0, 640 << 10), (MIB, (low - 1) * MIB), (4 << 30, high * MIB)];
         let room = (low - 16 + high) * MIB / PAGE_SIZE;
-        let Ok(placement) = Placement::new(&spec, ram) else {
+        let Ok(placement) = WorkingSetPlacement::new(&spec, ram) else {
             prop_assert!(pages > room);
             return Ok(());
         };
@@ -80,13 +80,13 @@ proptest! {
 #[test]
 fn a_large_table_moves_the_working_set_up() {
     let spec = PayloadSpec { ws_bytes: 64 << 30, pattern: Pattern::Zipf, ..PayloadSpec::default() };
-    assert_eq!(Placement::base(&spec), TABLE_BASE + 64 * MIB);
-    assert_eq!(Placement::base(&PayloadSpec { pattern: Pattern::Seq, ..spec }), WS_BASE);
+    assert_eq!(WorkingSetPlacement::base(&spec), TABLE_BASE + 64 * MIB);
+    assert_eq!(WorkingSetPlacement::base(&PayloadSpec { pattern: Pattern::Seq, ..spec }), WS_BASE);
 }
 
 #[test]
 fn pause_during_sleep_is_a_gap() {
-    let mut gap = Gap::new(0);
+    let mut gap = TickGap::new(0);
     gap.tick(300_000);
     assert_eq!((gap.max_us(), gap.take_us()), (300, 300));
     gap.sleep_until(1_000_000);
@@ -103,16 +103,16 @@ fn pause_during_sleep_is_a_gap() {
 }
 
 fn paced(rate: u64) -> PayloadSpec {
-    PayloadSpec { rate: Rate::BytesPerSecond(rate), ..PayloadSpec::default() }
+    PayloadSpec { rate: WriteRate::BytesPerSecond(rate), ..PayloadSpec::default() }
 }
 
 /// Memory with an error in every page that is read back, or without errors.
-struct Bare {
+struct TestMemory {
     words: Vec<u64>,
     broken: bool,
 }
 
-impl PageMemory for Bare {
+impl PageMemory for TestMemory {
     fn gfn(&self, page: u64) -> u64 {
         page
     }
@@ -127,9 +127,9 @@ impl PageMemory for Bare {
 }
 
 /// Runs a loop on a clock that advances `tick_ns` at each tick. Returns its lines.
-fn run(spec: &str, broken: bool, tick_ns: u64) -> Vec<Message> {
+fn run(spec: &str, broken: bool, tick_ns: u64) -> Vec<PayloadMessage> {
     let spec: PayloadSpec = spec.parse().unwrap();
-    let mut memory = Bare { words: vec![0; (spec.ws_bytes / 8) as usize], broken };
+    let mut memory = TestMemory { words: vec![0; (spec.ws_bytes / 8) as usize], broken };
     let mut now = 5 * SECOND;
     let mut runner = Runner::new(&spec, 1, 0, now);
     let mut table = vec![0; runner.workload().table_len()];
@@ -138,21 +138,23 @@ fn run(spec: &str, broken: bool, tick_ns: u64) -> Vec<Message> {
         let mut print = |line: &[u8]| {
             let line = std::str::from_utf8(line).unwrap();
             assert!(line.ends_with('\n'));
-            messages.push(Message::parse(line).expect(line));
+            messages.push(PayloadMessage::parse(line).expect(line));
         };
         match runner.tick(now, &mut memory, &mut table, &mut print) {
-            Next::Go => now += tick_ns,
-            Next::SleepUntil(wake) => now = wake.max(now + tick_ns),
-            Next::Done => return messages,
+            TickOutcome::Go => now += tick_ns,
+            TickOutcome::SleepUntil(wake) => now = wake.max(now + tick_ns),
+            TickOutcome::Done => return messages,
         }
     }
 }
 
-fn reports(messages: &[Message]) -> Vec<Report> {
+fn reports(messages: &[PayloadMessage]) -> Vec<PayloadReport> {
     messages
         .iter()
         .filter_map(
-            |message| if let Message::Report(report) = message { Some(*report) } else { None },
+            |message| {
+                if let PayloadMessage::Report(report) = message { Some(*report) } else { None }
+            },
         )
         .collect()
 }
@@ -183,7 +185,8 @@ fn run_of_passes_ends_after_them() {
 fn all_errors_are_counted_ten_are_described() {
     let messages = run("payload,ws=1M,rate=max,passes=4", true, 1_000);
     let errors =
-        messages.iter().filter(|message| matches!(message, Message::Error { .. })).count() as u64;
+        messages.iter().filter(|message| matches!(message, PayloadMessage::Error { .. })).count()
+            as u64;
     let last = *reports(&messages).last().unwrap();
     assert_eq!(errors, ERROR_LINES);
     assert!(last.errors >= last.pages, "{last:?}");
@@ -192,9 +195,9 @@ fn all_errors_are_counted_ten_are_described() {
 #[test]
 fn a_tick_is_at_most_one_batch() {
     let spec: PayloadSpec = "payload,ws=1M,rate=max".parse().unwrap();
-    let mut memory = Bare { words: vec![0; 512 * 256], broken: false };
+    let mut memory = TestMemory { words: vec![0; 512 * 256], broken: false };
     let mut runner = Runner::new(&spec, 1, 0, 0);
-    assert_eq!(runner.tick(SECOND / 2, &mut memory, &mut [], &mut |_| ()), Next::Go);
+    assert_eq!(runner.tick(SECOND / 2, &mut memory, &mut [], &mut |_| ()), TickOutcome::Go);
     assert_eq!(runner.workload().pages(), BATCH);
 }
 
@@ -212,7 +215,7 @@ fn bare_visits_are_checked_once_at_the_end() {
 #[test]
 fn bare_visits_store_one_word() {
     let spec: PayloadSpec = "payload,ws=1M,rate=max,check=end".parse().unwrap();
-    let mut memory = Bare { words: vec![0; 512 * 256], broken: false };
+    let mut memory = TestMemory { words: vec![0; 512 * 256], broken: false };
     let mut runner = Runner::new(&spec, 1, 0, 0);
     while runner.workload().passes() < 1 {
         runner.tick(1, &mut memory, &mut [], &mut |_| ());
@@ -228,12 +231,12 @@ fn bare_visits_store_one_word() {
 #[test]
 fn idle_spinner_never_sleeps_and_keeps_its_rate() {
     let spec: PayloadSpec = "payload,ws=1M,rate=32M,burst=64,idle=spin".parse().unwrap();
-    let mut memory = Bare { words: vec![0; 512 * 256], broken: false };
+    let mut memory = TestMemory { words: vec![0; 512 * 256], broken: false };
     let mut runner = Runner::new(&spec, 1, 0, 0);
     let (mut now, mut bursts, mut before) = (0, Vec::new(), 0);
     while now < SECOND {
         now += 10_000;
-        assert_eq!(runner.tick(now, &mut memory, &mut [], &mut |_| ()), Next::Go);
+        assert_eq!(runner.tick(now, &mut memory, &mut [], &mut |_| ()), TickOutcome::Go);
         let pages = runner.workload().pages();
         if pages > before && bursts.last().is_none_or(|at| now - at > 1_000_000) {
             bursts.push(now);
@@ -249,8 +252,8 @@ fn the_ready_line_is_read_back() {
     let spec: PayloadSpec =
         "payload,rate=1000000,pattern=stride:3,seed=18446744073709551615".parse().unwrap();
     let line = ready_line(&spec, 32);
-    let message = Message::parse(std::str::from_utf8(line.as_bytes()).unwrap());
-    let Some(Message::Ready { vcpus, ws_pages, pattern, rate, seed }) = message else {
+    let message = PayloadMessage::parse(std::str::from_utf8(line.as_bytes()).unwrap());
+    let Some(PayloadMessage::Ready { vcpus, ws_pages, pattern, rate, seed }) = message else {
         panic!("{message:?}")
     };
     assert_eq!(

@@ -25,11 +25,11 @@
 //! vCPU 0 prints `ready` before any page is written. Each vCPU prints a report about once a second
 //! and `done` once at its end. `fault` and `fatal` mean that the payload itself cannot continue.
 
-use crate::workload::{Kind, Mismatch};
+use crate::workload::{Mismatch, MismatchKind};
 
 /// The report of one vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Report {
+pub struct PayloadReport {
     /// vCPU that reports.
     pub vcpu: u32,
     /// Whether this is its last line.
@@ -48,18 +48,18 @@ pub struct Report {
     pub gap_us: u64,
 }
 
-impl Report {
+impl PayloadReport {
     /// Parses one line; `None` if it is not a report.
     ///
     /// ```
     /// let line = "payload vcpu=1 t_ms=1003 passes=12 pages=123456 errors=0 max_gap_us=1500 gap_us=900";
-    /// assert_eq!(driftline_images::Report::parse(line).unwrap().pages, 123456);
+    /// assert_eq!(driftline_images::PayloadReport::parse(line).unwrap().pages, 123456);
     /// ```
-    pub fn parse(line: &str) -> Option<Report> {
+    pub fn parse(line: &str) -> Option<PayloadReport> {
         let mut fields = Fields::after(line, "payload ")?;
         let vcpu = fields.small("vcpu")?;
         let done = fields.skip("done");
-        let report = Report {
+        let report = PayloadReport {
             vcpu,
             done,
             t_ms: fields.number("t_ms")?,
@@ -75,7 +75,7 @@ impl Report {
 
 /// Any line of the payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Message {
+pub enum PayloadMessage {
     /// All vCPUs are up and about to begin.
     Ready {
         /// Number of vCPUs.
@@ -90,7 +90,7 @@ pub enum Message {
         seed: u64,
     },
     /// The report of one vCPU.
-    Report(Report),
+    Report(PayloadReport),
     /// A page with wrong content.
     Error {
         /// vCPU that found it.
@@ -104,25 +104,25 @@ pub enum Message {
     Fatal(String),
 }
 
-impl Message {
+impl PayloadMessage {
     /// Parses one line; `None` if the payload does not print such lines.
-    pub fn parse(line: &str) -> Option<Message> {
-        if let Some(report) = Report::parse(line) {
-            return Some(Message::Report(report));
+    pub fn parse(line: &str) -> Option<PayloadMessage> {
+        if let Some(report) = PayloadReport::parse(line) {
+            return Some(PayloadMessage::Report(report));
         }
         let line = line.trim_end();
         if let Some(reason) = line.strip_prefix("payload fatal: ") {
-            return Some(Message::Fatal(reason.to_owned()));
+            return Some(PayloadMessage::Fatal(reason.to_owned()));
         }
         if line.starts_with("payload fault ") {
-            return Some(Message::Fault(line.to_owned()));
+            return Some(PayloadMessage::Fault(line.to_owned()));
         }
-        Message::parse_ready(line).or_else(|| Message::parse_error(line))
+        PayloadMessage::parse_ready(line).or_else(|| PayloadMessage::parse_error(line))
     }
 
-    fn parse_ready(line: &str) -> Option<Message> {
+    fn parse_ready(line: &str) -> Option<PayloadMessage> {
         let mut fields = Fields::after(line, "payload ready ")?;
-        let message = Message::Ready {
+        let message = PayloadMessage::Ready {
             vcpus: fields.small("vcpus")?,
             ws_pages: fields.number("ws_pages")?,
             pattern: fields.text("pattern")?.to_owned(),
@@ -132,7 +132,7 @@ impl Message {
         fields.end(message)
     }
 
-    fn parse_error(line: &str) -> Option<Message> {
+    fn parse_error(line: &str) -> Option<PayloadMessage> {
         let mut fields = Fields::after(line, "payload ")?;
         let vcpu = fields.small("vcpu")?;
         if !fields.skip("error") {
@@ -140,14 +140,14 @@ impl Message {
         }
         let mismatch = Mismatch {
             gfn: fields.hex("gfn")?,
-            kind: Kind::from_name(fields.text("kind")?)?,
+            kind: MismatchKind::from_name(fields.text("kind")?)?,
             expected_generation: fields.number("expected_generation")?,
             found_generation: fields.number("found_generation")?,
             word: usize::try_from(fields.number("word")?).ok()?,
             expected: fields.hex("expected")?,
             found: fields.hex("found")?,
         };
-        fields.end(Message::Error { vcpu, mismatch })
+        fields.end(PayloadMessage::Error { vcpu, mismatch })
     }
 }
 
@@ -194,7 +194,7 @@ mod tests {
 
     use super::*;
 
-    fn line(report: &Report) -> String {
+    fn line(report: &PayloadReport) -> String {
         format!(
             "payload vcpu={}{} t_ms={} passes={} pages={} errors={} max_gap_us={} gap_us={}",
             report.vcpu,
@@ -213,20 +213,20 @@ mod tests {
         fn a_report_is_read_as_it_was_printed(
             vcpu: u32, done: bool, t_ms: u64, passes: u64, pages: u64, errors: u64, max_gap_us: u64, gap_us: u64
         ) {
-            let report = Report { vcpu, done, t_ms, passes, pages, errors, max_gap_us, gap_us };
-            prop_assert_eq!(Report::parse(&line(&report)), Some(report));
-            prop_assert_eq!(Message::parse(&(line(&report) + "\r\n")), Some(Message::Report(report)));
+            let report = PayloadReport { vcpu, done, t_ms, passes, pages, errors, max_gap_us, gap_us };
+            prop_assert_eq!(PayloadReport::parse(&line(&report)), Some(report));
+            prop_assert_eq!(PayloadMessage::parse(&(line(&report) + "\r\n")), Some(PayloadMessage::Report(report)));
         }
 
         #[test]
         fn parser_never_panics(line in "(payload )?(vcpu=1 )?(ready |done |error )?.{0,60}") {
-            let _ = Message::parse(&line);
+            let _ = PayloadMessage::parse(&line);
         }
 
         #[test]
-        fn a_line_cut_short_is_never_taken_for_a_whole_one(cut in 0usize..60) {
+        fn truncated_line_is_not_a_report(cut in 0usize..60) {
             let whole = "payload vcpu=1 t_ms=1003 passes=12 pages=5 errors=0 max_gap_us=1500 gap_us=";
-            prop_assert_eq!(Report::parse(&whole[..cut]), None);
+            prop_assert_eq!(PayloadReport::parse(&whole[..cut]), None);
         }
     }
 
@@ -237,7 +237,7 @@ mod tests {
         let mut count = 0;
         for line in documented {
             let line = format!("payload {line}");
-            assert!(Message::parse(&line).is_some(), "{line}");
+            assert!(PayloadMessage::parse(&line).is_some(), "{line}");
             count += 1;
         }
         assert_eq!(count, 6);
@@ -255,7 +255,7 @@ mod tests {
             "payload vcpu=0 t_ms=1 passes=1 pages=1 errors=0 max_gap_us=1 gap_us=1 more=1",
             "payload vcpu=0 passes=1 t_ms=1 pages=1 errors=0 max_gap_us=1 gap_us=1",
         ] {
-            assert_eq!(Message::parse(line), None, "{line}");
+            assert_eq!(PayloadMessage::parse(line), None, "{line}");
         }
     }
 }

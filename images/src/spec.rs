@@ -3,31 +3,31 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::workload::{Line, PayloadSpec};
+use crate::workload::{LineBuffer, PayloadSpec};
 
 /// The reason why a specification was refused: a sentence that names the mistake.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SpecError(String);
+pub struct PayloadSpecError(String);
 
-impl fmt::Display for SpecError {
+impl fmt::Display for PayloadSpecError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for SpecError {}
+impl std::error::Error for PayloadSpecError {}
 
 impl FromStr for PayloadSpec {
-    type Err = SpecError;
+    type Err = PayloadSpecError;
 
     /// Parses
     /// `payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride[:K]|once][,seed=N]`
     /// `[,ring=0|3][,fill=zero|random][,seconds=N][,passes=N][,writers=N][,idle=halt|spin]`
     /// `[,burst=N][,check=always|end]`.
-    fn from_str(text: &str) -> Result<Self, SpecError> {
+    fn from_str(text: &str) -> Result<Self, PayloadSpecError> {
         let mut items = text.split(',');
         if items.next() != Some("payload") {
-            return Err(SpecError(format!(
+            return Err(PayloadSpecError(format!(
                 "guest \"{text}\" is unknown: the built-in guest is called \"payload\""
             )));
         }
@@ -35,17 +35,17 @@ impl FromStr for PayloadSpec {
         let mut seen: Vec<&str> = Vec::new();
         for item in items {
             let Some((key, value)) = item.split_once('=') else {
-                return Err(SpecError(format!(
+                return Err(PayloadSpecError(format!(
                     "\"{item}\" in \"{text}\" is not of the form key=value"
                 )));
             };
             if seen.contains(&key) {
-                return Err(SpecError(format!("\"{key}\" is given twice in \"{text}\"")));
+                return Err(PayloadSpecError(format!("\"{key}\" is given twice in \"{text}\"")));
             }
             seen.push(key);
             spec.set(key.as_bytes(), value.as_bytes()).map_err(|reason| {
                 let hint = unit_hint(key, value);
-                SpecError(format!("\"{item}\" in \"{text}\" {}{hint}", reason.0))
+                PayloadSpecError(format!("\"{item}\" in \"{text}\" {}{hint}", reason.0))
             })?;
         }
         Ok(spec)
@@ -63,7 +63,7 @@ fn unit_hint(key: &str, value: &str) -> String {
 impl fmt::Display for PayloadSpec {
     /// Writes all settings, in the form that [`FromStr`] reads.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut line = Line::new();
+        let mut line = LineBuffer::new();
         line.text("payload");
         self.write(&mut line, b',');
         f.write_str(&String::from_utf8_lossy(line.as_bytes()))
@@ -79,7 +79,7 @@ impl PayloadSpec {
     /// assert_eq!(spec.cmdline(2), "vcpus=2 ws=64M rate=max pattern=seq seed=1 ring=3 fill=zero seconds=5");
     /// ```
     pub fn cmdline(&self, vcpus: u32) -> String {
-        let mut line = Line::new();
+        let mut line = LineBuffer::new();
         line.text("vcpus=").number(u64::from(vcpus));
         self.write(&mut line, b' ');
         String::from_utf8_lossy(line.as_bytes()).into_owned()
@@ -92,11 +92,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::workload::{Check, Fill, Idle, Pattern, Rate, Ring};
+    use crate::workload::{BodyFill, CheckMode, IdleMode, Pattern, PayloadRing, WriteRate};
 
     fn any_spec() -> impl Strategy<Value = PayloadSpec> {
-        let rate =
-            prop_oneof![Just(Rate::Max), (4096u64..=64 << 30).prop_map(Rate::BytesPerSecond)];
+        let rate = prop_oneof![
+            Just(WriteRate::Max),
+            (4096u64..=64 << 30).prop_map(WriteRate::BytesPerSecond)
+        ];
         let pattern = prop_oneof![
             Just(Pattern::Seq),
             Just(Pattern::Random),
@@ -104,11 +106,11 @@ mod tests {
             Just(Pattern::Once),
             (1u32..).prop_map(Pattern::Stride),
         ];
-        let ring = prop_oneof![Just(Ring::Zero), Just(Ring::Three)];
-        let fill = prop_oneof![Just(Fill::Zero), Just(Fill::Random)];
+        let ring = prop_oneof![Just(PayloadRing::Zero), Just(PayloadRing::Three)];
+        let fill = prop_oneof![Just(BodyFill::Zero), Just(BodyFill::Random)];
         let end = || option::of(1u64..=0xffff_ffff);
-        let idle = prop_oneof![Just(Idle::Halt), Just(Idle::Spin)];
-        let check = prop_oneof![Just(Check::Always), Just(Check::AtEnd)];
+        let idle = prop_oneof![Just(IdleMode::Halt), Just(IdleMode::Spin)];
+        let check = prop_oneof![Just(CheckMode::Always), Just(CheckMode::AtEnd)];
         let loops = (end(), end(), end(), idle, 1u64..=65_536, check);
         (1u64..1 << 26, rate, pattern, any::<u64>(), ring, fill, loops).prop_map(
             |(pages, rate, pattern, seed, ring, fill, loops)| {
@@ -172,11 +174,11 @@ mod tests {
     fn suffixes_are_powers_of_two() {
         let spec: PayloadSpec = "payload,ws=2G,rate=5K".parse().unwrap();
         assert_eq!(spec.ws_bytes, 2 << 30);
-        assert_eq!(spec.rate, Rate::BytesPerSecond(5 << 10));
+        assert_eq!(spec.rate, WriteRate::BytesPerSecond(5 << 10));
     }
 
     #[test]
-    fn every_refusal_is_a_sentence_with_the_bad_value_in_it() {
+    fn refusal_names_the_bad_value() {
         for (text, part) in [
             ("linux", "guest \"linux\" is unknown"),
             ("payload,ws", "\"ws\" in \"payload,ws\" is not of the form key=value"),

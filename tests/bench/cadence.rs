@@ -20,7 +20,7 @@ use driftline_checkpoint::{Cadence, Checkpointer, Spread, Tally};
 use driftline_guest::{DirtyLog, GuestContents};
 use driftline_store::Store;
 use guest::BenchGuest;
-use tests::Stolen;
+use tests::StolenTime;
 
 const EVERY: Duration = Duration::from_millis(10);
 /// How long a guest is followed before each row, and after it.
@@ -110,7 +110,7 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     let before = followed(guest, time.min(BESIDE));
     // What has changed by now, or a full one, is not what this is about.
     checkpointer.take().unwrap();
-    let (begun, stolen) = (Instant::now(), Stolen::begin());
+    let (begun, stolen) = (Instant::now(), StolenTime::begin());
     let writes = rate(guest, || {
         checkpointer.run(&cadence, &AtomicBool::new(false), |taken| {
             tally.add(&taken);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_guest::Lifecycle;
-use driftline_images::Report;
+use driftline_images::PayloadReport;
 use driftline_machine::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
 };
@@ -51,9 +51,9 @@ impl BenchGuest {
     }
 
     /// All reports so far.
-    pub fn reports(&self) -> impl Iterator<Item = Report> {
+    pub fn reports(&self) -> impl Iterator<Item = PayloadReport> {
         let text = std::fs::read_to_string(&self.serial).unwrap_or_default();
-        text.lines().filter_map(Report::parse).collect::<Vec<_>>().into_iter()
+        text.lines().filter_map(PayloadReport::parse).collect::<Vec<_>>().into_iter()
     }
 }
 

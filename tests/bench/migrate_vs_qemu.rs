@@ -25,48 +25,48 @@ use std::path::Path;
 use std::time::Duration;
 
 use driftline_images::PayloadSpec;
-use qemu::Qemu;
-use tests::{Console, Driftline, SOON, Scratch, json_of};
+use qemu::QemuProcess;
+use tests::{Driftline, GuestConsole, SOON, ScratchDir, json_of};
 
 /// Pairs of migrations, where no argument says how many.
 const PAIRS: usize = 5;
 const DOWNTIME_MS: u64 = 300;
 
 /// A guest and what it does.
-struct Load {
+struct BenchLoad {
     name: &'static str,
     spec: &'static str,
     mem: &'static str,
     vcpus: u32,
 }
 
-const LOADS: [Load; 6] = [
-    Load {
+const LOADS: [BenchLoad; 6] = [
+    BenchLoad {
         name: "1 GiB, 64 MiB at 320 MB/s",
         spec: "payload,ws=64M,rate=320M",
         mem: "1G",
         vcpus: 1,
     },
-    Load {
+    BenchLoad {
         name: "1 GiB, 64 MiB at 320 MB/s, 2 vCPUs",
         spec: "payload,ws=64M,rate=320M",
         mem: "1G",
         vcpus: 2,
     },
-    Load { name: "4 GiB, mostly idle", spec: "payload,ws=4M,rate=1M", mem: "4G", vcpus: 1 },
-    Load {
+    BenchLoad { name: "4 GiB, mostly idle", spec: "payload,ws=4M,rate=1M", mem: "4G", vcpus: 1 },
+    BenchLoad {
         name: "1 GiB, 256 MiB as fast as it can",
         spec: "payload,ws=256M,rate=max",
         mem: "1G",
         vcpus: 1,
     },
-    Load {
+    BenchLoad {
         name: "1 GiB, 256 MiB, one word a page, never idle",
         spec: "payload,ws=256M,rate=max,check=end",
         mem: "1G",
         vcpus: 1,
     },
-    Load {
+    BenchLoad {
         name: "4 GiB, 64 pages each 8 ms, spins between",
         spec: "payload,ws=4M,rate=32M,burst=64,idle=spin",
         mem: "4G",
@@ -75,7 +75,7 @@ const LOADS: [Load; 6] = [
 ];
 
 /// Memory that nobody can compress, written once and then only read.
-const BULK: Load = Load {
+const BULK: BenchLoad = BenchLoad {
     name: "throughput",
     spec: "payload,ws=768M,rate=400M,pattern=once,fill=random",
     mem: "1G",
@@ -84,7 +84,7 @@ const BULK: Load = Load {
 const BULK_BYTES: usize = 768 << 20;
 
 /// One migration.
-struct Sample {
+struct MigrationSample {
     total_ms: f64,
     downtime_ms: f64,
     /// Between two guests that run, by what both processes of a program say, and one clock.
@@ -111,7 +111,7 @@ fn main() {
         Some(version) => println!("{version}"),
         None => println!("QEMU is not measured: there is no qemu-system-x86_64"),
     }
-    let loads: Vec<&Load> = LOADS.iter().filter(|load| load.name.contains(&wanted)).collect();
+    let loads: Vec<&BenchLoad> = LOADS.iter().filter(|load| load.name.contains(&wanted)).collect();
     if !loads.is_empty() {
         println!(
             "\n| migration, ms | total | QEMU | ratio | reported downtime | QEMU | downtime p50 | p90 | QEMU p50 | p90 | ratio of p50 | longest gap | QEMU |"
@@ -120,13 +120,13 @@ fn main() {
     }
     for load in loads {
         let (ours, theirs) = pairs(load, qemu.is_some(), count);
-        let cell = |of: fn(&Sample) -> f64| {
+        let cell = |of: fn(&MigrationSample) -> f64| {
             let (a, b) = (median(&ours, of), median(&theirs, of));
             (a, b, a / b)
         };
         let (total, stood) = (cell(|s| s.total_ms), cell(|s| s.stood_ms));
         let (said, gap) = (cell(|s| s.downtime_ms), cell(|s| s.gap_ms));
-        let p90 = |samples: &[Sample]| quantile(samples, 0.9, |s| s.stood_ms);
+        let p90 = |samples: &[MigrationSample]| quantile(samples, 0.9, |s| s.stood_ms);
         println!(
             "| {} | {:.0} | {:.0} | {:.2} | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1} | {:.1} |",
             load.name,
@@ -155,7 +155,7 @@ fn throughput(qemu: bool, count: usize) {
     copies.sort_by(f64::total_cmp);
     let copy = copies[count / 2];
     let pass0 = median(&ours, |s| s.pass0.unwrap_or(f64::NAN));
-    let gib = |s: &Sample| s.sent_bytes / f64::from(1u32 << 30);
+    let gib = |s: &MigrationSample| s.sent_bytes / f64::from(1u32 << 30);
     println!(
         "\n| throughput of incompressible memory | MB/s | of a plain copy | CPU s a GiB, source | destination |"
     );
@@ -181,7 +181,11 @@ fn throughput(qemu: bool, count: usize) {
 }
 
 /// Migrations of both programs, in turn.
-fn pairs(load: &Load, qemu: bool, count: usize) -> (Vec<Sample>, Vec<Sample>) {
+fn pairs(
+    load: &BenchLoad,
+    qemu: bool,
+    count: usize,
+) -> (Vec<MigrationSample>, Vec<MigrationSample>) {
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for _ in 0..count {
         ours.push(driftline(load));
@@ -193,21 +197,21 @@ fn pairs(load: &Load, qemu: bool, count: usize) -> (Vec<Sample>, Vec<Sample>) {
 }
 
 /// Waits until the guest has gone through all of its working set.
-fn settle(console: &Console, vcpus: u32) {
+fn settle(console: &GuestConsole, vcpus: u32) {
     tests::wait_for("a pass of the guest", Duration::from_secs(120), || {
         console.last_reports(vcpus)?.iter().all(|r| r.passes > 0).then_some(())
     });
     console.wait_reports(vcpus, 1, SOON);
 }
 
-fn driftline(load: &Load) -> Sample {
-    let scratch = Scratch::new();
+fn driftline(load: &BenchLoad) -> MigrationSample {
+    let scratch = ScratchDir::new();
     let vcpus = load.vcpus.to_string();
     let args = ["--mem", load.mem, "--vcpus", &vcpus];
     let mut source = Driftline::run(&scratch, "source", load.spec, &args);
     settle(&source.console(), load.vcpus);
     let (destination, address) = Driftline::receive_with(&scratch, "destination", &["--json"]);
-    let before = Before::new(&source.console(), [source.pid(), destination.pid()]);
+    let before = MigrationStart::new(&source.console(), [source.pid(), destination.pid()]);
     let downtime = DOWNTIME_MS.to_string();
     let mark = source.console();
     let sent = source.cli("send-migration", &[&address, "--downtime-ms", &downtime, "--json"]);
@@ -221,7 +225,7 @@ fn driftline(load: &Load) -> Sample {
     let running = destination.arrival()["taken_over_at_unix_us"].as_f64().expect("a time");
     let pass0 = &report["passes"][0];
     let pass0 = pass0["bytes"].as_f64().zip(pass0["time_ms"].as_f64()).map(|(b, ms)| b / ms * 1e3);
-    Sample {
+    MigrationSample {
         total_ms: number("total_time_ms"),
         downtime_ms: number("downtime_ms"),
         stood_ms: (running - number("paused_at_unix_us")) / 1e3,
@@ -232,25 +236,25 @@ fn driftline(load: &Load) -> Sample {
     }
 }
 
-fn in_qemu(load: &Load) -> Sample {
-    let scratch = Scratch::new();
+fn in_qemu(load: &BenchLoad) -> MigrationSample {
+    let scratch = ScratchDir::new();
     let kernel = scratch.path("payload.elf");
     fs::write(&kernel, driftline_images::PAYLOAD_ELF).unwrap();
     let spec: PayloadSpec = load.spec.parse().unwrap();
     let cmdline = spec.cmdline(load.vcpus);
     let size = (load.mem, load.vcpus);
-    let mut source = Qemu::start(&scratch, "source", &kernel, &cmdline, size, None);
+    let mut source = QemuProcess::start(&scratch, "source", &kernel, &cmdline, size, None);
     settle(source.console(), load.vcpus);
     let address = qemu::free_address();
     let mut destination =
-        Qemu::start(&scratch, "destination", &kernel, &cmdline, size, Some(&address));
-    let before = Before::new(source.console(), [source.pid(), destination.pid()]);
+        QemuProcess::start(&scratch, "destination", &kernel, &cmdline, size, Some(&address));
+    let before = MigrationStart::new(source.console(), [source.pid(), destination.pid()]);
     let report = source.migrate(&address, DOWNTIME_MS);
     let cpu_s = [before.cpu_of(0), before.cpu_of(1)];
     let gap_ms = before.gap_ms(source.console(), destination.console(), load.vcpus);
     let stood_us = destination.event_us("RESUME") - source.event_us("STOP");
     let number = |value: &serde_json::Value| value.as_f64().expect("a figure of query-migrate");
-    Sample {
+    MigrationSample {
         total_ms: number(&report["total-time"]),
         downtime_ms: number(&report["downtime"]),
         stood_ms: stood_us / 1e3,
@@ -262,14 +266,14 @@ fn in_qemu(load: &Load) -> Sample {
 }
 
 /// Where things stood before a migration.
-struct Before {
+struct MigrationStart {
     pids: [u32; 2],
     cpu_s: [f64; 2],
     reports: usize,
 }
 
-impl Before {
-    fn new(source: &Console, pids: [u32; 2]) -> Self {
+impl MigrationStart {
+    fn new(source: &GuestConsole, pids: [u32; 2]) -> Self {
         Self { pids, cpu_s: pids.map(cpu_s), reports: source.reports().len() }
     }
 
@@ -280,7 +284,7 @@ impl Before {
 
     /// The longest gap that the guest has told of since then: the last thing that it says at the
     /// source, and the first two at the destination.
-    fn gap_ms(&self, source: &Console, destination: &Console, vcpus: u32) -> f64 {
+    fn gap_ms(&self, source: &GuestConsole, destination: &GuestConsole, vcpus: u32) -> f64 {
         destination.wait_reports(vcpus, 2, SOON);
         let (there, here) = (destination.reports(), source.reports());
         let gaps = here[self.reports..].iter().chain(&there).map(|r| r.gap_us);
@@ -309,12 +313,12 @@ fn cpu_s(pid: u32) -> f64 {
     (ticks(11) + ticks(12)) / 100.0
 }
 
-fn median(samples: &[Sample], of: impl Fn(&Sample) -> f64) -> f64 {
+fn median(samples: &[MigrationSample], of: impl Fn(&MigrationSample) -> f64) -> f64 {
     quantile(samples, 0.5, of)
 }
 
 /// The sample below which `part` of all lie.
-fn quantile(samples: &[Sample], part: f64, of: impl Fn(&Sample) -> f64) -> f64 {
+fn quantile(samples: &[MigrationSample], part: f64, of: impl Fn(&MigrationSample) -> f64) -> f64 {
     let mut values: Vec<f64> = samples.iter().map(of).collect();
     values.sort_by(f64::total_cmp);
     let at = (values.len() as f64 * part) as usize;

@@ -18,7 +18,7 @@ use driftline_checkpoint::{Checkpointer, EpochReport};
 use driftline_guest::Lifecycle;
 use driftline_store::Store;
 use guest::BenchGuest;
-use tests::Stolen;
+use tests::StolenTime;
 
 const FRAMES: [u64; 7] = [0, 16, 256, 1024, 4096, 16384, 65536];
 const WAYS: [(&str, Option<u64>); 3] =
@@ -59,7 +59,7 @@ fn row(frames: u64, way: &str, behind_from: Option<u64>, epochs: usize, vcpus: u
     // Long enough for all of it to be written again, and for the disk to come to rest.
     let pace = Duration::from_millis(20 + frames / 100);
     let mut taken: Vec<EpochReport> = Vec::new();
-    let stolen = Stolen::begin();
+    let stolen = StolenTime::begin();
     for _ in 0..epochs {
         std::thread::sleep(pace);
         taken.push(checkpointer.take().unwrap());

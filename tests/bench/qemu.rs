@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tests::{Console, SOON, Scratch, wait_for};
+use tests::{GuestConsole, SOON, ScratchDir, wait_for};
 
 const QEMU: &str = "qemu-system-x86_64";
 
@@ -19,18 +19,18 @@ pub fn version() -> Option<String> {
 }
 
 /// A QEMU process. Dropping it kills it.
-pub struct Qemu {
+pub struct QemuProcess {
     child: Child,
     qmp: BufReader<UnixStream>,
-    console: Console,
+    console: GuestConsole,
     /// Names and times in microseconds since the epoch, in order.
     events: Vec<(String, f64)>,
 }
 
-impl Qemu {
+impl QemuProcess {
     /// Starts one that boots `kernel`, or waits for a guest at `incoming`.
     pub fn start(
-        scratch: &Scratch,
+        scratch: &ScratchDir,
         name: &str,
         kernel: &Path,
         cmdline: &str,
@@ -52,7 +52,7 @@ impl Qemu {
         command.args(incoming.iter().flat_map(|address| ["-incoming", address]));
         let child = command.stdin(Stdio::null()).spawn().expect("QEMU starts");
         let qmp = wait_for("QMP of QEMU", SOON, || UnixStream::connect(&socket).ok());
-        let (qmp, console) = (BufReader::new(qmp), Console::at(console));
+        let (qmp, console) = (BufReader::new(qmp), GuestConsole::at(console));
         let mut qemu = Self { child, qmp, console, events: Vec::new() };
         let hello = qemu.line();
         assert!(hello.get("QMP").is_some(), "{hello}");
@@ -60,7 +60,7 @@ impl Qemu {
         qemu
     }
 
-    pub fn console(&self) -> &Console {
+    pub fn console(&self) -> &GuestConsole {
         &self.console
     }
 
@@ -112,7 +112,7 @@ impl Qemu {
     }
 }
 
-impl Drop for Qemu {
+impl Drop for QemuProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

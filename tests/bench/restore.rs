@@ -9,7 +9,7 @@
 
 use std::time::{Duration, Instant};
 
-use tests::{Driftline, SOON, Scratch, wait_for};
+use tests::{Driftline, SOON, ScratchDir, wait_for};
 
 const SPEC: &str = "payload,ws=256M,rate=max,pattern=random";
 const BYTES: usize = 256 << 20;
@@ -20,7 +20,7 @@ fn main() {
         println!("not measured: {why}");
         return;
     }
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let mut guest = Driftline::run(&scratch, "guest", SPEC, &["--mem", "1G"]);
     guest.console().wait_reports(1, 8, Duration::from_secs(120));
     let store = scratch.path("store");

@@ -27,8 +27,8 @@ fn whichever_epoch(test: &str, checkers: &str, restored: usize) {
     const KEPT: usize = 40;
     let _alone = tests::one_at_a_time();
     let Some((linux, network)) = linux_and_network(test) else { return };
-    let scratch = Scratch::new();
-    let mut story = Story::begin_with(checkers, &linux, &network, &scratch, "dirty-ring");
+    let scratch = ScratchDir::new();
+    let mut story = CheckedGuest::begin_with(checkers, &linux, &network, &scratch, "dirty-ring");
     let store = scratch.path("store");
     let how = ["--every", "20ms", "--count", "100", "--keep", "40", "--json"];
     let taken = story.here.cli("checkpoint", &[&["--store", text(&store)], &how[..]].concat());
@@ -53,7 +53,7 @@ fn whichever_epoch(test: &str, checkers: &str, restored: usize) {
         let args = [&from[..], &["--disk", &disk, "--net", "tap=tap0"]].concat();
         story.here = Driftline::start_at(&network.hosts[0], &scratch, &name, &args);
         story.here.wait_state("running");
-        let progress = Progress::wait(&mut story.here, false);
+        let progress = CheckerProgress::wait(&mut story.here, false);
         eprintln!("{name}: from epoch {number}; {progress:?}");
     }
     // And in one file, elsewhere than the store.
@@ -68,33 +68,33 @@ fn whichever_epoch(test: &str, checkers: &str, restored: usize) {
     let from = [&from[..], &["--disk", &disk, "--net", "tap=tap0"]].concat();
     story.here = Driftline::start_at(&network.hosts[0], &scratch, &name, &from);
     story.here.wait_state("running");
-    let progress = Progress::wait(&mut story.here, false);
+    let progress = CheckerProgress::wait(&mut story.here, false);
     eprintln!("{name}: from an archive of epoch {number}; {progress:?}");
     story.end();
 }
 
 #[test]
-fn whichever_epoch_is_restored_the_disk_is_of_its_instant() {
-    let test = "whichever_epoch_is_restored_the_disk_is_of_its_instant";
+fn restored_disk_matches_restored_memory() {
+    let test = "restored_disk_matches_restored_memory";
     whichever_epoch(test, CHECKERS, repeats(4, 20));
 }
 
 #[test]
-fn so_it_is_if_the_disk_is_never_idle() {
-    whichever_epoch("so_it_is_if_the_disk_is_never_idle", BUSY, repeats(2, 20));
+fn restored_busy_disk_matches_restored_memory() {
+    whichever_epoch("restored_busy_disk_matches_restored_memory", BUSY, repeats(2, 20));
 }
 
 /// A guest whose disk is busy is checkpointed every 20 ms, and moves meanwhile, with its disk. It
 /// goes on there, alone, and loses nothing; the newest epoch that was durable before is whole, too:
 /// what was flushed by then is in its disk.
 #[test]
-fn a_guest_that_is_checkpointed_moves_and_neither_loses_anything() {
+fn checkpointed_guest_moves_without_loss() {
     let _alone = tests::one_at_a_time();
-    let test = "a_guest_that_is_checkpointed_moves_and_neither_loses_anything";
+    let test = "checkpointed_guest_moves_without_loss";
     let Some((linux, network)) = linux_and_network(test) else { return };
     for time in 0..repeats(1, 10) {
-        let scratch = Scratch::new();
-        let mut story = Story::begin_with(BUSY, &linux, &network, &scratch, "dirty-ring");
+        let scratch = ScratchDir::new();
+        let mut story = CheckedGuest::begin_with(BUSY, &linux, &network, &scratch, "dirty-ring");
         let store = scratch.path("store");
         let (to, socket) = (text(&store).to_owned(), story.here.socket().to_owned());
         let taking = thread::spawn(move || {
@@ -118,7 +118,7 @@ fn a_guest_that_is_checkpointed_moves_and_neither_loses_anything() {
         // It runs where it went, and its peer has missed nothing.
         assert_eq!(story.here.state().as_deref(), Some("running"));
         let (messages, _) = echo.finish();
-        let progress = Progress::wait(&mut story.here, false);
+        let progress = CheckerProgress::wait(&mut story.here, false);
         tests::assert_clean(&story.here.console());
         assert!(messages > 0, "{progress:?}");
         story.here.kill();

@@ -4,17 +4,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use driftline_images::{Message, Report};
+use driftline_images::{PayloadMessage, PayloadReport};
 
 use crate::wait_for;
 
 /// The file that a process's COM1 goes to.
 #[derive(Clone, Debug)]
-pub struct Console {
+pub struct GuestConsole {
     path: PathBuf,
 }
 
-impl Console {
+impl GuestConsole {
     /// The console kept in `path`.
     pub fn at(path: impl AsRef<Path>) -> Self {
         Self { path: path.as_ref().to_owned() }
@@ -33,21 +33,21 @@ impl Console {
     }
 
     /// All whole lines that are the payload's own.
-    pub fn messages(&self) -> Vec<Message> {
-        self.lines().iter().filter_map(|l| Message::parse(l)).collect()
+    pub fn messages(&self) -> Vec<PayloadMessage> {
+        self.lines().iter().filter_map(|l| PayloadMessage::parse(l)).collect()
     }
 
     /// Reports so far, oldest first.
-    pub fn reports(&self) -> Vec<Report> {
+    pub fn reports(&self) -> Vec<PayloadReport> {
         let reports = self.messages().into_iter().filter_map(|m| match m {
-            Message::Report(r) => Some(r),
+            PayloadMessage::Report(r) => Some(r),
             _ => None,
         });
         reports.collect()
     }
 
     /// The last report of each of `vcpus` vCPUs, once every one has reported.
-    pub fn last_reports(&self, vcpus: u32) -> Option<Vec<Report>> {
+    pub fn last_reports(&self, vcpus: u32) -> Option<Vec<PayloadReport>> {
         let all = self.reports();
         (0..vcpus).map(|v| all.iter().rev().find(|r| r.vcpu == v).copied()).collect()
     }
@@ -56,8 +56,10 @@ impl Console {
     pub fn assert_clean(&self) {
         for m in self.messages() {
             match m {
-                Message::Report(r) => assert_eq!(r.errors, 0, "{}: {r:?}", self.path.display()),
-                Message::Ready { .. } => {}
+                PayloadMessage::Report(r) => {
+                    assert_eq!(r.errors, 0, "{}: {r:?}", self.path.display())
+                }
+                PayloadMessage::Ready { .. } => {}
                 bad => panic!("{}: the guest says {bad:?}", self.path.display()),
             }
         }
@@ -65,7 +67,7 @@ impl Console {
 
     /// Waits until every vCPU has reported `more` times from now on, having written pages in
     /// between, and has found no error. Returns each one's last report.
-    pub fn wait_reports(&self, vcpus: u32, more: usize, limit: Duration) -> Vec<Report> {
+    pub fn wait_reports(&self, vcpus: u32, more: usize, limit: Duration) -> Vec<PayloadReport> {
         let count = |v: u32| self.reports().iter().filter(|r| r.vcpu == v).count();
         let before: Vec<usize> = (0..vcpus).map(count).collect();
         let what = format!("{more} more reports of {vcpus} vCPUs on {}", self.path.display());

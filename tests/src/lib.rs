@@ -1,7 +1,7 @@
 //! The harness of the whole-system tests: `driftline` processes, the lines their guests print, and
 //! a proxy between them that counts messages.
 //!
-//! A test owns a [`Scratch`] folder; every process that it starts lives in it and is killed, by its
+//! A test owns a [`ScratchDir`] folder; every process that it starts lives in it and is killed, by its
 //! own pid, when the test lets go of it.
 #![allow(clippy::expect_used, clippy::panic, reason = "a harness fails by saying what it expected")]
 
@@ -13,13 +13,13 @@ mod process;
 mod proxy;
 mod stolen;
 
-pub use guest::Console;
-pub use linux::{Echo, Linux, Progress, assert_clean};
-pub use load::Load;
+pub use guest::GuestConsole;
+pub use linux::{CheckerProgress, EchoClient, LinuxImage, assert_clean};
+pub use load::GuestLoad;
 pub use network::{GUEST, Namespace, Network, PEER};
-pub use process::{Driftline, Scratch, driftline, json_of, run_cli};
-pub use proxy::{Cut, Direction, Later, Proxy};
-pub use stolen::Stolen;
+pub use process::{Driftline, ScratchDir, driftline, json_of, run_cli};
+pub use proxy::{CutAction, Direction, LaterConnections, MigrationProxy};
+pub use stolen::StolenTime;
 
 use std::time::{Duration, Instant};
 

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::{Console, Driftline, GUEST, Namespace, SOON, Scratch, wait_for};
+use crate::{Driftline, GUEST, GuestConsole, Namespace, SOON, ScratchDir, wait_for};
 
 /// A guest boots in seconds where its ring 0 is not emulated.
 const BOOT: Duration = Duration::from_secs(240);
@@ -26,11 +26,11 @@ const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet loglevel=5 noxsave 
 
 /// The Linux image: kernel, initramfs, checkers.
 #[derive(Clone, Debug)]
-pub struct Linux {
+pub struct LinuxImage {
     image: PathBuf,
 }
 
-impl Linux {
+impl LinuxImage {
     /// The image, if KVM and it are there; if not, says that `test` is skipped.
     pub fn or_skip(test: &str) -> Option<Self> {
         if !driftline_machine::testing::kvm_or_skip(test) {
@@ -55,7 +55,7 @@ impl Linux {
         &self,
         kernel: &str,
         host: &Namespace,
-        scratch: &Scratch,
+        scratch: &ScratchDir,
         name: &str,
         more: &str,
         args: &[&str],
@@ -94,7 +94,7 @@ impl Linux {
 
 /// The last status of each checker on a console.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Progress {
+pub struct CheckerProgress {
     /// Passes of the memory checker over its pages.
     pub passes: u64,
     /// Records of the disk checker that are flushed.
@@ -105,9 +105,9 @@ pub struct Progress {
     pub ticks: u64,
 }
 
-impl Progress {
+impl CheckerProgress {
     /// What `console` shows; `None` until every checker has spoken there.
-    pub fn on(console: &Console) -> Option<Self> {
+    pub fn on(console: &GuestConsole) -> Option<Self> {
         let lines = console.lines();
         let last = |checker: &str, key: &str| {
             let own = format!("check {checker}: ");
@@ -157,7 +157,7 @@ pub(crate) fn value(line: &str, key: &str) -> Option<u64> {
 }
 
 /// Fails the test if a checker or the kernel complains on `console`.
-pub fn assert_clean(console: &Console) {
+pub fn assert_clean(console: &GuestConsole) {
     let lines = console.lines();
     // What a kernel warns of while it boots is not a matter of these tests.
     let shell = lines.iter().position(|l| l.contains(SHELL)).unwrap_or(0);
@@ -189,14 +189,14 @@ fn is_kernels(line: &str) -> bool {
 
 /// The echo's client at the peer: sends numbered messages at a pace, and checks what comes back.
 #[derive(Debug)]
-pub struct Echo {
+pub struct EchoClient {
     child: Child,
-    output: Console,
+    output: GuestConsole,
 }
 
-impl Echo {
+impl EchoClient {
     /// Begins to talk to the guest from `peer`, every 20 ms; waits until it answers.
-    pub fn start(linux: &Linux, peer: &Namespace, scratch: &Scratch, name: &str) -> Self {
+    pub fn start(linux: &LinuxImage, peer: &Namespace, scratch: &ScratchDir, name: &str) -> Self {
         let mut echo = Self::start_with(&["interval=20ms"], linux, peer, scratch, name);
         echo.wait_answers(50);
         echo
@@ -205,9 +205,9 @@ impl Echo {
     /// Begins to talk to the guest from `peer`, with these options of the checker.
     pub fn start_with(
         options: &[&str],
-        linux: &Linux,
+        linux: &LinuxImage,
         peer: &Namespace,
-        scratch: &Scratch,
+        scratch: &ScratchDir,
         name: &str,
     ) -> Self {
         let path = scratch.path(&format!("{name}.echo"));
@@ -219,7 +219,7 @@ impl Echo {
             .stdout(File::create(&path).expect("a file for the echo's words"))
             .spawn()
             .expect("the image's checkers run");
-        Self { child, output: Console::at(path) }
+        Self { child, output: GuestConsole::at(path) }
     }
 
     /// Lines that it has printed.
@@ -270,7 +270,7 @@ impl Echo {
     }
 }
 
-impl Drop for Echo {
+impl Drop for EchoClient {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -286,7 +286,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_that_complain_are_told_from_others() {
+    fn complaining_lines_are_recognized() {
         for good in [
             "check mem: passes=3 errors=0 pages=4096",
             "check clock: ticks=7 gap_ms=30 longest_gap_ms=40 realtime_step_ms=0 back=0",

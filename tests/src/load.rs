@@ -1,15 +1,15 @@
 //! The loads under which whole-system tests do something in a row.
 
-use crate::{Driftline, SOON, Scratch};
+use crate::{Driftline, SOON, ScratchDir};
 
 /// A guest of 2 vCPUs and 1 GiB that writes into 64 MiB.
 #[derive(Clone, Copy, Debug)]
-pub struct Load {
+pub struct GuestLoad {
     tracking: &'static str,
     writes: &'static str,
 }
 
-impl Load {
+impl GuestLoad {
     /// Writes here and there, as fast as it can.
     pub const fn fastest(tracking: &'static str) -> Self {
         Self { tracking, writes: "rate=max,pattern=random" }
@@ -21,7 +21,7 @@ impl Load {
     }
 
     /// Its process, once each vCPU has reported.
-    pub fn start(&self, scratch: &Scratch, name: &str) -> Driftline {
+    pub fn start(&self, scratch: &ScratchDir, name: &str) -> Driftline {
         let spec = format!("payload,ws=64M,{}", self.writes);
         let args = ["--vcpus", "2", "--mem", "1G", "--tracking", self.tracking];
         let vm = Driftline::run(scratch, name, &spec, &args);
@@ -36,10 +36,10 @@ impl Load {
 macro_rules! under_each_load {
     ($run:path, $short:expr, $full:expr) => {
         $crate::under_each_load! { @each $run, $short, $full;
-            ring_as_fast_as_it_can: $crate::Load::fastest("dirty-ring"),
-            ring_at_320_megabytes: $crate::Load::paced("dirty-ring"),
-            bitmap_as_fast_as_it_can: $crate::Load::fastest("dirty-bitmap"),
-            bitmap_at_320_megabytes: $crate::Load::paced("dirty-bitmap"),
+            ring_as_fast_as_it_can: $crate::GuestLoad::fastest("dirty-ring"),
+            ring_at_320_megabytes: $crate::GuestLoad::paced("dirty-ring"),
+            bitmap_as_fast_as_it_can: $crate::GuestLoad::fastest("dirty-bitmap"),
+            bitmap_at_320_megabytes: $crate::GuestLoad::paced("dirty-bitmap"),
         }
     };
     (@each $run:path, $short:expr, $full:expr; $($name:ident: $load:expr,)*) => {$(

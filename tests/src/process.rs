@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{Console, Namespace, SOON, wait_for};
+use crate::{GuestConsole, Namespace, SOON, wait_for};
 
 /// The binary under test, built if need be: cargo builds other packages' binaries only on request.
 pub fn driftline() -> &'static Path {
@@ -35,17 +35,17 @@ pub fn driftline() -> &'static Path {
 }
 
 /// A folder for one test's sockets, consoles and stores; removed with it.
-pub struct Scratch {
+pub struct ScratchDir {
     dir: TempDir,
 }
 
-impl Default for Scratch {
+impl Default for ScratchDir {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Scratch {
+impl ScratchDir {
     /// A new, empty one.
     pub fn new() -> Self {
         Self { dir: tempfile::tempdir().expect("a temporary folder") }
@@ -67,31 +67,36 @@ pub struct Driftline {
 
 impl Driftline {
     /// Starts `driftline ARGS --api-sock ..` as `name`; its stdout is the guest's console.
-    pub fn start(scratch: &Scratch, name: &str, args: &[&str]) -> Self {
+    pub fn start(scratch: &ScratchDir, name: &str, args: &[&str]) -> Self {
         Self::start_by(Command::new(driftline()), Stdio::null(), scratch, name, args)
     }
 
     /// As [`start`](Self::start), with the log of what goes on.
-    pub fn start_logging(scratch: &Scratch, name: &str, args: &[&str]) -> Self {
+    pub fn start_logging(scratch: &ScratchDir, name: &str, args: &[&str]) -> Self {
         let mut command = Command::new(driftline());
         command.env("RUST_LOG", "info");
         Self::start_by(command, Stdio::null(), scratch, name, args)
     }
 
     /// As [`start`](Self::start), in a network namespace.
-    pub fn start_at(host: &Namespace, scratch: &Scratch, name: &str, args: &[&str]) -> Self {
+    pub fn start_at(host: &Namespace, scratch: &ScratchDir, name: &str, args: &[&str]) -> Self {
         Self::start_by(host.command(driftline()), Stdio::null(), scratch, name, args)
     }
 
     /// As [`start_at`](Self::start_at), with a console that can be typed to.
-    pub fn start_typed_to(host: &Namespace, scratch: &Scratch, name: &str, args: &[&str]) -> Self {
+    pub fn start_typed_to(
+        host: &Namespace,
+        scratch: &ScratchDir,
+        name: &str,
+        args: &[&str],
+    ) -> Self {
         Self::start_by(host.command(driftline()), Stdio::piped(), scratch, name, args)
     }
 
     fn start_by(
         mut command: Command,
         input: Stdio,
-        scratch: &Scratch,
+        scratch: &ScratchDir,
         name: &str,
         args: &[&str],
     ) -> Self {
@@ -113,7 +118,7 @@ impl Driftline {
     }
 
     /// `run` with the payload of `spec` and further `args`, waiting until its API answers.
-    pub fn run(scratch: &Scratch, name: &str, spec: &str, args: &[&str]) -> Self {
+    pub fn run(scratch: &ScratchDir, name: &str, spec: &str, args: &[&str]) -> Self {
         let mut all = vec!["run", "--guest", spec];
         all.extend_from_slice(args);
         let vm = Self::start(scratch, name, &all);
@@ -122,17 +127,17 @@ impl Driftline {
     }
 
     /// `receive-migration` on a free loopback port; returns the address it listens on, too.
-    pub fn receive(scratch: &Scratch, name: &str) -> (Self, String) {
+    pub fn receive(scratch: &ScratchDir, name: &str) -> (Self, String) {
         Self::receive_and_linger(scratch, name, "1s")
     }
 
     /// As [`receive`](Self::receive), staying `linger` after it threw a complete guest away.
-    pub fn receive_and_linger(scratch: &Scratch, name: &str, linger: &str) -> (Self, String) {
+    pub fn receive_and_linger(scratch: &ScratchDir, name: &str, linger: &str) -> (Self, String) {
         Self::receive_with(scratch, name, &["--linger", linger])
     }
 
     /// As [`receive`](Self::receive), with further `args`.
-    pub fn receive_with(scratch: &Scratch, name: &str, args: &[&str]) -> (Self, String) {
+    pub fn receive_with(scratch: &ScratchDir, name: &str, args: &[&str]) -> (Self, String) {
         let args = [&["receive-migration", "tcp:127.0.0.1:0"], args].concat();
         let vm = Self::start(scratch, name, &args);
         let address = vm.listens_on();
@@ -151,7 +156,7 @@ impl Driftline {
     /// `receive-migration` with further `args` in a network namespace, at an address of its own.
     pub fn receive_at(
         host: &Namespace,
-        scratch: &Scratch,
+        scratch: &ScratchDir,
         name: &str,
         args: &[&str],
     ) -> (Self, String) {
@@ -185,8 +190,8 @@ impl Driftline {
     }
 
     /// Its guest's console.
-    pub fn console(&self) -> Console {
-        Console::at(&self.console)
+    pub fn console(&self) -> GuestConsole {
+        GuestConsole::at(&self.console)
     }
 
     /// What it said on stderr so far.

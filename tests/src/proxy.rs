@@ -24,7 +24,7 @@ pub enum Direction {
 }
 
 /// What the proxy does when the record comes.
-pub enum Cut {
+pub enum CutAction {
     /// Closes both connections before the record passes.
     Before,
     /// Calls this and then closes both connections before the record passes.
@@ -33,7 +33,7 @@ pub enum Cut {
 
 /// What happens to connections after the first.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Later {
+pub enum LaterConnections {
     /// They are refused.
     Refused,
     /// They pass untouched.
@@ -41,15 +41,21 @@ pub enum Later {
 }
 
 /// A running proxy.
-pub struct Proxy {
+pub struct MigrationProxy {
     address: String,
     cut: Arc<AtomicBool>,
 }
 
-impl Proxy {
+impl MigrationProxy {
     /// Listens on a free loopback port and passes the first connection on to `to`
     /// (`tcp:HOST:PORT`), doing `cut` when the first record with `tag` goes `direction`.
-    pub fn start(to: &str, direction: Direction, tag: Tag, cut: Cut, later: Later) -> Self {
+    pub fn start(
+        to: &str,
+        direction: Direction,
+        tag: Tag,
+        cut: CutAction,
+        later: LaterConnections,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = format!("tcp:{}", listener.local_addr().expect("bound"));
         let to = to.trim_start_matches("tcp:").to_owned();
@@ -57,7 +63,7 @@ impl Proxy {
         let made = cut_made.clone();
         thread::spawn(move || {
             let (source, _) = listener.accept().expect("a source connects");
-            if later == Later::Passed {
+            if later == LaterConnections::Passed {
                 let to = to.clone();
                 thread::spawn(move || {
                     for source in listener.incoming().flatten() {
@@ -65,7 +71,7 @@ impl Proxy {
                     }
                 });
             }
-            let cut = Some(Planned { tag: tag as u16, cut, made });
+            let cut = Some(PlannedCut { tag: tag as u16, cut, made });
             match direction {
                 Direction::ToDestination => join(source, &to, cut, None),
                 Direction::ToSource => join(source, &to, None, cut),
@@ -77,16 +83,16 @@ impl Proxy {
     /// Listens on a free loopback port and passes every connection on to `to` (`tcp:HOST:PORT`),
     /// each way `delay` later and at most `rate` bytes a second: a long and thin line.
     pub fn slow(to: &str, delay: Duration, rate: u64) -> Self {
-        Self::thin(to, Line { delay, rate, slack: Duration::ZERO })
+        Self::thin(to, SlowLink { delay, rate, slack: Duration::ZERO })
     }
 
     /// As [`slow`](Self::slow), without a delay and at `rate` on the whole: what the host keeps
     /// from it for a moment it makes up for.
     pub fn steady(to: &str, rate: u64) -> Self {
-        Self::thin(to, Line { delay: Duration::ZERO, rate, slack: Duration::from_millis(20) })
+        Self::thin(to, SlowLink { delay: Duration::ZERO, rate, slack: Duration::from_millis(20) })
     }
 
-    fn thin(to: &str, line: Line) -> Self {
+    fn thin(to: &str, line: SlowLink) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = format!("tcp:{}", listener.local_addr().expect("bound"));
         let to = to.trim_start_matches("tcp:").to_owned();
@@ -118,14 +124,14 @@ impl Proxy {
 }
 
 /// A cut, the record that it waits for, and whether it was made.
-struct Planned {
+struct PlannedCut {
     tag: u16,
-    cut: Cut,
+    cut: CutAction,
     made: Arc<AtomicBool>,
 }
 
 /// Passes records both ways between `source` and a new connection to `to`.
-fn join(source: TcpStream, to: &str, there: Option<Planned>, back: Option<Planned>) {
+fn join(source: TcpStream, to: &str, there: Option<PlannedCut>, back: Option<PlannedCut>) {
     let Ok(destination) = TcpStream::connect(to) else { return };
     let clones = (source.try_clone(), destination.try_clone());
     let (Ok(from_source), Ok(to_destination)) = clones else { return };
@@ -134,7 +140,7 @@ fn join(source: TcpStream, to: &str, there: Option<Planned>, back: Option<Planne
 }
 
 /// Passes a header and then records until the end, or until the cut; then closes both.
-fn pass(mut from: TcpStream, mut to: TcpStream, cut: Option<Planned>) {
+fn pass(mut from: TcpStream, mut to: TcpStream, cut: Option<PlannedCut>) {
     // However it ends, the test sees it in what the two processes say.
     let _ = pass_records(&mut from, &mut to, cut);
     let _ = from.shutdown(Shutdown::Both);
@@ -144,7 +150,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, cut: Option<Planned>) {
 fn pass_records(
     from: &mut TcpStream,
     to: &mut TcpStream,
-    mut cut: Option<Planned>,
+    mut cut: Option<PlannedCut>,
 ) -> io::Result<()> {
     let mut header = [0; HEADER_LEN];
     from.read_exact(&mut header)?;
@@ -158,7 +164,7 @@ fn pass_records(
         from.read_exact(&mut record[RECORD_HEAD_LEN..])?;
         if let Some(planned) = cut.take_if(|planned| planned.tag == parsed.tag) {
             planned.made.store(true, Ordering::SeqCst);
-            if let Cut::Call(f) = planned.cut {
+            if let CutAction::Call(f) = planned.cut {
                 f();
             }
             return Ok(());
@@ -170,7 +176,7 @@ fn pass_records(
 
 /// How bytes are passed.
 #[derive(Clone, Copy)]
-struct Line {
+struct SlowLink {
     delay: Duration,
     /// Bytes a second.
     rate: u64,
@@ -179,8 +185,8 @@ struct Line {
 }
 
 /// Passes bytes until the end, then closes that direction.
-fn pass_slowly(mut from: TcpStream, mut to: TcpStream, line: Line) {
-    let Line { delay, rate, slack } = line;
+fn pass_slowly(mut from: TcpStream, mut to: TcpStream, line: SlowLink) {
+    let SlowLink { delay, rate, slack } = line;
     // As much as is under way on the line, and some.
     let (sender, passing) = mpsc::sync_channel::<(Instant, Vec<u8>)>(64);
     let reader = thread::spawn(move || {

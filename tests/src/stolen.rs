@@ -9,12 +9,12 @@ const TICK: Duration = Duration::from_millis(10);
 
 /// Measures from its making on.
 #[derive(Debug)]
-pub struct Stolen {
+pub struct StolenTime {
     begun: Instant,
     ticks: u64,
 }
 
-impl Stolen {
+impl StolenTime {
     /// Now.
     pub fn begin() -> Self {
         Self { begun: Instant::now(), ticks: ticks() }

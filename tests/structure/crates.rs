@@ -68,14 +68,14 @@ const DEPENDS_ON: &[(&str, &[&str])] = &[
 
 /// The workspace's crates: name, folder, and the crates of the workspace that it depends on other
 /// than for its tests.
-pub(crate) struct Member {
+pub(crate) struct WorkspaceMember {
     pub(crate) name: String,
     pub(crate) dir: std::path::PathBuf,
     depends_on: BTreeSet<String>,
 }
 
 /// The members of the workspace, as Cargo has them.
-pub(crate) fn members() -> Vec<Member> {
+pub(crate) fn members() -> Vec<WorkspaceMember> {
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
     let args = ["metadata", "--no-deps", "--offline", "--format-version", "1"];
     let output = Command::new(cargo).args(args).current_dir(super::root()).output().unwrap();
@@ -88,7 +88,7 @@ pub(crate) fn members() -> Vec<Member> {
         let depends_on = depends_on.filter(|d| d["kind"] != "dev");
         let depends_on = depends_on.map(|d| d["name"].as_str().unwrap().to_owned());
         let manifest = std::path::Path::new(package["manifest_path"].as_str().unwrap());
-        Member {
+        WorkspaceMember {
             name: package["name"].as_str().unwrap().to_owned(),
             dir: manifest.parent().unwrap().to_owned(),
             depends_on: depends_on.filter(|d| names.contains(d.as_str())).collect(),

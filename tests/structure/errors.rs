@@ -11,9 +11,9 @@ const FOLDERS: [&str; 3] = ["vmm/machine/src", "vmm/backends/src", "vmm/control/
 
 /// Counts where the error of a `Result`, or of a `FromStr`, is a `String`.
 #[derive(Default)]
-struct Sentences(usize);
+struct StringErrors(usize);
 
-impl<'ast> Visit<'ast> for Sentences {
+impl<'ast> Visit<'ast> for StringErrors {
     fn visit_path_segment(&mut self, segment: &'ast PathSegment) {
         if segment.ident == "Result"
             && let PathArguments::AngleBracketed(of) = &segment.arguments
@@ -38,7 +38,7 @@ fn is_string(of: &Type) -> bool {
 }
 
 fn sentences(text: &str) -> usize {
-    let mut sentences = Sentences::default();
+    let mut sentences = StringErrors::default();
     sentences.visit_file(&syn::parse_file(text).unwrap());
     sentences.0
 }
@@ -66,7 +66,7 @@ fn no_error_is_a_bare_sentence() {
 }
 
 #[test]
-fn sentences_are_found() {
+fn string_errors_are_found() {
     assert_eq!(
         sentences("fn f() -> Result<Vec<u8>, String> { g::<Option<Result<(), String>>>() }"),
         2

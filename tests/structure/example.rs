@@ -3,7 +3,7 @@
 use super::root;
 
 #[test]
-fn lines_of_the_worked_example_are_in_the_code() {
+fn worked_example_matches_the_code() {
     let text = std::fs::read_to_string(root().join("CONTRIBUTING.md")).unwrap();
     let blocks = text.split("```diff\n").skip(1).filter_map(|rest| rest.split("```").next());
     let (mut file, mut lines) = (None, 0);

@@ -15,7 +15,7 @@ type Module = Vec<String>;
 
 /// What a module has, and what it names.
 #[derive(Default)]
-struct Contents {
+struct ModuleContents {
     items: BTreeSet<String>,
     /// Public names for paths elsewhere; `*` is kept apart.
     exports: BTreeMap<String, Vec<String>>,
@@ -24,7 +24,7 @@ struct Contents {
 }
 
 /// The modules of one crate.
-struct Crate(BTreeMap<Module, Contents>);
+struct Crate(BTreeMap<Module, ModuleContents>);
 
 impl Crate {
     /// Reads the crate whose root file is `root`.
@@ -42,7 +42,7 @@ impl Crate {
     }
 
     fn read_items(&mut self, items: &[Item], dir: &Path, module: Module) {
-        let mut contents = Contents::default();
+        let mut contents = ModuleContents::default();
         for item in items.iter().filter(|item| !is_for_tests(attributes(item))) {
             match item {
                 Item::Use(item) => {
@@ -62,7 +62,7 @@ impl Crate {
                 }
                 item => {
                     contents.items.extend(name_of(item));
-                    Paths(&mut contents.named).visit_item(item);
+                    PathCollector(&mut contents.named).visit_item(item);
                 }
             }
         }
@@ -118,7 +118,7 @@ impl Crate {
     }
 }
 
-impl Contents {
+impl ModuleContents {
     fn read_use(&mut self, tree: &UseTree, path: &mut Vec<String>, public: bool) {
         let mut add = |name: String, path: Vec<String>| match (public, name.as_str()) {
             // What is shown again from elsewhere is imported; what a child has is not.
@@ -155,9 +155,9 @@ impl Contents {
 }
 
 /// Collects the paths of this crate that an item names.
-struct Paths<'a>(&'a mut Vec<Vec<String>>);
+struct PathCollector<'a>(&'a mut Vec<Vec<String>>);
 
-impl<'ast> Visit<'ast> for Paths<'_> {
+impl<'ast> Visit<'ast> for PathCollector<'_> {
     fn visit_path(&mut self, path: &'ast syn::Path) {
         let path_of: Vec<_> = path.segments.iter().map(|s| s.ident.to_string()).collect();
         // Of one that begins with neither `crate` nor `super`, the first may be a child.
@@ -182,7 +182,7 @@ impl<'ast> Visit<'ast> for Paths<'_> {
     }
 
     fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
-        let mut contents = Contents::default();
+        let mut contents = ModuleContents::default();
         contents.read_use(&item.tree, &mut Vec::new(), false);
         self.0.append(&mut contents.named);
     }

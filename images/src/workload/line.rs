@@ -2,18 +2,18 @@
 
 /// A line under construction. Text beyond the maximal length is dropped.
 #[derive(Clone, Debug)]
-pub struct Line {
-    bytes: [u8; Line::CAPACITY],
+pub struct LineBuffer {
+    bytes: [u8; LineBuffer::CAPACITY],
     len: usize,
 }
 
-impl Line {
+impl LineBuffer {
     /// The longest line, its newline included.
     pub const CAPACITY: usize = 256;
 
     /// An empty line.
     pub fn new() -> Self {
-        Line { bytes: [0; Line::CAPACITY], len: 0 }
+        LineBuffer { bytes: [0; LineBuffer::CAPACITY], len: 0 }
     }
 
     /// Appends `text`.
@@ -67,8 +67,8 @@ impl Line {
     }
 }
 
-impl Default for Line {
+impl Default for LineBuffer {
     fn default() -> Self {
-        Line::new()
+        LineBuffer::new()
     }
 }

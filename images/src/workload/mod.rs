@@ -5,7 +5,7 @@
 //! library, for a back end that runs the same loop on host threads. It therefore uses only `core`,
 //! does not allocate, uses no floating point, and keeps its entire state in plain data.
 //!
-//! The *working set* is a run of pages numbered from 0, which [`Placement`] places in RAM. A
+//! The *working set* is a run of pages numbered from 0, which [`WorkingSetPlacement`] places in RAM. A
 //! *share* is the part of it that one vCPU owns and that only this vCPU writes. The *generation* of
 //! a page is the number of times it has been written.
 //!
@@ -14,7 +14,7 @@
 //! ```
 //! use std::time::{Duration, Instant};
 //!
-//! use driftline_images::workload::{Next, PAGE_WORDS, PageMemory, Runner};
+//! use driftline_images::workload::{TickOutcome, PAGE_WORDS, PageMemory, Runner};
 //!
 //! struct Pages(Vec<u64>);
 //!
@@ -38,9 +38,9 @@
 //! loop {
 //!     let now_ns = clock.elapsed().as_nanos() as u64;
 //!     match runner.tick(now_ns, &mut pages, &mut table, &mut |line| print!("{}", line.escape_ascii())) {
-//!         Next::Go => {}
-//!         Next::SleepUntil(wake_ns) => std::thread::sleep(Duration::from_nanos(wake_ns - now_ns)),
-//!         Next::Done => break,
+//!         TickOutcome::Go => {}
+//!         TickOutcome::SleepUntil(wake_ns) => std::thread::sleep(Duration::from_nanos(wake_ns - now_ns)),
+//!         TickOutcome::Done => break,
 //!     }
 //! }
 //! assert_eq!(runner.workload().errors(), 0);
@@ -57,11 +57,14 @@ mod runner;
 mod settings;
 mod share;
 
-pub use line::Line;
-pub use pace::{Gap, Pacer, SLICE_NS};
-pub use page::{Head, Kind, Mismatch, PAGE_SIZE, PAGE_WORDS, PageMemory, STAMP_WORD};
+pub use line::LineBuffer;
+pub use pace::{Pacer, SLICE_NS, TickGap};
+pub use page::{Mismatch, MismatchKind, PAGE_SIZE, PAGE_WORDS, PageHead, PageMemory, STAMP_WORD};
 pub use pattern::{Pattern, SWEEP_EVERY, SWEEP_EVERY_PACED, generation_after};
-pub use place::{PlaceError, Placement, Segment, TABLE_BASE, WS_BASE};
-pub use runner::{BATCH, ERROR_LINES, Next, Runner, ready_line};
-pub use settings::{Check, Fill, Idle, PayloadSpec, Rate, Reason, Ring, parse_number, parse_size};
+pub use place::{PlacementError, Segment, TABLE_BASE, WS_BASE, WorkingSetPlacement};
+pub use runner::{BATCH, ERROR_LINES, Runner, TickOutcome, ready_line};
+pub use settings::{
+    BodyFill, CheckMode, IdleMode, PayloadRing, PayloadSpec, SettingRefusal, WriteRate,
+    parse_number, parse_size,
+};
 pub use share::{Share, Workload};

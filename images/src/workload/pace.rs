@@ -2,7 +2,7 @@
 //! ticks.
 
 use super::page::PAGE_SIZE;
-use super::settings::{PayloadSpec, Rate};
+use super::settings::{PayloadSpec, WriteRate};
 
 /// Length of the slices in which the vCPU sleeps when its rate allows it.
 pub const SLICE_NS: u64 = 1_000_000;
@@ -30,8 +30,8 @@ impl Pacer {
     /// Creates the pacer of one of `vcpus` vCPUs, which share the rate evenly.
     pub fn new(spec: &PayloadSpec, vcpus: u32, now_ns: u64) -> Self {
         let rate = match spec.rate {
-            Rate::Max => 0,
-            Rate::BytesPerSecond(rate) => (rate / u64::from(vcpus.max(1))).max(1),
+            WriteRate::Max => 0,
+            WriteRate::BytesPerSecond(rate) => (rate / u64::from(vcpus.max(1))).max(1),
         };
         Pacer { rate, burst: spec.burst, credit: 0, last_ns: now_ns, slice_end_ns: now_ns }
     }
@@ -73,16 +73,16 @@ impl Pacer {
 /// The longest time between two ticks of one loop, without intended sleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub struct Gap {
+pub struct TickGap {
     due_ns: u64,
     since_line_ns: u64,
     max_ns: u64,
 }
 
-impl Gap {
+impl TickGap {
     /// Starts counting at `now_ns`.
     pub fn new(now_ns: u64) -> Self {
-        Gap { due_ns: now_ns, since_line_ns: 0, max_ns: 0 }
+        TickGap { due_ns: now_ns, since_line_ns: 0, max_ns: 0 }
     }
 
     /// Records a tick. The time since the last tick, or since the requested wake time, counts.

@@ -78,7 +78,7 @@ pub trait PageMemory {
 
 /// The ways in which a page is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum MismatchKind {
     /// The page as it was written at another time: a write was lost, or an older copy came back.
     Stale,
     /// All zero although it has been written.
@@ -93,24 +93,31 @@ pub enum Kind {
     Body,
 }
 
-impl Kind {
+impl MismatchKind {
     /// Returns the word that error lines use for it.
     pub fn as_str(self) -> &'static str {
         match self {
-            Kind::Stale => "stale",
-            Kind::Lost => "lost",
-            Kind::Torn => "torn",
-            Kind::Misplaced => "misplaced",
-            Kind::Corrupt => "corrupt",
-            Kind::Body => "body",
+            MismatchKind::Stale => "stale",
+            MismatchKind::Lost => "lost",
+            MismatchKind::Torn => "torn",
+            MismatchKind::Misplaced => "misplaced",
+            MismatchKind::Corrupt => "corrupt",
+            MismatchKind::Body => "body",
         }
     }
 
-    /// The reverse of [`Kind::as_str`].
+    /// The reverse of [`MismatchKind::as_str`].
     pub fn from_name(name: &str) -> Option<Self> {
-        [Kind::Stale, Kind::Lost, Kind::Torn, Kind::Misplaced, Kind::Corrupt, Kind::Body]
-            .into_iter()
-            .find(|kind| kind.as_str() == name)
+        [
+            MismatchKind::Stale,
+            MismatchKind::Lost,
+            MismatchKind::Torn,
+            MismatchKind::Misplaced,
+            MismatchKind::Corrupt,
+            MismatchKind::Body,
+        ]
+        .into_iter()
+        .find(|kind| kind.as_str() == name)
     }
 }
 
@@ -120,7 +127,7 @@ pub struct Mismatch {
     /// The frame.
     pub gfn: u64,
     /// The kind of error.
-    pub kind: Kind,
+    pub kind: MismatchKind,
     /// Expected generation.
     pub expected_generation: u64,
     /// Generation in its head.
@@ -135,7 +142,7 @@ pub struct Mismatch {
 
 /// The five words that identify a page and its age: its head and its stamp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Head {
+pub struct PageHead {
     /// Frame number.
     pub gfn: u64,
     /// How often the page has been written.
@@ -148,18 +155,19 @@ pub struct Head {
     pub stamp: u64,
 }
 
-impl Head {
+impl PageHead {
     /// Head of a page that has never been written.
-    const UNTOUCHED: Head = Head { gfn: 0, generation: 0, writer: 0, checksum: 0, stamp: 0 };
+    const UNTOUCHED: PageHead =
+        PageHead { gfn: 0, generation: 0, writer: 0, checksum: 0, stamp: 0 };
 
     /// Returns the head of a page that `writer` has written `generation` times (0: all zero).
     #[inline(always)]
-    pub fn expected(seed: u64, gfn: u64, generation: u32, writer: u32) -> Head {
+    pub fn expected(seed: u64, gfn: u64, generation: u32, writer: u32) -> PageHead {
         if generation == 0 {
-            return Head::UNTOUCHED;
+            return PageHead::UNTOUCHED;
         }
         let checksum = checksum(seed, gfn, u64::from(generation), u64::from(writer));
-        Head {
+        PageHead {
             gfn,
             generation: u64::from(generation),
             writer: u64::from(writer),
@@ -170,8 +178,8 @@ impl Head {
 
     /// Reads the head and stamp of `page`.
     #[inline(always)]
-    pub fn read<M: PageMemory>(memory: &M, page: u64) -> Head {
-        Head {
+    pub fn read<M: PageMemory>(memory: &M, page: u64) -> PageHead {
+        PageHead {
             gfn: memory.read_u64(page, 0),
             generation: memory.read_u64(page, GENERATION_WORD),
             writer: memory.read_u64(page, 2),
@@ -192,7 +200,7 @@ impl Head {
 
     /// Returns whether all five words agree; one branch in the common case.
     #[inline(always)]
-    pub fn matches(&self, found: &Head) -> bool {
+    pub fn matches(&self, found: &PageHead) -> bool {
         ((self.gfn ^ found.gfn)
             | (self.generation ^ found.generation)
             | (self.writer ^ found.writer)
@@ -204,23 +212,23 @@ impl Head {
     /// Diagnoses `found`, where `self` is expected in frame `gfn`.
     #[cold]
     #[inline(never)]
-    pub fn verdict(&self, found: &Head, seed: u64, gfn: u64) -> Mismatch {
+    pub fn verdict(&self, found: &PageHead, seed: u64, gfn: u64) -> Mismatch {
         let well_formed = found.generation != 0
             && found.checksum == checksum(seed, found.gfn, found.generation, found.writer);
-        let kind = if Head::UNTOUCHED.matches(found) {
-            Kind::Lost
+        let kind = if PageHead::UNTOUCHED.matches(found) {
+            MismatchKind::Lost
         } else if well_formed && found.stamp != stamp(found.checksum) {
-            Kind::Torn
+            MismatchKind::Torn
         } else if well_formed
             && (found.gfn != gfn || (self.generation != 0 && found.writer != self.writer))
         {
-            Kind::Misplaced
+            MismatchKind::Misplaced
         } else if well_formed {
-            Kind::Stale
+            MismatchKind::Stale
         } else if found.stamp == self.stamp && self.generation != 0 {
-            Kind::Torn
+            MismatchKind::Torn
         } else {
-            Kind::Corrupt
+            MismatchKind::Corrupt
         };
         let (word, expected, shown) = self.first_difference(found);
         Mismatch {
@@ -234,7 +242,7 @@ impl Head {
         }
     }
 
-    fn first_difference(&self, found: &Head) -> (usize, u64, u64) {
+    fn first_difference(&self, found: &PageHead) -> (usize, u64, u64) {
         if self.gfn != found.gfn {
             (0, self.gfn, found.gfn)
         } else if self.generation != found.generation {

@@ -24,7 +24,7 @@ pub struct Segment {
 
 /// RAM does not hold the working set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PlaceError {
+pub struct PlacementError {
     /// Requested pages.
     pub wanted: u64,
     /// Pages of RAM at or above the base address.
@@ -34,12 +34,12 @@ pub struct PlaceError {
 /// The position of each page of the working set: from a base address upward, skipping holes in RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub struct Placement {
+pub struct WorkingSetPlacement {
     segments: [Segment; MAX_SEGMENTS],
     count: usize,
 }
 
-impl Placement {
+impl WorkingSetPlacement {
     /// Returns the lowest address of the working set: above the table that the pattern may need.
     pub fn base(spec: &PayloadSpec) -> u64 {
         let table = if spec.pattern.needs_table() { spec.ws_pages() * 4 } else { 0 };
@@ -52,17 +52,18 @@ impl Placement {
     /// Returns an error if `ram` does not hold the working set.
     ///
     /// ```
-    /// use driftline_images::{PayloadSpec, workload::Placement};
+    /// use driftline_images::{PayloadSpec, workload::WorkingSetPlacement};
     /// let spec: PayloadSpec = "payload,ws=64M".parse().unwrap();
-    /// let placement = Placement::new(&spec, [(0, 640 << 10), (1 << 20, 127 << 20)]).unwrap();
+    /// let placement = WorkingSetPlacement::new(&spec, [(0, 640 << 10), (1 << 20, 127 << 20)]).unwrap();
     /// assert_eq!(placement.gfn(0), 0x1000);
     /// ```
     pub fn new(
         spec: &PayloadSpec,
         ram: impl IntoIterator<Item = (u64, u64)>,
-    ) -> Result<Self, PlaceError> {
-        let (base, wanted) = (Placement::base(spec), spec.ws_pages());
-        let mut placement = Placement { segments: [Segment::default(); MAX_SEGMENTS], count: 0 };
+    ) -> Result<Self, PlacementError> {
+        let (base, wanted) = (WorkingSetPlacement::base(spec), spec.ws_pages());
+        let mut placement =
+            WorkingSetPlacement { segments: [Segment::default(); MAX_SEGMENTS], count: 0 };
         let mut placed = 0;
         for (start, bytes) in ram {
             let first = start.max(base).div_ceil(PAGE_SIZE);
@@ -78,7 +79,11 @@ impl Placement {
             placement.count += 1;
             placed += pages;
         }
-        if placed == wanted { Ok(placement) } else { Err(PlaceError { wanted, available: placed }) }
+        if placed == wanted {
+            Ok(placement)
+        } else {
+            Err(PlacementError { wanted, available: placed })
+        }
     }
 
     /// Returns the segments, in ascending order.

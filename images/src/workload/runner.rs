@@ -1,10 +1,10 @@
 //! The loop of one vCPU: ticks of a few page visits each at the configured rate, one line a second,
 //! and an end.
 
-use super::line::Line;
-use super::pace::{Gap, Pacer};
+use super::line::LineBuffer;
+use super::pace::{Pacer, TickGap};
 use super::page::{Mismatch, PageMemory};
-use super::settings::{Check, Idle, PayloadSpec, Rate, write_pattern, write_size};
+use super::settings::{CheckMode, IdleMode, PayloadSpec, WriteRate, write_pattern, write_size};
 use super::share::{Share, Workload};
 
 /// Number of pages visited between two reads of the clock.
@@ -17,7 +17,7 @@ const REPORT_NS: u64 = 1_000_000_000;
 
 /// The next action of the loop after a tick.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Next {
+pub enum TickOutcome {
     /// Ticks again at once.
     Go,
     /// Has nothing to do before this time.
@@ -33,9 +33,9 @@ pub enum Next {
 pub struct Runner {
     workload: Workload,
     pacer: Pacer,
-    gap: Gap,
+    gap: TickGap,
     batch: u64,
-    idle: Idle,
+    idle: IdleMode,
     /// Time until which it spins.
     spin_until_ns: u64,
     start_ns: u64,
@@ -53,8 +53,8 @@ impl Runner {
         Runner {
             workload: Workload::new(spec, Share::of(spec.ws_pages(), vcpus, vcpu)),
             pacer: Pacer::new(spec, vcpus, now_ns),
-            gap: Gap::new(now_ns),
-            batch: if spec.check == Check::AtEnd { BARE_BATCH } else { BATCH },
+            gap: TickGap::new(now_ns),
+            batch: if spec.check == CheckMode::AtEnd { BARE_BATCH } else { BATCH },
             idle: spec.idle,
             spin_until_ns: 0,
             start_ns: now_ns,
@@ -81,13 +81,13 @@ impl Runner {
         memory: &mut M,
         table: &mut [u32],
         print: &mut impl FnMut(&[u8]),
-    ) -> Next {
+    ) -> TickOutcome {
         if self.done {
-            return Next::Done;
+            return TickOutcome::Done;
         }
         self.gap.tick(now_ns);
         if now_ns < self.spin_until_ns {
-            return Next::Go;
+            return TickOutcome::Go;
         }
         let due = self.pacer.due(now_ns);
         let now_due = due.min(self.batch);
@@ -104,7 +104,7 @@ impl Runner {
                 complain(vcpu, &mut self.error_lines, wrong, print);
             });
             self.report(now_ns, print);
-            return Next::Done;
+            return TickOutcome::Done;
         }
         if now_ns >= self.next_report_ns {
             self.next_report_ns += REPORT_NS;
@@ -114,24 +114,24 @@ impl Runner {
             self.report(now_ns, print);
         }
         if due > now_due {
-            return Next::Go;
+            return TickOutcome::Go;
         }
         let wake_ns = self.pacer.wake_ns(now_ns);
         if wake_ns <= now_ns {
-            return Next::Go;
+            return TickOutcome::Go;
         }
-        if self.idle == Idle::Spin {
+        if self.idle == IdleMode::Spin {
             self.spin_until_ns = wake_ns;
-            return Next::Go;
+            return TickOutcome::Go;
         }
         self.gap.sleep_until(wake_ns);
-        Next::SleepUntil(wake_ns)
+        TickOutcome::SleepUntil(wake_ns)
     }
 
     #[cold]
     #[inline(never)]
     fn report(&mut self, now_ns: u64, print: &mut impl FnMut(&[u8])) {
-        let mut line = Line::new();
+        let mut line = LineBuffer::new();
         line.text("payload vcpu=").number(u64::from(self.workload.share().vcpu));
         if self.done {
             line.text(" done");
@@ -155,7 +155,7 @@ fn complain(vcpu: u32, lines: &mut u64, wrong: &Mismatch, print: &mut impl FnMut
         return;
     }
     *lines += 1;
-    let mut line = Line::new();
+    let mut line = LineBuffer::new();
     line.text("payload vcpu=").number(u64::from(vcpu)).text(" error gfn=").hex(wrong.gfn);
     line.text(" kind=").text(wrong.kind.as_str());
     line.field("expected_generation", wrong.expected_generation)
@@ -166,15 +166,15 @@ fn complain(vcpu: u32, lines: &mut u64, wrong: &Mismatch, print: &mut impl FnMut
 }
 
 /// Returns the line that vCPU 0 prints before the first page is written.
-pub fn ready_line(spec: &PayloadSpec, vcpus: u32) -> Line {
-    let mut line = Line::new();
+pub fn ready_line(spec: &PayloadSpec, vcpus: u32) -> LineBuffer {
+    let mut line = LineBuffer::new();
     line.text("payload ready").field("vcpus", u64::from(vcpus)).field("ws_pages", spec.ws_pages());
     line.text(" pattern=");
     write_pattern(&mut line, spec.pattern);
     line.text(" rate=");
     match spec.rate {
-        Rate::Max => _ = line.text("max"),
-        Rate::BytesPerSecond(rate) => write_size(&mut line, rate),
+        WriteRate::Max => _ = line.text("max"),
+        WriteRate::BytesPerSecond(rate) => write_size(&mut line, rate),
     }
     line.field("seed", spec.seed).byte(b'\n');
     line

@@ -1,14 +1,14 @@
 //! The settings of a payload, and the parsing of each. Both the VMM's command line and the guest's
 //! are parsed here, key by key.
 
-use super::line::Line;
+use super::line::LineBuffer;
 use super::page::PAGE_SIZE;
 use super::pattern::Pattern;
 
 /// The rate of page writes, for all vCPUs together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub enum Rate {
+pub enum WriteRate {
     /// As fast as memory allows, without ever sleeping.
     Max,
     /// Bytes of pages each second.
@@ -18,7 +18,7 @@ pub enum Rate {
 /// The ring in which the loop runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub enum Ring {
+pub enum PayloadRing {
     /// In the kernel's ring, to test hosts that emulate it.
     Zero,
     /// In user mode, at native speed on every host.
@@ -28,7 +28,7 @@ pub enum Ring {
 /// The content between the head and the stamp of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub enum Fill {
+pub enum BodyFill {
     /// Zeros.
     Zero,
     /// Words that do not compress.
@@ -38,7 +38,7 @@ pub enum Fill {
 /// The action of a vCPU while its rate has nothing due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub enum Idle {
+pub enum IdleMode {
     /// Halts until its timer fires.
     Halt,
     /// Reads its clock in a loop and never leaves the guest.
@@ -48,7 +48,7 @@ pub enum Idle {
 /// How much of its work the loop checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub enum Check {
+pub enum CheckMode {
     /// Each visit checks the head of its page, and a sweep re-reads whole pages.
     Always,
     /// A visit stores one word and reads nothing. All pages are checked once, at the end.
@@ -63,15 +63,15 @@ pub struct PayloadSpec {
     /// Size of the working set in bytes, a multiple of the page size.
     pub ws_bytes: u64,
     /// Rate of all vCPUs together.
-    pub rate: Rate,
+    pub rate: WriteRate,
     /// Order of visits.
     pub pattern: Pattern,
     /// Seed of all pseudo-random values.
     pub seed: u64,
     /// Privilege level of the loop.
-    pub ring: Ring,
+    pub ring: PayloadRing,
     /// Content of page bodies.
-    pub fill: Fill,
+    pub fill: BodyFill,
     /// Duration in seconds.
     pub seconds: Option<u64>,
     /// Number of passes.
@@ -79,35 +79,35 @@ pub struct PayloadSpec {
     /// Number of vCPUs, the first ones, that write repeatedly; the others behave as with `once`.
     pub writers: Option<u64>,
     /// Action of a vCPU while nothing is due.
-    pub idle: Idle,
+    pub idle: IdleMode,
     /// Page writes that each vCPU accumulates before it does them in one burst.
     pub burst: u64,
     /// How much is checked.
-    pub check: Check,
+    pub check: CheckMode,
 }
 
 impl Default for PayloadSpec {
     fn default() -> Self {
         PayloadSpec {
             ws_bytes: 64 << 20,
-            rate: Rate::BytesPerSecond(320 << 20),
+            rate: WriteRate::BytesPerSecond(320 << 20),
             pattern: Pattern::Seq,
             seed: 1,
-            ring: Ring::Three,
-            fill: Fill::Zero,
+            ring: PayloadRing::Three,
+            fill: BodyFill::Zero,
             seconds: None,
             passes: None,
             writers: None,
-            idle: Idle::Halt,
+            idle: IdleMode::Halt,
             burst: 1,
-            check: Check::Always,
+            check: CheckMode::Always,
         }
     }
 }
 
 /// The reason why a setting was refused; the end of a sentence that begins with key and value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reason(pub &'static str);
+pub struct SettingRefusal(pub &'static str);
 
 const WS_MAX: u64 = 256 << 30;
 const RATE_MAX: u64 = 64 << 30;
@@ -132,26 +132,31 @@ impl PayloadSpec {
     ///
     /// # Errors
     /// Returns the reason if the key is unknown or the value is not valid.
-    pub fn set(&mut self, key: &[u8], value: &[u8]) -> Result<(), Reason> {
+    pub fn set(&mut self, key: &[u8], value: &[u8]) -> Result<(), SettingRefusal> {
         match key {
             b"ws" => self.ws_bytes = parse_ws(value)?,
             b"rate" => self.rate = parse_rate(value)?,
             b"pattern" => self.pattern = parse_pattern(value)?,
             b"seed" => {
-                self.seed = parse_number(value).ok_or(Reason("is not a number below 2^64"))?
+                self.seed =
+                    parse_number(value).ok_or(SettingRefusal("is not a number below 2^64"))?
             }
             b"ring" => {
                 self.ring = match value {
-                    b"0" => Ring::Zero,
-                    b"3" => Ring::Three,
-                    _ => return Err(Reason("is not a ring the payload can run in (0 or 3)")),
+                    b"0" => PayloadRing::Zero,
+                    b"3" => PayloadRing::Three,
+                    _ => {
+                        return Err(SettingRefusal(
+                            "is not a ring the payload can run in (0 or 3)",
+                        ));
+                    }
                 }
             }
             b"fill" => {
                 self.fill = match value {
-                    b"zero" => Fill::Zero,
-                    b"random" => Fill::Random,
-                    _ => return Err(Reason("is not a known fill (zero or random)")),
+                    b"zero" => BodyFill::Zero,
+                    b"random" => BodyFill::Random,
+                    _ => return Err(SettingRefusal("is not a known fill (zero or random)")),
                 }
             }
             b"seconds" => self.seconds = Some(parse_end(value)?),
@@ -159,26 +164,26 @@ impl PayloadSpec {
             b"writers" => self.writers = Some(parse_end(value)?),
             b"idle" => {
                 self.idle = match value {
-                    b"halt" => Idle::Halt,
-                    b"spin" => Idle::Spin,
-                    _ => return Err(Reason("is not an idle mode (halt or spin)")),
+                    b"halt" => IdleMode::Halt,
+                    b"spin" => IdleMode::Spin,
+                    _ => return Err(SettingRefusal("is not an idle mode (halt or spin)")),
                 }
             }
             b"burst" => {
                 self.burst = match parse_number(value) {
                     Some(burst @ 1..=BURST_MAX) => burst,
-                    _ => return Err(Reason("is not a number of pages from 1 to 65536")),
+                    _ => return Err(SettingRefusal("is not a number of pages from 1 to 65536")),
                 }
             }
             b"check" => {
                 self.check = match value {
-                    b"always" => Check::Always,
-                    b"end" => Check::AtEnd,
-                    _ => return Err(Reason("is not a check mode (always or end)")),
+                    b"always" => CheckMode::Always,
+                    b"end" => CheckMode::AtEnd,
+                    _ => return Err(SettingRefusal("is not a check mode (always or end)")),
                 }
             }
             _ => {
-                return Err(Reason(
+                return Err(SettingRefusal(
                     "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, seconds, passes, writers, \
                      idle, burst, check)",
                 ));
@@ -189,24 +194,24 @@ impl PayloadSpec {
 
     /// Appends the settings as `key=value`, `separator` before each. The later ones
     /// appear only where they differ from their defaults.
-    pub fn write(&self, line: &mut Line, separator: u8) {
-        let size = |line: &mut Line, key: &str, bytes: u64| {
+    pub fn write(&self, line: &mut LineBuffer, separator: u8) {
+        let size = |line: &mut LineBuffer, key: &str, bytes: u64| {
             line.byte(separator).text(key).byte(b'=');
             write_size(line, bytes);
         };
-        let number = |line: &mut Line, key: &str, value: u64| {
+        let number = |line: &mut LineBuffer, key: &str, value: u64| {
             line.byte(separator).text(key).byte(b'=').number(value);
         };
         size(line, "ws", self.ws_bytes);
         match self.rate {
-            Rate::Max => _ = line.byte(separator).text("rate=max"),
-            Rate::BytesPerSecond(rate) => size(line, "rate", rate),
+            WriteRate::Max => _ = line.byte(separator).text("rate=max"),
+            WriteRate::BytesPerSecond(rate) => size(line, "rate", rate),
         }
         line.byte(separator).text("pattern=");
         write_pattern(line, self.pattern);
         number(line, "seed", self.seed);
-        number(line, "ring", if self.ring == Ring::Zero { 0 } else { 3 });
-        line.byte(separator).text(if self.fill == Fill::Zero {
+        number(line, "ring", if self.ring == PayloadRing::Zero { 0 } else { 3 });
+        line.byte(separator).text(if self.fill == BodyFill::Zero {
             "fill=zero"
         } else {
             "fill=random"
@@ -220,44 +225,46 @@ impl PayloadSpec {
         if let Some(writers) = self.writers {
             number(line, "writers", writers);
         }
-        if self.idle == Idle::Spin {
+        if self.idle == IdleMode::Spin {
             line.byte(separator).text("idle=spin");
         }
         if self.burst != 1 {
             number(line, "burst", self.burst);
         }
-        if self.check == Check::AtEnd {
+        if self.check == CheckMode::AtEnd {
             line.byte(separator).text("check=end");
         }
     }
 }
 
-fn parse_ws(value: &[u8]) -> Result<u64, Reason> {
+fn parse_ws(value: &[u8]) -> Result<u64, SettingRefusal> {
     match parse_size(value) {
-        None => Err(Reason("is not a size such as 64M (digits, then nothing, K, M or G)")),
-        Some(0) => Err(Reason("is an empty working set")),
+        None => Err(SettingRefusal("is not a size such as 64M (digits, then nothing, K, M or G)")),
+        Some(0) => Err(SettingRefusal("is an empty working set")),
         Some(bytes) if !bytes.is_multiple_of(PAGE_SIZE) => {
-            Err(Reason("is not a multiple of the page size, 4K; sizes take K, M or G"))
+            Err(SettingRefusal("is not a multiple of the page size, 4K; sizes take K, M or G"))
         }
-        Some(bytes) if bytes > WS_MAX => Err(Reason("is more than the payload can map (256G)")),
+        Some(bytes) if bytes > WS_MAX => {
+            Err(SettingRefusal("is more than the payload can map (256G)"))
+        }
         Some(bytes) => Ok(bytes),
     }
 }
 
-fn parse_rate(value: &[u8]) -> Result<Rate, Reason> {
+fn parse_rate(value: &[u8]) -> Result<WriteRate, SettingRefusal> {
     if value == b"max" {
-        return Ok(Rate::Max);
+        return Ok(WriteRate::Max);
     }
     match parse_size(value) {
-        None => Err(Reason("is neither `max` nor a size a second such as 320M")),
+        None => Err(SettingRefusal("is neither `max` nor a size a second such as 320M")),
         Some(rate) if !(PAGE_SIZE..=RATE_MAX).contains(&rate) => {
-            Err(Reason("is out of range (from 4K, a page a second, to 64G, or max)"))
+            Err(SettingRefusal("is out of range (from 4K, a page a second, to 64G, or max)"))
         }
-        Some(rate) => Ok(Rate::BytesPerSecond(rate)),
+        Some(rate) => Ok(WriteRate::BytesPerSecond(rate)),
     }
 }
 
-fn parse_pattern(value: &[u8]) -> Result<Pattern, Reason> {
+fn parse_pattern(value: &[u8]) -> Result<Pattern, SettingRefusal> {
     Ok(match value {
         b"seq" => Pattern::Seq,
         b"random" => Pattern::Random,
@@ -266,20 +273,22 @@ fn parse_pattern(value: &[u8]) -> Result<Pattern, Reason> {
         b"once" => Pattern::Once,
         _ => match value.strip_prefix(b"stride:").map(parse_number) {
             None => {
-                return Err(Reason(
+                return Err(SettingRefusal(
                     "is not a known pattern (seq, random, zipf, stride, stride:K or once)",
                 ));
             }
             Some(Some(step @ 1..=0xffff_ffff)) => Pattern::Stride(step as u32),
-            Some(_) => return Err(Reason("has a step that is not a number from 1 to 2^32 - 1")),
+            Some(_) => {
+                return Err(SettingRefusal("has a step that is not a number from 1 to 2^32 - 1"));
+            }
         },
     })
 }
 
-fn parse_end(value: &[u8]) -> Result<u64, Reason> {
+fn parse_end(value: &[u8]) -> Result<u64, SettingRefusal> {
     match parse_number(value) {
         Some(end @ 1..=0xffff_ffff) => Ok(end),
-        _ => Err(Reason("is not a number from 1 to 2^32 - 1")),
+        _ => Err(SettingRefusal("is not a number from 1 to 2^32 - 1")),
     }
 }
 
@@ -311,7 +320,7 @@ pub fn parse_size(text: &[u8]) -> Option<u64> {
 }
 
 /// Appends a size with the largest suffix that divides it.
-pub(super) fn write_size(line: &mut Line, bytes: u64) {
+pub(super) fn write_size(line: &mut LineBuffer, bytes: u64) {
     for (shift, suffix) in [(30, b'G'), (20, b'M'), (10, b'K')] {
         if bytes != 0 && bytes.is_multiple_of(1 << shift) {
             line.number(bytes >> shift).byte(suffix);
@@ -322,7 +331,7 @@ pub(super) fn write_size(line: &mut Line, bytes: u64) {
 }
 
 /// Appends a pattern as it is written in a specification.
-pub(super) fn write_pattern(line: &mut Line, pattern: Pattern) {
+pub(super) fn write_pattern(line: &mut LineBuffer, pattern: Pattern) {
     match pattern {
         Pattern::Seq => line.text("seq"),
         Pattern::Random => line.text("random"),

@@ -1,11 +1,13 @@
 //! The part of the working set that one vCPU owns: which page comes next, its expected content, and
 //! its next content.
 
-use super::page::{GENERATION_WORD, Head, Kind, Mismatch, PageMemory, check_body, fill_body};
+use super::page::{
+    GENERATION_WORD, Mismatch, MismatchKind, PageHead, PageMemory, check_body, fill_body,
+};
 use super::pattern::{
     Generator, Pattern, SWEEP_EVERY, SWEEP_EVERY_PACED, Zipf, generation_after, next_generation,
 };
-use super::settings::{Check, Fill, PayloadSpec, Rate, Ring};
+use super::settings::{BodyFill, CheckMode, PayloadRing, PayloadSpec, WriteRate};
 
 /// Distance, in visits, at which a page is prefetched before its visit.
 const LOOK_AHEAD: u64 = 8;
@@ -52,8 +54,8 @@ impl Share {
 pub struct Workload {
     share: Share,
     pattern: Pattern,
-    fill: Fill,
-    check: Check,
+    fill: BodyFill,
+    check: CheckMode,
     seed: u64,
     generator: Generator,
     zipf: Zipf,
@@ -77,7 +79,7 @@ impl Workload {
     pub fn new(spec: &PayloadSpec, share: Share) -> Self {
         // Reading an entire page takes long where ring 0 is emulated, and at full speed it takes
         // time from the writes.
-        let paced = spec.rate != Rate::Max && spec.ring == Ring::Three;
+        let paced = spec.rate != WriteRate::Max && spec.ring == PayloadRing::Three;
         let sweep_every = if paced { SWEEP_EVERY_PACED } else { SWEEP_EVERY };
         let pattern = spec.pattern_of(share.vcpu);
         Workload {
@@ -154,7 +156,7 @@ impl Workload {
         };
         self.tell(wrong, complain);
         self.advance();
-        if self.check == Check::AtEnd {
+        if self.check == CheckMode::AtEnd {
             return;
         }
         self.until_sweep -= 1;
@@ -214,18 +216,18 @@ impl Workload {
         memory: &mut M,
     ) -> Option<Mismatch> {
         let page = self.share.first + index;
-        if self.check == Check::AtEnd && was != 0 {
+        if self.check == CheckMode::AtEnd && was != 0 {
             memory.write_u64(page, GENERATION_WORD, u64::from(is));
             memory.wrote(page);
             return None;
         }
         let gfn = memory.gfn(page);
-        let expected = Head::expected(self.seed, gfn, was, self.share.vcpu);
-        let found = Head::read(memory, page);
-        if was == 0 && self.fill == Fill::Random {
+        let expected = PageHead::expected(self.seed, gfn, was, self.share.vcpu);
+        let found = PageHead::read(memory, page);
+        if was == 0 && self.fill == BodyFill::Random {
             fill_body(memory, page, self.seed, gfn);
         }
-        Head::expected(self.seed, gfn, is, self.share.vcpu).write(memory, page);
+        PageHead::expected(self.seed, gfn, is, self.share.vcpu).write(memory, page);
         memory.wrote(page);
         if expected.matches(&found) {
             return None;
@@ -264,7 +266,7 @@ impl Workload {
         table: &[u32],
         complain: &mut impl FnMut(&Mismatch),
     ) {
-        if self.check != Check::AtEnd {
+        if self.check != CheckMode::AtEnd {
             return;
         }
         for place in 0..self.reach {
@@ -273,11 +275,11 @@ impl Workload {
             let page = self.share.first + index;
             let gfn = memory.gfn(page);
             let first = generation.min(1);
-            let expected = Head {
+            let expected = PageHead {
                 generation: u64::from(generation),
-                ..Head::expected(self.seed, gfn, first, self.share.vcpu)
+                ..PageHead::expected(self.seed, gfn, first, self.share.vcpu)
             };
-            let found = Head::read(memory, page);
+            let found = PageHead::read(memory, page);
             self.swept += 1;
             if !expected.matches(&found) {
                 self.tell(Some(expected.verdict(&found, self.seed, gfn)), complain);
@@ -310,16 +312,16 @@ impl Workload {
         self.swept += 1;
         let page = self.share.first + index;
         let gfn = memory.gfn(page);
-        let expected = Head::expected(self.seed, gfn, generation, self.share.vcpu);
-        let found = Head::read(memory, page);
+        let expected = PageHead::expected(self.seed, gfn, generation, self.share.vcpu);
+        let found = PageHead::read(memory, page);
         if !expected.matches(&found) {
             return Some(expected.verdict(&found, self.seed, gfn));
         }
         let (word, wanted, shown) =
-            check_body(memory, page, self.seed, gfn, self.fill == Fill::Random)?;
+            check_body(memory, page, self.seed, gfn, self.fill == BodyFill::Random)?;
         Some(Mismatch {
             gfn,
-            kind: Kind::Body,
+            kind: MismatchKind::Body,
             expected_generation: expected.generation,
             found_generation: found.generation,
             word,

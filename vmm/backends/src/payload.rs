@@ -1,8 +1,8 @@
 //! The payload guest: its image, and where its working set lies in guest memory.
 
 use driftline_dirty_tracker::Layout;
-use driftline_images::workload::Placement;
-use driftline_images::{PAYLOAD_ELF, PayloadSpec, SpecError};
+use driftline_images::workload::WorkingSetPlacement;
+use driftline_images::{PAYLOAD_ELF, PayloadSpec, PayloadSpecError};
 use driftline_machine::config::{Boot, Image, MachineConfig};
 use driftline_machine::memory::{self, MemoryError};
 
@@ -12,7 +12,7 @@ use driftline_machine::memory::{self, MemoryError};
 pub enum PayloadError {
     /// Its spec is invalid.
     #[error(transparent)]
-    Spec(#[from] SpecError),
+    Spec(#[from] PayloadSpecError),
     /// There cannot be guest memory of this size.
     #[error(transparent)]
     Memory(#[from] MemoryError),
@@ -52,12 +52,16 @@ pub enum Misfit {
 }
 
 /// Returns where the working set lies in memory of this layout.
-pub(crate) fn place(spec: &PayloadSpec, vcpus: u8, layout: &Layout) -> Result<Placement, Misfit> {
+pub(crate) fn place(
+    spec: &PayloadSpec,
+    vcpus: u8,
+    layout: &Layout,
+) -> Result<WorkingSetPlacement, Misfit> {
     let slots = layout.slots().map(|s| (s.base.gpa(), s.run().bytes()));
-    let placement = Placement::new(spec, slots).map_err(|e| Misfit::Memory {
+    let placement = WorkingSetPlacement::new(spec, slots).map_err(|e| Misfit::Memory {
         wanted: e.wanted,
         available: e.available,
-        base: Placement::base(spec),
+        base: WorkingSetPlacement::base(spec),
     })?;
     match spec.ws_pages() {
         pages if pages < u64::from(vcpus) => Err(Misfit::Vcpus { pages, vcpus }),

@@ -8,7 +8,8 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use driftline_compare::{
-    Cell, GuestKind, Host, LIGHT, Settings, Step, Way, compare as measure, default_cells, product,
+    CompareSettings, CompareStep, GuestKind, HostDescription, LIGHT, MatrixCell, TrackingWay,
+    compare as measure, default_cells, product,
 };
 use driftline_machine::kvm::Capabilities;
 use driftline_machine::sandbox;
@@ -33,20 +34,20 @@ fn command() -> String {
 
 impl CompareArgs {
     /// Returns the requested ways. `none` is always included, and last.
-    fn ways(&self) -> Vec<Way> {
-        let mut ways: Vec<Way> = Vec::new();
-        let usual: Vec<Way> = Way::usual().collect();
+    fn ways(&self) -> Vec<TrackingWay> {
+        let mut ways: Vec<TrackingWay> = Vec::new();
+        let usual: Vec<TrackingWay> = TrackingWay::usual().collect();
         let asked = if self.modes.is_empty() { &usual } else { &self.modes };
         for way in asked.iter().filter(|way| way.tracks()) {
             if !ways.contains(way) {
                 ways.push(*way);
             }
         }
-        ways.push(Way::NONE);
+        ways.push(TrackingWay::NONE);
         ways
     }
 
-    fn cells(&self) -> Vec<Cell> {
+    fn cells(&self) -> Vec<MatrixCell> {
         let ways = self.ways();
         let mut guests: Vec<_> = self.guests.iter().cloned().map(GuestKind::Payload).collect();
         guests.extend(self.kernel.clone().map(GuestKind::Kernel));
@@ -58,8 +59,8 @@ impl CompareArgs {
         }
     }
 
-    fn settings(&self) -> Settings {
-        Settings {
+    fn settings(&self) -> CompareSettings {
+        CompareSettings {
             interval: self.interval,
             duration: self.duration,
             repeat: self.repeat.into(),
@@ -95,7 +96,7 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     // Files are renamed into place, so their directories must be writable.
     let places = html.iter().chain(&svg).map(|target| directory(&target.place)).collect();
     let capabilities = driftline_machine::doctor::usable_kvm().map_err(Failure::host_lacks)?;
-    let host = Host::describe();
+    let host = HostDescription::describe();
     restrict(&args, places)?;
     let possible = possible(&args.ways(), &cells, &settings, &capabilities);
     let mut progress = Progress::new(&settings, possible);
@@ -127,13 +128,13 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
 /// Returns how many of `cells` this host can measure. Reports each way that the host lacks, with
 /// the reason: its rows will have no figures.
 fn possible(
-    ways: &[Way],
-    cells: &[Cell],
-    settings: &Settings,
+    ways: &[TrackingWay],
+    cells: &[MatrixCell],
+    settings: &CompareSettings,
     capabilities: &Capabilities,
 ) -> usize {
-    let lacking = |way: &Way| way.lacking(capabilities, settings.ring_entries);
-    let lacking: Vec<(&Way, String)> =
+    let lacking = |way: &TrackingWay| way.lacking(capabilities, settings.ring_entries);
+    let lacking: Vec<(&TrackingWay, String)> =
         ways.iter().filter_map(|way| Some((way, lacking(way)?))).collect();
     for (way, why) in &lacking {
         say(format_args!("{way} is not measured: {why}"));
@@ -221,7 +222,7 @@ struct Progress {
 
 impl Progress {
     /// Creates the progress display for this number of cells.
-    fn new(settings: &Settings, cells: usize) -> Self {
+    fn new(settings: &CompareSettings, cells: usize) -> Self {
         let runs = cells * settings.repeat;
         let each = settings.per_run() + BESIDE;
         let takes = each.saturating_mul(u32::try_from(runs).unwrap_or(u32::MAX));
@@ -235,7 +236,7 @@ impl Progress {
         Self { line, said: Instant::now() }
     }
 
-    fn show(&mut self, step: Step<'_>) {
+    fn show(&mut self, step: CompareStep<'_>) {
         let cell = step.cell;
         let gib = cell.mem_bytes as f64 / (1u64 << 30) as f64;
         let what = format!("{}, {gib} GiB, {}", cell.way, cell.guest.name());

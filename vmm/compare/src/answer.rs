@@ -5,11 +5,11 @@
 //! called ahead only if the middle halves of at least three runs do not overlap.
 
 use super::checks;
-use super::groups::{EPOCH, Group, Measure, PAUSE, SLOW_DOWN, groups, series};
+use super::groups::{EPOCH, PAUSE, RankedFigure, RowGroup, SLOW_DOWN, groups, series};
 use super::report::CellReport;
-use super::stats::Spread;
+use super::stats::RunSpread;
 use super::units::{factor, size, us};
-use super::way::{Sink, Way};
+use super::way::{SinkKind, TrackingWay};
 
 /// Maximum number of exceptions that are listed.
 const EXCEPTIONS: usize = 4;
@@ -20,7 +20,7 @@ pub(super) fn answer(rows: &[CellReport]) -> Vec<String> {
     let sound = rows.iter().filter(|row| !rows.iter().any(|r| r.way == row.way && checks::lost(r)));
     let groups = groups(sound);
     let mut out = Vec::from_iter(checks::alarm(rows));
-    if let Some(choice) = Choice::of(&groups) {
+    if let Some(choice) = Recommendation::of(&groups) {
         out.extend(choice.advice());
         out.extend(choice.cost());
         out.extend(choice.exceptions());
@@ -30,9 +30,9 @@ pub(super) fn answer(rows: &[CellReport]) -> Vec<String> {
 }
 
 /// The mode to use. It is one of those that Driftline offers, which all deliver to the tree.
-struct Choice<'g> {
-    way: Way,
-    groups: &'g [Group<'g>],
+struct Recommendation<'g> {
+    way: TrackingWay,
+    groups: &'g [RowGroup<'g>],
     /// Number of groups in which it is the cheapest way or not clearly dearer.
     good: usize,
     /// Number of groups in which it was measured.
@@ -41,19 +41,19 @@ struct Choice<'g> {
     cost: f64,
 }
 
-impl<'g> Choice<'g> {
+impl<'g> Recommendation<'g> {
     /// Returns the mode that was measured in most groups and is good in most of them. If several
     /// are, the cheapest.
-    fn of(groups: &'g [Group<'g>]) -> Option<Self> {
+    fn of(groups: &'g [RowGroup<'g>]) -> Option<Self> {
         let ways = groups.iter().flat_map(|group| group.rows.iter().map(|row| row.way));
-        let modes = ways.filter(|way| way.sink() == Some(Sink::Tree));
+        let modes = ways.filter(|way| way.sink() == Some(SinkKind::Tree));
         let choices = modes.map(|way| Self::rate(groups, way)).filter(|choice| choice.of > 0);
         choices.min_by(|a, b| {
             b.of.cmp(&a.of).then(b.good.cmp(&a.good)).then(a.cost.total_cmp(&b.cost))
         })
     }
 
-    fn rate(groups: &'g [Group<'g>], way: Way) -> Self {
+    fn rate(groups: &'g [RowGroup<'g>], way: TrackingWay) -> Self {
         let (mut good, mut of, mut sum) = (0, 0, 0.0);
         for group in groups {
             let order = group.order(EPOCH);
@@ -102,7 +102,7 @@ impl<'g> Choice<'g> {
         let measured = self.groups.iter().filter(|g| g.figure(EPOCH, self.way).is_some());
         let series = series(measured);
         let (first, last) = (series.first()?, series.last()?);
-        let mut rivals: Vec<Way> = Vec::new();
+        let mut rivals: Vec<TrackingWay> = Vec::new();
         for (way, _) in last.order(EPOCH) {
             if way.source() != self.way.source()
                 && rivals.iter().all(|r| r.source() != way.source())
@@ -122,7 +122,12 @@ impl<'g> Choice<'g> {
         Some(out)
     }
 
-    fn cost_with(&self, group: &Group<'_>, subject: &str, rivals: &[Way]) -> Option<String> {
+    fn cost_with(
+        &self,
+        group: &RowGroup<'_>,
+        subject: &str,
+        rivals: &[TrackingWay],
+    ) -> Option<String> {
         let own = group.figure(EPOCH, self.way)?;
         let compared: Vec<String> = rivals
             .iter()
@@ -155,11 +160,11 @@ impl<'g> Choice<'g> {
         }
     }
 
-    fn exception(&self, group: &Group<'_>, measure: Measure) -> Option<String> {
+    fn exception(&self, group: &RowGroup<'_>, measure: RankedFigure) -> Option<String> {
         let own = group.figure(measure, self.way)?;
         let order = group.order(measure);
         let (rival, least) = order.first()?;
-        let Measure { what, shown, .. } = measure;
+        let RankedFigure { what, shown, .. } = measure;
         measure.is_clear(&own, least).then(|| {
             format!(
                 "{what} of {} with {} ({}; {rival} {})",
@@ -173,7 +178,7 @@ impl<'g> Choice<'g> {
 }
 
 /// Compares an epoch with that of a rival.
-fn compared(own: &Spread, rival: Way, other: &Spread) -> String {
+fn compared(own: &RunSpread, rival: TrackingWay, other: &RunSpread) -> String {
     let shown = us(other.median);
     let times = other.median / own.median;
     match (EPOCH.is_clear(own, other), times) {
@@ -198,7 +203,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::report::Figures;
+    use crate::report::RowFigures;
     use crate::testing::{row, way};
 
     /// Returns an epoch's median in a row.
@@ -206,7 +211,7 @@ mod tests {
         row.figures.as_ref().unwrap().epoch_us.unwrap().median
     }
 
-    fn figures(row: &mut CellReport) -> &mut Figures {
+    fn figures(row: &mut CellReport) -> &mut RowFigures {
         row.figures.as_mut().unwrap()
     }
 
@@ -215,7 +220,7 @@ mod tests {
         fn recommended_mode_is_never_clearly_behind_another(
             figures in prop::collection::vec(prop::array::uniform3(0.1f64..1e6), 2..5)
         ) {
-            let modes = Way::all().filter(|w| w.sink() == Some(Sink::Tree));
+            let modes = TrackingWay::all().filter(|w| w.sink() == Some(SinkKind::Tree));
             let rows = figures.iter().zip(modes).map(|(f, w)| row(w, 1 << 30, *f));
             let rows: Vec<_> = rows.collect();
             let said = answer(&rows).join("\n");
@@ -230,7 +235,7 @@ mod tests {
         }
 
         #[test]
-        fn exception_is_told_exactly_where_another_way_is_clearly_ahead(
+        fn exception_is_listed_exactly_where_another_leads(
             ring in 1.0f64..100.0, other in 1.0f64..100.0
         ) {
             // With 1 GiB the ring is clearly ahead; the question is what is said of 2 GiB.
@@ -256,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn cost_is_that_of_both_ends_of_the_memory_series() {
+    fn cost_covers_smallest_and_largest_memory_size() {
         let rows = [
             row(way("dirty-ring+tree"), 1 << 30, [10.0; 3]),
             row(way("dirty-bitmap+flat"), 1 << 30, [50.0; 3]),
@@ -277,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn names_follow_the_figures_when_two_ways_change_places() {
+    fn recommendation_follows_the_figures() {
         let said = |ring: f64, bitmap: f64| {
             let rows = [
                 row(way("dirty-ring+tree"), 1 << 30, [ring; 3]),
@@ -294,14 +299,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_recommended_without_a_clear_difference_or_a_rival() {
+    fn no_recommendation_without_a_clear_difference() {
         let said = |ring: Vec<f64>, other: Vec<f64>| {
             let mut rows = [
                 row(way("dirty-ring+tree"), 1 << 30, [0.0; 3]),
                 row(way("dirty-bitmap+flat"), 1 << 30, [0.0; 3]),
             ];
-            figures(&mut rows[0]).epoch_us = Spread::of(ring);
-            figures(&mut rows[1]).epoch_us = Spread::of(other);
+            figures(&mut rows[0]).epoch_us = RunSpread::of(ring);
+            figures(&mut rows[1]).epoch_us = RunSpread::of(other);
             answer(&rows).join("\n")
         };
         for unclear in [said(vec![1.0; 2], vec![9.0; 2]), said(vec![1.0; 3], vec![1.0; 3])] {
@@ -322,8 +327,8 @@ mod tests {
                 row(way("dirty-ring+tree"), 1 << 30, [1.0; 3]),
                 row(way("dirty-bitmap+flat"), 1 << 30, [9.0; 3]),
             ];
-            figures(&mut rows[0]).slow_down_percent = Spread::of([ring; 3]);
-            figures(&mut rows[1]).slow_down_percent = Spread::of([0.0; 3]);
+            figures(&mut rows[0]).slow_down_percent = RunSpread::of([ring; 3]);
+            figures(&mut rows[1]).slow_down_percent = RunSpread::of([0.0; 3]);
             answer(&rows).join("\n")
         };
         assert!(said(0.9).contains("Nowhere is another way"));
@@ -346,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn way_that_lost_a_page_comes_first_and_is_not_recommended() {
+    fn lossy_way_is_reported_first_not_recommended() {
         let mut rows = [
             row(way("dirty-ring+tree"), 1 << 30, [1.0; 3]),
             row(way("dirty-bitmap+tree"), 1 << 30, [9.0; 3]),

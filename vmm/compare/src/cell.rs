@@ -18,10 +18,10 @@ use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::{EndReason, Vm};
 
 use super::cpu::{CpuTime, this_thread};
-use super::matrix::{Cell, GuestKind};
-use super::settings::Settings;
-use super::truth::{Audit, Truth};
-use super::way::Sink;
+use super::matrix::{GuestKind, MatrixCell};
+use super::settings::CompareSettings;
+use super::truth::{Audit, GroundTruth};
+use super::way::SinkKind;
 
 /// Limit for a payload to cover its working set.
 const WARM_UP_LIMIT: Duration = Duration::from_secs(20);
@@ -66,7 +66,7 @@ impl EpochTimes {
 
 /// The result of one run.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Sample {
+pub(super) struct RunSample {
     pub(super) epochs: Vec<EpochTimes>,
     /// Duration of each pause, from the request to pause until the guest has resumed, without the
     /// time in which the guest's pages were read.
@@ -97,7 +97,7 @@ pub(super) struct Sample {
 
 /// The result of one epoch.
 #[derive(Clone, Copy, Debug, Default)]
-struct Taken {
+struct EpochResult {
     times: EpochTimes,
     /// Processor time of the draining thread, which is the calling thread.
     drain_cpu: Duration,
@@ -106,8 +106,8 @@ struct Taken {
 }
 
 /// Measures `cell` once.
-pub(super) fn run(cell: &Cell, settings: &Settings) -> Result<Sample, CellError> {
-    let mut bench = Bench::launch(cell, settings)?;
+pub(super) fn run(cell: &MatrixCell, settings: &CompareSettings) -> Result<RunSample, CellError> {
+    let mut bench = MachineBench::launch(cell, settings)?;
     bench.warm_up(settings)?;
     bench.follow()?;
     bench.settle(settings)?;
@@ -117,17 +117,17 @@ pub(super) fn run(cell: &Cell, settings: &Settings) -> Result<Sample, CellError>
 }
 
 /// A machine under measurement.
-struct Bench {
+struct MachineBench {
     machine: Arc<Machine>,
     sink: Option<SharedSink>,
     subscription: Option<Subscription>,
-    truth: Option<Truth>,
+    truth: Option<GroundTruth>,
     runs: Vec<FrameRun>,
-    sample: Sample,
+    sample: RunSample,
 }
 
-impl Bench {
-    fn launch(cell: &Cell, settings: &Settings) -> Result<Self, CellError> {
+impl MachineBench {
+    fn launch(cell: &MatrixCell, settings: &CompareSettings) -> Result<Self, CellError> {
         let boot = match &cell.guest {
             GuestKind::Payload(spec) => Boot::Payload(spec.clone()),
             GuestKind::Kernel(kernel) => Boot::Kernel {
@@ -150,8 +150,8 @@ impl Bench {
         };
         let layout = memory::layout(cell.mem_bytes).map_err(MachineError::from)?;
         let sink = match cell.way.sink() {
-            None | Some(Sink::Tree) => None,
-            Some(Sink::List) => {
+            None | Some(SinkKind::Tree) => None,
+            Some(SinkKind::List) => {
                 // The initial capacity is what the rings can hold at once. A bitmap's list grows as
                 // needed.
                 let room = match cell.way.source() {
@@ -162,7 +162,7 @@ impl Bench {
                 };
                 Some(FrameSink::List(ListSet::new(&layout, room)))
             }
-            Some(Sink::Flat) => Some(FrameSink::Flat(FlatSet::new(&layout))),
+            Some(SinkKind::Flat) => Some(FrameSink::Flat(FlatSet::new(&layout))),
         };
         let sink = sink.map(SharedSink::new);
         let image =
@@ -173,21 +173,21 @@ impl Bench {
         let machine = Machine::launch_measured(config, &host, measured)?;
         let truth = match &cell.guest {
             GuestKind::Payload(spec) => {
-                Some(Truth::new(spec, &*machine).map_err(CellError::Other)?)
+                Some(GroundTruth::new(spec, &*machine).map_err(CellError::Other)?)
             }
             GuestKind::Kernel(_) => None,
         };
         // Finding memory can take the host long, in particular if the host is itself a guest. That
         // time is not a cost of tracking.
-        for run in truth.iter().flat_map(Truth::frames) {
+        for run in truth.iter().flat_map(GroundTruth::frames) {
             machine.fault_in(run);
         }
-        let (runs, sample) = (Vec::new(), Sample::default());
+        let (runs, sample) = (Vec::new(), RunSample::default());
         Ok(Self { machine, sink, subscription: None, truth, runs, sample })
     }
 
     /// Waits until a payload has covered its working set. A kernel gets a fixed time.
-    fn warm_up(&mut self, settings: &Settings) -> Result<(), CellError> {
+    fn warm_up(&mut self, settings: &CompareSettings) -> Result<(), CellError> {
         self.machine.resume()?;
         let begun = Instant::now();
         let Some(truth) = &self.truth else {
@@ -227,7 +227,7 @@ impl Bench {
     }
 
     /// Runs the first epochs, in which every page of the working set is caught for the first time.
-    fn settle(&mut self, settings: &Settings) -> Result<(), CellError> {
+    fn settle(&mut self, settings: &CompareSettings) -> Result<(), CellError> {
         for _ in 0..3 {
             self.wait(settings.interval)?;
             self.epoch()?;
@@ -236,8 +236,8 @@ impl Bench {
     }
 
     /// Runs one epoch: collects, then drains.
-    fn epoch(&mut self) -> Result<Taken, CellError> {
-        let Some(subscription) = &mut self.subscription else { return Ok(Taken::default()) };
+    fn epoch(&mut self) -> Result<EpochResult, CellError> {
+        let Some(subscription) = &mut self.subscription else { return Ok(EpochResult::default()) };
         let collected: Collected = self.machine.collect()?;
         let (cpu, begun) = (this_thread(), Instant::now());
         let (frames, epoch) = match &self.sink {
@@ -264,12 +264,12 @@ impl Bench {
             (Some(truth), None) => truth.report(self.runs.iter().copied()),
             (None, epoch) => epoch.into_iter().for_each(driftline_dirty_tracker::DirtySet::commit),
         }
-        Ok(Taken { times, drain_cpu, marked_all: collected.marked_all })
+        Ok(EpochResult { times, drain_cpu, marked_all: collected.marked_all })
     }
 
     /// Runs one epoch after another while the guest runs, with a check at its pages before and
     /// after. Time, processor time and writes all refer to the interval between the two pauses.
-    fn window(&mut self, settings: &Settings) -> Result<(), CellError> {
+    fn window(&mut self, settings: &CompareSettings) -> Result<(), CellError> {
         self.machine.pause()?;
         self.epoch()?;
         self.check()?;
@@ -311,7 +311,7 @@ impl Bench {
     }
 
     /// Runs epochs in pauses, each followed by a check.
-    fn pauses(&mut self, settings: &Settings) -> Result<(), CellError> {
+    fn pauses(&mut self, settings: &CompareSettings) -> Result<(), CellError> {
         let end = Instant::now() + settings.per_run().mul_f64(1.0 - RUNNING_PART);
         while Instant::now() < end || self.sample.pauses_ns.len() < MIN_PAUSES {
             let number = u32::try_from(self.sample.pauses_ns.len()).unwrap_or(u32::MAX);
@@ -371,7 +371,7 @@ impl Bench {
         source + sink
     }
 
-    fn end(mut self) -> Result<Sample, CellError> {
+    fn end(mut self) -> Result<RunSample, CellError> {
         drop(self.subscription.take());
         self.machine.stop("measured");
         Ok(self.sample)
@@ -421,7 +421,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn epochs_meet_a_guest_at_all_points_of_its_round() {
+    fn epochs_spread_over_the_guests_round() {
         let interval = Duration::from_millis(10);
         let mut fifths = [0; 5];
         for epoch in 0..20 {
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_guest_whose_working_set_the_host_has_may_be_larger_than_the_host() {
+    fn guest_exceeds_host_only_with_small_working_set() {
         let payload = |spec: &str| GuestKind::Payload(spec.to_owned());
         assert!(touches_little(&payload("payload,ws=64M"), 65 << 20));
         assert!(!touches_little(&payload("payload,ws=64M"), 64 << 20));

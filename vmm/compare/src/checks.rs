@@ -1,8 +1,8 @@
 //! States what is known of missed pages, and where nothing is known.
 
-use super::report::{CellReport, Figures};
+use super::report::{CellReport, RowFigures};
 use super::units::size;
-use super::way::Way;
+use super::way::TrackingWay;
 
 /// Returns whether the row missed a page.
 pub(super) fn lost(row: &CellReport) -> bool {
@@ -31,7 +31,7 @@ pub(super) fn findings(rows: &[CellReport]) -> Vec<String> {
 /// Says that no page was lost, and how many checks this claim rests on.
 fn seen(rows: &[CellReport]) -> Option<String> {
     let tracked = || rows.iter().filter(|r| r.way.tracks());
-    let sum = |f: fn(&Figures) -> Option<u64>| -> u64 {
+    let sum = |f: fn(&RowFigures) -> Option<u64>| -> u64 {
         tracked().filter_map(|r| r.figures.as_ref().and_then(f)).sum()
     };
     let (checks, written) =
@@ -102,7 +102,7 @@ fn unknown(rows: &[CellReport]) -> Vec<String> {
 /// Names the ways that have rows without `what`. Returns `None` if there are no such rows.
 fn without(rows: &[CellReport], what: impl Fn(&CellReport) -> bool) -> Option<String> {
     let all = || rows.iter().filter(|r| r.way.tracks());
-    let mut ways: Vec<Way> = Vec::new();
+    let mut ways: Vec<TrackingWay> = Vec::new();
     for row in all().filter(|r| !what(r)) {
         if !ways.contains(&row.way) {
             ways.push(row.way);
@@ -127,7 +127,7 @@ mod tests {
     use crate::testing::{row, way};
 
     #[test]
-    fn lost_page_is_the_alarm_and_nothing_is_claimed() {
+    fn lost_page_raises_the_alarm_alone() {
         let mut rows = [row(way("dirty-ring+tree"), 1 << 30, [10.0; 3])];
         assert_eq!(alarm(&rows), None);
         rows[0].figures.as_mut().unwrap().missed_frames = Some(3);
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn unchanged_pages_are_called_harmless_and_only_if_there_are_any() {
+    fn unchanged_pages_are_called_harmless() {
         let mut rows = [row(way("dirty-ring+tree"), 1 << 30, [10.0; 3])];
         let said = findings(&rows).join("\n");
         assert!(

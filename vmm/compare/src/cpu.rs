@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_works_is_seen_by_its_name() {
+    fn cpu_time_is_found_by_thread_name() {
         assert_eq!(ran("12345 678 9\n"), Duration::from_nanos(12345));
         assert_eq!(ran(""), Duration::ZERO);
         let (done, wait) = mpsc::channel::<()>();

@@ -1,53 +1,53 @@
 //! Groups rows by guest and memory size, and ranks the ways within a group.
 
 use super::matrix::GuestKind;
-use super::report::{CellReport, Figures};
-use super::stats::Spread;
+use super::report::{CellReport, RowFigures};
+use super::stats::RunSpread;
 use super::units::{percent, size, us};
-use super::way::Way;
+use super::way::TrackingWay;
 
 /// A figure of which less is better.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Measure {
+pub(super) struct RankedFigure {
     /// Its name in a sentence.
     pub(super) what: &'static str,
-    pub(super) of: fn(&Figures) -> Option<Spread>,
+    pub(super) of: fn(&RowFigures) -> Option<RunSpread>,
     pub(super) shown: fn(f64) -> String,
     /// Medians that differ by less than this are not clearly different.
     least: f64,
 }
 
-impl Measure {
+impl RankedFigure {
     /// Returns whether the order of the two is clear.
-    pub(super) fn is_clear(&self, a: &Spread, b: &Spread) -> bool {
+    pub(super) fn is_clear(&self, a: &RunSpread, b: &RunSpread) -> bool {
         a.is_apart_from(b) && (a.median - b.median).abs() >= self.least
     }
 }
 
-pub(super) const EPOCH: Measure =
-    Measure { what: "an epoch", of: |f| f.epoch_us, shown: us, least: 0.0 };
-pub(super) const PAUSE: Measure =
-    Measure { what: "a pause", of: |f| f.pause_us, shown: us, least: 0.0 };
+pub(super) const EPOCH: RankedFigure =
+    RankedFigure { what: "an epoch", of: |f| f.epoch_us, shown: us, least: 0.0 };
+pub(super) const PAUSE: RankedFigure =
+    RankedFigure { what: "a pause", of: |f| f.pause_us, shown: us, least: 0.0 };
 /// The slow-down. For a guest that keeps to a rate it is about 0 with every way, so a tenth of a
 /// percentage point is not a clear difference.
-pub(super) const SLOW_DOWN: Measure =
-    Measure { what: "the slow-down", of: |f| f.slow_down_percent, shown: percent, least: 1.0 };
+pub(super) const SLOW_DOWN: RankedFigure =
+    RankedFigure { what: "the slow-down", of: |f| f.slow_down_percent, shown: percent, least: 1.0 };
 
 /// The rows of one guest of one size.
-pub(super) struct Group<'r> {
+pub(super) struct RowGroup<'r> {
     pub(super) guest: &'r GuestKind,
     pub(super) mem_bytes: u64,
     pub(super) rows: Vec<&'r CellReport>,
 }
 
-impl Group<'_> {
+impl RowGroup<'_> {
     /// Returns the title for headings.
     pub(super) fn name(&self) -> String {
         format!("{}, {}", self.guest.name(), size(self.mem_bytes))
     }
 
     /// Returns the ways that track and have this figure, in ascending order of it.
-    pub(super) fn order(&self, measure: Measure) -> Vec<(Way, Spread)> {
+    pub(super) fn order(&self, measure: RankedFigure) -> Vec<(TrackingWay, RunSpread)> {
         let rows = self.rows.iter().filter(|row| row.way.tracks());
         let mut known: Vec<_> =
             rows.filter_map(|row| Some((row.way, (measure.of)(row.figures.as_ref()?)?))).collect();
@@ -57,7 +57,7 @@ impl Group<'_> {
 
     /// Returns the way with the least figure and every way that is not clearly behind it. Empty if
     /// no way is clearly behind.
-    pub(super) fn leaders(&self, measure: Measure) -> Vec<Way> {
+    pub(super) fn leaders(&self, measure: RankedFigure) -> Vec<TrackingWay> {
         let order = self.order(measure);
         let Some((_, least)) = order.first() else { return Vec::new() };
         let (behind, leaders): (Vec<_>, Vec<_>) =
@@ -66,21 +66,23 @@ impl Group<'_> {
     }
 
     /// Returns the figure of one way.
-    pub(super) fn figure(&self, measure: Measure, way: Way) -> Option<Spread> {
+    pub(super) fn figure(&self, measure: RankedFigure, way: TrackingWay) -> Option<RunSpread> {
         self.order(measure).into_iter().find(|(w, _)| *w == way).map(|(_, spread)| spread)
     }
 }
 
 /// Returns the groups, in the order of the rows.
-pub(super) fn groups<'r>(rows: impl IntoIterator<Item = &'r CellReport>) -> Vec<Group<'r>> {
-    let mut groups: Vec<Group<'_>> = Vec::new();
+pub(super) fn groups<'r>(rows: impl IntoIterator<Item = &'r CellReport>) -> Vec<RowGroup<'r>> {
+    let mut groups: Vec<RowGroup<'_>> = Vec::new();
     for row in rows {
-        let same = |g: &&mut Group<'_>| g.mem_bytes == row.mem_bytes && *g.guest == row.guest;
+        let same = |g: &&mut RowGroup<'_>| g.mem_bytes == row.mem_bytes && *g.guest == row.guest;
         match groups.iter_mut().find(same) {
             Some(group) => group.rows.push(row),
-            None => {
-                groups.push(Group { guest: &row.guest, mem_bytes: row.mem_bytes, rows: vec![row] })
-            }
+            None => groups.push(RowGroup {
+                guest: &row.guest,
+                mem_bytes: row.mem_bytes,
+                rows: vec![row],
+            }),
         }
     }
     groups
@@ -89,13 +91,13 @@ pub(super) fn groups<'r>(rows: impl IntoIterator<Item = &'r CellReport>) -> Vec<
 /// Returns the groups of the guest with the most memory sizes (the first one if several have as
 /// many), in ascending order of the sizes.
 pub(super) fn series<'g, 'r>(
-    groups: impl Iterator<Item = &'g Group<'r>> + Clone,
-) -> Vec<&'g Group<'r>>
+    groups: impl Iterator<Item = &'g RowGroup<'r>> + Clone,
+) -> Vec<&'g RowGroup<'r>>
 where
     'r: 'g,
 {
     let of = |guest: &GuestKind| groups.clone().filter(|g| g.guest == guest).collect::<Vec<_>>();
-    let mut most: Vec<&Group<'_>> = Vec::new();
+    let mut most: Vec<&RowGroup<'_>> = Vec::new();
     for group in groups.clone() {
         let those = of(group.guest);
         if those.len() > most.len() {
@@ -126,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn the_series_is_that_of_the_guest_with_most_sizes_in_order() {
+    fn series_is_the_guest_with_most_sizes() {
         let mut rows = [8, 4, 1, 2].map(|gib| row(way("dirty-ring"), gib << 30, [1.0; 3]));
         for row in &mut rows[..1] {
             row.guest = GuestKind::Payload("payload,ws=3M".to_owned());

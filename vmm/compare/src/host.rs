@@ -9,7 +9,7 @@ use driftline_machine::doctor::diagnose;
 
 /// Description of this host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Host {
+pub struct HostDescription {
     /// The processor's name.
     pub processor: String,
     /// Number of processors that the process may use.
@@ -25,7 +25,7 @@ pub struct Host {
     pub transparent_huge_pages: String,
 }
 
-impl Host {
+impl HostDescription {
     /// Reads a few files of `/proc` and `/sys`. Must be called before the process is sandboxed.
     pub fn describe() -> Self {
         // The first time that rustix reads a clock, it asks the kernel for the vDSO's address. No
@@ -112,8 +112,8 @@ mod tests {
     }
 
     #[test]
-    fn caveat_follows_the_processor_and_this_host_is_a_known_case() {
-        let mut host = Host::describe();
+    fn caveat_follows_hardware_virtualization() {
+        let mut host = HostDescription::describe();
         let found = host.hardware_virtualization.clone();
         assert!(["yes", "nested", "missing"].contains(&found.as_str()), "{found}");
         let mut caveat = |value: &str| {
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn this_host_has_processors_memory_and_a_kernel() {
-        let host = Host::describe();
+        let host = HostDescription::describe();
         assert!(host.processors > 0 && host.mem_bytes > 0);
         assert!(host.kernel.starts_with("Linux "), "{}", host.kernel);
     }

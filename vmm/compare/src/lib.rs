@@ -47,10 +47,10 @@ mod truth;
 mod units;
 mod way;
 
-pub use host::Host;
-pub use matrix::{Cell, GuestKind, LIGHT, default_cells, product};
-pub use report::{CellReport, Figures, Report};
-pub use run::{Step, compare};
-pub use settings::Settings;
-pub use stats::Spread;
-pub use way::{Sink, Way};
+pub use host::HostDescription;
+pub use matrix::{GuestKind, LIGHT, MatrixCell, default_cells, product};
+pub use report::{CellReport, ComparisonReport, RowFigures};
+pub use run::{CompareStep, compare};
+pub use settings::CompareSettings;
+pub use stats::RunSpread;
+pub use way::{SinkKind, TrackingWay};

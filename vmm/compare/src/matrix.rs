@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use driftline_machine::tracking::TrackingMode;
 use serde::{Serialize, Serializer};
 
-use super::way::{Sink, Way};
+use super::way::{SinkKind, TrackingWay};
 
 /// The guest of a cell.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -70,9 +70,9 @@ struct DefaultGuest {
 
 /// One machine to be measured.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct Cell {
+pub struct MatrixCell {
     /// How the guest's writes are tracked.
-    pub way: Way,
+    pub way: TrackingWay,
     /// The guest.
     pub guest: GuestKind,
     /// Size of guest memory, in bytes.
@@ -103,24 +103,30 @@ const SIZES: [u64; 4] = [1 << 30, 4 << 30, 16 << 30, 64 << 30];
 /// Returns the cells measured by default: three guests of 1 GiB with all of `ways`, and the
 /// lightest guest with up to 64 GiB with those ways for which a curve over memory size is
 /// informative. Without tracking, the memory size does not affect a paced guest.
-pub fn default_cells(ways: &[Way]) -> Vec<Cell> {
+pub fn default_cells(ways: &[TrackingWay]) -> Vec<MatrixCell> {
     let guests = DEFAULT_GUESTS.map(|guest| GuestKind::Payload(guest.spec.to_owned()));
     let mut cells = product(ways, &guests, &SIZES[..1]);
-    let bitmap_tree = (TrackingMode::DirtyBitmap, Some(Sink::Tree));
-    let drawn = |way: &Way| {
-        way.tracks() && way.sink() != Some(Sink::List) && (way.source(), way.sink()) != bitmap_tree
+    let bitmap_tree = (TrackingMode::DirtyBitmap, Some(SinkKind::Tree));
+    let drawn = |way: &TrackingWay| {
+        way.tracks()
+            && way.sink() != Some(SinkKind::List)
+            && (way.source(), way.sink()) != bitmap_tree
     };
-    let drawn: Vec<Way> = ways.iter().copied().filter(drawn).collect();
+    let drawn: Vec<TrackingWay> = ways.iter().copied().filter(drawn).collect();
     cells.extend(product(&drawn, &guests[..1], &SIZES[1..]));
     cells
 }
 
 /// Returns every combination of a way, a guest and a size.
-pub fn product(ways: &[Way], guests: &[GuestKind], sizes: &[u64]) -> Vec<Cell> {
+pub fn product(ways: &[TrackingWay], guests: &[GuestKind], sizes: &[u64]) -> Vec<MatrixCell> {
     let mut cells = Vec::new();
     for mem_bytes in sizes {
         for guest in guests {
-            let cell = |way: &Way| Cell { way: *way, guest: guest.clone(), mem_bytes: *mem_bytes };
+            let cell = |way: &TrackingWay| MatrixCell {
+                way: *way,
+                guest: guest.clone(),
+                mem_bytes: *mem_bytes,
+            };
             cells.extend(ways.iter().map(cell));
         }
     }
@@ -152,7 +158,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_round_has_every_cell_once_before_the_next_begins(cells in 1usize..40, rounds in 1usize..8) {
+        fn round_has_every_cell_once(cells in 1usize..40, rounds in 1usize..8) {
             let runs: Vec<_> = interleaved(cells, rounds).collect();
             prop_assert_eq!(runs.len(), cells * rounds);
             for (round, chunk) in runs.chunks(cells).enumerate() {
@@ -164,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn no_cell_keeps_its_place_and_nothing_is_measured_of_nothing() {
+    fn cells_change_their_position_between_rounds() {
         let places: HashSet<usize> = interleaved(8, 4)
             .enumerate()
             .filter(|(_, (_, cell))| *cell == 0)
@@ -175,8 +181,8 @@ mod tests {
     }
 
     #[test]
-    fn the_default_has_a_series_of_guests_and_one_of_sizes_and_no_cell_twice() {
-        let ways: Vec<Way> = Way::usual().collect();
+    fn default_matrix_has_guests_sizes_no_duplicates() {
+        let ways: Vec<TrackingWay> = TrackingWay::usual().collect();
         let cells = default_cells(&ways);
         for way in &ways {
             let of_way =

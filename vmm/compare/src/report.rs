@@ -3,25 +3,25 @@
 
 use serde::Serialize;
 
-use super::cell::{EpochTimes, Sample};
-use super::host::Host;
-use super::matrix::{Cell, GuestKind};
-use super::settings::Settings;
-use super::stats::{Spread, median, quantile, sorted};
+use super::cell::{EpochTimes, RunSample};
+use super::host::HostDescription;
+use super::matrix::{GuestKind, MatrixCell};
+use super::settings::CompareSettings;
+use super::stats::{RunSpread, median, quantile, sorted};
 use super::truth::Audit;
-use super::way::{Sink, Way};
+use super::way::{SinkKind, TrackingWay};
 
 /// The whole report. In JSON every number's name contains its unit.
 #[derive(Clone, PartialEq, Debug, Serialize)]
-pub struct Report {
+pub struct ComparisonReport {
     /// Version of the program that measured, with its commit if that is known.
     pub version: String,
     /// Date and time of the measurement, in UTC.
     pub date: String,
     /// Description of the host.
-    pub host: Host,
+    pub host: HostDescription,
     /// Settings of the measurement.
-    pub settings: Settings,
+    pub settings: CompareSettings,
     /// The command that requested the comparison, if there was one.
     pub command: Option<String>,
     /// The answer, as sentences: which mode to use, what it costs, and whether a page was missed.
@@ -34,54 +34,54 @@ pub struct Report {
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct CellReport {
     /// How writes were tracked.
-    pub way: Way,
+    pub way: TrackingWay,
     /// The source of dirty frames.
     pub source: String,
     /// The sink that stores them.
-    pub sink: Option<Sink>,
+    pub sink: Option<SinkKind>,
     /// The guest.
     pub guest: GuestKind,
     /// Size of guest memory, in bytes.
     pub mem_bytes: u64,
     /// The figures; `None` if the cell could not be measured.
-    pub figures: Option<Figures>,
+    pub figures: Option<RowFigures>,
     /// The reason why runs failed, with their number if only some did.
     pub why: Option<String>,
 }
 
 /// The figures of a row. A figure that does not apply, or is unknown for this guest, is missing.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
-pub struct Figures {
+pub struct RowFigures {
     /// Rate of the guest's page writes.
-    pub writes_per_s: Option<Spread>,
+    pub writes_per_s: Option<RunSpread>,
     /// Reduction of that rate relative to no tracking in the same round.
-    pub slow_down_percent: Option<Spread>,
+    pub slow_down_percent: Option<RunSpread>,
     /// Processor time of all vCPUs per page write, including faults and exits.
-    pub vcpu_cpu_per_write_ns: Option<Spread>,
+    pub vcpu_cpu_per_write_ns: Option<RunSpread>,
     /// Processor time of the collector and of draining.
-    pub host_cpu_percent: Option<Spread>,
+    pub host_cpu_percent: Option<RunSpread>,
     /// Number of frames in an epoch.
-    pub dirty_frames: Option<Spread>,
+    pub dirty_frames: Option<RunSpread>,
     /// Time to move ring entries into lists.
-    pub harvest_us: Option<Spread>,
+    pub harvest_us: Option<RunSpread>,
     /// Time to reprotect; for a bitmap, including the time to read it.
-    pub reprotect_us: Option<Spread>,
+    pub reprotect_us: Option<RunSpread>,
     /// Time to insert frames into the sink.
-    pub insert_us: Option<Spread>,
+    pub insert_us: Option<RunSpread>,
     /// Time to drain the sink as ascending runs.
-    pub drain_us: Option<Spread>,
+    pub drain_us: Option<RunSpread>,
     /// Sum of these four times.
-    pub epoch_us: Option<Spread>,
+    pub epoch_us: Option<RunSpread>,
     /// The 99th percentile of that sum.
-    pub epoch_p99_us: Option<Spread>,
+    pub epoch_p99_us: Option<RunSpread>,
     /// Time from the request to pause until the set is complete and the guest has resumed.
-    pub pause_us: Option<Spread>,
+    pub pause_us: Option<RunSpread>,
     /// Every pause of every run, in ascending order.
     pub pauses_us: Vec<f64>,
     /// Rate of exits because a ring was full.
-    pub ring_full_exits_per_s: Option<Spread>,
+    pub ring_full_exits_per_s: Option<RunSpread>,
     /// Time that vCPUs lost in these exits.
-    pub ring_full_ms_per_s: Option<Spread>,
+    pub ring_full_ms_per_s: Option<RunSpread>,
     /// Memory that the kernel and this process use for tracking, computed from the sizes of its
     /// parts.
     pub tracking_bytes: Option<u64>,
@@ -107,17 +107,18 @@ pub struct Figures {
 }
 
 /// The result of one round for a cell.
-pub(super) type Outcome = Result<Sample, String>;
+pub(super) type RoundOutcome = Result<RunSample, String>;
 
 /// Returns the rows of `cells`; `outcomes` has the results of the rounds, in order, for each cell.
-pub(super) fn rows(cells: &[Cell], outcomes: &[Vec<Outcome>]) -> Vec<CellReport> {
+pub(super) fn rows(cells: &[MatrixCell], outcomes: &[Vec<RoundOutcome>]) -> Vec<CellReport> {
     let of = |at: usize| outcomes.get(at).map_or(&[][..], Vec::as_slice);
-    let row = |(at, cell): (usize, &Cell)| {
-        let is_base =
-            |c: &Cell| c.way == Way::NONE && c.guest == cell.guest && c.mem_bytes == cell.mem_bytes;
+    let row = |(at, cell): (usize, &MatrixCell)| {
+        let is_base = |c: &MatrixCell| {
+            c.way == TrackingWay::NONE && c.guest == cell.guest && c.mem_bytes == cell.mem_bytes
+        };
         let base = cells.iter().position(is_base).map(of).unwrap_or_default();
         let own = of(at);
-        let samples: Vec<&Sample> = own.iter().filter_map(|o| o.as_ref().ok()).collect();
+        let samples: Vec<&RunSample> = own.iter().filter_map(|o| o.as_ref().ok()).collect();
         let failed: Vec<&String> = own.iter().filter_map(|o| o.as_ref().err()).collect();
         let why = failed.first().map(|why| match samples.is_empty() {
             true => (*why).clone(),
@@ -136,9 +137,15 @@ pub(super) fn rows(cells: &[Cell], outcomes: &[Vec<Outcome>]) -> Vec<CellReport>
     cells.iter().enumerate().map(row).collect()
 }
 
-fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> Figures {
-    let over = |f: &dyn Fn(&Sample) -> Option<f64>| Spread::of(samples.iter().filter_map(|s| f(s)));
-    let per_s = |s: &Sample, n: f64| n / s.window.as_secs_f64();
+fn figures(
+    way: TrackingWay,
+    samples: &[&RunSample],
+    own: &[RoundOutcome],
+    base: &[RoundOutcome],
+) -> RowFigures {
+    let over =
+        |f: &dyn Fn(&RunSample) -> Option<f64>| RunSpread::of(samples.iter().filter_map(|s| f(s)));
+    let per_s = |s: &RunSample, n: f64| n / s.window.as_secs_f64();
     let step =
         |f: fn(&EpochTimes) -> u64| over(&|s| median(s.epochs.iter().map(|e| f(e) as f64 / 1e3)));
     // Only strict checks count. If all memory counted as dirty in every check, there is no strict
@@ -147,9 +154,9 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
         samples.iter().filter_map(|s| s.audit.as_ref()).map(f).reduce(|a, b| a + b)
     };
     let pauses = samples.iter().flat_map(|s| s.pauses_ns.iter().map(|ns| *ns as f64 / 1e3));
-    let mut out = Figures {
+    let mut out = RowFigures {
         writes_per_s: over(&writes_per_s),
-        slow_down_percent: Spread::of(slow_downs(own, base)).filter(|_| way.tracks()),
+        slow_down_percent: RunSpread::of(slow_downs(own, base)).filter(|_| way.tracks()),
         vcpu_cpu_per_write_ns: over(&|s| {
             let writes = s.writes.filter(|w| *w > 0)?;
             Some(s.vcpu_cpu.as_nanos() as f64 / writes as f64)
@@ -157,7 +164,7 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
         pause_us: over(&|s| median(s.pauses_ns.iter().map(|ns| *ns as f64 / 1e3))),
         pauses_us: sorted(pauses),
         written_frames: strict(|a| a.written),
-        ..Figures::default()
+        ..RowFigures::default()
     };
     if !way.tracks() {
         return out;
@@ -187,12 +194,12 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
     out
 }
 
-fn writes_per_s(sample: &Sample) -> Option<f64> {
+fn writes_per_s(sample: &RunSample) -> Option<f64> {
     Some(sample.writes? as f64 / sample.window.as_secs_f64())
 }
 
 /// Compares round by round, so that drift between rounds affects both sides.
-fn slow_downs(own: &[Outcome], base: &[Outcome]) -> impl Iterator<Item = f64> {
+fn slow_downs(own: &[RoundOutcome], base: &[RoundOutcome]) -> impl Iterator<Item = f64> {
     own.iter().zip(base).filter_map(|(own, base)| {
         let (own, base) = (writes_per_s(own.as_ref().ok()?)?, writes_per_s(base.as_ref().ok()?)?);
         (base > 0.0).then(|| (1.0 - own / base) * 100.0)
@@ -206,21 +213,21 @@ mod tests {
     use super::*;
     use crate::matrix::{LIGHT, product};
 
-    fn sample(writes: u64, epoch_ns: u64, missed: u64) -> Sample {
-        Sample {
+    fn sample(writes: u64, epoch_ns: u64, missed: u64) -> RunSample {
+        RunSample {
             epochs: vec![EpochTimes { frames: 7, drain_ns: epoch_ns, ..EpochTimes::default() }; 3],
             pauses_ns: vec![5000, 1000],
             window: Duration::from_secs(2),
             writes: Some(writes),
             vcpu_cpu: Duration::from_micros(writes),
             audit: Some(Audit { checks: 4, writes, missed, written: 20, ..Audit::default() }),
-            ..Sample::default()
+            ..RunSample::default()
         }
     }
 
     #[test]
-    fn a_slow_down_is_told_round_by_round_and_what_was_missed_adds_up() {
-        let ways = ["dirty-ring".parse().unwrap(), Way::NONE];
+    fn slow_downs_are_per_round_misses_add_up() {
+        let ways = ["dirty-ring".parse().unwrap(), TrackingWay::NONE];
         let cells = product(&ways, &[GuestKind::Payload(LIGHT.to_owned())], &[1 << 30]);
         // The machine is twice as fast in the second round.
         let own = vec![Ok(sample(50, 1000, 1)), Ok(sample(150, 3000, 2))];
@@ -240,14 +247,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_window_missed_counts_even_where_no_look_was_strict() {
+    fn missed_pages_count_without_strict_checks() {
         let cells = product(
             &["dirty-ring".parse().unwrap()],
             &[GuestKind::Payload(LIGHT.to_owned())],
             &[1 << 30],
         );
         let missed = |audit, missed_in_window| {
-            let run = Sample { audit, missed_in_window, ..sample(1, 1, 0) };
+            let run = RunSample { audit, missed_in_window, ..sample(1, 1, 0) };
             let rows = rows(&cells, &[vec![Ok(run)]]);
             let figures = rows[0].figures.as_ref().unwrap();
             (figures.missed_frames, figures.strict_checks)
@@ -259,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cell_that_failed_says_why_and_one_that_failed_once_says_how_often() {
+    fn failed_runs_are_counted_and_explained() {
         let ways = ["dirty-ring".parse().unwrap(), "dirty-bitmap".parse().unwrap()];
         let cells = product(&ways, &[GuestKind::Payload(LIGHT.to_owned())], &[1 << 30]);
         let broken = vec![Err("no".to_owned()), Err("never".to_owned())];

@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer};
 
 /// Settings of a measurement.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Settings {
+pub struct CompareSettings {
     /// Time between two epochs.
     #[serde(rename = "interval_ms", serialize_with = "as_ms")]
     pub interval: Duration,
@@ -24,7 +24,7 @@ pub struct Settings {
     pub settle: Duration,
 }
 
-impl Settings {
+impl CompareSettings {
     /// Returns each run's share of the duration.
     pub fn per_run(&self) -> Duration {
         self.duration / u32::try_from(self.repeat.max(1)).unwrap_or(u32::MAX)

@@ -8,13 +8,13 @@ const ENOUGH_RUNS: usize = 3;
 /// A figure over several runs: its median, and the spread around it.
 ///
 /// ```
-/// use driftline_compare::Spread;
-/// let spread = Spread::of([3.0, 1.0, 2.0]).unwrap();
+/// use driftline_compare::RunSpread;
+/// let spread = RunSpread::of([3.0, 1.0, 2.0]).unwrap();
 /// assert_eq!((spread.min, spread.median, spread.max, spread.runs), (1.0, 2.0, 3.0, 3));
-/// assert_eq!(Spread::of([]), None);
+/// assert_eq!(RunSpread::of([]), None);
 /// ```
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
-pub struct Spread {
+pub struct RunSpread {
     /// The middle value, or the mean of the two middle values if their number is even.
     pub median: f64,
     /// The value below which a quarter of the values lie.
@@ -29,7 +29,7 @@ pub struct Spread {
     pub runs: usize,
 }
 
-impl Spread {
+impl RunSpread {
     /// Returns the spread of all finite values, or `None` if there are none.
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let sorted = sorted(values);
@@ -79,10 +79,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn half_of_the_values_lie_on_either_side_of_the_median(
+        fn median_splits_the_values_in_half(
             values in prop::collection::vec(-1e9f64..1e9, 1..50)
         ) {
-            let spread = Spread::of(values.iter().copied()).unwrap();
+            let spread = RunSpread::of(values.iter().copied()).unwrap();
             let below = values.iter().filter(|v| **v < spread.median).count();
             let above = values.iter().filter(|v| **v > spread.median).count();
             prop_assert!(below <= values.len() / 2 && above <= values.len() / 2);
@@ -104,14 +104,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_counts_for_nothing() {
-        let spread = Spread::of([f64::NAN, 4.0, f64::INFINITY, 2.0]).unwrap();
+    fn values_that_are_no_numbers_are_ignored() {
+        let spread = RunSpread::of([f64::NAN, 4.0, f64::INFINITY, 2.0]).unwrap();
         assert_eq!((spread.median, spread.runs), (3.0, 2));
-        assert_eq!(Spread::of([f64::NAN]), None);
+        assert_eq!(RunSpread::of([f64::NAN]), None);
         assert_eq!(quantile(&[1.0, 2.0], 0.25), Some(1.25));
-        let (low, high) = (Spread::of([2.0; 3]).unwrap(), Spread::of([4.5; 3]).unwrap());
+        let (low, high) = (RunSpread::of([2.0; 3]).unwrap(), RunSpread::of([4.5; 3]).unwrap());
         assert!(low.is_apart_from(&high) && high.is_apart_from(&low) && !low.is_apart_from(&low));
-        let few = Spread::of([9.0; 2]).unwrap();
+        let few = RunSpread::of([9.0; 2]).unwrap();
         assert!(!few.is_apart_from(&low) && !low.is_apart_from(&few), "two runs are too few");
     }
 }

@@ -2,11 +2,11 @@
 
 use std::fmt::Write;
 
-use super::groups::{EPOCH, Group, Measure, PAUSE, SLOW_DOWN, groups};
-use super::report::{Figures, Report};
-use super::stats::Spread;
+use super::groups::{EPOCH, PAUSE, RankedFigure, RowGroup, SLOW_DOWN, groups};
+use super::report::{ComparisonReport, RowFigures};
+use super::stats::RunSpread;
 use super::units::{size, us};
-use super::way::Way;
+use super::way::TrackingWay;
 
 /// Width of the text, in characters.
 const WIDTH: usize = 100;
@@ -30,7 +30,7 @@ const HEADER: [&str; 13] = [
 /// The columns that fit a terminal of 100 characters.
 const USUAL: [&str; 5] = ["tracking", "dirty", "epoch", "pause", "slow-down"];
 
-impl Report {
+impl ComparisonReport {
     /// Returns the report as text: the answer, then aligned medians, for the most important figures
     /// also the smallest and the largest run. Includes all columns if `wide` is set.
     pub fn table(&self, wide: bool) -> String {
@@ -87,7 +87,7 @@ fn wrapped(text: &str) -> String {
     out
 }
 
-fn aligned(group: &Group<'_>, wide: bool) -> String {
+fn aligned(group: &RowGroup<'_>, wide: bool) -> String {
     let mut lines: Vec<Vec<String>> = vec![HEADER.map(str::to_owned).to_vec()];
     for row in &group.rows {
         let mut line = vec![row.way.to_string()];
@@ -144,24 +144,24 @@ fn columns(lines: &[Vec<String>], full: usize) -> String {
 }
 
 /// Returns the number of epochs in which all memory counted as dirty, including those in pauses.
-fn all_dirty(f: &Figures) -> u64 {
+fn all_dirty(f: &RowFigures) -> u64 {
     f.marked_all_epochs + f.marked_all_checks
 }
 
-fn cells(group: &Group<'_>, way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
+fn cells(group: &RowGroup<'_>, way: TrackingWay, f: &RowFigures) -> [String; HEADER.len() - 1] {
     let none = || "-".to_owned();
     // Figures without a mark keep their place.
-    let marked = |text: String, measure: Measure| {
+    let marked = |text: String, measure: RankedFigure| {
         let leads = group.leaders(measure).contains(&way);
         format!("{text}{}", if leads { "*" } else { " " })
     };
-    let time = |s: Option<Spread>| s.map_or_else(none, |s| us(s.median));
-    let ranged = |s: Option<Spread>| {
+    let time = |s: Option<RunSpread>| s.map_or_else(none, |s| us(s.median));
+    let ranged = |s: Option<RunSpread>| {
         s.map_or_else(none, |s| {
             format!("{} ({}..{})", us(s.median), bare(s.min, s.median), bare(s.max, s.median))
         })
     };
-    let percent = |s: Option<Spread>| {
+    let percent = |s: Option<RunSpread>| {
         s.map_or_else(none, |s| format!("{:.1} % ({:.1}..{:.1})", s.median, s.min, s.max))
     };
     [
@@ -204,12 +204,12 @@ mod tests {
     use crate::testing::{report, row, way};
 
     /// Returns a row with these figures.
-    fn with(name: &str, figures: Option<Figures>, why: Option<&str>) -> CellReport {
+    fn with(name: &str, figures: Option<RowFigures>, why: Option<&str>) -> CellReport {
         CellReport { figures, why: why.map(str::to_owned), ..row(way(name), 1 << 30, [1.0; 3]) }
     }
 
     #[test]
-    fn answer_comes_first_then_the_caveat_and_all_of_it_fits_a_terminal() {
+    fn table_starts_with_answer_and_caveat() {
         let mut report = report();
         report.host.processor = "a processor".to_owned();
         report.host.hardware_virtualization = "missing".to_owned();
@@ -227,15 +227,15 @@ mod tests {
 
     #[test]
     fn the_usual_table_fits_a_terminal() {
-        let many = |values: [f64; 3]| Spread::of(values);
-        let figures = Figures {
+        let many = |values: [f64; 3]| RunSpread::of(values);
+        let figures = RowFigures {
             dirty_frames: many([262_144.0; 3]),
             epoch_us: many([1234.0, 5678.0, 98_765.0]),
             pause_us: many([1234.0, 5678.0, 98_765.0]),
             slow_down_percent: many([10.0, 55.5, 99.9]),
             host_cpu_percent: many([199.9; 3]),
             tracking_bytes: Some(1023 << 10),
-            ..Figures::default()
+            ..RowFigures::default()
         };
         let text =
             aligned(&groups(&[with("dirty-bitmap-manual+tree", Some(figures), None)])[0], false);
@@ -244,9 +244,12 @@ mod tests {
     }
 
     #[test]
-    fn columns_are_aligned_and_a_way_that_the_host_lacks_says_why() {
+    fn columns_align_and_missing_rows_give_reasons() {
         let figures = |us: f64| {
-            Some(Figures { epoch_us: Spread::of([us, us * 2.0, us * 3.0]), ..Figures::default() })
+            Some(RowFigures {
+                epoch_us: RunSpread::of([us, us * 2.0, us * 3.0]),
+                ..RowFigures::default()
+            })
         };
         let mut rows = [
             with("dirty-ring+tree", figures(4.0), None),
@@ -263,7 +266,7 @@ mod tests {
         assert_eq!(lines[4], "  dirty-bitmap+flat: 1 of 3 runs failed: a hiccup");
         assert!(!text.contains('!'), "{text}");
         let marked = rows[0].figures.as_mut().unwrap();
-        (marked.dirty_frames, marked.marked_all_epochs) = (Spread::of([70.0]), 2);
+        (marked.dirty_frames, marked.marked_all_epochs) = (RunSpread::of([70.0]), 2);
         let text = aligned(&groups(&rows)[0], true);
         assert!(text.contains(" 70 !  "), "{text}");
         let says = "  ! dirty-ring+tree: in 2 epochs all memory counted as dirty\n";

@@ -1,42 +1,42 @@
 //! Rows and a report for tests. The report's figures grow as expected, and one row is missing.
 
 use super::answer;
-use super::host::Host;
-use super::matrix::{Cell, GuestKind, LIGHT, default_cells};
-use super::report::{CellReport, Figures, Report};
-use super::settings::Settings;
-use super::stats::Spread;
-use super::way::Way;
+use super::host::HostDescription;
+use super::matrix::{GuestKind, LIGHT, MatrixCell, default_cells};
+use super::report::{CellReport, ComparisonReport, RowFigures};
+use super::settings::CompareSettings;
+use super::stats::RunSpread;
+use super::way::TrackingWay;
 
 /// Returns the way of this name.
-pub(super) fn way(name: &str) -> Way {
+pub(super) fn way(name: &str) -> TrackingWay {
     name.parse().unwrap()
 }
 
 /// Returns a row of the light guest with these epochs, without a missed page.
-pub(super) fn row(way: Way, mem_bytes: u64, epoch_us: [f64; 3]) -> CellReport {
+pub(super) fn row(way: TrackingWay, mem_bytes: u64, epoch_us: [f64; 3]) -> CellReport {
     CellReport {
         way,
         source: way.source().to_string(),
         sink: way.sink(),
         guest: GuestKind::Payload(LIGHT.to_owned()),
         mem_bytes,
-        figures: Some(Figures {
-            epoch_us: Spread::of(epoch_us),
-            dirty_frames: Spread::of([100.0]),
+        figures: Some(RowFigures {
+            epoch_us: RunSpread::of(epoch_us),
+            dirty_frames: RunSpread::of([100.0]),
             missed_frames: Some(0),
             strict_checks: Some(3),
             written_frames: Some(10),
-            ..Figures::default()
+            ..RowFigures::default()
         }),
         why: None,
     }
 }
 
 /// Returns a report of the default matrix.
-pub(super) fn report() -> Report {
-    let ways: Vec<Way> = Way::usual().collect();
-    let row = |cell: Cell| {
+pub(super) fn report() -> ComparisonReport {
+    let ways: Vec<TrackingWay> = TrackingWay::usual().collect();
+    let row = |cell: MatrixCell| {
         let gib = (cell.mem_bytes >> 30) as f64;
         let frames = match cell.guest.spec() {
             name if name.contains("max") => 24_000.0,
@@ -44,14 +44,14 @@ pub(super) fn report() -> Report {
             _ => 102.0,
         };
         let place = ways.iter().position(|way| *way == cell.way).unwrap_or(0) as f64;
-        let around = |v: f64| Spread::of([v * 0.8, v, v * 1.3]);
+        let around = |v: f64| RunSpread::of([v * 0.8, v, v * 1.3]);
         let epoch = match cell.way.to_string().contains("bitmap") {
             true => 50.0 * gib + frames / 20.0,
             false => 4.0 + frames / 25.0 + place,
         };
         let tracks = cell.way.tracks();
         let lacks = cell.way.to_string() == "dirty-ring+list" && frames < 200.0;
-        let figures = Figures {
+        let figures = RowFigures {
             writes_per_s: around(frames * 100.0),
             slow_down_percent: around(frames / 1500.0 * (place + 1.0)).filter(|_| tracks),
             dirty_frames: around(frames).filter(|_| tracks),
@@ -63,7 +63,7 @@ pub(super) fn report() -> Report {
             strict_checks: tracks.then_some(40),
             extra_frames: tracks.then_some(3),
             tracking_bytes: tracks.then_some(1 << 20),
-            ..Figures::default()
+            ..RowFigures::default()
         };
         CellReport {
             way: cell.way,
@@ -76,11 +76,14 @@ pub(super) fn report() -> Report {
         }
     };
     let cells: Vec<CellReport> = default_cells(&ways).into_iter().map(row).collect();
-    Report {
+    ComparisonReport {
         version: "0.0.0".to_owned(),
         date: "2026-11-23 02:29".to_owned(),
-        host: Host { processor: "<i>a host</i> & its KVM".to_owned(), ..Host::describe() },
-        settings: Settings {
+        host: HostDescription {
+            processor: "<i>a host</i> & its KVM".to_owned(),
+            ..HostDescription::describe()
+        },
+        settings: CompareSettings {
             interval: std::time::Duration::from_millis(10),
             duration: std::time::Duration::from_secs(2),
             repeat: 5,

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_guest::{Guest, GuestRam};
 use driftline_images::PayloadSpec;
-use driftline_images::workload::{PAGE_WORDS, Placement, STAMP_WORD, Segment, Share};
+use driftline_images::workload::{PAGE_WORDS, STAMP_WORD, Segment, Share, WorkingSetPlacement};
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory};
 
 /// Index of the word in a page that counts its writes.
@@ -17,7 +17,7 @@ const GENERATION: usize = 1;
 const SAMPLES: u64 = 32;
 
 /// The pages' content at the last check, and the reports since then.
-pub(super) struct Truth {
+pub(super) struct GroundTruth {
     spec: PayloadSpec,
     segments: Vec<Segment>,
     /// Generation and stamp of each page of the working set.
@@ -63,7 +63,7 @@ impl Audit {
     }
 }
 
-impl Truth {
+impl GroundTruth {
     /// Prepares the comparison for a guest that runs `spec`.
     ///
     /// # Errors
@@ -71,7 +71,7 @@ impl Truth {
     pub(super) fn new(spec: &str, guest: &dyn Guest) -> Result<Self, String> {
         let spec: PayloadSpec = spec.parse().map_err(|e| format!("{e}"))?;
         let ram = guest.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
-        let placement = Placement::new(&spec, ram).map_err(|e| {
+        let placement = WorkingSetPlacement::new(&spec, ram).map_err(|e| {
             format!(
                 "its working set of {} pages does not fit: memory has room for {}",
                 e.wanted, e.available
@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_is_judged_by_its_words_and_by_what_was_reported() {
+    fn page_is_judged_by_content_and_reports() {
         let judged = |was, now, reported| {
             let mut audit = Audit::default();
             audit.judge(was, now, reported);

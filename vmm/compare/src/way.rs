@@ -12,7 +12,7 @@ use driftline_machine::tracking::TrackingMode;
 /// The structure that stores a set of dirty frames until it is drained.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Sink {
+pub enum SinkKind {
     /// The tracker's packed tree.
     Tree,
     /// A list, sorted and deduplicated when it is drained.
@@ -21,8 +21,8 @@ pub enum Sink {
     Flat,
 }
 
-impl Sink {
-    const ALL: [Sink; 3] = [Self::Tree, Self::List, Self::Flat];
+impl SinkKind {
+    const ALL: [SinkKind; 3] = [Self::Tree, Self::List, Self::Flat];
 
     /// Returns its name, which follows the `+`.
     pub const fn name(self) -> &'static str {
@@ -38,23 +38,23 @@ impl Sink {
 /// the source with a tree.
 ///
 /// ```
-/// use driftline_compare::Way;
-/// let way: Way = "dirty-bitmap+flat".parse().unwrap();
+/// use driftline_compare::TrackingWay;
+/// let way: TrackingWay = "dirty-bitmap+flat".parse().unwrap();
 /// assert_eq!(way.to_string(), "dirty-bitmap+flat");
-/// assert_eq!("dirty-ring".parse::<Way>().unwrap().to_string(), "dirty-ring+tree");
-/// assert_eq!("none".parse::<Way>().unwrap(), Way::NONE);
-/// let error = "bogus".parse::<Way>().unwrap_err();
+/// assert_eq!("dirty-ring".parse::<TrackingWay>().unwrap().to_string(), "dirty-ring+tree");
+/// assert_eq!("none".parse::<TrackingWay>().unwrap(), TrackingWay::NONE);
+/// let error = "bogus".parse::<TrackingWay>().unwrap_err();
 /// assert!(error.starts_with("there is no way to track called \"bogus\"; there are dirty-ring+tree,"));
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Way {
+pub struct TrackingWay {
     source: TrackingMode,
-    sink: Option<Sink>,
+    sink: Option<SinkKind>,
 }
 
-impl Way {
+impl TrackingWay {
     /// No tracking, the baseline of the comparison.
-    pub const NONE: Way = Way { source: TrackingMode::None, sink: None };
+    pub const NONE: TrackingWay = TrackingWay { source: TrackingMode::None, sink: None };
 
     /// Returns the source of dirty frames.
     pub const fn source(self) -> TrackingMode {
@@ -62,7 +62,7 @@ impl Way {
     }
 
     /// Returns the sink; `None` without tracking.
-    pub const fn sink(self) -> Option<Sink> {
+    pub const fn sink(self) -> Option<SinkKind> {
         self.sink
     }
 
@@ -70,21 +70,22 @@ impl Way {
     ///
     /// All three sinks work with a ring and with a bitmap, though a bitmap's list is only a scan
     /// done earlier. Sources that do not use KVM's dirty log deliver only to trees.
-    pub fn all() -> impl Iterator<Item = Way> {
+    pub fn all() -> impl Iterator<Item = TrackingWay> {
         TrackingMode::ALL.iter().flat_map(|source| {
-            let sinks: &[Sink] = match source {
-                TrackingMode::DirtyRing | TrackingMode::DirtyBitmap => &Sink::ALL,
+            let sinks: &[SinkKind] = match source {
+                TrackingMode::DirtyRing | TrackingMode::DirtyBitmap => &SinkKind::ALL,
                 TrackingMode::None => &[],
-                _ => &[Sink::Tree],
+                _ => &[SinkKind::Tree],
             };
-            let none = sinks.is_empty().then_some(Way { source: *source, sink: None });
-            sinks.iter().map(|sink| Way { source: *source, sink: Some(*sink) }).chain(none)
+            let none = sinks.is_empty().then_some(TrackingWay { source: *source, sink: None });
+            sinks.iter().map(|sink| TrackingWay { source: *source, sink: Some(*sink) }).chain(none)
         })
     }
 
     /// Returns the ways of the default matrix: all but the list of a bitmap.
-    pub fn usual() -> impl Iterator<Item = Way> {
-        Self::all().filter(|w| (w.source, w.sink) != (TrackingMode::DirtyBitmap, Some(Sink::List)))
+    pub fn usual() -> impl Iterator<Item = TrackingWay> {
+        Self::all()
+            .filter(|w| (w.source, w.sink) != (TrackingMode::DirtyBitmap, Some(SinkKind::List)))
     }
 
     /// Returns whether writes are tracked.
@@ -113,7 +114,7 @@ impl Way {
     }
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for TrackingWay {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.sink {
             Some(sink) => f.pad(&format!("{}+{}", self.source, sink.name())),
@@ -122,11 +123,11 @@ impl fmt::Display for Way {
     }
 }
 
-impl FromStr for Way {
+impl FromStr for TrackingWay {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let alone = |way: &Way| matches!(way.sink, None | Some(Sink::Tree));
+        let alone = |way: &TrackingWay| matches!(way.sink, None | Some(SinkKind::Tree));
         let found = Self::all()
             .find(|way| way.to_string() == text || (alone(way) && way.source.name() == text));
         found.ok_or_else(|| {
@@ -136,7 +137,7 @@ impl FromStr for Way {
     }
 }
 
-impl Serialize for Way {
+impl Serialize for TrackingWay {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
@@ -148,20 +149,24 @@ mod tests {
     use driftline_machine::testing::capabilities_with_rings;
 
     #[test]
-    fn names_are_read_back_and_every_source_alone_is_one() {
-        assert!(Way::all().all(|way| way.to_string().parse() == Ok(way)));
+    fn names_round_trip_and_sources_are_names() {
+        assert!(TrackingWay::all().all(|way| way.to_string().parse() == Ok(way)));
         for source in TrackingMode::ALL {
-            assert_eq!(source.name().parse::<Way>().map(Way::source), Ok(*source));
+            assert_eq!(source.name().parse::<TrackingWay>().map(TrackingWay::source), Ok(*source));
         }
         for wrong in ["none+tree", "dirty-ring+", "+tree", "dirty-ring+bush", ""] {
-            assert!(wrong.parse::<Way>().unwrap_err().contains("dirty-ring+flat"), "{wrong}");
+            assert!(
+                wrong.parse::<TrackingWay>().unwrap_err().contains("dirty-ring+flat"),
+                "{wrong}"
+            );
         }
     }
 
     #[test]
-    fn a_host_without_rings_says_so_of_the_ring_alone() {
-        let lacking =
-            |caps: &Capabilities, way: &str| way.parse::<Way>().unwrap().lacking(caps, 4096);
+    fn missing_rings_exclude_only_the_ring() {
+        let lacking = |caps: &Capabilities, way: &str| {
+            way.parse::<TrackingWay>().unwrap().lacking(caps, 4096)
+        };
         let without = capabilities_with_rings(0);
         assert!(lacking(&without, "dirty-ring+flat").unwrap().contains("no dirty rings"));
         assert_eq!(lacking(&without, "dirty-bitmap+flat"), None);

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use driftline_guest::{DirtyLog, Lifecycle};
-use driftline_images::Report;
+use driftline_images::PayloadReport;
 use driftline_machine::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
 };
@@ -120,9 +120,9 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
     Ok(vec![touched.unwrap_or(f64::NAN), untracked, tracked, median(&mut frames), again])
 }
 
-fn reports(serial: &Path) -> Vec<Report> {
+fn reports(serial: &Path) -> Vec<PayloadReport> {
     let text = std::fs::read_to_string(serial).unwrap_or_default();
-    text.lines().filter_map(Report::parse).collect()
+    text.lines().filter_map(PayloadReport::parse).collect()
 }
 
 /// Returns the pages that the guest writes per millisecond of its own clock during `meanwhile`.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use driftline_dirty_tracker::TrackedBitmap;
 use driftline_guest::{GuestError, GuestRam};
-use driftline_images::workload::{PAGE_SIZE, PageMemory, Placement};
+use driftline_images::workload::{PAGE_SIZE, PageMemory, WorkingSetPlacement};
 use vm_memory::bitmap::{BS, Bitmap};
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice};
 
@@ -19,13 +19,16 @@ struct Stretch<'r> {
 
 /// The working set as one worker reads and writes it.
 pub(super) struct WorkingSet<'r> {
-    placement: Placement,
+    placement: WorkingSetPlacement,
     stretches: Vec<Stretch<'r>>,
 }
 
 impl<'r> WorkingSet<'r> {
     /// Returns the working set that `placement` puts into `ram`.
-    pub(super) fn new(ram: &'r GuestRam, placement: &Placement) -> Result<Self, GuestError> {
+    pub(super) fn new(
+        ram: &'r GuestRam,
+        placement: &WorkingSetPlacement,
+    ) -> Result<Self, GuestError> {
         let mut stretches = Vec::new();
         for s in placement.segments() {
             let bytes = usize::try_from(s.pages * PAGE_SIZE).map_err(|e| unusable(e.into()))?;

@@ -27,7 +27,7 @@ use driftline_guest::{
     Shield, Stateful, VcpuPauses, VcpuWrites, VmId, WriteThrottle,
 };
 use driftline_images::PayloadSpec;
-use driftline_images::workload::{Placement, ready_line};
+use driftline_images::workload::{WorkingSetPlacement, ready_line};
 use driftline_machine::actor::{self, CallError, Handle};
 use driftline_machine::config::{Boot, HostConfig, MachineConfig};
 use driftline_machine::devices::{BalloonControl, SinkThread, SinkWriter, open_sink};
@@ -53,7 +53,7 @@ pub struct ThreadMachine {
     vm_id: VmId,
     config: MachineConfig,
     spec: PayloadSpec,
-    placement: Placement,
+    placement: WorkingSetPlacement,
     memory: Memory,
     clock: Arc<GuestClock>,
     serial: SinkWriter,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use driftline_guest::GuestRam;
 use driftline_images::PayloadSpec;
-use driftline_images::workload::{self, Placement, Runner, Share};
+use driftline_images::workload::{self, Runner, Share, WorkingSetPlacement};
 use driftline_machine::actor::{Inbox, Next};
 use driftline_machine::devices::SinkWriter;
 use driftline_machine::vm::EndReason;
@@ -31,7 +31,7 @@ pub(super) struct Worker {
     pub(super) index: u32,
     pub(super) vcpus: u32,
     pub(super) spec: PayloadSpec,
-    pub(super) placement: Placement,
+    pub(super) placement: WorkingSetPlacement,
     pub(super) ram: GuestRam,
     pub(super) clock: Arc<GuestClock>,
     pub(super) serial: SinkWriter,
@@ -89,12 +89,12 @@ impl Worker {
         // A sink never fails: it drops and counts what is not read.
         let mut print = |line: &[u8]| _ = serial.write_all(line);
         match runner.tick(now, memory, table, &mut print) {
-            workload::Next::Go => inbox.try_recv(),
-            workload::Next::SleepUntil(wake_ns) => {
+            workload::TickOutcome::Go => inbox.try_recv(),
+            workload::TickOutcome::SleepUntil(wake_ns) => {
                 let left = wake_ns.saturating_sub(self.clock.now_ns());
                 inbox.recv_timeout(Duration::from_nanos(left))
             }
-            workload::Next::Done => {
+            workload::TickOutcome::Done => {
                 // A thread that learns of the end finds the last line written.
                 serial.settle();
                 self.end.worker_done(self.vcpus);

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use driftline_compare::Way;
+use driftline_compare::TrackingWay;
 use driftline_machine::config::DEFAULT_RING_ENTRIES;
 
 use super::headings;
@@ -23,7 +23,7 @@ pub(crate) struct CompareArgs {
     /// list or flat (a bitmap that is scanned). `none`, no tracking, is the baseline of the guests'
     /// speed; it is added where it is missing.
     #[arg(long, value_name = "WAY,WAY", value_delimiter = ',', help_heading = headings::TRACKING)]
-    pub(crate) modes: Vec<Way>,
+    pub(crate) modes: Vec<TrackingWay>,
     /// Entries of each vCPU's dirty ring, a power of two
     #[arg(long, value_name = "N", default_value_t = DEFAULT_RING_ENTRIES,
           value_parser = values::ring_entries, help_heading = headings::TRACKING)]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use driftline_control::api::Client;
 use driftline_control::model::{GuestState, Info};
-use driftline_images::{Message, Report};
+use driftline_images::{PayloadMessage, PayloadReport};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::{Builder, Runtime};
@@ -128,7 +128,7 @@ impl Vmm {
 
     /// Returns the last report of each vCPU in this life, ordered by vCPU, or an error if the guest
     /// reports one.
-    pub(super) fn reports(&self) -> Result<Vec<Report>, StepError> {
+    pub(super) fn reports(&self) -> Result<Vec<PayloadReport>, StepError> {
         let log = fs::read_to_string(&self.serial).unwrap_or_default();
         last_reports(&log)
     }
@@ -137,8 +137,8 @@ impl Vmm {
     pub(super) fn await_progress(
         &mut self,
         vcpus: usize,
-        than: &[Report],
-    ) -> Result<Vec<Report>, StepError> {
+        than: &[PayloadReport],
+    ) -> Result<Vec<PayloadReport>, StepError> {
         let before = |vcpu| than.iter().find(|r| r.vcpu == vcpu).map_or(0, |r| r.pages);
         self.wait("every vCPU to write more pages", |vmm| {
             let now = vmm.reports()?;
@@ -156,19 +156,21 @@ impl Drop for Vmm {
     }
 }
 
-fn last_reports(log: &str) -> Result<Vec<Report>, StepError> {
-    let mut last: Vec<Report> = Vec::new();
+fn last_reports(log: &str) -> Result<Vec<PayloadReport>, StepError> {
+    let mut last: Vec<PayloadReport> = Vec::new();
     for line in log.split_inclusive('\n').filter(|l| l.ends_with('\n')) {
-        match Message::parse(line) {
-            Some(Message::Report(r)) if r.errors > 0 => {
+        match PayloadMessage::parse(line) {
+            Some(PayloadMessage::Report(r)) if r.errors > 0 => {
                 return Err(format!("the guest found {} errors: {}", r.errors, line.trim()));
             }
-            Some(Message::Report(r)) => {
+            Some(PayloadMessage::Report(r)) => {
                 last.retain(|l| l.vcpu != r.vcpu);
                 last.push(r);
             }
-            Some(Message::Ready { .. }) | None => {}
-            Some(Message::Error { .. } | Message::Fault(_) | Message::Fatal(_)) => {
+            Some(PayloadMessage::Ready { .. }) | None => {}
+            Some(
+                PayloadMessage::Error { .. } | PayloadMessage::Fault(_) | PayloadMessage::Fatal(_),
+            ) => {
                 return Err(format!("the guest says: {}", line.trim()));
             }
         }

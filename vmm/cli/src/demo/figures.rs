@@ -1,7 +1,7 @@
 //! Owns the demo's figures and its closing table.
 
 use driftline_control::model::EpochLine;
-use driftline_images::Report;
+use driftline_images::PayloadReport;
 use driftline_migrate::SendReport;
 use serde::Serialize;
 
@@ -58,7 +58,7 @@ impl Figures {
         self.migration_bytes = report.transferred_bytes;
     }
 
-    pub(super) fn add_reports(&mut self, reports: &[Report]) {
+    pub(super) fn add_reports(&mut self, reports: &[PayloadReport]) {
         self.guest_longest_gap_us = reports.iter().map(|r| r.max_gap_us).max().unwrap_or(0);
         self.pages_written = reports.iter().map(|r| r.pages).sum();
         self.errors = reports.iter().map(|r| r.errors).sum();

@@ -15,7 +15,7 @@ use driftline_control::model::{
     CheckpointPage, CheckpointRequest, EpochOutcome, JobBegun, MigrationPage, MigrationRequest,
     MigrationState,
 };
-use driftline_images::Report;
+use driftline_images::PayloadReport;
 use driftline_machine::config::{Backend, DEFAULT_RING_ENTRIES};
 use driftline_machine::kvm::Capabilities;
 use driftline_machine::tracking::TrackingMode;
@@ -156,7 +156,7 @@ impl Demo<'_> {
     }
 
     /// Starts the first life and waits until every vCPU has reported.
-    fn launch(&mut self) -> Result<(Vmm, Vec<Report>), StepError> {
+    fn launch(&mut self) -> Result<(Vmm, Vec<PayloadReport>), StepError> {
         let begun = Instant::now();
         let Choice { backend, tracking } = self.choice;
         let vcpus = VCPUS.to_string();
@@ -209,7 +209,10 @@ impl Demo<'_> {
 
     /// Starts the second life, which must contain all pages that the first wrote before its
     /// checkpoints.
-    fn restore(&mut self, before: &[Report]) -> Result<(Vmm, Vec<Report>), StepError> {
+    fn restore(
+        &mut self,
+        before: &[PayloadReport],
+    ) -> Result<(Vmm, Vec<PayloadReport>), StepError> {
         let begun = Instant::now();
         let store = self.dir.join("store");
         let store = store.display().to_string();
@@ -249,7 +252,11 @@ impl Demo<'_> {
         Ok(destination)
     }
 
-    fn run_on(&mut self, vmm: &mut Vmm, before: &[Report]) -> Result<Vec<Report>, StepError> {
+    fn run_on(
+        &mut self,
+        vmm: &mut Vmm,
+        before: &[PayloadReport],
+    ) -> Result<Vec<PayloadReport>, StepError> {
         let begun = Instant::now();
         let reports = vmm.await_progress(VCPUS, before)?;
         std::thread::sleep(RUN_ON.saturating_sub(begun.elapsed()));

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::common::script::{MEM_BYTES, Script, Target};
 use crate::common::stuck_storage::StuckStorage;
 use crate::common::{Place, Vmm, attack, driftline, fail, receiver, text, wait_for};
-use driftline_images::Report;
+use driftline_images::PayloadReport;
 use driftline_machine::testing::{kvm_or_skip, skip};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -288,7 +288,7 @@ fn receiver_whose_disk_hangs_in_the_take_over_can_be_stopped() {
 /// A guest with its own disk, and a receiver whose copy of the disk is on such storage.
 struct Copying<'p> {
     source: Vmm<'p>,
-    before: Vec<Report>,
+    before: Vec<PayloadReport>,
     receiver: World<'p>,
     to: String,
 }

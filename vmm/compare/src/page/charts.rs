@@ -1,17 +1,17 @@
 //! The drawings of the page.
 
-use crate::groups::{EPOCH, Group, Measure, SLOW_DOWN, series};
-use crate::plot::{Axis, BoxGroup, BoxRow, Lines, Point, Series, Ticks, boxes};
+use crate::groups::{EPOCH, RankedFigure, RowGroup, SLOW_DOWN, series};
+use crate::plot::{Axis, AxisTicks, BoxGroup, BoxRow, ChartPoint, LineChart, LineSeries, boxes};
 use crate::report::CellReport;
-use crate::stats::{Spread, quantile};
+use crate::stats::{RunSpread, quantile};
 use crate::units::{size, us};
-use crate::way::Way;
+use crate::way::TrackingWay;
 
 /// Style of a row without tracking, which is no way's.
 const UNTRACKED_STYLE: usize = 8;
 
 /// A drawing with its heading and caption.
-pub(super) struct Picture {
+pub(super) struct PageFigure {
     /// Anchor of the heading.
     pub(super) id: &'static str,
     pub(super) heading: &'static str,
@@ -21,10 +21,10 @@ pub(super) struct Picture {
 
 /// The ways that track, in the order of the matrix. A way's index is its style, which is its colour
 /// and shape in every drawing.
-struct Styles(Vec<Way>);
+struct WayStyles(Vec<TrackingWay>);
 
-impl Styles {
-    fn of(groups: &[Group<'_>]) -> Self {
+impl WayStyles {
+    fn of(groups: &[RowGroup<'_>]) -> Self {
         let mut ways = Vec::new();
         for way in groups.iter().flat_map(|g| g.rows.iter().map(|row| row.way)) {
             if way.tracks() && !ways.contains(&way) {
@@ -34,38 +34,38 @@ impl Styles {
         Self(ways)
     }
 
-    fn style(&self, way: Way) -> usize {
+    fn style(&self, way: TrackingWay) -> usize {
         self.0.iter().position(|w| *w == way).unwrap_or(UNTRACKED_STYLE)
     }
 }
 
 /// Draws an epoch's cost over memory size. Returns `None` if no guest was measured with two sizes.
-pub(super) fn over_memory(groups: &[Group<'_>]) -> Option<Picture> {
+pub(super) fn over_memory(groups: &[RowGroup<'_>]) -> Option<PageFigure> {
     let series = series(groups.iter());
     let guest = series.first()?.guest;
     if series.len() < 2 {
         return None;
     }
-    let styles = Styles::of(groups);
-    let line = |way: &Way| {
-        let point = |group: &&Group<'_>| {
+    let styles = WayStyles::of(groups);
+    let line = |way: &TrackingWay| {
+        let point = |group: &&RowGroup<'_>| {
             let epoch = group.figure(EPOCH, *way)?;
             let x = group.mem_bytes as f64;
-            Some(Point { x, y: epoch.median, low: epoch.min, high: epoch.max })
+            Some(ChartPoint { x, y: epoch.median, low: epoch.min, high: epoch.max })
         };
-        let points: Vec<Point> = series.iter().filter_map(point).collect();
-        Series { name: way.to_string(), style: styles.style(*way), points }
+        let points: Vec<ChartPoint> = series.iter().filter_map(point).collect();
+        LineSeries { name: way.to_string(), style: styles.style(*way), points }
     };
     // A single point is no curve.
     let lines = styles.0.iter().map(line).filter(|line| line.points.len() > 1).collect();
     let ticks = series.iter().map(|g| (g.mem_bytes as f64, size(g.mem_bytes))).collect();
-    let plot = Lines {
+    let plot = LineChart {
         title: "Time of an epoch over the guest's memory".to_owned(),
-        x: Axis { label: "guest memory".to_owned(), ticks: Ticks::At(ticks) },
+        x: Axis { label: "guest memory".to_owned(), ticks: AxisTicks::At(ticks) },
         y: epoch_axis(),
         series: lines,
     };
-    Some(Picture {
+    Some(PageFigure {
         id: "memory",
         heading: "Cost of an epoch over memory size",
         caption: format!(
@@ -78,13 +78,13 @@ pub(super) fn over_memory(groups: &[Group<'_>]) -> Option<Picture> {
 }
 
 /// Draws the epochs, slow-downs and pauses of all guests of one memory size.
-pub(super) fn by_guest(groups: &[Group<'_>]) -> impl Iterator<Item = Picture> {
-    let styles = Styles::of(groups);
+pub(super) fn by_guest(groups: &[RowGroup<'_>]) -> impl Iterator<Item = PageFigure> {
+    let styles = WayStyles::of(groups);
     let mem_bytes = base_mem(groups);
-    let of_size: Vec<&Group<'_>> = groups.iter().filter(|g| g.mem_bytes == mem_bytes).collect();
+    let of_size: Vec<&RowGroup<'_>> = groups.iter().filter(|g| g.mem_bytes == mem_bytes).collect();
     let mem = size(mem_bytes);
     let drawn = |title: &str, axis: &Axis, row: &dyn Fn(&CellReport) -> Option<BoxRow>| {
-        let group = |group: &&Group<'_>| BoxGroup {
+        let group = |group: &&RowGroup<'_>| BoxGroup {
             heading: group.guest.full_name(),
             rows: group.rows.iter().filter_map(|r| row(r)).collect(),
         };
@@ -99,7 +99,7 @@ pub(super) fn by_guest(groups: &[Group<'_>]) -> impl Iterator<Item = Picture> {
     });
     let pauses = drawn("Pauses by guest", &pause_axis(), &|row| pauses(row, &styles));
     let picture = |id, heading, caption, svg: Option<String>| {
-        svg.map(|svg| Picture { id, heading, caption, svg })
+        svg.map(|svg| PageFigure { id, heading, caption, svg })
     };
     [
         picture("epoch", "Epoch by guest", format!("Time of an epoch with {mem}. {runs}"), epochs),
@@ -130,14 +130,14 @@ pub(super) fn by_guest(groups: &[Group<'_>]) -> impl Iterator<Item = Picture> {
 }
 
 /// Returns the memory size with the most guests; if several have as many, the smallest.
-fn base_mem(groups: &[Group<'_>]) -> u64 {
+fn base_mem(groups: &[RowGroup<'_>]) -> u64 {
     let guests = |mem: u64| groups.iter().filter(|g| g.mem_bytes == mem).count();
     let sizes = groups.iter().map(|group| group.mem_bytes);
     sizes.max_by_key(|mem| (guests(*mem), std::cmp::Reverse(*mem))).unwrap_or(0)
 }
 
-fn measured(row: &CellReport, styles: &Styles, measure: Measure) -> Option<BoxRow> {
-    let Spread { min, lower_quartile, median, upper_quartile, max, .. } =
+fn measured(row: &CellReport, styles: &WayStyles, measure: RankedFigure) -> Option<BoxRow> {
+    let RunSpread { min, lower_quartile, median, upper_quartile, max, .. } =
         (measure.of)(row.figures.as_ref()?)?;
     Some(BoxRow {
         name: row.way.to_string(),
@@ -147,7 +147,7 @@ fn measured(row: &CellReport, styles: &Styles, measure: Measure) -> Option<BoxRo
     })
 }
 
-fn pauses(row: &CellReport, styles: &Styles) -> Option<BoxRow> {
+fn pauses(row: &CellReport, styles: &WayStyles) -> Option<BoxRow> {
     let pauses = &row.figures.as_ref()?.pauses_us;
     let at = |part: f64| quantile(pauses, part);
     let values = [at(0.0)?, at(0.25)?, at(0.5)?, at(0.75)?, at(1.0)?];
@@ -160,15 +160,15 @@ fn pauses(row: &CellReport, styles: &Styles) -> Option<BoxRow> {
 }
 
 fn epoch_axis() -> Axis {
-    Axis { label: "time of an epoch (log scale)".to_owned(), ticks: Ticks::Log(us_tick) }
+    Axis { label: "time of an epoch (log scale)".to_owned(), ticks: AxisTicks::Log(us_tick) }
 }
 
 fn pause_axis() -> Axis {
-    Axis { label: "pause (log scale)".to_owned(), ticks: Ticks::Log(us_tick) }
+    Axis { label: "pause (log scale)".to_owned(), ticks: AxisTicks::Log(us_tick) }
 }
 
 fn slow_down_axis() -> Axis {
-    let ticks = Ticks::Linear(|percent| format!("{percent} %"));
+    let ticks = AxisTicks::Linear(|percent| format!("{percent} %"));
     Axis { label: "slow-down of the guest".to_owned(), ticks }
 }
 

@@ -5,19 +5,19 @@ mod tables;
 
 use std::fmt::Write;
 
-use charts::Picture;
+use charts::PageFigure;
 use tables::SCROLL;
 
-use super::groups::{Group, groups};
+use super::groups::{RowGroup, groups};
 use super::plot::{STYLE, escape, standalone};
-use super::report::Report;
+use super::report::ComparisonReport;
 use super::units::size;
 
 const PAGE_STYLE: &str = include_str!("page.css");
 /// Address of the project, if the crate names one.
 const PROJECT: &str = env!("CARGO_PKG_REPOSITORY");
 
-impl Report {
+impl ComparisonReport {
     /// Returns the page as HTML that is also XML.
     pub fn html(&self) -> String {
         let groups = groups(&self.cells);
@@ -135,7 +135,7 @@ fn heading(out: &mut String, level: u8, id: &str, text: &str) {
 }
 
 /// Writes a drawing, and what `below` adds to it.
-fn figure(out: &mut String, picture: &Picture, below: impl FnOnce(&mut String)) {
+fn figure(out: &mut String, picture: &PageFigure, below: impl FnOnce(&mut String)) {
     out.push_str("<figure>");
     heading(out, 2, picture.id, picture.heading);
     let _ = write!(
@@ -148,7 +148,7 @@ fn figure(out: &mut String, picture: &Picture, below: impl FnOnce(&mut String)) 
     out.push_str("</figure>");
 }
 
-fn all_figures(out: &mut String, groups: &[Group<'_>]) {
+fn all_figures(out: &mut String, groups: &[RowGroup<'_>]) {
     out.push_str("<section>");
     heading(out, 2, "figures", "All figures");
     out.push_str(
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn headings_are_unique_and_every_link_has_its_anchor() {
+    fn headings_are_unique_and_links_resolve() {
         let page = report().html();
         let document = parsed(&page);
         let ids: Vec<&str> = document.descendants().filter_map(|n| n.attribute("id")).collect();
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_have_a_cell_for_every_head_and_say_why_a_row_is_empty() {
+    fn table_rows_match_heads_and_give_reasons() {
         let page = report().html();
         let document = parsed(&page);
         let mut reasons = 0;

@@ -3,12 +3,12 @@
 
 use std::fmt::Write;
 
-use crate::groups::{EPOCH, Group, Measure, PAUSE, SLOW_DOWN, series};
+use crate::groups::{EPOCH, PAUSE, RankedFigure, RowGroup, SLOW_DOWN, series};
 use crate::plot::escape;
-use crate::report::Figures;
-use crate::stats::Spread;
+use crate::report::RowFigures;
+use crate::stats::RunSpread;
 use crate::units::{factor, number, size};
-use crate::way::Way;
+use crate::way::TrackingWay;
 
 /// Class of what may be wider than the page.
 pub(super) const SCROLL: &str = "scroll";
@@ -17,26 +17,26 @@ pub(super) const SCROLL: &str = "scroll";
 const NONE: &str = "\u{2013}";
 
 /// A cell's figure, and the range below it.
-type Cell = (String, String);
+type TableCell = (String, String);
 
-struct Column {
+struct TableColumn {
     head: &'static str,
-    cell: fn(&Figures) -> Option<Cell>,
+    cell: fn(&RowFigures) -> Option<TableCell>,
     /// The measure whose leaders are marked.
-    marks: Option<Measure>,
+    marks: Option<RankedFigure>,
 }
 
-const fn column(head: &'static str, cell: fn(&Figures) -> Option<Cell>) -> Column {
-    Column { head, cell, marks: None }
+const fn column(head: &'static str, cell: fn(&RowFigures) -> Option<TableCell>) -> TableColumn {
+    TableColumn { head, cell, marks: None }
 }
 
 /// The figures that matter most; they fit the page's width.
-const MAIN: [Column; 8] = [
+const MAIN: [TableColumn; 8] = [
     column("dirty pages", |f| f.dirty_frames.map(whole)),
-    Column { head: "epoch, µs", cell: |f| f.epoch_us.map(ranged), marks: Some(EPOCH) },
+    TableColumn { head: "epoch, µs", cell: |f| f.epoch_us.map(ranged), marks: Some(EPOCH) },
     column("p99 epoch, µs", |f| f.epoch_p99_us.map(ranged)),
-    Column { head: "pause, µs", cell: |f| f.pause_us.map(ranged), marks: Some(PAUSE) },
-    Column {
+    TableColumn { head: "pause, µs", cell: |f| f.pause_us.map(ranged), marks: Some(PAUSE) },
+    TableColumn {
         head: "slow-down, %",
         cell: |f| f.slow_down_percent.map(ranged),
         marks: Some(SLOW_DOWN),
@@ -48,7 +48,7 @@ const MAIN: [Column; 8] = [
     column("pages missed", |f| count(f.missed_frames)),
 ];
 
-const STEPS: [Column; 8] = [
+const STEPS: [TableColumn; 8] = [
     column("harvest, µs", |f| f.harvest_us.map(ranged)),
     column("reprotect, µs", |f| f.reprotect_us.map(ranged)),
     column("insert, µs", |f| f.insert_us.map(ranged)),
@@ -61,7 +61,7 @@ const STEPS: [Column; 8] = [
     column("ring full, ms/s", |f| f.ring_full_ms_per_s.map(ranged)),
 ];
 
-const CHECKS: [Column; 6] = [
+const CHECKS: [TableColumn; 6] = [
     column("checks", |f| count(f.strict_checks)),
     column("pages written", |f| count(f.written_frames)),
     column("missed", |f| count(f.missed_frames)),
@@ -74,7 +74,7 @@ const CHECKS: [Column; 6] = [
 ];
 
 /// Writes the guests with their specs and what they write.
-pub(super) fn guests(out: &mut String, groups: &[Group<'_>]) {
+pub(super) fn guests(out: &mut String, groups: &[RowGroup<'_>]) {
     let _ = write!(
         out,
         "<div class=\"{SCROLL}\" tabindex=\"0\"><table \
@@ -99,7 +99,7 @@ pub(super) fn guests(out: &mut String, groups: &[Group<'_>]) {
 
 /// Writes the epochs of the guest that was measured with the most memory sizes. Writes nothing if
 /// there is no guest with two sizes.
-pub(super) fn over_memory(out: &mut String, groups: &[Group<'_>]) {
+pub(super) fn over_memory(out: &mut String, groups: &[RowGroup<'_>]) {
     let series = series(groups.iter());
     let (Some(first), Some(last)) = (series.first(), series.last()) else { return };
     if series.len() < 2 {
@@ -126,7 +126,7 @@ pub(super) fn over_memory(out: &mut String, groups: &[Group<'_>]) {
 }
 
 /// Writes the tables of one guest and size: the main figures, and the others folded.
-pub(super) fn group(out: &mut String, group: &Group<'_>) {
+pub(super) fn group(out: &mut String, group: &RowGroup<'_>) {
     table(out, group, &MAIN);
     out.push_str("<details><summary>Steps of an epoch, and the checks</summary>");
     table(out, group, &STEPS);
@@ -134,15 +134,15 @@ pub(super) fn group(out: &mut String, group: &Group<'_>) {
     out.push_str("</details>");
 }
 
-fn table(out: &mut String, group: &Group<'_>, columns: &[Column]) {
+fn table(out: &mut String, group: &RowGroup<'_>, columns: &[TableColumn]) {
     let _ =
         write!(out, "<div class=\"{SCROLL}\" tabindex=\"0\"><table><thead><tr><th>tracking</th>");
     for column in columns {
         let _ = write!(out, "<th>{}</th>", column.head);
     }
     out.push_str("</tr></thead><tbody>");
-    let leaders = |column: &Column| column.marks.map_or(Vec::new(), |m| group.leaders(m));
-    let leaders: Vec<Vec<Way>> = columns.iter().map(leaders).collect();
+    let leaders = |column: &TableColumn| column.marks.map_or(Vec::new(), |m| group.leaders(m));
+    let leaders: Vec<Vec<TrackingWay>> = columns.iter().map(leaders).collect();
     for row in &group.rows {
         let _ = write!(out, "<tr><th>{}</th>", row.way);
         if let Some(f) = &row.figures {
@@ -163,7 +163,7 @@ fn table(out: &mut String, group: &Group<'_>, columns: &[Column]) {
     out.push_str("</tbody></table></div>");
 }
 
-fn cell(out: &mut String, cell: Option<Cell>, leads: bool) {
+fn cell(out: &mut String, cell: Option<TableCell>, leads: bool) {
     let (median, range) = cell.unwrap_or_else(|| (NONE.to_owned(), String::new()));
     let class = if leads { " class=\"best\"" } else { "" };
     let _ = write!(out, "<td{class}>{median}");
@@ -173,18 +173,18 @@ fn cell(out: &mut String, cell: Option<Cell>, leads: bool) {
     out.push_str("</td>");
 }
 
-fn ranged(s: Spread) -> Cell {
+fn ranged(s: RunSpread) -> TableCell {
     (number(s.median), format!("{} to {}", number(s.min), number(s.max)))
 }
 
-fn whole(s: Spread) -> Cell {
+fn whole(s: RunSpread) -> TableCell {
     (format!("{:.0}", s.median), format!("{:.0} to {:.0}", s.min, s.max))
 }
 
-fn count(n: Option<u64>) -> Option<Cell> {
+fn count(n: Option<u64>) -> Option<TableCell> {
     n.map(|n| (n.to_string(), String::new()))
 }
 
-fn scaled(s: Spread, by: f64) -> Spread {
-    Spread { median: s.median * by, min: s.min * by, max: s.max * by, ..s }
+fn scaled(s: RunSpread, by: f64) -> RunSpread {
+    RunSpread { median: s.median * by, min: s.min * by, max: s.max * by, ..s }
 }

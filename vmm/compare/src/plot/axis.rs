@@ -2,7 +2,7 @@
 
 /// How an axis is divided. The function formats a value.
 #[derive(Clone, Debug)]
-pub(crate) enum Ticks {
+pub(crate) enum AxisTicks {
     /// At powers of ten.
     Log(fn(f64) -> String),
     /// Evenly from zero. Values below zero have no meaning and lie at zero.
@@ -15,12 +15,12 @@ pub(crate) enum Ticks {
 #[derive(Clone, Debug)]
 pub(crate) struct Axis {
     pub(crate) label: String,
-    pub(crate) ticks: Ticks,
+    pub(crate) ticks: AxisTicks,
 }
 
 /// An axis over a range of values, drawn between two places.
-pub(crate) struct Scale<'a> {
-    ticks: &'a Ticks,
+pub(crate) struct AxisScale<'a> {
+    ticks: &'a AxisTicks,
     low: f64,
     high: f64,
     /// Distance between two ticks of a linear axis.
@@ -31,7 +31,7 @@ pub(crate) struct Scale<'a> {
 impl Axis {
     /// Returns whether `value` has a place on the axis.
     pub(super) fn takes(&self, value: f64) -> bool {
-        value.is_finite() && (value > 0.0 || matches!(self.ticks, Ticks::Linear(_)))
+        value.is_finite() && (value > 0.0 || matches!(self.ticks, AxisTicks::Linear(_)))
     }
 
     /// Returns a scale with room for all of `values` that have a place, or `None` if none has one.
@@ -39,15 +39,15 @@ impl Axis {
         &self,
         values: impl Iterator<Item = f64>,
         places: (f64, f64),
-    ) -> Option<Scale<'_>> {
+    ) -> Option<AxisScale<'_>> {
         let all: Vec<f64> = values.filter(|v| self.takes(*v)).collect();
         let least = all.iter().copied().reduce(f64::min)?;
         let most = all.iter().copied().reduce(f64::max)?;
         let step = step(most.max(0.0));
         let (low, high) = match &self.ticks {
-            Ticks::Log(_) => (round_down(least / 1.1), round_up(most * 1.1)),
-            Ticks::Linear(_) => (0.0, ((most / step).ceil() * step).max(step)),
-            Ticks::At(at) => {
+            AxisTicks::Log(_) => (round_down(least / 1.1), round_up(most * 1.1)),
+            AxisTicks::Linear(_) => (0.0, ((most / step).ceil() * step).max(step)),
+            AxisTicks::At(at) => {
                 let ends = at.iter().map(|(value, _)| *value).chain([least, most]);
                 let (low, high) =
                     ends.fold((least, most), |(low, high), v| (low.min(v), high.max(v)));
@@ -55,15 +55,15 @@ impl Axis {
                 (low / 1.6, high * 1.6)
             }
         };
-        Some(Scale { ticks: &self.ticks, low, high, step, places })
+        Some(AxisScale { ticks: &self.ticks, low, high, step, places })
     }
 }
 
-impl Scale<'_> {
+impl AxisScale<'_> {
     /// Returns where `value` is drawn; values beyond an end are drawn at that end.
     pub(super) fn place(&self, value: f64) -> f64 {
         let part = match self.ticks {
-            Ticks::Linear(_) => value / self.high,
+            AxisTicks::Linear(_) => value / self.high,
             // Values that are not above zero have no logarithm and lie at the lower end.
             _ if value <= self.low => 0.0,
             _ => (value / self.low).ln() / (self.high / self.low).ln(),
@@ -74,8 +74,10 @@ impl Scale<'_> {
     /// Returns the places and labels of the ticks.
     pub(super) fn ticks(&self) -> Vec<(f64, String)> {
         match self.ticks {
-            Ticks::At(at) => at.iter().map(|(v, label)| (self.place(*v), label.clone())).collect(),
-            Ticks::Log(show) => {
+            AxisTicks::At(at) => {
+                at.iter().map(|(v, label)| (self.place(*v), label.clone())).collect()
+            }
+            AxisTicks::Log(show) => {
                 let wide = self.high / self.low > 150.0;
                 let digits: &[f64] = if wide { &[1.0] } else { &[1.0, 2.0, 5.0] };
                 let decades = self.low.log10().floor() as i32..=self.high.log10().ceil() as i32;
@@ -83,7 +85,7 @@ impl Scale<'_> {
                 let inside = values.filter(|v| (self.low * 0.999..=self.high * 1.001).contains(v));
                 inside.map(|v| (self.place(v), show(v))).collect()
             }
-            Ticks::Linear(show) => {
+            AxisTicks::Linear(show) => {
                 let count = (self.high / self.step).round() as usize;
                 let values = (0..=count).map(|i| self.step * i as f64);
                 values.map(|v| (self.place(v), show(v))).collect()
@@ -131,13 +133,13 @@ mod tests {
 
     fn axis(log: bool) -> Axis {
         let show = |v: f64| format!("{v}");
-        let ticks = if log { Ticks::Log(show) } else { Ticks::Linear(show) };
+        let ticks = if log { AxisTicks::Log(show) } else { AxisTicks::Linear(show) };
         Axis { label: String::new(), ticks }
     }
 
     proptest! {
         #[test]
-        fn greater_values_lie_further_and_there_are_ticks_but_not_too_many(
+        fn places_ascend_and_ticks_are_few(
             a in 1e-6f64..1e12, b in 1e-6f64..1e12, log: bool
         ) {
             let axis = axis(log);

@@ -3,7 +3,7 @@
 
 use std::fmt::Write;
 
-use super::axis::Scale;
+use super::axis::AxisScale;
 use super::{Axis, STYLES, TOP, WIDTH, escape, open};
 
 /// Ends of the axis. The names stand left of it, the medians right.
@@ -20,7 +20,7 @@ const HALF: f64 = 7.0;
 #[derive(Clone, Debug)]
 pub(crate) struct BoxRow {
     pub(crate) name: String,
-    /// As in [`Series`](super::Series).
+    /// As in [`LineSeries`](super::Series).
     pub(crate) style: usize,
     /// The least value, the lower quartile, the median, the upper quartile, and the greatest.
     pub(crate) values: [f64; 5],
@@ -66,7 +66,7 @@ pub(crate) fn boxes(title: &str, x: &Axis, groups: &[BoxGroup]) -> Option<String
     Some(out)
 }
 
-fn axis(out: &mut String, scale: &Scale<'_>, bottom: f64, label: &str) {
+fn axis(out: &mut String, scale: &AxisScale<'_>, bottom: f64, label: &str) {
     for (at, label) in scale.ticks() {
         let _ = write!(
             out,
@@ -84,7 +84,7 @@ fn axis(out: &mut String, scale: &Scale<'_>, bottom: f64, label: &str) {
     );
 }
 
-fn draw(out: &mut String, row: &BoxRow, scale: &Scale<'_>, y: f64) {
+fn draw(out: &mut String, row: &BoxRow, scale: &AxisScale<'_>, y: f64) {
     let [least, first, middle, third, most] = row.values.map(|value| scale.place(value));
     let _ = write!(
         out,
@@ -107,11 +107,11 @@ fn draw(out: &mut String, row: &BoxRow, scale: &Scale<'_>, y: f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plot::Ticks;
+    use crate::plot::AxisTicks;
 
     #[test]
-    fn box_holds_the_middle_half_and_rows_without_a_place_are_skipped() {
-        let axis = Axis { label: "µs".to_owned(), ticks: Ticks::Linear(|v| format!("{v}")) };
+    fn box_spans_quartiles_and_skips_unplaced_rows() {
+        let axis = Axis { label: "µs".to_owned(), ticks: AxisTicks::Linear(|v| format!("{v}")) };
         let row = |name: &str, values| BoxRow {
             name: name.to_owned(),
             style: 1,

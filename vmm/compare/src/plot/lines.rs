@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::axis::Scale;
+use super::axis::AxisScale;
 use super::{Axis, STYLES, TOP, escape, mark, open};
 
 const HEIGHT: f64 = 400.0;
@@ -17,16 +17,16 @@ const DODGE: f64 = 3.5;
 
 /// The points of one line, in ascending order of x.
 #[derive(Clone, Debug)]
-pub(crate) struct Series {
+pub(crate) struct LineSeries {
     pub(crate) name: String,
     /// Index of its colour and shape; the same way has the same style in every drawing.
     pub(crate) style: usize,
-    pub(crate) points: Vec<Point>,
+    pub(crate) points: Vec<ChartPoint>,
 }
 
 /// A median and the runs around it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Point {
+pub(crate) struct ChartPoint {
     pub(crate) x: f64,
     pub(crate) y: f64,
     pub(crate) low: f64,
@@ -35,35 +35,35 @@ pub(crate) struct Point {
 
 /// Lines over two axes. `title` is for readers who cannot see the drawing.
 #[derive(Clone, Debug)]
-pub(crate) struct Lines {
+pub(crate) struct LineChart {
     pub(crate) title: String,
     pub(crate) x: Axis,
     pub(crate) y: Axis,
-    pub(crate) series: Vec<Series>,
+    pub(crate) series: Vec<LineSeries>,
 }
 
 /// A line with the points that have a place.
-struct Drawn<'s> {
-    series: &'s Series,
-    points: Vec<&'s Point>,
+struct DrawnLine<'s> {
+    series: &'s LineSeries,
+    points: Vec<&'s ChartPoint>,
     /// Horizontal shift, which keeps lines apart.
     aside: f64,
 }
 
-impl Drawn<'_> {
+impl DrawnLine<'_> {
     fn style(&self) -> usize {
         self.series.style % STYLES
     }
 }
 
-impl Lines {
+impl LineChart {
     /// Returns the drawing, or `None` if there is nothing to draw.
     pub(crate) fn svg(&self) -> Option<String> {
-        let placed = |p: &&Point| self.x.takes(p.x) && self.y.takes(p.y);
-        let mut drawn: Vec<Drawn<'_>> = self
+        let placed = |p: &&ChartPoint| self.x.takes(p.x) && self.y.takes(p.y);
+        let mut drawn: Vec<DrawnLine<'_>> = self
             .series
             .iter()
-            .map(|s| Drawn {
+            .map(|s| DrawnLine {
                 series: s,
                 points: s.points.iter().filter(placed).collect(),
                 aside: 0.0,
@@ -87,7 +87,7 @@ impl Lines {
         Some(out)
     }
 
-    fn axes(&self, out: &mut String, x: &Scale<'_>, y: &Scale<'_>) {
+    fn axes(&self, out: &mut String, x: &AxisScale<'_>, y: &AxisScale<'_>) {
         for (at, label) in y.ticks() {
             let _ = write!(
                 out,
@@ -118,8 +118,8 @@ impl Lines {
 }
 
 /// Draws a line, its points, and the spread of each.
-fn line(out: &mut String, drawn: &Drawn<'_>, x: &Scale<'_>, y: &Scale<'_>) {
-    let place = |p: &&Point| (x.place(p.x) + drawn.aside, y.place(p.y));
+fn line(out: &mut String, drawn: &DrawnLine<'_>, x: &AxisScale<'_>, y: &AxisScale<'_>) {
+    let place = |p: &&ChartPoint| (x.place(p.x) + drawn.aside, y.place(p.y));
     let _ = write!(out, r#"<g class="s{}">"#, drawn.style());
     let path: Vec<String> =
         drawn.points.iter().map(place).map(|(x, y)| format!("{x:.1} {y:.1}")).collect();
@@ -139,8 +139,8 @@ fn line(out: &mut String, drawn: &Drawn<'_>, x: &Scale<'_>, y: &Scale<'_>) {
 }
 
 /// Draws the names, each as near the end of its line as the others allow.
-fn names(out: &mut String, drawn: &[Drawn<'_>], x: &Scale<'_>, y: &Scale<'_>) {
-    let mut ends: Vec<(&Drawn<'_>, f64, f64)> = drawn
+fn names(out: &mut String, drawn: &[DrawnLine<'_>], x: &AxisScale<'_>, y: &AxisScale<'_>) {
+    let mut ends: Vec<(&DrawnLine<'_>, f64, f64)> = drawn
         .iter()
         .filter_map(|d| d.points.last().map(|p| (d, x.place(p.x) + d.aside, y.place(p.y))))
         .collect();
@@ -181,22 +181,25 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::plot::{Ticks, WIDTH, standalone};
+    use crate::plot::{AxisTicks, WIDTH, standalone};
 
     const LINES: usize = STYLES + 2;
 
-    fn plot(points: Vec<(f64, f64)>, log: bool) -> Lines {
-        let ticks =
-            if log { Ticks::Log(|v| format!("{v}")) } else { Ticks::Linear(|v| format!("{v}")) };
+    fn plot(points: Vec<(f64, f64)>, log: bool) -> LineChart {
+        let ticks = if log {
+            AxisTicks::Log(|v| format!("{v}"))
+        } else {
+            AxisTicks::Linear(|v| format!("{v}"))
+        };
         let axis = |label: &str| Axis { label: label.to_owned(), ticks: ticks.clone() };
-        let point = |(x, y): (f64, f64)| Point { x, y, low: y * 0.9, high: y * 1.1 };
-        let points: Vec<Point> = points.into_iter().map(point).collect();
-        let series = |style| Series {
+        let point = |(x, y): (f64, f64)| ChartPoint { x, y, low: y * 0.9, high: y * 1.1 };
+        let points: Vec<ChartPoint> = points.into_iter().map(point).collect();
+        let series = |style| LineSeries {
             name: format!("way <{style}> & \"co\""),
             style,
             points: points.clone(),
         };
-        Lines {
+        LineChart {
             title: "a <title> & 'more'".to_owned(),
             x: axis("dirty pages"),
             y: axis("µs < ms"),
@@ -206,7 +209,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn drawings_are_xml_whose_marks_and_names_lie_within(
+        fn drawings_are_xml_within_their_bounds(
             points in prop::collection::vec((1e-3f64..1e9, 1e-3f64..1e9), 1..8), log: bool
         ) {
             let svg = plot(points, log).svg().unwrap();
@@ -235,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_drawn_of_nothing_or_of_values_without_a_place() {
+    fn no_placed_value_means_no_drawing() {
         assert_eq!(plot(vec![], true).svg(), None);
         assert_eq!(plot(vec![(0.0, 1.0), (1.0, -1.0)], true).svg(), None);
         assert!(plot(vec![(0.0, 1.0)], false).svg().is_some());

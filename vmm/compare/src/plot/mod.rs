@@ -8,9 +8,9 @@ mod axis;
 mod boxes;
 mod lines;
 
-pub(super) use axis::{Axis, Ticks};
+pub(super) use axis::{Axis, AxisTicks};
 pub(super) use boxes::{BoxGroup, BoxRow, boxes};
-pub(super) use lines::{Lines, Point, Series};
+pub(super) use lines::{ChartPoint, LineChart, LineSeries};
 
 /// Width of a drawing; the browser scales it.
 const WIDTH: f64 = 820.0;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription};
 use driftline_guest::{Clock, DirtyLog, GuestContents, Lifecycle, Paused, RunState};
-use driftline_images::Message;
+use driftline_images::PayloadMessage;
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use driftline_machine::machine::Machine;
 use driftline_machine::memory::{Backing, HugePages, MemoryOptions};
@@ -301,9 +301,9 @@ fn the_payload_finds_out_that_frames_were_lost() {
         // For a lost frame the new machine has older content. The guest's check of each page
         // detects it.
         let found = |text: &str| {
-            text.lines().any(|line| match Message::parse(line) {
-                Some(Message::Report(report)) => report.errors > 0,
-                Some(Message::Ready { .. }) | None => false,
+            text.lines().any(|line| match PayloadMessage::parse(line) {
+                Some(PayloadMessage::Report(report)) => report.errors > 0,
+                Some(PayloadMessage::Ready { .. }) | None => false,
                 Some(_) => true,
             })
         };

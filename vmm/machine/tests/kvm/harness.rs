@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_images::{Message, Report};
+use driftline_images::{PayloadMessage, PayloadReport};
 use driftline_machine::config::{Backend, Boot, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::{Machine, MachineError};
 use driftline_machine::testing::payload_config;
@@ -56,8 +56,8 @@ impl Console {
         std::fs::read(&self.path).unwrap_or_default()
     }
 
-    pub fn reports(&self) -> Vec<Report> {
-        self.text().lines().filter_map(Report::parse).collect()
+    pub fn reports(&self) -> Vec<PayloadReport> {
+        self.text().lines().filter_map(PayloadReport::parse).collect()
     }
 
     /// Waits until `enough` returns true for the output.
@@ -74,7 +74,8 @@ impl Console {
     #[track_caller]
     pub fn wait_for_reports(&self, vcpus: u8, count: usize) {
         self.wait_for("reports", |text| {
-            let reports: Vec<Report> = text.lines().filter_map(Report::parse).collect();
+            let reports: Vec<PayloadReport> =
+                text.lines().filter_map(PayloadReport::parse).collect();
             let of = |id: u8| reports.iter().filter(|r| r.vcpu == u32::from(id)).count();
             (0..vcpus).all(|id| of(id) >= count)
         });
@@ -86,9 +87,9 @@ impl Console {
         let text = self.text();
         assert!(!self.reports().is_empty(), "the payload never reported:\n{text}");
         for line in text.lines() {
-            let bad = match Message::parse(line) {
-                Some(Message::Report(report)) => report.errors > 0,
-                Some(Message::Ready { .. }) => false,
+            let bad = match PayloadMessage::parse(line) {
+                Some(PayloadMessage::Report(report)) => report.errors > 0,
+                Some(PayloadMessage::Ready { .. }) => false,
                 Some(_) => true,
                 None => false,
             };

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use driftline_images::{Message, Report};
+use driftline_images::{PayloadMessage, PayloadReport};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -220,14 +220,14 @@ impl<'p> Vmm<'p> {
     }
 
     /// Returns the last report of each vCPU so far, in this life.
-    pub fn reports(&self) -> Vec<Report> {
+    pub fn reports(&self) -> Vec<PayloadReport> {
         last_reports(&self.place.path(&format!("{}.serial", self.name)))
     }
 
     /// Waits until each of `vcpus` vCPUs has written more pages than in `than`, and checks that
     /// none found an error.
-    pub fn await_progress(&self, vcpus: usize, than: &[Report]) -> Vec<Report> {
-        let more = |r: &Report| {
+    pub fn await_progress(&self, vcpus: usize, than: &[PayloadReport]) -> Vec<PayloadReport> {
+        let more = |r: &PayloadReport| {
             let before = than.iter().find(|b| b.vcpu == r.vcpu).map_or(0, |b| b.pages);
             r.pages > before
         };
@@ -261,16 +261,16 @@ impl Drop for Vmm<'_> {
     }
 }
 
-fn last_reports(serial: &Path) -> Vec<Report> {
+fn last_reports(serial: &Path) -> Vec<PayloadReport> {
     let log = std::fs::read_to_string(serial).unwrap_or_default();
-    let mut last: Vec<Report> = Vec::new();
+    let mut last: Vec<PayloadReport> = Vec::new();
     for line in log.split_inclusive('\n').filter(|l| l.ends_with('\n')) {
-        match Message::parse(line) {
-            Some(Message::Report(r)) => {
+        match PayloadMessage::parse(line) {
+            Some(PayloadMessage::Report(r)) => {
                 last.retain(|l| l.vcpu != r.vcpu);
                 last.push(r);
             }
-            Some(Message::Ready { .. }) | None => {}
+            Some(PayloadMessage::Ready { .. }) | None => {}
             Some(bad) => panic!("the guest says {bad:?}"),
         }
     }
