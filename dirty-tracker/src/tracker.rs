@@ -20,7 +20,7 @@ use crate::batch::{self, WordBatch};
 use crate::subscriber::Subscriber;
 use crate::sync::{self, Arc, AtomicU64, AtomicUsize, Mutex, Ordering, RwLock, RwLockReadGuard};
 use crate::tree::{NoMemory, Tree, masks};
-use crate::{DirtySet, FrameRun, Gfn, Layout, OutOfSlot, PageSize, SlotId};
+use crate::{FrameRun, Gfn, Layout, OutOfSlot, PageSize, SlotId};
 
 /// All subscribers' trees. Any number of threads can mark frames in them.
 ///
@@ -60,16 +60,16 @@ pub struct Tracker {
 
 /// The layout and the subscribers of a moment.
 #[derive(Debug, Clone)]
-struct TrackerState {
-    layout: Arc<Layout>,
-    members: Arc<[SubscriberTree]>,
+pub(crate) struct TrackerState {
+    pub(crate) layout: Arc<Layout>,
+    pub(crate) members: Arc<[SubscriberTree]>,
 }
 
 /// A subscriber, and its tree for the layout of the state.
 #[derive(Debug, Clone)]
-struct SubscriberTree {
-    subscriber: Arc<Subscriber>,
-    tree: Arc<Tree>,
+pub(crate) struct SubscriberTree {
+    pub(crate) subscriber: Arc<Subscriber>,
+    pub(crate) tree: Arc<Tree>,
 }
 
 impl TrackerState {
@@ -177,28 +177,6 @@ impl Tracker {
         sync::read(&self.state).layout.clone()
     }
 
-    /// Adds a subscriber with an empty tree. `name` is for logs and statistics.
-    ///
-    /// Its first drain returns the frames marked from now on. The source must already track writes
-    /// when the caller begins to read memory. Costs a [`Tree::new`].
-    ///
-    /// # Errors
-    /// Returns an error if [`Tree::new`] does. The other subscribers are unaffected.
-    pub fn subscribe(self: &Arc<Self>, name: impl Into<String>) -> Result<Subscription, NoMemory> {
-        let name = name.into();
-        let subscriber = self.change(|state| {
-            let tree = Arc::new(Tree::new(state.layout.clone())?);
-            let subscriber = Arc::new(Subscriber::new(name, tree.clone()));
-            let member = SubscriberTree { subscriber: subscriber.clone(), tree };
-            state.members = state.members.iter().cloned().chain([member]).collect();
-            Ok(subscriber)
-        })?;
-        // Orders the caller's later reads of memory behind the change of the state: pairs with the
-        // fence of `is_watched`.
-        sync::fence(Ordering::SeqCst);
-        Ok(Subscription { subscriber, tracker: self.clone() })
-    }
-
     /// Changes the layout: memory was added, removed or moved to another slot. Every subscriber
     /// keeps what is dirty, by frame number. Frames that the new layout does not have are
     /// forgotten, also in dirty sets that are given back later. Frames that are new are clean: a
@@ -251,7 +229,10 @@ impl Tracker {
     }
 
     /// Changes the state while no mark is gathered and no batch is open.
-    fn change<R, E>(&self, change: impl FnOnce(&mut TrackerState) -> Result<R, E>) -> Result<R, E> {
+    pub(crate) fn change<R, E>(
+        &self,
+        change: impl FnOnce(&mut TrackerState) -> Result<R, E>,
+    ) -> Result<R, E> {
         let mut gathered = sync::lock(&self.gathered);
         gathered.flush(&self.stats);
         let mut state = sync::write(&self.state);
@@ -320,7 +301,7 @@ impl Tracker {
     }
 
     /// Inserts the gathered marks into all trees, so that they are complete.
-    fn flush(&self) {
+    pub(crate) fn flush(&self) {
         sync::lock(&self.gathered).flush(&self.stats);
     }
 
@@ -477,109 +458,5 @@ impl MarkBatch<'_> {
 impl Drop for MarkBatch<'_> {
     fn drop(&mut self) {
         self.flush();
-    }
-}
-
-/// A subscriber, which drains its own tree. Dropping it unsubscribes. Its dirty sets stay valid;
-/// frames that they give back afterwards reach no one.
-///
-/// ```
-/// # use std::sync::Arc;
-/// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
-/// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1000 }])?;
-/// # let tracker = Arc::new(Tracker::new(layout));
-/// let mut checkpoints = tracker.subscribe("checkpoints")?;
-/// tracker.mark(FrameRun { start: Gfn(62), count: 3 })?;
-/// assert!(checkpoints.contains(Gfn(64)) && !checkpoints.contains(Gfn(65)));
-/// assert_eq!(checkpoints.bitmap(SlotId(0)).unwrap()[..2], [0b11 << 62, 1]);
-/// assert_eq!((checkpoints.count(), checkpoints.is_empty()), (3, false));
-/// checkpoints.drain().commit();
-/// assert!(checkpoints.drain().is_empty());
-/// assert_eq!((checkpoints.name(), checkpoints.layout().frames()), ("checkpoints", 1000));
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Debug)]
-pub struct Subscription {
-    subscriber: Arc<Subscriber>,
-    tracker: Arc<Tracker>,
-}
-
-impl Subscription {
-    /// Returns the name given to [`Tracker::subscribe`].
-    pub fn name(&self) -> &str {
-        &self.subscriber.name
-    }
-
-    /// Excludes this subscriber from the per-vCPU accounting of dirty frames
-    /// ([`Harvester::dirtied`](crate::ring::Harvester::dirtied)) while there are others. A
-    /// subscriber that drains often, to display writes, must not make a vCPU look busier to a
-    /// migration. It still receives every frame. Costs one store.
-    pub fn set_passive(&self) {
-        self.subscriber.passive.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns the layout of the tracked memory.
-    pub fn layout(&self) -> Arc<Layout> {
-        self.tracker.layout()
-    }
-
-    /// Takes the frames marked since the last drain. Other threads may mark meanwhile: a mark that
-    /// returned before this call is in the dirty set.
-    ///
-    /// Costs a [`Tree::drain`], O(dirty words). Allocates nothing once the buffers of earlier dirty
-    /// sets are long enough. With the feature `parallel`, several threads share the drain of a
-    /// guest of at least 32 GiB if so many words are dirty that it takes longer than to wake a
-    /// thread (`cargo bench -- parallel` prints what that gains). Such a drain allocates: a list of
-    /// the non-empty subtrees, and scratch memory for each thread.
-    pub fn drain(&mut self) -> DirtySet {
-        self.tracker.flush();
-        let mut lists = self.subscriber.buffer();
-        let mut is_first = true;
-        self.subscriber.with_tree(|tree| {
-            if std::mem::take(&mut is_first) {
-                tree.drain_to_lists(&mut lists);
-            } else {
-                lists.merge(tree.drain(), tree.layout());
-            }
-        });
-        DirtySet::new(self.subscriber.clone(), lists)
-    }
-
-    /// Returns the number of frames that are marked and not drained. Costs a [`Tree::count`].
-    pub fn count(&self) -> u64 {
-        self.tracker.flush();
-        self.subscriber.tree().count()
-    }
-
-    /// Returns whether no frame is marked. Costs a [`Tree::is_empty`].
-    pub fn is_empty(&self) -> bool {
-        self.tracker.flush();
-        self.subscriber.tree().is_empty()
-    }
-
-    /// Returns whether `gfn` is marked and not drained; false for a frame of no slot. Costs a lock,
-    /// and O(log slots).
-    pub fn contains(&self, gfn: Gfn) -> bool {
-        self.tracker.flush();
-        self.subscriber.tree().contains(gfn)
-    }
-
-    /// Returns a copy of the slot's leaves, which are its KVM dirty bitmap: bit `i` of word `w` is
-    /// frame `64 * w + i` of the slot. `None` if there is no such slot. O(words of the slot).
-    pub fn bitmap(&self, slot: SlotId) -> Option<Vec<u64>> {
-        self.tracker.flush();
-        Some(self.subscriber.tree().bitmap(slot).ok()?.collect())
-    }
-}
-
-impl Drop for Subscription {
-    fn drop(&mut self) {
-        let others = |state: &mut TrackerState| {
-            let ours =
-                |member: &&SubscriberTree| !Arc::ptr_eq(&member.subscriber, &self.subscriber);
-            state.members = state.members.iter().filter(ours).cloned().collect();
-            Ok::<(), std::convert::Infallible>(())
-        };
-        let Ok(()) = self.tracker.change(others);
     }
 }
