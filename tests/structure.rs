@@ -1,6 +1,12 @@
-//! The structure of the repository: which crate depends on which, that no two modules import each
-//! other, that errors have types, that prose fits into 100 columns, and that the worked example of
-//! a request is true.
+//! Tests of the repository's structure.
+//!
+//! | module | law |
+//! | --- | --- |
+//! | `crates` | a crate depends only on crates to its left |
+//! | `imports` | no two modules import each other |
+//! | `errors` | errors of the machine and its control have types |
+//! | `prose` | comments and Markdown fit into 100 columns |
+//! | `example` | the worked example in CONTRIBUTING.md matches the code |
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 #[path = "structure/crates.rs"]
@@ -9,14 +15,9 @@ mod crates;
 mod errors;
 #[path = "structure/example.rs"]
 mod example;
+#[path = "structure/files.rs"]
+mod files;
 #[path = "structure/imports.rs"]
 mod imports;
 #[path = "structure/prose.rs"]
 mod prose;
-
-use std::path::PathBuf;
-
-/// The repository's root.
-fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
-}

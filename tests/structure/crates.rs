@@ -5,8 +5,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// The crates of the product, from left to right, each with all crates of the workspace that it
-/// depends on.
+/// The crates of the product, from left to right, each with every crate of the workspace on which it
+/// depends.
 const DEPENDS_ON: &[(&str, &[&str])] = &[
     ("driftline-dirty-tracker", &[]),
     ("driftline-images", &[]),
@@ -66,19 +66,19 @@ const DEPENDS_ON: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// The workspace's crates: name, folder, and the crates of the workspace that it depends on other
-/// than for its tests.
+/// A crate of the workspace.
 pub(crate) struct WorkspaceMember {
     pub(crate) name: String,
     pub(crate) dir: std::path::PathBuf,
+    /// Crates of the workspace on which it depends, without those that only its tests need.
     depends_on: BTreeSet<String>,
 }
 
-/// The members of the workspace, as Cargo has them.
+/// Returns the members of the workspace, as `cargo metadata` reports them.
 pub(crate) fn members() -> Vec<WorkspaceMember> {
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
     let args = ["metadata", "--no-deps", "--offline", "--format-version", "1"];
-    let output = Command::new(cargo).args(args).current_dir(super::root()).output().unwrap();
+    let output = Command::new(cargo).args(args).current_dir(super::files::root()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
     let packages = metadata["packages"].as_array().unwrap();

@@ -1,15 +1,16 @@
-//! Errors of the machine and of what controls it have types: no function there returns a sentence
-//! as its error.
+//! Errors of the machine, the back ends and the control crate have types: no function there returns
+//! a `String` as its error.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 
 use syn::visit::{self, Visit};
 use syn::{GenericArgument, ImplItemType, PathArguments, PathSegment, Type};
 
+use super::files::{files, relative, root};
+
 const FOLDERS: [&str; 3] = ["vmm/machine/src", "vmm/backends/src", "vmm/control/src"];
 
-/// Counts where the error of a `Result`, or of a `FromStr`, is a `String`.
+/// Counts the places where the error of a `Result` or of a `FromStr` is a `String`.
 #[derive(Default)]
 struct StringErrors(usize);
 
@@ -37,40 +38,31 @@ fn is_string(of: &Type) -> bool {
     matches!(of, Type::Path(of) if of.path.is_ident("String"))
 }
 
-fn sentences(text: &str) -> usize {
-    let mut sentences = StringErrors::default();
-    sentences.visit_file(&syn::parse_file(text).unwrap());
-    sentences.0
-}
-
-fn rust_files(dir: &Path, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(dir).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            rust_files(&path, found);
-        } else if path.extension().is_some_and(|e| e == "rs") {
-            found.push(path);
-        }
-    }
+fn string_errors(text: &str) -> usize {
+    let mut errors = StringErrors::default();
+    errors.visit_file(&syn::parse_file(text).unwrap());
+    errors.0
 }
 
 #[test]
-fn no_error_is_a_bare_sentence() {
-    let mut files = Vec::new();
-    FOLDERS.iter().for_each(|folder| rust_files(&super::root().join(folder), &mut files));
+fn no_error_is_a_string() {
+    let files: Vec<_> = FOLDERS.iter().flat_map(|dir| files(&root().join(dir), &["rs"])).collect();
     assert!(files.len() > 100, "only {} files were found", files.len());
     for file in files {
-        let found = sentences(&fs::read_to_string(&file).unwrap());
-        assert_eq!(found, 0, "{}: Result<_, String>", file.display());
+        let found = string_errors(&fs::read_to_string(&file).unwrap());
+        assert_eq!(found, 0, "{}: Result<_, String>", relative(&file));
     }
 }
 
 #[test]
 fn string_errors_are_found() {
     assert_eq!(
-        sentences("fn f() -> Result<Vec<u8>, String> { g::<Option<Result<(), String>>>() }"),
+        string_errors("fn f() -> Result<Vec<u8>, String> { g::<Option<Result<(), String>>>() }"),
         2
     );
-    assert_eq!(sentences("impl FromStr for A { type Err = String; }"), 1);
-    assert_eq!(sentences("fn f() -> Result<String, Error> { let a: Option<String> = None; }"), 0);
+    assert_eq!(string_errors("impl FromStr for A { type Err = String; }"), 1);
+    assert_eq!(
+        string_errors("fn f() -> Result<String, Error> { let a: Option<String> = None; }"),
+        0
+    );
 }

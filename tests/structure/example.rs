@@ -1,6 +1,6 @@
-//! The worked example in CONTRIBUTING.md is true.
+//! The worked example in CONTRIBUTING.md: each of its lines is in the file that it names.
 
-use super::root;
+use super::files::root;
 
 #[test]
 fn worked_example_matches_the_code() {

@@ -1,8 +1,9 @@
-//! Imports between the modules of each crate: no circle.
+//! Imports between the modules of each crate contain no circle.
 //!
-//! A module imports another if a `use` or a path in it names an item of that other. An item that is
-//! re-exported counts where it is defined, so a parent may show what its children have. Tests are
-//! left aside: `#[cfg(test)]` and modules of the features `testing` and `fuzzing` see everything.
+//! A module imports another if a `use` or a path in it names an item of the other module. A
+//! re-exported item counts where it is defined, so a parent may re-export items of its children.
+//! Code for tests may import anything: `#[cfg(test)]`, and modules of the features `testing` and
+//! `fuzzing`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -13,13 +14,15 @@ use syn::{Attribute, Item, Meta, UseTree, Visibility};
 
 type Module = Vec<String>;
 
-/// What a module has, and what it names.
+/// The items of a module, and the paths that it names.
 #[derive(Default)]
 struct ModuleContents {
     items: BTreeSet<String>,
-    /// Public names for paths elsewhere; `*` is kept apart.
+    /// Re-exports: public names and the paths for which they stand, without globs.
     exports: BTreeMap<String, Vec<String>>,
+    /// Paths that are re-exported as a whole (`pub use path::*`).
     globs: Vec<Vec<String>>,
+    /// Paths that the module names.
     named: Vec<Vec<String>>,
 }
 
@@ -69,7 +72,7 @@ impl Crate {
         self.0.insert(module, contents);
     }
 
-    /// The module that has what `path` names in `from`; `None` if that is in another crate.
+    /// Returns the module of the item that `path` names in `from`; `None` for another crate's item.
     fn resolve(&self, from: &[String], path: &[String], depth: u32) -> Option<Module> {
         let (mut at, mut rest) = match path.first()?.as_str() {
             "crate" => (Vec::new(), &path[1..]),
@@ -95,9 +98,9 @@ impl Crate {
                 return self.resolve(&at, path, depth - 1);
             }
             let globs = contents.globs.iter().filter_map(|glob| self.resolve(&at, glob, depth - 1));
-            let shown =
+            let defines =
                 |module: &Module| self.0.get(module).is_some_and(|c| c.items.contains(name));
-            return globs.into_iter().find(shown).or(Some(at));
+            return globs.into_iter().find(defines).or(Some(at));
         }
         Some(at)
     }
@@ -106,7 +109,7 @@ impl Crate {
         self.0.contains_key(&[module, &[name.to_owned()]].concat())
     }
 
-    /// Which module imports which.
+    /// Returns the modules that each module imports.
     fn imports(&self) -> BTreeMap<Module, BTreeSet<Module>> {
         let mut imports = BTreeMap::new();
         for (module, contents) in &self.0 {
@@ -121,7 +124,7 @@ impl Crate {
 impl ModuleContents {
     fn read_use(&mut self, tree: &UseTree, path: &mut Vec<String>, public: bool) {
         let mut add = |name: String, path: Vec<String>| match (public, name.as_str()) {
-            // What is shown again from elsewhere is imported; what a child has is not.
+            // A re-export from elsewhere is an import. A re-export of a child's item is not.
             (true, _) if matches!(path[0].as_str(), "crate" | "super") => {
                 self.named.push(path.clone());
                 self.exports.insert(name, path);
@@ -160,7 +163,7 @@ struct PathCollector<'a>(&'a mut Vec<Vec<String>>);
 impl<'ast> Visit<'ast> for PathCollector<'_> {
     fn visit_path(&mut self, path: &'ast syn::Path) {
         let path_of: Vec<_> = path.segments.iter().map(|s| s.ident.to_string()).collect();
-        // Of one that begins with neither `crate` nor `super`, the first may be a child.
+        // The first segment of a path without `crate` or `super` may be a child module.
         if path_of.len() > 1 {
             self.0.push(path_of);
         }
@@ -168,7 +171,7 @@ impl<'ast> Visit<'ast> for PathCollector<'_> {
     }
 
     fn visit_macro(&mut self, called: &'ast syn::Macro) {
-        // The arguments are tokens, not paths.
+        // syn does not parse a macro's arguments, so paths are found in their text.
         let tokens = called.tokens.to_string().replace(' ', "");
         for start in ["crate::", "super::"] {
             for (at, _) in tokens.match_indices(start) {
@@ -220,7 +223,7 @@ fn name_of(item: &Item) -> Option<String> {
     Some(ident.to_string())
 }
 
-/// Whether an item is built for tests or fuzzing alone.
+/// Returns whether an item is built only for tests or fuzzing.
 fn is_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let Meta::List(list) = &attribute.meta else { return false };
@@ -247,7 +250,7 @@ fn file_of(item: &syn::ItemMod, dir: &Path, name: &str) -> PathBuf {
     if alone.exists() { alone } else { dir.join(name).join("mod.rs") }
 }
 
-/// The modules that import one another, each circle as a set.
+/// Returns the sets of modules that import one another.
 fn circles(imports: &BTreeMap<Module, BTreeSet<Module>>) -> BTreeSet<BTreeSet<Module>> {
     let reached: BTreeMap<_, _> =
         imports.keys().map(|module| (module, reachable(imports, module))).collect();
@@ -294,7 +297,7 @@ fn no_two_modules_import_each_other() {
     assert!(found.is_empty(), "modules that import one another: {found:#?}");
 }
 
-/// The circles of a crate with these files.
+/// Returns the circles of a crate with these files.
 fn circles_of(files: &[(&str, &str)]) -> Vec<BTreeSet<Module>> {
     let dir = tempfile::tempdir().unwrap();
     files.iter().for_each(|(name, text)| fs::write(dir.path().join(name), text).unwrap());

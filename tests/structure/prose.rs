@@ -2,26 +2,13 @@
 //! that are one link.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use super::files::{files, relative, root};
 
 const COLUMNS: usize = 100;
 
-/// The files under `dir` with one of these extensions, without those that are built or fetched.
-fn files(dir: &Path, extensions: &[&str], found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(dir).unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        if path.is_dir() {
-            if !name.starts_with('.') && !["target", "corpus", "artifacts"].contains(&&*name) {
-                files(&path, extensions, found);
-            }
-        } else if path.extension().is_some_and(|e| extensions.iter().any(|one| e == *one)) {
-            found.push(path);
-        }
-    }
-}
-
-/// The lines of prose in a file, with their numbers: neither tables nor code.
+/// Returns the lines of prose in a file with their numbers, without tables and code.
 fn prose(path: &Path) -> Vec<(usize, String)> {
     let rust = path.extension().is_some_and(|e| e == "rs");
     let mut in_code = false;
@@ -44,7 +31,7 @@ fn prose(path: &Path) -> Vec<(usize, String)> {
     found
 }
 
-/// Whether a line cannot be wrapped: one word after its marks, such as an address.
+/// Returns whether a line cannot be wrapped: it has one word after its marks, such as an address.
 fn is_one_word(line: &str) -> bool {
     let words = line.trim_start().trim_start_matches(['/', '!', '-', '*', '#', '>', ' ']);
     words.split_whitespace().count() <= 1
@@ -52,14 +39,13 @@ fn is_one_word(line: &str) -> bool {
 
 #[test]
 fn prose_fits_into_the_columns() {
-    let mut found = Vec::new();
-    files(&super::root(), &["rs", "md"], &mut found);
+    let found = files(&root(), &["rs", "md"]);
     assert!(found.len() > 100, "only {} files were found", found.len());
     let mut long = Vec::new();
     for path in found {
         for (number, line) in prose(&path) {
             if line.chars().count() > COLUMNS && !is_one_word(&line) {
-                let path = path.strip_prefix(super::root()).unwrap().display().to_string();
+                let path = relative(&path);
                 long.push(format!("{path}:{number}: {} columns", line.chars().count()));
             }
         }
