@@ -1,5 +1,5 @@
-//! Checkpoints of a guest that writes as fast as it can, and of one that is being migrated
-//! meanwhile: what is restored from any of them is whole.
+//! Checkpoints of a guest that writes as fast as it can, and of a guest that is migrated meanwhile.
+//! A guest restored from any of them finds its memory complete.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::io::{BufRead, BufReader};
@@ -11,7 +11,7 @@ use std::time::Duration;
 use driftline_machine::testing::kvm_or_skip;
 use tests::{Driftline, GuestLoad, SOON, ScratchDir, driftline, json_of, repeats, run_cli};
 
-/// Restores `epoch`, or the latest, and has the guest check its memory for a while.
+/// Restores `epoch`, or the latest, and lets the guest check its memory until it has reported twice.
 fn restores_whole(scratch: &ScratchDir, store: &str, epoch: Option<u64>) {
     let number = epoch.map(|epoch| epoch.to_string());
     let mut args = vec!["restore", "--same-id", "--store", store];
@@ -24,8 +24,8 @@ fn restores_whole(scratch: &ScratchDir, store: &str, epoch: Option<u64>) {
     copy.console().assert_clean();
 }
 
-/// Whether this host can keep frames as they are while a guest runs on.
-fn shields() -> bool {
+/// Returns whether this host can copy frames before the guest overwrites them (userfaultfd).
+fn has_copy_before_write() -> bool {
     driftline_machine::doctor::diagnose()
         .findings
         .iter()
@@ -34,17 +34,16 @@ fn shields() -> bool {
 
 fn every_epoch_restores(load: GuestLoad, epochs: usize) {
     let scratch = ScratchDir::new();
-    let here = load.start(&scratch, "guest");
+    let source = load.start(&scratch, "guest");
     let store = scratch.path("store");
     let store = store.to_str().expect("UTF-8");
     let count = epochs.to_string();
-    // Long enough for so much to change, also on a busy host, that it is copied behind the guest's
-    // back.
+    // Long enough for so many writes, also on a busy host, that frames are copied after the pause.
     let args =
         ["--store", store, "--every", "300ms", "--max-pause", "50ms", "--count", &count, "--json"];
-    let taken = here.cli("checkpoint", &args);
-    let said = String::from_utf8_lossy(&taken.stderr);
-    assert_eq!(taken.status.code(), Some(0), "{said}");
+    let taken = source.cli("checkpoint", &args);
+    let stderr = String::from_utf8_lossy(&taken.stderr);
+    assert_eq!(taken.status.code(), Some(0), "{stderr}");
     let text = String::from_utf8_lossy(&taken.stdout).into_owned();
     let lines: Vec<serde_json::Value> =
         text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
@@ -53,9 +52,9 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
     assert_eq!(achieved["epochs"], epochs, "{achieved}");
     assert!(achieved["pause"]["p99_us"].as_u64() > Some(0), "{achieved}");
     let behind: u64 = lines[..epochs].iter().filter_map(|l| l["behind_frames"].as_u64()).sum();
-    assert_eq!(behind > 0, shields(), "{behind} frames copied behind the guest's back");
-    here.console().assert_clean();
-    drop(here);
+    assert_eq!(behind > 0, has_copy_before_write(), "{behind} frames copied after the pause");
+    source.console().assert_clean();
+    drop(source);
     for line in &lines[..epochs] {
         restores_whole(&scratch, store, line["epoch"].as_u64());
     }
@@ -72,14 +71,14 @@ fn checkpoints_during_a_migration_restore_whole() {
     let _alone = tests::one_at_a_time();
     for round in 0..repeats(1, 10) {
         let scratch = ScratchDir::new();
-        let mut here = GuestLoad::paced("dirty-ring").start(&scratch, "source");
+        let mut source = GuestLoad::paced("dirty-ring").start(&scratch, "source");
         let store = scratch.path("store");
         let store = store.to_str().expect("UTF-8");
-        let mut taking = Command::new(driftline())
+        let mut checkpointing = Command::new(driftline())
             .args([
                 "checkpoint",
                 "--api-sock",
-                here.socket(),
+                source.socket(),
                 "--store",
                 store,
                 "--every",
@@ -91,7 +90,7 @@ fn checkpoints_during_a_migration_restore_whole() {
             .spawn()
             .expect("driftline starts");
         let (epochs, taken) = mpsc::channel();
-        let out = BufReader::new(taking.stdout.take().expect("its output"));
+        let out = BufReader::new(checkpointing.stdout.take().expect("its output"));
         let reader = thread::spawn(move || {
             for line in out.lines().map_while(Result::ok) {
                 let line: serde_json::Value = serde_json::from_str(&line).expect("JSON");
@@ -103,25 +102,25 @@ fn checkpoints_during_a_migration_restore_whole() {
         for _ in 0..5 {
             taken.recv_timeout(SOON).expect("an epoch");
         }
-        let (there, address) = Driftline::receive(&scratch, "destination");
+        let (destination, address) = Driftline::receive(&scratch, "destination");
         let before = taken.try_iter().count();
-        // Slow enough for many epochs to be taken meanwhile.
+        // Slow enough for many checkpoints during the migration.
         let args = [&address, "--json", "--max-bandwidth", "500M", "--verify"];
-        let sent = here.cli("send-migration", &args);
-        let said = String::from_utf8_lossy(&sent.stderr);
-        assert_eq!(sent.status.code(), Some(0), "round {round}: {said}\n{}", there.log());
+        let sent = source.cli("send-migration", &args);
+        let stderr = String::from_utf8_lossy(&sent.stderr);
+        assert_eq!(sent.status.code(), Some(0), "round {round}: {stderr}\n{}", destination.log());
         assert_eq!(json_of(&sent)["status"], "completed", "round {round}");
-        assert_eq!(here.wait_exit(SOON), 0, "round {round}");
-        there.console().wait_reports(2, 1, SOON);
-        there.console().assert_clean();
-        taking.wait().expect("it ends with the guest");
+        assert_eq!(source.wait_exit(SOON), 0, "round {round}");
+        destination.console().wait_reports(2, 1, SOON);
+        destination.console().assert_clean();
+        checkpointing.wait().expect("it ends with the guest");
         reader.join().expect("it printed JSON");
         let meanwhile: Vec<u64> = taken.try_iter().collect();
         assert!(meanwhile.len() > 2, "round {round}: {meanwhile:?} after {before}");
-        // One that was taken while memory was being sent, and the last that became durable.
+        // A checkpoint from the pre-copy phase, and the last durable one.
         restores_whole(&scratch, store, meanwhile.get(meanwhile.len() / 2).copied());
         restores_whole(&scratch, store, None);
-        there.console().wait_reports(2, 1, Duration::from_secs(60));
-        there.console().assert_clean();
+        destination.console().wait_reports(2, 1, Duration::from_secs(60));
+        destination.console().assert_clean();
     }
 }

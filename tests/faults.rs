@@ -1,7 +1,8 @@
-//! Migrations that fail: either process killed at every message, strangers, other versions.
+//! Migrations that fail: either process is killed at every message, a peer is not Driftline, a peer
+//! has another version, or the link is slow.
 //!
-//! The source guest of a group of tests is the same through all its failed migrations: it must go
-//! on writing without an error after each.
+//! A test uses one source guest for all of its failed migrations. The guest must continue to write
+//! without an error after each of them.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::io::{Read, Write};
@@ -18,11 +19,12 @@ use tests::{
     one_at_a_time, wait_for,
 };
 
-/// Small, because dozens of them start.
+/// A small guest, because dozens of them start.
 const GUEST: &str = "payload,ws=8M,rate=320M,pattern=random";
 const MACHINE: [&str; 4] = ["--vcpus", "2", "--mem", "256M"];
 
-/// Every message of a migration up to COMMIT; ZERO has no fixed place, and `migrate` cuts there.
+/// The messages of a migration up to COMMIT. ZERO has no fixed position; the tests of `migrate` cut
+/// there.
 const BEFORE_COMMIT: [(Direction, Tag); 13] = [
     (Direction::ToDestination, Tag::Hello),
     (Direction::ToSource, Tag::Hello),
@@ -41,7 +43,7 @@ const BEFORE_COMMIT: [(Direction, Tag); 13] = [
 
 type SharedProcess = Arc<Mutex<Driftline>>;
 
-/// Kills the process when the record comes, before it passes.
+/// Returns a cut that kills the process when the record arrives, before it passes.
 fn kill(victim: &SharedProcess) -> CutAction {
     let victim = victim.clone();
     CutAction::Call(Box::new(move || victim.lock().expect("no test has failed").kill()))
@@ -59,7 +61,7 @@ fn destination_killed_at_any_message_leaves_source_running() {
     let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
-    // COMMIT that never reached the destination is a doubt, and has its own test.
+    // A lost COMMIT leaves the migration in doubt and has its own test.
     for (direction, tag) in &BEFORE_COMMIT[..BEFORE_COMMIT.len() - 1] {
         let name = format!("destination-{}-{direction:?}", tag.name());
         let (destination, address) = Driftline::receive(&scratch, &name);
@@ -72,12 +74,12 @@ fn destination_killed_at_any_message_leaves_source_running() {
             LaterConnections::Refused,
         );
         let sent = source.cli("send-migration", &[proxy.address(), "--json"]);
-        let said = String::from_utf8_lossy(&sent.stderr);
-        assert!(proxy.has_cut(), "{name}: the message never came: {said}");
-        assert_eq!(sent.status.code(), Some(4), "{name}: {said}");
+        let stderr = String::from_utf8_lossy(&sent.stderr);
+        assert!(proxy.has_cut(), "{name}: the message was not sent: {stderr}");
+        assert_eq!(sent.status.code(), Some(4), "{name}: {stderr}");
         assert!(
-            said.contains("the guest continues here"),
-            "{name}: where is the guest now? {said}"
+            stderr.contains("the guest continues here"),
+            "{name}: the message must say where the guest is: {stderr}"
         );
         assert_eq!(source.state().as_deref(), Some("running"), "{name}");
         source.console().wait_reports(2, 1, SOON);
@@ -108,9 +110,9 @@ fn source_killed_before_commit_leaves_no_second_guest() {
         );
         let sent =
             tests::run_cli(&["send-migration", proxy.address(), "--api-sock", &socket, "--json"]);
-        assert!(proxy.has_cut(), "{name}: the message never came");
+        assert!(proxy.has_cut(), "{name}: the message was not sent");
         assert_ne!(sent.status.code(), Some(0), "{name}");
-        // Before it has said PREPARED it waits on.
+        // Before PREPARED the destination waits for the next source.
         if [Tag::Prepared, Tag::Commit].contains(&tag) {
             let code = destination.wait_exit(SOON);
             assert_eq!(code, 1, "{name}: {}", destination.log());
@@ -138,10 +140,10 @@ fn lost_commit_is_resolved_by_the_destination() {
         LaterConnections::Passed,
     );
     let sent = source.cli("send-migration", &[proxy.address(), "--json"]);
-    let said = String::from_utf8_lossy(&sent.stderr);
-    assert!(proxy.has_cut(), "COMMIT never came: {said}");
-    // Asked, the destination says that it has thrown the guest away for good.
-    assert_eq!(sent.status.code(), Some(4), "{said}");
+    let stderr = String::from_utf8_lossy(&sent.stderr);
+    assert!(proxy.has_cut(), "COMMIT was not sent: {stderr}");
+    // The source queries the destination, which answers that it has discarded the guest.
+    assert_eq!(sent.status.code(), Some(4), "{stderr}");
     assert_eq!(source.state().as_deref(), Some("running"));
     source.console().wait_reports(2, 1, SOON);
     source.console().assert_clean();
@@ -158,7 +160,7 @@ fn migration_in_doubt_is_resolved_by_the_operator() {
     let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     let (destination, address) = Driftline::receive(&scratch, "destination");
-    // The source cannot ask through the proxy, which refuses a second connection.
+    // The source cannot query the destination: the proxy refuses a second connection.
     let proxy = MigrationProxy::start(
         &address,
         Direction::ToDestination,
@@ -166,7 +168,7 @@ fn migration_in_doubt_is_resolved_by_the_operator() {
         CutAction::Before,
         LaterConnections::Refused,
     );
-    let mut sending = std::process::Command::new(tests::driftline())
+    let mut send_command = std::process::Command::new(tests::driftline())
         .args(["send-migration", proxy.address(), "--api-sock", source.socket(), "--json"])
         .stdout(std::process::Stdio::null())
         .stderr(std::process::Stdio::null())
@@ -175,19 +177,20 @@ fn migration_in_doubt_is_resolved_by_the_operator() {
     source.wait_state("in-doubt");
     assert!(!source.cli("resume", &[]).status.success(), "in doubt, nothing resumes the guest");
     let resolved = source.cli("resolve", &["--run", "--json"]);
-    let said = String::from_utf8_lossy(&resolved.stderr);
-    assert!(resolved.status.success(), "{said}");
+    let stderr = String::from_utf8_lossy(&resolved.stderr);
+    assert!(resolved.status.success(), "{stderr}");
     let resolved = json_of(&resolved);
     let peers = [proxy.address().trim_start_matches("tcp:")];
     assert!(
         resolved["action"] == "run" && resolved["peers"] == serde_json::json!(peers),
         "{resolved}"
     );
-    assert!(said.contains("if it does, two run"), "it says what that means: {said}");
+    assert!(stderr.contains("if it does, two run"), "the command warns: {stderr}");
     source.wait_state("running");
     source.console().wait_reports(2, 1, SOON);
     source.console().assert_clean();
-    let code = wait_for("end of send-migration", SOON, || sending.try_wait().expect("our child"));
+    let code =
+        wait_for("end of send-migration", SOON, || send_command.try_wait().expect("our child"));
     assert_eq!(code.code(), Some(4), "the migration failed, and the guest runs here");
     assert!(destination.console().lines().is_empty(), "without COMMIT the guest never runs there");
 }
@@ -230,7 +233,7 @@ fn invalid_connections_do_not_block_a_source() {
         stream.set_read_timeout(Some(SOON)).expect("a timeout");
         stream
     };
-    // A web browser, a stream that ends early, and a header of another version.
+    // An HTTP client, a stream that ends early, and a header of another version.
     let mut browser = connect();
     browser.write_all(b"GET / HTTP/1.1\r\nHost: driftline\r\n\r\n").expect("sent");
     let mut other = Vec::new();
@@ -248,26 +251,26 @@ fn invalid_connections_do_not_block_a_source() {
     let mut end = Vec::new();
     let _ = browser.read_to_end(&mut end);
     // A second receiver cannot take the same port.
-    let second = Driftline::start(&scratch, "second", &["receive-migration", &address]);
-    let mut second = second;
+    let mut second = Driftline::start(&scratch, "second", &["receive-migration", &address]);
     assert_eq!(second.wait_exit(SOON), 1);
     assert!(second.log().contains(address.trim_start_matches("tcp:")), "{}", second.log());
-    // And it still takes a guest.
+    // The receiver still accepts a guest.
     let sent = source.cli("send-migration", &[&address, "--json"]);
     assert_eq!(sent.status.code(), Some(0), "{}", String::from_utf8_lossy(&sent.stderr));
     destination.console().wait_reports(2, 1, SOON);
     destination.console().assert_clean();
-    // It has one now: a second source is refused, and goes on running its guest.
+    // A receiver with a guest refuses a second source, whose guest continues to run.
     let late = Driftline::run(&scratch, "late", GUEST, &MACHINE);
     let sent = late.cli("send-migration", &[&address, "--json"]);
-    let said = String::from_utf8_lossy(&sent.stderr);
-    assert_eq!(sent.status.code(), Some(4), "{said}");
+    let stderr = String::from_utf8_lossy(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(4), "{stderr}");
     late.console().wait_reports(2, 1, SOON);
     destination.console().wait_reports(2, 1, Duration::from_secs(60));
 }
 
-/// 100 ms there and back, 10 MB/s.
+/// Delay of a slow link in one direction.
 const DELAY: Duration = Duration::from_millis(50);
+/// Rate of a slow link, bytes a second.
 const RATE: u64 = 10_000_000;
 
 #[test]
@@ -281,10 +284,10 @@ fn guest_arrives_whole_over_a_slow_link() {
     let mut source = Driftline::run(&scratch, "source", guest, &MACHINE);
     source.console().wait_reports(2, 1, SOON);
     let (destination, address) = Driftline::receive(&scratch, "destination");
-    let line = MigrationProxy::slow(&address, DELAY, RATE);
+    let link = MigrationProxy::slow(&address, DELAY, RATE);
     let sent = std::thread::scope(|scope| {
-        let sent = scope.spawn(|| source.cli("send-migration", &[line.address(), "--json"]));
-        // Meanwhile both sides say how it goes.
+        let sent = scope.spawn(|| source.cli("send-migration", &[link.address(), "--json"]));
+        // Both sides report progress during the migration.
         tests::wait_for("the source's progress", SOON, || {
             let info = json_of(&source.cli("info", &["--json"]));
             let sent_bytes = info["migration"]["sent_bytes"].as_u64();
@@ -296,13 +299,13 @@ fn guest_arrives_whole_over_a_slow_link() {
         });
         sent.join().expect("the command ends")
     });
-    let said = String::from_utf8_lossy(&sent.stderr);
-    assert_eq!(sent.status.code(), Some(0), "{said}\n{}", destination.log());
+    let stderr = String::from_utf8_lossy(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(0), "{stderr}\n{}", destination.log());
     assert!(destination.log().contains("left in this pass"), "{}", destination.log());
     let report = json_of(&sent);
     let figure = |name: &str| report[name].as_f64().expect("a figure");
-    // The line was as long and thin as it should be: the state, PREPARED and COMMIT have their ways
-    // in the pause.
+    // The link was as slow as configured: the state, PREPARED and COMMIT each cross it during the
+    // pause.
     assert!(figure("downtime_ms") >= 3.0 * DELAY.as_secs_f64() * 1e3, "{report}");
     let least = figure("transferred_bytes") / RATE as f64;
     assert!(figure("total_time_ms") / 1e3 >= 0.9 * least, "{report}");
@@ -321,14 +324,14 @@ fn guest_that_outruns_the_link_stays() {
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     source.console().wait_reports(2, 1, SOON);
     let (destination, address) = Driftline::receive(&scratch, "destination");
-    let line = MigrationProxy::slow(&address, DELAY, RATE);
-    let args = [line.address(), "--json", "--timeout-s", "3", "--no-throttle"];
+    let link = MigrationProxy::slow(&address, DELAY, RATE);
+    let args = [link.address(), "--json", "--timeout-s", "3", "--no-throttle"];
     let sent = source.cli("send-migration", &args);
-    let said = String::from_utf8_lossy(&sent.stderr);
-    assert_eq!(sent.status.code(), Some(4), "{said}");
+    let stderr = String::from_utf8_lossy(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(4), "{stderr}");
     let reasons = ["outruns the link", "precopy took longer than its 3 s"];
-    assert!(reasons.iter().any(|reason| said.contains(reason)), "{said}");
-    assert!(said.contains("the guest continues here"), "{said}");
+    assert!(reasons.iter().any(|reason| stderr.contains(reason)), "{stderr}");
+    assert!(stderr.contains("the guest continues here"), "{stderr}");
     source.console().wait_reports(2, 2, SOON);
     source.console().assert_clean();
     destination.wait_for_another();

@@ -1,17 +1,18 @@
-//! A Linux guest with 2 vCPUs, a disk and a network, moved and brought back while its checkers run.
+//! A Linux guest with 2 vCPUs, a disk and a network is migrated and restored while its checkers run.
 //!
-//! Needs KVM, the right to make network namespaces, and the image that `images/linux/build.sh`
-//! makes; what is missing is said. What the checkers look at, `images/linux/README.md` says.
+//! The tests need KVM, the right to create network namespaces, and the image that
+//! `images/linux/build.sh` builds. A test reports what is missing. `images/linux/README.md`
+//! describes the checkers.
 //!
-//! A connection's other end is part of no checkpoint, and with `--disks external` the disk is not
-//! either. So a guest is killed in three ways here:
-//! - It is paused, checkpointed and killed, so that nothing of it is later than the checkpoint. It
-//!   goes on with the disk as it is, and its connections go on too.
-//! - It is paused, checkpointed, its disk copied; it goes on, and is killed some time later. It
-//!   goes on from the checkpoint with the copy. Its peer has heard of a future that never was: no
-//!   connection survives that, and the peer's is closed before.
-//! - Checkpoints with its disk are taken while it runs, and it is killed later. It goes on from any
-//!   of them, and the disk is what it was then.
+//! The peer of a connection is not part of a checkpoint. With `--disks external` the disk is not
+//! either. Therefore the tests restore a guest in three ways:
+//! - The guest is paused, checkpointed and killed, so nothing happens after the checkpoint. The
+//!   restored guest uses the same disk, and its connections continue.
+//! - The guest is paused and checkpointed, its disk is copied, and the guest runs until it is
+//!   killed. The restored guest uses the copy. Connections do not survive, because the peer has
+//!   received data from after the checkpoint, so the peer closes its connection before.
+//! - Checkpoints with the disk are taken while the guest runs, and the guest is killed later. It is
+//!   restored from any of them with the disk of that moment.
 #![allow(clippy::expect_used, clippy::panic, reason = "a test fails by saying what it expected")]
 
 #[path = "linux/drives.rs"]
@@ -26,45 +27,45 @@ use tests::{
     StolenTime, json_of, repeats,
 };
 
-/// They speak every other second: where ring 0 is emulated, a line costs the guest a tenth of a
-/// second.
+/// The checkers print a line every other second, because a line takes the guest a tenth of a second
+/// where ring 0 is emulated.
 const CHECKERS: &str = "driftline.check=mem,disk,tcp,clock driftline.mem=every=2s \
      driftline.disk=path=/dev/vda,pause=50ms,every=2s driftline.tcp=every=2s driftline.clock=every=2s";
 const DISK_BYTES: u64 = 32 << 20;
-/// What a peer may hear nothing for, when its guest moves.
+/// Longest time without an answer that a migration may cause.
 const SILENCE_MS: u64 = 200;
 
-/// What a host may take from us of the processors' time, in percent, while that is measured.
+/// Stolen processor time, in percent, up to which a measurement of silence counts.
 const UNDISTURBED: f64 = 1.0;
 
-/// Answers at 20 ms, after which a guest has settled.
+/// Answers, one every 20 ms, after which a booted guest is idle.
 const SETTLED: u64 = 500;
 
-/// A guest with all its checkers, and where it is.
+/// A guest with its checkers, its disk and its current process.
 struct CheckedGuest<'t> {
     linux: &'t LinuxImage,
     network: &'t Network,
     scratch: &'t ScratchDir,
-    here: Driftline,
-    /// Which of the hosts it is at.
-    at: usize,
+    process: Driftline,
+    /// Index of the host on which it runs.
+    host: usize,
     disk: PathBuf,
-    /// Processes that it has had.
-    lives: usize,
+    /// Number of processes so far, for their names.
+    processes: usize,
 }
 
 impl<'t> CheckedGuest<'t> {
-    fn begin(
+    fn boot(
         linux: &'t LinuxImage,
         network: &'t Network,
         scratch: &'t ScratchDir,
         tracking: &str,
     ) -> Self {
-        Self::begin_with(CHECKERS, linux, network, scratch, tracking)
+        Self::boot_with(CHECKERS, linux, network, scratch, tracking)
     }
 
-    /// As [`begin`](Self::begin), with these checkers.
-    fn begin_with(
+    /// As [`boot`](Self::boot), with these checkers.
+    fn boot_with(
         checkers: &str,
         linux: &'t LinuxImage,
         network: &'t Network,
@@ -78,15 +79,15 @@ impl<'t> CheckedGuest<'t> {
         let machine = ["--mem", "128M", "--vcpus", "2", "--tracking", tracking];
         let devices = ["--disk", &path, "--net", "tap=tap0"];
         let args = [&machine[..], &devices].concat();
-        let here = linux.boot("vmlinux", &network.hosts[0], scratch, "life0", checkers, &args);
-        let mut story = Self { linux, network, scratch, here, at: 0, disk, lives: 0 };
-        CheckerProgress::wait(&mut story.here, false);
-        story
+        let process = linux.boot("vmlinux", &network.hosts[0], scratch, "life0", checkers, &args);
+        let mut guest = Self { linux, network, scratch, process, host: 0, disk, processes: 0 };
+        CheckerProgress::wait(&mut guest.process, false);
+        guest
     }
 
-    /// A peer that talks to it, and waits for a guest that is busy with its other checkers.
+    /// Starts a peer that sends messages to the guest slowly, because the other checkers keep it busy.
     fn echo(&self) -> EchoClient {
-        let name = format!("echo{}", self.lives);
+        let name = format!("echo{}", self.processes);
         let peer = &self.network.peer;
         let mut echo = EchoClient::start_with(
             &["interval=50ms", "window=8"],
@@ -100,51 +101,56 @@ impl<'t> CheckedGuest<'t> {
     }
 
     fn next_name(&mut self) -> String {
-        self.lives += 1;
-        format!("life{}", self.lives)
+        self.processes += 1;
+        format!("life{}", self.processes)
     }
 
-    /// Moves it to the other host, while `echo` talks to it; the longest silence.
-    fn move_on(&mut self, echo: &mut EchoClient) -> u64 {
+    /// Moves the guest to the other host while `echo` sends messages. Returns the longest silence, ms.
+    fn migrate(&mut self, echo: &mut EchoClient) -> u64 {
         let name = self.next_name();
-        self.go(echo, &name, &[], &[])
+        self.migrate_with(echo, &name, &[], &[])
     }
 
-    /// Moves it likewise, with its disk, which then is in a new file alone.
-    fn move_on_with_disk(&mut self, echo: &mut EchoClient) -> u64 {
-        let (silence, old) = self.move_on_leaving_disk(echo);
+    /// As [`migrate`](Self::migrate), with the disk. Removes the old file.
+    fn migrate_with_disk(&mut self, echo: &mut EchoClient) -> u64 {
+        let (silence, old) = self.migrate_copying_disk(echo);
         std::fs::remove_file(old).expect("the disk is ours");
         silence
     }
 
-    /// As [`move_on_with_disk`](Self::move_on_with_disk), leaving the old file, whose path is
-    /// returned, too.
-    fn move_on_leaving_disk(&mut self, echo: &mut EchoClient) -> (u64, PathBuf) {
+    /// As [`migrate_with_disk`](Self::migrate_with_disk), but returns the path of the old file, too.
+    fn migrate_copying_disk(&mut self, echo: &mut EchoClient) -> (u64, PathBuf) {
         let name = self.next_name();
         let copy = self.scratch.path(&format!("disk-{name}"));
         let spec = format!("path={},id=disk0,copy", text(&copy));
-        let silence = self.go(echo, &name, &["--disk", &spec], &["--copy-disks"]);
+        let silence = self.migrate_with(echo, &name, &["--disk", &spec], &["--copy-disks"]);
         (silence, std::mem::replace(&mut self.disk, copy))
     }
 
-    /// Moves it as `name`, to a receiver that is told `there` more, by a sender that is told `how`.
-    fn go(&mut self, echo: &mut EchoClient, name: &str, there: &[&str], how: &[&str]) -> u64 {
-        self.at = 1 - self.at;
-        let host = &self.network.hosts[self.at];
-        let args = [&["--net", "tap=tap0"], there].concat();
-        let (there, address) = Driftline::receive_at(host, self.scratch, name, &args);
+    /// Moves the guest to a receiver called `name` with further arguments for both commands.
+    fn migrate_with(
+        &mut self,
+        echo: &mut EchoClient,
+        name: &str,
+        receive_args: &[&str],
+        send_args: &[&str],
+    ) -> u64 {
+        self.host = 1 - self.host;
+        let host = &self.network.hosts[self.host];
+        let args = [&["--net", "tap=tap0"], receive_args].concat();
+        let (destination, address) = Driftline::receive_at(host, self.scratch, name, &args);
         let mark = echo.mark();
         let resting = echo.silence_since(mark.saturating_sub(5));
-        let sent = self.here.cli("send-migration", &[&[&address, "--json"], how].concat());
-        let said = String::from_utf8_lossy(&sent.stderr);
-        assert_eq!(sent.status.code(), Some(0), "{name}: {said}\n{}", there.log());
+        let sent = self.process.cli("send-migration", &[&[&address, "--json"], send_args].concat());
+        let stderr = String::from_utf8_lossy(&sent.stderr);
+        assert_eq!(sent.status.code(), Some(0), "{name}: {stderr}\n{}", destination.log());
         let report = json_of(&sent);
         assert_eq!(report["status"], "completed", "{name}: {report}");
-        let code = self.here.wait_exit(SOON);
+        let code = self.process.wait_exit(SOON);
         assert_eq!(code, 0, "{name}: the source ends once its guest has moved");
-        tests::assert_clean(&self.here.console());
-        self.here = there;
-        let progress = CheckerProgress::wait(&mut self.here, true);
+        tests::assert_clean(&self.process.console());
+        self.process = destination;
+        let progress = CheckerProgress::wait(&mut self.process, true);
         echo.wait_answers(20);
         let silence = echo.silence_since(mark);
         eprintln!(
@@ -154,65 +160,72 @@ impl<'t> CheckedGuest<'t> {
             report["disk_bytes"],
             report["downtime_ms"].as_f64().unwrap_or(f64::NAN),
         );
-        assert_eq!(report["disk_bytes"].as_u64() > Some(0), !how.is_empty(), "{name}: {report}");
+        assert_eq!(
+            report["disk_bytes"].as_u64() > Some(0),
+            !send_args.is_empty(),
+            "{name}: {report}"
+        );
         silence
     }
 
-    /// Pauses the guest and takes a checkpoint; the store, and what was flushed then at least.
+    /// Pauses the guest and takes a checkpoint. Returns the store and the last record that was
+    /// certainly flushed.
     fn checkpoint(&self) -> (PathBuf, u64) {
-        let paused = self.here.cli("pause", &[]);
-        assert!(paused.status.success(), "{}", self.here.log());
-        let store = self.scratch.path(&format!("store{}", self.lives));
-        let taken = self.here.cli("checkpoint", &["--store", text(&store), "--disks", "external"]);
-        let said = String::from_utf8_lossy(&taken.stderr);
-        assert_eq!(taken.status.code(), Some(0), "{said}");
-        let progress = CheckerProgress::on(&self.here.console()).expect("the checkers have spoken");
+        let paused = self.process.cli("pause", &[]);
+        assert!(paused.status.success(), "{}", self.process.log());
+        let store = self.scratch.path(&format!("store{}", self.processes));
+        let taken =
+            self.process.cli("checkpoint", &["--store", text(&store), "--disks", "external"]);
+        let stderr = String::from_utf8_lossy(&taken.stderr);
+        assert_eq!(taken.status.code(), Some(0), "{stderr}");
+        let progress =
+            CheckerProgress::on(&self.process.console()).expect("every checker has printed");
         (store, progress.flushed)
     }
 
-    /// Brings the guest back from `store` with its disk, once no other process has it.
-    fn restore(&mut self, store: &Path, talking: bool) {
-        tests::assert_clean(&self.here.console());
+    /// Kills the guest and restores it from `store` with its disk.
+    fn restore(&mut self, store: &Path, has_peer: bool) {
+        tests::assert_clean(&self.process.console());
         let begun = Instant::now();
-        self.here.kill();
+        self.process.kill();
         let name = self.next_name();
         let disk = format!("path={}", text(&self.disk));
         let args =
             ["restore", "--same-id", "--store", text(store), "--disk", &disk, "--net", "tap=tap0"];
-        let host = &self.network.hosts[self.at];
-        self.here = Driftline::start_at(host, self.scratch, &name, &args);
-        self.here.wait_state("running");
+        let host = &self.network.hosts[self.host];
+        self.process = Driftline::start_at(host, self.scratch, &name, &args);
+        self.process.wait_state("running");
         let took = begun.elapsed();
-        let progress = CheckerProgress::wait(&mut self.here, talking);
+        let progress = CheckerProgress::wait(&mut self.process, has_peer);
         eprintln!("{name}: killed, and running after {:.0} ms; {progress:?}", ms(took));
         std::fs::remove_dir_all(store).expect("the store is ours");
     }
 
-    /// Checkpoint, kill, restore, with nothing between the first two.
-    fn hold_and_restore(&mut self, echo: &mut EchoClient) {
+    /// Takes a checkpoint, kills the paused guest and restores it.
+    fn restore_paused(&mut self, echo: &mut EchoClient) {
         let (store, _) = self.checkpoint();
         self.restore(&store, true);
         echo.wait_answers(20);
     }
 
-    /// Checkpoint, some more life, kill, restore: that life has not been.
+    /// Takes a checkpoint, lets the guest run on, kills it, and restores the checkpoint.
     fn roll_back(&mut self) {
         let (store, flushed) = self.checkpoint();
-        let copy = self.scratch.path(&format!("disk{}", self.lives + 1));
+        let copy = self.scratch.path(&format!("disk{}", self.processes + 1));
         std::fs::copy(&self.disk, &copy).expect("the disk is copied");
         self.linux.verify_disk(&copy, flushed);
-        let resumed = self.here.cli("resume", &[]);
-        assert!(resumed.status.success(), "{}", self.here.log());
+        let resumed = self.process.cli("resume", &[]);
+        assert!(resumed.status.success(), "{}", self.process.log());
         std::thread::sleep(Duration::from_millis(300));
-        let forgotten = std::mem::replace(&mut self.disk, copy);
+        let discarded = std::mem::replace(&mut self.disk, copy);
         self.restore(&store, false);
-        std::fs::remove_file(forgotten).expect("the disk is ours");
+        std::fs::remove_file(discarded).expect("the disk is ours");
     }
 
-    /// Its end: the disk is read from outside.
+    /// Kills the guest and verifies its disk from the host.
     fn end(mut self) {
-        let progress = CheckerProgress::wait(&mut self.here, false);
-        self.here.kill();
+        let progress = CheckerProgress::wait(&mut self.process, false);
+        self.process.kill();
         self.linux.verify_disk(&self.disk, progress.flushed);
     }
 }
@@ -225,7 +238,8 @@ fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// What these tests need, or a word that `test` is skipped.
+/// Returns the image and a network. If one is missing, reports that `test` is skipped and returns
+/// `None`.
 fn linux_and_network(test: &str) -> Option<(LinuxImage, Network)> {
     let linux = LinuxImage::or_skip(test)?;
     match Network::new() {
@@ -237,85 +251,85 @@ fn linux_and_network(test: &str) -> Option<(LinuxImage, Network)> {
     }
 }
 
-/// Whether this host can track so; says if not that `test` is skipped.
+/// Returns whether this host supports the tracking mode. If not, reports that `test` is skipped.
 fn can_track(test: &str, tracking: &str) -> bool {
     let guest = ["run", "--guest", "payload,ws=1M,passes=1", "--mem", "64M", "--serial", "null"];
     let tried = tests::run_cli(&[&guest[..], &["--tracking", tracking]].concat());
-    let said = String::from_utf8_lossy(&tried.stderr);
+    let stderr = String::from_utf8_lossy(&tried.stderr);
     match tried.status.code() {
         Some(0) => true,
         Some(3) => {
-            driftline_machine::testing::skip(test, said.trim());
+            driftline_machine::testing::skip(test, stderr.trim());
             false
         }
-        code => panic!("{code:?}: {said}"),
+        code => panic!("{code:?}: {stderr}"),
     }
 }
 
-/// Moves one guest so many times, and brings it back as often, each way in turn.
-fn moved_and_brought_back(test: &str, tracking: &str, times: usize) {
+/// Moves one guest `times` times and restores it as often, in both ways.
+fn migrate_and_restore(test: &str, tracking: &str, times: usize) {
     let _alone = tests::one_at_a_time();
     let Some((linux, network)) = linux_and_network(test) else { return };
     if !can_track(test, tracking) {
         return;
     }
     let scratch = ScratchDir::new();
-    let mut story = CheckedGuest::begin(&linux, &network, &scratch, tracking);
-    let mut echo = story.echo();
-    let silences: Vec<u64> = (0..times).map(|_| story.move_on(&mut echo)).collect();
+    let mut guest = CheckedGuest::boot(&linux, &network, &scratch, tracking);
+    let mut echo = guest.echo();
+    let silences: Vec<u64> = (0..times).map(|_| guest.migrate(&mut echo)).collect();
     eprintln!("{tracking}: silences of {times} moves, in ms: {silences:?}");
     for _ in 0..times.div_ceil(2) {
-        story.hold_and_restore(&mut echo);
+        guest.restore_paused(&mut echo);
     }
     let (messages, silence) = echo.finish();
     eprintln!("{tracking}: {messages} messages, longest silence {silence} ms");
     for _ in 0..times / 2 {
-        story.roll_back();
-        let (messages, _) = story.echo().finish();
+        guest.roll_back();
+        let (messages, _) = guest.echo().finish();
         assert!(messages > 0);
     }
-    story.end();
+    guest.end();
 }
 
 #[test]
 fn checkers_find_nothing_under_rings() {
-    moved_and_brought_back("checkers_find_nothing_under_rings", "dirty-ring", repeats(2, 20));
+    migrate_and_restore("checkers_find_nothing_under_rings", "dirty-ring", repeats(2, 20));
 }
 
 #[test]
 fn checkers_find_nothing_under_bitmaps() {
-    moved_and_brought_back("checkers_find_nothing_under_bitmaps", "dirty-bitmap", repeats(2, 20));
+    migrate_and_restore("checkers_find_nothing_under_bitmaps", "dirty-bitmap", repeats(2, 20));
 }
 
 #[test]
 fn checkers_find_nothing_under_bitmaps_cleared_by_hand() {
     let test = "checkers_find_nothing_under_bitmaps_cleared_by_hand";
-    moved_and_brought_back(test, "dirty-bitmap-manual", repeats(1, 20));
+    migrate_and_restore(test, "dirty-bitmap-manual", repeats(1, 20));
 }
 
 #[test]
 fn checkers_find_nothing_under_userfaultfd() {
     let test = "checkers_find_nothing_under_userfaultfd";
-    moved_and_brought_back(test, "userfault-wp", repeats(1, 20));
+    migrate_and_restore(test, "userfault-wp", repeats(1, 20));
 }
 
-/// There and back, while the disk's checker writes to it.
+/// Moves in both directions while the disk's checker writes.
 #[test]
 fn disk_moves_with_its_guest() {
     let _alone = tests::one_at_a_time();
     let test = "disk_moves_with_its_guest";
     let Some((linux, network)) = linux_and_network(test) else { return };
     let scratch = ScratchDir::new();
-    let mut story = CheckedGuest::begin(&linux, &network, &scratch, "dirty-ring");
-    let mut echo = story.echo();
+    let mut guest = CheckedGuest::boot(&linux, &network, &scratch, "dirty-ring");
+    let mut echo = guest.echo();
     for _ in 0..repeats(2, 20) {
-        story.move_on_with_disk(&mut echo);
+        guest.migrate_with_disk(&mut echo);
     }
     echo.finish();
-    story.end();
+    guest.end();
 }
 
-/// The network alone, on one vCPU: how long the peer hears nothing.
+/// Only the network's checker, on one vCPU: the time for which the peer receives nothing.
 #[test]
 fn a_connection_survives_moves_with_little_silence() {
     let _alone = tests::one_at_a_time();
@@ -323,31 +337,31 @@ fn a_connection_survives_moves_with_little_silence() {
     let Some((linux, network)) = linux_and_network(test) else { return };
     let scratch = ScratchDir::new();
     let args = ["--mem", "128M", "--net", "tap=tap0"];
-    // The server hardly speaks: a line on the console is silence at the connection, a tenth of a
-    // second of it where ring 0 is emulated.
+    // The server rarely prints. A line on the console delays the connection, by a tenth of a second
+    // where ring 0 is emulated.
     let checkers = "driftline.check=tcp driftline.tcp=every=60s";
-    let mut here = linux.boot("vmlinux", &network.hosts[0], &scratch, "stay0", checkers, &args);
-    // A kernel that has only just booted is busy with itself for some seconds.
+    let mut process = linux.boot("vmlinux", &network.hosts[0], &scratch, "stay0", checkers, &args);
+    // A kernel that has just booted has background work for some seconds.
     let mut echo = EchoClient::start(&linux, &network.peer, &scratch, "settling");
     echo.wait_answers(SETTLED);
     echo.finish();
     let (mut silences, mut disturbed) = (Vec::new(), Vec::new());
-    // In the long form until twenty were undisturbed.
-    let judged = repeats(usize::MAX, 20);
+    // The long form ends after twenty undisturbed moves.
+    let wanted = repeats(usize::MAX, 20);
     for i in 1..=repeats(4, 60) {
         let mut echo = EchoClient::start(&linux, &network.peer, &scratch, &format!("echo{i}"));
         let (mark, stolen) = (echo.mark(), StolenTime::begin());
         let before = echo.silence_since(0);
         let name = format!("stay{i}");
-        let (there, address) =
+        let (destination, address) =
             Driftline::receive_at(&network.hosts[i % 2], &scratch, &name, &["--net", "tap=tap0"]);
-        let sent = here.cli("send-migration", &[&address, "--json"]);
-        assert_eq!(sent.status.code(), Some(0), "{name}: {}", there.log());
+        let sent = process.cli("send-migration", &[&address, "--json"]);
+        assert_eq!(sent.status.code(), Some(0), "{name}: {}", destination.log());
         let report = json_of(&sent);
-        assert_eq!(here.wait_exit(SOON), 0, "{name}");
-        here = there;
+        assert_eq!(process.wait_exit(SOON), 0, "{name}");
+        process = destination;
         echo.wait_answers(100);
-        tests::assert_clean(&here.console());
+        tests::assert_clean(&process.console());
         let (silence, stolen) = (echo.silence_since(mark), stolen.percent());
         echo.finish();
         eprintln!(
@@ -356,27 +370,27 @@ fn a_connection_survives_moves_with_little_silence() {
         );
         let which = if stolen <= UNDISTURBED { &mut silences } else { &mut disturbed };
         which.push(silence);
-        if silences.len() >= judged {
+        if silences.len() >= wanted {
             break;
         }
     }
     silences.sort_unstable();
     disturbed.sort_unstable();
-    eprintln!("silences, in ms: {silences:?}; while the host was elsewhere: {disturbed:?}");
-    // With nothing else on this machine, which only whoever asks for the long form knows of.
-    if judged == 20 {
+    eprintln!("silences, in ms: {silences:?}; with stolen processor time: {disturbed:?}");
+    // Only the long form judges the silences: it requires an idle machine.
+    if wanted == 20 {
         assert!(silences.iter().all(|ms| *ms <= SILENCE_MS), "{silences:?}");
-        assert!(silences.len() >= 10, "the host was elsewhere too often: {disturbed:?}");
+        assert!(silences.len() >= 10, "too much stolen processor time: {disturbed:?}");
     }
 }
 
-/// Guests that go on from one checkpoint at once.
+/// Number of guests that are restored from one checkpoint at once.
 const CLONES: usize = 10;
 
-/// Boots `kernel` with a network, takes a checkpoint, and has ten guests go on from it, each with a
-/// tap of its own at a host of its own. Each gives randomness of its own at once, by the command
-/// `ask` or by a checker, between `<` and `>`; no two may give the same.
-fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
+/// Boots `kernel` with a network, takes a checkpoint, and restores ten clones, each on its own host
+/// with its own tap. Each clone prints randomness between `<` and `>`, by `command` or by a checker.
+/// No two may print the same.
+fn clones_differ(test: &str, kernel: &str, checkers: &str, command: Option<&str>) {
     let _alone = tests::one_at_a_time();
     let Some(linux) = LinuxImage::or_skip(test) else { return };
     if !linux.file(kernel).exists() {
@@ -396,12 +410,12 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     };
     let scratch = ScratchDir::new();
     let args = ["--mem", "128M", "--net", "tap=tap0"];
-    // What a checker says takes time from guests that are many.
+    // Lines of a checker take time from ten guests on one machine.
     let quiet = format!("driftline.check={checkers} driftline.tcp=every=60s");
     let mut first = linux.boot(kernel, &hosts[0], &scratch, "first", &quiet, &args);
     let store = scratch.path("store");
     let store = text(&store);
-    // The server listens.
+    // Waits until the server listens.
     EchoClient::start(&linux, &hosts[0], &scratch, "first").finish();
     for checker in checkers.split(',') {
         let ready = format!("check {checker}: ready");
@@ -417,9 +431,9 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
         let net = format!("tap=tap{i}");
         let args = ["restore", "--store", store, "--net", &net];
         let mut clone = Driftline::start_typed_to(&hosts[i], &scratch, &format!("clone{i}"), &args);
-        // There when the guest first runs: the shell, which waits for it, is among the first to
-        // run.
-        ask.iter().for_each(|line| clone.type_line(line));
+        // Typed before the guest runs. The shell waits for input, so it is among the first programs
+        // to run.
+        command.iter().for_each(|line| clone.type_line(line));
         clone
     };
     let mut clones: Vec<Driftline> = (1..=CLONES).map(restore).collect();
@@ -427,12 +441,12 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
         clone.wait_state("running");
     }
     eprintln!("{CLONES} guests run after {:.0} ms", ms(begun.elapsed()));
-    let mut answers: Vec<String> = clones.iter_mut().map(fresh).collect();
+    let mut answers: Vec<String> = clones.iter_mut().map(printed_randomness).collect();
     eprintln!("{CLONES} guests have answered after {:.0} ms: {answers:?}", ms(begun.elapsed()));
     answers.sort_unstable();
     answers.dedup();
     assert_eq!(answers.len(), CLONES, "{answers:?}");
-    // Each on its own tap, all at once.
+    // All clones answer at once, each on its own tap.
     let echo = |i: usize| {
         let name = format!("clone{i}");
         EchoClient::start_with(&["interval=500ms", "window=2"], &linux, &hosts[i], &scratch, &name)
@@ -449,13 +463,13 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     }
 }
 
-/// The randomness that a guest has given.
-fn fresh(clone: &mut Driftline) -> String {
+/// Returns the randomness that a clone has printed.
+fn printed_randomness(clone: &mut Driftline) -> String {
     let console = clone.console();
     tests::wait_for("randomness of a guest", Duration::from_secs(600), || {
         clone.must_live();
         let lines = console.lines();
-        // The typed line is on the console as well.
+        // The console echoes the typed line, too.
         let answers = lines.iter().filter_map(|line| line.split_once('<')?.1.split_once('>'));
         let random = |text: &str| {
             text.len() >= 12
@@ -465,32 +479,37 @@ fn fresh(clone: &mut Driftline) -> String {
     })
 }
 
-/// Without ACPI nothing tells a kernel that it was brought back; whoever needs randomness of its
-/// own reads the host's, behind what the driver may have fetched before the checkpoint.
+/// Without ACPI the kernel is not notified of a restore. A program that needs fresh randomness reads
+/// the host's, after the bytes that the driver may have fetched before the checkpoint.
 #[test]
 fn clones_read_fresh_randomness_from_hwrng() {
     let test = "clones_read_fresh_randomness_from_hwrng";
-    ten_go_on(test, "vmlinux", "tcp", Some("echo \"<$(head -c137 /dev/hwrng|tail -c9|base64)>\""));
+    clones_differ(
+        test,
+        "vmlinux",
+        "tcp",
+        Some("echo \"<$(head -c137 /dev/hwrng|tail -c9|base64)>\""),
+    );
 }
 
-/// A kernel with ACPI is told by the generation ID, some milliseconds after it goes on, and says
-/// so; a program that waits for that asks for randomness then.
+/// The generation ID notifies a kernel with ACPI some milliseconds after a restore. A program that
+/// waits for the notification reads randomness afterwards.
 #[test]
 fn clones_are_reseeded_by_the_generation_id() {
     let test = "clones_are_reseeded_by_the_generation_id";
-    ten_go_on(test, "vmlinux-acpi", "tcp,fork", None);
+    clones_differ(test, "vmlinux-acpi", "tcp,fork", None);
 }
 
-/// What a kernel of the distribution's needs to come far where its ring 0 is emulated.
+/// CPU features without which a distribution's kernel runs longest where ring 0 is emulated.
 const STOCK_CPU: &str = "host,-cx16,-popcnt,-smap,-erms,-fsrm";
 const STOCK_CMDLINE: &str = "console=ttyS0 earlyprintk=ttyS0 reboot=k panic=-1 noxsave tsc=reliable no_timer_check \
      rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp nokaslr mitigations=off";
-/// It takes minutes where its ring 0 is emulated.
+/// Time limit of the boot, which takes minutes where ring 0 is emulated.
 const STOCK_BOOT: Duration = Duration::from_secs(1200);
 
-/// Not in any default run: boots the kernel that `DRIFTLINE_STOCK_KERNEL` names, such as a
-/// distribution's uncompressed one, to the image's shell; or, on a host whose KVM emulates ring 0,
-/// as far as that goes.
+/// Boots the kernel that `DRIFTLINE_STOCK_KERNEL` names, such as a distribution's uncompressed
+/// kernel, until the image's shell runs. On a host whose KVM emulates ring 0 the boot may end with a
+/// message that names an instruction. Skipped by default.
 #[test]
 fn stock_kernel_boots_or_names_the_unemulated_instruction() {
     let test = "stock_kernel_boots_or_names_the_unemulated_instruction";
@@ -505,8 +524,7 @@ fn stock_kernel_boots_or_names_the_unemulated_instruction() {
     let begun = Instant::now();
     let mut vm = Driftline::start(&scratch, "stock", &args);
     let (end, code) = tests::wait_for("end of the stock kernel's boot", STOCK_BOOT, || {
-        let there = vm.console().text().contains("driftline-linux: shell");
-        if there {
+        if vm.console().text().contains("driftline-linux: shell") {
             Some(("its shell", None))
         } else {
             vm.exited().map(|code| ("its end", Some(code)))
@@ -523,8 +541,8 @@ fn stock_kernel_boots_or_names_the_unemulated_instruction() {
         assert!(lines.iter().any(|line| line.contains(early)), "no \"{early}\" in {lines:#?}");
     }
     if let Some(code) = code {
-        let said = vm.log();
-        eprintln!("{said}");
-        assert!(code == 1 && said.contains("KVM cannot emulate an instruction"), "{code}: {said}");
+        let log = vm.log();
+        eprintln!("{log}");
+        assert!(code == 1 && log.contains("KVM cannot emulate an instruction"), "{code}: {log}");
     }
 }

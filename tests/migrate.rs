@@ -1,4 +1,4 @@
-//! Migrations in a row, from process to process, of a guest that checks itself.
+//! Repeated migrations of one self-checking guest from process to process.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::time::Duration;
@@ -6,31 +6,36 @@ use std::time::Duration;
 use driftline_machine::testing::kvm_or_skip;
 use tests::{Driftline, GuestLoad, SOON, ScratchDir, json_of};
 
-/// Sends one guest through `hops` processes; each one's guest must go on writing without an error.
+/// Moves one guest through `hops` processes. It must continue to write without an error in each.
 fn in_a_row(load: GuestLoad, hops: usize) {
     let scratch = ScratchDir::new();
-    let mut here = load.start(&scratch, "hop0");
-    let mut pages = here.console().wait_reports(2, 1, SOON).iter().map(|r| r.pages).sum::<u64>();
+    let mut source = load.start(&scratch, "hop0");
+    let mut pages = source.console().wait_reports(2, 1, SOON).iter().map(|r| r.pages).sum::<u64>();
     for hop in 1..=hops {
-        let (there, address) = Driftline::receive(&scratch, &format!("hop{hop}"));
-        let sent = here.cli("send-migration", &[&address, "--json"]);
-        let said = String::from_utf8_lossy(&sent.stderr);
-        assert_eq!(sent.status.code(), Some(0), "hop {hop}: {said}\n{}", there.log());
+        let (destination, address) = Driftline::receive(&scratch, &format!("hop{hop}"));
+        let sent = source.cli("send-migration", &[&address, "--json"]);
+        let stderr = String::from_utf8_lossy(&sent.stderr);
+        assert_eq!(sent.status.code(), Some(0), "hop {hop}: {stderr}\n{}", destination.log());
         let report = json_of(&sent);
         assert_eq!(report["status"], "completed", "hop {hop}: {report}");
-        assert_eq!(here.wait_exit(SOON), 0, "hop {hop}: the source ends once its guest has moved");
-        // A report of each vCPU on the new host: it has verified pages and written more of them.
-        let now = there.console().wait_reports(2, 1, SOON).iter().map(|r| r.pages).sum::<u64>();
+        assert_eq!(
+            source.wait_exit(SOON),
+            0,
+            "hop {hop}: the source ends once its guest has moved"
+        );
+        // Each vCPU reports from the new process: it has verified pages and written more.
+        let now =
+            destination.console().wait_reports(2, 1, SOON).iter().map(|r| r.pages).sum::<u64>();
         assert!(now > pages, "hop {hop}: {now} pages written, {pages} before it");
         pages = now;
-        there.console().assert_clean();
-        here = there;
+        destination.console().assert_clean();
+        source = destination;
     }
-    here.console().wait_reports(2, 2, Duration::from_secs(60));
-    let stopped = here.cli("stop", &[]);
+    source.console().wait_reports(2, 2, Duration::from_secs(60));
+    let stopped = source.cli("stop", &[]);
     assert!(stopped.status.success());
-    assert_eq!(here.wait_exit(SOON), 0);
-    here.console().assert_clean();
+    assert_eq!(source.wait_exit(SOON), 0);
+    source.console().assert_clean();
 }
 
 tests::under_each_load!(in_a_row, 3, 20);
@@ -40,7 +45,7 @@ fn guest_arrives_whole_with_every_send_option() {
     if !kvm_or_skip("guest_arrives_whole_with_every_send_option") {
         return;
     }
-    let ways: [&[&str]; 5] = [
+    let options: [&[&str]; 5] = [
         &["--verify"],
         &["--connections", "3", "--verify"],
         &["--compress", "lz4"],
@@ -49,27 +54,27 @@ fn guest_arrives_whole_with_every_send_option() {
     ];
     let scratch = ScratchDir::new();
     let machine = ["--mem", "256M", "--vcpus", "2"];
-    let mut here = Driftline::run(&scratch, "hop0", "payload,ws=32M,rate=100M", &machine);
-    here.console().wait_reports(2, 1, SOON);
-    for (hop, way) in ways.iter().enumerate() {
-        let (there, address) = Driftline::receive(&scratch, &format!("hop{}", hop + 1));
+    let mut source = Driftline::run(&scratch, "hop0", "payload,ws=32M,rate=100M", &machine);
+    source.console().wait_reports(2, 1, SOON);
+    for (hop, options) in options.iter().enumerate() {
+        let (destination, address) = Driftline::receive(&scratch, &format!("hop{}", hop + 1));
         let mut args = vec![address.as_str(), "--json"];
-        args.extend_from_slice(way);
-        let sent = here.cli("send-migration", &args);
-        let said = String::from_utf8_lossy(&sent.stderr);
-        assert_eq!(sent.status.code(), Some(0), "{way:?}: {said}\n{}", there.log());
+        args.extend_from_slice(options);
+        let sent = source.cli("send-migration", &args);
+        let stderr = String::from_utf8_lossy(&sent.stderr);
+        assert_eq!(sent.status.code(), Some(0), "{options:?}: {stderr}\n{}", destination.log());
         let report = json_of(&sent);
         let of = |name: &str| report[name].as_u64().expect("a figure");
-        // The payload's pages are numbers that repeat.
-        if way.contains(&"--compress") {
+        // The payload's pages are compressible.
+        if options.contains(&"--compress") {
             let content = of("normal_frames") * 4096;
-            assert!(of("transferred_bytes") < content / 2, "{way:?}: {report}");
+            assert!(of("transferred_bytes") < content / 2, "{options:?}: {report}");
         }
-        assert_eq!(here.wait_exit(SOON), 0, "{way:?}");
-        there.console().wait_reports(2, 1, SOON);
-        there.console().assert_clean();
-        here = there;
+        assert_eq!(source.wait_exit(SOON), 0, "{options:?}");
+        destination.console().wait_reports(2, 1, SOON);
+        destination.console().assert_clean();
+        source = destination;
     }
-    here.console().wait_reports(2, 2, SOON);
-    here.console().assert_clean();
+    source.console().wait_reports(2, 2, SOON);
+    source.console().assert_clean();
 }

@@ -1,4 +1,4 @@
-//! Stores of real guests: the VMM killed at any moment, and bits flipped in what it left behind.
+//! Stores of real guests: the VMM is killed at any moment, and bits of the files are flipped.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::fs;
@@ -33,7 +33,7 @@ fn durable_epoch_of_a_killed_vmm_restores() {
             .expect("driftline starts");
         let epochs = || fs::read_to_string(scratch.path("epochs")).unwrap_or_default();
         wait_for("first durable epoch", SOON, || epochs().contains('\n').then_some(()));
-        // A different moment of the cycle each time.
+        // Kills at a different point of the cycle in each round.
         std::thread::sleep(Duration::from_micros(1_000 + 7_919 * round as u64 % 50_000));
         vm.kill();
         let _ = reports.wait();
@@ -65,8 +65,8 @@ fn flipped_bit_is_reported_with_its_place() {
         let file = store.join(name);
         let sound = fs::read(&file).expect("readable");
         let some = [0, 9, 60, 64, 90, sound.len() / 3, sound.len() / 2, sound.len() - 1];
-        // Of the page file the header, and all frames at once: nobody asks for one that no epoch
-        // has any more.
+        // In the page file the header and all frames at once, because no epoch may refer to a single
+        // frame any more.
         let places = match name {
             "pages-1" => vec![0, 9, 60, 64, 90, 5000],
             _ => some.to_vec(),
@@ -78,24 +78,31 @@ fn flipped_bit_is_reported_with_its_place() {
             fs::write(&file, &flipped).expect("writable");
             for command in [&["store", "verify", path][..], &["restore", "--store", path]] {
                 let out = run_cli(command);
-                let said = String::from_utf8_lossy(&out.stderr);
-                assert_eq!(out.status.code(), Some(1), "{command:?}, byte {at} of {name}: {said}");
-                assert!(said.contains(name), "byte {at} of {name}: {said}");
-                assert!(said.contains("byte") || said.contains("offset"), "where? {said}");
+                let stderr = String::from_utf8_lossy(&out.stderr);
+                assert_eq!(
+                    out.status.code(),
+                    Some(1),
+                    "{command:?}, byte {at} of {name}: {stderr}"
+                );
+                assert!(stderr.contains(name), "byte {at} of {name}: {stderr}");
+                assert!(
+                    stderr.contains("byte") || stderr.contains("offset"),
+                    "no position: {stderr}"
+                );
             }
         }
         fs::write(&file, &sound).expect("writable");
     }
-    assert!(run_cli(&["store", "verify", path]).status.success(), "mended, it is sound again");
+    assert!(run_cli(&["store", "verify", path]).status.success(), "the restored files are valid");
 }
 
-/// The number in one line of `checkpoint --json`, if the epoch was durable.
+/// Returns the epoch's number from a line of `checkpoint --json` if the epoch is durable.
 fn epoch_of(line: &str) -> Option<u64> {
     let report: Value = serde_json::from_str(line).ok()?;
     if report.get("durable")? == true { report.get("epoch")?.as_u64() } else { None }
 }
 
-/// The epochs that `store ls --json` lists.
+/// Returns the epochs that `store ls --json` lists.
 fn listed(store: &str) -> Vec<u64> {
     let out = run_cli(&["store", "ls", "--json", store]);
     let listing = tests::json_of(&out);
@@ -113,7 +120,7 @@ fn core_has_guest_memory_and_registers() {
     let scratch = ScratchDir::new();
     let store = scratch.path("store");
     let path = store.to_str().expect("UTF-8");
-    // In two memory slots, on both sides of the hole below 4 GiB.
+    // Memory in two slots, on both sides of the hole below 4 GiB.
     let mut vm = Driftline::run(&scratch, "vm", "payload,ws=8M", &["--vcpus", "2", "--mem", "4G"]);
     vm.console().wait_reports(2, 1, SOON);
     assert!(vm.cli("checkpoint", &["--store", path]).status.success());
@@ -149,8 +156,7 @@ fn core_has_guest_memory_and_registers() {
     assert!(frames > 2048, "the payload's 8 MiB are there: {frames} frames");
 
     let note = bytes_at(&core, word(&notes[0], 8, 8), word(&notes[0], 32, 8) as usize);
-    // Of each vCPU a header, "CORE", and `struct elf_prstatus`, in which the registers begin at
-    // byte 112.
+    // Each vCPU has a header, "CORE", and `struct elf_prstatus`, whose registers begin at byte 112.
     let one = 12 + 8 + 336;
     for vcpu in 0..2 {
         let note = &note[vcpu * one..(vcpu + 1) * one];
@@ -168,10 +174,10 @@ fn core_has_guest_memory_and_registers() {
     else {
         return driftline_machine::testing::skip(NAME, "there is no gdb to open it");
     };
-    let said = String::from_utf8_lossy(&gdb.stdout);
+    let stdout = String::from_utf8_lossy(&gdb.stdout);
     let rip = format!("0x{:x}", word(&note, 20 + 112 + 16 * 8, 8));
-    assert!(said.contains(&format!("$1 = {rip}")), "{rip}: {said}");
-    assert!(said.contains("[New LWP 2]") && !said.contains("[New LWP 3]"), "{said}");
+    assert!(stdout.contains(&format!("$1 = {rip}")), "{rip}: {stdout}");
+    assert!(stdout.contains("[New LWP 2]") && !stdout.contains("[New LWP 3]"), "{stdout}");
 }
 
 #[test]
@@ -196,18 +202,20 @@ fn any_archived_checkpoint_restores() {
     };
     let elsewhere = scratch.path("elsewhere");
     fs::create_dir(&elsewhere).expect("a directory");
-    // What the command line names is let through, also where the process may hardly read anything
-    // else.
+    // Paths on the command line are accessible even if --allow-path restricts all others.
     let narrow = ["--allow-path", elsewhere.to_str().expect("UTF-8")];
     for (life, epoch, more) in [(1, "2", &[][..]), (2, "3", &narrow)] {
         let done = export(&["--epoch", epoch, "--json", "--force"]);
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         let report = tests::json_of(&done);
         let frames = report["frames"].as_u64().expect("frames");
-        assert!(frames > 4096, "most of the payload's memory is in it: {frames}");
+        assert!(frames > 4096, "the archive has most of the payload's memory: {frames}");
         let bytes = fs::metadata(&archive).expect("a file").len();
         assert_eq!(report["bytes"].as_u64(), Some(bytes));
-        assert!(bytes < frames * 4096, "packed: {bytes} bytes of {frames} frames");
+        assert!(
+            bytes < frames * 4096,
+            "the archive is compressed: {bytes} bytes for {frames} frames"
+        );
         assert!(run_cli(&["store", "verify", file]).status.success());
         assert_eq!(listed(file), [epoch.parse::<u64>().expect("a number")]);
         let name = format!("life{life}");
@@ -221,13 +229,13 @@ fn any_archived_checkpoint_restores() {
 
     let refused = |args: &[&str], why: &str| {
         let out = run_cli(args);
-        let said = String::from_utf8_lossy(&out.stderr);
-        assert_eq!(out.status.code(), Some(1), "{args:?}: {said}");
-        assert!(said.contains(why), "{args:?}: {said}");
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
+        assert!(stderr.contains(why), "{args:?}: {stderr}");
     };
     let exists = export(&[]);
-    let said = String::from_utf8_lossy(&exists.stderr);
-    assert!(exists.status.code() == Some(1) && said.contains("it exists; --force"), "{said}");
+    let stderr = String::from_utf8_lossy(&exists.stderr);
+    assert!(exists.status.code() == Some(1) && stderr.contains("it exists; --force"), "{stderr}");
     refused(&["restore", "--store", file, "--lazy"], "so leave out --lazy");
     refused(&["restore", "--store", file, "--epoch", "2"], "has no checkpoint 2");
     refused(&["store", "export", file, "--output", path], "an archive is not exported again");
@@ -246,7 +254,7 @@ fn any_archived_checkpoint_restores() {
     }
 }
 
-/// A little-endian number of `size` bytes.
+/// Returns a little-endian number of `size` bytes.
 fn word(bytes: &[u8], at: usize, size: usize) -> u64 {
     bytes[at..at + size].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
 }

@@ -1,5 +1,5 @@
-//! What `driftline top` shows of a KVM guest, beside what the guest itself says that it writes; and
-//! that who is looked at loses nothing.
+//! Compares the output of `driftline top` with the writes that a KVM guest reports, and checks that
+//! watching a guest loses no write.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::fs::{self, File};
@@ -10,17 +10,16 @@ use driftline_machine::testing::kvm_or_skip;
 use serde_json::Value;
 use tests::{Driftline, SOON, ScratchDir, driftline, json_of, one_at_a_time, run_cli, wait_for};
 
-/// The modes that every host with KVM has.
+/// The tracking modes that every host with KVM has.
 const MODES: [&str; 3] = ["dirty-ring", "dirty-bitmap", "dirty-bitmap-manual"];
-/// A paced guest: half of what it writes to in four seconds.
+/// A paced guest that writes half of its working set in four seconds.
 const GUEST: &str = "payload,ws=64M,rate=8M";
 
 fn number(value: &Value) -> u64 {
     value.as_u64().expect("a number")
 }
 
-/// Where the frames of a page lie, as `(guest physical address of the bin, frames)`; bins without
-/// any are left out.
+/// Returns the bins with dirty frames, as `(guest physical address, frames)`.
 fn written(page: &Value) -> Vec<(u64, u64)> {
     let bin = number(&page["bin_bytes"]);
     let bins = page["bin_frames"].as_array().expect("bins");
@@ -28,7 +27,7 @@ fn written(page: &Value) -> Vec<(u64, u64)> {
     all.filter(|(_, frames)| *frames > 0).collect()
 }
 
-/// Page writes so far, and by the guest's clock when that was, ms; of its only vCPU.
+/// Returns the page writes of the only vCPU so far and the guest's time of that report, ms.
 fn progress(vm: &Driftline) -> (u64, u64) {
     let last = vm.console().wait_reports(1, 1, SOON)[0];
     (last.pages, last.t_ms)
@@ -43,19 +42,19 @@ fn top_shows_hot_range_and_write_rate() {
     for mode in MODES {
         let scratch = ScratchDir::new();
         let vm = Driftline::run(&scratch, "guest", GUEST, &["--mem", "256M", "--tracking", mode]);
-        wait_for("a round of the guest", SOON * 2, || {
+        wait_for("a pass of the guest", SOON * 2, || {
             vm.console().last_reports(1)?.iter().all(|r| r.passes > 0).then_some(())
         });
         let before = progress(&vm);
         let out = vm.cli("top", &["--once", "--json", "--interval", "4s"]);
-        let said = String::from_utf8_lossy(&out.stderr).into_owned();
-        assert_eq!(out.status.code(), Some(0), "{mode}: {said}");
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(0), "{mode}: {stderr}");
         let after = progress(&vm);
         let page = json_of(&out);
         assert_eq!(page["info"]["tracking"], mode);
 
-        // The payload's working set begins at 16 MiB. Below it are its tables, to which it writes a
-        // little.
+        // The payload's working set begins at 16 MiB. Below lie its stacks, clocks and tables, to which
+        // it writes little.
         let hot = 16 << 20..80 << 20;
         let written = written(&page);
         let inside = |all: &[(u64, u64)]| -> u64 {
@@ -68,12 +67,13 @@ fn top_shows_hot_range_and_write_rate() {
             hot_frames * 100 >= frames * 98 && above == 0,
             "{mode}: {hot_frames} of {frames}: {written:?}"
         );
-        // Whole bins are hot where it was: it writes one page after another.
+        // The guest writes pages in order, so most dirty bins are entirely dirty.
         let whole = number(&page["bin_bytes"]) / 4096;
         let full = written.iter().filter(|(_, frames)| *frames == whole).count() as u64;
         assert!(full * whole * 10 >= frames * 9, "{mode}: {full} of {written:?}");
 
-        // The guest's own count over about the same time; the host may have taken time from either.
+        // Compares with the guest's own count over about the same time. The host may have delayed
+        // either side.
         let guest = (after.0 - before.0) as f64 / (after.1 - before.1).max(1) as f64;
         let seen = frames as f64 / page["window_ms"].as_f64().expect("a length");
         assert!(
@@ -83,7 +83,7 @@ fn top_shows_hot_range_and_write_rate() {
         let rate = number(&page["dirty_rate_bytes_per_s"]) as f64;
         assert!((rate / 4096.0 / 1000.0 / seen - 1.0).abs() < 0.01, "{mode}: {rate} and {seen}");
 
-        // Who writes, and how full rings are, is known of rings alone.
+        // Only dirty rings tell which vCPU writes and how full rings are.
         let vcpu = &page["vcpu"][0];
         if mode == "dirty-ring" {
             let dirtied = number(&vcpu["dirtied_frames"]);
@@ -96,7 +96,7 @@ fn top_shows_hot_range_and_write_rate() {
             assert_eq!(page["ring_entries"], Value::Null);
         }
         vm.console().assert_clean();
-        // It has gone, and the guest is followed no longer.
+        // `top` has ended, so the guest is no longer tracked.
         wait_for("the watch's end", SOON, || {
             (vm.info()?["dirty"]["subscribers"] == 0).then_some(())
         });
@@ -112,7 +112,7 @@ fn checkpoints_are_complete_while_top_watches() {
     let scratch = ScratchDir::new();
     let spec = "payload,ws=32M,rate=max,pattern=random";
     let vm = Driftline::run(&scratch, "guest", spec, &["--mem", "256M", "--vcpus", "2"]);
-    let looks: Vec<_> = ["100ms", "150ms"]
+    let watches: Vec<_> = ["100ms", "150ms"]
         .into_iter()
         .map(|interval| {
             let seen = scratch.path(interval);
@@ -130,10 +130,10 @@ fn checkpoints_are_complete_while_top_watches() {
     let store = store.to_str().expect("UTF-8");
     let taken = vm.cli("checkpoint", &["--store", store, "--every", "200ms", "--count", "8"]);
     assert_eq!(taken.status.code(), Some(0), "{}", String::from_utf8_lossy(&taken.stderr));
-    // Looked at once more with all of them taken: the last answer is of after that.
+    // Waits until each watch has shown the end of the checkpoint run.
     let of_run = |page: &Value| page["checkpoints"]["achieved"]["epochs"].as_u64();
-    for (_, seen) in &looks {
-        wait_for("a look at the end of the run", SOON, || {
+    for (_, seen) in &watches {
+        wait_for("the end of the run in a watch", SOON, || {
             let text = fs::read_to_string(seen).ok()?;
             let whole = text.rfind('\n').map_or("", |end| &text[..end]);
             let last: Value = serde_json::from_str(whole.lines().last()?).ok()?;
@@ -142,14 +142,14 @@ fn checkpoints_are_complete_while_top_watches() {
     }
     vm.console().wait_reports(2, 1, SOON);
     assert_eq!(vm.cli("stop", &[]).status.code(), Some(0));
-    for (mut top, seen) in looks {
+    for (mut top, seen) in watches {
         let status =
             wait_for("top's end", Duration::from_secs(60), || top.try_wait().expect("a child"));
         assert_eq!(status.code(), Some(0));
         let text = fs::read_to_string(seen).expect("what it printed");
         let pages: Vec<Value> =
             text.lines().map(|l| serde_json::from_str(l).expect("an object a line")).collect();
-        // A window has what was written in it, and no more than there is.
+        // A window has at most all frames of the guest.
         assert!(pages.iter().any(|page| of_run(page).is_some_and(|n| (1..8).contains(&n))));
         assert!(pages.iter().all(|page| number(&page["frames"]) <= 65_536));
     }

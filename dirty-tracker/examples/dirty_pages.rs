@@ -169,9 +169,9 @@ pub fn track() -> Result<[Vec<FrameRun>; 3], Box<dyn Error>> {
 
 #[allow(dead_code, reason = "the test of this example calls `track`")]
 fn main() -> Result<(), Box<dyn Error>> {
-    for (runs, who) in track()?.iter().zip(["the VMM", "the guest", "the guest, again"]) {
+    for (runs, writer) in track()?.iter().zip(["the VMM", "the guest", "the guest, again"]) {
         let runs: Vec<String> = runs.iter().map(|run| run.to_string()).collect();
-        println!("{who} wrote {}", runs.join(", "));
+        println!("{writer} wrote {}", runs.join(", "));
     }
     Ok(())
 }

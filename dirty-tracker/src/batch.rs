@@ -19,13 +19,13 @@ pub(crate) struct WordBatch {
 impl WordBatch {
     pub(crate) const EMPTY: Self = Self { words: [(0, 0); GATHERED], len: 0, placed: None };
 
-    /// Adds bits of a leaf word. Returns whether they found room: a full batch must be
-    /// [taken](Self::take) first.
+    /// Adds bits of a leaf word. Returns whether there was room. The caller empties a full batch
+    /// with [`take`](Self::take) and adds the bits again.
     #[inline]
     pub(crate) fn add(&mut self, word: u64, bits: u64) -> bool {
-        if let Some((last, there)) = self.words[..self.len].last_mut() {
+        if let Some((last, last_bits)) = self.words[..self.len].last_mut() {
             if *last == word {
-                *there |= bits;
+                *last_bits |= bits;
                 return true;
             }
         }

@@ -43,8 +43,8 @@ use crate::{FrameRun, Gfn};
 /// ```
 #[derive(Clone, Default)]
 pub struct FrameSet {
-    /// The set is `runs[taken..]`. Runs taken from the front stay for a while, so that taking all
-    /// runs does not move the rest each time.
+    /// The set is `runs[taken..]`. Runs taken from the front are removed later, many at a time, so
+    /// that taking a run does not move the rest.
     runs: Vec<FrameRun>,
     taken: usize,
     frames: u64,
@@ -177,10 +177,10 @@ impl FrameSet {
     /// ```
     pub fn gaps(&self, run: FrameRun) -> impl Iterator<Item = FrameRun> {
         let (mut at, high) = (run.start.0, run.end().0);
-        let mut taken = self.within(run);
+        let mut present = self.within(run);
         std::iter::from_fn(move || {
             while at < high {
-                let next = taken.next().unwrap_or(between(high, high));
+                let next = present.next().unwrap_or(between(high, high));
                 let gap = between(at, next.start.0);
                 at = end(next);
                 if gap.count > 0 {
@@ -206,13 +206,13 @@ impl FrameSet {
             }
             _ => self.runs.len(),
         };
-        let (mut past, mut had) = (at, 0);
+        let (mut past, mut present) = (at, 0);
         while let Some(r) = self.runs.get(past).filter(|r| r.start.0 <= high) {
             (low, high) = (low.min(r.start.0), high.max(end(*r)));
-            had += r.count;
+            present += r.count;
             past += 1;
         }
-        let added = high - low - had;
+        let added = high - low - present;
         if added > 0 {
             self.replace(at..past, &[between(low, high)]);
         }
@@ -266,11 +266,11 @@ impl FrameSet {
                 runs.copy_within(read..read + before, write);
             }
             (write, read) = (write + before, read + before);
-            let mut had = 0;
+            let mut present = 0;
             loop {
                 if let Some(r) = runs.get(read).filter(|r| r.start.0 <= high) {
                     (low, high) = (low.min(r.start.0), high.max(end(*r)));
-                    had += r.count;
+                    present += r.count;
                     read += 1;
                 } else if let Some(r) = next.filter(|r| r.start.0 <= high) {
                     high = high.max(r.end().0);
@@ -279,7 +279,7 @@ impl FrameSet {
                     break;
                 }
             }
-            self.frames += high - low - had;
+            self.frames += high - low - present;
             if write == read {
                 // There is no room. Each run of the rest of the list needs at most one place, so
                 // this happens once.
@@ -305,14 +305,14 @@ impl FrameSet {
         }
         let at = self.runs.len() - self.after(low).len();
         let overlapping = self.runs[at..].iter().take_while(|r| r.start.0 < high);
-        let (past, had) = overlapping.fold((at, 0), |(n, had), r| (n + 1, had + r.count));
+        let (past, present) = overlapping.fold((at, 0), |(n, sum), r| (n + 1, sum + r.count));
         let (Some(first), Some(last)) = (self.runs[at..past].first(), self.runs[at..past].last())
         else {
             return 0;
         };
         let head = between(first.start.0, low.max(first.start.0));
         let tail = between(high.min(end(*last)), end(*last));
-        let removed = had - head.count - tail.count;
+        let removed = present - head.count - tail.count;
         match (head.count > 0, tail.count > 0) {
             (true, true) => self.replace(at..past, &[head, tail]),
             (true, false) => self.replace(at..past, &[head]),

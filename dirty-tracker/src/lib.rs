@@ -109,7 +109,7 @@
 //!
 //! # Invariants
 //!
-//! Comments and tests throughout the project cite these by number.
+//! Comments and tests cite these by number.
 //!
 //! - **I1** A set leaf bit has all its summary bits set once its insert has returned. A spurious
 //!   summary is legal; a missing one never is.
@@ -124,9 +124,9 @@
 //! - **I5** For the same writes, the leaves equal what `KVM_GET_DIRTY_LOG` of a second,
 //!   bitmap-tracked run reports.
 //! - **I6** A ring that was overrun is not trusted. (The kernel always leaves a reserve, so a ring
-//!   in which every entry is dirty was overrun.) All memory then counts as dirty for that epoch,
-//!   the event is counted and logged, and tracking is correct again afterwards.
-//! - **I7** At most one host runs the guest, whatever fails and whenever.
+//!   in which every entry is dirty was overrun.) All memory then counts as dirty until the caller
+//!   has reprotected all of it. The harvest reports the overrun. Tracking is exact again
+//!   afterwards.
 //!
 //! # Source
 //!

@@ -32,7 +32,7 @@ impl Tracker {
 }
 
 /// A subscriber, which drains its own tree. Dropping it unsubscribes. Its dirty sets stay valid;
-/// frames that they give back afterwards reach no one.
+/// frames that they give back afterwards are discarded.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -125,12 +125,12 @@ impl Subscription {
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        let others = |state: &mut TrackerState| {
-            let ours =
+        let remove = |state: &mut TrackerState| {
+            let is_other =
                 |member: &&SubscriberTree| !Arc::ptr_eq(&member.subscriber, &self.subscriber);
-            state.members = state.members.iter().filter(ours).cloned().collect();
+            state.members = state.members.iter().filter(is_other).cloned().collect();
             Ok::<(), std::convert::Infallible>(())
         };
-        let Ok(()) = self.tracker.change(others);
+        let Ok(()) = self.tracker.change(remove);
     }
 }

@@ -32,7 +32,7 @@ use crate::{FrameRun, Gfn, Layout, OutOfSlot, PageSize, SlotId};
 ///
 /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 1000 }])?;
 /// let tracker = Arc::new(Tracker::new(layout));
-/// tracker.mark_offset(SlotId(0), 1)?; // no subscriber yet: forgotten
+/// tracker.mark_offset(SlotId(0), 1)?; // no subscriber yet: not recorded
 /// let mut migration = tracker.subscribe("migration")?;
 /// tracker.mark_offset(SlotId(0), 2)?;
 /// tracker.mark(FrameRun { start: Gfn(0x110), count: 4 })?;
@@ -58,7 +58,7 @@ pub struct Tracker {
     stats: TrackerCounters,
 }
 
-/// The layout and the subscribers of a moment.
+/// The layout and the subscribers. `change` replaces both together.
 #[derive(Debug, Clone)]
 pub(crate) struct TrackerState {
     pub(crate) layout: Arc<Layout>,
@@ -179,7 +179,7 @@ impl Tracker {
 
     /// Changes the layout: memory was added, removed or moved to another slot. Every subscriber
     /// keeps what is dirty, by frame number. Frames that the new layout does not have are
-    /// forgotten, also in dirty sets that are given back later. Frames that are new are clean: a
+    /// discarded, also from dirty sets that are given back later. Frames that are new are clean: a
     /// caller that needs their content marks them.
     ///
     /// Other threads may mark and drain meanwhile. But KVM names frames by slot, so the caller
@@ -248,7 +248,7 @@ impl Tracker {
         self.active.load(Ordering::SeqCst)
     }
 
-    /// Returns whether a mark has to be made.
+    /// Returns whether there is a subscriber, so that a mark must be recorded.
     #[inline]
     fn is_watched(&self) -> bool {
         // A mark that sees a subscriber takes a lock that `subscribe` takes, too. One that sees
@@ -443,15 +443,15 @@ impl MarkBatch<'_> {
         }
         let count = words.iter().map(|(_, bits)| u64::from(bits.count_ones())).sum();
         self.tracker.stats.marked_frames.fetch_add(count, Ordering::Relaxed);
-        let (mut new, mut aside) = (None, 0);
+        let (mut new, mut new_to_passive) = (None, 0);
         let inserted = batch::insert_into(words, self.state.trees());
         for (member, inserted) in self.state.members.iter().zip(inserted) {
             match member.subscriber.passive.load(Ordering::Relaxed) {
                 false => new = new.max(Some(inserted)),
-                true => aside = aside.max(inserted),
+                true => new_to_passive = new_to_passive.max(inserted),
             }
         }
-        self.new += new.unwrap_or(aside);
+        self.new += new.unwrap_or(new_to_passive);
     }
 }
 

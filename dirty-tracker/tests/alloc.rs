@@ -77,9 +77,9 @@ fn harvest_insert_drain_commit_allocates_nothing() {
         let inserted = harvest.reprotected(count).insert_into(&tracker);
         assert_eq!(inserted.frames, 2 * PUSHES);
         for subscription in &mut subscriptions {
-            let epoch = subscription.drain();
-            assert!(epoch.frames() > PUSHES);
-            if n.is_multiple_of(3) { epoch.give_back() } else { epoch.commit() }
+            let dirty = subscription.drain();
+            assert!(dirty.frames() > PUSHES);
+            if n.is_multiple_of(3) { dirty.give_back() } else { dirty.commit() }
         }
         subscriptions.iter_mut().for_each(|s| s.drain().commit());
     };

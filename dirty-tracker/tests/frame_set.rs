@@ -159,11 +159,11 @@ proptest! {
         for frame in 0..=FRAMES {
             prop_assert_eq!(set.contains(Gfn(frame)), plain.contains(&frame));
         }
-        let asked = model([run]);
-        prop_assert_eq!(set.contains_run(run), asked.is_subset(&plain));
-        prop_assert_eq!(set.intersects(run), !asked.is_disjoint(&plain));
-        prop_assert_eq!(set.within(run).collect::<Vec<_>>(), runs_of(&(&asked & &plain)));
-        prop_assert_eq!(set.gaps(run).collect::<Vec<_>>(), runs_of(&(&asked - &plain)));
+        let queried = model([run]);
+        prop_assert_eq!(set.contains_run(run), queried.is_subset(&plain));
+        prop_assert_eq!(set.intersects(run), !queried.is_disjoint(&plain));
+        prop_assert_eq!(set.within(run).collect::<Vec<_>>(), runs_of(&(&queried & &plain)));
+        prop_assert_eq!(set.gaps(run).collect::<Vec<_>>(), runs_of(&(&queried - &plain)));
     }
 
     #[test]
@@ -232,15 +232,15 @@ proptest! {
 
     #[test]
     fn take_first_returns_each_frame_once_ascending(set in set(), max in 0..50u64) {
-        let (mut left, mut given) = (set.clone(), Vec::new());
+        let (mut left, mut taken) = (set.clone(), Vec::new());
         while let Some(run) = left.take_first(max) {
             prop_assert!((1..=max.max(1)).contains(&run.count));
-            given.extend(numbers(run));
-            prop_assert_eq!(left.frames() + given.len() as u64, set.frames());
+            taken.extend(numbers(run));
+            prop_assert_eq!(left.frames() + taken.len() as u64, set.frames());
         }
         prop_assert!(left.is_empty() && left == FrameSet::new());
-        prop_assert!(given.is_sorted());
-        prop_assert_eq!(given, model(&set).into_iter().collect::<Vec<_>>());
+        prop_assert!(taken.is_sorted());
+        prop_assert_eq!(taken, model(&set).into_iter().collect::<Vec<_>>());
     }
 
     #[test]

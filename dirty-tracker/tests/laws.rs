@@ -57,8 +57,8 @@ fn set(runs: impl IntoIterator<Item = FrameRun>) -> BTreeSet<Gfn> {
     runs.into_iter().flat_map(|r| r.frames().collect::<Vec<_>>()).collect()
 }
 
-fn frames(epoch: &DirtySet) -> BTreeSet<Gfn> {
-    set(epoch.runs())
+fn frames(dirty: &DirtySet) -> BTreeSet<Gfn> {
+    set(dirty.runs())
 }
 
 /// The set of frames in the legacy bitmaps of all slots.
@@ -99,10 +99,10 @@ proptest! {
             model.extend(run.frames());
             assert_summarized(&subscription);
         }
-        let epoch = subscription.drain();
-        prop_assert_eq!(epoch.frames(), model.len() as u64);
-        prop_assert_eq!(frames(&epoch), model);
-        epoch.commit();
+        let dirty = subscription.drain();
+        prop_assert_eq!(dirty.frames(), model.len() as u64);
+        prop_assert_eq!(frames(&dirty), model);
+        dirty.commit();
         assert_summarized(&subscription);
         prop_assert!(subscription.drain().is_empty());
     }
@@ -113,8 +113,8 @@ proptest! {
         for (slot, at, count) in picks {
             tracker.mark(pick(&layout, slot, at, count)).unwrap();
         }
-        let epoch = subscription.drain();
-        let runs: Vec<FrameRun> = epoch.runs().collect();
+        let dirty = subscription.drain();
+        let runs: Vec<FrameRun> = dirty.runs().collect();
         for run in &runs {
             prop_assert!(layout.contains(*run), "{} is not inside a slot", run);
         }
@@ -193,9 +193,9 @@ proptest! {
             set(runs)
         };
         let first = mark(before);
-        let epoch = subscription.drain();
+        let dirty = subscription.drain();
         let second = mark(meanwhile);
-        if drop_it { drop(epoch) } else { epoch.give_back() }
+        if drop_it { drop(dirty) } else { dirty.give_back() }
         assert_summarized(&subscription);
         prop_assert_eq!(frames(&subscription.drain()), &first | &second);
         // That set was a temporary and was dropped: its frames are still in the tree. Committed
@@ -209,27 +209,27 @@ proptest! {
     #[test]
     fn concurrent_dirty_sets_are_independent(layout in layout(), picks in picks(20), commits in any::<u32>()) {
         let (tracker, mut subscription) = tracker(&layout);
-        let mut epochs = Vec::new();
+        let mut dirty_sets = Vec::new();
         let mut returned = BTreeSet::new();
         for (slot, at, count) in picks {
             tracker.mark(pick(&layout, slot, at, count)).unwrap();
-            let epoch = subscription.drain();
-            prop_assert_eq!(epoch.number(), epochs.len() as u64);
-            epochs.push(epoch);
+            let dirty = subscription.drain();
+            prop_assert_eq!(dirty.number(), dirty_sets.len() as u64);
+            dirty_sets.push(dirty);
         }
-        for (i, epoch) in epochs.into_iter().enumerate().rev() {
+        for (i, dirty) in dirty_sets.into_iter().enumerate().rev() {
             if commits >> (i % 32) & 1 == 1 {
-                epoch.commit();
+                dirty.commit();
             } else {
-                returned.extend(frames(&epoch));
-                drop(epoch);
+                returned.extend(frames(&dirty));
+                drop(dirty);
             }
         }
         prop_assert_eq!(frames(&subscription.drain()), returned);
     }
 
     #[test]
-    fn two_subscribers_are_independent(layout in layout(), ops in picks(20), who in any::<u32>()) {
+    fn two_subscribers_are_independent(layout in layout(), ops in picks(20), choices in any::<u32>()) {
         let (tracker, one) = tracker(&layout);
         let mut pair = [one, tracker.subscribe("second").unwrap()];
         let mut models = [BTreeSet::new(), BTreeSet::new()];
@@ -237,10 +237,10 @@ proptest! {
             let run = pick(&layout, slot, at, count);
             tracker.mark(run).unwrap();
             models.iter_mut().for_each(|m| m.extend(run.frames()));
-            let w = (who >> (i % 32) & 1) as usize;
-            let epoch = pair[w].drain();
-            prop_assert_eq!(frames(&epoch), std::mem::take(&mut models[w]));
-            epoch.commit();
+            let chosen = (choices >> (i % 32) & 1) as usize;
+            let dirty = pair[chosen].drain();
+            prop_assert_eq!(frames(&dirty), std::mem::take(&mut models[chosen]));
+            dirty.commit();
         }
         drop(pair);
         prop_assert_eq!(tracker.subscribers(), 0);
@@ -273,11 +273,11 @@ proptest! {
                 assert_summarized(subscription);
             }
             // One of the two drains, and sets of earlier layouts are committed or given back.
-            for (who, set) in taken.drain(..) {
+            for (owner, set) in taken.drain(..) {
                 if commits >> i & 1 == 1 {
                     set.commit();
                 } else {
-                    models[who].extend(frames(&set).into_iter().filter(has));
+                    models[owner].extend(frames(&set).into_iter().filter(has));
                     set.give_back();
                 }
             }
@@ -293,10 +293,10 @@ proptest! {
         let (tracker, mut subscription) = tracker(&layout);
         tracker.mark_all();
         assert_summarized(&subscription);
-        let epoch = subscription.drain();
-        prop_assert_eq!(epoch.frames(), layout.frames());
+        let dirty = subscription.drain();
+        prop_assert_eq!(dirty.frames(), layout.frames());
         let slots: Vec<FrameRun> = layout.slots().map(|s| s.run()).collect();
-        prop_assert_eq!(epoch.runs().collect::<Vec<_>>(), slots);
+        prop_assert_eq!(dirty.runs().collect::<Vec<_>>(), slots);
     }
 
     #[test]

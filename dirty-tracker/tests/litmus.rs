@@ -1,5 +1,5 @@
-//! A write to a frame before its mark is seen by the thread that drains the mark, on the CPU that
-//! runs this test: shuttle does not model the guest's memory beside the tree.
+//! A write to a frame before its mark is visible to the thread that drains the mark, on the CPU
+//! that runs this test: shuttle does not model the guest's memory beside the tree.
 //!
 //! `cargo test -p driftline-dirty-tracker --test litmus`
 #![cfg(not(any(driftline_loom, driftline_shuttle, miri)))]
@@ -52,12 +52,12 @@ fn lost_writes(rounds: u64, mark: impl Fn(&Tree, FrameRun) + Sync) -> u64 {
             (0..round / 7 % 5).for_each(|_| spin_loop());
             runs.clear();
             tree.drain_into(&mut runs);
-            let seen = page[15].0.load(Ordering::Relaxed);
+            let copied = page[15].0.load(Ordering::Relaxed);
             done.wait_for(round);
             let taken = !runs.is_empty();
             runs.clear();
             tree.drain_into(&mut runs);
-            lost += u64::from(taken && runs.is_empty() && seen < round);
+            lost += u64::from(taken && runs.is_empty() && copied < round);
         }
     });
     lost

@@ -83,20 +83,20 @@ impl CopyingVmm {
 
     fn drain(&mut self) -> DirtySet {
         let marked = self.subscription.bitmap(SlotId(0)).unwrap();
-        let epoch = self.subscription.drain();
+        let dirty = self.subscription.drain();
         let ones = marked.iter().map(|bits| u64::from(bits.count_ones())).sum::<u64>();
-        assert_eq!(epoch.frames(), ones, "I1");
-        epoch
+        assert_eq!(dirty.frames(), ones, "I1");
+        dirty
     }
 
-    fn copy(&mut self, epoch: DirtySet) -> BTreeSet<u64> {
+    fn copy(&mut self, dirty: DirtySet) -> BTreeSet<u64> {
         let memory = self.kernel.memory.borrow();
         let frames: BTreeSet<u64> =
-            epoch.runs().flat_map(|r| r.frames().collect::<Vec<_>>()).map(|g| g.0).collect();
+            dirty.runs().flat_map(|r| r.frames().collect::<Vec<_>>()).map(|g| g.0).collect();
         for &f in &frames {
             self.copy[f as usize] = memory[f as usize];
         }
-        epoch.commit();
+        dirty.commit();
         frames
     }
 }
@@ -120,7 +120,7 @@ enum RingOp {
     Signal {
         after: u32,
     },
-    Epoch {
+    Drain {
         commit: bool,
     },
 }
@@ -136,7 +136,7 @@ fn op(vcpus: usize, size: usize) -> impl Strategy<Value = RingOp> {
         1 => Just(RingOp::HarvestOnly),
         1 => Just(RingOp::DropReadable),
         1 => (0..size as u32).prop_map(|after| RingOp::Signal { after }),
-        2 => any::<bool>().prop_map(|commit| RingOp::Epoch { commit }),
+        2 => any::<bool>().prop_map(|commit| RingOp::Drain { commit }),
     ]
 }
 
@@ -183,27 +183,27 @@ proptest! {
                 RingOp::Signal { after } => {
                     vmm.collect(after, false);
                 }
-                RingOp::Epoch { commit: true } => {
-                    let epoch = vmm.drain();
-                    vmm.copy(epoch);
+                RingOp::Drain { commit: true } => {
+                    let dirty = vmm.drain();
+                    vmm.copy(dirty);
                 }
-                RingOp::Epoch { commit: false } => drop(vmm.drain()),
+                RingOp::Drain { commit: false } => drop(vmm.drain()),
             }
         }
         // The vCPUs are paused: after one collection and one drain the copy equals memory.
         vmm.collect(u32::MAX, false);
-        let epoch = vmm.drain();
-        vmm.copy(epoch);
+        let dirty = vmm.drain();
+        vmm.copy(dirty);
         prop_assert_eq!(&vmm.copy, &*vmm.kernel.memory.borrow());
 
         // Every vCPU makes progress, however far its ring was overrun.
         for vcpu in 0..vcpus {
             vmm.run_all(vcpu, &(0..FRAMES).rev().collect::<Vec<_>>());
         }
-        let settled = (0..10).any(|_| !vmm.collect(u32::MAX, false).unwrap().marked_all);
-        prop_assert!(settled, "never trusted again");
-        let epoch = vmm.drain();
-        vmm.copy(epoch);
+        let trusted = (0..10).any(|_| !vmm.collect(u32::MAX, false).unwrap().marked_all);
+        prop_assert!(trusted, "never trusted again");
+        let dirty = vmm.drain();
+        vmm.copy(dirty);
         prop_assert_eq!(&vmm.copy, &*vmm.kernel.memory.borrow());
 
         // From here on exactly the written frames are dirty.
@@ -213,8 +213,8 @@ proptest! {
                 prop_assert_eq!(vmm.run(vcpu, &[frame], false), 1);
             }
             prop_assert!(!vmm.collect(u32::MAX, false).unwrap().marked_all);
-            let epoch = vmm.drain();
-            prop_assert_eq!(vmm.copy(epoch), written);
+            let dirty = vmm.drain();
+            prop_assert_eq!(vmm.copy(dirty), written);
         }
     }
 

@@ -1,13 +1,12 @@
-//! A hundred checkpoints a second: what they achieve, and what is left of the guest.
+//! Checkpoints at a rate of a hundred a second: their pauses and intervals, and the guest's speed.
 //!
-//! `cargo bench -p tests --bench cadence [-- SECONDS]`, 5 unless given; issue 6 asks for a minute.
-//! A guest of 2 vCPUs and 1 GiB writes a thousand frames in each 10 ms, going over 64 MiB: first by
-//! itself, then with its writes followed and nothing stored, then with a checkpoint every 10 ms, of
-//! which 20 are kept. `DRIFTLINE_BENCH_STORE` names a folder for the store: a thousand frames in 10
-//! ms are 410 MB a second, which not every disk takes; a memory file system does. With
-//! `DRIFTLINE_BENCH_DIRECT` set they go past the page cache, as with `checkpoint --direct-io`. What
-//! a fault of tracking costs drifts with a machine's neighbours: the guest is followed without
-//! checkpoints before and after each row.
+//! `cargo bench -p tests --bench cadence [-- SECONDS]`, 5 by default. A guest of 2 vCPUs and 1 GiB
+//! writes a thousand frames in each 10 ms, in order, to 64 MiB: first untracked, then tracked
+//! without checkpoints, then with a checkpoint every 10 ms, of which the store retains 20.
+//! `DRIFTLINE_BENCH_STORE` names a directory for the store. A thousand frames in 10 ms are 410 MB/s,
+//! which many disks cannot write; a memory file system can. `DRIFTLINE_BENCH_DIRECT` bypasses the
+//! page cache, as `checkpoint --direct-io` does. The cost of a tracking fault drifts on a shared
+//! machine, so the tracked guest is measured before and after each row.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 mod guest;
@@ -23,8 +22,8 @@ use guest::BenchGuest;
 use tests::StolenTime;
 
 const EVERY: Duration = Duration::from_millis(10);
-/// How long a guest is followed before each row, and after it.
-const BESIDE: Duration = Duration::from_secs(10);
+/// Time for which the tracked guest is measured before and after each row.
+const BASELINE: Duration = Duration::from_secs(10);
 /// 102,400 pages a second.
 const SPEC: &str = "payload,ws=64M,rate=400M,pattern=seq";
 
@@ -33,21 +32,21 @@ fn main() {
         println!("not measured: {why}");
         return;
     }
-    let asked = std::env::args().skip(1).find_map(|a| a.parse().ok());
-    let time = Duration::from_secs(asked.unwrap_or(5).max(2));
-    // What stands beside it needs no minute.
+    let seconds = std::env::args().skip(1).find_map(|a| a.parse().ok());
+    let time = Duration::from_secs(seconds.unwrap_or(5).max(2));
+    // The baselines need less time than a long run.
     let short = time.min(Duration::from_secs(10));
-    idle_shield(short / 2);
+    idle_write_protection(short / 2);
     let guest = BenchGuest::start(SPEC, 2);
-    let alone = rate(&guest, || std::thread::sleep(short));
-    let followed = followed(&guest, short);
+    let untracked = rate(&guest, || std::thread::sleep(short));
+    let tracked = tracked(&guest, short);
     println!(
-        "page writes a second: {alone:.0} by itself, {followed:.0} followed ({:.1} %)",
-        followed / alone * 100.0
+        "page writes a second: {untracked:.0} untracked, {tracked:.0} tracked ({:.1} %)",
+        tracked / untracked * 100.0
     );
     let ways = [
         ("built in", None, time),
-        ("behind the guest from 128 frames on", Some(128), short),
+        ("after the pause from 128 frames on", Some(128), short),
         ("all in the pause", Some(u64::MAX), short),
     ];
     for (way, behind_from, time) in ways {
@@ -55,8 +54,8 @@ fn main() {
     }
 }
 
-/// Page writes a second of a guest whose writes are followed, and nothing else.
-fn followed(guest: &BenchGuest, time: Duration) -> f64 {
+/// Returns the page writes a second of a guest that is tracked without checkpoints.
+fn tracked(guest: &BenchGuest, time: Duration) -> f64 {
     let mut subscription = guest.machine.subscribe("bench").unwrap();
     rate(guest, || {
         let end = Instant::now() + time;
@@ -68,26 +67,26 @@ fn followed(guest: &BenchGuest, time: Duration) -> f64 {
     })
 }
 
-/// What it costs a guest that it could be shielded, while nothing is protected: as fast as it can,
-/// in turns.
-fn idle_shield(time: Duration) {
+/// Prints the cost of registering memory for write protection while no page is protected, with a
+/// guest that writes as fast as it can. Both are measured in turn.
+fn idle_write_protection(time: Duration) {
     let guest = BenchGuest::start("payload,ws=64M,rate=max,pattern=random", 2);
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for _ in 0..3 {
         without.push(rate(&guest, || std::thread::sleep(time)) / 1e3);
         let shield = guest.machine.shield().unwrap();
-        assert!(shield.is_some(), "this host has no userfaultfd that protects");
+        assert!(shield.is_some(), "this host has no userfaultfd write protection");
         with.push(rate(&guest, || std::thread::sleep(time)) / 1e3);
     }
     println!(
-        "thousand page writes a second: {without:.0?} without a shield, {with:.0?} with one that protects nothing"
+        "thousand page writes a second: {without:.0?} unregistered, {with:.0?} registered for write protection"
     );
 }
 
 fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: Duration) {
-    let place = std::env::var_os("DRIFTLINE_BENCH_STORE").map(tempfile::tempdir_in);
-    let place = place.map(|place| place.expect("a folder for the store"));
-    let dir = place.as_ref().map_or(guest.dir.path(), |place| place.path()).join(way);
+    let parent = std::env::var_os("DRIFTLINE_BENCH_STORE").map(tempfile::tempdir_in);
+    let parent = parent.map(|dir| dir.expect("a directory for the store"));
+    let dir = parent.as_ref().map_or(guest.dir.path(), |dir| dir.path()).join(way);
     let open = match std::env::var_os("DRIFTLINE_BENCH_DIRECT") {
         Some(_) => Store::create_or_open_direct,
         None => Store::create_or_open,
@@ -107,8 +106,8 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     let max_pause = Some(Duration::from_millis(2));
     let cadence = Cadence { every: EVERY, count: None, max_pause };
     let (mut half_way, half) = (None, time / 2);
-    let before = followed(guest, time.min(BESIDE));
-    // What has changed by now, or a full one, is not what this is about.
+    let before = tracked(guest, time.min(BASELINE));
+    // The full checkpoint is not measured.
     checkpointer.take().unwrap();
     let (begun, stolen) = (Instant::now(), StolenTime::begin());
     let writes = rate(guest, || {
@@ -125,7 +124,7 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     });
     let stolen = stolen.percent();
     drop(checkpointer);
-    let after = followed(guest, time.min(BESIDE));
+    let after = tracked(guest, time.min(BASELINE));
     let a = tally.achieved();
     println!("\n| {way}, {} s | p50, ms | p90, ms | p99, ms | max, ms |", time.as_secs());
     println!("| --- | ---: | ---: | ---: | ---: |");
@@ -136,9 +135,9 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     }
     let of = |sum: u64| sum as f64 / a.epochs.max(1) as f64;
     println!(
-        "\n{} epochs of {:.0} frames, {:.0} of them behind, with {:.1} waits of {:.0} us in all, {} early, {} left out; the store has {} MiB, and had {} half-way; \
-         {writes:.0} page writes a second ({:.1} % of those of a guest that is followed: {before:.0} before, {after:.0} after); \
-         {stolen:.1} % of the processors were stolen",
+        "\n{} epochs of {:.0} frames, {:.0} of them copied after the pause, with {:.1} waits of {:.0} us in all, {} early, {} skipped; the store has {} MiB, and had {} half-way; \
+         {writes:.0} page writes a second ({:.1} % of those of a tracked guest: {before:.0} before, {after:.0} after); \
+         {stolen:.1} % of processor time was stolen",
         a.epochs,
         of(frames),
         of(behind),
@@ -152,7 +151,7 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     );
 }
 
-/// Page writes a second of the guest's own time while `meanwhile` lasts, all vCPUs together.
+/// Returns the page writes of all vCPUs in a second of the guest's time while `meanwhile` runs.
 fn rate(guest: &BenchGuest, meanwhile: impl FnOnce()) -> f64 {
     let last = |vcpu| guest.reports().filter(|r| r.vcpu == vcpu).last().expect("a report");
     let before = [last(0), last(1)];

@@ -1,4 +1,4 @@
-//! A guest for benches, in this process, and what it says of itself.
+//! A guest for benches, in this process, and its reports.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use driftline_machine::config::{
 use driftline_machine::machine::Machine;
 use driftline_machine::tracking::TrackingMode;
 
-/// Two vCPUs, 1 GiB, and a file for what it prints.
+/// A guest of 1 GiB whose console is a file.
 pub struct BenchGuest {
     pub machine: Arc<Machine>,
     pub dir: tempfile::TempDir,
@@ -20,7 +20,7 @@ pub struct BenchGuest {
 }
 
 impl BenchGuest {
-    /// Runs `spec` on so many vCPUs until each has been over its share once.
+    /// Runs `spec` on `vcpus` vCPUs until each has completed a pass over its share.
     pub fn start(spec: &str, vcpus: u8) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let serial = dir.path().join("serial");
@@ -44,13 +44,13 @@ impl BenchGuest {
         let start = Instant::now();
         while (0..vcpus.into()).any(|vcpu| !guest.reports().any(|r| r.vcpu == vcpu && r.passes > 0))
         {
-            assert!(start.elapsed() < Duration::from_secs(60), "the guest gets nowhere");
+            assert!(start.elapsed() < Duration::from_secs(60), "the guest makes no progress");
             std::thread::sleep(Duration::from_millis(20));
         }
         guest
     }
 
-    /// All reports so far.
+    /// Returns all reports so far.
     pub fn reports(&self) -> impl Iterator<Item = PayloadReport> {
         let text = std::fs::read_to_string(&self.serial).unwrap_or_default();
         text.lines().filter_map(PayloadReport::parse).collect::<Vec<_>>().into_iter()

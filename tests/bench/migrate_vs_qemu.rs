@@ -1,20 +1,21 @@
-//! A live migration beside QEMU's, of the same guest on the same machine, in turn:
+//! Compares a live migration with QEMU's, of the same guest on the same machine, in turn:
 //! `cargo bench -p tests --bench migrate_vs_qemu`.
 //!
 //! | table | rows | figures |
 //! | --- | --- | --- |
-//! | migration | loads | total and downtime as each program reports them, the time without a guest by what its two processes say, and the guest's own longest gap |
+//! | migration | loads | total time and downtime as each program reports them, the downtime measured across both processes, and the guest's own longest gap |
 //! | throughput | pass 0 of incompressible memory | MB/s beside a plain copy through a socket, CPU seconds a GiB |
 //!
-//! QEMU's own downtime is in whole milliseconds, and ends at the source, when all has been sent.
-//! Driftline's is from the pause to the first instruction at the destination, as far as the source
-//! can know. What compares is what both processes of a program say, by the one clock of this host:
-//! of Driftline from the moment at which the source asks for the pause to the one at which the
-//! destination has let the guest run; of QEMU between the events STOP, of the source, when vCPUs
-//! stand already, and RESUME, of the destination, before they run. The ratio is of those.
+//! The reported downtimes do not compare. QEMU's is in whole milliseconds and ends when the source
+//! has sent all data. Driftline's is from the pause to the first instruction at the destination, as
+//! far as the source knows. Therefore the downtime is also measured from events of both processes of
+//! a program, on the one clock of this host. For Driftline it begins with the source's request to
+//! pause and ends when the destination has resumed the guest. For QEMU it begins with the source's
+//! event STOP, when vCPUs are already paused, and ends with the destination's event RESUME, before
+//! they run. The ratio is of these downtimes.
 //!
-//! Medians of five pairs. A word as an argument chooses the rows whose name contains it, a number
-//! says how many pairs.
+//! The figures are medians of five pairs. A word as an argument selects the rows whose name contains
+//! it; a number is the number of pairs.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
 mod copy;
@@ -28,11 +29,11 @@ use driftline_images::PayloadSpec;
 use qemu::QemuProcess;
 use tests::{Driftline, GuestConsole, SOON, ScratchDir, json_of};
 
-/// Pairs of migrations, where no argument says how many.
+/// Default number of pairs of migrations.
 const PAIRS: usize = 5;
 const DOWNTIME_MS: u64 = 300;
 
-/// A guest and what it does.
+/// A guest and its load.
 struct BenchLoad {
     name: &'static str,
     spec: &'static str,
@@ -74,7 +75,7 @@ const LOADS: [BenchLoad; 6] = [
     },
 ];
 
-/// Memory that nobody can compress, written once and then only read.
+/// A guest whose memory does not compress and is written only once.
 const BULK: BenchLoad = BenchLoad {
     name: "throughput",
     spec: "payload,ws=768M,rate=400M,pattern=once,fill=random",
@@ -87,13 +88,13 @@ const BULK_BYTES: usize = 768 << 20;
 struct MigrationSample {
     total_ms: f64,
     downtime_ms: f64,
-    /// Between two guests that run, by what both processes of a program say, and one clock.
-    stood_ms: f64,
-    /// The longest time that a vCPU did not get to run, around the migration.
+    /// Downtime from events of both processes, by one clock.
+    measured_downtime_ms: f64,
+    /// Longest time for which a vCPU did not run around the migration.
     gap_ms: f64,
-    /// Of the first pass, bytes/s.
+    /// Rate of the first pass, bytes/s.
     pass0: Option<f64>,
-    /// Processor time of both sides.
+    /// Processor time of source and destination.
     cpu_s: [f64; 2],
     sent_bytes: f64,
 }
@@ -124,22 +125,22 @@ fn main() {
             let (a, b) = (median(&ours, of), median(&theirs, of));
             (a, b, a / b)
         };
-        let (total, stood) = (cell(|s| s.total_ms), cell(|s| s.stood_ms));
-        let (said, gap) = (cell(|s| s.downtime_ms), cell(|s| s.gap_ms));
-        let p90 = |samples: &[MigrationSample]| quantile(samples, 0.9, |s| s.stood_ms);
+        let (total, measured) = (cell(|s| s.total_ms), cell(|s| s.measured_downtime_ms));
+        let (reported, gap) = (cell(|s| s.downtime_ms), cell(|s| s.gap_ms));
+        let p90 = |samples: &[MigrationSample]| quantile(samples, 0.9, |s| s.measured_downtime_ms);
         println!(
             "| {} | {:.0} | {:.0} | {:.2} | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1} | {:.1} |",
             load.name,
             total.0,
             total.1,
             total.2,
-            said.0,
-            said.1,
-            stood.0,
+            reported.0,
+            reported.1,
+            measured.0,
             p90(&ours),
-            stood.1,
+            measured.1,
             p90(&theirs),
-            stood.2,
+            measured.2,
             gap.0,
             gap.1
         );
@@ -180,7 +181,7 @@ fn throughput(qemu: bool, count: usize) {
     println!("| a plain copy, two threads | {:.0} | 1 | | |", copy / 1e6);
 }
 
-/// Migrations of both programs, in turn.
+/// Measures migrations of both programs, in turn.
 fn pairs(
     load: &BenchLoad,
     qemu: bool,
@@ -196,8 +197,8 @@ fn pairs(
     (ours, theirs)
 }
 
-/// Waits until the guest has gone through all of its working set.
-fn settle(console: &GuestConsole, vcpus: u32) {
+/// Waits until the guest has completed a pass over its working set.
+fn wait_for_pass(console: &GuestConsole, vcpus: u32) {
     tests::wait_for("a pass of the guest", Duration::from_secs(120), || {
         console.last_reports(vcpus)?.iter().all(|r| r.passes > 0).then_some(())
     });
@@ -209,18 +210,18 @@ fn driftline(load: &BenchLoad) -> MigrationSample {
     let vcpus = load.vcpus.to_string();
     let args = ["--mem", load.mem, "--vcpus", &vcpus];
     let mut source = Driftline::run(&scratch, "source", load.spec, &args);
-    settle(&source.console(), load.vcpus);
+    wait_for_pass(&source.console(), load.vcpus);
     let (destination, address) = Driftline::receive_with(&scratch, "destination", &["--json"]);
     let before = MigrationStart::new(&source.console(), [source.pid(), destination.pid()]);
     let downtime = DOWNTIME_MS.to_string();
-    let mark = source.console();
+    let source_console = source.console();
     let sent = source.cli("send-migration", &[&address, "--downtime-ms", &downtime, "--json"]);
     assert!(sent.status.success(), "{}", String::from_utf8_lossy(&sent.stderr));
     let report = json_of(&sent);
     tests::wait_for("end of the source", SOON, || has_ended(source.pid()).then_some(()));
     let cpu_s = [before.cpu_of(0), before.cpu_of(1)];
     source.wait_exit(SOON);
-    let gap_ms = before.gap_ms(&mark, &destination.console(), load.vcpus);
+    let gap_ms = before.gap_ms(&source_console, &destination.console(), load.vcpus);
     let number = |name: &str| report[name].as_f64().expect("a figure of the report");
     let running = destination.arrival()["taken_over_at_unix_us"].as_f64().expect("a time");
     let pass0 = &report["passes"][0];
@@ -228,7 +229,7 @@ fn driftline(load: &BenchLoad) -> MigrationSample {
     MigrationSample {
         total_ms: number("total_time_ms"),
         downtime_ms: number("downtime_ms"),
-        stood_ms: (running - number("paused_at_unix_us")) / 1e3,
+        measured_downtime_ms: (running - number("paused_at_unix_us")) / 1e3,
         gap_ms,
         pass0,
         cpu_s,
@@ -244,7 +245,7 @@ fn in_qemu(load: &BenchLoad) -> MigrationSample {
     let cmdline = spec.cmdline(load.vcpus);
     let size = (load.mem, load.vcpus);
     let mut source = QemuProcess::start(&scratch, "source", &kernel, &cmdline, size, None);
-    settle(source.console(), load.vcpus);
+    wait_for_pass(source.console(), load.vcpus);
     let address = qemu::free_address();
     let mut destination =
         QemuProcess::start(&scratch, "destination", &kernel, &cmdline, size, Some(&address));
@@ -252,12 +253,12 @@ fn in_qemu(load: &BenchLoad) -> MigrationSample {
     let report = source.migrate(&address, DOWNTIME_MS);
     let cpu_s = [before.cpu_of(0), before.cpu_of(1)];
     let gap_ms = before.gap_ms(source.console(), destination.console(), load.vcpus);
-    let stood_us = destination.event_us("RESUME") - source.event_us("STOP");
+    let downtime_us = destination.event_us("RESUME") - source.event_us("STOP");
     let number = |value: &serde_json::Value| value.as_f64().expect("a figure of query-migrate");
     MigrationSample {
         total_ms: number(&report["total-time"]),
         downtime_ms: number(&report["downtime"]),
-        stood_ms: stood_us / 1e3,
+        measured_downtime_ms: downtime_us / 1e3,
         gap_ms,
         pass0: None,
         cpu_s,
@@ -265,7 +266,7 @@ fn in_qemu(load: &BenchLoad) -> MigrationSample {
     }
 }
 
-/// Where things stood before a migration.
+/// Counters at the start of a migration.
 struct MigrationStart {
     pids: [u32; 2],
     cpu_s: [f64; 2],
@@ -277,22 +278,22 @@ impl MigrationStart {
         Self { pids, cpu_s: pids.map(cpu_s), reports: source.reports().len() }
     }
 
-    /// Processor time since then, of the source or the destination.
+    /// Returns the processor time of the source (0) or the destination (1) since then.
     fn cpu_of(&self, side: usize) -> f64 {
         cpu_s(self.pids[side]) - self.cpu_s[side]
     }
 
-    /// The longest gap that the guest has told of since then: the last thing that it says at the
-    /// source, and the first two at the destination.
+    /// Returns the longest gap that the guest has reported since then: in its last reports at the
+    /// source and its first two at the destination.
     fn gap_ms(&self, source: &GuestConsole, destination: &GuestConsole, vcpus: u32) -> f64 {
         destination.wait_reports(vcpus, 2, SOON);
-        let (there, here) = (destination.reports(), source.reports());
-        let gaps = here[self.reports..].iter().chain(&there).map(|r| r.gap_us);
+        let (first, last) = (destination.reports(), source.reports());
+        let gaps = last[self.reports..].iter().chain(&first).map(|r| r.gap_us);
         gaps.max().unwrap_or(0) as f64 / 1e3
     }
 }
 
-/// The fields of a process's `stat` behind its name, the state first.
+/// Returns the fields of a process's `stat` after its name; the state is the first.
 fn stat(pid: u32) -> Vec<String> {
     let path = Path::new("/proc").join(pid.to_string()).join("stat");
     let stat = fs::read_to_string(path).unwrap_or_default();
@@ -301,12 +302,12 @@ fn stat(pid: u32) -> Vec<String> {
     fields.split_whitespace().map(str::to_owned).collect()
 }
 
-/// Whether a child has ended and not been waited for.
+/// Returns whether a child has ended and has not been waited for.
 fn has_ended(pid: u32) -> bool {
     stat(pid).first().is_none_or(|state| state == "Z")
 }
 
-/// Processor time of a process and its threads, user and system, in seconds.
+/// Returns the user and system time of a process with its threads, in seconds.
 fn cpu_s(pid: u32) -> f64 {
     let fields = stat(pid);
     let ticks = |at: usize| fields.get(at).and_then(|f| f.parse::<f64>().ok()).unwrap_or(f64::NAN);
@@ -317,7 +318,7 @@ fn median(samples: &[MigrationSample], of: impl Fn(&MigrationSample) -> f64) -> 
     quantile(samples, 0.5, of)
 }
 
-/// The sample below which `part` of all lie.
+/// Returns the value below which the share `part` (0 to 1) of the samples lies.
 fn quantile(samples: &[MigrationSample], part: f64, of: impl Fn(&MigrationSample) -> f64) -> f64 {
     let mut values: Vec<f64> = samples.iter().map(of).collect();
     values.sort_by(f64::total_cmp);

@@ -1,13 +1,11 @@
-//! How long a guest stands still for an epoch, and what it loses behind it, over the number of
-//! frames that changed.
+//! The pause of a checkpoint, and the time that vCPUs lose afterwards, over the number of frames
+//! that changed.
 //!
-//! `cargo bench -p tests --bench pause [-- EPOCHS [VCPUS]]`, 100 and 2 unless given. A guest of so
-//! many vCPUs and 1 GiB writes a working set of that many frames as fast as it can, so that all of
-//! it changes in each epoch. Three ways: all copied in the pause; all copied behind the guest's
-//! back; and what is built in, which takes the one or the other. A processor that the host takes
-//! away stands in the figures, so how much of them was stolen is beside them. Firecracker is no
-//! part of the table: its binary is not fetched here. Issue 6 has what its diff snapshots took
-//! (26-33 ms at 64 MiB, 1.1 s the full one).
+//! `cargo bench -p tests --bench pause [-- EPOCHS [VCPUS]]`, 100 and 2 by default. A guest of 1 GiB
+//! writes a working set of the given number of frames as fast as it can, so that all of it changes
+//! in each epoch. There are three ways: all frames are copied in the pause; all are copied after it;
+//! and the built-in policy, which chooses. Stolen processor time lengthens the figures, so its share
+//! is in the last column.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 mod guest;
@@ -22,18 +20,18 @@ use tests::StolenTime;
 
 const FRAMES: [u64; 7] = [0, 16, 256, 1024, 4096, 16384, 65536];
 const WAYS: [(&str, Option<u64>); 3] =
-    [("in the pause", Some(u64::MAX)), ("behind", Some(1)), ("built in", None)];
+    [("in the pause", Some(u64::MAX)), ("after it", Some(1)), ("built in", None)];
 
 fn main() {
     if let Err(why) = driftline_machine::doctor::usable_kvm() {
         println!("not measured: {why}");
         return;
     }
-    let mut asked = std::env::args().skip(1).filter_map(|a| a.parse::<u8>().ok());
-    let epochs = usize::from(asked.next().unwrap_or(100));
-    let vcpus = asked.next().unwrap_or(2);
+    let mut counts = std::env::args().skip(1).filter_map(|a| a.parse::<u8>().ok());
+    let epochs = usize::from(counts.next().unwrap_or(100));
+    let vcpus = counts.next().unwrap_or(2);
     println!(
-        "| frames written | way | frames | pause p50, ms | pause p99, ms | durable p50, ms | MiB/epoch | behind p50 | \
+        "| frames written | way | frames | pause p50, ms | pause p99, ms | durable p50, ms | MiB/epoch | copied after p50 | \
          waits p50 | gap p50, ms | gap max, ms | full: pause, ms | stolen, % |"
     );
     println!("|{}", " ---: |".repeat(13));
@@ -45,7 +43,7 @@ fn main() {
 }
 
 fn row(frames: u64, way: &str, behind_from: Option<u64>, epochs: usize, vcpus: u8) {
-    // As good as none: a guest that has nothing to write does not say that it runs.
+    // Nearly no writes: a guest without any does not report progress.
     let (set, rate) = if frames == 0 { (2, "rate=8K") } else { (frames.max(2), "rate=max") };
     let spec = format!("payload,ws={}K,{rate},pattern=random", set * 4);
     let guest = BenchGuest::start(&spec, vcpus);
@@ -56,7 +54,7 @@ fn row(frames: u64, way: &str, behind_from: Option<u64>, epochs: usize, vcpus: u
     }
     let full = checkpointer.take().unwrap();
     let reports_before = guest.reports().count();
-    // Long enough for all of it to be written again, and for the disk to come to rest.
+    // Long enough for the guest to rewrite its working set and for the disk to become idle.
     let pace = Duration::from_millis(20 + frames / 100);
     let mut taken: Vec<EpochReport> = Vec::new();
     let stolen = StolenTime::begin();
@@ -65,14 +63,14 @@ fn row(frames: u64, way: &str, behind_from: Option<u64>, epochs: usize, vcpus: u
         taken.push(checkpointer.take().unwrap());
     }
     let stolen = stolen.percent();
-    // Each vCPU says once a second how long it did not run.
+    // Each vCPU reports its longest gap once a second.
     std::thread::sleep(Duration::from_millis(1100));
     let mut gaps: Vec<f64> =
         guest.reports().skip(reports_before).map(|r| r.gap_us as f64 / 1e3).collect();
     assert!(guest.reports().all(|r| r.errors == 0), "the guest found errors");
     guest.machine.stop("measured");
-    let of = |what: fn(&EpochReport) -> f64, p| {
-        percentile(&mut taken.iter().map(what).collect::<Vec<_>>(), p)
+    let of = |figure: fn(&EpochReport) -> f64, p| {
+        percentile(&mut taken.iter().map(figure).collect::<Vec<_>>(), p)
     };
     println!(
         "| {frames} | {way} | {:.0} | {:.2} | {:.2} | {:.1} | {:.1} | {:.0} | {:.0} | {:.1} | {:.1} | {:.2} | {stolen:.1} |",
@@ -89,7 +87,7 @@ fn row(frames: u64, way: &str, behind_from: Option<u64>, epochs: usize, vcpus: u
     );
 }
 
-/// The `p`-th part of the sorted values.
+/// Returns the value below which the share `p` (0 to 1) of the values lies.
 fn percentile(values: &mut [f64], p: f64) -> f64 {
     values.sort_by(f64::total_cmp);
     let last = values.len().saturating_sub(1) as f64;

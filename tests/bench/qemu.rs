@@ -1,4 +1,4 @@
-//! QEMU's side of the comparison: a microvm with the payload, told over QMP to migrate.
+//! QEMU's side of the comparison: a microvm with the payload, which QMP commands migrate.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
@@ -12,7 +12,7 @@ use tests::{GuestConsole, SOON, ScratchDir, wait_for};
 
 const QEMU: &str = "qemu-system-x86_64";
 
-/// QEMU's version line, if it is installed.
+/// Returns QEMU's version line; `None` if QEMU is not installed.
 pub fn version() -> Option<String> {
     let out = Command::new(QEMU).arg("--version").output().ok()?;
     Some(String::from_utf8_lossy(&out.stdout).lines().next()?.to_owned())
@@ -23,12 +23,12 @@ pub struct QemuProcess {
     child: Child,
     qmp: BufReader<UnixStream>,
     console: GuestConsole,
-    /// Names and times in microseconds since the epoch, in order.
+    /// Names and times in microseconds since 1970, in order.
     events: Vec<(String, f64)>,
 }
 
 impl QemuProcess {
-    /// Starts one that boots `kernel`, or waits for a guest at `incoming`.
+    /// Starts a process that boots `kernel`, or waits for a guest at `incoming`.
     pub fn start(
         scratch: &ScratchDir,
         name: &str,
@@ -80,7 +80,7 @@ impl QemuProcess {
         loop {
             let answer = self.line();
             assert!(answer.get("error").is_none(), "{command}: {answer}");
-            // Events come in between.
+            // Events may precede the answer.
             if let Some(result) = answer.get("return") {
                 return result.clone();
             }
@@ -91,7 +91,7 @@ impl QemuProcess {
         }
     }
 
-    /// When the first event of a name happened, in microseconds since the epoch; waits for it.
+    /// Waits for the first event called `name`. Returns its time in microseconds since 1970.
     pub fn event_us(&mut self, name: &str) -> f64 {
         wait_for("an event of QEMU", SOON, || {
             self.ask("query-status", json!({}));
@@ -99,15 +99,15 @@ impl QemuProcess {
         })
     }
 
-    /// Migrates to `address`; what `query-migrate` says at the end.
+    /// Migrates to `address`. Returns the result of `query-migrate` at the end.
     pub fn migrate(&mut self, address: &str, downtime_ms: u64) -> Value {
         let limits = json!({"downtime-limit": downtime_ms, "max-bandwidth": 1u64 << 40});
         self.ask("migrate-set-parameters", limits);
         self.ask("migrate", json!({"uri": address}));
         wait_for("end of QEMU's migration", Duration::from_secs(120), || {
-            let said = self.ask("query-migrate", json!({}));
-            assert_ne!(said["status"], "failed", "{said}");
-            (said["status"] == "completed").then_some(said)
+            let status = self.ask("query-migrate", json!({}));
+            assert_ne!(status["status"], "failed", "{status}");
+            (status["status"] == "completed").then_some(status)
         })
     }
 }
@@ -119,7 +119,7 @@ impl Drop for QemuProcess {
     }
 }
 
-/// An address on the loopback that nobody listens on.
+/// Returns a free address on the loopback interface.
 pub fn free_address() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     format!("tcp:{}", listener.local_addr().expect("an address"))

@@ -1,10 +1,10 @@
-//! How fast a stored guest runs again: 1 GiB of which 256 MiB are populated, eagerly and lazily,
-//! warm cache.
+//! The time to restore a guest of 1 GiB with 256 MiB of populated memory, eagerly and lazily, with a
+//! warm page cache.
 //!
-//! `cargo bench -p tests --bench restore`: medians of five, least and most. "Runs" is from the
-//! start of the process to the guest running, by the process's own clock; "read" is the eager
-//! restore's own time for memory, beside a plain copy of as many bytes into memory that nobody has
-//! touched, on as many threads.
+//! `cargo bench -p tests --bench restore` prints medians, minima and maxima of five. The first row of
+//! each way is the time from the start of the process until the guest runs, by the process's own
+//! clock. "Restored" is the rate at which an eager restore reads memory, beside a plain copy of as
+//! many bytes into memory that is not resident, on one and on two threads.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 use std::time::{Duration, Instant};
@@ -36,15 +36,15 @@ fn main() {
         let (mut runs, mut whole) = (Vec::new(), Vec::new());
         for i in 0..TIMES {
             let mut vm = Driftline::start_logging(&scratch, &format!("{way}{i}"), args);
-            // By its log: who asks by a command takes half of the two processors while it begins.
-            let us = wait_for("its start in the log", SOON, || vm.figure("start_us="));
+            // From the log: a command that queries the process would take one of its two processors.
+            let us = wait_for("the start in the log", SOON, || vm.figure("start_us="));
             runs.push(us / 1e3);
             if way == "lazy" {
                 whole.push(wait_for("all frames", SOON, || {
                     vm.figure("ms=").filter(|_| vm.log().contains("all frames have come"))
                 }));
             } else {
-                // The event of the restore's end.
+                // From the log line at the end of the restore.
                 let figure = |name| wait_for("the restore's end", SOON, || vm.figure(name));
                 speeds.push(figure("frames=") * 4096.0 / figure("ms=") / 1e3);
             }
@@ -65,7 +65,7 @@ fn main() {
     row("the same, 2 threads, MB/s", (0..TIMES).map(|_| copy(2)).collect());
 }
 
-/// MB/s of a copy.
+/// Copies 256 MiB on `threads` threads. Returns MB/s.
 fn copy(threads: usize) -> f64 {
     let from = vec![1u8; BYTES];
     let since = Instant::now();

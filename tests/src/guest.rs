@@ -1,4 +1,4 @@
-//! What a guest says about itself on its console.
+//! The console of a guest, and the payload's reports on it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,36 +8,36 @@ use driftline_images::{PayloadMessage, PayloadReport};
 
 use crate::wait_for;
 
-/// The file that a process's COM1 goes to.
+/// The file to which a process writes its guest's COM1.
 #[derive(Clone, Debug)]
 pub struct GuestConsole {
     path: PathBuf,
 }
 
 impl GuestConsole {
-    /// The console kept in `path`.
+    /// Returns the console in the file `path`.
     pub fn at(path: impl AsRef<Path>) -> Self {
         Self { path: path.as_ref().to_owned() }
     }
 
-    /// Everything so far.
+    /// Returns the whole output so far.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.path).unwrap_or_default()).into_owned()
     }
 
-    /// All whole lines so far.
+    /// Returns the complete lines so far.
     pub fn lines(&self) -> Vec<String> {
         let text = self.text();
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         whole.lines().map(str::to_owned).collect()
     }
 
-    /// All whole lines that are the payload's own.
+    /// Returns the payload's messages so far.
     pub fn messages(&self) -> Vec<PayloadMessage> {
         self.lines().iter().filter_map(|l| PayloadMessage::parse(l)).collect()
     }
 
-    /// Reports so far, oldest first.
+    /// Returns the payload's reports so far, oldest first.
     pub fn reports(&self) -> Vec<PayloadReport> {
         let reports = self.messages().into_iter().filter_map(|m| match m {
             PayloadMessage::Report(r) => Some(r),
@@ -46,13 +46,13 @@ impl GuestConsole {
         reports.collect()
     }
 
-    /// The last report of each of `vcpus` vCPUs, once every one has reported.
+    /// Returns the last report of each of `vcpus` vCPUs; `None` until all have reported.
     pub fn last_reports(&self, vcpus: u32) -> Option<Vec<PayloadReport>> {
         let all = self.reports();
         (0..vcpus).map(|v| all.iter().rev().find(|r| r.vcpu == v).copied()).collect()
     }
 
-    /// Fails the test if the guest has found an error, faulted or given up.
+    /// Fails the test if the guest has reported an error, a fault or that it cannot continue.
     pub fn assert_clean(&self) {
         for m in self.messages() {
             match m {
@@ -65,8 +65,8 @@ impl GuestConsole {
         }
     }
 
-    /// Waits until every vCPU has reported `more` times from now on, having written pages in
-    /// between, and has found no error. Returns each one's last report.
+    /// Waits until every vCPU has reported `more` times from now on without an error. Returns the
+    /// last report of each vCPU.
     pub fn wait_reports(&self, vcpus: u32, more: usize, limit: Duration) -> Vec<PayloadReport> {
         let count = |v: u32| self.reports().iter().filter(|r| r.vcpu == v).count();
         let before: Vec<usize> = (0..vcpus).map(count).collect();

@@ -1,8 +1,8 @@
-//! The harness of the whole-system tests: `driftline` processes, the lines their guests print, and
-//! a proxy between them that counts messages.
+//! The harness of the whole-system tests: `driftline` processes, the lines that their guests print,
+//! and a proxy between two processes that counts messages.
 //!
-//! A test owns a [`ScratchDir`] folder; every process that it starts lives in it and is killed, by its
-//! own pid, when the test lets go of it.
+//! A test owns a [`ScratchDir`], which has the files of every process that the test starts. Dropping
+//! a process kills it, by its own pid.
 #![allow(clippy::expect_used, clippy::panic, reason = "a harness fails by saying what it expected")]
 
 mod guest;
@@ -25,11 +25,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
-/// Longest wait for anything that should happen soon; far more than it takes on a busy machine.
+/// Time limit for what should happen soon; far more than it takes on a busy machine.
 pub const SOON: Duration = Duration::from_secs(30);
 
-/// Asks `what` every few milliseconds until it answers; fails the test with `awaited` after
-/// `limit`.
+/// Calls `what` every 5 ms until it returns a value. Fails the test after `limit` with a message that
+/// names `awaited`.
 pub fn wait_for<T>(awaited: &str, limit: Duration, mut what: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
@@ -41,7 +41,7 @@ pub fn wait_for<T>(awaited: &str, limit: Duration, mut what: impl FnMut() -> Opt
     }
 }
 
-/// How often a repeated test repeats: `full` times with `DRIFTLINE_FULL=1`, else `short` times.
+/// Returns the number of rounds of a test: `full` with `DRIFTLINE_FULL=1`, else `short`.
 pub fn repeats(short: usize, full: usize) -> usize {
     match std::env::var("DRIFTLINE_FULL") {
         Ok(v) if v == "1" => full,
@@ -49,7 +49,7 @@ pub fn repeats(short: usize, full: usize) -> usize {
     }
 }
 
-/// Holds back other tests of the same binary that load the whole machine, until dropped.
+/// Locks out other tests of the same binary that load the whole machine, until dropped.
 pub fn one_at_a_time() -> MutexGuard<'static, ()> {
     static MACHINE: Mutex<()> = Mutex::new(());
     MACHINE.lock()

@@ -1,8 +1,8 @@
-//! Linux guests and their checkers: booted, and judged by what they print.
+//! Linux guests and their checkers: boots them and checks their output.
 //!
-//! A console is clean if no checker has found an error or ended, and if the kernel said nothing
-//! since its shell was there: it is booted with warnings shown. One word of the kernel is let pass,
-//! which says that its host was busy.
+//! A console is clean if no checker has reported an error or ended, and if the kernel has printed
+//! nothing since its shell started. The kernel prints warnings. Messages about a busy host are
+//! allowed.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -11,16 +11,16 @@ use std::time::{Duration, Instant};
 
 use crate::{Driftline, GUEST, GuestConsole, Namespace, SOON, ScratchDir, wait_for};
 
-/// A guest boots in seconds where its ring 0 is not emulated.
+/// Time limit of a boot. A guest boots in seconds unless its ring 0 is emulated.
 const BOOT: Duration = Duration::from_secs(240);
-/// A guest's checkers speak every second, when they get to run.
-const TURN: Duration = Duration::from_secs(120);
-/// What a kernel says, once each, whose host had no processor for it for long.
+/// Time limit for progress of the checkers, which print a line a second when they run.
+const PROGRESS_LIMIT: Duration = Duration::from_secs(120);
+/// Messages of a kernel whose vCPUs did not run for long. Each is printed once.
 const STARVED: [&str; 2] = ["hrtimer: interrupt took", "sched: DL replenish lagged too much"];
-/// The line of the shell.
+/// The line that the shell prints when it starts.
 const SHELL: &str = "driftline-linux: shell";
-/// What a kernel needs to boot where its ring 0 is emulated; elsewhere it does no harm. Warnings
-/// are shown.
+/// Options with which a kernel boots where its ring 0 is emulated. They are harmless elsewhere.
+/// Warnings are printed.
 const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet loglevel=5 noxsave tsc=reliable \
      no_timer_check rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp";
 
@@ -31,7 +31,8 @@ pub struct LinuxImage {
 }
 
 impl LinuxImage {
-    /// The image, if KVM and it are there; if not, says that `test` is skipped.
+    /// Returns the image. If there is no KVM or no image, reports that `test` is skipped and returns
+    /// `None`.
     pub fn or_skip(test: &str) -> Option<Self> {
         if !driftline_machine::testing::kvm_or_skip(test) {
             return None;
@@ -45,12 +46,12 @@ impl LinuxImage {
         }
     }
 
-    /// A file of the image.
+    /// Returns the path of a file of the image.
     pub fn file(&self, name: &str) -> PathBuf {
         self.image.join(name)
     }
 
-    /// Boots `kernel` of the image at `host` to its shell, with `more` on its command line.
+    /// Boots `kernel` of the image on `host` until its shell runs, with `more` on its command line.
     pub fn boot(
         &self,
         kernel: &str,
@@ -75,20 +76,24 @@ impl LinuxImage {
         vm
     }
 
-    /// Runs one of the checkers on this host, to its end.
+    /// Runs a checker on this host to its end.
     pub fn check(&self, args: &[&str]) -> Output {
         let mut check = Command::new(self.file("driftline-check"));
         check.args(args).stdin(Stdio::null()).output().expect("the image's checkers run")
     }
 
-    /// Verifies the disk checker's log in `disk`, which no guest is using: what was flushed when
-    /// record `at_least` was must be there.
+    /// Verifies the disk checker's log in `disk`, which no guest uses. All records that were flushed
+    /// when record `at_least` was flushed must be in it.
     pub fn verify_disk(&self, disk: &Path, at_least: u64) {
         let path = format!("path={}", disk.display());
         let out = self.check(&["disk-verify", &path, &format!("at-least={at_least}")]);
-        let said = String::from_utf8_lossy(&out.stdout);
-        assert!(out.status.success() && said.contains("intact=yes"), "{}: {said}", disk.display());
-        eprintln!("{}", said.trim());
+        let stdout = String::from_utf8_lossy(&out.stdout);
+        assert!(
+            out.status.success() && stdout.contains("intact=yes"),
+            "{}: {stdout}",
+            disk.display()
+        );
+        eprintln!("{}", stdout.trim());
     }
 }
 
@@ -99,14 +104,14 @@ pub struct CheckerProgress {
     pub passes: u64,
     /// Records of the disk checker that are flushed.
     pub flushed: u64,
-    /// Messages that the TCP server has given back.
+    /// Messages that the TCP server has returned.
     pub messages: u64,
     /// Ticks of the clock watcher.
     pub ticks: u64,
 }
 
 impl CheckerProgress {
-    /// What `console` shows; `None` until every checker has spoken there.
+    /// Returns the status on `console`; `None` until every checker has printed a line.
     pub fn on(console: &GuestConsole) -> Option<Self> {
         let lines = console.lines();
         let last = |checker: &str, key: &str| {
@@ -121,9 +126,9 @@ impl CheckerProgress {
         })
     }
 
-    /// Waits until every checker has got on since it first spoke on the console of `vm`, which must
-    /// stay clean; with a peer that talks to the TCP server, if `talking`.
-    pub fn wait(vm: &mut Driftline, talking: bool) -> Self {
+    /// Waits until every checker has made progress since its first line on the console of `vm`. The
+    /// console must stay clean. The TCP server must have progressed only if `has_peer`.
+    pub fn wait(vm: &mut Driftline, has_peer: bool) -> Self {
         let console = vm.console();
         let mut before = None;
         let begun = Instant::now();
@@ -135,48 +140,48 @@ impl CheckerProgress {
             if let (Some(before), Some(now)) = (before, now)
                 && now.passes > before.passes
                 && now.flushed > before.flushed
-                && (now.messages > before.messages || !talking)
+                && (now.messages > before.messages || !has_peer)
                 && now.ticks > before.ticks
             {
                 return now;
             }
             let text = console.text();
             assert!(
-                begun.elapsed() < TURN,
-                "a checker does not get on: {before:?}, {now:?}: {text}"
+                begun.elapsed() < PROGRESS_LIMIT,
+                "a checker makes no progress: {before:?}, {now:?}: {text}"
             );
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 }
 
-/// The number after `key=` in a line.
+/// Returns the number after `key=` in a line.
 pub(crate) fn value(line: &str, key: &str) -> Option<u64> {
     let mut words = line.split_whitespace().filter_map(|word| word.split_once('='));
     words.find(|(k, _)| *k == key)?.1.parse().ok()
 }
 
-/// Fails the test if a checker or the kernel complains on `console`.
+/// Fails the test if a checker or the kernel has reported a problem on `console`.
 pub fn assert_clean(console: &GuestConsole) {
     let lines = console.lines();
-    // What a kernel warns of while it boots is not a matter of these tests.
+    // Warnings during boot are not the subject of these tests.
     let shell = lines.iter().position(|l| l.contains(SHELL)).unwrap_or(0);
-    if let Some(bad) = lines[shell..].iter().find(|line| complains(line)) {
-        panic!("the guest complains: {bad}\nin:\n{}", lines.join("\n"));
+    if let Some(bad) = lines[shell..].iter().find(|line| is_complaint(line)) {
+        panic!("the guest reports a problem: {bad}\nin:\n{}", lines.join("\n"));
     }
 }
 
-fn complains(line: &str) -> bool {
+fn is_complaint(line: &str) -> bool {
     let counts = ["errors", "back", "strangers"];
     (line.contains("check ") && line.contains(": error"))
         || counts.iter().any(|key| value(line, key).is_some_and(|n| n > 0))
         || line.contains("driftline-linux: checker")
-        || (is_kernels(line) && !STARVED.iter().any(|starved| line.contains(starved)))
+        || (is_from_kernel(line) && !STARVED.iter().any(|starved| line.contains(starved)))
 }
 
-/// Whether the kernel speaks in the line: its time stamp is `[    1.234567]`, wherever another's
-/// line was interrupted by it.
-fn is_kernels(line: &str) -> bool {
+/// Returns whether the line contains output of the kernel: its time stamp is `[    1.234567]`. It may
+/// interrupt the line of a program.
+fn is_from_kernel(line: &str) -> bool {
     line.match_indices('[').any(|(at, _)| {
         let stamp = line[at + 1..].split_once(']').map(|(stamp, _)| stamp.trim_start());
         let parts = stamp.and_then(|stamp| stamp.split_once('.'));
@@ -187,7 +192,8 @@ fn is_kernels(line: &str) -> bool {
     })
 }
 
-/// The echo's client at the peer: sends numbered messages at a pace, and checks what comes back.
+/// The echo checker's client at the peer: sends numbered messages at a fixed rate and checks the
+/// answers.
 #[derive(Debug)]
 pub struct EchoClient {
     child: Child,
@@ -195,14 +201,14 @@ pub struct EchoClient {
 }
 
 impl EchoClient {
-    /// Begins to talk to the guest from `peer`, every 20 ms; waits until it answers.
+    /// Starts a client at `peer` that sends a message every 20 ms. Waits for 50 answers.
     pub fn start(linux: &LinuxImage, peer: &Namespace, scratch: &ScratchDir, name: &str) -> Self {
         let mut echo = Self::start_with(&["interval=20ms"], linux, peer, scratch, name);
         echo.wait_answers(50);
         echo
     }
 
-    /// Begins to talk to the guest from `peer`, with these options of the checker.
+    /// Starts a client at `peer` with these options of the checker.
     pub fn start_with(
         options: &[&str],
         linux: &LinuxImage,
@@ -216,50 +222,51 @@ impl EchoClient {
             .args(["echo", &format!("addr={GUEST}"), "port=7", "drain=60s"])
             .args(options)
             .stdin(Stdio::null())
-            .stdout(File::create(&path).expect("a file for the echo's words"))
+            .stdout(File::create(&path).expect("a file for the client's output"))
             .spawn()
             .expect("the image's checkers run");
         Self { child, output: GuestConsole::at(path) }
     }
 
-    /// Lines that it has printed.
+    /// Returns the lines that the client has printed.
     fn lines(&self) -> Vec<String> {
         self.output.lines()
     }
 
-    /// Answers so far, as of its last line.
+    /// Returns the number of answers so far, from the client's last line.
     pub fn received(&self) -> u64 {
         self.lines().iter().rev().find_map(|l| value(l, "received")).unwrap_or(0)
     }
 
-    /// Waits for so many more answers.
+    /// Waits for more than `more` further answers.
     pub fn wait_answers(&mut self, more: u64) {
         let before = self.received();
-        wait_for("more answers of the guest's echo", TURN, || {
+        wait_for("more answers of the guest's echo", PROGRESS_LIMIT, || {
             let ended = self.child.try_wait().expect("a child of ours");
             assert!(ended.is_none(), "the echo ended: {ended:?}: {:?}", self.lines());
             (self.received() > before + more).then_some(())
         });
     }
 
-    /// A place in what it prints, for [`silence_since`](Self::silence_since).
+    /// Returns a position in the client's output, for [`silence_since`](Self::silence_since).
     pub fn mark(&self) -> usize {
         self.lines().len()
     }
 
-    /// The longest time in milliseconds between two answers since `mark`, as far as it has told.
+    /// Returns the longest time between two answers since `mark`, in milliseconds.
     pub fn silence_since(&self, mark: usize) -> u64 {
         let lines = self.lines();
         lines[mark..].iter().filter_map(|l| value(l, "silence_ms")).max().unwrap_or(0)
     }
 
-    /// Has it end: every message must have come back, once, whole and in order. How many there
-    /// were, and the longest time in milliseconds between two answers.
+    /// Ends the client. Fails the test unless every message has been answered once, complete and in
+    /// order. Returns the number of messages and the longest time between two answers, in
+    /// milliseconds.
     pub fn finish(mut self) -> (u64, u64) {
         let pid = self.child.id().to_string();
-        let told = Command::new("kill").args(["-INT", &pid]).status().expect("kill runs");
-        assert!(told.success());
-        let code = wait_for("end of the echo", TURN + SOON, || {
+        let sent = Command::new("kill").args(["-INT", &pid]).status().expect("kill runs");
+        assert!(sent.success());
+        let code = wait_for("end of the echo", PROGRESS_LIMIT + SOON, || {
             self.child.try_wait().expect("a child of ours")
         });
         let lines = self.lines();
@@ -286,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn complaining_lines_are_recognized() {
+    fn complaints_are_recognized() {
         for good in [
             "check mem: passes=3 errors=0 pages=4096",
             "check clock: ticks=7 gap_ms=30 longest_gap_ms=40 realtime_step_ms=0 back=0",
@@ -294,7 +301,7 @@ mod tests {
             "~ # echo [x] [1.2] a.b]",
             "[   60.705641] hrtimer: interrupt took 202173319 ns",
         ] {
-            assert!(!complains(good), "{good}");
+            assert!(!is_complaint(good), "{good}");
         }
         for bad in [
             "check mem: passes=3 errors=1 pages=4096",
@@ -304,7 +311,7 @@ mod tests {
             "[   12.345678] rcu: INFO: rcu_preempt detected stalls",
             "check mem: pas[  112.345678] clocksource: tsc unstable",
         ] {
-            assert!(complains(bad), "{bad}");
+            assert!(is_complaint(bad), "{bad}");
         }
     }
 

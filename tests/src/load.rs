@@ -1,4 +1,4 @@
-//! The loads under which whole-system tests do something in a row.
+//! The guests with which whole-system tests repeat an operation.
 
 use crate::{Driftline, SOON, ScratchDir};
 
@@ -10,17 +10,17 @@ pub struct GuestLoad {
 }
 
 impl GuestLoad {
-    /// Writes here and there, as fast as it can.
+    /// Returns a guest that writes to random pages, as fast as it can.
     pub const fn fastest(tracking: &'static str) -> Self {
         Self { tracking, writes: "rate=max,pattern=random" }
     }
 
-    /// Writes 320 MB/s.
+    /// Returns a guest that writes 320 MiB/s, in order.
     pub const fn paced(tracking: &'static str) -> Self {
         Self { tracking, writes: "rate=320M" }
     }
 
-    /// Its process, once each vCPU has reported.
+    /// Starts the guest's process and waits until each vCPU has reported.
     pub fn start(&self, scratch: &ScratchDir, name: &str) -> Driftline {
         let spec = format!("payload,ws=64M,{}", self.writes);
         let args = ["--vcpus", "2", "--mem", "1G", "--tracking", self.tracking];
@@ -30,8 +30,9 @@ impl GuestLoad {
     }
 }
 
-/// A test under each load, in both tracking modes: each calls `$run(load, times)`, `times` being
-/// `$short`, or `$full` in full test runs. Skipped loudly where there is no KVM.
+/// Defines a test for each load and for both tracking modes. Each calls `$run(load, times)`, where
+/// `times` is `$short`, or `$full` with `DRIFTLINE_FULL=1`. A test reports that it was skipped if
+/// there is no KVM.
 #[macro_export]
 macro_rules! under_each_load {
     ($run:path, $short:expr, $full:expr) => {

@@ -1,11 +1,12 @@
-//! Hosts that are network namespaces: each with a bridge, and taps on it, joined where the peer is.
+//! Network namespaces in place of hosts. Each has a bridge with taps, and the peer's namespace joins
+//! them.
 //!
 //! ```text
 //!  source            peer            destination
 //!  tap0 - br0 - up0 = to-s - br0 - to-d = up0 - br0 - tap0
 //! ```
 //!
-//! A namespace is removed by whoever made it, and with it all that was in it.
+//! Dropping a [`Namespace`] removes it with its devices.
 
 use std::path::Path;
 use std::process::Command;
@@ -21,13 +22,13 @@ fn try_ip(args: &[&str]) -> Result<(), String> {
     match out.status.success() {
         true => Ok(()),
         false => {
-            let said = String::from_utf8_lossy(&out.stderr);
-            Err(format!("ip {}: {}", args.join(" "), said.trim()))
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            Err(format!("ip {}: {}", args.join(" "), stderr.trim()))
         }
     }
 }
 
-/// A network namespace, in the place of a host.
+/// A network namespace in place of a host.
 #[derive(Debug)]
 pub struct Namespace {
     name: String,
@@ -35,7 +36,10 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// A new one with a bridge `br0`, which has `address` (without a prefix).
+    /// Creates a namespace with a bridge `br0`, which has `address` (without a prefix).
+    ///
+    /// # Errors
+    /// Returns the output of the `ip` command that failed.
     pub fn new(address: &str) -> Result<Self, String> {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let made = MADE.fetch_add(1, Ordering::Relaxed);
@@ -49,18 +53,21 @@ impl Namespace {
         Ok(new)
     }
 
-    /// The address of its bridge.
+    /// Returns the address of the bridge.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// A tap on its bridge.
+    /// Adds a tap to the bridge.
+    ///
+    /// # Errors
+    /// Returns the output of the `ip` command that failed.
     pub fn add_tap(&self, name: &str) -> Result<(), String> {
         self.ip(&["tuntap", "add", "dev", name, "mode", "tap"])?;
         self.ip(&["link", "set", name, "master", "br0", "up"])
     }
 
-    /// A cable from this one's bridge to that of `other`.
+    /// Connects this bridge with that of `other`.
     fn join(&self, port: &str, other: &Self) -> Result<(), String> {
         let there = ["type", "veth", "peer", "name", "up0", "netns", &other.name];
         self.ip(&[&["link", "add", "name", port], &there[..]].concat())?;
@@ -72,7 +79,8 @@ impl Namespace {
         try_ip(&[&["-n", &self.name], args].concat())
     }
 
-    /// `program` in it, without arguments so far. It keeps the process id that it is started with.
+    /// Returns a command that runs `program` in the namespace. The process keeps its id, because `ip
+    /// netns exec` replaces itself by the program.
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.name]).arg(program);
@@ -88,17 +96,20 @@ impl Drop for Namespace {
     }
 }
 
-/// Two hosts, and the network between them with the peer.
+/// Two hosts and the peer, whose bridge joins them.
 #[derive(Debug)]
 pub struct Network {
-    /// Hosts with `tap0` each, which a guest can move between.
+    /// The hosts between which a guest moves. Each has a `tap0`.
     pub hosts: [Namespace; 2],
-    /// Where the peer is: the bridge that joins the hosts.
+    /// The peer's namespace.
     pub peer: Namespace,
 }
 
 impl Network {
-    /// A new one; an error says what it lacks.
+    /// Creates the three namespaces.
+    ///
+    /// # Errors
+    /// Returns the output of the `ip` command that failed.
     pub fn new() -> Result<Self, String> {
         let peer = Namespace::new(PEER)?;
         let host = |address: &str, port: &str| {

@@ -1,4 +1,4 @@
-//! `driftline` processes: started, asked, and killed by their own pid.
+//! `driftline` processes: starts them, queries them, and kills them by their own pid.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -12,7 +12,8 @@ use tempfile::TempDir;
 
 use crate::{GuestConsole, Namespace, SOON, wait_for};
 
-/// The binary under test, built if need be: cargo builds other packages' binaries only on request.
+/// Returns the path of the binary under test. Builds it first, because cargo builds the binaries of
+/// other packages only on request.
 pub fn driftline() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
@@ -22,8 +23,8 @@ pub fn driftline() -> &'static Path {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut build = Command::new(cargo);
         build.args(match cfg!(debug_assertions) {
-            // With the features of `cargo test --workspace`, which has built it then for tests of
-            // its own package: with others, it and what it depends on would be built once more.
+            // With the features of `cargo test --workspace`, which has already built the binary for
+            // its own package's tests. Other features would build it and its dependencies again.
             true => ["test", "--no-run", "--workspace", "--test=cli"],
             false => ["build", "--release", "--package=driftline-cli", "--bin=driftline"],
         });
@@ -34,7 +35,7 @@ pub fn driftline() -> &'static Path {
     })
 }
 
-/// A folder for one test's sockets, consoles and stores; removed with it.
+/// A directory for one test's sockets, consoles and stores. Dropping it removes the directory.
 pub struct ScratchDir {
     dir: TempDir,
 }
@@ -46,18 +47,18 @@ impl Default for ScratchDir {
 }
 
 impl ScratchDir {
-    /// A new, empty one.
+    /// Creates an empty directory.
     pub fn new() -> Self {
         Self { dir: tempfile::tempdir().expect("a temporary folder") }
     }
 
-    /// A path in it.
+    /// Returns the path of `name` in the directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 }
 
-/// A running `driftline` that has, or waits for, a guest.
+/// A `driftline` process that runs a guest or waits for one. Dropping it kills the process.
 pub struct Driftline {
     child: Child,
     socket: PathBuf,
@@ -66,12 +67,13 @@ pub struct Driftline {
 }
 
 impl Driftline {
-    /// Starts `driftline ARGS --api-sock ..` as `name`; its stdout is the guest's console.
+    /// Starts `driftline ARGS --api-sock ..`. `name` is the stem of its files in `scratch`. Its stdout
+    /// is the guest's console.
     pub fn start(scratch: &ScratchDir, name: &str, args: &[&str]) -> Self {
         Self::start_by(Command::new(driftline()), Stdio::null(), scratch, name, args)
     }
 
-    /// As [`start`](Self::start), with the log of what goes on.
+    /// As [`start`](Self::start), with log lines of level `info`.
     pub fn start_logging(scratch: &ScratchDir, name: &str, args: &[&str]) -> Self {
         let mut command = Command::new(driftline());
         command.env("RUST_LOG", "info");
@@ -83,7 +85,7 @@ impl Driftline {
         Self::start_by(host.command(driftline()), Stdio::null(), scratch, name, args)
     }
 
-    /// As [`start_at`](Self::start_at), with a console that can be typed to.
+    /// As [`start_at`](Self::start_at), with a pipe as the console's input.
     pub fn start_typed_to(
         host: &Namespace,
         scratch: &ScratchDir,
@@ -117,7 +119,7 @@ impl Driftline {
         Self { child, socket, console, log }
     }
 
-    /// `run` with the payload of `spec` and further `args`, waiting until its API answers.
+    /// Starts `driftline run` with the payload `spec` and further `args`. Waits until the guest runs.
     pub fn run(scratch: &ScratchDir, name: &str, spec: &str, args: &[&str]) -> Self {
         let mut all = vec!["run", "--guest", spec];
         all.extend_from_slice(args);
@@ -126,12 +128,13 @@ impl Driftline {
         vm
     }
 
-    /// `receive-migration` on a free loopback port; returns the address it listens on, too.
+    /// Starts `receive-migration` on a free loopback port. Returns the process and its address.
     pub fn receive(scratch: &ScratchDir, name: &str) -> (Self, String) {
         Self::receive_and_linger(scratch, name, "1s")
     }
 
-    /// As [`receive`](Self::receive), staying `linger` after it threw a complete guest away.
+    /// As [`receive`](Self::receive), with `--linger`: the time for which the receiver stays after it
+    /// has discarded a complete guest.
     pub fn receive_and_linger(scratch: &ScratchDir, name: &str, linger: &str) -> (Self, String) {
         Self::receive_with(scratch, name, &["--linger", linger])
     }
@@ -144,16 +147,17 @@ impl Driftline {
         (vm, address)
     }
 
-    /// What `receive-migration --json` says of its guest's arrival, between what the guest says.
+    /// Returns the report that `receive-migration --json` prints on the guest's arrival, among the
+    /// guest's own output.
     pub fn arrival(&self) -> serde_json::Value {
         wait_for("report of an arrival", SOON, || {
-            let said = fs::read_to_string(&self.console).ok()?;
-            let report = &said[said.find("{\"vm_id\":")?..];
+            let console = fs::read_to_string(&self.console).ok()?;
+            let report = &console[console.find("{\"vm_id\":")?..];
             serde_json::from_str(report.split_once('\n')?.0).ok()
         })
     }
 
-    /// `receive-migration` with further `args` in a network namespace, at an address of its own.
+    /// Starts `receive-migration` with further `args` in a network namespace, at its address.
     pub fn receive_at(
         host: &Namespace,
         scratch: &ScratchDir,
@@ -167,7 +171,7 @@ impl Driftline {
         (vm, address)
     }
 
-    /// The address that a receiver says it waits on.
+    /// Returns the address on which a receiver waits, from its log.
     fn listens_on(&self) -> String {
         wait_for("listening receiver", SOON, || {
             let log = self.log();
@@ -178,56 +182,55 @@ impl Driftline {
         })
     }
 
-    /// Types a line to the guest.
+    /// Writes a line to the guest's console.
     pub fn type_line(&mut self, line: &str) {
-        let input = self.child.stdin.as_mut().expect("a console that can be typed to");
-        writeln!(input, "{line}").expect("driftline reads what is typed");
+        let input = self.child.stdin.as_mut().expect("a console with a pipe");
+        writeln!(input, "{line}").expect("driftline reads its input");
     }
 
-    /// Its API socket.
+    /// Returns the path of the API socket.
     pub fn socket(&self) -> &str {
         self.socket.to_str().expect("a path in UTF-8")
     }
 
-    /// Its guest's console.
+    /// Returns the guest's console.
     pub fn console(&self) -> GuestConsole {
         GuestConsole::at(&self.console)
     }
 
-    /// What it said on stderr so far.
+    /// Returns the output on stderr so far.
     pub fn log(&self) -> String {
         fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// The number behind the last `name` in that, such as `waits=` of one that
+    /// Returns the number after the last `name` in the log, such as `waits=` of a process that
     /// [logs](Self::start_logging).
     pub fn figure(&self, name: &str) -> Option<f64> {
-        let plain = self.log();
-        let at = plain.rfind(name)? + name.len();
-        plain[at..].split(|c: char| !c.is_ascii_digit() && c != '.').next()?.parse().ok()
+        let log = self.log();
+        let at = log.rfind(name)? + name.len();
+        log[at..].split(|c: char| !c.is_ascii_digit() && c != '.').next()?.parse().ok()
     }
 
-    /// Its process id.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// `driftline COMMAND --api-sock THIS ARGS`, to its end.
+    /// Runs `driftline COMMAND ARGS --api-sock SOCKET` to its end.
     pub fn cli(&self, command: &str, args: &[&str]) -> Output {
         let mut all = vec![command];
-        // `send-migration tcp:..` has its address first.
         all.extend_from_slice(args);
         all.extend_from_slice(&["--api-sock", self.socket()]);
         run_cli(&all)
     }
 
-    /// `info --json`, or `None` while nobody answers.
+    /// Returns the result of `info --json`; `None` if the command fails.
     pub fn info(&self) -> Option<Value> {
         let out = self.cli("info", &["--json"]);
         out.status.success().then(|| json_of(&out))
     }
 
-    /// The state that `info` reports.
+    /// Returns the guest's state as `info` reports it.
     pub fn state(&self) -> Option<String> {
         Some(self.info()?.get("state")?.as_str()?.to_owned())
     }
@@ -239,31 +242,31 @@ impl Driftline {
         });
     }
 
-    /// Waits until a receiver whose guest did not arrive waits for another source.
+    /// Waits until a receiver whose guest did not arrive waits for the next source.
     pub fn wait_for_another(&self) {
         wait_for(&format!("{} to wait for another", self.log.display()), SOON, || {
             (self.info()?["migration"]["phase"] == "waiting").then_some(())
         });
     }
 
-    /// Fails the test if it has ended.
+    /// Fails the test if the process has ended.
     pub fn must_live(&mut self) {
         let ended = self.exited();
         assert!(ended.is_none(), "{} has ended: {ended:?}", self.log.display());
     }
 
-    /// The exit code, if it has ended.
+    /// Returns the exit code, -1 after a signal; `None` while the process runs.
     pub fn exited(&mut self) -> Option<i32> {
         self.child.try_wait().expect("a child of ours").map(|s| s.code().unwrap_or(-1))
     }
 
-    /// Waits for its end and returns the exit code, -1 after a signal.
+    /// Waits for the end of the process and returns the exit code, -1 after a signal.
     pub fn wait_exit(&mut self, limit: Duration) -> i32 {
         let log = self.log.clone();
         wait_for(&format!("end of the process with {}", log.display()), limit, || self.exited())
     }
 
-    /// Kills it hard, as a crash of the host would.
+    /// Kills the process by SIGKILL.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -289,7 +292,7 @@ pub fn run_cli(args: &[&str]) -> Output {
     Command::new(driftline()).args(args).stdin(Stdio::null()).output().expect("driftline starts")
 }
 
-/// The JSON object that a command printed on stdout.
+/// Returns the JSON object that a command printed on stdout.
 pub fn json_of(out: &Output) -> Value {
     let text = String::from_utf8_lossy(&out.stdout);
     serde_json::from_str(text.trim()).unwrap_or_else(|e| panic!("no JSON ({e}): {text}"))

@@ -1,8 +1,7 @@
-//! A proxy for one migration connection that knows records well enough to count them.
+//! A proxy for one migration connection that parses record heads.
 //!
-//! It stands between source and destination, passes bytes both ways unchanged, and does what the
-//! test says when a certain record of a certain direction is about to pass; or it passes them late
-//! and slowly.
+//! It passes bytes both ways unchanged. It either cuts the connection when a given record is about
+//! to pass in a given direction, or passes the bytes with a delay and a limited rate.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -14,7 +13,7 @@ use std::time::{Duration, Instant};
 use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN, RecordHead};
 use driftline_migrate::Tag;
 
-/// Which way a record goes.
+/// The direction of a record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Direction {
     /// Source to destination.
@@ -23,20 +22,20 @@ pub enum Direction {
     ToSource,
 }
 
-/// What the proxy does when the record comes.
+/// The action of the proxy when the record arrives.
 pub enum CutAction {
     /// Closes both connections before the record passes.
     Before,
-    /// Calls this and then closes both connections before the record passes.
+    /// Calls the closure, then closes both connections before the record passes.
     Call(Box<dyn FnOnce() + Send>),
 }
 
-/// What happens to connections after the first.
+/// The treatment of connections after the first.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LaterConnections {
-    /// They are refused.
+    /// The proxy refuses them.
     Refused,
-    /// They pass untouched.
+    /// The proxy passes them unchanged.
     Passed,
 }
 
@@ -48,7 +47,7 @@ pub struct MigrationProxy {
 
 impl MigrationProxy {
     /// Listens on a free loopback port and passes the first connection on to `to`
-    /// (`tcp:HOST:PORT`), doing `cut` when the first record with `tag` goes `direction`.
+    /// (`tcp:HOST:PORT`). Performs `cut` at the first record with `tag` in `direction`.
     pub fn start(
         to: &str,
         direction: Direction,
@@ -81,49 +80,52 @@ impl MigrationProxy {
     }
 
     /// Listens on a free loopback port and passes every connection on to `to` (`tcp:HOST:PORT`),
-    /// each way `delay` later and at most `rate` bytes a second: a long and thin line.
+    /// in each direction `delay` later and with at most `rate` bytes a second.
     pub fn slow(to: &str, delay: Duration, rate: u64) -> Self {
-        Self::thin(to, SlowLink { delay, rate, slack: Duration::ZERO })
+        Self::limited(to, SlowLink { delay, rate, slack: Duration::ZERO })
     }
 
-    /// As [`slow`](Self::slow), without a delay and at `rate` on the whole: what the host keeps
-    /// from it for a moment it makes up for.
+    /// As [`slow`](Self::slow), without a delay and with an average of `rate`: the link makes up for
+    /// short times in which the host does not run the proxy.
     pub fn steady(to: &str, rate: u64) -> Self {
-        Self::thin(to, SlowLink { delay: Duration::ZERO, rate, slack: Duration::from_millis(20) })
+        Self::limited(
+            to,
+            SlowLink { delay: Duration::ZERO, rate, slack: Duration::from_millis(20) },
+        )
     }
 
-    fn thin(to: &str, line: SlowLink) -> Self {
+    fn limited(to: &str, link: SlowLink) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = format!("tcp:{}", listener.local_addr().expect("bound"));
         let to = to.trim_start_matches("tcp:").to_owned();
         thread::spawn(move || {
             for source in listener.incoming().flatten() {
                 let Ok(destination) = TcpStream::connect(&to) else { continue };
-                if !line.slack.is_zero() {
-                    // Small records do not wait for those before them to be acknowledged.
+                if !link.slack.is_zero() {
+                    // Small records do not wait until earlier ones are acknowledged.
                     let _ = (source.set_nodelay(true), destination.set_nodelay(true));
                 }
                 let clones = (source.try_clone(), destination.try_clone());
                 let (Ok(from_source), Ok(to_destination)) = clones else { continue };
-                thread::spawn(move || pass_slowly(from_source, to_destination, line));
-                thread::spawn(move || pass_slowly(destination, source, line));
+                thread::spawn(move || pass_slowly(from_source, to_destination, link));
+                thread::spawn(move || pass_slowly(destination, source, link));
             }
         });
         Self { address, cut: Arc::default() }
     }
 
-    /// Whether the record has come and the cut was made.
+    /// Returns whether the record has arrived and the cut was made.
     pub fn has_cut(&self) -> bool {
         self.cut.load(Ordering::SeqCst)
     }
 
-    /// Where the source should connect, as `tcp:HOST:PORT`.
+    /// Returns the address for the source, as `tcp:HOST:PORT`.
     pub fn address(&self) -> &str {
         &self.address
     }
 }
 
-/// A cut, the record that it waits for, and whether it was made.
+/// A cut, the tag of its record, and whether it was made.
 struct PlannedCut {
     tag: u16,
     cut: CutAction,
@@ -139,9 +141,9 @@ fn join(source: TcpStream, to: &str, there: Option<PlannedCut>, back: Option<Pla
     thread::spawn(move || pass(destination, source, back));
 }
 
-/// Passes a header and then records until the end, or until the cut; then closes both.
+/// Passes a header, then records until the end or the cut, then closes both connections.
 fn pass(mut from: TcpStream, mut to: TcpStream, cut: Option<PlannedCut>) {
-    // However it ends, the test sees it in what the two processes say.
+    // The test sees an error in the output of the two processes.
     let _ = pass_records(&mut from, &mut to, cut);
     let _ = from.shutdown(Shutdown::Both);
     let _ = to.shutdown(Shutdown::Both);
@@ -174,20 +176,20 @@ fn pass_records(
     Ok(())
 }
 
-/// How bytes are passed.
+/// Delay and rate of a link.
 #[derive(Clone, Copy)]
 struct SlowLink {
     delay: Duration,
     /// Bytes a second.
     rate: u64,
-    /// How much of the time in which it stood the line makes up for.
+    /// Longest time without progress for which the link makes up.
     slack: Duration,
 }
 
 /// Passes bytes until the end, then closes that direction.
-fn pass_slowly(mut from: TcpStream, mut to: TcpStream, line: SlowLink) {
-    let SlowLink { delay, rate, slack } = line;
-    // As much as is under way on the line, and some.
+fn pass_slowly(mut from: TcpStream, mut to: TcpStream, link: SlowLink) {
+    let SlowLink { delay, rate, slack } = link;
+    // Bounds the bytes in flight on the link.
     let (sender, passing) = mpsc::sync_channel::<(Instant, Vec<u8>)>(64);
     let reader = thread::spawn(move || {
         let mut buffer = vec![0; 16 << 10];

@@ -1,13 +1,13 @@
-//! What the machine under the tests loses to others: on a shared host a processor may stand still
-//! for tens of milliseconds, which no program on it can tell from its own slowness, but its kernel
-//! can.
+//! Processor time that the host gives to other machines. On a shared host a processor may not run
+//! for tens of milliseconds. A program cannot tell this from its own slowness, but the kernel counts
+//! it.
 
 use std::time::{Duration, Instant};
 
 /// A tick of /proc/stat.
 const TICK: Duration = Duration::from_millis(10);
 
-/// Measures from its making on.
+/// Measures stolen time since its creation.
 #[derive(Debug)]
 pub struct StolenTime {
     begun: Instant,
@@ -15,12 +15,12 @@ pub struct StolenTime {
 }
 
 impl StolenTime {
-    /// Now.
+    /// Starts a measurement.
     pub fn begin() -> Self {
         Self { begun: Instant::now(), ticks: ticks() }
     }
 
-    /// Of a hundred parts of the processors' time, how many the host has given to others.
+    /// Returns the stolen share of all processors' time, in percent.
     pub fn percent(&self) -> f64 {
         let stolen = TICK * u32::try_from(ticks().saturating_sub(self.ticks)).unwrap_or(u32::MAX);
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
@@ -28,7 +28,7 @@ impl StolenTime {
     }
 }
 
-/// Ticks that all processors have lost since they were there: the eighth figure of the line "cpu".
+/// Returns the ticks stolen from all processors since boot: the eighth figure of the line "cpu".
 fn ticks() -> u64 {
     let stat = std::fs::read_to_string("/proc/stat").expect("/proc/stat");
     let figure = stat.lines().next().and_then(|line| line.split_whitespace().nth(8));

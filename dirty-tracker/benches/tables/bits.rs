@@ -50,9 +50,9 @@ pub fn tests(_: &mut Criterion) {
         let count = 2_000_000 / gib.max(16);
         let mut measure = |name: &str, count: u64, test: &mut dyn FnMut(u64) -> bool| {
             for _ in 0..5 {
-                let asked: Vec<u64> = (0..count).map(|_| random.next() % frames).collect();
+                let tested: Vec<u64> = (0..count).map(|_| random.next() % frames).collect();
                 let start = Instant::now();
-                asked.iter().for_each(|f| {
+                tested.iter().for_each(|f| {
                     black_box(test(*f));
                 });
                 let each = start.elapsed().as_nanos() as f64 / count as f64;

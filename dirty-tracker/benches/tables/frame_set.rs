@@ -15,7 +15,7 @@ use criterion::{BenchmarkId, Criterion};
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use rangemap::RangeSet;
 
-use self::two_pass::{Memblock, OneByOne, Ranges, Together};
+use self::two_pass::{InsertAll, InsertEach, Memblock, Ranges};
 use crate::{SplitMix64, note, quick};
 
 mod two_pass;
@@ -26,7 +26,7 @@ const TIME: &str = "adding ranges, ns each";
 const INSTRUCTIONS: &str = "adding ranges, instructions each";
 /// The rival of one pass: two passes for every range, as in older kernels.
 const TWO_PASSES: &str = "two passes";
-/// The present kernel: the first pass is left out while there is room for twice the ranges.
+/// The present kernel: the first pass is skipped while there is room for twice the ranges.
 const MEMBLOCK: &str = "memblock";
 
 /// A set of `n` runs of 6 frames, 10 apart, and a list of ranges to add to it.
@@ -125,8 +125,8 @@ const fn column<R: Ranges>(name: &'static str) -> RangeRival {
 }
 
 const COLUMNS: [RangeRival; 6] = [
-    column::<Together>("insert_all"),
-    column::<OneByOne>("insert"),
+    column::<InsertAll>("insert_all"),
+    column::<InsertEach>("insert"),
     column::<Memblock<false, false>>(TWO_PASSES),
     column::<Memblock<true, false>>(MEMBLOCK),
     column::<Memblock<true, true>>("memblock, searching"),

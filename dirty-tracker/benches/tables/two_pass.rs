@@ -30,9 +30,9 @@ pub trait Ranges: Clone {
 
 /// [`FrameSet::insert_all`].
 #[derive(Clone)]
-pub struct Together(FrameSet);
+pub struct InsertAll(FrameSet);
 
-impl Ranges for Together {
+impl Ranges for InsertAll {
     fn of(set: &FrameSet) -> Self {
         Self(set.clone())
     }
@@ -48,9 +48,9 @@ impl Ranges for Together {
 
 /// [`FrameSet::insert`] for each range.
 #[derive(Clone)]
-pub struct OneByOne(FrameSet);
+pub struct InsertEach(FrameSet);
 
-impl Ranges for OneByOne {
+impl Ranges for InsertEach {
     fn of(set: &FrameSet) -> Self {
         Self(set.clone())
     }

@@ -33,7 +33,7 @@ enum FuzzSetOp {
     InsertAll(Vec<SetRun>),
     Remove(SetRun),
     TakeFirst { max: u8 },
-    Ask(SetRun),
+    Query(SetRun),
 }
 
 fuzz_target!(|ops: Vec<FuzzSetOp>| {
@@ -62,7 +62,7 @@ fuzz_target!(|ops: Vec<FuzzSetOp>| {
                     assert!(run.frames().all(|gfn| model.remove(&gfn.0)));
                 }
             },
-            FuzzSetOp::Ask(run) => {
+            FuzzSetOp::Query(run) => {
                 let all = run.frames().all(|frame| model.contains(&frame));
                 assert_eq!(set.contains_run(run.into()), all);
                 let inside = run.frames().filter(|frame| model.contains(frame));

@@ -47,9 +47,9 @@ enum TrackerOp {
     Offset { slot: u8, offset: u16 },
     Bitmap(Bitmap),
     All,
-    Drain { who: bool },
+    Drain { second: bool },
     Relayout { cut: u16 },
-    Settle { which: u8, commit: bool },
+    Finish { which: u8, commit: bool },
 }
 
 #[derive(Arbitrary, Debug)]
@@ -159,20 +159,20 @@ impl SubscriberModel {
         assert_eq!(self.subscription.is_empty(), self.model.is_empty());
         for slot in &guest.0 {
             let bitmap = self.subscription.bitmap(slot.id).expect("a slot");
-            let there = bits(&bitmap).into_iter().map(|bit| slot.base.0 + bit);
-            assert!(there.eq(self.model.range(slot.base.0..slot.run().end().0).copied()));
+            let expected = bits(&bitmap).into_iter().map(|bit| slot.base.0 + bit);
+            assert!(expected.eq(self.model.range(slot.base.0..slot.run().end().0).copied()));
         }
     }
 }
 
-fn on_a_tracker(whole: &GuestModel, ops: Vec<TrackerOp>) {
+fn run_tracker(whole: &GuestModel, ops: Vec<TrackerOp>) {
     let mut guest = whole.cut(u64::MAX).expect("slots");
     let tracker = Arc::new(Tracker::new(guest.layout()));
     let mut subscribers = ["one", "two"].map(|name| SubscriberModel {
         subscription: tracker.subscribe(name).expect("address space for a small tree"),
         model: FrameModel::new(),
     });
-    let mut epochs: Vec<(usize, DirtySet)> = Vec::new();
+    let mut dirty_sets: Vec<(usize, DirtySet)> = Vec::new();
     for op in ops {
         let mut marked: Vec<u64> = Vec::new();
         match op {
@@ -198,12 +198,12 @@ fn on_a_tracker(whole: &GuestModel, ops: Vec<TrackerOp>) {
                 tracker.mark_all();
                 marked.extend(frames(guest.0.iter().map(|slot| slot.run())));
             }
-            TrackerOp::Drain { who } => {
-                let SubscriberModel { subscription, model } = &mut subscribers[usize::from(who)];
-                let epoch = subscription.drain();
-                assert_eq!(epoch.frames(), model.len() as u64);
-                assert_eq!(epoch.runs().collect::<Vec<_>>(), guest.runs(&std::mem::take(model)));
-                epochs.push((usize::from(who), epoch));
+            TrackerOp::Drain { second } => {
+                let SubscriberModel { subscription, model } = &mut subscribers[usize::from(second)];
+                let dirty = subscription.drain();
+                assert_eq!(dirty.frames(), model.len() as u64);
+                assert_eq!(dirty.runs().collect::<Vec<_>>(), guest.runs(&std::mem::take(model)));
+                dirty_sets.push((usize::from(second), dirty));
             }
             TrackerOp::Relayout { cut } => {
                 let Some(other) = whole.cut(cut.into()) else { continue };
@@ -213,17 +213,19 @@ fn on_a_tracker(whole: &GuestModel, ops: Vec<TrackerOp>) {
                     model.retain(|frame| guest.slot_of(*frame).is_some());
                 }
             }
-            TrackerOp::Settle { which, commit } if !epochs.is_empty() => {
-                let (who, epoch) = epochs.swap_remove(usize::from(which) % epochs.len());
+            TrackerOp::Finish { which, commit } if !dirty_sets.is_empty() => {
+                let (owner, dirty) = dirty_sets.swap_remove(usize::from(which) % dirty_sets.len());
                 if commit {
-                    epoch.commit();
+                    dirty.commit();
                 } else {
-                    let there = |frame: &u64| guest.slot_of(*frame).is_some();
-                    subscribers[who].model.extend(frames(epoch.runs()).into_iter().filter(there));
-                    drop(epoch);
+                    let exists = |frame: &u64| guest.slot_of(*frame).is_some();
+                    subscribers[owner]
+                        .model
+                        .extend(frames(dirty.runs()).into_iter().filter(exists));
+                    drop(dirty);
                 }
             }
-            TrackerOp::Settle { .. } => {}
+            TrackerOp::Finish { .. } => {}
         }
         for subscriber in &mut subscribers {
             subscriber.model.extend(&marked);
@@ -291,8 +293,8 @@ impl TreeModel<'_> {
         assert_eq!((tree.count(), tree.is_empty()), (model.len() as u64, model.is_empty()), "I1");
         for slot in &guest.0 {
             let words: Vec<u64> = tree.bitmap(slot.id).expect("a slot").collect();
-            let there = bits(&words).into_iter().map(|bit| slot.base.0 + bit);
-            assert!(there.eq(model.range(slot.base.0..slot.run().end().0).copied()));
+            let expected = bits(&words).into_iter().map(|bit| slot.base.0 + bit);
+            assert!(expected.eq(model.range(slot.base.0..slot.run().end().0).copied()));
         }
         assert_eq!(tree.iter().collect::<Vec<_>>(), guest.runs(model));
     }
@@ -311,11 +313,11 @@ fn mark(
 
 fuzz_target!(|input: TrackerInput| {
     let guest = GuestModel::new(input.small);
-    on_a_tracker(&guest, input.tracker);
+    run_tracker(&guest, input.tracker);
     let tree = Tree::new(guest.layout()).expect("address space for a small tree");
-    let mut alone = TreeModel { guest: &guest, tree, model: FrameModel::new() };
+    let mut tree_model = TreeModel { guest: &guest, tree, model: FrameModel::new() };
     for op in input.tree {
-        alone.run(op);
-        alone.check();
+        tree_model.run(op);
+        tree_model.check();
     }
 });

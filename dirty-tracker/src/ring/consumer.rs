@@ -14,8 +14,8 @@
 //! All of them proceed strictly in ring order, by three free-running indices:
 //!
 //! ```text
-//! walked <= next <= published      walked: the kernel's reset index, known to us exactly
-//!   RESET ^  DIRTY ^  clean        next: ours          published: the kernel's, never shown
+//! walked <= next <= published      walked: the kernel's reset index, which the consumer derives
+//!   RESET ^  DIRTY ^  clean        next: the consumer's    published: the kernel's, not readable
 //! ```
 //!
 //! # Overruns (I6)
@@ -27,7 +27,8 @@
 //!   that entry is dirty, the ring was overrun. An entry that stays dirty stops the walk at `next`,
 //!   whatever the kernel wrote meanwhile, so `walked` stays known.
 //! - *Overwritten marks*. A DIRTY entry between `walked` and `next` replaced a RESET one and stops
-//!   the walk. The next harvest marks it again. Its frame is covered by "all memory" (`WalkUncertainty`).
+//!   the walk. The next harvest marks it again (see `WalkUncertainty`). Its frame is covered by
+//!   "all memory".
 //! - *Hole*. Entries that were taken one lap early are clean when `next` reaches them, and the
 //!   kernel continues beyond them. The walk needs them to be RESET. They are marked once a later
 //!   entry is published.
@@ -56,7 +57,7 @@ pub(super) struct RingHarvest {
     pub(super) list_full: bool,
 }
 
-/// What is known about the position of the kernel's walk.
+/// Whether the position of the kernel's walk is certain.
 ///
 /// Entries before `next` that are dirty again were either overwritten before the walk, or walked
 /// and published anew; in the second case the ring is overrun as well. Nothing is taken until a
@@ -68,7 +69,7 @@ enum WalkUncertainty {
     None,
     /// The `marked` entries before `next` are RESET; the walk may be somewhere among them.
     Before,
-    /// The entry at `next` is RESET; the walk may have reached it.
+    /// The entry at `next` is RESET; the walk may have passed it.
     At,
 }
 
@@ -84,7 +85,7 @@ pub(super) struct RingConsumer {
     /// After an overrun: number of entries to take in order before the consumer stops looking for
     /// holes.
     probation: u32,
-    doubt: WalkUncertainty,
+    uncertainty: WalkUncertainty,
     full: RingFull,
     /// Count of full exits at a moment since which the ring is empty and completely walked.
     quiet_since: Option<u32>,
@@ -107,12 +108,12 @@ impl RingConsumer {
             Ok(size) if size >= 4 && size.is_power_of_two() => size,
             _ => return RingHarvest { overrun: true, ..RingHarvest::default() },
         };
-        // The count is read before any entry: entries that these exits saw published are visible
-        // below.
+        // The count is read before any entry. Entries that were published before these exits are
+        // visible below.
         let exits = self.full.exits();
-        let mut overrun = self.settle(ring);
+        let mut overrun = self.locate_walk(ring);
         let mut list_full = false;
-        while self.doubt == WalkUncertainty::None {
+        while self.uncertainty == WalkUncertainty::None {
             // The last entry before the walk is the fence: if it is dirty, the ring was overrun.
             if self.marked == size - 1 {
                 break;
@@ -137,7 +138,7 @@ impl RingConsumer {
             self.probation = self.probation.saturating_sub(1);
         }
         overrun |= self.entry(ring, size - 1 - self.marked).is_dirty();
-        if self.marked > 0 || list_full || self.doubt != WalkUncertainty::None {
+        if self.marked > 0 || list_full || self.uncertainty != WalkUncertainty::None {
             self.quiet_since = None;
         } else if exits.wrapping_sub(*self.quiet_since.get_or_insert(exits)) >= 2 {
             // One exit may have begun before the ring was empty. The exit after it cannot.
@@ -149,13 +150,13 @@ impl RingConsumer {
         if overrun {
             self.probation = size.saturating_mul(2);
         }
-        let entries = if self.doubt == WalkUncertainty::At { 1 } else { self.marked };
+        let entries = if self.uncertainty == WalkUncertainty::At { 1 } else { self.marked };
         RingHarvest { entries, overrun, list_full }
     }
 
     /// Records that the kernel has walked all marked entries.
     pub(super) fn walked_all(&mut self) {
-        if self.marked > 0 && self.doubt == WalkUncertainty::None {
+        if self.marked > 0 && self.uncertainty == WalkUncertainty::None {
             self.marked = 0;
             self.quiet_since = Some(self.full.exits());
         }
@@ -163,8 +164,8 @@ impl RingConsumer {
 
     /// Determines from the entries how far the kernel has walked since the last harvest. Costs one
     /// load if it walked all of them. Returns whether the ring was overrun in between.
-    fn settle(&mut self, ring: &[RingEntry]) -> bool {
-        if self.doubt == WalkUncertainty::At {
+    fn locate_walk(&mut self, ring: &[RingEntry]) -> bool {
+        if self.uncertainty == WalkUncertainty::At {
             let walked = self.entry(ring, 0).flags.load(Ordering::Acquire) == 0;
             if walked {
                 self.next = self.next.wrapping_add(1);
@@ -172,7 +173,7 @@ impl RingConsumer {
             }
             self.unmark_ahead(ring);
             self.mark_before(ring, ENTRY_RESET);
-            self.doubt = if walked { WalkUncertainty::None } else { WalkUncertainty::Before };
+            self.uncertainty = if walked { WalkUncertainty::None } else { WalkUncertainty::Before };
             return true;
         }
         let flags = |back: u32| self.before(ring, back).flags.load(Ordering::Acquire);
@@ -182,19 +183,19 @@ impl RingConsumer {
             self.marked = (1..=self.marked).take_while(|b| flags(*b) != 0).count() as u32;
             self.unmark_ahead(ring);
             self.mark_before(ring, ENTRY_RESET);
-            self.doubt = WalkUncertainty::Before;
-        } else if left < self.marked || self.doubt == WalkUncertainty::None {
+            self.uncertainty = WalkUncertainty::Before;
+        } else if left < self.marked || self.uncertainty == WalkUncertainty::None {
             self.marked = left;
-            if self.doubt == WalkUncertainty::Before {
+            if self.uncertainty == WalkUncertainty::Before {
                 self.unmark_ahead(ring);
-                self.doubt = WalkUncertainty::None;
+                self.uncertainty = WalkUncertainty::None;
             }
         } else {
             self.mark_before(ring, ENTRY_DIRTY);
             self.entry(ring, 0).mark_reset();
-            self.doubt = WalkUncertainty::At;
+            self.uncertainty = WalkUncertainty::At;
         }
-        self.doubt != WalkUncertainty::None
+        self.uncertainty != WalkUncertainty::None
     }
 
     /// Makes entries dirty again that a probe marked after the walk had passed them: they were

@@ -164,7 +164,7 @@ impl Harvester {
             self.distrust |= taken.overrun || taken.list_full;
         }
         self.distrust |= rings.next().is_some();
-        Harvest { lists: self, entries, overruns }
+        Harvest { harvester: self, entries, overruns }
     }
 }
 
@@ -173,7 +173,7 @@ impl Harvester {
 #[derive(Debug)]
 #[must_use = "until they are reprotected, harvested frames can be written unnoticed"]
 pub struct Harvest<'h> {
-    lists: &'h mut Harvester,
+    harvester: &'h mut Harvester,
     entries: u32,
     overruns: u32,
 }
@@ -200,11 +200,11 @@ impl<'h> Harvest<'h> {
     /// after the last entry, the count does not show it.
     pub fn reprotected(self, count: u32) -> Readable<'h> {
         if count == self.entries {
-            self.lists.vcpus.iter_mut().for_each(|(consumer, _)| consumer.walked_all());
+            self.harvester.vcpus.iter_mut().for_each(|(consumer, _)| consumer.walked_all());
         } else {
-            self.lists.distrust = true;
+            self.harvester.distrust = true;
         }
-        Readable { lists: self.lists, overruns: self.overruns, all_reprotected: false }
+        Readable { harvester: self.harvester, overruns: self.overruns, all_reprotected: false }
     }
 }
 
@@ -213,7 +213,7 @@ impl<'h> Harvest<'h> {
 #[derive(Debug)]
 #[must_use = "insert the frames, or no subscriber sees them"]
 pub struct Readable<'h> {
-    lists: &'h mut Harvester,
+    harvester: &'h mut Harvester,
     overruns: u32,
     all_reprotected: bool,
 }
@@ -235,7 +235,7 @@ impl Readable<'_> {
     /// reprotect *all* memory and declare it with [`all_reprotected`](Self::all_reprotected):
     /// frames whose entries were overwritten are still writable.
     pub fn is_trusted(&self) -> bool {
-        !self.lists.distrust
+        !self.harvester.distrust
     }
 
     /// Declares that every frame of every slot has been reprotected since the harvest, by clearing
@@ -274,7 +274,7 @@ impl Readable<'_> {
     /// ```
     pub fn for_each(self, mut keep: impl FnMut(SlotId, u64) -> bool) -> Inserted {
         let mut out = Inserted::default();
-        for (_, list) in &mut self.lists.vcpus {
+        for (_, list) in &mut self.harvester.vcpus {
             for frame in list.frames() {
                 match keep(SlotId(frame.slot & 0xffff), frame.offset) {
                     true => out.frames += 1,
@@ -283,9 +283,9 @@ impl Readable<'_> {
             }
             list.clear();
         }
-        if self.lists.distrust {
+        if self.harvester.distrust {
             out.marked_all = true;
-            self.lists.distrust = !self.all_reprotected;
+            self.harvester.distrust = !self.all_reprotected;
         }
         out
     }
@@ -299,7 +299,8 @@ impl Readable<'_> {
     pub fn insert_into(self, tracker: &Tracker) -> Inserted {
         let mut out = Inserted::default();
         let mut marking = tracker.marking();
-        for ((_, list), dirtied) in self.lists.vcpus.iter_mut().zip(&mut self.lists.dirtied) {
+        for ((_, list), dirtied) in self.harvester.vcpus.iter_mut().zip(&mut self.harvester.dirtied)
+        {
             for frame in list.frames() {
                 // The high half is KVM's address space number. All address spaces share the guest's
                 // memory.
@@ -312,10 +313,10 @@ impl Readable<'_> {
             *dirtied += marking.take_new();
         }
         drop(marking);
-        if self.lists.distrust {
+        if self.harvester.distrust {
             tracker.mark_all();
             out.marked_all = true;
-            self.lists.distrust = !self.all_reprotected;
+            self.harvester.distrust = !self.all_reprotected;
         }
         out
     }

@@ -72,13 +72,13 @@ impl Exclusive<'_> {
         tree.word_list.mark_incomplete();
         let (mut lo, mut hi) = (first, first + run.count - 1);
         for &(start, _) in &tree.levels {
-            let mut was_there = true;
+            let mut were_nonzero = true;
             for (word, mask) in masks(lo, hi) {
-                was_there &= sync::or_mut(&mut tree.words[start + word as usize], mask) != 0;
+                were_nonzero &= sync::or_mut(&mut tree.words[start + word as usize], mask) != 0;
             }
             // By I1 a word that was not zero has its summaries, and no other thread is about to set
             // them.
-            if was_there {
+            if were_nonzero {
                 break;
             }
             (lo, hi) = (lo >> SHIFT, hi >> SHIFT);

@@ -102,12 +102,12 @@ impl Tree {
     /// If none is, the caller has fenced before.
     fn set_word(&self, word: u64, bits: u64) -> u64 {
         let leaf = &self.words[word as usize];
-        let mut there = leaf.load(SeqCst);
-        if there & bits != bits {
-            there = leaf.fetch_or(bits, SeqCst);
+        let mut present = leaf.load(SeqCst);
+        if present & bits != bits {
+            present = leaf.fetch_or(bits, SeqCst);
         }
         self.insert_summary((word >> SHIFT) as usize, 1 << (word & 63));
-        bits & !there
+        bits & !present
     }
 
     /// Sets the bits `bits` of word `word` of level 1, if there is one, and the summaries above it.

@@ -209,14 +209,14 @@ impl Tree {
         let bits = |word: &u64| self.words[start + *word as usize].load(SeqCst);
         let weight = |word: &u64| bits(word).count_ones() as usize;
         let split = WorkSplit::of(words.iter().map(weight).sum(), self.grain >> SHIFT);
-        let (mut pieces, mut from, mut held) = (Vec::new(), 0, 0);
+        let (mut pieces, mut from, mut piece_weight) = (Vec::new(), 0, 0);
         for (at, word) in words.iter().enumerate() {
             let far = word - words[from] > u64::from(u32::MAX);
-            if held >= split.piece || at - from == LEVEL_WORDS || far {
+            if piece_weight >= split.piece || at - from == LEVEL_WORDS || far {
                 pieces.push(std::mem::replace(&mut from, at)..at);
-                held = 0;
+                piece_weight = 0;
             }
-            held += weight(word);
+            piece_weight += weight(word);
         }
         if from < words.len() {
             pieces.push(from..words.len());

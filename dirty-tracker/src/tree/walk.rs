@@ -124,25 +124,25 @@ impl<W: Words, S: WordSink> SimdJob for TreeWalk<'_, W, S> {
             let start = levels[level].0 + here.base as usize;
             let found = &here.words[here.next..here.len];
             let first = found[0];
-            let (mut looked_into, mut len) = (0, 0);
+            let (mut visited, mut len) = (0, 0);
             let mut sparsity = Sparsity::of(simd, found);
             // Words below must be within 32 bits.
             let in_reach = |offset: u32| offset < 1 << (32 - SHIFT);
-            while let Some(word) = found.get(looked_into) {
+            while let Some(word) = found.get(visited) {
                 let eight = sparsity
-                    .eight(found, looked_into)
+                    .eight(found, visited)
                     .filter(|eight| in_reach(eight[7].wrapping_sub(first)));
                 if let (Some(eight), Some(words), Some(room)) =
                     (eight, words.owned(), below.words[len..].first_chunk_mut())
                 {
                     let expanded = simd.expand_eight(words, start, eight, first, room);
-                    sparsity.tried(looked_into, expanded.is_some());
+                    sparsity.tried(visited, expanded.is_some());
                     if let Some(found) = expanded {
-                        (looked_into, len) = (looked_into + 8, len + found);
+                        (visited, len) = (visited + 8, len + found);
                         continue;
                     }
                 }
-                if let Some(ahead) = found.get(looked_into + PREFETCH_DISTANCE) {
+                if let Some(ahead) = found.get(visited + PREFETCH_DISTANCE) {
                     words.prefetch(simd, start + *ahead as usize);
                 }
                 let Some(room) = below.words[len..].first_chunk_mut() else { break };
@@ -155,9 +155,9 @@ impl<W: Words, S: WordSink> SimdJob for TreeWalk<'_, W, S> {
                     true => expand_two(simd, bits, offset << SHIFT, room),
                     false => simd.expand(bits, offset << SHIFT, room),
                 };
-                looked_into += 1;
+                visited += 1;
             }
-            here.next += looked_into;
+            here.next += visited;
             (below.base, below.next, below.len) = ((here.base + u64::from(first)) << SHIFT, 0, len);
             level -= 1;
         }

@@ -135,16 +135,16 @@ mod shuttle_orders {
                     }
                 })
             });
-            let mut seen = BTreeSet::new();
+            let mut drained = BTreeSet::new();
             for _ in 0..2 {
-                let epoch = subscription.drain();
-                seen.extend(epoch.runs().flat_map(|r| r.start.0..r.end().0));
-                epoch.commit();
+                let dirty = subscription.drain();
+                drained.extend(dirty.runs().flat_map(|r| r.start.0..r.end().0));
+                dirty.commit();
             }
             inserters.into_iter().for_each(|t| t.join().unwrap());
             assert_drained_whole(&mut subscription);
-            seen.extend(subscription.drain().runs().flat_map(|r| r.start.0..r.end().0));
-            assert_eq!(seen, BTreeSet::from([0, 1, 64, 4096]));
+            drained.extend(subscription.drain().runs().flat_map(|r| r.start.0..r.end().0));
+            assert_eq!(drained, BTreeSet::from([0, 1, 64, 4096]));
         });
     }
 
@@ -166,13 +166,17 @@ mod shuttle_orders {
                     }
                 })
             });
-            let mut seen = 0;
+            let mut drained = 0;
             for _ in 0..2 {
                 let before = done.load(Ordering::SeqCst);
-                let epoch = subscription.drain();
-                epoch.runs().flat_map(|r| r.start.0..r.end().0).for_each(|f| seen |= bit(f));
-                epoch.commit();
-                assert_eq!(before & !seen, 0, "an insert returned before the drain and is missing");
+                let dirty = subscription.drain();
+                dirty.runs().flat_map(|r| r.start.0..r.end().0).for_each(|f| drained |= bit(f));
+                dirty.commit();
+                assert_eq!(
+                    before & !drained,
+                    0,
+                    "an insert returned before the drain and is missing"
+                );
             }
             inserters.into_iter().for_each(|t| t.join().unwrap());
             assert_drained_whole(&mut subscription);
@@ -192,14 +196,14 @@ mod shuttle_orders {
                 other.mark(FrameRun { start: Gfn(4000), count: 200 }).unwrap();
             });
             let giver = thread::spawn(move || first.give_back());
-            let mut seen = 0;
-            let epoch = subscription.drain();
-            seen += epoch.frames();
-            epoch.commit();
+            let mut drained = 0;
+            let dirty = subscription.drain();
+            drained += dirty.frames();
+            dirty.commit();
             inserter.join().unwrap();
             giver.join().unwrap();
             assert_drained_whole(&mut subscription);
-            assert_eq!(seen + subscription.drain().frames(), 210);
+            assert_eq!(drained + subscription.drain().frames(), 210);
         });
     }
 
@@ -231,12 +235,12 @@ mod shuttle_orders {
                     })
                 })
             };
-            let mut seen: Vec<u64> = Vec::new();
+            let mut drained: Vec<u64> = Vec::new();
             let mut drain = || {
-                let epoch = subscription.drain();
-                seen.extend(frames(&epoch));
-                epoch.commit();
-                seen.clone()
+                let dirty = subscription.drain();
+                drained.extend(frames(&dirty));
+                dirty.commit();
+                drained.clone()
             };
             let first = drain();
             assert!(first.contains(&1) && first.contains(&4096), "lost: {first:?}");
@@ -278,28 +282,31 @@ mod shuttle_orders {
                     tracker.relayout(layout(64 * 3)).unwrap();
                 })
             };
-            let mut seen = BTreeSet::new();
+            let mut drained = BTreeSet::new();
             for round in 0..2 {
                 let before = done.load(Ordering::SeqCst);
-                let epoch = subscription.drain();
-                seen.extend(frames(&epoch));
+                let dirty = subscription.drain();
+                drained.extend(frames(&dirty));
                 for (bit, frame) in [1, 70, 140].into_iter().enumerate() {
-                    assert!(before >> bit & 1 == 0 || seen.contains(&frame), "{frame} is late");
+                    assert!(
+                        before >> bit & 1 == 0 || drained.contains(&frame),
+                        "{frame} is missing"
+                    );
                 }
                 match round {
-                    0 => epoch.give_back(),
-                    _ => epoch.commit(),
+                    0 => dirty.give_back(),
+                    _ => dirty.commit(),
                 }
             }
             marker.join().unwrap();
             changer.join().unwrap();
-            seen.extend(frames(&subscription.drain()));
-            assert_eq!(seen, BTreeSet::from([1, 5, 9, 70, 140]));
+            drained.extend(frames(&subscription.drain()));
+            assert_eq!(drained, BTreeSet::from([1, 5, 9, 70, 140]));
         });
     }
 
-    fn frames(epoch: &DirtySet) -> Vec<u64> {
-        epoch.runs().flat_map(|r| r.start.0..r.end().0).collect()
+    fn frames(dirty: &DirtySet) -> Vec<u64> {
+        dirty.runs().flat_map(|r| r.start.0..r.end().0).collect()
     }
 
     /// I1: a drain finds every leaf that is not zero.
@@ -353,7 +360,7 @@ mod shuttle_orders {
             for frame in 0..u64::from(WRITES) {
                 assert!(subscription.contains(Gfn(frame)), "frame {frame} was lost");
             }
-            // The vCPU retries until it may run. From then on every frame is seen in time.
+            // The vCPU retries until it may run. From then on every frame is marked in time.
             let mut published = WRITES;
             for frame in 20..40 {
                 for tries in 0.. {
@@ -399,12 +406,12 @@ mod shuttle_orders {
         let mut all: Vec<FrameRun> = drainers.into_iter().flat_map(|t| t.join().unwrap()).collect();
         assert_summarized(&tree);
         tree.drain_into(&mut all);
-        let seen: BTreeSet<u64> = all.into_iter().flat_map(|r| r.start.0..r.end().0).collect();
+        let drained: BTreeSet<u64> = all.into_iter().flat_map(|r| r.start.0..r.end().0).collect();
         let mut expected = BTreeSet::from([1, 64, 65, 66, 4096, 8200]);
         if runs {
             expected.extend(60..60 + 64 * 6);
         }
-        assert_eq!(seen, expected);
+        assert_eq!(drained, expected);
     }
 
     #[test]

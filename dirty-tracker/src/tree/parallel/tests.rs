@@ -193,7 +193,7 @@ fn parallel_drain_loses_no_concurrent_insert() {
     let tree = tree(&layout, 64);
     let running = AtomicUsize::new(3);
     let failed = AtomicBool::new(false);
-    let mut seen = vec![0u32; slot.frames as usize];
+    let mut drain_counts = vec![0u32; slot.frames as usize];
     std::thread::scope(|scope| {
         let (tree, running) = (&tree, &running);
         for start in 0..2 {
@@ -227,7 +227,9 @@ fn parallel_drain_loses_no_concurrent_insert() {
                     .windows(2)
                     .all(|pair| pair[0].end() < pair[1].start);
                 failed.fetch_or(!ascending, Ordering::Relaxed);
-                runs.iter().flat_map(|r| r.start.0..r.end().0).for_each(|f| seen[f as usize] += 1);
+                runs.iter()
+                    .flat_map(|r| r.start.0..r.end().0)
+                    .for_each(|f| drain_counts[f as usize] += 1);
                 if last {
                     break;
                 }
@@ -236,13 +238,13 @@ fn parallel_drain_loses_no_concurrent_insert() {
     });
     assert!(!failed.into_inner(), "runs were not ascending and disjoint");
     assert_eq!(tree.missing_summary(), None);
-    for (frame, times) in (0..).zip(seen) {
-        let inserters = u32::from(frame % 2 == 0)
+    for (frame, times) in (0..).zip(drain_counts) {
+        let insertions = u32::from(frame % 2 == 0)
             + u32::from(frame % 7 == 1)
             + u32::from(
                 frame % 64 == 33 && frame < slot.frames / 64 * 64 || frame == slot.frames / 64 * 64,
             );
-        let most = inserters * rounds as u32;
+        let most = insertions * rounds as u32;
         assert!(times >= u32::from(most > 0) && times <= most, "frame {frame}: {times} of {most}");
     }
 }

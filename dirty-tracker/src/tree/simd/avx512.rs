@@ -17,13 +17,13 @@ pub(in super::super) struct Avx512(());
 
 impl Avx512 {
     pub(super) fn detect() -> Option<Self> {
-        let there = Bmi::detect().is_some()
+        let has_features = Bmi::detect().is_some()
             && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx512vpopcntdq")
             && is_x86_feature_detected!("avx512vbmi2");
-        there.then_some(Self(()))
+        has_features.then_some(Self(()))
     }
 }
 

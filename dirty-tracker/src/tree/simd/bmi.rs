@@ -9,11 +9,11 @@ pub(in super::super) struct Bmi(());
 
 impl Bmi {
     pub(super) fn detect() -> Option<Self> {
-        let there = is_x86_feature_detected!("bmi1")
+        let has_features = is_x86_feature_detected!("bmi1")
             && is_x86_feature_detected!("bmi2")
             && is_x86_feature_detected!("lzcnt")
             && is_x86_feature_detected!("popcnt");
-        there.then_some(Self(()))
+        has_features.then_some(Self(()))
     }
 }
 
