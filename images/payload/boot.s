@@ -184,7 +184,7 @@ request:
     je 6f
     ja 7f
     jmp *idle_function(%rip)
-6:  cli                         // 1: for ever idle
+6:  cli                         // 1: idle forever
     hlt
     jmp 6b
 7:  lidt no_idt(%rip)           // 2: a triple fault

@@ -1,8 +1,8 @@
-//! The few functions that the compiler requires.
+//! The functions to which the compiler emits calls.
 
 use core::arch::asm;
 
-/// Copies forward.
+/// Copies in ascending order.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, bytes: usize) -> *mut u8 {
     // SAFETY: left to the caller.
@@ -14,7 +14,7 @@ unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, bytes: usize) -> *mut 
     to
 }
 
-/// Copies in the direction that survives an overlap.
+/// Copies in the direction that is correct for ranges that overlap.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, bytes: usize) -> *mut u8 {
     if (to as usize).wrapping_sub(from as usize) >= bytes {
@@ -31,7 +31,7 @@ unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, bytes: usize) -> *mut
     to
 }
 
-/// Fills.
+/// Fills memory with one byte.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memset(to: *mut u8, byte: i32, bytes: usize) -> *mut u8 {
     let word = u64::from(byte as u8) * 0x0101_0101_0101_0101;
@@ -43,7 +43,7 @@ unsafe extern "C" fn memset(to: *mut u8, byte: i32, bytes: usize) -> *mut u8 {
     to
 }
 
-/// Compares, byte by byte.
+/// Compares byte by byte.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcmp(left: *const u8, right: *const u8, bytes: usize) -> i32 {
     for index in 0..bytes {

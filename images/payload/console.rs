@@ -1,5 +1,5 @@
-//! COM1: whole lines from each vCPU, sent a few bytes at a time so that printing does not stop the
-//! loop.
+//! COM1: complete lines from each vCPU, sent a few bytes at a time so that printing does not stop
+//! the loop.
 
 use core::arch::asm;
 use core::hint::spin_loop;

@@ -11,7 +11,7 @@ use crate::console::Console;
 use crate::heap;
 use crate::pvh::MAX_VCPUS;
 
-/// The private data of one vCPU. The loop uses all of it, so ring 3 does.
+/// The private data of one vCPU. The loop uses all of it, also in ring 3.
 pub struct Cpu {
     pub index: u32,
     pub clock: KvmClock,
@@ -19,7 +19,7 @@ pub struct Cpu {
     pub user_stack: u64,
 }
 
-/// The results of CPUID, read once in ring 0: in ring 3 some hosts return their own.
+/// CPU features from CPUID, read in ring 0: in ring 3 some hosts return their own values.
 pub struct CpuFeatures {
     pub x2apic: bool,
     pub tsc_deadline: bool,
@@ -51,7 +51,7 @@ impl Cpu {
     }
 }
 
-/// Executes CPUID.
+/// Reads the CPU's features from CPUID.
 pub fn features() -> CpuFeatures {
     let basic = __cpuid(1).ecx;
     let mut kvmclock = false;
@@ -67,7 +67,7 @@ pub fn features() -> CpuFeatures {
     CpuFeatures { x2apic: basic & (1 << 21) != 0, tsc_deadline: basic & (1 << 24) != 0, kvmclock }
 }
 
-/// Whether a page-table entry of the third level may map a page.
+/// Returns whether the CPU has pages of 1 GiB.
 pub fn has_1g_pages() -> bool {
     __cpuid(0x8000_0000).eax >= 0x8000_0001 && __cpuid(0x8000_0001).edx & (1 << 26) != 0
 }
@@ -136,7 +136,7 @@ pub fn load_tables(index: u32) {
     unsafe { (&raw mut gdt[slot + 1]).write_volatile(tss_at >> 32) };
     let pointer =
         IdtPointer { limit: (size_of::<IdtGate>() * 256 - 1) as u16, base: IDT.0.get() as u64 };
-    // SAFETY: the table is complete and lives for ever.
+    // SAFETY: the table is complete and static.
     unsafe { asm!("lidt [{}]", in(reg) &raw const pointer, options(nostack)) };
     // SAFETY: the descriptor was just written.
     unsafe { asm!("ltr {:x}", in(reg) FIRST_TSS + 16 * index, options(nostack)) };
@@ -148,8 +148,9 @@ struct IdtPointer {
     base: u64,
 }
 
-/// The stack of requests from ring 3. It is touched now, because whether a vCPU ever sleeps depends
-/// on which vCPU finishes first, and the set of frames that a run writes must not depend on that.
+/// Returns the stack of requests from ring 3. Writes to it, because whether a vCPU ever sleeps
+/// depends on which vCPU finishes first, and the set of frames that a run writes must not depend on
+/// that.
 fn request_stack() -> u64 {
     let at = heap::take(REQUEST_STACK);
     // SAFETY: the page was just allocated and is mapped.
@@ -187,7 +188,7 @@ fn fill_idt() {
     for vector in 0..32 {
         // SAFETY: only the address of an entry is taken.
         let entry = unsafe { &raw const fault_entries[vector] };
-        // It has its own stack, because the loop may run in ring 0 and have lost its stack.
+        // Faults have their own stack, because the loop may run in ring 0 with a bad stack pointer.
         set_gate(vector, entry as u64, 1, 0x8e);
     }
     set_gate(usize::from(TIMER_VECTOR), timer as u64, 0, 0x8e);
@@ -224,11 +225,11 @@ pub fn to_ring3<T>(
     unsafe { enter_ring3((&raw mut *argument) as u64, function as *const () as u64, stack) }
 }
 
-/// Request: sleeps as the APIC is configured; the argument is the time in its units.
+/// Request: sleeps by the APIC timer; the argument is the time in the timer's units.
 pub const SLEEP: u32 = 0;
 /// Request: stops this processor.
 pub const PARK: u32 = 1;
-/// Request: brings the machine down by a triple fault.
+/// Request: ends the machine by a triple fault.
 pub const TRIPLE_FAULT: u32 = 2;
 
 /// Sends a request to ring 0, from either ring.
@@ -267,7 +268,7 @@ pub fn give_up() -> ! {
     power_off()
 }
 
-/// Powers off; failing that, resets; failing that, brings the machine down.
+/// Powers off. Failing that, resets; failing that, ends the machine by a triple fault.
 pub fn power_off() -> ! {
     // SAFETY: this writes sleep type 0 and sleep enable to ACPI's PM1a control register. Without it
     // nothing happens.
@@ -276,7 +277,7 @@ pub fn power_off() -> ! {
     reset()
 }
 
-/// Resets by the keyboard controller; failing that, brings the machine down.
+/// Resets by the keyboard controller. Failing that, ends the machine by a triple fault.
 pub fn reset() -> ! {
     // SAFETY: this pulses the reset line. Without the controller nothing happens.
     unsafe { asm!("out 0x64, al", in("al") 0xfeu8, options(nomem, nostack)) };
@@ -286,7 +287,7 @@ pub fn reset() -> ! {
     }
 }
 
-/// Waits some milliseconds in which the VMM may act.
+/// Waits some milliseconds, in which the VMM may stop the machine.
 fn wait() {
     let start = tsc();
     while tsc().wrapping_sub(start) < 50_000_000 {

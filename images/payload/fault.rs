@@ -19,7 +19,7 @@ struct ExceptionFrame {
     ss: u64,
 }
 
-/// The handler of every exception; none is expected.
+/// Handles every exception: none is expected.
 #[unsafe(no_mangle)]
 extern "C" fn fault_main(frame: &ExceptionFrame) -> ! {
     let cr2: u64;

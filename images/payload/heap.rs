@@ -17,7 +17,7 @@ const GIB: u64 = 1 << 30;
 const HUGE: u64 = 0x87;
 const TABLE: u64 = 0x07;
 
-/// Starts the heap above the image; ends with a message if there is no RAM for it.
+/// Starts the heap above the image. Ends the machine with a message if there is no RAM for it.
 pub fn start(mut ram: impl Iterator<Item = (u64, u64)>) {
     let begin = (&raw const payload_end) as u64;
     NEXT.store(begin, Ordering::Relaxed);
@@ -30,7 +30,8 @@ pub fn start(mut ram: impl Iterator<Item = (u64, u64)>) {
     }
 }
 
-/// Allocates whole pages. They are zero only if memory was.
+/// Allocates whole pages. Their content is that of fresh memory: zero unless the machine was
+/// restarted.
 pub fn take(bytes: u64) -> u64 {
     let at = NEXT.fetch_add(bytes.next_multiple_of(PAGE), Ordering::Relaxed);
     if at + bytes > TABLE_BASE {
@@ -59,8 +60,8 @@ fn directory(base: u64) -> u64 {
     at
 }
 
-/// Zeroes the generation table, if there is one. The memory of a fresh machine is already zero,
-/// that of a restarted one is not.
+/// Zeroes the generation table, if there is one. The memory of a fresh machine is already zero;
+/// that of a restarted machine is not.
 pub fn clear_table(spec: &PayloadSpec) {
     if !spec.pattern.needs_table() {
         return;

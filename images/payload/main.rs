@@ -1,8 +1,8 @@
-//! The payload guest: writes its memory in a known way and detects reads that differ from what it
-//! wrote.
+//! The payload guest: writes its memory in a known pattern and detects reads that differ from its
+//! writes.
 //!
-//! This file has the sequence: boot, the other vCPUs, ring 3, the loop, the end. The work of the
-//! loop is in `workload`, which the VMM shares.
+//! This file has the sequence: boot, the other vCPUs, ring 3, the loop, the end. The loop's work is
+//! in `workload`, which host threads run, too.
 #![no_std]
 #![no_main]
 
@@ -129,7 +129,7 @@ extern "C" fn run(cpu: &'static mut Cpu) -> ! {
         let now = cpu.clock.now();
         let console = &mut cpu.console;
         match runner.tick(now, &mut memory, table, &mut |line| console.print(line)) {
-            TickOutcome::Go => cpu.console.pump(console::BUSY_BYTES),
+            TickOutcome::TickAgain => cpu.console.pump(console::BUSY_BYTES),
             TickOutcome::SleepUntil(wake) => {
                 cpu.console.pump(console::IDLE_BYTES);
                 let now = cpu.clock.now();

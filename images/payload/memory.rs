@@ -9,7 +9,7 @@ use crate::workload::{PAGE_SIZE, PageMemory, PayloadRing, STAMP_WORD, WorkingSet
 /// The working set in guest RAM.
 pub struct WorkingSet {
     placement: Option<WorkingSetPlacement>,
-    /// First segment, which has most pages.
+    /// Frame of the first segment, which has most pages.
     first_gfn: u64,
     first_pages: u64,
     prefetch: bool,

@@ -1,4 +1,4 @@
-//! The data that the VMM passes at boot: the command line and the memory map, read once and kept.
+//! The data that the VMM passes at boot: the command line and the memory map, read once.
 
 use core::cell::UnsafeCell;
 
@@ -38,14 +38,15 @@ pub struct BootSetup {
     pub spec: PayloadSpec,
     pub vcpus: u32,
     pub placement: Option<WorkingSetPlacement>,
-    /// The reason why the payload cannot run; `line` has the beginning of the sentence.
+    /// The reason why the payload cannot run. The line passed to [`read`] has the beginning of the
+    /// sentence.
     pub refusal: Option<&'static str>,
     ranges: [(u64, u64); MAX_RANGES],
     count: usize,
 }
 
 impl BootSetup {
-    /// RAM as (address, bytes), ascending.
+    /// Returns RAM as (address, bytes), ascending.
     pub fn ram(&self) -> impl Iterator<Item = (u64, u64)> + Clone {
         self.ranges.iter().take(self.count).copied()
     }
@@ -60,7 +61,7 @@ impl BootSetup {
         }
     }
 
-    /// Inserts a range and keeps the list sorted.
+    /// Inserts a range at its place in the ascending list.
     fn add(&mut self, range: (u64, u64)) {
         if self.count == MAX_RANGES {
             return;
@@ -163,7 +164,7 @@ pub fn publish(setup: BootSetup) {
     unsafe { *SETUP.0.get() = Some(setup) }
 }
 
-/// The published setup.
+/// Returns the published setup.
 pub fn setup() -> &'static BootSetup {
     // SAFETY: there are no more writes.
     match unsafe { &*SETUP.0.get() } {

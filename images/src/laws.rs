@@ -1,5 +1,5 @@
-//! Tests that the payload's checks work. Each law is one thing that a machine may do to memory,
-//! which the payload must detect, or one promise about its writes.
+//! Tests of the payload's checks. Each law is either an error in memory that the payload must
+//! detect, or a property of its writes.
 
 use proptest::prelude::*;
 
@@ -8,13 +8,13 @@ use crate::workload::{
     STAMP_WORD, SWEEP_EVERY, Share, Workload, generation_after,
 };
 
-/// Host memory with a frame number for each page. It refuses pages outside one share.
+/// Host memory with a frame number for each page. Accesses outside one share fail the test.
 #[derive(Clone, PartialEq)]
 struct ShareMemory {
     words: Vec<u64>,
     share: Share,
     writes: Vec<u32>,
-    announced: std::cell::RefCell<Vec<u64>>,
+    prefetched: std::cell::RefCell<Vec<u64>>,
 }
 
 const FIRST_GFN: u64 = 0x1000;
@@ -26,7 +26,7 @@ impl ShareMemory {
             words: vec![0; pages * PAGE_WORDS],
             share,
             writes: vec![0; pages],
-            announced: Default::default(),
+            prefetched: Default::default(),
         }
     }
 
@@ -70,7 +70,7 @@ impl PageMemory for ShareMemory {
 
     fn prefetch(&self, page: u64) {
         self.at(page, 0);
-        self.announced.borrow_mut().push(page);
+        self.prefetched.borrow_mut().push(page);
     }
 }
 
@@ -139,11 +139,11 @@ proptest! {
 
     #[test]
     fn correct_memory_raises_no_error(spec in any_spec(), share in any_share()) {
-        let mut bench = WorkloadFixture::new(&spec, share);
-        prop_assert_eq!(bench.full_sweep(), vec![]);
-        prop_assert_eq!(bench.full_sweep(), vec![]);
-        prop_assert_eq!(bench.workload.errors(), 0);
-        prop_assert!(bench.workload.swept() > 0);
+        let mut fixture = WorkloadFixture::new(&spec, share);
+        prop_assert_eq!(fixture.full_sweep(), vec![]);
+        prop_assert_eq!(fixture.full_sweep(), vec![]);
+        prop_assert_eq!(fixture.workload.errors(), 0);
+        prop_assert!(fixture.workload.swept() > 0);
     }
 
     #[test]
@@ -162,24 +162,24 @@ proptest! {
     fn saved_workload_continues_unchanged(
         spec in any_spec(), share in any_share(), before in 0u64..300, after in 0u64..300
     ) {
-        let mut bench = WorkloadFixture::new(&spec, share);
-        bench.steps(before);
-        let saved = serde_json::to_string(&bench.workload).unwrap();
-        let mut restored = bench.clone();
+        let mut fixture = WorkloadFixture::new(&spec, share);
+        fixture.steps(before);
+        let saved = serde_json::to_string(&fixture.workload).unwrap();
+        let mut restored = fixture.clone();
         restored.workload = serde_json::from_str(&saved).unwrap();
-        bench.steps(after);
+        fixture.steps(after);
         restored.steps(after);
-        prop_assert!(bench == restored);
+        prop_assert!(fixture == restored);
     }
 
     #[test]
     fn lost_write_is_detected(spec in any_spec(), share in any_share(), before in 1u64..200, pick: prop::sample::Index) {
-        let mut bench = WorkloadFixture::new(&spec, share);
-        let old = bench.memory.clone();
-        bench.steps(before);
-        let page = *pick.get(&bench.written());
-        bench.memory.put(page, &old.copy_of(page));
-        let wrong = bench.full_sweep();
+        let mut fixture = WorkloadFixture::new(&spec, share);
+        let old = fixture.memory.clone();
+        fixture.steps(before);
+        let page = *pick.get(&fixture.written());
+        fixture.memory.put(page, &old.copy_of(page));
+        let wrong = fixture.full_sweep();
         prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Lost), "{wrong:?}");
     }
 
@@ -187,16 +187,16 @@ proptest! {
     fn stale_page_is_detected(
         spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400, pick: prop::sample::Index
     ) {
-        let mut bench = WorkloadFixture::new(&spec, share);
-        bench.steps(before);
-        let (old, candidates) = (bench.memory.clone(), bench.written());
-        bench.steps(between);
+        let mut fixture = WorkloadFixture::new(&spec, share);
+        fixture.steps(before);
+        let (old, candidates) = (fixture.memory.clone(), fixture.written());
+        fixture.steps(between);
         let page = *pick.get(&candidates);
-        prop_assume!(bench.memory.copy_of(page) != old.copy_of(page));
-        let expected = bench.memory.read_u64(page, 1);
-        bench.memory.put(page, &old.copy_of(page));
-        let wrong = bench.full_sweep();
-        let found = wrong.iter().find(|wrong| wrong.gfn == FIRST_GFN + page).expect("noticed");
+        prop_assume!(fixture.memory.copy_of(page) != old.copy_of(page));
+        let expected = fixture.memory.read_u64(page, 1);
+        fixture.memory.put(page, &old.copy_of(page));
+        let wrong = fixture.full_sweep();
+        let found = wrong.iter().find(|wrong| wrong.gfn == FIRST_GFN + page).expect("detected");
         prop_assert_eq!(found.kind, MismatchKind::Stale);
         prop_assert_eq!(found.expected_generation, expected);
         prop_assert_eq!(found.found_generation, old.read_u64(page, 1));
@@ -207,12 +207,12 @@ proptest! {
         spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400, pick: prop::sample::Index,
         new_head: bool
     ) {
-        let mut bench = WorkloadFixture::new(&spec, share);
-        bench.steps(before);
-        let (old, candidates) = (bench.memory.clone(), bench.written());
-        bench.steps(between);
+        let mut fixture = WorkloadFixture::new(&spec, share);
+        fixture.steps(before);
+        let (old, candidates) = (fixture.memory.clone(), fixture.written());
+        fixture.steps(between);
         let page = *pick.get(&candidates);
-        let (earlier, mut later) = (old.copy_of(page), bench.memory.copy_of(page));
+        let (earlier, mut later) = (old.copy_of(page), fixture.memory.copy_of(page));
         prop_assume!(earlier != later);
         let half = PAGE_WORDS / 2;
         if new_head {
@@ -220,8 +220,8 @@ proptest! {
         } else {
             later[..half].copy_from_slice(&earlier[..half]);
         }
-        bench.memory.put(page, &later);
-        let wrong = bench.full_sweep();
+        fixture.memory.put(page, &later);
+        let wrong = fixture.full_sweep();
         prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Torn), "{wrong:?}");
     }
 
@@ -229,31 +229,31 @@ proptest! {
     fn swapped_pages_are_detected(
         spec in any_spec(), share in any_share(), before in 100u64..300, a: prop::sample::Index, b: prop::sample::Index
     ) {
-        let mut bench = WorkloadFixture::new(&spec, share);
-        bench.steps(before);
-        let written = bench.written();
+        let mut fixture = WorkloadFixture::new(&spec, share);
+        fixture.steps(before);
+        let written = fixture.written();
         let (a, b) = (*a.get(&written), *b.get(&written));
         prop_assume!(a != b);
-        let (copy_a, copy_b) = (bench.memory.copy_of(a), bench.memory.copy_of(b));
-        bench.memory.put(a, &copy_b);
-        bench.memory.put(b, &copy_a);
-        let wrong = bench.full_sweep();
+        let (copy_a, copy_b) = (fixture.memory.copy_of(a), fixture.memory.copy_of(b));
+        fixture.memory.put(a, &copy_b);
+        fixture.memory.put(b, &copy_a);
+        let wrong = fixture.full_sweep();
         for page in [a, b] {
-            let noticed = wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Misplaced);
-            prop_assert!(noticed, "{wrong:?}");
+            let detected = wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Misplaced);
+            prop_assert!(detected, "{wrong:?}");
         }
     }
 
     #[test]
     fn page_of_another_vcpu_is_detected(spec in any_spec(), share in any_share(), before in 1u64..200) {
-        let mut bench = WorkloadFixture::new(&spec, share);
+        let mut fixture = WorkloadFixture::new(&spec, share);
         let mut other = WorkloadFixture::new(&spec, Share { vcpu: share.vcpu + 1, ..share });
-        bench.steps(before);
+        fixture.steps(before);
         other.steps(before);
-        let page = bench.written()[0];
+        let page = fixture.written()[0];
         prop_assume!(other.memory.read_u64(page, 1) != 0);
-        bench.memory.put(page, &other.memory.copy_of(page));
-        let wrong = bench.full_sweep();
+        fixture.memory.put(page, &other.memory.copy_of(page));
+        let wrong = fixture.full_sweep();
         prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Misplaced));
     }
 
@@ -262,13 +262,13 @@ proptest! {
         spec in any_spec(), share in any_share(), before in 100u64..300, pick: prop::sample::Index,
         word in 0..PAGE_WORDS, bit in 0u32..64
     ) {
-        let mut bench = WorkloadFixture::new(&spec, share);
-        bench.steps(before);
-        let page = *pick.get(&bench.written());
-        let value = bench.memory.read_u64(page, word);
-        bench.memory.write_u64(page, word, value ^ (1 << bit));
-        let wrong = bench.full_sweep();
-        let found = wrong.iter().find(|wrong| wrong.gfn == FIRST_GFN + page).expect("noticed");
+        let mut fixture = WorkloadFixture::new(&spec, share);
+        fixture.steps(before);
+        let page = *pick.get(&fixture.written());
+        let value = fixture.memory.read_u64(page, word);
+        fixture.memory.write_u64(page, word, value ^ (1 << bit));
+        let wrong = fixture.full_sweep();
+        let found = wrong.iter().find(|wrong| wrong.gfn == FIRST_GFN + page).expect("detected");
         if (4..STAMP_WORD).contains(&word) {
             prop_assert_eq!((found.kind, found.word), (MismatchKind::Body, word));
         }
@@ -277,16 +277,16 @@ proptest! {
 
     #[test]
     fn bad_head_is_one_error_at_its_rewrite(share in any_share(), at: prop::sample::Index) {
-        let mut bench = WorkloadFixture::new(&PayloadSpec::default(), share);
-        bench.steps(share.pages);
+        let mut fixture = WorkloadFixture::new(&PayloadSpec::default(), share);
+        fixture.steps(share.pages);
         let page = share.first + at.index(share.pages as usize) as u64;
-        bench.memory.write_u64(page, 3, 0);
-        bench.steps(share.pages);
-        let after_one_pass = bench.workload.errors();
-        bench.full_sweep();
+        fixture.memory.write_u64(page, 3, 0);
+        fixture.steps(share.pages);
+        let after_one_pass = fixture.workload.errors();
+        fixture.full_sweep();
         // The sweep may have read it before the rewrite.
         prop_assert!((1..=2).contains(&after_one_pass));
-        prop_assert_eq!(bench.workload.errors(), after_one_pass);
+        prop_assert_eq!(fixture.workload.errors(), after_one_pass);
     }
 
     #[test]
@@ -294,38 +294,38 @@ proptest! {
         let writes = u64::from(share.vcpu) < writers;
         let pattern = if writes { spec.pattern } else { Pattern::Once };
         let same = PayloadSpec { pattern, ..spec.clone() };
-        let mut bench = WorkloadFixture::new(&PayloadSpec { writers: Some(writers), ..spec }, share);
+        let mut fixture = WorkloadFixture::new(&PayloadSpec { writers: Some(writers), ..spec }, share);
         let mut plain = WorkloadFixture::new(&same, share);
-        bench.steps(share.pages * 3);
+        fixture.steps(share.pages * 3);
         plain.steps(share.pages * 3);
-        prop_assert_eq!(bench.workload.pages(), plain.workload.pages());
-        prop_assert_eq!(&bench.memory.writes, &plain.memory.writes);
+        prop_assert_eq!(fixture.workload.pages(), plain.workload.pages());
+        prop_assert_eq!(&fixture.memory.writes, &plain.memory.writes);
     }
 
     #[test]
     fn once_writes_every_page_exactly_once(spec in any_spec(), share in any_share()) {
-        let mut bench = WorkloadFixture::new(&PayloadSpec { pattern: Pattern::Once, ..spec }, share);
-        bench.steps(share.pages * 5 / 2);
-        prop_assert!(bench.memory.writes[share.first as usize..].iter().all(|&writes| writes == 1));
-        prop_assert_eq!(bench.workload.pages(), share.pages);
-        prop_assert_eq!(bench.workload.passes(), 2);
+        let mut fixture = WorkloadFixture::new(&PayloadSpec { pattern: Pattern::Once, ..spec }, share);
+        fixture.steps(share.pages * 5 / 2);
+        prop_assert!(fixture.memory.writes[share.first as usize..].iter().all(|&writes| writes == 1));
+        prop_assert_eq!(fixture.workload.pages(), share.pages);
+        prop_assert_eq!(fixture.workload.passes(), 2);
     }
 
     #[test]
     fn stride_writes_only_every_kth_page(spec in any_spec(), share in any_share(), step in 1u32..50) {
-        let mut bench = WorkloadFixture::new(&PayloadSpec { pattern: Pattern::Stride(step), ..spec }, share);
-        bench.steps(3 * share.pages);
-        for (index, &writes) in bench.memory.writes[share.first as usize..].iter().enumerate() {
+        let mut fixture = WorkloadFixture::new(&PayloadSpec { pattern: Pattern::Stride(step), ..spec }, share);
+        fixture.steps(3 * share.pages);
+        for (index, &writes) in fixture.memory.writes[share.first as usize..].iter().enumerate() {
             prop_assert_eq!(writes > 0, index % step as usize == 0);
         }
     }
 
     #[test]
     fn a_pass_of_seq_writes_every_page_once(share in any_share(), passes in 1u32..5) {
-        let mut bench = WorkloadFixture::new(&PayloadSpec::default(), share);
-        bench.steps(share.pages * u64::from(passes));
-        prop_assert!(bench.memory.writes[share.first as usize..].iter().all(|&writes| writes == passes));
-        prop_assert_eq!(bench.workload.passes(), u64::from(passes));
+        let mut fixture = WorkloadFixture::new(&PayloadSpec::default(), share);
+        fixture.steps(share.pages * u64::from(passes));
+        prop_assert!(fixture.memory.writes[share.first as usize..].iter().all(|&writes| writes == passes));
+        prop_assert_eq!(fixture.workload.passes(), u64::from(passes));
     }
 
     #[test]
@@ -353,15 +353,15 @@ proptest! {
 fn pages_are_prefetched_before_their_visit() {
     for pattern in [Pattern::Seq, Pattern::Random, Pattern::Stride(3)] {
         let share = Share { vcpu: 0, first: 2, pages: 300 };
-        let mut bench =
+        let mut fixture =
             WorkloadFixture::new(&PayloadSpec { pattern, ..PayloadSpec::default() }, share);
-        bench.steps(8);
-        let announced = bench.memory.announced.borrow().clone();
-        assert_eq!(announced.len(), 8, "{pattern:?}");
-        for page in announced {
-            let before = bench.memory.writes[page as usize];
-            bench.steps(1);
-            assert_eq!(bench.memory.writes[page as usize], before + 1, "{pattern:?}");
+        fixture.steps(8);
+        let prefetched = fixture.memory.prefetched.borrow().clone();
+        assert_eq!(prefetched.len(), 8, "{pattern:?}");
+        for page in prefetched {
+            let before = fixture.memory.writes[page as usize];
+            fixture.steps(1);
+            assert_eq!(fixture.memory.writes[page as usize], before + 1, "{pattern:?}");
         }
     }
 }
@@ -369,12 +369,12 @@ fn pages_are_prefetched_before_their_visit() {
 #[test]
 fn zipf_prefers_few_pages_and_reaches_all() {
     let share = Share { vcpu: 0, first: 0, pages: 1000 };
-    let mut bench = WorkloadFixture::new(
+    let mut fixture = WorkloadFixture::new(
         &PayloadSpec { pattern: Pattern::Zipf, ..PayloadSpec::default() },
         share,
     );
-    bench.steps(200_000);
-    let mut writes = bench.memory.writes.clone();
+    fixture.steps(200_000);
+    let mut writes = fixture.memory.writes.clone();
     writes.sort_unstable_by(|a, b| b.cmp(a));
     // Ten octaves, of which the first three are seven pages: about three tenths of all visits.
     let top: u32 = writes[..7].iter().sum();
@@ -383,35 +383,35 @@ fn zipf_prefers_few_pages_and_reaches_all() {
     assert!(writes[999] > 0);
     // Popular pages are not neighbours.
     let popular: Vec<usize> =
-        (0..1000).filter(|&page| bench.memory.writes[page] > writes[8]).collect();
+        (0..1000).filter(|&page| fixture.memory.writes[page] > writes[8]).collect();
     assert!(popular.windows(2).all(|pair| pair[1] - pair[0] > 1), "{popular:?}");
 }
 
 #[test]
 fn random_prefers_no_page() {
     let share = Share { vcpu: 3, first: 7, pages: 100 };
-    let mut bench = WorkloadFixture::new(
+    let mut fixture = WorkloadFixture::new(
         &PayloadSpec { pattern: Pattern::Random, ..PayloadSpec::default() },
         share,
     );
-    bench.steps(100_000);
+    fixture.steps(100_000);
     assert!(
-        bench.memory.writes[7..].iter().all(|writes| (850..1150).contains(writes)),
+        fixture.memory.writes[7..].iter().all(|writes| (850..1150).contains(writes)),
         "{:?}",
-        bench.memory.writes
+        fixture.memory.writes
     );
 }
 
 #[test]
 fn random_bodies_do_not_compress() {
     let share = Share { vcpu: 0, first: 0, pages: 64 };
-    let mut bench = WorkloadFixture::new(
+    let mut fixture = WorkloadFixture::new(
         &PayloadSpec { fill: BodyFill::Random, ..PayloadSpec::default() },
         share,
     );
-    bench.steps(64);
+    fixture.steps(64);
     let mut words: Vec<u64> =
-        (0..64).flat_map(|page| bench.memory.copy_of(page)[4..STAMP_WORD].to_vec()).collect();
+        (0..64).flat_map(|page| fixture.memory.copy_of(page)[4..STAMP_WORD].to_vec()).collect();
     let mut counts = [0u32; 256];
     words.iter().flat_map(|word| word.to_le_bytes()).for_each(|byte| counts[byte as usize] += 1);
     // About 1014 of each are expected.
@@ -424,19 +424,20 @@ fn random_bodies_do_not_compress() {
 #[test]
 fn zero_bodies_stay_zero() {
     let share = Share { vcpu: 0, first: 0, pages: 4 };
-    let mut bench = WorkloadFixture::new(&PayloadSpec::default(), share);
-    bench.steps(40);
+    let mut fixture = WorkloadFixture::new(&PayloadSpec::default(), share);
+    fixture.steps(40);
     assert!(
-        (0..4).all(|page| bench.memory.copy_of(page)[4..STAMP_WORD].iter().all(|&word| word == 0))
+        (0..4)
+            .all(|page| fixture.memory.copy_of(page)[4..STAMP_WORD].iter().all(|&word| word == 0))
     );
 }
 
 #[test]
 fn nonzero_page_before_first_write_is_detected() {
     let share = Share { vcpu: 0, first: 0, pages: 4 };
-    let mut bench = WorkloadFixture::new(&PayloadSpec::default(), share);
-    bench.memory.write_u64(2, 0, 99);
-    let wrong = bench.steps(4);
+    let mut fixture = WorkloadFixture::new(&PayloadSpec::default(), share);
+    fixture.memory.write_u64(2, 0, 99);
+    let wrong = fixture.steps(4);
     assert_eq!(
         (wrong.len(), wrong[0].gfn, wrong[0].kind),
         (1, FIRST_GFN + 2, MismatchKind::Corrupt)

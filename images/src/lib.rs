@@ -3,12 +3,12 @@
 //! The payload rewrites the pages of its working set in a loop. Before each write it checks that
 //! the page still holds what it wrote there last, and it sweeps over all pages in the background.
 //! It detects and counts every error that a migration or a checkpoint makes in memory and reports
-//! it on COM1. It also reports the longest time during which it did not run.
+//! it on COM1. It also reports the longest time for which it did not run.
 //!
 //! | module | owns |
 //! | --- | --- |
-//! | [`PayloadSpec`], [`PayloadSpecError`] | what the payload is told: `payload,ws=64M,rate=320M,pattern=zipf` |
-//! | [`workload`] | what it does, in code that the guest and the host share |
+//! | [`PayloadSpec`], [`PayloadSpecError`] | the payload's settings: `payload,ws=64M,rate=320M,pattern=zipf` |
+//! | [`workload`] | the payload's loop, in code that the guest and the host share |
 //! | [`PayloadMessage`], [`PayloadReport`] | the lines it prints |
 //! | `payload/`, `build.rs` | the guest around it, and how it is compiled |
 //!
@@ -22,13 +22,19 @@
 //! 0x00_8000   trampoline for the other vCPUs
 //! 0x10_0000   image, then stacks, clock pages, page directories
 //! 0x80_0000   table of expected generations (patterns random and zipf): 4 bytes a page
-//! 0x100_0000  working set, or higher if the table is large; goes on above the hole below 4 GiB
+//! 0x100_0000  working set, or higher if the table is large; continues above the hole below 4 GiB
 //! ```
 //!
-//! To run it by hand:
+//! QEMU runs it, too; `payload.elf` has the bytes of [`PAYLOAD_ELF`]:
 //!
-//! At its end it powers off by ACPI (0x2000 to port 0x604). Failing that, it resets by the keyboard
-//! controller (0xfe to port 0x64), or else by a triple fault.
+//! ```text
+//! qemu-system-x86_64 -M microvm,x-option-roms=off -accel kvm -cpu host -nodefaults -no-reboot \
+//!     -display none -serial stdio -m 256M -smp 2 -kernel payload.elf \
+//!     -append "vcpus=2 rate=max seconds=5"
+//! ```
+//!
+//! At its end the payload powers off by ACPI (0x2000 to port 0x604). Failing that, it resets by the
+//! keyboard controller (0xfe to port 0x64), or else by a triple fault.
 
 #[cfg(test)]
 mod laws;

@@ -106,7 +106,7 @@ fn paced(rate: u64) -> PayloadSpec {
     PayloadSpec { rate: WriteRate::BytesPerSecond(rate), ..PayloadSpec::default() }
 }
 
-/// Memory with an error in every page that is read back, or without errors.
+/// Memory that is correct, or that has an error in every page that is read back.
 struct TestMemory {
     words: Vec<u64>,
     broken: bool,
@@ -141,7 +141,7 @@ fn run(spec: &str, broken: bool, tick_ns: u64) -> Vec<PayloadMessage> {
             messages.push(PayloadMessage::parse(line).expect(line));
         };
         match runner.tick(now, &mut memory, &mut table, &mut print) {
-            TickOutcome::Go => now += tick_ns,
+            TickOutcome::TickAgain => now += tick_ns,
             TickOutcome::SleepUntil(wake) => now = wake.max(now + tick_ns),
             TickOutcome::Done => return messages,
         }
@@ -197,7 +197,7 @@ fn a_tick_is_at_most_one_batch() {
     let spec: PayloadSpec = "payload,ws=1M,rate=max".parse().unwrap();
     let mut memory = TestMemory { words: vec![0; 512 * 256], broken: false };
     let mut runner = Runner::new(&spec, 1, 0, 0);
-    assert_eq!(runner.tick(SECOND / 2, &mut memory, &mut [], &mut |_| ()), TickOutcome::Go);
+    assert_eq!(runner.tick(SECOND / 2, &mut memory, &mut [], &mut |_| ()), TickOutcome::TickAgain);
     assert_eq!(runner.workload().pages(), BATCH);
 }
 
@@ -236,7 +236,7 @@ fn idle_spinner_never_sleeps_and_keeps_its_rate() {
     let (mut now, mut bursts, mut before) = (0, Vec::new(), 0);
     while now < SECOND {
         now += 10_000;
-        assert_eq!(runner.tick(now, &mut memory, &mut [], &mut |_| ()), TickOutcome::Go);
+        assert_eq!(runner.tick(now, &mut memory, &mut [], &mut |_| ()), TickOutcome::TickAgain);
         let pages = runner.workload().pages();
         if pages > before && bursts.last().is_none_or(|at| now - at > 1_000_000) {
             bursts.push(now);

@@ -73,7 +73,7 @@ impl PayloadReport {
     }
 }
 
-/// Any line of the payload.
+/// A line of the payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PayloadMessage {
     /// All vCPUs are up and about to begin.
@@ -93,14 +93,14 @@ pub enum PayloadMessage {
     Report(PayloadReport),
     /// A page with wrong content.
     Error {
-        /// vCPU that found it.
+        /// vCPU that found the page.
         vcpu: u32,
         /// The mismatch.
         mismatch: Mismatch,
     },
-    /// The payload raised an exception and resets; the whole line.
+    /// The payload raised an exception and resets. Has the whole line.
     Fault(String),
-    /// The payload cannot follow its specification and powers off; the reason.
+    /// The payload cannot follow its specification and powers off. Has the reason.
     Fatal(String),
 }
 
@@ -151,7 +151,7 @@ impl PayloadMessage {
     }
 }
 
-/// The rest of a line, field by field.
+/// The remaining fields of a line.
 struct Fields<'a> {
     rest: std::iter::Peekable<std::str::Split<'a, char>>,
 }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::workload::{LineBuffer, PayloadSpec};
 
-/// The reason why a specification was refused: a sentence that names the mistake.
+/// The reason why a specification is invalid: a sentence that names the bad value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PayloadSpecError(String);
 
@@ -52,7 +52,7 @@ impl FromStr for PayloadSpec {
     }
 }
 
-/// Returns the size that was probably meant by a small number without a unit.
+/// Returns a hint with the unit that a small number without a unit probably lacks.
 fn unit_hint(key: &str, value: &str) -> String {
     match (key, value.parse()) {
         ("ws" | "rate", Ok(1..65_536)) => format!("; did you mean {key}={value}M?"),

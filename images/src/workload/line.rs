@@ -11,7 +11,7 @@ impl LineBuffer {
     /// The longest line, its newline included.
     pub const CAPACITY: usize = 256;
 
-    /// An empty line.
+    /// Returns an empty line.
     pub fn new() -> Self {
         LineBuffer { bytes: [0; LineBuffer::CAPACITY], len: 0 }
     }

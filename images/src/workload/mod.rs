@@ -3,11 +3,11 @@
 //!
 //! This module is compiled twice: into the guest (by `#[path]`, without any crate) and into this
 //! library, for a back end that runs the same loop on host threads. It therefore uses only `core`,
-//! does not allocate, uses no floating point, and keeps its entire state in plain data.
+//! does not allocate, uses no floating point, and has its entire state in plain data.
 //!
-//! The *working set* is a run of pages numbered from 0, which [`WorkingSetPlacement`] places in RAM. A
-//! *share* is the part of it that one vCPU owns and that only this vCPU writes. The *generation* of
-//! a page is the number of times it has been written.
+//! The *working set* is a run of pages numbered from 0, which [`WorkingSetPlacement`] places in
+//! RAM. A *share* is the part of it that one vCPU owns and that only this vCPU writes. The
+//! *generation* of a page is the number of times it has been written.
 //!
 //! A back end other than the guest provides memory, a clock and a console:
 //!
@@ -38,7 +38,7 @@
 //! loop {
 //!     let now_ns = clock.elapsed().as_nanos() as u64;
 //!     match runner.tick(now_ns, &mut pages, &mut table, &mut |line| print!("{}", line.escape_ascii())) {
-//!         TickOutcome::Go => {}
+//!         TickOutcome::TickAgain => {}
 //!         TickOutcome::SleepUntil(wake_ns) => std::thread::sleep(Duration::from_nanos(wake_ns - now_ns)),
 //!         TickOutcome::Done => break,
 //!     }

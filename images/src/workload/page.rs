@@ -34,7 +34,7 @@ pub trait PageMemory {
     /// Writes one word of `page`.
     fn write_u64(&mut self, page: u64, word: usize, value: u64);
 
-    /// Announces that `page` is about to be visited; only a hint.
+    /// Announces that `page` is about to be visited. This is only a hint.
     #[inline(always)]
     fn prefetch(&self, _page: u64) {}
 
@@ -106,7 +106,7 @@ impl MismatchKind {
         }
     }
 
-    /// The reverse of [`MismatchKind::as_str`].
+    /// Returns the kind whose [`as_str`](Self::as_str) is `name`.
     pub fn from_name(name: &str) -> Option<Self> {
         [
             MismatchKind::Stale,
@@ -121,18 +121,18 @@ impl MismatchKind {
     }
 }
 
-/// A page that does not hold what its writer put there last.
+/// A page whose content differs from its writer's last write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mismatch {
-    /// The frame.
+    /// Guest frame number of the page.
     pub gfn: u64,
-    /// The kind of error.
+    /// Kind of error.
     pub kind: MismatchKind,
     /// Expected generation.
     pub expected_generation: u64,
     /// Generation in its head.
     pub found_generation: u64,
-    /// The first wrong word.
+    /// Index of the first wrong word.
     pub word: usize,
     /// Expected value of that word.
     pub expected: u64,
@@ -212,7 +212,7 @@ impl PageHead {
     /// Diagnoses `found`, where `self` is expected in frame `gfn`.
     #[cold]
     #[inline(never)]
-    pub fn verdict(&self, found: &PageHead, seed: u64, gfn: u64) -> Mismatch {
+    pub fn diagnose(&self, found: &PageHead, seed: u64, gfn: u64) -> Mismatch {
         let well_formed = found.generation != 0
             && found.checksum == checksum(seed, found.gfn, found.generation, found.writer);
         let kind = if PageHead::UNTOUCHED.matches(found) {
@@ -230,7 +230,7 @@ impl PageHead {
         } else {
             MismatchKind::Corrupt
         };
-        let (word, expected, shown) = self.first_difference(found);
+        let (word, expected, actual) = self.first_difference(found);
         Mismatch {
             gfn,
             kind,
@@ -238,7 +238,7 @@ impl PageHead {
             found_generation: found.generation,
             word,
             expected,
-            found: shown,
+            found: actual,
         }
     }
 

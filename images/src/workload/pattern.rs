@@ -2,10 +2,9 @@
 
 use super::page::{GENERATOR_STEP, mix};
 
-/// Number of page visits for each page that is re-read as a whole, when visits are as fast as
-/// possible.
+/// Number of page visits for each page that the sweep re-reads, in a loop without a rate.
 pub const SWEEP_EVERY: u32 = 32;
-/// The same for a loop with spare time.
+/// The same for a loop with a rate, which has time to spare.
 pub const SWEEP_EVERY_PACED: u32 = 8;
 
 /// The order in which a share's pages are visited.

@@ -22,7 +22,7 @@ pub struct Segment {
     pub gfn: u64,
 }
 
-/// RAM does not hold the working set.
+/// The error that RAM is too small for the working set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacementError {
     /// Requested pages.

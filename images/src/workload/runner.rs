@@ -9,20 +9,21 @@ use super::share::{Share, Workload};
 
 /// Number of pages visited between two reads of the clock.
 pub const BATCH: u64 = 16;
-/// The same for a loop that only stores: reading the clock costs as much as some stores.
+/// The same for a loop that checks nothing while it writes: reading the clock costs as much as
+/// several writes.
 const BARE_BATCH: u64 = 256;
-/// Number of bad pages that get a line of their own.
+/// Number of wrong pages that are reported in a line of their own.
 pub const ERROR_LINES: u64 = 10;
 const REPORT_NS: u64 = 1_000_000_000;
 
-/// The next action of the loop after a tick.
+/// The result of a tick: what the caller does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TickOutcome {
-    /// Ticks again at once.
-    Go,
-    /// Has nothing to do before this time.
+    /// Call `tick` again at once.
+    TickAgain,
+    /// Call `tick` at this time, ns; there is nothing to do before.
     SleepUntil(u64),
-    /// Has printed its last line.
+    /// The loop has ended and printed its last line.
     Done,
 }
 
@@ -36,7 +37,7 @@ pub struct Runner {
     gap: TickGap,
     batch: u64,
     idle: IdleMode,
-    /// Time until which it spins.
+    /// Time until which the loop spins.
     spin_until_ns: u64,
     start_ns: u64,
     next_report_ns: u64,
@@ -87,7 +88,7 @@ impl Runner {
         }
         self.gap.tick(now_ns);
         if now_ns < self.spin_until_ns {
-            return TickOutcome::Go;
+            return TickOutcome::TickAgain;
         }
         let due = self.pacer.due(now_ns);
         let now_due = due.min(self.batch);
@@ -95,13 +96,13 @@ impl Runner {
         let error_lines = &mut self.error_lines;
         for _ in 0..now_due {
             self.workload
-                .step(memory, table, &mut |wrong| complain(vcpu, error_lines, wrong, print));
+                .step(memory, table, &mut |wrong| report_mismatch(vcpu, error_lines, wrong, print));
         }
         self.pacer.take(now_due);
         if now_ns >= self.end_ns || self.workload.passes() >= self.end_passes {
             self.done = true;
             self.workload.check_at_end(memory, table, &mut |wrong| {
-                complain(vcpu, &mut self.error_lines, wrong, print);
+                report_mismatch(vcpu, &mut self.error_lines, wrong, print);
             });
             self.report(now_ns, print);
             return TickOutcome::Done;
@@ -114,15 +115,15 @@ impl Runner {
             self.report(now_ns, print);
         }
         if due > now_due {
-            return TickOutcome::Go;
+            return TickOutcome::TickAgain;
         }
         let wake_ns = self.pacer.wake_ns(now_ns);
         if wake_ns <= now_ns {
-            return TickOutcome::Go;
+            return TickOutcome::TickAgain;
         }
         if self.idle == IdleMode::Spin {
             self.spin_until_ns = wake_ns;
-            return TickOutcome::Go;
+            return TickOutcome::TickAgain;
         }
         self.gap.sleep_until(wake_ns);
         TickOutcome::SleepUntil(wake_ns)
@@ -147,10 +148,10 @@ impl Runner {
     }
 }
 
-/// Prints a line about a bad page, unless enough have been printed.
+/// Prints a line about a wrong page, unless [`ERROR_LINES`] have been printed.
 #[cold]
 #[inline(never)]
-fn complain(vcpu: u32, lines: &mut u64, wrong: &Mismatch, print: &mut impl FnMut(&[u8])) {
+fn report_mismatch(vcpu: u32, lines: &mut u64, wrong: &Mismatch, print: &mut impl FnMut(&[u8])) {
     if *lines == ERROR_LINES {
         return;
     }

@@ -35,7 +35,7 @@ pub enum BodyFill {
     Random,
 }
 
-/// The action of a vCPU while its rate has nothing due.
+/// The action of a vCPU while no page write is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum IdleMode {
@@ -45,7 +45,7 @@ pub enum IdleMode {
     Spin,
 }
 
-/// How much of its work the loop checks.
+/// The checks of the loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum CheckMode {
@@ -72,17 +72,17 @@ pub struct PayloadSpec {
     pub ring: PayloadRing,
     /// Content of page bodies.
     pub fill: BodyFill,
-    /// Duration in seconds.
+    /// Duration, in seconds; `None` for no limit.
     pub seconds: Option<u64>,
-    /// Number of passes.
+    /// Number of passes; `None` for no limit.
     pub passes: Option<u64>,
-    /// Number of vCPUs, the first ones, that write repeatedly; the others behave as with `once`.
+    /// Number of vCPUs that write repeatedly, from vCPU 0 on. The others behave as with `once`.
     pub writers: Option<u64>,
     /// Action of a vCPU while nothing is due.
     pub idle: IdleMode,
-    /// Page writes that each vCPU accumulates before it does them in one burst.
+    /// Number of page writes in a burst of each vCPU.
     pub burst: u64,
-    /// How much is checked.
+    /// Checks of the loop.
     pub check: CheckMode,
 }
 
@@ -105,7 +105,7 @@ impl Default for PayloadSpec {
     }
 }
 
-/// The reason why a setting was refused; the end of a sentence that begins with key and value.
+/// The reason why a setting is invalid, as the end of a sentence that begins with key and value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SettingRefusal(pub &'static str);
 
@@ -192,8 +192,8 @@ impl PayloadSpec {
         Ok(())
     }
 
-    /// Appends the settings as `key=value`, `separator` before each. The later ones
-    /// appear only where they differ from their defaults.
+    /// Appends the settings as `key=value`, each after a `separator`. The settings from `seconds`
+    /// on appear only where they differ from their defaults.
     pub fn write(&self, line: &mut LineBuffer, separator: u8) {
         let size = |line: &mut LineBuffer, key: &str, bytes: u64| {
             line.byte(separator).text(key).byte(b'=');

@@ -16,11 +16,11 @@ const LOOK_AHEAD: u64 = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Share {
-    /// Owner, which also signs the pages.
+    /// vCPU that owns the share. Its index is in the head of each page.
     pub vcpu: u32,
-    /// Its first page within the working set.
+    /// First page within the working set.
     pub first: u64,
-    /// Its number of pages.
+    /// Number of pages.
     pub pages: u64,
 }
 
@@ -44,7 +44,7 @@ impl Share {
     }
 }
 
-/// The loop over one share, with all state that is kept between pages.
+/// The loop over one share, with its state between pages.
 ///
 /// Patterns that [need a table](Pattern::needs_table) keep the expected generations in a slice that
 /// the caller provides, one entry for each page of the share, zero at the start. The other patterns
@@ -134,15 +134,15 @@ impl Workload {
         if self.pattern.needs_table() { self.share.pages as usize } else { 0 }
     }
 
-    /// Visits one page: checks that it holds what was written there last, and writes the next
-    /// generation. After every [`SWEEP_EVERY`] visits one more page is re-read as a whole. Each
-    /// wrong page is counted and passed to `complain`.
+    /// Visits one page: compares it with its last write, and writes the next generation. After
+    /// every [`SWEEP_EVERY`] visits the sweep re-reads one more page as a whole. Each wrong page is
+    /// counted and passed to `report`.
     #[inline(always)]
     pub fn step<M: PageMemory>(
         &mut self,
         memory: &mut M,
         table: &mut [u32],
-        complain: &mut impl FnMut(&Mismatch),
+        report: &mut impl FnMut(&Mismatch),
     ) {
         if self.reach == 0 {
             return;
@@ -151,10 +151,10 @@ impl Workload {
             self.check_whole(self.cursor, 1, memory)
         } else {
             self.pages += 1;
-            let (index, was, is) = self.next_visit(memory, table);
-            self.rewrite(index, was, is, memory)
+            let (index, expected, next) = self.next_visit(memory, table);
+            self.rewrite(index, expected, next, memory)
         };
-        self.tell(wrong, complain);
+        self.record(wrong, report);
         self.advance();
         if self.check == CheckMode::AtEnd {
             return;
@@ -163,20 +163,19 @@ impl Workload {
         if self.until_sweep == 0 {
             self.until_sweep = self.sweep_every;
             let wrong = self.sweep(memory, table);
-            self.tell(wrong, complain);
+            self.record(wrong, report);
         }
     }
 
     #[inline(always)]
-    fn tell(&mut self, wrong: Option<Mismatch>, complain: &mut impl FnMut(&Mismatch)) {
+    fn record(&mut self, wrong: Option<Mismatch>, report: &mut impl FnMut(&Mismatch)) {
         if let Some(wrong) = wrong {
             self.errors += 1;
-            complain(&wrong);
+            report(&wrong);
         }
     }
 
-    /// Returns the page to write now: its index in the share, its expected generation, and its next
-    /// one.
+    /// Returns the page to write now: its index in the share, its expected and its next generation.
     #[inline(always)]
     fn next_visit<M: PageMemory>(&mut self, memory: &M, table: &mut [u32]) -> (u64, u32, u32) {
         let index = match self.pattern {
@@ -191,9 +190,9 @@ impl Workload {
                     let ahead = self.generator.peek(LOOK_AHEAD - 1, self.share.pages);
                     memory.prefetch(self.share.first + ahead);
                 }
-                let was = *entry;
-                *entry = next_generation(was);
-                (index, was, *entry)
+                let expected = *entry;
+                *entry = next_generation(expected);
+                (index, expected, *entry)
             }
             _ => {
                 let step =
@@ -211,28 +210,28 @@ impl Workload {
     fn rewrite<M: PageMemory>(
         &mut self,
         index: u64,
-        was: u32,
-        is: u32,
+        expected_generation: u32,
+        next_generation: u32,
         memory: &mut M,
     ) -> Option<Mismatch> {
         let page = self.share.first + index;
-        if self.check == CheckMode::AtEnd && was != 0 {
-            memory.write_u64(page, GENERATION_WORD, u64::from(is));
+        if self.check == CheckMode::AtEnd && expected_generation != 0 {
+            memory.write_u64(page, GENERATION_WORD, u64::from(next_generation));
             memory.wrote(page);
             return None;
         }
         let gfn = memory.gfn(page);
-        let expected = PageHead::expected(self.seed, gfn, was, self.share.vcpu);
+        let expected = PageHead::expected(self.seed, gfn, expected_generation, self.share.vcpu);
         let found = PageHead::read(memory, page);
-        if was == 0 && self.fill == BodyFill::Random {
+        if expected_generation == 0 && self.fill == BodyFill::Random {
             fill_body(memory, page, self.seed, gfn);
         }
-        PageHead::expected(self.seed, gfn, is, self.share.vcpu).write(memory, page);
+        PageHead::expected(self.seed, gfn, next_generation, self.share.vcpu).write(memory, page);
         memory.wrote(page);
         if expected.matches(&found) {
             return None;
         }
-        Some(expected.verdict(&found, self.seed, gfn))
+        Some(expected.diagnose(&found, self.seed, gfn))
     }
 
     #[inline(always)]
@@ -247,9 +246,9 @@ impl Workload {
     /// Re-reads the next page of the background sweep that has ever been written.
     #[inline(never)]
     fn sweep<M: PageMemory>(&mut self, memory: &M, table: &[u32]) -> Option<Mismatch> {
-        let place = self.sweep_cursor;
-        self.sweep_cursor = if place + 1 == self.reach { 0 } else { place + 1 };
-        let (index, generation) = self.generation_at(place, table);
+        let position = self.sweep_cursor;
+        self.sweep_cursor = if position + 1 == self.reach { 0 } else { position + 1 };
+        let (index, generation) = self.generation_at(position, table);
         // Pages that were never written are skipped: reading one would make the host back it with
         // memory.
         if generation == 0 {
@@ -264,13 +263,13 @@ impl Workload {
         &mut self,
         memory: &M,
         table: &[u32],
-        complain: &mut impl FnMut(&Mismatch),
+        report: &mut impl FnMut(&Mismatch),
     ) {
         if self.check != CheckMode::AtEnd {
             return;
         }
-        for place in 0..self.reach {
-            let (index, generation) = self.generation_at(place, table);
+        for position in 0..self.reach {
+            let (index, generation) = self.generation_at(position, table);
             // Visits after the first one changed only the word of the generation.
             let page = self.share.first + index;
             let gfn = memory.gfn(page);
@@ -282,22 +281,22 @@ impl Workload {
             let found = PageHead::read(memory, page);
             self.swept += 1;
             if !expected.matches(&found) {
-                self.tell(Some(expected.verdict(&found, self.seed, gfn)), complain);
+                self.record(Some(expected.diagnose(&found, self.seed, gfn)), report);
             }
         }
     }
 
     /// Returns the index and the present generation of the page that the pattern visits at this
     /// position of a pass.
-    fn generation_at(&self, place: u64, table: &[u32]) -> (u64, u32) {
+    fn generation_at(&self, position: u64, table: &[u32]) -> (u64, u32) {
         let index = match self.pattern {
-            Pattern::Stride(step) => place * u64::from(step),
-            _ => place,
+            Pattern::Stride(step) => position * u64::from(step),
+            _ => position,
         };
         let generation = match self.pattern {
             Pattern::Random | Pattern::Zipf => table.get(index as usize).copied().unwrap_or(0),
             Pattern::Once if self.passes > 0 => 1,
-            _ => generation_after(self.passes + u64::from(place < self.cursor)),
+            _ => generation_after(self.passes + u64::from(position < self.cursor)),
         };
         (index, generation)
     }
@@ -315,9 +314,9 @@ impl Workload {
         let expected = PageHead::expected(self.seed, gfn, generation, self.share.vcpu);
         let found = PageHead::read(memory, page);
         if !expected.matches(&found) {
-            return Some(expected.verdict(&found, self.seed, gfn));
+            return Some(expected.diagnose(&found, self.seed, gfn));
         }
-        let (word, wanted, shown) =
+        let (word, wanted, actual) =
             check_body(memory, page, self.seed, gfn, self.fill == BodyFill::Random)?;
         Some(Mismatch {
             gfn,
@@ -326,7 +325,7 @@ impl Workload {
             found_generation: found.generation,
             word,
             expected: wanted,
-            found: shown,
+            found: actual,
         })
     }
 }

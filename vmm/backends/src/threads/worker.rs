@@ -89,7 +89,7 @@ impl Worker {
         // A sink never fails: it drops and counts what is not read.
         let mut print = |line: &[u8]| _ = serial.write_all(line);
         match runner.tick(now, memory, table, &mut print) {
-            workload::TickOutcome::Go => inbox.try_recv(),
+            workload::TickOutcome::TickAgain => inbox.try_recv(),
             workload::TickOutcome::SleepUntil(wake_ns) => {
                 let left = wake_ns.saturating_sub(self.clock.now_ns());
                 inbox.recv_timeout(Duration::from_nanos(left))
