@@ -16,7 +16,7 @@ const EXCEPTIONS: usize = 4;
 
 /// Returns the answer, as sentences.
 pub(super) fn answer(rows: &[CellReport]) -> Vec<String> {
-    // A way that misses pages is useless at any price, and no rival.
+    // A way that misses pages is neither recommended nor a rival.
     let sound = rows.iter().filter(|row| !rows.iter().any(|r| r.way == row.way && checks::lost(r)));
     let groups = groups(sound);
     let mut out = Vec::from_iter(checks::alarm(rows));
@@ -29,15 +29,15 @@ pub(super) fn answer(rows: &[CellReport]) -> Vec<String> {
     out
 }
 
-/// The mode to use. It is one of those that Driftline offers, which all deliver to the tree.
+/// The recommended mode: one of the modes of `--tracking`, which all deliver to the tree.
 struct Recommendation<'g> {
     way: TrackingWay,
     groups: &'g [RowGroup<'g>],
-    /// Number of groups in which it is the cheapest way or not clearly dearer.
+    /// Number of groups in which the way is the cheapest or not clearly more expensive.
     good: usize,
-    /// Number of groups in which it was measured.
+    /// Number of groups in which the way was measured.
     of: usize,
-    /// Average, over these groups, of the logarithm of its cost relative to the cheapest way.
+    /// Average, over these groups, of the logarithm of the way's cost relative to the cheapest way.
     cost: f64,
 }
 
@@ -223,40 +223,40 @@ mod tests {
             let modes = TrackingWay::all().filter(|w| w.sink() == Some(SinkKind::Tree));
             let rows = figures.iter().zip(modes).map(|(f, w)| row(w, 1 << 30, *f));
             let rows: Vec<_> = rows.collect();
-            let said = answer(&rows).join("\n");
+            let text = answer(&rows).join("\n");
             let least = rows.iter().min_by(|a, b| epoch(a).total_cmp(&epoch(b))).unwrap();
             let spread = |r: &CellReport| r.figures.as_ref().unwrap().epoch_us.unwrap();
             let clear = rows.iter().any(|r| spread(r).is_apart_from(&spread(least)));
-            prop_assert_eq!(said.starts_with("Use "), clear, "{}", said);
-            prop_assert_eq!(said.starts_with("No way's epoch is clearly"), !clear, "{}", said);
+            prop_assert_eq!(text.starts_with("Use "), clear, "{}", text);
+            prop_assert_eq!(text.starts_with("No way's epoch is clearly"), !clear, "{}", text);
             // One group: the cheapest mode is always good, and the cheapest of the good ones.
-            prop_assert!(said.contains(&format!("{} (--tracking", least.way)), "{}", said);
-            prop_assert!(said.contains(&format!(" takes {}", us(epoch(least)))), "{}", said);
+            prop_assert!(text.contains(&format!("{} (--tracking", least.way)), "{}", text);
+            prop_assert!(text.contains(&format!(" takes {}", us(epoch(least)))), "{}", text);
         }
 
         #[test]
         fn exception_is_listed_exactly_where_another_leads(
             ring in 1.0f64..100.0, other in 1.0f64..100.0
         ) {
-            // With 1 GiB the ring is clearly ahead; the question is what is said of 2 GiB.
+            // With 1 GiB the ring is clearly ahead; the sizes of 2 GiB vary.
             let rows = [
                 row(way("dirty-ring+tree"), 1 << 30, [1.0; 3]),
                 row(way("dirty-bitmap+flat"), 1 << 30, [200.0; 3]),
                 row(way("dirty-ring+tree"), 2 << 30, [ring, ring * 1.1, ring * 1.2]),
                 row(way("dirty-bitmap+flat"), 2 << 30, [other, other * 1.1, other * 1.2]),
             ];
-            let said = answer(&rows).join("\n");
+            let text = answer(&rows).join("\n");
             let (ring, other) = ((ring * 1.05, ring * 1.15), (other * 1.05, other * 1.15));
             let behind = other.1 < ring.0;
-            let exception = said.contains("Exceptions: an epoch of the light guest with 2 GiB");
-            prop_assert_eq!(exception, behind, "{}", said);
-            prop_assert_eq!(said.contains("Nowhere is another way"), !behind, "{}", said);
+            let exception = text.contains("Exceptions: an epoch of the light guest with 2 GiB");
+            prop_assert_eq!(exception, behind, "{}", text);
+            prop_assert_eq!(text.contains("Nowhere is another way"), !behind, "{}", text);
             let good = if behind { "in 1 of 2 pairs" } else { "with every guest and memory size" };
-            prop_assert!(said.contains(good), "{}", said);
-            let slower = said.contains("times slower than dirty-bitmap+flat");
-            prop_assert_eq!(slower, behind, "{}", said);
-            let faster = said.matches("times faster than dirty-bitmap+flat").count();
-            prop_assert_eq!(faster, 1 + usize::from(ring.1 < other.0), "{}", said);
+            prop_assert!(text.contains(good), "{}", text);
+            let slower = text.contains("times slower than dirty-bitmap+flat");
+            prop_assert_eq!(slower, behind, "{}", text);
+            let faster = text.matches("times faster than dirty-bitmap+flat").count();
+            prop_assert_eq!(faster, 1 + usize::from(ring.1 < other.0), "{}", text);
         }
     }
 
@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     fn recommendation_follows_the_figures() {
-        let said = |ring: f64, bitmap: f64| {
+        let text = |ring: f64, bitmap: f64| {
             let rows = [
                 row(way("dirty-ring+tree"), 1 << 30, [ring; 3]),
                 row(way("dirty-bitmap+tree"), 1 << 30, [bitmap; 3]),
@@ -291,16 +291,16 @@ mod tests {
             answer(&rows).join("\n")
         };
         assert!(
-            said(1.0, 9.0).starts_with("Use dirty-ring+tree (--tracking dirty-ring): with every")
+            text(1.0, 9.0).starts_with("Use dirty-ring+tree (--tracking dirty-ring): with every")
         );
         assert!(
-            said(9.0, 1.0).starts_with("Use dirty-bitmap+tree (--tracking dirty-bitmap): with")
+            text(9.0, 1.0).starts_with("Use dirty-bitmap+tree (--tracking dirty-bitmap): with")
         );
     }
 
     #[test]
     fn no_recommendation_without_a_clear_difference() {
-        let said = |ring: Vec<f64>, other: Vec<f64>| {
+        let text = |ring: Vec<f64>, other: Vec<f64>| {
             let mut rows = [
                 row(way("dirty-ring+tree"), 1 << 30, [0.0; 3]),
                 row(way("dirty-bitmap+flat"), 1 << 30, [0.0; 3]),
@@ -309,11 +309,11 @@ mod tests {
             figures(&mut rows[1]).epoch_us = RunSpread::of(other);
             answer(&rows).join("\n")
         };
-        for unclear in [said(vec![1.0; 2], vec![9.0; 2]), said(vec![1.0; 3], vec![1.0; 3])] {
+        for unclear in [text(vec![1.0; 2], vec![9.0; 2]), text(vec![1.0; 3], vec![1.0; 3])] {
             assert!(unclear.starts_with("No way's epoch is clearly cheaper"), "{unclear}");
             assert!(unclear.contains("not clearly different from dirty-bitmap+flat"), "{unclear}");
         }
-        let always = said(vec![9.0; 3], vec![1.0; 3]);
+        let always = text(vec![9.0; 3], vec![1.0; 3]);
         assert!(always.contains("but another way is always clearly cheaper"), "{always}");
         let alone = answer(&[row(way("dirty-ring"), 1 << 30, [1.0; 3])]).join("\n");
         assert!(alone.starts_with("With 1 GiB, an epoch of the light guest"), "{alone}");
@@ -322,7 +322,7 @@ mod tests {
 
     #[test]
     fn slow_down_counts_from_one_percentage_point() {
-        let said = |ring: f64| {
+        let text = |ring: f64| {
             let mut rows = [
                 row(way("dirty-ring+tree"), 1 << 30, [1.0; 3]),
                 row(way("dirty-bitmap+flat"), 1 << 30, [9.0; 3]),
@@ -331,10 +331,10 @@ mod tests {
             figures(&mut rows[1]).slow_down_percent = RunSpread::of([0.0; 3]);
             answer(&rows).join("\n")
         };
-        assert!(said(0.9).contains("Nowhere is another way"));
-        let told = "Exceptions: the slow-down of the light guest with 1 GiB (1.0 %; \
+        assert!(text(0.9).contains("Nowhere is another way"));
+        let expected = "Exceptions: the slow-down of the light guest with 1 GiB (1.0 %; \
             dirty-bitmap+flat 0.0 %).";
-        assert!(said(1.0).contains(told), "{}", said(1.0));
+        assert!(text(1.0).contains(expected), "{}", text(1.0));
     }
 
     #[test]
@@ -345,9 +345,9 @@ mod tests {
             rows.push(row(way("dirty-ring+tree"), gib << 30, [ring; 3]));
             rows.push(row(way("dirty-bitmap+flat"), gib << 30, [2.0; 3]));
         }
-        let said = answer(&rows).join("\n");
-        assert_eq!(said.matches("an epoch of the light guest with").count(), EXCEPTIONS, "{said}");
-        assert!(said.contains("; and 4 more."), "{said}");
+        let text = answer(&rows).join("\n");
+        assert_eq!(text.matches("an epoch of the light guest with").count(), EXCEPTIONS, "{text}");
+        assert!(text.contains("; and 4 more."), "{text}");
     }
 
     #[test]
@@ -358,9 +358,9 @@ mod tests {
             row(way("dirty-bitmap+flat"), 1 << 30, [90.0; 3]),
         ];
         figures(&mut rows[0]).missed_frames = Some(3);
-        let said = answer(&rows);
-        assert!(said[0].starts_with("PAGES WERE LOST: dirty-ring+tree missed 3"), "{said:?}");
-        assert!(said[1].starts_with("Use dirty-bitmap+tree"), "{said:?}");
-        assert!(said[1..].iter().all(|line| !line.contains("dirty-ring")), "{said:?}");
+        let text = answer(&rows);
+        assert!(text[0].starts_with("PAGES WERE LOST: dirty-ring+tree missed 3"), "{text:?}");
+        assert!(text[1].starts_with("Use dirty-bitmap+tree"), "{text:?}");
+        assert!(text[1..].iter().all(|line| !line.contains("dirty-ring")), "{text:?}");
     }
 }

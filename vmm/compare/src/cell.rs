@@ -25,8 +25,8 @@ use super::way::SinkKind;
 
 /// Limit for a payload to cover its working set.
 const WARM_UP_LIMIT: Duration = Duration::from_secs(20);
-/// Share of the working set after which a guest counts as warm. A random access pattern may never
-/// write all of it.
+/// Share of the working set that a warm guest has written. A random pattern may never write all of
+/// it.
 const WARM: f64 = 0.8;
 /// Share of a run in which the guest is not paused.
 const RUNNING_PART: f64 = 0.7;
@@ -69,7 +69,7 @@ impl EpochTimes {
 pub(super) struct RunSample {
     pub(super) epochs: Vec<EpochTimes>,
     /// Duration of each pause, from the request to pause until the guest has resumed, without the
-    /// time in which the guest's pages were read.
+    /// time to read the guest's pages.
     pub(super) pauses_ns: Vec<u64>,
     /// Time for which the guest was tracked without being paused. The times, writes and counts
     /// below refer to this window, except those of pauses.
@@ -86,7 +86,7 @@ pub(super) struct RunSample {
     /// Number of pauses in which all memory counted as dirty, so that no frame could be found
     /// missing.
     pub(super) marked_all_checks: u64,
-    /// Audit of the strict checks, which are taken in pauses; unknown for guests that do not record
+    /// Audit of the strict checks, which are made in pauses; unknown for guests that do not record
     /// their writes.
     pub(super) audit: Option<Audit>,
     /// Number of pages written in the window that none of its epochs reported. This is not a strict
@@ -109,8 +109,8 @@ struct EpochResult {
 pub(super) fn run(cell: &MatrixCell, settings: &CompareSettings) -> Result<RunSample, CellError> {
     let mut bench = MachineBench::launch(cell, settings)?;
     bench.warm_up(settings)?;
-    bench.follow()?;
-    bench.settle(settings)?;
+    bench.start_tracking()?;
+    bench.discard_first_epochs(settings)?;
     bench.window(settings)?;
     bench.pauses(settings)?;
     bench.end()
@@ -177,8 +177,8 @@ impl MachineBench {
             }
             GuestKind::Kernel(_) => None,
         };
-        // Finding memory can take the host long, in particular if the host is itself a guest. That
-        // time is not a cost of tracking.
+        // Populating memory can take long, in particular if the host is itself a guest. That time
+        // is not a cost of tracking.
         for run in truth.iter().flat_map(GroundTruth::frames) {
             machine.fault_in(run);
         }
@@ -193,11 +193,11 @@ impl MachineBench {
         let Some(truth) = &self.truth else {
             return self.wait(settings.settle);
         };
-        while truth.begun(self.machine.ram(), settings.vcpus) < WARM {
+        while truth.written_share(self.machine.ram(), settings.vcpus) < WARM {
             if begun.elapsed() > WARM_UP_LIMIT {
                 let limit = WARM_UP_LIMIT.as_secs();
                 return Err(CellError::Other(format!(
-                    "its guest was not over its working set in {limit} s"
+                    "its guest did not cover its working set in {limit} s"
                 )));
             }
             self.wait(Duration::from_millis(2))?;
@@ -214,7 +214,7 @@ impl MachineBench {
     }
 
     /// Starts to track writes.
-    fn follow(&mut self) -> Result<(), CellError> {
+    fn start_tracking(&mut self) -> Result<(), CellError> {
         // Reading a page that was never written maps the host's zero page into it, which
         // userfaultfd would report later.
         if let Some(truth) = &mut self.truth {
@@ -226,8 +226,9 @@ impl MachineBench {
         Ok(())
     }
 
-    /// Runs the first epochs, in which every page of the working set is caught for the first time.
-    fn settle(&mut self, settings: &CompareSettings) -> Result<(), CellError> {
+    /// Runs the first epochs, in which every page of the working set faults for the first time.
+    /// They are not measured.
+    fn discard_first_epochs(&mut self, settings: &CompareSettings) -> Result<(), CellError> {
         for _ in 0..3 {
             self.wait(settings.interval)?;
             self.epoch()?;
@@ -283,12 +284,12 @@ impl MachineBench {
             let at = due + dither(number, settings.interval);
             number += 1;
             self.wait(at.saturating_duration_since(Instant::now()))?;
-            let taken = self.epoch()?;
-            drains += taken.drain_cpu;
-            self.sample.marked_all += u64::from(taken.marked_all);
+            let epoch = self.epoch()?;
+            drains += epoch.drain_cpu;
+            self.sample.marked_all += u64::from(epoch.marked_all);
             // Without a source there are no epochs.
             if self.subscription.is_some() {
-                self.sample.epochs.push(taken.times);
+                self.sample.epochs.push(epoch.times);
             }
             // Missed intervals are skipped; later epochs do not make up for them.
             due = (due + settings.interval).max(Instant::now());
@@ -318,19 +319,19 @@ impl MachineBench {
             self.wait(settings.interval + dither(number, settings.interval))?;
             let begun = Instant::now();
             self.machine.pause()?;
-            let taken = self.epoch()?;
+            let epoch = self.epoch()?;
             let complete = begun.elapsed();
             // Exactly one epoch lies between the previous check and this one, so it must report
             // every page written since then.
             match self.check()? {
-                Some(_) if taken.marked_all => self.sample.marked_all_checks += 1,
+                Some(_) if epoch.marked_all => self.sample.marked_all_checks += 1,
                 Some(audit) => self.sample.audit.get_or_insert_default().add(&audit),
                 None => {}
             }
-            let going_on = Instant::now();
+            let resuming = Instant::now();
             self.machine.resume()?;
-            let stood = complete + going_on.elapsed();
-            self.sample.pauses_ns.push(u64::try_from(stood.as_nanos()).unwrap_or(u64::MAX));
+            let paused = complete + resuming.elapsed();
+            self.sample.pauses_ns.push(u64::try_from(paused.as_nanos()).unwrap_or(u64::MAX));
         }
         Ok(())
     }
@@ -382,12 +383,11 @@ impl MachineBench {
 /// guest sleeps between two bursts, or over a quarter of the interval if that is shorter.
 ///
 /// A guest that paces itself writes in bursts, one per [`SLICE`]. If the interval were a multiple
-/// of the slice, all epochs of a run would meet the guest at the same point of its round: by
-/// chance, at work in one run and asleep in another. Reprotecting frames has to interrupt a vCPU
-/// that is at work, which takes longer than everything else together. A run would then measure that
-/// chance.
+/// of the slice, all epochs of a run would meet the guest at the same point of its round: at work
+/// in one run and asleep in another. Reprotecting frames interrupts a vCPU that is at work, which
+/// takes longer than everything else together. The result of a run would then depend on chance.
 fn dither(epoch: u32, interval: Duration) -> Duration {
-    /// Its multiples fill the interval from 0 to 1 evenly, however many there are.
+    /// The fractions of its multiples spread evenly between 0 and 1, for any number of them.
     const GOLDEN: f64 = 0.618_033_988_749_895;
     SLICE.min(interval / 4).mul_f64((f64::from(epoch) * GOLDEN).fract())
 }
@@ -398,8 +398,8 @@ fn available() -> u64 {
     HostMemory::read().map_or(0, |host| host.available)
 }
 
-/// Returns whether a guest is known to touch less than `available` bytes. Only then may it be
-/// larger than the host.
+/// Returns whether a guest's working set is known to be smaller than `available` bytes. Only such a
+/// guest may have more memory than the host.
 fn touches_little(guest: &GuestKind, available: u64) -> bool {
     match guest {
         GuestKind::Payload(spec) => {
@@ -425,9 +425,9 @@ mod tests {
         let interval = Duration::from_millis(10);
         let mut fifths = [0; 5];
         for epoch in 0..20 {
-            let late = dither(epoch, interval);
-            assert!(late < SLICE, "{late:?}");
-            fifths[(late.as_nanos() * 5 / SLICE.as_nanos()) as usize] += 1;
+            let delay = dither(epoch, interval);
+            assert!(delay < SLICE, "{delay:?}");
+            fifths[(delay.as_nanos() * 5 / SLICE.as_nanos()) as usize] += 1;
         }
         assert!(fifths.iter().all(|n| (3..=5).contains(n)), "{fifths:?}");
         let short = Duration::from_micros(100);
@@ -440,8 +440,8 @@ mod tests {
         assert!(touches_little(&payload("payload,ws=64M"), 65 << 20));
         assert!(!touches_little(&payload("payload,ws=64M"), 64 << 20));
         assert!(!touches_little(&payload("payload,ws=64G"), 65 << 20));
-        assert!(!touches_little(&payload("nonsense"), u64::MAX), "it is not known");
-        assert!(!touches_little(&GuestKind::Kernel("vmlinux".into()), u64::MAX), "nor of a kernel");
+        assert!(!touches_little(&payload("nonsense"), u64::MAX), "an invalid spec");
+        assert!(!touches_little(&GuestKind::Kernel("vmlinux".into()), u64::MAX), "a kernel");
         assert!(available() > 0);
     }
 }

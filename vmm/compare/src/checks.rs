@@ -1,4 +1,4 @@
-//! States what is known of missed pages, and where nothing is known.
+//! Sentences about missed pages: which ways missed some, and where no check tells.
 
 use super::report::{CellReport, RowFigures};
 use super::units::size;
@@ -9,27 +9,27 @@ pub(super) fn lost(row: &CellReport) -> bool {
     row.figures.as_ref().is_some_and(|f| f.missed_frames.is_some_and(|n| n > 0))
 }
 
-/// Says which ways lost pages. This is more important than anything else about them.
+/// Says which ways missed pages. The report begins with this sentence.
 pub(super) fn alarm(rows: &[CellReport]) -> Option<String> {
-    let told: Vec<String> = rows
+    let parts: Vec<String> = rows
         .iter()
         .filter(|row| lost(row))
         .filter_map(|row| Some((row, row.figures.as_ref()?.missed_frames?)))
         .map(|(row, n)| format!("{} missed {n} of {}", row.way, row.guest.phrase()))
         .collect();
-    (!told.is_empty()).then(|| format!("PAGES WERE LOST: {}.", told.join("; ")))
+    (!parts.is_empty()).then(|| format!("PAGES WERE LOST: {}.", parts.join("; ")))
 }
 
 /// Returns the sentences about the checks, the most important first.
 pub(super) fn findings(rows: &[CellReport]) -> Vec<String> {
-    let mut out = Vec::from_iter(seen(rows));
+    let mut out = Vec::from_iter(checked(rows));
     out.extend(marked_all(rows));
     out.extend(unknown(rows));
     out
 }
 
 /// Says that no page was lost, and how many checks this claim rests on.
-fn seen(rows: &[CellReport]) -> Option<String> {
+fn checked(rows: &[CellReport]) -> Option<String> {
     let tracked = || rows.iter().filter(|r| r.way.tracks());
     let sum = |f: fn(&RowFigures) -> Option<u64>| -> u64 {
         tracked().filter_map(|r| r.figures.as_ref().and_then(f)).sum()
@@ -56,7 +56,7 @@ fn seen(rows: &[CellReport]) -> Option<String> {
 /// Lists the rows in which all memory counted as dirty: no page can be missing there, whatever the
 /// way of tracking has lost.
 fn marked_all(rows: &[CellReport]) -> Option<String> {
-    let told: Vec<String> = rows
+    let parts: Vec<String> = rows
         .iter()
         .filter_map(|r| {
             let figures = r.figures.as_ref()?;
@@ -67,12 +67,12 @@ fn marked_all(rows: &[CellReport]) -> Option<String> {
             })
         })
         .collect();
-    (!told.is_empty()).then(|| {
+    (!parts.is_empty()).then(|| {
         format!(
             "ALL MEMORY COUNTED AS DIRTY in some epochs, because a ring was overrun: {}. No page \
                 can be found missing there, and the checks \
              after such epochs are not counted.",
-            told.join("; ")
+            parts.join("; ")
         )
     })
 }
@@ -81,16 +81,16 @@ fn marked_all(rows: &[CellReport]) -> Option<String> {
 /// measured, or no check was strict.
 fn unknown(rows: &[CellReport]) -> Vec<String> {
     let measured = |r: &CellReport| r.figures.is_some();
-    let checked = |r: &CellReport| {
+    let is_checked = |r: &CellReport| {
         r.figures
             .as_ref()
             .is_none_or(|f| f.missed_frames.is_some_and(|n| n > 0) || f.strict_checks.is_some())
     };
-    let any = rows.iter().any(|r| r.way.tracks() && measured(r) && checked(r));
-    let blind = without(rows, checked).filter(|_| any);
+    let any = rows.iter().any(|r| r.way.tracks() && measured(r) && is_checked(r));
+    let unchecked = without(rows, is_checked).filter(|_| any);
     [
         without(rows, measured).map(|ways| format!("Nothing was measured of {ways}.")),
-        blind.map(|ways| {
+        unchecked.map(|ways| {
             format!("Whether a page was missed is not known of {ways}: no check tells.")
         }),
     ]
@@ -108,7 +108,7 @@ fn without(rows: &[CellReport], what: impl Fn(&CellReport) -> bool) -> Option<St
             ways.push(row.way);
         }
     }
-    let told: Vec<String> = ways
+    let parts: Vec<String> = ways
         .iter()
         .map(|way| {
             let of = all().filter(|r| r.way == *way).count();
@@ -118,7 +118,7 @@ fn without(rows: &[CellReport], what: impl Fn(&CellReport) -> bool) -> Option<St
             }
         })
         .collect();
-    (!told.is_empty()).then(|| told.join(", "))
+    (!parts.is_empty()).then(|| parts.join(", "))
 }
 
 #[cfg(test)]
@@ -131,8 +131,8 @@ mod tests {
         let mut rows = [row(way("dirty-ring+tree"), 1 << 30, [10.0; 3])];
         assert_eq!(alarm(&rows), None);
         rows[0].figures.as_mut().unwrap().missed_frames = Some(3);
-        let said = alarm(&rows).unwrap();
-        assert_eq!(said, "PAGES WERE LOST: dirty-ring+tree missed 3 of the light guest.");
+        let text = alarm(&rows).unwrap();
+        assert_eq!(text, "PAGES WERE LOST: dirty-ring+tree missed 3 of the light guest.");
         assert!(findings(&rows).is_empty());
         rows[0].figures = None;
         assert!(findings(&rows)[0].contains("not known"));
@@ -141,14 +141,14 @@ mod tests {
     #[test]
     fn unchanged_pages_are_called_harmless() {
         let mut rows = [row(way("dirty-ring+tree"), 1 << 30, [10.0; 3])];
-        let said = findings(&rows).join("\n");
+        let text = findings(&rows).join("\n");
         assert!(
-            said.starts_with("No way missed a page: in 3 checks of a paused guest, all 10 pages")
+            text.starts_with("No way missed a page: in 3 checks of a paused guest, all 10 pages")
         );
-        assert!(!said.contains("unchanged"), "{said}");
+        assert!(!text.contains("unchanged"), "{text}");
         rows[0].figures.as_mut().unwrap().extra_frames = Some(7);
-        let said = findings(&rows).join("\n");
-        assert!(said.contains(" 7 more were reported although unchanged, which is harmless."));
+        let text = findings(&rows).join("\n");
+        assert!(text.contains(" 7 more were reported although unchanged, which is harmless."));
     }
 
     #[test]
@@ -164,18 +164,18 @@ mod tests {
         rows[3].figures = None;
         rows[0].figures.as_mut().unwrap().marked_all_epochs = 2;
         rows[0].figures.as_mut().unwrap().marked_all_checks = 1;
-        let said = findings(&rows);
-        assert!(said[0].starts_with("No way missed a page: in 6 checks"), "{said:?}");
+        let text = findings(&rows);
+        assert!(text[0].starts_with("No way missed a page: in 6 checks"), "{text:?}");
         let marked = "ALL MEMORY COUNTED AS DIRTY in some epochs, because a ring was overrun: \
             dirty-ring+tree of ";
-        assert!(said[1].starts_with(marked) && said[1].contains("1 GiB in 3."), "{said:?}");
+        assert!(text[1].starts_with(marked) && text[1].contains("1 GiB in 3."), "{text:?}");
         let unknown =
             "Nothing was measured of dirty-ring+list (in 1 of 2 rows), dirty-bitmap+flat.";
-        assert_eq!(said[2], unknown);
+        assert_eq!(text[2], unknown);
         rows[2].figures.as_mut().unwrap().strict_checks = None;
         rows[2].figures.as_mut().unwrap().missed_frames = None;
-        let blind = "Whether a page was missed is not known of dirty-ring+list (in 1 of 2 rows): \
+        let unchecked = "Whether a page was missed is not known of dirty-ring+list (in 1 of 2 rows): \
             no check tells.";
-        assert_eq!(findings(&rows)[3], blind);
+        assert_eq!(findings(&rows)[3], unchecked);
     }
 }

@@ -76,17 +76,17 @@ mod tests {
             worked.send(this_thread()).unwrap();
             let _ = wait.recv();
         };
-        // No other test uses this thread name. Other tests also have vCPU threads, which start and
-        // end at any time.
+        // No other test uses this thread name. vCPU threads of other tests start and end at any
+        // time.
         const NAME: &str = "works-for-cpu";
         let before = CpuTime::with(NAME);
         assert_eq!(before.vcpus, Duration::ZERO);
         let thread = std::thread::Builder::new().name(format!("{NAME}7")).spawn(work).unwrap();
         let own = is_ready.recv().unwrap();
-        let seen = CpuTime::with(NAME).since(before).vcpus;
+        let found = CpuTime::with(NAME).since(before).vcpus;
         assert!(
-            own > Duration::ZERO && seen + Duration::from_millis(5) >= own,
-            "{seen:?} of {own:?}"
+            own > Duration::ZERO && found + Duration::from_millis(5) >= own,
+            "{found:?} of {own:?}"
         );
         drop(done);
         thread.join().unwrap();

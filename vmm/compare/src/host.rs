@@ -51,8 +51,8 @@ impl HostDescription {
         }
     }
 
-    /// Returns what a reader must know about this host before comparing its figures with those of
-    /// another, or `None` if it is a host as others are.
+    /// Returns a caveat for comparing this host's figures with those of other hosts; `None` for a
+    /// host with hardware virtualization.
     pub(super) fn caveat(&self) -> Option<&'static str> {
         match self.hardware_virtualization.as_str() {
             "missing" => Some(

@@ -27,12 +27,12 @@ impl GuestKind {
 
     /// Returns the name: `light guest` for one of the default guests, the spec for any other.
     pub fn name(&self) -> String {
-        self.known().map_or_else(|| self.spec(), |guest| format!("{} guest", guest.name))
+        self.default_guest().map_or_else(|| self.spec(), |guest| format!("{} guest", guest.name))
     }
 
     /// Returns the name, with the spec beside it.
     pub(super) fn full_name(&self) -> String {
-        match self.known() {
+        match self.default_guest() {
             Some(guest) => format!("{} guest ({})", guest.name, guest.spec),
             None => self.spec(),
         }
@@ -40,15 +40,16 @@ impl GuestKind {
 
     /// Returns the name as a part of a sentence.
     pub(super) fn phrase(&self) -> String {
-        self.known().map_or_else(|| self.spec(), |guest| format!("the {} guest", guest.name))
+        self.default_guest()
+            .map_or_else(|| self.spec(), |guest| format!("the {} guest", guest.name))
     }
 
     /// Describes the writes of a default guest.
     pub(super) fn description(&self) -> Option<&'static str> {
-        self.known().map(|guest| guest.writes)
+        self.default_guest().map(|guest| guest.writes)
     }
 
-    fn known(&self) -> Option<&'static DefaultGuest> {
+    fn default_guest(&self) -> Option<&'static DefaultGuest> {
         DEFAULT_GUESTS
             .iter()
             .find(|guest| matches!(self, Self::Payload(spec) if spec == guest.spec))
@@ -107,13 +108,13 @@ pub fn default_cells(ways: &[TrackingWay]) -> Vec<MatrixCell> {
     let guests = DEFAULT_GUESTS.map(|guest| GuestKind::Payload(guest.spec.to_owned()));
     let mut cells = product(ways, &guests, &SIZES[..1]);
     let bitmap_tree = (TrackingMode::DirtyBitmap, Some(SinkKind::Tree));
-    let drawn = |way: &TrackingWay| {
+    let is_plotted = |way: &TrackingWay| {
         way.tracks()
             && way.sink() != Some(SinkKind::List)
             && (way.source(), way.sink()) != bitmap_tree
     };
-    let drawn: Vec<TrackingWay> = ways.iter().copied().filter(drawn).collect();
-    cells.extend(product(&drawn, &guests[..1], &SIZES[1..]));
+    let plotted: Vec<TrackingWay> = ways.iter().copied().filter(is_plotted).collect();
+    cells.extend(product(&plotted, &guests[..1], &SIZES[1..]));
     cells
 }
 

@@ -41,7 +41,7 @@ impl RunSpread {
     }
 
     /// Returns whether the middle halves of the two do not overlap, so that the order of their
-    /// medians is not an accident of one run. Returns false if either has fewer than three runs.
+    /// medians does not depend on one run. Returns false if either has fewer than three runs.
     pub fn is_apart_from(&self, other: &Self) -> bool {
         self.runs.min(other.runs) >= ENOUGH_RUNS
             && (self.upper_quartile < other.lower_quartile

@@ -150,7 +150,7 @@ fn all_dirty(f: &RowFigures) -> u64 {
 
 fn cells(group: &RowGroup<'_>, way: TrackingWay, f: &RowFigures) -> [String; HEADER.len() - 1] {
     let none = || "-".to_owned();
-    // Figures without a mark keep their place.
+    // A space in place of the mark keeps figures aligned.
     let marked = |text: String, measure: RankedFigure| {
         let leads = group.leaders(measure).contains(&way);
         format!("{text}{}", if leads { "*" } else { " " })

@@ -1,5 +1,5 @@
-//! Determines what a payload guest has really written by reading its memory while it is paused:
-//! each page of the working set counts its writes.
+//! Determines the pages that a payload guest has written from its memory while it is paused: each
+//! page of the working set counts its writes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -20,8 +20,8 @@ const SAMPLES: u64 = 32;
 pub(super) struct GroundTruth {
     spec: PayloadSpec,
     segments: Vec<Segment>,
-    /// Generation and stamp of each page of the working set.
-    seen: Vec<[u64; 2]>,
+    /// Generation and stamp of each page of the working set at the last check.
+    last_content: Vec<[u64; 2]>,
     reported: Vec<bool>,
     /// Number of reported frames outside the working set.
     beside: u64,
@@ -67,7 +67,7 @@ impl GroundTruth {
     /// Prepares the comparison for a guest that runs `spec`.
     ///
     /// # Errors
-    /// A sentence: the spec is invalid, or its working set does not fit into guest memory.
+    /// Returns a sentence if the spec is invalid or its working set does not fit into guest memory.
     pub(super) fn new(spec: &str, guest: &dyn Guest) -> Result<Self, String> {
         let spec: PayloadSpec = spec.parse().map_err(|e| format!("{e}"))?;
         let ram = guest.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
@@ -81,7 +81,7 @@ impl GroundTruth {
         Ok(Self {
             spec,
             segments: placement.segments().to_vec(),
-            seen: vec![[0; 2]; pages],
+            last_content: vec![[0; 2]; pages],
             reported: vec![false; pages],
             beside: 0,
         })
@@ -94,8 +94,8 @@ impl GroundTruth {
 
     /// Estimates from a sample of pages what share of its working set, between 0 and 1, the guest
     /// has written.
-    pub(super) fn begun(&self, ram: &GuestRam, vcpus: u8) -> f64 {
-        let (mut touched, mut asked) = (0u32, 0u32);
+    pub(super) fn written_share(&self, ram: &GuestRam, vcpus: u8) -> f64 {
+        let (mut written, mut sampled) = (0u32, 0u32);
         for vcpu in 0..u32::from(vcpus) {
             let share = Share::of(self.spec.ws_pages(), u32::from(vcpus), vcpu);
             let pattern = self.spec.pattern_of(vcpu);
@@ -104,11 +104,11 @@ impl GroundTruth {
             let samples = reach.min(SAMPLES);
             for sample in 1..=samples {
                 let place = reach * sample / samples - 1;
-                asked += 1;
-                touched += u32::from(self.word(ram, share.first + place * step, GENERATION) != 0);
+                sampled += 1;
+                written += u32::from(self.word(ram, share.first + place * step, GENERATION) != 0);
             }
         }
-        if asked == 0 { 1.0 } else { f64::from(touched) / f64::from(asked) }
+        if sampled == 0 { 1.0 } else { f64::from(written) / f64::from(sampled) }
     }
 
     fn word(&self, ram: &GuestRam, page: u64, word: usize) -> u64 {
@@ -151,16 +151,16 @@ impl GroundTruth {
             let slice = ram.get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes);
             let slice = slice.map_err(|e| format!("its working set cannot be read: {e}"))?;
             let range = s.first as usize..(s.first + s.pages) as usize;
-            let seen = self.seen.get_mut(range.clone()).unwrap_or_default();
+            let contents = self.last_content.get_mut(range.clone()).unwrap_or_default();
             let reported = self.reported.get_mut(range).unwrap_or_default();
-            for (page, (seen, reported)) in seen.iter_mut().zip(reported).enumerate() {
+            for (page, (last, reported)) in contents.iter_mut().zip(reported).enumerate() {
                 let word = |word: usize| {
                     let at = (page * PAGE_WORDS + word) * 8;
                     slice.get_atomic_ref::<AtomicU64>(at).map_or(0, |w| w.load(Ordering::Relaxed))
                 };
                 let now = [word(GENERATION), word(STAMP_WORD)];
-                let was = std::mem::replace(seen, now);
-                audit.judge(was, now, std::mem::take(reported));
+                let before = std::mem::replace(last, now);
+                audit.add_page(before, now, std::mem::take(reported));
             }
         }
         self.beside = 0;
@@ -169,12 +169,13 @@ impl GroundTruth {
 }
 
 impl Audit {
-    /// Counts one page from its previous content, its current content, and whether it was reported.
-    fn judge(&mut self, was: [u64; 2], now: [u64; 2], reported: bool) {
-        let written = was != now;
+    /// Counts one page, given its content at the last check, its content now, and whether it was
+    /// reported.
+    fn add_page(&mut self, before: [u64; 2], now: [u64; 2], reported: bool) {
+        let written = before != now;
         // Generations wrap past 0, because 0 means never written.
-        let wrapped = if now[0] < was[0] { u64::from(u32::MAX) } else { 0 };
-        self.writes += (now[0] + wrapped).saturating_sub(was[0]);
+        let wrapped = if now[0] < before[0] { u64::from(u32::MAX) } else { 0 };
+        self.writes += (now[0] + wrapped).saturating_sub(before[0]);
         self.written += u64::from(written);
         self.reported += u64::from(reported);
         self.missed += u64::from(written && !reported);
@@ -188,16 +189,16 @@ mod tests {
 
     #[test]
     fn page_is_judged_by_content_and_reports() {
-        let judged = |was, now, reported| {
+        let counts = |before, now, reported| {
             let mut audit = Audit::default();
-            audit.judge(was, now, reported);
+            audit.add_page(before, now, reported);
             (audit.writes, audit.written, audit.missed, audit.extra)
         };
-        assert_eq!(judged([1, 7], [4, 9], true), (3, 1, 0, 0));
-        assert_eq!(judged([1, 7], [4, 9], false), (3, 1, 1, 0), "a lost frame is missed");
-        assert_eq!(judged([4, 9], [4, 9], true), (0, 0, 0, 1));
-        assert_eq!(judged([4, 9], [4, 9], false), (0, 0, 0, 0));
-        assert_eq!(judged([4, 9], [4, 8], false), (0, 1, 1, 0), "the end of a visit is a write");
-        assert_eq!(judged([u64::from(u32::MAX), 1], [1, 2], true), (1, 1, 0, 0));
+        assert_eq!(counts([1, 7], [4, 9], true), (3, 1, 0, 0));
+        assert_eq!(counts([1, 7], [4, 9], false), (3, 1, 1, 0), "a lost frame is missed");
+        assert_eq!(counts([4, 9], [4, 9], true), (0, 0, 0, 1));
+        assert_eq!(counts([4, 9], [4, 9], false), (0, 0, 0, 0));
+        assert_eq!(counts([4, 9], [4, 8], false), (0, 1, 1, 0), "the end of a visit is a write");
+        assert_eq!(counts([u64::from(u32::MAX), 1], [1, 2], true), (1, 1, 0, 0));
     }
 }

@@ -68,8 +68,8 @@ impl TrackingWay {
 
     /// Returns every useful combination, `none` last.
     ///
-    /// All three sinks work with a ring and with a bitmap, though a bitmap's list is only a scan
-    /// done earlier. Sources that do not use KVM's dirty log deliver only to trees.
+    /// All three sinks work with a ring and with a bitmap. The list of a bitmap only moves the scan
+    /// to an earlier step. Sources that do not use KVM's dirty log deliver only to trees.
     pub fn all() -> impl Iterator<Item = TrackingWay> {
         TrackingMode::ALL.iter().flat_map(|source| {
             let sinks: &[SinkKind] = match source {

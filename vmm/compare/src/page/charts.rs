@@ -7,7 +7,7 @@ use crate::stats::{RunSpread, quantile};
 use crate::units::{size, us};
 use crate::way::TrackingWay;
 
-/// Style of a row without tracking, which is no way's.
+/// Style of a row without tracking.
 const UNTRACKED_STYLE: usize = 8;
 
 /// A drawing with its heading and caption.

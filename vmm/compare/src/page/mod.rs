@@ -134,7 +134,7 @@ fn heading(out: &mut String, level: u8, id: &str, text: &str) {
     );
 }
 
-/// Writes a drawing, and what `below` adds to it.
+/// Writes a drawing and the output of `below`.
 fn figure(out: &mut String, picture: &PageFigure, below: impl FnOnce(&mut String)) {
     out.push_str("<figure>");
     heading(out, 2, picture.id, picture.heading);
@@ -167,7 +167,7 @@ fn all_figures(out: &mut String, groups: &[RowGroup<'_>]) {
     out.push_str("</section>");
 }
 
-/// What the words of the page mean.
+/// The terms of the page and their meanings.
 const TERMS: [(&str, &str); 12] = [
     (
         "Tracking",

@@ -1,4 +1,4 @@
-//! The tables of the page. A table's head has the units; under each median stands the range of the
+//! The tables of the page. A table's head has the units. Below each median is the range of the
 //! runs.
 
 use std::fmt::Write;
@@ -10,7 +10,7 @@ use crate::stats::RunSpread;
 use crate::units::{factor, number, size};
 use crate::way::TrackingWay;
 
-/// Class of what may be wider than the page.
+/// Class of elements that may be wider than the page.
 pub(super) const SCROLL: &str = "scroll";
 
 /// The text of a cell without a figure.

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use super::axis::AxisScale;
 use super::{Axis, STYLES, TOP, WIDTH, escape, open};
 
-/// Ends of the axis. The names stand left of it, the medians right.
+/// Ends of the axis. The names are left of it, the medians right.
 const LEFT: f64 = 190.0;
 const RIGHT: f64 = 740.0;
 /// Height of a group's heading.

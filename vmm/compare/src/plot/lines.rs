@@ -6,7 +6,7 @@ use super::axis::AxisScale;
 use super::{Axis, STYLES, TOP, escape, mark, open};
 
 const HEIGHT: f64 = 400.0;
-/// Area of the axes. The names stand right of it.
+/// Area of the axes. The names are right of it.
 const LEFT: f64 = 76.0;
 const RIGHT: f64 = 610.0;
 const BOTTOM: f64 = 340.0;
