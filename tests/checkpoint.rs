@@ -11,7 +11,8 @@ use std::time::Duration;
 use driftline_machine::testing::kvm_or_skip;
 use tests::{Driftline, GuestLoad, SOON, ScratchDir, driftline, json_of, repeats, run_cli};
 
-/// Restores `epoch`, or the latest, and lets the guest check its memory until it has reported twice.
+/// Restores `epoch`, or the latest, and lets the guest check its memory until it has reported
+/// twice.
 fn restores_whole(scratch: &ScratchDir, store: &str, epoch: Option<u64>) {
     let number = epoch.map(|epoch| epoch.to_string());
     let mut args = vec!["restore", "--same-id", "--store", store];

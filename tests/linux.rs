@@ -1,4 +1,5 @@
-//! A Linux guest with 2 vCPUs, a disk and a network is migrated and restored while its checkers run.
+//! A Linux guest with 2 vCPUs, a disk and a network is migrated and restored while its checkers
+//! run.
 //!
 //! The tests need KVM, the right to create network namespaces, and the image that
 //! `images/linux/build.sh` builds. A test reports what is missing. `images/linux/README.md`
@@ -15,6 +16,8 @@
 //!   restored from any of them with the disk of that moment.
 #![allow(clippy::expect_used, clippy::panic, reason = "a test fails by saying what it expected")]
 
+#[path = "linux/clones.rs"]
+mod clones;
 #[path = "linux/drives.rs"]
 mod drives;
 
@@ -23,8 +26,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use tests::{
-    CheckerProgress, Driftline, EchoClient, LinuxImage, Namespace, Network, PEER, SOON, ScratchDir,
-    StolenTime, json_of, repeats,
+    CheckerProgress, Driftline, EchoClient, LinuxImage, Network, SOON, ScratchDir, StolenTime,
+    json_of, repeats,
 };
 
 /// The checkers print a line every other second, because a line takes the guest a tenth of a second
@@ -85,7 +88,8 @@ impl<'t> CheckedGuest<'t> {
         guest
     }
 
-    /// Starts a peer that sends messages to the guest slowly, because the other checkers keep it busy.
+    /// Starts a peer that sends messages to the guest slowly, because the other checkers keep it
+    /// busy.
     fn echo(&self) -> EchoClient {
         let name = format!("echo{}", self.processes);
         let peer = &self.network.peer;
@@ -105,7 +109,8 @@ impl<'t> CheckedGuest<'t> {
         format!("life{}", self.processes)
     }
 
-    /// Moves the guest to the other host while `echo` sends messages. Returns the longest silence, ms.
+    /// Moves the guest to the other host while `echo` sends messages. Returns the longest silence,
+    /// ms.
     fn migrate(&mut self, echo: &mut EchoClient) -> u64 {
         let name = self.next_name();
         self.migrate_with(echo, &name, &[], &[])
@@ -118,7 +123,8 @@ impl<'t> CheckedGuest<'t> {
         silence
     }
 
-    /// As [`migrate_with_disk`](Self::migrate_with_disk), but returns the path of the old file, too.
+    /// As [`migrate_with_disk`](Self::migrate_with_disk), but returns the path of the old file,
+    /// too.
     fn migrate_copying_disk(&mut self, echo: &mut EchoClient) -> (u64, PathBuf) {
         let name = self.next_name();
         let copy = self.scratch.path(&format!("disk-{name}"));
@@ -384,122 +390,6 @@ fn a_connection_survives_moves_with_little_silence() {
     }
 }
 
-/// Number of guests that are restored from one checkpoint at once.
-const CLONES: usize = 10;
-
-/// Boots `kernel` with a network, takes a checkpoint, and restores ten clones, each on its own host
-/// with its own tap. Each clone prints randomness between `<` and `>`, by `command` or by a checker.
-/// No two may print the same.
-fn clones_differ(test: &str, kernel: &str, checkers: &str, command: Option<&str>) {
-    let _alone = tests::one_at_a_time();
-    let Some(linux) = LinuxImage::or_skip(test) else { return };
-    if !linux.file(kernel).exists() {
-        let why = format!("the image has no {kernel}; images/linux/build.sh --kernel all makes it");
-        return driftline_machine::testing::skip(test, &why);
-    }
-    let host = |name: &str| {
-        let host = Namespace::new(PEER)?;
-        host.add_tap(name)?;
-        Ok::<_, String>(host)
-    };
-    let hosts: Result<Vec<Namespace>, String> =
-        (0..=CLONES).map(|i| host(&format!("tap{i}"))).collect();
-    let hosts = match hosts {
-        Ok(hosts) => hosts,
-        Err(why) => return driftline_machine::testing::skip(test, &why),
-    };
-    let scratch = ScratchDir::new();
-    let args = ["--mem", "128M", "--net", "tap=tap0"];
-    // Lines of a checker take time from ten guests on one machine.
-    let quiet = format!("driftline.check={checkers} driftline.tcp=every=60s");
-    let mut first = linux.boot(kernel, &hosts[0], &scratch, "first", &quiet, &args);
-    let store = scratch.path("store");
-    let store = text(&store);
-    // Waits until the server listens.
-    EchoClient::start(&linux, &hosts[0], &scratch, "first").finish();
-    for checker in checkers.split(',') {
-        let ready = format!("check {checker}: ready");
-        tests::wait_for("checkers", SOON, || first.console().text().contains(&ready).then_some(()));
-    }
-    let taken = first.cli("checkpoint", &["--store", store]);
-    assert_eq!(taken.status.code(), Some(0), "{}", first.log());
-    tests::assert_clean(&first.console());
-    first.kill();
-
-    let begun = Instant::now();
-    let restore = |i: usize| {
-        let net = format!("tap=tap{i}");
-        let args = ["restore", "--store", store, "--net", &net];
-        let mut clone = Driftline::start_typed_to(&hosts[i], &scratch, &format!("clone{i}"), &args);
-        // Typed before the guest runs. The shell waits for input, so it is among the first programs
-        // to run.
-        command.iter().for_each(|line| clone.type_line(line));
-        clone
-    };
-    let mut clones: Vec<Driftline> = (1..=CLONES).map(restore).collect();
-    for clone in &clones {
-        clone.wait_state("running");
-    }
-    eprintln!("{CLONES} guests run after {:.0} ms", ms(begun.elapsed()));
-    let mut answers: Vec<String> = clones.iter_mut().map(printed_randomness).collect();
-    eprintln!("{CLONES} guests have answered after {:.0} ms: {answers:?}", ms(begun.elapsed()));
-    answers.sort_unstable();
-    answers.dedup();
-    assert_eq!(answers.len(), CLONES, "{answers:?}");
-    // All clones answer at once, each on its own tap.
-    let echo = |i: usize| {
-        let name = format!("clone{i}");
-        EchoClient::start_with(&["interval=500ms", "window=2"], &linux, &hosts[i], &scratch, &name)
-    };
-    let mut echoes: Vec<EchoClient> = (1..=CLONES).map(echo).collect();
-    echoes.iter_mut().for_each(|echo| echo.wait_answers(5));
-    for echo in echoes {
-        let (messages, _) = echo.finish();
-        assert!(messages > 5);
-    }
-    for clone in &mut clones {
-        clone.must_live();
-        tests::assert_clean(&clone.console());
-    }
-}
-
-/// Returns the randomness that a clone has printed.
-fn printed_randomness(clone: &mut Driftline) -> String {
-    let console = clone.console();
-    tests::wait_for("randomness of a guest", Duration::from_secs(600), || {
-        clone.must_live();
-        let lines = console.lines();
-        // The console echoes the typed line, too.
-        let answers = lines.iter().filter_map(|line| line.split_once('<')?.1.split_once('>'));
-        let random = |text: &str| {
-            text.len() >= 12
-                && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-+/".contains(&b))
-        };
-        answers.map(|(answer, _)| answer).find(|answer| random(answer)).map(str::to_owned)
-    })
-}
-
-/// Without ACPI the kernel is not notified of a restore. A program that needs fresh randomness reads
-/// the host's, after the bytes that the driver may have fetched before the checkpoint.
-#[test]
-fn clones_read_fresh_randomness_from_hwrng() {
-    let test = "clones_read_fresh_randomness_from_hwrng";
-    clones_differ(
-        test,
-        "vmlinux",
-        "tcp",
-        Some("echo \"<$(head -c137 /dev/hwrng|tail -c9|base64)>\""),
-    );
-}
-
-/// The generation ID notifies a kernel with ACPI some milliseconds after a restore. A program that
-/// waits for the notification reads randomness afterwards.
-#[test]
-fn clones_are_reseeded_by_the_generation_id() {
-    let test = "clones_are_reseeded_by_the_generation_id";
-    clones_differ(test, "vmlinux-acpi", "tcp,fork", None);
-}
-
 /// CPU features without which a distribution's kernel runs longest where ring 0 is emulated.
 const STOCK_CPU: &str = "host,-cx16,-popcnt,-smap,-erms,-fsrm";
 const STOCK_CMDLINE: &str = "console=ttyS0 earlyprintk=ttyS0 reboot=k panic=-1 noxsave tsc=reliable no_timer_check \
@@ -508,8 +398,8 @@ const STOCK_CMDLINE: &str = "console=ttyS0 earlyprintk=ttyS0 reboot=k panic=-1 n
 const STOCK_BOOT: Duration = Duration::from_secs(1200);
 
 /// Boots the kernel that `DRIFTLINE_STOCK_KERNEL` names, such as a distribution's uncompressed
-/// kernel, until the image's shell runs. On a host whose KVM emulates ring 0 the boot may end with a
-/// message that names an instruction. Skipped by default.
+/// kernel, until the image's shell runs. On a host whose KVM emulates ring 0 the boot may end with
+/// a message that names an instruction. Skipped by default.
 #[test]
 fn stock_kernel_boots_or_names_the_unemulated_instruction() {
     let test = "stock_kernel_boots_or_names_the_unemulated_instruction";

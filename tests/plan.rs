@@ -21,8 +21,8 @@ struct PlanCase {
     link_mib_per_s: u64,
 }
 
-/// A guest that writes less than the link carries, a guest that rewrites a small working set in each
-/// pass, and a guest that writes more than the link carries, so that it is throttled.
+/// A guest that writes less than the link carries, a guest that rewrites a small working set in
+/// each pass, and a guest that writes more than the link carries, so that it is throttled.
 const CASES: [PlanCase; 3] = [
     PlanCase { guest: "payload,ws=32M,rate=20M", vcpus: "1", link_mib_per_s: 60 },
     PlanCase { guest: "payload,ws=8M,rate=max", vcpus: "1", link_mib_per_s: 40 },

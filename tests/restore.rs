@@ -1,5 +1,5 @@
-//! Repeated restores, each from a checkpoint of the previously restored guest. Every other restore is
-//! lazy.
+//! Repeated restores, each from a checkpoint of the previously restored guest. Every other restore
+//! is lazy.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::os::unix::fs::FileExt;
@@ -42,8 +42,8 @@ fn in_a_row(load: GuestLoad, times: usize) {
 
 tests::under_each_load!(in_a_row, 4, 50);
 
-/// Creates a store with one checkpoint of a guest that writes to 64 MiB as fast as it can, and kills
-/// the guest.
+/// Creates a store with one checkpoint of a guest that writes to 64 MiB as fast as it can, and
+/// kills the guest.
 fn one_checkpoint(scratch: &ScratchDir) -> String {
     let mut vm = GuestLoad::fastest("dirty-ring").start(scratch, "before");
     let store = scratch.path("store").to_str().expect("UTF-8").to_owned();
@@ -76,9 +76,9 @@ fn lazy_guest_ends_at_a_damaged_page() {
     assert!(last.contains("cannot be restored: ") && last.contains("pages-1, byte "), "{log}");
 }
 
-/// Damages one slot of the page file, verifies the store, and restores its latest checkpoint lazily.
-/// The restore must end with an error that names the page. Returns whether the checkpoint has a page
-/// in the slot.
+/// Damages one slot of the page file, verifies the store, and restores its latest checkpoint
+/// lazily. The restore must end with an error that names the page. Returns whether the checkpoint
+/// has a page in the slot.
 fn ends_at_damage(scratch: &ScratchDir, store: &str, slot: u64) -> bool {
     let pages = scratch.path("store").join("pages-1");
     let pages = std::fs::File::options().read(true).write(true).open(pages).expect("a page file");
@@ -108,7 +108,8 @@ fn ends_at_damage(scratch: &ScratchDir, store: &str, slot: u64) -> bool {
     true
 }
 
-/// Creates a store with two checkpoints of a guest of 2 vCPUs with little memory, and kills the guest.
+/// Creates a store with two checkpoints of a guest of 2 vCPUs with little memory, and kills the
+/// guest.
 fn two_small_checkpoints(scratch: &ScratchDir) -> String {
     let args = ["--vcpus", "2", "--mem", "32M"];
     let mut vm = Driftline::run(scratch, "before", "payload,ws=1M,rate=1M", &args);
@@ -200,7 +201,8 @@ fn working_set_is_prefetched_at_the_next_restore() {
     let [waits, foreseen] = restored("first", &[]);
     assert!(waits > 10 && foreseen == 0, "{waits} waits, {foreseen} foreseen");
     tests::wait_for("the recorded working set", SOON, || working_set.exists().then_some(()));
-    // Which other pages the guest touches before all have arrived depends on chance and on the host.
+    // Which other pages the guest touches before all have arrived depends on chance and on the
+    // host.
     let fewer = ["second", "third", "fourth"].iter().any(|name| {
         let [again, foreseen] = restored(name, &[]);
         println!("{waits} waits the first time, {again} the {name}");

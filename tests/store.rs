@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -65,8 +66,8 @@ fn flipped_bit_is_reported_with_its_place() {
         let file = store.join(name);
         let sound = fs::read(&file).expect("readable");
         let some = [0, 9, 60, 64, 90, sound.len() / 3, sound.len() / 2, sound.len() - 1];
-        // In the page file the header and all frames at once, because no epoch may refer to a single
-        // frame any more.
+        // In the page file the header and all frames at once, because no epoch may refer to a
+        // single frame any more.
         let places = match name {
             "pages-1" => vec![0, 9, 60, 64, 90, 5000],
             _ => some.to_vec(),
@@ -139,21 +140,8 @@ fn core_has_guest_memory_and_registers() {
     let headers = (0..count).map(|i| bytes_at(&core, table + i * 56, 56));
     let (notes, loads): (Vec<_>, Vec<_>) = headers.partition(|header| word(header, 0, 4) == 4);
     assert_eq!((notes.len(), loads.len()), (1, 2), "registers, and the memory slots");
-    let (mut frames, zeros) = (0, vec![0; 1 << 20]);
-    for load in &loads {
-        let [offset, virt, phys, len] = [8, 16, 24, 32].map(|at| word(load, at, 8));
-        assert_eq!((word(load, 0, 4), virt), (1, phys));
-        for at in (0..len).step_by(1 << 20) {
-            let size = (len - at).min(1 << 20) as usize;
-            let [ours, theirs] =
-                [bytes_at(&core, offset + at, size), bytes_at(&raw, phys + at, size)];
-            assert!(ours == theirs, "1 MiB at {:#x}", phys + at);
-            if ours != zeros[..size] {
-                frames += ours.chunks(4096).filter(|page| *page != &zeros[..4096]).count();
-            }
-        }
-    }
-    assert!(frames > 2048, "the payload's 8 MiB are there: {frames} frames");
+    let frames = loads.iter().map(|load| compare_segment(&core, load, &raw)).sum::<usize>();
+    assert!(frames > 2048, "the payload's 8 MiB are in the file: {frames} frames");
 
     let note = bytes_at(&core, word(&notes[0], 8, 8), word(&notes[0], 32, 8) as usize);
     // Each vCPU has a header, "CORE", and `struct elf_prstatus`, whose registers begin at byte 112.
@@ -178,6 +166,25 @@ fn core_has_guest_memory_and_registers() {
     let rip = format!("0x{:x}", word(&note, 20 + 112 + 16 * 8, 8));
     assert!(stdout.contains(&format!("$1 = {rip}")), "{rip}: {stdout}");
     assert!(stdout.contains("[New LWP 2]") && !stdout.contains("[New LWP 3]"), "{stdout}");
+}
+
+/// Compares a segment of an ELF core with the raw export. Returns the number of pages that are not
+/// zero.
+fn compare_segment(core: &Path, load: &[u8], raw: &Path) -> usize {
+    let zeros = vec![0; 1 << 20];
+    let [offset, virt, phys, len] = [8, 16, 24, 32].map(|at| word(load, at, 8));
+    assert_eq!((word(load, 0, 4), virt), (1, phys));
+    let mut frames = 0;
+    for at in (0..len).step_by(1 << 20) {
+        let size = (len - at).min(1 << 20) as usize;
+        let [from_core, from_raw] =
+            [bytes_at(core, offset + at, size), bytes_at(raw, phys + at, size)];
+        assert!(from_core == from_raw, "1 MiB at {:#x}", phys + at);
+        if from_core != zeros[..size] {
+            frames += from_core.chunks(4096).filter(|page| *page != &zeros[..4096]).count();
+        }
+    }
+    frames
 }
 
 #[test]
@@ -227,12 +234,6 @@ fn any_archived_checkpoint_restores() {
         back.kill();
     }
 
-    let refused = |args: &[&str], why: &str| {
-        let out = run_cli(args);
-        let stderr = String::from_utf8_lossy(&out.stderr);
-        assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
-        assert!(stderr.contains(why), "{args:?}: {stderr}");
-    };
     let exists = export(&[]);
     let stderr = String::from_utf8_lossy(&exists.stderr);
     assert!(exists.status.code() == Some(1) && stderr.contains("it exists; --force"), "{stderr}");
@@ -240,17 +241,30 @@ fn any_archived_checkpoint_restores() {
     refused(&["restore", "--store", file, "--epoch", "2"], "has no checkpoint 2");
     refused(&["store", "export", file, "--output", path], "an archive is not exported again");
     refused(&["store", "compact", file], "archive");
-    let sound = fs::read(&archive).expect("readable");
+    damaged_archive_is_refused(file);
+}
+
+/// Runs a command that must fail with a message that contains `why`.
+fn refused(args: &[&str], why: &str) {
+    let out = run_cli(args);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
+    assert!(stderr.contains(why), "{args:?}: {stderr}");
+}
+
+/// Flips a bit of the archive, and truncates it, at several positions.
+fn damaged_archive_is_refused(archive: &str) {
+    let sound = fs::read(archive).expect("readable");
     for at in [0, 9, 60, 64, 90, sound.len() / 3, sound.len() / 2, sound.len() - 1] {
         let mut flipped = sound.clone();
         flipped[at] ^= 0x10;
-        fs::write(&archive, &flipped).expect("writable");
-        refused(&["restore", "--store", file], "archive, byte ");
-        refused(&["store", "verify", file], "archive, byte ");
-        fs::write(&archive, &sound[..at]).expect("writable");
+        fs::write(archive, &flipped).expect("writable");
+        refused(&["restore", "--store", archive], "archive, byte ");
+        refused(&["store", "verify", archive], "archive, byte ");
+        fs::write(archive, &sound[..at]).expect("writable");
         let why =
             if at == 0 { "nor an archive (0 bytes)" } else { "is truncated: it ends at byte " };
-        refused(&["restore", "--store", file], why);
+        refused(&["restore", "--store", archive], why);
     }
 }
 
@@ -259,7 +273,7 @@ fn word(bytes: &[u8], at: usize, size: usize) -> u64 {
     bytes[at..at + size].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
 }
 
-fn bytes_at(file: &std::path::Path, at: u64, size: usize) -> Vec<u8> {
+fn bytes_at(file: &Path, at: u64, size: usize) -> Vec<u8> {
     let mut bytes = vec![0; size];
     let file = fs::File::open(file).expect("a file");
     file.read_exact_at(&mut bytes, at).expect("so many bytes");

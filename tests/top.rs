@@ -3,6 +3,7 @@
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::fs::{self, File};
+use std::ops::RangeInclusive;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -53,8 +54,8 @@ fn top_shows_hot_range_and_write_rate() {
         let page = json_of(&out);
         assert_eq!(page["info"]["tracking"], mode);
 
-        // The payload's working set begins at 16 MiB. Below lie its stacks, clocks and tables, to which
-        // it writes little.
+        // The payload's working set begins at 16 MiB. Below lie its stacks, clocks and tables, to
+        // which it writes little.
         let hot = 16 << 20..80 << 20;
         let written = written(&page);
         let inside = |all: &[(u64, u64)]| -> u64 {
@@ -75,32 +76,35 @@ fn top_shows_hot_range_and_write_rate() {
         // Compares with the guest's own count over about the same time. The host may have delayed
         // either side.
         let guest = (after.0 - before.0) as f64 / (after.1 - before.1).max(1) as f64;
-        let seen = frames as f64 / page["window_ms"].as_f64().expect("a length");
+        let shown = frames as f64 / page["window_ms"].as_f64().expect("a length");
         assert!(
-            seen <= guest * 2.0 && guest <= seen * 2.0,
-            "{mode}: {seen} and {guest} pages a ms"
+            shown <= guest * 2.0 && guest <= shown * 2.0,
+            "{mode}: {shown} and {guest} pages a ms"
         );
         let rate = number(&page["dirty_rate_bytes_per_s"]) as f64;
-        assert!((rate / 4096.0 / 1000.0 / seen - 1.0).abs() < 0.01, "{mode}: {rate} and {seen}");
+        assert!((rate / 4096.0 / 1000.0 / shown - 1.0).abs() < 0.01, "{mode}: {rate} and {shown}");
 
-        // Only dirty rings tell which vCPU writes and how full rings are.
-        let vcpu = &page["vcpu"][0];
-        if mode == "dirty-ring" {
-            let dirtied = number(&vcpu["dirtied_frames"]);
-            assert!(dirtied >= hot_frames && dirtied <= frames, "{vcpu} of {frames}");
-            let (peak, entries) =
-                (number(&vcpu["ring_peak_entries"]), number(&page["ring_entries"]));
-            assert!(peak > 0 && peak <= entries, "{peak} of {entries}");
-        } else {
-            assert_eq!(vcpu["dirtied_frames"], Value::Null);
-            assert_eq!(page["ring_entries"], Value::Null);
-        }
+        check_vcpu(&page, mode, hot_frames..=frames);
         vm.console().assert_clean();
         // `top` has ended, so the guest is no longer tracked.
         wait_for("the watch's end", SOON, || {
             (vm.info()?["dirty"]["subscribers"] == 0).then_some(())
         });
     }
+}
+
+/// Checks the figures of the only vCPU. Only dirty rings tell which vCPU writes and how full rings
+/// are.
+fn check_vcpu(page: &Value, mode: &str, expected_frames: RangeInclusive<u64>) {
+    let vcpu = &page["vcpu"][0];
+    if mode != "dirty-ring" {
+        assert_eq!(vcpu["dirtied_frames"], Value::Null);
+        assert_eq!(page["ring_entries"], Value::Null);
+        return;
+    }
+    assert!(expected_frames.contains(&number(&vcpu["dirtied_frames"])), "{vcpu}");
+    let (peak, entries) = (number(&vcpu["ring_peak_entries"]), number(&page["ring_entries"]));
+    assert!(peak > 0 && peak <= entries, "{peak} of {entries}");
 }
 
 #[test]

@@ -3,10 +3,10 @@
 //! `cargo bench -p tests --bench cadence [-- SECONDS]`, 5 by default. A guest of 2 vCPUs and 1 GiB
 //! writes a thousand frames in each 10 ms, in order, to 64 MiB: first untracked, then tracked
 //! without checkpoints, then with a checkpoint every 10 ms, of which the store retains 20.
-//! `DRIFTLINE_BENCH_STORE` names a directory for the store. A thousand frames in 10 ms are 410 MB/s,
-//! which many disks cannot write; a memory file system can. `DRIFTLINE_BENCH_DIRECT` bypasses the
-//! page cache, as `checkpoint --direct-io` does. The cost of a tracking fault drifts on a shared
-//! machine, so the tracked guest is measured before and after each row.
+//! `DRIFTLINE_BENCH_STORE` names a directory for the store. A thousand frames in 10 ms are 410
+//! MB/s, which many disks cannot write; a memory file system can. `DRIFTLINE_BENCH_DIRECT` bypasses
+//! the page cache, as `checkpoint --direct-io` does. The cost of a tracking fault drifts on a
+//! shared machine, so the tracked guest is measured before and after each row.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 mod guest;
@@ -128,11 +128,9 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     let a = tally.achieved();
     println!("\n| {way}, {} s | p50, ms | p90, ms | p99, ms | max, ms |", time.as_secs());
     println!("| --- | ---: | ---: | ---: | ---: |");
-    for (name, s) in [("pause", a.pause), ("interval", a.interval), ("durable after", a.write)] {
-        let Spread { p50_us, p90_us, p99_us, max_us } = s;
-        let [p50, p90, p99, max] = [p50_us, p90_us, p99_us, max_us].map(|us| us as f64 / 1e3);
-        println!("| {name} | {p50:.2} | {p90:.2} | {p99:.2} | {max:.2} |");
-    }
+    print_row("pause", a.pause);
+    print_row("interval", a.interval);
+    print_row("durable after", a.write);
     let of = |sum: u64| sum as f64 / a.epochs.max(1) as f64;
     println!(
         "\n{} epochs of {:.0} frames, {:.0} of them copied after the pause, with {:.1} waits of {:.0} us in all, {} early, {} skipped; the store has {} MiB, and had {} half-way; \
@@ -149,6 +147,13 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
         half_way.unwrap_or_default(),
         writes * 200.0 / (before + after),
     );
+}
+
+/// Prints a row of the table.
+fn print_row(name: &str, spread: Spread) {
+    let Spread { p50_us, p90_us, p99_us, max_us } = spread;
+    let [p50, p90, p99, max] = [p50_us, p90_us, p99_us, max_us].map(|us| us as f64 / 1e3);
+    println!("| {name} | {p50:.2} | {p90:.2} | {p99:.2} | {max:.2} |");
 }
 
 /// Returns the page writes of all vCPUs in a second of the guest's time while `meanwhile` runs.

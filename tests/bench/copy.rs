@@ -8,8 +8,8 @@ use std::time::Instant;
 /// Bytes of one read or write.
 const PIECE: usize = 512 << 10;
 
-/// Copies `bytes` of resident memory to memory that is not resident, like that of an arriving guest.
-/// Returns bytes/s.
+/// Copies `bytes` of resident memory to memory that is not resident, like that of an arriving
+/// guest. Returns bytes/s.
 pub fn bytes_per_second(bytes: usize) -> f64 {
     let from: Vec<u8> = (0..bytes / 8).flat_map(|i| (i as u64 | 1).to_le_bytes()).collect();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -8,14 +8,14 @@
 //!
 //! The reported downtimes do not compare. QEMU's is in whole milliseconds and ends when the source
 //! has sent all data. Driftline's is from the pause to the first instruction at the destination, as
-//! far as the source knows. Therefore the downtime is also measured from events of both processes of
-//! a program, on the one clock of this host. For Driftline it begins with the source's request to
-//! pause and ends when the destination has resumed the guest. For QEMU it begins with the source's
-//! event STOP, when vCPUs are already paused, and ends with the destination's event RESUME, before
-//! they run. The ratio is of these downtimes.
+//! far as the source knows. Therefore the downtime is also measured from events of both processes
+//! of a program, on the one clock of this host. For Driftline it begins with the source's request
+//! to pause and ends when the destination has resumed the guest. For QEMU it begins with the
+//! source's event STOP, when vCPUs are already paused, and ends with the destination's event
+//! RESUME, before they run. The ratio is of these downtimes.
 //!
-//! The figures are medians of five pairs. A word as an argument selects the rows whose name contains
-//! it; a number is the number of pairs.
+//! The figures are medians of five pairs. A word as an argument selects the rows whose name
+//! contains it; a number is the number of pairs.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
 mod copy;

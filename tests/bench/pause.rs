@@ -3,9 +3,9 @@
 //!
 //! `cargo bench -p tests --bench pause [-- EPOCHS [VCPUS]]`, 100 and 2 by default. A guest of 1 GiB
 //! writes a working set of the given number of frames as fast as it can, so that all of it changes
-//! in each epoch. There are three ways: all frames are copied in the pause; all are copied after it;
-//! and the built-in policy, which chooses. Stolen processor time lengthens the figures, so its share
-//! is in the last column.
+//! in each epoch. There are three ways: all frames are copied in the pause; all are copied after
+//! it; and the built-in policy, which chooses. Stolen processor time lengthens the figures, so its
+//! share is in the last column.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 mod guest;

@@ -1,8 +1,8 @@
-//! The time to restore a guest of 1 GiB with 256 MiB of populated memory, eagerly and lazily, with a
-//! warm page cache.
+//! The time to restore a guest of 1 GiB with 256 MiB of populated memory, eagerly and lazily, with
+//! a warm page cache.
 //!
-//! `cargo bench -p tests --bench restore` prints medians, minima and maxima of five. The first row of
-//! each way is the time from the start of the process until the guest runs, by the process's own
+//! `cargo bench -p tests --bench restore` prints medians, minima and maxima of five. The first row
+//! of each way is the time from the start of the process until the guest runs, by the process's own
 //! clock. "Restored" is the rate at which an eager restore reads memory, beside a plain copy of as
 //! many bytes into memory that is not resident, on one and on two threads.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
@@ -36,7 +36,8 @@ fn main() {
         let (mut runs, mut whole) = (Vec::new(), Vec::new());
         for i in 0..TIMES {
             let mut vm = Driftline::start_logging(&scratch, &format!("{way}{i}"), args);
-            // From the log: a command that queries the process would take one of its two processors.
+            // From the log: a command that queries the process would take one of its two
+            // processors.
             let us = wait_for("the start in the log", SOON, || vm.figure("start_us="));
             runs.push(us / 1e3);
             if way == "lazy" {

@@ -3,11 +3,13 @@
 
 use std::process::Output;
 use std::thread;
+use std::time::Duration;
 
 use driftline_store::Store;
 use serde_json::Value;
+use tests::{CheckerProgress, Driftline, SOON, ScratchDir, repeats};
 
-use super::*;
+use super::{CHECKERS, CheckedGuest, linux_and_network, text};
 
 /// As `CHECKERS`, with a disk checker that writes without a pause and waits only for its flushes.
 const BUSY: &str = "driftline.check=mem,disk,tcp,clock driftline.mem=every=2s \
@@ -88,8 +90,8 @@ fn restored_busy_disk_matches_restored_memory() {
     );
 }
 
-/// A guest with a busy disk is checkpointed every 20 ms and migrated meanwhile with its disk. It runs
-/// only at the destination and loses nothing. The newest durable epoch restores, too, with all
+/// A guest with a busy disk is checkpointed every 20 ms and migrated meanwhile with its disk. It
+/// runs only at the destination and loses nothing. The newest durable epoch restores, too, with all
 /// blocks that were flushed by then.
 #[test]
 fn checkpointed_guest_moves_without_loss() {

@@ -1,8 +1,8 @@
 //! The harness of the whole-system tests: `driftline` processes, the lines that their guests print,
 //! and a proxy between two processes that counts messages.
 //!
-//! A test owns a [`ScratchDir`], which has the files of every process that the test starts. Dropping
-//! a process kills it, by its own pid.
+//! A test owns a [`ScratchDir`], which has the files of every process that the test starts.
+//! Dropping a process kills it, by its own pid.
 #![allow(clippy::expect_used, clippy::panic, reason = "a harness fails by saying what it expected")]
 
 mod guest;
@@ -28,8 +28,8 @@ use parking_lot::{Mutex, MutexGuard};
 /// Time limit for what should happen soon; far more than it takes on a busy machine.
 pub const SOON: Duration = Duration::from_secs(30);
 
-/// Calls `what` every 5 ms until it returns a value. Fails the test after `limit` with a message that
-/// names `awaited`.
+/// Calls `what` every 5 ms until it returns a value. Fails the test after `limit` with a message
+/// that names `awaited`.
 pub fn wait_for<T>(awaited: &str, limit: Duration, mut what: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {

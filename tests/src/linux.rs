@@ -31,8 +31,8 @@ pub struct LinuxImage {
 }
 
 impl LinuxImage {
-    /// Returns the image. If there is no KVM or no image, reports that `test` is skipped and returns
-    /// `None`.
+    /// Returns the image. If there is no KVM or no image, reports that `test` is skipped and
+    /// returns `None`.
     pub fn or_skip(test: &str) -> Option<Self> {
         if !driftline_machine::testing::kvm_or_skip(test) {
             return None;
@@ -82,8 +82,8 @@ impl LinuxImage {
         check.args(args).stdin(Stdio::null()).output().expect("the image's checkers run")
     }
 
-    /// Verifies the disk checker's log in `disk`, which no guest uses. All records that were flushed
-    /// when record `at_least` was flushed must be in it.
+    /// Verifies the disk checker's log in `disk`, which no guest uses. All records that were
+    /// flushed when record `at_least` was flushed must be in it.
     pub fn verify_disk(&self, disk: &Path, at_least: u64) {
         let path = format!("path={}", disk.display());
         let out = self.check(&["disk-verify", &path, &format!("at-least={at_least}")]);
@@ -179,8 +179,8 @@ fn is_complaint(line: &str) -> bool {
         || (is_from_kernel(line) && !STARVED.iter().any(|starved| line.contains(starved)))
 }
 
-/// Returns whether the line contains output of the kernel: its time stamp is `[    1.234567]`. It may
-/// interrupt the line of a program.
+/// Returns whether the line contains output of the kernel: its time stamp is `[    1.234567]`. It
+/// may interrupt the line of a program.
 fn is_from_kernel(line: &str) -> bool {
     line.match_indices('[').any(|(at, _)| {
         let stamp = line[at + 1..].split_once(']').map(|(stamp, _)| stamp.trim_start());

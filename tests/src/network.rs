@@ -1,5 +1,5 @@
-//! Network namespaces in place of hosts. Each has a bridge with taps, and the peer's namespace joins
-//! them.
+//! Network namespaces in place of hosts. Each has a bridge with taps, and the peer's namespace
+//! joins them.
 //!
 //! ```text
 //!  source            peer            destination
@@ -79,8 +79,8 @@ impl Namespace {
         try_ip(&[&["-n", &self.name], args].concat())
     }
 
-    /// Returns a command that runs `program` in the namespace. The process keeps its id, because `ip
-    /// netns exec` replaces itself by the program.
+    /// Returns a command that runs `program` in the namespace. The process keeps its id, because
+    /// `ip netns exec` replaces itself by the program.
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.name]).arg(program);

@@ -67,8 +67,8 @@ pub struct Driftline {
 }
 
 impl Driftline {
-    /// Starts `driftline ARGS --api-sock ..`. `name` is the stem of its files in `scratch`. Its stdout
-    /// is the guest's console.
+    /// Starts `driftline ARGS --api-sock ..`. `name` is the stem of its files in `scratch`. Its
+    /// stdout is the guest's console.
     pub fn start(scratch: &ScratchDir, name: &str, args: &[&str]) -> Self {
         Self::start_by(Command::new(driftline()), Stdio::null(), scratch, name, args)
     }
@@ -119,7 +119,8 @@ impl Driftline {
         Self { child, socket, console, log }
     }
 
-    /// Starts `driftline run` with the payload `spec` and further `args`. Waits until the guest runs.
+    /// Starts `driftline run` with the payload `spec` and further `args`. Waits until the guest
+    /// runs.
     pub fn run(scratch: &ScratchDir, name: &str, spec: &str, args: &[&str]) -> Self {
         let mut all = vec!["run", "--guest", spec];
         all.extend_from_slice(args);
@@ -133,8 +134,8 @@ impl Driftline {
         Self::receive_and_linger(scratch, name, "1s")
     }
 
-    /// As [`receive`](Self::receive), with `--linger`: the time for which the receiver stays after it
-    /// has discarded a complete guest.
+    /// As [`receive`](Self::receive), with `--linger`: the time for which the receiver stays after
+    /// it has discarded a complete guest.
     pub fn receive_and_linger(scratch: &ScratchDir, name: &str, linger: &str) -> (Self, String) {
         Self::receive_with(scratch, name, &["--linger", linger])
     }

@@ -85,8 +85,8 @@ impl MigrationProxy {
         Self::limited(to, SlowLink { delay, rate, slack: Duration::ZERO })
     }
 
-    /// As [`slow`](Self::slow), without a delay and with an average of `rate`: the link makes up for
-    /// short times in which the host does not run the proxy.
+    /// As [`slow`](Self::slow), without a delay and with an average of `rate`: the link makes up
+    /// for short times in which the host does not run the proxy.
     pub fn steady(to: &str, rate: u64) -> Self {
         Self::limited(
             to,

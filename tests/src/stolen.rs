@@ -1,6 +1,6 @@
 //! Processor time that the host gives to other machines. On a shared host a processor may not run
-//! for tens of milliseconds. A program cannot tell this from its own slowness, but the kernel counts
-//! it.
+//! for tens of milliseconds. A program cannot tell this from its own slowness, but the kernel
+//! counts it.
 
 use std::time::{Duration, Instant};
 

@@ -5,8 +5,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// The crates of the product, from left to right, each with every crate of the workspace on which it
-/// depends.
+/// The crates of the product, from left to right, each with every crate of the workspace on which
+/// it depends.
 const DEPENDS_ON: &[(&str, &[&str])] = &[
     ("driftline-dirty-tracker", &[]),
     ("driftline-images", &[]),
