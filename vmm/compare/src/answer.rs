@@ -76,7 +76,7 @@ impl<'g> Recommendation<'g> {
         let name = format!("{} (--tracking {})", self.way, self.way.source());
         let clear = self.groups.iter().any(|group| !group.leaders(EPOCH).is_empty());
         let (good, of) = (self.good, self.of);
-        let cheap = "its epoch is the cheapest or not clearly dearer than the cheapest";
+        let cheap = "its epoch is the cheapest or not clearly more expensive than the cheapest";
         Some(match (clear, good) {
             _ if !self.has_rivals() => return None,
             (false, _) => format!(

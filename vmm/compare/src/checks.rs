@@ -1,4 +1,4 @@
-//! Sentences about missed pages: which ways missed some, and where no check tells.
+//! Sentences about missed pages: which ways missed some, and where there was no strict check.
 
 use super::report::{CellReport, RowFigures};
 use super::units::size;
@@ -38,7 +38,7 @@ fn checked(rows: &[CellReport]) -> Option<String> {
         (sum(|f| f.strict_checks), sum(|f| f.strict_checks.and(f.written_frames)));
     match written {
         _ if rows.iter().any(lost) => None,
-        0 => Some("Whether pages were missed is not known: no check tells.".to_owned()),
+        0 => Some("It is not known whether pages were missed: no check was strict.".to_owned()),
         _ => Some(format!(
             "No way missed a page: in {checks} checks of a paused guest, all {written} pages \
                 written since the check before were reported.{} \
@@ -91,7 +91,7 @@ fn unknown(rows: &[CellReport]) -> Vec<String> {
     [
         without(rows, measured).map(|ways| format!("Nothing was measured of {ways}.")),
         unchecked.map(|ways| {
-            format!("Whether a page was missed is not known of {ways}: no check tells.")
+            format!("It is not known whether a page was missed by {ways}: no check was strict.")
         }),
     ]
     .into_iter()
@@ -174,8 +174,8 @@ mod tests {
         assert_eq!(text[2], unknown);
         rows[2].figures.as_mut().unwrap().strict_checks = None;
         rows[2].figures.as_mut().unwrap().missed_frames = None;
-        let unchecked = "Whether a page was missed is not known of dirty-ring+list (in 1 of 2 rows): \
-            no check tells.";
+        let unchecked = "It is not known whether a page was missed by dirty-ring+list \
+            (in 1 of 2 rows): no check was strict.";
         assert_eq!(findings(&rows)[3], unchecked);
     }
 }

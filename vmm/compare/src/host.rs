@@ -58,7 +58,7 @@ impl HostDescription {
             "missing" => Some(
                 "This host's KVM has no hardware virtualization (no VMX or SVM): it works with \
                     shadow page tables. Write faults, exits and every reprotect cost more than \
-                    with EPT or NPT, so slow-downs and epochs are dearer here than on such \
+                    with EPT or NPT, so slow-downs and epochs are larger here than on such \
                     hosts. Compare the ways with each other; the absolute figures are this \
                     host's, not KVM's.",
             ),
