@@ -1,5 +1,5 @@
-//! Clones of a Linux guest: ten guests restored from one checkpoint at once have randomness of their
-//! own, and each answers on its own network.
+//! Clones of a Linux guest: ten guests restored from one checkpoint at once have randomness of
+//! their own, and each answers on its own network.
 
 use std::time::{Duration, Instant};
 
