@@ -312,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn late_checkpoints_say_what_was_skipped() {
+    fn late_checkpoint_names_skipped_intervals() {
         let line = |late_ms, skipped, early| {
             describe(&EpochLine {
                 epoch: 4,

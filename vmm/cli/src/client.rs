@@ -300,7 +300,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_guest_that_is_here_is_said_to_be_here() {
+    fn exit_4_means_the_guest_is_here() {
         for state in [GuestState::Running, GuestState::Paused, GuestState::Migrating] {
             let failure = Standing::of(state, None).failure("no");
             assert!(failure.is_still_running(), "{state:?}");
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_guest_in_doubt_the_peer_and_the_way_out_are_named() {
+    fn guest_in_doubt_names_its_peer_and_resolve() {
         for (to, named) in
             [(Some("tcp:there:1"), "tcp:there:1"), (None, "a host that does not answer")]
         {
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_whose_answer_is_lost_may_have_begun_a_job() {
+    fn request_without_an_answer_may_have_begun() {
         let socket = std::path::PathBuf::from("/run/it.sock");
         let why = "reset".to_owned();
         let failure = unheard(ClientError::Broken { socket: socket.clone(), why });

@@ -255,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_link_stays_and_its_file_is_replaced_and_what_is_no_file_is_refused() {
+    fn links_are_followed_and_devices_refused() {
         let place = tempfile::tempdir().unwrap();
         let (file, link) = (place.path().join("file"), place.path().join("link"));
         fs::write(&file, "old").unwrap();

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn verdict_comes_first_and_numbers_only_if_asked_for() {
+    fn verdict_is_first_and_capabilities_need_verbose() {
         let mut diagnosis = Diagnosis {
             kvm: true,
             findings: vec![

@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_crash_does_not_hide_what_the_shadow_found() {
+    fn crash_does_not_hide_missed_pages() {
         let crash = || last_word(Some(EndReason::Crashed("a triple fault".to_owned())));
         let lost = || Err(Failure::error("3 frames were not reported"));
         let said = |result: Result<(), Failure>| result.err().map(|e| e.message().to_owned());

@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_takes_no_relative_path_with_it() {
+    fn device_paths_are_made_absolute() {
         let line = "restore --store s --serial null --disk path=copy.img --vsock uds=v";
         let args = Restore::try_parse_from(line.split(' ')).unwrap().args;
         let config = host_config(&args.host, args.devices).unwrap();

@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_read_well() {
+    fn sizes_have_binary_units() {
         assert_eq!(bytes(0), "0 B");
         assert_eq!(bytes(1 << 30), "1 GiB");
         assert_eq!(bytes(1536 << 10), "1.5 MiB");
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn json_has_no_more_digits_than_matter() {
+    fn json_fractions_have_three_digits() {
         let mut line = Vec::new();
         let mut to = Serializer::with_formatter(&mut line, RoundedFloats);
         [711.724_853_999, 2.0, 0.0004].serialize(&mut to).unwrap();

@@ -209,7 +209,7 @@ mod tests {
     use driftline_machine::testing::payload_config;
 
     #[test]
-    fn no_guest_is_built_that_may_be_running_elsewhere() {
+    fn guest_in_doubt_is_not_built() {
         let dir = tempfile::tempdir().unwrap();
         let config = payload_config(Backend::Threads);
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };

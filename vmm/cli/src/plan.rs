@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_cannot_be_held_back_is_told_what_remains() {
+    fn plan_without_throttle_names_what_remains() {
         let plan = plan_for(40, busy(0, false));
         assert_eq!(plan.verdict, PlanVerdict::DoesNotConverge);
         let text = told(&plan);
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_can_is_told_to_what_and_one_that_need_not_is_not() {
+    fn plan_names_the_throttle_only_if_needed() {
         let plan = plan_for(40, busy(2, false));
         assert_eq!(plan.verdict, PlanVerdict::ConvergesThrottled);
         let text = told(&plan);

@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_whole_line_of_each_vcpu_counts() {
+    fn last_whole_line_of_each_vcpu_counts() {
         let line = |vcpu, pages, errors| {
             format!(
                 "payload vcpu={vcpu} t_ms=1 passes=1 pages={pages} errors={errors} max_gap_us=5 gap_us=5\n"

@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_line_says_what_the_host_lacks() {
+    fn first_line_names_what_the_host_lacks() {
         let (chosen, line) = choice(None, &kvm(65_536)).unwrap();
         let rings = Choice { backend: Backend::Kvm, tracking: TrackingMode::DirtyRing };
         assert_eq!(chosen, rings);

@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn colours_are_for_those_who_want_and_have_them() {
+    fn palette_follows_the_environment() {
         let of = Palette::of;
         assert_eq!(of("1", "xterm-256color", "truecolor"), Palette::Signs);
         assert_eq!(of("", "dumb", ""), Palette::Signs);
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_are_steps_of_a_logarithm_from_a_frame_to_the_whole_cell() {
+    fn levels_are_logarithmic_from_frame_to_cell() {
         let cells = Cells { bytes: 1 << 20, rates: Vec::new(), window_s: 0.5 };
         assert_eq!([0, 1, 4095, 4096].map(|rate| cells.level(rate)), [0, 1, 1, 1]);
         // Eight steps from 4 KiB to 1 MiB: each is twice the one before.

@@ -114,7 +114,7 @@ fn map(lines: &[String]) -> String {
 }
 
 #[test]
-fn what_is_hot_is_hot_and_the_rest_is_cold_on_screens_of_two_sizes() {
+fn only_written_cells_are_hot() {
     let view = view(page(vec![vcpu(4000), vcpu(100)]));
     for (width, height, size) in [(80, 24, "2 MiB"), (120, 40, "512 KiB")] {
         let lines = lines(&drawn(&view, width, height));
@@ -140,7 +140,7 @@ fn what_is_hot_is_hot_and_the_rest_is_cold_on_screens_of_two_sizes() {
 }
 
 #[test]
-fn figures_stand_where_they_are_looked_for() {
+fn figures_are_under_their_headings() {
     let mut page =
         page(vec![vcpu(4000), VcpuWindow { ring_full_exits: 2, held_ms: 125, ..vcpu(100) }]);
     page.info.dirty.subscribers = 2;
@@ -177,7 +177,7 @@ fn figures_stand_where_they_are_looked_for() {
 }
 
 #[test]
-fn what_is_not_known_is_not_said() {
+fn unknown_figures_are_dashes() {
     let mut page =
         page(vec![VcpuWindow { dirtied_frames: None, ring_peak_entries: None, ..vcpu(0) }]);
     page.ring_entries = None;
@@ -190,7 +190,7 @@ fn what_is_not_known_is_not_said() {
 }
 
 #[test]
-fn no_screen_is_too_small_and_many_vcpus_leave_room_for_the_map() {
+fn any_screen_size_and_vcpu_count_is_drawn() {
     let mut view = view(page(vec![vcpu(10); 64]));
     for width in [1, 2, 3, 7, 9, 12, 20, 21, 40, 79, 200, 500] {
         for height in [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 20, 100] {
@@ -229,7 +229,7 @@ fn arriving() -> super::view::Now {
 }
 
 #[test]
-fn a_guest_that_is_still_to_come_is_said_to_be() {
+fn arriving_guest_has_its_own_screen() {
     let mut view = View::new(Duration::from_millis(500), Palette::Few);
     assert_eq!(lines(&drawn(&view, 40, 2))[0], "driftline top: waiting for the first loo");
     view.now = Some(arriving());
@@ -262,7 +262,7 @@ fn migrating(state: MigrationState, phase: Phase) -> MigrationPage {
 }
 
 #[test]
-fn a_migration_has_the_same_figures_as_its_own_command() {
+fn migration_has_the_figures_of_send_migration() {
     let mut seen = page(vec![vcpu(1)]);
     seen.migration = Some(migrating(MigrationState::Sending, Phase::Precopy));
     seen.info.state = GuestState::Migrating;
@@ -294,7 +294,7 @@ fn a_migration_has_the_same_figures_as_its_own_command() {
 }
 
 #[test]
-fn checkpoints_have_their_pauses_and_failures_are_not_hidden() {
+fn checkpoints_show_pauses_and_failures() {
     let line = EpochLine {
         epoch: 812,
         frames: 4100,
@@ -343,7 +343,7 @@ fn checkpoints_have_their_pauses_and_failures_are_not_hidden() {
 }
 
 #[test]
-fn colours_are_on_the_hot_cells_alone_and_never_where_they_are_not_wanted() {
+fn only_hot_cells_have_colours() {
     let mut view = view(page(vec![vcpu(4000)]));
     let coloured = |buffer: &Buffer| {
         let cells = buffer.content().iter();
@@ -360,7 +360,7 @@ fn colours_are_on_the_hot_cells_alone_and_never_where_they_are_not_wanted() {
 }
 
 #[test]
-fn cells_have_the_addresses_of_memory_with_a_hole() {
+fn addresses_account_for_memory_holes() {
     let mut seen = page(vec![vcpu(1)]);
     seen.memory = vec![
         MemoryRange { gpa: 0, bytes: 512 << 20 },
@@ -407,7 +407,7 @@ fn keys_quit_pause_and_change_the_interval() {
 }
 
 #[test]
-fn the_last_words_say_where_the_guest_is() {
+fn closing_message_names_the_guests_place() {
     let mut seen = page(Vec::new());
     seen.end = Some(EndReason::Stopped("it has moved to there:1".into()));
     seen.moved_to = Some("there:1".into());
@@ -418,7 +418,7 @@ fn the_last_words_say_where_the_guest_is() {
 }
 
 #[test]
-fn of_a_driftline_that_is_lost_the_latest_is_said_and_nothing_of_old_migrations() {
+fn lost_vmm_leaves_the_last_guest_state() {
     let lost = |view: &View| {
         let why = "it has gone".to_owned();
         view.lost(ClientError::Broken { socket: "s".into(), why }).message().to_owned()

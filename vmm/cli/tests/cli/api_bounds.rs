@@ -48,7 +48,7 @@ fn flood(of: &Vmm<'_>, least: usize, says: &[&str]) -> VecDeque<UnixStream> {
 }
 
 #[test]
-fn clients_that_say_nothing_keep_no_operator_out() {
+fn silent_clients_keep_no_operator_out() {
     let place = Place::new();
     let mut vmm = Vmm::run(&place, "vmm", GUEST);
     let (threads, files, kib) = held(&vmm);
@@ -74,7 +74,7 @@ fn clients_that_say_nothing_keep_no_operator_out() {
 }
 
 #[test]
-fn clients_that_read_no_answer_give_way() {
+fn clients_that_read_nothing_are_displaced() {
     let place = Place::new();
     let mut vmm = Vmm::run(&place, "vmm", GUEST);
     let (_, files, _) = held(&vmm);

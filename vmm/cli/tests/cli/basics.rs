@@ -10,7 +10,7 @@ fn payload(spec: &'static str) -> Vec<&'static str> {
 }
 
 #[test]
-fn a_guest_is_looked_at_paused_resumed_and_stopped() {
+fn guest_is_shown_paused_resumed_and_stopped() {
     let place = Place::new();
     let mut vmm =
         Vmm::run(&place, "a", &[&payload("payload,ws=4M"), &["--vcpus", "2"][..]].concat());
@@ -36,7 +36,7 @@ fn a_guest_is_looked_at_paused_resumed_and_stopped() {
 }
 
 #[test]
-fn a_guest_that_ends_by_itself_ends_the_process() {
+fn process_ends_with_its_guest() {
     let out = output(&[&["run"][..], &payload("payload,ws=1M,rate=max,passes=3")].concat());
     let (lines, said) = (text(&out.stdout), text(&out.stderr));
     assert_eq!(out.status.code(), Some(0), "{said}");
@@ -57,7 +57,7 @@ fn a_signal_stops_the_guest_cleanly() {
 }
 
 #[test]
-fn wrong_usage_is_2_and_says_what_is_right() {
+fn wrong_usage_exits_2_with_a_hint() {
     let said = fail(2, &["run", "--guest", "payload", "--mem", "64Q"]);
     assert!(said.contains("a size is digits"), "{said}");
     let said = fail(2, &["run", "--guest", "payload,colour=red"]);
@@ -96,7 +96,7 @@ fn wrong_usage_is_2_and_says_what_is_right() {
 }
 
 #[test]
-fn a_missing_or_dead_socket_is_a_sentence() {
+fn missing_or_dead_socket_is_explained() {
     let place = Place::new();
     let socket = place.text("none.sock");
     let said = fail(1, &["info", "--api-sock", &socket]);
@@ -115,7 +115,7 @@ fn a_missing_or_dead_socket_is_a_sentence() {
 }
 
 #[test]
-fn what_cannot_run_is_refused_with_a_sentence() {
+fn impossible_guest_is_refused_with_the_reason() {
     let said =
         fail(1, &["run", "--backend", "threads", "--mem", "16M", "--guest", "payload,ws=64M"]);
     assert!(said.contains("its working set takes 16384 pages"), "{said}");

@@ -20,7 +20,7 @@ fn lines(json: &str) -> Vec<Value> {
 }
 
 #[test]
-fn a_killed_guest_is_restored_and_runs_on_without_errors() {
+fn killed_guest_is_restored_without_errors() {
     let place = Place::new();
     let store = place.text("store");
     let mut first = Vmm::run(&place, "first", GUEST);
@@ -80,7 +80,7 @@ fn a_killed_guest_is_restored_and_runs_on_without_errors() {
 }
 
 #[test]
-fn a_second_run_is_refused_and_an_operators_pause_respected() {
+fn active_run_refuses_another_and_respects_pauses() {
     let place = Place::new();
     let store = place.text("store");
     let mut vmm = Vmm::run(&place, "a", GUEST);
@@ -139,7 +139,7 @@ fn a_folder_without_a_manifest_is_no_store() {
 }
 
 #[test]
-fn damage_and_absence_are_sentences() {
+fn damage_and_absence_are_explained() {
     let place = Place::new();
     let store = place.text("store");
     let said = fail(1, &["restore", "--store", &place.text("nowhere")]);
@@ -192,7 +192,7 @@ fn damage_and_absence_are_sentences() {
 }
 
 #[test]
-fn a_store_keeps_what_it_is_told_to_and_is_compacted_and_exported() {
+fn store_is_retained_compacted_and_exported() {
     let place = Place::new();
     let store = place.text("store");
     let mut vmm = Vmm::run(&place, "a", GUEST);

@@ -42,8 +42,8 @@ fn payload_file(place: &Place) -> Value {
 }
 
 #[test]
-fn the_configuration_of_a_kvm_guest_starts_it_again() {
-    const NAME: &str = "the_configuration_of_a_kvm_guest_starts_it_again";
+fn configuration_of_a_kvm_guest_restarts_it() {
+    const NAME: &str = "configuration_of_a_kvm_guest_restarts_it";
     if !kvm_or_skip(NAME) {
         return;
     }
@@ -117,7 +117,7 @@ fn options_win_over_the_file() {
 }
 
 #[test]
-fn a_short_file_has_the_defaults_of_the_options() {
+fn short_file_has_the_options_defaults() {
     let place = Place::new();
     let short = json!({
         "boot-source": { "guest": "payload,ws=1M" }, "machine-config": { "backend": "threads" },

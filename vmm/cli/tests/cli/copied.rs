@@ -99,8 +99,8 @@ fn disks_go_along_there_and_back() {
 type Case<'a> = (&'static str, Vec<&'a str>, &'a [&'a str], &'a [&'a str]);
 
 #[test]
-fn what_both_sides_say_of_copies_must_fit() {
-    if !kvm_or_skip("what_both_sides_say_of_copies_must_fit") {
+fn copy_options_of_both_sides_must_match() {
+    if !kvm_or_skip("copy_options_of_both_sides_must_match") {
         return;
     }
     let place = Place::new();
@@ -166,8 +166,8 @@ fn what_both_sides_say_of_copies_must_fit() {
 }
 
 #[test]
-fn a_full_disk_there_is_told_and_the_guest_stays_whole() {
-    let test = "a_full_disk_there_is_told_and_the_guest_stays_whole";
+fn full_destination_disk_keeps_guest_at_source() {
+    let test = "full_destination_disk_keeps_guest_at_source";
     if !kvm_or_skip(test) {
         return;
     }

@@ -64,7 +64,7 @@ fn repair_that_loses_checkpoints_ends_with_1() {
 }
 
 #[test]
-fn damage_is_said_with_the_way_out() {
+fn damage_message_names_the_repair() {
     let place = Place::new();
     let store = stored(&place);
     let hint = format!(". Salvage what is sound with: driftline store repair {store}");

@@ -23,8 +23,8 @@ fn run<'a>(more: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn a_disk_that_cannot_be_is_refused_in_a_sentence() {
-    if !kvm_or_skip("a_disk_that_cannot_be_is_refused_in_a_sentence") {
+fn unusable_disk_is_refused_with_the_reason() {
+    if !kvm_or_skip("unusable_disk_is_refused_with_the_reason") {
         return;
     }
     let place = Place::new();
@@ -62,8 +62,8 @@ fn a_disk_that_cannot_be_is_refused_in_a_sentence() {
 }
 
 #[test]
-fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
-    const TEST: &str = "a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold";
+fn disk_in_use_is_refused_to_others() {
+    const TEST: &str = "disk_in_use_is_refused_to_others";
     if !kvm_or_skip(TEST) {
         return;
     }
@@ -131,8 +131,8 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
 /// The restored guest has the disk's content from the checkpoint, whatever was written since. Only
 /// the file that the command names is overwritten.
 #[test]
-fn a_restore_brings_the_disk_back_with_the_guest() {
-    if !kvm_or_skip("a_restore_brings_the_disk_back_with_the_guest") {
+fn restore_brings_the_disk_back() {
+    if !kvm_or_skip("restore_brings_the_disk_back") {
         return;
     }
     let place = Place::new();
@@ -230,8 +230,8 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
 
 /// Two hosts share a disk. The host that may run the guest locks it.
 #[test]
-fn a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go() {
-    if !kvm_or_skip("a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go") {
+fn disk_lock_follows_the_guest() {
+    if !kvm_or_skip("disk_lock_follows_the_guest") {
         return;
     }
     let place = Place::new();
@@ -266,8 +266,8 @@ fn a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go() {
 /// A copy is refused because its identity differs from the guest's disk. The same disk under
 /// another name is accepted.
 #[test]
-fn another_disk_is_refused_unless_the_operator_says_that_it_may_be() {
-    if !kvm_or_skip("another_disk_is_refused_unless_the_operator_says_that_it_may_be") {
+fn another_disk_needs_identity_any() {
+    if !kvm_or_skip("another_disk_needs_identity_any") {
         return;
     }
     let place = Place::new();
@@ -339,8 +339,8 @@ fn launch(place: &Place) -> std::sync::Arc<Machine> {
 }
 
 #[test]
-fn a_guest_whose_disk_loses_data_stays_where_it_can_be_told() {
-    if !kvm_or_skip("a_guest_whose_disk_loses_data_stays_where_it_can_be_told") {
+fn guest_with_a_failing_disk_does_not_move() {
+    if !kvm_or_skip("guest_with_a_failing_disk_does_not_move") {
         return;
     }
     let place = Place::new();

@@ -98,8 +98,8 @@ fn kvm_guests_end_with_the_same_codes() {
 
 /// Runs in a separate mount namespace with an empty `/dev`.
 #[test]
-fn doctor_ends_with_3_where_there_is_no_kvm() {
-    const TEST: &str = "doctor_ends_with_3_where_there_is_no_kvm";
+fn doctor_exits_3_without_kvm() {
+    const TEST: &str = "doctor_exits_3_without_kvm";
     let without_kvm = |args: &[&str]| {
         let mut unshare = Command::new("unshare");
         unshare.args(["--map-root-user", "--mount", "sh", "-c"]);

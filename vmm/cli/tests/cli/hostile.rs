@@ -137,8 +137,8 @@ fn run(place: &Place, script: &Script, options: &[String], log: &[&str]) -> (Str
 }
 
 #[test]
-fn a_driver_that_breaks_the_rules_stops_its_device_and_no_other() {
-    const TEST: &str = "a_driver_that_breaks_the_rules_stops_its_device_and_no_other";
+fn violation_stops_only_its_device() {
+    const TEST: &str = "violation_stops_only_its_device";
     if !kvm_or_skip(TEST) {
         return;
     }

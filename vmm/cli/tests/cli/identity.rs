@@ -30,7 +30,7 @@ fn epochs(store: &str) -> Vec<u64> {
 }
 
 #[test]
-fn clones_keep_out_of_their_parents_store() {
+fn clones_cannot_use_their_parents_store() {
     let place = Place::new();
     let (store, other) = (place.text("store"), place.text("other"));
     let parent = run(&place, "parent", &["--id", ID, "--name", "web-1"]);
@@ -79,7 +79,7 @@ fn clones_keep_out_of_their_parents_store() {
 }
 
 #[test]
-fn only_the_line_that_went_on_continues() {
+fn only_the_latest_line_continues_a_store() {
     let place = Place::new();
     let store = place.text("store");
     let mut first = run(&place, "first", &["--id", ID, "--name", "a"]);
@@ -131,8 +131,8 @@ fn a_clone_in_doubt_blocks_no_sibling() {
 }
 
 #[test]
-fn a_clone_of_a_guest_in_doubt_has_other_disks() {
-    if !kvm_or_skip("a_clone_of_a_guest_in_doubt_has_other_disks") {
+fn clone_in_doubt_needs_other_disks() {
+    if !kvm_or_skip("clone_in_doubt_needs_other_disks") {
         return;
     }
     let place = Place::new();
@@ -179,7 +179,7 @@ fn an_id_and_a_name_are_checked() {
 }
 
 #[test]
-fn logs_and_metrics_say_whose_they_are() {
+fn logs_and_metrics_name_their_guest() {
     let place = Place::new();
     let vmm = run(&place, "a", &["--id", ID, "--name", "web-1", "-v"]);
     wait_for("the log", || vmm.said().contains("the guest runs").then_some(()));
@@ -227,7 +227,7 @@ fn logs_and_metrics_show_the_lineage() {
 
 /// Threads of jobs and of the API also log the guest's identity.
 #[test]
-fn every_thread_logs_whose_it_is() {
+fn every_thread_logs_its_guest() {
     let place = Place::new();
     let log = [
         "--log-format",

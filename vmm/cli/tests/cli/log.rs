@@ -23,7 +23,7 @@ fn no_escape_sequences_unless_on_a_terminal() {
 }
 
 #[test]
-fn verbose_run_says_what_the_guest_has() {
+fn verbose_run_logs_the_machine() {
     let place = Place::new();
     let mut vmm = Vmm::run(&place, "a", &[GUEST, &["-v"][..]].concat());
     vmm.tell(&["stop"]);
@@ -36,8 +36,8 @@ fn verbose_run_says_what_the_guest_has() {
 }
 
 #[test]
-fn verbose_run_says_which_devices_the_guest_has() {
-    if !kvm_or_skip("verbose_run_says_which_devices_the_guest_has") {
+fn verbose_run_logs_the_devices() {
+    if !kvm_or_skip("verbose_run_logs_the_devices") {
         return;
     }
     let place = Place::new();
@@ -76,7 +76,7 @@ fn json_log_is_an_object_a_line() {
 }
 
 #[test]
-fn log_file_has_the_log_and_stderr_the_sentences() {
+fn log_file_has_events_and_stderr_messages() {
     let place = Place::new();
     let log = place.text("it.log");
     let mut vmm = Vmm::run(&place, "a", &[GUEST, &["-v", "--log-file", &log][..]].concat());
@@ -104,7 +104,7 @@ fn a_bad_log_filter_is_wrong_usage() {
 }
 
 #[test]
-fn a_failure_is_said_once() {
+fn failure_is_printed_once() {
     let place = Place::new();
     let (mut vmm, _) = receiver(&place, "a", &[]);
     kill_process(Pid::from_raw(vmm.pid().try_into().unwrap()).unwrap(), Signal::TERM).unwrap();
@@ -116,7 +116,7 @@ fn a_failure_is_said_once() {
 /// The command that requested the migration prints the failure. The guest's VMM logs it, too, for
 /// users of its log.
 #[test]
-fn failed_migration_is_said_once() {
+fn failed_migration_is_printed_once() {
     // Bound, so that no other program gets the port, and not listening.
     let flags = SocketFlags::CLOEXEC;
     let bound = socket_with(AddressFamily::INET, SocketType::STREAM, flags, None).unwrap();

@@ -91,7 +91,7 @@ const ROWS: &[Row] = &[
 ];
 
 #[test]
-fn refusals_say_what_where_and_what_to_do() {
+fn refusals_name_cause_place_and_remedy() {
     let place = Place::new();
     std::fs::write(place.path("file"), [0; 4096]).unwrap();
     std::fs::write(place.path("empty"), []).unwrap();
@@ -116,7 +116,7 @@ fn refusals_say_what_where_and_what_to_do() {
 }
 
 #[test]
-fn commands_without_a_result_say_what_they_did() {
+fn commands_without_a_result_print_a_sentence() {
     let place = Place::new();
     let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
     let vmm = Vmm::run(&place, "a", &guest);
@@ -167,8 +167,8 @@ fn run_warns_of_an_unusable_state_directory() {
 }
 
 #[test]
-fn ring_entries_are_said_with_the_host_s_limit() {
-    if !kvm_or_skip("ring_entries_are_said_with_the_host_s_limit") {
+fn ring_entries_message_has_the_hosts_limit() {
+    if !kvm_or_skip("ring_entries_message_has_the_hosts_limit") {
         return;
     }
     let run = |code, entries| {
@@ -182,7 +182,7 @@ fn ring_entries_are_said_with_the_host_s_limit() {
 }
 
 #[test]
-fn a_stopped_receiver_says_by_what() {
+fn stopped_receiver_names_the_cause() {
     let place = Place::new();
     let (mut waiting, _) = receiver(&place, "waiting", &[]);
     let pid = rustix::process::Pid::from_raw(waiting.pid() as i32).unwrap();
@@ -198,7 +198,7 @@ fn a_stopped_receiver_says_by_what() {
 }
 
 #[test]
-fn a_dead_vmm_leaves_its_last_checkpoint_s_number() {
+fn dead_vmm_leaves_its_last_checkpoints_number() {
     let place = Place::new();
     let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
     let mut vmm = Vmm::run(&place, "a", &guest);

@@ -163,7 +163,7 @@ fn metrics_follow_a_guest_through_its_life() {
 
 /// Bytes from sources whose guests did not arrive still count.
 #[test]
-fn receiver_counts_what_it_has_received_of_all_sources() {
+fn receiver_counts_bytes_of_all_sources() {
     let place = Place::new();
     let (there, to) = receiver(&place, "there", LISTEN);
     let at = address(&there);

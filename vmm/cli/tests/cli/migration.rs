@@ -69,9 +69,8 @@ fn a_kvm_guest_moves_twice() {
 }
 
 #[test]
-fn a_kvm_guest_is_restored_after_its_vmm_was_killed() {
-    if !driftline_machine::testing::kvm_or_skip("a_kvm_guest_is_restored_after_its_vmm_was_killed")
-    {
+fn kvm_guest_survives_its_killed_vmm() {
+    if !driftline_machine::testing::kvm_or_skip("kvm_guest_survives_its_killed_vmm") {
         return;
     }
     for mode in ["dirty-ring"].into_iter().chain(MODES) {
@@ -103,7 +102,7 @@ fn killed_and_restored(mode: &str, how: &[&str]) {
 }
 
 #[test]
-fn a_paused_guest_stays_paused_and_checkpoints_go_on_until_it_leaves() {
+fn paused_guest_arrives_paused() {
     let place = Place::new();
     let store = place.text("store");
     let guest = ["--guest", "payload,ws=16M,rate=32M"];
@@ -139,7 +138,7 @@ fn not_begun(out: &std::process::Output, code: i32) -> Value {
 }
 
 #[test]
-fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
+fn cancelled_migration_leaves_the_guest_running() {
     let place = Place::new();
     // Large enough that the passes before the migration gives up leave time for all of the
     // following.
@@ -189,7 +188,7 @@ fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
 }
 
 #[test]
-fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_restores() {
+fn guest_in_doubt_waits_for_the_operator() {
     let place = Place::new();
     let (store, state) = (place.text("store"), place.text("state"));
     let guest = ["--guest", "payload,ws=4M,rate=4M"];
@@ -249,7 +248,7 @@ fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_
 }
 
 #[test]
-fn nobody_there_is_4_and_wrong_addresses_are_usage() {
+fn unreachable_destination_is_4_and_bad_address_2() {
     let place = Place::new();
     let guest = ["--guest", "payload,ws=1M"];
     let mut vmm = Vmm::run(&place, "a", &[THREADS, &guest].concat());
@@ -299,7 +298,7 @@ fn a_waiting_receiver_answers_and_can_be_interrupted() {
 }
 
 #[test]
-fn the_demo_holds_without_kvm() {
+fn demo_runs_without_kvm() {
     let out = output(&["demo", "--backend", "threads"]);
     let (table, said) = (text(&out.stdout), text(&out.stderr));
     assert_eq!(out.status.code(), Some(0), "{said}");

@@ -217,8 +217,8 @@ fn echo<'p>(place: &'p Place, name: &'static str, host: &Namespace, to: &str) ->
 }
 
 #[test]
-fn a_tap_that_cannot_be_used_is_refused_in_a_sentence() {
-    const TEST: &str = "a_tap_that_cannot_be_used_is_refused_in_a_sentence";
+fn unusable_tap_is_refused_with_the_reason() {
+    const TEST: &str = "unusable_tap_is_refused_with_the_reason";
     if !kvm_or_skip(TEST) {
         return;
     }
@@ -285,10 +285,8 @@ fn migrate<'p>(place: &'p Place, from: &str, name: &'static str, host: &Namespac
 }
 
 #[test]
-fn a_vsock_connection_ends_with_its_host_and_the_guest_is_told() {
-    let Some(network) =
-        network_or_skip("a_vsock_connection_ends_with_its_host_and_the_guest_is_told")
-    else {
+fn vsock_connection_ends_with_its_host() {
+    let Some(network) = network_or_skip("vsock_connection_ends_with_its_host") else {
         return;
     };
     let place = Place::new();

@@ -10,7 +10,7 @@ const MACHINE: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2
 const GUEST: &[&str] = &["--guest", "payload,ws=16M,rate=8M"];
 
 #[test]
-fn a_plan_tells_all_and_leaves_the_guest_as_it_was() {
+fn plan_leaves_the_guest_as_it_was() {
     let place = Place::new();
     let vmm = Vmm::run(&place, "guest", &[MACHINE, GUEST].concat());
     vmm.await_progress(2, &[]);
@@ -53,7 +53,7 @@ fn a_plan_tells_all_and_leaves_the_guest_as_it_was() {
 }
 
 #[test]
-fn a_guest_that_cannot_be_watched_is_refused_in_words() {
+fn guest_that_writes_nothing_has_no_plan() {
     let place = Place::new();
     let vmm = Vmm::run(&place, "guest", &[MACHINE, GUEST].concat());
     let socket = vmm.socket();

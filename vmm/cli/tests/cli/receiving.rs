@@ -77,7 +77,7 @@ fn stop_ends_a_process_that_receives_a_guest() {
 }
 
 #[test]
-fn stop_before_commit_leaves_the_guest_at_its_source() {
+fn stop_before_commit_keeps_guest_at_source() {
     for how in [How::Command, How::Sigterm] {
         let place = Place::new();
         let source = Vmm::run(&place, "source", GUEST);
@@ -104,7 +104,7 @@ fn stop_before_commit_leaves_the_guest_at_its_source() {
 }
 
 #[test]
-fn stop_after_commit_ends_the_guest_where_it_arrived() {
+fn stop_after_commit_ends_the_arrived_guest() {
     for how in [How::Command, How::Sigterm] {
         let place = Place::new();
         let mut source = Vmm::run(&place, "source", GUEST);

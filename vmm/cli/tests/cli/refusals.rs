@@ -37,8 +37,8 @@ fn bzimage(version: u16) -> Vec<u8> {
 }
 
 #[test]
-fn a_kernel_or_ram_disk_that_cannot_be_booted_is_refused_by_what_is_wrong() {
-    if !kvm_or_skip("a_kernel_or_ram_disk_that_cannot_be_booted_is_refused_by_what_is_wrong") {
+fn unbootable_image_is_refused_with_the_reason() {
+    if !kvm_or_skip("unbootable_image_is_refused_with_the_reason") {
         return;
     }
     let place = Place::new();
@@ -106,9 +106,8 @@ impl GuestIdentity for Pretender {
 }
 
 #[test]
-fn a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_memory_comes() {
-    const TEST: &str =
-        "a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_memory_comes";
+fn missing_cpu_feature_is_refused_before_memory() {
+    const TEST: &str = "missing_cpu_feature_is_refused_before_memory";
     if !kvm_or_skip(TEST) {
         return;
     }
@@ -151,8 +150,8 @@ fn a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_mem
 /// The destination refuses a disk or tap that another guest uses, before it allocates any memory.
 /// It accepts one that the migrating guest itself uses, if the source is on the same host.
 #[test]
-fn a_disk_or_tap_of_another_guest_is_refused_before_a_guest_arrives() {
-    const TEST: &str = "a_disk_or_tap_of_another_guest_is_refused_before_a_guest_arrives";
+fn device_of_another_guest_is_refused_early() {
+    const TEST: &str = "device_of_another_guest_is_refused_early";
     if !kvm_or_skip(TEST) {
         return;
     }
@@ -201,8 +200,8 @@ fn a_disk_or_tap_of_another_guest_is_refused_before_a_guest_arrives() {
 }
 
 #[test]
-fn what_is_given_twice_is_refused_by_both_names() {
-    if !kvm_or_skip("what_is_given_twice_is_refused_by_both_names") {
+fn device_given_twice_is_refused() {
+    if !kvm_or_skip("device_given_twice_is_refused") {
         return;
     }
     let place = Place::new();

@@ -25,7 +25,7 @@ fn filters(vmm: &Vmm) -> BTreeMap<String, u32> {
 }
 
 #[test]
-fn every_thread_has_filters_and_those_of_the_guest_have_more() {
+fn guest_threads_have_more_filters() {
     let place = Place::new();
     let vmm = Vmm::run(&place, "a", GUEST);
     let filters = filters(&vmm);
@@ -38,8 +38,8 @@ fn every_thread_has_filters_and_those_of_the_guest_have_more() {
 /// If the main thread already has a signal pending, the kernel delivers the next one to any thread
 /// that does not block it. A second SIGTERM once ended the process that way, and the guest with it.
 #[test]
-fn threads_of_the_guest_take_no_signals_of_the_process() {
-    if !kvm_or_skip("threads_of_the_guest_take_no_signals_of_the_process") {
+fn guest_threads_block_process_signals() {
+    if !kvm_or_skip("guest_threads_block_process_signals") {
         return;
     }
     let place = Place::new();
@@ -86,7 +86,7 @@ fn without_a_sandbox_the_operator_is_warned() {
 }
 
 #[test]
-fn stores_lie_where_they_were_allowed() {
+fn stores_need_an_allowed_path() {
     let place = Place::new();
     std::fs::create_dir(place.path("stores")).unwrap();
     let (allowed, other) = (place.text("stores"), place.text("other"));
@@ -105,7 +105,7 @@ fn stores_lie_where_they_were_allowed() {
 }
 
 #[test]
-fn the_systems_directories_hold_no_stores() {
+fn system_directories_hold_no_stores() {
     let place = Place::new();
     let vmm = Vmm::run(&place, "a", GUEST);
     let said = vmm.refuse(4, &["checkpoint", "--store", "/etc/driftline-store"]);
@@ -122,8 +122,8 @@ fn with_devices<'p>(place: &'p Place, more: &[&str]) -> Vmm<'p> {
 }
 
 #[test]
-fn threads_of_devices_have_more_filters_than_the_one_that_opens_for_them() {
-    if !kvm_or_skip("threads_of_devices_have_more_filters_than_the_one_that_opens_for_them") {
+fn device_threads_have_more_filters_than_opener() {
+    if !kvm_or_skip("device_threads_have_more_filters_than_opener") {
         return;
     }
     let place = Place::new();
@@ -152,8 +152,8 @@ const ECHO: &[u8] = &[
 ];
 
 #[test]
-fn what_is_typed_reaches_a_guest_that_listens_by_interrupt() {
-    if !kvm_or_skip("what_is_typed_reaches_a_guest_that_listens_by_interrupt") {
+fn typed_input_reaches_interrupt_driven_guest() {
+    if !kvm_or_skip("typed_input_reaches_interrupt_driven_guest") {
         return;
     }
     let place = Place::new();
@@ -172,8 +172,8 @@ fn what_is_typed_reaches_a_guest_that_listens_by_interrupt() {
 }
 
 #[test]
-fn a_guest_that_arrives_has_the_files_that_were_named_before() {
-    if !kvm_or_skip("a_guest_that_arrives_has_the_files_that_were_named_before") {
+fn arriving_guest_uses_only_named_files() {
+    if !kvm_or_skip("arriving_guest_uses_only_named_files") {
         return;
     }
     let place = Place::new();

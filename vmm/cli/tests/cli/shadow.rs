@@ -64,8 +64,8 @@ fn can_have(test: &str, code: i32, said: &str) -> bool {
 }
 
 #[test]
-fn of_a_sound_source_nothing_is_missed() {
-    const TEST: &str = "of_a_sound_source_nothing_is_missed";
+fn sound_source_misses_nothing() {
+    const TEST: &str = "sound_source_misses_nothing";
     if !driftline_machine::testing::kvm_or_skip(TEST) {
         return;
     }
@@ -79,8 +79,8 @@ fn of_a_sound_source_nothing_is_missed() {
 }
 
 #[test]
-fn what_a_broken_source_loses_is_named_and_the_exit_code_is_1() {
-    const TEST: &str = "what_a_broken_source_loses_is_named_and_the_exit_code_is_1";
+fn lost_frames_are_named_with_exit_1() {
+    const TEST: &str = "lost_frames_are_named_with_exit_1";
     if !cfg!(debug_assertions) {
         return driftline_machine::testing::skip(
             TEST,
@@ -124,7 +124,7 @@ fn a_guest_of_threads_is_compared_too() {
 }
 
 #[test]
-fn what_cannot_be_compared_is_said_before_there_is_a_guest() {
+fn impossible_shadow_is_refused_before_launch() {
     let pair = |tracking, shadow| {
         fail(2, &[GUEST, &["payload", "--tracking", tracking, "--shadow", shadow]].concat())
     };

@@ -151,9 +151,9 @@ fn sigterm_ends_a_process_whose_flush_hangs() {
 }
 
 #[test]
-fn guest_in_a_flush_that_hangs_is_named_and_stopped() {
+fn guest_in_hanging_flush_can_be_stopped() {
     let place = Place::new();
-    let test = "guest_in_a_flush_that_hangs_is_named_and_stopped";
+    let test = "guest_in_hanging_flush_can_be_stopped";
     let Some(world) = World::in_a_flush(&place, test) else { return };
     let vmm = &world.vmm;
     let said = in_time("a pause", || vmm.refuse(1, &["pause"]));
@@ -174,9 +174,9 @@ fn guest_in_a_flush_that_hangs_is_named_and_stopped() {
 }
 
 #[test]
-fn sigterm_ends_a_guest_in_a_flush_that_hangs() {
+fn sigterm_ends_guest_in_hanging_flush() {
     let place = Place::new();
-    let test = "sigterm_ends_a_guest_in_a_flush_that_hangs";
+    let test = "sigterm_ends_guest_in_hanging_flush";
     let Some(world) = World::in_a_flush(&place, test) else { return };
     sigterm(&world.vmm);
     let said = world.ends_with(0);
@@ -204,9 +204,9 @@ fn leave(vmm: &Vmm<'_>, head: &str, body: &str) -> bool {
 const ANSWERING: usize = 64 + 2 * 16 + 16;
 
 #[test]
-fn abandoned_requests_keep_nobody_out() {
+fn abandoned_requests_keep_no_operator_out() {
     let place = Place::new();
-    let test = "abandoned_requests_keep_nobody_out";
+    let test = "abandoned_requests_keep_no_operator_out";
     let Some(world) = World::in_a_flush(&place, test) else { return };
     let vmm = &world.vmm;
     let before = threads(vmm);
@@ -246,8 +246,8 @@ fn stops_that_wait_are_bounded() {
 
 /// The source's wait times out before the take-over does, and the source asks for the outcome.
 #[test]
-fn receiver_whose_disk_hangs_in_the_take_over_can_be_stopped() {
-    let test = "receiver_whose_disk_hangs_in_the_take_over_can_be_stopped";
+fn receiver_in_hanging_take_over_can_be_stopped() {
+    let test = "receiver_in_hanging_take_over_can_be_stopped";
     let hows: [fn(&Vmm<'_>); 2] = [stop, sigterm];
     for how in hows {
         if !kvm_or_skip(test) {
@@ -364,9 +364,9 @@ fn receiver_whose_copy_hangs_can_be_stopped() {
 }
 
 #[test]
-fn receiver_that_cannot_make_a_copy_can_be_stopped() {
+fn receiver_in_hanging_flush_can_be_stopped() {
     let place = Place::new();
-    let test = "receiver_that_cannot_make_a_copy_can_be_stopped";
+    let test = "receiver_in_hanging_flush_can_be_stopped";
     // The file's size is made durable before anything arrives, so the thread that builds the guest
     // hangs.
     let flushes = |storage: &StuckStorage| storage.answer_only(0);

@@ -167,8 +167,8 @@ fn ignored_sighup_stays_ignored() {
 }
 
 #[test]
-fn ctrl_a_x_is_said_by_its_name() {
-    if !kvm_or_skip("ctrl_a_x_is_said_by_its_name") {
+fn ctrl_a_x_is_named_in_the_message() {
+    if !kvm_or_skip("ctrl_a_x_is_named_in_the_message") {
         return;
     }
     let place = Place::new();

@@ -24,7 +24,7 @@ fn signal(vmm: &Vmm<'_>, signal: Signal) {
 }
 
 #[test]
-fn every_command_ends_where_nobody_answers() {
+fn every_command_gives_up_a_silent_vmm() {
     let place = Place::new();
     let vmm = Vmm::run(&place, "stopped", GUEST);
     signal(&vmm, Signal::STOP);
@@ -96,7 +96,7 @@ fn run_whose_client_blocks_can_be_ended() {
 }
 
 #[test]
-fn run_ends_when_its_client_gives_up_a_stopped_vmm() {
+fn run_ends_with_a_client_that_gives_up() {
     let place = Place::new();
     let vmm = Vmm::run(&place, "guest", GUEST);
     let mut client = follow(&vmm, &place.text("store"), Stdio::null());
@@ -191,7 +191,7 @@ fn fill(path: &str) -> Vec<OwnedFd> {
 
 /// The client of a run finds another socket, on which no process accepts, at the path of the VMM's.
 #[test]
-fn vmm_that_accepts_nobody_has_not_ended() {
+fn vmm_that_accepts_nothing_has_not_ended() {
     let place = Place::new();
     let vmm = Vmm::run(&place, "guest", GUEST);
     let (path, full, store) = (place.text("path"), place.text("full"), place.text("store"));
@@ -244,7 +244,7 @@ fn stop_waits_for_the_process_if_asked() {
 }
 
 #[test]
-fn stop_ends_a_process_that_waits_for_a_guest() {
+fn stop_ends_a_waiting_receiver() {
     let place = Place::new();
     let (mut waiting, _) = receiver(&place, "waiting", &[]);
     waiting.await_api();

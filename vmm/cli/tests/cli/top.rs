@@ -33,7 +33,7 @@ fn nobody_follows(vmm: &Vmm) {
 }
 
 #[test]
-fn one_look_is_printed_and_then_nobody_follows_the_guest() {
+fn once_prints_one_window_then_stops_watching() {
     let place = Place::new();
     let vmm = guest(&place, "guest");
     let page: Value =
@@ -73,7 +73,7 @@ fn one_look_is_printed_and_then_nobody_follows_the_guest() {
 }
 
 #[test]
-fn what_cannot_be_shown_is_refused_in_a_sentence() {
+fn impossible_top_is_refused_with_the_reason() {
     let place = Place::new();
     let vmm = guest(&place, "guest");
     let said = vmm.refuse(1, &["top"]);
@@ -90,7 +90,7 @@ fn what_cannot_be_shown_is_refused_in_a_sentence() {
 }
 
 #[test]
-fn hostile_requests_are_refused_by_value_and_watches_that_nobody_asks_end() {
+fn hostile_requests_are_refused_and_watches_bounded() {
     let place = Place::new();
     let vmm = guest(&place, "guest");
     for (method, query, body, why) in [
@@ -219,7 +219,7 @@ impl Drop for OnTerminal {
 }
 
 #[test]
-fn a_terminal_is_as_it_was_after_every_way_out() {
+fn terminal_is_restored_after_every_exit() {
     let place = Place::new();
     let vmm = guest(&place, "guest");
     for keys in ["q", "\u{3}", "\u{1b}"] {
@@ -240,7 +240,7 @@ fn a_terminal_is_as_it_was_after_every_way_out() {
 }
 
 #[test]
-fn the_end_of_the_guest_is_said_and_is_no_error() {
+fn end_of_the_guest_is_no_error() {
     let place = Place::new();
     let mut vmm = guest(&place, "guest");
     let mut top = OnTerminal::start(&vmm, &[]);
@@ -253,7 +253,7 @@ fn the_end_of_the_guest_is_said_and_is_no_error() {
 }
 
 #[test]
-fn a_guest_is_followed_to_the_moment_at_which_it_moves_away() {
+fn guest_is_followed_until_it_moves() {
     let place = Place::new();
     let mut source = guest(&place, "source");
     let (destination, address) = receiver(&place, "destination", &[]);
@@ -293,7 +293,7 @@ fn a_guest_is_followed_to_the_moment_at_which_it_moves_away() {
 }
 
 #[test]
-fn who_reads_no_more_has_the_guest_followed_no_more() {
+fn closed_reader_ends_the_watch() {
     let place = Place::new();
     let vmm = guest(&place, "guest");
     let mut top = driftline(&["top", "--json", "--interval", "100ms", "--api-sock", &vmm.socket()])
@@ -311,7 +311,7 @@ fn who_reads_no_more_has_the_guest_followed_no_more() {
 }
 
 #[test]
-fn a_driftline_that_is_killed_is_an_error_and_not_an_end() {
+fn killed_vmm_is_an_error() {
     let place = Place::new();
     let mut vmm = guest(&place, "guest");
     let socket = vmm.socket();

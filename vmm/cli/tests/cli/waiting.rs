@@ -81,13 +81,13 @@ fn moves(place: &Place, machine: &[&str], there: &[&str]) {
 }
 
 #[test]
-fn a_receiver_waits_on_after_strangers_and_sources_that_died() {
+fn receiver_survives_strangers_and_dead_sources() {
     moves(&Place::new(), &["--backend", "threads"], &[]);
 }
 
 #[test]
-fn a_second_machine_is_built_after_one_that_did_not_arrive() {
-    if !kvm_or_skip("a_second_machine_is_built_after_one_that_did_not_arrive") {
+fn machine_is_rebuilt_after_a_failed_arrival() {
+    if !kvm_or_skip("machine_is_rebuilt_after_a_failed_arrival") {
         return;
     }
     let place = Place::new();

@@ -257,7 +257,7 @@ mod tests {
     use driftline_machine::vm::EndReason;
 
     #[test]
-    fn stop_is_accepted_once_the_take_over_has_failed() {
+    fn stop_is_accepted_after_a_failed_take_over() {
         let refusals = AtomicU32::new(3);
         let app = App::waiting(Arriving::default, move |_| {
             let left = refusals.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1));

@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn bins_go_on_behind_a_hole_and_are_as_small_as_they_may() {
+    fn bins_continue_after_a_hole() {
         let bins = Bins::new(&layout(), 10);
         assert_eq!((bins.bytes(), bins.count), (16 * 4096, 10), "160 frames, 16 in each");
         let told = [(0, 100), (0x1000, 60)].map(|(gfn, n)| (gfn * 4096, n * 4096));
@@ -99,7 +99,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_frame_is_in_one_bin_and_none_is_counted_twice(
+        fn each_frame_counts_in_exactly_one_bin(
             marked in proptest::collection::btree_set(0u64..160, 0..160),
             most in 1u32..200,
         ) {

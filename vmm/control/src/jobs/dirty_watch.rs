@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn each_who_looks_on_has_all_frames_and_nobody_outlives_the_guest() {
+    fn each_watch_has_all_frames() {
         let (vm, jobs) = super::super::paused_guest();
         let mut other = vm.subscribe("test").unwrap();
         let [first, second] = [1, 4096].map(|bins| jobs.begin_watch(bins).unwrap());
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn there_are_so_many_and_one_that_nobody_asks_ends() {
+    fn watches_are_limited_and_end_when_unread() {
         let (vm, jobs) = super::super::paused_guest();
         let all: Vec<u64> = (0..MOST).map(|_| jobs.begin_watch(1).unwrap()).collect();
         assert!(jobs.begin_watch(1).unwrap_err().to_string().contains("4 others"));

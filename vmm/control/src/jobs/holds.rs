@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_one_hold_does_not_end_another() {
+    fn end_of_one_hold_keeps_another() {
         let (vm, holds) = running();
         let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
         checkpoint.pause().unwrap();
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn the_operators_word_outlives_a_hold() {
+    fn operators_pause_outlives_a_hold() {
         let (vm, holds) = running();
         let checkpoint = holds.view(Role::Checkpoint);
         checkpoint.pause().unwrap();
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn the_guest_of_a_dead_migration_comes_back_paused_and_a_checkpoint_keeps_its_hold() {
+    fn dead_migration_leaves_the_guest_paused() {
         let (vm, holds) = running();
         holds.begin_migration();
         let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn who_pauses_and_saves_holds_the_guest_like_any_other() {
+    fn pause_and_save_holds_the_guest() {
         let (vm, holds) = running();
         let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
         let (before, saved) = checkpoint.pause_and_save().unwrap();
@@ -399,11 +399,9 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_whose_disk_was_taken_meanwhile_is_paused_and_resumes_once_it_is_free() {
+    fn guest_resumes_once_its_disk_is_free() {
         use rustix::fs::{FlockOperation, fcntl_lock};
-        if !kvm_or_skip(
-            "a_guest_whose_disk_was_taken_meanwhile_is_paused_and_resumes_once_it_is_free",
-        ) {
+        if !kvm_or_skip("guest_resumes_once_its_disk_is_free") {
             return;
         }
         let file = tempfile::NamedTempFile::new().unwrap();

@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_job_is_found_by_its_number_until_it_is_long_over() {
+    fn job_is_found_until_it_is_discarded() {
         let kept = Kept::default();
         assert!(kept.latest().is_none());
         for n in 1..=6u64 {

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_of_one_length_become_one_as_long_as_they_really_were() {
+    fn windows_of_one_length_are_averaged() {
         let all =
             [seen(250, 300, 40, &[30, 10]), seen(10, 10, 4, &[4, 0]), seen(250, 500, 60, &[50, 0])];
         let curve = by_length(&all);
@@ -259,7 +259,7 @@ mod tests {
         assert!(by_length(&[]).is_empty());
     }
     #[test]
-    fn one_plan_at_a_time_and_none_of_a_guest_that_stands() {
+    fn plan_needs_a_running_guest_to_itself() {
         let (vm, jobs) = crate::jobs::paused_guest();
         assert!(jobs.watch().unwrap_err().to_string().contains("is paused"));
         jobs.resume().unwrap();
