@@ -15,9 +15,9 @@ use hyper::Method;
 use serde_json::json;
 
 use super::args::CheckpointArgs;
-use super::client::{Standing, block_on, not_begun};
+use super::client::{GuestPresence, block_on, not_begun};
 use super::failure::Failure;
-use super::output::{self, print, print_json, say};
+use super::output::{self, print, print_json, print_message};
 
 /// How long the server may delay an answer until there is news, in ms.
 const WAIT_MS: u64 = 10_000;
@@ -48,7 +48,7 @@ async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         Ok(()) => {}
         Err(ClientError::Silent { .. }) => {
             return Err(Failure::error(format_args!(
-                "the checkpoint run (job {job}) was told to end, and has not in {timeout:?}: the checkpoint under way \
+                "the checkpoint run (job {job}) has not ended within {timeout:?}: the checkpoint in progress \
                  may wait for its storage or a disk; --timeout waits longer"
             )));
         }
@@ -56,7 +56,7 @@ async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
     }
     match args.json {
         true => print_json(&json!({ "job": job, "running": false }))?,
-        false => say(format_args!("the checkpoint run (job {job}) has ended")),
+        false => print_message(format_args!("the checkpoint run (job {job}) has ended")),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -112,7 +112,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
         disks: Some(args.disks),
     };
     if args.disks == DisksPolicy::External {
-        say(EXTERNAL);
+        print_message(EXTERNAL);
     }
     let JobBegun { job } = match client.call(Method::POST, "/checkpoint", Some(&request)).await {
         Ok(begun) => begun,
@@ -132,7 +132,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     if args.detach {
         match args.json {
             true => print_json(&json!({ "job": job, "running": true }))?,
-            false => say(format_args!("the checkpoint run (job {job}) stays active")),
+            false => print_message(format_args!("the checkpoint run (job {job}) stays active")),
         }
         return Ok(ExitCode::SUCCESS);
     }
@@ -155,7 +155,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
                 EpochOutcome::Stored(line) if args.json => print_json(line)?,
                 EpochOutcome::Stored(line) => print(describe(line))?,
                 EpochOutcome::Failed(why) => {
-                    say(why);
+                    print_message(why);
                     failed = Some(why.clone());
                 }
             }
@@ -168,7 +168,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     if args.every.is_some() {
         match args.json {
             true => print_json(&json!({ "achieved": achieved }))?,
-            false => say(summary(&achieved)),
+            false => print_message(summary(&achieved)),
         }
     }
     match (failed, args.count) {
@@ -194,11 +194,11 @@ async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
         _ => return e.into(),
     };
     let socket = client.socket().display();
-    let said = match is_gone(client).await {
+    let message = match has_ended(client).await {
         true => format!("the VMM on {socket} has ended{durable}"),
         false => format!("the VMM on {socket} {why}{durable}"),
     };
-    Failure::from(e).reworded(said)
+    Failure::from(e).with_message(message)
 }
 
 /// Time limit within which a process that is ending closes its listening socket after it has closed
@@ -208,7 +208,7 @@ const ENDING_POLL: Duration = Duration::from_millis(20);
 
 /// Returns whether nothing listens on the socket, now or within [`ENDING_LIMIT`]. A VMM whose
 /// connection backlog is full counts as listening.
-async fn is_gone(client: &Client) -> bool {
+async fn has_ended(client: &Client) -> bool {
     let since = Instant::now();
     loop {
         if let Err(ClientError::Connect { cause, .. }) = client.process().await
@@ -234,7 +234,7 @@ async fn next_page(client: &Client, job: u64, since: u64) -> Result<CheckpointPa
                     // Without the handler, Ctrl-C ends this process, and the run with it.
                     return client.get(&path).await;
                 }
-                say("stopping after the current checkpoint");
+                print_message("stopping after the current checkpoint");
                 let stop = format!("/checkpoint?job={job}");
                 match client.call::<()>(Method::DELETE, &stop, None::<&()>).await {
                     // The run may have ended by itself at this moment.
@@ -248,15 +248,15 @@ async fn next_page(client: &Client, job: u64, since: u64) -> Result<CheckpointPa
 
 /// Returns a failure with exit code 4 if the guest is still here, otherwise 1.
 async fn verdict(client: &Client, why: &str) -> Failure {
-    let standing = Standing::ask(client).await;
-    let state = match &standing {
-        Standing::Here(state) => {
+    let presence = GuestPresence::ask(client).await;
+    let state = match &presence {
+        GuestPresence::Here(state) => {
             format!("not every checkpoint was stored (the guest is {})", state.name())
         }
-        Standing::InDoubt { .. } => "not every checkpoint was stored".to_owned(),
-        Standing::Gone => "the guest is gone".to_owned(),
+        GuestPresence::InDoubt { .. } => "not every checkpoint was stored".to_owned(),
+        GuestPresence::Ended => "the guest has ended".to_owned(),
     };
-    standing.failure(format_args!("{state}; the last failure: {why}"))
+    presence.failure(format_args!("{state}; the last failure: {why}"))
 }
 
 fn describe(line: &EpochLine) -> String {

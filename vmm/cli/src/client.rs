@@ -20,7 +20,7 @@ use tokio::runtime::Builder;
 
 use super::args::{ApiArgs, QueryArgs, StopArgs};
 use super::failure::Failure;
-use super::output::{self, print, print_json, say};
+use super::output::{self, print, print_json, print_message};
 use super::progress::{progress_line, receiving_line};
 
 /// `driftline info`.
@@ -121,23 +121,23 @@ fn device_line(figures: &DeviceFigures) -> (&str, String) {
 
 /// `driftline pause`.
 pub(super) fn pause(args: &QueryArgs) -> Result<ExitCode, Failure> {
-    change(args, VmTarget::Paused)
+    set_state(args, VmTarget::Paused)
 }
 
 /// `driftline resume`.
 pub(super) fn resume(args: &QueryArgs) -> Result<ExitCode, Failure> {
-    change(args, VmTarget::Resumed)
+    set_state(args, VmTarget::Resumed)
 }
 
-fn change(args: &QueryArgs, state: VmTarget) -> Result<ExitCode, Failure> {
+fn set_state(args: &QueryArgs, state: VmTarget) -> Result<ExitCode, Failure> {
     ask::<()>(&args.api, Method::PATCH, "/vm", Some(&VmRequest { state }))?;
-    let (state, sentence) = match state {
+    let (state, message) = match state {
         VmTarget::Paused => (GuestState::Paused, "the guest is paused"),
         VmTarget::Resumed => (GuestState::Running, "the guest runs"),
     };
     match args.json {
         true => print_json(&json!({ "state": state }))?,
-        false => say(sentence),
+        false => print_message(message),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -147,7 +147,7 @@ pub(super) fn nmi(args: &QueryArgs) -> Result<ExitCode, Failure> {
     ask::<()>(&args.api, Method::POST, "/nmi", None::<&()>)?;
     match args.json {
         true => print_json(&json!({ "sent": true }))?,
-        false => say("every vCPU gets a non-maskable interrupt"),
+        false => print_message("every vCPU gets a non-maskable interrupt"),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -156,8 +156,8 @@ pub(super) fn nmi(args: &QueryArgs) -> Result<ExitCode, Failure> {
 pub(super) fn stop(args: &StopArgs) -> Result<ExitCode, Failure> {
     let QueryArgs { api, json } = &args.query;
     let deadline = Instant::now() + api.timeout;
-    // Identify the process before it is told to end, while its id cannot have been reused.
-    let process = if args.wait { Some(Process::of(api)?) } else { None };
+    // Identify the process before the request, while its id cannot have been reused.
+    let process = if args.wait { Some(VmmProcess::of(api)?) } else { None };
     ask::<()>(api, Method::POST, "/stop", None::<&()>)?;
     if let Some(process) = process {
         process.await_end(deadline, api)?;
@@ -166,19 +166,19 @@ pub(super) fn stop(args: &StopArgs) -> Result<ExitCode, Failure> {
         (true, ended) => {
             print_json(&json!({ "state": GuestState::Stopped, "vmm_ended": ended }))?;
         }
-        (false, false) => say("stopped; the VMM is ending"),
-        (false, true) => say("stopped; the VMM has ended"),
+        (false, false) => print_message("stopped; the VMM is ending"),
+        (false, true) => print_message("stopped; the VMM has ended"),
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// The process of a VMM.
-struct Process {
+struct VmmProcess {
     pid: Pid,
     fd: OwnedFd,
 }
 
-impl Process {
+impl VmmProcess {
     fn of(api: &ApiArgs) -> Result<Self, Failure> {
         let found = block_on(api.client().process())??;
         let pid = found.and_then(Pid::from_raw).ok_or_else(|| {
@@ -201,7 +201,7 @@ impl Process {
             match poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], Some(&left)) {
                 Ok(0) => {
                     return Err(Failure::error(format_args!(
-                        "the VMM on {} was told to stop, and its process {} has not ended in {:?}: its storage may be stuck; \
+                        "the VMM on {} (process {}) has not ended within {:?}: its storage may be stuck; \
                          --timeout waits longer",
                         api.api_sock.display(),
                         self.pid,
@@ -218,19 +218,19 @@ impl Process {
 
 /// Where a driftline's guest is, after an operation on it failed.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum Standing {
+pub(super) enum GuestPresence {
     /// The guest is here, in this state.
     Here(GuestState),
     /// The guest has been handed over to a host that may run it; `to` names the host if known.
     InDoubt { to: Option<String> },
     /// The guest has ended, or no process answered.
-    Gone,
+    Ended,
 }
 
-impl Standing {
+impl GuestPresence {
     /// Queries the driftline.
     pub(super) async fn ask(client: &Client) -> Self {
-        let Ok(Info { state, .. }) = client.get("/info").await else { return Self::Gone };
+        let Ok(Info { state, .. }) = client.get("/info").await else { return Self::Ended };
         let to = match state {
             GuestState::InDoubt => client.get::<MigrationPage>("/migration").await.ok(),
             _ => None,
@@ -242,7 +242,7 @@ impl Standing {
         match state {
             GuestState::Running | GuestState::Paused | GuestState::Migrating => Self::Here(state),
             GuestState::InDoubt => Self::InDoubt { to },
-            GuestState::Stopped => Self::Gone,
+            GuestState::Stopped => Self::Ended,
         }
     }
 
@@ -255,7 +255,7 @@ impl Standing {
                  `driftline resolve --run` or `--discard`",
                 to.as_deref().unwrap_or("a host that does not answer")
             )),
-            Self::Gone => Failure::error(why),
+            Self::Ended => Failure::error(why),
         }
     }
 }
@@ -264,17 +264,17 @@ impl Standing {
 /// start; without an answer it may have started.
 pub(super) async fn not_begun(client: &Client, e: ClientError) -> Failure {
     match e {
-        ClientError::Fault(why) => Standing::ask(client).await.failure(why),
-        e => unheard(e),
+        ClientError::Fault(why) => GuestPresence::ask(client).await.failure(why),
+        e => unanswered(e),
     }
 }
 
 /// Returns the failure for a missing answer to the request that starts a job.
-fn unheard(e: ClientError) -> Failure {
+fn unanswered(e: ClientError) -> Failure {
     let connected = !matches!(e, ClientError::Connect { .. });
     let failure = Failure::from(e);
     match connected {
-        true => failure.followed_by("; whether it was begun is not known: see `driftline info`"),
+        true => failure.followed_by("; the job may have started: see `driftline info`"),
         false => failure,
     }
 }
@@ -302,11 +302,11 @@ mod tests {
     #[test]
     fn exit_4_means_the_guest_is_here() {
         for state in [GuestState::Running, GuestState::Paused, GuestState::Migrating] {
-            let failure = Standing::of(state, None).failure("no");
+            let failure = GuestPresence::of(state, None).failure("no");
             assert!(failure.is_still_running(), "{state:?}");
             assert_eq!(failure.message(), "no");
         }
-        let failure = Standing::of(GuestState::Stopped, None).failure("no");
+        let failure = GuestPresence::of(GuestState::Stopped, None).failure("no");
         assert!(!failure.is_still_running() && failure.message() == "no");
     }
 
@@ -315,8 +315,8 @@ mod tests {
         for (to, named) in
             [(Some("tcp:there:1"), "tcp:there:1"), (None, "a host that does not answer")]
         {
-            let standing = Standing::of(GuestState::InDoubt, to.map(str::to_owned));
-            let failure = standing.failure("a migration is under way");
+            let presence = GuestPresence::of(GuestState::InDoubt, to.map(str::to_owned));
+            let failure = presence.failure("a migration is under way");
             assert!(!failure.is_still_running());
             let said = failure.message();
             assert!(said.starts_with("a migration is under way; "), "{said}");
@@ -329,12 +329,12 @@ mod tests {
     fn request_without_an_answer_may_have_begun() {
         let socket = std::path::PathBuf::from("/run/it.sock");
         let why = "reset".to_owned();
-        let failure = unheard(ClientError::Broken { socket: socket.clone(), why });
+        let failure = unanswered(ClientError::Broken { socket: socket.clone(), why });
         assert!(!failure.is_still_running());
-        assert!(failure.message().contains("whether it was begun is not known"));
+        assert!(failure.message().contains("the job may have started"));
         let cause = std::io::ErrorKind::NotFound.into();
-        let failure = unheard(ClientError::Connect { socket, cause });
+        let failure = unanswered(ClientError::Connect { socket, cause });
         assert!(!failure.is_still_running());
-        assert!(!failure.message().contains("begun"), "nobody has heard it");
+        assert!(!failure.message().contains("may have started"), "no VMM received the request");
     }
 }

@@ -17,19 +17,19 @@ use tempfile::NamedTempFile;
 
 use super::args::CompareArgs;
 use super::failure::Failure;
-use super::output::{print, print_json, say};
+use super::output::{print, print_json, print_message};
 use super::status_line::StatusLine;
 use super::version::version;
 
 /// Time that a machine needs in addition to its measured time: launch, warm-up and end. Used only
 /// for the estimate of the total time.
-const BESIDE: Duration = Duration::from_millis(180);
+const OVERHEAD: Duration = Duration::from_millis(180);
 
 /// Returns the command line as it was given, with the program's plain name.
 fn command() -> String {
     let rest = std::env::args_os().skip(1);
-    let words = rest.map(|arg| format!(" {}", arg.to_string_lossy()));
-    std::iter::once("driftline".to_owned()).chain(words).collect()
+    let arguments = rest.map(|arg| format!(" {}", arg.to_string_lossy()));
+    std::iter::once("driftline".to_owned()).chain(arguments).collect()
 }
 
 impl CompareArgs {
@@ -37,8 +37,8 @@ impl CompareArgs {
     fn ways(&self) -> Vec<TrackingWay> {
         let mut ways: Vec<TrackingWay> = Vec::new();
         let usual: Vec<TrackingWay> = TrackingWay::usual().collect();
-        let asked = if self.modes.is_empty() { &usual } else { &self.modes };
-        for way in asked.iter().filter(|way| way.tracks()) {
+        let requested = if self.modes.is_empty() { &usual } else { &self.modes };
+        for way in requested.iter().filter(|way| way.tracks()) {
             if !ways.contains(way) {
                 ways.push(*way);
             }
@@ -82,24 +82,26 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
             settings.interval.as_millis()
         )));
     }
-    let pages = [&args.html, &args.svg].map(|path| path.as_deref().map(Target::new).transpose());
+    let pages =
+        [&args.html, &args.svg].map(|path| path.as_deref().map(ReportFile::new).transpose());
     let [html, svg] = pages;
     let (html, svg) = (html?, svg?);
     if let (Some(html), Some(svg)) = (&html, &svg)
-        && html.place == svg.place
+        && html.destination == svg.destination
     {
         return Err(Failure::error(format_args!(
             "--html and --svg are the same file, {}: one would replace the other",
-            html.place.display()
+            html.destination.display()
         )));
     }
     // Files are renamed into place, so their directories must be writable.
-    let places = html.iter().chain(&svg).map(|target| directory(&target.place)).collect();
+    let directories =
+        html.iter().chain(&svg).map(|target| directory(&target.destination)).collect();
     let capabilities = driftline_machine::doctor::usable_kvm().map_err(Failure::host_lacks)?;
     let host = HostDescription::describe();
-    restrict(&args, places)?;
-    let possible = possible(&args.ways(), &cells, &settings, &capabilities);
-    let mut progress = Progress::new(&settings, possible);
+    restrict(&args, directories)?;
+    let measurable = measurable(&args.ways(), &cells, &settings, &capabilities);
+    let mut progress = CompareProgress::new(&settings, measurable);
     let mut report = measure(&cells, &settings, &capabilities, host, |step| progress.show(step));
     report.command = Some(command());
     report.version = version().to_owned();
@@ -113,9 +115,9 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     let svg = match (svg, report.memory_svg()) {
         (Some(target), Some(drawing)) => target.write(&drawing),
         (Some(target), None) => {
-            say(format_args!(
+            print_message(format_args!(
                 "{} is not written: no guest was measured with two memory sizes",
-                target.shown.display()
+                target.path.display()
             ));
             Ok(())
         }
@@ -127,7 +129,7 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
 
 /// Returns how many of `cells` this host can measure. Reports each way that the host lacks, with
 /// the reason: its rows will have no figures.
-fn possible(
+fn measurable(
     ways: &[TrackingWay],
     cells: &[MatrixCell],
     settings: &CompareSettings,
@@ -137,28 +139,28 @@ fn possible(
     let lacking: Vec<(&TrackingWay, String)> =
         ways.iter().filter_map(|way| Some((way, lacking(way)?))).collect();
     for (way, why) in &lacking {
-        say(format_args!("{way} is not measured: {why}"));
+        print_message(format_args!("{way} is not measured: {why}"));
     }
     cells.iter().filter(|cell| lacking.iter().all(|(way, _)| **way != cell.way)).count()
 }
 
 /// A file that is written completely or not at all. The constructor verifies, before anything is
 /// measured, that its directory accepts files.
-struct Target {
+struct ReportFile {
     /// The path as given on the command line.
-    shown: PathBuf,
+    path: PathBuf,
     /// The path after following links: a link remains, and the file it points to is replaced.
-    place: PathBuf,
+    destination: PathBuf,
     file: NamedTempFile,
 }
 
-impl Target {
+impl ReportFile {
     fn new(path: &Path) -> Result<Self, Failure> {
         let refused = |why: &dyn std::fmt::Display| {
             Failure::error(format_args!("{} cannot be written: {why}", path.display()))
         };
         let Some(name) = path.file_name() else { return Err(refused(&"it is a directory")) };
-        let place = match fs::metadata(path) {
+        let destination = match fs::metadata(path) {
             Ok(there) if there.is_dir() => return Err(refused(&"it is a directory")),
             // A rename would replace a device or pipe with a regular file.
             Ok(there) if !there.is_file() => return Err(refused(&"it is no regular file")),
@@ -171,20 +173,20 @@ impl Target {
             }
             Err(e) => Err(e),
         };
-        let place = place.map_err(|e| refused(&e))?;
+        let destination = destination.map_err(|e| refused(&e))?;
         let file = tempfile::Builder::new()
             .prefix(".driftline-")
             .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))
-            .tempfile_in(directory(&place));
-        Ok(Self { shown: path.to_owned(), place, file: file.map_err(|e| refused(&e))? })
+            .tempfile_in(directory(&destination));
+        Ok(Self { path: path.to_owned(), destination, file: file.map_err(|e| refused(&e))? })
     }
 
     fn write(mut self, text: &str) -> Result<(), Failure> {
         let written =
             self.file.write_all(text.as_bytes()).and_then(|()| self.file.as_file().sync_all());
-        let put = written.and_then(|()| self.file.persist(&self.place).map_err(|e| e.error));
+        let put = written.and_then(|()| self.file.persist(&self.destination).map_err(|e| e.error));
         put.map(drop).map_err(|e| {
-            Failure::error(format_args!("{} cannot be written: {e}", self.shown.display()))
+            Failure::error(format_args!("{} cannot be written: {e}", self.path.display()))
         })
     }
 }
@@ -215,18 +217,18 @@ fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
 }
 
 /// Shows progress on stderr: a bar on a terminal, otherwise an occasional line.
-struct Progress {
+struct CompareProgress {
     line: StatusLine,
     said: Instant,
 }
 
-impl Progress {
+impl CompareProgress {
     /// Creates the progress display for this number of cells.
     fn new(settings: &CompareSettings, cells: usize) -> Self {
         let runs = cells * settings.repeat;
-        let each = settings.per_run() + BESIDE;
+        let each = settings.per_run() + OVERHEAD;
         let takes = each.saturating_mul(u32::try_from(runs).unwrap_or(u32::MAX));
-        say(format_args!(
+        print_message(format_args!(
             "{} machines, one after the other, in about {} s",
             runs,
             takes.as_secs().max(1)
@@ -245,7 +247,7 @@ impl Progress {
             self.line.show(what);
         } else if self.said.elapsed() > Duration::from_secs(10) {
             self.said = Instant::now();
-            say(format_args!("{} of {} measured, now {what}", step.done, step.of));
+            print_message(format_args!("{} of {} measured, now {what}", step.done, step.of));
         }
     }
 }
@@ -256,20 +258,20 @@ mod tests {
 
     #[test]
     fn links_are_followed_and_devices_refused() {
-        let place = tempfile::tempdir().unwrap();
-        let (file, link) = (place.path().join("file"), place.path().join("link"));
+        let dir = tempfile::tempdir().unwrap();
+        let (file, link) = (dir.path().join("file"), dir.path().join("link"));
         fs::write(&file, "old").unwrap();
         std::os::unix::fs::symlink("file", &link).unwrap();
-        Target::new(&link).unwrap().write("new").unwrap();
+        ReportFile::new(&link).unwrap().write("new").unwrap();
         assert!(link.is_symlink());
         assert_eq!(fs::read_to_string(&file).unwrap(), "new");
-        let new = place.path().join("sub/../new");
-        fs::create_dir(place.path().join("sub")).unwrap();
-        assert_eq!(Target::new(&new).unwrap().place.file_name(), Some("new".as_ref()));
-        std::os::unix::fs::symlink("nothing", place.path().join("dangling")).unwrap();
-        let why = |path: &Path| Target::new(path).err().unwrap().message().to_owned();
-        assert!(why(&place.path().join("dangling")).contains("a link to nothing"));
-        assert!(why(place.path()).contains("it is a directory"));
+        let new = dir.path().join("sub/../new");
+        fs::create_dir(dir.path().join("sub")).unwrap();
+        assert_eq!(ReportFile::new(&new).unwrap().destination.file_name(), Some("new".as_ref()));
+        std::os::unix::fs::symlink("nothing", dir.path().join("dangling")).unwrap();
+        let why = |path: &Path| ReportFile::new(path).err().unwrap().message().to_owned();
+        assert!(why(&dir.path().join("dangling")).contains("a link to nothing"));
+        assert!(why(dir.path()).contains("it is a directory"));
         assert!(why(Path::new("/dev/null")).contains("it is no regular file"));
     }
 }

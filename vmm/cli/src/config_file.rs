@@ -24,7 +24,7 @@ const MAX_BYTES: u64 = 1 << 20;
 pub(super) fn complete(args: RunArgs) -> Result<RunArgs, Failure> {
     let Some(path) = args.config_file.clone() else { return Ok(args) };
     let completed = read(&path).and_then(|config| fill(args, config));
-    completed.map_err(|e| e.behind(format_args!("--config-file {}: ", path.display())))
+    completed.map_err(|e| e.prefixed(format_args!("--config-file {}: ", path.display())))
 }
 
 fn read(path: &Path) -> Result<VmConfig, Failure> {

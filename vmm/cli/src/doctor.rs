@@ -31,7 +31,7 @@ pub(super) fn doctor(args: &DoctorArgs, verbose: bool) -> Result<ExitCode, Failu
     } else {
         let no_color = env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
         let colours = io::stdout().is_terminal() && !no_color;
-        print(told(&diagnosis, verbose, colours))?;
+        print(report(&diagnosis, verbose, colours))?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -52,29 +52,30 @@ fn verdict(diagnosis: &Diagnosis) -> String {
     }
 }
 
-fn told(diagnosis: &Diagnosis, verbose: bool, colours: bool) -> String {
+fn report(diagnosis: &Diagnosis, verbose: bool, colours: bool) -> String {
     let mut lines = vec![verdict(diagnosis)];
     for (group, heading) in GROUPS {
-        let of_it: Vec<&Finding> = diagnosis.findings.iter().filter(|f| f.group == group).collect();
-        if of_it.is_empty() || (group == Group::Capability && !verbose) {
+        let findings: Vec<&Finding> =
+            diagnosis.findings.iter().filter(|f| f.group == group).collect();
+        if findings.is_empty() || (group == Group::Capability && !verbose) {
             continue;
         }
         lines.push(format!("\n{heading}"));
-        let width = of_it.iter().map(|f| f.name.len()).max().unwrap_or(0);
-        for finding in of_it {
+        let width = findings.iter().map(|f| f.name.len()).max().unwrap_or(0);
+        for finding in findings {
             let mark = match (finding.present, colours) {
                 (true, false) => "ok     ",
                 (true, true) => "\x1b[32mok\x1b[0m     ",
                 (false, false) => "missing",
                 (false, true) => "\x1b[31mmissing\x1b[0m",
             };
-            lines.push(format!("  {mark}  {:width$}  {}", finding.name, words(finding)));
+            lines.push(format!("  {mark}  {:width$}  {}", finding.name, describe(finding)));
         }
     }
     lines.join("\n")
 }
 
-fn words(finding: &Finding) -> String {
+fn describe(finding: &Finding) -> String {
     match (finding.present, finding.cost.as_str()) {
         (true, "") => finding.value.clone(),
         (true, cost) => format!("{}: {cost}", finding.value),
@@ -101,11 +102,11 @@ mod tests {
                 finding(Group::Sandbox, "landlock", false),
             ],
         };
-        let text = told(&diagnosis, false, false);
+        let text = report(&diagnosis, false, false);
         assert!(text.starts_with("this host can run KVM guests; missing, at a cost: landlock\n"));
         assert!(text.contains("\nSandbox\n  missing  landlock  slow"), "{text}");
         assert!(!text.contains("KVM_CAP") && !text.contains('\u{1b}'), "{text}");
-        assert!(told(&diagnosis, true, false).contains("KVM_CAP_IRQCHIP"));
+        assert!(report(&diagnosis, true, false).contains("KVM_CAP_IRQCHIP"));
         (diagnosis.kvm, diagnosis.findings[0].present) = (false, false);
         assert!(verdict(&diagnosis).contains("cannot run KVM guests, for want of /dev/kvm;"));
     }

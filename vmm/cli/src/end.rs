@@ -11,11 +11,11 @@ use driftline_machine::vm::{EndReason, SharedVm};
 
 use super::failure::Failure;
 use super::notify;
-use super::output::{count, say};
+use super::output::{count, print_message};
 use super::report;
 
 /// Waits for the guest's end, lets the API send its last answers, and reports why the guest ended.
-pub(super) fn to_the_end(
+pub(super) fn run_to_end(
     vm: SharedVm,
     jobs: Arc<Jobs>,
     server: Server,
@@ -31,10 +31,11 @@ pub(super) fn to_the_end(
     // Dropping them writes the guest's last serial output, which must precede the last message
     // here.
     drop((jobs, vm));
-    let end = last_word(end);
-    // Judge a crashed guest as well: a lost frame may be the cause.
-    let judged = shadow.map_or(Ok(()), |shadow| judge(shadow.map_err(Failure::error)?));
-    both(end, judged)?;
+    let end = report_end(end);
+    // The shadow of a crashed guest counts as well: a missed frame may be the cause.
+    let shadow_result =
+        shadow.map_or(Ok(()), |shadow| report_shadow(shadow.map_err(Failure::error)?));
+    combine(end, shadow_result)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -56,7 +57,7 @@ pub(super) fn end_in_bounded_time(mem_bytes: u64, outcome: &'static str) {
     let limit = END_LIMIT + Duration::from_secs(mem_bytes / UNMAPPED_PER_S);
     let end = move || {
         std::thread::sleep(limit);
-        say(format_args!(
+        print_message(format_args!(
             "storage or a reader of the serial port is stuck for {} s: ending without it; {outcome}",
             limit.as_secs()
         ));
@@ -69,16 +70,16 @@ pub(super) fn end_in_bounded_time(mem_bytes: u64, outcome: &'static str) {
 }
 
 /// Reports how the guest ended, or returns that as a failure.
-fn last_word(end: Option<EndReason>) -> Result<(), Failure> {
+fn report_end(end: Option<EndReason>) -> Result<(), Failure> {
     match end {
         Some(end @ (EndReason::Panicked | EndReason::Crashed(_))) => {
-            Err(Failure::error(words(&end)))
+            Err(Failure::error(describe_end(&end)))
         }
         Some(end) => {
-            say(words(&end));
+            print_message(describe_end(&end));
             Ok(())
         }
-        None => Err(Failure::error("why the guest ended is not known")),
+        None => Err(Failure::error("the guest ended for an unknown reason")),
     }
 }
 
@@ -88,7 +89,7 @@ const LOST_LIMIT: Duration = Duration::from_millis(300);
 
 /// Ends the process, which cannot continue without a page of its guest's memory, even if its
 /// orderly end does not complete.
-pub(super) fn when_memory_is_lost(why: &str) {
+pub(super) fn end_without_memory(why: &str) {
     let failure = Failure::error(format_args!("the guest crashed: {why}"));
     let end = move || {
         std::thread::sleep(LOST_LIMIT);
@@ -96,12 +97,12 @@ pub(super) fn when_memory_is_lost(why: &str) {
         driftline_machine::exit::now(1)
     };
     if std::thread::Builder::new().name("lost-memory".into()).spawn(end).is_err() {
-        say(format_args!("{why}, and no thread can be started to end this process"));
+        print_message(format_args!("{why}, and no thread can be started to end this process"));
     }
 }
 
 /// Describes how a guest ended.
-pub(super) fn words(end: &EndReason) -> String {
+pub(super) fn describe_end(end: &EndReason) -> String {
     match end {
         EndReason::PowerOff => "the guest powered itself off".to_owned(),
         EndReason::Reset => "the guest asked for a reset".to_owned(),
@@ -112,37 +113,39 @@ pub(super) fn words(end: &EndReason) -> String {
 }
 
 /// Combines two results: the failure of the guest's end also contains that of the shadow.
-fn both(end: Result<(), Failure>, judged: Result<(), Failure>) -> Result<(), Failure> {
-    match (end, judged) {
-        (Err(end), Err(judged)) => Err(judged.behind(format_args!("{}; ", end.message()))),
-        (end, judged) => end.and(judged),
+fn combine(end: Result<(), Failure>, shadow_result: Result<(), Failure>) -> Result<(), Failure> {
+    match (end, shadow_result) {
+        (Err(end), Err(shadow_result)) => {
+            Err(shadow_result.prefixed(format_args!("{}; ", end.message())))
+        }
+        (end, shadow_result) => end.and(shadow_result),
     }
 }
 
 /// Reports the result of the shadow. A missed frame is an error, and so is a shadow that never
 /// checked.
-fn judge(report: ShadowReport) -> Result<(), Failure> {
-    let ShadowReport { looks, failed, reported_frames, unchanged_frames, missed_frames, .. } =
+fn report_shadow(report: ShadowReport) -> Result<(), Failure> {
+    let ShadowReport { checks, failed, reported_frames, unchanged_frames, missed_frames, .. } =
         report;
-    let looked = format!(
-        "{} at {}, {unchanged_frames} of them unchanged",
-        count(looks, "look"),
+    let extent = format!(
+        "{} of {}, {unchanged_frames} of them unchanged",
+        count(checks, "check"),
         count(reported_frames, "reported page")
     );
     if missed_frames > 0 {
         let names = report.names();
         return Err(Failure::error(format_args!(
-            "{} changed unreported, the first: {names} ({looked})",
+            "{} changed unreported, the first: {names} ({extent})",
             count(missed_frames, "page")
         )));
     }
-    if failed > 0 || looks == 0 {
+    if failed > 0 || checks == 0 {
         return Err(Failure::error(format_args!(
-            "whether a page was missed is not known: {} failed ({looked})",
-            count(failed, "look")
+            "it is unknown whether a page was missed: {} failed ({extent})",
+            count(failed, "check")
         )));
     }
-    say(format_args!("no page was missed: {looked}"));
+    print_message(format_args!("no page was missed: {extent}"));
     Ok(())
 }
 
@@ -152,14 +155,14 @@ mod tests {
 
     #[test]
     fn crash_does_not_hide_missed_pages() {
-        let crash = || last_word(Some(EndReason::Crashed("a triple fault".to_owned())));
+        let crash = || report_end(Some(EndReason::Crashed("a triple fault".to_owned())));
         let lost = || Err(Failure::error("3 frames were not reported"));
         let said = |result: Result<(), Failure>| result.err().map(|e| e.message().to_owned());
         let crashed = "the guest crashed: a triple fault";
         let all = format!("{crashed}; 3 frames were not reported");
-        assert_eq!(said(both(crash(), lost())), Some(all));
-        assert_eq!(said(both(crash(), Ok(()))).as_deref(), Some(crashed));
-        assert_eq!(said(both(Ok(()), lost())).as_deref(), Some("3 frames were not reported"));
-        assert_eq!(said(both(Ok(()), Ok(()))), None);
+        assert_eq!(said(combine(crash(), lost())), Some(all));
+        assert_eq!(said(combine(crash(), Ok(()))).as_deref(), Some(crashed));
+        assert_eq!(said(combine(Ok(()), lost())).as_deref(), Some("3 frames were not reported"));
+        assert_eq!(said(combine(Ok(()), Ok(()))), None);
     }
 }

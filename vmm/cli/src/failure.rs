@@ -16,15 +16,15 @@ const STILL_RUNNING: u8 = 4;
 pub(crate) struct Failure {
     pub(crate) code: u8,
     /// The kind of failure, as a word that programs can rely on.
-    pub(crate) word: &'static str,
+    pub(crate) kind: &'static str,
     pub(crate) message: String,
     /// Fields that `--json` prints beside the error.
-    pub(crate) beside: Map<String, Value>,
+    pub(crate) fields: Map<String, Value>,
 }
 
 impl Failure {
-    fn new(code: u8, word: &'static str, message: impl ToString) -> Self {
-        Self { code, word, message: message.to_string(), beside: Map::new() }
+    fn new(code: u8, kind: &'static str, message: impl ToString) -> Self {
+        Self { code, kind, message: message.to_string(), fields: Map::new() }
     }
 
     /// Exit code 1: an error.
@@ -47,27 +47,27 @@ impl Failure {
         Self::new(STILL_RUNNING, "guest-still-runs", message)
     }
 
-    /// Returns the same failure with `words` before its sentence.
-    pub(crate) fn behind(mut self, words: impl ToString) -> Self {
-        self.message.insert_str(0, &words.to_string());
+    /// Returns the same failure with `text` before its sentence.
+    pub(crate) fn prefixed(mut self, text: impl ToString) -> Self {
+        self.message.insert_str(0, &text.to_string());
         self
     }
 
     /// Returns the same failure with another sentence.
-    pub(crate) fn reworded(self, message: impl ToString) -> Self {
+    pub(crate) fn with_message(self, message: impl ToString) -> Self {
         Self { message: message.to_string(), ..self }
     }
 
-    /// Returns the same failure with `words` after its sentence.
-    pub(crate) fn followed_by(mut self, words: &str) -> Self {
-        self.message.push_str(words);
+    /// Returns the same failure with `text` after its sentence.
+    pub(crate) fn followed_by(mut self, text: &str) -> Self {
+        self.message.push_str(text);
         self
     }
 
     /// Returns the same failure with an object whose fields `--json` prints beside the error.
     pub(crate) fn with(mut self, result: &impl Serialize) -> Self {
         if let Ok(Value::Object(fields)) = serde_json::to_value(result) {
-            self.beside.extend(fields);
+            self.fields.extend(fields);
         }
         self
     }
@@ -86,13 +86,13 @@ impl Failure {
 /// Converts any error that has no exit code of its own.
 impl<E: Error + 'static> From<E> for Failure {
     fn from(e: E) -> Self {
-        let word = match (&e as &dyn Error).downcast_ref() {
+        let kind = match (&e as &dyn Error).downcast_ref() {
             Some(ClientError::Connect { .. }) => "no-vmm",
             Some(ClientError::Broken { .. }) => "vmm-lost",
             Some(ClientError::Silent { .. }) => "no-answer",
             Some(ClientError::Fault(_)) => "refused",
             _ => "failed",
         };
-        Self::new(1, word, e)
+        Self::new(1, kind, e)
     }
 }

@@ -22,9 +22,9 @@ const FILTER_VARIABLE: &str = "RUST_LOG";
 const DEFAULT_FILTER: &str = "warn";
 
 /// The log of this process, once it is started.
-static LOG: OnceLock<Log> = OnceLock::new();
+static LOG: OnceLock<ProcessLog> = OnceLock::new();
 
-struct Log {
+struct ProcessLog {
     format: LogFormat,
     stderr: Arc<LogOutput>,
     /// Receives the log, and also the messages, which always go to stderr as well.
@@ -59,7 +59,7 @@ pub(super) fn start(args: &LogArgs) -> Result<(), Failure> {
         LogFormat::Text => log.init(),
         LogFormat::Json => log.json().init(),
     }
-    let _ = LOG.set(Log { format: args.log_format, stderr, file });
+    let _ = LOG.set(ProcessLog { format: args.log_format, stderr, file });
     Ok(())
 }
 
@@ -88,16 +88,16 @@ fn filter(args: &LogArgs) -> Result<EnvFilter, Failure> {
 }
 
 /// Prints a message for the operator on stderr, and in the log file if there is one.
-pub(super) fn sentence(level: Level, words: &str) {
-    let plain = || format!("driftline: {words}\n").into_bytes();
+pub(super) fn message(level: Level, message: &str) {
+    let plain = || format!("driftline: {message}\n").into_bytes();
     let Some(log) = LOG.get() else {
         // If stderr is closed, there is no place to report that.
         let _ = io::stderr().write_all(&plain());
         return;
     };
     let logged = match log.format {
-        LogFormat::Text => text_line(level, words),
-        LogFormat::Json => json_line(level, words),
+        LogFormat::Text => text_line(level, message),
+        LogFormat::Json => json_line(level, message),
     };
     match (&log.file, log.format) {
         (Some(file), _) => {
@@ -113,15 +113,15 @@ fn dropped(lines: u64) -> String {
     format!("{lines} log lines were dropped: what reads the log does not keep up")
 }
 
-fn text_line(level: Level, words: &str) -> Vec<u8> {
-    format!("{} {level:>5} driftline: {words}\n", now()).into_bytes()
+fn text_line(level: Level, message: &str) -> Vec<u8> {
+    format!("{} {level:>5} driftline: {message}\n", now()).into_bytes()
 }
 
-fn json_line(level: Level, words: &str) -> Vec<u8> {
+fn json_line(level: Level, message: &str) -> Vec<u8> {
     let line = json!({
         "timestamp": now(),
         "level": level.as_str(),
-        "fields": { "message": words },
+        "fields": { "message": message },
         "target": "driftline",
     });
     format!("{line}\n").into_bytes()

@@ -4,8 +4,8 @@ use std::process::ExitCode;
 
 use driftline_control::api::{Client, ClientError};
 use driftline_control::model::{
-    GuestState, GuestWhere, InfoPage, JobBegun, MigrationFailure, MigrationPage, MigrationRequest,
-    MigrationState, ResolveRequest,
+    GuestLocation, GuestState, InfoPage, JobBegun, MigrationFailure, MigrationPage,
+    MigrationRequest, MigrationState, ResolveRequest,
 };
 use driftline_migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
 use hyper::Method;
@@ -14,12 +14,12 @@ use serde_json::{Value, json};
 use super::args::{ApiArgs, QueryArgs, ResolveArgs, SendArgs};
 use super::client::{ask, block_on, not_begun};
 use super::failure::Failure;
-use super::output::{self, print, print_json, say};
-use super::pending::resolved;
+use super::hand_overs::resolved;
+use super::output::{self, print, print_json, print_message};
 use super::progress::{ProgressView, progress_line};
 
 /// Interval at which progress is shown, in ms.
-const EVERY_MS: u64 = 200;
+const UPDATE_INTERVAL_MS: u64 = 200;
 
 /// `driftline send-migration`.
 pub(super) fn send(args: &SendArgs) -> Result<ExitCode, Failure> {
@@ -44,7 +44,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         Ok(begun) => begun,
         Err(e) => {
             let refused = not_begun(&client, e).await;
-            let guest = refused.is_still_running().then_some(GuestWhere::Here);
+            let guest = refused.is_still_running().then_some(GuestLocation::Here);
             return Err(refused.with(&outcome("failed", Phase::Waiting, guest)));
         }
     };
@@ -53,7 +53,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
     let page = loop {
         let page = match next_page(&client, job, &mut cancelling).await {
             Ok(page) => page,
-            Err(e) => return Err(lost_sight(e)),
+            Err(e) => return Err(lost_contact(e)),
         };
         if matches!(page.state, MigrationState::Completed | MigrationState::Failed) {
             break page;
@@ -71,7 +71,7 @@ async fn next_page(
     job: u64,
     cancelling: &mut bool,
 ) -> Result<MigrationPage, ClientError> {
-    let path = format!("/migration?job={job}&wait_ms={EVERY_MS}");
+    let path = format!("/migration?job={job}&wait_ms={UPDATE_INTERVAL_MS}");
     if *cancelling {
         return client.get(&path).await;
     }
@@ -81,17 +81,16 @@ async fn next_page(
     }
     let cancel = format!("/migration?job={job}");
     match client.call::<()>(Method::DELETE, &cancel, None::<&()>).await {
-        Ok(()) => say("cancelling"),
-        Err(ClientError::Fault(why)) => say(why),
+        Ok(()) => print_message("cancelling"),
+        Err(ClientError::Fault(why)) => print_message(why),
         Err(e) => return Err(e),
     }
     client.get(&path).await
 }
 
-fn lost_sight(e: ClientError) -> Failure {
-    Failure::from(e).followed_by(
-        "; where the guest is must be seen at the destination, or in this host's hand-over records",
-    )
+fn lost_contact(e: ClientError) -> Failure {
+    Failure::from(e)
+        .followed_by("; look for the guest at the destination, or in this host's hand-over records")
 }
 
 fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
@@ -114,8 +113,8 @@ fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
             let MigrationFailure { message, cancelled, phase, guest } = failure;
             let status = if cancelled { "cancelled" } else { "failed" };
             let failure = match guest {
-                GuestWhere::Here => Failure::still_running(message),
-                GuestWhere::PausedHere | GuestWhere::Ended => Failure::error(message),
+                GuestLocation::Here => Failure::still_running(message),
+                GuestLocation::PausedHere | GuestLocation::Ended => Failure::error(message),
             };
             Err(failure.with(&outcome(status, phase, Some(guest))))
         }
@@ -125,7 +124,7 @@ fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
 
 /// Returns the fields that `--json` prints beside the error of a migration that failed or was not
 /// started. `guest` is null if no process answered.
-fn outcome(status: &str, phase: Phase, guest: Option<GuestWhere>) -> Value {
+fn outcome(status: &str, phase: Phase, guest: Option<GuestLocation>) -> Value {
     json!({ "status": status, "phase": phase, "guest": guest })
 }
 
@@ -156,11 +155,11 @@ fn report_table(report: &SendReport) -> String {
 
 /// Says, after a migration, which vCPUs were throttled and for how long.
 fn throttle_summary(vcpus: &[VcpuThrottle]) -> String {
-    let held = |v: &VcpuThrottle| format!("vCPU {} for {:.0} ms", v.vcpu, v.held_ms);
-    let held: Vec<String> = vcpus.iter().filter(|v| v.held_ms > 0.0).map(held).collect();
-    match held.is_empty() {
+    let throttled = |v: &VcpuThrottle| format!("vCPU {} for {:.0} ms", v.vcpu, v.held_ms);
+    let throttled: Vec<String> = vcpus.iter().filter(|v| v.held_ms > 0.0).map(throttled).collect();
+    match throttled.is_empty() {
         true => "none".to_owned(),
-        false => held.join(", "),
+        false => throttled.join(", "),
     }
 }
 
@@ -169,7 +168,7 @@ pub(super) fn cancel(args: &QueryArgs) -> Result<ExitCode, Failure> {
     ask::<()>(&args.api, Method::DELETE, "/migration", None::<&()>)?;
     match args.json {
         true => print_json(&json!({ "status": "cancelling" }))?,
-        false => say("the migration is being cancelled"),
+        false => print_message("the migration is being cancelled"),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -179,7 +178,7 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
     let (api, dir) = (args.api_sock.as_ref(), args.state_dir.as_ref());
     let api = match (api, dir) {
         (Some(api_sock), _) => ApiArgs { api_sock: api_sock.clone(), timeout: args.timeout },
-        (None, Some(dir)) => return super::pending::resolve(dir, args),
+        (None, Some(dir)) => return super::hand_overs::resolve(dir, args),
         // clap requires one of the two.
         (None, None) => return Err(Failure::error("neither --api-sock nor --state-dir was given")),
     };
@@ -190,14 +189,14 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
     };
     let page: MigrationPage = ask(&api, Method::GET, "/migration", None::<&()>)?;
     let action = if args.action.run {
-        say(format_args!(
+        print_message(format_args!(
             "run: the guest continues here. You assert that {} does not run it and never will; if it \
              does, two run",
             page.to
         ));
         Resolution::Run
     } else {
-        say(format_args!(
+        print_message(format_args!(
             "discard: the guest here ends. If {} does not run it, it is lost",
             page.to
         ));

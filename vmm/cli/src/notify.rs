@@ -53,6 +53,6 @@ pub(super) fn stopping() {
 fn send(message: &str) {
     let Some(socket) = SOCKET.get() else { return };
     if let Err(e) = socket.send(message.as_bytes()) {
-        tracing::warn!("the service manager was not told \"{}\": {e}", message.trim_end());
+        tracing::warn!("cannot send \"{}\" to the service manager: {e}", message.trim_end());
     }
 }

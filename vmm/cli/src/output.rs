@@ -11,8 +11,8 @@ use super::failure::Failure;
 use super::log;
 
 /// Prints a message for the operator on stderr.
-pub(crate) fn say(message: impl Display) {
-    log::sentence(Level::INFO, &message.to_string());
+pub(crate) fn print_message(message: impl Display) {
+    log::message(Level::INFO, &message.to_string());
 }
 
 /// Prints a result on stdout. A reader that has closed its end is not an error.

@@ -10,29 +10,29 @@ use hyper::Method;
 use super::args::{ApiArgs, PlanArgs};
 use super::client::ask;
 use super::failure::Failure;
-use super::output::{self, print, print_json, say};
+use super::output::{self, print, print_json, print_message};
 
 /// How long the VMM may observe the guest's writes before it answers.
-const LOOK: Duration = Duration::from_secs(5);
+const SAMPLING_TIME: Duration = Duration::from_secs(5);
 
 /// `driftline plan`.
 pub(super) fn plan(args: &PlanArgs) -> Result<ExitCode, Failure> {
     let request =
         PlanRequest { downtime_ms: Some(args.downtime_ms), bandwidth_bytes_per_s: args.bandwidth };
-    say("watching the guest for about four seconds");
+    print_message("watching the guest for about four seconds");
     let api = &args.query.api;
-    let api = ApiArgs { api_sock: api.api_sock.clone(), timeout: api.timeout + LOOK };
+    let api = ApiArgs { api_sock: api.api_sock.clone(), timeout: api.timeout + SAMPLING_TIME };
     let plan: Plan = ask(&api, Method::POST, "/migration/plan", Some(&request))?;
     if args.query.json {
         print_json(&plan)?;
     } else {
-        print(told(&plan))?;
+        print(report(&plan))?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn told(plan: &Plan) -> String {
-    let (seen, migration) = (&plan.guest, &plan.migration);
+fn report(plan: &Plan) -> String {
+    let (profile, migration) = (&plan.guest, &plan.migration);
     let per_s = |rate: u64| format!("{}/s", output::bytes(rate));
     let frames = |n: u64| output::bytes(n.saturating_mul(4096));
     let assumed = if plan.bandwidth_assumed { ", assumed: say --bandwidth" } else { "" };
@@ -43,12 +43,12 @@ fn told(plan: &Plan) -> String {
             "memory",
             format!(
                 "{} to send, of which {} are zeros",
-                frames(seen.populated_frames),
-                frames(seen.zero_frames)
+                frames(profile.populated_frames),
+                frames(profile.zero_frames)
             ),
         ),
     ];
-    for w in &seen.curve {
+    for w in &profile.curve {
         let vcpus: Vec<String> =
             w.vcpu_frames.iter().map(|n| output::bytes((n * 4096.0) as u64)).collect();
         let by = if vcpus.is_empty() {
@@ -65,7 +65,7 @@ fn told(plan: &Plan) -> String {
         rows.push(("writes", text));
     }
     rows.push(("migration", verdict(plan)));
-    rows.extend(course(migration));
+    rows.extend(outcome_rows(migration));
     if let Some(free) = &plan.without_throttle {
         let text = match free.converges {
             true => format!("{:.0} ms, downtime {:.0} ms", free.total_time_ms, free.downtime_ms),
@@ -97,7 +97,7 @@ fn told(plan: &Plan) -> String {
             None => "the guest would bear none of these".to_owned(),
         },
     ));
-    rows.extend(doubts(plan).into_iter().map(|why| ("note", why)));
+    rows.extend(notes(plan).into_iter().map(|why| ("note", why)));
     format!("{}\n\n{}", headline(plan), output::table(&rows))
 }
 
@@ -128,12 +128,13 @@ fn verdict(plan: &Plan) -> String {
             "does not converge, even if vCPUs are throttled".to_owned()
         }
         (PlanVerdict::DoesNotConverge, _) => {
-            "does not converge; which vCPUs write is not known, so none can be throttled".to_owned()
+            "does not converge; the writes of each vCPU are unknown, so none can be throttled"
+                .to_owned()
         }
     }
 }
 
-fn course(migration: &Forecast) -> [(&'static str, String); 4] {
+fn outcome_rows(migration: &Forecast) -> [(&'static str, String); 4] {
     let downtime = match migration.converges {
         true => format!("{:.0} ms", migration.downtime_ms),
         false => format!("{:.0} ms with --timeout-strategy switchover", migration.downtime_ms),
@@ -151,27 +152,27 @@ fn course(migration: &Forecast) -> [(&'static str, String); 4] {
     ]
 }
 
-fn doubts(plan: &Plan) -> Vec<String> {
-    let mut doubts = Vec::new();
+fn notes(plan: &Plan) -> Vec<String> {
+    let mut notes = Vec::new();
     if !plan.guest.steady {
-        doubts.push("the guest did not write at one rate: this may be far off".to_owned());
+        notes.push("the guest did not write at one rate: this may be far off".to_owned());
     }
     if plan.guest.checkpointing {
-        doubts.push("checkpoints are being taken: their pauses are in these rates".to_owned());
+        notes.push("checkpoints are being taken: their pauses are in these rates".to_owned());
     }
-    doubts
+    notes
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use driftline_control::jobs::{SeenWindows, Watched};
+    use driftline_control::jobs::{WindowSummary, WriteProfile};
 
     /// A guest that writes 256 MiB per second with `vcpus` vCPUs, whose writes are known.
-    fn busy(vcpus: usize, checkpointing: bool) -> Watched {
+    fn busy(vcpus: usize, checkpointing: bool) -> WriteProfile {
         let window = |ms: u64| {
             let frames = 65.536 * ms as f64;
-            SeenWindows {
+            WindowSummary {
                 window_ms: ms as f64,
                 windows: 1,
                 frames,
@@ -181,7 +182,7 @@ mod tests {
                 vcpu_frames: vec![frames / vcpus as f64; vcpus],
             }
         };
-        Watched {
+        WriteProfile {
             watched_ms: 4000.0,
             memory_frames: 1 << 18,
             populated_frames: 1 << 17,
@@ -192,16 +193,16 @@ mod tests {
         }
     }
 
-    fn plan_for(mib_per_s: u64, seen: Watched) -> Plan {
+    fn plan_for(mib_per_s: u64, profile: WriteProfile) -> Plan {
         let bandwidth_bytes_per_s = Some(mib_per_s << 20);
-        Plan::new(&PlanRequest { downtime_ms: Some(300), bandwidth_bytes_per_s }, seen)
+        Plan::new(&PlanRequest { downtime_ms: Some(300), bandwidth_bytes_per_s }, profile)
     }
 
     #[test]
     fn plan_without_throttle_names_what_remains() {
         let plan = plan_for(40, busy(0, false));
         assert_eq!(plan.verdict, PlanVerdict::DoesNotConverge);
-        let text = told(&plan);
+        let text = report(&plan);
         assert!(text.starts_with("A migration would not converge: the guest outruns the link"));
         for said in [
             "so none can be throttled",
@@ -219,12 +220,12 @@ mod tests {
     fn plan_names_the_throttle_only_if_needed() {
         let plan = plan_for(40, busy(2, false));
         assert_eq!(plan.verdict, PlanVerdict::ConvergesThrottled);
-        let text = told(&plan);
+        let text = report(&plan);
         assert!(text.contains("throttled to 3 MiB/s each"), "{text}");
         assert!(text.contains("without throttle  does not converge"), "{text}");
         let plan = plan_for(4096, busy(2, true));
         assert_eq!((plan.verdict, plan.without_throttle.is_none()), (PlanVerdict::Converges, true));
-        let text = told(&plan);
+        let text = report(&plan);
         assert!(text.starts_with("A migration would converge: "), "{text}");
         assert!(
             text.contains("did not write at one rate") && text.contains("their pauses"),

@@ -8,11 +8,11 @@ use std::time::Duration;
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_migrate::{Phase, Progress, ReceiveControl, VcpuThrottle};
 
-use super::output::{self, say};
+use super::output::{self, print_message};
 use super::status_line::StatusLine;
 
 /// Interval at which a receiver updates its progress.
-const EVERY: Duration = Duration::from_millis(200);
+const UPDATE_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Shows progress on stderr.
 pub(super) struct ProgressView {
@@ -33,7 +33,7 @@ impl ProgressView {
         }
         let now = (progress.phase, progress.pass);
         if self.last.replace(now) != Some(now) {
-            say((self.text)(progress));
+            print_message((self.text)(progress));
         }
     }
 }
@@ -58,7 +58,7 @@ pub(super) fn progress_line(p: &Progress) -> String {
                 rate(p.dirty_rate_bytes_per_s),
                 rate(p.link_rate_bytes_per_s),
                 p.expected_downtime_ms,
-                throttle_words(&p.throttle)
+                throttle_list(&p.throttle)
             )
         }
         Phase::InDoubt => format!(
@@ -70,12 +70,13 @@ pub(super) fn progress_line(p: &Progress) -> String {
 }
 
 /// Lists the throttled vCPUs, with their degree of throttling.
-fn throttle_words(vcpus: &[VcpuThrottle]) -> String {
+fn throttle_list(vcpus: &[VcpuThrottle]) -> String {
     let Some(most) = vcpus.iter().find_map(|v| v.most_bytes_per_s) else { return String::new() };
-    let held = |v: &VcpuThrottle| format!("vCPU {} throttled {:.0} %", v.vcpu, v.held_percent);
-    let held: Vec<String> = vcpus.iter().filter(|v| v.held_percent >= 0.5).map(held).collect();
+    let throttled = |v: &VcpuThrottle| format!("vCPU {} throttled {:.0} %", v.vcpu, v.held_percent);
+    let throttled: Vec<String> =
+        vcpus.iter().filter(|v| v.held_percent >= 0.5).map(throttled).collect();
     let all = [format!(", vCPUs throttled to {}/s each", output::bytes(most))];
-    all.into_iter().chain(held).collect::<Vec<_>>().join(", ")
+    all.into_iter().chain(throttled).collect::<Vec<_>>().join(", ")
 }
 
 /// Formats a destination's progress as its current activity.
@@ -100,18 +101,18 @@ pub(super) fn receiving_line(p: &Progress) -> String {
 }
 
 /// Shows the arrival of a guest, from a separate thread, until it is dropped.
-pub(super) struct Receiving {
+pub(super) struct ReceiveProgress {
     over: Option<Sender<()>>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
-impl Receiving {
+impl ReceiveProgress {
     pub(super) fn show(control: &Arc<ReceiveControl>) -> Self {
         let (over, is_over) = mpsc::channel();
         let control = control.clone();
         let show = move || {
             let mut view = ProgressView::new(receiving_line);
-            while is_over.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
+            while is_over.recv_timeout(UPDATE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 let progress = control.progress();
                 // The waiting has already been reported.
                 if !matches!(progress.phase, Phase::Waiting | Phase::Finished) {
@@ -125,7 +126,7 @@ impl Receiving {
     }
 }
 
-impl Drop for Receiving {
+impl Drop for ReceiveProgress {
     fn drop(&mut self) {
         drop(self.over.take());
         if let Some(thread) = self.thread.take() {

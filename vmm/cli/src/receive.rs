@@ -11,12 +11,12 @@ use driftline_machine::config::guest_span;
 use driftline_migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 
 use super::args::ReceiveArgs;
-use super::end::{end_in_bounded_time, to_the_end};
+use super::end::{end_in_bounded_time, run_to_end};
 use super::failure::Failure;
-use super::live::{Named, check_state_dir, guest_failure, host_config, log_machine, prepare};
 use super::notify;
-use super::output::{bytes, count, print_json, say};
-use super::progress::{Receiving, receiving_line};
+use super::output::{bytes, count, print_json, print_message};
+use super::progress::{ReceiveProgress, receiving_line};
+use super::setup::{NamedFiles, check_state_dir, guest_failure, host_config, log_machine, prepare};
 
 /// Outcome for a guest that was refused. Until COMMIT its source keeps the guest, whatever this
 /// process does.
@@ -25,7 +25,7 @@ const NOT_RECEIVED: &str = "no guest was received, and none runs here";
 /// `driftline receive-migration`.
 pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     check_state_dir(&args.host)?;
-    let named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
+    let named = NamedFiles::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
     let listeners = prepare(&args.host, named)?;
     let listening = TcpListener::bind(&args.address).and_then(|l| Ok((l.local_addr()?, l)));
     let (address, listener) = listening
@@ -33,10 +33,10 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let control = ReceiveControl::new();
     let give_up = control.clone();
     let watched = control.clone();
-    say(format_args!("waiting for a migration on tcp:{address}"));
+    print_message(format_args!("waiting for a migration on tcp:{address}"));
     let arriving = move || {
         let progress = watched.progress();
-        Arriving { words: receiving_line(&progress), progress }
+        Arriving { reason: receiving_line(&progress), progress }
     };
     // Until COMMIT the guest can be refused. If the source has received PREPARED, the refusal is
     // made durable first. From COMMIT on this host owns the guest (I7).
@@ -60,9 +60,9 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         once: args.once,
         ..ReceiveOptions::new(&args.host.state_dir)
     };
-    let showing = Receiving::show(&control);
+    let progress_view = ReceiveProgress::show(&control);
     let received = driftline_migrate::receive(listener, Arc::new(factory), &options, &control);
-    drop(showing);
+    drop(progress_view);
     let Received { guest: vm, report, responder } = received.map_err(|e| {
         end_in_bounded_time(0, NOT_RECEIVED);
         receive_failure(e, stopped.get().map(String::as_str))
@@ -75,9 +75,9 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     drop(app);
     notify::ready(format_args!("guest {} has arrived", vm.vm_id()));
     if report.disk_bytes > 0 {
-        say(format_args!("{} of its disks came along", bytes(report.disk_bytes)));
+        print_message(format_args!("{} of its disks came along", bytes(report.disk_bytes)));
     }
-    say(format_args!(
+    print_message(format_args!(
         "guest {} has arrived and {}: {} in {:.1} ms, taken over in {:.1} ms",
         report.vm_id,
         if report.running { "runs" } else { "is paused, as it was" },
@@ -88,7 +88,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     if args.json {
         print_json(&report)?;
     }
-    to_the_end(vm, jobs, server)
+    run_to_end(vm, jobs, server)
 }
 
 /// Returns the failure for a guest that was not received. `stopped` says how the process was

@@ -13,13 +13,13 @@ use super::output::print_json;
 
 /// Reports the failure and returns the process's exit code.
 pub(super) fn report(failure: Failure) -> ExitCode {
-    let Failure { code, word, message, mut beside } = failure;
-    log::sentence(Level::ERROR, &message);
-    if json_asked() {
-        let error = json!({ "code": word, "message": message });
-        beside.insert("error".to_owned(), error);
+    let Failure { code, kind, message, mut fields } = failure;
+    log::message(Level::ERROR, &message);
+    if wants_json() {
+        let error = json!({ "code": kind, "message": message });
+        fields.insert("error".to_owned(), error);
         // If stdout is closed too, the exit code still reports the failure.
-        let _ = print_json(&beside);
+        let _ = print_json(&fields);
     }
     ExitCode::from(code)
 }
@@ -28,9 +28,9 @@ pub(super) fn report(failure: Failure) -> ExitCode {
 pub(super) fn refuse_usage(e: &clap::Error) -> ExitCode {
     // If stderr is closed, there is no place to report that.
     let _ = e.print();
-    if e.exit_code() == i32::from(USAGE) && json_asked() {
-        let said = e.to_string();
-        let message = said.split("\n\n").next().unwrap_or_default();
+    if e.exit_code() == i32::from(USAGE) && wants_json() {
+        let text = e.to_string();
+        let message = text.split("\n\n").next().unwrap_or_default();
         let message = message.trim_start_matches("error: ");
         let _ = print_json(&json!({ "error": { "code": "usage", "message": message } }));
     }
@@ -38,6 +38,6 @@ pub(super) fn refuse_usage(e: &clap::Error) -> ExitCode {
 }
 
 /// Returns whether the command line contains `--json`, even if it was not parsed.
-fn json_asked() -> bool {
+fn wants_json() -> bool {
     env::args_os().skip(1).take_while(|arg| arg != "--").any(|arg| arg == "--json")
 }

@@ -17,13 +17,13 @@ use driftline_machine::machine::EarlyVm;
 use driftline_machine::schedule;
 
 use super::args::RestoreArgs;
-use super::end::{to_the_end, when_memory_is_lost};
+use super::checkpoint_source::CheckpointSource;
+use super::end::{end_without_memory, run_to_end};
 use super::failure::Failure;
-use super::live::{Named, confine, guest_failure, host_config, log_machine};
+use super::hand_overs::{CheckedFactory, PendingHandOvers};
 use super::notify;
-use super::output::{count, say};
-use super::pending::{Settled, Unsettled};
-use super::stored::Stored;
+use super::output::{count, print_message};
+use super::setup::{NamedFiles, confine, guest_failure, host_config, log_machine};
 
 /// `driftline restore`, in a process that started at `started`.
 pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, Failure> {
@@ -32,7 +32,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
             "'copy' of --disk is only for receive-migration; restore writes a disk's content to a file that exists",
         ));
     }
-    let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
+    let mut named = NamedFiles::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
     named.read.push(args.store.clone());
     schedule::default_slices();
     let confined = confine(&args.host, named)?;
@@ -40,37 +40,39 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     // read, which says what guest it is for.
     let early = EarlyVm::begin();
     let listeners = confined.start_threads(&args.host)?;
-    driftline_machine::exit::set_lost_memory(when_memory_is_lost);
+    driftline_machine::exit::set_lost_memory(end_without_memory);
     let mut server = Server::begin()?;
-    let stored = Stored::open(&args.store)?;
-    stored.check(args.epoch, args.lazy)?;
-    let mut unsettled = Unsettled::of(args.host.state_dir.clone());
+    let source = CheckpointSource::open(&args.store)?;
+    source.check(args.epoch, args.lazy)?;
+    let mut pending_hand_overs = PendingHandOvers::of(args.host.state_dir.clone());
     if args.new_id {
-        let config = stored.config();
-        unsettled.pass_clone(config.map(|config| shared_disks(config, &args.devices.disks)));
+        let config = source.config();
+        pending_hand_overs
+            .allow_clone(config.map(|config| shared_disks(config, &args.devices.disks)));
     }
-    if let Some(vm_id) = stored.owner().map_err(|e| stored.failure(e))? {
-        unsettled.refuse(vm_id)?;
+    if let Some(vm_id) = source.owner().map_err(|e| source.failure(e))? {
+        pending_hand_overs.refuse(vm_id)?;
     }
     let copies = !args.devices.disks.is_empty();
     let host = host_config(&args.host, args.devices)?;
     let memory = host.memory;
     let restored = Restored { same: args.same_id, name: args.name };
     let host = HostConfig { disks_are_copies: true, restored, ..host };
-    let factory = Settled { inner: Factory::new(host).with_early(early), unsettled };
-    let restored = stored.restore(args.epoch, args.lazy, &factory);
+    let factory =
+        CheckedFactory { inner: Factory::new(host).with_early(early), pending_hand_overs };
+    let restored = source.restore(args.epoch, args.lazy, &factory);
     schedule::short_slices();
-    let (vm, report) = restored.map_err(|e| restore_failure(e, &stored))?;
+    let (vm, report) = restored.map_err(|e| restore_failure(e, &source))?;
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
     // Restoring took a while, in which a hand-over record may have appeared.
-    if let Err(e) = factory.unsettled.refuse(report.vm_id) {
+    if let Err(e) = factory.pending_hand_overs.refuse(report.vm_id) {
         vm.stop("it may be running elsewhere");
         return Err(after_restore(&report, e));
     }
     log_machine(&*vm, &memory);
-    let left_alone = !copies && report.drives == 0;
+    let unchanged_disks = !copies && report.drives == 0;
     for disk in driftline_machine::config::disks(&vm.machine_config().devices)
-        .filter(|d| left_alone && !d.readonly)
+        .filter(|d| unchanged_disks && !d.readonly)
     {
         tracing::warn!(
             "disk \"{}\" is used as {} is now; if that was written to after checkpoint {}, give a copy from \
@@ -81,15 +83,15 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         );
     }
     let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
-    let started_up = server.serve(listeners, App::new(jobs.clone()));
-    started_up.map_err(|e| after_restore(&report, e.into()))?;
+    let served = server.serve(listeners, App::new(jobs.clone()));
+    served.map_err(|e| after_restore(&report, e.into()))?;
     if let Err(e) = vm.acquire().and_then(|()| vm.resume()) {
         // The cause may be a lost frame.
         let lost = vm.fetching().and_then(|fetching| fetching.lost);
         let failure = match lost {
             Some(why) => Failure::error(format_args!(
                 "its memory cannot be restored: {why}{}",
-                stored.way_out()
+                source.repair_hint()
             )),
             None => e.into(),
         };
@@ -100,7 +102,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let pages = match report.late_frames {
         0 => format!("{} read", count(report.frames, "page")),
         1 => "1 page follows on demand".to_owned(),
-        late => format!("{late} pages follow on demand"),
+        pages => format!("{pages} pages follow on demand"),
     };
     let disks = match (report.drives, report.disk_blocks) {
         (0, _) => String::new(),
@@ -112,13 +114,13 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         true => String::new(),
         false => format!(" of {}", report.vm_id),
     };
-    say(format_args!(
+    print_message(format_args!(
         "guest {} resumed from checkpoint {}{of} after {:.1} ms; {pages}{disks}",
         vm.vm_id(),
         report.epoch,
         report.time_ms
     ));
-    to_the_end(vm, jobs, server)
+    run_to_end(vm, jobs, server)
 }
 
 /// Returns the disks of `config` that its guest may write to and that a clone with the disks
@@ -146,10 +148,10 @@ fn same_file(one: &Path, other: &Path) -> bool {
     }
 }
 
-fn restore_failure(e: RestoreError, stored: &Stored) -> Failure {
+fn restore_failure(e: RestoreError, source: &CheckpointSource) -> Failure {
     match e {
-        RestoreError::Store(e) => stored.failure(e),
-        RestoreError::Lost { .. } => Failure::error(e).followed_by(&stored.way_out()),
+        RestoreError::Store(e) => source.failure(e),
+        RestoreError::Lost { .. } => Failure::error(e).followed_by(&source.repair_hint()),
         RestoreError::Guest { ref cause, .. } => guest_failure(cause, &e),
         _ => Failure::error(e),
     }
@@ -159,8 +161,8 @@ fn restore_failure(e: RestoreError, stored: &Stored) -> Failure {
 fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
     let epoch = report.epoch;
     match report.drives {
-        0 => why.behind("nothing was started: "),
-        _ => why.behind(format_args!(
+        0 => why.prefixed("nothing was started: "),
+        _ => why.prefixed(format_args!(
             "the guest does not run, but its disks were overwritten with their content at checkpoint {epoch}: "
         )),
     }

@@ -17,10 +17,10 @@ use driftline_machine::tracking::TrackingMode;
 
 use super::args::{DeviceArgs, OnOff, RunArgs};
 use super::config_file;
-use super::end::to_the_end;
+use super::end::run_to_end;
 use super::failure::Failure;
-use super::live::{Named, host_config, log_machine, prepare, warn_of_state_dir};
 use super::notify;
+use super::setup::{NamedFiles, host_config, log_machine, prepare, warn_of_state_dir};
 use super::values;
 
 /// Guest memory without `--mem`, in bytes.
@@ -29,7 +29,7 @@ const DEFAULT_MEM_BYTES: u64 = 1 << 30;
 /// `driftline run`, in a process that started at `started`.
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
     let args = config_file::complete(args)?;
-    let mut named = Named::of_devices(&args.disks, args.vsock.as_ref());
+    let mut named = NamedFiles::of_devices(&args.disks, args.vsock.as_ref());
     named.read.extend(args.kernel.iter().chain(&args.initrd).cloned());
     let listeners = prepare(&args.host, named)?;
     let host = host_config(&args.host, DeviceArgs::default())?;
@@ -59,7 +59,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     // instruction is the wake-up of one thread.
     tracing::info!(boot_us = started.elapsed().as_micros(), "the guest runs");
     notify::ready(format_args!("guest {vm_id} runs"));
-    to_the_end(vm, jobs, server)
+    run_to_end(vm, jobs, server)
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
@@ -180,8 +180,8 @@ fn check_shadow(shadow: Option<ShadowMode>, tracking: TrackingMode) -> Result<()
             "--shadow {shadow} has nothing to compare with: --tracking none reports no pages"
         ))),
         (Some(ShadowMode::UserfaultWp), TrackingMode::UserfaultWp) => Err(Failure::usage(
-            "--shadow userfault-wp cannot stand beside --tracking userfault-wp: a memory has one userfaultfd at most; \
-             --shadow compare can",
+            "--shadow userfault-wp cannot be used with --tracking userfault-wp: guest memory has at most one \
+             userfaultfd; use --shadow compare",
         )),
         _ => Ok(()),
     }

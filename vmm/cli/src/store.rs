@@ -10,9 +10,9 @@ use driftline_store::{EpochInfo, Listing, Store, Survey};
 use serde_json::json;
 
 use super::args::{ExportArgs, ExportFormat, RepairArgs, StoreArgs, StoreCommand};
+use super::checkpoint_source::{CheckpointSource, repair_command, store_failure};
 use super::failure::Failure;
-use super::output::{self, print, print_json, say};
-use super::stored::{Stored, repair_hint, store_failure};
+use super::output::{self, print, print_json, print_message};
 
 /// `driftline store`.
 pub(super) fn store(command: &StoreCommand) -> Result<ExitCode, Failure> {
@@ -82,14 +82,14 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
         ExportFormat::DriftlineZstd => store.export_archive(args.epoch, file.as_file(), path),
     };
     let report = report.map_err(|e| store_failure(&args.store, e))?;
-    let kept = if args.force { file.persist(path) } else { file.persist_noclobber(path) };
-    kept.map_err(|e| refused(e.error))?;
+    let renamed = if args.force { file.persist(path) } else { file.persist_noclobber(path) };
+    renamed.map_err(|e| refused(e.error))?;
     driftline_format::durable::sync_dir(dir).map_err(refused)?;
     if args.json {
         print_json(&report)?;
     } else {
         if report.drives > 0 {
-            say(format_args!(
+            print_message(format_args!(
                 "{} of the guest in checkpoint {} {} not in this file, which has memory alone",
                 output::count(report.drives.into(), "disk"),
                 report.epoch,
@@ -109,9 +109,9 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
 }
 
 fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
-    let stored = Stored::open(&args.store)?;
-    let listing = stored.list().map_err(|e| stored.failure(e))?;
-    let identity = stored.identity();
+    let source = CheckpointSource::open(&args.store)?;
+    let listing = source.list().map_err(|e| source.failure(e))?;
+    let identity = source.identity();
     let listed = args.json.then(|| {
         let damaged: Vec<String> = listing.damaged.iter().map(ToString::to_string).collect();
         json!({
@@ -126,7 +126,7 @@ fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
         })
     });
     let failure = listing.damaged.first().map(|first| {
-        Failure::error(format_args!("damaged: {first}. {}", repair_hint(&args.store)))
+        Failure::error(format_args!("damaged: {first}. {}", repair_command(&args.store)))
     });
     match (&listed, failure) {
         (Some(listed), None) => print_json(listed)?,
@@ -192,16 +192,16 @@ fn say_damage(survey: &Survey) {
         let Some(damage) = &checkpoint.damage else { continue };
         match checkpoint.epoch {
             Some(epoch) => match checkpoint.last {
-                Some(last) => {
-                    say(format_args!("checkpoints {epoch} to {last} are damaged: {damage}"))
-                }
-                None => say(format_args!("checkpoint {epoch} is damaged: {damage}")),
+                Some(last) => print_message(format_args!(
+                    "checkpoints {epoch} to {last} are damaged: {damage}"
+                )),
+                None => print_message(format_args!("checkpoint {epoch} is damaged: {damage}")),
             },
-            None => say(format_args!("a checkpoint is damaged: {damage}")),
+            None => print_message(format_args!("a checkpoint is damaged: {damage}")),
         }
     }
     for damage in &survey.damage {
-        say(format_args!("damaged, which costs no checkpoint: {damage}"));
+        print_message(format_args!("damaged, which costs no checkpoint: {damage}"));
     }
 }
 
@@ -209,25 +209,25 @@ fn say_damage(survey: &Survey) {
 fn is_damaged(dir: &Path, survey: &Survey, json: bool) -> Result<ExitCode, Failure> {
     if !json {
         say_damage(survey);
-        say(repair_hint(dir));
+        print_message(repair_command(dir));
     }
     Err(Failure::error(survey.verdict()).with(survey))
 }
 
 fn verify(args: &StoreArgs) -> Result<ExitCode, Failure> {
-    let stored = Stored::open(&args.store)?;
-    let report = stored.verify(|epoch, outcome| {
+    let source = CheckpointSource::open(&args.store)?;
+    let report = source.verify(|epoch, outcome| {
         if let Ok(info) = outcome {
             tracing::info!(epoch, pages = info.frames, "sound");
         }
     });
-    let report = match (report, &stored) {
+    let report = match (report, &source) {
         (Ok(report), _) => report,
-        (Err(e), Stored::Store(store)) => match store.survey() {
+        (Err(e), CheckpointSource::Store(store)) => match store.survey() {
             Ok(survey) if !survey.is_sound() => return is_damaged(&args.store, &survey, args.json),
             _ => return Err(e.into()),
         },
-        (Err(e), Stored::Archive(_)) => {
+        (Err(e), CheckpointSource::Archive(_)) => {
             return Err(Failure::error(format_args!("{} is damaged: {e}", args.store.display())));
         }
     };
@@ -266,7 +266,7 @@ fn repair(args: &RepairArgs) -> Result<ExitCode, Failure> {
     }
     say_damage(&report.survey);
     if report.repaired {
-        say(format_args!(
+        print_message(format_args!(
             "repaired {}; what was replaced is in {}: remove it when it is no longer needed",
             args.store.display(),
             report.aside.join(", ")

@@ -69,10 +69,10 @@ pub(super) fn listen_address(text: &str) -> Result<SocketAddr, String> {
     })
 }
 
-/// The longest duration that a command accepts. A longer one is a mistake, and would overflow a
-/// clock. A duration is digits and `ms` or `s`.
-const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+/// The longest duration that a command accepts. A longer one is a mistake, and overflows a clock.
+const MAX_DURATION: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
+/// Parses a duration: digits, then `ms` or `s`.
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
     let parsed = match (text.strip_suffix("ms"), text.strip_suffix('s')) {
         (Some(ms), _) => ms.parse().ok().map(Duration::from_millis),
@@ -81,8 +81,8 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
     };
     match parsed {
         None => Err("a duration is digits and ms or s, such as 100ms".to_owned()),
-        Some(long) if long > LONGEST => {
-            Err(format!("a duration is at most a year, {}s", LONGEST.as_secs()))
+        Some(long) if long > MAX_DURATION => {
+            Err(format!("a duration is at most a year, {}s", MAX_DURATION.as_secs()))
         }
         Some(duration) => Ok(duration),
     }
@@ -129,9 +129,9 @@ fn at_most(text: &str, limit: u64, what: &str, unit: &str) -> Result<u64, String
 
 /// Parses the number of entries of a dirty ring.
 pub(super) fn ring_entries(text: &str) -> Result<u32, String> {
-    let asked = text.parse().ok();
-    asked.filter(|n: &u32| n.is_power_of_two()).ok_or_else(|| {
-        let near = asked.filter(|n| (1..1 << 20).contains(n)).map(u32::next_power_of_two);
+    let parsed = text.parse().ok();
+    parsed.filter(|n: &u32| n.is_power_of_two()).ok_or_else(|| {
+        let near = parsed.filter(|n| (1..1 << 20).contains(n)).map(u32::next_power_of_two);
         let most = most_ring_entries();
         let most = most.map_or(String::new(), |most| format!("; this host takes up to {most}"));
         format!("it must be a power of two, such as {}{most}", near.unwrap_or(DEFAULT_RING_ENTRIES))

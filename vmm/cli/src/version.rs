@@ -1,6 +1,6 @@
 //! Owns the program's version.
 
-/// Returns the version, with the commit if the build was told it in `DRIFTLINE_COMMIT`.
+/// Returns the version, with the commit if `DRIFTLINE_COMMIT` named it at build time.
 pub(crate) fn version() -> &'static str {
     const PLAIN: &str = env!("CARGO_PKG_VERSION");
     static FULL: std::sync::OnceLock<String> = std::sync::OnceLock::new();

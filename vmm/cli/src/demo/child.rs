@@ -14,14 +14,14 @@ use serde::de::DeserializeOwned;
 use tokio::runtime::{Builder, Runtime};
 
 /// Limit for any single operation.
-pub(super) const PATIENCE: Duration = Duration::from_secs(15);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 const POLL: Duration = Duration::from_millis(2);
 
 /// The reason why a step failed, as a sentence.
 pub(super) type StepError = String;
 
 /// A process of this binary that has, or will have, the guest.
-pub(super) struct Vmm {
+pub(super) struct DemoVmm {
     child: Child,
     client: Client,
     runtime: Runtime,
@@ -29,13 +29,13 @@ pub(super) struct Vmm {
     stderr: PathBuf,
 }
 
-impl Vmm {
+impl DemoVmm {
     /// Starts `args` as life `name` of the guest. The caller's thread must live as long as the
     /// demo: the process is killed when that thread ends.
     pub(super) fn start(dir: &Path, name: &str, args: &[&str]) -> Result<Self, StepError> {
         let file = |end: &str| dir.join(format!("{name}.{end}"));
         let (socket, serial, stderr) = (file("sock"), file("serial"), file("stderr"));
-        let said = File::create(&stderr).map_err(|e| e.to_string())?;
+        let stderr_file = File::create(&stderr).map_err(|e| e.to_string())?;
         let program = std::env::current_exe().map_err(|e| e.to_string())?;
         let child = Command::new(program)
             .args(args)
@@ -47,7 +47,7 @@ impl Vmm {
             .arg(dir.join("state"))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(said)
+            .stderr(stderr_file)
             .spawn()
             .map_err(|e| format!("cannot start a VMM: {e}"))?;
         let runtime =
@@ -56,7 +56,7 @@ impl Vmm {
     }
 
     /// Returns the process's stderr so far.
-    pub(super) fn said(&self) -> String {
+    pub(super) fn stderr(&self) -> String {
         fs::read_to_string(&self.stderr).unwrap_or_default()
     }
 
@@ -89,17 +89,17 @@ impl Vmm {
         what: &str,
         mut check: impl FnMut(&Self) -> Result<Option<T>, StepError>,
     ) -> Result<T, StepError> {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         loop {
             if let Some(found) = check(self)? {
                 return Ok(found);
             }
             if let Some(status) = self.child.try_wait().map_err(|e| e.to_string())? {
-                let said = self.said();
-                return Err(format!("the VMM ended ({status}) before {what}: {}", said.trim()));
+                let stderr = self.stderr();
+                return Err(format!("the VMM ended ({status}) before {what}: {}", stderr.trim()));
             }
             if Instant::now() > end {
-                return Err(format!("waited {} s for {what}", PATIENCE.as_secs()));
+                return Err(format!("waited {} s for {what}", TIMEOUT.as_secs()));
             }
             std::thread::sleep(POLL);
         }
@@ -112,7 +112,7 @@ impl Vmm {
 
     /// Waits until the process ends cleanly by itself.
     pub(super) fn await_exit(&mut self) -> Result<(), StepError> {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         let status: ExitStatus = loop {
             match self.child.try_wait().map_err(|e| e.to_string())? {
                 Some(status) => break status,
@@ -123,7 +123,7 @@ impl Vmm {
         if status.success() {
             return Ok(());
         }
-        Err(format!("the VMM ended with {status}: {}", self.said().trim()))
+        Err(format!("the VMM ended with {status}: {}", self.stderr().trim()))
     }
 
     /// Returns the last report of each vCPU in this life, ordered by vCPU, or an error if the guest
@@ -148,7 +148,7 @@ impl Vmm {
     }
 }
 
-impl Drop for Vmm {
+impl Drop for DemoVmm {
     fn drop(&mut self) {
         // The process may already have ended. No process may outlive the demo.
         let _ = self.child.kill();

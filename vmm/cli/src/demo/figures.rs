@@ -9,7 +9,7 @@ use crate::output::{bytes, table};
 
 /// The demo's measurements.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
-pub(super) struct Figures {
+pub(super) struct DemoFigures {
     /// The backend that ran the vCPUs.
     pub(super) backend: String,
     /// Time from the start of the process to the guest's first line, in ms.
@@ -42,7 +42,7 @@ pub(super) struct Figures {
     pub(super) errors: u64,
 }
 
-impl Figures {
+impl DemoFigures {
     pub(super) fn add_checkpoints(&mut self, lines: &[EpochLine]) {
         self.checkpoints = lines.len() as u64;
         self.pause_p50_us = median(lines.iter().map(|l| l.pause_us));

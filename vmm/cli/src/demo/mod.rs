@@ -23,28 +23,28 @@ use hyper::Method;
 
 use crate::args::DemoArgs;
 use crate::failure::Failure;
-use crate::output::{print, print_json, say};
+use crate::output::{print, print_json, print_message};
 use crate::status_line::StatusLine;
-use child::{StepError, Vmm};
-use figures::Figures;
+use child::{DemoVmm, StepError};
+use figures::DemoFigures;
 
 const VCPUS: usize = 2;
 const GUEST: &str = "payload,ws=64M,rate=160M";
 const CHECKPOINTS: u64 = 10;
 const CHECKPOINT_EVERY_MS: NonZeroU64 = NonZeroU64::new(100).unwrap();
 /// How long the guest continues to run after its migration.
-const RUN_ON: Duration = Duration::from_secs(2);
+const RUN_AFTER_MIGRATION: Duration = Duration::from_secs(2);
 
 /// `driftline demo`.
 pub(crate) fn demo(args: &DemoArgs) -> Result<ExitCode, Failure> {
-    let choice = choose(args)?;
+    let setup = choose(args)?;
     let dir = tempfile::Builder::new().prefix("driftline-demo-").tempdir()?;
     let mut demo = Demo {
         dir: dir.path(),
-        choice,
+        setup,
         line: StatusLine::spinner(),
         begun: Instant::now(),
-        figures: Figures { backend: choice.backend.to_string(), ..Figures::default() },
+        figures: DemoFigures { backend: setup.backend.to_string(), ..DemoFigures::default() },
         step: "",
     };
     let outcome = demo.run();
@@ -53,10 +53,10 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<ExitCode, Failure> {
         Ok(()) if args.json => print_json(&figures)?,
         Ok(()) => print(figures.table())?,
         Err(why) => {
-            let kept = dir.keep();
+            let dir = dir.keep();
             return Err(Failure::error(format_args!(
                 "the demo failed at the step \"{step}\": {why}; everything is kept in {}",
-                kept.display()
+                dir.display()
             )));
         }
     }
@@ -65,32 +65,35 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<ExitCode, Failure> {
 
 /// The backend and the tracking mode of the demo.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Choice {
+struct DemoSetup {
     backend: Backend,
     tracking: TrackingMode,
 }
 
 /// Prints a first line that says what the demo runs on.
-fn choose(args: &DemoArgs) -> Result<Choice, Failure> {
+fn choose(args: &DemoArgs) -> Result<DemoSetup, Failure> {
     let kvm = driftline_machine::doctor::usable_kvm();
-    let (choice, line) = choice(args.backend, &kvm).map_err(Failure::host_lacks)?;
+    let (setup, line) = setup(args.backend, &kvm).map_err(Failure::host_lacks)?;
     if args.json {
-        say(line);
+        print_message(line);
     } else {
         print(format_args!("driftline demo: {line}"))?;
     }
-    Ok(choice)
+    Ok(setup)
 }
 
 /// Returns what a host with `kvm` can run, and a line that says so.
-fn choice<E: Display>(
-    asked: Option<Backend>,
+fn setup<E: Display>(
+    requested: Option<Backend>,
     kvm: &Result<Capabilities, E>,
-) -> Result<(Choice, String), &E> {
-    let threads = Choice { backend: Backend::Threads, tracking: TrackingMode::DirtyRing };
-    let capabilities = match (asked, kvm) {
+) -> Result<(DemoSetup, String), &E> {
+    let threads = DemoSetup { backend: Backend::Threads, tracking: TrackingMode::DirtyRing };
+    let capabilities = match (requested, kvm) {
         (Some(Backend::Threads), _) => {
-            return Ok((threads, "the guest's workload runs on host threads, as asked".to_owned()));
+            return Ok((
+                threads,
+                "the guest's workload runs on host threads, as requested".to_owned(),
+            ));
         }
         (None, Err(why)) => {
             let line = format!("{why}; the guest's workload runs on host threads instead");
@@ -107,15 +110,15 @@ fn choice<E: Display>(
              are tracked by {tracking}"
         );
     }
-    Ok((Choice { backend: Backend::Kvm, tracking }, line))
+    Ok((DemoSetup { backend: Backend::Kvm, tracking }, line))
 }
 
 struct Demo<'d> {
     dir: &'d Path,
-    choice: Choice,
+    setup: DemoSetup,
     line: StatusLine,
     begun: Instant,
-    figures: Figures,
+    figures: DemoFigures,
     /// The step in progress.
     step: &'static str,
 }
@@ -147,7 +150,9 @@ impl Demo<'_> {
         self.step = step;
         match self.line.is_shown() {
             true => self.line.show(step.to_owned()),
-            false => say(format_args!("{:5.1} s  {step}", self.begun.elapsed().as_secs_f64())),
+            false => {
+                print_message(format_args!("{:5.1} s  {step}", self.begun.elapsed().as_secs_f64()))
+            }
         }
     }
 
@@ -156,21 +161,21 @@ impl Demo<'_> {
     }
 
     /// Starts the first life and waits until every vCPU has reported.
-    fn launch(&mut self) -> Result<(Vmm, Vec<PayloadReport>), StepError> {
+    fn launch(&mut self) -> Result<(DemoVmm, Vec<PayloadReport>), StepError> {
         let begun = Instant::now();
-        let Choice { backend, tracking } = self.choice;
+        let DemoSetup { backend, tracking } = self.setup;
         let vcpus = VCPUS.to_string();
         let guest = ["run", "--guest", GUEST, "--mem", "1G", "--vcpus", &vcpus];
         let host = ["--backend", backend.name(), "--tracking", tracking.name()];
         let args = [&guest[..], &host[..]].concat();
-        let mut vmm = Vmm::start(self.dir, "first", &args)?;
+        let mut vmm = DemoVmm::start(self.dir, "first", &args)?;
         vmm.await_running()?;
         self.figures.launch_ms = begun.elapsed().as_secs_f64() * 1e3;
         let reports = vmm.await_progress(VCPUS, &[])?;
         Ok((vmm, reports))
     }
 
-    fn take_checkpoints(&mut self, vmm: &Vmm) -> Result<(), StepError> {
+    fn take_checkpoints(&mut self, vmm: &DemoVmm) -> Result<(), StepError> {
         let request = CheckpointRequest {
             attached: false,
             new_store: false,
@@ -212,12 +217,12 @@ impl Demo<'_> {
     fn restore(
         &mut self,
         before: &[PayloadReport],
-    ) -> Result<(Vmm, Vec<PayloadReport>), StepError> {
+    ) -> Result<(DemoVmm, Vec<PayloadReport>), StepError> {
         let begun = Instant::now();
         let store = self.dir.join("store");
         let store = store.display().to_string();
         let args = ["restore", "--same-id", "--store", &store];
-        let mut vmm = Vmm::start(self.dir, "second", &args)?;
+        let mut vmm = DemoVmm::start(self.dir, "second", &args)?;
         vmm.await_running()?;
         self.figures.restore_ms = begun.elapsed().as_secs_f64() * 1e3;
         let reports = vmm.await_progress(VCPUS, before)?;
@@ -226,14 +231,14 @@ impl Demo<'_> {
 
     /// Migrates the guest from the second process to a third. Returns the third, in which the guest
     /// runs.
-    fn migrate(&mut self, source: &mut Vmm) -> Result<Vmm, StepError> {
+    fn migrate(&mut self, source: &mut DemoVmm) -> Result<DemoVmm, StepError> {
         let args = ["receive-migration", "tcp:127.0.0.1:0"];
-        let mut destination = Vmm::start(self.dir, "third", &args)?;
-        let to = destination.wait("it to listen", |vmm| Ok(listening_on(&vmm.said())))?;
+        let mut destination = DemoVmm::start(self.dir, "third", &args)?;
+        let to = destination.wait("it to listen", |vmm| Ok(listening_on(&vmm.stderr())))?;
         let body = serde_json::json!({ "to": to });
         let request: MigrationRequest = serde_json::from_value(body).map_err(|e| e.to_string())?;
         let JobBegun { job } = source.call(Method::POST, "/migration", Some(&request))?;
-        let end = Instant::now() + child::PATIENCE;
+        let end = Instant::now() + child::TIMEOUT;
         let report = loop {
             let page: MigrationPage = source.get(&format!("/migration?job={job}&wait_ms=100"))?;
             match (page.state, page.report, page.failure) {
@@ -254,19 +259,19 @@ impl Demo<'_> {
 
     fn run_on(
         &mut self,
-        vmm: &mut Vmm,
+        vmm: &mut DemoVmm,
         before: &[PayloadReport],
     ) -> Result<Vec<PayloadReport>, StepError> {
         let begun = Instant::now();
         let reports = vmm.await_progress(VCPUS, before)?;
-        std::thread::sleep(RUN_ON.saturating_sub(begun.elapsed()));
+        std::thread::sleep(RUN_AFTER_MIGRATION.saturating_sub(begun.elapsed()));
         Ok(vmm.reports().ok().filter(|r| r.len() == VCPUS).unwrap_or(reports))
     }
 }
 
 /// Returns the address in the message of a waiting receiver.
-fn listening_on(said: &str) -> Option<String> {
-    let (_, rest) = said.split_once("waiting for a migration on tcp:")?;
+fn listening_on(stderr: &str) -> Option<String> {
+    let (_, rest) = stderr.split_once("waiting for a migration on tcp:")?;
     let (address, _) = rest.split_once('\n')?;
     Some(address.to_owned())
 }
@@ -281,22 +286,22 @@ mod tests {
 
     #[test]
     fn first_line_names_what_the_host_lacks() {
-        let (chosen, line) = choice(None, &kvm(65_536)).unwrap();
-        let rings = Choice { backend: Backend::Kvm, tracking: TrackingMode::DirtyRing };
+        let (chosen, line) = setup(None, &kvm(65_536)).unwrap();
+        let rings = DemoSetup { backend: Backend::Kvm, tracking: TrackingMode::DirtyRing };
         assert_eq!(chosen, rings);
         assert_eq!(line, "a KVM guest of 2 vCPUs and 1 GiB that checks its memory");
-        for asked in [None, Some(Backend::Kvm)] {
-            let (chosen, line) = choice(asked, &kvm(0)).unwrap();
-            assert_eq!(chosen, Choice { tracking: TrackingMode::DirtyBitmap, ..rings });
+        for requested in [None, Some(Backend::Kvm)] {
+            let (chosen, line) = setup(requested, &kvm(0)).unwrap();
+            assert_eq!(chosen, DemoSetup { tracking: TrackingMode::DirtyBitmap, ..rings });
             assert!(line.ends_with("so its writes are tracked by dirty-bitmap"), "{line}");
         }
-        let (chosen, line) = choice(None, &Err("no /dev/kvm")).unwrap();
+        let (chosen, line) = setup(None, &Err("no /dev/kvm")).unwrap();
         assert_eq!(chosen.backend, Backend::Threads);
         assert!(
             line.starts_with("no /dev/kvm; the guest's workload runs on host threads"),
             "{line}"
         );
-        assert_eq!(choice(Some(Backend::Kvm), &Err("no /dev/kvm")), Err(&"no /dev/kvm"));
-        assert_eq!(choice(Some(Backend::Threads), &kvm(0)).unwrap().0.backend, Backend::Threads);
+        assert_eq!(setup(Some(Backend::Kvm), &Err("no /dev/kvm")), Err(&"no /dev/kvm"));
+        assert_eq!(setup(Some(Backend::Threads), &kvm(0)).unwrap().0.backend, Backend::Threads);
     }
 }

@@ -10,7 +10,7 @@ use driftline_control::model::{
 use hyper::Method;
 
 /// Limit for the request that ends a watch. Without that request the watch ends by itself.
-const FAREWELL: Duration = Duration::from_secs(1);
+const END_LIMIT: Duration = Duration::from_secs(1);
 
 /// An answer.
 pub(super) enum Update {
@@ -25,13 +25,13 @@ pub(super) struct Feed {
     client: Client,
     watch: Option<u64>,
     /// Whether the feed has already asked for a guest, so that it does not ask again at once.
-    asked: bool,
+    has_asked: bool,
 }
 
 impl Feed {
     /// Creates a feed that has sent no request yet.
     pub(super) fn new(client: Client) -> Self {
-        Self { client, watch: None, asked: false }
+        Self { client, watch: None, has_asked: false }
     }
 
     /// Returns the next window, whose length is `interval`.
@@ -64,7 +64,7 @@ impl Feed {
         &mut self,
         interval: Duration,
     ) -> Result<Result<u64, ArrivingInfo>, ClientError> {
-        if std::mem::replace(&mut self.asked, true) {
+        if std::mem::replace(&mut self.has_asked, true) {
             tokio::time::sleep(interval).await;
         }
         match self.post().await {
@@ -89,8 +89,8 @@ impl Feed {
     pub(super) async fn end(self) {
         let Some(watch) = self.watch else { return };
         let path = format!("/dirty/watch?watch={watch}");
-        let told = self.client.call::<()>(Method::DELETE, &path, None::<&()>);
+        let ended = self.client.call::<()>(Method::DELETE, &path, None::<&()>);
         // If the request fails, the watch ends by itself.
-        let _ = tokio::time::timeout(FAREWELL, told).await;
+        let _ = tokio::time::timeout(END_LIMIT, ended).await;
     }
 }

@@ -11,8 +11,8 @@ use crate::output;
 /// The sign for a cell without writes; `SIGNS` are in ascending order of heat.
 const COLD: &str = "\u{b7}";
 const SIGNS: [&str; 9] = [":", "-", "=", "+", "o", "x", "X", "#", "@"];
-/// The same as colours, for a terminal that has sixteen (`FEW`) or 256 (`MANY`).
-const FEW: [Color; 9] = [
+/// The colours in ascending order of heat, for a terminal that has sixteen or 256.
+const COLOURS_16: [Color; 9] = [
     Color::Blue,
     Color::LightBlue,
     Color::Cyan,
@@ -23,7 +23,7 @@ const FEW: [Color; 9] = [
     Color::LightRed,
     Color::Red,
 ];
-const MANY: [u8; 9] = [18, 20, 26, 31, 34, 148, 220, 208, 196];
+const COLOURS_256: [u8; 9] = [18, 20, 26, 31, 34, 148, 220, 208, 196];
 /// Number of columns between an address and the first cell.
 const GAP: u16 = 2;
 
@@ -66,9 +66,9 @@ impl Palette {
         };
         match self {
             Self::Signs => cell.set_symbol(SIGNS[hot]),
-            Self::Few => cell.set_symbol(" ").set_style(Style::new().bg(FEW[hot])),
+            Self::Few => cell.set_symbol(" ").set_style(Style::new().bg(COLOURS_16[hot])),
             Self::Many => {
-                cell.set_symbol(" ").set_style(Style::new().bg(Color::Indexed(MANY[hot])))
+                cell.set_symbol(" ").set_style(Style::new().bg(Color::Indexed(COLOURS_256[hot])))
             }
         };
     }
@@ -76,7 +76,7 @@ impl Palette {
 
 /// Memory divided into cells that fill an area.
 #[derive(Debug)]
-pub(super) struct Cells {
+pub(super) struct HeatCells {
     /// Bytes of memory in a cell: the bins of a cell are a power of two.
     pub(super) bytes: u64,
     /// Write rate of each cell, in bytes/s.
@@ -86,7 +86,7 @@ pub(super) struct Cells {
     pub(super) window_s: f64,
 }
 
-impl Cells {
+impl HeatCells {
     /// Divides memory into at most `most` cells of whole bins of `page`. If there are fewer bins,
     /// each is one cell.
     pub(super) fn new(page: &WatchPage, most: usize) -> Self {
@@ -154,7 +154,7 @@ pub(super) fn draw(page: &WatchPage, palette: Palette, area: Rect, buffer: &mut 
     let (width, rows) = (area.width - label, area.height - legend);
     // A multiple of eight, where there is room, so that the addresses of the rows are round.
     let width = if width >= 8 { width / 8 * 8 } else { width };
-    let cells = Cells::new(page, usize::from(width) * usize::from(rows));
+    let cells = HeatCells::new(page, usize::from(width) * usize::from(rows));
     for (row, rates) in (0..rows).zip(cells.rates.chunks(usize::from(width).max(1))) {
         let y = area.y + row;
         if label > 0 {
@@ -212,7 +212,7 @@ mod tests {
 
     #[test]
     fn levels_are_logarithmic_from_frame_to_cell() {
-        let cells = Cells { bytes: 1 << 20, rates: Vec::new(), window_s: 0.5 };
+        let cells = HeatCells { bytes: 1 << 20, rates: Vec::new(), window_s: 0.5 };
         assert_eq!([0, 1, 4095, 4096].map(|rate| cells.level(rate)), [0, 1, 1, 1]);
         // Eight steps from 4 KiB to 1 MiB: each is twice the one before.
         for step in 0..8u32 {
@@ -221,10 +221,10 @@ mod tests {
             assert_eq!(cells.level(rate * 7 / 4), 1 + step as usize, "{rate} and most of as much");
         }
         assert_eq!([1 << 20, 1 << 30, u64::MAX].map(|rate| cells.level(rate)), [9; 3]);
-        let one_frame = Cells { bytes: 4096, rates: Vec::new(), window_s: 1.0 };
+        let one_frame = HeatCells { bytes: 4096, rates: Vec::new(), window_s: 1.0 };
         assert_eq!([0, 1, 4096].map(|rate| one_frame.level(rate)), [0, 9, 9]);
         // Written continuously, with windows of ten seconds.
-        let long = Cells { bytes: 1 << 20, rates: Vec::new(), window_s: 10.0 };
+        let long = HeatCells { bytes: 1 << 20, rates: Vec::new(), window_s: 10.0 };
         assert_eq!([409, (1 << 20) / 20, (1 << 20) / 10].map(|rate| long.level(rate)), [1, 8, 9]);
     }
 }

@@ -2,30 +2,30 @@
 
 use driftline_checkpoint::Spread;
 use driftline_control::model::{
-    CheckpointGlance, EpochOutcome, MigrationPage, MigrationState, WatchPage,
+    CheckpointSummary, EpochOutcome, MigrationPage, MigrationState, WatchPage,
 };
 
 use crate::output;
 use crate::progress::progress_line;
 
 /// A sentence, and whether it needs attention.
-pub(super) struct Said {
+pub(super) struct Sentence {
     pub(super) text: String,
     pub(super) alarming: bool,
 }
 
 /// Describes all jobs that are, or were, under way, or says that there are none.
-pub(super) fn said(page: &WatchPage) -> Vec<Said> {
-    let mut all: Vec<Said> = page.migration.iter().map(migration).collect();
+pub(super) fn sentences(page: &WatchPage) -> Vec<Sentence> {
+    let mut all: Vec<Sentence> = page.migration.iter().map(migration).collect();
     all.extend(page.checkpoints.iter().map(checkpoints));
     if all.is_empty() {
         let text = "no migration and no checkpoints so far".to_owned();
-        all.push(Said { text, alarming: false });
+        all.push(Sentence { text, alarming: false });
     }
     all
 }
 
-fn migration(page: &MigrationPage) -> Said {
+fn migration(page: &MigrationPage) -> Sentence {
     let to = &page.to;
     let (text, alarming) = match page.state {
         MigrationState::Sending => {
@@ -36,23 +36,23 @@ fn migration(page: &MigrationPage) -> Said {
         }
         MigrationState::Completed => (format!("migration to {to}: completed"), false),
         MigrationState::Failed => {
-            let why = page.failure.as_ref().map_or("it is not known why", |f| &f.message);
+            let why = page.failure.as_ref().map_or("unknown reason", |f| &f.message);
             let cancelled = page.failure.as_ref().is_some_and(|f| f.cancelled);
             let how = if cancelled { "was cancelled" } else { "has failed" };
             (format!("the last migration, to {to}, {how}: {why}"), !cancelled)
         }
     };
-    Said { text, alarming }
+    Sentence { text, alarming }
 }
 
-fn checkpoints(glance: &CheckpointGlance) -> Said {
-    let done = &glance.achieved;
+fn checkpoints(run: &CheckpointSummary) -> Sentence {
+    let done = &run.achieved;
     let ms = |us: u64| us as f64 / 1e3;
     let spread = |s: &Spread| format!("p50 {:.1} p99 {:.1} ms", ms(s.p50_us), ms(s.p99_us));
-    let head = if glance.running { "checkpoints" } else { "checkpoints, over" };
+    let head = if run.running { "checkpoints" } else { "checkpoints, over" };
     let mut text = format!("{head}: ");
-    let mut alarming = done.failed > 0 && glance.running;
-    match &glance.last {
+    let mut alarming = done.failed > 0 && run.running;
+    match &run.last {
         None => text += "the first is being taken",
         Some(EpochOutcome::Stored(line)) => {
             text += &format!(
@@ -76,8 +76,8 @@ fn checkpoints(glance: &CheckpointGlance) -> Said {
     let counts = [(done.failed, "failed"), (done.skipped, "skipped"), (done.early, "early")];
     let counts = counts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!(", {n} {what}"));
     text += &format!("; {} taken{}", done.epochs, counts.collect::<String>());
-    text += &format!(", in {}", glance.store.display());
-    Said { text, alarming }
+    text += &format!(", in {}", run.store.display());
+    Sentence { text, alarming }
 }
 
 /// Formats a rate.

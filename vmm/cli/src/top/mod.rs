@@ -26,15 +26,15 @@ use super::args::TopArgs;
 use super::client::block_on;
 use super::end;
 use super::failure::Failure;
-use super::output::{print_on, say};
+use super::output::{print_message, print_on};
 use super::progress::receiving_line;
 use feed::{Feed, Update};
 use heat::Palette;
 use screen::Screen;
-use view::View;
+use view::TopView;
 
 /// The assumed size of the terminal if it cannot be determined.
-const USUAL_SIZE: (u16, u16) = (80, 24);
+const DEFAULT_SIZE: (u16, u16) = (80, 24);
 
 /// `driftline top`.
 pub(super) fn top(args: &TopArgs) -> Result<ExitCode, Failure> {
@@ -48,7 +48,7 @@ pub(super) fn top(args: &TopArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::error("top needs a terminal; use top --once, or top --json"));
     };
     if let Some(page) = last {
-        say(last_words(&page));
+        print_message(closing_message(&page));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -57,13 +57,13 @@ pub(super) fn top(args: &TopArgs) -> Result<ExitCode, Failure> {
 /// Returns the page that reported the guest's end.
 async fn printed(client: Client, args: &TopArgs) -> Result<Option<Box<WatchPage>>, Failure> {
     let mut feed = Feed::new(client);
-    let result = print_looks(&mut feed, args).await;
+    let result = print_windows(&mut feed, args).await;
     feed.end().await;
     result
 }
 
-async fn print_looks(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<WatchPage>>, Failure> {
-    let mut view = View::new(args.interval, Palette::Signs);
+async fn print_windows(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<WatchPage>>, Failure> {
+    let mut view = TopView::new(args.interval, Palette::Signs);
     loop {
         let update = tokio::select! {
             update = feed.next(args.interval) => update.map_err(|e| view.lost(e))?,
@@ -92,17 +92,17 @@ async fn print_looks(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<Watch
 }
 
 /// Formats the screen as lines of text without trailing spaces.
-fn plain(view: &View) -> String {
+fn plain(view: &TopView) -> String {
     let (width, height) = ratatui::crossterm::terminal::size()
         .ok()
         // A serial line may report a size of zero.
         .filter(|(width, height)| io::stdout().is_terminal() && *width > 0 && *height > 0)
-        .unwrap_or(USUAL_SIZE);
+        .unwrap_or(DEFAULT_SIZE);
     text_of(view, width, height)
 }
 
 /// Does the same for a screen of this size.
-fn text_of(view: &View, width: u16, height: u16) -> String {
+fn text_of(view: &TopView, width: u16, height: u16) -> String {
     let area = Rect::new(0, 0, width, height);
     let mut buffer = Buffer::empty(area);
     Screen { view, keys: false }.render(area, &mut buffer);
@@ -113,10 +113,10 @@ fn text_of(view: &View, width: u16, height: u16) -> String {
 }
 
 /// Describes how the guest ended.
-fn last_words(page: &WatchPage) -> String {
+fn closing_message(page: &WatchPage) -> String {
     match (&page.moved_to, &page.end) {
         (Some(to), _) => format!("the guest has moved to {to}"),
-        (None, Some(reason)) => end::words(reason),
-        (None, None) => "the guest's end was not told".to_owned(),
+        (None, Some(reason)) => end::describe_end(reason),
+        (None, None) => "the guest has ended; its VMM did not say why".to_owned(),
     }
 }

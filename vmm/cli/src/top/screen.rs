@@ -12,22 +12,21 @@ use ratatui::text::Line;
 use ratatui::widgets::{Paragraph, Sparkline, Widget, Wrap};
 
 use super::heat;
-use super::jobs::{self, Said, per_second};
-use super::view::{Now, View, per_second as frames_per_s};
+use super::jobs::{self, Sentence, per_second};
+use super::view::{LastAnswer, TopView, per_second as frames_per_s};
 use crate::output;
 use crate::progress::receiving_line;
 
 /// The cost of watching.
-const PRICE: &str =
-    "watching costs the guest what it would in a migration, however seldom you look";
+const WATCH_COST: &str = "watching costs the guest what it would in a migration, at any interval";
 /// Minimum number of lines of the map with its legend, reserved before other parts grow.
-const LEAST_MAP: u16 = 6;
+const MIN_MAP_LINES: u16 = 6;
 /// Columns of a vCPU's figures, before its curve.
-const FIGURES: u16 = 69;
+const FIGURE_COLUMNS: u16 = 69;
 
 /// The whole screen.
 pub(super) struct Screen<'a> {
-    pub(super) view: &'a View,
+    pub(super) view: &'a TopView,
     /// Whether the screen mentions keys.
     pub(super) keys: bool,
 }
@@ -38,17 +37,17 @@ impl Widget for Screen<'_> {
             return;
         }
         let mut left = area;
-        match &self.view.now {
+        match &self.view.last_answer {
             None => {
-                line(&mut left, "driftline top: waiting for the first look", self.bold(), buffer)
+                line(&mut left, "driftline top: waiting for the first window", self.bold(), buffer)
             }
-            Some(Now::Arriving(info)) => {
+            Some(LastAnswer::Arriving(info)) => {
                 line(&mut left, "driftline top: there is no guest yet", self.bold(), buffer);
-                let said = Said { text: receiving_line(&info.migration), alarming: false };
-                self.sentence(&said, &mut left, buffer);
+                let sentence = Sentence { text: receiving_line(&info.migration), alarming: false };
+                self.sentence(&sentence, &mut left, buffer);
                 self.footer(None, &mut left, buffer);
             }
-            Some(Now::Page(page)) => self.page(page, left, buffer),
+            Some(LastAnswer::Page(page)) => self.page(page, left, buffer),
         }
     }
 }
@@ -59,8 +58,8 @@ impl Screen<'_> {
         line(&mut left, &machine(page), Style::new(), buffer);
         line(&mut left, &writes(page), Style::new(), buffer);
         self.footer(Some(page), &mut left, buffer);
-        for said in jobs::said(page).iter().rev() {
-            self.sentence(said, &mut left, buffer);
+        for sentence in jobs::sentences(page).iter().rev() {
+            self.sentence(sentence, &mut left, buffer);
         }
         self.vcpus(page, &mut left, buffer);
         if !left.is_empty() {
@@ -85,7 +84,7 @@ impl Screen<'_> {
 
     /// Draws the figures of each vCPU, and the sum of those that do not fit.
     fn vcpus(&self, page: &WatchPage, left: &mut Rect, buffer: &mut Buffer) {
-        let room = left.height.saturating_sub(LEAST_MAP + 1);
+        let room = left.height.saturating_sub(MIN_MAP_LINES + 1);
         if room == 0 || page.vcpu.is_empty() {
             return;
         }
@@ -117,7 +116,7 @@ impl Screen<'_> {
 
     /// Draws the history of the figures next to them, if there is room.
     fn curves(&self, first: u16, rows: usize, x: u16, width: u16, buffer: &mut Buffer) {
-        let room = width.saturating_sub(FIGURES);
+        let room = width.saturating_sub(FIGURE_COLUMNS);
         // A single window is no curve.
         if room < 8 || self.view.rates.iter().all(|rates| rates.len() < 2) {
             return;
@@ -126,7 +125,7 @@ impl Screen<'_> {
         for (y, rates) in (first..).zip(self.view.rates.iter().take(rows)) {
             let skip = rates.len().saturating_sub(room.into());
             let shown: Vec<u64> = rates.iter().skip(skip).copied().collect();
-            let place = Rect::new(x + FIGURES, y, room, 1).intersection(buffer.area);
+            let place = Rect::new(x + FIGURE_COLUMNS, y, room, 1).intersection(buffer.area);
             Sparkline::default()
                 .data(shown)
                 .max(most)
@@ -136,13 +135,13 @@ impl Screen<'_> {
     }
 
     /// Draws a sentence in up to three lines.
-    fn sentence(&self, said: &Said, left: &mut Rect, buffer: &mut Buffer) {
-        let style = match said.alarming {
+    fn sentence(&self, sentence: &Sentence, left: &mut Rect, buffer: &mut Buffer) {
+        let style = match sentence.alarming {
             true => self.style(Color::Red, Modifier::BOLD),
             false => Style::new(),
         };
-        let text = Paragraph::new(said.text.as_str()).wrap(Wrap { trim: true }).style(style);
-        let length = said.text.chars().count();
+        let text = Paragraph::new(sentence.text.as_str()).wrap(Wrap { trim: true }).style(style);
+        let length = sentence.text.chars().count();
         // Words that do not fit go to the next line, so the text needs somewhat more space than its
         // letters alone.
         let lines =
@@ -153,19 +152,18 @@ impl Screen<'_> {
     }
 
     fn footer(&self, page: Option<&WatchPage>, left: &mut Rect, buffer: &mut Buffer) {
-        let every = format!("every {}", words(self.view.interval.as_millis()));
+        let every = format!("every {}", duration_text(self.view.interval.as_millis()));
         if left.height > 3 && self.keys {
-            let keys =
-                format!("q quits, p pauses the view, + and - look more and less often ({every})");
+            let keys = format!("q quits, p pauses the view, + and - change the interval ({every})");
             let place = bottom(left, 1);
             Line::styled(keys, self.style(Color::Reset, Modifier::DIM)).render(place, buffer);
         }
         if left.height > 3 {
-            let price = match page {
-                Some(_) => PRICE.to_owned(),
-                None => format!("looking {every}"),
+            let text = match page {
+                Some(_) => WATCH_COST.to_owned(),
+                None => format!("asking {every}"),
             };
-            Line::styled(price, self.style(Color::Reset, Modifier::DIM))
+            Line::styled(text, self.style(Color::Reset, Modifier::DIM))
                 .render(bottom(left, 1), buffer);
         }
     }
@@ -198,7 +196,7 @@ fn machine(page: &WatchPage) -> String {
         output::bytes(info.mem_bytes),
         info.backend,
         info.tracking,
-        words(info.uptime_ms.into())
+        duration_text(info.uptime_ms.into())
     )
 }
 
@@ -257,8 +255,8 @@ fn sum(vcpus: &[VcpuWindow]) -> VcpuWindow {
     }
 }
 
-/// Formats a duration in words.
-fn words(ms: u128) -> String {
+/// Formats a duration in its largest two units.
+fn duration_text(ms: u128) -> String {
     match (ms / 1000, ms % 1000) {
         (0, ms) => format!("{ms} ms"),
         (s @ 1..60, 0) => format!("{s} s"),

@@ -12,15 +12,15 @@ use tokio::sync::{mpsc, watch};
 use super::feed::{Feed, Update};
 use super::heat::Palette;
 use super::screen::Screen;
-use super::view::View;
+use super::view::TopView;
 use crate::failure::Failure;
 
 /// Interval at which the task checks whether an answer is overdue.
-const TICK: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Delay from which an answer counts as overdue.
-const LATE: Duration = Duration::from_secs(3);
+const OVERDUE: Duration = Duration::from_secs(3);
 /// Limit for the end of the watch.
-const FAREWELL: Duration = Duration::from_secs(2);
+const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// Shows the guest until the user quits or the guest has ended. In the latter case, returns the
 /// page that reported the end.
@@ -32,18 +32,18 @@ pub(super) async fn live(
     // reported on the unchanged terminal.
     let mut feed = Feed::new(client);
     let first = feed.next(crate::args::SHORTEST_INTERVAL).await?;
-    let mut signals = Signals::new()?;
-    let mut view = View::new(interval, Palette::of_environment());
+    let mut signals = QuitSignals::new()?;
+    let mut view = TopView::new(interval, Palette::of_environment());
 
     let (every, interval) = watch::channel(interval);
-    let (tell, mut told) = mpsc::channel(1);
+    let (sender, mut updates) = mpsc::channel(1);
     let (quit, quitting) = watch::channel(());
-    let following = tokio::spawn(follow(feed, interval, tell, quitting));
-    let taken = Taken::new()?;
-    let result = show(taken, &mut view, first, &every, &mut told, &mut signals).await;
-    drop((quit, told));
+    let following = tokio::spawn(follow(feed, interval, sender, quitting));
+    let terminal = RawTerminal::new()?;
+    let result = show(terminal, &mut view, first, &every, &mut updates, &mut signals).await;
+    drop((quit, updates));
     // The driftline may not answer. The watch then ends by itself.
-    let _ = tokio::time::timeout(FAREWELL, following).await;
+    let _ = tokio::time::timeout(END_LIMIT, following).await;
     result
 }
 
@@ -51,7 +51,7 @@ pub(super) async fn live(
 async fn follow(
     mut feed: Feed,
     mut interval: watch::Receiver<Duration>,
-    tell: mpsc::Sender<Result<Update, ClientError>>,
+    sender: mpsc::Sender<Result<Update, ClientError>>,
     mut quitting: watch::Receiver<()>,
 ) {
     loop {
@@ -63,7 +63,7 @@ async fn follow(
             _ = quitting.changed() => break,
         };
         let over = update.is_err() || matches!(&update, Ok(Update::Page(p)) if p.end.is_some());
-        if tell.send(update).await.is_err() || over {
+        if sender.send(update).await.is_err() || over {
             break;
         }
     }
@@ -71,28 +71,28 @@ async fn follow(
 }
 
 async fn show(
-    mut taken: Taken,
-    view: &mut View,
+    mut terminal: RawTerminal,
+    view: &mut TopView,
     first: Update,
     every: &watch::Sender<Duration>,
-    told: &mut mpsc::Receiver<Result<Update, ClientError>>,
-    signals: &mut Signals,
+    updates: &mut mpsc::Receiver<Result<Update, ClientError>>,
+    signals: &mut QuitSignals,
 ) -> Result<Option<Box<WatchPage>>, Failure> {
     let mut keys = keys();
-    let mut tick = tokio::time::interval(TICK);
-    let mut heard = Instant::now();
+    let mut tick = tokio::time::interval(CHECK_INTERVAL);
+    let mut last_update = Instant::now();
     let mut next = Some(first);
     loop {
         if let Some(page) = next.take().and_then(|update| view.take(update)) {
             return Ok(Some(page));
         }
-        view.silent = Some(heard.elapsed()).filter(|long| *long > view.interval + LATE);
-        taken.0.draw(|frame| frame.render_widget(Screen { view, keys: true }, frame.area()))?;
+        view.silent = Some(last_update.elapsed()).filter(|long| *long > view.interval + OVERDUE);
+        terminal.0.draw(|frame| frame.render_widget(Screen { view, keys: true }, frame.area()))?;
         tokio::select! {
-            update = told.recv() => match update {
+            update = updates.recv() => match update {
                 Some(update) => {
                     next = Some(update.map_err(|e| view.lost(e))?);
-                    heard = Instant::now();
+                    last_update = Instant::now();
                 }
                 None => return Ok(None),
             },
@@ -103,7 +103,7 @@ async fn show(
                     }
                     let interval = view.interval;
                     if every.send_if_modified(|every| std::mem::replace(every, interval) != interval) {
-                        heard = Instant::now();
+                        last_update = Instant::now();
                     }
                 }
                 // The terminal was resized: redraw.
@@ -116,7 +116,7 @@ async fn show(
 }
 
 /// Performs the action of a key. Returns whether `top` continues.
-pub(super) fn press(view: &mut View, key: &KeyEvent) -> bool {
+pub(super) fn press(view: &mut TopView, key: &KeyEvent) -> bool {
     match key.code {
         KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
         KeyCode::Char('q' | 'Q') | KeyCode::Esc => return false,
@@ -130,24 +130,24 @@ pub(super) fn press(view: &mut View, key: &KeyEvent) -> bool {
 
 /// Returns the terminal's events. The thread that waits for them ends with the process.
 fn keys() -> mpsc::Receiver<Event> {
-    let (tell, told) = mpsc::channel(16);
+    let (sender, events) = mpsc::channel(16);
     let read = move || {
         while let Ok(event) = event::read() {
-            if tell.blocking_send(event).is_err() {
+            if sender.blocking_send(event).is_err() {
                 return;
             }
         }
     };
     // Without the thread, signals still end `top`.
     let _ = std::thread::Builder::new().name("keys".into()).spawn(read);
-    told
+    events
 }
 
 /// The terminal in raw mode on its alternate screen. The terminal is restored when this is dropped,
 /// and before a panic is printed.
-struct Taken(ratatui::DefaultTerminal);
+struct RawTerminal(ratatui::DefaultTerminal);
 
-impl Taken {
+impl RawTerminal {
     fn new() -> Result<Self, Failure> {
         if matches!(ratatui::crossterm::terminal::size(), Ok((0, _) | (_, 0))) {
             return Err(Failure::error(
@@ -161,7 +161,7 @@ impl Taken {
     }
 }
 
-impl Drop for Taken {
+impl Drop for RawTerminal {
     fn drop(&mut self) {
         // There is no place to report an error.
         let _ = self.0.show_cursor();
@@ -170,9 +170,9 @@ impl Drop for Taken {
 }
 
 /// The signals that end `top`.
-struct Signals([tokio::signal::unix::Signal; 3]);
+struct QuitSignals([tokio::signal::unix::Signal; 3]);
 
-impl Signals {
+impl QuitSignals {
     fn new() -> Result<Self, Failure> {
         Ok(Self([
             signal(SignalKind::terminate())?,

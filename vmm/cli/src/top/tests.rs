@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use driftline_control::api::ClientError;
 use driftline_control::model::{
-    ArrivingInfo, CheckpointGlance, EpochLine, EpochOutcome, GuestState, GuestWhere, Info,
+    ArrivingInfo, CheckpointSummary, EpochLine, EpochOutcome, GuestLocation, GuestState, Info,
     MemoryRange, MigrationFailure, MigrationPage, MigrationState, VcpuWindow, WatchPage,
 };
 use driftline_dirty_tracker::TrackerStats;
@@ -19,10 +19,10 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::style::Color;
 
 use super::feed::Update;
-use super::heat::{Cells, Palette};
+use super::heat::{HeatCells, Palette};
 use super::screen::Screen;
-use super::view::View;
-use super::{last_words, terminal, text_of};
+use super::view::TopView;
+use super::{closing_message, terminal, text_of};
 
 /// A guest of 1 GiB whose bins have 64 frames, with these figures for each vCPU. In half a second
 /// it wrote all frames from 256 to 272 MiB, and four frames in the last bin.
@@ -80,14 +80,14 @@ fn vcpu(dirtied: u64) -> VcpuWindow {
     }
 }
 
-fn view(page: WatchPage) -> View {
-    let mut view = View::new(Duration::from_secs(1), Palette::Signs);
+fn view(page: WatchPage) -> TopView {
+    let mut view = TopView::new(Duration::from_secs(1), Palette::Signs);
     view.take(Update::Page(Box::new(page)));
     view
 }
 
 /// Returns the screen of a terminal of this size.
-fn drawn(view: &View, width: u16, height: u16) -> Buffer {
+fn drawn(view: &TopView, width: u16, height: u16) -> Buffer {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| frame.render_widget(Screen { view, keys: true }, frame.area())).unwrap();
     terminal.backend().buffer().clone()
@@ -169,7 +169,10 @@ fn figures_are_under_their_headings() {
         }
     }
     assert!(one(&lines, "no migration").contains("no checkpoints"));
-    assert!(one(&lines, "watching costs the guest what it would in a migration").ends_with("look"));
+    assert!(
+        one(&lines, "watching costs the guest what it would in a migration")
+            .ends_with("at any interval")
+    );
     assert!(one(&lines, "q quits").ends_with("(every 1 s)"), "{lines:#?}");
     // The text for a pipe is the same without keys.
     let text = text_of(&view, 80, 24);
@@ -206,7 +209,7 @@ fn any_screen_size_and_vcpu_count_is_drawn() {
     let listed = seen.iter().filter(|l| l.ends_with("0 %") && !l.contains("others")).count();
     assert!(others.contains(&format!(" {} ", (64 - listed) * 20)), "{listed}: {seen:#?}");
     // Hostile figures must not panic either.
-    let Some(super::view::Now::Page(page)) = &mut view.now else { panic!("a page") };
+    let Some(super::view::LastAnswer::Page(page)) = &mut view.last_answer else { panic!("a page") };
     page.bin_frames = vec![u64::MAX / 8192; 3];
     page.bin_bytes = u64::MAX;
     page.memory = vec![MemoryRange { gpa: u64::MAX, bytes: 1 }];
@@ -216,27 +219,27 @@ fn any_screen_size_and_vcpu_count_is_drawn() {
         drawn(&view, width, height);
     }
     for now in [None, Some(arriving())] {
-        view.now = now;
+        view.last_answer = now;
         for (width, height) in [(1, 1), (2, 5), (80, 24)] {
             drawn(&view, width, height);
         }
     }
 }
 
-fn arriving() -> super::view::Now {
+fn arriving() -> super::view::LastAnswer {
     let migration = Progress { phase: Phase::Precopy, pass: 3, ..Progress::default() };
-    super::view::Now::Arriving(Box::new(ArrivingInfo::new(migration)))
+    super::view::LastAnswer::Arriving(Box::new(ArrivingInfo::new(migration)))
 }
 
 #[test]
 fn arriving_guest_has_its_own_screen() {
-    let mut view = View::new(Duration::from_millis(500), Palette::Few);
-    assert_eq!(lines(&drawn(&view, 40, 2))[0], "driftline top: waiting for the first loo");
-    view.now = Some(arriving());
+    let mut view = TopView::new(Duration::from_millis(500), Palette::Few);
+    assert_eq!(lines(&drawn(&view, 40, 2))[0], "driftline top: waiting for the first win");
+    view.last_answer = Some(arriving());
     let lines = lines(&drawn(&view, 80, 24));
     assert_eq!(lines[0], "driftline top: there is no guest yet");
     assert!(one(&lines, "receiving a guest: pass 3").contains("received"));
-    assert!(one(&lines, "looking every").ends_with("every 500 ms"));
+    assert!(one(&lines, "asking every").ends_with("every 500 ms"));
 }
 
 fn migrating(state: MigrationState, phase: Phase) -> MigrationPage {
@@ -283,7 +286,7 @@ fn migration_has_the_figures_of_send_migration() {
         message,
         cancelled: false,
         phase: Phase::Precopy,
-        guest: GuestWhere::Here,
+        guest: GuestLocation::Here,
     };
     seen.migration = Some(MigrationPage {
         failure: Some(failure),
@@ -311,7 +314,7 @@ fn checkpoints_show_pauses_and_failures() {
         skipped: 0,
     };
     let mut seen = page(vec![vcpu(1)]);
-    let mut glance = CheckpointGlance {
+    let mut glance = CheckpointSummary {
         job: 1,
         running: true,
         store: "/var/store".into(),
@@ -374,7 +377,7 @@ fn addresses_account_for_memory_holes() {
         lines.iter().find(|l| l.starts_with("0x100000000  ")).expect("the row behind the hole");
     assert!(!row["0x100000000  ".len()..].starts_with('\u{b7}'), "{row}");
     // If there are fewer bins than there is room for, each is one cell.
-    assert_eq!(Cells::new(&seen, 100_000).bytes, seen.bin_bytes);
+    assert_eq!(HeatCells::new(&seen, 100_000).bytes, seen.bin_bytes);
 }
 
 #[test]
@@ -411,16 +414,16 @@ fn closing_message_names_the_guests_place() {
     let mut seen = page(Vec::new());
     seen.end = Some(EndReason::Stopped("it has moved to there:1".into()));
     seen.moved_to = Some("there:1".into());
-    assert_eq!(last_words(&seen), "the guest has moved to there:1");
+    assert_eq!(closing_message(&seen), "the guest has moved to there:1");
     seen.moved_to = None;
     seen.end = Some(EndReason::PowerOff);
-    assert_eq!(last_words(&seen), "the guest powered itself off");
+    assert_eq!(closing_message(&seen), "the guest powered itself off");
 }
 
 #[test]
 fn lost_vmm_leaves_the_last_guest_state() {
-    let lost = |view: &View| {
-        let why = "it has gone".to_owned();
+    let lost = |view: &TopView| {
+        let why = "it has ended".to_owned();
         view.lost(ClientError::Broken { socket: "s".into(), why }).message().to_owned()
     };
     let mut seen = page(vec![vcpu(1)]);
@@ -428,7 +431,7 @@ fn lost_vmm_leaves_the_last_guest_state() {
     seen.info.state = GuestState::Paused;
     let mut view = view(seen);
     let said = lost(&view);
-    assert!(said.ends_with("when last seen the guest was paused"), "{said}");
+    assert!(said.ends_with("at its last answer the guest was paused"), "{said}");
     // The state is known even if it is not shown.
     view.paused = true;
     let mut doubtful = page(vec![vcpu(1)]);

@@ -13,20 +13,20 @@ use crate::args::{LONGEST_INTERVAL, SHORTEST_INTERVAL};
 use crate::failure::Failure;
 
 /// Number of windows kept for the small curves.
-const REMEMBERED: usize = 240;
+const MAX_RATES: usize = 240;
 
 /// The last answer.
-pub(super) enum Now {
+pub(super) enum LastAnswer {
     Page(Box<WatchPage>),
     Arriving(Box<ArrivingInfo>),
 }
 
 /// See the module documentation.
-pub(super) struct View {
-    pub(super) now: Option<Now>,
+pub(super) struct TopView {
+    pub(super) last_answer: Option<LastAnswer>,
     /// The guest's state in the last answer, whether shown or not, and its destination while it
     /// migrates.
-    pub(super) last: Option<(GuestState, Option<String>)>,
+    pub(super) last_state: Option<(GuestState, Option<String>)>,
     /// Frames per second of each vCPU, oldest first.
     pub(super) rates: Vec<VecDeque<u64>>,
     /// Whether new answers are not shown.
@@ -37,18 +37,18 @@ pub(super) struct View {
     pub(super) silent: Option<Duration>,
 }
 
-impl View {
+impl TopView {
     /// Returns the failure for missing answers. It names the guest's last known state.
     pub(super) fn lost(&self, e: ClientError) -> Failure {
-        let Some((state, to)) = &self.last else { return e.into() };
+        let Some((state, to)) = &self.last_state else { return e.into() };
         let to = to.as_ref().map(|to| format!(", to {to}")).unwrap_or_default();
-        Failure::error(format!("{e}; when last seen the guest was {}{to}", state.name()))
+        Failure::error(format!("{e}; at its last answer the guest was {}{to}", state.name()))
     }
 
     pub(super) fn new(interval: Duration, palette: Palette) -> Self {
         Self {
-            now: None,
-            last: None,
+            last_answer: None,
+            last_state: None,
             rates: Vec::new(),
             paused: false,
             interval,
@@ -64,7 +64,7 @@ impl View {
             let state = page.info.state;
             let moving = matches!(state, GuestState::Migrating | GuestState::InDoubt);
             let to = page.migration.as_ref().filter(|_| moving).map(|job| job.to.clone());
-            self.last = Some((state, to));
+            self.last_state = Some((state, to));
         }
         match update {
             Update::Page(page) if page.end.is_some() => return Some(page),
@@ -75,17 +75,17 @@ impl View {
     }
 
     fn show(&mut self, update: Update) {
-        self.now = Some(match update {
-            Update::Arriving(info) => Now::Arriving(info),
+        self.last_answer = Some(match update {
+            Update::Arriving(info) => LastAnswer::Arriving(info),
             Update::Page(page) => {
                 self.rates.resize_with(page.vcpu.len(), VecDeque::new);
                 for (rates, vcpu) in self.rates.iter_mut().zip(&page.vcpu) {
-                    if rates.len() == REMEMBERED {
+                    if rates.len() == MAX_RATES {
                         rates.pop_front();
                     }
                     rates.push_back(per_second(vcpu.dirtied_frames.unwrap_or(0), page.window_ms));
                 }
-                Now::Page(page)
+                LastAnswer::Page(page)
             }
         });
     }

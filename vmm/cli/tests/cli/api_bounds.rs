@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use crate::common::{Place, Vmm, attack, wait_for};
+use crate::common::{TestDir, Vmm, attack, wait_for};
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
 /// Allowance beside connections: the operator's own, and threads that are ending.
@@ -49,8 +49,8 @@ fn flood(of: &Vmm<'_>, least: usize, says: &[&str]) -> VecDeque<UnixStream> {
 
 #[test]
 fn silent_clients_keep_no_operator_out() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "vmm", GUEST);
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "vmm", GUEST);
     let (threads, files, kib) = held(&vmm);
     let says = [
         "",
@@ -70,13 +70,13 @@ fn silent_clients_keep_no_operator_out() {
     drop(held_open);
     wait_for("files as before", || (held(&vmm).1 <= files).then_some(()));
     vmm.tell(&["stop"]);
-    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
 }
 
 #[test]
 fn clients_that_read_nothing_are_displaced() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "vmm", GUEST);
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "vmm", GUEST);
     let (_, files, _) = held(&vmm);
     // More answers than fit into a socket's buffers.
     let many = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".repeat(500);
@@ -86,13 +86,13 @@ fn clients_that_read_nothing_are_displaced() {
     drop(held_open);
     wait_for("files as before", || (held(&vmm).1 <= files).then_some(()));
     vmm.tell(&["stop"]);
-    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
 }
 
 #[test]
 fn a_slow_client_is_answered_while_others_are() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "vmm", GUEST);
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "vmm", GUEST);
     let request = "GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
     let (first, rest) = request.split_at(9);
     let mut slow = client(&vmm, first);
@@ -103,14 +103,14 @@ fn a_slow_client_is_answered_while_others_are() {
     slow.read_to_string(&mut answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     vmm.tell(&["stop"]);
-    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
 }
 
 #[test]
 fn requests_that_wait_leave_room_for_an_operator() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "vmm", GUEST);
-    let store = place.text("store");
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "vmm", GUEST);
+    let store = tmp.text("store");
     let checkpoints = ["checkpoint", "--store", &store, "--every", "1s", "--detach"];
     vmm.tell(&checkpoints);
     let hold = "GET /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\n";
@@ -135,7 +135,7 @@ fn requests_that_wait_leave_room_for_an_operator() {
     vmm.tell(&["resume"]);
     vmm.tell(&["checkpoint", "--stop"]);
     vmm.tell(&["stop"]);
-    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
 }
 
 /// Returns whether the server now refuses one more request of the waiting class.
@@ -148,9 +148,9 @@ fn is_full(of: &Vmm<'_>) -> bool {
 
 #[test]
 fn requests_that_wait_end_with_their_clients() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "vmm", GUEST);
-    let store = place.text("store");
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "vmm", GUEST);
+    let store = tmp.text("store");
     vmm.tell(&["checkpoint", "--store", &store, "--every", "1s", "--detach"]);
     for hold in [
         "GET /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -170,5 +170,5 @@ fn requests_that_wait_end_with_their_clients() {
         wait_for("room", || (!is_full(&vmm)).then_some(()));
     }
     vmm.tell(&["stop"]);
-    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
 }

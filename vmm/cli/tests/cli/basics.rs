@@ -1,7 +1,8 @@
 //! The command line and the API on one guest of the threads backend: messages, their destination,
 //! and exit codes.
 
-use crate::common::{Place, Vmm, fail, output, raw, request, succeed, text, wait_for};
+use crate::common::{TestDir, Vmm, fail, output, raw, request, succeed, text, wait_for};
+use rustix::process::Signal;
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M"];
 
@@ -11,9 +12,8 @@ fn payload(spec: &'static str) -> Vec<&'static str> {
 
 #[test]
 fn guest_is_shown_paused_resumed_and_stopped() {
-    let place = Place::new();
-    let mut vmm =
-        Vmm::run(&place, "a", &[&payload("payload,ws=4M"), &["--vcpus", "2"][..]].concat());
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "a", &[&payload("payload,ws=4M"), &["--vcpus", "2"][..]].concat());
     let info = vmm.info().unwrap();
     assert_eq!(info["state"], "running");
     assert_eq!((&info["vcpus"], &info["mem_bytes"]), (&2.into(), &(64 << 20).into()));
@@ -31,37 +31,40 @@ fn guest_is_shown_paused_resumed_and_stopped() {
 
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
-    assert!(vmm.said().contains("the guest was stopped: stopped over the API"), "{}", vmm.said());
-    assert!(!place.path("a.sock").exists(), "the socket goes with its process");
+    assert!(
+        vmm.stderr().contains("the guest was stopped: stopped over the API"),
+        "{}",
+        vmm.stderr()
+    );
+    assert!(!tmp.path("a.sock").exists(), "the socket goes with its process");
 }
 
 #[test]
 fn process_ends_with_its_guest() {
     let out = output(&[&["run"][..], &payload("payload,ws=1M,rate=max,passes=3")].concat());
-    let (lines, said) = (text(&out.stdout), text(&out.stderr));
-    assert_eq!(out.status.code(), Some(0), "{said}");
+    let (lines, stderr) = (text(&out.stdout), text(&out.stderr));
+    assert_eq!(out.status.code(), Some(0), "{stderr}");
     assert!(lines.starts_with("payload ready vcpus=1 ws_pages=256"), "{lines}");
     assert!(lines.contains("payload vcpu=0 done ") && lines.contains(" errors=0 "), "{lines}");
-    assert_eq!(said, "driftline: the guest powered itself off\n");
+    assert_eq!(stderr, "driftline: the guest powered itself off\n");
 }
 
 #[test]
 fn a_signal_stops_the_guest_cleanly() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));
-    let pid = rustix::process::Pid::from_raw(vmm.pid().try_into().unwrap()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "a", &payload("payload,ws=1M"));
+    vmm.signal(Signal::TERM);
     assert_eq!(vmm.wait(), Some(0));
-    assert!(vmm.said().contains("interrupted by SIGTERM"), "{}", vmm.said());
-    assert!(!place.path("a.sock").exists());
+    assert!(vmm.stderr().contains("interrupted by SIGTERM"), "{}", vmm.stderr());
+    assert!(!tmp.path("a.sock").exists());
 }
 
 #[test]
 fn wrong_usage_exits_2_with_a_hint() {
-    let said = fail(2, &["run", "--guest", "payload", "--mem", "64Q"]);
-    assert!(said.contains("a size is digits"), "{said}");
-    let said = fail(2, &["run", "--guest", "payload,colour=red"]);
-    assert!(said.contains("colour"), "{said}");
+    let stderr = fail(2, &["run", "--guest", "payload", "--mem", "64Q"]);
+    assert!(stderr.contains("a size is digits"), "{stderr}");
+    let stderr = fail(2, &["run", "--guest", "payload,colour=red"]);
+    assert!(stderr.contains("colour"), "{stderr}");
     fail(2, &["run", "--guest", "payload", "--kernel", "vmlinux"]);
     fail(2, &["run", "--mem", "64M"]);
     for (option, value) in [
@@ -71,24 +74,27 @@ fn wrong_usage_exits_2_with_a_hint() {
         ("--balloon", None),
     ] {
         let beside = ["run", "--guest", "payload", option];
-        let said = fail(2, &[&beside[..], value.as_slice()].concat());
-        assert!(said.contains("cannot be used with") && said.contains(option), "{said}");
+        let stderr = fail(2, &[&beside[..], value.as_slice()].concat());
+        assert!(stderr.contains("cannot be used with") && stderr.contains(option), "{stderr}");
         let alone = ["run", option];
         fail(2, &[&alone[..], value.as_slice()].concat());
     }
     for wrong in ["0", "33"] {
-        let said = fail(2, &["run", "--guest", "payload", "--vcpus", wrong]);
-        assert!(said.contains(&format!("'{wrong}'")) && said.contains("1 to 32 vCPUs"), "{said}");
+        let stderr = fail(2, &["run", "--guest", "payload", "--vcpus", wrong]);
+        assert!(
+            stderr.contains(&format!("'{wrong}'")) && stderr.contains("1 to 32 vCPUs"),
+            "{stderr}"
+        );
     }
     for (cpu, why) in [
         ("max", "there is no processor \"max\"; there are host and baseline"),
         ("host,-warp", "there is no processor feature \"warp\""),
     ] {
-        let said = fail(2, &["run", "--guest", "payload", "--cpu", cpu]);
-        assert!(said.contains(why), "{said}");
+        let stderr = fail(2, &["run", "--guest", "payload", "--cpu", cpu]);
+        assert!(stderr.contains(why), "{stderr}");
     }
-    let said = fail(2, &["run", "--guest", "payload", "--tracking", "magic"]);
-    assert!(said.contains("there is no tracking mode \"magic\""), "{said}");
+    let stderr = fail(2, &["run", "--guest", "payload", "--tracking", "magic"]);
+    assert!(stderr.contains("there is no tracking mode \"magic\""), "{stderr}");
     fail(2, &["run", "--guest", "payload", "--shiny"]);
     fail(2, &["fly"]);
     fail(2, &["info"]);
@@ -97,18 +103,18 @@ fn wrong_usage_exits_2_with_a_hint() {
 
 #[test]
 fn missing_or_dead_socket_is_explained() {
-    let place = Place::new();
-    let socket = place.text("none.sock");
-    let said = fail(1, &["info", "--api-sock", &socket]);
-    assert!(said.contains("does not exist: is the guest running"), "{said}");
+    let tmp = TestDir::new();
+    let socket = tmp.text("none.sock");
+    let stderr = fail(1, &["info", "--api-sock", &socket]);
+    assert!(stderr.contains("does not exist: is the guest running"), "{stderr}");
 
-    let mut first = Vmm::run(&place, "a", &payload("payload,ws=1M"));
-    let said =
+    let mut first = Vmm::run(&tmp, "a", &payload("payload,ws=1M"));
+    let stderr =
         fail(1, &[&["run"][..], &payload("payload"), &["--api-sock", &first.socket()]].concat());
-    assert!(said.contains("is in use: another process listens there"), "{said}");
+    assert!(stderr.contains("is in use: another process listens there"), "{stderr}");
     first.kill();
-    assert!(place.path("a.sock").exists(), "a killed process leaves its socket");
-    let mut second = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    assert!(tmp.path("a.sock").exists(), "a killed process leaves its socket");
+    let mut second = Vmm::run(&tmp, "a", &payload("payload,ws=1M"));
     assert_eq!(second.state(), "running");
     second.tell(&["stop"]);
     second.wait();
@@ -116,24 +122,24 @@ fn missing_or_dead_socket_is_explained() {
 
 #[test]
 fn impossible_guest_is_refused_with_the_reason() {
-    let said =
+    let stderr =
         fail(1, &["run", "--backend", "threads", "--mem", "16M", "--guest", "payload,ws=64M"]);
-    assert!(said.contains("its working set takes 16384 pages"), "{said}");
-    let said = fail(1, &["run", "--backend", "threads", "--kernel", "vmlinux"]);
-    assert!(said.contains("the threads backend runs only the payload"), "{said}");
+    assert!(stderr.contains("its working set takes 16384 pages"), "{stderr}");
+    let stderr = fail(1, &["run", "--backend", "threads", "--kernel", "vmlinux"]);
+    assert!(stderr.contains("the threads backend runs only the payload"), "{stderr}");
 }
 
 #[test]
 fn a_job_is_followed_by_its_number() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "a", &payload("payload,ws=1M"));
     let socket = vmm.socket();
     let ask = |method: &str, path: &str, body: &str| request(&socket, method, path, body);
     // An older client sends null for fields that it does not use.
     for (n, epochs, disks) in [(1, 1, ""), (2, 3, r#","disks":null"#)] {
         let body = format!(
             r#"{{"store":"{}","every_ms":1,"count":{epochs}{disks}}}"#,
-            place.text(&format!("store{n}"))
+            tmp.text(&format!("store{n}"))
         );
         let answer = ask("POST", "/checkpoint", &body);
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
@@ -165,8 +171,8 @@ fn a_job_is_followed_by_its_number() {
 
 #[test]
 fn the_api_speaks_firecrackers_json() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "a", &payload("payload,ws=1M"));
     let socket = vmm.socket();
     let ask = |method: &str, path: &str, body: &str| request(&socket, method, path, body);
 
@@ -219,5 +225,5 @@ fn the_api_speaks_firecrackers_json() {
     assert_eq!(vmm.state(), "running", "none of this has hurt the guest");
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
-    wait_for("the socket to go", || (!place.path("a.sock").exists()).then_some(()));
+    wait_for("the socket to go", || (!tmp.path("a.sock").exists()).then_some(()));
 }

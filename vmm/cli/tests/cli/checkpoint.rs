@@ -1,7 +1,7 @@
 //! Checkpoints from the command line, on the threads backend: taken, restored after a kill, and
 //! refused.
 
-use crate::common::{Place, Vmm, driftline, fail, output, succeed, text, wait_for};
+use crate::common::{TestDir, Vmm, driftline, fail, output, succeed, text, wait_for};
 use serde_json::{Value, json};
 
 const GUEST: &[&str] = &[
@@ -21,9 +21,9 @@ fn lines(json: &str) -> Vec<Value> {
 
 #[test]
 fn killed_guest_is_restored_without_errors() {
-    let place = Place::new();
-    let store = place.text("store");
-    let mut first = Vmm::run(&place, "first", GUEST);
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
+    let mut first = Vmm::run(&tmp, "first", GUEST);
     let before = first.await_progress(2, &[]);
     let json = first.tell(&[
         "checkpoint",
@@ -60,7 +60,7 @@ fn killed_guest_is_restored_without_errors() {
     assert!(sound.ends_with(verdict), "{sound}");
     assert_eq!(succeed(&["store", "repair", &store]), verdict, "there is nothing to do");
 
-    let mut second = Vmm::start(&place, "second", &["restore", "--same-id", "--store", &store]);
+    let mut second = Vmm::start(&tmp, "second", &["restore", "--same-id", "--store", &store]);
     second.await_api();
     assert_eq!(second.info().unwrap()["vcpus"], 2);
     second.await_progress(2, &before);
@@ -70,9 +70,9 @@ fn killed_guest_is_restored_without_errors() {
     second.kill();
 
     let mut third =
-        Vmm::start(&place, "third", &["restore", "--same-id", "--store", &store, "--epoch", "4"]);
+        Vmm::start(&tmp, "third", &["restore", "--same-id", "--store", &store, "--epoch", "4"]);
     third.await_api();
-    let resumed = || third.said().contains("resumed from checkpoint 4 after ").then_some(());
+    let resumed = || third.stderr().contains("resumed from checkpoint 4 after ").then_some(());
     wait_for("the guest to be resumed", resumed);
     third.await_progress(2, &before);
     third.tell(&["stop"]);
@@ -81,9 +81,9 @@ fn killed_guest_is_restored_without_errors() {
 
 #[test]
 fn active_run_refuses_another_and_respects_pauses() {
-    let place = Place::new();
-    let store = place.text("store");
-    let mut vmm = Vmm::run(&place, "a", GUEST);
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
+    let mut vmm = Vmm::run(&tmp, "a", GUEST);
     let follower = std::thread::spawn({
         let args = ["checkpoint", "--every", "10ms", "--count", "100000", "--json"];
         let args = args.map(str::to_owned).to_vec();
@@ -94,10 +94,10 @@ fn active_run_refuses_another_and_respects_pauses() {
         }
     });
     wait_for("the run to begin", || (vmm.info()?["checkpointing"] == true).then_some(()));
-    let other = place.text("other");
-    let said = vmm.refuse(4, &["checkpoint", "--store", &other]);
-    assert!(said.contains("a checkpoint run (job 1, every 10 ms, into "), "{said}");
-    assert!(said.contains("driftline checkpoint --stop --api-sock "), "{said}");
+    let other = tmp.text("other");
+    let stderr = vmm.refuse(4, &["checkpoint", "--store", &other]);
+    assert!(stderr.contains("a checkpoint run (job 1, every 10 ms, into "), "{stderr}");
+    assert!(stderr.contains("driftline checkpoint --stop --api-sock "), "{stderr}");
     for _ in 0..5 {
         vmm.tell(&["pause"]);
         assert_eq!(vmm.state(), "paused");
@@ -111,17 +111,17 @@ fn active_run_refuses_another_and_respects_pauses() {
     let followed = follower.join().unwrap();
     let epochs = lines(&text(&followed.stdout));
     assert!(epochs.len() > 3, "{epochs:?}");
-    assert_eq!(followed.status.code(), Some(1), "the guest has gone");
+    assert_eq!(followed.status.code(), Some(1), "the guest has ended");
     succeed(&["store", "verify", &store]);
 }
 
 #[test]
 fn a_folder_without_a_manifest_is_no_store() {
-    let place = Place::new();
-    let dir = place.text("plain");
+    let tmp = TestDir::new();
+    let dir = tmp.text("plain");
     std::fs::create_dir(&dir).unwrap();
     let expected = format!("driftline: {dir} is not a Driftline store (no manifest)\n");
-    let file = place.text("file");
+    let file = tmp.text("file");
     for args in [
         &["store", "ls", &dir][..],
         &["store", "verify", &dir],
@@ -134,30 +134,30 @@ fn a_folder_without_a_manifest_is_no_store() {
     }
     assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0, "nothing was made there");
     std::fs::write(&file, "").unwrap();
-    let said = fail(1, &["store", "ls", &file]);
-    assert!(said.contains("file is neither a store nor an archive (0 bytes)"), "{said}");
+    let stderr = fail(1, &["store", "ls", &file]);
+    assert!(stderr.contains("file is neither a store nor an archive (0 bytes)"), "{stderr}");
 }
 
 #[test]
 fn damage_and_absence_are_explained() {
-    let place = Place::new();
-    let store = place.text("store");
-    let said = fail(1, &["restore", "--store", &place.text("nowhere")]);
-    assert!(said.contains("opening the store"), "{said}");
-    let mut vmm = Vmm::run(&place, "a", GUEST);
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
+    let stderr = fail(1, &["restore", "--store", &tmp.text("nowhere")]);
+    assert!(stderr.contains("opening the store"), "{stderr}");
+    let mut vmm = Vmm::run(&tmp, "a", GUEST);
     vmm.tell(&["checkpoint", "--store", &store]);
-    let said = vmm.refuse(2, &["checkpoint", "--store", &store, "--max-pause", "2ms"]);
-    assert!(said.contains("--every"), "{said}");
-    let said = vmm.refuse(2, &["checkpoint", "--store", &store, "--every", "soon"]);
-    assert!(said.contains("a duration is digits and ms or s"), "{said}");
+    let stderr = vmm.refuse(2, &["checkpoint", "--store", &store, "--max-pause", "2ms"]);
+    assert!(stderr.contains("--every"), "{stderr}");
+    let stderr = vmm.refuse(2, &["checkpoint", "--store", &store, "--every", "soon"]);
+    assert!(stderr.contains("a duration is digits and ms or s"), "{stderr}");
     vmm.tell(&["stop"]);
     vmm.wait();
-    let said = fail(1, &["restore", "--store", &store, "--epoch", "7"]);
-    assert!(said.contains("has no checkpoint 7"), "{said}");
+    let stderr = fail(1, &["restore", "--store", &store, "--epoch", "7"]);
+    assert!(stderr.contains("has no checkpoint 7"), "{stderr}");
 
     // A byte of every frame, and the middle of the files that locate the frames.
     for name in ["pages-1", "log-1", "manifest"] {
-        let file = place.path("store").join(name);
+        let file = tmp.path("store").join(name);
         let sound = std::fs::read(&file).unwrap();
         let mut bytes = sound.clone();
         match name {
@@ -169,21 +169,24 @@ fn damage_and_absence_are_explained() {
         // Only a KVM guest can run before its memory is restored. The memory of this one is
         // restored first, whether requested or not.
         for args in [["store", "verify", &store].as_slice(), &restore[..3], &restore] {
-            let said = fail(1, args);
-            assert!(said.contains(name) && said.contains(", byte "), "{said}");
+            let stderr = fail(1, args);
+            assert!(stderr.contains(name) && stderr.contains(", byte "), "{stderr}");
         }
         std::fs::write(&file, sound).unwrap();
     }
     succeed(&["store", "verify", &store]);
 
     // A missing manifest, which repair reconstructs.
-    let manifest = place.path("store").join("manifest");
+    let manifest = tmp.path("store").join("manifest");
     std::fs::remove_file(&manifest).unwrap();
-    let said = fail(1, &["restore", "--store", &store]);
-    assert!(said.contains(&format!("rebuild it with: driftline store repair {store}")), "{said}");
-    let said = fail(1, &["store", "repair", "--dry-run", &store]);
+    let stderr = fail(1, &["restore", "--store", &store]);
+    assert!(
+        stderr.contains(&format!("rebuild it with: driftline store repair {store}")),
+        "{stderr}"
+    );
+    let stderr = fail(1, &["store", "repair", "--dry-run", &store]);
     let verdict = "1 of 1 checkpoint is sound; the latest sound one is 1\n";
-    assert!(said.ends_with(verdict) && !manifest.exists(), "{said}");
+    assert!(stderr.ends_with(verdict) && !manifest.exists(), "{stderr}");
     let out = output(&["store", "verify", "--json", &store]);
     let survey: Value = serde_json::from_slice(&out.stdout).unwrap();
     assert_eq!((out.status.code(), &survey["sound"]), (Some(1), &1.into()), "{survey}");
@@ -193,12 +196,12 @@ fn damage_and_absence_are_explained() {
 
 #[test]
 fn store_is_retained_compacted_and_exported() {
-    let place = Place::new();
-    let store = place.text("store");
-    let mut vmm = Vmm::run(&place, "a", GUEST);
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
+    let mut vmm = Vmm::run(&tmp, "a", GUEST);
     vmm.await_progress(2, &[]);
-    let said = vmm.refuse(2, &["checkpoint", "--store", &store, "--keep", "0"]);
-    assert!(said.contains("--keep"), "{said}");
+    let stderr = vmm.refuse(2, &["checkpoint", "--store", &store, "--keep", "0"]);
+    assert!(stderr.contains("--keep"), "{stderr}");
     let every =
         ["checkpoint", "--store", &store, "--every", "10ms", "--count", "12", "--keep", "3"];
     vmm.tell(&every);
@@ -219,33 +222,33 @@ fn store_is_retained_compacted_and_exported() {
     assert_eq!(compacted["epochs"], 4);
     assert!(compacted["after_bytes"].as_u64() < compacted["before_bytes"].as_u64(), "{compacted}");
     assert_eq!(epochs(), [10, 11, 12, 13]);
-    let said = fail(1, &["store", "compact", &place.text("nowhere")]);
-    assert!(said.contains("opening the store") && !place.path("nowhere").exists(), "{said}");
+    let stderr = fail(1, &["store", "compact", &tmp.text("nowhere")]);
+    assert!(stderr.contains("opening the store") && !tmp.path("nowhere").exists(), "{stderr}");
 
-    let (file, path) = (place.text("memory"), place.path("memory"));
+    let (file, path) = (tmp.text("memory"), tmp.path("memory"));
     let export = ["store", "export", &store, "--format", "raw", "--epoch", "11", "--output", &file];
     let exported: Value =
         serde_json::from_str(&succeed(&[&export[..], &["--json"]].concat())).unwrap();
     assert_eq!((&exported["epoch"], path.metadata().unwrap().len()), (&11.into(), 64 << 20));
     assert!(exported["frames"].as_u64() >= Some(16 << 8), "{exported}");
-    let said = fail(1, &export);
-    assert!(said.contains("it exists; --force overwrites it"), "{said}");
+    let stderr = fail(1, &export);
+    assert!(stderr.contains("it exists; --force overwrites it"), "{stderr}");
     succeed(&[&export[..], &["--force"]].concat());
-    let (nowhere, dir) = (place.text("no/file"), place.text("store"));
+    let (nowhere, dir) = (tmp.text("no/file"), tmp.text("store"));
     let to = |file| fail(1, &["store", "export", &store, "--output", file]);
-    let said = to(&nowhere);
-    assert!(said.contains(&format!("cannot write {nowhere}: the directory ")), "{said}");
-    let said = to(&dir);
-    assert!(said.contains(&format!("cannot write {dir}: is a directory")), "{said}");
-    let said = fail(1, &["store", "export", &store, "--epoch", "2", "--output", &place.text("no")]);
-    assert!(said.contains("has no checkpoint 2") && !place.path("no").exists(), "{said}");
+    let stderr = to(&nowhere);
+    assert!(stderr.contains(&format!("cannot write {nowhere}: the directory ")), "{stderr}");
+    let stderr = to(&dir);
+    assert!(stderr.contains(&format!("cannot write {dir}: is a directory")), "{stderr}");
+    let stderr = fail(1, &["store", "export", &store, "--epoch", "2", "--output", &tmp.text("no")]);
+    assert!(stderr.contains("has no checkpoint 2") && !tmp.path("no").exists(), "{stderr}");
 }
 
 #[test]
 fn a_run_ends_with_its_client_unless_detached() {
-    let place = Place::new();
-    let store = place.text("store");
-    let vmm = Vmm::run(&place, "a", GUEST);
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
+    let vmm = Vmm::run(&tmp, "a", GUEST);
     let socket = vmm.socket();
     let run = ["checkpoint", "--api-sock", &socket, "--store", &store, "--every", "20ms"];
     let mut client = driftline(&run).stdout(std::process::Stdio::null()).spawn().unwrap();

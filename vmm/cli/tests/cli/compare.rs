@@ -4,16 +4,16 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::common::{Place, driftline, fail, succeed, text};
+use crate::common::{TestDir, driftline, fail, succeed, text};
 use driftline_machine::testing::{hide_userfaultfd, kvm_or_skip, skip};
 use serde_json::Value;
 
 #[test]
 fn unknown_tracking_is_refused_with_the_known() {
     for wrong in ["bogus", "dirty-ring+bogus", "none+tree"] {
-        let said = fail(2, &["compare", "--modes", &format!("dirty-ring,{wrong}")]);
-        assert!(said.contains(&format!("no way to track called \"{wrong}\"")), "{said}");
-        assert!(said.contains("dirty-ring+tree, dirty-ring+list, dirty-ring+flat"), "{said}");
+        let stderr = fail(2, &["compare", "--modes", &format!("dirty-ring,{wrong}")]);
+        assert!(stderr.contains(&format!("no way to track called \"{wrong}\"")), "{stderr}");
+        assert!(stderr.contains("dirty-ring+tree, dirty-ring+list, dirty-ring+flat"), "{stderr}");
     }
     fail(2, &["compare", "--guest", "paperload"]);
     fail(2, &["compare", "--mem", "1G,1"]);
@@ -23,35 +23,35 @@ fn unknown_tracking_is_refused_with_the_known() {
         for (much, why) in
             [("18446744073709551615s", "a duration is at most a year"), ("86401s", &bound)]
         {
-            let said = fail(2, &["compare", "--kernel", "none", option, much]);
-            assert!(said.contains(why), "{option} {much}: {said}");
+            let stderr = fail(2, &["compare", "--kernel", "none", option, much]);
+            assert!(stderr.contains(why), "{option} {much}: {stderr}");
         }
     }
 }
 
 #[test]
 fn unusable_report_files_are_refused_first() {
-    let place = Place::new();
-    let said = fail(1, &["compare", "--svg", "/dev/null"]);
-    assert!(said.contains("/dev/null cannot be written: it is no regular file"), "{said}");
-    std::fs::write(place.path("page"), "as it was").unwrap();
-    std::os::unix::fs::symlink("page", place.path("link")).unwrap();
-    let said = fail(1, &["compare", "--html", &place.text("page"), "--svg", &place.text("link")]);
-    assert!(said.contains("--html and --svg are the same file"), "{said}");
-    assert!(!said.contains("machines"), "nothing was started: {said}");
-    assert_eq!(place.read("page"), "as it was");
+    let tmp = TestDir::new();
+    let stderr = fail(1, &["compare", "--svg", "/dev/null"]);
+    assert!(stderr.contains("/dev/null cannot be written: it is no regular file"), "{stderr}");
+    std::fs::write(tmp.path("page"), "as it was").unwrap();
+    std::os::unix::fs::symlink("page", tmp.path("link")).unwrap();
+    let stderr = fail(1, &["compare", "--html", &tmp.text("page"), "--svg", &tmp.text("link")]);
+    assert!(stderr.contains("--html and --svg are the same file"), "{stderr}");
+    assert!(!stderr.contains("machines"), "nothing was started: {stderr}");
+    assert_eq!(tmp.read("page"), "as it was");
 }
 
 #[test]
 fn unwritable_page_is_refused_first() {
-    let place = Place::new();
-    for path in [place.text("no/such/page.html"), place.text("."), "/proc/page.html".to_owned()] {
-        let said = fail(1, &["compare", "--html", &path]);
-        assert!(said.contains(&format!("{path} cannot be written")), "{said}");
-        assert!(!said.contains("machines"), "nothing was started: {said}");
+    let tmp = TestDir::new();
+    for path in [tmp.text("no/such/page.html"), tmp.text("."), "/proc/page.html".to_owned()] {
+        let stderr = fail(1, &["compare", "--html", &path]);
+        assert!(stderr.contains(&format!("{path} cannot be written")), "{stderr}");
+        assert!(!stderr.contains("machines"), "nothing was started: {stderr}");
     }
-    let said = fail(2, &["compare", "--duration", "100ms", "--repeat", "5"]);
-    assert!(said.contains("no room for four epochs"), "{said}");
+    let stderr = fail(2, &["compare", "--duration", "100ms", "--repeat", "5"]);
+    assert!(stderr.contains("no room for four epochs"), "{stderr}");
 }
 
 #[test]
@@ -69,9 +69,9 @@ fn compare_without_kvm_exits_3() {
         return skip(test, "/dev/kvm cannot be hidden here");
     }
     let out = hidden(&format!("exec {} compare", env!("CARGO_BIN_EXE_driftline"))).unwrap();
-    let said = text(&out.stderr);
-    assert_eq!(out.status.code(), Some(3), "{said}");
-    assert!(said.contains("this host lacks a usable /dev/kvm"), "{said}");
+    let stderr = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(3), "{stderr}");
+    assert!(stderr.contains("this host lacks a usable /dev/kvm"), "{stderr}");
 }
 
 #[test]
@@ -91,12 +91,12 @@ fn missing_userfaultfd_is_named_and_others_measured() {
         [compared, tracked, shadowed].map(|mut run| run.output().unwrap())
     });
     let [compared, tracked, shadowed] = hidden.join().unwrap();
-    let said = text(&compared.stderr);
-    assert_eq!(compared.status.code(), Some(0), "{said}");
+    let stderr = text(&compared.stderr);
+    assert_eq!(compared.status.code(), Some(0), "{stderr}");
     let lacks = "this host has no asynchronous write protection of userfaultfd: ";
-    let first = said.lines().next().unwrap();
-    assert!(first.contains(&format!("userfault-wp+tree is not measured: {lacks}")), "{said}");
-    assert!(said.lines().nth(1).unwrap().contains("2 machines"), "{said}");
+    let first = stderr.lines().next().unwrap();
+    assert!(first.contains(&format!("userfault-wp+tree is not measured: {lacks}")), "{stderr}");
+    assert!(stderr.lines().nth(1).unwrap().contains("2 machines"), "{stderr}");
     let report: Value = serde_json::from_slice(&compared.stdout).unwrap();
     let rows = rows(&report);
     let row = |way: &str| rows.iter().find(|row| row["way"] == way).unwrap();
@@ -105,9 +105,9 @@ fn missing_userfaultfd_is_named_and_others_measured() {
     assert!(lacking["why"].as_str().unwrap().starts_with(lacks), "{lacking}");
     assert_eq!(row("dirty-bitmap+tree")["figures"]["missed_frames"], 0);
     for run in [tracked, shadowed] {
-        let said = text(&run.stderr);
-        assert_eq!(run.status.code(), Some(3), "{said}");
-        assert!(said.contains("this host lacks userfaultfd's asynchronous"), "{said}");
+        let stderr = text(&run.stderr);
+        assert_eq!(run.status.code(), Some(3), "{stderr}");
+        assert!(stderr.contains("this host lacks userfaultfd's asynchronous"), "{stderr}");
     }
 }
 
@@ -129,8 +129,8 @@ fn small_matrix_misses_no_frame() {
     if !kvm_or_skip("small_matrix_misses_no_frame") {
         return;
     }
-    let place = Place::new();
-    let page = place.text("page.html");
+    let tmp = TestDir::new();
+    let page = tmp.text("page.html");
     let guests = ["payload,ws=2M,rate=40M", "payload,ws=8M,rate=max,pattern=random"];
     let printed = succeed(&[
         "compare",
@@ -179,11 +179,11 @@ fn small_matrix_misses_no_frame() {
     }
     assert!(measured >= 2, "the bitmap at least is everywhere");
     let answer: Vec<&str> =
-        report["answer"].as_array().unwrap().iter().map(|said| said.as_str().unwrap()).collect();
+        report["answer"].as_array().unwrap().iter().map(|line| line.as_str().unwrap()).collect();
     // Two runs are too few for a clear difference.
     assert!(answer[0].starts_with("No way's epoch is clearly cheaper"), "{answer:?}");
-    assert!(answer.iter().any(|said| said.starts_with("No way missed a page: in ")), "{answer:?}");
-    let page = place.read("page.html");
+    assert!(answer.iter().any(|line| line.starts_with("No way missed a page: in ")), "{answer:?}");
+    let page = tmp.read("page.html");
     let version = succeed(&["--version"]);
     let version = version.trim().strip_prefix("driftline ").unwrap();
     assert_eq!(report["version"], version);
@@ -238,7 +238,7 @@ fn full_rings_miss_no_frame_and_are_timed() {
 
 /// Checks the page from within: its background, and texts that overlap or lie outside their
 /// drawings.
-const LOOK: &str = r#"<pre id="looked"></pre><script>
+const PAGE_CHECK: &str = r#"<pre id="looked"></pre><script>
 const bad = [];
 for (const svg of document.querySelectorAll('svg')) {
   const whole = svg.getBoundingClientRect();
@@ -258,9 +258,9 @@ document.getElementById('looked').textContent =
 
 fn browser() -> Option<&'static str> {
     ["chromium", "chromium-browser", "google-chrome"].into_iter().find(|name| {
-        let mut asked = Command::new(name);
-        let asked = asked.arg("--version").stdout(Stdio::null()).stderr(Stdio::null());
-        asked.status().is_ok_and(|status| status.success())
+        let mut command = Command::new(name);
+        let command = command.arg("--version").stdout(Stdio::null()).stderr(Stdio::null());
+        command.status().is_ok_and(|status| status.success())
     })
 }
 
@@ -273,11 +273,11 @@ fn page_is_legible_in_light_and_dark() {
     if !kvm_or_skip(test) {
         return;
     }
-    let place = Place::new();
+    let tmp = TestDir::new();
     succeed(&[
         "compare",
         "--html",
-        &place.text("page.html"),
+        &tmp.text("page.html"),
         "--guest",
         "payload,ws=2M,rate=40M",
         "--guest",
@@ -289,19 +289,19 @@ fn page_is_legible_in_light_and_dark() {
         "--repeat",
         "1",
     ]);
-    let page = place.read("page.html");
-    std::fs::write(place.path("looking.html"), page.replace("</body></html>", LOOK)).unwrap();
+    let page = tmp.read("page.html");
+    std::fs::write(tmp.path("looking.html"), page.replace("</body></html>", PAGE_CHECK)).unwrap();
     let mut backgrounds = Vec::new();
     for (name, scheme) in [("light", "1"), ("dark", "0")] {
         let mut command = Command::new(browser);
         command.args(["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,1600"]);
-        command.arg(format!("--user-data-dir={}", place.text("profile")));
+        command.arg(format!("--user-data-dir={}", tmp.text("profile")));
         command.arg(format!("--blink-settings=preferredColorScheme={scheme}"));
-        let shot = place.text(&format!("{name}.png"));
+        let shot = tmp.text(&format!("{name}.png"));
         let out = command
             .arg(format!("--screenshot={shot}"))
             .arg("--dump-dom")
-            .arg(format!("file://{}", place.text("looking.html")))
+            .arg(format!("file://{}", tmp.text("looking.html")))
             .output()
             .unwrap();
         let dom = text(&out.stdout);

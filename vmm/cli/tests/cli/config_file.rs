@@ -1,7 +1,7 @@
 //! `run --config-file`: the same guest from the JSON of `GET /vm/config`, options that win over it,
 //! and refusals that name the field.
 
-use crate::common::{Place, Vmm, fail, request};
+use crate::common::{TestDir, Vmm, fail, request};
 use driftline_machine::testing::Elf;
 use driftline_machine::testing::Tap;
 use driftline_machine::testing::{kvm_or_skip, skip};
@@ -23,14 +23,14 @@ fn stopped(mut vmm: Vmm) -> Value {
     config
 }
 
-fn write(place: &Place, config: &Value) -> String {
-    std::fs::write(place.path("config.json"), config.to_string()).unwrap();
-    place.text("config.json")
+fn write(tmp: &TestDir, config: &Value) -> String {
+    std::fs::write(tmp.path("config.json"), config.to_string()).unwrap();
+    tmp.text("config.json")
 }
 
-fn payload_file(place: &Place) -> Value {
+fn payload_file(tmp: &TestDir) -> Value {
     let guest = stopped(Vmm::run(
-        place,
+        tmp,
         "a",
         &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M", "--name", "web-1"],
     ));
@@ -51,17 +51,17 @@ fn configuration_of_a_kvm_guest_restarts_it() {
         Ok(tap) => tap,
         Err(why) => return skip(NAME, &why.to_string()),
     };
-    let place = Place::new();
+    let tmp = TestDir::new();
     // hlt; jmp $-1
-    std::fs::write(place.path("kernel"), Elf::new(&[0xf4, 0xeb, 0xfd]).bytes()).unwrap();
-    std::fs::write(place.path("initrd"), [7; 5000]).unwrap();
+    std::fs::write(tmp.path("kernel"), Elf::new(&[0xf4, 0xeb, 0xfd]).bytes()).unwrap();
+    std::fs::write(tmp.path("initrd"), [7; 5000]).unwrap();
     for (name, bytes) in [("a.img", 1 << 20), ("b,readonly.img", 3 << 20)] {
-        std::fs::File::create(place.path(name)).unwrap().set_len(bytes).unwrap();
+        std::fs::File::create(tmp.path(name)).unwrap().set_len(bytes).unwrap();
     }
-    let (kernel, initrd) = (place.text("kernel"), place.text("initrd"));
-    let disk = format!("path={}", place.text("a.img"));
+    let (kernel, initrd) = (tmp.text("kernel"), tmp.text("initrd"));
+    let disk = format!("path={}", tmp.text("a.img"));
     let net = format!("tap={}", tap.0);
-    let vsock = format!("cid=7,uds={}", place.text("v.sock"));
+    let vsock = format!("cid=7,uds={}", tmp.text("v.sock"));
     let kernel = ["--kernel", &kernel, "--initrd", &initrd, "--cmdline", "root=/dev/vda quiet"];
     let machine = [
         "--bare-cmdline",
@@ -80,34 +80,34 @@ fn configuration_of_a_kvm_guest_restarts_it() {
     ];
     let devices =
         ["--disk", &disk, "--net", &net, "--vsock", &vsock, "--balloon", "size=1028K,hinting=off"];
-    let mut first = stopped(Vmm::run(&place, "a", &[&kernel[..], &machine, &devices].concat()));
+    let mut first = stopped(Vmm::run(&tmp, "a", &[&kernel[..], &machine, &devices].concat()));
     assert_eq!(first["boot-source"]["boot_args"], "root=/dev/vda quiet");
     assert_eq!(first["balloon"]["target_bytes"], 1028 << 10);
     assert_eq!(first["machine-config"]["cpu"].as_str(), Some("host,-cx16"));
     // A name that no option could give.
-    let second = json!({ "path_on_host": place.text("b,readonly.img"), "is_read_only": true });
+    let second = json!({ "path_on_host": tmp.text("b,readonly.img"), "is_read_only": true });
     first["drives"].as_array_mut().unwrap().push(second);
-    let again = stopped(Vmm::run(&place, "b", &["--config-file", &write(&place, &first)]));
+    let again = stopped(Vmm::run(&tmp, "b", &["--config-file", &write(&tmp, &first)]));
     let added = json!({
-        "drive_id": "disk1", "path_on_host": place.text("b,readonly.img"), "is_root_device": false,
+        "drive_id": "disk1", "path_on_host": tmp.text("b,readonly.img"), "is_root_device": false,
         "is_read_only": true, "serial": "disk1", "bytes": 3 << 20,
     });
     first["drives"][1] = added;
     assert_eq!(again, first);
-    let third = stopped(Vmm::run(&place, "c", &["--config-file", &write(&place, &again)]));
+    let third = stopped(Vmm::run(&tmp, "c", &["--config-file", &write(&tmp, &again)]));
     assert_eq!(third, first);
     first.as_object_mut().unwrap().remove("entropy");
-    let fourth = stopped(Vmm::run(&place, "d", &["--config-file", &write(&place, &first)]));
+    let fourth = stopped(Vmm::run(&tmp, "d", &["--config-file", &write(&tmp, &first)]));
     assert_eq!(fourth, first, "without a source of randomness");
 }
 
 #[test]
 fn options_win_over_the_file() {
-    let place = Place::new();
-    let file = write(&place, &payload_file(&place));
+    let tmp = TestDir::new();
+    let file = write(&tmp, &payload_file(&tmp));
     let own = ["--mem", "128M", "--guest", "payload,ws=2M", "--name", "web-2", "--vcpus", "2"];
-    let changed = stopped(Vmm::run(&place, "b", &[&["--config-file", &file][..], &own].concat()));
-    let mut expected = payload_file(&place);
+    let changed = stopped(Vmm::run(&tmp, "b", &[&["--config-file", &file][..], &own].concat()));
+    let mut expected = payload_file(&tmp);
     expected["name"] = json!("web-2");
     expected["boot-source"]["guest"] = json!("payload,ws=2M");
     for (field, value) in [("mem_bytes", 128 << 20), ("mem_size_mib", 128), ("vcpu_count", 2)] {
@@ -118,19 +118,19 @@ fn options_win_over_the_file() {
 
 #[test]
 fn short_file_has_the_options_defaults() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let short = json!({
         "boot-source": { "guest": "payload,ws=1M" }, "machine-config": { "backend": "threads" },
     });
-    let short = stopped(Vmm::run(&place, "a", &["--config-file", &write(&place, &short)]));
+    let short = stopped(Vmm::run(&tmp, "a", &["--config-file", &write(&tmp, &short)]));
     let options = ["--backend", "threads", "--guest", "payload,ws=1M"];
-    assert_eq!(short, stopped(Vmm::run(&place, "b", &options)));
+    assert_eq!(short, stopped(Vmm::run(&tmp, "b", &options)));
 }
 
 #[test]
 fn a_wrong_file_is_refused_by_its_field() {
-    let place = Place::new();
-    let disk = place.text("disk");
+    let tmp = TestDir::new();
+    let disk = tmp.text("disk");
     std::fs::File::create(&disk).unwrap().set_len(4096).unwrap();
     let boot = json!({ "guest": "payload" });
     let with = |part: &str, value: Value| json!({ "boot-source": boot, part: value });
@@ -219,16 +219,16 @@ fn a_wrong_file_is_refused_by_its_field() {
         ),
         (json!({ "boot-source": { "guest": "payload,colour=red" } }), none, "boot-source.guest: "),
     ] {
-        let file = write(&place, &config);
-        let said = fail(2, &[&["run", "--config-file", &file][..], options].concat());
-        assert!(said.contains(&format!("--config-file {file}: ")), "{config}: {said}");
-        assert!(said.contains(why), "{config}: {said}");
+        let file = write(&tmp, &config);
+        let stderr = fail(2, &[&["run", "--config-file", &file][..], options].concat());
+        assert!(stderr.contains(&format!("--config-file {file}: ")), "{config}: {stderr}");
+        assert!(stderr.contains(why), "{config}: {stderr}");
     }
-    std::fs::write(place.path("config.json"), "{} {}").unwrap();
-    let run = ["run", "--config-file", &place.text("config.json")];
+    std::fs::write(tmp.path("config.json"), "{} {}").unwrap();
+    let run = ["run", "--config-file", &tmp.text("config.json")];
     assert!(fail(2, &run).contains("trailing characters"));
-    std::fs::write(place.path("config.json"), vec![b' '; (1 << 20) + 1]).unwrap();
+    std::fs::write(tmp.path("config.json"), vec![b' '; (1 << 20) + 1]).unwrap();
     assert!(fail(2, &run).contains("larger than 1 MiB"));
-    let said = fail(1, &["run", "--config-file", &place.text("none")]);
-    assert!(said.contains("No such file"), "{said}");
+    let stderr = fail(1, &["run", "--config-file", &tmp.text("none")]);
+    assert!(stderr.contains("No such file"), "{stderr}");
 }

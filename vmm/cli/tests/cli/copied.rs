@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::{Place, Vmm, fail, receiver, text, wait_for};
+use crate::common::{TestDir, Vmm, fail, receiver, text, wait_for};
 use driftline_machine::testing::{kvm_or_skip, skip};
 use serde_json::Value;
 
@@ -14,8 +14,8 @@ const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 const BYTES: u64 = (8 << 20) + 512;
 
 /// Creates a disk with scattered data and holes between it.
-fn disk(place: &Place, name: &str) -> String {
-    let path = place.path(name);
+fn disk(tmp: &TestDir, name: &str) -> String {
+    let path = tmp.path(name);
     let file = File::create(&path).unwrap();
     file.set_len(BYTES).unwrap();
     for (at, byte) in [(0, 1), (1 << 20, 2), (5 << 20, 3), (BYTES - 512, 4)] {
@@ -26,8 +26,8 @@ fn disk(place: &Place, name: &str) -> String {
     format!("path={}", path.display())
 }
 
-fn copy(place: &Place, name: &str, id: &str) -> String {
-    format!("path={},id={id},copy", place.text(name))
+fn copy(tmp: &TestDir, name: &str, id: &str) -> String {
+    format!("path={},id={id},copy", tmp.text(name))
 }
 
 fn same(a: &Path, b: &Path) -> bool {
@@ -39,14 +39,13 @@ fn disks_go_along_there_and_back() {
     if !kvm_or_skip("disks_go_along_there_and_back") {
         return;
     }
-    let place = Place::new();
-    let (a, b) = (disk(&place, "a"), format!("{},readonly,id=b", disk(&place, "b")));
-    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &a, "--disk", &b]].concat());
+    let tmp = TestDir::new();
+    let (a, b) = (disk(&tmp, "a"), format!("{},readonly,id=b", disk(&tmp, "b")));
+    let mut first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &a, "--disk", &b]].concat());
     let before = first.await_progress(1, &[]);
 
-    let (to_a, to_b) =
-        (copy(&place, "a2", "disk0"), format!("{},readonly", copy(&place, "b2", "b")));
-    let (mut second, to) = receiver(&place, "second", &["--disk", &to_a, "--disk", &to_b]);
+    let (to_a, to_b) = (copy(&tmp, "a2", "disk0"), format!("{},readonly", copy(&tmp, "b2", "b")));
+    let (mut second, to) = receiver(&tmp, "second", &["--disk", &to_a, "--disk", &to_b]);
     let report = first.tell(&["send-migration", &to, "--copy-disks", "--json"]);
     let report: Value = serde_json::from_str(&report).unwrap();
     assert_eq!(report["status"], "completed", "{report}");
@@ -56,69 +55,69 @@ fn disks_go_along_there_and_back() {
     assert_eq!(sent, 2 * 4 * 4096, "{report}");
     assert!(report["disk_zero_bytes"].as_u64().unwrap() >= 128 << 10, "{report}");
     assert!(report["passes"][0]["disk_bytes"].as_u64().unwrap() < BYTES, "{report}");
-    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    assert_eq!(first.wait(), Some(0), "{}", first.stderr());
     second.await_api();
     let between = second.await_progress(1, &before);
     for (old, new) in [("a", "a2"), ("b", "b2")] {
-        assert!(same(&place.path(old), &place.path(new)), "{new}");
-        let made = place.path(new).metadata().unwrap();
+        assert!(same(&tmp.path(old), &tmp.path(new)), "{new}");
+        let made = tmp.path(new).metadata().unwrap();
         assert!(made.blocks() * 512 < BYTES / 2, "its holes are holes");
         assert_eq!(made.mode() & 0o777, 0o600);
     }
-    assert!(second.said().contains("of its disks came along"), "{}", second.said());
+    assert!(second.stderr().contains("of its disks came along"), "{}", second.stderr());
 
     // Migrate back with a copy of one disk only; the other one is shared, under another name.
-    std::fs::hard_link(place.path("b2"), place.path("b3")).unwrap();
+    std::fs::hard_link(tmp.path("b2"), tmp.path("b3")).unwrap();
     let (to_a, to_b) =
-        (copy(&place, "a3", "disk0"), format!("path={},id=b,readonly", place.text("b3")));
+        (copy(&tmp, "a3", "disk0"), format!("path={},id=b,readonly", tmp.text("b3")));
     // The directory for the new file differs from the directory that the process may use later.
-    std::fs::create_dir(place.path("elsewhere")).unwrap();
-    let (disks, elsewhere) = (["--disk", &to_a, "--disk", &to_b], place.text("elsewhere"));
+    std::fs::create_dir(tmp.path("elsewhere")).unwrap();
+    let (disks, elsewhere) = (["--disk", &to_a, "--disk", &to_b], tmp.text("elsewhere"));
     let (mut third, to) =
-        receiver(&place, "third", &[&disks[..], &["--allow-path", &elsewhere]].concat());
+        receiver(&tmp, "third", &[&disks[..], &["--allow-path", &elsewhere]].concat());
     let table = second.tell(&["send-migration", &to, "--copy-disks=disk0"]);
     assert!(table.contains("\ndisks "), "{table}");
     assert!(table.contains("their files here are out of date"), "{table}");
-    assert_eq!(second.wait(), Some(0), "{}", second.said());
+    assert_eq!(second.wait(), Some(0), "{}", second.stderr());
     third.await_api();
     third.await_progress(1, &between);
-    assert!(same(&place.path("a"), &place.path("a3")));
+    assert!(same(&tmp.path("a"), &tmp.path("a3")));
     // The guest has locked the disk: no other guest may use it.
-    let said = fail(
+    let stderr = fail(
         1,
-        &[&["run", "--serial", "null"], GUEST, &["--disk", &format!("path={}", place.text("a3"))]]
+        &[&["run", "--serial", "null"], GUEST, &["--disk", &format!("path={}", tmp.text("a3"))]]
             .concat(),
     );
-    assert!(said.contains("a3\" is in use by another"), "{said}");
+    assert!(stderr.contains("a3\" is in use by another"), "{stderr}");
     third.tell(&["stop"]);
     assert_eq!(third.wait(), Some(0));
-    assert!(place.path("a3").exists());
+    assert!(tmp.path("a3").exists());
 }
 
 /// A receiver's name and options, the sender's options, and parts of the resulting message.
-type Case<'a> = (&'static str, Vec<&'a str>, &'a [&'a str], &'a [&'a str]);
+type CopyCase<'a> = (&'static str, Vec<&'a str>, &'a [&'a str], &'a [&'a str]);
 
 #[test]
 fn copy_options_of_both_sides_must_match() {
     if !kvm_or_skip("copy_options_of_both_sides_must_match") {
         return;
     }
-    let place = Place::new();
-    let a = disk(&place, "a");
-    let made = copy(&place, "made", "disk0");
-    let plain = format!("path={},identity=any", place.text("a"));
+    let tmp = TestDir::new();
+    let a = disk(&tmp, "a");
+    let made = copy(&tmp, "made", "disk0");
+    let plain = format!("path={},identity=any", tmp.text("a"));
     for args in [
         vec!["run", "--mem", "32M", "--guest", "payload,ws=1M", "--disk", &made],
         vec!["restore", "--store", "none", "--disk", &made],
     ] {
-        let said = fail(2, &args);
-        assert!(said.contains("'copy' of --disk is only for receive-migration"), "{said}");
+        let stderr = fail(2, &args);
+        assert!(stderr.contains("'copy' of --disk is only for receive-migration"), "{stderr}");
     }
-    let first = Vmm::run(&place, "first", &[GUEST, &["--disk", &a]].concat());
+    let first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &a]].concat());
     let mut before = first.await_progress(1, &[]);
-    std::fs::write(place.path("precious"), "precious").unwrap();
-    let precious = copy(&place, "precious", "disk0");
-    let cases: [Case<'_>; 6] = [
+    std::fs::write(tmp.path("precious"), "precious").unwrap();
+    let precious = copy(&tmp, "precious", "disk0");
+    let cases: [CopyCase<'_>; 6] = [
         (
             "r0",
             vec![],
@@ -152,17 +151,17 @@ fn copy_options_of_both_sides_must_match() {
         ),
     ];
     for (name, there, how, whys) in cases {
-        let (mut unfit, to) = receiver(&place, name, &there);
-        let said = first.refuse(4, &[&["send-migration", &to], how].concat());
+        let (mut unfit, to) = receiver(&tmp, name, &there);
+        let stderr = first.refuse(4, &[&["send-migration", &to], how].concat());
         for why in whys {
-            assert!(said.contains(why), "{why}: {said}");
+            assert!(stderr.contains(why), "{why}: {stderr}");
         }
-        assert!(unfit.is_alive(), "it waits on: {}", unfit.said());
+        assert!(unfit.is_alive(), "it waits on: {}", unfit.stderr());
         unfit.kill();
-        assert!(!place.path("made").exists(), "{name}");
+        assert!(!tmp.path("made").exists(), "{name}");
         before = first.await_progress(1, &before);
     }
-    assert_eq!(place.read("precious"), "precious");
+    assert_eq!(tmp.read("precious"), "precious");
 }
 
 #[test]
@@ -171,39 +170,39 @@ fn full_destination_disk_keeps_guest_at_source() {
     if !kvm_or_skip(test) {
         return;
     }
-    let place = Place::new();
-    let small = match Small::mount(&place.path("small")) {
+    let tmp = TestDir::new();
+    let small = match Small::mount(&tmp.path("small")) {
         Ok(small) => small,
         Err(why) => return skip(test, &why),
     };
-    let spec = disk(&place, "a");
+    let spec = disk(&tmp, "a");
     let noise: Vec<u8> =
         (0..4u32 << 20).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8 | 1).collect();
-    File::options().write(true).open(place.path("a")).unwrap().write_all_at(&noise, 0).unwrap();
-    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    File::options().write(true).open(tmp.path("a")).unwrap().write_all_at(&noise, 0).unwrap();
+    let mut first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &spec]].concat());
     let before = first.await_progress(1, &[]);
-    let (mut full, to) = receiver(&place, "full", &["--disk", &copy(&place, "small/a", "disk0")]);
-    let said = first.refuse(4, &["send-migration", &to, "--copy-disks"]);
+    let (mut full, to) = receiver(&tmp, "full", &["--disk", &copy(&tmp, "small/a", "disk0")]);
+    let stderr = first.refuse(4, &["send-migration", &to, "--copy-disks"]);
     assert!(
-        said.contains("copying disk \"disk0\" failed: writing its copy: No space left on device"),
-        "{said}"
+        stderr.contains("copying disk \"disk0\" failed: writing its copy: No space left on device"),
+        "{stderr}"
     );
-    assert!(said.contains("the guest continues here"), "{said}");
+    assert!(stderr.contains("the guest continues here"), "{stderr}");
     wait_for("the receiver to wait on", || {
-        full.said().contains("waiting for another source").then_some(())
+        full.stderr().contains("waiting for another source").then_some(())
     });
-    assert!(full.said().contains("No space left on device"), "{}", full.said());
+    assert!(full.stderr().contains("No space left on device"), "{}", full.stderr());
     full.kill();
-    assert!(!place.path("small/a").exists(), "what was begun is removed");
+    assert!(!tmp.path("small/a").exists(), "what was begun is removed");
     assert_eq!(first.state(), "running");
     let between = first.await_progress(1, &before);
     // The other file system has room.
-    let (mut second, to) = receiver(&place, "second", &["--disk", &copy(&place, "a2", "disk0")]);
+    let (mut second, to) = receiver(&tmp, "second", &["--disk", &copy(&tmp, "a2", "disk0")]);
     first.tell(&["send-migration", &to, "--copy-disks"]);
-    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    assert_eq!(first.wait(), Some(0), "{}", first.stderr());
     second.await_api();
     second.await_progress(1, &between);
-    assert!(same(&place.path("a"), &place.path("a2")));
+    assert!(same(&tmp.path("a"), &tmp.path("a2")));
     drop(small);
 }
 

@@ -3,16 +3,16 @@
 use std::fs;
 use std::path::Path;
 
-use crate::common::{Place, Vmm, fail, output, succeed, text};
+use crate::common::{TestDir, Vmm, fail, output, succeed, text};
 use serde_json::Value;
 
 const GUEST: &[&str] =
     &["--mem", "64M", "--guest", "payload,ws=1M,pattern=random", "--backend", "threads"];
 
 /// Creates a store with two checkpoints.
-fn stored(place: &Place) -> String {
-    let store = place.text("store");
-    let mut vmm = Vmm::run(place, "a", GUEST);
+fn stored(tmp: &TestDir) -> String {
+    let store = tmp.text("store");
+    let mut vmm = Vmm::run(tmp, "a", GUEST);
     vmm.await_progress(1, &[]);
     vmm.tell(&["checkpoint", "--store", &store]);
     let before = vmm.reports();
@@ -41,22 +41,22 @@ fn copy(from: &Path, to: &Path) {
 
 #[test]
 fn repair_that_loses_checkpoints_ends_with_1() {
-    let place = Place::new();
-    let store = stored(&place);
-    damage_second(&place.path("store"));
-    copy(&place.path("store"), &place.path("other"));
+    let tmp = TestDir::new();
+    let store = stored(&tmp);
+    damage_second(&tmp.path("store"));
+    copy(&tmp.path("store"), &tmp.path("other"));
     let repaired = output(&["store", "repair", &store]);
-    let (said, printed) = (text(&repaired.stderr), text(&repaired.stdout));
-    assert_eq!(repaired.status.code(), Some(1), "{said}");
+    let (stderr, printed) = (text(&repaired.stderr), text(&repaired.stdout));
+    assert_eq!(repaired.status.code(), Some(1), "{stderr}");
     let verdict = "1 of 2 checkpoints are sound; the latest sound one is 1\n";
     assert_eq!(printed, verdict);
-    assert!(said.contains("checkpoint 2 is damaged: "), "{said}");
-    assert!(said.contains("what was replaced is in ") && said.contains(".pages-1"), "{said}");
+    assert!(stderr.contains("checkpoint 2 is damaged: "), "{stderr}");
+    assert!(stderr.contains("what was replaced is in ") && stderr.contains(".pages-1"), "{stderr}");
     assert!(succeed(&["store", "verify", &store]).ends_with("latest sound one is 1\n"));
     // A second repair loses nothing more.
     assert!(succeed(&["store", "repair", &store]).starts_with("1 of 1 checkpoint is sound"));
 
-    let repaired = output(&["store", "repair", "--json", &place.text("other")]);
+    let repaired = output(&["store", "repair", "--json", &tmp.text("other")]);
     let report: Value = serde_json::from_slice(&repaired.stdout).unwrap();
     assert_eq!(repaired.status.code(), Some(1), "{report}");
     assert_eq!((&report["repaired"], &report["sound"]), (&true.into(), &1.into()), "{report}");
@@ -65,26 +65,29 @@ fn repair_that_loses_checkpoints_ends_with_1() {
 
 #[test]
 fn damage_message_names_the_repair() {
-    let place = Place::new();
-    let store = stored(&place);
+    let tmp = TestDir::new();
+    let store = stored(&tmp);
     let hint = format!(". Salvage what is sound with: driftline store repair {store}");
-    let (dir, sound) = (place.path("store"), place.path("sound"));
+    let (dir, sound) = (tmp.path("store"), tmp.path("sound"));
     copy(&dir, &sound);
-    let file = place.text("memory");
+    let file = tmp.text("memory");
     let restore = ["restore", "--store", &store];
     let export = ["store", "export", &store, "--output", &file];
     damage_second(&dir);
     for args in [&restore[..], &export] {
-        let said = fail(1, args);
-        assert!(said.contains("fails its checksum") && said.trim_end().ends_with(&hint), "{said}");
+        let stderr = fail(1, args);
+        assert!(
+            stderr.contains("fails its checksum") && stderr.trim_end().ends_with(&hint),
+            "{stderr}"
+        );
     }
     // Unreadable files: nothing is mapped at address 0 of the process.
     for name in ["pages-1", "manifest"] {
         fs::remove_file(dir.join(name)).unwrap();
         std::os::unix::fs::symlink("/proc/self/mem", dir.join(name)).unwrap();
         for args in [&restore[..], &export] {
-            let said = fail(1, args);
-            assert!(said.contains(name) && said.trim_end().ends_with(&hint), "{said}");
+            let stderr = fail(1, args);
+            assert!(stderr.contains(name) && stderr.trim_end().ends_with(&hint), "{stderr}");
         }
         fs::remove_file(dir.join(name)).unwrap();
         fs::copy(sound.join(name), dir.join(name)).unwrap();
@@ -92,12 +95,12 @@ fn damage_message_names_the_repair() {
     let log = fs::read(dir.join("log-1")).unwrap();
     fs::write(dir.join("log-1"), [&[1; 9], &log[9..]].concat()).unwrap();
     for args in [&restore[..], &export, &["store", "compact", &store]] {
-        let said = fail(1, args);
-        assert!(said.contains("log-1, byte 0") && said.trim_end().ends_with(&hint), "{said}");
+        let stderr = fail(1, args);
+        assert!(stderr.contains("log-1, byte 0") && stderr.trim_end().ends_with(&hint), "{stderr}");
     }
     fs::remove_file(dir.join("log-1")).unwrap();
     for args in [&restore[..], &["store", "ls", &store], &["store", "repair", &store]] {
-        let said = fail(1, args);
-        assert!(said.contains("has lost its log (log-1)"), "{said}");
+        let stderr = fail(1, args);
+        assert!(stderr.contains("has lost its log (log-1)"), "{stderr}");
     }
 }

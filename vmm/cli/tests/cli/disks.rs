@@ -3,7 +3,7 @@
 
 use std::fs::File;
 
-use crate::common::{Place, Vmm, fail, output, receiver, request, succeed, text};
+use crate::common::{TestDir, Vmm, fail, output, receiver, request, succeed, text};
 use driftline_guest::{Lifecycle, RunState};
 use driftline_machine::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::Machine;
@@ -12,8 +12,8 @@ use serde_json::Value;
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 
-fn disk(place: &Place, name: &str, bytes: u64) -> String {
-    let path = place.path(name);
+fn disk(tmp: &TestDir, name: &str, bytes: u64) -> String {
+    let path = tmp.path(name);
     File::create(&path).unwrap().set_len(bytes).unwrap();
     format!("path={}", path.display())
 }
@@ -27,28 +27,28 @@ fn unusable_disk_is_refused_with_the_reason() {
     if !kvm_or_skip("unusable_disk_is_refused_with_the_reason") {
         return;
     }
-    let place = Place::new();
-    let none = format!("path={}", place.text("none"));
-    let said = fail(1, &run(&["--disk", &none]));
-    assert!(said.contains("none\" cannot be opened for writing"), "{said}");
-    let directory = format!("path={},readonly", place.text("."));
-    let said = fail(1, &run(&["--disk", &directory]));
-    assert!(said.contains("neither a regular file nor a block device"), "{said}");
+    let tmp = TestDir::new();
+    let none = format!("path={}", tmp.text("none"));
+    let stderr = fail(1, &run(&["--disk", &none]));
+    assert!(stderr.contains("none\" cannot be opened for writing"), "{stderr}");
+    let directory = format!("path={},readonly", tmp.text("."));
+    let stderr = fail(1, &run(&["--disk", &directory]));
+    assert!(stderr.contains("neither a regular file nor a block device"), "{stderr}");
     for bytes in [511, 513, (1 << 20) - 1] {
-        let odd = disk(&place, "odd", bytes);
-        let said = fail(1, &run(&["--disk", &odd]));
+        let odd = disk(&tmp, "odd", bytes);
+        let stderr = fail(1, &run(&["--disk", &odd]));
         let why = format!("has {bytes} bytes, which are not whole sectors of 512");
-        assert!(said.contains(&why), "{said}");
+        assert!(stderr.contains(&why), "{stderr}");
     }
-    let empty = disk(&place, "empty", 0);
-    let said = fail(1, &run(&["--disk", &empty]));
-    assert!(said.contains("has 0 bytes: a disk has at least one sector"), "{said}");
-    let good = disk(&place, "good", 1 << 20);
+    let empty = disk(&tmp, "empty", 0);
+    let stderr = fail(1, &run(&["--disk", &empty]));
+    assert!(stderr.contains("has 0 bytes: a disk has at least one sector"), "{stderr}");
+    let good = disk(&tmp, "good", 1 << 20);
     let twice = format!("{good},id=disk0");
-    let said = fail(1, &run(&["--disk", &good, "--disk", &twice]));
-    assert!(said.contains("two devices with the name \"disk0\""), "{said}");
-    let said = fail(1, &run(&["--backend", "threads", "--disk", &good]));
-    assert!(said.contains("the threads backend has no devices"), "{said}");
+    let stderr = fail(1, &run(&["--disk", &good, "--disk", &twice]));
+    assert!(stderr.contains("two devices with the name \"disk0\""), "{stderr}");
+    let stderr = fail(1, &run(&["--backend", "threads", "--disk", &good]));
+    assert!(stderr.contains("the threads backend has no devices"), "{stderr}");
     for bad in [
         "good",
         "path=",
@@ -56,8 +56,8 @@ fn unusable_disk_is_refused_with_the_reason() {
         "path=/d,id=a b",
         "path=/d,serial=123456789012345678901",
     ] {
-        let said = fail(2, &run(&["--disk", bad]));
-        assert!(said.contains("--disk"), "{said}");
+        let stderr = fail(2, &run(&["--disk", bad]));
+        assert!(stderr.contains("--disk"), "{stderr}");
     }
 }
 
@@ -67,19 +67,19 @@ fn disk_in_use_is_refused_to_others() {
     if !kvm_or_skip(TEST) {
         return;
     }
-    let place = Place::new();
-    let spec = disk(&place, "disk", 1 << 20);
-    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
-    let said = fail(1, &run(&["--disk", &spec]));
-    assert!(said.contains("disk\" is in use by another"), "{said}");
-    let said = fail(1, &run(&["--disk", &format!("{spec},readonly")]));
-    assert!(said.contains("disk\" is in use by another"), "{said}");
+    let tmp = TestDir::new();
+    let spec = disk(&tmp, "disk", 1 << 20);
+    let mut first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &spec]].concat());
+    let stderr = fail(1, &run(&["--disk", &spec]));
+    assert!(stderr.contains("disk\" is in use by another"), "{stderr}");
+    let stderr = fail(1, &run(&["--disk", &format!("{spec},readonly")]));
+    assert!(stderr.contains("disk\" is in use by another"), "{stderr}");
 
-    let store = place.text("store");
+    let store = tmp.text("store");
     let socket = first.socket();
     let args = ["checkpoint", "--api-sock", &socket, "--store", &store, "--disks", "external"];
-    let said = output(&args);
-    assert!(said.status.success() && text(&said.stderr).contains("disks are yours to keep"));
+    let stderr = output(&args);
+    assert!(stderr.status.success() && text(&stderr.stderr).contains("disks are yours to keep"));
     let before = first.await_progress(1, &[]);
     let figures = first.info().unwrap()["devices"][0].clone();
     assert_eq!((&figures["id"], &figures["reads"]), (&"disk0".into(), &0.into()), "{figures}");
@@ -96,14 +96,14 @@ fn disk_in_use_is_refused_to_others() {
     // The guest that has the disk still runs, so a restored one must not.
     let restore = |more: &[&str]| {
         let args = ["restore", "--store", &store, "--serial", "null"];
-        let state = place.text("state");
+        let state = tmp.text("state");
         fail(1, &[&args[..], &["--state-dir", &state], more].concat())
     };
-    let said = restore(&[]);
-    assert!(said.contains("in use by another"), "{said}");
+    let stderr = restore(&[]);
+    assert!(stderr.contains("in use by another"), "{stderr}");
     first.kill();
 
-    let small = disk(&place, "small", 4096);
+    let small = disk(&tmp, "small", 4096);
     let wrong = format!("{spec},id=disk7");
     let readonly = format!("{spec},readonly");
     for (disks, why) in [
@@ -113,15 +113,15 @@ fn disk_in_use_is_refused_to_others() {
         (vec!["--disk", &spec, "--disk", &small], "2 disks are given"),
     ] {
         let args = ["restore", "--store", &store, "--serial", "null"];
-        let state = place.text("state");
+        let state = tmp.text("state");
         let out = output(&[&args[..], &["--state-dir", &state], &disks].concat());
-        let said = text(&out.stderr);
-        assert!(!out.status.success() && said.contains(why), "{said}");
+        let stderr = text(&out.stderr);
+        assert!(!out.status.success() && stderr.contains(why), "{stderr}");
     }
-    let moved = format!("path={},id=disk0", place.text("moved"));
-    std::fs::rename(place.path("disk"), place.path("moved")).unwrap();
+    let moved = format!("path={},id=disk0", tmp.text("moved"));
+    std::fs::rename(tmp.path("disk"), tmp.path("moved")).unwrap();
     let args = ["restore", "--store", &store, "--disk", &moved];
-    let mut second = Vmm::start(&place, "second", &args);
+    let mut second = Vmm::start(&tmp, "second", &args);
     second.await_api();
     second.await_progress(1, &before);
     second.tell(&["stop"]);
@@ -135,52 +135,58 @@ fn restore_brings_the_disk_back() {
     if !kvm_or_skip("restore_brings_the_disk_back") {
         return;
     }
-    let place = Place::new();
-    let (spec, bytes) = (disk(&place, "disk", 1 << 20), 1 << 20);
+    let tmp = TestDir::new();
+    let (spec, bytes) = (disk(&tmp, "disk", 1 << 20), 1 << 20);
     let mut then = vec![0; bytes];
     then[4096 * 3..4096 * 10].fill(7);
-    std::fs::write(place.path("disk"), &then).unwrap();
-    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    std::fs::write(tmp.path("disk"), &then).unwrap();
+    let mut first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &spec]].concat());
     let id = first.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
-    let store = place.text("store");
+    let store = tmp.text("store");
     first.tell(&["checkpoint", "--store", &store]);
     let before = first.await_progress(1, &[]);
-    let file = place.text("exported");
+    let file = tmp.text("exported");
     let export = |format| ["store", "export", &store, "--format", format, "--output", &file];
     succeed(&export("driftline-zstd"));
-    let archive = place.text("archive");
+    let archive = tmp.text("archive");
     std::fs::rename(&file, &archive).unwrap();
     for format in ["raw", "elf-core"] {
         let out = output(&[&export(format)[..], &["--force"]].concat());
-        let said = text(&out.stderr);
+        let stderr = text(&out.stderr);
         assert!(
-            out.status.success() && said.contains("in checkpoint 1 is not in this file"),
-            "{said}"
+            out.status.success() && stderr.contains("in checkpoint 1 is not in this file"),
+            "{stderr}"
         );
     }
-    let state = place.text("state");
+    let state = tmp.text("state");
     let restore = |more: &[&str]| {
         let args = ["restore", "--store", &store, "--serial", "null", "--state-dir", &state];
         fail(1, &[&args[..], more].concat())
     };
-    let said = restore(&["--same-id"]);
-    assert!(said.contains("disk\" is in use by another"), "{said}");
+    let stderr = restore(&["--same-id"]);
+    assert!(stderr.contains("disk\" is in use by another"), "{stderr}");
     first.kill();
     let later = vec![9; bytes];
-    std::fs::write(place.path("disk"), &later).unwrap();
-    let small = disk(&place, "small", 4096);
-    let said = restore(&["--disk", &small]);
-    assert!(said.contains("has 1048576 bytes, and its file"), "{said}");
-    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    std::fs::write(tmp.path("disk"), &later).unwrap();
+    let small = disk(&tmp, "small", 4096);
+    let stderr = restore(&["--disk", &small]);
+    assert!(stderr.contains("has 1048576 bytes, and its file"), "{stderr}");
+    assert!(std::fs::read(tmp.path("disk")).unwrap() == later, "refused before it was touched");
     // The first guest may itself be restored, and then needs its disk.
     for more in [&[][..], &["--disk", &spec]] {
-        let said = restore(more);
-        assert!(said.contains(&format!("is guest {id}'s: give the new guest a file")), "{said}");
-        assert!(said.contains("--disk id=disk0,path=FILE") && said.contains("--same-id"), "{said}");
-        let content = std::fs::read(place.path("disk")).unwrap();
+        let stderr = restore(more);
+        assert!(
+            stderr.contains(&format!("is guest {id}'s: give the new guest a file")),
+            "{stderr}"
+        );
+        assert!(
+            stderr.contains("--disk id=disk0,path=FILE") && stderr.contains("--same-id"),
+            "{stderr}"
+        );
+        let content = std::fs::read(tmp.path("disk")).unwrap();
         assert!(content == later, "refused before it was touched");
     }
-    let named = format!("path={}", place.text("named"));
+    let named = format!("path={}", tmp.text("named"));
     let lazily = ["--lazy", "--disk", &named];
     let same = &["--same-id"][..];
     for (name, life, from, more) in [
@@ -188,43 +194,43 @@ fn restore_brings_the_disk_back() {
         ("disk", "third", &store, same),
         ("disk", "archived", &archive, same),
     ] {
-        std::fs::write(place.path(name), &later).unwrap();
+        std::fs::write(tmp.path(name), &later).unwrap();
         let args = [&["restore", "--store", from], more].concat();
-        let mut second = Vmm::start(&place, life, &args);
+        let mut second = Vmm::start(&tmp, life, &args);
         second.await_api();
         second.await_progress(1, &before);
-        second.await_said("7 blocks written to 1 of its disks");
-        assert!(!second.said().contains("as it is now"), "{}", second.said());
-        assert!(std::fs::read(place.path(name)).unwrap() == then, "{name}");
+        second.await_message("7 blocks written to 1 of its disks");
+        assert!(!second.stderr().contains("as it is now"), "{}", second.stderr());
+        assert!(std::fs::read(tmp.path(name)).unwrap() == then, "{name}");
         second.kill();
     }
     // Another file at that path is overwritten only if the command names it.
-    std::fs::write(place.path("other"), &later).unwrap();
-    std::fs::rename(place.path("other"), place.path("disk")).unwrap();
-    let said = restore(&["--same-id"]);
-    assert!(said.contains("disk \"disk0\" is another one on this host"), "{said}");
-    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    std::fs::write(tmp.path("other"), &later).unwrap();
+    std::fs::rename(tmp.path("other"), tmp.path("disk")).unwrap();
+    let stderr = restore(&["--same-id"]);
+    assert!(stderr.contains("disk \"disk0\" is another one on this host"), "{stderr}");
+    assert!(std::fs::read(tmp.path("disk")).unwrap() == later, "refused before it was touched");
     // It is not overwritten while its guest may be running elsewhere.
     std::fs::create_dir_all(&state).unwrap();
-    let record = place.path("state").join(format!("{id}.source.json"));
+    let record = tmp.path("state").join(format!("{id}.source.json"));
     std::fs::write(&record, "torn").unwrap();
-    let said = restore(&["--disk", &spec]);
-    assert!(said.contains("runs on another host"), "{said}");
-    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    let stderr = restore(&["--disk", &spec]);
+    assert!(stderr.contains("runs on another host"), "{stderr}");
+    assert!(std::fs::read(tmp.path("disk")).unwrap() == later, "refused before it was touched");
     std::fs::remove_file(record).unwrap();
     // A new guest does not overwrite it either: the file is at the path of its parent's disk.
     let any = format!("{spec},identity=any");
     for spec in [&spec, &any] {
-        let said = restore(&["--disk", spec]);
+        let stderr = restore(&["--disk", spec]);
         let why = format!("has the path of guest {id}'s disk: name another path");
-        assert!(said.contains(&why), "{said}");
+        assert!(stderr.contains(&why), "{stderr}");
     }
-    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    assert!(std::fs::read(tmp.path("disk")).unwrap() == later, "refused before it was touched");
     let args = ["restore", "--store", &store, "--disk", &spec, "--same-id"];
-    let mut fourth = Vmm::start(&place, "fourth", &args);
+    let mut fourth = Vmm::start(&tmp, "fourth", &args);
     fourth.await_api();
     fourth.await_progress(1, &before);
-    assert!(std::fs::read(place.path("disk")).unwrap() == then);
+    assert!(std::fs::read(tmp.path("disk")).unwrap() == then);
     fourth.kill();
 }
 
@@ -234,32 +240,32 @@ fn disk_lock_follows_the_guest() {
     if !kvm_or_skip("disk_lock_follows_the_guest") {
         return;
     }
-    let place = Place::new();
-    let spec = disk(&place, "disk", 1 << 20);
-    let small = disk(&place, "small", 4096);
-    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    let tmp = TestDir::new();
+    let spec = disk(&tmp, "disk", 1 << 20);
+    let small = disk(&tmp, "small", 4096);
+    let mut first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &spec]].concat());
     let before = first.await_progress(1, &[]);
     let in_use = || {
-        let said = fail(1, &run(&["--disk", &spec]));
-        assert!(said.contains("disk\" is in use by another"), "{said}");
+        let stderr = fail(1, &run(&["--disk", &spec]));
+        assert!(stderr.contains("disk\" is in use by another"), "{stderr}");
     };
 
-    let (mut unfit, to) = receiver(&place, "unfit", &["--disk", &small]);
-    let said = first.refuse(4, &["send-migration", &to]);
-    assert!(said.contains("has 1048576 bytes, and its file"), "{said}");
+    let (mut unfit, to) = receiver(&tmp, "unfit", &["--disk", &small]);
+    let stderr = first.refuse(4, &["send-migration", &to]);
+    assert!(stderr.contains("has 1048576 bytes, and its file"), "{stderr}");
     unfit.kill();
     let between = first.await_progress(1, &before);
     in_use();
 
-    let (mut second, to) = receiver(&place, "second", &[]);
+    let (mut second, to) = receiver(&tmp, "second", &[]);
     first.tell(&["send-migration", &to]);
-    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    assert_eq!(first.wait(), Some(0), "{}", first.stderr());
     second.await_api();
     second.await_progress(1, &between);
     in_use();
     second.tell(&["stop"]);
     assert_eq!(second.wait(), Some(0));
-    let mut free = Vmm::run(&place, "free", &[GUEST, &["--disk", &spec]].concat());
+    let mut free = Vmm::run(&tmp, "free", &[GUEST, &["--disk", &spec]].concat());
     free.kill();
 }
 
@@ -270,45 +276,45 @@ fn another_disk_needs_identity_any() {
     if !kvm_or_skip("another_disk_needs_identity_any") {
         return;
     }
-    let place = Place::new();
-    let spec = disk(&place, "disk", 1 << 20);
-    std::fs::copy(place.path("disk"), place.path("copy")).unwrap();
-    let copy = format!("path={}", place.text("copy"));
+    let tmp = TestDir::new();
+    let spec = disk(&tmp, "disk", 1 << 20);
+    std::fs::copy(tmp.path("disk"), tmp.path("copy")).unwrap();
+    let copy = format!("path={}", tmp.text("copy"));
     let may_be = format!("{copy},identity=any");
-    let said = fail(2, &run(&["--disk", &may_be]));
-    assert!(said.contains("'identity=any' of --disk is only for receive-migration"), "{said}");
+    let stderr = fail(2, &run(&["--disk", &may_be]));
+    assert!(stderr.contains("'identity=any' of --disk is only for receive-migration"), "{stderr}");
 
-    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    let mut first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &spec]].concat());
     let before = first.await_progress(1, &[]);
-    let (mut unfit, to) = receiver(&place, "unfit", &["--disk", &copy]);
-    let said = first.refuse(4, &["send-migration", &to]);
-    let inode = |name| std::os::unix::fs::MetadataExt::ino(&place.path(name).metadata().unwrap());
+    let (mut unfit, to) = receiver(&tmp, "unfit", &["--disk", &copy]);
+    let stderr = first.refuse(4, &["send-migration", &to]);
+    let inode = |name| std::os::unix::fs::MetadataExt::ino(&tmp.path(name).metadata().unwrap());
     for part in [
         "disk \"disk0\" is another one on this host".to_owned(),
         format!("inode {}", inode("disk")),
         format!("copy\" is inode {}", inode("copy")),
         format!("--disk id=disk0,{may_be}"),
     ] {
-        assert!(said.contains(&part), "{part}: {said}");
+        assert!(stderr.contains(&part), "{part}: {stderr}");
     }
     unfit.kill();
     let between = first.await_progress(1, &before);
 
-    let (mut second, to) = receiver(&place, "second", &["--disk", &may_be]);
+    let (mut second, to) = receiver(&tmp, "second", &["--disk", &may_be]);
     first.tell(&["send-migration", &to]);
-    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    assert_eq!(first.wait(), Some(0), "{}", first.stderr());
     second.await_api();
     let on = second.await_progress(1, &between);
     // The next disk is the guest's current one.
-    std::fs::hard_link(place.path("copy"), place.path("link")).unwrap();
-    let (mut unfit, to) = receiver(&place, "unfit2", &["--disk", &spec]);
-    let said = second.refuse(4, &["send-migration", &to]);
-    assert!(said.contains("disk \"disk0\" is another one on this host"), "{said}");
+    std::fs::hard_link(tmp.path("copy"), tmp.path("link")).unwrap();
+    let (mut unfit, to) = receiver(&tmp, "unfit2", &["--disk", &spec]);
+    let stderr = second.refuse(4, &["send-migration", &to]);
+    assert!(stderr.contains("disk \"disk0\" is another one on this host"), "{stderr}");
     unfit.kill();
-    let link = format!("path={}", place.text("link"));
-    let (mut third, to) = receiver(&place, "third", &["--disk", &link]);
+    let link = format!("path={}", tmp.text("link"));
+    let (mut third, to) = receiver(&tmp, "third", &["--disk", &link]);
     second.tell(&["send-migration", &to]);
-    assert_eq!(second.wait(), Some(0), "{}", second.said());
+    assert_eq!(second.wait(), Some(0), "{}", second.stderr());
     third.await_api();
     third.await_progress(1, &on);
     third.tell(&["stop"]);
@@ -316,9 +322,9 @@ fn another_disk_needs_identity_any() {
 }
 
 /// Launches a machine with a disk in this process.
-fn launch(place: &Place) -> std::sync::Arc<Machine> {
-    disk(place, "disk", 1 << 20);
-    let disk = driftline_machine::testing::disk("disk0", &place.path("disk"), 1 << 20);
+fn launch(tmp: &TestDir) -> std::sync::Arc<Machine> {
+    disk(tmp, "disk", 1 << 20);
+    let disk = driftline_machine::testing::disk("disk0", &tmp.path("disk"), 1 << 20);
     let config = MachineConfig {
         identity: Default::default(),
         mem_bytes: 32 << 20,
@@ -343,19 +349,19 @@ fn guest_with_a_failing_disk_does_not_move() {
     if !kvm_or_skip("guest_with_a_failing_disk_does_not_move") {
         return;
     }
-    let place = Place::new();
-    let (mut destination, to) = receiver(&place, "destination", &[]);
+    let tmp = TestDir::new();
+    let (mut destination, to) = receiver(&tmp, "destination", &[]);
     let failing = || {
         // The machine's threads inherit this thread's filter.
         fail_fdatasync().unwrap();
-        let guest = launch(&place);
-        let options = driftline_migrate::SendOptions::new(place.path("records"));
+        let guest = launch(&tmp);
+        let options = driftline_migrate::SendOptions::new(tmp.path("records"));
         let control = driftline_migrate::SendControl::new();
         let refused =
             driftline_migrate::send(&*guest, &to, &options, &control).unwrap_err().to_string();
         let why = "disk \"disk0\": what the guest wrote could not be made durable in";
         assert!(refused.contains(why) && refused.contains("Input/output error"), "{refused}");
-        assert_eq!(guest.run_state(), RunState::Running, "it goes on where it was");
+        assert_eq!(guest.run_state(), RunState::Running, "the guest runs at its source");
     };
     std::thread::scope(|scope| scope.spawn(failing).join().unwrap());
     destination.kill();

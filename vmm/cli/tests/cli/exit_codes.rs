@@ -4,7 +4,7 @@
 use std::net::TcpListener;
 use std::process::Command;
 
-use crate::common::{Place, Vmm, driftline, output, receiver, text, wait_for};
+use crate::common::{TestDir, Vmm, driftline, output, receiver, text, wait_for};
 use driftline_machine::testing::{kvm_or_skip, skip};
 use serde_json::{Value, json};
 
@@ -20,13 +20,10 @@ fn ended(args: &[&str]) -> (Option<i32>, String, String) {
 
 #[test]
 fn exit_codes_follow_the_table() {
-    let place = Place::new();
-    let (state, store, none) = (place.text("state"), place.text("store"), place.text("none"));
-    let mut vmm = Vmm::run(
-        &place,
-        "a",
-        &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"],
-    );
+    let tmp = TestDir::new();
+    let (state, store, none) = (tmp.text("state"), tmp.text("store"), tmp.text("none"));
+    let mut vmm =
+        Vmm::run(&tmp, "a", &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"]);
     vmm.tell(&["checkpoint", "--store", &store]);
     let socket = vmm.socket();
     let here = ["--state-dir", &state];
@@ -59,8 +56,8 @@ fn exit_codes_follow_the_table() {
         let hosted = matches!(args[0], "run" | "restore");
         let here: &[&str] = if hosted && args.len() > 1 { &here } else { &[] };
         let args = [*args, *more, here].concat();
-        let (ended, _, said) = ended(&args);
-        assert_eq!(ended, Some(*code), "{args:?}: {said}");
+        let (ended, _, stderr) = ended(&args);
+        assert_eq!(ended, Some(*code), "{args:?}: {stderr}");
     }
     assert_eq!(vmm.state(), "running", "after all that");
     vmm.tell(&["stop"]);
@@ -72,8 +69,8 @@ fn kvm_guests_end_with_the_same_codes() {
     if !kvm_or_skip("kvm_guests_end_with_the_same_codes") {
         return;
     }
-    let place = Place::new();
-    let here = ["--state-dir", &place.text("state")];
+    let tmp = TestDir::new();
+    let here = ["--state-dir", &tmp.text("state")];
     let cases: &[(i32, &[&str])] = &[
         (0, &["doctor", "--check"]),
         (0, &["run", "--serial", "null", "--mem", "64M", "--guest", "payload,ws=1M,passes=1"]),
@@ -91,8 +88,8 @@ fn kvm_guests_end_with_the_same_codes() {
     for (code, args) in cases {
         let here: &[&str] = if args[0] == "run" { &here } else { &[] };
         let args = [*args, here].concat();
-        let (ended, _, said) = ended(&args);
-        assert_eq!(ended, Some(*code), "{args:?}: {said}");
+        let (ended, _, stderr) = ended(&args);
+        assert_eq!(ended, Some(*code), "{args:?}: {stderr}");
     }
 }
 
@@ -110,16 +107,16 @@ fn doctor_exits_3_without_kvm() {
     let out = without_kvm(&["--version"]).output();
     match out.map(|out| (out.status.success(), text(&out.stderr))) {
         Ok((true, _)) => {}
-        Ok((false, said)) => return skip(TEST, said.trim()),
+        Ok((false, stderr)) => return skip(TEST, stderr.trim()),
         Err(e) => return skip(TEST, &format!("unshare: {e}")),
     }
     let out = without_kvm(&["doctor", "--check"]).output().unwrap();
-    let said = text(&out.stderr);
-    assert_eq!(out.status.code(), Some(3), "{said}");
+    let stderr = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(3), "{stderr}");
     let verdict = "driftline: this host cannot run KVM guests, for want of /dev/kvm; ";
-    assert!(said.starts_with(verdict) && out.stdout.is_empty(), "{said}");
-    refuses_in_json(&mut without_kvm(&["doctor", "--check", "--json"]), 3, "host-lacks");
-    refuses_in_json(&mut without_kvm(&["demo", "--backend", "kvm", "--json"]), 3, "host-lacks");
+    assert!(stderr.starts_with(verdict) && out.stdout.is_empty(), "{stderr}");
+    assert_json_failure(&mut without_kvm(&["doctor", "--check", "--json"]), 3, "host-lacks");
+    assert_json_failure(&mut without_kvm(&["demo", "--backend", "kvm", "--json"]), 3, "host-lacks");
     let out = without_kvm(&["doctor"]).output().unwrap();
     assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
 }
@@ -127,13 +124,10 @@ fn doctor_exits_3_without_kvm() {
 /// The object with the error also lists the damage.
 #[test]
 fn a_damaged_store_is_one_object_on_stdout() {
-    let place = Place::new();
-    let store = place.text("store");
-    let vmm = Vmm::run(
-        &place,
-        "a",
-        &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"],
-    );
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
+    let vmm =
+        Vmm::run(&tmp, "a", &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"]);
     vmm.tell(&["checkpoint", "--store", &store]);
     drop(vmm);
     let part = |prefix: &str| {
@@ -149,16 +143,16 @@ fn a_damaged_store_is_one_object_on_stdout() {
             &["verify"],
             &["repair", "--dry-run"],
             &["compact"],
-            &["export", "--output", &place.text("out")],
+            &["export", "--output", &tmp.text("out")],
         ];
         for args in commands {
             let args = [&["store"], *args, &["--json", &store]].concat();
-            let (code, printed, said) = ended(&args);
+            let (code, printed, stderr) = ended(&args);
             let object: Value = serde_json::from_str(&printed)
-                .unwrap_or_else(|e| panic!("{damaged}: {args:?}: {e}: {printed}{said}"));
+                .unwrap_or_else(|e| panic!("{damaged}: {args:?}: {e}: {printed}{stderr}"));
             let message = object["error"]["message"].as_str().unwrap_or_default();
             assert_eq!(code == Some(0), message.is_empty(), "{damaged}: {args:?}: {printed}");
-            assert!(said.contains(message), "{damaged}: {args:?}: {printed}: {said}");
+            assert!(stderr.contains(message), "{damaged}: {args:?}: {printed}: {stderr}");
         }
         std::fs::write(&path, sound).unwrap();
     }
@@ -166,9 +160,9 @@ fn a_damaged_store_is_one_object_on_stdout() {
 
 #[test]
 fn json_failures_are_one_object_on_stdout() {
-    let place = Place::new();
-    let (none, store) = (place.text("none"), place.text("empty"));
-    let (mut receiver, _) = receiver(&place, "waiting", &[]);
+    let tmp = TestDir::new();
+    let (none, store) = (tmp.text("none"), tmp.text("empty"));
+    let (mut receiver, _) = receiver(&tmp, "waiting", &[]);
     receiver.await_api();
     let waiting = receiver.socket();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -203,32 +197,32 @@ fn json_failures_are_one_object_on_stdout() {
         (2, "usage", &["compare", "--json", "--interval", "1s", "--duration", "1s"]),
         (1, "failed", &["store", "verify", "--json", &none]),
     ];
-    for (code, word, args) in cases {
-        refuses_in_json(&mut driftline(args), *code, word);
+    for (code, kind, args) in cases {
+        assert_json_failure(&mut driftline(args), *code, kind);
     }
     let mut demo = driftline(&["demo", "--backend", "threads", "--json"]);
-    refuses_in_json(demo.env("TMPDIR", &none), 1, "failed");
+    assert_json_failure(demo.env("TMPDIR", &none), 1, "failed");
 }
 
-/// Runs `command`, which must end with `code`, print one object with an error of the code `word` on
+/// Runs `command`, which must end with `code`, print one object with an error of the code `kind` on
 /// stdout, and print the same message on stderr.
-fn refuses_in_json(command: &mut Command, code: i32, word: &str) {
+fn assert_json_failure(command: &mut Command, code: i32, kind: &str) {
     let out = command.output().unwrap();
-    let (printed, said) = (text(&out.stdout), text(&out.stderr));
-    assert_eq!(out.status.code(), Some(code), "{command:?}: {said}");
+    let (printed, stderr) = (text(&out.stdout), text(&out.stderr));
+    assert_eq!(out.status.code(), Some(code), "{command:?}: {stderr}");
     let object: Value =
         serde_json::from_str(&printed).unwrap_or_else(|e| panic!("{command:?}: {e}: {printed}"));
-    assert_eq!(object["error"]["code"], word, "{command:?}: {printed}");
+    assert_eq!(object["error"]["code"], kind, "{command:?}: {printed}");
     let message = object["error"]["message"].as_str().unwrap();
-    assert!(!message.is_empty() && said.contains(message), "{command:?}: {message}: {said}");
+    assert!(!message.is_empty() && stderr.contains(message), "{command:?}: {message}: {stderr}");
 }
 
 #[test]
 fn stopped_receiver_is_one_object_on_stdout() {
-    let place = Place::new();
-    let socket = place.text("a.sock");
+    let tmp = TestDir::new();
+    let socket = tmp.text("a.sock");
     let mut args = vec!["receive-migration", "tcp:127.0.0.1:0", "--json", "--serial", "null"];
-    let state = place.text("state");
+    let state = tmp.text("state");
     args.extend(["--api-sock", &socket, "--state-dir", &state]);
     let stop = std::thread::spawn({
         let socket = socket.clone();
@@ -238,7 +232,7 @@ fn stopped_receiver_is_one_object_on_stdout() {
             });
         }
     });
-    refuses_in_json(&mut driftline(&args), 1, "failed");
+    assert_json_failure(&mut driftline(&args), 1, "failed");
     stop.join().unwrap();
 }
 
@@ -246,22 +240,22 @@ fn stopped_receiver_is_one_object_on_stdout() {
 fn printed(vmm: &Vmm<'_>, args: &[&str]) -> Value {
     let socket = vmm.socket();
     let args = [args, &["--json", "--api-sock", &socket]].concat();
-    let (code, printed, said) = ended(&args);
-    assert_eq!(code, Some(0), "{args:?}: {said}");
+    let (code, printed, stderr) = ended(&args);
+    assert_eq!(code, Some(0), "{args:?}: {stderr}");
     assert_eq!(printed.lines().count(), 1, "{args:?}: {printed}");
     serde_json::from_str(&printed).unwrap()
 }
 
 #[test]
 fn json_results_are_one_object_on_stdout() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let guest = ["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
-    let mut vmm = Vmm::run(&place, "a", &guest);
+    let mut vmm = Vmm::run(&tmp, "a", &guest);
     for _ in 0..2 {
         assert_eq!(printed(&vmm, &["pause"]), json!({ "state": "paused" }));
     }
     assert_eq!(printed(&vmm, &["resume"]), json!({ "state": "running" }));
-    let run = ["checkpoint", "--store", &place.text("store"), "--every", "1s", "--detach"];
+    let run = ["checkpoint", "--store", &tmp.text("store"), "--every", "1s", "--detach"];
     let begun = printed(&vmm, &run);
     assert_eq!(begun, json!({ "job": begun["job"], "running": true }));
     let over = printed(&vmm, &["checkpoint", "--stop"]);
@@ -278,7 +272,7 @@ fn json_results_are_one_object_on_stdout() {
     let stopped = printed(&vmm, &["stop", "--wait"]);
     assert_eq!(stopped, json!({ "state": "stopped", "vmm_ended": true }));
     assert!(!vmm.is_alive());
-    let (mut waiting, _) = receiver(&place, "waiting", &[]);
+    let (mut waiting, _) = receiver(&tmp, "waiting", &[]);
     waiting.await_api();
     let stopped = printed(&waiting, &["stop"]);
     assert_eq!(stopped, json!({ "state": "stopped", "vmm_ended": false }));

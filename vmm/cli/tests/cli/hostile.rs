@@ -5,16 +5,16 @@
 use std::fs::File;
 
 use crate::common::script::{
-    BUFFERS, DEVICES, INDIRECT, MEM_BYTES, NEXT, QUEUE_DESC_LOW, QUEUE_NUM, QUEUE_READY, QUEUE_SEL,
-    QUEUE_USED_LOW, RINGS, SIZE, STATUS, Script, Target, WRITE,
+    BUFFERS, DEVICES, DriverScript, INDIRECT, MEM_BYTES, NEXT, QUEUE_DESC_LOW, QUEUE_NUM,
+    QUEUE_READY, QUEUE_SEL, QUEUE_USED_LOW, RINGS, SIZE, STATUS, ScriptedDevice, WRITE,
 };
-use crate::common::{Place, driftline, text};
+use crate::common::{TestDir, driftline, text};
 use driftline_machine::testing::{Tap, kvm_or_skip, skip};
 
 /// A violation's name, the driver's actions, and a part of the resulting message.
-type Crime = (&'static str, fn(&mut Script, Target), &'static str);
+type DriverViolation = (&'static str, fn(&mut DriverScript, ScriptedDevice), &'static str);
 
-const CRIMES: [Crime; 11] = [
+const VIOLATIONS: [DriverViolation; 11] = [
     (
         "a loop",
         |s, d| {
@@ -103,8 +103,8 @@ fn read_only(label: &str) -> Option<&'static str> {
 
 /// Returns the guest's devices, in the order of their register pages, and the options that create
 /// them.
-fn devices(place: &Place, tap: Option<&Tap>) -> (Vec<Target>, Vec<String>) {
-    let disk = place.path("disk");
+fn devices(tmp: &TestDir, tap: Option<&Tap>) -> (Vec<ScriptedDevice>, Vec<String>) {
+    let disk = tmp.path("disk");
     File::create(&disk).unwrap().set_len(1 << 20).unwrap();
     let mut options = vec!["--disk".to_owned(), format!("path={}", disk.display())];
     let mut labels = vec![(0, "virtio-blk \"disk0\"")];
@@ -112,28 +112,28 @@ fn devices(place: &Place, tap: Option<&Tap>) -> (Vec<Target>, Vec<String>) {
         options.extend(["--net".to_owned(), format!("tap={}", tap.0)]);
         labels.push((1, "virtio-net \"net0\""));
     }
-    let uds = place.text("vsock");
+    let uds = tmp.text("vsock");
     options.extend(["--vsock".to_owned(), format!("cid=5,uds={uds}"), "--balloon".to_owned()]);
     labels.extend([
         (1, "virtio-vsock \"vsock\""),
         (0, "virtio-rng \"rng\""),
         (0, "virtio-balloon \"balloon\""),
     ]);
-    let target = |(index, (queue, label))| Target { index, queue, label };
+    let target = |(index, (queue, label))| ScriptedDevice { index, queue, label };
     ((0..).zip(labels).map(target).collect(), options)
 }
 
 /// Runs a guest that performs `script`. Returns the guest's output and the VMM's messages.
-fn run(place: &Place, script: &Script, options: &[String], log: &[&str]) -> (String, String) {
-    let kernel = place.path("kernel");
+fn run(tmp: &TestDir, script: &DriverScript, options: &[String], log: &[&str]) -> (String, String) {
+    let kernel = tmp.path("kernel");
     std::fs::write(&kernel, script.kernel()).unwrap();
     let memory = MEM_BYTES.to_string();
     let fixed = ["run", "--mem", &memory, "--kernel", kernel.to_str().unwrap()];
     let out = driftline(&fixed).args(options).args(log).output().unwrap();
-    let said = text(&out.stderr);
-    assert_eq!(out.status.code(), Some(0), "{said}");
-    assert!(said.ends_with("driftline: the guest asked for a reset\n"), "{said}");
-    (text(&out.stdout), said)
+    let stderr = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(0), "{stderr}");
+    assert!(stderr.ends_with("driftline: the guest asked for a reset\n"), "{stderr}");
+    (text(&out.stdout), stderr)
 }
 
 #[test]
@@ -142,41 +142,41 @@ fn violation_stops_only_its_device() {
     if !kvm_or_skip(TEST) {
         return;
     }
-    let place = Place::new();
+    let tmp = TestDir::new();
     let tap = Tap::new("h");
     if let Err(why) = &tap {
         skip(TEST, &format!("without a network interface: {why}"));
     }
-    let (targets, options) = devices(&place, tap.as_ref().ok());
-    let (mut script, mut expected) = (Script::default(), Vec::new());
+    let (targets, options) = devices(&tmp, tap.as_ref().ok());
+    let (mut script, mut expected) = (DriverScript::default(), Vec::new());
     for &device in &targets {
         // Another device continues meanwhile.
         let witness = if device.label.contains("rng") { "blk" } else { "rng" };
         let witness = *targets.iter().find(|t| t.label.contains(witness)).unwrap();
-        let mut commit = |crime: &dyn Fn(&mut Script), says: &str| {
+        let mut commit = |violation: &dyn Fn(&mut DriverScript), says: &str| {
             script.start(device);
-            crime(&mut script);
+            violation(&mut script);
             script.await_stop(device);
             script.use_well(witness);
             expected.push((device.label, says.to_owned()));
         };
-        for (_, crime, says) in &CRIMES {
-            commit(&|s| crime(s, device), says);
+        for (_, violation, says) in &VIOLATIONS {
+            commit(&|s| violation(s, device), says);
         }
         if let Some(says) = read_only(device.label) {
-            let crime = |s: &mut Script| {
+            let violation = |s: &mut DriverScript| {
                 s.describe(0, BUFFERS, 64, 0, 0);
                 s.offer(device, 0, 1);
             };
-            commit(&crime, says);
+            commit(&violation, says);
         }
     }
     // The device works again for a correct driver.
     script.use_well(targets[0]);
-    let (printed, said) = run(&place, &script, &options, &["--log", "driftline_machine=debug"]);
-    assert_eq!(printed, "SW".repeat(expected.len()) + "W", "{said}");
-    let stops: Vec<&str> = said.lines().filter(|line| line.contains(" is stopped")).collect();
-    assert_eq!(stops.len(), expected.len(), "{said}");
+    let (printed, stderr) = run(&tmp, &script, &options, &["--log", "driftline_machine=debug"]);
+    assert_eq!(printed, "SW".repeat(expected.len()) + "W", "{stderr}");
+    let stops: Vec<&str> = stderr.lines().filter(|line| line.contains(" is stopped")).collect();
+    assert_eq!(stops.len(), expected.len(), "{stderr}");
     for (stop, (label, says)) in stops.iter().zip(expected) {
         assert!(stop.contains(label) && stop.contains(&says), "{label}: {says}: {stop}");
     }
@@ -187,9 +187,9 @@ fn a_driver_cannot_fill_the_log() {
     if !kvm_or_skip("a_driver_cannot_fill_the_log") {
         return;
     }
-    let place = Place::new();
-    let (targets, options) = devices(&place, None);
-    let mut script = Script::default();
+    let tmp = TestDir::new();
+    let (targets, options) = devices(&tmp, None);
+    let mut script = DriverScript::default();
     for _ in 0..50 {
         script.start(targets[0]);
         script.set(targets[0], QUEUE_NUM, 3);
@@ -197,9 +197,9 @@ fn a_driver_cannot_fill_the_log() {
         // The driver gives the device up: status FAILED.
         script.set(targets[0], STATUS, 128);
     }
-    let (printed, said) = run(&place, &script, &options, &[]);
+    let (printed, stderr) = run(&tmp, &script, &options, &[]);
     assert_eq!(printed, "S".repeat(50));
-    let lines: Vec<&str> = said.lines().collect();
-    assert_eq!(lines.len(), 2, "one line of the device, one of the end: {said}");
+    let lines: Vec<&str> = stderr.lines().collect();
+    assert_eq!(lines.len(), 2, "one line of the device, one of the end: {stderr}");
     assert!(lines[0].contains("virtio-blk \"disk0\" is stopped until its driver resets it: "));
 }

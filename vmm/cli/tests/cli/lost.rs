@@ -11,7 +11,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use crate::common::{Place, Vmm, wait_for};
+use crate::common::{TestDir, Vmm, wait_for};
 use driftline_machine::testing::{Elf, kvm_or_skip};
 use kvm_ioctls::Kvm;
 
@@ -20,14 +20,14 @@ const PAGE: u64 = 4096;
 const MARK_AT: u64 = 0x800;
 
 /// A page that the kernel or the VMM uses, and the MSR writes with which the guest enables it.
-struct Shared {
+struct SharedPage {
     name: &'static str,
     gpa: u32,
     /// MSRs and their values; empty for a page that is always used.
     msrs: Vec<(u32, u32)>,
 }
 
-impl Shared {
+impl SharedPage {
     fn mark(&self) -> u32 {
         0x5a5a_0000 | self.gpa >> 12
     }
@@ -37,11 +37,11 @@ impl Shared {
 type Feature = (&'static str, &'static [u32], Vec<(u32, u32)>);
 
 /// Returns the pages of this host's features.
-fn shared() -> Vec<Shared> {
+fn shared_pages() -> Vec<SharedPage> {
     let cpuid = Kvm::new().unwrap().get_supported_cpuid(80).unwrap();
     let leaf = cpuid.as_slice().iter().find(|entry| entry.function == 0x4000_0001).unwrap();
     let offered = |bits: &[u32]| bits.iter().all(|bit| leaf.eax >> bit & 1 == 1);
-    let mut pages = vec![Shared { name: "the generation ID", gpa: 0xf_f000, msrs: Vec::new() }];
+    let mut pages = vec![SharedPage { name: "the generation ID", gpa: 0xf_f000, msrs: Vec::new() }];
     let at = |i: u32| 0x20_0000 + i * PAGE as u32;
     let features: [Feature; 4] = [
         ("kvmclock", &[3], vec![(0x4b56_4d01, at(0) | 1)]),
@@ -52,7 +52,7 @@ fn shared() -> Vec<Shared> {
     ];
     for ((name, bits, msrs), i) in features.into_iter().zip(0..) {
         match offered(bits) {
-            true => pages.push(Shared { name, gpa: at(i), msrs }),
+            true => pages.push(SharedPage { name, gpa: at(i), msrs }),
             false => println!("not offered by this host: {name}"),
         }
     }
@@ -60,7 +60,7 @@ fn shared() -> Vec<Shared> {
 }
 
 /// Returns a kernel that marks and enables all of `pages`, prints an R, and then loops forever.
-fn kernel(pages: &[Shared]) -> Vec<u8> {
+fn kernel(pages: &[SharedPage]) -> Vec<u8> {
     let mut code = Vec::new();
     for page in pages {
         // mov dword [gpa + MARK_AT], mark
@@ -83,7 +83,7 @@ fn kernel(pages: &[Shared]) -> Vec<u8> {
 
 /// Returns the offsets of `page`'s mark in the page file. There are several if the page changed
 /// while the guest's memory was copied.
-fn marks(file: &File, page: &Shared) -> Vec<u64> {
+fn marks(file: &File, page: &SharedPage) -> Vec<u64> {
     let slots = file.metadata().unwrap().len() / PAGE;
     let is_there = |at: &u64| {
         let mut mark = [0; 4];
@@ -100,20 +100,20 @@ fn lazy_restore_ends_whichever_shared_page_is_damaged() {
     if !kvm_or_skip("lazy_restore_ends_whichever_shared_page_is_damaged") {
         return;
     }
-    let place = Place::new();
-    let pages = shared();
-    std::fs::write(place.path("kernel"), kernel(&pages)).unwrap();
-    let (kernel, store) = (place.text("kernel"), place.text("store"));
-    let mut guest = Vmm::run(&place, "guest", &["--mem", "32M", "--kernel", &kernel]);
-    wait_for("the guest", || (place.read("guest.serial") == "R").then_some(()));
+    let tmp = TestDir::new();
+    let pages = shared_pages();
+    std::fs::write(tmp.path("kernel"), kernel(&pages)).unwrap();
+    let (kernel, store) = (tmp.text("kernel"), tmp.text("store"));
+    let mut guest = Vmm::run(&tmp, "guest", &["--mem", "32M", "--kernel", &kernel]);
+    wait_for("the guest", || (tmp.read("guest.serial") == "R").then_some(()));
     guest.tell(&["checkpoint", "--store", &store]);
     guest.kill();
 
     let restore = ["restore", "--lazy", "--store", &store];
-    let mut whole = Vmm::start(&place, "whole", &restore);
-    whole.await_said(" pages follow on demand");
+    let mut whole = Vmm::start(&tmp, "whole", &restore);
+    whole.await_message(" pages follow on demand");
     whole.tell(&["stop", "--wait"]);
-    let file = place.path("store").join("pages-1");
+    let file = tmp.path("store").join("pages-1");
     let file = File::options().read(true).write(true).open(file).unwrap();
     for page in &pages {
         let marks = marks(&file, page);
@@ -121,10 +121,10 @@ fn lazy_restore_ends_whichever_shared_page_is_damaged() {
             marks.iter().for_each(|at| file.write_all_at(&mark.to_le_bytes(), *at).unwrap());
         };
         write(!page.mark());
-        let mut damaged = Vmm::start(&place, "damaged", &restore);
-        assert_eq!(damaged.wait(), Some(1), "{}: {}", page.name, damaged.said());
+        let mut damaged = Vmm::start(&tmp, "damaged", &restore);
+        assert_eq!(damaged.wait(), Some(1), "{}: {}", page.name, damaged.stderr());
         let lost = format!("page {:#x} of checkpoint 1 is lost", page.gpa >> 12);
-        assert!(damaged.said().contains(&lost), "{}: {}", page.name, damaged.said());
+        assert!(damaged.stderr().contains(&lost), "{}: {}", page.name, damaged.stderr());
         write(page.mark());
     }
 }

@@ -1,5 +1,5 @@
-//! Tests of the `driftline` binary as its users see it: commands, messages, exit codes and the API of
-//! real processes.
+//! Tests of the `driftline` binary as its users see it: commands, messages, exit codes and the API
+//! of real processes.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

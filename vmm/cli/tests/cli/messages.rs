@@ -3,8 +3,9 @@
 
 use std::os::unix::net::UnixListener;
 
-use crate::common::{Place, Vmm, driftline, fail, receiver, text, wait_for};
+use crate::common::{TestDir, Vmm, driftline, fail, receiver, text, wait_for};
 use driftline_machine::testing::kvm_or_skip;
+use rustix::process::Signal;
 
 const RUN: &str = "run --guest payload,ws=1M --serial null --backend threads";
 
@@ -92,24 +93,24 @@ const ROWS: &[Row] = &[
 
 #[test]
 fn refusals_name_cause_place_and_remedy() {
-    let place = Place::new();
-    std::fs::write(place.path("file"), [0; 4096]).unwrap();
-    std::fs::write(place.path("empty"), []).unwrap();
-    std::fs::create_dir(place.path("text")).unwrap();
-    std::fs::write(place.path("text").join("manifest"), [b'N'; 4096]).unwrap();
+    let tmp = TestDir::new();
+    std::fs::write(tmp.path("file"), [0; 4096]).unwrap();
+    std::fs::write(tmp.path("empty"), []).unwrap();
+    std::fs::create_dir(tmp.path("text")).unwrap();
+    std::fs::write(tmp.path("text").join("manifest"), [b'N'; 4096]).unwrap();
     let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
-    let vmm = Vmm::run(&place, "a", &guest);
-    vmm.tell(&["checkpoint", "--store", &place.text("store")]);
+    let vmm = Vmm::run(&tmp, "a", &guest);
+    vmm.tell(&["checkpoint", "--store", &tmp.text("store")]);
     drop(vmm);
-    drop(UnixListener::bind(place.path("dead")).unwrap());
-    let dir = place.text("file").strip_suffix("/file").unwrap().to_owned();
+    drop(UnixListener::bind(tmp.path("dead")).unwrap());
+    let dir = tmp.text("file").strip_suffix("/file").unwrap().to_owned();
     let mut wrong = Vec::new();
     for &(line, code, part) in ROWS {
         let line = line.replace("RUN", RUN).replace("PLACE", &dir);
         let part = part.replace("PLACE", &dir);
-        let said = fail(code, &line.split(' ').collect::<Vec<_>>());
-        if !said.contains(&part) {
-            wrong.push(format!("{line}\n  wanted: {part}\n  said: {said}"));
+        let stderr = fail(code, &line.split(' ').collect::<Vec<_>>());
+        if !stderr.contains(&part) {
+            wrong.push(format!("{line}\n  wanted: {part}\n  said: {stderr}"));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
@@ -117,9 +118,9 @@ fn refusals_name_cause_place_and_remedy() {
 
 #[test]
 fn commands_without_a_result_print_a_sentence() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
-    let vmm = Vmm::run(&place, "a", &guest);
+    let vmm = Vmm::run(&tmp, "a", &guest);
     let socket = vmm.socket();
     for (command, sentence) in [
         (&["pause"][..], "the guest is paused"),
@@ -128,27 +129,27 @@ fn commands_without_a_result_print_a_sentence() {
     ] {
         let args = [command, &["--api-sock", &socket]].concat();
         let out = driftline(&args).output().unwrap();
-        let (printed, said) = (text(&out.stdout), text(&out.stderr));
-        assert_eq!((printed, said), (String::new(), format!("driftline: {sentence}\n")));
+        let (printed, stderr) = (text(&out.stdout), text(&out.stderr));
+        assert_eq!((printed, stderr), (String::new(), format!("driftline: {sentence}\n")));
     }
 }
 
 /// The payload takes the interrupt for a fault, prints its vector, and ends.
 #[test]
 fn nmi_reaches_a_kvm_guest() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let guest = ["--mem", "64M", "--guest", "payload,ws=1M"];
-    let threads = Vmm::run(&place, "a", &[&guest[..], &["--backend", "threads"]].concat());
-    let said = threads.refuse(1, &["nmi"]);
-    assert!(said.contains("the threads backend has no interrupts"), "{said}");
+    let threads = Vmm::run(&tmp, "a", &[&guest[..], &["--backend", "threads"]].concat());
+    let stderr = threads.refuse(1, &["nmi"]);
+    assert!(stderr.contains("the threads backend has no interrupts"), "{stderr}");
     if !kvm_or_skip("nmi_reaches_a_kvm_guest") {
         return;
     }
-    let mut vmm = Vmm::run(&place, "b", &guest);
+    let mut vmm = Vmm::run(&tmp, "b", &guest);
     vmm.await_progress(1, &[]);
     vmm.tell(&["nmi"]);
-    assert_eq!(vmm.wait(), Some(1), "{}", vmm.said());
-    let printed = std::fs::read_to_string(place.path("b.serial")).unwrap();
+    assert_eq!(vmm.wait(), Some(1), "{}", vmm.stderr());
+    let printed = std::fs::read_to_string(tmp.path("b.serial")).unwrap();
     assert!(printed.contains("payload fault vcpu=0 vector=2 "), "{printed}");
 }
 
@@ -156,13 +157,13 @@ fn nmi_reaches_a_kvm_guest() {
 fn run_warns_of_an_unusable_state_directory() {
     let line = RUN.replace("ws=1M", "ws=1M,passes=1") + " --mem 32M --state-dir /proc/none";
     let out = driftline(&line.split(' ').collect::<Vec<_>>()).output().unwrap();
-    let said = text(&out.stderr);
-    assert_eq!(out.status.code(), Some(0), "{said}");
-    assert!(said.contains(" WARN "), "{said}");
-    assert!(said.contains("cannot write to the state directory /proc/none: "), "{said}");
+    let stderr = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(0), "{stderr}");
+    assert!(stderr.contains(" WARN "), "{stderr}");
+    assert!(stderr.contains("cannot write to the state directory /proc/none: "), "{stderr}");
     assert!(
-        said.contains("; name another with --state-dir; this guest cannot be migrated"),
-        "{said}"
+        stderr.contains("; name another with --state-dir; this guest cannot be migrated"),
+        "{stderr}"
     );
 }
 
@@ -176,50 +177,49 @@ fn ring_entries_message_has_the_hosts_limit() {
         fail(code, &[&args[..], &[entries]].concat())
     };
     assert!(run(2, "1000").contains("such as 1024; this host takes up to "), "{}", run(2, "1000"));
-    let said = run(3, "16777216");
-    assert!(said.starts_with("driftline: this host's KVM supports at most "), "{said}");
-    assert!(said.contains(" dirty-ring entries per vCPU (--ring-entries)"), "{said}");
+    let stderr = run(3, "16777216");
+    assert!(stderr.starts_with("driftline: this host's KVM supports at most "), "{stderr}");
+    assert!(stderr.contains(" dirty-ring entries per vCPU (--ring-entries)"), "{stderr}");
 }
 
 #[test]
 fn stopped_receiver_names_the_cause() {
-    let place = Place::new();
-    let (mut waiting, _) = receiver(&place, "waiting", &[]);
-    let pid = rustix::process::Pid::from_raw(waiting.pid() as i32).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let tmp = TestDir::new();
+    let (mut waiting, _) = receiver(&tmp, "waiting", &[]);
+    waiting.signal(Signal::TERM);
     assert_eq!(waiting.wait(), Some(1));
-    let said = waiting.said();
-    assert!(said.contains("driftline: stopped by SIGTERM before a guest arrived"), "{said}");
-    let (mut waiting, _) = receiver(&place, "told", &[]);
+    let stderr = waiting.stderr();
+    assert!(stderr.contains("driftline: stopped by SIGTERM before a guest arrived"), "{stderr}");
+    let (mut waiting, _) = receiver(&tmp, "told", &[]);
     waiting.tell(&["stop"]);
     assert_eq!(waiting.wait(), Some(1));
-    let said = waiting.said();
-    assert!(said.contains("driftline: stopped over the API before a guest arrived"), "{said}");
+    let stderr = waiting.stderr();
+    assert!(stderr.contains("driftline: stopped over the API before a guest arrived"), "{stderr}");
 }
 
 #[test]
 fn dead_vmm_leaves_its_last_checkpoints_number() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
-    let mut vmm = Vmm::run(&place, "a", &guest);
-    let (socket, store) = (vmm.socket(), place.text("store"));
-    let out = std::fs::File::create(place.path("out")).unwrap();
+    let mut vmm = Vmm::run(&tmp, "a", &guest);
+    let (socket, store) = (vmm.socket(), tmp.text("store"));
+    let out = std::fs::File::create(tmp.path("out")).unwrap();
     let client = driftline(&["checkpoint", "--api-sock", &socket, "--store", &store])
         .args(["--every", "10ms"])
         .stdout(out)
         .stderr(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    wait_for("three checkpoints", || place.read("out").contains("checkpoint 3: ").then_some(()));
+    wait_for("three checkpoints", || tmp.read("out").contains("checkpoint 3: ").then_some(()));
     vmm.kill();
     let out = client.wait_with_output().unwrap();
-    let said = text(&out.stderr);
-    assert_eq!(out.status.code(), Some(1), "{said}");
-    let printed = place.read("out");
+    let stderr = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(1), "{stderr}");
+    let printed = tmp.read("out");
     let last = printed.lines().last().unwrap();
     let last = last.strip_prefix("checkpoint ").unwrap().split(':').next().unwrap();
     let all = format!(
         "driftline: the VMM on {socket} has ended; the last durable checkpoint is {last}\n"
     );
-    assert_eq!(said, all);
+    assert_eq!(stderr, all);
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::common::{Place, Vmm, fail, output, receiver, request, succeed, text, wait_for};
+use crate::common::{TestDir, Vmm, fail, output, receiver, request, succeed, text, wait_for};
 use driftline_machine::testing::{kvm_or_skip, skip};
 use serde_json::{Value, json};
 
@@ -18,8 +18,8 @@ const LISTEN: &[&str] = &["--metrics-listen", "127.0.0.1:0"];
 /// Returns the address at which a process answers `/metrics`, from its log.
 fn address(vmm: &Vmm<'_>) -> String {
     wait_for("the address of the metrics", || {
-        let said = vmm.said();
-        let (_, rest) = said.split_once("metrics on http://")?;
+        let stderr = vmm.stderr();
+        let (_, rest) = stderr.split_once("metrics on http://")?;
         Some(rest.split_once("/metrics")?.0.to_owned())
     })
 }
@@ -38,9 +38,9 @@ fn http(address: &str, head: &str) -> (String, String) {
 
 /// A page of metrics: each sample's value by its name and labels.
 #[derive(Debug)]
-struct Page(BTreeMap<String, f64>);
+struct ScrapedPage(BTreeMap<String, f64>);
 
-impl Page {
+impl ScrapedPage {
     fn parse(page: &str) -> Self {
         let samples = page.lines().filter(|line| !line.starts_with('#')).map(|line| {
             let (sample, value) = line.rsplit_once(' ').unwrap();
@@ -66,13 +66,13 @@ impl Page {
     }
 
     /// Checks that no counter is smaller than it was in `earlier`.
-    fn follows(&self, earlier: &Page) {
+    fn follows(&self, earlier: &ScrapedPage) {
         let grow = |sample: &str| {
             let name = sample.split('{').next().unwrap();
             ["_total", "_bucket", "_count", "_sum"].iter().any(|end| name.ends_with(end))
         };
         for (sample, before) in earlier.0.iter().filter(|(sample, _)| grow(sample)) {
-            let now = self.0.get(sample).unwrap_or_else(|| panic!("{sample} is gone"));
+            let now = self.0.get(sample).unwrap_or_else(|| panic!("{sample} is missing"));
             assert!(now >= before, "{sample}: {now} after {before}");
         }
     }
@@ -84,17 +84,17 @@ fn now_s() -> f64 {
 
 #[test]
 fn metrics_follow_a_guest_through_its_life() {
-    let place = Place::new();
-    let (mut there, to) = receiver(&place, "there", LISTEN);
+    let tmp = TestDir::new();
+    let (mut there, to) = receiver(&tmp, "there", LISTEN);
     let there_at = address(&there);
-    let waiting = Page::scrape(&there_at);
+    let waiting = ScrapedPage::scrape(&there_at);
     assert_eq!(waiting.sum("driftline_migration_phase", "phase=\"waiting\""), 1.0, "{waiting:?}");
     assert!(waiting.sum("process_resident_memory_bytes", "") > 1e6, "{waiting:?}");
     assert!(!waiting.has("driftline_guest_state"), "{waiting:?}");
 
-    let mut vmm = Vmm::run(&place, "vmm", &[THREADS, LISTEN, &["--name", "web-1"]].concat());
+    let mut vmm = Vmm::run(&tmp, "vmm", &[THREADS, LISTEN, &["--name", "web-1"]].concat());
     let at = address(&vmm);
-    let first = Page::scrape(&at);
+    let first = ScrapedPage::scrape(&at);
     assert_eq!(first.sum("driftline_guest_state", "state=\"running\""), 1.0);
     assert_eq!(first.sum("driftline_guest_state", ""), 1.0, "in one state");
     assert_eq!(first.sum("driftline_guest_memory_bytes", "name=\"web-1\""), 64.0 * 1048576.0);
@@ -102,12 +102,12 @@ fn metrics_follow_a_guest_through_its_life() {
     assert!(!first.has("driftline_checkpoint_last_success_timestamp_seconds"));
     assert!((now_s() - 600.0..now_s()).contains(&first.sum("process_start_time_seconds", "")));
 
-    let store = place.text("store");
+    let store = tmp.text("store");
     // Two runs count together.
     for count in ["4", "3"] {
         vmm.tell(&["checkpoint", "--store", &store, "--every", "20ms", "--count", count]);
     }
-    let second = Page::scrape(&at);
+    let second = ScrapedPage::scrape(&at);
     second.follows(&first);
     assert_eq!(second.sum("driftline_checkpoints_total", ""), 7.0);
     for times in ["pause", "durable"] {
@@ -134,12 +134,12 @@ fn metrics_follow_a_guest_through_its_life() {
     // the process stays for a moment.
     let nowhere = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     vmm.refuse(4, &["send-migration", &format!("tcp:{nowhere}")]);
-    let third = Page::scrape(&at);
+    let third = ScrapedPage::scrape(&at);
     third.follows(&second);
     assert_eq!(third.sum("driftline_migrations_total", "result=\"failed\""), 1.0);
     request(&vmm.socket(), "POST", "/migration", &json!({ "to": to }).to_string());
     let last = wait_for("the end of the migration", || {
-        let page = Page::scrape(&at);
+        let page = ScrapedPage::scrape(&at);
         page.follows(&third);
         (page.sum("driftline_migrations_total", "result=\"completed\"") == 1.0).then_some(page)
     });
@@ -149,40 +149,40 @@ fn metrics_follow_a_guest_through_its_life() {
     assert!((1e-6..60.0).contains(&downtime), "{downtime}");
     let sent = last.sum("driftline_migration_transferred_bytes_total", "role=\"source\"");
     assert!(sent > 1e6, "{sent}");
-    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
 
     there.await_api();
-    let arrived = Page::scrape(&there_at);
+    let arrived = ScrapedPage::scrape(&there_at);
     let received = arrived.sum("driftline_migration_transferred_bytes_total", "name=\"web-1\"");
     assert!((0.5 * sent..1.1 * sent).contains(&received), "{received} of {sent}");
     assert_eq!(arrived.sum("driftline_guest_state", "state=\"running\""), 1.0);
     assert_eq!(arrived.sum("driftline_checkpoints_total", ""), 0.0);
     there.tell(&["stop"]);
-    assert_eq!(there.wait(), Some(0), "{}", there.said());
+    assert_eq!(there.wait(), Some(0), "{}", there.stderr());
 }
 
 /// Bytes from sources whose guests did not arrive still count.
 #[test]
 fn receiver_counts_bytes_of_all_sources() {
-    let place = Place::new();
-    let (there, to) = receiver(&place, "there", LISTEN);
+    let tmp = TestDir::new();
+    let (there, to) = receiver(&tmp, "there", LISTEN);
     let at = address(&there);
     let name = "driftline_migration_transferred_bytes_total";
-    let vmm = Vmm::run(&place, "vmm", THREADS);
-    let mut before = Page::scrape(&at);
+    let vmm = Vmm::run(&tmp, "vmm", THREADS);
+    let mut before = ScrapedPage::scrape(&at);
     for _ in 0..2 {
         let limited = json!({ "to": to, "max_bandwidth_bytes_per_s": 4 << 20 }).to_string();
         request(&vmm.socket(), "POST", "/migration", &limited);
         let least = before.sum(name, "") + 1e6;
-        wait_for("a megabyte", || (Page::scrape(&at).sum(name, "") > least).then_some(()));
+        wait_for("a megabyte", || (ScrapedPage::scrape(&at).sum(name, "") > least).then_some(()));
         vmm.tell(&["cancel-migration"]);
         wait_for("the guest to stay", || (vmm.state() == "running").then_some(()));
         wait_for("its end", || {
-            let page = Page::scrape(&at);
+            let page = ScrapedPage::scrape(&at);
             page.follows(&before);
             (page.sum("driftline_migration_phase", "phase=\"waiting\"") == 1.0).then_some(())
         });
-        let after = Page::scrape(&at);
+        let after = ScrapedPage::scrape(&at);
         after.follows(&before);
         assert!(after.sum(name, "") > least, "{after:?}");
         before = after;
@@ -195,22 +195,22 @@ fn lazy_restore_counts_its_faults() {
     if !kvm_or_skip("lazy_restore_counts_its_faults") {
         return;
     }
-    let place = Place::new();
-    let store = place.text("store");
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
     let guest = ["--mem", "64M", "--guest", "payload,ws=32M,fill=random"];
-    let mut vmm = Vmm::run(&place, "vmm", &guest);
+    let mut vmm = Vmm::run(&tmp, "vmm", &guest);
     vmm.await_progress(1, &[]);
     vmm.tell(&["checkpoint", "--store", &store, "--count", "2", "--every", "50ms"]);
     vmm.kill();
     let args = ["restore", "--store", &store, "--lazy", "-v"];
-    let mut vmm = Vmm::start(&place, "lazy", &[&args[..], LISTEN].concat());
+    let mut vmm = Vmm::start(&tmp, "lazy", &[&args[..], LISTEN].concat());
     vmm.await_api();
-    if vmm.said().contains("no userfaultfd") {
+    if vmm.stderr().contains("no userfaultfd") {
         return skip("lazy_restore_counts_its_faults", "this host has no userfaultfd");
     }
     let at = address(&vmm);
     let page = wait_for("all pages", || {
-        let page = Page::scrape(&at);
+        let page = ScrapedPage::scrape(&at);
         (page.sum("driftline_restore_pages_left", "") == 0.0).then_some(page)
     });
     assert!(page.sum("driftline_restore_pages_total", "") > 8000.0, "{page:?}");
@@ -218,15 +218,15 @@ fn lazy_restore_counts_its_faults() {
         ["count", "sum"].map(|end| page.sum(&format!("driftline_restore_fault_seconds_{end}"), ""));
     assert!(faults >= 1.0 && sum_s > 0.0 && sum_s < 60.0, "{faults} faults, {sum_s} s");
     // A run of checkpoints has the rings harvested.
-    vmm.tell(&["checkpoint", "--store", &place.text("other"), "--count", "2", "--every", "50ms"]);
-    assert!(Page::scrape(&at).sum("driftline_dirty_harvest_seconds_count", "") >= 2.0);
-    assert!(Page::scrape(&at).sum("driftline_guest_info", "checkpoint=\"2\"") == 1.0);
+    vmm.tell(&["checkpoint", "--store", &tmp.text("other"), "--count", "2", "--every", "50ms"]);
+    assert!(ScrapedPage::scrape(&at).sum("driftline_dirty_harvest_seconds_count", "") >= 2.0);
+    assert!(ScrapedPage::scrape(&at).sum("driftline_guest_info", "checkpoint=\"2\"") == 1.0);
 }
 
 #[test]
 fn address_of_metrics_answers_nothing_else() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "vmm", &[THREADS, LISTEN].concat());
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "vmm", &[THREADS, LISTEN].concat());
     let at = address(&vmm);
     for (request, status) in [
         ("GET /info HTTP/1.1", "404"),
@@ -253,10 +253,10 @@ fn address_of_metrics_answers_nothing_else() {
 
 #[test]
 fn silent_clients_keep_no_collector_out() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "vmm", &[THREADS, LISTEN].concat());
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "vmm", &[THREADS, LISTEN].concat());
     let at = address(&vmm);
-    let files = Page::scrape(&at).sum("process_open_fds", "");
+    let files = ScrapedPage::scrape(&at).sum("process_open_fds", "");
     let says = ["", "GET /metr", "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"];
     let clients: Vec<TcpStream> = says
         .iter()
@@ -273,7 +273,7 @@ fn silent_clients_keep_no_collector_out() {
     let now = wait_for("an answer", || {
         let (head, body) = http(&at, "GET /metrics HTTP/1.1");
         let answered = head.starts_with("HTTP/1.1 200");
-        answered.then(|| Page::parse(&body).sum("process_open_fds", ""))
+        answered.then(|| ScrapedPage::parse(&body).sum("process_open_fds", ""))
     });
     assert!(now <= files + 64.0 + 16.0, "{now} files, {files} before");
     drop(clients);
@@ -285,21 +285,24 @@ fn addresses_for_metrics_are_checked() {
     let base = [&["run"], THREADS, &["--serial", "null", "--metrics-listen"]].concat();
     let run = |code: i32, address: &str| fail(code, &[&base[..], &[address]].concat());
     for bad in ["localhost:9464", "9464", "127.0.0.1", "127.0.0.1:65536", ""] {
-        let said = run(2, bad);
-        assert!(said.contains("--metrics-listen") && said.contains("127.0.0.1:9464"), "{said}");
+        let stderr = run(2, bad);
+        assert!(
+            stderr.contains("--metrics-listen") && stderr.contains("127.0.0.1:9464"),
+            "{stderr}"
+        );
     }
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    let said = run(1, &address);
-    assert!(said.contains(&address) && said.contains("--metrics-listen"), "{said}");
+    let stderr = run(1, &address);
+    assert!(stderr.contains(&address) && stderr.contains("--metrics-listen"), "{stderr}");
     // An address that other hosts reach is allowed, with a warning.
-    let place = Place::new();
+    let tmp = TestDir::new();
     for (listen, warns) in [("0.0.0.0:0", true), ("127.0.0.1:0", false)] {
         let name = if warns { "open" } else { "closed" };
-        let vmm = Vmm::run(&place, name, &[THREADS, &["--metrics-listen", listen]].concat());
-        let said = vmm.said();
-        assert_eq!(said.contains("no authentication"), warns, "{said}");
-        assert!(said.contains("metrics on http://"), "the free port: {said}");
+        let vmm = Vmm::run(&tmp, name, &[THREADS, &["--metrics-listen", listen]].concat());
+        let stderr = vmm.stderr();
+        assert_eq!(stderr.contains("no authentication"), warns, "{stderr}");
+        assert!(stderr.contains("metrics on http://"), "the free port: {stderr}");
     }
 }
 
@@ -362,22 +365,22 @@ fn prometheus_scrapes_a_guest() {
     if !kvm_or_skip(TEST) {
         return;
     }
-    let place = Place::new();
-    let disk = place.text("disk.img");
+    let tmp = TestDir::new();
+    let disk = tmp.text("disk.img");
     std::fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
     let guest = ["--mem", "64M", "--vcpus", "2", "--guest", "payload,ws=16M", "--disk"];
     let disk = format!("path={disk}");
-    let vmm = Vmm::run(&place, "vmm", &[&guest[..], &[&disk, "--name", "web-1"], LISTEN].concat());
+    let vmm = Vmm::run(&tmp, "vmm", &[&guest[..], &[&disk, "--name", "web-1"], LISTEN].concat());
     let target = address(&vmm);
-    let store = place.text("store");
+    let store = tmp.text("store");
     vmm.tell(&["checkpoint", "--store", &store, "--every", "50ms", "--detach"]);
 
     let (_, page) = http(&target, "GET /metrics HTTP/1.1");
-    let (is_good, said) = promtool(&["check", "metrics"], &page).unwrap();
-    assert!(is_good && said.trim().is_empty(), "promtool: {said}");
+    let (is_good, stderr) = promtool(&["check", "metrics"], &page).unwrap();
+    assert!(is_good && stderr.trim().is_empty(), "promtool: {stderr}");
     let alerts = docs("alerts.yml");
-    let (is_good, said) = promtool(&["check", "rules", alerts.to_str().unwrap()], "").unwrap();
-    assert!(is_good, "promtool: {said}");
+    let (is_good, stderr) = promtool(&["check", "rules", alerts.to_str().unwrap()], "").unwrap();
+    assert!(is_good, "promtool: {stderr}");
 
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let at = format!("127.0.0.1:{port}");
@@ -389,12 +392,12 @@ fn prometheus_scrapes_a_guest() {
         ],
     });
     // JSON is YAML.
-    std::fs::write(place.path("prometheus.yml"), config.to_string()).unwrap();
-    let log = std::fs::File::create(place.path("prometheus.log")).unwrap();
+    std::fs::write(tmp.path("prometheus.yml"), config.to_string()).unwrap();
+    let log = std::fs::File::create(tmp.path("prometheus.log")).unwrap();
     let _prometheus = Program(
         Command::new("prometheus")
-            .arg(format!("--config.file={}", place.text("prometheus.yml")))
-            .arg(format!("--storage.tsdb.path={}", place.text("tsdb")))
+            .arg(format!("--config.file={}", tmp.text("prometheus.yml")))
+            .arg(format!("--storage.tsdb.path={}", tmp.text("tsdb")))
             .arg(format!("--web.listen-address={at}"))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -407,7 +410,7 @@ fn prometheus_scrapes_a_guest() {
         answer["data"]["result"][0]["value"][1].as_str()?.parse::<f64>().ok()
     };
     wait_for("two scrapes", || (sum("count_over_time(up[1m])")? >= 2.0).then_some(()));
-    assert_eq!(sum("up{job=\"driftline\"}"), Some(1.0), "{}", place.read("prometheus.log"));
+    assert_eq!(sum("up{job=\"driftline\"}"), Some(1.0), "{}", tmp.read("prometheus.log"));
     let state = "driftline_guest_state{state=\"running\",name=\"web-1\"}";
     assert_eq!(sum(state), Some(1.0));
     let answer = query(&at, state).unwrap();

@@ -4,8 +4,9 @@
 use std::net::TcpListener;
 
 use crate::common::{
-    Place, Vmm, fail, output, proxy_that_keeps_commit, receiver, succeed, text, wait_for,
+    TestDir, Vmm, fail, output, proxy_that_keeps_commit, receiver, succeed, text, wait_for,
 };
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
@@ -14,13 +15,13 @@ const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
 const MODES: [&str; 3] = ["dirty-bitmap", "dirty-bitmap-manual", "userfault-wp"];
 
 fn there_and_back(machine: &[&str]) {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let guest = ["--guest", "payload,ws=16M,rate=32M"];
-    let mut first = Vmm::run(&place, "first", &[machine, &guest].concat());
+    let mut first = Vmm::run(&tmp, "first", &[machine, &guest].concat());
     let id = first.info().unwrap()["vm_id"].clone();
     let before = first.await_progress(2, &[]);
 
-    let (mut second, to) = receiver(&place, "second", &[]);
+    let (mut second, to) = receiver(&tmp, "second", &[]);
     let report = first.tell(&["send-migration", &to, "--json"]);
     let report: Value = serde_json::from_str(&report).unwrap();
     assert_eq!(report["status"], "completed", "{report}");
@@ -38,12 +39,12 @@ fn there_and_back(machine: &[&str]) {
     for field in ["frames", "bytes", "time_ms", "dirty_rate_bytes_per_s"] {
         assert!(report["passes"][0][field].as_f64().is_some(), "{field} in {report}");
     }
-    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    assert_eq!(first.wait(), Some(0), "{}", first.stderr());
     second.await_api();
     assert_eq!((&second.info().unwrap()["vm_id"], second.state()), (&id, "running".to_owned()));
     let between = second.await_progress(2, &before);
 
-    let (mut third, to) = receiver(&place, "third", &[]);
+    let (mut third, to) = receiver(&tmp, "third", &[]);
     let table = second.tell(&["send-migration", &to, "--downtime-ms", "500"]);
     assert!(table.contains("\ndowntime ") && table.contains("\npasses "), "{table}");
     assert_eq!(second.wait(), Some(0));
@@ -81,39 +82,39 @@ fn kvm_guest_survives_its_killed_vmm() {
 }
 
 fn killed_and_restored(mode: &str, how: &[&str]) {
-    let place = Place::new();
-    let store = place.text("store");
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
     let guest = ["--guest", "payload,ws=16M,rate=32M", "--tracking", mode];
-    let mut first = Vmm::run(&place, "first", &[KVM, &guest].concat());
+    let mut first = Vmm::run(&tmp, "first", &[KVM, &guest].concat());
     let before = first.await_progress(2, &[]);
     first.tell(&["checkpoint", "--store", &store, "--every", "50ms", "--count", "5"]);
     first.kill();
     let restore = [&["restore", "--same-id", "--store", &store], how].concat();
-    let mut second = Vmm::start(&place, "second", &restore);
-    second.await_said(" resumed from checkpoint ");
+    let mut second = Vmm::start(&tmp, "second", &restore);
+    second.await_message(" resumed from checkpoint ");
     // The memory has a single descriptor, so all frames arrive first.
-    let late = second.said().contains("pages follow on demand");
-    assert!(!late || (mode != "userfault-wp" && !how.is_empty()), "{mode}: {}", second.said());
+    let is_lazy = second.stderr().contains("pages follow on demand");
+    assert!(!is_lazy || (mode != "userfault-wp" && !how.is_empty()), "{mode}: {}", second.stderr());
     second.await_progress(2, &before);
     assert_eq!(second.info().unwrap()["tracking"], mode);
     second.tell(&["checkpoint", "--store", &store, "--every", "20ms", "--count", "5"]);
     second.tell(&["stop"]);
-    assert_eq!(second.wait(), Some(0), "{}", second.said());
+    assert_eq!(second.wait(), Some(0), "{}", second.stderr());
 }
 
 #[test]
 fn paused_guest_arrives_paused() {
-    let place = Place::new();
-    let store = place.text("store");
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
     let guest = ["--guest", "payload,ws=16M,rate=32M"];
-    let mut first = Vmm::run(&place, "first", &[THREADS, &guest].concat());
+    let mut first = Vmm::run(&tmp, "first", &[THREADS, &guest].concat());
     let follower = std::thread::spawn({
         let (socket, store) = (first.socket(), store.clone());
         move || output(&["checkpoint", "--every", "10ms", "--store", &store, "--api-sock", &socket])
     });
     wait_for("checkpoints", || (first.info()?["checkpointing"] == true).then_some(()));
     first.tell(&["pause"]);
-    let (mut second, to) = receiver(&place, "second", &[]);
+    let (mut second, to) = receiver(&tmp, "second", &[]);
     first.tell(&["send-migration", &to]);
     assert_eq!(first.wait(), Some(0));
     let followed = follower.join().unwrap();
@@ -132,30 +133,30 @@ fn not_begun(out: &std::process::Output, code: i32) -> Value {
     let refused: Value = serde_json::from_slice(&out.stdout).unwrap();
     assert_eq!(out.status.code(), Some(code), "{refused}");
     assert_eq!((&refused["status"], &refused["phase"]), (&"failed".into(), &"waiting".into()));
-    let said = text(&out.stderr);
-    assert!(said.contains(refused["error"]["message"].as_str().unwrap()), "{said}");
+    let stderr = text(&out.stderr);
+    assert!(stderr.contains(refused["error"]["message"].as_str().unwrap()), "{stderr}");
     refused
 }
 
 #[test]
 fn cancelled_migration_leaves_the_guest_running() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     // Large enough that the passes before the migration gives up leave time for all of the
     // following.
     let guest = ["--backend", "threads", "--vcpus", "2", "--mem", "1G"];
     let guest = [&guest[..], &["--guest", "payload,ws=512M,rate=max"]].concat();
-    let mut first = Vmm::run(&place, "first", &guest);
+    let mut first = Vmm::run(&tmp, "first", &guest);
     // On a busy host, a guest that has just started writes nothing during a short pass, and would
     // migrate.
     first.await_progress(2, &[]);
-    let (second, to) = receiver(&place, "second", &[]);
+    let (second, to) = receiver(&tmp, "second", &[]);
     let sender = std::thread::spawn({
         let (socket, to) = (first.socket(), to.clone());
         move || output(&["send-migration", &to, "--downtime-ms", "0", "--api-sock", &socket])
     });
     wait_for("the migration", || (first.state() == "migrating").then_some(()));
-    let said = first.refuse(4, &["send-migration", &to]);
-    assert!(said.contains("is being migrated already, to 127.0.0.1:"), "{said}");
+    let stderr = first.refuse(4, &["send-migration", &to]);
+    assert!(stderr.contains("is being migrated already, to 127.0.0.1:"), "{stderr}");
     let out = output(&["send-migration", &to, "--json", "--api-sock", &first.socket()]);
     let refused = not_begun(&out, 4);
     assert_eq!(refused["guest"], "here", "{refused}");
@@ -163,19 +164,22 @@ fn cancelled_migration_leaves_the_guest_running() {
         refused["error"]["message"].as_str().unwrap().contains("migrated already"),
         "{refused}"
     );
-    let said = first.refuse(1, &["pause"]);
-    assert!(said.contains("cannot pause a guest that is being migrated"), "{said}");
-    let said = first.refuse(1, &["resolve", "--run"]);
-    assert!(said.contains("no migration is in doubt"), "{said}");
+    let stderr = first.refuse(1, &["pause"]);
+    assert!(stderr.contains("cannot pause a guest that is being migrated"), "{stderr}");
+    let stderr = first.refuse(1, &["resolve", "--run"]);
+    assert!(stderr.contains("no migration is in doubt"), "{stderr}");
     first.tell(&["cancel-migration"]);
     let sent = sender.join().unwrap();
-    let said = text(&sent.stderr);
-    assert_eq!(sent.status.code(), Some(4), "{said}");
-    assert!(said.contains("cancelled") && said.contains("the guest continues here"), "{said}");
+    let stderr = text(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(4), "{stderr}");
+    assert!(
+        stderr.contains("cancelled") && stderr.contains("the guest continues here"),
+        "{stderr}"
+    );
     assert_eq!(first.state(), "running");
     first.await_progress(2, &[]);
-    let said = first.refuse(1, &["cancel-migration"]);
-    assert!(said.contains("no migration is under way"), "{said}");
+    let stderr = first.refuse(1, &["cancel-migration"]);
+    assert!(stderr.contains("no migration is under way"), "{stderr}");
     // The receiver has received the reason, and waits for the next source.
     wait_for("the receiver to wait on", || {
         (second.info()?["migration"]["phase"] == "waiting").then_some(())
@@ -189,14 +193,14 @@ fn cancelled_migration_leaves_the_guest_running() {
 
 #[test]
 fn guest_in_doubt_waits_for_the_operator() {
-    let place = Place::new();
-    let (store, state) = (place.text("store"), place.text("state"));
+    let tmp = TestDir::new();
+    let (store, state) = (tmp.text("store"), tmp.text("state"));
     let guest = ["--guest", "payload,ws=4M,rate=4M"];
-    let mut first = Vmm::run(&place, "first", &[THREADS, &guest].concat());
+    let mut first = Vmm::run(&tmp, "first", &[THREADS, &guest].concat());
     let id = first.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
     first.tell(&["checkpoint", "--store", &store]);
-    let (_second, to) = receiver(&place, "second", &[]);
-    let to = proxy_that_keeps_commit(&to, place.path("state"));
+    let (_second, to) = receiver(&tmp, "second", &[]);
+    let to = proxy_that_keeps_commit(&to, tmp.path("state"));
     let sender = std::thread::spawn({
         let (socket, to) = (first.socket(), to.clone());
         move || output(&["send-migration", &to, "--api-sock", &socket])
@@ -205,56 +209,55 @@ fn guest_in_doubt_waits_for_the_operator() {
         let info = first.info()?;
         (info["migration"]["phase"] == "hand-over").then_some(())
     });
-    let said = first.refuse(1, &["stop"]);
-    assert!(said.contains("resolve it with `driftline resolve --discard`"), "{said}");
-    let pid = rustix::process::Pid::from_raw(first.pid().try_into().unwrap()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let stderr = first.refuse(1, &["stop"]);
+    assert!(stderr.contains("resolve it with `driftline resolve --discard`"), "{stderr}");
+    first.signal(Signal::TERM);
     wait_for("the refusal", || {
-        first.said().contains("this process does not end yet").then_some(())
+        first.stderr().contains("this process does not end yet").then_some(())
     });
     assert_ne!(first.state(), "stopped");
     first.kill();
     sender.join().unwrap();
 
     let restore = ["restore", "--store", &store, "--state-dir", &state];
-    let said = fail(1, &restore);
-    assert!(said.contains(&format!("guest {id} may be running at ")), "{said}");
-    assert!(said.contains("driftline resolve --state-dir"), "{said}");
-    let said = fail(1, &["resolve", "--state-dir", &state, "--vm", "another", "--run"]);
-    assert!(said.contains("has no record of guest another"), "{said}");
+    let stderr = fail(1, &restore);
+    assert!(stderr.contains(&format!("guest {id} may be running at ")), "{stderr}");
+    assert!(stderr.contains("driftline resolve --state-dir"), "{stderr}");
+    let stderr = fail(1, &["resolve", "--state-dir", &state, "--vm", "another", "--run"]);
+    assert!(stderr.contains("has no record of guest another"), "{stderr}");
     let run = ["resolve", "--state-dir", &state, "--vm", &id, "--run", "--json"];
     let resolved: Value = serde_json::from_str(&succeed(&run)).unwrap();
     let peer = to.trim_start_matches("tcp:");
     let all = json!({ "action": "run", "vm_id": id, "peers": [peer] });
     assert_eq!(resolved, all);
-    let said = fail(1, &["resolve", "--state-dir", &state, "--discard"]);
-    assert!(said.contains("no migration is in doubt"), "{said}");
+    let stderr = fail(1, &["resolve", "--state-dir", &state, "--discard"]);
+    assert!(stderr.contains("no migration is in doubt"), "{stderr}");
     // An unreadable record may belong to this guest.
-    let broken = place.path("state").join(format!("{id}.source.json"));
+    let broken = tmp.path("state").join(format!("{id}.source.json"));
     std::fs::write(&broken, "{").unwrap();
-    let said = fail(1, &restore);
-    assert!(said.contains(&format!("{id}.source.json: EOF")), "{said}");
-    assert!(said.contains(&format!("may say that guest {id} runs on another host")), "{said}");
-    let said = fail(1, &["resolve", "--state-dir", &state, "--run"]);
+    let stderr = fail(1, &restore);
+    assert!(stderr.contains(&format!("{id}.source.json: EOF")), "{stderr}");
+    assert!(stderr.contains(&format!("may say that guest {id} runs on another host")), "{stderr}");
+    let stderr = fail(1, &["resolve", "--state-dir", &state, "--run"]);
     assert!(
-        said.contains(".source.json: EOF") && said.contains("no migration is in doubt"),
-        "{said}"
+        stderr.contains(".source.json: EOF") && stderr.contains("no migration is in doubt"),
+        "{stderr}"
     );
     std::fs::remove_file(broken).unwrap();
-    let mut third = Vmm::start(&place, "third", &["restore", "--same-id", "--store", &store]);
+    let mut third = Vmm::start(&tmp, "third", &["restore", "--same-id", "--store", &store]);
     third.await_api();
     third.tell(&["stop"]);
-    assert_eq!(third.wait(), Some(0), "{}", third.said());
+    assert_eq!(third.wait(), Some(0), "{}", third.stderr());
 }
 
 #[test]
 fn unreachable_destination_is_4_and_bad_address_2() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let guest = ["--guest", "payload,ws=1M"];
-    let mut vmm = Vmm::run(&place, "a", &[THREADS, &guest].concat());
+    let mut vmm = Vmm::run(&tmp, "a", &[THREADS, &guest].concat());
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let said = vmm.refuse(4, &["send-migration", &format!("tcp:{free}")]);
-    assert!(said.contains("cannot connect to") && said.contains("continues here"), "{said}");
+    let stderr = vmm.refuse(4, &["send-migration", &format!("tcp:{free}")]);
+    assert!(stderr.contains("cannot connect to") && stderr.contains("continues here"), "{stderr}");
     let socket = vmm.socket();
     let to = format!("tcp:{free}");
     let out = output(&["send-migration", &to, "--json", "--api-sock", &socket]);
@@ -262,18 +265,18 @@ fn unreachable_destination_is_4_and_bad_address_2() {
     assert_eq!(out.status.code(), Some(4), "{failed}");
     assert_eq!((&failed["status"], &failed["guest"]), (&"failed".into(), &"here".into()));
     assert!(failed["phase"] == "connect" && failed["error"]["message"].is_string(), "{failed}");
-    let nobody = place.text("none.sock");
-    let out = output(&["send-migration", &to, "--json", "--api-sock", &nobody]);
+    let no_vmm = tmp.text("none.sock");
+    let out = output(&["send-migration", &to, "--json", "--api-sock", &no_vmm]);
     let refused = not_begun(&out, 1);
-    assert!(refused["guest"].is_null(), "nobody could be asked: {refused}");
-    let said = vmm.refuse(2, &["send-migration", "10.0.0.1:7001"]);
-    assert!(said.contains("an address is tcp:HOST:PORT"), "{said}");
-    let said = vmm.refuse(2, &["send-migration", "tcp:h:1", "--timeout-strategy", "postcopy"]);
-    assert!(said.contains("not offered by this version"), "{said}");
+    assert!(refused["guest"].is_null(), "no VMM answers: {refused}");
+    let stderr = vmm.refuse(2, &["send-migration", "10.0.0.1:7001"]);
+    assert!(stderr.contains("an address is tcp:HOST:PORT"), "{stderr}");
+    let stderr = vmm.refuse(2, &["send-migration", "tcp:h:1", "--timeout-strategy", "postcopy"]);
+    assert!(stderr.contains("not offered by this version"), "{stderr}");
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", taken.local_addr().unwrap());
-    let said = fail(1, &["receive-migration", &address]);
-    assert!(said.contains("cannot listen on tcp:127.0.0.1:"), "{said}");
+    let stderr = fail(1, &["receive-migration", &address]);
+    assert!(stderr.contains("cannot listen on tcp:127.0.0.1:"), "{stderr}");
     assert_eq!(vmm.state(), "running");
     vmm.tell(&["stop"]);
     vmm.wait();
@@ -281,27 +284,26 @@ fn unreachable_destination_is_4_and_bad_address_2() {
 
 #[test]
 fn a_waiting_receiver_answers_and_can_be_interrupted() {
-    let place = Place::new();
-    let (mut vmm, _) = receiver(&place, "a", &[]);
-    let said = vmm.refuse(1, &["pause"]);
-    assert!(said.contains("there is no guest yet: waiting for a migration"), "{said}");
-    let said = vmm.tell(&["info"]);
-    assert!(said.contains("receiving") && said.contains("waiting for a migration"), "{said}");
+    let tmp = TestDir::new();
+    let (mut vmm, _) = receiver(&tmp, "a", &[]);
+    let stderr = vmm.refuse(1, &["pause"]);
+    assert!(stderr.contains("there is no guest yet: waiting for a migration"), "{stderr}");
+    let stderr = vmm.tell(&["info"]);
+    assert!(stderr.contains("receiving") && stderr.contains("waiting for a migration"), "{stderr}");
     let info: Value = serde_json::from_str(&vmm.tell(&["info", "--json"])).unwrap();
     assert_eq!(info["state"], "receiving", "{info}");
     assert_eq!(info["migration"]["phase"], "waiting", "{info}");
-    let pid = rustix::process::Pid::from_raw(vmm.pid().try_into().unwrap()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    vmm.signal(Signal::INT);
     assert_eq!(vmm.wait(), Some(1));
-    assert!(vmm.said().contains("stopped by SIGINT before a guest arrived"), "{}", vmm.said());
-    assert!(!place.path("a.sock").exists());
+    assert!(vmm.stderr().contains("stopped by SIGINT before a guest arrived"), "{}", vmm.stderr());
+    assert!(!tmp.path("a.sock").exists());
 }
 
 #[test]
 fn demo_runs_without_kvm() {
     let out = output(&["demo", "--backend", "threads"]);
-    let (table, said) = (text(&out.stdout), text(&out.stderr));
-    assert_eq!(out.status.code(), Some(0), "{said}");
+    let (table, stderr) = (text(&out.stdout), text(&out.stderr));
+    assert_eq!(out.status.code(), Some(0), "{stderr}");
     let first = table.lines().next().unwrap();
     assert!(first.contains("on host threads"), "{first}");
     assert!(table.contains("\nerrors found         0\n"), "{table}");

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::common::{Place, driftline, fail, succeed, text, wait_for};
+use crate::common::{TestDir, driftline, fail, succeed, text, wait_for};
 use driftline_machine::testing::{kvm_or_skip, linux_guest, skip};
 use serde_json::Value;
 
@@ -37,9 +37,9 @@ fn ip(args: &[&str]) {
 }
 
 /// A network namespace, deleted on drop.
-struct Namespace(String);
+struct HostNamespace(String);
 
-impl Namespace {
+impl HostNamespace {
     fn new(name: &str) -> Result<Self, String> {
         let name = format!("dl{}{name}", std::process::id());
         try_ip(&["netns", "add", &name])?;
@@ -71,7 +71,7 @@ impl Namespace {
     }
 }
 
-impl Drop for Namespace {
+impl Drop for HostNamespace {
     fn drop(&mut self) {
         if let Err(e) = try_ip(&["netns", "del", &self.0]) {
             eprintln!("{e}");
@@ -80,18 +80,18 @@ impl Drop for Namespace {
 }
 
 /// Two hosts and the network between them.
-struct Network {
-    source: Namespace,
-    destination: Namespace,
-    _between: Namespace,
+struct TwoHosts {
+    source: HostNamespace,
+    destination: HostNamespace,
+    _between: HostNamespace,
 }
 
-impl Network {
+impl TwoHosts {
     fn new() -> Result<Self, String> {
-        let peer = Namespace::new("p")?;
+        let peer = HostNamespace::new("p")?;
         peer.ip(&["addr", "add", PEER, "dev", "br0"]);
         let host = |name: &str, address: &str| {
-            let host = Namespace::new(name)?;
+            let host = HostNamespace::new(name)?;
             let port = format!("to-{name}");
             let ends = ["name", &port, "type", "veth", "peer", "name", "up0", "netns", &host.0];
             peer.ip(&[&["link", "add"], &ends[..]].concat());
@@ -107,7 +107,7 @@ impl Network {
 }
 
 /// Creates the network that these tests need. Reports what is missing for `test`, if anything.
-fn network_or_skip(test: &str) -> Option<Network> {
+fn network_or_skip(test: &str) -> Option<TwoHosts> {
     if !kvm_or_skip(test) {
         return None;
     }
@@ -115,43 +115,48 @@ fn network_or_skip(test: &str) -> Option<Network> {
         skip(test, &why.to_string());
         return None;
     }
-    Network::new().map_err(|why| skip(test, &why)).ok()
+    TwoHosts::new().map_err(|why| skip(test, &why)).ok()
 }
 
 /// A process of a test, killed when dropped. Uses `name.out` and `name.err` in the test's
 /// directory.
-struct Process<'p> {
-    place: &'p Place,
+struct LoggedProcess<'p> {
+    tmp: &'p TestDir,
     name: &'static str,
     child: Child,
 }
 
-impl<'p> Process<'p> {
-    fn start(place: &'p Place, name: &'static str, mut command: Command) -> Self {
-        let file = |ending: &str| File::create(place.path(&format!("{name}.{ending}"))).unwrap();
+impl<'p> LoggedProcess<'p> {
+    fn start(tmp: &'p TestDir, name: &'static str, mut command: Command) -> Self {
+        let file = |ending: &str| File::create(tmp.path(&format!("{name}.{ending}"))).unwrap();
         let child = command.stdout(file("out")).stderr(file("err")).spawn().unwrap();
-        Self { place, name, child }
+        Self { tmp, name, child }
     }
 
     /// Starts a driftline on `host`, with its own socket, serial file and directory.
-    fn driftline(place: &'p Place, name: &'static str, host: &Namespace, args: &[&str]) -> Self {
-        let (socket, state) = (socket(place, name), place.text(&format!("{name}.state")));
-        let serial = format!("file:{}", place.text(&format!("{name}.serial")));
+    fn driftline(
+        tmp: &'p TestDir,
+        name: &'static str,
+        host: &HostNamespace,
+        args: &[&str],
+    ) -> Self {
+        let (socket, state) = (socket(tmp, name), tmp.text(&format!("{name}.state")));
+        let serial = format!("file:{}", tmp.text(&format!("{name}.serial")));
         let own = ["--api-sock", &socket, "--serial", &serial, "--state-dir", &state];
         let all = [args, &own].concat();
-        Self::start(place, name, host.command(env!("CARGO_BIN_EXE_driftline"), &all))
+        Self::start(tmp, name, host.command(env!("CARGO_BIN_EXE_driftline"), &all))
     }
 
     /// Starts a guest and waits until it has booted to its shell.
-    fn linux(place: &'p Place, name: &'static str, host: &Namespace, more: &[&str]) -> Self {
+    fn linux(tmp: &'p TestDir, name: &'static str, host: &HostNamespace, more: &[&str]) -> Self {
         let file = |name: &str| image().join(name).to_str().unwrap().to_owned();
         let (kernel, initrd) = (file("vmlinux"), file("initramfs.cpio"));
         let boot = ["run", "--kernel", &kernel, "--initrd", &initrd, "--mem", "128M"];
         let args = [&boot[..], &["--cmdline", CMDLINE], more].concat();
-        let mut guest = Self::driftline(place, name, host, &args);
+        let mut guest = Self::driftline(tmp, name, host, &args);
         let begun = Instant::now();
         while !guest.serial().contains("driftline-linux: shell") {
-            guest.must_live();
+            guest.assert_alive();
             assert!(begun.elapsed() < BOOT, "the guest does not boot: {}", guest.serial());
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -160,17 +165,17 @@ impl<'p> Process<'p> {
     }
 
     fn serial(&self) -> String {
-        self.place.read(&format!("{}.serial", self.name))
+        self.tmp.read(&format!("{}.serial", self.name))
     }
 
     fn printed(&self) -> String {
-        self.place.read(&format!("{}.out", self.name))
+        self.tmp.read(&format!("{}.out", self.name))
     }
 
-    fn must_live(&mut self) {
+    fn assert_alive(&mut self) {
         let ended = self.child.try_wait().unwrap();
-        let said = self.place.read(&format!("{}.err", self.name));
-        assert!(ended.is_none(), "{} ended: {ended:?}: {said}", self.name);
+        let stderr = self.tmp.read(&format!("{}.err", self.name));
+        assert!(ended.is_none(), "{} ended: {ended:?}: {stderr}", self.name);
     }
 
     /// Returns the last number that it has printed as `key=number`.
@@ -189,28 +194,33 @@ impl<'p> Process<'p> {
     }
 }
 
-impl Drop for Process<'_> {
+impl Drop for LoggedProcess<'_> {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {
-            let said = self.place.read(&format!("{}.err", self.name));
-            eprintln!("{} printed: {}\nand said: {said}", self.name, self.printed());
+            let stderr = self.tmp.read(&format!("{}.err", self.name));
+            eprintln!("{} printed: {}\nand said: {stderr}", self.name, self.printed());
         }
     }
 }
 
-fn socket(place: &Place, name: &str) -> String {
-    place.text(&format!("{name}.sock"))
+fn socket(tmp: &TestDir, name: &str) -> String {
+    tmp.text(&format!("{name}.sock"))
 }
 
 /// Sends numbered messages to the guest's echo server every 20 ms, and checks the answers.
-fn echo<'p>(place: &'p Place, name: &'static str, host: &Namespace, to: &str) -> Process<'p> {
+fn echo<'p>(
+    tmp: &'p TestDir,
+    name: &'static str,
+    host: &HostNamespace,
+    to: &str,
+) -> LoggedProcess<'p> {
     let check = image().join("driftline-check");
     let args = ["echo", to, "port=7", "interval=20ms", "run=300s"];
-    let mut process = Process::start(place, name, host.command(check.to_str().unwrap(), &args));
+    let mut process = LoggedProcess::start(tmp, name, host.command(check.to_str().unwrap(), &args));
     wait_for("answers of the guest's echo", || {
-        process.must_live();
+        process.assert_alive();
         process.figure("received").filter(|n| *n > 50)
     });
     process
@@ -230,18 +240,18 @@ fn unusable_tap_is_refused_with_the_reason() {
         let args: Vec<String> = run(net);
         fail(code, &args.iter().map(String::as_str).collect::<Vec<_>>())
     };
-    let said = refused(3, "tap=dl-nowhere");
-    assert!(said.contains("tap \"dl-nowhere\" does not exist on this host"), "{said}");
+    let stderr = refused(3, "tap=dl-nowhere");
+    assert!(stderr.contains("tap \"dl-nowhere\" does not exist on this host"), "{stderr}");
     for bad in ["dl0", "tap=", "tap=a/b", "tap=t,mac=1", "tap=t,queues=100"] {
         assert!(refused(2, bad).contains("--net"), "{bad}");
     }
-    let host = match Namespace::new("t") {
+    let host = match HostNamespace::new("t") {
         Ok(host) => host,
         Err(why) => return skip(TEST, &why),
     };
     host.add_tap("one", &[]);
     host.add_tap("many", &["multi_queue"]);
-    let place = Place::new();
+    let tmp = TestDir::new();
     let there = |net: &str| {
         let args: Vec<String> = run(net);
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
@@ -249,19 +259,19 @@ fn unusable_tap_is_refused_with_the_reason() {
         assert_eq!(out.status.code(), Some(1), "{net}: {}", text(&out.stderr));
         text(&out.stderr)
     };
-    let said = there("tap=one,queues=2");
-    assert!(said.contains("\"one\"") && said.contains("without `multi_queue`"), "{said}");
-    let said = there("tap=many");
-    assert!(said.contains("\"many\"") && said.contains("with `multi_queue`"), "{said}");
-    let said = there("tap=br0");
-    assert!(said.contains("\"br0\" cannot be used as a tap"), "{said}");
+    let stderr = there("tap=one,queues=2");
+    assert!(stderr.contains("\"one\"") && stderr.contains("without `multi_queue`"), "{stderr}");
+    let stderr = there("tap=many");
+    assert!(stderr.contains("\"many\"") && stderr.contains("with `multi_queue`"), "{stderr}");
+    let stderr = there("tap=br0");
+    assert!(stderr.contains("\"br0\" cannot be used as a tap"), "{stderr}");
     // A tap has one owner, whether with one queue or several.
     let nets = ["--net", "tap=one", "--net", "tap=many,queues=2"];
     let guest = ["run", "--mem", "32M", "--guest", "payload,ws=1M"];
-    let mut owner = Process::driftline(&place, "owner", &host, &[&guest[..], &nets].concat());
+    let mut owner = LoggedProcess::driftline(&tmp, "owner", &host, &[&guest[..], &nets].concat());
     wait_for("the guest", || {
-        owner.must_live();
-        let out = driftline(&["info", "--api-sock", &socket(&place, "owner")]).output().unwrap();
+        owner.assert_alive();
+        let out = driftline(&["info", "--api-sock", &socket(&tmp, "owner")]).output().unwrap();
         out.status.success().then_some(())
     });
     assert!(there("tap=one").contains("tap \"one\" is in use by another"));
@@ -269,16 +279,21 @@ fn unusable_tap_is_refused_with_the_reason() {
 }
 
 /// Migrates the guest of `from` to a new driftline `name` on `host`.
-fn migrate<'p>(place: &'p Place, from: &str, name: &'static str, host: &Namespace) -> Process<'p> {
+fn migrate<'p>(
+    tmp: &'p TestDir,
+    from: &str,
+    name: &'static str,
+    host: &HostNamespace,
+) -> LoggedProcess<'p> {
     let address = format!("tcp:{}:7999", host.address());
-    let vsock = format!("uds={}", place.text(&format!("{name}.vsock")));
+    let vsock = format!("uds={}", tmp.text(&format!("{name}.vsock")));
     let args = ["receive-migration", &address, "--net", "tap=tap0", "--vsock", &vsock];
-    let mut to = Process::driftline(place, name, host, &args);
+    let mut to = LoggedProcess::driftline(tmp, name, host, &args);
     wait_for("the destination", || {
-        to.must_live();
-        place.read(&format!("{name}.err")).contains("waiting for a migration").then_some(())
+        to.assert_alive();
+        tmp.read(&format!("{name}.err")).contains("waiting for a migration").then_some(())
     });
-    let sent = ["send-migration", &address, "--json", "--api-sock", &socket(place, from)];
+    let sent = ["send-migration", &address, "--json", "--api-sock", &socket(tmp, from)];
     let report: Value = serde_json::from_str(&succeed(&sent)).unwrap();
     assert_eq!(report["status"], "completed", "{report}");
     to
@@ -289,21 +304,21 @@ fn vsock_connection_ends_with_its_host() {
     let Some(network) = network_or_skip("vsock_connection_ends_with_its_host") else {
         return;
     };
-    let place = Place::new();
-    let vsock = format!("cid=5,uds={}", place.text("v0.vsock"));
+    let tmp = TestDir::new();
+    let vsock = format!("cid=5,uds={}", tmp.text("v0.vsock"));
     let devices = ["--net", "tap=tap0", "--vsock", &vsock];
-    let _source = Process::linux(&place, "v0", &network.source, &devices);
-    let through = |name: &str| format!("vsock={}", place.text(&format!("{name}.vsock")));
-    let mut old = echo(&place, "old", &network.source, &through("v0"));
-    let mut moved = migrate(&place, "v0", "v1", &network.destination);
+    let _source = LoggedProcess::linux(&tmp, "v0", &network.source, &devices);
+    let through = |name: &str| format!("vsock={}", tmp.text(&format!("{name}.vsock")));
+    let mut old = echo(&tmp, "old", &network.source, &through("v0"));
+    let mut moved = migrate(&tmp, "v0", "v1", &network.destination);
     let end = wait_for("the end of the old connection", || old.child.try_wait().unwrap());
     assert_eq!(end.code(), Some(1), "{}", old.printed());
-    let mut new = echo(&place, "new", &network.destination, &through("v1"));
+    let mut new = echo(&tmp, "new", &network.destination, &through("v1"));
     assert_eq!(new.interrupt(), Some(0), "{}", new.printed());
     // The guest's server counts the previous connection as closed, because the device reported
     // that.
     wait_for("the guest's count of connections", || {
-        moved.must_live();
+        moved.assert_alive();
         let serial = moved.serial();
         let last = serial.lines().rfind(|l| l.starts_with("check tcp: connections="))?;
         last.contains("connections=0 ").then_some(())

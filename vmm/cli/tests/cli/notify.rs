@@ -3,52 +3,52 @@
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-use crate::common::{PATIENCE, Place, Vmm, driftline, text};
+use crate::common::{TIMEOUT, TestDir, Vmm, driftline, text};
 
 const GUEST: &[&str] = &["run", "--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
 
-fn start<'p>(place: &'p Place, name: &'static str, args: &[&str], address: &str) -> Vmm<'p> {
+fn start<'p>(tmp: &'p TestDir, name: &'static str, args: &[&str], address: &str) -> Vmm<'p> {
     let mut command = driftline(args);
     command.env("NOTIFY_SOCKET", address);
-    Vmm::start_by(place, name, command)
+    Vmm::start_by(tmp, name, command)
 }
 
-fn heard(socket: &UnixDatagram) -> String {
+fn receive(socket: &UnixDatagram) -> String {
     let mut message = [0; 256];
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    socket.set_read_timeout(Some(TIMEOUT)).unwrap();
     let n = socket.recv(&mut message).unwrap();
     text(&message[..n])
 }
 
 #[test]
 fn readiness_follows_the_start_of_the_guest() {
-    let place = Place::new();
-    let address = place.text("notify");
+    let tmp = TestDir::new();
+    let address = tmp.text("notify");
     let path = UnixDatagram::bind(&address).unwrap();
     let name = format!("driftline-test-{}", std::process::id());
     let by_name = SocketAddr::from_abstract_name(&name).unwrap();
     let by_name = UnixDatagram::bind_addr(&by_name).unwrap();
     for (vmm, address, socket) in [("a", address, path), ("b", format!("@{name}"), by_name)] {
-        let mut vmm = start(&place, vmm, GUEST, &address);
-        let ready = heard(&socket);
+        let mut vmm = start(&tmp, vmm, GUEST, &address);
+        let ready = receive(&socket);
         let info = vmm.info().unwrap();
         assert_eq!(info["state"], "running");
         let vm_id = info["vm_id"].as_str().unwrap();
         assert_eq!(ready, format!("READY=1\nSTATUS=guest {vm_id} runs\n"));
         vmm.tell(&["stop"]);
-        assert_eq!(heard(&socket), "STOPPING=1\n");
+        assert_eq!(receive(&socket), "STOPPING=1\n");
         assert_eq!(vmm.wait(), Some(0));
     }
 }
 
 #[test]
 fn a_receiver_is_ready_when_it_listens() {
-    let place = Place::new();
-    let address = place.text("notify");
+    let tmp = TestDir::new();
+    let address = tmp.text("notify");
     let socket = UnixDatagram::bind(&address).unwrap();
-    let mut vmm = start(&place, "a", &["receive-migration", "tcp:127.0.0.1:0"], &address);
+    let mut vmm = start(&tmp, "a", &["receive-migration", "tcp:127.0.0.1:0"], &address);
     assert!(
-        heard(&socket).starts_with("READY=1\nSTATUS=waiting for a migration on tcp:127.0.0.1:")
+        receive(&socket).starts_with("READY=1\nSTATUS=waiting for a migration on tcp:127.0.0.1:")
     );
     assert_eq!(vmm.state(), "receiving");
     vmm.tell(&["stop"]);
@@ -57,10 +57,10 @@ fn a_receiver_is_ready_when_it_listens() {
 
 #[test]
 fn a_guest_runs_without_its_service_manager() {
-    let place = Place::new();
-    let none = place.text("none");
-    let mut vmm = start(&place, "a", GUEST, &none);
-    vmm.await_said(&format!("NOTIFY_SOCKET is {none}: "));
+    let tmp = TestDir::new();
+    let none = tmp.text("none");
+    let mut vmm = start(&tmp, "a", GUEST, &none);
+    vmm.await_message(&format!("NOTIFY_SOCKET is {none}: "));
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
 }

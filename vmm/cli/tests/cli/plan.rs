@@ -3,7 +3,7 @@
 
 use std::net::TcpListener;
 
-use crate::common::{Place, Vmm, driftline, fail, wait_for};
+use crate::common::{TestDir, Vmm, driftline, fail, wait_for};
 use serde_json::Value;
 
 const MACHINE: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
@@ -11,8 +11,8 @@ const GUEST: &[&str] = &["--guest", "payload,ws=16M,rate=8M"];
 
 #[test]
 fn plan_leaves_the_guest_as_it_was() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "guest", &[MACHINE, GUEST].concat());
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "guest", &[MACHINE, GUEST].concat());
     vmm.await_progress(2, &[]);
     let plan = vmm.tell(&["plan", "--json", "--bandwidth", "100M", "--downtime-ms", "200"]);
     let plan: Value = serde_json::from_str(&plan).unwrap();
@@ -54,13 +54,13 @@ fn plan_leaves_the_guest_as_it_was() {
 
 #[test]
 fn guest_that_writes_nothing_has_no_plan() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "guest", &[MACHINE, GUEST].concat());
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "guest", &[MACHINE, GUEST].concat());
     let socket = vmm.socket();
     let plan = ["plan", "--api-sock", &socket];
     vmm.tell(&["pause"]);
-    let said = fail(1, &plan);
-    assert!(said.contains("the guest is paused and writes nothing"), "{said}");
+    let stderr = fail(1, &plan);
+    assert!(stderr.contains("the guest is paused and writes nothing"), "{stderr}");
     vmm.tell(&["resume"]);
 
     // No process answers there, so the migration waits.
@@ -71,17 +71,17 @@ fn guest_that_writes_nothing_has_no_plan() {
         .spawn()
         .unwrap();
     wait_for("a migration", || (vmm.state() == "migrating").then_some(()));
-    let said = fail(1, &plan);
-    assert!(said.contains("the guest is being migrated already"), "{said}");
+    let stderr = fail(1, &plan);
+    assert!(stderr.contains("the guest is being migrated already"), "{stderr}");
     vmm.tell(&["cancel-migration"]);
     sending.wait().unwrap();
 
     let untracked =
-        Vmm::run(&place, "untracked", &[MACHINE, GUEST, &["--tracking", "none"]].concat());
-    let said = fail(1, &["plan", "--api-sock", &untracked.socket()]);
-    assert!(said.contains("--tracking none"), "{said}");
-    let said = fail(2, &["plan", "--api-sock", &socket, "--bandwidth", "10"]);
-    assert!(said.contains("a bandwidth is at least"), "{said}");
-    let said = fail(1, &["plan", "--api-sock", &place.text("nobody.sock")]);
-    assert!(said.contains("does not exist: is the guest running"), "{said}");
+        Vmm::run(&tmp, "untracked", &[MACHINE, GUEST, &["--tracking", "none"]].concat());
+    let stderr = fail(1, &["plan", "--api-sock", &untracked.socket()]);
+    assert!(stderr.contains("--tracking none"), "{stderr}");
+    let stderr = fail(2, &["plan", "--api-sock", &socket, "--bandwidth", "10"]);
+    assert!(stderr.contains("a bandwidth is at least"), "{stderr}");
+    let stderr = fail(1, &["plan", "--api-sock", &tmp.text("none.sock")]);
+    assert!(stderr.contains("does not exist: is the guest running"), "{stderr}");
 }

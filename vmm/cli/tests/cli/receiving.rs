@@ -5,12 +5,12 @@ use std::fs::File;
 use std::process::{Child, Output, Stdio};
 
 use crate::common::{
-    Place, Vmm, driftline, proxy_that_ends_with_commit, proxy_that_keeps_commit, receiver, text,
+    TestDir, Vmm, driftline, proxy_that_ends_with_commit, proxy_that_keeps_commit, receiver, text,
     wait_for,
 };
 use driftline_machine::testing::kvm_or_skip;
 use rustix::fs::{FlockOperation, fcntl_lock};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
 const GUEST: &[&str] =
     &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=32M,rate=1M,fill=random"];
@@ -26,9 +26,7 @@ impl How {
     fn tell(self, vmm: &Vmm<'_>) {
         match self {
             Self::Command => _ = vmm.tell(&["stop"]),
-            Self::Sigterm => {
-                kill_process(Pid::from_raw(vmm.pid() as i32).unwrap(), Signal::TERM).unwrap();
-            }
+            Self::Sigterm => vmm.signal(Signal::TERM),
         }
     }
 }
@@ -44,9 +42,9 @@ fn send(source: &Vmm<'_>, args: &[&str]) -> Child {
 
 /// The sender reports that the destination was stopped, and the guest continues at its source.
 fn goes_on(source: &Vmm<'_>, sent: &Output, why: &str) {
-    let said = text(&sent.stderr);
-    assert_eq!(sent.status.code(), Some(4), "{said}");
-    assert!(said.contains(why) && said.contains("the guest continues here"), "{said}");
+    let stderr = text(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(4), "{stderr}");
+    assert!(stderr.contains(why) && stderr.contains("the guest continues here"), "{stderr}");
     assert_eq!(source.state(), "running");
     let before = source.reports();
     source.await_progress(1, &before);
@@ -55,10 +53,10 @@ fn goes_on(source: &Vmm<'_>, sent: &Output, why: &str) {
 #[test]
 fn stop_ends_a_process_that_receives_a_guest() {
     for how in [How::Command, How::Sigterm] {
-        let place = Place::new();
-        let source = Vmm::run(&place, "source", GUEST);
+        let tmp = TestDir::new();
+        let source = Vmm::run(&tmp, "source", GUEST);
         source.await_progress(1, &[]);
-        let (mut receiving, to) = receiver(&place, "receiving", &[]);
+        let (mut receiving, to) = receiver(&tmp, "receiving", &[]);
         // At this rate the first pass takes half a minute.
         let sending = send(&source, &[&to, "--max-bandwidth", "1M"]);
         wait_for("a part of the guest", || {
@@ -68,10 +66,13 @@ fn stop_ends_a_process_that_receives_a_guest() {
             (came && migration["phase"] == "precopy").then_some(())
         });
         how.tell(&receiving);
-        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.said());
-        let said = receiving.said();
-        assert!(said.contains("the receiver was stopped before its guest had arrived"), "{said}");
-        assert!(said.contains("in precopy"), "{said}");
+        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.stderr());
+        let stderr = receiving.stderr();
+        assert!(
+            stderr.contains("the receiver was stopped before its guest had arrived"),
+            "{stderr}"
+        );
+        assert!(stderr.contains("in precopy"), "{stderr}");
         goes_on(&source, &sending.wait_with_output().unwrap(), "the receiver was stopped");
     }
 }
@@ -79,12 +80,12 @@ fn stop_ends_a_process_that_receives_a_guest() {
 #[test]
 fn stop_before_commit_keeps_guest_at_source() {
     for how in [How::Command, How::Sigterm] {
-        let place = Place::new();
-        let source = Vmm::run(&place, "source", GUEST);
+        let tmp = TestDir::new();
+        let source = Vmm::run(&tmp, "source", GUEST);
         source.await_progress(1, &[]);
-        let (mut receiving, to) = receiver(&place, "receiving", &[]);
+        let (mut receiving, to) = receiver(&tmp, "receiving", &[]);
         // The source sends COMMIT, and the destination, which waits for it, does not receive it.
-        let to = proxy_that_keeps_commit(&to, place.path("state"));
+        let to = proxy_that_keeps_commit(&to, tmp.path("state"));
         let sending = send(&source, &[&to]);
         wait_for("COMMIT", || {
             let info = source.info()?;
@@ -95,9 +96,9 @@ fn stop_before_commit_keeps_guest_at_source() {
             (info["migration"]["phase"] == "hand-over").then_some(())
         });
         how.tell(&receiving);
-        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.said());
-        let said = receiving.said();
-        assert!(said.contains("in the hand-over"), "{said}");
+        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.stderr());
+        let stderr = receiving.stderr();
+        assert!(stderr.contains("in the hand-over"), "{stderr}");
         let why = "the destination discarded the guest";
         goes_on(&source, &sending.wait_with_output().unwrap(), why);
     }
@@ -106,16 +107,16 @@ fn stop_before_commit_keeps_guest_at_source() {
 #[test]
 fn stop_after_commit_ends_the_arrived_guest() {
     for how in [How::Command, How::Sigterm] {
-        let place = Place::new();
-        let mut source = Vmm::run(&place, "source", GUEST);
-        let (mut receiving, to) = receiver(&place, "receiving", &[]);
+        let tmp = TestDir::new();
+        let mut source = Vmm::run(&tmp, "source", GUEST);
+        let (mut receiving, to) = receiver(&tmp, "receiving", &[]);
         let sent = send(&source, &[&to]).wait_with_output().unwrap();
         assert!(sent.status.success(), "{}", text(&sent.stderr));
         // The receiver's main thread may not have come that far yet.
         how.tell(&receiving);
-        assert_eq!(receiving.wait(), Some(0), "{how:?}: {}", receiving.said());
-        assert!(receiving.said().contains("the guest was stopped"), "{}", receiving.said());
-        assert_eq!(source.wait(), Some(0), "{}", source.said());
+        assert_eq!(receiving.wait(), Some(0), "{how:?}: {}", receiving.stderr());
+        assert!(receiving.stderr().contains("the guest was stopped"), "{}", receiving.stderr());
+        assert_eq!(source.wait(), Some(0), "{}", source.stderr());
     }
 }
 
@@ -127,31 +128,31 @@ fn stop_ends_a_process_whose_take_over_failed() {
         return;
     }
     for how in [How::Command, How::Sigterm] {
-        let place = Place::new();
+        let tmp = TestDir::new();
         let disk = |name: &str| {
-            File::create(place.path(name)).unwrap().set_len(1 << 20).unwrap();
-            format!("path={}", place.text(name))
+            File::create(tmp.path(name)).unwrap().set_len(1 << 20).unwrap();
+            format!("path={}", tmp.text(name))
         };
         let guest = ["--mem", "32M", "--guest", "payload,ws=16M,rate=1M,fill=random", "--disk"];
-        let source = Vmm::run(&place, "source", &[&guest[..], &[&disk("own")]].concat());
+        let source = Vmm::run(&tmp, "source", &[&guest[..], &[&disk("own")]].concat());
         source.await_progress(1, &[]);
         let there = format!("{},id=disk0,identity=any", disk("there"));
         let (mut receiving, to) =
-            receiver(&place, "receiving", &["--disk", &there, "--linger", "600s"]);
-        let to = proxy_that_ends_with_commit(&to, place.path("state"));
+            receiver(&tmp, "receiving", &["--disk", &there, "--linger", "600s"]);
+        let to = proxy_that_ends_with_commit(&to, tmp.path("state"));
         let mut sending = send(&source, &[&to, "--max-bandwidth", "4M"]);
         wait_for("a part of the guest", || {
             (receiving.info()?["migration"]["phase"] == "precopy").then_some(())
         });
-        let thief = File::options().write(true).open(place.path("there")).unwrap();
+        let thief = File::options().write(true).open(tmp.path("there")).unwrap();
         fcntl_lock(&thief, FlockOperation::NonBlockingLockExclusive).unwrap();
         wait_for("the take-over to fail", || {
-            receiving.said().contains("staying up to").then_some(())
+            receiving.stderr().contains("staying up to").then_some(())
         });
         how.tell(&receiving);
-        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.said());
-        let said = receiving.said();
-        assert!(said.contains("is in use by another"), "{said}");
+        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.stderr());
+        let stderr = receiving.stderr();
+        assert!(stderr.contains("is in use by another"), "{stderr}");
         sending.kill().unwrap();
         sending.wait().unwrap();
     }

@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use crate::common::{Place, Vmm, fail, receiver, wait_for};
+use crate::common::{TestDir, Vmm, fail, receiver, wait_for};
 use driftline_dirty_tracker::Layout;
 use driftline_guest::{
     DirtyLog, GuestContents, GuestIdentity, HandOver, Lifecycle, Line, Populate, RunState,
@@ -41,7 +41,7 @@ fn unbootable_image_is_refused_with_the_reason() {
     if !kvm_or_skip("unbootable_image_is_refused_with_the_reason") {
         return;
     }
-    let place = Place::new();
+    let tmp = TestDir::new();
     let refused = |code, more: &[&str]| {
         fail(code, &[&["run", "--mem", "64M", "--serial", "null"], more].concat())
     };
@@ -49,31 +49,31 @@ fn unbootable_image_is_refused_with_the_reason() {
         (0x0203, "its boot protocol is 2.03, and the 64-bit entry came with 2.12"),
         (0x0300, "its boot protocol is 3.00, and what comes after 2 is not known"),
     ] {
-        let path = place.text("bzImage");
+        let path = tmp.text("bzImage");
         std::fs::write(&path, bzimage(version)).unwrap();
-        let said = refused(1, &["--kernel", &path]);
+        let stderr = refused(1, &["--kernel", &path]);
         let all = format!("driftline: kernel \"{path}\" cannot be booted: {why}\n");
-        assert_eq!(said, all);
+        assert_eq!(stderr, all);
     }
-    let (kernel, initrd) = (place.text("kernel"), place.text("initrd"));
+    let (kernel, initrd) = (tmp.text("kernel"), tmp.text("initrd"));
     std::fs::write(&kernel, bzimage(0x020f)).unwrap();
     File::create(&initrd).unwrap().set_len(65 << 20).unwrap();
-    let said = refused(1, &["--kernel", &kernel, "--initrd", &initrd]);
+    let stderr = refused(1, &["--kernel", &kernel, "--initrd", &initrd]);
     let all = format!(
         "driftline: initrd \"{initrd}\" does not fit in guest memory of 67108864 bytes: its 68157440 bytes \
          must lie between 0x1100000 and 0x4000000\n"
     );
-    assert_eq!(said, all);
+    assert_eq!(stderr, all);
     std::fs::write(&kernel, "#!/bin/sh\nexit 0\n# long enough for a header\n").unwrap();
-    let said = refused(1, &["--kernel", &kernel]);
-    assert!(said.contains("is neither an ELF file nor a bzImage"), "{said}");
+    let stderr = refused(1, &["--kernel", &kernel]);
+    assert!(stderr.contains("is neither an ELF file nor a bzImage"), "{stderr}");
     for program in ["/bin/ls", env!("CARGO_BIN_EXE_driftline")] {
-        let said = refused(1, &["--kernel", program]);
+        let stderr = refused(1, &["--kernel", program]);
         let is = "is a user-space program (dynamic ELF), not a kernel";
-        assert!(said.starts_with(&format!("driftline: kernel \"{program}\" {is}")), "{said}");
+        assert!(stderr.starts_with(&format!("driftline: kernel \"{program}\" {is}")), "{stderr}");
     }
-    let said = refused(1, &["--kernel", &place.text("none")]);
-    assert!(said.contains("cannot be read: No such file or directory"), "{said}");
+    let stderr = refused(1, &["--kernel", &tmp.text("none")]);
+    assert!(stderr.contains("cannot be read: No such file or directory"), "{stderr}");
 }
 
 /// A guest whose reported configuration differs from its machine.
@@ -111,7 +111,7 @@ fn missing_cpu_feature_is_refused_before_memory() {
     if !kvm_or_skip(TEST) {
         return;
     }
-    let place = Place::new();
+    let tmp = TestDir::new();
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let config = MachineConfig {
         identity: Default::default(),
@@ -134,16 +134,16 @@ fn missing_cpu_feature_is_refused_before_memory() {
     config.cpu.shown.retain(|w| w.function != word.function);
     config.cpu.shown.push(word);
     let guest = Pretender { machine, config: config.encode() };
-    let (mut destination, to) = receiver(&place, "destination", &[]);
-    let options = driftline_migrate::SendOptions::new(place.path("records"));
+    let (mut destination, to) = receiver(&tmp, "destination", &[]);
+    let options = driftline_migrate::SendOptions::new(tmp.path("records"));
     let control = driftline_migrate::SendControl::new();
     let refused = driftline_migrate::send(&guest, &to, &options, &control).unwrap_err().to_string();
     let lacks = "this host lacks CPUID leaf 0x80000008 EBX bit 31: the guest has seen it";
     assert!(refused.contains(lacks), "{refused}");
-    assert_eq!(guest.run_state(), RunState::Running, "it goes on where it was");
+    assert_eq!(guest.run_state(), RunState::Running, "the guest runs at its source");
     let sent = control.progress().sent_bytes;
     assert!(sent < 64 << 10, "{sent} bytes were sent, and so was memory");
-    wait_for("the destination's log", || destination.said().contains(lacks).then_some(()));
+    wait_for("the destination's log", || destination.stderr().contains(lacks).then_some(()));
     destination.kill();
 }
 
@@ -155,23 +155,23 @@ fn device_of_another_guest_is_refused_early() {
     if !kvm_or_skip(TEST) {
         return;
     }
-    let place = Place::new();
+    let tmp = TestDir::new();
     let disk = |name: &str| {
-        File::create(place.path(name)).unwrap().set_len(1 << 20).unwrap();
-        format!("path={}", place.text(name))
+        File::create(tmp.path(name)).unwrap().set_len(1 << 20).unwrap();
+        format!("path={}", tmp.text(name))
     };
     let (own, others) = (disk("own"), disk("others"));
-    let other = Vmm::run(&place, "other", &[GUEST, &["--disk", &others]].concat());
-    let guest = Vmm::run(&place, "guest", &[GUEST, &["--disk", &own]].concat());
+    let other = Vmm::run(&tmp, "other", &[GUEST, &["--disk", &others]].concat());
+    let guest = Vmm::run(&tmp, "guest", &[GUEST, &["--disk", &own]].concat());
     let before = guest.await_progress(1, &[]);
-    let (mut unfit, to) = receiver(&place, "unfit", &["--disk", &others]);
-    let said = guest.refuse(4, &["send-migration", &to]);
-    assert!(said.contains("others\" is in use by another"), "{said}");
+    let (mut unfit, to) = receiver(&tmp, "unfit", &["--disk", &others]);
+    let stderr = guest.refuse(4, &["send-migration", &to]);
+    assert!(stderr.contains("others\" is in use by another"), "{stderr}");
     assert_eq!(guest.state(), "running");
     unfit.kill();
     drop(other);
     // The same guest, with its own disk: the hand-over releases it.
-    let (mut moved, to) = receiver(&place, "moved", &[]);
+    let (mut moved, to) = receiver(&tmp, "moved", &[]);
     guest.tell(&["send-migration", &to]);
     moved.await_api();
     let between = moved.await_progress(1, &before);
@@ -183,17 +183,17 @@ fn device_of_another_guest_is_refused_early() {
         (Err(why), _) | (_, Err(why)) => return skip(TEST, &why.to_string()),
     };
     let (used, spare) = (&format!("tap={}", used_tap.0), &format!("tap={}", spare_tap.0));
-    let mut holder = Vmm::run(&place, "holder", &[GUEST, &["--net", used]].concat());
-    let said = fail(1, &[&["run", "--serial", "null"], GUEST, &["--net", used]].concat());
-    assert!(said.contains("is in use by another"), "{said}");
-    let (mut next, to) = receiver(&place, "next", &[]);
+    let mut holder = Vmm::run(&tmp, "holder", &[GUEST, &["--net", used]].concat());
+    let stderr = fail(1, &[&["run", "--serial", "null"], GUEST, &["--net", used]].concat());
+    assert!(stderr.contains("is in use by another"), "{stderr}");
+    let (mut next, to) = receiver(&tmp, "next", &[]);
     holder.tell(&["send-migration", &to]);
     next.await_api();
-    assert_eq!(holder.wait(), Some(0), "{}", holder.said());
-    let stranger = Vmm::run(&place, "stranger", &[GUEST, &["--net", spare]].concat());
-    let (mut unfit, to) = receiver(&place, "unfit2", &["--net", used]);
-    let said = stranger.refuse(4, &["send-migration", &to]);
-    assert!(said.contains("is in use by another"), "{said}");
+    assert_eq!(holder.wait(), Some(0), "{}", holder.stderr());
+    let stranger = Vmm::run(&tmp, "stranger", &[GUEST, &["--net", spare]].concat());
+    let (mut unfit, to) = receiver(&tmp, "unfit2", &["--net", used]);
+    let stderr = stranger.refuse(4, &["send-migration", &to]);
+    assert!(stderr.contains("is in use by another"), "{stderr}");
     assert_eq!(stranger.state(), "running");
     unfit.kill();
     next.tell(&["stop"]);
@@ -204,23 +204,22 @@ fn device_given_twice_is_refused() {
     if !kvm_or_skip("device_given_twice_is_refused") {
         return;
     }
-    let place = Place::new();
-    let path = place.text("disk");
+    let tmp = TestDir::new();
+    let path = tmp.text("disk");
     File::create(&path).unwrap().set_len(1 << 20).unwrap();
-    std::os::unix::fs::symlink(&path, place.path("link")).unwrap();
+    std::os::unix::fs::symlink(&path, tmp.path("link")).unwrap();
     let run = |more: &[&str]| fail(1, &[&["run", "--serial", "null"], GUEST, more].concat());
-    let (one, other) = (format!("path={path}"), format!("path={}", place.text("link")));
+    let (one, other) = (format!("path={path}"), format!("path={}", tmp.text("link")));
     for second in [&one, &other, &format!("{other},readonly")] {
-        let said = run(&["--disk", &one, "--disk", second]);
-        assert!(said.contains("disks \"disk0\" and \"disk1\" are the same file"), "{said}");
-        assert_eq!(said.lines().count(), 1, "{said}");
+        let stderr = run(&["--disk", &one, "--disk", second]);
+        assert!(stderr.contains("disks \"disk0\" and \"disk1\" are the same file"), "{stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{stderr}");
     }
-    let said = run(&["--net", "tap=nowhere", "--net", "tap=nowhere"]);
-    assert!(said.contains("two network interfaces over the tap \"nowhere\""), "{said}");
+    let stderr = run(&["--net", "tap=nowhere", "--net", "tap=nowhere"]);
+    assert!(stderr.contains("two network interfaces over the tap \"nowhere\""), "{stderr}");
     // Two read-only users are allowed.
     let both = format!("{one},readonly");
     let shared = format!("{other},readonly");
-    let mut vmm =
-        Vmm::run(&place, "both", &[GUEST, &["--disk", &both, "--disk", &shared]].concat());
+    let mut vmm = Vmm::run(&tmp, "both", &[GUEST, &["--disk", &both, "--disk", &shared]].concat());
     vmm.kill();
 }

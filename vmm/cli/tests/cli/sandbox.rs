@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::process::Stdio;
 
-use crate::common::{Place, Vmm, driftline, fail, output, receiver, text};
+use crate::common::{TestDir, Vmm, driftline, fail, output, receiver, text};
 use driftline_machine::testing::{Elf, kvm_or_skip};
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
@@ -26,13 +26,13 @@ fn filters(vmm: &Vmm) -> BTreeMap<String, u32> {
 
 #[test]
 fn guest_threads_have_more_filters() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "a", GUEST);
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "a", GUEST);
     let filters = filters(&vmm);
     assert!(filters.len() >= 4, "{filters:?}");
     assert!(filters.values().all(|n| *n > 1), "{filters:?}");
     assert!(filters["worker-0"] >= filters["driftline"], "{filters:?}");
-    assert_eq!(vmm.said(), "", "nothing is missing, nothing is said");
+    assert_eq!(vmm.stderr(), "", "a complete sandbox needs no message");
 }
 
 /// If the main thread already has a signal pending, the kernel delivers the next one to any thread
@@ -42,13 +42,13 @@ fn guest_threads_block_process_signals() {
     if !kvm_or_skip("guest_threads_block_process_signals") {
         return;
     }
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "a", KVM_GUEST);
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "a", KVM_GUEST);
     let blocked = |number: i32| 1u64 << (number - 1);
     let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
     // A thread that has not started yet has neither its name nor its mask.
     let takers = loop {
-        let (mut seen, mut takers) = (0, 0);
+        let (mut blocking, mut takers) = (0, 0);
         for task in std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap() {
             // A thread that has ended meanwhile has no status.
             let Ok(status) = std::fs::read_to_string(task.unwrap().path().join("status")) else {
@@ -60,65 +60,65 @@ fn guest_threads_block_process_signals() {
             let both = blocked(libc::SIGTERM) | blocked(libc::SIGINT);
             match field("Name:") {
                 "serial" | "vcpu0" | "supervisor" | "collector" => {
-                    assert_eq!(mask & blocked(libc::SIGSYS), 0, "no word at its end: {status}");
-                    seen += usize::from(mask & both == both);
+                    assert_eq!(mask & blocked(libc::SIGSYS), 0, "SIGSYS is blocked: {status}");
+                    blocking += usize::from(mask & both == both);
                 }
                 _ => takers += usize::from(mask & blocked(libc::SIGTERM) == 0),
             }
         }
-        if seen == 4 {
+        if blocking == 4 {
             break takers;
         }
-        assert!(std::time::Instant::now() < until, "{seen} of 4 threads take no signals");
+        assert!(std::time::Instant::now() < until, "{blocking} of 4 threads take no signals");
         std::thread::sleep(std::time::Duration::from_millis(20));
     };
-    assert!(takers > 0, "nobody hears SIGTERM");
+    assert!(takers > 0, "no thread takes SIGTERM");
 }
 
 #[test]
 fn without_a_sandbox_the_operator_is_warned() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "a", &[GUEST, &["--no-seccomp", "--no-landlock"][..]].concat());
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "a", &[GUEST, &["--no-seccomp", "--no-landlock"][..]].concat());
     assert!(filters(&vmm).values().all(|n| *n == 0));
-    let said = vmm.said();
-    assert!(said.contains("--no-seccomp: every system call can be made"), "{said}");
-    assert!(said.contains("--no-landlock: every file of the user's can be reached"), "{said}");
+    let stderr = vmm.stderr();
+    assert!(stderr.contains("--no-seccomp: every system call can be made"), "{stderr}");
+    assert!(stderr.contains("--no-landlock: every file of the user's can be reached"), "{stderr}");
 }
 
 #[test]
 fn stores_need_an_allowed_path() {
-    let place = Place::new();
-    std::fs::create_dir(place.path("stores")).unwrap();
-    let (allowed, other) = (place.text("stores"), place.text("other"));
-    let mut vmm = Vmm::run(&place, "a", &[GUEST, &["--allow-path", &allowed][..]].concat());
+    let tmp = TestDir::new();
+    std::fs::create_dir(tmp.path("stores")).unwrap();
+    let (allowed, other) = (tmp.text("stores"), tmp.text("other"));
+    let mut vmm = Vmm::run(&tmp, "a", &[GUEST, &["--allow-path", &allowed][..]].concat());
     vmm.tell(&["checkpoint", "--store", &format!("{allowed}/one")]);
-    let said = vmm.refuse(4, &["checkpoint", "--store", &other]);
-    assert!(said.contains(&format!("does not allow writes to {other}")), "{said}");
-    assert!(!place.path("other").exists());
+    let stderr = vmm.refuse(4, &["checkpoint", "--store", &other]);
+    assert!(stderr.contains(&format!("does not allow writes to {other}")), "{stderr}");
+    assert!(!tmp.path("other").exists());
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
-    assert!(!place.path("a.sock").exists(), "it removes its own socket");
+    assert!(!tmp.path("a.sock").exists(), "it removes its own socket");
 
-    let missing = place.text("missing");
-    let said = fail(1, &[&["run"], GUEST, &["--allow-path", &missing]].concat());
-    assert!(said.contains(&format!("--allow-path {missing}: it does not exist")), "{said}");
+    let missing = tmp.text("missing");
+    let stderr = fail(1, &[&["run"], GUEST, &["--allow-path", &missing]].concat());
+    assert!(stderr.contains(&format!("--allow-path {missing}: it does not exist")), "{stderr}");
 }
 
 #[test]
 fn system_directories_hold_no_stores() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "a", GUEST);
-    let said = vmm.refuse(4, &["checkpoint", "--store", "/etc/driftline-store"]);
-    assert!(said.contains("restart the guest with --allow-path"), "{said}");
-    vmm.tell(&["checkpoint", "--store", &place.text("store")]);
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "a", GUEST);
+    let stderr = vmm.refuse(4, &["checkpoint", "--store", "/etc/driftline-store"]);
+    assert!(stderr.contains("restart the guest with --allow-path"), "{stderr}");
+    vmm.tell(&["checkpoint", "--store", &tmp.text("store")]);
 }
 
-/// Starts a guest with a disk and a socket in `place`.
-fn with_devices<'p>(place: &'p Place, more: &[&str]) -> Vmm<'p> {
-    std::fs::File::create(place.path("disk")).unwrap().set_len(1 << 20).unwrap();
-    let disk = format!("path={}", place.text("disk"));
-    let vsock = format!("cid=3,uds={}", place.text("vsock"));
-    Vmm::run(place, "a", &[KVM_GUEST, &["--disk", &disk, "--vsock", &vsock], more].concat())
+/// Starts a guest with a disk and a socket in `tmp`.
+fn with_devices<'p>(tmp: &'p TestDir, more: &[&str]) -> Vmm<'p> {
+    std::fs::File::create(tmp.path("disk")).unwrap().set_len(1 << 20).unwrap();
+    let disk = format!("path={}", tmp.text("disk"));
+    let vsock = format!("cid=3,uds={}", tmp.text("vsock"));
+    Vmm::run(tmp, "a", &[KVM_GUEST, &["--disk", &disk, "--vsock", &vsock], more].concat())
 }
 
 #[test]
@@ -126,8 +126,8 @@ fn device_threads_have_more_filters_than_opener() {
     if !kvm_or_skip("device_threads_have_more_filters_than_opener") {
         return;
     }
-    let place = Place::new();
-    let mut vmm = with_devices(&place, &[]);
+    let tmp = TestDir::new();
+    let mut vmm = with_devices(&tmp, &[]);
     let filters = filters(&vmm);
     for narrow in ["vcpu0", "supervisor", "collector", "serial", "virtio-disk0", "virtio-vsock"] {
         assert_eq!(filters.get(narrow), Some(&3), "{narrow}: {filters:?}");
@@ -135,10 +135,10 @@ fn device_threads_have_more_filters_than_opener() {
     for wide in ["driftline", "control", "opener"] {
         assert_eq!(filters.get(wide), Some(&2), "{wide}: {filters:?}");
     }
-    std::os::unix::net::UnixStream::connect(place.path("vsock")).unwrap();
+    std::os::unix::net::UnixStream::connect(tmp.path("vsock")).unwrap();
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
-    assert!(!place.path("vsock").exists(), "it removes the sockets that it made");
+    assert!(!tmp.path("vsock").exists(), "it removes the sockets that it made");
 }
 
 /// Enables interrupts of COM1, which it never handles, and echoes each received byte.
@@ -156,19 +156,19 @@ fn typed_input_reaches_interrupt_driven_guest() {
     if !kvm_or_skip("typed_input_reaches_interrupt_driven_guest") {
         return;
     }
-    let place = Place::new();
-    std::fs::write(place.path("echo.elf"), Elf::new(ECHO).bytes()).unwrap();
-    let kernel = place.text("echo.elf");
+    let tmp = TestDir::new();
+    std::fs::write(tmp.path("echo.elf"), Elf::new(ECHO).bytes()).unwrap();
+    let kernel = tmp.text("echo.elf");
     let mut command = driftline(&["run", "--kernel", &kernel, "--mem", "64M", "--cmdline", ""]);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut vmm = command.spawn().unwrap();
     vmm.stdin.as_mut().unwrap().write_all(b"typed").unwrap();
-    let mut heard = [0; 5];
-    let read = vmm.stdout.as_mut().unwrap().read_exact(&mut heard);
+    let mut echoed = [0; 5];
+    let read = vmm.stdout.as_mut().unwrap().read_exact(&mut echoed);
     vmm.kill().unwrap();
-    let said = vmm.wait_with_output().unwrap().stderr;
-    assert!(read.is_ok(), "{}", text(&said));
-    assert_eq!(text(&heard), "typed");
+    let stderr = vmm.wait_with_output().unwrap().stderr;
+    assert!(read.is_ok(), "{}", text(&stderr));
+    assert_eq!(text(&echoed), "typed");
 }
 
 #[test]
@@ -176,43 +176,46 @@ fn arriving_guest_uses_only_named_files() {
     if !kvm_or_skip("arriving_guest_uses_only_named_files") {
         return;
     }
-    let place = Place::new();
-    std::fs::create_dir(place.path("stores")).unwrap();
-    let (stores, store) = (place.text("stores"), place.text("stores/one"));
+    let tmp = TestDir::new();
+    std::fs::create_dir(tmp.path("stores")).unwrap();
+    let (stores, store) = (tmp.text("stores"), tmp.text("stores/one"));
     let allow = ["--allow-path", &stores];
-    let mut source = with_devices(&place, &allow);
+    let mut source = with_devices(&tmp, &allow);
     source.tell(&["checkpoint", "--store", &store, "--disks", "external"]);
 
-    let (mut narrow, to) = receiver(&place, "narrow", &allow);
-    let said = source.refuse(4, &["send-migration", &to]);
-    assert!(said.contains("disk\" cannot be opened") && said.contains("--allow-path"), "{said}");
+    let (mut narrow, to) = receiver(&tmp, "narrow", &allow);
+    let stderr = source.refuse(4, &["send-migration", &to]);
+    assert!(
+        stderr.contains("disk\" cannot be opened") && stderr.contains("--allow-path"),
+        "{stderr}"
+    );
     narrow.kill();
     source.await_progress(1, &[]);
 
-    let disk = format!("path={}", place.text("disk"));
-    let vsock = format!("uds={}", place.text("vsock"));
+    let disk = format!("path={}", tmp.text("disk"));
+    let vsock = format!("uds={}", tmp.text("vsock"));
     let named = ["--disk", &disk, "--vsock", &vsock];
-    let (mut destination, to) = receiver(&place, "destination", &[&allow[..], &named].concat());
+    let (mut destination, to) = receiver(&tmp, "destination", &[&allow[..], &named].concat());
     source.tell(&["send-migration", &to]);
-    assert_eq!(source.wait(), Some(0), "{}", source.said());
+    assert_eq!(source.wait(), Some(0), "{}", source.stderr());
     destination.await_api();
     destination.await_progress(1, &[]);
     destination.kill();
 
-    let state = place.text("state");
+    let state = tmp.text("state");
     let restore = ["restore", "--store", &store, "--state-dir", &state, "--allow-path"];
-    let out = output(&[&restore[..], &[&place.text("state"), "--serial", "null"]].concat());
-    let said = text(&out.stderr);
+    let out = output(&[&restore[..], &[&tmp.text("state"), "--serial", "null"]].concat());
+    let stderr = text(&out.stderr);
     assert!(
         !out.status.success()
-            && said.contains("name the file when the VMM starts (--disk, --vsock)"),
-        "{said}"
+            && stderr.contains("name the file when the VMM starts (--disk, --vsock)"),
+        "{stderr}"
     );
-    let restore = ["restore", "--store", &store, "--allow-path", &place.text("state")];
-    let mut restored = Vmm::start(&place, "restored", &[&restore[..], &named].concat());
+    let restore = ["restore", "--store", &store, "--allow-path", &tmp.text("state")];
+    let mut restored = Vmm::start(&tmp, "restored", &[&restore[..], &named].concat());
     restored.await_api();
     restored.await_progress(1, &[]);
-    let two = place.text("two");
-    let said = restored.refuse(4, &["checkpoint", "--store", &two, "--disks", "external"]);
-    assert!(said.contains("sandbox does not allow writes"), "{said}");
+    let two = tmp.text("two");
+    let stderr = restored.refuse(4, &["checkpoint", "--store", &two, "--disks", "external"]);
+    assert!(stderr.contains("sandbox does not allow writes"), "{stderr}");
 }

@@ -1,7 +1,7 @@
 //! `--shadow`: it reports nothing for a sound source of dirty frames, and names the frames that a
 //! broken source loses.
 
-use crate::common::{Place, driftline, fail, output, text};
+use crate::common::{TestDir, driftline, fail, output, text};
 use driftline_machine::testing::full;
 
 const GUEST: &[&str] = &["run", "--mem", "64M", "--vcpus", "2", "--serial", "null", "--guest"];
@@ -25,24 +25,24 @@ fn shadowed(guest: &str, tracking: &str, shadow: &str, loses_one_in: Option<u32>
 /// Does the same as [`shadowed`], with a guest that works until the shadow has found a lost frame,
 /// or for a quarter of an hour.
 fn shadowed_until_found(tracking: &str, shadow: &str, one_in: u32) -> (i32, String) {
-    let place = Place::new();
-    let (socket, said) = (place.text("sock"), place.path("said"));
+    let tmp = TestDir::new();
+    let (socket, stderr) = (tmp.text("sock"), tmp.path("stderr"));
     let mut run = driftline(GUEST);
     run.args([LONG_WORK, "--tracking", tracking, "--shadow", shadow, "--api-sock", &socket]);
     run.env("DRIFTLINE_LOSES_ONE_IN", one_in.to_string());
-    let mut child = run.stderr(std::fs::File::create(&said).unwrap()).spawn().unwrap();
+    let mut child = run.stderr(std::fs::File::create(&stderr).unwrap()).spawn().unwrap();
     let end = loop {
         if let Some(end) = child.try_wait().unwrap() {
             break end;
         }
-        if place.read("said").contains("changed unreported") {
+        if tmp.read("stderr").contains("changed unreported") {
             // The process may just have ended.
             let _ = output(&["stop", "--api-sock", &socket]);
             break child.wait().unwrap();
         }
         std::thread::sleep(std::time::Duration::from_millis(100));
     };
-    (end.code().unwrap(), place.read("said"))
+    (end.code().unwrap(), tmp.read("stderr"))
 }
 
 /// Every supported combination of tracking and shadow.
@@ -56,9 +56,9 @@ const PAIRS: [(&str, &str); 7] = [
     ("userfault-wp", "compare"),
 ];
 
-fn can_have(test: &str, code: i32, said: &str) -> bool {
+fn can_have(test: &str, code: i32, stderr: &str) -> bool {
     if code == 3 {
-        driftline_machine::testing::skip(test, said.trim());
+        driftline_machine::testing::skip(test, stderr.trim());
     }
     code != 3
 }
@@ -70,10 +70,10 @@ fn sound_source_misses_nothing() {
         return;
     }
     for (tracking, shadow) in PAIRS {
-        let (code, said) = shadowed(WORK, tracking, shadow, None);
-        if can_have(TEST, code, &said) {
-            assert_eq!(code, 0, "{tracking}, {shadow}: {said}");
-            assert!(said.contains("no page was missed: "), "{tracking}, {shadow}: {said}");
+        let (code, stderr) = shadowed(WORK, tracking, shadow, None);
+        if can_have(TEST, code, &stderr) {
+            assert_eq!(code, 0, "{tracking}, {shadow}: {stderr}");
+            assert!(stderr.contains("no page was missed: "), "{tracking}, {shadow}: {stderr}");
         }
     }
 }
@@ -93,29 +93,30 @@ fn lost_frames_are_named_with_exit_1() {
     let one_in = if full() { 1_000_000 } else { 100 };
     for (tracking, shadow) in PAIRS {
         let begun = std::time::Instant::now();
-        let (code, said) = match full() {
+        let (code, stderr) = match full() {
             true => shadowed_until_found(tracking, shadow, one_in),
             false => shadowed(WORK, tracking, shadow, Some(one_in)),
         };
-        if can_have(TEST, code, &said) {
-            assert_eq!(code, 1, "{tracking}, {shadow}: {said}");
+        if can_have(TEST, code, &stderr) {
+            assert_eq!(code, 1, "{tracking}, {shadow}: {stderr}");
             let warned = format!(
                 "THIS BUILD IS FOR TESTS: of {one_in} pages that the guest writes one is lost"
             );
-            assert!(said.contains(&warned), "{said}");
-            let last = said.lines().last().unwrap();
+            assert!(stderr.contains(&warned), "{stderr}");
+            let last = stderr.lines().last().unwrap();
             println!("{tracking}, {shadow}: {last}; {:?}", begun.elapsed());
-            assert!(last.contains("changed unreported, the first: "), "{said}");
-            assert!(last.contains("the first: gfn 0x"), "{said}");
-            assert!(last.len() < 400, "bounded: {said}");
+            assert!(last.contains("changed unreported, the first: "), "{stderr}");
+            assert!(last.contains("the first: gfn 0x"), "{stderr}");
+            assert!(last.len() < 400, "bounded: {stderr}");
         }
     }
 }
 
 #[test]
 fn a_guest_of_threads_is_compared_too() {
-    let (code, said) = shadowed("payload,ws=8M,rate=50M,seconds=1", "dirty-ring", "nothing", None);
-    assert!(code == 2 && said.contains("there is no shadow \"nothing\""), "{code}: {said}");
+    let (code, stderr) =
+        shadowed("payload,ws=8M,rate=50M,seconds=1", "dirty-ring", "nothing", None);
+    assert!(code == 2 && stderr.contains("there is no shadow \"nothing\""), "{code}: {stderr}");
     let threads = ["--backend", "threads", "--shadow", "compare"];
     let args = [GUEST, &["payload,ws=8M,rate=50M,pattern=random,seconds=1"], &threads].concat();
     let out = driftline(&args).output().unwrap();
@@ -128,8 +129,8 @@ fn impossible_shadow_is_refused_before_launch() {
     let pair = |tracking, shadow| {
         fail(2, &[GUEST, &["payload", "--tracking", tracking, "--shadow", shadow]].concat())
     };
-    let said = pair("userfault-wp", "userfault-wp");
-    assert!(said.contains("a memory has one userfaultfd at most"), "{said}");
-    let said = pair("none", "compare");
-    assert!(said.contains("--tracking none reports no pages"), "{said}");
+    let stderr = pair("userfault-wp", "userfault-wp");
+    assert!(stderr.contains("guest memory has at most one userfaultfd"), "{stderr}");
+    let stderr = pair("none", "compare");
+    assert!(stderr.contains("--tracking none reports no pages"), "{stderr}");
 }

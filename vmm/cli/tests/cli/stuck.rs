@@ -5,12 +5,12 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::common::script::{MEM_BYTES, Script, Target};
+use crate::common::script::{DriverScript, MEM_BYTES, ScriptedDevice};
 use crate::common::stuck_storage::StuckStorage;
-use crate::common::{Place, Vmm, attack, driftline, fail, receiver, text, wait_for};
+use crate::common::{TestDir, Vmm, attack, driftline, fail, receiver, text, wait_for};
 use driftline_images::PayloadReport;
 use driftline_machine::testing::{kvm_or_skip, skip};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
 const DISK_BYTES: usize = 1 << 20;
 /// Longer than any of the operations takes. A wait for the storage would never end.
@@ -18,30 +18,30 @@ const LIMIT: Duration = Duration::from_secs(50);
 
 /// A process with a disk on such storage. The storage is dropped first, because a thread that waits
 /// for a flush cannot be killed.
-struct World<'p> {
+struct StuckGuest<'p> {
     storage: StuckStorage,
     vmm: Vmm<'p>,
 }
 
-impl<'p> World<'p> {
+impl<'p> StuckGuest<'p> {
     /// Starts a guest with such a disk.
-    fn or_skip(place: &'p Place, test: &str) -> Option<Self> {
+    fn or_skip(tmp: &'p TestDir, test: &str) -> Option<Self> {
         let storage = storage_or_skip(test)?;
         let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk"];
-        let vmm = Vmm::run(place, "source", &[&guest[..], &[&disk(&storage)]].concat());
+        let vmm = Vmm::run(tmp, "source", &[&guest[..], &[&disk(&storage)]].concat());
         Some(Self { storage, vmm })
     }
 
     /// Starts a guest that flushes such a disk. The flush does not complete.
-    fn in_a_flush(place: &'p Place, test: &str) -> Option<Self> {
+    fn in_a_flush(tmp: &'p TestDir, test: &str) -> Option<Self> {
         let storage = storage_or_skip(test)?;
-        let mut script = Script::default();
-        script.flush(Target { index: 0, queue: 0, label: "virtio-blk \"disk0\"" });
-        std::fs::write(place.path("kernel"), script.kernel()).unwrap();
-        let (kernel, memory) = (place.text("kernel"), MEM_BYTES.to_string());
+        let mut script = DriverScript::default();
+        script.flush(ScriptedDevice { index: 0, queue: 0, label: "virtio-blk \"disk0\"" });
+        std::fs::write(tmp.path("kernel"), script.kernel()).unwrap();
+        let (kernel, memory) = (tmp.text("kernel"), MEM_BYTES.to_string());
         let guest = ["--mem", &memory, "--kernel", &kernel, "--disk", &disk(&storage)];
         storage.answer_only(0);
-        let vmm = Vmm::run(place, "source", &guest);
+        let vmm = Vmm::run(tmp, "source", &guest);
         wait_for("the guest's flush", || (storage.stuck() > 0).then_some(()));
         Some(Self { storage, vmm })
     }
@@ -56,8 +56,8 @@ impl<'p> World<'p> {
         in_time("the end", || await_end(&self.vmm));
         // The exit code is available only once the threads that wait in the kernel have ended, too.
         drop(self.storage);
-        assert_eq!(self.vmm.wait(), Some(code), "{}", self.vmm.said());
-        self.vmm.said()
+        assert_eq!(self.vmm.wait(), Some(code), "{}", self.vmm.stderr());
+        self.vmm.stderr()
     }
 }
 
@@ -84,7 +84,7 @@ fn await_end(vmm: &Vmm<'_>) {
 }
 
 fn sigterm(vmm: &Vmm<'_>) {
-    kill_process(Pid::from_raw(vmm.pid() as i32).unwrap(), Signal::TERM).unwrap();
+    vmm.signal(Signal::TERM);
 }
 
 fn stop(vmm: &Vmm<'_>) {
@@ -105,18 +105,18 @@ fn in_time<T>(what: &str, work: impl FnOnce() -> T) -> T {
 
 #[test]
 fn hand_over_fails_where_a_flush_hangs() {
-    let place = Place::new();
-    let Some(mut world) = World::or_skip(&place, "hand_over_fails_where_a_flush_hangs") else {
+    let tmp = TestDir::new();
+    let Some(mut world) = StuckGuest::or_skip(&tmp, "hand_over_fails_where_a_flush_hangs") else {
         return;
     };
-    let World { storage, vmm } = &mut world;
+    let StuckGuest { storage, vmm } = &mut world;
     // First the flush before the pause is answered and the one in the hand-over is not. Then not
     // even the first is.
     for answered in [1, 0] {
         storage.answer_only(answered);
-        let (_receiver, address) = receiver(&place, "destination", &["--disk", &disk(storage)]);
-        let said = in_time("a migration", || vmm.refuse(4, &["send-migration", &address]));
-        assert!(said.contains("disk \"disk0\"") && said.contains("durable"), "{said}");
+        let (_receiver, address) = receiver(&tmp, "destination", &["--disk", &disk(storage)]);
+        let stderr = in_time("a migration", || vmm.refuse(4, &["send-migration", &address]));
+        assert!(stderr.contains("disk \"disk0\"") && stderr.contains("durable"), "{stderr}");
         assert!(storage.stuck() > 0, "no flush hung");
         assert_eq!(vmm.state(), "running");
         let before = vmm.reports();
@@ -124,8 +124,8 @@ fn hand_over_fails_where_a_flush_hangs() {
     }
     // No other guest gets the disk while its flush is in progress (I7).
     let guest = ["run", "--serial", "null", "--mem", "32M", "--guest", "payload,ws=1M"];
-    let said = fail(1, &[&guest[..], &["--disk", &disk(storage)]].concat());
-    assert!(said.contains("in use by another"), "{said}");
+    let stderr = fail(1, &[&guest[..], &["--disk", &disk(storage)]].concat());
+    assert!(stderr.contains("in use by another"), "{stderr}");
     in_time("a pause", || vmm.tell(&["pause"]));
     in_time("a resume", || vmm.tell(&["resume"]));
     in_time("a stop", || stop(vmm));
@@ -134,13 +134,13 @@ fn hand_over_fails_where_a_flush_hangs() {
 
 #[test]
 fn sigterm_ends_a_process_whose_flush_hangs() {
-    let place = Place::new();
-    let Some(world) = World::or_skip(&place, "sigterm_ends_a_process_whose_flush_hangs") else {
+    let tmp = TestDir::new();
+    let Some(world) = StuckGuest::or_skip(&tmp, "sigterm_ends_a_process_whose_flush_hangs") else {
         return;
     };
-    let World { storage, vmm } = &world;
+    let StuckGuest { storage, vmm } = &world;
     storage.answer_only(1);
-    let (_receiver, address) = receiver(&place, "destination", &["--disk", &disk(storage)]);
+    let (_receiver, address) = receiver(&tmp, "destination", &["--disk", &disk(storage)]);
     let socket = vmm.socket();
     let mut sending =
         driftline(&["send-migration", &address, "--api-sock", &socket]).spawn().unwrap();
@@ -152,35 +152,35 @@ fn sigterm_ends_a_process_whose_flush_hangs() {
 
 #[test]
 fn guest_in_hanging_flush_can_be_stopped() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let test = "guest_in_hanging_flush_can_be_stopped";
-    let Some(world) = World::in_a_flush(&place, test) else { return };
+    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
     let vmm = &world.vmm;
-    let said = in_time("a pause", || vmm.refuse(1, &["pause"]));
-    assert!(said.contains("\"disk0\""), "{said}");
+    let stderr = in_time("a pause", || vmm.refuse(1, &["pause"]));
+    assert!(stderr.contains("\"disk0\""), "{stderr}");
     assert_eq!(vmm.state(), "running");
-    let store = place.text("store");
-    let said = in_time("a checkpoint", || vmm.refuse(4, &["checkpoint", "--store", &store]));
-    assert!(said.contains("\"disk0\""), "{said}");
+    let store = tmp.text("store");
+    let stderr = in_time("a checkpoint", || vmm.refuse(4, &["checkpoint", "--store", &store]));
+    assert!(stderr.contains("\"disk0\""), "{stderr}");
     assert_eq!(vmm.state(), "running");
     // A run whose checkpoints wait for the disk ends with the checkpoint in progress.
     vmm.tell(&["checkpoint", "--store", &store, "--every", "1ms", "--detach"]);
-    let said = vmm.refuse(1, &["checkpoint", "--stop", "--timeout", "1s"]);
-    assert!(said.contains("was told to end, and has not in 1s"), "{said}");
+    let stderr = vmm.refuse(1, &["checkpoint", "--stop", "--timeout", "1s"]);
+    assert!(stderr.contains("has not ended within 1s"), "{stderr}");
     in_time("the end of the run", || vmm.tell(&["checkpoint", "--stop", "--timeout", "60s"]));
     in_time("a stop", || stop(vmm));
-    let said = world.ends_with(0);
-    assert!(said.contains("\"disk0\""), "{said}");
+    let stderr = world.ends_with(0);
+    assert!(stderr.contains("\"disk0\""), "{stderr}");
 }
 
 #[test]
 fn sigterm_ends_guest_in_hanging_flush() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let test = "sigterm_ends_guest_in_hanging_flush";
-    let Some(world) = World::in_a_flush(&place, test) else { return };
+    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
     sigterm(&world.vmm);
-    let said = world.ends_with(0);
-    assert!(said.contains("\"disk0\""), "{said}");
+    let stderr = world.ends_with(0);
+    assert!(stderr.contains("\"disk0\""), "{stderr}");
 }
 
 /// Returns the number of a process's threads.
@@ -205,9 +205,9 @@ const ANSWERING: usize = 64 + 2 * 16 + 16;
 
 #[test]
 fn abandoned_requests_keep_no_operator_out() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let test = "abandoned_requests_keep_no_operator_out";
-    let Some(world) = World::in_a_flush(&place, test) else { return };
+    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
     let vmm = &world.vmm;
     let before = threads(vmm);
     // A watchdog whose timeout is shorter than a pause that waits for a disk.
@@ -223,14 +223,14 @@ fn abandoned_requests_keep_no_operator_out() {
     // A request for the guest's state is answered despite the pauses.
     assert_eq!(vmm.state(), "running");
     sigterm(vmm);
-    wait_for("the guest's end", || vmm.said().contains("a device has not").then_some(()));
+    wait_for("the guest's end", || vmm.stderr().contains("a device has not").then_some(()));
     world.ends_with(0);
 }
 
 #[test]
 fn stops_that_wait_are_bounded() {
-    let place = Place::new();
-    let Some(world) = World::in_a_flush(&place, "stops_that_wait_are_bounded") else { return };
+    let tmp = TestDir::new();
+    let Some(world) = StuckGuest::in_a_flush(&tmp, "stops_that_wait_are_bounded") else { return };
     let vmm = &world.vmm;
     let before = threads(vmm);
     // The first request waits for the flush, and the others wait for the first.
@@ -255,25 +255,25 @@ fn receiver_in_hanging_take_over_can_be_stopped() {
         }
         let storage = StuckStorage::without_locks(DISK_BYTES);
         let Ok(storage) = storage.inspect_err(|why| skip(test, why)) else { return };
-        let place = Place::new();
-        std::fs::write(place.path("own"), vec![7; DISK_BYTES]).unwrap();
-        let own = format!("path={}", place.text("own"));
+        let tmp = TestDir::new();
+        std::fs::write(tmp.path("own"), vec![7; DISK_BYTES]).unwrap();
+        let own = format!("path={}", tmp.text("own"));
         let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
-        let source = Vmm::run(&place, "source", &guest);
+        let source = Vmm::run(&tmp, "source", &guest);
         let before = source.await_progress(1, &[]);
         let there = format!("{},id=disk0,identity=any", disk(&storage));
         // Longer than this test takes: the source's question ends the wait.
         let receive = ["--disk", &there, "--linger", "600s"];
-        let (vmm, to) = receiver(&place, "receiving", &receive);
-        let receiver = World { storage, vmm };
+        let (vmm, to) = receiver(&tmp, "receiving", &receive);
+        let receiver = StuckGuest { storage, vmm };
         let socket = source.socket();
         let send = ["send-migration", &to, "--api-sock", &socket];
         let sending = driftline(&send).stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
         receiver.await_stuck("a lock that hangs");
         in_time("a stop", || how(&receiver.vmm));
-        let said = receiver.ends_with(1);
-        assert!(said.contains("virtio-blk \"disk0\" did not acquire its files"), "{said}");
-        assert!(!said.contains("does not end yet"), "{said}");
+        let stderr = receiver.ends_with(1);
+        assert!(stderr.contains("virtio-blk \"disk0\" did not acquire its files"), "{stderr}");
+        assert!(!stderr.contains("does not end yet"), "{stderr}");
         // Otherwise the migration stays in doubt.
         let runs = || (source.state() == "running").then_some(());
         wait_for("the guest at its source", runs);
@@ -286,27 +286,27 @@ fn receiver_in_hanging_take_over_can_be_stopped() {
 }
 
 /// A guest with its own disk, and a receiver whose copy of the disk is on such storage.
-struct Copying<'p> {
+struct StuckCopy<'p> {
     source: Vmm<'p>,
     before: Vec<PayloadReport>,
-    receiver: World<'p>,
+    receiver: StuckGuest<'p>,
     to: String,
 }
 
-impl<'p> Copying<'p> {
+impl<'p> StuckCopy<'p> {
     /// Starts both. The storage answers no write, and whatever else `stuck` configures.
-    fn or_skip(place: &'p Place, test: &str, stuck: impl Fn(&StuckStorage)) -> Option<Self> {
+    fn or_skip(tmp: &'p TestDir, test: &str, stuck: impl Fn(&StuckStorage)) -> Option<Self> {
         let storage = storage_or_skip(test)?;
-        std::fs::write(place.path("own"), vec![7; DISK_BYTES]).unwrap();
-        let own = format!("path={}", place.text("own"));
+        std::fs::write(tmp.path("own"), vec![7; DISK_BYTES]).unwrap();
+        let own = format!("path={}", tmp.text("own"));
         let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
-        let source = Vmm::run(place, "source", &guest);
+        let source = Vmm::run(tmp, "source", &guest);
         storage.answer_only_writes(0);
         stuck(&storage);
         let before = source.await_progress(1, &[]);
         let copy = format!("{},id=disk0,copy", disk(&storage));
-        let (vmm, to) = receiver(place, "receiving", &["--disk", &copy]);
-        Some(Self { source, before, receiver: World { storage, vmm }, to })
+        let (vmm, to) = receiver(tmp, "receiving", &["--disk", &copy]);
+        Some(Self { source, before, receiver: StuckGuest { storage, vmm }, to })
     }
 
     fn send(&self) -> Child {
@@ -319,43 +319,43 @@ impl<'p> Copying<'p> {
     /// Returns the receiver's messages.
     fn ends(self, sending: Option<Child>) -> String {
         let Self { source, before, receiver, .. } = self;
-        let said = receiver.ends_with(1);
+        let stderr = receiver.ends_with(1);
         if let Some(sending) = sending {
             let sent = sending.wait_with_output().unwrap();
             assert_eq!(sent.status.code(), Some(4), "{}", text(&sent.stderr));
         }
         assert_eq!(source.state(), "running");
         source.await_progress(1, &before);
-        said
+        stderr
     }
 }
 
 #[test]
 fn receiver_refuses_where_writes_to_a_copy_hang() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let test = "receiver_refuses_where_writes_to_a_copy_hang";
-    let Some(copying) = Copying::or_skip(&place, test, |_| {}) else { return };
+    let Some(copying) = StuckCopy::or_skip(&tmp, test, |_| {}) else { return };
     let (source, receiving) = (&copying.source, &copying.receiver.vmm);
     let send = ["send-migration", &copying.to, "--copy-disks"];
-    let said = in_time("a migration", || source.refuse(4, &send));
-    assert!(said.contains("copying disk \"disk0\" failed: writing its copy: "), "{said}");
-    assert!(said.contains("the guest continues here"), "{said}");
+    let stderr = in_time("a migration", || source.refuse(4, &send));
+    assert!(stderr.contains("copying disk \"disk0\" failed: writing its copy: "), "{stderr}");
+    assert!(stderr.contains("the guest continues here"), "{stderr}");
     assert!(copying.receiver.storage.stuck() > 0, "no write hung");
     wait_for("the receiver to wait on", || {
-        receiving.said().contains("waiting for another source").then_some(())
+        receiving.stderr().contains("waiting for another source").then_some(())
     });
     stop(receiving);
-    let said = copying.ends(None);
-    assert!(said.contains("copying disk \"disk0\" failed"), "{said}");
+    let stderr = copying.ends(None);
+    assert!(stderr.contains("copying disk \"disk0\" failed"), "{stderr}");
 }
 
 #[test]
 fn receiver_whose_copy_hangs_can_be_stopped() {
     let hows: [fn(&Vmm<'_>); 2] = [stop, sigterm];
     for how in hows {
-        let place = Place::new();
+        let tmp = TestDir::new();
         let test = "receiver_whose_copy_hangs_can_be_stopped";
-        let Some(copying) = Copying::or_skip(&place, test, |_| {}) else { return };
+        let Some(copying) = StuckCopy::or_skip(&tmp, test, |_| {}) else { return };
         let sending = copying.send();
         copying.receiver.await_stuck("a write that hangs");
         how(&copying.receiver.vmm);
@@ -365,33 +365,33 @@ fn receiver_whose_copy_hangs_can_be_stopped() {
 
 #[test]
 fn receiver_in_hanging_flush_can_be_stopped() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     let test = "receiver_in_hanging_flush_can_be_stopped";
     // The file's size is made durable before anything arrives, so the thread that builds the guest
     // hangs.
     let flushes = |storage: &StuckStorage| storage.answer_only(0);
-    let Some(copying) = Copying::or_skip(&place, test, flushes) else { return };
+    let Some(copying) = StuckCopy::or_skip(&tmp, test, flushes) else { return };
     let sending = copying.send();
     copying.receiver.await_stuck("a flush that hangs");
     stop(&copying.receiver.vmm);
-    let said = copying.ends(Some(sending));
-    assert!(said.contains("stopped over the API before a guest arrived"), "{said}");
+    let stderr = copying.ends(Some(sending));
+    assert!(stderr.contains("stopped over the API before a guest arrived"), "{stderr}");
 }
 
 #[test]
 fn sigterm_ends_a_restore_whose_writes_hang() {
     let test = "sigterm_ends_a_restore_whose_writes_hang";
-    let place = Place::new();
+    let tmp = TestDir::new();
     let Some(storage) = storage_or_skip(test) else { return };
-    std::fs::write(place.path("own"), vec![7; DISK_BYTES]).unwrap();
-    let (own, store) = (format!("path={}", place.text("own")), place.text("store"));
+    std::fs::write(tmp.path("own"), vec![7; DISK_BYTES]).unwrap();
+    let (own, store) = (format!("path={}", tmp.text("own")), tmp.text("store"));
     let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
-    let source = Vmm::run(&place, "source", &guest);
+    let source = Vmm::run(&tmp, "source", &guest);
     source.tell(&["checkpoint", "--store", &store]);
     storage.answer_only_writes(0);
     let disk = disk(&storage);
     let restore = ["restore", "--store", &store, "--disk", &disk];
-    let restored = World { storage, vmm: Vmm::start(&place, "restored", &restore) };
+    let restored = StuckGuest { storage, vmm: Vmm::start(&tmp, "restored", &restore) };
     restored.await_stuck("a write that hangs");
     sigterm(&restored.vmm);
     await_end(&restored.vmm);

@@ -9,10 +9,10 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use crate::common::{Place, Vmm, output, proxy_that_keeps_commit, receiver, wait_for};
+use crate::common::pty::Pty;
+use crate::common::{TestDir, Vmm, output, proxy_that_keeps_commit, receiver, wait_for};
 use driftline_machine::testing::kvm_or_skip;
 use rustix::process::{Pid, Signal, kill_process};
-use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, tcgetattr};
 
 const GUEST: [&str; 4] = ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M"];
@@ -22,8 +22,8 @@ fn pid(raw: u32) -> Pid {
 }
 
 /// A guest whose console is a terminal.
-struct OnTerminal<'p> {
-    place: &'p Place,
+struct RunOnTerminal<'p> {
+    tmp: &'p TestDir,
     child: Child,
     /// The user's side.
     keyboard: File,
@@ -31,31 +31,27 @@ struct OnTerminal<'p> {
     terminal: OwnedFd,
 }
 
-impl<'p> OnTerminal<'p> {
-    fn run(place: &'p Place) -> Self {
-        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
-        grantpt(&master).unwrap();
-        unlockpt(&master).unwrap();
-        let name = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
-        let opened = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::NOCTTY;
-        let terminal = rustix::fs::open(&name, opened, rustix::fs::Mode::empty()).unwrap();
+impl<'p> RunOnTerminal<'p> {
+    fn run(tmp: &'p TestDir) -> Self {
+        let pty = Pty::new();
+        let terminal = pty.terminal();
         let child = Command::new("setsid")
             .args(["--ctty", env!("CARGO_BIN_EXE_driftline"), "run"])
             .args(GUEST)
-            .args(["--api-sock", &place.text("a.sock"), "--state-dir", &place.text("state")])
+            .args(["--api-sock", &tmp.text("a.sock"), "--state-dir", &tmp.text("state")])
             .stdin(Stdio::from(terminal.try_clone().unwrap()))
             .stdout(Stdio::null())
-            .stderr(File::create(place.path("a.err")).unwrap())
+            .stderr(File::create(tmp.path("a.err")).unwrap())
             .spawn()
             .unwrap();
-        let vm = Self { place, child, keyboard: master.into(), terminal };
+        let vm = Self { tmp, child, keyboard: pty.master.into(), terminal };
         wait_for("a raw terminal", || vm.is_raw().then_some(()));
         wait_for("the API", || vm.info().then_some(()));
         vm
     }
 
     fn info(&self) -> bool {
-        output(&["info", "--api-sock", &self.place.text("a.sock")]).status.success()
+        output(&["info", "--api-sock", &self.tmp.text("a.sock")]).status.success()
     }
 
     fn is_raw(&self) -> bool {
@@ -67,19 +63,19 @@ impl<'p> OnTerminal<'p> {
         kill_process(pid(self.child.id()), signal).unwrap();
     }
 
-    fn said(&self) -> String {
-        self.place.read("a.err")
+    fn stderr(&self) -> String {
+        self.tmp.read("a.err")
     }
 
     /// Waits for the end of the process, after which the terminal must not be raw.
     fn wait(&mut self) -> ExitStatus {
         let ended = wait_for("the end", || self.child.try_wait().unwrap());
-        assert!(!self.is_raw(), "the terminal is left raw: {}", self.said());
+        assert!(!self.is_raw(), "the terminal is left raw: {}", self.stderr());
         ended
     }
 }
 
-impl Drop for OnTerminal<'_> {
+impl Drop for RunOnTerminal<'_> {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -88,9 +84,9 @@ impl Drop for OnTerminal<'_> {
 
 #[test]
 fn signals_within_a_second_are_one_request() {
-    let place = Place::new();
+    let tmp = TestDir::new();
     for round in 0..20 {
-        let mut vmm = Vmm::run(&place, "a", &[&["--backend", "threads"], &GUEST[..]].concat());
+        let mut vmm = Vmm::run(&tmp, "a", &[&["--backend", "threads"], &GUEST[..]].concat());
         for signal in [Signal::TERM, Signal::TERM, Signal::INT, Signal::HUP, Signal::TERM] {
             // The process may have ended before the last signal.
             let _ = kill_process(pid(vmm.pid()), signal);
@@ -98,8 +94,8 @@ fn signals_within_a_second_are_one_request() {
                 thread::sleep(Duration::from_micros(200));
             }
         }
-        assert_eq!(vmm.wait(), Some(0), "round {round}: {}", vmm.said());
-        assert!(!place.path("a.sock").exists(), "round {round}");
+        assert_eq!(vmm.wait(), Some(0), "round {round}: {}", vmm.stderr());
+        assert!(!tmp.path("a.sock").exists(), "round {round}");
     }
 }
 
@@ -116,14 +112,14 @@ impl Drop for Killed {
 impl Killed {
     /// Starts a guest in a process that inherits the disposition of SIGHUP from `option` of `env`.
     /// The test's own SIGHUP may be ignored.
-    fn run(place: &Place, option: &str) -> Self {
-        let socket = place.text("a.sock");
+    fn run(tmp: &TestDir, option: &str) -> Self {
+        let socket = tmp.text("a.sock");
         let args = ["--backend", "threads", "--api-sock", &socket];
         let child = Command::new("env")
             .args([option, env!("CARGO_BIN_EXE_driftline"), "run"])
-            .args([&args[..], &["--state-dir", &place.text("state")], &GUEST[..]].concat())
+            .args([&args[..], &["--state-dir", &tmp.text("state")], &GUEST[..]].concat())
             .stdin(Stdio::null())
-            .stderr(File::create(place.path("a.err")).unwrap())
+            .stderr(File::create(tmp.path("a.err")).unwrap())
             .spawn()
             .unwrap();
         let vmm = Self(child);
@@ -143,27 +139,27 @@ impl Killed {
 
 #[test]
 fn sighup_is_as_sigterm() {
-    let place = Place::new();
-    let mut vmm = Killed::run(&place, "--default-signal=HUP");
+    let tmp = TestDir::new();
+    let mut vmm = Killed::run(&tmp, "--default-signal=HUP");
     vmm.signal(Signal::HUP);
-    assert_eq!(vmm.wait().code(), Some(0), "{}", place.read("a.err"));
-    let said = place.read("a.err");
-    assert!(said.contains("interrupted by SIGHUP"), "{said}");
-    assert!(!place.path("a.sock").exists());
+    assert_eq!(vmm.wait().code(), Some(0), "{}", tmp.read("a.err"));
+    let stderr = tmp.read("a.err");
+    assert!(stderr.contains("interrupted by SIGHUP"), "{stderr}");
+    assert!(!tmp.path("a.sock").exists());
 }
 
 /// The process is started as by `nohup`.
 #[test]
 fn ignored_sighup_stays_ignored() {
-    let place = Place::new();
-    let mut vmm = Killed::run(&place, "--ignore-signal=HUP");
+    let tmp = TestDir::new();
+    let mut vmm = Killed::run(&tmp, "--ignore-signal=HUP");
     vmm.signal(Signal::HUP);
     // Long enough for a signal that is not ignored to be reported first.
     thread::sleep(Duration::from_millis(100));
     vmm.signal(Signal::TERM);
     assert_eq!(vmm.wait().code(), Some(0));
-    let said = place.read("a.err");
-    assert!(said.contains("SIGTERM") && !said.contains("SIGHUP"), "{said}");
+    let stderr = tmp.read("a.err");
+    assert!(stderr.contains("SIGTERM") && !stderr.contains("SIGHUP"), "{stderr}");
 }
 
 #[test]
@@ -171,12 +167,12 @@ fn ctrl_a_x_is_named_in_the_message() {
     if !kvm_or_skip("ctrl_a_x_is_named_in_the_message") {
         return;
     }
-    let place = Place::new();
-    let mut vm = OnTerminal::run(&place);
+    let tmp = TestDir::new();
+    let mut vm = RunOnTerminal::run(&tmp);
     vm.keyboard.write_all(b"\x01x").unwrap();
-    assert_eq!(vm.wait().code(), Some(0), "{}", vm.said());
-    assert!(vm.said().contains("ended by Ctrl-A x"), "{}", vm.said());
-    assert!(!vm.said().contains("SIGTERM"), "{}", vm.said());
+    assert_eq!(vm.wait().code(), Some(0), "{}", vm.stderr());
+    assert!(vm.stderr().contains("ended by Ctrl-A x"), "{}", vm.stderr());
+    assert!(!vm.stderr().contains("SIGTERM"), "{}", vm.stderr());
 }
 
 #[test]
@@ -185,8 +181,8 @@ fn sigsys_on_any_thread_restores_the_terminal() {
         return;
     }
     for name in ["driftline", "vcpu0", "supervisor", "serial", "serial-input", "control"] {
-        let place = Place::new();
-        let mut vm = OnTerminal::run(&place);
+        let tmp = TestDir::new();
+        let mut vm = RunOnTerminal::run(&tmp);
         let tasks = std::fs::read_dir(format!("/proc/{}/task", vm.child.id())).unwrap();
         let task = tasks.map(|task| task.unwrap().path()).find(|task| {
             let mut comm = String::new();
@@ -196,7 +192,7 @@ fn sigsys_on_any_thread_restores_the_terminal() {
         let task = task.unwrap_or_else(|| panic!("no thread {name}"));
         let task: u32 = task.file_name().unwrap().to_str().unwrap().parse().unwrap();
         kill_process(pid(task), Signal::SYS).unwrap();
-        assert_eq!(vm.wait().signal(), Some(libc::SIGSYS), "{name}: {}", vm.said());
+        assert_eq!(vm.wait().signal(), Some(libc::SIGSYS), "{name}: {}", vm.stderr());
     }
 }
 
@@ -206,19 +202,19 @@ fn forced_end_leaves_neither_raw_terminal_nor_socket() {
         return;
     }
     for by_key in [false, true] {
-        let place = Place::new();
-        let mut vm = OnTerminal::run(&place);
+        let tmp = TestDir::new();
+        let mut vm = RunOnTerminal::run(&tmp);
         // A guest that may be running elsewhere does not end when its process is asked to.
-        let (_destination, to) = receiver(&place, "b", &[]);
-        let to = proxy_that_keeps_commit(&to, place.path("state"));
-        let socket = place.text("a.sock");
+        let (_destination, to) = receiver(&tmp, "b", &[]);
+        let to = proxy_that_keeps_commit(&to, tmp.path("state"));
+        let socket = tmp.text("a.sock");
         let sender = thread::spawn(move || output(&["send-migration", &to, "--api-sock", &socket]));
-        let request = |vm: &mut OnTerminal| match by_key {
+        let request = |vm: &mut RunOnTerminal| match by_key {
             true => vm.keyboard.write_all(b"\x01x").unwrap(),
             false => vm.signal(Signal::TERM),
         };
         wait_for("COMMIT", || {
-            let info = output(&["info", "--json", "--api-sock", &place.text("a.sock")]);
+            let info = output(&["info", "--json", "--api-sock", &tmp.text("a.sock")]);
             let info: serde_json::Value = serde_json::from_slice(&info.stdout).ok()?;
             (info["migration"]["phase"] == "hand-over").then_some(())
         });
@@ -226,14 +222,14 @@ fn forced_end_leaves_neither_raw_terminal_nor_socket() {
         // Each signal asks again, since the guest may have come back. The third one is not refused.
         for refused in 1..=2 {
             wait_for("a refusal", || {
-                (vm.said().matches("this process").count() >= refused).then_some(())
+                (vm.stderr().matches("this process").count() >= refused).then_some(())
             });
             thread::sleep(Duration::from_millis(1100));
-            assert!(vm.child.try_wait().unwrap().is_none(), "{}", vm.said());
+            assert!(vm.child.try_wait().unwrap().is_none(), "{}", vm.stderr());
             request(&mut vm);
         }
-        assert_eq!(vm.wait().code(), Some(1), "{}", vm.said());
-        assert!(!place.path("a.sock").exists(), "its socket is left");
+        assert_eq!(vm.wait().code(), Some(1), "{}", vm.stderr());
+        assert!(!tmp.path("a.sock").exists(), "its socket is left");
         sender.join().unwrap();
     }
 }

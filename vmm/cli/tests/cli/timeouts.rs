@@ -1,4 +1,4 @@
-//! A VMM that does not answer, and one that is asked to end: no client waits forever.
+//! A VMM that does not answer, and one that is to end: no client waits forever.
 
 use std::fs::rename;
 use std::io::Read;
@@ -7,28 +7,24 @@ use std::os::unix::fs::symlink;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::common::{Place, Vmm, driftline, output, receiver, request, text, wait_for};
+use crate::common::{TestDir, Vmm, driftline, output, receiver, request, text, wait_for};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
 };
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::Value;
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
 /// Longer than any command here takes, including its limit of one second.
 const LIMIT: Duration = Duration::from_secs(30);
 
-fn signal(vmm: &Vmm<'_>, signal: Signal) {
-    kill_process(Pid::from_raw(vmm.pid() as i32).unwrap(), signal).unwrap();
-}
-
 #[test]
 fn every_command_gives_up_a_silent_vmm() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "stopped", GUEST);
-    signal(&vmm, Signal::STOP);
-    let store = place.text("store");
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "stopped", GUEST);
+    vmm.signal(Signal::STOP);
+    let store = tmp.text("store");
     for command in [
         &["info"][..],
         &["balloon"],
@@ -46,14 +42,17 @@ fn every_command_gives_up_a_silent_vmm() {
         &["resolve", "--run"],
     ] {
         let began = Instant::now();
-        let said = vmm.refuse(1, &[command, &["--timeout", "1s"]].concat());
+        let stderr = vmm.refuse(1, &[command, &["--timeout", "1s"]].concat());
         assert!(began.elapsed() < LIMIT, "{command:?} took {:?}", began.elapsed());
         // A plan takes five seconds in addition.
         let limit = if command == ["plan"] { "in 6s" } else { "in 1s" };
-        assert!(said.contains("has not answered") && said.contains(limit), "{command:?}: {said}");
-        assert!(said.contains("--timeout"), "{command:?}: {said}");
+        assert!(
+            stderr.contains("has not answered") && stderr.contains(limit),
+            "{command:?}: {stderr}"
+        );
+        assert!(stderr.contains("--timeout"), "{command:?}: {stderr}");
     }
-    signal(&vmm, Signal::CONT);
+    vmm.signal(Signal::CONT);
 }
 
 /// Starts a checkpoint run of `vmm` and follows it, as a client whose output goes to `stdout`.
@@ -80,9 +79,9 @@ fn await_checkpoints(vmm: &Vmm<'_>, checkpoints: u64) {
 
 #[test]
 fn run_whose_client_blocks_can_be_ended() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "guest", GUEST);
-    let (store, pipe) = (place.text("store"), std::io::pipe().unwrap());
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "guest", GUEST);
+    let (store, pipe) = (tmp.text("store"), std::io::pipe().unwrap());
     let mut client = follow(&vmm, &store, pipe.1.into());
     // More than fits into a pipe: the client waits for its reader.
     await_checkpoints(&vmm, 1000);
@@ -97,15 +96,15 @@ fn run_whose_client_blocks_can_be_ended() {
 
 #[test]
 fn run_ends_with_a_client_that_gives_up() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "guest", GUEST);
-    let mut client = follow(&vmm, &place.text("store"), Stdio::null());
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "guest", GUEST);
+    let mut client = follow(&vmm, &tmp.text("store"), Stdio::null());
     await_checkpoints(&vmm, 1);
-    signal(&vmm, Signal::STOP);
+    vmm.signal(Signal::STOP);
     let began = Instant::now();
     assert_eq!(client.wait().unwrap().code(), Some(1));
     assert!(began.elapsed() < LIMIT, "{:?}", began.elapsed());
-    signal(&vmm, Signal::CONT);
+    vmm.signal(Signal::CONT);
     wait_for("the end of the run", || (run_of(&vmm)?["running"] == false).then_some(()));
     assert_eq!(vmm.state(), "running");
 }
@@ -116,10 +115,10 @@ const SLOW_TO_SEND: &[&str] =
 
 #[test]
 fn migration_of_a_stopped_vmm_is_given_up() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "source", SLOW_TO_SEND);
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "source", SLOW_TO_SEND);
     vmm.await_progress(1, &[]);
-    let (_there, to) = receiver(&place, "there", &[]);
+    let (_there, to) = receiver(&tmp, "there", &[]);
     let send = ["send-migration", &to, "--max-bandwidth", "1M", "--timeout", "1s", "--json"];
     let sender = driftline(&[&send[..], &["--api-sock", &vmm.socket()]].concat())
         .stdout(Stdio::piped())
@@ -127,23 +126,23 @@ fn migration_of_a_stopped_vmm_is_given_up() {
         .spawn()
         .unwrap();
     wait_for("the first pass", || (vmm.info()?["migration"]["phase"] == "precopy").then_some(()));
-    signal(&vmm, Signal::STOP);
+    vmm.signal(Signal::STOP);
     let began = Instant::now();
     let out = sender.wait_with_output().unwrap();
-    let said = text(&out.stderr);
+    let stderr = text(&out.stderr);
     assert!(began.elapsed() < LIMIT, "{:?}", began.elapsed());
-    assert_eq!(out.status.code(), Some(1), "where the guest is cannot be told: {said}");
-    assert!(said.contains("has not answered GET /migration in 1.2s"), "{said}");
-    assert!(said.contains("; where the guest is must be seen at the destination"), "{said}");
+    assert_eq!(out.status.code(), Some(1), "the guest may be on either host: {stderr}");
+    assert!(stderr.contains("has not answered GET /migration in 1.2s"), "{stderr}");
+    assert!(stderr.contains("; look for the guest at the destination"), "{stderr}");
     let failure: Value = serde_json::from_slice(&out.stdout).unwrap();
     assert_eq!(failure["error"]["code"], "no-answer", "{failure}");
-    signal(&vmm, Signal::CONT);
+    vmm.signal(Signal::CONT);
 }
 
 #[test]
 fn wanted_waits_outlast_the_timeout() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "source", SLOW_TO_SEND);
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "source", SLOW_TO_SEND);
     vmm.await_progress(1, &[]);
     // Each request has to be answered within it, on a busy host, too.
     let limit = Duration::from_secs(3);
@@ -153,11 +152,11 @@ fn wanted_waits_outlast_the_timeout() {
         assert!(began.elapsed() > limit, "{command:?} took {:?} only", began.elapsed());
         printed
     };
-    let store = place.text("store");
+    let store = tmp.text("store");
     let taken = outlasts(&["checkpoint", "--store", &store, "--every", "5s", "--count", "2"]);
     assert_eq!(taken.lines().count(), 2, "{taken}");
     outlasts(&["top", "--once", "--interval", "5s"]);
-    let (_there, to) = receiver(&place, "there", &[]);
+    let (_there, to) = receiver(&tmp, "there", &[]);
     let send = ["send-migration", &to, "--max-bandwidth", "1M", "--json"];
     // The migration switches over after five seconds, whatever its progress.
     let end = ["--timeout-s", "5", "--timeout-strategy", "switchover"];
@@ -192,9 +191,9 @@ fn fill(path: &str) -> Vec<OwnedFd> {
 /// The client of a run finds another socket, on which no process accepts, at the path of the VMM's.
 #[test]
 fn vmm_that_accepts_nothing_has_not_ended() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "guest", GUEST);
-    let (path, full, store) = (place.text("path"), place.text("full"), place.text("store"));
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "guest", GUEST);
+    let (path, full, store) = (tmp.text("path"), tmp.text("full"), tmp.text("store"));
     symlink(vmm.socket(), &path).unwrap();
     let listener = unix_socket();
     bind(&listener, &SocketAddrUnix::new(&full).unwrap()).unwrap();
@@ -207,46 +206,46 @@ fn vmm_that_accepts_nothing_has_not_ended() {
         .spawn()
         .unwrap();
     await_checkpoints(&vmm, 3);
-    symlink(&full, place.path("next")).unwrap();
-    rename(place.path("next"), &path).unwrap();
+    symlink(&full, tmp.path("next")).unwrap();
+    rename(tmp.path("next"), &path).unwrap();
     let out = client.wait_with_output().unwrap();
-    let said = text(&out.stderr);
-    assert_eq!(out.status.code(), Some(1), "{said}");
-    assert!(said.contains(&format!("the VMM on {path} does not answer: ")), "{said}");
-    assert!(said.contains("; the last durable checkpoint is "), "{said}");
+    let stderr = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains(&format!("the VMM on {path} does not answer: ")), "{stderr}");
+    assert!(stderr.contains("; the last durable checkpoint is "), "{stderr}");
 }
 
 #[test]
 fn stopped_vmm_does_not_hold_up_another_start() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "stopped", GUEST);
-    signal(&vmm, Signal::STOP);
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "stopped", GUEST);
+    vmm.signal(Signal::STOP);
     let waiting = fill(&vmm.socket());
     let path = vmm.socket();
     let args = [&["run"], GUEST, &["--api-sock", &path]].concat();
     let mut other = driftline(&args).stderr(Stdio::piped()).spawn().unwrap();
     let ended = wait_for("the end of another", || other.try_wait().unwrap());
-    let mut said = String::new();
-    other.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-    assert_eq!(ended.code(), Some(1), "{said}");
-    assert!(said.contains("is in use: another process listens there; stop that one"), "{said}");
+    let mut stderr = String::new();
+    other.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    assert_eq!(ended.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("is in use: another process listens there; stop that one"), "{stderr}");
     drop(waiting);
-    signal(&vmm, Signal::CONT);
+    vmm.signal(Signal::CONT);
     wait_for("an answer of the first", || vmm.info());
 }
 
 #[test]
 fn stop_waits_for_the_process_if_asked() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "guest", GUEST);
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "guest", GUEST);
     vmm.tell(&["stop", "--wait"]);
     assert!(!vmm.is_alive());
 }
 
 #[test]
 fn stop_ends_a_waiting_receiver() {
-    let place = Place::new();
-    let (mut waiting, _) = receiver(&place, "waiting", &[]);
+    let tmp = TestDir::new();
+    let (mut waiting, _) = receiver(&tmp, "waiting", &[]);
     waiting.await_api();
     waiting.tell(&["stop", "--wait"]);
     assert!(!waiting.is_alive());
@@ -254,8 +253,8 @@ fn stop_ends_a_waiting_receiver() {
 
 #[test]
 fn unknown_parameters_of_requests_are_refused() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "guest", GUEST);
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "guest", GUEST);
     for (method, path, unknown) in [
         ("DELETE", "/migration?jbo=3", "jbo"),
         ("GET", "/migration?jbo=3", "jbo"),
@@ -274,8 +273,8 @@ fn unknown_parameters_of_requests_are_refused() {
 
 #[test]
 fn pause_and_resume_are_idempotent() {
-    let place = Place::new();
-    let vmm = Vmm::run(&place, "guest", GUEST);
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "guest", GUEST);
     for (command, state) in [("pause", "paused"), ("resume", "running")] {
         (0..2).for_each(|_| drop(vmm.tell(&[command])));
         assert_eq!(vmm.state(), state);

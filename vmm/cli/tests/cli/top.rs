@@ -9,17 +9,17 @@ use std::process::{Child, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 
-use crate::common::{Place, Vmm, driftline, fail, receiver, request, text, wait_for};
+use crate::common::pty::Pty;
+use crate::common::{TestDir, Vmm, driftline, fail, receiver, request, text, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
-use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Termios, Winsize, tcgetattr, tcsetwinsize};
 use serde_json::Value;
 
 const MACHINE: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
 const GUEST: &[&str] = &["--guest", "payload,ws=16M,rate=8M"];
 
-fn guest<'p>(place: &'p Place, name: &'static str) -> Vmm<'p> {
-    let vmm = Vmm::run(place, name, &[MACHINE, GUEST].concat());
+fn guest<'p>(tmp: &'p TestDir, name: &'static str) -> Vmm<'p> {
+    let vmm = Vmm::run(tmp, name, &[MACHINE, GUEST].concat());
     vmm.await_progress(2, &[]);
     vmm
 }
@@ -28,14 +28,14 @@ fn subscribers(vmm: &Vmm) -> u64 {
     vmm.info().unwrap()["dirty"]["subscribers"].as_u64().unwrap()
 }
 
-fn nobody_follows(vmm: &Vmm) {
+fn await_no_watch(vmm: &Vmm) {
     wait_for("the end of the watch", || (subscribers(vmm) == 0).then_some(()));
 }
 
 #[test]
 fn once_prints_one_window_then_stops_watching() {
-    let place = Place::new();
-    let vmm = guest(&place, "guest");
+    let tmp = TestDir::new();
+    let vmm = guest(&tmp, "guest");
     let page: Value =
         serde_json::from_str(&vmm.tell(&["top", "--once", "--json", "--interval", "500ms"]))
             .unwrap();
@@ -52,7 +52,7 @@ fn once_prints_one_window_then_stops_watching() {
     // The threads backend does not know which thread writes, and has no rings.
     assert_eq!(page["vcpu"][0]["dirtied_frames"], Value::Null);
     assert_eq!(page["ring_entries"], Value::Null);
-    nobody_follows(&vmm);
+    await_no_watch(&vmm);
 
     let plain = vmm.tell(&["top", "--once", "--interval", "200ms"]);
     let lines: Vec<&str> = plain.lines().collect();
@@ -60,9 +60,10 @@ fn once_prints_one_window_then_stops_watching() {
     assert!(!plain.contains('\u{1b}'), "{plain}");
     assert!(lines[0].ends_with(" running"), "{plain}");
     assert!(lines[1].starts_with("64 MiB, 2 vCPUs, threads, dirty-ring, here for "), "{plain}");
-    for said in ["each cell ", "no migration and no checkpoints", "watching costs the guest what "]
+    for expected in
+        ["each cell ", "no migration and no checkpoints", "watching costs the guest what "]
     {
-        assert!(plain.contains(said), "{said}: {plain}");
+        assert!(plain.contains(expected), "{expected}: {plain}");
     }
     assert_eq!(vmm.state(), "running");
     // A paused guest can be watched, and writes nothing.
@@ -74,25 +75,25 @@ fn once_prints_one_window_then_stops_watching() {
 
 #[test]
 fn impossible_top_is_refused_with_the_reason() {
-    let place = Place::new();
-    let vmm = guest(&place, "guest");
-    let said = vmm.refuse(1, &["top"]);
-    assert!(said.contains("top needs a terminal; use top --once"), "{said}");
-    let said = fail(1, &["top", "--once", "--api-sock", &place.text("nobody.sock")]);
-    assert!(said.contains("does not exist: is the guest running"), "{said}");
+    let tmp = TestDir::new();
+    let vmm = guest(&tmp, "guest");
+    let stderr = vmm.refuse(1, &["top"]);
+    assert!(stderr.contains("top needs a terminal; use top --once"), "{stderr}");
+    let stderr = fail(1, &["top", "--once", "--api-sock", &tmp.text("none.sock")]);
+    assert!(stderr.contains("does not exist: is the guest running"), "{stderr}");
     for interval in ["99ms", "61s", "1"] {
         vmm.refuse(2, &["top", "--once", "--interval", interval]);
     }
     let none = [MACHINE, GUEST, &["--tracking", "none"]].concat();
-    let untracked = Vmm::run(&place, "untracked", &none);
-    let said = untracked.refuse(1, &["top", "--once"]);
-    assert!(said.contains("--tracking none"), "{said}");
+    let untracked = Vmm::run(&tmp, "untracked", &none);
+    let stderr = untracked.refuse(1, &["top", "--once"]);
+    assert!(stderr.contains("--tracking none"), "{stderr}");
 }
 
 #[test]
 fn hostile_requests_are_refused_and_watches_bounded() {
-    let place = Place::new();
-    let vmm = guest(&place, "guest");
+    let tmp = TestDir::new();
+    let vmm = guest(&tmp, "guest");
     for (method, query, body, why) in [
         ("POST", "", r#"{"bins":0}"#, "bins is 0; it is 1 to 4096"),
         ("POST", "", r#"{"bins":4097}"#, "bins is 4097; it is 1 to 4096"),
@@ -107,7 +108,7 @@ fn hostile_requests_are_refused_and_watches_bounded() {
         let answer = request(&vmm.socket(), method, &format!("/dirty/watch{query}"), body);
         assert!(answer.starts_with("HTTP/1.1 400") && answer.contains(why), "{why}: {answer}");
     }
-    assert_eq!(subscribers(&vmm), 0, "none of these has begun one");
+    assert_eq!(subscribers(&vmm), 0, "a refused request starts no watch");
 
     for number in 1..=4 {
         let answer = request(&vmm.socket(), "POST", "/dirty/watch", r#"{"bins":1}"#);
@@ -127,11 +128,11 @@ fn hostile_requests_are_refused_and_watches_bounded() {
         .write_all(b"GET /dirty/watch?watch=3&wait_ms=60000 HTTP/1.1\r\nHost: x\r\n\r\n")
         .unwrap();
     drop(stream);
-    nobody_follows(&vmm);
+    await_no_watch(&vmm);
 }
 
 /// `top` on its own terminal: the process and the terminal, with everything drawn.
-struct OnTerminal {
+struct TopOnTerminal {
     child: Child,
     terminal: File,
     slave: OwnedFd,
@@ -140,52 +141,44 @@ struct OnTerminal {
     all: Vec<u8>,
 }
 
-impl OnTerminal {
+impl TopOnTerminal {
     fn start(vmm: &Vmm, env: &[(&str, &str)]) -> Self {
-        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY;
-        let master = openpt(flags).unwrap();
-        grantpt(&master).unwrap();
-        unlockpt(&master).unwrap();
-        let name = ptsname(&master, Vec::new()).unwrap();
-        let slave = || {
-            use rustix::fs::{Mode, OFlags, open};
-            open(&name, OFlags::RDWR | OFlags::NOCTTY, Mode::empty()).unwrap()
-        };
-        let kept = slave();
+        let pty = Pty::new();
+        let slave = pty.terminal();
         let size = Winsize { ws_row: 30, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 };
-        tcsetwinsize(&kept, size).unwrap();
-        let before = tcgetattr(&kept).unwrap();
+        tcsetwinsize(&slave, size).unwrap();
+        let before = tcgetattr(&slave).unwrap();
         let child = driftline(&["top", "--interval", "100ms", "--api-sock", &vmm.socket()])
             .env_remove("NO_COLOR")
             .env("TERM", "xterm-256color")
             .envs(env.iter().copied())
-            .stdin(Stdio::from(slave()))
-            .stdout(Stdio::from(slave()))
-            .stderr(Stdio::from(slave()))
+            .stdin(Stdio::from(pty.terminal()))
+            .stdout(Stdio::from(pty.terminal()))
+            .stderr(Stdio::from(pty.terminal()))
             .spawn()
             .unwrap();
-        let terminal = File::from(master);
+        let terminal = File::from(pty.master);
         let mut reader = terminal.try_clone().unwrap();
-        let (tell, drawn) = mpsc::channel();
+        let (sender, drawn) = mpsc::channel();
         thread::spawn(move || {
             let mut bytes = [0; 65536];
             while let Ok(n @ 1..) = reader.read(&mut bytes) {
-                if tell.send(bytes[..n].to_vec()).is_err() {
+                if sender.send(bytes[..n].to_vec()).is_err() {
                     return;
                 }
             }
         });
-        Self { child, terminal, slave: kept, before, drawn, all: Vec::new() }
+        Self { child, terminal, slave, before, drawn, all: Vec::new() }
     }
 
-    fn seen(&mut self) -> String {
+    fn screen(&mut self) -> String {
         self.all.extend(self.drawn.try_iter().flatten());
         text(&self.all)
     }
 
     /// Waits until `what` has been drawn. The terminal is raw then.
     fn await_drawn(&mut self, what: &str) {
-        wait_for(what, || self.seen().contains(what).then_some(()));
+        wait_for(what, || self.screen().contains(what).then_some(()));
     }
 
     fn press(&mut self, keys: &str) {
@@ -197,21 +190,21 @@ impl OnTerminal {
     fn ends_well(mut self) -> String {
         let status = wait_for("the end of top", || self.child.try_wait().unwrap());
         // The kernel delivers the process's last output after its end.
-        let seen = wait_for("the other screen's end", || {
-            let seen = self.seen();
-            seen.contains("\u{1b}[?1049l").then_some(seen)
+        let screen = wait_for("the other screen's end", || {
+            let screen = self.screen();
+            screen.contains("\u{1b}[?1049l").then_some(screen)
         });
-        assert_eq!(status.code(), Some(0), "{seen}");
-        assert_eq!(seen.matches("\u{1b}[?1049h").count(), 1, "{seen}");
-        assert!(seen.contains("\u{1b}[?25h"), "the cursor is back: {seen}");
+        assert_eq!(status.code(), Some(0), "{screen}");
+        assert_eq!(screen.matches("\u{1b}[?1049h").count(), 1, "{screen}");
+        assert!(screen.contains("\u{1b}[?25h"), "the cursor is back: {screen}");
         let after = tcgetattr(&self.slave).unwrap();
         let modes = |t: &Termios| (t.local_modes, t.input_modes, t.output_modes);
         assert_eq!(modes(&after), modes(&self.before));
-        seen
+        screen
     }
 }
 
-impl Drop for OnTerminal {
+impl Drop for TopOnTerminal {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -220,31 +213,31 @@ impl Drop for OnTerminal {
 
 #[test]
 fn terminal_is_restored_after_every_exit() {
-    let place = Place::new();
-    let vmm = guest(&place, "guest");
+    let tmp = TestDir::new();
+    let vmm = guest(&tmp, "guest");
     for keys in ["q", "\u{3}", "\u{1b}"] {
-        let mut top = OnTerminal::start(&vmm, &[]);
-        top.await_drawn("seldom");
+        let mut top = TopOnTerminal::start(&vmm, &[]);
+        top.await_drawn("at any interval");
         top.press(keys);
-        let seen = top.ends_well();
-        assert!(seen.contains("\u{1b}[") && seen.contains("48;5;"), "in colours: {seen:?}");
+        let screen = top.ends_well();
+        assert!(screen.contains("\u{1b}[") && screen.contains("48;5;"), "in colours: {screen:?}");
     }
-    let mut top = OnTerminal::start(&vmm, &[("NO_COLOR", "1")]);
-    top.await_drawn("seldom");
+    let mut top = TopOnTerminal::start(&vmm, &[("NO_COLOR", "1")]);
+    top.await_drawn("at any interval");
     top.press("p");
     top.await_drawn("paused");
     kill_process(Pid::from_child(&top.child), Signal::TERM).unwrap();
-    let seen = top.ends_well();
-    assert!(!seen.contains("48;5;") && !seen.contains("38;5;"), "without colours: {seen:?}");
-    nobody_follows(&vmm);
+    let screen = top.ends_well();
+    assert!(!screen.contains("48;5;") && !screen.contains("38;5;"), "without colours: {screen:?}");
+    await_no_watch(&vmm);
 }
 
 #[test]
 fn end_of_the_guest_is_no_error() {
-    let place = Place::new();
-    let mut vmm = guest(&place, "guest");
-    let mut top = OnTerminal::start(&vmm, &[]);
-    top.await_drawn("seldom");
+    let tmp = TestDir::new();
+    let mut vmm = guest(&tmp, "guest");
+    let mut top = TopOnTerminal::start(&vmm, &[]);
+    top.await_drawn("at any interval");
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
     let mut out = top.ends_well();
@@ -254,15 +247,15 @@ fn end_of_the_guest_is_no_error() {
 
 #[test]
 fn guest_is_followed_until_it_moves() {
-    let place = Place::new();
-    let mut source = guest(&place, "source");
-    let (destination, address) = receiver(&place, "destination", &[]);
+    let tmp = TestDir::new();
+    let mut source = guest(&tmp, "source");
+    let (destination, address) = receiver(&tmp, "destination", &[]);
     let waits = destination.refuse(1, &["top", "--once"]);
     assert!(waits.contains("there is no guest yet"), "{waits}");
     // A file instead of a pipe: a slow reader would block the writer.
     let follow = |vmm: &Vmm, name| {
         driftline(&["top", "--json", "--interval", "100ms", "--api-sock", &vmm.socket()])
-            .stdout(File::create(place.path(name)).unwrap())
+            .stdout(File::create(tmp.path(name)).unwrap())
             .stderr(Stdio::piped())
             .spawn()
             .unwrap()
@@ -272,13 +265,13 @@ fn guest_is_followed_until_it_moves() {
     source.tell(&["send-migration", &address, "--max-bandwidth", "16M"]);
     assert_eq!(source.wait(), Some(0));
     let left = leaving.wait_with_output().unwrap();
-    let said = text(&left.stderr);
-    assert_eq!(left.status.code(), Some(0), "{said}");
-    assert!(said.contains("the guest has moved to "), "{said}");
+    let stderr = text(&left.stderr);
+    assert_eq!(left.status.code(), Some(0), "{stderr}");
+    assert!(stderr.contains("the guest has moved to "), "{stderr}");
     let pages: Vec<Value> =
-        place.read("left").lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+        tmp.read("left").lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     let sending = pages.iter().find(|page| page["migration"]["state"] == "sending");
-    let sending = sending.expect("a look while it is sent");
+    let sending = sending.expect("a window of the migration");
     assert_eq!(sending["info"]["state"], "migrating");
 
     // The other client has seen the guest arrive and has continued with it.
@@ -287,15 +280,15 @@ fn guest_is_followed_until_it_moves() {
     destination.tell(&["stop"]);
     let stayed = arriving.wait_with_output().unwrap();
     assert_eq!(stayed.status.code(), Some(0));
-    let first: Value = serde_json::from_str(place.read("stayed").lines().next().unwrap()).unwrap();
+    let first: Value = serde_json::from_str(tmp.read("stayed").lines().next().unwrap()).unwrap();
     assert_eq!(first["state"], "receiving");
     assert!(text(&stayed.stderr).contains("the guest was stopped"));
 }
 
 #[test]
 fn closed_reader_ends_the_watch() {
-    let place = Place::new();
-    let vmm = guest(&place, "guest");
+    let tmp = TestDir::new();
+    let vmm = guest(&tmp, "guest");
     let mut top = driftline(&["top", "--json", "--interval", "100ms", "--api-sock", &vmm.socket()])
         .stdout(Stdio::piped())
         .spawn()
@@ -307,13 +300,13 @@ fn closed_reader_ends_the_watch() {
     drop(lines);
     let status = wait_for("its end", || top.try_wait().unwrap());
     assert_eq!(status.code(), Some(0));
-    nobody_follows(&vmm);
+    await_no_watch(&vmm);
 }
 
 #[test]
 fn killed_vmm_is_an_error() {
-    let place = Place::new();
-    let mut vmm = guest(&place, "guest");
+    let tmp = TestDir::new();
+    let mut vmm = guest(&tmp, "guest");
     let socket = vmm.socket();
     let mut top = driftline(&["top", "--json", "--interval", "60s", "--api-sock", &socket])
         .stderr(Stdio::piped())
@@ -322,9 +315,9 @@ fn killed_vmm_is_an_error() {
         .unwrap();
     wait_for("a watch", || (subscribers(&vmm) == 1).then_some(()));
     vmm.kill();
-    let mut said = String::new();
-    top.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-    assert_eq!(top.wait().unwrap().code(), Some(1), "{said}");
-    assert!(said.starts_with("driftline: ") && said.contains("guest.sock"), "{said}");
+    let mut stderr = String::new();
+    top.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    assert_eq!(top.wait().unwrap().code(), Some(1), "{stderr}");
+    assert!(stderr.starts_with("driftline: ") && stderr.contains("guest.sock"), "{stderr}");
     fail(1, &["top", "--once", "--api-sock", &socket]);
 }

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::net::TcpStream;
 use std::time::Instant;
 
-use crate::common::{Place, Vmm, attack, output, receiver, wait_for};
+use crate::common::{TestDir, Vmm, attack, output, receiver, wait_for};
 use driftline_machine::testing::kvm_or_skip;
 
 /// Memory that takes a while to send at [`SLOW`].
@@ -40,9 +40,9 @@ fn waits_on(there: &Vmm<'_>) {
 }
 
 /// Twice a source dies during pre-copy; the third one migrates its guest.
-fn moves(place: &Place, machine: &[&str], there: &[&str]) {
-    let run = |name| Vmm::run(place, name, &[machine, GUEST].concat());
-    let (mut destination, to) = receiver(place, "destination", there);
+fn moves(tmp: &TestDir, machine: &[&str], there: &[&str]) {
+    let run = |name| Vmm::run(tmp, name, &[machine, GUEST].concat());
+    let (mut destination, to) = receiver(tmp, "destination", there);
     let address = to.strip_prefix("tcp:").unwrap();
 
     let began = Instant::now();
@@ -67,22 +67,22 @@ fn moves(place: &Place, machine: &[&str], there: &[&str]) {
         let now = held(&destination);
         (now.0 <= before.0 && now.1 <= before.1).then_some(())
     });
-    assert!(destination.is_alive(), "{}", destination.said());
+    assert!(destination.is_alive(), "{}", destination.stderr());
 
     let mut third = run("third");
     let before = third.await_progress(2, &[]);
     third.tell(&["send-migration", &to]);
-    assert_eq!(third.wait(), Some(0), "{}", third.said());
+    assert_eq!(third.wait(), Some(0), "{}", third.stderr());
     destination.await_progress(2, &before);
     destination.tell(&["stop"]);
-    assert_eq!(destination.wait(), Some(0), "{}", destination.said());
-    let said = destination.said();
-    assert!(said.contains("no guest was received (in precopy)"), "{said}");
+    assert_eq!(destination.wait(), Some(0), "{}", destination.stderr());
+    let stderr = destination.stderr();
+    assert!(stderr.contains("no guest was received (in precopy)"), "{stderr}");
 }
 
 #[test]
 fn receiver_survives_strangers_and_dead_sources() {
-    moves(&Place::new(), &["--backend", "threads"], &[]);
+    moves(&TestDir::new(), &["--backend", "threads"], &[]);
 }
 
 #[test]
@@ -90,23 +90,22 @@ fn machine_is_rebuilt_after_a_failed_arrival() {
     if !kvm_or_skip("machine_is_rebuilt_after_a_failed_arrival") {
         return;
     }
-    let place = Place::new();
-    File::create(place.path("disk")).unwrap().set_len(1 << 20).unwrap();
-    let (disk, sockets) =
-        (format!("path={}", place.text("disk")), ["v0", "v1"].map(|v| place.text(v)));
+    let tmp = TestDir::new();
+    File::create(tmp.path("disk")).unwrap().set_len(1 << 20).unwrap();
+    let (disk, sockets) = (format!("path={}", tmp.text("disk")), ["v0", "v1"].map(|v| tmp.text(v)));
     let here = format!("cid=5,uds={}", sockets[0]);
     let there = format!("uds={}", sockets[1]);
-    moves(&place, &["--disk", &disk, "--vsock", &here], &["--vsock", &there]);
+    moves(&tmp, &["--disk", &disk, "--vsock", &here], &["--vsock", &there]);
 }
 
 #[test]
 fn a_receiver_for_one_source_ends_with_it() {
-    let place = Place::new();
-    let (mut destination, to) = receiver(&place, "destination", &["--once"]);
-    let mut source = Vmm::run(&place, "source", &[&["--backend", "threads"], GUEST].concat());
+    let tmp = TestDir::new();
+    let (mut destination, to) = receiver(&tmp, "destination", &["--once"]);
+    let mut source = Vmm::run(&tmp, "source", &[&["--backend", "threads"], GUEST].concat());
     source.await_progress(2, &[]);
     dies_in_precopy(&mut source, &to, &destination);
     assert_eq!(destination.wait(), Some(1));
-    let said = destination.said();
-    assert!(said.contains("no guest was received (in precopy)"), "{said}");
+    let stderr = destination.stderr();
+    assert!(stderr.contains("no guest was received (in precopy)"), "{stderr}");
 }

@@ -15,7 +15,7 @@ use tracing::Span;
 use crate::jobs::{JobError, Jobs};
 
 /// Ends the wait for a guest, for the reason in its argument. Returns `false` if it is too late.
-type Hook = Box<dyn Fn(&str) -> bool + Send + Sync>;
+type GiveUp = Box<dyn Fn(&str) -> bool + Send + Sync>;
 
 /// Limit for storing the decision that the guest runs here, and for resuming the guest.
 const DECISION_LIMIT: Duration = Duration::from_secs(5);
@@ -67,7 +67,7 @@ pub struct App {
     /// for a guest that began here.
     arriving: Option<Box<dyn Fn() -> Arriving + Send + Sync>>,
     /// Ends the wait for a guest.
-    give_up: Hook,
+    give_up: GiveUp,
 }
 
 /// A thread of [`App::interrupt_aside`].
@@ -81,7 +81,7 @@ struct StopThread {
 #[derive(Clone, Debug, Default)]
 pub struct Arriving {
     /// The reason why there is no guest yet, phrased as the end of a sentence.
-    pub words: String,
+    pub reason: String,
     /// What has been received so far.
     pub progress: Progress,
 }
@@ -106,7 +106,7 @@ impl App {
 
     fn build(
         arriving: Option<Box<dyn Fn() -> Arriving + Send + Sync>>,
-        give_up: Hook,
+        give_up: GiveUp,
     ) -> Arc<Self> {
         Arc::new(Self {
             jobs: OnceLock::new(),
@@ -142,8 +142,8 @@ impl App {
     /// The reason why there is no guest yet.
     pub fn jobs(&self) -> Result<&Arc<Jobs>, AppError> {
         self.jobs.get().ok_or_else(|| {
-            let words = self.arriving.as_ref().map(|arriving| arriving().words);
-            AppError::NoGuest(words.unwrap_or_default())
+            let reason = self.arriving.as_ref().map(|arriving| arriving().reason);
+            AppError::NoGuest(reason.unwrap_or_default())
         })
     }
 
@@ -263,7 +263,7 @@ mod tests {
             let left = refusals.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1));
             left.is_err()
         });
-        app.interrupt("the test says so").unwrap();
+        app.interrupt("requested by the test").unwrap();
     }
 
     #[test]
@@ -273,13 +273,13 @@ mod tests {
         let vm = driftline_backends::launch_as(VmId::random(), config, &host).unwrap();
         let app = App::waiting(Arriving::default, |_| false);
         std::thread::scope(|scope| {
-            let stopping = scope.spawn(|| app.interrupt("the test says so"));
+            let stopping = scope.spawn(|| app.interrupt("requested by the test"));
             let dir = tempfile::tempdir().unwrap();
             // Either thread may be first.
             std::thread::yield_now();
             app.provide(Jobs::new(vm.clone(), dir.path().to_owned()));
             stopping.join().unwrap().unwrap();
         });
-        assert_eq!(vm.wait_end(None), Some(EndReason::Stopped("the test says so".to_owned())));
+        assert_eq!(vm.wait_end(None), Some(EndReason::Stopped("requested by the test".to_owned())));
     }
 }

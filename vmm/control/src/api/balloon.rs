@@ -6,27 +6,27 @@ use axum::http::StatusCode;
 use driftline_machine::devices::BalloonControl;
 
 use super::fault::{Fault, Input};
-use super::handler::{Answer, Shared, blocking};
+use super::handler::{AppState, JsonAnswer, blocking};
 use crate::jobs::Jobs;
 use crate::model::{BalloonRequest, BalloonView};
 
 /// `GET /balloon`.
-pub(super) async fn show(State(app): Shared) -> Answer<BalloonView> {
+pub(super) async fn show(State(app): AppState) -> JsonAnswer<BalloonView> {
     blocking(app, |jobs| Ok(Json(view(balloon(jobs)?)))).await
 }
 
 /// `PATCH /balloon`.
-pub(super) async fn change(
-    State(app): Shared,
+pub(super) async fn resize(
+    State(app): AppState,
     Input(request): Input<BalloonRequest>,
 ) -> Result<StatusCode, Fault> {
     blocking(app, move |jobs| {
         let balloon = balloon(jobs)?;
         let most = jobs.vm().machine_config().mem_bytes >> 20;
         if request.amount_mib > most {
-            let asked = request.amount_mib;
+            let requested = request.amount_mib;
             return Err(Fault::new(format!(
-                "a balloon of {asked} MiB is more than the guest's memory of {most} MiB"
+                "a balloon of {requested} MiB is more than the guest's memory of {most} MiB"
             )));
         }
         balloon.set_target(request.amount_mib << 20);

@@ -86,15 +86,15 @@ pub struct Client {
 
 /// Default limit for an answer: more than twice the time that a VMM takes to refuse a pause because
 /// a device is stuck.
-const TIMEOUT: Duration = Duration::from_secs(30);
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval at which the client repeats a request that the server refused because its class was at
 /// its limit.
-const RETRY: Duration = Duration::from_millis(200);
+const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
 impl Client {
     /// Creates a client of the API on `socket`. Opens nothing yet.
     pub fn new(socket: impl Into<PathBuf>) -> Self {
-        Self { socket: socket.into(), timeout: TIMEOUT, deadline: None }
+        Self { socket: socket.into(), timeout: DEFAULT_TIMEOUT, deadline: None }
     }
 
     /// Sets the limit for each request. A request that asks the VMM to delay its answer (`wait_ms`
@@ -120,7 +120,7 @@ impl Client {
         Ok(peer.map_err(failed)?.pid().filter(|pid| *pid > 0))
     }
 
-    /// Time during which at least one of them was waiting, in µs.
+    /// Returns the socket's path.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
@@ -143,11 +143,11 @@ impl Client {
         path: &str,
         body: Option<&impl Serialize>,
     ) -> Result<T, ClientError> {
-        let limit = self.timeout.saturating_add(wait_of(path));
+        let limit = self.timeout.saturating_add(requested_wait(path));
         let request = format!("{method} {}", path.split('?').next().unwrap_or(path));
         let left = self.deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let left = left.map_or(limit, |left| left.min(limit));
-        let until = Instant::now() + left.saturating_sub(RETRY).min(TIMEOUT);
+        let until = Instant::now() + left.saturating_sub(RETRY_INTERVAL).min(DEFAULT_TIMEOUT);
         let exchange = async {
             loop {
                 let answer = self.exchange(method.clone(), path, body).await?;
@@ -155,7 +155,7 @@ impl Client {
                 if answer.0 != StatusCode::SERVICE_UNAVAILABLE || Instant::now() >= until {
                     return Ok(answer);
                 }
-                tokio::time::sleep(RETRY).await;
+                tokio::time::sleep(RETRY_INTERVAL).await;
             }
         };
         let exchange = tokio::time::timeout(left, exchange).await;
@@ -166,8 +166,8 @@ impl Client {
             return serde_json::from_slice(json).map_err(|e| self.broken(e));
         }
         let fault = serde_json::from_slice::<FaultMessage>(json);
-        let told = fault.map_or_else(|_| format!("it answered {status}"), |f| f.fault_message);
-        Err(ClientError::Fault(told))
+        let message = fault.map_or_else(|_| format!("it answered {status}"), |f| f.fault_message);
+        Err(ClientError::Fault(message))
     }
 
     async fn exchange(
@@ -209,7 +209,7 @@ impl Client {
 }
 
 /// Returns how long a request asks the VMM to delay its answer.
-fn wait_of(path: &str) -> Duration {
+fn requested_wait(path: &str) -> Duration {
     let query = path.split_once('?').map_or("", |(_, query)| query);
     let wait = query.split('&').find_map(|parameter| parameter.strip_prefix("wait_ms="));
     Duration::from_millis(wait.and_then(|ms| ms.parse().ok()).unwrap_or(0))

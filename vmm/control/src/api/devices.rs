@@ -4,12 +4,15 @@ use axum::Json;
 use axum::extract::{Path, State};
 
 use super::fault::Fault;
-use super::handler::{Answer, Shared, blocking};
+use super::handler::{AppState, JsonAnswer, blocking};
 use crate::jobs::Jobs;
 use crate::model::{DriveSettings, InterfaceSettings, VmConfig, VsockSettings};
 
 /// `GET /drives/{id}`.
-pub(super) async fn drive(State(app): Shared, Path(id): Path<String>) -> Answer<DriveSettings> {
+pub(super) async fn drive(
+    State(app): AppState,
+    Path(id): Path<String>,
+) -> JsonAnswer<DriveSettings> {
     blocking(app, move |jobs| {
         let mut drives = config(jobs).drives.into_iter();
         let found = drives.find(|drive| drive.drive_id.as_ref() == Some(&id));
@@ -20,9 +23,9 @@ pub(super) async fn drive(State(app): Shared, Path(id): Path<String>) -> Answer<
 
 /// `GET /network-interfaces/{id}`.
 pub(super) async fn interface(
-    State(app): Shared,
+    State(app): AppState,
     Path(id): Path<String>,
-) -> Answer<InterfaceSettings> {
+) -> JsonAnswer<InterfaceSettings> {
     blocking(app, move |jobs| {
         let mut interfaces = config(jobs).network_interfaces.into_iter();
         let found = interfaces.find(|interface| interface.iface_id.as_ref() == Some(&id));
@@ -32,7 +35,7 @@ pub(super) async fn interface(
 }
 
 /// `GET /vsock`.
-pub(super) async fn vsock(State(app): Shared) -> Answer<VsockSettings> {
+pub(super) async fn vsock(State(app): AppState) -> JsonAnswer<VsockSettings> {
     blocking(app, |jobs| {
         config(jobs).vsock.map(Json).ok_or_else(|| Fault::new("the guest has no vsock"))
     })

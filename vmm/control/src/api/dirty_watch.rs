@@ -14,19 +14,19 @@ use axum::http::StatusCode;
 use serde::Deserialize;
 
 use super::fault::{Fault, Input};
-use super::handler::{Answer, Shared, blocking};
+use super::handler::{AppState, JsonAnswer, blocking};
 use crate::model::{MAX_BINS, WatchBegun, WatchPage, WatchRequest, at_most, one_to};
 
 /// Default number of ranges.
-const USUAL_BINS: u32 = 1024;
+const DEFAULT_BINS: u32 = 1024;
 /// The longest window that a client can request.
-pub const MAX_WAIT: Duration = Duration::from_secs(60);
+const MAX_WAIT: Duration = Duration::from_secs(60);
 
-pub(super) async fn begin(
-    State(app): Shared,
+pub(super) async fn start(
+    State(app): AppState,
     Input(request): Input<WatchRequest>,
-) -> Answer<WatchBegun> {
-    let bins = request.bins.unwrap_or(USUAL_BINS);
+) -> JsonAnswer<WatchBegun> {
+    let bins = request.bins.unwrap_or(DEFAULT_BINS);
     one_to("bins", bins.into(), MAX_BINS.into())?;
     let begin = move |jobs: &_| crate::jobs::Jobs::begin_watch(jobs, bins).map_err(Fault::from);
     let watch = blocking(app, begin).await?;
@@ -36,17 +36,17 @@ pub(super) async fn begin(
 /// The watch that a request names, and the length of its window.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Asked {
+pub(super) struct WatchQuery {
     watch: u64,
     #[serde(default)]
     wait_ms: u64,
 }
 
-pub(super) async fn look(
-    State(app): Shared,
-    asked: Result<Query<Asked>, QueryRejection>,
-) -> Answer<WatchPage> {
-    let Query(Asked { watch, wait_ms }) = asked.map_err(|e| Fault::new(e.body_text()))?;
+pub(super) async fn show(
+    State(app): AppState,
+    query: Result<Query<WatchQuery>, QueryRejection>,
+) -> JsonAnswer<WatchPage> {
+    let Query(WatchQuery { watch, wait_ms }) = query.map_err(|e| Fault::new(e.body_text()))?;
     let wait = Duration::from_millis(wait_ms);
     at_most("wait_ms", wait_ms, MAX_WAIT.as_millis() as u64)?;
     let jobs = app.jobs()?;
@@ -56,10 +56,10 @@ pub(super) async fn look(
 }
 
 pub(super) async fn end(
-    State(app): Shared,
-    asked: Result<Query<Asked>, QueryRejection>,
+    State(app): AppState,
+    query: Result<Query<WatchQuery>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
-    let Query(Asked { watch, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    let Query(WatchQuery { watch, .. }) = query.map_err(|e| Fault::new(e.body_text()))?;
     app.jobs()?.end_watch(watch)?;
     Ok(StatusCode::NO_CONTENT)
 }

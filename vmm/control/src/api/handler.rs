@@ -10,9 +10,9 @@ use super::fault::Fault;
 use crate::jobs::Jobs;
 
 /// The state that every handler receives.
-pub(super) type Shared = State<Arc<App>>;
+pub(super) type AppState = State<Arc<App>>;
 /// The result of most handlers.
-pub(super) type Answer<T> = Result<Json<T>, Fault>;
+pub(super) type JsonAnswer<T> = Result<Json<T>, Fault>;
 
 /// Runs `call` on a thread that may block.
 pub(super) async fn blocking<T: Send + 'static>(

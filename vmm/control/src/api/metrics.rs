@@ -11,7 +11,7 @@ use axum::routing::get;
 
 use super::app::App;
 use super::fault::Fault;
-use super::handler::Shared;
+use super::handler::AppState;
 use crate::metrics::{Format, Scrape};
 
 /// Returns the router of `/metrics` alone.
@@ -20,7 +20,7 @@ pub(super) fn route() -> Router<Arc<App>> {
 }
 
 /// `GET /metrics`. Also works for a process that has no guest yet.
-async fn show(State(app): Shared, headers: HeaderMap) -> Result<Response, Fault> {
+async fn show(State(app): AppState, headers: HeaderMap) -> Result<Response, Fault> {
     let accepted = headers.get_all(ACCEPT).iter().filter_map(|header| header.to_str().ok());
     let format = Format::accepted(&accepted.collect::<Vec<_>>().join(","));
     let read = move || Scrape::read(app.guest().map(|jobs| &**jobs), app.received()).write(format);

@@ -8,8 +8,8 @@
 
 mod app;
 mod balloon;
-mod callers;
 mod client;
+mod connections;
 mod devices;
 mod dirty_watch;
 mod fault;

@@ -12,8 +12,8 @@ use driftline_migrate::forecast::{Conditions, Curve, Forecast, forecast};
 use serde::{Deserialize, Serialize};
 
 use super::fault::Input;
-use super::handler::{Answer, Shared, blocking};
-use crate::jobs::Watched;
+use super::handler::{AppState, JsonAnswer, blocking};
+use crate::jobs::WriteProfile;
 use crate::model::{MAX_DOWNTIME_MS, at_least, at_most};
 
 /// Assumed bandwidth of the link if the request gives none, in bytes/s: 10 Gbit/s.
@@ -65,7 +65,7 @@ pub struct Plan {
     /// Whether post-copy is available for a guest that does not converge; never in this version.
     pub postcopy_offered: bool,
     /// The guest's observed behaviour.
-    pub guest: Watched,
+    pub guest: WriteProfile,
     /// The cost of checkpoints, most frequent first.
     pub checkpoints: Vec<CadenceForecast>,
     /// The shortest of those intervals that the guest would bear, in ms, if there is one.
@@ -74,28 +74,28 @@ pub struct Plan {
 
 impl Plan {
     /// Computes the plan from the observed behaviour.
-    pub fn new(request: &PlanRequest, seen: Watched) -> Self {
-        let curve = Curve::new(&seen.windows(), seen.memory_frames);
+    pub fn new(request: &PlanRequest, profile: WriteProfile) -> Self {
+        let curve = Curve::new(&profile.windows(), profile.memory_frames);
         let bytes_per_s = request.bandwidth_bytes_per_s.unwrap_or(ASSUMED_BANDWIDTH);
         // The goals of `send-migration` without other options.
         let mut goals = Goals::default();
         if let Some(ms) = request.downtime_ms {
             goals.downtime = Duration::from_millis(ms);
         }
-        let (populated, zeros) = (seen.populated_frames, seen.zero_frames);
+        let (populated, zeros) = (profile.populated_frames, profile.zero_frames);
         let throttle = true;
         let conditions = Conditions { bytes_per_s, goals, throttle, populated, zeros };
         let migration = forecast(&conditions, &curve);
-        let held = migration.most_bytes_per_s.is_some();
-        let free = Conditions { throttle: false, ..conditions };
+        let throttled = migration.most_bytes_per_s.is_some();
+        let unthrottled = Conditions { throttle: false, ..conditions };
         let cadence = |ms: &u64| {
             let every = Duration::from_millis(*ms);
             cadence_forecast(every, curve.frames(every))
         };
         let checkpoints: Vec<CadenceForecast> = CADENCES_MS.iter().map(cadence).collect();
-        let borne = CADENCES_MS.iter().zip(&checkpoints).find(|(_, c)| c.bearable);
+        let bearable = CADENCES_MS.iter().zip(&checkpoints).find(|(_, c)| c.bearable);
         Self {
-            verdict: match (migration.converges, held) {
+            verdict: match (migration.converges, throttled) {
                 (true, false) => PlanVerdict::Converges,
                 (true, true) => PlanVerdict::ConvergesThrottled,
                 (false, _) => PlanVerdict::DoesNotConverge,
@@ -103,21 +103,24 @@ impl Plan {
             bandwidth_bytes_per_s: bytes_per_s,
             bandwidth_assumed: request.bandwidth_bytes_per_s.is_none(),
             downtime_target_ms: goals.downtime.as_millis().try_into().unwrap_or(u64::MAX),
-            without_throttle: held.then(|| forecast(&free, &curve)),
+            without_throttle: throttled.then(|| forecast(&unthrottled, &curve)),
             migration,
-            throttle_possible: seen.curve.iter().any(|w| !w.vcpu_frames.is_empty()),
+            throttle_possible: profile.curve.iter().any(|w| !w.vcpu_frames.is_empty()),
             postcopy_offered: false,
-            checkpoint_every_ms: borne.map(|(ms, _)| *ms),
+            checkpoint_every_ms: bearable.map(|(ms, _)| *ms),
             checkpoints,
-            guest: seen,
+            guest: profile,
         }
     }
 }
 
-pub(super) async fn plan(State(app): Shared, Input(request): Input<PlanRequest>) -> Answer<Plan> {
+pub(super) async fn plan(
+    State(app): AppState,
+    Input(request): Input<PlanRequest>,
+) -> JsonAnswer<Plan> {
     let PlanRequest { downtime_ms, bandwidth_bytes_per_s: bandwidth } = request;
     downtime_ms.map_or(Ok(()), |ms| at_most("downtime_ms", ms, MAX_DOWNTIME_MS))?;
     bandwidth.map_or(Ok(()), |b| at_least("bandwidth_bytes_per_s", b, MIN_BANDWIDTH))?;
-    let seen = blocking(app, |jobs| Ok(jobs.watch()?)).await?;
-    Ok(Json(Plan::new(&request, seen)))
+    let profile = blocking(app, |jobs| Ok(jobs.sample_writes()?)).await?;
+    Ok(Json(Plan::new(&request, profile)))
 }

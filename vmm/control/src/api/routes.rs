@@ -19,7 +19,7 @@ use super::balloon;
 use super::devices;
 use super::dirty_watch;
 use super::fault::{Fault, Input};
-use super::handler::{Answer, Shared, blocking};
+use super::handler::{AppState, JsonAnswer, blocking};
 use super::metrics;
 use super::plan;
 use crate::jobs::Jobs;
@@ -45,17 +45,17 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/drives/{id}", get(devices::drive))
         .route("/network-interfaces/{id}", get(devices::interface))
         .route("/vsock", get(devices::vsock))
-        .route("/balloon", get(balloon::show).patch(balloon::change))
+        .route("/balloon", get(balloon::show).patch(balloon::resize))
         .route("/dirty", get(dirty))
         .merge(metrics::route())
         .route_layer(middleware::from_fn(refuse_query));
     Router::new()
-        .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
+        .route("/checkpoint", post(start_checkpoints).get(checkpoints).delete(stop_checkpoints))
         .route("/checkpoint/hold", get(hold_checkpoints))
-        .route("/migration", post(begin_migration).get(migration).delete(cancel_migration))
+        .route("/migration", post(start_migration).get(migration).delete(cancel_migration))
         .route(
             "/dirty/watch",
-            post(dirty_watch::begin).get(dirty_watch::look).delete(dirty_watch::end),
+            post(dirty_watch::start).get(dirty_watch::show).delete(dirty_watch::end),
         )
         .merge(without_query)
         .fallback(unknown)
@@ -79,7 +79,7 @@ async fn unknown(method: Method, uri: Uri) -> Fault {
     Fault::new(format!("there is no request {method} {}", uri.path()))
 }
 
-async fn instance(State(app): Shared) -> Answer<InstanceInfo> {
+async fn instance(State(app): AppState) -> JsonAnswer<InstanceInfo> {
     let (id, state) = match app.jobs() {
         Err(_) => (String::new(), "Not started"),
         Ok(_) => {
@@ -101,7 +101,7 @@ async fn version() -> Json<Value> {
     Json(json!({ "driftline_version": env!("CARGO_PKG_VERSION") }))
 }
 
-async fn info(State(app): Shared) -> Answer<InfoPage> {
+async fn info(State(app): AppState) -> JsonAnswer<InfoPage> {
     match app.arriving() {
         Some(migration) => Ok(Json(InfoPage::Arriving(ArrivingInfo::new(migration)))),
         None => Ok(Json(InfoPage::Guest(Box::new(current_info(app).await?)))),
@@ -112,16 +112,16 @@ async fn current_info(app: Arc<App>) -> Result<Info, Fault> {
     blocking(app, |jobs| Ok(jobs.info())).await
 }
 
-async fn machine_config(State(app): Shared) -> Answer<MachineSettings> {
+async fn machine_config(State(app): AppState) -> JsonAnswer<MachineSettings> {
     blocking(app, |jobs| Ok(Json(jobs.vm().machine_config().into()))).await
 }
 
-async fn vm_config(State(app): Shared) -> Answer<VmConfig> {
+async fn vm_config(State(app): AppState) -> JsonAnswer<VmConfig> {
     blocking(app, |jobs| Ok(Json(jobs.vm().machine_config().into()))).await
 }
 
 async fn change_vm(
-    State(app): Shared,
+    State(app): AppState,
     Input(request): Input<VmRequest>,
 ) -> Result<StatusCode, Fault> {
     blocking(app, move |jobs| {
@@ -135,7 +135,7 @@ async fn change_vm(
 }
 
 async fn act(
-    State(app): Shared,
+    State(app): AppState,
     Input(request): Input<ActionRequest>,
 ) -> Result<StatusCode, Fault> {
     let jobs = app.jobs()?;
@@ -146,20 +146,20 @@ async fn act(
 }
 
 /// Also works for a process that has no guest yet.
-async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
+async fn stop(State(app): AppState) -> Result<StatusCode, Fault> {
     app.interrupt_aside("stopped over the API").await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn send_nmi(State(app): Shared) -> Result<StatusCode, Fault> {
+async fn send_nmi(State(app): AppState) -> Result<StatusCode, Fault> {
     blocking(app, |jobs| Ok(jobs.vm().send_nmi()?)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn begin_checkpoints(
-    State(app): Shared,
+async fn start_checkpoints(
+    State(app): AppState,
     Input(request): Input<CheckpointRequest>,
-) -> Answer<JobBegun> {
+) -> JsonAnswer<JobBegun> {
     if !request.store.is_absolute() {
         let store = request.store.display();
         return Err(Fault::new(format!("the store {store} is not an absolute path")));
@@ -176,10 +176,10 @@ async fn begin_checkpoints(
 
 /// Answers when the run has ended. An attached run ends when this connection does.
 async fn hold_checkpoints(
-    State(app): Shared,
-    asked: Result<Query<Asked>, QueryRejection>,
+    State(app): AppState,
+    query: Result<Query<JobQuery>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
-    let Query(Asked { job, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    let Query(JobQuery { job, .. }) = query.map_err(|e| Fault::new(e.body_text()))?;
     let jobs = app.jobs()?;
     jobs.hold_checkpoints(job).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -189,7 +189,7 @@ async fn hold_checkpoints(
 /// news.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Asked {
+struct JobQuery {
     /// The job's number; by default the latest job.
     job: Option<u64>,
     #[serde(default)]
@@ -199,36 +199,36 @@ struct Asked {
 }
 
 /// Upper bound on delaying an answer until there is news.
-const LONGEST_WAIT: Duration = Duration::from_secs(30);
+const MAX_WAIT: Duration = Duration::from_secs(30);
 
-impl Asked {
+impl JobQuery {
     fn wait(&self) -> Duration {
-        Duration::from_millis(self.wait_ms).min(LONGEST_WAIT)
+        Duration::from_millis(self.wait_ms).min(MAX_WAIT)
     }
 }
 
 async fn checkpoints(
-    State(app): Shared,
-    asked: Result<Query<Asked>, QueryRejection>,
-) -> Answer<CheckpointPage> {
-    let Query(asked) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    State(app): AppState,
+    query: Result<Query<JobQuery>, QueryRejection>,
+) -> JsonAnswer<CheckpointPage> {
+    let Query(query) = query.map_err(|e| Fault::new(e.body_text()))?;
     let jobs = app.jobs()?;
-    jobs.checkpoints(asked.job, asked.since, asked.wait()).await.map(Json).map_err(Fault::from)
+    jobs.checkpoints(query.job, query.since, query.wait()).await.map(Json).map_err(Fault::from)
 }
 
-async fn end_checkpoints(
-    State(app): Shared,
-    asked: Result<Query<Asked>, QueryRejection>,
+async fn stop_checkpoints(
+    State(app): AppState,
+    query: Result<Query<JobQuery>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
-    let Query(Asked { job, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    let Query(JobQuery { job, .. }) = query.map_err(|e| Fault::new(e.body_text()))?;
     blocking(app, move |jobs| jobs.stop_checkpoints(job).map_err(Fault::from)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn begin_migration(
-    State(app): Shared,
+async fn start_migration(
+    State(app): AppState,
     Input(request): Input<MigrationRequest>,
-) -> Answer<JobBegun> {
+) -> JsonAnswer<JobBegun> {
     request.check()?;
     let begin = move |jobs: &Arc<Jobs>| jobs.start_migration(&request).map_err(Fault::from);
     let job = blocking(app, begin).await?;
@@ -236,25 +236,25 @@ async fn begin_migration(
 }
 
 async fn migration(
-    State(app): Shared,
-    asked: Result<Query<Asked>, QueryRejection>,
-) -> Answer<MigrationPage> {
-    let Query(asked) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    State(app): AppState,
+    query: Result<Query<JobQuery>, QueryRejection>,
+) -> JsonAnswer<MigrationPage> {
+    let Query(query) = query.map_err(|e| Fault::new(e.body_text()))?;
     let jobs = app.jobs()?;
-    jobs.migration(asked.job, asked.wait()).await.map(Json).map_err(Fault::from)
+    jobs.migration(query.job, query.wait()).await.map(Json).map_err(Fault::from)
 }
 
 async fn cancel_migration(
-    State(app): Shared,
-    asked: Result<Query<Asked>, QueryRejection>,
+    State(app): AppState,
+    query: Result<Query<JobQuery>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
-    let Query(Asked { job, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    let Query(JobQuery { job, .. }) = query.map_err(|e| Fault::new(e.body_text()))?;
     blocking(app, move |jobs| jobs.cancel_migration(job).map_err(Fault::from)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 async fn resolve_migration(
-    State(app): Shared,
+    State(app): AppState,
     Input(request): Input<ResolveRequest>,
 ) -> Result<StatusCode, Fault> {
     let resolve =
@@ -263,6 +263,6 @@ async fn resolve_migration(
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn dirty(State(app): Shared) -> Answer<TrackerStats> {
+async fn dirty(State(app): AppState) -> JsonAnswer<TrackerStats> {
     Ok(Json(current_info(app).await?.dirty))
 }

@@ -18,13 +18,13 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 
 use super::app::App;
-use super::callers::{self, Caller, Callers};
+use super::connections::{self, BoundedListener, ConnectionHandle};
 use super::metrics;
 use super::routes;
-use super::transport::Listening;
+use super::transport::ServerSocket;
 
 /// Time for requests under way to finish after the guest has ended.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const SHUTDOWN_LIMIT: Duration = Duration::from_secs(2);
 /// Longest time for which a connection to the metrics' address stays open without a byte.
 /// Collectors keep connections from one scrape to the next, and Prometheus forgets what is older
 /// than this.
@@ -57,8 +57,8 @@ pub struct Listeners {
 /// What [`Server::serve`] sends to the control thread.
 struct Serving {
     app: Arc<App>,
-    api: Option<Listening>,
-    metrics: Option<Listening>,
+    api: Option<ServerSocket>,
+    metrics: Option<ServerSocket>,
     socket: Option<ListeningSocket>,
 }
 
@@ -81,7 +81,7 @@ impl Server {
         let span = tracing::Span::current();
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
             let socket = runtime.block_on(control(signals, served, ended, &span));
-            runtime.shutdown_timeout(LAST_WORDS);
+            runtime.shutdown_timeout(SHUTDOWN_LIMIT);
             drop(socket);
         })?;
         signals::block_termination();
@@ -100,7 +100,7 @@ impl Server {
             let listen = |s: &ListeningSocket| UnixListener::from_std(s.listener()?);
             let api = socket.as_ref().map(listen).transpose()?;
             let metrics = metrics.map(TokioTcpListener::from_std).transpose()?;
-            (api.map(Listening::Unix), metrics.map(Listening::Tcp))
+            (api.map(ServerSocket::Unix), metrics.map(ServerSocket::Tcp))
         };
         self.app = Some(app.clone());
         let serving = Serving { app, api, metrics, socket };
@@ -129,7 +129,7 @@ impl Drop for Server {
         }
         // No other thread of this kind is started after this point.
         if let Some(app) = self.app.take() {
-            app.join_stops(LAST_WORDS);
+            app.join_stops(SHUTDOWN_LIMIT);
         }
     }
 }
@@ -159,9 +159,10 @@ async fn control(
         drop(over);
     };
     let routes = routes::all(app.clone());
-    let api = api.map(|api| serve(routes, Callers::new(api, None), is_over.clone()));
+    let api = api.map(|api| serve(routes, BoundedListener::new(api, None), is_over.clone()));
     let routes = metrics::route().with_state(app);
-    let metrics = metrics.map(|on| serve(routes, Callers::new(on, Some(SILENCE_LIMIT)), is_over));
+    let metrics =
+        metrics.map(|on| serve(routes, BoundedListener::new(on, Some(SILENCE_LIMIT)), is_over));
     tokio::join!(end, if_any(api), if_any(metrics));
     socket
 }
@@ -172,14 +173,14 @@ async fn if_any(work: Option<impl Future<Output = ()>>) {
     }
 }
 
-/// Answers `callers` until the sender of `is_over` is dropped, and then requests under way.
-async fn serve(routes: Router, callers: Callers, mut is_over: watch::Receiver<()>) {
-    let (last_words, begin_last_words) = oneshot::channel::<()>();
-    let service = routes.layer(middleware::from_fn(callers::admit));
-    let service = service.into_make_service_with_connect_info::<Caller>();
-    let serving = axum::serve(callers, service).with_graceful_shutdown(async move {
+/// Answers `connections` until the sender of `is_over` is dropped, and then requests under way.
+async fn serve(routes: Router, connections: BoundedListener, mut is_over: watch::Receiver<()>) {
+    let (shutdown, shutdown_begun) = oneshot::channel::<()>();
+    let service = routes.layer(middleware::from_fn(connections::admit));
+    let service = service.into_make_service_with_connect_info::<ConnectionHandle>();
+    let serving = axum::serve(connections, service).with_graceful_shutdown(async move {
         let _ = is_over.changed().await;
-        drop(last_words);
+        drop(shutdown);
     });
     tokio::select! {
         served = serving.into_future() => {
@@ -188,8 +189,8 @@ async fn serve(routes: Router, callers: Callers, mut is_over: watch::Receiver<()
             }
         }
         () = async {
-            let _ = begin_last_words.await;
-            tokio::time::sleep(LAST_WORDS).await;
+            let _ = shutdown_begun.await;
+            tokio::time::sleep(SHUTDOWN_LIMIT).await;
         } => tracing::debug!("requests were still under way"),
     }
 }
@@ -237,22 +238,22 @@ impl Signals {
 /// does not wait for that end: the process ends at once. If the first request was refused, the next
 /// signal asks again; if that one is also refused, a third signal ends the process.
 async fn forward(mut signals: Signals, app: Arc<App>) {
-    let mut asked: Option<Instant> = None;
+    let mut last_request: Option<Instant> = None;
     let refusals = Arc::new(AtomicU32::new(0));
     // Number of refusals before the request under way.
     let mut before = 0;
     loop {
         let why = signals.next().await;
-        if asked.is_some_and(|since| since.elapsed() < SAME_REQUEST) {
+        if last_request.is_some_and(|since| since.elapsed() < SAME_REQUEST) {
             continue;
         }
         let refused = refusals.load(Ordering::SeqCst);
-        if asked.is_some() && (refused == before || refused > 1) {
+        if last_request.is_some() && (refused == before || refused > 1) {
             app.span().in_scope(|| tracing::warn!("{why} again: the process ends at once"));
             exit::now(1);
         }
         app.span().in_scope(|| tracing::info!("{why}"));
-        (asked, before) = (Some(Instant::now()), refused);
+        (last_request, before) = (Some(Instant::now()), refused);
         let (app, refusals) = (app.clone(), refusals.clone());
         tokio::spawn(async move {
             if let Err(refused) = app.clone().interrupt_aside(why).await {
@@ -281,9 +282,9 @@ mod tests {
             false
         });
         let server = Server::start(Listeners::default(), app.clone()).unwrap();
-        let stopping = server.runtime.spawn(app.clone().interrupt_aside("the test says so"));
+        let stopping = server.runtime.spawn(app.clone().interrupt_aside("requested by the test"));
         begun.recv().unwrap();
         drop((server, stopping));
-        assert_eq!(Arc::strong_count(&app), 1, "a thread has the guest");
+        assert_eq!(Arc::strong_count(&app), 1, "a thread holds a reference to the guest");
     }
 }

@@ -8,30 +8,30 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
 /// A listening socket.
 #[derive(Debug)]
-pub(super) enum Listening {
+pub(super) enum ServerSocket {
     /// The API's.
     Unix(UnixListener),
     /// That of metrics.
     Tcp(TcpListener),
 }
 
-impl Listening {
-    pub(super) async fn accept(&self) -> io::Result<Connection> {
+impl ServerSocket {
+    pub(super) async fn accept(&self) -> io::Result<ServerStream> {
         match self {
-            Self::Unix(listener) => Ok(Connection::Unix(listener.accept().await?.0)),
-            Self::Tcp(listener) => Ok(Connection::Tcp(listener.accept().await?.0)),
+            Self::Unix(listener) => Ok(ServerStream::Unix(listener.accept().await?.0)),
+            Self::Tcp(listener) => Ok(ServerStream::Tcp(listener.accept().await?.0)),
         }
     }
 }
 
 /// An accepted connection.
 #[derive(Debug)]
-pub(super) enum Connection {
+pub(super) enum ServerStream {
     Unix(UnixStream),
     Tcp(TcpStream),
 }
 
-impl Connection {
+impl ServerStream {
     pub(super) fn poll_read_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self {
             Self::Unix(stream) => stream.poll_read_ready(context),
@@ -68,7 +68,7 @@ impl Connection {
     }
 }
 
-impl AsFd for Connection {
+impl AsFd for ServerStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Unix(stream) => stream.as_fd(),

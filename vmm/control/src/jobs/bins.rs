@@ -86,9 +86,9 @@ mod tests {
     fn bins_continue_after_a_hole() {
         let bins = Bins::new(&layout(), 10);
         assert_eq!((bins.bytes(), bins.count), (16 * 4096, 10), "160 frames, 16 in each");
-        let told = [(0, 100), (0x1000, 60)].map(|(gfn, n)| (gfn * 4096, n * 4096));
-        let told = told.map(|(gpa, bytes)| MemoryRange { gpa, bytes });
-        assert_eq!(bins.memory(), told);
+        let expected = [(0, 100), (0x1000, 60)].map(|(gfn, n)| (gfn * 4096, n * 4096));
+        let expected = expected.map(|(gpa, bytes)| MemoryRange { gpa, bytes });
+        assert_eq!(bins.memory(), expected);
         // The seventh bin has the end of the first slot and the first 12 frames of the second.
         let counted = bins.count([run(15, 2), run(96, 4), run(0x1000, 13)].into_iter());
         assert_eq!(counted, [1, 1, 0, 0, 0, 0, 16, 1, 0, 0]);

@@ -1,4 +1,4 @@
-//! Owns one run of checkpoints: its thread, and the reports that its readers have not seen yet.
+//! Owns one run of checkpoints: its thread, and the reports that its readers have not read yet.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,19 +18,19 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::error::JobError;
-use super::holds::{Holds, Role};
+use super::holds::{PauseHolds, Role};
 use super::totals::CheckpointTotals;
 use crate::model::{
-    CheckpointGlance, CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome,
+    CheckpointPage, CheckpointRequest, CheckpointSummary, DisksPolicy, EpochLine, EpochOutcome,
 };
 
-/// Maximum number of reports kept for a reader that comes late: hours of them.
-const KEPT_REPORTS: usize = 65_536;
+/// Maximum number of reports kept for a reader that connects later: hours of them.
+const MAX_REPORTS: usize = 65_536;
 /// Limit for the client that started a run to hold it: 100 waits of 100 ms.
 const CLIENT_WAITS: u32 = 100;
 const CLIENT_WAIT: Duration = Duration::from_millis(100);
 /// Maximum number of reports in one answer.
-const PAGE: usize = 4_096;
+const MAX_PAGE: usize = 4_096;
 
 /// A run of checkpoints, under way or over.
 pub(super) struct CheckpointJob {
@@ -47,16 +47,16 @@ pub(super) struct CheckpointJob {
     cancel: AtomicBool,
     /// Totals of all runs.
     totals: Arc<CheckpointTotals>,
-    log: Mutex<Log>,
+    log: Mutex<ReportLog>,
     /// The number of reports so far and whether the run is over, for tasks that wait for more.
     news: watch::Sender<(u64, bool)>,
 }
 
 #[derive(Default)]
-struct Log {
+struct ReportLog {
     /// Number of the first report kept.
     first: u64,
-    kept: VecDeque<EpochOutcome>,
+    reports: VecDeque<EpochOutcome>,
     tally: Tally,
     /// Whether the run ended because the guest did.
     guest_ended: bool,
@@ -78,7 +78,7 @@ impl CheckpointJob {
     /// Opens the store and starts the run.
     pub(super) fn start(
         number: u64,
-        holds: &Arc<Holds>,
+        holds: &Arc<PauseHolds>,
         totals: Arc<CheckpointTotals>,
         request: &CheckpointRequest,
     ) -> Result<Arc<Self>, JobError> {
@@ -91,7 +91,7 @@ impl CheckpointJob {
             false => Store::create_or_open,
         };
         let store = open(&request.store)?;
-        let guest = holds.view(Role::Checkpoint);
+        let guest = holds.guest_for(Role::Checkpoint);
         let mut checkpointer = Checkpointer::new(guest, store)?;
         checkpointer.keep(request.keep.map(NonZeroU64::get));
         if request.disks == Some(DisksPolicy::External) {
@@ -117,7 +117,7 @@ impl CheckpointJob {
         };
         let worker = job.clone();
         let run = move || {
-            let _end = EndGuard(&worker);
+            let _end = CheckpointEndGuard(&worker);
             checkpointer.run(&cadence, &worker.cancel, |taken| worker.note(&taken));
             // Release the store's lock before any reader can see that the run is over.
             drop(checkpointer);
@@ -139,12 +139,12 @@ impl CheckpointJob {
         self.totals.add(taken);
         let mut log = self.log();
         log.tally.add(taken);
-        if log.kept.len() == KEPT_REPORTS {
-            log.kept.pop_front();
+        if log.reports.len() == MAX_REPORTS {
+            log.reports.pop_front();
             log.first += 1;
         }
-        log.kept.push_back(outcome);
-        let made = log.first + log.kept.len() as u64;
+        log.reports.push_back(outcome);
+        let made = log.first + log.reports.len() as u64;
         self.news.send_modify(|news| news.0 = made);
         ControlFlow::Continue(())
     }
@@ -165,7 +165,7 @@ impl CheckpointJob {
     pub(super) async fn hold(&self) {
         self.holders.fetch_add(1, Ordering::SeqCst);
         self.was_held.store(true, Ordering::SeqCst);
-        let _held = Held(self);
+        let _held = ClientHold(self);
         self.news_since(u64::MAX).await;
     }
 
@@ -178,12 +178,12 @@ impl CheckpointJob {
             }
             tokio::time::sleep(CLIENT_WAIT).await;
         }
-        self.client_is_gone();
+        self.client_has_left();
     }
 
-    fn client_is_gone(&self) {
+    fn client_has_left(&self) {
         if self.attached && !self.is_over() {
-            tracing::warn!(job = self.number, "checkpoints end: their client has");
+            tracing::warn!(job = self.number, "the run ends because its client has disconnected");
             self.cancel();
         }
     }
@@ -219,9 +219,10 @@ impl CheckpointJob {
         let over = self.is_over();
         let mut log = self.log();
         let skip = usize::try_from(since.saturating_sub(log.first)).unwrap_or(usize::MAX);
-        let epochs: Vec<EpochOutcome> = log.kept.iter().skip(skip).take(PAGE).cloned().collect();
+        let epochs: Vec<EpochOutcome> =
+            log.reports.iter().skip(skip).take(MAX_PAGE).cloned().collect();
         let next = since.max(log.first).saturating_add(epochs.len() as u64);
-        let next_report = log.first + log.kept.len() as u64;
+        let next_report = log.first + log.reports.len() as u64;
         let running = !over || next < next_report;
         // A reader that requests a position after the last report has not read the end.
         log.end_was_read |= !running && since <= next_report;
@@ -229,7 +230,7 @@ impl CheckpointJob {
         let (job, store) = (self.number, self.store.clone());
         let achieved = log.tally.achieved();
         let Self { every_ms, keep, attached, .. } = *self;
-        let last = log.kept.back().cloned();
+        let last = log.reports.back().cloned();
         CheckpointPage {
             job,
             running,
@@ -246,30 +247,30 @@ impl CheckpointJob {
     }
 
     /// Returns a summary of the run for an observer. It does not count as reading the end.
-    pub(super) fn glance(&self) -> CheckpointGlance {
+    pub(super) fn snapshot(&self) -> CheckpointSummary {
         let running = !self.is_over();
         let log = self.log();
-        CheckpointGlance {
+        CheckpointSummary {
             job: self.number,
             running,
             store: self.store.clone(),
             achieved: log.tally.achieved(),
-            last: log.kept.back().cloned(),
+            last: log.reports.back().cloned(),
         }
     }
 
-    fn log(&self) -> MutexGuard<'_, Log> {
+    fn log(&self) -> MutexGuard<'_, ReportLog> {
         self.log.lock()
     }
 }
 
 /// A client's hold on a run.
-struct Held<'j>(&'j CheckpointJob);
+struct ClientHold<'j>(&'j CheckpointJob);
 
-impl Drop for Held<'_> {
+impl Drop for ClientHold<'_> {
     fn drop(&mut self) {
         if self.0.holders.fetch_sub(1, Ordering::SeqCst) == 1 {
-            self.0.client_is_gone();
+            self.0.client_has_left();
         }
     }
 }
@@ -289,9 +290,9 @@ fn check_new(store: &Path) -> Result<(), JobError> {
 }
 
 /// Marks the run as over when its thread ends, for whatever reason.
-struct EndGuard<'j>(&'j CheckpointJob);
+struct CheckpointEndGuard<'j>(&'j CheckpointJob);
 
-impl Drop for EndGuard<'_> {
+impl Drop for CheckpointEndGuard<'_> {
     fn drop(&mut self) {
         self.0.news.send_modify(|news| news.1 = true);
     }

@@ -21,11 +21,11 @@ use tokio::sync::oneshot;
 use super::Jobs;
 use super::bins::Bins;
 use super::error::JobError;
-use super::watches::{Ask, Watch};
+use super::watches::{Ask, WatchHandle};
 use crate::model::{VcpuWindow, WatchPage};
 
 /// Maximum number of concurrent watches. Each adds one tree and one insert per dirty frame.
-const MOST: usize = 4;
+const MAX_WATCHES: usize = 4;
 /// Time after which a watch ends if no client sends a question.
 const LINGER: Duration = Duration::from_secs(5);
 /// Time after which a watch ends once the guest has ended. A live client sends its next question at
@@ -46,14 +46,14 @@ impl Jobs {
     /// # Errors
     /// The watch cannot be started.
     pub fn begin_watch(self: &Arc<Self>, bins: u32) -> Result<u64, JobError> {
-        let _beginning = self.watches.beginning.lock();
+        let _starting = self.watches.starting.lock();
         let number = {
             let mut open = self.watches.open.lock();
             open.watches.retain(|watch| !watch.thread.is_finished());
-            (open.watches.len() < MOST).then_some(open.last + 1)
+            (open.watches.len() < MAX_WATCHES).then_some(open.last_number + 1)
         };
         let Some(number) = number else {
-            return Err(JobError::TooManyWatches(MOST));
+            return Err(JobError::TooManyWatches(MAX_WATCHES));
         };
         if self.vm.run_state() == RunState::Stopped {
             return Err(JobError::Ended);
@@ -63,7 +63,7 @@ impl Jobs {
         // throttled.
         writes.set_passive();
         let (inbox, asked) = mpsc::sync_channel(WAITING);
-        let work = Work {
+        let work = DirtyWatch {
             number,
             jobs: Arc::downgrade(self),
             bins: Bins::new(self.vm.layout(), bins),
@@ -76,8 +76,8 @@ impl Jobs {
         let thread = log::spawn("dirty-watch", move || work.run(&asked))
             .map_err(|cause| JobError::Thread { purpose, cause })?;
         let mut open = self.watches.open.lock();
-        open.last = number;
-        open.watches.push(Watch { number, inbox: Some(inbox), thread });
+        open.last_number = number;
+        open.watches.push(WatchHandle { number, inbox: Some(inbox), thread });
         Ok(number)
     }
 
@@ -119,7 +119,7 @@ impl Jobs {
 
 /// State of a watch's thread. It holds only a weak reference to the guest and its jobs, so that it
 /// does not keep them alive.
-struct Work {
+struct DirtyWatch {
     number: u64,
     jobs: Weak<Jobs>,
     bins: Bins,
@@ -131,7 +131,7 @@ struct Work {
     infos: Vec<VcpuInfo>,
 }
 
-impl Work {
+impl DirtyWatch {
     fn run(mut self, asked: &Receiver<Ask>) {
         let mut heard = Instant::now();
         let mut ended: Option<Instant> = None;
@@ -222,8 +222,8 @@ impl Work {
             bin_frames,
             vcpu: self.vcpus(writes, &info.vcpu),
             ring_entries: rings.then_some(vm.machine_config().ring_entries),
-            migration: jobs.migration_job().map(|job| job.glance()),
-            checkpoints: jobs.checkpoint_job().map(|job| job.glance()),
+            migration: jobs.migration_job().map(|job| job.snapshot()),
+            checkpoints: jobs.checkpoint_job().map(|job| job.snapshot()),
             info,
         })
     }
@@ -256,7 +256,7 @@ impl Jobs {
         while !job.is_over() && Instant::now() < end {
             thread::sleep(Duration::from_millis(5));
         }
-        let page = job.glance();
+        let page = job.snapshot();
         let completed = page.report.is_some_and(|report| report.status == SendStatus::Completed);
         completed.then_some(page.to)
     }
@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn watches_are_limited_and_end_when_unread() {
         let (vm, jobs) = super::super::paused_guest();
-        let all: Vec<u64> = (0..MOST).map(|_| jobs.begin_watch(1).unwrap()).collect();
+        let all: Vec<u64> = (0..MAX_WATCHES).map(|_| jobs.begin_watch(1).unwrap()).collect();
         assert!(jobs.begin_watch(1).unwrap_err().to_string().contains("4 others"));
         jobs.end_watch(all[0]).unwrap();
         assert!(jobs.end_watch(all[0]).unwrap_err().to_string().contains("there is no watch"));
@@ -336,6 +336,6 @@ mod tests {
         }
         await_end(&jobs);
         assert_eq!(vm.info().dirty.subscribers, 0);
-        assert!(jobs.begin_watch(1).unwrap() > all[MOST - 1], "numbers are used once");
+        assert!(jobs.begin_watch(1).unwrap() > all[MAX_WATCHES - 1], "numbers are used once");
     }
 }

@@ -1,4 +1,4 @@
-//! Why a job cannot be started, asked or ended.
+//! Why a job cannot be started, read or ended.
 
 use std::io;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use driftline_store::StoreError;
 #[non_exhaustive]
 pub enum JobError {
     /// There is no job of this number.
-    #[error("there is no job {0} of this kind here, or it is long over")]
+    #[error("there is no job {0} of this kind here, or its result is no longer kept")]
     NoJob(u64),
     /// There is no watch of this number.
     #[error("there is no watch {0} here, or it has ended")]
@@ -50,7 +50,7 @@ pub enum JobError {
         /// Address of the other host.
         to: String,
     },
-    /// A new store was asked for, and the directory cannot become one.
+    /// A new store was requested, and the directory cannot become one.
     #[error("there can be no new store in {}: {cause}", store.display())]
     NoNewStore {
         /// The directory.

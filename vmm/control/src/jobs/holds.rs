@@ -1,8 +1,8 @@
 //! Owns the holders of the guest's pause. Checkpoints, a migration and the operator pause the guest
 //! independently. The guest runs only while none of them wants it paused.
 //!
-//! Each job sees the guest through a *view*, which delegates everything to the guest except its
-//! lifecycle: pause and resume count holders. Without that, the end of a checkpoint's pause would
+//! Each job sees the guest through a [`JobGuest`], which delegates everything to the guest except
+//! its lifecycle: pause and resume count holders. Without that, the end of a checkpoint's pause would
 //! resume a guest whose last frame a migration has already copied.
 
 use std::ops::{Deref, DerefMut};
@@ -12,47 +12,46 @@ use driftline_guest::{
     DirtyLog, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, Populate, RunState,
     SavedState, Stateful, VcpuPauses, WriteThrottle,
 };
+use driftline_machine::vm::SharedVm;
 use parking_lot::{Mutex, MutexGuard};
 
-use driftline_machine::vm::SharedVm;
-
 /// The guest, and the count of its holders.
-pub(super) struct Holds {
+pub(super) struct PauseHolds {
     vm: SharedVm,
     /// Held while the guest is paused or resumed, for as long as a stuck device delays that.
-    state: Mutex<State>,
+    state: Mutex<HoldState>,
     /// The state shown to the operator in place of the guest's own, while that state is being
     /// changed or a job holds the guest. Never locked for long.
-    shown: Mutex<Option<RunState>>,
+    displayed: Mutex<Option<RunState>>,
 }
 
 /// The locked state. Dropping it updates what the operator is shown.
-struct Turn<'h> {
-    holds: &'h Holds,
-    state: MutexGuard<'h, State>,
+struct HoldGuard<'h> {
+    holds: &'h PauseHolds,
+    state: MutexGuard<'h, HoldState>,
 }
 
-impl Deref for Turn<'_> {
-    type Target = State;
+impl Deref for HoldGuard<'_> {
+    type Target = HoldState;
 
-    fn deref(&self) -> &State {
+    fn deref(&self) -> &HoldState {
         &self.state
     }
 }
 
-impl DerefMut for Turn<'_> {
-    fn deref_mut(&mut self) -> &mut State {
+impl DerefMut for HoldGuard<'_> {
+    fn deref_mut(&mut self) -> &mut HoldState {
         &mut self.state
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for HoldGuard<'_> {
     fn drop(&mut self) {
-        *self.holds.shown.lock() = (self.state.holders > 0).then_some(self.state.wanted);
+        *self.holds.displayed.lock() = (self.state.holders > 0).then_some(self.state.wanted);
     }
 }
 
-struct State {
+struct HoldState {
     /// Number of jobs that hold the guest paused.
     holders: u32,
     /// Whether one of these jobs is the migration.
@@ -64,12 +63,12 @@ struct State {
     migrating: bool,
 }
 
-impl State {
-    /// Adds a holder. Returns what the holder is told: that the guest ran, in which case it must
-    /// end its hold, or that the guest was paused, in which case it has none.
+impl HoldState {
+    /// Adds a holder. Returns the state that the holder receives: the guest ran, in which case it must
+    /// end its hold, or the guest was paused, in which case it has none.
     fn add_holder(&mut self, role: Role) -> RunState {
         if role == Role::Migration && self.wanted == RunState::Paused {
-            // The migration is told that the guest was paused and will not resume it. The operator
+            // For the migration the guest was paused, so it will not resume it. The operator
             // cannot resume it during the migration either.
             return RunState::Paused;
         }
@@ -99,26 +98,26 @@ pub enum OperatorError {
     Guest(#[from] GuestError),
 }
 
-impl Holds {
+impl PauseHolds {
     pub(super) fn new(vm: SharedVm) -> Arc<Self> {
-        let state = State {
+        let state = HoldState {
             holders: 0,
             migration_holds: false,
             wanted: RunState::Paused,
             migrating: false,
         };
-        Arc::new(Self { vm, state: Mutex::new(state), shown: Mutex::default() })
+        Arc::new(Self { vm, state: Mutex::new(state), displayed: Mutex::default() })
     }
 
     /// Returns the guest's state as the operator sees it. That excludes a job's short hold, and a
     /// pause that has not completed yet. Does not wait for a pause.
     pub(super) fn operator_state(&self) -> RunState {
-        let shown = self.shown.lock();
-        // While `shown` is empty, no thread is changing the guest's state, and none does before the
+        let displayed = self.displayed.lock();
+        // While `displayed` is empty, no thread is changing the guest's state, and none does before the
         // lock is released.
         match self.vm.run_state() {
             RunState::Stopped => RunState::Stopped,
-            real => shown.unwrap_or(real),
+            real => displayed.unwrap_or(real),
         }
     }
 
@@ -179,16 +178,16 @@ impl Holds {
     }
 
     /// Returns the guest as a job sees it.
-    pub(super) fn view(self: &Arc<Self>, role: Role) -> Arc<View> {
-        Arc::new(View { holds: self.clone(), role })
+    pub(super) fn guest_for(self: &Arc<Self>, role: Role) -> Arc<JobGuest> {
+        Arc::new(JobGuest { holds: self.clone(), role })
     }
 
-    fn lock(&self) -> Turn<'_> {
+    fn lock(&self) -> HoldGuard<'_> {
         let state = self.state.lock();
-        let mut shown = self.shown.lock();
-        shown.get_or_insert_with(|| self.vm.run_state());
-        drop(shown);
-        Turn { holds: self, state }
+        let mut displayed = self.displayed.lock();
+        displayed.get_or_insert_with(|| self.vm.run_state());
+        drop(displayed);
+        HoldGuard { holds: self, state }
     }
 
     fn hold(&self, role: Role) -> Result<RunState, GuestError> {
@@ -212,7 +211,7 @@ impl Holds {
         Ok((state.add_holder(role), saved))
     }
 
-    fn let_go(&self, role: Role) -> Result<(), GuestError> {
+    fn release_hold(&self, role: Role) -> Result<(), GuestError> {
         let mut state = self.lock();
         state.migration_holds &= role != Role::Migration;
         if state.holders > 1 || state.wanted == RunState::Paused {
@@ -226,28 +225,28 @@ impl Holds {
     }
 }
 
-/// The job that uses a view of the guest.
+/// The job that uses a [`JobGuest`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Role {
-    /// Is always told that the guest ran, so that it ends each hold that it begins.
+    /// For a checkpoint the guest always ran, so that it ends each hold that it begins.
     Checkpoint,
-    /// Is told whether the guest ran, because the destination must continue in the same state.
+    /// A migration receives the guest's state, because the destination must continue in the same state.
     Migration,
 }
 
 /// The guest as one job sees it.
-pub(super) struct View {
-    holds: Arc<Holds>,
+pub(super) struct JobGuest {
+    holds: Arc<PauseHolds>,
     role: Role,
 }
 
-// A job's view changes only who pauses the guest.
+// A job's guest differs from the guest only in its lifecycle.
 driftline_guest::delegate!(
-    View as view => *view.holds.vm;
+    JobGuest as guest => *guest.holds.vm;
     GuestIdentity, GuestContents, Populate, DirtyLog, WriteThrottle, Stateful, HandOver,
 );
 
-impl Lifecycle for View {
+impl Lifecycle for JobGuest {
     fn run_state(&self) -> RunState {
         self.holds.vm.run_state()
     }
@@ -261,7 +260,7 @@ impl Lifecycle for View {
     }
 
     fn resume(&self) -> Result<(), GuestError> {
-        self.holds.let_go(self.role)
+        self.holds.release_hold(self.role)
     }
 
     fn stop(&self, why: &str) {
@@ -280,24 +279,25 @@ mod tests {
     use driftline_machine::config::{Backend, DeviceConfig, HostConfig, MachineConfig, SerialSink};
     use driftline_machine::testing::{kvm_or_skip, payload_config};
 
-    fn running() -> (SharedVm, Arc<Holds>) {
+    fn running() -> (SharedVm, Arc<PauseHolds>) {
         launch(Backend::Threads, Vec::new())
     }
 
-    fn launch(backend: Backend, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<Holds>) {
+    fn launch(backend: Backend, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<PauseHolds>) {
         let config = MachineConfig { devices, ..payload_config(backend) };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = driftline_backends::launch(config, &host).unwrap();
         vm.resume().unwrap();
-        (vm.clone(), Holds::new(vm))
+        (vm.clone(), PauseHolds::new(vm))
     }
 
     #[test]
     fn end_of_one_hold_keeps_another() {
         let (vm, holds) = running();
-        let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
+        let (checkpoint, migration) =
+            (holds.guest_for(Role::Checkpoint), holds.guest_for(Role::Migration));
         checkpoint.pause().unwrap();
-        assert_eq!(migration.pause().unwrap(), Running, "it ran before anyone held it");
+        assert_eq!(migration.pause().unwrap(), Running, "the guest ran before the first hold");
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused, "the migration still holds it");
         checkpoint.pause().unwrap();
@@ -310,16 +310,16 @@ mod tests {
     #[test]
     fn operators_pause_outlives_a_hold() {
         let (vm, holds) = running();
-        let checkpoint = holds.view(Role::Checkpoint);
+        let checkpoint = holds.guest_for(Role::Checkpoint);
         checkpoint.pause().unwrap();
         holds.operator_pause().unwrap();
         checkpoint.resume().unwrap();
-        assert_eq!(vm.run_state(), Paused, "the operator paused it meanwhile");
+        assert_eq!(vm.run_state(), Paused, "the operator has paused it");
         checkpoint.pause().unwrap();
         (0..2).for_each(|_| holds.operator_resume().unwrap());
         assert_eq!(vm.run_state(), Paused, "the checkpoint still copies");
         checkpoint.resume().unwrap();
-        assert_eq!(vm.run_state(), Running, "the operator resumed it meanwhile");
+        assert_eq!(vm.run_state(), Running, "the operator has resumed it");
     }
 
     #[test]
@@ -338,7 +338,8 @@ mod tests {
     fn dead_migration_leaves_the_guest_paused() {
         let (vm, holds) = running();
         holds.begin_migration();
-        let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
+        let (checkpoint, migration) =
+            (holds.guest_for(Role::Checkpoint), holds.guest_for(Role::Migration));
         migration.pause().unwrap();
         checkpoint.pause().unwrap();
         holds.take_back().unwrap();
@@ -354,11 +355,11 @@ mod tests {
         let (vm, holds) = running();
         holds.operator_pause().unwrap();
         holds.begin_migration();
-        let migration = holds.view(Role::Migration);
-        assert_eq!(migration.pause().unwrap(), Paused, "it is to stay paused over there");
+        let migration = holds.guest_for(Role::Migration);
+        assert_eq!(migration.pause().unwrap(), Paused, "the guest stays paused at the destination");
         let e = holds.operator_resume().unwrap_err().to_string();
         assert!(e.starts_with("cannot resume a guest that is being migrated"), "{e}");
-        let checkpoint = holds.view(Role::Checkpoint);
+        let checkpoint = holds.guest_for(Role::Checkpoint);
         checkpoint.pause().unwrap();
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused);
@@ -370,7 +371,8 @@ mod tests {
     #[test]
     fn pause_and_save_holds_the_guest() {
         let (vm, holds) = running();
-        let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
+        let (checkpoint, migration) =
+            (holds.guest_for(Role::Checkpoint), holds.guest_for(Role::Migration));
         let (before, saved) = checkpoint.pause_and_save().unwrap();
         assert_eq!(before, Running);
         // The sections contain the time at which they were saved, so only their tags are compared.
@@ -378,24 +380,24 @@ mod tests {
         let alone = tags(saved);
         assert!(!alone.is_empty());
         let (before, saved) = migration.pause_and_save().unwrap();
-        assert_eq!(before, Running, "it ran before anyone held it");
-        assert_eq!(tags(saved), alone, "it stands already");
+        assert_eq!(before, Running, "the guest ran before the first hold");
+        assert_eq!(tags(saved), alone, "the guest is paused already");
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused, "the migration still holds it");
         migration.resume().unwrap();
         assert_eq!(vm.run_state(), Running);
         holds.operator_pause().unwrap();
         let (before, saved) = migration.pause_and_save().unwrap();
-        assert_eq!(before, Paused, "it is to stay paused over there");
+        assert_eq!(before, Paused, "the guest stays paused at the destination");
         saved.unwrap();
         let (before, _) = checkpoint.pause_and_save().unwrap();
         assert_eq!(before, Running, "a checkpoint ends each hold that it begins");
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused, "the operator paused it");
         holds.operator_resume().unwrap();
-        vm.stop("the test has seen enough");
+        vm.stop("the test is over");
         assert!(matches!(checkpoint.pause_and_save(), Err(GuestError::State { .. })));
-        assert_eq!(holds.lock().holders, 0, "who got nothing holds nothing");
+        assert_eq!(holds.lock().holders, 0, "a failed pause holds nothing");
     }
 
     #[test]
@@ -409,19 +411,19 @@ mod tests {
         let disk = driftline_machine::testing::disk("disk0", file.path(), 1 << 20);
         let (vm, holds) = launch(Backend::Kvm, vec![DeviceConfig::Disk(disk)]);
         holds.begin_migration();
-        let migration = holds.view(Role::Migration);
+        let migration = holds.guest_for(Role::Migration);
         assert_eq!(migration.pause().unwrap(), Running);
         migration.release().unwrap();
-        let thief = file.reopen().unwrap();
-        fcntl_lock(&thief, FlockOperation::NonBlockingLockExclusive).unwrap();
+        let other = file.reopen().unwrap();
+        fcntl_lock(&other, FlockOperation::NonBlockingLockExclusive).unwrap();
         migration.acquire().unwrap_err();
         holds.end_migration();
         assert_eq!((vm.run_state(), holds.operator_state()), (Paused, Paused));
         let why = holds.operator_resume().unwrap_err().to_string();
         assert!(why.contains("in use by another"), "{why}");
-        fcntl_lock(&thief, FlockOperation::NonBlockingUnlock).unwrap();
+        fcntl_lock(&other, FlockOperation::NonBlockingUnlock).unwrap();
         holds.operator_resume().unwrap();
         assert_eq!(vm.run_state(), Running);
-        fcntl_lock(&thief, FlockOperation::NonBlockingLockExclusive).unwrap_err();
+        fcntl_lock(&other, FlockOperation::NonBlockingLockExclusive).unwrap_err();
     }
 }

@@ -15,8 +15,10 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::error::JobError;
-use super::holds::{Holds, Role};
-use crate::model::{GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState};
+use super::holds::{PauseHolds, Role};
+use crate::model::{
+    GuestLocation, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
+};
 
 /// A migration, under way or over.
 pub(super) struct MigrationJob {
@@ -35,7 +37,7 @@ impl MigrationJob {
     /// Starts the migration. `records` is the directory of this host's hand-over records.
     pub(super) fn start(
         number: u64,
-        holds: &Arc<Holds>,
+        holds: &Arc<PauseHolds>,
         records: PathBuf,
         request: &MigrationRequest,
     ) -> Result<Arc<Self>, JobError> {
@@ -63,8 +65,8 @@ impl MigrationJob {
         let (worker, held) = (job.clone(), holds.clone());
         holds.begin_migration();
         let spawned = log::spawn("migration", move || {
-            let _end = EndGuard { job: &worker, holds: &held };
-            let guest = held.view(Role::Migration);
+            let _end = MigrationEndGuard { job: &worker, holds: &held };
+            let guest = held.guest_for(Role::Migration);
             let sent = driftline_migrate::send(&*guest, &worker.to, &options, &worker.control);
             worker.conclude(sent.map_err(|e| failure(&e)));
         });
@@ -92,7 +94,7 @@ impl MigrationJob {
     }
 
     /// Ends a lost migration, after the operator has resolved it.
-    pub(super) fn end_lost(&self, holds: &Holds) {
+    pub(super) fn end_lost(&self, holds: &PauseHolds) {
         self.lost.store(false, Ordering::Relaxed);
         holds.end_migration();
         self.over.send_replace(true);
@@ -129,13 +131,13 @@ impl MigrationJob {
     /// Returns the migration's state, and notes that its end was read if it is over.
     pub(super) fn page(&self) -> MigrationPage {
         let over = self.is_over();
-        let page = self.glance();
+        let page = self.snapshot();
         self.end_was_read.fetch_or(over, Ordering::Relaxed);
         page
     }
 
     /// Returns the same for an observer; this does not count as reading the end.
-    pub(super) fn glance(&self) -> MigrationPage {
+    pub(super) fn snapshot(&self) -> MigrationPage {
         let over = self.is_over();
         let outcome = self.outcome.lock().clone();
         let (state, report, failure) = match outcome {
@@ -157,9 +159,9 @@ impl MigrationJob {
 
 fn failure(e: &SendError) -> MigrationFailure {
     let guest = match e.guest {
-        GuestPlace::PausedHere { .. } => GuestWhere::PausedHere,
-        GuestPlace::Ended => GuestWhere::Ended,
-        _ => GuestWhere::Here,
+        GuestPlace::PausedHere { .. } => GuestLocation::PausedHere,
+        GuestPlace::Ended => GuestLocation::Ended,
+        _ => GuestLocation::Here,
     };
     let cancelled = matches!(e.cause, Cause::Cancelled);
     MigrationFailure { message: e.to_string(), cancelled, phase: e.phase, guest }
@@ -170,18 +172,18 @@ fn panicked() -> MigrationFailure {
         message: "the migration's thread panicked; the guest is here, in an unknown state".into(),
         cancelled: false,
         phase: Phase::Finished,
-        guest: GuestWhere::PausedHere,
+        guest: GuestLocation::PausedHere,
     }
 }
 
 /// Marks the migration as over when its thread ends, for whatever reason, and returns control of
 /// the guest to the operator.
-struct EndGuard<'j> {
+struct MigrationEndGuard<'j> {
     job: &'j MigrationJob,
-    holds: &'j Holds,
+    holds: &'j PauseHolds,
 }
 
-impl Drop for EndGuard<'_> {
+impl Drop for MigrationEndGuard<'_> {
     fn drop(&mut self) {
         // A thread that panicked after the record was written may have handed the guest over. The
         // guest must not be resumed then.

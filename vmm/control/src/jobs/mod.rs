@@ -6,12 +6,12 @@ mod bins;
 mod checkpoints;
 mod dirty_watch;
 mod error;
+mod history;
 mod holds;
-mod kept;
 mod migration;
+mod sampling;
 mod shadow;
 mod totals;
-mod watch;
 mod watches;
 
 use std::path::PathBuf;
@@ -31,40 +31,40 @@ use crate::model::{
 };
 use checkpoints::CheckpointJob;
 pub use error::JobError;
+use history::JobHistory;
 pub use holds::OperatorError;
-use holds::{Holds, Role};
-use kept::Kept;
+use holds::{PauseHolds, Role};
 use migration::MigrationJob;
+pub use sampling::{WindowSummary, WriteProfile};
 use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
 use totals::CheckpointTotals;
 pub use totals::{CheckpointCounts, CheckpointFigures, MigrationCounts, MigrationFigures};
-pub use watch::{SeenWindows, Watched};
-use watches::Watches;
+use watches::DirtyWatches;
 
 /// Limit for a process whose guest has ended to wait for the readers of its jobs' last reports.
-const LAST_READ: Duration = Duration::from_secs(2);
+const LAST_READ_LIMIT: Duration = Duration::from_secs(2);
 
 /// A guest and the jobs on it.
 pub struct Jobs {
     vm: SharedVm,
     /// The guest's logging span.
     span: Span,
-    holds: Arc<Holds>,
+    holds: Arc<PauseHolds>,
     /// Directory of this host's hand-over records.
     records: PathBuf,
     /// Held while a job is started, so that there is at most one of each kind. Reading a job never
     /// waits for it.
-    beginning: Mutex<()>,
-    /// Held while the guest is watched for a plan. No thread waits for it.
-    watching: Mutex<()>,
+    starting: Mutex<()>,
+    /// Held while the guest's writes are sampled for a plan. No thread waits for it.
+    sampling: Mutex<()>,
     /// The watches of the guest's writes.
-    watches: Watches,
+    watches: DirtyWatches,
     /// Number of the last job started, of either kind.
-    begun: AtomicU64,
-    checkpoint: Kept<CheckpointJob>,
+    last_number: AtomicU64,
+    checkpoint: JobHistory<CheckpointJob>,
     checkpoint_totals: Arc<CheckpointTotals>,
-    migration: Kept<MigrationJob>,
+    migration: JobHistory<MigrationJob>,
     /// Counts of all migrations before the latest one. Held while the latest one is replaced.
     earlier_migrations: Mutex<MigrationCounts>,
     /// Answers the source from which this guest migrated.
@@ -79,16 +79,16 @@ impl Jobs {
     pub fn new(vm: SharedVm, records: PathBuf) -> Arc<Self> {
         Arc::new(Self {
             span: guest_span(vm.vm_id(), &vm.machine_config().identity),
-            holds: Holds::new(vm.clone()),
+            holds: PauseHolds::new(vm.clone()),
             vm,
             records,
-            beginning: Mutex::default(),
-            watching: Mutex::default(),
-            watches: Watches::default(),
-            begun: AtomicU64::new(0),
-            checkpoint: Kept::default(),
+            starting: Mutex::default(),
+            sampling: Mutex::default(),
+            watches: DirtyWatches::default(),
+            last_number: AtomicU64::new(0),
+            checkpoint: JobHistory::default(),
             checkpoint_totals: Arc::default(),
-            migration: Kept::default(),
+            migration: JobHistory::default(),
             earlier_migrations: Mutex::default(),
             responder: Mutex::default(),
             shadow: Mutex::default(),
@@ -124,7 +124,7 @@ impl Jobs {
         let checkpointing = checkpoints.as_ref().is_some_and(|job| !job.is_over());
         let every_ms = checkpoints.as_ref().and_then(|job| job.every_ms());
         let store = checkpoints.map(|job| job.store().to_owned());
-        let migration = migration.map(|job| job.glance().progress);
+        let migration = migration.map(|job| job.snapshot().progress);
         Info { migration, store, every_ms, ..Info::new(self.vm.info(), state, checkpointing) }
     }
 
@@ -150,7 +150,7 @@ impl Jobs {
     /// # Errors
     /// A [`ShadowError`] if the host lacks the method, or the guest cannot be read.
     pub fn start_shadow(&self, mode: ShadowMode) -> Result<(), ShadowError> {
-        let shadow = Shadow::start(self.holds.view(Role::Checkpoint), mode)?;
+        let shadow = Shadow::start(self.holds.guest_for(Role::Checkpoint), mode)?;
         *self.shadow.lock() = Some(shadow);
         Ok(())
     }
@@ -159,7 +159,9 @@ impl Jobs {
     /// started, and an error if its thread has panicked.
     pub fn end_shadow(&self) -> Option<Result<ShadowReport, &'static str>> {
         let shadow = self.shadow.lock().take()?;
-        Some(shadow.end().ok_or("the thread of --shadow has died of a defect of the VMM"))
+        Some(
+            shadow.end().ok_or("the thread of --shadow has panicked, which is a defect of the VMM"),
+        )
     }
 
     /// Starts a checkpoint run and returns its number. At most one run is active at a time.
@@ -168,7 +170,7 @@ impl Jobs {
     /// A run is active, or the new one cannot be started.
     pub fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<u64, JobError> {
         // Opening a store may take time. Only calls that start a job wait for it.
-        let _beginning = self.beginning.lock();
+        let _starting = self.starting.lock();
         if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
             return Err(JobError::UnderWay(job.describe()));
         }
@@ -184,7 +186,7 @@ impl Jobs {
     /// # Errors
     /// That run does not exist, or is over.
     pub fn stop_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
-        let job = asked(&self.checkpoint, number)?.filter(|job| !job.is_over());
+        let job = find_job(&self.checkpoint, number)?.filter(|job| !job.is_over());
         job.ok_or(JobError::Nothing("no checkpoints are being taken"))?.cancel();
         Ok(())
     }
@@ -194,7 +196,7 @@ impl Jobs {
     /// # Errors
     /// That run does not exist.
     pub async fn hold_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
-        asked(&self.checkpoint, number)?
+        find_job(&self.checkpoint, number)?
             .ok_or(JobError::Nothing("no checkpoints have been taken"))?
             .hold()
             .await;
@@ -220,7 +222,7 @@ impl Jobs {
         since: u64,
         wait: Duration,
     ) -> Result<CheckpointPage, JobError> {
-        let job = asked(&self.checkpoint, number)?
+        let job = find_job(&self.checkpoint, number)?
             .ok_or(JobError::Nothing("no checkpoints have been taken"))?;
         // In either case the page contains the reports that exist.
         let _ = tokio::time::timeout(wait, job.news_since(since)).await;
@@ -233,7 +235,7 @@ impl Jobs {
     /// # Errors
     /// A migration is under way, or the new one cannot be started.
     pub fn start_migration(&self, request: &MigrationRequest) -> Result<u64, JobError> {
-        let _beginning = self.beginning.lock();
+        let _starting = self.starting.lock();
         if let Some(job) = self.migration_job().filter(|job| !job.is_over()) {
             let to = job.page().to;
             return Err(JobError::UnderWay(format!(
@@ -244,7 +246,7 @@ impl Jobs {
         let job = MigrationJob::start(number, &self.holds, self.records.clone(), request)?;
         let mut earlier = self.earlier_migrations.lock();
         if let Some(before) = self.migration.latest() {
-            earlier.add(&before.glance());
+            earlier.add(&before.snapshot());
         }
         self.migration.add(number, job);
         Ok(number)
@@ -255,7 +257,7 @@ impl Jobs {
     /// # Errors
     /// No migration is under way, or it is too late to cancel it.
     pub fn cancel_migration(&self, number: Option<u64>) -> Result<(), JobError> {
-        let job = asked(&self.migration, number)?.filter(|job| !job.is_over());
+        let job = find_job(&self.migration, number)?.filter(|job| !job.is_over());
         job.ok_or(JobError::Nothing("no migration is under way"))?.cancel()?;
         Ok(())
     }
@@ -282,13 +284,13 @@ impl Jobs {
         if !job.is_lost() {
             return Ok(job.resolve(how)?);
         }
-        self.settle_lost(how)?;
+        self.resolve_lost(how)?;
         job.end_lost(&self.holds);
         Ok(())
     }
 
     /// Performs the steps that the migration's thread would have performed had it not panicked.
-    fn settle_lost(&self, how: Resolution) -> Result<(), JobError> {
+    fn resolve_lost(&self, how: Resolution) -> Result<(), JobError> {
         match how {
             Resolution::Run => self.holds.take_back()?,
             Resolution::Discard => self.vm.stop("the operator resolved that it ends here"),
@@ -316,8 +318,8 @@ impl Jobs {
         number: Option<u64>,
         wait: Duration,
     ) -> Result<MigrationPage, JobError> {
-        let job = asked(&self.migration, number)?
-            .ok_or(JobError::Nothing("no migration has been asked for"))?;
+        let job = find_job(&self.migration, number)?
+            .ok_or(JobError::Nothing("no migration has been started"))?;
         // In either case the page contains the current state.
         let _ = tokio::time::timeout(wait, job.end()).await;
         Ok(job.page())
@@ -331,7 +333,7 @@ impl Jobs {
     /// Returns the totals of all migrations, and the latest one.
     pub fn migration_figures(&self) -> MigrationFigures {
         let earlier = self.earlier_migrations.lock();
-        let latest = self.migration_job().map(|job| job.glance());
+        let latest = self.migration_job().map(|job| job.snapshot());
         let mut counts = *earlier;
         drop(earlier);
         latest.iter().for_each(|latest| counts.add(latest));
@@ -339,9 +341,9 @@ impl Jobs {
     }
 
     /// Waits, after the guest has ended, until the jobs are over and their clients have read the
-    /// end, for at most `LAST_READ`.
+    /// end, for at most `LAST_READ_LIMIT`.
     pub fn settle(&self) {
-        let end = Instant::now() + LAST_READ;
+        let end = Instant::now() + LAST_READ_LIMIT;
         let wait = |done: &dyn Fn() -> bool| {
             while !done() && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(5));
@@ -366,14 +368,14 @@ impl Jobs {
     }
 
     fn next_number(&self) -> u64 {
-        self.begun.fetch_add(1, Ordering::Relaxed) + 1
+        self.last_number.fetch_add(1, Ordering::Relaxed) + 1
     }
 }
 
 /// Returns the job with this number, or without a number the latest job, if there is one.
-fn asked<J>(kept: &Kept<J>, number: Option<u64>) -> Result<Option<Arc<J>>, JobError> {
-    let Some(number) = number else { return Ok(kept.latest()) };
-    match kept.find(number) {
+fn find_job<J>(history: &JobHistory<J>, number: Option<u64>) -> Result<Option<Arc<J>>, JobError> {
+    let Some(number) = number else { return Ok(history.latest()) };
+    match history.find(number) {
         Some(job) => Ok(Some(job)),
         None => Err(JobError::NoJob(number)),
     }

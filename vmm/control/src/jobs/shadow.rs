@@ -30,18 +30,18 @@ use driftline_machine::log;
 use driftline_machine::memory::WriteWatch;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::holds::View;
+use super::holds::JobGuest;
 use crate::model::UnknownName;
 
-/// Delay between two checks: at least `PERIOD`, and at least `REST` times the duration of the last
+/// Delay between two checks: at least `MIN_DELAY`, and at least `DELAY_FACTOR` times the duration of the last
 /// check.
-const PERIOD: Duration = Duration::from_millis(100);
-const REST: u32 = 9;
+const MIN_DELAY: Duration = Duration::from_millis(100);
+const DELAY_FACTOR: u32 = 9;
 /// Maximum number of missed frames that are listed.
-const NAMED: usize = 16;
+const MAX_LISTED: usize = 16;
 /// Delay between the two checks of a guest that has ended: its devices may not have reported their
 /// last writes yet.
-const LAST: Duration = Duration::from_millis(50);
+const FINAL_DELAY: Duration = Duration::from_millis(50);
 
 /// The method with which the guest's tracking is compared. Parses from, and displays as, its name
 /// on the command line.
@@ -107,7 +107,7 @@ pub enum ShadowError {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ShadowReport {
     /// Number of checks of the paused guest, including the last one.
-    pub looks: u64,
+    pub checks: u64,
     /// Number of checks that failed.
     pub failed: u64,
     /// Number of reported frames, summed over the checks.
@@ -129,12 +129,12 @@ pub(super) struct Shadow {
 impl Shadow {
     /// Starts the verification with the guest's current content. Reads all guest memory first, so
     /// it is best called before the guest runs.
-    pub(super) fn start(guest: Arc<View>, mode: ShadowMode) -> Result<Self, ShadowError> {
-        let mut looker = Looker::new(guest, mode)?;
+    pub(super) fn start(guest: Arc<JobGuest>, mode: ShadowMode) -> Result<Self, ShadowError> {
+        let mut checker = ShadowChecker::new(guest, mode)?;
         let (end, ended) = mpsc::channel();
         let thread = log::spawn("shadow", move || {
-            looker.run(&ended);
-            looker.report
+            checker.run(&ended);
+            checker.report
         });
         Ok(Self { end, thread: thread.map_err(ShadowError::Thread)? })
     }
@@ -148,24 +148,24 @@ impl Shadow {
 }
 
 /// State of the shadow thread.
-struct Looker {
-    guest: Arc<View>,
+struct ShadowChecker {
+    guest: Arc<JobGuest>,
     subscription: Subscription,
     /// Present in mode `userfault-wp`.
     watch: Option<WriteWatch>,
     /// Checksums of all frames, per memory slot.
-    known: Vec<(FrameRun, Vec<u32>)>,
+    checksums: Vec<(FrameRun, Vec<u32>)>,
     buffer: Vec<u8>,
     report: ShadowReport,
 }
 
-impl Looker {
-    fn new(guest: Arc<View>, mode: ShadowMode) -> Result<Self, ShadowError> {
+impl ShadowChecker {
+    fn new(guest: Arc<JobGuest>, mode: ShadowMode) -> Result<Self, ShadowError> {
         let subscription = guest.subscribe("shadow")?;
         let buffer = vec![0; PAGE_SIZE as usize];
         let zero = crc32c::crc32c(&buffer);
         let slots = guest.layout().slots().map(|slot| slot.run());
-        let known = slots.map(|run| (run, vec![zero; run.count as usize])).collect();
+        let checksums = slots.map(|run| (run, vec![zero; run.count as usize])).collect();
         let watch = match mode {
             ShadowMode::Compare => None,
             ShadowMode::UserfaultWp => {
@@ -174,7 +174,7 @@ impl Looker {
             }
         };
         let report = ShadowReport::default();
-        let mut new = Self { guest: guest.clone(), subscription, watch, known, buffer, report };
+        let mut new = Self { guest: guest.clone(), subscription, watch, checksums, buffer, report };
         let paused = Paused::new(&*guest)?;
         paused.drain(&mut new.subscription)?.commit();
         if let Some(watch) = &mut new.watch {
@@ -188,31 +188,31 @@ impl Looker {
     }
 
     fn run(&mut self, ended: &Receiver<()>) {
-        let mut rest = PERIOD;
-        while let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(rest) {
+        let mut delay = MIN_DELAY;
+        while let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(delay) {
             let begun = Instant::now();
-            match self.look() {
+            match self.check() {
                 Ok(missed) => self.note(&missed),
                 // The guest has ended. The last check follows.
                 Err(_) if self.guest.run_state() == RunState::Stopped => {}
                 Err(e) => {
                     self.report.failed += 1;
-                    tracing::warn!("the shadow could not look at the guest: {e}");
+                    tracing::warn!("--shadow cannot check the guest: {e}");
                 }
             }
-            rest = PERIOD.max(REST * begun.elapsed());
+            delay = MIN_DELAY.max(DELAY_FACTOR * begun.elapsed());
         }
-        match self.last_look() {
+        match self.final_check() {
             Ok(missed) => self.note(&missed),
             Err(e) => {
                 self.report.failed += 1;
-                tracing::warn!("the shadow could not look at the guest after its end: {e}");
+                tracing::warn!("--shadow cannot check the guest after its end: {e}");
             }
         }
     }
 
     /// Performs one check. Returns the missed frames.
-    fn look(&mut self) -> Result<Vec<Gfn>, GuestError> {
+    fn check(&mut self) -> Result<Vec<Gfn>, GuestError> {
         let guest = self.guest.clone();
         let paused = Paused::new(&*guest)?;
         let missed = self.compare()?;
@@ -222,15 +222,15 @@ impl Looker {
 
     /// Checks a guest that has ended. A frame counts as missed only if it is still missed after the
     /// guest's devices have ended, too.
-    fn last_look(&mut self) -> Result<Vec<Gfn>, GuestError> {
+    fn final_check(&mut self) -> Result<Vec<Gfn>, GuestError> {
         let mut missed = self.compare()?;
         if !missed.is_empty() {
-            thread::sleep(LAST);
+            thread::sleep(FINAL_DELAY);
             self.guest.collect()?;
             let epoch = self.subscription.drain();
-            let late: FrameSet = epoch.runs().collect();
+            let late_reports: FrameSet = epoch.runs().collect();
             epoch.commit();
-            missed.retain(|gfn| !late.contains(*gfn));
+            missed.retain(|gfn| !late_reports.contains(*gfn));
         }
         Ok(missed)
     }
@@ -243,7 +243,7 @@ impl Looker {
         // Only this check uses the epoch, and it does so now. A check that fails later counts as
         // one.
         epoch.commit();
-        self.report.looks += 1;
+        self.report.checks += 1;
         self.report.reported_frames += reported.frames();
         for gfn in reported.iter().flat_map(FrameRun::frames) {
             self.report.unchanged_frames += u64::from(!self.has_changed(gfn)?);
@@ -251,8 +251,8 @@ impl Looker {
         let mut others = FrameSet::default();
         match &mut self.watch {
             Some(watch) => {
-                let seen = watch.written(|run| _ = others.insert(run));
-                seen.map_err(|e| failed("PAGEMAP_SCAN", e))?;
+                let scanned = watch.written(|run| _ = others.insert(run));
+                scanned.map_err(|e| failed("PAGEMAP_SCAN", e))?;
             }
             None => {
                 others.insert_all(&self.guest.resident()?);
@@ -272,10 +272,10 @@ impl Looker {
         let read = self.guest.ram().read_slice(&mut self.buffer, GuestAddress(gfn.gpa()));
         read.map_err(|e| failed("reading guest memory", std::io::Error::other(e)))?;
         let sum = crc32c::crc32c(&self.buffer);
-        let slot = self.known.iter_mut().find(|(run, _)| run.start <= gfn && gfn < run.end());
-        let known = slot.and_then(|(run, sums)| sums.get_mut((gfn.0 - run.start.0) as usize));
+        let slot = self.checksums.iter_mut().find(|(run, _)| run.start <= gfn && gfn < run.end());
+        let old = slot.and_then(|(run, sums)| sums.get_mut((gfn.0 - run.start.0) as usize));
         // The layout has no other frames.
-        Ok(known.is_some_and(|known| std::mem::replace(known, sum) != sum))
+        Ok(old.is_some_and(|old| std::mem::replace(old, sum) != sum))
     }
 
     fn note(&mut self, missed: &[Gfn]) {
@@ -284,7 +284,7 @@ impl Looker {
         }
         let report = &mut self.report;
         report.missed_frames += missed.len() as u64;
-        let room = NAMED.saturating_sub(report.missed.len());
+        let room = MAX_LISTED.saturating_sub(report.missed.len());
         report.missed.extend(missed.iter().take(room));
         // Once the list is full, missed frames are only counted.
         if room > 0 {
@@ -301,8 +301,8 @@ impl ShadowReport {
 }
 
 fn names(frames: &[Gfn]) -> String {
-    let names: Vec<_> = frames.iter().take(NAMED).map(|gfn| format!("{:#x}", gfn.0)).collect();
-    let more = if frames.len() > NAMED { ", ..." } else { "" };
+    let names: Vec<_> = frames.iter().take(MAX_LISTED).map(|gfn| format!("{:#x}", gfn.0)).collect();
+    let more = if frames.len() > MAX_LISTED { ", ..." } else { "" };
     format!("gfn {}{more}", names.join(", "))
 }
 

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use crate::model::{MigrationPage, MigrationState};
 
 /// Buckets of the pause, in µs. Half a millisecond is usual, so the buckets are narrow there; a
-/// guest whose pages must be copied in the pause stands for up to a second.
+/// guest whose pages must be copied in the pause is paused for up to a second.
 const PAUSE_US: &[u64] = &[
     100, 200, 300, 400, 500, 750, 1_000, 1_500, 2_000, 3_000, 5_000, 10_000, 20_000, 50_000,
     100_000, 200_000, 500_000, 1_000_000,

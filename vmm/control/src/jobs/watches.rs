@@ -12,22 +12,22 @@ use crate::model::WatchPage;
 
 /// The watches of a guest.
 #[derive(Default)]
-pub(super) struct Watches {
+pub(super) struct DirtyWatches {
     /// Held while a watch is started, which may take time. Reading other watches never waits for
     /// it.
-    pub(super) beginning: Mutex<()>,
-    pub(super) open: Mutex<Open>,
+    pub(super) starting: Mutex<()>,
+    pub(super) open: Mutex<OpenWatches>,
 }
 
 /// The watches that have not ended.
 #[derive(Default)]
-pub(super) struct Open {
-    pub(super) last: u64,
-    pub(super) watches: Vec<Watch>,
+pub(super) struct OpenWatches {
+    pub(super) last_number: u64,
+    pub(super) watches: Vec<WatchHandle>,
 }
 
 /// One watch.
-pub(super) struct Watch {
+pub(super) struct WatchHandle {
     pub(super) number: u64,
     /// The thread's inbox. `None` once the thread has been told to end.
     pub(super) inbox: Option<SyncSender<Ask>>,
@@ -40,7 +40,7 @@ pub(super) struct Ask {
     pub(super) reply: oneshot::Sender<Result<WatchPage, JobError>>,
 }
 
-impl Watches {
+impl DirtyWatches {
     /// Returns whether all threads have ended and released everything that they owned.
     pub(super) fn are_over(&self) -> bool {
         self.open.lock().watches.iter().all(|watch| watch.thread.is_finished())

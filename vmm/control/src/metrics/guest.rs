@@ -7,11 +7,11 @@ use driftline_machine::config::Lineage;
 use driftline_machine::devices::{BalloonFigures, DeviceFigures};
 use driftline_machine::vm::{Timings, VcpuInfo};
 
-use super::page::{Page, bytes, number, seconds};
+use super::page::{MetricsPage, bytes, number, seconds};
 use crate::model::{GuestState, Info};
 
 pub(super) fn write(
-    page: &mut Page<'_>,
+    page: &mut MetricsPage<'_>,
     info: &Info,
     timings: &Timings,
     balloon: Option<BalloonFigures>,
@@ -25,7 +25,7 @@ pub(super) fn write(
     write_balloon(page, balloon)
 }
 
-fn write_state(page: &mut Page<'_>, info: &Info) -> fmt::Result {
+fn write_state(page: &mut MetricsPage<'_>, info: &Info) -> fmt::Result {
     let states = GuestState::ALL.map(|state| ([("state", state.name())], state == info.state));
     let states = states.map(|(labels, is)| (labels, u64::from(is)));
     page.gauges(number("driftline_guest_state", "1 for the guest's state, else 0."), states)?;
@@ -42,7 +42,7 @@ fn write_state(page: &mut Page<'_>, info: &Info) -> fmt::Result {
     page.gauge(seconds("driftline_guest_uptime", "Time on this process."), Some(uptime_s))
 }
 
-fn write_vcpus(page: &mut Page<'_>, vcpus: &[VcpuInfo]) -> fmt::Result {
+fn write_vcpus(page: &mut MetricsPage<'_>, vcpus: &[VcpuInfo]) -> fmt::Result {
     let each = || vcpus.iter().enumerate().map(|(i, vcpu)| ([("vcpu", i.to_string())], vcpu));
     page.counters(
         number("driftline_vcpu_exits", "Exits to the VMM."),
@@ -62,7 +62,7 @@ fn write_vcpus(page: &mut Page<'_>, vcpus: &[VcpuInfo]) -> fmt::Result {
     )
 }
 
-fn write_dirty(page: &mut Page<'_>, info: &Info, timings: &Timings) -> fmt::Result {
+fn write_dirty(page: &mut MetricsPage<'_>, info: &Info, timings: &Timings) -> fmt::Result {
     let dirty = &info.dirty;
     page.counter(
         bytes("driftline_dirty", "Pages marked dirty while there was a subscriber, as bytes."),
@@ -94,7 +94,7 @@ fn write_dirty(page: &mut Page<'_>, info: &Info, timings: &Timings) -> fmt::Resu
     )
 }
 
-fn write_restore(page: &mut Page<'_>, timings: &Timings) -> fmt::Result {
+fn write_restore(page: &mut MetricsPage<'_>, timings: &Timings) -> fmt::Result {
     let Some(restore) = &timings.restore else { return Ok(()) };
     page.gauge(
         number("driftline_restore_pages_left", "Pages not yet restored."),
@@ -114,7 +114,7 @@ fn write_restore(page: &mut Page<'_>, timings: &Timings) -> fmt::Result {
     )
 }
 
-fn write_disks(page: &mut Page<'_>, devices: &[DeviceFigures]) -> fmt::Result {
+fn write_disks(page: &mut MetricsPage<'_>, devices: &[DeviceFigures]) -> fmt::Result {
     let (mut requests, mut moved) = (Vec::new(), Vec::new());
     let (mut failed, mut stalled) = (Vec::new(), Vec::new());
     for device in devices {
@@ -142,7 +142,7 @@ fn write_disks(page: &mut Page<'_>, devices: &[DeviceFigures]) -> fmt::Result {
         stalled.push(([("device", id.as_str())], *stalls));
     }
     page.counters(number("driftline_disk_requests", "Requests to a disk."), requests)?;
-    page.counters(bytes("driftline_disk", "Bytes that requests to a disk asked for."), moved)?;
+    page.counters(bytes("driftline_disk", "Bytes of the requests to a disk."), moved)?;
     page.counters(
         number("driftline_disk_errors", "Requests that the disk's file failed."),
         failed,
@@ -153,7 +153,7 @@ fn write_disks(page: &mut Page<'_>, devices: &[DeviceFigures]) -> fmt::Result {
     )
 }
 
-fn write_interfaces(page: &mut Page<'_>, devices: &[DeviceFigures]) -> fmt::Result {
+fn write_interfaces(page: &mut MetricsPage<'_>, devices: &[DeviceFigures]) -> fmt::Result {
     let (mut packets, mut moved) = (Vec::new(), Vec::new());
     let (mut lost, mut stalled) = (Vec::new(), Vec::new());
     for device in devices {
@@ -187,7 +187,7 @@ fn write_interfaces(page: &mut Page<'_>, devices: &[DeviceFigures]) -> fmt::Resu
     )
 }
 
-fn write_balloon(page: &mut Page<'_>, balloon: Option<BalloonFigures>) -> fmt::Result {
+fn write_balloon(page: &mut MetricsPage<'_>, balloon: Option<BalloonFigures>) -> fmt::Result {
     page.gauge(
         bytes("driftline_balloon_target", "Size of the balloon that the operator wants."),
         balloon.map(|b| b.target_bytes),

@@ -7,12 +7,12 @@ use std::time::UNIX_EPOCH;
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_migrate::{Phase, Progress};
 
-use super::page::{Page, bytes, number, seconds};
+use super::page::{MetricsPage, bytes, number, seconds};
 use crate::jobs::{CheckpointFigures, MigrationFigures};
 use crate::model::{Info, MigrationPage};
 
 pub(super) fn write_checkpoints(
-    page: &mut Page<'_>,
+    page: &mut MetricsPage<'_>,
     info: &Info,
     figures: &CheckpointFigures,
 ) -> fmt::Result {
@@ -69,10 +69,10 @@ pub(super) fn write_checkpoints(
         seconds("driftline_checkpoint_durable", "Time from the pause until it was durable."),
         Some(&figures.durable),
     )?;
-    let asked_s = info.every_ms.filter(|_| info.checkpointing).map(NonZeroU64::get);
+    let requested_s = info.every_ms.filter(|_| info.checkpointing).map(NonZeroU64::get);
     page.gauge(
-        seconds("driftline_checkpoint_requested_interval", "Interval asked for, while active."),
-        asked_s.map(|ms| ms as f64 / 1e3),
+        seconds("driftline_checkpoint_requested_interval", "Requested interval, while active."),
+        requested_s.map(|ms| ms as f64 / 1e3),
     )?;
     page.gauge(
         seconds("driftline_checkpoint_last_interval", "Time between the last two checkpoints."),
@@ -86,21 +86,21 @@ pub(super) fn write_checkpoints(
 }
 
 /// A migration at one of its ends.
-struct End<'p> {
+struct MigrationEnd<'p> {
     role: &'static str,
     progress: &'p Progress,
 }
 
 /// Writes the latest migration from here, and what arrives or has arrived here.
 pub(super) fn write_migrations(
-    page: &mut Page<'_>,
+    page: &mut MetricsPage<'_>,
     sent: Option<&MigrationFigures>,
     received: Option<&Progress>,
 ) -> fmt::Result {
     let latest = sent.and_then(|sent| sent.latest.as_ref());
-    let source = latest.map(|page| End { role: "source", progress: &page.progress });
-    let destination = received.map(|progress| End { role: "destination", progress });
-    let ends: Vec<End<'_>> = source.into_iter().chain(destination).collect();
+    let source = latest.map(|page| MigrationEnd { role: "source", progress: &page.progress });
+    let destination = received.map(|progress| MigrationEnd { role: "destination", progress });
+    let ends: Vec<MigrationEnd<'_>> = source.into_iter().chain(destination).collect();
     write_ends(page, &ends)?;
     page.counters(
         bytes("driftline_migration_transferred", "Bytes sent by a source, received by a target."),
@@ -127,7 +127,7 @@ pub(super) fn write_migrations(
 }
 
 /// Writes what both ends of a migration have.
-fn write_ends(page: &mut Page<'_>, ends: &[End<'_>]) -> fmt::Result {
+fn write_ends(page: &mut MetricsPage<'_>, ends: &[MigrationEnd<'_>]) -> fmt::Result {
     let phases = ends.iter().flat_map(|end| {
         PHASES.map(|phase| {
             let is = u64::from(phase == end.progress.phase);
@@ -142,7 +142,7 @@ fn write_ends(page: &mut Page<'_>, ends: &[End<'_>]) -> fmt::Result {
 }
 
 /// Writes what only the source of a migration knows.
-fn write_source(page: &mut Page<'_>, latest: Option<&MigrationPage>) -> fmt::Result {
+fn write_source(page: &mut MetricsPage<'_>, latest: Option<&MigrationPage>) -> fmt::Result {
     let Some(MigrationPage { progress, report, .. }) = latest else { return Ok(()) };
     page.gauge(
         number("driftline_migration_remaining_pages", "Pages that the pass has still to send."),

@@ -1,5 +1,5 @@
-//! Metrics in Prometheus' formats: what `info`, the jobs and the guest's timings count, read when
-//! they are asked for.
+//! Metrics in Prometheus' formats: what `info`, the jobs and the guest's timings count, read at
+//! each scrape.
 //!
 //! All metrics of a process with a guest have the labels `vm_id` and, if the guest has a name,
 //! `name`.
@@ -22,8 +22,8 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, prometheus_text, text};
 use prometheus_client::registry::Registry;
 
-use self::page::Page;
-use self::process::Process;
+use self::page::MetricsPage;
+use self::process::ProcessFigures;
 use crate::jobs::{CheckpointFigures, Jobs, MigrationFigures};
 use crate::model::Info;
 pub(crate) use format::Format;
@@ -31,7 +31,7 @@ pub(crate) use format::Format;
 /// The figures of one scrape.
 #[derive(Debug)]
 pub(crate) struct Scrape {
-    process: Process,
+    process: ProcessFigures,
     guest: Option<Box<GuestFigures>>,
     /// The guest that arrives, or has arrived, from another host.
     received: Option<Progress>,
@@ -60,7 +60,7 @@ impl Scrape {
                 migrations: jobs.migration_figures(),
             })
         });
-        Self { process: Process::read(), guest, received }
+        Self { process: ProcessFigures::read(), guest, received }
     }
 
     /// Writes the page.
@@ -89,7 +89,7 @@ impl Scrape {
 
 impl Collector for Scrape {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut page = Page(encoder);
+        let mut page = MetricsPage(encoder);
         self.process.write(&mut page)?;
         if let Some(guest) = &self.guest {
             guest::write(&mut page, &guest.info, &guest.timings, guest.balloon)?;

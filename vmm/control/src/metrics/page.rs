@@ -13,7 +13,7 @@ use prometheus_client::registry::Unit;
 pub(super) const NONE: [(&str, &str); 0] = [];
 
 /// A page under way. A family without samples is left out.
-pub(super) struct Page<'e>(pub(super) DescriptorEncoder<'e>);
+pub(super) struct MetricsPage<'e>(pub(super) DescriptorEncoder<'e>);
 
 /// What a family is called, without the suffixes of its unit and its type, and what it means.
 pub(super) struct Family {
@@ -37,7 +37,7 @@ pub(super) fn seconds(name: &'static str, help: &'static str) -> Family {
     Family { name, unit: Some(Unit::Seconds), help }
 }
 
-impl Page<'_> {
+impl MetricsPage<'_> {
     /// Writes counters; the name gets the suffix `_total`.
     pub(super) fn counters<L: EncodeLabelSet, V: EncodeCounterValue>(
         &mut self,

@@ -8,21 +8,21 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use driftline_dirty_tracker::PAGE_SIZE;
 
-use super::page::{Page, bytes, number, seconds};
+use super::page::{MetricsPage, bytes, number, seconds};
 
 /// Unit of times in `/proc`: `USER_HZ`, which is part of the kernel's interface on x86-64.
 const TICKS_PER_S: f64 = 100.0;
 
 /// Figures of this process. What cannot be read is left out.
 #[derive(Clone, Copy, Default, Debug)]
-pub(super) struct Process {
+pub(super) struct ProcessFigures {
     cpu_s: Option<f64>,
     resident_bytes: Option<u64>,
     open_fds: Option<u64>,
     start_s: Option<f64>,
 }
 
-impl Process {
+impl ProcessFigures {
     pub(super) fn read() -> Self {
         let stat = Stat::read();
         Self {
@@ -33,7 +33,7 @@ impl Process {
         }
     }
 
-    pub(super) fn write(&self, page: &mut Page<'_>) -> fmt::Result {
+    pub(super) fn write(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
         page.info(
             number("driftline_build", "The program."),
             &[("version", env!("CARGO_PKG_VERSION"))],
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn process_has_all_figures() {
-        let Process { cpu_s, resident_bytes, open_fds, start_s } = Process::read();
+        let ProcessFigures { cpu_s, resident_bytes, open_fds, start_s } = ProcessFigures::read();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
         assert!((0.0..3600.0).contains(&cpu_s.unwrap()), "{cpu_s:?}");
         assert!((1 << 20..1 << 40).contains(&resident_bytes.unwrap()), "{resident_bytes:?}");

@@ -104,7 +104,7 @@ pub enum MigrationState {
     InDoubt,
     /// The guest is on the destination, or the operator has resolved that it must not run here.
     Completed,
-    /// The guest has remained on this host, or has ended here: see [`GuestWhere`].
+    /// The guest has remained on this host, or has ended here: see [`GuestLocation`].
     Failed,
 }
 
@@ -118,13 +118,13 @@ pub struct MigrationFailure {
     /// The phase in which it failed.
     pub phase: Phase,
     /// Location of the guest.
-    pub guest: GuestWhere,
+    pub guest: GuestLocation,
 }
 
 /// Location of the guest after a failed migration.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum GuestWhere {
+pub enum GuestLocation {
     /// On this host, as before.
     Here,
     /// On this host, paused because it could not be resumed.

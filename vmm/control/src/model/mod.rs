@@ -24,9 +24,9 @@ pub use guest::{
 pub use limit::UnknownName;
 pub(crate) use limit::{LimitError, at_least, at_most, one_to};
 pub use migration::{
-    GuestWhere, MAX_DOWNTIME_MS, MAX_TIMEOUT_S, MigrationFailure, MigrationPage, MigrationRequest,
-    MigrationState, ResolveRequest,
+    GuestLocation, MAX_DOWNTIME_MS, MAX_TIMEOUT_S, MigrationFailure, MigrationPage,
+    MigrationRequest, MigrationState, ResolveRequest,
 };
 pub use watch::{
-    CheckpointGlance, MAX_BINS, MemoryRange, VcpuWindow, WatchBegun, WatchPage, WatchRequest,
+    CheckpointSummary, MAX_BINS, MemoryRange, VcpuWindow, WatchBegun, WatchPage, WatchRequest,
 };

@@ -62,7 +62,7 @@ pub struct WatchPage {
     /// The latest migration from this host.
     pub migration: Option<MigrationPage>,
     /// The latest checkpoint run.
-    pub checkpoints: Option<CheckpointGlance>,
+    pub checkpoints: Option<CheckpointSummary>,
 }
 
 /// A contiguous range of guest memory.
@@ -94,7 +94,7 @@ pub struct VcpuWindow {
 
 /// Summary of a checkpoint run for an observer.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct CheckpointGlance {
+pub struct CheckpointSummary {
     /// The run's number.
     pub job: u64,
     /// Whether the run is under way.

@@ -1,6 +1,7 @@
 //! Shared parts of the binary's tests: a process that does not outlive its test, and its guest's
 //! reports.
 
+pub mod pty;
 pub mod script;
 pub mod stuck_storage;
 
@@ -13,6 +14,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use driftline_images::{PayloadMessage, PayloadReport};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -34,7 +36,7 @@ pub fn raw(socket: &str, bytes: &str) -> String {
 }
 
 /// Time limit after which a test gives up.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns the minimum duration of an attack: a minute with `DRIFTLINE_FULL=1`, otherwise no longer
 /// than its first steps.
@@ -64,10 +66,10 @@ pub fn succeed(args: &[&str]) -> String {
 /// Runs a command that must fail with `code`. Returns its message.
 pub fn fail(code: i32, args: &[&str]) -> String {
     let out = output(args);
-    let (said, printed) = (text(&out.stderr), text(&out.stdout));
-    assert_eq!(out.status.code(), Some(code), "{args:?}: {said}{printed}");
+    let (stderr, printed) = (text(&out.stderr), text(&out.stdout));
+    assert_eq!(out.status.code(), Some(code), "{args:?}: {stderr}{printed}");
     assert_eq!(printed, "", "{args:?} failed and printed a result");
-    said
+    stderr
 }
 
 pub fn text(bytes: &[u8]) -> String {
@@ -76,20 +78,20 @@ pub fn text(bytes: &[u8]) -> String {
 
 /// Waits until `check` returns a value.
 pub fn wait_for<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     loop {
         if let Some(found) = check() {
             return found;
         }
-        assert!(Instant::now() < end, "waited {PATIENCE:?} for {what}");
+        assert!(Instant::now() < end, "waited {TIMEOUT:?} for {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
 /// A temporary directory for one test.
-pub struct Place(TempDir);
+pub struct TestDir(TempDir);
 
-impl Place {
+impl TestDir {
     pub fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
@@ -110,72 +112,77 @@ impl Place {
 /// A driftline process that has, or waits for, a guest. Uses `name.sock`, `name.serial` and
 /// `name.err` in the test's directory. Killed when dropped.
 pub struct Vmm<'p> {
-    place: &'p Place,
+    tmp: &'p TestDir,
     name: &'static str,
     child: Child,
 }
 
 impl<'p> Vmm<'p> {
     /// Starts `args`, with a socket and a serial file added.
-    pub fn start(place: &'p Place, name: &'static str, args: &[&str]) -> Self {
-        Self::start_by(place, name, driftline(args))
+    pub fn start(tmp: &'p TestDir, name: &'static str, args: &[&str]) -> Self {
+        Self::start_by(tmp, name, driftline(args))
     }
 
     /// Starts `command`, with a socket and a serial file added.
-    pub fn start_by(place: &'p Place, name: &'static str, mut command: Command) -> Self {
-        let serial = format!("file:{}", place.text(&format!("{name}.serial")));
-        let socket = place.text(&format!("{name}.sock"));
-        let stderr = std::fs::File::create(place.path(&format!("{name}.err"))).unwrap();
+    pub fn start_by(tmp: &'p TestDir, name: &'static str, mut command: Command) -> Self {
+        let serial = format!("file:{}", tmp.text(&format!("{name}.serial")));
+        let socket = tmp.text(&format!("{name}.sock"));
+        let stderr = std::fs::File::create(tmp.path(&format!("{name}.err"))).unwrap();
         let child = command
             .args(["--api-sock", &socket, "--serial", &serial])
-            .args(["--state-dir", &place.text("state")])
+            .args(["--state-dir", &tmp.text("state")])
             .stdout(Stdio::null())
             .stderr(stderr)
             .spawn()
             .unwrap();
-        Self { place, name, child }
+        Self { tmp, name, child }
     }
 
     /// Starts a guest and waits until its API answers.
-    pub fn run(place: &'p Place, name: &'static str, args: &[&str]) -> Self {
-        let mut vmm = Self::start(place, name, &[&["run"], args].concat());
+    pub fn run(tmp: &'p TestDir, name: &'static str, args: &[&str]) -> Self {
+        let mut vmm = Self::start(tmp, name, &[&["run"], args].concat());
         vmm.await_api();
         vmm
     }
 
     pub fn await_api(&mut self) {
-        let end = Instant::now() + PATIENCE;
-        while self.state_now().is_none() {
+        let end = Instant::now() + TIMEOUT;
+        while self.state_if_there().is_none() {
             let ended = self.child.try_wait().unwrap();
-            assert!(ended.is_none(), "{} ended: {ended:?}: {}", self.name, self.said());
-            assert!(Instant::now() < end, "{} does not answer: {}", self.name, self.said());
+            assert!(ended.is_none(), "{} ended: {ended:?}: {}", self.name, self.stderr());
+            assert!(Instant::now() < end, "{} does not answer: {}", self.name, self.stderr());
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
     pub fn socket(&self) -> String {
-        self.place.text(&format!("{}.sock", self.name))
+        self.tmp.text(&format!("{}.sock", self.name))
     }
 
     /// Waits until the process has written `text` to stderr. A restored guest's API answers before
     /// the restore is reported.
-    pub fn await_said(&mut self, text: &str) {
-        let end = Instant::now() + PATIENCE;
-        while !self.said().contains(text) {
+    pub fn await_message(&mut self, text: &str) {
+        let end = Instant::now() + TIMEOUT;
+        while !self.stderr().contains(text) {
             let ended = self.child.try_wait().unwrap();
-            assert!(ended.is_none(), "{} ended: {ended:?}: {}", self.name, self.said());
-            assert!(Instant::now() < end, "no \"{text}\" from {}: {}", self.name, self.said());
+            assert!(ended.is_none(), "{} ended: {ended:?}: {}", self.name, self.stderr());
+            assert!(Instant::now() < end, "no \"{text}\" from {}: {}", self.name, self.stderr());
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
     /// Returns the process's stderr.
-    pub fn said(&self) -> String {
-        self.place.read(&format!("{}.err", self.name))
+    pub fn stderr(&self) -> String {
+        self.tmp.read(&format!("{}.err", self.name))
     }
 
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Sends a signal to the process.
+    pub fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_raw(self.pid() as i32).unwrap(), signal).unwrap();
     }
 
     /// Returns the output of `info --json`, if the process answers.
@@ -184,12 +191,12 @@ impl<'p> Vmm<'p> {
         out.status.success().then(|| serde_json::from_slice(&out.stdout).unwrap())
     }
 
-    fn state_now(&self) -> Option<String> {
+    fn state_if_there(&self) -> Option<String> {
         Some(self.info()?["state"].as_str().unwrap().to_owned())
     }
 
     pub fn state(&self) -> String {
-        self.state_now().unwrap_or_else(|| panic!("{} does not answer", self.name))
+        self.state_if_there().unwrap_or_else(|| panic!("{} does not answer", self.name))
     }
 
     /// Runs a client command for this guest that must succeed.
@@ -221,7 +228,7 @@ impl<'p> Vmm<'p> {
 
     /// Returns the last report of each vCPU so far, in this life.
     pub fn reports(&self) -> Vec<PayloadReport> {
-        last_reports(&self.place.path(&format!("{}.serial", self.name)))
+        last_reports(&self.tmp.path(&format!("{}.serial", self.name)))
     }
 
     /// Waits until each of `vcpus` vCPUs has written more pages than in `than`, and checks that
@@ -241,11 +248,11 @@ impl<'p> Vmm<'p> {
 }
 
 /// Starts a process that waits for a guest. Returns it with its address.
-pub fn receiver<'p>(place: &'p Place, name: &'static str, more: &[&str]) -> (Vmm<'p>, String) {
-    let vmm = Vmm::start(place, name, &[&["receive-migration", "tcp:127.0.0.1:0"], more].concat());
+pub fn receiver<'p>(tmp: &'p TestDir, name: &'static str, more: &[&str]) -> (Vmm<'p>, String) {
+    let vmm = Vmm::start(tmp, name, &[&["receive-migration", "tcp:127.0.0.1:0"], more].concat());
     let address = wait_for("the receiver to listen", || {
-        let said = vmm.said();
-        let (_, rest) = said.split_once("waiting for a migration on ")?;
+        let stderr = vmm.stderr();
+        let (_, rest) = stderr.split_once("waiting for a migration on ")?;
         Some(rest.split_once('\n')?.0.to_owned())
     });
     (vmm, address)
@@ -256,7 +263,7 @@ impl Drop for Vmm<'_> {
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {
-            eprintln!("{} said: {}", self.name, self.said());
+            eprintln!("{} said: {}", self.name, self.stderr());
         }
     }
 }

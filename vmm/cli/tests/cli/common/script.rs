@@ -34,7 +34,7 @@ pub const BUFFERS: u32 = 0x30_0000;
 
 /// One step of the guest: write 32 bits, wait for 32 bits, or print a character.
 #[derive(Clone, Copy)]
-pub enum Step {
+pub enum DriverStep {
     Write(u32, u32),
     Wait(u32, u32, u32),
     Print(u8),
@@ -42,7 +42,7 @@ pub enum Step {
 
 /// A device of the guest.
 #[derive(Clone, Copy)]
-pub struct Target {
+pub struct ScriptedDevice {
     /// Index of the device's register page.
     pub index: u32,
     /// Index of the queue that the script uses.
@@ -51,26 +51,26 @@ pub struct Target {
     pub label: &'static str,
 }
 
-impl Target {
+impl ScriptedDevice {
     pub fn register(self, register: u32) -> u32 {
         DEVICES + 0x1000 * self.index + register
     }
 }
 
 #[derive(Default)]
-pub struct Script(Vec<Step>);
+pub struct DriverScript(Vec<DriverStep>);
 
-impl Script {
+impl DriverScript {
     pub fn write(&mut self, addr: u32, value: u32) {
-        self.0.push(Step::Write(addr, value));
+        self.0.push(DriverStep::Write(addr, value));
     }
 
-    pub fn set(&mut self, device: Target, register: u32, value: u32) {
+    pub fn set(&mut self, device: ScriptedDevice, register: u32, value: u32) {
         self.write(device.register(register), value);
     }
 
     /// Takes the device from a reset to a ready driver, with one queue and fresh rings.
-    pub fn start(&mut self, device: Target) {
+    pub fn start(&mut self, device: ScriptedDevice) {
         self.set(device, STATUS, 0);
         self.set(device, STATUS, 3);
         // VERSION_1 and INDIRECT_DESC; for disks also FLUSH.
@@ -93,7 +93,7 @@ impl Script {
         }
         self.set(device, QUEUE_READY, 1);
         self.set(device, STATUS, 15);
-        self.0.push(Step::Wait(device.register(STATUS), !0, 15));
+        self.0.push(DriverStep::Wait(device.register(STATUS), !0, 15));
     }
 
     pub fn describe(&mut self, index: u32, addr: u32, len: u32, flags: u32, next: u32) {
@@ -104,20 +104,20 @@ impl Script {
     }
 
     /// Makes the chain from `head` available as the first one of `count`, and notifies the device.
-    pub fn offer(&mut self, device: Target, head: u32, count: u32) {
+    pub fn offer(&mut self, device: ScriptedDevice, head: u32, count: u32) {
         self.write(AVAILABLE + 4, head);
         self.write(AVAILABLE, count << 16);
         self.set(device, QUEUE_NOTIFY, device.queue);
     }
 
     /// Waits until the device requests a reset.
-    pub fn await_stop(&mut self, device: Target) {
-        self.0.push(Step::Wait(device.register(STATUS), NEEDS_RESET, NEEDS_RESET));
-        self.0.push(Step::Print(b'S'));
+    pub fn await_stop(&mut self, device: ScriptedDevice) {
+        self.0.push(DriverStep::Wait(device.register(STATUS), NEEDS_RESET, NEEDS_RESET));
+        self.0.push(DriverStep::Print(b'S'));
     }
 
     /// Uses a device correctly: reads 16 bytes of randomness, or the disk's first sector.
-    pub fn use_well(&mut self, device: Target) {
+    pub fn use_well(&mut self, device: ScriptedDevice) {
         self.start(device);
         if device.label.contains("rng") {
             self.describe(0, BUFFERS, 16, WRITE, 0);
@@ -132,15 +132,15 @@ impl Script {
             self.describe(2, status, 1, WRITE, 0);
         }
         self.offer(device, 0, 1);
-        self.0.push(Step::Wait(USED, 0xffff_0000, 1 << 16));
+        self.0.push(DriverStep::Wait(USED, 0xffff_0000, 1 << 16));
         if !device.label.contains("rng") {
-            self.0.push(Step::Wait(BUFFERS + 0x2000, 0xff, 0));
+            self.0.push(DriverStep::Wait(BUFFERS + 0x2000, 0xff, 0));
         }
-        self.0.push(Step::Print(b'W'));
+        self.0.push(DriverStep::Print(b'W'));
     }
 
     /// Requests a flush of a disk, waits for its completion, and prints an F.
-    pub fn flush(&mut self, disk: Target) {
+    pub fn flush(&mut self, disk: ScriptedDevice) {
         let status = BUFFERS + 0x2000;
         self.start(disk);
         // The type of the request, and the rest of its header.
@@ -151,9 +151,9 @@ impl Script {
         self.describe(0, BUFFERS, 16, NEXT, 1);
         self.describe(1, status, 1, WRITE, 0);
         self.offer(disk, 0, 1);
-        self.0.push(Step::Wait(USED, 0xffff_0000, 1 << 16));
-        self.0.push(Step::Wait(status, 0xff, 0));
-        self.0.push(Step::Print(b'F'));
+        self.0.push(DriverStep::Wait(USED, 0xffff_0000, 1 << 16));
+        self.0.push(DriverStep::Wait(status, 0xff, 0));
+        self.0.push(DriverStep::Print(b'F'));
     }
 
     /// Returns an ELF file that performs all steps, then resets.
@@ -177,9 +177,9 @@ impl Script {
         code.resize(TABLE_AT as usize, 0);
         for step in &self.0 {
             let words = match *step {
-                Step::Write(addr, value) => [1, addr, value, 0],
-                Step::Wait(addr, mask, value) => [2, addr, value, mask],
-                Step::Print(character) => [3, 0, character.into(), 0],
+                DriverStep::Write(addr, value) => [1, addr, value, 0],
+                DriverStep::Wait(addr, mask, value) => [2, addr, value, mask],
+                DriverStep::Print(character) => [3, 0, character.into(), 0],
             };
             code.extend(words.iter().flat_map(|w| w.to_le_bytes()));
         }

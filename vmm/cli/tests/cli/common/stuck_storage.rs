@@ -20,20 +20,20 @@ const DISK: INodeNo = INodeNo(2);
 const TTL: Duration = Duration::from_secs(60);
 
 /// Control of the requests of one kind.
-struct Gate<R> {
+struct ReplyGate<R> {
     /// Number of requests that will still be answered.
     answered: AtomicUsize,
     /// Requests that wait for an answer.
     stuck: Mutex<Vec<R>>,
 }
 
-impl<R> Default for Gate<R> {
+impl<R> Default for ReplyGate<R> {
     fn default() -> Self {
         Self { answered: AtomicUsize::new(usize::MAX), stuck: Mutex::default() }
     }
 }
 
-impl<R> Gate<R> {
+impl<R> ReplyGate<R> {
     /// Returns the reply if the request is to be answered; otherwise keeps the reply.
     fn pass(&self, reply: R) -> Option<R> {
         let order = Ordering::SeqCst;
@@ -62,15 +62,15 @@ impl<R> Gate<R> {
 }
 
 #[derive(Default)]
-struct Gates {
-    flushes: Gate<ReplyEmpty>,
-    writes: Gate<ReplyWrite>,
-    locks: Gate<ReplyEmpty>,
+struct ReplyGates {
+    flushes: ReplyGate<ReplyEmpty>,
+    writes: ReplyGate<ReplyWrite>,
+    locks: ReplyGate<ReplyEmpty>,
 }
 
 struct OneFile {
     content: Mutex<Vec<u8>>,
-    gates: Arc<Gates>,
+    gates: Arc<ReplyGates>,
     /// Whether the file system receives and grants lock requests itself; otherwise the kernel
     /// manages locks.
     has_locks: bool,
@@ -79,7 +79,7 @@ struct OneFile {
 /// The mounted file system. Dropping it answers all waiting requests and unmounts it, even if it is
 /// in use.
 pub struct StuckStorage {
-    gates: Arc<Gates>,
+    gates: Arc<ReplyGates>,
     session: Option<BackgroundSession>,
     dir: TempDir,
 }
@@ -98,7 +98,7 @@ impl StuckStorage {
     }
 
     fn mount(bytes: usize, has_locks: bool) -> Result<Self, String> {
-        let (gates, dir) = (Arc::new(Gates::default()), tempfile::tempdir().unwrap());
+        let (gates, dir) = (Arc::new(ReplyGates::default()), tempfile::tempdir().unwrap());
         let content = Mutex::new(vec![0; bytes]);
         let files = OneFile { content, gates: gates.clone(), has_locks };
         let session = fuser::spawn_mount(files, dir.path(), &Config::default());
@@ -123,7 +123,7 @@ impl StuckStorage {
 
     /// Returns the number of flushes, writes and locks that wait for an answer.
     pub fn stuck(&self) -> usize {
-        let Gates { flushes, writes, locks } = &*self.gates;
+        let ReplyGates { flushes, writes, locks } = &*self.gates;
         flushes.stuck() + writes.stuck() + locks.stuck()
     }
 }

@@ -7,11 +7,11 @@ use tokio::net::{TcpListener, UnixListener};
 use super::*;
 
 /// Returns the API's socket, and a function that connects to it.
-fn listen() -> (Callers, impl Fn() -> std::os::unix::net::UnixStream) {
+fn listen() -> (BoundedListener, impl Fn() -> std::os::unix::net::UnixStream) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("api");
-    let listener = Listening::Unix(UnixListener::bind(&path).unwrap());
-    (Callers::new(listener, None), move || {
+    let listener = ServerSocket::Unix(UnixListener::bind(&path).unwrap());
+    (BoundedListener::new(listener, None), move || {
         let _dir = &dir;
         std::os::unix::net::UnixStream::connect(&path).unwrap()
     })
@@ -19,9 +19,9 @@ fn listen() -> (Callers, impl Fn() -> std::os::unix::net::UnixStream) {
 
 #[tokio::test]
 async fn displaced_connection_ends_while_it_writes() {
-    let (mut callers, connect) = listen();
+    let (mut listener, connect) = listen();
     let _never_reads = connect();
-    let (mut stream, _) = callers.accept().await;
+    let (mut stream, _) = listener.accept().await;
     let piece = [0; 1 << 16];
     poll_fn(|context| {
         while Pin::new(&mut stream).poll_write(context, &piece).is_ready() {}
@@ -36,9 +36,9 @@ async fn displaced_connection_ends_while_it_writes() {
     // The task waits.
     tokio::task::yield_now().await;
     let mut others = Vec::new();
-    for _ in 0..IDLE {
+    for _ in 0..MAX_IDLE {
         let client = connect();
-        others.push((client, callers.accept().await));
+        others.push((client, listener.accept().await));
     }
     let ended = tokio::time::timeout(Duration::from_secs(60), writing).await;
     let broken = io::ErrorKind::BrokenPipe;
@@ -47,36 +47,42 @@ async fn displaced_connection_ends_while_it_writes() {
 
 #[tokio::test]
 async fn displaced_caller_begins_nothing() {
-    let (mut callers, connect) = listen();
+    let (mut listener, connect) = listen();
     let _first = connect();
-    let (_stream, caller) = callers.accept().await;
+    let (_stream, connection) = listener.accept().await;
     let mut others = Vec::new();
-    for _ in 0..IDLE {
+    for _ in 0..MAX_IDLE {
         let client = connect();
-        others.push((client, callers.accept().await));
+        others.push((client, listener.accept().await));
     }
-    assert_eq!(caller.begin(Class::Other).unwrap_err(), Refusal::Displaced);
+    assert_eq!(connection.begin(RequestClass::Other).unwrap_err(), Refusal::Displaced);
 }
 
 #[tokio::test]
 async fn requests_count_by_class_until_they_end() {
-    let (mut callers, connect) = listen();
-    let classes = [Class::Other, Class::Wait, Class::End, Class::Stop, Class::Look];
+    let (mut listener, connect) = listen();
+    let classes = [
+        RequestClass::Other,
+        RequestClass::Wait,
+        RequestClass::EndJob,
+        RequestClass::Stop,
+        RequestClass::Status,
+    ];
     let mut begun = Vec::new();
     // A full class does not reduce the limit of the others.
     for class in classes {
         for _ in 0..class.limit() {
             let client = connect();
-            let (stream, caller) = callers.accept().await;
-            begun.push(caller.begin(class).unwrap());
+            let (stream, connection) = listener.accept().await;
+            begun.push(connection.begin(class).unwrap());
             // The client disconnects; its request continues.
             drop((client, stream));
         }
         let _client = connect();
-        let (_stream, caller) = callers.accept().await;
-        assert_eq!(caller.begin(class).unwrap_err(), Refusal::Full, "{class:?}");
+        let (_stream, connection) = listener.accept().await;
+        assert_eq!(connection.begin(class).unwrap_err(), Refusal::Full, "{class:?}");
         drop(begun.pop());
-        begun.push(caller.begin(class).unwrap());
+        begun.push(connection.begin(class).unwrap());
     }
 }
 
@@ -85,11 +91,11 @@ async fn silent_connection_ends() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let limit = Duration::from_millis(200);
-    let mut callers = Callers::new(Listening::Tcp(listener), Some(limit));
+    let mut listener = BoundedListener::new(ServerSocket::Tcp(listener), Some(limit));
     let client = tokio::net::TcpStream::connect(address).await.unwrap();
-    let (mut stream, _) = callers.accept().await;
+    let (mut stream, _) = listener.accept().await;
     let mut bytes = [0; 16];
-    let mut read = async |stream: &mut Stream| {
+    let mut read = async |stream: &mut BoundedStream| {
         let mut buf = ReadBuf::new(&mut bytes);
         let began = Instant::now();
         poll_fn(|context| Pin::new(&mut *stream).poll_read(context, &mut buf)).await.unwrap();
@@ -110,9 +116,10 @@ async fn silent_connection_ends() {
 async fn silent_connection_ends_while_it_writes() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let mut callers = Callers::new(Listening::Tcp(listener), Some(Duration::from_millis(100)));
+    let mut listener =
+        BoundedListener::new(ServerSocket::Tcp(listener), Some(Duration::from_millis(100)));
     let _never_reads = tokio::net::TcpStream::connect(address).await.unwrap();
-    let (mut stream, _) = callers.accept().await;
+    let (mut stream, _) = listener.accept().await;
     let piece = [0; 1 << 16];
     let writing = async {
         loop {

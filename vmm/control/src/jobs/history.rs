@@ -6,25 +6,25 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 /// Maximum number of jobs kept of each kind.
-const KEPT: usize = 4;
+const MAX_JOBS: usize = 4;
 
 /// See the module documentation. Numbers ascend.
-pub(super) struct Kept<J> {
+pub(super) struct JobHistory<J> {
     jobs: Mutex<VecDeque<(u64, Arc<J>)>>,
 }
 
-impl<J> Default for Kept<J> {
+impl<J> Default for JobHistory<J> {
     fn default() -> Self {
         Self { jobs: Mutex::default() }
     }
 }
 
-impl<J> Kept<J> {
-    /// Adds the latest job, and discards the oldest if there are more than [`KEPT`].
+impl<J> JobHistory<J> {
+    /// Adds the latest job, and discards the oldest if there are more than [`MAX_JOBS`].
     pub(super) fn add(&self, number: u64, job: Arc<J>) {
         let mut jobs = self.jobs.lock();
         jobs.push_back((number, job));
-        if jobs.len() > KEPT {
+        if jobs.len() > MAX_JOBS {
             jobs.pop_front();
         }
     }
@@ -46,13 +46,13 @@ mod tests {
 
     #[test]
     fn job_is_found_until_it_is_discarded() {
-        let kept = Kept::default();
-        assert!(kept.latest().is_none());
+        let history = JobHistory::default();
+        assert!(history.latest().is_none());
         for n in 1..=6u64 {
-            kept.add(n, Arc::new(n * 10));
+            history.add(n, Arc::new(n * 10));
         }
-        assert_eq!(kept.latest().as_deref(), Some(&60));
-        assert_eq!(kept.find(3).as_deref(), Some(&30));
-        assert!(kept.find(2).is_none() && kept.find(7).is_none());
+        assert_eq!(history.latest().as_deref(), Some(&60));
+        assert_eq!(history.find(3).as_deref(), Some(&30));
+        assert!(history.find(2).is_none() && history.find(7).is_none());
     }
 }

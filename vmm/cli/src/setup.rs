@@ -20,7 +20,7 @@ use driftline_machine::vm::Vm;
 use super::args::{DeviceArgs, HostArgs};
 use super::failure::Failure;
 use super::notify;
-use super::output::{bytes, say};
+use super::output::{bytes, print_message};
 
 /// Logs the guest's memory and devices.
 pub(super) fn log_machine(vm: &dyn Vm, memory: &MemoryOptions) {
@@ -42,7 +42,7 @@ pub(super) fn log_machine(vm: &dyn Vm, memory: &MemoryOptions) {
 }
 
 /// Files that a command names in addition to those of every command.
-pub(super) struct Named {
+pub(super) struct NamedFiles {
     /// Files to read.
     pub(super) read: Vec<PathBuf>,
     /// Files to write.
@@ -51,7 +51,7 @@ pub(super) struct Named {
     sockets: Vec<PathBuf>,
 }
 
-impl Named {
+impl NamedFiles {
     pub(super) fn of_devices(disks: &[DiskSpec], vsock: Option<&VsockSpec>) -> Self {
         let (read, write): (Vec<_>, Vec<_>) =
             disks.iter().partition(|disk| disk.readonly && !disk.copy);
@@ -83,12 +83,12 @@ pub(super) struct Confined {
 /// Prepares the process before there is a guest: ties it to its parent, connects to the service
 /// manager, opens its listeners, whose names and ports may be taken, enters the sandbox and starts
 /// the threads that every such process has. Returns the listeners.
-pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Listeners, Failure> {
+pub(super) fn prepare(host: &HostArgs, named: NamedFiles) -> Result<Listeners, Failure> {
     confine(host, named)?.start_threads(host)
 }
 
 /// The first half of [`prepare`], for a caller that has a thread of its own to start before others.
-pub(super) fn confine(host: &HostArgs, named: Named) -> Result<Confined, Failure> {
+pub(super) fn confine(host: &HostArgs, named: NamedFiles) -> Result<Confined, Failure> {
     if host.die_with_parent {
         let kill = Some(rustix::process::Signal::KILL);
         rustix::process::set_parent_process_death_signal(kill)?;
@@ -145,9 +145,9 @@ fn listen_for_metrics(address: SocketAddr) -> Result<(TcpListener, SocketAddr), 
 }
 
 fn log_metrics(address: SocketAddr, host: &HostArgs) {
-    match host.metrics_listen.is_some_and(|asked| asked.port() == 0) {
+    match host.metrics_listen.is_some_and(|requested| requested.port() == 0) {
         // Nothing else says which port was free.
-        true => say(format_args!("metrics on http://{address}/metrics")),
+        true => print_message(format_args!("metrics on http://{address}/metrics")),
         false => tracing::info!("metrics on http://{address}/metrics"),
     }
     if !address.ip().is_loopback() {
@@ -183,8 +183,8 @@ pub(super) fn warn_of_state_dir(host: &HostArgs) {
 }
 
 /// Returns the restrictions of the process.
-fn restrictions(host: &HostArgs, named: Named) -> Result<sandbox::Options, Failure> {
-    let Named { read, mut write, mut sockets } = named;
+fn restrictions(host: &HostArgs, named: NamedFiles) -> Result<sandbox::Options, Failure> {
+    let NamedFiles { read, mut write, mut sockets } = named;
     sockets.extend(host.api_sock.clone());
     // The sandbox can allow only paths that exist.
     if let SerialSink::File(path) = &host.serial {
@@ -217,7 +217,7 @@ fn sandbox_failure(e: sandbox::StartError) -> Failure {
 /// configuration contains them and may be used elsewhere.
 pub(super) fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<HostConfig> {
     if host.serial == SerialSink::Stdio && io::stdin().is_terminal() {
-        say("the terminal is the guest's; Ctrl-A x ends it");
+        print_message("the terminal is the guest's; Ctrl-A x ends it");
     }
     let memory = MemoryOptions {
         backing: host.memory_backing,

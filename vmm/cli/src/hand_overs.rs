@@ -12,16 +12,16 @@ use serde_json::{Value, json};
 
 use super::args::ResolveArgs;
 use super::failure::Failure;
-use super::output::{print_json, say};
+use super::output::{print_json, print_message};
 
 /// The hand-overs of this host that are in doubt.
-pub(super) struct Unsettled {
+pub(super) struct PendingHandOvers {
     state_dir: PathBuf,
     /// For a clone that may run nevertheless: the original's disks that it would use.
     shared: Option<Vec<DiskConfig>>,
 }
 
-impl Unsettled {
+impl PendingHandOvers {
     /// Creates the check for the records in `state_dir`.
     pub(super) fn of(state_dir: PathBuf) -> Self {
         Self { state_dir, shared: None }
@@ -29,7 +29,7 @@ impl Unsettled {
 
     /// Allows the guest to run as a clone, unless it would use disks of the original (`shared`, if
     /// they are known).
-    pub(super) fn pass_clone(&mut self, shared: Option<Vec<DiskConfig>>) {
+    pub(super) fn allow_clone(&mut self, shared: Option<Vec<DiskConfig>>) {
         self.shared = shared;
     }
 
@@ -68,21 +68,21 @@ impl Unsettled {
     }
 }
 
-/// Builds only guests that have no unsettled hand-over. The check runs once the guest's disks are
+/// Builds only guests that have no pending hand-over. The check runs once the guest's disks are
 /// locked and before anything is written to them. The previous owner of the locks has released them
 /// by then, and wrote its record before that.
-pub(super) struct Settled<F> {
+pub(super) struct CheckedFactory<F> {
     pub(super) inner: F,
-    pub(super) unsettled: Unsettled,
+    pub(super) pending_hand_overs: PendingHandOvers,
 }
 
-impl<F: GuestFactory> Settled<F> {
-    fn require(
+impl<F: GuestFactory> CheckedFactory<F> {
+    fn check(
         &self,
         vm_id: VmId,
         (guest, drives): WithCopies<F::Guest>,
     ) -> Result<WithCopies<F::Guest>, GuestError> {
-        if let Err(e) = self.unsettled.refuse(vm_id) {
+        if let Err(e) = self.pending_hand_overs.refuse(vm_id) {
             guest.stop("it may be running elsewhere");
             return Err(GuestError::System { what: "starting it here", cause: e.message().into() });
         }
@@ -90,7 +90,7 @@ impl<F: GuestFactory> Settled<F> {
     }
 }
 
-impl<F: GuestFactory> GuestFactory for Settled<F> {
+impl<F: GuestFactory> GuestFactory for CheckedFactory<F> {
     type Guest = F::Guest;
 
     fn create_with_copies(
@@ -99,7 +99,7 @@ impl<F: GuestFactory> GuestFactory for Settled<F> {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<F::Guest>, GuestError> {
-        self.require(vm_id, self.inner.create_with_copies(vm_id, config, drives)?)
+        self.check(vm_id, self.inner.create_with_copies(vm_id, config, drives)?)
     }
 
     fn create_with_drives(
@@ -108,7 +108,7 @@ impl<F: GuestFactory> GuestFactory for Settled<F> {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<F::Guest>, GuestError> {
-        self.require(from.vm_id, self.inner.create_with_drives(from, config, drives)?)
+        self.check(from.vm_id, self.inner.create_with_drives(from, config, drives)?)
     }
 }
 
@@ -122,21 +122,19 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
     }
     let (records, Pending { records: mut found, unreadable }) = pending(dir)?;
     for e in &unreadable {
-        say(e);
+        print_message(e);
     }
-    let asked = |record: &SourceRecord| match &args.vm {
+    let is_requested = |record: &SourceRecord| match &args.vm {
         None => true,
         Some(id) => record.vm_id.to_string() == *id,
     };
-    found.retain(asked);
+    found.retain(is_requested);
     let first = found.first().map(|record| record.vm_id);
     let (Some(records), Some(vm_id)) = (records, first) else {
         return Err(Failure::error(format_args!(
             "no migration is in doubt: {} has no record of {}",
             dir.display(),
-            args.vm
-                .as_deref()
-                .map_or("an unsettled hand-over".to_owned(), |id| format!("guest {id}"))
+            args.vm.as_deref().map_or("a pending hand-over".to_owned(), |id| format!("guest {id}"))
         )));
     };
     if found.iter().any(|record| record.vm_id != vm_id) {
@@ -148,15 +146,15 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
     }
     let action = if args.action.run { Resolution::Run } else { Resolution::Discard };
     for record in &found {
-        say(describe(record));
+        print_message(describe(record));
         if action == Resolution::Run {
-            say(format_args!(
+            print_message(format_args!(
                 "run: `driftline restore` may run the guest here. You assert that {} does not run it \
                  and never will, and that no driftline here still has it; if one does, two run",
                 record.peer
             ));
         } else {
-            say(format_args!(
+            print_message(format_args!(
                 "discard: the guest is that of {}. If it does not run there, what it did since its \
                  last checkpoint is lost",
                 record.peer
@@ -177,8 +175,8 @@ pub(super) fn resolved(action: Resolution, vm_id: VmId, peers: &[&str]) -> Value
     json!({ "action": action, "vm_id": vm_id, "peers": peers })
 }
 
-/// Returns the unsettled records of a directory. A directory that does not exist has none, and is
-/// not created.
+/// Returns the records of pending hand-overs in a directory. A directory that does not exist has
+/// none, and is not created.
 fn pending(dir: &Path) -> Result<(Option<Records>, Pending), Failure> {
     if !dir.try_exists().map_err(|e| {
         Failure::error(format_args!("cannot look for hand-over records in {}: {e}", dir.display()))
@@ -214,8 +212,8 @@ mod tests {
         let config = payload_config(Backend::Threads);
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let state_dir = dir.path().join("state");
-        let unsettled = Unsettled::of(state_dir.clone());
-        let factory = Settled { inner: Factory::new(host), unsettled };
+        let pending_hand_overs = PendingHandOvers::of(state_dir.clone());
+        let factory = CheckedFactory { inner: Factory::new(host), pending_hand_overs };
         let (id, config) = (VmId::random(), config.encode());
         let said = || {
             let whole = factory.create(id, &config).map(drop);

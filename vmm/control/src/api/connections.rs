@@ -2,14 +2,15 @@
 //!
 //! A connection is busy while a request on it is being answered. Every other connection is idle,
 //! including a connection that has sent nothing, has sent half a request, or does not read its
-//! answer. If [`IDLE`] connections are idle, a new connection displaces the oldest idle one, so
+//! answer. If [`MAX_IDLE`] connections are idle, a new connection displaces the oldest idle one, so
 //! that silent clients cannot lock an operator out.
 //!
 //! The server answers a request once its whole body has arrived, within [`BODY_LIMIT`], unless the
-//! limit of the request's [`Class`] is reached. The request runs to completion and counts until
-//! then, even if its client disconnects: it may wait for a stuck disk, and clients that give up and
-//! retry must not accumulate such waits. Only a request that waits for news ([`Class::Wait`]) ends
-//! with its client, at most [`LOOK_EVERY`] after the client disconnects.
+//! limit of the request's [`RequestClass`] is reached. The request runs to completion and counts
+//! until then, even if its client disconnects: it may wait for a stuck disk, and clients that give
+//! up and retry must not accumulate such waits. Only a request that waits for news
+//! ([`RequestClass::Wait`]) ends with its client, at most [`DISCONNECT_POLL`] after the client
+//! disconnects.
 
 use std::io;
 use std::pin::Pin;
@@ -31,49 +32,49 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::fault::{Fault, read_body};
-use super::transport::{Connection, Listening};
+use super::transport::{ServerSocket, ServerStream};
 
 /// Maximum number of idle connections that stay open.
-const IDLE: usize = 64;
-/// Maximum number of concurrent requests of [`Class::Wait`], and of [`Class::Other`].
-const BUSY: usize = 64;
+const MAX_IDLE: usize = 64;
+/// Maximum number of concurrent requests of [`RequestClass::Wait`], and of [`RequestClass::Other`].
+const MAX_BUSY: usize = 64;
 /// Maximum number of concurrent requests of each other class.
-const RESERVE: usize = 16;
+const MAX_RESERVED: usize = 16;
 /// Interval at which a waiting request checks whether its client has disconnected.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+const DISCONNECT_POLL: Duration = Duration::from_secs(1);
 /// Limit for receiving a request's body.
 const BODY_LIMIT: Duration = Duration::from_secs(10);
 /// Delay after a connection could not be accepted, most likely because the process has no free file
 /// descriptor.
-const RETRY: Duration = Duration::from_millis(100);
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// A listening socket, and the connections to it.
 #[derive(Debug)]
-pub(super) struct Callers {
-    listener: Listening,
+pub(super) struct BoundedListener {
+    listener: ServerSocket,
     /// Longest time for which a connection stays open without a byte from or to its client.
     silence_limit: Option<Duration>,
-    open: Arc<Open>,
+    table: Arc<ConnectionTable>,
 }
 
 /// The connections, in ascending order of the time at which they were last busy or, if never busy,
 /// accepted.
 #[derive(Debug, Default)]
-struct Open(Mutex<Connections>);
+struct ConnectionTable(Mutex<Connections>);
 
 #[derive(Debug, Default)]
 struct Connections {
-    places: Vec<Place>,
+    entries: Vec<ConnectionEntry>,
     /// Number of requests that are being answered, by class. Some of their connections may have
     /// ended.
-    answering: [usize; Class::COUNT],
-    /// Number of connections accepted so far; the last one's name.
-    named: u64,
+    answering: [usize; RequestClass::COUNT],
+    /// Number of connections accepted so far, which is the id of the last one.
+    last_id: u64,
 }
 
 #[derive(Debug)]
-struct Place {
-    name: u64,
+struct ConnectionEntry {
+    id: u64,
     /// Whether a request is being answered on the connection.
     busy: bool,
     /// Waker of the task that reads from the connection.
@@ -84,19 +85,19 @@ struct Place {
 
 /// A group of requests with a limit of its own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Class {
+enum RequestClass {
     /// An operator reads the guest's state.
-    Look,
+    Status,
     /// An operator ends the guest.
     Stop,
     /// An operator ends a job, or resolves a migration in doubt.
-    End,
+    EndJob,
     /// A client waits for news.
     Wait,
     Other,
 }
 
-impl Class {
+impl RequestClass {
     const COUNT: usize = 5;
 
     fn of(method: &Method, uri: &Uri) -> Self {
@@ -108,10 +109,10 @@ impl Class {
         let waits =
             path == "/checkpoint/hold" || uri.query().is_some_and(|q| q.contains("wait_ms="));
         match path {
-            "/" | "/info" | "/metrics" if reads => Self::Look,
+            "/" | "/info" | "/metrics" if reads => Self::Status,
             "/stop" => Self::Stop,
-            "/migration/resolve" => Self::End,
-            _ if method == Method::DELETE => Self::End,
+            "/migration/resolve" => Self::EndJob,
+            _ if method == Method::DELETE => Self::EndJob,
             _ if reads && waits => Self::Wait,
             _ => Self::Other,
         }
@@ -120,116 +121,125 @@ impl Class {
     /// Returns the maximum number of concurrent requests of this class.
     fn limit(self) -> usize {
         match self {
-            Self::Wait | Self::Other => BUSY,
-            Self::Look | Self::Stop | Self::End => RESERVE,
+            Self::Wait | Self::Other => MAX_BUSY,
+            Self::Status | Self::Stop | Self::EndJob => MAX_RESERVED,
         }
     }
 }
 
 /// A connection, as its requests see it.
 #[derive(Clone, Debug)]
-pub(super) struct Caller {
-    open: Arc<Open>,
-    name: u64,
-    stream: Weak<Connection>,
+pub(super) struct ConnectionHandle {
+    table: Arc<ConnectionTable>,
+    id: u64,
+    stream: Weak<ServerStream>,
 }
 
 /// A connection's byte stream. It ends when the connection is displaced, or silent for too long.
 #[derive(Debug)]
-pub(super) struct Stream {
-    stream: Arc<Connection>,
-    caller: Caller,
-    silence: Option<Silence>,
+pub(super) struct BoundedStream {
+    stream: Arc<ServerStream>,
+    connection: ConnectionHandle,
+    silence: Option<SilenceTimer>,
 }
 
 /// The end of a connection over which nothing passes.
 #[derive(Debug)]
-struct Silence {
+struct SilenceTimer {
     limit: Duration,
     end: Pin<Box<Sleep>>,
 }
 
-impl Silence {
+impl SilenceTimer {
     fn new(limit: Duration) -> Self {
         Self { limit, end: Box::pin(sleep_until(Instant::now() + limit)) }
     }
 }
 
-impl Callers {
-    /// Creates a server's callers, none yet. A connection over which nothing passes for
+impl BoundedListener {
+    /// Creates a listener without connections. A connection over which nothing passes for
     /// `silence_limit` ends.
-    pub(super) fn new(listener: Listening, silence_limit: Option<Duration>) -> Self {
-        Self { listener, silence_limit, open: Arc::default() }
+    pub(super) fn new(listener: ServerSocket, silence_limit: Option<Duration>) -> Self {
+        Self { listener, silence_limit, table: Arc::default() }
     }
 }
 
-impl Open {
+impl ConnectionTable {
     fn lock(&self) -> MutexGuard<'_, Connections> {
         self.0.lock()
     }
 }
 
 impl Connections {
-    fn place(&mut self, name: u64) -> Option<&mut Place> {
-        self.places.iter_mut().find(|place| place.name == name)
+    fn entry(&mut self, id: u64) -> Option<&mut ConnectionEntry> {
+        self.entries.iter_mut().find(|entry| entry.id == id)
     }
 
-    /// Makes room for one idle connection: displaces the oldest idle one if [`IDLE`] are open.
+    /// Makes room for one idle connection: displaces the oldest idle one if [`MAX_IDLE`] are table.
     fn make_room(&mut self) {
-        if self.places.iter().filter(|place| !place.busy).count() < IDLE {
+        if self.entries.iter().filter(|entry| !entry.busy).count() < MAX_IDLE {
             return;
         }
-        if let Some(oldest) = self.places.iter().position(|place| !place.busy) {
-            let Place { reader, writer, .. } = self.places.remove(oldest);
+        if let Some(oldest) = self.entries.iter().position(|entry| !entry.busy) {
+            let ConnectionEntry { reader, writer, .. } = self.entries.remove(oldest);
             reader.into_iter().chain(writer).for_each(Waker::wake);
         }
     }
 }
 
-impl Listener for Callers {
-    type Io = Stream;
-    type Addr = Caller;
+impl Listener for BoundedListener {
+    type Io = BoundedStream;
+    type Addr = ConnectionHandle;
 
-    async fn accept(&mut self) -> (Stream, Caller) {
+    async fn accept(&mut self) -> (BoundedStream, ConnectionHandle) {
         loop {
             match self.listener.accept().await {
                 Ok(stream) => {
-                    let mut open = self.open.lock();
-                    open.make_room();
-                    open.named += 1;
-                    let name = open.named;
-                    open.places.push(Place { name, busy: false, reader: None, writer: None });
-                    drop(open);
+                    let mut table = self.table.lock();
+                    table.make_room();
+                    table.last_id += 1;
+                    let id = table.last_id;
+                    table.entries.push(ConnectionEntry {
+                        id,
+                        busy: false,
+                        reader: None,
+                        writer: None,
+                    });
+                    drop(table);
                     let stream = Arc::new(stream);
-                    let open = self.open.clone();
-                    let caller = Caller { open, name, stream: Arc::downgrade(&stream) };
-                    let silence = self.silence_limit.map(Silence::new);
-                    return (Stream { stream, caller: caller.clone(), silence }, caller);
+                    let table = self.table.clone();
+                    let connection =
+                        ConnectionHandle { table, id, stream: Arc::downgrade(&stream) };
+                    let silence = self.silence_limit.map(SilenceTimer::new);
+                    return (
+                        BoundedStream { stream, connection: connection.clone(), silence },
+                        connection,
+                    );
                 }
                 Err(e) => {
                     tracing::debug!("the API cannot accept a connection: {e}");
-                    tokio::time::sleep(RETRY).await;
+                    tokio::time::sleep(ACCEPT_RETRY).await;
                 }
             }
         }
     }
 
-    fn local_addr(&self) -> io::Result<Caller> {
+    fn local_addr(&self) -> io::Result<ConnectionHandle> {
         Err(io::ErrorKind::Unsupported.into())
     }
 }
 
-impl Connected<IncomingStream<'_, Callers>> for Caller {
-    fn connect_info(stream: IncomingStream<'_, Callers>) -> Self {
+impl Connected<IncomingStream<'_, BoundedListener>> for ConnectionHandle {
+    fn connect_info(stream: IncomingStream<'_, BoundedListener>) -> Self {
         stream.remote_addr().clone()
     }
 }
 
 /// A request that is being answered.
 #[derive(Debug)]
-struct Busy {
-    caller: Caller,
-    class: Class,
+struct BusyGuard {
+    connection: ConnectionHandle,
+    class: RequestClass,
 }
 
 /// The reason why a request is not answered.
@@ -241,55 +251,55 @@ enum Refusal {
     Displaced,
 }
 
-impl Caller {
+impl ConnectionHandle {
     /// Marks the connection as busy with a request of `class`.
-    fn begin(&self, class: Class) -> Result<Busy, Refusal> {
-        let mut open = self.open.lock();
-        let Connections { places, answering, .. } = &mut *open;
-        let place = places.iter_mut().find(|place| place.name == self.name);
-        let place = place.ok_or(Refusal::Displaced)?;
+    fn begin(&self, class: RequestClass) -> Result<BusyGuard, Refusal> {
+        let mut table = self.table.lock();
+        let Connections { entries, answering, .. } = &mut *table;
+        let entry = entries.iter_mut().find(|entry| entry.id == self.id);
+        let entry = entry.ok_or(Refusal::Displaced)?;
         let answering = &mut answering[class as usize];
         if *answering >= class.limit() {
             return Err(Refusal::Full);
         }
         *answering += 1;
-        place.busy = true;
-        Ok(Busy { caller: self.clone(), class })
+        entry.busy = true;
+        Ok(BusyGuard { connection: self.clone(), class })
     }
 
     /// Waits until the client has disconnected. The server itself does not notice that if the
     /// client has sent a byte more than its request.
-    async fn departure(&self) {
-        let left = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    async fn disconnected(&self) {
+        let closed_by_client = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
         while let Some(stream) = self.stream.upgrade() {
-            let mut polled = [PollFd::new(&*stream, left)];
+            let mut polled = [PollFd::new(&*stream, closed_by_client)];
             // A failed poll says nothing about the client.
             let _ = poll(&mut polled, Some(&Timespec::default()));
-            if polled[0].revents().intersects(left) {
+            if polled[0].revents().intersects(closed_by_client) {
                 return;
             }
             drop(stream);
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(DISCONNECT_POLL).await;
         }
     }
 }
 
-impl Drop for Busy {
+impl Drop for BusyGuard {
     fn drop(&mut self) {
-        let Caller { open, name, .. } = &self.caller;
-        let mut open = open.lock();
-        open.answering[self.class as usize] -= 1;
-        if let Some(at) = open.places.iter().position(|place| place.name == *name) {
-            let place = open.places.remove(at);
-            open.make_room();
-            open.places.push(Place { busy: false, ..place });
+        let ConnectionHandle { table, id, .. } = &self.connection;
+        let mut table = table.lock();
+        table.answering[self.class as usize] -= 1;
+        if let Some(at) = table.entries.iter().position(|entry| entry.id == *id) {
+            let entry = table.entries.remove(at);
+            table.make_room();
+            table.entries.push(ConnectionEntry { busy: false, ..entry });
         }
     }
 }
 
 /// Answers a request once its body has arrived, if the request's class is below its limit.
 pub(super) async fn admit(
-    ConnectInfo(caller): ConnectInfo<Caller>,
+    ConnectInfo(connection): ConnectInfo<ConnectionHandle>,
     request: Request,
     next: Next,
 ) -> Response {
@@ -302,13 +312,13 @@ pub(super) async fn admit(
             return Fault::of(StatusCode::REQUEST_TIMEOUT, why).into_response();
         }
     };
-    let class = Class::of(&head.method, &head.uri);
-    let busy = match caller.begin(class) {
+    let class = RequestClass::of(&head.method, &head.uri);
+    let busy = match connection.begin(class) {
         Ok(busy) => busy,
         Err(refusal) => {
             let why = match refusal {
                 Refusal::Full => format!("{} requests like it are being answered", class.limit()),
-                Refusal::Displaced => "this connection gave way to another one".to_owned(),
+                Refusal::Displaced => "this connection was displaced by a newer one".to_owned(),
             };
             let why = format!("{why}: try again");
             return Fault::of(StatusCode::SERVICE_UNAVAILABLE, why).into_response();
@@ -319,30 +329,34 @@ pub(super) async fn admit(
         let _busy = busy;
         answer.await
     };
-    if class == Class::Wait {
+    if class == RequestClass::Wait {
         return tokio::select! {
             answer = answer => answer,
-            () = caller.departure() => Fault::new("its client has left").into_response(),
+            () = connection.disconnected() => Fault::new("its client has disconnected").into_response(),
         };
     }
     let failed = |e| Fault::internal(format!("the request failed: {e}")).into_response();
     tokio::spawn(answer).await.unwrap_or_else(failed)
 }
 
-impl Drop for Stream {
+impl Drop for BoundedStream {
     fn drop(&mut self) {
-        let name = self.caller.name;
-        self.caller.open.lock().places.retain(|place| place.name != name);
+        let id = self.connection.id;
+        self.connection.table.lock().entries.retain(|entry| entry.id != id);
     }
 }
 
-impl Stream {
+impl BoundedStream {
     /// Stores the waker of the task that waits for the connection. Returns `false` if the
     /// connection was displaced.
-    fn keep(&self, waker: &Waker, of: fn(&mut Place) -> &mut Option<Waker>) -> bool {
-        let mut open = self.caller.open.lock();
-        let kept = open.place(self.caller.name).map(of);
-        kept.map(|kept| *kept = Some(waker.clone())).is_some()
+    fn store_waker(
+        &self,
+        waker: &Waker,
+        of: fn(&mut ConnectionEntry) -> &mut Option<Waker>,
+    ) -> bool {
+        let mut table = self.connection.table.lock();
+        let slot = table.entry(self.connection.id).map(of);
+        slot.map(|slot| *slot = Some(waker.clone())).is_some()
     }
 
     /// Returns whether nothing has passed over the connection for too long, or wakes its task then.
@@ -351,7 +365,7 @@ impl Stream {
     }
 
     fn note_traffic(&mut self) {
-        if let Some(Silence { limit, end }) = &mut self.silence {
+        if let Some(SilenceTimer { limit, end }) = &mut self.silence {
             end.as_mut().reset(Instant::now() + *limit);
         }
     }
@@ -360,10 +374,10 @@ impl Stream {
     fn poll_with(
         &mut self,
         context: &mut Context<'_>,
-        write: impl Fn(&Connection) -> io::Result<usize>,
+        write: impl Fn(&ServerStream) -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
         let broken = || Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
-        if !self.keep(context.waker(), |place| &mut place.writer) {
+        if !self.store_waker(context.waker(), |entry| &mut entry.writer) {
             return broken();
         }
         loop {
@@ -383,7 +397,7 @@ impl Stream {
     }
 }
 
-impl AsyncRead for Stream {
+impl AsyncRead for BoundedStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -391,7 +405,7 @@ impl AsyncRead for Stream {
     ) -> Poll<io::Result<()>> {
         // The same as if the client had closed the connection.
         let closed = Poll::Ready(Ok(()));
-        if !self.keep(context.waker(), |place| &mut place.reader) {
+        if !self.store_waker(context.waker(), |entry| &mut entry.reader) {
             return closed;
         }
         loop {
@@ -413,7 +427,7 @@ impl AsyncRead for Stream {
     }
 }
 
-impl AsyncWrite for Stream {
+impl AsyncWrite for BoundedStream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -436,7 +450,7 @@ impl AsyncWrite for Stream {
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         // This type buffers nothing. A displaced connection fails nevertheless.
-        Poll::Ready(match self.keep(context.waker(), |place| &mut place.writer) {
+        Poll::Ready(match self.store_waker(context.waker(), |entry| &mut entry.writer) {
             true => Ok(()),
             false => Err(io::ErrorKind::BrokenPipe.into()),
         })

@@ -5,30 +5,29 @@ use std::sync::Arc;
 
 use driftline_checkpoint::{RestoreError, RestoreReport};
 use driftline_guest::{Clock, GuestFactory, VmId};
-use driftline_store::{Archive, EpochInfo, Listing, Store, StoreError, VerifyReport};
-
 use driftline_machine::config::{Identity, MachineConfig};
+use driftline_store::{Archive, EpochInfo, Listing, Store, StoreError, VerifyReport};
 
 use super::failure::Failure;
 
 /// Returns the hint for damage in the store at `dir`.
-pub(super) fn repair_hint(dir: &Path) -> String {
+pub(super) fn repair_command(dir: &Path) -> String {
     format!("Salvage what is sound with: driftline store repair {}", dir.display())
 }
 
 /// Returns the failure of the store at `dir`, with the hint if it is damage.
 pub(super) fn store_failure(dir: &Path, e: StoreError) -> Failure {
-    let hint = e.is_damage().then(|| format!(". {}", repair_hint(dir)));
+    let hint = e.is_damage().then(|| format!(". {}", repair_command(dir)));
     Failure::from(e).followed_by(&hint.unwrap_or_default())
 }
 
 /// What a path leads to: a directory is a store, a file is an archive.
-pub(super) enum Stored {
+pub(super) enum CheckpointSource {
     Store(Store),
     Archive(Box<Archive>),
 }
 
-impl Stored {
+impl CheckpointSource {
     pub(super) fn open(path: &Path) -> Result<Self, Failure> {
         if !path.is_file() {
             let store = Store::open(path)?;
@@ -49,8 +48,8 @@ impl Stored {
     /// Refuses, before anything is built, what this source cannot provide.
     pub(super) fn check(&self, epoch: Option<u64>, lazy: bool) -> Result<(), Failure> {
         let Self::Archive(archive) = self else { return Ok(()) };
-        let (there, dir) = (archive.info().epoch, archive.location().to_owned());
-        if epoch.is_some_and(|epoch| epoch != there) {
+        let (archived, dir) = (archive.info().epoch, archive.location().to_owned());
+        if epoch.is_some_and(|epoch| epoch != archived) {
             return Err(StoreError::NoEpoch { dir, epoch }.into());
         }
         if lazy {
@@ -63,9 +62,9 @@ impl Stored {
     }
 
     /// Returns the hint for damage, to be appended to a sentence. An archive has none.
-    pub(super) fn way_out(&self) -> String {
+    pub(super) fn repair_hint(&self) -> String {
         match self {
-            Self::Store(store) => format!(". {}", repair_hint(store.location())),
+            Self::Store(store) => format!(". {}", repair_command(store.location())),
             Self::Archive(_) => String::new(),
         }
     }
