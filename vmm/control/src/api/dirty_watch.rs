@@ -5,6 +5,7 @@
 //! any more ends by itself, so that the guest's writes are not tracked forever for a client that
 //! has died.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
@@ -15,6 +16,7 @@ use serde::Deserialize;
 
 use super::fault::{Fault, Input};
 use super::handler::{AppState, JsonAnswer, blocking};
+use crate::jobs::Jobs;
 use crate::model::{MAX_BINS, WatchBegun, WatchPage, WatchRequest, at_most, one_to};
 
 /// Default number of ranges.
@@ -28,7 +30,7 @@ pub(super) async fn start(
 ) -> JsonAnswer<WatchBegun> {
     let bins = request.bins.unwrap_or(DEFAULT_BINS);
     one_to("bins", bins.into(), MAX_BINS.into())?;
-    let begin = move |jobs: &_| crate::jobs::Jobs::begin_watch(jobs, bins).map_err(Fault::from);
+    let begin = move |jobs: &Arc<Jobs>| jobs.begin_watch(bins).map_err(Fault::from);
     let watch = blocking(app, begin).await?;
     Ok(Json(WatchBegun { watch }))
 }

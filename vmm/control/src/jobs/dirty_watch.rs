@@ -1,43 +1,35 @@
-//! Owns the watches of a running guest's writes. Each watch has a thread with its own subscription,
-//! so that it takes no frame from another watch, a migration or a checkpoint.
-//!
-//! A thread ends when it is told to, when no client has sent a question for a while, or when the
-//! guest has ended and the thread has reported that.
+//! Requests for the watches of a running guest's writes: starts and ends them, and fills their
+//! pages with the figures of the guest's jobs.
 
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TrySendError};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
-use driftline_guest::{RunState, VcpuWrites};
+use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::RunState;
+use driftline_machine::actor::inbox;
 use driftline_machine::config::Backend;
 use driftline_machine::log;
 use driftline_machine::tracking::TrackingMode;
-use driftline_machine::vm::VcpuInfo;
 use driftline_migrate::SendStatus;
 use tokio::sync::oneshot;
 
 use super::Jobs;
 use super::bins::Bins;
 use super::error::JobError;
-use super::watches::{Ask, WatchHandle};
-use crate::model::{VcpuWindow, WatchPage};
+use super::watches::{DirtyWatch, WatchHandle};
+use crate::model::WatchPage;
 
 /// Maximum number of concurrent watches. Each adds one tree and one insert per dirty frame.
 const MAX_WATCHES: usize = 4;
-/// Time after which a watch ends if no client sends a question.
-const LINGER: Duration = Duration::from_secs(5);
-/// Time after which a watch ends once the guest has ended. A live client sends its next question at
-/// once.
-const LAST_ASK: Duration = Duration::from_secs(1);
+/// Maximum number of requests to a watch that wait for the one before them.
+const MAX_QUEUED: usize = 4;
 /// Limit for waiting, once the guest has ended, for the reason of its end, and for the migration's
 /// outcome, which says where the guest is.
-const LAST_NEWS: Duration = Duration::from_secs(1);
-/// Interval at which a thread checks whether the guest still exists.
-const LOOK: Duration = Duration::from_millis(50);
-/// Maximum number of questions that wait for the one before them.
-const WAITING: usize = 4;
+const END_REASON_LIMIT: Duration = Duration::from_secs(1);
+
+/// The answer to a request for a window.
+type WindowReply = oneshot::Sender<Result<WatchPage, JobError>>;
 
 impl Jobs {
     /// Starts a watch of the guest's writes, counted in at most `bins` ranges of its memory.
@@ -45,7 +37,7 @@ impl Jobs {
     ///
     /// # Errors
     /// The watch cannot be started.
-    pub fn begin_watch(self: &Arc<Self>, bins: u32) -> Result<u64, JobError> {
+    pub fn begin_watch(&self, bins: u32) -> Result<u64, JobError> {
         let _starting = self.watches.starting.lock();
         let number = {
             let mut open = self.watches.open.lock();
@@ -62,22 +54,19 @@ impl Jobs {
         // A watch drains as often as a screen is drawn, and must not cause any vCPU to be
         // throttled.
         writes.set_passive();
-        let (inbox, asked) = mpsc::sync_channel(WAITING);
-        let work = DirtyWatch {
-            number,
-            jobs: Arc::downgrade(self),
-            bins: Bins::new(self.vm.layout(), bins),
-            writes,
-            last: Instant::now(),
-            vcpus: self.vm.vcpu_writes(),
-            infos: self.vm.info().vcpu,
-        };
+        let (handle, requests) = inbox(format!("watch {number}"));
+        let watch = DirtyWatch::new(number, &self.vm, Bins::new(self.vm.layout(), bins), writes);
         let purpose = "to watch the guest's writes";
-        let thread = log::spawn("dirty-watch", move || work.run(&asked))
+        let thread = log::spawn("dirty-watch", move || watch.serve(&requests))
             .map_err(|cause| JobError::Thread { purpose, cause })?;
         let mut open = self.watches.open.lock();
         open.last_number = number;
-        open.watches.push(WatchHandle { number, inbox: Some(inbox), thread });
+        open.watches.push(WatchHandle {
+            number,
+            handle: Some(handle),
+            queue: Arc::default(),
+            thread,
+        });
         Ok(number)
     }
 
@@ -85,24 +74,26 @@ impl Jobs {
     /// that one is at least `wait` ago. No answer comes if the watch ends earlier.
     ///
     /// # Errors
-    /// There is no such watch, or its queue of questions is full.
+    /// There is no such watch, or its queue of requests is full.
     pub fn ask_watch(
-        &self,
+        self: &Arc<Self>,
         number: u64,
         wait: Duration,
     ) -> Result<oneshot::Receiver<Result<WatchPage, JobError>>, JobError> {
         let open = self.watches.open.lock();
-        let watch = open.watches.iter().find(|watch| watch.number == number);
-        let inbox = watch.and_then(|watch| watch.inbox.as_ref());
         let none = || JobError::NoWatch(number);
-        let (reply, answer) = oneshot::channel();
-        match inbox.ok_or_else(none)?.try_send(Ask { wait, reply }) {
-            Ok(()) => Ok(answer),
-            Err(TrySendError::Disconnected(_)) => Err(none()),
-            Err(TrySendError::Full(_)) => {
-                Err(JobError::TooManyQuestions { watch: number, questions: WAITING })
-            }
+        let watch = open.watches.iter().find(|watch| watch.number == number).ok_or_else(none)?;
+        let handle = watch.handle.as_ref().ok_or_else(none)?;
+        if Arc::strong_count(&watch.queue) > MAX_QUEUED {
+            return Err(JobError::TooManyRequests { watch: number, requests: MAX_QUEUED });
         }
+        let (reply, answer) = oneshot::channel();
+        let (jobs, queued) = (Arc::downgrade(self), watch.queue.clone());
+        let is_there = handle.tell(move |watch| {
+            drop(queued);
+            answer_request(watch, &jobs, wait, reply);
+        });
+        is_there.then_some(answer).ok_or_else(none)
     }
 
     /// Ends watch `number`.
@@ -112,147 +103,53 @@ impl Jobs {
     pub fn end_watch(&self, number: u64) -> Result<(), JobError> {
         let mut open = self.watches.open.lock();
         let watch = open.watches.iter_mut().find(|watch| watch.number == number);
-        let told = watch.and_then(|watch| watch.inbox.take());
-        told.map(drop).ok_or(JobError::NoWatch(number))
-    }
-}
-
-/// State of a watch's thread. It holds only a weak reference to the guest and its jobs, so that it
-/// does not keep them alive.
-struct DirtyWatch {
-    number: u64,
-    jobs: Weak<Jobs>,
-    bins: Bins,
-    writes: Subscription,
-    /// Start of the window.
-    last: Instant,
-    /// The vCPUs' counters at the start of the window.
-    vcpus: Vec<VcpuWrites>,
-    infos: Vec<VcpuInfo>,
-}
-
-impl DirtyWatch {
-    fn run(mut self, asked: &Receiver<Ask>) {
-        let mut heard = Instant::now();
-        let mut ended: Option<Instant> = None;
-        loop {
-            match asked.recv_timeout(LOOK) {
-                Ok(ask) => {
-                    if !self.answer(ask) {
-                        return;
-                    }
-                    heard = Instant::now();
-                }
-                Err(RecvTimeoutError::Timeout) => {
-                    let Some(over) = self.is_over() else { return };
-                    // Applies even if the last question was long ago: the client may be about to
-                    // send one.
-                    let last_ask = over.then(|| ended.get_or_insert_with(Instant::now).elapsed());
-                    if last_ask.is_some_and(|long| long > LAST_ASK) || heard.elapsed() > LINGER {
-                        return;
-                    }
-                }
-                Err(RecvTimeoutError::Disconnected) => return,
-            }
-        }
+        let handle = watch.and_then(|watch| watch.handle.take());
+        handle.map(|handle| handle.end()).ok_or(JobError::NoWatch(number))
     }
 
-    /// Returns whether the guest has ended, or `None` if its jobs no longer exist.
-    fn is_over(&self) -> Option<bool> {
-        Some(self.jobs.upgrade()?.vm.run_state() == RunState::Stopped)
-    }
-
-    /// Answers once the window is long enough. Returns whether further answers are possible.
-    fn answer(&mut self, ask: Ask) -> bool {
-        loop {
-            let Some(over) = self.is_over() else { return false };
-            let left = ask.wait.saturating_sub(self.last.elapsed());
-            if over || left.is_zero() {
-                break;
-            }
-            if ask.reply.is_closed() {
-                // The client has disconnected. The window continues, for a client that may still
-                // come.
-                return true;
-            }
-            thread::sleep(left.min(LOOK));
-        }
-        let Some(jobs) = self.jobs.upgrade() else { return false };
-        let page = self.page(&jobs);
-        drop(jobs);
-        let more = !matches!(&page, Ok(WatchPage { end: Some(_), .. }));
-        // The client may have disconnected.
-        let _ = ask.reply.send(page);
-        more
-    }
-
-    /// Ends the current window and returns its page.
-    fn page(&mut self, jobs: &Jobs) -> Result<WatchPage, JobError> {
-        let vm = &jobs.vm;
+    /// Ends a watch's window and returns its page.
+    fn watch_page(&self, watch: &mut DirtyWatch) -> Result<WatchPage, JobError> {
+        let vm = &self.vm;
         if let Err(e) = vm.collect() {
             // A guest that has ended writes nothing more.
             if vm.run_state() != RunState::Stopped {
                 return Err(e.into());
             }
         }
-        let epoch = self.writes.drain();
-        let window = std::mem::replace(&mut self.last, Instant::now());
-        let window = self.last.saturating_duration_since(window).as_secs_f64();
-        let (frames, bin_frames) = (epoch.frames(), self.bins.count(epoch.runs()));
-        epoch.commit();
-        // These counters belong to the same window.
-        let writes = vm.vcpu_writes();
-
+        let window = watch.end_window(&**vm);
         // A guest that has stopped provides the reason shortly afterwards.
-        let patience = if vm.run_state() == RunState::Stopped { LAST_NEWS } else { Duration::ZERO };
-        let end = vm.wait_end(Some(patience));
-        let moved_to = end.as_ref().and_then(|_| jobs.moved_to());
-        let info = jobs.info();
-        let rate = frames.saturating_mul(PAGE_SIZE) as f64 / window.max(1e-9);
+        let limit = match vm.run_state() {
+            RunState::Stopped => END_REASON_LIMIT,
+            _ => Duration::ZERO,
+        };
+        let end = vm.wait_end(Some(limit));
+        let moved_to = end.as_ref().and_then(|_| self.moved_to());
+        let info = self.info();
+        let rate = window.frames.saturating_mul(PAGE_SIZE) as f64 / window.seconds.max(1e-9);
         let rings = info.tracking == TrackingMode::DirtyRing && info.backend == Backend::Kvm;
         Ok(WatchPage {
-            watch: self.number,
+            watch: watch.number,
             end,
             moved_to,
-            window_ms: window * 1e3,
-            frames,
+            window_ms: window.seconds * 1e3,
+            frames: window.frames,
             dirty_rate_bytes_per_s: rate as u64,
-            memory: self.bins.memory(),
-            bin_bytes: self.bins.bytes(),
-            bin_frames,
-            vcpu: self.vcpus(writes, &info.vcpu),
+            memory: watch.bins.memory(),
+            bin_bytes: watch.bins.bytes(),
+            bin_frames: window.bin_frames,
+            vcpu: watch.vcpus(window.vcpu_writes, &info.vcpu),
             ring_entries: rings.then_some(vm.machine_config().ring_entries),
-            migration: jobs.migration_job().map(|job| job.snapshot()),
-            checkpoints: jobs.checkpoint_job().map(|job| job.snapshot()),
+            migration: self.migration_job().map(|job| job.snapshot()),
+            checkpoints: self.checkpoint_job().map(|job| job.snapshot()),
             info,
         })
     }
 
-    /// Returns each vCPU's figures, less their values at the start of the window.
-    fn vcpus(&mut self, writes: Vec<VcpuWrites>, infos: &[VcpuInfo]) -> Vec<VcpuWindow> {
-        let before = std::mem::replace(&mut self.infos, infos.to_vec());
-        let wrote = std::mem::replace(&mut self.vcpus, writes);
-        let one = |(vcpu, (now, then)): (usize, (&VcpuInfo, &VcpuInfo))| VcpuWindow {
-            dirtied_frames: self
-                .vcpus
-                .get(vcpu)
-                .zip(wrote.get(vcpu))
-                .map(|(now, then)| now.dirtied_frames.saturating_sub(then.dirtied_frames)),
-            exits: now.exits.saturating_sub(then.exits),
-            ring_full_exits: now.ring_full_exits.saturating_sub(then.ring_full_exits),
-            ring_peak_entries: now.ring_peak_entries,
-            held_ms: now.held_ms.saturating_sub(then.held_ms),
-        };
-        infos.iter().zip(&before).enumerate().map(one).collect()
-    }
-}
-
-impl Jobs {
     /// Returns where a guest that has ended here runs now, if it has migrated. Waits briefly for
     /// the migration's outcome.
     fn moved_to(&self) -> Option<String> {
         let job = self.migration_job()?;
-        let end = Instant::now() + LAST_NEWS;
+        let end = Instant::now() + END_REASON_LIMIT;
         while !job.is_over() && Instant::now() < end {
             thread::sleep(Duration::from_millis(5));
         }
@@ -262,13 +159,27 @@ impl Jobs {
     }
 }
 
+/// Answers one request on the watch's thread, once its window is long enough. The thread holds only
+/// a weak reference to the jobs, so that it does not keep them alive.
+fn answer_request(watch: &mut DirtyWatch, jobs: &Weak<Jobs>, wait: Duration, reply: WindowReply) {
+    if !watch.await_window(wait, || reply.is_closed()) {
+        return;
+    }
+    let Some(jobs) = jobs.upgrade() else { return };
+    let page = jobs.watch_page(watch);
+    drop(jobs);
+    watch.has_reported_end = matches!(&page, Ok(WatchPage { end: Some(_), .. }));
+    // The client may have disconnected.
+    let _ = reply.send(page);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use driftline_machine::vm::EndReason;
 
     /// Returns the next window of a watch, at least 50 ms long.
-    fn window(jobs: &Jobs, watch: u64) -> WatchPage {
+    fn window(jobs: &Arc<Jobs>, watch: u64) -> WatchPage {
         let answer = jobs.ask_watch(watch, Duration::from_millis(50)).unwrap();
         answer.blocking_recv().unwrap().unwrap()
     }
@@ -277,40 +188,41 @@ mod tests {
     fn await_end(jobs: &Jobs) {
         let end = Instant::now() + Duration::from_secs(60);
         while !jobs.watches.are_over() {
-            assert!(Instant::now() < end, "a watch goes on");
+            assert!(Instant::now() < end, "a watch has not ended");
             thread::sleep(Duration::from_millis(5));
         }
     }
 
+    /// A watch takes no frame from another subscriber, and ends with the guest.
     #[test]
     fn each_watch_has_all_frames() {
         let (vm, jobs) = super::super::paused_guest();
         let mut other = vm.subscribe("test").unwrap();
         let [first, second] = [1, 4096].map(|bins| jobs.begin_watch(bins).unwrap());
         jobs.resume().unwrap();
-        let (mut seen, mut frames) = (0, 0);
+        let (mut in_first, mut in_second) = (0, 0);
         // The payload writes to all of its 256 frames repeatedly.
         let end = Instant::now() + Duration::from_secs(60);
-        while seen.min(frames) < 256 && Instant::now() < end {
+        while in_first.min(in_second) < 256 && Instant::now() < end {
             let page = window(&jobs, first);
             assert_eq!(page.bin_frames, [page.frames]);
             assert!(page.window_ms >= 50.0);
-            seen += page.frames;
+            in_first += page.frames;
             let page = window(&jobs, second);
             assert_eq!(page.bin_frames.iter().sum::<u64>(), page.frames);
-            frames += page.frames;
+            in_second += page.frames;
         }
-        assert!(seen >= 256 && frames >= 256, "{seen} and {frames}");
+        assert!(in_first >= 256 && in_second >= 256, "{in_first} and {in_second}");
         jobs.pause().unwrap();
         vm.collect().unwrap();
-        assert!(other.drain().frames() >= 256, "what others took is there all the same");
+        assert!(other.drain().frames() >= 256, "a watch takes nothing from others");
         assert_eq!(vm.info().dirty.subscribers, 3);
 
-        vm.stop("enough");
+        vm.stop("the test is over");
         let last = window(&jobs, first);
-        assert_eq!(last.end, Some(EndReason::Stopped("enough".into())));
+        assert_eq!(last.end, Some(EndReason::Stopped("the test is over".into())));
         assert_eq!(last.moved_to, None);
-        // The second watch receives no more questions.
+        // The second watch receives no more requests.
         await_end(&jobs);
         assert!(
             jobs.ask_watch(first, Duration::ZERO)
@@ -330,8 +242,8 @@ mod tests {
         assert!(jobs.end_watch(all[0]).unwrap_err().to_string().contains("there is no watch"));
         // A paused guest also has a window, with no frames in it.
         assert_eq!(window(&jobs, all[1]).frames, 0);
-        // Questions whose clients have gone do not keep the watch alive.
-        for _ in 0..WAITING {
+        // Requests whose clients have disconnected do not keep the watch alive.
+        for _ in 0..MAX_QUEUED {
             drop(jobs.ask_watch(all[2], Duration::from_secs(3600)).unwrap());
         }
         await_end(&jobs);

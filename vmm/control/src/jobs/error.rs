@@ -27,13 +27,13 @@ pub enum JobError {
     /// There are as many watches as there may be.
     #[error("{0} others are watching this guest's writes already")]
     TooManyWatches(usize),
-    /// A watch has as many questions as it may have.
-    #[error("watch {watch} has {questions} questions to answer already")]
-    TooManyQuestions {
+    /// A watch has as many unanswered requests as it may have.
+    #[error("watch {watch} has {requests} unanswered requests already; wait for an answer")]
+    TooManyRequests {
         /// The watch's number.
         watch: u64,
-        /// Number of its questions.
-        questions: usize,
+        /// Number of its requests.
+        requests: usize,
     },
     /// The guest's state allows no plan.
     #[error("no plan can be made: the guest {0}")]
