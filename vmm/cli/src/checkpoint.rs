@@ -114,21 +114,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     if args.disks == DisksPolicy::External {
         print_message(EXTERNAL);
     }
-    let JobBegun { job } = match client.call(Method::POST, "/checkpoint", Some(&request)).await {
-        Ok(begun) => begun,
-        Err(ClientError::Fault(why)) => {
-            let active = page_of(&client).await.is_ok_and(|page| page.running);
-            let how = match active {
-                true => format!(
-                    "; end it with: driftline checkpoint --stop --api-sock {}",
-                    args.api.api_sock.display()
-                ),
-                false => String::new(),
-            };
-            return Err(not_begun(&client, ClientError::Fault(why + &how)).await);
-        }
-        Err(e) => return Err(not_begun(&client, e).await),
-    };
+    let job = start(args, &client, &request).await?;
     if args.detach {
         match args.json {
             true => print_json(&json!({ "job": job, "running": true }))?,
@@ -141,11 +127,39 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     tokio::spawn(async move {
         let _ = holding.get::<()>(&format!("/checkpoint/hold?job={job}")).await;
     });
+    follow(args, &client, job).await
+}
+
+/// Starts the run and returns its number. If another run is active, the failure says how to end it.
+async fn start(
+    args: &CheckpointArgs,
+    client: &Client,
+    request: &CheckpointRequest,
+) -> Result<u64, Failure> {
+    match client.call(Method::POST, "/checkpoint", Some(request)).await {
+        Ok(JobBegun { job }) => Ok(job),
+        Err(ClientError::Fault(why)) => {
+            let active = page_of(client).await.is_ok_and(|page| page.running);
+            let how = match active {
+                true => format!(
+                    "; end it with: driftline checkpoint --stop --api-sock {}",
+                    args.api.api_sock.display()
+                ),
+                false => String::new(),
+            };
+            Err(not_begun(client, ClientError::Fault(why + &how)).await)
+        }
+        Err(e) => Err(not_begun(client, e).await),
+    }
+}
+
+/// Prints the run's reports until it is over.
+async fn follow(args: &CheckpointArgs, client: &Client, job: u64) -> Result<ExitCode, Failure> {
     let (mut since, mut failed, mut last) = (0, None, None);
     let (guest_ended, achieved) = loop {
-        let page = match next_page(&client, job, since).await {
+        let page = match next_page(client, job, since).await {
             Ok(page) => page,
-            Err(e) => return Err(lost(&client, e, last).await),
+            Err(e) => return Err(lost(client, e, last).await),
         };
         for outcome in &page.epochs {
             if let EpochOutcome::Stored(line) = outcome {
@@ -172,7 +186,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
         }
     }
     match (failed, args.count) {
-        (Some(why), _) => Err(verdict(&client, &why).await),
+        (Some(why), _) => Err(verdict(client, &why).await),
         (None, Some(count)) if guest_ended && since < count => Err(Failure::error(format_args!(
             "the guest has ended after {since} of {count} checkpoints"
         ))),

@@ -3,7 +3,10 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use driftline_checkpoint::CadenceForecast;
 use driftline_control::api::plan::{Plan, PlanRequest, PlanVerdict};
+use driftline_control::jobs::WindowSummary;
+use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_migrate::forecast::Forecast;
 use hyper::Method;
 
@@ -33,8 +36,6 @@ pub(super) fn plan(args: &PlanArgs) -> Result<ExitCode, Failure> {
 
 fn report(plan: &Plan) -> String {
     let (profile, migration) = (&plan.guest, &plan.migration);
-    let per_s = |rate: u64| format!("{}/s", output::bytes(rate));
-    let frames = |n: u64| output::bytes(n.saturating_mul(4096));
     let assumed = if plan.bandwidth_assumed { ", assumed: say --bandwidth" } else { "" };
     let mut rows = vec![
         ("link", format!("{}{assumed}", per_s(plan.bandwidth_bytes_per_s))),
@@ -48,22 +49,7 @@ fn report(plan: &Plan) -> String {
             ),
         ),
     ];
-    for w in &profile.curve {
-        let vcpus: Vec<String> =
-            w.vcpu_frames.iter().map(|n| output::bytes((n * 4096.0) as u64)).collect();
-        let by = if vcpus.is_empty() {
-            String::new()
-        } else {
-            format!("; by vCPU {}", vcpus.join(", "))
-        };
-        let text = format!(
-            "{} in {:.0} ms ({}){by}",
-            output::bytes((w.frames * 4096.0) as u64),
-            w.window_ms,
-            per_s(w.dirty_rate_bytes_per_s)
-        );
-        rows.push(("writes", text));
-    }
+    rows.extend(profile.curve.iter().map(|window| ("writes", describe_window(window))));
     rows.push(("migration", verdict(plan)));
     rows.extend(outcome_rows(migration));
     if let Some(free) = &plan.without_throttle {
@@ -76,18 +62,7 @@ fn report(plan: &Plan) -> String {
     if plan.verdict == PlanVerdict::DoesNotConverge {
         rows.push(("postcopy", "not offered by this version".to_owned()));
     }
-    for c in &plan.checkpoints {
-        let text = format!(
-            "every {:.0} ms: {}, pause about {:.1} ms ({:.1} % of the time), {} to the store{}",
-            c.every_ms,
-            frames(c.frames),
-            c.pause_ms,
-            c.pause_ms / c.every_ms * 100.0,
-            per_s(c.store_bytes_per_s),
-            if c.bearable { "" } else { ", too often" }
-        );
-        rows.push(("checkpoint", text));
-    }
+    rows.extend(plan.checkpoints.iter().map(|c| ("checkpoint", describe_cadence(c))));
     rows.push((
         "cadence",
         match plan.checkpoint_every_ms {
@@ -99,6 +74,41 @@ fn report(plan: &Plan) -> String {
     ));
     rows.extend(notes(plan).into_iter().map(|why| ("note", why)));
     format!("{}\n\n{}", headline(plan), output::table(&rows))
+}
+
+fn per_s(rate: u64) -> String {
+    format!("{}/s", output::bytes(rate))
+}
+
+fn frames(n: u64) -> String {
+    output::bytes(n.saturating_mul(PAGE_SIZE))
+}
+
+fn describe_window(window: &WindowSummary) -> String {
+    let size = |frames: f64| output::bytes((frames * PAGE_SIZE as f64) as u64);
+    let vcpus: Vec<String> = window.vcpu_frames.iter().map(|n| size(*n)).collect();
+    let by = match vcpus.is_empty() {
+        true => String::new(),
+        false => format!("; by vCPU {}", vcpus.join(", ")),
+    };
+    format!(
+        "{} in {:.0} ms ({}){by}",
+        size(window.frames),
+        window.window_ms,
+        per_s(window.dirty_rate_bytes_per_s)
+    )
+}
+
+fn describe_cadence(cadence: &CadenceForecast) -> String {
+    format!(
+        "every {:.0} ms: {}, pause about {:.1} ms ({:.1} % of the time), {} to the store{}",
+        cadence.every_ms,
+        frames(cadence.frames),
+        cadence.pause_ms,
+        cadence.pause_ms / cadence.every_ms * 100.0,
+        per_s(cadence.store_bytes_per_s),
+        if cadence.bearable { "" } else { ", too often" }
+    )
 }
 
 /// Summarizes the plan in a sentence.
@@ -166,7 +176,7 @@ fn notes(plan: &Plan) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use driftline_control::jobs::{WindowSummary, WriteProfile};
+    use driftline_control::jobs::WriteProfile;
 
     /// A guest that writes 256 MiB per second with `vcpus` vCPUs, whose writes are known.
     fn busy(vcpus: usize, checkpointing: bool) -> WriteProfile {

@@ -1,6 +1,6 @@
 //! `driftline receive-migration`: runs a guest that another process sends.
 
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
@@ -8,7 +8,9 @@ use driftline_backends::Factory;
 use driftline_control::api::{App, Arriving, Server};
 use driftline_control::jobs::Jobs;
 use driftline_machine::config::guest_span;
-use driftline_migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received};
+use driftline_migrate::{
+    Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, ReceiveReport, Received,
+};
 
 use super::args::ReceiveArgs;
 use super::end::{end_in_bounded_time, run_to_end};
@@ -27,9 +29,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     check_state_dir(&args.host)?;
     let named = NamedFiles::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
     let listeners = prepare(&args.host, named)?;
-    let listening = TcpListener::bind(&args.address).and_then(|l| Ok((l.local_addr()?, l)));
-    let (address, listener) = listening
-        .map_err(|e| Failure::error(format_args!("cannot listen on tcp:{}: {e}", args.address)))?;
+    let (address, listener) = listen(&args.address)?;
     let control = ReceiveControl::new();
     let give_up = control.clone();
     let watched = control.clone();
@@ -74,6 +74,20 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     app.provide(jobs.clone());
     drop(app);
     notify::ready(format_args!("guest {} has arrived", vm.vm_id()));
+    print_arrival(&report);
+    if args.json {
+        print_json(&report)?;
+    }
+    run_to_end(vm, jobs, server)
+}
+
+/// Listens for a source. Returns the address with the port that it got.
+fn listen(address: &str) -> Result<(SocketAddr, TcpListener), Failure> {
+    let listening = TcpListener::bind(address).and_then(|l| Ok((l.local_addr()?, l)));
+    listening.map_err(|e| Failure::error(format_args!("cannot listen on tcp:{address}: {e}")))
+}
+
+fn print_arrival(report: &ReceiveReport) {
     if report.disk_bytes > 0 {
         print_message(format_args!("{} of its disks came along", bytes(report.disk_bytes)));
     }
@@ -85,10 +99,6 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         report.total_time_ms,
         report.take_over_ms
     ));
-    if args.json {
-        print_json(&report)?;
-    }
-    run_to_end(vm, jobs, server)
 }
 
 /// Returns the failure for a guest that was not received. `stopped` says how the process was

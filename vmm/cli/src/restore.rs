@@ -15,6 +15,7 @@ use driftline_machine::config::{
 };
 use driftline_machine::machine::EarlyVm;
 use driftline_machine::schedule;
+use driftline_machine::vm::Vm;
 
 use super::args::RestoreArgs;
 use super::checkpoint_source::CheckpointSource;
@@ -44,15 +45,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let mut server = Server::begin()?;
     let source = CheckpointSource::open(&args.store)?;
     source.check(args.epoch, args.lazy)?;
-    let mut pending_hand_overs = PendingHandOvers::of(args.host.state_dir.clone());
-    if args.new_id {
-        let config = source.config();
-        pending_hand_overs
-            .allow_clone(config.map(|config| shared_disks(config, &args.devices.disks)));
-    }
-    if let Some(vm_id) = source.owner().map_err(|e| source.failure(e))? {
-        pending_hand_overs.refuse(vm_id)?;
-    }
+    let pending_hand_overs = check_hand_overs(&args, &source)?;
     let copies = !args.devices.disks.is_empty();
     let host = host_config(&args.host, args.devices)?;
     let memory = host.memory;
@@ -70,35 +63,69 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         return Err(after_restore(&report, e));
     }
     log_machine(&*vm, &memory);
-    let unchanged_disks = !copies && report.drives == 0;
-    for disk in driftline_machine::config::disks(&vm.machine_config().devices)
-        .filter(|d| unchanged_disks && !d.readonly)
-    {
-        tracing::warn!(
-            "disk \"{}\" is used as {} is now; if that was written to after checkpoint {}, give a copy from \
-             then (--disk path=COPY), or the guest will damage it",
-            disk.id,
-            disk.path.display(),
-            report.epoch
-        );
+    if !copies && report.drives == 0 {
+        warn_of_current_disks(&*vm, report.epoch);
     }
     let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
     let served = server.serve(listeners, App::new(jobs.clone()));
     served.map_err(|e| after_restore(&report, e.into()))?;
-    if let Err(e) = vm.acquire().and_then(|()| vm.resume()) {
+    resume(&*vm, &source).map_err(|e| after_restore(&report, e))?;
+    tracing::info!(start_us = started.elapsed().as_micros(), "the guest runs");
+    notify::ready(format_args!("guest {} runs", vm.vm_id()));
+    let of = match args.same_id {
+        true => String::new(),
+        false => format!(" of {}", report.vm_id),
+    };
+    print_message(format_args!("guest {} resumed from {}", vm.vm_id(), describe(&report, &of)));
+    run_to_end(vm, jobs, server)
+}
+
+/// Refuses a guest that may be running elsewhere, as far as that is known before it is built.
+/// Returns the check for later.
+fn check_hand_overs(
+    args: &RestoreArgs,
+    source: &CheckpointSource,
+) -> Result<PendingHandOvers, Failure> {
+    let mut pending = PendingHandOvers::of(args.host.state_dir.clone());
+    if args.new_id {
+        let config = source.config();
+        pending.allow_clone(config.map(|config| shared_disks(config, &args.devices.disks)));
+    }
+    if let Some(vm_id) = source.owner().map_err(|e| source.failure(e))? {
+        pending.refuse(vm_id)?;
+    }
+    Ok(pending)
+}
+
+/// Warns that the disks of a guest from checkpoint `epoch` have their current content.
+fn warn_of_current_disks(vm: &dyn Vm, epoch: u64) {
+    let disks = driftline_machine::config::disks(&vm.machine_config().devices);
+    for disk in disks.filter(|disk| !disk.readonly) {
+        tracing::warn!(
+            "disk \"{}\" is used as {} is now; if that was written to after checkpoint {epoch}, give a \
+             copy from then (--disk path=COPY), or the guest will damage it",
+            disk.id,
+            disk.path.display()
+        );
+    }
+}
+
+/// Acquires the guest's disks and resumes its vCPUs.
+fn resume(vm: &dyn Vm, source: &CheckpointSource) -> Result<(), Failure> {
+    vm.acquire().and_then(|()| vm.resume()).map_err(|e| {
         // The cause may be a lost frame.
-        let lost = vm.fetching().and_then(|fetching| fetching.lost);
-        let failure = match lost {
+        match vm.fetching().and_then(|fetching| fetching.lost) {
             Some(why) => Failure::error(format_args!(
                 "its memory cannot be restored: {why}{}",
                 source.repair_hint()
             )),
             None => e.into(),
-        };
-        return Err(after_restore(&report, failure));
-    }
-    tracing::info!(start_us = started.elapsed().as_micros(), "the guest runs");
-    notify::ready(format_args!("guest {} runs", vm.vm_id()));
+        }
+    })
+}
+
+/// Describes a restore. `of` names the guest in the checkpoint if it is another one.
+fn describe(report: &RestoreReport, of: &str) -> String {
     let pages = match report.late_frames {
         0 => format!("{} read", count(report.frames, "page")),
         1 => "1 page follows on demand".to_owned(),
@@ -110,17 +137,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
             format!(", {} written to {drives} of its disks", count(blocks, "block"))
         }
     };
-    let of = match args.same_id {
-        true => String::new(),
-        false => format!(" of {}", report.vm_id),
-    };
-    print_message(format_args!(
-        "guest {} resumed from checkpoint {}{of} after {:.1} ms; {pages}{disks}",
-        vm.vm_id(),
-        report.epoch,
-        report.time_ms
-    ));
-    run_to_end(vm, jobs, server)
+    format!("checkpoint {}{of} after {:.1} ms; {pages}{disks}", report.epoch, report.time_ms)
 }
 
 /// Returns the disks of `config` that its guest may write to and that a clone with the disks

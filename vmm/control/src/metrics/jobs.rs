@@ -61,6 +61,16 @@ pub(super) fn write_checkpoints(
         seconds("driftline_checkpoint_write_wait", "Time for which writes waited."),
         Some(counts.write_waited.as_secs_f64()),
     )?;
+    write_checkpoint_times(page, info, figures)
+}
+
+/// Writes how long checkpoints took, and when they were taken.
+fn write_checkpoint_times(
+    page: &mut MetricsPage<'_>,
+    info: &Info,
+    figures: &CheckpointFigures,
+) -> fmt::Result {
+    let counts = &figures.counts;
     page.times(
         seconds("driftline_checkpoint_pause", "Time for which a checkpoint paused the guest."),
         Some(&figures.pause),
