@@ -124,6 +124,22 @@ fn rows(report: &Value) -> Vec<&Value> {
     report["cells"].as_array().unwrap().iter().collect()
 }
 
+/// Checks the figures of a way that tracks.
+fn check_tracked_row(row: &Value) {
+    let count = |name: &str| row["figures"][name].as_u64().unwrap();
+    assert_eq!(count("missed_frames"), 0, "{row}");
+    let inside = count("reported_frames") - count("beside_frames");
+    assert_eq!(inside, count("written_frames") + count("extra_frames"), "{row}");
+    assert!(count("written_frames") > 100, "{row}");
+    assert!(count("strict_checks") + count("marked_all_checks") >= 6, "{row}");
+    let steps = ["harvest_us", "reprotect_us", "insert_us", "drain_us"].map(|s| median(row, s));
+    assert!(median(row, "epoch_us") > 0.0 && steps.iter().all(|us| *us >= 0.0));
+    assert!(median(row, "dirty_frames") > 10.0, "{row}");
+    assert!(median(row, "epoch_p99_us") >= median(row, "epoch_us"));
+    median(row, "host_cpu_percent");
+    median(row, "slow_down_percent");
+}
+
 #[test]
 fn small_matrix_misses_no_frame() {
     if !kvm_or_skip("small_matrix_misses_no_frame") {
@@ -164,18 +180,7 @@ fn small_matrix_misses_no_frame() {
             continue;
         }
         measured += 1;
-        let count = |name: &str| figures[name].as_u64().unwrap();
-        assert_eq!(count("missed_frames"), 0, "{row}");
-        let inside = count("reported_frames") - count("beside_frames");
-        assert_eq!(inside, count("written_frames") + count("extra_frames"), "{row}");
-        assert!(count("written_frames") > 100, "{row}");
-        assert!(count("strict_checks") + count("marked_all_checks") >= 6, "{row}");
-        let steps = ["harvest_us", "reprotect_us", "insert_us", "drain_us"].map(|s| median(row, s));
-        assert!(median(row, "epoch_us") > 0.0 && steps.iter().all(|us| *us >= 0.0));
-        assert!(median(row, "dirty_frames") > 10.0, "{row}");
-        assert!(median(row, "epoch_p99_us") >= median(row, "epoch_us"));
-        median(row, "host_cpu_percent");
-        median(row, "slow_down_percent");
+        check_tracked_row(row);
     }
     assert!(measured >= 2, "the bitmap at least is everywhere");
     let answer: Vec<&str> =

@@ -3,8 +3,9 @@
 
 use std::fs::File;
 
-use crate::common::{TestDir, Vmm, fail, output, receiver, request, succeed, text};
+use crate::common::{TestDir, Vmm, fail, output, receiver, request, text};
 use driftline_guest::{Lifecycle, RunState};
+use driftline_images::PayloadReport;
 use driftline_machine::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::Machine;
 use driftline_machine::testing::{fail_fdatasync, kvm_or_skip};
@@ -61,45 +62,57 @@ fn unusable_disk_is_refused_with_the_reason() {
     }
 }
 
+/// Runs a restore that must fail with exit code 1 or 2. Returns its message.
+fn refuse_restore(tmp: &TestDir, store: &str, more: &[&str]) -> String {
+    let state = tmp.text("state");
+    let args = ["restore", "--store", store, "--serial", "null", "--state-dir", &state];
+    let out = output(&[&args[..], more].concat());
+    let stderr = text(&out.stderr);
+    assert!(matches!(out.status.code(), Some(1 | 2)), "{more:?}: {}: {stderr}", out.status);
+    stderr
+}
+
 #[test]
 fn disk_in_use_is_refused_to_others() {
-    const TEST: &str = "disk_in_use_is_refused_to_others";
-    if !kvm_or_skip(TEST) {
+    if !kvm_or_skip("disk_in_use_is_refused_to_others") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let spec = disk(&tmp, "disk", 1 << 20);
+    let guest = Vmm::run(&tmp, "guest", &[GUEST, &["--disk", &spec]].concat());
+    for spec in [&spec, &format!("{spec},readonly")] {
+        let stderr = fail(1, &run(&["--disk", spec]));
+        assert!(stderr.contains("disk\" is in use by another"), "{stderr}");
+    }
+    let figures = guest.info().unwrap()["devices"][0].clone();
+    assert_eq!((&figures["id"], &figures["reads"]), (&"disk0".into(), &0.into()), "{figures}");
+    let get = |path: &str| -> Value {
+        let answer = request(&guest.socket(), "GET", path, "");
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
+        serde_json::from_str(body).unwrap()
+    };
+    let drive = get("/drives/disk0");
+    assert_eq!((&drive["bytes"], &drive["is_read_only"]), (&(1 << 20).into(), &false.into()));
+    assert_eq!(get("/vm/config")["drives"], serde_json::json!([drive]));
+}
+
+/// The operator preserves the disks. Their checkpoint has memory alone.
+#[test]
+fn external_disks_are_given_to_the_restore() {
+    if !kvm_or_skip("external_disks_are_given_to_the_restore") {
         return;
     }
     let tmp = TestDir::new();
     let spec = disk(&tmp, "disk", 1 << 20);
     let mut first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &spec]].concat());
-    let stderr = fail(1, &run(&["--disk", &spec]));
-    assert!(stderr.contains("disk\" is in use by another"), "{stderr}");
-    let stderr = fail(1, &run(&["--disk", &format!("{spec},readonly")]));
-    assert!(stderr.contains("disk\" is in use by another"), "{stderr}");
-
-    let store = tmp.text("store");
-    let socket = first.socket();
+    let (store, socket) = (tmp.text("store"), first.socket());
     let args = ["checkpoint", "--api-sock", &socket, "--store", &store, "--disks", "external"];
-    let stderr = output(&args);
-    assert!(stderr.status.success() && text(&stderr.stderr).contains("disks are yours to keep"));
+    let out = output(&args);
+    assert!(out.status.success() && text(&out.stderr).contains("disks are yours to keep"));
     let before = first.await_progress(1, &[]);
-    let figures = first.info().unwrap()["devices"][0].clone();
-    assert_eq!((&figures["id"], &figures["reads"]), (&"disk0".into(), &0.into()), "{figures}");
-    let answered = |path: &str| -> Value {
-        let answer = request(&first.socket(), "GET", path, "");
-        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-        assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
-        serde_json::from_str(body).unwrap()
-    };
-    let drive = answered("/drives/disk0");
-    assert_eq!((&drive["bytes"], &drive["is_read_only"]), (&(1 << 20).into(), &false.into()));
-    assert_eq!(answered("/vm/config")["drives"], serde_json::json!([drive]));
-
-    // The guest that has the disk still runs, so a restored one must not.
-    let restore = |more: &[&str]| {
-        let args = ["restore", "--store", &store, "--serial", "null"];
-        let state = tmp.text("state");
-        fail(1, &[&args[..], &["--state-dir", &state], more].concat())
-    };
-    let stderr = restore(&[]);
+    // The guest that has the disk still runs.
+    let stderr = refuse_restore(&tmp, &store, &[]);
     assert!(stderr.contains("in use by another"), "{stderr}");
     first.kill();
 
@@ -107,16 +120,13 @@ fn disk_in_use_is_refused_to_others() {
     let wrong = format!("{spec},id=disk7");
     let readonly = format!("{spec},readonly");
     for (disks, why) in [
-        (vec!["--disk", &small], "has 1048576 bytes, and its file"),
-        (vec!["--disk", &wrong], "the guest has no disk \"disk7\""),
-        (vec!["--disk", &readonly], "only its path can be another one"),
-        (vec!["--disk", &spec, "--disk", &small], "2 disks are given"),
+        (&["--disk", &*small][..], "has 1048576 bytes, and its file"),
+        (&["--disk", &wrong], "the guest has no disk \"disk7\""),
+        (&["--disk", &readonly], "only its path can be another one"),
+        (&["--disk", &spec, "--disk", &small], "2 disks are given"),
     ] {
-        let args = ["restore", "--store", &store, "--serial", "null"];
-        let state = tmp.text("state");
-        let out = output(&[&args[..], &["--state-dir", &state], &disks].concat());
-        let stderr = text(&out.stderr);
-        assert!(!out.status.success() && stderr.contains(why), "{stderr}");
+        let stderr = refuse_restore(&tmp, &store, disks);
+        assert!(stderr.contains(why), "{stderr}");
     }
     let moved = format!("path={},id=disk0", tmp.text("moved"));
     std::fs::rename(tmp.path("disk"), tmp.path("moved")).unwrap();
@@ -128,110 +138,128 @@ fn disk_in_use_is_refused_to_others() {
     assert_eq!(second.wait(), Some(0));
 }
 
-/// The restored guest has the disk's content from the checkpoint, whatever was written since. Only
-/// the file that the command names is overwritten.
+const DISK_BYTES: usize = 1 << 20;
+
+/// A guest with a disk, and a checkpoint that has seven blocks of the disk.
+struct CheckpointedGuest<'p> {
+    tmp: &'p TestDir,
+    vmm: Vmm<'p>,
+    id: String,
+    spec: String,
+    store: String,
+    /// The disk's content in the checkpoint.
+    content: Vec<u8>,
+    reports: Vec<PayloadReport>,
+}
+
+impl<'p> CheckpointedGuest<'p> {
+    fn new(tmp: &'p TestDir) -> Self {
+        let spec = disk(tmp, "disk", DISK_BYTES as u64);
+        let mut content = vec![0; DISK_BYTES];
+        content[4096 * 3..4096 * 10].fill(7);
+        std::fs::write(tmp.path("disk"), &content).unwrap();
+        let vmm = Vmm::run(tmp, "first", &[GUEST, &["--disk", &spec]].concat());
+        let id = vmm.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
+        let store = tmp.text("store");
+        vmm.tell(&["checkpoint", "--store", &store]);
+        let reports = vmm.await_progress(1, &[]);
+        Self { tmp, vmm, id, spec, store, content, reports }
+    }
+
+    /// Runs a restore that must fail and must not touch the disk.
+    fn refuse_restore(&self, more: &[&str]) -> String {
+        let before = std::fs::read(self.tmp.path("disk")).unwrap();
+        let stderr = refuse_restore(self.tmp, &self.store, more);
+        let after = std::fs::read(self.tmp.path("disk")).unwrap();
+        assert!(before == after, "the refused restore has written to the disk");
+        stderr
+    }
+
+    /// Restores the guest as `name`, from a store or an archive. The disk `file` must have the
+    /// content of the checkpoint afterwards.
+    fn restore(&self, name: &'static str, from: &str, file: &str, more: &[&str]) {
+        std::fs::write(self.tmp.path(file), vec![9; DISK_BYTES]).unwrap();
+        let args = [&["restore", "--store", from], more].concat();
+        let mut vmm = Vmm::start(self.tmp, name, &args);
+        vmm.await_api();
+        vmm.await_progress(1, &self.reports);
+        vmm.await_message("7 blocks written to 1 of its disks");
+        assert!(!vmm.stderr().contains("as it is now"), "{}", vmm.stderr());
+        assert!(std::fs::read(self.tmp.path(file)).unwrap() == self.content, "{file}");
+        vmm.kill();
+    }
+}
+
+/// The restored guest has the disk's content from the checkpoint, whatever was written since.
 #[test]
 fn restore_brings_the_disk_back() {
     if !kvm_or_skip("restore_brings_the_disk_back") {
         return;
     }
     let tmp = TestDir::new();
-    let (spec, bytes) = (disk(&tmp, "disk", 1 << 20), 1 << 20);
-    let mut then = vec![0; bytes];
-    then[4096 * 3..4096 * 10].fill(7);
-    std::fs::write(tmp.path("disk"), &then).unwrap();
-    let mut first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &spec]].concat());
-    let id = first.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
-    let store = tmp.text("store");
-    first.tell(&["checkpoint", "--store", &store]);
-    let before = first.await_progress(1, &[]);
-    let file = tmp.text("exported");
-    let export = |format| ["store", "export", &store, "--format", format, "--output", &file];
-    succeed(&export("driftline-zstd"));
+    let mut guest = CheckpointedGuest::new(&tmp);
     let archive = tmp.text("archive");
-    std::fs::rename(&file, &archive).unwrap();
-    for format in ["raw", "elf-core"] {
-        let out = output(&[&export(format)[..], &["--force"]].concat());
-        let stderr = text(&out.stderr);
-        assert!(
-            out.status.success() && stderr.contains("in checkpoint 1 is not in this file"),
-            "{stderr}"
-        );
-    }
-    let state = tmp.text("state");
-    let restore = |more: &[&str]| {
-        let args = ["restore", "--store", &store, "--serial", "null", "--state-dir", &state];
-        fail(1, &[&args[..], more].concat())
+    let export = |format: &str, file: &str| {
+        let export = ["store", "export", &guest.store, "--format", format, "--output", file];
+        let out = output(&export);
+        assert!(out.status.success(), "{}", text(&out.stderr));
+        text(&out.stderr)
     };
-    let stderr = restore(&["--same-id"]);
+    export("driftline-zstd", &archive);
+    for format in ["raw", "elf-core"] {
+        let stderr = export(format, &tmp.text(format));
+        assert!(stderr.contains("in checkpoint 1 is not in this file"), "{stderr}");
+    }
+    guest.vmm.kill();
+    let named = format!("path={}", tmp.text("named"));
+    guest.restore("second", &guest.store, "named", &["--lazy", "--disk", &named]);
+    guest.restore("third", &guest.store, "disk", &["--same-id"]);
+    guest.restore("archived", &archive, "disk", &["--same-id"]);
+}
+
+/// A file is overwritten only if the command names it, or it is the disk of the guest that is
+/// recovered.
+#[test]
+fn restore_overwrites_only_its_own_disk() {
+    if !kvm_or_skip("restore_overwrites_only_its_own_disk") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let mut guest = CheckpointedGuest::new(&tmp);
+    let (id, spec) = (guest.id.clone(), guest.spec.clone());
+    let stderr = guest.refuse_restore(&["--same-id"]);
     assert!(stderr.contains("disk\" is in use by another"), "{stderr}");
-    first.kill();
-    let later = vec![9; bytes];
-    std::fs::write(tmp.path("disk"), &later).unwrap();
+    guest.vmm.kill();
     let small = disk(&tmp, "small", 4096);
-    let stderr = restore(&["--disk", &small]);
+    let stderr = guest.refuse_restore(&["--disk", &small]);
     assert!(stderr.contains("has 1048576 bytes, and its file"), "{stderr}");
-    assert!(std::fs::read(tmp.path("disk")).unwrap() == later, "refused before it was touched");
     // The first guest may itself be restored, and then needs its disk.
     for more in [&[][..], &["--disk", &spec]] {
-        let stderr = restore(more);
-        assert!(
-            stderr.contains(&format!("is guest {id}'s: give the new guest a file")),
-            "{stderr}"
-        );
-        assert!(
-            stderr.contains("--disk id=disk0,path=FILE") && stderr.contains("--same-id"),
-            "{stderr}"
-        );
-        let content = std::fs::read(tmp.path("disk")).unwrap();
-        assert!(content == later, "refused before it was touched");
+        let stderr = guest.refuse_restore(more);
+        let owned = format!("is guest {id}'s: give the new guest a file");
+        assert!(stderr.contains(&owned), "{stderr}");
+        let options = ["--disk id=disk0,path=FILE", "--same-id"];
+        assert!(options.iter().all(|option| stderr.contains(option)), "{stderr}");
     }
-    let named = format!("path={}", tmp.text("named"));
-    let lazily = ["--lazy", "--disk", &named];
-    let same = &["--same-id"][..];
-    for (name, life, from, more) in [
-        ("named", "second", &store, &lazily[..]),
-        ("disk", "third", &store, same),
-        ("disk", "archived", &archive, same),
-    ] {
-        std::fs::write(tmp.path(name), &later).unwrap();
-        let args = [&["restore", "--store", from], more].concat();
-        let mut second = Vmm::start(&tmp, life, &args);
-        second.await_api();
-        second.await_progress(1, &before);
-        second.await_message("7 blocks written to 1 of its disks");
-        assert!(!second.stderr().contains("as it is now"), "{}", second.stderr());
-        assert!(std::fs::read(tmp.path(name)).unwrap() == then, "{name}");
-        second.kill();
-    }
-    // Another file at that path is overwritten only if the command names it.
-    std::fs::write(tmp.path("other"), &later).unwrap();
+    // Another file at that path.
+    std::fs::write(tmp.path("other"), vec![9; DISK_BYTES]).unwrap();
     std::fs::rename(tmp.path("other"), tmp.path("disk")).unwrap();
-    let stderr = restore(&["--same-id"]);
+    let stderr = guest.refuse_restore(&["--same-id"]);
     assert!(stderr.contains("disk \"disk0\" is another one on this host"), "{stderr}");
-    assert!(std::fs::read(tmp.path("disk")).unwrap() == later, "refused before it was touched");
-    // It is not overwritten while its guest may be running elsewhere.
-    std::fs::create_dir_all(&state).unwrap();
+    // The guest may be running elsewhere.
+    std::fs::create_dir_all(tmp.path("state")).unwrap();
     let record = tmp.path("state").join(format!("{id}.source.json"));
     std::fs::write(&record, "torn").unwrap();
-    let stderr = restore(&["--disk", &spec]);
+    let stderr = guest.refuse_restore(&["--disk", &spec]);
     assert!(stderr.contains("runs on another host"), "{stderr}");
-    assert!(std::fs::read(tmp.path("disk")).unwrap() == later, "refused before it was touched");
     std::fs::remove_file(record).unwrap();
-    // A new guest does not overwrite it either: the file is at the path of its parent's disk.
-    let any = format!("{spec},identity=any");
-    for spec in [&spec, &any] {
-        let stderr = restore(&["--disk", spec]);
+    // The file is at the path of the new guest's parent's disk.
+    for spec in [&spec, &format!("{spec},identity=any")] {
+        let stderr = guest.refuse_restore(&["--disk", spec]);
         let why = format!("has the path of guest {id}'s disk: name another path");
         assert!(stderr.contains(&why), "{stderr}");
     }
-    assert!(std::fs::read(tmp.path("disk")).unwrap() == later, "refused before it was touched");
-    let args = ["restore", "--store", &store, "--disk", &spec, "--same-id"];
-    let mut fourth = Vmm::start(&tmp, "fourth", &args);
-    fourth.await_api();
-    fourth.await_progress(1, &before);
-    assert!(std::fs::read(tmp.path("disk")).unwrap() == then);
-    fourth.kill();
+    guest.restore("second", &guest.store, "disk", &["--disk", &spec, "--same-id"]);
 }
 
 /// Two hosts share a disk. The host that may run the guest locks it.

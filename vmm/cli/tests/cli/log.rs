@@ -4,31 +4,21 @@ use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 
-use crate::common::{TIMEOUT, TestDir, Vmm, driftline, fail, output, receiver, text, wait_for};
+use crate::common::{TIMEOUT, TestDir, Vmm, driftline, fail, output, text, wait_for};
 use driftline_machine::testing::{Elf, kvm_or_skip};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
-use rustix::process::Signal;
 use serde_json::Value;
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
 
 #[test]
-fn no_escape_sequences_unless_on_a_terminal() {
+fn verbose_run_logs_the_machine_in_plain_text() {
     let tmp = TestDir::new();
     let mut vmm = Vmm::run(&tmp, "a", &[GUEST, &["-v"][..]].concat());
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
     let stderr = vmm.stderr();
     assert!(stderr.contains(" INFO ") && !stderr.contains('\u{1b}'), "{stderr:?}");
-}
-
-#[test]
-fn verbose_run_logs_the_machine() {
-    let tmp = TestDir::new();
-    let mut vmm = Vmm::run(&tmp, "a", &[GUEST, &["-v"][..]].concat());
-    vmm.tell(&["stop"]);
-    vmm.wait();
-    let stderr = vmm.stderr();
     let socket = format!("API socket {}", tmp.text("a.sock"));
     for part in ["with 64 MiB of memory", "backing=anon", "seccomp=true", "landlock=", &socket] {
         assert!(stderr.contains(part), "{part}: {stderr}");
@@ -113,16 +103,6 @@ fn a_bad_log_filter_is_wrong_usage() {
     let out = driftline(&["doctor", "--log", "warn"]).env("RUST_LOG", "a=b=c").output().unwrap();
     assert_ne!(out.status.code(), Some(2), "{}", text(&out.stderr));
     assert_ne!(output(&["doctor"]).status.code(), Some(2));
-}
-
-#[test]
-fn failure_is_printed_once() {
-    let tmp = TestDir::new();
-    let (mut vmm, _) = receiver(&tmp, "a", &[]);
-    vmm.signal(Signal::TERM);
-    vmm.wait();
-    let stderr = vmm.stderr();
-    assert_eq!(stderr.lines().count(), 2, "that it waits, and why it has ended: {stderr}");
 }
 
 /// The command that requested the migration prints the failure. The guest's VMM logs it, too, for

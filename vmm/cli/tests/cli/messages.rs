@@ -190,6 +190,7 @@ fn stopped_receiver_names_the_cause() {
     assert_eq!(waiting.wait(), Some(1));
     let stderr = waiting.stderr();
     assert!(stderr.contains("driftline: stopped by SIGTERM before a guest arrived"), "{stderr}");
+    assert_eq!(stderr.lines().count(), 2, "that it waits, and why it has ended: {stderr}");
     let (mut waiting, _) = receiver(&tmp, "told", &[]);
     waiting.tell(&["stop"]);
     assert_eq!(waiting.wait(), Some(1));

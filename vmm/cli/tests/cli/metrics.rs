@@ -82,6 +82,29 @@ fn now_s() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64()
 }
 
+/// Checks what `second` has of the seven checkpoints that were taken after `first`.
+fn check_checkpoints(first: &ScrapedPage, second: &ScrapedPage) {
+    second.follows(first);
+    assert_eq!(second.sum("driftline_checkpoints_total", ""), 7.0);
+    for times in ["pause", "durable"] {
+        let name = format!("driftline_checkpoint_{times}_seconds");
+        assert_eq!(second.sum(&format!("{name}_count"), ""), 7.0);
+        assert_eq!(second.sum(&format!("{name}_bucket"), "le=\"+Inf\""), 7.0);
+        assert!((1e-6..60.0).contains(&second.sum(&format!("{name}_sum"), "")), "{second:?}");
+    }
+    let [pause, durable] = ["pause", "durable"]
+        .map(|times| second.sum(&format!("driftline_checkpoint_{times}_seconds_sum"), ""));
+    assert!(durable > pause, "{durable} until durable, {pause} of pauses");
+    let age = now_s() - second.sum("driftline_checkpoint_last_success_timestamp_seconds", "");
+    assert!((0.0..60.0).contains(&age), "{age}");
+    assert!(second.sum("driftline_checkpoint_pages_total", "") > 1000.0, "{second:?}");
+    assert!(second.sum("driftline_checkpoint_written_bytes_total", "") > 4096.0);
+    let [before, after] = [first, second].map(|page| page.sum("driftline_dirty_bytes_total", ""));
+    assert!(after > before, "{after} after {before}");
+    let interval = second.sum("driftline_checkpoint_last_interval_seconds", "");
+    assert!((0.01..60.0).contains(&interval), "{interval}");
+}
+
 #[test]
 fn metrics_follow_a_guest_through_its_life() {
     let tmp = TestDir::new();
@@ -108,27 +131,7 @@ fn metrics_follow_a_guest_through_its_life() {
         vmm.tell(&["checkpoint", "--store", &store, "--every", "20ms", "--count", count]);
     }
     let second = ScrapedPage::scrape(&at);
-    second.follows(&first);
-    assert_eq!(second.sum("driftline_checkpoints_total", ""), 7.0);
-    for times in ["pause", "durable"] {
-        let name = format!("driftline_checkpoint_{times}_seconds");
-        assert_eq!(second.sum(&format!("{name}_count"), ""), 7.0);
-        assert_eq!(second.sum(&format!("{name}_bucket"), "le=\"+Inf\""), 7.0);
-        assert!((1e-6..60.0).contains(&second.sum(&format!("{name}_sum"), "")), "{second:?}");
-    }
-    let [pause, durable] = ["pause", "durable"]
-        .map(|times| second.sum(&format!("driftline_checkpoint_{times}_seconds_sum"), ""));
-    assert!(durable > pause, "{durable} until durable, {pause} of pauses");
-    let age = now_s() - second.sum("driftline_checkpoint_last_success_timestamp_seconds", "");
-    assert!((0.0..60.0).contains(&age), "{age}");
-    assert!(second.sum("driftline_checkpoint_pages_total", "") > 1000.0, "{second:?}");
-    assert!(second.sum("driftline_checkpoint_written_bytes_total", "") > 4096.0);
-    assert!(
-        second.sum("driftline_dirty_bytes_total", "")
-            > first.sum("driftline_dirty_bytes_total", "")
-    );
-    let interval = second.sum("driftline_checkpoint_last_interval_seconds", "");
-    assert!((0.01..60.0).contains(&interval), "{interval}");
+    check_checkpoints(&first, &second);
 
     // A migration that fails, then one that does not. The end of the second one is not read, so
     // the process stays for a moment.
@@ -316,8 +319,7 @@ impl Drop for Program {
     }
 }
 
-/// Runs `promtool` with `input`. Returns what it says, which is nothing but praise if it finds
-/// nothing wrong.
+/// Runs `promtool` with `input`. Returns whether it finds nothing wrong, and its output.
 fn promtool(args: &[&str], input: &str) -> io::Result<(bool, String)> {
     let mut child = Command::new("promtool")
         .args(args)
@@ -353,6 +355,32 @@ fn dashboard() -> Vec<String> {
     expressions.map(|e| e.replace("$__rate_interval", "30s").replace("$vm_id", ".*")).collect()
 }
 
+/// Starts a Prometheus that scrapes `target` every second. Returns its address.
+fn start_prometheus(tmp: &TestDir, target: &str) -> (String, Program) {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let at = format!("127.0.0.1:{port}");
+    let config = json!({
+        "global": { "scrape_interval": "1s", "evaluation_interval": "1s" },
+        "rule_files": [docs("alerts.yml")],
+        "scrape_configs": [
+            { "job_name": "driftline", "static_configs": [{ "targets": [target] }] },
+        ],
+    });
+    // JSON is YAML.
+    std::fs::write(tmp.path("prometheus.yml"), config.to_string()).unwrap();
+    let log = std::fs::File::create(tmp.path("prometheus.log")).unwrap();
+    let child = Command::new("prometheus")
+        .arg(format!("--config.file={}", tmp.text("prometheus.yml")))
+        .arg(format!("--storage.tsdb.path={}", tmp.text("tsdb")))
+        .arg(format!("--web.listen-address={at}"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log)
+        .spawn()
+        .unwrap();
+    (at, Program(child))
+}
+
 #[test]
 fn prometheus_scrapes_a_guest() {
     const TEST: &str = "prometheus_scrapes_a_guest";
@@ -382,29 +410,7 @@ fn prometheus_scrapes_a_guest() {
     let (is_good, stderr) = promtool(&["check", "rules", alerts.to_str().unwrap()], "").unwrap();
     assert!(is_good, "promtool: {stderr}");
 
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let at = format!("127.0.0.1:{port}");
-    let config = json!({
-        "global": { "scrape_interval": "1s", "evaluation_interval": "1s" },
-        "rule_files": [alerts],
-        "scrape_configs": [
-            { "job_name": "driftline", "static_configs": [{ "targets": [target] }] },
-        ],
-    });
-    // JSON is YAML.
-    std::fs::write(tmp.path("prometheus.yml"), config.to_string()).unwrap();
-    let log = std::fs::File::create(tmp.path("prometheus.log")).unwrap();
-    let _prometheus = Program(
-        Command::new("prometheus")
-            .arg(format!("--config.file={}", tmp.text("prometheus.yml")))
-            .arg(format!("--storage.tsdb.path={}", tmp.text("tsdb")))
-            .arg(format!("--web.listen-address={at}"))
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .unwrap(),
-    );
+    let (at, _prometheus) = start_prometheus(&tmp, &target);
     let sum = |expression: &str| {
         let answer = query(&at, &format!("sum({expression})"))?;
         answer["data"]["result"][0]["value"][1].as_str()?.parse::<f64>().ok()

@@ -235,14 +235,6 @@ fn stopped_vmm_does_not_hold_up_another_start() {
 }
 
 #[test]
-fn stop_waits_for_the_process_if_asked() {
-    let tmp = TestDir::new();
-    let mut vmm = Vmm::run(&tmp, "guest", GUEST);
-    vmm.tell(&["stop", "--wait"]);
-    assert!(!vmm.is_alive());
-}
-
-#[test]
 fn stop_ends_a_waiting_receiver() {
     let tmp = TestDir::new();
     let (mut waiting, _) = receiver(&tmp, "waiting", &[]);
@@ -269,14 +261,4 @@ fn unknown_parameters_of_requests_are_refused() {
     }
     assert_eq!(vmm.state(), "running");
     assert!(request(&vmm.socket(), "GET", "/info", "").starts_with("HTTP/1.1 200"));
-}
-
-#[test]
-fn pause_and_resume_are_idempotent() {
-    let tmp = TestDir::new();
-    let vmm = Vmm::run(&tmp, "guest", GUEST);
-    for (command, state) in [("pause", "paused"), ("resume", "running")] {
-        (0..2).for_each(|_| drop(vmm.tell(&[command])));
-        assert_eq!(vmm.state(), state);
-    }
 }
