@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use driftline_checkpoint::{Achieved, Spread};
 use driftline_control::api::{Client, ClientError};
 use driftline_control::model::{
-    CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome, JobBegun,
+    CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome, JobStarted,
 };
 use hyper::Method;
 use serde_json::json;
@@ -137,7 +137,7 @@ async fn start(
     request: &CheckpointRequest,
 ) -> Result<u64, Failure> {
     match client.call(Method::POST, "/checkpoint", Some(request)).await {
-        Ok(JobBegun { job }) => Ok(job),
+        Ok(JobStarted { job }) => Ok(job),
         Err(ClientError::Fault(why)) => {
             let active = page_of(client).await.is_ok_and(|page| page.running);
             let how = match active {

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use driftline_control::api::{Client, ClientError};
 use driftline_control::model::{
-    GuestLocation, GuestState, InfoPage, JobBegun, MigrationFailure, MigrationPage,
+    GuestLocation, GuestState, InfoPage, JobStarted, MigrationFailure, MigrationPage,
     MigrationRequest, MigrationState, ResolveRequest,
 };
 use driftline_migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
@@ -40,7 +40,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         copy_disks: args.copy_disks.clone().unwrap_or_default(),
         throttle: !args.no_throttle,
     };
-    let JobBegun { job } = match client.call(Method::POST, "/migration", Some(&request)).await {
+    let JobStarted { job } = match client.call(Method::POST, "/migration", Some(&request)).await {
         Ok(begun) => begun,
         Err(e) => {
             let refused = not_begun(&client, e).await;

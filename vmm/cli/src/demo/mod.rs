@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use driftline_control::model::{
-    CheckpointPage, CheckpointRequest, EpochOutcome, JobBegun, MigrationPage, MigrationRequest,
+    CheckpointPage, CheckpointRequest, EpochOutcome, JobStarted, MigrationPage, MigrationRequest,
     MigrationState,
 };
 use driftline_images::PayloadReport;
@@ -187,7 +187,7 @@ impl Demo<'_> {
             direct_io: false,
             disks: None,
         };
-        let JobBegun { job } = vmm.call(Method::POST, "/checkpoint", Some(&request))?;
+        let JobStarted { job } = vmm.call(Method::POST, "/checkpoint", Some(&request))?;
         let (mut lines, mut since) = (Vec::new(), 0);
         loop {
             let page: CheckpointPage =
@@ -237,7 +237,7 @@ impl Demo<'_> {
         let to = destination.wait("it to listen", |vmm| Ok(listening_on(&vmm.stderr())))?;
         let body = serde_json::json!({ "to": to });
         let request: MigrationRequest = serde_json::from_value(body).map_err(|e| e.to_string())?;
-        let JobBegun { job } = source.call(Method::POST, "/migration", Some(&request))?;
+        let JobStarted { job } = source.call(Method::POST, "/migration", Some(&request))?;
         let end = Instant::now() + child::TIMEOUT;
         let report = loop {
             let page: MigrationPage = source.get(&format!("/migration?job={job}&wait_ms=100"))?;

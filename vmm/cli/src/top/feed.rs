@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use driftline_control::api::{Client, ClientError};
 use driftline_control::model::{
-    ArrivingInfo, InfoPage, MAX_BINS, WatchBegun, WatchPage, WatchRequest,
+    ArrivingInfo, InfoPage, MAX_BINS, WatchPage, WatchRequest, WatchStarted,
 };
 use hyper::Method;
 
@@ -80,7 +80,7 @@ impl Feed {
     async fn post(&mut self) -> Result<u64, ClientError> {
         let request = WatchRequest { bins: Some(MAX_BINS) };
         let begun = self.client.call(Method::POST, "/dirty/watch", Some(&request)).await;
-        let WatchBegun { watch } = begun?;
+        let WatchStarted { watch } = begun?;
         self.watch = Some(watch);
         Ok(watch)
     }

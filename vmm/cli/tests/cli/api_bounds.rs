@@ -12,16 +12,6 @@ const GUEST: &[&str] = &["--backend", "threads", "--mem", "32M", "--guest", "pay
 /// Allowance beside connections: the operator's own, and threads that are ending.
 const SLACK: usize = 16;
 
-/// Returns a process's number of threads, its number of file descriptors, and its resident memory
-/// in KiB.
-fn held(of: &Vmm<'_>) -> (usize, usize, usize) {
-    let count = |what| std::fs::read_dir(format!("/proc/{}/{what}", of.pid())).unwrap().count();
-    let status = std::fs::read_to_string(format!("/proc/{}/status", of.pid())).unwrap();
-    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    let resident = resident.trim().trim_end_matches(" kB").parse().unwrap();
-    (count("task"), count("fd"), resident)
-}
-
 fn client(of: &Vmm<'_>, says: &str) -> UnixStream {
     let mut stream = UnixStream::connect(of.socket()).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -51,7 +41,7 @@ fn flood(of: &Vmm<'_>, least: usize, says: &[&str]) -> VecDeque<UnixStream> {
 fn silent_clients_keep_no_operator_out() {
     let tmp = TestDir::new();
     let mut vmm = Vmm::run(&tmp, "vmm", GUEST);
-    let (threads, files, kib) = held(&vmm);
+    let before = vmm.resources();
     let says = [
         "",
         "GET /info HTT",
@@ -63,12 +53,12 @@ fn silent_clients_keep_no_operator_out() {
     assert_eq!(vmm.state(), "running");
     vmm.tell(&["pause"]);
     vmm.tell(&["resume"]);
-    let now = held(&vmm);
-    assert!(now.1 <= files + 64 + SLACK, "{} files, {files} before", now.1);
-    assert!(now.0 <= threads + SLACK, "{} threads, {threads} before", now.0);
-    assert!(now.2 <= kib + (32 << 10), "{} KiB, {kib} before", now.2);
+    let now = vmm.resources();
+    assert!(now.files <= before.files + 64 + SLACK, "{now:?}, {before:?} before");
+    assert!(now.threads <= before.threads + SLACK, "{now:?}, {before:?} before");
+    assert!(now.resident_kib <= before.resident_kib + (32 << 10), "{now:?}, {before:?} before");
     drop(held_open);
-    wait_for("files as before", || (held(&vmm).1 <= files).then_some(()));
+    wait_for("files as before", || (vmm.resources().files <= before.files).then_some(()));
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
 }
@@ -77,14 +67,14 @@ fn silent_clients_keep_no_operator_out() {
 fn clients_that_read_nothing_are_displaced() {
     let tmp = TestDir::new();
     let mut vmm = Vmm::run(&tmp, "vmm", GUEST);
-    let (_, files, _) = held(&vmm);
+    let files = vmm.resources().files;
     // More answers than fit into a socket's buffers.
     let many = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".repeat(500);
     let held_open = flood(&vmm, 160, &[&many]);
     assert_eq!(vmm.state(), "running");
-    wait_for("room", || (held(&vmm).1 <= files + 64 + SLACK).then_some(()));
+    wait_for("room", || (vmm.resources().files <= files + 64 + SLACK).then_some(()));
     drop(held_open);
-    wait_for("files as before", || (held(&vmm).1 <= files).then_some(()));
+    wait_for("files as before", || (vmm.resources().files <= files).then_some(()));
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
 }

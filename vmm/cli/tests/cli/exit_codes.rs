@@ -13,7 +13,7 @@ const THREADS: &[&str] =
 const KVM: &[&str] = &["run", "--serial", "null", "--guest", "payload,ws=1M"];
 
 /// Returns the exit code of a command, its stdout, and its stderr.
-fn ended(args: &[&str]) -> (Option<i32>, String, String) {
+fn run(args: &[&str]) -> (Option<i32>, String, String) {
     let out = output(args);
     (out.status.code(), text(&out.stdout), text(&out.stderr))
 }
@@ -56,7 +56,7 @@ fn exit_codes_follow_the_table() {
         let hosted = matches!(args[0], "run" | "restore");
         let here: &[&str] = if hosted && args.len() > 1 { &here } else { &[] };
         let args = [*args, *more, here].concat();
-        let (ended, _, stderr) = ended(&args);
+        let (ended, _, stderr) = run(&args);
         assert_eq!(ended, Some(*code), "{args:?}: {stderr}");
     }
     assert_eq!(vmm.state(), "running", "after all that");
@@ -88,7 +88,7 @@ fn kvm_guests_end_with_the_same_codes() {
     for (code, args) in cases {
         let here: &[&str] = if args[0] == "run" { &here } else { &[] };
         let args = [*args, here].concat();
-        let (ended, _, stderr) = ended(&args);
+        let (ended, _, stderr) = run(&args);
         assert_eq!(ended, Some(*code), "{args:?}: {stderr}");
     }
 }
@@ -147,7 +147,7 @@ fn a_damaged_store_is_one_object_on_stdout() {
         ];
         for args in commands {
             let args = [&["store"], *args, &["--json", &store]].concat();
-            let (code, printed, stderr) = ended(&args);
+            let (code, printed, stderr) = run(&args);
             let object: Value = serde_json::from_str(&printed)
                 .unwrap_or_else(|e| panic!("{damaged}: {args:?}: {e}: {printed}{stderr}"));
             let message = object["error"]["message"].as_str().unwrap_or_default();
@@ -240,7 +240,7 @@ fn stopped_receiver_is_one_object_on_stdout() {
 fn printed(vmm: &Vmm<'_>, args: &[&str]) -> Value {
     let socket = vmm.socket();
     let args = [args, &["--json", "--api-sock", &socket]].concat();
-    let (code, printed, stderr) = ended(&args);
+    let (code, printed, stderr) = run(&args);
     assert_eq!(code, Some(0), "{args:?}: {stderr}");
     assert_eq!(printed.lines().count(), 1, "{args:?}: {printed}");
     serde_json::from_str(&printed).unwrap()
@@ -255,8 +255,8 @@ fn json_results_are_one_object_on_stdout() {
         assert_eq!(printed(&vmm, &["pause"]), json!({ "state": "paused" }));
     }
     assert_eq!(printed(&vmm, &["resume"]), json!({ "state": "running" }));
-    let run = ["checkpoint", "--store", &tmp.text("store"), "--every", "1s", "--detach"];
-    let begun = printed(&vmm, &run);
+    let begin = ["checkpoint", "--store", &tmp.text("store"), "--every", "1s", "--detach"];
+    let begun = printed(&vmm, &begin);
     assert_eq!(begun, json!({ "job": begun["job"], "running": true }));
     let over = printed(&vmm, &["checkpoint", "--stop"]);
     assert_eq!(over, json!({ "job": begun["job"], "running": false }));
@@ -264,7 +264,7 @@ fn json_results_are_one_object_on_stdout() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (to, socket) = (format!("tcp:{}", listener.local_addr().unwrap()), vmm.socket());
     let sender = std::thread::spawn(move || {
-        ended(&["send-migration", &to, "--json", "--api-sock", &socket]).0
+        run(&["send-migration", &to, "--json", "--api-sock", &socket]).0
     });
     wait_for("the migration", || (vmm.state() == "migrating").then_some(()));
     assert_eq!(printed(&vmm, &["cancel-migration"]), json!({ "status": "cancelling" }));

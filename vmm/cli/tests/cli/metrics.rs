@@ -1,5 +1,5 @@
-//! `/metrics`, on the API socket and on `--metrics-listen`: what it counts in the life of a guest,
-//! who is answered, and what a real Prometheus makes of it.
+//! `/metrics`, on the API socket and on `--metrics-listen`: its counts in the life of a guest, the
+//! requests that it answers, and a real Prometheus that scrapes it.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};

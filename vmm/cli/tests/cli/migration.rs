@@ -14,7 +14,7 @@ const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
 /// Further ways to track a KVM guest's writes.
 const MODES: [&str; 3] = ["dirty-bitmap", "dirty-bitmap-manual", "userfault-wp"];
 
-fn there_and_back(machine: &[&str]) {
+fn moves_there_and_back(machine: &[&str]) {
     let tmp = TestDir::new();
     let guest = ["--guest", "payload,ws=16M,rate=32M"];
     let mut first = Vmm::run(&tmp, "first", &[machine, &guest].concat());
@@ -56,15 +56,15 @@ fn there_and_back(machine: &[&str]) {
 
 #[test]
 fn a_guest_of_threads_moves_twice() {
-    there_and_back(THREADS);
+    moves_there_and_back(THREADS);
 }
 
 #[test]
 fn a_kvm_guest_moves_twice() {
     if driftline_machine::testing::kvm_or_skip("a_kvm_guest_moves_twice") {
-        there_and_back(KVM);
+        moves_there_and_back(KVM);
         for mode in MODES {
-            there_and_back(&[KVM, &["--tracking", mode]].concat());
+            moves_there_and_back(&[KVM, &["--tracking", mode]].concat());
         }
     }
 }

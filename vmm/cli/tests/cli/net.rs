@@ -252,18 +252,18 @@ fn unusable_tap_is_refused_with_the_reason() {
     host.add_tap("one", &[]);
     host.add_tap("many", &["multi_queue"]);
     let tmp = TestDir::new();
-    let there = |net: &str| {
+    let refused_on_host = |net: &str| {
         let args: Vec<String> = run(net);
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         let out = host.command(env!("CARGO_BIN_EXE_driftline"), &args).output().unwrap();
         assert_eq!(out.status.code(), Some(1), "{net}: {}", text(&out.stderr));
         text(&out.stderr)
     };
-    let stderr = there("tap=one,queues=2");
+    let stderr = refused_on_host("tap=one,queues=2");
     assert!(stderr.contains("\"one\"") && stderr.contains("without `multi_queue`"), "{stderr}");
-    let stderr = there("tap=many");
+    let stderr = refused_on_host("tap=many");
     assert!(stderr.contains("\"many\"") && stderr.contains("with `multi_queue`"), "{stderr}");
-    let stderr = there("tap=br0");
+    let stderr = refused_on_host("tap=br0");
     assert!(stderr.contains("\"br0\" cannot be used as a tap"), "{stderr}");
     // A tap has one owner, whether with one queue or several.
     let nets = ["--net", "tap=one", "--net", "tap=many,queues=2"];
@@ -274,8 +274,8 @@ fn unusable_tap_is_refused_with_the_reason() {
         let out = driftline(&["info", "--api-sock", &socket(&tmp, "owner")]).output().unwrap();
         out.status.success().then_some(())
     });
-    assert!(there("tap=one").contains("tap \"one\" is in use by another"));
-    assert!(there("tap=many,queues=2").contains("tap \"many\" is in use by another"));
+    assert!(refused_on_host("tap=one").contains("tap \"one\" is in use by another"));
+    assert!(refused_on_host("tap=many,queues=2").contains("tap \"many\" is in use by another"));
 }
 
 /// Migrates the guest of `from` to a new driftline `name` on `host`.

@@ -17,12 +17,12 @@ const GUEST: &[&str] =
 
 /// The way in which the receiver is stopped.
 #[derive(Clone, Copy, Debug)]
-enum How {
+enum StopBy {
     Command,
     Sigterm,
 }
 
-impl How {
+impl StopBy {
     fn tell(self, vmm: &Vmm<'_>) {
         match self {
             Self::Command => _ = vmm.tell(&["stop"]),
@@ -41,7 +41,7 @@ fn send(source: &Vmm<'_>, args: &[&str]) -> Child {
 }
 
 /// The sender reports that the destination was stopped, and the guest continues at its source.
-fn goes_on(source: &Vmm<'_>, sent: &Output, why: &str) {
+fn assert_continues(source: &Vmm<'_>, sent: &Output, why: &str) {
     let stderr = text(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{stderr}");
     assert!(stderr.contains(why) && stderr.contains("the guest continues here"), "{stderr}");
@@ -52,7 +52,7 @@ fn goes_on(source: &Vmm<'_>, sent: &Output, why: &str) {
 
 #[test]
 fn stop_ends_a_process_that_receives_a_guest() {
-    for how in [How::Command, How::Sigterm] {
+    for stop_by in [StopBy::Command, StopBy::Sigterm] {
         let tmp = TestDir::new();
         let source = Vmm::run(&tmp, "source", GUEST);
         source.await_progress(1, &[]);
@@ -65,21 +65,21 @@ fn stop_ends_a_process_that_receives_a_guest() {
             let came = migration["sent_bytes"].as_u64()? > 0;
             (came && migration["phase"] == "precopy").then_some(())
         });
-        how.tell(&receiving);
-        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.stderr());
+        stop_by.tell(&receiving);
+        assert_eq!(receiving.wait(), Some(1), "{stop_by:?}: {}", receiving.stderr());
         let stderr = receiving.stderr();
         assert!(
             stderr.contains("the receiver was stopped before its guest had arrived"),
             "{stderr}"
         );
         assert!(stderr.contains("in precopy"), "{stderr}");
-        goes_on(&source, &sending.wait_with_output().unwrap(), "the receiver was stopped");
+        assert_continues(&source, &sending.wait_with_output().unwrap(), "the receiver was stopped");
     }
 }
 
 #[test]
 fn stop_before_commit_keeps_guest_at_source() {
-    for how in [How::Command, How::Sigterm] {
+    for stop_by in [StopBy::Command, StopBy::Sigterm] {
         let tmp = TestDir::new();
         let source = Vmm::run(&tmp, "source", GUEST);
         source.await_progress(1, &[]);
@@ -95,26 +95,26 @@ fn stop_before_commit_keeps_guest_at_source() {
             let info = receiving.info()?;
             (info["migration"]["phase"] == "hand-over").then_some(())
         });
-        how.tell(&receiving);
-        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.stderr());
+        stop_by.tell(&receiving);
+        assert_eq!(receiving.wait(), Some(1), "{stop_by:?}: {}", receiving.stderr());
         let stderr = receiving.stderr();
         assert!(stderr.contains("in the hand-over"), "{stderr}");
         let why = "the destination discarded the guest";
-        goes_on(&source, &sending.wait_with_output().unwrap(), why);
+        assert_continues(&source, &sending.wait_with_output().unwrap(), why);
     }
 }
 
 #[test]
 fn stop_after_commit_ends_the_arrived_guest() {
-    for how in [How::Command, How::Sigterm] {
+    for stop_by in [StopBy::Command, StopBy::Sigterm] {
         let tmp = TestDir::new();
         let mut source = Vmm::run(&tmp, "source", GUEST);
         let (mut receiving, to) = receiver(&tmp, "receiving", &[]);
         let sent = send(&source, &[&to]).wait_with_output().unwrap();
         assert!(sent.status.success(), "{}", text(&sent.stderr));
         // The receiver's main thread may not have come that far yet.
-        how.tell(&receiving);
-        assert_eq!(receiving.wait(), Some(0), "{how:?}: {}", receiving.stderr());
+        stop_by.tell(&receiving);
+        assert_eq!(receiving.wait(), Some(0), "{stop_by:?}: {}", receiving.stderr());
         assert!(receiving.stderr().contains("the guest was stopped"), "{}", receiving.stderr());
         assert_eq!(source.wait(), Some(0), "{}", source.stderr());
     }
@@ -127,7 +127,7 @@ fn stop_ends_a_process_whose_take_over_failed() {
     if !kvm_or_skip("stop_ends_a_process_whose_take_over_failed") {
         return;
     }
-    for how in [How::Command, How::Sigterm] {
+    for stop_by in [StopBy::Command, StopBy::Sigterm] {
         let tmp = TestDir::new();
         let disk = |name: &str| {
             File::create(tmp.path(name)).unwrap().set_len(1 << 20).unwrap();
@@ -149,8 +149,8 @@ fn stop_ends_a_process_whose_take_over_failed() {
         wait_for("the take-over to fail", || {
             receiving.stderr().contains("staying up to").then_some(())
         });
-        how.tell(&receiving);
-        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.stderr());
+        stop_by.tell(&receiving);
+        assert_eq!(receiving.wait(), Some(1), "{stop_by:?}: {}", receiving.stderr());
         let stderr = receiving.stderr();
         assert!(stderr.contains("is in use by another"), "{stderr}");
         sending.kill().unwrap();

@@ -183,11 +183,6 @@ fn sigterm_ends_guest_in_hanging_flush() {
     assert!(stderr.contains("\"disk0\""), "{stderr}");
 }
 
-/// Returns the number of a process's threads.
-fn threads(of: &Vmm<'_>) -> usize {
-    std::fs::read_dir(format!("/proc/{}/task", of.pid())).unwrap().count()
-}
-
 /// Sends a request and disconnects before the answer. Returns true if the server at once refuses
 /// the request because too many others are being answered.
 fn leave(vmm: &Vmm<'_>, head: &str, body: &str) -> bool {
@@ -209,14 +204,14 @@ fn abandoned_requests_keep_no_operator_out() {
     let test = "abandoned_requests_keep_no_operator_out";
     let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
     let vmm = &world.vmm;
-    let before = threads(vmm);
+    let before = vmm.resources().threads;
     // A watchdog whose timeout is shorter than a pause that waits for a disk.
     let began = Instant::now();
     let (mut sent, mut most, mut refused) = (0, 0, false);
     while sent < 700 || began.elapsed() < attack() {
         refused |= leave(vmm, "PATCH /vm", r#"{"state":"Paused"}"#);
         sent += 1;
-        most = most.max(threads(vmm));
+        most = most.max(vmm.resources().threads);
     }
     assert!(refused, "{sent} pauses were under way at once");
     assert!(most <= before + ANSWERING, "{most} threads, {before} before");
@@ -232,11 +227,11 @@ fn stops_that_wait_are_bounded() {
     let tmp = TestDir::new();
     let Some(world) = StuckGuest::in_a_flush(&tmp, "stops_that_wait_are_bounded") else { return };
     let vmm = &world.vmm;
-    let before = threads(vmm);
+    let before = vmm.resources().threads;
     // The first request waits for the flush, and the others wait for the first.
     wait_for("a refusal", || {
         let refused = leave(vmm, "POST /stop", "");
-        let now = threads(vmm);
+        let now = vmm.resources().threads;
         assert!(now <= before + ANSWERING, "{now} threads, {before} before");
         refused.then_some(())
     });
@@ -248,8 +243,8 @@ fn stops_that_wait_are_bounded() {
 #[test]
 fn receiver_in_hanging_take_over_can_be_stopped() {
     let test = "receiver_in_hanging_take_over_can_be_stopped";
-    let hows: [fn(&Vmm<'_>); 2] = [stop, sigterm];
-    for how in hows {
+    let ways: [fn(&Vmm<'_>); 2] = [stop, sigterm];
+    for way in ways {
         if !kvm_or_skip(test) {
             return;
         }
@@ -270,7 +265,7 @@ fn receiver_in_hanging_take_over_can_be_stopped() {
         let send = ["send-migration", &to, "--api-sock", &socket];
         let sending = driftline(&send).stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
         receiver.await_stuck("a lock that hangs");
-        in_time("a stop", || how(&receiver.vmm));
+        in_time("a stop", || way(&receiver.vmm));
         let stderr = receiver.ends_with(1);
         assert!(stderr.contains("virtio-blk \"disk0\" did not acquire its files"), "{stderr}");
         assert!(!stderr.contains("does not end yet"), "{stderr}");
@@ -351,14 +346,14 @@ fn receiver_refuses_where_writes_to_a_copy_hang() {
 
 #[test]
 fn receiver_whose_copy_hangs_can_be_stopped() {
-    let hows: [fn(&Vmm<'_>); 2] = [stop, sigterm];
-    for how in hows {
+    let ways: [fn(&Vmm<'_>); 2] = [stop, sigterm];
+    for way in ways {
         let tmp = TestDir::new();
         let test = "receiver_whose_copy_hangs_can_be_stopped";
         let Some(copying) = StuckCopy::or_skip(&tmp, test, |_| {}) else { return };
         let sending = copying.send();
         copying.receiver.await_stuck("a write that hangs");
-        how(&copying.receiver.vmm);
+        way(&copying.receiver.vmm);
         copying.ends(Some(sending));
     }
 }

@@ -18,12 +18,6 @@ fn phase(of: &Vmm<'_>) -> String {
     info["migration"]["phase"].as_str().unwrap_or_default().to_owned()
 }
 
-/// Returns a process's numbers of threads and file descriptors.
-fn held(of: &Vmm<'_>) -> (usize, usize) {
-    let count = |what| std::fs::read_dir(format!("/proc/{}/{what}", of.pid())).unwrap().count();
-    (count("task"), count("fd"))
-}
-
 /// Starts to send the guest of `from`, and kills its process during pre-copy.
 fn dies_in_precopy(from: &mut Vmm<'_>, to: &str, there: &Vmm<'_>) {
     let socket = from.socket();
@@ -35,12 +29,12 @@ fn dies_in_precopy(from: &mut Vmm<'_>, to: &str, there: &Vmm<'_>) {
     });
 }
 
-fn waits_on(there: &Vmm<'_>) {
+fn await_waiting(there: &Vmm<'_>) {
     wait_for("the receiver to wait on", || (phase(there) == "waiting").then_some(()));
 }
 
-/// Twice a source dies during pre-copy; the third one migrates its guest.
-fn moves(tmp: &TestDir, machine: &[&str], there: &[&str]) {
+/// Receives the guest of a third source after two sources have died during pre-copy.
+fn receive_after_failures(tmp: &TestDir, machine: &[&str], there: &[&str]) {
     let run = |name| Vmm::run(tmp, name, &[machine, GUEST].concat());
     let (mut destination, to) = receiver(tmp, "destination", there);
     let address = to.strip_prefix("tcp:").unwrap();
@@ -57,15 +51,15 @@ fn moves(tmp: &TestDir, machine: &[&str], there: &[&str]) {
     let mut first = run("first");
     first.await_progress(2, &[]);
     dies_in_precopy(&mut first, &to, &destination);
-    waits_on(&destination);
+    await_waiting(&destination);
     let mut second = run("second");
     second.await_progress(2, &[]);
-    let before = held(&destination);
+    let before = destination.resources();
     dies_in_precopy(&mut second, &to, &destination);
-    waits_on(&destination);
+    await_waiting(&destination);
     wait_for("threads and files as before", || {
-        let now = held(&destination);
-        (now.0 <= before.0 && now.1 <= before.1).then_some(())
+        let now = destination.resources();
+        (now.threads <= before.threads && now.files <= before.files).then_some(())
     });
     assert!(destination.is_alive(), "{}", destination.stderr());
 
@@ -82,7 +76,7 @@ fn moves(tmp: &TestDir, machine: &[&str], there: &[&str]) {
 
 #[test]
 fn receiver_survives_strangers_and_dead_sources() {
-    moves(&TestDir::new(), &["--backend", "threads"], &[]);
+    receive_after_failures(&TestDir::new(), &["--backend", "threads"], &[]);
 }
 
 #[test]
@@ -95,7 +89,7 @@ fn machine_is_rebuilt_after_a_failed_arrival() {
     let (disk, sockets) = (format!("path={}", tmp.text("disk")), ["v0", "v1"].map(|v| tmp.text(v)));
     let here = format!("cid=5,uds={}", sockets[0]);
     let there = format!("uds={}", sockets[1]);
-    moves(&tmp, &["--disk", &disk, "--vsock", &here], &["--vsock", &there]);
+    receive_after_failures(&tmp, &["--disk", &disk, "--vsock", &here], &["--vsock", &there]);
 }
 
 #[test]

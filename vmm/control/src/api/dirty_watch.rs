@@ -17,7 +17,7 @@ use serde::Deserialize;
 use super::fault::{Fault, Input};
 use super::handler::{AppState, JsonAnswer, blocking};
 use crate::jobs::Jobs;
-use crate::model::{MAX_BINS, WatchBegun, WatchPage, WatchRequest, at_most, one_to};
+use crate::model::{MAX_BINS, WatchPage, WatchRequest, WatchStarted, at_most, one_to};
 
 /// Default number of ranges.
 const DEFAULT_BINS: u32 = 1024;
@@ -27,12 +27,12 @@ const MAX_WAIT: Duration = Duration::from_secs(60);
 pub(super) async fn start(
     State(app): AppState,
     Input(request): Input<WatchRequest>,
-) -> JsonAnswer<WatchBegun> {
+) -> JsonAnswer<WatchStarted> {
     let bins = request.bins.unwrap_or(DEFAULT_BINS);
     one_to("bins", bins.into(), MAX_BINS.into())?;
     let begin = move |jobs: &Arc<Jobs>| jobs.begin_watch(bins).map_err(Fault::from);
     let watch = blocking(app, begin).await?;
-    Ok(Json(WatchBegun { watch }))
+    Ok(Json(WatchStarted { watch }))
 }
 
 /// The watch that a request names, and the length of its window.

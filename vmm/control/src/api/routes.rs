@@ -25,7 +25,7 @@ use super::plan;
 use crate::jobs::Jobs;
 use crate::model::{
     ActionRequest, ArrivingInfo, CheckpointPage, CheckpointRequest, GuestState, Info, InfoPage,
-    InstanceInfo, JobBegun, MachineSettings, MigrationPage, MigrationRequest, ResolveRequest,
+    InstanceInfo, JobStarted, MachineSettings, MigrationPage, MigrationRequest, ResolveRequest,
     VmConfig, VmRequest, VmTarget,
 };
 
@@ -159,7 +159,7 @@ async fn send_nmi(State(app): AppState) -> Result<StatusCode, Fault> {
 async fn start_checkpoints(
     State(app): AppState,
     Input(request): Input<CheckpointRequest>,
-) -> JsonAnswer<JobBegun> {
+) -> JsonAnswer<JobStarted> {
     if !request.store.is_absolute() {
         let store = request.store.display();
         return Err(Fault::new(format!("the store {store} is not an absolute path")));
@@ -171,7 +171,7 @@ async fn start_checkpoints(
     // The client may have disconnected meanwhile. That does not end this function.
     let (job, jobs) = blocking(app, begin).await?;
     tokio::spawn(async move { jobs.expect_client(job).await });
-    Ok(Json(JobBegun { job }))
+    Ok(Json(JobStarted { job }))
 }
 
 /// Answers when the run has ended. An attached run ends when this connection does.
@@ -228,11 +228,11 @@ async fn stop_checkpoints(
 async fn start_migration(
     State(app): AppState,
     Input(request): Input<MigrationRequest>,
-) -> JsonAnswer<JobBegun> {
+) -> JsonAnswer<JobStarted> {
     request.check()?;
     let begin = move |jobs: &Arc<Jobs>| jobs.start_migration(&request).map_err(Fault::from);
     let job = blocking(app, begin).await?;
-    Ok(Json(JobBegun { job }))
+    Ok(Json(JobStarted { job }))
 }
 
 async fn migration(

@@ -11,7 +11,7 @@ pub struct FaultMessage {
 
 /// Answer to `POST /checkpoint` and `POST /migration`: the job that was started.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct JobBegun {
+pub struct JobStarted {
     /// The job's number. `GET` and `DELETE` with `job=N` address this job and no later one.
     pub job: u64,
 }

@@ -11,7 +11,7 @@ mod limit;
 mod migration;
 mod watch;
 
-pub use answer::{FaultMessage, JobBegun};
+pub use answer::{FaultMessage, JobStarted};
 pub use checkpoint::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
 pub use config::{
     BalloonSettings, BootSource, DriveSettings, EntropySettings, InterfaceSettings,
@@ -28,5 +28,5 @@ pub use migration::{
     MigrationRequest, MigrationState, ResolveRequest,
 };
 pub use watch::{
-    CheckpointSummary, MAX_BINS, MemoryRange, VcpuWindow, WatchBegun, WatchPage, WatchRequest,
+    CheckpointSummary, MAX_BINS, MemoryRange, VcpuWindow, WatchPage, WatchRequest, WatchStarted,
 };

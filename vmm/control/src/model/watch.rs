@@ -25,7 +25,7 @@ pub struct WatchRequest {
 
 /// Answer to `POST /dirty/watch`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct WatchBegun {
+pub struct WatchStarted {
     /// The watch's number.
     pub watch: u64,
 }

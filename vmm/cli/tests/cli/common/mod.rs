@@ -109,6 +109,15 @@ impl TestDir {
     }
 }
 
+/// What a process uses.
+#[derive(Clone, Copy, Debug)]
+pub struct Resources {
+    pub threads: usize,
+    /// Number of file descriptors.
+    pub files: usize,
+    pub resident_kib: usize,
+}
+
 /// A driftline process that has, or waits for, a guest. Uses `name.sock`, `name.serial` and
 /// `name.err` in the test's directory. Killed when dropped.
 pub struct Vmm<'p> {
@@ -183,6 +192,15 @@ impl<'p> Vmm<'p> {
     /// Sends a signal to the process.
     pub fn signal(&self, signal: Signal) {
         kill_process(Pid::from_raw(self.pid() as i32).unwrap(), signal).unwrap();
+    }
+
+    pub fn resources(&self) -> Resources {
+        let proc = PathBuf::from(format!("/proc/{}", self.pid()));
+        let count = |what| std::fs::read_dir(proc.join(what)).unwrap().count();
+        let status = std::fs::read_to_string(proc.join("status")).unwrap();
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        let resident_kib = resident.trim().trim_end_matches(" kB").parse().unwrap();
+        Resources { threads: count("task"), files: count("fd"), resident_kib }
     }
 
     /// Returns the output of `info --json`, if the process answers.
