@@ -5,7 +5,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use driftline_machine::devices::BalloonControl;
 
-use super::fault::{Fault, Input};
+use super::fault::{Fault, JsonBody};
 use super::handler::{AppState, JsonAnswer, blocking};
 use crate::jobs::Jobs;
 use crate::model::{BalloonRequest, BalloonView};
@@ -18,7 +18,7 @@ pub(super) async fn show(State(app): AppState) -> JsonAnswer<BalloonView> {
 /// `PATCH /balloon`.
 pub(super) async fn resize(
     State(app): AppState,
-    Input(request): Input<BalloonRequest>,
+    JsonBody(request): JsonBody<BalloonRequest>,
 ) -> Result<StatusCode, Fault> {
     blocking(app, move |jobs| {
         let balloon = balloon(jobs)?;

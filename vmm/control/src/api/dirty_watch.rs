@@ -14,7 +14,7 @@ use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use serde::Deserialize;
 
-use super::fault::{Fault, Input};
+use super::fault::{Fault, JsonBody};
 use super::handler::{AppState, JsonAnswer, blocking};
 use crate::jobs::Jobs;
 use crate::model::{MAX_BINS, WatchPage, WatchRequest, WatchStarted, at_most, one_to};
@@ -26,7 +26,7 @@ const MAX_WAIT: Duration = Duration::from_secs(60);
 
 pub(super) async fn start(
     State(app): AppState,
-    Input(request): Input<WatchRequest>,
+    JsonBody(request): JsonBody<WatchRequest>,
 ) -> JsonAnswer<WatchStarted> {
     let bins = request.bins.unwrap_or(DEFAULT_BINS);
     one_to("bins", bins.into(), MAX_BINS.into())?;

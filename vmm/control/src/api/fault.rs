@@ -85,9 +85,9 @@ pub(super) async fn read_body(body: Body) -> Result<Bytes, Fault> {
 }
 
 /// A request's JSON body. Its size is limited before it is read.
-pub(super) struct Input<T>(pub(super) T);
+pub(super) struct JsonBody<T>(pub(super) T);
 
-impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Input<T> {
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
     type Rejection = Fault;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Fault> {

@@ -11,7 +11,7 @@ use driftline_migrate::convergence::Goals;
 use driftline_migrate::forecast::{Conditions, Curve, Forecast, forecast};
 use serde::{Deserialize, Serialize};
 
-use super::fault::Input;
+use super::fault::JsonBody;
 use super::handler::{AppState, JsonAnswer, blocking};
 use crate::jobs::WriteProfile;
 use crate::model::{MAX_DOWNTIME_MS, at_least, at_most};
@@ -116,7 +116,7 @@ impl Plan {
 
 pub(super) async fn plan(
     State(app): AppState,
-    Input(request): Input<PlanRequest>,
+    JsonBody(request): JsonBody<PlanRequest>,
 ) -> JsonAnswer<Plan> {
     let PlanRequest { downtime_ms, bandwidth_bytes_per_s: bandwidth } = request;
     downtime_ms.map_or(Ok(()), |ms| at_most("downtime_ms", ms, MAX_DOWNTIME_MS))?;

@@ -18,7 +18,7 @@ use super::app::App;
 use super::balloon;
 use super::devices;
 use super::dirty_watch;
-use super::fault::{Fault, Input};
+use super::fault::{Fault, JsonBody};
 use super::handler::{AppState, JsonAnswer, blocking};
 use super::metrics;
 use super::plan;
@@ -122,7 +122,7 @@ async fn vm_config(State(app): AppState) -> JsonAnswer<VmConfig> {
 
 async fn change_vm(
     State(app): AppState,
-    Input(request): Input<VmRequest>,
+    JsonBody(request): JsonBody<VmRequest>,
 ) -> Result<StatusCode, Fault> {
     blocking(app, move |jobs| {
         match request.state {
@@ -136,7 +136,7 @@ async fn change_vm(
 
 async fn act(
     State(app): AppState,
-    Input(request): Input<ActionRequest>,
+    JsonBody(request): JsonBody<ActionRequest>,
 ) -> Result<StatusCode, Fault> {
     let jobs = app.jobs()?;
     Err(Fault::new(match request.action_type.as_str() {
@@ -158,7 +158,7 @@ async fn send_nmi(State(app): AppState) -> Result<StatusCode, Fault> {
 
 async fn start_checkpoints(
     State(app): AppState,
-    Input(request): Input<CheckpointRequest>,
+    JsonBody(request): JsonBody<CheckpointRequest>,
 ) -> JsonAnswer<JobStarted> {
     if !request.store.is_absolute() {
         let store = request.store.display();
@@ -227,7 +227,7 @@ async fn stop_checkpoints(
 
 async fn start_migration(
     State(app): AppState,
-    Input(request): Input<MigrationRequest>,
+    JsonBody(request): JsonBody<MigrationRequest>,
 ) -> JsonAnswer<JobStarted> {
     request.check()?;
     let begin = move |jobs: &Arc<Jobs>| jobs.start_migration(&request).map_err(Fault::from);
@@ -255,7 +255,7 @@ async fn cancel_migration(
 
 async fn resolve_migration(
     State(app): AppState,
-    Input(request): Input<ResolveRequest>,
+    JsonBody(request): JsonBody<ResolveRequest>,
 ) -> Result<StatusCode, Fault> {
     let resolve =
         move |jobs: &Arc<Jobs>| jobs.resolve_migration(request.action).map_err(Fault::from);

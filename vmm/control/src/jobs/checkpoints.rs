@@ -18,7 +18,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::error::JobError;
-use super::holds::{PauseHolds, Role};
+use super::holds::{JobRole, PauseHolds};
 use super::totals::CheckpointTotals;
 use crate::model::{
     CheckpointPage, CheckpointRequest, CheckpointSummary, DisksPolicy, EpochLine, EpochOutcome,
@@ -91,7 +91,7 @@ impl CheckpointJob {
             false => Store::create_or_open,
         };
         let store = open(&request.store)?;
-        let guest = holds.guest_for(Role::Checkpoint);
+        let guest = holds.guest_for(JobRole::Checkpoint);
         let mut checkpointer = Checkpointer::new(guest, store)?;
         checkpointer.keep(request.keep.map(NonZeroU64::get));
         if request.disks == Some(DisksPolicy::External) {

@@ -2,8 +2,8 @@
 //! independently. The guest runs only while none of them wants it paused.
 //!
 //! Each job sees the guest through a [`JobGuest`], which delegates everything to the guest except
-//! its lifecycle: pause and resume count holders. Without that, the end of a checkpoint's pause would
-//! resume a guest whose last frame a migration has already copied.
+//! its lifecycle: pause and resume count holders. Without that, the end of a checkpoint's pause
+//! would resume a guest whose last frame a migration has already copied.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -64,16 +64,16 @@ struct HoldState {
 }
 
 impl HoldState {
-    /// Adds a holder. Returns the state that the holder receives: the guest ran, in which case it must
-    /// end its hold, or the guest was paused, in which case it has none.
-    fn add_holder(&mut self, role: Role) -> RunState {
-        if role == Role::Migration && self.wanted == RunState::Paused {
+    /// Adds a holder. Returns the state that the holder receives: the guest ran, in which case it
+    /// must end its hold, or the guest was paused, in which case it has none.
+    fn add_holder(&mut self, role: JobRole) -> RunState {
+        if role == JobRole::Migration && self.wanted == RunState::Paused {
             // For the migration the guest was paused, so it will not resume it. The operator
             // cannot resume it during the migration either.
             return RunState::Paused;
         }
         self.holders += 1;
-        self.migration_holds |= role == Role::Migration;
+        self.migration_holds |= role == JobRole::Migration;
         RunState::Running
     }
 
@@ -113,8 +113,8 @@ impl PauseHolds {
     /// pause that has not completed yet. Does not wait for a pause.
     pub(super) fn operator_state(&self) -> RunState {
         let displayed = self.displayed.lock();
-        // While `displayed` is empty, no thread is changing the guest's state, and none does before the
-        // lock is released.
+        // While `displayed` is empty, no thread is changing the guest's state, and none does before
+        // the lock is released.
         match self.vm.run_state() {
             RunState::Stopped => RunState::Stopped,
             real => displayed.unwrap_or(real),
@@ -178,7 +178,7 @@ impl PauseHolds {
     }
 
     /// Returns the guest as a job sees it.
-    pub(super) fn guest_for(self: &Arc<Self>, role: Role) -> Arc<JobGuest> {
+    pub(super) fn guest_for(self: &Arc<Self>, role: JobRole) -> Arc<JobGuest> {
         Arc::new(JobGuest { holds: self.clone(), role })
     }
 
@@ -190,7 +190,7 @@ impl PauseHolds {
         HoldGuard { holds: self, state }
     }
 
-    fn hold(&self, role: Role) -> Result<RunState, GuestError> {
+    fn hold(&self, role: JobRole) -> Result<RunState, GuestError> {
         let mut state = self.lock();
         if state.holders == 0 {
             state.wanted = self.vm.pause()?;
@@ -198,7 +198,7 @@ impl PauseHolds {
         Ok(state.add_holder(role))
     }
 
-    fn hold_and_save(&self, role: Role) -> Result<(RunState, SavedState), GuestError> {
+    fn hold_and_save(&self, role: JobRole) -> Result<(RunState, SavedState), GuestError> {
         let mut state = self.lock();
         let saved = match state.holders {
             0 => {
@@ -211,9 +211,9 @@ impl PauseHolds {
         Ok((state.add_holder(role), saved))
     }
 
-    fn release_hold(&self, role: Role) -> Result<(), GuestError> {
+    fn release_hold(&self, role: JobRole) -> Result<(), GuestError> {
         let mut state = self.lock();
-        state.migration_holds &= role != Role::Migration;
+        state.migration_holds &= role != JobRole::Migration;
         if state.holders > 1 || state.wanted == RunState::Paused {
             state.holders = state.holders.saturating_sub(1);
             return Ok(());
@@ -227,17 +227,18 @@ impl PauseHolds {
 
 /// The job that uses a [`JobGuest`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Role {
+pub(super) enum JobRole {
     /// For a checkpoint the guest always ran, so that it ends each hold that it begins.
     Checkpoint,
-    /// A migration receives the guest's state, because the destination must continue in the same state.
+    /// A migration receives the guest's state, because the destination must continue in the same
+    /// state.
     Migration,
 }
 
 /// The guest as one job sees it.
 pub(super) struct JobGuest {
     holds: Arc<PauseHolds>,
-    role: Role,
+    role: JobRole,
 }
 
 // A job's guest differs from the guest only in its lifecycle.
@@ -295,7 +296,7 @@ mod tests {
     fn end_of_one_hold_keeps_another() {
         let (vm, holds) = running();
         let (checkpoint, migration) =
-            (holds.guest_for(Role::Checkpoint), holds.guest_for(Role::Migration));
+            (holds.guest_for(JobRole::Checkpoint), holds.guest_for(JobRole::Migration));
         checkpoint.pause().unwrap();
         assert_eq!(migration.pause().unwrap(), Running, "the guest ran before the first hold");
         checkpoint.resume().unwrap();
@@ -310,7 +311,7 @@ mod tests {
     #[test]
     fn operators_pause_outlives_a_hold() {
         let (vm, holds) = running();
-        let checkpoint = holds.guest_for(Role::Checkpoint);
+        let checkpoint = holds.guest_for(JobRole::Checkpoint);
         checkpoint.pause().unwrap();
         holds.operator_pause().unwrap();
         checkpoint.resume().unwrap();
@@ -339,7 +340,7 @@ mod tests {
         let (vm, holds) = running();
         holds.begin_migration();
         let (checkpoint, migration) =
-            (holds.guest_for(Role::Checkpoint), holds.guest_for(Role::Migration));
+            (holds.guest_for(JobRole::Checkpoint), holds.guest_for(JobRole::Migration));
         migration.pause().unwrap();
         checkpoint.pause().unwrap();
         holds.take_back().unwrap();
@@ -355,11 +356,11 @@ mod tests {
         let (vm, holds) = running();
         holds.operator_pause().unwrap();
         holds.begin_migration();
-        let migration = holds.guest_for(Role::Migration);
+        let migration = holds.guest_for(JobRole::Migration);
         assert_eq!(migration.pause().unwrap(), Paused, "the guest stays paused at the destination");
         let e = holds.operator_resume().unwrap_err().to_string();
         assert!(e.starts_with("cannot resume a guest that is being migrated"), "{e}");
-        let checkpoint = holds.guest_for(Role::Checkpoint);
+        let checkpoint = holds.guest_for(JobRole::Checkpoint);
         checkpoint.pause().unwrap();
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused);
@@ -372,7 +373,7 @@ mod tests {
     fn pause_and_save_holds_the_guest() {
         let (vm, holds) = running();
         let (checkpoint, migration) =
-            (holds.guest_for(Role::Checkpoint), holds.guest_for(Role::Migration));
+            (holds.guest_for(JobRole::Checkpoint), holds.guest_for(JobRole::Migration));
         let (before, saved) = checkpoint.pause_and_save().unwrap();
         assert_eq!(before, Running);
         // The sections contain the time at which they were saved, so only their tags are compared.
@@ -411,7 +412,7 @@ mod tests {
         let disk = driftline_machine::testing::disk("disk0", file.path(), 1 << 20);
         let (vm, holds) = launch(Backend::Kvm, vec![DeviceConfig::Disk(disk)]);
         holds.begin_migration();
-        let migration = holds.guest_for(Role::Migration);
+        let migration = holds.guest_for(JobRole::Migration);
         assert_eq!(migration.pause().unwrap(), Running);
         migration.release().unwrap();
         let other = file.reopen().unwrap();

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::error::JobError;
-use super::holds::{PauseHolds, Role};
+use super::holds::{JobRole, PauseHolds};
 use crate::model::{
     GuestLocation, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
 };
@@ -66,7 +66,7 @@ impl MigrationJob {
         holds.begin_migration();
         let spawned = log::spawn("migration", move || {
             let _end = MigrationEndGuard { job: &worker, holds: &held };
-            let guest = held.guest_for(Role::Migration);
+            let guest = held.guest_for(JobRole::Migration);
             let sent = driftline_migrate::send(&*guest, &worker.to, &options, &worker.control);
             worker.conclude(sent.map_err(|e| failure(&e)));
         });

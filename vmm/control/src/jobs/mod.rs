@@ -33,7 +33,7 @@ use checkpoints::CheckpointJob;
 pub use error::JobError;
 use history::JobHistory;
 pub use holds::OperatorError;
-use holds::{PauseHolds, Role};
+use holds::{JobRole, PauseHolds};
 use migration::MigrationJob;
 pub use sampling::{WindowSummary, WriteProfile};
 use shadow::Shadow;
@@ -150,7 +150,7 @@ impl Jobs {
     /// # Errors
     /// A [`ShadowError`] if the host lacks the method, or the guest cannot be read.
     pub fn start_shadow(&self, mode: ShadowMode) -> Result<(), ShadowError> {
-        let shadow = Shadow::start(self.holds.guest_for(Role::Checkpoint), mode)?;
+        let shadow = Shadow::start(self.holds.guest_for(JobRole::Checkpoint), mode)?;
         *self.shadow.lock() = Some(shadow);
         Ok(())
     }

@@ -33,8 +33,8 @@ use vm_memory::{Bytes, GuestAddress};
 use super::holds::JobGuest;
 use crate::model::UnknownName;
 
-/// Delay between two checks: at least `MIN_DELAY`, and at least `DELAY_FACTOR` times the duration of the last
-/// check.
+/// Delay between two checks: at least `MIN_DELAY`, and at least `DELAY_FACTOR` times the duration
+/// of the last check.
 const MIN_DELAY: Duration = Duration::from_millis(100);
 const DELAY_FACTOR: u32 = 9;
 /// Maximum number of missed frames that are listed.
