@@ -3,7 +3,6 @@
 
 mod backend;
 mod balloon;
-mod codec;
 mod cpu;
 mod device_id;
 mod devices;
@@ -13,6 +12,7 @@ mod host;
 mod identity;
 mod lineage;
 mod machine;
+mod machine_codec;
 mod net;
 mod replace;
 mod spec;

@@ -29,7 +29,7 @@ use crate::sources::{
 };
 use crate::throttle::{Brake, Hold};
 use crate::tracking::TrackingMode;
-use crate::vcpu::{self, Counters, StateContext, Vcpu, cpuid, msrs, promises, tsc};
+use crate::vcpu::{self, Counters, StateContext, Vcpu, cpu_compat, cpuid, msrs, tsc};
 
 /// Collected frames from which another collection follows soon; at most a quarter of a ring.
 const MANY_FRAMES: u64 = 4096;
@@ -312,7 +312,7 @@ fn create_vcpus(
 /// Returns the part of KVM's CPUID that the guest is to see. Fails if the host lacks something
 /// that the guest has seen elsewhere.
 fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MachineError> {
-    let lacks = promises::missing(&cpu.shown, supported.as_slice())
+    let lacks = cpu_compat::missing(&cpu.shown, supported.as_slice())
         .or_else(|| msrs::missing(&cpu.shown_msrs, &msrs::offered(kvm)));
     if let Some(lacks) = lacks {
         return Err(MachineError::HostLacks {
@@ -328,7 +328,7 @@ fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId,
 
 /// Records in the configuration the processor features that the guest sees and may rely on.
 fn note_what_is_shown(cpu: &mut CpuConfig, fd: &VcpuFd, cpuid: &CpuId) -> Result<(), MachineError> {
-    cpu.shown = promises::shown(cpuid.as_slice());
+    cpu.shown = cpu_compat::shown(cpuid.as_slice());
     cpu.shown_msrs = msrs::shown(fd, cpuid.as_slice())
         .map_err(|e| MachineError::system("reading MSRs")(io::Error::other(e)))?;
     // Fails where KVM does not know the rate; then there is nothing to compare.

@@ -28,7 +28,7 @@ pub(crate) mod fuzz;
 #[cfg(test)]
 pub(crate) mod golden;
 #[cfg(test)]
-mod late_tests;
+mod lazy_restore_tests;
 mod measured;
 mod state;
 mod supervisor;

@@ -7,8 +7,8 @@
 //! reads zeros then (I3, I4). Frames without memory read as zeros before and after, and are not
 //! marked.
 //!
-//! If a frame is write-protected until it has been copied (`shield.rs`), the discard waits for
-//! that. A frame that has not been restored yet (`late.rs`) is dropped from the restore.
+//! If a frame is write-protected until it has been copied (`write_protect.rs`), the discard waits for
+//! that. A frame that has not been restored yet (`lazy_restore.rs`) is dropped from the restore.
 //!
 //! The guest's next write is tracked too: KVM's mapping of the page goes with the host's page, so
 //! the write faults and is reported, whether or not the frame was reported before.
@@ -25,9 +25,9 @@ use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 use super::backing::HUGE_PAGE;
-use super::populated::Populated;
 use super::region::{Region, all, is_pooled};
-use super::shield::Kept;
+use super::resident::Populated;
+use super::write_protect::Kept;
 
 /// Gives frames back to the host. The state that it keeps between calls only saves time.
 #[derive(Debug, Default)]

@@ -5,16 +5,16 @@ mod backing;
 mod discard;
 mod error;
 mod fill;
-mod late;
+mod lazy_restore;
 #[cfg(test)]
-mod late_tests;
+mod lazy_restore_tests;
 mod map;
-mod populated;
-mod preparing;
+mod prefault;
 mod region;
-mod shield;
+mod resident;
 mod userfault;
-mod watch;
+mod write_protect;
+mod write_watch;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,18 +27,18 @@ pub use backing::{Backing, HugePages, MemoryOptions};
 pub(crate) use discard::Discarder;
 pub use error::MemoryError;
 use fill::MemoryFill;
-use late::Late;
-pub(crate) use late::Owner;
-pub use late::RestoreFigures;
+use lazy_restore::Late;
+pub(crate) use lazy_restore::Owner;
+pub use lazy_restore::RestoreFigures;
 pub use map::{HOLE_END, HOLE_START, frames, layout};
-use populated::Populated;
-use preparing::Preparing;
-pub(crate) use shield::Kept;
-use shield::MemoryShield;
+use prefault::Preparing;
+use resident::Populated;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use userfault::USERFAULTFD_IOC_NEW;
 pub(crate) use userfault::Userfault;
-pub use watch::WriteWatch;
+pub(crate) use write_protect::Kept;
+use write_protect::MemoryShield;
+pub use write_watch::WriteWatch;
 
 use crate::HostMemory;
 

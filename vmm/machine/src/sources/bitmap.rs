@@ -8,7 +8,7 @@ use driftline_dirty_tracker::{OutOfSlot, SlotId, Tracker};
 use driftline_guest::Collected;
 
 use super::lap;
-use super::log::DirtyLog;
+use super::slot_bitmaps::DirtyLog;
 use super::source::{DirtySource, SourceError};
 use crate::kvm::KvmVm;
 use crate::tracking::TrackingMode;

@@ -4,9 +4,9 @@ mod bitmap;
 #[cfg(all(feature = "broken-source", debug_assertions))]
 mod broken;
 mod diverted;
-mod log;
 mod manual;
 mod ring;
+mod slot_bitmaps;
 mod source;
 mod userfault_wp;
 

@@ -7,10 +7,10 @@
 //! meter    how often and how long a vCPU was kept out; any thread may read it
 //! ```
 
-mod hold;
 mod meter;
 mod pacing;
+mod vcpu_throttle;
 
-pub(crate) use hold::Hold;
 pub(crate) use meter::HoldMeter;
 pub(crate) use pacing::{Brake, Pacing};
+pub(crate) use vcpu_throttle::Hold;

@@ -1,5 +1,5 @@
 //! The processor that a guest sees: the host's, as far as KVM can show it, or a named subset, with
-//! the guest's own topology. `promises` says which parts of it the guest may rely on.
+//! the guest's own topology. `cpu_compat` says which parts of it the guest may rely on.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
@@ -146,8 +146,8 @@ pub fn address_bits(entries: &[kvm_cpuid_entry2]) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::cpu_compat::{ALL, lacking, missing, shown};
     use super::super::leaves::OSXSAVE;
-    use super::super::promises::{ALL, lacking, missing, shown};
     use super::*;
 
     fn entry(function: u32, index: u32, r: [u32; 4]) -> kvm_cpuid_entry2 {

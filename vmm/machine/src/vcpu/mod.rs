@@ -16,14 +16,14 @@
 
 pub mod baseline;
 mod control;
+pub mod cpu_compat;
 pub mod cpuid;
 mod leaves;
 pub mod msrs;
-pub mod promises;
 mod reset;
+mod resume_fanout;
 mod state;
 pub mod tsc;
-mod wave;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -41,9 +41,9 @@ use crate::kvm::{ImmediateExit, KvmVm, internal_error};
 use crate::throttle::{Hold, HoldMeter};
 use crate::vm::VcpuInfo;
 
+pub(crate) use resume_fanout::Wave;
 pub(crate) use state::Registers;
 pub use state::{Adjust, SavedVcpu, StateContext};
-pub(crate) use wave::Wave;
 
 /// Pauses at least this long are reported to the guest. Guests' watchdogs wait much longer than
 /// this.

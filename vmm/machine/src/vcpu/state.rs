@@ -9,7 +9,7 @@ use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
-use super::{State, Vcpu, control, msrs, promises, reset, tsc};
+use super::{State, Vcpu, control, cpu_compat, msrs, reset, tsc};
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 use crate::wall_clock::{away_ns, wall_ns};
 
@@ -228,10 +228,10 @@ impl Vcpu {
 
     fn restore_cpuid(&mut self, saved: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
         let supported = self.context.supported.as_slice();
-        if !promises::same_vendor(saved, supported) {
+        if !cpu_compat::same_vendor(saved, supported) {
             return Err(self.unsupported("processor", "it is of another vendor".to_owned()));
         }
-        if let Some(lacks) = promises::lacking(saved, supported) {
+        if let Some(lacks) = cpu_compat::lacking(saved, supported) {
             return Err(self.unsupported("processor", format!("{lacks} is missing here")));
         }
         // On a host like the old one the machine was created with this table. Setting it again

@@ -11,7 +11,7 @@ use driftline_guest::{Backlog, GuestError, GuestRam, PageSourceError};
 use driftline_store::StoreError;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::late::Owner;
+use super::lazy_restore::Owner;
 use super::{Backing, Discarder, HugePages, Memory, MemoryOptions};
 
 const SOON: Duration = Duration::from_secs(20);

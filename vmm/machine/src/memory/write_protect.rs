@@ -18,7 +18,7 @@ use driftline_guest::{GuestError, GuestRam, Shield};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-use super::late::Late;
+use super::lazy_restore::Late;
 use super::region::{all, is_pooled};
 use super::userfault::Userfault;
 

@@ -10,7 +10,7 @@
 //! How absent pages are treated depends on the backing:
 //! - Anonymous memory leaves the page table only when it is discarded, and then `discard.rs` marks
 //!   it. Absent pages are left alone: a marker in their place would look like memory in use to
-//!   `populated.rs`. The same holds for pages of the pool.
+//!   `resident.rs`. The same holds for pages of the pool.
 //! - A page of a memory file may leave the page table at any time, because of swap or a huge page.
 //!   The trace of a write goes with it, unless the page was protected: then a marker stays. So the
 //!   whole file is protected at the start, including absent pages, and an entry that is empty
