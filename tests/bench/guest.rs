@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use driftline_guest::Lifecycle;
 use driftline_images::PayloadReport;
 use driftline_machine::config::{
-    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+    BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
 };
-use driftline_machine::machine::Machine;
+use driftline_machine::machine::KvmMachine;
 use driftline_machine::tracking::TrackingMode;
 
 /// A guest of 1 GiB whose console is a file.
 pub struct BenchGuest {
-    pub machine: Arc<Machine>,
+    pub machine: Arc<KvmMachine>,
     pub dir: tempfile::TempDir,
     serial: PathBuf,
 }
@@ -31,14 +31,14 @@ impl BenchGuest {
             vcpus,
             tracking: TrackingMode::DirtyRing,
             ring_entries: DEFAULT_RING_ENTRIES,
-            backend: Backend::Kvm,
+            backend: BackendKind::Kvm,
             boot: Boot::Payload(spec.to_owned()),
             cpu: CpuConfig::default(),
             devices: Vec::new(),
         };
         let image = driftline_backends::image(&config).expect("the payload");
         let host = HostConfig { image, ..host };
-        let machine = Machine::launch(config, &host).expect("a guest");
+        let machine = KvmMachine::launch(config, &host).expect("a guest");
         machine.resume().expect("it runs");
         let guest = Self { machine, dir, serial };
         let start = Instant::now();

@@ -1,8 +1,8 @@
 //! Chooses what runs a guest, by its configuration: the KVM machine or the threads backend.
 
 use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
-use driftline_machine::config::{Backend, HostConfig, MachineConfig, guest_span};
-use driftline_machine::machine::{EarlyVm, Machine, MachineError, MachineFactory};
+use driftline_machine::config::{BackendKind, HostConfig, MachineConfig, guest_span};
+use driftline_machine::machine::{EarlyVm, KvmMachine, MachineError, MachineFactory};
 use driftline_machine::vm::{SharedVm, Vm};
 
 use crate::payload::{PayloadError, image};
@@ -64,12 +64,12 @@ pub fn launch_as(
 ) -> Result<SharedVm, LaunchError> {
     let _logged = guest_span(vm_id, &config.identity).entered();
     match config.backend {
-        Backend::Kvm => {
+        BackendKind::Kvm => {
             config.check().map_err(MachineError::from)?;
             let host = HostConfig { image: image(&config)?, ..host.clone() };
-            Ok(Machine::launch_as(vm_id, config, &host)?)
+            Ok(KvmMachine::launch_as(vm_id, config, &host)?)
         }
-        Backend::Threads => Ok(ThreadMachine::new(vm_id, config, host)?),
+        BackendKind::Threads => Ok(ThreadMachine::new(vm_id, config, host)?),
     }
 }
 
@@ -118,7 +118,7 @@ impl GuestFactory for Factory {
         drives: &[DriveHead],
     ) -> Result<WithCopies<dyn Vm>, GuestError> {
         let decoded = MachineConfig::decode(config)?;
-        if decoded.backend == Backend::Threads {
+        if decoded.backend == BackendKind::Threads {
             return self.on_threads(vm_id, decoded.on_host(&self.host)?, drives);
         }
         let (machine, copies) = self.kvm.create_with_copies(vm_id, config, drives)?;
@@ -132,7 +132,7 @@ impl GuestFactory for Factory {
         drives: &[DriveHead],
     ) -> Result<WithCopies<dyn Vm>, GuestError> {
         let stored = MachineConfig::decode(config)?;
-        if stored.backend == Backend::Threads {
+        if stored.backend == BackendKind::Threads {
             let (vm_id, config) = stored.on_host(&self.host)?.restored(from, &self.host);
             return self.on_threads(vm_id, config, drives);
         }

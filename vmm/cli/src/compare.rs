@@ -201,12 +201,12 @@ fn directory(path: &Path) -> PathBuf {
 
 /// Sandboxes the process, which has guests: drops everything that it will not need.
 fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
-    let options = sandbox::Options {
+    let options = sandbox::SandboxOptions {
         seccomp: true,
         landlock: true,
         read: args.kernel.iter().cloned().collect(),
         write,
-        ..sandbox::Options::default()
+        ..sandbox::SandboxOptions::default()
     };
     sandbox::start(&options).map_err(|e| match e {
         sandbox::StartError::Seccomp(_) => Failure::host_lacks(e),

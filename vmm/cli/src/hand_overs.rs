@@ -203,13 +203,13 @@ fn describe(record: &SourceRecord) -> String {
 mod tests {
     use super::*;
     use driftline_backends::Factory;
-    use driftline_machine::config::{Backend, HostConfig, SerialSink};
+    use driftline_machine::config::{BackendKind, HostConfig, SerialSink};
     use driftline_machine::testing::payload_config;
 
     #[test]
     fn guest_in_doubt_is_not_built() {
         let dir = tempfile::tempdir().unwrap();
-        let config = payload_config(Backend::Threads);
+        let config = payload_config(BackendKind::Threads);
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let state_dir = dir.path().join("state");
         let pending_hand_overs = PendingHandOvers::of(state_dir.clone());

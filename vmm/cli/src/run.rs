@@ -8,7 +8,7 @@ use driftline_control::api::{App, Server};
 use driftline_control::jobs::{Jobs, ShadowError, ShadowMode};
 use driftline_guest::VmId;
 use driftline_machine::config::{
-    Backend, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, DiskSpec, Identity,
+    BackendKind, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, DiskSpec, Identity,
     MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetSpec, VsockConfig, VsockSpec,
     guest_span,
 };
@@ -87,7 +87,7 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     }
     // The payload has no drivers, and the threads backend has no devices.
     let backend = args.backend.unwrap_or_default();
-    let has_drivers = backend == Backend::Kvm && matches!(boot, Boot::Kernel { .. });
+    let has_drivers = backend == BackendKind::Kvm && matches!(boot, Boot::Kernel { .. });
     if args.rng != Some(OnOff::Off) && has_drivers {
         devices.push(DeviceConfig::Rng);
     }
@@ -161,7 +161,7 @@ fn launch_failure(e: LaunchError) -> Failure {
 /// Refuses dirty rings that are larger than this host's KVM allows. Every host allows the default
 /// size.
 fn check_rings(config: &MachineConfig) -> Result<(), Failure> {
-    let rings = (config.backend, config.tracking) == (Backend::Kvm, TrackingMode::DirtyRing);
+    let rings = (config.backend, config.tracking) == (BackendKind::Kvm, TrackingMode::DirtyRing);
     if !rings || config.ring_entries == DEFAULT_RING_ENTRIES {
         return Ok(());
     }

@@ -77,7 +77,7 @@ pub(super) struct Confined {
     /// The address of the metrics' listener.
     metrics: Option<SocketAddr>,
     awake: io::Result<File>,
-    options: sandbox::Options,
+    options: sandbox::SandboxOptions,
 }
 
 /// Prepares the process before there is a guest: ties it to its parent, connects to the service
@@ -183,7 +183,7 @@ pub(super) fn warn_of_state_dir(host: &HostArgs) {
 }
 
 /// Returns the restrictions of the process.
-fn restrictions(host: &HostArgs, named: NamedFiles) -> Result<sandbox::Options, Failure> {
+fn restrictions(host: &HostArgs, named: NamedFiles) -> Result<sandbox::SandboxOptions, Failure> {
     let NamedFiles { read, mut write, mut sockets } = named;
     sockets.extend(host.api_sock.clone());
     // The sandbox can allow only paths that exist.
@@ -196,7 +196,7 @@ fn restrictions(host: &HostArgs, named: NamedFiles) -> Result<sandbox::Options, 
         create_dir(&host.state_dir)?;
     }
     write.push(host.state_dir.clone());
-    Ok(sandbox::Options {
+    Ok(sandbox::SandboxOptions {
         seccomp: !host.no_seccomp,
         landlock: !host.no_landlock,
         read,

@@ -10,8 +10,10 @@ use driftline_guest::{Collected, DirtyLog, GuestContents, GuestError, GuestIdent
 use driftline_images::PayloadSpec;
 use driftline_images::workload::SLICE_NS;
 use driftline_machine::HostMemory;
-use driftline_machine::config::{Backend, Boot, CpuConfig, HostConfig, MachineConfig, SerialSink};
-use driftline_machine::machine::{Machine, MachineError};
+use driftline_machine::config::{
+    BackendKind, Boot, CpuConfig, HostConfig, MachineConfig, SerialSink,
+};
+use driftline_machine::machine::{KvmMachine, MachineError};
 use driftline_machine::measure::{FlatSet, FrameSink, ListSet, MeasureOptions, SharedSink};
 use driftline_machine::memory;
 use driftline_machine::tracking::TrackingMode;
@@ -118,7 +120,7 @@ pub(super) fn run(cell: &MatrixCell, settings: &CompareSettings) -> Result<RunSa
 
 /// A machine under measurement.
 struct MachineBench {
-    machine: Arc<Machine>,
+    machine: Arc<KvmMachine>,
     sink: Option<SharedSink>,
     subscription: Option<Subscription>,
     truth: Option<GroundTruth>,
@@ -143,7 +145,7 @@ impl MachineBench {
             vcpus: settings.vcpus,
             tracking: cell.way.source(),
             ring_entries: settings.ring_entries,
-            backend: Backend::Kvm,
+            backend: BackendKind::Kvm,
             boot,
             cpu: CpuConfig::default(),
             devices: Vec::new(),
@@ -170,7 +172,7 @@ impl MachineBench {
         let host = HostConfig { serial: SerialSink::Null, image, ..HostConfig::default() };
         let measured =
             MeasureOptions { sink: sink.clone(), sparse: touches_little(&cell.guest, available()) };
-        let machine = Machine::launch_measured(config, &host, measured)?;
+        let machine = KvmMachine::launch_measured(config, &host, measured)?;
         let truth = match &cell.guest {
             GuestKind::Payload(spec) => {
                 Some(GroundTruth::new(spec, &*machine).map_err(CellError::Other)?)

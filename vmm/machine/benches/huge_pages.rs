@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use driftline_guest::{DirtyLog, Lifecycle};
 use driftline_images::PayloadReport;
 use driftline_machine::config::{
-    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+    BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
 };
-use driftline_machine::machine::Machine;
+use driftline_machine::machine::KvmMachine;
 use driftline_machine::memory::{HugePages, MemoryOptions};
 use driftline_machine::tracking::TrackingMode;
 
@@ -83,14 +83,14 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
         vcpus: 1,
         tracking,
         ring_entries: DEFAULT_RING_ENTRIES,
-        backend: Backend::Kvm,
+        backend: BackendKind::Kvm,
         boot: Boot::Payload("payload,ws=512M,rate=max,pattern=seq".to_owned()),
         cpu: CpuConfig::default(),
         devices: Vec::new(),
     };
     let image = driftline_backends::image(&config).unwrap();
     let host = HostConfig { image, ..host };
-    let machine = Machine::launch(config, &host).map_err(|e| format!("{huge_pages}: {e}"))?;
+    let machine = KvmMachine::launch(config, &host).map_err(|e| format!("{huge_pages}: {e}"))?;
     let start = Instant::now();
     machine.resume().unwrap();
     while reports(&serial).iter().all(|r| r.passes == 0) {

@@ -36,7 +36,7 @@ pub enum CallError {
     },
     /// The thread has not answered in time.
     #[error("{thread} did not {what} within {limit:.1?}")]
-    Late {
+    TimedOut {
         /// The owner's name.
         thread: Arc<str>,
         /// The request, as a verb and its object.
@@ -94,7 +94,7 @@ impl<S> Handle<S> {
         what: &'static str,
         deadline: Instant,
         job: impl FnOnce(&mut S) -> R + Send + 'static,
-    ) -> Pending<R> {
+    ) -> PendingCall<R> {
         self.send(what, deadline, false, job)
     }
 
@@ -105,7 +105,7 @@ impl<S> Handle<S> {
         what: &'static str,
         deadline: Instant,
         job: impl FnOnce(&mut S) -> R + Send + 'static,
-    ) -> Pending<R> {
+    ) -> PendingCall<R> {
         self.send(what, deadline, true, job)
     }
 
@@ -127,7 +127,7 @@ impl<S> Handle<S> {
         deadline: Instant,
         even_late: bool,
         job: impl FnOnce(&mut S) -> R + Send + 'static,
-    ) -> Pending<R> {
+    ) -> PendingCall<R> {
         let (reply, answer) = mpsc::sync_channel(1);
         let limit = deadline.saturating_duration_since(Instant::now());
         // If the thread has ended, the job is dropped, and `answer` is closed.
@@ -137,7 +137,7 @@ impl<S> Handle<S> {
                 let _ = reply.send(job(state));
             }
         });
-        Pending { thread: self.name.clone(), what, limit, deadline, answer }
+        PendingCall { thread: self.name.clone(), what, limit, deadline, answer }
     }
 
     fn put(&self, job: Option<Job<S>>) -> bool {
@@ -163,7 +163,7 @@ impl<S> fmt::Debug for Handle<S> {
 
 /// A request whose result has not been waited for yet.
 #[must_use = "the result says whether it was done"]
-pub struct Pending<R> {
+pub struct PendingCall<R> {
     thread: Arc<str>,
     what: &'static str,
     limit: Duration,
@@ -171,7 +171,7 @@ pub struct Pending<R> {
     answer: Receiver<R>,
 }
 
-impl<R> Pending<R> {
+impl<R> PendingCall<R> {
     /// Waits for the result until the request's deadline.
     ///
     /// # Errors
@@ -195,7 +195,7 @@ impl<R> Pending<R> {
             RecvTimeoutError::Disconnected if Instant::now() < self.deadline => {
                 CallError::Ended { thread: self.thread }
             }
-            _ => CallError::Late { thread: self.thread, what: self.what, limit: self.limit },
+            _ => CallError::TimedOut { thread: self.thread, what: self.what, limit: self.limit },
         })
     }
 }
@@ -304,9 +304,9 @@ mod tests {
         let began = Instant::now();
         let late = handle.call("pause", began + SOON, |_| ()).unwrap_err();
         assert!(began.elapsed() >= SOON && began.elapsed() < Duration::from_secs(30));
-        let CallError::Late { what: "pause", limit, .. } = late else { panic!("{late}") };
+        let CallError::TimedOut { what: "pause", limit, .. } = late else { panic!("{late}") };
         assert!(limit <= SOON, "{limit:?}");
-        let late = CallError::Late { thread: "vCPU 0".into(), what: "pause", limit: SOON };
+        let late = CallError::TimedOut { thread: "vCPU 0".into(), what: "pause", limit: SOON };
         assert_eq!(late.to_string(), "vCPU 0 did not pause within 20.0ms");
         drop(inbox);
     }
@@ -321,7 +321,7 @@ mod tests {
         handle.end();
         inbox.serve(&mut list);
         assert_eq!(list, ["undo"]);
-        assert!(matches!(dropped.wait(), Err(CallError::Late { what: "release", .. })));
+        assert!(matches!(dropped.wait(), Err(CallError::TimedOut { what: "release", .. })));
         assert_eq!(done.wait(), Ok(()));
     }
 

@@ -5,7 +5,7 @@
 
 /// Place of a feature: leaf, subleaf, register (EAX, EBX, ECX, EDX), bit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Place {
+pub struct FeatureBit {
     pub(crate) function: u32,
     pub(crate) index: u32,
     pub(crate) register: usize,
@@ -23,9 +23,9 @@ const ECX: usize = 2;
 const EDX: usize = 3;
 
 /// The names of one register's bits.
-type Names = (u32, u32, usize, &'static [(u8, &'static str)]);
+type RegisterBitNames = (u32, u32, usize, &'static [(u8, &'static str)]);
 
-const NAMES: &[Names] = &[
+const NAMES: &[RegisterBitNames] = &[
     (
         0x1,
         0,
@@ -332,23 +332,23 @@ pub(crate) const BASELINE: &[&str] = &[
 ];
 
 /// Returns the place of the feature called `name`.
-pub fn find(name: &str) -> Option<Place> {
+pub fn find(name: &str) -> Option<FeatureBit> {
     NAMES.iter().find_map(|&(function, index, register, names)| {
         let (bit, _) = names.iter().find(|(_, n)| *n == name)?;
-        Some(Place { function, index, register, bit: *bit })
+        Some(FeatureBit { function, index, register, bit: *bit })
     })
 }
 
 /// Returns a description of the feature at `place`: its name and where CPUID reports it.
-pub(crate) fn describe(place: Place) -> String {
-    let Place { function, index, register, bit } = place;
+pub(crate) fn describe(place: FeatureBit) -> String {
+    let FeatureBit { function, index, register, bit } = place;
     let found = NAMES.iter().find(|n| (n.0, n.1, n.2) == (function, index, register));
     let name = found.and_then(|n| n.3.iter().find(|(b, _)| *b == bit)).map(|(_, name)| *name);
     let place = format!("{} bit {bit}", describe_register(place));
     name.map_or(place.clone(), |name| format!("{name} ({place})"))
 }
 
-fn describe_register(Place { function, index, register, .. }: Place) -> String {
+fn describe_register(FeatureBit { function, index, register, .. }: FeatureBit) -> String {
     let leaf = if index == 0 { format!("{function:#x}") } else { format!("{function:#x}.{index}") };
     let register = ["EAX", "EBX", "ECX", "EDX"].get(register).copied().unwrap_or("?");
     format!("CPUID leaf {leaf} {register}")
@@ -370,7 +370,7 @@ const NUMBER_NAMES: &[NumberName] = &[
 /// Returns a description of the number of `count` bits from bit `low` on in a register, where the
 /// guest needs `wants` and this host has `has`.
 pub(crate) fn describe_number(
-    place: Place,
+    place: FeatureBit,
     (low, count): (u32, u32),
     wants: u32,
     has: u32,
@@ -408,7 +408,7 @@ mod tests {
     fn a_feature_is_described_by_name_and_place() {
         let place = find("avx2").unwrap();
         assert_eq!(describe(place), "avx2 (CPUID leaf 0x7 EBX bit 5)");
-        assert_eq!(describe(Place { bit: 2, ..place }), "CPUID leaf 0x7 EBX bit 2");
+        assert_eq!(describe(FeatureBit { bit: 2, ..place }), "CPUID leaf 0x7 EBX bit 2");
         assert_eq!(describe(find("avx_vnni").unwrap()), "avx_vnni (CPUID leaf 0x7.1 EAX bit 4)");
         assert_eq!(find("warp_drive"), None);
     }

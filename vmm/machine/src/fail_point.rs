@@ -19,18 +19,18 @@ mod for_tests {
     use std::io;
 
     #[derive(Default)]
-    struct Plan {
+    struct FailPlan {
         passed: Vec<String>,
         /// Number of the point that fails.
         fails_at: Option<usize>,
     }
 
     thread_local! {
-        static PLAN: RefCell<Option<Plan>> = const { RefCell::new(None) };
+        static FAIL_PLAN: RefCell<Option<FailPlan>> = const { RefCell::new(None) };
     }
 
     pub(crate) fn pass(name: impl AsRef<str>) -> io::Result<()> {
-        PLAN.with_borrow_mut(|plan| {
+        FAIL_PLAN.with_borrow_mut(|plan| {
             let Some(plan) = plan else { return Ok(()) };
             let fails = plan.fails_at == Some(plan.passed.len());
             plan.passed.push(name.as_ref().to_owned());
@@ -49,8 +49,8 @@ mod for_tests {
         fails_at: Option<usize>,
         operation: impl FnOnce() -> T,
     ) -> (T, Vec<String>) {
-        PLAN.set(Some(Plan { fails_at, ..Plan::default() }));
+        FAIL_PLAN.set(Some(FailPlan { fails_at, ..FailPlan::default() }));
         let result = operation();
-        (result, PLAN.take().unwrap_or_default().passed)
+        (result, FAIL_PLAN.take().unwrap_or_default().passed)
     }
 }

@@ -78,9 +78,9 @@ mod tests {
     use std::thread;
 
     /// A file that reports the numbers written to it.
-    struct Told(Sender<i32>);
+    struct RecordedWrites(Sender<i32>);
 
-    impl Write for Told {
+    impl Write for RecordedWrites {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             self.0.send(i32::from_ne_bytes(bytes.try_into().unwrap())).unwrap();
             Ok(bytes.len())
@@ -95,7 +95,8 @@ mod tests {
     fn processors_are_kept_awake_when_that_is_asked_for_and_sleep_again_by_themselves() {
         let (tell, told) = mpsc::channel();
         let (say, said) = mpsc::channel();
-        let thread = thread::spawn(move || obey(Told(say), &told, Duration::from_millis(1)));
+        let thread =
+            thread::spawn(move || obey(RecordedWrites(say), &told, Duration::from_millis(1)));
         let next = || said.recv_timeout(Duration::from_secs(10)).unwrap();
         for _ in 0..2 {
             tell.send(()).unwrap();
@@ -113,7 +114,7 @@ mod tests {
         tell.send(()).unwrap();
         tell.send(()).unwrap();
         drop(tell);
-        obey(Told(say), &told, Duration::from_secs(600));
+        obey(RecordedWrites(say), &told, Duration::from_secs(600));
         assert_eq!(said.iter().collect::<Vec<_>>(), [NONE, ANY]);
     }
 

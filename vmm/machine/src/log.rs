@@ -26,7 +26,7 @@ type WriteLine = dyn Fn(&[u8]) -> io::Result<()> + Send + Sync;
 
 /// One destination of log lines.
 pub struct LogOutput {
-    queue: Mutex<Queue>,
+    queue: Mutex<LineQueue>,
     changed: Condvar,
     write: Box<WriteLine>,
     /// Returns the line that reports the number of dropped lines.
@@ -34,7 +34,7 @@ pub struct LogOutput {
 }
 
 #[derive(Default)]
-struct Queue {
+struct LineQueue {
     lines: VecDeque<Vec<u8>>,
     bytes: usize,
     dropped: u64,
@@ -102,11 +102,11 @@ impl LogOutput {
 
     /// Waits until all lines are written, but at most for `limit`.
     fn flush(&self, limit: Duration) {
-        let waits = |q: &mut Queue| !q.lines.is_empty() || q.writing;
+        let waits = |q: &mut LineQueue| !q.lines.is_empty() || q.writing;
         self.changed.wait_while_for(&mut self.lock(), waits, limit);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+    fn lock(&self) -> MutexGuard<'_, LineQueue> {
         self.queue.lock()
     }
 }

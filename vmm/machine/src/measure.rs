@@ -86,29 +86,34 @@ impl FrameSink {
 
 /// A slot, with the index of its first word in a flat bitmap.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct IndexedSlot {
     slot: SlotId,
     base: u64,
     frames: u64,
     first_word: usize,
 }
 
-fn places(layout: &Layout) -> Vec<Place> {
+fn places(layout: &Layout) -> Vec<IndexedSlot> {
     let mut first_word = 0;
     let place = |slot: &driftline_dirty_tracker::Slot| {
-        let place = Place { slot: slot.id, base: slot.base.0, frames: slot.frames, first_word };
+        let place =
+            IndexedSlot { slot: slot.id, base: slot.base.0, frames: slot.frames, first_word };
         first_word += slot.frames.div_ceil(64) as usize;
         place
     };
     layout.slots().map(place).collect()
 }
 
-fn find(places: &[Place], slot: SlotId, offset: u64) -> Option<&Place> {
+fn find(places: &[IndexedSlot], slot: SlotId, offset: u64) -> Option<&IndexedSlot> {
     places.iter().find(|p| p.slot == slot && offset < p.frames)
 }
 
 /// Returns the place of `slot`, after checking that no bit of the bitmap lies past the slot's end.
-fn checked<'p>(places: &'p [Place], slot: SlotId, bitmap: &[u64]) -> Result<&'p Place, OutOfSlot> {
+fn checked<'p>(
+    places: &'p [IndexedSlot],
+    slot: SlotId,
+    bitmap: &[u64],
+) -> Result<&'p IndexedSlot, OutOfSlot> {
     let place = places.iter().find(|p| p.slot == slot);
     let place = place.ok_or(OutOfSlot::NoSlot { slot, offset: 0 })?;
     let frames = place.frames;
@@ -127,7 +132,7 @@ fn checked<'p>(places: &'p [Place], slot: SlotId, bitmap: &[u64]) -> Result<&'p 
 /// A list of frames in the order of their insertion, with repetitions until it is drained.
 #[derive(Debug)]
 pub struct ListSet {
-    places: Vec<Place>,
+    places: Vec<IndexedSlot>,
     frames: Vec<u64>,
 }
 
@@ -180,7 +185,7 @@ impl ListSet {
 /// time.
 #[derive(Debug)]
 pub struct FlatSet {
-    places: Vec<Place>,
+    places: Vec<IndexedSlot>,
     words: Vec<u64>,
 }
 

@@ -105,7 +105,7 @@ impl ListeningSocket {
         let dir = Dir::of(path).map_err(|e| system(e.into()))?;
         // Absolute, because any thread that ends the process removes the file.
         let absolute = std::path::absolute(dir.path.join(name)).map_err(system)?;
-        let Named { fd, identity } = dir.take(name, 0)?;
+        let NamedSocket { fd, identity } = dir.take(name, 0)?;
         let file = SocketFile { path: absolute, identity };
         let socket = Self { listener: fd.into(), file };
         exit::add(socket.file.clone());
@@ -129,7 +129,7 @@ impl Drop for ListeningSocket {
 }
 
 /// A socket that listens under its final name.
-struct Named {
+struct NamedSocket {
     fd: OwnedFd,
     identity: (u64, u64),
 }
@@ -151,7 +151,7 @@ impl Dir {
     }
 
     /// Listens under `name`. `claims` is the number of claims that lead to this call.
-    fn take(&self, name: &OsStr, claims: u32) -> Result<Named, SocketError> {
+    fn take(&self, name: &OsStr, claims: u32) -> Result<NamedSocket, SocketError> {
         let system = |cause: Errno| self.refused(name, cause);
         let private = self.private_name(name).map_err(system)?;
         let named = self.listen(&private).map_err(system).and_then(|named| {
@@ -164,14 +164,14 @@ impl Dir {
         })
     }
 
-    fn listen(&self, private: &OsStr) -> rustix::io::Result<Named> {
+    fn listen(&self, private: &OsStr) -> rustix::io::Result<NamedSocket> {
         let flags = SocketFlags::CLOEXEC;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         // The file inherits the socket's mode on bind, so no other user can ever connect.
         rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR)?;
         rustix::net::bind(&fd, &self.address(private)?)?;
         rustix::net::listen(&fd, BACKLOG)?;
-        Ok(Named { fd, identity: self.identity(private)? })
+        Ok(NamedSocket { fd, identity: self.identity(private)? })
     }
 
     /// Renames the socket `private` to `name`, after removing a stale socket of that name.
@@ -332,7 +332,7 @@ struct Claim<'a> {
     dir: &'a Dir,
     name: OsString,
     /// Listens until the claim's name is removed. `None`: a stranger's file has that name.
-    named: Option<Named>,
+    named: Option<NamedSocket>,
 }
 
 impl Drop for Claim<'_> {

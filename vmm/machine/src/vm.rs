@@ -46,7 +46,7 @@ pub struct VmInfo {
     /// The method that tracks the guest's writes.
     pub tracking: crate::tracking::TrackingMode,
     /// The backend that runs the vCPUs.
-    pub backend: crate::config::Backend,
+    pub backend: crate::config::BackendKind,
     /// Time since this VMM has the guest, in ms.
     pub uptime_ms: u64,
     /// Number of dirty ring overruns so far (I6).

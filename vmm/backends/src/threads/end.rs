@@ -6,19 +6,19 @@ use driftline_machine::vm::EndReason;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 #[derive(Debug, Default)]
-struct Ending {
+struct EndState {
     done_workers: u32,
     reason: Option<EndReason>,
 }
 
 /// Whether and why the guest has ended.
 #[derive(Debug, Default)]
-pub(super) struct End {
-    ending: Mutex<Ending>,
+pub(super) struct GuestEnd {
+    ending: Mutex<EndState>,
     changed: Condvar,
 }
 
-impl End {
+impl GuestEnd {
     /// Ends the guest, unless it has ended already.
     pub(super) fn set(&self, reason: EndReason) {
         let mut ending = self.lock();
@@ -46,7 +46,7 @@ impl End {
     /// Blocks until the guest has ended or `timeout` has passed.
     pub(super) fn wait(&self, timeout: Option<Duration>) -> Option<EndReason> {
         let mut ending = self.lock();
-        let going = |e: &mut Ending| e.reason.is_none();
+        let going = |e: &mut EndState| e.reason.is_none();
         match timeout {
             None => self.changed.wait_while(&mut ending, going),
             Some(timeout) => _ = self.changed.wait_while_for(&mut ending, going, timeout),
@@ -54,7 +54,7 @@ impl End {
         ending.reason.clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Ending> {
+    fn lock(&self) -> MutexGuard<'_, EndState> {
         self.ending.lock()
     }
 }

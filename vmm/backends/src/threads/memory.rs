@@ -11,19 +11,19 @@ use vm_memory::bitmap::{BS, Bitmap};
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice};
 
 /// Working-set pages that are adjacent in guest memory.
-struct Stretch<'r> {
+struct ContiguousPages<'r> {
     first: u64,
     pages: u64,
     slice: VolatileSlice<'r, BS<'r, TrackedBitmap>>,
 }
 
 /// The working set as one worker reads and writes it.
-pub(super) struct WorkingSet<'r> {
+pub(super) struct WorkerMemory<'r> {
     placement: WorkingSetPlacement,
-    stretches: Vec<Stretch<'r>>,
+    stretches: Vec<ContiguousPages<'r>>,
 }
 
-impl<'r> WorkingSet<'r> {
+impl<'r> WorkerMemory<'r> {
     /// Returns the working set that `placement` puts into `ram`.
     pub(super) fn new(
         ram: &'r GuestRam,
@@ -35,7 +35,7 @@ impl<'r> WorkingSet<'r> {
             let slice = ram
                 .get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes)
                 .map_err(|e| unusable(e.into()))?;
-            stretches.push(Stretch { first: s.first, pages: s.pages, slice });
+            stretches.push(ContiguousPages { first: s.first, pages: s.pages, slice });
         }
         Ok(Self { placement: *placement, stretches })
     }
@@ -53,7 +53,7 @@ impl<'r> WorkingSet<'r> {
 
 /// Only a damaged state uses pages outside the working set. They read as zeros and ignore writes,
 /// so the workload reports errors, as it should.
-impl PageMemory for WorkingSet<'_> {
+impl PageMemory for WorkerMemory<'_> {
     fn gfn(&self, page: u64) -> u64 {
         self.placement.gfn(page)
     }

@@ -41,9 +41,9 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::payload::place;
 use clock::GuestClock;
-use end::End;
+use end::GuestEnd;
 use state::Saved;
-use worker::{Worker, WorkerControl};
+use worker::{GuestWorker, WorkerControl};
 
 /// Limit for a worker's answer; a tick takes microseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -57,17 +57,17 @@ pub struct ThreadMachine {
     memory: Memory,
     clock: Arc<GuestClock>,
     serial: SinkWriter,
-    end: Arc<End>,
+    end: Arc<GuestEnd>,
     created: Instant,
     /// Number of marked frames that `collect` has already reported.
     reported_frames: AtomicU64,
-    control: Mutex<Control>,
+    control: Mutex<RunControl>,
     /// The last field: the guest's final output is still to be written.
     _serial: SinkThread,
 }
 
 /// The state that one transition at a time may change.
-struct Control {
+struct RunControl {
     state: RunState,
     /// Whether the workload has neither run nor been restored.
     fresh: bool,
@@ -104,7 +104,7 @@ impl ThreadMachine {
             end: Arc::default(),
             created: Instant::now(),
             reported_frames: AtomicU64::new(0),
-            control: Mutex::new(Control {
+            control: Mutex::new(RunControl {
                 state: RunState::Paused,
                 fresh: true,
                 workers: Vec::new(),
@@ -119,7 +119,7 @@ impl ThreadMachine {
         let mut control = self.control();
         for index in 0..self.vcpus() {
             let (handle, inbox) = actor::inbox(format!("worker {index}"));
-            let worker = Worker {
+            let worker = GuestWorker {
                 index,
                 vcpus: self.vcpus(),
                 spec: self.spec.clone(),
@@ -142,7 +142,7 @@ impl ThreadMachine {
     }
 
     /// Locks the transitions. The state in the guard reflects an end that the guest came to itself.
-    fn control(&self) -> MutexGuard<'_, Control> {
+    fn control(&self) -> MutexGuard<'_, RunControl> {
         let mut control = self.control.lock();
         if self.end.reason().is_some() {
             control.state = RunState::Stopped;
@@ -150,7 +150,7 @@ impl ThreadMachine {
         control
     }
 
-    fn paused(&self, request: &'static str) -> Result<MutexGuard<'_, Control>, GuestError> {
+    fn paused(&self, request: &'static str) -> Result<MutexGuard<'_, RunControl>, GuestError> {
         let control = self.control();
         match control.state {
             RunState::Paused => Ok(control),
@@ -159,7 +159,7 @@ impl ThreadMachine {
     }
 }
 
-impl Control {
+impl RunControl {
     /// Has every worker run the job that `make` returns for it. Waits for all answers, in order.
     fn ask<T, J>(&self, what: &'static str, make: impl Fn(usize) -> J) -> Result<Vec<T>, GuestError>
     where

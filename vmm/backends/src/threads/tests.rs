@@ -14,7 +14,7 @@ use driftline_store::Store;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
-use driftline_machine::config::{Backend, SerialSink};
+use driftline_machine::config::{BackendKind, SerialSink};
 use driftline_machine::testing::{payload_config, skip};
 
 fn config(spec: &str, vcpus: u8) -> MachineConfig {
@@ -22,7 +22,7 @@ fn config(spec: &str, vcpus: u8) -> MachineConfig {
         mem_bytes: 64 << 20,
         vcpus,
         boot: Boot::Payload(spec.into()),
-        ..payload_config(Backend::Threads)
+        ..payload_config(BackendKind::Threads)
     }
 }
 

@@ -14,8 +14,8 @@ use driftline_machine::vm::EndReason;
 use serde::{Deserialize, Serialize};
 
 use super::clock::GuestClock;
-use super::end::End;
-use super::memory::WorkingSet;
+use super::end::GuestEnd;
+use super::memory::WorkerMemory;
 
 /// A worker's own state: its part of its `THREAD_WORKER` section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +27,7 @@ pub(super) struct WorkerState {
 }
 
 /// All inputs of a worker; they move into the thread.
-pub(super) struct Worker {
+pub(super) struct GuestWorker {
     pub(super) index: u32,
     pub(super) vcpus: u32,
     pub(super) spec: PayloadSpec,
@@ -35,7 +35,7 @@ pub(super) struct Worker {
     pub(super) ram: GuestRam,
     pub(super) clock: Arc<GuestClock>,
     pub(super) serial: SinkWriter,
-    pub(super) end: Arc<End>,
+    pub(super) end: Arc<GuestEnd>,
 }
 
 /// What other threads change between two ticks of a worker.
@@ -46,11 +46,11 @@ pub(super) struct WorkerControl {
     pub(super) runs: bool,
 }
 
-impl Worker {
+impl GuestWorker {
     /// Runs the thread's main loop.
     pub(super) fn run(self, inbox: &Inbox<WorkerControl>) {
         let _guard = PanicGuard { end: self.end.clone(), index: self.index };
-        let mut memory = match WorkingSet::new(&self.ram, &self.placement) {
+        let mut memory = match WorkerMemory::new(&self.ram, &self.placement) {
             Ok(memory) => memory,
             Err(e) => return self.end.set(EndReason::Crashed(e.to_string())),
         };
@@ -74,7 +74,7 @@ impl Worker {
     fn tick(
         &self,
         control: &mut WorkerControl,
-        memory: &mut WorkingSet<'_>,
+        memory: &mut WorkerMemory<'_>,
         inbox: &Inbox<WorkerControl>,
         finished: &mut bool,
     ) -> Next<WorkerControl> {
@@ -115,7 +115,7 @@ pub(super) fn fits(state: &WorkerState, spec: &PayloadSpec, vcpus: u32, index: u
 
 /// Ends the guest if its worker panics, so that no thread waits for it for ever.
 struct PanicGuard {
-    end: Arc<End>,
+    end: Arc<GuestEnd>,
     index: u32,
 }
 

@@ -1,7 +1,7 @@
 //! Owns the commands, and the options of those that have few.
 
 use clap::{ArgAction, Args, Parser, Subcommand};
-use driftline_machine::config::Backend;
+use driftline_machine::config::BackendKind;
 
 use super::api::{BalloonArgs, QueryArgs, StopArgs};
 use super::compare::CompareArgs;
@@ -110,7 +110,7 @@ pub(crate) struct DemoArgs {
     ///
     /// By default it is kvm where that can be used.
     #[arg(long, value_name = "NAME", help_heading = headings::PROCESSORS)]
-    pub(crate) backend: Option<Backend>,
+    pub(crate) backend: Option<BackendKind>,
     /// Print the figures as one JSON object
     #[arg(long, help_heading = headings::OUTPUT)]
     pub(crate) json: bool,

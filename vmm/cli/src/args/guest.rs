@@ -9,7 +9,7 @@ use clap::{Arg, ArgGroup, Args, ValueEnum};
 use driftline_control::jobs::ShadowMode;
 use driftline_guest::VmId;
 use driftline_machine::config::{
-    Backend, BalloonConfig, CpuConfig, DiskSpec, GuestName, NetSpec, SerialSink, VsockSpec,
+    BackendKind, BalloonConfig, CpuConfig, DiskSpec, GuestName, NetSpec, SerialSink, VsockSpec,
 };
 use driftline_machine::memory::{Backing, HugePages};
 use driftline_machine::tracking::TrackingMode;
@@ -131,7 +131,7 @@ pub(crate) struct RunArgs {
     ///
     /// threads is for hosts without KVM. It runs the embedded guest only.
     #[arg(long, value_name = "NAME", help_heading = headings::PROCESSORS)]
-    pub(crate) backend: Option<Backend>,
+    pub(crate) backend: Option<BackendKind>,
     /// Disk: path=FILE[,readonly][,id=NAME][,serial=TEXT]; may be repeated
     ///
     /// FILE is a raw image or a block device.

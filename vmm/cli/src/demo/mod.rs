@@ -16,7 +16,7 @@ use driftline_control::model::{
     MigrationState,
 };
 use driftline_images::PayloadReport;
-use driftline_machine::config::{Backend, DEFAULT_RING_ENTRIES};
+use driftline_machine::config::{BackendKind, DEFAULT_RING_ENTRIES};
 use driftline_machine::kvm::Capabilities;
 use driftline_machine::tracking::TrackingMode;
 use hyper::Method;
@@ -66,7 +66,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<ExitCode, Failure> {
 /// The backend and the tracking mode of the demo.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct DemoSetup {
-    backend: Backend,
+    backend: BackendKind,
     tracking: TrackingMode,
 }
 
@@ -84,12 +84,12 @@ fn choose(args: &DemoArgs) -> Result<DemoSetup, Failure> {
 
 /// Returns what a host with `kvm` can run, and a line that says so.
 fn setup<E: Display>(
-    requested: Option<Backend>,
+    requested: Option<BackendKind>,
     kvm: &Result<Capabilities, E>,
 ) -> Result<(DemoSetup, String), &E> {
-    let threads = DemoSetup { backend: Backend::Threads, tracking: TrackingMode::DirtyRing };
+    let threads = DemoSetup { backend: BackendKind::Threads, tracking: TrackingMode::DirtyRing };
     let capabilities = match (requested, kvm) {
-        (Some(Backend::Threads), _) => {
+        (Some(BackendKind::Threads), _) => {
             return Ok((
                 threads,
                 "the guest's workload runs on host threads, as requested".to_owned(),
@@ -99,7 +99,7 @@ fn setup<E: Display>(
             let line = format!("{why}; the guest's workload runs on host threads instead");
             return Ok((threads, line));
         }
-        (Some(Backend::Kvm), Err(why)) => return Err(why),
+        (Some(BackendKind::Kvm), Err(why)) => return Err(why),
         (_, Ok(capabilities)) => capabilities,
     };
     let tracking = capabilities.best_tracking(DEFAULT_RING_ENTRIES);
@@ -110,7 +110,7 @@ fn setup<E: Display>(
              are tracked by {tracking}"
         );
     }
-    Ok((DemoSetup { backend: Backend::Kvm, tracking }, line))
+    Ok((DemoSetup { backend: BackendKind::Kvm, tracking }, line))
 }
 
 struct Demo<'d> {
@@ -287,21 +287,24 @@ mod tests {
     #[test]
     fn first_line_names_what_the_host_lacks() {
         let (chosen, line) = setup(None, &kvm(65_536)).unwrap();
-        let rings = DemoSetup { backend: Backend::Kvm, tracking: TrackingMode::DirtyRing };
+        let rings = DemoSetup { backend: BackendKind::Kvm, tracking: TrackingMode::DirtyRing };
         assert_eq!(chosen, rings);
         assert_eq!(line, "a KVM guest of 2 vCPUs and 1 GiB that checks its memory");
-        for requested in [None, Some(Backend::Kvm)] {
+        for requested in [None, Some(BackendKind::Kvm)] {
             let (chosen, line) = setup(requested, &kvm(0)).unwrap();
             assert_eq!(chosen, DemoSetup { tracking: TrackingMode::DirtyBitmap, ..rings });
             assert!(line.ends_with("so its writes are tracked by dirty-bitmap"), "{line}");
         }
         let (chosen, line) = setup(None, &Err("no /dev/kvm")).unwrap();
-        assert_eq!(chosen.backend, Backend::Threads);
+        assert_eq!(chosen.backend, BackendKind::Threads);
         assert!(
             line.starts_with("no /dev/kvm; the guest's workload runs on host threads"),
             "{line}"
         );
-        assert_eq!(setup(Some(Backend::Kvm), &Err("no /dev/kvm")), Err(&"no /dev/kvm"));
-        assert_eq!(setup(Some(Backend::Threads), &kvm(0)).unwrap().0.backend, Backend::Threads);
+        assert_eq!(setup(Some(BackendKind::Kvm), &Err("no /dev/kvm")), Err(&"no /dev/kvm"));
+        assert_eq!(
+            setup(Some(BackendKind::Threads), &kvm(0)).unwrap().0.backend,
+            BackendKind::Threads
+        );
     }
 }

@@ -8,7 +8,7 @@ use driftline_control::model::{
     MemoryRange, MigrationFailure, MigrationPage, MigrationState, VcpuWindow, WatchPage,
 };
 use driftline_dirty_tracker::TrackerStats;
-use driftline_machine::config::Backend;
+use driftline_machine::config::BackendKind;
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::{EndReason, VcpuInfo};
 use driftline_migrate::{Phase, Progress, VcpuThrottle};
@@ -42,7 +42,7 @@ fn page(vcpu: Vec<VcpuWindow>) -> WatchPage {
             vcpus: vcpu.len() as u8,
             mem_bytes: 1 << 30,
             tracking: TrackingMode::DirtyRing,
-            backend: Backend::Kvm,
+            backend: BackendKind::Kvm,
             uptime_ms: 3_725_000,
             checkpointing: false,
             migration: None,

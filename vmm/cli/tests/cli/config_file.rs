@@ -3,7 +3,7 @@
 
 use crate::common::{TestDir, Vmm, fail, request};
 use driftline_machine::testing::Elf;
-use driftline_machine::testing::Tap;
+use driftline_machine::testing::TestTap;
 use driftline_machine::testing::{kvm_or_skip, skip};
 use serde_json::{Value, json};
 
@@ -47,7 +47,7 @@ fn configuration_of_a_kvm_guest_restarts_it() {
     if !kvm_or_skip(NAME) {
         return;
     }
-    let tap = match Tap::new("f") {
+    let tap = match TestTap::new("f") {
         Ok(tap) => tap,
         Err(why) => return skip(NAME, &why.to_string()),
     };

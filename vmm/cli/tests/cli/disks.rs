@@ -7,7 +7,7 @@ use crate::common::{TestDir, Vmm, fail, output, receiver, request, text};
 use driftline_guest::{Lifecycle, RunState};
 use driftline_images::PayloadReport;
 use driftline_machine::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
-use driftline_machine::machine::Machine;
+use driftline_machine::machine::KvmMachine;
 use driftline_machine::testing::{fail_fdatasync, kvm_or_skip};
 use serde_json::Value;
 
@@ -350,7 +350,7 @@ fn another_disk_needs_identity_any() {
 }
 
 /// Launches a machine with a disk in this process.
-fn launch(tmp: &TestDir) -> std::sync::Arc<Machine> {
+fn launch(tmp: &TestDir) -> std::sync::Arc<KvmMachine> {
     disk(tmp, "disk", 1 << 20);
     let disk = driftline_machine::testing::disk("disk0", &tmp.path("disk"), 1 << 20);
     let config = MachineConfig {
@@ -367,7 +367,7 @@ fn launch(tmp: &TestDir) -> std::sync::Arc<Machine> {
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let image = driftline_backends::image(&config).unwrap();
     let host = HostConfig { image, ..host };
-    let machine = Machine::launch(config, &host).unwrap();
+    let machine = KvmMachine::launch(config, &host).unwrap();
     machine.resume().unwrap();
     machine
 }

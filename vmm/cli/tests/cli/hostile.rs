@@ -9,7 +9,7 @@ use crate::common::script::{
     QUEUE_READY, QUEUE_SEL, QUEUE_USED_LOW, RINGS, SIZE, STATUS, ScriptedDevice, WRITE,
 };
 use crate::common::{TestDir, driftline, text};
-use driftline_machine::testing::{Tap, kvm_or_skip, skip};
+use driftline_machine::testing::{TestTap, kvm_or_skip, skip};
 
 /// A violation's name, the driver's actions, and a part of the resulting message.
 type DriverViolation = (&'static str, fn(&mut DriverScript, ScriptedDevice), &'static str);
@@ -103,7 +103,7 @@ fn read_only(label: &str) -> Option<&'static str> {
 
 /// Returns the guest's devices, in the order of their register pages, and the options that create
 /// them.
-fn devices(tmp: &TestDir, tap: Option<&Tap>) -> (Vec<ScriptedDevice>, Vec<String>) {
+fn devices(tmp: &TestDir, tap: Option<&TestTap>) -> (Vec<ScriptedDevice>, Vec<String>) {
     let disk = tmp.path("disk");
     File::create(&disk).unwrap().set_len(1 << 20).unwrap();
     let mut options = vec!["--disk".to_owned(), format!("path={}", disk.display())];
@@ -143,7 +143,7 @@ fn violation_stops_only_its_device() {
         return;
     }
     let tmp = TestDir::new();
-    let tap = Tap::new("h");
+    let tap = TestTap::new("h");
     if let Err(why) = &tap {
         skip(TEST, &format!("without a network interface: {why}"));
     }

@@ -11,8 +11,8 @@ use driftline_guest::{
     Stateful, VmId, WriteThrottle,
 };
 use driftline_machine::config::{Boot, CpuidWord, HostConfig, MachineConfig, SerialSink};
-use driftline_machine::machine::Machine;
-use driftline_machine::testing::{Tap, kvm_or_skip, skip};
+use driftline_machine::machine::KvmMachine;
+use driftline_machine::testing::{TestTap, kvm_or_skip, skip};
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 
@@ -78,7 +78,7 @@ fn unbootable_image_is_refused_with_the_reason() {
 
 /// A guest whose reported configuration differs from its machine.
 struct Pretender {
-    machine: Arc<Machine>,
+    machine: Arc<KvmMachine>,
     config: Vec<u8>,
 }
 
@@ -126,7 +126,7 @@ fn missing_cpu_feature_is_refused_before_memory() {
     };
     let image = driftline_backends::image(&config).unwrap();
     let host = HostConfig { image, ..host };
-    let machine = Machine::launch(config, &host).unwrap();
+    let machine = KvmMachine::launch(config, &host).unwrap();
     machine.resume().unwrap();
     let mut config = MachineConfig::decode(&machine.config()).unwrap();
     // No processor has this bit.
@@ -178,7 +178,7 @@ fn device_of_another_guest_is_refused_early() {
     moved.tell(&["stop"]);
     assert!(!between.is_empty());
 
-    let (used_tap, spare_tap) = match (Tap::new("u"), Tap::new("s")) {
+    let (used_tap, spare_tap) = match (TestTap::new("u"), TestTap::new("s")) {
         (Ok(used), Ok(spare)) => (used, spare),
         (Err(why), _) | (_, Err(why)) => return skip(TEST, &why.to_string()),
     };

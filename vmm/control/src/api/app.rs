@@ -252,7 +252,7 @@ mod tests {
     use driftline_guest::VmId;
 
     use super::*;
-    use driftline_machine::config::{Backend, HostConfig, SerialSink};
+    use driftline_machine::config::{BackendKind, HostConfig, SerialSink};
     use driftline_machine::testing::payload_config;
     use driftline_machine::vm::EndReason;
 
@@ -268,7 +268,7 @@ mod tests {
 
     #[test]
     fn handed_over_guest_is_stopped_when_it_arrives() {
-        let config = payload_config(Backend::Threads);
+        let config = payload_config(BackendKind::Threads);
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = driftline_backends::launch_as(VmId::random(), config, &host).unwrap();
         let app = App::waiting(Arriving::default, |_| false);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::RunState;
 use driftline_machine::actor::inbox;
-use driftline_machine::config::Backend;
+use driftline_machine::config::BackendKind;
 use driftline_machine::log;
 use driftline_machine::tracking::TrackingMode;
 use driftline_migrate::SendStatus;
@@ -126,7 +126,7 @@ impl Jobs {
         let moved_to = end.as_ref().and_then(|_| self.moved_to());
         let info = self.info();
         let rate = window.frames.saturating_mul(PAGE_SIZE) as f64 / window.seconds.max(1e-9);
-        let rings = info.tracking == TrackingMode::DirtyRing && info.backend == Backend::Kvm;
+        let rings = info.tracking == TrackingMode::DirtyRing && info.backend == BackendKind::Kvm;
         Ok(WatchPage {
             watch: watch.number,
             end,

@@ -277,14 +277,16 @@ impl Lifecycle for JobGuest {
 mod tests {
     use super::*;
     use RunState::{Paused, Running};
-    use driftline_machine::config::{Backend, DeviceConfig, HostConfig, MachineConfig, SerialSink};
+    use driftline_machine::config::{
+        BackendKind, DeviceConfig, HostConfig, MachineConfig, SerialSink,
+    };
     use driftline_machine::testing::{kvm_or_skip, payload_config};
 
     fn running() -> (SharedVm, Arc<PauseHolds>) {
-        launch(Backend::Threads, Vec::new())
+        launch(BackendKind::Threads, Vec::new())
     }
 
-    fn launch(backend: Backend, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<PauseHolds>) {
+    fn launch(backend: BackendKind, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<PauseHolds>) {
         let config = MachineConfig { devices, ..payload_config(backend) };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = driftline_backends::launch(config, &host).unwrap();
@@ -410,7 +412,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         let disk = driftline_machine::testing::disk("disk0", file.path(), 1 << 20);
-        let (vm, holds) = launch(Backend::Kvm, vec![DeviceConfig::Disk(disk)]);
+        let (vm, holds) = launch(BackendKind::Kvm, vec![DeviceConfig::Disk(disk)]);
         holds.begin_migration();
         let migration = holds.guest_for(JobRole::Migration);
         assert_eq!(migration.pause().unwrap(), Running);

@@ -384,9 +384,9 @@ fn find_job<J>(history: &JobHistory<J>, number: Option<u64>) -> Result<Option<Ar
 /// Returns a paused guest of the thread backend, which writes once it is resumed, and its jobs.
 #[cfg(test)]
 fn paused_guest() -> (SharedVm, Arc<Jobs>) {
-    use driftline_machine::config::{Backend, HostConfig, SerialSink};
+    use driftline_machine::config::{BackendKind, HostConfig, SerialSink};
     use driftline_machine::testing::payload_config;
-    let config = payload_config(Backend::Threads);
+    let config = payload_config(BackendKind::Threads);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let vm = driftline_backends::launch(config, &host).unwrap();
     (vm.clone(), Jobs::new(vm, std::env::temp_dir()))

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use driftline_guest::VmId;
-use driftline_machine::config::{Backend, HostConfig, Lineage, SerialSink};
+use driftline_machine::config::{BackendKind, HostConfig, Lineage, SerialSink};
 use driftline_machine::devices::DeviceFigures;
 use driftline_machine::histogram::Histogram;
 use driftline_machine::memory::RestoreFigures;
@@ -23,7 +23,7 @@ use crate::model::{MigrationPage, MigrationState};
 type Families = BTreeMap<String, (String, BTreeSet<String>)>;
 
 fn jobs() -> Arc<Jobs> {
-    let config = payload_config(Backend::Threads);
+    let config = payload_config(BackendKind::Threads);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let vm = driftline_backends::launch(config, &host).unwrap();
     Jobs::new(vm, std::env::temp_dir())

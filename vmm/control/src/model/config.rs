@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use driftline_machine::config::{
-    Backend, BalloonConfig, Boot, CpuConfig, DeviceConfig, DiskConfig, GuestName, MacAddr,
+    BackendKind, BalloonConfig, Boot, CpuConfig, DeviceConfig, DiskConfig, GuestName, MacAddr,
     MachineConfig, NetConfig, VsockConfig,
 };
 use driftline_machine::tracking::TrackingMode;
@@ -77,7 +77,7 @@ pub struct MachineSettings {
     /// Entries of each vCPU's dirty ring.
     pub ring_entries: Option<u32>,
     /// The backend that runs the vCPUs.
-    pub backend: Option<Backend>,
+    pub backend: Option<BackendKind>,
     /// The CPU model, such as `host,-cx16`.
     #[serde(with = "text")]
     pub cpu: Option<CpuConfig>,

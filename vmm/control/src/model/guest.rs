@@ -9,7 +9,7 @@ use driftline_machine::tracking::TrackingMode;
 use driftline_migrate::Progress;
 use serde::{Deserialize, Serialize};
 
-use driftline_machine::config::{Backend, GuestName, Lineage};
+use driftline_machine::config::{BackendKind, GuestName, Lineage};
 use driftline_machine::devices::DeviceFigures;
 use driftline_machine::vm::{VcpuInfo, VmInfo};
 
@@ -76,7 +76,7 @@ pub struct Info {
     /// Method of tracking writes.
     pub tracking: TrackingMode,
     /// The backend that runs the vCPUs.
-    pub backend: Backend,
+    pub backend: BackendKind,
     /// Time since this process has had the guest, in ms.
     pub uptime_ms: u64,
     /// Whether a checkpoint run is active.

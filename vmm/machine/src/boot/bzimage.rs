@@ -49,7 +49,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     let unreadable = |cause| BootError::Unreadable { what: what.to_owned(), cause };
     let header = read_header(what, head)?;
     let file_bytes = from.seek(SeekFrom::End(0)).map_err(unreadable)?;
-    let place = Place::new(what, &header, file_bytes, memory)?;
+    let place = ImagePlacement::new(what, &header, file_bytes, memory)?;
     from.seek(SeekFrom::Start(place.setup_bytes)).map_err(unreadable)?;
     memory
         .ram()
@@ -89,7 +89,7 @@ fn read_header(what: &str, head: &[u8]) -> Result<setup_header, BootError> {
 }
 
 /// Where the parts of the file go.
-struct Place {
+struct ImagePlacement {
     /// Bytes of the real-mode part of the file, which is not used.
     setup_bytes: u64,
     /// Where the rest of the file is loaded.
@@ -98,7 +98,7 @@ struct Place {
     run: GuestRange,
 }
 
-impl Place {
+impl ImagePlacement {
     fn bytes(&self) -> u64 {
         self.load.1 - self.load.0
     }

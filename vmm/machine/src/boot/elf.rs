@@ -36,7 +36,7 @@ const MAX_HEADERS: u16 = 256;
 
 /// One program header of either class.
 #[derive(Clone, Copy, Debug)]
-struct Segment {
+struct ProgramSegment {
     kind: ProgramType,
     offset: u64,
     paddr: u64,
@@ -47,7 +47,7 @@ struct Segment {
 /// Contents of the file header, the program headers and the notes.
 struct Headers {
     kind: FileType,
-    segments: Vec<Segment>,
+    segments: Vec<ProgramSegment>,
     /// The entry in the header of a 64-bit file.
     entry_64: Option<u64>,
     /// The entry of the first Xen PHYS32_ENTRY note.
@@ -63,7 +63,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     from: &mut F,
     memory: &Memory,
 ) -> Result<Loaded, BootError> {
-    let file = Elf { what };
+    let file = ElfReader { what };
     let headers = file.headers(from)?;
     if headers.pvh_entry.is_none()
         && let Some(is) = no_kernel(headers.kind, &headers.segments, headers.abi_tag)
@@ -78,8 +78,8 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
         }
         (None, None) => return Err(BootError::NoPvhNote(what.to_owned())),
     };
-    let is_loaded = |s: &Segment| s.kind == PT_LOAD && s.mem_bytes > 0;
-    let loads: Vec<Segment> = headers.segments.into_iter().filter(is_loaded).collect();
+    let is_loaded = |s: &ProgramSegment| s.kind == PT_LOAD && s.mem_bytes > 0;
+    let loads: Vec<ProgramSegment> = headers.segments.into_iter().filter(is_loaded).collect();
     if loads.is_empty() {
         return Err(file.damaged("it has nothing to load"));
     }
@@ -101,13 +101,13 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
 }
 
 /// The file that errors are about.
-struct Elf<'a> {
+struct ElfReader<'a> {
     what: &'a str,
 }
 
-impl Elf<'_> {
+impl ElfReader<'_> {
     fn headers(&self, from: &mut (impl Read + Seek)) -> Result<Headers, BootError> {
-        let cache = ReadCache::new(Source { from, failed: None });
+        let cache = ReadCache::new(ObjectSource { from, failed: None });
         let headers = self.headers_of_class(&cache);
         match cache.into_inner().failed {
             Some(cause) => Err(self.unreadable(cause)),
@@ -152,7 +152,7 @@ impl Elf<'_> {
         })?;
         let mut headers = Headers {
             kind: header.e_type(endian),
-            segments: table.iter().map(|segment| Segment::new(segment, endian)).collect(),
+            segments: table.iter().map(|segment| ProgramSegment::new(segment, endian)).collect(),
             entry_64: header.is_type_64().then(|| header.e_entry(endian).into()),
             pvh_entry: None,
             abi_tag: false,
@@ -199,7 +199,7 @@ impl Elf<'_> {
     }
 
     /// Checks that a segment lies in memory, and returns its range.
-    fn room_for(&self, s: &Segment, memory: &Memory) -> Result<GuestRange, BootError> {
+    fn room_for(&self, s: &ProgramSegment, memory: &Memory) -> Result<GuestRange, BootError> {
         if s.file_bytes > s.mem_bytes {
             return Err(self.damaged("a segment is longer in the file than in memory"));
         }
@@ -229,7 +229,7 @@ impl Elf<'_> {
 
     fn read_segment<F: Seek + ReadVolatile>(
         &self,
-        s: &Segment,
+        s: &ProgramSegment,
         from: &mut F,
         memory: &Memory,
     ) -> Result<(), BootError> {
@@ -256,7 +256,7 @@ impl Elf<'_> {
     }
 }
 
-impl Segment {
+impl ProgramSegment {
     fn new<H: ProgramHeader>(header: &H, endian: H::Endian) -> Self {
         Self {
             kind: header.p_type(endian),
@@ -269,18 +269,18 @@ impl Segment {
 }
 
 /// The file as `object` reads it, with the system's last error, which `object` does not report.
-struct Source<'a, F> {
+struct ObjectSource<'a, F> {
     from: &'a mut F,
     failed: Option<io::Error>,
 }
 
-impl<F> Source<'_, F> {
+impl<F> ObjectSource<'_, F> {
     fn note<T>(&mut self, result: io::Result<T>) -> Result<T, ()> {
         result.map_err(|e| self.failed = Some(e))
     }
 }
 
-impl<F: Read + Seek> ReadCacheOps for Source<'_, F> {
+impl<F: Read + Seek> ReadCacheOps for ObjectSource<'_, F> {
     fn len(&mut self) -> Result<u64, ()> {
         let result = self.from.seek(SeekFrom::End(0));
         self.note(result)
@@ -307,7 +307,7 @@ impl<F: Read + Seek> ReadCacheOps for Source<'_, F> {
 /// Linux and other kernels name their own physical addresses, and have no interpreter and no C
 /// library. Some do map their ELF header or ask for an unexecutable stack, so only all marks of a
 /// linker's default layout together count.
-fn no_kernel(kind: FileType, segments: &[Segment], abi_tag: bool) -> Option<&'static str> {
+fn no_kernel(kind: FileType, segments: &[ProgramSegment], abi_tag: bool) -> Option<&'static str> {
     let loads = || segments.iter().filter(|s| s.kind == PT_LOAD && s.mem_bytes > 0);
     let has = |kind| segments.iter().any(|s| s.kind == kind);
     let lowest = loads().min_by_key(|s| s.paddr);

@@ -10,7 +10,7 @@ use vm_memory::{Bytes, GuestAddress};
 use super::loaded::Loaded;
 use super::platform::{Entry, MmioSlot};
 use super::{enter, kernel};
-use crate::config::{Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, MachineConfig};
+use crate::config::{BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, MachineConfig};
 use crate::memory::{Memory, MemoryOptions};
 use crate::tracking::TrackingMode;
 
@@ -62,7 +62,7 @@ fn config() -> MachineConfig {
         vcpus: 2,
         tracking: TrackingMode::None,
         ring_entries: DEFAULT_RING_ENTRIES,
-        backend: Backend::Kvm,
+        backend: BackendKind::Kvm,
         boot: Boot::Payload(String::new()),
         cpu: CpuConfig::default(),
         devices: Vec::new(),

@@ -29,36 +29,37 @@ pub(super) const GENERATION_ID: GuestRange = (0xf_f000, ONE_MIB);
 
 /// The kind of a range of guest physical addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Kind {
+pub(super) enum RangeKind {
     Ram,
     Reserved,
 }
 
 /// One range of the memory map.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Range {
+pub(super) struct MapRange {
     pub(super) start: u64,
     pub(super) end: u64,
-    pub(super) kind: Kind,
+    pub(super) kind: RangeKind,
 }
 
-impl Range {
+impl MapRange {
     pub(super) fn bytes(&self) -> u64 {
         self.end - self.start
     }
 }
 
 /// Returns the map that every boot protocol passes on: ascending, without overlaps.
-pub(super) fn memory_map(memory: &Memory) -> Vec<Range> {
-    let range = |start, end, kind| Range { start, end, kind };
-    let mut map = vec![range(0, MP_TABLE.0, Kind::Ram), range(MP_TABLE.0, ONE_MIB, Kind::Reserved)];
+pub(super) fn memory_map(memory: &Memory) -> Vec<MapRange> {
+    let range = |start, end, kind| MapRange { start, end, kind };
+    let mut map =
+        vec![range(0, MP_TABLE.0, RangeKind::Ram), range(MP_TABLE.0, ONE_MIB, RangeKind::Reserved)];
     for slot in memory.layout().slots() {
         let (start, end) = (slot.base.gpa(), slot.run().end().gpa());
         if start == 0 {
-            map.push(range(ONE_MIB, end, Kind::Ram));
-            map.push(range(CHIPSET_START, HOLE_END, Kind::Reserved));
+            map.push(range(ONE_MIB, end, RangeKind::Ram));
+            map.push(range(CHIPSET_START, HOLE_END, RangeKind::Reserved));
         } else {
-            map.push(range(start, end, Kind::Ram));
+            map.push(range(start, end, RangeKind::Ram));
         }
     }
     map
@@ -110,7 +111,7 @@ mod tests {
     fn the_memory_map_is_the_layout() {
         let memory = Memory::new(5 << 30, &MemoryOptions::default()).unwrap();
         let map = memory_map(&memory);
-        let ram: u64 = map.iter().filter(|r| r.kind == Kind::Ram).map(Range::bytes).sum();
+        let ram: u64 = map.iter().filter(|r| r.kind == RangeKind::Ram).map(MapRange::bytes).sum();
         assert_eq!(ram, (5 << 30) - (ONE_MIB - MP_TABLE.0));
         assert!(map.windows(2).all(|w| w[0].end <= w[1].start), "ascending");
         assert_eq!(low_end(&memory), 3 << 30);

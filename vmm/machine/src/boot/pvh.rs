@@ -10,7 +10,7 @@ use linux_loader::start_info::{
 use vm_memory::{Bytes, GuestAddress};
 
 use super::error::BootError;
-use super::map::{self, Kind};
+use super::map::{self, RangeKind};
 use super::platform::{Entry, GuestRange};
 use crate::memory::Memory;
 
@@ -62,12 +62,12 @@ pub(super) fn write(
 }
 
 fn memmap(memory: &Memory) -> Vec<hvm_memmap_table_entry> {
-    let entry = |range: &map::Range| hvm_memmap_table_entry {
+    let entry = |range: &map::MapRange| hvm_memmap_table_entry {
         addr: range.start,
         size: range.bytes(),
         type_: match range.kind {
-            Kind::Ram => XEN_HVM_MEMMAP_TYPE_RAM,
-            Kind::Reserved => XEN_HVM_MEMMAP_TYPE_RESERVED,
+            RangeKind::Ram => XEN_HVM_MEMMAP_TYPE_RAM,
+            RangeKind::Reserved => XEN_HVM_MEMMAP_TYPE_RESERVED,
         },
         reserved: 0,
     };

@@ -12,7 +12,7 @@ use linux_loader::loader::bootparam::{CAN_USE_HEAP, boot_e820_entry, boot_params
 use vm_memory::{ByteValued, Bytes, GuestAddress};
 
 use super::error::BootError;
-use super::map::{self, Kind};
+use super::map::{self, RangeKind};
 use super::platform::{Entry, GuestRange};
 use crate::memory::Memory;
 
@@ -110,7 +110,7 @@ fn params(memory: &Memory, block: u64, given: &Given) -> boot_params {
     let mut table = params.e820_table;
     let mut entries = 0;
     for (entry, range) in table.iter_mut().zip(&ranges) {
-        let r#type = if range.kind == Kind::Ram { E820_RAM } else { E820_RESERVED };
+        let r#type = if range.kind == RangeKind::Ram { E820_RAM } else { E820_RESERVED };
         *entry = boot_e820_entry { addr: range.start, size: range.bytes(), r#type };
         entries += 1;
     }

@@ -21,7 +21,7 @@ use crate::actor::{self, CallError, Handle, Inbox, Next};
 use crate::histogram::{Distribution, Histogram};
 use crate::sandbox::{self, Class};
 use crate::sources::{DirtySource, SourceError};
-use crate::throttle::{Brake, Pacing};
+use crate::throttle::{Pacing, ThrottleHandle};
 use crate::tracking::TrackingMode;
 use peaks::Peaks;
 
@@ -57,14 +57,14 @@ impl From<CollectorError> for GuestError {
 }
 
 /// Creates the inbox of a collector, and the handle of it for the vCPUs.
-pub(crate) fn inbox() -> (Handle<Work>, Inbox<Work>) {
+pub(crate) fn inbox() -> (Handle<CollectorState>, Inbox<CollectorState>) {
     actor::inbox("the collector")
 }
 
 /// The handle of a collector. Dropping it ends the thread.
 #[derive(Debug)]
 pub(crate) struct Collector {
-    work: Handle<Work>,
+    state: Handle<CollectorState>,
     overruns: Arc<AtomicU64>,
     dirtied: Arc<[AtomicU64]>,
     peaks: Arc<[AtomicU64]>,
@@ -73,14 +73,14 @@ pub(crate) struct Collector {
 }
 
 impl Collector {
-    /// Starts a collector of `source`. `brakes` are the means to hold each vCPU. After a periodic
+    /// Starts a collector of `source`. `throttles` are the means to throttle each vCPU. After a periodic
     /// collection of at least `many` frames the next one comes sooner.
     pub(crate) fn spawn(
         source: Box<dyn DirtySource>,
         tracker: Arc<Tracker>,
         many: u64,
-        brakes: Vec<Brake>,
-        (handle, inbox): (Handle<Work>, Inbox<Work>),
+        throttles: Vec<ThrottleHandle>,
+        (handle, inbox): (Handle<CollectorState>, Inbox<CollectorState>),
     ) -> std::io::Result<Self> {
         let overruns = Arc::new(AtomicU64::new(0));
         let dirtied: Arc<[AtomicU64]> = source.dirtied().iter().map(|n| (*n).into()).collect();
@@ -91,30 +91,30 @@ impl Collector {
             TrackingMode::UserfaultWp => Class::Watcher,
             _ => Class::Collector,
         };
-        let work = Work {
+        let state = CollectorState {
             source,
             tracker,
             many,
-            caught: Caught::Nothing,
+            caught: CaughtWrites::Nothing,
             unreported: Collected::default(),
             period: PERIOD_MOST,
             overruns: overruns.clone(),
             dirtied: dirtied.clone(),
             peaks,
             times: times.clone(),
-            pacing: Pacing::new(brakes),
+            pacing: Pacing::new(throttles),
         };
-        let thread = Some(sandbox::spawn(class, "collector", move || work.run(&inbox))?);
-        Ok(Self { work: handle, overruns, dirtied, peaks: shown, times, thread })
+        let thread = Some(sandbox::spawn(class, "collector", move || state.run(&inbox))?);
+        Ok(Self { state: handle, overruns, dirtied, peaks: shown, times, thread })
     }
 
     pub(crate) fn subscribe(&self, name: &str) -> Result<Subscription, CollectorError> {
         let name = name.to_owned();
-        self.ask("begin to track the guest's writes", |work| work.subscribe(name))
+        self.ask("begin to track the guest's writes", |state| state.subscribe(name))
     }
 
     pub(crate) fn collect(&self) -> Result<Collected, CollectorError> {
-        self.ask("collect what the guest has written", Work::report)
+        self.ask("collect what the guest has written", CollectorState::report)
     }
 
     /// Returns the number of ring overruns so far (I6).
@@ -143,23 +143,23 @@ impl Collector {
     /// throttle.
     pub(crate) fn throttle(&self, frames_per_s: Option<u64>) {
         // A collector that has ended holds no vCPU.
-        self.work.tell(move |work| {
-            work.pacing.set_rate(frames_per_s, work.source.dirtied(), Instant::now());
+        self.state.tell(move |state| {
+            state.pacing.set_rate(frames_per_s, state.source.dirtied(), Instant::now());
         });
     }
 
     fn ask<T: Send + 'static>(
         &self,
         what: &'static str,
-        job: impl FnOnce(&mut Work) -> Result<T, CollectorError> + Send + 'static,
+        job: impl FnOnce(&mut CollectorState) -> Result<T, CollectorError> + Send + 'static,
     ) -> Result<T, CollectorError> {
-        self.work.call(what, Instant::now() + ANSWER_LIMIT, job)?
+        self.state.call(what, Instant::now() + ANSWER_LIMIT, job)?
     }
 }
 
 impl Drop for Collector {
     fn drop(&mut self) {
-        self.work.end();
+        self.state.end();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -168,19 +168,19 @@ impl Drop for Collector {
 
 /// Which writes the source catches.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Caught {
+enum CaughtWrites {
     Nothing,
     Everything,
     /// Starting or stopping failed half-way: the source is on for some slots, off for others.
-    Some,
+    Partial,
 }
 
 /// What the thread owns.
-pub(crate) struct Work {
+pub(crate) struct CollectorState {
     source: Box<dyn DirtySource>,
     tracker: Arc<Tracker>,
     many: u64,
-    caught: Caught,
+    caught: CaughtWrites,
     /// Results of collections that were not requested; part of the next reply.
     unreported: Collected,
     period: Duration,
@@ -190,16 +190,18 @@ pub(crate) struct Work {
     peaks: Peaks,
     /// The time of each collection.
     times: Arc<Histogram>,
-    pacing: Pacing<Brake>,
+    pacing: Pacing<ThrottleHandle>,
 }
 
-impl Work {
+impl CollectorState {
     fn run(mut self, inbox: &Inbox<Self>) {
         crate::signals::block();
         loop {
             let next = match self.caught {
-                Caught::Nothing => inbox.recv(),
-                Caught::Everything | Caught::Some => inbox.recv_timeout(self.pause()),
+                CaughtWrites::Nothing => inbox.recv(),
+                CaughtWrites::Everything | CaughtWrites::Partial => {
+                    inbox.recv_timeout(self.pause())
+                }
             };
             match next {
                 Next::Job(job) => job(&mut self),
@@ -211,18 +213,18 @@ impl Work {
 
     /// Returns the time until the next periodic collection or look.
     fn pause(&self) -> Duration {
-        let look = self.pacing.next_look();
-        let left = look.map(|look| look.saturating_duration_since(Instant::now()));
+        let check = self.pacing.next_check();
+        let left = check.map(|check| check.saturating_duration_since(Instant::now()));
         left.unwrap_or(self.period).min(self.period)
     }
 
     fn subscribe(&mut self, name: String) -> Result<Subscription, CollectorError> {
-        if self.caught != Caught::Everything {
+        if self.caught != CaughtWrites::Everything {
             // Until the start has succeeded no subscriber may rely on any slot, and a tick has to
             // undo a partial start.
-            self.caught = Caught::Some;
+            self.caught = CaughtWrites::Partial;
             self.source.start()?;
-            self.caught = Caught::Everything;
+            self.caught = CaughtWrites::Everything;
             self.unreported = Collected::default();
             self.period = PERIOD_LEAST;
         }
@@ -236,7 +238,7 @@ impl Work {
         let collected = self.source.collect(&self.tracker);
         // Also after an error, so that the next look is not due at once.
         self.pacing.harvested(self.source.dirtied(), Instant::now());
-        if self.caught == Caught::Everything {
+        if self.caught == CaughtWrites::Everything {
             self.peaks.note(self.source.harvested(), Instant::now());
         }
         let now = collected?;
@@ -257,7 +259,7 @@ impl Work {
     }
 
     fn report(&mut self) -> Result<Collected, CollectorError> {
-        if self.caught == Caught::Everything {
+        if self.caught == CaughtWrites::Everything {
             self.collect()?;
         }
         Ok(std::mem::take(&mut self.unreported))
@@ -275,13 +277,13 @@ impl Work {
         }
     }
 
-    /// Answers a vCPU that has run for the slice after a hold, and waits. `holds` of its holds were
+    /// Answers a vCPU that has run for the slice after a hold, and waits. `stalls` of its stalls were
     /// complete by then.
-    pub(crate) fn end_slice(&mut self, vcpu: u8, holds: u64) {
+    pub(crate) fn end_slice(&mut self, vcpu: u8, stalls: u64) {
         if let Err(e) = self.collect() {
             tracing::warn!("what vCPU {vcpu} has written is not known yet: {e}");
         }
-        self.pacing.reported(vcpu.into(), holds, Instant::now());
+        self.pacing.reported(vcpu.into(), stalls, Instant::now());
     }
 
     /// Handles a timeout: stops the source if there are no subscribers left, and otherwise keeps
@@ -298,7 +300,8 @@ impl Work {
             }
             // After a failed stop, the next subscriber must not take a partly started source for a
             // whole one.
-            self.caught = if stopped.is_ok() { Caught::Nothing } else { Caught::Some };
+            self.caught =
+                if stopped.is_ok() { CaughtWrites::Nothing } else { CaughtWrites::Partial };
             return;
         }
         match self.collect() {
@@ -322,7 +325,7 @@ mod tests {
     /// Two slots of 64 frames; the first frame of each is always dirty. A failing call reaches the
     /// first slot only.
     #[derive(Default)]
-    struct Slots {
+    struct SlotLogging {
         logging: [bool; 2],
         starts: u32,
         stops: u32,
@@ -330,7 +333,7 @@ mod tests {
         failing_stops: u32,
     }
 
-    struct Fake(Arc<Mutex<Slots>>);
+    struct FakeSource(Arc<Mutex<SlotLogging>>);
 
     fn slot(id: u32) -> Slot {
         Slot { id: SlotId(id), base: Gfn(u64::from(id) * 1000), frames: 64 }
@@ -347,7 +350,7 @@ mod tests {
         Ok(())
     }
 
-    impl DirtySource for Fake {
+    impl DirtySource for FakeSource {
         fn mode(&self) -> TrackingMode {
             TrackingMode::DirtyBitmap
         }
@@ -374,20 +377,20 @@ mod tests {
         }
     }
 
-    fn collector(slots: Slots) -> (Collector, Arc<Mutex<Slots>>) {
+    fn collector(slots: SlotLogging) -> (Collector, Arc<Mutex<SlotLogging>>) {
         collector_of(slots, vec![slot(0), slot(1)])
     }
 
-    fn collector_of(slots: Slots, layout: Vec<Slot>) -> (Collector, Arc<Mutex<Slots>>) {
+    fn collector_of(slots: SlotLogging, layout: Vec<Slot>) -> (Collector, Arc<Mutex<SlotLogging>>) {
         let slots = Arc::new(Mutex::new(slots));
         let tracker = Arc::new(Tracker::new(Layout::new(layout).unwrap()));
-        let source = Box::new(Fake(slots.clone()));
+        let source = Box::new(FakeSource(slots.clone()));
         let collector = Collector::spawn(source, tracker, 1000, Vec::new(), inbox());
         (collector.unwrap(), slots)
     }
 
     #[track_caller]
-    fn wait(slots: &Mutex<Slots>, what: impl Fn(&Slots) -> bool) {
+    fn wait(slots: &Mutex<SlotLogging>, what: impl Fn(&SlotLogging) -> bool) {
         let end = Instant::now() + Duration::from_secs(60);
         while !what(&slots.lock().unwrap()) {
             assert!(Instant::now() < end, "the collector did not get there");
@@ -397,7 +400,8 @@ mod tests {
 
     #[test]
     fn after_a_stop_that_failed_half_way_the_next_subscriber_sees_every_slot() {
-        let (collector, slots) = collector(Slots { failing_stops: u32::MAX, ..Slots::default() });
+        let (collector, slots) =
+            collector(SlotLogging { failing_stops: u32::MAX, ..SlotLogging::default() });
         drop(collector.subscribe("first").unwrap());
         wait(&slots, |s| s.stops > 0);
         let subscription = collector.subscribe("second").unwrap();
@@ -412,7 +416,8 @@ mod tests {
 
     #[test]
     fn a_start_that_failed_half_way_is_undone_and_can_be_tried_again() {
-        let (collector, slots) = collector(Slots { failing_starts: 1, ..Slots::default() });
+        let (collector, slots) =
+            collector(SlotLogging { failing_starts: 1, ..SlotLogging::default() });
         let error = collector.subscribe("first").unwrap_err().to_string();
         assert!(error.contains("no memory"), "{error}");
         wait(&slots, |s| s.stops > 0 && s.logging == [false, false]);
@@ -442,7 +447,7 @@ mod tests {
         rustix::process::setrlimit(rustix::process::Resource::As, limit).unwrap();
         // The largest guest: its dirty bits take 128 GiB.
         let all = Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 40 };
-        let (collector, slots) = collector_of(Slots::default(), vec![all]);
+        let (collector, slots) = collector_of(SlotLogging::default(), vec![all]);
         for _ in 0..2 {
             let error = GuestError::from(collector.subscribe("migration").unwrap_err()).to_string();
             assert!(error.contains("following the guest's writes failed"), "{error}");

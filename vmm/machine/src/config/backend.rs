@@ -10,7 +10,7 @@ use super::error::ConfigError;
 /// The backend that runs the vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Backend {
+pub enum BackendKind {
     /// A KVM virtual machine.
     #[default]
     Kvm,
@@ -18,8 +18,8 @@ pub enum Backend {
     Threads,
 }
 
-impl Backend {
-    const ALL: [Backend; 2] = [Self::Kvm, Self::Threads];
+impl BackendKind {
+    const ALL: [BackendKind; 2] = [Self::Kvm, Self::Threads];
 
     /// The backend's name on the command line.
     pub const fn name(self) -> &'static str {
@@ -30,13 +30,13 @@ impl Backend {
     }
 }
 
-impl fmt::Display for Backend {
+impl fmt::Display for BackendKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Backend {
+impl FromStr for BackendKind {
     type Err = ConfigError;
 
     fn from_str(s: &str) -> Result<Self, ConfigError> {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use driftline_guest::{Origin, VmId};
 use serde::{Deserialize, Serialize};
 
-use super::backend::Backend;
+use super::backend::BackendKind;
 use super::cpu::CpuConfig;
 use super::devices::{DeviceConfig, disks_mut};
 use super::host::HostConfig;
@@ -50,7 +50,7 @@ pub struct MachineConfig {
     /// Entries of each dirty ring: a power of two, at most the limit of the host's kernel.
     pub ring_entries: u32,
     /// The backend that runs the vCPUs.
-    pub backend: Backend,
+    pub backend: BackendKind,
     /// The image that was booted.
     pub boot: Boot,
     /// The processor that the vCPUs show to the guest.

@@ -5,7 +5,7 @@ use std::path::Path;
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::GuestError;
 
-use super::backend::Backend;
+use super::backend::BackendKind;
 use super::devices;
 use super::error::{ConfigError, in_range};
 use super::lineage::GuestName;
@@ -52,7 +52,7 @@ impl MachineConfig {
         if !mem_bytes.is_multiple_of(PAGE_SIZE) {
             return size("the memory", mem_bytes, "bytes", "whole pages");
         }
-        if self.backend == Backend::Kvm && !ring_entries.is_power_of_two() {
+        if self.backend == BackendKind::Kvm && !ring_entries.is_power_of_two() {
             return size("each dirty ring", ring_entries.into(), "entries", "a power of two");
         }
         let utf8 = |path: &Path| match path.to_str() {
@@ -65,7 +65,7 @@ impl MachineConfig {
         }
         self.cpu.check()?;
         self.identity.name.as_ref().map_or(Ok(()), GuestName::check)?;
-        if self.backend != Backend::Kvm && !self.devices.is_empty() {
+        if self.backend != BackendKind::Kvm && !self.devices.is_empty() {
             let (backend, count) = (self.backend.name(), self.devices.len());
             return Err(ConfigError::NoDevices { backend, count });
         }
@@ -94,7 +94,7 @@ mod tests {
             vcpus: 2,
             tracking: TrackingMode::DirtyRing,
             ring_entries: 16_384,
-            backend: Backend::Kvm,
+            backend: BackendKind::Kvm,
             boot: Boot::Payload("payload".to_owned()),
             cpu: CpuConfig::default(),
             devices: Vec::new(),
@@ -125,7 +125,7 @@ mod tests {
     fn kernel(path: &OsStr) -> MachineConfig {
         let (kernel, cmdline) = (path.into(), "quiet".to_owned());
         let boot = Boot::Kernel { kernel, initrd: None, cmdline, bare: true };
-        let (backend, tracking) = (Backend::Threads, TrackingMode::None);
+        let (backend, tracking) = (BackendKind::Threads, TrackingMode::None);
         MachineConfig { backend, tracking, boot, ..payload() }
     }
 
@@ -269,7 +269,7 @@ mod tests {
         };
         assert!(refused(vec![nameless]).contains("is no name of a block device"));
         let threads = MachineConfig {
-            backend: Backend::Threads,
+            backend: BackendKind::Threads,
             devices: vec![DeviceConfig::Rng],
             ..payload()
         };

@@ -17,7 +17,7 @@ mod net;
 mod replace;
 mod spec;
 
-pub use backend::Backend;
+pub use backend::BackendKind;
 pub use balloon::BalloonConfig;
 pub use cpu::{CpuConfig, CpuModel, CpuidWord, MsrWord};
 pub(crate) use devices::disks_mut;

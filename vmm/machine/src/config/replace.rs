@@ -63,14 +63,14 @@ pub(super) fn replace(devices: &mut [DeviceConfig], host: &HostConfig) -> Result
 }
 
 /// The guest's items of one kind, or the specs given for them, with their names.
-type Named<N, T> = Vec<(N, T)>;
+type NamedItems<N, T> = Vec<(N, T)>;
 
 /// Applies each named spec of `with` to the item of its name, and the others to the remaining items
 /// in order. `what` is the kind and its mandatory option.
 fn replace_each<P, S>(
     what: (&str, &str),
-    places: Named<String, &mut P>,
-    with: Named<Option<&str>, &S>,
+    places: NamedItems<String, &mut P>,
+    with: NamedItems<Option<&str>, &S>,
     mut replace: impl FnMut(&mut P, &S) -> Result<(), ReplaceError>,
 ) -> Result<(), ReplaceError> {
     let (kind, part) = what;

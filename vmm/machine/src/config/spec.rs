@@ -10,7 +10,7 @@ use super::error::ConfigError;
 #[non_exhaustive]
 pub enum SpecError {
     /// The device has no such option.
-    #[error("\"{option}\" is not an option of {device}: they are {}", List(options))]
+    #[error("\"{option}\" is not an option of {device}: they are {}", SentenceList(options))]
     Unknown {
         /// The option, as it was given.
         option: String,
@@ -80,9 +80,9 @@ pub enum SpecError {
 }
 
 /// Formats a list as in a sentence.
-struct List<'a>(&'a [&'static str]);
+struct SentenceList<'a>(&'a [&'static str]);
 
-impl fmt::Display for List<'_> {
+impl fmt::Display for SentenceList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(items) = self;
         match items.split_last() {
@@ -103,7 +103,7 @@ pub(super) struct Syntax {
 }
 
 /// The options of one device, each at most once. A reader takes them by name.
-pub(super) struct Options<'t> {
+pub(super) struct GivenOptions<'t> {
     syntax: &'static Syntax,
     text: &'t str,
     given: Vec<(&'static str, &'t str)>,
@@ -111,7 +111,7 @@ pub(super) struct Options<'t> {
 
 impl Syntax {
     /// Splits `text` into its options.
-    pub(super) fn read<'t>(&'static self, text: &'t str) -> Result<Options<'t>, SpecError> {
+    pub(super) fn read<'t>(&'static self, text: &'t str) -> Result<GivenOptions<'t>, SpecError> {
         let mut given: Vec<(&str, &str)> = Vec::new();
         for option in text.split(',').filter(|_| !text.is_empty()) {
             let (key, value) = match option.split_once('=') {
@@ -139,7 +139,7 @@ impl Syntax {
             }
             given.push((key, value.unwrap_or_default()));
         }
-        Ok(Options { syntax: self, text, given })
+        Ok(GivenOptions { syntax: self, text, given })
     }
 
     fn form(&self, key: &str) -> Option<&'static str> {
@@ -155,7 +155,7 @@ fn takes_value(form: &str) -> bool {
     form.split(' ').next().is_some_and(|option| option.contains('='))
 }
 
-impl<'t> Options<'t> {
+impl<'t> GivenOptions<'t> {
     /// Returns the option's value, which is not empty; of a flag, an empty text.
     pub(super) fn get(&self, key: &str) -> Option<&'t str> {
         self.given.iter().find(|(given, _)| *given == key).map(|(_, value)| *value)

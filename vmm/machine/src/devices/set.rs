@@ -23,7 +23,7 @@ use super::vsock::Vsock;
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
 use crate::fail_point;
 use crate::kvm::KvmVm;
-use crate::memory::{Kept, Memory};
+use crate::memory::{Memory, ProtectedFrames};
 
 /// Limit on how long a pause waits for requests in flight in the devices.
 const STALL_LIMIT: Duration = Duration::from_secs(10);
@@ -76,7 +76,7 @@ pub(crate) struct DeviceSet {
     balloon: Option<BalloonControl>,
     opener: Option<Opener>,
     /// Frames that no device may change now.
-    kept: Arc<Kept>,
+    kept: Arc<ProtectedFrames>,
     limits: Limits,
 }
 
@@ -459,7 +459,7 @@ mod tests {
     use driftline_guest::{GuestDrive, KeepError};
 
     use super::*;
-    use crate::config::Backend;
+    use crate::config::BackendKind;
     use crate::devices::virtio::fake::{Fake, Script};
     use crate::testing::payload_config;
 
@@ -485,7 +485,7 @@ mod tests {
     fn with_disks<const N: usize>(disks: [&DiskConfig; N], memory: &Memory) -> DeviceSet {
         let config = MachineConfig {
             devices: disks.into_iter().cloned().map(DeviceConfig::Disk).collect(),
-            ..payload_config(Backend::Kvm)
+            ..payload_config(BackendKind::Kvm)
         };
         DeviceSet::build(&config, memory, VmId::random(), false, &[]).unwrap()
     }

@@ -27,7 +27,7 @@ use object::elf::{
 use object::write::elf::{FileHeader, ProgramHeader, Writer};
 use zerocopy::{Immutable, IntoBytes};
 
-use crate::vcpu::Registers;
+use crate::vcpu::CoreRegisters;
 
 /// `struct elf_prstatus`, 336 bytes.
 #[repr(C)]
@@ -50,7 +50,7 @@ struct PrStatus {
 /// QEMU's `QEMUCPUSegment`.
 #[repr(C)]
 #[derive(IntoBytes, Immutable, Clone, Copy)]
-struct Segment {
+struct QemuSegment {
     selector: u32,
     limit: u32,
     flags: u32,
@@ -61,19 +61,19 @@ struct Segment {
 /// QEMU's `QEMUCPUState`, version 1.
 #[repr(C)]
 #[derive(IntoBytes, Immutable)]
-struct CpuState {
+struct QemuCpuState {
     version: u32,
     size: u32,
     /// rax, rbx, rcx, rdx, rsi, rdi, rsp, rbp, r8 to r15, rip, rflags.
     regs: [u64; 18],
     /// cs, ds, es, fs, gs, ss, ldt, tr, gdt, idt.
-    segments: [Segment; 10],
+    segments: [QemuSegment; 10],
     cr: [u64; 5],
     kernel_gs_base: u64,
 }
 
 impl PrStatus {
-    fn new(cpu: &Registers, id: u32) -> Self {
+    fn new(cpu: &CoreRegisters, id: u32) -> Self {
         let (r, s) = (&cpu.regs, &cpu.sregs);
         let selector = |segment: &kvm_segment| u64::from(segment.selector);
         // gdb numbers threads from 1.
@@ -123,10 +123,10 @@ impl PrStatus {
     }
 }
 
-impl CpuState {
-    fn new(cpu: &Registers) -> Self {
+impl QemuCpuState {
+    fn new(cpu: &CoreRegisters) -> Self {
         let (r, s) = (&cpu.regs, &cpu.sregs);
-        let table = |t: &kvm_dtable| Segment {
+        let table = |t: &kvm_dtable| QemuSegment {
             selector: 0,
             limit: u32::from(t.limit),
             flags: 0,
@@ -161,7 +161,7 @@ impl CpuState {
 
 /// Converts a segment to QEMU's form. The flags are the descriptor's second word, without base and
 /// limit.
-fn segment(s: &kvm_segment) -> Segment {
+fn segment(s: &kvm_segment) -> QemuSegment {
     let bits = [
         (u32::from(s.type_), 8),
         (u32::from(s.s), 12),
@@ -173,7 +173,7 @@ fn segment(s: &kvm_segment) -> Segment {
         (u32::from(s.g), 23),
     ];
     let flags = bits.iter().fold(0, |flags, (bit, place)| flags | bit << place);
-    Segment { selector: u32::from(s.selector), limit: s.limit, flags, _pad: 0, base: s.base }
+    QemuSegment { selector: u32::from(s.selector), limit: s.limit, flags, _pad: 0, base: s.base }
 }
 
 /// Appends one note. Name and content are each padded to four bytes.
@@ -186,13 +186,13 @@ fn note(name: &str, kind: u32, content: &[u8], into: &mut Vec<u8>) {
     }
 }
 
-fn notes(cpus: &[Registers]) -> Vec<u8> {
+fn notes(cpus: &[CoreRegisters]) -> Vec<u8> {
     let mut notes = Vec::new();
     for (cpu, id) in cpus.iter().zip(0u32..) {
         note("CORE", NT_PRSTATUS.0, PrStatus::new(cpu, id).as_bytes(), &mut notes);
     }
     for cpu in cpus {
-        note("QEMU", 0, CpuState::new(cpu).as_bytes(), &mut notes);
+        note("QEMU", 0, QemuCpuState::new(cpu).as_bytes(), &mut notes);
     }
     notes
 }
@@ -206,7 +206,7 @@ pub(crate) struct CoreFile {
 impl CoreFile {
     /// Writes everything but memory to `file`, which must be empty, and sets its full length.
     /// Memory is a hole so far.
-    pub(crate) fn begin(file: &File, layout: &Layout, cpus: &[Registers]) -> io::Result<Self> {
+    pub(crate) fn begin(file: &File, layout: &Layout, cpus: &[CoreRegisters]) -> io::Result<Self> {
         let notes = notes(cpus);
         let mut head = Vec::new();
         let mut writer = Writer::new(Endianness::Little, true, &mut head);

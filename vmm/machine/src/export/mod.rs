@@ -11,7 +11,7 @@ use driftline_store::{ExportReport, Store, StoreError};
 
 use self::core::CoreFile;
 use crate::machine::registers;
-use crate::vcpu::Registers;
+use crate::vcpu::CoreRegisters;
 
 /// Writes `epoch` of `store`, or its latest, to `file` as an ELF core, which gdb and crash open:
 /// the registers of every vCPU as notes, and memory by guest physical address, with holes where it
@@ -36,7 +36,7 @@ pub fn elf_core(
                 "its guest has no vCPUs: it is of the threads backend",
             ));
         }
-        let registers: Vec<Registers> =
+        let registers: Vec<CoreRegisters> =
             registers(sections, vcpus).map_err(std::io::Error::other)?;
         let core = CoreFile::begin(file, layout, &registers)?;
         Ok(Box::new(move |gfn| core.place(gfn)))

@@ -10,15 +10,15 @@ use driftline_guest::VmId;
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 
-use super::early::{Blank, EarlyVm};
+use super::early::{EarlyVm, EmptyVm};
 use super::error::step;
 use super::supervisor::{EndReporter, Peer, Status, Supervisor};
 use super::vcpus::{VcpuHandle, Vcpus};
-use super::{Machine, MachineError};
+use super::{KvmMachine, MachineError};
 use crate::actor::{self, Handle, Inbox};
 use crate::boot::{self, Entry, MmioSlot};
 use crate::collector::{self, Collector};
-use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
+use crate::config::{BackendKind, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{Bus, Com1, DeviceError, DeviceSet, SerialInput, open_sink, placement};
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::measure::{MeasureOptions, SharedSink};
@@ -27,7 +27,7 @@ use crate::sandbox::{self, Class};
 use crate::sources::{
     BitmapSource, DirtySource, Diverted, ManualSource, RingSource, UserfaultWpSource,
 };
-use crate::throttle::{Brake, Hold};
+use crate::throttle::{ThrottleHandle, ThrottleState};
 use crate::tracking::TrackingMode;
 use crate::vcpu::{self, Counters, StateContext, Vcpu, cpu_compat, cpuid, msrs, tsc};
 
@@ -39,7 +39,7 @@ const SHARED_OUT: u64 = 32 << 30;
 
 /// Inputs of a build other than the configuration.
 #[derive(Default)]
-pub(super) struct Around {
+pub(super) struct BuildInputs {
     /// Whether a new guest is loaded.
     pub(super) load: bool,
     /// A VM whose creation began earlier.
@@ -47,7 +47,7 @@ pub(super) struct Around {
     pub(super) measured: MeasureOptions,
 }
 
-impl Machine {
+impl KvmMachine {
     /// Boots the guest that `config` describes, paused at its first instruction.
     ///
     /// # Errors
@@ -67,7 +67,7 @@ impl Machine {
         config: MachineConfig,
         host: &HostConfig,
     ) -> Result<Arc<Self>, MachineError> {
-        Self::build(vm_id, config, host, Around { load: true, ..Around::default() })
+        Self::build(vm_id, config, host, BuildInputs { load: true, ..BuildInputs::default() })
     }
 
     /// Builds a machine with zeroed memory, into which a state is restored. [`MachineFactory`]
@@ -83,7 +83,7 @@ impl Machine {
         config: MachineConfig,
         host: &HostConfig,
     ) -> Result<Arc<Self>, MachineError> {
-        Self::build(vm_id, config, host, Around::default())
+        Self::build(vm_id, config, host, BuildInputs::default())
     }
 
     /// Does as [`empty`](Self::empty), in a VM whose creation began before the configuration was
@@ -98,19 +98,24 @@ impl Machine {
         config: MachineConfig,
         host: &HostConfig,
     ) -> Result<Arc<Self>, MachineError> {
-        Self::build(vm_id, config, host, Around { early: Some(early), ..Around::default() })
+        Self::build(
+            vm_id,
+            config,
+            host,
+            BuildInputs { early: Some(early), ..BuildInputs::default() },
+        )
     }
 
     pub(super) fn build(
         vm_id: VmId,
         config: MachineConfig,
         host: &HostConfig,
-        around: Around,
+        inputs: BuildInputs,
     ) -> Result<Arc<Self>, MachineError> {
         let devices = |config: &MachineConfig, memory: &Memory, guest: VmId, acquire: bool| {
             DeviceSet::build(config, memory, guest, acquire, &host.copied)
         };
-        Self::assemble(vm_id, config, host, devices, around)
+        Self::assemble(vm_id, config, host, devices, inputs)
     }
 
     /// Does as [`build`](Self::build), with the devices that `devices` returns.
@@ -122,7 +127,7 @@ impl Machine {
         load: bool,
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
     ) -> Result<Arc<Self>, MachineError> {
-        Self::assemble(vm_id, config, host, devices, Around { load, ..Around::default() })
+        Self::assemble(vm_id, config, host, devices, BuildInputs { load, ..BuildInputs::default() })
     }
 
     fn assemble(
@@ -130,12 +135,12 @@ impl Machine {
         mut config: MachineConfig,
         host: &HostConfig,
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
-        Around { load, early, measured }: Around,
+        BuildInputs { load, early, measured }: BuildInputs,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config)?;
-        let blank = early.map_or_else(Blank::new, EarlyVm::wait)?;
+        let empty = early.map_or_else(EmptyVm::new, EarlyVm::wait)?;
         step("CPUID")?;
-        let offered = offered_cpuid(&blank.kvm, &blank.supported, &config.cpu)?;
+        let offered = offered_cpuid(&empty.kvm, &empty.supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         step("memory")?;
         let memory = match measured.sparse {
@@ -157,7 +162,7 @@ impl Machine {
         let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
         let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
 
-        let (vm, kvm, capabilities, supported) = blank.furnish(&memory)?;
+        let (vm, kvm, capabilities, supported) = empty.finish(&memory)?;
         step("tracking mode")?;
         match config.tracking {
             TrackingMode::DirtyRing => enable_rings(&vm, &capabilities, config.ring_entries)?,
@@ -192,7 +197,7 @@ impl Machine {
         // them by then.
         let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
-        let brakes = handles.iter().map(VcpuHandle::brake).collect();
+        let throttles = handles.iter().map(VcpuHandle::throttle).collect();
         let input = match host.serial {
             SerialSink::Stdio => Some(SerialInput::new(&bus)),
             SerialSink::Null | SerialSink::File(_) => None,
@@ -220,7 +225,8 @@ impl Machine {
             input,
             _serial: serial,
         };
-        machine.collector = start_collector(&vm, source, &machine.config, brakes, collector_inbox)?;
+        machine.collector =
+            start_collector(&vm, source, &machine.config, throttles, collector_inbox)?;
         Ok(Arc::new(machine))
     }
 }
@@ -234,7 +240,7 @@ fn mmio_slots(config: &MachineConfig) -> Vec<MmioSlot> {
 /// Checks that `config` is valid and selects the KVM backend.
 fn check(config: &MachineConfig) -> Result<(), MachineError> {
     match config.backend {
-        Backend::Kvm => Ok(config.check()?),
+        BackendKind::Kvm => Ok(config.check()?),
         other => Err(MachineError::Backend(other)),
     }
 }
@@ -353,14 +359,14 @@ fn check_tsc(
 }
 
 /// The source of dirty frames, and each vCPU's way to report a full ring.
-type Source = (Option<Box<dyn DirtySource>>, Vec<Option<RingFull>>);
+type SourceWithReports = (Option<Box<dyn DirtySource>>, Vec<Option<RingFull>>);
 
 fn dirty_source(
     vm: &Arc<KvmVm>,
     vcpus: &[(VcpuFd, CpuId)],
     config: &MachineConfig,
     sink: Option<SharedSink>,
-) -> Result<Source, MachineError> {
+) -> Result<SourceWithReports, MachineError> {
     let no_reports = vec![None; vcpus.len()];
     match config.tracking {
         TrackingMode::DirtyRing => {
@@ -488,12 +494,12 @@ fn start_vcpus(
             inbox,
             handle: handle.clone(),
             peers: Box::new(peer(id)),
-            state: vcpu::State::default(),
+            state: vcpu::VcpuState::default(),
             awaited: 0,
-            hold: Hold::default(),
+            throttle: ThrottleState::default(),
             reset: true,
             midway: false,
-            stands_since: None,
+            paused_since: None,
             _vm: vm.clone(),
         };
         let thread = sandbox::spawn(Class::Vcpu, format!("vcpu{id}"), move || vcpu.live());
@@ -507,8 +513,8 @@ fn start_collector(
     vm: &Arc<KvmVm>,
     source: Option<Box<dyn DirtySource>>,
     config: &MachineConfig,
-    brakes: Vec<Brake>,
-    inbox: (Handle<collector::Work>, Inbox<collector::Work>),
+    throttles: Vec<ThrottleHandle>,
+    inbox: (Handle<collector::CollectorState>, Inbox<collector::CollectorState>),
 ) -> Result<Option<Collector>, MachineError> {
     let Some(source) = source else { return Ok(None) };
     if config.mem_bytes >= SHARED_OUT {
@@ -516,7 +522,7 @@ fn start_collector(
         rayon::current_num_threads();
     }
     let many = MANY_FRAMES.min(u64::from(config.ring_entries) / 4);
-    Collector::spawn(source, vm.memory().tracker().clone(), many, brakes, inbox)
+    Collector::spawn(source, vm.memory().tracker().clone(), many, throttles, inbox)
         .map(Some)
         .map_err(MachineError::system("starting the collector"))
 }

@@ -1,6 +1,6 @@
 //! A VM before it has vCPUs. A separate thread creates it ([`EarlyVm`]) while the caller finds out
 //! which guest it is for. The VM then gets its memory, and only then its interrupt controllers
-//! ([`Blank::furnish`]).
+//! ([`EmptyVm::finish`]).
 //!
 //! That order saves milliseconds. Adding memory to a VM waits for an SRCU grace period. KVM asks
 //! for an expedited one, which ends at once unless a normal grace period is already under way: that
@@ -25,14 +25,14 @@ const TSS: u64 = IDENTITY_MAP + 0x1000;
 const _: () = assert!(IDENTITY_MAP > HOLE_START && TSS + 0x3000 <= 1 << 32);
 
 /// KVM, its capabilities, and a VM without memory and vCPUs.
-pub(super) struct Blank {
+pub(super) struct EmptyVm {
     pub(super) kvm: Kvm,
     pub(super) capabilities: Capabilities,
     pub(super) supported: CpuId,
     fd: VmFd,
 }
 
-impl Blank {
+impl EmptyVm {
     pub(super) fn new() -> Result<Self, MachineError> {
         let (kvm, capabilities) = kvm::open()?;
         let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
@@ -49,7 +49,7 @@ impl Blank {
 
     /// Adds memory, interrupt controllers and timer to the VM, in the fastest order, and returns
     /// the VM and the remaining parts.
-    pub(super) fn furnish(
+    pub(super) fn finish(
         self,
         memory: &Arc<Memory>,
     ) -> Result<(KvmVm, Kvm, Capabilities, CpuId), MachineError> {
@@ -81,7 +81,7 @@ impl Blank {
 /// drop(early); // no guest came of it: waits for the thread, a few milliseconds
 /// ```
 #[derive(Debug)]
-pub struct EarlyVm(Option<JoinHandle<Result<Blank, MachineError>>>);
+pub struct EarlyVm(Option<JoinHandle<Result<EmptyVm, MachineError>>>);
 
 impl EarlyVm {
     /// Starts the creation. Never fails: an error is returned to the caller that builds a machine
@@ -90,16 +90,16 @@ impl EarlyVm {
         let thread = Builder::new().name("early-vm".into());
         let making = move || {
             crate::signals::block();
-            Blank::new()
+            EmptyVm::new()
         };
         Self(thread.spawn(making).ok())
     }
 
-    pub(super) fn wait(mut self) -> Result<Blank, MachineError> {
+    pub(super) fn wait(mut self) -> Result<EmptyVm, MachineError> {
         match self.0.take().map(JoinHandle::join) {
             Some(Ok(made)) => made,
             // The thread could not be started, or it panicked: create the VM here.
-            Some(Err(_)) | None => Blank::new(),
+            Some(Err(_)) | None => EmptyVm::new(),
         }
     }
 }

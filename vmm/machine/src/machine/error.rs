@@ -5,7 +5,7 @@ use std::io;
 use driftline_guest::GuestError;
 
 use crate::boot::BootError;
-use crate::config::{Backend, ConfigError};
+use crate::config::{BackendKind, ConfigError};
 use crate::devices::{DeviceError, SinkError, TapError};
 use crate::fail_point;
 use crate::kvm::Unusable;
@@ -29,7 +29,7 @@ pub enum MachineError {
     Config(#[from] ConfigError),
     /// The configuration is for another backend.
     #[error("its backend is {0}, not kvm")]
-    Backend(Backend),
+    Backend(BackendKind),
     /// The guest cannot be loaded.
     #[error(transparent)]
     Boot(#[from] BootError),

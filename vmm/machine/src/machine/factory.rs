@@ -5,7 +5,7 @@ use std::sync::Arc;
 use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
 use parking_lot::Mutex;
 
-use super::{EarlyVm, Machine};
+use super::{EarlyVm, KvmMachine};
 use crate::config::{HostConfig, MachineConfig, guest_span};
 use crate::devices::{Parent, make_copies, open_drives};
 
@@ -34,25 +34,25 @@ impl MachineFactory {
         vm_id: VmId,
         config: MachineConfig,
         host: &HostConfig,
-    ) -> Result<Arc<Machine>, GuestError> {
+    ) -> Result<Arc<KvmMachine>, GuestError> {
         let _logged = guest_span(vm_id, &config.identity).entered();
         let early = self.early.lock().take();
         Ok(match early {
-            Some(early) => Machine::empty_in(early, vm_id, config, host)?,
-            None => Machine::empty(vm_id, config, host)?,
+            Some(early) => KvmMachine::empty_in(early, vm_id, config, host)?,
+            None => KvmMachine::empty(vm_id, config, host)?,
         })
     }
 }
 
 impl GuestFactory for MachineFactory {
-    type Guest = Machine;
+    type Guest = KvmMachine;
 
     fn create_with_copies(
         &self,
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<Machine>, GuestError> {
+    ) -> Result<WithCopies<KvmMachine>, GuestError> {
         let host = self.host.with_copies_of(drives);
         let config = MachineConfig::decode(config)?.on_host(&host)?;
         let copies = make_copies(vm_id, &config, drives)?;
@@ -64,7 +64,7 @@ impl GuestFactory for MachineFactory {
         from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<Machine>, GuestError> {
+    ) -> Result<WithCopies<KvmMachine>, GuestError> {
         let host = self.host.writing_over(drives);
         let stored = MachineConfig::decode(config)?;
         let (vm_id, config) = stored.clone().on_host(&host)?.restored(from, &host);

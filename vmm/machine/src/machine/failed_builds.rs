@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 
 use driftline_guest::{DriveHead, GuestError, GuestFactory, VmId};
 
-use super::{EarlyVm, Machine, MachineFactory};
+use super::{EarlyVm, KvmMachine, MachineFactory};
 use crate::config::{
     BalloonConfig, DeviceConfig, HostConfig, MacAddr, MachineConfig, NetConfig, SerialSink,
     VsockConfig,
 };
 use crate::fail_point;
 use crate::memory::{Backing, MemoryOptions};
-use crate::testing::{Elf, Tap, kernel_config, kvm_or_skip, run_in_child, skip};
+use crate::testing::{Elf, TestTap, kernel_config, kvm_or_skip, run_in_child, skip};
 use crate::tracking::TrackingMode;
 
 /// Larger than any other mapping of the process.
@@ -58,7 +58,7 @@ const TAP_QUEUES: u8 = 2;
 
 /// The system resources that this process holds.
 #[derive(PartialEq, Eq, Debug)]
-struct Held {
+struct ProcessResources {
     threads: Vec<String>,
     files: Vec<String>,
     /// Mappings of guest memory, KVM and io_uring.
@@ -67,7 +67,7 @@ struct Held {
     folder: Vec<PathBuf>,
 }
 
-fn held(folder: &Path) -> Held {
+fn resources(folder: &Path) -> ProcessResources {
     let entries = |dir: &Path| {
         let mut paths: Vec<PathBuf> =
             fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).collect();
@@ -83,7 +83,7 @@ fn held(folder: &Path) -> Held {
         all.sort();
         all
     };
-    Held {
+    ProcessResources {
         threads: all("/proc/self/task", &comm),
         files: all("/proc/self/fd", &link),
         mappings: maps.lines().filter(|line| is_of_a_machine(line)).map(str::to_owned).collect(),
@@ -101,35 +101,35 @@ fn is_of_a_machine(line: &str) -> bool {
 
 /// Waits until this process holds exactly what it held before.
 #[track_caller]
-fn wait_for_nothing_left(folder: &Path, before: &Held, after: &str) {
+fn wait_for_nothing_left(folder: &Path, before: &ProcessResources, after: &str) {
     let end = Instant::now() + SOON;
-    while held(folder) != *before {
+    while resources(folder) != *before {
         if Instant::now() >= end {
-            assert_eq!(held(folder), *before, "left behind after {after}");
+            assert_eq!(resources(folder), *before, "left behind after {after}");
         }
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
 /// A way to build a machine.
-struct Way {
+struct BuildCase {
     name: &'static str,
     tracking: TrackingMode,
     memory: MemoryOptions,
-    build: fn(MachineConfig, &HostConfig) -> Result<Arc<Machine>, GuestError>,
+    build: fn(MachineConfig, &HostConfig) -> Result<Arc<KvmMachine>, GuestError>,
 }
 
 /// Returns every entry point of the build, over all dirty sources and both kinds of memory.
-fn ways() -> [Way; 4] {
+fn cases() -> [BuildCase; 4] {
     let memfd = MemoryOptions { backing: Backing::Memfd, ..Default::default() };
     [
-        Way {
+        BuildCase {
             name: "a new guest",
             tracking: TrackingMode::DirtyRing,
             memory: MemoryOptions::default(),
-            build: |config, host| Ok(Machine::launch(config, host)?),
+            build: |config, host| Ok(KvmMachine::launch(config, host)?),
         },
-        Way {
+        BuildCase {
             name: "a guest to be received",
             tracking: TrackingMode::DirtyBitmapManual,
             memory: memfd,
@@ -142,26 +142,26 @@ fn ways() -> [Way; 4] {
                 made.map(|(machine, _)| machine)
             },
         },
-        Way {
+        BuildCase {
             name: "a guest to be restored, in a VM that was begun before",
             tracking: TrackingMode::DirtyBitmap,
             memory: memfd,
             build: |config, host| {
-                Ok(Machine::empty_in(EarlyVm::begin(), VmId::random(), config, host)?)
+                Ok(KvmMachine::empty_in(EarlyVm::begin(), VmId::random(), config, host)?)
             },
         },
-        Way {
+        BuildCase {
             name: "a guest to be restored",
             tracking: TrackingMode::UserfaultWp,
             memory: MemoryOptions::default(),
-            build: |config, host| Ok(Machine::empty(VmId::random(), config, host)?),
+            build: |config, host| Ok(KvmMachine::empty(VmId::random(), config, host)?),
         },
     ]
 }
 
 /// Returns the configuration for this way of building, with an interface if `tap` is not empty.
-fn config(dir: &Path, way: &Way, tap: &str) -> MachineConfig {
-    let is_copied = way.name == "a guest to be received";
+fn config(dir: &Path, case: &BuildCase, tap: &str) -> MachineConfig {
+    let is_copied = case.name == "a guest to be received";
     let disk = dir.join(if is_copied { "copy" } else { "disk" });
     let mut devices = vec![
         DeviceConfig::Disk(crate::testing::disk("disk", &disk, DISK_BYTES)),
@@ -180,7 +180,7 @@ fn config(dir: &Path, way: &Way, tap: &str) -> MachineConfig {
     MachineConfig {
         mem_bytes: MEM_BYTES,
         vcpus: 2,
-        tracking: way.tracking,
+        tracking: case.tracking,
         ring_entries: RING_ENTRIES,
         devices,
         ..kernel_config(&dir.join("kernel"))
@@ -188,23 +188,23 @@ fn config(dir: &Path, way: &Way, tap: &str) -> MachineConfig {
 }
 
 /// Builds one machine, then makes the build fail at each point. Returns the names of all points.
-fn fail_everywhere(dir: &Path, way: &Way, tap: &str) -> Vec<String> {
-    let host = HostConfig { serial: SerialSink::Stdio, memory: way.memory, ..Default::default() };
-    let before = held(dir);
+fn fail_everywhere(dir: &Path, case: &BuildCase, tap: &str) -> Vec<String> {
+    let host = HostConfig { serial: SerialSink::Stdio, memory: case.memory, ..Default::default() };
+    let before = resources(dir);
     assert_eq!(before.mappings, [""; 0]);
-    let (machine, points) = fail_point::run(None, || (way.build)(config(dir, way, tap), &host));
-    let machine = machine.unwrap_or_else(|e| panic!("{}: {e}", way.name));
-    let built = held(dir);
+    let (machine, points) = fail_point::run(None, || (case.build)(config(dir, case, tap), &host));
+    let machine = machine.unwrap_or_else(|e| panic!("{}: {e}", case.name));
+    let built = resources(dir);
     assert!(built.threads.len() >= before.threads.len() + 8, "{built:?}");
     assert!(built.files.len() > before.files.len(), "{built:?}");
     assert!(built.mappings.len() >= 4, "{built:?}");
     drop(machine);
-    wait_for_nothing_left(dir, &before, way.name);
+    wait_for_nothing_left(dir, &before, case.name);
     assert!(!points.is_empty());
     for (at, point) in points.iter().enumerate() {
-        let what = format!("{}: point {at} of {}, \"{point}\"", way.name, points.len());
+        let what = format!("{}: point {at} of {}, \"{point}\"", case.name, points.len());
         let (made, passed) =
-            fail_point::run(Some(at), || (way.build)(config(dir, way, tap), &host));
+            fail_point::run(Some(at), || (case.build)(config(dir, case, tap), &host));
         let why = made.err().unwrap_or_else(|| panic!("{what}: it did not fail")).to_string();
         assert!(why.contains(&format!("fail point {point}")), "{what}: {why}");
         assert_eq!(passed, points[..=at], "{what}: it went on");
@@ -222,7 +222,7 @@ fn failed_build_leaves_nothing_behind() {
         return;
     }
     let Ok(tap) = std::env::var(CHILD) else {
-        let tap = Tap::multi_queue("fb");
+        let tap = TestTap::multi_queue("fb");
         if let Err(why) = &tap {
             skip(TEST, &format!("without a network interface: {why}"));
         }
@@ -235,8 +235,8 @@ fn failed_build_leaves_nothing_behind() {
     fs::write(dir.path().join("kernel"), Elf::new(&[0xf4, 0xeb, 0xfd]).bytes()).unwrap();
     fs::File::create(dir.path().join("disk")).unwrap().set_len(DISK_BYTES).unwrap();
     let mut reached = BTreeSet::new();
-    for way in ways() {
-        reached.extend(fail_everywhere(dir.path(), &way, &tap));
+    for case in cases() {
+        reached.extend(fail_everywhere(dir.path(), &case, &tap));
     }
     let tap_points = TAP_POINTS.into_iter().filter(|_| !tap.is_empty());
     let points = POINTS.into_iter().chain(tap_points);

@@ -11,7 +11,7 @@ use driftline_guest::{
 };
 use driftline_store::StoreError;
 
-use super::Machine;
+use super::KvmMachine;
 use super::tests::{LONG, wait_until};
 use crate::boot;
 use crate::config::{HostConfig, SerialSink};
@@ -30,13 +30,13 @@ const CLOCKED: [u8; 23] = [
 ];
 
 /// A source of zeroed pages, one of which may be damaged. Reads return once the gate is closed.
-struct Stored {
+struct ZeroPageSource {
     frames: FrameSet,
     damaged: Option<Gfn>,
     gate: Receiver<()>,
 }
 
-impl Backlog for Stored {
+impl Backlog for ZeroPageSource {
     fn epoch(&self) -> u64 {
         7
     }
@@ -70,7 +70,7 @@ fn state() -> Vec<Section> {
     let (kernel, serial) = (dir.path().join("kernel"), dir.path().join("serial"));
     std::fs::write(&kernel, Elf::new(&CLOCKED).bytes()).unwrap();
     let host = HostConfig { serial: SerialSink::File(serial.clone()), ..Default::default() };
-    let machine = Machine::launch(kernel_config(&kernel), &host).unwrap();
+    let machine = KvmMachine::launch(kernel_config(&kernel), &host).unwrap();
     machine.resume().unwrap();
     wait_until("a kvmclock", || std::fs::read_to_string(&serial).unwrap_or_default() == "R");
     machine.pause().unwrap();
@@ -78,24 +78,25 @@ fn state() -> Vec<Section> {
 }
 
 /// Returns a machine that fetches both frames lazily, and the sender that keeps the gate shut.
-fn coming(test: &str, damaged: Option<Gfn>) -> Option<(Arc<Machine>, Sender<()>)> {
+fn coming(test: &str, damaged: Option<Gfn>) -> Option<(Arc<KvmMachine>, Sender<()>)> {
     if !kvm_or_skip(test) {
         return None;
     }
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let machine =
-        Machine::empty(VmId::random(), kernel_config(std::path::Path::new("none")), &host).unwrap();
+        KvmMachine::empty(VmId::random(), kernel_config(std::path::Path::new("none")), &host)
+            .unwrap();
     let (open, gate) = mpsc::channel();
     let frames = [CLOCK_FRAME, boot::generation_frame()];
     let frames = frames.into_iter().map(|start| FrameRun { start, count: 1 }).collect();
-    if machine.fetch_late(Box::new(Stored { frames, damaged, gate })).unwrap().is_some() {
+    if machine.fetch_late(Box::new(ZeroPageSource { frames, damaged, gate })).unwrap().is_some() {
         skip(test, "this host has no userfaultfd for missing pages");
         return None;
     }
     Some((machine, open))
 }
 
-fn refused(machine: &Machine, sections: &[Section]) -> String {
+fn refused(machine: &KvmMachine, sections: &[Section]) -> String {
     let began = Instant::now();
     let why = machine.restore_state(sections, Clock::Continue).unwrap_err().to_string();
     assert!(began.elapsed() < LONG, "{:?}: {why}", began.elapsed());

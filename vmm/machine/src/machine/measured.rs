@@ -6,12 +6,12 @@ use std::time::Duration;
 use driftline_dirty_tracker::FrameRun;
 use driftline_guest::VmId;
 
-use super::build::Around;
-use super::{Machine, MachineError};
+use super::build::BuildInputs;
+use super::{KvmMachine, MachineError};
 use crate::config::{HostConfig, MachineConfig};
 use crate::measure::MeasureOptions;
 
-impl Machine {
+impl KvmMachine {
     /// Boots the guest that `config` describes, for a measurement.
     ///
     /// # Errors
@@ -22,8 +22,8 @@ impl Machine {
         host: &HostConfig,
         measured: MeasureOptions,
     ) -> Result<Arc<Self>, MachineError> {
-        let around = Around { load: true, measured, ..Around::default() };
-        Self::build(VmId::random(), config, host, around)
+        let inputs = BuildInputs { load: true, measured, ..BuildInputs::default() };
+        Self::build(VmId::random(), config, host, inputs)
     }
 
     /// Returns the total time for which the vCPUs waited for room in their dirty rings.

@@ -74,7 +74,7 @@ const HINTS_LIMIT: Duration = Duration::from_secs(1);
 
 /// A KVM virtual machine. Dropping it ends the guest and joins all the guest's threads.
 #[derive(Debug)]
-pub struct Machine {
+pub struct KvmMachine {
     vm_id: VmId,
     config: MachineConfig,
     memory: Arc<Memory>,
@@ -97,7 +97,7 @@ pub struct Machine {
     _serial: SinkThread,
 }
 
-impl Machine {
+impl KvmMachine {
     /// Has the supervisor run `job`. `what` describes it in errors, as a verb and its object.
     fn ask<T: Send + 'static>(
         &self,
@@ -110,7 +110,7 @@ impl Machine {
     }
 
     /// Refuses `request` unless the guest is paused.
-    fn stands(&self, request: &'static str) -> Result<(), GuestError> {
+    fn require_paused(&self, request: &'static str) -> Result<(), GuestError> {
         match self.run_state() {
             RunState::Paused => Ok(()),
             state => Err(GuestError::State { request, state }),
@@ -134,7 +134,7 @@ impl Machine {
     }
 }
 
-impl GuestIdentity for Machine {
+impl GuestIdentity for KvmMachine {
     fn vm_id(&self) -> VmId {
         self.vm_id
     }
@@ -152,7 +152,7 @@ impl GuestIdentity for Machine {
     }
 }
 
-impl GuestContents for Machine {
+impl GuestContents for KvmMachine {
     fn ram(&self) -> &GuestRam {
         self.memory.ram()
     }
@@ -186,7 +186,7 @@ impl GuestContents for Machine {
     }
 }
 
-impl Populate for Machine {
+impl Populate for KvmMachine {
     fn prefault(&self, frames: FrameRun) {
         self.memory.prepare(frames);
     }
@@ -209,7 +209,7 @@ impl Populate for Machine {
             return Ok(Some(backlog));
         }
         let (status, supervisor) = (self.status.clone(), self.supervisor.clone());
-        let owner = LateOwner { end: EndReporter { status, supervisor } };
+        let owner = RestoredGuest { end: EndReporter { status, supervisor } };
         self.memory.fetch_late(backlog, Box::new(owner))
     }
 
@@ -218,7 +218,7 @@ impl Populate for Machine {
     }
 }
 
-impl DirtyLog for Machine {
+impl DirtyLog for KvmMachine {
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         Ok(self.collector()?.subscribe(name)?)
     }
@@ -228,12 +228,15 @@ impl DirtyLog for Machine {
     }
 }
 
-impl WriteThrottle for Machine {
+impl WriteThrottle for KvmMachine {
     fn vcpu_writes(&self) -> Vec<VcpuWrites> {
         let Some(collector) = &self.collector else { return Vec::new() };
         let both = collector.dirtied().zip(&self.counters);
-        both.map(|(dirtied_frames, c)| VcpuWrites { dirtied_frames, throttled: c.throttled.held() })
-            .collect()
+        both.map(|(dirtied_frames, c)| VcpuWrites {
+            dirtied_frames,
+            throttled: c.throttled.stalled(),
+        })
+        .collect()
     }
 
     fn throttle(&self, frames_per_s: Option<u64>) {
@@ -243,7 +246,7 @@ impl WriteThrottle for Machine {
     }
 }
 
-impl Lifecycle for Machine {
+impl Lifecycle for KvmMachine {
     fn run_state(&self) -> RunState {
         self.status.state()
     }
@@ -276,11 +279,11 @@ impl Lifecycle for Machine {
     }
 
     fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
-        self.counters.iter().map(|c| c.stood()).collect()
+        self.counters.iter().map(|c| c.pauses()).collect()
     }
 }
 
-impl Stateful for Machine {
+impl Stateful for KvmMachine {
     fn save_state(&self) -> SavedState {
         self.ask("save the guest's state", |supervisor| supervisor.save())
     }
@@ -291,7 +294,7 @@ impl Stateful for Machine {
     }
 }
 
-impl HandOver for Machine {
+impl HandOver for KvmMachine {
     fn stay_awake(&self) {
         latency::stay_awake();
     }
@@ -313,14 +316,14 @@ impl HandOver for Machine {
     fn detach(&self) -> Result<Vec<u8>, GuestError> {
         // No peer can reach a guest without devices. A guest that was stopped meanwhile is refused.
         if self.config.devices.is_empty() {
-            return self.stands("detach").map(|()| Vec::new());
+            return self.require_paused("detach").map(|()| Vec::new());
         }
         self.ask("detach the devices", Supervisor::detach)
     }
 
     fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
         if self.config.devices.is_empty() && late.is_empty() {
-            return self.stands("attach");
+            return self.require_paused("attach");
         }
         let late = late.to_vec();
         self.ask("attach the devices", move |supervisor| supervisor.attach(&late))
@@ -335,11 +338,11 @@ impl HandOver for Machine {
 }
 
 /// Ends the guest if a frame of its memory is lost.
-struct LateOwner {
+struct RestoredGuest {
     end: EndReporter,
 }
 
-impl memory::Owner for LateOwner {
+impl memory::RestoreOwner for RestoredGuest {
     fn lost(&self, why: String) {
         let why = format!("its memory cannot be restored: {why}");
         self.end.status.lose(&why);
@@ -360,7 +363,7 @@ impl memory::Owner for LateOwner {
     }
 }
 
-impl Vm for Machine {
+impl Vm for KvmMachine {
     fn machine_config(&self) -> &MachineConfig {
         &self.config
     }
@@ -407,7 +410,7 @@ impl Vm for Machine {
     }
 }
 
-impl Drop for Machine {
+impl Drop for KvmMachine {
     fn drop(&mut self) {
         self.supervisor.end();
         if let Some(thread) = self.supervisor_thread.take() {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::devices::{GENERATION_EVENT, PowerState, SerialPortState, VirtioState};
 use crate::kvm::{KvmVm, ioapic_listens};
-use crate::vcpu::{Registers, SavedVcpu, StateContext};
+use crate::vcpu::{CoreRegisters, SavedVcpu, StateContext};
 use crate::wall_clock::{away_ns, wall_ns};
 use crate::{boot, codec};
 
@@ -232,7 +232,7 @@ pub(super) fn read<T: DeserializeOwned>(
 }
 
 /// Returns the registers of each of `vcpus` vCPUs, for an ELF core.
-pub(crate) fn registers(sections: &[Section], vcpus: u8) -> Result<Vec<Registers>, GuestError> {
+pub(crate) fn registers(sections: &[Section], vcpus: u8) -> Result<Vec<CoreRegisters>, GuestError> {
     let each = (0..u16::from(vcpus)).map(|i| {
         let saved: SavedVcpu = read(sections, SectionTag::KVM_VCPU, i)?;
         Ok(saved.registers())

@@ -18,7 +18,7 @@ use crate::collector;
 use crate::devices::{Bus, RequestError};
 use crate::kvm::KvmVm;
 use crate::sandbox::{self, Class};
-use crate::vcpu::{Adjust, Peers, SavedVcpu, StateContext, Stood, Vcpu, Wave};
+use crate::vcpu::{Adjust, PauseOutcome, Peers, ResumeFanout, SavedVcpu, StateContext, Vcpu};
 use crate::vm::EndReason;
 use crate::wall_clock::wall_ns;
 
@@ -30,7 +30,7 @@ const RESTORE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 3
 /// For a guest without devices, the thread that releases or acquires the guest writes it too.
 #[derive(Debug)]
 pub(super) struct Status {
-    now: Mutex<Now>,
+    now: Mutex<StatusFields>,
     changed: Condvar,
     /// Whether the vCPUs are restoring a state.
     takes_state: AtomicBool,
@@ -41,7 +41,7 @@ pub(super) struct Status {
 }
 
 #[derive(Debug)]
-struct Now {
+struct StatusFields {
     state: RunState,
     end: Option<EndReason>,
     /// Whether the machine holds what only one host may hold; without devices, that is the right to
@@ -53,7 +53,7 @@ struct Now {
 impl Status {
     /// Returns the status of a paused guest.
     pub(super) fn new(holds: bool) -> Self {
-        let now = Now { state: RunState::Paused, end: None, holds };
+        let now = StatusFields { state: RunState::Paused, end: None, holds };
         Self {
             now: Mutex::new(now),
             changed: Condvar::new(),
@@ -71,7 +71,7 @@ impl Status {
         let _ = self.lost.set(why.to_owned());
     }
 
-    fn lock(&self) -> MutexGuard<'_, Now> {
+    fn lock(&self) -> MutexGuard<'_, StatusFields> {
         self.now.lock()
     }
 
@@ -128,7 +128,7 @@ impl Status {
     }
 }
 
-impl Now {
+impl StatusFields {
     fn require(&self, request: &'static str, needed: RunState) -> Result<(), GuestError> {
         let state = self.state;
         if state == needed { Ok(()) } else { Err(GuestError::State { request, state }) }
@@ -155,7 +155,7 @@ impl EndReporter {
 /// The way from a vCPU to the supervisor and the collector.
 pub(super) struct Peer {
     pub(super) end: EndReporter,
-    pub(super) collector: Handle<collector::Work>,
+    pub(super) collector: Handle<collector::CollectorState>,
 }
 
 impl Peers for Peer {
@@ -274,9 +274,9 @@ impl Supervisor {
         let mut halted = Halted::Paused;
         for asked in asked {
             match asked.wait() {
-                Ok(Stood::Paused) => {}
+                Ok(PauseOutcome::Paused) => {}
                 // The end of the guest takes precedence over a late vCPU.
-                Ok(Stood::Finished) | Err(CallError::Ended { .. }) => halted = Halted::Ended,
+                Ok(PauseOutcome::Finished) | Err(CallError::Ended { .. }) => halted = Halted::Ended,
                 Err(late) if halted == Halted::Paused => halted = Halted::Late(late),
                 Err(_) => {}
             }
@@ -307,7 +307,7 @@ impl Supervisor {
         let all = self.vcpus.iter().map(|vcpu| vcpu.paused().clone()).collect();
         // The vCPUs are paused, so they come to it. None may be told to pause again before all have
         // resumed.
-        let _ = Wave::begin(all, Vcpu::resume_in).recv();
+        let _ = ResumeFanout::begin(all, Vcpu::resume_in).recv();
         Ok(())
     }
 

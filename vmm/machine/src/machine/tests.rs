@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use driftline_guest::{HandOver, Lifecycle, RunState, Stateful, VmId};
 
-use super::Machine;
+use super::KvmMachine;
 use crate::config::{HostConfig, SerialSink};
 use crate::devices::{DeviceSet, Limits, fake};
 use crate::terminal::Stdin;
@@ -16,13 +16,13 @@ use crate::vm::{EndReason, Vm};
 pub(super) const LONG: Duration = Duration::from_secs(60);
 
 /// A machine that runs `code` and has one device, which behaves as `script` says.
-struct World {
-    machine: Arc<Machine>,
+struct FakeDeviceMachine {
+    machine: Arc<KvmMachine>,
     script: Arc<fake::Script>,
     dir: tempfile::TempDir,
 }
 
-impl World {
+impl FakeDeviceMachine {
     fn new(code: &[u8], stall: Duration) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let kernel = dir.path().join("kernel");
@@ -33,7 +33,7 @@ impl World {
         let script = Arc::new(fake::Script::default());
         let device = Box::new(fake::Fake(script.clone()));
         let build =
-            Machine::build_around(VmId::random(), config, &host, true, |_, memory, _, _| {
+            KvmMachine::build_around(VmId::random(), config, &host, true, |_, memory, _, _| {
                 let fake = fake::spawn("fake", device, memory.ram().clone()).unwrap();
                 Ok(DeviceSet::of(vec![fake], Limits { stall, ..Limits::default() }))
             });
@@ -85,32 +85,32 @@ fn a_pause_that_a_device_does_not_allow_leaves_the_guest_and_its_console_as_they
     ) {
         return;
     }
-    let world = World::new(&ECHO, Duration::from_millis(100));
-    let (machine, com1) = (&world.machine, world.machine.bus.com1());
+    let fixture = FakeDeviceMachine::new(&ECHO, Duration::from_millis(100));
+    let (machine, com1) = (&fixture.machine, fixture.machine.bus.com1());
     machine.resume().unwrap();
     assert_eq!(com1.feed(b"a", false), 1);
-    world.wait_for("a");
-    fake::Script::set(&world.script.busy, true);
+    fixture.wait_for("a");
+    fake::Script::set(&fixture.script.busy, true);
     let why = machine.pause().unwrap_err().to_string();
     assert!(why.contains("virtio-rng \"fake\" still has 1 requests under way"), "{why}");
     assert_eq!(machine.run_state(), RunState::Running);
     assert_eq!(com1.feed(b"b", false), 1, "its console takes input");
-    world.wait_for("ab");
-    fake::Script::set(&world.script.busy, false);
+    fixture.wait_for("ab");
+    fake::Script::set(&fixture.script.busy, false);
     machine.pause().unwrap();
     assert_eq!(com1.feed(b"c", false), 0, "a guest that stands is told nothing");
     machine.resume().unwrap();
     assert_eq!(com1.feed(b"d", false), 1);
-    world.wait_for("abd");
+    fixture.wait_for("abd");
 }
 
 /// Returns a machine whose guest waits for a device reset, which waits for requests under way.
-fn in_a_reset(stall: Duration) -> World {
-    let world = World::new(&RESET, stall);
-    fake::Script::set(&world.script.busy, true);
-    world.machine.resume().unwrap();
-    wait_until("a reset", || fake::Script::is(&world.script.resetting));
-    world
+fn in_a_reset(stall: Duration) -> FakeDeviceMachine {
+    let fixture = FakeDeviceMachine::new(&RESET, stall);
+    fake::Script::set(&fixture.script.busy, true);
+    fixture.machine.resume().unwrap();
+    wait_until("a reset", || fake::Script::is(&fixture.script.resetting));
+    fixture
 }
 
 #[test]
@@ -119,32 +119,32 @@ fn a_guest_that_waits_for_its_device_can_be_paused_and_stopped() {
         return;
     }
     // The device takes longer than the limit of the pause: the guest keeps waiting.
-    let world = in_a_reset(Duration::from_millis(100));
+    let fixture = in_a_reset(Duration::from_millis(100));
     let began = Instant::now();
-    let why = world.machine.pause().unwrap_err();
+    let why = fixture.machine.pause().unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}: {why}", began.elapsed());
-    assert_eq!(world.machine.run_state(), RunState::Running);
+    assert_eq!(fixture.machine.run_state(), RunState::Running);
     std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(world.printed(), "", "the reset is not done");
+    assert_eq!(fixture.printed(), "", "the reset is not done");
     // The reset completes in time: the guest is paused, and resumes after its write.
-    let script = world.script.clone();
+    let script = fixture.script.clone();
     let later = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(300));
         fake::Script::set(&script.busy, false);
     });
-    wait_until("a pause", || world.machine.pause().is_ok());
+    wait_until("a pause", || fixture.machine.pause().is_ok());
     later.join().unwrap();
-    assert_eq!(world.printed(), "");
-    world.machine.resume().unwrap();
-    world.wait_for("R");
+    assert_eq!(fixture.printed(), "");
+    fixture.machine.resume().unwrap();
+    fixture.wait_for("R");
     // The reset never completes.
-    let world = in_a_reset(Duration::from_millis(100));
+    let fixture = in_a_reset(Duration::from_millis(100));
     let began = Instant::now();
-    world.machine.stop("it takes too long");
+    fixture.machine.stop("it takes too long");
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
     let end = EndReason::Stopped("it takes too long".to_owned());
-    assert_eq!(world.machine.wait_end(None), Some(end));
-    fake::Script::set(&world.script.busy, false);
+    assert_eq!(fixture.machine.wait_end(None), Some(end));
+    fake::Script::set(&fixture.script.busy, false);
 }
 
 #[test]
@@ -152,18 +152,18 @@ fn stuck_device_holds_up_no_stop() {
     if !kvm_or_skip("stuck_device_holds_up_no_stop") {
         return;
     }
-    let world = World::new(&ECHO, Duration::from_millis(100));
-    let machine = &world.machine;
+    let fixture = FakeDeviceMachine::new(&ECHO, Duration::from_millis(100));
+    let machine = &fixture.machine;
     machine.resume().unwrap();
     machine.pause().unwrap();
-    fake::Script::set(&world.script.stuck, true);
+    fake::Script::set(&fixture.script.stuck, true);
     let why = machine.save_state().unwrap_err().to_string();
     assert!(why.contains("virtio-rng \"fake\" did not save its state"), "{why}");
     let began = Instant::now();
     machine.stop("it is stuck");
     assert!(began.elapsed() < LONG, "{:?}", began.elapsed());
     assert_eq!(machine.run_state(), RunState::Stopped);
-    fake::Script::set(&world.script.stuck, false);
+    fake::Script::set(&fixture.script.stuck, false);
 }
 
 /// The guest has no handler of the interrupt, so it cannot survive it.
@@ -172,11 +172,11 @@ fn nmi_reaches_a_running_guest() {
     if !kvm_or_skip("nmi_reaches_a_running_guest") {
         return;
     }
-    let world = World::new(&ECHO, LONG);
-    let machine = &world.machine;
+    let fixture = FakeDeviceMachine::new(&ECHO, LONG);
+    let machine = &fixture.machine;
     machine.resume().unwrap();
     assert_eq!(machine.bus.com1().feed(b"a", false), 1);
-    world.wait_for("a");
+    fixture.wait_for("a");
     machine.send_nmi().unwrap();
     let end = machine.wait_end(Some(LONG));
     assert!(matches!(&end, Some(EndReason::Crashed(_))), "{end:?}");
@@ -196,7 +196,7 @@ fn released_guest_never_runs() {
     std::fs::write(&kernel, Elf::new(&ECHO).bytes()).unwrap();
     let config = kernel_config(&kernel);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-    let machine = Machine::launch(config, &host).unwrap();
+    let machine = KvmMachine::launch(config, &host).unwrap();
     for round in 0..500 {
         let both = std::sync::Barrier::new(2);
         let released = std::thread::scope(|scope| {
@@ -237,7 +237,7 @@ fn console_belongs_to_the_guest_that_runs() {
     let kernel = dir.path().join("kernel");
     std::fs::write(&kernel, Elf::new(&ECHO).bytes()).unwrap();
     let host = HostConfig { serial: SerialSink::Stdio, ..Default::default() };
-    let machine = || Machine::launch(kernel_config(&kernel), &host).unwrap();
+    let machine = || KvmMachine::launch(kernel_config(&kernel), &host).unwrap();
     let is_taken = || Stdin::take().is_none();
     // One stands for a received guest, the other for the guest that was left behind.
     let (received, late) = (machine(), machine());

@@ -4,16 +4,16 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::actor::{Handle, Pending};
+use crate::actor::{Handle, PendingCall};
 use crate::kvm::ImmediateExit;
-use crate::throttle::Brake;
-use crate::vcpu::{Counters, Stood, Vcpu};
+use crate::throttle::ThrottleHandle;
+use crate::vcpu::{Counters, PauseOutcome, Vcpu};
 
 /// Upper bound on pausing or ending vCPUs. They run jobs wherever they wait, so only a defect
 /// takes this long.
 pub(super) const HALT_LIMIT: Duration = Duration::from_secs(10);
 /// Interval between two checks whether a thread has ended.
-const LOOK: Duration = Duration::from_micros(100);
+const END_CHECK_INTERVAL: Duration = Duration::from_micros(100);
 
 /// The thread of one vCPU.
 #[derive(Debug)]
@@ -37,8 +37,8 @@ impl VcpuHandle {
     }
 
     /// Returns the handle through which the collector throttles this vCPU.
-    pub(super) fn brake(&self) -> Brake {
-        Brake { vcpu: self.running.clone(), counters: self.counters.clone() }
+    pub(super) fn throttle(&self) -> ThrottleHandle {
+        ThrottleHandle { vcpu: self.running.clone(), counters: self.counters.clone() }
     }
 
     /// Returns the handle for jobs of a paused vCPU, which needs no kick.
@@ -53,7 +53,7 @@ impl VcpuHandle {
 
     /// Begins to pause the vCPU. One that comes to it after `deadline` pauses nevertheless: it must
     /// not run a guest that has ended.
-    pub(super) fn begin_pause(&self, deadline: Instant) -> Pending<Stood> {
+    pub(super) fn begin_pause(&self, deadline: Instant) -> PendingCall<PauseOutcome> {
         self.running.begin_even_late("pause", deadline, Vcpu::pause)
     }
 
@@ -87,7 +87,7 @@ impl Drop for Vcpus {
         let deadline = Instant::now() + HALT_LIMIT;
         for vcpu in self.0.drain(..) {
             while !vcpu.has_ended() && Instant::now() < deadline {
-                std::thread::sleep(LOOK);
+                std::thread::sleep(END_CHECK_INTERVAL);
             }
             match vcpu.has_ended().then(|| vcpu.thread.join()) {
                 Some(Ok(())) => {}

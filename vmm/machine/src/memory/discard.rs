@@ -26,22 +26,22 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 use super::backing::HUGE_PAGE;
 use super::region::{Region, all, is_pooled};
-use super::resident::Populated;
-use super::write_protect::Kept;
+use super::resident::ResidentFrames;
+use super::write_protect::ProtectedFrames;
 
 /// Gives frames back to the host. The state that it keeps between calls only saves time.
 #[derive(Debug, Default)]
 pub(crate) struct Discarder {
-    populated: Populated,
+    populated: ResidentFrames,
     runs: Vec<FrameRun>,
-    kept: Arc<Kept>,
+    kept: Arc<ProtectedFrames>,
 }
 
 impl Discarder {
     /// Opens all system resources that it needs. A frame in `kept` is discarded when it is no
     /// longer protected.
-    pub(crate) fn open(kept: Arc<Kept>) -> io::Result<Self> {
-        Ok(Self { populated: Populated::open()?, runs: Vec::new(), kept })
+    pub(crate) fn open(kept: Arc<ProtectedFrames>) -> io::Result<Self> {
+        Ok(Self { populated: ResidentFrames::open()?, runs: Vec::new(), kept })
     }
 
     /// Discards the frames of `run`, which lie in one slot of `ram`. Returns how many of them had

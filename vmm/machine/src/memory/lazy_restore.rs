@@ -49,7 +49,7 @@ const MOST_TOUCHED: usize = 1 << 16;
 
 /// The machine that owns the memory. Its guest must not continue without a frame that cannot be
 /// fetched.
-pub(crate) trait Owner: Send {
+pub(crate) trait RestoreOwner: Send {
     /// Ends the guest for the reason `why`, without waiting for its end.
     fn lost(&self, why: String);
 
@@ -68,8 +68,8 @@ pub(crate) trait Owner: Send {
 /// The lazy restore of one guest's memory. Dropping it stops it: frames that have not arrived never
 /// will.
 #[derive(Debug)]
-pub(crate) struct Late {
-    shared: Arc<Shared>,
+pub(crate) struct LazyRestore {
+    shared: Arc<LazyRestoreShared>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -87,12 +87,12 @@ pub struct RestoreFigures {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct LazyRestoreShared {
     userfault: Userfault,
     /// Keeps the memory mapped.
     ram: GuestRam,
     over: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<LazyRestoreState>,
     /// Times from reading a fault to answering it.
     faults: Histogram,
     /// Notified when a fetch has ended.
@@ -100,7 +100,7 @@ struct Shared {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct LazyRestoreState {
     /// Frames that are not in place yet.
     left: FrameSet,
     /// The part of `left` that is being fetched.
@@ -113,13 +113,13 @@ struct State {
     fetching: Fetching,
 }
 
-impl Late {
+impl LazyRestore {
     /// Starts fetching the frames of `backlog` into `ram`, which nothing may have touched yet.
     /// Returns the backlog if the memory's pages or the host do not support that.
     pub(super) fn begin(
         ram: &GuestRam,
         backlog: Box<dyn Backlog>,
-        owner: Box<dyn Owner>,
+        owner: Box<dyn RestoreOwner>,
     ) -> io::Result<Result<Self, Box<dyn Backlog>>> {
         if ram.iter().any(is_pooled) {
             tracing::info!(
@@ -137,8 +137,9 @@ impl Late {
         for region in ram.iter() {
             userfault.register_missing(region.as_ptr() as u64, region.len())?;
         }
-        let state = State { left: backlog.frames().clone(), ..State::default() };
-        let shared = Arc::new(Shared {
+        let state =
+            LazyRestoreState { left: backlog.frames().clone(), ..LazyRestoreState::default() };
+        let shared = Arc::new(LazyRestoreShared {
             userfault,
             ram: ram.clone(),
             over: AtomicBool::new(false),
@@ -192,7 +193,7 @@ impl Late {
     /// Makes those of `frames` that have not arrived read as zeros from now on, and adds them to
     /// `forgotten`. Waits for a fetch of any of them that is in progress.
     pub(super) fn forget(&self, frames: FrameRun, forgotten: &mut Vec<FrameRun>) {
-        let comes = |s: &mut State| {
+        let comes = |s: &mut LazyRestoreState| {
             s.under_way.is_some_and(|run| run.start < frames.end() && frames.start < run.end())
         };
         let mut state = self.shared.lock();
@@ -214,7 +215,7 @@ impl Late {
     pub(super) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), MemoryError> {
         let mut state = self.shared.lock();
         state.asked = state.left.contains(frame).then_some(frame);
-        let comes = |s: &mut State| s.left.contains(frame) && s.fetching.lost.is_none();
+        let comes = |s: &mut LazyRestoreState| s.left.contains(frame) && s.fetching.lost.is_none();
         self.shared.idle.wait_while_for(&mut state, comes, limit);
         state.asked = None;
         match &state.fetching.lost {
@@ -234,7 +235,7 @@ impl Late {
     }
 }
 
-impl Drop for Late {
+impl Drop for LazyRestore {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take()
@@ -245,8 +246,8 @@ impl Drop for Late {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl LazyRestoreShared {
+    fn lock(&self) -> MutexGuard<'_, LazyRestoreState> {
         self.state.lock()
     }
 
@@ -273,10 +274,10 @@ impl Shared {
 
 /// What the fetching thread owns.
 struct Fetcher {
-    shared: Arc<Shared>,
+    shared: Arc<LazyRestoreShared>,
     backlog: Box<dyn Backlog>,
     buffer: Vec<u8>,
-    owner: Box<dyn Owner>,
+    owner: Box<dyn RestoreOwner>,
     is_lost: bool,
     /// Addresses of frames that cannot be fetched.
     lost: Vec<u64>,

@@ -11,7 +11,7 @@ use driftline_guest::{Backlog, GuestError, GuestRam, PageSourceError};
 use driftline_store::StoreError;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::lazy_restore::Owner;
+use super::lazy_restore::RestoreOwner;
 use super::{Backing, Discarder, HugePages, Memory, MemoryOptions};
 
 const SOON: Duration = Duration::from_secs(20);
@@ -27,31 +27,31 @@ fn content(gfn: u64) -> u8 {
 }
 
 /// A page source that delivers a frame only when the gate allows it.
-struct Stored {
+struct FakePageSource {
     frames: FrameSet,
     first: Vec<FrameRun>,
     /// Once the gate is closed, reads no longer wait.
     gate: Receiver<()>,
     bad: Option<Gfn>,
-    seen: Arc<Mutex<Seen>>,
+    seen: Arc<Mutex<SourceCalls>>,
 }
 
-/// The calls that [`Stored`] received.
+/// The calls that [`FakePageSource`] received.
 #[derive(Default)]
-struct Seen {
+struct SourceCalls {
     reads: Vec<FrameRun>,
     /// The first touches that each `finish` call received.
     touched: Vec<Vec<FrameRun>>,
 }
 
-impl Stored {
+impl FakePageSource {
     /// Creates one without a recorded working set.
     fn none(frames: FrameSet, gate: Receiver<()>) -> Self {
         Self { frames, first: Vec::new(), gate, bad: None, seen: Arc::default() }
     }
 }
 
-impl Backlog for Stored {
+impl Backlog for FakePageSource {
     fn epoch(&self) -> u64 {
         7
     }
@@ -86,12 +86,12 @@ impl Backlog for Stored {
 }
 
 /// Receives the report of a lost frame.
-struct Told {
+struct LossReports {
     lost: mpsc::Sender<String>,
     ended: AtomicBool,
 }
 
-impl Owner for Told {
+impl RestoreOwner for LossReports {
     fn lost(&self, why: String) {
         self.ended.store(true, Ordering::Relaxed);
         let _ = self.lost.send(why);
@@ -128,14 +128,14 @@ fn coming(
 ) -> Option<(Memory, mpsc::Sender<()>, Receiver<String>)> {
     let memory = Memory::new(BYTES, options).unwrap();
     let ((open, gate), (told, lost)) = (mpsc::channel(), mpsc::channel());
-    let stored = Stored {
+    let stored = FakePageSource {
         frames: frames.iter().copied().collect(),
         first: vec![run(0x10_0000, 3), run(1, 1)],
         gate,
         bad: bad.map(Gfn),
         seen: Arc::default(),
     };
-    let owner = Told { lost: told, ended: AtomicBool::new(false) };
+    let owner = LossReports { lost: told, ended: AtomicBool::new(false) };
     let back = memory.fetch_late(Box::new(stored), Box::new(owner));
     if back.unwrap().is_some() {
         crate::testing::skip(test, "this host has no userfaultfd for missing pages");
@@ -266,8 +266,8 @@ fn memory_comes_once_and_nobody_sees_zeros_for_what_has_not_come() {
         let name = "memory_comes_once_and_nobody_sees_zeros_for_what_has_not_come";
         let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
         let (_open, gate) = mpsc::channel();
-        let again = Stored::none(FrameSet::new(), gate);
-        let owner = Told { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
+        let again = FakePageSource::none(FrameSet::new(), gate);
+        let owner = LossReports { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
         let refused = memory.fetch_late(Box::new(again), Box::new(owner));
         assert!(matches!(refused, Err(GuestError::System { .. })), "{options:?}");
         let (ram, (told, hears)) = (memory.ram().clone(), mpsc::channel());
@@ -291,8 +291,8 @@ fn memory_that_was_populated_beforehand_does_not_come_late() {
         let memory = Memory::new(64 << 20, &options).unwrap();
         let (_open, gate) = mpsc::channel();
         let frames = [run(5, 5)].into_iter().collect();
-        let stored = Stored::none(frames, gate);
-        let owner = Told { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
+        let stored = FakePageSource::none(frames, gate);
+        let owner = LossReports { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
         assert!(memory.fetch_late(Box::new(stored), Box::new(owner)).unwrap().is_some());
     }
 }
@@ -307,9 +307,9 @@ fn what_was_touched_first_the_last_time_comes_first_and_what_is_touched_now_is_t
         let frames = FRAMES.into_iter().collect();
         // A short run, frames without content, and a run longer than one fetch takes.
         let first = vec![run(0xb_ffc0, 1), run(1, 1), run(6000, 1), run(5100, 200)];
-        let stored = Stored { first, ..Stored::none(frames, gate) };
+        let stored = FakePageSource { first, ..FakePageSource::none(frames, gate) };
         let seen = stored.seen.clone();
-        let owner = Told { lost: told, ended: AtomicBool::new(false) };
+        let owner = LossReports { lost: told, ended: AtomicBool::new(false) };
         if memory.fetch_late(Box::new(stored), Box::new(owner)).unwrap().is_some() {
             return crate::testing::skip(name, "this host has no userfaultfd for missing pages");
         }

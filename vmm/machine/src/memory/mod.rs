@@ -27,17 +27,17 @@ pub use backing::{Backing, HugePages, MemoryOptions};
 pub(crate) use discard::Discarder;
 pub use error::MemoryError;
 use fill::MemoryFill;
-use lazy_restore::Late;
-pub(crate) use lazy_restore::Owner;
+use lazy_restore::LazyRestore;
 pub use lazy_restore::RestoreFigures;
+pub(crate) use lazy_restore::RestoreOwner;
 pub use map::{HOLE_END, HOLE_START, frames, layout};
-use prefault::Preparing;
-use resident::Populated;
+use prefault::AdaptivePrefault;
+use resident::ResidentFrames;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use userfault::USERFAULTFD_IOC_NEW;
 pub(crate) use userfault::Userfault;
-pub(crate) use write_protect::Kept;
 use write_protect::MemoryShield;
+pub(crate) use write_protect::ProtectedFrames;
 pub use write_watch::WriteWatch;
 
 use crate::HostMemory;
@@ -49,9 +49,9 @@ pub struct Memory {
     layout: Arc<Layout>,
     tracker: Arc<Tracker>,
     /// Chooses between huge and small pages; `None` if the options already decide that.
-    preparing: Option<Preparing>,
+    preparing: Option<AdaptivePrefault>,
     /// Frames that are write-protected or have not been restored yet.
-    kept: Arc<Kept>,
+    kept: Arc<ProtectedFrames>,
     options: MemoryOptions,
 }
 
@@ -112,7 +112,7 @@ impl Memory {
             let region = GuestRegionMmap::new(map, GuestAddress(slot.base.gpa()));
             regions.push(region.ok_or_else(|| does_not_fit("its end overflows".to_owned()))?);
         }
-        let preparing = options.huge_pages.is_none().then(Preparing::default);
+        let preparing = options.huge_pages.is_none().then(AdaptivePrefault::default);
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
         Ok(Self { ram, layout, tracker, preparing, kept: Arc::default(), options: *options })
     }
@@ -129,7 +129,7 @@ impl Memory {
 
     /// Returns the frames that must not change now. Threads that change frames without writing to
     /// them (the balloon) must check it first.
-    pub(crate) fn kept(&self) -> &Arc<Kept> {
+    pub(crate) fn kept(&self) -> &Arc<ProtectedFrames> {
         &self.kept
     }
 
@@ -161,14 +161,14 @@ impl Memory {
     pub(crate) fn fetch_late(
         &self,
         backlog: Box<dyn Backlog>,
-        owner: Box<dyn Owner>,
+        owner: Box<dyn RestoreOwner>,
     ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
         let failed = |cause| GuestError::System { what: "fetching memory late", cause };
         if self.options.prefault {
             tracing::info!("no lazy restore of prefaulted memory: all pages are read first");
             return Ok(Some(backlog));
         }
-        match Late::begin(&self.ram, backlog, owner).map_err(|e| failed(e.into()))? {
+        match LazyRestore::begin(&self.ram, backlog, owner).map_err(|e| failed(e.into()))? {
             Err(backlog) => Ok(Some(backlog)),
             Ok(late) => match self.kept.set_late(late) {
                 Ok(()) => Ok(None),
@@ -207,12 +207,12 @@ impl Memory {
 
     /// Returns the progress of the lazy restore; `None` if there is none.
     pub(crate) fn fetching(&self) -> Option<Fetching> {
-        self.kept.late().map(Late::fetching)
+        self.kept.late().map(LazyRestore::fetching)
     }
 
     /// Returns the figures of the lazy restore; `None` if there is none.
     pub fn restore_figures(&self) -> Option<RestoreFigures> {
-        self.kept.late().map(Late::figures)
+        self.kept.late().map(LazyRestore::figures)
     }
 
     /// Returns the memory slots.
@@ -264,8 +264,8 @@ impl Memory {
     /// The kernel refuses to say.
     pub fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         // This comes first: frames that arrive after it are found in memory.
-        let left = self.kept.late().map(Late::left).filter(|left| !left.is_empty());
-        let (mut populated, mut runs) = (Populated::default(), Vec::new());
+        let left = self.kept.late().map(LazyRestore::left).filter(|left| !left.is_empty());
+        let (mut populated, mut runs) = (ResidentFrames::default(), Vec::new());
         for region in self.ram.iter() {
             populated.find(region, region::all(region), &mut runs).map_err(|e| {
                 GuestError::System { what: "reading /proc/self/pagemap", cause: Box::new(e) }

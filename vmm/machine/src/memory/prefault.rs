@@ -24,14 +24,14 @@ const MOST_BETWEEN: u32 = 128;
 
 /// How a range of a huge page's size gets its memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Pages {
+enum PrefaultPages {
     Huge,
     Small,
 }
 
 /// What each way cost when it was last tried.
 #[derive(Debug)]
-struct Costs {
+struct PrefaultCosts {
     huge: Option<Duration>,
     small: Option<Duration>,
     /// Ranges populated since the dearer way was last tried.
@@ -40,19 +40,19 @@ struct Costs {
     between: u32,
 }
 
-impl Default for Costs {
+impl Default for PrefaultCosts {
     fn default() -> Self {
         Self { huge: None, small: None, since: 0, between: FIRST_TRIAL }
     }
 }
 
-impl Costs {
-    fn choose(&mut self) -> Pages {
-        let Some(huge) = self.huge.filter(|took| *took > CHEAP) else { return Pages::Huge };
-        let Some(small) = self.small else { return Pages::Small };
+impl PrefaultCosts {
+    fn choose(&mut self) -> PrefaultPages {
+        let Some(huge) = self.huge.filter(|took| *took > CHEAP) else { return PrefaultPages::Huge };
+        let Some(small) = self.small else { return PrefaultPages::Small };
         let (better, worse) = match huge <= small {
-            true => (Pages::Huge, Pages::Small),
-            false => (Pages::Small, Pages::Huge),
+            true => (PrefaultPages::Huge, PrefaultPages::Small),
+            false => (PrefaultPages::Small, PrefaultPages::Huge),
         };
         self.since += 1;
         if self.since <= self.between {
@@ -63,11 +63,11 @@ impl Costs {
         worse
     }
 
-    fn note(&mut self, pages: Pages, took: Duration) {
+    fn note(&mut self, pages: PrefaultPages, took: Duration) {
         let huge_was_better = self.huge <= self.small;
         match pages {
-            Pages::Huge => self.huge = Some(took),
-            Pages::Small => self.small = Some(took),
+            PrefaultPages::Huge => self.huge = Some(took),
+            PrefaultPages::Small => self.small = Some(took),
         }
         if (self.huge <= self.small) != huge_was_better {
             (self.since, self.between) = (0, FIRST_TRIAL);
@@ -76,17 +76,17 @@ impl Costs {
 }
 
 #[derive(Debug, Default)]
-struct State {
-    costs: Costs,
+struct PrefaultState {
+    costs: PrefaultCosts,
     ranges: HugeRanges,
 }
 
 /// The choice for memory whose page size the options leave open: which ranges have huge page
 /// advice, and what each way costs.
 #[derive(Debug, Default)]
-pub(super) struct Preparing(Mutex<State>);
+pub(super) struct AdaptivePrefault(Mutex<PrefaultState>);
 
-impl Preparing {
+impl AdaptivePrefault {
     /// Populates `len` bytes at `start`, part of a mapping of ours, now, on this thread.
     pub(super) fn populate(&self, start: usize, len: usize) -> io::Result<()> {
         let huge = HUGE_PAGE as usize;
@@ -109,8 +109,10 @@ impl Preparing {
         let pages = {
             let mut state = state();
             match state.costs.choose() {
-                Pages::Huge if state.ranges.prefer(start, HUGE_PAGE as usize) => Pages::Huge,
-                _ => Pages::Small,
+                PrefaultPages::Huge if state.ranges.prefer(start, HUGE_PAGE as usize) => {
+                    PrefaultPages::Huge
+                }
+                _ => PrefaultPages::Small,
             }
         };
         let begun = time_of_thread();
@@ -138,24 +140,24 @@ mod tests {
     use super::*;
 
     /// Returns how many of `count` are huge if each way costs this many microseconds.
-    fn huge_of(costs: &mut Costs, count: usize, huge: u64, small: u64) -> usize {
+    fn huge_of(costs: &mut PrefaultCosts, count: usize, huge: u64, small: u64) -> usize {
         let taken = |_| {
             let pages = costs.choose();
-            let us = if pages == Pages::Huge { huge } else { small };
+            let us = if pages == PrefaultPages::Huge { huge } else { small };
             costs.note(pages, Duration::from_micros(us));
             pages
         };
-        (0..count).map(taken).filter(|pages| *pages == Pages::Huge).count()
+        (0..count).map(taken).filter(|pages| *pages == PrefaultPages::Huge).count()
     }
 
     #[test]
     fn huge_pages_that_cost_little_are_always_taken() {
-        assert_eq!(huge_of(&mut Costs::default(), 1000, 120, 700), 1000);
+        assert_eq!(huge_of(&mut PrefaultCosts::default(), 1000, 120, 700), 1000);
     }
 
     #[test]
     fn where_they_are_dear_small_ones_are_taken_and_they_are_tried_seldom() {
-        let mut costs = Costs::default();
+        let mut costs = PrefaultCosts::default();
         let of_a_guest = huge_of(&mut costs, 512, 4000, 700);
         assert!((2..=7).contains(&of_a_guest), "{of_a_guest}");
         let later = huge_of(&mut costs, 1280, 4000, 700);
@@ -164,7 +166,7 @@ mod tests {
 
     #[test]
     fn what_changes_is_found() {
-        let mut costs = Costs::default();
+        let mut costs = PrefaultCosts::default();
         huge_of(&mut costs, 1000, 4000, 700);
         // Huge pages are cheap again: all are huge after the next trial at the latest.
         assert!(huge_of(&mut costs, 1000, 120, 700) >= 1000 - MOST_BETWEEN as usize - 1);
@@ -174,7 +176,7 @@ mod tests {
 
     #[test]
     fn where_both_are_dear_huge_pages_are_taken_unless_they_cost_more() {
-        let mut costs = Costs::default();
+        let mut costs = PrefaultCosts::default();
         let huge = huge_of(&mut costs, 1000, 800, 900);
         assert!(huge > 950, "{huge}");
     }

@@ -13,11 +13,11 @@ use super::region::{Region, all, is_pooled};
 
 /// Queries the kernel. Keeps an open file and a buffer between queries.
 #[derive(Debug, Default)]
-pub(super) struct Populated {
+pub(super) struct ResidentFrames {
     pagemap: Option<Pagemap>,
 }
 
-impl Populated {
+impl ResidentFrames {
     /// Opens what later queries need now, because this process may not be allowed to later.
     pub(super) fn open() -> io::Result<Self> {
         Ok(Self { pagemap: Some(Pagemap::open()?) })

@@ -16,7 +16,7 @@ use vmm_sys_util::{ioctl_io_nr, ioctl_ior_nr, ioctl_iowr_nr};
 
 /// `struct uffdio_api`.
 #[repr(C)]
-struct Api {
+struct UffdioApi {
     api: u64,
     features: u64,
     ioctls: u64,
@@ -24,29 +24,29 @@ struct Api {
 
 /// `struct uffdio_range`.
 #[repr(C)]
-struct Range {
+struct UffdioRange {
     start: u64,
     len: u64,
 }
 
 /// `struct uffdio_register`.
 #[repr(C)]
-struct Register {
-    range: Range,
+struct UffdioRegister {
+    range: UffdioRange,
     mode: u64,
     ioctls: u64,
 }
 
 /// `struct uffdio_writeprotect`.
 #[repr(C)]
-struct WriteProtect {
-    range: Range,
+struct UffdioWriteprotect {
+    range: UffdioRange,
     mode: u64,
 }
 
 /// `struct uffdio_copy`.
 #[repr(C)]
-struct Copy {
+struct UffdioCopy {
     to: u64,
     from: u64,
     len: u64,
@@ -56,22 +56,22 @@ struct Copy {
 
 /// `struct uffdio_zeropage` and `struct uffdio_poison`.
 #[repr(C)]
-struct Fill {
-    range: Range,
+struct UffdioFill {
+    range: UffdioRange,
     mode: u64,
     filled: i64,
 }
 
 const UFFD: u32 = 0xaa;
 ioctl_io_nr!(USERFAULTFD_IOC_NEW, UFFD, 0x00);
-ioctl_iowr_nr!(UFFDIO_API, UFFD, 0x3f, Api);
-ioctl_iowr_nr!(UFFDIO_REGISTER, UFFD, 0x00, Register);
-ioctl_ior_nr!(UFFDIO_UNREGISTER, UFFD, 0x01, Range);
-ioctl_ior_nr!(UFFDIO_WAKE, UFFD, 0x02, Range);
-ioctl_iowr_nr!(UFFDIO_COPY, UFFD, 0x03, Copy);
-ioctl_iowr_nr!(UFFDIO_ZEROPAGE, UFFD, 0x04, Fill);
-ioctl_iowr_nr!(UFFDIO_POISON, UFFD, 0x08, Fill);
-ioctl_iowr_nr!(UFFDIO_WRITEPROTECT, UFFD, 0x06, WriteProtect);
+ioctl_iowr_nr!(UFFDIO_API, UFFD, 0x3f, UffdioApi);
+ioctl_iowr_nr!(UFFDIO_REGISTER, UFFD, 0x00, UffdioRegister);
+ioctl_ior_nr!(UFFDIO_UNREGISTER, UFFD, 0x01, UffdioRange);
+ioctl_ior_nr!(UFFDIO_WAKE, UFFD, 0x02, UffdioRange);
+ioctl_iowr_nr!(UFFDIO_COPY, UFFD, 0x03, UffdioCopy);
+ioctl_iowr_nr!(UFFDIO_ZEROPAGE, UFFD, 0x04, UffdioFill);
+ioctl_iowr_nr!(UFFDIO_POISON, UFFD, 0x08, UffdioFill);
+ioctl_iowr_nr!(UFFDIO_WRITEPROTECT, UFFD, 0x06, UffdioWriteprotect);
 
 /// Bytes of the smallest unit.
 const PAGE: u64 = driftline_dirty_tracker::PAGE_SIZE;
@@ -136,7 +136,7 @@ impl Userfault {
 
     fn with(features: u64) -> io::Result<Self> {
         let fd = Self::by_system_call().or_else(|_| Self::by_device())?;
-        let mut api = Api { api: API, features, ioctls: 0 };
+        let mut api = UffdioApi { api: API, features, ioctls: 0 };
         // SAFETY: the kernel reads and writes the structure, which has the layout that it expects
         // and is ours.
         check(unsafe { ioctl_with_mut_ref(&fd, UFFDIO_API(), &mut api) })?;
@@ -178,8 +178,8 @@ impl Userfault {
     }
 
     fn register_for(&self, start: u64, len: u64, mode: u64) -> io::Result<()> {
-        let range = Range { start, len };
-        let mut register = Register { range, mode, ioctls: 0 };
+        let range = UffdioRange { start, len };
+        let mut register = UffdioRegister { range, mode, ioctls: 0 };
         // SAFETY: the kernel reads and writes the structure. What it does with the memory changes
         // no content; the caller serves the threads that wait for a page.
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_REGISTER(), &mut register) })
@@ -188,7 +188,7 @@ impl Userfault {
     /// Unregisters the range and removes all protection in it. This does not wake waiting threads:
     /// see [`wake`](Self::wake).
     pub(crate) fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
-        let mut range = Range { start, len };
+        let mut range = UffdioRange { start, len };
         // SAFETY: as for `register`.
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_UNREGISTER(), &mut range) })
     }
@@ -196,7 +196,7 @@ impl Userfault {
     /// Wakes the threads that wait in this range. They retry their access, and wait again if the
     /// page is still protected.
     pub(crate) fn wake(&self, start: u64, len: u64) -> io::Result<()> {
-        let mut range = Range { start, len };
+        let mut range = UffdioRange { start, len };
         // SAFETY: the kernel reads the structure, and does nothing with the memory.
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_WAKE(), &mut range) })
     }
@@ -214,7 +214,7 @@ impl Userfault {
 
     fn write_protect(&self, start: u64, len: u64, mode: u64) -> io::Result<()> {
         loop {
-            let mut protect = WriteProtect { range: Range { start, len }, mode };
+            let mut protect = UffdioWriteprotect { range: UffdioRange { start, len }, mode };
             // SAFETY: the kernel reads the structure. Protection changes no content; a concurrent
             // writer waits.
             let done = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_WRITEPROTECT(), &mut protect) };
@@ -230,7 +230,7 @@ impl Userfault {
     pub(crate) fn copy(&self, start: u64, contents: &[u8]) -> io::Result<()> {
         self.fill(start, contents.len() as u64, false, |done, to, len| {
             let from = contents.as_ptr() as u64 + done;
-            let mut copy = Copy { to, from, len, mode: 0, copied: 0 };
+            let mut copy = UffdioCopy { to, from, len, mode: 0, copied: 0 };
             // SAFETY: the kernel reads `len` bytes of `contents` from offset `done`, and puts them
             // only where memory is registered with the descriptor and no page is present.
             let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_COPY(), &mut copy) };
@@ -241,7 +241,7 @@ impl Userfault {
     /// As [`copy`](Self::copy), with zeros. A page that is present stays as it is.
     pub(crate) fn zero(&self, start: u64, len: u64) -> io::Result<()> {
         self.fill(start, len, true, |_, start, len| {
-            let mut fill = Fill { range: Range { start, len }, mode: 0, filled: 0 };
+            let mut fill = UffdioFill { range: UffdioRange { start, len }, mode: 0, filled: 0 };
             // SAFETY: the kernel reads and writes the structure, and puts zeros where no page is.
             let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_ZEROPAGE(), &mut fill) };
             (check(r), fill.filled)
@@ -252,7 +252,7 @@ impl Userfault {
     /// memory gives.
     pub(crate) fn poison(&self, start: u64, len: u64) -> io::Result<()> {
         self.fill(start, len, true, |_, start, len| {
-            let mut fill = Fill { range: Range { start, len }, mode: 0, filled: 0 };
+            let mut fill = UffdioFill { range: UffdioRange { start, len }, mode: 0, filled: 0 };
             // SAFETY: as for `zero`; a reference can exist only to pages that are present, and none
             // is.
             let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_POISON(), &mut fill) };

@@ -1,11 +1,11 @@
 //! Owns write protection of guest memory (see [`Shield`]): which frames must not change until they
-//! have been copied. It uses userfaultfd for writes, and [`Kept`] for threads that change frames
+//! have been copied. It uses userfaultfd for writes, and [`ProtectedFrames`] for threads that change frames
 //! without a fault.
 //!
 //! A thread that writes to a protected frame waits in the kernel: a vCPU in `KVM_RUN`, a device in
 //! its store or in its `readv`, KVM on behalf of a vCPU. All of them can be interrupted or killed.
 //! Discarding a frame is not a write and would empty it at once: the balloon therefore checks
-//! [`Kept`] first, and waits there.
+//! [`ProtectedFrames`] first, and waits there.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,43 +18,43 @@ use driftline_guest::{GuestError, GuestRam, Shield};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-use super::lazy_restore::Late;
+use super::lazy_restore::LazyRestore;
 use super::region::{all, is_pooled};
 use super::userfault::Userfault;
 
 /// The frames that are protected and the frames that have not been restored yet, for threads that
 /// change frames without writing to them.
 #[derive(Debug, Default)]
-pub(crate) struct Kept {
+pub(crate) struct ProtectedFrames {
     /// Whether any frames are protected. Checked before the lock is taken.
     any: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<ProtectedState>,
     changed: Condvar,
-    late: OnceLock<Late>,
+    late: OnceLock<LazyRestore>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ProtectedState {
     protected: FrameSet,
     /// Number of times that frames were protected.
     times: u64,
-    /// Frames for which a thread waits in [`Kept::wait`].
+    /// Frames for which a thread waits in [`ProtectedFrames::wait`].
     awaited: Vec<FrameRun>,
 }
 
-impl Kept {
+impl ProtectedFrames {
     /// Returns the lazy restore of this guest, if it was restored that way.
-    pub(super) fn late(&self) -> Option<&Late> {
+    pub(super) fn late(&self) -> Option<&LazyRestore> {
         self.late.get()
     }
 
     /// Sets the lazy restore. A guest's memory is restored once: a second one is returned as the
     /// error.
-    pub(super) fn set_late(&self, late: Late) -> Result<(), Late> {
+    pub(super) fn set_late(&self, late: LazyRestore) -> Result<(), LazyRestore> {
         self.late.set(late)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ProtectedState> {
         self.state.lock()
     }
 
@@ -73,7 +73,7 @@ impl Kept {
             // If the frame was unprotected and protected again before this thread woke, the thread
             // registers its wait anew.
             let times = state.times;
-            let waits = |s: &mut State| s.protected.intersects(first) && s.times == times;
+            let waits = |s: &mut ProtectedState| s.protected.intersects(first) && s.times == times;
             self.changed.wait_while(&mut state, waits);
         }
     }
@@ -114,7 +114,7 @@ pub(crate) struct MemoryShield {
     userfault: Userfault,
     /// Keeps the memory mapped.
     ram: GuestRam,
-    kept: Arc<Kept>,
+    kept: Arc<ProtectedFrames>,
     /// Addresses of faults that `awaited` has read but not returned yet.
     faults: Mutex<VecDeque<u64>>,
     /// Whether memory had to be unregistered to wake its writers. This instance can then neither
@@ -128,7 +128,7 @@ impl MemoryShield {
     /// While nothing is protected the guest writes as fast as before (`tests/bench/cadence.rs`).
     /// For a memory file, the kernel no longer maps pages around a touched one, and khugepaged
     /// fills no holes.
-    pub(super) fn open(ram: &GuestRam, kept: &Arc<Kept>) -> io::Result<Option<Self>> {
+    pub(super) fn open(ram: &GuestRam, kept: &Arc<ProtectedFrames>) -> io::Result<Option<Self>> {
         if ram.iter().any(is_pooled) {
             // Pool pages can be protected only 2 MiB at a time.
             tracing::debug!(

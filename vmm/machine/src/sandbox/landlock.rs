@@ -16,7 +16,7 @@ use landlock::{
     path_beneath_rules,
 };
 
-use super::options::{Options, StartError};
+use super::options::{SandboxOptions, StartError};
 
 /// Newest landlock version whose rights are used here. Older kernels enforce the rights that they
 /// know.
@@ -86,7 +86,7 @@ fn device() -> BitFlags<AccessFs> {
 
 /// Restricts the calling thread, and all threads that it starts, to the paths in `options`. Returns
 /// whether the kernel enforces any of it.
-pub(super) fn enter_process(options: &Options) -> Result<bool, StartError> {
+pub(super) fn enter_process(options: &SandboxOptions) -> Result<bool, StartError> {
     let rules = || -> Result<RulesetCreated, RulesetError> {
         let rules = Ruleset::default().handle_access(AccessFs::from_all(KNOWN))?.create()?;
         let rules = rules
@@ -134,7 +134,7 @@ pub(super) fn enter_nowhere() -> Result<RestrictionStatus, RulesetError> {
 }
 
 /// Returns the paths that the operator may name for writing.
-pub(super) fn places(options: &Options) -> Vec<PathBuf> {
+pub(super) fn places(options: &SandboxOptions) -> Vec<PathBuf> {
     let whole = if options.allowed.is_empty() { anywhere() } else { options.allowed.clone() };
     whole.into_iter().chain(options.write.iter().cloned()).collect()
 }

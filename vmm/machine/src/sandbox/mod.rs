@@ -39,7 +39,7 @@ use std::time::Instant;
 
 pub use self::class::Class;
 pub(crate) use self::landlock::offered as landlock_offered;
-pub use self::options::{Options, StartError};
+pub use self::options::{SandboxOptions, StartError};
 use crate::fail_point;
 use crate::{schedule, signals};
 use seccomp::Filters;
@@ -58,7 +58,7 @@ static STARTED: OnceLock<Started> = OnceLock::new();
 /// Restricts the calling thread and all threads that it starts from now on. Main calls this once,
 /// before it starts other threads. Logs a warning for each restriction that is switched off or that
 /// the kernel lacks.
-pub fn start(options: &Options) -> Result<(), StartError> {
+pub fn start(options: &SandboxOptions) -> Result<(), StartError> {
     let begun = Instant::now();
     native::one_arena();
     let landlock = options.landlock && landlock::enter_process(options)?;

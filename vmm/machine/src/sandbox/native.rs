@@ -64,7 +64,7 @@ fn report(number: c_int, context: *const libc::ucontext_t) {
     let thread = thread.unwrap_or("?");
     let call = usize::try_from(number).ok().and_then(Sysno::new);
     let call_name = call.map_or("unknown", |c| c.name());
-    let mut line = Line { bytes: [0; 320], len: 0 };
+    let mut line = StackBuffer { bytes: [0; 320], len: 0 };
     let _ = write!(line, "driftline: thread {thread} made system call {number} ({call_name}");
     if call == Some(Sysno::ioctl) && !context.is_null() {
         // SAFETY: the kernel gives a handler the whole context of the thread.
@@ -81,12 +81,12 @@ fn report(number: c_int, context: *const libc::ucontext_t) {
 }
 
 /// Text buffer on the stack. Text that does not fit is dropped.
-struct Line {
+struct StackBuffer {
     bytes: [u8; 320],
     len: usize,
 }
 
-impl Write for Line {
+impl Write for StackBuffer {
     fn write_str(&mut self, text: &str) -> std::fmt::Result {
         let room = self.bytes.get_mut(self.len..).unwrap_or_default();
         for (to, from) in room.iter_mut().zip(text.bytes()) {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 /// Restrictions to apply to the process. The default applies none.
 #[derive(Clone, Debug, Default)]
-pub struct Options {
+pub struct SandboxOptions {
     /// Whether to filter system calls.
     pub seccomp: bool,
     /// Whether to restrict access to files.

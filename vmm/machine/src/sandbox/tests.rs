@@ -7,10 +7,10 @@ use syscalls::Sysno;
 
 use super::*;
 use crate::config::{
-    Backend, BalloonConfig, DeviceConfig, MacAddr, MachineConfig, NetConfig, VsockConfig,
+    BackendKind, BalloonConfig, DeviceConfig, MacAddr, MachineConfig, NetConfig, VsockConfig,
 };
 use crate::devices::{DeviceSet, Drive};
-use crate::testing::{Tap, payload_config};
+use crate::testing::{TestTap, payload_config};
 
 /// Environment variable that tells a copy of this test binary which act to perform:
 /// `<class>:<act>`.
@@ -75,11 +75,11 @@ fn child() {
     let (class, name) = (class.to_owned(), name.to_owned());
     let dir = std::env::temp_dir();
     let strict = name.starts_with("outside");
-    let options = Options {
+    let options = SandboxOptions {
         seccomp: !name.ends_with("by-landlock"),
         landlock: true,
         allowed: if strict { vec![dir.join("driftline-sandbox-allowed")] } else { Vec::new() },
-        ..Options::default()
+        ..SandboxOptions::default()
     };
     std::fs::create_dir_all(dir.join("driftline-sandbox-allowed")).unwrap();
     // As main does: all threads that are started from here on inherit the restrictions.
@@ -262,13 +262,13 @@ fn what_threads_do_is_what_they_may() {
 
 #[test]
 fn devices_let_go_of_what_they_have_and_take_it_again() {
-    let tap = Tap::new("sb");
+    let tap = TestTap::new("sb");
     if let Err(why) = &tap {
         let without = format!("a network interface is left out: {why}");
         crate::testing::skip("devices_let_go_of_what_they_have_and_take_it_again", &without);
     }
     let mut child = child_of("process", "devices");
-    if let Ok(Tap(name)) = &tap {
+    if let Ok(TestTap(name)) = &tap {
         child.env(TAP, name);
     }
     did(&child.output().unwrap(), "process: devices");
@@ -295,7 +295,7 @@ fn devices() {
         vcpus: 2,
         tracking: crate::tracking::TrackingMode::None,
         devices,
-        ..payload_config(Backend::Kvm)
+        ..payload_config(BackendKind::Kvm)
     };
     let memory = crate::memory::Memory::new(64 << 20, &Default::default()).unwrap();
     let set =

@@ -8,7 +8,7 @@ use driftline_dirty_tracker::{OutOfSlot, SlotId, Tracker};
 use driftline_guest::Collected;
 
 use super::lap;
-use super::slot_bitmaps::DirtyLog;
+use super::slot_bitmaps::SlotBitmaps;
 use super::source::{DirtySource, SourceError};
 use crate::kvm::KvmVm;
 use crate::tracking::TrackingMode;
@@ -16,13 +16,13 @@ use crate::tracking::TrackingMode;
 /// Dirty source that reads the dirty bitmaps of all slots of a VM.
 #[derive(Debug)]
 pub struct BitmapSource {
-    log: DirtyLog,
+    log: SlotBitmaps,
 }
 
 impl BitmapSource {
     /// Returns a source over all slots of `vm`. Logging is off until [`DirtySource::start`].
     pub fn new(vm: Arc<KvmVm>) -> Self {
-        Self { log: DirtyLog::new(vm) }
+        Self { log: SlotBitmaps::new(vm) }
     }
 }
 

@@ -14,7 +14,7 @@ use driftline_dirty_tracker::Tracker;
 use driftline_guest::Collected;
 
 use super::lap;
-use super::slot_bitmaps::DirtyLog;
+use super::slot_bitmaps::SlotBitmaps;
 use super::source::{DirtySource, SourceError};
 use crate::kvm::KvmVm;
 use crate::tracking::TrackingMode;
@@ -29,14 +29,14 @@ const MOST: usize = 2048;
 /// Dirty source that reads bitmaps and write-protects frames in separate calls.
 #[derive(Debug)]
 pub struct ManualSource {
-    log: DirtyLog,
+    log: SlotBitmaps,
 }
 
 impl ManualSource {
     /// Returns a source over all slots of `vm`, whose dirty log must be manual. Logging is off
     /// until [`DirtySource::start`].
     pub fn new(vm: Arc<KvmVm>) -> Self {
-        Self { log: DirtyLog::new(vm) }
+        Self { log: SlotBitmaps::new(vm) }
     }
 }
 

@@ -11,13 +11,13 @@ use crate::kvm::KvmVm;
 
 /// Access to the dirty bitmaps of a VM's slots.
 #[derive(Debug)]
-pub(super) struct DirtyLog {
+pub(super) struct SlotBitmaps {
     vm: Arc<KvmVm>,
     /// Buffer of the size of the largest slot's bitmap, reused for all slots.
     buffer: Vec<u64>,
 }
 
-impl DirtyLog {
+impl SlotBitmaps {
     /// Returns the log of all slots of `vm`, with logging still off.
     pub(super) fn new(vm: Arc<KvmVm>) -> Self {
         let words = vm.memory().layout().slots().map(|s| s.frames.div_ceil(64)).max();

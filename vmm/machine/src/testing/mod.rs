@@ -16,12 +16,12 @@ use seccompiler::{
 };
 
 use crate::config::{
-    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, Identity, MachineConfig,
+    BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, Identity, MachineConfig,
 };
 use crate::kvm;
 use crate::tracking::TrackingMode;
 pub use elf::{CODE_AT, Elf, note};
-pub use tap::Tap;
+pub use tap::TestTap;
 
 /// Environment variable that names a file. Each skipped test adds a line to it, to be counted.
 pub const SKIP_LOG: &str = "DRIFTLINE_SKIP_LOG";
@@ -46,7 +46,7 @@ pub fn kvm_or_skip(test: &str) -> bool {
 }
 
 /// Returns a guest with one vCPU, 32 MiB and no devices that runs the payload over 1 MiB.
-pub fn payload_config(backend: Backend) -> MachineConfig {
+pub fn payload_config(backend: BackendKind) -> MachineConfig {
     MachineConfig {
         identity: Identity::default(),
         mem_bytes: 32 << 20,
@@ -72,7 +72,7 @@ pub(crate) fn kernel_config(kernel: &Path) -> MachineConfig {
             cmdline: String::new(),
             bare: true,
         },
-        ..payload_config(Backend::Kvm)
+        ..payload_config(BackendKind::Kvm)
     }
 }
 

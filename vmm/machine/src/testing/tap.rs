@@ -4,9 +4,9 @@ use std::io;
 use std::process::Command;
 
 /// A tap, identified by its name. Dropping it removes the tap.
-pub struct Tap(pub String);
+pub struct TestTap(pub String);
 
-impl Tap {
+impl TestTap {
     /// Creates a tap with one queue pair. `name` distinguishes the taps of one process. Fails
     /// where this user may not create taps.
     pub fn new(name: &str) -> io::Result<Self> {
@@ -35,7 +35,7 @@ impl Tap {
     }
 }
 
-impl Drop for Tap {
+impl Drop for TestTap {
     fn drop(&mut self) {
         let _ = Command::new("ip").args(["link", "del", &self.0]).status();
     }

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! pacing   the collector's part: charges each vCPU its new frames, and says who waits, and how long
-//! hold     a vCPU's part: stays out of the guest, and reports when its time slice is over
+//! stall     a vCPU's part: stays out of the guest, and reports when its time slice is over
 //! meter    how often and how long a vCPU was kept out; any thread may read it
 //! ```
 
@@ -11,6 +11,6 @@ mod meter;
 mod pacing;
 mod vcpu_throttle;
 
-pub(crate) use meter::HoldMeter;
-pub(crate) use pacing::{Brake, Pacing};
-pub(crate) use vcpu_throttle::Hold;
+pub(crate) use meter::StallMeter;
+pub(crate) use pacing::{Pacing, ThrottleHandle};
+pub(crate) use vcpu_throttle::ThrottleState;

@@ -1,15 +1,15 @@
 //! Throttles vCPUs that make frames dirty faster than allowed: the collector's part.
 //!
-//! *Looks*: at each harvest, the collector charges each vCPU the time that its new frames take at
-//! the allowed rate, counted from the previous look. Unused time cannot be saved up. *Hold*: a vCPU
-//! that owes enough time stays out of the guest until it has paid, [`HOLD_MOST`] at a time. Then it
-//! runs for at least [`SLICE_LEAST`], whatever it owes, so that interrupts never wait longer than
-//! one hold, and the guest has 1 % of the time in any case. What it owes beyond [`OWED_MOST`] is
-//! forgiven. *Slice*: the time until the next look at a running vCPU, chosen so that one hold pays
-//! for it. After a hold the vCPU itself reports the end of its slice, and waits. A vCPU that was
-//! not held is looked at by the clock.
+//! *Checks*: at each harvest, the collector charges each vCPU the time that its new frames take at
+//! the allowed rate, counted from the previous check. Unused time cannot be saved up. *Stall*: a vCPU
+//! that owes enough time stays out of the guest until it has paid, [`MAX_STALL`] at a time. Then it
+//! runs for at least [`MIN_SLICE`], whatever it owes, so that interrupts never wait longer than
+//! one stall, and the guest has 1 % of the time in any case. What it owes beyond [`MAX_OWED`] is
+//! forgiven. *Slice*: the time until the next check at a running vCPU, chosen so that one stall pays
+//! for it. After a stall the vCPU itself reports the end of its slice, and waits. A vCPU that was
+//! not stalled is checked at by the clock.
 //!
-//! Nothing here waits: the collector gives the vCPU a job, and the vCPU's count of holds
+//! Nothing here waits: the collector gives the vCPU a job, and the vCPU's count of stalls
 //! shows when it runs again.
 
 use std::sync::Arc;
@@ -18,54 +18,54 @@ use std::time::{Duration, Instant};
 use crate::actor::Handle;
 use crate::vcpu::{Counters, Vcpu};
 
-/// The longest hold. It is shorter than what a guest's scheduler, timers or peers would take for a
+/// The longest stall. It is shorter than what a guest's scheduler, timers or peers would take for a
 /// stop.
-const HOLD_MOST: Duration = Duration::from_millis(20);
-/// The shortest hold. Less than this is not worth an exit: it stays owed until there is more.
-const HOLD_LEAST: Duration = Duration::from_millis(1);
-/// The shortest time that a vCPU runs between two holds.
-const SLICE_LEAST: Duration = Duration::from_micros(200);
-/// How late a vCPU may report before it is looked at by the clock.
+const MAX_STALL: Duration = Duration::from_millis(20);
+/// The shortest stall. Less than this is not worth an exit: it stays owed until there is more.
+const MIN_STALL: Duration = Duration::from_millis(1);
+/// The shortest time that a vCPU runs between two stalls.
+const MIN_SLICE: Duration = Duration::from_micros(200);
+/// How late a vCPU may report before it is checked at by the clock.
 const SLICE_GRACE: Duration = Duration::from_millis(2);
-/// The longest time between two looks at a running vCPU. A program that writes fast and has just
+/// The longest time between two checks at a running vCPU. A program that writes fast and has just
 /// moved to it may write unthrottled for this long.
-const SLICE_MOST: Duration = Duration::from_millis(5);
+const MAX_SLICE: Duration = Duration::from_millis(5);
 /// The most time that a vCPU can owe, so that after a burst the guest is not limited to its least
 /// share for long.
-const OWED_MOST: Duration = Duration::from_millis(250);
+const MAX_OWED: Duration = Duration::from_millis(250);
 
-/// The means to hold one vCPU.
+/// The means to stall one vCPU.
 #[derive(Debug)]
-pub(crate) struct Brake {
+pub(crate) struct ThrottleHandle {
     /// The handle that kicks.
     pub(crate) vcpu: Handle<Vcpu>,
     pub(crate) counters: Arc<Counters>,
 }
 
-/// What pacing asks of a vCPU. [`Brake`] implements it; tests use a fake.
-pub(crate) trait Holdable {
+/// What pacing asks of a vCPU. [`ThrottleHandle`] implements it; tests use a fake.
+pub(crate) trait StallTarget {
     /// Keeps the vCPU out of the guest until `until`, then lets it run for `slice` and report.
-    fn hold(&self, until: Instant, slice: Duration);
+    fn stall(&self, until: Instant, slice: Duration);
 
     /// Lets the vCPU continue at once.
-    fn end_hold(&self);
+    fn end_stall(&self);
 
-    /// Returns the number of completed holds.
-    fn holds(&self) -> u64;
+    /// Returns the number of completed stalls.
+    fn stalls(&self) -> u64;
 }
 
-impl Holdable for Brake {
-    fn hold(&self, until: Instant, slice: Duration) {
+impl StallTarget for ThrottleHandle {
+    fn stall(&self, until: Instant, slice: Duration) {
         // A vCPU that has ended writes nothing.
-        self.vcpu.tell(move |vcpu| vcpu.begin_hold(until, slice));
+        self.vcpu.tell(move |vcpu| vcpu.begin_stall(until, slice));
     }
 
-    fn end_hold(&self) {
-        self.vcpu.tell(Vcpu::end_hold);
+    fn end_stall(&self) {
+        self.vcpu.tell(Vcpu::end_stall);
     }
 
-    fn holds(&self) -> u64 {
-        self.counters.throttled.holds()
+    fn stalls(&self) -> u64 {
+        self.counters.throttled.stalls()
     }
 }
 
@@ -77,36 +77,36 @@ pub(crate) struct Pacing<B> {
 }
 
 struct Paced<B> {
-    brake: B,
-    /// Frames made dirty as of the last look, and the time of that look.
+    handle: B,
+    /// Frames made dirty as of the last check, and the time of that check.
     dirtied: u64,
-    looked: Instant,
+    checked: Instant,
     /// Time until which the frames dirtied so far have used up the vCPU's budget.
     paid: Instant,
     slice: Duration,
-    state: State,
+    state: PacedState,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum State {
-    /// It has been running at least since `since`; the next look is due at `look`.
-    Runs { since: Instant, look: Instant },
-    /// It is held until `until`, and runs again when `holds` holds are complete; the next look is
-    /// due at `look`.
-    Held { until: Instant, holds: u64, look: Instant },
+enum PacedState {
+    /// It has been running at least since `since`; the next check is due at `check`.
+    Runs { since: Instant, check: Instant },
+    /// It is stalled until `until`, and runs again when `stalls` stalls are complete; the next check is
+    /// due at `check`.
+    Stalled { until: Instant, stalls: u64, check: Instant },
 }
 
-impl<B: Holdable> Pacing<B> {
+impl<B: StallTarget> Pacing<B> {
     /// Creates it without a rate limit.
-    pub(crate) fn new(brakes: Vec<B>) -> Self {
+    pub(crate) fn new(handles: Vec<B>) -> Self {
         let now = Instant::now();
-        let state = State::Runs { since: now, look: now };
+        let state = PacedState::Runs { since: now, check: now };
         let paced =
-            |brake| Paced { brake, dirtied: 0, looked: now, paid: now, slice: SLICE_LEAST, state };
-        Self { vcpus: brakes.into_iter().map(paced).collect(), cost: None }
+            |handle| Paced { handle, dirtied: 0, checked: now, paid: now, slice: MIN_SLICE, state };
+        Self { vcpus: handles.into_iter().map(paced).collect(), cost: None }
     }
 
-    /// Limits each vCPU to `rate` frames a second from `now` on; `None` ends all holds. `dirtied`
+    /// Limits each vCPU to `rate` frames a second from `now` on; `None` ends all stalls. `dirtied`
     /// is the number of frames that each vCPU has made dirty so far. If it is unknown (empty), no
     /// vCPU is throttled.
     pub(crate) fn set_rate(&mut self, rate: Option<u64>, dirtied: &[u64], now: Instant) {
@@ -116,12 +116,12 @@ impl<B: Holdable> Pacing<B> {
         match (before, self.cost) {
             (None, Some(_)) => {
                 for (vcpu, dirtied) in self.vcpus.iter_mut().zip(dirtied) {
-                    (vcpu.dirtied, vcpu.looked, vcpu.paid) = (*dirtied, now, now);
-                    vcpu.slice = SLICE_LEAST;
-                    vcpu.state = State::Runs { since: now, look: now + SLICE_LEAST };
+                    (vcpu.dirtied, vcpu.checked, vcpu.paid) = (*dirtied, now, now);
+                    vcpu.slice = MIN_SLICE;
+                    vcpu.state = PacedState::Runs { since: now, check: now + MIN_SLICE };
                 }
             }
-            (Some(_), None) => self.vcpus.iter().for_each(|vcpu| vcpu.brake.end_hold()),
+            (Some(_), None) => self.vcpus.iter().for_each(|vcpu| vcpu.handle.end_stall()),
             // At a change of the rate, time owed at the old rate stays owed.
             (Some(_), Some(_)) | (None, None) => {}
         }
@@ -131,91 +131,93 @@ impl<B: Holdable> Pacing<B> {
     pub(crate) fn harvested(&mut self, dirtied: &[u64], now: Instant) {
         let Some(cost) = self.cost else { return };
         for (vcpu, dirtied) in self.vcpus.iter_mut().zip(dirtied) {
-            vcpu.look(*dirtied, cost, now);
+            vcpu.check(*dirtied, cost, now);
         }
     }
 
     /// Answers a vCPU that has run for its slice and waits; the rings have been harvested since.
-    /// `holds` of its holds were complete when it reported.
-    pub(crate) fn reported(&mut self, vcpu: usize, holds: u64, now: Instant) {
+    /// `stalls` of its stalls were complete when it reported.
+    pub(crate) fn reported(&mut self, vcpu: usize, stalls: u64, now: Instant) {
         let Some(vcpu) = self.vcpus.get_mut(vcpu) else { return };
         match (self.cost, vcpu.state) {
-            (None, _) => vcpu.brake.end_hold(),
-            // The vCPU has been sent another hold meanwhile, which answers the report.
-            (_, State::Held { holds: expected, .. }) if holds < expected => {}
-            _ if vcpu.brake.holds() > holds => {}
-            _ => vcpu.answer(holds, now),
+            (None, _) => vcpu.handle.end_stall(),
+            // The vCPU has been sent another stall meanwhile, which answers the report.
+            (_, PacedState::Stalled { stalls: expected, .. }) if stalls < expected => {}
+            _ if vcpu.handle.stalls() > stalls => {}
+            _ => vcpu.answer(stalls, now),
         }
     }
 
     /// Returns when the rings should be harvested again at the latest.
-    pub(crate) fn next_look(&self) -> Option<Instant> {
-        let look = |vcpu: &Paced<B>| match vcpu.state {
-            State::Runs { look, .. } | State::Held { look, .. } => look,
+    pub(crate) fn next_check(&self) -> Option<Instant> {
+        let check = |vcpu: &Paced<B>| match vcpu.state {
+            PacedState::Runs { check, .. } | PacedState::Stalled { check, .. } => check,
         };
-        self.cost.and_then(|_| self.vcpus.iter().map(look).min())
+        self.cost.and_then(|_| self.vcpus.iter().map(check).min())
     }
 }
 
-impl<B: Holdable> Paced<B> {
-    fn look(&mut self, dirtied: u64, cost: Duration, now: Instant) {
+impl<B: StallTarget> Paced<B> {
+    fn check(&mut self, dirtied: u64, cost: Duration, now: Instant) {
         let new = u32::try_from(dirtied.saturating_sub(self.dirtied)).unwrap_or(u32::MAX);
-        let takes = cost.saturating_mul(new).min(OWED_MOST);
-        self.paid = (self.paid.max(self.looked) + takes).min(now + OWED_MOST);
-        (self.dirtied, self.looked) = (dirtied, now);
+        let takes = cost.saturating_mul(new).min(MAX_OWED);
+        self.paid = (self.paid.max(self.checked) + takes).min(now + MAX_OWED);
+        (self.dirtied, self.checked) = (dirtied, now);
         let owed = self.paid.saturating_duration_since(now);
         self.state = match self.state {
-            State::Held { until, holds, .. } if self.brake.holds() < holds => {
+            PacedState::Stalled { until, stalls, .. } if self.handle.stalls() < stalls => {
                 // The host has not scheduled it yet, or it waits for a device, or another message
                 // caused this harvest early.
                 let late = now.saturating_duration_since(until);
-                let look = until.max(now + (late / 2).clamp(SLICE_LEAST / 2, HOLD_MOST));
-                State::Held { until, holds, look }
+                let check = until.max(now + (late / 2).clamp(MIN_SLICE / 2, MAX_STALL));
+                PacedState::Stalled { until, stalls, check }
             }
-            State::Held { .. } => State::Runs { since: now, look: now + self.slice + SLICE_GRACE },
-            State::Runs { since, .. } if owed >= HOLD_LEAST && now >= since + SLICE_LEAST => {
+            PacedState::Stalled { .. } => {
+                PacedState::Runs { since: now, check: now + self.slice + SLICE_GRACE }
+            }
+            PacedState::Runs { since, .. } if owed >= MIN_STALL && now >= since + MIN_SLICE => {
                 self.fit_slice(owed);
-                self.hold(owed, self.brake.holds(), now)
+                self.stall(owed, self.handle.stalls(), now)
             }
-            State::Runs { since, look } if now >= look => {
+            PacedState::Runs { since, check } if now >= check => {
                 self.fit_slice(owed);
-                State::Runs { since, look: now + self.slice }
+                PacedState::Runs { since, check: now + self.slice }
             }
-            runs @ State::Runs { .. } => runs,
+            runs @ PacedState::Runs { .. } => runs,
         };
     }
 
     /// Answers a report. A vCPU that owes next to nothing after the longest slice needs no more
     /// timers.
-    fn answer(&mut self, holds: u64, now: Instant) {
+    fn answer(&mut self, stalls: u64, now: Instant) {
         let owed = self.paid.saturating_duration_since(now);
-        let was_longest = self.slice == SLICE_MOST;
+        let was_longest = self.slice == MAX_SLICE;
         self.fit_slice(owed);
-        self.state = if was_longest && self.slice == SLICE_MOST && owed < HOLD_LEAST {
-            self.brake.end_hold();
-            State::Runs { since: now, look: now + self.slice }
+        self.state = if was_longest && self.slice == MAX_SLICE && owed < MIN_STALL {
+            self.handle.end_stall();
+            PacedState::Runs { since: now, check: now + self.slice }
         } else {
-            self.hold(if owed < HOLD_LEAST { Duration::ZERO } else { owed }, holds, now)
+            self.stall(if owed < MIN_STALL { Duration::ZERO } else { owed }, stalls, now)
         };
     }
 
-    /// Holds the vCPU, after `holds` other holds, and gives it a slice.
-    fn hold(&self, owed: Duration, holds: u64, now: Instant) -> State {
-        let until = now + owed.min(HOLD_MOST);
-        // A vCPU that cannot pay in one hold gets the shortest slice.
-        let slice = if owed > HOLD_MOST { SLICE_LEAST } else { self.slice };
-        self.brake.hold(until, slice);
-        // The vCPU reports before this look, if it has a timer and a processor.
-        State::Held { until, holds: holds + 1, look: until + slice + SLICE_GRACE }
+    /// Holds the vCPU, after `stalls` other stalls, and gives it a slice.
+    fn stall(&self, owed: Duration, stalls: u64, now: Instant) -> PacedState {
+        let until = now + owed.min(MAX_STALL);
+        // A vCPU that cannot pay in one stall gets the shortest slice.
+        let slice = if owed > MAX_STALL { MIN_SLICE } else { self.slice };
+        self.handle.stall(until, slice);
+        // The vCPU reports before this check, if it has a timer and a processor.
+        PacedState::Stalled { until, stalls: stalls + 1, check: until + slice + SLICE_GRACE }
     }
 
-    /// Shortens slices if one hold does not pay for a slice, and lengthens them if there is little
+    /// Shortens slices if one stall does not pay for a slice, and lengthens them if there is little
     /// to pay.
     fn fit_slice(&mut self, owed: Duration) {
-        if owed > HOLD_MOST / 2 {
-            self.slice = (self.slice / 2).max(SLICE_LEAST);
-        } else if owed < HOLD_MOST / 8 {
-            self.slice = (self.slice * 2).min(SLICE_MOST);
+        if owed > MAX_STALL / 2 {
+            self.slice = (self.slice / 2).max(MIN_SLICE);
+        } else if owed < MAX_STALL / 8 {
+            self.slice = (self.slice * 2).min(MAX_SLICE);
         }
     }
 }
@@ -231,34 +233,34 @@ mod tests {
 
     /// A vCPU on the test's own clock.
     #[derive(Default)]
-    struct Fake {
-        state: Cell<Stands>,
-        holds: Cell<u64>,
+    struct FakeVcpu {
+        state: Cell<FakeVcpuState>,
+        stalls: Cell<u64>,
     }
 
     #[derive(Clone, Copy, Default)]
-    enum Stands {
+    enum FakeVcpuState {
         #[default]
-        Free,
-        Held(Instant, Duration),
+        Unthrottled,
+        Stalled(Instant, Duration),
         Slice(Instant),
         Waits,
     }
 
-    impl Fake {
+    impl FakeVcpu {
         fn runs(&self) -> bool {
-            matches!(self.state.get(), Stands::Free | Stands::Slice(_))
+            matches!(self.state.get(), FakeVcpuState::Unthrottled | FakeVcpuState::Slice(_))
         }
 
         /// Advances to `now`. Returns whether the vCPU reports now.
         fn pass(&self, now: Instant) -> bool {
             match self.state.get() {
-                Stands::Held(until, slice) if now >= until => {
-                    self.state.set(Stands::Slice(now + slice));
-                    self.holds.set(self.holds.get() + 1);
+                FakeVcpuState::Stalled(until, slice) if now >= until => {
+                    self.state.set(FakeVcpuState::Slice(now + slice));
+                    self.stalls.set(self.stalls.get() + 1);
                 }
-                Stands::Slice(until) if now >= until => {
-                    self.state.set(Stands::Waits);
+                FakeVcpuState::Slice(until) if now >= until => {
+                    self.state.set(FakeVcpuState::Waits);
                     return true;
                 }
                 _ => {}
@@ -267,46 +269,47 @@ mod tests {
         }
     }
 
-    impl Holdable for Rc<Fake> {
-        fn hold(&self, until: Instant, slice: Duration) {
-            assert!(!matches!(self.state.get(), Stands::Held(..)), "one hold at a time");
-            self.state.set(Stands::Held(until, slice));
+    impl StallTarget for Rc<FakeVcpu> {
+        fn stall(&self, until: Instant, slice: Duration) {
+            assert!(!matches!(self.state.get(), FakeVcpuState::Stalled(..)), "one stall at a time");
+            self.state.set(FakeVcpuState::Stalled(until, slice));
         }
 
-        fn end_hold(&self) {
+        fn end_stall(&self) {
             if !self.runs() {
-                self.holds.set(self.holds.get() + 1);
+                self.stalls.set(self.stalls.get() + 1);
             }
-            self.state.set(Stands::Free);
+            self.state.set(FakeVcpuState::Unthrottled);
         }
 
-        fn holds(&self) -> u64 {
-            self.holds.get()
+        fn stalls(&self) -> u64 {
+            self.stalls.get()
         }
     }
 
     /// What one vCPU did in a simulation.
     #[derive(Clone, Copy, Debug, Default)]
-    struct Did {
+    struct SimulatedVcpu {
         frames: f64,
         ran: Duration,
-        longest_hold: Duration,
+        longest_stall: Duration,
         shortest_run: Option<Duration>,
-        /// Duration of the current hold or run so far.
+        /// Duration of the current stall or run so far.
         so_far: Duration,
     }
 
     const STEP: Duration = Duration::from_micros(50);
 
     /// Simulates vCPUs that would write `speeds` frames a second under a throttle to `rate` for
-    /// `time`. Their reports, and looks by the clock, arrive `late`.
-    fn course(speeds: &[u64], rate: u64, time: Duration, late: Duration) -> Vec<Did> {
-        let fakes: Vec<Rc<Fake>> = speeds.iter().map(|_| Rc::default()).collect();
+    /// `time`. Their reports, and checks by the clock, arrive `late`.
+    fn course(speeds: &[u64], rate: u64, time: Duration, late: Duration) -> Vec<SimulatedVcpu> {
+        let fakes: Vec<Rc<FakeVcpu>> = speeds.iter().map(|_| Rc::default()).collect();
         let mut pacing = Pacing::new(fakes.clone());
         let begun = Instant::now();
-        let mut did = vec![Did::default(); speeds.len()];
+        let mut did = vec![SimulatedVcpu::default(); speeds.len()];
         let mut reports: Vec<(Instant, usize, u64)> = Vec::new();
-        let frames = |did: &[Did]| did.iter().map(|d| d.frames as u64).collect::<Vec<_>>();
+        let frames =
+            |did: &[SimulatedVcpu]| did.iter().map(|d| d.frames as u64).collect::<Vec<_>>();
         pacing.set_rate(Some(rate), &frames(&did), begun);
         let mut now = begun;
         while now < begun + time {
@@ -318,17 +321,17 @@ mod tests {
                     did.ran += STEP;
                     did.frames += speeds[i] as f64 * STEP.as_secs_f64();
                 } else {
-                    did.longest_hold = did.longest_hold.max(did.so_far);
+                    did.longest_stall = did.longest_stall.max(did.so_far);
                 }
                 if fakes[i].pass(now) {
-                    reports.push((now + late, i, fakes[i].holds()));
+                    reports.push((now + late, i, fakes[i].stalls()));
                 }
             }
             if let Some(at) = reports.iter().position(|(due, ..)| now >= *due) {
-                let (_, i, holds) = reports.remove(at);
+                let (_, i, stalls) = reports.remove(at);
                 pacing.harvested(&frames(&did), now);
-                pacing.reported(i, holds, now);
-            } else if pacing.next_look().is_some_and(|look| now >= look + late) {
+                pacing.reported(i, stalls, now);
+            } else if pacing.next_check().is_some_and(|check| now >= check + late) {
                 pacing.harvested(&frames(&did), now);
             }
             for ((fake, did), ran) in fakes.iter().zip(&mut did).zip(ran) {
@@ -342,8 +345,11 @@ mod tests {
             }
         }
         pacing.set_rate(None, &[], now);
-        assert!(fakes.iter().all(|f| matches!(f.state.get(), Stands::Free)), "all are let go");
-        assert_eq!(pacing.next_look(), None);
+        assert!(
+            fakes.iter().all(|f| matches!(f.state.get(), FakeVcpuState::Unthrottled)),
+            "all are let go"
+        );
+        assert_eq!(pacing.next_check(), None);
         did
     }
 
@@ -358,15 +364,15 @@ mod tests {
             let (time, late) = (Duration::from_secs(2), Duration::from_micros(late_us));
             for (speed, did) in speeds.iter().zip(course(&speeds, rate, time, late)) {
                 let got = did.frames / time.as_secs_f64();
-                // The least share, and what was written before the first hold.
+                // The least share, and what was written before the first stall.
                 let least = *speed as f64 * 0.025;
-                let first = *speed as f64 * (SLICE_LEAST + late).as_secs_f64() * 4.0;
+                let first = *speed as f64 * (MIN_SLICE + late).as_secs_f64() * 4.0;
                 prop_assert!(got <= (rate as f64 * 1.05).max(least) + first + 1.0, "{got} of {speed} at {rate}");
-                prop_assert!(did.longest_hold <= HOLD_MOST + late + 8 * STEP, "{did:?}");
-                prop_assert!(did.shortest_run.is_none_or(|run| run >= SLICE_LEAST), "{did:?}");
-                // Between two shortest slices there are a hold and waits for an answer.
-                let cycle = HOLD_MOST + SLICE_LEAST + late + 8 * STEP;
-                prop_assert!(did.ran.as_secs_f64() >= 0.9 * time.as_secs_f64() * SLICE_LEAST.as_secs_f64() / cycle.as_secs_f64(), "{did:?}");
+                prop_assert!(did.longest_stall <= MAX_STALL + late + 8 * STEP, "{did:?}");
+                prop_assert!(did.shortest_run.is_none_or(|run| run >= MIN_SLICE), "{did:?}");
+                // Between two shortest slices there are a stall and waits for an answer.
+                let cycle = MAX_STALL + MIN_SLICE + late + 8 * STEP;
+                prop_assert!(did.ran.as_secs_f64() >= 0.9 * time.as_secs_f64() * MIN_SLICE.as_secs_f64() / cycle.as_secs_f64(), "{did:?}");
                 if *speed <= rate * 9 / 10 {
                     prop_assert!(did.ran >= time * 9 / 10, "{did:?} at {speed} below {rate}");
                 } else if *speed > rate * 2 && late_us < 500 {
@@ -378,26 +384,28 @@ mod tests {
 
     #[test]
     fn a_vcpu_that_does_not_come_back_is_not_asked_twice_and_what_it_owes_is_bounded() {
-        let fake = Rc::new(Fake::default());
+        let fake = Rc::new(FakeVcpu::default());
         let mut pacing = Pacing::new(vec![fake.clone()]);
         let begun = Instant::now();
         pacing.set_rate(Some(100), &[0], begun);
         // At this rate, 65,536 frames at once take 11 minutes.
-        let mut now = begun + SLICE_LEAST;
+        let mut now = begun + MIN_SLICE;
         pacing.harvested(&[1 << 16], now);
-        let held = now + HOLD_MOST;
-        assert!(matches!(fake.state.get(), Stands::Held(until, SLICE_LEAST) if until == held));
-        let mut looks = 0;
+        let stalled = now + MAX_STALL;
+        assert!(
+            matches!(fake.state.get(), FakeVcpuState::Stalled(until, MIN_SLICE) if until == stalled)
+        );
+        let mut checks = 0;
         while now < begun + Duration::from_secs(10) {
-            now = pacing.next_look().unwrap();
+            now = pacing.next_check().unwrap();
             pacing.harvested(&[1 << 16], now);
-            looks += 1;
+            checks += 1;
         }
-        assert!(looks < 1000, "{looks} looks at a vCPU that stands for 10 s");
+        assert!(checks < 1000, "{checks} checks at a vCPU that stands for 10 s");
         assert!(!fake.runs());
-        fake.end_hold();
+        fake.end_stall();
         pacing.harvested(&[1 << 16], now);
-        now = pacing.next_look().unwrap();
+        now = pacing.next_check().unwrap();
         pacing.harvested(&[1 << 16], now);
         assert!(fake.runs(), "the rest was forgiven");
     }

@@ -8,7 +8,7 @@ use super::leaves::{
     AMD_LEGACY_CMP, AMD_REPEATS, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_CACHES, LEAF_FEATURES,
     LEAF_SIZES, LEAF_TOPOLOGY, find,
 };
-use crate::cpu_model::{self, MissingFeature, Place};
+use crate::cpu_model::{self, FeatureBit, MissingFeature};
 
 const LEAF_CACHE_DESCRIPTORS: u32 = 0x2;
 const LEAF_KVM: u32 = 0x4000_0000;
@@ -33,7 +33,7 @@ const LINEAR_BITS: u32 = 48;
 /// A baseline feature that KVM does not support.
 pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, MissingFeature> {
     let wanted = cpu_model::BASELINE.iter().filter(|name| !without.iter().any(|w| w == *name));
-    let wanted: Vec<Place> = wanted.filter_map(|name| cpu_model::find(name)).collect();
+    let wanted: Vec<FeatureBit> = wanted.filter_map(|name| cpu_model::find(name)).collect();
     for place in &wanted {
         let registers = find(supported.as_slice(), place.function, place.index);
         if registers[place.register] & 1 << place.bit == 0 {
@@ -58,7 +58,7 @@ pub fn lacks(supported: &CpuId) -> Vec<&'static str> {
 }
 
 /// Returns the baseline's version of one leaf; `None` if the baseline does not have it.
-fn entry(host: &kvm_cpuid_entry2, wanted: &[Place]) -> Option<kvm_cpuid_entry2> {
+fn entry(host: &kvm_cpuid_entry2, wanted: &[FeatureBit]) -> Option<kvm_cpuid_entry2> {
     let mut e = *host;
     let listed = |register| {
         let here = wanted

@@ -11,7 +11,7 @@ use super::leaves::{
     LEAF_FEATURES, LEAF_KVM_FEATURES, LEAF_SIZES, LEAF_XSAVE, OSPKE, OSXSAVE, TSC_DEADLINE, find,
 };
 use crate::config::CpuidWord;
-use crate::cpu_model::{self, Place};
+use crate::cpu_model::{self, FeatureBit};
 
 const LEAF_POWER: u32 = 0x6;
 const LEAF_PERFMON: u32 = 0xa;
@@ -146,17 +146,17 @@ pub fn lacking(guest: &[kvm_cpuid_entry2], supported: &[kvm_cpuid_entry2]) -> Op
         }
         let offers = find(supported, e.function, e.index);
         rules.into_iter().zip(0..).find_map(|(rule, register)| {
-            let place = Place { function: e.function, index: e.index, register, bit: 0 };
+            let place = FeatureBit { function: e.function, index: e.index, register, bit: 0 };
             compare(place, rule, has, offers)
         })
     })
 }
 
-fn compare(place: Place, rule: Rule, has: [u32; 4], offers: [u32; 4]) -> Option<String> {
+fn compare(place: FeatureBit, rule: Rule, has: [u32; 4], offers: [u32; 4]) -> Option<String> {
     let (whole_guest, guest, host) = (has, has[place.register], offers[place.register]);
     let first_bit = |bits: u32| {
         let bit = bits.trailing_zeros() as u8;
-        (bits != 0).then(|| cpu_model::describe(Place { bit, ..place }))
+        (bits != 0).then(|| cpu_model::describe(FeatureBit { bit, ..place }))
     };
     match rule {
         Rule::Bits(bits) => first_bit(guest & !host & bits),

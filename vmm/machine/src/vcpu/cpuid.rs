@@ -10,7 +10,7 @@ use super::leaves::{
     LEAF_SVM, LEAF_TOPOLOGY, LEAF_TOPOLOGY_V2, SHSTK, SVM, TSC_DEADLINE, VMX, find,
 };
 use crate::config::{CpuConfig, CpuModel};
-use crate::cpu_model::{self, MissingFeature, Place};
+use crate::cpu_model::{self, FeatureBit, MissingFeature};
 
 /// Returns what KVM supports, narrowed to what the guest is configured to have.
 ///
@@ -27,11 +27,11 @@ pub fn narrow(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MissingFeatur
     Ok(cpuid)
 }
 
-fn clear(cpuid: &mut CpuId, place: Place) {
-    let Place { function, index, register, bit } = place;
+fn clear(cpuid: &mut CpuId, place: FeatureBit) {
+    let FeatureBit { function, index, register, bit } = place;
     change(cpuid, function, index, |i, r| if i == register { r & !(1 << bit) } else { r });
     if function == LEAF_FEATURES && register == 3 && AMD_REPEATS & 1 << bit != 0 {
-        clear(cpuid, Place { function: LEAF_AMD_FEATURES, ..place });
+        clear(cpuid, FeatureBit { function: LEAF_AMD_FEATURES, ..place });
     }
 }
 

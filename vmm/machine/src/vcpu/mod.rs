@@ -38,20 +38,20 @@ use crate::actor::{Handle, Inbox, Next};
 use crate::devices::{Bus, Done};
 use crate::end_reason::EndReason;
 use crate::kvm::{ImmediateExit, KvmVm, internal_error};
-use crate::throttle::{Hold, HoldMeter};
+use crate::throttle::{StallMeter, ThrottleState};
 use crate::vm::VcpuInfo;
 
-pub(crate) use resume_fanout::Wave;
-pub(crate) use state::Registers;
+pub(crate) use resume_fanout::ResumeFanout;
+pub(crate) use state::CoreRegisters;
 pub use state::{Adjust, SavedVcpu, StateContext};
 
 /// Pauses at least this long are reported to the guest. Guests' watchdogs wait much longer than
 /// this.
-const LONG_STAND: Duration = Duration::from_secs(1);
+const LONG_PAUSE: Duration = Duration::from_secs(1);
 
 /// The result of a pause.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Stood {
+pub(crate) enum PauseOutcome {
     /// The vCPU can resume.
     Paused,
     /// The guest has ended.
@@ -67,9 +67,9 @@ pub(crate) trait Peers: Send {
     /// on `vcpu`. Returns whether a collector exists to harvest them.
     fn ring_full(&self, id: u8, vcpu: Handle<Vcpu>) -> bool;
 
-    /// Reports that vCPU `id`, after `holds` holds, has run for its slice; it waits for
-    /// `begin_hold` or `end_hold`. Returns whether a collector exists to answer.
-    fn slice_over(&self, id: u8, holds: u64) -> bool;
+    /// Reports that vCPU `id`, after `stalls` stalls, has run for its slice; it waits for
+    /// `begin_stall` or `end_stall`. Returns whether a collector exists to answer.
+    fn slice_over(&self, id: u8, stalls: u64) -> bool;
 }
 
 /// A vCPU's counters. Any thread may read them.
@@ -80,11 +80,11 @@ pub(crate) struct Counters {
     /// Time spent waiting after ring-full exits, in nanoseconds.
     ring_full_ns: AtomicU64,
     /// How often and how long it was throttled.
-    pub(crate) throttled: HoldMeter,
+    pub(crate) throttled: StallMeter,
     /// Number of completed pauses.
     pauses: AtomicU64,
     /// Duration of the last of them, in nanoseconds.
-    stood_ns: AtomicU64,
+    paused_ns: AtomicU64,
     /// When it last resumed, in microseconds of Unix time; 0 if it has never run.
     resumed_us: AtomicU64,
 }
@@ -94,7 +94,7 @@ impl Counters {
         VcpuInfo {
             exits: self.exits.load(Ordering::Relaxed),
             ring_full_exits: self.ring_full_exits.load(Ordering::Relaxed),
-            held_ms: u64::try_from(self.throttled.held().as_millis()).unwrap_or(u64::MAX),
+            held_ms: u64::try_from(self.throttled.stalled().as_millis()).unwrap_or(u64::MAX),
             ring_peak_entries: None,
         }
     }
@@ -105,13 +105,13 @@ impl Counters {
     }
 
     /// Returns the completed pauses.
-    pub(crate) fn stood(&self) -> VcpuPauses {
+    pub(crate) fn pauses(&self) -> VcpuPauses {
         // Pairs with the store: `last` is at least as new as `pauses`.
         let pauses = self.pauses.load(Ordering::Acquire);
         let resumed_us = Some(self.resumed_us.load(Ordering::Relaxed)).filter(|us| *us != 0);
         VcpuPauses {
             pauses,
-            last: Duration::from_nanos(self.stood_ns.load(Ordering::Relaxed)),
+            last: Duration::from_nanos(self.paused_ns.load(Ordering::Relaxed)),
             resumed: resumed_us.map(|us| UNIX_EPOCH + Duration::from_micros(us)),
         }
     }
@@ -119,7 +119,7 @@ impl Counters {
     /// Counts a completed pause.
     fn count_pause(&self, took: Duration) {
         let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        self.stood_ns.store(ns, Ordering::Relaxed);
+        self.paused_ns.store(ns, Ordering::Relaxed);
         self.pauses.fetch_add(1, Ordering::Release);
     }
 
@@ -151,25 +151,25 @@ pub(crate) struct Vcpu {
     /// The handle without a kick, for jobs for which the vCPU waits.
     pub(crate) handle: Handle<Self>,
     pub(crate) peers: Box<dyn Peers>,
-    pub(crate) state: State,
+    pub(crate) state: VcpuState,
     /// Number of the guest's writes that devices are still working on. The vCPU continues when it
     /// is 0.
     pub(crate) awaited: usize,
     /// The current hold or slice.
-    pub(crate) hold: Hold,
+    pub(crate) throttle: ThrottleState,
     /// Whether no state has been restored into it yet: much of it is as a reset leaves it.
     pub(crate) reset: bool,
     /// Whether it may be in the middle of an instruction.
     pub(crate) midway: bool,
     /// When it paused, if it ran before.
-    pub(crate) stands_since: Option<Instant>,
+    pub(crate) paused_since: Option<Instant>,
     /// Keeps guest memory mapped while the vCPU may write to it.
     pub(crate) _vm: Arc<KvmVm>,
 }
 
 /// Whether a vCPU runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) enum State {
+pub(crate) enum VcpuState {
     /// It can resume.
     #[default]
     Paused,
@@ -178,11 +178,11 @@ pub(crate) enum State {
     /// The guest has ended.
     Finished,
     /// The thread ends.
-    Gone,
+    Ended,
 }
 
 /// What follows from one exit.
-enum After {
+enum AfterExit {
     Run,
     Interrupted,
     RingFull,
@@ -193,49 +193,53 @@ impl Vcpu {
     /// Runs the thread until it is told to end.
     pub(crate) fn live(mut self) {
         self.immediate_exit.listen();
-        while self.state != State::Gone {
+        while self.state != VcpuState::Ended {
             match self.state {
-                State::Running => self.run(),
+                VcpuState::Running => self.run(),
                 _ => {
                     let next = self.inbox.recv();
-                    self.obey(next);
+                    self.handle_next(next);
                 }
             }
         }
     }
 
     /// Resumes the guest, if it is paused, together with the other vCPUs of the wave.
-    pub(crate) fn resume_in(&mut self, wave: &Wave<Self>) {
-        wave.pass_on(self.id);
+    pub(crate) fn resume_in(&mut self, fanout: &ResumeFanout<Self>) {
+        fanout.pass_on(self.id);
         self.resume();
     }
 
     /// Resumes the guest, if it is paused.
     pub(crate) fn resume(&mut self) {
-        if self.state == State::Paused {
-            self.tell_of_gap();
+        if self.state == VcpuState::Paused {
+            self.report_gap();
             self.counters.count_resume();
-            self.state = State::Running;
+            self.state = VcpuState::Running;
         }
     }
 
     /// Pauses the guest between two instructions. The caller must kick the vCPU.
-    pub(crate) fn pause(&mut self) -> Stood {
-        if self.state == State::Running {
-            self.hold.end(&self.counters.throttled);
-            self.state = State::Paused;
+    pub(crate) fn pause(&mut self) -> PauseOutcome {
+        if self.state == VcpuState::Running {
+            self.throttle.end(&self.counters.throttled);
+            self.state = VcpuState::Paused;
             if let Some(why) = self.complete() {
                 self.end(why);
             }
         }
-        if self.state == State::Finished { Stood::Finished } else { Stood::Paused }
+        if self.state == VcpuState::Finished {
+            PauseOutcome::Finished
+        } else {
+            PauseOutcome::Paused
+        }
     }
 
     /// Keeps the vCPU, which makes frames dirty too fast, out of the guest until `until`, then lets
     /// it run for `slice` and report. The caller must kick the vCPU.
-    pub(crate) fn begin_hold(&mut self, until: Instant, slice: Duration) {
+    pub(crate) fn begin_stall(&mut self, until: Instant, slice: Duration) {
         match self.state {
-            State::Running => self.hold.begin(until, slice, &self.counters.throttled),
+            VcpuState::Running => self.throttle.begin(until, slice, &self.counters.throttled),
             // It is not entering the guest.
             _ => self.counters.throttled.count(Duration::ZERO),
         }
@@ -243,16 +247,17 @@ impl Vcpu {
 
     /// Ends the hold, if there is one, so that the vCPU enters the guest at once. The caller must
     /// kick the vCPU.
-    pub(crate) fn end_hold(&mut self) {
-        self.hold.end(&self.counters.throttled);
+    pub(crate) fn end_stall(&mut self) {
+        self.throttle.end(&self.counters.throttled);
     }
 
     /// Counts a completed pause. After a long one, tells the guest's watchdogs, by kvmclock, that
     /// it was not a lock-up.
-    fn tell_of_gap(&mut self) {
-        let stood = self.stands_since.take().map(|since| since.elapsed());
-        stood.into_iter().for_each(|stood| self.counters.count_pause(stood));
-        if stood.is_some_and(|stood| stood >= LONG_STAND) && self.context.has(KVM_CAP_KVMCLOCK_CTRL)
+    fn report_gap(&mut self) {
+        let paused = self.paused_since.take().map(|since| since.elapsed());
+        paused.into_iter().for_each(|paused| self.counters.count_pause(paused));
+        if paused.is_some_and(|paused| paused >= LONG_PAUSE)
+            && self.context.has(KVM_CAP_KVMCLOCK_CTRL)
         {
             // Fails for a guest without kvmclock, whose watchdogs cannot be told.
             let _ = self.fd.kvmclock_ctrl();
@@ -261,40 +266,40 @@ impl Vcpu {
 
     /// Runs the guest until a job stops it or it ends.
     fn run(&mut self) {
-        while self.state == State::Running {
-            if self.hold.slice_is_over() {
-                match self.peers.slice_over(self.id, self.counters.throttled.holds()) {
-                    true => self.hold.wait(),
-                    false => self.hold.end(&self.counters.throttled),
+        while self.state == VcpuState::Running {
+            if self.throttle.slice_is_over() {
+                match self.peers.slice_over(self.id, self.counters.throttled.stalls()) {
+                    true => self.throttle.wait(),
+                    false => self.throttle.end(&self.counters.throttled),
                 }
             }
             let next = match self.awaited {
-                0 => self.hold.next(&self.inbox, &self.counters.throttled),
+                0 => self.throttle.next(&self.inbox, &self.counters.throttled),
                 _ => self.inbox.recv(),
             };
             // Run all jobs: several kicks may cause only one exit.
             if !matches!(next, Next::Nothing) {
-                self.obey(next);
+                self.handle_next(next);
                 continue;
             }
-            if self.awaited > 0 || self.hold.is_on() {
+            if self.awaited > 0 || self.throttle.is_stalled() {
                 continue;
             }
             match self.step() {
-                After::Run => {}
+                AfterExit::Run => {}
                 // Cleared before the inbox is read: see kvm/kick.
-                After::Interrupted => self.immediate_exit.clear(),
-                After::RingFull => self.wait_for_drain(),
-                After::End(why) => self.end(why),
+                AfterExit::Interrupted => self.immediate_exit.clear(),
+                AfterExit::RingFull => self.wait_for_drain(),
+                AfterExit::End(why) => self.end(why),
             }
         }
     }
 
-    fn obey(&mut self, next: Next<Self>) {
+    fn handle_next(&mut self, next: Next<Self>) {
         match next {
             Next::Job(job) => job(self),
             Next::Nothing => {}
-            Next::End => self.state = State::Gone,
+            Next::End => self.state = VcpuState::Ended,
         }
     }
 
@@ -311,11 +316,11 @@ impl Vcpu {
                 self.id
             )));
         }
-        let waits = Instant::now();
+        let began = Instant::now();
         let next = self.inbox.recv();
-        let waited = u64::try_from(waits.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let waited = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.counters.ring_full_ns.fetch_add(waited, Ordering::Relaxed);
-        self.obey(next);
+        self.handle_next(next);
     }
 
     /// Notes that a device has finished the work that a write of the guest started.
@@ -325,9 +330,9 @@ impl Vcpu {
 
     fn end(&mut self, why: EndReason) {
         // Otherwise its timer would keep running.
-        self.hold.end(&self.counters.throttled);
+        self.throttle.end(&self.counters.throttled);
         self.peers.ended(self.id, why);
-        self.state = State::Finished;
+        self.state = VcpuState::Finished;
     }
 
     /// Finishes an instruction that left `KVM_RUN` half done, without running another.
@@ -340,21 +345,21 @@ impl Vcpu {
             }
             match self.step() {
                 // A string instruction may exit again for its next part.
-                After::Run => {}
-                After::Interrupted | After::RingFull => break None,
-                After::End(why) => break Some(why),
+                AfterExit::Run => {}
+                AfterExit::Interrupted | AfterExit::RingFull => break None,
+                AfterExit::End(why) => break Some(why),
             }
         };
         self.immediate_exit.clear();
-        self.stands_since = Some(Instant::now());
+        self.paused_since = Some(Instant::now());
         ended
     }
 
     /// Enters the guest once and handles the exit.
-    fn step(&mut self) -> After {
+    fn step(&mut self) -> AfterExit {
         self.counters.exits.fetch_add(1, Ordering::Relaxed);
         let id = self.id;
-        let crashed = |why: String| After::End(EndReason::Crashed(format!("vCPU {id}: {why}")));
+        let crashed = |why: String| AfterExit::End(EndReason::Crashed(format!("vCPU {id}: {why}")));
         let run = self.fd.run();
         // An interrupted KVM_RUN has completed what the previous exit had begun, and has begun
         // nothing since.
@@ -362,15 +367,15 @@ impl Vcpu {
         match run {
             Ok(VcpuExit::IoOut(port, data)) => {
                 let width = self.immediate_exit.port_width();
-                self.bus.write(port, width, data).map_or(After::Run, After::End)
+                self.bus.write(port, width, data).map_or(AfterExit::Run, AfterExit::End)
             }
             Ok(VcpuExit::IoIn(port, data)) => {
                 self.bus.read(port, self.immediate_exit.port_width(), data);
-                After::Run
+                AfterExit::Run
             }
             Ok(VcpuExit::MmioRead(addr, data)) => {
                 self.bus.read_mmio(addr, data);
-                After::Run
+                AfterExit::Run
             }
             Ok(VcpuExit::MmioWrite(addr, data)) => {
                 let done = || {
@@ -381,13 +386,13 @@ impl Vcpu {
                 if self.bus.write_mmio(addr, data, done) {
                     self.awaited += 1;
                 }
-                After::Run
+                AfterExit::Run
             }
-            Ok(VcpuExit::IoapicEoi(_)) => After::Run,
-            Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => After::Interrupted,
+            Ok(VcpuExit::IoapicEoi(_)) => AfterExit::Run,
+            Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => AfterExit::Interrupted,
             // KVM handles HLT itself as long as it has the interrupt controllers.
-            Ok(VcpuExit::Hlt) => After::Run,
-            Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => After::RingFull,
+            Ok(VcpuExit::Hlt) => AfterExit::Run,
+            Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => AfterExit::RingFull,
             // A guest that resets itself this way cannot be told from one that crashed.
             Ok(VcpuExit::Shutdown) => crashed("triple fault".to_owned()),
             Ok(VcpuExit::FailEntry(reason, cpu)) => crashed(format!(
@@ -406,7 +411,7 @@ impl Vcpu {
                 crashed(why)
             }
             Err(e) => match e.errno() {
-                libc::EINTR | libc::EAGAIN => After::Interrupted,
+                libc::EINTR | libc::EAGAIN => AfterExit::Interrupted,
                 _ => crashed(format!("KVM_RUN failed: {e}")),
             },
         }

@@ -12,7 +12,7 @@ use crate::actor::Handle;
 
 /// Passed from vCPU to vCPU.
 #[derive(Debug)]
-pub(crate) struct Wave<S> {
+pub(crate) struct ResumeFanout<S> {
     /// The handles of all vCPUs, in order of their ids.
     all: Arc<[Handle<S>]>,
     /// Resumes a vCPU. It must pass the wave on.
@@ -21,7 +21,7 @@ pub(crate) struct Wave<S> {
     under_way: Sender<()>,
 }
 
-impl<S: 'static> Wave<S> {
+impl<S: 'static> ResumeFanout<S> {
     /// Has `resume` resume all of them. The returned channel is closed when all have resumed or
     /// ended; nothing is ever sent on it.
     pub(crate) fn begin(all: Arc<[Handle<S>]>, resume: fn(&mut S, &Self)) -> Receiver<()> {
@@ -40,9 +40,9 @@ impl<S: 'static> Wave<S> {
 
     fn tell(&self, id: usize) {
         let Some(vcpu) = self.all.get(id) else { return };
-        let wave = self.clone();
+        let fanout = self.clone();
         // The vCPU keeps the wave until it has resumed.
-        if !vcpu.tell(move |vcpu| (wave.resume)(vcpu, &wave)) {
+        if !vcpu.tell(move |vcpu| (fanout.resume)(vcpu, &fanout)) {
             // Its thread has ended: wake the vCPUs that it would have woken.
             for next in [1, 2] {
                 self.tell(2 * id + next);
@@ -51,7 +51,7 @@ impl<S: 'static> Wave<S> {
     }
 }
 
-impl<S> Clone for Wave<S> {
+impl<S> Clone for ResumeFanout<S> {
     fn clone(&self) -> Self {
         let Self { all, resume, under_way } = self;
         Self { all: all.clone(), resume: *resume, under_way: under_way.clone() }
@@ -73,14 +73,14 @@ mod tests {
         id: u8,
         told: u32,
         slow: bool,
-        wave: Option<Wave<Self>>,
+        fanout: Option<ResumeFanout<Self>>,
     }
 
     impl Resuming {
-        fn resume(&mut self, wave: &Wave<Self>) {
+        fn resume(&mut self, fanout: &ResumeFanout<Self>) {
             self.told += 1;
-            wave.pass_on(self.id);
-            self.wave = self.slow.then(|| wave.clone());
+            fanout.pass_on(self.id);
+            self.fanout = self.slow.then(|| fanout.clone());
         }
     }
 
@@ -101,9 +101,9 @@ mod tests {
             for (inbox, _) in inboxes.iter_mut().zip(&ended).filter(|(_, ended)| **ended) {
                 *inbox = None;
             }
-            let vcpu = |(slow, id): (&bool, u8)| Resuming { id, told: 0, slow: *slow, wave: None };
+            let vcpu = |(slow, id): (&bool, u8)| Resuming { id, told: 0, slow: *slow, fanout: None };
             let mut vcpus: Vec<_> = slow.iter().zip(0..).map(vcpu).collect();
-            let over = Wave::begin(all.into(), Resuming::resume);
+            let over = ResumeFanout::begin(all.into(), Resuming::resume);
             while let Some((id, job)) = order.iter().find_map(|id| {
                 match inboxes[*id].as_ref()?.try_recv() {
                     Next::Job(job) => Some((*id, job)),
@@ -113,10 +113,10 @@ mod tests {
                 prop_assert_eq!(over.try_recv(), Err(TryRecvError::Empty));
                 job(&mut vcpus[id]);
             }
-            let slow = vcpus.iter().any(|vcpu| vcpu.wave.is_some());
+            let slow = vcpus.iter().any(|vcpu| vcpu.fanout.is_some());
             let waits = if slow { TryRecvError::Empty } else { TryRecvError::Disconnected };
             prop_assert_eq!(over.try_recv(), Err(waits));
-            vcpus.iter_mut().for_each(|vcpu| vcpu.wave = None);
+            vcpus.iter_mut().for_each(|vcpu| vcpu.fanout = None);
             prop_assert_eq!(over.try_recv(), Err(TryRecvError::Disconnected));
             for (vcpu, ended) in vcpus.iter().zip(&ended) {
                 prop_assert_eq!(vcpu.told, u32::from(!ended));

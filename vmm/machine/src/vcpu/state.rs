@@ -9,7 +9,7 @@ use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
-use super::{State, Vcpu, control, cpu_compat, msrs, reset, tsc};
+use super::{Vcpu, VcpuState, control, cpu_compat, msrs, reset, tsc};
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 use crate::wall_clock::{away_ns, wall_ns};
 
@@ -48,7 +48,7 @@ impl StateContext {
 
 /// The registers of a vCPU that a core file contains.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Registers {
+pub(crate) struct CoreRegisters {
     pub(crate) regs: kvm_regs,
     pub(crate) sregs: kvm_sregs,
     /// `MSR_KERNEL_GS_BASE`.
@@ -86,10 +86,10 @@ pub struct SavedVcpu {
 
 impl SavedVcpu {
     /// Returns the registers that a core file contains.
-    pub(crate) fn registers(&self) -> Registers {
+    pub(crate) fn registers(&self) -> CoreRegisters {
         let kernel_gs = self.msrs.iter().find(|msr| msr.index == KERNEL_GS_BASE);
         let kernel_gs_base = kernel_gs.map_or(0, |msr| msr.data);
-        Registers { regs: self.regs, sregs: self.sregs, kernel_gs_base }
+        CoreRegisters { regs: self.regs, sregs: self.sregs, kernel_gs_base }
     }
 }
 
@@ -221,7 +221,7 @@ impl Vcpu {
 
     fn refuse_running(&self, request: &'static str) -> Result<(), GuestError> {
         match self.state {
-            State::Running => Err(GuestError::State { request, state: RunState::Running }),
+            VcpuState::Running => Err(GuestError::VcpuState { request, state: RunState::Running }),
             _ => Ok(()),
         }
     }

@@ -9,7 +9,7 @@ use std::time::Instant;
 use driftline_checkpoint::{Checkpointer, EpochReport, restore};
 use driftline_guest::{Clock, HandOver, Lifecycle};
 use driftline_machine::config::{BalloonConfig, Boot, DeviceConfig, MachineConfig};
-use driftline_machine::machine::{Machine, MachineFactory};
+use driftline_machine::machine::{KvmMachine, MachineFactory};
 use driftline_machine::testing::{kvm_or_skip, linux_guest, skip};
 use driftline_machine::vm::Vm;
 use driftline_store::Store;
@@ -76,15 +76,15 @@ fn initramfs(image: &Path, dir: &TempDir, name: &str, content: &str) -> PathBuf 
 }
 
 struct Frees {
-    machine: Arc<Machine>,
-    console: Console,
+    machine: Arc<KvmMachine>,
+    console: GuestConsole,
     dir: TempDir,
 }
 
 impl Frees {
     /// Boots a guest that holds its files in memory.
     fn boot(image: &Path, balloon: BalloonConfig) -> Self {
-        let (console, dir) = (Console::new(), tempfile::tempdir().unwrap());
+        let (console, dir) = (GuestConsole::new(), tempfile::tempdir().unwrap());
         let initrd = Some(initramfs(image, &dir, "frees", FREES));
         let kernel = image.join("vmlinux");
         let boot = Boot::Kernel { kernel, initrd, cmdline: CMDLINE.to_owned(), bare: false };
@@ -115,7 +115,7 @@ impl Frees {
     fn goes_on(&self, store: &str) {
         self.machine.stop("it is restored");
         let store = Store::open(&self.dir.path().join(store)).unwrap();
-        let console = Console::new();
+        let console = GuestConsole::new();
         let factory = MachineFactory::new(console.host());
         let (restored, _) = restore(&store, None, &factory, Clock::Continue).unwrap();
         restored.acquire().unwrap();

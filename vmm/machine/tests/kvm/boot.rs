@@ -13,7 +13,7 @@ fn the_payload_boots_in_every_shape_of_memory() {
         return;
     }
     for (mem_mib, vcpus) in [(64, 1), (1024, 2), (5 * 1024, 2)] {
-        let console = Console::new();
+        let console = GuestConsole::new();
         let machine = launch(
             MachineConfig {
                 identity: Default::default(),
@@ -61,7 +61,7 @@ fn other_peoples_files_boot_in_both_classes() {
             std::fs::write(dir.path().join("initrd"), vec![7; 12345]).unwrap();
             *initrd = Some(dir.path().join("initrd"));
         }
-        let console = Console::new();
+        let console = GuestConsole::new();
         let machine = launch(config, &console);
         machine.resume().unwrap();
         assert_powers_off(&machine, &console);
@@ -163,7 +163,7 @@ fn no_damage_to_a_file_makes_the_loader_panic() {
             serial: driftline_machine::config::SerialSink::Null,
             ..Default::default()
         };
-        let _ = driftline_machine::machine::Machine::launch(kernel(&bad, &dir), &host);
+        let _ = driftline_machine::machine::KvmMachine::launch(kernel(&bad, &dir), &host);
     }
 }
 
@@ -174,7 +174,7 @@ fn how_a_guest_ends_is_told_apart() {
     }
     let dir = tempfile::tempdir().unwrap();
     let end = |code: &[u8]| {
-        let machine = launch(kernel(&Elf::new(code).bytes(), &dir), &Console::new());
+        let machine = launch(kernel(&Elf::new(code).bytes(), &dir), &GuestConsole::new());
         machine.resume().unwrap();
         machine.wait_end(Some(LONG)).unwrap()
     };
@@ -202,7 +202,7 @@ fn the_serial_port_raises_its_interrupt_before_the_next_instruction() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let console = Console::new();
+    let console = GuestConsole::new();
     let elf = Elf::new(&asks_for_an_interrupt()).bytes();
     let machine = launch(kernel(&elf, &dir), &console);
     machine.resume().unwrap();

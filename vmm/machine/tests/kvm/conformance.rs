@@ -10,7 +10,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription};
 use driftline_guest::{Clock, DirtyLog, GuestContents, Lifecycle, Paused, RunState};
 use driftline_images::PayloadMessage;
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
-use driftline_machine::machine::Machine;
+use driftline_machine::machine::KvmMachine;
 use driftline_machine::memory::{Backing, HugePages, MemoryOptions};
 use driftline_machine::testing::{full, kvm_or_skip};
 use driftline_machine::tracking::TrackingMode;
@@ -39,16 +39,16 @@ impl Chance {
 }
 
 /// A machine and a copy of its memory.
-struct Copied {
-    machine: Arc<Machine>,
+struct MirroredMachine {
+    machine: Arc<KvmMachine>,
     subscription: Option<Subscription>,
     copy: Vec<u8>,
     /// Number of frames copied because they were reported.
     reported: u64,
 }
 
-impl Copied {
-    fn new(machine: Arc<Machine>) -> Self {
+impl MirroredMachine {
+    fn new(machine: Arc<KvmMachine>) -> Self {
         let copy = vec![0; machine.machine_config().mem_bytes as usize];
         let mut new = Self { machine, subscription: None, copy, reported: 0 };
         new.begin();
@@ -94,12 +94,12 @@ impl Copied {
 /// number of reported ones. After one harvest in `looks`, and before each restart of tracking, the
 /// guest is paused and the copy compared with its memory. Gives up after `limit`.
 fn harvest_at_random(
-    machine: Arc<Machine>,
+    machine: Arc<KvmMachine>,
     seed: u64,
     (harvests, limit): (u32, Duration),
     looks: u64,
 ) -> (Vec<u64>, u64) {
-    let (mut chance, mut copied) = (Chance(seed), Copied::new(machine.clone()));
+    let (mut chance, mut copied) = (Chance(seed), MirroredMachine::new(machine.clone()));
     let begun = Instant::now();
     if machine.run_state() == RunState::Paused {
         machine.resume().unwrap();
@@ -135,7 +135,7 @@ fn harvest_at_random(
     (Vec::new(), copied.reported)
 }
 
-fn on(console: &Console, memory: MemoryOptions) -> HostConfig {
+fn on(console: &GuestConsole, memory: MemoryOptions) -> HostConfig {
     HostConfig { memory, ..console.host() }
 }
 
@@ -175,7 +175,7 @@ fn loses_no_frame(test: &str, mode: TrackingMode) {
     };
     for memory in memories(mode) {
         for &(ring_entries, ring) in &rings {
-            let console = Console::new();
+            let console = GuestConsole::new();
             let spec = format!("payload,ws=24M,rate=400M,pattern=random,ring={ring}");
             let config = MachineConfig { tracking: mode, ring_entries, vcpus: 2, ..payload(&spec) };
             let machine = boot(config, &on(&console, memory)).unwrap();
@@ -225,13 +225,13 @@ fn userfaultfd_loses_no_frame_however_it_is_harvested() {
 }
 
 #[cfg(debug_assertions)]
-fn losing(console: &Console, one_in: u64) -> HostConfig {
+fn losing(console: &GuestConsole, one_in: u64) -> HostConfig {
     HostConfig { loses_one_in: std::num::NonZeroU64::new(one_in), ..console.host() }
 }
 
 /// A build without debug assertions has no source that loses frames, and no test calls this.
 #[cfg(not(debug_assertions))]
-fn losing(console: &Console, _: u64) -> HostConfig {
+fn losing(console: &GuestConsole, _: u64) -> HostConfig {
     console.host()
 }
 
@@ -257,7 +257,7 @@ fn a_source_that_loses_frames_is_found_out() {
             true => (1_000_000, 128, "payload,ws=40M,rate=max", Duration::from_secs(3600)),
             false => (2_000, 16, "payload,ws=24M,rate=max,pattern=random", LONG),
         };
-        let (console, begun) = (Console::new(), Instant::now());
+        let (console, begun) = (GuestConsole::new(), Instant::now());
         let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
         let machine = boot(config, &losing(&console, one_in)).unwrap();
         let (lost, reported) = harvest_at_random(machine.clone(), 42, (1_000_000, limit), looks);
@@ -292,7 +292,7 @@ fn the_payload_finds_out_that_frames_were_lost() {
         false => "payload,ws=4M,rate=64M,pattern=random",
     };
     for mode in modes() {
-        let console = Console::new();
+        let console = GuestConsole::new();
         let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
         let mut machine = boot(config, &losing(&console, one_in)).unwrap();
         machine.resume().unwrap();

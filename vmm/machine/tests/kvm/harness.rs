@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_images::{PayloadMessage, PayloadReport};
-use driftline_machine::config::{Backend, Boot, HostConfig, MachineConfig, SerialSink};
-use driftline_machine::machine::{Machine, MachineError};
+use driftline_machine::config::{BackendKind, Boot, HostConfig, MachineConfig, SerialSink};
+use driftline_machine::machine::{KvmMachine, MachineError};
 use driftline_machine::testing::payload_config;
 use driftline_machine::vm::{EndReason, Vm};
 use tempfile::TempDir;
@@ -20,7 +20,7 @@ pub fn payload(spec: &str) -> MachineConfig {
     MachineConfig {
         mem_bytes: 64 * MIB,
         boot: Boot::Payload(spec.to_owned()),
-        ..payload_config(Backend::Kvm)
+        ..payload_config(BackendKind::Kvm)
     }
 }
 
@@ -33,12 +33,12 @@ pub fn kernel(elf: &[u8], dir: &TempDir) -> MachineConfig {
 }
 
 /// The destination of a guest's serial output.
-pub struct Console {
+pub struct GuestConsole {
     path: PathBuf,
     _dir: TempDir,
 }
 
-impl Console {
+impl GuestConsole {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         Self { path: dir.path().join("serial"), _dir: dir }
@@ -99,12 +99,12 @@ impl Console {
 }
 
 /// Boots the guest of `config`, which may be the payload.
-pub fn boot(config: MachineConfig, host: &HostConfig) -> Result<Arc<Machine>, MachineError> {
+pub fn boot(config: MachineConfig, host: &HostConfig) -> Result<Arc<KvmMachine>, MachineError> {
     let image = driftline_backends::image(&config).unwrap_or_default();
-    Machine::launch(config, &HostConfig { image, ..host.clone() })
+    KvmMachine::launch(config, &HostConfig { image, ..host.clone() })
 }
 
-pub fn launch(config: MachineConfig, console: &Console) -> Arc<Machine> {
+pub fn launch(config: MachineConfig, console: &GuestConsole) -> Arc<KvmMachine> {
     boot(config, &console.host()).unwrap()
 }
 
@@ -113,7 +113,7 @@ pub fn refused(config: MachineConfig) -> MachineError {
 }
 
 #[track_caller]
-pub fn assert_powers_off(machine: &Machine, console: &Console) {
+pub fn assert_powers_off(machine: &KvmMachine, console: &GuestConsole) {
     let end = machine.wait_end(Some(LONG));
     assert_eq!(end, Some(EndReason::PowerOff), "{}", console.text());
 }

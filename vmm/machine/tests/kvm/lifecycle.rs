@@ -12,7 +12,7 @@ fn a_paused_guest_stands_still_and_goes_on_unharmed() {
     if !kvm_or_skip("a_paused_guest_stands_still_and_goes_on_unharmed") {
         return;
     }
-    let console = Console::new();
+    let console = GuestConsole::new();
     let config = MachineConfig { vcpus: 2, ..payload("payload,ws=8M,rate=max") };
     let machine = launch(config, &console);
     assert_eq!(machine.run_state(), RunState::Paused);
@@ -42,7 +42,7 @@ fn a_stopped_guest_says_who_stopped_it() {
     if !kvm_or_skip("a_stopped_guest_says_who_stopped_it") {
         return;
     }
-    let machine = launch(payload("payload,ws=1M"), &Console::new());
+    let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
     machine.resume().unwrap();
     assert_eq!(machine.wait_end(Some(std::time::Duration::from_millis(20))), None);
     machine.stop("the test is over");
@@ -58,7 +58,7 @@ fn a_guest_that_was_let_go_of_runs_no_more_until_it_is_taken_again() {
     if !kvm_or_skip("a_guest_that_was_let_go_of_runs_no_more_until_it_is_taken_again") {
         return;
     }
-    let machine = launch(payload("payload,ws=1M"), &Console::new());
+    let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
     machine.resume().unwrap();
     assert!(machine.release().is_err(), "it runs");
     assert!(machine.detach().is_err(), "it runs");

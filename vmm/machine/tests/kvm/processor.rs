@@ -82,7 +82,7 @@ fn the_guest_sees_the_processor_that_was_asked_for() {
         (format!("{baseline},-cx16"), "0---".to_owned()),
         ("host,-cx16".to_owned(), host),
     ] {
-        let console = Console::new();
+        let console = GuestConsole::new();
         let config = MachineConfig { cpu: cpu.parse().unwrap(), ..kernel(&elf, &dir) };
         let machine = launch(config, &console);
         machine.resume().unwrap();
@@ -169,7 +169,7 @@ fn a_payload_on_the_baseline_is_promised_little_and_goes_on_in_another_machine()
     if !kvm_or_skip(NAME) {
         return;
     }
-    let console = Console::new();
+    let console = GuestConsole::new();
     let cpu = baseline_or_less(NAME);
     let config =
         MachineConfig { cpu: cpu.parse().unwrap(), vcpus: 2, ..payload("payload,ws=1M,rate=max") };

@@ -9,7 +9,7 @@ use driftline_guest::{
     SectionTag, Stateful,
 };
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
-use driftline_machine::machine::{Machine, MachineFactory};
+use driftline_machine::machine::{KvmMachine, MachineFactory};
 use driftline_machine::testing::kvm_or_skip;
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::Vm;
@@ -17,7 +17,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::harness::*;
 
-pub fn copy(from: &Machine, to: &Machine, runs: impl IntoIterator<Item = FrameRun>) {
+pub fn copy(from: &KvmMachine, to: &KvmMachine, runs: impl IntoIterator<Item = FrameRun>) {
     let mut buffer = vec![0; 1 << 20];
     for chunk in runs.into_iter().flat_map(|run| run.chunks(256)) {
         let at = GuestAddress(chunk.start.gpa());
@@ -29,12 +29,12 @@ pub fn copy(from: &Machine, to: &Machine, runs: impl IntoIterator<Item = FrameRu
 
 /// Moves a running guest into a new machine: copies all memory while the guest runs, then the
 /// changed frames while it is paused.
-pub fn move_to_new(machine: &Machine, console: &Console, clock: Clock) -> Arc<Machine> {
+pub fn move_to_new(machine: &KvmMachine, console: &GuestConsole, clock: Clock) -> Arc<KvmMachine> {
     move_to_new_on(machine, console.host(), clock)
 }
 
 /// Does as [`move_to_new`], on a host of this kind.
-pub fn move_to_new_on(machine: &Machine, host: HostConfig, clock: Clock) -> Arc<Machine> {
+pub fn move_to_new_on(machine: &KvmMachine, host: HostConfig, clock: Clock) -> Arc<KvmMachine> {
     let factory = MachineFactory::new(host);
     let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
     let mut subscription = machine.subscribe("test").unwrap();
@@ -76,7 +76,7 @@ fn a_guest_goes_on_in_another_machine_while_it_writes() {
         // Overrun rings, where ring 0 is emulated; whole loops of the guest on every host.
         let ring = if ring_entries == smallest { 0 } else { 3 };
         for (vcpus, ws, rate) in [(1, "4M", "320M"), (2, "16M", "max")] {
-            let console = Console::new();
+            let console = GuestConsole::new();
             let spec = format!("payload,ws={ws},rate={rate},pattern=random,ring={ring}");
             let config = MachineConfig { vcpus, tracking, ring_entries, ..payload(&spec) };
             let mut machine = launch(config, &console);
@@ -103,7 +103,7 @@ fn only_a_migration_shows_in_the_guests_clock() {
         return;
     }
     for (clock, shows) in [(Clock::Advance, true), (Clock::Continue, false)] {
-        let console = Console::new();
+        let console = GuestConsole::new();
         let machine = launch(payload("payload,ws=1M,rate=1M"), &console);
         machine.resume().unwrap();
         console.wait_for_reports(1, 1);
@@ -132,7 +132,7 @@ fn a_state_is_only_taken_from_and_put_into_a_guest_that_stands() {
     if !kvm_or_skip("a_state_is_only_taken_from_and_put_into_a_guest_that_stands") {
         return;
     }
-    let machine = launch(payload("payload,ws=1M"), &Console::new());
+    let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
     let sections = machine.save_state().unwrap();
     assert_eq!(sections.len(), 4);
     machine.restore_state(&sections, Clock::Continue).unwrap();
@@ -151,7 +151,7 @@ fn sections_are_not_believed() {
         return;
     }
     let host = MachineConfig { vcpus: 2, ..payload("payload,ws=1M") };
-    let machine = launch(host, &Console::new());
+    let machine = launch(host, &GuestConsole::new());
     let good = machine.save_state().unwrap();
     let refused = |sections: &[Section]| {
         machine.restore_state(sections, Clock::Continue).unwrap_err().to_string()
@@ -213,7 +213,7 @@ fn what_a_host_cannot_give_a_guest_is_refused_by_name() {
     if !kvm_or_skip("what_a_host_cannot_give_a_guest_is_refused_by_name") {
         return;
     }
-    let machine = launch(payload("payload,ws=1M"), &Console::new());
+    let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
     let good = machine.save_state().unwrap();
     let refused = |change: &dyn Fn(&mut [u8])| {
         let mut bad = good.clone();
@@ -255,10 +255,10 @@ fn a_restored_guest_has_a_generation_id_of_its_own_and_a_migrated_one_keeps_its(
     if !kvm_or_skip("a_restored_guest_has_a_generation_id_of_its_own") {
         return;
     }
-    let console = Console::new();
+    let console = GuestConsole::new();
     let machine = launch(payload("payload,ws=1M,rate=1M"), &console);
     let sections = machine.save_state().unwrap();
-    let id = |machine: &Machine| {
+    let id = |machine: &KvmMachine| {
         let mut id = [0; 16];
         machine.ram().read_slice(&mut id, GuestAddress(0xf_f000)).unwrap();
         id

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
 use driftline_guest::{DirtyLog, GuestContents, Lifecycle, Paused, WriteThrottle};
 use driftline_machine::config::MachineConfig;
-use driftline_machine::machine::Machine;
+use driftline_machine::machine::KvmMachine;
 use driftline_machine::testing::kvm_or_skip;
 use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};
@@ -17,7 +17,7 @@ const GUEST: &str = "payload,ws=32M,rate=max,writers=1";
 
 /// Returns the frames that each vCPU dirties per second, measured for `time` with a subscriber that
 /// drains now and then.
-fn rates(machine: &Machine, subscription: &mut Subscription, time: Duration) -> Vec<f64> {
+fn rates(machine: &KvmMachine, subscription: &mut Subscription, time: Duration) -> Vec<f64> {
     let (before, begun) = (machine.vcpu_writes(), Instant::now());
     while begun.elapsed() < time {
         std::thread::sleep(Duration::from_millis(20));
@@ -30,14 +30,14 @@ fn rates(machine: &Machine, subscription: &mut Subscription, time: Duration) -> 
     both.map(|(n, b)| (n.dirtied_frames - b.dirtied_frames) as f64 / seconds).collect()
 }
 
-fn held(machine: &Machine) -> Vec<Duration> {
+fn held(machine: &KvmMachine) -> Vec<Duration> {
     machine.vcpu_writes().iter().map(|v| v.throttled).collect()
 }
 
 fn throttled(config: MachineConfig) {
     // More than a read-only vCPU dirties again after each drain: its stack.
     const RATE: u64 = 500;
-    let console = Console::new();
+    let console = GuestConsole::new();
     let machine = launch(config, &console);
     let mut subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();

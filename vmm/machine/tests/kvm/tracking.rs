@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, SlotId, Subscription};
 use driftline_guest::{DirtyLog, GuestContents, GuestError, Lifecycle, Paused};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
-use driftline_machine::machine::Machine;
+use driftline_machine::machine::KvmMachine;
 use driftline_machine::testing::{Elf, kvm_or_skip};
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::Vm;
@@ -31,7 +31,7 @@ pub fn modes() -> Vec<TrackingMode> {
     .collect()
 }
 
-fn memory(machine: &Machine) -> Vec<u8> {
+fn memory(machine: &KvmMachine) -> Vec<u8> {
     let mut all = vec![0; machine.machine_config().mem_bytes as usize];
     machine.ram().read_slice(&mut all, GuestAddress(0)).unwrap();
     all
@@ -46,7 +46,7 @@ fn changed<'a>(before: &'a [u8], after: &'a [u8]) -> impl Iterator<Item = Gfn> +
 /// Runs `config` to the guest's own end. Returns the leaves of slot 0 and the frames whose content
 /// differs from the start.
 fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
-    let console = Console::new();
+    let console = GuestConsole::new();
     let machine = launch(config, &console);
     // In this order: userfaultfd counts the first read of a frame as a touch.
     let before = memory(&machine);
@@ -122,7 +122,7 @@ fn all_modes_leave_the_same_leaves() {
 /// Runs `machine` for `rounds` epochs of `length`. After each one, every changed frame must be in
 /// the epoch. Returns the number of changed frames.
 fn check_epochs(
-    machine: &Arc<Machine>,
+    machine: &Arc<KvmMachine>,
     subscription: &mut Subscription,
     rounds: usize,
     length: Duration,
@@ -157,7 +157,7 @@ fn the_smallest_ring_loses_nothing() {
     }
     let config = MachineConfig { vcpus: 2, ..payload("payload,ws=32M,rate=max,pattern=random") };
     let ring_entries = smallest_ring(&config);
-    let console = Console::new();
+    let console = GuestConsole::new();
     let machine = launch(MachineConfig { ring_entries, ..config }, &console);
     let subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();
@@ -201,7 +201,8 @@ fn code_in_ring_0_that_overruns_its_ring_loses_nothing() {
     let smallest = smallest_ring(&config);
     let mut all_full = 0;
     for ring_entries in [smallest, 4 * smallest] {
-        let machine = launch(MachineConfig { ring_entries, ..config.clone() }, &Console::new());
+        let machine =
+            launch(MachineConfig { ring_entries, ..config.clone() }, &GuestConsole::new());
         let mut subscription = machine.subscribe("test").unwrap();
         let changed = check_epochs(&machine, &mut subscription, 15, Duration::from_millis(10));
         drop(subscription);
@@ -229,7 +230,7 @@ fn a_guest_that_waits_for_room_in_its_ring_can_be_paused() {
     }
     let config = MachineConfig { vcpus: 2, ..payload("payload,ws=32M,rate=max") };
     let ring_entries = smallest_ring(&config);
-    let console = Console::new();
+    let console = GuestConsole::new();
     let machine = launch(MachineConfig { ring_entries, ..config }, &console);
     let _subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();
@@ -251,7 +252,7 @@ fn nothing_is_tracked_before_someone_subscribes_or_after_all_have_gone() {
         return;
     }
     for tracking in modes() {
-        let console = Console::new();
+        let console = GuestConsole::new();
         let config = MachineConfig { tracking, ..payload("payload,ws=16M,rate=max") };
         let machine = launch(config, &console);
         machine.resume().unwrap();
@@ -286,7 +287,7 @@ fn nothing_is_tracked_before_someone_subscribes_or_after_all_have_gone() {
         console.assert_no_errors();
     }
     let none = MachineConfig { tracking: TrackingMode::None, ..payload("payload,ws=16M") };
-    let machine = launch(none, &Console::new());
+    let machine = launch(none, &GuestConsole::new());
     assert!(matches!(machine.subscribe("test"), Err(GuestError::NotTracked)));
     assert!(matches!(machine.collect(), Err(GuestError::NotTracked)));
 }

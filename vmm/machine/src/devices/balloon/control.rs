@@ -12,7 +12,7 @@ use super::Balloon;
 use super::figures::Figures;
 use crate::actor::{self, Handle};
 use crate::config::BalloonConfig;
-use crate::memory::Kept;
+use crate::memory::ProtectedFrames;
 
 /// Extra time that the device gets after the caller's limit to return the hints so far.
 const GRACE: Duration = Duration::from_millis(200);
@@ -40,7 +40,7 @@ pub struct BalloonControl {
 /// discard frames that are in `kept`.
 pub(in crate::devices) fn open(
     config: &BalloonConfig,
-    kept: Arc<Kept>,
+    kept: Arc<ProtectedFrames>,
 ) -> io::Result<(Balloon, BalloonControl)> {
     let (balloon, inbox) = actor::inbox("the balloon");
     let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);

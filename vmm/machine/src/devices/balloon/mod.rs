@@ -35,7 +35,7 @@ use super::virtio::{
 };
 use crate::actor::{Inbox, Next};
 use crate::config::BalloonConfig;
-use crate::memory::{Discarder, Kept};
+use crate::memory::{Discarder, ProtectedFrames};
 pub(super) use control::open;
 pub use control::{BalloonControl, BalloonFigures};
 use figures::Figures;
@@ -98,7 +98,7 @@ impl Balloon {
     /// Returns the device. `wake` signals that there are jobs in `inbox`.
     fn new(
         config: &BalloonConfig,
-        kept: Arc<Kept>,
+        kept: Arc<ProtectedFrames>,
         figures: Arc<Figures>,
         inbox: Inbox<Self>,
         wake: Arc<EventFd>,

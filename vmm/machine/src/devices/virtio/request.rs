@@ -48,7 +48,7 @@ impl RequestError {
 impl From<CallError> for RequestError {
     fn from(e: CallError) -> Self {
         match e {
-            CallError::Late { .. } => Self::Stuck(e),
+            CallError::TimedOut { .. } => Self::Stuck(e),
             CallError::Ended { .. } => Self::Ended(e),
         }
     }

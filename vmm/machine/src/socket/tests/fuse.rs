@@ -14,11 +14,11 @@ use super::*;
 use crate::testing::skip;
 
 /// The names in the directory.
-type Names = Arc<Mutex<BTreeMap<OsString, INodeNo>>>;
+type FileNames = Arc<Mutex<BTreeMap<OsString, INodeNo>>>;
 
 /// A file system with one directory of sockets.
-struct Plain {
-    names: Names,
+struct SocketFs {
+    names: FileNames,
     next: Mutex<u64>,
     has_links: bool,
     /// A name that another process always removes first.
@@ -50,7 +50,7 @@ fn entry(ino: INodeNo, reply: ReplyEntry) {
     reply.entry(&Duration::ZERO, &attributes(ino), Generation(0));
 }
 
-impl Filesystem for Plain {
+impl Filesystem for SocketFs {
     fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let found = self.names.lock().unwrap().get(name).copied();
         match found {
@@ -116,7 +116,7 @@ impl Filesystem for Plain {
 }
 
 /// Mounts `files` at `dir` for `test`, which is skipped where FUSE cannot be mounted.
-fn mount(test: &str, files: Plain, dir: &Path) -> Option<fuser::BackgroundSession> {
+fn mount(test: &str, files: SocketFs, dir: &Path) -> Option<fuser::BackgroundSession> {
     let session = fuser::spawn_mount(files, dir, &Config::default());
     let why = |e: &_| skip(test, &format!("no FUSE file system can be mounted: {e}"));
     session.inspect_err(why).ok()
@@ -124,10 +124,11 @@ fn mount(test: &str, files: Plain, dir: &Path) -> Option<fuser::BackgroundSessio
 
 #[test]
 fn stale_socket_that_goes_meanwhile_is_replaced() {
-    let names = Names::default();
+    let names = FileNames::default();
     let dir = tempfile::tempdir().unwrap();
     let next = Mutex::new(1);
-    let files = Plain { names: names.clone(), next, has_links: true, removed_first: Some("api") };
+    let files =
+        SocketFs { names: names.clone(), next, has_links: true, removed_first: Some("api") };
     let Some(session) = mount("stale_socket_that_goes_meanwhile_is_replaced", files, dir.path())
     else {
         return;
@@ -144,10 +145,10 @@ fn stale_socket_that_goes_meanwhile_is_replaced() {
 #[test]
 fn file_system_without_noreplace_has_sockets() {
     for has_links in [true, false] {
-        let names = Names::default();
+        let names = FileNames::default();
         let dir = tempfile::tempdir().unwrap();
         let next = Mutex::new(1);
-        let files = Plain { names: names.clone(), next, has_links, removed_first: None };
+        let files = SocketFs { names: names.clone(), next, has_links, removed_first: None };
         let Some(session) = mount("file_system_without_noreplace_has_sockets", files, dir.path())
         else {
             return;
