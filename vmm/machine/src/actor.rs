@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn caller_of_an_ended_thread_is_told_at_once() {
+    fn call_to_an_ended_thread_fails_at_once() {
         let (handle, inbox) = inbox::<()>("the opener");
         let queued = handle.begin("open a file", far(), |()| ());
         drop(inbox);
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn late_job_is_dropped_unless_it_must_be_done() {
+    fn late_job_is_dropped_unless_marked() {
         let (handle, inbox) = inbox::<Vec<&str>>("a device");
         let now = Instant::now();
         let dropped = handle.begin("release", now, |done| done.push("release"));

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn processors_are_kept_awake_when_that_is_asked_for_and_sleep_again_by_themselves() {
+    fn processors_sleep_again_after_the_limit() {
         let (tell, told) = mpsc::channel();
         let (say, said) = mpsc::channel();
         let thread =
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_ends_while_they_are_awake_lets_them_sleep() {
+    fn ending_thread_lets_processors_sleep() {
         let (tell, told) = mpsc::channel();
         let (say, said) = mpsc::channel();
         tell.send(()).unwrap();
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_takes_no_word_ends_nothing() {
+    fn unwritable_file_ends_nothing() {
         let (tell, told) = mpsc::channel();
         tell.send(()).unwrap();
         drop(tell);

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stuck_reader_costs_lines_and_blocks_nobody() {
+    fn stuck_reader_costs_lines_and_blocks_no_thread() {
         let (release, released) = mpsc::channel::<()>();
         let (wrote, written) = mpsc::channel();
         let released = Mutex::new(released);

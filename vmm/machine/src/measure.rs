@@ -292,7 +292,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_goes_in_comes_out_once_ascending_in_runs_as_long_as_can_be(
+        fn drain_returns_each_frame_once_in_ascending_runs(
             frames in prop::collection::vec((0u32..2, 0u64..1000), 0..300), dense in 0u64..600, bitmap: bool,
         ) {
             for mut sink in both() {
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn all_is_every_frame_of_every_slot_and_bits_past_the_end_are_refused() {
+    fn insert_all_covers_every_slot_and_no_more() {
         for mut sink in both() {
             sink.insert_all();
             let mut runs = Vec::new();

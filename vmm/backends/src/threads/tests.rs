@@ -44,7 +44,7 @@ fn lines(path: &Path) -> String {
 }
 
 #[test]
-fn a_copy_and_the_epochs_since_are_the_memory() {
+fn copy_and_epochs_equal_the_memory() {
     let guest = machine("payload,ws=8M,rate=max,pattern=random,fill=random", 2, SerialSink::Null);
     guest.resume().unwrap();
     let mut subscription = guest.subscribe("test").unwrap();
@@ -73,7 +73,7 @@ fn a_copy_and_the_epochs_since_are_the_memory() {
 }
 
 #[test]
-fn a_restored_state_goes_on_without_errors() {
+fn restored_state_continues_without_errors() {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("serial");
     let spec = "payload,ws=4M,rate=max,pattern=zipf,passes=400";
@@ -107,12 +107,12 @@ fn a_restored_state_goes_on_without_errors() {
 }
 
 #[test]
-fn epochs_that_are_copied_behind_the_workers_go_on_without_errors() {
+fn epochs_copied_behind_the_workers_restore_correctly() {
     let dir = tempfile::tempdir().unwrap();
     // Each worker checks all its pages at its end.
     let guest = machine("payload,ws=16M,rate=max,pattern=random,seconds=4", 2, SerialSink::Null);
     if guest.shield().unwrap().is_none() {
-        let name = "epochs_that_are_copied_behind_the_workers_go_on_without_errors";
+        let name = "epochs_copied_behind_the_workers_restore_correctly";
         return skip(name, "this host has no userfaultfd that protects");
     }
     guest.resume().unwrap();
@@ -142,7 +142,7 @@ fn epochs_that_are_copied_behind_the_workers_go_on_without_errors() {
 }
 
 #[test]
-fn memory_that_lost_a_page_shows_as_an_error() {
+fn lost_page_shows_as_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("serial");
     let guest = machine("payload,ws=1M,rate=max,passes=2000", 1, SerialSink::File(log.clone()));
@@ -157,7 +157,7 @@ fn memory_that_lost_a_page_shows_as_an_error() {
 }
 
 #[test]
-fn requests_that_do_not_fit_the_state_are_refused() {
+fn requests_in_the_wrong_state_are_refused() {
     let guest = machine("payload,ws=1M,rate=4M", 1, SerialSink::Null);
     assert_eq!(guest.run_state(), RunState::Paused);
     guest.resume().unwrap();
@@ -175,7 +175,7 @@ fn requests_that_do_not_fit_the_state_are_refused() {
 }
 
 #[test]
-fn hostile_states_and_configurations_are_refused_with_a_sentence() {
+fn hostile_states_and_configurations_are_refused() {
     let guest = machine("payload,ws=1M", 2, SerialSink::Null);
     let good = guest.save_state().unwrap();
     let refused = |sections: &[Section]| {

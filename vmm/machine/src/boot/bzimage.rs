@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_that_cannot_boot_are_refused_with_the_value() {
+    fn unbootable_headers_are_refused_with_the_value() {
         type Change = fn(&mut setup_header);
         let cases: [(Change, &str); 7] = [
             (

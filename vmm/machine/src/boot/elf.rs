@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn a_64_bit_entry_lies_where_the_tables_reach() {
+    fn entry_beyond_the_page_tables_is_refused() {
         let at = |entry: u64, kind| {
             let mut bytes = file(&[kind, (PT_LOAD, 4 << 30, 16, 4096)], 0);
             bytes[24..32].copy_from_slice(&entry.to_le_bytes());
@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_headers_may_cost_is_bounded() {
+    fn cost_of_headers_is_bounded() {
         let code = (PT_LOAD, 1 << 20, 16, 16);
         let many = vec![code; 257];
         assert_eq!(

@@ -71,7 +71,7 @@ mod tests {
     use driftline_dirty_tracker::FrameRun;
 
     #[test]
-    fn a_new_generation_id_differs_and_is_seen_by_the_tracker() {
+    fn new_generation_id_differs_and_is_tracked() {
         let memory = Memory::new(16 << 20, &MemoryOptions::default()).unwrap();
         let read = || {
             let mut id = [0; 16];

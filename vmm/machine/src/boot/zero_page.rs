@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn the_zero_page_says_what_the_kernel_asks_it() {
+    fn zero_page_has_all_boot_parameters() {
         let memory = Memory::new(5 << 30, &MemoryOptions::default()).unwrap();
         let mut header = header_of_an_elf();
         // Fields that a file must not be able to set.
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_longer_than_the_kernel_takes_is_refused() {
+    fn too_long_command_line_is_refused() {
         let memory = Memory::new(16 << 20, &MemoryOptions::default()).unwrap();
         let header = setup_header { cmdline_size: 4, ..header_of_an_elf() };
         let error = write(&memory, 0, &given(&header)).err().unwrap().to_string();

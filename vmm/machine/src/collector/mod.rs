@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_stop_that_failed_half_way_the_next_subscriber_sees_every_slot() {
+    fn subscriber_after_a_failed_stop_sees_every_slot() {
         let (collector, slots) =
             collector(SlotLogging { failing_stops: u32::MAX, ..SlotLogging::default() });
         drop(collector.subscribe("first").unwrap());
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_that_failed_half_way_is_undone_and_can_be_tried_again() {
+    fn failed_start_is_undone_and_can_be_retried() {
         let (collector, slots) =
             collector(SlotLogging { failing_starts: 1, ..SlotLogging::default() });
         let error = collector.subscribe("first").unwrap_err().to_string();

@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peak_lasts_from_half_a_second_to_a_second() {
+    fn peak_expires_within_a_second() {
         let mut peaks = Peaks::new(2);
         let shown = peaks.shown();
         let read = || -> Vec<u64> { shown.iter().map(|n| n.load(Ordering::Relaxed)).collect() };

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn balloons_are_read_as_they_are_given() {
+    fn balloon_options_are_parsed() {
         let parsed = |s: &str| s.parse::<BalloonConfig>();
         assert_eq!(parsed(""), Ok(BalloonConfig::default()));
         let balloon = parsed("size=64M,reporting=off,deflate-on-oom=off").unwrap();

@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_what_is_read() {
+    fn processor_text_round_trips() {
         for text in ["host", "baseline", "host,-cx16", "baseline,-popcnt,-sse4_2"] {
             assert_eq!(text.parse::<CpuConfig>().unwrap().to_string(), text);
         }

@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn disks_differ_by_what_both_hosts_know() {
+    fn disks_differ_by_what_both_hosts_report() {
         let file = |inode, born_ns| DiskIdentity::File { inode, born_ns };
         let device = |name| DiskIdentity::device(name).unwrap();
         let same = [

@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_bounded_and_plain() {
+    fn guest_name_is_bounded_and_plain() {
         for name in ["a", "web-1.prod_2", "7", &"a".repeat(64)] {
             assert_eq!(name.parse::<GuestName>().unwrap().to_string(), name);
         }
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restored_guest_is_new_unless_said() {
+    fn restored_guest_is_new_by_default() {
         let name = |name: &str| Some(name.parse().unwrap());
         let line = Line::begin();
         let from = Origin { vm_id: VmId::random(), epoch: 7, created_unix_ms: 1, line: line.own };

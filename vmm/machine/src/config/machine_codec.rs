@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn other_versions_and_trailing_bytes_are_refused_in_a_sentence() {
+    fn other_versions_and_trailing_bytes_are_refused() {
         let refused = |bytes: &[u8]| MachineConfig::decode(bytes).unwrap_err().to_string();
         let mut bytes = payload().encode();
         bytes.extend([0; 3]);

@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_is_named() {
+    fn missing_capability_is_named() {
         let caps = Capabilities::from_answers(|n| i32::from(n != KVM_CAP_PIT2));
         assert_eq!(caps.missing().map(|c| c.name).collect::<Vec<_>>(), ["PIT2"]);
         assert!(caps.has(KVM_CAP_IRQCHIP));
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn without_rings_that_are_large_enough_the_bitmap_is_best() {
+    fn bitmap_is_best_without_large_enough_rings() {
         let with = |bytes: i32| {
             Capabilities::from_answers(|n| if n == KVM_CAP_DIRTY_LOG_RING { bytes } else { 1 })
         };
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn of_manual_protection_only_what_is_known_is_asked_for() {
+    fn unknown_flags_of_manual_protection_are_not_enabled() {
         let with = |flags: i32| Capabilities::from_answers(|_| flags).manual_dirty_log();
         assert_eq!([0, 1, 2, 3, 7].map(with), [None, Some(1), None, Some(3), Some(3)]);
     }

@@ -45,7 +45,7 @@ fn golden(name: &str) -> String {
 }
 
 #[test]
-fn the_bytes_of_each_section_stay_as_they_are() {
+fn section_bytes_match_the_golden_files() {
     let written = encode(&example()).unwrap();
     assert_eq!(written.len(), FILES.len());
     for (name, i) in FILES {

@@ -104,8 +104,8 @@ fn refused(machine: &KvmMachine, sections: &[Section]) -> String {
 }
 
 #[test]
-fn lost_page_of_the_generation_id_refuses_the_restore() {
-    let test = "lost_page_of_the_generation_id_refuses_the_restore";
+fn lost_generation_id_page_refuses_the_restore() {
+    let test = "lost_generation_id_page_refuses_the_restore";
     let Some((machine, open)) = coming(test, Some(boot::generation_frame())) else { return };
     drop(open);
     let why = refused(&machine, &state());
@@ -127,8 +127,8 @@ fn lost_page_of_the_clock_refuses_the_restore() {
 }
 
 #[test]
-fn vcpu_that_takes_over_no_state_is_named() {
-    let Some((machine, open)) = coming("vcpu_that_takes_over_no_state_is_named", None) else {
+fn vcpu_without_restored_state_is_named() {
+    let Some((machine, open)) = coming("vcpu_without_restored_state_is_named", None) else {
         return;
     };
     let why = refused(&machine, &state());

@@ -79,10 +79,8 @@ const RESET: [u8; 20] = [
 ];
 
 #[test]
-fn a_pause_that_a_device_does_not_allow_leaves_the_guest_and_its_console_as_they_were() {
-    if !kvm_or_skip(
-        "a_pause_that_a_device_does_not_allow_leaves_the_guest_and_its_console_as_they_were",
-    ) {
+fn failed_pause_leaves_guest_and_console_running() {
+    if !kvm_or_skip("failed_pause_leaves_guest_and_console_running") {
         return;
     }
     let fixture = FakeDeviceMachine::new(&ECHO, Duration::from_millis(100));
@@ -114,8 +112,8 @@ fn in_a_reset(stall: Duration) -> FakeDeviceMachine {
 }
 
 #[test]
-fn a_guest_that_waits_for_its_device_can_be_paused_and_stopped() {
-    if !kvm_or_skip("a_guest_that_waits_for_its_device_can_be_paused_and_stopped") {
+fn guest_waiting_for_device_can_pause_and_stop() {
+    if !kvm_or_skip("guest_waiting_for_device_can_pause_and_stop") {
         return;
     }
     // The device takes longer than the limit of the pause: the guest keeps waiting.

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_discarded_frame_is_zero_marked_and_not_there() {
+    fn discarded_frame_is_zero_marked_and_absent() {
         for backing in [Backing::Anon, Backing::Memfd] {
             let huge_pages = Some(HugePages::None);
             let options = MemoryOptions { backing, huge_pages, prefault: false };
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_memory_is_refused() {
+    fn discard_outside_memory_is_refused() {
         let memory = Memory::new(5 << 30, &MemoryOptions::default()).unwrap();
         let mut discarder = Discarder::default();
         for outside in [run(0xbffff, 2), run(0xc0000, 1), run(0x180000, 1), run(0, 0xc0001)] {

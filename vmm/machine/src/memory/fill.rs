@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn contents_are_where_they_belong_and_all_else_is_zeros() {
+    fn filled_contents_are_in_place_others_zero() {
         for backing in [Backing::Anon, Backing::Memfd] {
             let huge_pages = Some(HugePages::None);
             let memory =

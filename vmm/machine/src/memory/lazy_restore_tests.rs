@@ -167,9 +167,9 @@ const fn run_const(start: u64, count: u64) -> FrameRun {
 }
 
 #[test]
-fn who_touches_a_frame_waits_for_it_and_finds_what_was_stored() {
+fn touched_frame_has_its_stored_content() {
     for options in ways() {
-        let name = "who_touches_a_frame_waits_for_it_and_finds_what_was_stored";
+        let name = "touched_frame_has_its_stored_content";
         let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
         let (told, hears) = mpsc::channel();
         for (gfn, stored) in [(5100, true), (0xb_ffff, true), (4999, false), (0x10_0004, false)] {
@@ -205,9 +205,9 @@ fn who_touches_a_frame_waits_for_it_and_finds_what_was_stored() {
 }
 
 #[test]
-fn frames_that_are_to_come_count_as_populated() {
+fn frames_not_yet_fetched_count_as_populated() {
     for options in ways().filter(|o| o.huge_pages == Some(HugePages::None)) {
-        let name = "frames_that_are_to_come_count_as_populated";
+        let name = "frames_not_yet_fetched_count_as_populated";
         let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
         assert_eq!(memory.populated().unwrap(), FRAMES, "{options:?}");
         let frame = |n: u64| (0..n).for_each(|_| open.send(()).unwrap());
@@ -220,9 +220,9 @@ fn frames_that_are_to_come_count_as_populated() {
 }
 
 #[test]
-fn a_frame_that_cannot_be_had_is_told_of_and_the_others_come() {
+fn lost_frame_is_reported_and_others_arrive() {
     for options in ways() {
-        let name = "a_frame_that_cannot_be_had_is_told_of_and_the_others_come";
+        let name = "lost_frame_is_reported_and_others_arrive";
         let Some((memory, open, lost)) = coming(name, &options, &FRAMES, Some(5070)) else {
             return;
         };
@@ -238,9 +238,9 @@ fn a_frame_that_cannot_be_had_is_told_of_and_the_others_come() {
 }
 
 #[test]
-fn a_frame_that_is_given_back_before_it_has_come_never_comes() {
+fn frame_discarded_before_arrival_stays_zero() {
     for options in ways().filter(|o| o.huge_pages == Some(HugePages::None)) {
-        let name = "a_frame_that_is_given_back_before_it_has_come_never_comes";
+        let name = "frame_discarded_before_arrival_stays_zero";
         let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
         let mut writes = memory.tracker().subscribe("test").unwrap();
         let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
@@ -261,9 +261,9 @@ fn a_frame_that_is_given_back_before_it_has_come_never_comes() {
 }
 
 #[test]
-fn memory_comes_once_and_nobody_sees_zeros_for_what_has_not_come() {
+fn no_thread_reads_zeros_for_missing_frames() {
     for options in ways() {
-        let name = "memory_comes_once_and_nobody_sees_zeros_for_what_has_not_come";
+        let name = "no_thread_reads_zeros_for_missing_frames";
         let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
         let (_open, gate) = mpsc::channel();
         let again = FakePageSource::none(FrameSet::new(), gate);
@@ -286,7 +286,7 @@ fn memory_comes_once_and_nobody_sees_zeros_for_what_has_not_come() {
 }
 
 #[test]
-fn memory_that_was_populated_beforehand_does_not_come_late() {
+fn prefaulted_memory_has_no_lazy_restore() {
     for options in ways().map(|o| MemoryOptions { prefault: true, ..o }) {
         let memory = Memory::new(64 << 20, &options).unwrap();
         let (_open, gate) = mpsc::channel();
@@ -298,10 +298,9 @@ fn memory_that_was_populated_beforehand_does_not_come_late() {
 }
 
 #[test]
-fn what_was_touched_first_the_last_time_comes_first_and_what_is_touched_now_is_told() {
+fn recorded_working_set_is_fetched_first() {
     for options in ways() {
-        let name =
-            "what_was_touched_first_the_last_time_comes_first_and_what_is_touched_now_is_told";
+        let name = "recorded_working_set_is_fetched_first";
         let memory = Memory::new(BYTES, &options).unwrap();
         let ((open, gate), (told, _lost)) = (mpsc::channel(), mpsc::channel());
         let frames = FRAMES.into_iter().collect();

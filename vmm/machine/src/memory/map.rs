@@ -70,7 +70,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_frame_is_lost_and_none_lies_in_the_hole(frames_asked in 4096u64..(8 << 18)) {
+        fn memory_map_skips_the_hole_without_loss(frames_asked in 4096u64..(8 << 18)) {
             let memory = frames(frames_asked * PAGE_SIZE).unwrap();
             prop_assert_eq!(memory.frames(), frames_asked);
             prop_assert!(!memory.intersects(HOLE));

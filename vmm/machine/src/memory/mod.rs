@@ -347,12 +347,12 @@ mod tests {
     }
 
     #[test]
-    fn populated_is_what_was_written() {
+    fn populated_frames_are_those_written() {
         ways().for_each(|options| check_populated(&options));
     }
 
     #[test]
-    fn memory_that_is_prefaulted_is_all_there_and_zero() {
+    fn prefaulted_memory_is_resident_and_zero() {
         for options in ways().map(|o| MemoryOptions { prefault: true, ..o }) {
             let memory = Memory::new(96 << 20, &options).unwrap();
             let frames: u64 = memory.populated().unwrap().iter().map(|r| r.count).sum();
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_that_are_prepared_have_memory_keep_their_content_and_are_not_marked() {
+    fn prefault_keeps_content_and_marks_nothing() {
         let small = |o: &MemoryOptions| o.huge_pages != Some(HugePages::Thp);
         for options in ways().filter(small) {
             let memory = Memory::new(64 << 20, &options).unwrap();
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_of_huge_pages_that_is_too_small_is_refused_with_what_it_has() {
+    fn too_small_pool_of_huge_pages_is_refused() {
         for backing in [Backing::Anon, Backing::Memfd] {
             let options =
                 MemoryOptions { backing, huge_pages: Some(HugePages::Hugetlbfs), prefault: false };
@@ -403,20 +403,17 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_of_huge_pages_holds_memory_like_any_other() {
+    fn pool_of_huge_pages_backs_guest_memory() {
         let options =
             MemoryOptions { huge_pages: Some(HugePages::Hugetlbfs), ..MemoryOptions::default() };
         match check_pool(5 << 30) {
             Ok(()) => check_populated(&options),
-            Err(e) => crate::testing::skip(
-                "a_pool_of_huge_pages_holds_memory_like_any_other",
-                &e.to_string(),
-            ),
+            Err(e) => crate::testing::skip("pool_of_huge_pages_backs_guest_memory", &e.to_string()),
         }
     }
 
     #[test]
-    fn the_vmms_own_writes_mark_the_tree() {
+    fn writes_of_the_vmm_mark_the_tree() {
         let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
         let mut subscription = memory.tracker().subscribe("test").unwrap();
         memory.ram().write_slice(&[1; 100], GuestAddress(0x1ff0)).unwrap();

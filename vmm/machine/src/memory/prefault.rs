@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn where_they_are_dear_small_ones_are_taken_and_they_are_tried_seldom() {
+    fn expensive_huge_pages_are_seldom_tried() {
         let mut costs = PrefaultCosts::default();
         let of_a_guest = huge_of(&mut costs, 512, 4000, 700);
         assert!((2..=7).contains(&of_a_guest), "{of_a_guest}");
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_is_found() {
+    fn changed_costs_change_the_choice() {
         let mut costs = PrefaultCosts::default();
         huge_of(&mut costs, 1000, 4000, 700);
         // Huge pages are cheap again: all are huge after the next trial at the latest.
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn where_both_are_dear_huge_pages_are_taken_unless_they_cost_more() {
+    fn cheaper_page_size_wins_if_both_are_expensive() {
         let mut costs = PrefaultCosts::default();
         let huge = huge_of(&mut costs, 1000, 800, 900);
         assert!(huge > 950, "{huge}");

@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn data_that_goes_between_two_questions_is_no_run() {
+    fn data_discarded_between_two_seeks_is_skipped() {
         let run = |start, count| Some(FrameRun { start: Gfn(start), count });
         assert_eq!(run_of(16, 0x3000, 0x5000), run(19, 2));
         assert_eq!(run_of(16, 0x3000, 0x3000), None);

@@ -302,9 +302,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_protected_stays_as_it_is_until_it_is_let_go_of() {
+    fn protected_frame_keeps_its_content_until_released() {
         for options in ways() {
-            let name = "what_is_protected_stays_as_it_is_until_it_is_let_go_of";
+            let name = "protected_frame_keeps_its_content_until_released";
             let Some((memory, shield)) = shielded(name, &options) else { return };
             let ram = memory.ram();
             // Written, never written, and the last of one slot.
@@ -336,9 +336,9 @@ mod tests {
     }
 
     #[test]
-    fn all_that_wait_go_on_when_it_is_dropped_and_another_can_be_had() {
+    fn dropping_write_protection_wakes_all_writers() {
         for options in ways() {
-            let name = "all_that_wait_go_on_when_it_is_dropped_and_another_can_be_had";
+            let name = "dropping_write_protection_wakes_all_writers";
             let Some((memory, shield)) = shielded(name, &options) else { return };
             // In both slots.
             let frames = [run(100, 1000), run(0x10_0000, 500)];
@@ -360,9 +360,9 @@ mod tests {
     }
 
     #[test]
-    fn a_second_one_is_refused_and_takes_nothing_from_the_first() {
+    fn second_write_protection_is_refused_without_effect() {
         for options in ways() {
-            let name = "a_second_one_is_refused_and_takes_nothing_from_the_first";
+            let name = "second_write_protection_is_refused_without_effect";
             let Some((memory, shield)) = shielded(name, &options) else { return };
             let ram = memory.ram();
             write(ram, 70, 5);
@@ -390,10 +390,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_let_go_of_while_it_is_protected_again_is_let_go_of_with_the_rest() {
+    fn frame_reprotected_during_release_is_released_at_end() {
         const RUNS: u64 = 2000;
         for options in ways() {
-            let name = "what_is_let_go_of_while_it_is_protected_again_is_let_go_of_with_the_rest";
+            let name = "frame_reprotected_during_release_is_released_at_end";
             let Some((memory, shield)) = shielded(name, &options) else { return };
             let (ram, shield) = (memory.ram(), &*shield);
             let runs = (0..RUNS).map(|n| run(256 + 32 * n, 1)).collect::<Vec<_>>();
@@ -434,12 +434,12 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_goes_on_when_frames_cannot_be_let_go_of_and_nothing_is_protected_after() {
+    fn failed_release_wakes_writers_and_ends_protection() {
         for options in ways() {
             let memory = Memory::new((3 << 30) + (16 << 20), &options).unwrap();
             let ram = memory.ram();
             let Some(shield) = MemoryShield::open(ram, memory.kept()).unwrap() else {
-                let name = "who_waits_goes_on_when_frames_cannot_be_let_go_of_and_nothing_is_protected_after";
+                let name = "failed_release_wakes_writers_and_ends_protection";
                 return crate::testing::skip(name, "this host has no userfaultfd that protects");
             };
             let (told, hears) = mpsc::channel();
@@ -469,10 +469,9 @@ mod tests {
     }
 
     #[test]
-    fn frames_are_given_back_to_the_host_when_they_have_been_copied_and_not_before() {
+    fn discard_waits_until_protected_frames_are_released() {
         for options in ways().filter(|o| o.huge_pages == Some(HugePages::None)) {
-            let name =
-                "frames_are_given_back_to_the_host_when_they_have_been_copied_and_not_before";
+            let name = "discard_waits_until_protected_frames_are_released";
             let Some((memory, shield)) = shielded(name, &options) else { return };
             let ram = memory.ram();
             (64..128).for_each(|gfn| write(ram, gfn, 9));

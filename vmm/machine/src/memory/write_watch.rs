@@ -282,8 +282,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_found_once_and_again_when_it_is_written_again() {
-        let name = "what_is_written_is_found_once_and_again_when_it_is_written_again";
+    fn each_write_is_found_once() {
+        let name = "each_write_is_found_once";
         for options in ways() {
             let Some((memory, mut watch)) = watched(name, &options) else { return };
             (1000..1300).for_each(|gfn| write(&memory, gfn));
@@ -348,8 +348,8 @@ mod tests {
     }
 
     #[test]
-    fn frames_that_were_given_back_are_found_when_they_are_written_again() {
-        let name = "frames_that_were_given_back_are_found_when_they_are_written_again";
+    fn writes_to_discarded_frames_are_found() {
+        let name = "writes_to_discarded_frames_are_found";
         for options in ways() {
             let Some((memory, mut watch)) = watched(name, &options) else { return };
             (512..2048).for_each(|gfn| write(&memory, gfn));
@@ -374,8 +374,8 @@ mod tests {
     }
 
     #[test]
-    fn it_can_end_and_begin_again_and_memory_is_free_for_others_meanwhile() {
-        let name = "it_can_end_and_begin_again_and_memory_is_free_for_others_meanwhile";
+    fn tracking_can_restart_and_frees_memory_meanwhile() {
+        let name = "tracking_can_restart_and_frees_memory_meanwhile";
         for options in ways() {
             let Some((memory, mut watch)) = watched(name, &options) else { return };
             watch.end().unwrap();

@@ -253,14 +253,14 @@ mod tests {
     }
 
     #[test]
-    fn nobody_starts_programs_or_governs_the_host() {
+    fn no_thread_starts_programs_or_governs_the_host() {
         for table in all_tables() {
             assert!(NEVER.iter().all(|call| !table.contains_key(&i64::from(call.id()))));
         }
     }
 
     #[test]
-    fn only_the_operators_threads_know_files_by_name() {
+    fn only_operator_threads_open_files_by_name() {
         let names = [open, openat, openat2, creat, unlink, unlinkat, rename, mkdir, bind, listen];
         for class in Class::ALL {
             let table = of(class).unwrap();
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_collector_that_follows_writes_by_userfaultfd_has_its_ioctls() {
+    fn only_the_watcher_class_has_userfaultfd_ioctls() {
         let mut known = Table::default();
         known.ioctls(WATCH_IOCTLS).and_then(|()| known.ioctls(PAGEMAP_IOCTLS)).unwrap();
         let ioctls = |class| of(class).unwrap().remove(&i64::from(ioctl.id())).unwrap_or_default();
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn the_process_may_whatever_a_class_may() {
+    fn process_filter_covers_every_class() {
         let process = of_process().unwrap();
         for class in Class::ALL {
             for (call, rules) in of(class).unwrap() {

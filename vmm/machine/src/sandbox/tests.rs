@@ -203,7 +203,7 @@ fn work() {
 }
 
 #[test]
-fn every_class_works_and_none_opens_files_or_starts_programs() {
+fn no_class_opens_files_or_starts_programs() {
     for class in Class::ALL.map(|c| format!("{c:?}")) {
         done(&class, "work");
         killed(&class, "open", Sysno::openat);
@@ -216,7 +216,7 @@ fn every_class_works_and_none_opens_files_or_starts_programs() {
 }
 
 #[test]
-fn a_vcpu_has_its_own_ioctls_and_no_others() {
+fn vcpu_has_only_its_own_ioctls() {
     done("Vcpu", "run");
     killed("Vcpu", "create-vm", Sysno::ioctl);
     killed("Vcpu", "unix", Sysno::socket);
@@ -225,7 +225,7 @@ fn a_vcpu_has_its_own_ioctls_and_no_others() {
 }
 
 #[test]
-fn a_device_has_the_calls_of_its_own_kind_and_no_others() {
+fn device_has_only_the_calls_of_its_kind() {
     let all = [
         ("uring", Sysno::io_uring_setup, &[][..]),
         ("uring-register", Sysno::io_uring_register, &[]),
@@ -249,7 +249,7 @@ fn a_device_has_the_calls_of_its_own_kind_and_no_others() {
 /// Device threads and others may make all the calls that their own tests make: those tests also
 /// pass when restricted.
 #[test]
-fn what_threads_do_is_what_they_may() {
+fn threads_make_only_allowed_calls() {
     let mut me = Command::new(std::env::current_exe().unwrap());
     me.args(["devices::", "collector::"]).env(EVERYWHERE, "1");
     // The test harness starts threads before this process could set it by itself.
@@ -261,11 +261,11 @@ fn what_threads_do_is_what_they_may() {
 }
 
 #[test]
-fn devices_let_go_of_what_they_have_and_take_it_again() {
+fn sandboxed_devices_release_and_acquire() {
     let tap = TestTap::new("sb");
     if let Err(why) = &tap {
         let without = format!("a network interface is left out: {why}");
-        crate::testing::skip("devices_let_go_of_what_they_have_and_take_it_again", &without);
+        crate::testing::skip("sandboxed_devices_release_and_acquire", &without);
     }
     let mut child = child_of("process", "devices");
     if let Ok(TestTap(name)) = &tap {
@@ -319,7 +319,7 @@ fn devices() {
 }
 
 #[test]
-fn a_host_without_landlock_is_warned_about_and_goes_on() {
+fn host_without_landlock_causes_a_warning() {
     done("Vcpu", "run-without-landlock");
     let out = act("Vcpu", "run-without-landlock");
     let said = String::from_utf8_lossy(&out.stdout);
@@ -327,7 +327,7 @@ fn a_host_without_landlock_is_warned_about_and_goes_on() {
 }
 
 #[test]
-fn the_operators_threads_serve_him_and_nothing_else() {
+fn operator_threads_have_no_more_than_they_need() {
     done("process", "work");
     done("process", "files");
     done("process", "system");

@@ -37,7 +37,7 @@ fn kill(mut socket: ListeningSocket) {
 }
 
 #[test]
-fn the_file_is_private_and_goes_with_the_socket() {
+fn socket_file_is_private_and_removed_on_drop() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("api");
     let socket = ListeningSocket::bind(&path).unwrap();
@@ -49,7 +49,7 @@ fn the_file_is_private_and_goes_with_the_socket() {
 }
 
 #[test]
-fn a_live_socket_is_refused_and_a_dead_one_replaced() {
+fn live_socket_is_refused_stale_one_is_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("api");
     let first = ListeningSocket::bind(&path).unwrap();
@@ -314,7 +314,7 @@ fn longest_path_is_as_good_as_any() {
 }
 
 #[test]
-fn a_path_that_is_too_long_is_a_sentence() {
+fn too_long_path_is_refused() {
     let e = ListeningSocket::bind(&PathBuf::from("x".repeat(300))).unwrap_err();
     assert!(e.to_string().starts_with("cannot listen on xxx"), "{e}");
 }

@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     #[allow(clippy::single_range_in_vec_init)] // Calls are ranges.
-    fn near_words_share_a_call_and_far_ones_do_not() {
+    fn only_near_words_share_a_call() {
         let of = |words: &[usize]| calls(&mut bitmap_with(10_000, words), usize::MAX).0;
         assert!(of(&[]).is_empty());
         assert_eq!(of(&[0]), [0..1]);

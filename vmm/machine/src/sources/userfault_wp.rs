@@ -91,8 +91,8 @@ mod tests {
     use crate::memory::{Memory, MemoryOptions};
 
     #[test]
-    fn what_a_scan_that_failed_has_taken_counts_as_written() {
-        const TEST: &str = "what_a_scan_that_failed_has_taken_counts_as_written";
+    fn failed_scan_marks_all_memory() {
+        const TEST: &str = "failed_scan_marks_all_memory";
         if !crate::testing::kvm_or_skip(TEST) {
             return;
         }

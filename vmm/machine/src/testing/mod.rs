@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_skip_is_one_line_that_names_binary_test_and_reason() {
+    fn skip_line_names_binary_test_and_reason() {
         let binary = |path: &str| binary_name(Path::new(path));
         assert_eq!(binary("/t/debug/deps/kvm-0123456789abcdef"), "kvm");
         assert_eq!(binary("/t/debug/whole-system"), "whole-system");

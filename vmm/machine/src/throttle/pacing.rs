@@ -357,7 +357,7 @@ mod tests {
         #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
         #[test]
-        fn rates_are_kept_down_to_the_least_share_and_nobody_slower_is_held(
+        fn only_vcpus_above_the_rate_are_throttled(
             speeds in prop::collection::vec(1u64..1_000_000, 1..5), rate in 100u64..500_000,
             late_us in 0u64..3000,
         ) {
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vcpu_that_does_not_come_back_is_not_asked_twice_and_what_it_owes_is_bounded() {
+    fn unresponsive_vcpu_is_stalled_once_and_debt_bounded() {
         let fake = Rc::new(FakeVcpu::default());
         let mut pacing = Pacing::new(vec![fake.clone()]);
         let begun = Instant::now();

@@ -130,7 +130,7 @@ mod tests {
     const SLICE: Duration = Duration::from_millis(1);
 
     #[test]
-    fn jobs_are_heard_during_a_hold_and_its_end_is_counted() {
+    fn jobs_run_during_a_stall() {
         crate::kvm::register_kick_handler().unwrap();
         let (vcpu, inbox) = actor::inbox::<()>("vCPU 0");
         let (mut stall, meter) = (ThrottleState::default(), StallMeter::default());
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_ends_and_the_wait_for_an_answer_is_part_of_the_next_hold() {
+    fn wait_for_an_answer_belongs_to_the_stall() {
         crate::kvm::register_kick_handler().unwrap();
         let (vcpu, inbox) = actor::inbox::<()>("vCPU 0");
         let (mut stall, meter) = (ThrottleState::default(), StallMeter::default());

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn every_feature_that_a_bit_needs_has_a_place() {
+    fn every_needed_feature_has_a_cpuid_bit() {
         for (_, any) in EFER.iter().chain(CR4) {
             assert!(any.iter().all(|f| cpu_model::find(f).is_some()), "{any:?}");
         }

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_baseline_is_the_same_whatever_more_the_host_has() {
+    fn baseline_does_not_depend_on_the_host() {
         let baseline: CpuConfig = "baseline".parse().unwrap();
         let host = all_of(&[1, 6, 7, 0xd, 0x4000_0001, 0x8000_0001, 0x8000_0008]);
         let guest = narrow(&host, &baseline).unwrap();
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_away_is_gone_in_every_place() {
+    fn removed_feature_is_cleared_everywhere() {
         let host = all_of(&[1, 0x8000_0001]);
         let guest = narrow(&host, &"host,-cx16,-pse36".parse().unwrap()).unwrap();
         assert_eq!(find(guest.as_slice(), 1, 0)[2], !(1 << 13));
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_shown_is_asked_of_the_next_host() {
+    fn exposed_features_are_required_of_the_next_host() {
         let vendor = |name: &[u8; 4]| entry(0, 0, [9, u32::from_le_bytes(*name), 0, 0]);
         let guest = [vendor(b"Genu"), entry(7, 0, [2, 1 << 5 | 1 << 3, 0, 0])];
         let words = shown(&guest);
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn the_baseline_of_a_host_with_everything_has_what_is_listed_and_no_more() {
+    fn baseline_of_the_fullest_host_has_listed_features() {
         let guest = narrow(&everything(), &"baseline".parse().unwrap()).unwrap();
         for e in guest.as_slice() {
             let expected: Option<[u32; 4]> = match e.function {
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn every_feature_of_every_leaf_is_asked_of_the_next_host() {
+    fn every_leaf_is_compared_with_the_next_host() {
         let host = everything();
         let words = shown(host.as_slice());
         assert_eq!(missing(&words, host.as_slice()), None);
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn the_places_of_vector_registers_must_be_the_same() {
+    fn xsave_layout_must_be_the_same() {
         let area = |size, offset, most| {
             [entry(0xd, 0, [7, 0, most, 0]), entry(0xd, 2, [size, offset, 0, 0])]
         };

@@ -288,8 +288,8 @@ mod tests {
     }
 
     #[test]
-    fn a_new_guest_finds_what_a_firmware_would_leave() {
-        if !kvm_or_skip("a_new_guest_finds_what_a_firmware_would_leave") {
+    fn new_guest_has_the_msrs_of_a_firmware() {
+        if !kvm_or_skip("new_guest_has_the_msrs_of_a_firmware") {
             return;
         }
         let (vcpu, cpuid) = vcpu("");
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_register_that_the_host_refuses_is_named_with_its_value() {
+    fn refused_msr_is_named_with_its_value() {
         assert_eq!(judge(&[entry(0x345, 0), entry(0x9e, 0x3_0000)]), Ok(()));
         let why = judge(&[entry(SMBASE, 0x3_0000), entry(0x345, 0x2c5)]).unwrap_err().to_string();
         assert_eq!(why, "this host does not take MSR 0x345 = 0x2c5");
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_feature_registers_said_is_asked_of_the_next_host() {
+    fn feature_msrs_are_required_of_the_next_host() {
         let word = |index, value| MsrWord { index, value };
         let here = [word(ARCH_CAPABILITIES, 0b1011), word(PERF_CAPABILITIES, 0x205)];
         assert_eq!(missing(&here, &here), None);

@@ -36,8 +36,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_vcpu_that_was_just_made_is_as_a_reset_leaves_it() {
-        if !crate::testing::kvm_or_skip("a_vcpu_that_was_just_made_is_as_a_reset_leaves_it") {
+    fn new_vcpu_has_the_reset_values() {
+        if !crate::testing::kvm_or_skip("new_vcpu_has_the_reset_values") {
             return;
         }
         let vm = Kvm::new().unwrap().create_vm().unwrap();

@@ -87,7 +87,7 @@ mod tests {
     proptest! {
         /// True whichever threads have ended, and in whatever order the others run.
         #[test]
-        fn all_are_told_once_and_it_is_over_when_they_have_gone_on(
+        fn fanout_reaches_each_vcpu_once(
             (ended, slow, order) in (1..40usize).prop_flat_map(|vcpus| {
                 let flags = || prop::collection::vec(any::<bool>(), vcpus);
                 (flags(), flags(), Just((0..vcpus).collect::<Vec<_>>()).prop_shuffle())

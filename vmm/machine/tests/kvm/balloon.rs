@@ -132,8 +132,8 @@ fn bytes(report: &EpochReport) -> u64 {
 }
 
 #[test]
-fn what_a_guest_reports_as_free_is_neither_held_nor_stored() {
-    const NAME: &str = "what_a_guest_reports_as_free_is_neither_held_nor_stored";
+fn reported_free_memory_is_neither_resident_nor_stored() {
+    const NAME: &str = "reported_free_memory_is_neither_resident_nor_stored";
     if !kvm_or_skip(NAME) {
         return;
     }
@@ -164,8 +164,8 @@ fn what_a_guest_reports_as_free_is_neither_held_nor_stored() {
 }
 
 #[test]
-fn what_a_guest_hints_as_free_is_not_stored() {
-    const NAME: &str = "what_a_guest_hints_as_free_is_not_stored";
+fn hinted_free_memory_is_not_stored() {
+    const NAME: &str = "hinted_free_memory_is_not_stored";
     if !kvm_or_skip(NAME) {
         return;
     }

@@ -46,8 +46,8 @@ fn prints_ok() -> Vec<u8> {
 }
 
 #[test]
-fn other_peoples_files_boot_in_both_classes() {
-    if !kvm_or_skip("other_peoples_files_boot_in_both_classes") {
+fn foreign_elf_files_boot_in_both_classes() {
+    if !kvm_or_skip("foreign_elf_files_boot_in_both_classes") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -71,8 +71,8 @@ fn other_peoples_files_boot_in_both_classes() {
 }
 
 #[test]
-fn files_that_cannot_boot_are_refused_in_a_sentence() {
-    if !kvm_or_skip("files_that_cannot_boot_are_refused_in_a_sentence") {
+fn unbootable_files_are_refused() {
+    if !kvm_or_skip("unbootable_files_are_refused") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -142,8 +142,8 @@ fn files_that_cannot_boot_are_refused_in_a_sentence() {
 }
 
 #[test]
-fn no_damage_to_a_file_makes_the_loader_panic() {
-    if !kvm_or_skip("no_damage_to_a_file_makes_the_loader_panic") {
+fn damaged_file_does_not_panic_the_loader() {
+    if !kvm_or_skip("damaged_file_does_not_panic_the_loader") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -168,8 +168,8 @@ fn no_damage_to_a_file_makes_the_loader_panic() {
 }
 
 #[test]
-fn how_a_guest_ends_is_told_apart() {
-    if !kvm_or_skip("how_a_guest_ends_is_told_apart") {
+fn reset_and_crash_are_distinguished() {
+    if !kvm_or_skip("reset_and_crash_are_distinguished") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -197,8 +197,8 @@ fn asks_for_an_interrupt() -> Vec<u8> {
 }
 
 #[test]
-fn the_serial_port_raises_its_interrupt_before_the_next_instruction() {
-    if !kvm_or_skip("the_serial_port_raises_its_interrupt_before_the_next_instruction") {
+fn serial_interrupt_precedes_the_next_instruction() {
+    if !kvm_or_skip("serial_interrupt_precedes_the_next_instruction") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();

@@ -204,24 +204,24 @@ fn loses_no_frame(test: &str, mode: TrackingMode) {
 }
 
 #[test]
-fn rings_lose_no_frame_however_they_are_harvested() {
-    loses_no_frame("rings_lose_no_frame_however_they_are_harvested", TrackingMode::DirtyRing);
+fn rings_lose_no_frame_however_harvested() {
+    loses_no_frame("rings_lose_no_frame_however_harvested", TrackingMode::DirtyRing);
 }
 
 #[test]
-fn bitmaps_lose_no_frame_however_they_are_harvested() {
-    loses_no_frame("bitmaps_lose_no_frame_however_they_are_harvested", TrackingMode::DirtyBitmap);
+fn bitmaps_lose_no_frame_however_harvested() {
+    loses_no_frame("bitmaps_lose_no_frame_however_harvested", TrackingMode::DirtyBitmap);
 }
 
 #[test]
-fn bitmaps_cleared_by_hand_lose_no_frame_however_they_are_harvested() {
-    let test = "bitmaps_cleared_by_hand_lose_no_frame_however_they_are_harvested";
+fn manual_bitmaps_lose_no_frame_however_harvested() {
+    let test = "manual_bitmaps_lose_no_frame_however_harvested";
     loses_no_frame(test, TrackingMode::DirtyBitmapManual);
 }
 
 #[test]
-fn userfaultfd_loses_no_frame_however_it_is_harvested() {
-    loses_no_frame("userfaultfd_loses_no_frame_however_it_is_harvested", TrackingMode::UserfaultWp);
+fn userfaultfd_loses_no_frame_however_harvested() {
+    loses_no_frame("userfaultfd_loses_no_frame_however_harvested", TrackingMode::UserfaultWp);
 }
 
 #[cfg(debug_assertions)]
@@ -244,9 +244,9 @@ fn can_lose(test: &str) -> bool {
 }
 
 #[test]
-fn a_source_that_loses_frames_is_found_out() {
-    if !can_lose("a_source_that_loses_frames_is_found_out")
-        || !kvm_or_skip("a_source_that_loses_frames_is_found_out")
+fn source_that_loses_frames_is_detected() {
+    if !can_lose("source_that_loses_frames_is_detected")
+        || !kvm_or_skip("source_that_loses_frames_is_detected")
     {
         return;
     }
@@ -281,8 +281,8 @@ fn lost_to_the_payload() -> (u64, Duration, Duration) {
 }
 
 #[test]
-fn the_payload_finds_out_that_frames_were_lost() {
-    const TEST: &str = "the_payload_finds_out_that_frames_were_lost";
+fn payload_detects_lost_frames() {
+    const TEST: &str = "payload_detects_lost_frames";
     if !can_lose(TEST) || !kvm_or_skip(TEST) {
         return;
     }

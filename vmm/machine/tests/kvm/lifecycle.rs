@@ -8,8 +8,8 @@ use driftline_machine::vm::{EndReason, Vm};
 use crate::harness::*;
 
 #[test]
-fn a_paused_guest_stands_still_and_goes_on_unharmed() {
-    if !kvm_or_skip("a_paused_guest_stands_still_and_goes_on_unharmed") {
+fn paused_guest_does_not_run_and_resumes_unharmed() {
+    if !kvm_or_skip("paused_guest_does_not_run_and_resumes_unharmed") {
         return;
     }
     let console = GuestConsole::new();
@@ -38,8 +38,8 @@ fn a_paused_guest_stands_still_and_goes_on_unharmed() {
 }
 
 #[test]
-fn a_stopped_guest_says_who_stopped_it() {
-    if !kvm_or_skip("a_stopped_guest_says_who_stopped_it") {
+fn stopped_guest_reports_the_reason() {
+    if !kvm_or_skip("stopped_guest_reports_the_reason") {
         return;
     }
     let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
@@ -54,8 +54,8 @@ fn a_stopped_guest_says_who_stopped_it() {
 }
 
 #[test]
-fn a_guest_that_was_let_go_of_runs_no_more_until_it_is_taken_again() {
-    if !kvm_or_skip("a_guest_that_was_let_go_of_runs_no_more_until_it_is_taken_again") {
+fn released_guest_runs_only_after_acquire() {
+    if !kvm_or_skip("released_guest_runs_only_after_acquire") {
         return;
     }
     let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
@@ -79,8 +79,8 @@ fn a_guest_that_was_let_go_of_runs_no_more_until_it_is_taken_again() {
 }
 
 #[test]
-fn nothing_is_left_of_fifty_machines() {
-    if !kvm_or_skip("nothing_is_left_of_fifty_machines") {
+fn fifty_machines_leave_nothing_behind() {
+    if !kvm_or_skip("fifty_machines_leave_nothing_behind") {
         return;
     }
     let held = || {
@@ -100,7 +100,7 @@ fn nothing_is_left_of_fifty_machines() {
     // Runs in its own process, so that machines of other tests are not counted.
     if std::env::var_os("FIFTY_MACHINES").is_none() {
         let me = std::env::current_exe().unwrap();
-        let test = ["--exact", "lifecycle::nothing_is_left_of_fifty_machines", "--nocapture"];
+        let test = ["--exact", "lifecycle::fifty_machines_leave_nothing_behind", "--nocapture"];
         let out = std::process::Command::new(me).args(test).env("FIFTY_MACHINES", "1").output();
         let out = out.unwrap();
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));

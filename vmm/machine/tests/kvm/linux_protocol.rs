@@ -68,16 +68,16 @@ fn boots(file: &[u8]) {
 }
 
 #[test]
-fn an_elf_file_without_a_note_is_entered_in_long_mode() {
-    if !kvm_or_skip("an_elf_file_without_a_note_is_entered_in_long_mode") {
+fn elf_without_pvh_note_enters_long_mode() {
+    if !kvm_or_skip("elf_without_pvh_note_enters_long_mode") {
         return;
     }
     boots(&Elf { notes: note(b"GNU\0", 18, &[0; 4]), ..Elf::new(&reads_its_zero_page()) }.bytes());
 }
 
 #[test]
-fn a_bzimage_is_entered_at_its_64_bit_entry() {
-    if !kvm_or_skip("a_bzimage_is_entered_at_its_64_bit_entry") {
+fn bzimage_is_entered_at_64_bit_entry() {
+    if !kvm_or_skip("bzimage_is_entered_at_64_bit_entry") {
         return;
     }
     boots(&bzimage(&reads_its_zero_page(), true));
@@ -85,8 +85,8 @@ fn a_bzimage_is_entered_at_its_64_bit_entry() {
 }
 
 #[test]
-fn what_a_bzimage_cannot_take_is_refused_in_a_sentence() {
-    if !kvm_or_skip("what_a_bzimage_cannot_take_is_refused_in_a_sentence") {
+fn unfit_bzimage_is_refused() {
+    if !kvm_or_skip("unfit_bzimage_is_refused") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -122,8 +122,8 @@ fn what_a_bzimage_cannot_take_is_refused_in_a_sentence() {
 }
 
 #[test]
-fn a_panicking_guest_says_so_by_pvpanic() {
-    if !kvm_or_skip("a_panicking_guest_says_so_by_pvpanic") {
+fn panicking_guest_reports_by_pvpanic() {
+    if !kvm_or_skip("panicking_guest_reports_by_pvpanic") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -140,8 +140,8 @@ fn a_panicking_guest_says_so_by_pvpanic() {
 }
 
 #[test]
-fn thirty_two_vcpus_of_the_payload_boot() {
-    if !kvm_or_skip("thirty_two_vcpus_of_the_payload_boot") {
+fn thirty_two_vcpus_boot() {
+    if !kvm_or_skip("thirty_two_vcpus_boot") {
         return;
     }
     let console = GuestConsole::new();

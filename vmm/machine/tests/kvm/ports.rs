@@ -50,8 +50,8 @@ fn string_output_to_the_serial_port_is_complete() {
 }
 
 #[test]
-fn wide_access_is_one_of_each_of_its_ports() {
-    if !kvm_or_skip("wide_access_is_one_of_each_of_its_ports") {
+fn wide_access_reaches_each_of_its_ports() {
+    if !kvm_or_skip("wide_access_reaches_each_of_its_ports") {
         return;
     }
     #[rustfmt::skip]

@@ -66,8 +66,8 @@ fn asks_cpuid() -> Vec<u8> {
 }
 
 #[test]
-fn the_guest_sees_the_processor_that_was_asked_for() {
-    const NAME: &str = "the_guest_sees_the_processor_that_was_asked_for";
+fn guest_sees_the_configured_processor() {
+    const NAME: &str = "guest_sees_the_configured_processor";
     if !kvm_or_skip(NAME) {
         return;
     }
@@ -93,8 +93,8 @@ fn the_guest_sees_the_processor_that_was_asked_for() {
 }
 
 #[test]
-fn a_guest_that_has_seen_more_than_this_host_has_is_refused_by_name() {
-    if !kvm_or_skip("a_guest_that_has_seen_more_than_this_host_has_is_refused_by_name") {
+fn guest_needing_a_missing_feature_is_refused() {
+    if !kvm_or_skip("guest_needing_a_missing_feature_is_refused") {
         return;
     }
     let machine = boot(payload("payload,ws=1M"), &silent()).unwrap();
@@ -122,8 +122,8 @@ fn a_guest_that_has_seen_more_than_this_host_has_is_refused_by_name() {
 }
 
 #[test]
-fn a_guest_that_was_promised_another_clock_rate_or_register_is_refused_by_name() {
-    if !kvm_or_skip("a_guest_that_was_promised_another_clock_rate_or_register_is_refused_by_name") {
+fn guest_promised_another_tsc_rate_is_refused() {
+    if !kvm_or_skip("guest_promised_another_tsc_rate_is_refused") {
         return;
     }
     let machine = boot(payload("payload,ws=1M"), &silent()).unwrap();
@@ -163,9 +163,8 @@ fn host_khz() -> u32 {
 }
 
 #[test]
-fn a_payload_on_the_baseline_is_promised_little_and_goes_on_in_another_machine() {
-    const NAME: &str =
-        "a_payload_on_the_baseline_is_promised_little_and_goes_on_in_another_machine";
+fn baseline_guest_continues_in_another_machine() {
+    const NAME: &str = "baseline_guest_continues_in_another_machine";
     if !kvm_or_skip(NAME) {
         return;
     }

@@ -58,8 +58,8 @@ pub fn move_to_new_on(machine: &KvmMachine, host: HostConfig, clock: Clock) -> A
 }
 
 #[test]
-fn a_guest_goes_on_in_another_machine_while_it_writes() {
-    if !kvm_or_skip("a_guest_goes_on_in_another_machine_while_it_writes") {
+fn writing_guest_continues_in_another_machine() {
+    if !kvm_or_skip("writing_guest_continues_in_another_machine") {
         return;
     }
     let (smallest, modes) = (smallest_ring(&payload("payload,ws=16M")), crate::tracking::modes());
@@ -128,8 +128,8 @@ fn only_a_migration_shows_in_the_guests_clock() {
 }
 
 #[test]
-fn a_state_is_only_taken_from_and_put_into_a_guest_that_stands() {
-    if !kvm_or_skip("a_state_is_only_taken_from_and_put_into_a_guest_that_stands") {
+fn save_and_restore_need_a_paused_guest() {
+    if !kvm_or_skip("save_and_restore_need_a_paused_guest") {
         return;
     }
     let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
@@ -146,8 +146,8 @@ fn a_state_is_only_taken_from_and_put_into_a_guest_that_stands() {
 }
 
 #[test]
-fn sections_are_not_believed() {
-    if !kvm_or_skip("sections_are_not_believed") {
+fn hostile_sections_are_refused() {
+    if !kvm_or_skip("hostile_sections_are_refused") {
         return;
     }
     let host = MachineConfig { vcpus: 2, ..payload("payload,ws=1M") };
@@ -209,8 +209,8 @@ fn place_of(what: &[u8], bytes: &[u8]) -> usize {
 }
 
 #[test]
-fn what_a_host_cannot_give_a_guest_is_refused_by_name() {
-    if !kvm_or_skip("what_a_host_cannot_give_a_guest_is_refused_by_name") {
+fn unsupported_state_is_refused_by_name() {
+    if !kvm_or_skip("unsupported_state_is_refused_by_name") {
         return;
     }
     let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
@@ -251,8 +251,8 @@ fn what_a_host_cannot_give_a_guest_is_refused_by_name() {
 }
 
 #[test]
-fn a_restored_guest_has_a_generation_id_of_its_own_and_a_migrated_one_keeps_its() {
-    if !kvm_or_skip("a_restored_guest_has_a_generation_id_of_its_own") {
+fn only_a_restore_renews_the_generation_id() {
+    if !kvm_or_skip("only_a_restore_renews_the_generation_id") {
         return;
     }
     let console = GuestConsole::new();

@@ -114,15 +114,15 @@ fn throttled(config: MachineConfig) {
 }
 
 #[test]
-fn a_vcpu_that_writes_too_much_is_held_and_nothing_is_missed() {
-    if kvm_or_skip("a_vcpu_that_writes_too_much_is_held_and_nothing_is_missed") {
+fn throttled_vcpu_loses_no_write() {
+    if kvm_or_skip("throttled_vcpu_loses_no_write") {
         throttled(MachineConfig { vcpus: 2, ..payload(GUEST) });
     }
 }
 
 #[test]
-fn a_vcpu_that_waits_for_room_in_its_ring_is_held_as_well() {
-    if kvm_or_skip("a_vcpu_that_waits_for_room_in_its_ring_is_held_as_well") {
+fn vcpu_with_full_ring_is_throttled() {
+    if kvm_or_skip("vcpu_with_full_ring_is_throttled") {
         let config = MachineConfig { vcpus: 2, ..payload(GUEST) };
         let ring_entries = smallest_ring(&config);
         throttled(MachineConfig { ring_entries, ..config });

@@ -79,8 +79,8 @@ fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
 /// writable, KVM maps it writable and counts it. `userfault-wp` is more precise, and may differ in
 /// frames whose content is the same.
 #[test]
-fn all_modes_leave_the_same_leaves() {
-    if !kvm_or_skip("all_modes_leave_the_same_leaves") {
+fn all_modes_report_the_same_frames() {
+    if !kvm_or_skip("all_modes_report_the_same_frames") {
         return;
     }
     let modes = modes();
@@ -192,8 +192,8 @@ fn ring_0_writer() -> Vec<u8> {
 }
 
 #[test]
-fn code_in_ring_0_that_overruns_its_ring_loses_nothing() {
-    if !kvm_or_skip("code_in_ring_0_that_overruns_its_ring_loses_nothing") {
+fn overrun_in_ring_0_loses_nothing() {
+    if !kvm_or_skip("overrun_in_ring_0_loses_nothing") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -224,8 +224,8 @@ fn code_in_ring_0_that_overruns_its_ring_loses_nothing() {
 }
 
 #[test]
-fn a_guest_that_waits_for_room_in_its_ring_can_be_paused() {
-    if !kvm_or_skip("a_guest_that_waits_for_room_in_its_ring_can_be_paused") {
+fn guest_with_full_ring_can_be_paused() {
+    if !kvm_or_skip("guest_with_full_ring_can_be_paused") {
         return;
     }
     let config = MachineConfig { vcpus: 2, ..payload("payload,ws=32M,rate=max") };
@@ -247,8 +247,8 @@ fn a_guest_that_waits_for_room_in_its_ring_can_be_paused() {
 }
 
 #[test]
-fn nothing_is_tracked_before_someone_subscribes_or_after_all_have_gone() {
-    if !kvm_or_skip("nothing_is_tracked_before_someone_subscribes_or_after_all_have_gone") {
+fn nothing_is_tracked_without_subscribers() {
+    if !kvm_or_skip("nothing_is_tracked_without_subscribers") {
         return;
     }
     for tracking in modes() {
@@ -293,8 +293,8 @@ fn nothing_is_tracked_before_someone_subscribes_or_after_all_have_gone() {
 }
 
 #[test]
-fn a_ring_that_the_kernel_does_not_take_is_the_hosts_lack() {
-    if !kvm_or_skip("a_ring_that_the_kernel_does_not_take_is_the_hosts_lack") {
+fn unsupported_ring_size_is_refused() {
+    if !kvm_or_skip("unsupported_ring_size_is_refused") {
         return;
     }
     let error = refused(MachineConfig { ring_entries: 1 << 30, ..payload("payload,ws=16M") });

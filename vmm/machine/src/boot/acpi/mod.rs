@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_finds_every_table_and_every_sum_holds() {
+    fn every_table_is_found_with_valid_checksum() {
         let (at, end) = map::ACPI_TABLES;
         let devices: Vec<MmioSlot> = (0..16)
             .map(|i| MmioSlot { base: 0xd000_0000 + i * 0x1000, gsi: 5 + i as u32 })
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fadt_names_the_ports_that_the_bus_has() {
+    fn fadt_names_the_ports_of_the_bus() {
         let all = build(map::ACPI_TABLES.0, 1, &[], map::GENERATION_ID.0);
         let fadt = &walk(&all, map::ACPI_TABLES.0)[1].1;
         assert_eq!((u32_at(fadt, 56), u32_at(fadt, 64)), (0x600, 0x604));

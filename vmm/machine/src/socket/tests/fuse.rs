@@ -123,13 +123,13 @@ fn mount(test: &str, files: SocketFs, dir: &Path) -> Option<fuser::BackgroundSes
 }
 
 #[test]
-fn stale_socket_that_goes_meanwhile_is_replaced() {
+fn stale_socket_removed_meanwhile_is_replaced() {
     let names = FileNames::default();
     let dir = tempfile::tempdir().unwrap();
     let next = Mutex::new(1);
     let files =
         SocketFs { names: names.clone(), next, has_links: true, removed_first: Some("api") };
-    let Some(session) = mount("stale_socket_that_goes_meanwhile_is_replaced", files, dir.path())
+    let Some(session) = mount("stale_socket_removed_meanwhile_is_replaced", files, dir.path())
     else {
         return;
     };
