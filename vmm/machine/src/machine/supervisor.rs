@@ -196,6 +196,8 @@ pub(super) struct Supervisor {
     context: Arc<StateContext>,
     status: Arc<Status>,
     has_run: bool,
+    /// Whether a paused vCPU may still be in a job. Then it may not come to the next one.
+    vcpus_are_busy: bool,
     /// Whether a restore has failed half-way and none has succeeded since.
     half_restored: bool,
 }
@@ -209,8 +211,16 @@ impl Supervisor {
         status: Arc<Status>,
         inbox: Inbox<Self>,
     ) -> Result<JoinHandle<()>, MachineError> {
-        let supervisor =
-            Self { vcpus, vm, bus, context, status, has_run: false, half_restored: false };
+        let supervisor = Self {
+            vcpus,
+            vm,
+            bus,
+            context,
+            status,
+            has_run: false,
+            vcpus_are_busy: false,
+            half_restored: false,
+        };
         sandbox::spawn(Class::Supervisor, "supervisor", move || supervisor.run(inbox))
             .map_err(MachineError::system("starting the supervisor"))
     }
@@ -233,7 +243,7 @@ impl Supervisor {
         }
         // Comes first: while the vCPUs pause, a disk ends its wait for an epoch.
         self.bus.virtio().hurry(true);
-        let stands = match self.halt() {
+        let paused = match self.halt() {
             Halted::Paused => Some(devices("pausing the guest", self.bus.virtio().quiesce())),
             Halted::Late(why) => {
                 // The devices were not asked to quiesce, so they continue.
@@ -242,7 +252,7 @@ impl Supervisor {
             }
             Halted::Ended => None,
         };
-        match stands {
+        match paused {
             Some(Ok(())) => {
                 self.status.set(RunState::Paused);
                 return Ok(RunState::Running);
@@ -250,7 +260,7 @@ impl Supervisor {
             Some(Err(why)) => {
                 // The guest continues as if no pause had been requested. A late vCPU receives the
                 // resume as well.
-                self.go_on();
+                self.resume_all();
                 return Err(why);
             }
             None => {}
@@ -286,7 +296,7 @@ impl Supervisor {
     }
 
     /// Accepts input again and resumes all vCPUs. Some of them may not be paused.
-    fn go_on(&self) {
+    fn resume_all(&self) {
         self.bus.com1().take_input(true);
         for vcpu in self.vcpus.iter() {
             vcpu.paused().tell(Vcpu::resume);
@@ -300,15 +310,41 @@ impl Supervisor {
             let why = "restoring it failed half-way, so it cannot run".to_owned();
             return Err(GuestError::Unsupported { what, why });
         }
+        self.wait_for_idle_vcpus()?;
         self.status.run()?;
         self.has_run = true;
         self.bus.virtio().resume();
         self.bus.com1().take_input(true);
         let all = self.vcpus.iter().map(|vcpu| vcpu.paused().clone()).collect();
-        // The vCPUs are paused, so they come to it. None may be told to pause again before all have
-        // resumed.
+        // Needs no limit: every vCPU waits for a job, and nothing in `resume_in` blocks. No vCPU may
+        // be told to pause again before all have resumed.
         let _ = ResumeFanout::begin(all, Vcpu::resume_in).recv();
         Ok(())
+    }
+
+    /// Waits until the vCPUs, which are paused, have finished all their jobs. Of all jobs only a
+    /// save may be unfinished here: for it KVM reads guest memory, which may be on storage that
+    /// hangs. A restore that leaves one unfinished has failed, and then the guest does not resume.
+    fn wait_for_idle_vcpus(&mut self) -> Result<(), GuestError> {
+        if !self.vcpus_are_busy {
+            return Ok(());
+        }
+        let deadline = Instant::now() + HALT_LIMIT;
+        let probe = |vcpu: &VcpuHandle| {
+            vcpu.paused().begin("finish the job that it was given before", deadline, |_| ())
+        };
+        let asked: Vec<_> = self.vcpus.iter().map(probe).collect();
+        let failed = asking("resuming the guest");
+        asked.into_iter().try_for_each(|asked| asked.wait().map_err(&failed))?;
+        self.vcpus_are_busy = false;
+        Ok(())
+    }
+
+    /// Makes the first vCPU, which is paused, wait in a job until the sender of `gate` is dropped.
+    #[cfg(test)]
+    pub(super) fn block_vcpu(&self, gate: std::sync::mpsc::Receiver<()>) {
+        let first = self.vcpus.iter().next();
+        first.map(|vcpu| vcpu.paused().tell(move |_| _ = gate.recv()));
     }
 
     /// Ends the guest if a thread has reported that it has ended.
@@ -340,8 +376,9 @@ impl Supervisor {
         self.status.end(why);
     }
 
-    pub(super) fn save(&self) -> SavedState {
+    pub(super) fn save(&mut self) -> SavedState {
         self.require("save", RunState::Paused)?;
+        self.vcpus_are_busy = true;
         let deadline = Instant::now() + HALT_LIMIT;
         let save =
             |vcpu: &VcpuHandle| vcpu.paused().begin("give its state", deadline, |vcpu| vcpu.save());
@@ -353,8 +390,11 @@ impl Supervisor {
         let virtio = devices("saving a virtio device", self.bus.virtio().save())?;
         let mut vcpus = Vec::with_capacity(asked.len());
         for asked in asked {
-            vcpus.push(*asked.wait().map_err(asking("saving the state of a vCPU"))??);
+            vcpus.push(asked.wait().map_err(asking("saving the state of a vCPU"))?);
         }
+        self.vcpus_are_busy = false;
+        let vcpus = vcpus.into_iter().map(|saved| saved.map(|saved| *saved));
+        let vcpus = vcpus.collect::<Result<_, GuestError>>()?;
         state::encode(&SavedMachine { vm, vcpus, com1, platform, virtio })
     }
 

@@ -1,12 +1,13 @@
 //! Machines with slow or stuck devices: every wait for such a device has a limit.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use driftline_guest::{HandOver, Lifecycle, RunState, Stateful, VmId};
 
 use super::KvmMachine;
+use super::supervisor::Supervisor;
 use crate::config::{HostConfig, SerialSink};
 use crate::devices::{DeviceSet, Limits, fake};
 use crate::terminal::Stdin;
@@ -162,6 +163,34 @@ fn stuck_device_holds_up_no_stop() {
     assert!(began.elapsed() < LONG, "{:?}", began.elapsed());
     assert_eq!(machine.run_state(), RunState::Stopped);
     fake::Script::set(&fixture.script.stuck, false);
+}
+
+#[test]
+fn vcpu_that_hangs_in_a_save_refuses_the_resume() {
+    if !kvm_or_skip("vcpu_that_hangs_in_a_save_refuses_the_resume") {
+        return;
+    }
+    let fixture = FakeDeviceMachine::new(&ECHO, LONG);
+    let machine = &fixture.machine;
+    machine.resume().unwrap();
+    machine.pause().unwrap();
+    let (gate, closed) = mpsc::channel();
+    let block = |supervisor: &mut Supervisor| {
+        supervisor.block_vcpu(closed);
+        Ok(())
+    };
+    machine.ask("block a vCPU", block).unwrap();
+    let why = machine.save_state().unwrap_err().to_string();
+    assert!(why.contains("vCPU 0 did not give its state"), "{why}");
+    let began = Instant::now();
+    let why = machine.resume().unwrap_err().to_string();
+    assert!(why.contains("vCPU 0 did not finish the job"), "{why}");
+    assert!(began.elapsed() < LONG, "{:?}", began.elapsed());
+    assert_eq!(machine.run_state(), RunState::Paused);
+    drop(gate);
+    machine.resume().unwrap();
+    assert_eq!(machine.bus.com1().feed(b"a", false), 1);
+    fixture.wait_for("a");
 }
 
 /// The guest has no handler of the interrupt, so it cannot survive it.

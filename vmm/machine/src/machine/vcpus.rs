@@ -11,7 +11,7 @@ use crate::vcpu::{Counters, PauseOutcome, Vcpu};
 
 /// Upper bound on pausing or ending vCPUs. They run jobs wherever they wait, so only a defect
 /// takes this long.
-pub(super) const HALT_LIMIT: Duration = Duration::from_secs(10);
+pub(super) const HALT_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 10 });
 /// Interval between two checks whether a thread has ended.
 const END_CHECK_INTERVAL: Duration = Duration::from_micros(100);
 
