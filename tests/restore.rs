@@ -184,7 +184,7 @@ fn working_set_is_prefetched_at_the_next_restore() {
         let args = [&["restore", "--store", path, "--lazy"], more].concat();
         let vm = Driftline::start_logging(&scratch, name, &args);
         tests::wait_for("all frames", SOON, || {
-            vm.log().contains("all frames have come").then_some(())
+            vm.log().contains("lazy restore complete").then_some(())
         });
         vm.console().wait_reports(2, 1, SOON);
         vm.console().assert_clean();

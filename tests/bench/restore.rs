@@ -42,7 +42,7 @@ fn main() {
             runs.push(us / 1e3);
             if way == "lazy" {
                 whole.push(wait_for("all frames", SOON, || {
-                    vm.figure("ms=").filter(|_| vm.log().contains("all frames have come"))
+                    vm.figure("ms=").filter(|_| vm.log().contains("lazy restore complete"))
                 }));
             } else {
                 // From the log line at the end of the restore.
@@ -55,7 +55,7 @@ fn main() {
         }
         row(&format!("{way}: start of the process to the guest running, ms"), runs);
         if !whole.is_empty() {
-            row("lazy: until all frames have come, ms", whole);
+            row("lazy: until the restore is complete, ms", whole);
         }
     }
     row("eager: restored, MB/s", speeds);

@@ -1,4 +1,4 @@
-//! Chooses what runs a guest, by its configuration: the KVM machine or the threads backend.
+//! Chooses a guest's backend by its configuration: the KVM machine or host threads.
 
 use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
 use driftline_machine::config::{BackendKind, HostConfig, MachineConfig, guest_span};
@@ -8,7 +8,7 @@ use driftline_machine::vm::{SharedVm, Vm};
 use crate::payload::{PayloadError, image};
 use crate::threads::ThreadMachine;
 
-/// The reason for which a guest was not started.
+/// The reason why a guest was not started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
@@ -19,12 +19,12 @@ pub enum LaunchError {
     #[error(transparent)]
     Payload(#[from] PayloadError),
     /// An error of the threads backend.
-    #[error("{}", in_its_words(.0))]
+    #[error("{}", reason_of(.0))]
     Threads(#[from] GuestError),
 }
 
 /// Formats the error as the KVM machine formats the same one: the reason alone.
-fn in_its_words(e: &GuestError) -> String {
+fn reason_of(e: &GuestError) -> String {
     match e {
         GuestError::Unsupported { why, .. } => why.clone(),
         GuestError::Malformed { what, why } if what == "the configuration" => why.clone(),

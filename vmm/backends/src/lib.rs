@@ -1,5 +1,6 @@
-//! What runs a guest: the KVM machine, or host threads for hosts without KVM. Both can run the
-//! payload guest of `driftline-images`, which only this crate and those above it know.
+//! The backends that run a guest: the KVM machine, and host threads for hosts without KVM. Both can
+//! run the payload guest of `driftline-images`. Only this crate and those above it depend on that
+//! guest.
 //!
 //! | module | owns |
 //! | --- | --- |

@@ -6,7 +6,7 @@ use driftline_images::{PAYLOAD_ELF, PayloadSpec, PayloadSpecError};
 use driftline_machine::config::{Boot, Image, MachineConfig};
 use driftline_machine::memory::{self, MemoryError};
 
-/// Why the payload cannot be a guest.
+/// The reason why the payload cannot be a guest.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PayloadError {
@@ -26,7 +26,7 @@ pub enum PayloadError {
     },
 }
 
-/// What of the payload does not fit a guest.
+/// The part of the payload that does not fit a guest.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Misfit {
     /// Guest memory is too small.

@@ -11,8 +11,8 @@ use driftline_control::api::Listeners;
 use driftline_format::durable::create_dir;
 use driftline_guest::GuestError;
 use driftline_machine::config::{DiskSpec, HostConfig, ReplaceError, SerialSink, VsockSpec};
-use driftline_machine::latency;
 use driftline_machine::memory::MemoryOptions;
+use driftline_machine::pm_qos;
 use driftline_machine::sandbox;
 use driftline_machine::socket::ListeningSocket;
 use driftline_machine::vm::Vm;
@@ -96,7 +96,7 @@ pub(super) fn confine(host: &HostArgs, named: NamedFiles) -> Result<Confined, Fa
     notify::connect();
     let api = host.api_sock.as_deref().map(ListeningSocket::bind).transpose()?;
     let metrics = host.metrics_listen.map(listen_for_metrics).transpose()?;
-    let awake = latency::open();
+    let awake = pm_qos::open();
     let options = restrictions(host, named)?;
     sandbox::start(&options).map_err(sandbox_failure)?;
     let (metrics, address) = metrics.unzip();
@@ -122,8 +122,8 @@ impl Confined {
         if let Some(address) = metrics {
             log_metrics(address, host);
         }
-        if let Err(e) = awake.and_then(latency::start) {
-            tracing::debug!("{}: {e}: hand-overs take a little longer", latency::DEVICE);
+        if let Err(e) = awake.and_then(pm_qos::start) {
+            tracing::debug!("{}: {e}: hand-overs take a little longer", pm_qos::DEVICE);
         }
         Ok(listeners)
     }

@@ -6,9 +6,9 @@
 //! ```
 //!
 //! A job is a closure, so a new request costs one call and one method of the state. A job runs to
-//! its end before the next one. The caller's wait ends at the deadline. A job that the thread comes
-//! to after its deadline is dropped: the caller has been told that the request failed, and may have
-//! done something else since. [`Handle::begin_even_late`] is for the jobs that have to be done
+//! its end before the next one. The caller's wait ends at the deadline. A job that the thread
+//! reaches after its deadline is dropped: for the caller the request has failed, and the caller may
+//! have done something else since. [`Handle::begin_even_late`] is for the jobs that have to be done
 //! nevertheless.
 //!
 //! When the thread ends, its inbox is dropped with all jobs that are left, and their callers get
@@ -19,10 +19,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
-/// What the owner of an `S` is asked to do.
+/// A job for the thread that owns an `S`.
 pub type Job<S> = Box<dyn FnOnce(&mut S) + Send>;
 
-/// Tells the owner of an inbox that there is something in it.
+/// Wakes the owner of an inbox after a message was put into it.
 type Wake = Arc<dyn Fn() + Send + Sync>;
 
 /// The reason why a request to another thread has no result.
@@ -46,8 +46,8 @@ pub enum CallError {
     },
 }
 
-/// Creates an inbox, and the first handle of the thread that will own it. `name` stands for that
-/// thread in errors.
+/// Creates an inbox, and the first handle of the thread that will own it. `name` is that thread's
+/// name in errors.
 pub fn inbox<S>(name: impl Into<Arc<str>>) -> (Handle<S>, Inbox<S>) {
     let (jobs, inbox) = mpsc::channel();
     (Handle { name: name.into(), jobs, wake: None }, Inbox(inbox))
@@ -62,8 +62,8 @@ pub struct Handle<S> {
 }
 
 impl<S> Handle<S> {
-    /// Returns a handle of the same inbox that calls `wake` after it has put something into it. For
-    /// a thread that does not always wait on its inbox.
+    /// Returns a handle of the same inbox that calls `wake` after each message. For a thread that
+    /// does not always wait on its inbox.
     pub fn woken_by(&self, wake: impl Fn() + Send + Sync + 'static) -> Self {
         Self { wake: Some(Arc::new(wake)), ..self.clone() }
     }
@@ -98,7 +98,7 @@ impl<S> Handle<S> {
         self.send(what, deadline, false, job)
     }
 
-    /// Does as [`begin`](Self::begin), but the thread runs `job` even if it comes to it after the
+    /// Does as [`begin`](Self::begin), but the thread runs `job` even if it reaches it after the
     /// deadline.
     pub fn begin_even_late<R: Send + 'static>(
         &self,
@@ -109,8 +109,7 @@ impl<S> Handle<S> {
         self.send(what, deadline, true, job)
     }
 
-    /// Sends the thread a job whose end no thread waits for. Returns whether the thread may still
-    /// come to it.
+    /// Sends the thread a job without waiting for its end. Returns false if the thread has ended.
     pub fn tell(&self, job: impl FnOnce(&mut S) + Send + 'static) -> bool {
         self.put(Some(Box::new(job)))
     }
@@ -161,7 +160,7 @@ impl<S> fmt::Debug for Handle<S> {
     }
 }
 
-/// A request whose result has not been waited for yet.
+/// A call in progress: the caller waits for the result later.
 #[must_use = "the result says whether it was done"]
 pub struct PendingCall<R> {
     thread: Arc<str>,
@@ -176,8 +175,8 @@ impl<R> PendingCall<R> {
     ///
     /// # Errors
     ///
-    /// The thread has ended, or has not answered by then. A thread that is running the job by then
-    /// may finish it after the caller has gone. A later request follows it.
+    /// The thread has ended, or has not answered by then. If the thread is running the job at the
+    /// deadline, it may still finish it, before any later job.
     pub fn wait(self) -> Result<R, CallError> {
         self.wait_for(Duration::ZERO)
     }
@@ -203,11 +202,11 @@ impl<R> PendingCall<R> {
 /// The jobs for one thread.
 pub struct Inbox<S>(Receiver<Option<Job<S>>>);
 
-/// What a thread finds in its inbox.
+/// The next message of an inbox.
 pub enum Next<S> {
     /// A job, to be run at once.
     Job(Job<S>),
-    /// No job has come in time.
+    /// No job has arrived in time.
     Nothing,
     /// The thread is to end.
     End,
@@ -273,9 +272,9 @@ mod tests {
             list
         });
         assert!(handle.tell(|list| list.push(1)));
-        let pending = handle.begin("take a number", far(), |list| list.push(2));
+        let call = handle.begin("take a number", far(), |list| list.push(2));
         assert_eq!(handle.call("count", far(), |list| list.len()), Ok(2));
-        pending.wait().unwrap();
+        call.wait().unwrap();
         handle.end();
         assert_eq!(thread.join().unwrap(), [1, 2]);
         assert!(!handle.tell(|list| list.push(3)));
@@ -290,7 +289,7 @@ mod tests {
         assert_eq!(queued.wait(), Err(ended.clone()));
         assert_eq!(handle.call("open a file", far(), |()| ()), Err(ended.clone()));
         assert_eq!(ended.to_string(), "the opener's thread has ended");
-        // Its panic drops the rest as well.
+        // A panic drops the remaining jobs as well.
         let (handle, inbox) = self::inbox::<()>("the opener");
         let panics = handle.begin("panic", far(), |()| panic!("of a test"));
         let queued = handle.begin("open a file", far(), |()| ());
@@ -302,12 +301,12 @@ mod tests {
     fn no_caller_waits_past_its_deadline() {
         let (handle, inbox) = inbox::<u32>("vCPU 0");
         let began = Instant::now();
-        let late = handle.call("pause", began + SOON, |_| ()).unwrap_err();
+        let error = handle.call("pause", began + SOON, |_| ()).unwrap_err();
         assert!(began.elapsed() >= SOON && began.elapsed() < Duration::from_secs(30));
-        let CallError::TimedOut { what: "pause", limit, .. } = late else { panic!("{late}") };
+        let CallError::TimedOut { what: "pause", limit, .. } = error else { panic!("{error}") };
         assert!(limit <= SOON, "{limit:?}");
-        let late = CallError::TimedOut { thread: "vCPU 0".into(), what: "pause", limit: SOON };
-        assert_eq!(late.to_string(), "vCPU 0 did not pause within 20.0ms");
+        let error = CallError::TimedOut { thread: "vCPU 0".into(), what: "pause", limit: SOON };
+        assert_eq!(error.to_string(), "vCPU 0 did not pause within 20.0ms");
         drop(inbox);
     }
 
@@ -328,12 +327,12 @@ mod tests {
     #[test]
     fn result_within_the_grace_counts() {
         let (handle, inbox) = inbox::<()>("a device");
-        let pending = handle.begin_even_late("quiesce", Instant::now(), |()| 7);
+        let call = handle.begin_even_late("quiesce", Instant::now(), |()| 7);
         let thread = thread::spawn(move || {
             thread::sleep(SOON);
             inbox.serve(&mut ());
         });
-        assert_eq!(pending.wait_for(Duration::from_secs(60)), Ok(7));
+        assert_eq!(call.wait_for(Duration::from_secs(60)), Ok(7));
         drop(handle);
         thread.join().unwrap();
     }

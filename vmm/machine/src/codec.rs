@@ -1,5 +1,6 @@
-//! The encoding of a configuration and of a guest's state: postcard, with a version before it
-//! where a value stands by itself. The bytes are untrusted input. `FORMAT.md` describes them.
+//! The encoding of a configuration and of a guest's state: postcard, with a version before each
+//! value that is stored or sent by itself. The bytes are untrusted input. `FORMAT.md` describes
+//! them.
 
 use std::fmt::Display;
 
@@ -10,16 +11,16 @@ use serde::de::DeserializeOwned;
 /// The only version until there is a release.
 const VERSION: u16 = 1;
 
-/// Why bytes are not a value.
+/// The reason why bytes cannot be decoded.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// They have no value of the wanted type.
+    /// The bytes do not encode a value of the type.
     #[error(transparent)]
     Malformed(#[from] postcard::Error),
-    /// This number of bytes is left behind the value.
+    /// This number of bytes follows the value.
     #[error("{0} bytes follow its end")]
-    Longer(usize),
+    TrailingBytes(usize),
 }
 
 /// Encodes a value without a version.
@@ -31,7 +32,7 @@ pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, postcard::Error
 pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, DecodeError> {
     match postcard::take_from_bytes(bytes)? {
         (value, []) => Ok(value),
-        (_, rest) => Err(DecodeError::Longer(rest.len())),
+        (_, rest) => Err(DecodeError::TrailingBytes(rest.len())),
     }
 }
 
@@ -58,7 +59,9 @@ pub fn decode_versioned<T: DeserializeOwned>(
     let (version, rest) =
         postcard::take_from_bytes::<u16>(bytes).map_err(|e| malformed(e.into()))?;
     if version != VERSION {
-        let why = format!("it has version {version}, and this is written for version {VERSION}");
+        let why = format!(
+            "it has version {version}, and this version of Driftline reads version {VERSION}"
+        );
         return Err(GuestError::Unsupported { what: what.to_string(), why });
     }
     decode(rest).map_err(malformed)
@@ -79,7 +82,7 @@ mod tests {
         assert_eq!(read(&bytes), Ok((300, "a".to_owned())));
         let refused = |bytes: &[u8]| read(bytes).unwrap_err();
         assert!(refused(&[&bytes[..], &[0; 3]].concat()).ends_with("3 bytes follow its end"));
-        assert!(refused(b"\x02\xac\x02\x01a").contains("version 2, and this is written for ver"));
+        assert!(refused(b"\x02\xac\x02\x01a").contains("version 2, and this version of Driftline"));
         (0..bytes.len()).for_each(|n| assert!(refused(&bytes[..n]).contains("it is malformed")));
     }
 }

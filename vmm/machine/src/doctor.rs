@@ -8,8 +8,8 @@ use serde::Serialize;
 
 use crate::HostMemory;
 use crate::kvm::{Capabilities, Need, Unusable, open_device};
-use crate::latency;
 use crate::memory::Userfault;
+use crate::pm_qos;
 use crate::vcpu::baseline;
 
 /// The area that a finding concerns.
@@ -91,7 +91,7 @@ pub fn diagnose() -> Diagnosis {
         userfaultfd().of(Group::Checkpoints),
         userfault_wp().of(Group::Checkpoints),
         clock_source().of(Group::Migration),
-        awake().of(Group::Migration),
+        sleep_states().of(Group::Migration),
         seccomp().of(Group::Sandbox),
         landlock().of(Group::Sandbox),
     ]);
@@ -129,7 +129,7 @@ fn baseline_processor(kvm: &Kvm) -> Finding {
             }
             let (want, without) = (lacks.join(", "), lacks.join(",-"));
             let cost = format!(
-                "--cpu baseline is refused for want of {want}; --cpu baseline,-{without} is not"
+                "--cpu baseline is refused: {want} is missing; --cpu baseline,-{without} works"
             );
             missing(NAME, &cost)
         }
@@ -160,7 +160,7 @@ fn memory() -> Finding {
             let value = format!("{} MiB available of {} MiB", available >> 20, total >> 20);
             present("memory", value, "")
         }
-        None => missing("memory", "/proc/meminfo says nothing about it"),
+        None => missing("memory", "/proc/meminfo does not report it"),
     }
 }
 
@@ -191,7 +191,7 @@ fn userfaultfd() -> Finding {
         Err(e) => missing(
             "userfaultfd",
             &format!(
-                "{e}: a checkpoint's pause grows with what changed, some 0.2 ms for each MiB; it wants Linux 6.4, and \
+                "{e}: a checkpoint's pause grows with what changed, some 0.2 ms for each MiB; it needs Linux 6.4, and \
                  root, vm.unprivileged_userfaultfd=1 or /dev/userfaultfd"
             ),
         ),
@@ -201,11 +201,11 @@ fn userfaultfd() -> Finding {
 fn userfault_wp() -> Finding {
     const NAME: &str = "userfaultfd, asynchronous";
     match Userfault::open_async() {
-        Ok(_) => present(NAME, "write protection that tells of writes".into(), ""),
+        Ok(_) => present(NAME, "write protection that records writes".into(), ""),
         Err(e) => missing(
             NAME,
             &format!(
-                "{e}: --tracking userfault-wp is refused; it wants Linux 6.7, and root, \
+                "{e}: --tracking userfault-wp is refused; it needs Linux 6.7, and root, \
                  vm.unprivileged_userfaultfd=1 or /dev/userfaultfd"
             ),
         ),
@@ -224,15 +224,15 @@ fn clock_source() -> Finding {
     }
 }
 
-fn awake() -> Finding {
-    match latency::open() {
-        Ok(_) => present("processors kept awake", latency::DEVICE.into(), ""),
+fn sleep_states() -> Finding {
+    match pm_qos::open() {
+        Ok(_) => present("processors kept awake", pm_qos::DEVICE.into(), ""),
         Err(e) => missing(
             "processors kept awake",
             &format!(
-                "{}: {e}: they may sleep during a hand-over, which takes some tenths of a millisecond longer; it wants root, or \
-                 that file's permission",
-                latency::DEVICE
+                "{}: {e}: processors may sleep during a hand-over, which then takes some tenths of a \
+                 millisecond longer; run as root, or permit writing to that file",
+                pm_qos::DEVICE
             ),
         ),
     }
@@ -299,7 +299,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_missing_thing_says_what_it_costs() {
+    fn every_missing_feature_has_a_cost() {
         let diagnosis = diagnose();
         assert!(diagnosis.findings.iter().all(|f| f.present || !f.cost.is_empty()));
         assert!(diagnosis.findings.iter().any(|f| f.name == "memory" && f.present));

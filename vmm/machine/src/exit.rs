@@ -78,13 +78,13 @@ pub fn now(code: i32) -> ! {
 /// Sets the function to call when a page of the guest's memory cannot be fetched. It is for a
 /// process with one guest, which then cannot continue. Only the first call takes effect. The
 /// function must not wait for the guest.
-pub fn set_lost_memory(told: fn(&str)) {
-    let _ = LOST_MEMORY.set(told);
+pub fn set_lost_memory(report: fn(&str)) {
+    let _ = LOST_MEMORY.set(report);
 }
 
 /// Reports that a page of the guest's memory cannot be fetched, for the reason `why`.
 pub(crate) fn lost_memory(why: &str) {
-    if let Some(told) = LOST_MEMORY.get() {
-        told(why);
+    if let Some(report) = LOST_MEMORY.get() {
+        report(why);
     }
 }

@@ -7,9 +7,9 @@
 //! | modules | own |
 //! | --- | --- |
 //! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule`, `histogram`, `tracking`, `wall_clock` | leaves, which use no other module of this crate |
-//! | `log`, `exit`, `sandbox`, `log_thread`, `latency`, `socket` | the process: its log, its exit, what its threads may do |
+//! | `log`, `exit`, `sandbox`, `log_thread`, `pm_qos`, `socket` | the process: its log, its exit, what its threads may do |
 //! | `memory`, `config` | guest memory; a machine's configuration |
-//! | `kvm`, `measure`, `sources` | KVM's ioctls; the seam for measurements; where dirty frames come from |
+//! | `kvm`, `measure`, `sources` | KVM's ioctls; hooks for measurements; the sources of dirty frames |
 //! | `devices`, `boot`, `vm`, `vcpu` | devices; loading the kernel; the trait of a guest; vCPU threads |
 //! | `collector`, `machine`, `export` | harvesting and throttling; the machine as a whole; its state as an ELF core |
 //! | `doctor` | what the host offers |
@@ -32,7 +32,6 @@ pub mod fuzzing;
 pub mod histogram;
 mod host_memory;
 pub mod kvm;
-pub mod latency;
 pub mod limits;
 mod local_time;
 pub mod log;
@@ -40,6 +39,7 @@ pub mod log_thread;
 pub mod machine;
 pub mod measure;
 pub mod memory;
+pub mod pm_qos;
 pub mod sandbox;
 pub mod schedule;
 pub mod signals;

@@ -17,7 +17,7 @@ pub fn raise_open_files() {
         return;
     }
     if let Err(e) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
-        tracing::debug!("this process keeps to {current:?} open files: {e}");
+        tracing::debug!("the limit of open files stays at {current:?}: {e}");
     }
 }
 

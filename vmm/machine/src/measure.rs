@@ -1,7 +1,6 @@
-//! The seam for measurements. `driftline-compare` measures machines that no operator runs. Their
-//! dirty frames may go into other sets than the tracker's trees. Their memory may be larger than
-//! the host's.
-//! The methods that only a measurement calls are in `machine/measured.rs`.
+//! Hooks for measurements. `driftline-compare` measures machines that no operator runs. Their dirty
+//! frames may go into other sets than the tracker's trees, and their memory may be larger than the
+//! host's. The machine's methods for measurements are in `machine/measured.rs`.
 //!
 //! The other sets are a list in the order in which the rings return the frames, and a flat bitmap
 //! that is scanned, as in VMMs without a tree.
@@ -36,7 +35,7 @@ impl SharedSink {
     }
 }
 
-/// One of the two sets. It is no trait, because inserting is the inner loop.
+/// One of the two sets. An enum and not a trait, because inserting is the inner loop.
 #[derive(Debug)]
 pub enum FrameSink {
     /// A list.

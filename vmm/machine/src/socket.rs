@@ -42,7 +42,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::rand::GetRandomFlags;
 
 use crate::exit::{self, SocketFile};
-use crate::sandbox::hint;
+use crate::sandbox::permission_hint;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 16;
@@ -82,7 +82,7 @@ pub enum SocketError {
     #[error("cannot listen on {}: it exists and is not a socket", .0.display())]
     NotASocket(PathBuf),
     /// The system refused an operation.
-    #[error("cannot listen on {}: {cause}{}", path.display(), hint(path, cause))]
+    #[error("cannot listen on {}: {cause}{}", path.display(), permission_hint(path, cause))]
     System {
         /// The socket's path.
         path: PathBuf,
@@ -92,7 +92,8 @@ pub enum SocketError {
 }
 
 impl ListeningSocket {
-    /// Listens on `path`, for this user only. Replaces a socket that a dead process left behind.
+    /// Listens on `path`, for this user only. Replaces the stale socket of a process that has
+    /// ended.
     ///
     /// # Errors
     ///
@@ -229,7 +230,10 @@ impl Dir {
         let Some(claim) = self.claim(name, &stat, claims + 1)? else { return Ok(()) };
         let removed = match self.identity(name) {
             Ok(identity) if identity == identity_of(&stat) => {
-                tracing::info!("replacing {}: its process is gone", self.path.join(name).display());
+                tracing::info!(
+                    "replacing {}: its process has ended",
+                    self.path.join(name).display()
+                );
                 self.unlink(name)
             }
             identity => identity.map(|_| ()),

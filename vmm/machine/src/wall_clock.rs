@@ -16,7 +16,10 @@ pub fn wall_ns() -> u64 {
 pub fn away_ns(saved_ns: u64, now_ns: u64) -> u64 {
     let away = now_ns.saturating_sub(saved_ns);
     if u128::from(away) > LONGEST_AWAY.as_nanos() {
-        tracing::warn!("the clocks of both hosts disagree: the guest's clock does not advance");
+        tracing::warn!(
+            "the host's clock and the clock at the save differ by more than an hour, so the guest's clock \
+             does not advance: check the time of both hosts"
+        );
         return 0;
     }
     away

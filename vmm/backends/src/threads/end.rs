@@ -46,10 +46,10 @@ impl GuestEnd {
     /// Blocks until the guest has ended or `timeout` has passed.
     pub(super) fn wait(&self, timeout: Option<Duration>) -> Option<EndReason> {
         let mut ending = self.lock();
-        let going = |e: &mut EndState| e.reason.is_none();
+        let is_running = |e: &mut EndState| e.reason.is_none();
         match timeout {
-            None => self.changed.wait_while(&mut ending, going),
-            Some(timeout) => _ = self.changed.wait_while_for(&mut ending, going, timeout),
+            None => self.changed.wait_while(&mut ending, is_running),
+            Some(timeout) => _ = self.changed.wait_while_for(&mut ending, is_running, timeout),
         }
         ending.reason.clone()
     }

@@ -20,7 +20,7 @@ struct ContiguousPages<'r> {
 /// The working set as one worker reads and writes it.
 pub(super) struct WorkerMemory<'r> {
     placement: WorkingSetPlacement,
-    stretches: Vec<ContiguousPages<'r>>,
+    ranges: Vec<ContiguousPages<'r>>,
 }
 
 impl<'r> WorkerMemory<'r> {
@@ -29,19 +29,19 @@ impl<'r> WorkerMemory<'r> {
         ram: &'r GuestRam,
         placement: &WorkingSetPlacement,
     ) -> Result<Self, GuestError> {
-        let mut stretches = Vec::new();
+        let mut ranges = Vec::new();
         for s in placement.segments() {
             let bytes = usize::try_from(s.pages * PAGE_SIZE).map_err(|e| unusable(e.into()))?;
             let slice = ram
                 .get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes)
                 .map_err(|e| unusable(e.into()))?;
-            stretches.push(ContiguousPages { first: s.first, pages: s.pages, slice });
+            ranges.push(ContiguousPages { first: s.first, pages: s.pages, slice });
         }
-        Ok(Self { placement: *placement, stretches })
+        Ok(Self { placement: *placement, ranges })
     }
 
     fn locate(&self, page: u64) -> Option<(&VolatileSlice<'r, BS<'r, TrackedBitmap>>, usize)> {
-        let s = self.stretches.iter().find(|s| page.wrapping_sub(s.first) < s.pages)?;
+        let s = self.ranges.iter().find(|s| page.wrapping_sub(s.first) < s.pages)?;
         Some((&s.slice, ((page - s.first) * PAGE_SIZE) as usize))
     }
 

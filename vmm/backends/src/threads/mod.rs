@@ -1,7 +1,7 @@
 //! The threads backend: runs the payload's workload on host threads over guest-shaped memory,
 //! behind the same traits as the KVM machine.
 //!
-//! It serves hosts without KVM, and tests. Each *worker* stands for one vCPU and runs that vCPU's
+//! It serves hosts without KVM, and tests. Each *worker* acts as one vCPU and runs that vCPU's
 //! share of the workload. It stops only between two ticks of a few pages, when all its writes are
 //! marked. Its writes go through [`TrackedBitmap`](driftline_dirty_tracker::TrackedBitmap), so
 //! `collect` has nothing to harvest.
@@ -42,7 +42,7 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::payload::place;
 use clock::GuestClock;
 use end::GuestEnd;
-use state::Saved;
+use state::SavedThreadWorker;
 use worker::{GuestWorker, WorkerControl};
 
 /// Limit for a worker's answer; a tick takes microseconds.
@@ -141,7 +141,7 @@ impl ThreadMachine {
         u32::from(self.config.vcpus)
     }
 
-    /// Locks the transitions. The state in the guard reflects an end that the guest came to itself.
+    /// Locks the transitions. If the guest has ended by itself, the state in the guard says so.
     fn control(&self) -> MutexGuard<'_, RunControl> {
         let mut control = self.control.lock();
         if self.end.reason().is_some() {
@@ -150,7 +150,10 @@ impl ThreadMachine {
         control
     }
 
-    fn paused(&self, request: &'static str) -> Result<MutexGuard<'_, RunControl>, GuestError> {
+    fn require_paused(
+        &self,
+        request: &'static str,
+    ) -> Result<MutexGuard<'_, RunControl>, GuestError> {
         let control = self.control();
         match control.state {
             RunState::Paused => Ok(control),
@@ -160,7 +163,7 @@ impl ThreadMachine {
 }
 
 impl RunControl {
-    /// Has every worker run the job that `make` returns for it. Waits for all answers, in order.
+    /// Runs on every worker the job that `make` returns for it. Waits for all answers, in order.
     fn ask<T, J>(&self, what: &'static str, make: impl Fn(usize) -> J) -> Result<Vec<T>, GuestError>
     where
         T: Send + 'static,
@@ -203,7 +206,7 @@ impl GuestContents for ThreadMachine {
     }
 
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.memory.populated()
+        self.memory.resident()
     }
 
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
@@ -222,7 +225,7 @@ impl GuestContents for ThreadMachine {
 
 impl Populate for ThreadMachine {
     fn prefault(&self, frames: FrameRun) {
-        self.memory.prepare(frames);
+        self.memory.prefault(frames);
     }
 
     fn fill(&self) -> Option<Box<dyn Fill>> {
@@ -301,7 +304,7 @@ impl Lifecycle for ThreadMachine {
     }
 
     fn resume(&self) -> Result<(), GuestError> {
-        let mut control = self.paused("resume")?;
+        let mut control = self.require_paused("resume")?;
         if std::mem::take(&mut control.fresh) {
             // A sink never fails: it drops and counts what is not read.
             let _ = self.serial.clone().write_all(ready_line(&self.spec, self.vcpus()).as_bytes());
@@ -330,16 +333,17 @@ impl Lifecycle for ThreadMachine {
 
 impl Stateful for ThreadMachine {
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
-        let control = self.paused("save the state of")?;
+        let control = self.require_paused("save the state of")?;
         let workers =
             control.ask("give its state", |_| |worker: &mut WorkerControl| worker.state.clone())?;
         let (guest_ns, wall_ns) = (self.clock.now_ns(), wall_clock::wall_ns());
-        let saved = workers.into_iter().map(|worker| Saved { guest_ns, wall_ns, worker });
+        let saved =
+            workers.into_iter().map(|worker| SavedThreadWorker { guest_ns, wall_ns, worker });
         saved.enumerate().map(|(index, saved)| state::encode(index, &saved)).collect()
     }
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
-        let mut control = self.paused("restore")?;
+        let mut control = self.require_paused("restore")?;
         if !control.fresh {
             return Err(GuestError::State { request: "restore into", state: RunState::Running });
         }
@@ -373,12 +377,12 @@ impl HandOver for ThreadMachine {
     }
 
     fn release(&self) -> Result<(), GuestError> {
-        self.paused("release the resources of").map(drop)
+        self.require_paused("release the resources of").map(drop)
     }
 
     fn detach(&self) -> Result<Vec<u8>, GuestError> {
         // No peer can reach this guest.
-        self.paused("detach").map(|_| Vec::new())
+        self.require_paused("detach").map(|_| Vec::new())
     }
 
     fn attach(&self, _: &[u8]) -> Result<(), GuestError> {
@@ -386,7 +390,7 @@ impl HandOver for ThreadMachine {
     }
 
     fn acquire(&self) -> Result<(), GuestError> {
-        self.paused("take the resources of").map(drop)
+        self.require_paused("take the resources of").map(drop)
     }
 }
 

@@ -9,7 +9,7 @@ use super::worker::{self, WorkerState};
 
 /// The content of one section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Saved {
+pub(super) struct SavedThreadWorker {
     /// The guest's clock at the save, in nanoseconds; the same in all sections of a state.
     pub(super) guest_ns: u64,
     /// The host's time of day at the save, in nanoseconds.
@@ -17,7 +17,7 @@ pub(super) struct Saved {
     pub(super) worker: WorkerState,
 }
 
-pub(super) fn encode(index: usize, saved: &Saved) -> Result<Section, GuestError> {
+pub(super) fn encode(index: usize, saved: &SavedThreadWorker) -> Result<Section, GuestError> {
     let failed = |cause| GuestError::System { what: "encoding a worker's state", cause };
     let instance = u16::try_from(index).map_err(|e| failed(e.into()))?;
     let bytes = encode_versioned(saved).map_err(|e| failed(e.into()))?;
@@ -29,8 +29,8 @@ pub(super) fn decode(
     sections: &[Section],
     spec: &PayloadSpec,
     vcpus: u32,
-) -> Result<Vec<Saved>, GuestError> {
-    let mut workers: Vec<Option<Saved>> = vec![None; vcpus as usize];
+) -> Result<Vec<SavedThreadWorker>, GuestError> {
+    let mut workers: Vec<Option<SavedThreadWorker>> = vec![None; vcpus as usize];
     for section in sections {
         if section.tag != SectionTag::THREAD_WORKER {
             if section.must_understand && section.tag != SectionTag::CONFIG {
@@ -54,9 +54,13 @@ pub(super) fn decode(
     (0u16..).zip(workers).map(|(index, w)| w.ok_or_else(|| missing(index))).collect()
 }
 
-fn decode_one(section: &Section, spec: &PayloadSpec, vcpus: u32) -> Result<Saved, GuestError> {
+fn decode_one(
+    section: &Section,
+    spec: &PayloadSpec,
+    vcpus: u32,
+) -> Result<SavedThreadWorker, GuestError> {
     let index = section.instance;
-    let saved: Saved = decode_versioned(state_of(index), &section.bytes)?;
+    let saved: SavedThreadWorker = decode_versioned(state_of(index), &section.bytes)?;
     if !worker::fits(&saved.worker, spec, vcpus, u32::from(index)) {
         return Err(malformed(index, "its share of the working set is not this guest's".into()));
     }

@@ -22,7 +22,7 @@ const ROWS: &[Row] = &[
     ("RUN --mem 1", 2, "1 byte is not a multiple of 4K; did you mean 1G?"),
     ("RUN --mem 4096", 2, "a guest has from 16M to 16384G of memory; did you mean 4096M?"),
     ("RUN --ring-entries 1000", 2, "it must be a power of two, such as 1024"),
-    ("RUN --disk x.img", 2, "a disk wants path=FILE, so: --disk path=x.img"),
+    ("RUN --disk x.img", 2, "a disk needs path=FILE: --disk path=x.img"),
     (
         "RUN --disk path=a,fast",
         2,

@@ -46,8 +46,8 @@ fn unbootable_image_is_refused_with_the_reason() {
         fail(code, &[&["run", "--mem", "64M", "--serial", "null"], more].concat())
     };
     for (version, why) in [
-        (0x0203, "its boot protocol is 2.03, and the 64-bit entry came with 2.12"),
-        (0x0300, "its boot protocol is 3.00, and what comes after 2 is not known"),
+        (0x0203, "its boot protocol is 2.03, and the 64-bit entry needs 2.12"),
+        (0x0300, "its boot protocol is 3.00, and only protocol 2 is supported"),
     ] {
         let path = tmp.text("bzImage");
         std::fs::write(&path, bzimage(version)).unwrap();

@@ -81,8 +81,11 @@ fn without_a_sandbox_the_operator_is_warned() {
     let vmm = Vmm::run(&tmp, "a", &[GUEST, &["--no-seccomp", "--no-landlock"][..]].concat());
     assert!(filters(&vmm).values().all(|n| *n == 0));
     let stderr = vmm.stderr();
-    assert!(stderr.contains("--no-seccomp: every system call can be made"), "{stderr}");
-    assert!(stderr.contains("--no-landlock: every file of the user's can be reached"), "{stderr}");
+    assert!(stderr.contains("--no-seccomp: the process can make all system calls"), "{stderr}");
+    assert!(
+        stderr.contains("--no-landlock: the process can reach all files of its user"),
+        "{stderr}"
+    );
 }
 
 #[test]

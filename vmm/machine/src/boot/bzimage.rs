@@ -34,7 +34,7 @@ const NEWEST: u16 = 0x02ff;
 const ENTRY_64: u64 = 0x200;
 
 /// Returns whether a file that begins with `head` is a bzImage, valid or not.
-pub(super) fn looks_like_one(head: &[u8]) -> bool {
+pub(super) fn has_signature(head: &[u8]) -> bool {
     head.get(BOOT_FLAG_AT..BOOT_FLAG_AT + 2) == Some(&BOOT_FLAG[..])
         && head.get(MAGIC_AT..MAGIC_AT + 4) == Some(&MAGIC[..])
 }
@@ -49,15 +49,15 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     let unreadable = |cause| BootError::Unreadable { what: what.to_owned(), cause };
     let header = read_header(what, head)?;
     let file_bytes = from.seek(SeekFrom::End(0)).map_err(unreadable)?;
-    let place = ImagePlacement::new(what, &header, file_bytes, memory)?;
-    from.seek(SeekFrom::Start(place.setup_bytes)).map_err(unreadable)?;
+    let placement = ImagePlacement::new(what, &header, file_bytes, memory)?;
+    from.seek(SeekFrom::Start(placement.setup_bytes)).map_err(unreadable)?;
     memory
         .ram()
-        .read_exact_volatile_from(GuestAddress(place.load.0), from, place.bytes() as usize)
+        .read_exact_volatile_from(GuestAddress(placement.load.0), from, placement.bytes() as usize)
         .map_err(|e| unreadable(std::io::Error::other(e)))?;
-    let rip = place.load.0 + ENTRY_64;
+    let rip = placement.load.0 + ENTRY_64;
     let start = Start::Linux64 { rip, header: Box::new(header) };
-    Ok(Loaded { start, segments: vec![place.load, place.run] })
+    Ok(Loaded { start, segments: vec![placement.load, placement.run] })
 }
 
 /// Returns the header up to the end that the file declares; fields behind that are 0.
@@ -72,10 +72,10 @@ fn read_header(what: &str, head: &[u8]) -> Result<setup_header, BootError> {
     let version = header.version;
     let spelled = format!("its boot protocol is {}.{:02}", version >> 8, version & 0xff);
     if version < OLDEST {
-        return Err(bad(format!("{spelled}, and the 64-bit entry came with 2.12")));
+        return Err(bad(format!("{spelled}, and the 64-bit entry needs 2.12")));
     }
     if version > NEWEST {
-        return Err(bad(format!("{spelled}, and what comes after 2 is not known")));
+        return Err(bad(format!("{spelled}, and only protocol 2 is supported")));
     }
     if header.loadflags & LOADED_HIGH == 0 {
         let flags = header.loadflags;
@@ -88,11 +88,11 @@ fn read_header(what: &str, head: &[u8]) -> Result<setup_header, BootError> {
     Ok(header)
 }
 
-/// Where the parts of the file go.
+/// Placement of the file's parts in guest memory.
 struct ImagePlacement {
     /// Bytes of the real-mode part of the file, which is not used.
     setup_bytes: u64,
-    /// Where the rest of the file is loaded.
+    /// Range of the rest of the file.
     load: GuestRange,
     /// Memory that the kernel uses until it has read the memory map.
     run: GuestRange,
@@ -194,7 +194,7 @@ mod tests {
         file
     }
 
-    fn load_it(bytes: &[u8]) -> Result<Loaded, BootError> {
+    fn load_file(bytes: &[u8]) -> Result<Loaded, BootError> {
         let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
         super::super::kernel::load("it", &mut Cursor::new(bytes), &memory)
     }
@@ -202,17 +202,17 @@ mod tests {
     fn refused(change: impl FnOnce(&mut setup_header)) -> String {
         let mut header = good();
         change(&mut header);
-        load_it(&file(&header)).unwrap_err().to_string()
+        load_file(&file(&header)).unwrap_err().to_string()
     }
 
     #[test]
     fn a_relocatable_kernel_goes_to_its_preferred_address() {
-        let loaded = load_it(&file(&good())).unwrap();
+        let loaded = load_file(&file(&good())).unwrap();
         let Start::Linux64 { rip, header } = loaded.start else { panic!("{loaded:?}") };
         assert_eq!((rip, *header), (0x100_0200, good()));
         assert_eq!(loaded.segments, [(0x100_0000, 0x100_1000), (0x100_0000, 0x110_0000)]);
         let fixed = setup_header { relocatable_kernel: 0, kernel_alignment: 0, ..good() };
-        let loaded = load_it(&file(&fixed)).unwrap();
+        let loaded = load_file(&file(&fixed)).unwrap();
         assert_eq!(loaded.segments, [(0x10_0000, 0x10_1000), (0x100_0000, 0x110_0000)]);
     }
 
@@ -220,14 +220,8 @@ mod tests {
     fn unbootable_headers_are_refused_with_the_value() {
         type Change = fn(&mut setup_header);
         let cases: [(Change, &str); 7] = [
-            (
-                |h| h.version = 0x0205,
-                "its boot protocol is 2.05, and the 64-bit entry came with 2.12",
-            ),
-            (
-                |h| h.version = 0x0300,
-                "its boot protocol is 3.00, and what comes after 2 is not known",
-            ),
+            (|h| h.version = 0x0205, "its boot protocol is 2.05, and the 64-bit entry needs 2.12"),
+            (|h| h.version = 0x0300, "its boot protocol is 3.00, and only protocol 2 is supported"),
             (|h| h.xloadflags = 0x7e, "it has no 64-bit entry (xloadflags 0x7e)"),
             (|h| h.loadflags = 0x80, "it wants to be loaded below 1 MiB (loadflags 0x80)"),
             (|h| h.syssize = 257, "it is cut short: it has 5120 bytes, and needs 5121"),
@@ -254,10 +248,10 @@ mod tests {
     fn the_last_paragraph_may_be_cut() {
         let mut bytes = file(&good());
         bytes.truncate(1024 + 4096 - 15);
-        let loaded = load_it(&bytes).unwrap();
+        let loaded = load_file(&bytes).unwrap();
         assert_eq!(loaded.segments[0], (0x100_0000, 0x100_1000 - 15));
         bytes.truncate(1024 + 4096 - 16);
-        let why = load_it(&bytes).unwrap_err().to_string();
+        let why = load_file(&bytes).unwrap_err().to_string();
         assert!(why.ends_with("it is cut short: it has 5104 bytes, and needs 5105"), "{why}");
     }
 
@@ -266,9 +260,9 @@ mod tests {
         let header = setup_header { syssize: 0, init_size: 0, ..good() };
         let mut bytes = file(&header);
         bytes.truncate(1024 + 0x201);
-        assert!(load_it(&bytes).is_ok());
+        assert!(load_file(&bytes).is_ok());
         bytes.truncate(1024 + 0x200);
-        let why = load_it(&bytes).unwrap_err().to_string();
+        let why = load_file(&bytes).unwrap_err().to_string();
         assert!(why.ends_with("it is cut short: it has 1536 bytes, and needs 1537"), "{why}");
     }
 
@@ -290,7 +284,7 @@ mod tests {
                 bytes[at] = byte;
             }
             bytes.truncate(cut.max(64));
-            if let Ok(loaded) = load_it(&bytes) {
+            if let Ok(loaded) = load_file(&bytes) {
                 let inside = |s: &GuestRange| s.0 >= map::ONE_MIB && s.1 <= 64 << 20 && s.0 < s.1;
                 prop_assert!(loaded.segments.iter().all(inside), "{:x?}", loaded.segments);
             }

@@ -10,8 +10,8 @@ use vm_memory::GuestAddress;
 use super::error::BootError;
 use super::platform::MmioSlot;
 
-/// Longer lines are refused before they are assembled. Linux itself takes 2,047 bytes.
-const MOST_BYTES: usize = 1 << 20;
+/// Maximum length of an assembled line, in bytes. Linux itself takes 2,047 bytes.
+const MAX_BYTES: usize = 1 << 20;
 /// `COMMAND_LINE_SIZE` of Linux on x86, with its terminator.
 const LINUX_BYTES: usize = 2048;
 /// Defaults for Linux unless the line sets them: use COM1, the only console; end after a panic; and
@@ -28,7 +28,7 @@ pub(super) fn assemble(given: &str, bare: bool, devices: &[MmioSlot]) -> Result<
     if bare {
         return Ok(given.to_owned());
     }
-    let mut line = Cmdline::try_from(given, MOST_BYTES).map_err(BootError::Cmdline)?;
+    let mut line = Cmdline::try_from(given, MAX_BYTES).map_err(BootError::Cmdline)?;
     for (key, value) in DEFAULTS {
         if !has_key(given, key) {
             line.insert(key, value).map_err(BootError::Cmdline)?;
@@ -43,7 +43,7 @@ pub(super) fn assemble(given: &str, bare: bool, devices: &[MmioSlot]) -> Result<
     let line = line.to_string_lossy().into_owned();
     if line.len() >= LINUX_BYTES {
         let bytes = line.len();
-        tracing::warn!("the kernel's command line has {bytes} bytes; Linux cuts it at 2047");
+        tracing::warn!("the kernel's command line has {bytes} bytes; Linux truncates it to 2047");
     }
     Ok(line)
 }

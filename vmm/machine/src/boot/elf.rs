@@ -66,7 +66,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     let file = ElfReader { what };
     let headers = file.headers(from)?;
     if headers.pvh_entry.is_none()
-        && let Some(is) = no_kernel(headers.kind, &headers.segments, headers.abi_tag)
+        && let Some(is) = other_kind(headers.kind, &headers.segments, headers.abi_tag)
     {
         return Err(BootError::Program { what: what.to_owned(), is });
     }
@@ -85,7 +85,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     }
     let room_for = |s| file.room_for(s, memory);
     let segments: Vec<GuestRange> = loads.iter().map(room_for).collect::<Result<_, _>>()?;
-    file.require_apart(&segments)?;
+    file.refuse_overlap(&segments)?;
     if !segments.iter().any(|&(start, end)| (start..end).contains(&rip)) {
         return Err(file.damaged(format!("its {kind} {rip:#x} lies in no segment")));
     }
@@ -100,7 +100,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     Ok(Loaded { start, segments })
 }
 
-/// The file that errors are about.
+/// Reads one file; its errors name the file.
 struct ElfReader<'a> {
     what: &'a str,
 }
@@ -214,9 +214,9 @@ impl ElfReader<'_> {
         Ok((s.paddr, end))
     }
 
-    /// Refuses segments that share bytes: their content would depend on the order of headers.
-    fn require_apart(&self, taken: &[GuestRange]) -> Result<(), BootError> {
-        let mut sorted = taken.to_vec();
+    /// Refuses segments that overlap: their content would depend on the order of headers.
+    fn refuse_overlap(&self, ranges: &[GuestRange]) -> Result<(), BootError> {
+        let mut sorted = ranges.to_vec();
         sorted.sort_unstable();
         match sorted.windows(2).find(|w| w[1].0 < w[0].1) {
             None => Ok(()),
@@ -307,7 +307,7 @@ impl<F: Read + Seek> ReadCacheOps for ObjectSource<'_, F> {
 /// Linux and other kernels name their own physical addresses, and have no interpreter and no C
 /// library. Some do map their ELF header or ask for an unexecutable stack, so only all marks of a
 /// linker's default layout together count.
-fn no_kernel(kind: FileType, segments: &[ProgramSegment], abi_tag: bool) -> Option<&'static str> {
+fn other_kind(kind: FileType, segments: &[ProgramSegment], abi_tag: bool) -> Option<&'static str> {
     let loads = || segments.iter().filter(|s| s.kind == PT_LOAD && s.mem_bytes > 0);
     let has = |kind| segments.iter().any(|s| s.kind == kind);
     let lowest = loads().min_by_key(|s| s.paddr);
@@ -374,7 +374,7 @@ mod tests {
         bytes
     }
 
-    fn load_it(bytes: Vec<u8>) -> Result<Loaded, BootError> {
+    fn load_bytes(bytes: Vec<u8>) -> Result<Loaded, BootError> {
         let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
         load("it", &mut Cursor::new(&bytes[..]), &memory)
     }
@@ -385,11 +385,11 @@ mod tests {
         let two = |second: u64| {
             file(&[notes, (PT_LOAD, second, 16, 16), (PT_LOAD, 1 << 20, 16, 4096)], 0)
         };
-        let loaded = load_it(two((1 << 20) + 4096)).unwrap();
+        let loaded = load_bytes(two((1 << 20) + 4096)).unwrap();
         assert!(matches!(loaded.start, Start::Pvh { rip: 0x10_0000 }), "{loaded:?}");
         assert_eq!(loaded.segments.len(), 2);
         assert_eq!(
-            load_it(two((1 << 20) + 4095)).unwrap_err().to_string(),
+            load_bytes(two((1 << 20) + 4095)).unwrap_err().to_string(),
             "it is a damaged ELF file: its segments 0x100000..0x101000 and 0x100fff..0x10100f overlap"
         );
     }
@@ -437,7 +437,7 @@ mod tests {
                 "it is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static ELF \
                  file, or a bzImage"
             );
-            assert_eq!(load_it(bytes).unwrap_err().to_string(), all);
+            assert_eq!(load_bytes(bytes).unwrap_err().to_string(), all);
         }
     }
 
@@ -456,7 +456,7 @@ mod tests {
             without_pvh(ET_EXEC, &[at(0x40_0000), NOTES]),
             without_pvh(ET_DYN, &[at(0x20_0000), STACK]),
         ] {
-            load_it(bytes).unwrap();
+            load_bytes(bytes).unwrap();
         }
     }
 
@@ -471,11 +471,11 @@ mod tests {
             let mut bytes = file(&[NOTES, code(1 << 20), NOTES, code(2 << 20), STACK], 0);
             bytes[4] = class;
             for (at, byte) in changes {
-                // The last numbers stand for the bytes of the notes.
+                // Positions from 400 on select bytes of the notes.
                 let at = if at < 400 { at } else { NOTES_AT as usize + at - 400 };
                 bytes[at] = byte;
             }
-            if let Ok(loaded) = load_it(bytes) {
+            if let Ok(loaded) = load_bytes(bytes) {
                 prop_assert!(loaded.segments.iter().all(|(_, end)| *end <= 64 << 20));
             }
         }
@@ -486,13 +486,13 @@ mod tests {
         let code = (PT_LOAD, 1 << 20, 16, 16);
         let many = vec![code; 257];
         assert_eq!(
-            load_it(file(&many, 0)).unwrap_err().to_string(),
+            load_bytes(file(&many, 0)).unwrap_err().to_string(),
             "it is a damaged ELF file: it has 257 program headers, more than 256"
         );
         // The same notes, referenced again and again.
         let half = (PT_NOTE, 0, 1 << 19, 0);
         let zeros = |headers: &[(ProgramType, u64, u64, u64)]| {
-            load_it(file(headers, 1 << 19)).unwrap_err().to_string()
+            load_bytes(file(headers, 1 << 19)).unwrap_err().to_string()
         };
         assert!(zeros(&[code, half, half]).contains("its entry 0x0 lies"), "1 MiB is allowed");
         assert_eq!(

@@ -1,8 +1,8 @@
-//! Why a guest cannot be booted.
+//! The reasons why a guest cannot be booted.
 
 use driftline_dirty_tracker::Layout;
 
-/// Why a guest cannot be booted.
+/// The reason why a guest cannot be booted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BootError {
@@ -63,7 +63,7 @@ pub enum BootError {
         what: String,
         /// Size of guest memory, in bytes.
         mem_bytes: u64,
-        /// Where it should have gone.
+        /// The range that it needs.
         why: String,
     },
     /// The command line contains a byte that none can have.

@@ -1,6 +1,6 @@
 //! Fuzzes a hostile kernel file. It must be refused with a message, or loaded within memory and not
 //! overwritten by the boot information.
-#![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
+#![allow(clippy::unwrap_used, reason = "a failure is the finding")]
 
 use std::io::Cursor;
 
@@ -16,7 +16,7 @@ use crate::tracking::TrackingMode;
 
 const MEM_BYTES: u64 = 64 << 20;
 /// Bytes of each segment that are compared.
-const LOOKED_AT: u64 = 64 << 10;
+const COMPARED_BYTES: u64 = 64 << 10;
 
 thread_local! {
     static MEMORY: Memory = Memory::new(MEM_BYTES, &MemoryOptions::default()).unwrap();
@@ -42,13 +42,13 @@ pub fn kernel(bytes: &[u8]) {
         let Ok(entry) = enter(&config(), memory, &loaded, None, &line, &devices) else { return };
         let (Entry::Pvh { rip, .. } | Entry::Linux64 { rip, .. }) = entry;
         assert!(loaded.segments.iter().any(|s| (s.0..s.1).contains(&rip)), "{entry:?}");
-        assert!(contents(memory, &loaded) == before, "what the kernel is told lies in the kernel");
+        assert!(contents(memory, &loaded) == before, "boot information overwrites the kernel");
     });
 }
 
 fn contents(memory: &Memory, loaded: &Loaded) -> Vec<Vec<u8>> {
     let content = |&(start, end): &(u64, u64)| {
-        let mut bytes = vec![0; (end - start).min(LOOKED_AT) as usize];
+        let mut bytes = vec![0; (end - start).min(COMPARED_BYTES) as usize];
         memory.ram().read_slice(&mut bytes, GuestAddress(start)).unwrap();
         bytes
     };

@@ -23,7 +23,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     let mut head = Vec::new();
     from.by_ref().take(bzimage::HEAD_BYTES as u64).read_to_end(&mut head).map_err(unreadable)?;
     from.seek(SeekFrom::Start(0)).map_err(unreadable)?;
-    if bzimage::looks_like_one(&head) {
+    if bzimage::has_signature(&head) {
         bzimage::load(what, &head, from, memory)
     } else {
         elf::load(what, from, memory)

@@ -27,7 +27,7 @@ pub(super) const ACPI_TABLES: GuestRange = (0xe_0000, 0xf_f000);
 /// The page of the generation ID, which contains nothing else.
 pub(super) const GENERATION_ID: GuestRange = (0xf_f000, ONE_MIB);
 
-/// The kind of a range of guest physical addresses.
+/// The kind of a range in the memory map.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum RangeKind {
     Ram,

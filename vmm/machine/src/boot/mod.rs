@@ -87,8 +87,8 @@ fn enter(
     match &kernel.start {
         Start::Pvh { rip } => pvh::write(memory, *rip, segments, initrd, cmdline, rsdp),
         Start::Linux64 { rip, header } => {
-            let given = zero_page::Given { header, segments, initrd, cmdline, rsdp };
-            zero_page::write(memory, *rip, &given)
+            let inputs = zero_page::BootInputs { header, segments, initrd, cmdline, rsdp };
+            zero_page::write(memory, *rip, &inputs)
         }
     }
 }

@@ -1,4 +1,5 @@
-//! What the loader and the descriptions of the machine share: addresses, devices, the entry.
+//! Addresses, devices and the entry, which the loader shares with the tables that describe the
+//! machine.
 
 /// Addresses of KVM's interrupt controllers.
 pub(super) const LOCAL_APIC: u32 = 0xfee0_0000;
@@ -21,7 +22,7 @@ pub struct MmioSlot {
     pub gsi: u32,
 }
 
-/// Where a loaded kernel is entered, and where its boot information lies. All values are guest
+/// The entry of a loaded kernel, and the place of its boot information. All values are guest
 /// physical addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Entry {

@@ -53,7 +53,7 @@ pub(super) fn header_of_an_elf() -> setup_header {
 }
 
 /// The protocol's inputs besides the kernel.
-pub(super) struct Given<'a> {
+pub(super) struct BootInputs<'a> {
     pub(super) header: &'a setup_header,
     pub(super) segments: &'a [GuestRange],
     pub(super) initrd: Option<GuestRange>,
@@ -62,27 +62,27 @@ pub(super) struct Given<'a> {
 }
 
 /// Writes the block and returns the guest's entry.
-pub(super) fn write(memory: &Memory, rip: u64, given: &Given) -> Result<Entry, BootError> {
+pub(super) fn write(memory: &Memory, rip: u64, inputs: &BootInputs) -> Result<Entry, BootError> {
     let layout = memory.layout();
-    let most = given.header.cmdline_size;
-    if given.cmdline.len() > most as usize {
-        let why = format!("it has {} bytes, and the kernel takes {most}", given.cmdline.len());
+    let most = inputs.header.cmdline_size;
+    if inputs.cmdline.len() > most as usize {
+        let why = format!("it has {} bytes, and the kernel takes {most}", inputs.cmdline.len());
         return Err(BootError::does_not_fit("the command line", layout, why));
     }
-    let bytes = CMDLINE_AT + given.cmdline.len() as u64 + 1;
-    let Some(block) = map::low_gap(bytes, given.segments) else {
+    let bytes = CMDLINE_AT + inputs.cmdline.len() as u64 + 1;
+    let Some(block) = map::low_gap(bytes, inputs.segments) else {
         let (from, to) = map::LOW;
         let why = format!("the kernel leaves no {bytes} bytes free between {from:#x} and {to:#x}");
         return Err(BootError::does_not_fit("the boot information", layout, why));
     };
-    let params = params(memory, block, given);
+    let params = params(memory, block, inputs);
     let gdt: Vec<u8> = GDT.iter().flat_map(|d| d.to_le_bytes()).collect();
     for (at, bytes) in [
         (0, params.as_slice()),
         (TABLES_AT, &page_tables(block + TABLES_AT)),
         (GDT_AT, &gdt),
-        (CMDLINE_AT, given.cmdline.as_bytes()),
-        (CMDLINE_AT + given.cmdline.len() as u64, &[0]),
+        (CMDLINE_AT, inputs.cmdline.as_bytes()),
+        (CMDLINE_AT + inputs.cmdline.len() as u64, &[0]),
     ] {
         let written = memory.ram().write_slice(bytes, GuestAddress(block + at));
         written
@@ -92,8 +92,8 @@ pub(super) fn write(memory: &Memory, rip: u64, given: &Given) -> Result<Entry, B
     Ok(Entry::Linux64 { rip, zero_page: block, page_tables, gdt })
 }
 
-fn params(memory: &Memory, block: u64, given: &Given) -> boot_params {
-    let mut params = boot_params { hdr: *given.header, ..Default::default() };
+fn params(memory: &Memory, block: u64, inputs: &BootInputs) -> boot_params {
+    let mut params = boot_params { hdr: *inputs.header, ..Default::default() };
     params.hdr.type_of_loader = LOADER_UNDEFINED;
     params.hdr.vid_mode = VID_MODE_NORMAL;
     params.hdr.loadflags &= !CAN_USE_HEAP;
@@ -101,10 +101,10 @@ fn params(memory: &Memory, block: u64, given: &Given) -> boot_params {
     params.hdr.setup_data = 0;
     params.hdr.hardware_subarch = 0;
     params.hdr.cmd_line_ptr = (block + CMDLINE_AT) as u32;
-    let (start, end) = given.initrd.unwrap_or_default();
+    let (start, end) = inputs.initrd.unwrap_or_default();
     params.hdr.ramdisk_image = start as u32;
     params.hdr.ramdisk_size = (end - start) as u32;
-    params.acpi_rsdp_addr = given.rsdp;
+    params.acpi_rsdp_addr = inputs.rsdp;
     // At most five ranges: the layout has at most two slots.
     let ranges = map::memory_map(memory);
     let mut table = params.e820_table;
@@ -137,8 +137,8 @@ mod tests {
     use super::*;
     use crate::memory::MemoryOptions;
 
-    fn given(header: &setup_header) -> Given<'_> {
-        Given {
+    fn inputs(header: &setup_header) -> BootInputs<'_> {
+        BootInputs {
             header,
             segments: &[],
             initrd: Some((0x200_0000, 0x200_1234)),
@@ -154,7 +154,7 @@ mod tests {
         // Fields that a file must not be able to set.
         header.setup_data = 0x1234;
         let Entry::Linux64 { rip, zero_page, page_tables, .. } =
-            write(&memory, 0x100_0200, &given(&header)).unwrap()
+            write(&memory, 0x100_0200, &inputs(&header)).unwrap()
         else {
             panic!("not entered at 64 bits");
         };
@@ -197,7 +197,7 @@ mod tests {
     fn too_long_command_line_is_refused() {
         let memory = Memory::new(16 << 20, &MemoryOptions::default()).unwrap();
         let header = setup_header { cmdline_size: 4, ..header_of_an_elf() };
-        let error = write(&memory, 0, &given(&header)).err().unwrap().to_string();
+        let error = write(&memory, 0, &inputs(&header)).err().unwrap().to_string();
         assert!(error.ends_with("it has 5 bytes, and the kernel takes 4"), "{error}");
     }
 }

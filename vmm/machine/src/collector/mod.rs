@@ -1,11 +1,12 @@
 //! The collector: the one thread that owns a machine's dirty source.
 //!
-//! The collector starts the source for the first subscriber and stops it when the last one has
-//! gone. In between it collects on request, when a vCPU finds its ring full, and periodically, so
-//! that rings seldom fill. While a throttle is on it collects as often as the throttle needs, and
-//! holds vCPUs out of the guest (see `throttle`).
+//! The collector starts the source for the first subscriber and stops it after the last one has
+//! ended. In between it collects on request, when a vCPU finds its ring full, and periodically, so
+//! that rings seldom fill. While a throttle is on, the collector collects as often as the throttle
+//! needs, and stalls vCPUs (see `throttle`).
 //!
-//! It never waits for another thread, so a vCPU that waits for the collector can still be paused.
+//! The collector never waits for another thread, so a vCPU that waits for the collector can still
+//! be paused.
 
 mod peaks;
 
@@ -36,7 +37,7 @@ const COLLECTION_US: &[u64] =
 /// Limit on waiting for the collector. It waits for no thread, so only a defect takes this long.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// The reason why the collector did not do what it was asked for.
+/// The reason why the collector has refused or not answered a request.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CollectorError {
     /// The source failed.
@@ -73,8 +74,8 @@ pub(crate) struct Collector {
 }
 
 impl Collector {
-    /// Starts a collector of `source`. `throttles` are the means to throttle each vCPU. After a periodic
-    /// collection of at least `many` frames the next one comes sooner.
+    /// Starts a collector of `source`, which throttles the vCPUs through `throttles`. A periodic
+    /// collection of at least `many` frames shortens the interval to the next one.
     pub(crate) fn spawn(
         source: Box<dyn DirtySource>,
         tracker: Arc<Tracker>,
@@ -85,7 +86,7 @@ impl Collector {
         let overruns = Arc::new(AtomicU64::new(0));
         let dirtied: Arc<[AtomicU64]> = source.dirtied().iter().map(|n| (*n).into()).collect();
         let peaks = Peaks::new(source.harvested().len());
-        let shown = peaks.shown();
+        let published = peaks.published();
         let times = Arc::new(Histogram::new(COLLECTION_US));
         let class = match source.mode() {
             TrackingMode::UserfaultWp => Class::Watcher,
@@ -105,7 +106,7 @@ impl Collector {
             pacing: Pacing::new(throttles),
         };
         let thread = Some(sandbox::spawn(class, "collector", move || state.run(&inbox))?);
-        Ok(Self { state: handle, overruns, dirtied, peaks: shown, times, thread })
+        Ok(Self { state: handle, overruns, dirtied, peaks: published, times, thread })
     }
 
     pub(crate) fn subscribe(&self, name: &str) -> Result<Subscription, CollectorError> {
@@ -166,16 +167,16 @@ impl Drop for Collector {
     }
 }
 
-/// Which writes the source catches.
+/// The writes that the source catches.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum CaughtWrites {
     Nothing,
     Everything,
-    /// Starting or stopping failed half-way: the source is on for some slots, off for others.
+    /// Those to some slots: starting or stopping has failed half-way.
     Partial,
 }
 
-/// What the thread owns.
+/// The state that the collector's thread owns.
 pub(crate) struct CollectorState {
     source: Box<dyn DirtySource>,
     tracker: Arc<Tracker>,
@@ -211,7 +212,7 @@ impl CollectorState {
         }
     }
 
-    /// Returns the time until the next periodic collection or look.
+    /// Returns the time until the next periodic collection or check.
     fn pause(&self) -> Duration {
         let check = self.pacing.next_check();
         let left = check.map(|check| check.saturating_duration_since(Instant::now()));
@@ -236,10 +237,10 @@ impl CollectorState {
     /// collected.
     fn collect(&mut self) -> Result<u64, SourceError> {
         let collected = self.source.collect(&self.tracker);
-        // Also after an error, so that the next look is not due at once.
+        // Also after an error, so that the next check is not due at once.
         self.pacing.harvested(self.source.dirtied(), Instant::now());
         if self.caught == CaughtWrites::Everything {
-            self.peaks.note(self.source.harvested(), Instant::now());
+            self.peaks.record(self.source.harvested(), Instant::now());
         }
         let now = collected?;
         let ns = now.harvest_ns + now.reprotect_ns + now.insert_ns;
@@ -272,16 +273,17 @@ impl CollectorState {
         // stopped, until it has been harvested often enough.
         if let Err(e) = self.collect() {
             tracing::warn!("vCPU {vcpu} waits for room in its dirty ring, but {e}");
-            // The vCPU will find its ring full again at once; do not spin meanwhile.
+            // The vCPU finds its ring full again at once. The sleep keeps this thread from
+            // spinning.
             std::thread::sleep(PERIOD_LEAST);
         }
     }
 
-    /// Answers a vCPU that has run for the slice after a hold, and waits. `stalls` of its stalls were
-    /// complete by then.
+    /// Answers a vCPU that has run for the slice after a stall, and waits. `stalls` of its stalls
+    /// were complete by then.
     pub(crate) fn end_slice(&mut self, vcpu: u8, stalls: u64) {
         if let Err(e) = self.collect() {
-            tracing::warn!("what vCPU {vcpu} has written is not known yet: {e}");
+            tracing::warn!("the pages that vCPU {vcpu} has written cannot be counted yet: {e}");
         }
         self.pacing.reported(vcpu.into(), stalls, Instant::now());
     }
@@ -293,7 +295,7 @@ impl CollectorState {
             // No subscriber is left that a throttle could serve.
             self.pacing.set_rate(None, &[], Instant::now());
             let stopped = self.source.stop();
-            self.peaks.forget();
+            self.peaks.clear();
             if let Err(e) = &stopped {
                 tracing::warn!("dirty tracking cannot be stopped yet: {e}");
                 self.period = (self.period * 2).min(PERIOD_MOST);

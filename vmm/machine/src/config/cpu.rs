@@ -9,9 +9,9 @@ use super::error::{ConfigError, in_range};
 use crate::cpu_model;
 
 /// Limit of removed features. No command line needs more; it bounds hostile configurations.
-const MOST_WITHOUT: usize = 64;
+const MAX_REMOVED: usize = 64;
 /// Limit of recorded words. CPUID has about thirty feature leaves, and one per XSAVE component.
-const MOST_WORDS: usize = 64;
+const MAX_WORDS: usize = 64;
 
 /// The base of a guest's processor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -62,12 +62,12 @@ pub struct CpuidWord {
 }
 
 impl CpuConfig {
-    /// Checks that this version knows all of it.
+    /// Checks that this version knows all features, and that the lists are not too long.
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         let counts = [
-            ("features that the processor lacks", self.without.len(), MOST_WITHOUT),
-            ("CPUID leaves of the processor", self.shown.len(), MOST_WORDS),
-            ("registers of features", self.shown_msrs.len(), MOST_WORDS),
+            ("features that the processor lacks", self.without.len(), MAX_REMOVED),
+            ("CPUID leaves of the processor", self.shown.len(), MAX_WORDS),
+            ("registers of features", self.shown_msrs.len(), MAX_WORDS),
         ];
         for (what, count, most) in counts {
             in_range(what, count as u64, 0, most as u64)?;
@@ -109,7 +109,7 @@ impl FromStr for CpuConfig {
         for part in parts {
             let Some(name) = part.strip_prefix('-') else {
                 let form = "write -NAME, such as -cx16";
-                return Err(ConfigError::malformed("feature to take away", part, form));
+                return Err(ConfigError::malformed("feature to remove", part, form));
             };
             without.push(name.to_owned());
         }
@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(refused("max"), "there is no processor \"max\"; there are host and baseline");
         assert_eq!(
             refused("host,cx16"),
-            "\"cx16\" is no feature to take away: write -NAME, such as -cx16"
+            "\"cx16\" is no feature to remove: write -NAME, such as -cx16"
         );
         assert_eq!(refused("host,-warp"), "there is no processor feature \"warp\"");
         let many = format!("host{}", ",-cx16".repeat(65));

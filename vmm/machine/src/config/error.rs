@@ -1,11 +1,11 @@
-//! Why a configuration is refused.
+//! The reasons why a configuration is refused.
 
 use std::path::PathBuf;
 
-/// Characters of a refused value that a message shows. The value may come from a peer.
-const MAX_SHOWN: usize = 64;
+/// Maximum characters of a refused value in a message. The value may be from a peer.
+const MAX_QUOTED: usize = 64;
 
-/// Why a configuration, or a value of an option on the command line, is refused.
+/// The reason why a configuration, or a value of an option on the command line, is refused.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -19,10 +19,10 @@ pub enum ConfigError {
         /// The form that it must have.
         form: String,
     },
-    /// There is nothing of this name.
+    /// No part has this name.
     #[error("there is no {what} {}{}", quoted(name), alternatives(known))]
     Unknown {
-        /// What was named.
+        /// The kind of part.
         what: &'static str,
         /// The name.
         name: String,
@@ -53,10 +53,10 @@ pub enum ConfigError {
         /// The sizes that it can have.
         wanted: String,
     },
-    /// Two parts share what each must have for itself.
+    /// Two parts share a value that must be unique.
     #[error("it has two {what} \"{name}\"")]
     Twice {
-        /// The parts, and what they share.
+        /// The parts, and the value's kind.
         what: &'static str,
         /// The value that they share.
         name: String,
@@ -102,10 +102,10 @@ pub(super) fn in_range(
 }
 
 fn quoted(value: &str) -> String {
-    if value.chars().nth(MAX_SHOWN).is_none() {
+    if value.chars().nth(MAX_QUOTED).is_none() {
         return format!("\"{}\"", value.escape_debug());
     }
-    let begins: String = value.chars().take(MAX_SHOWN).collect();
+    let begins: String = value.chars().take(MAX_QUOTED).collect();
     format!("\"{}\"... of {} bytes", begins.escape_debug(), value.len())
 }
 

@@ -1,4 +1,4 @@
-//! What tells one disk from another, on any host that sees it.
+//! The identity of a disk, which every host that shares the disk reports.
 
 use std::fmt;
 
@@ -27,8 +27,8 @@ pub enum DiskIdentity {
 impl DiskIdentity {
     /// Returns the identity of a block device of this name, if the name is valid.
     pub(crate) fn device(name: &str) -> Option<Self> {
-        let known = Self::Device(name.trim().to_owned());
-        known.check().is_ok().then_some(known)
+        let identity = Self::Device(name.trim().to_owned());
+        identity.check().is_ok().then_some(identity)
     }
 
     /// Returns whether `other` is certainly another disk. The creation time of a file counts only

@@ -120,7 +120,7 @@ pub fn guest_span(vm_id: VmId, identity: &Identity) -> tracing::Span {
     let vm_parent = identity.lineage.map(|lineage| tracing::field::display(lineage.parent));
     let vm_parent_checkpoint = identity.lineage.map(|lineage| lineage.checkpoint);
     // At error level, so that every filter that passes an event also passes the guest's id.
-    // A root, so that a thread that is in the span already does not say it twice.
+    // A root, so that a thread that is in the span already does not log it twice.
     tracing::error_span!(parent: None, "guest", %vm_id, vm_name, vm_parent, vm_parent_checkpoint)
 }
 

@@ -1,4 +1,4 @@
-//! Encodes a configuration for the network and for stores, and checks one that arrives.
+//! Encodes a machine's configuration for the network and for stores, and checks a decoded one.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use super::machine::{Boot, MachineConfig};
 use crate::codec::{decode_versioned, encode_versioned};
 use crate::limits::{MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES};
 
-const WHAT: &str = "the guest's configuration";
+const SUBJECT: &str = "the guest's configuration";
 
 impl MachineConfig {
     /// Returns the bytes that `GuestIdentity::config` returns. The configuration must have passed
@@ -29,10 +29,10 @@ impl MachineConfig {
     ///
     /// The bytes are malformed, or their version is not supported.
     pub fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
-        let config: Self = decode_versioned(WHAT, bytes)?;
+        let config: Self = decode_versioned(SUBJECT, bytes)?;
         config
             .check()
-            .map_err(|e| GuestError::Malformed { what: WHAT.to_owned(), why: e.to_string() })?;
+            .map_err(|e| GuestError::Malformed { what: SUBJECT.to_owned(), why: e.to_string() })?;
         Ok(config)
     }
 
@@ -283,7 +283,10 @@ mod tests {
         bytes.extend([0; 3]);
         assert!(refused(&bytes).contains("3 bytes follow its end"));
         bytes[0] = 6;
-        assert!(refused(&bytes).contains("it has version 6, and this is written for version 1"));
+        assert!(
+            refused(&bytes)
+                .contains("it has version 6, and this version of Driftline reads version 1")
+        );
         assert!(refused(&[]).contains("configuration"));
         assert!(refused(&payload().encode()[..10]).contains("configuration"));
     }

@@ -58,10 +58,10 @@ impl FromStr for MacAddr {
         };
         let bytes: Option<Vec<u8>> = s.split(':').map(byte).collect();
         let bytes = bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());
-        let none = || {
+        let malformed = || {
             ConfigError::malformed("Ethernet address", s, "six bytes, such as 52:54:00:12:34:56")
         };
-        Self(bytes.ok_or_else(none)?).check()
+        Self(bytes.ok_or_else(malformed)?).check()
     }
 }
 

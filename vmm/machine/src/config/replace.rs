@@ -130,18 +130,18 @@ pub(super) fn replace(devices: &mut [DeviceConfig], host: &HostConfig) -> Result
         }
     }
     let disk_specs = host.disks.iter().map(|spec| (spec.id.as_deref(), spec)).collect();
-    let mut made = HashSet::new();
+    let mut copies = HashSet::new();
     replace_each(DISK, disks, disk_specs, |disk: &mut DiskConfig, spec| {
         replace_disk(disk, spec, host.copied.contains(&disk.id))?;
         if spec.any_identity || spec.copy || host.disks_are_copies {
             disk.identity = None;
         }
         if spec.copy {
-            made.insert(disk.id.clone());
+            copies.insert(disk.id.clone());
         }
         Ok(())
     })?;
-    if let Some(id) = host.copied.iter().find(|id| !made.contains(*id)) {
+    if let Some(id) = host.copied.iter().find(|id| !copies.contains(*id)) {
         return Err(ReplaceError::NoFileForCopy { id: id.clone() });
     }
     let net_specs = host.nets.iter().map(|spec: &NetSpec| (spec.id.as_deref(), spec)).collect();

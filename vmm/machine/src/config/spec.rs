@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use super::error::ConfigError;
 
-/// Why the text that describes a device is refused.
+/// The reason why the text that describes a device is refused.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpecError {
@@ -24,7 +24,7 @@ pub enum SpecError {
     NoValue {
         /// The option, as it was given.
         option: String,
-        /// How it is written.
+        /// Its syntax.
         form: &'static str,
     },
     /// The option takes no value.
@@ -32,7 +32,7 @@ pub enum SpecError {
     ValueOfFlag {
         /// The option, as it was given.
         option: String,
-        /// How it is written.
+        /// Its syntax.
         form: &'static str,
     },
     /// The option is given more than once.
@@ -50,13 +50,13 @@ pub enum SpecError {
     Missing {
         /// The device, as it was given.
         text: String,
-        /// How the option is written.
+        /// The option's syntax.
         form: &'static str,
         /// The device.
         device: &'static str,
     },
     /// The option's value should be a number.
-    #[error("{key}={value}: that is no such number")]
+    #[error("{key}={value}: the value is not a number in its range")]
     Number {
         /// The option's name.
         key: String,
@@ -72,7 +72,7 @@ pub enum SpecError {
         value: String,
     },
     /// A path was given where an option belongs.
-    #[error("a disk wants path=FILE, so: --disk path={0}")]
+    #[error("a disk needs path=FILE: --disk path={0}")]
     DiskPath(String),
     /// The option's value is not one that it can have.
     #[error(transparent)]
@@ -97,12 +97,12 @@ impl fmt::Display for SentenceList<'_> {
 pub(super) struct Syntax {
     /// The device, with its article.
     pub(super) device: &'static str,
-    /// How each option is written: `key=VALUE` or, for a flag, `key`. A remark may follow after a
+    /// The syntax of each option: `key=VALUE` or, for a flag, `key`. A remark may follow after a
     /// space.
     pub(super) options: &'static [&'static str],
 }
 
-/// The options of one device, each at most once. A reader takes them by name.
+/// The options that are given for one device, each at most once.
 pub(super) struct GivenOptions<'t> {
     syntax: &'static Syntax,
     text: &'t str,
@@ -134,7 +134,7 @@ impl Syntax {
                 _ => {}
             }
             let key = key_of(form);
-            if given.iter().any(|(known, _)| *known == key) {
+            if given.iter().any(|(other, _)| *other == key) {
                 return Err(SpecError::Twice { option: option(), key, device: self.device });
             }
             given.push((key, value.unwrap_or_default()));
@@ -242,7 +242,7 @@ mod tests {
         let missing = lamp.require("colour").unwrap_err().to_string();
         assert_eq!(missing, "\"watts=300,lit=yes\" lacks colour=NAME, which a lamp needs");
         let number = lamp.number::<u8>("watts").unwrap_err().to_string();
-        assert_eq!(number, "watts=300: that is no such number");
+        assert_eq!(number, "watts=300: the value is not a number in its range");
         let lit = lamp.on_off("lit", true).unwrap_err().to_string();
         assert_eq!(lit, "\"lit=yes\" is neither on nor off");
     }

@@ -141,7 +141,7 @@ impl DeviceSet {
         made_here: &[String],
     ) -> Result<Self, DeviceError> {
         let mut set = Self::empty();
-        set.kept = memory.kept().clone();
+        set.kept = memory.protected_frames().clone();
         for device in &config.devices {
             let id = device.id();
             let system = |cause| DeviceError::System { id: id.to_owned(), cause };

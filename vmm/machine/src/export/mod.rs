@@ -1,6 +1,6 @@
 //! Exports stored guests for other programs.
 
-mod core;
+mod elf_core;
 
 use std::fs::File;
 use std::path::Path;
@@ -9,7 +9,7 @@ use driftline_dirty_tracker::Layout;
 use driftline_guest::{Section, SectionTag};
 use driftline_store::{ExportReport, Store, StoreError};
 
-use self::core::CoreFile;
+use self::elf_core::CoreFile;
 use crate::machine::registers;
 use crate::vcpu::CoreRegisters;
 

@@ -29,7 +29,7 @@ pub struct Capability {
 }
 
 /// All capabilities that are probed, in the order in which they are reported.
-const ASKED: &[(&str, u32, Need)] = &[
+const PROBED: &[(&str, u32, Need)] = &[
     ("USER_MEMORY", KVM_CAP_USER_MEMORY, Need::Required),
     ("IRQCHIP", KVM_CAP_IRQCHIP, Need::Required),
     ("PIT2", KVM_CAP_PIT2, Need::Required),
@@ -92,11 +92,11 @@ impl Capabilities {
     }
 
     pub(crate) fn from_answers(answer: impl Fn(u32) -> i32) -> Self {
-        let ask = |&(name, number, need): &(&'static str, u32, Need)| {
+        let probe = |&(name, number, need): &(&'static str, u32, Need)| {
             let value = answer(number).max(0);
             Capability { name, number, need, value }
         };
-        Self { all: ASKED.iter().map(ask).collect() }
+        Self { all: PROBED.iter().map(probe).collect() }
     }
 
     /// Returns every probed capability.
@@ -131,8 +131,8 @@ impl Capabilities {
     /// Returns the flags that make reading bitmaps and write-protecting frames separate calls, or
     /// `None` if the kernel cannot separate them.
     pub fn manual_dirty_log(&self) -> Option<u32> {
-        let known = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
-        let flags = self.value(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) as u32 & known;
+        let supported = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
+        let flags = self.value(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) as u32 & supported;
         (flags & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE != 0).then_some(flags)
     }
 

@@ -1,5 +1,4 @@
-//! KVM functions that the rust-vmm crates do not wrap. Besides the memory mapping, this is the only
-//! unsafe code of this crate.
+//! KVM functions that the rust-vmm crates do not wrap.
 
 mod capabilities;
 mod exit;

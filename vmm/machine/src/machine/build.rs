@@ -31,11 +31,11 @@ use crate::throttle::{ThrottleHandle, ThrottleState};
 use crate::tracking::TrackingMode;
 use crate::vcpu::{self, Counters, StateContext, Vcpu, cpu_compat, cpuid, msrs, tsc};
 
-/// Collected frames from which another collection follows soon; at most a quarter of a ring.
+/// Collected frames from which on the next collection follows sooner; at most a quarter of a ring.
 const MANY_FRAMES: u64 = 4096;
 
-/// Bytes of guest memory from which several threads, those of rayon's pool, absorb a bitmap.
-const SHARED_OUT: u64 = 32 << 30;
+/// Bytes of guest memory from which on the threads of rayon's pool absorb a bitmap.
+const PARALLEL_MEMORY: u64 = 32 << 30;
 
 /// Inputs of a build other than the configuration.
 #[derive(Default)]
@@ -118,7 +118,7 @@ impl KvmMachine {
         Self::assemble(vm_id, config, host, devices, inputs)
     }
 
-    /// Does as [`build`](Self::build), with the devices that `devices` returns.
+    /// Does as [`build`](Self::build), with the devices that `devices` creates.
     #[cfg(test)]
     pub(super) fn build_around(
         vm_id: VmId,
@@ -173,7 +173,7 @@ impl KvmMachine {
         let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
         if let Some((fd, cpuid)) = vcpus.first() {
             match load {
-                true => note_what_is_shown(&mut config.cpu, fd, cpuid)?,
+                true => record_exposed_features(&mut config.cpu, fd, cpuid)?,
                 false => check_tsc(&config.cpu, fd, &capabilities)?,
             }
         }
@@ -323,7 +323,8 @@ fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId,
     if let Some(lacks) = lacks {
         return Err(MachineError::HostLacks {
             what: lacks,
-            why: "the guest has seen it where it was started, and may rely on it".to_owned(),
+            why: "the guest has seen it on the host where it started, and may rely on it"
+                .to_owned(),
         });
     }
     cpuid::narrow(supported, cpu).map_err(|lacks| MachineError::HostLacks {
@@ -333,7 +334,11 @@ fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId,
 }
 
 /// Records in the configuration the processor features that the guest sees and may rely on.
-fn note_what_is_shown(cpu: &mut CpuConfig, fd: &VcpuFd, cpuid: &CpuId) -> Result<(), MachineError> {
+fn record_exposed_features(
+    cpu: &mut CpuConfig,
+    fd: &VcpuFd,
+    cpuid: &CpuId,
+) -> Result<(), MachineError> {
     cpu.shown = cpu_compat::shown(cpuid.as_slice());
     cpu.shown_msrs = msrs::shown(fd, cpuid.as_slice())
         .map_err(|e| MachineError::system("reading MSRs")(io::Error::other(e)))?;
@@ -426,14 +431,14 @@ fn broken(
 #[cfg(all(feature = "broken-source", debug_assertions))]
 fn loses_one_in() -> Option<std::num::NonZeroU64> {
     const NAME: &str = "DRIFTLINE_LOSES_ONE_IN";
-    let asked = std::env::var(NAME).ok()?;
-    let one_in = asked.parse().ok();
+    let value = std::env::var(NAME).ok()?;
+    let one_in = value.parse().ok();
     match one_in {
         Some(n) => tracing::warn!(
             "THIS BUILD IS FOR TESTS: of {n} pages that the guest writes one is lost ({NAME})"
         ),
         None => tracing::warn!(
-            "this build is for tests; {NAME} is \"{asked}\", which is not a number, so no page is lost"
+            "this build is for tests; {NAME} is \"{value}\", which is not a number, so no page is lost"
         ),
     }
     one_in
@@ -502,7 +507,7 @@ fn start_vcpus(
             paused_since: None,
             _vm: vm.clone(),
         };
-        let thread = sandbox::spawn(Class::Vcpu, format!("vcpu{id}"), move || vcpu.live());
+        let thread = sandbox::spawn(Class::Vcpu, format!("vcpu{id}"), move || vcpu.run_thread());
         let thread = thread.map_err(MachineError::system("starting a vCPU thread"))?;
         handles.push(VcpuHandle::new(handle, immediate_exit, counters, thread));
     }
@@ -517,7 +522,7 @@ fn start_collector(
     inbox: (Handle<collector::CollectorState>, Inbox<collector::CollectorState>),
 ) -> Result<Option<Collector>, MachineError> {
     let Some(source) = source else { return Ok(None) };
-    if config.mem_bytes >= SHARED_OUT {
+    if config.mem_bytes >= PARALLEL_MEMORY {
         // The pool is started here and not by the collector, whose filter allows no new threads.
         rayon::current_num_threads();
     }

@@ -47,8 +47,8 @@ impl EmptyVm {
         Ok(Self { kvm, capabilities, supported, fd })
     }
 
-    /// Adds memory, interrupt controllers and timer to the VM, in the fastest order, and returns
-    /// the VM and the remaining parts.
+    /// Adds memory, interrupt controllers and timer to the VM, in the fastest order. Returns the VM
+    /// and the remaining parts.
     pub(super) fn finish(
         self,
         memory: &Arc<Memory>,
@@ -78,7 +78,7 @@ impl EmptyVm {
 /// # use driftline_machine::machine::EarlyVm;
 /// let early = EarlyVm::begin();
 /// // .. read a store ..
-/// drop(early); // no guest came of it: waits for the thread, a few milliseconds
+/// drop(early); // not used: waits for the thread, a few milliseconds
 /// ```
 #[derive(Debug)]
 pub struct EarlyVm(Option<JoinHandle<Result<EmptyVm, MachineError>>>);

@@ -1,4 +1,4 @@
-//! Builds a machine from the configuration that came with a checkpoint or a migration.
+//! Builds a machine from the configuration in a checkpoint or a migration.
 
 use std::sync::Arc;
 

@@ -105,7 +105,7 @@ fn wait_for_nothing_left(folder: &Path, before: &ProcessResources, after: &str) 
     let end = Instant::now() + SOON;
     while resources(folder) != *before {
         if Instant::now() >= end {
-            assert_eq!(resources(folder), *before, "left behind after {after}");
+            assert_eq!(resources(folder), *before, "not released after {after}");
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -207,7 +207,7 @@ fn fail_everywhere(dir: &Path, case: &BuildCase, tap: &str) -> Vec<String> {
             fail_point::run(Some(at), || (case.build)(config(dir, case, tap), &host));
         let why = made.err().unwrap_or_else(|| panic!("{what}: it did not fail")).to_string();
         assert!(why.contains(&format!("fail point {point}")), "{what}: {why}");
-        assert_eq!(passed, points[..=at], "{what}: it went on");
+        assert_eq!(passed, points[..=at], "{what}: the build continued");
         wait_for_nothing_left(dir, &before, &what);
     }
     points

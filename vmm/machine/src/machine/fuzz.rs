@@ -1,6 +1,6 @@
 //! Fuzzes the sections of a machine's state, and configurations. Each input is either refused with
 //! a message, or read and written again as bytes that read the same.
-#![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
+#![allow(clippy::unwrap_used, reason = "a failure is the finding")]
 
 use driftline_guest::{Section, SectionTag};
 use serde::Serialize;

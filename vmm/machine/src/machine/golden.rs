@@ -50,7 +50,7 @@ fn section_bytes_match_the_golden_files() {
     assert_eq!(written.len(), FILES.len());
     for (name, i) in FILES {
         let (now, then) = (hex(&written[usize::from(i)].bytes), golden(name));
-        assert_eq!(now, then, "{name}: were this a new format, its file would be\n{now}");
+        assert_eq!(now, then, "{name}: the file of a new format would be\n{now}");
     }
 }
 

@@ -78,7 +78,7 @@ fn state() -> Vec<Section> {
 }
 
 /// Returns a machine that fetches both frames lazily, and the sender that keeps the gate shut.
-fn coming(test: &str, damaged: Option<Gfn>) -> Option<(Arc<KvmMachine>, Sender<()>)> {
+fn restoring(test: &str, damaged: Option<Gfn>) -> Option<(Arc<KvmMachine>, Sender<()>)> {
     if !kvm_or_skip(test) {
         return None;
     }
@@ -106,7 +106,7 @@ fn refused(machine: &KvmMachine, sections: &[Section]) -> String {
 #[test]
 fn lost_generation_id_page_refuses_the_restore() {
     let test = "lost_generation_id_page_refuses_the_restore";
-    let Some((machine, open)) = coming(test, Some(boot::generation_frame())) else { return };
+    let Some((machine, open)) = restoring(test, Some(boot::generation_frame())) else { return };
     drop(open);
     let why = refused(&machine, &state());
     assert!(why.contains("page 0xff of checkpoint 7 is lost"), "{why}");
@@ -119,7 +119,7 @@ fn lost_generation_id_page_refuses_the_restore() {
 #[test]
 fn lost_page_of_the_clock_refuses_the_restore() {
     let test = "lost_page_of_the_clock_refuses_the_restore";
-    let Some((machine, open)) = coming(test, Some(CLOCK_FRAME)) else { return };
+    let Some((machine, open)) = restoring(test, Some(CLOCK_FRAME)) else { return };
     drop(open);
     let why = refused(&machine, &state());
     assert!(why.contains("page 0x200 of checkpoint 7 is lost"), "{why}");
@@ -128,11 +128,11 @@ fn lost_page_of_the_clock_refuses_the_restore() {
 
 #[test]
 fn vcpu_without_restored_state_is_named() {
-    let Some((machine, open)) = coming("vcpu_without_restored_state_is_named", None) else {
+    let Some((machine, open)) = restoring("vcpu_without_restored_state_is_named", None) else {
         return;
     };
     let why = refused(&machine, &state());
-    assert!(why.contains("vCPU 0 did not take over its state"), "{why}");
+    assert!(why.contains("vCPU 0 did not restore its state"), "{why}");
     let why = machine.resume().unwrap_err().to_string();
     assert!(why.contains("restoring it failed half-way"), "{why}");
     // The page arrives after all, and the thread ends.

@@ -1,4 +1,4 @@
-//! What only a measurement asks of a machine: see [`measure`](crate::measure).
+//! The machine's methods for measurements: see [`measure`](crate::measure).
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -54,8 +54,8 @@ use crate::devices::{
     BalloonControl, DiskError, Drive, DriveSource, Meter, SerialInput, SinkThread,
 };
 use crate::exit;
-use crate::latency;
 use crate::memory::{self, Memory};
+use crate::pm_qos;
 use crate::tracking::TrackingMode;
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Timings, Vm, VmInfo};
@@ -168,13 +168,14 @@ impl GuestContents for KvmMachine {
     }
 
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.memory.populated()
+        self.memory.resident()
     }
 
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         if self.config.tracking == TrackingMode::UserfaultWp {
             tracing::info!(
-                "userfaultfd follows the guest's writes, and a memory has one descriptor at most: what changed is copied in the pause"
+                "no write protection: --tracking userfault-wp uses the one userfaultfd of this \
+                 memory; changed frames are copied in the pause"
             );
             return Ok(None);
         }
@@ -188,14 +189,14 @@ impl GuestContents for KvmMachine {
 
 impl Populate for KvmMachine {
     fn prefault(&self, frames: FrameRun) {
-        self.memory.prepare(frames);
+        self.memory.prefault(frames);
     }
 
     fn fill(&self) -> Option<Box<dyn Fill>> {
         // Dirty tracking holds the only userfaultfd descriptor that a memory may have.
-        let is_followed = self.config.tracking == TrackingMode::UserfaultWp;
+        let is_tracked = self.config.tracking == TrackingMode::UserfaultWp;
         let is_paused = self.run_state() == RunState::Paused;
-        if is_paused && !is_followed { self.memory.fill() } else { None }
+        if is_paused && !is_tracked { self.memory.fill() } else { None }
     }
 
     fn fetch_late(
@@ -204,7 +205,8 @@ impl Populate for KvmMachine {
     ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
         if self.config.tracking == TrackingMode::UserfaultWp {
             tracing::info!(
-                "userfaultfd is to follow the guest's writes, and a memory has one descriptor at most: all frames come first"
+                "no lazy restore: --tracking userfault-wp uses the one userfaultfd of this memory; all \
+                 pages are read first"
             );
             return Ok(Some(backlog));
         }
@@ -272,7 +274,7 @@ impl Lifecycle for KvmMachine {
             supervisor.end(why);
             Ok(())
         };
-        // With the supervisor the guest has ended too.
+        // If the supervisor has ended, so has the guest.
         if let Err(e) = self.ask("stop the guest", stop) {
             tracing::debug!("{e}");
         }
@@ -296,7 +298,7 @@ impl Stateful for KvmMachine {
 
 impl HandOver for KvmMachine {
     fn stay_awake(&self) {
-        latency::stay_awake();
+        pm_qos::stay_awake();
     }
 
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
@@ -321,12 +323,12 @@ impl HandOver for KvmMachine {
         self.ask("detach the devices", Supervisor::detach)
     }
 
-    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
-        if self.config.devices.is_empty() && late.is_empty() {
+    fn attach(&self, in_flight: &[u8]) -> Result<(), GuestError> {
+        if self.config.devices.is_empty() && in_flight.is_empty() {
             return self.require_paused("attach");
         }
-        let late = late.to_vec();
-        self.ask("attach the devices", move |supervisor| supervisor.attach(&late))
+        let in_flight = in_flight.to_vec();
+        self.ask("attach the devices", move |supervisor| supervisor.attach(&in_flight))
     }
 
     fn acquire(&self) -> Result<(), GuestError> {
@@ -354,8 +356,8 @@ impl memory::RestoreOwner for RestoredGuest {
         self.end.status.state() == RunState::Stopped
     }
 
-    fn takes_state(&self) -> bool {
-        self.end.status.takes_state()
+    fn restores_vcpus(&self) -> bool {
+        self.end.status.restores_vcpus()
     }
 
     fn runs(&self) -> bool {

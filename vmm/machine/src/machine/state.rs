@@ -59,7 +59,7 @@ impl SavedVm {
     }
 }
 
-fn got<T>(what: &'static str, r: Result<T, kvm_ioctls::Error>) -> Result<T, GuestError> {
+fn ioctl_result<T>(what: &'static str, r: Result<T, kvm_ioctls::Error>) -> Result<T, GuestError> {
     r.map_err(|e| GuestError::System { what, cause: Box::new(e) })
 }
 
@@ -67,14 +67,14 @@ pub(super) fn save_vm(vm: &KvmVm, context: &StateContext) -> Result<SavedVm, Gue
     let fd = vm.fd();
     let mut irqchips = CHIPS.map(|chip_id| kvm_irqchip { chip_id, ..Default::default() });
     for chip in &mut irqchips {
-        got("KVM_GET_IRQCHIP", fd.get_irqchip(chip))?;
+        ioctl_result("KVM_GET_IRQCHIP", fd.get_irqchip(chip))?;
     }
     let pit = context.has(KVM_CAP_PIT_STATE2);
     let clock = context.has(KVM_CAP_ADJUST_CLOCK);
     Ok(SavedVm {
         irqchips,
-        pit: pit.then(|| got("KVM_GET_PIT2", fd.get_pit2())).transpose()?,
-        clock: clock.then(|| got("KVM_GET_CLOCK", fd.get_clock())).transpose()?,
+        pit: pit.then(|| ioctl_result("KVM_GET_PIT2", fd.get_pit2())).transpose()?,
+        clock: clock.then(|| ioctl_result("KVM_GET_CLOCK", fd.get_clock())).transpose()?,
         wall_ns: wall_ns(),
     })
 }
@@ -116,8 +116,8 @@ pub(super) fn renew_generation(
     limit: Duration,
 ) -> Result<(), GuestError> {
     // The supervisor runs this and ends the guest: it must not wait for a page that never arrives.
-    let come = vm.memory().require(boot::generation_frame(), limit);
-    come.map_err(|why| GuestError::System {
+    let arrived = vm.memory().require(boot::generation_frame(), limit);
+    arrived.map_err(|why| GuestError::System {
         what: "writing the generation ID",
         cause: why.into(),
     })?;
@@ -129,8 +129,8 @@ pub(super) fn renew_generation(
     let listens = saved.irqchips.get(2).is_some_and(|c| ioapic_listens(c, GENERATION_EVENT));
     if listens {
         let pin = u32::from(GENERATION_EVENT);
-        got("KVM_IRQ_LINE", vm.fd().set_irq_line(pin, true))?;
-        got("KVM_IRQ_LINE", vm.fd().set_irq_line(pin, false))?;
+        ioctl_result("KVM_IRQ_LINE", vm.fd().set_irq_line(pin, true))?;
+        ioctl_result("KVM_IRQ_LINE", vm.fd().set_irq_line(pin, false))?;
     }
     Ok(())
 }
@@ -188,7 +188,7 @@ pub(super) fn decode(
     devices: usize,
 ) -> Result<SavedMachine, GuestError> {
     for s in sections {
-        let known = match s.tag {
+        let is_expected = match s.tag {
             SectionTag::KVM_VM | SectionTag::SERIAL | SectionTag::PLATFORM => s.instance == 0,
             SectionTag::KVM_VCPU => s.instance < u16::from(vcpus),
             SectionTag::VIRTIO => usize::from(s.instance) < devices,
@@ -196,7 +196,7 @@ pub(super) fn decode(
             SectionTag::CONFIG => true,
             _ => !s.must_understand,
         };
-        if !known {
+        if !is_expected {
             return Err(GuestError::Unsupported {
                 what: format!("{} (instance {})", s.tag, s.instance),
                 why: format!(

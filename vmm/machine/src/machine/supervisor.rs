@@ -33,7 +33,7 @@ pub(super) struct Status {
     now: Mutex<StatusFields>,
     changed: Condvar,
     /// Whether the vCPUs are restoring a state.
-    takes_state: AtomicBool,
+    restores_vcpus: AtomicBool,
     /// The first report that the guest has ended.
     reported: OnceLock<EndReason>,
     /// Why a page of memory is lost: the guest ends, or never runs.
@@ -57,14 +57,14 @@ impl Status {
         Self {
             now: Mutex::new(now),
             changed: Condvar::new(),
-            takes_state: AtomicBool::new(false),
+            restores_vcpus: AtomicBool::new(false),
             reported: OnceLock::new(),
             lost: OnceLock::new(),
         }
     }
 
-    pub(super) fn takes_state(&self) -> bool {
-        self.takes_state.load(Ordering::SeqCst)
+    pub(super) fn restores_vcpus(&self) -> bool {
+        self.restores_vcpus.load(Ordering::SeqCst)
     }
 
     pub(super) fn lose(&self, why: &str) {
@@ -98,7 +98,7 @@ impl Status {
         now.require("resume", RunState::Paused)?;
         if !now.holds {
             let what = "the guest".to_owned();
-            let why = "it was let go of, or not taken yet: it may be another host's".to_owned();
+            let why = "it was released, or not acquired yet: another host may run it".to_owned();
             return Err(GuestError::Unsupported { what, why });
         }
         now.state = RunState::Running;
@@ -143,16 +143,16 @@ pub(super) struct EndReporter {
 }
 
 impl EndReporter {
-    /// Ends the guest soon. The first report is kept.
+    /// Ends the guest soon. Only the first report takes effect.
     pub(super) fn report(&self, why: EndReason) {
-        // The supervisor may have to know before it comes to the job: a pause finds vCPUs finished.
+        // A pause that finds vCPUs finished reads the reason before this job runs.
         let _ = self.status.reported.set(why);
         // A supervisor that has already ended ends all vCPUs.
         self.supervisor.tell(Supervisor::end_as_reported);
     }
 }
 
-/// The way from a vCPU to the supervisor and the collector.
+/// A vCPU's access to the supervisor and the collector.
 pub(super) struct Peer {
     pub(super) end: EndReporter,
     pub(super) collector: Handle<collector::CollectorState>,
@@ -184,7 +184,7 @@ enum Halted {
     /// The guest has ended.
     Ended,
     /// A vCPU has not paused in time.
-    Late(CallError),
+    TimedOut(CallError),
 }
 
 /// The state that the supervisor's thread owns.
@@ -196,7 +196,7 @@ pub(super) struct Supervisor {
     context: Arc<StateContext>,
     status: Arc<Status>,
     has_run: bool,
-    /// Whether a paused vCPU may still be in a job. Then it may not come to the next one.
+    /// Whether a paused vCPU may still be in a job, and would not reach the next one.
     vcpus_are_busy: bool,
     /// Whether a restore has failed half-way and none has succeeded since.
     half_restored: bool,
@@ -245,7 +245,7 @@ impl Supervisor {
         self.bus.virtio().hurry(true);
         let paused = match self.halt() {
             Halted::Paused => Some(devices("pausing the guest", self.bus.virtio().quiesce())),
-            Halted::Late(why) => {
+            Halted::TimedOut(why) => {
                 // The devices were not asked to quiesce, so they continue.
                 self.bus.virtio().hurry(false);
                 Some(Err(asking("pausing the guest")(why)))
@@ -258,8 +258,8 @@ impl Supervisor {
                 return Ok(RunState::Running);
             }
             Some(Err(why)) => {
-                // The guest continues as if no pause had been requested. A late vCPU receives the
-                // resume as well.
+                // The guest continues as if no pause had been requested. A vCPU that has
+                // not paused in time receives the resume as well.
                 self.resume_all();
                 return Err(why);
             }
@@ -285,9 +285,9 @@ impl Supervisor {
         for asked in asked {
             match asked.wait() {
                 Ok(PauseOutcome::Paused) => {}
-                // The end of the guest takes precedence over a late vCPU.
+                // The end of the guest takes precedence over a timeout.
                 Ok(PauseOutcome::Finished) | Err(CallError::Ended { .. }) => halted = Halted::Ended,
-                Err(late) if halted == Halted::Paused => halted = Halted::Late(late),
+                Err(timeout) if halted == Halted::Paused => halted = Halted::TimedOut(timeout),
                 Err(_) => {}
             }
         }
@@ -295,7 +295,7 @@ impl Supervisor {
         halted
     }
 
-    /// Accepts input again and resumes all vCPUs. Some of them may not be paused.
+    /// Accepts input again and resumes all vCPUs, of which some may not be paused.
     fn resume_all(&self) {
         self.bus.com1().take_input(true);
         for vcpu in self.vcpus.iter() {
@@ -316,8 +316,8 @@ impl Supervisor {
         self.bus.virtio().resume();
         self.bus.com1().take_input(true);
         let all = self.vcpus.iter().map(|vcpu| vcpu.paused().clone()).collect();
-        // Needs no limit: every vCPU waits for a job, and nothing in `resume_in` blocks. No vCPU may
-        // be told to pause again before all have resumed.
+        // Needs no limit: every vCPU waits for a job, and nothing in `resume_in` blocks. No vCPU
+        // may be told to pause again before all have resumed.
         let _ = ResumeFanout::begin(all, Vcpu::resume_in).recv();
         Ok(())
     }
@@ -354,21 +354,21 @@ impl Supervisor {
         }
     }
 
-    /// Ends the guest. The first reason is kept.
+    /// Ends the guest. Only the first reason takes effect.
     pub(super) fn end(&mut self, why: EndReason) {
         if self.status.state() == RunState::Stopped {
             return;
         }
         self.bus.virtio().hurry(true);
-        if let Halted::Late(why) = self.halt() {
-            tracing::warn!("the guest has ended, and a processor has not: {why}");
+        if let Halted::TimedOut(why) = self.halt() {
+            tracing::warn!("the guest has ended, and a vCPU has not: {why}");
         }
         // The devices of a paused guest are quiesced already; a stuck device would only cost time.
         if self.status.state() == RunState::Running
             && let Err(why) = self.bus.virtio().quiesce()
         {
             tracing::warn!(
-                "the guest has ended, and a device has not: {why}; what the guest last wrote to it may not be durable"
+                "the guest has ended, and a device has not: {why}; the guest's last writes to it may not be durable"
             );
         }
         self.bus.com1().settle();
@@ -425,9 +425,9 @@ impl Supervisor {
     }
 
     /// Attaches the channels through which peers reach the guest on this host.
-    pub(super) fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+    pub(super) fn attach(&self, in_flight: &[u8]) -> Result<(), GuestError> {
         self.require("attach", RunState::Paused)?;
-        devices("attaching a device", self.bus.virtio().attach(late))
+        devices("attaching a device", self.bus.virtio().attach(in_flight))
     }
 
     /// Acquires what only one host may hold.
@@ -437,14 +437,14 @@ impl Supervisor {
         self.status.set_holds("acquire", true)
     }
 
-    /// Restores a state. vCPUs come before interrupt controllers: restoring the local APIC would
-    /// overwrite an interrupt that a controller passes on. The clock comes last: it counts from the
+    /// Restores a state. vCPUs precede interrupt controllers: restoring the local APIC would
+    /// overwrite an interrupt that a controller passes on. The clock is last: it counts from the
     /// TSCs.
     pub(super) fn restore(&mut self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
         self.require("restore", RunState::Paused)?;
         if self.has_run {
             let what = "a state".to_owned();
-            let why = "it can only be put into a guest that has never run".to_owned();
+            let why = "it can only be restored into a guest that has never run".to_owned();
             return Err(GuestError::Unsupported { what, why });
         }
         self.half_restored = true;
@@ -456,7 +456,7 @@ impl Supervisor {
     fn restore_vcpus(&self, states: Vec<SavedVcpu>, adjust: Adjust) -> Result<(), GuestError> {
         let deadline = Instant::now() + RESTORE_LIMIT;
         let restore = |(vcpu, state): (&VcpuHandle, SavedVcpu)| {
-            let what = "take over its state, for which it needs pages that it shares with KVM,";
+            let what = "restore its state, for which it needs pages that it shares with KVM,";
             vcpu.paused().begin(what, deadline, move |vcpu| vcpu.restore(&state, adjust))
         };
         let asked: Vec<_> = self.vcpus.iter().zip(states).map(restore).collect();
@@ -468,17 +468,17 @@ impl Supervisor {
 
     fn restore_parts(&self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
         if clock == Clock::Continue {
-            self.vm.memory().ask(boot::generation_frame());
+            self.vm.memory().fetch_next(boot::generation_frame());
         }
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
-        self.status.takes_state.store(true, Ordering::SeqCst);
-        let taken = self.restore_vcpus(saved.vcpus, Adjust { clock, now_ns: wall_ns() });
-        self.status.takes_state.store(false, Ordering::SeqCst);
+        self.status.restores_vcpus.store(true, Ordering::SeqCst);
+        let restored = self.restore_vcpus(saved.vcpus, Adjust { clock, now_ns: wall_ns() });
+        self.status.restores_vcpus.store(false, Ordering::SeqCst);
         if let Some(why) = self.status.lost.get() {
             let why = why.clone().into();
             return Err(GuestError::System { what: "restoring the guest", cause: why });
         }
-        taken?;
+        restored?;
         self.bus.com1().restore(saved.com1).map_err(|e| GuestError::Malformed {
             what: "the serial port's state".to_owned(),
             why: e.to_string(),

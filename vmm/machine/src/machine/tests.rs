@@ -97,7 +97,7 @@ fn failed_pause_leaves_guest_and_console_running() {
     fixture.wait_for("ab");
     fake::Script::set(&fixture.script.busy, false);
     machine.pause().unwrap();
-    assert_eq!(com1.feed(b"c", false), 0, "a guest that stands is told nothing");
+    assert_eq!(com1.feed(b"c", false), 0, "a paused guest gets no input");
     machine.resume().unwrap();
     assert_eq!(com1.feed(b"d", false), 1);
     fixture.wait_for("abd");
@@ -266,17 +266,17 @@ fn console_belongs_to_the_guest_that_runs() {
     let host = HostConfig { serial: SerialSink::Stdio, ..Default::default() };
     let machine = || KvmMachine::launch(kernel_config(&kernel), &host).unwrap();
     let is_taken = || Stdin::take().is_none();
-    // One stands for a received guest, the other for the guest that was left behind.
-    let (received, late) = (machine(), machine());
-    assert!(!is_taken(), "by a guest that has not run");
+    // `other` plays the source's guest on the same terminal.
+    let (received, other) = (machine(), machine());
+    assert!(!is_taken(), "a guest that has not run takes it");
     received.resume().unwrap();
     assert!(is_taken());
-    drop(late);
-    assert!(is_taken(), "it is not given up with a guest that has not run");
+    drop(other);
+    assert!(is_taken(), "the end of a guest that has not run frees it");
     let other = machine();
     other.resume().unwrap();
     drop(other);
-    assert!(is_taken(), "nor with one that was refused it");
+    assert!(is_taken(), "the end of a guest that was refused it frees it");
     drop(received);
     assert!(!is_taken());
 }

@@ -25,7 +25,7 @@ pub(super) struct VcpuHandle {
 }
 
 impl VcpuHandle {
-    /// `vcpu` is the handle that does not kick.
+    /// Returns the handle of a vCPU's thread. `vcpu` is the handle of its inbox that does not kick.
     pub(super) fn new(
         vcpu: Handle<Vcpu>,
         immediate_exit: Arc<ImmediateExit>,
@@ -51,8 +51,8 @@ impl VcpuHandle {
         &self.running
     }
 
-    /// Begins to pause the vCPU. One that comes to it after `deadline` pauses nevertheless: it must
-    /// not run a guest that has ended.
+    /// Begins to pause the vCPU. It pauses even after `deadline`: it must not run a guest that has
+    /// ended.
     pub(super) fn begin_pause(&self, deadline: Instant) -> PendingCall<PauseOutcome> {
         self.running.begin_even_late("pause", deadline, Vcpu::pause)
     }
@@ -92,7 +92,7 @@ impl Drop for Vcpus {
             match vcpu.has_ended().then(|| vcpu.thread.join()) {
                 Some(Ok(())) => {}
                 Some(Err(_)) => tracing::error!("a vCPU thread has panicked"),
-                None => tracing::error!("a vCPU thread does not end, and is left behind"),
+                None => tracing::error!("a vCPU thread does not end and is not joined"),
             }
         }
     }

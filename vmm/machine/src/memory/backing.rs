@@ -33,8 +33,8 @@ pub enum Backing {
 
 impl Backing {
     /// Returns whether the administrator's settings give such memory pages larger than a frame, of
-    /// any size, without a request for them.
-    fn is_huge_unasked(self) -> bool {
+    /// any size, without advice.
+    fn is_huge_by_default(self) -> bool {
         let dir = Path::new("/sys/kernel/mm/transparent_hugepage");
         let (all, each) = match self {
             Self::Anon => ("enabled", "enabled"),
@@ -133,7 +133,7 @@ impl MemoryOptions {
         match self.huge_pages {
             Some(HugePages::None) => true,
             Some(HugePages::Thp | HugePages::Hugetlbfs) => false,
-            None => !self.backing.is_huge_unasked(),
+            None => !self.backing.is_huge_by_default(),
         }
     }
 

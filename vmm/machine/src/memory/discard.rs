@@ -7,8 +7,8 @@
 //! reads zeros then (I3, I4). Frames without memory read as zeros before and after, and are not
 //! marked.
 //!
-//! If a frame is write-protected until it has been copied (`write_protect.rs`), the discard waits for
-//! that. A frame that has not been restored yet (`lazy_restore.rs`) is dropped from the restore.
+//! If a frame is write-protected (`write_protect.rs`), the discard waits until it has been copied.
+//! A frame that has not been restored yet (`lazy_restore.rs`) is dropped from the restore.
 //!
 //! The guest's next write is tracked too: KVM's mapping of the page goes with the host's page, so
 //! the write faults and is reported, whether or not the frame was reported before.
@@ -32,16 +32,16 @@ use super::write_protect::ProtectedFrames;
 /// Gives frames back to the host. The state that it keeps between calls only saves time.
 #[derive(Debug, Default)]
 pub(crate) struct Discarder {
-    populated: ResidentFrames,
+    resident: ResidentFrames,
     runs: Vec<FrameRun>,
-    kept: Arc<ProtectedFrames>,
+    protected: Arc<ProtectedFrames>,
 }
 
 impl Discarder {
-    /// Opens all system resources that it needs. A frame in `kept` is discarded when it is no
+    /// Opens all system resources that it needs. A frame in `protected` is discarded when it is no
     /// longer protected.
-    pub(crate) fn open(kept: Arc<ProtectedFrames>) -> io::Result<Self> {
-        Ok(Self { populated: ResidentFrames::open()?, runs: Vec::new(), kept })
+    pub(crate) fn open(protected: Arc<ProtectedFrames>) -> io::Result<Self> {
+        Ok(Self { resident: ResidentFrames::open()?, runs: Vec::new(), protected })
     }
 
     /// Discards the frames of `run`, which lie in one slot of `ram`. Returns how many of them had
@@ -56,7 +56,7 @@ impl Discarder {
         let region = ram.find_region(GuestAddress(run.start.gpa()));
         let region = region.filter(|region| run.end() <= all(region).end());
         let Some(region) = region else {
-            let message = format!("{} frames from {:#x} are no memory", run.count, run.start.0);
+            let message = format!("{} frames from {:#x} are not memory", run.count, run.start.0);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         };
         let run = if is_pooled(region) { whole_huge_pages(region, run) } else { run };
@@ -64,17 +64,17 @@ impl Discarder {
             return Ok(0);
         }
         self.runs.clear();
-        // This comes first: after it no frame arrives that `find` would miss.
-        if let Some(late) = self.kept.late() {
-            late.forget(run, &mut self.runs);
+        // Comes first: after it no frame arrives that `find` would miss.
+        if let Some(restore) = self.protected.lazy_restore() {
+            restore.forget(run, &mut self.runs);
         }
-        self.populated.find(region, run, &mut self.runs)?;
+        self.resident.find(region, run, &mut self.runs)?;
         if self.runs.is_empty() {
             return Ok(0);
         }
         // Wait for the whole run, so that no part of it is discarded while another part is waited
         // for.
-        self.kept.wait(run);
+        self.protected.wait(run);
         let discarded = discard_in(region, run);
         // Mark after an error too: part of the run may have been discarded.
         for run in &self.runs {
@@ -146,7 +146,7 @@ mod tests {
             writes.drain().commit();
 
             assert_eq!(discarder.discard(memory.ram(), run(FIRST + 10, 5)).unwrap(), 5);
-            let there = memory.populated().unwrap();
+            let there = memory.resident().unwrap();
             assert_eq!(there, [run(FIRST, 10), run(FIRST + 15, 49)], "{backing}");
             let epoch = writes.drain();
             assert_eq!(epoch.runs().collect::<Vec<_>>(), [run(FIRST + 10, 5)], "{backing}");
@@ -169,7 +169,7 @@ mod tests {
         let mut discarder = Discarder::default();
         for outside in [run(0xbffff, 2), run(0xc0000, 1), run(0x180000, 1), run(0, 0xc0001)] {
             let error = discarder.discard(memory.ram(), outside).unwrap_err().to_string();
-            assert!(error.contains("are no memory"), "{error}");
+            assert!(error.contains("are not memory"), "{error}");
         }
         assert_eq!(discarder.discard(memory.ram(), run(0x17ffff, 1)).unwrap(), 0);
     }
@@ -189,7 +189,7 @@ mod tests {
             fill(&memory, run(0, 1536));
             // Parts of two pages, and one whole page.
             assert_eq!(discarder.discard(memory.ram(), run(1, 1534)).unwrap(), 512);
-            assert_eq!(memory.populated().unwrap(), [run(0, 512), run(1024, 512)]);
+            assert_eq!(memory.resident().unwrap(), [run(0, 512), run(1024, 512)]);
             assert_eq!(discarder.discard(memory.ram(), run(1, 511)).unwrap(), 0);
             assert_eq!(byte(&memory, 511), 0xa5);
             assert_eq!(byte(&memory, 512), 0);

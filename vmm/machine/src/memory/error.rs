@@ -1,10 +1,10 @@
-//! Why guest memory cannot be set up or had.
+//! Errors of guest memory.
 
 use std::time::Duration;
 
 use driftline_dirty_tracker::{Gfn, LayoutError};
 
-/// Why guest memory cannot be set up or had.
+/// The reason why guest memory cannot be set up or accessed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
@@ -34,9 +34,7 @@ pub enum MemoryError {
         free: u64,
     },
     /// The host's kernel has no `MADV_POPULATE_WRITE`.
-    #[error(
-        "this host's kernel cannot populate memory beforehand (5.14 can): leave --prefault out"
-    )]
+    #[error("this host's kernel cannot prefault memory (Linux 5.14 can): leave --prefault out")]
     NoPrefault,
     /// There is no memory backing of this name.
     #[error("there is no memory backing \"{0}\"; there are anon and memfd")]
@@ -48,11 +46,11 @@ pub enum MemoryError {
     #[error("{0}")]
     Lost(String),
     /// A page of a restored guest has not been fetched in time.
-    #[error("page {:#x} has not come in {limit:?}: its storage hangs", frame.0)]
+    #[error("page {:#x} has not arrived within {limit:?}: its storage hangs", frame.0)]
     NotFetched {
         /// The page.
         frame: Gfn,
-        /// Time that it had.
+        /// Limit of the wait.
         limit: Duration,
     },
     /// The layout is invalid. Only a programming error leads here.

@@ -61,7 +61,7 @@ impl MemoryFill {
 impl Fill for MemoryFill {
     fn fill(&self, run: FrameRun, contents: &[u8]) -> Result<(), GuestError> {
         let failed = |cause: io::Error| GuestError::System {
-            what: "putting frames into place",
+            what: "placing frames in memory",
             cause: cause.into(),
         };
         let mut rest = contents;
@@ -138,6 +138,6 @@ mod tests {
             return skip("filling what is no memory", "this host has no userfaultfd for it");
         };
         let e = fill.fill(frames(4095, 2), &[1; 2 * PAGE]).unwrap_err().to_string();
-        assert!(e.contains("putting frames into place"), "{e}");
+        assert!(e.contains("placing frames in memory"), "{e}");
     }
 }

@@ -26,18 +26,18 @@ use super::region::{all, is_pooled};
 use super::userfault::Userfault;
 
 /// Frames that one background fetch takes. A fault may have to wait while it lasts.
-const BEHIND: u64 = 64;
+const BACKGROUND_BATCH: u64 = 64;
 /// Frames that are fetched for one fault: its neighbours are likely to be touched next.
-const AROUND: u64 = 16;
+const READAHEAD: u64 = 16;
 /// Upper bound on delaying background fetches until the guest runs, so that they do not compete
 /// with VM construction for CPU. Until then only faulted frames and the recorded working set are
 /// fetched.
-const HEAD_START: Duration = Duration::from_millis(100);
-/// How often the thread checks whether the guest runs.
-const LOOK: Duration = Duration::from_micros(500);
-/// How long after the guest's end lost pages are poisoned, which kills the threads that wait for
-/// them and the process with them. A process with one guest has ended in good order by then.
-const LAST_RESORT: Duration = Duration::from_secs(1);
+const BOOT_GRACE: Duration = Duration::from_millis(100);
+/// Interval between two checks whether the guest runs.
+const RUN_CHECK_INTERVAL: Duration = Duration::from_micros(500);
+/// Time from the guest's end until lost pages are poisoned. That kills the threads that wait for
+/// them, and the process with them. A process with one guest has normally ended by then.
+const POISON_DELAY: Duration = Duration::from_secs(1);
 /// Buckets of the time until a fault is answered, in µs: some 20 µs for content in the page cache,
 /// milliseconds for a disk, seconds for storage that hangs.
 const FAULT_US: &[u64] = &[
@@ -45,7 +45,7 @@ const FAULT_US: &[u64] = &[
     500_000, 1_000_000, 5_000_000,
 ];
 /// Maximum number of first touches that are recorded.
-const MOST_TOUCHED: usize = 1 << 16;
+const MAX_RECORDED_TOUCHES: usize = 1 << 16;
 
 /// The machine that owns the memory. Its guest must not continue without a frame that cannot be
 /// fetched.
@@ -59,7 +59,7 @@ pub(crate) trait RestoreOwner: Send {
 
     /// Returns whether its vCPUs are restoring their state. Only KVM touches guest memory then; no
     /// thread of this process does, which a lost page would kill.
-    fn takes_state(&self) -> bool;
+    fn restores_vcpus(&self) -> bool;
 
     /// Returns whether the guest runs.
     fn runs(&self) -> bool;
@@ -80,7 +80,7 @@ pub struct RestoreFigures {
     pub left: u64,
     /// Frames that have arrived.
     pub fetched: u64,
-    /// Frames of those that arrived by prefetch of the working set, before any fault.
+    /// Number of the arrived frames that a prefetch of the working set brought, before any fault.
     pub foreseen: u64,
     /// Times from reading a fault to answering it.
     pub faults: Distribution,
@@ -105,10 +105,10 @@ struct LazyRestoreState {
     left: FrameSet,
     /// The part of `left` that is being fetched.
     under_way: Option<FrameRun>,
-    /// A frame that a thread waits for without touching it.
-    asked: Option<Gfn>,
-    /// Whether this process has asked which frames are left, in order to read them. Touches from
-    /// then on say nothing about the guest.
+    /// The frame that a thread waits for without touching it.
+    requested: Option<Gfn>,
+    /// Whether this process has listed the frames that are left, in order to read them. Touches
+    /// after that are not the guest's.
     is_read: bool,
     fetching: Fetching,
 }
@@ -147,7 +147,7 @@ impl LazyRestore {
             faults: Histogram::new(FAULT_US),
             idle: Condvar::new(),
         });
-        let buffer = vec![0; (BEHIND * PAGE_SIZE) as usize];
+        let buffer = vec![0; (BACKGROUND_BATCH * PAGE_SIZE) as usize];
         let fetcher = Fetcher {
             shared: shared.clone(),
             backlog,
@@ -157,7 +157,7 @@ impl LazyRestore {
             lost: Vec::new(),
             ended: None,
         };
-        let thread = Some(log::spawn("late-frames", move || fetcher.run())?);
+        let thread = Some(log::spawn("lazy-restore", move || fetcher.run())?);
         Ok(Ok(Self { shared, thread }))
     }
 
@@ -193,31 +193,32 @@ impl LazyRestore {
     /// Makes those of `frames` that have not arrived read as zeros from now on, and adds them to
     /// `forgotten`. Waits for a fetch of any of them that is in progress.
     pub(super) fn forget(&self, frames: FrameRun, forgotten: &mut Vec<FrameRun>) {
-        let comes = |s: &mut LazyRestoreState| {
+        let is_missing = |s: &mut LazyRestoreState| {
             s.under_way.is_some_and(|run| run.start < frames.end() && frames.start < run.end())
         };
         let mut state = self.shared.lock();
-        self.shared.idle.wait_while(&mut state, comes);
+        self.shared.idle.wait_while(&mut state, is_missing);
         forgotten.extend(state.left.within(frames));
         state.left.remove(frames);
     }
 
     /// Fetches `frame` next.
-    pub(super) fn ask(&self, frame: Gfn) {
-        self.shared.lock().asked = Some(frame);
+    pub(super) fn fetch_next(&self, frame: Gfn) {
+        self.shared.lock().requested = Some(frame);
     }
 
     /// Waits until `frame` has arrived, so that a thread of this process may touch it. A thread
-    /// that touches a lost frame waits for ever or is killed.
+    /// that touches a lost frame waits until the process ends, or is killed.
     ///
     /// # Errors
     /// The reason why the frame has not arrived, after `limit` at the latest.
     pub(super) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), MemoryError> {
         let mut state = self.shared.lock();
-        state.asked = state.left.contains(frame).then_some(frame);
-        let comes = |s: &mut LazyRestoreState| s.left.contains(frame) && s.fetching.lost.is_none();
-        self.shared.idle.wait_while_for(&mut state, comes, limit);
-        state.asked = None;
+        state.requested = state.left.contains(frame).then_some(frame);
+        let is_missing =
+            |s: &mut LazyRestoreState| s.left.contains(frame) && s.fetching.lost.is_none();
+        self.shared.idle.wait_while_for(&mut state, is_missing, limit);
+        state.requested = None;
         match &state.fetching.lost {
             Some(why) => Err(MemoryError::Lost(why.clone())),
             None if state.left.contains(frame) => Err(MemoryError::NotFetched { frame, limit }),
@@ -288,7 +289,7 @@ struct Fetcher {
 impl Drop for Fetcher {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.lose("the thread that fetches it has died of a defect of the VMM".to_owned());
+            self.lose("the thread that fetches it has panicked".to_owned());
             std::mem::forget(self.shared.clone());
         }
     }
@@ -301,8 +302,9 @@ impl Fetcher {
         let mut first = self.backlog.first().to_vec().into_iter();
         let mut awaited = true;
         while !self.shared.over.load(Ordering::Acquire) {
-            awaited &= !self.owner.runs() && since.elapsed() < HEAD_START;
-            let limit = if awaited && first.len() == 0 { LOOK } else { Duration::ZERO };
+            awaited &= !self.owner.runs() && since.elapsed() < BOOT_GRACE;
+            let limit =
+                if awaited && first.len() == 0 { RUN_CHECK_INTERVAL } else { Duration::ZERO };
             if let Err(e) = self.shared.userfault.faults(limit, &mut faults) {
                 self.lose(format!("reading faults: {e}"));
                 break;
@@ -310,7 +312,7 @@ impl Fetcher {
             if !faults.is_empty() {
                 let read = Instant::now();
                 for address in faults.drain(..) {
-                    self.touched(address);
+                    self.handle_fault(address);
                     if !self.is_lost {
                         self.shared.faults.observe(read.elapsed());
                     }
@@ -318,8 +320,8 @@ impl Fetcher {
                 continue;
             }
             self.poison_lost();
-            let asked = self.shared.lock().asked.take();
-            if let Some(frame) = asked {
+            let requested = self.shared.lock().requested.take();
+            if let Some(frame) = requested {
                 self.fetch(FrameRun { start: frame, count: 1 });
                 continue;
             }
@@ -330,8 +332,8 @@ impl Fetcher {
                 // Fetch the working set, but let the threads that start the guest run first.
                 std::thread::yield_now();
             }
-            let behind = self.shared.lock().left.first();
-            let Some(behind) = behind else {
+            let next_run = self.shared.lock().left.first();
+            let Some(next_run) = next_run else {
                 if self.lost.is_empty() {
                     break;
                 }
@@ -339,26 +341,30 @@ impl Fetcher {
                 continue;
             };
             match first.next() {
-                // Include its neighbours: they were fetched along with it when it was touched.
+                // Includes its neighbours: the recorded fault fetched them as well.
                 Some(next) => {
-                    let brought =
-                        self.fetch(FrameRun { count: next.count.clamp(AROUND, BEHIND), ..next });
-                    self.shared.lock().fetching.foreseen += brought;
+                    let fetched = self.fetch(FrameRun {
+                        count: next.count.clamp(READAHEAD, BACKGROUND_BATCH),
+                        ..next
+                    });
+                    self.shared.lock().fetching.foreseen += fetched;
                 }
-                None => _ = self.fetch(FrameRun { count: behind.count.min(BEHIND), ..behind }),
+                None => {
+                    _ = self
+                        .fetch(FrameRun { count: next_run.count.min(BACKGROUND_BATCH), ..next_run })
+                }
             }
         }
         if !self.lost.is_empty() || !self.shared.lock().left.is_empty() {
-            // Keep the descriptor open for ever: closing it would let waiting threads continue with
-            // zeros.
+            // Never closes the descriptor: threads that wait would then continue with zeros.
             std::mem::forget(self.shared.clone());
             return;
         }
-        // Unregistering lets waiting threads continue with the contents that have arrived.
+        // Unregistering wakes the threads that wait; they read the contents that have arrived.
         for region in self.shared.ram.iter() {
             let (start, len) = (region.as_ptr() as u64, region.len());
             if let Err(e) = self.shared.userfault.unregister(start, len) {
-                tracing::error!("unregistering memory that is complete: {e}");
+                tracing::error!("restored memory cannot be unregistered from userfaultfd: {e}");
             }
         }
         let mut state = self.shared.lock();
@@ -367,22 +373,22 @@ impl Fetcher {
         let touched = state.fetching.touched.clone();
         drop(state);
         let (waits, ms) = (touched.len(), since.elapsed().as_millis());
-        tracing::info!(frames, foreseen, waits, ms, "all frames have come");
+        tracing::info!(frames, foreseen, waits, ms, "lazy restore complete");
         self.backlog.finish(&touched);
     }
 
-    /// Poisons lost pages, so that no thread waits for one for ever. KVM's calls then fail. A
-    /// thread of this process that waits ends the process by SIGBUS, which is why this is the last
-    /// resort.
+    /// Poisons lost pages, so that no thread waits for one for ever. KVM's calls then fail. If a
+    /// thread of this process waits for one, SIGBUS ends the process. So this runs only while the
+    /// vCPUs restore their state, or some time after the guest's end.
     fn poison_lost(&mut self) {
         if self.lost.is_empty() {
             return;
         }
-        if !self.owner.takes_state() {
+        if !self.owner.restores_vcpus() {
             if !self.owner.has_ended() {
                 return;
             }
-            if self.ended.get_or_insert_with(Instant::now).elapsed() < LAST_RESORT {
+            if self.ended.get_or_insert_with(Instant::now).elapsed() < POISON_DELAY {
                 return;
             }
         }
@@ -390,26 +396,26 @@ impl Fetcher {
         self.lost.retain(|address| match userfault.poison(*address, PAGE_SIZE) {
             Ok(()) => false,
             Err(e) => {
-                tracing::error!("a lost frame at {address:#x} cannot be marked as lost: {e}");
+                tracing::error!("a lost page at {address:#x} cannot be poisoned: {e}");
                 true
             }
         });
         if !self.lost.is_empty() {
-            // Wait before the next attempt.
+            // Delays the next attempt.
             self.ended = Some(Instant::now());
         }
     }
 
     /// Handles a fault at `address`.
-    fn touched(&mut self, address: u64) {
+    fn handle_fault(&mut self, address: u64) {
         let Some(gfn) = self.shared.gfn(address) else { return };
         let mut state = self.shared.lock();
         if state.left.contains(gfn) {
-            if state.fetching.touched.len() < MOST_TOUCHED && !state.is_read {
+            if state.fetching.touched.len() < MAX_RECORDED_TOUCHES && !state.is_read {
                 state.fetching.touched.push(FrameRun { start: gfn, count: 1 });
             }
             drop(state);
-            self.fetch(FrameRun { start: gfn, count: AROUND });
+            self.fetch(FrameRun { start: gfn, count: READAHEAD });
             return;
         }
         drop(state);
@@ -419,19 +425,19 @@ impl Fetcher {
         // The frame has no stored content, or has arrived since.
         let start = address & !(PAGE_SIZE - 1);
         if let Err(e) = self.shared.userfault.zero(start, PAGE_SIZE) {
-            self.lose(format!("giving zeros to frame {:#x}: {e}", gfn.0));
+            self.lose(format!("page {:#x} cannot be filled with zeros: {e}", gfn.0));
         }
     }
 
-    /// Fetches those of `frames`, at most [`BEHIND`], that have not arrived, and returns their
-    /// number.
+    /// Fetches those of `frames`, at most [`BACKGROUND_BATCH`], that have not arrived, and returns
+    /// their number.
     fn fetch(&mut self, frames: FrameRun) -> u64 {
         let shared = self.shared.clone();
-        let (mut at, mut brought) = (frames.start, 0);
+        let (mut at, mut fetched) = (frames.start, 0);
         loop {
             let mut state = shared.lock();
             let rest = FrameRun { start: at, count: frames.end().0.saturating_sub(at.0) };
-            let Some(part) = state.left.within(rest).next() else { return brought };
+            let Some(part) = state.left.within(rest).next() else { return fetched };
             let Some((address, run)) = shared.place(part) else {
                 // A frame outside all mappings was never part of the guest.
                 state.left.remove(part);
@@ -439,26 +445,26 @@ impl Fetcher {
             };
             state.under_way = Some(run);
             drop(state);
-            self.bring(address, run);
+            self.fetch_run(address, run);
             let mut state = shared.lock();
             state.left.remove(run);
             state.fetching.fetched += run.count;
             state.under_way = None;
             drop(state);
             shared.idle.notify_all();
-            brought += run.count;
+            fetched += run.count;
             at = run.end();
         }
     }
 
     /// Fetches `run` into memory at `address`. Frames that cannot be fetched are recorded as lost.
-    fn bring(&mut self, address: u64, run: FrameRun) {
+    fn fetch_run(&mut self, address: u64, run: FrameRun) {
         match self.copy(address, run) {
             Ok(()) => {}
             Err(_) if run.count > 1 => {
-                // Retry one by one, so that only the bad frames are lost.
+                // Retries one by one, so that only the bad frames are lost.
                 for (gfn, i) in run.frames().zip(0..) {
-                    self.bring(address + i * PAGE_SIZE, FrameRun { start: gfn, count: 1 });
+                    self.fetch_run(address + i * PAGE_SIZE, FrameRun { start: gfn, count: 1 });
                 }
             }
             Err(why) => {
@@ -474,15 +480,15 @@ impl Fetcher {
         self.backlog.read(run, contents).map_err(io::Error::other)?;
         let copied = self.shared.userfault.copy(address, contents);
         copied.map_err(|e| {
-            io::Error::new(e.kind(), format!("putting frame {:#x} into place: {e}", run.start.0))
+            io::Error::new(e.kind(), format!("placing page {:#x} in memory: {e}", run.start.0))
         })
     }
 
     /// Reports, once, that the guest cannot continue.
     fn lose(&mut self, why: String) {
         if !std::mem::replace(&mut self.is_lost, true) {
-            // The owner ends the guest and reports the reason.
-            tracing::debug!("a frame of the restored guest cannot be had: {why}");
+            // The owner also reports the reason.
+            tracing::debug!("a page of the restored guest is lost: {why}");
             self.shared.lock().fetching.lost = Some(why.clone());
             self.shared.idle.notify_all();
             self.owner.lost(why);

@@ -32,8 +32,8 @@ struct FakePageSource {
     first: Vec<FrameRun>,
     /// Once the gate is closed, reads no longer wait.
     gate: Receiver<()>,
-    bad: Option<Gfn>,
-    seen: Arc<Mutex<SourceCalls>>,
+    damaged: Option<Gfn>,
+    calls: Arc<Mutex<SourceCalls>>,
 }
 
 /// The calls that [`FakePageSource`] received.
@@ -45,9 +45,9 @@ struct SourceCalls {
 }
 
 impl FakePageSource {
-    /// Creates one without a recorded working set.
-    fn none(frames: FrameSet, gate: Receiver<()>) -> Self {
-        Self { frames, first: Vec::new(), gate, bad: None, seen: Arc::default() }
+    /// Creates a source without a recorded working set.
+    fn without_working_set(frames: FrameSet, gate: Receiver<()>) -> Self {
+        Self { frames, first: Vec::new(), gate, damaged: None, calls: Arc::default() }
     }
 }
 
@@ -65,15 +65,15 @@ impl Backlog for FakePageSource {
     }
 
     fn finish(&mut self, touched: &[FrameRun]) {
-        self.seen.lock().unwrap().touched.push(touched.to_vec());
+        self.calls.lock().unwrap().touched.push(touched.to_vec());
     }
 
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError> {
         assert!(self.frames.contains_run(run), "{run:?} was never stored");
-        self.seen.lock().unwrap().reads.push(run);
+        self.calls.lock().unwrap().reads.push(run);
         let _ = self.gate.recv();
         for (gfn, page) in run.frames().zip(contents.chunks_exact_mut(PAGE_SIZE as usize)) {
-            if self.bad == Some(gfn) {
+            if self.damaged == Some(gfn) {
                 return Err(PageSourceError::new(StoreError::NoEpoch {
                     dir: "a store".into(),
                     epoch: Some(7),
@@ -101,7 +101,7 @@ impl RestoreOwner for LossReports {
         self.ended.load(Ordering::Relaxed)
     }
 
-    fn takes_state(&self) -> bool {
+    fn restores_vcpus(&self) -> bool {
         false
     }
 
@@ -110,7 +110,7 @@ impl RestoreOwner for LossReports {
     }
 }
 
-fn ways() -> impl Iterator<Item = MemoryOptions> {
+fn option_sets() -> impl Iterator<Item = MemoryOptions> {
     let pages = [Some(HugePages::None), Some(HugePages::Thp)];
     [Backing::Anon, Backing::Memfd].into_iter().flat_map(move |backing| {
         pages.map(|huge_pages| MemoryOptions { backing, huge_pages, prefault: false })
@@ -120,23 +120,23 @@ fn ways() -> impl Iterator<Item = MemoryOptions> {
 /// Returns memory with a lazy restore of `frames`, the sender that opens the gate (one message for
 /// each read, or dropping it), and the receiver of losses.
 #[allow(clippy::type_complexity)]
-fn coming(
+fn restoring(
     test: &str,
     options: &MemoryOptions,
     frames: &[FrameRun],
-    bad: Option<u64>,
+    damaged: Option<u64>,
 ) -> Option<(Memory, mpsc::Sender<()>, Receiver<String>)> {
     let memory = Memory::new(BYTES, options).unwrap();
-    let ((open, gate), (told, lost)) = (mpsc::channel(), mpsc::channel());
-    let stored = FakePageSource {
+    let ((open, gate), (report, lost)) = (mpsc::channel(), mpsc::channel());
+    let source = FakePageSource {
         frames: frames.iter().copied().collect(),
         first: vec![run(0x10_0000, 3), run(1, 1)],
         gate,
-        bad: bad.map(Gfn),
-        seen: Arc::default(),
+        damaged: damaged.map(Gfn),
+        calls: Arc::default(),
     };
-    let owner = LossReports { lost: told, ended: AtomicBool::new(false) };
-    let back = memory.fetch_late(Box::new(stored), Box::new(owner));
+    let owner = LossReports { lost: report, ended: AtomicBool::new(false) };
+    let back = memory.fetch_late(Box::new(source), Box::new(owner));
     if back.unwrap().is_some() {
         crate::testing::skip(test, "this host has no userfaultfd for missing pages");
         return None;
@@ -148,7 +148,7 @@ fn byte(ram: &GuestRam, gfn: u64) -> u8 {
     ram.read_obj(GuestAddress(Gfn(gfn).gpa() + 4095)).unwrap()
 }
 
-fn all_have_come(memory: &Memory) {
+fn wait_until_complete(memory: &Memory) {
     let since = Instant::now();
     while memory.fetching().unwrap().time.is_none() {
         assert!(since.elapsed() < SOON, "{:?}", memory.fetching());
@@ -168,29 +168,29 @@ const fn run_const(start: u64, count: u64) -> FrameRun {
 
 #[test]
 fn touched_frame_has_its_stored_content() {
-    for options in ways() {
+    for options in option_sets() {
         let name = "touched_frame_has_its_stored_content";
-        let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
-        let (told, hears) = mpsc::channel();
+        let Some((memory, open, _lost)) = restoring(name, &options, &FRAMES, None) else { return };
+        let (done, finished) = mpsc::channel();
         for (gfn, stored) in [(5100, true), (0xb_ffff, true), (4999, false), (0x10_0004, false)] {
-            let (ram, told) = (memory.ram().clone(), told.clone());
+            let (ram, done) = (memory.ram().clone(), done.clone());
             thread::spawn(move || {
-                // Written to before it has arrived: the rest of it is as it was.
+                // A write before the frame has arrived keeps the rest of its content.
                 ram.write_obj(9u8, GuestAddress(Gfn(gfn).gpa())).unwrap();
-                told.send((gfn, stored, byte(&ram, gfn))).unwrap();
+                done.send((gfn, stored, byte(&ram, gfn))).unwrap();
             });
         }
         thread::sleep(Duration::from_millis(20));
         // Zeros need no read of the store, so they may have been present before the first stored
         // frames.
-        let early: Vec<(u64, bool, u8)> = hears.try_iter().collect();
+        let early: Vec<(u64, bool, u8)> = finished.try_iter().collect();
         assert!(early.iter().all(|(_, stored, _)| !stored), "{early:?} {options:?}");
         drop(open);
-        let late = (early.len()..4).map(|_| hears.recv_timeout(SOON).unwrap());
-        for (gfn, stored, found) in early.iter().copied().chain(late) {
+        let others = (early.len()..4).map(|_| finished.recv_timeout(SOON).unwrap());
+        for (gfn, stored, found) in early.iter().copied().chain(others) {
             assert_eq!(found, if stored { content(gfn) } else { 0 }, "{gfn:#x} {options:?}");
         }
-        all_have_come(&memory);
+        wait_until_complete(&memory);
         for gfn in FRAMES.iter().flat_map(|run| run.frames()) {
             assert_eq!(byte(memory.ram(), gfn.0), content(gfn.0), "{gfn:?} {options:?}");
         }
@@ -206,49 +206,49 @@ fn touched_frame_has_its_stored_content() {
 
 #[test]
 fn frames_not_yet_fetched_count_as_populated() {
-    for options in ways().filter(|o| o.huge_pages == Some(HugePages::None)) {
+    for options in option_sets().filter(|o| o.huge_pages == Some(HugePages::None)) {
         let name = "frames_not_yet_fetched_count_as_populated";
-        let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
-        assert_eq!(memory.populated().unwrap(), FRAMES, "{options:?}");
+        let Some((memory, open, _lost)) = restoring(name, &options, &FRAMES, None) else { return };
+        assert_eq!(memory.resident().unwrap(), FRAMES, "{options:?}");
         let frame = |n: u64| (0..n).for_each(|_| open.send(()).unwrap());
         frame(3);
-        assert_eq!(memory.populated().unwrap(), FRAMES, "{options:?}");
+        assert_eq!(memory.resident().unwrap(), FRAMES, "{options:?}");
         drop(open);
-        all_have_come(&memory);
-        assert_eq!(memory.populated().unwrap(), FRAMES, "{options:?}");
+        wait_until_complete(&memory);
+        assert_eq!(memory.resident().unwrap(), FRAMES, "{options:?}");
     }
 }
 
 #[test]
 fn lost_frame_is_reported_and_others_arrive() {
-    for options in ways() {
+    for options in option_sets() {
         let name = "lost_frame_is_reported_and_others_arrive";
-        let Some((memory, open, lost)) = coming(name, &options, &FRAMES, Some(5070)) else {
+        let Some((memory, open, lost)) = restoring(name, &options, &FRAMES, Some(5070)) else {
             return;
         };
         drop(open);
         let why = lost.recv_timeout(SOON).unwrap();
         assert!(why.contains("a store") && why.contains('7'), "{why}");
-        all_have_come(&memory);
+        wait_until_complete(&memory);
         for gfn in [5000, 5069, 5071, 5299, 6000, 0xb_ffff, 0x10_0003] {
             assert_eq!(byte(memory.ram(), gfn), content(gfn), "{options:?}");
         }
-        assert_eq!(lost.try_iter().count(), 0, "told once");
+        assert_eq!(lost.try_iter().count(), 0, "one report");
     }
 }
 
 #[test]
 fn frame_discarded_before_arrival_stays_zero() {
-    for options in ways().filter(|o| o.huge_pages == Some(HugePages::None)) {
+    for options in option_sets().filter(|o| o.huge_pages == Some(HugePages::None)) {
         let name = "frame_discarded_before_arrival_stays_zero";
-        let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
+        let Some((memory, open, _lost)) = restoring(name, &options, &FRAMES, None) else { return };
         let mut writes = memory.tracker().subscribe("test").unwrap();
-        let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
+        let mut discarder = Discarder::open(memory.protected_frames().clone()).unwrap();
         // The frames that are being fetched lie elsewhere.
         assert_eq!(discarder.discard(memory.ram(), run(5290, 5)).unwrap(), 5);
         let marked: Vec<FrameRun> = writes.drain().runs().collect();
         drop(open);
-        all_have_come(&memory);
+        wait_until_complete(&memory);
         assert_eq!(marked, [run(5290, 5)], "{options:?}");
         for gfn in 5290..5295 {
             assert_eq!(byte(memory.ram(), gfn), 0, "{gfn} {options:?}");
@@ -262,17 +262,17 @@ fn frame_discarded_before_arrival_stays_zero() {
 
 #[test]
 fn no_thread_reads_zeros_for_missing_frames() {
-    for options in ways() {
+    for options in option_sets() {
         let name = "no_thread_reads_zeros_for_missing_frames";
-        let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
+        let Some((memory, open, _lost)) = restoring(name, &options, &FRAMES, None) else { return };
         let (_open, gate) = mpsc::channel();
-        let again = FakePageSource::none(FrameSet::new(), gate);
+        let again = FakePageSource::without_working_set(FrameSet::new(), gate);
         let owner = LossReports { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
         let refused = memory.fetch_late(Box::new(again), Box::new(owner));
         assert!(matches!(refused, Err(GuestError::System { .. })), "{options:?}");
-        let (ram, (told, hears)) = (memory.ram().clone(), mpsc::channel());
+        let (ram, (done, finished)) = (memory.ram().clone(), mpsc::channel());
         // This is the last frame that is fetched; the thread that waits for it is left behind.
-        thread::spawn(move || told.send(byte(&ram, 0x10_0003)));
+        thread::spawn(move || done.send(byte(&ram, 0x10_0003)));
         let opening = thread::spawn(move || {
             thread::sleep(Duration::from_millis(20));
             drop(open);
@@ -280,36 +280,36 @@ fn no_thread_reads_zeros_for_missing_frames() {
         drop(memory);
         opening.join().unwrap();
         // It was fetched before the end, or it never arrives.
-        let found = hears.recv_timeout(Duration::from_millis(50));
+        let found = finished.recv_timeout(Duration::from_millis(50));
         assert!(found.is_err() || found == Ok(content(0x10_0003)), "{found:?} {options:?}");
     }
 }
 
 #[test]
 fn prefaulted_memory_has_no_lazy_restore() {
-    for options in ways().map(|o| MemoryOptions { prefault: true, ..o }) {
+    for options in option_sets().map(|o| MemoryOptions { prefault: true, ..o }) {
         let memory = Memory::new(64 << 20, &options).unwrap();
         let (_open, gate) = mpsc::channel();
         let frames = [run(5, 5)].into_iter().collect();
-        let stored = FakePageSource::none(frames, gate);
+        let source = FakePageSource::without_working_set(frames, gate);
         let owner = LossReports { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
-        assert!(memory.fetch_late(Box::new(stored), Box::new(owner)).unwrap().is_some());
+        assert!(memory.fetch_late(Box::new(source), Box::new(owner)).unwrap().is_some());
     }
 }
 
 #[test]
 fn recorded_working_set_is_fetched_first() {
-    for options in ways() {
+    for options in option_sets() {
         let name = "recorded_working_set_is_fetched_first";
         let memory = Memory::new(BYTES, &options).unwrap();
-        let ((open, gate), (told, _lost)) = (mpsc::channel(), mpsc::channel());
+        let ((open, gate), (report, _lost)) = (mpsc::channel(), mpsc::channel());
         let frames = FRAMES.into_iter().collect();
         // A short run, frames without content, and a run longer than one fetch takes.
         let first = vec![run(0xb_ffc0, 1), run(1, 1), run(6000, 1), run(5100, 200)];
-        let stored = FakePageSource { first, ..FakePageSource::none(frames, gate) };
-        let seen = stored.seen.clone();
-        let owner = LossReports { lost: told, ended: AtomicBool::new(false) };
-        if memory.fetch_late(Box::new(stored), Box::new(owner)).unwrap().is_some() {
+        let source = FakePageSource { first, ..FakePageSource::without_working_set(frames, gate) };
+        let calls = source.calls.clone();
+        let owner = LossReports { lost: report, ended: AtomicBool::new(false) };
+        if memory.fetch_late(Box::new(source), Box::new(owner)).unwrap().is_some() {
             return crate::testing::skip(name, "this host has no userfaultfd for missing pages");
         }
         let ram = memory.ram().clone();
@@ -318,16 +318,16 @@ fn recorded_working_set_is_fetched_first() {
         thread::sleep(Duration::from_millis(50));
         drop(open);
         assert_eq!(waits.join().unwrap(), content(0x10_0003), "{options:?}");
-        all_have_come(&memory);
+        wait_until_complete(&memory);
         let fetching = memory.fetching().unwrap();
         drop(memory);
-        let seen = seen.lock().unwrap();
+        let calls = calls.lock().unwrap();
         // Includes the neighbours that are fetched along.
         let mut expected = vec![run(0xb_ffc0, 16), run(6000, 1), run(5100, 64)];
-        let mut reads = seen.reads.clone();
+        let mut reads = calls.reads.clone();
         let (touched, waited) = (vec![run(0x10_0003, 1)], run(0x10_0003, 1));
         assert_eq!(fetching.touched, touched, "{options:?}");
-        assert_eq!(seen.touched, [touched], "told once {options:?}");
+        assert_eq!(calls.touched, [touched], "one call {options:?}");
         let at = reads.iter().position(|read| *read == waited).unwrap();
         assert!(at <= 1, "{reads:?} {options:?}");
         reads.remove(at);

@@ -49,9 +49,9 @@ pub struct Memory {
     layout: Arc<Layout>,
     tracker: Arc<Tracker>,
     /// Chooses between huge and small pages; `None` if the options already decide that.
-    preparing: Option<AdaptivePrefault>,
-    /// Frames that are write-protected or have not been restored yet.
-    kept: Arc<ProtectedFrames>,
+    adaptive_prefault: Option<AdaptivePrefault>,
+    /// Write-protected frames, and the lazy restore.
+    protected: Arc<ProtectedFrames>,
     options: MemoryOptions,
 }
 
@@ -69,13 +69,13 @@ impl Memory {
         Self::of_layout(layout(bytes)?, options)
     }
 
-    /// As [`new`](Self::new), without the check against the host's total memory: for a guest that
-    /// is known to touch little.
+    /// Does as [`new`](Self::new), without the check against the host's total memory. For a guest
+    /// that touches little.
     pub(crate) fn sparse(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
         Self::map(layout(bytes)?, options, None)
     }
 
-    /// As [`new`](Self::new), for any layout.
+    /// Does as [`new`](Self::new), for any layout.
     pub(crate) fn of_layout(layout: Layout, options: &MemoryOptions) -> Result<Self, MemoryError> {
         Self::map(layout, options, most_bytes())
     }
@@ -112,9 +112,16 @@ impl Memory {
             let region = GuestRegionMmap::new(map, GuestAddress(slot.base.gpa()));
             regions.push(region.ok_or_else(|| does_not_fit("its end overflows".to_owned()))?);
         }
-        let preparing = options.huge_pages.is_none().then(AdaptivePrefault::default);
+        let adaptive_prefault = options.huge_pages.is_none().then(AdaptivePrefault::default);
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        Ok(Self { ram, layout, tracker, preparing, kept: Arc::default(), options: *options })
+        Ok(Self {
+            ram,
+            layout,
+            tracker,
+            adaptive_prefault,
+            protected: Arc::default(),
+            options: *options,
+        })
     }
 
     /// Returns the mappings.
@@ -129,8 +136,8 @@ impl Memory {
 
     /// Returns the frames that must not change now. Threads that change frames without writing to
     /// them (the balloon) must check it first.
-    pub(crate) fn kept(&self) -> &Arc<ProtectedFrames> {
-        &self.kept
+    pub(crate) fn protected_frames(&self) -> &Arc<ProtectedFrames> {
+        &self.protected
     }
 
     /// Returns write protection for this memory. Only one can exist at a time. `None` if the host
@@ -140,21 +147,22 @@ impl Memory {
     /// A lazy restore is still under way, or the system refuses.
     pub fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         // A mapping can be registered with one userfaultfd at a time.
-        if self.kept.late().is_some_and(|late| !late.wait(LATE_LIMIT)) {
+        if self.protected.lazy_restore().is_some_and(|restore| !restore.wait(LAZY_RESTORE_LIMIT)) {
             // An error, not `None`: write protection becomes available later.
-            let cause = "the restored guest's memory is still coming".into();
+            let cause = "the lazy restore has not finished".into();
             return Err(GuestError::System { what: "protecting frames", cause });
         }
-        let opened = MemoryShield::open(&self.ram, &self.kept).map_err(|e| GuestError::System {
-            what: "registering guest memory with userfaultfd",
-            cause: Box::new(e),
-        })?;
+        let opened =
+            MemoryShield::open(&self.ram, &self.protected).map_err(|e| GuestError::System {
+                what: "registering guest memory with userfaultfd",
+                cause: Box::new(e),
+            })?;
         Ok(opened.map(|shield| Box::new(shield) as Box<dyn Shield>))
     }
 
     /// Starts a lazy restore: the frames of `backlog` are fetched when they are touched, and the
-    /// others in the background. Nothing may have touched this memory before. `owner` is told if a
-    /// frame cannot be fetched.
+    /// others in the background. No thread may have touched this memory before. The restore calls
+    /// `owner` if a frame cannot be fetched.
     ///
     /// Returns the backlog if the host or this memory's pages do not support that, or if the memory
     /// was prefaulted. The caller must then read all frames before the guest runs.
@@ -163,16 +171,16 @@ impl Memory {
         backlog: Box<dyn Backlog>,
         owner: Box<dyn RestoreOwner>,
     ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
-        let failed = |cause| GuestError::System { what: "fetching memory late", cause };
+        let failed = |cause| GuestError::System { what: "starting a lazy restore", cause };
         if self.options.prefault {
             tracing::info!("no lazy restore of prefaulted memory: all pages are read first");
             return Ok(Some(backlog));
         }
         match LazyRestore::begin(&self.ram, backlog, owner).map_err(|e| failed(e.into()))? {
             Err(backlog) => Ok(Some(backlog)),
-            Ok(late) => match self.kept.set_late(late) {
+            Ok(restore) => match self.protected.set_lazy_restore(restore) {
                 Ok(()) => Ok(None),
-                Err(_) => Err(failed("it is fetched already".into())),
+                Err(_) => Err(failed("this memory has one already".into())),
             },
         }
     }
@@ -181,19 +189,23 @@ impl Memory {
     /// does not allow that, or if a write may get a page larger than a frame, which makes plain
     /// writes cheaper.
     pub fn fill(&self) -> Option<Box<dyn Fill>> {
-        if self.options.prefault || self.kept.late().is_some() || !self.options.faults_are_small() {
+        if self.options.prefault
+            || self.protected.lazy_restore().is_some()
+            || !self.options.faults_are_small()
+        {
             return None;
         }
         let opened = MemoryFill::open(&self.ram);
-        let opened = opened.inspect_err(|e| tracing::debug!("memory is written, not filled: {e}"));
+        let opened =
+            opened.inspect_err(|e| tracing::debug!("memory is written instead of filled: {e}"));
         opened.ok().map(|fill| Box::new(fill) as Box<dyn Fill>)
     }
 
     /// Fetches `frame` next, if it has not arrived. The caller follows with
     /// [`require`](Self::require).
-    pub(crate) fn ask(&self, frame: Gfn) {
-        if let Some(late) = self.kept.late() {
-            late.ask(frame);
+    pub(crate) fn fetch_next(&self, frame: Gfn) {
+        if let Some(restore) = self.protected.lazy_restore() {
+            restore.fetch_next(frame);
         }
     }
 
@@ -202,17 +214,17 @@ impl Memory {
     /// # Errors
     /// The reason why the frame has not arrived, after `limit` at the latest.
     pub(crate) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), MemoryError> {
-        self.kept.late().map_or(Ok(()), |late| late.require(frame, limit))
+        self.protected.lazy_restore().map_or(Ok(()), |restore| restore.require(frame, limit))
     }
 
     /// Returns the progress of the lazy restore; `None` if there is none.
     pub(crate) fn fetching(&self) -> Option<Fetching> {
-        self.kept.late().map(LazyRestore::fetching)
+        self.protected.lazy_restore().map(LazyRestore::fetching)
     }
 
     /// Returns the figures of the lazy restore; `None` if there is none.
     pub fn restore_figures(&self) -> Option<RestoreFigures> {
-        self.kept.late().map(LazyRestore::figures)
+        self.protected.lazy_restore().map(LazyRestore::figures)
     }
 
     /// Returns the memory slots.
@@ -226,30 +238,30 @@ impl Memory {
     /// pages are currently the cheaper way. Mostly 512 frames then cost as much as a few. If the
     /// kernel cannot populate (before 5.14) or has no memory, the frames get memory at their first
     /// write.
-    pub fn prepare(&self, run: FrameRun) {
+    pub fn prefault(&self, run: FrameRun) {
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };
         for slice in self.ram.get_slices(start, len).map_while(Result::ok) {
             let address = slice.ptr_guard_mut().as_ptr() as usize;
-            let populated = match &self.preparing {
-                Some(preparing) => preparing.populate(address, slice.len()),
+            let populated = match &self.adaptive_prefault {
+                Some(adaptive) => adaptive.populate(address, slice.len()),
                 None => backing::populate_piece(address, slice.len()),
             };
             if let Err(e) = populated {
-                tracing::trace!("{run:?} is not populated beforehand: {e}");
+                tracing::trace!("{run:?} is not prefaulted: {e}");
             }
         }
     }
 
-    /// As [`prepare`](Self::prepare), in pages of the size that the guest's own first writes would
-    /// get.
+    /// Does as [`prefault`](Self::prefault), in pages of the size that the guest's own first writes
+    /// would get.
     pub(crate) fn fault_in(&self, run: FrameRun) {
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };
         for slice in self.ram.get_slices(start, len).map_while(Result::ok) {
             let address = slice.ptr_guard_mut().as_ptr() as usize;
             if let Err(e) = backing::populate_piece(address, slice.len()) {
-                tracing::warn!("{run:?} is not populated beforehand: {e}");
+                tracing::warn!("{run:?} is not prefaulted: {e}");
             }
         }
     }
@@ -261,10 +273,11 @@ impl Memory {
     ///
     /// # Errors
     ///
-    /// The kernel refuses to say.
-    pub fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+    /// The kernel does not report them.
+    pub fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
         // This comes first: frames that arrive after it are found in memory.
-        let left = self.kept.late().map(LazyRestore::left).filter(|left| !left.is_empty());
+        let left =
+            self.protected.lazy_restore().map(LazyRestore::left).filter(|left| !left.is_empty());
         let (mut populated, mut runs) = (ResidentFrames::default(), Vec::new());
         for region in self.ram.iter() {
             populated.find(region, region::all(region), &mut runs).map_err(|e| {
@@ -279,9 +292,9 @@ impl Memory {
     }
 }
 
-/// How long an epoch waits for a lazy restore to finish, so that it can use write protection and
+/// Limit on waiting for a lazy restore to finish. After it, an epoch can use write protection and
 /// copy after the guest has resumed.
-const LATE_LIMIT: Duration = Duration::from_secs(1);
+const LAZY_RESTORE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Refuses a guest that is too large for the pool of huge pages. Without this check the kernel
 /// reports only "out of memory".
@@ -318,7 +331,7 @@ mod tests {
     use vm_memory::Bytes;
 
     /// Options that work on any host. Another test covers the pool of huge pages.
-    fn ways() -> impl Iterator<Item = MemoryOptions> {
+    fn option_sets() -> impl Iterator<Item = MemoryOptions> {
         let pages = [None, Some(HugePages::None), Some(HugePages::Thp)];
         [Backing::Anon, Backing::Memfd].into_iter().flat_map(move |backing| {
             pages.map(|huge_pages| MemoryOptions { backing, huge_pages, prefault: false })
@@ -327,20 +340,20 @@ mod tests {
 
     const WRITTEN: [u64; 7] = [0, 1, 2, 70_000, 0xbffff, 0x100000, 0x17ffff];
 
-    /// Writes a byte to some frames, then checks `populated` against them.
+    /// Writes a byte to some frames, then checks `resident` against them.
     fn check_populated(options: &MemoryOptions) {
         let memory = Memory::new(5 << 30, options).unwrap();
-        assert_eq!(memory.populated().unwrap(), [], "fresh memory has no frames: {options:?}");
+        assert_eq!(memory.resident().unwrap(), [], "fresh memory has no frames: {options:?}");
         for gfn in WRITTEN {
             memory.ram().write_obj(1u8, GuestAddress(Gfn(gfn).gpa())).unwrap();
         }
-        let runs = memory.populated().unwrap();
+        let runs = memory.resident().unwrap();
         let has = |gfn| runs.iter().any(|r| (r.start..r.end()).contains(&Gfn(gfn)));
         for gfn in WRITTEN {
             assert!(has(gfn), "frame {gfn:#x} was written: {options:?}");
         }
         assert!(runs.windows(2).all(|w| w[0].end() <= w[1].start), "ascending: {runs:?}");
-        assert!(runs.iter().all(|r| memory.layout().contains(*r)), "none crosses the hole");
+        assert!(runs.iter().all(|r| memory.layout().contains(*r)), "no run crosses the hole");
         let frames: u64 = runs.iter().map(|r| r.count).sum();
         let pages = if options.huge_pages == Some(HugePages::None) { 1 } else { 512 };
         assert!(frames <= WRITTEN.len() as u64 * pages, "{frames} frames: {options:?}");
@@ -348,14 +361,14 @@ mod tests {
 
     #[test]
     fn populated_frames_are_those_written() {
-        ways().for_each(|options| check_populated(&options));
+        option_sets().for_each(|options| check_populated(&options));
     }
 
     #[test]
     fn prefaulted_memory_is_resident_and_zero() {
-        for options in ways().map(|o| MemoryOptions { prefault: true, ..o }) {
+        for options in option_sets().map(|o| MemoryOptions { prefault: true, ..o }) {
             let memory = Memory::new(96 << 20, &options).unwrap();
-            let frames: u64 = memory.populated().unwrap().iter().map(|r| r.count).sum();
+            let frames: u64 = memory.resident().unwrap().iter().map(|r| r.count).sum();
             assert_eq!(frames, 96 << 8, "{options:?}");
             let last: u64 = memory.ram().read_obj(GuestAddress((96 << 20) - 8)).unwrap();
             assert_eq!(last, 0);
@@ -365,25 +378,25 @@ mod tests {
     #[test]
     fn prefault_keeps_content_and_marks_nothing() {
         let small = |o: &MemoryOptions| o.huge_pages != Some(HugePages::Thp);
-        for options in ways().filter(small) {
+        for options in option_sets().filter(small) {
             let memory = Memory::new(64 << 20, &options).unwrap();
             let mut writes = memory.tracker().subscribe("test").unwrap();
             memory.ram().write_obj(7u8, GuestAddress(Gfn(101).gpa())).unwrap();
             writes.drain().commit();
             let run = FrameRun { start: Gfn(100), count: 5 };
-            memory.prepare(run);
-            assert_eq!(memory.populated().unwrap(), [run], "{options:?}");
+            memory.prefault(run);
+            assert_eq!(memory.resident().unwrap(), [run], "{options:?}");
             let byte =
                 |gfn: u64| memory.ram().read_obj::<u8>(GuestAddress(Gfn(gfn).gpa())).unwrap();
             assert_eq!((byte(100), byte(101), byte(104)), (0, 7, 0));
             assert!(writes.drain().is_empty(), "{options:?}");
             // Past the end of memory: only the part inside it is populated.
-            memory.prepare(FrameRun { start: Gfn((64 << 8) - 1), count: 9 });
+            memory.prefault(FrameRun { start: Gfn((64 << 8) - 1), count: 9 });
             let last = FrameRun { start: Gfn((64 << 8) - 1), count: 1 };
-            assert!([vec![run], vec![run, last]].contains(&memory.populated().unwrap()));
+            assert!([vec![run], vec![run, last]].contains(&memory.resident().unwrap()));
             memory.fault_in(FrameRun { start: Gfn(99), count: 7 });
             let more = FrameRun { start: Gfn(99), count: 7 };
-            assert_eq!(memory.populated().unwrap()[0], more, "{options:?}");
+            assert_eq!(memory.resident().unwrap()[0], more, "{options:?}");
             assert_eq!((byte(99), byte(101)), (0, 7));
             assert!(writes.drain().is_empty(), "{options:?}");
         }

@@ -15,14 +15,14 @@ use super::backing::{HUGE_PAGE, HugeRanges, populate_piece};
 
 /// A huge page that takes at most this long is used without trying small pages: it costs little
 /// more than clearing it does.
-const CHEAP: Duration = Duration::from_micros(300);
+const CHEAP_HUGE_PAGE: Duration = Duration::from_micros(300);
 
 /// Ranges that are populated the better way before the other way is tried again. The number doubles
 /// each time the other way proves worse, up to the maximum.
-const FIRST_TRIAL: u32 = 8;
-const MOST_BETWEEN: u32 = 128;
+const FIRST_TRIAL_INTERVAL: u32 = 8;
+const MAX_TRIAL_INTERVAL: u32 = 128;
 
-/// How a range of a huge page's size gets its memory.
+/// The pages with which a range of a huge page's size is populated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum PrefaultPages {
     Huge,
@@ -34,43 +34,45 @@ enum PrefaultPages {
 struct PrefaultCosts {
     huge: Option<Duration>,
     small: Option<Duration>,
-    /// Ranges populated since the dearer way was last tried.
+    /// Ranges populated since the more expensive way was last tried.
     since: u32,
-    /// Number of ranges after which the dearer way is tried again.
-    between: u32,
+    /// Number of ranges after which the more expensive way is tried again.
+    trial_interval: u32,
 }
 
 impl Default for PrefaultCosts {
     fn default() -> Self {
-        Self { huge: None, small: None, since: 0, between: FIRST_TRIAL }
+        Self { huge: None, small: None, since: 0, trial_interval: FIRST_TRIAL_INTERVAL }
     }
 }
 
 impl PrefaultCosts {
     fn choose(&mut self) -> PrefaultPages {
-        let Some(huge) = self.huge.filter(|took| *took > CHEAP) else { return PrefaultPages::Huge };
+        let Some(huge) = self.huge.filter(|took| *took > CHEAP_HUGE_PAGE) else {
+            return PrefaultPages::Huge;
+        };
         let Some(small) = self.small else { return PrefaultPages::Small };
         let (better, worse) = match huge <= small {
             true => (PrefaultPages::Huge, PrefaultPages::Small),
             false => (PrefaultPages::Small, PrefaultPages::Huge),
         };
         self.since += 1;
-        if self.since <= self.between {
+        if self.since <= self.trial_interval {
             return better;
         }
         self.since = 0;
-        self.between = (self.between * 2).min(MOST_BETWEEN);
+        self.trial_interval = (self.trial_interval * 2).min(MAX_TRIAL_INTERVAL);
         worse
     }
 
-    fn note(&mut self, pages: PrefaultPages, took: Duration) {
+    fn record(&mut self, pages: PrefaultPages, took: Duration) {
         let huge_was_better = self.huge <= self.small;
         match pages {
             PrefaultPages::Huge => self.huge = Some(took),
             PrefaultPages::Small => self.small = Some(took),
         }
         if (self.huge <= self.small) != huge_was_better {
-            (self.since, self.between) = (0, FIRST_TRIAL);
+            (self.since, self.trial_interval) = (0, FIRST_TRIAL_INTERVAL);
         }
     }
 }
@@ -81,8 +83,8 @@ struct PrefaultState {
     ranges: HugeRanges,
 }
 
-/// The choice for memory whose page size the options leave open: which ranges have huge page
-/// advice, and what each way costs.
+/// Prefaults memory whose page size the options leave open: knows which ranges have huge page
+/// advice, and what each page size costs.
 #[derive(Debug, Default)]
 pub(super) struct AdaptivePrefault(Mutex<PrefaultState>);
 
@@ -115,18 +117,18 @@ impl AdaptivePrefault {
                 _ => PrefaultPages::Small,
             }
         };
-        let begun = time_of_thread();
+        let begun = thread_cpu_time();
         populate_piece(start, HUGE_PAGE as usize)?;
-        let took = time_of_thread().saturating_sub(begun);
+        let took = thread_cpu_time().saturating_sub(begun);
         tracing::trace!(?pages, ?took, "populated");
-        state().costs.note(pages, took);
+        state().costs.record(pages, took);
         Ok(())
     }
 }
 
 /// Returns the CPU time of this thread. Time in which other threads run is not part of what pages
 /// cost.
-fn time_of_thread() -> Duration {
+fn thread_cpu_time() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // Not by rustix: its first clock call uses prctl to find the vDSO, which the sandbox denies to
     // these threads.
@@ -144,7 +146,7 @@ mod tests {
         let taken = |_| {
             let pages = costs.choose();
             let us = if pages == PrefaultPages::Huge { huge } else { small };
-            costs.note(pages, Duration::from_micros(us));
+            costs.record(pages, Duration::from_micros(us));
             pages
         };
         (0..count).map(taken).filter(|pages| *pages == PrefaultPages::Huge).count()
@@ -169,7 +171,7 @@ mod tests {
         let mut costs = PrefaultCosts::default();
         huge_of(&mut costs, 1000, 4000, 700);
         // Huge pages are cheap again: all are huge after the next trial at the latest.
-        assert!(huge_of(&mut costs, 1000, 120, 700) >= 1000 - MOST_BETWEEN as usize - 1);
+        assert!(huge_of(&mut costs, 1000, 120, 700) >= 1000 - MAX_TRIAL_INTERVAL as usize - 1);
         // They become dear again: the choice changes at once.
         assert!(huge_of(&mut costs, 100, 4000, 700) < 10);
     }

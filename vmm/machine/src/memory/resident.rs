@@ -1,4 +1,5 @@
-//! Finds which frames have memory on this host. All others read as zeros.
+//! Finds the frames that are resident: those that have memory on this host. All others read as
+//! zeros.
 
 use std::fs::File;
 use std::io;
@@ -11,7 +12,7 @@ use vm_memory::{FileOffset, GuestMemoryRegion};
 
 use super::region::{Region, all, is_pooled};
 
-/// Queries the kernel. Keeps an open file and a buffer between queries.
+/// Queries the kernel for resident frames. Keeps an open file and a buffer between queries.
 #[derive(Debug, Default)]
 pub(super) struct ResidentFrames {
     pagemap: Option<Pagemap>,

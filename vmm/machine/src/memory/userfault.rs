@@ -117,19 +117,19 @@ impl Userfault {
         Self::with(FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
     }
 
-    /// As [`open`](Self::open), for faults on missing pages. Needs kernel 6.6.
+    /// Does as [`open`](Self::open), for faults on missing pages. Needs kernel 6.6.
     pub(crate) fn open_for_missing() -> io::Result<Self> {
         Self::with(FEATURE_MISSING_SHMEM | FEATURE_POISON)
     }
 
-    /// As [`open`](Self::open), for filling missing pages without reading faults. Needs kernel
+    /// Does as [`open`](Self::open), for filling missing pages without reading faults. Needs kernel
     /// 4.11.
     pub(crate) fn open_for_filling() -> io::Result<Self> {
         Self::with(FEATURE_MISSING_SHMEM)
     }
 
-    /// As [`open`](Self::open), for asynchronous protection: a write does not wait but removes the
-    /// protection, which a scan then finds. Needs kernel 6.7.
+    /// Does as [`open`](Self::open), for asynchronous protection: a write does not wait but removes
+    /// the protection, which a scan then finds. Needs kernel 6.7.
     pub(crate) fn open_async() -> io::Result<Self> {
         Self::with(FEATURE_WP_ASYNC | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
     }
@@ -161,7 +161,7 @@ impl Userfault {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the kernel has just made it, and no other code knows it.
+        // SAFETY: the kernel has just returned it, and no other code has it.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
@@ -238,7 +238,7 @@ impl Userfault {
         })
     }
 
-    /// As [`copy`](Self::copy), with zeros. A page that is present stays as it is.
+    /// Does as [`copy`](Self::copy), with zeros. A page that is present stays as it is.
     pub(crate) fn zero(&self, start: u64, len: u64) -> io::Result<()> {
         self.fill(start, len, true, |_, start, len| {
             let mut fill = UffdioFill { range: UffdioRange { start, len }, mode: 0, filled: 0 };
@@ -261,12 +261,12 @@ impl Userfault {
     }
 
     /// Calls `step` with the bytes done, the address to continue at and the bytes left, until none
-    /// are left. Skips pages that are present if `may_be_there`.
+    /// are left. Skips pages that are present if `may_be_present`.
     fn fill(
         &self,
         start: u64,
         len: u64,
-        may_be_there: bool,
+        may_be_present: bool,
         step: impl Fn(u64, u64, u64) -> (io::Result<()>, i64),
     ) -> io::Result<()> {
         let mut done = 0;
@@ -275,7 +275,7 @@ impl Userfault {
             // Positive: bytes done, perhaps not all. Negative: an error code.
             done += u64::try_from(filled).unwrap_or(0).min(len - done);
             match result {
-                Err(e) if may_be_there && e.raw_os_error() == Some(libc::EEXIST) => {
+                Err(e) if may_be_present && e.raw_os_error() == Some(libc::EEXIST) => {
                     self.wake(start + done, PAGE)?;
                     done += PAGE;
                 }

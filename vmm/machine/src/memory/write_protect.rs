@@ -1,6 +1,6 @@
 //! Owns write protection of guest memory (see [`Shield`]): which frames must not change until they
-//! have been copied. It uses userfaultfd for writes, and [`ProtectedFrames`] for threads that change frames
-//! without a fault.
+//! have been copied. It uses userfaultfd for writes, and [`ProtectedFrames`] for threads that
+//! change frames without a fault.
 //!
 //! A thread that writes to a protected frame waits in the kernel: a vCPU in `KVM_RUN`, a device in
 //! its store or in its `readv`, KVM on behalf of a vCPU. All of them can be interrupted or killed.
@@ -30,28 +30,28 @@ pub(crate) struct ProtectedFrames {
     any: AtomicBool,
     state: Mutex<ProtectedState>,
     changed: Condvar,
-    late: OnceLock<LazyRestore>,
+    lazy_restore: OnceLock<LazyRestore>,
 }
 
 #[derive(Debug, Default)]
 struct ProtectedState {
     protected: FrameSet,
     /// Number of times that frames were protected.
-    times: u64,
+    generation: u64,
     /// Frames for which a thread waits in [`ProtectedFrames::wait`].
     awaited: Vec<FrameRun>,
 }
 
 impl ProtectedFrames {
     /// Returns the lazy restore of this guest, if it was restored that way.
-    pub(super) fn late(&self) -> Option<&LazyRestore> {
-        self.late.get()
+    pub(super) fn lazy_restore(&self) -> Option<&LazyRestore> {
+        self.lazy_restore.get()
     }
 
     /// Sets the lazy restore. A guest's memory is restored once: a second one is returned as the
     /// error.
-    pub(super) fn set_late(&self, late: LazyRestore) -> Result<(), LazyRestore> {
-        self.late.set(late)
+    pub(super) fn set_lazy_restore(&self, restore: LazyRestore) -> Result<(), LazyRestore> {
+        self.lazy_restore.set(restore)
     }
 
     fn lock(&self) -> MutexGuard<'_, ProtectedState> {
@@ -72,8 +72,10 @@ impl ProtectedFrames {
             let first = FrameRun { start: first.start, count: 1 };
             // If the frame was unprotected and protected again before this thread woke, the thread
             // registers its wait anew.
-            let times = state.times;
-            let waits = |s: &mut ProtectedState| s.protected.intersects(first) && s.times == times;
+            let generation = state.generation;
+            let waits = |s: &mut ProtectedState| {
+                s.protected.intersects(first) && s.generation == generation
+            };
             self.changed.wait_while(&mut state, waits);
         }
     }
@@ -81,7 +83,7 @@ impl ProtectedFrames {
     fn add(&self, frames: &[FrameRun]) {
         let mut state = self.lock();
         state.protected.insert_all(frames);
-        state.times += 1;
+        state.generation += 1;
         self.changed.notify_all();
         self.any.store(!state.protected.is_empty(), Ordering::Release);
     }
@@ -114,7 +116,7 @@ pub(crate) struct MemoryShield {
     userfault: Userfault,
     /// Keeps the memory mapped.
     ram: GuestRam,
-    kept: Arc<ProtectedFrames>,
+    protected: Arc<ProtectedFrames>,
     /// Addresses of faults that `awaited` has read but not returned yet.
     faults: Mutex<VecDeque<u64>>,
     /// Whether memory had to be unregistered to wake its writers. This instance can then neither
@@ -125,21 +127,24 @@ pub(crate) struct MemoryShield {
 impl MemoryShield {
     /// Opens write protection of `ram`; `None` if its pages or the host do not support it.
     ///
-    /// While nothing is protected the guest writes as fast as before (`tests/bench/cadence.rs`).
+    /// While no frame is protected, the guest writes as fast as before (`tests/bench/cadence.rs`).
     /// For a memory file, the kernel no longer maps pages around a touched one, and khugepaged
     /// fills no holes.
-    pub(super) fn open(ram: &GuestRam, kept: &Arc<ProtectedFrames>) -> io::Result<Option<Self>> {
+    pub(super) fn open(
+        ram: &GuestRam,
+        protected: &Arc<ProtectedFrames>,
+    ) -> io::Result<Option<Self>> {
         if ram.iter().any(is_pooled) {
             // Pool pages can be protected only 2 MiB at a time.
             tracing::debug!(
-                "huge pages from the pool are not protected: frames are copied in the pause"
+                "no write protection with huge pages from the pool: frames are copied in the pause"
             );
             return Ok(None);
         }
         let userfault = match Userfault::open() {
             Ok(userfault) => userfault,
             Err(e) => {
-                tracing::info!("no userfaultfd: {e}; what changed is copied in the pause");
+                tracing::info!("no userfaultfd: {e}; changed frames are copied in the pause");
                 return Ok(None);
             }
         };
@@ -151,15 +156,15 @@ impl MemoryShield {
         Ok(Some(Self {
             userfault,
             ram: ram.clone(),
-            kept: kept.clone(),
+            protected: protected.clone(),
             faults: Mutex::default(),
             broken: AtomicBool::new(false),
         }))
     }
 
-    fn whole(&self) -> Result<(), GuestError> {
+    fn require_registered(&self) -> Result<(), GuestError> {
         if self.broken.load(Ordering::Acquire) {
-            return Err(failed("protecting frames", io::Error::other("memory was given back")));
+            return Err(failed("protecting frames", io::Error::other("an earlier release failed")));
         }
         Ok(())
     }
@@ -192,45 +197,45 @@ impl MemoryShield {
 
 impl Shield for MemoryShield {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
-        self.whole()?;
-        // This comes first, so that a thread that calls `wait` does wait.
-        self.kept.add(frames);
+        self.require_registered()?;
+        // Comes first, so that a thread that calls `wait` does wait.
+        self.protected.add(frames);
         let protected = frames.iter().try_for_each(|run| self.each(*run, Userfault::protect));
         // A frame that was unprotected meanwhile may have been protected after that. Adding all
         // frames again makes `release_all` unprotect it, whatever happened to it.
-        self.kept.add(frames);
+        self.protected.add(frames);
         protected.map_err(|e| failed("protecting frames", e))
     }
 
     fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
-        self.whole()?;
-        // This comes first: a frame that is protected again meanwhile is added after it.
-        self.kept.remove(frames);
+        self.require_registered()?;
+        // Comes first: a frame that is protected again meanwhile is added after it.
+        self.protected.remove(frames);
         self.each(frames, Userfault::release).map_err(|e| {
-            self.kept.add(&[frames]);
-            failed("letting go of frames", e)
+            self.protected.add(&[frames]);
+            failed("unprotecting frames", e)
         })
     }
 
     fn release_all(&self) {
-        let left = self.kept.clear();
+        let left = self.protected.clear();
         let released = left.iter().map(|run| self.each(run, Userfault::release));
         if let Some(e) = released.filter_map(Result::err).last() {
-            tracing::error!("frames cannot be let go of one by one: {e}");
+            tracing::error!("frames cannot be unprotected: {e}; all memory is unregistered");
             self.broken.store(true, Ordering::Release);
             for region in self.ram.iter() {
                 let (start, len) = (region.as_ptr() as u64, region.len());
                 // Unregistering alone does not wake waiting writers.
-                let given_back = self.userfault.unregister(start, len);
-                if let Err(e) = given_back.and(self.userfault.wake(start, len)) {
-                    tracing::error!("nor all at once: {e}");
+                let unregistered = self.userfault.unregister(start, len);
+                if let Err(e) = unregistered.and(self.userfault.wake(start, len)) {
+                    tracing::error!("memory cannot be unregistered from userfaultfd: {e}");
                 }
             }
         }
     }
 
     fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError> {
-        if let Some(frames) = self.kept.awaited() {
+        if let Some(frames) = self.protected.awaited() {
             return Ok(Some(frames));
         }
         let mut faults = self.faults.lock();
@@ -275,7 +280,7 @@ mod tests {
         FrameRun { start: Gfn(start), count }
     }
 
-    fn ways() -> impl Iterator<Item = MemoryOptions> {
+    fn option_sets() -> impl Iterator<Item = MemoryOptions> {
         let pages = [Some(HugePages::None), Some(HugePages::Thp)];
         [Backing::Anon, Backing::Memfd].into_iter().flat_map(move |backing| {
             pages.map(|huge_pages| MemoryOptions { backing, huge_pages, prefault: false })
@@ -283,7 +288,7 @@ mod tests {
     }
 
     /// Memory and its write protection, if this host supports it.
-    fn shielded(test: &str, options: &MemoryOptions) -> Option<(Memory, Box<dyn Shield>)> {
+    fn write_protected(test: &str, options: &MemoryOptions) -> Option<(Memory, Box<dyn Shield>)> {
         // In two slots.
         let memory = Memory::new((3 << 30) + (16 << 20), options).unwrap();
         let shield = memory.shield().unwrap();
@@ -303,9 +308,9 @@ mod tests {
 
     #[test]
     fn protected_frame_keeps_its_content_until_released() {
-        for options in ways() {
+        for options in option_sets() {
             let name = "protected_frame_keeps_its_content_until_released";
-            let Some((memory, shield)) = shielded(name, &options) else { return };
+            let Some((memory, shield)) = write_protected(name, &options) else { return };
             let ram = memory.ram();
             // Written, never written, and the last of one slot.
             for (gfn, value) in [(5000, 7), (5001, 0), (0xb_ffff, 8)] {
@@ -313,19 +318,19 @@ mod tests {
                     write(ram, gfn, value);
                 }
                 shield.protect(&[run(gfn - 1, 2)]).unwrap();
-                let (told, hears) = mpsc::channel();
+                let (done, finished) = mpsc::channel();
                 let theirs = ram.clone();
                 let writer = thread::spawn(move || {
                     write(&theirs, gfn, 200);
-                    told.send(()).unwrap();
+                    done.send(()).unwrap();
                 });
                 assert_eq!(shield.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
-                hears.recv_timeout(Duration::from_millis(20)).unwrap_err();
+                finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
                 assert_eq!(byte(ram, gfn), value, "{options:?}");
                 shield.release(run(gfn - 1, 1)).unwrap();
-                hears.recv_timeout(Duration::from_millis(20)).unwrap_err();
+                finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
                 shield.release(run(gfn, 1)).unwrap();
-                hears.recv_timeout(SOON).unwrap();
+                finished.recv_timeout(SOON).unwrap();
                 writer.join().unwrap();
                 assert_eq!(byte(ram, gfn), 200);
                 // The write is reported once: no thread waits.
@@ -337,9 +342,9 @@ mod tests {
 
     #[test]
     fn dropping_write_protection_wakes_all_writers() {
-        for options in ways() {
+        for options in option_sets() {
             let name = "dropping_write_protection_wakes_all_writers";
-            let Some((memory, shield)) = shielded(name, &options) else { return };
+            let Some((memory, shield)) = write_protected(name, &options) else { return };
             // In both slots.
             let frames = [run(100, 1000), run(0x10_0000, 500)];
             shield.protect(&frames).unwrap();
@@ -361,40 +366,47 @@ mod tests {
 
     #[test]
     fn second_write_protection_is_refused_without_effect() {
-        for options in ways() {
+        for options in option_sets() {
             let name = "second_write_protection_is_refused_without_effect";
-            let Some((memory, shield)) = shielded(name, &options) else { return };
+            let Some((memory, shield)) = write_protected(name, &options) else { return };
             let ram = memory.ram();
             write(ram, 70, 5);
             shield.protect(&[run(70, 4), run(0x10_0000, 3)]).unwrap();
             for _ in 0..2 {
                 memory.shield().map(|other| other.is_some()).unwrap_err();
             }
-            assert_eq!(memory.kept().lock().protected.frames(), 7, "the balloon waits for them");
-            let (told, hears) = mpsc::channel();
+            assert_eq!(
+                memory.protected_frames().lock().protected.frames(),
+                7,
+                "the balloon waits for them"
+            );
+            let (done, finished) = mpsc::channel();
             for gfn in [70, 0x10_0002] {
-                let (theirs, told) = (ram.clone(), told.clone());
+                let (theirs, done) = (ram.clone(), done.clone());
                 thread::spawn(move || {
                     write(&theirs, gfn, 6);
-                    told.send(()).unwrap();
+                    done.send(()).unwrap();
                 });
                 assert_eq!(shield.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
             }
-            hears.recv_timeout(Duration::from_millis(20)).unwrap_err();
+            finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
             assert_eq!(byte(ram, 70), 5, "{options:?}");
             shield.release_all();
-            hears.recv_timeout(SOON).unwrap();
-            hears.recv_timeout(SOON).unwrap();
-            assert_eq!((byte(ram, 70), memory.kept().lock().protected.frames()), (6, 0));
+            finished.recv_timeout(SOON).unwrap();
+            finished.recv_timeout(SOON).unwrap();
+            assert_eq!(
+                (byte(ram, 70), memory.protected_frames().lock().protected.frames()),
+                (6, 0)
+            );
         }
     }
 
     #[test]
     fn frame_reprotected_during_release_is_released_at_end() {
         const RUNS: u64 = 2000;
-        for options in ways() {
+        for options in option_sets() {
             let name = "frame_reprotected_during_release_is_released_at_end";
-            let Some((memory, shield)) = shielded(name, &options) else { return };
+            let Some((memory, shield)) = write_protected(name, &options) else { return };
             let (ram, shield) = (memory.ram(), &*shield);
             let runs = (0..RUNS).map(|n| run(256 + 32 * n, 1)).collect::<Vec<_>>();
             runs.iter().for_each(|run| write(ram, run.start.0, 1));
@@ -419,15 +431,15 @@ mod tests {
                     writes.store(false, Ordering::Relaxed);
                 });
                 shield.release_all();
-                let (told, hears) = mpsc::channel();
+                let (done, finished) = mpsc::channel();
                 let (theirs, to_write) = (ram.clone(), runs.clone());
                 thread::spawn(move || {
                     to_write.iter().for_each(|run| write(&theirs, run.start.0, 3));
-                    told.send(()).unwrap();
+                    done.send(()).unwrap();
                 });
-                hears.recv_timeout(SOON).unwrap_or_else(|_| {
+                finished.recv_timeout(SOON).unwrap_or_else(|_| {
                     let waits = shield.awaited(Duration::ZERO).unwrap();
-                    panic!("{waits:?} is protected, and nobody knows: {options:?}")
+                    panic!("{waits:?} is protected and in no set: {options:?}")
                 });
             }
         }
@@ -435,31 +447,31 @@ mod tests {
 
     #[test]
     fn failed_release_wakes_writers_and_ends_protection() {
-        for options in ways() {
+        for options in option_sets() {
             let memory = Memory::new((3 << 30) + (16 << 20), &options).unwrap();
             let ram = memory.ram();
-            let Some(shield) = MemoryShield::open(ram, memory.kept()).unwrap() else {
+            let Some(shield) = MemoryShield::open(ram, memory.protected_frames()).unwrap() else {
                 let name = "failed_release_wakes_writers_and_ends_protection";
                 return crate::testing::skip(name, "this host has no userfaultfd that protects");
             };
-            let (told, hears) = mpsc::channel();
+            let (done, finished) = mpsc::channel();
             for gfn in [500, 0x10_0007] {
                 shield.protect(&[run(gfn, 1)]).unwrap();
-                let (theirs, told) = (ram.clone(), told.clone());
+                let (theirs, done) = (ram.clone(), done.clone());
                 thread::spawn(move || {
                     write(&theirs, gfn, 6);
-                    told.send(()).unwrap();
+                    done.send(()).unwrap();
                 });
                 assert_eq!(shield.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
             }
-            // Now the kernel refuses to unprotect frames, and the waiting writer is not woken.
+            // From here on the kernel refuses to unprotect frames, and wakes no writer.
             let first = ram.iter().next().unwrap();
             shield.userfault.unregister(first.as_ptr() as u64, first.len()).unwrap();
             shield.release(run(500, 1)).unwrap_err();
-            hears.recv_timeout(Duration::from_millis(20)).unwrap_err();
+            finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
             shield.release_all();
-            hears.recv_timeout(SOON).unwrap();
-            hears.recv_timeout(SOON).unwrap();
+            finished.recv_timeout(SOON).unwrap();
+            finished.recv_timeout(SOON).unwrap();
             shield.protect(&[run(0x10_0000, 1)]).unwrap_err();
             shield.release(run(0x10_0000, 1)).unwrap_err();
             drop(shield);
@@ -470,13 +482,13 @@ mod tests {
 
     #[test]
     fn discard_waits_until_protected_frames_are_released() {
-        for options in ways().filter(|o| o.huge_pages == Some(HugePages::None)) {
+        for options in option_sets().filter(|o| o.huge_pages == Some(HugePages::None)) {
             let name = "discard_waits_until_protected_frames_are_released";
-            let Some((memory, shield)) = shielded(name, &options) else { return };
+            let Some((memory, shield)) = write_protected(name, &options) else { return };
             let ram = memory.ram();
             (64..128).for_each(|gfn| write(ram, gfn, 9));
             shield.protect(&[run(70, 4), run(120, 50)]).unwrap();
-            let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
+            let mut discarder = Discarder::open(memory.protected_frames().clone()).unwrap();
             // Discarding frames that are not protected does not wait.
             assert_eq!(discarder.discard(ram, run(64, 6)).unwrap(), 6);
             let theirs = ram.clone();

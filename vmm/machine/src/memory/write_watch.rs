@@ -68,15 +68,15 @@ const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
 
 /// Runs that one system call may find.
-const FOUND: usize = 4096;
+const MAX_RUNS: usize = 4096;
 /// Bytes of a memory file that one system call protects.
 const PIECE: u64 = 1 << 30;
 
 /// If a scan finds at most this many runs, one call protects each; above that, runs share calls.
-const FEW: usize = 64;
+const FEW_RUNS: usize = 64;
 /// Clean bytes between written runs that are protected along with them: for few runs, and for many.
-const NEAR_OF_FEW: u64 = 16 * PAGE_SIZE;
-const NEAR_OF_MANY: u64 = 2 << 20;
+const GAP_OF_FEW: u64 = 16 * PAGE_SIZE;
+const GAP_OF_MANY: u64 = 2 << 20;
 
 /// Write tracking of one guest's memory. Dropping it ends the tracking.
 #[derive(Debug)]
@@ -85,8 +85,10 @@ pub struct WriteWatch {
     pagemap: File,
     /// Keeps the memory mapped.
     ram: GuestRam,
-    looked: Vec<PageRegion>,
-    found: Vec<PageRegion>,
+    /// Buffer of the scan that does not protect.
+    scanned: Vec<PageRegion>,
+    /// Buffer of the scan that protects.
+    protected: Vec<PageRegion>,
 }
 
 impl WriteWatch {
@@ -109,8 +111,8 @@ impl WriteWatch {
             userfault: Userfault::open_async()?,
             pagemap: File::open("/proc/self/pagemap")?,
             ram: ram.clone(),
-            looked: vec![PageRegion::default(); FOUND],
-            found: vec![PageRegion::default(); FOUND],
+            scanned: vec![PageRegion::default(); MAX_RUNS],
+            protected: vec![PageRegion::default(); MAX_RUNS],
         })
     }
 
@@ -121,7 +123,7 @@ impl WriteWatch {
         for region in self.ram.iter() {
             let (start, len) = span(region);
             self.userfault.register(start, len)?;
-            if is_marked_whole(region) {
+            if is_memory_file(region) {
                 for piece in (start..start + len).step_by(PIECE as usize) {
                     self.userfault.protect(piece, PIECE.min(start + len - piece))?;
                 }
@@ -151,15 +153,14 @@ impl WriteWatch {
             let (start, len) = span(region);
             let (mut at, end) = (start, start + len);
             while at < end {
-                let look =
-                    Scan { start: at, end, protect: false, of_file: is_marked_whole(region) };
-                let (count, walked) = look.call(&self.pagemap, &mut self.looked)?;
-                for (start, end) in spans(&self.looked[..count]) {
+                let scan = Scan { start: at, end, protect: false, of_file: is_memory_file(region) };
+                let (count, walked) = scan.call(&self.pagemap, &mut self.scanned)?;
+                for (start, end) in spans(&self.scanned[..count]) {
                     let mut at = start;
                     while at < end {
-                        let take = Scan { start: at, end, protect: true, ..look };
-                        let (count, walked) = take.call(&self.pagemap, &mut self.found)?;
-                        self.found[..count].iter().for_each(|r| each(run_of(region, r)));
+                        let protect = Scan { start: at, end, protect: true, ..scan };
+                        let (count, walked) = protect.call(&self.pagemap, &mut self.protected)?;
+                        self.protected[..count].iter().for_each(|r| each(run_of(region, r)));
                         at = walked;
                     }
                 }
@@ -176,7 +177,7 @@ fn span(region: &Region) -> (u64, u64) {
 }
 
 /// Returns whether pages of the region may leave the page table without a trace.
-fn is_marked_whole(region: &Region) -> bool {
+fn is_memory_file(region: &Region) -> bool {
     region.file_offset().is_some() && !is_pooled(region)
 }
 
@@ -188,9 +189,9 @@ fn run_of(region: &Region, found: &PageRegion) -> FrameRun {
 
 /// Returns the ranges to protect, given the ascending runs that a scan found. Runs near each other
 /// share a range.
-fn spans(looked: &[PageRegion]) -> impl Iterator<Item = (u64, u64)> {
-    let near = if looked.len() <= FEW { NEAR_OF_FEW } else { NEAR_OF_MANY };
-    let groups = looked.chunk_by(move |a, b| b.start - a.end <= near);
+fn spans(scanned: &[PageRegion]) -> impl Iterator<Item = (u64, u64)> {
+    let near = if scanned.len() <= FEW_RUNS { GAP_OF_FEW } else { GAP_OF_MANY };
+    let groups = scanned.chunk_by(move |a, b| b.start - a.end <= near);
     groups.filter_map(|group| Some((group.first()?.start, group.last()?.end)))
 }
 
@@ -244,7 +245,7 @@ mod tests {
     use super::*;
     use crate::memory::{Backing, Discarder, HugePages, Memory, MemoryOptions};
 
-    fn ways() -> impl Iterator<Item = MemoryOptions> {
+    fn option_sets() -> impl Iterator<Item = MemoryOptions> {
         let pages = [Some(HugePages::None), Some(HugePages::Thp), None];
         [Backing::Anon, Backing::Memfd].into_iter().flat_map(move |backing| {
             pages.map(|huge_pages| MemoryOptions { backing, huge_pages, prefault: false })
@@ -284,12 +285,12 @@ mod tests {
     #[test]
     fn each_write_is_found_once() {
         let name = "each_write_is_found_once";
-        for options in ways() {
+        for options in option_sets() {
             let Some((memory, mut watch)) = watched(name, &options) else { return };
             (1000..1300).for_each(|gfn| write(&memory, gfn));
             watch.begin().unwrap();
-            assert_eq!(written(&mut watch), [], "{options:?}: what came before is nobody's");
-            let there = memory.populated().unwrap();
+            assert_eq!(written(&mut watch), [], "{options:?}: earlier writes do not count");
+            let there = memory.resident().unwrap();
             for _ in 0..3 {
                 // All of them were present before, so pages are as small as they get.
                 let gfns = [1000, 1001, 1100, 1299];
@@ -298,7 +299,11 @@ mod tests {
                 assert_eq!(written(&mut watch), runs, "{options:?}");
                 assert_eq!(written(&mut watch), [], "{options:?}");
             }
-            assert_eq!(memory.populated().unwrap(), there, "{options:?}: not one frame more");
+            assert_eq!(
+                memory.resident().unwrap(),
+                there,
+                "{options:?}: no further frame is resident"
+            );
             // A read of a page that was present does not count as a write either.
             memory.ram().read_obj::<u8>(GuestAddress(Gfn(1200).gpa())).unwrap();
             assert_eq!(written(&mut watch), [], "{options:?}");
@@ -308,10 +313,10 @@ mod tests {
     #[test]
     fn first_touches_are_found_and_nothing_is_lost() {
         let name = "first_touches_are_found_and_nothing_is_lost";
-        for options in ways() {
+        for options in option_sets() {
             let Some((memory, mut watch)) = watched(name, &options) else { return };
             watch.begin().unwrap();
-            assert_eq!(memory.populated().unwrap(), [], "{options:?}");
+            assert_eq!(memory.resident().unwrap(), [], "{options:?}");
             // Both slots; the first and the last frame of each.
             for gfn in [0, 77, 5000, 0xb_ffff, 0x10_0000, 0x10_0fff] {
                 write(&memory, gfn);
@@ -332,7 +337,7 @@ mod tests {
     #[test]
     fn many_scattered_writes_are_found_exactly() {
         let name = "many_scattered_writes_are_found_exactly";
-        for options in ways() {
+        for options in option_sets() {
             let Some((memory, mut watch)) = watched(name, &options) else { return };
             let all: Vec<u64> = (0..20_000).map(|i| 100 + i).collect();
             all.iter().for_each(|gfn| write(&memory, *gfn));
@@ -350,11 +355,11 @@ mod tests {
     #[test]
     fn writes_to_discarded_frames_are_found() {
         let name = "writes_to_discarded_frames_are_found";
-        for options in ways() {
+        for options in option_sets() {
             let Some((memory, mut watch)) = watched(name, &options) else { return };
             (512..2048).for_each(|gfn| write(&memory, gfn));
             watch.begin().unwrap();
-            let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
+            let mut discarder = Discarder::open(memory.protected_frames().clone()).unwrap();
             for round in 0..3 {
                 assert!(discarder.discard(memory.ram(), run(600, 1000)).unwrap() > 0, "{round}");
                 // The discarder has marked them in the tree, so it does not matter whether they are
@@ -376,7 +381,7 @@ mod tests {
     #[test]
     fn tracking_can_restart_and_frees_memory_meanwhile() {
         let name = "tracking_can_restart_and_frees_memory_meanwhile";
-        for options in ways() {
+        for options in option_sets() {
             let Some((memory, mut watch)) = watched(name, &options) else { return };
             watch.end().unwrap();
             for _ in 0..3 {
@@ -416,7 +421,7 @@ mod tests {
             write(&memory, 2048);
             assert_eq!(written(&mut watch), [run(512, 512), run(2048, 512)], "{backing}");
             assert_eq!(written(&mut watch), []);
-            assert_eq!(memory.populated().unwrap(), [run(512, 512), run(2048, 512)]);
+            assert_eq!(memory.resident().unwrap(), [run(512, 512), run(2048, 512)]);
             Discarder::default().discard(memory.ram(), run(512, 512)).unwrap();
             written(&mut watch);
             write(&memory, 513);

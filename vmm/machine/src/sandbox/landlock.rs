@@ -20,7 +20,7 @@ use super::options::{SandboxOptions, StartError};
 
 /// Newest landlock version whose rights are used here. Older kernels enforce the rights that they
 /// know.
-const KNOWN: ABI = ABI::V7;
+const NEWEST_ABI: ABI = ABI::V7;
 
 /// System directories, which are never written to. Exceptions: the devices below in `/dev`, and the
 /// users' directories in `/run`.
@@ -88,7 +88,7 @@ fn device() -> BitFlags<AccessFs> {
 /// whether the kernel enforces any of it.
 pub(super) fn enter_process(options: &SandboxOptions) -> Result<bool, StartError> {
     let rules = || -> Result<RulesetCreated, RulesetError> {
-        let rules = Ruleset::default().handle_access(AccessFs::from_all(KNOWN))?.create()?;
+        let rules = Ruleset::default().handle_access(AccessFs::from_all(NEWEST_ABI))?.create()?;
         let rules = rules
             .add_rules(path_beneath_rules(DEVICES, device()))?
             .add_rules(path_beneath_rules(&options.read, readable()))?
@@ -108,8 +108,10 @@ pub(super) fn enter_process(options: &SandboxOptions) -> Result<bool, StartError
         }
     };
     for path in &options.allowed {
-        PathFd::new(path)
-            .map_err(|e| StartError::Given { path: path.clone(), why: given(path, &e) })?;
+        PathFd::new(path).map_err(|e| StartError::AllowPath {
+            path: path.clone(),
+            why: allow_path_error(path, &e),
+        })?;
     }
     let status = rules().and_then(RulesetCreated::restrict_self).map_err(StartError::Landlock)?;
     tracing::debug!("landlock: {:?}, {:?}", status.ruleset, status.landlock);
@@ -117,7 +119,7 @@ pub(super) fn enter_process(options: &SandboxOptions) -> Result<bool, StartError
 }
 
 /// Returns why an allowed directory cannot be used.
-fn given(path: &Path, e: &impl ToString) -> String {
+fn allow_path_error(path: &Path, e: &impl ToString) -> String {
     match path.try_exists() {
         Ok(false) => "it does not exist".to_owned(),
         _ => e.to_string(),
@@ -127,8 +129,8 @@ fn given(path: &Path, e: &impl ToString) -> String {
 /// Removes access to all files and TCP ports from the calling thread. Open descriptors stay usable.
 pub(super) fn enter_nowhere() -> Result<RestrictionStatus, RulesetError> {
     let rules = Ruleset::default()
-        .handle_access(AccessFs::from_all(KNOWN))?
-        .handle_access(AccessNet::from_all(KNOWN))?
+        .handle_access(AccessFs::from_all(NEWEST_ABI))?
+        .handle_access(AccessNet::from_all(NEWEST_ABI))?
         .create()?;
     rules.restrict_self()
 }

@@ -60,12 +60,13 @@ static STARTED: OnceLock<Started> = OnceLock::new();
 /// the kernel lacks.
 pub fn start(options: &SandboxOptions) -> Result<(), StartError> {
     let begun = Instant::now();
-    native::one_arena();
+    native::use_one_arena();
     let landlock = options.landlock && landlock::enter_process(options)?;
     match (options.landlock, landlock) {
-        (false, _) => tracing::warn!("--no-landlock: every file of the user's can be reached"),
+        (false, _) => tracing::warn!("--no-landlock: the process can reach all files of its user"),
         (true, false) => tracing::warn!(
-            "this kernel has no landlock: every file of the user's can be reached; `driftline doctor` says more"
+            "this kernel has no landlock: the process can reach all files of its user; see `driftline \
+             doctor`"
         ),
         (true, true) => {}
     }
@@ -74,7 +75,7 @@ pub fn start(options: &SandboxOptions) -> Result<(), StartError> {
     let compiled = begun.elapsed();
     match &filters {
         Some(filters) => filters.enter_process().map_err(StartError::Seccomp)?,
-        None => tracing::warn!("--no-seccomp: every system call can be made"),
+        None => tracing::warn!("--no-seccomp: the process can make all system calls"),
     }
     tracing::debug!(
         landlock_us = in_landlock.as_micros(),
@@ -108,7 +109,7 @@ pub fn spawn<T: Send + 'static>(
     Builder::new().name(name).spawn(move || {
         let _logged = logged.entered();
         signals::block();
-        take_slices(class);
+        set_time_slices(class);
         enter(class);
         work()
     })
@@ -127,13 +128,13 @@ pub fn spawn_late<T: Send + 'static>(
     Builder::new().name(name).spawn(move || {
         let _logged = logged.entered();
         signals::block();
-        take_slices(class);
+        set_time_slices(class);
         work(&|| enter(class))
     })
 }
 
 /// Gives the calling thread the time slices of `class`, whichever its creator has.
-fn take_slices(class: Class) {
+fn set_time_slices(class: Class) {
     match class {
         Class::Vcpu | Class::Worker => schedule::default_slices(),
         _ => schedule::short_slices(),
@@ -184,8 +185,8 @@ pub struct NotAllowed {
 pub fn check_allowed(path: &Path) -> Result<(), NotAllowed> {
     let Some(Started { landlock: true, allowed, .. }) = STARTED.get() else { return Ok(()) };
     // A path that does not exist yet will be in its nearest existing ancestor directory.
-    let known = path.ancestors().find_map(|p| p.canonicalize().ok());
-    if known.is_none_or(|p| allowed.iter().any(|a| p.starts_with(a))) {
+    let existing = path.ancestors().find_map(|p| p.canonicalize().ok());
+    if existing.is_none_or(|p| allowed.iter().any(|a| p.starts_with(a))) {
         return Ok(());
     }
     let dirs = allowed.iter().filter(|a| a.is_dir() && !a.starts_with("/dev"));
@@ -194,11 +195,11 @@ pub fn check_allowed(path: &Path) -> Result<(), NotAllowed> {
 }
 
 /// Returns text to append to `cause`, an error at `path`, if this sandbox may have caused it.
-pub(crate) fn hint(path: &Path, cause: &io::Error) -> &'static str {
+pub(crate) fn permission_hint(path: &Path, cause: &io::Error) -> &'static str {
     match cause.kind() == io::ErrorKind::PermissionDenied && check_allowed(path).is_err() {
         true => {
-            "; if its permissions do allow it, the VMM's sandbox does not: name the file when the VMM \
-             starts (--disk, --vsock), or start it with --allow-path"
+            "; if the file's permissions allow it, the VMM's sandbox does not: name the file when the \
+             VMM starts (--disk, --vsock), or start the VMM with --allow-path"
         }
         false => "",
     }

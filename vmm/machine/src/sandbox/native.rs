@@ -100,7 +100,7 @@ impl Write for StackBuffer {
 /// Makes all threads allocate from one arena. With several arenas the GNU C library opens files: to
 /// count processors when a thread starts, and on any thread that first returns memory. Threads of
 /// this process allocate little, or large blocks that are mappings of their own.
-pub(super) fn one_arena() {
+pub(super) fn use_one_arena() {
     #[cfg(target_env = "gnu")]
     {
         // SAFETY: mallopt sets a number; a refusal changes nothing.

@@ -36,7 +36,7 @@ pub enum StartError {
     Landlock(::landlock::RulesetError),
     /// An allowed directory does not exist or cannot be opened.
     #[error("--allow-path {}: {why}", path.display())]
-    Given {
+    AllowPath {
         /// Path of the directory.
         path: PathBuf,
         /// The system's error.

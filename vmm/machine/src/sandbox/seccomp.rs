@@ -48,13 +48,13 @@ impl Filters {
 
     /// Narrows the calling thread to its class.
     pub(super) fn enter(&self, class: Class) -> Result<(), Error> {
-        let kept = &self.classes[class as usize];
-        let program = match kept.get() {
+        let compiled = &self.classes[class as usize];
+        let program = match compiled.get() {
             Some(program) => program,
             None => {
-                let compiled = filters::of(class).and_then(allow).map_err(Error::Backend)?;
+                let new = filters::of(class).and_then(allow).map_err(Error::Backend)?;
                 // Another thread of the class may have compiled it first.
-                kept.get_or_init(|| compiled)
+                compiled.get_or_init(|| new)
             }
         };
         apply_filter(program)

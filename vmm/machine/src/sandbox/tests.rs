@@ -46,7 +46,7 @@ fn child_of(class: &str, act: &str) -> Command {
 }
 
 #[track_caller]
-fn killed(class: &str, name: &str, call: Sysno) {
+fn assert_killed(class: &str, name: &str, call: Sysno) {
     let out = act(class, name);
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.signal(), Some(libc::SIGSYS), "{class}: {name}: {said}");
@@ -264,7 +264,7 @@ fn threads_make_only_allowed_calls() {
 fn sandboxed_devices_release_and_acquire() {
     let tap = TestTap::new("sb");
     if let Err(why) = &tap {
-        let without = format!("a network interface is left out: {why}");
+        let without = format!("no network interface: {why}");
         crate::testing::skip("sandboxed_devices_release_and_acquire", &without);
     }
     let mut child = child_of("process", "devices");
@@ -308,9 +308,9 @@ fn devices() {
         assert!(Drive::flush(set.drives(), limit).unwrap());
         set.quiesce().unwrap();
         set.release().unwrap();
-        assert!(!uds.exists(), "whoever has the guest now may listen there");
-        let late = set.detach().unwrap();
-        set.attach(&late).unwrap();
+        assert!(!uds.exists(), "another host may listen there");
+        let in_flight = set.detach().unwrap();
+        set.attach(&in_flight).unwrap();
         set.detach().unwrap();
         set.acquire().unwrap();
     }

@@ -21,7 +21,7 @@ static REPORTED: AtomicU64 = AtomicU64::new(0);
 pub struct BrokenSource {
     inner: Box<dyn DirtySource>,
     /// Private tracker that the wrapped source reports to.
-    seen: Arc<Tracker>,
+    reported: Arc<Tracker>,
     subscription: Subscription,
     one_in: NonZeroU64,
 }
@@ -33,9 +33,9 @@ impl BrokenSource {
         tracker: &Tracker,
         one_in: NonZeroU64,
     ) -> Result<Self, NoMemory> {
-        let seen = Arc::new(Tracker::new(tracker.layout()));
-        let subscription = seen.subscribe("broken source")?;
-        Ok(Self { inner, seen, subscription, one_in })
+        let reported = Arc::new(Tracker::new(tracker.layout()));
+        let subscription = reported.subscribe("broken source")?;
+        Ok(Self { inner, reported, subscription, one_in })
     }
 }
 
@@ -53,7 +53,7 @@ impl DirtySource for BrokenSource {
     }
 
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
-        let collected = self.inner.collect(&self.seen)?;
+        let collected = self.inner.collect(&self.reported)?;
         let epoch = self.subscription.drain();
         for start in epoch.runs().flat_map(FrameRun::frames) {
             let number = REPORTED.fetch_add(1, Ordering::Relaxed) + 1;

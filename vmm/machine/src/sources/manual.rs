@@ -22,9 +22,9 @@ use crate::tracking::TrackingMode;
 /// Longest run of clean words that is passed to the kernel together with the dirty words around it.
 /// The kernel scans a thousand clean words in the time that one call takes, with its locks and its
 /// flush of all vCPUs' TLBs.
-const NEAR: usize = 1024;
+const MAX_GAP: usize = 1024;
 /// Most words in one call: those of 512 MiB, so that the lock is held for milliseconds at most.
-const MOST: usize = 2048;
+const MAX_WORDS_PER_CALL: usize = 2048;
 
 /// Dirty source that reads bitmaps and write-protects frames in separate calls.
 #[derive(Debug)]
@@ -61,12 +61,12 @@ fn clear(
 /// the range have bits set.
 fn next_range(bitmap: &[u64], at: usize) -> Option<Range<usize>> {
     let start = at + bitmap.get(at..)?.iter().position(|word| *word != 0)?;
-    let most = &bitmap[start..bitmap.len().min(start + MOST)];
+    let most = &bitmap[start..bitmap.len().min(start + MAX_WORDS_PER_CALL)];
     let mut end = 1;
     for (i, word) in most.iter().enumerate() {
         if *word != 0 {
             end = i + 1;
-        } else if i - end >= NEAR {
+        } else if i - end >= MAX_GAP {
             break;
         }
     }
@@ -158,10 +158,10 @@ mod tests {
         assert!(of(&[]).is_empty());
         assert_eq!(of(&[0]), [0..1]);
         assert_eq!(of(&[9_999]), [9_999..10_000]);
-        assert_eq!(of(&[5, 6 + NEAR]), [5..7 + NEAR]);
-        assert_eq!(of(&[5, 7 + NEAR]), [5..6, 7 + NEAR..8 + NEAR]);
-        let all: Vec<_> = (0..MOST + 1).collect();
-        assert_eq!(of(&all), [0..MOST, MOST..MOST + 1]);
+        assert_eq!(of(&[5, 6 + MAX_GAP]), [5..7 + MAX_GAP]);
+        assert_eq!(of(&[5, 7 + MAX_GAP]), [5..6, 7 + MAX_GAP..8 + MAX_GAP]);
+        let all: Vec<_> = (0..MAX_WORDS_PER_CALL + 1).collect();
+        assert_eq!(of(&all), [0..MAX_WORDS_PER_CALL, MAX_WORDS_PER_CALL..MAX_WORDS_PER_CALL + 1]);
     }
 
     proptest! {
@@ -177,7 +177,7 @@ mod tests {
             let mut bitmap = whole.clone();
             let (calls, done) = calls(&mut bitmap, good);
             prop_assert!(calls.windows(2).all(|w| w[0].end <= w[1].start));
-            prop_assert!(calls.iter().all(|c| !c.is_empty() && c.len() <= MOST));
+            prop_assert!(calls.iter().all(|c| !c.is_empty() && c.len() <= MAX_WORDS_PER_CALL));
             let in_call = |at: &usize| calls.iter().any(|c| c.contains(at));
             prop_assert_eq!(done, set.iter().all(in_call));
             let left: Vec<_> = set.iter().copied().filter(in_call).collect();

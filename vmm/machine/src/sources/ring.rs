@@ -88,8 +88,8 @@ impl RingSource {
 
     /// Empties the rings so that vCPUs that wait for room can continue. The frames are dropped.
     fn discard(&mut self) -> Result<(), SourceError> {
-        let nobody = Tracker::new(self.vm.memory().layout().clone());
-        self.collect_by(|frames| frames.insert_into(&nobody)).map(drop)
+        let unread = Tracker::new(self.vm.memory().layout().clone());
+        self.collect_by(|frames| frames.insert_into(&unread)).map(drop)
     }
 }
 

@@ -19,7 +19,7 @@ use crate::tracking::TrackingMode;
 pub struct UserfaultWpSource {
     watch: WriteWatch,
     /// Whether a scan has failed. Some written frames may then be unknown.
-    owed: bool,
+    is_incomplete: bool,
     /// Keeps guest memory mapped.
     _vm: Arc<KvmVm>,
 }
@@ -31,7 +31,7 @@ impl UserfaultWpSource {
     ///
     /// Fails if the host does not allow userfaultfd write protection.
     pub fn new(vm: Arc<KvmVm>) -> io::Result<Self> {
-        Ok(Self { watch: WriteWatch::open(vm.memory().ram())?, owed: false, _vm: vm })
+        Ok(Self { watch: WriteWatch::open(vm.memory().ram())?, is_incomplete: false, _vm: vm })
     }
 }
 
@@ -46,7 +46,7 @@ impl DirtySource for UserfaultWpSource {
 
     fn start(&mut self) -> Result<(), SourceError> {
         self.watch.begin().map_err(failed("write-protecting guest memory by userfaultfd"))?;
-        self.owed = false;
+        self.is_incomplete = false;
         Ok(())
     }
 
@@ -58,7 +58,7 @@ impl DirtySource for UserfaultWpSource {
         let mut out = Collected::default();
         let (begun, mut insert_ns, mut foreign) = (Instant::now(), 0, false);
         // Stays set until a scan has completed.
-        let owed = std::mem::replace(&mut self.owed, true);
+        let was_incomplete = std::mem::replace(&mut self.is_incomplete, true);
         self.watch
             .written(|run| {
                 let mut at = Instant::now();
@@ -67,8 +67,8 @@ impl DirtySource for UserfaultWpSource {
                 insert_ns += lap(&mut at);
             })
             .map_err(failed("PAGEMAP_SCAN"))?;
-        self.owed = false;
-        if owed || foreign {
+        self.is_incomplete = false;
+        if was_incomplete || foreign {
             // Frames of this scan that are not write-protected are found again by the next one, so
             // I3 holds for all of them.
             tracing::warn!("written pages were lost, all memory is marked");

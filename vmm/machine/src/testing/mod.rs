@@ -105,9 +105,9 @@ pub fn run_in_child(test: &str, variable: &str, value: &str, stdin: impl Into<St
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(variable, value);
     let out = child.stdin(stdin).output().unwrap();
-    let said = String::from_utf8_lossy(&out.stdout);
-    assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
-    assert!(said.contains("1 passed"), "{said}");
+    let output = String::from_utf8_lossy(&out.stdout);
+    assert!(out.status.success(), "{output}{}", String::from_utf8_lossy(&out.stderr));
+    assert!(output.contains("1 passed"), "{output}");
 }
 
 /// Reports that `test` of this binary is skipped, as [`kvm_or_skip`] does, for another reason.

@@ -1,4 +1,4 @@
-//! Counts the time for which a vCPU was kept out of the guest.
+//! Counts the time for which a throttled vCPU did not enter the guest.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;

@@ -2,9 +2,9 @@
 //! ([`WriteThrottle`](driftline_guest::WriteThrottle)); this carries it out.
 //!
 //! ```text
-//! pacing   the collector's part: charges each vCPU its new frames, and says who waits, and how long
-//! stall     a vCPU's part: stays out of the guest, and reports when its time slice is over
-//! meter    how often and how long a vCPU was kept out; any thread may read it
+//! pacing         the collector's part: charges each vCPU its new frames, decides which vCPU stalls
+//! vcpu_throttle  a vCPU's part: stays out of the guest, and reports when its time slice is over
+//! meter          how often and how long a vCPU was stalled; any thread may read it
 //! ```
 
 mod meter;

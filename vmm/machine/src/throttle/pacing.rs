@@ -1,16 +1,17 @@
 //! Throttles vCPUs that make frames dirty faster than allowed: the collector's part.
 //!
-//! *Checks*: at each harvest, the collector charges each vCPU the time that its new frames take at
-//! the allowed rate, counted from the previous check. Unused time cannot be saved up. *Stall*: a vCPU
-//! that owes enough time stays out of the guest until it has paid, [`MAX_STALL`] at a time. Then it
-//! runs for at least [`MIN_SLICE`], whatever it owes, so that interrupts never wait longer than
-//! one stall, and the guest has 1 % of the time in any case. What it owes beyond [`MAX_OWED`] is
-//! forgiven. *Slice*: the time until the next check at a running vCPU, chosen so that one stall pays
-//! for it. After a stall the vCPU itself reports the end of its slice, and waits. A vCPU that was
-//! not stalled is checked at by the clock.
+//! - *Check*: at each harvest, the collector charges each vCPU the time that its new frames take at
+//!   the allowed rate, counted from the previous check. Unused time is not carried over.
+//! - *Stall*: a vCPU that owes enough time does not enter the guest until it has paid,
+//!   [`MAX_STALL`] at a time. Then it runs for at least [`MIN_SLICE`], however much it owes. So
+//!   interrupts never wait longer than one stall, and the guest has at least 1 % of the time. Debt
+//!   beyond [`MAX_OWED`] is forgiven.
+//! - *Slice*: the time until the next check of a running vCPU, chosen so that one stall pays for
+//!   it. After a stall the vCPU itself reports the end of its slice, and waits. A vCPU that has not
+//!   been stalled is checked periodically.
 //!
-//! Nothing here waits: the collector gives the vCPU a job, and the vCPU's count of stalls
-//! shows when it runs again.
+//! The collector does not wait here: it gives the vCPU a job, and the vCPU's count of stalls shows
+//! when the vCPU runs again.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,23 +19,23 @@ use std::time::{Duration, Instant};
 use crate::actor::Handle;
 use crate::vcpu::{Counters, Vcpu};
 
-/// The longest stall. It is shorter than what a guest's scheduler, timers or peers would take for a
-/// stop.
+/// The longest stall. A guest's scheduler, timers and peers do not take it for a hang.
 const MAX_STALL: Duration = Duration::from_millis(20);
-/// The shortest stall. Less than this is not worth an exit: it stays owed until there is more.
+/// The shortest stall. Less debt than this is not worth an exit, and stays owed.
 const MIN_STALL: Duration = Duration::from_millis(1);
 /// The shortest time that a vCPU runs between two stalls.
 const MIN_SLICE: Duration = Duration::from_micros(200);
-/// How late a vCPU may report before it is checked at by the clock.
+/// Time after the end of a slice in which the vCPU may report, before it is checked without a
+/// report.
 const SLICE_GRACE: Duration = Duration::from_millis(2);
-/// The longest time between two checks at a running vCPU. A program that writes fast and has just
-/// moved to it may write unthrottled for this long.
+/// The longest time between two checks of a running vCPU. A program that writes fast and has just
+/// moved to the vCPU may write unthrottled for this long.
 const MAX_SLICE: Duration = Duration::from_millis(5);
-/// The most time that a vCPU can owe, so that after a burst the guest is not limited to its least
-/// share for long.
+/// The most time that a vCPU can owe. It bounds the time for which a guest has only its minimum
+/// share after a burst.
 const MAX_OWED: Duration = Duration::from_millis(250);
 
-/// The means to stall one vCPU.
+/// Stalls one vCPU.
 #[derive(Debug)]
 pub(crate) struct ThrottleHandle {
     /// The handle that kicks.
@@ -42,12 +43,12 @@ pub(crate) struct ThrottleHandle {
     pub(crate) counters: Arc<Counters>,
 }
 
-/// What pacing asks of a vCPU. [`ThrottleHandle`] implements it; tests use a fake.
+/// A vCPU that can be stalled. [`ThrottleHandle`] implements it; tests use a fake.
 pub(crate) trait StallTarget {
-    /// Keeps the vCPU out of the guest until `until`, then lets it run for `slice` and report.
+    /// Stalls the vCPU until `until`, then lets it run for `slice` and report.
     fn stall(&self, until: Instant, slice: Duration);
 
-    /// Lets the vCPU continue at once.
+    /// Ends the vCPU's stall at once.
     fn end_stall(&self);
 
     /// Returns the number of completed stalls.
@@ -77,7 +78,7 @@ pub(crate) struct Pacing<B> {
 }
 
 struct Paced<B> {
-    handle: B,
+    target: B,
     /// Frames made dirty as of the last check, and the time of that check.
     dirtied: u64,
     checked: Instant,
@@ -89,21 +90,21 @@ struct Paced<B> {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum PacedState {
-    /// It has been running at least since `since`; the next check is due at `check`.
+    /// The vCPU has been running at least since `since`; the next check is due at `check`.
     Runs { since: Instant, check: Instant },
-    /// It is stalled until `until`, and runs again when `stalls` stalls are complete; the next check is
-    /// due at `check`.
+    /// The vCPU is stalled until `until`, and runs again when `stalls` stalls are complete; the
+    /// next check is due at `check`.
     Stalled { until: Instant, stalls: u64, check: Instant },
 }
 
 impl<B: StallTarget> Pacing<B> {
-    /// Creates it without a rate limit.
-    pub(crate) fn new(handles: Vec<B>) -> Self {
+    /// Creates the pacing of `targets`, without a rate limit.
+    pub(crate) fn new(targets: Vec<B>) -> Self {
         let now = Instant::now();
         let state = PacedState::Runs { since: now, check: now };
         let paced =
-            |handle| Paced { handle, dirtied: 0, checked: now, paid: now, slice: MIN_SLICE, state };
-        Self { vcpus: handles.into_iter().map(paced).collect(), cost: None }
+            |target| Paced { target, dirtied: 0, checked: now, paid: now, slice: MIN_SLICE, state };
+        Self { vcpus: targets.into_iter().map(paced).collect(), cost: None }
     }
 
     /// Limits each vCPU to `rate` frames a second from `now` on; `None` ends all stalls. `dirtied`
@@ -121,7 +122,7 @@ impl<B: StallTarget> Pacing<B> {
                     vcpu.state = PacedState::Runs { since: now, check: now + MIN_SLICE };
                 }
             }
-            (Some(_), None) => self.vcpus.iter().for_each(|vcpu| vcpu.handle.end_stall()),
+            (Some(_), None) => self.vcpus.iter().for_each(|vcpu| vcpu.target.end_stall()),
             // At a change of the rate, time owed at the old rate stays owed.
             (Some(_), Some(_)) | (None, None) => {}
         }
@@ -140,15 +141,15 @@ impl<B: StallTarget> Pacing<B> {
     pub(crate) fn reported(&mut self, vcpu: usize, stalls: u64, now: Instant) {
         let Some(vcpu) = self.vcpus.get_mut(vcpu) else { return };
         match (self.cost, vcpu.state) {
-            (None, _) => vcpu.handle.end_stall(),
+            (None, _) => vcpu.target.end_stall(),
             // The vCPU has been sent another stall meanwhile, which answers the report.
             (_, PacedState::Stalled { stalls: expected, .. }) if stalls < expected => {}
-            _ if vcpu.handle.stalls() > stalls => {}
+            _ if vcpu.target.stalls() > stalls => {}
             _ => vcpu.answer(stalls, now),
         }
     }
 
-    /// Returns when the rings should be harvested again at the latest.
+    /// Returns the time of the next check, by which the rings must be harvested.
     pub(crate) fn next_check(&self) -> Option<Instant> {
         let check = |vcpu: &Paced<B>| match vcpu.state {
             PacedState::Runs { check, .. } | PacedState::Stalled { check, .. } => check,
@@ -165,9 +166,9 @@ impl<B: StallTarget> Paced<B> {
         (self.dirtied, self.checked) = (dirtied, now);
         let owed = self.paid.saturating_duration_since(now);
         self.state = match self.state {
-            PacedState::Stalled { until, stalls, .. } if self.handle.stalls() < stalls => {
-                // The host has not scheduled it yet, or it waits for a device, or another message
-                // caused this harvest early.
+            PacedState::Stalled { until, stalls, .. } if self.target.stalls() < stalls => {
+                // The host has not scheduled the vCPU yet, or the vCPU waits for a device, or
+                // another message caused this harvest early.
                 let late = now.saturating_duration_since(until);
                 let check = until.max(now + (late / 2).clamp(MIN_SLICE / 2, MAX_STALL));
                 PacedState::Stalled { until, stalls, check }
@@ -177,7 +178,7 @@ impl<B: StallTarget> Paced<B> {
             }
             PacedState::Runs { since, .. } if owed >= MIN_STALL && now >= since + MIN_SLICE => {
                 self.fit_slice(owed);
-                self.stall(owed, self.handle.stalls(), now)
+                self.stall(owed, self.target.stalls(), now)
             }
             PacedState::Runs { since, check } if now >= check => {
                 self.fit_slice(owed);
@@ -187,26 +188,25 @@ impl<B: StallTarget> Paced<B> {
         };
     }
 
-    /// Answers a report. A vCPU that owes next to nothing after the longest slice needs no more
-    /// timers.
+    /// Answers a report. A vCPU that owes almost no time after the longest slice needs no timer.
     fn answer(&mut self, stalls: u64, now: Instant) {
         let owed = self.paid.saturating_duration_since(now);
         let was_longest = self.slice == MAX_SLICE;
         self.fit_slice(owed);
         self.state = if was_longest && self.slice == MAX_SLICE && owed < MIN_STALL {
-            self.handle.end_stall();
+            self.target.end_stall();
             PacedState::Runs { since: now, check: now + self.slice }
         } else {
             self.stall(if owed < MIN_STALL { Duration::ZERO } else { owed }, stalls, now)
         };
     }
 
-    /// Holds the vCPU, after `stalls` other stalls, and gives it a slice.
+    /// Stalls the vCPU, after `stalls` other stalls, and gives it a slice.
     fn stall(&self, owed: Duration, stalls: u64, now: Instant) -> PacedState {
         let until = now + owed.min(MAX_STALL);
         // A vCPU that cannot pay in one stall gets the shortest slice.
         let slice = if owed > MAX_STALL { MIN_SLICE } else { self.slice };
-        self.handle.stall(until, slice);
+        self.target.stall(until, slice);
         // The vCPU reports before this check, if it has a timer and a processor.
         PacedState::Stalled { until, stalls: stalls + 1, check: until + slice + SLICE_GRACE }
     }
@@ -287,7 +287,7 @@ mod tests {
         }
     }
 
-    /// What one vCPU did in a simulation.
+    /// The activity of one vCPU in a simulation.
     #[derive(Clone, Copy, Debug, Default)]
     struct SimulatedVcpu {
         frames: f64,
@@ -302,7 +302,7 @@ mod tests {
 
     /// Simulates vCPUs that would write `speeds` frames a second under a throttle to `rate` for
     /// `time`. Their reports, and checks by the clock, arrive `late`.
-    fn course(speeds: &[u64], rate: u64, time: Duration, late: Duration) -> Vec<SimulatedVcpu> {
+    fn simulate(speeds: &[u64], rate: u64, time: Duration, late: Duration) -> Vec<SimulatedVcpu> {
         let fakes: Vec<Rc<FakeVcpu>> = speeds.iter().map(|_| Rc::default()).collect();
         let mut pacing = Pacing::new(fakes.clone());
         let begun = Instant::now();
@@ -347,7 +347,7 @@ mod tests {
         pacing.set_rate(None, &[], now);
         assert!(
             fakes.iter().all(|f| matches!(f.state.get(), FakeVcpuState::Unthrottled)),
-            "all are let go"
+            "no vCPU is stalled"
         );
         assert_eq!(pacing.next_check(), None);
         did
@@ -362,7 +362,7 @@ mod tests {
             late_us in 0u64..3000,
         ) {
             let (time, late) = (Duration::from_secs(2), Duration::from_micros(late_us));
-            for (speed, did) in speeds.iter().zip(course(&speeds, rate, time, late)) {
+            for (speed, did) in speeds.iter().zip(simulate(&speeds, rate, time, late)) {
                 let got = did.frames / time.as_secs_f64();
                 // The least share, and what was written before the first stall.
                 let least = *speed as f64 * 0.025;
@@ -401,7 +401,7 @@ mod tests {
             pacing.harvested(&[1 << 16], now);
             checks += 1;
         }
-        assert!(checks < 1000, "{checks} checks at a vCPU that stands for 10 s");
+        assert!(checks < 1000, "{checks} checks of a vCPU that does not answer for 10 s");
         assert!(!fake.runs());
         fake.end_stall();
         pacing.harvested(&[1 << 16], now);

@@ -1,9 +1,10 @@
 //! Throttles one vCPU that makes frames dirty too fast.
 //!
-//! *Stall*: a time for which the vCPU does not enter the guest. It runs jobs all the while, and
-//! a pause ends the stall. *Slice*: the time after a stall for which it runs. A timer of the vCPU's
-//! own ends the slice, so that this does not depend on when the collector gets to run. The vCPU
-//! then reports and stays out of the guest until the collector answers.
+//! - *Stall*: a time for which the vCPU does not enter the guest. It runs jobs meanwhile, and a
+//!   pause ends the stall.
+//! - *Slice*: the time after a stall for which the vCPU runs. A timer of the vCPU ends the slice,
+//!   so that its length does not depend on when the collector is scheduled. The vCPU then reports
+//!   and does not enter the guest until the collector answers.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,7 @@ use super::meter::StallMeter;
 use crate::actor::{Inbox, Next};
 use crate::kvm::ExitTimer;
 
-/// How long the vCPU waits for the collector's answer to a report. Without an answer it runs
+/// Limit on waiting for the collector's answer to a report. Without an answer the vCPU runs
 /// unthrottled.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
@@ -27,17 +28,17 @@ pub(crate) struct ThrottleState {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 enum StallState {
-    /// It runs unthrottled.
+    /// The vCPU runs unthrottled.
     #[default]
     Unthrottled,
-    /// It stays out of the guest, until `until` or until a job ends the stall.
+    /// The vCPU does not enter the guest, until `until` or until a job ends the stall.
     Stalled { since: Instant, until: Option<Instant>, slice: Duration },
-    /// It runs until this time, then reports.
+    /// The vCPU runs until this time, then reports.
     Slice { until: Instant },
 }
 
 impl ThrottleState {
-    /// Holds the vCPU until `until`, and then lets it run for `slice`. The wait after a report
+    /// Stalls the vCPU until `until`, and then lets it run for `slice`. The wait after a report
     /// counts as part of this stall.
     pub(crate) fn begin(&mut self, until: Instant, slice: Duration, meter: &StallMeter) {
         let since = match self.state {
@@ -133,53 +134,53 @@ mod tests {
     fn jobs_run_during_a_stall() {
         crate::kvm::register_kick_handler().unwrap();
         let (vcpu, inbox) = actor::inbox::<()>("vCPU 0");
-        let (mut stall, meter) = (ThrottleState::default(), StallMeter::default());
-        assert!(matches!(stall.next(&inbox, &meter), Next::Nothing));
-        stall.begin(Instant::now() + FAR, SLICE, &meter);
+        let (mut throttle, meter) = (ThrottleState::default(), StallMeter::default());
+        assert!(matches!(throttle.next(&inbox, &meter), Next::Nothing));
+        throttle.begin(Instant::now() + FAR, SLICE, &meter);
         vcpu.tell(|()| ());
-        assert!(matches!(stall.next(&inbox, &meter), Next::Job(_)));
-        assert!(stall.is_stalled() && meter.stalls() == 0);
+        assert!(matches!(throttle.next(&inbox, &meter), Next::Job(_)));
+        assert!(throttle.is_stalled() && meter.stalls() == 0);
         // Another stall replaces it, and ends by itself.
-        stall.begin(Instant::now() + 2 * SLICE, SLICE, &meter);
+        throttle.begin(Instant::now() + 2 * SLICE, SLICE, &meter);
         assert_eq!(meter.stalls(), 1);
-        assert!(matches!(stall.next(&inbox, &meter), Next::Nothing));
-        assert!(!stall.is_stalled() && meter.stalls() == 2);
+        assert!(matches!(throttle.next(&inbox, &meter), Next::Nothing));
+        assert!(!throttle.is_stalled() && meter.stalls() == 2);
         assert!(meter.stalled() >= 2 * SLICE);
-        stall.begin(Instant::now() + FAR, SLICE, &meter);
-        stall.end(&meter);
-        stall.end(&meter);
+        throttle.begin(Instant::now() + FAR, SLICE, &meter);
+        throttle.end(&meter);
+        throttle.end(&meter);
         assert_eq!(meter.stalls(), 3);
-        stall.begin(Instant::now() + FAR, SLICE, &meter);
+        throttle.begin(Instant::now() + FAR, SLICE, &meter);
         drop(vcpu);
-        assert!(matches!(stall.next(&inbox, &meter), Next::End));
+        assert!(matches!(throttle.next(&inbox, &meter), Next::End));
     }
 
     #[test]
     fn wait_for_an_answer_belongs_to_the_stall() {
         crate::kvm::register_kick_handler().unwrap();
         let (vcpu, inbox) = actor::inbox::<()>("vCPU 0");
-        let (mut stall, meter) = (ThrottleState::default(), StallMeter::default());
-        stall.begin(Instant::now(), SLICE, &meter);
-        assert!(!stall.slice_is_over());
-        assert!(matches!(stall.next(&inbox, &meter), Next::Nothing));
+        let (mut throttle, meter) = (ThrottleState::default(), StallMeter::default());
+        throttle.begin(Instant::now(), SLICE, &meter);
+        assert!(!throttle.slice_is_over());
+        assert!(matches!(throttle.next(&inbox, &meter), Next::Nothing));
         // The timer's signal ends this sleep, or the time does.
-        while !stall.slice_is_over() {
+        while !throttle.slice_is_over() {
             std::thread::sleep(SLICE);
         }
-        stall.wait();
+        throttle.wait();
         vcpu.tell(|()| ());
-        assert!(matches!(stall.next(&inbox, &meter), Next::Job(_)));
-        assert!(stall.is_stalled() && meter.stalls() == 1);
-        stall.begin(Instant::now(), SLICE, &meter);
-        assert_eq!(meter.stalls(), 1, "it goes on");
-        assert!(matches!(stall.next(&inbox, &meter), Next::Nothing));
+        assert!(matches!(throttle.next(&inbox, &meter), Next::Job(_)));
+        assert!(throttle.is_stalled() && meter.stalls() == 1);
+        throttle.begin(Instant::now(), SLICE, &meter);
+        assert_eq!(meter.stalls(), 1, "the stall continues");
+        assert!(matches!(throttle.next(&inbox, &meter), Next::Nothing));
         assert_eq!(meter.stalls(), 2);
-        stall.end(&meter);
-        assert!(!stall.slice_is_over() && meter.stalls() == 2);
+        throttle.end(&meter);
+        assert!(!throttle.slice_is_over() && meter.stalls() == 2);
         // A collector that never answers.
-        stall.wait();
-        assert!(matches!(stall.next(&inbox, &meter), Next::Nothing));
-        assert!(!stall.is_stalled() && !stall.slice_is_over() && meter.stalls() == 3);
+        throttle.wait();
+        assert!(matches!(throttle.next(&inbox, &meter), Next::Nothing));
+        assert!(!throttle.is_stalled() && !throttle.slice_is_over() && meter.stalls() == 3);
         assert!(meter.stalled() >= ANSWER_LIMIT);
     }
 }

@@ -1,7 +1,7 @@
 //! Checks whether the control registers of a state fit the processor that the state describes. KVM
-//! accepts bits of EFER that the host's processor lacks, and fails when the guest is entered: too
-//! late for a guest that has left its old host. KVM itself refuses bad bits of CR4, but does not
-//! say which. Some hosts' KVM sets CR4 bits that it does not list, so CR4 is examined only after a
+//! accepts bits of EFER that the host's processor lacks, and fails when the guest is entered. By
+//! then the guest has left its old host. KVM itself refuses bad bits of CR4, but does not report
+//! which. Some hosts' KVM sets CR4 bits that it does not list, so CR4 is examined only after a
 //! refusal.
 
 use kvm_bindings::{kvm_cpuid_entry2, kvm_sregs};

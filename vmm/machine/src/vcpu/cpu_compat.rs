@@ -1,8 +1,7 @@
-//! What a processor promises by CPUID: features, numbers that must not shrink, and layouts that
-//! must not change. A guest that has seen a promise relies on it. This module checks whether
-//! another host keeps them.
+//! Whether a guest that has seen one processor's CPUID can continue on another host: features must
+//! be there, numbers must not shrink, and layouts must not change.
 //!
-//! Leaves without a rule here are descriptive and promise nothing: names, caches, topology.
+//! Leaves without a rule here only describe the processor: names, caches, topology.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
@@ -47,8 +46,8 @@ enum Rule {
 const NOTHING: Rule = Rule::Bits(0);
 const BITS: Rule = Rule::Bits(ALL);
 
-/// Returns how EAX, EBX, ECX and EDX of a leaf are compared; `None` for a leaf that promises
-/// nothing.
+/// Returns how EAX, EBX, ECX and EDX of a leaf are compared; `None` for a leaf that is not
+/// compared.
 fn rules(function: u32, index: u32) -> Option<[Rule; 4]> {
     use Rule::{AtLeast, Bits, Mixed, NoEvents, Same};
     Some(match (function, index) {

@@ -11,8 +11,7 @@
 //! access left `KVM_RUN` is half done until the next `KVM_RUN`. If the state were saved before
 //! that, the instruction would be lost or done twice.
 //!
-//! A running vCPU may be throttled, see `throttle`: the collector tells it so, and it continues by
-//! itself.
+//! A running vCPU may be throttled (see `throttle`): the collector stalls it for a limited time.
 
 pub mod baseline;
 mod control;
@@ -58,7 +57,7 @@ pub(crate) enum PauseOutcome {
     Finished,
 }
 
-/// What a vCPU reports to the rest of the machine.
+/// The rest of the machine, as a vCPU reports to it.
 pub(crate) trait Peers: Send {
     /// Reports that the guest has ended on vCPU `id`.
     fn ended(&self, id: u8, why: EndReason);
@@ -79,13 +78,13 @@ pub(crate) struct Counters {
     ring_full_exits: AtomicU64,
     /// Time spent waiting after ring-full exits, in nanoseconds.
     ring_full_ns: AtomicU64,
-    /// How often and how long it was throttled.
+    /// Number and total duration of its stalls.
     pub(crate) throttled: StallMeter,
     /// Number of completed pauses.
     pauses: AtomicU64,
     /// Duration of the last of them, in nanoseconds.
     paused_ns: AtomicU64,
-    /// When it last resumed, in microseconds of Unix time; 0 if it has never run.
+    /// Time of the last resume, in microseconds of Unix time; 0 if the vCPU has never run.
     resumed_us: AtomicU64,
 }
 
@@ -123,8 +122,8 @@ impl Counters {
         self.pauses.fetch_add(1, Ordering::Release);
     }
 
-    /// Notes that the vCPU enters the guest again. The thread that asked for that may learn of it
-    /// later: on a busy host the guest has its processor.
+    /// Records that the vCPU enters the guest again. The thread that has requested it may learn of
+    /// it later, because the guest may have its processor.
     fn count_resume(&self) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let us = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);
@@ -132,19 +131,19 @@ impl Counters {
     }
 }
 
-/// Everything that a vCPU thread owns.
+/// The state that a vCPU thread owns.
 pub(crate) struct Vcpu {
     pub(crate) id: u8,
     pub(crate) fd: VcpuFd,
     /// The CPUID table that the vCPU was given. KVM's own copy has bits that follow the guest.
     pub(crate) cpuid: CpuId,
-    /// The frequency of its time stamp counter in kHz, if KVM tells it. Read once, because each
-    /// read takes ten microseconds of a pause.
+    /// Frequency of its time stamp counter in kHz, if KVM reports it. Read once, because each read
+    /// takes ten microseconds of a pause.
     pub(crate) tsc_khz: Option<u32>,
     pub(crate) immediate_exit: Arc<ImmediateExit>,
     pub(crate) bus: Arc<Bus>,
     pub(crate) counters: Arc<Counters>,
-    /// Where ring-full exits are counted; `None` in modes without rings.
+    /// Counter of ring-full exits; `None` in modes without rings.
     pub(crate) ring_full: Option<RingFull>,
     pub(crate) context: Arc<StateContext>,
     pub(crate) inbox: Inbox<Self>,
@@ -155,13 +154,13 @@ pub(crate) struct Vcpu {
     /// Number of the guest's writes that devices are still working on. The vCPU continues when it
     /// is 0.
     pub(crate) awaited: usize,
-    /// The current hold or slice.
+    /// The current stall or slice.
     pub(crate) throttle: ThrottleState,
-    /// Whether no state has been restored into it yet: much of it is as a reset leaves it.
+    /// Whether no state has been restored into the vCPU yet: many registers have reset values.
     pub(crate) reset: bool,
-    /// Whether it may be in the middle of an instruction.
+    /// Whether the vCPU may be in the middle of an instruction.
     pub(crate) midway: bool,
-    /// When it paused, if it ran before.
+    /// Time of the pause, if the vCPU ran before.
     pub(crate) paused_since: Option<Instant>,
     /// Keeps guest memory mapped while the vCPU may write to it.
     pub(crate) _vm: Arc<KvmVm>,
@@ -170,10 +169,10 @@ pub(crate) struct Vcpu {
 /// Whether a vCPU runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum VcpuState {
-    /// It can resume.
+    /// The vCPU can resume.
     #[default]
     Paused,
-    /// It enters the guest, unless it is held or waits for a device.
+    /// The vCPU enters the guest, unless it is stalled or waits for a device.
     Running,
     /// The guest has ended.
     Finished,
@@ -181,7 +180,7 @@ pub(crate) enum VcpuState {
     Ended,
 }
 
-/// What follows from one exit.
+/// The consequence of one exit.
 enum AfterExit {
     Run,
     Interrupted,
@@ -190,8 +189,8 @@ enum AfterExit {
 }
 
 impl Vcpu {
-    /// Runs the thread until it is told to end.
-    pub(crate) fn live(mut self) {
+    /// Runs the thread's main loop, until the handle ends it.
+    pub(crate) fn run_thread(mut self) {
         self.immediate_exit.listen();
         while self.state != VcpuState::Ended {
             match self.state {
@@ -204,7 +203,7 @@ impl Vcpu {
         }
     }
 
-    /// Resumes the guest, if it is paused, together with the other vCPUs of the wave.
+    /// Resumes the guest, if it is paused, together with the other vCPUs of the fan-out.
     pub(crate) fn resume_in(&mut self, fanout: &ResumeFanout<Self>) {
         fanout.pass_on(self.id);
         self.resume();
@@ -235,31 +234,31 @@ impl Vcpu {
         }
     }
 
-    /// Keeps the vCPU, which makes frames dirty too fast, out of the guest until `until`, then lets
-    /// it run for `slice` and report. The caller must kick the vCPU.
+    /// Stalls the vCPU, which makes frames dirty too fast, until `until`, then lets it run for
+    /// `slice` and report. The caller must kick the vCPU.
     pub(crate) fn begin_stall(&mut self, until: Instant, slice: Duration) {
         match self.state {
             VcpuState::Running => self.throttle.begin(until, slice, &self.counters.throttled),
-            // It is not entering the guest.
+            // The vCPU is not entering the guest.
             _ => self.counters.throttled.count(Duration::ZERO),
         }
     }
 
-    /// Ends the hold, if there is one, so that the vCPU enters the guest at once. The caller must
+    /// Ends the stall, if there is one, so that the vCPU enters the guest at once. The caller must
     /// kick the vCPU.
     pub(crate) fn end_stall(&mut self) {
         self.throttle.end(&self.counters.throttled);
     }
 
-    /// Counts a completed pause. After a long one, tells the guest's watchdogs, by kvmclock, that
-    /// it was not a lock-up.
+    /// Counts a completed pause. After a long one, reports through kvmclock to the guest's
+    /// watchdogs that it was not a lock-up.
     fn report_gap(&mut self) {
         let paused = self.paused_since.take().map(|since| since.elapsed());
         paused.into_iter().for_each(|paused| self.counters.count_pause(paused));
         if paused.is_some_and(|paused| paused >= LONG_PAUSE)
             && self.context.has(KVM_CAP_KVMCLOCK_CTRL)
         {
-            // Fails for a guest without kvmclock, whose watchdogs cannot be told.
+            // Fails for a guest without kvmclock, whose watchdogs have no such report.
             let _ = self.fd.kvmclock_ctrl();
         }
     }
@@ -277,7 +276,7 @@ impl Vcpu {
                 0 => self.throttle.next(&self.inbox, &self.counters.throttled),
                 _ => self.inbox.recv(),
             };
-            // Run all jobs: several kicks may cause only one exit.
+            // All jobs run first: several kicks may cause only one exit.
             if !matches!(next, Next::Nothing) {
                 self.handle_next(next);
                 continue;
@@ -323,13 +322,13 @@ impl Vcpu {
         self.handle_next(next);
     }
 
-    /// Notes that a device has finished the work that a write of the guest started.
+    /// Records that a device has finished the work that a write of the guest started.
     fn device_done(&mut self) {
         self.awaited = self.awaited.saturating_sub(1);
     }
 
     fn end(&mut self, why: EndReason) {
-        // Otherwise its timer would keep running.
+        // Stops the timer.
         self.throttle.end(&self.counters.throttled);
         self.peers.ended(self.id, why);
         self.state = VcpuState::Finished;
@@ -380,7 +379,7 @@ impl Vcpu {
             Ok(VcpuExit::MmioWrite(addr, data)) => {
                 let done = || {
                     let vcpu = self.handle.clone();
-                    // If the vCPU has gone, nothing waits.
+                    // A vCPU that has ended does not wait.
                     Done::new(move || _ = vcpu.tell(Self::device_done))
                 };
                 if self.bus.write_mmio(addr, data, done) {
@@ -421,7 +420,7 @@ impl Vcpu {
 impl Drop for Vcpu {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let why = format!("vCPU {}: its thread has died of a defect of the VMM", self.id);
+            let why = format!("vCPU {}: its thread has panicked, a defect of the VMM", self.id);
             self.peers.ended(self.id, EndReason::Crashed(why));
         }
     }

@@ -69,7 +69,7 @@ const MTRRS: &[u32] = &[
 /// Returns whether a register is not part of a state. Guests are shown neither Hyper-V nor nested
 /// virtualization, so these registers contain nothing from a guest; yet some of them read as
 /// something else than 0.
-fn is_left_out(index: u32) -> bool {
+fn is_skipped(index: u32) -> bool {
     match index {
         KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => true,
         // Hyper-V's registers and those of its debugger.
@@ -103,7 +103,7 @@ fn is_hidden(index: u32, cpuid: &[kvm_cpuid_entry2]) -> bool {
 /// Returns the registers that are part of a vCPU's state, from `listed` and from those that KVM
 /// does not list.
 pub(super) fn saved(vcpu: &VcpuFd, listed: &[u32]) -> Result<Vec<u32>, GuestError> {
-    let mut indices: Vec<u32> = listed.iter().copied().filter(|i| !is_left_out(*i)).collect();
+    let mut indices: Vec<u32> = listed.iter().copied().filter(|i| !is_skipped(*i)).collect();
     indices.extend(MTRRS.iter().filter(|i| !listed.contains(i)));
     Ok(read(vcpu, &indices)?.iter().map(|m| m.index).collect())
 }
@@ -114,7 +114,7 @@ pub(super) fn to_restore(
     mut msr: kvm_msr_entry,
     cpuid: &[kvm_cpuid_entry2],
 ) -> Option<kvm_msr_entry> {
-    if is_left_out(msr.index) {
+    if is_skipped(msr.index) {
         return None;
     }
     if is_hidden(msr.index, cpuid) {
@@ -133,7 +133,7 @@ pub(super) struct RefusedMsr {
 
 /// Checks the registers that this host `refused`. A register whose value is 0 is accepted: the host
 /// has that value anyway.
-pub(super) fn judge(refused: &[kvm_msr_entry]) -> Result<(), RefusedMsr> {
+pub(super) fn check_refused(refused: &[kvm_msr_entry]) -> Result<(), RefusedMsr> {
     for &kvm_msr_entry { index, data, .. } in refused.iter().filter(|m| m.data != 0) {
         let Some(reason) = why_tolerated(index) else {
             return Err(RefusedMsr { index, data });
@@ -166,7 +166,7 @@ pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(),
     Ok(())
 }
 
-/// Returns what `vcpu` tells its guest about the processor by registers instead of CPUID.
+/// Returns the feature registers by which `vcpu` describes the processor to its guest.
 pub fn shown(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<Vec<MsrWord>, GuestError> {
     let indices = [ARCH_CAPABILITIES, PERF_CAPABILITIES].into_iter();
     let indices: Vec<u32> = indices.filter(|i| !is_hidden(*i, cpuid)).collect();
@@ -179,7 +179,7 @@ pub fn shown(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<Vec<MsrWord>, 
 pub fn missing(words: &[MsrWord], offered: &[MsrWord]) -> Option<String> {
     words.iter().find_map(|&MsrWord { index, value }| {
         let host = offered.iter().find(|w| w.index == index).map_or(0, |w| w.value);
-        let lacks = value & !host & promises(index);
+        let lacks = value & !host & compared_bits(index);
         let name = match index {
             ARCH_CAPABILITIES => "IA32_ARCH_CAPABILITIES",
             _ => "IA32_PERF_CAPABILITIES",
@@ -203,7 +203,7 @@ const LBR_FORMAT: u64 = 0x3f;
 
 /// Returns the bits of a feature register that report something present, or a harm that cannot
 /// occur.
-fn promises(index: u32) -> u64 {
+fn compared_bits(index: u32) -> u64 {
     match index {
         // RSBA and RRSBA report a harm.
         ARCH_CAPABILITIES => !(1 << 2 | 1 << 19),
@@ -216,7 +216,7 @@ fn promises(index: u32) -> u64 {
 pub fn offered(kvm: &Kvm) -> Vec<MsrWord> {
     let one = |index| {
         let mut msrs = Msrs::from_entries(&[entry(index, 0)]).ok()?;
-        // A KVM without the register says so, or is too old to be asked.
+        // Fails for a KVM without the register, and for one that is too old for the query.
         let read = kvm.get_msrs(&mut msrs).ok().filter(|read| *read == 1)?;
         msrs.as_slice().get(read - 1).map(|m| MsrWord { index, value: m.data })
     };
@@ -233,16 +233,16 @@ pub(super) fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>,
     let mut out = Vec::with_capacity(indices.len());
     let mut rest = indices;
     while !rest.is_empty() {
-        let ask: Vec<kvm_msr_entry> =
+        let wanted: Vec<kvm_msr_entry> =
             rest.iter().take(KVM_MAX_MSR_ENTRIES).map(|&index| entry(index, 0)).collect();
-        let mut msrs = Msrs::from_entries(&ask)
+        let mut msrs = Msrs::from_entries(&wanted)
             .map_err(|e| GuestError::System { what: WHAT, cause: format!("{e:?}").into() })?;
         let read = vcpu.get_msrs(&mut msrs);
         let read = read.map_err(|e| GuestError::System { what: WHAT, cause: Box::new(e) })?;
         // KVM stops at the first register that it cannot read.
-        let read = read.min(ask.len());
+        let read = read.min(wanted.len());
         out.extend_from_slice(&msrs.as_slice()[..read]);
-        rest = &rest[(read + usize::from(read < ask.len())).min(rest.len())..];
+        rest = &rest[(read + usize::from(read < wanted.len())).min(rest.len())..];
     }
     Ok(out)
 }
@@ -320,8 +320,9 @@ mod tests {
 
     #[test]
     fn refused_msr_is_named_with_its_value() {
-        assert_eq!(judge(&[entry(0x345, 0), entry(0x9e, 0x3_0000)]), Ok(()));
-        let why = judge(&[entry(SMBASE, 0x3_0000), entry(0x345, 0x2c5)]).unwrap_err().to_string();
+        assert_eq!(check_refused(&[entry(0x345, 0), entry(0x9e, 0x3_0000)]), Ok(()));
+        let why =
+            check_refused(&[entry(SMBASE, 0x3_0000), entry(0x345, 0x2c5)]).unwrap_err().to_string();
         assert_eq!(why, "this host does not take MSR 0x345 = 0x2c5");
         for index in [0x4000_0020, 0x480, KVM_WALL_CLOCK_NEW] {
             assert!(to_restore(entry(index, 1), &[]).is_none(), "{index:#x}");

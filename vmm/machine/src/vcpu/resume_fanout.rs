@@ -10,24 +10,24 @@ use std::sync::mpsc::{self, Receiver, Sender};
 
 use crate::actor::Handle;
 
-/// Passed from vCPU to vCPU.
+/// A resume that each vCPU passes to up to two others.
 #[derive(Debug)]
 pub(crate) struct ResumeFanout<S> {
     /// The handles of all vCPUs, in order of their ids.
     all: Arc<[Handle<S>]>,
-    /// Resumes a vCPU. It must pass the wave on.
+    /// Resumes a vCPU. It must call [`pass_on`](Self::pass_on).
     resume: fn(&mut S, &Self),
     /// Dropped with the last clone; the receiver then sees disconnection.
-    under_way: Sender<()>,
+    in_progress: Sender<()>,
 }
 
 impl<S: 'static> ResumeFanout<S> {
-    /// Has `resume` resume all of them. The returned channel is closed when all have resumed or
-    /// ended; nothing is ever sent on it.
+    /// Has `resume` resume all vCPUs. The returned channel is closed when all have resumed or
+    /// ended. It carries no message.
     pub(crate) fn begin(all: Arc<[Handle<S>]>, resume: fn(&mut S, &Self)) -> Receiver<()> {
-        let (under_way, over) = mpsc::channel();
-        Self { all, resume, under_way }.tell(0);
-        over
+        let (in_progress, closed) = mpsc::channel();
+        Self { all, resume, in_progress }.tell(0);
+        closed
     }
 
     /// Wakes the next vCPUs. vCPU `id` must call this before it resumes, and also if it does not
@@ -41,7 +41,7 @@ impl<S: 'static> ResumeFanout<S> {
     fn tell(&self, id: usize) {
         let Some(vcpu) = self.all.get(id) else { return };
         let fanout = self.clone();
-        // The vCPU keeps the wave until it has resumed.
+        // The vCPU keeps this clone until it has resumed.
         if !vcpu.tell(move |vcpu| (fanout.resume)(vcpu, &fanout)) {
             // Its thread has ended: wake the vCPUs that it would have woken.
             for next in [1, 2] {
@@ -53,8 +53,8 @@ impl<S: 'static> ResumeFanout<S> {
 
 impl<S> Clone for ResumeFanout<S> {
     fn clone(&self) -> Self {
-        let Self { all, resume, under_way } = self;
-        Self { all: all.clone(), resume: *resume, under_way: under_way.clone() }
+        let Self { all, resume, in_progress } = self;
+        Self { all: all.clone(), resume: *resume, in_progress: in_progress.clone() }
     }
 }
 
@@ -68,17 +68,17 @@ mod tests {
     use super::*;
     use crate::actor::{self, Next};
 
-    /// A vCPU that counts as resuming as long as it keeps its clone of the wave.
+    /// A vCPU that counts as resuming as long as it keeps its clone of the fan-out.
     struct Resuming {
         id: u8,
-        told: u32,
+        resumes: u32,
         slow: bool,
         fanout: Option<ResumeFanout<Self>>,
     }
 
     impl Resuming {
         fn resume(&mut self, fanout: &ResumeFanout<Self>) {
-            self.told += 1;
+            self.resumes += 1;
             fanout.pass_on(self.id);
             self.fanout = self.slow.then(|| fanout.clone());
         }
@@ -101,25 +101,25 @@ mod tests {
             for (inbox, _) in inboxes.iter_mut().zip(&ended).filter(|(_, ended)| **ended) {
                 *inbox = None;
             }
-            let vcpu = |(slow, id): (&bool, u8)| Resuming { id, told: 0, slow: *slow, fanout: None };
+            let vcpu = |(slow, id): (&bool, u8)| Resuming { id, resumes: 0, slow: *slow, fanout: None };
             let mut vcpus: Vec<_> = slow.iter().zip(0..).map(vcpu).collect();
-            let over = ResumeFanout::begin(all.into(), Resuming::resume);
+            let closed = ResumeFanout::begin(all.into(), Resuming::resume);
             while let Some((id, job)) = order.iter().find_map(|id| {
                 match inboxes[*id].as_ref()?.try_recv() {
                     Next::Job(job) => Some((*id, job)),
                     Next::Nothing | Next::End => None,
                 }
             }) {
-                prop_assert_eq!(over.try_recv(), Err(TryRecvError::Empty));
+                prop_assert_eq!(closed.try_recv(), Err(TryRecvError::Empty));
                 job(&mut vcpus[id]);
             }
             let slow = vcpus.iter().any(|vcpu| vcpu.fanout.is_some());
             let waits = if slow { TryRecvError::Empty } else { TryRecvError::Disconnected };
-            prop_assert_eq!(over.try_recv(), Err(waits));
+            prop_assert_eq!(closed.try_recv(), Err(waits));
             vcpus.iter_mut().for_each(|vcpu| vcpu.fanout = None);
-            prop_assert_eq!(over.try_recv(), Err(TryRecvError::Disconnected));
+            prop_assert_eq!(closed.try_recv(), Err(TryRecvError::Disconnected));
             for (vcpu, ended) in vcpus.iter().zip(&ended) {
-                prop_assert_eq!(vcpu.told, u32::from(!ended));
+                prop_assert_eq!(vcpu.resumes, u32::from(!ended));
             }
         }
     }

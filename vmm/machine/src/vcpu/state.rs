@@ -117,7 +117,10 @@ impl SavedVcpu {
 }
 
 /// Converts the error of a failed ioctl while saving.
-fn got<T, E: Into<std::io::Error>>(what: &'static str, r: Result<T, E>) -> Result<T, GuestError> {
+fn ioctl_result<T, E: Into<std::io::Error>>(
+    what: &'static str,
+    r: Result<T, E>,
+) -> Result<T, GuestError> {
     r.map_err(|e| GuestError::System { what, cause: Box::new(e.into()) })
 }
 
@@ -126,17 +129,17 @@ impl Vcpu {
     pub(crate) fn save(&self) -> Result<Box<SavedVcpu>, GuestError> {
         self.refuse_running("save")?;
         let (fd, ctx) = (&self.fd, &self.context);
-        // This comes first: the query makes KVM process a pending INIT or SIPI, which changes
+        // Comes first: the query makes KVM process a pending INIT or SIPI, which changes
         // registers.
-        let mp_state = got("KVM_GET_MP_STATE", fd.get_mp_state())?;
+        let mp_state = ioctl_result("KVM_GET_MP_STATE", fd.get_mp_state())?;
         let extended = ctx.has(KVM_CAP_XSAVE2);
         let bytes = ctx.capabilities.xsave_bytes();
-        let xsave = || got("KVM_GET_XSAVE2", get_xsave(fd, bytes, extended));
-        let regs = got("KVM_GET_REGS", fd.get_regs())?;
-        let sregs = got("KVM_GET_SREGS", fd.get_sregs())?;
-        // They exist only then, and each query takes ten microseconds of the pause.
+        let xsave = || ioctl_result("KVM_GET_XSAVE2", get_xsave(fd, bytes, extended));
+        let regs = ioctl_result("KVM_GET_REGS", fd.get_regs())?;
+        let sregs = ioctl_result("KVM_GET_SREGS", fd.get_sregs())?;
+        // They exist only under PAE paging, and the query takes ten microseconds of the pause.
         let pdptrs = match ctx.has(KVM_CAP_SREGS2) && control::has_pdptrs(&sregs) {
-            true => got("KVM_GET_SREGS2", get_pdptrs(fd))?,
+            true => ioctl_result("KVM_GET_SREGS2", get_pdptrs(fd))?,
             false => None,
         };
         Ok(Box::new(SavedVcpu {
@@ -147,16 +150,16 @@ impl Vcpu {
             sregs,
             pdptrs,
             xsave: ctx.has(KVM_CAP_XSAVE).then(xsave).transpose()?,
-            xcrs: optional(ctx, KVM_CAP_XCRS, || got("KVM_GET_XCRS", fd.get_xcrs()))?,
+            xcrs: optional(ctx, KVM_CAP_XCRS, || ioctl_result("KVM_GET_XCRS", fd.get_xcrs()))?,
             debug: optional(ctx, KVM_CAP_DEBUGREGS, || {
-                got("KVM_GET_DEBUGREGS", fd.get_debug_regs())
+                ioctl_result("KVM_GET_DEBUGREGS", fd.get_debug_regs())
             })?,
-            lapic: got("KVM_GET_LAPIC", fd.get_lapic())?,
+            lapic: ioctl_result("KVM_GET_LAPIC", fd.get_lapic())?,
             wall_ns: wall_ns(),
             msrs: msrs::read(fd, &ctx.msrs)?,
-            // This comes last: it includes what the other queries left pending.
+            // Comes last: it includes what the other queries left pending.
             events: optional(ctx, KVM_CAP_VCPU_EVENTS, || {
-                got("KVM_GET_VCPU_EVENTS", fd.get_vcpu_events())
+                ioctl_result("KVM_GET_VCPU_EVENTS", fd.get_vcpu_events())
             })?,
         }))
     }
@@ -216,7 +219,7 @@ impl Vcpu {
 
     /// Raises a non-maskable interrupt.
     pub(crate) fn nmi(&self) -> Result<(), GuestError> {
-        got("KVM_NMI", self.fd.nmi())
+        ioctl_result("KVM_NMI", self.fd.nmi())
     }
 
     fn refuse_running(&self, request: &'static str) -> Result<(), GuestError> {
@@ -285,7 +288,7 @@ impl Vcpu {
         // The deadline depends on a correct TSC.
         put.extend(deadline);
         let refused = msrs::write(&self.fd, &put).map_err(|e| unsupported(e.to_string()))?;
-        msrs::judge(&refused).map_err(|e| unsupported(e.to_string()))
+        msrs::check_refused(&refused).map_err(|e| unsupported(e.to_string()))
     }
 
     /// Returns the TSC value to restore, never less than what the guest has seen.

@@ -116,7 +116,7 @@ fn unfit_bzimage_is_refused() {
     let error = with(&old, 4, "");
     assert!(
         error.starts_with("kernel \"")
-            && error.ends_with("its boot protocol is 2.10, and the 64-bit entry came with 2.12"),
+            && error.ends_with("its boot protocol is 2.10, and the 64-bit entry needs 2.12"),
         "{error}"
     );
 }

@@ -94,8 +94,8 @@ fn generation(aml: &mut Vec<u8>, at: u64) {
     let id: AmlStr = "ACPI0013";
     let interrupt = edge(GENERATION_EVENT.into());
     let resources = ResourceTemplate::new(vec![&interrupt]);
-    let whom = Path::new("\\_SB_.VGEN");
-    let changed = Notify::new(&whom, &CHANGED);
+    let target = Path::new("\\_SB_.VGEN");
+    let changed = Notify::new(&target, &CHANGED);
     // Its argument is the interrupt's number; there is only one interrupt.
     let event = Method::new(Path::new("_EVT"), 1, true, vec![&changed]);
     let children: [&dyn Aml; 4] =

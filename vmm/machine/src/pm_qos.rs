@@ -18,7 +18,7 @@ use crate::sandbox::{self, Class};
 /// Path of the kernel's file.
 pub const DEVICE: &str = "/dev/cpu_dma_latency";
 /// Time for which processors stay awake: a hand-over takes some milliseconds.
-const LIMIT: Duration = Duration::from_millis(20);
+const AWAKE_TIME: Duration = Duration::from_millis(20);
 /// Latency in microseconds that permits no sleep state.
 const NONE: i32 = 0;
 /// The kernel's `PM_QOS_DEFAULT_VALUE`: no request.
@@ -43,10 +43,10 @@ pub fn open() -> io::Result<File> {
 ///
 /// The thread cannot be started.
 pub fn start(file: File) -> io::Result<()> {
-    let (tell, told) = mpsc::channel();
-    sandbox::spawn(Class::Worker, "awake", move || obey(file, &told, LIMIT))?;
+    let (sender, requests) = mpsc::channel();
+    sandbox::spawn(Class::Worker, "awake", move || serve(file, &requests, AWAKE_TIME))?;
     // If there is a thread already, the new one ends by itself.
-    let _ = THREAD.set(tell);
+    let _ = THREAD.set(sender);
     Ok(())
 }
 
@@ -59,15 +59,17 @@ pub(crate) fn stay_awake() {
 }
 
 /// Keeps processors awake for `limit` after each message.
-fn obey(mut file: impl Write, told: &Receiver<()>, limit: Duration) {
-    while told.recv().is_ok() {
+fn serve(mut file: impl Write, requests: &Receiver<()>, limit: Duration) {
+    while requests.recv().is_ok() {
         if let Err(e) = file.write_all(&NONE.to_ne_bytes()) {
             tracing::debug!("{DEVICE}: {e}: processors may sleep during a hand-over");
             continue;
         }
-        while told.recv_timeout(limit).is_ok() {}
+        while requests.recv_timeout(limit).is_ok() {}
         if let Err(e) = file.write_all(&ANY.to_ne_bytes()) {
-            tracing::warn!("{DEVICE}: {e}: this host's processors do not sleep while this runs");
+            tracing::warn!(
+                "{DEVICE}: {e}: this host's processors do not sleep until this process ends"
+            );
         }
     }
 }
@@ -93,37 +95,38 @@ mod tests {
 
     #[test]
     fn processors_sleep_again_after_the_limit() {
-        let (tell, told) = mpsc::channel();
-        let (say, said) = mpsc::channel();
-        let thread =
-            thread::spawn(move || obey(RecordedWrites(say), &told, Duration::from_millis(1)));
-        let next = || said.recv_timeout(Duration::from_secs(10)).unwrap();
+        let (sender, requests) = mpsc::channel();
+        let (writes, written) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            serve(RecordedWrites(writes), &requests, Duration::from_millis(1))
+        });
+        let next = || written.recv_timeout(Duration::from_secs(10)).unwrap();
         for _ in 0..2 {
-            tell.send(()).unwrap();
+            sender.send(()).unwrap();
             assert_eq!((next(), next()), (NONE, ANY));
         }
-        assert!(said.try_recv().is_err());
-        drop(tell);
+        assert!(written.try_recv().is_err());
+        drop(sender);
         thread.join().unwrap();
     }
 
     #[test]
     fn ending_thread_lets_processors_sleep() {
-        let (tell, told) = mpsc::channel();
-        let (say, said) = mpsc::channel();
-        tell.send(()).unwrap();
-        tell.send(()).unwrap();
-        drop(tell);
-        obey(RecordedWrites(say), &told, Duration::from_secs(600));
-        assert_eq!(said.iter().collect::<Vec<_>>(), [NONE, ANY]);
+        let (sender, requests) = mpsc::channel();
+        let (writes, written) = mpsc::channel();
+        sender.send(()).unwrap();
+        sender.send(()).unwrap();
+        drop(sender);
+        serve(RecordedWrites(writes), &requests, Duration::from_secs(600));
+        assert_eq!(written.iter().collect::<Vec<_>>(), [NONE, ANY]);
     }
 
     #[test]
     fn unwritable_file_ends_nothing() {
-        let (tell, told) = mpsc::channel();
-        tell.send(()).unwrap();
-        drop(tell);
+        let (sender, requests) = mpsc::channel();
+        sender.send(()).unwrap();
+        drop(sender);
         // The file is open for reading only.
-        obey(File::open("/dev/null").unwrap(), &told, Duration::from_secs(600));
+        serve(File::open("/dev/null").unwrap(), &requests, Duration::from_secs(600));
     }
 }
