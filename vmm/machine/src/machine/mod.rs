@@ -18,6 +18,7 @@
 //! the guest's end.
 
 mod build;
+mod dirty_tracking;
 mod early;
 mod error;
 mod factory;

@@ -1,0 +1,141 @@
+//! Dirty tracking of a machine that is built: prepares the VM for the tracking mode, and creates the
+//! dirty source.
+
+use std::io;
+use std::sync::Arc;
+
+use driftline_dirty_tracker::ring::RingFull;
+use kvm_bindings::CpuId;
+use kvm_ioctls::VcpuFd;
+
+use super::MachineError;
+#[cfg(all(feature = "broken-source", debug_assertions))]
+use crate::config::HostConfig;
+use crate::config::MachineConfig;
+use crate::kvm::{Capabilities, KvmVm, RingMap};
+use crate::measure::SharedSink;
+#[cfg(all(feature = "broken-source", debug_assertions))]
+use crate::memory::Memory;
+use crate::sources::{
+    BitmapSource, DirtySource, Diverted, ManualSource, RingSource, UserfaultWpSource,
+};
+use crate::tracking::TrackingMode;
+
+pub(super) fn enable_rings(
+    vm: &KvmVm,
+    caps: &Capabilities,
+    entries: u32,
+) -> Result<(), MachineError> {
+    let Some((capability, most)) = caps.dirty_ring() else {
+        return Err(MachineError::HostLacks {
+            what: "KVM_CAP_DIRTY_LOG_RING".to_owned(),
+            why: "--tracking dirty-ring needs it; --tracking dirty-bitmap does without".to_owned(),
+        });
+    };
+    vm.enable_dirty_ring(capability, entries).map_err(|e| MachineError::HostLacks {
+        what: format!("dirty rings of {entries} entries"),
+        why: format!(
+            "its KVM takes powers of two up to {most} per vCPU (--ring-entries {most}): {e}"
+        ),
+    })
+}
+
+pub(super) fn enable_manual(vm: &KvmVm, caps: &Capabilities) -> Result<(), MachineError> {
+    let lacks = |why: String| MachineError::HostLacks {
+        what: "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2".to_owned(),
+        why: format!("--tracking dirty-bitmap-manual needs it; dirty-bitmap does without{why}"),
+    };
+    let flags = caps.manual_dirty_log().ok_or_else(|| lacks(String::new()))?;
+    vm.enable_manual_dirty_log(flags).map_err(|e| lacks(format!(" ({e})")))
+}
+
+/// The source of dirty frames, and each vCPU's way to report a full ring.
+type SourceWithReports = (Option<Box<dyn DirtySource>>, Vec<Option<RingFull>>);
+
+pub(super) fn dirty_source(
+    vm: &Arc<KvmVm>,
+    vcpus: &[(VcpuFd, CpuId)],
+    config: &MachineConfig,
+    sink: Option<SharedSink>,
+) -> Result<SourceWithReports, MachineError> {
+    let no_reports = vec![None; vcpus.len()];
+    match config.tracking {
+        TrackingMode::DirtyRing => {
+            let map = |(vcpu, _): &(VcpuFd, CpuId)| RingMap::new(vcpu, config.ring_entries);
+            let rings: Result<_, _> = vcpus.iter().map(map).collect();
+            let rings = rings.map_err(MachineError::system("mapping a dirty ring"))?;
+            let source = RingSource::new(vm.clone(), rings);
+            let reports = source.ring_full_reports();
+            Ok((Some(into(source, sink)), reports))
+        }
+        TrackingMode::DirtyBitmap => {
+            Ok((Some(into(BitmapSource::new(vm.clone()), sink)), no_reports))
+        }
+        TrackingMode::DirtyBitmapManual => {
+            Ok((Some(Box::new(ManualSource::new(vm.clone()))), no_reports))
+        }
+        TrackingMode::UserfaultWp => {
+            let source = UserfaultWpSource::new(vm.clone()).map_err(no_userfault_wp)?;
+            Ok((Some(Box::new(source)), no_reports))
+        }
+        TrackingMode::None => Ok((None, no_reports)),
+    }
+}
+
+/// Boxes the source; `sink`, if present, takes the place of the tracker's trees.
+fn into<S>(source: S, sink: Option<SharedSink>) -> Box<dyn DirtySource>
+where
+    S: DirtySource + 'static,
+    Diverted<S>: DirtySource + 'static,
+{
+    match sink {
+        Some(sink) => Box::new(Diverted::new(source, sink)),
+        None => Box::new(source),
+    }
+}
+
+/// Wraps the source in one that loses writes, to check that the tests detect it.
+#[cfg(all(feature = "broken-source", debug_assertions))]
+#[allow(clippy::panic, reason = "tests")]
+pub(super) fn broken(
+    source: Box<dyn DirtySource>,
+    memory: &Memory,
+    host: &HostConfig,
+) -> Box<dyn DirtySource> {
+    use crate::sources::BrokenSource;
+    match host.loses_one_in.or_else(loses_one_in) {
+        Some(one_in) => match BrokenSource::new(source, memory.tracker(), one_in) {
+            Ok(broken) => Box::new(broken),
+            Err(e) => panic!("a source that loses writes: {e}"),
+        },
+        None => source,
+    }
+}
+
+/// Reads the loss rate that a test requests from a process that it starts. Logs a warning, so that
+/// the loss is never a surprise.
+#[cfg(all(feature = "broken-source", debug_assertions))]
+fn loses_one_in() -> Option<std::num::NonZeroU64> {
+    const NAME: &str = "DRIFTLINE_LOSES_ONE_IN";
+    let value = std::env::var(NAME).ok()?;
+    let one_in = value.parse().ok();
+    match one_in {
+        Some(n) => tracing::warn!(
+            "THIS BUILD IS FOR TESTS: of {n} pages that the guest writes one is lost ({NAME})"
+        ),
+        None => tracing::warn!(
+            "this build is for tests; {NAME} is \"{value}\", which is not a number, so no page is lost"
+        ),
+    }
+    one_in
+}
+
+fn no_userfault_wp(e: io::Error) -> MachineError {
+    MachineError::HostLacks {
+        what: "userfaultfd's asynchronous write protection".to_owned(),
+        why: format!(
+            "--tracking userfault-wp needs Linux 6.7, and root, vm.unprivileged_userfaultfd=1 or \
+             /dev/userfaultfd; dirty-ring and dirty-bitmap do without ({e})"
+        ),
+    }
+}
