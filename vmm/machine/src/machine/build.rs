@@ -12,7 +12,7 @@ use kvm_ioctls::{Kvm, VcpuFd};
 
 #[cfg(all(feature = "broken-source", debug_assertions))]
 use super::dirty_tracking::broken;
-use super::dirty_tracking::{dirty_source, enable_manual, enable_rings};
+use super::dirty_tracking::{self, DirtyTracking};
 use super::early::{EarlyVm, EmptyVm};
 use super::error::step;
 use super::supervisor::{EndReporter, Peer, Status, Supervisor};
@@ -22,7 +22,9 @@ use crate::actor::{self, Handle, Inbox};
 use crate::boot::{self, Entry, MmioSlot};
 use crate::collector::{self, Collector};
 use crate::config::{BackendKind, CpuConfig, HostConfig, MachineConfig, SerialSink};
-use crate::devices::{Bus, Com1, DeviceError, DeviceSet, SerialInput, open_sink, placement};
+use crate::devices::{
+    Bus, Com1, DeviceError, DeviceSet, SerialInput, SinkThread, open_sink, placement,
+};
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, register_kick_handler};
 use crate::measure::MeasureOptions;
 use crate::memory::Memory;
@@ -46,6 +48,19 @@ pub(super) struct BuildInputs {
     /// A VM whose creation began earlier.
     pub(super) early: Option<EarlyVm>,
     pub(super) measured: MeasureOptions,
+}
+
+/// A machine whose threads have not been started.
+struct MachineParts {
+    vm: Arc<KvmVm>,
+    vcpus: Vec<(VcpuFd, CpuId)>,
+    tracking: DirtyTracking,
+    context: Arc<StateContext>,
+    com1: Com1,
+    devices: DeviceSet,
+    /// Whether the machine holds what only one host may hold.
+    holds: bool,
+    serial_thread: SinkThread,
 }
 
 impl KvmMachine {
@@ -131,6 +146,7 @@ impl KvmMachine {
         Self::assemble(vm_id, config, host, devices, BuildInputs { load, ..BuildInputs::default() })
     }
 
+    /// Builds all parts, in the order that KVM requires, and starts the threads.
     fn assemble(
         vm_id: VmId,
         mut config: MachineConfig,
@@ -144,32 +160,20 @@ impl KvmMachine {
         let offered = offered_cpuid(&empty.kvm, &empty.supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         step("memory")?;
-        let memory = match measured.sparse {
+        let memory = Arc::new(match measured.sparse {
             true => Memory::sparse(config.mem_bytes, &host.memory)?,
             false => Memory::new(config.mem_bytes, &host.memory)?,
-        };
-        let memory = Arc::new(memory);
+        });
         step("kernel")?;
-        let entry = if load {
-            Some(boot::load(&config, host.image.as_ref(), &memory, &mmio_slots(&config))?)
-        } else {
-            None
-        };
-        let (sink, serial) = open_sink(&host.serial)?;
-        // A new guest locks its disks before it runs; an arriving guest locks them on `acquire`.
-        let holds = load || config.devices.is_empty();
+        let boot = || boot::load(&config, host.image.as_ref(), &memory, &mmio_slots(&config));
+        let entry = load.then(boot).transpose()?;
+        let (sink, serial_thread) = open_sink(&host.serial)?;
         let devices = devices(&config, &memory, vm_id, load)?;
         devices.note_disks(&mut config.devices);
-        let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
-        let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
 
         let (vm, kvm, capabilities, supported) = empty.finish(&memory)?;
         step("tracking mode")?;
-        match config.tracking {
-            TrackingMode::DirtyRing => enable_rings(&vm, &capabilities, config.ring_entries)?,
-            TrackingMode::DirtyBitmapManual => enable_manual(&vm, &capabilities)?,
-            _ => {}
-        }
+        dirty_tracking::enable(&vm, &capabilities, &config)?;
         let vm = Arc::new(vm);
         let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
         if let Some((fd, cpuid)) = vcpus.first() {
@@ -179,16 +183,37 @@ impl KvmMachine {
             }
         }
         step("dirty source")?;
-        let (source, reports) = dirty_source(&vm, &vcpus, &config, measured.sink)?;
+        let tracking = dirty_tracking::create(&vm, &vcpus, &config, measured.sink)?;
         #[cfg(all(feature = "broken-source", debug_assertions))]
-        let source = source.map(|source| broken(source, &memory, host));
+        let tracking = DirtyTracking {
+            source: tracking.source.map(|source| broken(source, &memory, host)),
+            ..tracking
+        };
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
         step("COM1")?;
         let com1 = Com1::new(vm.clone(), sink);
         let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
         devices.connect(&vm).map_err(MachineError::system("connecting virtio devices"))?;
-        let bus = Arc::new(Bus::new(com1, devices));
+        // A new guest locks its disks before it runs; an arriving guest locks them on `acquire`.
+        let holds = load || config.devices.is_empty();
+        let parts =
+            MachineParts { vm, vcpus, tracking, context, com1, devices, holds, serial_thread };
+        Self::start(vm_id, config, &host.serial, parts)
+    }
 
+    /// Starts the threads of a machine, all of whose parts exist.
+    fn start(
+        vm_id: VmId,
+        config: MachineConfig,
+        serial: &SerialSink,
+        parts: MachineParts,
+    ) -> Result<Arc<Self>, MachineError> {
+        let MachineParts { vm, vcpus, tracking, context, com1, devices, holds, serial_thread } =
+            parts;
+        let DirtyTracking { source, ring_full } = tracking;
+        let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
+        let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
+        let bus = Arc::new(Bus::new(com1, devices));
         let collector_inbox = collector::inbox();
         let (to_collector, status) = (collector_inbox.0.clone(), Arc::new(Status::new(holds)));
         let (requests, inbox) = actor::inbox("the supervisor");
@@ -196,10 +221,10 @@ impl KvmMachine {
         let peer = |_: u8| Peer { end: end.clone(), collector: to_collector.clone() };
         // If a step fails from here on, dropping these joins the vCPU threads, whichever value owns
         // them by then.
-        let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
+        let handles = start_vcpus(vcpus.into_iter().zip(ring_full), &vm, &bus, &context, peer)?;
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
         let throttles = handles.iter().map(VcpuHandle::throttle).collect();
-        let input = match host.serial {
+        let input = match serial {
             SerialSink::Stdio => Some(SerialInput::new(&bus)),
             SerialSink::Null | SerialSink::File(_) => None,
         };
@@ -210,7 +235,7 @@ impl KvmMachine {
         let mut machine = Self {
             vm_id,
             config,
-            memory,
+            memory: vm.memory().clone(),
             drives,
             sources,
             meters,
@@ -224,7 +249,7 @@ impl KvmMachine {
             #[cfg(test)]
             bus: shared_bus,
             input,
-            _serial: serial,
+            _serial: serial_thread,
         };
         machine.collector =
             start_collector(&vm, source, &machine.config, throttles, collector_inbox)?;

@@ -21,11 +21,7 @@ use crate::sources::{
 };
 use crate::tracking::TrackingMode;
 
-pub(super) fn enable_rings(
-    vm: &KvmVm,
-    caps: &Capabilities,
-    entries: u32,
-) -> Result<(), MachineError> {
+fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), MachineError> {
     let Some((capability, most)) = caps.dirty_ring() else {
         return Err(MachineError::HostLacks {
             what: "KVM_CAP_DIRTY_LOG_RING".to_owned(),
@@ -40,7 +36,7 @@ pub(super) fn enable_rings(
     })
 }
 
-pub(super) fn enable_manual(vm: &KvmVm, caps: &Capabilities) -> Result<(), MachineError> {
+fn enable_manual(vm: &KvmVm, caps: &Capabilities) -> Result<(), MachineError> {
     let lacks = |why: String| MachineError::HostLacks {
         what: "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2".to_owned(),
         why: format!("--tracking dirty-bitmap-manual needs it; dirty-bitmap does without{why}"),
@@ -49,41 +45,56 @@ pub(super) fn enable_manual(vm: &KvmVm, caps: &Capabilities) -> Result<(), Machi
     vm.enable_manual_dirty_log(flags).map_err(|e| lacks(format!(" ({e})")))
 }
 
-/// The source of dirty frames, and each vCPU's way to report a full ring.
-type SourceWithReports = (Option<Box<dyn DirtySource>>, Vec<Option<RingFull>>);
+/// The dirty tracking of one machine.
+pub(super) struct DirtyTracking {
+    /// The source of dirty frames; `None` if the guest is not tracked.
+    pub(super) source: Option<Box<dyn DirtySource>>,
+    /// By which each vCPU reports a full ring; `None` in modes without rings.
+    pub(super) ring_full: Vec<Option<RingFull>>,
+}
 
-pub(super) fn dirty_source(
+/// Prepares the VM for the tracking mode. KVM requires this before the first vCPU exists.
+pub(super) fn enable(
+    vm: &KvmVm,
+    capabilities: &Capabilities,
+    config: &MachineConfig,
+) -> Result<(), MachineError> {
+    match config.tracking {
+        TrackingMode::DirtyRing => enable_rings(vm, capabilities, config.ring_entries),
+        TrackingMode::DirtyBitmapManual => enable_manual(vm, capabilities),
+        _ => Ok(()),
+    }
+}
+
+/// Creates the dirty source. `sink`, if present, takes the place of the tracker's trees.
+pub(super) fn create(
     vm: &Arc<KvmVm>,
     vcpus: &[(VcpuFd, CpuId)],
     config: &MachineConfig,
     sink: Option<SharedSink>,
-) -> Result<SourceWithReports, MachineError> {
-    let no_reports = vec![None; vcpus.len()];
-    match config.tracking {
+) -> Result<DirtyTracking, MachineError> {
+    let mut ring_full = vec![None; vcpus.len()];
+    let source: Option<Box<dyn DirtySource>> = match config.tracking {
         TrackingMode::DirtyRing => {
             let map = |(vcpu, _): &(VcpuFd, CpuId)| RingMap::new(vcpu, config.ring_entries);
             let rings: Result<_, _> = vcpus.iter().map(map).collect();
             let rings = rings.map_err(MachineError::system("mapping a dirty ring"))?;
             let source = RingSource::new(vm.clone(), rings);
-            let reports = source.ring_full_reports();
-            Ok((Some(into(source, sink)), reports))
+            ring_full = source.ring_full_reports();
+            Some(boxed(source, sink))
         }
-        TrackingMode::DirtyBitmap => {
-            Ok((Some(into(BitmapSource::new(vm.clone()), sink)), no_reports))
-        }
-        TrackingMode::DirtyBitmapManual => {
-            Ok((Some(Box::new(ManualSource::new(vm.clone()))), no_reports))
-        }
+        TrackingMode::DirtyBitmap => Some(boxed(BitmapSource::new(vm.clone()), sink)),
+        TrackingMode::DirtyBitmapManual => Some(Box::new(ManualSource::new(vm.clone()))),
         TrackingMode::UserfaultWp => {
-            let source = UserfaultWpSource::new(vm.clone()).map_err(no_userfault_wp)?;
-            Ok((Some(Box::new(source)), no_reports))
+            Some(Box::new(UserfaultWpSource::new(vm.clone()).map_err(no_userfault_wp)?))
         }
-        TrackingMode::None => Ok((None, no_reports)),
-    }
+        TrackingMode::None => None,
+    };
+    Ok(DirtyTracking { source, ring_full })
 }
 
-/// Boxes the source; `sink`, if present, takes the place of the tracker's trees.
-fn into<S>(source: S, sink: Option<SharedSink>) -> Box<dyn DirtySource>
+/// Boxes the source, with its `sink` if there is one.
+fn boxed<S>(source: S, sink: Option<SharedSink>) -> Box<dyn DirtySource>
 where
     S: DirtySource + 'static,
     Diverted<S>: DirtySource + 'static,
