@@ -15,7 +15,8 @@ use super::dirty_tracking::broken;
 use super::dirty_tracking::{self, DirtyTracking};
 use super::early::{EarlyVm, EmptyVm};
 use super::error::step;
-use super::supervisor::{EndReporter, Peer, Status, Supervisor};
+use super::status::MachineStatus;
+use super::supervisor::{EndReporter, Peer, Supervisor};
 use super::vcpus::{VcpuHandle, Vcpus};
 use super::{KvmMachine, MachineError};
 use crate::actor::{self, Handle, Inbox};
@@ -215,7 +216,8 @@ impl KvmMachine {
         let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
         let bus = Arc::new(Bus::new(com1, devices));
         let collector_inbox = collector::inbox();
-        let (to_collector, status) = (collector_inbox.0.clone(), Arc::new(Status::new(holds)));
+        let (to_collector, status) =
+            (collector_inbox.0.clone(), Arc::new(MachineStatus::new(holds)));
         let (requests, inbox) = actor::inbox("the supervisor");
         let end = EndReporter { status: status.clone(), supervisor: requests.clone() };
         let peer = |_: u8| Peer { end: end.clone(), collector: to_collector.clone() };

@@ -32,6 +32,7 @@ pub(crate) mod golden;
 mod lazy_restore_tests;
 mod measured;
 mod state;
+mod status;
 mod supervisor;
 #[cfg(test)]
 mod tests;
@@ -65,7 +66,8 @@ pub use early::EarlyVm;
 pub use error::MachineError;
 pub use factory::MachineFactory;
 pub(crate) use state::registers;
-use supervisor::{EndReporter, Status, Supervisor};
+use status::MachineStatus;
+use supervisor::{EndReporter, Supervisor};
 
 /// Limit on waiting for the supervisor. It is longer than the limits of all that one request waits
 /// for, so only a defect takes this long.
@@ -83,7 +85,7 @@ pub struct KvmMachine {
     sources: Vec<DriveSource>,
     meters: Vec<Meter>,
     balloon: Option<BalloonControl>,
-    status: Arc<Status>,
+    status: Arc<MachineStatus>,
     counters: Vec<Arc<Counters>>,
     started: Instant,
     supervisor: Handle<Supervisor>,
@@ -308,7 +310,7 @@ impl HandOver for KvmMachine {
     }
 
     fn release(&self) -> Result<(), GuestError> {
-        // Without devices the guest holds only the right to run, so `Status` alone decides; no
+        // Without devices the guest holds only the right to run, so `MachineStatus` alone decides; no
         // round trip to the supervisor is needed while the guest is paused.
         if self.config.devices.is_empty() {
             return self.status.set_holds("release", false);
@@ -348,7 +350,7 @@ struct RestoredGuest {
 impl memory::RestoreOwner for RestoredGuest {
     fn lost(&self, why: String) {
         let why = format!("its memory cannot be restored: {why}");
-        self.end.status.lose(&why);
+        self.end.status.set_lost(&why);
         exit::lost_memory(&why);
         self.end.report(EndReason::Crashed(why));
     }

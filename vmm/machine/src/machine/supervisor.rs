@@ -1,16 +1,15 @@
 //! The supervisor is the only thread that decides whether a machine runs. It owns the vCPU threads
 //! and serves one request at a time. A vCPU reports the end of the guest to it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use driftline_guest::{Clock, GuestError, RunState, SavedState};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::MachineError;
 use super::state::{self, SavedMachine};
+use super::status::MachineStatus;
 use super::vcpus::{HALT_LIMIT, VcpuHandle, Vcpus};
 use crate::actor::{CallError, Handle, Inbox};
 use crate::boot;
@@ -26,119 +25,10 @@ use crate::wall_clock::wall_ns;
 /// in a lazy restore those pages come from storage.
 const RESTORE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
 
-/// Whether the machine runs, and whether it may. The supervisor writes it and any thread reads it.
-/// For a guest without devices, the thread that releases or acquires the guest writes it too.
-#[derive(Debug)]
-pub(super) struct Status {
-    now: Mutex<StatusFields>,
-    changed: Condvar,
-    /// Whether the vCPUs are restoring a state.
-    restores_vcpus: AtomicBool,
-    /// The first report that the guest has ended.
-    reported: OnceLock<EndReason>,
-    /// Why a page of memory is lost: the guest ends, or never runs.
-    lost: OnceLock<String>,
-}
-
-#[derive(Debug)]
-struct StatusFields {
-    state: RunState,
-    end: Option<EndReason>,
-    /// Whether the machine holds what only one host may hold; without devices, that is the right to
-    /// run. One lock covers this flag and the state that it permits, so that a released guest never
-    /// runs (I7).
-    holds: bool,
-}
-
-impl Status {
-    /// Returns the status of a paused guest.
-    pub(super) fn new(holds: bool) -> Self {
-        let now = StatusFields { state: RunState::Paused, end: None, holds };
-        Self {
-            now: Mutex::new(now),
-            changed: Condvar::new(),
-            restores_vcpus: AtomicBool::new(false),
-            reported: OnceLock::new(),
-            lost: OnceLock::new(),
-        }
-    }
-
-    pub(super) fn restores_vcpus(&self) -> bool {
-        self.restores_vcpus.load(Ordering::SeqCst)
-    }
-
-    pub(super) fn lose(&self, why: &str) {
-        let _ = self.lost.set(why.to_owned());
-    }
-
-    fn lock(&self) -> MutexGuard<'_, StatusFields> {
-        self.now.lock()
-    }
-
-    pub(super) fn state(&self) -> RunState {
-        self.lock().state
-    }
-
-    fn set(&self, state: RunState) {
-        self.lock().state = state;
-    }
-
-    /// Records whether the machine holds what only one host may hold. Refuses `request` unless the
-    /// guest is paused.
-    pub(super) fn set_holds(&self, request: &'static str, holds: bool) -> Result<(), GuestError> {
-        let mut now = self.lock();
-        now.require(request, RunState::Paused)?;
-        now.holds = holds;
-        Ok(())
-    }
-
-    /// Marks the guest as running if it is paused and held here.
-    fn run(&self) -> Result<(), GuestError> {
-        let mut now = self.lock();
-        now.require("resume", RunState::Paused)?;
-        if !now.holds {
-            let what = "the guest".to_owned();
-            let why = "it was released, or not acquired yet: another host may run it".to_owned();
-            return Err(GuestError::Unsupported { what, why });
-        }
-        now.state = RunState::Running;
-        Ok(())
-    }
-
-    fn end(&self, why: EndReason) {
-        let mut now = self.lock();
-        (now.state, now.end) = (RunState::Stopped, Some(why));
-        drop(now);
-        self.changed.notify_all();
-    }
-
-    pub(super) fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason> {
-        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
-        let mut now = self.lock();
-        while now.end.is_none() {
-            match deadline {
-                None => self.changed.wait(&mut now),
-                Some(deadline) => {
-                    let left = deadline.checked_duration_since(Instant::now())?;
-                    self.changed.wait_for(&mut now, left);
-                }
-            }
-        }
-        now.end.clone()
-    }
-}
-
-impl StatusFields {
-    fn require(&self, request: &'static str, needed: RunState) -> Result<(), GuestError> {
-        let state = self.state;
-        if state == needed { Ok(()) } else { Err(GuestError::State { request, state }) }
-    }
-}
-
 /// Reports to the supervisor that the guest has ended.
 #[derive(Clone, Debug)]
 pub(super) struct EndReporter {
-    pub(super) status: Arc<Status>,
+    pub(super) status: Arc<MachineStatus>,
     pub(super) supervisor: Handle<Supervisor>,
 }
 
@@ -146,7 +36,7 @@ impl EndReporter {
     /// Ends the guest soon. Only the first report takes effect.
     pub(super) fn report(&self, why: EndReason) {
         // A pause that finds vCPUs finished reads the reason before this job runs.
-        let _ = self.status.reported.set(why);
+        self.status.report_end(why);
         // A supervisor that has already ended ends all vCPUs.
         self.supervisor.tell(Supervisor::end_as_reported);
     }
@@ -194,7 +84,7 @@ pub(super) struct Supervisor {
     vm: Arc<KvmVm>,
     bus: Arc<Bus>,
     context: Arc<StateContext>,
-    status: Arc<Status>,
+    status: Arc<MachineStatus>,
     has_run: bool,
     /// Whether a paused vCPU may still be in a job, and would not reach the next one.
     vcpus_are_busy: bool,
@@ -208,7 +98,7 @@ impl Supervisor {
         bus: Arc<Bus>,
         context: Arc<StateContext>,
         vcpus: Vcpus,
-        status: Arc<Status>,
+        status: Arc<MachineStatus>,
         inbox: Inbox<Self>,
     ) -> Result<JoinHandle<()>, MachineError> {
         let supervisor = Self {
@@ -232,7 +122,7 @@ impl Supervisor {
 
     /// Refuses `request` unless the machine is in state `needed`.
     fn require(&self, request: &'static str, needed: RunState) -> Result<(), GuestError> {
-        self.status.lock().require(request, needed)
+        self.status.require(request, needed)
     }
 
     pub(super) fn pause(&mut self) -> Result<RunState, GuestError> {
@@ -349,7 +239,7 @@ impl Supervisor {
 
     /// Ends the guest if a thread has reported that it has ended.
     fn end_as_reported(&mut self) {
-        if let Some(why) = self.status.reported.get().cloned() {
+        if let Some(why) = self.status.reported_end() {
             self.end(why);
         }
     }
@@ -471,11 +361,11 @@ impl Supervisor {
             self.vm.memory().fetch_next(boot::generation_frame());
         }
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
-        self.status.restores_vcpus.store(true, Ordering::SeqCst);
+        self.status.set_restores_vcpus(true);
         let restored = self.restore_vcpus(saved.vcpus, Adjust { clock, now_ns: wall_ns() });
-        self.status.restores_vcpus.store(false, Ordering::SeqCst);
-        if let Some(why) = self.status.lost.get() {
-            let why = why.clone().into();
+        self.status.set_restores_vcpus(false);
+        if let Some(why) = self.status.lost() {
+            let why = why.into();
             return Err(GuestError::System { what: "restoring the guest", cause: why });
         }
         restored?;

@@ -296,27 +296,22 @@ impl Drop for Fetcher {
 }
 
 impl Fetcher {
+    /// Fetches frames until all have arrived or the restore is stopped.
     fn run(mut self) {
-        let since = Instant::now();
+        let began = Instant::now();
         let mut faults: Vec<u64> = Vec::new();
-        let mut first = self.backlog.first().to_vec().into_iter();
-        let mut awaited = true;
+        let mut working_set = self.backlog.first().to_vec().into_iter();
+        let mut in_grace = true;
         while !self.shared.over.load(Ordering::Acquire) {
-            awaited &= !self.owner.runs() && since.elapsed() < BOOT_GRACE;
-            let limit =
-                if awaited && first.len() == 0 { RUN_CHECK_INTERVAL } else { Duration::ZERO };
+            in_grace &= !self.owner.runs() && began.elapsed() < BOOT_GRACE;
+            let only_faults = in_grace && working_set.len() == 0;
+            let limit = if only_faults { RUN_CHECK_INTERVAL } else { Duration::ZERO };
             if let Err(e) = self.shared.userfault.faults(limit, &mut faults) {
                 self.lose(format!("reading faults: {e}"));
                 break;
             }
             if !faults.is_empty() {
-                let read = Instant::now();
-                for address in faults.drain(..) {
-                    self.handle_fault(address);
-                    if !self.is_lost {
-                        self.shared.faults.observe(read.elapsed());
-                    }
-                }
+                self.handle_faults(&mut faults);
                 continue;
             }
             self.poison_lost();
@@ -325,36 +320,53 @@ impl Fetcher {
                 self.fetch(FrameRun { start: frame, count: 1 });
                 continue;
             }
-            if awaited {
-                if first.len() == 0 {
-                    continue;
-                }
-                // Fetch the working set, but let the threads that start the guest run first.
+            if only_faults {
+                continue;
+            }
+            if in_grace {
+                // The threads that start the guest run before this one.
                 std::thread::yield_now();
             }
-            let next_run = self.shared.lock().left.first();
-            let Some(next_run) = next_run else {
+            if !self.fetch_in_background(&mut working_set) {
                 if self.lost.is_empty() {
                     break;
                 }
                 std::thread::sleep(Duration::from_millis(1));
-                continue;
-            };
-            match first.next() {
-                // Includes its neighbours: the recorded fault fetched them as well.
-                Some(next) => {
-                    let fetched = self.fetch(FrameRun {
-                        count: next.count.clamp(READAHEAD, BACKGROUND_BATCH),
-                        ..next
-                    });
-                    self.shared.lock().fetching.foreseen += fetched;
-                }
-                None => {
-                    _ = self
-                        .fetch(FrameRun { count: next_run.count.min(BACKGROUND_BATCH), ..next_run })
-                }
             }
         }
+        self.finish(began);
+    }
+
+    fn handle_faults(&mut self, faults: &mut Vec<u64>) {
+        let read = Instant::now();
+        for address in faults.drain(..) {
+            self.handle_fault(address);
+            if !self.is_lost {
+                self.shared.faults.observe(read.elapsed());
+            }
+        }
+    }
+
+    /// Fetches the next part of the working set, or the next frames after that. Returns false if no
+    /// frame is left.
+    fn fetch_in_background(&mut self, working_set: &mut impl Iterator<Item = FrameRun>) -> bool {
+        let Some(next) = self.shared.lock().left.first() else { return false };
+        match working_set.next() {
+            // Includes its neighbours: the recorded fault fetched them as well.
+            Some(run) => {
+                let count = run.count.clamp(READAHEAD, BACKGROUND_BATCH);
+                let fetched = self.fetch(FrameRun { count, ..run });
+                self.shared.lock().fetching.foreseen += fetched;
+            }
+            None => {
+                self.fetch(FrameRun { count: next.count.min(BACKGROUND_BATCH), ..next });
+            }
+        }
+        true
+    }
+
+    /// Unregisters the memory if all frames have arrived, and reports the end of the restore.
+    fn finish(mut self, began: Instant) {
         if !self.lost.is_empty() || !self.shared.lock().left.is_empty() {
             // Never closes the descriptor: threads that wait would then continue with zeros.
             std::mem::forget(self.shared.clone());
@@ -368,11 +380,11 @@ impl Fetcher {
             }
         }
         let mut state = self.shared.lock();
-        state.fetching.time = Some(since.elapsed());
+        state.fetching.time = Some(began.elapsed());
         let Fetching { fetched: frames, foreseen, .. } = state.fetching;
         let touched = state.fetching.touched.clone();
         drop(state);
-        let (waits, ms) = (touched.len(), since.elapsed().as_millis());
+        let (waits, ms) = (touched.len(), began.elapsed().as_millis());
         tracing::info!(frames, foreseen, waits, ms, "lazy restore complete");
         self.backlog.finish(&touched);
     }
