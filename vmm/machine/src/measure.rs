@@ -208,10 +208,10 @@ impl FlatSet {
 
     fn insert_bitmap(&mut self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
         let first = checked(&self.places, slot, bitmap)?.first_word;
-        let there = self.words.get_mut(first..).unwrap_or_default();
+        let words = self.words.get_mut(first..).unwrap_or_default();
         let mut frames = 0;
-        for (there, new) in there.iter_mut().zip(bitmap) {
-            *there |= *new;
+        for (word, new) in words.iter_mut().zip(bitmap) {
+            *word |= *new;
             frames += u64::from(new.count_ones());
         }
         Ok(frames)

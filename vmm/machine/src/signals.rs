@@ -34,7 +34,7 @@ pub fn block_termination() {
 }
 
 fn change_mask(how: c_int, set: &libc::sigset_t) {
-    // SAFETY: the set is initialized, and the previous mask is not asked for.
+    // SAFETY: the set is initialized, and the previous mask is not requested.
     unsafe { libc::pthread_sigmask(how, set, ptr::null_mut()) };
 }
 
@@ -42,7 +42,7 @@ fn change_mask(how: c_int, set: &libc::sigset_t) {
 pub fn ignores_hang_up() -> bool {
     let mut action = MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: with a null new action the kernel only writes the current one to `action`.
-    let asked = unsafe { libc::sigaction(SIGHUP, ptr::null(), action.as_mut_ptr()) };
+    let result = unsafe { libc::sigaction(SIGHUP, ptr::null(), action.as_mut_ptr()) };
     // SAFETY: an all-zero value is valid, and the kernel writes it if the call succeeded.
-    asked == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
+    result == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }

@@ -171,9 +171,9 @@ impl RunControl {
     {
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         let workers = self.workers.iter().enumerate();
-        let asked = workers.map(|(index, (worker, _))| worker.begin(what, deadline, make(index)));
-        let asked: Vec<_> = asked.collect();
-        asked.into_iter().map(|asked| asked.wait().map_err(no_answer)).collect()
+        let calls = workers.map(|(index, (worker, _))| worker.begin(what, deadline, make(index)));
+        let calls: Vec<_> = calls.collect();
+        calls.into_iter().map(|call| call.wait().map_err(no_answer)).collect()
     }
 
     fn run(&self) {

@@ -76,7 +76,8 @@ fn copy_and_epochs_equal_the_memory() {
 fn restored_state_continues_without_errors() {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("serial");
-    let spec = "payload,ws=4M,rate=max,pattern=zipf,passes=400";
+    // At this rate the guest runs for more than a second, so it runs when it is paused.
+    let spec = "payload,ws=4M,rate=128M,pattern=zipf,passes=40";
     let before = dir.path().join("before");
     let first = machine(spec, 3, SerialSink::File(before.clone()));
     first.resume().unwrap();
@@ -98,7 +99,7 @@ fn restored_state_continues_without_errors() {
     let end = second.wait_end(Some(Duration::from_secs(60)));
     assert_eq!(end, Some(EndReason::PowerOff), "{}", lines(&log));
     let log = lines(&log);
-    assert!(!log.contains("payload ready"), "it had been ready before: {log}");
+    assert!(!log.contains("payload ready"), "the first machine has printed it: {log}");
     drop(first);
     // On a busy host a worker may have finished before the pause.
     let done = |log: &str| log.matches(" done ").count();
@@ -145,9 +146,14 @@ fn epochs_copied_behind_the_workers_restore_correctly() {
 fn lost_page_shows_as_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("serial");
-    let guest = machine("payload,ws=1M,rate=max,passes=2000", 1, SerialSink::File(log.clone()));
+    // At this rate the guest runs for more than a second, so it runs when it is paused.
+    let guest = machine("payload,ws=1M,rate=32M,passes=40", 1, SerialSink::File(log.clone()));
     guest.resume().unwrap();
-    std::thread::sleep(Duration::from_millis(5));
+    let end = Instant::now() + Duration::from_secs(60);
+    while guest.populated().unwrap().iter().map(|run| run.count).sum::<u64>() < 8 {
+        assert!(Instant::now() < end, "the guest writes nothing");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     guest.pause().unwrap();
     let at = guest.populated().unwrap()[0].start.gpa() + 7 * 4096;
     guest.ram().write_slice(&[0; 4096], GuestAddress(at)).unwrap();

@@ -229,8 +229,8 @@ mod tests {
             (|h| h.pref_address = 0x8000, "its preferred address 0x8000 lies below 1 MiB"),
         ];
         for (change, why) in cases {
-            let said = refused(change);
-            assert_eq!(said.strip_prefix("it cannot be booted: ").unwrap_or(&said), why);
+            let message = refused(change);
+            assert_eq!(message.strip_prefix("it cannot be booted: ").unwrap_or(&message), why);
         }
         assert!(
             refused(|h| h.init_size = 64 << 20).ends_with(

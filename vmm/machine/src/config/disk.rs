@@ -29,8 +29,8 @@ pub struct DiskConfig {
     pub serial: String,
     /// Size that the guest sees, in bytes: whole sectors of 512 bytes.
     pub bytes: u64,
-    /// Block size that the guest is told, in bytes, a power of two: reads and writes of whole
-    /// blocks suit the file best.
+    /// Block size that the guest reads, in bytes, a power of two: the best unit for reads and
+    /// writes of the file.
     pub block_bytes: u32,
     /// Identity of the disk, if known. In a configuration from another host, the disk's identity on
     /// that host.

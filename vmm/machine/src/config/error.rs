@@ -20,14 +20,14 @@ pub enum ConfigError {
         form: String,
     },
     /// No part has this name.
-    #[error("there is no {what} {}{}", quoted(name), alternatives(known))]
+    #[error("there is no {what} {}{}", quoted(name), alternatives(choices))]
     Unknown {
         /// The kind of part.
         what: &'static str,
         /// The name.
         name: String,
-        /// The names that there are, unless there are too many.
-        known: &'static str,
+        /// The valid names; empty if there are too many to list.
+        choices: &'static str,
     },
     /// A number is outside its range.
     #[error("{value} {what}, not {least} to {most}")]
@@ -83,8 +83,8 @@ impl ConfigError {
         Self::Malformed { what, value: value.into(), form: form.into() }
     }
 
-    pub(super) fn unknown(what: &'static str, name: &str, known: &'static str) -> Self {
-        Self::Unknown { what, name: name.to_owned(), known }
+    pub(super) fn unknown(what: &'static str, name: &str, choices: &'static str) -> Self {
+        Self::Unknown { what, name: name.to_owned(), choices }
     }
 }
 
@@ -109,6 +109,6 @@ fn quoted(value: &str) -> String {
     format!("\"{}\"... of {} bytes", begins.escape_debug(), value.len())
 }
 
-fn alternatives(known: &str) -> String {
-    if known.is_empty() { String::new() } else { format!("; there are {known}") }
+fn alternatives(choices: &str) -> String {
+    if choices.is_empty() { String::new() } else { format!("; there are {choices}") }
 }

@@ -97,11 +97,11 @@ mod tests {
         for name in ["", " \n", "a\u{7f}b", &"a".repeat(257)] {
             assert_eq!(DiskIdentity::device(name), None, "{name:?}");
         }
-        let said =
+        let message =
             |name: &str| DiskIdentity::Device(name.to_owned()).check().unwrap_err().to_string();
-        let long = said(&"\u{7f}".repeat(1 << 20));
+        let long = message(&"\u{7f}".repeat(1 << 20));
         assert!(long.len() < 1000 && long.contains("\"... of 1048576 bytes"), "{long}");
-        assert!(said("").contains("\"\" is no name"));
+        assert!(message("").contains("\"\" is no name"));
         assert_eq!(file(7, Some(1_500_000_000)).to_string(), "inode 7 made at 1.500000000");
     }
 }

@@ -157,7 +157,7 @@ mod tests {
         };
         let payload = || MachineConfig { identity: plain.clone(), ..payload() };
         let none = [b"\x00\x00".to_vec(), uuid(0xb0), b"\x00".to_vec()].concat();
-        let known = |identity| match disk("a") {
+        let with_identity = |identity| match disk("a") {
             DeviceConfig::Disk(d) => DeviceConfig::Disk(DiskConfig { identity, ..d }),
             other => other,
         };
@@ -189,10 +189,10 @@ mod tests {
             (with(DeviceConfig::Rng), [head(0), b"\x01\x01".to_vec()].concat()),
             (with(net("t0", 2)), [head(0), b"\x01\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02".to_vec()].concat()),
             (with(vsock(300)), [head(0), b"\x01\x03\xac\x02\x02/v".to_vec()].concat()),
-            (with(known(None)), [&head(0)[..], disk_head, b"\x00"].concat()),
-            (with(known(file(None))), [&head(0)[..], disk_head, b"\x01\x00\xac\x02\x00"].concat()),
-            (with(known(file(Some(42)))), [&head(0)[..], disk_head, b"\x01\x00\xac\x02\x01\x2a"].concat()),
-            (with(known(Some(DiskIdentity::Device("naa.1".to_owned())))), [&head(0)[..], disk_head, b"\x01\x01\x05naa.1"].concat()),
+            (with(with_identity(None)), [&head(0)[..], disk_head, b"\x00"].concat()),
+            (with(with_identity(file(None))), [&head(0)[..], disk_head, b"\x01\x00\xac\x02\x00"].concat()),
+            (with(with_identity(file(Some(42)))), [&head(0)[..], disk_head, b"\x01\x00\xac\x02\x01\x2a"].concat()),
+            (with(with_identity(Some(DiskIdentity::Device("naa.1".to_owned())))), [&head(0)[..], disk_head, b"\x01\x01\x05naa.1"].concat()),
             (
                 MachineConfig { cpu, identity: plain.clone(), ..kernel(OsStr::new("/k")) },
                 b"\x01\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\x01\x01\x04cx16\x01\x07\x01\x80\x01\x01\x00\
@@ -222,8 +222,8 @@ mod tests {
         let mut refused = whole.clone();
         let at = refused.windows(5).position(|w| w == b"web-1").unwrap();
         refused[at] = b' ';
-        let said = MachineConfig::decode(&refused).unwrap_err().to_string();
-        assert!(said.contains("name of a guest"), "{said}");
+        let message = MachineConfig::decode(&refused).unwrap_err().to_string();
+        assert!(message.contains("name of a guest"), "{message}");
     }
 
     #[test]
@@ -256,8 +256,8 @@ mod tests {
             other => other,
         };
         for bytes in [0, 256, 513, 3072, 8192, 1 << 31] {
-            let said = refused(vec![block(bytes)]);
-            assert!(said.contains(&format!("has {bytes} bytes")), "{said}");
+            let message = refused(vec![block(bytes)]);
+            assert!(message.contains(&format!("has {bytes} bytes")), "{message}");
         }
         assert!(MachineConfig { devices: vec![block(4096)], ..payload() }.check().is_ok());
         let nameless = match disk("a") {

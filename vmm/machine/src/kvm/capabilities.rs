@@ -65,7 +65,7 @@ const PROBED: &[(&str, u32, Need)] = &[
     ("SREGS2", KVM_CAP_SREGS2, Need::Optional("a PAE guest's PDPTEs are read from its memory")),
     ("PIT_STATE2", KVM_CAP_PIT_STATE2, Need::Optional("the timer's state is not saved")),
     ("ADJUST_CLOCK", KVM_CAP_ADJUST_CLOCK, Need::Optional("kvmclock is not saved")),
-    ("KVMCLOCK_CTRL", KVM_CAP_KVMCLOCK_CTRL, Need::Optional("guests are not told of pauses")),
+    ("KVMCLOCK_CTRL", KVM_CAP_KVMCLOCK_CTRL, Need::Optional("pauses are not reported to guests")),
     ("GET_TSC_KHZ", KVM_CAP_GET_TSC_KHZ, Need::Optional("TSC frequencies are not compared")),
     (
         "TSC_CONTROL",

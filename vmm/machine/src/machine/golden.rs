@@ -56,8 +56,8 @@ fn section_bytes_match_the_golden_files() {
 
 #[test]
 fn states_of_version_1_are_read() {
-    let known = encode(&example()).unwrap();
-    let sections: Vec<Section> = known
+    let encoded = encode(&example()).unwrap();
+    let sections: Vec<Section> = encoded
         .into_iter()
         .zip(FILES)
         .map(|(section, (name, _))| Section { bytes: bytes(&golden(name)), ..section })

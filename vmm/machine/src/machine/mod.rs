@@ -4,7 +4,7 @@
 //! ```text
 //! API, jobs ----> supervisor ----> vCPU threads                   pause, save, restore, end
 //!          \----> collector <----- vCPU threads: ring full        which vCPU dirtied what
-//!                 collector -----> vCPU threads: hold             which vCPU to throttle
+//!                 collector -----> vCPU threads: stall            which vCPU to throttle
 //! supervisor ----> device threads                                 quiesce, save, restore, locks
 //! vCPU threads --registers--> device threads
 //! vCPU threads --bytes--> serial thread --> the sink

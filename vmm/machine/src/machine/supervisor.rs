@@ -134,11 +134,11 @@ impl Supervisor {
         // Comes first: while the vCPUs pause, a disk ends its wait for an epoch.
         self.bus.virtio().hurry(true);
         let paused = match self.halt() {
-            Halted::Paused => Some(devices("pausing the guest", self.bus.virtio().quiesce())),
+            Halted::Paused => Some(device_result("pausing the guest", self.bus.virtio().quiesce())),
             Halted::TimedOut(why) => {
-                // The devices were not asked to quiesce, so they continue.
+                // No device has been asked to quiesce, so all continue.
                 self.bus.virtio().hurry(false);
-                Some(Err(asking("pausing the guest")(why)))
+                Some(Err(call_failed("pausing the guest")(why)))
             }
             Halted::Ended => None,
         };
@@ -170,10 +170,10 @@ impl Supervisor {
     /// Pauses all vCPUs.
     fn halt(&self) -> Halted {
         let deadline = Instant::now() + HALT_LIMIT;
-        let asked: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.begin_pause(deadline)).collect();
+        let calls: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.begin_pause(deadline)).collect();
         let mut halted = Halted::Paused;
-        for asked in asked {
-            match asked.wait() {
+        for call in calls {
+            match call.wait() {
                 Ok(PauseOutcome::Paused) => {}
                 // The end of the guest takes precedence over a timeout.
                 Ok(PauseOutcome::Finished) | Err(CallError::Ended { .. }) => halted = Halted::Ended,
@@ -223,9 +223,9 @@ impl Supervisor {
         let probe = |vcpu: &VcpuHandle| {
             vcpu.paused().begin("finish the job that it was given before", deadline, |_| ())
         };
-        let asked: Vec<_> = self.vcpus.iter().map(probe).collect();
-        let failed = asking("resuming the guest");
-        asked.into_iter().try_for_each(|asked| asked.wait().map_err(&failed))?;
+        let calls: Vec<_> = self.vcpus.iter().map(probe).collect();
+        let failed = call_failed("resuming the guest");
+        calls.into_iter().try_for_each(|call| call.wait().map_err(&failed))?;
         self.vcpus_are_busy = false;
         Ok(())
     }
@@ -272,15 +272,15 @@ impl Supervisor {
         let deadline = Instant::now() + HALT_LIMIT;
         let save =
             |vcpu: &VcpuHandle| vcpu.paused().begin("give its state", deadline, |vcpu| vcpu.save());
-        let asked: Vec<_> = self.vcpus.iter().map(save).collect();
+        let calls: Vec<_> = self.vcpus.iter().map(save).collect();
         // This runs in parallel with the vCPU threads; all vCPUs are paused.
         let vm = state::save_vm(&self.vm, &self.context)?;
         let com1 = self.bus.com1().state();
         let platform = state::SavedPlatform { power: self.bus.power().state() };
-        let virtio = devices("saving a virtio device", self.bus.virtio().save())?;
-        let mut vcpus = Vec::with_capacity(asked.len());
-        for asked in asked {
-            vcpus.push(asked.wait().map_err(asking("saving the state of a vCPU"))?);
+        let virtio = device_result("saving a virtio device", self.bus.virtio().save())?;
+        let mut vcpus = Vec::with_capacity(calls.len());
+        for call in calls {
+            vcpus.push(call.wait().map_err(call_failed("saving the state of a vCPU"))?);
         }
         self.vcpus_are_busy = false;
         let vcpus = vcpus.into_iter().map(|saved| saved.map(|saved| *saved));
@@ -296,34 +296,34 @@ impl Supervisor {
         let deadline = Instant::now() + HALT_LIMIT;
         let send =
             |vcpu: &VcpuHandle| vcpu.running().begin("take an NMI", deadline, |vcpu| vcpu.nmi());
-        let asked: Vec<_> = self.vcpus.iter().map(send).collect();
-        let failed = asking("sending an NMI");
-        asked.into_iter().try_for_each(|asked| asked.wait().map_err(&failed)?)
+        let calls: Vec<_> = self.vcpus.iter().map(send).collect();
+        let failed = call_failed("sending an NMI");
+        calls.into_iter().try_for_each(|call| call.wait().map_err(&failed)?)
     }
 
     /// Releases what only one host may hold.
     pub(super) fn release(&mut self) -> Result<(), GuestError> {
         // Comes first: if the release fails, part of it may be done.
         self.status.set_holds("release", false)?;
-        devices("releasing a device", self.bus.virtio().release())
+        device_result("releasing a device", self.bus.virtio().release())
     }
 
     /// Detaches the channels through which peers reach the guest, after `release`.
     pub(super) fn detach(&mut self) -> Result<Vec<u8>, GuestError> {
         self.status.set_holds("detach", false)?;
-        devices("detaching a device", self.bus.virtio().detach())
+        device_result("detaching a device", self.bus.virtio().detach())
     }
 
     /// Attaches the channels through which peers reach the guest on this host.
     pub(super) fn attach(&self, in_flight: &[u8]) -> Result<(), GuestError> {
         self.require("attach", RunState::Paused)?;
-        devices("attaching a device", self.bus.virtio().attach(in_flight))
+        device_result("attaching a device", self.bus.virtio().attach(in_flight))
     }
 
     /// Acquires what only one host may hold.
     pub(super) fn acquire(&mut self) -> Result<(), GuestError> {
         self.require("acquire", RunState::Paused)?;
-        devices("acquiring a device", self.bus.virtio().acquire())?;
+        device_result("acquiring a device", self.bus.virtio().acquire())?;
         self.status.set_holds("acquire", true)
     }
 
@@ -349,10 +349,10 @@ impl Supervisor {
             let what = "restore its state, for which it needs pages that it shares with KVM,";
             vcpu.paused().begin(what, deadline, move |vcpu| vcpu.restore(&state, adjust))
         };
-        let asked: Vec<_> = self.vcpus.iter().zip(states).map(restore).collect();
+        let calls: Vec<_> = self.vcpus.iter().zip(states).map(restore).collect();
         // Waits for all vCPUs, even if the first one fails.
-        let failed = asking("restoring the state of a vCPU");
-        let restored = asked.into_iter().map(|asked| asked.wait().map_err(&failed)?);
+        let failed = call_failed("restoring the state of a vCPU");
+        let restored = calls.into_iter().map(|call| call.wait().map_err(&failed)?);
         restored.collect::<Vec<_>>().into_iter().collect()
     }
 
@@ -392,10 +392,10 @@ impl Supervisor {
     }
 }
 
-fn devices<T>(what: &'static str, r: Result<T, RequestError>) -> Result<T, GuestError> {
+fn device_result<T>(what: &'static str, r: Result<T, RequestError>) -> Result<T, GuestError> {
     r.map_err(|why| GuestError::System { what, cause: Box::new(why) })
 }
 
-fn asking(what: &'static str) -> impl Fn(CallError) -> GuestError {
+fn call_failed(what: &'static str) -> impl Fn(CallError) -> GuestError {
     move |e| GuestError::System { what, cause: Box::new(e) }
 }

@@ -41,8 +41,8 @@ impl Backing {
             Self::Memfd => ("shmem_enabled", "shmem_enabled"),
         };
         let chosen = |file: PathBuf| std::fs::read_to_string(file).unwrap_or_default();
-        let is_on = |said: String| {
-            ["[always]", "[within_size]", "[force]"].iter().any(|w| said.contains(w))
+        let is_on = |setting: String| {
+            ["[always]", "[within_size]", "[force]"].iter().any(|w| setting.contains(w))
         };
         let sizes =
             std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());

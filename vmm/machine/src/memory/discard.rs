@@ -146,8 +146,8 @@ mod tests {
             writes.drain().commit();
 
             assert_eq!(discarder.discard(memory.ram(), run(FIRST + 10, 5)).unwrap(), 5);
-            let there = memory.resident().unwrap();
-            assert_eq!(there, [run(FIRST, 10), run(FIRST + 15, 49)], "{backing}");
+            let resident = memory.resident().unwrap();
+            assert_eq!(resident, [run(FIRST, 10), run(FIRST + 15, 49)], "{backing}");
             let epoch = writes.drain();
             assert_eq!(epoch.runs().collect::<Vec<_>>(), [run(FIRST + 10, 5)], "{backing}");
             epoch.commit();

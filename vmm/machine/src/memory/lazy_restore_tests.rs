@@ -157,6 +157,19 @@ fn wait_until_complete(memory: &Memory) {
     assert_eq!(memory.fetching().unwrap().left, 0);
 }
 
+/// Waits until this thread, which touches a missing frame, waits in the kernel.
+fn wait_until_blocked(thread: i32) {
+    let since = Instant::now();
+    let state = || {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
+        stat.rsplit(") ").next().and_then(|rest| rest.chars().next())
+    };
+    while state() == Some('R') {
+        assert!(since.elapsed() < SOON, "the thread does not wait");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// In both slots: single frames, neighbours of frames that are not stored, and the last of each
 /// slot.
 const FRAMES: [FrameRun; 4] =
@@ -312,12 +325,15 @@ fn recorded_working_set_is_fetched_first() {
         if memory.fetch_late(Box::new(source), Box::new(owner)).unwrap().is_some() {
             return crate::testing::skip(name, "this host has no userfaultfd for missing pages");
         }
-        let ram = memory.ram().clone();
-        let waits = thread::spawn(move || byte(&ram, 0x10_0003));
-        // The first read has begun; a fault by now comes second.
-        thread::sleep(Duration::from_millis(50));
+        let (ram, (id, started)) = (memory.ram().clone(), mpsc::channel());
+        let reader = thread::spawn(move || {
+            id.send(rustix::thread::gettid().as_raw_pid()).unwrap();
+            byte(&ram, 0x10_0003)
+        });
+        // The first read waits at the gate, so the fault is second.
+        wait_until_blocked(started.recv().unwrap());
         drop(open);
-        assert_eq!(waits.join().unwrap(), content(0x10_0003), "{options:?}");
+        assert_eq!(reader.join().unwrap(), content(0x10_0003), "{options:?}");
         wait_until_complete(&memory);
         let fetching = memory.fetching().unwrap();
         drop(memory);

@@ -290,7 +290,7 @@ mod tests {
             (1000..1300).for_each(|gfn| write(&memory, gfn));
             watch.begin().unwrap();
             assert_eq!(written(&mut watch), [], "{options:?}: earlier writes do not count");
-            let there = memory.resident().unwrap();
+            let resident = memory.resident().unwrap();
             for _ in 0..3 {
                 // All of them were present before, so pages are as small as they get.
                 let gfns = [1000, 1001, 1100, 1299];
@@ -301,7 +301,7 @@ mod tests {
             }
             assert_eq!(
                 memory.resident().unwrap(),
-                there,
+                resident,
                 "{options:?}: no further frame is resident"
             );
             // A read of a page that was present does not count as a write either.

@@ -116,8 +116,8 @@ impl Table {
         // All KVM ioctls: these threads build machines.
         self.allow_masked(ioctl, 1, 0xff00, KVMIO << 8)?;
         self.allow_masked(ioctl, 1, 0xff00, UFFDIO << 8)?;
-        let known = [PLAIN_IOCTLS, TERMINAL_IOCTLS, TUN_IOCTLS, INTERFACE_IOCTLS, PAGEMAP_IOCTLS];
-        known.into_iter().try_for_each(|known| self.ioctls(known))?;
+        let lists = [PLAIN_IOCTLS, TERMINAL_IOCTLS, TUN_IOCTLS, INTERFACE_IOCTLS, PAGEMAP_IOCTLS];
+        lists.into_iter().try_for_each(|list| self.ioctls(list))?;
         Ok(())
     }
 
@@ -189,9 +189,9 @@ impl Table {
                 new.insert(vec![rule]);
             }
             // A call without rules is already allowed with any arguments.
-            std::collections::btree_map::Entry::Occupied(mut known) => {
-                if !known.get().is_empty() {
-                    known.get_mut().push(rule);
+            std::collections::btree_map::Entry::Occupied(mut rules) => {
+                if !rules.get().is_empty() {
+                    rules.get_mut().push(rule);
                 }
             }
         }
@@ -272,10 +272,10 @@ mod tests {
 
     #[test]
     fn only_the_watcher_class_has_userfaultfd_ioctls() {
-        let mut known = Table::default();
-        known.ioctls(WATCH_IOCTLS).and_then(|()| known.ioctls(PAGEMAP_IOCTLS)).unwrap();
+        let mut expected = Table::default();
+        expected.ioctls(WATCH_IOCTLS).and_then(|()| expected.ioctls(PAGEMAP_IOCTLS)).unwrap();
         let ioctls = |class| of(class).unwrap().remove(&i64::from(ioctl.id())).unwrap_or_default();
-        for rule in known.0.into_values().flatten() {
+        for rule in expected.0.into_values().flatten() {
             assert!(ioctls(Class::Watcher).contains(&rule));
             assert!(!ioctls(Class::Collector).contains(&rule));
         }

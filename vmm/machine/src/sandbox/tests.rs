@@ -12,7 +12,7 @@ use crate::config::{
 use crate::devices::{DeviceSet, Drive};
 use crate::testing::{TestTap, payload_config};
 
-/// Environment variable that tells a copy of this test binary which act to perform:
+/// Environment variable that selects the act of a copy of this test binary:
 /// `<class>:<act>`.
 const ACT: &str = "DRIFTLINE_SANDBOX_ACT";
 
@@ -48,11 +48,11 @@ fn child_of(class: &str, act: &str) -> Command {
 #[track_caller]
 fn assert_killed(class: &str, name: &str, call: Sysno) {
     let out = act(class, name);
-    let said = String::from_utf8_lossy(&out.stderr);
-    assert_eq!(out.status.signal(), Some(libc::SIGSYS), "{class}: {name}: {said}");
+    let output = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.signal(), Some(libc::SIGSYS), "{class}: {name}: {output}");
     let line = format!("made system call {} ({call}", call.id());
-    assert!(said.contains(&line), "{class}: {name}: {said}");
-    assert!(said.contains(&format!("driftline: thread {class} ")), "{said}");
+    assert!(output.contains(&line), "{class}: {name}: {output}");
+    assert!(output.contains(&format!("driftline: thread {class} ")), "{output}");
 }
 
 #[track_caller]
@@ -62,16 +62,16 @@ fn done(class: &str, name: &str) {
 
 #[track_caller]
 fn did(out: &Output, what: &str) {
-    let said = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success(), "{what}: {} {said}", out.status);
-    assert!(String::from_utf8_lossy(&out.stdout).contains("did it"), "{what}: {said}");
+    let output = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{what}: {} {output}", out.status);
+    assert!(String::from_utf8_lossy(&out.stdout).contains("did it"), "{what}: {output}");
 }
 
 /// Performs the act that the environment names, if any.
 #[test]
 fn child() {
-    let Ok(asked) = std::env::var(ACT) else { return };
-    let (class, name) = asked.split_once(':').unwrap();
+    let Ok(selected) = std::env::var(ACT) else { return };
+    let (class, name) = selected.split_once(':').unwrap();
     let (class, name) = (class.to_owned(), name.to_owned());
     let dir = std::env::temp_dir();
     let strict = name.starts_with("outside");
@@ -93,7 +93,9 @@ fn child() {
         start(&options).unwrap();
         match Class::ALL.into_iter().find(|c| format!("{c:?}") == class) {
             None => perform(&name),
-            Some(known) => spawn(known, class, move || perform(&name)).unwrap().join().unwrap(),
+            Some(class_of_thread) => {
+                spawn(class_of_thread, class, move || perform(&name)).unwrap().join().unwrap()
+            }
         }
     });
     thread.unwrap().join().unwrap();
@@ -179,8 +181,9 @@ fn perform(name: &str) {
                 let e = std::fs::write(tmp.join("driftline-was-here"), "").unwrap_err();
                 assert_eq!(e.kind(), io::ErrorKind::PermissionDenied);
                 std::fs::read(std::env::current_exe().unwrap()).unwrap_err();
-                let said = check_allowed(&tmp.join("driftline-was-here")).unwrap_err().to_string();
-                assert!(said.contains("sandbox does not allow writes"), "{said}");
+                let output =
+                    check_allowed(&tmp.join("driftline-was-here")).unwrap_err().to_string();
+                assert!(output.contains("sandbox does not allow writes"), "{output}");
             }
         }
         other => panic!("no act {other}"),
@@ -255,9 +258,9 @@ fn threads_make_only_allowed_calls() {
     // The test harness starts threads before this process could set it by itself.
     me.env("MALLOC_ARENA_MAX", "1");
     let out = me.output().unwrap();
-    let said = [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert!(out.status.success(), "{} {}", out.status, said.concat());
-    assert!(!said[0].contains(" 0 passed"), "{}", said[0]);
+    let output = [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(out.status.success(), "{} {}", out.status, output.concat());
+    assert!(!output[0].contains(" 0 passed"), "{}", output[0]);
 }
 
 #[test]
@@ -322,8 +325,8 @@ fn devices() {
 fn host_without_landlock_causes_a_warning() {
     done("Vcpu", "run-without-landlock");
     let out = act("Vcpu", "run-without-landlock");
-    let said = String::from_utf8_lossy(&out.stdout);
-    assert!(said.contains("this kernel has no landlock"), "{said}");
+    let output = String::from_utf8_lossy(&out.stdout);
+    assert!(output.contains("this kernel has no landlock"), "{output}");
 }
 
 #[test]

@@ -28,8 +28,8 @@ impl TestTap {
         match out.status.success() {
             true => Ok(Self(name)),
             false => {
-                let said = String::from_utf8_lossy(&out.stderr);
-                Err(io::Error::other(format!("ip {}: {}", args.join(" "), said.trim())))
+                let output = String::from_utf8_lossy(&out.stderr);
+                Err(io::Error::other(format!("ip {}: {}", args.join(" "), output.trim())))
             }
         }
     }

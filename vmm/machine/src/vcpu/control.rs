@@ -84,11 +84,11 @@ pub(super) fn has_pdptrs(sregs: &kvm_sregs) -> bool {
 fn check_register(
     register: &'static str,
     value: u64,
-    known: &'static [Needs],
+    table: &'static [Needs],
     cpuid: &[kvm_cpuid_entry2],
 ) -> Result<(), ForeignBit> {
     for bit in (0..u64::BITS).filter(|bit| value >> bit & 1 != 0) {
-        let needs = known.iter().find(|(b, _)| *b == bit).map_or(&[][..], |(_, any)| *any);
+        let needs = table.iter().find(|(b, _)| *b == bit).map_or(&[][..], |(_, any)| *any);
         if !needs.iter().any(|feature| has(cpuid, feature)) {
             return Err(ForeignBit { register, value, bit, needs });
         }

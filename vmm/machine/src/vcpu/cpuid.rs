@@ -257,7 +257,7 @@ mod tests {
         let words = shown(&guest);
         assert_eq!(words.len(), 2);
         assert_eq!(missing(&words, &guest), None);
-        assert_eq!(missing(&[], &[]), None, "of an older guest nothing is known");
+        assert_eq!(missing(&[], &[]), None, "nothing is recorded for an older guest");
         let other = [vendor(b"Auth"), guest[1]];
         assert_eq!(missing(&words, &other).unwrap(), "a processor of its vendor");
         let less = [vendor(b"Genu"), entry(7, 0, [0, 1 << 3, 0, 0])];

@@ -85,7 +85,9 @@ fn is_skipped(index: u32) -> bool {
 fn why_tolerated(index: u32) -> Option<&'static str> {
     match index {
         SMBASE => Some("no guest has code in system management mode"),
-        AMD_HWCR => Some("what KVM has of it tells how the TSC counts, and injects test errors"),
+        AMD_HWCR => {
+            Some("KVM's part of it only reports how the TSC counts, and injects test errors")
+        }
         _ => None,
     }
 }

@@ -75,13 +75,13 @@ fn initramfs(image: &Path, dir: &TempDir, name: &str, content: &str) -> PathBuf 
     path
 }
 
-struct Frees {
+struct FreeingGuest {
     machine: Arc<KvmMachine>,
     console: GuestConsole,
     dir: TempDir,
 }
 
-impl Frees {
+impl FreeingGuest {
     /// Boots a guest that holds its files in memory.
     fn boot(image: &Path, balloon: BalloonConfig) -> Self {
         let (console, dir) = (GuestConsole::new(), tempfile::tempdir().unwrap());
@@ -112,7 +112,7 @@ impl Frees {
     }
 
     /// Verifies that the guest continues from the newest epoch of the store.
-    fn goes_on(&self, store: &str) {
+    fn assert_continues(&self, store: &str) {
         self.machine.stop("it is restored");
         let store = Store::open(&self.dir.path().join(store)).unwrap();
         let console = GuestConsole::new();
@@ -122,8 +122,8 @@ impl Frees {
         restored.resume().unwrap();
         console.wait_for("a sign of life", |text| text.matches("guest: alive").count() > 2);
         assert_eq!(restored.balloon().unwrap().figures().actual_bytes, MIB);
-        let said = console.text();
-        assert!(!said.contains("BUG") && !said.contains("Oops"), "{said}");
+        let output = console.text();
+        assert!(!output.contains("BUG") && !output.contains("Oops"), "{output}");
     }
 }
 
@@ -142,7 +142,7 @@ fn reported_free_memory_is_neither_resident_nor_stored() {
         Err(why) => return skip(NAME, &why.to_string()),
     };
     let config = BalloonConfig { deflate_on_oom: false, hinting: false, ..Default::default() };
-    let guest = Frees::boot(&image, config);
+    let guest = FreeingGuest::boot(&image, config);
     let mut first = guest.checkpointer("first");
     let held = first.take().unwrap();
     let before = guest.discarded();
@@ -160,7 +160,7 @@ fn reported_free_memory_is_neither_resident_nor_stored() {
     let full = guest.checkpointer("second").take().unwrap();
     eprintln!("held {held:?}\nafter {after:?}\nfull {full:?}");
     assert!(bytes(&held) - bytes(&full) >= FREED, "held {held:?}, freed {full:?}");
-    guest.goes_on("first");
+    guest.assert_continues("first");
 }
 
 #[test]
@@ -174,12 +174,12 @@ fn hinted_free_memory_is_not_stored() {
         Err(why) => return skip(NAME, &why.to_string()),
     };
     let config = BalloonConfig { deflate_on_oom: false, reporting: false, ..Default::default() };
-    let guest = Frees::boot(&image, config);
+    let guest = FreeingGuest::boot(&image, config);
     let held = guest.checkpointer("first").take().unwrap();
     guest.free();
     let full = guest.checkpointer("second").take().unwrap();
     eprintln!("held {held:?}\nfull {full:?}");
     assert!(guest.discarded() <= MIB, "a hint takes nothing from the guest");
     assert!(bytes(&held) - bytes(&full) >= FREED, "held {held:?}, freed {full:?}");
-    guest.goes_on("second");
+    guest.assert_continues("second");
 }

@@ -25,11 +25,11 @@ use crate::tracking::modes;
 const HARVESTS: (u32, u32) = (10_000, 120);
 
 /// A random number generator with one seed for all sources (splitmix64).
-struct Chance(u64);
+struct SeededRandom(u64);
 
-impl Chance {
+impl SeededRandom {
     /// Returns a number below `n`.
-    fn next(&mut self, n: u64) -> u64 {
+    fn below(&mut self, n: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -77,7 +77,7 @@ impl MirroredMachine {
     }
 
     /// Returns the frames in which the copy differs, after a pause and a final harvest.
-    fn lost(&mut self) -> Vec<u64> {
+    fn lost_frames(&mut self) -> Vec<u64> {
         let machine = self.machine.clone();
         let paused = Paused::new(&*machine).unwrap();
         self.harvest();
@@ -99,7 +99,7 @@ fn harvest_at_random(
     (harvests, limit): (u32, Duration),
     looks: u64,
 ) -> (Vec<u64>, u64) {
-    let (mut chance, mut copied) = (Chance(seed), MirroredMachine::new(machine.clone()));
+    let (mut chance, mut copied) = (SeededRandom(seed), MirroredMachine::new(machine.clone()));
     let begun = Instant::now();
     if machine.run_state() == RunState::Paused {
         machine.resume().unwrap();
@@ -109,24 +109,24 @@ fn harvest_at_random(
             println!("given up after {harvest} harvests");
             break;
         }
-        match chance.next(100) {
-            0..45 => std::thread::sleep(Duration::from_micros(chance.next(3000))),
+        match chance.below(100) {
+            0..45 => std::thread::sleep(Duration::from_micros(chance.below(3000))),
             // Tracking ends. Sometimes the collector notices before tracking starts again.
             99 => {
                 // A restart copies all memory and would hide a lost frame.
-                let lost = copied.lost();
+                let lost = copied.lost_frames();
                 if !lost.is_empty() {
                     return (lost, copied.reported);
                 }
                 copied.subscription = None;
-                std::thread::sleep(Duration::from_millis(chance.next(80)));
+                std::thread::sleep(Duration::from_millis(chance.below(80)));
                 copied.begin();
             }
             _ => {}
         }
         copied.harvest();
-        if chance.next(looks) == 0 || harvest + 1 == harvests {
-            let lost = copied.lost();
+        if chance.below(looks) == 0 || harvest + 1 == harvests {
+            let lost = copied.lost_frames();
             if !lost.is_empty() {
                 return (lost, copied.reported);
             }

@@ -177,9 +177,9 @@ fn baseline_guest_continues_in_another_machine() {
     let promised = machine.machine_config().cpu.clone();
     assert_eq!((promised.to_string(), promised.tsc_khz), (cpu, None));
     assert_eq!(promised.shown_msrs, []);
-    let known = [0, 1, 6, 0x4000_0001, 0x8000_0001, 0x8000_0008];
+    let expected = [0, 1, 6, 0x4000_0001, 0x8000_0001, 0x8000_0008];
     for word in &promised.shown {
-        assert!(word.index == 0 && known.contains(&word.function), "{word:x?}");
+        assert!(word.index == 0 && expected.contains(&word.function), "{word:x?}");
     }
     machine.resume().unwrap();
     console.wait_for("start", |text| text.contains("payload ready"));

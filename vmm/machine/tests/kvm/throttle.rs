@@ -30,11 +30,11 @@ fn rates(machine: &KvmMachine, subscription: &mut Subscription, time: Duration) 
     both.map(|(n, b)| (n.dirtied_frames - b.dirtied_frames) as f64 / seconds).collect()
 }
 
-fn held(machine: &KvmMachine) -> Vec<Duration> {
+fn throttled_times(machine: &KvmMachine) -> Vec<Duration> {
     machine.vcpu_writes().iter().map(|v| v.throttled).collect()
 }
 
-fn throttled(config: MachineConfig) {
+fn check_throttle(config: MachineConfig) {
     // More than a read-only vCPU dirties again after each drain: its stack.
     const RATE: u64 = 500;
     let console = GuestConsole::new();
@@ -48,16 +48,16 @@ fn throttled(config: MachineConfig) {
     let long = Duration::from_millis(500);
     let free = rates(&machine, &mut subscription, long);
     assert!(free[0] > 8.0 * RATE as f64, "a guest this slow shows nothing: {free:?} a second");
-    assert_eq!(held(&machine), [Duration::ZERO; 2]);
+    assert_eq!(throttled_times(&machine), [Duration::ZERO; 2]);
 
     machine.throttle(Some(RATE));
     // Time for the vCPUs to pay for the frames that they dirtied before the throttle.
     std::thread::sleep(Duration::from_millis(300));
     let slow = rates(&machine, &mut subscription, long);
     assert!(slow[0] < free[0] / 3.0, "{slow:?} frames a second, free {free:?}");
-    let held_now = held(&machine);
+    let times = throttled_times(&machine);
     // The second one is throttled only if this host was busy elsewhere between two checks.
-    assert!(held_now[1] * 5 < held_now[0], "{held_now:?}");
+    assert!(times[1] * 5 < times[0], "{times:?}");
     let info = machine.info().vcpu;
     assert!(info[0].held_ms > 0 && info[1].held_ms * 5 < info[0].held_ms, "{info:?}");
 
@@ -93,19 +93,19 @@ fn throttled(config: MachineConfig) {
     machine.throttle(None);
     let again = rates(&machine, &mut subscription, long);
     assert!(again[0] > 2.0 * slow[0], "{slow:?} frames a second, free again {again:?}");
-    let held_then = held(&machine);
+    let times_at_end = throttled_times(&machine);
     console.wait_for_reports(2, console.reports().len() / 2 + 2);
-    assert_eq!(held(&machine), held_then, "nobody is held any more");
+    assert_eq!(throttled_times(&machine), times_at_end, "no vCPU is throttled any more");
 
     // The throttle ends with the last subscriber.
     machine.throttle(Some(RATE));
     drop(subscription);
     let end = Instant::now() + LONG;
-    let (mut last, mut quiet) = (held(&machine), 0);
+    let (mut last, mut quiet) = (throttled_times(&machine), 0);
     while quiet < 5 {
-        assert!(Instant::now() < end, "nobody subscribes, and vCPUs are held");
+        assert!(Instant::now() < end, "without a subscriber, vCPUs are still throttled");
         std::thread::sleep(Duration::from_millis(50));
-        let now = held(&machine);
+        let now = throttled_times(&machine);
         quiet = if now == last { quiet + 1 } else { 0 };
         last = now;
     }
@@ -116,7 +116,7 @@ fn throttled(config: MachineConfig) {
 #[test]
 fn throttled_vcpu_loses_no_write() {
     if kvm_or_skip("throttled_vcpu_loses_no_write") {
-        throttled(MachineConfig { vcpus: 2, ..payload(GUEST) });
+        check_throttle(MachineConfig { vcpus: 2, ..payload(GUEST) });
     }
 }
 
@@ -125,6 +125,6 @@ fn vcpu_with_full_ring_is_throttled() {
     if kvm_or_skip("vcpu_with_full_ring_is_throttled") {
         let config = MachineConfig { vcpus: 2, ..payload(GUEST) };
         let ring_entries = smallest_ring(&config);
-        throttled(MachineConfig { ring_entries, ..config });
+        check_throttle(MachineConfig { ring_entries, ..config });
     }
 }

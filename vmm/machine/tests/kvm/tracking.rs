@@ -48,7 +48,7 @@ fn changed<'a>(before: &'a [u8], after: &'a [u8]) -> impl Iterator<Item = Gfn> +
 fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
     let console = GuestConsole::new();
     let machine = launch(config, &console);
-    // In this order: userfaultfd counts the first read of a frame as a touch.
+    // Memory is read first: userfaultfd counts the first read of a frame as a touch.
     let before = memory(&machine);
     let subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();
@@ -108,8 +108,8 @@ fn all_modes_report_the_same_frames() {
             let apart: Vec<_> = words.filter(|(_, (a, b))| a != b).collect();
             if *tracking == TrackingMode::UserfaultWp {
                 // Only in frames with the same content before and after, and only in few of them.
-                let kept = |at: usize, a: u64, b: u64| (a ^ b) & content[at] == 0;
-                assert!(apart.iter().all(|(at, (a, b))| kept(*at, **a, **b)), "{apart:x?}");
+                let same_content = |at: usize, a: u64, b: u64| (a ^ b) & content[at] == 0;
+                assert!(apart.iter().all(|(at, (a, b))| same_content(*at, **a, **b)), "{apart:x?}");
                 let frames: u32 = apart.iter().map(|(_, (a, b))| (**a ^ **b).count_ones()).sum();
                 assert!(frames < 100, "{workload}: {frames} frames apart from {other}: {apart:x?}");
                 continue;
@@ -216,7 +216,7 @@ fn overrun_in_ring_0_loses_nothing() {
         let counter = || machine.ram().read_obj::<u32>(GuestAddress(16 * MIB)).unwrap();
         let (start, end) = (counter(), Instant::now() + LONG);
         while counter() < start + 3 {
-            assert!(Instant::now() < end, "the guest stands still at {start}");
+            assert!(Instant::now() < end, "the guest makes no progress after {start}");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -275,7 +275,7 @@ fn nothing_is_tracked_without_subscribers() {
             let mut before = marked();
             let mut quiet = 0;
             while quiet < 5 {
-                assert!(Instant::now() < end, "nobody subscribes, and {tracking} goes on");
+                assert!(Instant::now() < end, "without a subscriber, {tracking} continues");
                 std::thread::sleep(Duration::from_millis(50));
                 let now = marked();
                 quiet = if now == before { quiet + 1 } else { 0 };

@@ -54,17 +54,17 @@ fn counters_of_all_vcpus_agree_after_a_restore() {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", &format!("tsc::{NAME}"), "--nocapture"]).env(CHILD, "1");
         let out = child.output().unwrap();
-        let said = String::from_utf8_lossy(&out.stdout);
-        assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
-        assert!(said.contains("1 passed"), "{said}");
+        let output = String::from_utf8_lossy(&out.stdout);
+        assert!(out.status.success(), "{output}{}", String::from_utf8_lossy(&out.stderr));
+        assert!(output.contains("1 passed"), "{output}");
         return;
     }
     let console = GuestConsole::new();
     let config = MachineConfig { vcpus: 4, ..payload("payload,ws=1M,rate=1M") };
     let mut machine = launch(config, &console);
-    let mut known = vcpus();
-    assert_eq!(known.len(), 4);
-    if known.iter().any(|vcpu| offset(*vcpu).is_none()) {
+    let mut before = vcpus();
+    assert_eq!(before.len(), 4);
+    if before.iter().any(|vcpu| offset(*vcpu).is_none()) {
         return skip(NAME, "KVM gives its guests no time stamp counters of their own");
     }
     machine.resume().unwrap();
@@ -79,14 +79,14 @@ fn counters_of_all_vcpus_agree_after_a_restore() {
         std::thread::sleep(Duration::from_millis(1500));
         new.restore_state(&sections, clock).unwrap();
         let (both, already) = (vcpus(), console.reports().len());
-        let offsets: BTreeSet<_> = both.difference(&known).map(|vcpu| offset(*vcpu)).collect();
-        assert_eq!(both.len(), known.len() + 4);
+        let offsets: BTreeSet<_> = both.difference(&before).map(|vcpu| offset(*vcpu)).collect();
+        assert_eq!(both.len(), before.len() + 4);
         assert_eq!(offsets.len(), 1, "{clock:?}: they differ: {offsets:?}");
         machine.stop("it is elsewhere now");
         machine = new;
         machine.resume().unwrap();
         console.wait_for("reports", |_| console.reports().len() >= already + 8);
-        known = vcpus();
+        before = vcpus();
     }
     console.assert_no_errors();
 }
