@@ -115,6 +115,10 @@ impl ListeningSocket {
     }
 
     /// Returns a clone of the listener, which does not block.
+    ///
+    /// # Errors
+    ///
+    /// The process cannot open another descriptor.
     pub fn listener(&self) -> io::Result<UnixListener> {
         self.listener.try_clone()
     }

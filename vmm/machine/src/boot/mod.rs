@@ -36,15 +36,15 @@ use loaded::{Loaded, Start};
 pub use error::BootError;
 pub(crate) use firmware::{generation_frame, renew_generation_id};
 use platform::GuestRange;
-pub use platform::{Entry, MmioSlot};
-pub use registers::set_registers;
+pub(crate) use platform::{Entry, MmioSlot};
+pub(crate) use registers::set_registers;
 
 /// Loads the kernel of `config`, or the embedded `image` that it names, into `memory`. The machine
 /// has virtio devices at `devices`.
 ///
 /// # Errors
 /// The files cannot be read or booted, or something does not fit in guest memory.
-pub fn load(
+pub(crate) fn load(
     config: &MachineConfig,
     image: Option<&Image>,
     memory: &Memory,

@@ -11,10 +11,11 @@ mod timer;
 mod vm;
 
 pub use capabilities::{Capabilities, Capability, Need};
-pub use exit::internal_error;
-pub use kick::{ImmediateExit, register_kick_handler};
-pub use open::{Unusable, open, open_device};
-pub use ring::RingMap;
-pub use state::{get_pdptrs, get_xsave, ioapic_listens, set_sregs_with_pdptrs, set_xsave};
-pub use timer::ExitTimer;
-pub use vm::KvmVm;
+pub(crate) use exit::internal_error;
+pub(crate) use kick::{ImmediateExit, register_kick_handler};
+pub use open::Unusable;
+pub(crate) use open::{open, open_device};
+pub(crate) use ring::RingMap;
+pub(crate) use state::{get_pdptrs, get_xsave, ioapic_listens, set_sregs_with_pdptrs, set_xsave};
+pub(crate) use timer::ExitTimer;
+pub(crate) use vm::KvmVm;

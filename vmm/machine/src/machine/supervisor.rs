@@ -258,7 +258,8 @@ impl Supervisor {
             && let Err(why) = self.bus.virtio().quiesce()
         {
             tracing::warn!(
-                "the guest has ended, and a device has not: {why}; the guest's last writes to it may not be durable"
+                "the guest has ended, and a device has not: {why}; the guest's last writes to it may \
+                 not be durable"
             );
         }
         self.bus.com1().settle();
@@ -271,9 +272,9 @@ impl Supervisor {
         self.vcpus_are_busy = true;
         let deadline = Instant::now() + HALT_LIMIT;
         let save =
-            |vcpu: &VcpuHandle| vcpu.paused().begin("give its state", deadline, |vcpu| vcpu.save());
+            |vcpu: &VcpuHandle| vcpu.paused().begin("save its state", deadline, |vcpu| vcpu.save());
         let calls: Vec<_> = self.vcpus.iter().map(save).collect();
-        // This runs in parallel with the vCPU threads; all vCPUs are paused.
+        // The supervisor saves the VM while the vCPU threads save theirs; all vCPUs are paused.
         let vm = state::save_vm(&self.vm, &self.context)?;
         let com1 = self.bus.com1().state();
         let platform = state::SavedPlatform { power: self.bus.power().state() };

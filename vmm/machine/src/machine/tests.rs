@@ -181,7 +181,7 @@ fn vcpu_that_hangs_in_a_save_refuses_the_resume() {
     };
     machine.ask("block a vCPU", block).unwrap();
     let why = machine.save_state().unwrap_err().to_string();
-    assert!(why.contains("vCPU 0 did not give its state"), "{why}");
+    assert!(why.contains("vCPU 0 did not save its state"), "{why}");
     let began = Instant::now();
     let why = machine.resume().unwrap_err().to_string();
     assert!(why.contains("vCPU 0 did not finish the job"), "{why}");

@@ -23,10 +23,7 @@ const HOLE: FrameRun =
 
 /// Returns the frames of a guest with `bytes` bytes of memory. Memory that the hole displaces
 /// continues after the hole.
-///
-/// # Errors
-/// The size is not a whole number of pages or is outside the supported range.
-pub fn frames(bytes: u64) -> Result<FrameSet, MemoryError> {
+fn frames(bytes: u64) -> Result<FrameSet, MemoryError> {
     if !bytes.is_multiple_of(PAGE_SIZE) || !(MIN_MEM_BYTES..=MAX_MEM_BYTES).contains(&bytes) {
         return Err(MemoryError::Size(bytes));
     }
@@ -44,7 +41,7 @@ pub fn frames(bytes: u64) -> Result<FrameSet, MemoryError> {
 /// Returns the layout of a guest with `bytes` bytes of memory: one slot for each run of its map.
 ///
 /// # Errors
-/// As [`frames`].
+/// The size is not a whole number of pages or is outside the supported range.
 pub fn layout(bytes: u64) -> Result<Layout, MemoryError> {
     let memory = frames(bytes)?;
     let slots = memory.iter().zip(0..);

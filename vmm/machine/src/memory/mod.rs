@@ -30,7 +30,8 @@ use fill::MemoryFill;
 use lazy_restore::LazyRestore;
 pub use lazy_restore::RestoreFigures;
 pub(crate) use lazy_restore::RestoreOwner;
-pub use map::{HOLE_END, HOLE_START, frames, layout};
+pub use map::layout;
+pub(crate) use map::{HOLE_END, HOLE_START};
 use prefault::AdaptivePrefault;
 use resident::ResidentFrames;
 #[cfg(any(test, feature = "testing"))]

@@ -119,6 +119,10 @@ impl WriteWatch {
     /// Starts tracking: every write that starts after this call returns will be found. No other
     /// userfaultfd can register this memory until [`end`](Self::end). Takes about 20 ms for each
     /// GiB of resident memory, or of a memory file's size.
+    ///
+    /// # Errors
+    ///
+    /// Another descriptor has the memory, or the kernel refuses.
     pub fn begin(&mut self) -> io::Result<()> {
         for region in self.ram.iter() {
             let (start, len) = span(region);
@@ -134,6 +138,10 @@ impl WriteWatch {
     }
 
     /// Stops tracking: the memory is unregistered and no longer protected.
+    ///
+    /// # Errors
+    ///
+    /// The kernel refuses to unregister the memory.
     pub fn end(&mut self) -> io::Result<()> {
         self.ram.iter().try_for_each(|region| {
             let (start, len) = span(region);
@@ -142,12 +150,15 @@ impl WriteWatch {
     }
 
     /// Calls `each` for the frames that were written since the last call, in ascending runs, after
-    /// each run has been protected again. After an error, some frames may be protected although
-    /// they were not reported.
+    /// each run has been protected again.
     ///
     /// Protecting a page removes KVM's mapping of it, whether it was written or not, and the guest
     /// must fault it in again. So this method first scans without protecting, which costs the guest
     /// nothing, and then protects no more than necessary.
+    ///
+    /// # Errors
+    ///
+    /// The scan fails. Then some frames may be protected that were not reported.
     pub fn written(&mut self, mut each: impl FnMut(FrameRun)) -> io::Result<()> {
         for region in self.ram.iter() {
             let (start, len) = span(region);

@@ -58,6 +58,10 @@ static STARTED: OnceLock<Started> = OnceLock::new();
 /// Restricts the calling thread and all threads that it starts from now on. Main calls this once,
 /// before it starts other threads. Logs a warning for each restriction that is switched off or that
 /// the kernel lacks.
+///
+/// # Errors
+///
+/// See [`StartError`].
 pub fn start(options: &SandboxOptions) -> Result<(), StartError> {
     let begun = Instant::now();
     native::use_one_arena();
@@ -97,6 +101,10 @@ pub fn start(options: &SandboxOptions) -> Result<(), StartError> {
 /// The thread takes none of the signals that are sent to the process. The kernel delivers such a
 /// signal to any thread that does not block it, and a handler writes to the control thread, which
 /// this thread's filter may not allow.
+///
+/// # Errors
+///
+/// The thread cannot be started.
 pub fn spawn<T: Send + 'static>(
     class: Class,
     name: impl Into<String>,
@@ -117,6 +125,10 @@ pub fn spawn<T: Send + 'static>(
 
 /// Starts a thread like [`spawn`], but the thread applies the restrictions of `class` only when
 /// `work` calls its argument. Until then it may open files by name, and it serves no guest.
+///
+/// # Errors
+///
+/// The thread cannot be started.
 pub fn spawn_late<T: Send + 'static>(
     class: Class,
     name: impl Into<String>,
@@ -181,7 +193,7 @@ pub struct NotAllowed {
 /// Checks whether landlock lets this process write to `path`.
 ///
 /// # Errors
-/// It does not.
+/// Landlock does not let it.
 pub fn check_allowed(path: &Path) -> Result<(), NotAllowed> {
     let Some(Started { landlock: true, allowed, .. }) = STARTED.get() else { return Ok(()) };
     // A path that does not exist yet will be in its nearest existing ancestor directory.

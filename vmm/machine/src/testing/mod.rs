@@ -147,6 +147,10 @@ pub fn linux_guest() -> io::Result<PathBuf> {
 
 /// Makes `fdatasync` fail with EIO on this thread and on those that it starts, as on a disk that
 /// has lost data.
+///
+/// # Errors
+///
+/// The filter cannot be installed.
 pub fn fail_fdatasync() -> io::Result<()> {
     fail([(libc::SYS_fdatasync, Vec::new())], libc::EIO)
 }
@@ -163,6 +167,10 @@ pub(crate) fn fail_locks() -> io::Result<()> {
 
 /// Hides userfaultfd from this thread and from those that it starts: the system call and the device
 /// both fail.
+///
+/// # Errors
+///
+/// The filter cannot be installed.
 pub fn hide_userfaultfd() -> io::Result<()> {
     let request = crate::memory::USERFAULTFD_IOC_NEW();
     let asks = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, request)

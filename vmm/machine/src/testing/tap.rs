@@ -7,13 +7,20 @@ use std::process::Command;
 pub struct TestTap(pub String);
 
 impl TestTap {
-    /// Creates a tap with one queue pair. `name` distinguishes the taps of one process. Fails
-    /// where this user may not create taps.
+    /// Creates a tap with one queue pair. `name` distinguishes the taps of one process.
+    ///
+    /// # Errors
+    ///
+    /// This user may not create taps.
     pub fn new(name: &str) -> io::Result<Self> {
         Self::make(name, &[])
     }
 
     /// Does as [`new`](Self::new), with several queue pairs.
+    ///
+    /// # Errors
+    ///
+    /// This user may not create taps.
     pub fn multi_queue(name: &str) -> io::Result<Self> {
         Self::make(name, &["multi_queue"])
     }
