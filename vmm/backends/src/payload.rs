@@ -16,12 +16,12 @@ pub enum PayloadError {
     /// There cannot be guest memory of this size.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// It does not fit the guest.
+    /// The payload does not fit the guest.
     #[error("the guest \"{guest}\" does not fit: {why}")]
     Misfit {
         /// The payload's spec.
         guest: String,
-        /// What does not fit.
+        /// The part that does not fit.
         why: Misfit,
     },
 }

@@ -249,7 +249,7 @@ fn seccomp() -> Finding {
     }
 }
 
-/// What landlock does not restrict before each ABI version, with the kernel that added it.
+/// Accesses that landlock restricts only from an ABI version on, with the kernel that added it.
 const LANDLOCK: [(i32, &str); 3] =
     [(3, "truncating files (Linux 6.2)"), (4, "TCP ports (6.7)"), (5, "ioctls of devices (6.10)")];
 

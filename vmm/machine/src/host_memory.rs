@@ -1,4 +1,4 @@
-//! How much memory the host has.
+//! The host's memory.
 
 /// The host's memory in bytes, as `/proc/meminfo` reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

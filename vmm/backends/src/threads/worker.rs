@@ -38,7 +38,7 @@ pub(super) struct GuestWorker {
     pub(super) end: Arc<GuestEnd>,
 }
 
-/// What other threads change between two ticks of a worker.
+/// The state of a worker that jobs change between two ticks.
 #[derive(Default)]
 pub(super) struct WorkerControl {
     pub(super) state: WorkerState,

@@ -27,7 +27,8 @@ use crate::memory::Memory;
 
 /// `XEN_ELFNOTE_PHYS32_ENTRY`.
 const NOTE_PHYS32_ENTRY: NoteType = NoteType(18);
-/// Where GNU's linker puts a program that is not position-independent, with its headers first.
+/// Address at which GNU's linker puts a program that is not position-independent, with its headers
+/// first.
 const PROGRAM_BASE: u64 = 0x40_0000;
 /// Maximum number of note bytes in all segments together. No kernel has more.
 const MAX_NOTE_BYTES: u64 = 1 << 20;

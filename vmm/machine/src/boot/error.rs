@@ -24,7 +24,7 @@ pub enum BootError {
     Program {
         /// The file, as the user knows it.
         what: String,
-        /// What it is instead.
+        /// The kind of file that it is.
         is: &'static str,
     },
     /// The kernel is for another processor.
@@ -53,13 +53,13 @@ pub enum BootError {
     Damaged {
         /// The file, as the user knows it.
         what: String,
-        /// What is wrong.
+        /// The defect.
         why: String,
     },
     /// Something does not fit in guest memory.
     #[error("{what} does not fit in guest memory of {mem_bytes} bytes: {why}")]
     DoesNotFit {
-        /// What does not fit.
+        /// The part that does not fit.
         what: String,
         /// Size of guest memory, in bytes.
         mem_bytes: u64,

@@ -12,7 +12,7 @@ pub(super) struct Loaded {
     pub(super) segments: Vec<GuestRange>,
 }
 
-/// How a kernel is entered.
+/// The entry of a kernel.
 #[derive(Debug)]
 pub(super) enum Start {
     /// By the PVH note, in 32-bit mode.

@@ -12,7 +12,7 @@ pub enum ConfigError {
     /// A value does not have its form.
     #[error("{} is no {what}: {form}", quoted(value))]
     Malformed {
-        /// What the value should be.
+        /// The kind of value that is expected.
         what: &'static str,
         /// The value.
         value: String,
@@ -32,7 +32,7 @@ pub enum ConfigError {
     /// A number is outside its range.
     #[error("{value} {what}, not {least} to {most}")]
     OutOfRange {
-        /// What the number counts.
+        /// The unit of the number.
         what: &'static str,
         /// The number.
         value: u64,

@@ -74,7 +74,7 @@ impl MachineConfig {
     ///
     /// # Errors
     ///
-    /// What is given for this host does not fit the guest.
+    /// The devices that are given for this host do not fit the guest.
     pub fn on_host(mut self, host: &HostConfig) -> Result<Self, ReplaceError> {
         replace::replace(&mut self.devices, host)?;
         if host.disks_are_copies {

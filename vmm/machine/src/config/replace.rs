@@ -10,7 +10,7 @@ use super::disk::{DiskConfig, DiskSpec};
 use super::host::HostConfig;
 use super::net::{MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 
-/// Why the devices that are given on this host do not fit the guest.
+/// The reason why the devices that are given on this host do not fit the guest.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReplaceError {

@@ -32,7 +32,6 @@ use crate::memory::Memory;
 use crate::sandbox::{self, Class};
 use crate::sources::DirtySource;
 use crate::throttle::{ThrottleHandle, ThrottleState};
-use crate::tracking::TrackingMode;
 use crate::vcpu::{self, Counters, StateContext, Vcpu, cpu_compat, cpuid, msrs, tsc};
 
 /// Collected frames from which on the next collection follows sooner; at most a quarter of a ring.

@@ -1,5 +1,5 @@
-//! Dirty tracking of a machine that is built: prepares the VM for the tracking mode, and creates the
-//! dirty source.
+//! Dirty tracking of a machine that is built: prepares the VM for the tracking mode, and creates
+//! the dirty source.
 
 use std::io;
 use std::sync::Arc;
@@ -49,7 +49,7 @@ fn enable_manual(vm: &KvmVm, caps: &Capabilities) -> Result<(), MachineError> {
 pub(super) struct DirtyTracking {
     /// The source of dirty frames; `None` if the guest is not tracked.
     pub(super) source: Option<Box<dyn DirtySource>>,
-    /// By which each vCPU reports a full ring; `None` in modes without rings.
+    /// For each vCPU, its handle to report a full ring; `None` in modes without rings.
     pub(super) ring_full: Vec<Option<RingFull>>,
 }
 

@@ -2,10 +2,10 @@
 //! which guest it is for. The VM then gets its memory, and only then its interrupt controllers
 //! ([`EmptyVm::finish`]).
 //!
-//! That order saves milliseconds. Adding memory to a VM waits for an SRCU grace period. KVM asks
-//! for an expedited one, which ends at once unless a normal grace period is already under way: that
-//! one ends at the next tick of the kernel's clock. Registering the interrupt controllers starts
-//! normal grace periods.
+//! That order saves milliseconds. Adding memory to a VM waits for an SRCU grace period. KVM
+//! requests an expedited one, which ends at once, unless a normal grace period has already begun:
+//! that one ends at the next tick of the kernel's clock. Registering the interrupt controllers
+//! starts normal grace periods.
 
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};

@@ -310,8 +310,8 @@ impl HandOver for KvmMachine {
     }
 
     fn release(&self) -> Result<(), GuestError> {
-        // Without devices the guest holds only the right to run, so `MachineStatus` alone decides; no
-        // round trip to the supervisor is needed while the guest is paused.
+        // Without devices the guest holds only the right to run, so `MachineStatus` alone decides;
+        // no round trip to the supervisor is needed while the guest is paused.
         if self.config.devices.is_empty() {
             return self.status.set_holds("release", false);
         }

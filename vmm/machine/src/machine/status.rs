@@ -19,7 +19,7 @@ pub(super) struct MachineStatus {
     restores_vcpus: AtomicBool,
     /// The first report that the guest has ended.
     reported: OnceLock<EndReason>,
-    /// Why a page of memory is lost: the guest ends, or never runs.
+    /// Reason why a page of memory is lost. The guest ends, or never runs.
     lost: OnceLock<String>,
 }
 

@@ -74,7 +74,7 @@ impl FromStr for Backing {
 
 /// Host pages larger than a frame.
 ///
-/// They make a guest's first touches cheap and its address translation faster, as long as no
+/// Huge pages make a guest's first touches cheap and its address translation faster, as long as no
 /// tracking is on. KVM write-protects frame by frame, so tracking splits KVM's mapping of each huge
 /// page that is written. KVM joins it again only some time after tracking has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -108,7 +108,7 @@ impl FromStr for HugePages {
     }
 }
 
-/// How this host holds guest memory.
+/// This host's choices for guest memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct MemoryOptions {
     /// Kind of memory.

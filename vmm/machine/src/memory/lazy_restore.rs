@@ -273,7 +273,7 @@ impl LazyRestoreShared {
     }
 }
 
-/// What the fetching thread owns.
+/// The state that the fetching thread owns.
 struct Fetcher {
     shared: Arc<LazyRestoreShared>,
     backlog: Box<dyn Backlog>,
@@ -282,7 +282,7 @@ struct Fetcher {
     is_lost: bool,
     /// Addresses of frames that cannot be fetched.
     lost: Vec<u64>,
-    /// When the guest was first seen to have ended with frames lost.
+    /// Time at which this thread first found that the guest had ended with frames lost.
     ended: Option<Instant>,
 }
 

@@ -235,7 +235,7 @@ impl Memory {
 
     /// Populates the frames of `run` that lie in this memory, with one system call for each 2 MiB.
     ///
-    /// It uses huge pages where they fit into the run, the options leave the choice open, and huge
+    /// Uses huge pages where they fit into the run, the options leave the choice open, and huge
     /// pages are currently the cheaper way. Mostly 512 frames then cost as much as a few. If the
     /// kernel cannot populate (before 5.14) or has no memory, the frames get memory at their first
     /// write.

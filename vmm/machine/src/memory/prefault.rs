@@ -29,7 +29,7 @@ enum PrefaultPages {
     Small,
 }
 
-/// What each way cost when it was last tried.
+/// The last measured cost of each page size.
 #[derive(Debug)]
 struct PrefaultCosts {
     huge: Option<Duration>,

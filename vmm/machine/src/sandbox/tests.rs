@@ -209,11 +209,11 @@ fn work() {
 fn no_class_opens_files_or_starts_programs() {
     for class in Class::ALL.map(|c| format!("{c:?}")) {
         done(&class, "work");
-        killed(&class, "open", Sysno::openat);
-        killed(&class, "exec", Sysno::execve);
-        killed(&class, "socket", Sysno::socket);
-        killed(&class, "code", Sysno::mprotect);
-        killed(&class, "handler", Sysno::rt_sigaction);
+        assert_killed(&class, "open", Sysno::openat);
+        assert_killed(&class, "exec", Sysno::execve);
+        assert_killed(&class, "socket", Sysno::socket);
+        assert_killed(&class, "code", Sysno::mprotect);
+        assert_killed(&class, "handler", Sysno::rt_sigaction);
         done(&class, "no-file-by-landlock");
     }
 }
@@ -221,10 +221,10 @@ fn no_class_opens_files_or_starts_programs() {
 #[test]
 fn vcpu_has_only_its_own_ioctls() {
     done("Vcpu", "run");
-    killed("Vcpu", "create-vm", Sysno::ioctl);
-    killed("Vcpu", "unix", Sysno::socket);
-    killed("Vcpu", "uring", Sysno::io_uring_setup);
-    killed("Collector", "create-vm", Sysno::ioctl);
+    assert_killed("Vcpu", "create-vm", Sysno::ioctl);
+    assert_killed("Vcpu", "unix", Sysno::socket);
+    assert_killed("Vcpu", "uring", Sysno::io_uring_setup);
+    assert_killed("Collector", "create-vm", Sysno::ioctl);
 }
 
 #[test]
@@ -243,7 +243,7 @@ fn device_has_only_the_calls_of_its_kind() {
     for class in ["Rng", "Balloon", "Block", "Net", "Vsock"] {
         for (name, call, of) in all {
             if !of.contains(&class) {
-                killed(class, name, call);
+                assert_killed(class, name, call);
             }
         }
     }
@@ -345,6 +345,6 @@ fn operator_threads_have_no_more_than_they_need() {
         ("type", Sysno::ioctl),
         ("code", Sysno::mprotect),
     ] {
-        killed("process", name, call);
+        assert_killed("process", name, call);
     }
 }

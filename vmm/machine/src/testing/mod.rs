@@ -133,7 +133,7 @@ pub const LINUX_GUEST: &str = "DRIFTLINE_LINUX_GUEST";
 ///
 /// # Errors
 ///
-/// What is missing.
+/// The variable is not set, or the directory has no kernel.
 pub fn linux_guest() -> io::Result<PathBuf> {
     let missing = |what: String| io::Error::new(io::ErrorKind::NotFound, what);
     let folder = std::env::var_os(LINUX_GUEST).map(PathBuf::from).ok_or_else(|| {

@@ -27,7 +27,7 @@ const LEAF_AMD_PERFMON: u32 = 0x8000_0022;
 
 pub(super) const ALL: u32 = u32::MAX;
 
-/// How one register of a leaf is compared.
+/// The comparison of one register of a leaf.
 #[derive(Clone, Copy, Debug)]
 enum Rule {
     /// These bits are features. The others are ignored.

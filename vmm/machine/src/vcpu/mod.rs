@@ -392,7 +392,8 @@ impl Vcpu {
             // KVM handles HLT itself as long as it has the interrupt controllers.
             Ok(VcpuExit::Hlt) => AfterExit::Run,
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => AfterExit::RingFull,
-            // This VMM cannot distinguish a guest that resets itself this way from one that crashed.
+            // This VMM cannot distinguish a guest that resets itself this way from one that
+            // crashed.
             Ok(VcpuExit::Shutdown) => crashed("triple fault".to_owned()),
             Ok(VcpuExit::FailEntry(reason, cpu)) => crashed(format!(
                 "the processor refused to enter the guest, reason {reason:#x} on CPU {cpu}"

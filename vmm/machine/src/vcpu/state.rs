@@ -16,7 +16,7 @@ use crate::wall_clock::{away_ns, wall_ns};
 /// `MSR_KERNEL_GS_BASE`.
 const KERNEL_GS_BASE: u32 = 0xc000_0102;
 
-/// What saving and restoring need to know of the host; the same for all vCPUs.
+/// The host's properties that saving and restoring depend on; the same for all vCPUs.
 #[derive(Debug)]
 pub struct StateContext {
     capabilities: Capabilities,
@@ -55,10 +55,10 @@ pub(crate) struct CoreRegisters {
     pub(crate) kernel_gs_base: u64,
 }
 
-/// How to adjust the time stamp counter.
+/// The adjustment of the time stamp counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Adjust {
-    /// What the guest's clocks do over the time in which it did not run.
+    /// Whether the guest's clocks advance over the time in which it did not run.
     pub clock: Clock,
     /// The host's wall clock in nanoseconds, read once for all vCPUs, so that the differences
     /// between their counters stay the same.
@@ -224,7 +224,7 @@ impl Vcpu {
 
     fn refuse_running(&self, request: &'static str) -> Result<(), GuestError> {
         match self.state {
-            VcpuState::Running => Err(GuestError::VcpuState { request, state: RunState::Running }),
+            VcpuState::Running => Err(GuestError::State { request, state: RunState::Running }),
             _ => Ok(()),
         }
     }

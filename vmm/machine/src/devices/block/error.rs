@@ -7,14 +7,14 @@ use std::time::Duration;
 use driftline_guest::VmId;
 
 use crate::config::DiskIdentity;
-use crate::sandbox::hint;
+use crate::sandbox::permission_hint;
 
 /// Error that keeps a disk from being used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
     /// The disk's file cannot be opened.
-    #[error("disk file \"{}\" cannot be opened{}: {cause}{}", path.display(), if *readonly { "" } else { " for writing" }, hint(path, cause))]
+    #[error("disk file \"{}\" cannot be opened{}: {cause}{}", path.display(), if *readonly { "" } else { " for writing" }, permission_hint(path, cause))]
     Open {
         /// The file.
         path: PathBuf,

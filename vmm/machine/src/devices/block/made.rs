@@ -19,7 +19,7 @@ use super::error::DiskError;
 use super::file::write_zeroes;
 use super::lock;
 use crate::config::{DiskConfig, MachineConfig, disks};
-use crate::sandbox::hint;
+use crate::sandbox::permission_hint;
 
 /// Creates a copy, still to be filled, for each of `drives`, at the path that `config` has for it
 /// on this host. The list is hostile input. On an error none of the copies remains.
@@ -76,8 +76,9 @@ impl MadeDisk {
             let (id, path) = (disk.id.clone(), path.clone());
             DiskError::NoCopy { id, path, why }
         };
-        let failed =
-            |what: &str, e: io::Error| refused(format!("{what} failed: {e}{}", hint(path, &e)));
+        let failed = |what: &str, e: io::Error| {
+            refused(format!("{what} failed: {e}{}", permission_hint(path, &e)))
+        };
         let opened = open(path).map_err(|e| failed("making it", e))?;
         let Some((file, before)) = opened else {
             return Err(refused("it is no regular file".to_owned()));

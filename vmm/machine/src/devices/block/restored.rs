@@ -221,7 +221,7 @@ fn is_sparse(file: &File) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Backend;
+    use crate::config::BackendKind;
     use crate::testing::{disk, payload_config};
 
     const BYTES: u64 = 1 << 20;
@@ -270,7 +270,7 @@ mod tests {
     }
 
     fn machine(devices: Vec<DeviceConfig>) -> MachineConfig {
-        MachineConfig { devices, ..payload_config(Backend::Kvm) }
+        MachineConfig { devices, ..payload_config(BackendKind::Kvm) }
     }
 
     fn drives(devices: &[DeviceConfig]) -> Vec<DriveHead> {

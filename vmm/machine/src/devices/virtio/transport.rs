@@ -19,7 +19,7 @@ use super::request::RequestError;
 use super::worker::Worker;
 use super::written::Written;
 use super::{Device, Done, VirtioState};
-use crate::actor::{self, Handle, Pending};
+use crate::actor::{self, Handle, PendingCall};
 use crate::sandbox;
 #[cfg(test)]
 use crate::testing::soon;
@@ -79,7 +79,7 @@ impl Drop for WorkerThread {
 
 /// A request that was sent to a device's thread.
 #[must_use = "the answer says whether it was done"]
-pub(crate) struct Asked<T>(Pending<Result<T, RequestError>>);
+pub(crate) struct Asked<T>(PendingCall<Result<T, RequestError>>);
 
 impl<T> Asked<T> {
     /// Waits for the answer until [`GRACE`] after the deadline; the error names the device.
