@@ -77,14 +77,14 @@ fn initramfs(image: &Path, dir: &TempDir, name: &str, content: &str) -> PathBuf 
 
 struct FreeingGuest {
     machine: Arc<KvmMachine>,
-    console: GuestConsole,
+    console: SerialLog,
     dir: TempDir,
 }
 
 impl FreeingGuest {
     /// Boots a guest that holds its files in memory.
     fn boot(image: &Path, balloon: BalloonConfig) -> Self {
-        let (console, dir) = (GuestConsole::new(), tempfile::tempdir().unwrap());
+        let (console, dir) = (SerialLog::new(), tempfile::tempdir().unwrap());
         let initrd = Some(initramfs(image, &dir, "frees", FREES));
         let kernel = image.join("vmlinux");
         let boot = Boot::Kernel { kernel, initrd, cmdline: CMDLINE.to_owned(), bare: false };
@@ -115,7 +115,7 @@ impl FreeingGuest {
     fn assert_continues(&self, store: &str) {
         self.machine.stop("it is restored");
         let store = Store::open(&self.dir.path().join(store)).unwrap();
-        let console = GuestConsole::new();
+        let console = SerialLog::new();
         let factory = MachineFactory::new(console.host());
         let (restored, _) = restore(&store, None, &factory, Clock::Continue).unwrap();
         restored.acquire().unwrap();

@@ -13,7 +13,7 @@ fn the_payload_boots_in_every_shape_of_memory() {
         return;
     }
     for (mem_mib, vcpus) in [(64, 1), (1024, 2), (5 * 1024, 2)] {
-        let console = GuestConsole::new();
+        let console = SerialLog::new();
         let machine = launch(
             MachineConfig {
                 identity: Default::default(),
@@ -61,7 +61,7 @@ fn foreign_elf_files_boot_in_both_classes() {
             std::fs::write(dir.path().join("initrd"), vec![7; 12345]).unwrap();
             *initrd = Some(dir.path().join("initrd"));
         }
-        let console = GuestConsole::new();
+        let console = SerialLog::new();
         let machine = launch(config, &console);
         machine.resume().unwrap();
         assert_powers_off(&machine, &console);
@@ -174,7 +174,7 @@ fn reset_and_crash_are_distinguished() {
     }
     let dir = tempfile::tempdir().unwrap();
     let end = |code: &[u8]| {
-        let machine = launch(kernel(&Elf::new(code).bytes(), &dir), &GuestConsole::new());
+        let machine = launch(kernel(&Elf::new(code).bytes(), &dir), &SerialLog::new());
         machine.resume().unwrap();
         machine.wait_end(Some(LONG)).unwrap()
     };
@@ -202,7 +202,7 @@ fn serial_interrupt_precedes_the_next_instruction() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let elf = Elf::new(&asks_for_an_interrupt()).bytes();
     let machine = launch(kernel(&elf, &dir), &console);
     machine.resume().unwrap();

@@ -135,7 +135,7 @@ fn harvest_at_random(
     (Vec::new(), copied.reported)
 }
 
-fn on(console: &GuestConsole, memory: MemoryOptions) -> HostConfig {
+fn on(console: &SerialLog, memory: MemoryOptions) -> HostConfig {
     HostConfig { memory, ..console.host() }
 }
 
@@ -175,7 +175,7 @@ fn loses_no_frame(test: &str, mode: TrackingMode) {
     };
     for memory in memories(mode) {
         for &(ring_entries, ring) in &rings {
-            let console = GuestConsole::new();
+            let console = SerialLog::new();
             let spec = format!("payload,ws=24M,rate=400M,pattern=random,ring={ring}");
             let config = MachineConfig { tracking: mode, ring_entries, vcpus: 2, ..payload(&spec) };
             let machine = boot(config, &on(&console, memory)).unwrap();
@@ -225,13 +225,13 @@ fn userfaultfd_loses_no_frame_however_harvested() {
 }
 
 #[cfg(debug_assertions)]
-fn losing(console: &GuestConsole, one_in: u64) -> HostConfig {
+fn losing(console: &SerialLog, one_in: u64) -> HostConfig {
     HostConfig { loses_one_in: std::num::NonZeroU64::new(one_in), ..console.host() }
 }
 
 /// A build without debug assertions has no source that loses frames, and no test calls this.
 #[cfg(not(debug_assertions))]
-fn losing(console: &GuestConsole, _: u64) -> HostConfig {
+fn losing(console: &SerialLog, _: u64) -> HostConfig {
     console.host()
 }
 
@@ -257,7 +257,7 @@ fn source_that_loses_frames_is_detected() {
             true => (1_000_000, 128, "payload,ws=40M,rate=max", Duration::from_secs(3600)),
             false => (2_000, 16, "payload,ws=24M,rate=max,pattern=random", LONG),
         };
-        let (console, begun) = (GuestConsole::new(), Instant::now());
+        let (console, begun) = (SerialLog::new(), Instant::now());
         let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
         let machine = boot(config, &losing(&console, one_in)).unwrap();
         let (lost, reported) = harvest_at_random(machine.clone(), 42, (1_000_000, limit), looks);
@@ -292,7 +292,7 @@ fn payload_detects_lost_frames() {
         false => "payload,ws=4M,rate=64M,pattern=random",
     };
     for mode in modes() {
-        let console = GuestConsole::new();
+        let console = SerialLog::new();
         let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
         let mut machine = boot(config, &losing(&console, one_in)).unwrap();
         machine.resume().unwrap();

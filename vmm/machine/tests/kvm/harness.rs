@@ -33,12 +33,12 @@ pub fn kernel(elf: &[u8], dir: &TempDir) -> MachineConfig {
 }
 
 /// The destination of a guest's serial output.
-pub struct GuestConsole {
+pub struct SerialLog {
     path: PathBuf,
     _dir: TempDir,
 }
 
-impl GuestConsole {
+impl SerialLog {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         Self { path: dir.path().join("serial"), _dir: dir }
@@ -104,7 +104,7 @@ pub fn boot(config: MachineConfig, host: &HostConfig) -> Result<Arc<KvmMachine>,
     KvmMachine::launch(config, &HostConfig { image, ..host.clone() })
 }
 
-pub fn launch(config: MachineConfig, console: &GuestConsole) -> Arc<KvmMachine> {
+pub fn launch(config: MachineConfig, console: &SerialLog) -> Arc<KvmMachine> {
     boot(config, &console.host()).unwrap()
 }
 
@@ -113,7 +113,7 @@ pub fn refused(config: MachineConfig) -> MachineError {
 }
 
 #[track_caller]
-pub fn assert_powers_off(machine: &KvmMachine, console: &GuestConsole) {
+pub fn assert_powers_off(machine: &KvmMachine, console: &SerialLog) {
     let end = machine.wait_end(Some(LONG));
     assert_eq!(end, Some(EndReason::PowerOff), "{}", console.text());
 }

@@ -12,7 +12,7 @@ fn paused_guest_does_not_run_and_resumes_unharmed() {
     if !kvm_or_skip("paused_guest_does_not_run_and_resumes_unharmed") {
         return;
     }
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let config = MachineConfig { vcpus: 2, ..payload("payload,ws=8M,rate=max") };
     let machine = launch(config, &console);
     assert_eq!(machine.run_state(), RunState::Paused);
@@ -42,7 +42,7 @@ fn stopped_guest_reports_the_reason() {
     if !kvm_or_skip("stopped_guest_reports_the_reason") {
         return;
     }
-    let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
+    let machine = launch(payload("payload,ws=1M"), &SerialLog::new());
     machine.resume().unwrap();
     assert_eq!(machine.wait_end(Some(std::time::Duration::from_millis(20))), None);
     machine.stop("the test is over");
@@ -58,7 +58,7 @@ fn released_guest_runs_only_after_acquire() {
     if !kvm_or_skip("released_guest_runs_only_after_acquire") {
         return;
     }
-    let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
+    let machine = launch(payload("payload,ws=1M"), &SerialLog::new());
     machine.resume().unwrap();
     assert!(machine.release().is_err(), "it runs");
     assert!(machine.detach().is_err(), "it runs");

@@ -58,7 +58,7 @@ fn boots(file: &[u8]) {
     std::fs::write(dir.path().join("initrd"), b"disk").unwrap();
     *initrd = Some(dir.path().join("initrd"));
     *cmdline = "line".to_owned();
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let machine = launch(config, &console);
     machine.resume().unwrap();
     assert_powers_off(&machine, &console);
@@ -131,7 +131,7 @@ fn panicking_guest_reports_by_pvpanic() {
     let mut code = vec![0x66, 0xba, 0x05, 0x05, 0xec, 0x04, b'0', 0x66, 0xba, 0xf8, 0x03, 0xee];
     // mov dx, 0x505; mov al, 2; out dx, al; mov al, 1; out dx, al; jmp $
     code.extend([0x66, 0xba, 0x05, 0x05, 0xb0, 2, 0xee, 0xb0, 1, 0xee, 0xeb, 0xfe]);
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let machine = launch(kernel(&Elf::new(&code).bytes(), &dir), &console);
     machine.resume().unwrap();
     assert_eq!(machine.wait_end(Some(LONG)), Some(EndReason::Panicked));
@@ -144,7 +144,7 @@ fn thirty_two_vcpus_boot() {
     if !kvm_or_skip("thirty_two_vcpus_boot") {
         return;
     }
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let spec = payload("payload,ws=1M,rate=max,passes=1");
     let machine = launch(MachineConfig { vcpus: 32, ..spec }, &console);
     machine.resume().unwrap();

@@ -16,7 +16,7 @@ fn printed(code: &[u8], data: &[u8]) -> Vec<u8> {
     all.extend((CODE_AT + ESI_BYTES + rest.len() as u32).to_le_bytes());
     all.extend(rest);
     all.extend(data);
-    let (dir, console) = (tempfile::tempdir().unwrap(), GuestConsole::new());
+    let (dir, console) = (tempfile::tempdir().unwrap(), SerialLog::new());
     let machine = launch(kernel(&Elf::new(&all).bytes(), &dir), &console);
     machine.resume().unwrap();
     assert_powers_off(&machine, &console);

@@ -82,7 +82,7 @@ fn guest_sees_the_configured_processor() {
         (format!("{baseline},-cx16"), "0---".to_owned()),
         ("host,-cx16".to_owned(), host),
     ] {
-        let console = GuestConsole::new();
+        let console = SerialLog::new();
         let config = MachineConfig { cpu: cpu.parse().unwrap(), ..kernel(&elf, &dir) };
         let machine = launch(config, &console);
         machine.resume().unwrap();
@@ -168,7 +168,7 @@ fn baseline_guest_continues_in_another_machine() {
     if !kvm_or_skip(NAME) {
         return;
     }
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let cpu = baseline_or_less(NAME);
     let config =
         MachineConfig { cpu: cpu.parse().unwrap(), vcpus: 2, ..payload("payload,ws=1M,rate=max") };

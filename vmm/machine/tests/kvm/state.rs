@@ -29,7 +29,7 @@ pub fn copy(from: &KvmMachine, to: &KvmMachine, runs: impl IntoIterator<Item = F
 
 /// Moves a running guest into a new machine: copies all memory while the guest runs, then the
 /// changed frames while it is paused.
-pub fn move_to_new(machine: &KvmMachine, console: &GuestConsole, clock: Clock) -> Arc<KvmMachine> {
+pub fn move_to_new(machine: &KvmMachine, console: &SerialLog, clock: Clock) -> Arc<KvmMachine> {
     move_to_new_on(machine, console.host(), clock)
 }
 
@@ -76,7 +76,7 @@ fn writing_guest_continues_in_another_machine() {
         // Overrun rings, where ring 0 is emulated; whole loops of the guest on every host.
         let ring = if ring_entries == smallest { 0 } else { 3 };
         for (vcpus, ws, rate) in [(1, "4M", "320M"), (2, "16M", "max")] {
-            let console = GuestConsole::new();
+            let console = SerialLog::new();
             let spec = format!("payload,ws={ws},rate={rate},pattern=random,ring={ring}");
             let config = MachineConfig { vcpus, tracking, ring_entries, ..payload(&spec) };
             let mut machine = launch(config, &console);
@@ -103,7 +103,7 @@ fn only_a_migration_shows_in_the_guests_clock() {
         return;
     }
     for (clock, shows) in [(Clock::Advance, true), (Clock::Continue, false)] {
-        let console = GuestConsole::new();
+        let console = SerialLog::new();
         let machine = launch(payload("payload,ws=1M,rate=1M"), &console);
         machine.resume().unwrap();
         console.wait_for_reports(1, 1);
@@ -132,7 +132,7 @@ fn save_and_restore_need_a_paused_guest() {
     if !kvm_or_skip("save_and_restore_need_a_paused_guest") {
         return;
     }
-    let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
+    let machine = launch(payload("payload,ws=1M"), &SerialLog::new());
     let sections = machine.save_state().unwrap();
     assert_eq!(sections.len(), 4);
     machine.restore_state(&sections, Clock::Continue).unwrap();
@@ -151,7 +151,7 @@ fn hostile_sections_are_refused() {
         return;
     }
     let host = MachineConfig { vcpus: 2, ..payload("payload,ws=1M") };
-    let machine = launch(host, &GuestConsole::new());
+    let machine = launch(host, &SerialLog::new());
     let good = machine.save_state().unwrap();
     let refused = |sections: &[Section]| {
         machine.restore_state(sections, Clock::Continue).unwrap_err().to_string()
@@ -213,7 +213,7 @@ fn unsupported_state_is_refused_by_name() {
     if !kvm_or_skip("unsupported_state_is_refused_by_name") {
         return;
     }
-    let machine = launch(payload("payload,ws=1M"), &GuestConsole::new());
+    let machine = launch(payload("payload,ws=1M"), &SerialLog::new());
     let good = machine.save_state().unwrap();
     let refused = |change: &dyn Fn(&mut [u8])| {
         let mut bad = good.clone();
@@ -255,7 +255,7 @@ fn only_a_restore_renews_the_generation_id() {
     if !kvm_or_skip("only_a_restore_renews_the_generation_id") {
         return;
     }
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let machine = launch(payload("payload,ws=1M,rate=1M"), &console);
     let sections = machine.save_state().unwrap();
     let id = |machine: &KvmMachine| {

@@ -37,7 +37,7 @@ fn throttled_times(machine: &KvmMachine) -> Vec<Duration> {
 fn check_throttle(config: MachineConfig) {
     // More than a read-only vCPU dirties again after each drain: its stack.
     const RATE: u64 = 500;
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let machine = launch(config, &console);
     let mut subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();

@@ -46,7 +46,7 @@ fn changed<'a>(before: &'a [u8], after: &'a [u8]) -> impl Iterator<Item = Gfn> +
 /// Runs `config` to the guest's own end. Returns the leaves of slot 0 and the frames whose content
 /// differs from the start.
 fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let machine = launch(config, &console);
     // Memory is read first: userfaultfd counts the first read of a frame as a touch.
     let before = memory(&machine);
@@ -157,7 +157,7 @@ fn the_smallest_ring_loses_nothing() {
     }
     let config = MachineConfig { vcpus: 2, ..payload("payload,ws=32M,rate=max,pattern=random") };
     let ring_entries = smallest_ring(&config);
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let machine = launch(MachineConfig { ring_entries, ..config }, &console);
     let subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();
@@ -201,8 +201,7 @@ fn overrun_in_ring_0_loses_nothing() {
     let smallest = smallest_ring(&config);
     let mut all_full = 0;
     for ring_entries in [smallest, 4 * smallest] {
-        let machine =
-            launch(MachineConfig { ring_entries, ..config.clone() }, &GuestConsole::new());
+        let machine = launch(MachineConfig { ring_entries, ..config.clone() }, &SerialLog::new());
         let mut subscription = machine.subscribe("test").unwrap();
         let changed = check_epochs(&machine, &mut subscription, 15, Duration::from_millis(10));
         drop(subscription);
@@ -230,7 +229,7 @@ fn guest_with_full_ring_can_be_paused() {
     }
     let config = MachineConfig { vcpus: 2, ..payload("payload,ws=32M,rate=max") };
     let ring_entries = smallest_ring(&config);
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let machine = launch(MachineConfig { ring_entries, ..config }, &console);
     let _subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();
@@ -252,7 +251,7 @@ fn nothing_is_tracked_without_subscribers() {
         return;
     }
     for tracking in modes() {
-        let console = GuestConsole::new();
+        let console = SerialLog::new();
         let config = MachineConfig { tracking, ..payload("payload,ws=16M,rate=max") };
         let machine = launch(config, &console);
         machine.resume().unwrap();
@@ -287,7 +286,7 @@ fn nothing_is_tracked_without_subscribers() {
         console.assert_no_errors();
     }
     let none = MachineConfig { tracking: TrackingMode::None, ..payload("payload,ws=16M") };
-    let machine = launch(none, &GuestConsole::new());
+    let machine = launch(none, &SerialLog::new());
     assert!(matches!(machine.subscribe("test"), Err(GuestError::NotTracked)));
     assert!(matches!(machine.collect(), Err(GuestError::NotTracked)));
 }

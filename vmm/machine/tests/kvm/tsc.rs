@@ -59,7 +59,7 @@ fn counters_of_all_vcpus_agree_after_a_restore() {
         assert!(output.contains("1 passed"), "{output}");
         return;
     }
-    let console = GuestConsole::new();
+    let console = SerialLog::new();
     let config = MachineConfig { vcpus: 4, ..payload("payload,ws=1M,rate=1M") };
     let mut machine = launch(config, &console);
     let mut before = vcpus();
