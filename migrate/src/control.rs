@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::protocol::decision::Resolution;
 use crate::report::VcpuThrottle;
-use crate::transport::stop::{Stop, TooLate};
+use crate::transport::stop::{StopFlag, TooLate};
 
 /// The phases of a migration, at either end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -119,11 +119,11 @@ impl From<TooLate> for ControlError {
 /// The handle to a migration at its source. One handle serves one migration.
 #[derive(Debug, Default)]
 pub struct SendControl {
-    pub(crate) stop: Arc<Stop>,
+    pub(crate) stop: Arc<StopFlag>,
     progress: Mutex<Progress>,
     resolution: Mutex<Option<Resolution>>,
     /// Ends a question to the destination that is under way when the operator resolves.
-    pub(crate) resolved: Arc<Stop>,
+    pub(crate) resolved: Arc<StopFlag>,
 }
 
 impl SendControl {
@@ -140,8 +140,8 @@ impl SendControl {
 
     /// Whether the hand-over record is being written, or was: from then on the guest may be the
     /// destination's, until `send` returns.
-    pub fn is_sealed(&self) -> bool {
-        self.stop.is_sealed()
+    pub fn is_committed(&self) -> bool {
+        self.stop.is_committed()
     }
 
     /// Where the migration stands.
@@ -172,7 +172,7 @@ impl SendControl {
 /// The handle to a destination that waits for a guest or receives one.
 #[derive(Debug, Default)]
 pub struct ReceiveControl {
-    pub(crate) stop: Arc<Stop>,
+    pub(crate) stop: Arc<StopFlag>,
     progress: Mutex<Progress>,
 }
 

@@ -9,17 +9,17 @@ const EVERY: Duration = Duration::from_secs(1);
 
 /// The lines of one kind.
 #[derive(Debug)]
-pub(crate) struct LogLimit(Mutex<State>);
+pub(crate) struct LogLimit(Mutex<LogLimitState>);
 
 #[derive(Debug)]
-struct State {
+struct LogLimitState {
     shown: Option<Instant>,
     unshown: u64,
 }
 
 impl LogLimit {
     pub(crate) const fn new() -> Self {
-        Self(Mutex::new(State { shown: None, unshown: 0 }))
+        Self(Mutex::new(LogLimitState { shown: None, unshown: 0 }))
     }
 
     /// Whether the next line may be shown: with the number of those that were not since the last
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_line_a_second_is_shown_and_the_others_counted() {
+    fn one_line_a_second_is_shown() {
         let (limit, begun) = (LogLimit::new(), Instant::now());
         assert_eq!(limit.admit_at(begun), Some(0));
         for ms in 0..999 {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use common::raw::{
     JOIN, MOVE, QUERY, admitted, ask, caller, ends, golden, greeted, header, hello, next, record,
 };
-use common::{Host, LONG, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
+use common::{HostPair, LONG, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
 use driftline_format::FORMAT_VERSION;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{Lifecycle, RunState};
@@ -49,7 +49,7 @@ fn alone() -> MutexGuard<'static, ()> {
 
 /// Threads of migrations, and file descriptors of this process. Threads of the test harness come
 /// and go meanwhile, so they do not count.
-fn held() -> (usize, usize) {
+fn threads_and_files() -> (usize, usize) {
     let threads = std::fs::read_dir("/proc/self/task").unwrap().filter(|thread| {
         // A thread that has ended since has no name.
         let name = std::fs::read_to_string(thread.as_ref().unwrap().path().join("comm"));
@@ -71,7 +71,7 @@ fn files(dir: &Path) -> usize {
 /// Waits until threads and descriptors are no more than `before`.
 fn as_before(before: (usize, usize)) {
     let done = || {
-        let now = held();
+        let now = threads_and_files();
         now.0 <= before.0 && now.1 <= before.1
     };
     within(LONG, &format!("as before: {before:?}"), done);
@@ -79,29 +79,29 @@ fn as_before(before: (usize, usize)) {
 
 /// Waits until the receiver has ended the threads of connections that were displaced.
 fn serves_few(before: (usize, usize)) {
-    let done = || held().0 <= before.0 + SERVED;
+    let done = || threads_and_files().0 <= before.0 + SERVED;
     within(LONG, &format!("at most {SERVED} more threads: {before:?}"), done);
 }
 
 /// What this process holds once `there` listens and has answered.
-fn at_rest(host: &Host, there: &Receiver) -> (usize, usize) {
-    assert_eq!(ask(&there.to, [1; 16], site(host)), DISCARDED);
-    held()
+fn at_rest(hosts: &HostPair, there: &Receiver) -> (usize, usize) {
+    assert_eq!(ask(&there.to, [1; 16], site(hosts)), DISCARDED);
+    threads_and_files()
 }
 
-fn site(host: &Host) -> [u8; 16] {
-    Records::open(host.destination_records()).unwrap().site().into_bytes()
+fn site(hosts: &HostPair) -> [u8; 16] {
+    Records::open(hosts.destination_records()).unwrap().site().into_bytes()
 }
 
 /// A guest moves there.
 fn takes_a_guest(
-    host: &Host,
+    hosts: &HostPair,
     there: Receiver,
     connections: u32,
     context: &str,
 ) -> Received<MemoryGuest> {
-    let guest = host.start(MemoryConfig::small());
-    let mut options = quick_send(host);
+    let guest = hosts.start(MemoryConfig::small());
+    let mut options = quick_send(hosts);
     options.connections = connections;
     let sent = Sender::start(&guest, &there.to, &options).result();
     sent.unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -109,43 +109,43 @@ fn takes_a_guest(
     assert_eq!(guest.run_state(), RunState::Stopped, "{context}");
     assert_eq!(arrived.guest.run_state(), RunState::Running, "{context}");
     arrived.guest.verify().unwrap_or_else(|e| panic!("{context}: {e}"));
-    assert_eq!(host.drive.most_running(), 1, "{context}: I7");
+    assert_eq!(hosts.drive.most_running(), 1, "{context}: I7");
     arrived
 }
 
 /// No wait of this receiver ends by itself within the test.
-fn patient(host: &Host) -> Receiver {
-    let mut options = host.receive_options();
+fn receiver_without_timeouts(hosts: &HostPair) -> Receiver {
+    let mut options = hosts.receive_options();
     options.handshake_timeout = Duration::from_secs(600);
     options.progress_timeout = Duration::from_secs(600);
-    host.receiver_with(options)
+    hosts.receiver_with(options)
 }
 
 #[test]
 fn questions_about_unknown_tokens_leave_nothing() {
     let _alone = alone();
-    let host = Host::new();
-    let there = host.receiver();
-    let site = site(&host);
+    let hosts = HostPair::new();
+    let there = hosts.receiver();
+    let site = site(&hosts);
     let question = |n: u128| {
         assert_eq!(ask(&there.to, (n | 1 << 100).to_le_bytes(), site), DISCARDED);
     };
     // What the first ones need stays: threads' stacks that the allocator keeps, for one.
     (0..100).for_each(question);
-    let (before, memory) = (files(&host.destination_records()), resident());
+    let (before, memory) = (files(&hosts.destination_records()), resident());
     attack(2_000, |n| question(100 + u128::from(n)));
-    assert_eq!(files(&host.destination_records()), before);
+    assert_eq!(files(&hosts.destination_records()), before);
     let grown = resident().saturating_sub(memory);
     assert!(grown < 16 << 20, "{grown} bytes more");
-    takes_a_guest(&host, there, 1, "after questions");
+    takes_a_guest(&hosts, there, 1, "after questions");
 }
 
 #[test]
-fn idle_connections_keep_out_neither_questions_nor_connections_that_join() {
+fn idle_connections_do_not_exclude_queries_or_joins() {
     let _alone = alone();
-    let host = Host::new();
-    let there = patient(&host);
-    let before = at_rest(&host, &there);
+    let hosts = HostPair::new();
+    let there = receiver_without_timeouts(&hosts);
+    let before = at_rest(&hosts, &there);
     let mut idle: Vec<TcpStream> = Vec::new();
     attack(1, |_| {
         let mut more: Vec<TcpStream> =
@@ -156,25 +156,25 @@ fn idle_connections_keep_out_neither_questions_nor_connections_that_join() {
         idle = more;
     });
     serves_few(before);
-    assert_eq!(ask(&there.to, [7; 16], site(&host)), DISCARDED);
+    assert_eq!(ask(&there.to, [7; 16], site(&hosts)), DISCARDED);
     let to = there.to.clone();
-    let arrived = takes_a_guest(&host, there, 4, "beside idle connections");
+    let arrived = takes_a_guest(&hosts, there, 4, "beside idle connections");
     // What answers for the guest that has arrived is bounded, too.
     for purpose in [MOVE, JOIN, QUERY] {
         idle.extend((0..20).map(|_| caller(&to, purpose)));
     }
     serves_few(before);
-    assert_eq!(ask(&to, [8; 16], site(&host)), DISCARDED);
+    assert_eq!(ask(&to, [8; 16], site(&hosts)), DISCARDED);
     drop((idle, arrived));
     as_before(before);
 }
 
 #[test]
-fn connections_that_join_nothing_keep_nobody_out() {
+fn stray_joins_exclude_no_other_caller() {
     let _alone = alone();
-    let host = Host::new();
-    let there = patient(&host);
-    let before = at_rest(&host, &there);
+    let hosts = HostPair::new();
+    let there = receiver_without_timeouts(&hosts);
+    let before = at_rest(&hosts, &there);
     let mut refused = Vec::new();
     attack(160, |n| {
         let mut stream = greeted(&there.to, JOIN);
@@ -187,17 +187,17 @@ fn connections_that_join_nothing_keep_nobody_out() {
         }
     });
     serves_few(before);
-    takes_a_guest(&host, there, 4, "beside connections that join nothing");
+    takes_a_guest(&hosts, there, 4, "beside connections that join nothing");
     drop(refused);
     as_before(before);
 }
 
 #[test]
-fn sources_that_came_second_keep_nobody_out() {
+fn refused_sources_exclude_no_other_caller() {
     let _alone = alone();
-    let host = Host::new();
-    let there = patient(&host);
-    let before = at_rest(&host, &there);
+    let hosts = HostPair::new();
+    let there = receiver_without_timeouts(&hosts);
+    let before = at_rest(&hosts, &there);
     let (stream, ends) = (golden(), ends(&golden()));
     let mut refused = Vec::new();
     attack(12, |n| {
@@ -216,17 +216,17 @@ fn sources_that_came_second_keep_nobody_out() {
         });
     });
     serves_few(before);
-    takes_a_guest(&host, there, 1, "beside sources that came second");
+    takes_a_guest(&hosts, there, 1, "beside sources that came second");
     drop(refused);
     as_before(before);
 }
 
 #[test]
-fn short_connections_end_no_receiver() {
+fn short_connections_do_not_end_the_receiver() {
     let _alone = alone();
-    let host = Host::new();
-    let there = host.receiver();
-    let before = at_rest(&host, &there);
+    let hosts = HostPair::new();
+    let there = hosts.receiver();
+    let before = at_rest(&hosts, &there);
     let whole = [header(FORMAT_VERSION), hello(MOVE)].concat();
     let kinds: [&[u8]; 4] = [b"", &whole[..30], &[b'x'; 200], &whole];
     attack(200, |n| {
@@ -240,26 +240,26 @@ fn short_connections_end_no_receiver() {
         drop(greeted(&there.to, JOIN));
     }
     as_before(before);
-    takes_a_guest(&host, there, 1, "after short connections");
+    takes_a_guest(&hosts, there, 1, "after short connections");
 }
 
 #[test]
-fn migrations_that_fail_leave_a_receiver_as_it_was() {
+fn failed_migrations_leave_nothing_behind() {
     let _alone = alone();
-    let host = Host::new();
-    let there = host.receiver();
-    let guest = host.start(MemoryConfig::small());
+    let hosts = HostPair::new();
+    let there = hosts.receiver();
+    let guest = hosts.start(MemoryConfig::small());
     let fail = |nth| {
-        host.there.fail_next(Op::Restore, 1);
-        let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
+        hosts.there.fail_next(Op::Restore, 1);
+        let sent = Sender::start(&guest, &there.to, &quick_send(&hosts)).result();
         assert!(sent.unwrap_err().to_string().contains("restor"), "the source hears why");
         within(LONG, "it waits on", || there.waits_on() && there.control.progress().refused == nth);
     };
     fail(1);
-    let before = (held(), files(&host.destination_records()));
+    let before = (threads_and_files(), files(&hosts.destination_records()));
     attack(8, |n| fail(2 + u64::from(n)));
     as_before(before.0);
-    assert_eq!(files(&host.destination_records()), before.1);
-    let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
-    exactly_one_runs(&host, &guest, &sent, there, "after failures");
+    assert_eq!(files(&hosts.destination_records()), before.1);
+    let sent = Sender::start(&guest, &there.to, &quick_send(&hosts)).result();
+    exactly_one_runs(&hosts, &guest, &sent, there, "after failures");
 }

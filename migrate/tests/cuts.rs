@@ -7,12 +7,15 @@ mod common;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
+use common::{
+    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag,
+    within,
+};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
 /// One pass, then the rest, so that runs are alike.
-fn options(host: &Host) -> driftline_migrate::SendOptions {
-    let mut options = quick_send(host);
+fn options(hosts: &HostPair) -> driftline_migrate::SendOptions {
+    let mut options = quick_send(hosts);
     options.downtime = Duration::from_secs(60);
     options
 }
@@ -22,20 +25,20 @@ fn config() -> MemoryConfig {
 }
 
 /// Once it has written so much that there are runs long enough for FRAMES.
-fn start(host: &Host) -> Arc<MemoryGuest> {
-    let guest = host.start(config());
+fn start(hosts: &HostPair) -> Arc<MemoryGuest> {
+    let guest = hosts.start(config());
     within(LONG, "2,000 writes", || guest.writes() > 2000);
     guest
 }
 
 /// The tags that a whole migration carries: from the source, from the destination; 0 is the header.
 fn units() -> (Vec<u16>, Vec<u16>) {
-    let host = Host::new();
-    let guest = start(&host);
-    let there = host.receiver();
-    let proxy = Proxy::start(&there.to, Plan::default());
-    let sent = Sender::start(&guest, &proxy.to, &options(&host)).result();
-    exactly_one_runs(&host, &guest, &sent, there, "no cut");
+    let hosts = HostPair::new();
+    let guest = start(&hosts);
+    let there = hosts.receiver();
+    let proxy = Proxy::start(&there.to, ProxyPlan::default());
+    let sent = Sender::start(&guest, &proxy.to, &options(&hosts)).result();
+    exactly_one_runs(&hosts, &guest, &sent, there, "no cut");
     std::thread::sleep(Duration::from_millis(50));
     let seen = |tags: &Mutex<Vec<u16>>| tags.lock().unwrap().clone();
     (seen(&proxy.from_source), seen(&proxy.from_destination))
@@ -55,7 +58,7 @@ fn some_of_each(tags: &[u16]) -> Vec<(usize, u16)> {
 /// Migrations at once: most of the time they wait, for a guest's writes or for a limit.
 const AT_ONCE: usize = 4;
 
-fn cut_everywhere(cut: Cut) {
+fn cut_everywhere(cut: CutPoint) {
     let (from_source, from_destination) = units();
     assert_eq!(from_source.last(), Some(&tag("ENDED")), "{from_source:?}");
     assert_eq!(from_destination.last(), Some(&tag("RUNNING")), "{from_destination:?}");
@@ -81,15 +84,15 @@ fn each<T: Send>(all: Vec<T>, work: impl Fn(T) + Sync) {
     });
 }
 
-fn cut_at(cut: Cut, source: bool, unit: usize, tag: u16) {
+fn cut_at(cut: CutPoint, source: bool, unit: usize, tag: u16) {
     let side = if source { "source" } else { "destination" };
     let context = format!("{cut:?} unit {unit} (tag {tag}) from the {side}");
     println!("{context}");
-    let host = Host::new();
-    let guest = start(&host);
-    let mut receiving = host.receive_options();
-    let mut sending = options(&host);
-    if cut == Cut::Stall {
+    let hosts = HostPair::new();
+    let guest = start(&hosts);
+    let mut receiving = hosts.receive_options();
+    let mut sending = options(&hosts);
+    if cut == CutPoint::Stall {
         // Only limits end these: short where the stall is, long where a busy machine would reach
         // them before it.
         let limit = |here| if here { Duration::from_millis(300) } else { LONG };
@@ -99,38 +102,38 @@ fn cut_at(cut: Cut, source: bool, unit: usize, tag: u16) {
         receiving.progress_timeout = limit(true);
         sending.progress_timeout = limit(true);
         receiving.commit_deadline = Duration::from_millis(500);
-        sending.settle_timeout = Duration::from_millis(400);
+        sending.commit_timeout = Duration::from_millis(400);
     }
-    let mut there = host.receiver_with(receiving);
+    let mut there = hosts.receiver_with(receiving);
     // A busy machine may need longer than that for a whole migration.
-    there.again = cut != Cut::Stall;
-    let proxy = Proxy::start(&there.to, Plan::cut(source, At::Unit(unit), cut));
+    there.again = cut != CutPoint::Stall;
+    let proxy = Proxy::start(&there.to, ProxyPlan::cut(source, At::Unit(unit), cut));
     let sent = Sender::start(&guest, &proxy.to, &sending).result();
-    exactly_one_runs(&host, &guest, &sent, there, &context);
+    exactly_one_runs(&hosts, &guest, &sent, there, &context);
 }
 
 #[test]
 fn cut_before_every_message() {
-    cut_everywhere(Cut::Before);
+    cut_everywhere(CutPoint::Before);
 }
 
 #[test]
 fn cut_in_every_message() {
-    cut_everywhere(Cut::Within);
+    cut_everywhere(CutPoint::Within);
 }
 
 #[test]
 fn cut_after_every_message() {
-    cut_everywhere(Cut::After);
+    cut_everywhere(CutPoint::After);
 }
 
 #[test]
-fn stalled_for_ever_from_every_message_on() {
-    cut_everywhere(Cut::Stall);
+fn stall_at_every_message() {
+    cut_everywhere(CutPoint::Stall);
 }
 
 #[test]
-fn a_flipped_bit_in_any_message_is_noticed() {
+fn flipped_bit_in_any_message_is_detected() {
     let (from_source, from_destination) = units();
     for (source, mut tags) in [(true, from_source), (false, from_destination)] {
         // By tag: how many PAGES and ZERO there are differs from run to run.
@@ -146,13 +149,13 @@ fn a_flipped_bit_in_any_message_is_noticed() {
 fn flip(source: bool, tag_number: u16, byte: usize) {
     let context = format!("bit flipped in byte {byte} of tag {tag_number}");
     for _ in 0..10 {
-        let host = Host::new();
-        let guest = start(&host);
-        let there = host.receiver();
-        let plan = Plan::flip(source, At::Tag(tag_number), byte);
+        let hosts = HostPair::new();
+        let guest = start(&hosts);
+        let there = hosts.receiver();
+        let plan = ProxyPlan::flip(source, At::Tag(tag_number), byte);
         let proxy = Proxy::start(&there.to, plan);
-        let sent = Sender::start(&guest, &proxy.to, &options(&host)).result();
-        exactly_one_runs(&host, &guest, &sent, there, &context);
+        let sent = Sender::start(&guest, &proxy.to, &options(&hosts)).result();
+        exactly_one_runs(&hosts, &guest, &sent, there, &context);
         // After RUNNING the guest is there, whatever becomes of the words about it.
         let moved = [tag("RUNNING"), tag("ENDED")].contains(&tag_number);
         if sent.is_ok() == moved {

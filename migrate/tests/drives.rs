@@ -12,8 +12,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use common::{
-    At, Cut, Disked, DiskedFactory, Host, LONG, Plan, Proxy, Receiver, Sender, exactly_one_runs,
-    quick_send, tag, within,
+    At, CutPoint, DriveCopyFactory, GuestWithDrives, HostPair, LONG, Proxy, ProxyPlan, Receiver,
+    Sender, exactly_one_runs, quick_send, tag, within,
 };
 use driftline_format::{Header, MAGIC_STREAM, RecordHead};
 use driftline_guest::testing::MemoryConfig;
@@ -27,41 +27,41 @@ use proptest::prelude::*;
 const SIZES: [u64; 3] = [(4 << 20) + 512, 1536, 1 << 20];
 
 /// Hosts, and the directories of their drives.
-struct World {
-    host: Host,
+struct DriveHosts {
+    pair: HostPair,
     here: tempfile::TempDir,
     there: tempfile::TempDir,
     faults: Arc<common::CopyFaults>,
 }
 
-impl World {
+impl DriveHosts {
     fn new() -> Self {
         let dir = || tempfile::tempdir().unwrap();
-        Self { host: Host::new(), here: dir(), there: dir(), faults: Arc::default() }
+        Self { pair: HostPair::new(), here: dir(), there: dir(), faults: Arc::default() }
     }
 
-    fn guest(&self, seed: u64) -> Arc<Disked> {
+    fn guest(&self, seed: u64) -> Arc<GuestWithDrives> {
         // Less than the links here carry.
         let config = MemoryConfig { writes_per_s: 1_000, ..MemoryConfig::small() };
-        Disked::start(self.host.start(config), self.here.path(), &SIZES, seed)
+        GuestWithDrives::start(self.pair.start(config), self.here.path(), &SIZES, seed)
     }
 
     fn receiver(&self) -> Receiver {
-        let factory = DiskedFactory::new(&self.host, self.there.path());
-        self.host.receiver_of(DiskedFactory { faults: self.faults.clone(), ..factory })
+        let factory = DriveCopyFactory::new(&self.pair, self.there.path());
+        self.pair.receiver_of(DriveCopyFactory { faults: self.faults.clone(), ..factory })
     }
 
     /// Which builds guests and copies of drives with such limits.
     fn receiver_by(&self, limits: impl FnOnce(&mut ReceiveOptions)) -> Receiver {
-        let factory = DiskedFactory::new(&self.host, self.there.path());
-        let factory = DiskedFactory { faults: self.faults.clone(), ..factory };
-        let mut options = self.host.receive_options();
+        let factory = DriveCopyFactory::new(&self.pair, self.there.path());
+        let factory = DriveCopyFactory { faults: self.faults.clone(), ..factory };
+        let mut options = self.pair.receive_options();
         limits(&mut options);
-        self.host.receive(factory, options)
+        self.pair.receive(factory, options)
     }
 
     fn options(&self) -> SendOptions {
-        SendOptions { copy_drives: CopyDrives::All, ..quick_send(&self.host) }
+        SendOptions { copy_drives: CopyDrives::All, ..quick_send(&self.pair) }
     }
 
     /// Slow enough for the guest to write during passes, and a pause that takes several to reach;
@@ -80,7 +80,7 @@ impl World {
         std::fs::read_dir(self.there.path()).unwrap().count()
     }
 
-    fn compare(&self, guest: &Disked) {
+    fn compare(&self, guest: &GuestWithDrives) {
         (0..SIZES.len()).for_each(|i| guest.compare(i, &self.copy(i)));
     }
 }
@@ -93,21 +93,21 @@ proptest! {
     })]
 
     #[test]
-    fn the_copy_is_what_the_guest_wrote_whenever_it_wrote_it(
+    fn copy_equals_the_disk_written_during_passes(
         seed in any::<u64>(),
         wait_ms in 0u64..40,
     ) {
-        let world = World::new();
-        let guest = world.guest(seed);
+        let hosts = DriveHosts::new();
+        let guest = hosts.guest(seed);
         std::thread::sleep(Duration::from_millis(wait_ms));
-        let there = world.receiver();
-        let options = world.slow_options();
+        let there = hosts.receiver();
+        let options = hosts.slow_options();
         let before = guest.writes.load(Ordering::SeqCst);
         let report = send(&*guest, &there.to, &options, &SendControl::new()).unwrap();
         let during = guest.writes.load(Ordering::SeqCst) - before;
         let arrived = there.guest();
         arrived.guest.verify().unwrap();
-        world.compare(&guest);
+        hosts.compare(&guest);
         prop_assert!(during > 10, "{during} writes");
         prop_assert!(report.passes.len() >= 3, "{report:?}");
         let bytes: u64 = report.passes.iter().map(|p| p.disk_bytes).sum();
@@ -116,69 +116,69 @@ proptest! {
         let half_and_more = report.disk_bytes >= all / 2 && report.passes[0].disk_bytes < all;
         prop_assert!(half_and_more, "holes are not sent: {report:?}");
         prop_assert_eq!(arrived.report.disk_bytes, report.disk_bytes);
-        prop_assert_eq!(world.host.drive.most_running(), 1, "I7");
+        prop_assert_eq!(hosts.pair.drive.most_running(), 1, "I7");
     }
 }
 
 #[test]
-fn drives_go_along_with_whatever_else_is_asked_for() {
-    let world = World::new();
-    let guest = world.guest(17);
-    let there = world.receiver();
+fn drives_are_copied_with_all_other_options() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(17);
+    let there = hosts.receiver();
     let options = SendOptions {
         connections: 3,
         compression: Compression::Lz4,
         verify: true,
-        ..world.slow_options()
+        ..hosts.slow_options()
     };
     let report = send(&*guest, &there.to, &options, &SendControl::new()).unwrap();
     there.guest().guest.verify().unwrap();
-    world.compare(&guest);
+    hosts.compare(&guest);
     assert!(report.passes.len() >= 3, "{report:?}");
 }
 
 #[test]
-fn drives_that_are_not_named_stay() {
-    let world = World::new();
-    let guest = world.guest(3);
-    let there = world.receiver();
+fn only_named_drives_are_copied() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(3);
+    let there = hosts.receiver();
     let named = |names: &[&str]| {
         let names = names.iter().map(|name| (*name).to_owned()).collect();
-        SendOptions { copy_drives: CopyDrives::Named(names), ..world.options() }
+        SendOptions { copy_drives: CopyDrives::Named(names), ..hosts.options() }
     };
     let error = send(&*guest, &there.to, &named(&["disk7"]), &SendControl::new()).unwrap_err();
     assert!(error.to_string().contains("\"disk7\""), "{error}");
     assert_eq!(guest.run_state(), RunState::Running);
     send(&*guest, &there.to, &named(&["disk2"]), &SendControl::new()).unwrap();
     there.guest().guest.verify().unwrap();
-    assert_eq!(world.copies(), 1);
-    guest.compare(2, &world.copy(2));
+    assert_eq!(hosts.copies(), 1);
+    guest.compare(2, &hosts.copy(2));
 }
 
 #[test]
-fn a_guest_without_drives_has_none_to_send() {
-    let world = World::new();
-    let guest = world.host.start(MemoryConfig::still());
-    let there = world.receiver();
-    let error = send(&*guest, &there.to, &world.options(), &SendControl::new()).unwrap_err();
+fn guest_without_drives_cannot_copy_drives() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.pair.start(MemoryConfig::still());
+    let there = hosts.receiver();
+    let error = send(&*guest, &there.to, &hosts.options(), &SendControl::new()).unwrap_err();
     assert!(error.to_string().contains("copying disks"), "{error}");
     assert!(error.to_string().contains("the guest has none"), "{error}");
-    send(&*guest, &there.to, &quick_send(&world.host), &SendControl::new()).unwrap();
+    send(&*guest, &there.to, &quick_send(&hosts.pair), &SendControl::new()).unwrap();
     there.guest().guest.verify().unwrap();
 }
 
 #[test]
-fn a_host_that_makes_no_copies_refuses_by_name() {
-    let world = World::new();
-    let guest = world.guest(1);
-    let there = world.host.receiver();
-    let error = send(&*guest, &there.to, &world.options(), &SendControl::new()).unwrap_err();
+fn host_without_copies_refuses_by_disk_name() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(1);
+    let there = hosts.pair.receiver();
+    let error = send(&*guest, &there.to, &hosts.options(), &SendControl::new()).unwrap_err();
     let said = error.to_string();
     assert!(said.contains("disk \"disk0\" (4194816 bytes)"), "{said}");
     assert!(said.contains("no copies of drives are made here"), "{said}");
     assert_eq!(guest.run_state(), RunState::Running);
     within(LONG, "it waits on", || there.waits_on());
-    let sent = Sender::start(guest.guest(), &there.to, &quick_send(&world.host)).result();
+    let sent = Sender::start(guest.guest(), &there.to, &quick_send(&hosts.pair)).result();
     sent.unwrap();
     there.guest().guest.verify().unwrap();
 }
@@ -186,9 +186,9 @@ fn a_host_that_makes_no_copies_refuses_by_name() {
 /// A destination of before there were copies: it says hello, without the feature, and hears the
 /// rest.
 #[test]
-fn a_destination_that_is_too_old_is_told_so() {
-    let world = World::new();
-    let guest = world.guest(2);
+fn destination_without_the_feature_gets_abort() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(2);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = listener.local_addr().unwrap().to_string();
     let old = std::thread::spawn(move || {
@@ -216,7 +216,7 @@ fn a_destination_that_is_too_old_is_told_so() {
         }
         heard
     });
-    let error = send(&*guest, &to, &world.options(), &SendControl::new()).unwrap_err().to_string();
+    let error = send(&*guest, &to, &hosts.options(), &SendControl::new()).unwrap_err().to_string();
     assert!(error.contains("does not offer copies of disks (--copy-disks)"), "{error}");
     assert!(error.ends_with("the guest continues here"), "{error}");
     let heard = old.join().unwrap();
@@ -227,13 +227,13 @@ fn a_destination_that_is_too_old_is_told_so() {
 
 /// The connection cut in every message: exactly one guest runs, and of a guest that did not go
 /// there is no copy.
-fn cut_everywhere(cut: Cut) {
+fn cut_everywhere(cut: CutPoint) {
     let units = {
-        let (world, plan) = (World::new(), Plan::default());
-        let (guest, there) = (world.guest(5), world.receiver());
+        let (hosts, plan) = (DriveHosts::new(), ProxyPlan::default());
+        let (guest, there) = (hosts.guest(5), hosts.receiver());
         let proxy = Proxy::start(&there.to, plan);
-        let sent = Sender::start(&guest, &proxy.to, &one_pass(&world)).result();
-        exactly_one_runs(&world.host, guest.guest(), &sent, there, "no cut");
+        let sent = Sender::start(&guest, &proxy.to, &one_pass(&hosts)).result();
+        exactly_one_runs(&hosts.pair, guest.guest(), &sent, there, "no cut");
         let units = proxy.from_source.lock().unwrap().clone();
         for name in ["DRIVES", "BLOCKS", "BLOCK_ZEROS", "BLOCKS_END"] {
             assert!(units.contains(&tag(name)), "{name} in {units:?}");
@@ -245,91 +245,91 @@ fn cut_everywhere(cut: Cut) {
     for (unit, t) in units.iter().enumerate().filter(|(_, t)| about_drives(t) || after.contains(t))
     {
         let context = format!("{cut:?} unit {unit} (tag {t})");
-        let world = World::new();
-        let (guest, there) = (world.guest(unit as u64), world.receiver());
-        let proxy = Proxy::start(&there.to, Plan::cut(true, At::Unit(unit), cut));
-        let sent = Sender::start(&guest, &proxy.to, &one_pass(&world)).result();
+        let hosts = DriveHosts::new();
+        let (guest, there) = (hosts.guest(unit as u64), hosts.receiver());
+        let proxy = Proxy::start(&there.to, ProxyPlan::cut(true, At::Unit(unit), cut));
+        let sent = Sender::start(&guest, &proxy.to, &one_pass(&hosts)).result();
         let moved = sent.is_ok();
-        exactly_one_runs(&world.host, guest.guest(), &sent, there, &context);
+        exactly_one_runs(&hosts.pair, guest.guest(), &sent, there, &context);
         match moved {
-            true => world.compare(&guest),
-            false => assert_eq!(world.copies(), 0, "{context}"),
+            true => hosts.compare(&guest),
+            false => assert_eq!(hosts.copies(), 0, "{context}"),
         }
     }
 }
 
 /// One pass, then the rest, so that runs are alike.
-fn one_pass(world: &World) -> SendOptions {
-    SendOptions { downtime: Duration::from_secs(60), ..world.options() }
+fn one_pass(hosts: &DriveHosts) -> SendOptions {
+    SendOptions { downtime: Duration::from_secs(60), ..hosts.options() }
 }
 
 #[test]
 fn cut_within_messages_about_drives() {
-    cut_everywhere(Cut::Within);
+    cut_everywhere(CutPoint::Within);
 }
 
 #[test]
 fn cut_after_messages_about_drives() {
-    cut_everywhere(Cut::After);
+    cut_everywhere(CutPoint::After);
 }
 
 #[test]
-fn a_full_disk_there_leaves_the_guest_here() {
-    let world = World::new();
-    let guest = world.guest(9);
+fn full_destination_disk_fails_the_migration() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(9);
     for (room, loses, why) in [
         (1 << 20, false, "writing its copy: No space left on device"),
         (0, true, "making its copy durable: Input/output error"),
     ] {
-        world.faults.room.store(room, Ordering::SeqCst);
-        world.faults.loses.store(loses, Ordering::SeqCst);
-        let there = world.receiver();
-        let error = send(&*guest, &there.to, &world.options(), &SendControl::new()).unwrap_err();
+        hosts.faults.room.store(room, Ordering::SeqCst);
+        hosts.faults.loses.store(loses, Ordering::SeqCst);
+        let there = hosts.receiver();
+        let error = send(&*guest, &there.to, &hosts.options(), &SendControl::new()).unwrap_err();
         let said = error.to_string();
         assert!(said.contains("copying disk \"disk0\" failed") && said.contains(why), "{said}");
         assert!(said.ends_with("the guest continues here"), "{said}");
         assert_eq!(guest.run_state(), RunState::Running);
         let refused = there.failure();
         assert!(refused.contains(why), "{refused}");
-        assert_eq!(world.copies(), 0, "nothing is left");
+        assert_eq!(hosts.copies(), 0, "nothing is left");
     }
-    world.faults.room.store(0, Ordering::SeqCst);
-    world.faults.loses.store(false, Ordering::SeqCst);
-    let there = world.receiver();
-    send(&*guest, &there.to, &world.options(), &SendControl::new()).unwrap();
+    hosts.faults.room.store(0, Ordering::SeqCst);
+    hosts.faults.loses.store(false, Ordering::SeqCst);
+    let there = hosts.receiver();
+    send(&*guest, &there.to, &hosts.options(), &SendControl::new()).unwrap();
     there.guest().guest.verify().unwrap();
-    world.compare(&guest);
+    hosts.compare(&guest);
 }
 
 #[test]
-fn drives_do_not_hide_that_a_guest_outruns_the_link() {
-    let world = World::new();
-    let guest = world.guest(11);
-    let there = world.receiver();
-    let mut options = world.options();
+fn fast_writer_with_drives_is_given_up() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(11);
+    let there = hosts.receiver();
+    let mut options = hosts.options();
     (options.downtime, options.max_passes) = (Duration::ZERO, 3);
     let nap = || std::thread::sleep(Duration::from_millis(30));
-    let plan = Plan::default().before_from_source(tag("PASS_END"), nap);
+    let plan = ProxyPlan::default().before_from_source(tag("PASS_END"), nap);
     let proxy = Proxy::start(&there.to, plan);
     let error = send(&*guest, &proxy.to, &options, &SendControl::new()).unwrap_err();
     assert!(error.to_string().contains("outruns the link"), "{error}");
     assert_eq!(guest.run_state(), RunState::Running);
     assert!(there.failure().contains("outruns the link"));
-    assert_eq!(world.copies(), 0);
+    assert_eq!(hosts.copies(), 0);
 }
 
 #[test]
-fn copy_that_hangs_leaves_the_guest_here() {
-    let world = World::new();
-    let guest = world.guest(13);
-    let faults = &world.faults;
+fn hanging_copy_fails_the_migration() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(13);
+    let faults = &hosts.faults;
     for (hangs, why) in
         [(&faults.write_hangs, "writing its copy"), (&faults.sync_hangs, "making its copy durable")]
     {
         hangs.store(true, Ordering::SeqCst);
-        let there = world.receiver_by(|o| o.disk_limit = Duration::from_millis(500));
+        let there = hosts.receiver_by(|o| o.disk_limit = Duration::from_millis(500));
         // Longer than the destination waits for its storage.
-        let options = SendOptions { progress_timeout: LONG, ..world.options() };
+        let options = SendOptions { progress_timeout: LONG, ..hosts.options() };
         let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
         let said = error.to_string();
         assert!(said.contains("copying disk \"disk0\" failed") && said.contains(why), "{said}");
@@ -340,35 +340,35 @@ fn copy_that_hangs_leaves_the_guest_here() {
         assert!(refused.contains(why), "{refused}");
         // It answers after all: what was left behind goes.
         hangs.store(false, Ordering::SeqCst);
-        within(LONG, "the copies are gone", || world.copies() == 0);
+        within(LONG, "the copies are gone", || hosts.copies() == 0);
     }
 }
 
 #[test]
 fn stop_ends_a_receiver_whose_copy_hangs() {
-    let world = World::new();
-    let guest = world.guest(15);
-    world.faults.write_hangs.store(true, Ordering::SeqCst);
-    let there = world.receiver_by(|o| o.disk_limit = LONG);
-    let options = SendOptions { progress_timeout: LONG, ..world.options() };
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(15);
+    hosts.faults.write_hangs.store(true, Ordering::SeqCst);
+    let there = hosts.receiver_by(|o| o.disk_limit = LONG);
+    let options = SendOptions { progress_timeout: LONG, ..hosts.options() };
     let sending = Sender::start(&guest, &there.to, &options);
-    within(LONG, "a write hangs", || world.faults.hung.load(Ordering::SeqCst) > 0);
+    within(LONG, "a write hangs", || hosts.faults.hung.load(Ordering::SeqCst) > 0);
     there.control.cancel().unwrap();
     let said = sending.result().unwrap_err().to_string();
     assert!(said.contains("the receiver was stopped"), "{said}");
     assert_eq!(guest.run_state(), RunState::Running);
     let refused = there.error();
     assert!(matches!(refused.cause, driftline_migrate::Cause::Cancelled), "{refused}");
-    world.faults.write_hangs.store(false, Ordering::SeqCst);
+    hosts.faults.write_hangs.store(false, Ordering::SeqCst);
 }
 
 #[test]
-fn guest_whose_copies_cannot_be_made_is_refused() {
-    let world = World::new();
-    let guest = world.guest(19);
-    world.faults.make_hangs.store(true, Ordering::SeqCst);
-    let there = world.receiver_by(|o| o.build_limit = Duration::from_millis(500));
-    let options = SendOptions { setup_timeout: LONG, ..world.options() };
+fn hanging_creation_of_copies_is_refused() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(19);
+    hosts.faults.make_hangs.store(true, Ordering::SeqCst);
+    let there = hosts.receiver_by(|o| o.build_limit = Duration::from_millis(500));
+    let options = SendOptions { setup_timeout: LONG, ..hosts.options() };
     let late = "was not built within 500ms (its disks or copies may be on storage that does not";
     let full = "earlier guests are still being built";
     for why in [late, late, late, late, full, full] {
@@ -379,93 +379,93 @@ fn guest_whose_copies_cannot_be_made_is_refused() {
         assert_eq!(guest.run_state(), RunState::Running);
         within(LONG, "it waits on", || there.waits_on());
     }
-    within(LONG, "four threads hang", || world.faults.hung.load(Ordering::SeqCst) == 4);
+    within(LONG, "four threads hang", || hosts.faults.hung.load(Ordering::SeqCst) == 4);
     // They answer after all: what was left behind goes.
-    world.faults.make_hangs.store(false, Ordering::SeqCst);
+    hosts.faults.make_hangs.store(false, Ordering::SeqCst);
     within(LONG, "the next guest is built", || {
         send(&*guest, &there.to, &options, &SendControl::new()).is_ok()
     });
     there.guest().guest.verify().unwrap();
-    world.compare(&guest);
+    hosts.compare(&guest);
 }
 
 #[test]
 fn guest_is_built_beside_one_whose_storage_hangs() {
-    let world = World::new();
-    let guest = world.guest(27);
-    world.faults.make_hangs.store(true, Ordering::SeqCst);
-    let there = world.receiver_by(|o| o.build_limit = Duration::from_millis(500));
-    let options = SendOptions { setup_timeout: LONG, ..world.options() };
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(27);
+    hosts.faults.make_hangs.store(true, Ordering::SeqCst);
+    let there = hosts.receiver_by(|o| o.build_limit = Duration::from_millis(500));
+    let options = SendOptions { setup_timeout: LONG, ..hosts.options() };
     let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
     assert!(error.to_string().contains("was not built within 500ms"), "{error}");
     within(LONG, "it waits on", || there.waits_on());
     // Another one, of which no copies are made. A busy host may take longer than the limit.
     within(LONG, "another one is built", || {
-        let sent = Sender::start(guest.guest(), &there.to, &quick_send(&world.host)).result();
+        let sent = Sender::start(guest.guest(), &there.to, &quick_send(&hosts.pair)).result();
         let late =
             |e: &driftline_migrate::SendError| e.to_string().contains("was not built within");
         sent.inspect_err(|e| assert!(late(e), "{e}")).is_ok()
     });
     there.guest().guest.verify().unwrap();
-    assert_eq!(world.copies(), 0, "the first one's storage hangs still");
-    world.faults.make_hangs.store(false, Ordering::SeqCst);
+    assert_eq!(hosts.copies(), 0, "the first one's storage hangs still");
+    hosts.faults.make_hangs.store(false, Ordering::SeqCst);
 }
 
 #[test]
-fn stop_ends_a_receiver_whose_copies_are_not_made() {
-    let world = World::new();
-    let guest = world.guest(21);
-    world.faults.make_hangs.store(true, Ordering::SeqCst);
-    let there = world.receiver_by(|o| o.build_limit = LONG);
-    let options = SendOptions { setup_timeout: LONG, ..world.options() };
+fn stop_ends_a_receiver_that_makes_copies() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(21);
+    hosts.faults.make_hangs.store(true, Ordering::SeqCst);
+    let there = hosts.receiver_by(|o| o.build_limit = LONG);
+    let options = SendOptions { setup_timeout: LONG, ..hosts.options() };
     let sending = Sender::start(&guest, &there.to, &options);
-    within(LONG, "it hangs", || world.faults.hung.load(Ordering::SeqCst) > 0);
+    within(LONG, "it hangs", || hosts.faults.hung.load(Ordering::SeqCst) > 0);
     there.control.cancel().unwrap();
     let said = sending.result().unwrap_err().to_string();
     assert!(said.contains("the receiver was stopped"), "{said}");
     let refused = there.error();
     assert!(matches!(refused.cause, driftline_migrate::Cause::Cancelled), "{refused}");
-    world.faults.make_hangs.store(false, Ordering::SeqCst);
-    within(LONG, "the copies are gone", || world.copies() == 0);
+    hosts.faults.make_hangs.store(false, Ordering::SeqCst);
+    within(LONG, "the copies are gone", || hosts.copies() == 0);
 }
 
 /// Many drives of a block: the receiving thread waits for the first one while few bytes come. With
 /// `DRIFTLINE_FULL=1` alone: the window has to be longer than a busy machine may stall.
 #[test]
-fn source_is_not_too_slow_while_storage_makes_it_wait() {
+fn storage_waits_do_not_count_as_source_pace() {
     if std::env::var("DRIFTLINE_FULL").as_deref() != Ok("1") {
         return;
     }
-    let world = World::new();
-    let guest = world.host.start(MemoryConfig::still());
-    let guest = Disked::start(guest, world.here.path(), &[4096; 24], 23);
-    let faults = &world.faults;
+    let hosts = DriveHosts::new();
+    let guest = hosts.pair.start(MemoryConfig::still());
+    let guest = GuestWithDrives::start(guest, hosts.here.path(), &[4096; 24], 23);
+    let faults = &hosts.faults;
     faults.write_hangs.store(true, Ordering::SeqCst);
     let window = LONG / 2;
-    let there = world.receiver_by(|o| (o.disk_limit, o.pace_window) = (2 * LONG, window));
-    let options = SendOptions { progress_timeout: 2 * LONG, ..world.options() };
+    let there = hosts.receiver_by(|o| (o.disk_limit, o.pace_window) = (2 * LONG, window));
+    let options = SendOptions { progress_timeout: 2 * LONG, ..hosts.options() };
     let sending = Sender::start(&guest, &there.to, &options);
     within(LONG, "a write hangs", || faults.hung.load(Ordering::SeqCst) > 0);
     std::thread::sleep(window + Duration::from_secs(1));
     faults.write_hangs.store(false, Ordering::SeqCst);
     sending.result().unwrap();
     there.guest().guest.verify().unwrap();
-    (0..24).for_each(|i| guest.compare(i, &world.copy(i)));
+    (0..24).for_each(|i| guest.compare(i, &hosts.copy(i)));
 }
 
 #[test]
-fn no_guest_is_built_while_copies_of_the_last_are_being_removed() {
-    let world = World::new();
-    let guest = world.guest(25);
-    world.faults.write_hangs.store(true, Ordering::SeqCst);
-    let there = world.receiver_by(|o| o.disk_limit = Duration::from_millis(500));
+fn no_guest_is_built_while_copies_are_removed() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(25);
+    hosts.faults.write_hangs.store(true, Ordering::SeqCst);
+    let there = hosts.receiver_by(|o| o.disk_limit = Duration::from_millis(500));
     for why in ["copying disk \"disk0\" failed", "are still being removed"] {
-        let error = send(&*guest, &there.to, &world.options(), &SendControl::new()).unwrap_err();
+        let error = send(&*guest, &there.to, &hosts.options(), &SendControl::new()).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
         within(LONG, "it waits on", || there.waits_on());
     }
-    world.faults.write_hangs.store(false, Ordering::SeqCst);
-    within(LONG, "the copies are gone", || world.copies() == 0);
+    hosts.faults.write_hangs.store(false, Ordering::SeqCst);
+    within(LONG, "the copies are gone", || hosts.copies() == 0);
     there.control.cancel().unwrap();
     there.error();
 }

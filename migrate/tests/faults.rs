@@ -6,78 +6,81 @@ mod common;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
+use common::{
+    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag,
+    within,
+};
 use driftline_guest::testing::{MemoryConfig, Op};
 use driftline_guest::{HandOver, Lifecycle, RunState};
 use driftline_migrate::{Cause, ControlError, GuestPlace, Phase, Records, Resolution, SendStatus};
 
 /// One pass, then the rest.
-fn options(host: &Host) -> driftline_migrate::SendOptions {
-    let mut options = quick_send(host);
+fn options(hosts: &HostPair) -> driftline_migrate::SendOptions {
+    let mut options = quick_send(hosts);
     options.downtime = Duration::from_secs(60);
     options
 }
 
 #[test]
-fn whatever_fails_at_the_destination_the_source_runs_on() {
+fn failure_at_the_destination_resumes_the_source() {
     for (op, word) in [
         (Op::Create, "building the guest"),
         (Op::Restore, "restor"),
         (Op::Acquire, "discarded"),
         (Op::Resume, "discarded"),
     ] {
-        let host = Host::new();
-        let guest = host.start(MemoryConfig::small());
-        host.there.fail_next(op, 1);
-        let there = host.receiver();
-        let sent = Sender::start(&guest, &there.to, &options(&host)).result();
+        let hosts = HostPair::new();
+        let guest = hosts.start(MemoryConfig::small());
+        hosts.there.fail_next(op, 1);
+        let there = hosts.receiver();
+        let sent = Sender::start(&guest, &there.to, &options(&hosts)).result();
         let error = sent.as_ref().unwrap_err().to_string();
         assert!(error.contains(word), "{op:?}: {error}");
-        assert!(!host.drive.is_held() || guest.run_state() == RunState::Running, "{op:?}");
-        exactly_one_runs(&host, &guest, &sent, there, &format!("{op:?} fails there"));
+        assert!(!hosts.drive.is_held() || guest.run_state() == RunState::Running, "{op:?}");
+        exactly_one_runs(&hosts, &guest, &sent, there, &format!("{op:?} fails there"));
     }
 }
 
 #[test]
-fn whatever_fails_at_the_source_it_runs_on() {
+fn failure_at_the_source_resumes_it() {
     for op in
         [Op::Pause, Op::Save, Op::Release, Op::Detach, Op::Subscribe, Op::Collect, Op::Populated]
     {
-        let host = Host::new();
-        let guest = host.start(MemoryConfig::small());
-        host.here.fail_next(op, 1);
-        let there = host.receiver();
-        let sent = Sender::start(&guest, &there.to, &options(&host)).result();
+        let hosts = HostPair::new();
+        let guest = hosts.start(MemoryConfig::small());
+        hosts.here.fail_next(op, 1);
+        let there = hosts.receiver();
+        let sent = Sender::start(&guest, &there.to, &options(&hosts)).result();
         let cause = &sent.as_ref().unwrap_err().cause;
         assert!(matches!(cause, Cause::Guest(_)), "{op:?}: {cause}");
-        exactly_one_runs(&host, &guest, &sent, there, &format!("{op:?} fails here"));
+        exactly_one_runs(&hosts, &guest, &sent, there, &format!("{op:?} fails here"));
     }
 }
 
 #[test]
-fn disks_are_flushed_after_each_pass_and_what_fails_then_is_the_guests_affair() {
+fn disks_are_flushed_after_each_pass() {
     for failing in [0, 1] {
-        let host = Host::new();
-        let guest = host.start(MemoryConfig::small());
-        host.here.fail_next(Op::Flush, failing);
-        let there = host.receiver();
-        let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
+        let hosts = HostPair::new();
+        let guest = hosts.start(MemoryConfig::small());
+        hosts.here.fail_next(Op::Flush, failing);
+        let there = hosts.receiver();
+        let sent = Sender::start(&guest, &there.to, &quick_send(&hosts)).result();
         // Beside each pass but the last, which belongs to the pause, and once before that pause; in
         // it, what is left is flushed with the release.
         let passes = sent.as_ref().unwrap().passes.len() as u64 - 1;
-        assert_eq!(host.drive.flushes(), passes + 1 - u64::from(failing));
-        exactly_one_runs(&host, &guest, &sent, there, "a flush");
+        assert_eq!(hosts.drive.flushes(), passes + 1 - u64::from(failing));
+        exactly_one_runs(&hosts, &guest, &sent, there, "a flush");
     }
 }
 
 #[test]
-fn what_came_late_goes_along_and_costs_no_migration() {
+fn late_packets_arrive_and_fail_no_migration() {
     for failing in [0, 1] {
-        let host = Host::new();
-        let guest = host.start(MemoryConfig::small());
-        host.there.fail_next(Op::Attach, failing);
-        let there = host.receiver();
-        Sender::start(&guest, &there.to, &quick_send(&host)).result().unwrap();
+        let hosts = HostPair::new();
+        let guest = hosts.start(MemoryConfig::small());
+        hosts.there.fail_next(Op::Attach, failing);
+        let there = hosts.receiver();
+        Sender::start(&guest, &there.to, &quick_send(&hosts)).result().unwrap();
         let arrived = there.guest();
         assert_eq!(arrived.guest.run_state(), RunState::Running);
         let late = arrived.guest.late();
@@ -86,27 +89,27 @@ fn what_came_late_goes_along_and_costs_no_migration() {
 }
 
 #[test]
-fn a_guest_that_cannot_be_taken_back_is_said_to_be_paused_here() {
+fn failed_resume_is_reported_as_paused_here() {
     for op in [Op::Acquire, Op::Resume] {
-        let host = Host::new();
-        let guest = host.start(MemoryConfig::small());
+        let hosts = HostPair::new();
+        let guest = hosts.start(MemoryConfig::small());
         // The first failure comes after the release: there is something to take back.
-        host.here.fail_next(Op::Detach, 1);
-        host.here.fail_next(op, 1);
-        let there = host.receiver();
-        let error = Sender::start(&guest, &there.to, &options(&host)).result().unwrap_err();
+        hosts.here.fail_next(Op::Detach, 1);
+        hosts.here.fail_next(op, 1);
+        let there = hosts.receiver();
+        let error = Sender::start(&guest, &there.to, &options(&hosts)).result().unwrap_err();
         assert!(matches!(error.guest, GuestPlace::PausedHere { .. }), "{op:?}: {error}");
         assert_eq!(guest.run_state(), RunState::Paused, "{op:?}");
         there.failure();
         guest.acquire().unwrap();
         guest.resume().unwrap();
         guest.verify().unwrap();
-        assert_eq!(host.drive.most_running(), 1);
+        assert_eq!(hosts.drive.most_running(), 1);
     }
 }
 
 #[test]
-fn it_can_be_cancelled_in_every_phase_before_the_record_and_not_after() {
+fn cancel_works_in_every_phase_before_commit() {
     let phases = [
         ("CONFIG", Phase::Setup),
         ("PASS_BEGIN", Phase::Precopy),
@@ -116,9 +119,9 @@ fn it_can_be_cancelled_in_every_phase_before_the_record_and_not_after() {
         ("STATE_END", Phase::SwitchOver),
     ];
     for (at, phase) in phases {
-        let host = Host::new();
-        let guest = host.start(MemoryConfig::small());
-        let there = host.receiver();
+        let hosts = HostPair::new();
+        let guest = hosts.start(MemoryConfig::small());
+        let there = hosts.receiver();
         let control: Arc<Mutex<Option<Arc<driftline_migrate::SendControl>>>> = Arc::default();
         let handle = control.clone();
         let cancel = move || {
@@ -129,9 +132,9 @@ fn it_can_be_cancelled_in_every_phase_before_the_record_and_not_after() {
             // So that nothing of what follows is through before it is noticed.
             std::thread::sleep(Duration::from_secs(1));
         };
-        let plan = Plan::default().before_from_source(tag(at), cancel);
+        let plan = ProxyPlan::default().before_from_source(tag(at), cancel);
         let proxy = Proxy::start(&there.to, plan);
-        let mut sending = options(&host);
+        let mut sending = options(&hosts);
         // PASS_END of pass 0, not of the last.
         sending.downtime = Duration::ZERO;
         if phase == Phase::SwitchOver {
@@ -143,18 +146,18 @@ fn it_can_be_cancelled_in_every_phase_before_the_record_and_not_after() {
         let error = sent.as_ref().unwrap_err();
         assert!(matches!(error.cause, Cause::Cancelled), "{at}: {error}");
         assert_eq!(error.phase, phase, "{at}: {error}");
-        exactly_one_runs(&host, &guest, &sent, there, &format!("cancelled at {at}"));
+        exactly_one_runs(&hosts, &guest, &sent, there, &format!("cancelled at {at}"));
     }
 }
 
 #[test]
-fn it_is_too_late_to_cancel_after_the_record() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
+fn cancel_is_refused_once_commit_is_sent() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
     let (answers, seen) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(None)));
     let (told, handle) = (answers.clone(), seen.clone());
-    let plan = Plan::default().before_from_source(tag("COMMIT"), move || {
+    let plan = ProxyPlan::default().before_from_source(tag("COMMIT"), move || {
         let control: Arc<driftline_migrate::SendControl> = loop {
             match handle.lock().unwrap().clone() {
                 Some(control) => break control,
@@ -164,81 +167,83 @@ fn it_is_too_late_to_cancel_after_the_record() {
         told.lock().unwrap().push(control.cancel());
     });
     let proxy = Proxy::start(&there.to, plan);
-    let sender = Sender::start(&guest, &proxy.to, &options(&host));
+    let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
     *seen.lock().unwrap() = Some(sender.control.clone());
     let sent = sender.result();
     assert_eq!(*answers.lock().unwrap(), [Err(ControlError::TooLate)]);
     assert!(sent.is_ok());
-    exactly_one_runs(&host, &guest, &sent, there, "cancelled too late");
+    exactly_one_runs(&hosts, &guest, &sent, there, "cancelled too late");
 }
 
 #[test]
-fn a_receiver_can_be_cancelled_while_it_waits() {
-    let host = Host::new();
-    let there = host.receiver();
+fn waiting_receiver_can_be_cancelled() {
+    let hosts = HostPair::new();
+    let there = hosts.receiver();
     within(LONG, "it waits", || there.control.progress().phase == Phase::Waiting);
     there.control.cancel().unwrap();
     assert!(matches!(there.error().cause, Cause::Cancelled));
 }
 
 #[test]
-fn without_a_place_for_its_record_the_source_keeps_the_guest() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
-    let dir = host.source_records();
+fn source_without_a_record_keeps_the_guest() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
+    let dir = hosts.source_records();
     // The source waits for the answer to it; the record is made later.
-    let plan = Plan::default().before_from_source(tag("PASS_END"), move || {
+    let plan = ProxyPlan::default().before_from_source(tag("PASS_END"), move || {
         let _ = std::fs::remove_dir_all(&dir);
     });
     let proxy = Proxy::start(&there.to, plan);
-    let sent = Sender::start(&guest, &proxy.to, &options(&host)).result();
+    let sent = Sender::start(&guest, &proxy.to, &options(&hosts)).result();
     assert!(matches!(sent.as_ref().unwrap_err().cause, Cause::Records(_)));
-    exactly_one_runs(&host, &guest, &sent, there, "no room for the source's record");
+    exactly_one_runs(&hosts, &guest, &sent, there, "no room for the source's record");
 }
 
 #[test]
-fn a_destination_that_cannot_store_its_decision_does_not_run_and_says_so_once_it_can() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
-    let dir = host.destination_records();
-    let plan = Plan::default().before_from_source(tag("COMMIT"), {
+fn unstored_decision_leaves_the_source_in_doubt() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
+    let dir = hosts.destination_records();
+    let plan = ProxyPlan::default().before_from_source(tag("COMMIT"), {
         let dir = dir.clone();
         move || std::fs::rename(&dir, dir.with_extension("gone")).unwrap()
     });
     let proxy = Proxy::start(&there.to, plan);
-    let sender = Sender::start(&guest, &proxy.to, &options(&host));
+    let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
     within(LONG, "the source is in doubt", || sender.control.progress().phase == Phase::InDoubt);
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!(sender.control.progress().phase, Phase::InDoubt, "nothing durable was said");
     assert_eq!(guest.run_state(), RunState::Paused);
-    assert_eq!(Records::open(host.source_records()).unwrap().pending().unwrap().records.len(), 1);
+    assert_eq!(Records::open(hosts.source_records()).unwrap().pending().unwrap().records.len(), 1);
     std::fs::rename(dir.with_extension("gone"), &dir).unwrap();
     let sent = sender.result();
     assert!(matches!(sent.as_ref().unwrap_err().cause, Cause::Discarded { .. }));
-    assert!(Records::open(host.source_records()).unwrap().pending().unwrap().records.is_empty());
-    exactly_one_runs(&host, &guest, &sent, there, "no room for the decision, for a while");
-    assert!(host.records_left().is_empty(), "{:?}", host.records_left());
+    assert!(Records::open(hosts.source_records()).unwrap().pending().unwrap().records.is_empty());
+    exactly_one_runs(&hosts, &guest, &sent, there, "no room for the decision, for a while");
+    assert!(hosts.records_left().is_empty(), "{:?}", hosts.records_left());
 }
 
 /// Loses RUNNING and everything after it. Returns when the source is in doubt.
 fn in_doubt(
-    host: &Host,
+    hosts: &HostPair,
 ) -> (Arc<driftline_guest::testing::MemoryGuest>, common::Receiver, Proxy, Sender) {
-    let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
-    let proxy =
-        Proxy::start(&there.to, Plan::cut_for_good(false, At::Tag(tag("RUNNING")), Cut::Before));
-    let sender = Sender::start(&guest, &proxy.to, &options(host));
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
+    let proxy = Proxy::start(
+        &there.to,
+        ProxyPlan::cut_for_good(false, At::Tag(tag("RUNNING")), CutPoint::Before),
+    );
+    let sender = Sender::start(&guest, &proxy.to, &options(hosts));
     within(LONG, "the source is in doubt", || sender.control.progress().phase == Phase::InDoubt);
     (guest, there, proxy, sender)
 }
 
 #[test]
-fn the_operator_resolves_that_the_guest_is_there() {
-    let host = Host::new();
-    let (guest, there, _proxy, sender) = in_doubt(&host);
+fn operator_discards_the_guest_in_doubt() {
+    let hosts = HostPair::new();
+    let (guest, there, _proxy, sender) = in_doubt(&hosts);
     std::thread::sleep(Duration::from_millis(200));
     assert_eq!(guest.run_state(), RunState::Paused, "it never resumes by itself");
     assert!(sender.control.progress().doubt.is_some());
@@ -246,13 +251,13 @@ fn the_operator_resolves_that_the_guest_is_there() {
     sender.control.resolve(Resolution::Discard).unwrap();
     let sent = sender.result();
     assert_eq!(sent.as_ref().unwrap().status, SendStatus::ResolvedDiscarded);
-    exactly_one_runs(&host, &guest, &sent, there, "resolved: discard");
+    exactly_one_runs(&hosts, &guest, &sent, there, "resolved: discard");
 }
 
 #[test]
-fn the_operator_resolves_that_the_guest_is_here() {
-    let host = Host::new();
-    let (guest, there, _proxy, sender) = in_doubt(&host);
+fn operator_runs_the_guest_in_doubt() {
+    let hosts = HostPair::new();
+    let (guest, there, _proxy, sender) = in_doubt(&hosts);
     // The destination dies with its guest; the operator makes sure of it.
     there.guest().guest.stop("its host died");
     sender.control.resolve(Resolution::Run).unwrap();
@@ -261,85 +266,85 @@ fn the_operator_resolves_that_the_guest_is_here() {
     assert_eq!(error.guest, GuestPlace::Here);
     assert_eq!(guest.run_state(), RunState::Running);
     guest.verify().unwrap();
-    assert_eq!(host.drive.most_running(), 1);
-    assert!(host.records_left().iter().all(|p| !p.to_string_lossy().contains(".source.")));
+    assert_eq!(hosts.drive.most_running(), 1);
+    assert!(hosts.records_left().iter().all(|p| !p.to_string_lossy().contains(".source.")));
 }
 
 #[test]
-fn a_new_receiver_on_the_same_records_answers_for_one_that_died_before_it_decided() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let mut receiving = host.receive_options();
+fn new_receiver_of_the_site_answers_discarded() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let mut receiving = hosts.receive_options();
     receiving.tell_limit = Duration::ZERO;
-    let there = host.receiver_with(receiving);
+    let there = hosts.receiver_with(receiving);
     // COMMIT never arrives, and what the first receiver decides is lost with its process.
-    let plan = Plan::cut_for_good(true, At::Tag(tag("COMMIT")), Cut::Before);
+    let plan = ProxyPlan::cut_for_good(true, At::Tag(tag("COMMIT")), CutPoint::Before);
     let proxy = Proxy::start(&there.to, plan);
-    let sender = Sender::start(&guest, &proxy.to, &options(&host));
+    let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
     within(LONG, "the source is in doubt", || sender.control.progress().phase == Phase::InDoubt);
     assert!(there.error().was_prepared);
-    for left in host.records_left() {
+    for left in hosts.records_left() {
         if left.to_string_lossy().contains(".destination.") {
             std::fs::remove_file(left).unwrap();
         }
     }
     // A receiver on another host's records knows nothing, and says so.
-    let stranger = Host::new();
+    let stranger = HostPair::new();
     let elsewhere = stranger.receiver();
     proxy.redirect(&elsewhere.to);
     within(LONG, "a stranger answers", || {
         sender.control.progress().doubt.is_some_and(|d| d.contains("does not know"))
     });
-    let second = host.receiver();
+    let second = hosts.receiver();
     proxy.redirect(&second.to);
     let sent = sender.result();
     let error = sent.as_ref().unwrap_err();
     assert!(matches!(error.cause, Cause::Discarded { .. }), "{error}");
     // It was only asked: it waits on, as after any caller that is no source.
     drop(std::net::TcpStream::connect(&second.to).unwrap());
-    exactly_one_runs(&host, &guest, &sent, second, "a new receiver answered");
+    exactly_one_runs(&hosts, &guest, &sent, second, "a new receiver answered");
     elsewhere.control.cancel().unwrap();
     elsewhere.error();
 }
 
 #[test]
-fn a_peer_that_trickles_does_not_hold_the_pause() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
+fn trickling_peer_does_not_prolong_the_pause() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
     // Everything before the pause comes as it is, however many passes there are.
-    let proxy = Proxy::start(&there.to, Plan::trickle_once_sent(tag("STATE")));
-    let mut sending = options(&host);
+    let proxy = Proxy::start(&there.to, ProxyPlan::trickle_once_sent(tag("STATE")));
+    let mut sending = options(&hosts);
     sending.switch_over_limit = Some(Duration::from_millis(500));
     let sent = Sender::start(&guest, &proxy.to, &sending).result();
     let error = sent.as_ref().unwrap_err();
     assert!(matches!(error.cause, Cause::PauseTooLong { .. }), "{error}");
     assert!(error.to_string().contains("limit of 0.5 s"), "{error}");
     assert_eq!(error.phase, Phase::SwitchOver, "{error}");
-    exactly_one_runs(&host, &guest, &sent, there, "a trickling peer in the pause");
+    exactly_one_runs(&hosts, &guest, &sent, there, "a trickling peer in the pause");
 }
 
 #[test]
-fn precopy_keeps_its_time_although_the_peer_trickles() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
+fn trickling_peer_does_not_prolong_precopy() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
     // The acknowledgement of pass 0 trickles.
-    let proxy = Proxy::start(&there.to, Plan::trickle(3));
-    let mut sending = options(&host);
+    let proxy = Proxy::start(&there.to, ProxyPlan::trickle(3));
+    let mut sending = options(&hosts);
     sending.timeout = Duration::from_millis(500);
     let sent = Sender::start(&guest, &proxy.to, &sending).result();
     let error = sent.as_ref().unwrap_err();
     assert!(matches!(error.cause, Cause::NotConverging { .. }), "{error}");
     assert!(error.to_string().contains("longer than its 0.5 s"), "{error}");
     assert_eq!(error.phase, Phase::Precopy, "{error}");
-    exactly_one_runs(&host, &guest, &sent, there, "a trickling peer in precopy");
+    exactly_one_runs(&hosts, &guest, &sent, there, "a trickling peer in precopy");
 }
 
 #[test]
-fn the_operator_is_heard_while_a_question_has_no_answer() {
-    let host = Host::new();
-    let (guest, there, proxy, sender) = in_doubt(&host);
+fn operator_resolves_during_an_unanswered_question() {
+    let hosts = HostPair::new();
+    let (guest, there, proxy, sender) = in_doubt(&hosts);
     // It takes connections and says nothing.
     let mute = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     proxy.redirect(&mute.local_addr().unwrap().to_string());
@@ -347,16 +352,16 @@ fn the_operator_is_heard_while_a_question_has_no_answer() {
     sender.control.resolve(Resolution::Discard).unwrap();
     let sent = sender.result();
     assert_eq!(sent.as_ref().unwrap().status, SendStatus::ResolvedDiscarded);
-    exactly_one_runs(&host, &guest, &sent, there, "resolved while asking");
+    exactly_one_runs(&hosts, &guest, &sent, there, "resolved while asking");
 }
 
 #[test]
-fn after_a_doubt_that_an_answer_settled_no_record_is_left() {
-    let host = Host::new();
-    let (guest, there, proxy, sender) = in_doubt(&host);
+fn answered_doubt_leaves_no_record() {
+    let hosts = HostPair::new();
+    let (guest, there, proxy, sender) = in_doubt(&hosts);
     proxy.redirect(&there.to);
     let sent = sender.result();
     assert_eq!(sent.as_ref().unwrap().status, SendStatus::Completed);
-    within(LONG, "the decision is forgotten", || host.records_left().is_empty());
-    exactly_one_runs(&host, &guest, &sent, there, "in doubt, then answered");
+    within(LONG, "the decision is forgotten", || hosts.records_left().is_empty());
+    exactly_one_runs(&hosts, &guest, &sent, there, "in doubt, then answered");
 }

@@ -6,7 +6,9 @@ mod common;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{Disked, DiskedFactory, Host, Plan, Proxy, Sender, quick_send, tag};
+use common::{
+    DriveCopyFactory, GuestWithDrives, HostPair, Proxy, ProxyPlan, Sender, quick_send, tag,
+};
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::GuestContents;
 use driftline_guest::testing::MemoryConfig;
@@ -80,7 +82,7 @@ fn version_1_with_drives_is_read() {
 }
 
 #[test]
-fn version_1_with_frames_early_state_and_packed_contents_is_read() {
+fn version_1_with_every_feature_is_read() {
     for (stream, counts, crc) in [
         (V1_EARLY, (2, 13, 3), 0xbd14_cbf7),
         (V1_WHOLE, (2, 13, 3), 0xbd14_cbf7),
@@ -96,7 +98,7 @@ fn version_1_with_frames_early_state_and_packed_contents_is_read() {
 
 /// Of FRAMES, whose content has no checksum, by the summary alone.
 #[test]
-fn every_flipped_byte_is_noticed() {
+fn every_flipped_byte_is_detected() {
     [V1, V1_LATE, V1_EARLY, V1_WHOLE, V1_FRAMES, V1_LZ4, V1_ZSTD, V1_DRIVES]
         .into_iter()
         .for_each(every_flip_of);
@@ -118,7 +120,7 @@ fn every_flip_of(stream: &[u8]) {
 }
 
 #[test]
-fn every_truncation_is_noticed() {
+fn every_truncation_is_detected() {
     for stream in [V1, V1_LATE, V1_LZ4, V1_ZSTD, V1_DRIVES] {
         let whole = inspect(stream).unwrap();
         let ended = stream.len() - 24 - 16;
@@ -135,16 +137,17 @@ fn record_a_stream_with_drives() {
     if std::env::var_os("GOLDEN").is_none_or(|v| v != "record") {
         return;
     }
-    let (host, dir) = (Host::new(), tempfile::tempdir().unwrap());
-    let guest = Disked::start(host.start(MemoryConfig::still()), dir.path(), &[20992, 1536], 7);
+    let (hosts, dir) = (HostPair::new(), tempfile::tempdir().unwrap());
+    let guest =
+        GuestWithDrives::start(hosts.start(MemoryConfig::still()), dir.path(), &[20992, 1536], 7);
     guest.ram().write_slice(&[0xa5; PAGE_SIZE as usize], GuestAddress(PAGE_SIZE)).unwrap();
     let copies = tempfile::tempdir().unwrap();
-    let there = host.receiver_of(DiskedFactory::new(&host, copies.path()));
+    let there = hosts.receiver_of(DriveCopyFactory::new(&hosts, copies.path()));
     let recorded = Arc::new(Mutex::new(Vec::new()));
     let nap = || std::thread::sleep(Duration::from_millis(150));
-    let plan = Plan::record(&recorded).before_from_source(tag("PASS_END"), nap);
+    let plan = ProxyPlan::record(&recorded).before_from_source(tag("PASS_END"), nap);
     let proxy = Proxy::start(&there.to, plan);
-    let options = SendOptions { copy_drives: CopyDrives::All, ..quick_send(&host) };
+    let options = SendOptions { copy_drives: CopyDrives::All, ..quick_send(&hosts) };
     Sender::start(&guest, &proxy.to, &options).result().unwrap();
     there.guest();
     (0..2).for_each(|i| guest.compare(i, &copies.path().join(format!("disk{i}"))));
@@ -171,10 +174,10 @@ fn record_streams() {
         if wanted != "record" && wanted != name {
             continue;
         }
-        let host = Host::new();
+        let hosts = HostPair::new();
         let config =
             MemoryConfig { writers: 1, working_set: 4, writes_per_s: 100, ..MemoryConfig::small() };
-        let guest = host.start(config);
+        let guest = hosts.start(config);
         // A run that is long enough for FRAMES, which packs well, and a frame of it that is zeros
         // later.
         let at = GuestAddress(0x401 * PAGE_SIZE);
@@ -185,11 +188,11 @@ fn record_streams() {
             let guest = guest.clone();
             move || guest.ram().write_slice(&[0; PAGE_SIZE as usize], at).unwrap()
         };
-        let there = host.receiver();
+        let there = hosts.receiver();
         let recorded = Arc::new(Mutex::new(Vec::new()));
-        let plan = Plan::record(&recorded).before_from_source(tag("PASS_END"), zero);
+        let plan = ProxyPlan::record(&recorded).before_from_source(tag("PASS_END"), zero);
         let proxy = Proxy::start(&there.to, plan);
-        let mut options = quick_send(&host);
+        let mut options = quick_send(&hosts);
         (options.compression, options.verify) = (compression, verify);
         Sender::start(&guest, &proxy.to, &options).result().unwrap();
         there.guest();

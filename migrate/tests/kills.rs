@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{Hooked, Host, LONG, Plan, Proxy, Sender, quick_send, tag, within};
+use common::{HookedGuest, HostPair, LONG, Proxy, ProxyPlan, Sender, quick_send, tag, within};
 use driftline_guest::testing::{MemoryConfig, MemoryGuestFactory};
 use driftline_guest::{Lifecycle, RunState};
 use driftline_migrate::{Cause, Phase, ReceiveControl, ReceiveOptions, receive};
@@ -26,8 +26,8 @@ const FROM_SOURCE: [&str; 9] = [
     "COMMIT",
 ];
 
-fn options(host: &Host) -> driftline_migrate::SendOptions {
-    let mut options = quick_send(host);
+fn options(hosts: &HostPair) -> driftline_migrate::SendOptions {
+    let mut options = quick_send(hosts);
     options.downtime = Duration::from_secs(60);
     options
 }
@@ -80,8 +80,8 @@ fn role_destination() {
 #[ignore = "a role for the other tests, not a test"]
 fn role_source() {
     let (Ok(to), Ok(records)) = (std::env::var("TO"), std::env::var("RECORDS")) else { return };
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
     let mut options = driftline_migrate::SendOptions::new(records);
     options.downtime = Duration::from_secs(60);
     say("sending");
@@ -101,16 +101,16 @@ fn kill(slot: &Arc<Mutex<Option<Child>>>) -> impl FnMut() + Send + 'static {
 }
 
 #[test]
-fn the_destination_killed_before_any_message_leaves_the_guest_here() {
+fn killed_destination_leaves_the_guest_at_the_source() {
     for at in FROM_SOURCE {
-        let host = Host::new();
-        let guest = host.start(MemoryConfig::small());
-        let records = ("RECORDS", host.destination_records().display().to_string());
+        let hosts = HostPair::new();
+        let guest = hosts.start(MemoryConfig::small());
+        let records = ("RECORDS", hosts.destination_records().display().to_string());
         let (child, to) = start("role_destination", std::slice::from_ref(&records));
         let slot = Arc::new(Mutex::new(Some(child)));
-        let plan = Plan::default().before_from_source(tag(at), kill(&slot));
+        let plan = ProxyPlan::default().before_from_source(tag(at), kill(&slot));
         let proxy = Proxy::start(&to, plan);
-        let sender = Sender::start(&guest, &proxy.to, &options(&host));
+        let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
         if at == "COMMIT" {
             // It died prepared, and the source cannot know: a new process of the site settles it.
             within(LONG, "the source is in doubt", || {
@@ -130,12 +130,12 @@ fn the_destination_killed_before_any_message_leaves_the_guest_here() {
 }
 
 #[test]
-fn the_source_killed_before_any_message_leaves_no_guest_that_runs_twice() {
+fn killed_source_leaves_at_most_one_guest() {
     for at in FROM_SOURCE {
-        let host = Host::new();
-        let there = host.receiver();
+        let hosts = HostPair::new();
+        let there = hosts.receiver();
         let slot = Arc::new(Mutex::new(None));
-        let plan = Plan::default().before_from_source(tag(at), {
+        let plan = ProxyPlan::default().before_from_source(tag(at), {
             let (slot, mut killed) = (slot.clone(), false);
             move || {
                 // There may be more messages of this tag.
@@ -147,7 +147,7 @@ fn the_source_killed_before_any_message_leaves_no_guest_that_runs_twice() {
             }
         });
         let proxy = Proxy::start(&there.to, plan);
-        let records = host.source_records().display().to_string();
+        let records = hosts.source_records().display().to_string();
         let args = [("TO", proxy.to.clone()), ("RECORDS", records)];
         let (child, _) = start("role_source", &args);
         *slot.lock().unwrap() = Some(child);
@@ -164,7 +164,7 @@ fn the_source_killed_before_any_message_leaves_no_guest_that_runs_twice() {
                 assert_eq!(at, "COMMIT");
                 assert_eq!(arrived.guest.run_state(), RunState::Running);
                 arrived.guest.verify().unwrap();
-                let pending = driftline_migrate::Records::open(host.source_records()).unwrap();
+                let pending = driftline_migrate::Records::open(hosts.source_records()).unwrap();
                 assert_eq!(pending.pending().unwrap().records.len(), 1, "the record survives");
             }
             Err(e) => {
@@ -176,29 +176,29 @@ fn the_source_killed_before_any_message_leaves_no_guest_that_runs_twice() {
 }
 
 #[test]
-fn the_destination_killed_around_the_record_leaves_no_doubt() {
+fn destination_killed_in_the_pause_leaves_no_doubt() {
     // It is written after the one, and stands before the other.
     for at in ["release", "detach"] {
-        let host = Host::new();
-        let guest = host.start(MemoryConfig::small());
-        let records = ("RECORDS", host.destination_records().display().to_string());
+        let hosts = HostPair::new();
+        let guest = hosts.start(MemoryConfig::small());
+        let records = ("RECORDS", hosts.destination_records().display().to_string());
         let (child, to) = start("role_destination", &[records]);
         let slot = Arc::new(Mutex::new(Some(child)));
         let control = driftline_migrate::SendControl::new();
         let kill = Mutex::new(kill(&slot));
-        let hooked = Hooked::new(guest.clone(), move |what| {
+        let hooked = HookedGuest::new(guest.clone(), move |what| {
             if what == at {
                 kill.lock().unwrap()();
             }
         });
-        let error = driftline_migrate::send(&hooked, &to, &options(&host), &control).unwrap_err();
+        let error = driftline_migrate::send(&hooked, &to, &options(&hosts), &control).unwrap_err();
         assert!(slot.lock().unwrap().is_none(), "it was killed");
         let phase = error.phase;
         assert!(matches!(phase, Phase::SwitchOver | Phase::HandOver), "{at}: {error}");
         assert_eq!(guest.run_state(), RunState::Running, "{at}: {error}");
         // What the dead left goes when the next of its site comes.
-        let next = host.receiver();
-        within(LONG, &format!("{at}: it is swept"), || host.records_left().is_empty());
+        let next = hosts.receiver();
+        within(LONG, &format!("{at}: it is swept"), || hosts.records_left().is_empty());
         next.control.cancel().unwrap();
         next.error();
         guest.verify().unwrap();

@@ -6,7 +6,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
+use common::{HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag, within};
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 use driftline_guest::{
@@ -17,13 +17,13 @@ use driftline_migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutSt
 use vm_memory::{Bytes, GuestAddress};
 
 #[test]
-fn twenty_migrations_in_a_row_while_the_guest_writes() {
-    let host = Host::new();
-    let mut guest = host.start(MemoryConfig::small());
+fn twenty_migrations_in_a_row() {
+    let hosts = HostPair::new();
+    let mut guest = hosts.start(MemoryConfig::small());
     let mut writes = 0;
     for round in 0..20 {
-        let there = host.receiver();
-        let report = send(&*guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
+        let there = hosts.receiver();
+        let report = send(&*guest, &there.to, &quick_send(&hosts), &SendControl::new()).unwrap();
         let arrived = there.guest();
         assert_eq!(guest.run_state(), RunState::Stopped, "round {round}");
         assert_eq!(arrived.guest.run_state(), RunState::Running, "round {round}");
@@ -41,20 +41,23 @@ fn twenty_migrations_in_a_row_while_the_guest_writes() {
     }
     guest.pause().unwrap();
     guest.verify().unwrap();
-    assert_eq!(host.drive.most_running(), 1, "I7");
-    within(LONG, "every record is removed", || host.records_left().is_empty());
+    assert_eq!(hosts.drive.most_running(), 1, "I7");
+    within(LONG, "every record is removed", || hosts.records_left().is_empty());
 }
 
 #[test]
-fn a_bandwidth_is_kept_while_the_guest_runs() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
+fn bandwidth_limit_holds_while_the_guest_runs() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
     let rate = MIN_BANDWIDTH;
     // By that rate the pause seems long.
     let downtime = Duration::from_secs(60);
-    let options =
-        driftline_migrate::SendOptions { max_bandwidth: Some(rate), downtime, ..quick_send(&host) };
+    let options = driftline_migrate::SendOptions {
+        max_bandwidth: Some(rate),
+        downtime,
+        ..quick_send(&hosts)
+    };
     let sent = Sender::start(&guest, &there.to, &options).result();
     let report = sent.as_ref().unwrap();
     // All but the last pass.
@@ -62,17 +65,17 @@ fn a_bandwidth_is_kept_while_the_guest_runs() {
     let (bytes, ms) = slow.iter().fold((0, 0.0), |(b, ms), p| (b + p.bytes, ms + p.time_ms));
     assert!(bytes > rate / 8, "{report:?}");
     assert!(ms >= 900.0 * bytes as f64 / rate as f64, "{report:?}");
-    exactly_one_runs(&host, &guest, &sent, there, "a bandwidth");
+    exactly_one_runs(&hosts, &guest, &sent, there, "a bandwidth");
 }
 
 #[test]
-fn a_paused_guest_stays_paused() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
+fn paused_guest_stays_paused() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
     guest.pause().unwrap();
     let writes = guest.writes();
-    let there = host.receiver();
-    let report = send(&*guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
+    let there = hosts.receiver();
+    let report = send(&*guest, &there.to, &quick_send(&hosts), &SendControl::new()).unwrap();
     assert_eq!(report.passes.len(), 2, "memory, and a last pass with nothing in it");
     let arrived = there.guest();
     assert_eq!(arrived.guest.run_state(), RunState::Paused);
@@ -83,19 +86,19 @@ fn a_paused_guest_stays_paused() {
 }
 
 #[test]
-fn a_guest_that_outruns_the_link_is_given_up_or_paused_as_asked() {
-    let host = Host::new();
+fn fast_writer_is_given_up_or_paused() {
+    let hosts = HostPair::new();
     let config = MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() };
-    let guest = host.start(config);
-    let mut options = quick_send(&host);
+    let guest = hosts.start(config);
+    let mut options = quick_send(&hosts);
     options.downtime = Duration::ZERO;
     options.max_passes = 4;
     // However busy the host, the guest gets to write during each pass.
     let slow = |to: &str| {
         let nap = || std::thread::sleep(Duration::from_millis(20));
-        Proxy::start(to, Plan::default().before_from_source(tag("PASS_END"), nap))
+        Proxy::start(to, ProxyPlan::default().before_from_source(tag("PASS_END"), nap))
     };
-    let there = host.receiver();
+    let there = hosts.receiver();
     let proxy = slow(&there.to);
     let error = send(&*guest, &proxy.to, &options, &SendControl::new()).unwrap_err();
     assert_eq!(error.phase, Phase::Precopy);
@@ -106,38 +109,38 @@ fn a_guest_that_outruns_the_link_is_given_up_or_paused_as_asked() {
     assert!(refusal.contains("outruns the link"), "the destination hears why: {refusal}");
 
     options.timeout_strategy = TimeoutStrategy::Switchover;
-    let there = host.receiver();
+    let there = hosts.receiver();
     let proxy = slow(&there.to);
     let report = send(&*guest, &proxy.to, &options, &SendControl::new()).unwrap();
     assert_eq!(report.passes.len(), 5);
     assert!(report.converged.contains("outruns the link"), "{}", report.converged);
     there.guest().guest.verify().unwrap();
-    assert_eq!(host.drive.most_running(), 1, "I7");
+    assert_eq!(hosts.drive.most_running(), 1, "I7");
 }
 
 #[test]
 fn guests_of_trait_objects_move_too() {
-    let host = Host::new();
-    let concrete = host.start(MemoryConfig::still());
+    let hosts = HostPair::new();
+    let concrete = hosts.start(MemoryConfig::still());
     let guest: Arc<dyn Guest> = concrete.clone();
-    let there = host.receiver();
-    send(&*guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
+    let there = hosts.receiver();
+    send(&*guest, &there.to, &quick_send(&hosts), &SendControl::new()).unwrap();
     there.guest().guest.verify().unwrap();
 }
 
 #[test]
-fn zero_frames_arrive_as_zeros_also_over_older_content() {
-    let host = Host::new();
+fn zero_frames_overwrite_older_content() {
+    let hosts = HostPair::new();
     let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
     let at = GuestAddress(5 * PAGE_SIZE);
     guest.ram().write_slice(&[7; PAGE_SIZE as usize], at).unwrap();
     // Zeroed after pass 0 has sent its content.
     let zeroed = guest.clone();
     let zero = move || zeroed.ram().write_slice(&[0; PAGE_SIZE as usize], at).unwrap();
-    let there = host.receiver();
-    let plan = Plan::default().before_from_source(tag("PASS_END"), zero);
+    let there = hosts.receiver();
+    let plan = ProxyPlan::default().before_from_source(tag("PASS_END"), zero);
     let proxy = Proxy::start(&there.to, plan);
-    let report = send(&*guest, &proxy.to, &quick_send(&host), &SendControl::new()).unwrap();
+    let report = send(&*guest, &proxy.to, &quick_send(&hosts), &SendControl::new()).unwrap();
     assert_eq!((report.normal_frames, report.zero_frames), (1, 1), "{report:?}");
     let arrived = there.guest();
     let mut page = [1; PAGE_SIZE as usize];
@@ -146,19 +149,19 @@ fn zero_frames_arrive_as_zeros_also_over_older_content() {
 }
 
 #[test]
-fn memory_is_prepared_before_it_comes() {
+fn memory_is_preallocated_before_it_arrives() {
     const FRAMES: u64 = 256;
-    let host = Host::new();
+    let hosts = HostPair::new();
     let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
     for frame in 0..FRAMES {
         guest.ram().write_slice(&[7; 8], GuestAddress(frame * PAGE_SIZE)).unwrap();
     }
-    let there = host.receiver();
+    let there = hosts.receiver();
     // Pass 0 comes when the destination has had time for what it will bring.
     let nap = || std::thread::sleep(Duration::from_secs(2));
-    let plan = Plan::default().before_from_source(tag("PASS_BEGIN"), nap);
+    let plan = ProxyPlan::default().before_from_source(tag("PASS_BEGIN"), nap);
     let proxy = Proxy::start(&there.to, plan);
-    send(&*guest, &proxy.to, &quick_send(&host), &SendControl::new()).unwrap();
+    send(&*guest, &proxy.to, &quick_send(&hosts), &SendControl::new()).unwrap();
     let arrived = there.guest();
     // Once by the word, once when it comes.
     assert_eq!(arrived.guest.prefaulted(), 2 * FRAMES);
@@ -208,11 +211,11 @@ impl Stateful for WritesWhenSaved {
 }
 
 #[test]
-fn what_saving_the_state_writes_into_memory_arrives() {
-    let host = Host::new();
-    let guest = WritesWhenSaved(host.start(MemoryConfig::still()));
-    let there = host.receiver();
-    send(&guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
+fn memory_written_by_saving_state_arrives() {
+    let hosts = HostPair::new();
+    let guest = WritesWhenSaved(hosts.start(MemoryConfig::still()));
+    let there = hosts.receiver();
+    send(&guest, &there.to, &quick_send(&hosts), &SendControl::new()).unwrap();
     let arrived = there.guest();
     let mut page = [0; PAGE_SIZE as usize];
     arrived.guest.ram().read_slice(&mut page, GuestAddress(LATE * PAGE_SIZE)).unwrap();

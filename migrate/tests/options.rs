@@ -7,7 +7,10 @@ mod common;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
+use common::{
+    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag,
+    within,
+};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, Op};
 use driftline_guest::{Guest, GuestContents, Lifecycle, RunState};
@@ -46,14 +49,14 @@ fn same(ours: &dyn Guest, theirs: &dyn Guest, context: &str) {
     }
 }
 
-fn with(host: &Host, change: impl FnOnce(&mut SendOptions)) -> SendOptions {
-    let mut options = quick_send(host);
+fn with(hosts: &HostPair, change: impl FnOnce(&mut SendOptions)) -> SendOptions {
+    let mut options = quick_send(hosts);
     change(&mut options);
     options
 }
 
 #[test]
-fn memory_comes_whole_over_several_connections_however_it_is_packed() {
+fn memory_arrives_over_connections_and_codecs() {
     let several = [1, 2, 5, MAX_CONNECTIONS];
     for (compression, several) in [
         (Compression::None, &several[..]),
@@ -62,16 +65,16 @@ fn memory_comes_whole_over_several_connections_however_it_is_packed() {
     ] {
         for &connections in several {
             let context = format!("{connections} connections, {compression}");
-            let host = Host::new();
-            let guest = host.start(large());
+            let hosts = HostPair::new();
+            let guest = hosts.start(large());
             // A third is zeros, a third packs well, a third does not.
             fill(&*guest, FILLED, |gfn, at| match gfn % 3 {
                 0 => 0,
                 1 => gfn as u8,
                 _ => (gfn as usize ^ at.wrapping_mul(0x9e37_79b9) >> 7) as u8,
             });
-            let there = host.receiver();
-            let options = with(&host, |o| {
+            let there = hosts.receiver();
+            let options = with(&hosts, |o| {
                 (o.connections, o.compression, o.verify) = (connections, compression, true);
             });
             let sent = Sender::start(&guest, &there.to, &options).result();
@@ -89,23 +92,23 @@ fn memory_comes_whole_over_several_connections_however_it_is_packed() {
             let difference = report.transferred_bytes.abs_diff(arrived.report.received_bytes);
             let bound = 500 + 200 * u64::from(connections);
             assert!(difference < bound, "{context}: {difference}");
-            assert_eq!(host.drive.most_running(), 1, "{context}: I7");
+            assert_eq!(hosts.drive.most_running(), 1, "{context}: I7");
         }
     }
 }
 
 #[test]
-fn each_connection_brings_a_share() {
-    let host = Host::new();
+fn each_connection_carries_a_share() {
+    let hosts = HostPair::new();
     // Several times what a connection's buffers take before the others have begun.
     let frames = 12 << 10;
     let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames }];
-    let guest = host.start(MemoryConfig { slots, writers: 0, working_set: 0, ..large() });
+    let guest = hosts.start(MemoryConfig { slots, writers: 0, working_set: 0, ..large() });
     for gfn in 0..frames {
         let page = [gfn as u8 | 1; PAGE_SIZE as usize];
         guest.ram().write_slice(&page, GuestAddress(gfn * PAGE_SIZE)).unwrap();
     }
-    let there = host.receiver();
+    let there = hosts.receiver();
     // The first one stands until an eighth is left, so the others have to.
     let control = Arc::new(OnceLock::<Arc<SendControl>>::new());
     let (mut held, watched) = (false, control.clone());
@@ -115,9 +118,9 @@ fn each_connection_brings_a_share() {
             within(LONG, "the others go on", || left() <= frames / 8);
         }
     };
-    let plan = Plan::default().before_from_source(tag("FRAMES"), hold);
+    let plan = ProxyPlan::default().before_from_source(tag("FRAMES"), hold);
     let proxy = Proxy::start(&there.to, plan);
-    let options = with(&host, |o| o.connections = 3);
+    let options = with(&hosts, |o| o.connections = 3);
     let sender = Sender::start(&guest, &proxy.to, &options);
     control.set(sender.control.clone()).unwrap();
     let report = sender.result().unwrap();
@@ -133,44 +136,44 @@ fn each_connection_brings_a_share() {
 }
 
 #[test]
-fn a_connection_that_breaks_ends_the_migration_and_the_guest_goes_on() {
-    for cut in [Cut::Within, Cut::Stall] {
+fn broken_connection_ends_the_migration() {
+    for cut in [CutPoint::Within, CutPoint::Stall] {
         for which in [0, 1, 2] {
             let context = format!("{cut:?} in connection {which}");
-            let host = Host::new();
-            let guest = host.start(large());
+            let hosts = HostPair::new();
+            let guest = hosts.start(large());
             // Only a limit ends a stall.
-            let stalls = cut == Cut::Stall;
+            let stalls = cut == CutPoint::Stall;
             let progress_timeout = if stalls { Duration::from_millis(1500) } else { LONG };
-            let receiving = ReceiveOptions { progress_timeout, ..host.receive_options() };
-            let mut there = host.receiver_with(receiving);
+            let receiving = ReceiveOptions { progress_timeout, ..hosts.receive_options() };
+            let mut there = hosts.receiver_with(receiving);
             // A busy machine may need longer than that for a whole migration.
             there.again = !stalls;
-            let plan = Plan::cut(true, At::Tag(tag("PASS_END")), cut);
+            let plan = ProxyPlan::cut(true, At::Tag(tag("PASS_END")), cut);
             let proxy = Proxy::nth(&there.to, which, plan);
             let options =
-                with(&host, |o| (o.connections, o.progress_timeout) = (3, progress_timeout));
+                with(&hosts, |o| (o.connections, o.progress_timeout) = (3, progress_timeout));
             let sent = Sender::start(&guest, &proxy.to, &options).result();
             let error = sent.as_ref().unwrap_err().to_string();
             // A share that is cut is named; a stalled one nobody can tell from one that waits for
             // another.
-            if cut == Cut::Within && which > 0 {
+            if cut == CutPoint::Within && which > 0 {
                 assert!(error.contains("connection"), "{context}: {error}");
             }
-            exactly_one_runs(&host, &guest, &sent, there, &context);
+            exactly_one_runs(&hosts, &guest, &sent, there, &context);
         }
     }
 }
 
 #[test]
-fn a_stranger_cannot_join() {
+fn stranger_cannot_join() {
     use std::io::{Read, Write};
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
     let recorded = Arc::new(Mutex::new(Vec::new()));
-    let proxy = Proxy::nth(&there.to, 1, Plan::record(&recorded));
-    let options = with(&host, |o| o.connections = 2);
+    let proxy = Proxy::nth(&there.to, 1, ProxyPlan::record(&recorded));
+    let options = with(&hosts, |o| o.connections = 2);
     Sender::start(&guest, &proxy.to, &options).result().unwrap();
     let arrived = there.guest();
     // What the second connection said, said once more: that migration takes nobody any more.
@@ -186,15 +189,15 @@ fn a_stranger_cannot_join() {
 }
 
 #[test]
-fn a_bit_that_flips_on_the_way_is_found_by_verify_and_by_nothing_else() {
+fn only_verify_finds_a_flipped_bit() {
     // In the content, behind the record's head and the run.
-    let flip = || Plan::flip(true, At::Tag(tag("FRAMES")), 24 + 16 + 5000);
-    let host = Host::new();
-    let guest = host.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
+    let flip = || ProxyPlan::flip(true, At::Tag(tag("FRAMES")), 24 + 16 + 5000);
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
     fill(&*guest, FILLED, |gfn, at| (gfn as usize + at) as u8 | 1);
-    let there = host.receiver();
+    let there = hosts.receiver();
     let proxy = Proxy::start(&there.to, flip());
-    let options = with(&host, |o| o.verify = true);
+    let options = with(&hosts, |o| o.verify = true);
     let sent = Sender::start(&guest, &proxy.to, &options).result();
     let error = sent.as_ref().unwrap_err();
     assert!(matches!(error.cause, Cause::MemoryDiffers(_)), "{error}");
@@ -202,16 +205,16 @@ fn a_bit_that_flips_on_the_way_is_found_by_verify_and_by_nothing_else() {
     let refusal = there.failure();
     assert!(refusal.contains("memory is not the guest's"), "{refusal}");
     assert_eq!(guest.run_state(), RunState::Running);
-    let there = host.receiver();
+    let there = hosts.receiver();
     let proxy = Proxy::start(&there.to, flip());
-    Sender::start(&guest, &proxy.to, &quick_send(&host)).result().unwrap();
+    Sender::start(&guest, &proxy.to, &quick_send(&hosts)).result().unwrap();
     there.guest();
 }
 
 #[test]
-fn a_write_that_tracking_missed_is_found_by_verify() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
+fn verify_finds_an_untracked_write() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
     fill(&*guest, FILLED, |gfn, at| (gfn as usize + at) as u8 | 1);
     // Behind the tracker's back: through a mapping of its own would be the same.
     let (region, offset) = {
@@ -224,10 +227,10 @@ fn a_write_that_tracking_missed_is_found_by_verify() {
         // SAFETY: inside the guest's memory, which outlives the proxy; nobody else writes there.
         unsafe { byte.write_volatile(0x55) };
     };
-    let there = host.receiver();
+    let there = hosts.receiver();
     let proxy =
-        Proxy::start(&there.to, Plan::default().before_from_source(tag("PASS_END"), missed));
-    let options = with(&host, |o| o.verify = true);
+        Proxy::start(&there.to, ProxyPlan::default().before_from_source(tag("PASS_END"), missed));
+    let options = with(&hosts, |o| o.verify = true);
     let sent = Sender::start(&guest, &proxy.to, &options).result();
     let error = sent.unwrap_err();
     assert!(matches!(error.cause, Cause::MemoryDiffers(_)), "{error}");
@@ -236,12 +239,12 @@ fn a_write_that_tracking_missed_is_found_by_verify() {
 }
 
 #[test]
-fn a_cancelled_migration_says_so_at_the_destination_over_several_connections_too() {
-    let host = Host::new();
-    let guest = host.start(large());
-    let there = host.receiver();
+fn cancel_reaches_the_destination_over_several_connections() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(large());
+    let there = hosts.receiver();
     // Slow enough to be cut short.
-    let options = with(&host, |o| (o.connections, o.max_bandwidth) = (3, Some(4 << 20)));
+    let options = with(&hosts, |o| (o.connections, o.max_bandwidth) = (3, Some(4 << 20)));
     let sender = Sender::start(&guest, &there.to, &options);
     within(LONG, "a pass", || sender.control.progress().sent_bytes > 1 << 20);
     sender.control.cancel().unwrap();
@@ -254,30 +257,30 @@ fn a_cancelled_migration_says_so_at_the_destination_over_several_connections_too
 }
 
 #[test]
-fn what_fails_at_the_destination_is_said_over_several_connections_too() {
-    let host = Host::new();
-    let guest = host.start(large());
-    host.there.fail_next(Op::Restore, 1);
-    let there = host.receiver();
-    let options = with(&host, |o| o.connections = 3);
+fn destination_failure_is_reported_over_several_connections() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(large());
+    hosts.there.fail_next(Op::Restore, 1);
+    let there = hosts.receiver();
+    let options = with(&hosts, |o| o.connections = 3);
     let sent = Sender::start(&guest, &there.to, &options).result();
     let error = sent.as_ref().unwrap_err().to_string();
     assert!(error.contains("restor"), "{error}");
-    exactly_one_runs(&host, &guest, &sent, there, "restoring fails");
+    exactly_one_runs(&hosts, &guest, &sent, there, "restoring fails");
 }
 
 #[test]
-fn many_connections_share_a_small_bandwidth_without_timing_out() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
+fn many_connections_share_a_small_bandwidth() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
     fill(&*guest, FILLED, |gfn, at| (gfn as usize + at) as u8 | 1);
     // Each has to wait for the 15 others: 16 MiB at 4 MiB/s, and the progress timeout is 2 s.
     let progress_timeout = Duration::from_secs(2);
-    let options = with(&host, |o| {
+    let options = with(&hosts, |o| {
         (o.connections, o.max_bandwidth, o.progress_timeout) =
             (MAX_CONNECTIONS, Some(4 << 20), progress_timeout);
     });
-    let there = host.receiver_with(ReceiveOptions { progress_timeout, ..host.receive_options() });
+    let there = hosts.receiver_with(ReceiveOptions { progress_timeout, ..hosts.receive_options() });
     Sender::start(&guest, &there.to, &options).result().unwrap();
     same(&*guest, &*there.guest().guest, "16 connections");
 }

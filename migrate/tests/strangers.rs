@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::raw::{MOVE, admitted, ends, golden, greeted, header, hello, record};
 use common::{
-    Host, LONG, Plan, Proxy, Receiver, Sender, exactly_one_runs, quick_send, tag, within,
+    HostPair, LONG, Proxy, ProxyPlan, Receiver, Sender, exactly_one_runs, quick_send, tag, within,
 };
 use driftline_format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::testing::MemoryConfig;
@@ -25,9 +25,9 @@ fn refusal(there: &Receiver, nth: u64) -> String {
 }
 
 /// A receiver that gives its callers little time.
-fn hasty(host: &Host) -> Receiver {
+fn receiver_with_short_handshake(hosts: &HostPair) -> Receiver {
     let handshake_timeout = Duration::from_millis(500);
-    host.receiver_with(ReceiveOptions { handshake_timeout, ..host.receive_options() })
+    hosts.receiver_with(ReceiveOptions { handshake_timeout, ..hosts.receive_options() })
 }
 
 /// It waits on, though a busy machine may take longer for a proper source than it gives.
@@ -37,17 +37,17 @@ fn waits_on(there: Receiver) {
     assert!(matches!(there.error().cause, driftline_migrate::Cause::Cancelled));
 }
 
-fn takes_a_proper_source(host: &Host, there: Receiver) {
-    let guest = host.start(MemoryConfig::small());
-    let sent = Sender::start(&guest, &there.to, &quick_send(host)).result();
+fn takes_a_proper_source(hosts: &HostPair, there: Receiver) {
+    let guest = hosts.start(MemoryConfig::small());
+    let sent = Sender::start(&guest, &there.to, &quick_send(hosts)).result();
     assert!(sent.is_ok(), "{sent:?}");
-    exactly_one_runs(host, &guest, &sent, there, "a proper source");
+    exactly_one_runs(hosts, &guest, &sent, there, "a proper source");
 }
 
 #[test]
-fn strangers_are_turned_away_and_the_receiver_waits_on() {
-    let host = Host::new();
-    let there = host.receiver();
+fn strangers_are_refused_and_the_receiver_waits() {
+    let hosts = HostPair::new();
+    let there = hosts.receiver();
     let absurd = [header(FORMAT_VERSION), record(tag("HELLO"), 0, u32::MAX, b"")].concat();
     let unknown = [header(FORMAT_VERSION), record(999, 0, 0, b"")].concat();
     let early = [header(FORMAT_VERSION), record(tag("COMMIT"), 0, 16, &[0; 16])].concat();
@@ -78,21 +78,21 @@ fn strangers_are_turned_away_and_the_receiver_waits_on() {
         let said = refusal(&there, n as u64 + 1);
         assert!(said.contains(reason), "{what}: {said}");
     }
-    takes_a_proper_source(&host, there);
+    takes_a_proper_source(&hosts, there);
 }
 
 #[test]
-fn a_silent_caller_keeps_nobody_waiting() {
-    let host = Host::new();
-    let there = host.receiver();
+fn silent_caller_delays_no_other_source() {
+    let hosts = HostPair::new();
+    let there = hosts.receiver();
     let _silent: Vec<TcpStream> = (0..4).map(|_| TcpStream::connect(&there.to).unwrap()).collect();
-    takes_a_proper_source(&host, there);
+    takes_a_proper_source(&hosts, there);
 }
 
 #[test]
 fn a_silent_caller_is_turned_away_in_time() {
-    let host = Host::new();
-    let there = hasty(&host);
+    let hosts = HostPair::new();
+    let there = receiver_with_short_handshake(&hosts);
     let _silent = TcpStream::connect(&there.to).unwrap();
     let said = refusal(&there, 1);
     assert!(said.contains("sent nothing for"), "{said}");
@@ -100,19 +100,19 @@ fn a_silent_caller_is_turned_away_in_time() {
 }
 
 #[test]
-fn a_source_that_leaves_before_its_config_does_not_end_the_receiver() {
-    let host = Host::new();
-    let there = host.receiver();
+fn early_leave_does_not_end_the_receiver() {
+    let hosts = HostPair::new();
+    let there = hosts.receiver();
     drop(greeted(&there.to, MOVE));
     let said = refusal(&there, 1);
     assert!(said.contains("left before its CONFIG"), "{said}");
-    takes_a_proper_source(&host, there);
+    takes_a_proper_source(&hosts, there);
 }
 
 #[test]
-fn a_source_that_leaves_before_its_config_ends_a_receiver_for_one() {
-    let host = Host::new();
-    let there = host.receiver_with(ReceiveOptions { once: true, ..host.receive_options() });
+fn early_leave_ends_a_receiver_with_once() {
+    let hosts = HostPair::new();
+    let there = hosts.receiver_with(ReceiveOptions { once: true, ..hosts.receive_options() });
     drop(greeted(&there.to, MOVE));
     let error = there.error();
     assert_eq!(error.phase, Phase::Waiting);
@@ -122,9 +122,9 @@ fn a_source_that_leaves_before_its_config_ends_a_receiver_for_one() {
 }
 
 #[test]
-fn a_source_that_is_refused_or_silent_after_hello_is_turned_away() {
-    let host = Host::new();
-    let there = host.receiver();
+fn bad_source_after_hello_is_refused() {
+    let hosts = HostPair::new();
+    let there = hosts.receiver();
     let greeted = [header(FORMAT_VERSION), hello(MOVE)].concat();
     let abort = [greeted.clone(), record(tag("ABORT"), 1, 2, b"no")].concat();
     let ready = [greeted.clone(), record(tag("READY"), 1, 16, &[0; 16])].concat();
@@ -140,8 +140,8 @@ fn a_source_that_is_refused_or_silent_after_hello_is_turned_away() {
         let said = refusal(&there, n as u64 + 1);
         assert!(said.contains(reason), "{said}");
     }
-    takes_a_proper_source(&host, there);
-    let there = hasty(&host);
+    takes_a_proper_source(&hosts, there);
+    let there = receiver_with_short_handshake(&hosts);
     let mut stream = TcpStream::connect(&there.to).unwrap();
     stream.write_all(&greeted).unwrap();
     let said = refusal(&there, 1);
@@ -150,31 +150,31 @@ fn a_source_that_is_refused_or_silent_after_hello_is_turned_away() {
 }
 
 #[test]
-fn a_source_that_is_silent_after_hello_keeps_nobody_waiting() {
-    let host = Host::new();
-    let mut options = host.receive_options();
+fn silent_source_delays_no_other_source() {
+    let hosts = HostPair::new();
+    let mut options = hosts.receive_options();
     options.handshake_timeout = Duration::from_secs(600);
-    let there = host.receiver_with(options);
+    let there = hosts.receiver_with(options);
     let mut silent = TcpStream::connect(&there.to).unwrap();
     silent.write_all(&[header(FORMAT_VERSION), hello(MOVE)].concat()).unwrap();
     Header::read_from(&mut silent, MAGIC_STREAM).unwrap();
-    let guest = host.start(MemoryConfig::small());
-    let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
+    let guest = hosts.start(MemoryConfig::small());
+    let sent = Sender::start(&guest, &there.to, &quick_send(&hosts)).result();
     assert!(sent.is_ok(), "{sent:?}");
-    exactly_one_runs(&host, &guest, &sent, there, "beside a silent source");
+    exactly_one_runs(&hosts, &guest, &sent, there, "beside a silent source");
 }
 
 #[test]
-fn the_first_config_wins_and_the_other_hears_who_did() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
+fn first_config_gets_the_session() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
     // Nothing here is late: what is held is held until it may go on.
     let long = Duration::from_secs(600);
-    let mut options = host.receive_options();
+    let mut options = hosts.receive_options();
     (options.handshake_timeout, options.progress_timeout) = (long, long);
-    let there = host.receiver_with(options);
-    let patient = |host: &Host| {
-        let mut options = quick_send(host);
+    let there = hosts.receiver_with(options);
+    let patient = |hosts: &HostPair| {
+        let mut options = quick_send(hosts);
         (options.progress_timeout, options.setup_timeout, options.connect_timeout) =
             (long, long, long);
         options.downtime = Duration::from_secs(60);
@@ -185,8 +185,9 @@ fn the_first_config_wins_and_the_other_hears_who_did() {
     let hold = move || {
         within(LONG, "the other is under way", || control.progress().phase == Phase::Precopy);
     };
-    let late = Proxy::start(&there.to, Plan::default().before_from_source(tag("CONFIG"), hold));
-    let other = Host::new();
+    let late =
+        Proxy::start(&there.to, ProxyPlan::default().before_from_source(tag("CONFIG"), hold));
+    let other = HostPair::new();
     let second = other.start(MemoryConfig::small());
     let second_sender = Sender::start(&second, &late.to, &patient(&other));
     within(LONG, "it is greeted", || late.from_destination.lock().unwrap().contains(&tag("HELLO")));
@@ -194,21 +195,22 @@ fn the_first_config_wins_and_the_other_hears_who_did() {
     let wait = move || {
         let _ = held.recv();
     };
-    let proxy = Proxy::start(&there.to, Plan::default().before_from_source(tag("PASS_END"), wait));
-    let sender = Sender::start(&guest, &proxy.to, &patient(&host));
+    let proxy =
+        Proxy::start(&there.to, ProxyPlan::default().before_from_source(tag("PASS_END"), wait));
+    let sender = Sender::start(&guest, &proxy.to, &patient(&hosts));
     let error = second_sender.result().unwrap_err();
     drop(go_on);
     let busy = format!("busy with vm {}", guest.vm_id());
     assert!(error.to_string().contains(&busy), "{error}");
     second.verify().unwrap();
     let sent = sender.result();
-    exactly_one_runs(&host, &guest, &sent, there, "two were greeted");
+    exactly_one_runs(&hosts, &guest, &sent, there, "two were greeted");
 }
 
 #[test]
-fn another_version_hears_a_readable_refusal() {
-    let host = Host::new();
-    let there = host.receiver();
+fn other_version_gets_a_readable_refusal() {
+    let hosts = HostPair::new();
+    let there = hosts.receiver();
     let mut stream = TcpStream::connect(&there.to).unwrap();
     stream.write_all(&header(FORMAT_VERSION + 1)).unwrap();
     stream.write_all(&hello(MOVE)).unwrap();
@@ -222,26 +224,26 @@ fn another_version_hears_a_readable_refusal() {
     assert_eq!(reason, "format version 2 is not the version 1 that this program reads");
     drop(stream);
     assert!(refusal(&there, 1).contains("format version 2"));
-    takes_a_proper_source(&host, there);
+    takes_a_proper_source(&hosts, there);
 }
 
 #[test]
-fn a_second_source_is_refused_promptly_and_the_first_goes_on() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
+fn second_source_is_refused_promptly() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
     // The first is held in its pass until the second has its answer.
     let (go_on, held) = std::sync::mpsc::channel::<()>();
     let hold = move || {
         let _ = held.recv();
     };
-    let plan = Plan::default().before_from_source(tag("PASS_END"), hold);
+    let plan = ProxyPlan::default().before_from_source(tag("PASS_END"), hold);
     let proxy = Proxy::start(&there.to, plan);
-    let mut options = quick_send(&host);
+    let mut options = quick_send(&hosts);
     options.downtime = Duration::from_secs(60);
     let sender = Sender::start(&guest, &proxy.to, &options);
     within(LONG, "the first is under way", || there.control.progress().phase == Phase::Precopy);
-    let other = Host::new();
+    let other = HostPair::new();
     let second = other.start(MemoryConfig::small());
     let error = Sender::start(&second, &there.to, &quick_send(&other)).result().unwrap_err();
     assert_eq!(there.control.progress().phase, Phase::Precopy, "the first is still at it");
@@ -251,18 +253,18 @@ fn a_second_source_is_refused_promptly_and_the_first_goes_on() {
     second.verify().unwrap();
     let sent = sender.result();
     assert!(sent.is_ok(), "{sent:?}");
-    exactly_one_runs(&host, &guest, &sent, there, "beside a second source");
+    exactly_one_runs(&hosts, &guest, &sent, there, "beside a second source");
 }
 
 #[test]
-fn a_receiver_that_has_its_guest_takes_no_other() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
+fn receiver_with_a_guest_takes_no_other() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
     let to = there.to.clone();
-    Sender::start(&guest, &to, &quick_send(&host)).result().unwrap();
+    Sender::start(&guest, &to, &quick_send(&hosts)).result().unwrap();
     let arrived = there.guest();
-    let other = Host::new();
+    let other = HostPair::new();
     let second = other.start(MemoryConfig::still());
     let error = Sender::start(&second, &to, &quick_send(&other)).result().unwrap_err();
     assert!(error.to_string().contains("has taken over vm"), "{error}");
@@ -270,27 +272,27 @@ fn a_receiver_that_has_its_guest_takes_no_other() {
 }
 
 #[test]
-fn nobody_there_is_said_so() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::still());
+fn failed_connect_names_the_peer() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::still());
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let to = format!("tcp:{}", listener.local_addr().unwrap());
     drop(listener);
-    let error = Sender::start(&guest, &to, &quick_send(&host)).result().unwrap_err();
+    let error = Sender::start(&guest, &to, &quick_send(&hosts)).result().unwrap_err();
     assert_eq!(error.phase, Phase::Connect);
     assert!(error.to_string().contains("cannot connect to tcp:127.0.0.1:"), "{error}");
-    let error = Sender::start(&guest, "nonsense", &quick_send(&host)).result().unwrap_err();
+    let error = Sender::start(&guest, "nonsense", &quick_send(&hosts)).result().unwrap_err();
     assert!(error.to_string().contains("cannot connect to nonsense"), "{error}");
 }
 
 #[test]
-fn a_source_that_trickles_does_not_keep_the_receiver() {
-    let host = Host::new();
-    let mut options = host.receive_options();
+fn trickling_source_does_not_occupy_the_receiver() {
+    let hosts = HostPair::new();
+    let mut options = hosts.receive_options();
     // It always makes progress, by the progress timeout; only the pace ends it.
     options.progress_timeout = Duration::from_secs(600);
     options.pace_window = Duration::from_millis(300);
-    let there = host.receiver_with(options);
+    let there = hosts.receiver_with(options);
     let mut source = admitted(&there.to);
     let (stream, from) = (golden(), ends(&golden())[2]);
     for byte in &stream[from..] {
@@ -304,7 +306,7 @@ fn a_source_that_trickles_does_not_keep_the_receiver() {
 }
 
 #[test]
-fn what_came_late_comes_once_and_with_a_bound() {
+fn late_is_bounded_and_comes_once() {
     let stream = include_bytes!("golden/stream-v1-late.bin");
     let ends = ends(stream);
     // Before COMMIT, and the ENDED that the recorded destination heard.
@@ -338,20 +340,20 @@ fn what_came_late_comes_once_and_with_a_bound() {
         ),
     ];
     for (what, until, more, reason) in cases {
-        let host = Host::new();
-        let there = host.receiver();
+        let hosts = HostPair::new();
+        let there = hosts.receiver();
         let mut source = TcpStream::connect(&there.to).unwrap();
         source.write_all(&[&stream[..ends[until]], &more].concat()).unwrap();
         let said = there.failure();
         assert!(said.contains(reason), "{what}: {said}");
-        assert!(!host.drive.is_held(), "{what}");
+        assert!(!hosts.drive.is_held(), "{what}");
     }
 }
 
 #[test]
-fn a_source_of_endless_empty_passes_is_given_up() {
-    let host = Host::new();
-    let there = host.receiver();
+fn endless_empty_passes_are_refused() {
+    let hosts = HostPair::new();
+    let there = hosts.receiver();
     let mut source = admitted(&there.to);
     let mut sequence = 2;
     let mut say = |source: &mut TcpStream, name: &str, payload: &[u8]| {
@@ -388,7 +390,7 @@ proptest! {
     /// Records kept, dropped, doubled and exchanged, with the checksums and the sequence made right
     /// again, so that only the protocol itself is left to refuse them.
     #[test]
-    fn a_tampered_stream_never_ends_in_a_panic(
+    fn tampered_stream_never_panics(
         edits in prop::collection::vec(
             (0usize..64, 0usize..64, 0usize..4, any::<u16>(), any::<u8>()),
             1..4,
@@ -423,11 +425,11 @@ proptest! {
         }
         let _ = driftline_migrate::inspect(&bytes[..]);
 
-        let host = Host::new();
-        let mut options = host.receive_options();
+        let hosts = HostPair::new();
+        let mut options = hosts.receive_options();
         options.tell_limit = Duration::ZERO;
         options.handshake_timeout = Duration::from_millis(200);
-        let there = host.receiver_with(options);
+        let there = hosts.receiver_with(options);
         let mut socket = TcpStream::connect(&there.to).unwrap();
         let _ = socket.write_all(&bytes);
         let _ = socket.shutdown(std::net::Shutdown::Write);

@@ -6,31 +6,31 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Host, LONG, Sender, exactly_one_runs, quick_send, within};
+use common::{HostPair, LONG, Sender, exactly_one_runs, quick_send, within};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{Lifecycle, RunState, WriteThrottle};
 use driftline_migrate::{MIN_BANDWIDTH, SendControl, SendOptions, send};
 
 /// 2 MiB, written as fast as two threads can.
-fn restless(host: &Host) -> Arc<MemoryGuest> {
-    host.start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() })
+fn restless(hosts: &HostPair) -> Arc<MemoryGuest> {
+    hosts.start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() })
 }
 
 /// A quarter of a second for those 2 MiB, and a pause that 40 frames fit into.
-fn slow_send(host: &Host) -> SendOptions {
+fn slow_send(hosts: &HostPair) -> SendOptions {
     SendOptions {
         max_bandwidth: Some(8 * MIN_BANDWIDTH),
         downtime: Duration::from_millis(20),
-        ..quick_send(host)
+        ..quick_send(hosts)
     }
 }
 
 #[test]
-fn a_guest_that_outruns_the_link_converges_if_it_may_be_held() {
-    let host = Host::new();
-    let guest = restless(&host);
-    let there = host.receiver();
-    let forbidden = SendOptions { throttle: false, max_passes: 5, ..slow_send(&host) };
+fn fast_writer_converges_when_throttled() {
+    let hosts = HostPair::new();
+    let guest = restless(&hosts);
+    let there = hosts.receiver();
+    let forbidden = SendOptions { throttle: false, max_passes: 5, ..slow_send(&hosts) };
     let error = send(&*guest, &there.to, &forbidden, &SendControl::new()).unwrap_err().to_string();
     assert!(error.contains("outruns the link"), "{error}");
     assert!(error.contains("its vCPUs were not throttled, as asked"), "{error}");
@@ -38,8 +38,8 @@ fn a_guest_that_outruns_the_link_converges_if_it_may_be_held() {
     assert_eq!((guest.run_state(), held()), (RunState::Running, Duration::ZERO));
     there.failure();
 
-    let there = host.receiver();
-    let sent = Sender::start(&guest, &there.to, &slow_send(&host)).result();
+    let there = hosts.receiver();
+    let sent = Sender::start(&guest, &there.to, &slow_send(&hosts)).result();
     let report = sent.as_ref().unwrap();
     // All of a short pass may fall into holds.
     let fits = ["within the downtime target", "wrote nothing"];
@@ -50,35 +50,35 @@ fn a_guest_that_outruns_the_link_converges_if_it_may_be_held() {
         assert!(vcpu.most_bytes_per_s.is_some_and(|most| most < 8 * MIN_BANDWIDTH), "{report:?}");
     }
     assert_eq!(guest.throttled(), None);
-    exactly_one_runs(&host, &guest, &sent, there, "held");
+    exactly_one_runs(&hosts, &guest, &sent, there, "held");
 }
 
 #[test]
-fn a_guest_that_converges_by_itself_is_not_held() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig { writes_per_s: 200, ..MemoryConfig::small() });
-    let there = host.receiver();
-    let sent = Sender::start(&guest, &there.to, &slow_send(&host)).result();
+fn converging_guest_is_not_throttled() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig { writes_per_s: 200, ..MemoryConfig::small() });
+    let there = hosts.receiver();
+    let sent = Sender::start(&guest, &there.to, &slow_send(&hosts)).result();
     let report = sent.as_ref().unwrap();
     assert_eq!(report.throttle.len(), 2, "{report:?}");
     assert!(report.throttle.iter().all(|v| v.held_ms == 0.0), "{report:?}");
-    exactly_one_runs(&host, &guest, &sent, there, "not held");
+    exactly_one_runs(&hosts, &guest, &sent, there, "not held");
 }
 
 #[test]
-fn whatever_ends_a_migration_ends_the_throttle() {
+fn every_end_of_a_migration_ends_the_throttle() {
     let ends = ["cancelled here", "cancelled there", "it cannot be paused", "it cannot be saved"];
     for ends in ends {
-        let host = Host::new();
-        let guest = restless(&host);
-        let there = host.receiver();
-        let sender = Sender::start(&guest, &there.to, &slow_send(&host));
+        let hosts = HostPair::new();
+        let guest = restless(&hosts);
+        let there = hosts.receiver();
+        let sender = Sender::start(&guest, &there.to, &slow_send(&hosts));
         within(LONG, "a throttle", || guest.throttled().is_some());
         match ends {
             "cancelled here" => sender.control.cancel().unwrap(),
             "cancelled there" => there.control.cancel().unwrap(),
-            "it cannot be paused" => host.here.fail_next(Op::Pause, 1),
-            _ => host.here.fail_next(Op::Save, 1),
+            "it cannot be paused" => hosts.here.fail_next(Op::Pause, 1),
+            _ => hosts.here.fail_next(Op::Save, 1),
         }
         let error = sender.result().unwrap_err();
         assert_eq!(guest.throttled(), None, "{ends}: {error}");

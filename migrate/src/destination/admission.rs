@@ -36,20 +36,20 @@ pub(super) enum Stage {
 
 /// The places of one listener.
 #[derive(Debug, Default)]
-pub(super) struct Admission(Mutex<Entries>);
+pub(super) struct Admission(Mutex<AdmissionTable>);
 
 #[derive(Debug, Default)]
-struct Entries {
+struct AdmissionTable {
     /// Ascending by the time at which each entered its stage.
-    all: Vec<Entry>,
+    all: Vec<AdmittedConnection>,
     /// Number of connections so far, which names the last one.
-    named: u64,
+    last_id: u64,
     threads: usize,
 }
 
 #[derive(Debug)]
-struct Entry {
-    name: u64,
+struct AdmittedConnection {
+    id: u64,
     stage: Stage,
     network: IpAddr,
     closer: Closer,
@@ -59,8 +59,8 @@ struct Entry {
 /// A connection's place, freed however its thread ends.
 #[derive(Debug)]
 pub(super) struct Admitted {
-    places: Arc<Admission>,
-    name: u64,
+    admission: Arc<Admission>,
+    id: u64,
     displaced: Arc<AtomicBool>,
 }
 
@@ -69,7 +69,7 @@ pub(super) struct Admitted {
 pub(super) struct ServingThread(Arc<Admission>);
 
 impl Admission {
-    fn lock(&self) -> MutexGuard<'_, Entries> {
+    fn lock(&self) -> MutexGuard<'_, AdmissionTable> {
         self.0.lock()
     }
 
@@ -87,17 +87,23 @@ impl Admission {
     pub(super) fn admit(self: &Arc<Self>, link: &Link, from: IpAddr) -> io::Result<Admitted> {
         let (closer, displaced) = (link.closer()?, Arc::new(AtomicBool::new(false)));
         let mut entries = self.lock();
-        entries.named += 1;
-        let (name, stage, network) = (entries.named, Stage::Undecided, network(from));
-        entries.enter(Entry { name, stage, network, closer, displaced: displaced.clone() });
-        Ok(Admitted { places: self.clone(), name, displaced })
+        entries.last_id += 1;
+        let (id, stage, network) = (entries.last_id, Stage::Undecided, network(from));
+        entries.enter(AdmittedConnection {
+            id,
+            stage,
+            network,
+            closer,
+            displaced: displaced.clone(),
+        });
+        Ok(Admitted { admission: self.clone(), id, displaced })
     }
 }
 
-impl Entries {
+impl AdmissionTable {
     /// Enters a connection into its stage, displacing another one if that is full.
-    fn enter(&mut self, entry: Entry) {
-        let of_stage = |e: &&Entry| e.stage == entry.stage;
+    fn enter(&mut self, entry: AdmittedConnection) {
+        let of_stage = |e: &&AdmittedConnection| e.stage == entry.stage;
         if self.all.iter().filter(of_stage).count() == MAX_PER_STAGE {
             let same = |network: IpAddr| {
                 let others = self.all.iter().filter(of_stage);
@@ -106,7 +112,8 @@ impl Entries {
             };
             // The first of equals is the oldest.
             let most = self.all.iter().filter(of_stage).map(|e| same(e.network)).max();
-            let gives_way = |e: &Entry| e.stage == entry.stage && Some(same(e.network)) == most;
+            let gives_way =
+                |e: &AdmittedConnection| e.stage == entry.stage && Some(same(e.network)) == most;
             if let Some(at) = self.all.iter().position(gives_way) {
                 let displaced = self.all.remove(at);
                 displaced.displaced.store(true, Ordering::SeqCst);
@@ -120,17 +127,19 @@ impl Entries {
 impl Admitted {
     /// Moves the connection to `stage`, after its first message. Returns false if it was displaced.
     pub(super) fn advance(&self, stage: Stage) -> bool {
-        let mut entries = self.places.lock();
-        let at = entries.all.iter().position(|e| e.name == self.name);
-        at.map(|at| entries.all.remove(at)).map(|e| entries.enter(Entry { stage, ..e })).is_some()
+        let mut entries = self.admission.lock();
+        let at = entries.all.iter().position(|e| e.id == self.id);
+        at.map(|at| entries.all.remove(at))
+            .map(|e| entries.enter(AdmittedConnection { stage, ..e }))
+            .is_some()
     }
 
     /// Leaves the place, because another bound applies to the connection from now on. Returns false
     /// if it was displaced.
     pub(super) fn leave(&self) -> bool {
-        let mut entries = self.places.lock();
+        let mut entries = self.admission.lock();
         let before = entries.all.len();
-        entries.all.retain(|e| e.name != self.name);
+        entries.all.retain(|e| e.id != self.id);
         entries.all.len() < before
     }
 
@@ -168,36 +177,37 @@ mod tests {
 
     use super::*;
 
-    struct Callers {
+    struct TestConnections {
         listener: TcpListener,
-        places: Arc<Admission>,
+        admission: Arc<Admission>,
         links: Vec<Link>,
     }
 
-    impl Callers {
+    impl TestConnections {
         fn new() -> Self {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            Self { listener, places: Arc::default(), links: Vec::new() }
+            Self { listener, admission: Arc::default(), links: Vec::new() }
         }
 
         fn call(&mut self, from: &str) -> Admitted {
             let _caller = TcpStream::connect(self.listener.local_addr().unwrap()).unwrap();
             let (stream, _) = self.listener.accept().unwrap();
             let link = Link::new(stream, Duration::from_secs(1), Arc::default()).unwrap();
-            let place = self.places.admit(&link, from.parse().unwrap()).unwrap();
+            let place = self.admission.admit(&link, from.parse().unwrap()).unwrap();
             self.links.push(link);
             place
         }
     }
 
     #[test]
-    fn the_oldest_of_the_most_crowded_address_gives_way() {
-        let mut callers = Callers::new();
-        let single = callers.call("10.0.0.1");
-        let many: Vec<Admitted> = (1..MAX_PER_STAGE).map(|_| callers.call("10.0.0.2")).collect();
+    fn oldest_of_the_most_crowded_address_is_displaced() {
+        let mut connections = TestConnections::new();
+        let single = connections.call("10.0.0.1");
+        let many: Vec<Admitted> =
+            (1..MAX_PER_STAGE).map(|_| connections.call("10.0.0.2")).collect();
         assert!(many.iter().all(|place| !place.is_displaced()));
-        let third = callers.call("10.0.0.3");
-        let again = callers.call("10.0.0.2");
+        let third = connections.call("10.0.0.3");
+        let again = connections.call("10.0.0.2");
         let displaced: Vec<bool> = many.iter().map(Admitted::is_displaced).collect();
         assert_eq!(displaced[..3], [true, true, false]);
         assert!([&single, &third, &again].iter().all(|place| !place.is_displaced()));
@@ -206,11 +216,11 @@ mod tests {
 
     #[test]
     fn hosts_of_one_ipv6_network_count_as_one() {
-        let mut callers = Callers::new();
-        let other = callers.call("2001:db8:0:2::1");
+        let mut connections = TestConnections::new();
+        let other = connections.call("2001:db8:0:2::1");
         let many: Vec<Admitted> =
-            (1..MAX_PER_STAGE).map(|n| callers.call(&format!("2001:db8:0:1::{n:x}"))).collect();
-        let _more = callers.call("10.0.0.1");
+            (1..MAX_PER_STAGE).map(|n| connections.call(&format!("2001:db8:0:1::{n:x}"))).collect();
+        let _more = connections.call("10.0.0.1");
         assert!(many[0].is_displaced() && !other.is_displaced());
         assert_eq!(
             network("::ffff:10.0.0.1".parse().unwrap()),
@@ -220,18 +230,18 @@ mod tests {
 
     #[test]
     fn each_stage_has_places_of_its_own() {
-        let mut callers = Callers::new();
+        let mut connections = TestConnections::new();
         let mut held = Vec::new();
         for stage in [Stage::Query, Stage::Join, Stage::Source] {
             for _ in 0..MAX_PER_STAGE {
-                let place = callers.call("10.0.0.1");
+                let place = connections.call("10.0.0.1");
                 assert!(place.advance(stage));
                 held.push(place);
             }
         }
-        held.extend((0..MAX_PER_STAGE).map(|_| callers.call("10.0.0.1")));
+        held.extend((0..MAX_PER_STAGE).map(|_| connections.call("10.0.0.1")));
         assert!(held.iter().all(|place| !place.is_displaced()));
-        let more = callers.call("10.0.0.1");
+        let more = connections.call("10.0.0.1");
         assert!(more.advance(Stage::Join));
         let displaced: Vec<usize> = (0..held.len()).filter(|n| held[*n].is_displaced()).collect();
         assert_eq!(
@@ -240,16 +250,17 @@ mod tests {
             "the oldest that joins, and the oldest undecided"
         );
         drop(held);
-        assert_eq!(callers.places.lock().all.len(), 1);
+        assert_eq!(connections.admission.lock().all.len(), 1);
         assert!(more.leave() && !more.leave() && !more.is_displaced());
     }
 
     #[test]
     fn threads_are_counted_until_they_end() {
-        let places = Arc::new(Admission::default());
-        let threads: Vec<ServingThread> = std::iter::from_fn(|| places.serving_thread()).collect();
+        let admission = Arc::new(Admission::default());
+        let threads: Vec<ServingThread> =
+            std::iter::from_fn(|| admission.serving_thread()).collect();
         assert_eq!(threads.len(), THREADS);
         drop(threads);
-        assert!(places.serving_thread().is_some());
+        assert!(admission.serving_thread().is_some());
     }
 }

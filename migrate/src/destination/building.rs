@@ -3,7 +3,7 @@
 //! A factory opens the guest's disks and makes copies, and storage that does not answer would block
 //! the receiving thread for ever. So the receiving thread waits for a builder thread in slices, and
 //! gives up after the limit or when the receiver is cancelled. A builder thread whose storage never
-//! answers is left behind, with what it has built. No guest is built while [`MAX_LEFT`] such
+//! answers is left behind, with what it has built. No guest is built while [`MAX_ABANDONED`] such
 //! threads exist, or while copies are being removed, so that callers cannot make threads accumulate
 //! (I9).
 
@@ -19,13 +19,13 @@ use parking_lot::Mutex;
 use super::copies::{Copies, CopyLimits};
 use crate::error::Cause;
 use crate::transport::link::SLICE;
-use crate::transport::stop::Stop;
+use crate::transport::stop::StopFlag;
 
 /// A guest, and the copies of its disks.
-type Built<F> = (Arc<<F as GuestFactory>::Guest>, Copies);
+type BuiltGuest<F> = (Arc<<F as GuestFactory>::Guest>, Copies);
 
 /// Upper bound on builder threads that are left behind.
-const MAX_LEFT: usize = 4;
+const MAX_ABANDONED: usize = 4;
 
 /// Builds guests, one at a time.
 pub(super) struct GuestBuilder<F: GuestFactory + ?Sized> {
@@ -35,14 +35,14 @@ pub(super) struct GuestBuilder<F: GuestFactory + ?Sized> {
     /// Upper bound on one operation on a copy.
     disk_limit: Duration,
     /// Threads that were left behind, and their guests.
-    left: Mutex<Vec<(VmId, JoinHandle<()>)>>,
+    abandoned: Mutex<Vec<(VmId, JoinHandle<()>)>>,
     /// Shared with copies that are not removed yet.
     busy: Arc<()>,
 }
 
 impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
     pub(super) fn new(factory: Arc<F>, limit: Duration, disk_limit: Duration) -> Self {
-        Self { factory, limit, disk_limit, left: Mutex::default(), busy: Arc::default() }
+        Self { factory, limit, disk_limit, abandoned: Mutex::default(), busy: Arc::default() }
     }
 
     /// Builds a guest and copies of `drives`.
@@ -51,12 +51,12 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-        stop: &Arc<Stop>,
-    ) -> Result<Built<F>, Cause> {
-        let mut left = self.left.lock();
-        left.retain(|(_, thread)| !thread.is_finished());
-        if left.len() >= MAX_LEFT {
-            let guests: Vec<_> = left.iter().map(|(vm_id, _)| vm_id.to_string()).collect();
+        stop: &Arc<StopFlag>,
+    ) -> Result<BuiltGuest<F>, Cause> {
+        let mut abandoned = self.abandoned.lock();
+        abandoned.retain(|(_, thread)| !thread.is_finished());
+        if abandoned.len() >= MAX_ABANDONED {
+            let guests: Vec<_> = abandoned.iter().map(|(vm_id, _)| vm_id.to_string()).collect();
             let why = format!(
                 "earlier guests are still being built ({}); restart the receiver if their storage \
                  is lost",
@@ -68,7 +68,7 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
             let why = "copies of disks of an earlier guest are still being removed";
             return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, why)));
         }
-        let (tell, told) = meeting();
+        let (sender, results) = rendezvous_channel();
         let (factory, limits) = (self.factory.clone(), CopyLimits::of(self.disk_limit));
         // A weak reference, because copies exist only once the factory has made them.
         let (copies_stop, busy) = (stop.clone(), Arc::downgrade(&self.busy));
@@ -86,29 +86,29 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
                 })?;
                 Ok((guest, copies))
             });
-            if let Err(SendError(Ok((guest, _copies)))) = tell.send(built) {
+            if let Err(SendError(Ok((guest, _copies)))) = sender.send(built) {
                 guest.stop("it was not received: it took too long to build");
             }
         };
         let thread = Thread::new().name("migrate-build".into()).spawn(work);
         let thread = thread.map_err(|cause| Cause::System { what: "starting a thread", cause })?;
-        let built = self.wait(&told, stop);
+        let built = self.wait(&results, stop);
         // A thread that has answered is about to end, and is not counted.
         built.unwrap_or_else(|| {
-            left.push((vm_id, thread));
-            Err(self.late(vm_id, stop))
+            abandoned.push((vm_id, thread));
+            Err(self.abandon_reason(vm_id, stop))
         })
     }
 
     /// Waits for the thread's result; `None` if it is left behind.
     fn wait(
         &self,
-        told: &Receiver<Result<Built<F>, Cause>>,
-        stop: &Stop,
-    ) -> Option<Result<Built<F>, Cause>> {
+        results: &Receiver<Result<BuiltGuest<F>, Cause>>,
+        stop: &StopFlag,
+    ) -> Option<Result<BuiltGuest<F>, Cause>> {
         let until = Instant::now() + self.limit;
         loop {
-            match told.recv_timeout(SLICE) {
+            match results.recv_timeout(SLICE) {
                 Ok(built) => return Some(built),
                 Err(RecvTimeoutError::Disconnected) => {
                     return Some(Err(failed(io::Error::other("its thread has ended"))));
@@ -122,7 +122,7 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
     }
 
     /// Returns why the thread is left behind.
-    fn late(&self, vm_id: VmId, stop: &Stop) -> Cause {
+    fn abandon_reason(&self, vm_id: VmId, stop: &StopFlag) -> Cause {
         if stop.is_cancelled() {
             return Cause::Cancelled;
         }
@@ -138,7 +138,7 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
 
 /// Makes a channel without a buffer: a value that is not received returns to the sender, which
 /// disposes of it.
-fn meeting<T>() -> (SyncSender<T>, Receiver<T>) {
+fn rendezvous_channel<T>() -> (SyncSender<T>, Receiver<T>) {
     mpsc::sync_channel(0)
 }
 
@@ -151,12 +151,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nobody_receives_goes_back() {
-        let (tell, told) = meeting();
-        let sender = std::thread::spawn(move || tell.send("a guest"));
+    fn unreceived_value_returns_to_the_sender() {
+        let (sender, results) = rendezvous_channel();
+        let sender = std::thread::spawn(move || sender.send("a guest"));
         // Long enough for it to be sent, before or after: it is lost in neither case.
         std::thread::sleep(Duration::from_millis(100));
-        drop(told);
+        drop(results);
         assert_eq!(sender.join().unwrap(), Err(SendError("a guest")));
     }
 }

@@ -20,7 +20,7 @@ use crate::error::Cause;
 use crate::protocol::error::WireError;
 use crate::protocol::limits::MAX_CONNECTIONS;
 use crate::protocol::message::Counts;
-use crate::protocol::stream_state::{Step, StreamState};
+use crate::protocol::stream_state::{StreamState, StreamStep};
 use crate::protocol::tag::Tag;
 use crate::transport::channels::ChannelGroup;
 use crate::transport::compression::Unpacker;
@@ -32,7 +32,7 @@ const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// What all channels of one migration share.
 #[derive(Debug)]
-pub(super) struct Common {
+pub(super) struct JoinedChannelState {
     group: Arc<ChannelGroup>,
     /// Number of passes acknowledged.
     acknowledged: AtomicU32,
@@ -46,7 +46,7 @@ pub(super) struct Common {
 
 /// A share of a pass is in place.
 #[derive(Debug)]
-struct Done {
+struct ShareDone {
     pass: u32,
     counts: Counts,
 }
@@ -57,16 +57,16 @@ pub(super) struct ReceiveChannels {
     count: usize,
     /// To close their connections.
     closers: Vec<Closer>,
-    from: Receiver<Done>,
-    to: SyncSender<Done>,
-    shared: Arc<Common>,
+    from: Receiver<ShareDone>,
+    to: SyncSender<ShareDone>,
+    shared: Arc<JoinedChannelState>,
 }
 
 impl ReceiveChannels {
     /// Begins without any.
     pub(super) fn new() -> Self {
         let (to, from) = sync_channel(MAX_CONNECTIONS as usize);
-        let shared = Arc::new(Common {
+        let shared = Arc::new(JoinedChannelState {
             group: Arc::default(),
             acknowledged: AtomicU32::new(0),
             moved: AtomicU64::new(0),
@@ -98,7 +98,7 @@ impl ReceiveChannels {
         let (to, shared) = (self.to.clone(), self.shared.clone());
         let closer = wire.stream().closer();
         self.closers.push(closer.map_err(|cause| Cause::System { what: "joining", cause })?);
-        let (stream, unpacker) = (StreamState::shares(layout), Unpacker::new());
+        let (stream, unpacker) = (StreamState::joined(layout), Unpacker::new());
         let channel = Channel { wire, stream, memory, unpacker, progress_timeout, shared, to };
         std::thread::Builder::new()
             .name("migrate-channel".into())
@@ -156,7 +156,7 @@ impl ReceiveChannels {
 
     /// Returns why receiving failed, where the first channel failed with `cause`. A reason from the
     /// source takes precedence, then the failure of another channel.
-    pub(super) fn say_why(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
+    pub(super) fn failure_reason(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
         let fault = self.shared.fault.lock().take();
         match (cause, fault) {
             (cause @ Cause::Wire(WireError::Aborted { .. }), _) | (cause, None) => cause,
@@ -184,8 +184,8 @@ struct Channel<'g, G: Guest + ?Sized> {
     memory: &'g MemoryWriter<'g, G>,
     unpacker: Unpacker,
     progress_timeout: Duration,
-    shared: Arc<Common>,
-    to: SyncSender<Done>,
+    shared: Arc<JoinedChannelState>,
+    to: SyncSender<ShareDone>,
 }
 
 impl<G: Guest + ?Sized> Channel<'_, G> {
@@ -209,30 +209,30 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
             let (moved, received) = (self.stream.moved_bytes(), self.wire.received_bytes());
             let message = self.wire.recv()?;
             match self.stream.on(message)? {
-                Step::Noted => {
+                StreamStep::Noted => {
                     let begun = self.stream.passes();
                     if begun > self.shared.acknowledged.load(Ordering::Acquire) {
                         let why = "the pass before it was not acknowledged";
                         return Err(WireError::Malformed { message: Tag::PassBegin, why }.into());
                     }
                 }
-                Step::Place { runs, contents } => self.memory.place(runs, contents)?,
-                Step::Unpack { codec, runs, packed } => {
+                StreamStep::Place { runs, contents } => self.memory.place(runs, contents)?,
+                StreamStep::Unpack { codec, runs, packed } => {
                     self.memory.unpack(&mut self.unpacker, codec, runs, packed)?;
                 }
-                Step::Fetch { run } => self.memory.fetch(&mut self.wire, run)?,
-                Step::Zero { runs } => self.memory.zero(runs)?,
-                Step::Ack { pass, counts } => {
+                StreamStep::Fetch { run } => self.memory.fetch(&mut self.wire, run)?,
+                StreamStep::Zero { runs } => self.memory.zero(runs)?,
+                StreamStep::Ack { pass, counts } => {
                     // The other end lives as long as this thread.
-                    let _ = self.to.send(Done { pass, counts });
+                    let _ = self.to.send(ShareDone { pass, counts });
                 }
                 // `StreamState` returns none of them here.
-                Step::Prepare { .. }
-                | Step::Join { .. }
-                | Step::Drive(_)
-                | Step::Digest
-                | Step::Restore { .. }
-                | Step::Complete { .. } => {
+                StreamStep::Prepare { .. }
+                | StreamStep::Join { .. }
+                | StreamStep::Drive(_)
+                | StreamStep::Digest
+                | StreamStep::Restore { .. }
+                | StreamStep::Complete { .. } => {
                     return Ok(());
                 }
             }

@@ -1,7 +1,7 @@
 //! Copies of disks while they are received, and the threads that write them.
 //!
 //! The receiving thread never touches a copy itself, because storage that does not answer would
-//! block it for ever. A writer thread takes pieces from it, [`PIECES`] at most, and has a second
+//! block it for ever. A writer thread takes pieces from it, [`BUFFERS`] at most, and has a second
 //! thread make them durable while more arrive, so that little is left to do at the end of a pass.
 //! The receiving thread waits for either in slices. It gives up when one operation takes longer
 //! than the limit, when one of its own waits takes longer than that and [`MARGIN`], or when the
@@ -19,13 +19,13 @@ use driftline_guest::{DriveCopy, DriveHead};
 use parking_lot::Mutex;
 
 use crate::error::Cause;
-use crate::protocol::message::Runs;
+use crate::protocol::message::RunTable;
 use crate::protocol::stream_state::DriveStep;
 use crate::transport::link::SLICE;
-use crate::transport::stop::Stop;
+use crate::transport::stop::StopFlag;
 
 /// Upper bound on messages that wait for the writer thread, a megabyte each at most (I9).
-const PIECES: usize = 8;
+const BUFFERS: usize = 8;
 /// Bytes of blocks after which copies are made durable while more arrive. At most twice as many are
 /// not durable.
 const SYNC_EVERY: u64 = 64 << 20;
@@ -58,41 +58,41 @@ impl CopyLimits {
 /// The copies of one guest's disks. Their files are removed on drop unless they were kept.
 pub(super) struct Copies {
     /// None if no disk is copied.
-    threads: Option<Threads>,
+    threads: Option<CopyThreads>,
 }
 
 /// The writer thread as the receiving thread sees it.
-struct Threads {
-    set: Arc<Set>,
-    stop: Arc<Stop>,
-    tasks: Sender<Task>,
-    told: Receiver<Result<Reply, Cause>>,
+struct CopyThreads {
+    set: Arc<CopySet>,
+    stop: Arc<StopFlag>,
+    tasks: Sender<WriterTask>,
+    replies: Receiver<Result<WriterReply, Cause>>,
     /// Pieces that are free.
-    free: Vec<Piece>,
+    free: Vec<CopyBuffer>,
     /// Whether something was written that may not be durable.
-    unsettled: bool,
+    unsynced: bool,
 }
 
 /// What the receiving thread, the writer thread and the syncing thread share.
-struct Set {
+struct CopySet {
     heads: Vec<DriveHead>,
     /// Of `heads`, in the same order.
     copies: Vec<Box<dyn DriveCopy>>,
-    /// The operation of each thread, by [`Role`].
-    doing: [Mutex<Option<Doing>>; 2],
+    /// The operation of each thread, by [`CopyThreadRole`].
+    operations: [Mutex<Option<CopyOperation>>; 2],
     limits: CopyLimits,
     /// Shared with the builder while a copy may still have to be removed.
     _busy: Arc<()>,
 }
 
 #[derive(Clone, Copy)]
-enum Role {
+enum CopyThreadRole {
     Writer,
     Syncer,
 }
 
 /// An operation in progress.
-struct Doing {
+struct CopyOperation {
     drive: usize,
     what: &'static str,
     since: Instant,
@@ -100,39 +100,39 @@ struct Doing {
 
 /// Blocks of one disk; reused, so that nothing is allocated again.
 #[derive(Default)]
-struct Piece {
+struct CopyBuffer {
     drive: usize,
     runs: Vec<FrameRun>,
     /// Of `runs`; empty for zeros.
     contents: Vec<u8>,
 }
 
-enum Task {
-    Write(Piece),
+enum WriterTask {
+    Write(CopyBuffer),
     /// Make everything durable.
-    Settle,
+    MakeDurable,
     /// Yield the copies to the guest.
     Yield,
 }
 
-enum Reply {
-    Written(Piece),
+enum WriterReply {
+    Written(CopyBuffer),
     Done,
 }
 
-impl Set {
-    /// Performs one operation on a copy, and shows it in `doing` meanwhile.
+impl CopySet {
+    /// Performs one operation on a copy, and shows it in `operations` meanwhile.
     fn attempt(
         &self,
-        role: Role,
+        role: CopyThreadRole,
         drive: usize,
         what: &'static str,
         operation: impl FnOnce(&dyn DriveCopy) -> io::Result<()>,
     ) -> Result<(), Cause> {
-        let doing = &self.doing[role as usize];
-        *doing.lock() = Some(Doing { drive, what, since: Instant::now() });
+        let current = &self.operations[role as usize];
+        *current.lock() = Some(CopyOperation { drive, what, since: Instant::now() });
         let done = operation(&*self.copies[drive]);
-        *doing.lock() = None;
+        *current.lock() = None;
         done.map_err(|cause| self.failed(drive, what, cause))
     }
 
@@ -157,9 +157,9 @@ impl Set {
 
     /// Returns the failure, for this reason, of an operation that has taken at least `least`.
     fn under_way(&self, least: Duration, why: &str) -> Option<Cause> {
-        self.doing.iter().find_map(|doing| {
-            let doing = doing.lock();
-            let Doing { drive, what, since } = doing.as_ref()?;
+        self.operations.iter().find_map(|current| {
+            let current = current.lock();
+            let CopyOperation { drive, what, since } = current.as_ref()?;
             let cause = io::Error::new(io::ErrorKind::TimedOut, why);
             (since.elapsed() >= least).then(|| self.failed(*drive, what, cause))
         })
@@ -168,22 +168,22 @@ impl Set {
     /// Performs `operation` on each copy in turn.
     fn each(
         &self,
-        role: Role,
+        role: CopyThreadRole,
         what: &'static str,
         operation: impl Fn(&dyn DriveCopy) -> io::Result<()>,
     ) -> Result<(), Cause> {
         (0..self.copies.len()).try_for_each(|drive| self.attempt(role, drive, what, &operation))
     }
 
-    /// Writes `piece`. Returns its bytes of blocks.
-    fn write(&self, piece: &Piece) -> Result<u64, Cause> {
-        let (drive, mut contents) = (piece.drive, &piece.contents[..]);
-        for run in &piece.runs {
+    /// Writes `buffer`. Returns its bytes of blocks.
+    fn write(&self, buffer: &CopyBuffer) -> Result<u64, Cause> {
+        let (drive, mut contents) = (buffer.drive, &buffer.contents[..]);
+        for run in &buffer.runs {
             if contents.is_empty() {
                 for part in run.chunks(ZEROS) {
                     let (at, has) = (part.start.gpa(), self.part(drive, &part));
                     let zero = |copy: &dyn DriveCopy| copy.zero(at, has);
-                    self.attempt(Role::Writer, drive, "writing zeros to its copy", zero)?;
+                    self.attempt(CopyThreadRole::Writer, drive, "writing zeros to its copy", zero)?;
                 }
                 continue;
             }
@@ -191,10 +191,10 @@ impl Set {
             // Decoding has compared the runs with the length.
             let (bytes, rest) = contents.split_at(run.bytes() as usize);
             let write = |copy: &dyn DriveCopy| copy.write(at, &bytes[..has as usize]);
-            self.attempt(Role::Writer, drive, "writing its copy", write)?;
+            self.attempt(CopyThreadRole::Writer, drive, "writing its copy", write)?;
             contents = rest;
         }
-        Ok(piece.runs.iter().map(|run| run.bytes()).sum())
+        Ok(buffer.runs.iter().map(|run| run.bytes()).sum())
     }
 
     /// Bytes of `run` that the disk has: its last block may be partial.
@@ -210,52 +210,52 @@ impl Copies {
         copies: Vec<Box<dyn DriveCopy>>,
         heads: &[DriveHead],
         limits: CopyLimits,
-        stop: Arc<Stop>,
+        stop: Arc<StopFlag>,
         busy: Arc<()>,
     ) -> Result<Self, Cause> {
         if copies.is_empty() {
             return Ok(Self { threads: None });
         }
         let heads = heads.to_vec();
-        let doing = Default::default();
-        let set = Arc::new(Set { heads, copies, doing, limits, _busy: busy });
-        let ((tasks, asked), (tell, told)) = (mpsc::channel(), mpsc::channel());
-        let syncer = Syncer::spawn(set.clone())?;
-        let writer = Writer { set: set.clone(), syncer, unsynced: 0 };
-        spawn("migrate-disks", move || writer.run(&asked, tell))?;
-        let free = (0..PIECES).map(|_| Piece::default()).collect();
-        let threads = Threads { set, stop, tasks, told, free, unsettled: false };
+        let operations = Default::default();
+        let set = Arc::new(CopySet { heads, copies, operations, limits, _busy: busy });
+        let ((tasks, requests), (reply, replies)) = (mpsc::channel(), mpsc::channel());
+        let syncer = CopySyncer::spawn(set.clone())?;
+        let writer = CopyWriter { set: set.clone(), syncer, unsynced: 0 };
+        spawn("migrate-disks", move || writer.run(&requests, reply))?;
+        let free = (0..BUFFERS).map(|_| CopyBuffer::default()).collect();
+        let threads = CopyThreads { set, stop, tasks, replies, free, unsynced: false };
         Ok(Self { threads: Some(threads) })
     }
 
     /// Passes blocks to the writer thread. Returns the time spent waiting for earlier ones, and
     /// fails with their failure.
     pub(super) fn take(&mut self, step: DriveStep<'_>) -> Result<Duration, Cause> {
-        let (drive, runs, contents): (_, Runs<'_>, &[u8]) = match step {
+        let (drive, runs, contents): (_, RunTable<'_>, &[u8]) = match step {
             DriveStep::Noted => return Ok(Duration::ZERO),
             DriveStep::Place { drive, runs, contents } => (drive, runs, contents),
             DriveStep::Zero { drive, runs } => (drive, runs, &[]),
         };
-        let threads = self.threads.as_mut().ok_or_else(gone)?;
+        let threads = self.threads.as_mut().ok_or_else(thread_ended)?;
         let begun = Instant::now();
-        let mut piece = threads.free_piece()?;
+        let mut buffer = threads.free_buffer()?;
         let waited = begun.elapsed();
-        piece.drive = drive;
-        piece.runs.clear();
-        piece.runs.extend(runs.iter());
-        piece.contents.clear();
-        piece.contents.extend_from_slice(contents);
-        threads.unsettled = true;
-        threads.ask(Task::Write(piece));
+        buffer.drive = drive;
+        buffer.runs.clear();
+        buffer.runs.extend(runs.iter());
+        buffer.contents.clear();
+        buffer.contents.extend_from_slice(contents);
+        threads.unsynced = true;
+        threads.submit(WriterTask::Write(buffer));
         Ok(waited)
     }
 
     /// Waits until everything received is durable. Returns whether there was something to wait for.
-    pub(super) fn settle(&mut self) -> Result<bool, Cause> {
+    pub(super) fn make_durable(&mut self) -> Result<bool, Cause> {
         match &mut self.threads {
-            Some(threads) if threads.unsettled => {
-                threads.perform(Task::Settle)?;
-                threads.unsettled = false;
+            Some(threads) if threads.unsynced => {
+                threads.perform(WriterTask::MakeDurable)?;
+                threads.unsynced = false;
                 Ok(true)
             }
             _ => Ok(false),
@@ -264,7 +264,7 @@ impl Copies {
 
     /// Yields the copies to the guest: their locks are released.
     pub(super) fn yield_to_guest(&mut self) -> Result<(), Cause> {
-        self.threads.as_mut().map_or(Ok(()), |threads| threads.perform(Task::Yield))
+        self.threads.as_mut().map_or(Ok(()), |threads| threads.perform(WriterTask::Yield))
     }
 
     /// Keeps the copies: they are the guest's disks from now on.
@@ -275,15 +275,15 @@ impl Copies {
 
     /// Ends the threads, and removes what was not kept, which takes some time for large files.
     /// Returns when that is done, or after [`REMOVE_LIMIT`].
-    pub(super) fn throw_away(&mut self) {
-        let Some(Threads { set, told, tasks, .. }) = self.threads.take() else { return };
+    pub(super) fn remove(&mut self) {
+        let Some(CopyThreads { set, replies, tasks, .. }) = self.threads.take() else { return };
         let until = Instant::now() + REMOVE_LIMIT;
         let names: Vec<_> = set.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
         // The writer thread then has the last reference, and removes the files before it closes its
         // channel.
         drop((set, tasks));
         loop {
-            match told.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            match replies.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(_) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
                 Err(RecvTimeoutError::Timeout) => break,
@@ -299,45 +299,45 @@ impl Copies {
 
 impl Drop for Copies {
     fn drop(&mut self) {
-        self.throw_away();
+        self.remove();
     }
 }
 
-impl Threads {
-    fn ask(&self, task: Task) {
+impl CopyThreads {
+    fn submit(&self, task: WriterTask) {
         // If the thread has ended, reading its answer fails and says why.
         let _ = self.tasks.send(task);
     }
 
     /// Waits for a free piece.
-    fn free_piece(&mut self) -> Result<Piece, Cause> {
+    fn free_buffer(&mut self) -> Result<CopyBuffer, Cause> {
         let until = self.give_up_at();
         loop {
-            while let Ok(told) = self.told.try_recv() {
-                self.note(told?);
+            while let Ok(reply) = self.replies.try_recv() {
+                self.note(reply?);
             }
-            if let Some(piece) = self.free.pop() {
-                return Ok(piece);
+            if let Some(buffer) = self.free.pop() {
+                return Ok(buffer);
             }
-            let told = self.next(until)?;
-            self.note(told);
+            let reply = self.next(until)?;
+            self.note(reply);
         }
     }
 
-    fn note(&mut self, told: Reply) {
-        match told {
-            Reply::Written(piece) => self.free.push(piece),
-            Reply::Done => {}
+    fn note(&mut self, reply: WriterReply) {
+        match reply {
+            WriterReply::Written(buffer) => self.free.push(buffer),
+            WriterReply::Done => {}
         }
     }
 
     /// Has a task performed, after all earlier ones.
-    fn perform(&mut self, task: Task) -> Result<(), Cause> {
-        self.ask(task);
+    fn perform(&mut self, task: WriterTask) -> Result<(), Cause> {
+        self.submit(task);
         let until = self.give_up_at();
         loop {
             match self.next(until)? {
-                Reply::Done => return Ok(()),
+                WriterReply::Done => return Ok(()),
                 written => self.note(written),
             }
         }
@@ -349,11 +349,11 @@ impl Threads {
     }
 
     /// Waits for the writer thread's next reply, until `until`.
-    fn next(&mut self, until: Instant) -> Result<Reply, Cause> {
+    fn next(&mut self, until: Instant) -> Result<WriterReply, Cause> {
         loop {
-            match self.told.recv_timeout(SLICE) {
-                Ok(told) => return told,
-                Err(RecvTimeoutError::Disconnected) => return Err(gone()),
+            match self.replies.recv_timeout(SLICE) {
+                Ok(reply) => return reply,
+                Err(RecvTimeoutError::Disconnected) => return Err(thread_ended()),
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if self.stop.is_cancelled() {
@@ -370,50 +370,50 @@ impl Threads {
 }
 
 /// The writer thread.
-struct Writer {
-    set: Arc<Set>,
-    syncer: Syncer,
+struct CopyWriter {
+    set: Arc<CopySet>,
+    syncer: CopySyncer,
     /// Bytes written since the last sync was started.
     unsynced: u64,
 }
 
-impl Writer {
-    fn run(mut self, tasks: &Receiver<Task>, tell: Sender<Result<Reply, Cause>>) {
+impl CopyWriter {
+    fn run(mut self, tasks: &Receiver<WriterTask>, reply: Sender<Result<WriterReply, Cause>>) {
         for task in tasks {
             let done = self.perform(task);
             let failed = done.is_err();
-            if tell.send(done).is_err() || failed {
+            if reply.send(done).is_err() || failed {
                 break;
             }
         }
         let Self { set, syncer, .. } = self;
         syncer.end();
-        // Perhaps the last reference, which removes the files: dropped before `tell`, for which
-        // `throw_away` waits.
+        // Perhaps the last reference, which removes the files: dropped before `reply`, for which
+        // `remove` waits.
         drop(set);
-        drop(tell);
+        drop(reply);
     }
 
-    fn perform(&mut self, task: Task) -> Result<Reply, Cause> {
+    fn perform(&mut self, task: WriterTask) -> Result<WriterReply, Cause> {
         match task {
-            Task::Write(piece) => {
-                self.unsynced = self.unsynced.saturating_add(self.set.write(&piece)?);
+            WriterTask::Write(buffer) => {
+                self.unsynced = self.unsynced.saturating_add(self.set.write(&buffer)?);
                 if self.unsynced >= SYNC_EVERY {
                     self.begin_sync()?;
                 }
-                Ok(Reply::Written(piece))
+                Ok(WriterReply::Written(buffer))
             }
-            Task::Settle => {
+            WriterTask::MakeDurable => {
                 if self.unsynced > 0 {
                     self.begin_sync()?;
                 }
                 self.syncer.wait()?;
-                Ok(Reply::Done)
+                Ok(WriterReply::Done)
             }
-            Task::Yield => {
+            WriterTask::Yield => {
                 let what = "giving its copy to the guest";
-                self.set.each(Role::Writer, what, |copy| copy.yield_to_guest())?;
-                Ok(Reply::Done)
+                self.set.each(CopyThreadRole::Writer, what, |copy| copy.yield_to_guest())?;
+                Ok(WriterReply::Done)
             }
         }
     }
@@ -427,42 +427,45 @@ impl Writer {
 }
 
 /// The syncing thread, as the writer thread sees it.
-struct Syncer {
-    ask: Sender<()>,
-    told: Receiver<Result<(), Cause>>,
+struct CopySyncer {
+    start: Sender<()>,
+    replies: Receiver<Result<(), Cause>>,
     under_way: bool,
     thread: JoinHandle<()>,
 }
 
-impl Syncer {
-    fn spawn(set: Arc<Set>) -> Result<Self, Cause> {
-        let ((ask, asked), (tell, told)) = (mpsc::channel(), mpsc::channel());
+impl CopySyncer {
+    fn spawn(set: Arc<CopySet>) -> Result<Self, Cause> {
+        let ((start, requests), (reply, replies)) = (mpsc::channel(), mpsc::channel());
         let thread = spawn("migrate-sync", move || {
-            for () in asked {
+            for () in requests {
                 let what = "making its copy durable";
-                if tell.send(set.each(Role::Syncer, what, |copy| copy.make_durable())).is_err() {
+                if reply
+                    .send(set.each(CopyThreadRole::Syncer, what, |copy| copy.make_durable()))
+                    .is_err()
+                {
                     return;
                 }
             }
         })?;
-        Ok(Self { ask, told, under_way: false, thread })
+        Ok(Self { start, replies, under_way: false, thread })
     }
 
     fn begin(&mut self) -> Result<(), Cause> {
         self.under_way = true;
-        self.ask.send(()).map_err(|_| gone())
+        self.start.send(()).map_err(|_| thread_ended())
     }
 
     fn wait(&mut self) -> Result<(), Cause> {
         match std::mem::take(&mut self.under_way) {
-            true => self.told.recv().map_err(|_| gone())?,
+            true => self.replies.recv().map_err(|_| thread_ended())?,
             false => Ok(()),
         }
     }
 
     fn end(self) {
-        let Self { ask, thread, .. } = self;
-        drop(ask);
+        let Self { start, thread, .. } = self;
+        drop(start);
         // If it has panicked, waiting for it has failed already.
         let _ = thread.join();
     }
@@ -473,7 +476,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
     thread.map_err(|cause| Cause::System { what: "starting a thread", cause })
 }
 
-fn gone() -> Cause {
+fn thread_ended() -> Cause {
     let cause = io::Error::other("its thread has ended");
     Cause::System { what: "writing copies of disks", cause }
 }

@@ -12,12 +12,12 @@ use driftline_guest::{GuestFactory, GuestIdentity, HandOver, Lifecycle};
 use super::copies::Copies;
 use super::host::{ReceiveFailed, ReceiveHost};
 use super::listener;
-use super::precopy::Restored;
-use super::setup::{Arrival, detach, throw_away};
+use super::precopy::RestoredGuest;
+use super::setup::{Arrival, detach, discard_guest};
 use crate::error::Cause;
 use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
-use crate::protocol::message::{Message, PreparedSays, StateDigest};
+use crate::protocol::message::{PreparedPayload, StateDigest, WireMessage};
 use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::{DestinationEvent, DestinationOrder, MayRun};
 use crate::report::{ReceiveReport, ms, unix_us};
@@ -32,7 +32,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     pub(super) fn hand_over(
         &self,
         arrival: Arrival<F::Guest>,
-        restored: Restored,
+        restored: RestoredGuest,
     ) -> Result<(Arc<F::Guest>, ReceiveReport), ReceiveFailed> {
         let Arrival { mut wire, guest, drives: _, mut copies, token, came } = arrival;
         let was_running = restored.was_running;
@@ -45,19 +45,19 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             (DestinationOrder::TakeOver(permit), _) => permit,
             (_, fault) => {
                 // Not stored, or another process of this site decided otherwise.
-                self.control.stop.unseal();
-                throw_away(
+                self.control.stop.undo_commit();
+                discard_guest(
                     &*guest,
                     "it was not received: the decision to run it could not be made",
                 );
                 drop(copies);
                 let cause = fault.map_or(Cause::Discarded { reason: None }, Cause::Records);
-                return Err(self.tell(&mut wire, token, cause));
+                return Err(self.inform_source(&mut wire, token, cause));
             }
         };
         if let Err(e) = take_over(&*guest, &mut copies, permit, was_running) {
             // It never ran, holds nothing, and never will run.
-            self.control.stop.unseal();
+            self.control.stop.undo_commit();
             guest.stop(&format!("it was not received: {e}"));
             drop(copies);
             let (_, fault) = self.session.post(DestinationEvent::NotResumed);
@@ -66,7 +66,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             }
             // Its files go with it, and with them locks that could not be released.
             drop(guest);
-            return Err(self.tell(&mut wire, token, e));
+            return Err(self.inform_source(&mut wire, token, e));
         }
         // By the vCPUs' own account, because this thread may wait for a processor that they use.
         let resumed = guest.vcpu_pauses().iter().filter_map(|vcpu| vcpu.resumed).max();
@@ -77,7 +77,8 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         copies.keep();
         let (_say_running, _) = self.session.post(DestinationEvent::Resumed);
         // A source that does not receive it asks, and the listener answers.
-        if let Err(e) = wire.send(&Message::Running { token, took_us: took.as_micros() as u64 }) {
+        if let Err(e) = wire.send(&WireMessage::Running { token, took_us: took.as_micros() as u64 })
+        {
             tracing::warn!(%token, "RUNNING was not said: {e}");
         }
         drop((restored.written, copies));
@@ -104,10 +105,10 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         wire: &mut Wire<Link>,
         guest: &F::Guest,
         token: Token,
-        restored: &Restored,
+        restored: &RestoredGuest,
     ) -> Result<(), Cause> {
         let deadline = self.options.commit_deadline;
-        wire.send(&Message::Prepared(PreparedSays {
+        wire.send(&WireMessage::Prepared(PreparedPayload {
             token,
             site: self.session.site(),
             digest: StateDigest::of(&restored.sections),
@@ -118,14 +119,14 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         let mut attached = false;
         let found = loop {
             match wire.recv() {
-                Ok(Message::Late(late)) if !attached => {
+                Ok(WireMessage::Late(late)) if !attached => {
                     attached = true;
                     // Networks may lose packets; the guest's peers send them again.
                     if let Err(e) = guest.attach(late) {
                         tracing::warn!(vm = %guest.vm_id(), "what came for the guest is lost: {e}");
                     }
                 }
-                Ok(Message::Commit { token }) => break token,
+                Ok(WireMessage::Commit { token }) => break token,
                 Ok(other) => return Err(other.unexpected("COMMIT").into()),
                 Err(e) if e.is_silence() => return Err(Cause::NoCommit { after: deadline }),
                 Err(e) => return Err(e.into()),
@@ -137,7 +138,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         }
         wire.stream_mut().set_deadline(None);
         wire.stream_mut().set_progress_timeout(self.options.progress_timeout);
-        if self.control.stop.seal() { Ok(()) } else { Err(Cause::Cancelled) }
+        if self.control.stop.commit() { Ok(()) } else { Err(Cause::Cancelled) }
     }
 
     /// Discards a guest for good: PREPARED was sent, perhaps in part, and COMMIT did not come.
@@ -149,7 +150,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         token: Token,
         cause: Cause,
     ) -> ReceiveFailed {
-        throw_away(guest, &format!("it was not received: {cause}"));
+        discard_guest(guest, &format!("it was not received: {cause}"));
         drop(copies);
         tracing::info!(vm = %guest.vm_id(), %token, "the guest was thrown away: {cause}");
         if matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
@@ -160,21 +161,21 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         if let Some(fault) = fault {
             tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
         }
-        self.tell(wire, token, cause)
+        self.inform_source(wire, token, cause)
     }
 
     /// Tells the source the verdict, over this connection if possible and otherwise when it asks.
-    fn tell(&self, wire: &mut Wire<Link>, token: Token, cause: Cause) -> ReceiveFailed {
+    fn inform_source(&self, wire: &mut Wire<Link>, token: Token, cause: Cause) -> ReceiveFailed {
         let verdict = self.session.verdict(token);
         wire.stream_mut().begin_closing();
-        let heard = wire.send(&Message::Answer { token, verdict }).is_ok()
-            && matches!(wire.recv(), Ok(Message::Ended { token: ended }) if ended == token);
-        if heard {
+        let acknowledged = wire.send(&WireMessage::Answer { token, verdict }).is_ok()
+            && matches!(wire.recv(), Ok(WireMessage::Ended { token: ended }) if ended == token);
+        if acknowledged {
             self.session.forget(token);
         } else {
             wire.stream().close();
             tracing::warn!(%token, "staying up to {:?} to tell the source", self.options.tell_limit);
-            if !self.session.await_told(self.options.tell_limit, &self.control.stop) {
+            if !self.session.await_source_informed(self.options.tell_limit, &self.control.stop) {
                 tracing::warn!(
                     %token,
                     "the source was not told that the guest does not run here: if it is in doubt, \

@@ -35,7 +35,7 @@ pub(super) struct ReceiveHost<'a, F: GuestFactory + ?Sized> {
     pub(super) options: &'a ReceiveOptions,
     pub(super) control: &'a ReceiveControl,
     pub(super) session: Arc<Session>,
-    pub(super) callers: Receiver<Incoming>,
+    pub(super) incoming: Receiver<Incoming>,
 }
 
 pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
@@ -45,14 +45,14 @@ pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
     control: &'a Arc<ReceiveControl>,
 ) -> Result<(ReceiveHost<'a, F>, Responder), ReceiveFailed> {
     let records = Records::open(&options.records)?;
-    records.sweep_settled();
+    records.sweep();
     let session = Arc::new(Session::new(records));
     let (progress_timeout, handshake) = (options.progress_timeout, options.handshake_timeout);
-    let (responder, callers) =
+    let (responder, incoming) =
         listener::open(listener, session.clone(), control.clone(), progress_timeout, handshake)
             .map_err(|cause| Cause::System { what: "listening", cause })?;
     let builder = GuestBuilder::new(factory, options.build_limit, options.disk_limit);
-    Ok((ReceiveHost { builder, options, control, session, callers }, responder))
+    Ok((ReceiveHost { builder, options, control, session, incoming }, responder))
 }
 
 impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {

@@ -7,8 +7,8 @@ use driftline_guest::VmId;
 
 use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
-use crate::protocol::message::{DriveMessage, Message, StateDigest};
-use crate::protocol::stream_state::{DriveStep, Step, StreamState};
+use crate::protocol::message::{DriveMessage, StateDigest, WireMessage};
+use crate::protocol::stream_state::{DriveStep, StreamState, StreamStep};
 use crate::transport::compression::Unpacker;
 use crate::transport::error::TransportError;
 use crate::transport::wire::Wire;
@@ -60,14 +60,14 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     let mut wire = Wire::new(stream);
     let header = wire.recv_header()?;
     let program = match wire.recv()? {
-        Message::Hello { version, .. } => version.to_owned(),
+        WireMessage::Hello { version, .. } => version.to_owned(),
         other => return Err(other.unexpected("HELLO")),
     };
     let mut drives = Vec::new();
     let (token, layout, config_bytes) = loop {
         match wire.recv()? {
-            Message::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => drives = heads,
-            Message::Config { token, layout, config } => {
+            WireMessage::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => drives = heads,
+            WireMessage::Config { token, layout, config } => {
                 break (token, layout, config.len() as u64);
             }
             other => return Err(other.unexpected("CONFIG")),
@@ -84,10 +84,11 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     let mut unpacker = Unpacker::new();
     let (sections, was_running) = loop {
         match stream.on(wire.recv()?)? {
-            Step::Place { contents, .. } | Step::Drive(DriveStep::Place { contents, .. }) => {
+            StreamStep::Place { contents, .. }
+            | StreamStep::Drive(DriveStep::Place { contents, .. }) => {
                 content_crc = crc32c::crc32c_append(content_crc, contents);
             }
-            Step::Unpack { codec, runs, packed } => {
+            StreamStep::Unpack { codec, runs, packed } => {
                 let frames = runs.frames().unwrap_or(0);
                 let contents = unpacker.unpack(codec, packed, frames).map_err(|e| match e {
                     TransportError::Wire(e) => e,
@@ -95,18 +96,18 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
                 })?;
                 content_crc = crc32c::crc32c_append(content_crc, contents);
             }
-            Step::Fetch { .. } => {
+            StreamStep::Fetch { .. } => {
                 content_crc = crc32c::crc32c_append(content_crc, wire.recv_content()?);
             }
-            Step::Complete { sections, was_running } => break (sections, was_running),
-            Step::Noted
-            | Step::Zero { .. }
-            | Step::Prepare { .. }
-            | Step::Join { .. }
-            | Step::Digest
-            | Step::Restore { .. }
-            | Step::Drive(_)
-            | Step::Ack { .. } => {}
+            StreamStep::Complete { sections, was_running } => break (sections, was_running),
+            StreamStep::Noted
+            | StreamStep::Zero { .. }
+            | StreamStep::Prepare { .. }
+            | StreamStep::Join { .. }
+            | StreamStep::Digest
+            | StreamStep::Restore { .. }
+            | StreamStep::Drive(_)
+            | StreamStep::Ack { .. } => {}
         }
     };
     let (totals, blocks) = (stream.totals(), stream.drive_totals());
@@ -114,8 +115,8 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     let mut late = None;
     let committed = loop {
         match wire.recv() {
-            Ok(Message::Late(bytes)) if late.is_none() => late = Some(bytes.len()),
-            Ok(Message::Commit { token: t }) => break t == token,
+            Ok(WireMessage::Late(bytes)) if late.is_none() => late = Some(bytes.len()),
+            Ok(WireMessage::Commit { token: t }) => break t == token,
             _ => break false,
         }
     };

@@ -26,10 +26,10 @@ use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
 use crate::protocol::features::FEATURES;
 use crate::protocol::ids::Token;
-use crate::protocol::message::{DriveMessage, Message, Purpose};
+use crate::protocol::message::{DriveMessage, Purpose, WireMessage};
 use crate::protocol::tag::Tag;
 use crate::transport::link::{Link, SLICE};
-use crate::transport::stop::Stop;
+use crate::transport::stop::StopFlag;
 use crate::transport::wire::Wire;
 
 /// Upper bound on waiting for ENDED after a verdict was sent.
@@ -39,7 +39,7 @@ const ENDED_LIMIT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) enum Incoming {
     /// A source that has the session.
-    Source(Box<Caller>),
+    Source(Box<AcceptedSource>),
     /// One more channel of the migration that has the session.
     Joined(Token, Box<Wire<Link>>),
     /// A source whose connection ended before CONFIG, while the session was free.
@@ -48,7 +48,7 @@ pub(super) enum Incoming {
 
 /// A source that has the session, and the guest that is to be built for it.
 #[derive(Debug)]
-pub(super) struct Caller {
+pub(super) struct AcceptedSource {
     pub(super) wire: Wire<Link>,
     pub(super) header: Header,
     pub(super) token: Token,
@@ -59,7 +59,7 @@ pub(super) struct Caller {
 }
 
 /// A source's description of its guest.
-struct Described {
+struct GuestDescription {
     token: Token,
     drives: Vec<DriveHead>,
     layout: Layout,
@@ -70,7 +70,7 @@ struct Described {
 #[derive(Debug)]
 pub struct Responder {
     address: SocketAddr,
-    stop: Arc<Stop>,
+    stop: Arc<StopFlag>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -95,11 +95,11 @@ impl Drop for Responder {
 struct Listener {
     session: Arc<Session>,
     control: Arc<ReceiveControl>,
-    callers: Sender<Incoming>,
-    stop: Arc<Stop>,
+    incoming: Sender<Incoming>,
+    stop: Arc<StopFlag>,
     progress_timeout: Duration,
     handshake: Duration,
-    places: Arc<Admission>,
+    admission: Arc<Admission>,
 }
 
 /// Starts the listening thread. Returns the receiving end of what it passes on.
@@ -114,22 +114,22 @@ pub(super) fn open(
     listener.set_nonblocking(false)?;
     // accept(2) honours the receive timeout, so the thread checks its stop flag every slice.
     SockRef::from(&listener).set_read_timeout(Some(SLICE))?;
-    let (callers, called) = mpsc::channel();
-    let stop = Arc::new(Stop::default());
-    let places = Arc::default();
+    let (incoming, received) = mpsc::channel();
+    let stop = Arc::new(StopFlag::default());
+    let admission = Arc::default();
     let shared = Listener {
         session,
         control,
-        callers,
+        incoming,
         stop: stop.clone(),
         progress_timeout,
         handshake,
-        places,
+        admission,
     };
     let thread = std::thread::Builder::new()
         .name("migrate-listen".into())
         .spawn(move || accept(&listener, &Arc::new(shared)))?;
-    Ok((Responder { address, stop, thread: Some(thread) }, called))
+    Ok((Responder { address, stop, thread: Some(thread) }, received))
 }
 
 fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
@@ -157,12 +157,12 @@ impl Listener {
     /// Admits a connection and starts its thread.
     fn receive(self: &Arc<Self>, stream: TcpStream, from: IpAddr) -> io::Result<()> {
         let came = Instant::now();
-        let Some(server) = self.places.serving_thread() else {
+        let Some(server) = self.admission.serving_thread() else {
             return Err(io::Error::other("too many connections are about to end"));
         };
         let mut link = Link::new(stream, self.progress_timeout, self.stop.clone())?;
         link.set_deadline(Some(came + self.handshake));
-        let place = self.places.admit(&link, from)?;
+        let place = self.admission.admit(&link, from)?;
         let shared = self.clone();
         std::thread::Builder::new().name("migrate-caller".into()).spawn(move || {
             let _server = server;
@@ -201,14 +201,14 @@ impl Listener {
     }
 
     fn refused(&self, stage: Stage, peer: &str, reason: &str) {
-        turned_away(&self.control, stage, peer, reason);
+        log_refusal(&self.control, stage, peer, reason);
     }
 
     /// Waits for the source to acknowledge an answer that settles the migration.
     fn await_end(&self, wire: &mut Wire<Link>, place: &Admitted, token: Token, verdict: Verdict) {
         wire.stream_mut().set_deadline(Some(Instant::now() + ENDED_LIMIT));
         let heard = match wire.recv() {
-            Ok(Message::Ended { token: ended }) if ended == token => {
+            Ok(WireMessage::Ended { token: ended }) if ended == token => {
                 self.session.forget(token);
                 true
             }
@@ -217,7 +217,7 @@ impl Listener {
         };
         // Last, because the receiving thread waits for this and may then drop the listener.
         if heard && verdict == Verdict::Discarded {
-            self.session.told(token);
+            self.session.note_source_informed(token);
         }
     }
 
@@ -240,7 +240,7 @@ impl Listener {
             }
         };
         match wire.recv()? {
-            Message::Hello { purpose, .. } => Ok((header, purpose)),
+            WireMessage::Hello { purpose, .. } => Ok((header, purpose)),
             other => Err(other.unexpected("HELLO")),
         }
     }
@@ -248,7 +248,7 @@ impl Listener {
     fn say_hello(&self, wire: &mut Wire<Link>) -> Result<(), WireError> {
         wire.send_header(None)?;
         let version = env!("CARGO_PKG_VERSION");
-        wire.send(&Message::Hello { purpose: Purpose::Serve, features: FEATURES, version })
+        wire.send(&WireMessage::Hello { purpose: Purpose::Serve, features: FEATURES, version })
     }
 
     /// Serves a source: reads its CONFIG, and gives it the session if that is still free.
@@ -276,9 +276,9 @@ impl Listener {
         match self.session.claim(header.vm_id(), described.token, || leave(place)) {
             Ok(()) => {
                 wire.stream_mut().set_deadline(None);
-                let Described { token, drives, layout, config } = described;
-                let caller = Caller { wire, header, token, drives, layout, config, came };
-                if self.callers.send(Incoming::Source(Box::new(caller))).is_err() {
+                let GuestDescription { token, drives, layout, config } = described;
+                let caller = AcceptedSource { wire, header, token, drives, layout, config, came };
+                if self.incoming.send(Incoming::Source(Box::new(caller))).is_err() {
                     self.session.vacate();
                 }
             }
@@ -287,15 +287,17 @@ impl Listener {
     }
 
     /// Answers a source's HELLO, and reads the description of its guest.
-    fn configuration(&self, wire: &mut Wire<Link>) -> Result<Described, WireError> {
+    fn configuration(&self, wire: &mut Wire<Link>) -> Result<GuestDescription, WireError> {
         self.say_hello(wire)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + self.handshake));
         let mut drives = Vec::new();
         loop {
             match wire.recv()? {
-                Message::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => drives = heads,
-                Message::Config { token, layout, config } => {
-                    return Ok(Described { token, drives, layout, config: config.to_vec() });
+                WireMessage::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => {
+                    drives = heads
+                }
+                WireMessage::Config { token, layout, config } => {
+                    return Ok(GuestDescription { token, drives, layout, config: config.to_vec() });
                 }
                 other => return Err(other.unexpected("CONFIG")),
             }
@@ -306,7 +308,7 @@ impl Listener {
     fn join(&self, mut wire: Wire<Link>, place: &Admitted) -> Result<(), WireError> {
         self.say_hello(&mut wire)?;
         let token = match wire.recv()? {
-            Message::Join { token } => token,
+            WireMessage::Join { token } => token,
             other => return Err(other.unexpected("JOIN")),
         };
         if let Err(reason) = self.session.join(token, || leave(place)) {
@@ -314,10 +316,10 @@ impl Listener {
             wire.abort(Tag::Refused, &reason);
             return Ok(());
         }
-        wire.send(&Message::Ready { site: self.session.site() })?;
+        wire.send(&WireMessage::Ready { site: self.session.site() })?;
         wire.stream_mut().set_deadline(None);
         // If nothing receives it, the migration is over.
-        drop(self.callers.send(Incoming::Joined(token, Box::new(wire))));
+        drop(self.incoming.send(Incoming::Joined(token, Box::new(wire))));
         Ok(())
     }
 
@@ -325,8 +327,8 @@ impl Listener {
     fn left(&self, peer: String, cause: WireError) {
         match self.session.vacant() {
             // If nothing receives it, no source is waited for.
-            Ok(()) => drop(self.callers.send(Incoming::Left { peer, cause })),
-            Err(_) => left_early(&self.control, &peer, &cause),
+            Ok(()) => drop(self.incoming.send(Incoming::Left { peer, cause })),
+            Err(_) => log_early_leave(&self.control, &peer, &cause),
         }
     }
 
@@ -334,7 +336,7 @@ impl Listener {
     fn answer(&self, wire: &mut Wire<Link>, place: &Admitted) -> Result<(), WireError> {
         self.say_hello(wire)?;
         let (token, site) = match wire.recv()? {
-            Message::Query { token, site } => (token, site),
+            WireMessage::Query { token, site } => (token, site),
             other => return Err(other.unexpected("QUERY")),
         };
         let verdict = self.session.answer(token, site);
@@ -342,7 +344,7 @@ impl Listener {
         if let Some(unshown) = LIMIT.admit() {
             tracing::info!(%token, ?verdict, peer = wire.stream().peer(), unshown, "asked");
         }
-        wire.send(&Message::Answer { token, verdict })?;
+        wire.send(&WireMessage::Answer { token, verdict })?;
         if matches!(verdict, Verdict::Discarded | Verdict::Running) {
             self.await_end(wire, place, token, verdict);
         }
@@ -377,7 +379,7 @@ fn warn_limited(limit: &LogLimit, what: std::fmt::Arguments<'_>) {
 }
 
 /// Logs a refusal, at most one a second of each stage, and shows it in the progress.
-pub(super) fn turned_away(control: &ReceiveControl, stage: Stage, peer: &str, reason: &str) {
+pub(super) fn log_refusal(control: &ReceiveControl, stage: Stage, peer: &str, reason: &str) {
     static LIMITS: [LogLimit; 4] = [const { LogLimit::new() }; 4];
     if let Some(unshown) = LIMITS.get(stage as usize).and_then(LogLimit::admit) {
         tracing::warn!(peer, unshown, "turned away: {reason}");
@@ -394,8 +396,8 @@ pub(super) fn note_refusal(control: &ReceiveControl, peer: &str, reason: &str) {
 }
 
 /// Notes that a source left before its CONFIG, while another one has the session.
-pub(super) fn left_early(control: &ReceiveControl, peer: &str, cause: &WireError) {
-    turned_away(control, Stage::Source, peer, &format!("it left before its CONFIG: {cause}"));
+pub(super) fn log_early_leave(control: &ReceiveControl, peer: &str, cause: &WireError) {
+    log_refusal(control, Stage::Source, peer, &format!("it left before its CONFIG: {cause}"));
 }
 
 /// Makes the decision durable in the background, and waits for ENDED, after which the decision is
@@ -411,7 +413,7 @@ pub(super) fn await_end(
         // The guest runs already: its operator does not wait for the disk.
         session.sync(token);
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
-        if let Ok(Message::Ended { token: ended }) = wire.recv()
+        if let Ok(WireMessage::Ended { token: ended }) = wire.recv()
             && ended == token
         {
             session.forget(token);

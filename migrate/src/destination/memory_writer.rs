@@ -12,7 +12,7 @@ use super::prealloc::Prealloc;
 use crate::error::Cause;
 use crate::protocol::codec::Codec;
 use crate::protocol::digest;
-use crate::protocol::message::Runs;
+use crate::protocol::message::RunTable;
 use crate::transport::compression::Unpacker;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
@@ -43,7 +43,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
     }
 
     /// Notes that these frames will come.
-    pub(super) fn expect(&self, runs: Runs<'_>) {
+    pub(super) fn expect(&self, runs: RunTable<'_>) {
         self.prealloc().expect(runs.iter());
     }
 
@@ -53,13 +53,13 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
     }
 
     /// Ends the preallocation.
-    pub(super) fn end_expecting(&self) {
+    pub(super) fn end_prealloc(&self) {
         self.prealloc().end();
     }
 
     /// Writes `contents` to the frames of `runs`, in this order. The caller has compared their
     /// lengths.
-    pub(super) fn place(&self, runs: Runs<'_>, mut contents: &[u8]) -> Result<(), Cause> {
+    pub(super) fn place(&self, runs: RunTable<'_>, mut contents: &[u8]) -> Result<(), Cause> {
         self.arrived(runs.iter());
         for run in runs.iter() {
             let Some((bytes, rest)) = contents.split_at_checked(run.bytes() as usize) else {
@@ -78,7 +78,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
         &self,
         unpacker: &mut Unpacker,
         codec: Codec,
-        runs: Runs<'_>,
+        runs: RunTable<'_>,
         packed: &[u8],
     ) -> Result<(), Cause> {
         let contents = unpacker.unpack(codec, packed, runs.frames().unwrap_or(0))?;
@@ -100,7 +100,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
     }
 
     /// Makes frames zero.
-    pub(super) fn zero(&self, runs: Runs<'_>) -> Result<(), Cause> {
+    pub(super) fn zero(&self, runs: RunTable<'_>) -> Result<(), Cause> {
         let mut prealloc = self.prealloc();
         runs.iter().for_each(|run| prealloc.arrived(run, false));
         drop(prealloc);
@@ -116,7 +116,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
     fn arrived(&self, runs: impl Iterator<Item = FrameRun>) {
         let mut prealloc = self.prealloc();
         runs.for_each(|run| prealloc.arrived(run, true));
-        prealloc.go_on();
+        prealloc.feed();
     }
 
     /// Preallocates frames that have no memory yet. Must precede [`mark`](Self::mark), after which
@@ -156,7 +156,7 @@ mod tests {
 
     use super::super::prealloc;
     use super::*;
-    use crate::protocol::message::{Message, RawRun, runs_head};
+    use crate::protocol::message::{RawRun, WireMessage, runs_head};
     use crate::protocol::tag::Tag;
 
     fn guest(frames: u64) -> Arc<MemoryGuest> {
@@ -189,20 +189,22 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_marked_before_it_is_written() {
+    fn page_is_marked_before_it_is_written() {
         let guest = self::guest(64);
         let (prealloc, _preallocator) = prealloc::pair();
         let memory = MemoryWriter::new(&*guest, prealloc).unwrap();
         let run = FrameRun { start: Gfn(7), count: 1 };
         let mut wire = half_a_page(run);
-        assert!(matches!(wire.recv().unwrap(), Message::Frames { run: said } if said == run));
+        assert!(matches!(wire.recv().unwrap(), WireMessage::Frames { run: said } if said == run));
         memory.fetch(&mut wire, run).unwrap_err();
         let mut page = [0; PAGE_SIZE as usize];
         guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();
         assert_eq!(page[0], 0x5a, "half of it was written");
         assert!(memory.written.contains(run.start), "FRAMES");
         let zero = zero_of(run);
-        let Message::Zero { runs } = Message::parse(Tag::Zero, &zero).unwrap() else { panic!() };
+        let WireMessage::Zero { runs } = WireMessage::parse(Tag::Zero, &zero).unwrap() else {
+            panic!()
+        };
         memory.zero(runs).unwrap();
         guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();
         assert_eq!(page, ZEROS);
@@ -213,8 +215,8 @@ mod tests {
         let run = FrameRun { start: Gfn(20), count: 1 };
         let mut pages = zero_of(run);
         pages.extend(ZEROS);
-        let pages = Message::parse(Tag::Pages, &pages).unwrap();
-        let Message::Pages { runs, contents } = pages else { panic!() };
+        let pages = WireMessage::parse(Tag::Pages, &pages).unwrap();
+        let WireMessage::Pages { runs, contents } = pages else { panic!() };
         memory.place(runs, contents).unwrap_err();
         assert!(memory.written.contains(run.start), "PAGES");
     }

@@ -88,9 +88,10 @@ fn migrate<F: GuestFactory + ?Sized + 'static>(
 ) -> Result<(Arc<F::Guest>, ReceiveReport), ReceiveFailed> {
     let (arrival, prepared) = loop {
         let mut arrival = host.phase(Phase::Waiting, || host.welcome())?;
-        let whole = host.phase(Phase::Precopy, || host.assemble(&mut arrival));
-        let restored = whole
-            .and_then(|whole| host.phase(Phase::SwitchOver, || host.restore(&mut arrival, whole)));
+        let complete = host.phase(Phase::Precopy, || host.assemble(&mut arrival));
+        let restored = complete.and_then(|complete| {
+            host.phase(Phase::SwitchOver, || host.restore(&mut arrival, complete))
+        });
         match restored {
             Ok(prepared) => break (arrival, prepared),
             Err(failed) => host.wait_on(arrival, failed)?,

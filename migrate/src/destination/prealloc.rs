@@ -47,7 +47,7 @@ impl Prealloc {
     /// Notes that these frames will come.
     pub(super) fn expect(&mut self, runs: impl Iterator<Item = FrameRun>) {
         self.runs.extend(runs);
-        self.go_on();
+        self.feed();
     }
 
     /// Notes that these frames have come, with content or without.
@@ -57,7 +57,7 @@ impl Prealloc {
     }
 
     /// Tells the preallocator which frames it may populate now.
-    pub(super) fn go_on(&mut self) {
+    pub(super) fn feed(&mut self) {
         while let (Some(run), Some(to)) = (self.runs.front_mut(), &self.to) {
             // Up to the next boundary of a huge page.
             let aligned = AT_ONCE - run.start.0 % AT_ONCE;
@@ -104,39 +104,39 @@ mod tests {
         FrameRun { start: Gfn(start), count }
     }
 
-    fn told(preallocator: &Preallocator) -> u64 {
+    fn requested_frames(preallocator: &Preallocator) -> u64 {
         preallocator.from.try_iter().map(|run| run.count).sum()
     }
 
     #[test]
-    fn a_word_gets_no_more_than_its_share_of_memory() {
+    fn announcement_alone_gets_one_window_of_memory() {
         let (mut prealloc, preallocator) = pair();
         prealloc.expect([run(0, 1 << 32)].into_iter());
-        assert_eq!(told(&preallocator), WINDOW);
+        assert_eq!(requested_frames(&preallocator), WINDOW);
         // Zeros, wherever they are, get nothing more.
         prealloc.arrived(run(1 << 20, 1 << 20), false);
-        prealloc.go_on();
-        assert_eq!(told(&preallocator), 0);
+        prealloc.feed();
+        assert_eq!(requested_frames(&preallocator), 0);
         prealloc.arrived(run(2 << 20, AT_ONCE), true);
-        prealloc.go_on();
+        prealloc.feed();
         let next: Vec<FrameRun> = preallocator.from.try_iter().collect();
         assert_eq!(next, [run((2 << 20) + AT_ONCE, AT_ONCE)], "what lies behind is passed over");
     }
 
     #[test]
-    fn all_of_what_comes_in_order_is_prepared_but_what_has_come() {
+    fn expected_frames_are_preallocated_once_in_order() {
         let (mut prealloc, preallocator) = pair();
         let expected = [run(10, 100), run(WINDOW, 3 * WINDOW + 7)];
         prealloc.expect(expected.into_iter());
-        let mut prepared = told(&preallocator);
+        let mut prepared = requested_frames(&preallocator);
         for piece in expected.into_iter().flat_map(|run| run.chunks(128)) {
             prealloc.arrived(piece, true);
-            prealloc.go_on();
-            prepared += told(&preallocator);
+            prealloc.feed();
+            prepared += requested_frames(&preallocator);
         }
         assert_eq!(prepared, 100 + 3 * WINDOW + 7);
         prealloc.end();
         prealloc.expect([run(0, 9)].into_iter());
-        assert_eq!(told(&preallocator), 0, "after its end nothing is prepared");
+        assert_eq!(requested_frames(&preallocator), 0, "after its end nothing is prepared");
     }
 }

@@ -9,8 +9,8 @@ use driftline_guest::{Clock, GuestFactory, Section, Stateful};
 
 use super::host::{ReceiveFailed, ReceiveHost};
 use super::listener::Incoming;
-use super::receive::{GuestReceiver, Pace, Reading, ReceiveFigures, Whole};
-use super::setup::{Arrival, throw_away, words};
+use super::receive::{CompleteGuest, GuestReceiver, PaceLimit, ReceiveContext, ReceiveFigures};
+use super::setup::{Arrival, discard_guest, reason_for_source};
 use crate::error::Cause;
 use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
@@ -20,7 +20,7 @@ use crate::transport::link::{Link, SLICE};
 use crate::transport::wire::Wire;
 
 /// A paused guest whose memory and state are in place.
-pub(super) struct Restored {
+pub(super) struct RestoredGuest {
     pub(super) sections: Arc<[Section]>,
     pub(super) was_running: bool,
     pub(super) figures: ReceiveFigures,
@@ -30,25 +30,28 @@ pub(super) struct Restored {
 
 impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     /// Receives memory, pass by pass, and the state.
-    pub(super) fn assemble(&self, arrival: &mut Arrival<F::Guest>) -> Result<Whole, ReceiveFailed> {
+    pub(super) fn assemble(
+        &self,
+        arrival: &mut Arrival<F::Guest>,
+    ) -> Result<CompleteGuest, ReceiveFailed> {
         let Arrival { wire, guest, drives, copies, token, .. } = arrival;
-        let reading = Reading {
+        let context = ReceiveContext {
             control: self.control,
-            pace: Pace::begin(self.options.pace_window),
+            pace: PaceLimit::begin(self.options.pace_window),
             progress_timeout: self.options.progress_timeout,
-            joined: &|count| self.joined(*token, count),
+            joined: &|count| self.collect_joined(*token, count),
         };
-        let received = GuestReceiver::new(&**guest, drives, copies).run(wire, reading);
+        let received = GuestReceiver::new(&**guest, drives, copies).run(wire, context);
         received.map_err(|cause| self.give_up(arrival, cause))
     }
 
     /// Collects the channels that have joined. Each was acknowledged before the source sent their
     /// number.
-    fn joined(&self, token: Token, count: u32) -> Result<Vec<Wire<Link>>, Cause> {
+    fn collect_joined(&self, token: Token, count: u32) -> Result<Vec<Wire<Link>>, Cause> {
         let mut joined = Vec::with_capacity(count as usize);
         let until = Instant::now() + self.options.handshake_timeout;
         while (joined.len() as u32) < count {
-            match self.callers.recv_timeout(SLICE) {
+            match self.incoming.recv_timeout(SLICE) {
                 Ok(Incoming::Joined(of, mut wire)) if of == token => {
                     wire.stream_mut().set_stop(self.control.stop.clone());
                     joined.push(*wire);
@@ -72,25 +75,25 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     pub(super) fn restore(
         &self,
         arrival: &mut Arrival<F::Guest>,
-        whole: Whole,
-    ) -> Result<Restored, ReceiveFailed> {
-        let Whole { sections, is_restored, was_running, figures, written } = whole;
+        complete: CompleteGuest,
+    ) -> Result<RestoredGuest, ReceiveFailed> {
+        let CompleteGuest { sections, is_restored, was_running, figures, written } = complete;
         if !is_restored && let Err(e) = arrival.guest.restore_state(&sections, Clock::Advance) {
             return Err(self.give_up(arrival, e.into()));
         }
-        Ok(Restored { sections, was_running, figures, written })
+        Ok(RestoredGuest { sections, was_running, figures, written })
     }
 
     /// Discards the guest before PREPARED, and tells the source why. The source cannot have sent
     /// COMMIT, so it will never ask.
     fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> ReceiveFailed {
         let cause = if self.control.stop.is_cancelled() { Cause::Cancelled } else { cause };
-        throw_away(&*arrival.guest, &format!("it was not received: {cause}"));
+        discard_guest(&*arrival.guest, &format!("it was not received: {cause}"));
         let (_drop, _) = self.session.post(DestinationEvent::Failed);
         if !matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
-            arrival.wire.abort(Tag::Abort, &words(&cause));
+            arrival.wire.abort(Tag::Abort, &reason_for_source(&cause));
         }
-        arrival.copies.throw_away();
+        arrival.copies.remove();
         cause.into()
     }
 }

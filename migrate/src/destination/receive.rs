@@ -21,32 +21,32 @@ use crate::error::Cause;
 use crate::heap;
 use crate::protocol::digest::allowance;
 use crate::protocol::error::WireError;
-use crate::protocol::message::{Counts, Message};
-use crate::protocol::stream_state::{Step, StreamState};
+use crate::protocol::message::{Counts, WireMessage};
+use crate::protocol::stream_state::{StreamState, StreamStep};
 use crate::protocol::tag::Tag;
 use crate::report::per_second;
 use crate::transport::compression::Unpacker;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// Bytes of memory and state that a source must move in each window of its [`Pace`].
+/// Bytes of memory and state that a source must move in each window of its [`PaceLimit`].
 const MIN_PROGRESS: u64 = 256 << 10;
 
 /// Least frames of a last pass during which another thread restores the state: receiving fewer
 /// takes less time than starting a thread.
-const BESIDE: u64 = 512;
+const MIN_PARALLEL_RESTORE: u64 = 512;
 /// Time for which processors that were told to stay awake certainly do.
 const AWAKE: Duration = Duration::from_millis(10);
 
 /// Requires a least pace of a source: a new window begins whenever it has moved enough.
-pub(super) struct Pace {
+pub(super) struct PaceLimit {
     window: Duration,
     until: Instant,
     /// Bytes that had come when the window began.
     before: u64,
 }
 
-impl Pace {
+impl PaceLimit {
     pub(super) fn begin(window: Duration) -> Self {
         Self { window, until: Instant::now() + window, before: 0 }
     }
@@ -79,7 +79,7 @@ impl Pace {
 }
 
 /// A guest whose stream is complete: memory is in place, and the state has come.
-pub(super) struct Whole {
+pub(super) struct CompleteGuest {
     pub(super) sections: Arc<[Section]>,
     /// The state came before the last pass and has been restored.
     pub(super) is_restored: bool,
@@ -101,7 +101,7 @@ pub(super) struct ReceiveFigures {
 }
 
 /// What the stream has brought besides memory.
-struct Complete {
+struct CompleteStream {
     sections: Arc<[Section]>,
     is_restored: bool,
     was_running: bool,
@@ -117,9 +117,9 @@ pub(super) struct GuestReceiver<'g, G: Guest + ?Sized> {
 }
 
 /// What the first channel's thread needs besides the connection.
-pub(super) struct Reading<'r> {
+pub(super) struct ReceiveContext<'r> {
     pub(super) control: &'r ReceiveControl,
-    pub(super) pace: Pace,
+    pub(super) pace: PaceLimit,
     /// Longest time without progress within a pass.
     pub(super) progress_timeout: Duration,
     /// Returns this number of channels that have joined.
@@ -134,7 +134,11 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     }
 
     /// Receives until the state is complete; acknowledges each pass.
-    pub(super) fn run(self, wire: &mut Wire<Link>, reading: Reading<'_>) -> Result<Whole, Cause> {
+    pub(super) fn run(
+        self,
+        wire: &mut Wire<Link>,
+        context: ReceiveContext<'_>,
+    ) -> Result<CompleteGuest, Cause> {
         let (prealloc, preallocator) = prealloc::pair();
         let over = AtomicBool::new(false);
         let (guest, over) = (self.guest, &over);
@@ -148,21 +152,21 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
             if let Err(e) = thread.spawn_scoped(scope, move || preallocator.run(guest, over)) {
                 tracing::debug!("memory is not prepared beforehand: {e}");
             }
-            self.receive(scope, wire, reading, &memory, over)
+            self.receive(scope, wire, context, &memory, over)
         })?;
-        let Complete { sections, is_restored, was_running, figures } = complete;
+        let CompleteStream { sections, is_restored, was_running, figures } = complete;
         let written = memory.into_written();
-        Ok(Whole { sections, is_restored, was_running, figures, written })
+        Ok(CompleteGuest { sections, is_restored, was_running, figures, written })
     }
 
     fn receive<'scope>(
         mut self,
         scope: &'scope Scope<'scope, '_>,
         wire: &mut Wire<Link>,
-        reading: Reading<'_>,
+        context: ReceiveContext<'_>,
         memory: &'scope MemoryWriter<'scope, G>,
         over: &AtomicBool,
-    ) -> Result<Complete, Cause>
+    ) -> Result<CompleteStream, Cause>
     where
         'g: 'scope,
     {
@@ -170,23 +174,23 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         // Ends the preallocating thread, which would wait for more.
         let _end = EndPrealloc(memory);
         wire.stream_mut().set_group(Some(self.channels.group()));
-        let result = self.read(scope, wire, reading, memory, over);
+        let result = self.read(scope, wire, context, memory, over);
         wire.stream_mut().set_group(None);
-        result.map_err(|cause| self.channels.say_why(wire, cause))
+        result.map_err(|cause| self.channels.failure_reason(wire, cause))
     }
 
     fn read<'scope>(
         &mut self,
         scope: &'scope Scope<'scope, '_>,
         wire: &mut Wire<Link>,
-        reading: Reading<'_>,
+        context: ReceiveContext<'_>,
         memory: &'scope MemoryWriter<'scope, G>,
         over: &AtomicBool,
-    ) -> Result<Complete, Cause>
+    ) -> Result<CompleteStream, Cause>
     where
         'g: 'scope,
     {
-        let Reading { control, mut pace, progress_timeout, joined } = reading;
+        let ReceiveContext { control, mut pace, progress_timeout, joined } = context;
         let mut unpacker = Unpacker::new();
         // Bytes received, and the time, at the end of the last pass.
         let mut before = (wire.received_bytes(), Instant::now());
@@ -195,7 +199,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         loop {
             wire.stream_mut().set_deadline(Some(pace.until));
             let message = wire.recv().map_err(|e| pace.judge(e, self.moved_bytes()))?;
-            if let Message::PassEnd { pass, .. } = &message
+            if let WireMessage::PassEnd { pass, .. } = &message
                 && self.channels.count() > 0
             {
                 let others = self.channels.await_end(*pass, pace.until);
@@ -203,26 +207,26 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                 self.stream.count_others(others);
             }
             match self.stream.on(message)? {
-                Step::Noted => {}
-                Step::Place { runs, contents } => memory.place(runs, contents)?,
-                Step::Unpack { codec, runs, packed } => {
+                StreamStep::Noted => {}
+                StreamStep::Place { runs, contents } => memory.place(runs, contents)?,
+                StreamStep::Unpack { codec, runs, packed } => {
                     memory.unpack(&mut unpacker, codec, runs, packed)?;
                 }
-                Step::Digest => {
+                StreamStep::Digest => {
                     let digest = memory.digest()?;
-                    wire.send(&Message::Digest(digest))?;
+                    wire.send(&WireMessage::Digest(digest))?;
                     // The digest's time does not count for the source, whose own may take longer.
                     let allowance = allowance(self.guest.layout().frames());
                     wire.stream_mut()
                         .set_progress_timeout(progress_timeout.saturating_add(allowance));
-                    pace = Pace::begin(pace.window.saturating_add(allowance));
+                    pace = PaceLimit::begin(pace.window.saturating_add(allowance));
                 }
-                Step::Fetch { run } => {
+                StreamStep::Fetch { run } => {
                     memory.fetch(wire, run).map_err(|cause| self.slow(&pace, cause))?;
                 }
-                Step::Zero { runs } => memory.zero(runs)?,
-                Step::Prepare { runs } => memory.expect(runs),
-                Step::Join { joined: count } => {
+                StreamStep::Zero { runs } => memory.zero(runs)?,
+                StreamStep::Prepare { runs } => memory.expect(runs),
+                StreamStep::Join { joined: count } => {
                     if self.channels.count() > 0 {
                         let why = "it was said before";
                         return Err(WireError::Malformed { message: Tag::Connections, why }.into());
@@ -233,15 +237,15 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                     }
                 }
                 // The time of this host's disks does not count for the source.
-                Step::Drive(step) => pace.allow(self.copies.take(step)?),
-                Step::Ack { pass, counts } => {
+                StreamStep::Drive(step) => pace.allow(self.copies.take(step)?),
+                StreamStep::Ack { pass, counts } => {
                     over.store(true, Ordering::Relaxed);
-                    memory.end_expecting();
-                    if self.copies.settle()? {
+                    memory.end_prealloc();
+                    if self.copies.make_durable()? {
                         pace.renew(self.moved_bytes());
                     }
                     self.channels.acknowledge();
-                    wire.send(&Message::PassAck { pass, counts })?;
+                    wire.send(&WireMessage::PassAck { pass, counts })?;
                     let received = wire.received_bytes() + self.channels.received_bytes();
                     let (bytes, time) = (received - before.0, before.1.elapsed());
                     before = (received, Instant::now());
@@ -255,16 +259,16 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                     let rate = per_second(bytes, time);
                     control.update(|p| p.link_rate_bytes_per_s = rate);
                 }
-                Step::Restore { sections, frames } if frames < BESIDE => {
+                StreamStep::Restore { sections, frames } if frames < MIN_PARALLEL_RESTORE => {
                     self.keep_awake(awake);
                     self.guest.restore_state(&sections, Clock::Advance)?;
                     restored = true;
                 }
-                Step::Restore { sections, .. } => {
-                    restoring = Some(self.restore_beside(scope, sections)?);
+                StreamStep::Restore { sections, .. } => {
+                    restoring = Some(self.restore_in_parallel(scope, sections)?);
                     self.keep_awake(awake);
                 }
-                Step::Complete { sections, was_running } => {
+                StreamStep::Complete { sections, was_running } => {
                     wire.stream_mut().set_deadline(None);
                     if let Some(thread) = restoring.take() {
                         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
@@ -276,14 +280,19 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                         passes: self.stream.passes(),
                         joined_bytes: self.channels.received_bytes(),
                     };
-                    return Ok(Complete { sections, is_restored: restored, was_running, figures });
+                    return Ok(CompleteStream {
+                        sections,
+                        is_restored: restored,
+                        was_running,
+                        figures,
+                    });
                 }
             }
             pace.note(self.moved_bytes());
             let received = wire.received_bytes() + self.channels.received_bytes();
             control.update(|p| {
                 p.sent_bytes = received;
-                let (pass, left) = self.stream.under_way();
+                let (pass, left) = self.stream.progress();
                 let elsewhere = (self.channels.moved_bytes() - moved_elsewhere) / PAGE_SIZE;
                 (p.pass, p.remaining_frames) = (pass, left.saturating_sub(elsewhere));
             });
@@ -299,7 +308,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     }
 
     /// Restores the state on another thread while the last pass arrives.
-    fn restore_beside<'scope>(
+    fn restore_in_parallel<'scope>(
         &self,
         scope: &'scope Scope<'scope, '_>,
         sections: Arc<[Section]>,
@@ -320,7 +329,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         self.stream.moved_bytes().saturating_add(self.channels.moved_bytes())
     }
 
-    fn slow(&self, pace: &Pace, cause: Cause) -> Cause {
+    fn slow(&self, pace: &PaceLimit, cause: Cause) -> Cause {
         match cause {
             Cause::Wire(e) => pace.judge(e, self.moved_bytes()).into(),
             cause => cause,
@@ -342,7 +351,7 @@ struct EndPrealloc<'p, 'g, G: Guest + ?Sized>(&'p MemoryWriter<'g, G>);
 
 impl<G: Guest + ?Sized> Drop for EndPrealloc<'_, '_, G> {
     fn drop(&mut self) {
-        self.0.end_expecting();
+        self.0.end_prealloc();
     }
 }
 
@@ -355,9 +364,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_for_storage_lengthen_the_window() {
+    fn storage_waits_extend_the_pace_window() {
         let silence = || WireError::from(FormatError::Io(Error::from(ErrorKind::TimedOut)));
-        let mut pace = Pace::begin(Duration::ZERO);
+        let mut pace = PaceLimit::begin(Duration::ZERO);
         assert!(matches!(pace.judge(silence(), 0), WireError::TooSlow { .. }));
         pace.allow(Duration::from_secs(3600));
         assert!(pace.judge(silence(), 0).is_silence());

@@ -17,22 +17,22 @@ use crate::protocol::ids::Token;
 use crate::protocol::limits::MAX_CONNECTIONS;
 use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder};
 use crate::transport::link::SLICE;
-use crate::transport::stop::Stop;
+use crate::transport::stop::StopFlag;
 
-/// Time that [`Session::await_told`] gives a source to ask even if the receiver is cancelled: a
-/// source in doubt asks every 500 ms by default (`SendOptions::ask_every`).
-const STOPPED_LIMIT: Duration = Duration::from_secs(2);
+/// Time that [`Session::await_source_informed`] gives a source to ask even if the receiver is cancelled: a
+/// source in doubt asks every 500 ms by default (`SendOptions::ask_interval`).
+const CANCELLED_LIMIT: Duration = Duration::from_secs(2);
 
 /// The only session of a receiver.
 #[derive(Debug)]
 pub(super) struct Session {
     records: Records,
-    state: Mutex<State>,
+    state: Mutex<SessionState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct SessionState {
     /// The guest that has it, and its migration.
     occupant: Option<(VmId, Token)>,
     migration: Option<Migration>,
@@ -50,7 +50,7 @@ struct Migration {
     /// Whether this process's `committed` is on disk.
     placed: bool,
     /// Whether a source has been told that the guest was discarded.
-    told: bool,
+    source_informed: bool,
     /// Channels besides the first.
     joined: u32,
     /// Why the last decision could not be stored.
@@ -66,7 +66,7 @@ impl Session {
         self.records.site()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, SessionState> {
         self.state.lock()
     }
 
@@ -91,7 +91,7 @@ impl Session {
 
     /// Frees the session.
     pub(super) fn vacate(&self) {
-        *self.lock() = State::default();
+        *self.lock() = SessionState::default();
     }
 
     /// Begins a migration: its prepared record becomes durable, and this process answers for
@@ -100,9 +100,18 @@ impl Session {
         let prepared = Some(self.records.prepare(token, vm_id)?);
         // Staged now rather than in the pause. If that fails, it is tried again then, and reported.
         let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
-        let (state, placed, told, fault) = (Destination::Assembling, false, false, None);
-        let migration =
-            Migration { token, vm_id, state, staged, prepared, placed, told, joined: 0, fault };
+        let (state, placed, source_informed, fault) = (Destination::Assembling, false, false, None);
+        let migration = Migration {
+            token,
+            vm_id,
+            state,
+            staged,
+            prepared,
+            placed,
+            source_informed,
+            joined: 0,
+            fault,
+        };
         self.lock().migration = Some(migration);
         Ok(())
     }
@@ -189,9 +198,9 @@ impl Session {
     }
 
     /// Notes that the source knows that the guest was discarded, and will not ask again.
-    pub(super) fn told(&self, token: Token) {
+    pub(super) fn note_source_informed(&self, token: Token) {
         if let Some(migration) = self.lock().migration.as_mut().filter(|s| s.token == token) {
-            migration.told = true;
+            migration.source_informed = true;
         }
         self.changed.notify_all();
     }
@@ -214,15 +223,15 @@ impl Session {
     }
 
     /// Waits until a source knows that the guest was discarded, at most `limit`, and at most
-    /// [`STOPPED_LIMIT`] if the receiver is cancelled. Returns whether it knows.
-    pub(super) fn await_told(&self, limit: Duration, stop: &Stop) -> bool {
+    /// [`CANCELLED_LIMIT`] if the receiver is cancelled. Returns whether it knows.
+    pub(super) fn await_source_informed(&self, limit: Duration, stop: &StopFlag) -> bool {
         let began = Instant::now();
         let mut state = self.lock();
         loop {
-            if state.migration.as_ref().is_none_or(|s| s.told) {
+            if state.migration.as_ref().is_none_or(|s| s.source_informed) {
                 return true;
             }
-            let limit = if stop.is_asked() { limit.min(STOPPED_LIMIT) } else { limit };
+            let limit = if stop.is_requested() { limit.min(CANCELLED_LIMIT) } else { limit };
             if began.elapsed() >= limit {
                 return false;
             }
@@ -231,7 +240,7 @@ impl Session {
     }
 }
 
-impl State {
+impl SessionState {
     fn vacant(&self) -> Result<(), String> {
         match (self.occupant, &self.migration) {
             (None, _) => Ok(()),
@@ -318,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn a_decision_for_another_process_outlives_ended() {
+    fn ended_keeps_the_decision_of_another_process() {
         let dir = tempfile::tempdir().unwrap();
         let (holder, other, token) = (session(&dir), session(&dir), Token::random());
         prepared(&holder, token);
@@ -334,20 +343,20 @@ mod tests {
     }
 
     #[test]
-    fn stop_before_the_wait_leaves_the_source_time() {
+    fn cancel_leaves_the_source_time_to_ask() {
         let dir = tempfile::tempdir().unwrap();
-        let (session, token, stop) = (session(&dir), Token::random(), Stop::default());
+        let (session, token, stop) = (session(&dir), Token::random(), StopFlag::default());
         prepared(&session, token);
-        assert!(stop.seal());
+        assert!(stop.commit());
         // During the take-over, which fails.
         stop.cancel().unwrap_err();
-        stop.unseal();
+        stop.undo_commit();
         let began = Instant::now();
         // Nobody asks.
-        assert!(!session.await_told(Duration::from_secs(600), &stop));
-        assert!(began.elapsed() >= STOPPED_LIMIT, "a source may have been about to ask");
-        session.told(token);
-        assert!(session.await_told(Duration::from_secs(600), &stop));
+        assert!(!session.await_source_informed(Duration::from_secs(600), &stop));
+        assert!(began.elapsed() >= CANCELLED_LIMIT, "a source may have been about to ask");
+        session.note_source_informed(token);
+        assert!(session.await_source_informed(Duration::from_secs(600), &stop));
     }
 
     fn files(dir: &tempfile::TempDir, end: &str) -> Vec<std::path::PathBuf> {
@@ -356,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_may_have_run_is_not_said_to_be_discarded_whatever_the_host_has_forgotten() {
+    fn lost_decision_of_another_boot_answers_committed() {
         let dir = tempfile::tempdir().unwrap();
         let (holder, token, vm) = (session(&dir), Token::random(), VmId::random());
         holder.begin(token, vm).unwrap();
@@ -381,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_was_dropped_leaves_no_record() {
+    fn dropped_guest_leaves_no_record() {
         for event in [DestinationEvent::Failed, DestinationEvent::Aborted] {
             let dir = tempfile::tempdir().unwrap();
             let (session, token, vm) = (session(&dir), Token::random(), VmId::random());
@@ -393,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_decision_stays_until_its_own_process_is_settled() {
+    fn decision_stays_until_ended_after_running() {
         let dir = tempfile::tempdir().unwrap();
         let (session, token) = (session(&dir), Token::random());
         prepared(&session, token);

@@ -11,13 +11,13 @@ use driftline_guest::{DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, L
 use super::admission::Stage;
 use super::copies::Copies;
 use super::host::{ReceiveFailed, ReceiveHost};
-use super::listener::{self, Caller, Incoming};
+use super::listener::{self, AcceptedSource, Incoming};
 use crate::control::{Phase, Progress};
 use crate::error::Cause;
 use crate::log_limit::LogLimit;
 use crate::protocol::ids::Token;
 use crate::protocol::layout::LayoutDifference;
-use crate::protocol::message::Message;
+use crate::protocol::message::WireMessage;
 use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::DestinationEvent;
 use crate::transport::link::{Link, SLICE};
@@ -36,13 +36,13 @@ pub(super) struct Arrival<G: Guest + ?Sized> {
 }
 
 /// Why a source was not told READY.
-struct Unready {
+struct RefusedSource {
     cause: Cause,
     /// Copies of its disks, to be removed.
     copies: Option<Box<Copies>>,
 }
 
-impl From<Cause> for Unready {
+impl From<Cause> for RefusedSource {
     fn from(cause: Cause) -> Self {
         Self { cause, copies: None }
     }
@@ -52,7 +52,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     /// Waits for a source whose guest can be built here.
     pub(super) fn welcome(&self) -> Result<Arrival<F::Guest>, ReceiveFailed> {
         loop {
-            match self.callers.recv_timeout(SLICE) {
+            match self.incoming.recv_timeout(SLICE) {
                 Ok(Incoming::Source(caller)) => {
                     self.control.update(|p| p.phase = Phase::Setup);
                     if let Some(arrival) = self.admit(*caller)? {
@@ -66,7 +66,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
                 Ok(Incoming::Left { peer, cause })
                     if !self.options.once || self.session.vacant().is_err() =>
                 {
-                    listener::left_early(self.control, &peer, &cause);
+                    listener::log_early_leave(self.control, &peer, &cause);
                 }
                 Ok(Incoming::Left { peer, cause }) => {
                     let (before, cause) = ("it sent its configuration", Box::new(cause));
@@ -86,15 +86,15 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
 
     /// Builds a caller's guest, or refuses it and frees the session. Fails if the caller has gone
     /// and no other is to be accepted.
-    fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, ReceiveFailed> {
-        let Caller { mut wire, header, token, drives, layout, config, came } = caller;
+    fn admit(&self, caller: AcceptedSource) -> Result<Option<Arrival<F::Guest>>, ReceiveFailed> {
+        let AcceptedSource { mut wire, header, token, drives, layout, config, came } = caller;
         wire.stream_mut().set_stop(self.control.stop.clone());
         let built = self.build(&mut wire, &header, token, &layout, &config, &drives);
         let (cause, copies) = match built {
             Ok((guest, copies)) => {
                 return Ok(Some(Arrival { wire, guest, drives, copies, token, came }));
             }
-            Err(Unready { cause, copies }) => (cause, copies),
+            Err(RefusedSource { cause, copies }) => (cause, copies),
         };
         let peer = wire.stream().peer();
         match cause {
@@ -104,8 +104,8 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
                 Err(Cause::SourceLeft { peer, before, cause }.into())
             }
             cause => {
-                let reason = words(&cause);
-                listener::turned_away(self.control, Stage::Source, &peer, &reason);
+                let reason = reason_for_source(&cause);
+                listener::log_refusal(self.control, Stage::Source, &peer, &reason);
                 wire.abort(Tag::Refused, &reason);
                 // Removed before the session is free: the next source with it would wait for READY
                 // meanwhile.
@@ -124,7 +124,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         layout: &Layout,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<(Arc<F::Guest>, Copies), Unready> {
+    ) -> Result<(Arc<F::Guest>, Copies), RefusedSource> {
         let vm_id = header.vm_id();
         let (theirs, ours) = (header.layout_hash().into(), layout_hash(layout).into());
         if theirs != ours {
@@ -134,14 +134,14 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         let differs = LayoutDifference::between(guest.layout(), layout);
         let ready = differs.map_or(Ok(()), |d| Err(Cause::LayoutDiffers(d))).and_then(|()| {
             self.session.begin(token, vm_id)?;
-            Ok(wire.send(&Message::Ready { site: self.session.site() })?)
+            Ok(wire.send(&WireMessage::Ready { site: self.session.site() })?)
         });
         match ready {
             Ok(()) => Ok((guest, copies)),
             Err(cause) => {
                 guest.stop(&format!("it was not received: {cause}"));
                 let (_drop, _) = self.session.post(DestinationEvent::Failed);
-                Err(Unready { cause, copies: Some(Box::new(copies)) })
+                Err(RefusedSource { cause, copies: Some(Box::new(copies)) })
             }
         }
     }
@@ -172,7 +172,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
 }
 
 /// Returns what a source is told. "cancelled" would read as a cancellation by the source.
-pub(super) fn words(cause: &Cause) -> String {
+pub(super) fn reason_for_source(cause: &Cause) -> String {
     match cause {
         Cause::Cancelled => "the receiver was stopped".to_owned(),
         cause => cause.to_string(),
@@ -181,7 +181,10 @@ pub(super) fn words(cause: &Cause) -> String {
 
 /// Ends a guest that never ran here. Detaches it from its networks first, because its source may
 /// resume it.
-pub(super) fn throw_away<G: GuestIdentity + Lifecycle + HandOver + ?Sized>(guest: &G, why: &str) {
+pub(super) fn discard_guest<G: GuestIdentity + Lifecycle + HandOver + ?Sized>(
+    guest: &G,
+    why: &str,
+) {
     detach(guest);
     guest.stop(why);
 }

@@ -106,7 +106,7 @@ impl Records {
         if let Some(stands) = self.link(staged)? {
             return Ok(stands);
         }
-        self.keep(&path, decision, sync_dir(&self.dir)).map_err(failed("write", &path))
+        self.keep_decision(&path, decision, sync_dir(&self.dir)).map_err(failed("write", &path))
     }
 
     /// Decides as [`decide_by`](Self::decide_by). If the prepared record names a boot and the
@@ -188,11 +188,11 @@ impl Records {
         // The prepared record is read first: while its source may ask, it is removed only if its
         // guest never ran, or after a durable decision.
         let prepared = read(&self.prepared_path(token), token)?;
-        self.decide_behind(token, prepared)
+        self.decide_after_reading(token, prepared)
     }
 
     /// The rest of [`decide_unknown`](Self::decide_unknown), after reading the prepared record.
-    pub(super) fn decide_behind(
+    pub(super) fn decide_after_reading(
         &self,
         token: Token,
         mut prepared: Option<PreparedRecord>,
@@ -231,7 +231,7 @@ impl Records {
     }
 
     /// Returns a decision that has its name, if it was `synced`.
-    pub(super) fn keep(
+    pub(super) fn keep_decision(
         &self,
         path: &Path,
         decision: Decision,

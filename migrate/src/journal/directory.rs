@@ -8,7 +8,7 @@ use driftline_format::durable::create_dir;
 use uuid::Uuid;
 
 use super::error::{RecordsError, failed};
-use super::file::{sweep, write_new};
+use super::file::{sweep_staged, write_new};
 use super::life::Life;
 use crate::protocol::ids::Token;
 
@@ -27,7 +27,7 @@ pub struct Records {
     pub(super) dir: PathBuf,
     pub(super) site: Uuid,
     #[cfg(test)]
-    pub(super) pretended: Option<Option<Life>>,
+    pub(super) test_life: Option<Option<Life>>,
 }
 
 impl Records {
@@ -35,7 +35,7 @@ impl Records {
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, RecordsError> {
         let dir = dir.into();
         create_dir(&dir).map_err(failed("write", &dir))?;
-        sweep(&dir);
+        sweep_staged(&dir);
         let path = dir.join("site");
         let text = match fs::read_to_string(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
@@ -56,14 +56,14 @@ impl Records {
             dir,
             site,
             #[cfg(test)]
-            pretended: None,
+            test_life: None,
         })
     }
 
     /// The current life, read each time because a process can outlive a mount.
     pub(super) fn life(&self) -> Option<Life> {
         #[cfg(test)]
-        if let Some(life) = self.pretended {
+        if let Some(life) = self.test_life {
             return life;
         }
         Life::of(&self.dir)

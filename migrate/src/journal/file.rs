@@ -33,7 +33,7 @@ pub(super) fn json(record: &impl Serialize) -> io::Result<Vec<u8>> {
 
 /// The fields of every record, in any version.
 #[derive(Deserialize)]
-struct Head {
+struct RecordEnvelope {
     version: u32,
     token: Token,
 }
@@ -48,22 +48,22 @@ pub(super) fn read<T: DeserializeOwned>(
         read => read.map_err(failed("read", path))?,
     };
     let no_record = |e: serde_json::Error| failed("read", path)(e.into());
-    let head: Head = serde_json::from_slice(&bytes).map_err(no_record)?;
-    if head.version != VERSION {
-        let why = format!("its version is {}, and this program reads {VERSION}", head.version);
+    let envelope: RecordEnvelope = serde_json::from_slice(&bytes).map_err(no_record)?;
+    if envelope.version != VERSION {
+        let why = format!("its version is {}, and this program reads {VERSION}", envelope.version);
         return Err(invalid(path, why));
     }
-    if head.token != token {
+    if envelope.token != token {
         return Err(invalid(
             path,
-            format!("migration {} is in it, not that of its name", head.token),
+            format!("migration {} is in it, not that of its name", envelope.token),
         ));
     }
     serde_json::from_slice(&bytes).map(Some).map_err(no_record)
 }
 
 /// Removes what killed processes have staged. A failure is retried the next time.
-pub(super) fn sweep(dir: &Path) {
+pub(super) fn sweep_staged(dir: &Path) {
     let staged = fs::read_dir(dir).into_iter().flatten().flatten();
     let staged = staged.filter(|entry| entry.file_name().to_string_lossy().starts_with(STAGED));
     for entry in staged {

@@ -90,7 +90,7 @@ impl Records {
     }
 
     /// Removes the record of a migration that the operator has settled after a crash.
-    pub fn settle(&self, token: Token) -> Result<(), RecordsError> {
+    pub fn remove_source(&self, token: Token) -> Result<(), RecordsError> {
         let path = self.source_path(token);
         remove(&self.dir, &path).map_err(failed("remove", &path))
     }

@@ -14,7 +14,7 @@ use crate::protocol::decision::Decision;
 use crate::protocol::ids::Token;
 
 /// A migration whose records are no longer needed for an answer.
-struct Settled {
+struct RemovableRecords {
     token: Token,
     decision: Option<Decision>,
 }
@@ -31,7 +31,7 @@ impl Records {
     ///
     /// Costs at most two syncs of the directory. A failed removal is retried the next time, and so
     /// is a decision that reappears after a crash.
-    pub(crate) fn sweep_settled(&self) {
+    pub(crate) fn sweep(&self) {
         let (life, mut tokens) = (self.life(), HashSet::new());
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
             let name = entry.file_name();
@@ -39,17 +39,17 @@ impl Records {
             let stem = [PREPARED_SUFFIX, DECISION_SUFFIX].iter().find_map(|s| name.strip_suffix(s));
             tokens.extend(stem.and_then(|stem| Uuid::parse_str(stem).ok()).map(Token));
         }
-        let settled = tokens.into_iter().filter_map(|token| self.settled(token, life).ok()?);
-        let settled: Vec<Settled> = settled.collect();
-        if settled.is_empty() {
+        let removable = tokens.into_iter().filter_map(|token| self.removable(token, life).ok()?);
+        let removable: Vec<RemovableRecords> = removable.collect();
+        if removable.is_empty() {
             return;
         }
-        let committed = settled.iter().any(|of| of.decision == Some(Decision::Committed));
+        let committed = removable.iter().any(|of| of.decision == Some(Decision::Committed));
         if committed && sync_removed(&self.dir).is_err() {
             return;
         }
         let mut discarded = Vec::new();
-        for Settled { token, decision } in settled {
+        for RemovableRecords { token, decision } in removable {
             if unlink(&self.prepared_path(token)).is_ok() && decision == Some(Decision::Discarded) {
                 discarded.push(token);
             }
@@ -63,15 +63,19 @@ impl Records {
     }
 
     /// Returns a migration of which something is to be removed, by the table of
-    /// [`sweep_settled`](Self::sweep_settled).
-    fn settled(&self, token: Token, life: Option<Life>) -> Result<Option<Settled>, RecordsError> {
+    /// [`sweep`](Self::sweep).
+    fn removable(
+        &self,
+        token: Token,
+        life: Option<Life>,
+    ) -> Result<Option<RemovableRecords>, RecordsError> {
         let path = self.prepared_path(token);
         let Some(record) = read::<PreparedRecord>(&path, token)? else {
             // In this order, because decisions are made only about guests with a prepared record.
             let decision = self.decision(token)?;
             let none = read::<PreparedRecord>(&path, token)?.is_none();
             let goes = decision == Some(Decision::Discarded) && none;
-            return Ok(goes.then_some(Settled { token, decision }));
+            return Ok(goes.then_some(RemovableRecords { token, decision }));
         };
         // In this order, because a process decides before it dies.
         let has_died = fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
@@ -80,6 +84,6 @@ impl Records {
         }
         let decision = self.decision(token)?;
         let goes = decision.is_some() || record.decision_would_stand(life);
-        Ok(goes.then_some(Settled { token, decision }))
+        Ok(goes.then_some(RemovableRecords { token, decision }))
     }
 }

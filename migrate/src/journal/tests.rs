@@ -23,7 +23,7 @@ fn syncs(what: impl FnOnce()) -> u32 {
 /// The directory as a receiver opens it.
 fn swept(dir: &tempfile::TempDir) -> Records {
     let records = Records::open(dir.path()).unwrap();
-    records.sweep_settled();
+    records.sweep();
     records
 }
 
@@ -47,7 +47,7 @@ fn the_first_decision_stands() {
 }
 
 #[test]
-fn after_a_crash_of_the_host_nobody_says_that_a_prepared_guest_did_not_run() {
+fn prepared_guest_is_committed_after_a_reboot() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     let present = Life::of(dir.path()).expect("this host tells its boots apart");
@@ -55,10 +55,10 @@ fn after_a_crash_of_the_host_nobody_says_that_a_prepared_guest_did_not_run() {
     let mut version = kernel.release().to_str().unwrap().split('.').map(str::parse);
     let version = (version.next().unwrap().unwrap(), version.next().unwrap().unwrap());
     assert!(present.mount.is_some() || version < (6u32, 8u32), "and its mounts");
-    let life = |life| Records { pretended: Some(life), ..records.clone() };
+    let life = |life| Records { test_life: Some(life), ..records.clone() };
     let later = life(Some(Life { boot: Uuid::new_v4(), ..present }));
     let remounted = life(Some(Life { mount: Some(u64::MAX), ..present }));
-    let untold = life(None);
+    let without_boot_id = life(None);
     let vm = VmId::random();
     let token = Token::random();
     let prepared = records.prepare(token, vm).unwrap();
@@ -68,7 +68,7 @@ fn after_a_crash_of_the_host_nobody_says_that_a_prepared_guest_did_not_run() {
     assert_eq!(later.decide_unknown(token).unwrap(), Decision::Committed);
     // It went with the boot.
     fs::remove_file(records.decision_path(token)).unwrap();
-    for after in [&later, &remounted, &untold] {
+    for after in [&later, &remounted, &without_boot_id] {
         assert_eq!(after.decide_unknown(token).unwrap(), Decision::Committed);
         assert_eq!(after.decision(token).unwrap(), None, "it may have run, or not");
     }
@@ -89,26 +89,26 @@ fn after_a_crash_of_the_host_nobody_says_that_a_prepared_guest_did_not_run() {
 }
 
 #[test]
-fn a_host_that_cannot_tell_its_boots_apart_decides_durably() {
+fn without_boot_id_decisions_are_durable() {
     let dir = tempfile::tempdir().unwrap();
-    let known = Records::open(dir.path()).unwrap();
-    let untold = Records { pretended: Some(None), ..known.clone() };
+    let with_boot_id = Records::open(dir.path()).unwrap();
+    let without_boot_id = Records { test_life: Some(None), ..with_boot_id.clone() };
     let (token, vm) = (Token::random(), VmId::random());
-    let prepared = untold.prepare(token, vm).unwrap();
+    let prepared = without_boot_id.prepare(token, vm).unwrap();
     assert!(!prepared.names_boot);
-    let text = fs::read_to_string(untold.prepared_path(token)).unwrap();
+    let text = fs::read_to_string(without_boot_id.prepared_path(token)).unwrap();
     assert!(text.contains("\"boot\": null"), "{text}");
     // So no decision can have been lost, whatever has happened to the host since.
-    assert_eq!(known.decide_unknown(token).unwrap(), Decision::Discarded);
-    assert_eq!(untold.decision(token).unwrap(), Some(Decision::Discarded));
-    untold.forget_decision(token, Some(prepared)).unwrap();
-    drop(untold.prepare(token, vm).unwrap());
+    assert_eq!(with_boot_id.decide_unknown(token).unwrap(), Decision::Discarded);
+    assert_eq!(without_boot_id.decision(token).unwrap(), Some(Decision::Discarded));
+    without_boot_id.forget_decision(token, Some(prepared)).unwrap();
+    drop(without_boot_id.prepare(token, vm).unwrap());
     swept(&dir);
-    assert!(!untold.prepared_path(token).exists(), "its process has died");
+    assert!(!without_boot_id.prepared_path(token).exists(), "its process has died");
 }
 
 #[test]
-fn a_question_about_a_token_never_prepared_stores_nothing() {
+fn question_about_an_unknown_token_stores_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     assert_eq!(records.decide_unknown(Token::random()).unwrap(), Decision::Discarded);
@@ -116,14 +116,14 @@ fn a_question_about_a_token_never_prepared_stores_nothing() {
 }
 
 #[test]
-fn prepared_records_of_the_dead_are_swept_unless_they_may_tell_something() {
+fn sweep_keeps_prepared_records_that_are_needed() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     let earlier = Life::of(dir.path()).map(|life| Life { boot: Uuid::new_v4(), ..life });
-    let earlier = Records { pretended: Some(earlier), ..records.clone() };
+    let earlier = Records { test_life: Some(earlier), ..records.clone() };
     let [lives, died, decided, rebooted] = [(); 4].map(|()| Token::random());
     let vm = VmId::random();
-    let held = records.prepare(lives, vm).unwrap();
+    let living = records.prepare(lives, vm).unwrap();
     for (token, records) in [(died, &records), (decided, &records), (rebooted, &earlier)] {
         drop(records.prepare(token, vm).unwrap());
     }
@@ -138,20 +138,20 @@ fn prepared_records_of_the_dead_are_swept_unless_they_may_tell_something() {
     );
     assert_eq!(records.decision(decided).unwrap(), Some(Decision::Committed), "which tells it");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 5, "nor what is no record");
-    drop(held);
+    drop(living);
     swept(&dir);
     assert!(!stands(lives));
 }
 
 #[test]
-fn decisions_of_the_dead_are_swept_where_the_answer_stays() {
+fn sweep_removes_discarded_of_dead_processes() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     let earlier = Life::of(dir.path()).map(|life| Life { boot: Uuid::new_v4(), ..life });
-    let earlier = Records { pretended: Some(earlier), ..records.clone() };
+    let earlier = Records { test_life: Some(earlier), ..records.clone() };
     let [lives, died, rebooted, alone, committed] = [(); 5].map(|()| Token::random());
     let vm = VmId::random();
-    let held = records.prepare(lives, vm).unwrap();
+    let living = records.prepare(lives, vm).unwrap();
     for (token, records) in [(died, &records), (rebooted, &earlier)] {
         drop(records.prepare(token, vm).unwrap());
     }
@@ -169,7 +169,7 @@ fn decisions_of_the_dead_are_swept_where_the_answer_stays() {
         assert_eq!(again.decide_unknown(token).unwrap(), Decision::Discarded);
     }
     assert_eq!(again.decide_unknown(committed).unwrap(), Decision::Committed);
-    drop(held);
+    drop(living);
     swept(&dir);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
 }
@@ -179,7 +179,7 @@ fn answer_about_a_discarded_guest_survives_a_sweep() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     let earlier = Life::of(dir.path()).map(|life| Life { boot: Uuid::new_v4(), ..life });
-    let earlier = Records { pretended: Some(earlier), ..records.clone() };
+    let earlier = Records { test_life: Some(earlier), ..records.clone() };
     for decision in [Decision::Discarded, Decision::Committed] {
         let (token, vm) = (Token::random(), VmId::random());
         drop(earlier.prepare(token, vm).unwrap());
@@ -189,7 +189,7 @@ fn answer_about_a_discarded_guest_survives_a_sweep() {
         records.decide(token, Some(vm), decision).unwrap();
         swept(&dir);
         assert!(!records.prepared_path(token).exists());
-        assert_eq!(records.decide_behind(token, prepared).unwrap(), decision);
+        assert_eq!(records.decide_after_reading(token, prepared).unwrap(), decision);
     }
 }
 
@@ -228,20 +228,21 @@ fn sweep_costs_two_syncs_and_opening_none() {
     let before = files();
     assert_eq!(syncs(|| drop(Records::open(dir.path()).unwrap())), 0);
     assert_eq!(files(), before, "it may be the source's");
-    assert_eq!(syncs(|| records.sweep_settled()), 2);
+    assert_eq!(syncs(|| records.sweep()), 2);
     assert_eq!(files(), 1 + 5, "the site, and what was committed");
-    assert_eq!(syncs(|| records.sweep_settled()), 0);
+    assert_eq!(syncs(|| records.sweep()), 0);
 }
 
 #[test]
-fn of_decisions_that_may_not_be_durable_only_discarded_stays() {
+fn unsynced_committed_is_removed_and_discarded_stays() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     for (decision, stays) in [(Decision::Committed, false), (Decision::Discarded, true)] {
         let token = Token::random();
         records.decide(token, None, decision).unwrap();
         let path = records.decision_path(token);
-        let e = records.keep(&path, decision, Err(io::ErrorKind::Other.into())).unwrap_err();
+        let e =
+            records.keep_decision(&path, decision, Err(io::ErrorKind::Other.into())).unwrap_err();
         assert_eq!(e.kind(), io::ErrorKind::Other);
         let left = records.decision(token).unwrap();
         assert_eq!(left, stays.then_some(decision));
@@ -249,7 +250,7 @@ fn of_decisions_that_may_not_be_durable_only_discarded_stays() {
 }
 
 #[test]
-fn what_was_staged_long_ago_is_swept_and_nothing_else() {
+fn only_old_staged_files_are_swept() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     let staged = records.stage(Token::random(), None, Decision::Discarded).unwrap();
@@ -265,7 +266,7 @@ fn what_was_staged_long_ago_is_swept_and_nothing_else() {
 }
 
 #[test]
-fn a_source_record_is_found_again_until_it_is_settled() {
+fn source_record_is_pending_until_removed() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     let (token, vm, site) = (Token::random(), VmId::random(), Uuid::new_v4());
@@ -274,12 +275,12 @@ fn a_source_record_is_found_again_until_it_is_settled() {
     let mark = records.place_source(mark).unwrap();
     let found = Records::open(dir.path()).unwrap().pending().unwrap();
     assert_eq!(found.records, [mark.record().clone()]);
-    records.settle(token).unwrap();
+    records.remove_source(token).unwrap();
     assert!(records.pending().unwrap().records.is_empty());
 }
 
 #[test]
-fn missing_levels_are_made_and_a_file_in_their_place_is_named() {
+fn records_directory_is_created_with_its_parents() {
     let dir = tempfile::tempdir().unwrap();
     let deep = dir.path().join("a/b/c");
     let site = Records::open(&deep).unwrap().site();
@@ -290,7 +291,7 @@ fn missing_levels_are_made_and_a_file_in_their_place_is_named() {
 }
 
 #[test]
-fn files_that_are_no_records_are_named_and_hide_no_others() {
+fn invalid_records_are_listed_and_hide_no_others() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     let token = Token::random();
@@ -322,7 +323,7 @@ fn files_that_are_no_records_are_named_and_hide_no_others() {
 }
 
 #[test]
-fn a_decision_of_another_migration_is_none() {
+fn decision_under_another_token_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     let (token, other) = (Token::random(), Token::random());
@@ -333,7 +334,7 @@ fn a_decision_of_another_migration_is_none() {
 }
 
 #[test]
-fn a_record_that_is_no_record_is_named() {
+fn invalid_decision_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     let token = Token::random();

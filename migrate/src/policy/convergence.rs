@@ -5,8 +5,8 @@
 //! | sending them is expected to take | and | verdict |
 //! | --- | --- | --- |
 //! | no time: there are none | | switch over |
-//! | at most [`WORTH_A_PASS`] | | switch over: a pause costs about as much by itself |
-//! | at most the downtime target | the last pass left less than [`SHRINKS`] of what it sent | keep going: the pause becomes shorter |
+//! | at most [`SHORT_PAUSE`] | | switch over: a pause costs about as much by itself |
+//! | at most the downtime target | the last pass left less than [`SHRINK_RATIO`] of what it sent | keep going: the pause becomes shorter |
 //! | at most the downtime target | it did not, or a limit is reached | switch over |
 //! | longer | no limit is reached | keep going |
 //! | longer | passes or time have run out | as the strategy says: a long pause, or none |
@@ -15,7 +15,7 @@
 //! would fit into the target but be long, passes under a tight throttle come before it (the
 //! approach): for both see [`throttle`](crate::throttle).
 //!
-//! The passes that only make the pause shorter take together at most `1 / (1 - SHRINKS)` times what
+//! The passes that only make the pause shorter take together at most `1 / (1 - SHRINK_RATIO)` times what
 //! the pause would have taken without them, if the guest goes on as it did.
 
 use std::fmt;
@@ -99,7 +99,7 @@ impl Default for Goals {
 
 /// One pass as measured, and what the guest did meanwhile.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Measured {
+pub struct PassMeasurement {
     /// Frames sent, with and without content.
     pub frames: u64,
     /// Bytes on the wire.
@@ -196,16 +196,16 @@ impl fmt::Display for Reason {
 }
 
 /// A pass with less than this on the wire says little about the link.
-pub(crate) const TELLING_BYTES: u64 = 1 << 20;
+pub(crate) const MIN_MEASURED_BYTES: u64 = 1 << 20;
 
 /// How fast the link is, or is let be, bytes/s: by the last pass that is large enough to tell, else
 /// by all together. `None` before anything was measured.
-pub fn link_rate(passes: &[Measured]) -> Option<u64> {
+pub fn link_rate(passes: &[PassMeasurement]) -> Option<u64> {
     let rate = |bytes: u64, time: Duration| {
         let seconds = time.as_secs_f64();
         (bytes > 0 && seconds > 0.0).then(|| (bytes as f64 / seconds) as u64)
     };
-    let telling = passes.iter().rev().find(|p| p.bytes >= TELLING_BYTES);
+    let telling = passes.iter().rev().find(|p| p.bytes >= MIN_MEASURED_BYTES);
     match telling {
         Some(p) => rate(p.bytes, p.time),
         None => rate(passes.iter().map(|p| p.bytes).sum(), passes.iter().map(|p| p.time).sum()),
@@ -214,9 +214,12 @@ pub fn link_rate(passes: &[Measured]) -> Option<u64> {
 
 /// As [`link_rate`], in frames a second, by the same passes: what the link carries of what this
 /// guest writes, whatever becomes of it on the wire.
-pub(crate) fn frame_rate(passes: &[Measured]) -> Option<f64> {
-    let telling =
-        passes.iter().rev().find(|p| p.bytes >= TELLING_BYTES).map_or(passes, std::slice::from_ref);
+pub(crate) fn frame_rate(passes: &[PassMeasurement]) -> Option<f64> {
+    let telling = passes
+        .iter()
+        .rev()
+        .find(|p| p.bytes >= MIN_MEASURED_BYTES)
+        .map_or(passes, std::slice::from_ref);
     let seconds = telling.iter().map(|p| p.time).sum::<Duration>().as_secs_f64();
     let frames: u64 = telling.iter().map(|p| p.frames).sum();
     (frames > 0 && seconds > 0.0).then(|| frames as f64 / seconds)
@@ -229,16 +232,16 @@ pub fn expected_downtime(frames: u64, link_rate: u64) -> Option<Duration> {
 }
 
 /// A pause for less than this is short enough: stopping and starting a guest takes about as long.
-pub const WORTH_A_PASS: Duration = Duration::from_millis(2);
+pub const SHORT_PAUSE: Duration = Duration::from_millis(2);
 
 /// The part of a pass's frames that the guest may have written meanwhile for another pass to be
 /// called a gain. Frames, not bytes: those of zeros and packed ones are few bytes, whoever sends
 /// them.
-pub const SHRINKS: f64 = 0.7;
+pub const SHRINK_RATIO: f64 = 0.7;
 
 /// Whether the guest wrote so little during the last pass that the next one would leave less still.
-pub(crate) fn shrinks(passes: &[Measured], pending: u64) -> bool {
-    passes.last().is_some_and(|p| (pending as f64) < SHRINKS * p.frames as f64)
+pub(crate) fn shrinks(passes: &[PassMeasurement], pending: u64) -> bool {
+    passes.last().is_some_and(|p| (pending as f64) < SHRINK_RATIO * p.frames as f64)
 }
 
 /// Judges after a pass. `passes` are those measured so far, oldest first; `pending` frames wait;
@@ -248,7 +251,12 @@ pub(crate) fn shrinks(passes: &[Measured], pending: u64) -> bool {
 /// over; at a limit the verdict is never `KeepGoing`; less pending never turns a switch-over into
 /// giving up; what fits is never given up, and is sent while the guest runs only if that shrinks
 /// it.
-pub fn judge(goals: &Goals, passes: &[Measured], pending: u64, elapsed: Duration) -> Judgement {
+pub fn judge(
+    goals: &Goals,
+    passes: &[PassMeasurement],
+    pending: u64,
+    elapsed: Duration,
+) -> Judgement {
     if pending == 0 {
         return Judgement::SwitchOver(Reason::Quiet);
     }
@@ -257,7 +265,7 @@ pub fn judge(goals: &Goals, passes: &[Measured], pending: u64, elapsed: Duration
     let done = passes.len() as u32;
     let may_go_on = done < goals.max_passes && elapsed < goals.timeout;
     if let Some(expected) = expected.filter(|e| *e <= goals.downtime) {
-        if may_go_on && expected > WORTH_A_PASS && shrinks(passes, pending) {
+        if may_go_on && expected > SHORT_PAUSE && shrinks(passes, pending) {
             return Judgement::KeepGoing;
         }
         return Judgement::SwitchOver(Reason::Fits { expected, target: goals.downtime });
@@ -315,7 +323,7 @@ mod tests {
         }
 
         #[test]
-        fn less_pending_is_never_given_up_instead(
+        fn less_pending_never_gives_up(
             g in goals(),
             p in passes(40),
             pending in 0u64..1 << 40,
@@ -333,7 +341,7 @@ mod tests {
         }
 
         #[test]
-        fn what_fits_is_sent_before_the_pause_only_while_that_shrinks_it(
+        fn fitting_rest_is_sent_only_while_passes_shrink(
             g in goals(),
             p in passes(40),
             pending in 1u64..1 << 22,
@@ -345,7 +353,7 @@ mod tests {
                 match judge(&g, &p, pending, elapsed) {
                     Judgement::SwitchOver(_) => {}
                     Judgement::KeepGoing => {
-                        prop_assert!(expected > WORTH_A_PASS && shrinks(&p, pending));
+                        prop_assert!(expected > SHORT_PAUSE && shrinks(&p, pending));
                     }
                     Judgement::GiveUp(why) => prop_assert!(false, "{why}"),
                 }
@@ -355,7 +363,7 @@ mod tests {
         /// A guest that writes at one rate and a link of one rate: the passes that only make the
         /// pause shorter cost no more than the table says.
         #[test]
-        fn a_shorter_pause_has_its_price_bounded(
+        fn extra_passes_have_a_bounded_cost(
             link in 1u64 << 20..1 << 34,
             share in 0.0f64..1.0,
             set in 1u64..1 << 22,
@@ -378,7 +386,7 @@ mod tests {
                 }
                 let dirtied = (pending as f64 * share) as u64;
                 let bytes = pending * PAGE_SIZE;
-                passes.push(Measured { frames: pending, bytes, time: time(pending), dirtied });
+                passes.push(PassMeasurement { frames: pending, bytes, time: time(pending), dirtied });
                 pending = dirtied;
                 if fits.is_none() && time(pending) <= goals.downtime {
                     fits = Some(time(pending));
@@ -389,13 +397,13 @@ mod tests {
                 }
             }
             if let Some(fits) = fits {
-                let most = fits.mul_f64(1.0 / (1.0 - SHRINKS)) + Duration::from_micros(10);
+                let most = fits.mul_f64(1.0 / (1.0 - SHRINK_RATIO)) + Duration::from_micros(10);
                 prop_assert!(extra <= most, "{extra:?} for {fits:?}");
             }
         }
 
         #[test]
-        fn it_gives_up_only_where_that_was_asked_for(
+        fn only_strategy_cancel_gives_up(
             g in goals(),
             p in passes(40),
             pending in any::<u64>(),
@@ -408,7 +416,7 @@ mod tests {
         }
 
         #[test]
-        fn what_switches_over_by_itself_fits(
+        fn switch_over_by_itself_fits_the_target(
             g in goals(),
             p in passes(40),
             pending in 1u64..1 << 40,
@@ -422,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_halves_its_dirty_set_converges() {
+    fn halving_dirty_set_converges() {
         let goals = Goals {
             downtime: Duration::from_millis(300),
             max_passes: 30,
@@ -430,7 +438,7 @@ mod tests {
             strategy: TimeoutStrategy::Cancel,
         };
         // 100 MB/s: 300 ms carry 7,324 frames.
-        let pass = |frames: u64| Measured {
+        let pass = |frames: u64| PassMeasurement {
             frames,
             bytes: frames * PAGE_SIZE,
             time: Duration::from_secs_f64(frames as f64 * PAGE_SIZE as f64 / 100e6),
@@ -447,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn strategies_parse_and_postcopy_is_refused_by_name() {
+    fn postcopy_strategy_is_refused_by_name() {
         assert_eq!("switchover".parse(), Ok(TimeoutStrategy::Switchover));
         assert_eq!("cancel".parse(), Ok(TimeoutStrategy::Cancel));
         assert_eq!("postcopy".parse::<TimeoutStrategy>(), Err(UnknownStrategy::Postcopy));

@@ -1,7 +1,7 @@
 //! What a migration would come to, before anyone begins it: a pure function over what a guest was
 //! seen to write.
 //!
-//! A guest's writes are a [`Curve`]: how many distinct frames it makes dirty in a window of each
+//! A guest's writes are a [`WriteCurve`]: how many distinct frames it makes dirty in a window of each
 //! length. [`forecast`] goes from pass to pass along it, and after each asks [`judge`] and
 //! [`judge_and_throttle`] themselves, as the source of a migration does; there is no second formula
 //! for when precopy ends.
@@ -9,10 +9,10 @@
 //! | taken to be | is |
 //! | --- | --- |
 //! | the time of a pass | its bytes by the bandwidth |
-//! | what the guest writes meanwhile | the curve at that time and [`ROUND`]; of a throttled vCPU at most its rate's |
-//! | what waits when the pause begins | what the last pass left, and what is written in [`SETTLE`] |
-//! | the downtime | what waits by the bandwidth, and [`STAND`] |
-//! | total | [`SETUP`], the passes, the downtime |
+//! | what the guest writes meanwhile | the curve at that time and [`PASS_OVERHEAD`]; of a throttled vCPU at most its rate's |
+//! | what waits when the pause begins | what the last pass left, and what is written in [`RECORD_OVERHEAD`] |
+//! | the downtime | what waits by the bandwidth, and [`PAUSE_OVERHEAD`] |
+//! | total | [`SETUP_TIME`], the passes, the downtime |
 //!
 //! Not in it: drives that go along, compression, and a source or destination that is slower than
 //! the link.
@@ -22,25 +22,25 @@ use std::time::Duration;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
-use crate::policy::convergence::{Goals, Judgement, Measured, expected_downtime, judge};
+use crate::policy::convergence::{Goals, Judgement, PassMeasurement, expected_downtime, judge};
 use crate::policy::throttle::{Throttle, judge_and_throttle};
 use crate::report::ms;
 
 /// From the beginning to the first pass: a machine is built at the destination.
-pub const SETUP: Duration = Duration::from_millis(25);
+pub const SETUP_TIME: Duration = Duration::from_millis(25);
 /// From a pass's last byte to the next pass: it is acknowledged, and what is dirty is drained.
-pub const ROUND: Duration = Duration::from_millis(1);
+pub const PASS_OVERHEAD: Duration = Duration::from_millis(1);
 /// From the verdict to the pause: the hand-over record becomes durable.
-pub const SETTLE: Duration = Duration::from_millis(3);
+pub const RECORD_OVERHEAD: Duration = Duration::from_millis(3);
 /// Of the downtime, what does not depend on what waits: stop, state, hand-over, start.
-pub const STAND: Duration = Duration::from_millis(2);
+pub const PAUSE_OVERHEAD: Duration = Duration::from_millis(2);
 
 /// Bytes of a pass that are not contents.
 const HEADS: u64 = 64;
 
 /// What a guest wrote in a window.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
-pub struct Window {
+pub struct WriteWindow {
     /// How long it was.
     pub length: Duration,
     /// Distinct frames that were made dirty.
@@ -53,7 +53,7 @@ pub struct Window {
 /// one, nor more than its memory has. Between the windows measured it is a line; beyond the longest
 /// it goes on as between the last two.
 #[derive(Clone, PartialEq, Debug)]
-pub struct Curve {
+pub struct WriteCurve {
     /// Ascending in seconds, the first at no time; for each, the frames of every vCPU, and last of
     /// all that is not theirs.
     points: Vec<(f64, Vec<f64>)>,
@@ -61,13 +61,14 @@ pub struct Curve {
     most: f64,
 }
 
-impl Curve {
+impl WriteCurve {
     /// Through `windows`, in any order, of a guest of `memory` frames. What no window can have (no
     /// length, a number that is none) is left out; where a longer window has seen less than a
     /// shorter one, the shorter one counts.
-    pub fn new(windows: &[Window], memory: u64) -> Self {
-        let usable = |w: &&Window| !w.length.is_zero() && w.frames.is_finite() && w.frames >= 0.0;
-        let mut windows: Vec<&Window> = windows.iter().filter(usable).collect();
+    pub fn new(windows: &[WriteWindow], memory: u64) -> Self {
+        let usable =
+            |w: &&WriteWindow| !w.length.is_zero() && w.frames.is_finite() && w.frames >= 0.0;
+        let mut windows: Vec<&WriteWindow> = windows.iter().filter(usable).collect();
         windows.sort_by_key(|w| w.length);
         let first = windows.first().map_or(0, |w| w.by_vcpu.len());
         let vcpus = if windows.iter().all(|w| w.by_vcpu.len() == first) { first } else { 0 };
@@ -116,7 +117,7 @@ impl Curve {
 
 /// A window's frames by who made them dirty. Whoever else drains the tracker makes vCPUs count
 /// frames again: no more than there were.
-fn parts(window: &Window, vcpus: usize) -> Vec<f64> {
+fn parts(window: &WriteWindow, vcpus: usize) -> Vec<f64> {
     let count = |n: &f64| if n.is_finite() { n.max(0.0) } else { 0.0 };
     let mut parts: Vec<f64> = window.by_vcpu.iter().take(vcpus).map(count).collect();
     let known: f64 = parts.iter().sum();
@@ -129,7 +130,7 @@ fn parts(window: &Window, vcpus: usize) -> Vec<f64> {
 
 /// What a forecast is made for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Conditions {
+pub struct ForecastConditions {
     /// What the link carries, bytes/s; at least 1.
     pub bytes_per_s: u64,
     /// What precopy aims at.
@@ -142,12 +143,12 @@ pub struct Conditions {
     pub zeros: u64,
 }
 
-impl Conditions {
+impl ForecastConditions {
     /// The verdict after a pass, and the throttle for what follows.
     fn judge(
         &self,
         now: Throttle,
-        passes: &[Measured],
+        passes: &[PassMeasurement],
         (pending, elapsed): (u64, Duration),
         writes: (&[u64], Duration),
     ) -> (Judgement, Throttle) {
@@ -197,23 +198,23 @@ pub struct ForecastPass {
 /// Costs a few hundred operations for each pass and vCPU; there are at most `goals.max_passes`.
 ///
 /// Laws (tests below): the verdict after each pass is that of [`judge`]. Without a throttle, and
-/// but for what is written in [`SETTLE`]: over a faster link, and of a guest that writes less, no
+/// but for what is written in [`RECORD_OVERHEAD`]: over a faster link, and of a guest that writes less, no
 /// pass has more frames; what converges does so then, too, and takes longer by no more than passes
 /// that make the pause shorter may. With a throttle all converges that only vCPUs write.
-pub fn forecast(conditions: &Conditions, curve: &Curve) -> Forecast {
-    told(conditions, &course(conditions, curve, SETTLE))
+pub fn forecast(conditions: &ForecastConditions, curve: &WriteCurve) -> Forecast {
+    report_of(conditions, &simulate(conditions, curve, RECORD_OVERHEAD))
 }
 
-fn told(conditions: &Conditions, course: &Course) -> Forecast {
-    let Course { measured, end, throttle, pending, elapsed } = course;
+fn report_of(conditions: &ForecastConditions, course: &SimulatedPrecopy) -> Forecast {
+    let SimulatedPrecopy { measured, end, throttle, pending, elapsed } = course;
     let waits = expected_downtime(*pending, conditions.bytes_per_s.max(1)).unwrap_or_default();
-    let downtime = waits.saturating_add(STAND);
+    let downtime = waits.saturating_add(PAUSE_OVERHEAD);
     let converges = matches!(end, Judgement::SwitchOver(_));
-    let total = SETUP.saturating_add(*elapsed).saturating_add(match converges {
+    let total = SETUP_TIME.saturating_add(*elapsed).saturating_add(match converges {
         true => downtime,
         false => Duration::ZERO,
     });
-    let pass = |p: &Measured| ForecastPass {
+    let pass = |p: &PassMeasurement| ForecastPass {
         frames: p.frames,
         bytes: p.bytes,
         time_ms: ms(p.time),
@@ -235,8 +236,8 @@ fn told(conditions: &Conditions, course: &Course) -> Forecast {
 }
 
 /// How precopy goes.
-struct Course {
-    measured: Vec<Measured>,
+struct SimulatedPrecopy {
+    measured: Vec<PassMeasurement>,
     /// Never to keep going.
     end: Judgement,
     throttle: Throttle,
@@ -244,9 +245,13 @@ struct Course {
     elapsed: Duration,
 }
 
-/// `settle` is [`SETTLE`], but for the laws that hold without it.
-fn course(conditions: &Conditions, curve: &Curve, settle: Duration) -> Course {
-    let Conditions { bytes_per_s, populated, .. } = conditions;
+/// `record_time` is [`RECORD_OVERHEAD`], but for the laws that hold without it.
+fn simulate(
+    conditions: &ForecastConditions,
+    curve: &WriteCurve,
+    record_time: Duration,
+) -> SimulatedPrecopy {
+    let ForecastConditions { bytes_per_s, populated, .. } = conditions;
     let (mut measured, mut now) = (Vec::new(), Throttle::Off);
     let mut elapsed = Duration::ZERO;
     let mut frames = *populated;
@@ -255,15 +260,15 @@ fn course(conditions: &Conditions, curve: &Curve, settle: Duration) -> Course {
         let bytes = contents.saturating_mul(PAGE_SIZE).saturating_add(HEADS);
         let seconds = bytes as f64 / (*bytes_per_s).max(1) as f64;
         let time = Duration::from_secs_f64(seconds.min(1e9)).max(Duration::from_nanos(1));
-        let mut window = time.saturating_add(ROUND);
+        let mut window = time.saturating_add(PASS_OVERHEAD);
         let (mut dirtied, mut by) = curve.with(window, now);
         elapsed = elapsed.saturating_add(window);
-        measured.push(Measured { frames, bytes, time, dirtied });
+        measured.push(PassMeasurement { frames, bytes, time, dirtied });
         let (mut end, mut next) =
             conditions.judge(now, &measured, (dirtied, elapsed), (&by, window));
         if matches!(end, Judgement::SwitchOver(_)) {
-            window = window.saturating_add(settle);
-            elapsed = elapsed.saturating_add(settle);
+            window = window.saturating_add(record_time);
+            elapsed = elapsed.saturating_add(record_time);
             (dirtied, by) = curve.with(window, now);
             if let Some(last) = measured.last_mut() {
                 last.dirtied = dirtied;
@@ -271,7 +276,7 @@ fn course(conditions: &Conditions, curve: &Curve, settle: Duration) -> Course {
             (end, next) = conditions.judge(now, &measured, (dirtied, elapsed), (&by, window));
         }
         if end != Judgement::KeepGoing {
-            return Course { measured, end, throttle: now, pending: dirtied, elapsed };
+            return SimulatedPrecopy { measured, end, throttle: now, pending: dirtied, elapsed };
         }
         now = next;
         (frames, contents) = (dirtied, dirtied);
@@ -283,7 +288,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::policy::convergence::{Reason, SHRINKS, TimeoutStrategy};
+    use crate::policy::convergence::{Reason, SHRINK_RATIO, TimeoutStrategy};
     use crate::policy::throttle::LONG_PAUSE;
 
     const MEMORY: u64 = 1 << 20;
@@ -297,44 +302,45 @@ mod tests {
         }
     }
 
-    fn conditions(bytes_per_s: u64, populated: u64, downtime_ms: u64) -> Conditions {
+    fn conditions(bytes_per_s: u64, populated: u64, downtime_ms: u64) -> ForecastConditions {
         let goals = goals(downtime_ms);
-        Conditions { bytes_per_s, goals, throttle: false, populated, zeros: 0 }
+        ForecastConditions { bytes_per_s, goals, throttle: false, populated, zeros: 0 }
     }
 
-    fn window(ms: u64, frames: f64, by_vcpu: Vec<f64>) -> Window {
-        Window { length: Duration::from_millis(ms), frames, by_vcpu }
+    fn window(ms: u64, frames: f64, by_vcpu: Vec<f64>) -> WriteWindow {
+        WriteWindow { length: Duration::from_millis(ms), frames, by_vcpu }
     }
 
     /// Windows of two vCPUs, and something else that writes.
-    fn any_windows() -> impl Strategy<Value = Vec<Window>> {
+    fn any_windows() -> impl Strategy<Value = Vec<WriteWindow>> {
         let one = (1u64..3000, 0.0f64..40_000.0, 0.0f64..40_000.0, 0.0f64..1000.0);
         let window = one.prop_map(|(ms, a, b, other)| window(ms, a + b + other, vec![a, b]));
         prop::collection::vec(window, 0..7)
     }
 
-    fn any_conditions() -> impl Strategy<Value = Conditions> {
+    fn any_conditions() -> impl Strategy<Value = ForecastConditions> {
         (1u64 << 20..4 << 30, 16u64..MEMORY, 1u64..1000).prop_map(|(b, p, d)| conditions(b, p, d))
     }
 
     /// What holds of an `easier` migration beside a `harder` one.
     fn is_easier(
-        (easier, harder): (&Conditions, &Conditions),
-        (light, heavy): (&Curve, &Curve),
+        (easier, harder): (&ForecastConditions, &ForecastConditions),
+        (light, heavy): (&WriteCurve, &WriteCurve),
     ) -> Result<(), TestCaseError> {
-        let at_once = |c: &Conditions, curve| told(c, &course(c, curve, Duration::ZERO));
+        let at_once =
+            |c: &ForecastConditions, curve| report_of(c, &simulate(c, curve, Duration::ZERO));
         let (easy, hard) = (at_once(easier, light), at_once(harder, heavy));
         for (e, h) in easy.passes.iter().zip(&hard.passes) {
             prop_assert!(e.frames <= h.frames && e.time_ms <= h.time_ms + 1e-6, "{e:?} {h:?}");
         }
         // A link's rate is a whole number of bytes over one of nanoseconds.
         let wider = Goals { downtime: easier.goals.downtime.mul_f64(1.01), ..easier.goals };
-        let wide = at_once(&Conditions { goals: wider, ..*easier }, light);
+        let wide = at_once(&ForecastConditions { goals: wider, ..*easier }, light);
         if hard.converges {
             prop_assert!(wide.converges, "{wide:?} beside {hard:?}");
-            let shorter =
-                ms(wider.downtime) / (1.0 - SHRINKS) + wide.passes.len() as f64 * ms(ROUND);
-            let most = hard.total_time_ms + shorter + ms(STAND);
+            let shorter = ms(wider.downtime) / (1.0 - SHRINK_RATIO)
+                + wide.passes.len() as f64 * ms(PASS_OVERHEAD);
+            let most = hard.total_time_ms + shorter + ms(PAUSE_OVERHEAD);
             prop_assert!(wide.total_time_ms <= most, "{wide:?} beside {hard:?}");
         }
         Ok(())
@@ -342,25 +348,25 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_longer_window_has_no_fewer_frames_and_none_more_than_memory(
+        fn curve_is_monotonic_and_bounded_by_memory(
             windows in any_windows(),
             a in 0u64..100_000,
             b in 0u64..100_000,
         ) {
-            let curve = Curve::new(&windows, MEMORY);
+            let curve = WriteCurve::new(&windows, MEMORY);
             let at = |ms: u64| curve.frames(Duration::from_millis(ms));
             let (short, long) = (at(a.min(b)), at(a.max(b)));
             prop_assert!(short <= long && long <= MEMORY);
         }
 
         #[test]
-        fn the_verdict_after_each_pass_is_the_judges(
+        fn forecast_verdict_is_that_of_judge(
             c in any_conditions(),
             windows in any_windows(),
             throttled in any::<bool>(),
         ) {
-            let c = Conditions { throttle: throttled, ..c };
-            let course = course(&c, &Curve::new(&windows, MEMORY), SETTLE);
+            let c = ForecastConditions { throttle: throttled, ..c };
+            let course = simulate(&c, &WriteCurve::new(&windows, MEMORY), RECORD_OVERHEAD);
             for (i, pass) in course.measured.iter().enumerate() {
                 // No time limit is near: the time spent decides nothing.
                 let verdict = judge(&c.goals, &course.measured[..=i], pass.dirtied, Duration::ZERO);
@@ -381,85 +387,85 @@ mod tests {
         }
 
         #[test]
-        fn a_faster_link_makes_it_easier(
+        fn faster_link_makes_convergence_easier(
             c in any_conditions(),
             windows in any_windows(),
             by in 1.0f64..50.0,
         ) {
-            let curve = Curve::new(&windows, MEMORY);
-            let faster = Conditions { bytes_per_s: (c.bytes_per_s as f64 * by) as u64, ..c };
+            let curve = WriteCurve::new(&windows, MEMORY);
+            let faster = ForecastConditions { bytes_per_s: (c.bytes_per_s as f64 * by) as u64, ..c };
             is_easier((&faster, &c), (&curve, &curve))?;
         }
 
         #[test]
-        fn a_guest_that_writes_less_makes_it_easier(
+        fn fewer_writes_make_convergence_easier(
             c in any_conditions(),
             windows in any_windows(),
             part in 0.0f64..1.0,
         ) {
-            let scale = |w: &Window| Window {
+            let scale = |w: &WriteWindow| WriteWindow {
                 frames: w.frames * part,
                 by_vcpu: w.by_vcpu.iter().map(|n| n * part).collect(),
                 ..w.clone()
             };
-            let less: Vec<Window> = windows.iter().map(scale).collect();
-            let curves = (&Curve::new(&less, MEMORY), &Curve::new(&windows, MEMORY));
+            let less: Vec<WriteWindow> = windows.iter().map(scale).collect();
+            let curves = (&WriteCurve::new(&less, MEMORY), &WriteCurve::new(&windows, MEMORY));
             is_easier((&c, &c), curves)?;
         }
 
         #[test]
-        fn with_a_throttle_all_that_vcpus_write_converges(
+        fn vcpu_writes_always_converge_with_a_throttle(
             b in 8u64 << 20..4 << 30,
             frames in 1.0f64..1e6,
             share in 0.0f64..1.0,
         ) {
             let windows = [window(100, frames, vec![frames * share, frames * (1.0 - share)])];
-            let c = Conditions { throttle: true, ..conditions(b, MEMORY, 300) };
-            let forecast = forecast(&c, &Curve::new(&windows, MEMORY));
+            let c = ForecastConditions { throttle: true, ..conditions(b, MEMORY, 300) };
+            let forecast = forecast(&c, &WriteCurve::new(&windows, MEMORY));
             prop_assert!(forecast.converges, "{forecast:?}");
         }
     }
 
     #[test]
-    fn between_windows_it_is_a_line_and_beyond_them_the_last_one_goes_on() {
+    fn curve_is_linear_between_and_beyond_windows() {
         let windows = [window(100, 1000.0, vec![]), window(200, 1500.0, vec![])];
-        let curve = Curve::new(&windows, 4000);
+        let curve = WriteCurve::new(&windows, 4000);
         let at = |ms| curve.frames(Duration::from_millis(ms));
         assert_eq!([0, 50, 100, 150, 200, 400].map(at), [0, 500, 1000, 1250, 1500, 2500]);
         assert_eq!(at(10_000), 4000, "memory has no more");
-        let nothing = Curve::new(&[], 4000);
+        let nothing = WriteCurve::new(&[], 4000);
         assert_eq!(nothing.frames(Duration::from_secs(1)), 0);
         let bad = [window(0, 5.0, vec![]), window(5, f64::NAN, vec![]), window(9, -1.0, vec![])];
-        assert_eq!(Curve::new(&bad, 4000), nothing);
+        assert_eq!(WriteCurve::new(&bad, 4000), nothing);
     }
 
     #[test]
-    fn a_quiet_guest_moves_in_one_pass_and_zeros_cost_nothing() {
-        let quiet = Curve::new(&[window(1000, 0.0, vec![0.0])], MEMORY);
+    fn quiet_guest_moves_in_one_pass() {
+        let quiet = WriteCurve::new(&[window(1000, 0.0, vec![0.0])], MEMORY);
         let c = conditions(100 << 20, 25_600, 300);
         let moved = forecast(&c, &quiet);
         assert!(moved.converges && moved.passes.len() == 1, "{moved:?}");
         assert!(moved.reason.contains("wrote nothing"), "{moved:?}");
-        let expected = 1000.0 + ms(SETUP + ROUND + SETTLE + STAND);
+        let expected = 1000.0 + ms(SETUP_TIME + PASS_OVERHEAD + RECORD_OVERHEAD + PAUSE_OVERHEAD);
         assert!((moved.total_time_ms - expected).abs() < 0.1, "{moved:?}");
-        assert_eq!(moved.downtime_ms, ms(STAND));
-        let zeros = forecast(&Conditions { zeros: 12_800, ..c }, &quiet);
+        assert_eq!(moved.downtime_ms, ms(PAUSE_OVERHEAD));
+        let zeros = forecast(&ForecastConditions { zeros: 12_800, ..c }, &quiet);
         assert!((moved.total_time_ms - zeros.total_time_ms - 500.0).abs() < 0.1, "{zeros:?}");
         assert_eq!(zeros.passes[0].frames, 25_600);
     }
 
     #[test]
-    fn a_guest_that_outruns_the_link_is_given_up_without_a_throttle() {
+    fn forecast_of_a_fast_writer_needs_the_throttle() {
         // All of 64 MiB in a quarter of a second, over 40 MB/s.
         let all = 16_384.0;
         let windows = [window(250, all, vec![all, 0.0]), window(1000, all, vec![all, 0.0])];
-        let curve = Curve::new(&windows, MEMORY);
+        let curve = WriteCurve::new(&windows, MEMORY);
         let c = conditions(40_000_000, 20_000, 300);
         let alone = forecast(&c, &curve);
         assert!(!alone.converges && alone.passes.len() == 30, "{alone:?}");
         assert!(alone.reason.contains("outruns the link") && alone.most_bytes_per_s.is_none());
-        assert!((alone.downtime_ms - 1677.7 - ms(STAND)).abs() < 1.0, "{alone:?}");
-        let throttled = forecast(&Conditions { throttle: true, ..c }, &curve);
+        assert!((alone.downtime_ms - 1677.7 - ms(PAUSE_OVERHEAD)).abs() < 1.0, "{alone:?}");
+        let throttled = forecast(&ForecastConditions { throttle: true, ..c }, &curve);
         assert!(throttled.converges && throttled.downtime_ms < 300.0, "{throttled:?}");
         assert_eq!(
             throttled.most_bytes_per_s,

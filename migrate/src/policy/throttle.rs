@@ -5,10 +5,10 @@
 //! | --- | --- |
 //! | it is not known who writes | none |
 //! | what is left fits into the downtime target | stays as it is, or the approach begins: see below |
-//! | none so far, and what is left is less than [`SHRINKS`] of the frames that the pass before the last one sent | none: the guest converges by itself |
+//! | none so far, and what is left is less than [`SHRINK_RATIO`] of the frames that the pass before the last one sent | none: the guest converges by itself |
 //! | none so far, and it is not | begins: all vCPUs together get [`FIRST_SHARE`] of the link |
-//! | there is one, and what is left is less than [`SHRINKS`] of the frames that the last pass sent | stays as it is |
-//! | there is one, and it is not | their share becomes [`TIGHTER`] times what it was, but no less than [`LEAST_SHARE`] |
+//! | there is one, and what is left is less than [`SHRINK_RATIO`] of the frames that the last pass sent | stays as it is |
+//! | there is one, and it is not | their share becomes [`TIGHTEN_FACTOR`] times what it was, but no less than [`LEAST_SHARE`] |
 //!
 //! *The approach*: what is left fits, but would pause the guest for longer than [`LONG_PAUSE`], and
 //! passes no longer shrink. Then one more pass is sent while all vCPUs together have
@@ -30,18 +30,18 @@
 use std::time::Duration;
 
 #[cfg(doc)]
-use crate::policy::convergence::SHRINKS;
+use crate::policy::convergence::SHRINK_RATIO;
 use crate::policy::convergence::{
-    Goals, Judgement, Measured, Reason, TELLING_BYTES, expected_downtime, frame_rate, judge,
-    link_rate, shrinks,
+    Goals, Judgement, MIN_MEASURED_BYTES, PassMeasurement, Reason, expected_downtime, frame_rate,
+    judge, link_rate, shrinks,
 };
 
-/// The part of the link's rate that vCPUs may fill first: far enough below [`SHRINKS`] that the
+/// The part of the link's rate that vCPUs may fill first: far enough below [`SHRINK_RATIO`] that the
 /// throttle need not be exact.
 pub const FIRST_SHARE: f64 = 0.6;
 
 /// What the share is multiplied with when a pass did not shrink in spite of it.
-pub const TIGHTER: f64 = 0.5;
+pub const TIGHTEN_FACTOR: f64 = 0.5;
 
 /// The least share: a guest that outruns the link even so writes in ways that a throttle does not
 /// slow down.
@@ -92,7 +92,7 @@ impl Throttle {
 pub fn throttle(
     now: Throttle,
     goals: &Goals,
-    passes: &[Measured],
+    passes: &[PassMeasurement],
     pending: u64,
     (dirtied, window): (&[u64], Duration),
 ) -> Throttle {
@@ -102,10 +102,10 @@ pub fn throttle(
         return now;
     }
     let share = match now {
-        Throttle::Off if gets_ahead(passes, pending) => return now,
+        Throttle::Off if makes_progress(passes, pending) => return now,
         Throttle::Off => FIRST_SHARE,
         Throttle::On { .. } if shrinks(passes, pending) => return now,
-        Throttle::On { share, .. } => (share * TIGHTER).max(LEAST_SHARE),
+        Throttle::On { share, .. } => (share * TIGHTEN_FACTOR).max(LEAST_SHARE),
     };
     with_share(now, share, passes, (dirtied, window))
 }
@@ -115,7 +115,7 @@ pub fn throttle(
 pub fn judge_and_throttle(
     now: Throttle,
     goals: &Goals,
-    passes: &[Measured],
+    passes: &[PassMeasurement],
     (pending, elapsed): (u64, Duration),
     writes: (&[u64], Duration),
 ) -> (Judgement, Throttle) {
@@ -136,18 +136,27 @@ pub fn judge_and_throttle(
 
 /// Whether a pass as long as the pause would be, and one more, stay within the limits: what fits
 /// now must not be given up for the sake of a shorter pause.
-fn has_room(goals: &Goals, passes: &[Measured], elapsed: Duration, expected: Duration) -> bool {
+fn has_room(
+    goals: &Goals,
+    passes: &[PassMeasurement],
+    elapsed: Duration,
+    expected: Duration,
+) -> bool {
     let after = elapsed.saturating_add(expected.saturating_mul(2));
     (passes.len() as u32).saturating_add(1) < goals.max_passes && after < goals.timeout
 }
 
 /// The throttle of the approach; `None` if it would slow nobody down, or is on already.
-fn approach(now: Throttle, passes: &[Measured], writes: (&[u64], Duration)) -> Option<Throttle> {
+fn approach(
+    now: Throttle,
+    passes: &[PassMeasurement],
+    writes: (&[u64], Duration),
+) -> Option<Throttle> {
     if matches!(now, Throttle::On { share, .. } if share <= APPROACH_SHARE) {
         return None;
     }
     // Before that much has been sent the link's rate is a guess.
-    if passes.iter().map(|p| p.bytes).sum::<u64>() < TELLING_BYTES {
+    if passes.iter().map(|p| p.bytes).sum::<u64>() < MIN_MEASURED_BYTES {
         return None;
     }
     let next = with_share(now, APPROACH_SHARE, passes, writes);
@@ -159,7 +168,7 @@ fn approach(now: Throttle, passes: &[Measured], writes: (&[u64], Duration)) -> O
 fn with_share(
     now: Throttle,
     share: f64,
-    passes: &[Measured],
+    passes: &[PassMeasurement],
     (dirtied, window): (&[u64], Duration),
 ) -> Throttle {
     let Some(rate) = frame_rate(passes).filter(|_| !window.is_zero()) else { return now };
@@ -177,7 +186,7 @@ fn with_share(
 }
 
 /// Whether the last two passes, or the one that there is, left much less than they began with.
-fn gets_ahead(passes: &[Measured], pending: u64) -> bool {
+fn makes_progress(passes: &[PassMeasurement], pending: u64) -> bool {
     passes.len() < 2 || shrinks(&passes[..passes.len() - 1], pending)
 }
 
@@ -204,7 +213,9 @@ mod tests {
 
     use super::*;
     use crate::policy::arbitrary::passes;
-    use crate::policy::convergence::{Judgement, SHRINKS, TimeoutStrategy, WORTH_A_PASS, judge};
+    use crate::policy::convergence::{
+        Judgement, SHORT_PAUSE, SHRINK_RATIO, TimeoutStrategy, judge,
+    };
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -214,10 +225,10 @@ mod tests {
     }
 
     /// A pass of `frames` over a link of `link` bytes/s.
-    fn pass(frames: u64, dirtied: u64, link: u64) -> Measured {
+    fn pass(frames: u64, dirtied: u64, link: u64) -> PassMeasurement {
         let bytes = frames * PAGE_SIZE;
         let time = Duration::from_secs_f64(bytes as f64 / link as f64);
-        Measured { frames, bytes, time, dirtied }
+        PassMeasurement { frames, bytes, time, dirtied }
     }
 
     fn any_throttle() -> impl Strategy<Value = Throttle> {
@@ -243,14 +254,14 @@ mod tests {
     }
 
     /// What became of a migration.
-    struct Course {
-        passes: Vec<Measured>,
+    struct SimulatedMigration {
+        passes: Vec<PassMeasurement>,
         throttles: Vec<Throttle>,
         end: Judgement,
     }
 
     /// Migrates a guest that never changes its ways over a link of `link` bytes/s.
-    fn migrate(vcpus: &Vcpus, link: u64, goals: &Goals, allowed: bool) -> Course {
+    fn migrate(vcpus: &Vcpus, link: u64, goals: &Goals, allowed: bool) -> SimulatedMigration {
         let (mut passes, mut throttles) = (Vec::new(), vec![Throttle::Off]);
         let mut pending: u64 = vcpus.iter().map(|(set, _)| set).sum();
         let mut elapsed = Duration::ZERO;
@@ -259,7 +270,7 @@ mod tests {
             let now = *throttles.last().unwrap();
             let by = dirtied(vcpus, sent.time, now);
             pending = by.iter().sum();
-            passes.push(Measured { dirtied: pending, ..sent });
+            passes.push(PassMeasurement { dirtied: pending, ..sent });
             elapsed += sent.time;
             let (end, next) = match allowed {
                 true => {
@@ -268,7 +279,7 @@ mod tests {
                 false => (judge(goals, &passes, pending, elapsed), now),
             };
             if end != Judgement::KeepGoing {
-                return Course { passes, throttles, end };
+                return SimulatedMigration { passes, throttles, end };
             }
             throttles.push(next);
         }
@@ -276,7 +287,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_rate_never_rises_and_the_share_only_falls(
+        fn rate_and_share_never_rise(
             now in any_throttle(), p in passes(6), pending in 0u64..1 << 22,
             by in prop::collection::vec(0u64..1 << 20, 0..9), ms in 1u64..100_000,
         ) {
@@ -287,13 +298,13 @@ mod tests {
             prop_assert!(next.rate().unwrap_or(u64::MAX) <= now.rate().unwrap_or(u64::MAX));
             prop_assert!(next.rate() != Some(0));
             if let (Throttle::On { share: before, .. }, Throttle::On { share, .. }) = (now, next) {
-                prop_assert!(share == before || share == (before * TIGHTER).max(LEAST_SHARE));
+                prop_assert!(share == before || share == (before * TIGHTEN_FACTOR).max(LEAST_SHARE));
             }
             prop_assert!(now == Throttle::Off || next != Throttle::Off);
         }
 
         #[test]
-        fn a_level_is_the_highest_that_keeps_to_what_there_is(
+        fn level_is_the_highest_within_the_total(
             each in prop::collection::vec(0u64..1 << 20, 1..9), all in 0.0f64..4e6,
         ) {
             let under = |level: f64| each.iter().map(|one| (*one as f64).min(level)).sum::<f64>();
@@ -307,7 +318,7 @@ mod tests {
         }
 
         #[test]
-        fn who_begins_a_throttle_gets_the_first_share_of_the_link(
+        fn first_throttle_keeps_to_its_share(
             vcpus in any_vcpus(),
             mb in 1u64..2000,
         ) {
@@ -329,7 +340,7 @@ mod tests {
         }
 
         #[test]
-        fn a_guest_that_converges_by_itself_is_never_throttled(
+        fn converging_guest_is_never_throttled(
             vcpus in any_vcpus(),
             mb in 1u64..2000,
         ) {
@@ -342,7 +353,7 @@ mod tests {
         }
 
         #[test]
-        fn with_a_throttle_every_guest_converges_that_does_not_change(
+        fn every_steady_guest_converges_with_a_throttle(
             vcpus in any_vcpus(),
             mb in 1u64..2000,
         ) {
@@ -354,16 +365,16 @@ mod tests {
             // one.
             let begins = with.throttles.iter().position(|t| *t != Throttle::Off);
             let Some(begins) = begins else { return Ok(()) };
-            let first = with.passes[begins].time.as_secs_f64() / WORTH_A_PASS.as_secs_f64();
+            let first = with.passes[begins].time.as_secs_f64() / SHORT_PAUSE.as_secs_f64();
             let later = with.passes.len() - begins;
-            let most = first.ln() / SHRINKS.recip().ln() + 6.0;
+            let most = first.ln() / SHRINK_RATIO.recip().ln() + 6.0;
             prop_assert!(later as f64 <= most, "{later} for {first}");
         }
 
         /// The pause of a guest whose vCPUs alone write is short, or as short as vCPUs throttled to
         /// the least share make it.
         #[test]
-        fn an_approach_makes_a_long_pause_short(vcpus in any_vcpus(), mb in 1u64..2000) {
+        fn approach_shortens_a_long_pause(vcpus in any_vcpus(), mb in 1u64..2000) {
             let link = mb * 1_000_000;
             let goals = goals(Duration::from_millis(300));
             let with = migrate(&vcpus, link, &goals, true);
@@ -371,7 +382,7 @@ mod tests {
                 return Ok(());
             };
             let sent: u64 = with.passes.iter().map(|p| p.bytes).sum();
-            if expected > LONG_PAUSE && sent >= TELLING_BYTES {
+            if expected > LONG_PAUSE && sent >= MIN_MEASURED_BYTES {
                 let last = with.throttles.last().unwrap();
                 let tight = matches!(last, Throttle::On { share, .. } if *share <= APPROACH_SHARE);
                 prop_assert!(tight, "{last:?}: {expected:?}");
@@ -383,7 +394,7 @@ mod tests {
         }
 
         #[test]
-        fn whoever_writes_no_more_than_the_rate_loses_nothing(
+        fn vcpus_below_the_rate_are_not_slowed(
             vcpus in any_vcpus(),
             mb in 1u64..2000,
         ) {
@@ -400,7 +411,7 @@ mod tests {
     const LINK: u64 = 10_000_000;
 
     #[test]
-    fn a_guest_that_outruns_the_link_converges_with_a_throttle_and_is_given_up_without() {
+    fn fast_writer_converges_only_with_a_throttle() {
         // 256 MiB, written at 1.2 GB/s, over 10 MB/s; beside it a vCPU that writes a little.
         let vcpus = vec![(1 << 16, 300_000), (100, 50)];
         let goals = goals(Duration::from_millis(300));
@@ -436,11 +447,11 @@ mod tests {
     }
 
     #[test]
-    fn it_begins_after_two_passes_without_progress_and_becomes_tighter_only_if_it_must() {
+    fn throttle_begins_and_tightens_only_without_progress() {
         let goals = goals(Duration::from_millis(300));
         let (big, half) = (pass(40_000, 40_000, LINK), pass(20_000, 20_000, LINK));
-        let by = |frames: u64, p: Measured| (vec![frames], p.time);
-        let after = |now, passes: &[Measured], pending| {
+        let by = |frames: u64, p: PassMeasurement| (vec![frames], p.time);
+        let after = |now, passes: &[PassMeasurement], pending| {
             let (by, window) = by(pending, *passes.last().unwrap());
             throttle(now, &goals, passes, pending, (&by, window))
         };
@@ -458,7 +469,7 @@ mod tests {
         let others = throttle(Throttle::Off, &goals, &[big, big], 40_000, (&[10, 20], big.time));
         assert_eq!(others, Throttle::Off, "devices write, not vCPUs");
         // Packed to a quarter, the link carries four times as many frames.
-        let packed = Measured { bytes: big.bytes / 4, time: big.time / 4, ..big };
+        let packed = PassMeasurement { bytes: big.bytes / 4, time: big.time / 4, ..big };
         let rate = after(Throttle::Off, &[packed, packed], 40_000).rate();
         assert_eq!(rate, Some(1464 * 4 + 3), "{rate:?}");
     }

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zeros_do_not_count_and_places_do() {
+    fn digest_ignores_zeros_and_depends_on_position() {
         let config = MemoryConfig::still();
         let guest = MemoryGuest::new(VmId::random(), config).unwrap();
         let (ram, page) = (guest.ram(), PAGE_SIZE);

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_difference_of_layouts_is_named() {
+    fn first_layout_difference_is_named() {
         let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
         let layout = |slots: &[Slot]| Layout::new(slots.iter().copied()).unwrap();
         let ours = layout(&[slot(0, 0, 8), slot(1, 16, 8)]);

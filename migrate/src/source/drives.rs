@@ -19,7 +19,7 @@ use super::limit::Limit;
 use crate::control::SendControl;
 use crate::error::{Cause, fits};
 use crate::protocol::limits::{MAX_DRIVES, MAX_ZERO_RUNS};
-use crate::protocol::message::{Counts, DriveMessage, Message, RawRun, blocks_head};
+use crate::protocol::message::{Counts, DriveMessage, RawRun, WireMessage, blocks_head};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
@@ -90,28 +90,28 @@ pub(super) fn announce(wire: &mut Wire<Link>, drives: &[Box<dyn GuestDrive>]) ->
         return Ok(());
     }
     let heads = drives.iter().map(|drive| drive.head()).collect();
-    Ok(wire.send(&Message::Drive(DriveMessage::Drives(heads)))?)
+    Ok(wire.send(&WireMessage::Drive(DriveMessage::Drives(heads)))?)
 }
 
 /// The disks that are copied; empty for most migrations.
 pub(super) struct Drives {
-    drives: Vec<Moving>,
-    batch: Batch,
+    drives: Vec<CopiedDrive>,
+    batch: BlockBatch,
     /// Blocks of the last pass.
     pub(super) passed: Counts,
     /// Blocks of all passes.
     pub(super) totals: Counts,
 }
 
-struct Moving {
+struct CopiedDrive {
     head: DriveHead,
     file: File,
     writes: Option<Subscription>,
-    next: Next,
+    next: NextBlocks,
 }
 
 /// What the next pass sends of a disk.
-enum Next {
+enum NextBlocks {
     Nothing,
     /// The data that it held at first.
     First(Vec<FrameRun>),
@@ -119,7 +119,7 @@ enum Next {
     Epoch(DirtySet),
 }
 
-impl Next {
+impl NextBlocks {
     fn blocks(&self) -> u64 {
         match self {
             Self::Nothing => 0,
@@ -137,7 +137,7 @@ impl Next {
     }
 }
 
-impl Moving {
+impl CopiedDrive {
     fn follow(drive: &dyn GuestDrive) -> Result<Self, Cause> {
         let head = drive.head();
         let failed = |what, cause| Cause::Drive { id: head.id.clone(), what, cause };
@@ -148,7 +148,7 @@ impl Moving {
             drive.subscribe("migrate").map_err(|e| failed("following it", io::Error::other(e)))?;
         let file = drive.open().map_err(|e| failed("opening it", e))?;
         let runs = data_runs(&file, head.bytes).map_err(|e| failed("looking for its data", e))?;
-        Ok(Self { file, writes, next: Next::First(runs), head })
+        Ok(Self { file, writes, next: NextBlocks::First(runs), head })
     }
 }
 
@@ -156,9 +156,9 @@ impl Drives {
     /// Subscribes to these disks. The first pass has what they hold now, without holes. Costs 512
     /// KiB besides their trees.
     pub(super) fn follow(drives: &[Box<dyn GuestDrive>]) -> Result<Self, Cause> {
-        let drives: Result<Vec<_>, _> = drives.iter().map(|d| Moving::follow(&**d)).collect();
+        let drives: Result<Vec<_>, _> = drives.iter().map(|d| CopiedDrive::follow(&**d)).collect();
         let (passed, totals) = Default::default();
-        Ok(Self { drives: drives?, batch: Batch::default(), passed, totals })
+        Ok(Self { drives: drives?, batch: BlockBatch::default(), passed, totals })
     }
 
     /// Number of blocks in the next pass.
@@ -170,19 +170,22 @@ impl Drives {
     pub(super) fn drain(&mut self) {
         self.give_back();
         for drive in &mut self.drives {
-            drive.next = drive.writes.as_mut().map_or(Next::Nothing, |w| Next::Epoch(w.drain()));
+            drive.next =
+                drive.writes.as_mut().map_or(NextBlocks::Nothing, |w| NextBlocks::Epoch(w.drain()));
         }
     }
 
     /// Gives back what was drained and not sent (I4).
     pub(super) fn give_back(&mut self) {
-        self.drives.iter_mut().for_each(|drive| drive.next = Next::Nothing);
+        self.drives.iter_mut().for_each(|drive| drive.next = NextBlocks::Nothing);
     }
 
     /// Commits what was drained: the destination has it, durably (I4).
     pub(super) fn commit(&mut self) {
         for drive in &mut self.drives {
-            if let Next::Epoch(epoch) = std::mem::replace(&mut drive.next, Next::Nothing) {
+            if let NextBlocks::Epoch(epoch) =
+                std::mem::replace(&mut drive.next, NextBlocks::Nothing)
+            {
                 epoch.commit();
             }
         }
@@ -220,14 +223,14 @@ impl Drives {
             batch.send(wire, number, &mut sent)?;
         }
         *totals += *passed;
-        wire.send(&Message::Drive(DriveMessage::BlocksEnd { pass, counts: *passed }))?;
+        wire.send(&WireMessage::Drive(DriveMessage::BlocksEnd { pass, counts: *passed }))?;
         Ok(())
     }
 }
 
 /// Blocks of one disk that are sent together.
 #[derive(Default)]
-struct Batch {
+struct BlockBatch {
     contents: Vec<u8>,
     filled: usize,
     runs: Vec<RawRun>,
@@ -239,14 +242,19 @@ struct Batch {
 /// Each block is at most one run.
 const _: () = assert!(ZEROS_PER_MESSAGE <= MAX_ZERO_RUNS as u64);
 
-impl Batch {
+impl BlockBatch {
     /// Whether this number of additional blocks may exceed a message of either kind.
     fn is_full(&self, blocks: u64) -> bool {
         self.filled as u64 + blocks > BLOCKS_PER_MESSAGE || self.zeroed + blocks > ZEROS_PER_MESSAGE
     }
 
     /// Reads a chunk of at most one message's blocks.
-    fn take(&mut self, drive: &Moving, chunk: FrameRun, counts: &mut Counts) -> Result<(), Cause> {
+    fn take(
+        &mut self,
+        drive: &CopiedDrive,
+        chunk: FrameRun,
+        counts: &mut Counts,
+    ) -> Result<(), Cause> {
         self.contents.resize(BLOCKS_PER_MESSAGE as usize * BLOCK, 0);
         let at = self.filled * BLOCK;
         let room = &mut self.contents[at..at + chunk.count as usize * BLOCK];
@@ -312,7 +320,7 @@ fn extend(runs: &mut Vec<RawRun>, block: Gfn) {
 
 /// Reads whole blocks from `start` on. Bytes behind the end of the disk read as zeros, whatever its
 /// file has there.
-fn read(drive: &Moving, start: Gfn, to: &mut [u8]) -> io::Result<()> {
+fn read(drive: &CopiedDrive, start: Gfn, to: &mut [u8]) -> io::Result<()> {
     let offset = start.gpa();
     let has = drive.head.bytes.saturating_sub(offset).min(to.len() as u64) as usize;
     let (content, behind) = to.split_at_mut(has);
@@ -329,12 +337,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_found_to_be_zeros_is_told_soon() {
+    fn zeros_are_sent_before_the_batch_is_full() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(1 << 30).unwrap();
         let head = DriveHead { id: "d".into(), bytes: 1 << 30, readonly: true };
-        let drive = Moving { head, file, writes: None, next: Next::Nothing };
-        let (mut batch, mut counts) = (Batch::default(), Counts::default());
+        let drive = CopiedDrive { head, file, writes: None, next: NextBlocks::Nothing };
+        let (mut batch, mut counts) = (BlockBatch::default(), Counts::default());
         for chunk in run(0, 1 << 18).chunks(BLOCKS_PER_MESSAGE) {
             if batch.is_full(chunk.count) {
                 break;
@@ -346,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_of_runs_are_as_short_as_they_can_be() {
+    fn adjacent_blocks_form_one_run() {
         let mut runs = Vec::new();
         [1, 2, 3, 7, 9, 10].into_iter().for_each(|block| extend(&mut runs, Gfn(block)));
         let runs: Vec<FrameRun> = runs.iter().map(FrameRun::from).collect();
@@ -354,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_drives_are_told_from_all() {
+    fn drive_names_and_all_are_parsed() {
         assert_eq!("".parse(), Ok(CopyDrives::All));
         assert_eq!("a,b".parse(), Ok(CopyDrives::Named(vec!["a".into(), "b".into()])));
         assert!("a,".parse::<CopyDrives>().is_err());

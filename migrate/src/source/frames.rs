@@ -23,7 +23,7 @@ use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
 use super::limit::Limit;
-use super::pacer::Pacer;
+use super::rate_limiter::RateLimiter;
 
 /// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
 const FRAMES_PER_MESSAGE: u64 = 128;
@@ -44,7 +44,7 @@ const PAGE: usize = PAGE_SIZE as usize;
 pub(super) struct FrameSender<'a> {
     ram: &'a GuestRam,
     control: &'a SendControl,
-    pacer: Arc<Pacer>,
+    rate_limiter: Arc<RateLimiter>,
     packer: Option<Packer>,
     /// Whether long runs are sent as FRAMES.
     direct: bool,
@@ -78,7 +78,7 @@ impl<'a> FrameSender<'a> {
     pub(super) fn new(
         ram: &'a GuestRam,
         control: &'a SendControl,
-        pacer: Arc<Pacer>,
+        rate_limiter: Arc<RateLimiter>,
         packer: Option<Packer>,
         features: u64,
     ) -> Self {
@@ -86,7 +86,7 @@ impl<'a> FrameSender<'a> {
         Self {
             ram,
             control,
-            pacer,
+            rate_limiter,
             packer,
             direct,
             pages: vec![0; FRAMES_PER_MESSAGE as usize * PAGE],
@@ -229,7 +229,7 @@ impl<'a> FrameSender<'a> {
         before: u64,
     ) -> Result<(), Cause> {
         self.control.update(|p| p.sent_bytes += wire.sent_bytes() - before);
-        self.pacer.pace(wire.sent_bytes() - before, || wire.stream().is_over());
+        self.rate_limiter.pace(wire.sent_bytes() - before, || wire.stream().is_over());
         if wire.stream().has_incoming() {
             let message = wire.recv()?;
             return Err(message.unexpected("nothing before PASS_END").into());

@@ -11,15 +11,15 @@ use uuid::Uuid;
 use super::channels::Channels;
 use super::guest::Migratable;
 use super::job::{SendFailed, SendJob};
-use super::paused_guest::SealedGuest;
+use super::paused_guest::CommittedGuest;
 use super::precopy::Stats;
-use super::record::SealedRecord;
-use super::switch_over::{Ready, Spent};
+use super::record::CommittedRecord;
+use super::switch_over::{DeferredDrop, PreparedMigration};
 use crate::control::Phase;
 use crate::error::Cause;
 use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
-use crate::protocol::message::{Counts, Message, Purpose};
+use crate::protocol::message::{Counts, Purpose, WireMessage};
 use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::{Source, SourceEvent, SourceOrder};
 use crate::report::{SendReport, SendStatus, ms, per_second, unix_us};
@@ -27,20 +27,20 @@ use crate::transport::link::{Link, SLICE};
 use crate::transport::wire::Wire;
 
 /// Upper bound on reading why a destination gives up before COMMIT.
-const GONE_LIMIT: Duration = Duration::from_millis(500);
+const REASON_LIMIT: Duration = Duration::from_millis(500);
 
 /// Upper bound on a question's HELLOs, and again on its answer.
 const QUERY_LIMIT: Duration = Duration::from_secs(3);
 
 /// A sealed guest, which may be the destination's from here on.
-pub(super) struct Handed<'a, G: Migratable + ?Sized> {
-    sealed: SealedGuest<'a, G>,
-    record: SealedRecord,
+pub(super) struct CommittedMigration<'a, G: Migratable + ?Sized> {
+    committed_guest: CommittedGuest<'a, G>,
+    record: CommittedRecord,
     state: Source,
     order: SourceOrder,
     paused_at: (Instant, SystemTime),
     figures: SendFigures,
-    spent: Spent<'a>,
+    deferred: DeferredDrop<'a>,
 }
 
 /// Figures of all passes for the report.
@@ -59,34 +59,50 @@ struct SendTimes {
 
 impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     /// Seals the guest. This is the last step whose failure resumes the guest here.
-    pub(super) fn seal(
+    pub(super) fn commit(
         &self,
         channels: &mut Channels,
-        ready: Ready<'a, G>,
-    ) -> Result<Handed<'a, G>, SendFailed> {
-        let Ready { paused, record, stats, totals, drive_totals, spent } = ready;
+        ready: PreparedMigration<'a, G>,
+    ) -> Result<CommittedMigration<'a, G>, SendFailed> {
+        let PreparedMigration { paused, record, stats, totals, drive_totals, deferred } = ready;
         // A destination that died or gave up since PREPARED is detected now, without doubt.
-        if let Some(cause) = gone(&mut channels.first) {
+        if let Some(cause) = early_end(&mut channels.first) {
             return Err(paused.give_up(cause));
         }
-        if !self.control.stop.seal() {
+        if !self.control.stop.commit() {
             return Err(paused.give_up(Cause::Cancelled));
         }
         let paused_at = (paused.since(), paused.since_by_clock());
-        let (record, state, order) = record.seal();
-        let sealed = paused.seal(&record);
+        let (record, state, order) = record.commit();
+        let committed_guest = paused.commit(&record);
         let figures = SendFigures { stats, totals, drive_totals };
-        Ok(Handed { sealed, record, state, order, paused_at, figures, spent })
+        Ok(CommittedMigration {
+            committed_guest,
+            record,
+            state,
+            order,
+            paused_at,
+            figures,
+            deferred,
+        })
     }
 
     /// Sends COMMIT, and asks until it is known which host has the guest.
-    pub(super) fn settle(
+    pub(super) fn finish(
         &self,
         mut channels: Channels,
-        handed: Handed<'a, G>,
+        committed: CommittedMigration<'a, G>,
     ) -> Result<SendReport, SendFailed> {
-        let Handed { sealed, record, mut state, mut order, paused_at, figures, spent } = handed;
-        let mut spent = Some(spent);
+        let CommittedMigration {
+            committed_guest,
+            record,
+            mut state,
+            mut order,
+            paused_at,
+            figures,
+            deferred,
+        } = committed;
+        let mut deferred = Some(deferred);
         let mut ran_at = None;
         let mut sent = channels.sent_bytes();
         // Why the last question had no answer, or the answer in words.
@@ -95,14 +111,14 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         loop {
             let event = match order {
                 SourceOrder::Commit => {
-                    let event = self.commit(&mut channels.first, &mut doubt, &mut ran_at);
+                    let event = self.send_commit(&mut channels.first, &mut doubt, &mut ran_at);
                     sent = channels.sent_bytes();
                     event
                 }
                 SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
                     self.in_doubt(&doubt);
                     // A doubt may last for days, and nothing hurries any more.
-                    drop(spent.take());
+                    drop(deferred.take());
                     let event = self.ask(record.site(), &mut channels.first, &mut doubt);
                     if let SourceEvent::Operator(how) = event {
                         resolved = Some(how);
@@ -114,7 +130,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                         Some(_) => Cause::ResolvedRun,
                         None => Cause::Discarded { reason: doubt },
                     };
-                    let failed = sealed.take_back(permit, cause);
+                    let failed = committed_guest.take_back(permit, cause);
                     self.forget(record, &mut channels.first);
                     return Err(failed);
                 }
@@ -122,7 +138,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                     let (now, (asked, paused_at)) = (Instant::now(), paused_at);
                     let downtime = ran_at.unwrap_or(now).saturating_duration_since(asked);
                     let total = now.duration_since(self.begun);
-                    sealed.end(permit, &format!("it has moved to {}", self.to));
+                    committed_guest.end(permit, &format!("it has moved to {}", self.to));
                     self.forget(record, &mut channels.first);
                     let status = match resolved {
                         Some(_) => SendStatus::ResolvedDiscarded,
@@ -137,28 +153,28 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     }
 
     /// Sends COMMIT and waits for its answer, from which it computes when the guest `ran` there.
-    fn commit(
+    fn send_commit(
         &self,
         wire: &mut Wire<Link>,
         doubt: &mut Option<String>,
         ran: &mut Option<Instant>,
     ) -> SourceEvent {
-        wire.stream_mut().set_deadline(Some(Instant::now() + self.options.settle_timeout));
-        wire.stream_mut().set_progress_timeout(self.options.settle_timeout);
+        wire.stream_mut().set_deadline(Some(Instant::now() + self.options.commit_timeout));
+        wire.stream_mut().set_progress_timeout(self.options.commit_timeout);
         let answer = (|| {
             let said = Instant::now();
-            wire.send(&Message::Commit { token: self.token })?;
+            wire.send(&WireMessage::Commit { token: self.token })?;
             match wire.recv()? {
-                Message::Running { token, took_us } => {
-                    self.own(Tag::Running, token)?;
+                WireMessage::Running { token, took_us } => {
+                    self.check_token(Tag::Running, token)?;
                     let (waited, took) = (said.elapsed(), Duration::from_micros(took_us));
                     // A peer's figure cannot make it longer than it was.
                     let ways = waited.saturating_sub(took);
                     *ran = Some(said + waited - ways / 2);
                     Ok(SourceEvent::Running)
                 }
-                Message::Answer { token, verdict } => {
-                    self.own(Tag::Answer, token)?;
+                WireMessage::Answer { token, verdict } => {
+                    self.check_token(Tag::Answer, token)?;
                     Ok(SourceEvent::Answer(verdict))
                 }
                 other => Err(other.unexpected("RUNNING or ANSWER")),
@@ -191,7 +207,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     /// Waits for the interval, then asks the destination once. The operator's resolution takes
     /// precedence.
     fn ask(&self, site: Uuid, wire: &mut Wire<Link>, doubt: &mut Option<String>) -> SourceEvent {
-        let next = Instant::now() + self.options.ask_every;
+        let next = Instant::now() + self.options.ask_interval;
         loop {
             if let Some(how) = self.control.resolution() {
                 let vm = self.guest.vm_id();
@@ -237,10 +253,10 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         let resolved = self.control.resolved.clone();
         let (mut wire, _) = self.introduce(Purpose::Query, limit, resolved)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + QUERY_LIMIT));
-        wire.send(&Message::Query { token: self.token, site })?;
+        wire.send(&WireMessage::Query { token: self.token, site })?;
         match wire.recv()? {
-            Message::Answer { token, verdict } => {
-                self.own(Tag::Answer, token)?;
+            WireMessage::Answer { token, verdict } => {
+                self.check_token(Tag::Answer, token)?;
                 Ok((verdict, wire))
             }
             other => Err(other.unexpected("ANSWER").into()),
@@ -248,13 +264,13 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     }
 
     /// Removes the record of a settled migration, and tells the destination to remove its own.
-    fn forget(&self, record: SealedRecord, wire: &mut Wire<Link>) {
-        match record.settle() {
+    fn forget(&self, record: CommittedRecord, wire: &mut Wire<Link>) {
+        match record.remove() {
             // A destination that does not receive ENDED keeps a small file.
             Ok(()) => {
                 // The operator may have resolved meanwhile, which is no reason not to send it.
                 wire.stream_mut().begin_closing();
-                let _ = wire.send(&Message::Ended { token: self.token });
+                let _ = wire.send(&WireMessage::Ended { token: self.token });
             }
             Err(e) => tracing::warn!("a resolved migration leaves its record: {e}"),
         }
@@ -293,12 +309,12 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
 }
 
 /// Returns why a destination that should wait for COMMIT is gone, if it is.
-fn gone(wire: &mut Wire<Link>) -> Option<WireError> {
+fn early_end(wire: &mut Wire<Link>) -> Option<WireError> {
     if !wire.stream().has_incoming() {
         return None;
     }
     // The guest is paused, so the message must not trickle in.
-    wire.stream_mut().set_deadline(Some(Instant::now() + GONE_LIMIT));
+    wire.stream_mut().set_deadline(Some(Instant::now() + REASON_LIMIT));
     let cause = match wire.recv() {
         Ok(other) => other.unexpected("nothing before COMMIT"),
         Err(e) => e,

@@ -56,7 +56,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
 
     /// Runs a phase; if it fails, both ends tell each other why. The guest runs again by then and
     /// does not wait for that.
-    pub(super) fn told<T>(
+    pub(super) fn peer_phase<T>(
         &self,
         phase: Phase,
         channels: &mut Channels,
@@ -93,7 +93,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
     }
 
     /// Checks that a message which decides something names this migration.
-    pub(super) fn own(&self, message: Tag, found: Token) -> Result<(), WireError> {
+    pub(super) fn check_token(&self, message: Tag, found: Token) -> Result<(), WireError> {
         let expected = self.token;
         match found == expected {
             true => Ok(()),

@@ -10,11 +10,11 @@ use crate::policy::convergence::{Goals, TimeoutStrategy};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limit {
     at: Option<Instant>,
-    failure: Failure,
+    kind: LimitKind,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Failure {
+enum LimitKind {
     /// Pre-copy has taken this long.
     NotConverging(Duration),
     /// The pause has taken this long.
@@ -30,12 +30,12 @@ impl Limit {
             TimeoutStrategy::Cancel => begun.checked_add(goals.timeout),
             TimeoutStrategy::Switchover => None,
         };
-        Self { at, failure: Failure::NotConverging(goals.timeout) }
+        Self { at, kind: LimitKind::NotConverging(goals.timeout) }
     }
 
     /// Returns the limit of a pause that began at `since`.
     pub(super) fn of_pause(since: Instant, limit: Duration) -> Self {
-        Self { at: since.checked_add(limit), failure: Failure::PauseTooLong(limit) }
+        Self { at: since.checked_add(limit), kind: LimitKind::PauseTooLong(limit) }
     }
 
     /// The time of the limit.
@@ -48,11 +48,11 @@ impl Limit {
     }
 
     fn cause(&self) -> Cause {
-        match self.failure {
-            Failure::NotConverging(timeout) => Cause::NotConverging {
+        match self.kind {
+            LimitKind::NotConverging(timeout) => Cause::NotConverging {
                 why: format!("precopy took longer than its {} s", timeout.as_secs_f64()),
             },
-            Failure::PauseTooLong(limit) => Cause::PauseTooLong { limit },
+            LimitKind::PauseTooLong(limit) => Cause::PauseTooLong { limit },
         }
     }
 
@@ -62,7 +62,7 @@ impl Limit {
     }
 
     /// Runs `work` with the limit as the deadline of every wait for the peer.
-    pub(super) fn hold<T>(
+    pub(super) fn enforce<T>(
         &self,
         channels: &mut Channels,
         work: impl FnOnce(&mut Channels) -> Result<T, Cause>,

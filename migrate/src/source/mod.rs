@@ -13,10 +13,10 @@ mod hand_over;
 mod job;
 mod limit;
 mod options;
-mod pacer;
 mod passes;
 mod paused_guest;
 mod precopy;
+mod rate_limiter;
 mod record;
 mod setup;
 mod switch_over;
@@ -78,9 +78,10 @@ pub fn send<G: Migratable + ?Sized>(
 /// Runs the migration, one phase a line. What a phase needs comes from the phase before it.
 fn migrate<G: Migratable + ?Sized>(job: &SendJob<'_, G>) -> Result<SendReport, SendFailed> {
     let (mut channels, connected) = job.phase(Phase::Connect, || job.connect())?;
-    let set_up = job.told(Phase::Setup, &mut channels, |to| job.set_up(to, connected))?;
-    let copied = job.told(Phase::Precopy, &mut channels, |to| job.precopy(to, set_up))?;
-    let ready = job.told(Phase::SwitchOver, &mut channels, |to| job.switch_over(to, copied))?;
-    let handed = job.told(Phase::HandOver, &mut channels, |to| job.seal(to, ready))?;
-    job.settle(channels, handed)
+    let set_up = job.peer_phase(Phase::Setup, &mut channels, |to| job.set_up(to, connected))?;
+    let copied = job.peer_phase(Phase::Precopy, &mut channels, |to| job.precopy(to, set_up))?;
+    let ready =
+        job.peer_phase(Phase::SwitchOver, &mut channels, |to| job.switch_over(to, copied))?;
+    let committed = job.peer_phase(Phase::HandOver, &mut channels, |to| job.commit(to, ready))?;
+    job.finish(channels, committed)
 }

@@ -55,9 +55,9 @@ pub struct SendOptions {
     pub switch_over_limit: Option<Duration>,
     /// Upper bound on the time from COMMIT to its answer, after which the migration is in doubt. 10
     /// s.
-    pub settle_timeout: Duration,
+    pub commit_timeout: Duration,
     /// Interval between questions to the destination while in doubt. 500 ms.
-    pub ask_every: Duration,
+    pub ask_interval: Duration,
 }
 
 impl SendOptions {
@@ -80,8 +80,8 @@ impl SendOptions {
             setup_timeout: Duration::from_secs(30),
             progress_timeout: Duration::from_secs(10),
             switch_over_limit: None,
-            settle_timeout: Duration::from_secs(10),
-            ask_every: Duration::from_millis(500),
+            commit_timeout: Duration::from_secs(10),
+            ask_interval: Duration::from_millis(500),
         }
     }
 

@@ -15,13 +15,13 @@ use super::channels::Channels;
 use super::drives::Drives;
 use super::frames::FrameSender;
 use super::limit::Limit;
-use super::pacer::Pacer;
+use super::rate_limiter::RateLimiter;
 use crate::control::SendControl;
 use crate::error::Cause;
-use crate::policy::convergence::Measured;
+use crate::policy::convergence::PassMeasurement;
 use crate::protocol::error::WireError;
 use crate::protocol::limits::MAX_PAGES;
-use crate::protocol::message::{Counts, Message};
+use crate::protocol::message::{Counts, WireMessage};
 use crate::report::{PassReport, ms, per_second};
 use crate::transport::channels::ChannelGroup;
 use crate::transport::compression::{Compression, Packer};
@@ -31,7 +31,7 @@ use crate::transport::wire::Wire;
 /// Sends passes of one guest's memory over all channels of its migration.
 pub(super) struct Passes<'a> {
     control: &'a SendControl,
-    pacer: Arc<Pacer>,
+    rate_limiter: Arc<RateLimiter>,
     first: FrameSender<'a>,
     /// For the channels that have joined, in their order.
     joined: Vec<FrameSender<'a>>,
@@ -65,11 +65,11 @@ impl PassDone {
     /// With compression the uncompressed size counts, because the next pass will compress as well.
     /// Zero blocks of disks count as content: reading them takes as long, and what is written next
     /// may or may not be zeros.
-    pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> Measured {
+    pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> PassMeasurement {
         let contents = self.counts.normal + blocks.normal + blocks.zero;
         let frames = contents + self.counts.zero;
         let bytes = self.bytes.max(contents.saturating_mul(PAGE_SIZE));
-        Measured { frames, bytes, time: self.time, dirtied }
+        PassMeasurement { frames, bytes, time: self.time, dirtied }
     }
 
     /// Returns the report of the pass, which sent `blocks` of disks. In its `window` the guest
@@ -110,19 +110,19 @@ impl<'a> Passes<'a> {
         compression: Compression,
         rate: Option<u64>,
     ) -> Result<Self, Cause> {
-        let pacer = Arc::new(Pacer::new(rate));
+        let rate_limiter = Arc::new(RateLimiter::new(rate));
         let sender = || -> Result<_, Cause> {
             let packer = Packer::new(compression)?;
-            Ok(FrameSender::new(ram, control, pacer.clone(), packer, features))
+            Ok(FrameSender::new(ram, control, rate_limiter.clone(), packer, features))
         };
         let first = sender()?;
         let joined = channels.joined.iter().map(|_| sender()).collect::<Result<_, Cause>>()?;
-        Ok(Self { control, pacer, first, joined, totals: Counts::default() })
+        Ok(Self { control, rate_limiter, first, joined, totals: Counts::default() })
     }
 
     /// Lifts the limit of bandwidth.
     pub(super) fn hurry(&mut self) {
-        self.pacer.end();
+        self.rate_limiter.end();
     }
 
     /// Sends `runs`, which have `frames` frames in all, and what `drives` have drained, as pass
@@ -139,12 +139,12 @@ impl<'a> Passes<'a> {
     ) -> Result<PassSent, Cause> {
         let begun = Instant::now();
         let before = channels.sent_bytes();
-        self.pacer.begin();
+        self.rate_limiter.begin();
         let disk_bytes = drives.pending().saturating_mul(PAGE_SIZE);
         self.control.update(|p| {
             (p.pass, p.remaining_frames, p.remaining_disk_bytes) = (pass, frames, disk_bytes);
         });
-        channels.first.send(&Message::PassBegin { pass, frames })?;
+        channels.first.send(&WireMessage::PassBegin { pass, frames })?;
         let mut chunks = runs.flat_map(|run| run.chunks(MAX_PAGES));
         let counts = match self.joined.is_empty() {
             true => self.first.share(&mut channels.first, || chunks.next(), limit)?,
@@ -154,7 +154,7 @@ impl<'a> Passes<'a> {
         let (first, control) = (&mut self.first, self.control);
         drives
             .send(wire, pass, control, limit, |wire, before| first.after_message(wire, before))?;
-        wire.send(&Message::PassEnd { pass, counts })?;
+        wire.send(&WireMessage::PassEnd { pass, counts })?;
         self.totals += counts;
         let bytes = channels.sent_bytes() - before;
         let connections = channels.count();
@@ -231,15 +231,15 @@ fn send_share(
     limit: Limit,
 ) -> Result<Counts, Cause> {
     wire.stream_mut().set_deadline(limit.at());
-    wire.send(&Message::PassBegin { pass, frames })?;
+    wire.send(&WireMessage::PassBegin { pass, frames })?;
     let counts = sender.share(wire, next, limit)?;
-    wire.send(&Message::PassEnd { pass, counts })?;
+    wire.send(&WireMessage::PassEnd { pass, counts })?;
     Ok(counts)
 }
 
 fn acknowledged(wire: &mut Wire<Link>, pass: u32, counts: Counts) -> Result<(), WireError> {
     let (theirs, received) = match wire.recv()? {
-        Message::PassAck { pass, counts } => (pass, counts),
+        WireMessage::PassAck { pass, counts } => (pass, counts),
         other => return Err(other.unexpected("PASS_ACK")),
     };
     let same = |what, found, expected| match found == expected {

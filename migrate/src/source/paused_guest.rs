@@ -1,7 +1,7 @@
 //! The paused guest at its source, before and after it is sealed.
 //!
 //! Dropping a [`PausedGuest`], on any path, resumes the guest here. Sealing it needs a durable
-//! record and makes it a [`SealedGuest`], which only a permit of the state machine lets run.
+//! record and makes it a [`CommittedGuest`], which only a permit of the state machine lets run.
 
 use std::time::{Instant, SystemTime};
 
@@ -11,7 +11,7 @@ use driftline_guest::{
 };
 
 use super::job::SendFailed;
-use super::record::SealedRecord;
+use super::record::CommittedRecord;
 use crate::error::{Cause, GuestPlace};
 use crate::protocol::two_phase::{MayEnd, MayRunHere};
 
@@ -92,11 +92,11 @@ impl<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
 
     /// Seals the guest: PREPARED has come, and the guest may be the destination's, as its record
     /// says.
-    pub(super) fn seal(mut self, _proof: &SealedRecord) -> SealedGuest<'g, G> {
+    pub(super) fn commit(mut self, _proof: &CommittedRecord) -> CommittedGuest<'g, G> {
         if let Some(paused) = self.paused.take() {
             paused.keep_paused();
         }
-        SealedGuest { guest: self.guest, was_running: self.was_running }
+        CommittedGuest { guest: self.guest, was_running: self.was_running }
     }
 }
 
@@ -117,12 +117,12 @@ fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
 
 /// A paused guest that may run at another host. Dropping it leaves it paused.
 #[must_use = "the guest stays paused until the machine says whose it is"]
-pub(super) struct SealedGuest<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> {
+pub(super) struct CommittedGuest<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> {
     guest: &'g G,
     was_running: bool,
 }
 
-impl<G: GuestIdentity + Lifecycle + HandOver + ?Sized> SealedGuest<'_, G> {
+impl<G: GuestIdentity + Lifecycle + HandOver + ?Sized> CommittedGuest<'_, G> {
     /// Resumes the guest here.
     pub(super) fn take_back(self, _permit: MayRunHere, cause: Cause) -> SendFailed {
         let resumed = self.guest.acquire().and_then(|()| match self.was_running {

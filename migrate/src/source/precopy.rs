@@ -13,34 +13,34 @@ use super::job::{SendFailed, SendJob};
 use super::limit::Limit;
 use super::options::MIN_BANDWIDTH;
 use super::passes::{PassDone, Passes};
-use super::record::Record;
+use super::record::HandOverRecord;
 use super::setup::SetUp;
-use super::throttle::Throttled;
+use super::throttle::GuestThrottle;
 use super::verify::Verifier;
 use crate::error::Cause;
 use crate::heap;
 use crate::policy::convergence::{
-    Goals, Judgement, Measured, Reason, expected_downtime, link_rate,
+    Goals, Judgement, PassMeasurement, Reason, expected_downtime, link_rate,
 };
 use crate::report::{PassReport, VcpuThrottle, ms, per_second};
 
 /// How often the judgement is repeated after disks and the record were synced.
-const SETTLINGS: u32 = 2;
+const MAX_RECHECKS: u32 = 2;
 
 /// Upper bound on waiting for disks before the first judgement is repeated.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
 /// Memory and disks as pre-copy left them. Later writes are in `writes` and in the disks' own
 /// subscriptions.
-pub(super) struct Copied<'a, G: Migratable + ?Sized> {
+pub(super) struct PrecopyResult<'a, G: Migratable + ?Sized> {
     pub(super) writes: Subscription,
     pub(super) verifier: Option<Verifier>,
     pub(super) drives: Drives,
     pub(super) passes: Passes<'a>,
-    pub(super) throttled: Throttled<'a, G>,
+    pub(super) guest_throttle: GuestThrottle<'a, G>,
     pub(super) stats: Stats,
     /// Durable already, unless digests of memory are compared first.
-    pub(super) record: Record,
+    pub(super) record: HandOverRecord,
     /// Feature bits of the destination's HELLO.
     pub(super) features: u64,
     /// Dirty frames at the time of the decision to pause.
@@ -67,15 +67,15 @@ struct Precopy<'j, 'a, G: Migratable + ?Sized> {
     drives: Drives,
     verifier: Option<Verifier>,
     passes: Passes<'a>,
-    measured: Vec<Measured>,
+    measured: Vec<PassMeasurement>,
     reports: Vec<PassReport>,
     /// Time of the last drain.
     drained: Instant,
-    settlings: u32,
-    throttled: Throttled<'a, G>,
-    /// Declared after `throttled`, so that on failure the guest has its full speed before a durable
+    rechecks: u32,
+    guest_throttle: GuestThrottle<'a, G>,
+    /// Declared after `guest_throttle`, so that on failure the guest has its full speed before a durable
     /// record is removed.
-    record: Record,
+    record: HandOverRecord,
 }
 
 /// What follows a pass.
@@ -92,11 +92,11 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         &self,
         channels: &mut Channels,
         set_up: SetUp,
-    ) -> Result<Copied<'a, G>, SendFailed> {
+    ) -> Result<PrecopyResult<'a, G>, SendFailed> {
         let (mut precopy, populated) = Precopy::begin(self, channels, set_up)?;
         let mut done = precopy.first_pass(channels, &populated)?;
         loop {
-            done = match precopy.settle(done)? {
+            done = match precopy.decide_next(done)? {
                 AfterPass::Next(next, epoch) => {
                     precopy = next;
                     precopy.next_pass(channels, epoch)?
@@ -118,7 +118,7 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         let setup = job.begun.elapsed();
         let begun = Instant::now();
         let (goals, guest) = (job.options.goals(), job.guest);
-        let throttled = Throttled::new(guest, job.options.throttle);
+        let guest_throttle = GuestThrottle::new(guest, job.options.throttle);
         // Subscribe before reading which memory is populated: what is written in between is in the
         // first drained set.
         let writes = guest.subscribe("migrate")?;
@@ -149,9 +149,9 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
             measured: Vec::new(),
             reports: Vec::new(),
             drained: begun,
-            settlings: 0,
-            throttled,
-            record: Record::Staged(record),
+            rechecks: 0,
+            guest_throttle,
+            record: HandOverRecord::Staged(record),
         };
         Ok((precopy, populated))
     }
@@ -164,8 +164,9 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
     ) -> Result<PassDone, SendFailed> {
         let frames = populated.iter().map(|r| r.count).sum();
         let (job, begun) = (self.job, self.begun);
-        self.limit
-            .hold(channels, |channels| announce(&mut channels.first, job.guest.ram(), populated))?;
+        self.limit.enforce(channels, |channels| {
+            announce(&mut channels.first, job.guest.ram(), populated)
+        })?;
         tracing::debug!(ms = ms(begun.elapsed()), "announced");
         let done = self.pass(channels, populated.iter().copied(), frames)?;
         self.drives.commit();
@@ -196,17 +197,17 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
     ) -> Result<PassDone, Cause> {
         let (pass, limit) = (self.measured.len() as u32, self.limit);
         let (passes, drives) = (&mut self.passes, &mut self.drives);
-        let done = limit.hold(channels, |channels| {
+        let done = limit.enforce(channels, |channels| {
             let sent = passes.begin(channels, pass, runs, frames, drives, limit)?;
             sent.await_end(&mut channels.first)
         });
-        done.map_err(|cause| self.throttled.explain(cause))
+        done.map_err(|cause| self.guest_throttle.explain(cause))
     }
 
     /// Measures a pass and decides what follows it. Before a pause, disks are flushed, the
     /// hand-over record is made durable, and the decision is repeated with what was written
     /// meanwhile.
-    fn settle(mut self, done: PassDone) -> Result<AfterPass<'j, 'a, G>, SendFailed> {
+    fn decide_next(mut self, done: PassDone) -> Result<AfterPass<'j, 'a, G>, SendFailed> {
         // Starts the flush; only before the pause is it waited for.
         self.flush_disks(Duration::ZERO);
         let mut epoch = self.drain()?;
@@ -215,26 +216,26 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         let dirtied = epoch.frames() + self.drives.pending();
         self.reports.push(done.report(self.drives.passed, dirtied, window));
         self.measured.push(done.measured(dirtied, self.drives.passed));
-        self.throttled.measure(window);
+        self.guest_throttle.measure(window);
         self.show(epoch.frames(), window);
         let mut judgement = self.judge(&epoch);
-        if matches!(judgement, Judgement::SwitchOver(_)) && self.settlings <= SETTLINGS {
-            self.settlings += 1;
-            if self.settlings == 1 {
+        if matches!(judgement, Judgement::SwitchOver(_)) && self.rechecks <= MAX_RECHECKS {
+            self.rechecks += 1;
+            if self.rechecks == 1 {
                 self.flush_disks(FLUSH_LIMIT);
             }
             // The record is made durable now, so that the pause does not wait for its disk. Where
             // digests are compared it is made after that: a comparison takes long, and an operator
             // who finds the record would take the migration for one in doubt.
             if self.verifier.is_none() {
-                self.record = Record::Standing(self.record.stand()?);
+                self.record = HandOverRecord::Durable(self.record.make_durable()?);
             }
             // The pause may be next.
             self.job.guest.stay_awake();
             heap::grow();
             // Writes during the syncs count, unless disks are so slow that they always exceed the
             // target.
-            if self.settlings <= SETTLINGS {
+            if self.rechecks <= MAX_RECHECKS {
                 epoch.give_back();
                 epoch = self.drain()?;
                 judgement = self.judge(&epoch);
@@ -245,13 +246,13 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         }
         match judgement {
             Judgement::KeepGoing => {
-                self.throttled.adjust();
-                self.job.control.update(|p| p.throttle = self.throttled.figures());
+                self.guest_throttle.adjust();
+                self.job.control.update(|p| p.throttle = self.guest_throttle.figures());
                 Ok(AfterPass::Next(self, epoch))
             }
             Judgement::GiveUp(reason) => {
                 let cause = Cause::NotConverging { why: reason.to_string() };
-                Err(self.throttled.explain(cause).into())
+                Err(self.guest_throttle.explain(cause).into())
             }
             // The set is given back, and drained again once the guest is paused.
             Judgement::SwitchOver(reason) => {
@@ -263,15 +264,15 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         }
     }
 
-    fn finish(self, reason: Reason, left: u64) -> Copied<'a, G> {
-        let throttle = self.throttled.figures();
+    fn finish(self, reason: Reason, left: u64) -> PrecopyResult<'a, G> {
+        let throttle = self.guest_throttle.figures();
         let stats = Stats { setup: self.setup, passes: self.reports, throttle, reason };
-        Copied {
+        PrecopyResult {
             writes: self.writes,
             verifier: self.verifier,
             drives: self.drives,
             passes: self.passes,
-            throttled: self.throttled,
+            guest_throttle: self.guest_throttle,
             stats,
             record: self.record,
             features: self.features,
@@ -289,7 +290,7 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
 
     fn judge(&mut self, epoch: &DirtySet) -> Judgement {
         let pending = epoch.frames() + self.drives.pending();
-        self.throttled.judge(&self.goals, &self.measured, pending, self.begun.elapsed())
+        self.guest_throttle.judge(&self.goals, &self.measured, pending, self.begun.elapsed())
     }
 
     /// Flushes disks while the guest runs, waiting at most `limit`. What is not done by then delays

@@ -9,17 +9,17 @@ use crate::protocol::ids::Token;
 use crate::protocol::two_phase::{Source, SourceEvent, SourceOrder};
 
 /// A hand-over record before PREPARED.
-pub(super) enum Record {
+pub(super) enum HandOverRecord {
     Staged(StagedRecord),
-    Standing(StandingRecord),
+    Durable(DurableRecord),
 }
 
-impl Record {
+impl HandOverRecord {
     /// Makes the record durable unless it is already.
-    pub(super) fn stand(self) -> Result<StandingRecord, Cause> {
+    pub(super) fn make_durable(self) -> Result<DurableRecord, Cause> {
         match self {
             Self::Staged(staged) => staged.place(),
-            Self::Standing(standing) => Ok(standing),
+            Self::Durable(durable) => Ok(durable),
         }
     }
 
@@ -28,7 +28,7 @@ impl Record {
     pub(super) fn withdraw(self) -> Result<Self, Cause> {
         match self {
             Self::Staged(staged) => Ok(Self::Staged(staged)),
-            Self::Standing(standing) => standing.withdraw().map(Self::Staged),
+            Self::Durable(durable) => durable.withdraw().map(Self::Staged),
         }
     }
 }
@@ -46,7 +46,7 @@ impl StagedRecord {
 
     /// Makes the record durable. Dropping the result removes it, unless the guest was sealed with
     /// it.
-    fn place(self) -> Result<StandingRecord, Cause> {
+    fn place(self) -> Result<DurableRecord, Cause> {
         let Self { records, staged } = self;
         let (state, order) = Source::Streaming.on(SourceEvent::Converged);
         debug_assert_eq!(order, SourceOrder::Record);
@@ -54,24 +54,24 @@ impl StagedRecord {
         let guard = RemoveOnDrop { records, token: staged.token(), armed: true };
         let mark = guard.records.place_source(staged)?;
         let (state, _wait) = state.on(SourceEvent::Recorded);
-        Ok(StandingRecord { guard, mark, state })
+        Ok(DurableRecord { guard, mark, state })
     }
 }
 
 /// Proof that the record is durable. Dropping it removes the record, because the guest stays on
 /// this host. It must be dropped after the paused guest, which must not wait for that disk write.
 #[must_use = "dropping this removes the record"]
-pub(super) struct StandingRecord {
+pub(super) struct DurableRecord {
     guard: RemoveOnDrop,
     mark: SourceMark,
     state: Source,
 }
 
-impl StandingRecord {
+impl DurableRecord {
     fn withdraw(self) -> Result<StagedRecord, Cause> {
         let Self { mut guard, mark, state: _ } = self;
         let SourceRecord { token, vm_id, peer, site, .. } = mark.record().clone();
-        guard.records.settle(token)?;
+        guard.records.remove_source(token)?;
         guard.armed = false;
         let staged = guard.records.stage_source(token, vm_id, &peer, site)?;
         Ok(StagedRecord { records: guard.records.clone(), staged })
@@ -83,29 +83,29 @@ impl StandingRecord {
     }
 
     /// Keeps the record until the migration is settled: PREPARED has come.
-    pub(super) fn seal(self) -> (SealedRecord, Source, SourceOrder) {
+    pub(super) fn commit(self) -> (CommittedRecord, Source, SourceOrder) {
         let Self { mut guard, mark, state } = self;
         guard.armed = false;
         let (state, order) = state.on(SourceEvent::Prepared);
-        (SealedRecord { records: guard.records.clone(), mark }, state, order)
+        (CommittedRecord { records: guard.records.clone(), mark }, state, order)
     }
 }
 
 /// The record of a guest that may be the destination's.
-pub(super) struct SealedRecord {
+pub(super) struct CommittedRecord {
     records: Records,
     mark: SourceMark,
 }
 
-impl SealedRecord {
+impl CommittedRecord {
     /// The site of the destination's records.
     pub(super) fn site(&self) -> Uuid {
         self.mark.record().site
     }
 
     /// Removes the record, because it is known which host has the guest.
-    pub(super) fn settle(self) -> Result<(), RecordsError> {
-        self.records.settle(self.mark.record().token)
+    pub(super) fn remove(self) -> Result<(), RecordsError> {
+        self.records.remove_source(self.mark.record().token)
     }
 }
 
@@ -121,7 +121,7 @@ impl Drop for RemoveOnDrop {
         if !self.armed {
             return;
         }
-        if let Err(e) = self.records.settle(self.token) {
+        if let Err(e) = self.records.remove_source(self.token) {
             let token = self.token;
             tracing::warn!(
                 %token, "the guest is here, and a record that says otherwise may stay: {e}"

@@ -17,10 +17,10 @@ use crate::protocol::features::{
     COPIES_DRIVES, FEATURES, MEMORY_DIGEST, PACKED_CONTENTS, SEVERAL_CONNECTIONS,
 };
 use crate::protocol::limits::{MAX_CONFIG, MAX_CONNECTIONS, MAX_SLOTS};
-use crate::protocol::message::{Message, Purpose};
+use crate::protocol::message::{Purpose, WireMessage};
 use crate::transport::compression::Compression;
 use crate::transport::link::Link;
-use crate::transport::stop::Stop;
+use crate::transport::stop::StopFlag;
 use crate::transport::wire::Wire;
 
 /// Connections that are opened in parallel.
@@ -61,7 +61,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         &self,
         purpose: Purpose,
         limit: Duration,
-        stop: Arc<Stop>,
+        stop: Arc<StopFlag>,
     ) -> Result<(Wire<Link>, u64), Cause> {
         let link = Link::connect(self.to, limit, self.options.progress_timeout, stop)
             .map_err(|cause| Cause::Connect { peer: self.to.to_owned(), cause })?;
@@ -69,10 +69,10 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
         wire.send_header(Some((self.guest.vm_id(), layout_hash(self.guest.layout()))))?;
         let version = env!("CARGO_PKG_VERSION");
-        wire.send(&Message::Hello { purpose, features: FEATURES, version })?;
+        wire.send(&WireMessage::Hello { purpose, features: FEATURES, version })?;
         wire.recv_header()?;
         let features = match wire.recv()? {
-            Message::Hello { version, features, .. } => {
+            WireMessage::Hello { version, features, .. } => {
                 tracing::debug!(to = self.to, version, features, "connected");
                 features
             }
@@ -99,11 +99,11 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         }
         let wire = &mut channels.first;
         drives::announce(wire, &drives)?;
-        wire.send(&Message::Config { token: self.token, layout, config: &config })?;
+        wire.send(&WireMessage::Config { token: self.token, layout, config: &config })?;
         // The wire shows no progress while a machine is built.
         wire.stream_mut().set_progress_timeout(self.options.setup_timeout);
         let site = match wire.recv()? {
-            Message::Ready { site } => site,
+            WireMessage::Ready { site } => site,
             other => return Err(other.unexpected("READY").into()),
         };
         let staged = records.stage_source(self.token, self.guest.vm_id(), self.to, site)?;
@@ -162,16 +162,16 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
             });
             channels.joined.extend(joined?);
         }
-        Ok(channels.first.send(&Message::Connections { joined: more })?)
+        Ok(channels.first.send(&WireMessage::Connections { joined: more })?)
     }
 
     fn join_one(&self) -> Result<Wire<Link>, Cause> {
         let (limit, stop) = (self.options.connect_timeout, self.control.stop.clone());
         let (mut wire, _) = self.introduce(Purpose::Join, limit, stop)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
-        wire.send(&Message::Join { token: self.token })?;
+        wire.send(&WireMessage::Join { token: self.token })?;
         match wire.recv()? {
-            Message::Ready { .. } => {}
+            WireMessage::Ready { .. } => {}
             other => return Err(other.unexpected("READY").into()),
         }
         wire.stream_mut().set_deadline(None);

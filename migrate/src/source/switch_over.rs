@@ -14,34 +14,34 @@ use super::job::{SendFailed, SendJob};
 use super::limit::Limit;
 use super::passes::{PassDone, PassSent, Passes};
 use super::paused_guest::PausedGuest;
-use super::precopy::{Copied, Stats};
-use super::record::StandingRecord;
+use super::precopy::{PrecopyResult, Stats};
+use super::record::DurableRecord;
 use super::verify::Verifier;
 use crate::error::{Cause, fits};
 use crate::protocol::digest::{MemoryDigests, allowance};
 use crate::protocol::error::WireError;
 use crate::protocol::features::{EARLY_STATE, WHOLE_STATE};
 use crate::protocol::limits::{MAX_SECTION, MAX_SECTIONS, MAX_STATE};
-use crate::protocol::message::{Counts, Message, StateDigest, section_head};
+use crate::protocol::message::{Counts, StateDigest, WireMessage, section_head};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
 /// A migration whose destination is prepared. The guest here is paused, and its record is durable.
-pub(super) struct Ready<'a, G: Migratable + ?Sized> {
+pub(super) struct PreparedMigration<'a, G: Migratable + ?Sized> {
     pub(super) paused: PausedGuest<'a, G>,
-    pub(super) record: StandingRecord,
+    pub(super) record: DurableRecord,
     pub(super) stats: Stats,
     /// Frames of all passes.
     pub(super) totals: Counts,
     /// Blocks of all passes.
     pub(super) drive_totals: Counts,
-    pub(super) spent: Spent<'a>,
+    pub(super) deferred: DeferredDrop<'a>,
 }
 
 /// What is no longer needed. Freeing it takes time, so it is kept until the guest has moved, or
 /// until the migration is in doubt.
-pub(super) struct Spent<'a> {
+pub(super) struct DeferredDrop<'a> {
     _writes: Subscription,
     _verifier: Option<Verifier>,
     _drives: Drives,
@@ -50,7 +50,7 @@ pub(super) struct Spent<'a> {
 }
 
 /// What is left to send in the pause.
-struct Rest<'j, 'a, G: Migratable + ?Sized> {
+struct PauseTransfer<'j, 'a, G: Migratable + ?Sized> {
     job: &'j SendJob<'a, G>,
     limit: Limit,
     features: u64,
@@ -64,7 +64,7 @@ struct Rest<'j, 'a, G: Migratable + ?Sized> {
     pass: u32,
     /// Dirty frames at the time of the decision to pause.
     left: u64,
-    laps: Laps,
+    timings: PauseTimings,
 }
 
 /// The last pass, acknowledged.
@@ -80,16 +80,16 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     pub(super) fn switch_over(
         &self,
         channels: &mut Channels,
-        copied: Copied<'a, G>,
-    ) -> Result<Ready<'a, G>, SendFailed> {
+        copied: PrecopyResult<'a, G>,
+    ) -> Result<PreparedMigration<'a, G>, SendFailed> {
         // Every failure below resumes the guest (`give_up`) before the record is dropped.
-        let Copied {
+        let PrecopyResult {
             record,
             writes,
             verifier,
             drives,
             passes,
-            throttled,
+            guest_throttle,
             mut stats,
             features,
             left,
@@ -97,7 +97,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         // State first: saving it may make the host write to guest memory.
         let (mut paused, saved) = PausedGuest::saving(self.guest)?;
         // If the guest is resumed here, it has its full speed.
-        drop(throttled);
+        drop(guest_throttle);
         let sections = match saved {
             Ok(sections) => sections,
             Err(e) => return Err(paused.give_up(e)),
@@ -107,8 +107,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             limit = limit.saturating_add(allowance(self.guest.layout().frames()));
         }
         let limit = Limit::of_pause(paused.since(), limit);
-        let (pass, laps) = (stats.passes.len() as u32, Laps::begin(paused.since()));
-        let mut rest = Rest {
+        let (pass, timings) = (stats.passes.len() as u32, PauseTimings::begin(paused.since()));
+        let mut rest = PauseTransfer {
             job: self,
             limit,
             features,
@@ -119,19 +119,19 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             sections,
             pass,
             left,
-            laps,
+            timings,
         };
-        let last = match limit.hold(channels, |channels| rest.send(channels, &mut paused)) {
+        let last = match limit.enforce(channels, |channels| rest.send(channels, &mut paused)) {
             Ok(last) => last,
             Err(cause) => return Err(paused.give_up(cause)),
         };
         // Durable already, unless digests had to be compared first.
-        let record = match record.stand() {
+        let record = match record.make_durable() {
             Ok(record) => record,
             Err(cause) => return Err(paused.give_up(cause)),
         };
-        rest.laps.end("recorded");
-        let prepared = limit.hold(channels, |channels| {
+        rest.timings.end("recorded");
+        let prepared = limit.enforce(channels, |channels| {
             rest.await_prepared(&mut channels.first, &paused, last, &mut stats)
         });
         let named = match prepared {
@@ -143,26 +143,26 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             return Err(paused.give_up(WireError::Malformed { message: Tag::Prepared, why }));
         }
         let (totals, drive_totals) = (rest.passes.totals, rest.drives.totals);
-        let Rest { writes, verifier, drives, passes, sections, .. } = rest;
-        let spent = Spent {
+        let PauseTransfer { writes, verifier, drives, passes, sections, .. } = rest;
+        let deferred = DeferredDrop {
             _writes: writes,
             _verifier: verifier,
             _drives: drives,
             _passes: passes,
             _sections: sections,
         };
-        Ok(Ready { paused, record, stats, totals, drive_totals, spent })
+        Ok(PreparedMigration { paused, record, stats, totals, drive_totals, deferred })
     }
 }
 
-impl<'a, G: Migratable + ?Sized> Rest<'_, 'a, G> {
+impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
     /// Sends the state and the last pass, and waits for the pass to be acknowledged.
     fn send(
         &mut self,
         channels: &mut Channels,
         paused: &mut PausedGuest<'a, G>,
     ) -> Result<LastPass, Cause> {
-        self.laps.end("saved");
+        self.timings.end("saved");
         // The destination restores an early state while the last pass arrives. Where digests are
         // compared the state follows, because restoring it may write to memory, too.
         let offered = self.features & EARLY_STATE != 0;
@@ -177,17 +177,17 @@ impl<'a, G: Migratable + ?Sized> Rest<'_, 'a, G> {
             send_sections(wire, &self.sections)?;
         }
         let (sections, counts) = (self.sections.len() as u32, self.passes.totals);
-        wire.send(&Message::StateEnd { sections, was_running: paused.was_running(), counts })?;
+        wire.send(&WireMessage::StateEnd { sections, was_running: paused.was_running(), counts })?;
         wire.stream().set_cork(false);
-        self.laps.end("sent");
+        self.timings.end("sent");
         paused.release()?;
-        self.laps.end("released");
+        self.timings.end("released");
         let state_digest = StateDigest::of(&self.sections);
         // Read only now: a round trip of its own would prolong the pause.
         let done = sent.await_end(wire)?;
         if let Some(ours) = digest {
             self.same_memory(wire, ours)?;
-            self.laps.end("verified");
+            self.timings.end("verified");
         }
         Ok(LastPass { epoch, done, state_digest })
     }
@@ -198,7 +198,7 @@ impl<'a, G: Migratable + ?Sized> Rest<'_, 'a, G> {
         send_sections(wire, &self.sections)?;
         if self.features & WHOLE_STATE != 0 {
             let sections = self.sections.len() as u32;
-            wire.send(&Message::StateWhole { sections, frames: self.left })?;
+            wire.send(&WireMessage::StateWhole { sections, frames: self.left })?;
         }
         wire.stream().set_cork(false);
         Ok(())
@@ -212,7 +212,7 @@ impl<'a, G: Migratable + ?Sized> Rest<'_, 'a, G> {
         paused: &PausedGuest<'a, G>,
     ) -> Result<(DirtySet, PassSent), Cause> {
         let epoch = paused.drain(&mut self.writes)?;
-        self.laps.end("drained");
+        self.timings.end("drained");
         // The devices are paused, so no write is in flight.
         self.drives.drain();
         self.passes.hurry();
@@ -231,7 +231,7 @@ impl<'a, G: Migratable + ?Sized> Rest<'_, 'a, G> {
     /// from then on the destination waits for COMMIT.
     fn digest(&self, wire: &mut Wire<Link>) -> Result<Option<u128>, Cause> {
         let Some(verifier) = &self.verifier else { return Ok(None) };
-        wire.send(&Message::Verify)?;
+        wire.send(&WireMessage::Verify)?;
         let allowance = allowance(self.job.guest.layout().frames());
         wire.stream_mut()
             .set_progress_timeout(self.job.options.progress_timeout.saturating_add(allowance));
@@ -241,8 +241,8 @@ impl<'a, G: Migratable + ?Sized> Rest<'_, 'a, G> {
     /// Reads the destination's digest of all memory, and compares it.
     fn same_memory(&self, wire: &mut Wire<Link>, ours: u128) -> Result<(), Cause> {
         match wire.recv()? {
-            Message::Digest(theirs) if theirs == ours => {}
-            Message::Digest(theirs) => {
+            WireMessage::Digest(theirs) if theirs == ours => {}
+            WireMessage::Digest(theirs) => {
                 let digests = MemoryDigests { ours, theirs };
                 return Err(Cause::MemoryDiffers(Box::new(digests)));
             }
@@ -266,12 +266,12 @@ impl<'a, G: Migratable + ?Sized> Rest<'_, 'a, G> {
         self.drives.commit();
         stats.passes.push(done.report(self.drives.passed, 0, done.time));
         let says = match wire.recv()? {
-            Message::Prepared(says) => says,
+            WireMessage::Prepared(says) => says,
             other => return Err(other.unexpected("PREPARED").into()),
         };
-        self.laps.end("prepared");
-        tracing::debug!("the pause, in us: {}", self.laps.text);
-        self.job.own(Tag::Prepared, says.token)?;
+        self.timings.end("prepared");
+        tracing::debug!("the pause, in us: {}", self.timings.text);
+        self.job.check_token(Tag::Prepared, says.token)?;
         let same = |what, ours: u64, theirs: u64| match ours == theirs {
             true => Ok(()),
             false => Err(Cause::Differs { what, ours, theirs }),
@@ -282,18 +282,18 @@ impl<'a, G: Migratable + ?Sized> Rest<'_, 'a, G> {
         same("the count of zero frames", ours.zero, says.counts.zero)?;
         let late = paused.detach()?;
         fits("what came late for the guest", late.len() as u64, MAX_LATE as u64)?;
-        wire.send(&Message::Late(&late))?;
+        wire.send(&WireMessage::Late(&late))?;
         Ok(says.site)
     }
 }
 
 /// Durations of the steps of a pause, for the log.
-struct Laps {
+struct PauseTimings {
     last: Instant,
     text: String,
 }
 
-impl Laps {
+impl PauseTimings {
     fn begin(last: Instant) -> Self {
         Self { last, text: String::with_capacity(128) }
     }

@@ -1,7 +1,7 @@
 //! The guest's throttle during pre-copy: which vCPUs wrote in each pass, and what
 //! [`judge_and_throttle`] makes of it.
 //!
-//! Dropping [`Throttled`], on any path, ends the throttle.
+//! Dropping [`GuestThrottle`], on any path, ends the throttle.
 
 use std::time::{Duration, Instant};
 
@@ -9,13 +9,13 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::{GuestIdentity, VcpuWrites, WriteThrottle};
 
 use crate::error::Cause;
-use crate::policy::convergence::{Goals, Judgement, Measured, judge};
+use crate::policy::convergence::{Goals, Judgement, PassMeasurement, judge};
 use crate::policy::throttle::{Throttle, judge_and_throttle};
 use crate::report::{VcpuThrottle, ms, per_second};
 
 /// A guest whose vCPUs may be throttled.
 #[must_use = "dropping this takes the throttle away"]
-pub(super) struct Throttled<'g, G: GuestIdentity + WriteThrottle + ?Sized> {
+pub(super) struct GuestThrottle<'g, G: GuestIdentity + WriteThrottle + ?Sized> {
     guest: &'g G,
     /// The operator forbids it.
     forbidden: bool,
@@ -33,7 +33,7 @@ pub(super) struct Throttled<'g, G: GuestIdentity + WriteThrottle + ?Sized> {
     figures: Vec<VcpuThrottle>,
 }
 
-impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> Throttled<'g, G> {
+impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
     /// Begins without a throttle; there never is one unless `allowed`.
     pub(super) fn new(guest: &'g G, allowed: bool) -> Self {
         let first = guest.vcpu_writes();
@@ -85,7 +85,7 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> Throttled<'g, G> {
     pub(super) fn judge(
         &mut self,
         goals: &Goals,
-        passes: &[Measured],
+        passes: &[PassMeasurement],
         pending: u64,
         elapsed: Duration,
     ) -> Judgement {
@@ -122,13 +122,13 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> Throttled<'g, G> {
     pub(super) fn explain(&self, cause: Cause) -> Cause {
         match cause {
             Cause::NotConverging { why } => {
-                Cause::NotConverging { why: format!("{why}; {}", self.words()) }
+                Cause::NotConverging { why: format!("{why}; {}", self.explanation()) }
             }
             other => other,
         }
     }
 
-    fn words(&self) -> String {
+    fn explanation(&self) -> String {
         if self.forbidden {
             return "its vCPUs were not throttled, as asked".to_owned();
         }
@@ -157,7 +157,7 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> Throttled<'g, G> {
     }
 }
 
-impl<G: GuestIdentity + WriteThrottle + ?Sized> Drop for Throttled<'_, G> {
+impl<G: GuestIdentity + WriteThrottle + ?Sized> Drop for GuestThrottle<'_, G> {
     fn drop(&mut self) {
         if self.now != Throttle::Off {
             self.guest.throttle(None);

@@ -153,7 +153,7 @@ mod tests {
     const CODECS: [Compression; 2] = [Compression::Lz4, Compression::Zstd];
 
     #[test]
-    fn what_is_packed_comes_back_and_what_does_not_shrink_is_not_packed() {
+    fn packing_round_trips_and_skips_noise() {
         let mut unpacker = Unpacker::new();
         for compression in CODECS {
             let mut packer = Packer::new(compression).unwrap().unwrap();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_packed_wrongly_is_an_error() {
+    fn wrongly_packed_contents_are_an_error() {
         let mut unpacker = Unpacker::new();
         for compression in CODECS {
             let mut packer = Packer::new(compression).unwrap().unwrap();

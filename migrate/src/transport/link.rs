@@ -15,7 +15,7 @@ use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile};
 
 use super::channels::ChannelGroup;
-use super::stop::Stop;
+use super::stop::StopFlag;
 
 /// Longest delay until a stop request is noticed.
 pub(crate) const SLICE: Duration = Duration::from_millis(50);
@@ -28,7 +28,7 @@ const CLOSING_LIMIT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub(crate) struct Link {
     stream: TcpStream,
-    stop: Arc<Stop>,
+    stop: Arc<StopFlag>,
     progress_timeout: Duration,
     deadline: Option<Instant>,
     group: Option<Arc<ChannelGroup>>,
@@ -39,7 +39,7 @@ impl Link {
     pub(crate) fn new(
         stream: TcpStream,
         progress_timeout: Duration,
-        stop: Arc<Stop>,
+        stop: Arc<StopFlag>,
     ) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
@@ -55,18 +55,18 @@ impl Link {
         peer: &str,
         timeout: Duration,
         progress_timeout: Duration,
-        stop: Arc<Stop>,
+        stop: Arc<StopFlag>,
     ) -> io::Result<Self> {
-        let (tell, told) = mpsc::channel();
+        let (sender, result) = mpsc::channel();
         let name = peer.strip_prefix("tcp:").unwrap_or(peer).to_owned();
         // On a thread of its own, because name look-ups and connects cannot be interrupted. If this
         // side stops waiting, the thread ends by itself and closes what it got.
         std::thread::Builder::new().name("migrate-connect".into()).spawn(move || {
-            let _ = tell.send(connect_any(&name, timeout));
+            let _ = sender.send(connect_any(&name, timeout));
         })?;
         let give_up = Instant::now() + timeout + SLICE;
         loop {
-            match told.recv_timeout(SLICE) {
+            match result.recv_timeout(SLICE) {
                 Ok(result) => return Self::new(result?, progress_timeout, stop),
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(io::Error::other("the connecting thread ended early"));
@@ -94,7 +94,7 @@ impl Link {
     }
 
     /// Sets the stop flag to check.
-    pub(crate) fn set_stop(&mut self, stop: Arc<Stop>) {
+    pub(crate) fn set_stop(&mut self, stop: Arc<StopFlag>) {
         self.stop = stop;
     }
 

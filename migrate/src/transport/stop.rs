@@ -8,44 +8,44 @@ pub(crate) struct TooLate;
 
 const OPEN: u8 = 0;
 const CANCELLED: u8 = 1;
-const SEALED: u8 = 2;
+const COMMITTED: u8 = 2;
 /// The take-over failed after the point of no return.
-const UNSEALED: u8 = 3;
+const TAKE_OVER_FAILED: u8 = 3;
 
 /// The stop flag and the point of no return: the first of the two wins.
 #[derive(Debug, Default)]
-pub(crate) struct Stop {
+pub(crate) struct StopFlag {
     state: AtomicU8,
     /// Whether a stop was requested, in time or not.
-    asked: AtomicBool,
+    requested: AtomicBool,
 }
 
-impl Stop {
+impl StopFlag {
     pub(crate) fn cancel(&self) -> Result<(), TooLate> {
-        self.asked.store(true, Ordering::SeqCst);
+        self.requested.store(true, Ordering::SeqCst);
         match self.exchange(OPEN, CANCELLED) {
-            Ok(_) | Err(CANCELLED | UNSEALED) => Ok(()),
+            Ok(_) | Err(CANCELLED | TAKE_OVER_FAILED) => Ok(()),
             Err(_) => Err(TooLate),
         }
     }
 
     /// Passes the point of no return. Returns false if a stop came first.
-    pub(crate) fn seal(&self) -> bool {
-        !matches!(self.exchange(OPEN, SEALED), Err(CANCELLED))
+    pub(crate) fn commit(&self) -> bool {
+        !matches!(self.exchange(OPEN, COMMITTED), Err(CANCELLED))
     }
 
     /// Accepts stop requests again, at a destination whose take-over has failed.
-    pub(crate) fn unseal(&self) {
+    pub(crate) fn undo_commit(&self) {
         // Has no effect if the flag was forced meanwhile.
-        let _ = self.exchange(SEALED, UNSEALED);
+        let _ = self.exchange(COMMITTED, TAKE_OVER_FAILED);
     }
 
     fn exchange(&self, from: u8, to: u8) -> Result<u8, u8> {
         self.state.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst)
     }
 
-    pub(crate) fn is_sealed(&self) -> bool {
-        self.state.load(Ordering::SeqCst) == SEALED
+    pub(crate) fn is_committed(&self) -> bool {
+        self.state.load(Ordering::SeqCst) == COMMITTED
     }
 
     pub(crate) fn is_cancelled(&self) -> bool {
@@ -53,8 +53,8 @@ impl Stop {
     }
 
     /// Whether a stop was requested, even too late.
-    pub(crate) fn is_asked(&self) -> bool {
-        self.asked.load(Ordering::SeqCst)
+    pub(crate) fn is_requested(&self) -> bool {
+        self.requested.load(Ordering::SeqCst)
     }
 
     /// Sets the flag for good, which ends every wait that checks it.
@@ -68,12 +68,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stop_is_refused_between_commit_and_a_failure_alone() {
-        let stop = Stop::default();
-        assert!(stop.seal() && !stop.is_asked());
+    fn stop_is_refused_only_between_commit_and_failure() {
+        let stop = StopFlag::default();
+        assert!(stop.commit() && !stop.is_requested());
         assert_eq!(stop.cancel(), Err(TooLate));
-        assert!(stop.is_asked());
-        stop.unseal();
+        assert!(stop.is_requested());
+        stop.undo_commit();
         assert_eq!(stop.cancel(), Ok(()));
         // The failure is reported as such, and not as a cancellation.
         assert!(!stop.is_cancelled());

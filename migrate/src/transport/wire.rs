@@ -19,7 +19,7 @@ use zerocopy::IntoBytes;
 use super::error::TransportError;
 use super::link::Link;
 use crate::protocol::error::WireError;
-use crate::protocol::message::{Message, RawRun, clip};
+use crate::protocol::message::{RawRun, WireMessage, clip};
 use crate::protocol::tag::Tag;
 
 /// Upper bound on the payload bytes of a skipped record with an unknown tag.
@@ -43,7 +43,7 @@ pub(crate) struct Wire<S> {
     /// Bytes of the last message's content that are still in the stream.
     content: usize,
     /// Reading failed within a record, so what follows in the stream is not a record.
-    astray: bool,
+    out_of_step: bool,
     /// A write failed within a record, so nothing that follows would be read as one.
     torn: bool,
 }
@@ -59,7 +59,7 @@ impl<S> Wire<S> {
             sent_bytes: 0,
             received_bytes: 0,
             content: 0,
-            astray: false,
+            out_of_step: false,
             torn: false,
         }
     }
@@ -93,7 +93,7 @@ impl<S: Write> Wire<S> {
     }
 
     /// Sends a small message.
-    pub(crate) fn send(&mut self, message: &Message<'_>) -> Result<(), WireError> {
+    pub(crate) fn send(&mut self, message: &WireMessage<'_>) -> Result<(), WireError> {
         self.send_parts(message.tag(), &[&message.to_bytes()])
     }
 
@@ -160,12 +160,12 @@ impl Wire<Link> {
     ) -> Result<(), TransportError> {
         let length = std::mem::take(&mut self.content);
         debug_assert_eq!(length as u64, run.bytes());
-        self.astray = true;
+        self.out_of_step = true;
         for slice in ram.get_slices(GuestAddress(run.start.gpa()), length) {
             let slice = slice.map_err(memory("writing guest memory"))?;
             self.stream.read_exact_volatile(&slice).map_err(WireError::from)?;
         }
-        self.astray = false;
+        self.out_of_step = false;
         self.received_bytes += length as u64;
         Ok(())
     }
@@ -198,7 +198,7 @@ impl Wire<Link> {
 
     /// Reads up to the peer's ABORT or REFUSED, over everything before it.
     fn read_abort(&mut self) -> Option<WireError> {
-        while !self.astray {
+        while !self.out_of_step {
             if self.content > 0 {
                 self.recv_content().ok()?;
             }
@@ -246,9 +246,9 @@ impl<S: Read> Wire<S> {
         if self.payload.len() < length {
             self.payload.resize(length, 0);
         }
-        self.astray = true;
+        self.out_of_step = true;
         self.stream.read_exact(&mut self.payload[..length]).map_err(FormatError::Io)?;
-        self.astray = false;
+        self.out_of_step = false;
         self.received_bytes += length as u64;
         Ok(&self.payload[..length])
     }
@@ -256,14 +256,14 @@ impl<S: Read> Wire<S> {
     /// Receives the next message. After FRAMES the caller has to read its content. Records of
     /// unknown tags that need not be understood are skipped. REFUSED and ABORT are returned as
     /// errors, because they end the conversation.
-    pub(crate) fn recv(&mut self) -> Result<Message<'_>, WireError> {
+    pub(crate) fn recv(&mut self) -> Result<WireMessage<'_>, WireError> {
         debug_assert_eq!(self.content, 0, "content that was not fetched");
         let mut skipped = 0;
         let (tag, length) = loop {
-            let mut stream = Counted { stream: &mut self.stream, bytes: 0 };
+            let mut stream = CountingReader { stream: &mut self.stream, bytes: 0 };
             let head = RecordHead::read_from(&mut stream, self.next_in);
             // Also if the head is refused: then its record's length is not known.
-            self.astray = stream.bytes > 0;
+            self.out_of_step = stream.bytes > 0;
             let head = head?;
             let tag = Tag::from_number(head.tag);
             if tag.is_none() && head.must_understand {
@@ -276,7 +276,7 @@ impl<S: Read> Wire<S> {
                 self.payload.resize(length, 0);
             }
             self.stream.read_exact(&mut self.payload[..length]).map_err(FormatError::Io)?;
-            self.astray = false;
+            self.out_of_step = false;
             head.check(&self.payload[..length])?;
             self.next_in = self.next_in.wrapping_add(1);
             self.received_bytes += (RECORD_HEAD_LEN + length) as u64;
@@ -289,10 +289,12 @@ impl<S: Read> Wire<S> {
                 return Err(WireError::TooMany { what: "unknown records in a row", found, limit });
             }
         };
-        match Message::parse(tag, &self.payload[..length])? {
-            Message::Refused { reason } => Err(WireError::Refused { reason: reason.to_owned() }),
-            Message::Abort { reason } => Err(WireError::Aborted { reason: reason.to_owned() }),
-            Message::Frames { run } if run.bytes() != self.content as u64 => {
+        match WireMessage::parse(tag, &self.payload[..length])? {
+            WireMessage::Refused { reason } => {
+                Err(WireError::Refused { reason: reason.to_owned() })
+            }
+            WireMessage::Abort { reason } => Err(WireError::Aborted { reason: reason.to_owned() }),
+            WireMessage::Frames { run } if run.bytes() != self.content as u64 => {
                 let why = "its content is not as long as its run says";
                 Err(WireError::Malformed { message: Tag::Frames, why })
             }
@@ -302,12 +304,12 @@ impl<S: Read> Wire<S> {
 }
 
 /// Counts the bytes read.
-struct Counted<'s, S> {
+struct CountingReader<'s, S> {
     stream: &'s mut S,
     bytes: usize,
 }
 
-impl<S: Read> Read for Counted<'_, S> {
+impl<S: Read> Read for CountingReader<'_, S> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let read = self.stream.read(buf)?;
         self.bytes += read;
@@ -343,18 +345,18 @@ mod tests {
     }
 
     #[test]
-    fn reason_is_heard_over_frames_that_nobody_fetched() {
+    fn reason_is_read_past_unfetched_frames() {
         let (mut here, mut there) = ends();
         send_two(&mut there, 8192);
         send_two(&mut there, 8192);
         there.abort(Tag::Abort, "enough");
-        assert!(matches!(here.recv().unwrap(), Message::Frames { .. }));
+        assert!(matches!(here.recv().unwrap(), WireMessage::Frames { .. }));
         let said = here.pending_abort().unwrap().to_string();
         assert!(said.contains("enough"), "{said}");
     }
 
     #[test]
-    fn behind_a_record_that_is_too_long_there_are_no_words() {
+    fn reason_is_not_read_after_an_oversized_record() {
         let (mut here, mut there) = ends();
         let head = RecordHead {
             tag: Tag::Ready as u16,
@@ -369,18 +371,18 @@ mod tests {
         // What the payload is taken for is no record, though it is one.
         there.abort(Tag::Abort, "forged");
         assert!(here.recv().is_err());
-        assert!(here.astray);
+        assert!(here.out_of_step);
         assert!(here.closing_abort().is_none());
     }
 
     #[test]
-    fn in_the_middle_of_a_record_there_are_no_words() {
+    fn reason_is_not_read_within_a_record() {
         let (mut here, mut there) = ends();
         send_two(&mut there, 100);
         there.abort(Tag::Abort, "enough");
-        assert!(matches!(here.recv().unwrap(), Message::Frames { .. }));
+        assert!(matches!(here.recv().unwrap(), WireMessage::Frames { .. }));
         assert!(here.recv_content().is_err());
-        assert!(here.astray);
+        assert!(here.out_of_step);
         assert!(here.pending_abort().is_none());
     }
 }

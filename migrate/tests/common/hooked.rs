@@ -11,12 +11,12 @@ use driftline_guest::{
     Lifecycle, Line, Populate, RunState, Section, Stateful, VcpuWrites, VmId, WriteThrottle,
 };
 
-pub struct Hooked {
+pub struct HookedGuest {
     guest: Arc<MemoryGuest>,
     hook: Box<dyn Fn(&'static str) + Send + Sync>,
 }
 
-impl Hooked {
+impl HookedGuest {
     /// `hook` is told which of the two it is: `release` or `detach`.
     pub fn new(
         guest: Arc<MemoryGuest>,
@@ -27,11 +27,11 @@ impl Hooked {
 }
 
 driftline_guest::delegate!(
-    Hooked as hooked => *hooked.guest;
+    HookedGuest as hooked => *hooked.guest;
     GuestIdentity, GuestContents, Populate, DirtyLog, WriteThrottle, Lifecycle, Stateful,
 );
 
-impl HandOver for Hooked {
+impl HandOver for HookedGuest {
     fn stay_awake(&self) {
         self.guest.stay_awake();
     }

@@ -3,7 +3,7 @@
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
-mod disked;
+mod drives;
 mod hooked;
 mod proxy;
 pub mod raw;
@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-pub use disked::{CopyFaults, Disked, DiskedFactory};
 use driftline_guest::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
     DirtyLog, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, RunState,
@@ -23,14 +22,15 @@ use driftline_migrate::{
     Cause, GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, Records,
     SendControl, SendError, SendOptions, SendReport, Tag, receive, send,
 };
-pub use hooked::Hooked;
-pub use proxy::{At, Cut, Plan, Proxy};
+pub use drives::{CopyFaults, DriveCopyFactory, GuestWithDrives};
+pub use hooked::HookedGuest;
+pub use proxy::{At, CutPoint, Proxy, ProxyPlan};
 
 /// More than anything takes here, on a busy machine, too.
 pub const LONG: Duration = Duration::from_secs(60);
 
 /// One world: a drive that only one guest may hold, records of both sides in one temporary folder.
-pub struct Host {
+pub struct HostPair {
     dir: tempfile::TempDir,
     /// Held by whoever may run the guest; knows how many ran at once.
     pub drive: Arc<Drive>,
@@ -40,7 +40,7 @@ pub struct Host {
     pub here: Arc<Faults>,
 }
 
-impl Host {
+impl HostPair {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         Self { dir, drive: Arc::default(), there: Arc::default(), here: Arc::default() }
@@ -128,13 +128,13 @@ impl Host {
     }
 }
 
-pub type Outcome = Result<Received<MemoryGuest>, ReceiveError>;
+pub type ReceiveResult = Result<Received<MemoryGuest>, ReceiveError>;
 
 /// A receiver on a thread.
 pub struct Receiver {
     pub to: String,
     pub control: Arc<ReceiveControl>,
-    pub thread: JoinHandle<Outcome>,
+    pub thread: JoinHandle<ReceiveResult>,
     /// [`exactly_one_runs`] has it receive the guest once more after a failure.
     pub again: bool,
 }
@@ -146,7 +146,7 @@ impl Receiver {
         progress.refused > 0 && progress.phase == Phase::Waiting
     }
 
-    pub fn outcome(self) -> Outcome {
+    pub fn outcome(self) -> ReceiveResult {
         self.thread.join().expect("the receiver does not panic")
     }
 
@@ -173,11 +173,11 @@ impl Receiver {
 
 /// Options with a short interval between questions. No limit ends a migration, however busy this
 /// machine is: a test that waits for one sets it.
-pub fn quick_send(host: &Host) -> SendOptions {
-    let mut options = SendOptions::new(host.source_records());
+pub fn quick_send(hosts: &HostPair) -> SendOptions {
+    let mut options = SendOptions::new(hosts.source_records());
     (options.progress_timeout, options.setup_timeout) = (LONG, LONG);
-    (options.settle_timeout, options.connect_timeout) = (LONG, LONG);
-    options.ask_every = Duration::from_millis(50);
+    (options.commit_timeout, options.connect_timeout) = (LONG, LONG);
+    options.ask_interval = Duration::from_millis(50);
     options
 }
 
@@ -215,7 +215,7 @@ impl Sender {
 /// What must hold after a migration, however it went: exactly one guest runs, it is the one that
 /// both sides say, its memory is whole, and never did two run.
 pub fn exactly_one_runs(
-    host: &Host,
+    hosts: &HostPair,
     source: &Arc<MemoryGuest>,
     sent: &Result<SendReport, SendError>,
     there: Receiver,
@@ -232,7 +232,7 @@ pub fn exactly_one_runs(
         Err(e) => {
             assert_eq!(e.guest, GuestPlace::Here, "{context}: {e}");
             assert_eq!(source.run_state(), RunState::Running, "{context}: {e}");
-            let pending = Records::open(host.source_records()).unwrap().pending().unwrap();
+            let pending = Records::open(hosts.source_records()).unwrap().pending().unwrap();
             assert!(pending.records.is_empty(), "{context}: {pending:?}");
             within(LONG, &format!("{context}: the receiver settles"), || {
                 ended(&there) || there.waits_on()
@@ -244,19 +244,19 @@ pub fn exactly_one_runs(
                 assert!(!there.failure().is_empty());
             } else {
                 // Nothing of it is left: it takes the guest now.
-                takes_it_now(host, source, there, context);
+                takes_it_now(hosts, source, there, context);
             }
             source.verify().unwrap_or_else(|e| panic!("{context}: {e}"));
         }
     }
-    assert_eq!(host.drive.most_running(), 1, "{context}: I7");
+    assert_eq!(hosts.drive.most_running(), 1, "{context}: I7");
 }
 
 /// A receiver that waits on receives the guest. On a busy host it may take several tries to keep
 /// within the limits of these tests, or one may fail after PREPARED, which ends it.
-fn takes_it_now(host: &Host, source: &Arc<MemoryGuest>, there: Receiver, context: &str) {
+fn takes_it_now(hosts: &HostPair, source: &Arc<MemoryGuest>, there: Receiver, context: &str) {
     let mut tries = 0;
-    while let Err(e) = Sender::start(source, &there.to, &quick_send(host)).result() {
+    while let Err(e) = Sender::start(source, &there.to, &quick_send(hosts)).result() {
         tries += 1;
         assert!(tries < 10, "{context}: another try: {e}");
         within(LONG, &format!("{context}: {e}: it settles"), || {

@@ -11,7 +11,7 @@ use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
 
 /// Where a connection is cut, relative to one record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Cut {
+pub enum CutPoint {
     Before,
     Within,
     After,
@@ -35,7 +35,7 @@ impl At {
     }
 }
 
-type Act = Box<dyn FnMut() + Send>;
+type RecordAction = Box<dyn FnMut() + Send>;
 
 /// When the destination's bytes begin to trickle.
 enum Trickle {
@@ -56,11 +56,11 @@ impl Trickle {
 
 /// What the proxy does to the first connection; later ones pass untouched.
 #[derive(Default)]
-pub struct Plan {
+pub struct ProxyPlan {
     /// From the source (true) or the destination.
-    cut: Option<(bool, At, Cut)>,
+    cut: Option<(bool, At, CutPoint)>,
     /// Before every record of this tag from the source.
-    act: Option<(u16, Act)>,
+    act: Option<(u16, RecordAction)>,
     /// A bit flipped: from the source, in which units, in which byte (counted round) of them.
     flip: Option<(bool, At, usize)>,
     /// What the destination says from here on arrives at a byte every 100 ms.
@@ -71,8 +71,8 @@ pub struct Plan {
     record: Option<Arc<Mutex<Vec<u8>>>>,
 }
 
-impl Plan {
-    pub fn cut(from_source: bool, at: At, cut: Cut) -> Self {
+impl ProxyPlan {
+    pub fn cut(from_source: bool, at: At, cut: CutPoint) -> Self {
         Self { cut: Some((from_source, at, cut)), ..Self::default() }
     }
 
@@ -93,7 +93,7 @@ impl Plan {
     }
 
     /// Cuts the connection there and lets no other one through: the destination is gone.
-    pub fn cut_for_good(from_source: bool, at: At, cut: Cut) -> Self {
+    pub fn cut_for_good(from_source: bool, at: At, cut: CutPoint) -> Self {
         Self { only_first: true, ..Self::cut(from_source, at, cut) }
     }
 
@@ -124,12 +124,12 @@ impl Proxy {
         *self.destination.lock().unwrap() = Some(destination.to_owned());
     }
 
-    pub fn start(destination: &str, plan: Plan) -> Self {
+    pub fn start(destination: &str, plan: ProxyPlan) -> Self {
         Self::nth(destination, 0, plan)
     }
 
     /// The plan is for the connection of that number, from 0; others pass untouched.
-    pub fn nth(destination: &str, which: usize, plan: Plan) -> Self {
+    pub fn nth(destination: &str, which: usize, plan: ProxyPlan) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap().to_string();
         listener.set_nonblocking(true).unwrap();
@@ -157,12 +157,12 @@ impl Proxy {
                 open.extend([near.try_clone().unwrap(), far.try_clone().unwrap()]);
                 if others > 0 {
                     others -= 1;
-                    relay(near, far, Plan::default(), &Default::default());
+                    relay(near, far, ProxyPlan::default(), &Default::default());
                     continue;
                 }
                 match plan.take() {
                     Some(plan) => relay(near, far, plan, &seen),
-                    None => relay(near, far, Plan::default(), &Default::default()),
+                    None => relay(near, far, ProxyPlan::default(), &Default::default()),
                 }
             }
             for stream in open {
@@ -181,16 +181,16 @@ impl Drop for Proxy {
     }
 }
 
-fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>>>; 2]) {
+fn relay(near: TcpStream, far: TcpStream, plan: ProxyPlan, seen: &[Arc<Mutex<Vec<u16>>>; 2]) {
     near.set_nodelay(true).unwrap();
     far.set_nodelay(true).unwrap();
     let stalled = Arc::new(AtomicBool::new(false));
-    let Plan { cut, act, flip, trickle, record, .. } = plan;
+    let ProxyPlan { cut, act, flip, trickle, record, .. } = plan;
     let (mut act, mut trickle) = (act, trickle);
     for (from_source, from, to, seen) in
         [(true, &near, &far, &seen[0]), (false, &far, &near, &seen[1])]
     {
-        let mut way = Way {
+        let mut way = ProxyDirection {
             from: from.try_clone().unwrap(),
             to: to.try_clone().unwrap(),
             unit: AtomicUsize::new(0),
@@ -216,22 +216,22 @@ fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>
     }
 }
 
-struct Way {
+struct ProxyDirection {
     from: TcpStream,
     to: TcpStream,
     unit: AtomicUsize,
-    cut: Option<(At, Cut)>,
+    cut: Option<(At, CutPoint)>,
     /// The cut was made.
     made: bool,
     flip: Option<(At, usize)>,
     trickle: Option<Trickle>,
-    act: Option<(u16, Act)>,
+    act: Option<(u16, RecordAction)>,
     record: Option<Arc<Mutex<Vec<u8>>>>,
     seen: Arc<Mutex<Vec<u16>>>,
     stalled: Arc<AtomicBool>,
 }
 
-impl Way {
+impl ProxyDirection {
     /// Forwards unit by unit until an end, an error, or the cut.
     fn run(&mut self) {
         loop {
@@ -255,16 +255,16 @@ impl Way {
             self.made = cut.is_some();
             match cut {
                 None => {}
-                Some(Cut::Before) => return,
-                Some(Cut::Within) => {
+                Some(CutPoint::Before) => return,
+                Some(CutPoint::Within) => {
                     let _ = self.to.write_all(&bytes[..bytes.len() / 2]);
                     return;
                 }
-                Some(Cut::Stall) => {
+                Some(CutPoint::Stall) => {
                     self.stalled.store(true, Ordering::SeqCst);
                     return;
                 }
-                Some(Cut::After) => {
+                Some(CutPoint::After) => {
                     self.seen.lock().unwrap().push(tag);
                     let _ = self.to.write_all(&bytes);
                     // Shut down only after the bytes had time to be read: a cut after them.

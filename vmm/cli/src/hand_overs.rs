@@ -160,7 +160,7 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
                 record.peer
             ));
         }
-        records.settle(record.token)?;
+        records.remove_source(record.token)?;
     }
     if args.json {
         let peers: Vec<&str> = found.iter().map(|record| record.peer.as_str()).collect();

@@ -4,7 +4,7 @@ use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use zerocopy::IntoBytes;
 
 use super::*;
-use crate::protocol::message::{DriveMessage, Message, RawRun, blocks_head};
+use crate::protocol::message::{DriveMessage, RawRun, WireMessage, blocks_head};
 use crate::protocol::tag::Tag;
 
 /// More than anything takes here, on a busy machine, too.
@@ -12,7 +12,7 @@ const LONG: Duration = Duration::from_secs(60);
 
 /// A copy that says where it was made zero.
 struct Zeroed {
-    tell: Sender<(u64, u64)>,
+    zeroed: Sender<(u64, u64)>,
     /// Lets one operation end for each message, and all of them once it is closed.
     gate: Mutex<Receiver<()>>,
 }
@@ -23,7 +23,7 @@ impl DriveCopy for Zeroed {
     }
     fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
         let _ = self.gate.lock().recv();
-        let _ = self.tell.send((offset, len));
+        let _ = self.zeroed.send((offset, len));
         Ok(())
     }
     fn make_durable(&self) -> io::Result<()> {
@@ -37,19 +37,19 @@ impl DriveCopy for Zeroed {
 
 /// Copies, where they were made zero, and the gate of their operations.
 fn copies(bytes: u64, limits: CopyLimits) -> (Copies, Receiver<(u64, u64)>, Sender<()>) {
-    let ((tell, told), (open, gate)) = (mpsc::channel(), mpsc::channel());
-    let copy: Box<dyn DriveCopy> = Box::new(Zeroed { tell, gate: Mutex::new(gate) });
+    let ((zeroed, zeroed_ranges), (open, gate)) = (mpsc::channel(), mpsc::channel());
+    let copy: Box<dyn DriveCopy> = Box::new(Zeroed { zeroed, gate: Mutex::new(gate) });
     let head = DriveHead { id: "d".into(), bytes, readonly: false };
     let copies = Copies::new(vec![copy], &[head], limits, Arc::default(), Arc::default());
-    (copies.unwrap(), told, open)
+    (copies.unwrap(), zeroed_ranges, open)
 }
 
 /// Has `count` blocks from the first one on made zero.
 fn zero(copies: &mut Copies, count: u64) -> Result<Duration, Cause> {
     let run = RawRun::from(FrameRun { start: Gfn(0), count });
     let bytes = [blocks_head(0, 1).as_bytes(), run.as_bytes()].concat();
-    match Message::parse(Tag::BlockZeros, &bytes).unwrap() {
-        Message::Drive(DriveMessage::BlockZeros { runs, .. }) => {
+    match WireMessage::parse(Tag::BlockZeros, &bytes).unwrap() {
+        WireMessage::Drive(DriveMessage::BlockZeros { runs, .. }) => {
             copies.take(DriveStep::Zero { drive: 0, runs })
         }
         _ => panic!("another message"),
@@ -60,11 +60,11 @@ fn zero(copies: &mut Copies, count: u64) -> Result<Duration, Cause> {
 fn long_runs_of_zeros_are_written_in_parts() {
     // With a last block that the drive has in part.
     let bytes = (200 << 20) + 512;
-    let (mut copies, told, open) = copies(bytes, CopyLimits::of(LONG));
+    let (mut copies, zeroed_ranges, open) = copies(bytes, CopyLimits::of(LONG));
     drop(open);
     zero(&mut copies, bytes.div_ceil(PAGE_SIZE)).unwrap();
-    copies.settle().unwrap();
-    let parts: Vec<(u64, u64)> = told.try_iter().collect();
+    copies.make_durable().unwrap();
+    let parts: Vec<(u64, u64)> = zeroed_ranges.try_iter().collect();
     let part = 64 << 20;
     let last = (3 * part, bytes - 3 * part);
     assert_eq!(parts, [(0, part), (part, part), (2 * part, part), last]);
@@ -73,33 +73,33 @@ fn long_runs_of_zeros_are_written_in_parts() {
 /// What is said if no operation ends while the copies are waited for.
 fn said_while_nothing_ends(limits: CopyLimits) -> String {
     let (mut copies, _told, _open) = copies(64 << 10, limits);
-    for _ in 0..PIECES {
+    for _ in 0..BUFFERS {
         zero(&mut copies, 1).unwrap();
     }
-    copies.settle().unwrap_err().to_string()
+    copies.make_durable().unwrap_err().to_string()
 }
 
 #[test]
-fn wait_is_bounded_though_each_operation_is_in_time() {
+fn long_wait_of_short_operations_fails() {
     let wait = Duration::from_millis(300);
     let said = said_while_nothing_ends(CopyLimits { operation: LONG, wait });
     assert!(said.contains("its storage has not kept up for 300ms"), "{said}");
 }
 
 #[test]
-fn operation_is_bounded_though_the_wait_is_in_time() {
+fn long_operation_in_a_short_wait_fails() {
     let operation = Duration::from_millis(300);
     let said = said_while_nothing_ends(CopyLimits { operation, wait: LONG });
     assert!(said.contains("its storage has not answered for 300ms"), "{said}");
 }
 
 #[test]
-fn time_spent_on_waiting_for_storage_is_told() {
+fn time_waiting_for_storage_is_returned() {
     let wait = Duration::from_millis(100);
     // On a busy machine the operation may end before it is waited for: then once more.
-    let told = || {
+    let zeroed_ranges = || {
         let (mut copies, _told, open) = copies(64 << 10, CopyLimits::of(LONG));
-        for _ in 0..PIECES {
+        for _ in 0..BUFFERS {
             zero(&mut copies, 1).unwrap();
         }
         let storage = std::thread::spawn(move || {
@@ -113,7 +113,7 @@ fn time_spent_on_waiting_for_storage_is_told() {
         waited >= wait / 2
     };
     let until = Instant::now() + LONG;
-    while !told() {
-        assert!(Instant::now() < until, "no wait was told");
+    while !waited_for_storage() {
+        assert!(Instant::now() < until, "no wait was returned");
     }
 }

@@ -21,9 +21,9 @@ use crate::journal::Records;
 fn host<'a>(
     options: &'a ReceiveOptions,
     control: &'a ReceiveControl,
-    callers: Receiver<Incoming>,
+    incoming: Receiver<Incoming>,
 ) -> ReceiveHost<'a, MemoryGuestFactory> {
-    host_of(Arc::default(), options, control, callers)
+    host_of(Arc::default(), options, control, incoming)
 }
 
 /// A wire to a source that says nothing.
@@ -38,24 +38,24 @@ fn host_of<'a, F: GuestFactory + 'static>(
     factory: Arc<F>,
     options: &'a ReceiveOptions,
     control: &'a ReceiveControl,
-    callers: Receiver<Incoming>,
+    incoming: Receiver<Incoming>,
 ) -> ReceiveHost<'a, F> {
     let builder = GuestBuilder::new(factory, options.build_limit, options.disk_limit);
     let session = Arc::new(Session::new(Records::open(&options.records).unwrap()));
-    ReceiveHost { builder, options, control, session, callers }
+    ReceiveHost { builder, options, control, session, incoming }
 }
 
 #[test]
-fn a_source_that_left_ends_the_waiting_only_while_nobody_has_the_session() {
+fn early_leave_ends_once_only_without_a_session() {
     let dir = tempfile::tempdir().unwrap();
     let options = ReceiveOptions { once: true, ..ReceiveOptions::new(dir.path()) };
     let control = ReceiveControl::new();
-    let (tell, callers) = std::sync::mpsc::channel();
-    let host = host(&options, &control, callers);
+    let (sender, incoming) = std::sync::mpsc::channel();
+    let host = host(&options, &control, incoming);
     let left = || {
         let cause = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
         let cause = driftline_format::FormatError::Io(cause).into();
-        tell.send(Incoming::Left { peer: "somebody".into(), cause }).unwrap();
+        sender.send(Incoming::Left { peer: "somebody".into(), cause }).unwrap();
     };
     // So that the waiting ends in any case, after what is queued.
     control.cancel().unwrap();
@@ -90,11 +90,11 @@ fn of_one_hash() -> (Layout, Layout) {
 }
 
 #[test]
-fn layouts_of_one_hash_are_told_apart() {
+fn layouts_with_one_hash_are_distinguished() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
-    let (_tell, callers) = std::sync::mpsc::channel();
-    let host = host(&options, &control, callers);
+    let (_tell, incoming) = std::sync::mpsc::channel();
+    let host = host(&options, &control, incoming);
     let (mut wire, _source) = wire();
     let (ours, theirs) = of_one_hash();
     assert_eq!(layout_hash(&ours), layout_hash(&theirs));
@@ -103,7 +103,7 @@ fn layouts_of_one_hash_are_told_apart() {
     let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, layout_hash(&theirs));
     let mut build = |layout: &Layout| {
         let built = host.build(&mut wire, &header, Token::random(), layout, &guest.config(), &[]);
-        built.map_err(|unready| unready.cause)
+        built.map_err(|refused| refused.cause)
     };
     let cause = build(&theirs).err().expect("it is not the guest that is sent");
     assert!(matches!(cause, Cause::LayoutDiffers(LayoutDifference::Slot { nth: 0, .. })));
@@ -113,9 +113,9 @@ fn layouts_of_one_hash_are_told_apart() {
 }
 
 /// A copy whose removal does this.
-struct Copy(Arc<dyn Fn() + Send + Sync>);
+struct RemovalHookCopy(Arc<dyn Fn() + Send + Sync>);
 
-impl DriveCopy for Copy {
+impl DriveCopy for RemovalHookCopy {
     fn write(&self, _: u64, _: &[u8]) -> std::io::Result<()> {
         Ok(())
     }
@@ -131,16 +131,16 @@ impl DriveCopy for Copy {
     fn keep(&self) {}
 }
 
-impl Drop for Copy {
+impl Drop for RemovalHookCopy {
     fn drop(&mut self) {
         (self.0)();
     }
 }
 
 /// Builds guests with one such copy.
-struct Copying(MemoryGuestFactory, Arc<dyn Fn() + Send + Sync>);
+struct HookedCopyFactory(MemoryGuestFactory, Arc<dyn Fn() + Send + Sync>);
 
-impl GuestFactory for Copying {
+impl GuestFactory for HookedCopyFactory {
     type Guest = MemoryGuest;
 
     fn create_with_copies(
@@ -149,7 +149,7 @@ impl GuestFactory for Copying {
         config: &[u8],
         _: &[DriveHead],
     ) -> Result<driftline_guest::WithCopies<MemoryGuest>, driftline_guest::GuestError> {
-        Ok((self.0.create(vm_id, config)?, vec![Box::new(Copy(self.1.clone()))]))
+        Ok((self.0.create(vm_id, config)?, vec![Box::new(RemovalHookCopy(self.1.clone()))]))
     }
 
     fn create_with_drives(
@@ -164,20 +164,20 @@ impl GuestFactory for Copying {
 
 /// A source with a drive that goes along, and the session, whose memory is laid out otherwise than
 /// its guest's.
-fn mislaid(wire: Wire<Link>) -> Caller {
+fn mislaid(wire: Wire<Link>) -> AcceptedSource {
     let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
     let layout = Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 1 }]).unwrap();
     let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, layout_hash(&layout));
     let drives = vec![DriveHead { id: "d".into(), bytes: 4096, readonly: false }];
     let (token, config, came) = (Token::random(), guest.config(), Instant::now());
-    Caller { wire, header, token, drives, layout, config, came }
+    AcceptedSource { wire, header, token, drives, layout, config, came }
 }
 
 #[test]
-fn refused_guest_is_not_waited_for_while_its_copies_hang() {
+fn refusal_does_not_wait_for_hanging_copies() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
-    let (_tell, callers) = std::sync::mpsc::channel();
+    let (_tell, incoming) = std::sync::mpsc::channel();
     let released = Arc::new(AtomicBool::new(false));
     let removal = released.clone();
     let until = Instant::now() + Duration::from_secs(60);
@@ -187,8 +187,8 @@ fn refused_guest_is_not_waited_for_while_its_copies_hang() {
         }
         removal.store(true, Ordering::SeqCst);
     };
-    let factory = Arc::new(Copying(MemoryGuestFactory::default(), Arc::new(removing)));
-    let host = host_of(factory, &options, &control, callers);
+    let factory = Arc::new(HookedCopyFactory(MemoryGuestFactory::default(), Arc::new(removing)));
+    let host = host_of(factory, &options, &control, incoming);
     let (wire, source) = wire();
     source.shutdown(std::net::Shutdown::Write).unwrap();
     assert!(host.admit(mislaid(wire)).unwrap().is_none());
@@ -198,23 +198,23 @@ fn refused_guest_is_not_waited_for_while_its_copies_hang() {
 }
 
 #[test]
-fn source_hears_refused_before_copies_are_removed_and_then_the_session_is_free() {
+fn refusal_precedes_removal_of_copies() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
-    let (_tell, callers) = std::sync::mpsc::channel();
+    let (_tell, incoming) = std::sync::mpsc::channel();
     let (wire, source) = wire();
     source.shutdown(std::net::Shutdown::Write).unwrap();
     source.set_nonblocking(true).unwrap();
     let session: Arc<OnceLock<Arc<Session>>> = Arc::default();
     let (seen, watched) = (Arc::new(Mutex::new(Vec::new())), session.clone());
-    let tell = seen.clone();
+    let sender = seen.clone();
     let removing = move || {
         let heard = source.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
         let taken = watched.get().is_some_and(|session| session.vacant().is_err());
-        tell.lock().unwrap().push((heard, taken));
+        sender.lock().unwrap().push((heard, taken));
     };
-    let factory = Arc::new(Copying(MemoryGuestFactory::default(), Arc::new(removing)));
-    let host = host_of(factory, &options, &control, callers);
+    let factory = Arc::new(HookedCopyFactory(MemoryGuestFactory::default(), Arc::new(removing)));
+    let host = host_of(factory, &options, &control, incoming);
     session.set(host.session.clone()).unwrap();
     let caller = mislaid(wire);
     host.session.claim(caller.header.vm_id(), caller.token, || Ok(())).unwrap();

@@ -7,9 +7,9 @@ use zerocopy::FromBytes;
 
 use super::counts::Counts;
 use super::drives::DriveMessage;
-use super::kinds::{Message, PreparedSays, Purpose};
+use super::kinds::{PreparedPayload, Purpose, WireMessage};
 use super::raw::*;
-use super::runs::{Runs, exactly, fixed, malformed, text};
+use super::runs::{RunTable, exactly, fixed, malformed, text};
 use crate::protocol::codec::Codec;
 use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
@@ -17,7 +17,7 @@ use crate::protocol::ids::Token;
 use crate::protocol::limits::{MAX_PAGES, MAX_SLOTS};
 use crate::protocol::tag::Tag;
 
-impl<'a> Message<'a> {
+impl<'a> WireMessage<'a> {
     /// Decodes a payload whose length is bounded and whose checksum is right.
     pub(crate) fn parse(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
         Ok(match tag {
@@ -41,7 +41,7 @@ impl<'a> Message<'a> {
                 Self::PassBegin { pass: raw.number.get(), frames: raw.frames.get() }
             }
             Tag::Pages => {
-                let (runs, contents) = Runs::parse(tag, bytes)?;
+                let (runs, contents) = RunTable::parse(tag, bytes)?;
                 let frames = runs.frames().filter(|n| *n <= MAX_PAGES);
                 if frames.is_none_or(|n| n * PAGE_SIZE != contents.len() as u64) {
                     return Err(malformed(tag, "its content is not as long as its runs say"));
@@ -51,7 +51,7 @@ impl<'a> Message<'a> {
             Tag::Packed => {
                 let codec = bytes.get(4).copied().and_then(Codec::from_number);
                 let codec = codec.ok_or(malformed(tag, "its codec is unknown"))?;
-                let (runs, packed) = Runs::parse(tag, bytes)?;
+                let (runs, packed) = RunTable::parse(tag, bytes)?;
                 if runs.frames().is_none_or(|n| n > MAX_PAGES) {
                     return Err(malformed(tag, "its runs have more frames than may be"));
                 }
@@ -70,7 +70,7 @@ impl<'a> Message<'a> {
                 Self::Frames { run }
             }
             Tag::Zero | Tag::Expect => {
-                let (runs, rest) = Runs::parse(tag, bytes)?;
+                let (runs, rest) = RunTable::parse(tag, bytes)?;
                 if !rest.is_empty() {
                     return Err(malformed(tag, "bytes follow its table of runs"));
                 }
@@ -110,7 +110,7 @@ impl<'a> Message<'a> {
             }
             Tag::Prepared => {
                 let raw = exactly::<RawPrepared>(tag, bytes)?;
-                Self::Prepared(PreparedSays {
+                Self::Prepared(PreparedPayload {
                     token: token(raw.token),
                     site: Uuid::from_bytes(raw.site),
                     digest: raw.digest.get(),

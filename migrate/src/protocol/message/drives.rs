@@ -7,7 +7,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::counts::Counts;
 use super::raw::{RawCounts, RawRuns, runs_head};
-use super::runs::{Runs, exactly, fixed, malformed};
+use super::runs::{RunTable, exactly, fixed, malformed};
 use crate::protocol::error::WireError;
 use crate::protocol::limits::{MAX_DRIVE_ID, MAX_DRIVES, MAX_PAGES};
 use crate::protocol::tag::Tag;
@@ -34,21 +34,21 @@ pub(crate) enum DriveMessage<'a> {
     /// The disks that are copied.
     Drives(Vec<DriveHead>),
     /// Blocks with content.
-    Blocks { drive: u32, runs: Runs<'a>, contents: &'a [u8] },
+    Blocks { drive: u32, runs: RunTable<'a>, contents: &'a [u8] },
     /// Blocks of zeros.
-    BlockZeros { drive: u32, runs: Runs<'a> },
+    BlockZeros { drive: u32, runs: RunTable<'a> },
     /// End of the disks' part of this pass.
     BlocksEnd { pass: u32, counts: Counts },
 }
 
 impl<'a> DriveMessage<'a> {
-    /// Decodes as [`Message::parse`](super::Message::parse), for these tags.
+    /// Decodes as [`WireMessage::parse`](super::Message::parse), for these tags.
     pub(super) fn parse(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
         Ok(match tag {
             Tag::Drives => Self::Drives(heads(bytes)?),
             Tag::Blocks => {
                 let drive = fixed::<RawRuns>(tag, bytes)?.0.of.get();
-                let (runs, contents) = Runs::parse(tag, bytes)?;
+                let (runs, contents) = RunTable::parse(tag, bytes)?;
                 let blocks = runs.frames().filter(|n| *n <= MAX_PAGES);
                 if blocks.is_none_or(|n| n * PAGE_SIZE != contents.len() as u64) {
                     return Err(malformed(tag, "its content is not as long as its runs say"));
@@ -57,7 +57,7 @@ impl<'a> DriveMessage<'a> {
             }
             Tag::BlockZeros => {
                 let drive = fixed::<RawRuns>(tag, bytes)?.0.of.get();
-                let (runs, rest) = Runs::parse(tag, bytes)?;
+                let (runs, rest) = RunTable::parse(tag, bytes)?;
                 if !rest.is_empty() {
                     return Err(malformed(tag, "bytes follow its table of runs"));
                 }
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_of_drives_is_read_as_it_was_written() {
+    fn drive_list_survives_encoding() {
         let long = "x".repeat(MAX_DRIVE_ID);
         let list = [head("disk0", 1), head(&long, u64::MAX), head("b", 4096)];
         let bytes = DriveMessage::Drives(list.to_vec()).to_bytes();
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_that_is_none_is_refused() {
+    fn invalid_drive_list_is_refused() {
         let bytes = DriveMessage::Drives(vec![head("disk0", 512)]).to_bytes();
         let said = |bytes: &[u8]| DriveMessage::parse(Tag::Drives, bytes).unwrap_err().to_string();
         let with = |at: usize, byte: u8| {

@@ -4,12 +4,12 @@ use driftline_dirty_tracker::Layout;
 use zerocopy::IntoBytes;
 
 use super::counts::Counts;
-use super::kinds::Message;
+use super::kinds::WireMessage;
 use super::raw::*;
 use crate::protocol::ids::Token;
 use crate::protocol::limits::MAX_TEXT;
 
-impl Message<'_> {
+impl WireMessage<'_> {
     /// Encodes the payload. PAGES, ZERO and FRAMES are sent without being joined ([`runs_head`]);
     /// encoding them here serves tests and tools.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {

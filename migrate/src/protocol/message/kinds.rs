@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 use super::counts::Counts;
 use super::drives::DriveMessage;
-use super::runs::Runs;
+use super::runs::RunTable;
 use crate::protocol::codec::Codec;
 use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
@@ -28,7 +28,7 @@ pub(crate) enum Purpose {
 
 /// The contents of PREPARED.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct PreparedSays {
+pub(crate) struct PreparedPayload {
     pub(crate) token: Token,
     pub(crate) site: Uuid,
     pub(crate) digest: u32,
@@ -37,7 +37,7 @@ pub(crate) struct PreparedSays {
 
 /// A message, which borrows its bulk from the receive buffer.
 #[derive(Debug)]
-pub(crate) enum Message<'a> {
+pub(crate) enum WireMessage<'a> {
     Hello {
         purpose: Purpose,
         features: u64,
@@ -62,15 +62,15 @@ pub(crate) enum Message<'a> {
         frames: u64,
     },
     Pages {
-        runs: Runs<'a>,
+        runs: RunTable<'a>,
         contents: &'a [u8],
     },
     Zero {
-        runs: Runs<'a>,
+        runs: RunTable<'a>,
     },
     Packed {
         codec: Codec,
-        runs: Runs<'a>,
+        runs: RunTable<'a>,
         packed: &'a [u8],
     },
     Verify,
@@ -80,7 +80,7 @@ pub(crate) enum Message<'a> {
         run: FrameRun,
     },
     Expect {
-        runs: Runs<'a>,
+        runs: RunTable<'a>,
     },
     PassEnd {
         pass: u32,
@@ -101,7 +101,7 @@ pub(crate) enum Message<'a> {
         was_running: bool,
         counts: Counts,
     },
-    Prepared(PreparedSays),
+    Prepared(PreparedPayload),
     Late(&'a [u8]),
     Drive(DriveMessage<'a>),
     Commit {
@@ -130,7 +130,7 @@ pub(crate) enum Message<'a> {
     },
 }
 
-impl Message<'_> {
+impl WireMessage<'_> {
     /// The message's tag.
     pub(crate) fn tag(&self) -> Tag {
         match self {

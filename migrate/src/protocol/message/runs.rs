@@ -9,15 +9,15 @@ use crate::protocol::tag::Tag;
 
 /// A table of runs as received: no run is empty, and nothing else has been checked.
 #[derive(Clone, Copy)]
-pub(crate) struct Runs<'a>(pub(super) &'a [RawRun]);
+pub(crate) struct RunTable<'a>(pub(super) &'a [RawRun]);
 
-impl std::fmt::Debug for Runs<'_> {
+impl std::fmt::Debug for RunTable<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list().entries(self.iter()).finish()
     }
 }
 
-impl<'a> Runs<'a> {
+impl<'a> RunTable<'a> {
     pub(crate) fn iter(self) -> impl Iterator<Item = FrameRun> + Clone + 'a {
         self.0.iter().map(FrameRun::from)
     }

@@ -7,7 +7,7 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::DriveHead;
 
 use crate::protocol::error::WireError;
-use crate::protocol::message::{Counts, DriveMessage, Runs};
+use crate::protocol::message::{Counts, DriveMessage, RunTable};
 use crate::protocol::tag::Tag;
 
 /// The state of copied disks in the stream, as `StreamState` is of memory.
@@ -27,9 +27,9 @@ pub(crate) enum DriveStep<'a> {
     /// Nothing: it was noted.
     Noted,
     /// Write the contents, in this order, to these blocks of this disk.
-    Place { drive: usize, runs: Runs<'a>, contents: &'a [u8] },
+    Place { drive: usize, runs: RunTable<'a>, contents: &'a [u8] },
     /// Make these blocks of this disk zero.
-    Zero { drive: usize, runs: Runs<'a> },
+    Zero { drive: usize, runs: RunTable<'a> },
 }
 
 impl DriveStreamState {
@@ -107,7 +107,12 @@ impl DriveStreamState {
 
     /// Checks that all `runs` are inside the disk, and that the pass has no more blocks than all
     /// disks. Returns the disk's index and the number of blocks.
-    fn checked(&self, message: Tag, drive: u32, runs: Runs<'_>) -> Result<(usize, u64), WireError> {
+    fn checked(
+        &self,
+        message: Tag,
+        drive: u32,
+        runs: RunTable<'_>,
+    ) -> Result<(usize, u64), WireError> {
         let none = || WireError::NoDrive { message, drive, drives: self.heads.len() };
         let head = self.heads.get(drive as usize).ok_or_else(none)?;
         if let Some(run) = runs.iter().find(|run| run.end().0 > head.blocks()) {
@@ -134,7 +139,7 @@ mod tests {
     use zerocopy::IntoBytes;
 
     use super::*;
-    use crate::protocol::message::{Message, RawRun, blocks_head};
+    use crate::protocol::message::{RawRun, WireMessage, blocks_head};
 
     fn stream() -> DriveStreamState {
         let head = |id: &str, bytes| DriveHead { id: id.into(), bytes, readonly: false };
@@ -149,7 +154,7 @@ mod tests {
     ) -> Result<(), WireError> {
         let run = RawRun::from(FrameRun { start: Gfn(start), count });
         let bytes = [blocks_head(drive, 1).as_bytes(), run.as_bytes()].concat();
-        let Message::Drive(message) = Message::parse(Tag::BlockZeros, &bytes)? else {
+        let WireMessage::Drive(message) = WireMessage::parse(Tag::BlockZeros, &bytes)? else {
             panic!("another message");
         };
         stream.on(7, message).map(drop)
@@ -161,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_lie_in_a_drive_that_goes_along() {
+    fn blocks_outside_copied_drives_are_refused() {
         let mut stream = stream();
         zeros(&mut stream, 0, 0, 4).unwrap();
         zeros(&mut stream, 1, 0, 1).unwrap();
@@ -179,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_has_as_many_blocks_as_was_said_and_no_more_than_there_are() {
+    fn blocks_of_a_pass_are_counted_and_bounded() {
         let mut stream = stream();
         zeros(&mut stream, 0, 0, 4).unwrap();
         zeros(&mut stream, 0, 0, 1).unwrap();
@@ -196,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_list_nothing_of_drives_may_come() {
+    fn without_a_drive_list_blocks_are_refused() {
         let mut none = DriveStreamState::new(Vec::new());
         assert!(zeros(&mut none, 0, 0, 1).unwrap_err().to_string().contains("and 0 go along"));
         assert!(end(&mut none, 7, 0).unwrap_err().to_string().starts_with("BLOCKS_END came"));

@@ -32,7 +32,7 @@ use crate::protocol::error::WireError;
 use crate::protocol::limits::{
     MAX_CONNECTIONS, MAX_EMPTY_PASSES, MAX_EXPECTED, MAX_PASSES, MAX_SECTIONS, MAX_STATE,
 };
-use crate::protocol::message::{Counts, Message, Runs};
+use crate::protocol::message::{Counts, RunTable, WireMessage};
 use crate::protocol::tag::Tag;
 pub(crate) use drives::DriveStep;
 use drives::DriveStreamState;
@@ -43,10 +43,10 @@ pub(crate) struct StreamState {
     layout: Layout,
     drives: DriveStreamState,
     /// For a channel that has joined: a pass may have fewer frames here than in all.
-    shares: bool,
+    is_joined: bool,
     /// Whether a digest was requested, which is allowed once because it costs time.
     verified: bool,
-    position: Position,
+    position: StreamPosition,
     /// Passes completed.
     passes: u32,
     /// Frames and runs that EXPECT has announced.
@@ -62,7 +62,7 @@ pub(crate) struct StreamState {
 }
 
 #[derive(Debug)]
-enum Position {
+enum StreamPosition {
     Between,
     /// `others` came over other channels.
     InPass {
@@ -79,21 +79,21 @@ enum Position {
 
 /// What to do with a message.
 #[derive(Debug)]
-pub(crate) enum Step<'a> {
+pub(crate) enum StreamStep<'a> {
     /// Nothing: it was noted.
     Noted,
     /// Write the contents, in this order, to these frames.
-    Place { runs: Runs<'a>, contents: &'a [u8] },
+    Place { runs: RunTable<'a>, contents: &'a [u8] },
     /// Decompress the contents, and write them to these frames.
-    Unpack { codec: Codec, runs: Runs<'a>, packed: &'a [u8] },
+    Unpack { codec: Codec, runs: RunTable<'a>, packed: &'a [u8] },
     /// Send the digest of memory.
     Digest,
     /// Read the content of these frames straight into memory.
     Fetch { run: FrameRun },
     /// Make these frames zero.
-    Zero { runs: Runs<'a> },
+    Zero { runs: RunTable<'a> },
     /// Preallocate these frames.
-    Prepare { runs: Runs<'a> },
+    Prepare { runs: RunTable<'a> },
     /// Collect this number of channels.
     Join { joined: u32 },
     /// Handle a message about copied disks.
@@ -110,11 +110,11 @@ pub(crate) enum Step<'a> {
 impl StreamState {
     /// Makes the state of a first channel, with `drives` copied.
     pub(crate) fn new(layout: Layout, drives: Vec<DriveHead>) -> Self {
-        let (position, totals, sections) = (Position::Between, Counts::default(), Vec::new());
+        let (position, totals, sections) = (StreamPosition::Between, Counts::default(), Vec::new());
         Self {
             layout,
             drives: DriveStreamState::new(drives),
-            shares: false,
+            is_joined: false,
             verified: false,
             position,
             passes: 0,
@@ -129,19 +129,19 @@ impl StreamState {
     }
 
     /// Makes the state of a channel that has joined.
-    pub(crate) fn shares(layout: Layout) -> Self {
-        Self { shares: true, ..Self::new(layout, Vec::new()) }
+    pub(crate) fn joined(layout: Layout) -> Self {
+        Self { is_joined: true, ..Self::new(layout, Vec::new()) }
     }
 
     /// Whether a pass is in progress.
     pub(crate) fn is_in_pass(&self) -> bool {
-        matches!(self.position, Position::InPass { .. })
+        matches!(self.position, StreamPosition::InPass { .. })
     }
 
     /// The pass in progress, or the next one, and the frames that are still to come here.
-    pub(crate) fn under_way(&self) -> (u32, u64) {
+    pub(crate) fn progress(&self) -> (u32, u64) {
         let left = match self.position {
-            Position::InPass { frames, counts, .. } => left(frames, &counts),
+            StreamPosition::InPass { frames, counts, .. } => left(frames, &counts),
             _ => 0,
         };
         (self.passes, left)
@@ -149,7 +149,7 @@ impl StreamState {
 
     /// Counts what other channels have received of the pass in progress.
     pub(crate) fn count_others(&mut self, counts: Counts) {
-        if let Position::InPass { others, .. } = &mut self.position {
+        if let StreamPosition::InPass { others, .. } = &mut self.position {
             *others += counts;
         }
     }
@@ -172,7 +172,7 @@ impl StreamState {
     /// Bytes of memory and disks, including zeros, and of state received so far.
     pub(crate) fn moved_bytes(&self) -> u64 {
         let pass = match self.position {
-            Position::InPass { counts, .. } => counts,
+            StreamPosition::InPass { counts, .. } => counts,
             _ => Counts::default(),
         };
         let frames = [self.totals, pass].iter().map(|c| c.normal + c.zero).sum::<u64>();
@@ -182,15 +182,16 @@ impl StreamState {
     }
 
     /// Takes the next message.
-    pub(crate) fn on<'a>(&mut self, message: Message<'a>) -> Result<Step<'a>, WireError> {
-        let shares = self.shares;
+    pub(crate) fn on<'a>(&mut self, message: WireMessage<'a>) -> Result<StreamStep<'a>, WireError> {
+        let is_joined = self.is_joined;
         match (&mut self.position, message) {
             (
-                position @ (Position::Between | Position::State | Position::Whole),
-                Message::PassBegin { pass, frames },
+                position
+                @ (StreamPosition::Between | StreamPosition::State | StreamPosition::Whole),
+                WireMessage::PassBegin { pass, frames },
             ) => {
                 // From a source that does not send STATE_WHOLE.
-                let early = matches!(position, Position::State);
+                let early = matches!(position, StreamPosition::State);
                 same("the number of the pass", pass.into(), self.passes.into())?;
                 at_most("passes", u64::from(pass) + 1, MAX_PASSES.into())?;
                 if self.drives.are_none() {
@@ -202,60 +203,70 @@ impl StreamState {
                     return Err(WireError::Count { what, found, expected });
                 }
                 let (counts, others) = (Counts::default(), Counts::default());
-                self.position = Position::InPass { frames, counts, others };
+                self.position = StreamPosition::InPass { frames, counts, others };
                 if !early {
-                    return Ok(Step::Noted);
+                    return Ok(StreamStep::Noted);
                 }
                 Ok(self.restore(frames))
             }
-            (Position::State, Message::StateWhole { sections: said, frames }) => {
+            (StreamPosition::State, WireMessage::StateWhole { sections: said, frames }) => {
                 same("state sections", said.into(), self.sections.len() as u64)?;
-                self.position = Position::Whole;
+                self.position = StreamPosition::Whole;
                 Ok(self.restore(frames))
             }
-            (Position::Between, Message::Connections { joined }) if self.passes == 0 && !shares => {
+            (StreamPosition::Between, WireMessage::Connections { joined })
+                if self.passes == 0 && !is_joined =>
+            {
                 at_most("connections", u64::from(joined) + 1, MAX_CONNECTIONS.into())?;
-                Ok(Step::Join { joined })
+                Ok(StreamStep::Join { joined })
             }
-            (Position::Between, Message::Expect { runs }) if self.passes == 0 && !shares => {
+            (StreamPosition::Between, WireMessage::Expect { runs })
+                if self.passes == 0 && !is_joined =>
+            {
                 let left = self.layout.frames() - self.expected;
                 self.expected += checked(&self.layout, Tag::Expect, runs.iter(), left)?;
                 self.expected_runs += runs.len();
                 at_most("expected runs", self.expected_runs as u64, MAX_EXPECTED as u64)?;
-                Ok(Step::Prepare { runs })
-            }
-            (Position::InPass { frames, counts, .. }, Message::Pages { runs, contents }) => {
-                let left = left(*frames, counts);
-                counts.normal += checked(&self.layout, Tag::Pages, runs.iter(), left)?;
-                Ok(Step::Place { runs, contents })
-            }
-            (Position::InPass { frames, counts, .. }, Message::Packed { codec, runs, packed }) => {
-                let left = left(*frames, counts);
-                counts.normal += checked(&self.layout, Tag::Packed, runs.iter(), left)?;
-                Ok(Step::Unpack { codec, runs, packed })
-            }
-            (Position::Between, Message::Verify)
-                if self.passes > 0 && !shares && !self.verified =>
-            {
-                self.verified = true;
-                Ok(Step::Digest)
-            }
-            (Position::InPass { frames, counts, .. }, Message::Frames { run }) => {
-                let left = left(*frames, counts);
-                counts.normal += checked(&self.layout, Tag::Frames, [run].into_iter(), left)?;
-                Ok(Step::Fetch { run })
-            }
-            (Position::InPass { frames, counts, .. }, Message::Zero { runs }) => {
-                let left = left(*frames, counts);
-                counts.zero += checked(&self.layout, Tag::Zero, runs.iter(), left)?;
-                Ok(Step::Zero { runs })
-            }
-            (Position::InPass { .. }, Message::Drive(message)) => {
-                Ok(Step::Drive(self.drives.on(self.passes, message)?))
+                Ok(StreamStep::Prepare { runs })
             }
             (
-                Position::InPass { frames, counts, others },
-                Message::PassEnd { pass, counts: theirs },
+                StreamPosition::InPass { frames, counts, .. },
+                WireMessage::Pages { runs, contents },
+            ) => {
+                let left = left(*frames, counts);
+                counts.normal += checked(&self.layout, Tag::Pages, runs.iter(), left)?;
+                Ok(StreamStep::Place { runs, contents })
+            }
+            (
+                StreamPosition::InPass { frames, counts, .. },
+                WireMessage::Packed { codec, runs, packed },
+            ) => {
+                let left = left(*frames, counts);
+                counts.normal += checked(&self.layout, Tag::Packed, runs.iter(), left)?;
+                Ok(StreamStep::Unpack { codec, runs, packed })
+            }
+            (StreamPosition::Between, WireMessage::Verify)
+                if self.passes > 0 && !is_joined && !self.verified =>
+            {
+                self.verified = true;
+                Ok(StreamStep::Digest)
+            }
+            (StreamPosition::InPass { frames, counts, .. }, WireMessage::Frames { run }) => {
+                let left = left(*frames, counts);
+                counts.normal += checked(&self.layout, Tag::Frames, [run].into_iter(), left)?;
+                Ok(StreamStep::Fetch { run })
+            }
+            (StreamPosition::InPass { frames, counts, .. }, WireMessage::Zero { runs }) => {
+                let left = left(*frames, counts);
+                counts.zero += checked(&self.layout, Tag::Zero, runs.iter(), left)?;
+                Ok(StreamStep::Zero { runs })
+            }
+            (StreamPosition::InPass { .. }, WireMessage::Drive(message)) => {
+                Ok(StreamStep::Drive(self.drives.on(self.passes, message)?))
+            }
+            (
+                StreamPosition::InPass { frames, counts, others },
+                WireMessage::PassEnd { pass, counts: theirs },
             ) => {
                 let (frames, mut counts) = (*frames, *counts);
                 counts += *others;
@@ -266,44 +277,49 @@ impl StreamState {
                 same("the number of the pass", pass.into(), self.passes.into())?;
                 same("the pass's frames with content", theirs.normal, counts.normal)?;
                 same("the pass's zero frames", theirs.zero, counts.zero)?;
-                if !shares {
+                if !is_joined {
                     same("the pass's frames", frames, counts.normal + counts.zero)?;
                 }
                 self.totals += counts;
                 self.passes += 1;
-                self.position =
-                    if self.early.is_some() { Position::Last } else { Position::Between };
-                Ok(Step::Ack { pass, counts })
+                self.position = if self.early.is_some() {
+                    StreamPosition::Last
+                } else {
+                    StreamPosition::Between
+                };
+                Ok(StreamStep::Ack { pass, counts })
             }
-            (Position::Between | Position::State, Message::State(section)) if !shares => {
-                self.position = Position::State;
+            (StreamPosition::Between | StreamPosition::State, WireMessage::State(section))
+                if !is_joined =>
+            {
+                self.position = StreamPosition::State;
                 self.state_bytes += section.bytes.len() as u64;
                 at_most("state sections", self.sections.len() as u64 + 1, MAX_SECTIONS.into())?;
                 at_most("bytes of state", self.state_bytes, MAX_STATE)?;
                 self.sections.push(section);
-                Ok(Step::Noted)
+                Ok(StreamStep::Noted)
             }
             (
-                Position::Between | Position::State | Position::Last,
-                Message::StateEnd { sections: said, was_running, counts },
-            ) if !shares => {
+                StreamPosition::Between | StreamPosition::State | StreamPosition::Last,
+                WireMessage::StateEnd { sections: said, was_running, counts },
+            ) if !is_joined => {
                 let late = || std::mem::take(&mut self.sections).into();
                 let sections = self.early.take().unwrap_or_else(late);
                 same("state sections", said.into(), sections.len() as u64)?;
                 same("all frames with content", counts.normal, self.totals.normal)?;
                 same("all zero frames", counts.zero, self.totals.zero)?;
-                self.position = Position::Complete;
-                Ok(Step::Complete { sections, was_running })
+                self.position = StreamPosition::Complete;
+                Ok(StreamStep::Complete { sections, was_running })
             }
             (position, other) => Err(other.unexpected(position.expects())),
         }
     }
 
     /// Ends a state that precedes the last pass.
-    fn restore(&mut self, frames: u64) -> Step<'static> {
+    fn restore(&mut self, frames: u64) -> StreamStep<'static> {
         let sections: Arc<[Section]> = std::mem::take(&mut self.sections).into();
         self.early = Some(sections.clone());
-        Step::Restore { sections, frames }
+        StreamStep::Restore { sections, frames }
     }
 
     /// Bounds the number of empty passes.
@@ -313,7 +329,7 @@ impl StreamState {
     }
 }
 
-impl Position {
+impl StreamPosition {
     const fn expects(&self) -> &'static str {
         match self {
             Self::Between => "EXPECT, CONNECTIONS, PASS_BEGIN, VERIFY, STATE or STATE_END",
@@ -378,24 +394,24 @@ mod tests {
 
     /// One whole pass of `frames` zero frames.
     fn pass(stream: &mut StreamState, pass: u32, frames: u64) -> Result<(), WireError> {
-        stream.on(Message::PassBegin { pass, frames })?;
+        stream.on(WireMessage::PassBegin { pass, frames })?;
         if frames > 0 {
             let run = RawRun::from(FrameRun { start: Gfn(0), count: frames });
             let bytes = [runs_head(1).as_bytes(), run.as_bytes()].concat();
-            stream.on(Message::parse(Tag::Zero, &bytes)?)?;
+            stream.on(WireMessage::parse(Tag::Zero, &bytes)?)?;
         }
         let counts = Counts { normal: 0, zero: frames };
-        stream.on(Message::PassEnd { pass, counts })?;
+        stream.on(WireMessage::PassEnd { pass, counts })?;
         Ok(())
     }
 
     #[test]
-    fn what_is_expected_is_bounded_by_memory_and_comes_before_the_first_pass() {
+    fn expect_is_bounded_and_precedes_pass_0() {
         let mut stream = stream();
         let expect = |stream: &mut StreamState, start, count| {
             let run = RawRun::from(FrameRun { start: Gfn(start), count });
             let bytes = [runs_head(1).as_bytes(), run.as_bytes()].concat();
-            stream.on(Message::parse(Tag::Expect, &bytes)?).map(|_| ())
+            stream.on(WireMessage::parse(Tag::Expect, &bytes)?).map(|_| ())
         };
         expect(&mut stream, 0, 3).unwrap();
         let e = expect(&mut stream, 1, 2).unwrap_err().to_string();
@@ -432,72 +448,74 @@ mod tests {
     }
 
     #[test]
-    fn state_may_come_before_the_last_pass_and_only_there() {
+    fn state_may_precede_only_the_last_pass() {
         let mut stream = stream();
         pass(&mut stream, 0, 2).unwrap();
         let section = || Section::new(driftline_guest::SectionTag(7), 0, vec![1]);
-        stream.on(Message::State(section())).unwrap();
-        let step = stream.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
+        stream.on(WireMessage::State(section())).unwrap();
+        let step = stream.on(WireMessage::PassBegin { pass: 1, frames: 0 }).unwrap();
         assert!(
-            matches!(step, Step::Restore { sections, frames: 0 } if sections[..] == [section()])
+            matches!(step, StreamStep::Restore { sections, frames: 0 } if sections[..] == [section()])
         );
-        let e = stream.on(Message::State(section())).unwrap_err().to_string();
+        let e = stream.on(WireMessage::State(section())).unwrap_err().to_string();
         assert!(e.contains("STATE"), "{e}");
         let counts = Counts::default();
-        stream.on(Message::PassEnd { pass: 1, counts }).unwrap();
-        for more in
-            [Message::PassBegin { pass: 2, frames: 0 }, Message::State(section()), Message::Verify]
-        {
+        stream.on(WireMessage::PassEnd { pass: 1, counts }).unwrap();
+        for more in [
+            WireMessage::PassBegin { pass: 2, frames: 0 },
+            WireMessage::State(section()),
+            WireMessage::Verify,
+        ] {
             let e = stream.on(more).unwrap_err().to_string();
             assert!(e.contains("STATE_END"), "{e}");
         }
         let end = |sections| {
             let counts = Counts { normal: 0, zero: 2 };
-            Message::StateEnd { sections, was_running: true, counts }
+            WireMessage::StateEnd { sections, was_running: true, counts }
         };
         let step = stream.on(end(1)).unwrap();
-        assert!(matches!(step, Step::Complete { sections, .. } if sections.len() == 1));
+        assert!(matches!(step, StreamStep::Complete { sections, .. } if sections.len() == 1));
     }
 
     #[test]
-    fn a_state_that_is_whole_can_be_restored_before_the_last_pass_begins() {
+    fn whole_state_is_restored_before_the_last_pass() {
         let mut stream = stream();
         pass(&mut stream, 0, 2).unwrap();
         let section = || Section::new(driftline_guest::SectionTag(7), 0, vec![1]);
-        let whole = |sections| Message::StateWhole { sections, frames: 3 };
+        let whole = |sections| WireMessage::StateWhole { sections, frames: 3 };
         let e = stream.on(whole(0)).unwrap_err().to_string();
         assert!(e.contains("STATE_WHOLE came where"), "{e}");
-        stream.on(Message::State(section())).unwrap();
+        stream.on(WireMessage::State(section())).unwrap();
         let e = stream.on(whole(2)).unwrap_err().to_string();
         assert!(e.contains("2 by the peer's count and 1 by this side's"), "{e}");
         let step = stream.on(whole(1)).unwrap();
         assert!(
-            matches!(step, Step::Restore { sections, frames: 3 } if sections[..] == [section()])
+            matches!(step, StreamStep::Restore { sections, frames: 3 } if sections[..] == [section()])
         );
-        for more in [Message::State(section()), whole(1), Message::Verify] {
+        for more in [WireMessage::State(section()), whole(1), WireMessage::Verify] {
             let e = stream.on(more).unwrap_err().to_string();
             assert!(e.contains("where PASS_BEGIN was expected"), "{e}");
         }
         let counts = Counts::default();
-        let begun = stream.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
-        assert!(matches!(begun, Step::Noted), "it is restored once");
-        stream.on(Message::PassEnd { pass: 1, counts }).unwrap();
+        let begun = stream.on(WireMessage::PassBegin { pass: 1, frames: 0 }).unwrap();
+        assert!(matches!(begun, StreamStep::Noted), "it is restored once");
+        stream.on(WireMessage::PassEnd { pass: 1, counts }).unwrap();
         let counts = Counts { normal: 0, zero: 2 };
-        let end = Message::StateEnd { sections: 1, was_running: true, counts };
+        let end = WireMessage::StateEnd { sections: 1, was_running: true, counts };
         let step = stream.on(end).unwrap();
-        assert!(matches!(step, Step::Complete { sections, .. } if sections.len() == 1));
+        assert!(matches!(step, StreamStep::Complete { sections, .. } if sections.len() == 1));
     }
 
     #[test]
-    fn what_has_moved_counts_frames_at_once_and_state() {
+    fn moved_bytes_count_frames_as_they_arrive() {
         let mut stream = stream();
         pass(&mut stream, 0, 3).unwrap();
         assert_eq!(stream.moved_bytes(), 3 * PAGE_SIZE);
-        stream.on(Message::PassBegin { pass: 1, frames: 2 }).unwrap();
+        stream.on(WireMessage::PassBegin { pass: 1, frames: 2 }).unwrap();
         assert_eq!(stream.moved_bytes(), 3 * PAGE_SIZE, "what is announced has not come");
         let run = RawRun::from(FrameRun { start: Gfn(1), count: 1 });
         let bytes = [runs_head(1).as_bytes(), run.as_bytes()].concat();
-        stream.on(Message::parse(Tag::Zero, &bytes).unwrap()).unwrap();
+        stream.on(WireMessage::parse(Tag::Zero, &bytes).unwrap()).unwrap();
         assert_eq!(stream.moved_bytes(), 4 * PAGE_SIZE);
     }
 }

@@ -8,7 +8,7 @@ use axum::extract::State;
 use driftline_checkpoint::{CadenceForecast, cadence_forecast};
 use driftline_migrate::MIN_BANDWIDTH;
 use driftline_migrate::convergence::Goals;
-use driftline_migrate::forecast::{Conditions, Curve, Forecast, forecast};
+use driftline_migrate::forecast::{Forecast, ForecastConditions, WriteCurve, forecast};
 use serde::{Deserialize, Serialize};
 
 use super::fault::JsonBody;
@@ -75,7 +75,7 @@ pub struct Plan {
 impl Plan {
     /// Computes the plan from the observed behaviour.
     pub fn new(request: &PlanRequest, profile: WriteProfile) -> Self {
-        let curve = Curve::new(&profile.windows(), profile.memory_frames);
+        let curve = WriteCurve::new(&profile.windows(), profile.memory_frames);
         let bytes_per_s = request.bandwidth_bytes_per_s.unwrap_or(ASSUMED_BANDWIDTH);
         // The goals of `send-migration` without other options.
         let mut goals = Goals::default();
@@ -84,10 +84,10 @@ impl Plan {
         }
         let (populated, zeros) = (profile.populated_frames, profile.zero_frames);
         let throttle = true;
-        let conditions = Conditions { bytes_per_s, goals, throttle, populated, zeros };
+        let conditions = ForecastConditions { bytes_per_s, goals, throttle, populated, zeros };
         let migration = forecast(&conditions, &curve);
         let throttled = migration.most_bytes_per_s.is_some();
-        let unthrottled = Conditions { throttle: false, ..conditions };
+        let unthrottled = ForecastConditions { throttle: false, ..conditions };
         let cadence = |ms: &u64| {
             let every = Duration::from_millis(*ms);
             cadence_forecast(every, curve.frames(every))

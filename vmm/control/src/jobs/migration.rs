@@ -111,7 +111,7 @@ impl MigrationJob {
     /// Returns whether COMMIT has been sent, or is being sent, and the guest's owner has not been
     /// settled yet.
     pub(super) fn is_handed_over(&self) -> bool {
-        self.control.is_sealed() && !self.is_over()
+        self.control.is_committed() && !self.is_over()
     }
 
     pub(super) fn to(&self) -> &str {
@@ -187,7 +187,7 @@ impl Drop for MigrationEndGuard<'_> {
     fn drop(&mut self) {
         // A thread that panicked after the record was written may have handed the guest over. The
         // guest must not be resumed then.
-        if thread::panicking() && self.job.control.is_sealed() {
+        if thread::panicking() && self.job.control.is_committed() {
             self.job.lost.store(true, Ordering::Relaxed);
             return;
         }

@@ -302,7 +302,7 @@ impl Jobs {
         }
         for record in pending.records {
             if record.vm_id == self.vm.vm_id() {
-                records.settle(record.token)?;
+                records.remove_source(record.token)?;
             }
         }
         Ok(())

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription};
 use driftline_format::is_zero;
 use driftline_guest::Guest;
-use driftline_migrate::forecast::Window;
+use driftline_migrate::forecast::WriteWindow;
 use serde::{Deserialize, Serialize};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -76,8 +76,8 @@ pub struct WriteProfile {
 
 impl WriteProfile {
     /// Returns the windows as input of a forecast.
-    pub fn windows(&self) -> Vec<Window> {
-        let one = |summary: &WindowSummary| Window {
+    pub fn windows(&self) -> Vec<WriteWindow> {
+        let one = |summary: &WindowSummary| WriteWindow {
             // A length that cannot be represented becomes zero; the forecast skips such windows.
             length: Duration::try_from_secs_f64(summary.window_ms / 1e3).unwrap_or_default(),
             frames: summary.frames,

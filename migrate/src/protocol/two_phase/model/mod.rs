@@ -1,55 +1,55 @@
 //! Both machines against each other, through everything that can go wrong, in every order.
 //!
-//! [`World::next`] lists every step that can happen: a message arrives or is lost, an end notices a
+//! [`ModelState::next`] lists every step that can happen: a message arrives or is lost, an end notices a
 //! failure, an order is performed or fails, a process dies, the destination's host crashes and
 //! loses what is not durable, the source asks, the operator resolves. The test visits every world
 //! that can be reached.
 
-mod world;
+mod state;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use self::world::{Kind, World};
+use self::state::{ModelState, StepKind};
 use super::{Destination, Source, SourceEvent, SourceOrder};
 use crate::protocol::decision::Resolution;
 
 /// The worlds from which steps of these kinds can lead to a settled one.
-fn rescued<'w>(
-    seen: &'w HashSet<World>,
-    back: &'w HashMap<World, Vec<(Kind, World)>>,
-    kinds: &[Kind],
-) -> HashSet<&'w World> {
-    let mut rescued: HashSet<&World> = HashSet::new();
-    let mut queue: VecDeque<&World> = seen.iter().filter(|w| w.settled()).collect();
-    while let Some(world) = queue.pop_front() {
-        if rescued.insert(world) {
-            let before = back.get(world).into_iter().flatten();
+fn resolvable<'w>(
+    seen: &'w HashSet<ModelState>,
+    back: &'w HashMap<ModelState, Vec<(StepKind, ModelState)>>,
+    kinds: &[StepKind],
+) -> HashSet<&'w ModelState> {
+    let mut resolvable: HashSet<&ModelState> = HashSet::new();
+    let mut queue: VecDeque<&ModelState> = seen.iter().filter(|w| w.is_resolved()).collect();
+    while let Some(state) = queue.pop_front() {
+        if resolvable.insert(state) {
+            let before = back.get(state).into_iter().flatten();
             queue.extend(before.filter(|(kind, _)| kinds.contains(kind)).map(|(_, w)| w));
         }
     }
-    rescued
+    resolvable
 }
 
 #[test]
-fn at_most_one_runs_and_there_is_always_a_way_out() {
+fn at_most_one_runs_and_every_state_resolves() {
     for names_boot in [true, false] {
         explore(names_boot);
     }
 }
 
 fn explore(names_boot: bool) {
-    let mut seen: HashSet<World> = HashSet::new();
+    let mut seen: HashSet<ModelState> = HashSet::new();
     // Good steps and the operator's, backwards.
-    let mut back: HashMap<World, Vec<(Kind, World)>> = HashMap::new();
-    let mut queue = VecDeque::from([World::new(names_boot)]);
-    while let Some(world) = queue.pop_front() {
-        if !seen.insert(world.clone()) {
+    let mut back: HashMap<ModelState, Vec<(StepKind, ModelState)>> = HashMap::new();
+    let mut queue = VecDeque::from([ModelState::new(names_boot)]);
+    while let Some(state) = queue.pop_front() {
+        if !seen.insert(state.clone()) {
             continue;
         }
-        world.check();
-        for (kind, next) in world.next() {
-            if kind != Kind::Bad {
-                back.entry(next.clone()).or_default().push((kind, world.clone()));
+        state.check();
+        for (kind, next) in state.next() {
+            if kind != StepKind::Bad {
+                back.entry(next.clone()).or_default().push((kind, state.clone()));
             }
             if !seen.contains(&next) {
                 queue.push_back(next);
@@ -57,14 +57,14 @@ fn explore(names_boot: bool) {
         }
     }
     // An operator who discards what runs nowhere has decided so.
-    let honest = |w: &&World| w.operator != Some(Resolution::Discard);
-    let rescued = rescued(&seen, &back, &[Kind::Good, Kind::Operator]);
-    let stuck = seen.iter().filter(honest).find(|w| !rescued.contains(w));
+    let honest = |w: &&ModelState| w.operator != Some(Resolution::Discard);
+    let resolvable = resolvable(&seen, &back, &[StepKind::Good, StepKind::Operator]);
+    let stuck = seen.iter().filter(honest).find(|w| !resolvable.contains(w));
     assert!(stuck.is_none(), "no way out of {stuck:#?}");
     // While both processes live, nobody has to be asked.
-    let rescued = self::rescued(&seen, &back, &[Kind::Good]);
-    let both = |w: &&World| w.source_alive && w.destination_alive;
-    let stuck = seen.iter().filter(honest).filter(both).find(|w| !rescued.contains(w));
+    let resolvable = self::resolvable(&seen, &back, &[StepKind::Good]);
+    let both = |w: &&ModelState| w.source_alive && w.destination_alive;
+    let stuck = seen.iter().filter(honest).filter(both).find(|w| !resolvable.contains(w));
     assert!(stuck.is_none(), "no way out without an operator of {stuck:#?}");
     assert!(seen.len() > 1_000, "only {} worlds were visited", seen.len());
     for wanted in [Source::Here, Source::Gone, Source::InDoubt] {
@@ -75,22 +75,22 @@ fn explore(names_boot: bool) {
 
 #[test]
 fn without_faults_the_guest_arrives() {
-    let mut world = World::new(true);
-    while let Some((_, next)) = world.next().into_iter().find(|(kind, next)| {
+    let mut state = ModelState::new(true);
+    while let Some((_, next)) = state.next().into_iter().find(|(kind, next)| {
         // Deadlines and cuts are good steps too; here nothing is late.
         let late = next.source == Source::InDoubt
             || next.destination == Destination::Discarding
             || (next.source_hung_up && next.source != Source::Gone);
-        *kind == Kind::Good && !late
+        *kind == StepKind::Good && !late
     }) {
-        world = next;
+        state = next;
     }
-    assert_eq!((world.source, world.destination), (Source::Gone, Destination::Running));
-    assert!(world.destination_runs && !world.source_runs);
+    assert_eq!((state.source, state.destination), (Source::Gone, Destination::Running));
+    assert!(state.destination_runs && !state.source_runs);
 }
 
 #[test]
-fn only_before_commit_a_failure_gives_the_guest_back() {
+fn only_failure_before_commit_resumes_the_guest() {
     for state in [Source::Streaming, Source::Recording, Source::Recorded] {
         let (next, order) = state.on(SourceEvent::Lost);
         assert!(next == Source::Here && matches!(order, SourceOrder::TakeBack(_)), "{state:?}");

@@ -8,22 +8,25 @@ use crate::transport::link::SLICE;
 
 /// A rate limit without credit for unused time. All channels of a migration share one.
 #[derive(Debug)]
-pub(super) struct Pacer(Mutex<State>);
+pub(super) struct RateLimiter(Mutex<RateLimiterState>);
 
 #[derive(Debug)]
-struct State {
+struct RateLimiterState {
     /// Bytes/s; `None`: no limit.
     rate: Option<u64>,
     /// When the next message is due.
     next: Instant,
 }
 
-impl Pacer {
+impl RateLimiter {
     pub(super) fn new(rate: Option<u64>) -> Self {
-        Self(Mutex::new(State { rate: rate.filter(|rate| *rate > 0), next: Instant::now() }))
+        Self(Mutex::new(RateLimiterState {
+            rate: rate.filter(|rate| *rate > 0),
+            next: Instant::now(),
+        }))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, RateLimiterState> {
         self.0.lock()
     }
 
@@ -51,7 +54,7 @@ impl Pacer {
     }
 }
 
-impl State {
+impl RateLimiterState {
     /// Returns when the next message is due, after `bytes` that were sent until `now`.
     fn due(&mut self, bytes: u64, now: Instant) -> Instant {
         let Some(rate) = self.rate else { return now };
@@ -68,9 +71,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_come_at_the_rate_and_not_faster_after_a_rest() {
-        let pacer = Pacer::new(Some(1000));
-        let mut state = pacer.state();
+    fn idle_time_gives_no_credit() {
+        let rate_limiter = RateLimiter::new(Some(1000));
+        let mut state = rate_limiter.state();
         let begun = state.next;
         let ms = Duration::from_millis;
         assert_eq!(state.due(500, begun), begun + ms(500));
@@ -81,15 +84,15 @@ mod tests {
         assert_eq!(state.due(500, later), later, "it had its own time");
         assert_eq!(state.due(500, later), later + ms(500), "and no more");
         drop(state);
-        pacer.end();
-        assert_eq!(pacer.state().due(u64::MAX, later), later);
+        rate_limiter.end();
+        assert_eq!(rate_limiter.state().due(u64::MAX, later), later);
     }
 
     #[test]
     fn a_stop_ends_the_wait() {
         let begun = Instant::now();
-        let pacer = Pacer::new(Some(1));
-        pacer.pace(1 << 40, || begun.elapsed() > Duration::from_millis(100));
+        let rate_limiter = RateLimiter::new(Some(1));
+        rate_limiter.pace(1 << 40, || begun.elapsed() > Duration::from_millis(100));
         assert!(begun.elapsed() < Duration::from_secs(60));
     }
 }

@@ -34,7 +34,7 @@ pub(super) enum ToDo {
 }
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub(super) struct World {
+pub(super) struct ModelState {
     pub(super) source: Source,
     pub(super) source_alive: bool,
     pub(super) source_runs: bool,
@@ -96,7 +96,7 @@ pub(super) enum Read {
 
 /// What a step is, for the search for a way out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Kind {
+pub(super) enum StepKind {
     /// Something works as it should, or a limit is reached.
     Good,
     /// Something breaks.
@@ -105,7 +105,7 @@ pub(super) enum Kind {
     Operator,
 }
 
-impl World {
+impl ModelState {
     pub(super) fn new(names_boot: bool) -> Self {
         Self {
             names_boot,
@@ -191,7 +191,7 @@ impl World {
     }
 
     /// Every world one step away.
-    pub(super) fn next(&self) -> Vec<(Kind, Self)> {
+    pub(super) fn next(&self) -> Vec<(StepKind, Self)> {
         let mut all = Vec::new();
         if self.source_alive {
             self.source_steps(&mut all);
@@ -206,24 +206,24 @@ impl World {
                 // A process that answers has died, too, or its file system has.
                 let w = Self { rebooted: true, durable: true, question: None, ..survivor };
                 if !self.durable {
-                    all.push((Kind::Bad, Self { disk: None, ..w.clone() }));
+                    all.push((StepKind::Bad, Self { disk: None, ..w.clone() }));
                 }
-                all.push((Kind::Bad, w));
+                all.push((StepKind::Bad, w));
             }
         }
         // The next process sweeps what one that died has left. Without a boot in the record the
         // decision was durable before the guest ran, so there is none after a crash either.
         let undecided = self.disk.is_none() && !(self.rebooted && self.names_boot);
         if !self.destination_alive && self.prepared && undecided {
-            all.push((Kind::Good, Self { prepared: false, ..self.clone() }));
+            all.push((StepKind::Good, Self { prepared: false, ..self.clone() }));
         }
-        // As `Records::sweep_settled`: a prepared record behind a durable decision tells no more,
+        // As `Records::sweep`: a prepared record behind a durable decision tells no more,
         // and without a prepared record `discarded` tells no more than nothing.
         if !self.destination_alive && self.prepared && self.disk.is_some() {
-            all.push((Kind::Good, Self { prepared: false, durable: true, ..self.clone() }));
+            all.push((StepKind::Good, Self { prepared: false, durable: true, ..self.clone() }));
         }
         if !self.prepared && self.disk == Some(Decision::Discarded) {
-            all.push((Kind::Good, Self { disk: None, durable: true, ..self.clone() }));
+            all.push((StepKind::Good, Self { disk: None, durable: true, ..self.clone() }));
         }
         if let Some(question) = self.question {
             all.push((self.elsewhere(), self.answer_on(question)));
@@ -234,15 +234,15 @@ impl World {
             (&self.to_destination, Self { to_destination: Vec::new(), ..self.clone() }),
         ] {
             if !lost.is_empty() {
-                all.push((Kind::Bad, w));
+                all.push((StepKind::Bad, w));
             }
         }
         all
     }
 
-    fn source_steps(&self, all: &mut Vec<(Kind, Self)>) {
-        use Kind::{Bad, Good};
+    fn source_steps(&self, all: &mut Vec<(StepKind, Self)>) {
         use SourceEvent as E;
+        use StepKind::{Bad, Good};
         all.push((
             Bad,
             Self { source_alive: false, source_runs: false, source_hung_up: true, ..self.clone() },
@@ -321,7 +321,7 @@ impl World {
             );
             if !self.destination_alive || cannot {
                 let w = Self { operator: Some(Resolution::Run), ..self.clone() };
-                all.push((Kind::Operator, w.source_event(E::Operator(Resolution::Run))));
+                all.push((StepKind::Operator, w.source_event(E::Operator(Resolution::Run))));
             }
             let w = Self { operator: Some(Resolution::Discard), ..self.clone() };
             all.push((Bad, w.source_event(E::Operator(Resolution::Discard))));
@@ -329,7 +329,7 @@ impl World {
     }
 
     /// A question reaches the destination, or another process that shares its records.
-    fn ask(&self, all: &mut Vec<(Kind, Self)>) {
+    fn ask(&self, all: &mut Vec<(StepKind, Self)>) {
         if self.answer.is_some() {
             return;
         }
@@ -338,10 +338,10 @@ impl World {
             if self.destination == Destination::Discarding {
                 let (w, event) = self.stored(Decision::Discarded);
                 let w = w.destination_event(event);
-                all.push((Kind::Good, answered(w.clone(), w.destination.verdict())));
-                all.push((Kind::Bad, answered(self.clone(), self.destination.verdict())));
+                all.push((StepKind::Good, answered(w.clone(), w.destination.verdict())));
+                all.push((StepKind::Bad, answered(self.clone(), self.destination.verdict())));
             } else {
-                all.push((Kind::Good, answered(self.clone(), self.destination.verdict())));
+                all.push((StepKind::Good, answered(self.clone(), self.destination.verdict())));
             }
         }
         if self.question.is_none() {
@@ -354,8 +354,8 @@ impl World {
 
     /// Of what another process than the destination's does. With that one alive, too, both are at
     /// one address, one after the other.
-    fn elsewhere(&self) -> Kind {
-        if self.destination_alive { Kind::Bad } else { Kind::Good }
+    fn elsewhere(&self) -> StepKind {
+        if self.destination_alive { StepKind::Bad } else { StepKind::Good }
     }
 
     /// As `Records::decide_unknown`, one access at a time.
@@ -415,9 +415,9 @@ impl World {
         Self { destination_alive, destination_runs, destination_hung_up, ..self.clone() }
     }
 
-    fn destination_steps(&self, all: &mut Vec<(Kind, Self)>) {
+    fn destination_steps(&self, all: &mut Vec<(StepKind, Self)>) {
         use DestinationEvent as E;
-        use Kind::{Bad, Good};
+        use StepKind::{Bad, Good};
         all.push((Bad, self.destination_dies()));
         if let Some((first, rest)) = self.to_destination.split_first() {
             let rest = Self { to_destination: rest.to_vec(), ..self.clone() };
@@ -451,9 +451,9 @@ impl World {
         }
         let done = self.done_destination();
         // ENDED. Another process of the site hears it too, but had no guest: it forgets nothing.
-        let settled =
+        let is_resolved =
             matches!(self.source, Source::Here | Source::Gone) && self.source_todo == ToDo::Nothing;
-        if settled && self.disk.is_some() && self.destination.may_forget() {
+        if is_resolved && self.disk.is_some() && self.destination.may_forget() {
             // One after the other: the host may crash in between.
             let w = Self { prepared: false, ..self.clone() };
             all.push((Good, Self { disk: None, ..w.clone() }));
@@ -507,7 +507,7 @@ impl World {
     }
 
     /// Where a story may end: exactly one runs, or what is left of it is settled.
-    pub(super) fn settled(&self) -> bool {
+    pub(super) fn is_resolved(&self) -> bool {
         match (self.source_alive, self.destination_alive) {
             (true, true) => self.source_runs != self.destination_runs,
             // The other process took its copy with it.

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::Host;
+use super::HostPair;
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
 use driftline_guest::testing::{MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
@@ -53,9 +53,9 @@ impl TestDrive {
     }
 }
 
-struct Shown(Arc<TestDrive>);
+struct TestDriveHandle(Arc<TestDrive>);
 
-impl GuestDrive for Shown {
+impl GuestDrive for TestDriveHandle {
     fn head(&self) -> DriveHead {
         self.0.head.clone()
     }
@@ -73,7 +73,7 @@ impl GuestDrive for Shown {
 
 /// See the module. Its drives are written to by a thread of their own, which stands when the guest
 /// does.
-pub struct Disked {
+pub struct GuestWithDrives {
     guest: Arc<MemoryGuest>,
     pub drives: Vec<Arc<TestDrive>>,
     runs: Arc<RwLock<bool>>,
@@ -83,9 +83,9 @@ pub struct Disked {
 }
 
 /// xorshift64*.
-struct Random(u64);
+struct XorShiftRng(u64);
 
-impl Random {
+impl XorShiftRng {
     fn below(&mut self, n: u64) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -94,7 +94,7 @@ impl Random {
     }
 }
 
-impl Disked {
+impl GuestWithDrives {
     /// A running guest with drives of so many bytes, the first half of each written to; the last
     /// one is read-only if there are several. `seed` decides what is written.
     pub fn start(guest: Arc<MemoryGuest>, dir: &Path, sizes: &[u64], seed: u64) -> Arc<Self> {
@@ -128,7 +128,7 @@ impl Disked {
         let drives: Vec<_> = self.drives.iter().filter(|d| d.tracker.is_some()).cloned().collect();
         let (runs, over, writes) = (self.runs.clone(), self.over.clone(), self.writes.clone());
         std::thread::spawn(move || {
-            let mut random = Random(seed | 1);
+            let mut random = XorShiftRng(seed | 1);
             while !over.load(Ordering::SeqCst) {
                 let guard = runs.read().unwrap();
                 if *guard {
@@ -167,7 +167,7 @@ impl Disked {
     }
 }
 
-impl Drop for Disked {
+impl Drop for GuestWithDrives {
     fn drop(&mut self) {
         self.over.store(true, Ordering::SeqCst);
         if let Some(thread) = self.thread.take() {
@@ -177,11 +177,11 @@ impl Drop for Disked {
 }
 
 driftline_guest::delegate!(
-    Disked as disked => *disked.guest;
+    GuestWithDrives as disked => *disked.guest;
     GuestIdentity, Populate, DirtyLog, WriteThrottle, Stateful, HandOver,
 );
 
-impl GuestContents for Disked {
+impl GuestContents for GuestWithDrives {
     fn ram(&self) -> &GuestRam {
         self.guest.ram()
     }
@@ -195,11 +195,14 @@ impl GuestContents for Disked {
         self.guest.shield()
     }
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
-        self.drives.iter().map(|d| Box::new(Shown(d.clone())) as Box<dyn GuestDrive>).collect()
+        self.drives
+            .iter()
+            .map(|d| Box::new(TestDriveHandle(d.clone())) as Box<dyn GuestDrive>)
+            .collect()
     }
 }
 
-impl Lifecycle for Disked {
+impl Lifecycle for GuestWithDrives {
     fn run_state(&self) -> RunState {
         self.guest.run_state()
     }
@@ -246,20 +249,20 @@ pub struct CopyFaults {
 }
 
 /// Builds guests without drives, with copies in `dir` under the drives' names.
-pub struct DiskedFactory {
+pub struct DriveCopyFactory {
     pub guests: MemoryGuestFactory,
     pub dir: PathBuf,
     pub faults: Arc<CopyFaults>,
 }
 
-impl DiskedFactory {
-    /// For receivers of `host`.
-    pub fn new(host: &Host, dir: &Path) -> Self {
-        Self { guests: host.factory(), dir: dir.to_owned(), faults: Arc::default() }
+impl DriveCopyFactory {
+    /// For receivers of `hosts`.
+    pub fn new(hosts: &HostPair, dir: &Path) -> Self {
+        Self { guests: hosts.factory(), dir: dir.to_owned(), faults: Arc::default() }
     }
 }
 
-struct Copy {
+struct FaultyCopy {
     file: File,
     path: PathBuf,
     faults: Arc<CopyFaults>,
@@ -277,7 +280,7 @@ fn hang(hangs: &AtomicBool, hung: &AtomicU64) {
     }
 }
 
-impl DriveCopy for Copy {
+impl DriveCopy for FaultyCopy {
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         hang(&self.faults.write_hangs, &self.faults.hung);
         let room = self.faults.room.load(Ordering::SeqCst);
@@ -309,7 +312,7 @@ impl DriveCopy for Copy {
     }
 }
 
-impl Drop for Copy {
+impl Drop for FaultyCopy {
     fn drop(&mut self) {
         if !self.kept.load(Ordering::SeqCst) {
             let removed = std::fs::remove_file(&self.path);
@@ -319,7 +322,7 @@ impl Drop for Copy {
     }
 }
 
-impl GuestFactory for DiskedFactory {
+impl GuestFactory for DriveCopyFactory {
     type Guest = MemoryGuest;
 
     fn create_with_copies(
@@ -341,7 +344,7 @@ impl GuestFactory for DiskedFactory {
                 |e: io::Error| GuestError::System { what: "making a copy", cause: e.into() };
             let file = made.map_err(failed)?;
             let (faults, written) = (self.faults.clone(), AtomicU64::new(0));
-            let copy = Copy { file, path, faults, written, kept: AtomicBool::new(false) };
+            let copy = FaultyCopy { file, path, faults, written, kept: AtomicBool::new(false) };
             Ok(Box::new(copy) as Box<dyn DriveCopy>)
         };
         let copies: Result<Vec<_>, GuestError> = drives.iter().map(copy).collect();
