@@ -1,4 +1,4 @@
-//! What others may see of a migration and do to it while it is under way.
+//! Handles to a migration in progress: they show its progress, cancel it, and resolve it in doubt.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,22 +14,22 @@ use crate::transport::stop::{StopFlag, TooLate};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
-    /// Not begun; a destination waits for a source.
+    /// Not started; a destination waits for a source.
     #[default]
     Waiting,
-    /// The two sides introduce themselves.
+    /// Both sides connect and exchange HELLOs.
     Connect,
     /// The destination builds the machine.
     Setup,
     /// Memory moves while the guest runs.
     Precopy,
-    /// The guest is paused; what is left of memory and the state move.
+    /// The guest is paused; the rest of its memory and its state move.
     SwitchOver,
-    /// The destination is prepared; records are made and the decision is told.
+    /// The destination is prepared; the source sends COMMIT and the destination decides.
     HandOver,
-    /// The source's record is durable and the destination's answer is not known.
+    /// COMMIT was sent, and the destination's answer is not known.
     InDoubt,
-    /// It is over, one way or the other.
+    /// Ended, with success or not.
     Finished,
 }
 
@@ -48,46 +48,44 @@ impl fmt::Display for Phase {
     }
 }
 
-/// What a migration has done so far. A snapshot: the fields belong together.
+/// Progress of a migration: a consistent snapshot.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Progress {
-    /// The phase under way.
+    /// The current phase.
     pub phase: Phase,
-    /// The pass under way, from 0.
+    /// Number of the current pass, from 0.
     pub pass: u32,
-    /// Bytes sent (by a destination: received), everything included.
+    /// Bytes sent, or received at a destination, including headers.
     pub sent_bytes: u64,
     /// At a destination: bytes received from sources whose guest did not arrive. They are not part
     /// of `sent_bytes`.
     #[serde(default)]
     pub earlier_bytes: u64,
-    /// Frames that this pass has still to send (by a destination: unknown, 0).
+    /// Frames left in the current pass.
     pub remaining_frames: u64,
-    /// Bytes of drives that go along which this pass has still to send (by a destination: unknown,
-    /// 0).
+    /// Bytes of copied disks left in the current pass; 0 at a destination, which does not know.
     #[serde(default)]
     pub remaining_disk_bytes: u64,
-    /// How fast the guest wrote during the last complete pass, bytes/s of whole frames, and blocks
-    /// of drives that go along.
+    /// The guest's dirty rate during the last complete pass, bytes/s of whole frames and of blocks
+    /// of copied disks.
     pub dirty_rate_bytes_per_s: u64,
-    /// How fast the last complete pass moved, bytes/s.
+    /// Rate of the last complete pass, bytes/s.
     pub link_rate_bytes_per_s: u64,
-    /// What the pause would take if it began now, ms; 0 while unknown.
+    /// Expected pause if it began now, ms; 0 while unknown.
     pub expected_downtime_ms: f64,
-    /// Every vCPU and how it is held, see [`SendReport::throttle`](crate::SendReport::throttle).
+    /// How far each vCPU is throttled, see [`SendReport::throttle`](crate::SendReport::throttle).
     #[serde(default)]
     pub throttle: Vec<VcpuThrottle>,
-    /// In doubt: what the last question to the destination brought, as a sentence.
+    /// In doubt: the result of the last question to the destination, as a sentence.
     pub doubt: Option<String>,
-    /// At a destination: connections that were refused, or failed before PREPARED, and the last
-    /// one's reason.
+    /// At a destination: number of connections that were refused or failed before PREPARED.
     pub refused: u64,
-    /// See `refused`.
+    /// Peer and reason of the last of these connections.
     pub last_refusal: Option<String>,
 }
 
 impl Progress {
-    /// At a destination: a guest did not arrive, and another may.
+    /// Resets the figures at a destination whose guest did not arrive, because another may.
     pub(crate) fn forget_stream(&mut self) {
         let (refused, last_refusal) = (self.refused, self.last_refusal.take());
         let earlier_bytes = self.earlier_bytes + self.sent_bytes;
@@ -95,17 +93,17 @@ impl Progress {
     }
 }
 
-/// The request comes too late, or too early.
+/// A request that does not fit the phase of the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
-    /// COMMIT is being said (at a destination: it has come).
+    /// COMMIT is being sent, or has arrived at a destination.
     #[error("it is too late to cancel: the guest has been handed over")]
     TooLate,
     /// Only a migration in doubt can be resolved.
     #[error("there is nothing to resolve: the migration is {phase}")]
     NotInDoubt {
-        /// Where it stands.
+        /// The current phase.
         phase: Phase,
     },
 }
@@ -116,40 +114,48 @@ impl From<TooLate> for ControlError {
     }
 }
 
-/// The handle to a migration at its source. One handle serves one migration.
+/// Handle to a migration at its source. One handle serves one migration.
 #[derive(Debug, Default)]
 pub struct SendControl {
     pub(crate) stop: Arc<StopFlag>,
     progress: Mutex<Progress>,
     resolution: Mutex<Option<Resolution>>,
-    /// Ends a question to the destination that is under way when the operator resolves.
+    /// Interrupts a question to the destination once the operator has resolved the migration.
     pub(crate) resolved: Arc<StopFlag>,
 }
 
 impl SendControl {
-    /// A handle, to be given to `send` and kept.
+    /// Returns a handle for one call of `send`.
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
 
-    /// Ends the migration within about 100 ms; the guest continues here. Refused once the hand-over
-    /// record is being written.
+    /// Ends the migration within about 100 ms; the guest continues here.
+    ///
+    /// # Errors
+    ///
+    /// [`ControlError::TooLate`] once COMMIT is being sent.
     pub fn cancel(&self) -> Result<(), ControlError> {
         Ok(self.stop.cancel()?)
     }
 
-    /// Whether the hand-over record is being written, or was: from then on the guest may be the
-    /// destination's, until `send` returns.
+    /// Whether COMMIT is being sent or was sent. From then on the guest may run at the destination,
+    /// until `send` returns.
     pub fn is_committed(&self) -> bool {
         self.stop.is_committed()
     }
 
-    /// Where the migration stands.
+    /// Returns the progress.
     pub fn progress(&self) -> Progress {
         self.progress.lock().clone()
     }
 
-    /// Settles a migration in doubt by the operator's word; see [`Resolution`] for what it asserts.
+    /// Resolves a migration in doubt by the operator's decision; [`Resolution`] says what each
+    /// decision asserts.
+    ///
+    /// # Errors
+    ///
+    /// [`ControlError::NotInDoubt`] in any other phase.
     pub fn resolve(&self, how: Resolution) -> Result<(), ControlError> {
         let phase = self.progress().phase;
         if phase != Phase::InDoubt {
@@ -169,7 +175,7 @@ impl SendControl {
     }
 }
 
-/// The handle to a destination that waits for a guest or receives one.
+/// Handle to a destination that waits for a guest or receives one.
 #[derive(Debug, Default)]
 pub struct ReceiveControl {
     pub(crate) stop: Arc<StopFlag>,
@@ -177,20 +183,24 @@ pub struct ReceiveControl {
 }
 
 impl ReceiveControl {
-    /// A handle, to be given to `receive` and kept.
+    /// Returns a handle for one call of `receive`.
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
 
-    /// Ends the waiting or receiving within about 100 ms. Between PREPARED and COMMIT the receiver
-    /// first has up to 2 s to tell its source that the guest was discarded, and the source another
-    /// 2 s to ask. Refused once COMMIT has come, until taking the guest over has failed: then the
-    /// receiver ends as soon as the source knows that, or has had the same time to ask.
+    /// Ends the receiver within about 100 ms. Between PREPARED and COMMIT it first takes up to 2 s
+    /// to tell its source that the guest was discarded, and gives the source another 2 s to ask.
+    /// After a failed take-over the receiver ends once the source knows of it, or has had the same
+    /// time to ask.
+    ///
+    /// # Errors
+    ///
+    /// [`ControlError::TooLate`] from COMMIT on, unless the take-over fails.
     pub fn cancel(&self) -> Result<(), ControlError> {
         Ok(self.stop.cancel()?)
     }
 
-    /// Where it stands.
+    /// Returns the progress.
     pub fn progress(&self) -> Progress {
         self.progress.lock().clone()
     }

@@ -21,40 +21,40 @@ pub enum Cause {
     /// The connection, or what came over it.
     #[error("{0}")]
     Wire(#[from] WireError),
-    /// `--verify` found a difference: the guest must not run there.
+    /// `--verify` found a difference, so the guest must not run at the destination.
     #[error("the destination's memory is not the guest's: {0}")]
     MemoryDiffers(Box<MemoryDigests>),
     /// One of several connections failed.
     #[error("connection {which} of {of}: {cause}")]
     Connection {
-        /// Which, from 1: the first is the one that the others have joined.
+        /// Its number, from 1; the others joined the first one.
         which: u32,
         /// How many there are.
         of: u32,
-        /// What happened to it.
+        /// Why it failed.
         cause: Box<Cause>,
     },
-    /// One of the connections that had joined failed.
+    /// A joined connection failed.
     #[error("a connection that had joined: {cause}")]
     Joined {
-        /// What happened to it.
+        /// Why it failed.
         cause: Box<WireError>,
     },
-    /// The destination does not know what was asked for.
+    /// The destination does not offer a requested feature.
     #[error("the destination's version of driftline does not offer {feature}")]
     NotOffered {
-        /// What.
+        /// The feature, and the option that requests it.
         feature: &'static str,
     },
     /// The peer could not be reached.
     #[error("cannot connect to {peer}: {cause}")]
     Connect {
-        /// As given.
+        /// The address as given.
         peer: String,
         /// The error of the last address.
         cause: io::Error,
     },
-    /// A source introduced itself, and its connection ended before anything of its guest had come.
+    /// A source's connection ended after HELLO, before any part of its guest arrived.
     #[error(
         "the source at {peer} left before {before} ({cause}); its guest is not here: see whether \
          it still runs there, then start this receiver again and send it again"
@@ -62,15 +62,15 @@ pub enum Cause {
     SourceLeft {
         /// Its address.
         peer: String,
-        /// What its connection ended before.
+        /// The event that had not happened yet.
         before: &'static str,
         /// How the connection ended.
         cause: Box<WireError>,
     },
-    /// An operation on a guest failed: the one here, or the one being built here.
+    /// An operation failed on this side's guest.
     #[error("{0}")]
     Guest(#[from] GuestError),
-    /// A copied disk could not be read, or its copy could not be written.
+    /// Reading a disk or writing its copy failed.
     #[error("copying disk \"{id}\" failed: {what}: {cause}")]
     Drive {
         /// The disk's name.
@@ -98,7 +98,7 @@ pub enum Cause {
         limit.as_secs_f64()
     )]
     PauseTooLong {
-        /// How long it may take.
+        /// Its limit.
         limit: Duration,
     },
     /// The destination restored something other than what was sent.
@@ -106,31 +106,31 @@ pub enum Cause {
     Differs {
         /// What was compared.
         what: &'static str,
-        /// Here.
+        /// Value at the source.
         ours: u64,
-        /// There.
+        /// Value at the destination.
         theirs: u64,
     },
-    /// The guest built from the source's configuration has another memory layout than the source's.
+    /// The guest built here has another memory layout than the source's guest.
     #[error("the guest built here is not laid out as its source: {0}")]
     LayoutDiffers(LayoutDifference),
-    /// The guest does not fit into the protocol.
+    /// A part of the guest is too large for the protocol.
     #[error("{what} has {found} bytes or pieces; a migration carries at most {limit}")]
     TooLarge {
-        /// What is too large.
+        /// The part.
         what: &'static str,
-        /// How large it is.
+        /// Its size, in bytes or pieces.
         found: u64,
-        /// The bound.
+        /// The protocol's limit.
         limit: u64,
     },
-    /// COMMIT did not come in time.
-    #[error("the source did not say COMMIT within {after:?} of PREPARED")]
+    /// COMMIT did not arrive in time.
+    #[error("the source did not send COMMIT within {after:?} of PREPARED")]
     NoCommit {
-        /// The deadline.
+        /// Timeout since PREPARED.
         after: Duration,
     },
-    /// The destination discarded the guest, durably.
+    /// The destination has durably discarded the guest.
     #[error(
         "the destination discarded the guest{}",
         reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default()
@@ -152,7 +152,7 @@ pub enum Cause {
     },
 }
 
-/// Fails if the guest does not fit into the protocol.
+/// Fails if a part of the guest exceeds the protocol's limit.
 pub(crate) fn fits(what: &'static str, found: u64, limit: u64) -> Result<(), Cause> {
     if found > limit { Err(Cause::TooLarge { what, found, limit }) } else { Ok(()) }
 }
@@ -176,11 +176,11 @@ impl From<FormatError> for Cause {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GuestPlace {
-    /// It runs here (or is paused here, as it was before).
+    /// It runs here, or is paused here as it was before the migration.
     Here,
-    /// It is paused here, because resuming it failed; no other host has it.
+    /// It is paused here because resuming it failed; no other host has it.
     PausedHere {
-        /// What failed.
+        /// Why resuming failed.
         why: String,
     },
     /// It ended here by itself, or was stopped, during the migration.
@@ -203,16 +203,15 @@ impl fmt::Display for GuestPlace {
     }
 }
 
-/// A migration that failed at its source. While it is not known which host has the guest, `send`
-/// does not return: it asks the destination, and waits for the operator.
+/// A migration that failed at its source. `send` does not return while the migration is in doubt.
 #[derive(Debug, thiserror::Error)]
 #[error("the migration to {peer} failed ({phase}): {cause}; {guest}")]
 pub struct SendError {
-    /// Where to.
+    /// Address of the destination, as given.
     pub peer: String,
-    /// In which phase.
+    /// The phase that failed.
     pub phase: Phase,
-    /// Why.
+    /// Why it failed.
     #[source]
     pub cause: Cause,
     /// Where the guest is now.
@@ -223,11 +222,11 @@ pub struct SendError {
 #[derive(Debug, thiserror::Error)]
 #[error("no guest was received ({phase}): {cause}")]
 pub struct ReceiveError {
-    /// In which phase.
+    /// The phase that failed.
     pub phase: Phase,
-    /// Why.
+    /// Why it failed.
     #[source]
     pub cause: Cause,
-    /// Whether PREPARED may have been sent, so that the source may have to ask.
+    /// Whether PREPARED may have been sent. The source may then be in doubt.
     pub was_prepared: bool,
 }

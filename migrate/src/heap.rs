@@ -1,17 +1,19 @@
-//! Owns the heap's memory for a hand-over, before the guest stands.
+//! Populates heap memory before the guest is paused.
 //!
-//! The first write to each page of a heap that grows is a fault, of some microseconds on a host
-//! that is itself a guest; the state and all that is made of it while a guest stands come to a
-//! dozen pages. An allocator keeps what it was given back last.
+//! The first write to each page of a growing heap is a page fault, which takes some microseconds on
+//! a host that is itself a guest. The guest's state and its encoded forms take about a dozen pages.
+//! The allocator reuses memory that was freed last, so a block that is written and freed before the
+//! pause saves these faults during it.
 
 use std::hint::black_box;
 
-/// Of a guest with few vCPUs; below what allocators return to the system at once.
+/// Bytes to populate: enough for a guest with few vCPUs, and below the size that allocators return
+/// to the system when it is freed.
 const BYTES: usize = 96 << 10;
 const PAGE: usize = 4096;
 
-/// Has the heap grow now, if it has to. Costs some ten microseconds then, and hardly any if it need
-/// not.
+/// Grows the heap if it has less free memory than [`BYTES`]. Takes about ten microseconds if it
+/// has to grow.
 pub(crate) fn grow() {
     let mut memory = Vec::<u8>::with_capacity(BYTES);
     for page in memory.spare_capacity_mut().chunks_mut(PAGE) {

@@ -1,17 +1,17 @@
-//! Guest state, streamed: live migration of a [`driftline_guest::Guest`] over TCP, with a hand-over
-//! that cannot run two guests.
+//! Live migration of a [`driftline_guest::Guest`] over TCP, with a hand-over that never lets both
+//! hosts run the guest.
 //!
-//! [`send`] moves a guest to the host where [`receive`] waits: passes over memory while the guest
-//! runs, a pause for what is left, and a hand-over in which at every moment at most one side may
-//! let the guest run (I7), whatever fails and whenever. PROTOCOL.md has the messages byte by byte,
-//! both state machines, and what each failure leads to.
+//! [`send`] moves a guest to the host where [`receive`] waits. It copies memory in passes while the
+//! guest runs, pauses the guest for the rest, and hands it over. At every moment at most one side
+//! may run the guest (I7), whichever step fails. PROTOCOL.md specifies the messages byte by byte,
+//! both state machines, and the result of each failure.
 //!
 //! ```text
-//! protocol     messages and their bytes, the order in which they may come, the hand-over as two
-//!              pure state machines that are checked against each other; no I/O
+//! protocol     messages and their bytes, their order, the hand-over as two pure state machines
+//!              that are checked against each other; no I/O
 //! transport    records with checksums over TCP with limits; compression
-//! policy       pure functions of the passes measured: when to stop copying, how far to throttle
-//! journal      what must survive a crash: the hand-over record, the decision
+//! policy       pure functions of measured passes: when to stop copying, how far to throttle
+//! journal      durable records: the hand-over record, the decision
 //! source       send: connect, set up, pre-copy, switch over, hand over
 //! destination  receive: the listener and its session, memory and state, the take-over
 //!
@@ -24,7 +24,8 @@
 //! use std::sync::Arc;
 //! use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 //! use driftline_guest::{Lifecycle, RunState};
-//! use driftline_migrate::{ReceiveControl, ReceiveOptions, SendControl, SendOptions, receive, send};
+//! use driftline_migrate::{ReceiveControl, ReceiveOptions, receive};
+//! use driftline_migrate::{SendControl, SendOptions, send};
 //!
 //! let records = tempfile::tempdir()?;
 //! let guest = MemoryGuest::start(MemoryConfig::small())?;

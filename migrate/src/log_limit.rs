@@ -1,40 +1,42 @@
-//! Limits log lines that strangers can cause: one a second of each kind.
+//! Limits log lines that strangers can cause to one a second of each kind.
 
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Time between two lines of one kind.
+/// Least time between two lines of one kind.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// The lines of one kind.
+/// The limit on lines of one kind.
 #[derive(Debug)]
 pub(crate) struct LogLimit(Mutex<LogLimitState>);
 
 #[derive(Debug)]
 struct LogLimitState {
-    shown: Option<Instant>,
+    /// Time of the last line that was shown.
+    last_shown: Option<Instant>,
+    /// Lines suppressed since then.
     unshown: u64,
 }
 
 impl LogLimit {
     pub(crate) const fn new() -> Self {
-        Self(Mutex::new(LogLimitState { shown: None, unshown: 0 }))
+        Self(Mutex::new(LogLimitState { last_shown: None, unshown: 0 }))
     }
 
-    /// Whether the next line may be shown: with the number of those that were not since the last
-    /// one.
+    /// Returns the number of lines suppressed since the last one if the next line may be shown;
+    /// `None` if it is suppressed as well.
     pub(crate) fn admit(&self) -> Option<u64> {
         self.admit_at(Instant::now())
     }
 
     fn admit_at(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock();
-        if state.shown.is_some_and(|shown| now.saturating_duration_since(shown) < EVERY) {
+        if state.last_shown.is_some_and(|last| now.saturating_duration_since(last) < EVERY) {
             state.unshown += 1;
             return None;
         }
-        state.shown = Some(now);
+        state.last_shown = Some(now);
         Some(std::mem::take(&mut state.unshown))
     }
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SendStatus {
-    /// The destination has the guest, as it confirmed.
+    /// The destination confirmed that it has the guest.
     Completed,
     /// The operator resolved that the guest here ends.
     ResolvedDiscarded,
@@ -25,15 +25,15 @@ pub struct PassReport {
     /// Bytes of blocks of copied disks, with and without content.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// Time from its begin to its acknowledgement, ms. The last pass's is read after the state was
-    /// sent and the disks were released.
+    /// Time from its start to its acknowledgement, ms. In the last pass this includes sending the
+    /// state and releasing the disks.
     pub time_ms: f64,
     /// The guest's dirty rate during the pass, bytes/s of whole frames and of blocks of copied
-    /// disks; 0 in the last pass, in which it is paused.
+    /// disks; 0 in the last pass, during which the guest is paused.
     pub dirty_rate_bytes_per_s: u64,
 }
 
-/// A vCPU, and how it was throttled so that pre-copy converged.
+/// A vCPU's writes, and how far it was throttled.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct VcpuThrottle {
     /// Number of the vCPU.
@@ -42,32 +42,32 @@ pub struct VcpuThrottle {
     pub dirty_rate_bytes_per_s: u64,
     /// Upper bound on its dirty rate, bytes/s of whole frames; `None` without a throttle.
     pub most_bytes_per_s: Option<u64>,
-    /// Time for which it was throttled until the end of the last complete pass, ms.
+    /// Time for which it was throttled up to the end of the last complete pass, ms.
     pub held_ms: f64,
     /// That time as a percentage of the time since the throttle began.
     pub held_percent: f64,
 }
 
-/// What `send` did. The names are those of `send-migration --json`.
+/// Report of `send`. The names are those of `send-migration --json`.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct SendReport {
-    /// How it ended.
+    /// How the migration ended.
     pub status: SendStatus,
     /// The guest that moved.
     pub vm_id: VmId,
     /// Time from the call of `send` to RUNNING, ms. The guest's resources here are freed after
     /// that.
     pub total_time_ms: f64,
-    /// Downtime: from the pause here to the guest's first instruction there, ms. It is the time to
-    /// COMMIT by this host's clock, the time that RUNNING gives, and half of the rest of the round
-    /// trip. In doubt, the time until the answer that settled it.
+    /// Downtime, from the pause here until the destination runs the guest, ms. It is the time to
+    /// COMMIT by this host's clock, plus the time in RUNNING, plus half of the rest of the round
+    /// trip. After a doubt it is the time until the answer that resolved it.
     pub downtime_ms: f64,
     /// When the pause was requested, by this host's clock, microseconds since 1970.
     #[serde(default)]
     pub paused_at_unix_us: u64,
     /// Time from the call of `send` to the first pass, ms.
     pub setup_time_ms: f64,
-    /// Bytes sent, including everything.
+    /// Bytes sent over all connections, including headers.
     pub transferred_bytes: u64,
     /// Frames sent as zeros, including repetitions.
     pub zero_frames: u64,
@@ -83,20 +83,20 @@ pub struct SendReport {
     pub throughput_bytes_per_s: u64,
     /// Why pre-copy ended, in words.
     pub converged: String,
-    /// All passes; in the last one the guest is paused.
+    /// All passes; during the last one the guest is paused.
     pub passes: Vec<PassReport>,
-    /// All vCPUs, until the last pass; empty where it is not known which of them write (tracking
-    /// modes other than `dirty-ring`, the threads backend).
+    /// All vCPUs, up to the last pass; empty if the tracking mode does not tell vCPUs apart (modes
+    /// other than `dirty-ring`, the threads backend).
     #[serde(default)]
     pub throttle: Vec<VcpuThrottle>,
 }
 
-/// What `receive` did.
+/// Report of `receive`.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ReceiveReport {
     /// The guest that arrived.
     pub vm_id: VmId,
-    /// Whether it runs; a guest that was paused at its source stays paused.
+    /// Whether the guest runs; a guest that was paused at its source stays paused.
     pub running: bool,
     /// Time from the source's connection to the take-over, ms.
     pub total_time_ms: f64,
@@ -105,7 +105,7 @@ pub struct ReceiveReport {
     /// When the guest was taken over, by this host's clock, microseconds since 1970.
     #[serde(default)]
     pub taken_over_at_unix_us: u64,
-    /// Bytes received, including everything.
+    /// Bytes received over all connections, including headers.
     pub received_bytes: u64,
     /// Frames received as zeros, including repetitions.
     pub zero_frames: u64,
@@ -118,17 +118,17 @@ pub struct ReceiveReport {
     pub passes: u32,
 }
 
-/// A duration in ms with its fraction.
+/// Returns a duration in ms with its fraction.
 pub(crate) fn ms(d: Duration) -> f64 {
     d.as_secs_f64() * 1e3
 }
 
-/// The clock's time, microseconds since 1970.
+/// Returns a time in microseconds since 1970; 0 if it is earlier.
 pub(crate) fn unix_us(at: SystemTime) -> u64 {
     at.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_micros() as u64)
 }
 
-/// A rate in bytes/s; 0 for no time at all.
+/// Returns a rate in bytes/s; 0 if `time` is zero.
 pub(crate) fn per_second(bytes: u64, time: Duration) -> u64 {
     let seconds = time.as_secs_f64();
     if seconds > 0.0 { (bytes as f64 / seconds) as u64 } else { 0 }

@@ -1,5 +1,4 @@
-//! What callers can make a receiver spend: files, memory, threads and file descriptors are where
-//! they were.
+//! Bounds on what callers can make a receiver use: files, memory, threads and file descriptors.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -19,17 +18,16 @@ use driftline_guest::{Lifecycle, RunState};
 use driftline_migrate::{Received, Records};
 use parking_lot::{Mutex, MutexGuard};
 
-/// Verdicts of ANSWER.
+/// The verdict *discarded* of ANSWER.
 const DISCARDED: u64 = 3;
 
-/// Connections that a receiver serves at once: those that have not said HELLO, sources, connections
-/// that join, and questions.
+/// Connections that a receiver serves at once: before HELLO, sources, joins and questions.
 const SERVED: usize = 4 * 16;
 
-/// How long an attack lasts with `DRIFTLINE_FULL=1`.
+/// Duration of an attack with `DRIFTLINE_FULL=1`.
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Attacks in so many rounds, or for a minute with `DRIFTLINE_FULL=1`.
+/// Attacks for this number of rounds, and at least for a minute with `DRIFTLINE_FULL=1`.
 fn attack(rounds: u32, mut round: impl FnMut(u32)) {
     let full = std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1");
     let until = full.then(|| Instant::now() + MINUTE);
@@ -41,24 +39,24 @@ fn attack(rounds: u32, mut round: impl FnMut(u32)) {
     }
 }
 
-/// These tests count what the process has: one at a time.
+/// Lets one test run at a time, because the tests count resources of the process.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock()
 }
 
-/// Threads of migrations, and file descriptors of this process. Threads of the test harness come
-/// and go meanwhile, so they do not count.
+/// Returns the numbers of migration threads and of file descriptors of this process. Threads of the
+/// test harness do not count.
 fn threads_and_files() -> (usize, usize) {
     let threads = std::fs::read_dir("/proc/self/task").unwrap().filter(|thread| {
-        // A thread that has ended since has no name.
+        // A thread that has ended meanwhile has no name.
         let name = std::fs::read_to_string(thread.as_ref().unwrap().path().join("comm"));
         name.is_ok_and(|name| name.starts_with("migrate-"))
     });
     (threads.count(), std::fs::read_dir("/proc/self/fd").unwrap().count())
 }
 
-/// Bytes of memory that the host has given this process.
+/// Returns the resident bytes of this process.
 fn resident() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
@@ -68,22 +66,22 @@ fn files(dir: &Path) -> usize {
     std::fs::read_dir(dir).unwrap().count()
 }
 
-/// Waits until threads and descriptors are no more than `before`.
-fn as_before(before: (usize, usize)) {
+/// Waits until threads and descriptors are at most `before`.
+fn await_release(before: (usize, usize)) {
     let done = || {
         let now = threads_and_files();
         now.0 <= before.0 && now.1 <= before.1
     };
-    within(LONG, &format!("as before: {before:?}"), done);
+    within(LONG, &format!("at most {before:?}"), done);
 }
 
-/// Waits until the receiver has ended the threads of connections that were displaced.
-fn serves_few(before: (usize, usize)) {
+/// Waits until the receiver has ended the threads of displaced connections.
+fn await_displaced(before: (usize, usize)) {
     let done = || threads_and_files().0 <= before.0 + SERVED;
     within(LONG, &format!("at most {SERVED} more threads: {before:?}"), done);
 }
 
-/// What this process holds once `there` listens and has answered.
+/// Returns the threads and descriptors of this process once `there` listens and has answered.
 fn at_rest(hosts: &HostPair, there: &Receiver) -> (usize, usize) {
     assert_eq!(ask(&there.to, [1; 16], site(hosts)), DISCARDED);
     threads_and_files()
@@ -93,7 +91,7 @@ fn site(hosts: &HostPair) -> [u8; 16] {
     Records::open(hosts.destination_records()).unwrap().site().into_bytes()
 }
 
-/// A guest moves there.
+/// Moves a guest to `there`, and checks it.
 fn takes_a_guest(
     hosts: &HostPair,
     there: Receiver,
@@ -113,7 +111,7 @@ fn takes_a_guest(
     arrived
 }
 
-/// No wait of this receiver ends by itself within the test.
+/// Starts a receiver none of whose timeouts ends during a test.
 fn receiver_without_timeouts(hosts: &HostPair) -> Receiver {
     let mut options = hosts.receive_options();
     options.handshake_timeout = Duration::from_secs(600);
@@ -130,7 +128,7 @@ fn questions_about_unknown_tokens_leave_nothing() {
     let question = |n: u128| {
         assert_eq!(ask(&there.to, (n | 1 << 100).to_le_bytes(), site), DISCARDED);
     };
-    // What the first ones need stays: threads' stacks that the allocator keeps, for one.
+    // The first questions allocate memory that stays, such as cached thread stacks.
     (0..100).for_each(question);
     let (before, memory) = (files(&hosts.destination_records()), resident());
     attack(2_000, |n| question(100 + u128::from(n)));
@@ -155,18 +153,18 @@ fn idle_connections_do_not_exclude_queries_or_joins() {
         }
         idle = more;
     });
-    serves_few(before);
+    await_displaced(before);
     assert_eq!(ask(&there.to, [7; 16], site(&hosts)), DISCARDED);
     let to = there.to.clone();
     let arrived = takes_a_guest(&hosts, there, 4, "beside idle connections");
-    // What answers for the guest that has arrived is bounded, too.
+    // The responder of the arrived guest has the same bounds.
     for purpose in [MOVE, JOIN, QUERY] {
         idle.extend((0..20).map(|_| caller(&to, purpose)));
     }
-    serves_few(before);
+    await_displaced(before);
     assert_eq!(ask(&to, [8; 16], site(&hosts)), DISCARDED);
     drop((idle, arrived));
-    as_before(before);
+    await_release(before);
 }
 
 #[test]
@@ -180,16 +178,16 @@ fn stray_joins_exclude_no_other_caller() {
         let mut stream = greeted(&there.to, JOIN);
         stream.write_all(&record(tag("JOIN"), 1, 16, &[n as u8; 16])).unwrap();
         assert_eq!(next(&mut stream, 1).0, tag("REFUSED"));
-        // It does not hang up; the receiver waits for that.
+        // The caller stays connected, and the receiver waits for its end.
         refused.push(stream);
         if refused.len() > 300 {
             refused.remove(0);
         }
     });
-    serves_few(before);
+    await_displaced(before);
     takes_a_guest(&hosts, there, 4, "beside connections that join nothing");
     drop(refused);
-    as_before(before);
+    await_release(before);
 }
 
 #[test]
@@ -210,15 +208,15 @@ fn refused_sources_exclude_no_other_caller() {
         refused.extend(late);
         refused.drain(..refused.len().saturating_sub(300));
         drop(first);
-        // Each of them, and the first one.
-        within(LONG, "it waits on", || {
+        // The 15 refused ones and the first one.
+        within(LONG, "the receiver waits again", || {
             there.waits_on() && there.control.progress().refused == 16 * u64::from(n + 1)
         });
     });
-    serves_few(before);
+    await_displaced(before);
     takes_a_guest(&hosts, there, 1, "beside sources that came second");
     drop(refused);
-    as_before(before);
+    await_release(before);
 }
 
 #[test]
@@ -231,15 +229,15 @@ fn short_connections_do_not_end_the_receiver() {
     let kinds: [&[u8]; 4] = [b"", &whole[..30], &[b'x'; 200], &whole];
     attack(200, |n| {
         let mut stream = TcpStream::connect(&there.to).unwrap();
-        // It may have been turned away already.
+        // The receiver may have refused the connection already.
         let _ = stream.write_all(kinds[n as usize % kinds.len()]);
     });
-    // And those that get further.
+    // Connections that end after HELLO.
     for _ in 0..8 {
         drop(greeted(&there.to, MOVE));
         drop(greeted(&there.to, JOIN));
     }
-    as_before(before);
+    await_release(before);
     takes_a_guest(&hosts, there, 1, "after short connections");
 }
 
@@ -253,12 +251,14 @@ fn failed_migrations_leave_nothing_behind() {
         hosts.there.fail_next(Op::Restore, 1);
         let sent = Sender::start(&guest, &there.to, &quick_send(&hosts)).result();
         assert!(sent.unwrap_err().to_string().contains("restor"), "the source hears why");
-        within(LONG, "it waits on", || there.waits_on() && there.control.progress().refused == nth);
+        within(LONG, "the receiver waits again", || {
+            there.waits_on() && there.control.progress().refused == nth
+        });
     };
     fail(1);
     let before = (threads_and_files(), files(&hosts.destination_records()));
     attack(8, |n| fail(2 + u64::from(n)));
-    as_before(before.0);
+    await_release(before.0);
     assert_eq!(files(&hosts.destination_records()), before.1);
     let sent = Sender::start(&guest, &there.to, &quick_send(&hosts)).result();
     exactly_one_runs(&hosts, &guest, &sent, there, "after failures");

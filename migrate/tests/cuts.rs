@@ -1,5 +1,5 @@
-//! The connection cut before, in and after every message, in both directions, and stalled for ever:
-//! after each, exactly one guest runs and its memory is whole.
+//! The connection is cut before, in and after every message, in both directions, or stalls at it.
+//! After each case exactly one guest runs and its memory is whole.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -13,7 +13,7 @@ use common::{
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
-/// One pass, then the rest, so that runs are alike.
+/// Returns options for one pass and the pause, so that runs are alike.
 fn options(hosts: &HostPair) -> driftline_migrate::SendOptions {
     let mut options = quick_send(hosts);
     options.downtime = Duration::from_secs(60);
@@ -24,14 +24,14 @@ fn config() -> MemoryConfig {
     MemoryConfig::small()
 }
 
-/// Once it has written so much that there are runs long enough for FRAMES.
+/// Starts a guest, and waits until it has runs long enough for FRAMES.
 fn start(hosts: &HostPair) -> Arc<MemoryGuest> {
     let guest = hosts.start(config());
     within(LONG, "2,000 writes", || guest.writes() > 2000);
     guest
 }
 
-/// The tags that a whole migration carries: from the source, from the destination; 0 is the header.
+/// Returns the tags of a whole migration from the source and from the destination; 0 is the header.
 fn units() -> (Vec<u16>, Vec<u16>) {
     let hosts = HostPair::new();
     let guest = start(&hosts);
@@ -44,8 +44,8 @@ fn units() -> (Vec<u16>, Vec<u16>) {
     (seen(&proxy.from_source), seen(&proxy.from_destination))
 }
 
-/// Of each tag the first two units and the last one: memory comes in as many messages as it happens
-/// to need.
+/// Returns the first two units and the last unit of each tag, because the number of messages with
+/// memory varies.
 fn some_of_each(tags: &[u16]) -> Vec<(usize, u16)> {
     let units = || tags.iter().copied().enumerate();
     let among = |unit: usize, tag: u16| {
@@ -55,7 +55,7 @@ fn some_of_each(tags: &[u16]) -> Vec<(usize, u16)> {
     units().filter(|(unit, tag)| among(*unit, *tag)).collect()
 }
 
-/// Migrations at once: most of the time they wait, for a guest's writes or for a limit.
+/// Migrations at once. Most of the time they wait for a guest's writes or for a limit.
 const AT_ONCE: usize = 4;
 
 fn cut_everywhere(cut: CutPoint) {
@@ -69,13 +69,13 @@ fn cut_everywhere(cut: CutPoint) {
     each(cuts.collect(), |(source, unit, tag)| cut_at(cut, source, unit, tag));
 }
 
-/// Does all of it, a few at once; who fails fails the test.
+/// Calls `work` for each value, [`AT_ONCE`] at a time. A failure fails the test.
 fn each<T: Send>(all: Vec<T>, work: impl Fn(T) + Sync) {
     let left = Mutex::new(all.into_iter());
     std::thread::scope(|scope| {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
-                // Bound here, so that the lock is not kept for the work.
+                // The block releases the lock before the work.
                 while let Some(next) = { left.lock().unwrap().next() } {
                     work(next);
                 }
@@ -93,8 +93,8 @@ fn cut_at(cut: CutPoint, source: bool, unit: usize, tag: u16) {
     let mut receiving = hosts.receive_options();
     let mut sending = options(&hosts);
     if cut == CutPoint::Stall {
-        // Only limits end these: short where the stall is, long where a busy machine would reach
-        // them before it.
+        // Only a limit ends a stall. It is short for the stalled step, and long for earlier steps,
+        // which a busy machine may delay.
         let limit = |here| if here { Duration::from_millis(300) } else { LONG };
         sending.connect_timeout = limit(unit <= 1);
         receiving.handshake_timeout = limit(unit <= if source { 2 } else { 1 });
@@ -105,7 +105,7 @@ fn cut_at(cut: CutPoint, source: bool, unit: usize, tag: u16) {
         sending.commit_timeout = Duration::from_millis(400);
     }
     let mut there = hosts.receiver_with(receiving);
-    // A busy machine may need longer than that for a whole migration.
+    // With these limits a whole migration may fail on a busy machine.
     there.again = cut != CutPoint::Stall;
     let proxy = Proxy::start(&there.to, ProxyPlan::cut(source, At::Unit(unit), cut));
     let sent = Sender::start(&guest, &proxy.to, &sending).result();
@@ -136,10 +136,10 @@ fn stall_at_every_message() {
 fn flipped_bit_in_any_message_is_detected() {
     let (from_source, from_destination) = units();
     for (source, mut tags) in [(true, from_source), (false, from_destination)] {
-        // By tag: how many PAGES and ZERO there are differs from run to run.
+        // By tag, because the numbers of PAGES and ZERO vary.
         tags.sort();
         tags.dedup();
-        // In the head of a record, and in its payload (or the head again, where there is none).
+        // In the head of a record, and in its payload (or in the head again if there is none).
         let flips = tags.into_iter().flat_map(|tag| [(tag, 13), (tag, 30)]);
         each(flips.collect(), |(tag, byte)| flip(source, tag, byte));
     }
@@ -156,12 +156,12 @@ fn flip(source: bool, tag_number: u16, byte: usize) {
         let proxy = Proxy::start(&there.to, plan);
         let sent = Sender::start(&guest, &proxy.to, &options(&hosts)).result();
         exactly_one_runs(&hosts, &guest, &sent, there, &context);
-        // After RUNNING the guest is there, whatever becomes of the words about it.
+        // After RUNNING is sent, the guest is at the destination.
         let moved = [tag("RUNNING"), tag("ENDED")].contains(&tag_number);
         if sent.is_ok() == moved {
             return;
         }
-        // A guest that by chance wrote no frame of zeros has no ZERO, and moves without one.
+        // A guest that by chance has no zero frame needs no ZERO.
         let carried = if source { &proxy.from_source } else { &proxy.from_destination };
         let there_was_one = carried.lock().unwrap().contains(&tag_number);
         assert!(sent.is_ok() && !there_was_one, "{context}: {sent:?}");

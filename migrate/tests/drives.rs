@@ -1,5 +1,4 @@
-//! Drives that go along: copied while their guest writes to them, and what is left of a copy that
-//! fails.
+//! Copied disks: copies made while the guest writes, and removal of copies that fail.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -23,10 +22,10 @@ use driftline_migrate::{
 };
 use proptest::prelude::*;
 
-/// A partial last block, and a drive of less than a block.
+/// Sizes of disks in bytes, with a partial last block and a disk of less than a block.
 const SIZES: [u64; 3] = [(4 << 20) + 512, 1536, 1 << 20];
 
-/// Hosts, and the directories of their drives.
+/// Two hosts, with the directories of their disks.
 struct DriveHosts {
     pair: HostPair,
     here: tempfile::TempDir,
@@ -41,7 +40,7 @@ impl DriveHosts {
     }
 
     fn guest(&self, seed: u64) -> Arc<GuestWithDrives> {
-        // Less than the links here carry.
+        // Slower than the link.
         let config = MemoryConfig { writes_per_s: 1_000, ..MemoryConfig::small() };
         GuestWithDrives::start(self.pair.start(config), self.here.path(), &SIZES, seed)
     }
@@ -51,8 +50,8 @@ impl DriveHosts {
         self.pair.receiver_of(DriveCopyFactory { faults: self.faults.clone(), ..factory })
     }
 
-    /// Which builds guests and copies of drives with such limits.
-    fn receiver_by(&self, limits: impl FnOnce(&mut ReceiveOptions)) -> Receiver {
+    /// Starts a receiver with changed options.
+    fn receiver_with(&self, limits: impl FnOnce(&mut ReceiveOptions)) -> Receiver {
         let factory = DriveCopyFactory::new(&self.pair, self.there.path());
         let factory = DriveCopyFactory { faults: self.faults.clone(), ..factory };
         let mut options = self.pair.receive_options();
@@ -64,8 +63,8 @@ impl DriveHosts {
         SendOptions { copy_drives: CopyDrives::All, ..quick_send(&self.pair) }
     }
 
-    /// Slow enough for the guest to write during passes, and a pause that takes several to reach;
-    /// on a busy machine it may take too many.
+    /// Returns options by which the guest writes during passes, and several passes precede the
+    /// pause. On a busy machine pre-copy may not converge, and pauses then.
     fn slow_options(&self) -> SendOptions {
         let (max_bandwidth, downtime) = (Some(48 << 20), Duration::from_millis(4));
         let timeout_strategy = TimeoutStrategy::Switchover;
@@ -173,18 +172,17 @@ fn host_without_copies_refuses_by_disk_name() {
     let guest = hosts.guest(1);
     let there = hosts.pair.receiver();
     let error = send(&*guest, &there.to, &hosts.options(), &SendControl::new()).unwrap_err();
-    let said = error.to_string();
-    assert!(said.contains("disk \"disk0\" (4194816 bytes)"), "{said}");
-    assert!(said.contains("no copies of drives are made here"), "{said}");
+    let message = error.to_string();
+    assert!(message.contains("disk \"disk0\" (4194816 bytes)"), "{message}");
+    assert!(message.contains("no copies of drives are made here"), "{message}");
     assert_eq!(guest.run_state(), RunState::Running);
-    within(LONG, "it waits on", || there.waits_on());
+    within(LONG, "the receiver waits again", || there.waits_on());
     let sent = Sender::start(guest.guest(), &there.to, &quick_send(&hosts.pair)).result();
     sent.unwrap();
     there.guest().guest.verify().unwrap();
 }
 
-/// A destination of before there were copies: it says hello, without the feature, and hears the
-/// rest.
+/// The destination sends HELLO without the feature, and records what the source sends.
 #[test]
 fn destination_without_the_feature_gets_abort() {
     let hosts = DriveHosts::new();
@@ -193,8 +191,10 @@ fn destination_without_the_feature_gets_abort() {
     let to = listener.local_addr().unwrap().to_string();
     let old = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        let mut said = Vec::new();
-        Header::new(MAGIC_STREAM, VmId(Default::default()), 0, 0).write_to(&mut said).unwrap();
+        let mut hello_bytes = Vec::new();
+        Header::new(MAGIC_STREAM, VmId(Default::default()), 0, 0)
+            .write_to(&mut hello_bytes)
+            .unwrap();
         let hello = [&[0; 16][..], b"0.0.1"].concat();
         let head = RecordHead {
             tag: tag("HELLO"),
@@ -204,29 +204,29 @@ fn destination_without_the_feature_gets_abort() {
             payload_crc: crc32c::crc32c(&hello),
             sequence: 0,
         };
-        said.extend(head.to_bytes());
-        stream.write_all(&[said, hello].concat()).unwrap();
+        hello_bytes.extend(head.to_bytes());
+        stream.write_all(&[hello_bytes, hello].concat()).unwrap();
         Header::read_from(&mut stream, MAGIC_STREAM).unwrap();
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         for sequence in 0.. {
             let Ok(head) = RecordHead::read_from(&mut stream, sequence) else { break };
             let mut payload = vec![0; head.length as usize];
             stream.read_exact(&mut payload).unwrap();
-            heard.push((head.tag, payload));
+            received.push((head.tag, payload));
         }
-        heard
+        received
     });
     let error = send(&*guest, &to, &hosts.options(), &SendControl::new()).unwrap_err().to_string();
     assert!(error.contains("does not offer copies of disks (--copy-disks)"), "{error}");
     assert!(error.ends_with("the guest continues here"), "{error}");
-    let heard = old.join().unwrap();
-    let tags: Vec<u16> = heard.iter().map(|(tag, _)| *tag).collect();
-    assert_eq!(tags, [tag("HELLO"), tag("ABORT")], "it is not sent a guest");
-    assert!(String::from_utf8_lossy(&heard[1].1).contains("--copy-disks"));
+    let received = old.join().unwrap();
+    let tags: Vec<u16> = received.iter().map(|(tag, _)| *tag).collect();
+    assert_eq!(tags, [tag("HELLO"), tag("ABORT")], "no guest is sent");
+    assert!(String::from_utf8_lossy(&received[1].1).contains("--copy-disks"));
 }
 
-/// The connection cut in every message: exactly one guest runs, and of a guest that did not go
-/// there is no copy.
+/// Cuts the connection at every message about disks. Exactly one guest runs, and no copy is left of
+/// a guest that did not move.
 fn cut_everywhere(cut: CutPoint) {
     let units = {
         let (hosts, plan) = (DriveHosts::new(), ProxyPlan::default());
@@ -258,7 +258,7 @@ fn cut_everywhere(cut: CutPoint) {
     }
 }
 
-/// One pass, then the rest, so that runs are alike.
+/// Returns options for one pass and the pause, so that runs are alike.
 fn one_pass(hosts: &DriveHosts) -> SendOptions {
     SendOptions { downtime: Duration::from_secs(60), ..hosts.options() }
 }
@@ -282,19 +282,22 @@ fn full_destination_disk_fails_the_migration() {
         (0, true, "making its copy durable: Input/output error"),
     ] {
         hosts.faults.room.store(room, Ordering::SeqCst);
-        hosts.faults.loses.store(loses, Ordering::SeqCst);
+        hosts.faults.sync_fails.store(loses, Ordering::SeqCst);
         let there = hosts.receiver();
         let error = send(&*guest, &there.to, &hosts.options(), &SendControl::new()).unwrap_err();
-        let said = error.to_string();
-        assert!(said.contains("copying disk \"disk0\" failed") && said.contains(why), "{said}");
-        assert!(said.ends_with("the guest continues here"), "{said}");
+        let message = error.to_string();
+        assert!(
+            message.contains("copying disk \"disk0\" failed") && message.contains(why),
+            "{message}"
+        );
+        assert!(message.ends_with("the guest continues here"), "{message}");
         assert_eq!(guest.run_state(), RunState::Running);
         let refused = there.failure();
         assert!(refused.contains(why), "{refused}");
-        assert_eq!(hosts.copies(), 0, "nothing is left");
+        assert_eq!(hosts.copies(), 0, "no copy is left");
     }
     hosts.faults.room.store(0, Ordering::SeqCst);
-    hosts.faults.loses.store(false, Ordering::SeqCst);
+    hosts.faults.sync_fails.store(false, Ordering::SeqCst);
     let there = hosts.receiver();
     send(&*guest, &there.to, &hosts.options(), &SendControl::new()).unwrap();
     there.guest().guest.verify().unwrap();
@@ -327,18 +330,21 @@ fn hanging_copy_fails_the_migration() {
         [(&faults.write_hangs, "writing its copy"), (&faults.sync_hangs, "making its copy durable")]
     {
         hangs.store(true, Ordering::SeqCst);
-        let there = hosts.receiver_by(|o| o.disk_limit = Duration::from_millis(500));
-        // Longer than the destination waits for its storage.
+        let there = hosts.receiver_with(|o| o.disk_limit = Duration::from_millis(500));
+        // Longer than the destination's disk limit.
         let options = SendOptions { progress_timeout: LONG, ..hosts.options() };
         let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
-        let said = error.to_string();
-        assert!(said.contains("copying disk \"disk0\" failed") && said.contains(why), "{said}");
-        assert!(said.contains("has not answered for 500ms"), "{said}");
-        assert!(said.ends_with("the guest continues here"), "{said}");
+        let message = error.to_string();
+        assert!(
+            message.contains("copying disk \"disk0\" failed") && message.contains(why),
+            "{message}"
+        );
+        assert!(message.contains("has not answered for 500ms"), "{message}");
+        assert!(message.ends_with("the guest continues here"), "{message}");
         assert_eq!(guest.run_state(), RunState::Running);
         let refused = there.failure();
         assert!(refused.contains(why), "{refused}");
-        // It answers after all: what was left behind goes.
+        // The storage answers again, and the abandoned threads end.
         hangs.store(false, Ordering::SeqCst);
         within(LONG, "the copies are gone", || hosts.copies() == 0);
     }
@@ -349,13 +355,13 @@ fn stop_ends_a_receiver_whose_copy_hangs() {
     let hosts = DriveHosts::new();
     let guest = hosts.guest(15);
     hosts.faults.write_hangs.store(true, Ordering::SeqCst);
-    let there = hosts.receiver_by(|o| o.disk_limit = LONG);
+    let there = hosts.receiver_with(|o| o.disk_limit = LONG);
     let options = SendOptions { progress_timeout: LONG, ..hosts.options() };
     let sending = Sender::start(&guest, &there.to, &options);
     within(LONG, "a write hangs", || hosts.faults.hung.load(Ordering::SeqCst) > 0);
     there.control.cancel().unwrap();
-    let said = sending.result().unwrap_err().to_string();
-    assert!(said.contains("the receiver was stopped"), "{said}");
+    let message = sending.result().unwrap_err().to_string();
+    assert!(message.contains("the receiver was stopped"), "{message}");
     assert_eq!(guest.run_state(), RunState::Running);
     let refused = there.error();
     assert!(matches!(refused.cause, driftline_migrate::Cause::Cancelled), "{refused}");
@@ -367,20 +373,23 @@ fn hanging_creation_of_copies_is_refused() {
     let hosts = DriveHosts::new();
     let guest = hosts.guest(19);
     hosts.faults.make_hangs.store(true, Ordering::SeqCst);
-    let there = hosts.receiver_by(|o| o.build_limit = Duration::from_millis(500));
+    let there = hosts.receiver_with(|o| o.build_limit = Duration::from_millis(500));
     let options = SendOptions { setup_timeout: LONG, ..hosts.options() };
     let late = "was not built within 500ms (its disks or copies may be on storage that does not";
     let full = "earlier guests are still being built";
     for why in [late, late, late, late, full, full] {
         let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
-        let said = error.to_string();
-        assert!(said.contains("building the guest failed") && said.contains(why), "{said}");
-        assert!(said.contains(&guest.vm_id().to_string()), "{said}");
+        let message = error.to_string();
+        assert!(
+            message.contains("building the guest failed") && message.contains(why),
+            "{message}"
+        );
+        assert!(message.contains(&guest.vm_id().to_string()), "{message}");
         assert_eq!(guest.run_state(), RunState::Running);
-        within(LONG, "it waits on", || there.waits_on());
+        within(LONG, "the receiver waits again", || there.waits_on());
     }
     within(LONG, "four threads hang", || hosts.faults.hung.load(Ordering::SeqCst) == 4);
-    // They answer after all: what was left behind goes.
+    // The storage answers again, and the abandoned threads end.
     hosts.faults.make_hangs.store(false, Ordering::SeqCst);
     within(LONG, "the next guest is built", || {
         send(&*guest, &there.to, &options, &SendControl::new()).is_ok()
@@ -394,12 +403,12 @@ fn guest_is_built_beside_one_whose_storage_hangs() {
     let hosts = DriveHosts::new();
     let guest = hosts.guest(27);
     hosts.faults.make_hangs.store(true, Ordering::SeqCst);
-    let there = hosts.receiver_by(|o| o.build_limit = Duration::from_millis(500));
+    let there = hosts.receiver_with(|o| o.build_limit = Duration::from_millis(500));
     let options = SendOptions { setup_timeout: LONG, ..hosts.options() };
     let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
     assert!(error.to_string().contains("was not built within 500ms"), "{error}");
-    within(LONG, "it waits on", || there.waits_on());
-    // Another one, of which no copies are made. A busy host may take longer than the limit.
+    within(LONG, "the receiver waits again", || there.waits_on());
+    // A guest without copies. A busy machine may exceed the limit.
     within(LONG, "another one is built", || {
         let sent = Sender::start(guest.guest(), &there.to, &quick_send(&hosts.pair)).result();
         let late =
@@ -407,7 +416,7 @@ fn guest_is_built_beside_one_whose_storage_hangs() {
         sent.inspect_err(|e| assert!(late(e), "{e}")).is_ok()
     });
     there.guest().guest.verify().unwrap();
-    assert_eq!(hosts.copies(), 0, "the first one's storage hangs still");
+    assert_eq!(hosts.copies(), 0, "the first guest's storage still hangs");
     hosts.faults.make_hangs.store(false, Ordering::SeqCst);
 }
 
@@ -416,21 +425,21 @@ fn stop_ends_a_receiver_that_makes_copies() {
     let hosts = DriveHosts::new();
     let guest = hosts.guest(21);
     hosts.faults.make_hangs.store(true, Ordering::SeqCst);
-    let there = hosts.receiver_by(|o| o.build_limit = LONG);
+    let there = hosts.receiver_with(|o| o.build_limit = LONG);
     let options = SendOptions { setup_timeout: LONG, ..hosts.options() };
     let sending = Sender::start(&guest, &there.to, &options);
     within(LONG, "it hangs", || hosts.faults.hung.load(Ordering::SeqCst) > 0);
     there.control.cancel().unwrap();
-    let said = sending.result().unwrap_err().to_string();
-    assert!(said.contains("the receiver was stopped"), "{said}");
+    let message = sending.result().unwrap_err().to_string();
+    assert!(message.contains("the receiver was stopped"), "{message}");
     let refused = there.error();
     assert!(matches!(refused.cause, driftline_migrate::Cause::Cancelled), "{refused}");
     hosts.faults.make_hangs.store(false, Ordering::SeqCst);
     within(LONG, "the copies are gone", || hosts.copies() == 0);
 }
 
-/// Many drives of a block: the receiving thread waits for the first one while few bytes come. With
-/// `DRIFTLINE_FULL=1` alone: the window has to be longer than a busy machine may stall.
+/// Many disks of one block: the receiving thread waits for the first one while few bytes arrive.
+/// Runs only with `DRIFTLINE_FULL=1`, because the window is longer than a busy machine may stall.
 #[test]
 fn storage_waits_do_not_count_as_source_pace() {
     if std::env::var("DRIFTLINE_FULL").as_deref() != Ok("1") {
@@ -442,7 +451,7 @@ fn storage_waits_do_not_count_as_source_pace() {
     let faults = &hosts.faults;
     faults.write_hangs.store(true, Ordering::SeqCst);
     let window = LONG / 2;
-    let there = hosts.receiver_by(|o| (o.disk_limit, o.pace_window) = (2 * LONG, window));
+    let there = hosts.receiver_with(|o| (o.disk_limit, o.pace_window) = (2 * LONG, window));
     let options = SendOptions { progress_timeout: 2 * LONG, ..hosts.options() };
     let sending = Sender::start(&guest, &there.to, &options);
     within(LONG, "a write hangs", || faults.hung.load(Ordering::SeqCst) > 0);
@@ -458,11 +467,11 @@ fn no_guest_is_built_while_copies_are_removed() {
     let hosts = DriveHosts::new();
     let guest = hosts.guest(25);
     hosts.faults.write_hangs.store(true, Ordering::SeqCst);
-    let there = hosts.receiver_by(|o| o.disk_limit = Duration::from_millis(500));
+    let there = hosts.receiver_with(|o| o.disk_limit = Duration::from_millis(500));
     for why in ["copying disk \"disk0\" failed", "are still being removed"] {
         let error = send(&*guest, &there.to, &hosts.options(), &SendControl::new()).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
-        within(LONG, "it waits on", || there.waits_on());
+        within(LONG, "the receiver waits again", || there.waits_on());
     }
     hosts.faults.write_hangs.store(false, Ordering::SeqCst);
     within(LONG, "the copies are gone", || hosts.copies() == 0);

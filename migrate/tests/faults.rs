@@ -1,4 +1,4 @@
-//! Guests, disks and operators that fail or change their minds, in every phase.
+//! Failures of guests and disks, cancellations and resolutions by operators, in every phase.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -14,7 +14,7 @@ use driftline_guest::testing::{MemoryConfig, Op};
 use driftline_guest::{HandOver, Lifecycle, RunState};
 use driftline_migrate::{Cause, ControlError, GuestPlace, Phase, Records, Resolution, SendStatus};
 
-/// One pass, then the rest.
+/// Returns options for one pass and the pause.
 fn options(hosts: &HostPair) -> driftline_migrate::SendOptions {
     let mut options = quick_send(hosts);
     options.downtime = Duration::from_secs(60);
@@ -65,8 +65,8 @@ fn disks_are_flushed_after_each_pass() {
         hosts.here.fail_next(Op::Flush, failing);
         let there = hosts.receiver();
         let sent = Sender::start(&guest, &there.to, &quick_send(&hosts)).result();
-        // Beside each pass but the last, which belongs to the pause, and once before that pause; in
-        // it, what is left is flushed with the release.
+        // One flush after each pass except the last, and one before the pause. In the pause the
+        // rest is flushed with the release.
         let passes = sent.as_ref().unwrap().passes.len() as u64 - 1;
         assert_eq!(hosts.drive.flushes(), passes + 1 - u64::from(failing));
         exactly_one_runs(&hosts, &guest, &sent, there, "a flush");
@@ -93,7 +93,7 @@ fn failed_resume_is_reported_as_paused_here() {
     for op in [Op::Acquire, Op::Resume] {
         let hosts = HostPair::new();
         let guest = hosts.start(MemoryConfig::small());
-        // The first failure comes after the release: there is something to take back.
+        // The first failure follows the release, so the disks have to be acquired again.
         hosts.here.fail_next(Op::Detach, 1);
         hosts.here.fail_next(op, 1);
         let there = hosts.receiver();
@@ -129,13 +129,13 @@ fn cancel_works_in_every_phase_before_commit() {
                 std::thread::sleep(Duration::from_millis(1));
             }
             handle.lock().unwrap().as_ref().unwrap().cancel().unwrap();
-            // So that nothing of what follows is through before it is noticed.
+            // Delays later messages until the cancellation is noticed.
             std::thread::sleep(Duration::from_secs(1));
         };
         let plan = ProxyPlan::default().before_from_source(tag(at), cancel);
         let proxy = Proxy::start(&there.to, plan);
         let mut sending = options(&hosts);
-        // PASS_END of pass 0, not of the last.
+        // A target of 0 needs several passes, so that PASS_END is that of pass 0.
         sending.downtime = Duration::ZERO;
         if phase == Phase::SwitchOver {
             sending.downtime = Duration::from_secs(60);
@@ -156,7 +156,7 @@ fn cancel_is_refused_once_commit_is_sent() {
     let guest = hosts.start(MemoryConfig::small());
     let there = hosts.receiver();
     let (answers, seen) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(None)));
-    let (told, handle) = (answers.clone(), seen.clone());
+    let (recorded, handle) = (answers.clone(), seen.clone());
     let plan = ProxyPlan::default().before_from_source(tag("COMMIT"), move || {
         let control: Arc<driftline_migrate::SendControl> = loop {
             match handle.lock().unwrap().clone() {
@@ -164,7 +164,7 @@ fn cancel_is_refused_once_commit_is_sent() {
                 None => std::thread::sleep(Duration::from_millis(1)),
             }
         };
-        told.lock().unwrap().push(control.cancel());
+        recorded.lock().unwrap().push(control.cancel());
     });
     let proxy = Proxy::start(&there.to, plan);
     let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
@@ -190,7 +190,7 @@ fn source_without_a_record_keeps_the_guest() {
     let guest = hosts.start(MemoryConfig::small());
     let there = hosts.receiver();
     let dir = hosts.source_records();
-    // The source waits for the answer to it; the record is made later.
+    // The source waits for the acknowledgement of this message before it makes the record.
     let plan = ProxyPlan::default().before_from_source(tag("PASS_END"), move || {
         let _ = std::fs::remove_dir_all(&dir);
     });
@@ -214,7 +214,7 @@ fn unstored_decision_leaves_the_source_in_doubt() {
     let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
     within(LONG, "the source is in doubt", || sender.control.progress().phase == Phase::InDoubt);
     std::thread::sleep(Duration::from_millis(300));
-    assert_eq!(sender.control.progress().phase, Phase::InDoubt, "nothing durable was said");
+    assert_eq!(sender.control.progress().phase, Phase::InDoubt, "no decision is durable");
     assert_eq!(guest.run_state(), RunState::Paused);
     assert_eq!(Records::open(hosts.source_records()).unwrap().pending().unwrap().records.len(), 1);
     std::fs::rename(dir.with_extension("gone"), &dir).unwrap();
@@ -225,7 +225,7 @@ fn unstored_decision_leaves_the_source_in_doubt() {
     assert!(hosts.records_left().is_empty(), "{:?}", hosts.records_left());
 }
 
-/// Loses RUNNING and everything after it. Returns when the source is in doubt.
+/// Loses RUNNING and all later messages. Returns when the source is in doubt.
 fn in_doubt(
     hosts: &HostPair,
 ) -> (Arc<driftline_guest::testing::MemoryGuest>, common::Receiver, Proxy, Sender) {
@@ -245,9 +245,9 @@ fn operator_discards_the_guest_in_doubt() {
     let hosts = HostPair::new();
     let (guest, there, _proxy, sender) = in_doubt(&hosts);
     std::thread::sleep(Duration::from_millis(200));
-    assert_eq!(guest.run_state(), RunState::Paused, "it never resumes by itself");
+    assert_eq!(guest.run_state(), RunState::Paused, "a source in doubt never resumes its guest");
     assert!(sender.control.progress().doubt.is_some());
-    assert_eq!(guest.tracker().stats().subscribers, 0, "a long doubt keeps no tree");
+    assert_eq!(guest.tracker().stats().subscribers, 0, "a source in doubt keeps no tree");
     sender.control.resolve(Resolution::Discard).unwrap();
     let sent = sender.result();
     assert_eq!(sent.as_ref().unwrap().status, SendStatus::ResolvedDiscarded);
@@ -258,7 +258,7 @@ fn operator_discards_the_guest_in_doubt() {
 fn operator_runs_the_guest_in_doubt() {
     let hosts = HostPair::new();
     let (guest, there, _proxy, sender) = in_doubt(&hosts);
-    // The destination dies with its guest; the operator makes sure of it.
+    // The destination dies with its guest, and the operator knows it.
     there.guest().guest.stop("its host died");
     sender.control.resolve(Resolution::Run).unwrap();
     let error = sender.result().unwrap_err();
@@ -277,7 +277,7 @@ fn new_receiver_of_the_site_answers_discarded() {
     let mut receiving = hosts.receive_options();
     receiving.tell_limit = Duration::ZERO;
     let there = hosts.receiver_with(receiving);
-    // COMMIT never arrives, and what the first receiver decides is lost with its process.
+    // COMMIT never arrives, and the first receiver's decision is lost with its process.
     let plan = ProxyPlan::cut_for_good(true, At::Tag(tag("COMMIT")), CutPoint::Before);
     let proxy = Proxy::start(&there.to, plan);
     let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
@@ -288,11 +288,11 @@ fn new_receiver_of_the_site_answers_discarded() {
             std::fs::remove_file(left).unwrap();
         }
     }
-    // A receiver on another host's records knows nothing, and says so.
+    // A receiver of another site does not know the migration.
     let stranger = HostPair::new();
     let elsewhere = stranger.receiver();
     proxy.redirect(&elsewhere.to);
-    within(LONG, "a stranger answers", || {
+    within(LONG, "another site answers", || {
         sender.control.progress().doubt.is_some_and(|d| d.contains("does not know"))
     });
     let second = hosts.receiver();
@@ -300,7 +300,8 @@ fn new_receiver_of_the_site_answers_discarded() {
     let sent = sender.result();
     let error = sent.as_ref().unwrap_err();
     assert!(matches!(error.cause, Cause::Discarded { .. }), "{error}");
-    // It was only asked: it waits on, as after any caller that is no source.
+    // After a question the receiver waits for a source. A refused connection lets the test see
+    // that.
     drop(std::net::TcpStream::connect(&second.to).unwrap());
     exactly_one_runs(&hosts, &guest, &sent, second, "a new receiver answered");
     elsewhere.control.cancel().unwrap();
@@ -312,7 +313,7 @@ fn trickling_peer_does_not_prolong_the_pause() {
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig::small());
     let there = hosts.receiver();
-    // Everything before the pause comes as it is, however many passes there are.
+    // Messages before the pause are not delayed.
     let proxy = Proxy::start(&there.to, ProxyPlan::trickle_once_sent(tag("STATE")));
     let mut sending = options(&hosts);
     sending.switch_over_limit = Some(Duration::from_millis(500));
@@ -345,7 +346,7 @@ fn trickling_peer_does_not_prolong_precopy() {
 fn operator_resolves_during_an_unanswered_question() {
     let hosts = HostPair::new();
     let (guest, there, proxy, sender) = in_doubt(&hosts);
-    // It takes connections and says nothing.
+    // A listener that accepts connections and sends nothing.
     let mute = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     proxy.redirect(&mute.local_addr().unwrap().to_string());
     let (_asking, _) = mute.accept().unwrap();

@@ -1,4 +1,4 @@
-//! Streams of released versions, which every later version must read.
+//! Recorded streams, which every later version must read.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -16,18 +16,19 @@ use driftline_migrate::{Compression, CopyDrives, SendOptions, StreamSummary, ins
 use vm_memory::{Bytes, GuestAddress};
 
 const V1: &[u8] = include_bytes!("golden/stream-v1.bin");
-/// Of the same version, with LATE.
+/// Same version, with LATE.
 const V1_LATE: &[u8] = include_bytes!("golden/stream-v1-late.bin");
-/// Of the same version, with FRAMES and VERIFY.
+/// Same version, with FRAMES and VERIFY.
 const V1_FRAMES: &[u8] = include_bytes!("golden/stream-v1-frames.bin");
-/// Of the same version, with PACKED by LZ4 and by Zstandard.
+/// Same version, with PACKED by LZ4.
 const V1_LZ4: &[u8] = include_bytes!("golden/stream-v1-lz4.bin");
+/// Same version, with PACKED by Zstandard.
 const V1_ZSTD: &[u8] = include_bytes!("golden/stream-v1-zstd.bin");
-/// Of the same version, with STATE before the last pass.
+/// Same version, with STATE before the last pass.
 const V1_EARLY: &[u8] = include_bytes!("golden/stream-v1-early.bin");
-/// Of the same version, with STATE_WHOLE.
+/// Same version, with STATE_WHOLE.
 const V1_WHOLE: &[u8] = include_bytes!("golden/stream-v1-whole.bin");
-/// Of the same version, with drives.
+/// Same version, with copied disks.
 const V1_DRIVES: &[u8] = include_bytes!("golden/stream-v1-drives.bin");
 
 #[test]
@@ -58,12 +59,12 @@ fn version_1_is_read() {
     assert_eq!((passes, normal_frames, zero_frames), (2, 5, 3));
     assert_eq!((content_crc, state_digest), (CONTENT_CRC, STATE_DIGEST));
     assert_eq!((sections, was_running, committed), (1, true, true));
-    assert_eq!(late_bytes, 0, "from before there was LATE");
-    assert_eq!((drives, normal_blocks, zero_blocks), (0, 0, 0), "and drives");
+    assert_eq!(late_bytes, 0, "recorded without LATE");
+    assert_eq!((drives, normal_blocks, zero_blocks), (0, 0, 0), "recorded without disks");
 }
 
 #[test]
-fn version_1_with_late_frames_is_read() {
+fn version_1_with_late_packets_is_read() {
     let summary = inspect(V1_LATE).unwrap();
     assert_eq!(summary.vm_id.to_string(), "8bf414be-5dc0-4cdf-8ca3-e1c2885fb2b4");
     assert_eq!((summary.passes, summary.normal_frames, summary.zero_frames), (2, 7, 2));
@@ -96,7 +97,7 @@ fn version_1_with_every_feature_is_read() {
     }
 }
 
-/// Of FRAMES, whose content has no checksum, by the summary alone.
+/// The content of FRAMES has no checksum, so a flip there shows only in the summary.
 #[test]
 fn every_flipped_byte_is_detected() {
     [V1, V1_LATE, V1_EARLY, V1_WHOLE, V1_FRAMES, V1_LZ4, V1_ZSTD, V1_DRIVES]
@@ -107,11 +108,11 @@ fn every_flipped_byte_is_detected() {
 fn every_flip_of(stream: &[u8]) {
     let whole = inspect(stream).unwrap();
     let mut bytes = stream.to_vec();
-    // Of a long one that is mostly content some: a stream is read whole for each.
+    // Only some bytes of long streams, because each flip reads the whole stream.
     let step = if bytes.len() > 32 << 10 { 11 } else { 1 };
     for at in (0..bytes.len()).step_by(step) {
         bytes[at] ^= 1 << (at % 8);
-        // What follows COMMIT is not read; COMMIT itself then does not count.
+        // `inspect` does not read past COMMIT.
         let same = inspect(&bytes[..]).is_ok_and(|s| s == whole);
         let ended = stream.len() - 24 - 16;
         assert!(!same || at >= ended, "byte {at}");
@@ -130,7 +131,7 @@ fn every_truncation_is_detected() {
     }
 }
 
-/// Records a stream of a guest whose drives go along; see below.
+/// Records a stream with copied disks, see [`record_streams`].
 #[test]
 #[ignore = "writes a golden file"]
 fn record_a_stream_with_drives() {
@@ -158,9 +159,9 @@ fn record_a_stream_with_drives() {
     println!("{:#x?}", inspect(&bytes[..]));
 }
 
-/// Records streams of this version. Run it when the version changes, and keep the old files:
-/// `GOLDEN=record cargo test -p driftline-migrate --test golden -- --ignored`, then set the
-/// constants. `GOLDEN=NAME` records one.
+/// Records streams of this version. Run this when the version changes, keep the old files, and set
+/// the constants: `GOLDEN=record cargo test -p driftline-migrate --test golden -- --ignored`.
+/// `GOLDEN=NAME` records one stream.
 #[test]
 #[ignore = "writes golden files"]
 fn record_streams() {
@@ -178,8 +179,7 @@ fn record_streams() {
         let config =
             MemoryConfig { writers: 1, working_set: 4, writes_per_s: 100, ..MemoryConfig::small() };
         let guest = hosts.start(config);
-        // A run that is long enough for FRAMES, which packs well, and a frame of it that is zeros
-        // later.
+        // A run that is long enough for FRAMES and packs well. One of its frames is zeroed later.
         let at = GuestAddress(0x401 * PAGE_SIZE);
         let content: Vec<u8> = (0..9 * PAGE_SIZE).map(|i| (i / 512) as u8 | 1).collect();
         guest.ram().write_slice(&content, at).unwrap();

@@ -1,5 +1,5 @@
-//! Either process killed hard at every message. The other process is this test binary, started
-//! again in a role.
+//! Either process is killed at every message. The other process is this test binary, started again
+//! in a role.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -32,7 +32,8 @@ fn options(hosts: &HostPair) -> driftline_migrate::SendOptions {
     options
 }
 
-/// Starts this binary in a role, and returns it with the first line that it says after "role:".
+/// Starts this binary in a role. Returns the process and the first line that it prints after
+/// "role:".
 fn start(role: &str, args: &[(&str, String)]) -> (Child, String) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", role, "--ignored", "--nocapture"])
@@ -41,18 +42,18 @@ fn start(role: &str, args: &[(&str, String)]) -> (Child, String) {
         .spawn()
         .unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    let said = loop {
+    let line = loop {
         let line = lines.next().expect("the role speaks").unwrap();
-        if let Some((_, said)) = line.split_once("role: ") {
-            break said.to_owned();
+        if let Some((_, text)) = line.split_once("role: ") {
+            break text.to_owned();
         }
     };
-    // Whatever else it says goes nowhere; a full pipe must not hold it.
+    // Drains further output, so that a full pipe does not block the process.
     std::thread::spawn(move || lines.count());
-    (child, said)
+    (child, line)
 }
 
-fn say(line: &str) {
+fn print_line(line: &str) {
     println!("role: {line}");
     std::io::stdout().flush().unwrap();
 }
@@ -62,7 +63,7 @@ fn say(line: &str) {
 fn role_destination() {
     let Ok(records) = std::env::var("RECORDS") else { return };
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    say(&listener.local_addr().unwrap().to_string());
+    print_line(&listener.local_addr().unwrap().to_string());
     let mut options = ReceiveOptions::new(records);
     options.commit_deadline = Duration::from_secs(2);
     let result = receive(
@@ -84,12 +85,12 @@ fn role_source() {
     let guest = hosts.start(MemoryConfig::small());
     let mut options = driftline_migrate::SendOptions::new(records);
     options.downtime = Duration::from_secs(60);
-    say("sending");
+    print_line("sending");
     let _ = driftline_migrate::send(&*guest, &to, &options, &driftline_migrate::SendControl::new());
     std::thread::sleep(Duration::from_secs(60));
 }
 
-/// Kills what is in the slot, once; returns when it is dead.
+/// Returns a function that kills the process in the slot, once, and waits for its end.
 fn kill(slot: &Arc<Mutex<Option<Child>>>) -> impl FnMut() + Send + 'static {
     let slot = slot.clone();
     move || {
@@ -112,7 +113,8 @@ fn killed_destination_leaves_the_guest_at_the_source() {
         let proxy = Proxy::start(&to, plan);
         let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
         if at == "COMMIT" {
-            // It died prepared, and the source cannot know: a new process of the site settles it.
+            // The destination died prepared, so the source is in doubt until a new process of the
+            // site answers.
             within(LONG, "the source is in doubt", || {
                 sender.control.progress().phase == Phase::InDoubt
             });
@@ -138,7 +140,7 @@ fn killed_source_leaves_at_most_one_guest() {
         let plan = ProxyPlan::default().before_from_source(tag(at), {
             let (slot, mut killed) = (slot.clone(), false);
             move || {
-                // There may be more messages of this tag.
+                // The first message of this tag kills; there may be more.
                 if std::mem::replace(&mut killed, true) {
                     return;
                 }
@@ -152,8 +154,9 @@ fn killed_source_leaves_at_most_one_guest() {
         let (child, _) = start("role_source", &args);
         *slot.lock().unwrap() = Some(child);
         within(LONG, "it is killed", || slot.lock().unwrap().is_none());
-        // What it had said before it died still arrives, COMMIT too: then the guest runs here.
-        within(LONG, &format!("{at}: the receiver settles"), || {
+        // Messages that were sent before the kill still arrive. If COMMIT does, the guest runs
+        // here.
+        within(LONG, &format!("{at}: the receiver ends or waits"), || {
             there.thread.is_finished() || there.waits_on()
         });
         if !there.thread.is_finished() {
@@ -177,7 +180,7 @@ fn killed_source_leaves_at_most_one_guest() {
 
 #[test]
 fn destination_killed_in_the_pause_leaves_no_doubt() {
-    // It is written after the one, and stands before the other.
+    // `release` precedes PREPARED, and `detach` follows it.
     for at in ["release", "detach"] {
         let hosts = HostPair::new();
         let guest = hosts.start(MemoryConfig::small());
@@ -196,7 +199,7 @@ fn destination_killed_in_the_pause_leaves_no_doubt() {
         let phase = error.phase;
         assert!(matches!(phase, Phase::SwitchOver | Phase::HandOver), "{at}: {error}");
         assert_eq!(guest.run_state(), RunState::Running, "{at}: {error}");
-        // What the dead left goes when the next of its site comes.
+        // The next process of the site sweeps the records.
         let next = hosts.receiver();
         within(LONG, &format!("{at}: it is swept"), || hosts.records_left().is_empty());
         next.control.cancel().unwrap();

@@ -35,7 +35,7 @@ fn twenty_migrations_in_a_row() {
         assert_eq!(arrived.report.normal_frames, report.normal_frames);
         arrived.guest.verify().unwrap();
         guest = arrived.guest;
-        assert!(guest.writes() > writes, "round {round}: it writes on");
+        assert!(guest.writes() > writes, "round {round}: the guest continues to write");
         writes = guest.writes();
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -51,7 +51,7 @@ fn bandwidth_limit_holds_while_the_guest_runs() {
     let guest = hosts.start(MemoryConfig::small());
     let there = hosts.receiver();
     let rate = MIN_BANDWIDTH;
-    // By that rate the pause seems long.
+    // The expected pause is computed with the limit, so the target must be long.
     let downtime = Duration::from_secs(60);
     let options = driftline_migrate::SendOptions {
         max_bandwidth: Some(rate),
@@ -76,7 +76,7 @@ fn paused_guest_stays_paused() {
     let writes = guest.writes();
     let there = hosts.receiver();
     let report = send(&*guest, &there.to, &quick_send(&hosts), &SendControl::new()).unwrap();
-    assert_eq!(report.passes.len(), 2, "memory, and a last pass with nothing in it");
+    assert_eq!(report.passes.len(), 2, "memory, and an empty last pass");
     let arrived = there.guest();
     assert_eq!(arrived.guest.run_state(), RunState::Paused);
     assert!(!arrived.report.running);
@@ -93,7 +93,7 @@ fn fast_writer_is_given_up_or_paused() {
     let mut options = quick_send(&hosts);
     options.downtime = Duration::ZERO;
     options.max_passes = 4;
-    // However busy the host, the guest gets to write during each pass.
+    // Also on a busy machine the guest writes during each pass.
     let slow = |to: &str| {
         let nap = || std::thread::sleep(Duration::from_millis(20));
         Proxy::start(to, ProxyPlan::default().before_from_source(tag("PASS_END"), nap))
@@ -106,7 +106,7 @@ fn fast_writer_is_given_up_or_paused() {
     assert!(error.to_string().ends_with("the guest continues here"), "{error}");
     assert_eq!(guest.run_state(), RunState::Running);
     let refusal = there.failure();
-    assert!(refusal.contains("outruns the link"), "the destination hears why: {refusal}");
+    assert!(refusal.contains("outruns the link"), "the destination has the reason: {refusal}");
 
     options.timeout_strategy = TimeoutStrategy::Switchover;
     let there = hosts.receiver();
@@ -134,7 +134,7 @@ fn zero_frames_overwrite_older_content() {
     let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
     let at = GuestAddress(5 * PAGE_SIZE);
     guest.ram().write_slice(&[7; PAGE_SIZE as usize], at).unwrap();
-    // Zeroed after pass 0 has sent its content.
+    // Zeroed after pass 0 has sent the content.
     let zeroed = guest.clone();
     let zero = move || zeroed.ram().write_slice(&[0; PAGE_SIZE as usize], at).unwrap();
     let there = hosts.receiver();
@@ -157,17 +157,17 @@ fn memory_is_preallocated_before_it_arrives() {
         guest.ram().write_slice(&[7; 8], GuestAddress(frame * PAGE_SIZE)).unwrap();
     }
     let there = hosts.receiver();
-    // Pass 0 comes when the destination has had time for what it will bring.
+    // Pass 0 arrives after the destination had time to preallocate its frames.
     let nap = || std::thread::sleep(Duration::from_secs(2));
     let plan = ProxyPlan::default().before_from_source(tag("PASS_BEGIN"), nap);
     let proxy = Proxy::start(&there.to, plan);
     send(&*guest, &proxy.to, &quick_send(&hosts), &SendControl::new()).unwrap();
     let arrived = there.guest();
-    // Once by the word, once when it comes.
+    // Once after EXPECT, once when the frames arrive.
     assert_eq!(arrived.guest.prefaulted(), 2 * FRAMES);
 }
 
-/// Writes into its memory while its state is saved, as KVM does with its clock pages.
+/// A guest whose memory is written while its state is saved, as KVM does with clock pages.
 struct WritesWhenSaved(Arc<MemoryGuest>);
 
 const LATE: u64 = 7;

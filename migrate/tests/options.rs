@@ -1,5 +1,4 @@
-//! What a migration can be asked for besides: several connections, smaller contents, a comparison
-//! of all memory.
+//! Options of a migration: several connections, compressed contents, a comparison of all memory.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -21,7 +20,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 const FRAMES: u64 = 16 << 10;
 
-/// 64 MiB in two slots, of which two writers use a part.
+/// Returns a guest of 64 MiB in two slots, a part of which two writers use.
 fn large() -> MemoryConfig {
     let slots = vec![
         Slot { id: SlotId(0), base: Gfn(0), frames: 5000 },
@@ -30,7 +29,7 @@ fn large() -> MemoryConfig {
     MemoryConfig { slots, working_set: 2048, ..MemoryConfig::small() }
 }
 
-/// Fills frames behind the working set with what `byte` says.
+/// Fills frames behind the working set with the values of `byte`.
 fn fill(guest: &dyn Guest, frames: std::ops::Range<u64>, byte: impl Fn(u64, usize) -> u8) {
     for gfn in frames {
         let page: Vec<u8> = (0..PAGE_SIZE as usize).map(|at| byte(gfn, at)).collect();
@@ -88,7 +87,7 @@ fn memory_arrives_over_connections_and_codecs() {
                 Compression::None => assert!(report.transferred_bytes > content, "{context}"),
                 _ => assert!(report.transferred_bytes < content, "{context}: {report:?}"),
             }
-            // Heads and small messages differ by what was said after the destination's last look.
+            // The destination's figure does not have the last small messages.
             let difference = report.transferred_bytes.abs_diff(arrived.report.received_bytes);
             let bound = 500 + 200 * u64::from(connections);
             assert!(difference < bound, "{context}: {difference}");
@@ -100,7 +99,7 @@ fn memory_arrives_over_connections_and_codecs() {
 #[test]
 fn each_connection_carries_a_share() {
     let hosts = HostPair::new();
-    // Several times what a connection's buffers take before the others have begun.
+    // Several times the size of a connection's buffers.
     let frames = 12 << 10;
     let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames }];
     let guest = hosts.start(MemoryConfig { slots, writers: 0, working_set: 0, ..large() });
@@ -109,13 +108,13 @@ fn each_connection_carries_a_share() {
         guest.ram().write_slice(&page, GuestAddress(gfn * PAGE_SIZE)).unwrap();
     }
     let there = hosts.receiver();
-    // The first one stands until an eighth is left, so the others have to.
+    // The first connection stalls until an eighth is left, so that the others carry the rest.
     let control = Arc::new(OnceLock::<Arc<SendControl>>::new());
     let (mut held, watched) = (false, control.clone());
     let hold = move || {
         let left = || watched.get().map_or(frames, |c| c.progress().remaining_frames);
         if !std::mem::replace(&mut held, true) {
-            within(LONG, "the others go on", || left() <= frames / 8);
+            within(LONG, "the other connections send", || left() <= frames / 8);
         }
     };
     let plan = ProxyPlan::default().before_from_source(tag("FRAMES"), hold);
@@ -147,7 +146,7 @@ fn broken_connection_ends_the_migration() {
             let progress_timeout = if stalls { Duration::from_millis(1500) } else { LONG };
             let receiving = ReceiveOptions { progress_timeout, ..hosts.receive_options() };
             let mut there = hosts.receiver_with(receiving);
-            // A busy machine may need longer than that for a whole migration.
+            // With this limit a whole migration may fail on a busy machine.
             there.again = !stalls;
             let plan = ProxyPlan::cut(true, At::Tag(tag("PASS_END")), cut);
             let proxy = Proxy::nth(&there.to, which, plan);
@@ -155,8 +154,8 @@ fn broken_connection_ends_the_migration() {
                 with(&hosts, |o| (o.connections, o.progress_timeout) = (3, progress_timeout));
             let sent = Sender::start(&guest, &proxy.to, &options).result();
             let error = sent.as_ref().unwrap_err().to_string();
-            // A share that is cut is named; a stalled one nobody can tell from one that waits for
-            // another.
+            // The error names a joined connection that is cut. A stalled one cannot be told from
+            // one that waits for another.
             if cut == CutPoint::Within && which > 0 {
                 assert!(error.contains("connection"), "{context}: {error}");
             }
@@ -176,7 +175,7 @@ fn stranger_cannot_join() {
     let options = with(&hosts, |o| o.connections = 2);
     Sender::start(&guest, &proxy.to, &options).result().unwrap();
     let arrived = there.guest();
-    // What the second connection said, said once more: that migration takes nobody any more.
+    // Replays the second connection: the migration accepts no further connection.
     let joining = recorded.lock().unwrap().clone();
     let mut stranger = std::net::TcpStream::connect(arrived.responder.address()).unwrap();
     stranger.set_read_timeout(Some(LONG)).unwrap();
@@ -184,13 +183,13 @@ fn stranger_cannot_join() {
     let mut answer = Vec::new();
     let _ = stranger.read_to_end(&mut answer);
     let answer = String::from_utf8_lossy(&answer).into_owned();
-    assert!(answer.contains("not under way here"), "{answer:?}");
+    assert!(answer.contains("not in progress here"), "{answer:?}");
     arrived.guest.verify().unwrap();
 }
 
 #[test]
 fn only_verify_finds_a_flipped_bit() {
-    // In the content, behind the record's head and the run.
+    // In the content, after the record's head and the run.
     let flip = || ProxyPlan::flip(true, At::Tag(tag("FRAMES")), 24 + 16 + 5000);
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
@@ -216,7 +215,7 @@ fn verify_finds_an_untracked_write() {
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
     fill(&*guest, FILLED, |gfn, at| (gfn as usize + at) as u8 | 1);
-    // Behind the tracker's back: through a mapping of its own would be the same.
+    // A write that the tracker does not see.
     let (region, offset) = {
         use vm_memory::GuestMemoryBackend;
         let at = GuestAddress(0x2900 * PAGE_SIZE);
@@ -224,7 +223,8 @@ fn verify_finds_an_untracked_write() {
     };
     let missed = move || {
         let byte = (region + offset) as *mut u8;
-        // SAFETY: inside the guest's memory, which outlives the proxy; nobody else writes there.
+        // SAFETY: inside the guest's memory, which outlives the proxy; no other thread writes
+        // there.
         unsafe { byte.write_volatile(0x55) };
     };
     let there = hosts.receiver();
@@ -243,7 +243,7 @@ fn cancel_reaches_the_destination_over_several_connections() {
     let hosts = HostPair::new();
     let guest = hosts.start(large());
     let there = hosts.receiver();
-    // Slow enough to be cut short.
+    // Slow enough to cancel it during a pass.
     let options = with(&hosts, |o| (o.connections, o.max_bandwidth) = (3, Some(4 << 20)));
     let sender = Sender::start(&guest, &there.to, &options);
     within(LONG, "a pass", || sender.control.progress().sent_bytes > 1 << 20);
@@ -274,7 +274,7 @@ fn many_connections_share_a_small_bandwidth() {
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
     fill(&*guest, FILLED, |gfn, at| (gfn as usize + at) as u8 | 1);
-    // Each has to wait for the 15 others: 16 MiB at 4 MiB/s, and the progress timeout is 2 s.
+    // 16 MiB at 4 MiB/s: each connection waits for 15 others, and the progress timeout is 2 s.
     let progress_timeout = Duration::from_secs(2);
     let options = with(&hosts, |o| {
         (o.connections, o.max_bandwidth, o.progress_timeout) =

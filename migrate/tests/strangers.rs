@@ -1,5 +1,4 @@
-//! Callers that are no source, other versions, a second source, and streams that were tampered
-//! with.
+//! Callers that are not a source, other versions, a second source, and tampered streams.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -18,20 +17,21 @@ use driftline_guest::{GuestIdentity, MAX_LATE};
 use driftline_migrate::{Phase, ReceiveOptions};
 use proptest::prelude::*;
 
-/// Waits until the receiver has turned a caller away, and returns why.
+/// Waits until the receiver has refused a caller, and returns the reason.
 fn refusal(there: &Receiver, nth: u64) -> String {
-    within(LONG, "the caller is turned away", || there.control.progress().refused >= nth);
+    within(LONG, "the caller is refused", || there.control.progress().refused >= nth);
     there.control.progress().last_refusal.unwrap_or_default()
 }
 
-/// A receiver that gives its callers little time.
+/// Starts a receiver with a short handshake timeout.
 fn receiver_with_short_handshake(hosts: &HostPair) -> Receiver {
     let handshake_timeout = Duration::from_millis(500);
     hosts.receiver_with(ReceiveOptions { handshake_timeout, ..hosts.receive_options() })
 }
 
-/// It waits on, though a busy machine may take longer for a proper source than it gives.
-fn waits_on(there: Receiver) {
+/// Checks that the receiver waits for another source. No source is sent, because a busy machine may
+/// exceed the receiver's short timeout.
+fn still_waits(there: Receiver) {
     assert!(there.waits_on());
     there.control.cancel().unwrap();
     assert!(matches!(there.error().cause, driftline_migrate::Cause::Cancelled));
@@ -75,8 +75,8 @@ fn strangers_are_refused_and_the_receiver_waits() {
         let mut stream = TcpStream::connect(&there.to).unwrap();
         stream.write_all(&bytes).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
-        let said = refusal(&there, n as u64 + 1);
-        assert!(said.contains(reason), "{what}: {said}");
+        let message = refusal(&there, n as u64 + 1);
+        assert!(message.contains(reason), "{what}: {message}");
     }
     takes_a_proper_source(&hosts, there);
 }
@@ -94,9 +94,9 @@ fn a_silent_caller_is_turned_away_in_time() {
     let hosts = HostPair::new();
     let there = receiver_with_short_handshake(&hosts);
     let _silent = TcpStream::connect(&there.to).unwrap();
-    let said = refusal(&there, 1);
-    assert!(said.contains("sent nothing for"), "{said}");
-    waits_on(there);
+    let message = refusal(&there, 1);
+    assert!(message.contains("sent nothing for"), "{message}");
+    still_waits(there);
 }
 
 #[test]
@@ -104,8 +104,8 @@ fn early_leave_does_not_end_the_receiver() {
     let hosts = HostPair::new();
     let there = hosts.receiver();
     drop(greeted(&there.to, MOVE));
-    let said = refusal(&there, 1);
-    assert!(said.contains("left before its CONFIG"), "{said}");
+    let message = refusal(&there, 1);
+    assert!(message.contains("left before its CONFIG"), "{message}");
     takes_a_proper_source(&hosts, there);
 }
 
@@ -116,9 +116,9 @@ fn early_leave_ends_a_receiver_with_once() {
     drop(greeted(&there.to, MOVE));
     let error = there.error();
     assert_eq!(error.phase, Phase::Waiting);
-    let said = error.to_string();
-    assert!(said.contains("left before it sent its configuration"), "{said}");
-    assert!(said.contains("start this receiver again"), "{said}");
+    let message = error.to_string();
+    assert!(message.contains("left before it sent its configuration"), "{message}");
+    assert!(message.contains("start this receiver again"), "{message}");
 }
 
 #[test]
@@ -137,16 +137,16 @@ fn bad_source_after_hello_is_refused() {
     for (n, (bytes, reason)) in cases.into_iter().enumerate() {
         let mut stream = TcpStream::connect(&there.to).unwrap();
         stream.write_all(&bytes).unwrap();
-        let said = refusal(&there, n as u64 + 1);
-        assert!(said.contains(reason), "{said}");
+        let message = refusal(&there, n as u64 + 1);
+        assert!(message.contains(reason), "{message}");
     }
     takes_a_proper_source(&hosts, there);
     let there = receiver_with_short_handshake(&hosts);
     let mut stream = TcpStream::connect(&there.to).unwrap();
     stream.write_all(&greeted).unwrap();
-    let said = refusal(&there, 1);
-    assert!(said.contains("sent nothing for"), "{said}");
-    waits_on(there);
+    let message = refusal(&there, 1);
+    assert!(message.contains("sent nothing for"), "{message}");
+    still_waits(there);
 }
 
 #[test]
@@ -168,38 +168,40 @@ fn silent_source_delays_no_other_source() {
 fn first_config_gets_the_session() {
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig::small());
-    // Nothing here is late: what is held is held until it may go on.
+    // No timeout ends here, because messages are delayed until the test lets them pass.
     let long = Duration::from_secs(600);
     let mut options = hosts.receive_options();
     (options.handshake_timeout, options.progress_timeout) = (long, long);
     let there = hosts.receiver_with(options);
-    let patient = |hosts: &HostPair| {
+    let without_timeouts = |hosts: &HostPair| {
         let mut options = quick_send(hosts);
         (options.progress_timeout, options.setup_timeout, options.connect_timeout) =
             (long, long, long);
         options.downtime = Duration::from_secs(60);
         options
     };
-    // Greeted first, and its CONFIG is held until the other's guest is being received.
+    // The first source gets HELLO, and its CONFIG is delayed until the other's guest arrives.
     let control = there.control.clone();
     let hold = move || {
-        within(LONG, "the other is under way", || control.progress().phase == Phase::Precopy);
+        within(LONG, "the other guest arrives", || control.progress().phase == Phase::Precopy);
     };
     let late =
         Proxy::start(&there.to, ProxyPlan::default().before_from_source(tag("CONFIG"), hold));
     let other = HostPair::new();
     let second = other.start(MemoryConfig::small());
-    let second_sender = Sender::start(&second, &late.to, &patient(&other));
-    within(LONG, "it is greeted", || late.from_destination.lock().unwrap().contains(&tag("HELLO")));
-    let (go_on, held) = std::sync::mpsc::channel::<()>();
+    let second_sender = Sender::start(&second, &late.to, &without_timeouts(&other));
+    within(LONG, "HELLO is answered", || {
+        late.from_destination.lock().unwrap().contains(&tag("HELLO"))
+    });
+    let (release, delayed) = std::sync::mpsc::channel::<()>();
     let wait = move || {
-        let _ = held.recv();
+        let _ = delayed.recv();
     };
     let proxy =
         Proxy::start(&there.to, ProxyPlan::default().before_from_source(tag("PASS_END"), wait));
-    let sender = Sender::start(&guest, &proxy.to, &patient(&hosts));
+    let sender = Sender::start(&guest, &proxy.to, &without_timeouts(&hosts));
     let error = second_sender.result().unwrap_err();
-    drop(go_on);
+    drop(release);
     let busy = format!("busy with vm {}", guest.vm_id());
     assert!(error.to_string().contains(&busy), "{error}");
     second.verify().unwrap();
@@ -232,22 +234,22 @@ fn second_source_is_refused_promptly() {
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig::small());
     let there = hosts.receiver();
-    // The first is held in its pass until the second has its answer.
-    let (go_on, held) = std::sync::mpsc::channel::<()>();
+    // The first source is delayed in its pass until the second has its answer.
+    let (release, delayed) = std::sync::mpsc::channel::<()>();
     let hold = move || {
-        let _ = held.recv();
+        let _ = delayed.recv();
     };
     let plan = ProxyPlan::default().before_from_source(tag("PASS_END"), hold);
     let proxy = Proxy::start(&there.to, plan);
     let mut options = quick_send(&hosts);
     options.downtime = Duration::from_secs(60);
     let sender = Sender::start(&guest, &proxy.to, &options);
-    within(LONG, "the first is under way", || there.control.progress().phase == Phase::Precopy);
+    within(LONG, "the first guest arrives", || there.control.progress().phase == Phase::Precopy);
     let other = HostPair::new();
     let second = other.start(MemoryConfig::small());
     let error = Sender::start(&second, &there.to, &quick_send(&other)).result().unwrap_err();
-    assert_eq!(there.control.progress().phase, Phase::Precopy, "the first is still at it");
-    drop(go_on);
+    assert_eq!(there.control.progress().phase, Phase::Precopy, "the first migration continues");
+    drop(release);
     let busy = format!("busy with vm {}", guest.vm_id());
     assert!(error.to_string().contains(&busy), "{error}");
     second.verify().unwrap();
@@ -289,7 +291,7 @@ fn failed_connect_names_the_peer() {
 fn trickling_source_does_not_occupy_the_receiver() {
     let hosts = HostPair::new();
     let mut options = hosts.receive_options();
-    // It always makes progress, by the progress timeout; only the pace ends it.
+    // The progress timeout never ends; only the pace window does.
     options.progress_timeout = Duration::from_secs(600);
     options.pace_window = Duration::from_millis(300);
     let there = hosts.receiver_with(options);
@@ -301,15 +303,18 @@ fn trickling_source_does_not_occupy_the_receiver() {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    let said = there.failure();
-    assert!(said.contains("bytes of memory and state in 0.3 s, less than the 262144"), "{said}");
+    let message = there.failure();
+    assert!(
+        message.contains("bytes of memory and state in 0.3 s, less than the 262144"),
+        "{message}"
+    );
 }
 
 #[test]
 fn late_is_bounded_and_comes_once() {
     let stream = include_bytes!("golden/stream-v1-late.bin");
     let ends = ends(stream);
-    // Before COMMIT, and the ENDED that the recorded destination heard.
+    // Indices of LATE and STATE_END in the stream.
     let at = |name: &str| {
         let is = |end: &usize| {
             stream.get(*end..).is_some_and(|s| s.starts_with(&tag(name).to_le_bytes()))
@@ -344,8 +349,8 @@ fn late_is_bounded_and_comes_once() {
         let there = hosts.receiver();
         let mut source = TcpStream::connect(&there.to).unwrap();
         source.write_all(&[&stream[..ends[until]], &more].concat()).unwrap();
-        let said = there.failure();
-        assert!(said.contains(reason), "{what}: {said}");
+        let message = there.failure();
+        assert!(message.contains(reason), "{what}: {message}");
         assert!(!hosts.drive.is_held(), "{what}");
     }
 }
@@ -356,7 +361,7 @@ fn endless_empty_passes_are_refused() {
     let there = hosts.receiver();
     let mut source = admitted(&there.to);
     let mut sequence = 2;
-    let mut say = |source: &mut TcpStream, name: &str, payload: &[u8]| {
+    let mut send = |source: &mut TcpStream, name: &str, payload: &[u8]| {
         let record = record(tag(name), sequence, payload.len() as u32, payload);
         sequence += 1;
         source.write_all(&record)
@@ -364,8 +369,8 @@ fn endless_empty_passes_are_refused() {
     for pass in 0u32.. {
         let begin = [&pass.to_le_bytes()[..], &[0; 12]].concat();
         let end = [&pass.to_le_bytes()[..], &[0; 20]].concat();
-        let _ = say(&mut source, "PASS_BEGIN", &begin);
-        let _ = say(&mut source, "PASS_END", &end);
+        let _ = send(&mut source, "PASS_BEGIN", &begin);
+        let _ = send(&mut source, "PASS_END", &end);
         let head = RecordHead::read_from(&mut source, 2 + pass).unwrap();
         let mut payload = vec![0; head.length as usize];
         source.read_exact(&mut payload).unwrap();
@@ -387,8 +392,8 @@ proptest! {
         ..ProptestConfig::default()
     })]
 
-    /// Records kept, dropped, doubled and exchanged, with the checksums and the sequence made right
-    /// again, so that only the protocol itself is left to refuse them.
+    /// Drops, doubles, exchanges and changes records, and corrects checksums and sequence numbers,
+    /// so that only the protocol's own checks can refuse the stream.
     #[test]
     fn tampered_stream_never_panics(
         edits in prop::collection::vec(
@@ -436,8 +441,8 @@ proptest! {
         let mut sink = Vec::new();
         let _ = socket.read_to_end(&mut sink);
         drop(socket);
-        // Turned away, failed, or (if the edits undid each other) received: all but a panic.
-        within(LONG, "the receiver settles", || {
+        // Refused, failed, or received if the edits undo each other; never a panic.
+        within(LONG, "the receiver ends or waits", || {
             there.thread.is_finished()
                 || (there.control.progress().refused > 0
                     && there.control.progress().phase == Phase::Waiting)

@@ -1,4 +1,4 @@
-//! Guests that outrun the link: held back while precopy lasts, and never after it.
+//! Guests that outrun the link are throttled during pre-copy, and never after it.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -11,12 +11,12 @@ use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{Lifecycle, RunState, WriteThrottle};
 use driftline_migrate::{MIN_BANDWIDTH, SendControl, SendOptions, send};
 
-/// 2 MiB, written as fast as two threads can.
-fn restless(hosts: &HostPair) -> Arc<MemoryGuest> {
+/// Starts a guest whose two threads write 2 MiB as fast as they can.
+fn fast_writer(hosts: &HostPair) -> Arc<MemoryGuest> {
     hosts.start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() })
 }
 
-/// A quarter of a second for those 2 MiB, and a pause that 40 frames fit into.
+/// Returns options by which 2 MiB take a quarter of a second, and 40 frames fit into the pause.
 fn slow_send(hosts: &HostPair) -> SendOptions {
     SendOptions {
         max_bandwidth: Some(8 * MIN_BANDWIDTH),
@@ -28,20 +28,20 @@ fn slow_send(hosts: &HostPair) -> SendOptions {
 #[test]
 fn fast_writer_converges_when_throttled() {
     let hosts = HostPair::new();
-    let guest = restless(&hosts);
+    let guest = fast_writer(&hosts);
     let there = hosts.receiver();
     let forbidden = SendOptions { throttle: false, max_passes: 5, ..slow_send(&hosts) };
     let error = send(&*guest, &there.to, &forbidden, &SendControl::new()).unwrap_err().to_string();
     assert!(error.contains("outruns the link"), "{error}");
     assert!(error.contains("its vCPUs were not throttled, as asked"), "{error}");
-    let held = || guest.vcpu_writes().iter().map(|v| v.throttled).sum::<Duration>();
-    assert_eq!((guest.run_state(), held()), (RunState::Running, Duration::ZERO));
+    let throttled = || guest.vcpu_writes().iter().map(|v| v.throttled).sum::<Duration>();
+    assert_eq!((guest.run_state(), throttled()), (RunState::Running, Duration::ZERO));
     there.failure();
 
     let there = hosts.receiver();
     let sent = Sender::start(&guest, &there.to, &slow_send(&hosts)).result();
     let report = sent.as_ref().unwrap();
-    // All of a short pass may fall into holds.
+    // A short pass may see no writes at all, because both vCPUs are stopped during it.
     let fits = ["within the downtime target", "wrote nothing"];
     assert!(fits.iter().any(|fits| report.converged.contains(fits)), "{report:?}");
     assert_eq!(report.throttle.len(), 2, "{report:?}");
@@ -50,7 +50,7 @@ fn fast_writer_converges_when_throttled() {
         assert!(vcpu.most_bytes_per_s.is_some_and(|most| most < 8 * MIN_BANDWIDTH), "{report:?}");
     }
     assert_eq!(guest.throttled(), None);
-    exactly_one_runs(&hosts, &guest, &sent, there, "held");
+    exactly_one_runs(&hosts, &guest, &sent, there, "throttled");
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn converging_guest_is_not_throttled() {
     let report = sent.as_ref().unwrap();
     assert_eq!(report.throttle.len(), 2, "{report:?}");
     assert!(report.throttle.iter().all(|v| v.held_ms == 0.0), "{report:?}");
-    exactly_one_runs(&hosts, &guest, &sent, there, "not held");
+    exactly_one_runs(&hosts, &guest, &sent, there, "not throttled");
 }
 
 #[test]
@@ -70,7 +70,7 @@ fn every_end_of_a_migration_ends_the_throttle() {
     let ends = ["cancelled here", "cancelled there", "it cannot be paused", "it cannot be saved"];
     for ends in ends {
         let hosts = HostPair::new();
-        let guest = restless(&hosts);
+        let guest = fast_writer(&hosts);
         let there = hosts.receiver();
         let sender = Sender::start(&guest, &there.to, &slow_send(&hosts));
         within(LONG, "a throttle", || guest.throttled().is_some());

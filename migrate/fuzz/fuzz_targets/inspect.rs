@@ -1,8 +1,8 @@
-//! The receiving side's decoder, fed with hostile streams.
+//! Feeds hostile streams to the receiver's decoder.
 //!
-//! Checksums would stop almost every mutation at the first record, so the input is first made
-//! plausible: header and record checksums and sequence numbers are put right where they stand.
-//! What is left to refuse a stream is the protocol.
+//! Checksums would stop almost every mutation at the first record. So the target also decodes a
+//! copy of the input with corrected checksums and sequence numbers, which only the protocol's
+//! checks can refuse.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -10,7 +10,8 @@ use libfuzzer_sys::fuzz_target;
 const HEADER: usize = 64;
 const HEAD: usize = 24;
 
-fn plausible(bytes: &mut [u8]) {
+/// Corrects the checksums of the header and of each record, and the sequence numbers.
+fn correct_checksums(bytes: &mut [u8]) {
     if bytes.len() < HEADER {
         return;
     }
@@ -34,6 +35,6 @@ fn plausible(bytes: &mut [u8]) {
 fuzz_target!(|input: &[u8]| {
     let _ = driftline_migrate::inspect(input);
     let mut bytes = input.to_vec();
-    plausible(&mut bytes);
+    correct_checksums(&mut bytes);
     let _ = driftline_migrate::inspect(&bytes[..]);
 });

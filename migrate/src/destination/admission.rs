@@ -1,9 +1,10 @@
-//! Admission of connections: a bounded number is served at a time, and a newcomer may displace one.
+//! Admission of connections: a bounded number is served at once, and a new one may displace
+//! another.
 //!
-//! A connection begins in [`Stage::Undecided`]; its first message puts it into the stage of its
+//! A connection begins in [`Stage::Undecided`]; its first message moves it to the stage of its
 //! purpose. Each stage has [`MAX_PER_STAGE`] places, so that connections of one kind do not exclude
-//! another. In a full stage a newcomer displaces the oldest connection of the address that has most
-//! of them, so callers that hold many idle connections displace their own.
+//! another. In a full stage a new connection displaces the oldest one of the address that has the
+//! most. So a caller with many idle connections displaces its own.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
@@ -14,35 +15,35 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::transport::link::{Closer, Link};
 
-/// Upper bound on connections of each stage.
+/// Upper bound on connections in each stage.
 pub(super) const MAX_PER_STAGE: usize = 16;
 
 /// Upper bound on threads that serve connections, including those of displaced ones that are about
 /// to end.
 const THREADS: usize = 8 * MAX_PER_STAGE;
 
-/// What is known of a connection.
+/// Stage of a connection's introduction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Stage {
-    /// Its purpose is not known yet.
+    /// HELLO has not arrived yet.
     Undecided,
-    /// A source before its CONFIG.
+    /// A source that has not sent CONFIG yet.
     Source,
-    /// It joins a migration.
+    /// A connection that joins a migration.
     Join,
-    /// It asks about a migration.
+    /// A question about a migration.
     Query,
 }
 
-/// The places of one listener.
+/// The admitted connections of one listener.
 #[derive(Debug, Default)]
 pub(super) struct Admission(Mutex<AdmissionTable>);
 
 #[derive(Debug, Default)]
 struct AdmissionTable {
-    /// Ascending by the time at which each entered its stage.
+    /// Ordered by the time at which each entered its stage, oldest first.
     all: Vec<AdmittedConnection>,
-    /// Number of connections so far, which names the last one.
+    /// Id of the newest connection.
     last_id: u64,
     threads: usize,
 }
@@ -56,7 +57,7 @@ struct AdmittedConnection {
     displaced: Arc<AtomicBool>,
 }
 
-/// A connection's place, freed however its thread ends.
+/// A connection's place in its stage, freed on drop.
 #[derive(Debug)]
 pub(super) struct Admitted {
     admission: Arc<Admission>,
@@ -64,7 +65,7 @@ pub(super) struct Admitted {
     displaced: Arc<AtomicBool>,
 }
 
-/// A thread that serves a connection, counted until it ends.
+/// The count of a thread that serves a connection, given back on drop.
 #[derive(Debug)]
 pub(super) struct ServingThread(Arc<Admission>);
 
@@ -73,7 +74,7 @@ impl Admission {
         self.0.lock()
     }
 
-    /// Counts one more thread, unless there are too many.
+    /// Counts an additional thread; `None` at [`THREADS`].
     pub(super) fn serving_thread(self: &Arc<Self>) -> Option<ServingThread> {
         let mut entries = self.lock();
         if entries.threads == THREADS {
@@ -101,7 +102,7 @@ impl Admission {
 }
 
 impl AdmissionTable {
-    /// Enters a connection into its stage, displacing another one if that is full.
+    /// Enters a connection into its stage, and displaces another one if the stage is full.
     fn enter(&mut self, entry: AdmittedConnection) {
         let of_stage = |e: &&AdmittedConnection| e.stage == entry.stage;
         if self.all.iter().filter(of_stage).count() == MAX_PER_STAGE {
@@ -110,11 +111,11 @@ impl AdmissionTable {
                 others.filter(|e| e.network == network).count()
                     + usize::from(entry.network == network)
             };
-            // The first of equals is the oldest.
+            // `position` below finds the oldest of several.
             let most = self.all.iter().filter(of_stage).map(|e| same(e.network)).max();
-            let gives_way =
+            let is_displaced =
                 |e: &AdmittedConnection| e.stage == entry.stage && Some(same(e.network)) == most;
-            if let Some(at) = self.all.iter().position(gives_way) {
+            if let Some(at) = self.all.iter().position(is_displaced) {
                 let displaced = self.all.remove(at);
                 displaced.displaced.store(true, Ordering::SeqCst);
                 displaced.closer.close();
@@ -134,8 +135,8 @@ impl Admitted {
             .is_some()
     }
 
-    /// Leaves the place, because another bound applies to the connection from now on. Returns false
-    /// if it was displaced.
+    /// Frees the place early, because another bound applies to the connection from now on. Returns
+    /// false if the connection was displaced.
     pub(super) fn leave(&self) -> bool {
         let mut entries = self.admission.lock();
         let before = entries.all.len();
@@ -143,7 +144,7 @@ impl Admitted {
         entries.all.len() < before
     }
 
-    /// Whether another connection has displaced this one, so that this side has closed it.
+    /// Whether this side has closed the connection because another one displaced it.
     pub(super) fn is_displaced(&self) -> bool {
         self.displaced.load(Ordering::SeqCst)
     }
@@ -161,8 +162,8 @@ impl Drop for ServingThread {
     }
 }
 
-/// Returns what counts as one address: for IPv6 the /64 network, within which a host can use any
-/// number of addresses.
+/// Returns the address under which connections are counted: for IPv6 the /64 network, within which
+/// a host can use any number of addresses.
 fn network(from: IpAddr) -> IpAddr {
     match from.to_canonical() {
         IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
@@ -231,25 +232,26 @@ mod tests {
     #[test]
     fn each_stage_has_places_of_its_own() {
         let mut connections = TestConnections::new();
-        let mut held = Vec::new();
+        let mut admitted = Vec::new();
         for stage in [Stage::Query, Stage::Join, Stage::Source] {
             for _ in 0..MAX_PER_STAGE {
                 let place = connections.call("10.0.0.1");
                 assert!(place.advance(stage));
-                held.push(place);
+                admitted.push(place);
             }
         }
-        held.extend((0..MAX_PER_STAGE).map(|_| connections.call("10.0.0.1")));
-        assert!(held.iter().all(|place| !place.is_displaced()));
+        admitted.extend((0..MAX_PER_STAGE).map(|_| connections.call("10.0.0.1")));
+        assert!(admitted.iter().all(|place| !place.is_displaced()));
         let more = connections.call("10.0.0.1");
         assert!(more.advance(Stage::Join));
-        let displaced: Vec<usize> = (0..held.len()).filter(|n| held[*n].is_displaced()).collect();
+        let displaced: Vec<usize> =
+            (0..admitted.len()).filter(|n| admitted[*n].is_displaced()).collect();
         assert_eq!(
             displaced,
             [MAX_PER_STAGE, 3 * MAX_PER_STAGE],
             "the oldest that joins, and the oldest undecided"
         );
-        drop(held);
+        drop(admitted);
         assert_eq!(connections.admission.lock().all.len(), 1);
         assert!(more.leave() && !more.leave() && !more.is_displaced());
     }

@@ -1,11 +1,10 @@
-//! Building a guest on a thread of its own.
+//! Builds a guest on a separate thread.
 //!
 //! A factory opens the guest's disks and makes copies, and storage that does not answer would block
 //! the receiving thread for ever. So the receiving thread waits for a builder thread in slices, and
-//! gives up after the limit or when the receiver is cancelled. A builder thread whose storage never
-//! answers is left behind, with what it has built. No guest is built while [`MAX_ABANDONED`] such
-//! threads exist, or while copies are being removed, so that callers cannot make threads accumulate
-//! (I9).
+//! gives up at a limit or when the receiver is cancelled. A builder thread whose storage never
+//! answers is abandoned with its guest. No guest is built while [`MAX_ABANDONED`] such threads
+//! exist, or while copies are being removed, so that callers cannot make threads accumulate (I9).
 
 use std::io;
 use std::sync::Arc;
@@ -24,7 +23,7 @@ use crate::transport::stop::StopFlag;
 /// A guest, and the copies of its disks.
 type BuiltGuest<F> = (Arc<<F as GuestFactory>::Guest>, Copies);
 
-/// Upper bound on builder threads that are left behind.
+/// Upper bound on abandoned builder threads.
 const MAX_ABANDONED: usize = 4;
 
 /// Builds guests, one at a time.
@@ -34,9 +33,9 @@ pub(super) struct GuestBuilder<F: GuestFactory + ?Sized> {
     limit: Duration,
     /// Upper bound on one operation on a copy.
     disk_limit: Duration,
-    /// Threads that were left behind, and their guests.
+    /// Abandoned threads and their guests.
     abandoned: Mutex<Vec<(VmId, JoinHandle<()>)>>,
-    /// Shared with copies that are not removed yet.
+    /// Shared with copies that have not been removed yet.
     busy: Arc<()>,
 }
 
@@ -70,7 +69,7 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
         }
         let (sender, results) = rendezvous_channel();
         let (factory, limits) = (self.factory.clone(), CopyLimits::of(self.disk_limit));
-        // A weak reference, because copies exist only once the factory has made them.
+        // A weak reference: the factory is not busy before it has made copies.
         let (copies_stop, busy) = (stop.clone(), Arc::downgrade(&self.busy));
         let (config, drives) = (config.to_vec(), drives.to_vec());
         let span = tracing::Span::current();
@@ -78,7 +77,7 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
             let _span = span.entered();
             let built = factory.create_with_copies(vm_id, &config, &drives);
             let built = built.map_err(Cause::from).and_then(|(guest, copies)| {
-                // A guest whose copies cannot be served is dropped on this thread, too.
+                // Also a guest whose copies cannot be served is dropped on this thread.
                 let busy = busy.upgrade().unwrap_or_default();
                 let copies = Copies::new(copies, &drives, limits, copies_stop, busy);
                 let copies = copies.inspect_err(|cause| {
@@ -93,14 +92,14 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
         let thread = Thread::new().name("migrate-build".into()).spawn(work);
         let thread = thread.map_err(|cause| Cause::System { what: "starting a thread", cause })?;
         let built = self.wait(&results, stop);
-        // A thread that has answered is about to end, and is not counted.
+        // A thread that has answered is about to end, and does not count as abandoned.
         built.unwrap_or_else(|| {
             abandoned.push((vm_id, thread));
             Err(self.abandon_reason(vm_id, stop))
         })
     }
 
-    /// Waits for the thread's result; `None` if it is left behind.
+    /// Waits for the thread's result; `None` if the thread is abandoned.
     fn wait(
         &self,
         results: &Receiver<Result<BuiltGuest<F>, Cause>>,
@@ -121,7 +120,7 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
         }
     }
 
-    /// Returns why the thread is left behind.
+    /// Returns why the thread is abandoned.
     fn abandon_reason(&self, vm_id: VmId, stop: &StopFlag) -> Cause {
         if stop.is_cancelled() {
             return Cause::Cancelled;
@@ -136,8 +135,8 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
     }
 }
 
-/// Makes a channel without a buffer: a value that is not received returns to the sender, which
-/// disposes of it.
+/// Returns a channel without a buffer. A value that is not received returns to the sender, which
+/// drops it.
 fn rendezvous_channel<T>() -> (SyncSender<T>, Receiver<T>) {
     mpsc::sync_channel(0)
 }
@@ -154,7 +153,7 @@ mod tests {
     fn unreceived_value_returns_to_the_sender() {
         let (sender, results) = rendezvous_channel();
         let sender = std::thread::spawn(move || sender.send("a guest"));
-        // Long enough for it to be sent, before or after: it is lost in neither case.
+        // The value returns whether `send` begins before or after the drop.
         std::thread::sleep(Duration::from_millis(100));
         drop(results);
         assert_eq!(sender.join().unwrap(), Err(SendError("a guest")));

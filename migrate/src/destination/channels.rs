@@ -1,9 +1,8 @@
-//! The channels that have joined a migration: a thread reads each of them, and receives its share
-//! of every pass.
+//! The joined channels of a migration: a thread for each channel receives its share of every pass.
 //!
-//! A pass begins on all channels once the one before it was acknowledged, so that of a frame that
-//! comes twice the newest content stays. The first channel ends the pass, once all others have
-//! ended their shares.
+//! A pass begins on all channels after the previous one was acknowledged, so that the newest
+//! content of a frame that arrives twice stays. The first channel ends the pass after all others
+//! have ended their shares.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -27,35 +26,35 @@ use crate::transport::compression::Unpacker;
 use crate::transport::link::{Closer, Link, SLICE};
 use crate::transport::wire::Wire;
 
-/// Progress timeout between two passes: the first channel has the limits.
+/// Progress timeout between two passes, during which the first channel's limits apply.
 const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// What all channels of one migration share.
+/// State that all channels of one migration share.
 #[derive(Debug)]
 pub(super) struct JoinedChannelState {
     group: Arc<ChannelGroup>,
     /// Number of passes acknowledged.
     acknowledged: AtomicU32,
-    /// Bytes of memory, including zero frames, received over channels that have joined.
+    /// Bytes of memory received over joined channels, including zero frames.
     moved: AtomicU64,
-    /// Bytes received over channels that have joined, including heads.
+    /// Bytes received over joined channels, including headers.
     received: AtomicU64,
-    /// Why the first of them to fail has failed.
+    /// Cause of the first failure.
     fault: Mutex<Option<Cause>>,
 }
 
-/// A share of a pass is in place.
+/// A share of a pass that is in place.
 #[derive(Debug)]
 struct ShareDone {
     pass: u32,
     counts: Counts,
 }
 
-/// The channels that have joined, for the thread that reads the first one.
+/// The joined channels, for the thread that reads the first one.
 #[derive(Debug)]
 pub(super) struct ReceiveChannels {
     count: usize,
-    /// To close their connections.
+    /// Close the connections.
     closers: Vec<Closer>,
     from: Receiver<ShareDone>,
     to: SyncSender<ShareDone>,
@@ -63,7 +62,7 @@ pub(super) struct ReceiveChannels {
 }
 
 impl ReceiveChannels {
-    /// Begins without any.
+    /// Returns an empty set.
     pub(super) fn new() -> Self {
         let (to, from) = sync_channel(MAX_CONNECTIONS as usize);
         let shared = Arc::new(JoinedChannelState {
@@ -76,12 +75,12 @@ impl ReceiveChannels {
         Self { count: 0, closers: Vec::new(), from, to, shared }
     }
 
-    /// The group that the first channel has to be in.
+    /// Returns the group of these channels, which the first channel joins.
     pub(super) fn group(&self) -> Arc<ChannelGroup> {
         self.shared.group.clone()
     }
 
-    /// Number of channels that have joined.
+    /// Returns the number of joined channels.
     pub(super) fn count(&self) -> usize {
         self.count
     }
@@ -108,8 +107,8 @@ impl ReceiveChannels {
         Ok(())
     }
 
-    /// Waits until all shares of `pass` are in place. Returns what they had. Fails at `until` as a
-    /// timeout.
+    /// Waits until all shares of `pass` are in place. Returns their counts. Fails with a timeout at
+    /// `until`.
     pub(super) fn await_end(&self, pass: u32, until: Instant) -> Result<Counts, Cause> {
         let mut counts = Counts::default();
         for _ in 0..self.count {
@@ -139,29 +138,29 @@ impl ReceiveChannels {
         Ok(counts)
     }
 
-    /// Notes that the pass is about to be acknowledged, so that the next one may come.
+    /// Allows the next pass, because this one is about to be acknowledged.
     pub(super) fn acknowledge(&self) {
         self.shared.acknowledged.fetch_add(1, Ordering::Release);
     }
 
-    /// Bytes of memory received over channels that have joined.
+    /// Returns the bytes of memory received over joined channels.
     pub(super) fn moved_bytes(&self) -> u64 {
         self.shared.moved.load(Ordering::Relaxed)
     }
 
-    /// Bytes received over channels that have joined, including heads.
+    /// Returns the bytes received over joined channels, including headers.
     pub(super) fn received_bytes(&self) -> u64 {
         self.shared.received.load(Ordering::Relaxed)
     }
 
-    /// Returns why receiving failed, where the first channel failed with `cause`. A reason from the
+    /// Returns why receiving failed, if the first channel failed with `cause`. A reason of the
     /// source takes precedence, then the failure of another channel.
     pub(super) fn failure_reason(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
         let fault = self.shared.fault.lock().take();
         match (cause, fault) {
             (cause @ Cause::Wire(WireError::Aborted { .. }), _) | (cause, None) => cause,
             (_, Some(Cause::Wire(e))) if e.is_loss() => match wire.pending_abort() {
-                Some(said) => said.into(),
+                Some(reason) => reason.into(),
                 None => Cause::Joined { cause: Box::new(e) },
             },
             (_, Some(fault)) => fault,
@@ -170,14 +169,14 @@ impl ReceiveChannels {
 }
 
 impl Drop for ReceiveChannels {
-    /// Ends the threads at once, because the guest may be paused.
+    /// Ends the threads at once, because the guest at the source may be paused.
     fn drop(&mut self) {
         self.shared.group.halt();
         self.closers.iter().for_each(Closer::close);
     }
 }
 
-/// One channel that has joined.
+/// One joined channel.
 struct Channel<'g, G: Guest + ?Sized> {
     wire: Wire<Link>,
     stream: StreamState,
@@ -191,7 +190,7 @@ struct Channel<'g, G: Guest + ?Sized> {
 impl<G: Guest + ?Sized> Channel<'_, G> {
     fn run(mut self) {
         let Err(cause) = self.read() else { return };
-        // After a halt, the failure is its consequence and no cause.
+        // After a halt the failure is a consequence, not the cause.
         if !self.shared.group.is_halted() {
             let mut fault = self.shared.fault.lock();
             fault.get_or_insert(cause);
@@ -223,10 +222,10 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
                 StreamStep::Fetch { run } => self.memory.fetch(&mut self.wire, run)?,
                 StreamStep::Zero { runs } => self.memory.zero(runs)?,
                 StreamStep::Ack { pass, counts } => {
-                    // The other end lives as long as this thread.
+                    // The receiver outlives this thread, so this does not fail.
                     let _ = self.to.send(ShareDone { pass, counts });
                 }
-                // `StreamState` returns none of them here.
+                // `StreamState` never returns these for a joined channel.
                 StreamStep::Prepare { .. }
                 | StreamStep::Join { .. }
                 | StreamStep::Drive(_)

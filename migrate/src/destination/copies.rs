@@ -1,11 +1,11 @@
 //! Copies of disks while they are received, and the threads that write them.
 //!
-//! The receiving thread never touches a copy itself, because storage that does not answer would
-//! block it for ever. A writer thread takes pieces from it, [`BUFFERS`] at most, and has a second
-//! thread make them durable while more arrive, so that little is left to do at the end of a pass.
-//! The receiving thread waits for either in slices. It gives up when one operation takes longer
-//! than the limit, when one of its own waits takes longer than that and [`MARGIN`], or when the
-//! receiver is cancelled. Threads whose storage never answers are left behind; they touch nothing
+//! The receiving thread never accesses a copy itself, because storage that does not answer would
+//! block it for ever. It passes at most [`BUFFERS`] buffers to a writer thread. A second thread
+//! syncs the copies while more blocks arrive, so that little is left at the end of a pass. The
+//! receiving thread waits for both in slices. It gives up when one operation takes longer than its
+//! limit, when one of its own waits takes longer than that limit and [`MARGIN`], or when the
+//! receiver is cancelled. Threads whose storage never answers are abandoned; they share nothing
 //! else.
 
 use std::io;
@@ -24,32 +24,32 @@ use crate::protocol::stream_state::DriveStep;
 use crate::transport::link::SLICE;
 use crate::transport::stop::StopFlag;
 
-/// Upper bound on messages that wait for the writer thread, a megabyte each at most (I9).
+/// Upper bound on messages that wait for the writer thread, at most 1 MiB each (I9).
 const BUFFERS: usize = 8;
-/// Bytes of blocks after which copies are made durable while more arrive. At most twice as many are
-/// not durable.
+/// Bytes of blocks after which a sync of the copies starts. At most twice as many bytes are not
+/// durable.
 const SYNC_EVERY: u64 = 64 << 20;
-/// Upper bound on zero blocks in one operation, 64 MiB: storage that has to write the zeros does so
-/// within the limit of an operation.
+/// Upper bound on zero blocks in one operation, 64 MiB, so that storage which has to write the
+/// zeros does so within the limit of an operation.
 const ZEROS: u64 = 16 << 10;
-/// Time that one wait may take in addition to the limit of an operation. Both together are less
-/// than the source's default progress timeout, so that it is told why the migration fails, unless
-/// several such waits delay one answer, or the guest is paused: the pause may have a shorter limit.
+/// Time that one wait may take in addition to the limit of an operation. The sum is less than the
+/// source's default progress timeout, so that the source receives the reason of a failure. It does
+/// not if several such waits delay one answer, or if the pause has a shorter limit.
 pub(super) const MARGIN: Duration = Duration::from_secs(1);
-/// Upper bound on waiting for files to be removed. A longer removal goes on in the background.
+/// Upper bound on waiting for files to be removed. A longer removal continues in the background.
 const REMOVE_LIMIT: Duration = Duration::from_secs(5);
 
-/// Upper bounds on the storage of copies.
+/// Timeouts of the storage of copies.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CopyLimits {
-    /// For one operation.
+    /// Timeout of one operation.
     operation: Duration,
-    /// For one wait of the receiving thread, which may be for several operations.
+    /// Timeout of one wait of the receiving thread, which may be for several operations.
     wait: Duration,
 }
 
 impl CopyLimits {
-    /// Makes limits from that of one operation.
+    /// Returns the limits for a timeout of one operation.
     pub(super) fn of(operation: Duration) -> Self {
         Self { operation, wait: operation.saturating_add(MARGIN) }
     }
@@ -57,7 +57,7 @@ impl CopyLimits {
 
 /// The copies of one guest's disks. Their files are removed on drop unless they were kept.
 pub(super) struct Copies {
-    /// None if no disk is copied.
+    /// `None` if no disk is copied.
     threads: Option<CopyThreads>,
 }
 
@@ -67,18 +67,18 @@ struct CopyThreads {
     stop: Arc<StopFlag>,
     tasks: Sender<WriterTask>,
     replies: Receiver<Result<WriterReply, Cause>>,
-    /// Pieces that are free.
+    /// Buffers that the writer thread does not use.
     free: Vec<CopyBuffer>,
-    /// Whether something was written that may not be durable.
+    /// Whether blocks were written that may not be durable.
     unsynced: bool,
 }
 
-/// What the receiving thread, the writer thread and the syncing thread share.
+/// State that the receiving thread, the writer thread and the syncing thread share.
 struct CopySet {
     heads: Vec<DriveHead>,
-    /// Of `heads`, in the same order.
+    /// Copies of the disks in `heads`, in the same order.
     copies: Vec<Box<dyn DriveCopy>>,
-    /// The operation of each thread, by [`CopyThreadRole`].
+    /// Current operation of each thread, by [`CopyThreadRole`].
     operations: [Mutex<Option<CopyOperation>>; 2],
     limits: CopyLimits,
     /// Shared with the builder while a copy may still have to be removed.
@@ -98,18 +98,18 @@ struct CopyOperation {
     since: Instant,
 }
 
-/// Blocks of one disk; reused, so that nothing is allocated again.
+/// Blocks of one disk. Reused, so that its memory is allocated once.
 #[derive(Default)]
 struct CopyBuffer {
     drive: usize,
     runs: Vec<FrameRun>,
-    /// Of `runs`; empty for zeros.
+    /// Contents of `runs`; empty for zeros.
     contents: Vec<u8>,
 }
 
 enum WriterTask {
     Write(CopyBuffer),
-    /// Make everything durable.
+    /// Make all written blocks durable.
     MakeDurable,
     /// Yield the copies to the guest.
     Yield,
@@ -143,20 +143,21 @@ impl CopySet {
     /// Returns the failure of an operation that has taken longer than the limit.
     fn overdue(&self) -> Option<Cause> {
         let limit = self.limits.operation;
-        self.under_way(limit, &format!("its storage has not answered for {limit:?}"))
+        self.operation_running(limit, &format!("its storage has not answered for {limit:?}"))
     }
 
-    /// Returns the failure of a wait that has taken too long, though each operation may be in time.
+    /// Returns the failure of a wait that has taken too long. Each operation may be within its
+    /// limit.
     fn too_slow(&self) -> Cause {
         let why = format!("its storage has not kept up for {:?}", self.limits.wait);
-        self.under_way(Duration::ZERO, &why).unwrap_or_else(|| {
+        self.operation_running(Duration::ZERO, &why).unwrap_or_else(|| {
             let cause = io::Error::new(io::ErrorKind::TimedOut, why);
             Cause::System { what: "writing copies of disks", cause }
         })
     }
 
-    /// Returns the failure, for this reason, of an operation that has taken at least `least`.
-    fn under_way(&self, least: Duration, why: &str) -> Option<Cause> {
+    /// Returns the failure, with the reason `why`, of an operation that has taken at least `least`.
+    fn operation_running(&self, least: Duration, why: &str) -> Option<Cause> {
         self.operations.iter().find_map(|current| {
             let current = current.lock();
             let CopyOperation { drive, what, since } = current.as_ref()?;
@@ -175,20 +176,20 @@ impl CopySet {
         (0..self.copies.len()).try_for_each(|drive| self.attempt(role, drive, what, &operation))
     }
 
-    /// Writes `buffer`. Returns its bytes of blocks.
+    /// Writes a buffer. Returns its number of bytes.
     fn write(&self, buffer: &CopyBuffer) -> Result<u64, Cause> {
         let (drive, mut contents) = (buffer.drive, &buffer.contents[..]);
         for run in &buffer.runs {
             if contents.is_empty() {
                 for part in run.chunks(ZEROS) {
-                    let (at, has) = (part.start.gpa(), self.part(drive, &part));
+                    let (at, has) = (part.start.gpa(), self.bytes_on_disk(drive, &part));
                     let zero = |copy: &dyn DriveCopy| copy.zero(at, has);
                     self.attempt(CopyThreadRole::Writer, drive, "writing zeros to its copy", zero)?;
                 }
                 continue;
             }
-            let (at, has) = (run.start.gpa(), self.part(drive, run));
-            // Decoding has compared the runs with the length.
+            let (at, has) = (run.start.gpa(), self.bytes_on_disk(drive, run));
+            // Decoding has checked that the runs fit the length.
             let (bytes, rest) = contents.split_at(run.bytes() as usize);
             let write = |copy: &dyn DriveCopy| copy.write(at, &bytes[..has as usize]);
             self.attempt(CopyThreadRole::Writer, drive, "writing its copy", write)?;
@@ -197,15 +198,15 @@ impl CopySet {
         Ok(buffer.runs.iter().map(|run| run.bytes()).sum())
     }
 
-    /// Bytes of `run` that the disk has: its last block may be partial.
-    fn part(&self, drive: usize, run: &FrameRun) -> u64 {
+    /// Returns the bytes of `run` that the disk has, because its last block may be partial.
+    fn bytes_on_disk(&self, drive: usize, run: &FrameRun) -> u64 {
         self.heads[drive].bytes.saturating_sub(run.start.gpa()).min(run.bytes())
     }
 }
 
 impl Copies {
-    /// Starts the threads. `copies` belong to `heads`, in the same order. `busy` is shared until
-    /// they are kept or removed and their threads have ended.
+    /// Starts the threads. `copies` are those of `heads`, in the same order. `busy` is shared until
+    /// the copies are kept or removed and their threads have ended.
     pub(super) fn new(
         copies: Vec<Box<dyn DriveCopy>>,
         heads: &[DriveHead],
@@ -228,8 +229,8 @@ impl Copies {
         Ok(Self { threads: Some(threads) })
     }
 
-    /// Passes blocks to the writer thread. Returns the time spent waiting for earlier ones, and
-    /// fails with their failure.
+    /// Passes blocks to the writer thread. Returns the time spent waiting for a free buffer. Fails
+    /// if an earlier write has failed.
     pub(super) fn take(&mut self, step: DriveStep<'_>) -> Result<Duration, Cause> {
         let (drive, runs, contents): (_, RunTable<'_>, &[u8]) = match step {
             DriveStep::Noted => return Ok(Duration::ZERO),
@@ -250,7 +251,7 @@ impl Copies {
         Ok(waited)
     }
 
-    /// Waits until everything received is durable. Returns whether there was something to wait for.
+    /// Waits until all received blocks are durable. Returns whether there were any that were not.
     pub(super) fn make_durable(&mut self) -> Result<bool, Cause> {
         match &mut self.threads {
             Some(threads) if threads.unsynced => {
@@ -262,24 +263,24 @@ impl Copies {
         }
     }
 
-    /// Yields the copies to the guest: their locks are released.
+    /// Yields the copies to the guest by releasing their locks.
     pub(super) fn yield_to_guest(&mut self) -> Result<(), Cause> {
         self.threads.as_mut().map_or(Ok(()), |threads| threads.perform(WriterTask::Yield))
     }
 
-    /// Keeps the copies: they are the guest's disks from now on.
+    /// Keeps the copies, which are the guest's disks from now on.
     pub(super) fn keep(&self) {
         let copies = self.threads.iter().flat_map(|threads| &threads.set.copies);
         copies.for_each(|copy| copy.keep());
     }
 
-    /// Ends the threads, and removes what was not kept, which takes some time for large files.
-    /// Returns when that is done, or after [`REMOVE_LIMIT`].
+    /// Ends the threads, and removes copies that were not kept, which takes some time for large
+    /// files. Returns when they are removed, or after [`REMOVE_LIMIT`].
     pub(super) fn remove(&mut self) {
         let Some(CopyThreads { set, replies, tasks, .. }) = self.threads.take() else { return };
         let until = Instant::now() + REMOVE_LIMIT;
         let names: Vec<_> = set.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
-        // The writer thread then has the last reference, and removes the files before it closes its
+        // The writer thread has the last reference now, and removes the files before it closes its
         // channel.
         drop((set, tasks));
         loop {
@@ -290,8 +291,8 @@ impl Copies {
             }
         }
         tracing::warn!(
-            "incomplete copies of disks may be left behind, because removing them takes too long: \
-             {}",
+            "removing incomplete copies of disks takes longer than {REMOVE_LIMIT:?}; their files may \
+             stay: {}",
             names.join(", ")
         );
     }
@@ -305,11 +306,11 @@ impl Drop for Copies {
 
 impl CopyThreads {
     fn submit(&self, task: WriterTask) {
-        // If the thread has ended, reading its answer fails and says why.
+        // If the thread has ended, reading its reply fails with the reason.
         let _ = self.tasks.send(task);
     }
 
-    /// Waits for a free piece.
+    /// Waits for a free buffer.
     fn free_buffer(&mut self) -> Result<CopyBuffer, Cause> {
         let until = self.give_up_at();
         loop {
@@ -331,7 +332,7 @@ impl CopyThreads {
         }
     }
 
-    /// Has a task performed, after all earlier ones.
+    /// Waits until a task is performed, after all earlier ones.
     fn perform(&mut self, task: WriterTask) -> Result<(), Cause> {
         self.submit(task);
         let until = self.give_up_at();
@@ -343,7 +344,7 @@ impl CopyThreads {
         }
     }
 
-    /// Time at which a wait that begins now has taken too long.
+    /// Returns the time at which a wait that begins now has taken too long.
     fn give_up_at(&self) -> Instant {
         Instant::now() + self.set.limits.wait
     }
@@ -388,8 +389,8 @@ impl CopyWriter {
         }
         let Self { set, syncer, .. } = self;
         syncer.end();
-        // Perhaps the last reference, which removes the files: dropped before `reply`, for which
-        // `remove` waits.
+        // This may be the last reference, which removes the files. It is dropped before `reply`,
+        // whose end `remove` waits for.
         drop(set);
         drop(reply);
     }
@@ -418,7 +419,7 @@ impl CopyWriter {
         }
     }
 
-    /// Starts a sync of what was written so far, after waiting for the previous one.
+    /// Starts a sync of all blocks written so far, after waiting for the previous sync.
     fn begin_sync(&mut self) -> Result<(), Cause> {
         self.syncer.wait()?;
         self.unsynced = 0;
@@ -466,7 +467,7 @@ impl CopySyncer {
     fn end(self) {
         let Self { start, thread, .. } = self;
         drop(start);
-        // If it has panicked, waiting for it has failed already.
+        // If the thread has panicked, `wait` has failed already.
         let _ = thread.join();
     }
 }

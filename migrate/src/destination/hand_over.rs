@@ -1,7 +1,8 @@
-//! The destination's end of the hand-over: PREPARED, the decision, and RUNNING or its opposite.
+//! The destination's end of the hand-over: sends PREPARED, makes the decision, and runs or discards
+//! the guest.
 //!
-//! `crate::protocol::two_phase::Destination` decides what to do; this module does it. A guest that
-//! is to be discarded is discarded first, and that is told afterwards.
+//! `crate::protocol::two_phase::Destination` gives the orders; this module performs them. A guest
+//! is discarded before the source is informed of it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -44,7 +45,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         let permit = match self.session.post(DestinationEvent::Commit) {
             (DestinationOrder::TakeOver(permit), _) => permit,
             (_, fault) => {
-                // Not stored, or another process of this site decided otherwise.
+                // Not stored, or another process of this site has decided to discard the guest.
                 self.control.stop.undo_commit();
                 discard_guest(
                     &*guest,
@@ -56,30 +57,30 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             }
         };
         if let Err(e) = take_over(&*guest, &mut copies, permit, was_running) {
-            // It never ran, holds nothing, and never will run.
+            // The guest never ran, holds nothing, and never will run.
             self.control.stop.undo_commit();
             guest.stop(&format!("it was not received: {e}"));
             drop(copies);
             let (_, fault) = self.session.post(DestinationEvent::NotResumed);
             if let Some(fault) = fault {
-                tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
+                tracing::error!(%token, "the guest is discarded, but not durably: {fault}");
             }
-            // Its files go with it, and with them locks that could not be released.
+            // Closes its files, and with them locks that could not be released.
             drop(guest);
             return Err(self.inform_source(&mut wire, token, e));
         }
-        // By the vCPUs' own account, because this thread may wait for a processor that they use.
+        // The vCPUs' own time, because this thread may wait for a processor that they use.
         let resumed = guest.vcpu_pauses().iter().filter_map(|vcpu| vcpu.resumed).max();
         let taken_over_at = resumed.unwrap_or_else(SystemTime::now);
-        // The clock may have been set meanwhile, so this thread's own measure is the upper bound.
+        // The clock may have been set meanwhile, so this thread's measurement is the upper bound.
         let took = taken_over_at.duration_since(committed_at).unwrap_or_default();
         let took = took.min(committed.elapsed());
         copies.keep();
         let (_say_running, _) = self.session.post(DestinationEvent::Resumed);
-        // A source that does not receive it asks, and the listener answers.
+        // A source that does not receive RUNNING asks, and the listener answers.
         if let Err(e) = wire.send(&WireMessage::Running { token, took_us: took.as_micros() as u64 })
         {
-            tracing::warn!(%token, "RUNNING was not said: {e}");
+            tracing::warn!(%token, "sending RUNNING failed, so the source will ask: {e}");
         }
         drop((restored.written, copies));
         let figures = restored.figures;
@@ -121,9 +122,9 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             match wire.recv() {
                 Ok(WireMessage::Late(late)) if !attached => {
                     attached = true;
-                    // Networks may lose packets; the guest's peers send them again.
+                    // Lost packets fail no migration: the guest's peers send them again.
                     if let Err(e) = guest.attach(late) {
-                        tracing::warn!(vm = %guest.vm_id(), "what came for the guest is lost: {e}");
+                        tracing::warn!(vm = %guest.vm_id(), "packets for the guest are lost: {e}");
                     }
                 }
                 Ok(WireMessage::Commit { token }) => break token,
@@ -141,7 +142,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         if self.control.stop.commit() { Ok(()) } else { Err(Cause::Cancelled) }
     }
 
-    /// Discards a guest for good: PREPARED was sent, perhaps in part, and COMMIT did not come.
+    /// Discards a guest after PREPARED was sent, perhaps in part, and COMMIT did not arrive.
     fn discard(
         &self,
         wire: &mut Wire<Link>,
@@ -152,19 +153,19 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     ) -> ReceiveFailed {
         discard_guest(guest, &format!("it was not received: {cause}"));
         drop(copies);
-        tracing::info!(vm = %guest.vm_id(), %token, "the guest was thrown away: {cause}");
+        tracing::info!(vm = %guest.vm_id(), %token, "the guest was discarded: {cause}");
         if matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
             self.session.post(DestinationEvent::Aborted);
             return ReceiveFailed { cause, was_prepared: true };
         }
         let (_, fault) = self.session.post(DestinationEvent::Failed);
         if let Some(fault) = fault {
-            tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
+            tracing::error!(%token, "the guest is discarded, but not durably: {fault}");
         }
         self.inform_source(wire, token, cause)
     }
 
-    /// Tells the source the verdict, over this connection if possible and otherwise when it asks.
+    /// Sends the source the verdict over this connection, or waits until it asks.
     fn inform_source(&self, wire: &mut Wire<Link>, token: Token, cause: Cause) -> ReceiveFailed {
         let verdict = self.session.verdict(token);
         wire.stream_mut().begin_closing();
@@ -174,11 +175,12 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             self.session.forget(token);
         } else {
             wire.stream().close();
-            tracing::warn!(%token, "staying up to {:?} to tell the source", self.options.tell_limit);
+            let limit = self.options.tell_limit;
+            tracing::warn!(%token, "waiting up to {limit:?} until the source asks");
             if !self.session.await_source_informed(self.options.tell_limit, &self.control.stop) {
                 tracing::warn!(
                     %token,
-                    "the source was not told that the guest does not run here: if it is in doubt, \
+                    "the source does not know that the guest does not run here: if it is in doubt, \
                      run `driftline resolve --run` there"
                 );
             }
@@ -199,11 +201,11 @@ fn take_over<G: GuestIdentity + Lifecycle + HandOver + ?Sized>(
         detach(guest);
         return Err(cause);
     }
-    // Undoes itself on failure.
+    // Releases everything again if it fails.
     guest.acquire()?;
     if was_running && let Err(e) = guest.resume() {
         if let Err(e) = guest.release() {
-            tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
+            tracing::warn!(vm = %guest.vm_id(), "releasing the guest's disks failed: {e}");
         }
         detach(guest);
         return Err(e.into());

@@ -1,4 +1,4 @@
-//! What all phases of a migration share at its destination, and how a phase fails.
+//! State that all phases of a migration share at its destination, and the error of a phase.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -16,6 +16,7 @@ use crate::error::Cause;
 use crate::journal::Records;
 use crate::report::ms;
 
+/// The failure of a phase, and whether PREPARED may have been sent.
 #[derive(Debug)]
 pub(super) struct ReceiveFailed {
     pub(super) cause: Cause,
@@ -23,13 +24,13 @@ pub(super) struct ReceiveFailed {
 }
 
 impl<E: Into<Cause>> From<E> for ReceiveFailed {
-    /// For failures before PREPARED.
+    /// Converts a failure before PREPARED.
     fn from(e: E) -> Self {
         Self { cause: e.into(), was_prepared: false }
     }
 }
 
-/// What all phases share.
+/// State that all phases share.
 pub(super) struct ReceiveHost<'a, F: GuestFactory + ?Sized> {
     pub(super) builder: GuestBuilder<F>,
     pub(super) options: &'a ReceiveOptions,
@@ -38,6 +39,7 @@ pub(super) struct ReceiveHost<'a, F: GuestFactory + ?Sized> {
     pub(super) incoming: Receiver<Incoming>,
 }
 
+/// Opens the records and starts the listener.
 pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
     listener: TcpListener,
     factory: Arc<F>,
@@ -56,6 +58,7 @@ pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
 }
 
 impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
+    /// Runs a phase, and shows it in the log and in the progress.
     pub(super) fn phase<T>(
         &self,
         phase: Phase,

@@ -1,4 +1,4 @@
-//! Checking a recorded stream as a destination would, without a guest.
+//! Checks a recorded stream as a destination does, without a guest.
 
 use std::io::Read;
 
@@ -13,7 +13,7 @@ use crate::transport::compression::Unpacker;
 use crate::transport::error::TransportError;
 use crate::transport::wire::Wire;
 
-/// Contents of a source's stream, checked from header to state.
+/// Summary of a source's stream that was checked from header to state.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct StreamSummary {
     /// The guest.
@@ -24,27 +24,27 @@ pub struct StreamSummary {
     pub token: Token,
     /// Bytes of the guest's configuration.
     pub config_bytes: u64,
-    /// Frames of memory that the guest has.
+    /// Frames of the guest's memory.
     pub memory_frames: u64,
-    /// Passes.
+    /// Number of passes.
     pub passes: u32,
     /// Frames with content.
     pub normal_frames: u64,
     /// Frames of zeros.
     pub zero_frames: u64,
-    /// Disks that are copied.
+    /// Number of copied disks.
     pub drives: usize,
-    /// Their blocks with content.
+    /// Blocks of copied disks with content.
     pub normal_blocks: u64,
-    /// Their blocks of zeros; holes are in no stream.
+    /// Blocks of copied disks that are zeros; holes are not sent.
     pub zero_blocks: u64,
-    /// CRC32C of all content, in the order in which it came.
+    /// CRC32C of all content, in the order of the stream.
     pub content_crc: u32,
-    /// State sections.
+    /// Number of state sections.
     pub sections: u32,
     /// The digest that a destination puts into PREPARED.
     pub state_digest: u32,
-    /// Whether the guest ran.
+    /// Whether the guest ran at its source.
     pub was_running: bool,
     /// Bytes of packets in LATE.
     pub late_bytes: usize,
@@ -52,10 +52,14 @@ pub struct StreamSummary {
     pub committed: bool,
 }
 
-/// Reads a source's stream as a destination would, and checks everything that a destination checks
-/// before it has a guest. For tools, tests and the fuzzer: `stream` is hostile input.
+/// Reads a source's stream and checks everything that a destination checks without a guest.
+/// `stream` may be hostile input. For tools, tests and the fuzzer.
 ///
-/// Holds at most one message, and the state (at most 64 MiB), in memory.
+/// Holds at most one message and the state (at most 64 MiB) in memory.
+///
+/// # Errors
+///
+/// If the stream violates the protocol up to the end of the state. It may end there.
 pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     let mut wire = Wire::new(stream);
     let header = wire.recv_header()?;

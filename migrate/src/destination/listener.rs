@@ -1,10 +1,9 @@
 //! The listener: accepts connections, and answers each or passes it to the receiving thread.
 //!
-//! One thread accepts connections. A short-lived thread serves each of them, in a bounded number of
-//! [places](super::admission), so that a silent caller delays no other. The first source whose
-//! CONFIG has come gets the session; the others are refused. Questions are answered, and every
-//! other caller is refused. The listener outlives the migration: it answers questions until it is
-//! dropped.
+//! One thread accepts connections. A short-lived thread serves each connection, in a bounded number
+//! of [places](super::admission), so that a silent caller delays no other. The first source whose
+//! CONFIG has arrived gets the session, and other sources are refused. The listener outlives the
+//! migration: it answers questions until it is dropped.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -35,18 +34,18 @@ use crate::transport::wire::Wire;
 /// Upper bound on waiting for ENDED after a verdict was sent.
 const ENDED_LIMIT: Duration = Duration::from_secs(5);
 
-/// What the listener passes to the receiving thread.
+/// A connection that the listener passes to the receiving thread.
 #[derive(Debug)]
 pub(super) enum Incoming {
     /// A source that has the session.
     Source(Box<AcceptedSource>),
-    /// One more channel of the migration that has the session.
+    /// An additional channel of the migration that has the session.
     Joined(Token, Box<Wire<Link>>),
     /// A source whose connection ended before CONFIG, while the session was free.
     Left { peer: String, cause: WireError },
 }
 
-/// A source that has the session, and the guest that is to be built for it.
+/// A source that has the session, and the description of its guest.
 #[derive(Debug)]
 pub(super) struct AcceptedSource {
     pub(super) wire: Wire<Link>,
@@ -66,7 +65,7 @@ struct GuestDescription {
     config: Vec<u8>,
 }
 
-/// Answers QUERY in the background; dropping it closes the listener.
+/// Answers QUERY in the background. Dropping it closes the listener.
 #[derive(Debug)]
 pub struct Responder {
     address: SocketAddr,
@@ -75,7 +74,7 @@ pub struct Responder {
 }
 
 impl Responder {
-    /// The address on which it listens.
+    /// Returns the address on which it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -91,7 +90,7 @@ impl Drop for Responder {
     }
 }
 
-/// What the threads of all connections share.
+/// State that the threads of all connections share.
 struct Listener {
     session: Arc<Session>,
     control: Arc<ReceiveControl>,
@@ -102,7 +101,7 @@ struct Listener {
     admission: Arc<Admission>,
 }
 
-/// Starts the listening thread. Returns the receiving end of what it passes on.
+/// Starts the listening thread. Returns the receiving end of the connections that it passes on.
 pub(super) fn open(
     listener: TcpListener,
     session: Arc<Session>,
@@ -112,7 +111,7 @@ pub(super) fn open(
 ) -> io::Result<(Responder, Receiver<Incoming>)> {
     let address = listener.local_addr()?;
     listener.set_nonblocking(false)?;
-    // accept(2) honours the receive timeout, so the thread checks its stop flag every slice.
+    // accept(2) obeys the receive timeout, so the thread checks its stop flag every slice.
     SockRef::from(&listener).set_read_timeout(Some(SLICE))?;
     let (incoming, received) = mpsc::channel();
     let stop = Arc::new(StopFlag::default());
@@ -148,7 +147,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
         };
         if let Err(e) = shared.receive(stream, from.ip()) {
             static LIMIT: LogLimit = LogLimit::new();
-            warn_limited(&LIMIT, format_args!("a caller from {from} is not heard: {e}"));
+            warn_limited(&LIMIT, format_args!("a connection from {from} is not served: {e}"));
         }
     }
 }
@@ -175,7 +174,7 @@ impl Listener {
         let peer = link.peer();
         let mut wire = Wire::new(link);
         let mut stage = Stage::Undecided;
-        let heard = self.greet(&mut wire).and_then(|(header, purpose)| {
+        let result = self.greet(&mut wire).and_then(|(header, purpose)| {
             stage = match purpose {
                 Purpose::Move => Stage::Source,
                 Purpose::Join => Stage::Join,
@@ -195,8 +194,8 @@ impl Listener {
                 _ => self.answer(&mut wire, place),
             }
         });
-        if let Err(e) = heard {
-            self.refused(stage, &peer, &said(&e, place));
+        if let Err(e) = result {
+            self.refused(stage, &peer, &end_reason(&e, place));
         }
     }
 
@@ -204,10 +203,10 @@ impl Listener {
         log_refusal(&self.control, stage, peer, reason);
     }
 
-    /// Waits for the source to acknowledge an answer that settles the migration.
+    /// Waits until the source acknowledges a final answer.
     fn await_end(&self, wire: &mut Wire<Link>, place: &Admitted, token: Token, verdict: Verdict) {
         wire.stream_mut().set_deadline(Some(Instant::now() + ENDED_LIMIT));
-        let heard = match wire.recv() {
+        let acknowledged = match wire.recv() {
             Ok(WireMessage::Ended { token: ended }) if ended == token => {
                 self.session.forget(token);
                 true
@@ -215,8 +214,8 @@ impl Listener {
             Ok(_) => false,
             Err(e) => closed(&e) && !place.is_displaced(),
         };
-        // Last, because the receiving thread waits for this and may then drop the listener.
-        if heard && verdict == Verdict::Discarded {
+        // Last, because the receiving thread waits for this and may drop the listener afterwards.
+        if acknowledged && verdict == Verdict::Discarded {
             self.session.note_source_informed(token);
         }
     }
@@ -226,7 +225,7 @@ impl Listener {
         let header = match wire.recv_header() {
             Ok(header) => header,
             Err(e) => {
-                // Another version of this program can read a header, and perhaps the refusal.
+                // Another version of the program can read a header, and perhaps the refusal.
                 if let WireError::Format(
                     FormatError::Version { .. }
                     | FormatError::Features { .. }
@@ -251,7 +250,7 @@ impl Listener {
         wire.send(&WireMessage::Hello { purpose: Purpose::Serve, features: FEATURES, version })
     }
 
-    /// Serves a source: reads its CONFIG, and gives it the session if that is still free.
+    /// Serves a source: reads its CONFIG, and gives it the session if the session is still free.
     fn source(&self, mut wire: Wire<Link>, header: Header, place: &Admitted, came: Instant) {
         let peer = wire.stream().peer();
         let refuse = |mut wire: Wire<Link>, reason: &str| {
@@ -259,7 +258,7 @@ impl Listener {
             wire.abort(Tag::Refused, reason);
         };
         if let Err(reason) = self.session.vacant() {
-            // A header precedes a refusal, as it would a HELLO.
+            // A header precedes a refusal, as it precedes HELLO.
             return match wire.send_header(None) {
                 Ok(()) => refuse(wire, &reason),
                 Err(e) => self.refused(Stage::Source, &peer, &format!("{reason}; {e}")),
@@ -268,7 +267,7 @@ impl Listener {
         let described = match self.configuration(&mut wire) {
             Ok(described) => described,
             Err(e) if place.is_displaced() => {
-                return self.refused(Stage::Source, &peer, &said(&e, place));
+                return self.refused(Stage::Source, &peer, &end_reason(&e, place));
             }
             Err(e) if e.is_loss() => return self.left(peer, e),
             Err(e) => return refuse(wire, &e.to_string()),
@@ -304,7 +303,7 @@ impl Listener {
         }
     }
 
-    /// Serves one more channel of the migration in progress: passes it to the receiving thread.
+    /// Serves an additional channel of the current migration: passes it to the receiving thread.
     fn join(&self, mut wire: Wire<Link>, place: &Admitted) -> Result<(), WireError> {
         self.say_hello(&mut wire)?;
         let token = match wire.recv()? {
@@ -318,21 +317,21 @@ impl Listener {
         }
         wire.send(&WireMessage::Ready { site: self.session.site() })?;
         wire.stream_mut().set_deadline(None);
-        // If nothing receives it, the migration is over.
+        // If the receiving thread is gone, the migration is over.
         drop(self.incoming.send(Incoming::Joined(token, Box::new(wire))));
         Ok(())
     }
 
-    /// Notes that a source's connection ended between HELLO and CONFIG.
+    /// Reports that a source's connection ended between HELLO and CONFIG.
     fn left(&self, peer: String, cause: WireError) {
         match self.session.vacant() {
-            // If nothing receives it, no source is waited for.
+            // If the receiving thread is gone, no source is awaited.
             Ok(()) => drop(self.incoming.send(Incoming::Left { peer, cause })),
             Err(_) => log_early_leave(&self.control, &peer, &cause),
         }
     }
 
-    /// Serves a source that asks: answers its QUERY.
+    /// Serves a source that asks about a migration: answers its QUERY.
     fn answer(&self, wire: &mut Wire<Link>, place: &Admitted) -> Result<(), WireError> {
         self.say_hello(wire)?;
         let (token, site) = match wire.recv()? {
@@ -352,23 +351,23 @@ impl Listener {
     }
 }
 
-/// Whether the peer closed the connection in good order, without reset or timeout.
+/// Whether the peer closed the connection without a reset or a timeout.
 fn closed(e: &WireError) -> bool {
     let end = io::ErrorKind::UnexpectedEof;
     matches!(e, WireError::Format(FormatError::Io(e)) if e.kind() == end)
 }
 
 /// Reason of a displaced connection.
-const DISPLACED: &str = "it gave way to another connection: too many were open";
+const DISPLACED: &str = "another connection displaced it, because too many were open";
 
-/// Leaves the place of a connection that the session accepts. A refused connection keeps its place
-/// until it was told: another one can displace it, and its thread is counted.
+/// Frees the place of a connection that the session accepts. A refused connection keeps its place
+/// until it has received the refusal, so that another one can displace it and its thread counts.
 fn leave(place: &Admitted) -> Result<(), String> {
     if place.leave() { Ok(()) } else { Err(DISPLACED.to_owned()) }
 }
 
 /// Returns why a connection has ended.
-fn said(e: &WireError, place: &Admitted) -> String {
+fn end_reason(e: &WireError, place: &Admitted) -> String {
     if place.is_displaced() { DISPLACED.to_owned() } else { e.to_string() }
 }
 
@@ -378,7 +377,7 @@ fn warn_limited(limit: &LogLimit, what: std::fmt::Arguments<'_>) {
     }
 }
 
-/// Logs a refusal, at most one a second of each stage, and shows it in the progress.
+/// Logs a refusal, at most one a second for each stage, and counts it in the progress.
 pub(super) fn log_refusal(control: &ReceiveControl, stage: Stage, peer: &str, reason: &str) {
     static LIMITS: [LogLimit; 4] = [const { LogLimit::new() }; 4];
     if let Some(unshown) = LIMITS.get(stage as usize).and_then(LogLimit::admit) {
@@ -387,7 +386,7 @@ pub(super) fn log_refusal(control: &ReceiveControl, stage: Stage, peer: &str, re
     note_refusal(control, peer, reason);
 }
 
-/// Shows in the progress a caller whose guest was not received.
+/// Counts in the progress a caller whose guest was not received.
 pub(super) fn note_refusal(control: &ReceiveControl, peer: &str, reason: &str) {
     control.update(|p| {
         p.refused += 1;
@@ -395,13 +394,12 @@ pub(super) fn note_refusal(control: &ReceiveControl, peer: &str, reason: &str) {
     });
 }
 
-/// Notes that a source left before its CONFIG, while another one has the session.
+/// Logs that a source left before its CONFIG.
 pub(super) fn log_early_leave(control: &ReceiveControl, peer: &str, cause: &WireError) {
     log_refusal(control, Stage::Source, peer, &format!("it left before its CONFIG: {cause}"));
 }
 
-/// Makes the decision durable in the background, and waits for ENDED, after which the decision is
-/// no longer needed.
+/// Makes the decision durable in the background, and removes it once ENDED has arrived.
 pub(super) fn await_end(
     mut wire: Wire<Link>,
     session: Arc<Session>,
@@ -410,7 +408,7 @@ pub(super) fn await_end(
 ) {
     let records = session.clone();
     let wait = move || {
-        // The guest runs already: its operator does not wait for the disk.
+        // In the background, because the guest runs already and its operator need not wait.
         session.sync(token);
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
         if let Ok(WireMessage::Ended { token: ended }) = wire.recv()
@@ -421,6 +419,6 @@ pub(super) fn await_end(
     };
     if let Err(e) = std::thread::Builder::new().name("migrate-end".into()).spawn(wait) {
         records.sync(token);
-        tracing::warn!("a settled migration leaves its record: {e}");
+        tracing::warn!("the records of a finished migration stay: {e}");
     }
 }

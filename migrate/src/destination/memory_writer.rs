@@ -1,7 +1,7 @@
-//! Writing the memory of the guest that is being built; all channels of a migration share it.
+//! Writes the memory of the guest that is being received. All channels of a migration share it.
 //!
-//! A frame is marked as written before its first byte is (I8): if a write breaks off, a later ZERO
-//! of that frame must not take it for zero already.
+//! A frame is marked as written before its first byte is written (I8). If a write fails half-way, a
+//! later ZERO of that frame must not take it for zero.
 
 use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Tree};
 use driftline_guest::{GuestContents, GuestIdentity, GuestRam, Populate};
@@ -19,14 +19,14 @@ use crate::transport::wire::Wire;
 
 const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
-/// Least frames of a run that is worth a call to preallocate it.
+/// Least frames of a run that is preallocated before it is written.
 const PREPARE_FROM: u64 = 4;
 
 /// The memory of a guest that is being received.
 pub(super) struct MemoryWriter<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> {
     guest: &'g G,
     ram: &'g GuestRam,
-    /// Frames to which content was, or may have been, written. All others are zero already.
+    /// Frames to which content was, or may have been, written. All others are zero.
     written: Tree,
     /// Locked briefly by each message.
     prealloc: Mutex<Prealloc>,
@@ -42,7 +42,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
         self.prealloc.lock()
     }
 
-    /// Notes that these frames will come.
+    /// Preallocates frames that EXPECT has announced.
     pub(super) fn expect(&self, runs: RunTable<'_>) {
         self.prealloc().expect(runs.iter());
     }
@@ -57,8 +57,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
         self.prealloc().end();
     }
 
-    /// Writes `contents` to the frames of `runs`, in this order. The caller has compared their
-    /// lengths.
+    /// Writes `contents` to the frames of `runs`, in order. The caller has compared their lengths.
     pub(super) fn place(&self, runs: RunTable<'_>, mut contents: &[u8]) -> Result<(), Cause> {
         self.arrived(runs.iter());
         for run in runs.iter() {
@@ -85,7 +84,7 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
         self.place(runs, contents)
     }
 
-    /// Returns the digest of all memory that is not zero, whether it was received or not.
+    /// Returns the digest of all resident memory, whether it was received or not.
     pub(super) fn digest(&self) -> Result<u128, Cause> {
         digest::of(self.ram, &self.guest.resident()?)
             .map_err(|cause| Cause::System { what: "reading guest memory", cause })
@@ -119,8 +118,8 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
         prealloc.feed();
     }
 
-    /// Preallocates frames that have no memory yet. Must precede [`mark`](Self::mark), after which
-    /// they count as having it.
+    /// Preallocates a run unless its first frame was written. Must precede [`mark`](Self::mark),
+    /// after which frames count as written.
     fn make_room(&self, run: FrameRun) {
         if run.count >= PREPARE_FROM && !self.written.contains(run.start) {
             self.guest.prefault(run);
@@ -164,7 +163,7 @@ mod tests {
         MemoryGuest::new(VmId::random(), MemoryConfig { slots, ..MemoryConfig::still() }).unwrap()
     }
 
-    /// FRAMES of `run`, and then half a page.
+    /// Returns a wire with FRAMES of `run`, whose content ends after half a page.
     fn half_a_page(run: FrameRun) -> Wire<Link> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -195,11 +194,11 @@ mod tests {
         let memory = MemoryWriter::new(&*guest, prealloc).unwrap();
         let run = FrameRun { start: Gfn(7), count: 1 };
         let mut wire = half_a_page(run);
-        assert!(matches!(wire.recv().unwrap(), WireMessage::Frames { run: said } if said == run));
+        assert!(matches!(wire.recv().unwrap(), WireMessage::Frames { run: error } if error == run));
         memory.fetch(&mut wire, run).unwrap_err();
         let mut page = [0; PAGE_SIZE as usize];
         guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();
-        assert_eq!(page[0], 0x5a, "half of it was written");
+        assert_eq!(page[0], 0x5a, "half of the page is written");
         assert!(memory.written.contains(run.start), "FRAMES");
         let zero = zero_of(run);
         let WireMessage::Zero { runs } = WireMessage::parse(Tag::Zero, &zero).unwrap() else {
@@ -209,7 +208,7 @@ mod tests {
         guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();
         assert_eq!(page, ZEROS);
 
-        // A page whose write fails: this memory is shorter than the layout says.
+        // A page whose write fails, because this memory is shorter than the layout.
         let short = self::guest(8);
         let memory = MemoryWriter { ram: short.ram(), ..memory };
         let run = FrameRun { start: Gfn(20), count: 1 };

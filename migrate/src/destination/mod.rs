@@ -1,4 +1,4 @@
-//! The destination of a migration: `receive`, and the phases that it goes through.
+//! The destination of a migration: `receive` and its phases.
 //!
 //! The caller's thread owns the connection and the guest that is being built. The guest runs only
 //! with a permit of the state machine (`protocol::two_phase`), which needs a decision that stands.
@@ -35,9 +35,9 @@ pub use options::{ReceiveOptions, YIELD_LIMIT};
 /// A guest that has arrived.
 #[derive(Debug)]
 pub struct Received<G: ?Sized> {
-    /// The guest; it runs if it ran at its source.
+    /// The guest, which runs if it ran at its source.
     pub guest: Arc<G>,
-    /// What the migration did.
+    /// Report of the migration.
     pub report: ReceiveReport,
     /// Answers the source's questions. Keep it as long as the guest: without it, a source that did
     /// not receive RUNNING stays in doubt.
@@ -46,15 +46,18 @@ pub struct Received<G: ?Sized> {
 
 /// Waits on `listener` for one source and receives its guest, which `factory` builds.
 ///
-/// Callers that are no proper source, or whose guest cannot be built here, are refused, and
-/// `receive` goes on waiting; `control.progress()` shows them. A migration that fails before
-/// PREPARED leaves nothing here: its source keeps its guest and is told why, and `receive` goes on
-/// waiting unless [`ReceiveOptions::once`] is set. A failure after PREPARED ends `receive`: the
-/// guest does not run here and never will, which is made durable. It then takes up to
-/// [`ReceiveOptions::tell_limit`] to tell the source.
+/// Callers that are not a source, or whose guest cannot be built here, are refused, and `receive`
+/// continues to wait; `control.progress()` counts them. A migration that fails before PREPARED
+/// leaves nothing here: its source keeps the guest and receives the reason, and `receive` continues
+/// to wait unless [`ReceiveOptions::once`] is set. A failure after PREPARED ends `receive`: the
+/// decision that the guest never runs here is made durable, and the source is informed within
+/// [`ReceiveOptions::tell_limit`].
 ///
-/// Costs one thread for the listener, and a bounded number of threads for callers that introduce
-/// themselves.
+/// Costs one thread for the listener, and a bounded number of threads for connections.
+///
+/// # Errors
+///
+/// [`ReceiveError`] has the phase that failed, the cause, and whether PREPARED may have been sent.
 pub fn receive<F: GuestFactory + ?Sized + 'static>(
     listener: TcpListener,
     factory: Arc<F>,

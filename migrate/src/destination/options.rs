@@ -7,7 +7,7 @@ use super::copies;
 
 /// The default of [`ReceiveOptions::disk_limit`].
 const DISK_LIMIT: Duration = Duration::from_secs(8);
-/// Upper bound on yielding copies of disks to a guest that is taken over, with the default
+/// Upper bound on yielding copies of disks to a guest during its take-over, with the default
 /// [`ReceiveOptions::disk_limit`].
 pub const YIELD_LIMIT: Duration = DISK_LIMIT.saturating_add(copies::MARGIN);
 
@@ -16,28 +16,27 @@ pub const YIELD_LIMIT: Duration = DISK_LIMIT.saturating_add(copies::MARGIN);
 pub struct ReceiveOptions {
     /// Directory of this host's hand-over records ([`Records`](crate::Records)).
     pub records: PathBuf,
-    /// Upper bound on a caller's introduction and the description of its guest. 5 s.
+    /// Upper bound on a caller's HELLO, and again on the description of its guest. 5 s.
     pub handshake_timeout: Duration,
-    /// Longest time without any progress of the source. 10 s.
+    /// Longest time without progress of the source. 10 s.
     pub progress_timeout: Duration,
-    /// Time in which the source must move at least 256 KiB of memory or state, so that a peer that
-    /// trickles cannot occupy this receiver. One minute.
+    /// Time in which the source must move at least 256 KiB of memory or state, so that a slow peer
+    /// cannot occupy the receiver. One minute.
     pub pace_window: Duration,
-    /// Upper bound on building a guest, including opening disks and making copies, after which it
-    /// is refused: a disk does not answer. 25 s, which is less than a source waits for READY, so
-    /// that it is told why.
+    /// Upper bound on building a guest, including opening disks and making copies, after which the
+    /// source is refused. 25 s, which is less than a source waits for READY, so that it receives
+    /// the reason.
     pub build_limit: Duration,
-    /// Upper bound on one operation on a copy of a disk, after which the guest is discarded: its
-    /// storage does not answer. Waiting for several operations may take a second more. 8 s; a
-    /// source with a shorter progress timeout, or in the pause, gives up before it is told why.
+    /// Upper bound on one operation on a copy of a disk, after which the guest is discarded.
+    /// Waiting for several operations may take a second more. 8 s. A source with a shorter progress
+    /// timeout, or in the pause, gives up before it receives the reason.
     pub disk_limit: Duration,
     /// Upper bound on the time from PREPARED to COMMIT, after which the guest is discarded. 10 s.
     pub commit_deadline: Duration,
     /// Upper bound on telling the source that a prepared guest was discarded. 30 s, or 2 s once the
     /// receiver is cancelled.
     pub tell_limit: Duration,
-    /// Accept one source only: if it fails before PREPARED, fail as well instead of waiting for
-    /// another. False.
+    /// Whether to accept one source only, and to fail if it fails before PREPARED. False.
     pub once: bool,
 }
 

@@ -1,9 +1,9 @@
-//! Preallocation of memory: a thread populates frames ahead of pass 0, so that writing them takes
-//! no page fault each.
+//! Preallocates memory: a thread populates frames ahead of pass 0, so that writing them takes no
+//! page faults.
 //!
-//! EXPECT only claims what will come. So at most [`WINDOW`] frames are preallocated beyond the
-//! number that has come with content. Frames that have come already, or that follow pass 0, are
-//! not.
+//! EXPECT is only a claim of the peer. So at most [`WINDOW`] frames are preallocated beyond the
+//! number that has arrived with content. Frames that have arrived already are skipped, and
+//! preallocation ends with pass 0.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,25 +12,25 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use driftline_dirty_tracker::{FrameRun, Gfn};
 use driftline_guest::Populate;
 
-/// 64 MiB: some tens of milliseconds of a fast link.
+/// Frames preallocated ahead, 64 MiB: some tens of milliseconds of a fast link.
 const WINDOW: u64 = 16 << 10;
 
-/// Frames that one call populates, 2 MiB and so one huge page. The end of a migration waits for one
-/// call at most.
+/// Frames that one call populates, 2 MiB (one huge page). The end of a migration waits for at most
+/// one call.
 const AT_ONCE: u64 = 512;
 
-/// What is expected, for the threads that receive.
+/// The expected frames, shared by the receiving threads.
 pub(super) struct Prealloc {
-    /// Announced frames that the preallocator has not been told of.
+    /// Announced frames that were not sent to the preallocating thread yet.
     runs: VecDeque<FrameRun>,
-    /// How far pass 0 has come.
+    /// Highest end of a run that has arrived in pass 0.
     reached: Gfn,
     /// Frames that may still be preallocated.
     credit: u64,
     to: Option<SyncSender<FrameRun>>,
 }
 
-/// The preallocating thread's half.
+/// The preallocating thread's half of the channel.
 pub(super) struct Preallocator {
     from: Receiver<FrameRun>,
 }
@@ -44,26 +44,26 @@ pub(super) fn pair() -> (Prealloc, Preallocator) {
 }
 
 impl Prealloc {
-    /// Notes that these frames will come.
+    /// Adds announced frames.
     pub(super) fn expect(&mut self, runs: impl Iterator<Item = FrameRun>) {
         self.runs.extend(runs);
         self.feed();
     }
 
-    /// Notes that these frames have come, with content or without.
+    /// Records that these frames have arrived, with content or without.
     pub(super) fn arrived(&mut self, run: FrameRun, with_content: bool) {
         self.reached = self.reached.max(run.end());
         self.credit += if with_content { run.count } else { 0 };
     }
 
-    /// Tells the preallocator which frames it may populate now.
+    /// Sends frames to the preallocating thread, as many as it may populate now.
     pub(super) fn feed(&mut self) {
         while let (Some(run), Some(to)) = (self.runs.front_mut(), &self.to) {
             // Up to the next boundary of a huge page.
             let aligned = AT_ONCE - run.start.0 % AT_ONCE;
             let next = FrameRun { start: run.start, count: run.count.min(aligned) };
             if next.end() > self.reached {
-                // A preallocator that is busy is told later; one that has ended is not.
+                // A full queue is retried with the next call.
                 if next.count > self.credit || to.try_send(next).is_err() {
                     return;
                 }
@@ -84,8 +84,7 @@ impl Prealloc {
 }
 
 impl Preallocator {
-    /// Populates frames of `guest` as told, until nothing more is expected or the migration is
-    /// `over`.
+    /// Populates frames of `guest` until the other half ends the preallocation, or `over` is set.
     pub(super) fn run<G: Populate + ?Sized>(self, guest: &G, over: &AtomicBool) {
         for run in self.from {
             if over.load(Ordering::Relaxed) {
@@ -113,14 +112,18 @@ mod tests {
         let (mut prealloc, preallocator) = pair();
         prealloc.expect([run(0, 1 << 32)].into_iter());
         assert_eq!(requested_frames(&preallocator), WINDOW);
-        // Zeros, wherever they are, get nothing more.
+        // Zero frames add no credit, at any address.
         prealloc.arrived(run(1 << 20, 1 << 20), false);
         prealloc.feed();
         assert_eq!(requested_frames(&preallocator), 0);
         prealloc.arrived(run(2 << 20, AT_ONCE), true);
         prealloc.feed();
         let next: Vec<FrameRun> = preallocator.from.try_iter().collect();
-        assert_eq!(next, [run((2 << 20) + AT_ONCE, AT_ONCE)], "what lies behind is passed over");
+        assert_eq!(
+            next,
+            [run((2 << 20) + AT_ONCE, AT_ONCE)],
+            "frames before `reached` are skipped"
+        );
     }
 
     #[test]
@@ -137,6 +140,6 @@ mod tests {
         assert_eq!(prepared, 100 + 3 * WINDOW + 7);
         prealloc.end();
         prealloc.expect([run(0, 9)].into_iter());
-        assert_eq!(requested_frames(&preallocator), 0, "after its end nothing is prepared");
+        assert_eq!(requested_frames(&preallocator), 0, "nothing is preallocated after the end");
     }
 }

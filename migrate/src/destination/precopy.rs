@@ -1,4 +1,4 @@
-//! The destination from READY to PREPARED: receives memory, pass by pass, and restores the state.
+//! The destination from READY to PREPARED: receives memory pass by pass, and restores the state.
 
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -29,7 +29,7 @@ pub(super) struct RestoredGuest {
 }
 
 impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
-    /// Receives memory, pass by pass, and the state.
+    /// Receives memory pass by pass, and the state.
     pub(super) fn assemble(
         &self,
         arrival: &mut Arrival<F::Guest>,
@@ -45,8 +45,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         received.map_err(|cause| self.give_up(arrival, cause))
     }
 
-    /// Collects the channels that have joined. Each was acknowledged before the source sent their
-    /// number.
+    /// Collects the joined channels. Each was acknowledged before the source sent their number.
     fn collect_joined(&self, token: Token, count: u32) -> Result<Vec<Wire<Link>>, Cause> {
         let mut joined = Vec::with_capacity(count as usize);
         let until = Instant::now() + self.options.handshake_timeout;
@@ -56,8 +55,8 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
                     wire.stream_mut().set_stop(self.control.stop.clone());
                     joined.push(*wire);
                 }
-                // No other source gets the session, and other channels belong to a migration that
-                // is over.
+                // No other source gets the session now, and other channels belong to an earlier
+                // migration.
                 Ok(_) => {}
                 Err(_) if self.control.stop.is_cancelled() => return Err(Cause::Cancelled),
                 Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
@@ -71,7 +70,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         Ok(joined)
     }
 
-    /// Restores the state, unless that was done during the last pass.
+    /// Restores the state, unless it was restored during the last pass.
     pub(super) fn restore(
         &self,
         arrival: &mut Arrival<F::Guest>,
@@ -84,8 +83,8 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         Ok(RestoredGuest { sections, was_running, figures, written })
     }
 
-    /// Discards the guest before PREPARED, and tells the source why. The source cannot have sent
-    /// COMMIT, so it will never ask.
+    /// Discards the guest before PREPARED, and sends the source the reason. The source cannot have
+    /// sent COMMIT, so it will never ask.
     fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> ReceiveFailed {
         let cause = if self.control.stop.is_cancelled() { Cause::Cancelled } else { cause };
         discard_guest(&*arrival.guest, &format!("it was not received: {cause}"));

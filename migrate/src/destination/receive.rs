@@ -1,8 +1,8 @@
-//! Receiving memory: messages into frames of the guest that is being built.
+//! Receives memory into the guest that is being built.
 //!
-//! Scattered frames (PAGES) are received into the wire's buffer, and written once their checksum is
-//! right. The content of long runs (FRAMES) goes from the socket straight to guest memory. A second
-//! thread preallocates memory for frames that are still to come.
+//! Scattered frames (PAGES) are received into the wire's buffer, and written after their checksum
+//! was compared. The content of long runs (FRAMES) goes from the socket straight to guest memory. A
+//! second thread preallocates memory for frames that have not arrived yet.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,17 +32,19 @@ use crate::transport::wire::Wire;
 /// Bytes of memory and state that a source must move in each window of its [`PaceLimit`].
 const MIN_PROGRESS: u64 = 256 << 10;
 
-/// Least frames of a last pass during which another thread restores the state: receiving fewer
+/// Least frames of a last pass during which another thread restores the state. Receiving fewer
 /// takes less time than starting a thread.
 const MIN_PARALLEL_RESTORE: u64 = 512;
-/// Time for which processors that were told to stay awake certainly do.
+/// Time for which [`stay_awake`](driftline_guest::HandOver::stay_awake) certainly keeps processors
+/// awake.
 const AWAKE: Duration = Duration::from_millis(10);
 
-/// Requires a least pace of a source: a new window begins whenever it has moved enough.
+/// The least pace of a source. A new window begins whenever the source has moved
+/// [`MIN_PROGRESS`] bytes.
 pub(super) struct PaceLimit {
     window: Duration,
     until: Instant,
-    /// Bytes that had come when the window began.
+    /// Bytes that had arrived when the window began.
     before: u64,
 }
 
@@ -51,7 +53,7 @@ impl PaceLimit {
         Self { window, until: Instant::now() + window, before: 0 }
     }
 
-    /// Notes that `moved` bytes have come in all.
+    /// Records that `moved` bytes have arrived in all.
     fn note(&mut self, moved: u64) {
         if moved - self.before >= MIN_PROGRESS {
             self.renew(moved);
@@ -63,12 +65,12 @@ impl PaceLimit {
         (self.until, self.before) = (Instant::now() + self.window, moved);
     }
 
-    /// Extends the window by time in which this side did not read.
+    /// Extends the window by a time in which this side did not read.
     fn allow(&mut self, waited: Duration) {
         self.until += waited;
     }
 
-    /// Returns what a timeout now means: at the window's end, that the source was too slow.
+    /// Converts a timeout at the window's end into the error that the source was too slow.
     fn judge(&self, e: WireError, moved: u64) -> WireError {
         if e.is_silence() && Instant::now() >= self.until {
             let (found, least) = (moved - self.before, MIN_PROGRESS);
@@ -78,29 +80,29 @@ impl PaceLimit {
     }
 }
 
-/// A guest whose stream is complete: memory is in place, and the state has come.
+/// A guest whose memory is in place and whose state has arrived.
 pub(super) struct CompleteGuest {
     pub(super) sections: Arc<[Section]>,
-    /// The state came before the last pass and has been restored.
+    /// Whether the state preceded the last pass and has been restored.
     pub(super) is_restored: bool,
     pub(super) was_running: bool,
     pub(super) figures: ReceiveFigures,
-    /// Frames that were written.
+    /// Frames to which content was written.
     pub(super) written: Tree,
 }
 
-/// How much has come.
+/// Figures of a received stream.
 #[derive(Clone, Copy)]
 pub(super) struct ReceiveFigures {
     pub(super) totals: Counts,
     /// Blocks of copied disks.
     pub(super) drive_totals: Counts,
     pub(super) passes: u32,
-    /// Bytes received over channels that have joined.
+    /// Bytes received over joined channels.
     pub(super) joined_bytes: u64,
 }
 
-/// What the stream has brought besides memory.
+/// The contents of a stream besides memory.
 struct CompleteStream {
     sections: Arc<[Section]>,
     is_restored: bool,
@@ -116,18 +118,18 @@ pub(super) struct GuestReceiver<'g, G: Guest + ?Sized> {
     copies: &'g mut Copies,
 }
 
-/// What the first channel's thread needs besides the connection.
+/// Inputs of the first channel's thread besides the connection.
 pub(super) struct ReceiveContext<'r> {
     pub(super) control: &'r ReceiveControl,
     pub(super) pace: PaceLimit,
     /// Longest time without progress within a pass.
     pub(super) progress_timeout: Duration,
-    /// Returns this number of channels that have joined.
+    /// Collects this number of joined channels.
     pub(super) joined: &'r dyn Fn(u32) -> Result<Vec<Wire<Link>>, Cause>,
 }
 
 impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
-    /// Receives `drives` into `copies`.
+    /// Prepares to receive memory into `guest`, and `drives` into `copies`.
     pub(super) fn new(guest: &'g G, drives: &'g [DriveHead], copies: &'g mut Copies) -> Self {
         let stream = StreamState::new(guest.layout().clone(), drives.to_vec());
         Self { guest, stream, channels: ReceiveChannels::new(), copies }
@@ -143,14 +145,14 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         let over = AtomicBool::new(false);
         let (guest, over) = (self.guest, &over);
         let memory = MemoryWriter::new(guest, prealloc).map_err(|e| Cause::System {
-            what: "noting what is received",
+            what: "recording received frames",
             cause: std::io::Error::other(e),
         })?;
         let complete = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("migrate-prepare".into());
-            // Without the thread each frame is allocated when it comes.
+            // Without the thread each frame is allocated when it arrives.
             if let Err(e) = thread.spawn_scoped(scope, move || preallocator.run(guest, over)) {
-                tracing::debug!("memory is not prepared beforehand: {e}");
+                tracing::debug!("memory is not preallocated: {e}");
             }
             self.receive(scope, wire, context, &memory, over)
         })?;
@@ -171,7 +173,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         'g: 'scope,
     {
         let _over = SetAtEnd(over);
-        // Ends the preallocating thread, which would wait for more.
+        // Ends the preallocating thread, which would wait for more frames.
         let _end = EndPrealloc(memory);
         wire.stream_mut().set_group(Some(self.channels.group()));
         let result = self.read(scope, wire, context, memory, over);
@@ -215,7 +217,8 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                 StreamStep::Digest => {
                     let digest = memory.digest()?;
                     wire.send(&WireMessage::Digest(digest))?;
-                    // The digest's time does not count for the source, whose own may take longer.
+                    // The time of digests does not count against the source, whose digest may take
+                    // longer than this one.
                     let allowance = allowance(self.guest.layout().frames());
                     wire.stream_mut()
                         .set_progress_timeout(progress_timeout.saturating_add(allowance));
@@ -228,7 +231,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                 StreamStep::Prepare { runs } => memory.expect(runs),
                 StreamStep::Join { joined: count } => {
                     if self.channels.count() > 0 {
-                        let why = "it was said before";
+                        let why = "it was sent before";
                         return Err(WireError::Malformed { message: Tag::Connections, why }.into());
                     }
                     for wire in joined(count)? {
@@ -236,7 +239,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                         self.channels.add(scope, wire, layout, memory, progress_timeout)?;
                     }
                 }
-                // The time of this host's disks does not count for the source.
+                // The time of this host's disks does not count against the source.
                 StreamStep::Drive(step) => pace.allow(self.copies.take(step)?),
                 StreamStep::Ack { pass, counts } => {
                     over.store(true, Ordering::Relaxed);
@@ -299,10 +302,10 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         }
     }
 
-    /// Tells processors to stay awake while the guest is paused, unless they were told recently:
-    /// telling them takes time itself.
-    fn keep_awake(&self, told: Option<Instant>) {
-        if told.is_none_or(|at| at.elapsed() > AWAKE) {
+    /// Keeps processors awake while the guest is paused. Skipped if `last` is less than [`AWAKE`]
+    /// ago, because the call takes time.
+    fn keep_awake(&self, last: Option<Instant>) {
+        if last.is_none_or(|at| at.elapsed() > AWAKE) {
             self.guest.stay_awake();
         }
     }
@@ -323,8 +326,8 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         spawned.map_err(|cause| Cause::System { what: "starting a thread", cause })
     }
 
-    /// Bytes moved over all channels. Completed passes count shares twice, which only makes a good
-    /// pace look better.
+    /// Returns the bytes moved over all channels. Shares of complete passes count twice, which can
+    /// only hide a pace that is slow after a fast one.
     fn moved_bytes(&self) -> u64 {
         self.stream.moved_bytes().saturating_add(self.channels.moved_bytes())
     }

@@ -1,8 +1,8 @@
-//! The receiver's session: which guest has it, and the state of its hand-over.
+//! The receiver's session: the guest that has it, and the state of its hand-over.
 //!
 //! The receiving thread and the threads of connections share the session. Every change of the
 //! hand-over's state goes through [`Session::post`], under one lock, together with the decision
-//! that it needs. So an answer is never ahead of what other processes find on disk.
+//! that it needs. So an answer never precedes the decision that other processes find on disk.
 
 use std::time::{Duration, Instant};
 
@@ -19,11 +19,11 @@ use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder
 use crate::transport::link::SLICE;
 use crate::transport::stop::StopFlag;
 
-/// Time that [`Session::await_source_informed`] gives a source to ask even if the receiver is cancelled: a
-/// source in doubt asks every 500 ms by default (`SendOptions::ask_interval`).
+/// Time that [`Session::await_source_informed`] gives a source to ask even if the receiver is
+/// cancelled. A source in doubt asks every 500 ms by default (`SendOptions::ask_interval`).
 const CANCELLED_LIMIT: Duration = Duration::from_secs(2);
 
-/// The only session of a receiver.
+/// A receiver's only session.
 #[derive(Debug)]
 pub(super) struct Session {
     records: Records,
@@ -33,7 +33,7 @@ pub(super) struct Session {
 
 #[derive(Debug, Default)]
 struct SessionState {
-    /// The guest that has it, and its migration.
+    /// The guest that has the session, and its migration.
     occupant: Option<(VmId, Token)>,
     migration: Option<Migration>,
 }
@@ -43,13 +43,13 @@ struct Migration {
     token: Token,
     vm_id: VmId,
     state: Destination,
-    /// This process's `committed`, staged until it is made.
+    /// This process's `committed`, staged until the decision.
     staged: Option<StagedDecision>,
     /// The prepared record, until it is removed.
     prepared: Option<PreparedMark>,
-    /// Whether this process's `committed` is on disk.
+    /// Whether this process's own `committed` is on disk.
     placed: bool,
-    /// Whether a source has been told that the guest was discarded.
+    /// Whether the source knows that the guest was discarded.
     source_informed: bool,
     /// Channels besides the first.
     joined: u32,
@@ -70,12 +70,12 @@ impl Session {
         self.state.lock()
     }
 
-    /// Fails with the occupant's name unless the session is free.
+    /// Fails with the guest that has the session, unless it is free.
     pub(super) fn vacant(&self) -> Result<(), String> {
         self.lock().vacant()
     }
 
-    /// Gives the session to a source if it is free. If `accept` fails, it stays free.
+    /// Gives the session to a source if it is free. If `accept` fails, the session stays free.
     pub(super) fn claim(
         &self,
         vm_id: VmId,
@@ -94,11 +94,11 @@ impl Session {
         *self.lock() = SessionState::default();
     }
 
-    /// Begins a migration: its prepared record becomes durable, and this process answers for
+    /// Begins a migration: makes its prepared record durable. From now on this process answers for
     /// `token`.
     pub(super) fn begin(&self, token: Token, vm_id: VmId) -> Result<(), RecordsError> {
         let prepared = Some(self.records.prepare(token, vm_id)?);
-        // Staged now rather than in the pause. If that fails, it is tried again then, and reported.
+        // Staged now rather than in the pause. If that fails, the decision is written in the pause.
         let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
         let (state, placed, source_informed, fault) = (Destination::Assembling, false, false, None);
         let migration = Migration {
@@ -116,13 +116,13 @@ impl Session {
         Ok(())
     }
 
-    /// Makes the decision durable; the guest runs already.
+    /// Makes the decision durable, after the guest has resumed.
     pub(super) fn sync(&self, token: Token) {
         if let Err(e) = self.records.sync(token) {
             tracing::error!(
                 %token,
-                "the guest runs here, and that this was decided may not outlive a crash of this \
-                 host: its source would be in doubt, had it not heard RUNNING: {e}"
+                "the guest runs here, but the decision may not survive a crash of this host; then \
+                 its source stays in doubt if RUNNING has not reached it: {e}"
             );
         }
     }
@@ -138,7 +138,7 @@ impl Session {
         let migration = state.migration.as_mut().filter(|s| s.token == token);
         let migration = migration.filter(|s| s.state == Destination::Assembling);
         let Some(migration) = migration else {
-            return Err("it joins a migration that is not under way here".to_owned());
+            return Err("it joins a migration that is not in progress here".to_owned());
         };
         if migration.joined + 1 >= MAX_CONNECTIONS {
             return Err(format!("a migration has at most {MAX_CONNECTIONS} connections"));
@@ -175,8 +175,8 @@ impl Session {
             migration.advance(&self.records, DestinationEvent::Asked);
             return migration.state.verdict();
         }
-        // Its machine is being built and it has no prepared record yet. An honest source does not
-        // ask then.
+        // The machine is being built, and there is no prepared record yet. An honest source does
+        // not ask at that time.
         if state.occupant.is_some_and(|(_, building)| building == token) {
             return Verdict::Undecided;
         }
@@ -190,14 +190,14 @@ impl Session {
             Err(e) => {
                 static LIMIT: LogLimit = LogLimit::new();
                 if let Some(unshown) = LIMIT.admit() {
-                    tracing::warn!(%token, unshown, "cannot decide about an unknown migration: {e}");
+                    tracing::warn!(%token, unshown, "deciding about an unknown token failed: {e}");
                 }
                 Verdict::Undecided
             }
         }
     }
 
-    /// Notes that the source knows that the guest was discarded, and will not ask again.
+    /// Records that the source knows that the guest was discarded, and will not ask again.
     pub(super) fn note_source_informed(&self, token: Token) {
         if let Some(migration) = self.lock().migration.as_mut().filter(|s| s.token == token) {
             migration.source_informed = true;
@@ -205,9 +205,9 @@ impl Session {
         self.changed.notify_all();
     }
 
-    /// Removes the records of a migration whose source is settled. Only the process that had the
-    /// guest, and will not decide about it again, may do so: the decision of another process is all
-    /// that prevents that process from running the guest.
+    /// Removes the records of a migration after ENDED. Only the process that had the guest, and
+    /// will not decide about it again, may do so: the decision of another process is all that
+    /// prevents that process from running the guest.
     pub(super) fn forget(&self, token: Token) {
         let mut state = self.lock();
         let migration =
@@ -218,7 +218,7 @@ impl Session {
         let prepared = migration.prepared.take();
         drop(state);
         if let Err(e) = self.records.forget_decision(token, prepared) {
-            tracing::warn!(%token, "a settled migration leaves its record: {e}");
+            tracing::warn!(%token, "the records of a finished migration stay: {e}");
         }
     }
 
@@ -245,7 +245,7 @@ impl SessionState {
         match (self.occupant, &self.migration) {
             (None, _) => Ok(()),
             (Some((vm, _)), Some(Migration { state: Destination::Running, .. })) => {
-                Err(format!("this receiver has taken over vm {vm} already"))
+                Err(format!("this receiver has taken over vm {vm}"))
             }
             (Some((vm, _)), _) => Err(format!("busy with vm {vm}")),
         }
@@ -288,7 +288,7 @@ impl Migration {
     fn store(&mut self, records: &Records, decision: Decision) -> DestinationEvent {
         let staged = self.staged.take_if(|_| decision == Decision::Committed);
         let stored = match (decision, self.placed, staged) {
-            // The guest never ran, so this process may reverse its own decision.
+            // The guest never ran, so this process may replace its own decision.
             (Decision::Discarded, true, _) => {
                 records.overturn(self.token, self.vm_id).map(|()| Decision::Discarded)
             }
@@ -304,7 +304,7 @@ impl Migration {
                 DestinationEvent::Stands(stands)
             }
             Err(e) => {
-                tracing::error!(token = %self.token, ?decision, "not durable: {e}");
+                tracing::error!(token = %self.token, ?decision, "the decision is not durable: {e}");
                 self.fault = Some(e);
                 DestinationEvent::NotStored
             }
@@ -331,13 +331,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (holder, other, token) = (session(&dir), session(&dir), Token::random());
         prepared(&holder, token);
-        // The source in doubt has reached the other one, goes on, and says so.
+        // The source in doubt asks the other process, resumes its guest, and sends ENDED.
         assert_eq!(other.answer(token, other.site()), Verdict::Discarded);
         other.forget(token);
         let (order, fault) = holder.post(DestinationEvent::Commit);
         assert_eq!((order, fault.is_none()), (DestinationOrder::SayDiscarded, true));
         assert_eq!(holder.verdict(token), Verdict::Discarded);
-        // Now nobody has it.
+        // Now no process has the guest.
         holder.forget(token);
         assert_eq!(holder.records.decision(token).unwrap(), None);
     }
@@ -352,7 +352,7 @@ mod tests {
         stop.cancel().unwrap_err();
         stop.undo_commit();
         let began = Instant::now();
-        // Nobody asks.
+        // No source asks.
         assert!(!session.await_source_informed(Duration::from_secs(600), &stop));
         assert!(began.elapsed() >= CANCELLED_LIMIT, "a source may have been about to ask");
         session.note_source_informed(token);
@@ -374,7 +374,7 @@ mod tests {
         assert!(matches!(order, DestinationOrder::TakeOver(_)), "{order:?}");
         let decision = files(&dir, ".destination.json").pop().unwrap();
         assert_eq!(session(&dir).answer(token, holder.site()), Verdict::Committed);
-        // The host crashes before it was durable, and is up again.
+        // The host crashes before the decision is durable, and reboots.
         std::fs::remove_file(decision).unwrap();
         let prepared = files(&dir, ".prepared.json").pop().unwrap();
         let record = std::fs::read_to_string(&prepared).unwrap();
@@ -383,10 +383,10 @@ mod tests {
         assert_ne!(record, earlier);
         std::fs::write(&prepared, earlier).unwrap();
         assert_eq!(session(&dir).answer(token, holder.site()), Verdict::Committed);
-        assert!(files(&dir, ".destination.json").is_empty(), "nobody has decided");
+        assert!(files(&dir, ".destination.json").is_empty(), "no decision is stored");
         holder.post(DestinationEvent::Resumed);
         holder.forget(token);
-        assert!(files(&dir, ".prepared.json").is_empty(), "its own");
+        assert!(files(&dir, ".prepared.json").is_empty(), "its own process removes it");
     }
 
     #[test]

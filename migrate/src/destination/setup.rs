@@ -1,4 +1,4 @@
-//! The destination until pre-copy: it waits for a source, and builds its guest.
+//! The destination until pre-copy: waits for a source, and builds its guest.
 
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -29,16 +29,16 @@ pub(super) struct Arrival<G: Guest + ?Sized> {
     pub(super) guest: Arc<G>,
     /// Disks that are copied.
     pub(super) drives: Vec<DriveHead>,
-    /// Their copies, removed on drop unless they are kept.
+    /// Copies of these disks, removed on drop unless they are kept.
     pub(super) copies: Copies,
     pub(super) token: Token,
     pub(super) came: Instant,
 }
 
-/// Why a source was not told READY.
+/// A source that does not get READY.
 struct RefusedSource {
     cause: Cause,
-    /// Copies of its disks, to be removed.
+    /// Copies of its disks, which have to be removed.
     copies: Option<Box<Copies>>,
 }
 
@@ -60,9 +60,9 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
                     }
                     self.control.update(|p| p.phase = Phase::Waiting);
                 }
-                // It belongs to a migration that is over.
+                // The channel belongs to an earlier migration.
                 Ok(Incoming::Joined(..)) => {}
-                // Queued while the session was free. If a source has it now, that one goes on.
+                // Queued while the session was free. A source that has it now is not affected.
                 Ok(Incoming::Left { peer, cause })
                     if !self.options.once || self.session.vacant().is_err() =>
                 {
@@ -84,8 +84,8 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         }
     }
 
-    /// Builds a caller's guest, or refuses it and frees the session. Fails if the caller has gone
-    /// and no other is to be accepted.
+    /// Builds a source's guest, or refuses the source and frees the session. Fails if the source
+    /// has left and no other one is accepted.
     fn admit(&self, caller: AcceptedSource) -> Result<Option<Arrival<F::Guest>>, ReceiveFailed> {
         let AcceptedSource { mut wire, header, token, drives, layout, config, came } = caller;
         wire.stream_mut().set_stop(self.control.stop.clone());
@@ -100,15 +100,15 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         match cause {
             Cause::Wire(cause) if cause.is_loss() && self.options.once => {
                 self.session.vacate();
-                let (before, cause) = ("its guest stood here", Box::new(cause));
+                let (before, cause) = ("its guest was built here", Box::new(cause));
                 Err(Cause::SourceLeft { peer, before, cause }.into())
             }
             cause => {
                 let reason = reason_for_source(&cause);
                 listener::log_refusal(self.control, Stage::Source, &peer, &reason);
                 wire.abort(Tag::Refused, &reason);
-                // Removed before the session is free: the next source with it would wait for READY
-                // meanwhile.
+                // Removed before the session is free, because the next source would have to wait
+                // for READY meanwhile.
                 drop(copies);
                 self.session.vacate();
                 Ok(None)
@@ -146,8 +146,8 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         }
     }
 
-    /// Goes on waiting after a failure before PREPARED, unless one source only is accepted. The
-    /// source has its guest, and this host may receive the same one again.
+    /// Prepares to wait for another source after a failure before PREPARED, unless one source only
+    /// is accepted. The failed source has its guest, and may send it again.
     pub(super) fn wait_on(
         &self,
         arrival: Arrival<F::Guest>,
@@ -157,7 +157,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             return Err(failed);
         }
         let (peer, phase) = (arrival.wire.stream().peer(), self.control.progress().phase);
-        // Free its memory, files and devices before another guest comes.
+        // Free its memory, files and devices before another guest arrives.
         drop(arrival);
         self.session.vacate();
         let reason = format!("no guest was received ({phase}): {}", failed.cause);
@@ -171,7 +171,8 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     }
 }
 
-/// Returns what a source is told. "cancelled" would read as a cancellation by the source.
+/// Returns the reason that is sent to a source. "cancelled" would read as a cancellation by the
+/// source.
 pub(super) fn reason_for_source(cause: &Cause) -> String {
     match cause {
         Cause::Cancelled => "the receiver was stopped".to_owned(),
@@ -192,7 +193,7 @@ pub(super) fn discard_guest<G: GuestIdentity + Lifecycle + HandOver + ?Sized>(
 /// Detaches from its networks a guest that does not run here.
 pub(super) fn detach<G: GuestIdentity + HandOver + ?Sized>(guest: &G) {
     if let Err(e) = guest.detach() {
-        tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
+        tracing::warn!(vm = %guest.vm_id(), "detaching the guest from its networks failed: {e}");
     }
 }
 

@@ -40,15 +40,16 @@ pub(super) struct PreparedRecord {
 }
 
 impl PreparedRecord {
-    /// Whether no decision about this guest can have been lost: it was made in this boot and on
-    /// this mount, or, if the record names no boot, it was durable before the guest ran.
+    /// Whether no decision about this guest can have been lost. Either the record was made in this
+    /// boot and on this mount, or it names no boot: then the decision was durable before the guest
+    /// ran.
     pub(super) fn decision_would_stand(&self, present: Option<Life>) -> bool {
         let life = self.boot.map(|boot| Life { boot, mount: self.mount });
         life.is_none() || life == present
     }
 }
 
-/// A synced decision that is not made yet. Dropping it removes it.
+/// A decision that is written and synced, but not yet linked to its name. Dropping it removes it.
 #[derive(Debug)]
 pub(crate) struct StagedDecision {
     pub(super) file: NamedTempFile,
@@ -71,13 +72,13 @@ fn decision_json(token: Token, vm_id: Option<VmId>, decision: Decision) -> io::R
 }
 
 impl Records {
-    /// Returns the decision of any process of this site about a token.
+    /// Returns the decision about a token, made by any process of this site.
     pub(crate) fn decision(&self, token: Token) -> Result<Option<Decision>, RecordsError> {
         let record: Option<DestinationRecord> = read(&self.decision_path(token), token)?;
         Ok(record.map(|r| r.decision))
     }
 
-    /// Decides about a token, durably, unless that has been done. Returns the decision that stands.
+    /// Decides about a token durably, unless a decision exists. Returns the decision that stands.
     pub(crate) fn decide(
         &self,
         token: Token,
@@ -87,7 +88,7 @@ impl Records {
         self.decide_by(self.stage(token, vm_id, decision)?)
     }
 
-    /// Stages a decision: writes it without its name, so that nothing is decided yet.
+    /// Stages a decision: writes and syncs it without its name, so that it does not count yet.
     pub(crate) fn stage(
         &self,
         token: Token,
@@ -109,9 +110,9 @@ impl Records {
         self.keep_decision(&path, decision, sync_dir(&self.dir)).map_err(failed("write", &path))
     }
 
-    /// Decides as [`decide_by`](Self::decide_by). If the prepared record names a boot and the
-    /// staged decision stands, only the host's processes can rely on it until [`sync`](Self::sync):
-    /// after a crash of the host the prepared record speaks for it.
+    /// Decides as [`decide_by`](Self::decide_by), but does not sync a decision whose prepared
+    /// record names a boot. Until [`sync`](Self::sync) such a decision is visible to the host's
+    /// processes only; after a crash of the host the prepared record answers in its place.
     pub(crate) fn decide_prepared(
         &self,
         staged: StagedDecision,
@@ -124,15 +125,15 @@ impl Records {
         Ok(self.link(staged)?.unwrap_or(decision))
     }
 
-    /// Gives a decision its name, or returns the durable one that has it.
+    /// Links a decision to its name, or returns the durable decision that has the name already.
     fn link(&self, staged: StagedDecision) -> Result<Option<Decision>, RecordsError> {
         let StagedDecision { file, token, decision: _ } = staged;
         let path = self.decision_path(token);
         match file.persist_noclobber(&path).map_err(|e| e.error) {
             Ok(_) => Ok(None),
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                // The other process's file may not be durable yet, and an answer based on it must
-                // be.
+                // The other process may not have synced its file yet, and an answer that depends
+                // on it must survive a crash.
                 sync_dir(&self.dir).map_err(failed("read", &path))?;
                 let stands = self.decision(token)?;
                 stands
@@ -158,11 +159,11 @@ impl Records {
         let record = PreparedRecord { version, token, vm_id, boot, mount, time_unix_ms };
         let file = json(&record).and_then(|bytes| {
             let file = temporary(&self.dir, &bytes)?;
-            // The lock ends with this process, however that ends.
+            // The kernel releases the lock when this process ends.
             file.as_file().try_lock()?;
             let file = file.persist_noclobber(&path).map_err(|e| e.error)?;
             sync_dir(&self.dir).inspect_err(|_| {
-                // The record may exist, and no process would remove it.
+                // The record may exist, and no other process would remove it.
                 let _ = fs::remove_file(&path);
             })?;
             Ok(file)
@@ -171,8 +172,8 @@ impl Records {
         Ok(PreparedMark { _lock, names_boot: boot.is_some() })
     }
 
-    /// Removes the prepared record of a guest for which COMMIT can no longer come. The removal need
-    /// not be durable, because no source will ask.
+    /// Removes the prepared record of a guest for which COMMIT can no longer arrive. The removal
+    /// need not be durable, because no source will ask.
     pub(crate) fn withdraw(&self, token: Token, _prepared: PreparedMark) {
         let path = self.prepared_path(token);
         if let Err(e) = fs::remove_file(&path) {
@@ -180,18 +181,20 @@ impl Records {
         }
     }
 
-    /// Decides about a token that the calling process does not know. If a process of this site has
-    /// prepared its guest and none has decided, this decides durably against running it, unless a
-    /// decision may have been lost: the host has crashed since, or lost this directory. For any
-    /// other token nothing is stored: its guest was never prepared here.
+    /// Decides about a token that the calling process does not know.
+    ///
+    /// If a process of this site prepared the guest and none has decided, this stores `discarded`
+    /// durably. If a decision may have been lost, because the host crashed or the directory was
+    /// remounted since, it returns `committed` and stores nothing. A token without a prepared
+    /// record is `discarded`, and nothing is stored: its guest was never prepared here.
     pub(crate) fn decide_unknown(&self, token: Token) -> Result<Decision, RecordsError> {
-        // The prepared record is read first: while its source may ask, it is removed only if its
-        // guest never ran, or after a durable decision.
+        // The prepared record is read first. While its source may ask, the record is removed only
+        // if its guest never ran, or after a durable decision.
         let prepared = read(&self.prepared_path(token), token)?;
         self.decide_after_reading(token, prepared)
     }
 
-    /// The rest of [`decide_unknown`](Self::decide_unknown), after reading the prepared record.
+    /// Performs [`decide_unknown`](Self::decide_unknown) after the prepared record was read.
     pub(super) fn decide_after_reading(
         &self,
         token: Token,
@@ -199,8 +202,8 @@ impl Records {
     ) -> Result<Decision, RecordsError> {
         let mut decision = self.decision(token)?;
         if prepared.is_some() && decision.is_none() {
-            // The prepared record is removed before its decision. If it still exists, there was no
-            // decision.
+            // A prepared record is removed before its decision. If the record still exists, no
+            // decision had been removed.
             prepared = read(&self.prepared_path(token), token)?;
             if prepared.is_none() {
                 decision = self.decision(token)?;
@@ -208,8 +211,7 @@ impl Records {
         }
         let Some(prepared) = prepared.filter(|_| decision.is_none()) else {
             if decision.is_some() {
-                // The decision may be another process's and not durable yet, and an answer based on
-                // it must be.
+                // Another process may have made the decision and not synced it yet.
                 self.sync(token)?;
             }
             return Ok(decision.unwrap_or(Decision::Discarded));
@@ -220,8 +222,8 @@ impl Records {
                 tracing::warn!(
                     %token,
                     unshown,
-                    "its guest was prepared here in another boot, or on another mount of {}: it \
-                     may have run, and its source stays in doubt until the operator resolves that",
+                    "its guest was prepared here in another boot, or on another mount of {}, and \
+                     may have run: its source stays in doubt until the operator resolves that",
                     self.dir.display()
                 );
             }
@@ -230,7 +232,7 @@ impl Records {
         self.decide(token, Some(prepared.vm_id), Decision::Discarded)
     }
 
-    /// Returns a decision that has its name, if it was `synced`.
+    /// Returns a linked decision if the directory was `synced`; else removes a `committed`.
     pub(super) fn keep_decision(
         &self,
         path: &Path,
@@ -238,15 +240,15 @@ impl Records {
         synced: io::Result<()>,
     ) -> io::Result<Decision> {
         if synced.is_err() && decision == Decision::Committed {
-            // The decision may not survive, and the guest will not run, so no process may read it.
-            // A `discarded` stays: a process that has read and synced it meanwhile may have told
-            // the source.
+            // The decision may not survive a crash, and the guest will not run, so no process may
+            // read it. A `discarded` stays: another process may have synced it and answered the
+            // source by it.
             let _ = remove(&self.dir, path);
         }
         synced.map(|()| decision)
     }
 
-    /// Replaces this process's own `committed` by `discarded`: the guest never ran.
+    /// Replaces this process's own `committed` by `discarded`, because the guest never ran.
     pub(crate) fn overturn(&self, token: Token, vm_id: VmId) -> Result<(), RecordsError> {
         let path = self.decision_path(token);
         decision_json(token, Some(vm_id), Decision::Discarded)
@@ -272,11 +274,12 @@ impl Records {
         }
     }
 
-    /// Removes a prepared record, and once that is durable, the decision. A crash in between leaves
-    /// the decision, which answers as before. The other order would leave a prepared record whose
-    /// decision may have been lost: its answer, *committed*, could never be corrected.
+    /// Removes a prepared record durably, and then the decision.
+    ///
+    /// A crash in between leaves the decision, which answers as before. The other order would leave
+    /// a prepared record without a decision: its answer, *committed*, could never be corrected.
     fn remove_both(&self, token: Token) -> Result<(), RecordsError> {
-        // Synced even if another process has removed the file, which may not be durable yet.
+        // Also synced if another process has removed the file, because it may not have synced.
         for path in [self.prepared_path(token), self.decision_path(token)] {
             unlink(&path).and_then(|_| sync_removed(&self.dir)).map_err(failed("remove", &path))?;
         }

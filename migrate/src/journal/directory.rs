@@ -26,12 +26,17 @@ pub(super) const DECISION_SUFFIX: &str = ".destination.json";
 pub struct Records {
     pub(super) dir: PathBuf,
     pub(super) site: Uuid,
+    /// The life to pretend, in tests.
     #[cfg(test)]
     pub(super) test_life: Option<Option<Life>>,
 }
 
 impl Records {
-    /// Opens the directory; creates it and its site if they do not exist.
+    /// Opens the directory, and creates it and its site if they do not exist.
+    ///
+    /// # Errors
+    ///
+    /// If the directory or its file `site` cannot be created or read.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, RecordsError> {
         let dir = dir.into();
         create_dir(&dir).map_err(failed("write", &dir))?;
@@ -40,13 +45,13 @@ impl Records {
         let text = match fs::read_to_string(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 match write_new(&dir, &path, Uuid::new_v4().to_string().as_bytes()) {
-                    // Another process was first.
+                    // Another process has created it.
                     Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
                     made => made.map_err(failed("write", &path))?,
                 }
                 fs::read_to_string(&path)
             }
-            // Its name is durable before any record is, because that syncs the same directory.
+            // The name is durable before any record is, because records sync the same directory.
             read => read,
         };
         let text = text.map_err(failed("read", &path))?;
@@ -60,7 +65,7 @@ impl Records {
         })
     }
 
-    /// The current life, read each time because a process can outlive a mount.
+    /// Returns the current life. Read each time, because a process can outlive a mount.
     pub(super) fn life(&self) -> Option<Life> {
         #[cfg(test)]
         if let Some(life) = self.test_life {
@@ -69,7 +74,7 @@ impl Records {
         Life::of(&self.dir)
     }
 
-    /// The name of the directory for peers.
+    /// Returns the directory's name, as peers see it.
     pub fn site(&self) -> Uuid {
         self.site
     }

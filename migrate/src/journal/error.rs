@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {what} the hand-over record {}: {cause}", path.display())]
 pub struct RecordsError {
-    /// "read", "write", "remove".
+    /// The operation: "read", "write" or "remove".
     pub what: &'static str,
     /// The file.
     pub path: PathBuf,

@@ -18,7 +18,7 @@ pub(super) const VERSION: u32 = 1;
 
 /// Prefix of the name of a staged file.
 const STAGED: &str = ".staged-";
-/// Age after which the process that staged a file has died: no migration takes that long.
+/// Age of a staged file at which its process must have died: no migration takes that long.
 const STALE: Duration = Duration::from_secs(60 * 24 * 3600);
 
 pub(super) fn now_unix_ms() -> u64 {
@@ -54,15 +54,13 @@ pub(super) fn read<T: DeserializeOwned>(
         return Err(invalid(path, why));
     }
     if envelope.token != token {
-        return Err(invalid(
-            path,
-            format!("migration {} is in it, not that of its name", envelope.token),
-        ));
+        let why = format!("it is of migration {}, not of that in its name", envelope.token);
+        return Err(invalid(path, why));
     }
     serde_json::from_slice(&bytes).map(Some).map_err(no_record)
 }
 
-/// Removes what killed processes have staged. A failure is retried the next time.
+/// Removes files that killed processes have staged. A failure is retried the next time.
 pub(super) fn sweep_staged(dir: &Path) {
     let staged = fs::read_dir(dir).into_iter().flatten().flatten();
     let staged = staged.filter(|entry| entry.file_name().to_string_lossy().starts_with(STAGED));
@@ -82,13 +80,13 @@ pub(super) fn temporary(dir: &Path, bytes: &[u8]) -> io::Result<NamedTempFile> {
     Ok(file)
 }
 
-/// Writes a file that appears whole and durable. Fails with `AlreadyExists` if there is one; after
-/// other errors it may exist.
+/// Creates a file atomically and durably. Fails with `AlreadyExists` if the file exists; after any
+/// other error it may exist.
 pub(super) fn write_new(dir: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     place(dir, temporary(dir, bytes)?, path)
 }
 
-/// Gives a synced temporary file its name.
+/// Links a synced temporary file to its name, durably.
 pub(super) fn place(dir: &Path, file: NamedTempFile, path: &Path) -> io::Result<()> {
     file.persist_noclobber(path).map_err(|e| e.error)?;
     sync_dir(dir)
@@ -98,7 +96,7 @@ pub(super) fn remove(dir: &Path, path: &Path) -> io::Result<()> {
     if unlink(path)? { sync_removed(dir) } else { Ok(()) }
 }
 
-/// Removes a file, not durably. Returns whether there was one.
+/// Removes a file without syncing the directory. Returns whether the file existed.
 pub(super) fn unlink(path: &Path) -> io::Result<bool> {
     match fs::remove_file(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -112,7 +110,7 @@ thread_local! {
     pub(super) static SYNCS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 
-/// Makes removals durable, or what must be durable before a removal.
+/// Syncs the directory, after removals or before them.
 pub(super) fn sync_removed(dir: &Path) -> io::Result<()> {
     #[cfg(test)]
     SYNCS.set(SYNCS.get() + 1);

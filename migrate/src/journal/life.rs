@@ -6,29 +6,28 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use uuid::Uuid;
 
-/// Where Linux gives the id of the host's boot.
+/// File with the id of the host's boot.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Requests a mount id that is never reused: `STATX_MNT_ID_UNIQUE`.
 const MOUNT: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
-/// A period in which every process finds what any of them has written to the directory, durable or
-/// not.
+/// A period in which every process sees what any other has written to the directory, synced or not.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Life {
     /// The host's boot.
     pub(super) boot: Uuid,
-    /// The directory's mount, by an id that is never reused in that boot; unknown before Linux 6.8.
+    /// Id of the directory's mount, never reused in that boot; unknown before Linux 6.8.
     pub(super) mount: Option<u64>,
 }
 
 impl Life {
-    /// Returns the current life of `dir`, if the host tells it.
+    /// Returns the current life of `dir`; `None` if the host has no boot id.
     pub(super) fn of(dir: &Path) -> Option<Self> {
         let boot = fs::read_to_string(BOOT).ok()?;
         let boot = Uuid::parse_str(boot.trim()).ok()?;
         let stat = statx(CWD, dir, AtFlags::empty(), MOUNT).ok();
-        let told = stat.filter(|stat| stat.stx_mask & MOUNT.bits() != 0);
-        Some(Self { boot, mount: told.map(|stat| stat.stx_mnt_id) })
+        let known = stat.filter(|stat| stat.stx_mask & MOUNT.bits() != 0);
+        Some(Self { boot, mount: known.map(|stat| stat.stx_mnt_id) })
     }
 }

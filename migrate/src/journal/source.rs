@@ -1,4 +1,4 @@
-//! The source's record: the guest may be running on the peer.
+//! The source's record, which says that the guest may be running on the peer.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ use super::error::{RecordsError, failed, invalid};
 use super::file::{VERSION, json, now_unix_ms, place, read, remove, temporary};
 use crate::protocol::ids::Token;
 
-/// The record that a source keeps from before COMMIT until the migration is settled.
+/// The record of a source, from before COMMIT until it is known which host has the guest.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct SourceRecord {
     /// The record's version.
@@ -21,7 +21,7 @@ pub struct SourceRecord {
     pub token: Token,
     /// The guest that may be running on `peer`.
     pub vm_id: VmId,
-    /// Its destination, as the operator gave it.
+    /// The destination's address, as the operator gave it.
     pub peer: String,
     /// The destination's site.
     pub site: Uuid,
@@ -29,17 +29,18 @@ pub struct SourceRecord {
     pub time_unix_ms: u64,
 }
 
-/// The unsettled migrations of a host.
+/// Migrations of a host that are in doubt.
 #[derive(Debug, Default)]
 pub struct Pending {
-    /// Guests that may be running elsewhere.
+    /// Records of guests that may be running on another host.
     pub records: Vec<SourceRecord>,
-    /// Files with the name of such a record that cannot be read as one. They may be about any
+    /// Files with the name of such a record that cannot be read as one. Each may be about any
     /// guest.
     pub unreadable: Vec<RecordsError>,
 }
 
-/// A synced source record that has no name yet. Dropping it removes it.
+/// A source record that is written and synced, but not yet linked to its name. Dropping it removes
+/// it.
 #[derive(Debug)]
 pub(crate) struct StagedSource {
     file: NamedTempFile,
@@ -53,7 +54,7 @@ impl StagedSource {
     }
 }
 
-/// Proof that a source record is durable, without which a guest cannot be sealed.
+/// Proof that a source record is durable, which a guest's commit needs.
 #[derive(Debug)]
 pub(crate) struct SourceMark {
     record: SourceRecord,
@@ -66,8 +67,12 @@ impl SourceMark {
 }
 
 impl Records {
-    /// Returns migrations from here that are not settled: after a crash, guests that may be running
-    /// elsewhere. Fails only if the directory cannot be read; unreadable files in it are listed.
+    /// Returns the migrations from here that are in doubt: after a crash, guests that may be
+    /// running on another host. Unreadable files are listed in the result.
+    ///
+    /// # Errors
+    ///
+    /// If the directory cannot be read.
     pub fn pending(&self) -> Result<Pending, RecordsError> {
         let mut pending = Pending::default();
         for entry in fs::read_dir(&self.dir).map_err(failed("read", &self.dir))? {
@@ -89,13 +94,18 @@ impl Records {
         Ok(pending)
     }
 
-    /// Removes the record of a migration that the operator has settled after a crash.
+    /// Removes the record of a migration whose outcome is known.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be removed durably.
     pub fn remove_source(&self, token: Token) -> Result<(), RecordsError> {
         let path = self.source_path(token);
         remove(&self.dir, &path).map_err(failed("remove", &path))
     }
 
-    /// Stages the source's record: writes it without its name. Dropping the result removes it.
+    /// Stages the source's record: writes and syncs it without its name. Dropping the result
+    /// removes it.
     pub(crate) fn stage_source(
         &self,
         token: Token,
@@ -111,7 +121,7 @@ impl Records {
         Ok(StagedSource { file, record })
     }
 
-    /// Gives a staged record its name, durably. After an error it may have it.
+    /// Links a staged record to its name, durably. After an error the record may exist.
     pub(crate) fn place_source(&self, staged: StagedSource) -> Result<SourceMark, RecordsError> {
         let StagedSource { file, record } = staged;
         let path = self.source_path(record.token);

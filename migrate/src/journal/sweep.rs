@@ -1,4 +1,4 @@
-//! Removal of what processes that have died left behind.
+//! Removal of records that dead processes left behind.
 
 use std::collections::HashSet;
 use std::fs;
@@ -13,24 +13,24 @@ use super::life::Life;
 use crate::protocol::decision::Decision;
 use crate::protocol::ids::Token;
 
-/// A migration whose records are no longer needed for an answer.
+/// Records of a migration that are no longer needed for an answer.
 struct RemovableRecords {
     token: Token,
     decision: Option<Decision>,
 }
 
 impl Records {
-    /// Removes what dead processes left behind, where every answer stays the same:
+    /// Removes records that dead processes left behind, if every answer stays the same:
     ///
-    /// | prepared record | decision | what goes |
+    /// | prepared record | decision | removed |
     /// | --- | --- | --- |
-    /// | its process has died | none, and none can have been lost | the record: its guest never ran |
-    /// | its process has died | `discarded` | both: without them the answer is *discarded*, too |
-    /// | its process has died | `committed` | the record, once the decision is durable |
-    /// | none | `discarded` | the decision: without it the answer is *discarded*, too |
+    /// | its process has died | none, and none can have been lost | the prepared record: its guest never ran |
+    /// | its process has died | `discarded` | both: without them the answer is also *discarded* |
+    /// | its process has died | `committed` | the prepared record, once the decision is durable |
+    /// | none | `discarded` | the decision: without it the answer is also *discarded* |
     ///
-    /// Costs at most two syncs of the directory. A failed removal is retried the next time, and so
-    /// is a decision that reappears after a crash.
+    /// Costs at most two syncs of the directory. The next sweep retries a failed removal, and
+    /// removes a decision that has reappeared after a crash.
     pub(crate) fn sweep(&self) {
         let (life, mut tokens) = (self.life(), HashSet::new());
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
@@ -54,7 +54,7 @@ impl Records {
                 discarded.push(token);
             }
         }
-        // As `remove_both`.
+        // In this order for the reason given at `remove_both`.
         if sync_removed(&self.dir).is_ok() {
             for token in discarded {
                 let _ = unlink(&self.decision_path(token));
@@ -62,8 +62,7 @@ impl Records {
         }
     }
 
-    /// Returns a migration of which something is to be removed, by the table of
-    /// [`sweep`](Self::sweep).
+    /// Returns the records of a migration that [`sweep`](Self::sweep) removes by its table.
     fn removable(
         &self,
         token: Token,
@@ -71,19 +70,20 @@ impl Records {
     ) -> Result<Option<RemovableRecords>, RecordsError> {
         let path = self.prepared_path(token);
         let Some(record) = read::<PreparedRecord>(&path, token)? else {
-            // In this order, because decisions are made only about guests with a prepared record.
+            // The prepared record is looked for again, because another process may have made one
+            // and decided since.
             let decision = self.decision(token)?;
             let none = read::<PreparedRecord>(&path, token)?.is_none();
-            let goes = decision == Some(Decision::Discarded) && none;
-            return Ok(goes.then_some(RemovableRecords { token, decision }));
+            let is_removable = decision == Some(Decision::Discarded) && none;
+            return Ok(is_removable.then_some(RemovableRecords { token, decision }));
         };
-        // In this order, because a process decides before it dies.
+        // The lock is checked before the decision is read: a dead process decides no more.
         let has_died = fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
         if !has_died {
             return Ok(None);
         }
         let decision = self.decision(token)?;
-        let goes = decision.is_some() || record.decision_would_stand(life);
-        Ok(goes.then_some(RemovableRecords { token, decision }))
+        let is_removable = decision.is_some() || record.decision_would_stand(life);
+        Ok(is_removable.then_some(RemovableRecords { token, decision }))
     }
 }

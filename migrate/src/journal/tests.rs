@@ -1,4 +1,5 @@
-//! Records of hand-overs: who decides first, what outlives what, and what is swept.
+//! Records of hand-overs: the first decision stands, removals are ordered, dead processes are
+//! swept.
 
 use std::fs;
 use std::io;
@@ -13,14 +14,14 @@ use super::*;
 use crate::protocol::decision::Decision;
 use crate::protocol::ids::Token;
 
-/// How many syncs `what` has cost.
-fn syncs(what: impl FnOnce()) -> u32 {
+/// Returns the number of syncs that `operation` makes.
+fn syncs(operation: impl FnOnce()) -> u32 {
     let before = SYNCS.get();
-    what();
+    operation();
     SYNCS.get() - before
 }
 
-/// The directory as a receiver opens it.
+/// Opens the directory as a receiver does.
 fn swept(dir: &tempfile::TempDir) -> Records {
     let records = Records::open(dir.path()).unwrap();
     records.sweep();
@@ -66,13 +67,13 @@ fn prepared_guest_is_committed_after_a_reboot() {
     let stands = records.decide_prepared(staged, &prepared).unwrap();
     assert_eq!(stands, Decision::Committed);
     assert_eq!(later.decide_unknown(token).unwrap(), Decision::Committed);
-    // It went with the boot.
+    // The decision was lost with the boot.
     fs::remove_file(records.decision_path(token)).unwrap();
     for after in [&later, &remounted, &without_boot_id] {
         assert_eq!(after.decide_unknown(token).unwrap(), Decision::Committed);
-        assert_eq!(after.decision(token).unwrap(), None, "it may have run, or not");
+        assert_eq!(after.decision(token).unwrap(), None, "nothing is stored");
     }
-    // In the same boot nothing was lost: it did not run, and never will.
+    // In the same boot no decision can be lost: the guest did not run, and never will.
     assert_eq!(records.decide_unknown(token).unwrap(), Decision::Discarded);
     let staged = records.stage(token, Some(vm), Decision::Committed).unwrap();
     let stands = records.decide_prepared(staged, &prepared).unwrap();
@@ -80,10 +81,10 @@ fn prepared_guest_is_committed_after_a_reboot() {
     assert_eq!(later.decide_unknown(token).unwrap(), Decision::Discarded);
     records.forget_decision(token, Some(prepared)).unwrap();
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the site alone");
-    // Of a migration that came to nothing.
+    // A migration that failed before COMMIT.
     let prepared = records.prepare(token, vm).unwrap();
     assert!(records.prepare(token, vm).is_err(), "there is one already");
-    assert!(records.prepared_path(token).exists(), "which is not touched");
+    assert!(records.prepared_path(token).exists(), "the first one stays");
     records.withdraw(token, prepared);
     assert_eq!(later.decide_unknown(token).unwrap(), Decision::Discarded);
 }
@@ -98,7 +99,7 @@ fn without_boot_id_decisions_are_durable() {
     assert!(!prepared.names_boot);
     let text = fs::read_to_string(without_boot_id.prepared_path(token)).unwrap();
     assert!(text.contains("\"boot\": null"), "{text}");
-    // So no decision can have been lost, whatever has happened to the host since.
+    // No decision can have been lost, even if the host has rebooted since.
     assert_eq!(with_boot_id.decide_unknown(token).unwrap(), Decision::Discarded);
     assert_eq!(without_boot_id.decision(token).unwrap(), Some(Decision::Discarded));
     without_boot_id.forget_decision(token, Some(prepared)).unwrap();
@@ -134,10 +135,10 @@ fn sweep_keeps_prepared_records_that_are_needed() {
     assert_eq!(
         [lives, died, decided, rebooted].map(stands),
         [true, false, false, true],
-        "of one who lives, one who died, one who had decided, and of another boot"
+        "of a living process, a dead one, one that had decided, and one of another boot"
     );
-    assert_eq!(records.decision(decided).unwrap(), Some(Decision::Committed), "which tells it");
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 5, "nor what is no record");
+    assert_eq!(records.decision(decided).unwrap(), Some(Decision::Committed), "the decision stays");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 5, "a file that is no record stays");
     drop(living);
     swept(&dir);
     assert!(!stands(lives));
@@ -183,7 +184,7 @@ fn answer_about_a_discarded_guest_survives_a_sweep() {
     for decision in [Decision::Discarded, Decision::Committed] {
         let (token, vm) = (Token::random(), VmId::random());
         drop(earlier.prepare(token, vm).unwrap());
-        // It is looked for, then another process decides and a third one sweeps.
+        // It is read, then another process decides, and a third one sweeps.
         let prepared = read(&records.prepared_path(token), token).unwrap();
         assert!(prepared.is_some());
         records.decide(token, Some(vm), decision).unwrap();
@@ -227,7 +228,7 @@ fn sweep_costs_two_syncs_and_opening_none() {
     let files = || fs::read_dir(dir.path()).unwrap().count();
     let before = files();
     assert_eq!(syncs(|| drop(Records::open(dir.path()).unwrap())), 0);
-    assert_eq!(files(), before, "it may be the source's");
+    assert_eq!(files(), before, "opening removes nothing");
     assert_eq!(syncs(|| records.sweep()), 2);
     assert_eq!(files(), 1 + 5, "the site, and what was committed");
     assert_eq!(syncs(|| records.sweep()), 0);
@@ -271,7 +272,7 @@ fn source_record_is_pending_until_removed() {
     let records = Records::open(dir.path()).unwrap();
     let (token, vm, site) = (Token::random(), VmId::random(), Uuid::new_v4());
     let mark = records.stage_source(token, vm, "tcp:host:1", site).unwrap();
-    assert!(records.pending().unwrap().records.is_empty(), "it does not stand yet");
+    assert!(records.pending().unwrap().records.is_empty(), "it is only staged");
     let mark = records.place_source(mark).unwrap();
     let found = Records::open(dir.path()).unwrap().pending().unwrap();
     assert_eq!(found.records, [mark.record().clone()]);
@@ -300,7 +301,7 @@ fn invalid_records_are_listed_and_hide_no_others() {
     let good = records.place_source(good).unwrap();
     let path = |name: &str| dir.path().join(format!("{name}.source.json"));
     let text = fs::read_to_string(path(&token.to_string())).unwrap();
-    // Another migration's name, a version to come, half a file, and a name that is none.
+    // Another migration's name, a later version, half a file, and a name without a token.
     let names = [(); 3].map(|()| Token::random().to_string());
     fs::write(path(&names[0]), &text).unwrap();
     let later = text.replace("\"version\": 1", "\"version\": 2");
@@ -309,17 +310,17 @@ fn invalid_records_are_listed_and_hide_no_others() {
     fs::write(path("mine"), &text).unwrap();
     let found = records.pending().unwrap();
     assert_eq!(found.records, [good.record().clone()]);
-    let mut said: Vec<String> = found.unreadable.iter().map(ToString::to_string).collect();
+    let mut message: Vec<String> = found.unreadable.iter().map(ToString::to_string).collect();
     let mut because = |name: &str, why: &str| {
-        let at = said.iter().position(|s| s.contains(name)).expect(name);
-        let e = said.remove(at);
+        let at = message.iter().position(|s| s.contains(name)).expect(name);
+        let e = message.remove(at);
         assert!(e.contains(why), "{e}");
     };
-    because(&names[0], &format!("migration {token} is in it, not that of its name"));
+    because(&names[0], &format!("it is of migration {token}, not of that in its name"));
     because(&names[1], "its version is 2, and this program reads 1");
     because(&names[2], "EOF while parsing");
     because("mine", "its name is not that of a migration");
-    assert!(said.is_empty(), "{said:?}");
+    assert!(message.is_empty(), "{message:?}");
 }
 
 #[test]
@@ -330,7 +331,7 @@ fn decision_under_another_token_is_refused() {
     records.decide(token, None, Decision::Committed).unwrap();
     fs::copy(records.decision_path(token), records.decision_path(other)).unwrap();
     let e = records.decision(other).unwrap_err().to_string();
-    assert!(e.contains(&other.to_string()) && e.contains("not that of its name"), "{e}");
+    assert!(e.contains(&other.to_string()) && e.contains("not of that in its name"), "{e}");
 }
 
 #[test]

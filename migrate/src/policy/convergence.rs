@@ -1,6 +1,6 @@
-//! When precopy ends: a pure function over the passes measured so far.
+//! Decides when pre-copy ends: a pure function of the passes measured so far.
 //!
-//! After each pass the frames that the guest wrote meanwhile wait to be sent.
+//! After each pass the frames that the guest wrote during it are pending.
 //!
 //! | sending them is expected to take | and | verdict |
 //! | --- | --- | --- |
@@ -9,14 +9,14 @@
 //! | at most the downtime target | the last pass left less than [`SHRINK_RATIO`] of what it sent | keep going: the pause becomes shorter |
 //! | at most the downtime target | it did not, or a limit is reached | switch over |
 //! | longer | no limit is reached | keep going |
-//! | longer | passes or time have run out | as the strategy says: a long pause, or none |
+//! | longer | a limit is reached | as the strategy says: a long pause, or none |
 //!
-//! A guest that does not let passes shrink is throttled before a limit is reached. Where its pause
-//! would fit into the target but be long, passes under a tight throttle come before it (the
-//! approach): for both see [`throttle`](crate::throttle).
+//! If passes do not shrink, the guest is throttled before a limit is reached. If its pause would
+//! fit into the target but be long, passes under a tight throttle precede it (the approach). For
+//! both see [`throttle`](crate::throttle).
 //!
-//! The passes that only make the pause shorter take together at most `1 / (1 - SHRINK_RATIO)` times what
-//! the pause would have taken without them, if the guest goes on as it did.
+//! The passes that only make the pause shorter together take at most `1 / (1 - SHRINK_RATIO)` times
+//! the pause without them, if the guest keeps its dirty rate.
 
 use std::fmt;
 use std::str::FromStr;
@@ -25,27 +25,27 @@ use std::time::Duration;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
-/// What to do when precopy has not converged in time.
+/// The action if pre-copy has not converged at a limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TimeoutStrategy {
-    /// Give up; the guest runs on here.
+    /// Give up; the guest continues here.
     #[default]
     Cancel,
-    /// Pause it anyway, for as long as the rest takes by the link's rate.
+    /// Pause the guest anyway, for the time that the rest takes at the link's rate.
     Switchover,
 }
 
-/// A strategy that does not exist.
+/// The name of a strategy that does not exist.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnknownStrategy {
-    /// Known elsewhere, not here.
+    /// Post-copy, which other monitors offer.
     #[error(
         "the timeout strategy \"postcopy\" is not offered by this version; there are cancel and \
          switchover"
     )]
     Postcopy,
-    /// Not known.
+    /// Any other name.
     #[error("there is no timeout strategy \"{0}\"; there are cancel and switchover")]
     Unknown(String),
 }
@@ -72,21 +72,21 @@ impl fmt::Display for TimeoutStrategy {
     }
 }
 
-/// What precopy aims at.
+/// The target and the limits of pre-copy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Goals {
-    /// The pause that the last pass may take.
+    /// Target of the pause.
     pub downtime: Duration,
-    /// Passes before the last one, at most.
+    /// Upper bound on passes before the last one.
     pub max_passes: u32,
-    /// Time for all of precopy.
+    /// Upper bound on the time of pre-copy.
     pub timeout: Duration,
-    /// What to do when one of the two limits is reached.
+    /// Action at either limit.
     pub strategy: TimeoutStrategy,
 }
 
 impl Default for Goals {
-    /// 300 ms, 30 passes, an hour, and none is moved that does not converge.
+    /// Returns 300 ms, 30 passes, one hour, and the strategy `cancel`.
     fn default() -> Self {
         Self {
             downtime: Duration::from_millis(300),
@@ -97,36 +97,36 @@ impl Default for Goals {
     }
 }
 
-/// One pass as measured, and what the guest did meanwhile.
+/// Measurement of one pass, and of the guest's writes during it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PassMeasurement {
     /// Frames sent, with and without content.
     pub frames: u64,
     /// Bytes on the wire.
     pub bytes: u64,
-    /// From its begin to its acknowledgement.
+    /// Time from its start to its acknowledgement.
     pub time: Duration,
-    /// Frames that the guest wrote from this pass's drain to the next.
+    /// Frames that the guest wrote between this pass's drain and the next.
     pub dirtied: u64,
 }
 
-/// The decision, with its reason.
+/// The decision after a pass, with its reason.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Judgement {
-    /// Send what is dirty as one more pass.
+    /// Send the dirty frames as another pass.
     KeepGoing,
     /// Pause the guest.
     SwitchOver(Reason),
-    /// Leave the guest where it is.
+    /// Leave the guest at the source.
     GiveUp(Reason),
 }
 
-/// Why precopy ends.
+/// Why pre-copy ends.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Reason {
     /// The rest fits into the downtime.
     Fits {
-        /// What it is expected to take.
+        /// Expected pause.
         expected: Duration,
         /// The target.
         target: Duration,
@@ -135,15 +135,15 @@ pub enum Reason {
     Quiet,
     /// A limit was reached.
     Limit {
-        /// Passes done.
+        /// Number of passes.
         passes: u32,
         /// Time spent.
         elapsed: Duration,
-        /// How fast the guest writes, bytes/s of whole frames.
+        /// The guest's dirty rate, bytes/s of whole frames.
         dirty_rate: u64,
-        /// How fast the link carries it, bytes/s.
+        /// The link's rate, bytes/s.
         link_rate: u64,
-        /// What the pause would take.
+        /// Expected pause, if the link's rate is known.
         expected: Option<Duration>,
         /// The target.
         target: Duration,
@@ -151,7 +151,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// What the pause is expected to take, where that is known.
+    /// Returns the expected pause, if it is known.
     pub fn expected(&self) -> Option<Duration> {
         match self {
             Self::Fits { expected, .. } => Some(*expected),
@@ -195,25 +195,25 @@ impl fmt::Display for Reason {
     }
 }
 
-/// A pass with less than this on the wire says little about the link.
+/// Least bytes of a pass that is a measurement of the link's rate.
 pub(crate) const MIN_MEASURED_BYTES: u64 = 1 << 20;
 
-/// How fast the link is, or is let be, bytes/s: by the last pass that is large enough to tell, else
-/// by all together. `None` before anything was measured.
+/// Returns the link's rate in bytes/s, with a bandwidth limit if there is one: that of the last
+/// pass with enough bytes, or else of all passes together. `None` before any pass was measured.
 pub fn link_rate(passes: &[PassMeasurement]) -> Option<u64> {
     let rate = |bytes: u64, time: Duration| {
         let seconds = time.as_secs_f64();
         (bytes > 0 && seconds > 0.0).then(|| (bytes as f64 / seconds) as u64)
     };
-    let telling = passes.iter().rev().find(|p| p.bytes >= MIN_MEASURED_BYTES);
-    match telling {
+    let large = passes.iter().rev().find(|p| p.bytes >= MIN_MEASURED_BYTES);
+    match large {
         Some(p) => rate(p.bytes, p.time),
         None => rate(passes.iter().map(|p| p.bytes).sum(), passes.iter().map(|p| p.time).sum()),
     }
 }
 
-/// As [`link_rate`], in frames a second, by the same passes: what the link carries of what this
-/// guest writes, whatever becomes of it on the wire.
+/// Returns the link's rate in frames a second, by the same passes as [`link_rate`]. It accounts for
+/// zero frames and compression, which make frames smaller on the wire.
 pub(crate) fn frame_rate(passes: &[PassMeasurement]) -> Option<f64> {
     let telling = passes
         .iter()
@@ -225,32 +225,34 @@ pub(crate) fn frame_rate(passes: &[PassMeasurement]) -> Option<f64> {
     (frames > 0 && seconds > 0.0).then(|| frames as f64 / seconds)
 }
 
-/// What sending `frames` with the guest paused is expected to take.
+/// Returns the expected time to send `frames` with the guest paused; `None` at rate 0.
 pub fn expected_downtime(frames: u64, link_rate: u64) -> Option<Duration> {
     let bytes = frames.saturating_mul(PAGE_SIZE);
     (link_rate > 0).then(|| Duration::from_secs_f64((bytes as f64 / link_rate as f64).min(1e9)))
 }
 
-/// A pause for less than this is short enough: stopping and starting a guest takes about as long.
+/// Expected pause below which no further pass is sent. Pausing and resuming a guest takes about the
+/// same time.
 pub const SHORT_PAUSE: Duration = Duration::from_millis(2);
 
-/// The part of a pass's frames that the guest may have written meanwhile for another pass to be
-/// called a gain. Frames, not bytes: those of zeros and packed ones are few bytes, whoever sends
-/// them.
+/// Upper bound on the ratio of dirty frames to the pass's frames at which another pass shortens the
+/// pause. It counts frames, because zero frames and compressed frames have few bytes in any pass.
 pub const SHRINK_RATIO: f64 = 0.7;
 
-/// Whether the guest wrote so little during the last pass that the next one would leave less still.
+/// Whether the pending frames are less than [`SHRINK_RATIO`] of the last pass's frames.
 pub(crate) fn shrinks(passes: &[PassMeasurement], pending: u64) -> bool {
     passes.last().is_some_and(|p| (pending as f64) < SHRINK_RATIO * p.frames as f64)
 }
 
-/// Judges after a pass. `passes` are those measured so far, oldest first; `pending` frames wait;
-/// `elapsed` counts from the first pass's begin. Costs nothing, allocates nothing.
+/// Judges after a pass. `passes` are those measured so far, oldest first; `pending` frames are to
+/// be sent; `elapsed` is the time since the first pass began. Allocates nothing.
 ///
-/// Laws (tests below): the same arguments give the same verdict; nothing pending always switches
-/// over; at a limit the verdict is never `KeepGoing`; less pending never turns a switch-over into
-/// giving up; what fits is never given up, and is sent while the guest runs only if that shrinks
-/// it.
+/// Laws (tests below):
+/// - With no pending frames the verdict is always to switch over.
+/// - At a limit the verdict is never `KeepGoing`.
+/// - Fewer pending frames never turn a switch-over into giving up.
+/// - A rest that fits into the target is never given up, and another pass precedes its pause only
+///   while passes shrink.
 pub fn judge(
     goals: &Goals,
     passes: &[PassMeasurement],
@@ -360,8 +362,8 @@ mod tests {
             }
         }
 
-        /// A guest that writes at one rate and a link of one rate: the passes that only make the
-        /// pause shorter cost no more than the table says.
+        /// With a constant dirty rate and a constant link, the passes that only make the pause
+        /// shorter stay within the bound in the module's documentation.
         #[test]
         fn extra_passes_have_a_bounded_cost(
             link in 1u64 << 20..1 << 34,
@@ -386,7 +388,8 @@ mod tests {
                 }
                 let dirtied = (pending as f64 * share) as u64;
                 let bytes = pending * PAGE_SIZE;
-                passes.push(PassMeasurement { frames: pending, bytes, time: time(pending), dirtied });
+                let spent = time(pending);
+                passes.push(PassMeasurement { frames: pending, bytes, time: spent, dirtied });
                 pending = dirtied;
                 if fits.is_none() && time(pending) <= goals.downtime {
                     fits = Some(time(pending));

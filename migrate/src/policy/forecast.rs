@@ -1,21 +1,20 @@
-//! What a migration would come to, before anyone begins it: a pure function over what a guest was
-//! seen to write.
+//! Forecasts a migration: a pure function of the writes that were observed in a guest.
 //!
-//! A guest's writes are a [`WriteCurve`]: how many distinct frames it makes dirty in a window of each
-//! length. [`forecast`] goes from pass to pass along it, and after each asks [`judge`] and
-//! [`judge_and_throttle`] themselves, as the source of a migration does; there is no second formula
-//! for when precopy ends.
+//! A guest's writes are a [`WriteCurve`]: the number of distinct frames that it dirties in a window
+//! of each length. [`forecast`] simulates pass after pass on the curve. After each pass it calls
+//! [`judge`] and [`judge_and_throttle`], as the source of a migration does, so no second formula
+//! decides when pre-copy ends.
 //!
-//! | taken to be | is |
+//! | figure | assumption |
 //! | --- | --- |
-//! | the time of a pass | its bytes by the bandwidth |
-//! | what the guest writes meanwhile | the curve at that time and [`PASS_OVERHEAD`]; of a throttled vCPU at most its rate's |
-//! | what waits when the pause begins | what the last pass left, and what is written in [`RECORD_OVERHEAD`] |
-//! | the downtime | what waits by the bandwidth, and [`PAUSE_OVERHEAD`] |
-//! | total | [`SETUP_TIME`], the passes, the downtime |
+//! | time of a pass | its bytes divided by the bandwidth |
+//! | writes during it | the curve at that time plus [`PASS_OVERHEAD`]; at most the rate of a throttled vCPU |
+//! | pending frames at the pause | those that the last pass left, and those written in [`RECORD_OVERHEAD`] |
+//! | downtime | pending frames divided by the bandwidth, plus [`PAUSE_OVERHEAD`] |
+//! | total | [`SETUP_TIME`], the passes and the downtime |
 //!
-//! Not in it: drives that go along, compression, and a source or destination that is slower than
-//! the link.
+//! The forecast does not include copied disks, compression, or a source or destination that is
+//! slower than the link.
 
 use std::time::Duration;
 
@@ -26,45 +25,46 @@ use crate::policy::convergence::{Goals, Judgement, PassMeasurement, expected_dow
 use crate::policy::throttle::{Throttle, judge_and_throttle};
 use crate::report::ms;
 
-/// From the beginning to the first pass: a machine is built at the destination.
+/// Time until the first pass, in which the destination builds a machine.
 pub const SETUP_TIME: Duration = Duration::from_millis(25);
-/// From a pass's last byte to the next pass: it is acknowledged, and what is dirty is drained.
+/// Time from a pass's last byte to the next pass: acknowledgement and drain.
 pub const PASS_OVERHEAD: Duration = Duration::from_millis(1);
-/// From the verdict to the pause: the hand-over record becomes durable.
+/// Time from the verdict to the pause, in which the hand-over record becomes durable.
 pub const RECORD_OVERHEAD: Duration = Duration::from_millis(3);
-/// Of the downtime, what does not depend on what waits: stop, state, hand-over, start.
+/// Part of the downtime that does not depend on the pending frames: pause, state, hand-over,
+/// resume.
 pub const PAUSE_OVERHEAD: Duration = Duration::from_millis(2);
 
-/// Bytes of a pass that are not contents.
+/// Bytes of a pass besides contents.
 const HEADS: u64 = 64;
 
-/// What a guest wrote in a window.
+/// A guest's writes in one window.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct WriteWindow {
-    /// How long it was.
+    /// Length of the window.
     pub length: Duration,
-    /// Distinct frames that were made dirty.
+    /// Number of distinct dirty frames.
     pub frames: f64,
-    /// Of these, those of each vCPU; empty where that is not known.
+    /// Of these, those of each vCPU; empty if they are not known.
     pub by_vcpu: Vec<f64>,
 }
 
-/// Distinct frames that a guest makes dirty over the length of a window: never fewer in a longer
-/// one, nor more than its memory has. Between the windows measured it is a line; beyond the longest
-/// it goes on as between the last two.
+/// Number of distinct frames that a guest dirties in a window, by the window's length. It never
+/// falls with the length and never exceeds the memory. The curve is linear between measured
+/// windows, and beyond the longest one it continues the last segment.
 #[derive(Clone, PartialEq, Debug)]
 pub struct WriteCurve {
-    /// Ascending in seconds, the first at no time; for each, the frames of every vCPU, and last of
-    /// all that is not theirs.
+    /// Ascending in seconds, the first at 0. Each has the frames of every vCPU, and last the frames
+    /// of other writers.
     points: Vec<(f64, Vec<f64>)>,
     vcpus: usize,
     most: f64,
 }
 
 impl WriteCurve {
-    /// Through `windows`, in any order, of a guest of `memory` frames. What no window can have (no
-    /// length, a number that is none) is left out; where a longer window has seen less than a
-    /// shorter one, the shorter one counts.
+    /// Returns the curve through `windows`, in any order, of a guest with `memory` frames. Skips
+    /// windows without a length or with an invalid number. If a longer window has fewer frames than
+    /// a shorter one, the shorter one counts.
     pub fn new(windows: &[WriteWindow], memory: u64) -> Self {
         let usable =
             |w: &&WriteWindow| !w.length.is_zero() && w.frames.is_finite() && w.frames >= 0.0;
@@ -85,12 +85,12 @@ impl WriteCurve {
         Self { points, vcpus, most: memory as f64 }
     }
 
-    /// Distinct frames in a window of `length`.
+    /// Returns the number of distinct frames in a window of `length`.
     pub fn frames(&self, length: Duration) -> u64 {
         self.with(length, Throttle::Off).0
     }
 
-    /// All frames in a window of `length`, and those of each vCPU, if each may make so many dirty.
+    /// Returns all frames in a window of `length`, and those of each vCPU, under `throttle`.
     fn with(&self, length: Duration, throttle: Throttle) -> (u64, Vec<u64>) {
         let most = throttle.rate().map_or(f64::INFINITY, |r| r as f64 * length.as_secs_f64());
         let mut parts = self.at(length.as_secs_f64());
@@ -103,7 +103,7 @@ impl WriteCurve {
 
     fn at(&self, seconds: f64) -> Vec<f64> {
         let above = self.points.partition_point(|(at, _)| *at < seconds);
-        // Beyond the last one the line of the last two goes on.
+        // Beyond the last point the last segment continues.
         let above = above.clamp(1, (self.points.len() - 1).max(1));
         let Some(((to, high), (from, low))) =
             self.points.get(above).zip(self.points.get(above - 1)).map(|(a, b)| (a.clone(), b))
@@ -115,8 +115,8 @@ impl WriteCurve {
     }
 }
 
-/// A window's frames by who made them dirty. Whoever else drains the tracker makes vCPUs count
-/// frames again: no more than there were.
+/// Returns a window's frames by writer: each vCPU, and last all others. Another subscriber that
+/// drains the tracker makes vCPUs count frames twice, so their sum is scaled down to the window's.
 fn parts(window: &WriteWindow, vcpus: usize) -> Vec<f64> {
     let count = |n: &f64| if n.is_finite() { n.max(0.0) } else { 0.0 };
     let mut parts: Vec<f64> = window.by_vcpu.iter().take(vcpus).map(count).collect();
@@ -128,23 +128,23 @@ fn parts(window: &WriteWindow, vcpus: usize) -> Vec<f64> {
     parts
 }
 
-/// What a forecast is made for.
+/// The conditions of a forecast.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ForecastConditions {
-    /// What the link carries, bytes/s; at least 1.
+    /// Bandwidth of the link, bytes/s; at least 1.
     pub bytes_per_s: u64,
-    /// What precopy aims at.
+    /// Target and limits of pre-copy.
     pub goals: Goals,
-    /// Whether vCPUs may be throttled, as they are unless `--no-throttle`.
+    /// Whether vCPUs may be throttled (`--no-throttle` forbids it).
     pub throttle: bool,
     /// Frames that the first pass sends.
     pub populated: u64,
-    /// Of these, those that are nothing but zeros, whose contents are not sent.
+    /// Of these, zero frames, whose contents are not sent.
     pub zeros: u64,
 }
 
 impl ForecastConditions {
-    /// The verdict after a pass, and the throttle for what follows.
+    /// Returns the verdict after a pass, and the throttle from then on.
     fn judge(
         &self,
         now: Throttle,
@@ -159,54 +159,55 @@ impl ForecastConditions {
     }
 }
 
-/// A migration that was not made.
+/// The forecast of a migration.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Forecast {
-    /// Whether it ends by itself.
+    /// Whether pre-copy converges.
     pub converges: bool,
-    /// Why precopy ends, in words.
+    /// Why pre-copy ends, in words.
     pub reason: String,
     /// The passes while the guest runs.
     pub passes: Vec<ForecastPass>,
-    /// From the beginning until the guest runs there, ms; if it does not converge, until it is
+    /// Time until the destination runs the guest, ms; without convergence, until the migration is
     /// given up.
     pub total_time_ms: f64,
-    /// The pause, ms; if it does not converge, what it would be if it were forced then.
+    /// Pause, ms; without convergence, the pause if it were forced at that time.
     pub downtime_ms: f64,
-    /// Bytes sent, those of the pause included.
+    /// Bytes sent, including those of the pause.
     pub transferred_bytes: u64,
-    /// Rate that each vCPU is limited to at last, bytes/s of whole frames; `None` without a
-    /// throttle.
+    /// Last limit of each vCPU's dirty rate, bytes/s of whole frames; `None` without a throttle.
     pub most_bytes_per_s: Option<u64>,
 }
 
-/// A pass of it.
+/// One pass of a forecast.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ForecastPass {
     /// Frames sent, with and without content.
     pub frames: u64,
     /// Bytes on the wire.
     pub bytes: u64,
-    /// How long that takes, ms.
+    /// Time of the pass, ms.
     pub time_ms: f64,
-    /// Frames that wait after it.
+    /// Frames that are pending after it.
     pub left_frames: u64,
 }
 
-/// What would happen.
+/// Returns the forecast of a migration.
 ///
 /// Costs a few hundred operations for each pass and vCPU; there are at most `goals.max_passes`.
 ///
-/// Laws (tests below): the verdict after each pass is that of [`judge`]. Without a throttle, and
-/// but for what is written in [`RECORD_OVERHEAD`]: over a faster link, and of a guest that writes less, no
-/// pass has more frames; what converges does so then, too, and takes longer by no more than passes
-/// that make the pause shorter may. With a throttle all converges that only vCPUs write.
+/// Laws (tests below):
+/// - The verdict after each pass is that of [`judge`], except for the throttle's approach.
+/// - Without a throttle and without [`RECORD_OVERHEAD`], a faster link or fewer writes give no pass
+///   more frames. A migration that converges still does, and takes longer at most by the passes
+///   that make the pause shorter.
+/// - With a throttle a migration converges if only vCPUs write.
 pub fn forecast(conditions: &ForecastConditions, curve: &WriteCurve) -> Forecast {
     report_of(conditions, &simulate(conditions, curve, RECORD_OVERHEAD))
 }
 
-fn report_of(conditions: &ForecastConditions, course: &SimulatedPrecopy) -> Forecast {
-    let SimulatedPrecopy { measured, end, throttle, pending, elapsed } = course;
+fn report_of(conditions: &ForecastConditions, simulated: &SimulatedPrecopy) -> Forecast {
+    let SimulatedPrecopy { measured, end, throttle, pending, elapsed } = simulated;
     let waits = expected_downtime(*pending, conditions.bytes_per_s.max(1)).unwrap_or_default();
     let downtime = waits.saturating_add(PAUSE_OVERHEAD);
     let converges = matches!(end, Judgement::SwitchOver(_));
@@ -235,17 +236,18 @@ fn report_of(conditions: &ForecastConditions, course: &SimulatedPrecopy) -> Fore
     }
 }
 
-/// How precopy goes.
+/// The passes and the end of a simulated pre-copy.
 struct SimulatedPrecopy {
     measured: Vec<PassMeasurement>,
-    /// Never to keep going.
+    /// Never `KeepGoing`.
     end: Judgement,
     throttle: Throttle,
     pending: u64,
     elapsed: Duration,
 }
 
-/// `record_time` is [`RECORD_OVERHEAD`], but for the laws that hold without it.
+/// Simulates pre-copy. `record_time` is [`RECORD_OVERHEAD`], or 0 for the laws that hold without
+/// it.
 fn simulate(
     conditions: &ForecastConditions,
     curve: &WriteCurve,
@@ -311,7 +313,7 @@ mod tests {
         WriteWindow { length: Duration::from_millis(ms), frames, by_vcpu }
     }
 
-    /// Windows of two vCPUs, and something else that writes.
+    /// Windows with writes of two vCPUs and of a device.
     fn any_windows() -> impl Strategy<Value = Vec<WriteWindow>> {
         let one = (1u64..3000, 0.0f64..40_000.0, 0.0f64..40_000.0, 0.0f64..1000.0);
         let window = one.prop_map(|(ms, a, b, other)| window(ms, a + b + other, vec![a, b]));
@@ -322,7 +324,7 @@ mod tests {
         (1u64 << 20..4 << 30, 16u64..MEMORY, 1u64..1000).prop_map(|(b, p, d)| conditions(b, p, d))
     }
 
-    /// What holds of an `easier` migration beside a `harder` one.
+    /// Checks the laws that compare an `easier` migration with a `harder` one.
     fn is_easier(
         (easier, harder): (&ForecastConditions, &ForecastConditions),
         (light, heavy): (&WriteCurve, &WriteCurve),
@@ -333,7 +335,7 @@ mod tests {
         for (e, h) in easy.passes.iter().zip(&hard.passes) {
             prop_assert!(e.frames <= h.frames && e.time_ms <= h.time_ms + 1e-6, "{e:?} {h:?}");
         }
-        // A link's rate is a whole number of bytes over one of nanoseconds.
+        // Wider by the rounding of the link's rate, which is measured in bytes and nanoseconds.
         let wider = Goals { downtime: easier.goals.downtime.mul_f64(1.01), ..easier.goals };
         let wide = at_once(&ForecastConditions { goals: wider, ..*easier }, light);
         if hard.converges {
@@ -366,11 +368,12 @@ mod tests {
             throttled in any::<bool>(),
         ) {
             let c = ForecastConditions { throttle: throttled, ..c };
-            let course = simulate(&c, &WriteCurve::new(&windows, MEMORY), RECORD_OVERHEAD);
-            for (i, pass) in course.measured.iter().enumerate() {
+            let simulated = simulate(&c, &WriteCurve::new(&windows, MEMORY), RECORD_OVERHEAD);
+            for (i, pass) in simulated.measured.iter().enumerate() {
                 // No time limit is near: the time spent decides nothing.
-                let verdict = judge(&c.goals, &course.measured[..=i], pass.dirtied, Duration::ZERO);
-                if i + 1 < course.measured.len() {
+                let passes = &simulated.measured[..=i];
+                let verdict = judge(&c.goals, passes, pass.dirtied, Duration::ZERO);
+                if i + 1 < simulated.measured.len() {
                     let approach = matches!(
                         verdict,
                         Judgement::SwitchOver(Reason::Fits { expected, .. })
@@ -379,9 +382,9 @@ mod tests {
                     prop_assert!(approach || verdict == Judgement::KeepGoing, "{verdict:?}");
                 } else {
                     let (kind, end) =
-                        (std::mem::discriminant(&verdict), std::mem::discriminant(&course.end));
+                        (std::mem::discriminant(&verdict), std::mem::discriminant(&simulated.end));
                     prop_assert_eq!(kind, end);
-                    prop_assert_eq!(pass.dirtied, course.pending);
+                    prop_assert_eq!(pass.dirtied, simulated.pending);
                 }
             }
         }
@@ -393,7 +396,8 @@ mod tests {
             by in 1.0f64..50.0,
         ) {
             let curve = WriteCurve::new(&windows, MEMORY);
-            let faster = ForecastConditions { bytes_per_s: (c.bytes_per_s as f64 * by) as u64, ..c };
+            let bytes_per_s = (c.bytes_per_s as f64 * by) as u64;
+            let faster = ForecastConditions { bytes_per_s, ..c };
             is_easier((&faster, &c), (&curve, &curve))?;
         }
 
@@ -432,7 +436,7 @@ mod tests {
         let curve = WriteCurve::new(&windows, 4000);
         let at = |ms| curve.frames(Duration::from_millis(ms));
         assert_eq!([0, 50, 100, 150, 200, 400].map(at), [0, 500, 1000, 1250, 1500, 2500]);
-        assert_eq!(at(10_000), 4000, "memory has no more");
+        assert_eq!(at(10_000), 4000, "memory bounds the curve");
         let nothing = WriteCurve::new(&[], 4000);
         assert_eq!(nothing.frames(Duration::from_secs(1)), 0);
         let bad = [window(0, 5.0, vec![]), window(5, f64::NAN, vec![]), window(9, -1.0, vec![])];
@@ -456,7 +460,7 @@ mod tests {
 
     #[test]
     fn forecast_of_a_fast_writer_needs_the_throttle() {
-        // All of 64 MiB in a quarter of a second, over 40 MB/s.
+        // All of 64 MiB is written in a quarter of a second, and the link has 40 MB/s.
         let all = 16_384.0;
         let windows = [window(250, all, vec![all, 0.0]), window(1000, all, vec![all, 0.0])];
         let curve = WriteCurve::new(&windows, MEMORY);

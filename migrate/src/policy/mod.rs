@@ -1,5 +1,5 @@
-//! What a migration decides from figures alone: when pre-copy ends, how far vCPUs are throttled,
-//! and what to expect of both.
+//! Decisions that depend on figures alone: when pre-copy ends, how far vCPUs are throttled, and
+//! what a migration would take.
 
 #[cfg(test)]
 mod arbitrary;

@@ -1,31 +1,30 @@
-//! How fast a guest's vCPUs may make frames dirty while precopy does not get ahead: a pure function
-//! over the passes measured so far, beside [`judge`].
+//! Throttles vCPUs while pre-copy makes no progress: a pure function of the passes measured so far,
+//! beside [`judge`].
 //!
 //! | after a pass | the throttle |
 //! | --- | --- |
-//! | it is not known who writes | none |
-//! | what is left fits into the downtime target | stays as it is, or the approach begins: see below |
-//! | none so far, and what is left is less than [`SHRINK_RATIO`] of the frames that the pass before the last one sent | none: the guest converges by itself |
-//! | none so far, and it is not | begins: all vCPUs together get [`FIRST_SHARE`] of the link |
-//! | there is one, and what is left is less than [`SHRINK_RATIO`] of the frames that the last pass sent | stays as it is |
-//! | there is one, and it is not | their share becomes [`TIGHTEN_FACTOR`] times what it was, but no less than [`LEAST_SHARE`] |
+//! | the writes of each vCPU are not known | none |
+//! | the rest fits into the downtime target | stays, or the approach begins: see below |
+//! | none yet, and the rest is less than [`SHRINK_RATIO`] of the frames that the pass before the last one sent | none: the guest converges by itself |
+//! | none yet, and the rest is more | begins: all vCPUs together get [`FIRST_SHARE`] of the link |
+//! | active, and the rest is less than [`SHRINK_RATIO`] of the frames that the last pass sent | stays |
+//! | active, and the rest is more | the share is multiplied by [`TIGHTEN_FACTOR`], down to [`LEAST_SHARE`] |
 //!
-//! *The approach*: what is left fits, but would pause the guest for longer than [`LONG_PAUSE`], and
-//! passes no longer shrink. Then one more pass is sent while all vCPUs together have
-//! [`APPROACH_SHARE`] of the link, and further ones while they shrink. So a guest that dirties
-//! memory as fast as the link carries it runs slowly for about as long as it would have been
-//! paused, and the pause is a small part of that. It happens once in a migration, and never past a
-//! limit.
+//! *The approach*: the rest fits, but would pause the guest for longer than [`LONG_PAUSE`], and
+//! passes no longer shrink. Then another pass is sent while all vCPUs together have
+//! [`APPROACH_SHARE`] of the link, and further passes while they shrink. A guest that dirties
+//! memory as fast as the link carries it then runs slowly for about the time that it would have
+//! been paused, and its pause is a small part of that time. The approach happens once in a
+//! migration, and never exceeds a limit.
 //!
-//! The share is given out as evenly as can be: there is one rate for all vCPUs, the highest at
-//! which they together keep to the share if they go on as they did. So those that write less than
-//! the rate are not slowed at all, and a program that the guest moves to another vCPU gets no more
-//! there. The rate never rises in a migration: what a throttle gains would be lost
-//! again.
+//! All vCPUs have the same rate limit: the highest at which they together keep to the share if they
+//! write as in the last pass. So vCPUs that write less than the limit are not slowed, and a program
+//! that the guest moves to another vCPU is limited there as well. The limit never rises in a
+//! migration, because a looser throttle would lose the progress that it has made.
 //!
-//! A guest that keeps to a share `s` leaves at most `s` times what a pass sent for the next one, so
-//! that passes that take `t` shrink to a pause of `d` in `log(d / t) / log(s)` of them, which take
-//! `t / (1 - s)` together.
+//! A guest that keeps to a share `s` leaves for the next pass at most `s` times the frames of the
+//! last one. Passes of time `t` therefore shrink to a pause of `d` in `log(d / t) / log(s)` passes,
+//! which together take `t / (1 - s)`.
 
 use std::time::Duration;
 
@@ -36,42 +35,42 @@ use crate::policy::convergence::{
     judge, link_rate, shrinks,
 };
 
-/// The part of the link's rate that vCPUs may fill first: far enough below [`SHRINK_RATIO`] that the
+/// First share of the link's rate that vCPUs may fill. It is so far below [`SHRINK_RATIO`] that the
 /// throttle need not be exact.
 pub const FIRST_SHARE: f64 = 0.6;
 
-/// What the share is multiplied with when a pass did not shrink in spite of it.
+/// Factor of the share after a pass that did not shrink under the throttle.
 pub const TIGHTEN_FACTOR: f64 = 0.5;
 
-/// The least share: a guest that outruns the link even so writes in ways that a throttle does not
+/// Least share. A guest that outruns the link even so writes in a way that the throttle does not
 /// slow down.
 pub const LEAST_SHARE: f64 = FIRST_SHARE / 8.0;
 
-/// The share during the approach. Less makes the pause shorter and the guest slower before it: with
-/// 0.6 each pass has 0.6 times the frames of the one before, with 0.15 the second one already fits
-/// into some milliseconds.
+/// Share during the approach. A smaller share makes the pause shorter and the guest slower before
+/// it. With 0.6 each pass has 0.6 times the frames of the previous one; with 0.15 the second pass
+/// takes some milliseconds.
 pub const APPROACH_SHARE: f64 = FIRST_SHARE / 4.0;
 
-/// A pause that is expected to be longer is worth an approach.
+/// Expected pause above which the approach begins.
 pub const LONG_PAUSE: Duration = Duration::from_millis(5);
 
-/// Whether vCPUs are throttled, and how.
+/// The throttle of a guest's vCPUs.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub enum Throttle {
-    /// They write as fast as they can.
+    /// Full speed.
     #[default]
     Off,
-    /// They are limited to a rate.
+    /// Limited to a rate.
     On {
-        /// The part of the link's rate that all of them together were given last.
+        /// Share of the link's rate for all vCPUs together.
         share: f64,
-        /// Frames that each of them may make dirty in a second, at least 1.
+        /// Limit of each vCPU, dirty frames a second, at least 1.
         rate: u64,
     },
 }
 
 impl Throttle {
-    /// Frames that each vCPU may make dirty in a second; `None`: as many as it can.
+    /// Returns the limit of each vCPU, dirty frames a second; `None` at full speed.
     pub fn rate(&self) -> Option<u64> {
         match self {
             Self::Off => None,
@@ -80,15 +79,17 @@ impl Throttle {
     }
 }
 
-/// What follows from one more pass. `passes` are those measured so far, oldest first; `pending`
-/// frames wait; `dirtied` are the frames that each vCPU made dirty in `window`, the time from the
-/// last drain but one to the last, empty where that is not known. Costs a sort of as many numbers
-/// as there are vCPUs.
+/// Returns the throttle after a pass. `passes` are those measured so far, oldest first; `pending`
+/// frames are to be sent. `dirtied` are the frames that each vCPU dirtied in `window`, the time
+/// between the last two drains; empty if they are not known. Costs a sort of one number a vCPU.
 ///
-/// Laws (tests below): the same arguments give the same throttle; a guest that converges by itself
-/// is never throttled; the rate never rises; together vCPUs that go on as they did keep to their
-/// share, and with a frame a second more each they would not; whoever writes at most at the rate
-/// loses nothing; a guest that does not change converges.
+/// Laws (tests below):
+/// - A guest that converges by itself is never throttled.
+/// - The rate never rises.
+/// - vCPUs that write as in the last pass keep to their share, and the rate is the highest such
+///   one.
+/// - A vCPU that writes no faster than the rate is not slowed.
+/// - A guest with constant dirty rates converges.
 pub fn throttle(
     now: Throttle,
     goals: &Goals,
@@ -110,8 +111,8 @@ pub fn throttle(
     with_share(now, share, passes, (dirtied, window))
 }
 
-/// The verdict after a pass, as [`judge`] has it but for the approach, and the throttle for what
-/// follows. The arguments are those of [`judge`] and [`throttle`].
+/// Returns the verdict after a pass, which is that of [`judge`] except for the approach, and the
+/// throttle from now on. The arguments are those of [`judge`] and [`throttle`].
 pub fn judge_and_throttle(
     now: Throttle,
     goals: &Goals,
@@ -134,8 +135,8 @@ pub fn judge_and_throttle(
     }
 }
 
-/// Whether a pass as long as the pause would be, and one more, stay within the limits: what fits
-/// now must not be given up for the sake of a shorter pause.
+/// Whether two passes of the expected pause's length stay within the limits: a rest that fits now
+/// must not be given up for the sake of a shorter pause.
 fn has_room(
     goals: &Goals,
     passes: &[PassMeasurement],
@@ -146,7 +147,7 @@ fn has_room(
     (passes.len() as u32).saturating_add(1) < goals.max_passes && after < goals.timeout
 }
 
-/// The throttle of the approach; `None` if it would slow nobody down, or is on already.
+/// Returns the throttle of the approach; `None` if it would slow no vCPU, or is active already.
 fn approach(
     now: Throttle,
     passes: &[PassMeasurement],
@@ -155,7 +156,7 @@ fn approach(
     if matches!(now, Throttle::On { share, .. } if share <= APPROACH_SHARE) {
         return None;
     }
-    // Before that much has been sent the link's rate is a guess.
+    // With fewer bytes the link's rate is not measured well.
     if passes.iter().map(|p| p.bytes).sum::<u64>() < MIN_MEASURED_BYTES {
         return None;
     }
@@ -163,8 +164,8 @@ fn approach(
     (next.rate() != now.rate()).then_some(next)
 }
 
-/// The throttle by which all vCPUs together keep to `share`, if they go on as they did; never a
-/// looser one than `now`.
+/// Returns the throttle by which all vCPUs together keep to `share` if they write as in the last
+/// pass; never looser than `now`.
 fn with_share(
     now: Throttle,
     share: f64,
@@ -176,7 +177,7 @@ fn with_share(
     let level = level(dirtied, frames * window.as_secs_f64());
     let rate = level.map(|frames| ((frames / window.as_secs_f64()) as u64).max(1));
     match (now, rate) {
-        // It is not they who outrun the link.
+        // Devices outrun the link, not vCPUs.
         (Throttle::Off, None) => now,
         (Throttle::Off, Some(rate)) => Throttle::On { share, rate },
         (Throttle::On { rate: before, .. }, rate) => {
@@ -185,13 +186,14 @@ fn with_share(
     }
 }
 
-/// Whether the last two passes, or the one that there is, left much less than they began with.
+/// Whether the pending frames are much fewer than the pass before the last one sent, or only one
+/// pass was sent.
 fn makes_progress(passes: &[PassMeasurement], pending: u64) -> bool {
     passes.len() < 2 || shrinks(&passes[..passes.len() - 1], pending)
 }
 
-/// The most for each by which all together have no more than `all`, if they would have more: the
-/// level of a flood that covers the high ones. No less than nothing.
+/// Returns the highest limit for each value at which their sum is at most `all`; `None` if the sum
+/// needs no limit. At least 0.
 fn level(each: &[u64], all: f64) -> Option<f64> {
     let mut ascending = each.to_vec();
     ascending.sort_unstable();
@@ -236,14 +238,14 @@ mod tests {
         prop_oneof![Just(Throttle::Off), on.prop_map(|(share, rate)| Throttle::On { share, rate }),]
     }
 
-    /// A guest: what each vCPU writes over and over, frames, and how many a second.
+    /// A guest: for each vCPU the frames that it writes over and over, and its frames a second.
     type Vcpus = Vec<(u64, u64)>;
 
     fn any_vcpus() -> impl Strategy<Value = Vcpus> {
         prop::collection::vec((1u64..1 << 18, 0u64..1 << 20), 1..9)
     }
 
-    /// Frames that each vCPU has made dirty after `time`, if it may make so many dirty.
+    /// Returns the frames that each vCPU dirties in `time` under `throttle`.
     fn dirtied(vcpus: &Vcpus, time: Duration, throttle: Throttle) -> Vec<u64> {
         let most = throttle.rate().unwrap_or(u64::MAX);
         let one = |(set, rate): &(u64, u64)| {
@@ -253,14 +255,14 @@ mod tests {
         vcpus.iter().map(one).collect()
     }
 
-    /// What became of a migration.
+    /// The passes of a simulated migration.
     struct SimulatedMigration {
         passes: Vec<PassMeasurement>,
         throttles: Vec<Throttle>,
         end: Judgement,
     }
 
-    /// Migrates a guest that never changes its ways over a link of `link` bytes/s.
+    /// Migrates a guest with constant dirty rates over a link of `link` bytes/s.
     fn migrate(vcpus: &Vcpus, link: u64, goals: &Goals, allowed: bool) -> SimulatedMigration {
         let (mut passes, mut throttles) = (Vec::new(), vec![Throttle::Off]);
         let mut pending: u64 = vcpus.iter().map(|(set, _)| set).sum();
@@ -298,7 +300,8 @@ mod tests {
             prop_assert!(next.rate().unwrap_or(u64::MAX) <= now.rate().unwrap_or(u64::MAX));
             prop_assert!(next.rate() != Some(0));
             if let (Throttle::On { share: before, .. }, Throttle::On { share, .. }) = (now, next) {
-                prop_assert!(share == before || share == (before * TIGHTEN_FACTOR).max(LEAST_SHARE));
+                let tighter = (before * TIGHTEN_FACTOR).max(LEAST_SHARE);
+                prop_assert!(share == before || share == tighter);
             }
             prop_assert!(now == Throttle::Off || next != Throttle::Off);
         }
@@ -324,14 +327,14 @@ mod tests {
         ) {
             let link = mb * 1_000_000;
             let goals = goals(Duration::from_millis(300));
-            let course = migrate(&vcpus, link, &goals, true);
-            let began = course.throttles.iter().position(|t| *t != Throttle::Off);
-            let began = began.map(|at| (at, course.throttles[at]));
+            let simulated = migrate(&vcpus, link, &goals, true);
+            let began = simulated.throttles.iter().position(|t| *t != Throttle::Off);
+            let began = began.map(|at| (at, simulated.throttles[at]));
             if let Some((at, Throttle::On { share, rate })) = began {
                 prop_assert!(share == FIRST_SHARE || share == APPROACH_SHARE);
-                // Those who go on as in the last pass keep to it, but for a frame a second of
+                // vCPUs that write as in the last pass keep to it, except for a frame a second of
                 // rounding up.
-                let window = course.passes[at - 1].time;
+                let window = simulated.passes[at - 1].time;
                 let by = dirtied(&vcpus, window, Throttle::Off);
                 let seconds = window.as_secs_f64();
                 let kept: f64 = by.iter().map(|d| (*d as f64 / seconds).min(rate as f64)).sum();
@@ -344,12 +347,12 @@ mod tests {
             vcpus in any_vcpus(),
             mb in 1u64..2000,
         ) {
-            // What all write together is less than a pass takes along.
+            // All vCPUs together dirty less than a pass sends.
             let rate: u64 = vcpus.iter().map(|(_, rate)| rate).sum();
             let link = (mb * 1_000_000).max(rate * PAGE_SIZE * 10 / 7 + PAGE_SIZE);
-            let course = migrate(&vcpus, link, &goals(Duration::from_millis(300)), true);
-            prop_assert!(matches!(course.end, Judgement::SwitchOver(_)), "{:?}", course.end);
-            prop_assert!(course.throttles.iter().all(|t| *t == Throttle::Off));
+            let simulated = migrate(&vcpus, link, &goals(Duration::from_millis(300)), true);
+            prop_assert!(matches!(simulated.end, Judgement::SwitchOver(_)), "{:?}", simulated.end);
+            prop_assert!(simulated.throttles.iter().all(|t| *t == Throttle::Off));
         }
 
         #[test]
@@ -361,8 +364,8 @@ mod tests {
             let goals = goals(Duration::from_millis(300));
             let with = migrate(&vcpus, link, &goals, true);
             prop_assert!(matches!(with.end, Judgement::SwitchOver(_)), "{:?}", with.end);
-            // From when it begins each pass shrinks, or makes the throttle tighter for the next
-            // one.
+            // From the start of the throttle each pass shrinks, or tightens the throttle for the
+            // next one.
             let begins = with.throttles.iter().position(|t| *t != Throttle::Off);
             let Some(begins) = begins else { return Ok(()) };
             let first = with.passes[begins].time.as_secs_f64() / SHORT_PAUSE.as_secs_f64();
@@ -371,8 +374,7 @@ mod tests {
             prop_assert!(later as f64 <= most, "{later} for {first}");
         }
 
-        /// The pause of a guest whose vCPUs alone write is short, or as short as vCPUs throttled to
-        /// the least share make it.
+        /// A long pause remains only if the throttle is at the approach's share.
         #[test]
         fn approach_shortens_a_long_pause(vcpus in any_vcpus(), mb in 1u64..2000) {
             let link = mb * 1_000_000;
@@ -398,11 +400,12 @@ mod tests {
             vcpus in any_vcpus(),
             mb in 1u64..2000,
         ) {
-            let course = migrate(&vcpus, mb * 1_000_000, &goals(Duration::from_millis(300)), true);
-            let Some(rate) = course.throttles.last().unwrap().rate() else { return Ok(()) };
+            let goals = goals(Duration::from_millis(300));
+            let simulated = migrate(&vcpus, mb * 1_000_000, &goals, true);
+            let Some(rate) = simulated.throttles.last().unwrap().rate() else { return Ok(()) };
             for idle in vcpus.iter().filter(|(_, own)| *own <= rate) {
                 let idle = vec![*idle];
-                let dirty = dirtied(&idle, SECOND, *course.throttles.last().unwrap());
+                let dirty = dirtied(&idle, SECOND, *simulated.throttles.last().unwrap());
                 prop_assert_eq!(dirty, dirtied(&idle, SECOND, Throttle::Off));
             }
         }
@@ -412,7 +415,7 @@ mod tests {
 
     #[test]
     fn fast_writer_converges_only_with_a_throttle() {
-        // 256 MiB, written at 1.2 GB/s, over 10 MB/s; beside it a vCPU that writes a little.
+        // One vCPU writes 256 MiB at 1.2 GB/s, another one writes little; the link has 10 MB/s.
         let vcpus = vec![(1 << 16, 300_000), (100, 50)];
         let goals = goals(Duration::from_millis(300));
         let without = migrate(&vcpus, LINK, &goals, false);
@@ -420,15 +423,15 @@ mod tests {
         let with = migrate(&vcpus, LINK, &goals, true);
         assert!(matches!(with.end, Judgement::SwitchOver(_)), "{:?}", with.end);
         assert!(with.passes.len() <= 24, "{}", with.passes.len());
-        // Both together at 0.6 of 2,441 frames a second, 100 in 27 s of which the second one takes.
+        // Both together have 0.6 of 2,441 frames a second; the second one takes 100 in 27 s of it.
         assert_eq!(with.throttles[2].rate(), Some(1461));
         let tightest = with.throttles.last().unwrap();
-        assert_eq!(tightest, &with.throttles[2], "it was enough");
+        assert_eq!(tightest, &with.throttles[2], "the first throttle is enough");
     }
 
     #[test]
     fn approach_needs_room_before_the_limits() {
-        // 700 frames wait after passes of 1,000: a pause of 287 ms, which fits.
+        // 700 frames are pending after passes of 1,000: a pause of 287 ms, which fits.
         let passes = [pass(1_000, 1_000, LINK), pass(1_000, 700, LINK)];
         let elapsed = Duration::from_secs(1);
         let verdict = |goals: Goals| {
@@ -455,20 +458,24 @@ mod tests {
             let (by, window) = by(pending, *passes.last().unwrap());
             throttle(now, &goals, passes, pending, (&by, window))
         };
-        assert_eq!(after(Throttle::Off, &[big], 40_000), Throttle::Off, "one pass says little");
-        assert_eq!(after(Throttle::Off, &[big, big], 27_000), Throttle::Off, "it gets ahead");
-        assert_eq!(after(Throttle::Off, &[big, half], 20_000), Throttle::Off, "slowly");
+        assert_eq!(after(Throttle::Off, &[big], 40_000), Throttle::Off, "one pass is too few");
+        assert_eq!(after(Throttle::Off, &[big, big], 27_000), Throttle::Off, "passes shrink");
+        assert_eq!(
+            after(Throttle::Off, &[big, half], 20_000),
+            Throttle::Off,
+            "passes shrink slowly"
+        );
         let first = after(Throttle::Off, &[big, big], 40_000);
         assert_eq!(first, Throttle::On { share: 0.6, rate: 1464 });
-        assert_eq!(after(first, &[big, big, big], 24_000), first, "it shrinks");
+        assert_eq!(after(first, &[big, big, big], 24_000), first, "passes shrink");
         let tighter = after(first, &[big, big, big], 30_000);
         assert_eq!(tighter, Throttle::On { share: 0.3, rate: 732 });
-        assert_eq!(after(first, &[big, big, big], 500), first, "what fits needs nothing");
+        assert_eq!(after(first, &[big, big, big], 500), first, "the rest fits");
         let unknown = throttle(Throttle::Off, &goals, &[big, big], 40_000, (&[], SECOND));
         assert_eq!(unknown, Throttle::Off);
         let others = throttle(Throttle::Off, &goals, &[big, big], 40_000, (&[10, 20], big.time));
         assert_eq!(others, Throttle::Off, "devices write, not vCPUs");
-        // Packed to a quarter, the link carries four times as many frames.
+        // Compressed to a quarter, four times as many frames fit onto the link.
         let packed = PassMeasurement { bytes: big.bytes / 4, time: big.time / 4, ..big };
         let rate = after(Throttle::Off, &[packed, packed], 40_000).rate();
         assert_eq!(rate, Some(1464 * 4 + 3), "{rate:?}");

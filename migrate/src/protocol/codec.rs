@@ -1,6 +1,6 @@
-//! How the contents of PACKED are compressed.
+//! Codecs of PACKED.
 
-/// A codec, with its number in PACKED.
+/// A codec; its value is its number in PACKED.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum Codec {

@@ -1,4 +1,4 @@
-//! Outcomes of a migration: in the destination's records, in its answers, and from the operator.
+//! Outcomes of a migration: the destination's decision and answers, and the operator's resolution.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,15 +6,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
-    /// Not settled yet; ask again.
+    /// Not decided yet; the source asks again.
     Undecided,
-    /// The decision to run is durable, but the guest may not run yet, or any more.
+    /// The destination has decided to run the guest, which may not run yet or not any more.
     Committed,
-    /// The guest was taken over and has run (or stays paused, as it came) there.
+    /// The destination has taken the guest over and runs it, or keeps it paused as it arrived.
     Running,
-    /// The guest was discarded, durably: it can never run there.
+    /// The guest was durably discarded and can never run at the destination.
     Discarded,
-    /// The token belongs to another site; nothing is known here.
+    /// The token belongs to another site, and this one knows nothing of it.
     Unknown,
 }
 
@@ -38,7 +38,7 @@ pub(crate) enum Decision {
 #[serde(rename_all = "kebab-case")]
 pub enum Resolution {
     /// The guest runs here. The operator has made sure that the destination does not run it and
-    /// never will (its process is dead, its host is off); otherwise two run.
+    /// never will (its process is dead, or its host is off). Otherwise both hosts run it.
     Run,
     /// The guest here ends. If the destination does not run it, it is lost.
     Discard,

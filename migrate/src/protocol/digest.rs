@@ -1,8 +1,8 @@
 //! A digest of guest memory that does not depend on the order in which frames were sent.
 //!
 //! The digest is the sum, modulo 2^128, of XXH3 over each frame that is not all zeros, seeded with
-//! the frame's number. So a zero frame that one end does not have does not count, and two exchanged
-//! frames do. It detects accidents; it is no signature.
+//! the frame's number. A zero frame that only one end has allocated does not change it; exchanging
+//! two frames does. It detects accidents, not attacks.
 
 use std::fmt;
 use std::io;
@@ -34,19 +34,18 @@ impl fmt::Display for MemoryDigests {
 /// Lower bound on the rate of digesting memory, bytes/s, for limits.
 const LEAST_RATE: u64 = 250 << 20;
 
-/// Returns what digesting this number of frames may add to a limit, at either end.
+/// Returns the time to add to a limit for digesting this number of frames, at either end.
 pub(crate) fn allowance(frames: u64) -> Duration {
     Duration::from_secs(1 + frames.saturating_mul(PAGE_SIZE) / LEAST_RATE)
 }
 
-/// Frames that a thread takes at a time, 2 MiB.
+/// Frames that a thread digests at a time, 2 MiB.
 const PIECE: u64 = 512;
 
-/// Upper bound on threads: memory is not faster with more.
+/// Upper bound on threads; more do not increase memory bandwidth.
 const MAX_THREADS: usize = 8;
 
-/// Computes the digest of `runs`, which the guest must not write meanwhile. Reads them once, at
-/// some 10 GB/s a thread at best.
+/// Computes the digest of `runs`, which the guest must not write meanwhile. Reads each frame once.
 pub(crate) fn of(ram: &GuestRam, runs: &[FrameRun]) -> io::Result<u128> {
     let pieces = Mutex::new(runs.iter().flat_map(|run| run.chunks(PIECE)));
     let next = || pieces.lock().next();
@@ -59,7 +58,7 @@ pub(crate) fn of(ram: &GuestRam, runs: &[FrameRun]) -> io::Result<u128> {
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
     std::thread::scope(|scope| {
-        // If no thread can be started, this one does it all.
+        // Without further threads this one digests all frames.
         let start = |_| std::thread::Builder::new().spawn_scoped(scope, sum).ok();
         let others: Vec<ScopedJoinHandle<'_, _>> = (1..threads).filter_map(start).collect();
         others.into_iter().try_fold(sum()?, |all, thread| match thread.join() {
@@ -102,7 +101,7 @@ mod tests {
         let digest = of(ram, &all).unwrap();
         assert_eq!(of(ram, &[run(0x500, 1), run(5, 1)]).unwrap(), digest);
         assert_ne!(of(ram, &[run(5, 1)]).unwrap(), digest);
-        // The same contents in each other's place.
+        // The same two frames, exchanged.
         ram.write_slice(&[8; 4096], GuestAddress(5 * page)).unwrap();
         ram.write_slice(&[7; 4096], GuestAddress(0x500 * page)).unwrap();
         assert_ne!(of(ram, &all).unwrap(), digest);

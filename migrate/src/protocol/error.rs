@@ -9,36 +9,36 @@ use driftline_format::FormatError;
 use super::ids::Token;
 use super::tag::Tag;
 
-/// What is wrong with what a peer sent, or with the connection to it.
+/// An error of a peer, or of the connection to it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// Bytes that are no header or record, a wrong checksum, or a broken connection.
+    /// Bytes that are not a header or record, a wrong checksum, or a broken connection.
     #[error("{0}")]
     Format(#[from] FormatError),
-    /// A record that is no message.
+    /// A record whose payload is not a valid message.
     #[error("a {} message is malformed: {why}", message.name())]
     Malformed {
         /// Its tag.
         message: Tag,
-        /// How.
+        /// The violated rule.
         why: &'static str,
     },
-    /// A CONFIG whose slots are no layout.
+    /// A CONFIG whose slots do not form a layout.
     #[error("a CONFIG message is malformed: {0}")]
     Layout(#[from] LayoutError),
-    /// A tag that must be understood and is not.
+    /// An unknown tag in a record that must be understood.
     #[error("a record of the unknown tag {tag} must be understood")]
     UnknownTag {
         /// The tag.
         tag: u16,
     },
-    /// A message that may not come there.
+    /// A message out of order.
     #[error("{} came where {expected} was expected", found.name())]
     Unexpected {
-        /// What came.
+        /// The message that arrived.
         found: Tag,
-        /// What could have come.
+        /// The messages that were allowed.
         expected: &'static str,
     },
     /// Frames that the guest does not have.
@@ -53,13 +53,13 @@ pub enum WireError {
         run: FrameRun,
     },
     /// Blocks of a disk that is not copied.
-    #[error("a {} message names drive {drive}, and {drives} go along", message.name())]
+    #[error("a {} message names drive {drive}, and {drives} are copied", message.name())]
     NoDrive {
         /// BLOCKS or BLOCK_ZEROS.
         message: Tag,
-        /// Its place in the list, from 0.
+        /// The disk's index in DRIVES.
         drive: u32,
-        /// How many there are.
+        /// Number of disks in DRIVES.
         drives: usize,
     },
     /// Blocks that the disk does not have.
@@ -77,76 +77,76 @@ pub enum WireError {
         /// Blocks that it has.
         blocks: u64,
     },
-    /// The two sides counted differently.
+    /// The two sides have different counts.
     #[error("{what} is {found} by the peer's count and {expected} by this side's")]
     Count {
-        /// What was counted.
+        /// The counted quantity.
         what: &'static str,
-        /// By the peer.
+        /// The peer's count.
         found: u64,
-        /// By this side.
+        /// This side's count.
         expected: u64,
     },
     /// More than a peer may send.
     #[error("{found} {what}, more than the {limit} allowed")]
     TooMany {
-        /// Of what.
+        /// The counted quantity.
         what: &'static str,
-        /// How much came.
+        /// The peer's number of it.
         found: u64,
-        /// The bound.
+        /// The protocol's limit.
         limit: u64,
     },
-    /// The source occupies the receiver and moves almost nothing.
+    /// The source occupies the receiver and moves too little.
     #[error(
         "the source moved {found} bytes of memory and state in {:.1} s, less than the {least} that \
-         it has to",
+         are required",
         window.as_secs_f64()
     )]
     TooSlow {
-        /// What it moved.
+        /// Bytes that it moved.
         found: u64,
-        /// In which time.
+        /// The time window.
         window: Duration,
-        /// What it must move in that time.
+        /// Least bytes in that time.
         least: u64,
     },
-    /// A decision about another migration.
+    /// A hand-over message of another migration.
     #[error("a {} message names migration {found}, and this is {expected}", message.name())]
     Token {
         /// COMMIT, PREPARED, RUNNING or ANSWER.
         message: Tag,
-        /// As received.
+        /// The token in the message.
         found: Token,
-        /// This one.
+        /// This migration's token.
         expected: Token,
     },
-    /// The peer refused before anything was begun.
+    /// The peer refused the connection or the migration.
     #[error("the peer refused: {reason}")]
     Refused {
-        /// In its words.
+        /// The peer's reason.
         reason: String,
     },
-    /// The peer gave up.
+    /// The peer aborted the migration.
     #[error("the peer aborted: {reason}")]
     Aborted {
-        /// In its words.
+        /// The peer's reason.
         reason: String,
     },
 }
 
 impl WireError {
-    /// Makes the error that `found` came where it may not.
+    /// Returns the error of the message `found` out of order.
     pub(crate) fn unexpected(found: Tag, expected: &'static str) -> Self {
         Self::Unexpected { found, expected }
     }
 
-    /// Whether this is a timeout: the peer made no progress.
+    /// Whether this is a timeout of the peer.
     pub(crate) fn is_silence(&self) -> bool {
         matches!(self, Self::Format(FormatError::Io(e)) if e.kind() == io::ErrorKind::TimedOut)
     }
 
-    /// Whether the connection ended or broke, which excludes timeouts and what came over it.
+    /// Whether the connection ended or broke. Timeouts and malformed messages do not count.
     pub(crate) fn is_loss(&self) -> bool {
         match self {
             // Errors that the link itself makes (limits, a stop) have no error number.

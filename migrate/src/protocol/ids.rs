@@ -1,15 +1,15 @@
-//! The name of a migration.
+//! The token of a migration.
 
 use uuid::Uuid;
 
-/// The name of a migration. The source makes it; it cannot be guessed, and is in every message that
-/// decides something.
+/// The token that identifies a migration. The source makes it. It cannot be guessed, and every
+/// message of the hand-over carries it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct Token(pub Uuid);
 
 impl Token {
-    /// Makes a new token.
+    /// Returns a new random token.
     pub fn random() -> Self {
         Self(Uuid::new_v4())
     }

@@ -1,35 +1,35 @@
-//! Comparing the memory layouts of both ends.
+//! Compares the memory layouts of both ends.
 
 use driftline_dirty_tracker::{Layout, Slot};
 
 /// The first difference between the memory layouts of a guest built here and of its source.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum LayoutDifference {
-    /// The number of slots.
+    /// The numbers of slots differ.
     #[error("{theirs} memory slots there and {ours} here")]
     Slots {
-        /// Here.
+        /// Value here.
         ours: u64,
-        /// At the source.
+        /// Value at the source.
         theirs: u64,
     },
-    /// A field of a slot.
+    /// A field of a slot differs.
     #[error("{field} of its memory slot {nth} is {theirs:#x} there and {ours:#x} here")]
     Slot {
-        /// The slot's place, by guest address from 0.
+        /// Index of the slot, by ascending guest address.
         nth: usize,
-        /// What differs.
+        /// The field.
         field: &'static str,
-        /// Here.
+        /// Value here.
         ours: u64,
-        /// At the source.
+        /// Value at the source.
         theirs: u64,
     },
 }
 
 impl LayoutDifference {
-    /// Compares two layouts field by field, slots ascending by address; `None` if they are the
-    /// same.
+    /// Returns the first difference of two layouts, slots ascending by address; `None` if they are
+    /// equal.
     pub(crate) fn between(ours: &Layout, theirs: &Layout) -> Option<Self> {
         let fields = |of: &Slot| {
             [
@@ -60,7 +60,7 @@ mod tests {
         let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
         let layout = |slots: &[Slot]| Layout::new(slots.iter().copied()).unwrap();
         let ours = layout(&[slot(0, 0, 8), slot(1, 16, 8)]);
-        for (theirs, said) in [
+        for (theirs, expected) in [
             (layout(&[slot(0, 0, 8)]), "1 memory slots there and 2 here"),
             (
                 layout(&[slot(0, 0, 8), slot(2, 16, 8)]),
@@ -76,7 +76,7 @@ mod tests {
             ),
         ] {
             let difference = LayoutDifference::between(&ours, &theirs).unwrap();
-            assert_eq!(difference.to_string(), said);
+            assert_eq!(difference.to_string(), expected);
         }
         assert_eq!(LayoutDifference::between(&ours, &ours.clone()), None);
     }

@@ -1,6 +1,6 @@
-//! Bounds on what a peer may send: nothing is allocated for more.
+//! Bounds on messages of a peer, checked before memory is allocated for them.
 
-// The bounds of a guest are the store's: what can be stored can be sent.
+// The bounds of a guest are those of the store, so that every stored guest can be sent.
 pub(crate) use driftline_format::{MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE};
 pub(crate) use driftline_guest::MAX_LATE;
 
@@ -14,7 +14,7 @@ pub(crate) const FRAMES_HEAD: u32 = 16;
 pub(crate) const MAX_ZERO_RUNS: u32 = 4096;
 /// Upper bound on runs in one EXPECT.
 pub(crate) const MAX_EXPECTED_RUNS: u32 = 4096;
-/// Upper bound on runs in all EXPECTs. Other frames are allocated when they come.
+/// Upper bound on runs in all EXPECTs. Other frames are allocated when they arrive.
 pub(crate) const MAX_EXPECTED: usize = 64 << 10;
 /// Upper bound on passes, including the last one.
 pub(crate) const MAX_PASSES: u32 = 4096;

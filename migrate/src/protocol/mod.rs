@@ -1,5 +1,5 @@
-//! The migration protocol without I/O: messages and their bytes, the order in which they may come,
-//! the digest of memory, and the hand-over as two state machines.
+//! The migration protocol without I/O: messages and their bytes, their order, the digest of memory,
+//! and the hand-over as two state machines.
 
 pub(crate) mod codec;
 pub(crate) mod decision;

@@ -15,7 +15,7 @@ pub enum Tag {
     Hello = 1,
     /// Destination: refusal; nothing was begun.
     Refused = 2,
-    /// Either: the migration ends, and why.
+    /// Either: the migration ends, with the reason.
     Abort = 3,
     /// Source: description of the machine.
     Config = 4,
@@ -35,7 +35,7 @@ pub enum Tag {
     State = 11,
     /// Source: end of the state.
     StateEnd = 12,
-    /// Destination: restored and paused; what it has.
+    /// Destination: the guest is restored and paused.
     Prepared = 13,
     /// Source: the destination may run the guest.
     Commit = 14,
@@ -45,17 +45,17 @@ pub enum Tag {
     Query = 16,
     /// Destination: answer to a question.
     Answer = 17,
-    /// Source: the migration is settled here, and the destination may forget it.
+    /// Source: the outcome is known here, and the destination may remove its records.
     Ended = 18,
     /// Source: frames that pass 0 will send, to be preallocated.
     Expect = 19,
-    /// Source: the guest is detached here; packets that came since its state was saved.
+    /// Source: the guest is detached here; packets that arrived since its state was saved.
     Late = 20,
     /// Source: a run of frames straight from guest memory, without a checksum of the content.
     Frames = 21,
     /// Source: frames with compressed content.
     Packed = 22,
-    /// Source, on a further connection: the migration that it joins.
+    /// Source, on an additional connection: the migration that it joins.
     Join = 23,
     /// Source, before CONFIG: the disks that are copied.
     Drives = 24,
@@ -115,7 +115,7 @@ impl Tag {
         Self::ALL.into_iter().find(|t| *t as u16 == n)
     }
 
-    /// The name in PROTOCOL.md.
+    /// Returns the name in PROTOCOL.md.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Hello => "HELLO",
@@ -152,7 +152,7 @@ impl Tag {
         }
     }
 
-    /// Upper bound on payload bytes, checked before anything is allocated for them.
+    /// Returns the upper bound on payload bytes, checked before memory is allocated for them.
     pub(crate) const fn limit(self) -> u32 {
         match self {
             Self::Hello => 16 + MAX_TEXT as u32,
@@ -182,7 +182,8 @@ impl Tag {
         }
     }
 
-    /// Bytes of a payload of `length` bytes that its checksum covers: all, except for FRAMES.
+    /// Returns the number of bytes of a payload of `length` bytes that its checksum covers: all,
+    /// except for FRAMES.
     pub(crate) const fn checked(self, length: u32) -> u32 {
         match self {
             Self::Frames if length > FRAMES_HEAD => FRAMES_HEAD,

@@ -1,4 +1,4 @@
-//! Announcing what pass 0 will send, so that the destination can allocate its memory beforehand.
+//! Announces what pass 0 will send, so that the destination can preallocate memory.
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_format::is_zero;
@@ -15,7 +15,7 @@ use crate::transport::wire::Wire;
 
 /// Frames that are examined together, 2 MiB.
 const PIECE: u64 = 512;
-/// Least frames of a run worth announcing: shorter ones cost little when they arrive.
+/// Least frames of a run that is announced. Shorter runs cost little without preallocation.
 const LEAST: u64 = 64;
 
 /// Sends EXPECT for the frames that pass 0 will send.
@@ -30,8 +30,8 @@ pub(super) fn announce(
     Ok(())
 }
 
-/// Returns the long populated runs, without the pieces that begin and end with zeros: the guest
-/// used and freed that memory, and the destination need not have it.
+/// Returns the long populated runs without pieces that begin and end with zeros. The guest has used
+/// and freed such pieces, and the destination need not allocate them.
 fn expected(ram: &GuestRam, populated: &[FrameRun]) -> Vec<RawRun> {
     let mut runs = Vec::new();
     for run in populated.iter().filter(|run| run.count >= LEAST) {

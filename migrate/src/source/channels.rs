@@ -3,13 +3,13 @@
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// The first connection, which everything else goes over, and those that only share in the passes.
+/// The first connection, and those that have joined it and carry only shares of passes.
 ///
-/// All stay open until the migration ends. If one closed before the first has carried the reason,
-/// the destination would only see a lost connection.
+/// All stay open until the migration ends. If a joined one closed before the first has carried the
+/// reason of a failure, the destination would only see a lost connection.
 pub(super) struct Channels {
     pub(super) first: Wire<Link>,
-    /// In the order in which they have joined.
+    /// In the order in which they joined.
     pub(super) joined: Vec<Wire<Link>>,
 }
 

@@ -1,8 +1,9 @@
-//! Copying disks: which ones, what is left of each, and their part of a pass.
+//! Copying disks: their selection, the blocks left of each, and their part of a pass.
 //!
-//! A pass reads blocks after draining them, so that no write is missed (see [`GuestDrive`]),
-//! through an open file of its own: the device is not involved. Blocks are copied into one reused
-//! buffer first, because the checksum precedes the bytes and the guest may write meanwhile.
+//! A pass drains the dirty blocks before it reads them, so that no write is missed (see
+//! [`GuestDrive`]). It reads through an open file of its own, without the device. Blocks are copied
+//! into one reused buffer first, because the checksum precedes the bytes and the guest may write
+//! meanwhile.
 
 use std::fs::File;
 use std::io;
@@ -26,7 +27,7 @@ use crate::transport::wire::Wire;
 
 /// Blocks in one BLOCKS, as many as PAGES has frames.
 const BLOCKS_PER_MESSAGE: u64 = 128;
-/// Zero blocks at which BLOCK_ZEROS is sent, 16 MiB. Finding more takes a disk a while, and the
+/// Zero blocks at which BLOCK_ZEROS is sent, 16 MiB. Reading more takes a disk some time, and the
 /// destination has to see progress.
 const ZEROS_PER_MESSAGE: u64 = 4096;
 const BLOCK: usize = PAGE_SIZE as usize;
@@ -35,7 +36,7 @@ const BLOCK: usize = PAGE_SIZE as usize;
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CopyDrives {
-    /// None: both hosts reach all disks.
+    /// None, because both hosts can access all disks.
     #[default]
     None,
     /// All disks.
@@ -52,7 +53,7 @@ impl FromStr for CopyDrives {
         match s.split(',').map(str::to_owned).collect::<Vec<_>>() {
             names if names == [""] => Ok(Self::All),
             names if names.iter().any(String::is_empty) => {
-                Err(format!("\"{s}\" is no list of names: it is NAME,NAME"))
+                Err(format!("\"{s}\" is not a list of disk names: write NAME,NAME"))
             }
             names => Ok(Self::Named(names)),
         }
@@ -80,7 +81,7 @@ pub(super) fn chosen<G: GuestContents + ?Sized>(
         }
         drives.retain(|drive| names.contains(&drive.head().id));
     }
-    fits("the list of disks that go along", drives.len() as u64, MAX_DRIVES.into())?;
+    fits("the list of copied disks", drives.len() as u64, MAX_DRIVES.into())?;
     Ok(drives)
 }
 
@@ -113,9 +114,9 @@ struct CopiedDrive {
 /// What the next pass sends of a disk.
 enum NextBlocks {
     Nothing,
-    /// The data that it held at first.
+    /// All data that the disk held at the start.
     First(Vec<FrameRun>),
-    /// What was written since. Dropping it gives it back (I4).
+    /// Blocks written since the last drain. Dropping the set gives it back (I4).
     Epoch(DirtySet),
 }
 
@@ -142,8 +143,7 @@ impl CopiedDrive {
         let head = drive.head();
         let failed = |what, cause| Cause::Drive { id: head.id.clone(), what, cause };
         block_layout(head.bytes).map_err(|e| failed("following it", io::Error::other(e)))?;
-        // Subscribe before looking for data: what is written in between is in the first drained
-        // set.
+        // Subscribe before looking for data: a write in between is in the first drained set.
         let writes =
             drive.subscribe("migrate").map_err(|e| failed("following it", io::Error::other(e)))?;
         let file = drive.open().map_err(|e| failed("opening it", e))?;
@@ -153,8 +153,8 @@ impl CopiedDrive {
 }
 
 impl Drives {
-    /// Subscribes to these disks. The first pass has what they hold now, without holes. Costs 512
-    /// KiB besides their trees.
+    /// Subscribes to writes of these disks. The first pass sends all their data, without holes.
+    /// Costs 512 KiB and one tree a disk.
     pub(super) fn follow(drives: &[Box<dyn GuestDrive>]) -> Result<Self, Cause> {
         let drives: Result<Vec<_>, _> = drives.iter().map(|d| CopiedDrive::follow(&**d)).collect();
         let (passed, totals) = Default::default();
@@ -166,7 +166,7 @@ impl Drives {
         self.drives.iter().map(|drive| drive.next.blocks()).sum()
     }
 
-    /// Drains what was written or given back since the last drain, for the next pass.
+    /// Drains the blocks written or given back since the last drain, for the next pass.
     pub(super) fn drain(&mut self) {
         self.give_back();
         for drive in &mut self.drives {
@@ -175,12 +175,12 @@ impl Drives {
         }
     }
 
-    /// Gives back what was drained and not sent (I4).
+    /// Gives back blocks that were drained and not sent (I4).
     pub(super) fn give_back(&mut self) {
         self.drives.iter_mut().for_each(|drive| drive.next = NextBlocks::Nothing);
     }
 
-    /// Commits what was drained: the destination has it, durably (I4).
+    /// Commits the drained blocks, because the destination has them durably (I4).
     pub(super) fn commit(&mut self) {
         for drive in &mut self.drives {
             if let NextBlocks::Epoch(epoch) =
@@ -191,7 +191,7 @@ impl Drives {
         }
     }
 
-    /// Sends what was drained, as the disks' part of pass number `pass`. Calls `sent` after each
+    /// Sends the drained blocks as the disks' part of pass number `pass`. Calls `sent` after each
     /// message with the number of bytes sent before it. Fails at `limit`.
     pub(super) fn send(
         &mut self,
@@ -228,18 +228,18 @@ impl Drives {
     }
 }
 
-/// Blocks of one disk that are sent together.
+/// Blocks of one disk that are gathered for one message of each kind.
 #[derive(Default)]
 struct BlockBatch {
     contents: Vec<u8>,
     filled: usize,
     runs: Vec<RawRun>,
     zeros: Vec<RawRun>,
-    /// Blocks of `zeros`.
+    /// Number of blocks in `zeros`.
     zeroed: u64,
 }
 
-/// Each block is at most one run.
+// Each block is at most one run.
 const _: () = assert!(ZEROS_PER_MESSAGE <= MAX_ZERO_RUNS as u64);
 
 impl BlockBatch {
@@ -318,8 +318,8 @@ fn extend(runs: &mut Vec<RawRun>, block: Gfn) {
     runs.push(run.into());
 }
 
-/// Reads whole blocks from `start` on. Bytes behind the end of the disk read as zeros, whatever its
-/// file has there.
+/// Reads whole blocks from `start` on. Bytes behind the end of the disk read as zeros, although its
+/// file may be longer.
 fn read(drive: &CopiedDrive, start: Gfn, to: &mut [u8]) -> io::Result<()> {
     let offset = start.gpa();
     let has = drive.head.bytes.saturating_sub(offset).min(to.len() as u64) as usize;

@@ -1,4 +1,4 @@
-//! Frames into messages, over one connection: FRAMES, PAGES and ZERO.
+//! Sends frames over one connection as FRAMES, PAGES and ZERO.
 //!
 //! Long runs go from guest memory straight to the socket (FRAMES). If the guest writes them
 //! meanwhile, they are dirty and are sent again. Scattered frames are gathered in one reused buffer
@@ -27,14 +27,14 @@ use super::rate_limiter::RateLimiter;
 
 /// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
 const FRAMES_PER_MESSAGE: u64 = 128;
-/// Least frames of a run that is sent as FRAMES: its two additional system calls cost about as much
+/// Least frames of a run that is sent as FRAMES. Its two additional system calls cost about as much
 /// as copying this many frames.
 const DIRECT: u64 = 8;
-/// Number of runs at which a ZERO is sent. A chunk adds at most one a frame, so a message never has
-/// more runs than it may.
+/// Number of runs at which a ZERO is sent. A chunk adds at most one run a frame, so a message never
+/// exceeds [`MAX_ZERO_RUNS`].
 const ZERO_RUNS: usize = 512;
 const _: () = assert!(ZERO_RUNS as u64 + MAX_PAGES < MAX_ZERO_RUNS as u64);
-/// Bytes that are compared with zero at a time.
+/// Bytes that are compared with zero at once.
 const PIECE: usize = 512;
 /// Bytes of a cache line.
 const LINE: usize = 64;
@@ -96,7 +96,7 @@ impl<'a> FrameSender<'a> {
         }
     }
 
-    /// Sends the chunks that `next` returns, until there are none: all of a pass, or this channel's
+    /// Sends the chunks that `next` returns until it returns none: all of a pass, or this channel's
     /// share of it. Fails at `limit`.
     pub(super) fn share(
         &mut self,
@@ -114,8 +114,8 @@ impl<'a> FrameSender<'a> {
         Ok(counts)
     }
 
-    /// Sends a chunk of at most one message's frames. Zero frames and scattered frames are sent
-    /// once enough of them have come together.
+    /// Sends a chunk of at most one message's frames. Zero frames and scattered frames are gathered
+    /// until a message is worth sending.
     fn chunk(
         &mut self,
         wire: &mut Wire<Link>,
@@ -149,7 +149,7 @@ impl<'a> FrameSender<'a> {
 
     fn reads_zero(&self, gfn: Gfn) -> Result<bool, Cause> {
         let mut piece = [0; PIECE];
-        // The first cache line decides for most frames with content, and only it is fetched.
+        // The first cache line decides for most frames with content, and no other line is fetched.
         let line = &mut piece[..LINE];
         self.ram.read_slice(line, GuestAddress(gfn.gpa())).map_err(unreadable)?;
         if line.iter().any(|byte| *byte != 0) {
@@ -222,7 +222,7 @@ impl<'a> FrameSender<'a> {
         self.after_message(wire, before)
     }
 
-    /// Counts the bytes, keeps the rate, and detects a destination that gives up within a pass.
+    /// Counts the bytes, limits the rate, and detects a destination that gives up within a pass.
     pub(super) fn after_message(
         &mut self,
         wire: &mut Wire<Link>,

@@ -4,7 +4,7 @@ use driftline_guest::{
     DirtyLog, GuestContents, GuestIdentity, HandOver, Lifecycle, Stateful, WriteThrottle,
 };
 
-/// A guest that can be moved to another host. Every type that has these parts is one.
+/// A guest that can be moved to another host. Implemented by every type with these traits.
 pub trait Migratable:
     GuestIdentity + GuestContents + DirtyLog + WriteThrottle + Lifecycle + Stateful + HandOver
 {

@@ -1,6 +1,6 @@
-//! The source's end of the hand-over: COMMIT, and what follows if no answer comes.
+//! The source's end of the hand-over: sends COMMIT, and asks the destination if no answer arrives.
 //!
-//! `crate::protocol::two_phase::Source` decides what to do; this module does it.
+//! `crate::protocol::two_phase::Source` gives the orders; this module performs them.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -26,13 +26,13 @@ use crate::report::{SendReport, SendStatus, ms, per_second, unix_us};
 use crate::transport::link::{Link, SLICE};
 use crate::transport::wire::Wire;
 
-/// Upper bound on reading why a destination gives up before COMMIT.
+/// Upper bound on reading the reason of a destination that gives up before COMMIT.
 const REASON_LIMIT: Duration = Duration::from_millis(500);
 
-/// Upper bound on a question's HELLOs, and again on its answer.
+/// Upper bound on a question's HELLOs, and a second time on its answer.
 const QUERY_LIMIT: Duration = Duration::from_secs(3);
 
-/// A sealed guest, which may be the destination's from here on.
+/// A migration past the point of no return: the guest may be the destination's from here on.
 pub(super) struct CommittedMigration<'a, G: Migratable + ?Sized> {
     committed_guest: CommittedGuest<'a, G>,
     record: CommittedRecord,
@@ -58,14 +58,14 @@ struct SendTimes {
 }
 
 impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
-    /// Seals the guest. This is the last step whose failure resumes the guest here.
+    /// Passes the point of no return. This is the last step whose failure resumes the guest here.
     pub(super) fn commit(
         &self,
         channels: &mut Channels,
         ready: PreparedMigration<'a, G>,
     ) -> Result<CommittedMigration<'a, G>, SendFailed> {
         let PreparedMigration { paused, record, stats, totals, drive_totals, deferred } = ready;
-        // A destination that died or gave up since PREPARED is detected now, without doubt.
+        // If the destination died or gave up since PREPARED, the guest resumes here without doubt.
         if let Some(cause) = early_end(&mut channels.first) {
             return Err(paused.give_up(cause));
         }
@@ -87,7 +87,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         })
     }
 
-    /// Sends COMMIT, and asks until it is known which host has the guest.
+    /// Sends COMMIT, and asks the destination until it is known which host has the guest.
     pub(super) fn finish(
         &self,
         mut channels: Channels,
@@ -105,7 +105,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         let mut deferred = Some(deferred);
         let mut ran_at = None;
         let mut sent = channels.sent_bytes();
-        // Why the last question had no answer, or the answer in words.
+        // The last answer in words, or why there was none.
         let mut doubt = None;
         let mut resolved = None;
         loop {
@@ -117,7 +117,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                 }
                 SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
                     self.in_doubt(&doubt);
-                    // A doubt may last for days, and nothing hurries any more.
+                    // Freed here, because a doubt may last for days and time is not short any more.
                     drop(deferred.take());
                     let event = self.ask(record.site(), &mut channels.first, &mut doubt);
                     if let SourceEvent::Operator(how) = event {
@@ -152,7 +152,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         }
     }
 
-    /// Sends COMMIT and waits for its answer, from which it computes when the guest `ran` there.
+    /// Sends COMMIT and waits for the answer. Sets `ran` to the time at which the destination took
+    /// the guest over.
     fn send_commit(
         &self,
         wire: &mut Wire<Link>,
@@ -162,15 +163,15 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         wire.stream_mut().set_deadline(Some(Instant::now() + self.options.commit_timeout));
         wire.stream_mut().set_progress_timeout(self.options.commit_timeout);
         let answer = (|| {
-            let said = Instant::now();
+            let sent_at = Instant::now();
             wire.send(&WireMessage::Commit { token: self.token })?;
             match wire.recv()? {
                 WireMessage::Running { token, took_us } => {
                     self.check_token(Tag::Running, token)?;
-                    let (waited, took) = (said.elapsed(), Duration::from_micros(took_us));
-                    // A peer's figure cannot make it longer than it was.
+                    let (waited, took) = (sent_at.elapsed(), Duration::from_micros(took_us));
+                    // A wrong figure of the peer cannot exceed the time that this side has waited.
                     let ways = waited.saturating_sub(took);
-                    *ran = Some(said + waited - ways / 2);
+                    *ran = Some(sent_at + waited - ways / 2);
                     Ok(SourceEvent::Running)
                 }
                 WireMessage::Answer { token, verdict } => {
@@ -182,20 +183,20 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         })();
         answer.unwrap_or_else(|e: WireError| {
             *doubt = Some(e.to_string());
-            // A destination that has not read COMMIT yet need not wait for it.
+            // Closed, so that a destination that has not read COMMIT yet does not wait for it.
             wire.stream().close();
             SourceEvent::Lost
         })
     }
 
-    /// Shows the doubt: once in the log, and always in the progress.
+    /// Shows the doubt once in the log, and every time in the progress.
     fn in_doubt(&self, doubt: &Option<String>) {
         if self.control.progress().phase != Phase::InDoubt {
             let (vm, token, why) = (self.guest.vm_id(), self.token, doubt.as_deref().unwrap_or(""));
             tracing::error!(
                 %vm, %token, why,
                 "in doubt: {} may be running the guest; it is asked until it answers or the \
-                 operator resolves", self.to
+                 operator resolves the migration", self.to
             );
         }
         self.control.update(|p| {
@@ -226,7 +227,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                     match verdict {
                         Verdict::Undecided => "it has not decided yet",
                         Verdict::Committed => {
-                            "it decided to run the guest, and does not say that the guest runs"
+                            "it has decided to run the guest, but has not confirmed that it runs"
                         }
                         Verdict::Unknown => "it does not know of this migration",
                         Verdict::Running | Verdict::Discarded => {
@@ -239,7 +240,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                 );
                 SourceEvent::Answer(verdict)
             }
-            // The operator's resolution, which comes next, cut it short.
+            // The operator's resolution, which the next call returns, has interrupted the question.
             Err(_) if self.control.resolution().is_some() => SourceEvent::Lost,
             Err(e) => {
                 *doubt = Some(e.to_string());
@@ -263,16 +264,16 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         }
     }
 
-    /// Removes the record of a settled migration, and tells the destination to remove its own.
+    /// Removes the record, because the outcome is known, and lets the destination remove its own.
     fn forget(&self, record: CommittedRecord, wire: &mut Wire<Link>) {
         match record.remove() {
             // A destination that does not receive ENDED keeps a small file.
             Ok(()) => {
-                // The operator may have resolved meanwhile, which is no reason not to send it.
+                // Ignores stop requests: ENDED is sent even if the operator has resolved meanwhile.
                 wire.stream_mut().begin_closing();
                 let _ = wire.send(&WireMessage::Ended { token: self.token });
             }
-            Err(e) => tracing::warn!("a resolved migration leaves its record: {e}"),
+            Err(e) => tracing::warn!("the record of a finished migration stays: {e}"),
         }
     }
 
@@ -308,7 +309,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     }
 }
 
-/// Returns why a destination that should wait for COMMIT is gone, if it is.
+/// Returns why a destination has stopped waiting for COMMIT, if it has.
 fn early_end(wire: &mut Wire<Link>) -> Option<WireError> {
     if !wire.stream().has_incoming() {
         return None;

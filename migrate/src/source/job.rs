@@ -1,4 +1,4 @@
-//! What all phases of a migration share at its source, and how a phase fails.
+//! State that all phases of a migration share at its source, and the error of a phase.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ use crate::report::ms;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// A failure, and where it leaves the guest.
+/// The failure of a phase, and where the guest is after it.
 #[derive(Debug)]
 pub(super) struct SendFailed {
     pub(super) cause: Cause,
@@ -22,13 +22,13 @@ pub(super) struct SendFailed {
 }
 
 impl<E: Into<Cause>> From<E> for SendFailed {
-    /// For failures while the guest runs: nothing has to be undone.
+    /// Converts a failure while the guest runs, after which nothing has to be undone.
     fn from(e: E) -> Self {
         Self { cause: e.into(), place: GuestPlace::Here }
     }
 }
 
-/// What all phases share.
+/// State that all phases share.
 pub(super) struct SendJob<'a, G: Migratable + ?Sized> {
     pub(super) guest: &'a G,
     pub(super) to: &'a str,
@@ -39,6 +39,7 @@ pub(super) struct SendJob<'a, G: Migratable + ?Sized> {
 }
 
 impl<G: Migratable + ?Sized> SendJob<'_, G> {
+    /// Runs a phase, and shows it in the log and in the progress.
     pub(super) fn phase<T>(
         &self,
         phase: Phase,
@@ -54,8 +55,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         result
     }
 
-    /// Runs a phase; if it fails, both ends tell each other why. The guest runs again by then and
-    /// does not wait for that.
+    /// Runs a phase, and exchanges reasons with the peer if it fails. By then the guest runs again.
     pub(super) fn peer_phase<T>(
         &self,
         phase: Phase,
@@ -68,8 +68,8 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         })
     }
 
-    /// Reads the peer's reason, or sends this side's. Returns the cause, in the peer's words if it
-    /// gave any.
+    /// Reads the peer's reason, or sends this side's. Returns the cause, which is the peer's reason
+    /// if there is one.
     fn exchange_reasons(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
         let cancelled = self.control.stop.is_cancelled();
         match cause {
@@ -92,7 +92,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         }
     }
 
-    /// Checks that a message which decides something names this migration.
+    /// Checks that a message of the hand-over names this migration.
     pub(super) fn check_token(&self, message: Tag, found: Token) -> Result<(), WireError> {
         let expected = self.token;
         match found == expected {

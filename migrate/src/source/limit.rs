@@ -1,4 +1,4 @@
-//! Upper bounds on phases, which no peer can stretch, neither by silence nor by trickling.
+//! Upper bounds on phases. A peer can extend them neither by silence nor by trickling.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use super::channels::Channels;
 use crate::error::Cause;
 use crate::policy::convergence::{Goals, TimeoutStrategy};
 
-/// The time at which a phase fails, if there is one, and the failure that this is.
+/// The time at which a phase fails, if it has a limit, and the failure.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limit {
     at: Option<Instant>,
@@ -15,18 +15,18 @@ pub(super) struct Limit {
 
 #[derive(Clone, Copy, Debug)]
 enum LimitKind {
-    /// Pre-copy has taken this long.
+    /// Pre-copy has taken this time.
     NotConverging(Duration),
-    /// The pause has taken this long.
+    /// The pause has taken this time.
     PauseTooLong(Duration),
 }
 
 impl Limit {
-    /// Returns the limit of a pre-copy that began at `begun`. With a strategy that pauses in any
-    /// case there is none: finishing the pass makes the pause shorter.
+    /// Returns the limit of a pre-copy that began at `begun`. The strategy `switchover` has none,
+    /// because it pauses in any case and finishing the pass makes the pause shorter.
     pub(super) fn of_precopy(begun: Instant, goals: &Goals) -> Self {
         let at = match goals.strategy {
-            // A time that the clock cannot represent is no limit.
+            // `None`, no limit, if the clock cannot represent the time.
             TimeoutStrategy::Cancel => begun.checked_add(goals.timeout),
             TimeoutStrategy::Switchover => None,
         };
@@ -38,7 +38,7 @@ impl Limit {
         Self { at: since.checked_add(limit), kind: LimitKind::PauseTooLong(limit) }
     }
 
-    /// The time of the limit.
+    /// Returns the time of the limit.
     pub(super) fn at(&self) -> Option<Instant> {
         self.at
     }
@@ -56,7 +56,7 @@ impl Limit {
         }
     }
 
-    /// Returns the failure if the limit has been reached.
+    /// Fails if the limit has been reached.
     pub(super) fn check(&self) -> Result<(), Cause> {
         if self.is_reached() { Err(self.cause()) } else { Ok(()) }
     }

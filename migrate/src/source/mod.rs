@@ -1,8 +1,8 @@
-//! The source of a migration: `send`, and the phases that it goes through.
+//! The source of a migration: `send` and its phases.
 //!
-//! The caller's thread does everything: it owns the connections, the subscription and the paused
-//! guest. Before COMMIT every failure returns the guest to this host. After COMMIT only a permit of
-//! the state machine decides (see `protocol::two_phase`).
+//! The caller's thread owns the connections, the subscription and the paused guest. Before COMMIT
+//! every failure resumes the guest on this host. After COMMIT the guest is resumed or ended only
+//! with a permit of the state machine (see `protocol::two_phase`).
 
 mod announce;
 mod channels;
@@ -38,13 +38,18 @@ pub use options::{MIN_BANDWIDTH, SendOptions};
 
 /// Moves `guest` to the destination that listens at `to` ("HOST:PORT", "tcp:" in front allowed).
 ///
-/// Blocks until the destination has the guest (which has then ended here,
-/// [`Lifecycle::stop`](driftline_guest::Lifecycle::stop)), or until it is certain that the guest
-/// stays here. While neither is known, the migration is in doubt: `send` asks the destination until
-/// it answers or [`SendControl::resolve`] is called. `control.progress()` shows the doubt.
+/// Blocks until the destination has the guest, or until it is certain that the guest stays here. In
+/// the first case the guest here is ended by
+/// [`Lifecycle::stop`](driftline_guest::Lifecycle::stop). While neither is known, the migration is
+/// in doubt: `send` asks the destination until it answers or [`SendControl::resolve`] is called.
+/// `control.progress()` shows the doubt.
 ///
 /// Costs one bit of memory a frame for tracking (three with `verify`), and 512 KiB of buffers for
 /// each connection (2 MiB with compression). Copied disks cost one bit a block, and 512 KiB.
+///
+/// # Errors
+///
+/// [`SendError`] has the phase that failed, the cause, and where the guest is.
 pub fn send<G: Migratable + ?Sized>(
     guest: &G,
     to: &str,
@@ -59,7 +64,7 @@ pub fn send<G: Migratable + ?Sized>(
             false => failed.cause,
         };
         let phase = control.progress().phase;
-        // A guest that powers itself off makes a migration fail in many ways, and never runs again.
+        // A guest that powers itself off makes any phase fail, and never runs again.
         let place = match guest.run_state() {
             RunState::Stopped => GuestPlace::Ended,
             _ => failed.place,

@@ -17,31 +17,31 @@ pub const MIN_BANDWIDTH: u64 = 1 << 20;
 pub struct SendOptions {
     /// Directory of this host's hand-over records ([`Records`](crate::Records)).
     pub records: PathBuf,
-    /// Target of the pause for the last pass. 300 ms.
+    /// Target of the pause. 300 ms.
     pub downtime: Duration,
     /// Upper bound on passes before the last one. 30; more than 4095 count as 4095.
     pub max_passes: u32,
     /// Upper bound on pre-copy. One hour.
     pub timeout: Duration,
-    /// What to do at one of these two bounds. Cancel.
+    /// Action at either of these two bounds. Cancel.
     pub timeout_strategy: TimeoutStrategy,
-    /// Limit of bandwidth while the guest runs, bytes/s; less than [`MIN_BANDWIDTH`] counts as
-    /// that. `None`, the default: no limit. The last pass ignores it, but the expected pause is
-    /// computed with it: the speed of a link that was never used fully is not known.
+    /// Bandwidth limit while the guest runs, bytes/s; at least [`MIN_BANDWIDTH`]. `None`, the
+    /// default: no limit. The last pass ignores it. The expected pause is computed with it, because
+    /// the rate of a link that was never used fully is not known.
     pub max_bandwidth: Option<u64>,
-    /// Connections that share in sending memory, 1 to [`MAX_CONNECTIONS`](crate::MAX_CONNECTIONS).
-    /// 1. More of them pay where one does not fill the link; each costs a thread at either end.
+    /// Number of connections that send memory, 1 to [`MAX_CONNECTIONS`](crate::MAX_CONNECTIONS).
+    /// 1. More connections help if one does not fill the link; each costs a thread at either end.
     pub connections: u32,
     /// Compression of contents; a message is sent uncompressed unless it shrinks by at least an
     /// eighth. None.
     pub compression: Compression,
-    /// Whether both ends compare a digest of all memory in the pause, which costs the time to read
-    /// it.
+    /// Whether both ends compare a digest of all memory in the pause, which takes the time to read
+    /// all memory. False.
     pub verify: bool,
     /// Disks to copy, because the destination cannot reach them. None.
     pub copy_drives: CopyDrives,
-    /// Whether vCPUs that write are throttled when passes do not shrink (see
-    /// [`throttle`](crate::throttle)). They are.
+    /// Whether vCPUs are throttled if passes do not shrink (see [`throttle`](crate::throttle)).
+    /// True.
     pub throttle: bool,
     /// Upper bound on opening a connection. 10 s.
     pub connect_timeout: Duration,
@@ -49,9 +49,9 @@ pub struct SendOptions {
     pub setup_timeout: Duration,
     /// Longest time without any progress of the destination in any other phase. 10 s.
     pub progress_timeout: Duration,
-    /// Upper bound on the pause until PREPARED, after which the guest runs here again. `None`: ten
-    /// times the target, or ten times the expected pause where the strategy is to pause in any
-    /// case; at least 5 s.
+    /// Upper bound on the pause until PREPARED, after which the guest resumes here. `None`: ten
+    /// times the target, or ten times the expected pause if the strategy is to pause in any case;
+    /// at least 5 s.
     pub switch_over_limit: Option<Duration>,
     /// Upper bound on the time from COMMIT to its answer, after which the migration is in doubt. 10
     /// s.
@@ -85,7 +85,7 @@ impl SendOptions {
         }
     }
 
-    /// Upper bound on the pause that `reason` led to.
+    /// Returns the upper bound on the pause that `reason` led to.
     pub(super) fn pause_limit(&self, reason: &Reason) -> Duration {
         let expected = reason.expected().unwrap_or_default().max(self.downtime);
         let usual = expected.saturating_mul(10).max(Duration::from_secs(5));

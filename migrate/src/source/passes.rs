@@ -1,8 +1,8 @@
 //! Passes: frames and blocks over all channels of a migration.
 //!
-//! A pass's chunks go to whichever channel is ready for one. All channels that have joined end
-//! their shares before the first one ends the pass, and no pass begins before the one before it is
-//! acknowledged. So of a frame that is sent twice the newest content stays.
+//! Each channel takes the next chunk of the pass when it is ready. All joined channels end their
+//! shares before the first channel ends the pass, and a pass begins after the previous one was
+//! acknowledged. So the newest content of a frame that is sent twice stays.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,13 +33,13 @@ pub(super) struct Passes<'a> {
     control: &'a SendControl,
     rate_limiter: Arc<RateLimiter>,
     first: FrameSender<'a>,
-    /// For the channels that have joined, in their order.
+    /// Senders of the joined channels, in their order.
     joined: Vec<FrameSender<'a>>,
     /// Frames of all passes.
     pub(super) totals: Counts,
 }
 
-/// A pass that the destination has not acknowledged yet.
+/// A pass that was sent and is not acknowledged yet.
 #[must_use = "the destination has not acknowledged the pass yet"]
 #[derive(Debug)]
 pub(super) struct PassSent {
@@ -59,12 +59,11 @@ pub(super) struct PassDone {
 }
 
 impl PassDone {
-    /// Returns what the pass says about the link. `dirtied` frames and blocks were written during
-    /// it, and it sent `blocks` of disks besides frames.
+    /// Returns the measurement of the pass for the policies. `dirtied` frames and blocks were
+    /// written during it, and it sent `blocks` of disks besides frames.
     ///
     /// With compression the uncompressed size counts, because the next pass will compress as well.
-    /// Zero blocks of disks count as content: reading them takes as long, and what is written next
-    /// may or may not be zeros.
+    /// Zero blocks of disks count as content, because reading them takes as long.
     pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> PassMeasurement {
         let contents = self.counts.normal + blocks.normal + blocks.zero;
         let frames = contents + self.counts.zero;
@@ -89,7 +88,7 @@ impl PassSent {
     /// Waits until the destination acknowledges the pass.
     pub(super) fn await_end(self, wire: &mut Wire<Link>) -> Result<PassDone, Cause> {
         let Self { pass, counts, bytes, begun, connections } = self;
-        // The buffers of all channels drain over one line before the acknowledgement can come.
+        // The buffers of all channels drain over one link before the acknowledgement can arrive.
         let progress_timeout = wire.stream().progress_timeout();
         wire.stream_mut().set_progress_timeout(progress_timeout.saturating_mul(connections));
         let acknowledged = acknowledged(wire, pass, counts);
@@ -125,8 +124,8 @@ impl<'a> Passes<'a> {
         self.rate_limiter.end();
     }
 
-    /// Sends `runs`, which have `frames` frames in all, and what `drives` have drained, as pass
-    /// number `pass`. Does not wait for the acknowledgement. Fails at `limit`. On an error the
+    /// Sends `runs`, which have `frames` frames in all, and the drained blocks of `drives`, as pass
+    /// number `pass`. Does not wait for the acknowledgement. Fails at `limit`. After an error the
     /// destination may have any part of the pass.
     pub(super) fn begin(
         &mut self,
@@ -176,7 +175,7 @@ impl<'a> Passes<'a> {
         let next = || chunks.lock().next();
         // The first failure is the cause, and stops the other channels.
         let fault = Mutex::new(None);
-        let heard = |which: u32, result: Result<Counts, Cause>| match result {
+        let counts_or_halt = |which: u32, result: Result<Counts, Cause>| match result {
             Ok(counts) => counts,
             Err(cause) => {
                 let mut fault = fault.lock();
@@ -197,16 +196,21 @@ impl<'a> Passes<'a> {
                 let thread = std::thread::Builder::new().name("migrate-channel".into());
                 let span = tracing::Span::current();
                 let run = move || {
-                    span.in_scope(|| heard(which, send_share(wire, sender, pass, next, limit)))
+                    span.in_scope(|| {
+                        counts_or_halt(which, send_share(wire, sender, pass, next, limit))
+                    })
                 };
                 match thread.spawn_scoped(scope, run) {
                     Ok(thread) => threads.push(thread),
                     Err(cause) => {
-                        heard(which, Err(Cause::System { what: "starting a thread", cause }));
+                        counts_or_halt(
+                            which,
+                            Err(Cause::System { what: "starting a thread", cause }),
+                        );
                     }
                 }
             }
-            counts += heard(0, self.first.share(wire, next, limit));
+            counts += counts_or_halt(0, self.first.share(wire, next, limit));
             for thread in threads {
                 match thread.join() {
                     Ok(share) => counts += share,

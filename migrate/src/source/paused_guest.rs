@@ -1,7 +1,7 @@
-//! The paused guest at its source, before and after it is sealed.
+//! The paused guest at its source, before and after the point of no return.
 //!
-//! Dropping a [`PausedGuest`], on any path, resumes the guest here. Sealing it needs a durable
-//! record and makes it a [`CommittedGuest`], which only a permit of the state machine lets run.
+//! Dropping a [`PausedGuest`], on any path, resumes the guest here. Committing it needs a durable
+//! record and returns a [`CommittedGuest`], which resumes only with a permit of the state machine.
 
 use std::time::{Instant, SystemTime};
 
@@ -19,7 +19,7 @@ use crate::protocol::two_phase::{MayEnd, MayRunHere};
 #[must_use = "dropping this gives the guest back"]
 pub(super) struct PausedGuest<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> {
     guest: &'g G,
-    /// Set until the guest is resumed or sealed.
+    /// Set until the guest is resumed or committed.
     paused: Option<Paused<'g, G>>,
     was_running: bool,
     released: bool,
@@ -36,12 +36,12 @@ impl<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
         Ok((Self { guest, paused, was_running, released: false, since, clock }, saved))
     }
 
-    /// When the pause was requested.
+    /// Returns the time of the pause request.
     pub(super) fn since(&self) -> Instant {
         self.since
     }
 
-    /// When the pause was requested, by the host's clock.
+    /// Returns the time of the pause request by the host's clock.
     pub(super) fn since_by_clock(&self) -> SystemTime {
         self.clock
     }
@@ -50,7 +50,8 @@ impl<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
         self.was_running
     }
 
-    /// Drains what changed since the last drain; complete, because the guest is paused.
+    /// Drains the frames dirtied since the last drain. The set is complete, because the guest is
+    /// paused.
     pub(super) fn drain(&self, writes: &mut Subscription) -> Result<DirtySet, GuestError>
     where
         G: DirtyLog,
@@ -59,14 +60,14 @@ impl<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
         Ok(writes.drain())
     }
 
-    /// Releases what only one host may hold: disks.
+    /// Releases the disks, which only one host may hold.
     pub(super) fn release(&mut self) -> Result<(), GuestError> {
-        // Set before the attempt: of two disks one may be released when the other fails.
+        // Set before the attempt, because one disk may be released before another fails.
         self.released = true;
         self.guest.release()
     }
 
-    /// Detaches the guest from its networks. Returns the packets that came since its state was
+    /// Detaches the guest from its networks. Returns the packets that arrived since its state was
     /// saved.
     pub(super) fn detach(&self) -> Result<Vec<u8>, GuestError> {
         self.guest.detach()
@@ -78,20 +79,20 @@ impl<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
         if self.released
             && let Err(e) = self.guest.acquire()
         {
-            // Without its disks it must not run.
+            // The guest must not run without its disks.
             paused.keep_paused();
             return Err(e);
         }
         paused.resume()
     }
 
-    /// Resumes the guest after a failure, and returns that with where the guest is.
+    /// Resumes the guest after a failure. Returns the failure with the guest's place.
     pub(super) fn give_up(mut self, cause: impl Into<Cause>) -> SendFailed {
         SendFailed { cause: cause.into(), place: place(self.take_back()) }
     }
 
-    /// Seals the guest: PREPARED has come, and the guest may be the destination's, as its record
-    /// says.
+    /// Passes the point of no return. The caller proves that a durable record names the
+    /// destination.
     pub(super) fn commit(mut self, _proof: &CommittedRecord) -> CommittedGuest<'g, G> {
         if let Some(paused) = self.paused.take() {
             paused.keep_paused();
@@ -116,7 +117,7 @@ fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
 }
 
 /// A paused guest that may run at another host. Dropping it leaves it paused.
-#[must_use = "the guest stays paused until the machine says whose it is"]
+#[must_use = "the guest stays paused until a permit resumes or ends it"]
 pub(super) struct CommittedGuest<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> {
     guest: &'g G,
     was_running: bool,

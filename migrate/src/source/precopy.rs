@@ -1,5 +1,4 @@
-//! Pre-copy: passes over memory and drives while the guest runs, until what is left is worth a
-//! pause.
+//! Pre-copy: passes over memory and disks while the guest runs, until the rest fits into a pause.
 
 use std::time::{Duration, Instant};
 
@@ -24,14 +23,13 @@ use crate::policy::convergence::{
 };
 use crate::report::{PassReport, VcpuThrottle, ms, per_second};
 
-/// How often the judgement is repeated after disks and the record were synced.
+/// Upper bound on repeating the judgement after disks and the record were synced.
 const MAX_RECHECKS: u32 = 2;
 
-/// Upper bound on waiting for disks before the first judgement is repeated.
+/// Upper bound on flushing disks before the first judgement is repeated.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
-/// Memory and disks as pre-copy left them. Later writes are in `writes` and in the disks' own
-/// subscriptions.
+/// The result of pre-copy. Later writes are in `writes` and in the disks' own subscriptions.
 pub(super) struct PrecopyResult<'a, G: Migratable + ?Sized> {
     pub(super) writes: Subscription,
     pub(super) verifier: Option<Verifier>,
@@ -39,7 +37,7 @@ pub(super) struct PrecopyResult<'a, G: Migratable + ?Sized> {
     pub(super) passes: Passes<'a>,
     pub(super) guest_throttle: GuestThrottle<'a, G>,
     pub(super) stats: Stats,
-    /// Durable already, unless digests of memory are compared first.
+    /// Durable, unless digests of memory are compared first.
     pub(super) record: HandOverRecord,
     /// Feature bits of the destination's HELLO.
     pub(super) features: u64,
@@ -73,7 +71,7 @@ struct Precopy<'j, 'a, G: Migratable + ?Sized> {
     drained: Instant,
     rechecks: u32,
     guest_throttle: GuestThrottle<'a, G>,
-    /// Declared after `guest_throttle`, so that on failure the guest has its full speed before a durable
+    /// Declared after `guest_throttle`, so that on failure the throttle ends before a durable
     /// record is removed.
     record: HandOverRecord,
 }
@@ -119,13 +117,14 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         let begun = Instant::now();
         let (goals, guest) = (job.options.goals(), job.guest);
         let guest_throttle = GuestThrottle::new(guest, job.options.throttle);
-        // Subscribe before reading which memory is populated: what is written in between is in the
-        // first drained set.
+        // Subscribe before reading which memory is populated: a write in between is in the first
+        // drained set.
         let writes = guest.subscribe("migrate")?;
         let subscribed = begun.elapsed();
         let populated = guest.populated()?;
-        let (subscribed, looked) = (ms(subscribed), ms(begun.elapsed()));
-        tracing::debug!(subscribed, looked, runs = populated.len(), "ms; writes are followed");
+        let (subscribed_ms, populated_ms) = (ms(subscribed), ms(begun.elapsed()));
+        let runs = populated.len();
+        tracing::debug!(subscribed_ms, populated_ms, runs, "subscribed to writes");
         let drives = Drives::follow(&drives)?;
         let verifier = match job.options.verify {
             true => Some(Verifier::new(guest, &populated)?),
@@ -204,11 +203,10 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         done.map_err(|cause| self.guest_throttle.explain(cause))
     }
 
-    /// Measures a pass and decides what follows it. Before a pause, disks are flushed, the
-    /// hand-over record is made durable, and the decision is repeated with what was written
-    /// meanwhile.
+    /// Measures a pass and decides what follows it. Before a pause it flushes disks, makes the
+    /// hand-over record durable, and repeats the decision with the writes of that time.
     fn decide_next(mut self, done: PassDone) -> Result<AfterPass<'j, 'a, G>, SendFailed> {
-        // Starts the flush; only before the pause is it waited for.
+        // Starts the flush without waiting for it.
         self.flush_disks(Duration::ZERO);
         let mut epoch = self.drain()?;
         let window = self.drained.elapsed();
@@ -224,17 +222,17 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
             if self.rechecks == 1 {
                 self.flush_disks(FLUSH_LIMIT);
             }
-            // The record is made durable now, so that the pause does not wait for its disk. Where
-            // digests are compared it is made after that: a comparison takes long, and an operator
-            // who finds the record would take the migration for one in doubt.
+            // The record is made durable now, so that the pause does not wait for its disk. With
+            // `verify` it is made after the comparison of digests, which takes long: an operator
+            // who found the record during it would take the migration for one in doubt.
             if self.verifier.is_none() {
                 self.record = HandOverRecord::Durable(self.record.make_durable()?);
             }
             // The pause may be next.
             self.job.guest.stay_awake();
             heap::grow();
-            // Writes during the syncs count, unless disks are so slow that they always exceed the
-            // target.
+            // Writes during the syncs count, but not without end: slow disks could always let them
+            // exceed the target.
             if self.rechecks <= MAX_RECHECKS {
                 epoch.give_back();
                 epoch = self.drain()?;
@@ -280,7 +278,7 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         }
     }
 
-    /// Drains what was written or given back since the last drain.
+    /// Drains the frames and blocks written or given back since the last drain.
     fn drain(&mut self) -> Result<DirtySet, Cause> {
         self.job.guest.collect()?;
         let epoch = self.writes.drain();
@@ -293,12 +291,12 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         self.guest_throttle.judge(&self.goals, &self.measured, pending, self.begun.elapsed())
     }
 
-    /// Flushes disks while the guest runs, waiting at most `limit`. What is not done by then delays
+    /// Flushes disks while the guest runs, and waits at most `limit`. The rest of the flush delays
     /// the release of the disks in the pause.
     fn flush_disks(&self, limit: Duration) {
         match self.job.guest.flush(limit) {
             Ok(done) => tracing::debug!(done, "flushed"),
-            // A disk that cannot be flushed concerns only the guest until the hand-over.
+            // Until the hand-over a failed flush is reported to the guest, and fails no migration.
             Err(e) => tracing::warn!(vm = %self.job.guest.vm_id(), "{e}"),
         }
     }

@@ -1,4 +1,4 @@
-//! Limits a sender's rate: after each message it waits until the next one is due.
+//! Limits the rate of a migration: after each message the sender waits until the next one is due.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ pub(super) struct RateLimiter(Mutex<RateLimiterState>);
 struct RateLimiterState {
     /// Bytes/s; `None`: no limit.
     rate: Option<u64>,
-    /// When the next message is due.
+    /// Time at which the next message is due.
     next: Instant,
 }
 
@@ -55,7 +55,7 @@ impl RateLimiter {
 }
 
 impl RateLimiterState {
-    /// Returns when the next message is due, after `bytes` that were sent until `now`.
+    /// Returns the time at which the next message is due, after `bytes` that were sent until `now`.
     fn due(&mut self, bytes: u64, now: Instant) -> Instant {
         let Some(rate) = self.rate else { return now };
         let takes = Duration::from_secs_f64((bytes as f64 / rate as f64).min(3600.0));
@@ -81,8 +81,8 @@ mod tests {
         // A link as slow as the rate is not slowed down.
         assert_eq!(state.due(500, begun + ms(1500)), begun + ms(1500));
         let later = begun + ms(9000);
-        assert_eq!(state.due(500, later), later, "it had its own time");
-        assert_eq!(state.due(500, later), later + ms(500), "and no more");
+        assert_eq!(state.due(500, later), later, "one message is free");
+        assert_eq!(state.due(500, later), later + ms(500), "the next one waits");
         drop(state);
         rate_limiter.end();
         assert_eq!(rate_limiter.state().due(u64::MAX, later), later);

@@ -1,5 +1,5 @@
-//! The hand-over record at its source: staged, standing, and removed again unless the guest is
-//! sealed with it.
+//! The hand-over record at its source: staged, made durable, and removed again unless the guest is
+//! committed with it.
 
 use uuid::Uuid;
 
@@ -15,7 +15,7 @@ pub(super) enum HandOverRecord {
 }
 
 impl HandOverRecord {
-    /// Makes the record durable unless it is already.
+    /// Makes the record durable unless it is.
     pub(super) fn make_durable(self) -> Result<DurableRecord, Cause> {
         match self {
             Self::Staged(staged) => staged.place(),
@@ -23,8 +23,8 @@ impl HandOverRecord {
         }
     }
 
-    /// Removes a durable record and stages it again, because pre-copy goes on. An operator must not
-    /// find a record for as long as passes take.
+    /// Removes a durable record and stages it again, because pre-copy goes on. During passes an
+    /// operator must not find a record.
     pub(super) fn withdraw(self) -> Result<Self, Cause> {
         match self {
             Self::Staged(staged) => Ok(Self::Staged(staged)),
@@ -33,7 +33,7 @@ impl HandOverRecord {
     }
 }
 
-/// A record that is written but has no name yet. Dropping it removes it.
+/// A record that is written, but not yet linked to its name. Dropping it removes it.
 pub(super) struct StagedRecord {
     records: Records,
     staged: StagedSource,
@@ -44,13 +44,13 @@ impl StagedRecord {
         Self { records, staged }
     }
 
-    /// Makes the record durable. Dropping the result removes it, unless the guest was sealed with
-    /// it.
+    /// Makes the record durable. Dropping the result removes it, unless the guest was committed
+    /// with it.
     fn place(self) -> Result<DurableRecord, Cause> {
         let Self { records, staged } = self;
         let (state, order) = Source::Streaming.on(SourceEvent::Converged);
         debug_assert_eq!(order, SourceOrder::Record);
-        // A record whose placing failed half-way may exist.
+        // The record may exist even if linking it has failed.
         let guard = RemoveOnDrop { records, token: staged.token(), armed: true };
         let mark = guard.records.place_source(staged)?;
         let (state, _wait) = state.on(SourceEvent::Recorded);
@@ -58,8 +58,8 @@ impl StagedRecord {
     }
 }
 
-/// Proof that the record is durable. Dropping it removes the record, because the guest stays on
-/// this host. It must be dropped after the paused guest, which must not wait for that disk write.
+/// A durable record. Dropping it removes the record, because the guest stays on this host. It must
+/// be dropped after the paused guest, whose resume must not wait for that disk write.
 #[must_use = "dropping this removes the record"]
 pub(super) struct DurableRecord {
     guard: RemoveOnDrop,
@@ -77,12 +77,12 @@ impl DurableRecord {
         Ok(StagedRecord { records: guard.records.clone(), staged })
     }
 
-    /// The site of the destination's records, from READY.
+    /// Returns the site of the destination's records, from READY.
     pub(super) fn site(&self) -> Uuid {
         self.mark.record().site
     }
 
-    /// Keeps the record until the migration is settled: PREPARED has come.
+    /// Keeps the record until the outcome is known, because COMMIT follows.
     pub(super) fn commit(self) -> (CommittedRecord, Source, SourceOrder) {
         let Self { mut guard, mark, state } = self;
         guard.armed = false;
@@ -98,7 +98,7 @@ pub(super) struct CommittedRecord {
 }
 
 impl CommittedRecord {
-    /// The site of the destination's records.
+    /// Returns the site of the destination's records.
     pub(super) fn site(&self) -> Uuid {
         self.mark.record().site
     }
@@ -109,7 +109,7 @@ impl CommittedRecord {
     }
 }
 
-/// Removes a record on drop: without COMMIT it has no meaning.
+/// Removes a record on drop, because without COMMIT it has no meaning.
 struct RemoveOnDrop {
     records: Records,
     token: Token,
@@ -124,7 +124,7 @@ impl Drop for RemoveOnDrop {
         if let Err(e) = self.records.remove_source(self.token) {
             let token = self.token;
             tracing::warn!(
-                %token, "the guest is here, and a record that says otherwise may stay: {e}"
+                %token, "the guest is here, but the record of its hand-over may stay: {e}"
             );
         }
     }

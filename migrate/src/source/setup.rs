@@ -1,4 +1,4 @@
-//! The source until pre-copy: it connects, and has the destination build the machine.
+//! The source until pre-copy: connects, and lets the destination build the machine.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ use crate::transport::wire::Wire;
 /// Connections that are opened in parallel.
 const JOINS_AT_ONCE: usize = 4;
 
-/// A connection whose destination has introduced itself.
+/// A migration whose destination has answered HELLO.
 pub(super) struct Connected {
     records: Records,
     /// Feature bits of the destination's HELLO.
@@ -35,9 +35,9 @@ pub(super) struct Connected {
     drives: Vec<Box<dyn GuestDrive>>,
 }
 
-/// A destination that has built the machine, with all channels open.
+/// A migration whose destination has built the machine, with all channels open.
 pub(super) struct SetUp {
-    /// Names the site that READY gave.
+    /// Names the destination's site, from READY.
     pub(super) record: StagedRecord,
     pub(super) features: u64,
     pub(super) drives: Vec<Box<dyn GuestDrive>>,
@@ -46,7 +46,7 @@ pub(super) struct SetUp {
 impl<G: Migratable + ?Sized> SendJob<'_, G> {
     /// Connects to the destination and exchanges HELLOs.
     pub(super) fn connect(&self) -> Result<(Channels, Connected), SendFailed> {
-        // Opened now, so that an unusable directory fails before the guest is paused.
+        // Opened now, so that an unusable directory fails the migration before the pause.
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
         let drives = drives::chosen(self.guest, &self.options.copy_drives)?;
@@ -56,7 +56,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         Ok((channels, Connected { records, features, drives }))
     }
 
-    /// Opens a connection and exchanges HELLOs within `limit`, unless `stop` ends it.
+    /// Opens a connection and exchanges HELLOs within `limit`, unless `stop` is set.
     pub(super) fn introduce(
         &self,
         purpose: Purpose,
@@ -82,14 +82,14 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         Ok((wire, features))
     }
 
-    /// Has the destination build the machine, and opens the other channels.
+    /// Lets the destination build the machine, and opens the other channels.
     pub(super) fn set_up(
         &self,
         channels: &mut Channels,
         connected: Connected,
     ) -> Result<SetUp, SendFailed> {
         let Connected { records, features, drives } = connected;
-        self.offered(features)?;
+        self.check_features(features)?;
         let config = self.guest.config();
         fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into())?;
         let layout = self.guest.layout().clone();
@@ -100,7 +100,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         let wire = &mut channels.first;
         drives::announce(wire, &drives)?;
         wire.send(&WireMessage::Config { token: self.token, layout, config: &config })?;
-        // The wire shows no progress while a machine is built.
+        // No bytes arrive while the machine is built.
         wire.stream_mut().set_progress_timeout(self.options.setup_timeout);
         let site = match wire.recv()? {
             WireMessage::Ready { site } => site,
@@ -113,8 +113,8 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         Ok(SetUp { record, features, drives })
     }
 
-    /// Checks that the destination offers what the options ask for.
-    fn offered(&self, features: u64) -> Result<(), Cause> {
+    /// Checks that the destination offers the features that the options need.
+    fn check_features(&self, features: u64) -> Result<(), Cause> {
         let asked = [
             (self.options.verify, MEMORY_DIGEST, "a digest of memory (--verify)"),
             (
@@ -134,14 +134,14 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         }
     }
 
-    /// Opens the other channels, some in parallel.
+    /// Opens the other channels, [`JOINS_AT_ONCE`] in parallel.
     fn join(&self, channels: &mut Channels) -> Result<(), SendFailed> {
         let more = self.options.connections.clamp(1, MAX_CONNECTIONS) - 1;
         if more == 0 {
             return Ok(());
         }
         let numbers: Vec<u32> = (2..more + 2).collect();
-        // The destination's listener serves a bounded number at once, and others may call, too.
+        // The destination's listener serves a bounded number of connections at once.
         for batch in numbers.chunks(JOINS_AT_ONCE) {
             let joined: Result<Vec<_>, Cause> = std::thread::scope(|scope| {
                 let join = |which: &u32| {

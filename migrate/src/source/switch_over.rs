@@ -1,4 +1,4 @@
-//! The source's pause up to PREPARED: the state and the last pass.
+//! The source's pause up to PREPARED: sends the state and the last pass.
 
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -39,8 +39,8 @@ pub(super) struct PreparedMigration<'a, G: Migratable + ?Sized> {
     pub(super) deferred: DeferredDrop<'a>,
 }
 
-/// What is no longer needed. Freeing it takes time, so it is kept until the guest has moved, or
-/// until the migration is in doubt.
+/// Memory that is no longer needed. Freeing it takes time, so it is dropped after the guest has
+/// moved, or once the migration is in doubt.
 pub(super) struct DeferredDrop<'a> {
     _writes: Subscription,
     _verifier: Option<Verifier>,
@@ -49,13 +49,13 @@ pub(super) struct DeferredDrop<'a> {
     _sections: Vec<Section>,
 }
 
-/// What is left to send in the pause.
+/// The state and memory that are sent in the pause.
 struct PauseTransfer<'j, 'a, G: Migratable + ?Sized> {
     job: &'j SendJob<'a, G>,
     limit: Limit,
     features: u64,
     writes: Subscription,
-    /// Set where digests of memory are compared.
+    /// Set if digests of memory are compared.
     verifier: Option<Verifier>,
     drives: Drives,
     passes: Passes<'a>,
@@ -96,7 +96,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         } = copied;
         // State first: saving it may make the host write to guest memory.
         let (mut paused, saved) = PausedGuest::saving(self.guest)?;
-        // If the guest is resumed here, it has its full speed.
+        // The throttle ends here, so that a guest that is resumed has its full speed.
         drop(guest_throttle);
         let sections = match saved {
             Ok(sections) => sections,
@@ -125,7 +125,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             Ok(last) => last,
             Err(cause) => return Err(paused.give_up(cause)),
         };
-        // Durable already, unless digests had to be compared first.
+        // Durable, unless digests had to be compared first.
         let record = match record.make_durable() {
             Ok(record) => record,
             Err(cause) => return Err(paused.give_up(cause)),
@@ -163,8 +163,8 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         paused: &mut PausedGuest<'a, G>,
     ) -> Result<LastPass, Cause> {
         self.timings.end("saved");
-        // The destination restores an early state while the last pass arrives. Where digests are
-        // compared the state follows, because restoring it may write to memory, too.
+        // The destination restores an early state while the last pass arrives. With `verify` the
+        // state follows the digests, because restoring it may write to memory.
         let offered = self.features & EARLY_STATE != 0;
         let early = self.verifier.is_none() && offered && !self.sections.is_empty();
         if early {
@@ -183,7 +183,7 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         paused.release()?;
         self.timings.end("released");
         let state_digest = StateDigest::of(&self.sections);
-        // Read only now: a round trip of its own would prolong the pause.
+        // Read only now, because a separate round trip would prolong the pause.
         let done = sent.await_end(wire)?;
         if let Some(ours) = digest {
             self.same_memory(wire, ours)?;
@@ -204,8 +204,8 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         Ok(())
     }
 
-    /// Sends what was written since the last pass. Small messages after it share its packets,
-    /// unless VERIFY follows, which must arrive at once.
+    /// Sends the frames and blocks written since the last pass. Small messages that follow share
+    /// its packets, except VERIFY, which must arrive at once.
     fn send_last_pass(
         &mut self,
         channels: &mut Channels,
@@ -227,8 +227,8 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
     }
 
     /// Asks for the destination's digest of all memory, and returns this side's; `None` if digests
-    /// are not compared. The two are computed in parallel, and before the state is sent, because
-    /// from then on the destination waits for COMMIT.
+    /// are not compared. Both sides compute in parallel. This precedes the state, because after the
+    /// state the destination waits for COMMIT.
     fn digest(&self, wire: &mut Wire<Link>) -> Result<Option<u128>, Cause> {
         let Some(verifier) = &self.verifier else { return Ok(None) };
         wire.send(&WireMessage::Verify)?;
@@ -238,7 +238,7 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         verifier.digest(self.job.guest).map(Some)
     }
 
-    /// Reads the destination's digest of all memory, and compares it.
+    /// Reads the destination's digest of all memory, and compares it with `ours`.
     fn same_memory(&self, wire: &mut Wire<Link>, ours: u128) -> Result<(), Cause> {
         match wire.recv()? {
             WireMessage::Digest(theirs) if theirs == ours => {}
@@ -265,25 +265,25 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         epoch.commit();
         self.drives.commit();
         stats.passes.push(done.report(self.drives.passed, 0, done.time));
-        let says = match wire.recv()? {
-            WireMessage::Prepared(says) => says,
+        let prepared = match wire.recv()? {
+            WireMessage::Prepared(payload) => payload,
             other => return Err(other.unexpected("PREPARED").into()),
         };
         self.timings.end("prepared");
         tracing::debug!("the pause, in us: {}", self.timings.text);
-        self.job.check_token(Tag::Prepared, says.token)?;
+        self.job.check_token(Tag::Prepared, prepared.token)?;
         let same = |what, ours: u64, theirs: u64| match ours == theirs {
             true => Ok(()),
             false => Err(Cause::Differs { what, ours, theirs }),
         };
         let ours = self.passes.totals;
-        same("the state's digest", state_digest.into(), says.digest.into())?;
-        same("the count of frames with content", ours.normal, says.counts.normal)?;
-        same("the count of zero frames", ours.zero, says.counts.zero)?;
+        same("the state's digest", state_digest.into(), prepared.digest.into())?;
+        same("the count of frames with content", ours.normal, prepared.counts.normal)?;
+        same("the count of zero frames", ours.zero, prepared.counts.zero)?;
         let late = paused.detach()?;
-        fits("what came late for the guest", late.len() as u64, MAX_LATE as u64)?;
+        fits("the guest's late packets", late.len() as u64, MAX_LATE as u64)?;
         wire.send(&WireMessage::Late(&late))?;
-        Ok(says.site)
+        Ok(prepared.site)
     }
 }
 
@@ -298,7 +298,7 @@ impl PauseTimings {
         Self { last, text: String::with_capacity(128) }
     }
 
-    /// Notes the end of a step.
+    /// Records the end of a step.
     fn end(&mut self, step: &str) {
         let now = Instant::now();
         // Writing to a String cannot fail.

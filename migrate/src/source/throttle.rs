@@ -1,5 +1,5 @@
-//! The guest's throttle during pre-copy: which vCPUs wrote in each pass, and what
-//! [`judge_and_throttle`] makes of it.
+//! The guest's throttle during pre-copy: measures each vCPU's writes in a pass, and applies the
+//! throttle that [`judge_and_throttle`] returns.
 //!
 //! Dropping [`GuestThrottle`], on any path, ends the throttle.
 
@@ -13,28 +13,31 @@ use crate::policy::convergence::{Goals, Judgement, PassMeasurement, judge};
 use crate::policy::throttle::{Throttle, judge_and_throttle};
 use crate::report::{VcpuThrottle, ms, per_second};
 
-/// A guest whose vCPUs may be throttled.
-#[must_use = "dropping this takes the throttle away"]
+/// The throttle of one guest's vCPUs.
+#[must_use = "dropping this ends the throttle"]
 pub(super) struct GuestThrottle<'g, G: GuestIdentity + WriteThrottle + ?Sized> {
     guest: &'g G,
-    /// The operator forbids it.
+    /// Whether the operator forbids a throttle.
     forbidden: bool,
     now: Throttle,
-    /// As of the last judgement.
+    /// The throttle of the last judgement, not applied yet.
     next: Throttle,
-    /// When the first throttle began.
+    /// Time at which the first throttle began.
     since: Option<Instant>,
-    /// Counters before the migration, and at the end of the last pass.
+    /// Counters before the migration.
     first: Vec<VcpuWrites>,
+    /// Counters at the end of the last pass.
     last: Vec<VcpuWrites>,
-    /// Frames that each vCPU dirtied during the last pass, its duration, and its figures.
+    /// Frames that each vCPU dirtied during the last pass.
     dirtied: Vec<u64>,
+    /// Time between the last two drains.
     window: Duration,
+    /// Report of each vCPU, as of the last pass.
     figures: Vec<VcpuThrottle>,
 }
 
 impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
-    /// Begins without a throttle; there never is one unless `allowed`.
+    /// Starts without a throttle. Unless `allowed`, none is ever applied.
     pub(super) fn new(guest: &'g G, allowed: bool) -> Self {
         let first = guest.vcpu_writes();
         Self {
@@ -51,7 +54,7 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
         }
     }
 
-    /// Measures a pass: its frames were drained `window` after those of the one before.
+    /// Measures a pass, whose dirty frames were drained `window` after those of the previous one.
     pub(super) fn measure(&mut self, window: Duration) {
         let now = self.guest.vcpu_writes();
         let writes = now.iter().zip(&self.last);
@@ -73,15 +76,15 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
         (self.last, self.window) = (now, window);
     }
 
-    /// Percentage that `throttled` is of the time since the first throttle began.
+    /// Returns `throttled` as a percentage of the time since the first throttle began.
     fn percent(&self, throttled: Duration) -> f64 {
         let since = self.since.map_or(Duration::ZERO, |since| since.elapsed());
         let part = throttled.as_secs_f64() / since.as_secs_f64();
         if part.is_finite() { (part * 100.0).min(100.0) } else { 0.0 }
     }
 
-    /// Judges a pass after which `pending` frames are left. [`Self::adjust`] then throttles
-    /// accordingly.
+    /// Judges a pass after which `pending` frames are left. [`Self::adjust`] applies the throttle
+    /// that follows from it.
     pub(super) fn judge(
         &mut self,
         goals: &Goals,
@@ -98,7 +101,7 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
         verdict
     }
 
-    /// Throttles vCPUs as the last judgement requires, because pre-copy goes on.
+    /// Applies the throttle of the last judgement, because pre-copy goes on.
     pub(super) fn adjust(&mut self) {
         let next = self.next;
         if next.rate() != self.now.rate() {
@@ -110,15 +113,15 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
         self.now = next;
     }
 
-    /// Figures of each vCPU as of the last pass; empty where the tracking mode does not tell vCPUs
-    /// apart.
+    /// Returns the figures of each vCPU as of the last pass; empty if the tracking mode does not
+    /// tell vCPUs apart.
     pub(super) fn figures(&self) -> Vec<VcpuThrottle> {
         let most = self.now.rate().map(|rate| rate.saturating_mul(PAGE_SIZE));
         let with_most = |f: &VcpuThrottle| VcpuThrottle { most_bytes_per_s: most, ..*f };
         self.figures.iter().map(with_most).collect()
     }
 
-    /// Adds what the throttle did to a cause that is a lack of convergence.
+    /// Adds the throttle's effect to a cause that is a lack of convergence.
     pub(super) fn explain(&self, cause: Cause) -> Cause {
         match cause {
             Cause::NotConverging { why } => {
@@ -138,7 +141,7 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
         let Some(rate) = self.now.rate() else {
             return "its vCPUs were not throttled".to_owned();
         };
-        // As of now, because an unfinished pass has no figures.
+        // Read now, because an unfinished pass has no figures.
         let now = self.guest.vcpu_writes();
         let throttled =
             now.iter().zip(&self.first).map(|(n, f)| n.throttled.saturating_sub(f.throttled));

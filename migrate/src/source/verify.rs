@@ -1,8 +1,8 @@
-//! `--verify`: which frames the source's digest covers.
+//! `--verify`: selects the frames of the source's digest.
 //!
-//! It covers all memory that the host has backed, except what the guest reported as free when pass
-//! 0 began and has not written since. So a write that tracking missed is in the digest, and the
-//! destination does not have it.
+//! The digest covers all resident memory, except frames that the guest had reported as free when
+//! pass 0 began and has not written since. So the digest contains a write that tracking missed,
+//! which the destination does not have.
 
 use driftline_dirty_tracker::{FrameRun, Tree};
 use driftline_guest::{GuestContents, GuestIdentity};
@@ -10,10 +10,10 @@ use driftline_guest::{GuestContents, GuestIdentity};
 use crate::error::Cause;
 use crate::protocol::digest;
 
-/// Records what was sent, to select the frames of the digest.
+/// The sets of frames from which those of the digest follow.
 pub(super) struct Verifier {
-    /// Memory that was resident when pass 0 began.
-    had: Tree,
+    /// Frames that were resident when pass 0 began.
+    resident_at_start: Tree,
     /// Frames that passes have sent.
     sent: Tree,
 }
@@ -25,31 +25,32 @@ fn tree<G: GuestIdentity + ?Sized>(guest: &G) -> Result<Tree, Cause> {
 
 fn add(tree: &mut Tree, runs: impl IntoIterator<Item = FrameRun>) -> Result<(), Cause> {
     let mut tree = tree.exclusive();
-    runs.into_iter()
-        .try_for_each(|run| tree.mark(run))
-        .map_err(|e| Cause::System { what: "noting what is sent", cause: std::io::Error::other(e) })
+    runs.into_iter().try_for_each(|run| tree.mark(run)).map_err(|e| Cause::System {
+        what: "recording sent frames",
+        cause: std::io::Error::other(e),
+    })
 }
 
 impl Verifier {
-    /// Begins before pass 0, which sends `populated`.
+    /// Records the memory before pass 0, which sends `populated`.
     pub(super) fn new<G: GuestIdentity + GuestContents + ?Sized>(
         guest: &G,
         populated: &[FrameRun],
     ) -> Result<Self, Cause> {
-        let (mut had, mut sent) = (tree(guest)?, tree(guest)?);
-        add(&mut had, guest.resident()?)?;
+        let (mut resident_at_start, mut sent) = (tree(guest)?, tree(guest)?);
+        add(&mut resident_at_start, guest.resident()?)?;
         add(&mut sent, populated.iter().copied())?;
-        Ok(Self { had, sent })
+        Ok(Self { resident_at_start, sent })
     }
 
-    /// Notes what a pass sends.
+    /// Records the frames that a pass sends.
     pub(super) fn sends(&mut self, runs: impl IntoIterator<Item = FrameRun>) -> Result<(), Cause> {
         add(&mut self.sent, runs)
     }
 
     /// Returns the digest of the memory of the guest, which must be paused.
     pub(super) fn digest<G: GuestContents + ?Sized>(&self, guest: &G) -> Result<u128, Cause> {
-        let (mut had, mut sent) = (self.had.cursor(), self.sent.cursor());
+        let (mut had, mut sent) = (self.resident_at_start.cursor(), self.sent.cursor());
         let mut runs: Vec<FrameRun> = Vec::new();
         for gfn in guest.resident()?.into_iter().flat_map(|run| run.frames()) {
             if had.contains(gfn) && !sent.contains(gfn) {

@@ -2,16 +2,16 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What the channels of one migration share while there are several.
+/// State that several channels of one migration share.
 #[derive(Debug, Default)]
 pub(crate) struct ChannelGroup {
     halted: AtomicBool,
-    /// Number of reads and writes on any of them.
+    /// Number of reads and writes on all channels.
     progress: AtomicU64,
 }
 
 impl ChannelGroup {
-    /// Ends every wait on any of them within [`SLICE`](super::link::SLICE).
+    /// Ends every wait on any channel within [`SLICE`](super::link::SLICE).
     pub(crate) fn halt(&self) {
         self.halted.store(true, Ordering::Relaxed);
     }
@@ -24,7 +24,7 @@ impl ChannelGroup {
         self.progress.load(Ordering::Relaxed)
     }
 
-    /// Notes that a read or write has ended.
+    /// Counts a read or write that has ended.
     pub(super) fn note_progress(&self) {
         self.progress.fetch_add(1, Ordering::Relaxed);
     }

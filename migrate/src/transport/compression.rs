@@ -1,6 +1,7 @@
 //! Compression of contents, message by message.
 //!
-//! Off by default: whether it pays depends on the link and the guest. Buffers are allocated once.
+//! Off by default, because its benefit depends on the link and the guest. Buffers are allocated
+//! once.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,7 +18,7 @@ use crate::protocol::tag::Tag;
 /// Upper bound on the content of one message, bytes.
 const MOST: usize = (MAX_PAGES * PAGE_SIZE) as usize;
 
-/// zstd's fastest level apart from the negative ones, which lz4 outdoes.
+/// zstd's fastest level that is not negative; lz4 is better than the negative ones.
 const ZSTD_LEVEL: i32 = 1;
 
 /// How the contents of frames are compressed on the wire.
@@ -69,7 +70,7 @@ pub(crate) struct Packer {
 }
 
 impl Packer {
-    /// Makes a compressor; `None` for no compression.
+    /// Returns a compressor; `None` for [`Compression::None`].
     pub(crate) fn new(compression: Compression) -> Result<Option<Self>, TransportError> {
         let codec = match compression {
             Compression::None => return Ok(None),
@@ -108,13 +109,13 @@ pub(crate) struct Unpacker {
 }
 
 impl Unpacker {
-    /// Makes a decompressor, which allocates on first use.
+    /// Returns a decompressor, which allocates on first use.
     pub(crate) fn new() -> Self {
         Self { zstd: None, contents: Vec::new() }
     }
 
     /// Decompresses the content of `frames` frames, at most [`MAX_PAGES`]. Fails if `packed`, which
-    /// a peer sent, is not exactly that.
+    /// the peer sent, has any other length.
     pub(crate) fn unpack(
         &mut self,
         codec: Codec,
@@ -137,7 +138,7 @@ impl Unpacker {
         };
         match length {
             Some(length) if length == expected => Ok(&self.contents[..expected]),
-            _ => Err(malformed("it does not unpack to what its runs say").into()),
+            _ => Err(malformed("its content does not unpack to the length of its runs").into()),
         }
     }
 }
@@ -161,7 +162,7 @@ mod tests {
             let packed = packer.pack(&contents).unwrap().to_vec();
             assert!(packed.len() < contents.len() / 4, "{compression}");
             assert_eq!(unpacker.unpack(packer.codec(), &packed, 3).unwrap(), contents);
-            // A linear congruence is noise to both.
+            // Neither codec compresses a linear congruential sequence.
             let mut state = 1u64;
             let noise: Vec<u8> = (0..PAGE_SIZE)
                 .map(|_| {
@@ -180,7 +181,7 @@ mod tests {
             let mut packer = Packer::new(compression).unwrap().unwrap();
             let packed = packer.pack(&[7; 4096]).unwrap().to_vec();
             let codec = packer.codec();
-            // Shorter or longer than its runs, cut off, of another codec, nonsense.
+            // Shorter or longer than its runs, truncated, of another codec, invalid, empty.
             unpacker.unpack(codec, &packed, 2).unwrap_err();
             let two = packer.pack(&[7; 8192]).unwrap().to_vec();
             unpacker.unpack(codec, &two, 1).unwrap_err();

@@ -1,16 +1,16 @@
-//! Why a message could not be sent or received.
+//! Errors of sending and receiving messages.
 
 use std::io;
 
 use crate::protocol::error::WireError;
 
-/// A failure of the connection, of what came over it, or of what this host's side needs for it.
+/// A failure to send or receive a message.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TransportError {
-    /// The connection, or what came over it.
+    /// The connection failed, or the peer violated the protocol.
     #[error("{0}")]
     Wire(#[from] WireError),
-    /// An operation on this host.
+    /// An operation on this host failed.
     #[error("{what} failed: {cause}")]
     System {
         /// The operation.

@@ -1,8 +1,7 @@
-//! One TCP connection with limits: it never waits for ever, and a stop request ends any wait.
+//! One TCP connection with limits: every wait ends at a limit or at a stop request.
 //!
 //! Reads and writes wait in slices of [`SLICE`]. Between two slices the link checks its stop flag
-//! and its limits: `progress_timeout`, the longest time without any progress, and an absolute
-//! deadline.
+//! and its limits: `progress_timeout`, the longest time without progress, and an absolute deadline.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -21,7 +20,7 @@ use super::stop::StopFlag;
 pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// Idle time after which the kernel probes the peer.
 const KEEPALIVE: Duration = Duration::from_secs(5);
-/// Upper bound on closing a conversation: sending the reason, and the peer reading it.
+/// Upper bound on closing a connection: sending the reason, and waiting until the peer reads it.
 const CLOSING_LIMIT: Duration = Duration::from_secs(2);
 
 /// A connection with limits.
@@ -35,7 +34,7 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    /// Wraps a connection. `progress_timeout` is the longest time without any progress of the peer.
+    /// Wraps a connection. `progress_timeout` is the longest time without progress of the peer.
     pub(crate) fn new(
         stream: TcpStream,
         progress_timeout: Duration,
@@ -59,8 +58,8 @@ impl Link {
     ) -> io::Result<Self> {
         let (sender, result) = mpsc::channel();
         let name = peer.strip_prefix("tcp:").unwrap_or(peer).to_owned();
-        // On a thread of its own, because name look-ups and connects cannot be interrupted. If this
-        // side stops waiting, the thread ends by itself and closes what it got.
+        // On a separate thread, because name look-ups and connects cannot be interrupted. If this
+        // side stops waiting, the thread ends by itself and closes its connection.
         std::thread::Builder::new().name("migrate-connect".into()).spawn(move || {
             let _ = sender.send(connect_any(&name, timeout));
         })?;
@@ -77,13 +76,12 @@ impl Link {
                 return Err(cancelled());
             }
             if Instant::now() > give_up {
-                return Err(silent("answered", timeout));
+                return Err(timed_out("answered", timeout));
             }
         }
     }
 
-    /// Sets the absolute deadline of everything that follows; `None` leaves only the progress
-    /// timeout.
+    /// Sets the absolute deadline of later operations; `None` leaves only the progress timeout.
     pub(crate) fn set_deadline(&mut self, deadline: Option<Instant>) {
         self.deadline = deadline;
     }
@@ -98,8 +96,8 @@ impl Link {
         self.stop = stop;
     }
 
-    /// Puts this connection into a group: progress on any of them restarts the progress timeout of
-    /// each, and they end together.
+    /// Puts this connection into a group. Progress on any connection restarts the progress timeouts
+    /// of all, and they stop together.
     pub(crate) fn set_group(&mut self, group: Option<Arc<ChannelGroup>>) {
         self.group = group;
     }
@@ -109,24 +107,25 @@ impl Link {
         self.stream.try_clone().map(Closer)
     }
 
-    /// Whether a wait would end at once: a stop request, another connection's end, or the deadline.
+    /// Whether a wait would end at once, because of a stop request, a halted group, or the
+    /// deadline.
     pub(crate) fn is_over(&self) -> bool {
         self.stop.is_cancelled()
             || self.group.as_ref().is_some_and(|group| group.is_halted())
             || self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
-    /// The longest time without any progress of the peer.
+    /// Returns the longest time without progress of the peer.
     pub(crate) fn progress_timeout(&self) -> Duration {
         self.progress_timeout
     }
 
-    /// Sets the longest time without any progress of the peer.
+    /// Sets the longest time without progress of the peer.
     pub(crate) fn set_progress_timeout(&mut self, progress_timeout: Duration) {
         self.progress_timeout = progress_timeout;
     }
 
-    /// The peer's address, for logs.
+    /// Returns the peer's address, for logs.
     pub(crate) fn peer(&self) -> String {
         self.stream.peer_addr().map_or("an unknown peer".to_owned(), |a| a.to_string())
     }
@@ -139,13 +138,13 @@ impl Link {
         peeked.map_or_else(|e| !waits(&e), |_| true)
     }
 
-    /// Corks the socket: the kernel holds small writes back, for 200 ms at most, until it is
-    /// uncorked. A failure only costs packets.
+    /// Corks the socket: the kernel delays small writes for at most 200 ms, until the socket is
+    /// uncorked. A failure only costs additional packets.
     pub(crate) fn set_cork(&self, corked: bool) {
         let _ = SockRef::from(&self.stream).set_tcp_cork(corked);
     }
 
-    /// Begins to close: stop requests are ignored, and everything ends after [`CLOSING_LIMIT`].
+    /// Begins to close: ignores stop requests, and sets a deadline after [`CLOSING_LIMIT`].
     pub(crate) fn begin_closing(&mut self) {
         self.stop = Arc::default();
         self.group = None;
@@ -153,9 +152,9 @@ impl Link {
         self.deadline = Some(Instant::now() + CLOSING_LIMIT);
     }
 
-    /// Ends the writing half, and discards what the peer still sends until it closes as well or the
-    /// deadline passes. Closing with unread bytes would reset the connection and lose the reason
-    /// that was sent.
+    /// Ends the writing half, and discards incoming bytes until the peer closes as well or the
+    /// deadline passes. Closing with unread bytes would reset the connection, and the peer could
+    /// lose the reason.
     pub(crate) fn hang_up(&mut self) {
         if self.stream.shutdown(std::net::Shutdown::Write).is_err() {
             return;
@@ -164,8 +163,8 @@ impl Link {
         while self.deadline.is_some_and(|d| Instant::now() < d) && self.read(&mut sink).is_ok() {}
     }
 
-    /// Writes all of `buf`. More follows at once, so no packet is made for it alone. Sets `torn`
-    /// from its first byte on.
+    /// Writes all of `buf` without a packet of its own, because more bytes follow at once. Sets
+    /// `torn` after the first byte.
     pub(crate) fn write_all_more(&mut self, mut buf: &[u8], torn: &mut bool) -> io::Result<()> {
         while !buf.is_empty() {
             let sent = self.wait_until("took", |s| {
@@ -210,6 +209,7 @@ impl Link {
         Ok(())
     }
 
+    /// Repeats `attempt` until it does not block, or a limit or a stop request ends the wait.
     fn wait_until<T>(
         &mut self,
         verb: &'static str,
@@ -225,9 +225,10 @@ impl Link {
             if self.group.as_ref().is_some_and(|group| group.is_halted()) {
                 return Err(io::Error::other("another connection of this migration has ended"));
             }
-            // The deadline is checked first, because a peer that trickles always makes progress.
+            // The deadline is checked before the attempt, because a slow peer always makes
+            // progress.
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
-                return Err(silent(verb, begun.elapsed()));
+                return Err(timed_out(verb, begun.elapsed()));
             }
             match attempt(&mut self.stream) {
                 Err(e) if waits(&e) => {}
@@ -245,7 +246,7 @@ impl Link {
                 Some(progress) if progress != seen => {
                     (seen, limit) = (progress, Instant::now() + self.progress_timeout);
                 }
-                _ => return Err(silent(verb, begun.elapsed())),
+                _ => return Err(timed_out(verb, begun.elapsed())),
             }
         }
     }
@@ -286,7 +287,7 @@ fn waits(e: &io::Error) -> bool {
     matches!(e.kind(), WouldBlock | TimedOut | Interrupted)
 }
 
-fn silent(verb: &str, time: Duration) -> io::Error {
+fn timed_out(verb: &str, time: Duration) -> io::Error {
     let text = format!("the peer {verb} nothing for {:.1} s", time.as_secs_f64());
     io::Error::new(io::ErrorKind::TimedOut, text)
 }

@@ -1,8 +1,8 @@
-//! The stop request, which every wait checks.
+//! The stop flag, which every wait checks.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-/// The stop was requested after the point of no return.
+/// A stop request after the point of no return.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct TooLate;
 
@@ -12,7 +12,7 @@ const COMMITTED: u8 = 2;
 /// The take-over failed after the point of no return.
 const TAKE_OVER_FAILED: u8 = 3;
 
-/// The stop flag and the point of no return: the first of the two wins.
+/// A stop flag with a point of no return. The first of a stop request and a commit wins.
 #[derive(Debug, Default)]
 pub(crate) struct StopFlag {
     state: AtomicU8,
@@ -21,6 +21,7 @@ pub(crate) struct StopFlag {
 }
 
 impl StopFlag {
+    /// Requests a stop.
     pub(crate) fn cancel(&self) -> Result<(), TooLate> {
         self.requested.store(true, Ordering::SeqCst);
         match self.exchange(OPEN, CANCELLED) {
@@ -29,7 +30,7 @@ impl StopFlag {
         }
     }
 
-    /// Passes the point of no return. Returns false if a stop came first.
+    /// Passes the point of no return. Returns false if a stop was requested first.
     pub(crate) fn commit(&self) -> bool {
         !matches!(self.exchange(OPEN, COMMITTED), Err(CANCELLED))
     }
@@ -52,7 +53,7 @@ impl StopFlag {
         self.state.load(Ordering::SeqCst) == CANCELLED
     }
 
-    /// Whether a stop was requested, even too late.
+    /// Whether a stop was requested, including one that was too late.
     pub(crate) fn is_requested(&self) -> bool {
         self.requested.load(Ordering::SeqCst)
     }
@@ -75,7 +76,7 @@ mod tests {
         assert!(stop.is_requested());
         stop.undo_commit();
         assert_eq!(stop.cancel(), Ok(()));
-        // The failure is reported as such, and not as a cancellation.
+        // The failure is reported, not a cancellation.
         assert!(!stop.is_cancelled());
     }
 }

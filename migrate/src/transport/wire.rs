@@ -1,8 +1,7 @@
-//! Records over a byte stream: sequence numbers, bounds, checksums.
+//! Records over a byte stream, with sequence numbers, bounds and checksums.
 //!
-//! Generic over the stream, so that tests, tools and the fuzzer use the same code as a socket. One
-//! buffer holds payloads; it is reused, and grows to at most what a message of a known tag may
-//! have.
+//! Generic over the stream, so that tests, tools and the fuzzer share the code with a socket. One
+//! reused buffer holds payloads. It grows at most to the bound of a known tag.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::time::{Duration, Instant};
@@ -40,11 +39,11 @@ pub(crate) struct Wire<S> {
     payload: Vec<u8>,
     sent_bytes: u64,
     received_bytes: u64,
-    /// Bytes of the last message's content that are still in the stream.
+    /// Bytes of the last message's content that have not been read yet.
     content: usize,
-    /// Reading failed within a record, so what follows in the stream is not a record.
+    /// Whether reading failed within a record. The bytes that follow do not begin with a record.
     out_of_step: bool,
-    /// A write failed within a record, so nothing that follows would be read as one.
+    /// Whether a write failed within a record. The peer cannot read later records.
     torn: bool,
 }
 
@@ -72,19 +71,19 @@ impl<S> Wire<S> {
         &mut self.stream
     }
 
-    /// Bytes written, including heads.
+    /// Returns the bytes written, including headers.
     pub(crate) fn sent_bytes(&self) -> u64 {
         self.sent_bytes
     }
 
-    /// Bytes read, including heads.
+    /// Returns the bytes read, including headers.
     pub(crate) fn received_bytes(&self) -> u64 {
         self.received_bytes
     }
 }
 
 impl<S: Write> Wire<S> {
-    /// Sends this side's header. A destination knows no guest yet, and sends nil and 0.
+    /// Sends this side's header. A destination has no guest yet, and sends a nil id and layout 0.
     pub(crate) fn send_header(&mut self, guest: Option<(VmId, u32)>) -> Result<(), WireError> {
         let (vm_id, layout) = guest.unwrap_or((VmId(Uuid::nil()), 0));
         Header::new(MAGIC_STREAM, vm_id, 0, layout).write_to(&mut self.stream)?;
@@ -97,8 +96,8 @@ impl<S: Write> Wire<S> {
         self.send_parts(message.tag(), &[&message.to_bytes()])
     }
 
-    /// Sends a message whose payload is in pieces, without joining them. The pieces must not change
-    /// meanwhile, because the checksum precedes them.
+    /// Sends a message whose payload is in several parts, without copying them. The parts must not
+    /// change meanwhile, because the checksum precedes them.
     pub(crate) fn send_parts(&mut self, tag: Tag, parts: &[&[u8]]) -> Result<(), WireError> {
         let length: usize = parts.iter().map(|p| p.len()).sum();
         let head = self.head(tag, length, parts);
@@ -127,8 +126,8 @@ impl<S: Write> Wire<S> {
 }
 
 impl Wire<Link> {
-    /// Sends a run of frames straight from guest memory. There is no checksum of them, because the
-    /// guest may write them meanwhile.
+    /// Sends a run of frames straight from guest memory. They have no checksum, because the guest
+    /// may write them meanwhile.
     pub(crate) fn send_frames(
         &mut self,
         ram: &GuestRam,
@@ -170,33 +169,33 @@ impl Wire<Link> {
         Ok(())
     }
 
-    /// Sends the peer a reason, if a record can still be written, and closes. Takes about two
-    /// seconds at most, and ignores stop requests.
+    /// Sends the peer a reason, if a record can still be written, and closes the connection. Takes
+    /// at most about two seconds, and ignores stop requests.
     pub(crate) fn abort(&mut self, tag: Tag, reason: &str) {
         self.stream.begin_closing();
         if !self.torn {
-            // A peer that is gone needs no reason.
+            // Closing goes on even if the reason cannot be sent.
             let _ = self.send_parts(tag, &[clip(reason).as_bytes()]);
         }
         self.stream.hang_up();
     }
 
-    /// Returns the reason that the peer has sent, or is just sending, if it gives up.
+    /// Returns the reason of a peer that gives up, if it arrives within [`PENDING_LIMIT`].
     pub(crate) fn pending_abort(&mut self) -> Option<WireError> {
         self.stream.set_deadline(Some(Instant::now() + PENDING_LIMIT));
-        let said = self.read_abort();
+        let reason = self.read_abort();
         self.stream.set_deadline(None);
-        said
+        reason
     }
 
-    /// Returns the reason that the peer sent before a write to it failed, if it did. Begins to
-    /// close.
+    /// Begins to close, and returns the reason that the peer sent before a write to it failed, if
+    /// it sent one.
     pub(crate) fn closing_abort(&mut self) -> Option<WireError> {
         self.stream.begin_closing();
         self.read_abort()
     }
 
-    /// Reads up to the peer's ABORT or REFUSED, over everything before it.
+    /// Reads up to the peer's ABORT or REFUSED, and discards messages before it.
     fn read_abort(&mut self) -> Option<WireError> {
         while !self.out_of_step {
             if self.content > 0 {
@@ -216,7 +215,7 @@ fn memory(what: &'static str) -> impl Fn(vm_memory::GuestMemoryError) -> Transpo
     move |e| TransportError::System { what, cause: io::Error::other(e) }
 }
 
-/// Sets `torn` while only a part has been written.
+/// Writes all slices. Sets `torn` while only a part of them has been written.
 fn write_all_slices(
     w: &mut impl Write,
     mut slices: &mut [IoSlice<'_>],
@@ -233,7 +232,8 @@ fn write_all_slices(
 }
 
 impl<S: Read> Wire<S> {
-    /// Reads the peer's header; refuses strangers, other versions and unknown required features.
+    /// Reads the peer's header. Fails for other formats, other versions and unknown required
+    /// features.
     pub(crate) fn recv_header(&mut self) -> Result<Header, WireError> {
         let header = Header::read_from(&mut self.stream, MAGIC_STREAM)?;
         self.received_bytes += HEADER_LEN as u64;
@@ -253,16 +253,16 @@ impl<S: Read> Wire<S> {
         Ok(&self.payload[..length])
     }
 
-    /// Receives the next message. After FRAMES the caller has to read its content. Records of
-    /// unknown tags that need not be understood are skipped. REFUSED and ABORT are returned as
-    /// errors, because they end the conversation.
+    /// Receives the next message. After FRAMES the caller has to read its content. Skips records
+    /// with unknown tags that need not be understood. Returns REFUSED and ABORT as errors, because
+    /// they end the connection.
     pub(crate) fn recv(&mut self) -> Result<WireMessage<'_>, WireError> {
-        debug_assert_eq!(self.content, 0, "content that was not fetched");
+        debug_assert_eq!(self.content, 0, "the content of FRAMES was not read");
         let mut skipped = 0;
         let (tag, length) = loop {
             let mut stream = CountingReader { stream: &mut self.stream, bytes: 0 };
             let head = RecordHead::read_from(&mut stream, self.next_in);
-            // Also if the head is refused: then its record's length is not known.
+            // Also set if the head is refused, because the record's length is not known then.
             self.out_of_step = stream.bytes > 0;
             let head = head?;
             let tag = Tag::from_number(head.tag);
@@ -295,7 +295,7 @@ impl<S: Read> Wire<S> {
             }
             WireMessage::Abort { reason } => Err(WireError::Aborted { reason: reason.to_owned() }),
             WireMessage::Frames { run } if run.bytes() != self.content as u64 => {
-                let why = "its content is not as long as its run says";
+                let why = "its content is not as long as its run requires";
                 Err(WireError::Malformed { message: Tag::Frames, why })
             }
             message => Ok(message),
@@ -336,7 +336,7 @@ mod tests {
         (wire(one), wire(other))
     }
 
-    /// Two frames, as `send_frames` has them, of whose content only `bytes` bytes go out.
+    /// Sends FRAMES of two frames with only `bytes` bytes of their content.
     fn send_two(wire: &mut Wire<Link>, bytes: usize) {
         let table = RawRun::from(FrameRun { start: Gfn(3), count: 2 });
         let head = wire.head(Tag::Frames, table.as_bytes().len() + 8192, &[table.as_bytes()]);
@@ -368,7 +368,7 @@ mod tests {
         };
         there.stream.write_all(&head.to_bytes()).unwrap();
         there.next_out += 1;
-        // What the payload is taken for is no record, though it is one.
+        // The ABORT lies where the oversized record's payload would be, so it must not be read.
         there.abort(Tag::Abort, "forged");
         assert!(here.recv().is_err());
         assert!(here.out_of_step);

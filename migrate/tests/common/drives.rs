@@ -1,4 +1,4 @@
-//! A guest with drives that it writes to while it runs, and a factory that makes copies of them.
+//! A guest that writes to its disks while it runs, and a factory that makes copies of disks.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -21,7 +21,7 @@ use driftline_guest::{
 
 const SECTOR: u64 = 512;
 
-/// A drive, and beside its file what must be in it.
+/// A disk, with its file and a model of its content.
 pub struct TestDrive {
     pub head: DriveHead,
     path: PathBuf,
@@ -30,8 +30,8 @@ pub struct TestDrive {
 }
 
 impl TestDrive {
-    /// As a disk of a virtual machine: first the file, and when that is done, the mark. `slowly`
-    /// lets others look in between.
+    /// Writes as a disk of a virtual machine: first the file, then the mark. `slowly` delays the
+    /// mark.
     fn write(&self, offset: u64, bytes: &[u8], hole: bool, slowly: bool) {
         let file = OpenOptions::new().write(true).open(&self.path).unwrap();
         let mut model = self.model.lock().unwrap();
@@ -71,8 +71,7 @@ impl GuestDrive for TestDriveHandle {
     }
 }
 
-/// See the module. Its drives are written to by a thread of their own, which stands when the guest
-/// does.
+/// A guest with disks. A thread writes to the disks while the guest runs.
 pub struct GuestWithDrives {
     guest: Arc<MemoryGuest>,
     pub drives: Vec<Arc<TestDrive>>,
@@ -95,8 +94,8 @@ impl XorShiftRng {
 }
 
 impl GuestWithDrives {
-    /// A running guest with drives of so many bytes, the first half of each written to; the last
-    /// one is read-only if there are several. `seed` decides what is written.
+    /// Returns a running guest with disks of these sizes in bytes. The first half of each has
+    /// content. The last of several disks is read-only. `seed` determines the writes.
     pub fn start(guest: Arc<MemoryGuest>, dir: &Path, sizes: &[u64], seed: u64) -> Arc<Self> {
         let drives: Vec<_> = sizes
             .iter()
@@ -109,7 +108,7 @@ impl GuestWithDrives {
                 let half = (*bytes / 2) as usize;
                 model[..half].iter_mut().enumerate().for_each(|(at, b)| *b = (at / 4096) as u8 | 1);
                 let file = File::create_new(&path).unwrap();
-                // More than the guest knows of.
+                // Longer than the disk, with content behind its end.
                 file.set_len(*bytes + 8192).unwrap();
                 file.write_all_at(&model[..half], 0).unwrap();
                 file.write_all_at(&[0xee; 8192], *bytes).unwrap();
@@ -120,11 +119,11 @@ impl GuestWithDrives {
             .collect();
         let (runs, over, writes) = (Arc::new(RwLock::new(true)), Arc::default(), Arc::default());
         let mut disked = Self { guest, drives, runs, over, writes, thread: None };
-        disked.thread = Some(disked.write_on(seed));
+        disked.thread = Some(disked.start_writer(seed));
         Arc::new(disked)
     }
 
-    fn write_on(&self, seed: u64) -> JoinHandle<()> {
+    fn start_writer(&self, seed: u64) -> JoinHandle<()> {
         let drives: Vec<_> = self.drives.iter().filter(|d| d.tracker.is_some()).cloned().collect();
         let (runs, over, writes) = (self.runs.clone(), self.over.clone(), self.writes.clone());
         std::thread::spawn(move || {
@@ -152,18 +151,14 @@ impl GuestWithDrives {
         &self.guest
     }
 
-    /// Compares a copy of drive `i` with what must be in it.
+    /// Compares a copy of disk `i` with the model.
     pub fn compare(&self, i: usize, copy: &Path) {
         let (model, copy) = (self.drives[i].model.lock().unwrap(), std::fs::read(copy).unwrap());
         assert_eq!(copy.len(), model.len(), "disk{i}");
         let wrong = model.chunks(512).zip(copy.chunks(512)).position(|(a, b)| a != b);
         assert_eq!(wrong, None, "disk{i}: the first wrong sector");
         let own = std::fs::read(&self.drives[i].path).unwrap();
-        assert_eq!(
-            &own[..model.len()],
-            &model[..],
-            "disk{i}: its own file is as the guest left it"
-        );
+        assert_eq!(&own[..model.len()], &model[..], "disk{i}: the file of the guest");
     }
 }
 
@@ -229,26 +224,26 @@ impl Lifecycle for GuestWithDrives {
     }
 }
 
-/// What a copy does when it is written to.
+/// Faults of copies.
 #[derive(Default)]
 pub struct CopyFaults {
-    /// Bytes for which there is room; 0: for all.
+    /// Bytes after which writing fails with ENOSPC; 0: never.
     pub room: AtomicU64,
-    /// Making it durable fails.
-    pub loses: AtomicBool,
-    /// Making it, for a guest that comes, never returns.
+    /// Whether making a copy durable fails.
+    pub sync_fails: AtomicBool,
+    /// Whether making a copy hangs.
     pub make_hangs: AtomicBool,
-    /// Writing never returns.
+    /// Whether writing hangs.
     pub write_hangs: AtomicBool,
-    /// Making it durable never returns.
+    /// Whether making a copy durable hangs.
     pub sync_hangs: AtomicBool,
-    /// Operations that began to hang.
+    /// Number of operations that began to hang.
     pub hung: AtomicU64,
-    /// Pieces written and not yet durable.
+    /// Number of writes that are not durable yet.
     pub unsynced: AtomicU64,
 }
 
-/// Builds guests without drives, with copies in `dir` under the drives' names.
+/// Builds guests without disks, and makes copies in `dir` under the disks' names.
 pub struct DriveCopyFactory {
     pub guests: MemoryGuestFactory,
     pub dir: PathBuf,
@@ -256,7 +251,7 @@ pub struct DriveCopyFactory {
 }
 
 impl DriveCopyFactory {
-    /// For receivers of `hosts`.
+    /// Returns a factory for receivers of `hosts`.
     pub fn new(hosts: &HostPair, dir: &Path) -> Self {
         Self { guests: hosts.factory(), dir: dir.to_owned(), faults: Arc::default() }
     }
@@ -270,7 +265,7 @@ struct FaultyCopy {
     kept: AtomicBool,
 }
 
-/// Returns when `hangs` is false.
+/// Returns once `hangs` is false.
 fn hang(hangs: &AtomicBool, hung: &AtomicU64) {
     if hangs.load(Ordering::SeqCst) {
         hung.fetch_add(1, Ordering::SeqCst);
@@ -297,7 +292,7 @@ impl DriveCopy for FaultyCopy {
     }
     fn make_durable(&self) -> io::Result<()> {
         hang(&self.faults.sync_hangs, &self.faults.hung);
-        if self.faults.loses.load(Ordering::SeqCst) {
+        if self.faults.sync_fails.load(Ordering::SeqCst) {
             return Err(io::Error::from_raw_os_error(libc::EIO));
         }
         self.faults.unsynced.store(0, Ordering::SeqCst);
@@ -307,7 +302,7 @@ impl DriveCopy for FaultyCopy {
         Ok(())
     }
     fn keep(&self) {
-        assert_eq!(self.faults.unsynced.load(Ordering::SeqCst), 0, "all of it is durable");
+        assert_eq!(self.faults.unsynced.load(Ordering::SeqCst), 0, "all writes are durable");
         self.kept.store(true, Ordering::SeqCst);
     }
 }
@@ -316,7 +311,7 @@ impl Drop for FaultyCopy {
     fn drop(&mut self) {
         if !self.kept.load(Ordering::SeqCst) {
             let removed = std::fs::remove_file(&self.path);
-            // Of a test that has failed, the directory may be gone.
+            // The directory may be gone if a test has failed.
             assert!(removed.is_ok() || !self.path.exists(), "{removed:?}");
         }
     }

@@ -1,5 +1,4 @@
-//! A guest that does something of a test's before it lets go of what only one host may hold, or of
-//! what peers reach it by.
+//! A guest that calls a test's function before it releases its disks or detaches from its networks.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +16,7 @@ pub struct HookedGuest {
 }
 
 impl HookedGuest {
-    /// `hook` is told which of the two it is: `release` or `detach`.
+    /// Calls `hook` with "release" or "detach".
     pub fn new(
         guest: Arc<MemoryGuest>,
         hook: impl Fn(&'static str) + Send + Sync + 'static,

@@ -1,5 +1,5 @@
-//! What the tests of this folder share: a host with records, receivers on threads, a proxy that
-//! counts records and cuts.
+//! Shared parts of the migration tests: hosts with records, receivers on threads, a proxy that
+//! counts records and cuts connections.
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
@@ -26,17 +26,18 @@ pub use drives::{CopyFaults, DriveCopyFactory, GuestWithDrives};
 pub use hooked::HookedGuest;
 pub use proxy::{At, CutPoint, Proxy, ProxyPlan};
 
-/// More than anything takes here, on a busy machine, too.
+/// Longer than any operation takes here, also on a busy machine.
 pub const LONG: Duration = Duration::from_secs(60);
 
-/// One world: a drive that only one guest may hold, records of both sides in one temporary folder.
+/// A source host and a destination host: the records of both in a temporary directory, and a disk
+/// that only one guest may hold.
 pub struct HostPair {
     dir: tempfile::TempDir,
-    /// Held by whoever may run the guest; knows how many ran at once.
+    /// Disk that the running guest holds; counts how many guests ran at once.
     pub drive: Arc<Drive>,
-    /// Of guests that receivers build.
+    /// Faults of guests that receivers build.
     pub there: Arc<Faults>,
-    /// Of guests started here.
+    /// Faults of guests started here.
     pub here: Arc<Faults>,
 }
 
@@ -54,7 +55,7 @@ impl HostPair {
         self.dir.path().join("destination")
     }
 
-    /// Records on either side, their sites aside.
+    /// Returns the records of both sides, without their sites.
     pub fn records_left(&self) -> Vec<PathBuf> {
         [self.source_records(), self.destination_records()]
             .iter()
@@ -65,7 +66,7 @@ impl HostPair {
             .collect()
     }
 
-    /// A running guest that holds the drive.
+    /// Starts a guest, which holds the disk.
     pub fn start(&self, config: MemoryConfig) -> Arc<MemoryGuest> {
         let template = MemoryGuest::new(driftline_guest::VmId::random(), config).unwrap();
         let factory = MemoryGuestFactory {
@@ -79,7 +80,7 @@ impl HostPair {
         guest
     }
 
-    /// No limit ends a migration, however busy this machine is.
+    /// Returns options whose limits end no migration, also on a busy machine.
     pub fn receive_options(&self) -> ReceiveOptions {
         let mut options = ReceiveOptions::new(self.destination_records());
         (options.commit_deadline, options.handshake_timeout) = (LONG, LONG);
@@ -96,7 +97,7 @@ impl HostPair {
         self.receive(self.factory(), options)
     }
 
-    /// One that builds its guests so.
+    /// Starts a receiver with this factory.
     pub fn receiver_of(
         &self,
         factory: impl GuestFactory<Guest = MemoryGuest> + 'static,
@@ -104,7 +105,7 @@ impl HostPair {
         self.receive(factory, self.receive_options())
     }
 
-    /// What receivers build guests by.
+    /// Returns the factory of receivers.
     pub fn factory(&self) -> MemoryGuestFactory {
         MemoryGuestFactory {
             faults: self.there.clone(),
@@ -135,12 +136,12 @@ pub struct Receiver {
     pub to: String,
     pub control: Arc<ReceiveControl>,
     pub thread: JoinHandle<ReceiveResult>,
-    /// [`exactly_one_runs`] has it receive the guest once more after a failure.
+    /// Whether [`exactly_one_runs`] sends the guest again after a failure.
     pub again: bool,
 }
 
 impl Receiver {
-    /// It has turned somebody away and waits for another.
+    /// Whether it has refused a caller and waits for another one.
     pub fn waits_on(&self) -> bool {
         let progress = self.control.progress();
         progress.refused > 0 && progress.phase == Phase::Waiting
@@ -158,21 +159,21 @@ impl Receiver {
         self.outcome().unwrap_err()
     }
 
-    /// Why no guest came, whether it has ended by that or waits on.
+    /// Returns why no guest arrived, whether the receiver has ended or waits for another source.
     pub fn failure(self) -> String {
         within(LONG, "it fails", || self.thread.is_finished() || self.waits_on());
         if self.thread.is_finished() {
             return self.error().to_string();
         }
         self.control.cancel().unwrap();
-        let said = self.control.progress().last_refusal.unwrap();
+        let message = self.control.progress().last_refusal.unwrap();
         assert!(matches!(self.error().cause, Cause::Cancelled));
-        said
+        message
     }
 }
 
-/// Options with a short interval between questions. No limit ends a migration, however busy this
-/// machine is: a test that waits for one sets it.
+/// Returns options with a short interval between questions, and with limits that end no migration,
+/// also on a busy machine. A test that needs a limit sets it.
 pub fn quick_send(hosts: &HostPair) -> SendOptions {
     let mut options = SendOptions::new(hosts.source_records());
     (options.progress_timeout, options.setup_timeout) = (LONG, LONG);
@@ -181,12 +182,12 @@ pub fn quick_send(hosts: &HostPair) -> SendOptions {
     options
 }
 
-/// The number of the message with this name.
+/// Returns the tag of the message with this name.
 pub fn tag(name: &str) -> u16 {
     (1..=64).find(|n| Tag::from_number(*n).is_some_and(|t| t.name() == name)).unwrap()
 }
 
-/// `send` on a thread of its own, so that a hang is a failed test.
+/// `send` on a separate thread, so that a hang fails the test.
 pub struct Sender {
     pub control: Arc<SendControl>,
     result: std::sync::mpsc::Receiver<Result<SendReport, SendError>>,
@@ -199,7 +200,7 @@ impl Sender {
         let control = SendControl::new();
         let mine = control.clone();
         std::thread::spawn(move || {
-            // A test that has failed meanwhile does not listen any more.
+            // The receiver is gone if the test has failed meanwhile.
             let _ = tell.send(send(&*guest, &to, &options, &mine));
         });
         Self { control, result }
@@ -212,8 +213,8 @@ impl Sender {
     }
 }
 
-/// What must hold after a migration, however it went: exactly one guest runs, it is the one that
-/// both sides say, its memory is whole, and never did two run.
+/// Checks the state after a migration, successful or not: exactly one guest runs, both sides agree
+/// which one, its memory is whole, and two guests never ran at once.
 pub fn exactly_one_runs(
     hosts: &HostPair,
     source: &Arc<MemoryGuest>,
@@ -234,7 +235,7 @@ pub fn exactly_one_runs(
             assert_eq!(source.run_state(), RunState::Running, "{context}: {e}");
             let pending = Records::open(hosts.source_records()).unwrap().pending().unwrap();
             assert!(pending.records.is_empty(), "{context}: {pending:?}");
-            within(LONG, &format!("{context}: the receiver settles"), || {
+            within(LONG, &format!("{context}: the receiver ends or waits"), || {
                 ended(&there) || there.waits_on()
             });
             if ended(&there) {
@@ -243,8 +244,8 @@ pub fn exactly_one_runs(
             } else if !there.again {
                 assert!(!there.failure().is_empty());
             } else {
-                // Nothing of it is left: it takes the guest now.
-                takes_it_now(hosts, source, there, context);
+                // The failure has left nothing behind, so a second migration succeeds.
+                second_migration_succeeds(hosts, source, there, context);
             }
             source.verify().unwrap_or_else(|e| panic!("{context}: {e}"));
         }
@@ -252,14 +253,19 @@ pub fn exactly_one_runs(
     assert_eq!(hosts.drive.most_running(), 1, "{context}: I7");
 }
 
-/// A receiver that waits on receives the guest. On a busy host it may take several tries to keep
-/// within the limits of these tests, or one may fail after PREPARED, which ends it.
-fn takes_it_now(hosts: &HostPair, source: &Arc<MemoryGuest>, there: Receiver, context: &str) {
+/// Sends the guest to a receiver that waits for another source. On a busy machine the limits of
+/// these tests may need several tries, or a try may fail after PREPARED, which ends the receiver.
+fn second_migration_succeeds(
+    hosts: &HostPair,
+    source: &Arc<MemoryGuest>,
+    there: Receiver,
+    context: &str,
+) {
     let mut tries = 0;
     while let Err(e) = Sender::start(source, &there.to, &quick_send(hosts)).result() {
         tries += 1;
         assert!(tries < 10, "{context}: another try: {e}");
-        within(LONG, &format!("{context}: {e}: it settles"), || {
+        within(LONG, &format!("{context}: {e}: the receiver ends or waits"), || {
             there.thread.is_finished() || there.waits_on()
         });
         if there.thread.is_finished() {
@@ -272,7 +278,7 @@ fn takes_it_now(hosts: &HostPair, source: &Arc<MemoryGuest>, there: Receiver, co
     arrived.guest.verify().unwrap_or_else(|e| panic!("{context}: {e}"));
 }
 
-/// Waits until something holds.
+/// Waits until a condition holds.
 pub fn within(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
     let until = Instant::now() + limit;
     while !holds() {

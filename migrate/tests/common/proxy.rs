@@ -1,4 +1,5 @@
-//! A proxy between source and destination that reads records, and cuts, stalls or acts at one.
+//! A proxy between source and destination that reads records, and cuts, stalls or acts at a chosen
+//! one.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -9,17 +10,17 @@ use std::time::Duration;
 
 use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
 
-/// Where a connection is cut, relative to one record.
+/// Where a connection is cut, relative to a record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CutPoint {
     Before,
     Within,
     After,
-    /// Forwards nothing more, and closes nothing.
+    /// The proxy forwards no further bytes, and keeps the connection open.
     Stall,
 }
 
-/// Which unit of a direction: by its number (0 is the header), or the first of a tag.
+/// A unit of a direction: by its number (0 is the header), or the first of a tag.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum At {
     Unit(usize),
@@ -37,11 +38,11 @@ impl At {
 
 type RecordAction = Box<dyn FnMut() + Send>;
 
-/// When the destination's bytes begin to trickle.
+/// Start of slow forwarding of the destination's bytes.
 enum Trickle {
-    /// With this unit.
+    /// At this unit.
     Unit(usize),
-    /// With the first unit after this was set.
+    /// At the first unit after the flag was set.
     Once(Arc<AtomicBool>),
 }
 
@@ -54,20 +55,20 @@ impl Trickle {
     }
 }
 
-/// What the proxy does to the first connection; later ones pass untouched.
+/// The proxy's actions on one connection; others pass unchanged.
 #[derive(Default)]
 pub struct ProxyPlan {
-    /// From the source (true) or the destination.
+    /// Whether from the source, the unit, and the cut.
     cut: Option<(bool, At, CutPoint)>,
-    /// Before every record of this tag from the source.
+    /// An action before every record of this tag from the source.
     act: Option<(u16, RecordAction)>,
-    /// A bit flipped: from the source, in which units, in which byte (counted round) of them.
+    /// A bit to flip: whether from the source, the unit, and the byte (modulo its length).
     flip: Option<(bool, At, usize)>,
-    /// What the destination says from here on arrives at a byte every 100 ms.
+    /// From here on the destination's bytes are forwarded at one byte every 100 ms.
     trickle: Option<Trickle>,
-    /// Connections after the first are not forwarded.
+    /// Whether connections after the first are dropped.
     only_first: bool,
-    /// Everything that the source says on the first connection.
+    /// Receives all bytes from the source.
     record: Option<Arc<Mutex<Vec<u8>>>>,
 }
 
@@ -84,7 +85,7 @@ impl ProxyPlan {
         Self { trickle: Some(Trickle::Unit(unit)), ..Self::default() }
     }
 
-    /// From the moment that the source first sends this tag.
+    /// Returns a plan that trickles once the source has sent this tag.
     pub fn trickle_once_sent(tag: u16) -> Self {
         let sent = Arc::new(AtomicBool::new(false));
         let seen = sent.clone();
@@ -92,7 +93,7 @@ impl ProxyPlan {
             .before_from_source(tag, move || seen.store(true, Ordering::SeqCst))
     }
 
-    /// Cuts the connection there and lets no other one through: the destination is gone.
+    /// Returns a plan that cuts the connection and forwards no other one.
     pub fn cut_for_good(from_source: bool, at: At, cut: CutPoint) -> Self {
         Self { only_first: true, ..Self::cut(from_source, at, cut) }
     }
@@ -107,11 +108,12 @@ impl ProxyPlan {
     }
 }
 
-/// A running proxy; dropping it ends it, with all connections.
+/// A running proxy. Dropping it ends all connections.
 pub struct Proxy {
     pub to: String,
-    /// Tags (0 for a header) that the first connection carried, per direction.
+    /// Tags from the source (0 for a header) on the planned connection.
     pub from_source: Arc<Mutex<Vec<u16>>>,
+    /// Tags from the destination.
     pub from_destination: Arc<Mutex<Vec<u16>>>,
     destination: Arc<Mutex<Option<String>>>,
     stop: Arc<AtomicBool>,
@@ -119,7 +121,7 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// From now on connections go there.
+    /// Forwards later connections to `destination`.
     pub fn redirect(&self, destination: &str) {
         *self.destination.lock().unwrap() = Some(destination.to_owned());
     }
@@ -128,7 +130,7 @@ impl Proxy {
         Self::nth(destination, 0, plan)
     }
 
-    /// The plan is for the connection of that number, from 0; others pass untouched.
+    /// Starts a proxy whose plan applies to the connection of this number, from 0.
     pub fn nth(destination: &str, which: usize, plan: ProxyPlan) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap().to_string();
@@ -221,7 +223,7 @@ struct ProxyDirection {
     to: TcpStream,
     unit: AtomicUsize,
     cut: Option<(At, CutPoint)>,
-    /// The cut was made.
+    /// Whether the cut was made.
     made: bool,
     flip: Option<(At, usize)>,
     trickle: Option<Trickle>,
@@ -232,7 +234,7 @@ struct ProxyDirection {
 }
 
 impl ProxyDirection {
-    /// Forwards unit by unit until an end, an error, or the cut.
+    /// Forwards unit by unit until the end, an error, or the cut.
     fn run(&mut self) {
         loop {
             let unit = self.unit.load(Ordering::SeqCst);
@@ -267,7 +269,7 @@ impl ProxyDirection {
                 Some(CutPoint::After) => {
                     self.seen.lock().unwrap().push(tag);
                     let _ = self.to.write_all(&bytes);
-                    // Shut down only after the bytes had time to be read: a cut after them.
+                    // Gives the peer time to read the bytes before the connection is shut down.
                     std::thread::sleep(Duration::from_millis(20));
                     return;
                 }

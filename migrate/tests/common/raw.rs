@@ -1,4 +1,4 @@
-//! Callers by hand: headers and records, byte by byte.
+//! Connections that send headers and records byte by byte.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -30,7 +30,7 @@ pub fn record(tag: u16, sequence: u32, length: u32, payload: &[u8]) -> Vec<u8> {
     [&head.to_bytes()[..], payload].concat()
 }
 
-/// The first record of a caller.
+/// Returns HELLO, the first record of a caller.
 pub fn hello(purpose: u8) -> Vec<u8> {
     let mut payload = vec![purpose, 0, 0, 0, 0, 0, 0, 0];
     payload.extend_from_slice(&[0; 8]);
@@ -38,8 +38,7 @@ pub fn hello(purpose: u8) -> Vec<u8> {
     record(tag("HELLO"), 0, payload.len() as u32, &payload)
 }
 
-/// A caller that has said header and HELLO. Nothing that it reads or writes takes more than a
-/// minute.
+/// Returns a connection that has sent its header and HELLO. Its reads time out after a minute.
 pub fn caller(to: &str, purpose: u8) -> TcpStream {
     let mut stream = TcpStream::connect(to).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -47,7 +46,7 @@ pub fn caller(to: &str, purpose: u8) -> TcpStream {
     stream
 }
 
-/// As [`caller`], and has heard the answer.
+/// Returns a connection that has exchanged HELLOs.
 pub fn greeted(to: &str, purpose: u8) -> TcpStream {
     let mut stream = caller(to, purpose);
     Header::read_from(&mut stream, MAGIC_STREAM).unwrap();
@@ -55,7 +54,7 @@ pub fn greeted(to: &str, purpose: u8) -> TcpStream {
     stream
 }
 
-/// The next record: tag and payload.
+/// Reads the next record, and returns its tag and payload.
 pub fn next(stream: &mut TcpStream, sequence: u32) -> (u16, Vec<u8>) {
     let head = RecordHead::read_from(&mut *stream, sequence).unwrap();
     let mut payload = vec![0; head.length as usize];
@@ -63,7 +62,7 @@ pub fn next(stream: &mut TcpStream, sequence: u32) -> (u16, Vec<u8>) {
     (head.tag, payload)
 }
 
-/// Asks about a token; the verdict.
+/// Asks about a token, and returns the verdict.
 pub fn ask(to: &str, token: [u8; 16], site: [u8; 16]) -> u64 {
     let mut stream = greeted(to, QUERY);
     stream.write_all(&record(tag("QUERY"), 1, 32, &[token, site].concat())).unwrap();
@@ -72,12 +71,12 @@ pub fn ask(to: &str, token: [u8; 16], site: [u8; 16]) -> u64 {
     u64::from_le_bytes(*payload[16..].first_chunk().unwrap())
 }
 
-/// A whole stream as a source sent it.
+/// Returns a whole recorded stream of a source.
 pub fn golden() -> Vec<u8> {
     include_bytes!("../golden/stream-v1.bin").to_vec()
 }
 
-/// The ends of the header and of each record.
+/// Returns the end offsets of the header and of each record.
 pub fn ends(stream: &[u8]) -> Vec<usize> {
     let mut ends = vec![64];
     while let Some(length) = stream.get(ends[ends.len() - 1] + 8..).and_then(|b| b.first_chunk()) {
@@ -87,7 +86,7 @@ pub fn ends(stream: &[u8]) -> Vec<usize> {
     ends
 }
 
-/// A source up to READY, by hand.
+/// Returns a connection of a source that has received READY.
 pub fn admitted(to: &str) -> TcpStream {
     let stream = golden();
     let ends = ends(&stream);

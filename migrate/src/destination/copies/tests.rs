@@ -1,4 +1,4 @@
-//! Copies of drives: how much goes into one operation, and how long waits may take.
+//! Copies of disks: the size of one operation, and the limits of waits.
 
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use zerocopy::IntoBytes;
@@ -7,13 +7,13 @@ use super::*;
 use crate::protocol::message::{DriveMessage, RawRun, WireMessage, blocks_head};
 use crate::protocol::tag::Tag;
 
-/// More than anything takes here, on a busy machine, too.
+/// Longer than any operation takes here, also on a busy machine.
 const LONG: Duration = Duration::from_secs(60);
 
-/// A copy that says where it was made zero.
+/// A copy that reports the ranges that are zeroed.
 struct Zeroed {
     zeroed: Sender<(u64, u64)>,
-    /// Lets one operation end for each message, and all of them once it is closed.
+    /// Lets one operation end for each message, and every operation once it is closed.
     gate: Mutex<Receiver<()>>,
 }
 
@@ -35,7 +35,7 @@ impl DriveCopy for Zeroed {
     fn keep(&self) {}
 }
 
-/// Copies, where they were made zero, and the gate of their operations.
+/// Returns copies, their zeroed ranges, and the gate of their operations.
 fn copies(bytes: u64, limits: CopyLimits) -> (Copies, Receiver<(u64, u64)>, Sender<()>) {
     let ((zeroed, zeroed_ranges), (open, gate)) = (mpsc::channel(), mpsc::channel());
     let copy: Box<dyn DriveCopy> = Box::new(Zeroed { zeroed, gate: Mutex::new(gate) });
@@ -44,7 +44,7 @@ fn copies(bytes: u64, limits: CopyLimits) -> (Copies, Receiver<(u64, u64)>, Send
     (copies.unwrap(), zeroed_ranges, open)
 }
 
-/// Has `count` blocks from the first one on made zero.
+/// Zeroes the first `count` blocks.
 fn zero(copies: &mut Copies, count: u64) -> Result<Duration, Cause> {
     let run = RawRun::from(FrameRun { start: Gfn(0), count });
     let bytes = [blocks_head(0, 1).as_bytes(), run.as_bytes()].concat();
@@ -58,7 +58,7 @@ fn zero(copies: &mut Copies, count: u64) -> Result<Duration, Cause> {
 
 #[test]
 fn long_runs_of_zeros_are_written_in_parts() {
-    // With a last block that the drive has in part.
+    // The last block is partial.
     let bytes = (200 << 20) + 512;
     let (mut copies, zeroed_ranges, open) = copies(bytes, CopyLimits::of(LONG));
     drop(open);
@@ -70,8 +70,8 @@ fn long_runs_of_zeros_are_written_in_parts() {
     assert_eq!(parts, [(0, part), (part, part), (2 * part, part), last]);
 }
 
-/// What is said if no operation ends while the copies are waited for.
-fn said_while_nothing_ends(limits: CopyLimits) -> String {
+/// Returns the error of waiting for copies while no operation ends.
+fn error_while_no_operation_ends(limits: CopyLimits) -> String {
     let (mut copies, _told, _open) = copies(64 << 10, limits);
     for _ in 0..BUFFERS {
         zero(&mut copies, 1).unwrap();
@@ -82,22 +82,22 @@ fn said_while_nothing_ends(limits: CopyLimits) -> String {
 #[test]
 fn long_wait_of_short_operations_fails() {
     let wait = Duration::from_millis(300);
-    let said = said_while_nothing_ends(CopyLimits { operation: LONG, wait });
-    assert!(said.contains("its storage has not kept up for 300ms"), "{said}");
+    let error = error_while_no_operation_ends(CopyLimits { operation: LONG, wait });
+    assert!(error.contains("its storage has not kept up for 300ms"), "{error}");
 }
 
 #[test]
 fn long_operation_in_a_short_wait_fails() {
     let operation = Duration::from_millis(300);
-    let said = said_while_nothing_ends(CopyLimits { operation, wait: LONG });
-    assert!(said.contains("its storage has not answered for 300ms"), "{said}");
+    let error = error_while_no_operation_ends(CopyLimits { operation, wait: LONG });
+    assert!(error.contains("its storage has not answered for 300ms"), "{error}");
 }
 
 #[test]
 fn time_waiting_for_storage_is_returned() {
     let wait = Duration::from_millis(100);
-    // On a busy machine the operation may end before it is waited for: then once more.
-    let zeroed_ranges = || {
+    // On a busy machine the operation may end before the wait begins. Then the test tries again.
+    let waited_for_storage = || {
         let (mut copies, _told, open) = copies(64 << 10, CopyLimits::of(LONG));
         for _ in 0..BUFFERS {
             zero(&mut copies, 1).unwrap();

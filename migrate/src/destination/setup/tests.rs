@@ -1,4 +1,4 @@
-//! Building the guest of a source: what is refused, and what is waited for.
+//! Building the guest of a source: refusals, and the removal of copies.
 
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +26,7 @@ fn host<'a>(
     host_of(Arc::default(), options, control, incoming)
 }
 
-/// A wire to a source that says nothing.
+/// Returns a wire to a source that sends nothing.
 fn wire() -> (Wire<Link>, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -55,9 +55,9 @@ fn early_leave_ends_once_only_without_a_session() {
     let left = || {
         let cause = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
         let cause = driftline_format::FormatError::Io(cause).into();
-        sender.send(Incoming::Left { peer: "somebody".into(), cause }).unwrap();
+        sender.send(Incoming::Left { peer: "a source".into(), cause }).unwrap();
     };
-    // So that the waiting ends in any case, after what is queued.
+    // Ends the wait after the queued connections.
     control.cancel().unwrap();
     host.session.claim(VmId::random(), Token::random(), || Ok(())).unwrap();
     left();
@@ -70,8 +70,8 @@ fn early_leave_ends_once_only_without_a_session() {
     assert!(matches!(failed.cause, Cause::SourceLeft { .. }), "{failed:?}");
 }
 
-/// Two layouts of one hash, the first with few frames: CRC32C has 32 bits, and layouts have more.
-fn of_one_hash() -> (Layout, Layout) {
+/// Returns two different layouts with the same CRC32C hash.
+fn layouts_of_one_hash() -> (Layout, Layout) {
     let mut seen = std::collections::HashMap::new();
     let mut random = 1u64;
     loop {
@@ -96,7 +96,7 @@ fn layouts_with_one_hash_are_distinguished() {
     let (_tell, incoming) = std::sync::mpsc::channel();
     let host = host(&options, &control, incoming);
     let (mut wire, _source) = wire();
-    let (ours, theirs) = of_one_hash();
+    let (ours, theirs) = layouts_of_one_hash();
     assert_eq!(layout_hash(&ours), layout_hash(&theirs));
     let config = MemoryConfig { slots: ours.slots().copied().collect(), ..MemoryConfig::still() };
     let guest = MemoryGuest::new(VmId::random(), config).unwrap();
@@ -105,14 +105,14 @@ fn layouts_with_one_hash_are_distinguished() {
         let built = host.build(&mut wire, &header, Token::random(), layout, &guest.config(), &[]);
         built.map_err(|refused| refused.cause)
     };
-    let cause = build(&theirs).err().expect("it is not the guest that is sent");
+    let cause = build(&theirs).err().expect("the layouts differ");
     assert!(matches!(cause, Cause::LayoutDiffers(LayoutDifference::Slot { nth: 0, .. })));
-    let said = cause.to_string();
-    assert!(said.contains("the first gfn of its memory slot 0 is 0x"), "{said}");
+    let error = cause.to_string();
+    assert!(error.contains("the first gfn of its memory slot 0 is 0x"), "{error}");
     assert!(build(&ours).is_ok());
 }
 
-/// A copy whose removal does this.
+/// A copy whose drop calls a function.
 struct RemovalHookCopy(Arc<dyn Fn() + Send + Sync>);
 
 impl DriveCopy for RemovalHookCopy {
@@ -137,7 +137,7 @@ impl Drop for RemovalHookCopy {
     }
 }
 
-/// Builds guests with one such copy.
+/// Builds guests with one copy whose drop calls a function.
 struct HookedCopyFactory(MemoryGuestFactory, Arc<dyn Fn() + Send + Sync>);
 
 impl GuestFactory for HookedCopyFactory {
@@ -162,9 +162,8 @@ impl GuestFactory for HookedCopyFactory {
     }
 }
 
-/// A source with a drive that goes along, and the session, whose memory is laid out otherwise than
-/// its guest's.
-fn mislaid(wire: Wire<Link>) -> AcceptedSource {
+/// Returns a source with one copied disk, whose layout differs from that of its guest.
+fn source_with_wrong_layout(wire: Wire<Link>) -> AcceptedSource {
     let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
     let layout = Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 1 }]).unwrap();
     let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, layout_hash(&layout));
@@ -191,10 +190,10 @@ fn refusal_does_not_wait_for_hanging_copies() {
     let host = host_of(factory, &options, &control, incoming);
     let (wire, source) = wire();
     source.shutdown(std::net::Shutdown::Write).unwrap();
-    assert!(host.admit(mislaid(wire)).unwrap().is_none());
-    assert!(!released.swap(true, Ordering::SeqCst), "its copies are still being removed");
-    let said = control.progress().last_refusal.unwrap();
-    assert!(said.contains("memory slot"), "{said}");
+    assert!(host.admit(source_with_wrong_layout(wire)).unwrap().is_none());
+    assert!(!released.swap(true, Ordering::SeqCst), "the refusal came before the removal ended");
+    let error = control.progress().last_refusal.unwrap();
+    assert!(error.contains("memory slot"), "{error}");
 }
 
 #[test]
@@ -209,14 +208,14 @@ fn refusal_precedes_removal_of_copies() {
     let (seen, watched) = (Arc::new(Mutex::new(Vec::new())), session.clone());
     let sender = seen.clone();
     let removing = move || {
-        let heard = source.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
+        let refused = source.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
         let taken = watched.get().is_some_and(|session| session.vacant().is_err());
-        sender.lock().unwrap().push((heard, taken));
+        sender.lock().unwrap().push((refused, taken));
     };
     let factory = Arc::new(HookedCopyFactory(MemoryGuestFactory::default(), Arc::new(removing)));
     let host = host_of(factory, &options, &control, incoming);
     session.set(host.session.clone()).unwrap();
-    let caller = mislaid(wire);
+    let caller = source_with_wrong_layout(wire);
     host.session.claim(caller.header.vm_id(), caller.token, || Ok(())).unwrap();
     assert!(host.admit(caller).unwrap().is_none());
     assert_eq!(*seen.lock().unwrap(), [(true, true)]);

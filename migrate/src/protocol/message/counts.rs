@@ -1,6 +1,6 @@
-//! How much a pass or a migration has sent.
+//! Counts of a pass or a migration.
 
-/// Frames with and without content.
+/// Numbers of frames, or blocks, with content and of zeros.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Counts {
     pub(crate) normal: u64,

@@ -1,4 +1,4 @@
-//! Payloads into messages.
+//! Decodes payloads.
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
 use driftline_guest::{Section, SectionTag};
@@ -18,7 +18,7 @@ use crate::protocol::limits::{MAX_PAGES, MAX_SLOTS};
 use crate::protocol::tag::Tag;
 
 impl<'a> WireMessage<'a> {
-    /// Decodes a payload whose length is bounded and whose checksum is right.
+    /// Decodes a payload. The caller has checked its length and its checksum.
     pub(crate) fn parse(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
         Ok(match tag {
             Tag::Hello => {
@@ -44,7 +44,7 @@ impl<'a> WireMessage<'a> {
                 let (runs, contents) = RunTable::parse(tag, bytes)?;
                 let frames = runs.frames().filter(|n| *n <= MAX_PAGES);
                 if frames.is_none_or(|n| n * PAGE_SIZE != contents.len() as u64) {
-                    return Err(malformed(tag, "its content is not as long as its runs say"));
+                    return Err(malformed(tag, "its content is not as long as its runs require"));
                 }
                 Self::Pages { runs, contents }
             }
@@ -53,7 +53,7 @@ impl<'a> WireMessage<'a> {
                 let codec = codec.ok_or(malformed(tag, "its codec is unknown"))?;
                 let (runs, packed) = RunTable::parse(tag, bytes)?;
                 if runs.frames().is_none_or(|n| n > MAX_PAGES) {
-                    return Err(malformed(tag, "its runs have more frames than may be"));
+                    return Err(malformed(tag, "its runs have too many frames"));
                 }
                 Self::Packed { codec, runs, packed }
             }
@@ -65,7 +65,7 @@ impl<'a> WireMessage<'a> {
             Tag::Frames => {
                 let run = FrameRun::from(exactly::<RawRun>(tag, bytes)?);
                 if run.count == 0 || run.count > MAX_PAGES {
-                    return Err(malformed(tag, "its run is empty, or longer than may be"));
+                    return Err(malformed(tag, "its run is empty or too long"));
                 }
                 Self::Frames { run }
             }
@@ -155,7 +155,7 @@ impl<'a> WireMessage<'a> {
             <[RawSlot]>::ref_from_prefix_with_elems(rest, raw.slots.get() as usize)
                 .map_err(|_| malformed(tag, "its table of slots is longer than the message"))?;
         if config.len() != raw.config.get() as usize {
-            return Err(malformed(tag, "its configuration is not as long as it says"));
+            return Err(malformed(tag, "its configuration has another length than announced"));
         }
         let layout = Layout::new(slots.iter().map(|s| Slot {
             id: SlotId(s.id.get()),

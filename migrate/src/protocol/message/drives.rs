@@ -1,4 +1,4 @@
-//! Messages about copied disks: their list, and their blocks. PROTOCOL.md draws them.
+//! Messages about copied disks: their list and their blocks. PROTOCOL.md specifies them.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::DriveHead;
@@ -12,7 +12,7 @@ use crate::protocol::error::WireError;
 use crate::protocol::limits::{MAX_DRIVE_ID, MAX_DRIVES, MAX_PAGES};
 use crate::protocol::tag::Tag;
 
-/// Bit 0 of a disk's flags: its guest cannot write to it.
+/// Bit 0 of a disk's flags: the guest cannot write to it.
 const READONLY: u32 = 1;
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -51,7 +51,7 @@ impl<'a> DriveMessage<'a> {
                 let (runs, contents) = RunTable::parse(tag, bytes)?;
                 let blocks = runs.frames().filter(|n| *n <= MAX_PAGES);
                 if blocks.is_none_or(|n| n * PAGE_SIZE != contents.len() as u64) {
-                    return Err(malformed(tag, "its content is not as long as its runs say"));
+                    return Err(malformed(tag, "its content is not as long as its runs require"));
                 }
                 Self::Blocks { drive, runs, contents }
             }
@@ -67,7 +67,7 @@ impl<'a> DriveMessage<'a> {
                 let raw = exactly::<RawCounts>(tag, bytes)?;
                 Self::BlocksEnd { pass: raw.number.get(), counts: raw.counts() }
             }
-            _ => return Err(malformed(tag, "it is not about drives")),
+            _ => return Err(malformed(tag, "it is not a message about drives")),
         })
     }
 
@@ -106,7 +106,7 @@ pub(crate) fn blocks_head(drive: u32, runs: usize) -> RawRuns {
     RawRuns { of: drive.into(), ..runs_head(runs) }
 }
 
-/// A name that is too long is cut, and then matches no disk.
+/// Encodes a disk. A name that is too long is cut, and then matches no disk.
 fn raw(drive: &DriveHead) -> RawDrive {
     let name = &drive.id.as_bytes()[..drive.id.len().min(MAX_DRIVE_ID)];
     let mut id = [0; MAX_DRIVE_ID];
@@ -120,7 +120,7 @@ fn heads(bytes: &[u8]) -> Result<Vec<DriveHead>, WireError> {
     let (head, rest) = fixed::<RawRuns>(Tag::Drives, bytes)?;
     let count = head.runs.get();
     if !(1..=MAX_DRIVES).contains(&count) {
-        return Err(malformed(Tag::Drives, "it has no drives, or more than can go along"));
+        return Err(malformed(Tag::Drives, "it has no drives, or too many"));
     }
     let (drives, rest) = <[RawDrive]>::ref_from_prefix_with_elems(rest, count as usize)
         .map_err(|_| malformed(Tag::Drives, "its table of drives is longer than the message"))?;
@@ -133,12 +133,12 @@ fn heads(bytes: &[u8]) -> Result<Vec<DriveHead>, WireError> {
 fn head_of(raw: &RawDrive) -> Result<DriveHead, WireError> {
     let name = raw.id.get(..raw.id_bytes.get() as usize).filter(|name| !name.is_empty());
     let name = name.and_then(|name| std::str::from_utf8(name).ok());
-    // Messages with the name are shown on a terminal.
+    // Error messages show the name on a terminal.
     let name = name.filter(|name| name.chars().all(|c| c.is_ascii_graphic()));
-    let id = name.ok_or(malformed(Tag::Drives, "it has a name that is none of a drive"))?;
+    let id = name.ok_or(malformed(Tag::Drives, "it has an invalid drive name"))?;
     let (bytes, readonly) = (raw.bytes.get(), raw.flags.get() & READONLY != 0);
     if bytes == 0 {
-        return Err(malformed(Tag::Drives, "it has a drive of no bytes"));
+        return Err(malformed(Tag::Drives, "it has a drive of 0 bytes"));
     }
     Ok(DriveHead { id: id.to_owned(), bytes, readonly })
 }
@@ -166,26 +166,26 @@ mod tests {
     #[test]
     fn invalid_drive_list_is_refused() {
         let bytes = DriveMessage::Drives(vec![head("disk0", 512)]).to_bytes();
-        let said = |bytes: &[u8]| DriveMessage::parse(Tag::Drives, bytes).unwrap_err().to_string();
+        let error = |bytes: &[u8]| DriveMessage::parse(Tag::Drives, bytes).unwrap_err().to_string();
         let with = |at: usize, byte: u8| {
             let mut bytes = bytes.clone();
             bytes[at] = byte;
-            said(&bytes)
+            error(&bytes)
         };
         for (at, byte, why) in [
             (0, 0, "it has no drives"),
-            (0, MAX_DRIVES as u8 + 1, "more than can go along"),
+            (0, MAX_DRIVES as u8 + 1, "or too many"),
             (0, 2, "longer than the message"),
-            (8 + 12, 0, "a name that is none"),
-            (8 + 12, MAX_DRIVE_ID as u8 + 1, "a name that is none"),
-            (8 + 16, b'\n', "a name that is none"),
-            (8 + 16, 0xff, "a name that is none"),
-            (8 + 1, 0, "a drive of no bytes"),
+            (8 + 12, 0, "an invalid drive name"),
+            (8 + 12, MAX_DRIVE_ID as u8 + 1, "an invalid drive name"),
+            (8 + 16, b'\n', "an invalid drive name"),
+            (8 + 16, 0xff, "an invalid drive name"),
+            (8 + 1, 0, "a drive of 0 bytes"),
         ] {
-            let said = with(at, byte);
-            assert!(said.contains(why), "byte {at}: {said}");
+            let error = with(at, byte);
+            assert!(error.contains(why), "byte {at}: {error}");
         }
-        assert!(said(&[&bytes[..], &[0]].concat()).contains("bytes follow"));
-        assert!(said(&bytes[..7]).contains("too short"));
+        assert!(error(&[&bytes[..], &[0]].concat()).contains("bytes follow"));
+        assert!(error(&bytes[..7]).contains("too short"));
     }
 }

@@ -1,4 +1,4 @@
-//! Messages into payloads.
+//! Encodes messages.
 
 use driftline_dirty_tracker::Layout;
 use zerocopy::IntoBytes;
@@ -10,8 +10,8 @@ use crate::protocol::ids::Token;
 use crate::protocol::limits::MAX_TEXT;
 
 impl WireMessage<'_> {
-    /// Encodes the payload. PAGES, ZERO and FRAMES are sent without being joined ([`runs_head`]);
-    /// encoding them here serves tests and tools.
+    /// Encodes the payload. The source sends PAGES, ZERO and FRAMES in parts ([`runs_head`]); they
+    /// are encoded here for tests.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let counted = |number: u32, flag: bool, c: &Counts| {
             RawCounts::new(number, flag, c).as_bytes().to_vec()
@@ -46,13 +46,13 @@ impl WireMessage<'_> {
             Self::StateEnd { sections, was_running, counts } => {
                 counted(*sections, *was_running, counts)
             }
-            Self::Prepared(says) => RawPrepared {
-                token: *says.token.0.as_bytes(),
-                site: *says.site.as_bytes(),
-                digest: says.digest.into(),
+            Self::Prepared(payload) => RawPrepared {
+                token: *payload.token.0.as_bytes(),
+                site: *payload.site.as_bytes(),
+                digest: payload.digest.into(),
                 zero: 0.into(),
-                normal: says.counts.normal.into(),
-                zeros: says.counts.zero.into(),
+                normal: payload.counts.normal.into(),
+                zeros: payload.counts.zero.into(),
             }
             .as_bytes()
             .to_vec(),
@@ -95,7 +95,7 @@ fn config_bytes(token: Token, layout: &Layout, config: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Cuts a text to [`MAX_TEXT`] bytes, at a character boundary.
+/// Cuts a text to at most [`MAX_TEXT`] bytes, at a character boundary.
 pub(crate) fn clip(text: &str) -> &str {
     &text[..text.floor_char_boundary(MAX_TEXT)]
 }

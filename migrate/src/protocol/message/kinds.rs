@@ -1,4 +1,4 @@
-//! The messages as values.
+//! The messages as Rust values.
 
 use driftline_dirty_tracker::{FrameRun, Layout};
 use driftline_guest::Section;
@@ -13,16 +13,16 @@ use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
 use crate::protocol::tag::Tag;
 
-/// Why a connection was opened.
+/// The purpose of a connection, from HELLO.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Purpose {
     /// The destination's own HELLO.
     Serve,
-    /// To move a guest.
+    /// Moves a guest.
     Move,
-    /// To ask about a migration.
+    /// Asks about a migration.
     Query,
-    /// To join a migration as a further channel.
+    /// Joins a migration as an additional channel.
     Join,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct PreparedPayload {
     pub(crate) counts: Counts,
 }
 
-/// A message, which borrows its bulk from the receive buffer.
+/// A message. Tables and contents borrow from the receive buffer.
 #[derive(Debug)]
 pub(crate) enum WireMessage<'a> {
     Hello {
@@ -75,7 +75,7 @@ pub(crate) enum WireMessage<'a> {
     },
     Verify,
     Digest(u128),
-    /// Its content is still in the stream.
+    /// The content is still in the stream.
     Frames {
         run: FrameRun,
     },
@@ -131,7 +131,7 @@ pub(crate) enum WireMessage<'a> {
 }
 
 impl WireMessage<'_> {
-    /// The message's tag.
+    /// Returns the message's tag.
     pub(crate) fn tag(&self) -> Tag {
         match self {
             Self::Hello { .. } => Tag::Hello,
@@ -165,7 +165,7 @@ impl WireMessage<'_> {
         }
     }
 
-    /// Makes the error that this message came where it may not.
+    /// Returns the error of this message out of order.
     pub(crate) fn unexpected(&self, expected: &'static str) -> WireError {
         WireError::unexpected(self.tag(), expected)
     }

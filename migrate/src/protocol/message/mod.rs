@@ -1,9 +1,8 @@
 //! The messages of the protocol, and their bytes in both directions.
 //!
-//! A message is the payload of one record (`driftline_format`). PROTOCOL.md draws each
-//! of them; the structs here are those drawings. Decoding borrows from the receive buffer and
-//! allocates nothing that a length from the peer decides, except the slots of one CONFIG (at most
-//! [`MAX_SLOTS`](super::limits::MAX_SLOTS)).
+//! A message is the payload of one record (`driftline_format`). PROTOCOL.md specifies each of them.
+//! Decoding borrows from the receive buffer. The only allocation whose size the peer decides is the
+//! slots of one CONFIG (at most [`MAX_SLOTS`](super::limits::MAX_SLOTS)).
 
 mod counts;
 mod decode;

@@ -1,4 +1,4 @@
-//! The fixed parts of messages, as PROTOCOL.md draws them.
+//! The fixed parts of messages, as PROTOCOL.md specifies them.
 
 use driftline_dirty_tracker::{FrameRun, Gfn};
 use driftline_guest::Section;
@@ -67,7 +67,7 @@ pub(super) struct RawPass {
 pub(super) struct RawCounts {
     /// The pass, or in STATE_END the number of sections.
     pub(super) number: U32,
-    /// In STATE_END 1 if the guest ran; else 0.
+    /// In STATE_END 1 if the guest ran; otherwise 0.
     pub(super) flag: U32,
     pub(super) normal: U64,
     pub(super) zero: U64,
@@ -77,7 +77,7 @@ pub(super) struct RawCounts {
 #[repr(C)]
 pub(crate) struct RawRuns {
     pub(super) runs: U32,
-    /// In PACKED the codec, in messages about blocks their disk; else 0.
+    /// In PACKED the codec, in messages about blocks their disk; otherwise 0.
     pub(super) of: U32,
 }
 

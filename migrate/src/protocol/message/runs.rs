@@ -1,4 +1,4 @@
-//! Tables of runs, and helpers that decode every message.
+//! Tables of runs, and helpers for decoding messages.
 
 use driftline_dirty_tracker::FrameRun;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -7,7 +7,7 @@ use super::raw::{RawRun, RawRuns};
 use crate::protocol::error::WireError;
 use crate::protocol::tag::Tag;
 
-/// A table of runs as received: no run is empty, and nothing else has been checked.
+/// A table of runs as received. No run is empty; their positions are not checked.
 #[derive(Clone, Copy)]
 pub(crate) struct RunTable<'a>(pub(super) &'a [RawRun]);
 
@@ -38,7 +38,7 @@ impl<'a> RunTable<'a> {
             .map_err(|_| malformed(tag, "its table of runs is longer than the message"))?;
         let runs = Self(runs);
         if count == 0 || runs.iter().any(|r| r.count == 0) {
-            return Err(malformed(tag, "it has an empty run, or none at all"));
+            return Err(malformed(tag, "it has an empty run, or no run"));
         }
         Ok((runs, rest))
     }
@@ -59,7 +59,7 @@ pub(super) fn exactly<T: FromBytes + KnownLayout + Immutable + Unaligned>(
     tag: Tag,
     bytes: &[u8],
 ) -> Result<&T, WireError> {
-    T::ref_from_bytes(bytes).map_err(|_| malformed(tag, "its length is not that of its kind"))
+    T::ref_from_bytes(bytes).map_err(|_| malformed(tag, "its length is wrong"))
 }
 
 pub(super) fn text(tag: Tag, bytes: &[u8]) -> Result<&str, WireError> {

@@ -1,7 +1,7 @@
-//! Copied disks: what may come of them, and when.
+//! Copied disks in the stream: which messages may arrive, and when.
 //!
-//! A pass is acknowledged once its blocks would survive a crash of this host. So a destination that
-//! has sent PREPARED has everything that the guest had made durable at its source.
+//! A pass is acknowledged once its blocks are durable here. So a destination that has sent PREPARED
+//! has all writes that the guest had made durable at its source.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::DriveHead;
@@ -10,7 +10,7 @@ use crate::protocol::error::WireError;
 use crate::protocol::message::{Counts, DriveMessage, RunTable};
 use crate::protocol::tag::Tag;
 
-/// The state of copied disks in the stream, as `StreamState` is of memory.
+/// The state of copied disks in the stream, beside `StreamState` for memory.
 #[derive(Debug)]
 pub(crate) struct DriveStreamState {
     heads: Vec<DriveHead>,
@@ -21,12 +21,12 @@ pub(crate) struct DriveStreamState {
     totals: Counts,
 }
 
-/// What to do with a message about disks.
+/// The action for a message about disks.
 #[derive(Debug)]
 pub(crate) enum DriveStep<'a> {
-    /// Nothing: it was noted.
+    /// None; the message has changed the state.
     Noted,
-    /// Write the contents, in this order, to these blocks of this disk.
+    /// Write the contents to these blocks of this disk, in order.
     Place { drive: usize, runs: RunTable<'a>, contents: &'a [u8] },
     /// Make these blocks of this disk zero.
     Zero { drive: usize, runs: RunTable<'a> },
@@ -43,19 +43,19 @@ impl DriveStreamState {
         self.heads.is_empty()
     }
 
-    /// Blocks of all complete passes.
+    /// Returns the blocks of all complete passes.
     pub(crate) fn totals(&self) -> Counts {
         self.totals
     }
 
-    /// Bytes of blocks, including zeros, received so far.
+    /// Returns the bytes of blocks received so far, including zeros.
     pub(crate) fn moved_bytes(&self) -> u64 {
         let blocks =
             [self.totals, self.counts].into_iter().map(|c| c.normal.saturating_add(c.zero));
         blocks.fold(0, u64::saturating_add).saturating_mul(PAGE_SIZE)
     }
 
-    /// Takes a message of pass number `pass`.
+    /// Processes a message of pass number `pass`.
     pub(crate) fn on<'a>(
         &mut self,
         pass: u32,
@@ -119,7 +119,7 @@ impl DriveStreamState {
             let (id, blocks) = (head.id.clone(), head.blocks());
             return Err(WireError::OutsideDrive { message, run, id, blocks });
         }
-        // Each run is inside the disk, but a hostile table may name one block many times.
+        // Each run is inside the disk, but a hostile table may repeat blocks.
         let found = runs.iter().fold(0u64, |n, run| n.saturating_add(run.count));
         let all = self.heads.iter().fold(0u64, |n, head| n.saturating_add(head.blocks()));
         let limit = all - (self.counts.normal + self.counts.zero);
@@ -171,15 +171,15 @@ mod tests {
         zeros(&mut stream, 0, 0, 4).unwrap();
         zeros(&mut stream, 1, 0, 1).unwrap();
         for (drive, start, count, why) in [
-            (2, 0, 1, "names drive 2, and 2 go along"),
-            (u32::MAX, 0, 1, "names drive 4294967295, and 2 go along"),
+            (2, 0, 1, "names drive 2, and 2 are copied"),
+            (u32::MAX, 0, 1, "names drive 4294967295, and 2 are copied"),
             (0, 4, 1, "names blocks 4..5 of disk \"a\", which has 4"),
             (0, 3, 2, "names blocks 3..5"),
             (1, 0, 2, "of disk \"b\", which has 1"),
             (0, u64::MAX, u64::MAX, "of disk \"a\", which has 4"),
         ] {
-            let said = zeros(&mut self::stream(), drive, start, count).unwrap_err().to_string();
-            assert!(said.contains(why), "{said}");
+            let error = zeros(&mut self::stream(), drive, start, count).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
         }
     }
 
@@ -188,9 +188,9 @@ mod tests {
         let mut stream = stream();
         zeros(&mut stream, 0, 0, 4).unwrap();
         zeros(&mut stream, 0, 0, 1).unwrap();
-        let said = zeros(&mut stream, 0, 0, 1).unwrap_err().to_string();
-        assert_eq!(said, "1 blocks in the rest of the pass, more than the 0 allowed");
-        assert!(stream.end_pass().is_err(), "their end was not said");
+        let error = zeros(&mut stream, 0, 0, 1).unwrap_err().to_string();
+        assert_eq!(error, "1 blocks in the rest of the pass, more than the 0 allowed");
+        assert!(stream.end_pass().is_err(), "BLOCKS_END has not arrived");
         assert!(end(&mut stream, 6, 5).unwrap_err().to_string().contains("number of the pass"));
         assert!(end(&mut stream, 7, 4).unwrap_err().to_string().contains("blocks of zeros"));
         end(&mut stream, 7, 5).unwrap();
@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn without_a_drive_list_blocks_are_refused() {
         let mut none = DriveStreamState::new(Vec::new());
-        assert!(zeros(&mut none, 0, 0, 1).unwrap_err().to_string().contains("and 0 go along"));
+        assert!(zeros(&mut none, 0, 0, 1).unwrap_err().to_string().contains("and 0 are copied"));
         assert!(end(&mut none, 7, 0).unwrap_err().to_string().starts_with("BLOCKS_END came"));
         assert_eq!(none.end_pass().unwrap(), 0);
     }

@@ -1,5 +1,4 @@
-//! Which messages may come in which order, and how much of each: the pure half of receiving a
-//! guest.
+//! The order and the bounds of messages at a receiver, without I/O.
 //!
 //! ```text
 //!            PASS_BEGIN                         STATE
@@ -8,17 +7,17 @@
 //!    +------ PASS_END ------+  +-+ content, ZERO          +-+ STATE
 //! ```
 //!
-//! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS come
-//! Between, before pass 0; VERIFY comes Between, once, after a pass. Content is PAGES, PACKED,
+//! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS are allowed
+//! in Between before pass 0, and VERIFY once in Between after a pass. Content is PAGES, PACKED,
 //! FRAMES, and the blocks of copied disks.
 //!
-//! The state may come before the last pass: STATE_WHOLE leads from State to Whole, and PASS_BEGIN
-//! from either to InPass. PASS_END then leads to Last, where only STATE_END is left.
+//! The state may precede the last pass: STATE_WHOLE leads from State to Whole, and PASS_BEGIN from
+//! either to InPass. PASS_END then leads to Last, where only STATE_END is allowed.
 //!
-//! A channel that has joined is only ever Between or InPass: it carries shares of passes.
+//! A joined channel is always in Between or InPass, because it carries only shares of passes.
 //!
-//! Every run is checked against the guest's layout and every count against the peer's before
-//! anything is done with it. No I/O: the receiver, the tools and the fuzzer share it.
+//! Every run is checked against the guest's layout, and every count against the peer's, before it
+//! is used. The receiver, the tools and the fuzzer share this code.
 
 mod drives;
 
@@ -37,26 +36,27 @@ use crate::protocol::tag::Tag;
 pub(crate) use drives::DriveStep;
 use drives::DriveStreamState;
 
-/// The receiver's state in one stream.
+/// A receiver's state in one stream.
 #[derive(Debug)]
 pub(crate) struct StreamState {
     layout: Layout,
     drives: DriveStreamState,
-    /// For a channel that has joined: a pass may have fewer frames here than in all.
+    /// Whether this is a joined channel, which carries only a share of each pass.
     is_joined: bool,
-    /// Whether a digest was requested, which is allowed once because it costs time.
+    /// Whether a digest was requested. That is allowed once, because a digest takes time.
     verified: bool,
     position: StreamPosition,
-    /// Passes completed.
+    /// Number of complete passes.
     passes: u32,
-    /// Frames and runs that EXPECT has announced.
+    /// Frames that EXPECT has announced.
     expected: u64,
+    /// Runs that EXPECT has announced.
     expected_runs: usize,
-    /// Passes that had neither a frame nor a block.
+    /// Number of passes with neither a frame nor a block.
     empty_passes: u32,
     totals: Counts,
     sections: Vec<Section>,
-    /// The state, if it came before the last pass.
+    /// The state, if it preceded the last pass.
     early: Option<Arc<[Section]>>,
     state_bytes: u64,
 }
@@ -64,25 +64,25 @@ pub(crate) struct StreamState {
 #[derive(Debug)]
 enum StreamPosition {
     Between,
-    /// `others` came over other channels.
+    /// `others` counts frames that arrived over other channels.
     InPass {
         frames: u64,
         counts: Counts,
         others: Counts,
     },
     State,
-    /// The state has come, and the last pass has not begun.
+    /// The state has arrived, and the last pass has not begun.
     Whole,
     Last,
     Complete,
 }
 
-/// What to do with a message.
+/// The action for a message.
 #[derive(Debug)]
 pub(crate) enum StreamStep<'a> {
-    /// Nothing: it was noted.
+    /// None; the message has changed the state.
     Noted,
-    /// Write the contents, in this order, to these frames.
+    /// Write the contents to these frames, in order.
     Place { runs: RunTable<'a>, contents: &'a [u8] },
     /// Decompress the contents, and write them to these frames.
     Unpack { codec: Codec, runs: RunTable<'a>, packed: &'a [u8] },
@@ -100,15 +100,14 @@ pub(crate) enum StreamStep<'a> {
     Drive(DriveStep<'a>),
     /// Acknowledge the pass.
     Ack { pass: u32, counts: Counts },
-    /// Restore this state, which is complete; the last pass follows, with about this number of
-    /// frames.
+    /// Restore this state. The last pass follows, with about this number of frames.
     Restore { sections: Arc<[Section]>, frames: u64 },
-    /// Everything has come.
+    /// The guest is complete.
     Complete { sections: Arc<[Section]>, was_running: bool },
 }
 
 impl StreamState {
-    /// Makes the state of a first channel, with `drives` copied.
+    /// Returns the state of a first channel, with `drives` copied.
     pub(crate) fn new(layout: Layout, drives: Vec<DriveHead>) -> Self {
         let (position, totals, sections) = (StreamPosition::Between, Counts::default(), Vec::new());
         Self {
@@ -128,7 +127,7 @@ impl StreamState {
         }
     }
 
-    /// Makes the state of a channel that has joined.
+    /// Returns the state of a joined channel.
     pub(crate) fn joined(layout: Layout) -> Self {
         Self { is_joined: true, ..Self::new(layout, Vec::new()) }
     }
@@ -138,7 +137,7 @@ impl StreamState {
         matches!(self.position, StreamPosition::InPass { .. })
     }
 
-    /// The pass in progress, or the next one, and the frames that are still to come here.
+    /// Returns the number of the current or next pass, and the frames that it still has here.
     pub(crate) fn progress(&self) -> (u32, u64) {
         let left = match self.position {
             StreamPosition::InPass { frames, counts, .. } => left(frames, &counts),
@@ -147,41 +146,41 @@ impl StreamState {
         (self.passes, left)
     }
 
-    /// Counts what other channels have received of the pass in progress.
+    /// Adds the frames that other channels have received in the current pass.
     pub(crate) fn count_others(&mut self, counts: Counts) {
         if let StreamPosition::InPass { others, .. } = &mut self.position {
             *others += counts;
         }
     }
 
-    /// Passes completed.
+    /// Returns the number of complete passes.
     pub(crate) fn passes(&self) -> u32 {
         self.passes
     }
 
-    /// Frames of all completed passes.
+    /// Returns the frames of all complete passes.
     pub(crate) fn totals(&self) -> Counts {
         self.totals
     }
 
-    /// Blocks of disks of all completed passes.
+    /// Returns the blocks of disks of all complete passes.
     pub(crate) fn drive_totals(&self) -> Counts {
         self.drives.totals()
     }
 
-    /// Bytes of memory and disks, including zeros, and of state received so far.
+    /// Returns the bytes of memory, disks and state received so far, including zeros.
     pub(crate) fn moved_bytes(&self) -> u64 {
         let pass = match self.position {
             StreamPosition::InPass { counts, .. } => counts,
             _ => Counts::default(),
         };
         let frames = [self.totals, pass].iter().map(|c| c.normal + c.zero).sum::<u64>();
-        // A pass has at most as many frames as memory, and there are few passes.
+        // No overflow: passes are bounded, and so are the frames of each.
         let rest = self.state_bytes.saturating_add(self.drives.moved_bytes());
         frames.saturating_mul(PAGE_SIZE).saturating_add(rest)
     }
 
-    /// Takes the next message.
+    /// Processes the next message.
     pub(crate) fn on<'a>(&mut self, message: WireMessage<'a>) -> Result<StreamStep<'a>, WireError> {
         let is_joined = self.is_joined;
         match (&mut self.position, message) {
@@ -190,7 +189,7 @@ impl StreamState {
                 @ (StreamPosition::Between | StreamPosition::State | StreamPosition::Whole),
                 WireMessage::PassBegin { pass, frames },
             ) => {
-                // From a source that does not send STATE_WHOLE.
+                // A source that does not send STATE_WHOLE begins the last pass after STATE.
                 let early = matches!(position, StreamPosition::State);
                 same("the number of the pass", pass.into(), self.passes.into())?;
                 at_most("passes", u64::from(pass) + 1, MAX_PASSES.into())?;
@@ -209,8 +208,8 @@ impl StreamState {
                 }
                 Ok(self.restore(frames))
             }
-            (StreamPosition::State, WireMessage::StateWhole { sections: said, frames }) => {
-                same("state sections", said.into(), self.sections.len() as u64)?;
+            (StreamPosition::State, WireMessage::StateWhole { sections: announced, frames }) => {
+                same("state sections", announced.into(), self.sections.len() as u64)?;
                 self.position = StreamPosition::Whole;
                 Ok(self.restore(frames))
             }
@@ -301,11 +300,11 @@ impl StreamState {
             }
             (
                 StreamPosition::Between | StreamPosition::State | StreamPosition::Last,
-                WireMessage::StateEnd { sections: said, was_running, counts },
+                WireMessage::StateEnd { sections: announced, was_running, counts },
             ) if !is_joined => {
                 let late = || std::mem::take(&mut self.sections).into();
                 let sections = self.early.take().unwrap_or_else(late);
-                same("state sections", said.into(), sections.len() as u64)?;
+                same("state sections", announced.into(), sections.len() as u64)?;
                 same("all frames with content", counts.normal, self.totals.normal)?;
                 same("all zero frames", counts.zero, self.totals.zero)?;
                 self.position = StreamPosition::Complete;
@@ -342,7 +341,7 @@ impl StreamPosition {
     }
 }
 
-/// Frames that the pass may still have.
+/// Returns the number of frames that the pass may still have.
 fn left(announced: u64, counts: &Counts) -> u64 {
     announced - (counts.normal + counts.zero)
 }
@@ -359,7 +358,7 @@ fn checked(
     if let Some(run) = runs.clone().find(outside) {
         return Err(WireError::Outside { message, run });
     }
-    // Each run is inside a slot, but a hostile table may name one slot many times.
+    // Each run is inside a slot, but a hostile table may repeat frames.
     let frames = runs.fold(0u64, |n, r| n.saturating_add(r.count));
     let what = match message {
         Tag::Expect => "expected frames in the rest of memory",
@@ -392,7 +391,7 @@ mod tests {
         StreamState::new(Layout::new([slot]).unwrap(), Vec::new())
     }
 
-    /// One whole pass of `frames` zero frames.
+    /// Sends a whole pass of `frames` zero frames.
     fn pass(stream: &mut StreamState, pass: u32, frames: u64) -> Result<(), WireError> {
         stream.on(WireMessage::PassBegin { pass, frames })?;
         if frames > 0 {
@@ -454,9 +453,8 @@ mod tests {
         let section = || Section::new(driftline_guest::SectionTag(7), 0, vec![1]);
         stream.on(WireMessage::State(section())).unwrap();
         let step = stream.on(WireMessage::PassBegin { pass: 1, frames: 0 }).unwrap();
-        assert!(
-            matches!(step, StreamStep::Restore { sections, frames: 0 } if sections[..] == [section()])
-        );
+        let StreamStep::Restore { sections, frames: 0 } = step else { panic!("{step:?}") };
+        assert_eq!(sections[..], [section()]);
         let e = stream.on(WireMessage::State(section())).unwrap_err().to_string();
         assert!(e.contains("STATE"), "{e}");
         let counts = Counts::default();
@@ -489,16 +487,15 @@ mod tests {
         let e = stream.on(whole(2)).unwrap_err().to_string();
         assert!(e.contains("2 by the peer's count and 1 by this side's"), "{e}");
         let step = stream.on(whole(1)).unwrap();
-        assert!(
-            matches!(step, StreamStep::Restore { sections, frames: 3 } if sections[..] == [section()])
-        );
+        let StreamStep::Restore { sections, frames: 3 } = step else { panic!("{step:?}") };
+        assert_eq!(sections[..], [section()]);
         for more in [WireMessage::State(section()), whole(1), WireMessage::Verify] {
             let e = stream.on(more).unwrap_err().to_string();
             assert!(e.contains("where PASS_BEGIN was expected"), "{e}");
         }
         let counts = Counts::default();
         let begun = stream.on(WireMessage::PassBegin { pass: 1, frames: 0 }).unwrap();
-        assert!(matches!(begun, StreamStep::Noted), "it is restored once");
+        assert!(matches!(begun, StreamStep::Noted), "the state is restored once");
         stream.on(WireMessage::PassEnd { pass: 1, counts }).unwrap();
         let counts = Counts { normal: 0, zero: 2 };
         let end = WireMessage::StateEnd { sections: 1, was_running: true, counts };
@@ -512,7 +509,7 @@ mod tests {
         pass(&mut stream, 0, 3).unwrap();
         assert_eq!(stream.moved_bytes(), 3 * PAGE_SIZE);
         stream.on(WireMessage::PassBegin { pass: 1, frames: 2 }).unwrap();
-        assert_eq!(stream.moved_bytes(), 3 * PAGE_SIZE, "what is announced has not come");
+        assert_eq!(stream.moved_bytes(), 3 * PAGE_SIZE, "announced frames do not count");
         let run = RawRun::from(FrameRun { start: Gfn(1), count: 1 });
         let bytes = [runs_head(1).as_bytes(), run.as_bytes()].concat();
         stream.on(WireMessage::parse(Tag::Zero, &bytes).unwrap()).unwrap();

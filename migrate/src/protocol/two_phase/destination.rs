@@ -11,42 +11,42 @@
 use crate::protocol::decision::{Decision, Verdict};
 
 /// State of the destination. The guest may run only in `Running`, which only `Committed` leads to.
-/// That needs a decision that stands: every process of the host finds it, and it is durable itself
-/// or through a prepared record.
+/// `Committed` needs a decision that stands: every process of the host finds it, and either it is
+/// durable or a durable prepared record answers in its place.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Destination {
-    /// Everything up to PREPARED.
+    /// The guest is received, up to PREPARED.
     Assembling,
     /// Restored and paused, waiting for COMMIT.
     Prepared,
-    /// COMMIT has come; the decision is being made.
+    /// COMMIT has arrived; the decision is being made.
     Deciding,
     /// The decision to run stands.
     Committed,
     /// The guest has been taken over. Final.
     Running,
-    /// The guest was discarded after PREPARED, and that is not durable yet.
+    /// The guest was discarded after PREPARED, and the decision is not durable yet.
     Discarding,
-    /// The discarding is durable. Final.
+    /// The decision to discard the guest is durable. Final.
     Discarded,
-    /// Discarded when the source could not have sent COMMIT. Final.
+    /// The guest was discarded before the source can have sent COMMIT. Final.
     Dropped,
 }
 
-/// What happens to the destination.
+/// An event at the destination.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum DestinationEvent {
-    /// All of the guest is in place.
+    /// The guest is restored.
     Restored,
-    /// COMMIT came, with this migration's token.
+    /// COMMIT has arrived, with this migration's token.
     Commit,
-    /// ABORT came.
+    /// ABORT has arrived.
     Aborted,
-    /// Anything failed: a cut, a deadline, a cancel, a wrong message.
+    /// A failure: a lost connection, a deadline, a cancel, a wrong message.
     Failed,
-    /// A decision stands: of this process, or of another one of this site.
+    /// A decision stands, made by this process or by another one of this site.
     Stands(Decision),
-    /// The decision could not be stored, or not made durable where it must be.
+    /// Storing the decision failed.
     NotStored,
     /// The guest was taken over.
     Resumed,
@@ -56,18 +56,18 @@ pub(crate) enum DestinationEvent {
     Asked,
 }
 
-/// Permission to let the guest run on the destination.
+/// Permission to run the guest at the destination.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct MayRun(());
 
-/// What the destination has to do next.
+/// The next action of the destination.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum DestinationOrder {
     /// Wait for the next event.
     Wait,
     /// Send PREPARED and wait for COMMIT.
     SayPrepared,
-    /// Store the decision to run; durably, unless the prepared record names the host's boot.
+    /// Store the decision to run the guest; durably, unless the prepared record names a boot.
     StoreCommitted,
     /// Acquire the devices and run the guest.
     TakeOver(MayRun),
@@ -75,9 +75,9 @@ pub(crate) enum DestinationOrder {
     SayRunning,
     /// Discard the guest; no peer needs to be told.
     Drop,
-    /// Discard the guest (unless that is done) and make that durable.
+    /// Discard the guest, if it exists, and store that decision durably.
     StoreDiscarded,
-    /// Discard the guest (unless that is done) and tell the source.
+    /// Discard the guest, if it exists, and tell the source.
     SayDiscarded,
 }
 
@@ -90,7 +90,8 @@ impl Destination {
             (Self::Assembling, E::Restored) => (Self::Prepared, O::SayPrepared),
             (Self::Assembling, E::Failed | E::Aborted) => (Self::Dropped, O::Drop),
             (Self::Prepared, E::Commit) => (Self::Deciding, O::StoreCommitted),
-            // A source never sends ABORT after COMMIT. It resumes its guest, and will never ask.
+            // A source sends ABORT only if it has not sent COMMIT. It resumes its guest, and never
+            // asks.
             (Self::Prepared, E::Aborted) => (Self::Dropped, O::Drop),
             (Self::Prepared, E::Failed) => (Self::Discarding, O::StoreDiscarded),
             (Self::Deciding, E::Stands(Decision::Committed)) => {
@@ -107,13 +108,12 @@ impl Destination {
         }
     }
 
-    /// Whether this process, which had the guest, no longer needs its decision once the source is
-    /// settled: no later event reads or makes one.
+    /// Whether this process may remove its decision after ENDED: no later event reads or makes one.
     pub(crate) fn may_forget(self) -> bool {
         matches!(self, Self::Running | Self::Discarded)
     }
 
-    /// The answer to a source that asks.
+    /// Returns the answer to a source that asks.
     pub(crate) fn verdict(self) -> Verdict {
         match self {
             Self::Assembling | Self::Prepared | Self::Deciding | Self::Discarding => {

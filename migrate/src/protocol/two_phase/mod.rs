@@ -1,9 +1,9 @@
-//! The hand-over as two pure state machines, without I/O: what each end does at each event.
+//! The hand-over as two pure state machines, without I/O: each returns orders for events.
 //!
-//! `source` and `destination` perform the machines' orders. The permits in the orders cannot be
-//! made anywhere else, so no code can run or end a guest without the machines. `model` runs the two
-//! machines against each other through every interleaving of lost messages, crashes, failing disks
-//! and operators, and checks I7.
+//! `crate::source` and `crate::destination` perform the orders. Only these machines can make the
+//! permits in the orders, so no other code can run or end a guest. `model` runs the two machines
+//! against each other through every interleaving of lost messages, crashes, failing disks and
+//! operators, and checks I7.
 
 mod destination;
 #[cfg(test)]

@@ -10,24 +10,24 @@
 //!                                                                |  Discarded, operator's Run    -> Here
 //! ```
 //!
-//! The record is made before the pause (within it where digests are compared), so that the pause
-//! does not wait for a disk. It forbids nothing until COMMIT is sent.
+//! The record is made before the pause, so that the pause does not wait for a disk; if digests are
+//! compared, it is made within the pause. It has no effect until COMMIT is sent.
 
 use crate::protocol::decision::{Resolution, Verdict};
 
 /// State of the source. Before `Committed` it may resume the guest at any time, because COMMIT has
-/// not been sent. After that, only the destination's or the operator's word allows it.
+/// not been sent. After that, only the destination's answer or the operator allows it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Source {
-    /// Memory, pass by pass.
+    /// Memory is sent, pass by pass.
     Streaming,
     /// The rest fits into a pause; the record is being made durable.
     Recording,
-    /// The record is durable. The guest is paused, the rest is sent, and PREPARED awaited.
+    /// The record is durable. The guest is paused, the rest is sent, and PREPARED is awaited.
     Recorded,
-    /// COMMIT is being sent and its answer awaited.
+    /// COMMIT is sent, and its answer is awaited.
     Committed,
-    /// No answer came.
+    /// No answer has arrived.
     InDoubt,
     /// The guest is here again. Final.
     Here,
@@ -35,35 +35,35 @@ pub(crate) enum Source {
     Gone,
 }
 
-/// What happens to the source.
+/// An event at the source.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum SourceEvent {
-    /// What is left to be sent fits into a pause.
+    /// The rest fits into a pause.
     Converged,
     /// The hand-over record is durable.
     Recorded,
-    /// PREPARED came, and its digest and counts are right.
+    /// PREPARED has arrived, and its digest and counts are right.
     Prepared,
-    /// RUNNING came.
+    /// RUNNING has arrived.
     Running,
-    /// The connection broke, or the answer did not come in time. Before COMMIT: anything failed, or
-    /// the migration was cancelled.
+    /// The connection broke, or the answer did not arrive in time. Before COMMIT: any step failed,
+    /// or the migration was cancelled.
     Lost,
-    /// ANSWER came.
+    /// ANSWER has arrived.
     Answer(Verdict),
-    /// The operator resolved.
+    /// The operator has resolved the migration.
     Operator(Resolution),
 }
 
-/// Permission to let the guest run on the source.
+/// Permission to run the guest at the source.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct MayRunHere(());
 
-/// Permission to end the guest on the source.
+/// Permission to end the guest at the source.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct MayEnd(());
 
-/// What the source has to do next.
+/// The next action of the source.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum SourceOrder {
     /// Wait for the next event.
@@ -91,8 +91,7 @@ impl Source {
             (Self::Streaming, E::Converged) => (Self::Recording, O::Record),
             (Self::Recording, E::Recorded) => (Self::Recorded, O::Wait),
             (Self::Recorded, E::Prepared) => (Self::Committed, O::Commit),
-            // A record that cannot be removed, or failed half-way, does no harm: COMMIT was never
-            // sent.
+            // A record that stays behind does no harm, because COMMIT was never sent.
             (Self::Streaming | Self::Recording | Self::Recorded, E::Lost) => take_back,
             (Self::Committed | Self::InDoubt, E::Running | E::Answer(Verdict::Running)) => end,
             (Self::Committed | Self::InDoubt, E::Answer(Verdict::Discarded)) => take_back,

@@ -147,7 +147,7 @@ fn stop_ends_a_process_whose_take_over_failed() {
         let thief = File::options().write(true).open(tmp.path("there")).unwrap();
         fcntl_lock(&thief, FlockOperation::NonBlockingLockExclusive).unwrap();
         wait_for("the take-over to fail", || {
-            receiving.stderr().contains("staying up to").then_some(())
+            receiving.stderr().contains("waiting up to").then_some(())
         });
         stop_by.tell(&receiving);
         assert_eq!(receiving.wait(), Some(1), "{stop_by:?}: {}", receiving.stderr());

@@ -1,9 +1,9 @@
-//! Both machines against each other, through everything that can go wrong, in every order.
+//! Model checking of both state machines, with every failure in every order.
 //!
-//! [`ModelState::next`] lists every step that can happen: a message arrives or is lost, an end notices a
+//! [`ModelState::next`] returns every possible step: a message arrives or is lost, an end notices a
 //! failure, an order is performed or fails, a process dies, the destination's host crashes and
-//! loses what is not durable, the source asks, the operator resolves. The test visits every world
-//! that can be reached.
+//! loses whatever is not durable, the source asks, the operator resolves. The test visits every
+//! reachable state.
 
 mod state;
 
@@ -13,7 +13,7 @@ use self::state::{ModelState, StepKind};
 use super::{Destination, Source, SourceEvent, SourceOrder};
 use crate::protocol::decision::Resolution;
 
-/// The worlds from which steps of these kinds can lead to a settled one.
+/// Returns the states from which steps of these kinds can lead to a resolved one.
 fn resolvable<'w>(
     seen: &'w HashSet<ModelState>,
     back: &'w HashMap<ModelState, Vec<(StepKind, ModelState)>>,
@@ -39,7 +39,7 @@ fn at_most_one_runs_and_every_state_resolves() {
 
 fn explore(names_boot: bool) {
     let mut seen: HashSet<ModelState> = HashSet::new();
-    // Good steps and the operator's, backwards.
+    // The predecessors of each state by good steps and the operator's.
     let mut back: HashMap<ModelState, Vec<(StepKind, ModelState)>> = HashMap::new();
     let mut queue = VecDeque::from([ModelState::new(names_boot)]);
     while let Some(state) = queue.pop_front() {
@@ -56,28 +56,28 @@ fn explore(names_boot: bool) {
             }
         }
     }
-    // An operator who discards what runs nowhere has decided so.
+    // States after an operator's discard may end without a guest.
     let honest = |w: &&ModelState| w.operator != Some(Resolution::Discard);
     let resolvable = resolvable(&seen, &back, &[StepKind::Good, StepKind::Operator]);
     let stuck = seen.iter().filter(honest).find(|w| !resolvable.contains(w));
-    assert!(stuck.is_none(), "no way out of {stuck:#?}");
-    // While both processes live, nobody has to be asked.
+    assert!(stuck.is_none(), "no step resolves {stuck:#?}");
+    // While both processes live, no operator is needed.
     let resolvable = self::resolvable(&seen, &back, &[StepKind::Good]);
     let both = |w: &&ModelState| w.source_alive && w.destination_alive;
     let stuck = seen.iter().filter(honest).filter(both).find(|w| !resolvable.contains(w));
-    assert!(stuck.is_none(), "no way out without an operator of {stuck:#?}");
-    assert!(seen.len() > 1_000, "only {} worlds were visited", seen.len());
+    assert!(stuck.is_none(), "only an operator resolves {stuck:#?}");
+    assert!(seen.len() > 1_000, "only {} states were visited", seen.len());
     for wanted in [Source::Here, Source::Gone, Source::InDoubt] {
         assert!(seen.iter().any(|w| w.source == wanted), "{wanted:?} was never reached");
     }
-    println!("{} worlds (records name a boot: {names_boot})", seen.len());
+    println!("{} states (records name a boot: {names_boot})", seen.len());
 }
 
 #[test]
 fn without_faults_the_guest_arrives() {
     let mut state = ModelState::new(true);
     while let Some((_, next)) = state.next().into_iter().find(|(kind, next)| {
-        // Deadlines and cuts are good steps too; here nothing is late.
+        // Deadlines and lost connections count as good steps; this run takes none of them.
         let late = next.source == Source::InDoubt
             || next.destination == Destination::Discarding
             || (next.source_hung_up && next.source != Source::Gone);

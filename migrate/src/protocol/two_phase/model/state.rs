@@ -15,7 +15,7 @@ pub(super) enum ModelMessage {
     Answer(Verdict),
 }
 
-/// An order that is not performed yet, without its permit.
+/// An order that has not been performed yet, without its permit.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) enum ToDo {
     Nothing,
@@ -39,28 +39,28 @@ pub(super) struct ModelState {
     pub(super) source_alive: bool,
     pub(super) source_runs: bool,
     pub(super) source_todo: ToDo,
-    /// The guest is held and the destination has been sent all of it.
+    /// The guest is paused, and all of it was sent.
     pub(super) sent: bool,
-    /// The source's record stands on its disk.
+    /// The source's record is on its disk.
     pub(super) recorded: bool,
-    /// COMMIT has been said.
-    pub(super) commit_said: bool,
+    /// COMMIT was sent.
+    pub(super) commit_sent: bool,
     pub(super) destination: Destination,
     pub(super) destination_alive: bool,
     pub(super) destination_runs: bool,
     pub(super) destination_ran: bool,
     pub(super) destination_todo: ToDo,
-    /// The destination process's own `committed` stands on its disk.
+    /// The destination process's own `committed` is on its disk.
     pub(super) placed: bool,
     pub(super) disk: Option<Decision>,
-    /// What the disk says of a decision outlives a crash of the host.
+    /// Whether the disk's decision, or its absence, survives a crash of the host.
     pub(super) durable: bool,
     /// The destination's prepared record is durable.
     pub(super) prepared: bool,
-    /// The destination's host tells its boots apart, and its prepared record names one.
+    /// The destination's host has a boot id, and its prepared record names it.
     pub(super) names_boot: bool,
-    /// The destination's host has crashed and is up again, or has mounted its records anew: what
-    /// was not durable may be gone.
+    /// The destination's host has rebooted, or has remounted its records: writes that were not
+    /// durable may be lost.
     pub(super) rebooted: bool,
     pub(super) to_source: Vec<ModelMessage>,
     pub(super) to_destination: Vec<ModelMessage>,
@@ -68,40 +68,40 @@ pub(super) struct ModelState {
     pub(super) destination_hung_up: bool,
     /// A question that another process of the site is answering.
     pub(super) question: Option<Question>,
-    /// The answer to a question, under way.
+    /// The answer to a question, in flight.
     pub(super) answer: Option<Verdict>,
     pub(super) operator: Option<Resolution>,
 }
 
-/// How far `Records::decide_unknown` is: others may act between any two of its accesses.
+/// Progress of `Records::decide_unknown`. Other processes may act between any two of its accesses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Question {
-    /// `discarded` stood when it was asked.
+    /// Whether the decision was `discarded` when the source asked.
     discarded: bool,
     read: Read,
 }
 
-/// What it has read.
+/// What `decide_unknown` has read so far.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) enum Read {
     /// Whether there is a prepared record.
     Prepared(bool),
-    /// A prepared record, and no decision.
+    /// A prepared record and no decision.
     Undecided,
-    /// Then the prepared record was gone.
+    /// After `Undecided`, no prepared record.
     Gone,
-    /// Or it was there still, and no decision can have been lost.
+    /// After `Undecided`, still a prepared record, and no decision can have been lost.
     Never,
 }
 
-/// What a step is, for the search for a way out.
+/// Kind of a step, for the search for resolvable states.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum StepKind {
-    /// Something works as it should, or a limit is reached.
+    /// A success, or a limit that is reached.
     Good,
-    /// Something breaks.
+    /// A failure.
     Bad,
-    /// The operator says that the source shall run the guest, knowing that the destination cannot.
+    /// The operator lets the source run the guest, knowing that the destination cannot.
     Operator,
 }
 
@@ -115,7 +115,7 @@ impl ModelState {
             source_todo: ToDo::Nothing,
             sent: false,
             recorded: false,
-            commit_said: false,
+            commit_sent: false,
             destination: Destination::Assembling,
             destination_alive: true,
             destination_runs: false,
@@ -190,7 +190,7 @@ impl ModelState {
         Self { destination_todo: ToDo::Nothing, ..self.clone() }
     }
 
-    /// Every world one step away.
+    /// Returns every state that is one step away.
     pub(super) fn next(&self) -> Vec<(StepKind, Self)> {
         let mut all = Vec::new();
         if self.source_alive {
@@ -199,11 +199,11 @@ impl ModelState {
         if self.destination_alive {
             self.destination_steps(&mut all);
         }
-        // The destination's host crashes, or loses the file system of its records and mounts it
-        // anew: once.
+        // Once, the destination's host crashes, or loses the file system of its records and
+        // remounts it.
         if !self.rebooted {
             for survivor in [self.destination_dies(), self.clone()] {
-                // A process that answers has died, too, or its file system has.
+                // The process that was answering has died, or its file system is lost.
                 let w = Self { rebooted: true, durable: true, question: None, ..survivor };
                 if !self.durable {
                     all.push((StepKind::Bad, Self { disk: None, ..w.clone() }));
@@ -211,14 +211,14 @@ impl ModelState {
                 all.push((StepKind::Bad, w));
             }
         }
-        // The next process sweeps what one that died has left. Without a boot in the record the
-        // decision was durable before the guest ran, so there is none after a crash either.
+        // The next process sweeps the record of a dead one. If the record names no boot, the
+        // decision was durable before the guest ran, so a crash cannot have lost it.
         let undecided = self.disk.is_none() && !(self.rebooted && self.names_boot);
         if !self.destination_alive && self.prepared && undecided {
             all.push((StepKind::Good, Self { prepared: false, ..self.clone() }));
         }
-        // As `Records::sweep`: a prepared record behind a durable decision tells no more,
-        // and without a prepared record `discarded` tells no more than nothing.
+        // As `Records::sweep`: a prepared record is not needed beside a durable decision, and
+        // `discarded` is not needed without a prepared record.
         if !self.destination_alive && self.prepared && self.disk.is_some() {
             all.push((StepKind::Good, Self { prepared: false, durable: true, ..self.clone() }));
         }
@@ -228,7 +228,7 @@ impl ModelState {
         if let Some(question) = self.question {
             all.push((self.elsewhere(), self.answer_on(question)));
         }
-        // The network loses what is under way.
+        // The network loses the messages in flight.
         for (lost, w) in [
             (&self.to_source, Self { to_source: Vec::new(), ..self.clone() }),
             (&self.to_destination, Self { to_destination: Vec::new(), ..self.clone() }),
@@ -247,7 +247,7 @@ impl ModelState {
             Bad,
             Self { source_alive: false, source_runs: false, source_hung_up: true, ..self.clone() },
         ));
-        // One thread: what comes while it writes its record waits.
+        // The source has one thread: messages wait while it writes its record.
         if self.source_todo != ToDo::Record
             && let Some((first, rest)) = self.to_source.split_first()
         {
@@ -259,34 +259,33 @@ impl ModelState {
                     ModelMessage::Running => rest.source_event(E::Running),
                     ModelMessage::Answer(v) => rest.source_event(E::Answer(*v)),
                     ModelMessage::Abort => rest.source_event(E::Lost),
-                    ModelMessage::Commit => unreachable!("the source says COMMIT"),
+                    ModelMessage::Commit => unreachable!("only the source sends COMMIT"),
                 },
             ));
         }
         if self.source == Source::Streaming {
             all.push((Good, self.source_event(E::Converged)));
         }
-        // After the record, or before it where digests are compared first; never while it is
-        // written.
+        // After the record, or before it if digests are compared first; never while it is written.
         let may_send = matches!(self.source, Source::Streaming | Source::Recorded);
         if may_send && self.source_todo != ToDo::Record && !self.sent {
             all.push((Good, Self { sent: true, source_runs: false, ..self.clone() }));
         }
-        // A cut, a deadline, or before COMMIT a cancel.
+        // A lost connection, a deadline, or a cancel before COMMIT.
         if matches!(self.source, Source::Streaming | Source::Recorded | Source::Committed) {
             let mut w = self.source_event(E::Lost);
             if self.source != Source::Committed {
                 w = w.say_to_destination(ModelMessage::Abort);
             }
             w.source_hung_up = true;
-            // Sending COMMIT may have failed before, or after, it was on its way.
+            // Sending COMMIT may have failed before or after the message left.
             all.push((Good, w));
         }
         match self.source_todo {
             ToDo::Record => {
                 let recorded = Self { recorded: true, ..self.done_source() };
                 all.push((Good, recorded.source_event(E::Recorded)));
-                // Not written, or written half-way.
+                // Writing the record failed; it may exist.
                 for half in [self.done_source(), Self { recorded: true, ..self.done_source() }] {
                     let failed = half.source_event(E::Lost);
                     all.push((Bad, failed.clone().say_to_destination(ModelMessage::Abort)));
@@ -294,14 +293,14 @@ impl ModelState {
                 }
             }
             ToDo::Commit => {
-                let w = Self { commit_said: true, ..self.done_source() };
+                let w = Self { commit_sent: true, ..self.done_source() };
                 all.push((Good, w.say_to_destination(ModelMessage::Commit)));
             }
             ToDo::Ask => self.ask(all),
             ToDo::TakeBack => {
                 let w = Self { source_runs: true, recorded: false, ..self.done_source() };
                 all.push((Good, w));
-                // The record cannot be removed.
+                // Removing the record fails.
                 let w = Self { source_runs: true, ..self.done_source() };
                 all.push((Bad, w));
             }
@@ -352,8 +351,8 @@ impl ModelState {
         }
     }
 
-    /// Of what another process than the destination's does. With that one alive, too, both are at
-    /// one address, one after the other.
+    /// Returns the kind of a step of another process of the site. While the destination's process
+    /// lives, it is bad, because the source asks that process.
     fn elsewhere(&self) -> StepKind {
         if self.destination_alive { StepKind::Bad } else { StepKind::Good }
     }
@@ -366,7 +365,7 @@ impl ModelState {
         };
         let answered = |w: Self, decision| {
             let wrong = question.discarded && decision == Decision::Committed;
-            assert!(!wrong, "a discarded guest is said to be committed: {w:#?}");
+            assert!(!wrong, "a discarded guest is answered as committed: {w:#?}");
             let verdict = match decision {
                 Decision::Committed => Verdict::Committed,
                 Decision::Discarded => Verdict::Discarded,
@@ -394,15 +393,14 @@ impl ModelState {
         }
     }
 
-    /// As `Migration::store`, when the disk works.
+    /// Returns the state after `Migration::store` on a working disk.
     fn stored(&self, decision: Decision) -> (Self, DestinationEvent) {
         let mut w = self.clone();
         if decision == Decision::Discarded && w.placed {
             (w.disk, w.durable) = (Some(Decision::Discarded), true);
             return (w, DestinationEvent::Stands(Decision::Discarded));
         }
-        // Where the prepared record names its boot, the decision is made durable when the guest
-        // runs.
+        // If the prepared record names a boot, `committed` is made durable after the guest runs.
         let waits = w.disk.is_some() || decision == Decision::Discarded || !w.names_boot;
         let stands = *w.disk.get_or_insert(decision);
         w.durable = waits;
@@ -431,7 +429,7 @@ impl ModelState {
         }
         match self.destination {
             Destination::Assembling => {
-                // Or it cannot be made: that is a failure.
+                // A prepared record that cannot be made is a failure, below.
                 if !self.prepared {
                     all.push((Good, Self { prepared: true, ..self.clone() }));
                 }
@@ -439,22 +437,23 @@ impl ModelState {
                     all.push((Good, self.destination_event(E::Restored)));
                 }
                 let failed = self.destination_event(E::Failed);
-                // A connection that has ended is noticed.
+                // The end of the connection is noticed.
                 let kind = if self.source_hung_up { Good } else { Bad };
                 all.push((kind, failed.say_to_source(ModelMessage::Abort)));
             }
-            // A cut or the deadline, once PREPARED has been said or tried.
+            // A lost connection or the deadline, after sending PREPARED.
             Destination::Prepared if self.destination_todo == ToDo::Nothing => {
                 all.push((Good, self.destination_event(E::Failed)));
             }
             _ => {}
         }
         let done = self.done_destination();
-        // ENDED. Another process of the site hears it too, but had no guest: it forgets nothing.
+        // ENDED. Another process of the site may receive it as well, but it had no guest and
+        // removes nothing.
         let is_resolved =
             matches!(self.source, Source::Here | Source::Gone) && self.source_todo == ToDo::Nothing;
         if is_resolved && self.disk.is_some() && self.destination.may_forget() {
-            // One after the other: the host may crash in between.
+            // The host may crash between the two removals.
             let w = Self { prepared: false, ..self.clone() };
             all.push((Good, Self { disk: None, ..w.clone() }));
             all.push((Bad, w));
@@ -491,26 +490,30 @@ impl ModelState {
         }
     }
 
-    /// I7, and what follows from it.
+    /// Checks I7 and its consequences.
     pub(super) fn check(&self) {
-        assert!(!(self.source_runs && self.destination_runs), "two run: {self:#?}");
-        let unsettled = matches!(self.source, Source::Committed | Source::InDoubt);
         assert!(
-            self.recorded || !(self.commit_said && unsettled),
-            "COMMIT was said, and no record says so: {self:#?}"
+            !(self.source_runs && self.destination_runs),
+            "both hosts run the guest: {self:#?}"
         );
-        let told = self.operator == Some(Resolution::Run);
+        let undecided = matches!(self.source, Source::Committed | Source::InDoubt);
         assert!(
-            !(self.source_runs && self.destination_ran) || told,
+            self.recorded || !(self.commit_sent && undecided),
+            "COMMIT was sent without a record: {self:#?}"
+        );
+        let resolved_to_run = self.operator == Some(Resolution::Run);
+        assert!(
+            !(self.source_runs && self.destination_ran) || resolved_to_run,
             "the source runs a guest that has run elsewhere: {self:#?}"
         );
     }
 
-    /// Where a story may end: exactly one runs, or what is left of it is settled.
+    /// Whether a migration may end here: exactly one side runs the guest, or the surviving side
+    /// knows the outcome.
     pub(super) fn is_resolved(&self) -> bool {
         match (self.source_alive, self.destination_alive) {
             (true, true) => self.source_runs != self.destination_runs,
-            // The other process took its copy with it.
+            // The destination's guest died with its process.
             (true, false) => {
                 matches!(self.source, Source::Here if self.source_runs)
                     || self.source == Source::Gone
