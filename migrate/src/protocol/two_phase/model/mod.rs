@@ -5,6 +5,8 @@
 //! loses whatever is not durable, the source asks, the operator resolves. The test visits every
 //! reachable state.
 
+mod destination_steps;
+mod source_steps;
 mod state;
 
 use std::collections::{HashMap, HashSet, VecDeque};

@@ -77,8 +77,8 @@ pub(super) struct ModelState {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Question {
     /// Whether the decision was `discarded` when the source asked.
-    discarded: bool,
-    read: Read,
+    pub(super) discarded: bool,
+    pub(super) read: Read,
 }
 
 /// What `decide_unknown` has read so far.
@@ -136,7 +136,7 @@ impl ModelState {
         }
     }
 
-    fn source_event(&self, event: SourceEvent) -> Self {
+    pub(super) fn source_event(&self, event: SourceEvent) -> Self {
         let mut w = self.clone();
         let (next, order) = w.source.on(event);
         w.source = next;
@@ -151,7 +151,7 @@ impl ModelState {
         w
     }
 
-    fn destination_event(&self, event: DestinationEvent) -> Self {
+    pub(super) fn destination_event(&self, event: DestinationEvent) -> Self {
         let mut w = self.clone();
         let (next, order) = w.destination.on(event);
         w.destination = next;
@@ -168,25 +168,25 @@ impl ModelState {
         w
     }
 
-    fn say_to_source(mut self, message: ModelMessage) -> Self {
+    pub(super) fn say_to_source(mut self, message: ModelMessage) -> Self {
         if !self.destination_hung_up {
             self.to_source.push(message);
         }
         self
     }
 
-    fn say_to_destination(mut self, message: ModelMessage) -> Self {
+    pub(super) fn say_to_destination(mut self, message: ModelMessage) -> Self {
         if !self.source_hung_up {
             self.to_destination.push(message);
         }
         self
     }
 
-    fn done_source(&self) -> Self {
+    pub(super) fn done_source(&self) -> Self {
         Self { source_todo: ToDo::Nothing, ..self.clone() }
     }
 
-    fn done_destination(&self) -> Self {
+    pub(super) fn done_destination(&self) -> Self {
         Self { destination_todo: ToDo::Nothing, ..self.clone() }
     }
 
@@ -240,120 +240,9 @@ impl ModelState {
         all
     }
 
-    fn source_steps(&self, all: &mut Vec<(StepKind, Self)>) {
-        use SourceEvent as E;
-        use StepKind::{Bad, Good};
-        all.push((
-            Bad,
-            Self { source_alive: false, source_runs: false, source_hung_up: true, ..self.clone() },
-        ));
-        // The source has one thread: messages wait while it writes its record.
-        if self.source_todo != ToDo::Record
-            && let Some((first, rest)) = self.to_source.split_first()
-        {
-            let rest = Self { to_source: rest.to_vec(), ..self.clone() };
-            all.push((
-                Good,
-                match first {
-                    ModelMessage::Prepared => rest.source_event(E::Prepared),
-                    ModelMessage::Running => rest.source_event(E::Running),
-                    ModelMessage::Answer(v) => rest.source_event(E::Answer(*v)),
-                    ModelMessage::Abort => rest.source_event(E::Lost),
-                    ModelMessage::Commit => unreachable!("only the source sends COMMIT"),
-                },
-            ));
-        }
-        if self.source == Source::Streaming {
-            all.push((Good, self.source_event(E::Converged)));
-        }
-        // After the record, or before it if digests are compared first; never while it is written.
-        let may_send = matches!(self.source, Source::Streaming | Source::Recorded);
-        if may_send && self.source_todo != ToDo::Record && !self.sent {
-            all.push((Good, Self { sent: true, source_runs: false, ..self.clone() }));
-        }
-        // A lost connection, a deadline, or a cancel before COMMIT.
-        if matches!(self.source, Source::Streaming | Source::Recorded | Source::Committed) {
-            let mut w = self.source_event(E::Lost);
-            if self.source != Source::Committed {
-                w = w.say_to_destination(ModelMessage::Abort);
-            }
-            w.source_hung_up = true;
-            // Sending COMMIT may have failed before or after the message left.
-            all.push((Good, w));
-        }
-        match self.source_todo {
-            ToDo::Record => {
-                let recorded = Self { recorded: true, ..self.done_source() };
-                all.push((Good, recorded.source_event(E::Recorded)));
-                // Writing the record failed; it may exist.
-                for half in [self.done_source(), Self { recorded: true, ..self.done_source() }] {
-                    let failed = half.source_event(E::Lost);
-                    all.push((Bad, failed.clone().say_to_destination(ModelMessage::Abort)));
-                    all.push((Bad, Self { source_hung_up: true, ..failed }));
-                }
-            }
-            ToDo::Commit => {
-                let w = Self { commit_sent: true, ..self.done_source() };
-                all.push((Good, w.say_to_destination(ModelMessage::Commit)));
-            }
-            ToDo::Ask => self.ask(all),
-            ToDo::TakeBack => {
-                let w = Self { source_runs: true, recorded: false, ..self.done_source() };
-                all.push((Good, w));
-                // Removing the record fails.
-                let w = Self { source_runs: true, ..self.done_source() };
-                all.push((Bad, w));
-            }
-            ToDo::End => all.push((Good, Self { recorded: false, ..self.done_source() })),
-            _ => {}
-        }
-        if let Some(verdict) = self.answer {
-            let w = Self { answer: None, ..self.clone() };
-            all.push((Good, w.source_event(E::Answer(verdict))));
-            all.push((Bad, w.source_event(E::Lost)));
-        }
-        if self.source == Source::InDoubt {
-            // The operator runs the guest here only after making sure that it cannot run there.
-            let cannot = matches!(
-                self.destination,
-                Destination::Discarded | Destination::Dropped | Destination::Discarding
-            );
-            if !self.destination_alive || cannot {
-                let w = Self { operator: Some(Resolution::Run), ..self.clone() };
-                all.push((StepKind::Operator, w.source_event(E::Operator(Resolution::Run))));
-            }
-            let w = Self { operator: Some(Resolution::Discard), ..self.clone() };
-            all.push((Bad, w.source_event(E::Operator(Resolution::Discard))));
-        }
-    }
-
-    /// A question reaches the destination, or another process that shares its records.
-    fn ask(&self, all: &mut Vec<(StepKind, Self)>) {
-        if self.answer.is_some() {
-            return;
-        }
-        let answered = |w: Self, verdict| Self { answer: Some(verdict), ..w };
-        if self.destination_alive {
-            if self.destination == Destination::Discarding {
-                let (w, event) = self.stored(Decision::Discarded);
-                let w = w.destination_event(event);
-                all.push((StepKind::Good, answered(w.clone(), w.destination.verdict())));
-                all.push((StepKind::Bad, answered(self.clone(), self.destination.verdict())));
-            } else {
-                all.push((StepKind::Good, answered(self.clone(), self.destination.verdict())));
-            }
-        }
-        if self.question.is_none() {
-            let discarded = self.disk == Some(Decision::Discarded);
-            let read = Read::Prepared(self.prepared);
-            let question = Some(Question { discarded, read });
-            all.push((self.elsewhere(), Self { question, ..self.clone() }));
-        }
-    }
-
     /// Returns the kind of a step of another process of the site. While the destination's process
     /// lives, it is bad, because the source asks that process.
-    fn elsewhere(&self) -> StepKind {
+    pub(super) fn elsewhere(&self) -> StepKind {
         if self.destination_alive { StepKind::Bad } else { StepKind::Good }
     }
 
@@ -394,7 +283,7 @@ impl ModelState {
     }
 
     /// Returns the state after `Migration::store` on a working disk.
-    fn stored(&self, decision: Decision) -> (Self, DestinationEvent) {
+    pub(super) fn stored(&self, decision: Decision) -> (Self, DestinationEvent) {
         let mut w = self.clone();
         if decision == Decision::Discarded && w.placed {
             (w.disk, w.durable) = (Some(Decision::Discarded), true);
@@ -406,88 +295,6 @@ impl ModelState {
         w.durable = waits;
         w.placed |= (decision, stands) == (Decision::Committed, Decision::Committed);
         (w, DestinationEvent::Stands(stands))
-    }
-
-    fn destination_dies(&self) -> Self {
-        let (destination_alive, destination_runs, destination_hung_up) = (false, false, true);
-        Self { destination_alive, destination_runs, destination_hung_up, ..self.clone() }
-    }
-
-    fn destination_steps(&self, all: &mut Vec<(StepKind, Self)>) {
-        use DestinationEvent as E;
-        use StepKind::{Bad, Good};
-        all.push((Bad, self.destination_dies()));
-        if let Some((first, rest)) = self.to_destination.split_first() {
-            let rest = Self { to_destination: rest.to_vec(), ..self.clone() };
-            all.push((
-                Good,
-                match first {
-                    ModelMessage::Commit => rest.destination_event(E::Commit),
-                    _ => rest.destination_event(E::Aborted),
-                },
-            ));
-        }
-        match self.destination {
-            Destination::Assembling => {
-                // A prepared record that cannot be made is a failure, below.
-                if !self.prepared {
-                    all.push((Good, Self { prepared: true, ..self.clone() }));
-                }
-                if self.sent && self.prepared {
-                    all.push((Good, self.destination_event(E::Restored)));
-                }
-                let failed = self.destination_event(E::Failed);
-                // The end of the connection is noticed.
-                let kind = if self.source_hung_up { Good } else { Bad };
-                all.push((kind, failed.say_to_source(ModelMessage::Abort)));
-            }
-            // A lost connection or the deadline, after sending PREPARED.
-            Destination::Prepared if self.destination_todo == ToDo::Nothing => {
-                all.push((Good, self.destination_event(E::Failed)));
-            }
-            _ => {}
-        }
-        let done = self.done_destination();
-        // ENDED. Another process of the site may receive it as well, but it had no guest and
-        // removes nothing.
-        let is_resolved =
-            matches!(self.source, Source::Here | Source::Gone) && self.source_todo == ToDo::Nothing;
-        if is_resolved && self.disk.is_some() && self.destination.may_forget() {
-            // The host may crash between the two removals.
-            let w = Self { prepared: false, ..self.clone() };
-            all.push((Good, Self { disk: None, ..w.clone() }));
-            all.push((Bad, w));
-        }
-        if !self.durable {
-            all.push((Good, Self { durable: true, ..self.clone() }));
-        }
-        match self.destination_todo {
-            ToDo::SayPrepared => {
-                all.push((Good, done.clone().say_to_source(ModelMessage::Prepared)));
-                all.push((Bad, done.destination_event(E::Failed)));
-            }
-            ToDo::StoreCommitted => {
-                let (w, event) = done.stored(Decision::Committed);
-                all.push((Good, w.destination_event(event)));
-                all.push((Bad, done.destination_event(E::NotStored)));
-            }
-            ToDo::StoreDiscarded => {
-                let (w, event) = done.stored(Decision::Discarded);
-                all.push((Good, w.destination_event(event)));
-                all.push((Bad, done.destination_event(E::NotStored)));
-            }
-            ToDo::TakeOver => {
-                let w = Self { destination_runs: true, destination_ran: true, ..done.clone() };
-                all.push((Good, w.destination_event(E::Resumed)));
-                all.push((Bad, done.destination_event(E::NotResumed)));
-            }
-            ToDo::SayRunning => all.push((Good, done.say_to_source(ModelMessage::Running))),
-            ToDo::SayDiscarded => {
-                all.push((Good, done.say_to_source(ModelMessage::Answer(Verdict::Discarded))));
-            }
-            ToDo::Drop => all.push((Good, Self { prepared: false, ..done })),
-            _ => {}
-        }
     }
 
     /// Checks I7 and its consequences.

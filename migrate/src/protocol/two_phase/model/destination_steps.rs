@@ -1,0 +1,98 @@
+//! The model's steps of the destination.
+
+use super::super::{Destination, DestinationEvent, Source};
+use super::state::{ModelMessage, ModelState, StepKind, ToDo};
+use crate::protocol::decision::{Decision, Verdict};
+
+impl ModelState {
+    /// Returns the state after the destination's process has died.
+    pub(super) fn destination_dies(&self) -> Self {
+        let (destination_alive, destination_runs, destination_hung_up) = (false, false, true);
+        Self { destination_alive, destination_runs, destination_hung_up, ..self.clone() }
+    }
+
+    /// Adds the steps of the destination's process.
+    pub(super) fn destination_steps(&self, all: &mut Vec<(StepKind, Self)>) {
+        use DestinationEvent as E;
+        use StepKind::{Bad, Good};
+        all.push((Bad, self.destination_dies()));
+        if let Some((first, rest)) = self.to_destination.split_first() {
+            let rest = Self { to_destination: rest.to_vec(), ..self.clone() };
+            all.push((
+                Good,
+                match first {
+                    ModelMessage::Commit => rest.destination_event(E::Commit),
+                    _ => rest.destination_event(E::Aborted),
+                },
+            ));
+        }
+        match self.destination {
+            Destination::Assembling => {
+                // A prepared record that cannot be made is a failure, below.
+                if !self.prepared {
+                    all.push((Good, Self { prepared: true, ..self.clone() }));
+                }
+                if self.sent && self.prepared {
+                    all.push((Good, self.destination_event(E::Restored)));
+                }
+                let failed = self.destination_event(E::Failed);
+                // The end of the connection is noticed.
+                let kind = if self.source_hung_up { Good } else { Bad };
+                all.push((kind, failed.say_to_source(ModelMessage::Abort)));
+            }
+            // A lost connection or the deadline, after sending PREPARED.
+            Destination::Prepared if self.destination_todo == ToDo::Nothing => {
+                all.push((Good, self.destination_event(E::Failed)));
+            }
+            _ => {}
+        }
+        // ENDED. Another process of the site may receive it as well, but it had no guest and
+        // removes nothing.
+        let is_resolved =
+            matches!(self.source, Source::Here | Source::Gone) && self.source_todo == ToDo::Nothing;
+        if is_resolved && self.disk.is_some() && self.destination.may_forget() {
+            // The host may crash between the two removals.
+            let w = Self { prepared: false, ..self.clone() };
+            all.push((Good, Self { disk: None, ..w.clone() }));
+            all.push((Bad, w));
+        }
+        if !self.durable {
+            all.push((Good, Self { durable: true, ..self.clone() }));
+        }
+        self.destination_order_steps(all);
+    }
+
+    /// Adds the steps that perform the destination's order, or fail to.
+    fn destination_order_steps(&self, all: &mut Vec<(StepKind, Self)>) {
+        use DestinationEvent as E;
+        use StepKind::{Bad, Good};
+        let done = self.done_destination();
+        match self.destination_todo {
+            ToDo::SayPrepared => {
+                all.push((Good, done.clone().say_to_source(ModelMessage::Prepared)));
+                all.push((Bad, done.destination_event(E::Failed)));
+            }
+            ToDo::StoreCommitted => {
+                let (w, event) = done.stored(Decision::Committed);
+                all.push((Good, w.destination_event(event)));
+                all.push((Bad, done.destination_event(E::NotStored)));
+            }
+            ToDo::StoreDiscarded => {
+                let (w, event) = done.stored(Decision::Discarded);
+                all.push((Good, w.destination_event(event)));
+                all.push((Bad, done.destination_event(E::NotStored)));
+            }
+            ToDo::TakeOver => {
+                let w = Self { destination_runs: true, destination_ran: true, ..done.clone() };
+                all.push((Good, w.destination_event(E::Resumed)));
+                all.push((Bad, done.destination_event(E::NotResumed)));
+            }
+            ToDo::SayRunning => all.push((Good, done.say_to_source(ModelMessage::Running))),
+            ToDo::SayDiscarded => {
+                all.push((Good, done.say_to_source(ModelMessage::Answer(Verdict::Discarded))));
+            }
+            ToDo::Drop => all.push((Good, Self { prepared: false, ..done })),
+            _ => {}
+        }
+    }
+}
