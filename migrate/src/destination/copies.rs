@@ -291,8 +291,8 @@ impl Copies {
             }
         }
         tracing::warn!(
-            "removing incomplete copies of disks takes longer than {REMOVE_LIMIT:?}; their files may \
-             stay: {}",
+            "removing incomplete copies of disks takes longer than {REMOVE_LIMIT:?}; their files \
+             may stay: {}",
             names.join(", ")
         );
     }

@@ -57,17 +57,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             }
         };
         if let Err(e) = take_over(&*guest, &mut copies, permit, was_running) {
-            // The guest never ran, holds nothing, and never will run.
-            self.control.stop.undo_commit();
-            guest.stop(&format!("it was not received: {e}"));
-            drop(copies);
-            let (_, fault) = self.session.post(DestinationEvent::NotResumed);
-            if let Some(fault) = fault {
-                tracing::error!(%token, "the guest is discarded, but not durably: {fault}");
-            }
-            // Closes its files, and with them locks that could not be released.
-            drop(guest);
-            return Err(self.inform_source(&mut wire, token, e));
+            return Err(self.take_over_failed(&mut wire, guest, copies, token, e));
         }
         // The vCPUs' own time, because this thread may wait for a processor that they use.
         let resumed = guest.vcpu_pauses().iter().filter_map(|vcpu| vcpu.resumed).max();
@@ -140,6 +130,27 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         wire.stream_mut().set_deadline(None);
         wire.stream_mut().set_progress_timeout(self.options.progress_timeout);
         if self.control.stop.commit() { Ok(()) } else { Err(Cause::Cancelled) }
+    }
+
+    /// Discards a guest whose take-over failed. It never ran, holds nothing, and never will run.
+    fn take_over_failed(
+        &self,
+        wire: &mut Wire<Link>,
+        guest: Arc<F::Guest>,
+        copies: Copies,
+        token: Token,
+        cause: Cause,
+    ) -> ReceiveFailed {
+        self.control.stop.undo_commit();
+        guest.stop(&format!("it was not received: {cause}"));
+        drop(copies);
+        let (_, fault) = self.session.post(DestinationEvent::NotResumed);
+        if let Some(fault) = fault {
+            tracing::error!(%token, "the guest is discarded, but not durably: {fault}");
+        }
+        // Closes its files, and with them locks that could not be released.
+        drop(guest);
+        self.inform_source(wire, token, cause)
     }
 
     /// Discards a guest after PREPARED was sent, perhaps in part, and COMMIT did not arrive.

@@ -1,9 +1,11 @@
 //! Checks a recorded stream as a destination does, without a guest.
 
 use std::io::Read;
+use std::sync::Arc;
 
-use driftline_format::layout_hash;
-use driftline_guest::VmId;
+use driftline_dirty_tracker::Layout;
+use driftline_format::{Header, layout_hash};
+use driftline_guest::{DriveHead, Section, VmId};
 
 use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
@@ -62,58 +64,11 @@ pub struct StreamSummary {
 /// If the stream violates the protocol up to the end of the state. It may end there.
 pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     let mut wire = Wire::new(stream);
-    let header = wire.recv_header()?;
-    let program = match wire.recv()? {
-        WireMessage::Hello { version, .. } => version.to_owned(),
-        other => return Err(other.unexpected("HELLO")),
-    };
-    let mut drives = Vec::new();
-    let (token, layout, config_bytes) = loop {
-        match wire.recv()? {
-            WireMessage::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => drives = heads,
-            WireMessage::Config { token, layout, config } => {
-                break (token, layout, config.len() as u64);
-            }
-            other => return Err(other.unexpected("CONFIG")),
-        }
-    };
-    let (found, expected) = (header.layout_hash().into(), layout_hash(&layout).into());
-    if found != expected {
-        return Err(WireError::Count { what: "the layout's hash", found, expected });
-    }
-    let memory_frames = layout.frames();
-    let drive_count = drives.len();
+    let Introduction { header, program, drives, token, layout, config_bytes } =
+        introduction(&mut wire)?;
+    let (memory_frames, drive_count) = (layout.frames(), drives.len());
     let mut stream = StreamState::new(layout, drives);
-    let mut content_crc = 0;
-    let mut unpacker = Unpacker::new();
-    let (sections, was_running) = loop {
-        match stream.on(wire.recv()?)? {
-            StreamStep::Place { contents, .. }
-            | StreamStep::Drive(DriveStep::Place { contents, .. }) => {
-                content_crc = crc32c::crc32c_append(content_crc, contents);
-            }
-            StreamStep::Unpack { codec, runs, packed } => {
-                let frames = runs.frames().unwrap_or(0);
-                let contents = unpacker.unpack(codec, packed, frames).map_err(|e| match e {
-                    TransportError::Wire(e) => e,
-                    other => std::io::Error::other(other).into(),
-                })?;
-                content_crc = crc32c::crc32c_append(content_crc, contents);
-            }
-            StreamStep::Fetch { .. } => {
-                content_crc = crc32c::crc32c_append(content_crc, wire.recv_content()?);
-            }
-            StreamStep::Complete { sections, was_running } => break (sections, was_running),
-            StreamStep::Noted
-            | StreamStep::Zero { .. }
-            | StreamStep::Prepare { .. }
-            | StreamStep::Join { .. }
-            | StreamStep::Digest
-            | StreamStep::Restore { .. }
-            | StreamStep::Drive(_)
-            | StreamStep::Ack { .. } => {}
-        }
-    };
+    let Contents { content_crc, sections, was_running } = contents(&mut wire, &mut stream)?;
     let (totals, blocks) = (stream.totals(), stream.drive_totals());
     // A stream may end here: COMMIT is sent only to a prepared destination.
     let mut late = None;
@@ -143,4 +98,79 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
         late_bytes: late.unwrap_or(0),
         committed,
     })
+}
+
+/// The messages of a source up to CONFIG.
+struct Introduction {
+    header: Header,
+    program: String,
+    drives: Vec<DriveHead>,
+    token: Token,
+    layout: Layout,
+    config_bytes: u64,
+}
+
+fn introduction(wire: &mut Wire<impl Read>) -> Result<Introduction, WireError> {
+    let header = wire.recv_header()?;
+    let program = match wire.recv()? {
+        WireMessage::Hello { version, .. } => version.to_owned(),
+        other => return Err(other.unexpected("HELLO")),
+    };
+    let mut drives = Vec::new();
+    let (token, layout, config_bytes) = loop {
+        match wire.recv()? {
+            WireMessage::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => drives = heads,
+            WireMessage::Config { token, layout, config } => {
+                break (token, layout, config.len() as u64);
+            }
+            other => return Err(other.unexpected("CONFIG")),
+        }
+    };
+    let (found, expected) = (header.layout_hash().into(), layout_hash(&layout).into());
+    if found != expected {
+        return Err(WireError::Count { what: "the layout's hash", found, expected });
+    }
+    Ok(Introduction { header, program, drives, token, layout, config_bytes })
+}
+
+/// The contents and the state of a stream.
+struct Contents {
+    content_crc: u32,
+    sections: Arc<[Section]>,
+    was_running: bool,
+}
+
+fn contents(wire: &mut Wire<impl Read>, stream: &mut StreamState) -> Result<Contents, WireError> {
+    let mut content_crc = 0;
+    let mut unpacker = Unpacker::new();
+    loop {
+        match stream.on(wire.recv()?)? {
+            StreamStep::Place { contents, .. }
+            | StreamStep::Drive(DriveStep::Place { contents, .. }) => {
+                content_crc = crc32c::crc32c_append(content_crc, contents);
+            }
+            StreamStep::Unpack { codec, runs, packed } => {
+                let frames = runs.frames().unwrap_or(0);
+                let contents = unpacker.unpack(codec, packed, frames).map_err(|e| match e {
+                    TransportError::Wire(e) => e,
+                    other => std::io::Error::other(other).into(),
+                })?;
+                content_crc = crc32c::crc32c_append(content_crc, contents);
+            }
+            StreamStep::Fetch { .. } => {
+                content_crc = crc32c::crc32c_append(content_crc, wire.recv_content()?);
+            }
+            StreamStep::Complete { sections, was_running } => {
+                return Ok(Contents { content_crc, sections, was_running });
+            }
+            StreamStep::Noted
+            | StreamStep::Zero { .. }
+            | StreamStep::Prepare { .. }
+            | StreamStep::Join { .. }
+            | StreamStep::Digest
+            | StreamStep::Restore { .. }
+            | StreamStep::Drive(_)
+            | StreamStep::Ack { .. } => {}
+        }
+    }
 }

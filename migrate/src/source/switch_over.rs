@@ -15,7 +15,7 @@ use super::limit::Limit;
 use super::passes::{PassDone, PassSent, Passes};
 use super::paused_guest::PausedGuest;
 use super::precopy::{PrecopyResult, Stats};
-use super::record::DurableRecord;
+use super::record::{DurableRecord, HandOverRecord};
 use super::verify::Verifier;
 use crate::error::{Cause, fits};
 use crate::protocol::digest::{MemoryDigests, allowance};
@@ -67,6 +67,14 @@ struct PauseTransfer<'j, 'a, G: Migratable + ?Sized> {
     timings: PauseTimings,
 }
 
+/// A paused guest at the start of the pause.
+struct PauseStart<'j, 'a, G: Migratable + ?Sized> {
+    paused: PausedGuest<'a, G>,
+    transfer: PauseTransfer<'j, 'a, G>,
+    record: HandOverRecord,
+    stats: Stats,
+}
+
 /// The last pass, acknowledged.
 struct LastPass {
     /// The set that it sent, not committed yet (I4).
@@ -80,9 +88,40 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     pub(super) fn switch_over(
         &self,
         channels: &mut Channels,
-        copied: PrecopyResult<'a, G>,
+        precopy: PrecopyResult<'a, G>,
     ) -> Result<PreparedMigration<'a, G>, SendFailed> {
         // Every failure below resumes the guest (`give_up`) before the record is dropped.
+        // `record` is bound first, so that it is dropped last.
+        let PauseStart { record, mut paused, mut transfer, mut stats } = self.pause(precopy)?;
+        let limit = transfer.limit;
+        let last = match limit.enforce(channels, |channels| transfer.send(channels, &mut paused)) {
+            Ok(last) => last,
+            Err(cause) => return Err(paused.give_up(cause)),
+        };
+        // Durable, unless digests had to be compared first.
+        let record = match record.make_durable() {
+            Ok(record) => record,
+            Err(cause) => return Err(paused.give_up(cause)),
+        };
+        transfer.timings.end("recorded");
+        let prepared = limit.enforce(channels, |channels| {
+            transfer.await_prepared(&mut channels.first, &paused, last, &mut stats)
+        });
+        let named = match prepared {
+            Ok(site) => site,
+            Err(cause) => return Err(paused.give_up(cause)),
+        };
+        if record.site() != named {
+            let why = "PREPARED names another site than READY";
+            return Err(paused.give_up(WireError::Malformed { message: Tag::Prepared, why }));
+        }
+        let (totals, drive_totals) = (transfer.passes.totals, transfer.drives.totals);
+        let deferred = transfer.into_deferred();
+        Ok(PreparedMigration { paused, record, stats, totals, drive_totals, deferred })
+    }
+
+    /// Pauses the guest and saves its state. A failure resumes the guest.
+    fn pause(&self, precopy: PrecopyResult<'a, G>) -> Result<PauseStart<'_, 'a, G>, SendFailed> {
         let PrecopyResult {
             record,
             writes,
@@ -90,12 +129,12 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             drives,
             passes,
             guest_throttle,
-            mut stats,
+            stats,
             features,
             left,
-        } = copied;
+        } = precopy;
         // State first: saving it may make the host write to guest memory.
-        let (mut paused, saved) = PausedGuest::saving(self.guest)?;
+        let (paused, saved) = PausedGuest::saving(self.guest)?;
         // The throttle ends here, so that a guest that is resumed has its full speed.
         drop(guest_throttle);
         let sections = match saved {
@@ -108,7 +147,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         }
         let limit = Limit::of_pause(paused.since(), limit);
         let (pass, timings) = (stats.passes.len() as u32, PauseTimings::begin(paused.since()));
-        let mut rest = PauseTransfer {
+        let transfer = PauseTransfer {
             job: self,
             limit,
             features,
@@ -121,41 +160,22 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             left,
             timings,
         };
-        let last = match limit.enforce(channels, |channels| rest.send(channels, &mut paused)) {
-            Ok(last) => last,
-            Err(cause) => return Err(paused.give_up(cause)),
-        };
-        // Durable, unless digests had to be compared first.
-        let record = match record.make_durable() {
-            Ok(record) => record,
-            Err(cause) => return Err(paused.give_up(cause)),
-        };
-        rest.timings.end("recorded");
-        let prepared = limit.enforce(channels, |channels| {
-            rest.await_prepared(&mut channels.first, &paused, last, &mut stats)
-        });
-        let named = match prepared {
-            Ok(site) => site,
-            Err(cause) => return Err(paused.give_up(cause)),
-        };
-        if record.site() != named {
-            let why = "PREPARED names another site than READY";
-            return Err(paused.give_up(WireError::Malformed { message: Tag::Prepared, why }));
-        }
-        let (totals, drive_totals) = (rest.passes.totals, rest.drives.totals);
-        let PauseTransfer { writes, verifier, drives, passes, sections, .. } = rest;
-        let deferred = DeferredDrop {
-            _writes: writes,
-            _verifier: verifier,
-            _drives: drives,
-            _passes: passes,
-            _sections: sections,
-        };
-        Ok(PreparedMigration { paused, record, stats, totals, drive_totals, deferred })
+        Ok(PauseStart { paused, transfer, record, stats })
     }
 }
 
 impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
+    /// Keeps the memory of the transfer until it may be freed.
+    fn into_deferred(self) -> DeferredDrop<'a> {
+        DeferredDrop {
+            _writes: self.writes,
+            _verifier: self.verifier,
+            _drives: self.drives,
+            _passes: self.passes,
+            _sections: self.sections,
+        }
+    }
+
     /// Sends the state and the last pass, and waits for the pass to be acknowledged.
     fn send(
         &mut self,

@@ -36,6 +36,38 @@ impl<'a> WireMessage<'a> {
             Tag::Abort => Self::Abort { reason: text(tag, bytes)? },
             Tag::Config => Self::parse_config(bytes)?,
             Tag::Ready => Self::Ready { site: Uuid::from_bytes(*exactly::<[u8; 16]>(tag, bytes)?) },
+            Tag::Verify => {
+                exactly::<[u8; 0]>(tag, bytes)?;
+                Self::Verify
+            }
+            Tag::Digest => Self::Digest(u128::from_le_bytes(*exactly::<[u8; 16]>(tag, bytes)?)),
+            Tag::Late => Self::Late(bytes),
+            Tag::Drives | Tag::Blocks | Tag::BlockZeros | Tag::BlocksEnd => {
+                Self::Drive(DriveMessage::parse(tag, bytes)?)
+            }
+            Tag::Join => Self::Join { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
+            Tag::Connections => {
+                let raw = exactly::<RawRuns>(tag, bytes)?;
+                Self::Connections { joined: raw.runs.get() }
+            }
+            Tag::PassBegin
+            | Tag::Pages
+            | Tag::Packed
+            | Tag::Frames
+            | Tag::Zero
+            | Tag::Expect
+            | Tag::PassEnd
+            | Tag::PassAck => Self::parse_pass(tag, bytes)?,
+            Tag::State | Tag::StateWhole | Tag::StateEnd => Self::parse_state(tag, bytes)?,
+            Tag::Prepared | Tag::Commit | Tag::Running | Tag::Query | Tag::Answer | Tag::Ended => {
+                Self::parse_hand_over(tag, bytes)?
+            }
+        })
+    }
+
+    /// Decodes a message of a pass.
+    fn parse_pass(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
+        Ok(match tag {
             Tag::PassBegin => {
                 let raw = exactly::<RawPass>(tag, bytes)?;
                 Self::PassBegin { pass: raw.number.get(), frames: raw.frames.get() }
@@ -57,11 +89,6 @@ impl<'a> WireMessage<'a> {
                 }
                 Self::Packed { codec, runs, packed }
             }
-            Tag::Verify => {
-                exactly::<[u8; 0]>(tag, bytes)?;
-                Self::Verify
-            }
-            Tag::Digest => Self::Digest(u128::from_le_bytes(*exactly::<[u8; 16]>(tag, bytes)?)),
             Tag::Frames => {
                 let run = FrameRun::from(exactly::<RawRun>(tag, bytes)?);
                 if run.count == 0 || run.count > MAX_PAGES {
@@ -87,6 +114,13 @@ impl<'a> WireMessage<'a> {
                     _ => Self::PassAck { pass, counts },
                 }
             }
+            _ => return Err(malformed(tag, "its tag belongs to another group")),
+        })
+    }
+
+    /// Decodes a message of the guest's state.
+    fn parse_state(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
+        Ok(match tag {
             Tag::State => {
                 let (raw, rest) = fixed::<RawSection>(tag, bytes)?;
                 Self::State(Section {
@@ -108,6 +142,13 @@ impl<'a> WireMessage<'a> {
                     counts: raw.counts(),
                 }
             }
+            _ => return Err(malformed(tag, "its tag belongs to another group")),
+        })
+    }
+
+    /// Decodes a message of the hand-over.
+    fn parse_hand_over(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
+        Ok(match tag {
             Tag::Prepared => {
                 let raw = exactly::<RawPrepared>(tag, bytes)?;
                 Self::Prepared(PreparedPayload {
@@ -117,16 +158,7 @@ impl<'a> WireMessage<'a> {
                     counts: Counts { normal: raw.normal.get(), zero: raw.zeros.get() },
                 })
             }
-            Tag::Late => Self::Late(bytes),
-            Tag::Drives | Tag::Blocks | Tag::BlockZeros | Tag::BlocksEnd => {
-                Self::Drive(DriveMessage::parse(tag, bytes)?)
-            }
             Tag::Commit => Self::Commit { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
-            Tag::Join => Self::Join { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
-            Tag::Connections => {
-                let raw = exactly::<RawRuns>(tag, bytes)?;
-                Self::Connections { joined: raw.runs.get() }
-            }
             Tag::Ended => Self::Ended { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
             Tag::Running => {
                 let raw = exactly::<RawTokenAnd>(tag, bytes)?;
@@ -142,6 +174,7 @@ impl<'a> WireMessage<'a> {
                 let verdict = verdict.ok_or(malformed(tag, "its verdict is unknown"))?;
                 Self::Answer { token: token(raw.token), verdict }
             }
+            _ => return Err(malformed(tag, "its tag belongs to another group")),
         })
     }
 

@@ -182,116 +182,46 @@ impl StreamState {
 
     /// Processes the next message.
     pub(crate) fn on<'a>(&mut self, message: WireMessage<'a>) -> Result<StreamStep<'a>, WireError> {
+        use StreamPosition as P;
+        use WireMessage as M;
         let is_joined = self.is_joined;
         match (&mut self.position, message) {
-            (
-                position
-                @ (StreamPosition::Between | StreamPosition::State | StreamPosition::Whole),
-                WireMessage::PassBegin { pass, frames },
-            ) => {
-                // A source that does not send STATE_WHOLE begins the last pass after STATE.
-                let early = matches!(position, StreamPosition::State);
-                same("the number of the pass", pass.into(), self.passes.into())?;
-                at_most("passes", u64::from(pass) + 1, MAX_PASSES.into())?;
-                if self.drives.are_none() {
-                    self.note_pass(frames)?;
-                }
-                if frames > self.layout.frames() {
-                    let (found, expected) = (frames, self.layout.frames());
-                    let what = "the most frames that a pass can have";
-                    return Err(WireError::Count { what, found, expected });
-                }
-                let (counts, others) = (Counts::default(), Counts::default());
-                self.position = StreamPosition::InPass { frames, counts, others };
-                if !early {
-                    return Ok(StreamStep::Noted);
-                }
-                Ok(self.restore(frames))
+            (P::Between | P::State | P::Whole, M::PassBegin { pass, frames }) => {
+                self.begin_pass(pass, frames)
             }
-            (StreamPosition::State, WireMessage::StateWhole { sections: announced, frames }) => {
+            (P::State, M::StateWhole { sections: announced, frames }) => {
                 same("state sections", announced.into(), self.sections.len() as u64)?;
-                self.position = StreamPosition::Whole;
+                self.position = P::Whole;
                 Ok(self.restore(frames))
             }
-            (StreamPosition::Between, WireMessage::Connections { joined })
-                if self.passes == 0 && !is_joined =>
-            {
+            (P::Between, M::Connections { joined }) if self.passes == 0 && !is_joined => {
                 at_most("connections", u64::from(joined) + 1, MAX_CONNECTIONS.into())?;
                 Ok(StreamStep::Join { joined })
             }
-            (StreamPosition::Between, WireMessage::Expect { runs })
-                if self.passes == 0 && !is_joined =>
-            {
+            (P::Between, M::Expect { runs }) if self.passes == 0 && !is_joined => {
                 let left = self.layout.frames() - self.expected;
                 self.expected += checked(&self.layout, Tag::Expect, runs.iter(), left)?;
                 self.expected_runs += runs.len();
                 at_most("expected runs", self.expected_runs as u64, MAX_EXPECTED as u64)?;
                 Ok(StreamStep::Prepare { runs })
             }
-            (
-                StreamPosition::InPass { frames, counts, .. },
-                WireMessage::Pages { runs, contents },
-            ) => {
-                let left = left(*frames, counts);
-                counts.normal += checked(&self.layout, Tag::Pages, runs.iter(), left)?;
-                Ok(StreamStep::Place { runs, contents })
-            }
-            (
-                StreamPosition::InPass { frames, counts, .. },
-                WireMessage::Packed { codec, runs, packed },
-            ) => {
-                let left = left(*frames, counts);
-                counts.normal += checked(&self.layout, Tag::Packed, runs.iter(), left)?;
-                Ok(StreamStep::Unpack { codec, runs, packed })
-            }
-            (StreamPosition::Between, WireMessage::Verify)
-                if self.passes > 0 && !is_joined && !self.verified =>
-            {
+            (P::Between, M::Verify) if self.passes > 0 && !is_joined && !self.verified => {
                 self.verified = true;
                 Ok(StreamStep::Digest)
             }
-            (StreamPosition::InPass { frames, counts, .. }, WireMessage::Frames { run }) => {
-                let left = left(*frames, counts);
-                counts.normal += checked(&self.layout, Tag::Frames, [run].into_iter(), left)?;
-                Ok(StreamStep::Fetch { run })
-            }
-            (StreamPosition::InPass { frames, counts, .. }, WireMessage::Zero { runs }) => {
-                let left = left(*frames, counts);
-                counts.zero += checked(&self.layout, Tag::Zero, runs.iter(), left)?;
-                Ok(StreamStep::Zero { runs })
-            }
-            (StreamPosition::InPass { .. }, WireMessage::Drive(message)) => {
-                Ok(StreamStep::Drive(self.drives.on(self.passes, message)?))
-            }
-            (
-                StreamPosition::InPass { frames, counts, others },
-                WireMessage::PassEnd { pass, counts: theirs },
-            ) => {
+            (P::InPass { frames, counts, others }, M::PassEnd { pass, counts: theirs }) => {
                 let (frames, mut counts) = (*frames, *counts);
                 counts += *others;
-                let blocks = self.drives.end_pass()?;
-                if !self.drives.are_none() {
-                    self.note_pass(frames.saturating_add(blocks))?;
-                }
-                same("the number of the pass", pass.into(), self.passes.into())?;
-                same("the pass's frames with content", theirs.normal, counts.normal)?;
-                same("the pass's zero frames", theirs.zero, counts.zero)?;
-                if !is_joined {
-                    same("the pass's frames", frames, counts.normal + counts.zero)?;
-                }
-                self.totals += counts;
-                self.passes += 1;
-                self.position = if self.early.is_some() {
-                    StreamPosition::Last
-                } else {
-                    StreamPosition::Between
-                };
-                Ok(StreamStep::Ack { pass, counts })
+                self.end_pass(frames, counts, pass, theirs)
             }
-            (StreamPosition::Between | StreamPosition::State, WireMessage::State(section))
-                if !is_joined =>
-            {
-                self.position = StreamPosition::State;
+            (P::InPass { .. }, M::Drive(message)) => {
+                Ok(StreamStep::Drive(self.drives.on(self.passes, message)?))
+            }
+            (P::InPass { frames, counts, .. }, content) => {
+                content_of_pass(&self.layout, *frames, counts, content)
+            }
+            (P::Between | P::State, M::State(section)) if !is_joined => {
+                self.position = P::State;
                 self.state_bytes += section.bytes.len() as u64;
                 at_most("state sections", self.sections.len() as u64 + 1, MAX_SECTIONS.into())?;
                 at_most("bytes of state", self.state_bytes, MAX_STATE)?;
@@ -299,19 +229,63 @@ impl StreamState {
                 Ok(StreamStep::Noted)
             }
             (
-                StreamPosition::Between | StreamPosition::State | StreamPosition::Last,
-                WireMessage::StateEnd { sections: announced, was_running, counts },
+                P::Between | P::State | P::Last,
+                M::StateEnd { sections: announced, was_running, counts },
             ) if !is_joined => {
                 let late = || std::mem::take(&mut self.sections).into();
                 let sections = self.early.take().unwrap_or_else(late);
                 same("state sections", announced.into(), sections.len() as u64)?;
                 same("all frames with content", counts.normal, self.totals.normal)?;
                 same("all zero frames", counts.zero, self.totals.zero)?;
-                self.position = StreamPosition::Complete;
+                self.position = P::Complete;
                 Ok(StreamStep::Complete { sections, was_running })
             }
             (position, other) => Err(other.unexpected(position.expects())),
         }
+    }
+
+    /// Begins a pass. After STATE without STATE_WHOLE it is the last one, because the source does
+    /// not send STATE_WHOLE.
+    fn begin_pass<'a>(&mut self, pass: u32, frames: u64) -> Result<StreamStep<'a>, WireError> {
+        let early = matches!(self.position, StreamPosition::State);
+        same("the number of the pass", pass.into(), self.passes.into())?;
+        at_most("passes", u64::from(pass) + 1, MAX_PASSES.into())?;
+        if self.drives.are_none() {
+            self.note_pass(frames)?;
+        }
+        if frames > self.layout.frames() {
+            let (found, expected) = (frames, self.layout.frames());
+            let what = "the most frames that a pass can have";
+            return Err(WireError::Count { what, found, expected });
+        }
+        let (counts, others) = (Counts::default(), Counts::default());
+        self.position = StreamPosition::InPass { frames, counts, others };
+        Ok(if early { self.restore(frames) } else { StreamStep::Noted })
+    }
+
+    /// Ends a pass that has announced `frames` frames and in which `counts` have arrived.
+    fn end_pass<'a>(
+        &mut self,
+        frames: u64,
+        counts: Counts,
+        pass: u32,
+        theirs: Counts,
+    ) -> Result<StreamStep<'a>, WireError> {
+        let blocks = self.drives.end_pass()?;
+        if !self.drives.are_none() {
+            self.note_pass(frames.saturating_add(blocks))?;
+        }
+        same("the number of the pass", pass.into(), self.passes.into())?;
+        same("the pass's frames with content", theirs.normal, counts.normal)?;
+        same("the pass's zero frames", theirs.zero, counts.zero)?;
+        if !self.is_joined {
+            same("the pass's frames", frames, counts.normal + counts.zero)?;
+        }
+        self.totals += counts;
+        self.passes += 1;
+        self.position =
+            if self.early.is_some() { StreamPosition::Last } else { StreamPosition::Between };
+        Ok(StreamStep::Ack { pass, counts })
     }
 
     /// Ends a state that precedes the last pass.
@@ -328,16 +302,48 @@ impl StreamState {
     }
 }
 
+/// The messages that are allowed in a pass.
+const IN_PASS: &str = "PAGES, PACKED, FRAMES, ZERO or PASS_END";
+
 impl StreamPosition {
     const fn expects(&self) -> &'static str {
         match self {
             Self::Between => "EXPECT, CONNECTIONS, PASS_BEGIN, VERIFY, STATE or STATE_END",
-            Self::InPass { .. } => "PAGES, PACKED, FRAMES, ZERO or PASS_END",
+            Self::InPass { .. } => IN_PASS,
             Self::State => "STATE, STATE_WHOLE, STATE_END or PASS_BEGIN",
             Self::Whole => "PASS_BEGIN",
             Self::Last => "STATE_END",
             Self::Complete => "COMMIT",
         }
+    }
+}
+
+/// Processes frames of a pass that has announced `frames` frames.
+fn content_of_pass<'a>(
+    layout: &Layout,
+    frames: u64,
+    counts: &mut Counts,
+    message: WireMessage<'a>,
+) -> Result<StreamStep<'a>, WireError> {
+    let left = left(frames, counts);
+    match message {
+        WireMessage::Pages { runs, contents } => {
+            counts.normal += checked(layout, Tag::Pages, runs.iter(), left)?;
+            Ok(StreamStep::Place { runs, contents })
+        }
+        WireMessage::Packed { codec, runs, packed } => {
+            counts.normal += checked(layout, Tag::Packed, runs.iter(), left)?;
+            Ok(StreamStep::Unpack { codec, runs, packed })
+        }
+        WireMessage::Frames { run } => {
+            counts.normal += checked(layout, Tag::Frames, [run].into_iter(), left)?;
+            Ok(StreamStep::Fetch { run })
+        }
+        WireMessage::Zero { runs } => {
+            counts.zero += checked(layout, Tag::Zero, runs.iter(), left)?;
+            Ok(StreamStep::Zero { runs })
+        }
+        other => Err(other.unexpected(IN_PASS)),
     }
 }
 
