@@ -3,7 +3,8 @@
 #   driftline         the program, static and without debug information
 #   driftline.debug   its debug information, which debuggers find by its build id
 #   driftline_*.deb   the Debian package
-# It needs rustup's target x86_64-unknown-linux-musl, musl-tools, binutils and cargo-deb.
+# It fails if the program is larger than 12 MB. It needs rustup's target
+# x86_64-unknown-linux-musl, musl-tools, binutils and cargo-deb.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 
@@ -13,6 +14,10 @@ export CARGO_TARGET_DIR
 dist=$(realpath -m "${1:-$CARGO_TARGET_DIR/dist}")
 readonly dist built=$CARGO_TARGET_DIR/$triple/release
 
+# Packed relative relocations take 4 KiB instead of 400. One code generation unit a crate makes the
+# program 14 % smaller.
+export CARGO_TARGET_X86_64_UNKNOWN_LINUX_MUSL_RUSTFLAGS="-Clink-arg=-Wl,-z,pack-relative-relocs"
+export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1
 cargo build --locked --release --target $triple -p driftline-cli --bin driftline
 rm -rf "$built/manual"
 cargo run --locked --quiet -p driftline-cli --example manual -- "$built/manual"
@@ -24,3 +29,8 @@ objcopy --only-keep-debug --compress-debug-sections "$built/driftline" "$dist/dr
 objcopy --strip-all --add-gnu-debuglink="$dist/driftline.debug" "$built/driftline" "$dist/driftline"
 cargo deb --locked --no-build --strip --target $triple -p driftline-cli --output "$dist/"
 ls -l "$dist"
+size=$(stat --format %s "$dist/driftline")
+if ((size > 12000000)); then
+    echo "$dist/driftline has $size bytes; the limit is 12,000,000" >&2
+    exit 1
+fi
