@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks the Markdown documents: every relative link leads to a file, every anchor to a heading, every
-# path of the source tree that is named exists, and every page of the book is in its summary. Needs
-# no network.
+# Checks the Markdown documents: every relative link leads to a file, every anchor to a heading,
+# every path of the source tree that is named exists, and every page of the book is in its summary.
+# Needs no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
