@@ -52,8 +52,13 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
     let achieved = &lines[epochs]["achieved"];
     assert_eq!(achieved["epochs"], epochs, "{achieved}");
     assert!(achieved["pause"]["p99_us"].as_u64() > Some(0), "{achieved}");
-    let behind: u64 = lines[..epochs].iter().filter_map(|l| l["behind_frames"].as_u64()).sum();
-    assert_eq!(behind > 0, has_copy_before_write(), "{behind} frames copied after the pause");
+    let copied_after: u64 =
+        lines[..epochs].iter().filter_map(|l| l["behind_frames"].as_u64()).sum();
+    assert_eq!(
+        copied_after > 0,
+        has_copy_before_write(),
+        "{copied_after} frames copied after the pause"
+    );
     source.console().assert_clean();
     drop(source);
     for line in &lines[..epochs] {

@@ -119,14 +119,14 @@ fn checkpoints_are_complete_while_top_watches() {
     let watches: Vec<_> = ["100ms", "150ms"]
         .into_iter()
         .map(|interval| {
-            let seen = scratch.path(interval);
+            let output = scratch.path(interval);
             let top = Command::new(driftline())
                 .args(["top", "--json", "--interval", interval, "--api-sock", vm.socket()])
                 .stdin(Stdio::null())
-                .stdout(File::create(&seen).expect("a file"))
+                .stdout(File::create(&output).expect("a file"))
                 .spawn()
                 .expect("top starts");
-            (top, seen)
+            (top, output)
         })
         .collect();
     wait_for("two watches", SOON, || (vm.info()?["dirty"]["subscribers"] == 2).then_some(()));
@@ -136,9 +136,9 @@ fn checkpoints_are_complete_while_top_watches() {
     assert_eq!(taken.status.code(), Some(0), "{}", String::from_utf8_lossy(&taken.stderr));
     // Waits until each watch has shown the end of the checkpoint run.
     let of_run = |page: &Value| page["checkpoints"]["achieved"]["epochs"].as_u64();
-    for (_, seen) in &watches {
+    for (_, output) in &watches {
         wait_for("the end of the run in a watch", SOON, || {
-            let text = fs::read_to_string(seen).ok()?;
+            let text = fs::read_to_string(output).ok()?;
             let whole = text.rfind('\n').map_or("", |end| &text[..end]);
             let last: Value = serde_json::from_str(whole.lines().last()?).ok()?;
             (of_run(&last) == Some(8) && last["checkpoints"]["running"] == false).then_some(())
@@ -146,11 +146,11 @@ fn checkpoints_are_complete_while_top_watches() {
     }
     vm.console().wait_reports(2, 1, SOON);
     assert_eq!(vm.cli("stop", &[]).status.code(), Some(0));
-    for (mut top, seen) in watches {
+    for (mut top, output) in watches {
         let status =
             wait_for("top's end", Duration::from_secs(60), || top.try_wait().expect("a child"));
         assert_eq!(status.code(), Some(0));
-        let text = fs::read_to_string(seen).expect("what it printed");
+        let text = fs::read_to_string(output).expect("what it printed");
         let pages: Vec<Value> =
             text.lines().map(|l| serde_json::from_str(l).expect("an object a line")).collect();
         // A window has at most all frames of the guest.

@@ -226,8 +226,8 @@ proptest! {
     #[test]
     fn removal_is_intersection_with_the_complement(set in set(), run in run()) {
         let outside = complement(&[run].into_iter().collect(), ALL);
-        let kept: FrameSet = outside.iter().flat_map(|r| set.within(r).collect::<Vec<_>>()).collect();
-        prop_assert_eq!(removed(&set, run), kept);
+        let remaining: FrameSet = outside.iter().flat_map(|r| set.within(r).collect::<Vec<_>>()).collect();
+        prop_assert_eq!(removed(&set, run), remaining);
     }
 
     #[test]

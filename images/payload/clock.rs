@@ -24,7 +24,7 @@ pub struct KvmClock {
 }
 
 impl KvmClock {
-    /// Tells the host to keep the page at `page` up to date.
+    /// Registers the page at `page` with the host, which updates it from then on.
     pub fn start(page: u64) -> KvmClock {
         // SAFETY: the caller checked that the host has this register, and allocated the page for
         // it.

@@ -1,7 +1,7 @@
 //! The guests that Driftline ships: the self-checking payload, built from source and embedded.
 //!
 //! The payload rewrites the pages of its working set in a loop. Before each write it checks that
-//! the page still holds what it wrote there last, and it sweeps over all pages in the background.
+//! the page still has the content of its last write. It also re-reads all pages in the background.
 //! It detects and counts every error that a migration or a checkpoint makes in memory and reports
 //! it on COM1. It also reports the longest time for which it did not run.
 //!

@@ -32,17 +32,17 @@ impl FromStr for PayloadSpec {
             )));
         }
         let mut spec = PayloadSpec::default();
-        let mut seen: Vec<&str> = Vec::new();
+        let mut keys: Vec<&str> = Vec::new();
         for item in items {
             let Some((key, value)) = item.split_once('=') else {
                 return Err(PayloadSpecError(format!(
                     "\"{item}\" in \"{text}\" is not of the form key=value"
                 )));
             };
-            if seen.contains(&key) {
+            if keys.contains(&key) {
                 return Err(PayloadSpecError(format!("\"{key}\" is given twice in \"{text}\"")));
             }
-            seen.push(key);
+            keys.push(key);
             spec.set(key.as_bytes(), value.as_bytes()).map_err(|reason| {
                 let hint = unit_hint(key, value);
                 PayloadSpecError(format!("\"{item}\" in \"{text}\" {}{hint}", reason.0))

@@ -101,7 +101,7 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
         let files = std::fs::read_dir(&dir).unwrap();
         files.map(|file| file.unwrap().metadata().unwrap().len()).sum::<u64>() >> 20
     };
-    let (mut tally, mut frames, mut behind) = (Tally::default(), 0, 0);
+    let (mut tally, mut frames, mut copied_after) = (Tally::default(), 0, 0);
     let (mut waits, mut waited_us) = (0, 0);
     let max_pause = Some(Duration::from_millis(2));
     let cadence = Cadence { every: EVERY, count: None, max_pause };
@@ -115,7 +115,8 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
             tally.add(&taken);
             let report = taken.outcome.as_ref().unwrap();
             (frames, waits) = (frames + report.frames, waits + report.waits);
-            (waited_us, behind) = (waited_us + report.waited_us, behind + report.behind_frames);
+            (waited_us, copied_after) =
+                (waited_us + report.waited_us, copied_after + report.behind_frames);
             if half_way.is_none() && begun.elapsed() >= half {
                 half_way = Some(size());
             }
@@ -138,7 +139,7 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
          {stolen:.1} % of processor time was stolen",
         a.epochs,
         of(frames),
-        of(behind),
+        of(copied_after),
         of(waits),
         of(waited_us),
         a.early,

@@ -56,7 +56,7 @@ impl QemuProcess {
         let mut qemu = Self { child, qmp, console, events: Vec::new() };
         let hello = qemu.line();
         assert!(hello.get("QMP").is_some(), "{hello}");
-        qemu.ask("qmp_capabilities", json!({}));
+        qemu.execute("qmp_capabilities", json!({}));
         qemu
     }
 
@@ -74,7 +74,7 @@ impl QemuProcess {
         serde_json::from_str(&line).unwrap_or_else(|e| panic!("no JSON ({e}): {line}"))
     }
 
-    fn ask(&mut self, command: &str, arguments: Value) -> Value {
+    fn execute(&mut self, command: &str, arguments: Value) -> Value {
         let request = json!({"execute": command, "arguments": arguments});
         writeln!(self.qmp.get_mut(), "{request}").expect("QEMU listens");
         loop {
@@ -94,7 +94,7 @@ impl QemuProcess {
     /// Waits for the first event called `name`. Returns its time in microseconds since 1970.
     pub fn event_us(&mut self, name: &str) -> f64 {
         wait_for("an event of QEMU", SOON, || {
-            self.ask("query-status", json!({}));
+            self.execute("query-status", json!({}));
             self.events.iter().find(|(event, _)| event == name).map(|(_, us)| *us)
         })
     }
@@ -102,10 +102,10 @@ impl QemuProcess {
     /// Migrates to `address`. Returns the result of `query-migrate` at the end.
     pub fn migrate(&mut self, address: &str, downtime_ms: u64) -> Value {
         let limits = json!({"downtime-limit": downtime_ms, "max-bandwidth": 1u64 << 40});
-        self.ask("migrate-set-parameters", limits);
-        self.ask("migrate", json!({"uri": address}));
+        self.execute("migrate-set-parameters", limits);
+        self.execute("migrate", json!({"uri": address}));
         wait_for("end of QEMU's migration", Duration::from_secs(120), || {
-            let status = self.ask("query-migrate", json!({}));
+            let status = self.execute("query-migrate", json!({}));
             assert_ne!(status["status"], "failed", "{status}");
             (status["status"] == "completed").then_some(status)
         })

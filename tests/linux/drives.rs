@@ -25,14 +25,14 @@ fn epochs_of(taken: &Output) -> Vec<Value> {
 /// Takes checkpoints every 20 ms while the checkers write to memory and disk. In a guest restored
 /// from any of them, after the original ran on, the disk agrees with the checker's memory.
 fn restored_disk_matches_memory(test: &str, checkers: &str, restored: usize) {
-    const KEPT: usize = 40;
+    const RETAINED: usize = 40;
     let _alone = tests::one_at_a_time();
     let Some((linux, network)) = linux_and_network(test) else { return };
     let scratch = ScratchDir::new();
     let mut guest = CheckedGuest::boot_with(checkers, &linux, &network, &scratch, "dirty-ring");
     let store = scratch.path("store");
-    let how = ["--every", "20ms", "--count", "100", "--keep", "40", "--json"];
-    let taken = guest.process.cli("checkpoint", &[&["--store", text(&store)], &how[..]].concat());
+    let args = ["--every", "20ms", "--count", "100", "--keep", "40", "--json"];
+    let taken = guest.process.cli("checkpoint", &[&["--store", text(&store)], &args[..]].concat());
     assert_eq!(taken.status.code(), Some(0), "{}", String::from_utf8_lossy(&taken.stderr));
     let epochs = epochs_of(&taken);
     let blocks = |epoch: &Value| epoch["disk_blocks"].as_u64().unwrap_or(0);
@@ -43,10 +43,10 @@ fn restored_disk_matches_memory(test: &str, checkers: &str, restored: usize) {
     );
     assert!(epochs.len() == 100 && with_blocks > 2, "{with_blocks}: {epochs:?}");
     thread::sleep(Duration::from_millis(300));
-    let kept = &epochs[epochs.len() - KEPT..];
+    let retained = &epochs[epochs.len() - RETAINED..];
     // The newest first, because each guest leaves a newer disk than the next checkpoint has. A disk
     // that is newer than memory is as wrong as an older one.
-    for epoch in kept.iter().rev().step_by(KEPT / restored) {
+    for epoch in retained.iter().rev().step_by(RETAINED / restored) {
         tests::assert_clean(&guest.process.console());
         guest.process.kill();
         let (name, number) = (guest.next_name(), epoch["epoch"].to_string());
@@ -59,9 +59,9 @@ fn restored_disk_matches_memory(test: &str, checkers: &str, restored: usize) {
         eprintln!("{name}: from epoch {number}; {progress:?}");
     }
     // The same from an archive outside the store.
-    let (archive, number) = (scratch.path("archive"), kept[KEPT / 2]["epoch"].to_string());
-    let how = ["--format", "driftline-zstd", "--epoch", &number, "--output", text(&archive)];
-    let packed = tests::run_cli(&[&["store", "export", text(&store)], &how[..]].concat());
+    let (archive, number) = (scratch.path("archive"), retained[RETAINED / 2]["epoch"].to_string());
+    let args = ["--format", "driftline-zstd", "--epoch", &number, "--output", text(&archive)];
+    let packed = tests::run_cli(&[&["store", "export", text(&store)], &args[..]].concat());
     assert_eq!(packed.status.code(), Some(0), "{}", String::from_utf8_lossy(&packed.stderr));
     std::fs::remove_dir_all(&store).expect("the store is ours");
     guest.process.kill();
@@ -104,8 +104,8 @@ fn checkpointed_guest_moves_without_loss() {
         let store = scratch.path("store");
         let (to, socket) = (text(&store).to_owned(), guest.process.socket().to_owned());
         let checkpoints = thread::spawn(move || {
-            let how = ["--every", "20ms", "--keep", "10", "--json", "--api-sock", &socket];
-            tests::run_cli(&[&["checkpoint", "--store", &to], &how[..]].concat())
+            let args = ["--every", "20ms", "--keep", "10", "--json", "--api-sock", &socket];
+            tests::run_cli(&[&["checkpoint", "--store", &to], &args[..]].concat())
         });
         let newest = || Some(Store::open(&store).ok()?.epochs().ok()?.last()?.epoch);
         tests::wait_for("epochs", SOON, || newest().filter(|epoch| *epoch > 10));

@@ -60,7 +60,7 @@ impl GuestConsole {
                     assert_eq!(r.errors, 0, "{}: {r:?}", self.path.display())
                 }
                 PayloadMessage::Ready { .. } => {}
-                bad => panic!("{}: the guest says {bad:?}", self.path.display()),
+                bad => panic!("{}: the guest reports {bad:?}", self.path.display()),
             }
         }
     }

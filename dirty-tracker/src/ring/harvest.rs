@@ -251,10 +251,10 @@ impl Readable<'_> {
         self.overruns
     }
 
-    /// Calls `keep` for each frame, for callers that store frames elsewhere than in a tracker's
-    /// trees. `keep` returns whether the frame lies in a slot. If the result has `marked_all`, the
+    /// Calls `visit` for each frame, for callers that store frames elsewhere than in a tracker's
+    /// trees. `visit` returns whether the frame lies in a slot. If the result has `marked_all`, the
     /// caller must treat all memory as dirty. [`Harvester::dirtied`] counts none of these frames.
-    /// Costs one call of `keep` for each frame.
+    /// Costs one call of `visit` for each frame.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{*, ring::*};
@@ -272,11 +272,11 @@ impl Readable<'_> {
     /// });
     /// assert_eq!((delivered.frames, delivered.marked_all, bitmap), (1, false, [1 << 5]));
     /// ```
-    pub fn for_each(self, mut keep: impl FnMut(SlotId, u64) -> bool) -> Inserted {
+    pub fn for_each(self, mut visit: impl FnMut(SlotId, u64) -> bool) -> Inserted {
         let mut out = Inserted::default();
         for (_, list) in &mut self.harvester.vcpus {
             for frame in list.frames() {
-                match keep(SlotId(frame.slot & 0xffff), frame.offset) {
+                match visit(SlotId(frame.slot & 0xffff), frame.offset) {
                     true => out.frames += 1,
                     false => out.foreign += 1,
                 }

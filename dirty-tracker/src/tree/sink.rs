@@ -246,7 +246,7 @@ impl<'a> FrameWriter<'a> {
             room.write(simd, carried, frame(at - 1));
             carried = 0;
         }
-        room.keep();
+        room.commit();
         if full > 0 {
             self.flush(simd);
             simd.append_range(self.out, frame(first), full * 64);

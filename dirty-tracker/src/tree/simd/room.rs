@@ -92,7 +92,7 @@ impl<'l> SpareRoom<'l> {
 
     /// Adds the frames that were written to the list.
     #[inline(always)]
-    pub(in super::super) fn keep(self) {
+    pub(in super::super) fn commit(self) {
         let len = self.list.len() + self.len;
         // SAFETY: `len` counts places from the list's end on. They lie within its capacity and are
         // initialized.

@@ -28,7 +28,7 @@ impl SimdJob for WriteJob<'_> {
             room.write(simd, self.0, self.1);
         }
         room.write(simd, self.0, self.1);
-        room.keep();
+        room.commit();
     }
 }
 
@@ -40,7 +40,7 @@ impl SimdJob for WriteRangeJob<'_> {
     fn run<K: Simd>(self, simd: K) {
         let mut room = SpareRoom::new(self.0, self.3);
         room.write_range(simd, self.1, self.2);
-        room.keep();
+        room.commit();
     }
 }
 
@@ -145,7 +145,7 @@ impl SimdJob for &mut EightWordsJob<'_> {
         let mut room = SpareRoom::new(&mut list, 16);
         let start = (first, 1 << 40);
         let written = room.write_eight(simd, &mut words, base, &self.offsets, start);
-        room.keep();
+        room.commit();
         let frames = written.then(|| list.iter().map(|frame| frame.0 - (1 << 40)).collect());
         self.attempted = K::EIGHTS;
         self.found = vec![expanded, (frames, after(words))];

@@ -80,12 +80,12 @@ pub(super) fn guests(out: &mut String, groups: &[RowGroup<'_>]) {
         "<div class=\"{SCROLL}\" tabindex=\"0\"><table \
             class=\"text\"><thead><tr><th>guest</th><th>writes</th><th>spec</th></tr></thead><tbody>"
     );
-    let mut seen = Vec::new();
+    let mut listed = Vec::new();
     for guest in groups.iter().map(|group| group.guest) {
-        if seen.contains(&guest) {
+        if listed.contains(&guest) {
             continue;
         }
-        seen.push(guest);
+        listed.push(guest);
         let _ = write!(
             out,
             "<tr><th>{}</th><td>{}</td><td><code>{}</code></td></tr>",
