@@ -15,18 +15,18 @@
 mod balloon;
 mod block;
 mod error;
-mod figures;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
-mod input;
 mod net;
 mod opener;
 mod placement;
 mod power;
 mod rng;
 mod serial;
+mod serial_input;
+mod serial_output;
 mod set;
-mod sink;
+mod stats;
 mod timer;
 mod virtio;
 mod vsock;
@@ -35,22 +35,22 @@ pub use balloon::{BalloonControl, BalloonFigures};
 pub use block::{DiskError, probe as probe_disk};
 pub(crate) use block::{DriveSource, Parent, make_copies, open_drives};
 pub use error::{DeviceError, StateError};
-pub use figures::DeviceFigures;
-pub(crate) use figures::Meter;
-pub(crate) use input::SerialInput;
-pub use input::was_ctrl_a_x;
 pub use net::TapError;
 pub use placement::{Placement, placement};
 pub use power::{PowerManagement, PowerState};
 #[cfg(any(test, fuzzing))]
 pub(crate) use serial::fuzz as fuzz_serial;
 pub use serial::{Com1, SerialPortState};
+pub(crate) use serial_input::SerialInput;
+pub use serial_input::was_ctrl_a_x;
+pub use serial_output::{SinkError, SinkThread, SinkWriter, open as open_sink};
 pub use set::ACQUIRE_LIMIT;
 pub(crate) use set::DeviceSet;
 pub use set::Drive;
 #[cfg(test)]
 pub(crate) use set::Limits;
-pub use sink::{SinkError, SinkThread, SinkWriter, open as open_sink};
+pub use stats::DeviceFigures;
+pub(crate) use stats::Meter;
 #[cfg(test)]
 pub(crate) use virtio::fake;
 pub(crate) use virtio::{Done, RequestError, VirtioState};

@@ -11,7 +11,7 @@ use vm_superio::serial::{Serial, SerialEvents, SerialState};
 
 use super::SinkWriter;
 use super::error::StateError;
-use super::input::Bell;
+use super::serial_input::Bell;
 use crate::kvm::KvmVm;
 
 /// ISA interrupt of COM1.

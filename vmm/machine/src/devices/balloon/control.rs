@@ -9,7 +9,7 @@ use driftline_dirty_tracker::{FrameSet, PAGE_SIZE};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::Balloon;
-use super::figures::Figures;
+use super::shared::Figures;
 use crate::actor::{self, Handle};
 use crate::config::BalloonConfig;
 use crate::memory::ProtectedFrames;

@@ -10,10 +10,10 @@
 //! If the guest expects freed frames to hold a value other than zero (page poisoning), the frames
 //! that it reports and hints are left alone.
 
+mod config_space;
 mod control;
-mod figures;
 mod hints;
-mod space;
+mod shared;
 #[cfg(test)]
 mod tests;
 
@@ -36,11 +36,11 @@ use super::virtio::{
 use crate::actor::{Inbox, Next};
 use crate::config::BalloonConfig;
 use crate::memory::{Discarder, ProtectedFrames};
+use config_space::Space;
 pub(super) use control::open;
 pub use control::{BalloonControl, BalloonFigures};
-use figures::Figures;
 use hints::{Hints, Run, STOP};
-use space::Space;
+use shared::Figures;
 
 const QUEUE_SIZE: u16 = 128;
 /// Most frame numbers in one chain; Linux sends 256. More would let a driver delay a pause.

@@ -10,56 +10,47 @@
 //! Errors of the file are reported to the guest as `VIRTIO_BLK_S_IOERR`. The first error is logged;
 //! all errors are counted.
 
+mod device;
+mod drive_source;
 mod engine;
 mod error;
 mod file;
 mod flusher;
 mod identity;
+mod incoming;
 mod lock;
-mod made;
 mod operation;
-mod plain;
 mod request;
-mod restored;
-mod source;
-#[cfg(test)]
-mod storage_tests;
+mod restore;
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-mod under_way_tests;
-mod uring;
 
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
 use driftline_guest::{DriveHead, Keeper, VmId, block_layout};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
-use vmm_sys_util::epoll::EventSet;
 
 use self::engine::Engine;
 use self::operation::{Operation, Work};
 use self::request::Request;
-use super::error::DeviceError;
-use super::figures::DiskCounters;
-use super::virtio::{
-    Buffers, Chain, Device, Io, Kind, Ring, Stall, Violation, Watcher, decode_state, encode_state,
-};
+use super::stats::DiskCounters;
+use super::virtio::{Buffers, Chain, Io, Stall, Violation};
 use crate::config::{DiskConfig, DiskIdentity};
 
+pub(crate) use self::drive_source::DriveSource;
 pub use self::error::DiskError;
 use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
 pub use self::file::probe;
 use self::flusher::Promise;
 pub(super) use self::flusher::{Flusher, flush_all};
-pub(crate) use self::made::make_copies;
-pub(crate) use self::restored::{Parent, open_drives};
-pub(crate) use self::source::DriveSource;
+pub(crate) use self::incoming::make_copies;
+pub(crate) use self::restore::{Parent, open_drives};
 
 const QUEUE_SIZE: u16 = 256;
 /// Upper bound on the number of queues. A guest has no use for more queues than it has vCPUs.
@@ -69,10 +60,6 @@ const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
 /// Bytes under way from which on the device starts no more requests. A pause therefore takes about
 /// as long as the disk takes for twice this amount.
 const MOST_UNDER_WAY: u64 = 32 << 20;
-/// Time for which the device works on one queue before it serves other events.
-const TURN: Duration = Duration::from_millis(10);
-/// Token of the event that announces completions of the engine.
-const COMPLETIONS: u32 = 0;
 
 /// A virtio block device.
 pub(super) struct Block {
@@ -387,129 +374,4 @@ fn finish(
     let Some(ring) = io.rings.get_mut(queue) else { return Ok(false) };
     let heard = ring.is_set_up();
     ring.push(io.ram, head, data_len + 1).map(|()| heard)
-}
-
-impl Device for Block {
-    fn kind(&self) -> Kind {
-        Kind::Block
-    }
-
-    fn features(&self) -> u64 {
-        let writable = [VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES];
-        let mode: &[u32] = if self.disk.readonly { &[VIRTIO_BLK_F_RO] } else { &writable };
-        let always = [
-            VIRTIO_BLK_F_FLUSH,
-            VIRTIO_BLK_F_BLK_SIZE,
-            VIRTIO_BLK_F_SIZE_MAX,
-            VIRTIO_BLK_F_SEG_MAX,
-            VIRTIO_BLK_F_MQ,
-        ];
-        mode.iter().chain(&always).fold(0, |bits, bit| bits | 1 << bit)
-    }
-
-    fn queue_sizes(&self) -> Vec<u16> {
-        vec![QUEUE_SIZE; self.queues.into()]
-    }
-
-    fn config_space(&self) -> Vec<u8> {
-        request::config_space(&self.disk, self.queues, SEG_MAX)
-    }
-
-    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
-
-    fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
-        self.has_run = self.held;
-        match self.engine.announcer() {
-            Some(fd) => watcher.watch(fd, EventSet::IN, COMPLETIONS),
-            None => Ok(()),
-        }
-    }
-
-    fn activate(&mut self, features: u64) {
-        // Without this feature the driver has no flush request with which to ask for durability.
-        self.writes_through = features & 1 << VIRTIO_BLK_F_FLUSH == 0;
-    }
-
-    fn reset(&mut self, io: &mut Io<'_>) {
-        // The rings are gone: a request that ends now cannot break their rules.
-        let _ = self.drain(None, io);
-    }
-
-    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
-        let end = Instant::now() + TURN;
-        while self.bytes_under_way < MOST_UNDER_WAY {
-            let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
-            let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
-            self.begin(queue, &chain, io)?;
-            if Instant::now() >= end {
-                io.rings.get_mut(queue).into_iter().for_each(Ring::yield_turn);
-                return Ok(());
-            }
-        }
-        self.counters.stalls.add(1);
-        self.waiting |= 1 << queue;
-        Ok(())
-    }
-
-    fn backend_ready(&mut self, _: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
-        self.take_completions(io)?;
-        self.take_waiting().try_for_each(|queue| self.process(queue, io))
-    }
-
-    fn quiesce(&mut self, deadline: Instant, io: &mut Io<'_>) -> Result<(), Stall> {
-        self.drain(Some(deadline), io)
-    }
-
-    fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
-        // From now on, if the device releases the file and acquires it again, the guest has run
-        // nowhere else in between. This must not be set earlier: if another of the guest's devices
-        // cannot be acquired, the guest resumes on its old host and writes there.
-        self.has_run |= self.held;
-        Ok(())
-    }
-
-    fn save(&self) -> Result<Vec<u8>, DeviceError> {
-        let lost = self.file.flusher().lost().is_some();
-        Ok(encode_state(&BlockState { lost, ..self.state })?)
-    }
-
-    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
-        self.state = decode_state(state)?;
-        if std::mem::take(&mut self.state.lost) {
-            self.file.flusher().note_lost(&io::Error::from_raw_os_error(libc::EIO));
-        }
-        Ok(())
-    }
-
-    fn acquire(&mut self) -> Result<(), DeviceError> {
-        self.file.lock()?;
-        self.held = true;
-        self.keeper.hold();
-        // A read-only disk is locked against writers all the time, on this host or on the other.
-        if !self.has_run && !self.disk.readonly && !self.made_here {
-            self.file.forget_cached();
-        }
-        Ok(())
-    }
-
-    fn release(&mut self, deadline: Instant) -> Result<(), DeviceError> {
-        // Comes before another host can write to the disk: an epoch cannot have blocks that it has
-        // not read by now.
-        self.keeper.let_go();
-        let released = self.file.flush_and_unlock(deadline);
-        match &released {
-            Ok(()) => self.held = false,
-            Err(_) => self.keeper.hold(),
-        }
-        Ok(released?)
-    }
-
-    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), DeviceError> {
-        if self.has_run {
-            return self.release(deadline);
-        }
-        self.keeper.let_go();
-        self.held = false;
-        Ok(self.file.unlock()?)
-    }
 }

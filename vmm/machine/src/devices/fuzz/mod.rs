@@ -15,15 +15,15 @@
 //! - A saved state can be restored, and saving it again gives the same bytes.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 
-mod bench;
-mod guest;
-mod source;
-mod subjects;
+mod devices;
+mod harness;
+mod input;
+mod memory;
 
 use crate::memory::Backing;
-use bench::Bench;
-use source::Source;
-use subjects::{Disk, Inflatable, Interface, Randomness, Sockets, Subject};
+use devices::{Disk, Inflatable, Interface, Randomness, Sockets, Subject};
+use harness::Bench;
+use input::Source;
 
 /// Function that runs one input of the fuzzer.
 pub type Target = fn(&[u8]);

@@ -7,7 +7,7 @@ use virtio_bindings::virtio_net::*;
 use vmm_sys_util::epoll::EventSet;
 
 use super::frame::{HEADER, MAX_FRAME};
-use super::late::Late;
+use super::in_flight::Late;
 use super::tap::TapError;
 use super::{ANNOUNCE, Net, NetState, QUEUE_SIZE, Role};
 use crate::devices::error::{DeviceError, StateError};

@@ -19,7 +19,7 @@ mod announce;
 mod control;
 mod device;
 mod frame;
-mod late;
+mod in_flight;
 mod tap;
 #[cfg(test)]
 mod tests;
@@ -39,11 +39,11 @@ use vmm_sys_util::epoll::EventSet;
 use self::announce::Announcements;
 use self::control::Control;
 use self::frame::{HEADER, MAX_FRAME, NUM_BUFFERS};
-use self::late::Late;
+use self::in_flight::Late;
 use self::tap::Tap;
 pub use self::tap::TapError;
-use super::figures::NetCounters;
 use super::opener::Opener;
+use super::stats::NetCounters;
 use super::virtio::{Chain, Device, Io, Ring, Violation, Watcher};
 use crate::config::NetConfig;
 

@@ -9,7 +9,7 @@ use virtio_bindings::virtio_mmio::*;
 
 use super::*;
 use crate::config::MacAddr;
-use crate::devices::figures::{DeviceFigures, Meter};
+use crate::devices::stats::{DeviceFigures, Meter};
 use crate::devices::virtio::conformance::{self, Subject};
 use crate::devices::virtio::driver::{Driver, Piece};
 use crate::devices::virtio::{Transport, VirtioState};

@@ -18,34 +18,34 @@
 //! without a thread.
 
 mod chain;
+mod completion;
 #[cfg(test)]
 pub(crate) mod conformance;
 mod device;
-mod done;
 #[cfg(test)]
 pub(crate) mod driver;
 #[cfg(test)]
 pub(crate) mod fake;
-mod front;
-#[cfg(any(test, fuzzing))]
-pub(crate) mod inline;
+mod messages;
+mod mmio;
 mod registers;
 mod request;
 mod ring;
-mod shared;
+mod shared_state;
 mod state;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod threadless;
 mod transport;
 mod violation;
 mod watcher;
 mod worker;
-mod written;
 
 pub(crate) use chain::{Buffer, Buffers, Chain};
+pub(crate) use completion::Done;
 pub(crate) use device::{Device, Io, Kind, Stall};
-pub(crate) use done::Done;
 pub(crate) use request::RequestError;
 pub(crate) use ring::Ring;
-pub(crate) use shared::Shared;
+pub(crate) use shared_state::Shared;
 pub(crate) use state::{VirtioState, decode_state, encode_state};
 pub(crate) use transport::{Asked, GRACE, Transport};
 pub(crate) use violation::Violation;

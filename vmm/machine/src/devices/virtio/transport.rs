@@ -14,10 +14,10 @@ use driftline_guest::GuestRam;
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::front::Front;
+use super::messages::Written;
+use super::mmio::Front;
 use super::request::RequestError;
 use super::worker::Worker;
-use super::written::Written;
 use super::{Device, Done, VirtioState};
 use crate::actor::{self, Handle, PendingCall};
 use crate::sandbox;

@@ -19,11 +19,11 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::device::Stall;
-use super::front::Front;
+use super::messages::{ReadyRing, RestoredWorker, SavedWorker, Written};
+use super::mmio::Front;
 use super::request::RequestError;
 use super::ring::RingPosition;
 use super::watcher::Event;
-use super::written::{ReadyRing, RestoredWorker, SavedWorker, Written};
 use super::{Device, Io, Ring, Shared, Violation, Watcher};
 use crate::actor::{Inbox, Next};
 

@@ -19,12 +19,13 @@
 
 mod bounds;
 mod connection;
+mod device;
 mod host;
 mod op;
 mod packet;
-mod patience;
 #[cfg(test)]
 mod tests;
+mod timeouts;
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -40,12 +41,9 @@ use self::connection::{Connection, Fate, Ports};
 pub use self::host::VsockError;
 use self::host::{Door, Greeting};
 use self::packet::{HEADER, HOST_CID, Header, STREAM};
-use super::error::DeviceError;
 use super::opener::Opener;
 use super::timer::Timer;
-use super::virtio::{
-    Chain, Device, Io, Kind, Stall, Violation, Watcher, decode_state, encode_state,
-};
+use super::virtio::{Chain, Io, Violation, Watcher};
 use crate::config::VsockConfig;
 use crate::limits;
 
@@ -110,7 +108,7 @@ impl Vsock {
     /// # Errors
     ///
     /// Fails if its unix socket cannot be used. A socket that another process listens on is
-    /// accepted here; [`Device::acquire`] fails if that is still so.
+    /// accepted here; [`acquire`](super::virtio::Device::acquire) fails if that is still so.
     pub(super) fn open(config: &VsockConfig, opener: &Opener) -> Result<Self, VsockError> {
         match Door::open(&config.uds, opener) {
             Ok(_) => {}
@@ -396,121 +394,6 @@ impl Vsock {
         }
         ring.push(io.ram, chain.head, written as u32)?;
         self.state.reset_due = false;
-        Ok(())
-    }
-}
-
-impl Device for Vsock {
-    fn kind(&self) -> Kind {
-        Kind::Vsock
-    }
-
-    fn features(&self) -> u64 {
-        0
-    }
-
-    fn queue_sizes(&self) -> Vec<u16> {
-        vec![QUEUE_SIZE; 3]
-    }
-
-    fn config_space(&self) -> Vec<u8> {
-        u64::from(self.config.cid).to_le_bytes().to_vec()
-    }
-
-    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
-
-    fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
-        watcher.watch(&self.timer, EventSet::IN, TIMER)?;
-        self.watch_door(watcher)
-    }
-
-    fn activate(&mut self, _: u64) {
-        self.active = true;
-    }
-
-    fn reset(&mut self, _: &mut Io<'_>) {
-        self.active = false;
-        self.state = VsockState::default();
-        self.clear();
-    }
-
-    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
-        match queue {
-            TRANSMIT => self.take(io)?,
-            EVENT => self.tell_reset(io)?,
-            _ => {}
-        }
-        let given = self.give(io);
-        self.set_timer();
-        given
-    }
-
-    fn backend_ready(
-        &mut self,
-        token: u32,
-        events: EventSet,
-        io: &mut Io<'_>,
-    ) -> Result<(), Violation> {
-        match token {
-            DOOR => self.let_in(io.watcher),
-            TIMER => self.tick(io.watcher),
-            stream if self.connections.contains_key(&stream) => {
-                let gone = events.intersects(EventSet::HANG_UP | EventSet::ERROR);
-                self.stream_ready(stream, gone);
-            }
-            caller => self.hear(caller),
-        }
-        let given = if self.active { self.give(io) } else { Ok(()) };
-        self.set_timer();
-        given
-    }
-
-    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
-        // Between two calls, data in flight is in the streams and waits there.
-        Ok(())
-    }
-
-    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
-        self.try_watch_door(io.watcher);
-        self.deadlines.clear();
-        // Edges that occurred while the device was paused may have been missed.
-        let tokens: Vec<u32> = self.connections.keys().copied().collect();
-        for token in tokens {
-            let Some(connection) = self.connections.get_mut(&token) else { continue };
-            connection.wait_anew();
-            let gone = connection.is_hung_up();
-            self.stream_ready(token, gone);
-        }
-        // The new deadlines are in a different order from the old ones, which does not matter.
-        self.set_timer();
-        let callers: Vec<u32> = self.callers.iter().map(|(token, _)| *token).collect();
-        callers.into_iter().for_each(|token| self.hear(token));
-        self.state.reset_due |= moved && self.active;
-        // The queues are processed after this function.
-        Ok(())
-    }
-
-    fn save(&self) -> Result<Vec<u8>, DeviceError> {
-        Ok(encode_state(&self.state)?)
-    }
-
-    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
-        self.state = decode_state(state)?;
-        Ok(())
-    }
-
-    fn acquire(&mut self) -> Result<(), DeviceError> {
-        if self.door.is_none() {
-            self.door = Some(Door::open(&self.config.uds, &self.opener)?);
-            (self.door_watched, self.door_retry) = (false, None);
-        }
-        Ok(())
-    }
-
-    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
-        // Connections stay: if the guest continues on this host, so do they.
-        (self.door, self.door_retry) = (None, None);
-        self.callers.clear();
         Ok(())
     }
 }

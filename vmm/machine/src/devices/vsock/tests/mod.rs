@@ -18,9 +18,10 @@ use zerocopy::FromBytes;
 use super::connection::ROOM;
 use super::packet::{NO_RECEIVE, NO_SEND};
 use super::*;
-use crate::devices::virtio::Transport;
+use crate::devices::error::DeviceError;
 use crate::devices::virtio::conformance::{self, Subject};
 use crate::devices::virtio::driver::{Driver, Piece};
+use crate::devices::virtio::{Device, Kind, Stall, Transport};
 
 const CID: u32 = 42;
 const GUEST_PORT: u32 = 1000;

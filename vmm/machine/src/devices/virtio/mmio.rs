@@ -13,9 +13,9 @@ use virtio_bindings::virtio_config::{VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_
 use virtio_bindings::virtio_mmio::*;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::messages::{ReadyRing, RestoredWorker, SavedWorker, Written};
 use super::registers::{Effect, RegisterState, Registers};
 use super::request::RequestError;
-use super::written::{ReadyRing, RestoredWorker, SavedWorker, Written};
 use super::{Device, Kind, REGISTERS_LEN, Shared, Violation, VirtioState};
 
 /// A device's registers, configuration space and notifications; see the module.

@@ -6,8 +6,8 @@ use std::io::{self, Seek, SeekFrom};
 use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestMemoryError};
 
-use super::file::DiskFile;
-use super::operation::{Operation, Work};
+use crate::devices::block::file::DiskFile;
+use crate::devices::block::operation::{Operation, Work};
 
 /// Performs an operation and waits for its end.
 pub(super) fn perform(disk: &DiskFile, operation: &Operation, ram: &GuestRam) -> io::Result<()> {

@@ -1,14 +1,19 @@
 //! The block device driven through its queues, over real files, with io_uring and without.
 
+mod in_flight;
+mod storage;
+
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Subscription};
 use tempfile::NamedTempFile;
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 
 use super::*;
-use crate::devices::figures::{DeviceFigures, Meter};
+use crate::devices::stats::{DeviceFigures, Meter};
+use crate::devices::virtio::Device;
 use crate::devices::virtio::conformance::{self, Subject};
 use crate::devices::virtio::driver::{Driver, Piece};
 use crate::testing::soon;
@@ -44,7 +49,9 @@ impl Disk {
     pub(super) fn block(&self, with: With) -> Block {
         let file = Arc::new(DiskFile::open(&self.config, self.guest).unwrap());
         let engine = match with {
-            With::Uring => Engine::Uring(Box::new(uring::Uring::new(file.clone(), 512).unwrap())),
+            With::Uring => {
+                Engine::Uring(Box::new(engine::uring::Uring::new(file.clone(), 512).unwrap()))
+            }
             With::Plain => Engine::Plain(file.clone()),
         };
         Block::new(&self.config, 2, file, engine).unwrap()
@@ -67,7 +74,7 @@ impl Disk {
 pub(super) fn engines() -> Vec<With> {
     let disk = Disk::new();
     let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
-    match uring::Uring::new(file, 8) {
+    match engine::uring::Uring::new(file, 8) {
         Ok(_) => vec![With::Uring, With::Plain],
         Err(e) => {
             eprintln!("SKIPPED: io_uring, which this host lacks: {e}");

@@ -5,10 +5,10 @@ use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
 
-use super::guest::Guest;
-use super::source::{Piece, Source};
-use super::subjects::Subject;
-use crate::devices::virtio::inline::Inline;
+use super::devices::Subject;
+use super::input::{Piece, Source};
+use super::memory::Guest;
+use crate::devices::virtio::threadless::Inline;
 use crate::devices::virtio::{REGISTERS_LEN, VirtioState};
 use crate::memory::Backing;
 

@@ -16,8 +16,8 @@ use driftline_dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
 use driftline_guest::VmId;
 use tempfile::{NamedTempFile, TempDir};
 
-use super::guest::Guest;
-use super::source::{Piece, Source};
+use super::input::{Piece, Source};
+use super::memory::Guest;
 use crate::config::{BalloonConfig, DiskConfig, MacAddr, NetConfig, VsockConfig};
 use crate::devices::balloon::{self, BalloonControl};
 use crate::devices::block::Block;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use driftline_guest::GuestRam;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::front::Front;
+use super::mmio::Front;
 use super::worker::Worker;
 use super::{Device, RequestError, VirtioState};
 use crate::actor::{self, Handle};

@@ -1,13 +1,8 @@
 //! Tests of requests under way: how many there may be, and what becomes of them when the device is
 //! paused or its driver resets it.
 
-use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
-
 use super::engine::manual::ManualEngine;
-use super::tests::{Disk, IOERR, OK, engines, header, pattern, range, read, request, write};
 use super::*;
-use crate::devices::figures::{DeviceFigures, Meter};
-use crate::devices::virtio::driver::{Driver, Piece};
 
 /// Returns a drive whose engine is `engine`, big enough for large requests, and its driver.
 fn drive_on(engine: &ManualEngine, without: u64) -> (Disk, Driver) {

@@ -3,6 +3,8 @@
 
 #[cfg(test)]
 pub(super) mod manual;
+mod sync;
+pub(super) mod uring;
 
 use std::io;
 use std::sync::Arc;
@@ -13,7 +15,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::file::DiskFile;
 use super::operation::Operation;
-use super::{plain, uring::Uring};
+use uring::Uring;
 
 /// An engine; see the module.
 pub(super) enum Engine {
@@ -62,7 +64,7 @@ impl Engine {
             #[cfg(test)]
             Self::Manual(engine) => return engine.submit(operation),
         };
-        Some(plain::perform(file, &operation, ram))
+        Some(sync::perform(file, &operation, ram))
     }
 
     /// Takes the operations that have ended.

@@ -17,8 +17,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vm_memory::GuestMemoryBackend;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::file::DiskFile;
-use super::operation::{Operation, Work};
+use crate::devices::block::file::DiskFile;
+use crate::devices::block::operation::{Operation, Work};
 use crate::devices::virtio::Buffers;
 
 /// Submission queue entries. The kernel takes them at each submit, so few are enough.
@@ -29,7 +29,7 @@ const OPERATIONS: [u8; 3] = [opcode::Readv::CODE, opcode::Writev::CODE, opcode::
 const RETRY: Duration = Duration::from_millis(1);
 
 /// An io_uring on one disk's file; see the module.
-pub(super) struct Uring {
+pub(in crate::devices::block) struct Uring {
     ring: IoUring,
     file: Arc<DiskFile>,
     announcer: EventFd,
@@ -60,7 +60,7 @@ unsafe impl Send for UnderWay {}
 
 impl Uring {
     /// Creates a ring for at most `most` operations at a time on `file`.
-    pub(super) fn new(file: Arc<DiskFile>, most: usize) -> io::Result<Self> {
+    pub(in crate::devices::block) fn new(file: Arc<DiskFile>, most: usize) -> io::Result<Self> {
         let completions = u32::try_from(most).unwrap_or(u32::MAX).next_power_of_two();
         let ring: IoUring = IoUring::builder()
             .setup_cqsize(completions.max(ENTRIES * 2))

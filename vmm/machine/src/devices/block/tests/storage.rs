@@ -1,18 +1,15 @@
 //! Tests of a disk on its storage: the page cache, a block device, and storage that loses data.
 
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
-use super::tests::{Disk, IOERR, OK, With, engines, pattern, read, request, write};
 use super::*;
 use crate::devices::virtio::Transport;
-use crate::devices::virtio::driver::Driver;
 use crate::memory::Memory;
-use crate::testing::{skip, soon};
+use crate::testing::skip;
 
 fn not_run(program: &str, why: impl std::fmt::Display) -> io::Error {
     io::Error::other(format!("{program}: {why}"))

@@ -1,0 +1,261 @@
+//! Tests of the set with disks and scripted devices.
+
+use std::path::Path;
+
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_guest::{GuestDrive, KeepError};
+
+use super::*;
+use crate::config::BackendKind;
+use crate::devices::virtio::fake::{Fake, Script};
+use crate::testing::payload_config;
+
+fn disk(dir: &Path, id: &str) -> DiskConfig {
+    let path = dir.join(id);
+    std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    crate::testing::disk(id, &path, 1 << 20)
+}
+
+/// Returns whether another guest could acquire the disk.
+fn is_free(disk: &DiskConfig) -> bool {
+    Block::open(disk, 1, VmId::random()).is_ok_and(|mut block| block.acquire().is_ok())
+}
+
+fn memory() -> Memory {
+    Memory::new(16 << 20, &Default::default()).unwrap()
+}
+
+fn spawn(id: &str, device: Box<dyn Device>, memory: &Memory) -> Transport {
+    Transport::spawn(id, device, memory.ram().clone()).unwrap()
+}
+
+fn with_disks<const N: usize>(disks: [&DiskConfig; N], memory: &Memory) -> DeviceSet {
+    let config = MachineConfig {
+        devices: disks.into_iter().cloned().map(DeviceConfig::Disk).collect(),
+        ..payload_config(BackendKind::Kvm)
+    };
+    DeviceSet::build(&config, memory, VmId::random(), false, &[]).unwrap()
+}
+
+/// Nothing copies the disk's old content, and the guest overwrites more than the side buffer
+/// holds.
+#[test]
+fn a_pause_does_not_wait_for_a_disk_that_waits_for_an_epoch() {
+    const BYTES: u64 = 8 << 20;
+    let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
+    let config = DiskConfig { bytes: BYTES, ..disk(dir.path(), "a") };
+    std::fs::File::create(&config.path).unwrap().set_len(BYTES).unwrap();
+    let set = with_disks([&config], &memory);
+    let source = &set.sources()[0];
+    let (keeper, file) = (source.keeper().unwrap(), Arc::new(source.open().unwrap()));
+    let all = FrameRun { start: Gfn(0), count: BYTES / PAGE_SIZE };
+    let keep = || keeper.keep(file.clone(), BYTES, [all].into_iter().collect()).unwrap();
+    let mut keeping = keep();
+    set.resume();
+    let since = Instant::now();
+    std::thread::scope(|scope| {
+        // As the disk's device thread does.
+        let writes = scope.spawn(|| keeper.before_write(0, BYTES));
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!writes.is_finished());
+        // Before any vCPU is paused.
+        set.hurry(true);
+        writes.join().unwrap();
+        set.quiesce().unwrap();
+    });
+    assert!(since.elapsed() < Duration::from_secs(1), "{:?}", since.elapsed());
+    let (mut runs, mut some) = (Vec::new(), vec![0; 4096]);
+    let said = keeping.next(&mut runs, &mut some).unwrap_err();
+    assert!(matches!(said, KeepError::Paused), "{said}");
+    drop(keeping);
+    // Writes wait again, whether the guest has resumed or never paused because a vCPU could not
+    // be paused.
+    for halted in [true, false] {
+        let mut keeping = keep();
+        match halted {
+            true => set.resume(),
+            false => [true, false].into_iter().for_each(|hurry| set.hurry(hurry)),
+        }
+        std::thread::scope(|scope| {
+            let writes = scope.spawn(|| keeper.before_write(0, BYTES));
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!writes.is_finished());
+            while keeping.next(&mut runs, &mut some).unwrap() > 0 {}
+        });
+    }
+}
+
+#[test]
+fn who_cannot_take_hold_of_all_holds_nothing() {
+    let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
+    let (a, b) = (disk(dir.path(), "a"), disk(dir.path(), "b"));
+    let set = with_disks([&a, &b], &memory);
+    let mut other = Block::open(&b, 1, VmId::random()).unwrap();
+    other.acquire().unwrap();
+    let why = set.acquire().unwrap_err().to_string();
+    assert!(why.contains("in use") && why.contains(&*b.path.to_string_lossy()), "{why}");
+    assert!(is_free(&a), "what was had already is given back");
+    drop(other);
+    set.acquire().unwrap();
+    assert!(!is_free(&a) && !is_free(&b));
+    set.release().unwrap();
+    assert!(is_free(&a) && is_free(&b));
+}
+
+/// All devices share one time limit.
+#[test]
+fn devices_are_acquired_side_by_side() {
+    let memory = memory();
+    let scripts: [Arc<Script>; 2] = Default::default();
+    let device =
+        |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
+    let devices = scripts.iter().zip(["one", "other"]).map(device).collect();
+    let set = DeviceSet::of(devices, Limits::default());
+    scripts.iter().for_each(|script| Script::set(&script.stuck, true));
+    std::thread::scope(|scope| {
+        let acquiring = scope.spawn(|| set.acquire());
+        let all_wait = || scripts.iter().all(|script| Script::is(&script.got_stuck));
+        while !all_wait() && !acquiring.is_finished() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        scripts.iter().for_each(|script| Script::set(&script.stuck, false));
+        acquiring.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn one_device_that_does_not_let_go_keeps_no_other_from_it() {
+    let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
+    let a = disk(dir.path(), "a");
+    let script = Arc::new(Script::default());
+    let block = Block::open(&a, 1, VmId::random()).unwrap();
+    let devices = vec![
+        spawn("first", Box::new(Fake(script.clone())), &memory),
+        spawn("a", Box::new(block), &memory),
+    ];
+    let set = DeviceSet::of(devices, Limits::default());
+    set.acquire().unwrap();
+    Script::set(&script.refuses_release, true);
+    assert_eq!(set.release().unwrap_err().to_string(), "it does not let go");
+    assert!(is_free(&a));
+    // Acquired again, because the guest continues on this host.
+    set.acquire().unwrap();
+    assert!(!is_free(&a));
+}
+
+#[test]
+fn a_device_that_is_not_done_is_named_and_the_others_go_on() {
+    let memory = memory();
+    let scripts: [Arc<Script>; 2] = Default::default();
+    let device =
+        |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
+    let devices = scripts.iter().zip(["done", "stuck"]).map(device).collect();
+    let stall = Duration::from_millis(50);
+    let set = DeviceSet::of(devices, Limits { stall, ..Limits::default() });
+    set.resume();
+    Script::set(&scripts[1].busy, true);
+    let why = set.quiesce().unwrap_err().to_string();
+    assert_eq!(why, "virtio-rng \"stuck\" still has 1 requests under way");
+    let why = set.devices[0].save().unwrap_err().to_string();
+    assert!(why.contains("works"), "it was told to go on: {why}");
+    Script::set(&scripts[1].busy, false);
+    set.quiesce().unwrap();
+    set.save().unwrap();
+}
+
+/// Returns a set of one device whose thread gets stuck, with short limits.
+fn stuck_set(memory: &Memory) -> (DeviceSet, Arc<Script>) {
+    let script = Arc::new(Script::default());
+    let devices = vec![spawn("stuck", Box::new(Fake(script.clone())), memory)];
+    let limit = Duration::from_millis(50);
+    let set = DeviceSet::of(devices, Limits { stall: limit, release: limit, ask: limit });
+    Script::set(&script.stuck, true);
+    (set, script)
+}
+
+/// The device's thread receives the request after the deadline and drops it.
+#[test]
+fn late_device_is_not_a_dead_one() {
+    let device = spawn("late", Box::new(Fake(Arc::default())), &memory());
+    let why = device.save_by(Instant::now()).unwrap_err().to_string();
+    assert!(why.contains("virtio-rng \"late\" did not save its state"), "{why}");
+    device.save().unwrap();
+}
+
+#[test]
+fn stuck_device_is_named_by_every_request() {
+    let memory = memory();
+    type Request = fn(&DeviceSet) -> Result<(), RequestError>;
+    let requests: [Request; 6] = [
+        |set| set.acquire(),
+        |set| set.release(),
+        |set| set.save().map(drop),
+        |set| {
+            let state = spawn("ok", Box::new(Fake(Arc::default())), &self::memory()).save()?;
+            set.restore(vec![state]).map_err(|(_, why)| why)
+        },
+        |set| set.detach().map(drop),
+        |set| set.attach(&[]),
+    ];
+    for request in requests {
+        let (set, script) = stuck_set(&memory);
+        let why = request(&set).unwrap_err().to_string();
+        assert!(why.contains("virtio-rng \"stuck\" did not "), "{why}");
+        assert!(why.contains("its backend is stuck"), "{why}");
+        // A device that is asked next waits behind it, but no longer than its own limit.
+        let why = set.quiesce().unwrap_err().to_string();
+        assert!(why.contains("virtio-rng \"stuck\""), "{why}");
+        Script::set(&script.stuck, false);
+    }
+}
+
+#[test]
+fn stuck_device_leaves_the_others_their_time() {
+    let memory = memory();
+    let scripts: [Arc<Script>; 2] = Default::default();
+    let device =
+        |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
+    let devices = scripts.iter().zip(["stuck", "other"]).map(device).collect();
+    // Long enough for a device that is not stuck, even on a busy host.
+    let limit = Duration::from_millis(500);
+    let set = DeviceSet::of(devices, Limits { stall: limit, release: limit, ask: limit });
+    Script::set(&scripts[0].stuck, true);
+    let why = set.attach(&[]).unwrap_err().to_string();
+    assert!(why.contains("\"stuck\" did not attach"), "{why}");
+    assert!(Script::is(&scripts[1].attached));
+    let why = set.detach().unwrap_err().to_string();
+    assert!(why.contains("\"stuck\" did not release its peers"), "{why}");
+    assert!(!Script::is(&scripts[1].attached));
+    Script::set(&scripts[0].stuck, false);
+}
+
+#[test]
+fn device_that_acquires_late_releases_again() {
+    let memory = memory();
+    let (mut set, script) = stuck_set(&memory);
+    // Longer than this test takes: the stuck device gets no other request.
+    set.limits.ask = Duration::from_secs(60);
+    let began = Instant::now();
+    let why = set.acquire().unwrap_err().to_string();
+    assert!(why.contains("\"stuck\" did not acquire its files"), "{why}");
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+    Script::set(&script.attached, true);
+    Script::set(&script.stuck, false);
+    // Queued behind it in the channel.
+    set.devices[0].save().unwrap();
+    assert!(Script::is(&script.released));
+    assert!(!Script::is(&script.attached));
+}
+
+/// After a failed hand-over the guest continues here, and so does its disk (I7).
+#[test]
+fn release_past_its_deadline_is_not_carried_out() {
+    let memory = memory();
+    let (set, script) = stuck_set(&memory);
+    set.attach(&[]).unwrap_err();
+    set.release().unwrap_err();
+    Script::set(&script.stuck, false);
+    // Queued behind both in the channel.
+    set.devices[0].acquire().unwrap();
+    assert!(!Script::is(&script.released));
+}
