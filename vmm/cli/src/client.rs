@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use driftline_control::api::{Client, ClientError};
 use driftline_control::model::{GuestState, Info, InfoPage, MigrationPage, VmRequest, VmTarget};
-use driftline_machine::devices::DeviceFigures;
+use driftline_machine::devices::DeviceStats;
 use driftline_machine::vm::VcpuInfo;
 use hyper::Method;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -83,17 +83,10 @@ fn vcpu_line(v: &VcpuInfo) -> String {
     format!("{exits} exits, {ring_full_exits} for a full dirty ring, throttled for {held_ms} ms")
 }
 
-fn device_line(figures: &DeviceFigures) -> (&str, String) {
+fn device_line(figures: &DeviceStats) -> (&str, String) {
     match figures {
-        DeviceFigures::Disk {
-            id,
-            reads,
-            read_bytes,
-            writes,
-            written_bytes,
-            flushes,
-            errors,
-            ..
+        DeviceStats::Disk {
+            id, reads, read_bytes, writes, written_bytes, flushes, errors, ..
         } => {
             let (read, written) = (output::bytes(*read_bytes), output::bytes(*written_bytes));
             let text = format!(
@@ -101,7 +94,7 @@ fn device_line(figures: &DeviceFigures) -> (&str, String) {
             );
             (id, text)
         }
-        DeviceFigures::Net {
+        DeviceStats::Net {
             id,
             received_frames,
             received_bytes,

@@ -7,7 +7,7 @@ use driftline_guest::{Guest, GuestError, RunState, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{GuestName, Lineage, MachineConfig};
-use crate::devices::{BalloonControl, DeviceFigures};
+use crate::devices::{BalloonControl, DeviceStats};
 pub use crate::end_reason::EndReason;
 use crate::histogram::Distribution;
 use crate::memory::RestoreFigures;
@@ -56,7 +56,7 @@ pub struct VmInfo {
     /// The dirty tracker's counters.
     pub dirty: driftline_dirty_tracker::TrackerStats,
     /// Figures of disks and network interfaces.
-    pub devices: Vec<DeviceFigures>,
+    pub devices: Vec<DeviceStats>,
 }
 
 /// Figures for metrics that `info` does not have.

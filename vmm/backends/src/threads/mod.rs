@@ -30,7 +30,9 @@ use driftline_images::PayloadSpec;
 use driftline_images::workload::{WorkingSetPlacement, ready_line};
 use driftline_machine::actor::{self, CallError, Handle};
 use driftline_machine::config::{Boot, HostConfig, MachineConfig};
-use driftline_machine::devices::{BalloonControl, SinkThread, SinkWriter, open_sink};
+use driftline_machine::devices::{
+    BalloonControl, SerialOutputThread, SerialWriter, open_serial_output,
+};
 use driftline_machine::machine::MachineError;
 use driftline_machine::memory::Memory;
 use driftline_machine::sandbox::{self, Class};
@@ -56,14 +58,14 @@ pub struct ThreadMachine {
     placement: WorkingSetPlacement,
     memory: Memory,
     clock: Arc<GuestClock>,
-    serial: SinkWriter,
+    serial: SerialWriter,
     end: Arc<GuestEnd>,
     created: Instant,
     /// Number of marked frames that `collect` has already reported.
     reported_frames: AtomicU64,
     control: Mutex<RunControl>,
     /// The last field: the guest's final output is still to be written.
-    _serial: SinkThread,
+    _serial: SerialOutputThread,
 }
 
 /// The state that one transition at a time may change.
@@ -91,7 +93,7 @@ impl ThreadMachine {
         let memory = Memory::new(config.mem_bytes, &host.memory).map_err(MachineError::from)?;
         let placement = place(&spec, config.vcpus, memory.layout())
             .map_err(|e| misfit(&config, e.to_string()))?;
-        let (serial, serial_thread) = open_sink(&host.serial)
+        let (serial, serial_thread) = open_serial_output(&host.serial)
             .map_err(|e| GuestError::System { what: "opening the serial port", cause: e.into() })?;
         let machine = Self {
             vm_id,

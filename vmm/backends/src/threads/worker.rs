@@ -9,7 +9,7 @@ use driftline_guest::GuestRam;
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{self, Runner, Share, WorkingSetPlacement};
 use driftline_machine::actor::{Inbox, Next};
-use driftline_machine::devices::SinkWriter;
+use driftline_machine::devices::SerialWriter;
 use driftline_machine::vm::EndReason;
 use serde::{Deserialize, Serialize};
 
@@ -34,7 +34,7 @@ pub(super) struct GuestWorker {
     pub(super) placement: WorkingSetPlacement,
     pub(super) ram: GuestRam,
     pub(super) clock: Arc<GuestClock>,
-    pub(super) serial: SinkWriter,
+    pub(super) serial: SerialWriter,
     pub(super) end: Arc<GuestEnd>,
 }
 

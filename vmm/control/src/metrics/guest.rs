@@ -4,7 +4,7 @@ use std::fmt;
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_machine::config::Lineage;
-use driftline_machine::devices::{BalloonFigures, DeviceFigures};
+use driftline_machine::devices::{BalloonStats, DeviceStats};
 use driftline_machine::vm::{Timings, VcpuInfo};
 
 use super::page::{MetricsPage, bytes, number, seconds};
@@ -14,7 +14,7 @@ pub(super) fn write(
     page: &mut MetricsPage<'_>,
     info: &Info,
     timings: &Timings,
-    balloon: Option<BalloonFigures>,
+    balloon: Option<BalloonStats>,
 ) -> fmt::Result {
     write_state(page, info)?;
     write_vcpus(page, &info.vcpu)?;
@@ -114,11 +114,11 @@ fn write_restore(page: &mut MetricsPage<'_>, timings: &Timings) -> fmt::Result {
     )
 }
 
-fn write_disks(page: &mut MetricsPage<'_>, devices: &[DeviceFigures]) -> fmt::Result {
+fn write_disks(page: &mut MetricsPage<'_>, devices: &[DeviceStats]) -> fmt::Result {
     let (mut requests, mut moved) = (Vec::new(), Vec::new());
     let (mut failed, mut stalled) = (Vec::new(), Vec::new());
     for device in devices {
-        let DeviceFigures::Disk {
+        let DeviceStats::Disk {
             id,
             reads,
             read_bytes,
@@ -153,11 +153,11 @@ fn write_disks(page: &mut MetricsPage<'_>, devices: &[DeviceFigures]) -> fmt::Re
     )
 }
 
-fn write_interfaces(page: &mut MetricsPage<'_>, devices: &[DeviceFigures]) -> fmt::Result {
+fn write_interfaces(page: &mut MetricsPage<'_>, devices: &[DeviceStats]) -> fmt::Result {
     let (mut packets, mut moved) = (Vec::new(), Vec::new());
     let (mut lost, mut stalled) = (Vec::new(), Vec::new());
     for device in devices {
-        let DeviceFigures::Net {
+        let DeviceStats::Net {
             id,
             received_frames,
             received_bytes,
@@ -187,7 +187,7 @@ fn write_interfaces(page: &mut MetricsPage<'_>, devices: &[DeviceFigures]) -> fm
     )
 }
 
-fn write_balloon(page: &mut MetricsPage<'_>, balloon: Option<BalloonFigures>) -> fmt::Result {
+fn write_balloon(page: &mut MetricsPage<'_>, balloon: Option<BalloonStats>) -> fmt::Result {
     page.gauge(
         bytes("driftline_balloon_target", "Size of the balloon that the operator wants."),
         balloon.map(|b| b.target_bytes),

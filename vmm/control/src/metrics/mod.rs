@@ -15,7 +15,7 @@ mod tests;
 use std::borrow::Cow;
 use std::fmt;
 
-use driftline_machine::devices::BalloonFigures;
+use driftline_machine::devices::BalloonStats;
 use driftline_machine::vm::Timings;
 use driftline_migrate::Progress;
 use prometheus_client::collector::Collector;
@@ -42,7 +42,7 @@ pub(crate) struct Scrape {
 struct GuestFigures {
     info: Info,
     timings: Timings,
-    balloon: Option<BalloonFigures>,
+    balloon: Option<BalloonStats>,
     checkpoints: CheckpointFigures,
     migrations: MigrationFigures,
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use driftline_guest::VmId;
 use driftline_machine::config::{BackendKind, HostConfig, Lineage, SerialSink};
-use driftline_machine::devices::DeviceFigures;
+use driftline_machine::devices::DeviceStats;
 use driftline_machine::histogram::Histogram;
 use driftline_machine::memory::RestoreFigures;
 use driftline_machine::testing::payload_config;
@@ -46,7 +46,7 @@ fn everything() -> Scrape {
     guest.info.checkpointing = true;
     guest.info.vcpu[0].ring_peak_entries = Some(3);
     guest.info.devices = vec![
-        DeviceFigures::Disk {
+        DeviceStats::Disk {
             id: "disk0".to_owned(),
             reads: 1,
             read_bytes: 2,
@@ -56,7 +56,7 @@ fn everything() -> Scrape {
             errors: 6,
             stalls: 7,
         },
-        DeviceFigures::Net {
+        DeviceStats::Net {
             id: "net0".to_owned(),
             received_frames: 1,
             received_bytes: 2,
@@ -69,7 +69,7 @@ fn everything() -> Scrape {
     let faults = some.read();
     guest.timings.collections = Some(some.read());
     guest.timings.restore = Some(RestoreFigures { left: 1, fetched: 2, foreseen: 3, faults });
-    guest.balloon = Some(BalloonFigures { target_bytes: 1, actual_bytes: 2, discarded_bytes: 3 });
+    guest.balloon = Some(BalloonStats { target_bytes: 1, actual_bytes: 2, discarded_bytes: 3 });
     guest.checkpoints.counts = CheckpointCounts {
         last_interval: Some(Duration::from_millis(99)),
         last_success: Some(SystemTime::now()),

@@ -10,7 +10,7 @@ use driftline_migrate::Progress;
 use serde::{Deserialize, Serialize};
 
 use driftline_machine::config::{BackendKind, GuestName, Lineage};
-use driftline_machine::devices::DeviceFigures;
+use driftline_machine::devices::DeviceStats;
 use driftline_machine::vm::{VcpuInfo, VmInfo};
 
 /// The guest's state, taking its jobs into account.
@@ -92,7 +92,7 @@ pub struct Info {
     pub dirty: TrackerStats,
     /// Figures of disks and network interfaces.
     #[serde(default)]
-    pub devices: Vec<DeviceFigures>,
+    pub devices: Vec<DeviceStats>,
     /// Store of the active checkpoint run, or of the last one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub store: Option<PathBuf>,

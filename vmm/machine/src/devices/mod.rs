@@ -31,9 +31,9 @@ mod timer;
 mod virtio;
 mod vsock;
 
-pub use balloon::{BalloonControl, BalloonFigures};
+pub use balloon::{BalloonControl, BalloonStats};
 pub use block::{DiskError, probe as probe_disk};
-pub(crate) use block::{DriveSource, Parent, make_copies, open_drives};
+pub(crate) use block::{DriveSource, ParentGuest, make_copies, open_drives};
 pub use error::{DeviceError, StateError};
 pub use net::TapError;
 pub use placement::{Placement, placement};
@@ -43,17 +43,19 @@ pub(crate) use serial::fuzz as fuzz_serial;
 pub use serial::{Com1, SerialPortState};
 pub(crate) use serial_input::SerialInput;
 pub use serial_input::was_ctrl_a_x;
-pub use serial_output::{SinkError, SinkThread, SinkWriter, open as open_sink};
+pub use serial_output::{
+    SerialOutputError, SerialOutputThread, SerialWriter, open as open_serial_output,
+};
 pub use set::ACQUIRE_LIMIT;
+#[cfg(test)]
+pub(crate) use set::DeviceLimits;
 pub(crate) use set::DeviceSet;
 pub use set::Drive;
-#[cfg(test)]
-pub(crate) use set::Limits;
-pub use stats::DeviceFigures;
-pub(crate) use stats::Meter;
+pub use stats::DeviceStats;
+pub(crate) use stats::StatsHandle;
 #[cfg(test)]
 pub(crate) use virtio::fake;
-pub(crate) use virtio::{Done, RequestError, VirtioState};
+pub(crate) use virtio::{Completion, RequestError, VirtioState};
 pub use vsock::VsockError;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -104,9 +106,14 @@ impl Bus {
     }
 
     /// Handles a guest's write to an address without memory. Returns whether a device still has
-    /// work to do for it. If so, the device's thread drops the [`Done`] that `done` creates when
+    /// work to do for it. If so, the device's thread drops the [`Completion`] that `done` creates when
     /// that work is complete; the caller then lets the guest continue.
-    pub(crate) fn write_mmio(&self, addr: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
+    pub(crate) fn write_mmio(
+        &self,
+        addr: u64,
+        data: &[u8],
+        done: impl FnOnce() -> Completion,
+    ) -> bool {
         self.virtio.write(addr, data, done)
     }
 

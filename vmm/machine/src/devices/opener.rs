@@ -42,20 +42,20 @@ impl Opener {
 
     /// Wraps `thing` so that it is dropped on the opener's thread. Dropping the wrapper waits for
     /// that. For objects that are removed by name.
-    pub(crate) fn keep<T: Send + 'static>(&self, thing: T) -> Kept<T> {
-        Kept { thing: Some(thing), opener: self.clone() }
+    pub(crate) fn keep<T: Send + 'static>(&self, thing: T) -> DropOnOpener<T> {
+        DropOnOpener { thing: Some(thing), opener: self.clone() }
     }
 }
 
 /// Object that is dropped on the opener's thread. See [`Opener::keep`].
 #[derive(Debug)]
-pub(crate) struct Kept<T: Send + 'static> {
+pub(crate) struct DropOnOpener<T: Send + 'static> {
     /// `None` only during the drop.
     thing: Option<T>,
     opener: Opener,
 }
 
-impl<T: Send + 'static> Drop for Kept<T> {
+impl<T: Send + 'static> Drop for DropOnOpener<T> {
     fn drop(&mut self) {
         let thing = self.thing.take();
         // If the thread has ended, or comes to the job late, `thing` is dropped with the job.
@@ -70,9 +70,9 @@ mod tests {
 
     use super::*;
 
-    struct Named(Sender<Option<String>>);
+    struct ReportThreadName(Sender<Option<String>>);
 
-    impl Drop for Named {
+    impl Drop for ReportThreadName {
         fn drop(&mut self) {
             self.0.send(current().name().map(str::to_owned)).unwrap();
         }
@@ -84,7 +84,7 @@ mod tests {
         let name = opener.run(|| current().name().map(str::to_owned)).unwrap();
         assert_eq!(name.as_deref(), Some("opener"));
         let (to, dropped) = mpsc::channel();
-        let kept = opener.keep(Named(to));
+        let kept = opener.keep(ReportThreadName(to));
         drop(opener);
         assert!(dropped.try_recv().is_err());
         drop(kept);

@@ -7,7 +7,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use vmm_sys_util::epoll::EventSet;
 
 use super::error::{DeviceError, StateError};
-use super::virtio::{Device, Io, Kind, Stall, Violation, Watcher};
+use super::virtio::{Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher};
 
 const QUEUE_SIZE: u16 = 64;
 /// Most bytes given for one chain. A driver may ask for 4 GiB; it asks again for more.
@@ -19,8 +19,8 @@ const MOST: u32 = 4096;
 pub(super) struct Rng;
 
 impl Device for Rng {
-    fn kind(&self) -> Kind {
-        Kind::Rng
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Rng
     }
 
     fn features(&self) -> u64 {
@@ -35,7 +35,7 @@ impl Device for Rng {
         Vec::new()
     }
 
-    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut DeviceIo<'_>) {}
 
     fn start(&mut self, _: &Watcher) -> io::Result<()> {
         Ok(())
@@ -43,9 +43,9 @@ impl Device for Rng {
 
     fn activate(&mut self, _: u64) {}
 
-    fn reset(&mut self, _: &mut Io<'_>) {}
+    fn reset(&mut self, _: &mut DeviceIo<'_>) {}
 
-    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
         let mut bytes = [0; MOST as usize];
         while let Some(chain) = ring.pop(io.ram)? {
@@ -68,15 +68,20 @@ impl Device for Rng {
         Ok(())
     }
 
-    fn backend_ready(&mut self, _: u32, _: EventSet, _: &mut Io<'_>) -> Result<(), Violation> {
+    fn backend_ready(
+        &mut self,
+        _: u32,
+        _: EventSet,
+        _: &mut DeviceIo<'_>,
+    ) -> Result<(), Violation> {
         Ok(())
     }
 
-    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+    fn quiesce(&mut self, _: Instant, _: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
         Ok(())
     }
 
-    fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
+    fn resume(&mut self, _: bool, _: &mut DeviceIo<'_>) -> Result<(), Violation> {
         Ok(())
     }
 
@@ -106,12 +111,12 @@ impl Device for Rng {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::devices::virtio::conformance::{self, Subject};
+    use crate::devices::virtio::conformance::{self, TestedDevice};
     use crate::devices::virtio::driver::Driver;
 
     #[test]
     fn it_keeps_the_laws_of_devices() {
-        conformance::check(&Subject {
+        conformance::check(&TestedDevice {
             make: &|| Box::new(Rng),
             queue: 0,
             request: &|driver, n| vec![driver.wanted(16 + n as u32)],

@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 use vm_superio::Trigger;
 use vm_superio::serial::{Serial, SerialEvents, SerialState};
 
-use super::SinkWriter;
+use super::SerialWriter;
 use super::error::StateError;
-use super::serial_input::Bell;
+use super::serial_input::LatchedEvent;
 use crate::kvm::KvmVm;
 
 /// ISA interrupt of COM1.
@@ -36,7 +36,7 @@ impl Trigger for IrqPulse {
 
 /// Rings a bell when the guest has read all input in the port.
 #[derive(Clone, Debug)]
-pub(crate) struct Drained(Arc<Bell>);
+pub(crate) struct Drained(Arc<LatchedEvent>);
 
 impl SerialEvents for Drained {
     fn buffer_read(&self) {}
@@ -47,14 +47,14 @@ impl SerialEvents for Drained {
     }
 }
 
-type Uart = Serial<IrqPulse, Drained, SinkWriter>;
+type Uart = Serial<IrqPulse, Drained, SerialWriter>;
 
 /// The port, shared by the vCPUs.
 #[derive(Debug)]
 pub struct Com1 {
     uart: Mutex<Uart>,
     vm: Arc<KvmVm>,
-    sink: SinkWriter,
+    sink: SerialWriter,
     drained: Drained,
     /// Whether input may enter the port. False while the guest is paused, because its state must
     /// not change then.
@@ -64,8 +64,8 @@ pub struct Com1 {
 impl Com1 {
     /// Returns a port in its reset state that writes to `sink`. It takes no input before
     /// `take_input`.
-    pub fn new(vm: Arc<KvmVm>, sink: SinkWriter) -> io::Result<Self> {
-        let drained = Drained(Arc::new(Bell::new()?));
+    pub fn new(vm: Arc<KvmVm>, sink: SerialWriter) -> io::Result<Self> {
+        let drained = Drained(Arc::new(LatchedEvent::new()?));
         let uart = Serial::with_events(IrqPulse(vm.clone()), drained.clone(), sink.clone());
         let takes_input = AtomicBool::new(false);
         Ok(Self { uart: Mutex::new(uart), vm, sink, drained, takes_input })
@@ -101,7 +101,7 @@ impl Com1 {
     }
 
     /// Returns the bell that rings when the guest has read all its input.
-    pub(super) fn drained(&self) -> &Bell {
+    pub(super) fn drained(&self) -> &LatchedEvent {
         &self.drained.0
     }
 

@@ -45,9 +45,9 @@ pub fn was_ctrl_a_x() -> bool {
 
 /// Event that stays readable until it is silenced.
 #[derive(Debug)]
-pub(super) struct Bell(OwnedFd);
+pub(super) struct LatchedEvent(OwnedFd);
 
-impl Bell {
+impl LatchedEvent {
     pub(super) fn new() -> io::Result<Self> {
         Ok(Self(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?))
     }
@@ -65,20 +65,20 @@ impl Bell {
 
 /// Kind of standard input.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Source {
+enum InputKind {
     Terminal,
     Stream,
 }
 
-fn source(stdin: BorrowedFd) -> Option<Source> {
+fn source(stdin: BorrowedFd) -> Option<InputKind> {
     if isatty(stdin) {
         // Reading from the background, or changing the terminal, would stop the process.
         let foreground = tcgetpgrp(stdin).is_ok_and(|group| group == getpgrp());
-        return foreground.then_some(Source::Terminal);
+        return foreground.then_some(InputKind::Terminal);
     }
     let mode = fstat(stdin).ok()?.st_mode;
     match FileType::from_raw_mode(mode) {
-        FileType::Fifo | FileType::Socket | FileType::RegularFile => Some(Source::Stream),
+        FileType::Fifo | FileType::Socket | FileType::RegularFile => Some(InputKind::Stream),
         _ => None,
     }
 }
@@ -87,10 +87,10 @@ fn source(stdin: BorrowedFd) -> Option<Source> {
 /// such as one that was built but not received in time, leaves standard input to the guest that
 /// does.
 #[derive(Debug)]
-pub(crate) struct SerialInput(Mutex<Progress>);
+pub(crate) struct SerialInput(Mutex<InputState>);
 
 #[derive(Debug)]
-enum Progress {
+enum InputState {
     /// Nothing has been read yet.
     Waiting(Weak<Bus>),
     /// `None` if standard input cannot be read, or not by this machine.
@@ -100,14 +100,14 @@ enum Progress {
 impl SerialInput {
     /// Returns the input of COM1 of `bus`.
     pub(crate) fn new(bus: &Arc<Bus>) -> Self {
-        Self(Mutex::new(Progress::Waiting(Arc::downgrade(bus))))
+        Self(Mutex::new(InputState::Waiting(Arc::downgrade(bus))))
     }
 
     /// Starts reading on the first call. If standard input cannot be read, the guest, which runs
     /// already, continues without input.
     pub(crate) fn begin(&self) {
         let mut progress = self.0.lock();
-        let Progress::Waiting(bus) = &*progress else { return };
+        let InputState::Waiting(bus) = &*progress else { return };
         // The bus is dropped when the guest has ended.
         let started = bus.upgrade().map_or(Ok(None), InputThread::start);
         let thread = started.unwrap_or_else(|e| {
@@ -116,14 +116,14 @@ impl SerialInput {
             );
             None
         });
-        *progress = Progress::Begun { _thread: thread };
+        *progress = InputState::Begun { _thread: thread };
     }
 }
 
 /// Thread that reads standard input. Dropping it ends the thread and restores the terminal.
 #[derive(Debug)]
 struct InputThread {
-    stop: Arc<Bell>,
+    stop: Arc<LatchedEvent>,
     thread: Option<JoinHandle<()>>,
     _stdin: Stdin,
 }
@@ -135,13 +135,13 @@ impl InputThread {
         let Some(source) = source(io::stdin().as_fd()) else { return Ok(None) };
         let stdin = Stdin::take();
         let mut stdin = stdin.ok_or_else(|| io::Error::other("it is another guest's"))?;
-        if source == Source::Terminal {
+        if source == InputKind::Terminal {
             stdin.make_raw()?;
         }
-        let stop = Arc::new(Bell::new()?);
+        let stop = Arc::new(LatchedEvent::new()?);
         let stopped = stop.clone();
         let run = move || {
-            let reader = Reader { bus, source, waiting: Vec::new(), keys: Keys::default() };
+            let reader = Reader { bus, source, waiting: Vec::new(), keys: EscapeKeys::default() };
             if let Err(e) = reader.run(&stopped) {
                 tracing::warn!("serial input ends here: {e}");
             }
@@ -163,19 +163,19 @@ impl Drop for InputThread {
 /// State of the thread.
 struct Reader {
     bus: Arc<Bus>,
-    source: Source,
+    source: InputKind,
     /// Bytes read from standard input and not yet taken by the guest.
     waiting: Vec<u8>,
-    keys: Keys,
+    keys: EscapeKeys,
 }
 
 impl Reader {
-    fn run(mut self, stop: &Bell) -> io::Result<()> {
+    fn run(mut self, stop: &LatchedEvent) -> io::Result<()> {
         let stdin = io::stdin();
         let mut ended = false;
         loop {
             let com1 = self.bus.com1();
-            let listen = self.source == Source::Stream;
+            let listen = self.source == InputKind::Stream;
             let taken = com1.feed(&self.waiting, listen);
             self.waiting.drain(..taken);
             if ended && self.waiting.is_empty() {
@@ -183,7 +183,7 @@ impl Reader {
             }
             // A terminal is always read, because its user may want to leave a guest that takes no
             // input.
-            let read = !ended && (self.source == Source::Terminal || self.waiting.is_empty());
+            let read = !ended && (self.source == InputKind::Terminal || self.waiting.is_empty());
             // Borrowed anew in each iteration. The descriptors live as long as the port and the
             // process.
             let fds = [stop.0.as_fd(), com1.drained().0.as_fd(), stdin.as_fd()];
@@ -216,7 +216,7 @@ impl Reader {
             Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => return Ok(true),
             Err(e) => return Err(e.into()),
         };
-        if self.source == Source::Stream {
+        if self.source == InputKind::Stream {
             self.waiting.extend_from_slice(read);
             return Ok(!read.is_empty());
         }
@@ -233,12 +233,12 @@ impl Reader {
 
 /// Finds the escape keys in the user's input.
 #[derive(Default)]
-struct Keys {
+struct EscapeKeys {
     /// Whether the last key was Ctrl-A.
     escaped: bool,
 }
 
-impl Keys {
+impl EscapeKeys {
     /// Appends the guest's keys to `to`. Returns whether the user wants to leave.
     fn pass(&mut self, typed: &[u8], to: &mut Vec<u8>) -> bool {
         let mut leave = false;
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn our_keys_are_told_from_the_guests() {
-        let mut keys = Keys::default();
+        let mut keys = EscapeKeys::default();
         let mut to = Vec::new();
         assert!(!keys.pass(b"ls\x01", &mut to));
         assert!(!keys.pass(b"\x01-\x01b\x03", &mut to), "across reads");
@@ -275,10 +275,10 @@ mod tests {
         let null = std::fs::File::open("/dev/null").unwrap();
         assert_eq!(source(null.as_fd()), None);
         let (reader, _writer) = std::io::pipe().unwrap();
-        assert_eq!(source(reader.as_fd()), Some(Source::Stream));
+        assert_eq!(source(reader.as_fd()), Some(InputKind::Stream));
         assert_eq!(
             source(std::fs::File::open("Cargo.toml").unwrap().as_fd()),
-            Some(Source::Stream)
+            Some(InputKind::Stream)
         );
     }
 }

@@ -18,7 +18,7 @@ use crate::sandbox::{self, Class};
 const ROOM: usize = 256 << 10;
 /// Longest time that an unfinished line waits for its end.
 const PATIENCE: Duration = Duration::from_millis(10);
-/// Longest time that [`SinkWriter::settle`] waits for the reader when the guest stops on this host.
+/// Longest time that [`SerialWriter::drain`] waits for the reader when the guest stops on this host.
 const SETTLE: Duration = Duration::from_millis(100);
 /// Longest time that the end of a machine waits for the reader.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -26,13 +26,13 @@ const FAREWELL: Duration = Duration::from_secs(2);
 /// Error of opening a sink.
 #[derive(Debug, thiserror::Error)]
 #[error("serial output to \"{path}\" is not possible: {cause}")]
-pub struct SinkError {
+pub struct SerialOutputError {
     path: String,
     cause: io::Error,
 }
 
 #[derive(Debug, Default)]
-struct Pending {
+struct OutputState {
     bytes: Vec<u8>,
     dropped: u64,
     /// Whether unfinished lines are written without waiting for their end.
@@ -46,35 +46,35 @@ struct Pending {
 }
 
 #[derive(Debug, Default)]
-struct Shared {
-    pending: Mutex<Pending>,
+struct OutputBuffer {
+    pending: Mutex<OutputState>,
     changed: Condvar,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Pending> {
+impl OutputBuffer {
+    fn lock(&self) -> MutexGuard<'_, OutputState> {
         self.pending.lock()
     }
 }
 
 /// Writing end of the buffer. A write never blocks.
 #[derive(Clone, Debug)]
-pub struct SinkWriter(Arc<Shared>);
+pub struct SerialWriter(Arc<OutputBuffer>);
 
-impl SinkWriter {
+impl SerialWriter {
     /// Waits until all output so far is written, for 100 ms at most. Another process may write
     /// the guest's next byte.
     pub fn settle(&self) {
         let mut pending = self.0.lock();
         pending.hurry = true;
         self.0.changed.notify_all();
-        let busy = |p: &mut Pending| p.writing || !p.bytes.is_empty();
+        let busy = |p: &mut OutputState| p.writing || !p.bytes.is_empty();
         self.0.changed.wait_while_for(&mut pending, busy, SETTLE);
         pending.hurry = false;
     }
 }
 
-impl Write for SinkWriter {
+impl Write for SerialWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let mut pending = self.0.lock();
         if pending.bytes.len() + bytes.len() > ROOM {
@@ -95,10 +95,10 @@ impl Write for SinkWriter {
     }
 }
 
-/// Thread that empties the buffer of a [`SinkWriter`]. Dropping it writes the remaining output.
+/// Thread that empties the buffer of a [`SerialWriter`]. Dropping it writes the remaining output.
 #[derive(Debug)]
-pub struct SinkThread {
-    shared: Arc<Shared>,
+pub struct SerialOutputThread {
+    shared: Arc<OutputBuffer>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -106,32 +106,32 @@ pub struct SinkThread {
 ///
 /// # Errors
 /// The file cannot be opened, or the thread cannot be started.
-pub fn open(sink: &SerialSink) -> Result<(SinkWriter, SinkThread), SinkError> {
+pub fn open(sink: &SerialSink) -> Result<(SerialWriter, SerialOutputThread), SerialOutputError> {
     let to: Box<dyn Write + Send> = match sink {
         SerialSink::Stdio => Box::new(io::stdout()),
         SerialSink::Null => Box::new(io::sink()),
         SerialSink::File(path) => {
             let open =
                 || -> io::Result<File> { OpenOptions::new().create(true).append(true).open(path) };
-            let failed = |cause| SinkError { path: path.display().to_string(), cause };
+            let failed = |cause| SerialOutputError { path: path.display().to_string(), cause };
             Box::new(open().map_err(failed)?)
         }
     };
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(OutputBuffer::default());
     let theirs = shared.clone();
     let run = move || {
         empty(&theirs, to);
         theirs.lock().done = true;
         theirs.changed.notify_all();
     };
-    let failed = |cause| SinkError { path: "a new thread".to_owned(), cause };
+    let failed = |cause| SerialOutputError { path: "a new thread".to_owned(), cause };
     let thread = sandbox::spawn(Class::Serial, "serial", run);
     let thread = Some(thread.map_err(failed)?);
-    Ok((SinkWriter(shared.clone()), SinkThread { shared, thread }))
+    Ok((SerialWriter(shared.clone()), SerialOutputThread { shared, thread }))
 }
 
 /// Writes output until the sink is closed and empty.
-fn empty(shared: &Shared, mut to: Box<dyn Write + Send>) {
+fn empty(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
     let mut broken = false;
     loop {
         let (bytes, dropped, closed) = next(shared);
@@ -153,18 +153,18 @@ fn empty(shared: &Shared, mut to: Box<dyn Write + Send>) {
 }
 
 /// Waits for bytes and returns them: whole lines, or whatever is buffered when the time limit ends.
-fn next(shared: &Shared) -> (Vec<u8>, u64, bool) {
+fn next(shared: &OutputBuffer) -> (Vec<u8>, u64, bool) {
     let mut pending = shared.lock();
     while pending.bytes.is_empty() && !pending.closed {
         shared.changed.wait(&mut pending);
     }
-    let unfinished = |p: &mut Pending| !p.closed && !p.hurry && p.bytes.last() != Some(&b'\n');
+    let unfinished = |p: &mut OutputState| !p.closed && !p.hurry && p.bytes.last() != Some(&b'\n');
     shared.changed.wait_while_for(&mut pending, unfinished, PATIENCE);
     pending.writing = true;
     (std::mem::take(&mut pending.bytes), std::mem::take(&mut pending.dropped), pending.closed)
 }
 
-impl Drop for SinkThread {
+impl Drop for SerialOutputThread {
     fn drop(&mut self) {
         let mut pending = self.shared.lock();
         pending.closed = true;
@@ -215,8 +215,8 @@ mod tests {
 
     #[test]
     fn a_stuck_reader_costs_output_not_time() {
-        let shared = Arc::new(Shared::default());
-        let mut writer = SinkWriter(shared.clone());
+        let shared = Arc::new(OutputBuffer::default());
+        let mut writer = SerialWriter(shared.clone());
         for _ in 0..ROOM + 100 {
             writer.write_all(b"x").unwrap();
         }

@@ -45,7 +45,7 @@ pub(crate) struct NetCounters {
 
 /// Handle for reading a device's counters.
 #[derive(Clone, Debug)]
-pub(crate) enum Meter {
+pub(crate) enum StatsHandle {
     Disk(String, Arc<DiskCounters>),
     Net(String, Arc<NetCounters>),
 }
@@ -53,7 +53,7 @@ pub(crate) enum Meter {
 /// Counters of one device, with its name.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
-pub enum DeviceFigures {
+pub enum DeviceStats {
     /// A disk.
     Disk {
         /// Name of the disk.
@@ -94,11 +94,11 @@ pub enum DeviceFigures {
     },
 }
 
-impl Meter {
+impl StatsHandle {
     /// Returns the current counters.
-    pub(crate) fn read(&self) -> DeviceFigures {
+    pub(crate) fn read(&self) -> DeviceStats {
         match self {
-            Self::Disk(id, c) => DeviceFigures::Disk {
+            Self::Disk(id, c) => DeviceStats::Disk {
                 id: id.clone(),
                 reads: c.reads.get(),
                 read_bytes: c.read_bytes.get(),
@@ -108,7 +108,7 @@ impl Meter {
                 errors: c.errors.get(),
                 stalls: c.stalls.get(),
             },
-            Self::Net(id, c) => DeviceFigures::Net {
+            Self::Net(id, c) => DeviceStats::Net {
                 id: id.clone(),
                 received_frames: c.received_frames.get(),
                 received_bytes: c.received_bytes.get(),

@@ -24,7 +24,8 @@ use crate::boot::{self, Entry, MmioSlot};
 use crate::collector::{self, Collector};
 use crate::config::{BackendKind, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{
-    Bus, Com1, DeviceError, DeviceSet, SerialInput, SinkThread, open_sink, placement,
+    Bus, Com1, DeviceError, DeviceSet, SerialInput, SerialOutputThread, open_serial_output,
+    placement,
 };
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, register_kick_handler};
 use crate::measure::MeasureOptions;
@@ -60,7 +61,7 @@ struct MachineParts {
     devices: DeviceSet,
     /// Whether the machine holds what only one host may hold.
     holds: bool,
-    serial_thread: SinkThread,
+    serial_thread: SerialOutputThread,
 }
 
 impl KvmMachine {
@@ -167,7 +168,7 @@ impl KvmMachine {
         step("kernel")?;
         let boot = || boot::load(&config, host.image.as_ref(), &memory, &mmio_slots(&config));
         let entry = load.then(boot).transpose()?;
-        let (sink, serial_thread) = open_sink(&host.serial)?;
+        let (sink, serial_thread) = open_serial_output(&host.serial)?;
         let devices = devices(&config, &memory, vm_id, load)?;
         devices.note_disks(&mut config.devices);
 

@@ -6,7 +6,7 @@ use driftline_guest::GuestError;
 
 use crate::boot::BootError;
 use crate::config::{BackendKind, ConfigError};
-use crate::devices::{DeviceError, SinkError, TapError};
+use crate::devices::{DeviceError, SerialOutputError, TapError};
 use crate::fail_point;
 use crate::kvm::Unusable;
 use crate::memory::MemoryError;
@@ -38,7 +38,7 @@ pub enum MachineError {
     Memory(#[from] MemoryError),
     /// The serial output cannot be opened.
     #[error(transparent)]
-    Serial(#[from] SinkError),
+    Serial(#[from] SerialOutputError),
     /// A device cannot be opened or created.
     #[error(transparent)]
     Device(#[from] DeviceError),

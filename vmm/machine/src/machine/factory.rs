@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use super::{EarlyVm, KvmMachine};
 use crate::config::{HostConfig, MachineConfig, guest_span};
-use crate::devices::{Parent, make_copies, open_drives};
+use crate::devices::{ParentGuest, make_copies, open_drives};
 
 /// Builds KVM machines into which memory and state are then restored.
 pub struct MachineFactory {
@@ -68,7 +68,7 @@ impl GuestFactory for MachineFactory {
         let host = self.host.writing_over(drives);
         let stored = MachineConfig::decode(config)?;
         let (vm_id, config) = stored.clone().on_host(&host)?.restored(from, &host);
-        let parent = Parent { guest: from.vm_id, devices: &stored.devices };
+        let parent = ParentGuest { guest: from.vm_id, devices: &stored.devices };
         let drives = open_drives(vm_id, &parent, &config, drives, &host)?;
         Ok((self.empty(vm_id, config, &host)?, drives))
     }

@@ -53,7 +53,7 @@ use crate::actor::Handle;
 use crate::collector::Collector;
 use crate::config::MachineConfig;
 use crate::devices::{
-    BalloonControl, DiskError, Drive, DriveSource, Meter, SerialInput, SinkThread,
+    BalloonControl, DiskError, Drive, DriveSource, SerialInput, SerialOutputThread, StatsHandle,
 };
 use crate::exit;
 use crate::memory::{self, Memory};
@@ -83,7 +83,7 @@ pub struct KvmMachine {
     memory: Arc<Memory>,
     drives: Vec<Drive>,
     sources: Vec<DriveSource>,
-    meters: Vec<Meter>,
+    meters: Vec<StatsHandle>,
     balloon: Option<BalloonControl>,
     status: Arc<MachineStatus>,
     counters: Vec<Arc<Counters>>,
@@ -97,7 +97,7 @@ pub struct KvmMachine {
     /// Restores the terminal on drop.
     input: Option<SerialInput>,
     /// The last field: the guest's final output is still to be written.
-    _serial: SinkThread,
+    _serial: SerialOutputThread,
 }
 
 impl KvmMachine {
@@ -391,7 +391,7 @@ impl Vm for KvmMachine {
             ring_overruns: self.collector.as_ref().map_or(0, Collector::overruns),
             vcpu,
             dirty: self.memory.tracker().stats(),
-            devices: self.meters.iter().map(Meter::read).collect(),
+            devices: self.meters.iter().map(StatsHandle::read).collect(),
         }
     }
 

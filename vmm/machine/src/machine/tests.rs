@@ -9,7 +9,7 @@ use driftline_guest::{HandOver, Lifecycle, RunState, Stateful, VmId};
 use super::KvmMachine;
 use super::supervisor::Supervisor;
 use crate::config::{HostConfig, SerialSink};
-use crate::devices::{DeviceSet, Limits, fake};
+use crate::devices::{DeviceLimits, DeviceSet, fake};
 use crate::terminal::Stdin;
 use crate::testing::{Elf, kernel_config, kvm_or_skip, run_in_child};
 use crate::vm::{EndReason, Vm};
@@ -32,11 +32,11 @@ impl FakeDeviceMachine {
         let serial = SerialSink::File(dir.path().join("serial"));
         let host = HostConfig { serial, ..Default::default() };
         let script = Arc::new(fake::Script::default());
-        let device = Box::new(fake::Fake(script.clone()));
+        let device = Box::new(fake::FakeDevice(script.clone()));
         let build =
             KvmMachine::build_around(VmId::random(), config, &host, true, |_, memory, _, _| {
                 let fake = fake::spawn("fake", device, memory.ram().clone()).unwrap();
-                Ok(DeviceSet::of(vec![fake], Limits { stall, ..Limits::default() }))
+                Ok(DeviceSet::of(vec![fake], DeviceLimits { stall, ..DeviceLimits::default() }))
             });
         Self { machine: build.unwrap(), script, dir }
     }

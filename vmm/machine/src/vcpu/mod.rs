@@ -34,7 +34,7 @@ use kvm_bindings::{CpuId, KVM_CAP_KVMCLOCK_CTRL, KVM_EXIT_DIRTY_RING_FULL};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use crate::actor::{Handle, Inbox, Next};
-use crate::devices::{Bus, Done};
+use crate::devices::{Bus, Completion};
 use crate::end_reason::EndReason;
 use crate::kvm::{ImmediateExit, KvmVm, internal_error};
 use crate::throttle::{StallMeter, ThrottleState};
@@ -380,7 +380,7 @@ impl Vcpu {
                 let done = || {
                     let vcpu = self.handle.clone();
                     // A vCPU that has ended does not wait.
-                    Done::new(move || _ = vcpu.tell(Self::device_done))
+                    Completion::new(move || _ = vcpu.tell(Self::device_done))
                 };
                 if self.bus.write_mmio(addr, data, done) {
                     self.awaited += 1;

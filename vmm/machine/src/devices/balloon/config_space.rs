@@ -15,14 +15,14 @@ const LEN: usize = 16;
 
 /// Fields of the space as last published to the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub(super) struct Space {
+pub(super) struct BalloonConfigSpace {
     pub(super) target: u32,
     pub(super) actual: u32,
     pub(super) command: u32,
     pub(super) poison: u32,
 }
 
-impl Space {
+impl BalloonConfigSpace {
     /// Returns the space for a driver that has done nothing yet.
     pub(super) fn new(target: u32) -> Self {
         Self { target, actual: 0, command: DONE, poison: 0 }
@@ -52,9 +52,9 @@ mod tests {
 
     #[test]
     fn a_driver_writes_its_own_fields_alone() {
-        let mut space = Space { target: 9, actual: 1, command: 7, poison: 0 };
+        let mut space = BalloonConfigSpace { target: 9, actual: 1, command: 7, poison: 0 };
         space.write(0, &[0xff; 16]);
-        assert_eq!(space, Space { target: 9, actual: !0, command: 7, poison: !0 });
+        assert_eq!(space, BalloonConfigSpace { target: 9, actual: !0, command: 7, poison: !0 });
         space.write(5, &[0]);
         assert_eq!(space.actual, 0xffff_00ff);
         for (offset, len) in [(16, 4), (15, 9), (usize::MAX, 1), (4, 0)] {
@@ -62,7 +62,7 @@ mod tests {
         }
         assert_eq!(
             space,
-            Space { target: 9, actual: 0xffff_00ff, command: 7, poison: 0x00ff_ffff }
+            BalloonConfigSpace { target: 9, actual: 0xffff_00ff, command: 7, poison: 0x00ff_ffff }
         );
         assert_eq!(space.bytes()[..4], [9, 0, 0, 0]);
     }

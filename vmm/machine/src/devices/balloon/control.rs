@@ -9,7 +9,7 @@ use driftline_dirty_tracker::{FrameSet, PAGE_SIZE};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::Balloon;
-use super::shared::Figures;
+use super::shared::SharedBalloonState;
 use crate::actor::{self, Handle};
 use crate::config::BalloonConfig;
 use crate::memory::ProtectedFrames;
@@ -19,7 +19,7 @@ const GRACE: Duration = Duration::from_millis(200);
 
 /// Sizes of a balloon, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct BalloonFigures {
+pub struct BalloonStats {
     /// Size that the operator wants.
     pub target_bytes: u64,
     /// Size that the driver reports.
@@ -32,7 +32,7 @@ pub struct BalloonFigures {
 #[derive(Clone, Debug)]
 pub struct BalloonControl {
     config: BalloonConfig,
-    figures: Arc<Figures>,
+    figures: Arc<SharedBalloonState>,
     balloon: Handle<Balloon>,
 }
 
@@ -47,7 +47,7 @@ pub(in crate::devices) fn open(
     let waker = wake.clone();
     // Fails only at 2^64 - 1 jobs.
     let balloon = balloon.woken_by(move || drop(waker.write(1)));
-    let figures = Arc::<Figures>::default();
+    let figures = Arc::<SharedBalloonState>::default();
     figures.set_target(frames(config.bytes));
     let device = Balloon::new(config, kept, figures.clone(), inbox, wake)?;
     Ok((device, BalloonControl { config: config.clone(), figures, balloon }))
@@ -60,8 +60,8 @@ impl BalloonControl {
     }
 
     /// Returns the balloon's current sizes.
-    pub fn figures(&self) -> BalloonFigures {
-        BalloonFigures {
+    pub fn figures(&self) -> BalloonStats {
+        BalloonStats {
             target_bytes: u64::from(self.figures.target()) * PAGE_SIZE,
             actual_bytes: u64::from(self.figures.actual()) * PAGE_SIZE,
             discarded_bytes: self.figures.discarded() * PAGE_SIZE,

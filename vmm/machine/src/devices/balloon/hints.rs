@@ -28,18 +28,18 @@ const MOST_RUNS: usize = 65_536;
 pub(super) struct Hints {
     /// Number of the last command.
     last: u32,
-    run: Option<Run>,
+    run: Option<HintRun>,
 }
 
 #[derive(Debug)]
-pub(super) struct Run {
+pub(super) struct HintRun {
     /// Whether the driver has said that the following hints belong to this run.
     begun: bool,
     free: FrameSet,
     reply: Sender<FrameSet>,
 }
 
-impl Run {
+impl HintRun {
     /// Sends the frames so far to the requester.
     pub(super) fn answer(self) {
         // The requester may have ended meanwhile.
@@ -52,7 +52,7 @@ impl Hints {
     pub(super) fn begin(&mut self, reply: Sender<FrameSet>) -> u32 {
         // Skip the numbers of STOP and DONE.
         self.last = self.last.wrapping_add(1).max(DONE + 1);
-        self.run = Some(Run { begun: false, free: FrameSet::new(), reply });
+        self.run = Some(HintRun { begun: false, free: FrameSet::new(), reply });
         self.last
     }
 
@@ -73,7 +73,7 @@ impl Hints {
     /// Ends the run and returns it, if there is one. A driver's STOP is ignored if it may belong to
     /// an earlier run.
     #[must_use = "somebody waits for its answer"]
-    pub(super) fn end(&mut self, by_driver: bool) -> Option<Run> {
+    pub(super) fn end(&mut self, by_driver: bool) -> Option<HintRun> {
         self.run.take_if(|run| run.begun || !by_driver)
     }
 

@@ -31,16 +31,17 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::error::DeviceError;
 use super::virtio::{
-    Buffer, Chain, Device, Io, Kind, Shared, Stall, Violation, Watcher, decode_state, encode_state,
+    Buffer, Chain, Device, DeviceIo, DeviceKind, QuiesceError, SharedDeviceState, Violation,
+    Watcher, decode_state, encode_state,
 };
 use crate::actor::{Inbox, Next};
 use crate::config::BalloonConfig;
 use crate::memory::{Discarder, ProtectedFrames};
-use config_space::Space;
+use config_space::BalloonConfigSpace;
 pub(super) use control::open;
-pub use control::{BalloonControl, BalloonFigures};
-use hints::{Hints, Run, STOP};
-use shared::Figures;
+pub use control::{BalloonControl, BalloonStats};
+use hints::{HintRun, Hints, STOP};
+use shared::SharedBalloonState;
 
 const QUEUE_SIZE: u16 = 128;
 /// Most frame numbers in one chain; Linux sends 256. More would let a driver delay a pause.
@@ -54,9 +55,9 @@ const DEFLATE_ON_OOM: u64 = 1 << 2;
 const PAGE_POISON: u64 = 1 << 4;
 const REPORTING: u64 = 1 << 5;
 
-/// Purpose of a queue.
+/// Purpose of a balloon's queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Role {
+enum BalloonQueue {
     Inflate,
     Deflate,
     Hint,
@@ -66,31 +67,31 @@ enum Role {
 /// The device.
 pub(super) struct Balloon {
     config: BalloonConfig,
-    space: Space,
+    space: BalloonConfigSpace,
     /// Features that the driver negotiated.
     features: u64,
     /// Roles of the queues, in their order. Queues of features that were not negotiated are not
     /// counted.
-    roles: Vec<Role>,
+    roles: Vec<BalloonQueue>,
     hints: Hints,
     discarder: Discarder,
     runs: Vec<FrameRun>,
-    figures: Arc<Figures>,
+    figures: Arc<SharedBalloonState>,
     inbox: Inbox<Self>,
     wake: Arc<EventFd>,
     failures: u64,
     /// Whether a job has changed the configuration space, which the driver has not been told.
     changed: bool,
     /// A run of hints that has ended. It is answered once the driver has been told.
-    ended: Option<Run>,
+    ended: Option<HintRun>,
 }
 
 /// State of the device that moves with the guest.
 #[derive(Serialize, Deserialize)]
-struct State {
+struct BalloonState {
     /// Size that the operator wants; the driver may not have been told.
     target_frames: u32,
-    space: Space,
+    space: BalloonConfigSpace,
     last_command: u32,
 }
 
@@ -99,13 +100,13 @@ impl Balloon {
     fn new(
         config: &BalloonConfig,
         kept: Arc<ProtectedFrames>,
-        figures: Arc<Figures>,
+        figures: Arc<SharedBalloonState>,
         inbox: Inbox<Self>,
         wake: Arc<EventFd>,
     ) -> io::Result<Self> {
         Ok(Self {
             config: config.clone(),
-            space: Space::new(figures.target()),
+            space: BalloonConfigSpace::new(figures.target()),
             features: 0,
             roles: Vec::new(),
             hints: Hints::default(),
@@ -121,17 +122,17 @@ impl Balloon {
     }
 
     /// Publishes the current configuration space to the driver.
-    fn publish(&mut self, shared: &Shared) {
+    fn publish(&mut self, shared: &SharedDeviceState) {
         self.changed = false;
         self.space.target = self.figures.target();
         shared.change_config(self.config_space());
     }
 
-    fn publish_changes(&mut self, shared: &Shared) {
+    fn publish_changes(&mut self, shared: &SharedDeviceState) {
         if self.changed {
             self.publish(shared);
         }
-        self.ended.take().into_iter().for_each(Run::answer);
+        self.ended.take().into_iter().for_each(HintRun::answer);
     }
 
     /// Shows the driver the target, which has changed.
@@ -209,7 +210,7 @@ impl Balloon {
         queue: usize,
         chain: &Chain,
         ram: &GuestRam,
-        shared: &Shared,
+        shared: &SharedDeviceState,
     ) -> Result<(), Violation> {
         let mut id = [0; 4];
         match chain.readable.read(ram, 0, &mut id)? {
@@ -259,8 +260,8 @@ fn whole_frames(buffer: &Buffer) -> Option<FrameRun> {
 }
 
 impl Device for Balloon {
-    fn kind(&self) -> Kind {
-        Kind::Balloon
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Balloon
     }
 
     fn features(&self) -> u64 {
@@ -282,7 +283,7 @@ impl Device for Balloon {
         self.space.bytes()
     }
 
-    fn write_config(&mut self, offset: usize, data: &[u8], io: &mut Io<'_>) {
+    fn write_config(&mut self, offset: usize, data: &[u8], io: &mut DeviceIo<'_>) {
         self.space.write(offset, data);
         self.figures.set_actual(self.space.actual);
         io.shared.put_config(self.config_space());
@@ -294,9 +295,11 @@ impl Device for Balloon {
 
     fn activate(&mut self, features: u64) {
         self.features = features;
-        self.roles = vec![Role::Inflate, Role::Deflate];
+        self.roles = vec![BalloonQueue::Inflate, BalloonQueue::Deflate];
         // Drivers number only the queues of the features that they negotiated, without gaps.
-        for (feature, role) in [(FREE_PAGE_HINT, Role::Hint), (REPORTING, Role::Report)] {
+        for (feature, role) in
+            [(FREE_PAGE_HINT, BalloonQueue::Hint), (REPORTING, BalloonQueue::Report)]
+        {
             if features & feature != 0 {
                 self.roles.push(role);
             }
@@ -304,34 +307,39 @@ impl Device for Balloon {
         self.figures.set_hinting(features & FREE_PAGE_HINT != 0);
     }
 
-    fn reset(&mut self, _: &mut Io<'_>) {
+    fn reset(&mut self, _: &mut DeviceIo<'_>) {
         if let Some(run) = self.hints.end(false) {
             run.answer();
         }
-        (self.space, self.features) = (Space::new(self.figures.target()), 0);
+        (self.space, self.features) = (BalloonConfigSpace::new(self.figures.target()), 0);
         self.roles.clear();
         self.figures.set_actual(0);
         self.figures.set_hinting(false);
     }
 
-    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let (ram, shared) = (io.ram, io.shared);
         let Some(role) = self.roles.get(queue).copied() else { return Ok(()) };
         let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
         while let Some(chain) = ring.pop(ram)? {
             match role {
-                Role::Inflate => self.inflate(queue, &chain, ram)?,
+                BalloonQueue::Inflate => self.inflate(queue, &chain, ram)?,
                 // A frame gets memory again when the guest writes to it.
-                Role::Deflate => {}
-                Role::Hint => self.hint(queue, &chain, ram, shared)?,
-                Role::Report => self.report(&chain, ram),
+                BalloonQueue::Deflate => {}
+                BalloonQueue::Hint => self.hint(queue, &chain, ram, shared)?,
+                BalloonQueue::Report => self.report(&chain, ram),
             }
             ring.push(ram, chain.head, 0)?;
         }
         Ok(())
     }
 
-    fn backend_ready(&mut self, _: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn backend_ready(
+        &mut self,
+        _: u32,
+        _: EventSet,
+        io: &mut DeviceIo<'_>,
+    ) -> Result<(), Violation> {
         // Reset the event before reading the inbox. A job is sent before its event is written, so
         // none is missed.
         let _ = self.wake.read();
@@ -342,11 +350,11 @@ impl Device for Balloon {
         Ok(())
     }
 
-    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+    fn quiesce(&mut self, _: Instant, _: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
         Ok(())
     }
 
-    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn resume(&mut self, moved: bool, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         if moved {
             // The requester of hints is on the host that the guest came from. The driver may not
             // have been told there which size the operator wants.
@@ -357,7 +365,7 @@ impl Device for Balloon {
     }
 
     fn save(&self) -> Result<Vec<u8>, DeviceError> {
-        let state = State {
+        let state = BalloonState {
             target_frames: self.figures.target(),
             space: self.space,
             last_command: self.hints.last_command(),
@@ -366,7 +374,7 @@ impl Device for Balloon {
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
-        let state: State = decode_state(state)?;
+        let state: BalloonState = decode_state(state)?;
         self.figures.set_target(state.target_frames);
         self.figures.set_actual(state.space.actual);
         self.hints.restore(state.last_command);

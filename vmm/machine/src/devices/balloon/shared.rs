@@ -1,17 +1,17 @@
-//! Figures of a balloon, in frames, that its thread shares with others.
+//! Sizes of a balloon, in frames, and a flag that its thread shares with others.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Values that are shared without jobs. Each is independent of the others.
 #[derive(Debug, Default)]
-pub(super) struct Figures {
+pub(super) struct SharedBalloonState {
     target: AtomicU32,
     actual: AtomicU32,
     hinting: AtomicBool,
     discarded: AtomicU64,
 }
 
-impl Figures {
+impl SharedBalloonState {
     pub(super) fn target(&self) -> u32 {
         self.target.load(Relaxed)
     }

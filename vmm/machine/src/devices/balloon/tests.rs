@@ -6,9 +6,9 @@ use virtio_bindings::virtio_mmio::*;
 use vm_memory::Bytes;
 
 use super::*;
-use crate::devices::virtio::Transport;
-use crate::devices::virtio::conformance::{self, Subject};
-use crate::devices::virtio::driver::{Driver, MEM_BYTES, Piece};
+use crate::devices::virtio::conformance::{self, TestedDevice};
+use crate::devices::virtio::driver::{Driver, MEM_BYTES};
+use crate::devices::virtio::{DriverBuffer, Transport};
 
 const INFLATE: usize = 0;
 const DEFLATE: usize = 1;
@@ -29,7 +29,7 @@ fn started() -> (Driver, BalloonControl) {
 }
 
 /// Returns memory with content that the device can discard.
-fn filled(driver: &mut Driver, frames: u32) -> Piece {
+fn filled(driver: &mut Driver, frames: u32) -> DriverBuffer {
     let piece = driver.wanted(frames * 4096);
     driver
         .memory
@@ -39,16 +39,16 @@ fn filled(driver: &mut Driver, frames: u32) -> Piece {
     piece
 }
 
-fn numbers(driver: &mut Driver, frames: &[u32]) -> Piece {
+fn numbers(driver: &mut Driver, frames: &[u32]) -> DriverBuffer {
     let bytes: Vec<u8> = frames.iter().flat_map(|f| f.to_le_bytes()).collect();
     driver.given(&bytes)
 }
 
-fn gfn(piece: Piece) -> u32 {
+fn gfn(piece: DriverBuffer) -> u32 {
     (piece.addr / PAGE_SIZE) as u32
 }
 
-fn is(driver: &Driver, piece: Piece, byte: u8) -> bool {
+fn is(driver: &Driver, piece: DriverBuffer, byte: u8) -> bool {
     driver.bytes(piece).iter().all(|b| *b == byte)
 }
 
@@ -59,11 +59,11 @@ fn it_keeps_the_laws_of_devices() {
         vec![numbers(driver, &[frame])]
     };
     let wanted = |driver: &mut Driver, _| vec![filled(driver, 1)];
-    type Request<'r> = &'r dyn Fn(&mut Driver, u64) -> Vec<Piece>;
+    type Request<'r> = &'r dyn Fn(&mut Driver, u64) -> Vec<DriverBuffer>;
     let requests: [(usize, Request<'_>); 4] =
         [(INFLATE, &inflate), (DEFLATE, &inflate), (HINT, &wanted), (REPORT, &wanted)];
     for (queue, request) in requests {
-        conformance::check(&Subject { make: &|| make().0, queue, request });
+        conformance::check(&TestedDevice { make: &|| make().0, queue, request });
     }
 }
 
@@ -76,7 +76,7 @@ fn inflating_takes_the_frames_that_are_named_and_no_others() {
     let named = numbers(&mut driver, &[first + 5, first + 1, first + 2, first + 5]);
     driver.request(INFLATE, &[named]);
     for i in 0..8 {
-        let frame = Piece { addr: piece.addr + i * PAGE_SIZE, len: 4096, writable: false };
+        let frame = DriverBuffer { addr: piece.addr + i * PAGE_SIZE, len: 4096, writable: false };
         assert!(is(&driver, frame, if [1, 2, 5].contains(&i) { 0 } else { 0xa5 }), "frame {i}");
     }
     assert_eq!(control.figures().discarded_bytes, 3 * PAGE_SIZE);
@@ -122,9 +122,9 @@ fn frames_that_are_no_memory_stop_the_device() {
 fn of_what_is_reported_whole_frames_are_taken() {
     let (mut driver, control) = started();
     let piece = filled(&mut driver, 4);
-    let part = Piece { addr: piece.addr + 100, len: 3 * 4096, writable: true };
+    let part = DriverBuffer { addr: piece.addr + 100, len: 3 * 4096, writable: true };
     driver.request(REPORT, &[part]);
-    let at = |i: u64| Piece { addr: piece.addr + i * PAGE_SIZE, len: 4096, writable: false };
+    let at = |i: u64| DriverBuffer { addr: piece.addr + i * PAGE_SIZE, len: 4096, writable: false };
     assert!(is(&driver, at(0), 0xa5) && is(&driver, at(3), 0xa5));
     assert!(is(&driver, at(1), 0) && is(&driver, at(2), 0));
     assert_eq!(control.figures().discarded_bytes, 2 * PAGE_SIZE);
@@ -162,7 +162,7 @@ fn wait_command(driver: &Driver, than: u32) -> u32 {
 }
 
 /// Performs the driver's part of a run of hints.
-fn hint(driver: &mut Driver, command: u32, free: &[Piece], stop: bool) {
+fn hint(driver: &mut Driver, command: u32, free: &[DriverBuffer], stop: bool) {
     let id = driver.given(&command.to_le_bytes());
     driver.request(HINT, &[id]);
     for piece in free {
@@ -174,7 +174,7 @@ fn hint(driver: &mut Driver, command: u32, free: &[Piece], stop: bool) {
     }
 }
 
-fn frames_of(pieces: &[Piece]) -> Vec<FrameRun> {
+fn frames_of(pieces: &[DriverBuffer]) -> Vec<FrameRun> {
     let mut set = FrameSet::new();
     for p in pieces {
         set.insert(FrameRun { start: Gfn(gfn(*p).into()), count: u64::from(p.len) / PAGE_SIZE });

@@ -7,10 +7,11 @@ use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;
 
 use super::request;
-use super::{Block, BlockState, MOST_UNDER_WAY, QUEUE_SIZE, SEG_MAX};
+use super::{BlockDevice, BlockState, MOST_UNDER_WAY, QUEUE_SIZE, SEG_MAX};
 use crate::devices::error::DeviceError;
 use crate::devices::virtio::{
-    Device, Io, Kind, Ring, Stall, Violation, Watcher, decode_state, encode_state,
+    Device, DeviceIo, DeviceKind, DeviceRing, QuiesceError, Violation, Watcher, decode_state,
+    encode_state,
 };
 
 /// Time for which the device works on one queue before it serves other events.
@@ -18,9 +19,9 @@ const TURN: Duration = Duration::from_millis(10);
 /// Token of the event that announces completions of the engine.
 const COMPLETIONS: u32 = 0;
 
-impl Device for Block {
-    fn kind(&self) -> Kind {
-        Kind::Block
+impl Device for BlockDevice {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Block
     }
 
     fn features(&self) -> u64 {
@@ -44,7 +45,7 @@ impl Device for Block {
         request::config_space(&self.disk, self.queues, SEG_MAX)
     }
 
-    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut DeviceIo<'_>) {}
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
         self.has_run = self.held;
@@ -59,19 +60,19 @@ impl Device for Block {
         self.writes_through = features & 1 << VIRTIO_BLK_F_FLUSH == 0;
     }
 
-    fn reset(&mut self, io: &mut Io<'_>) {
+    fn reset(&mut self, io: &mut DeviceIo<'_>) {
         // The rings are gone: a request that ends now cannot break their rules.
         let _ = self.drain(None, io);
     }
 
-    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let end = Instant::now() + TURN;
         while self.bytes_under_way < MOST_UNDER_WAY {
             let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
             self.begin(queue, &chain, io)?;
             if Instant::now() >= end {
-                io.rings.get_mut(queue).into_iter().for_each(Ring::yield_turn);
+                io.rings.get_mut(queue).into_iter().for_each(DeviceRing::yield_turn);
                 return Ok(());
             }
         }
@@ -80,16 +81,21 @@ impl Device for Block {
         Ok(())
     }
 
-    fn backend_ready(&mut self, _: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn backend_ready(
+        &mut self,
+        _: u32,
+        _: EventSet,
+        io: &mut DeviceIo<'_>,
+    ) -> Result<(), Violation> {
         self.take_completions(io)?;
         self.take_waiting().try_for_each(|queue| self.process(queue, io))
     }
 
-    fn quiesce(&mut self, deadline: Instant, io: &mut Io<'_>) -> Result<(), Stall> {
+    fn quiesce(&mut self, deadline: Instant, io: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
         self.drain(Some(deadline), io)
     }
 
-    fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
+    fn resume(&mut self, _: bool, _: &mut DeviceIo<'_>) -> Result<(), Violation> {
         // From now on, if the device releases the file and acquires it again, the guest has run
         // nowhere else in between. This must not be set earlier: if another of the guest's devices
         // cannot be acquired, the guest resumes on its old host and writes there.

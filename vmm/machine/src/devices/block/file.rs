@@ -217,12 +217,12 @@ impl DiskFile {
 pub(super) fn write_zeroes(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
     let how = if unmap { FallocateFlags::PUNCH_HOLE } else { FallocateFlags::ZERO_RANGE };
     match fallocate(file, how | FallocateFlags::KEEP_SIZE, offset, len) {
-        Err(rustix::io::Errno::OPNOTSUPP) => write_zeroes_plainly(file, offset, len),
+        Err(rustix::io::Errno::OPNOTSUPP) => write_zero_bytes(file, offset, len),
         other => Ok(other?),
     }
 }
 
-fn write_zeroes_plainly(file: &File, mut offset: u64, mut len: u64) -> io::Result<()> {
+fn write_zero_bytes(file: &File, mut offset: u64, mut len: u64) -> io::Result<()> {
     use std::os::unix::fs::FileExt;
     static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
     while len > 0 {

@@ -36,9 +36,9 @@ use super::error::DiskError;
 use crate::sandbox::{self, Class};
 
 /// Makes the disk's own file durable on the flush thread, then drops its reference to the disk.
-type Sync = Box<dyn FnOnce() -> io::Result<()> + Send>;
+type SyncJob = Box<dyn FnOnce() -> io::Result<()> + Send>;
 /// A job for the flush thread.
-type Order = (Arc<Flusher>, Sync);
+type FlushOrder = (Arc<Flusher>, SyncJob);
 
 /// Makes one disk's file durable; see the module.
 #[derive(Debug)]
@@ -48,15 +48,15 @@ pub(in crate::devices) struct Flusher {
     /// A descriptor that identifies the file, whatever its path leads to by now. It is not open for
     /// reading or writing and holds no lock. `None` if the system does not provide it.
     which: Option<Arc<File>>,
-    state: Mutex<State>,
+    state: Mutex<FlushState>,
     ended: Condvar,
     /// The channel to the flush thread, which ends when this is dropped; `None` for a read-only
     /// disk. The device's thread cannot start threads: its sandbox forbids it.
-    orders: Option<Sender<Order>>,
+    orders: Option<Sender<FlushOrder>>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct FlushState {
     /// Whether a thread makes the file durable at the moment.
     under_way: bool,
     /// The error of the last such thread, an errno.
@@ -71,7 +71,7 @@ struct State {
 
 /// What the success of a guest's request promises about durability.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Promise {
+pub(super) enum DurabilityPromise {
     /// Nothing is promised.
     Nothing,
     /// The data that the request wrote is durable.
@@ -83,8 +83,8 @@ pub(super) enum Promise {
 /// The result of a request that the guest is to be told.
 #[derive(Debug)]
 #[must_use]
-pub(super) struct Answer {
-    promise: Promise,
+pub(super) struct FlushAnswer {
+    promise: DurabilityPromise,
     /// Whether the request itself failed.
     own: bool,
     pub(super) result: io::Result<()>,
@@ -113,7 +113,7 @@ impl Flusher {
         self.which.clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, FlushState> {
         self.state.lock()
     }
 
@@ -167,7 +167,7 @@ impl Flusher {
         sync: impl FnOnce() -> io::Result<()> + Send + 'static,
     ) -> Result<(), DiskError> {
         self.lock().under_way = true;
-        let order = (self.clone(), Box::new(sync) as Sync);
+        let order = (self.clone(), Box::new(sync) as SyncJob);
         let sent = self.orders.as_ref().is_some_and(|orders| orders.send(order).is_ok());
         if sent {
             return Ok(());
@@ -246,24 +246,28 @@ impl Flusher {
     /// Returns the answer to a guest's request that ended with `outcome`. A request that promises
     /// durability also reports, once, what was lost before. The caller must pass the answer to
     /// [`told`](Self::told).
-    pub(super) fn answer(&self, promise: Promise, outcome: io::Result<()>) -> Answer {
+    pub(super) fn answer(
+        &self,
+        promise: DurabilityPromise,
+        outcome: io::Result<()>,
+    ) -> FlushAnswer {
         let own = outcome.is_err();
         let lost = match promise {
-            Promise::Everything => self.lock().lost.take(),
+            DurabilityPromise::Everything => self.lock().lost.take(),
             // The guest takes the error of a write for an error of its sectors only.
-            Promise::Itself if !own => self.lock().lost.take(),
-            Promise::Itself | Promise::Nothing => None,
+            DurabilityPromise::Itself if !own => self.lock().lost.take(),
+            DurabilityPromise::Itself | DurabilityPromise::Nothing => None,
         };
         let lost = lost.map_or(Ok(()), |e| Err(io::Error::from_raw_os_error(e)));
-        Answer { promise, own, result: outcome.and(lost) }
+        FlushAnswer { promise, own, result: outcome.and(lost) }
     }
 
     /// Records whether the guest has `heard` an answer. If it has not, the next answer reports the
     /// lost data.
-    pub(super) fn told(&self, answer: &Answer, heard: bool) {
+    pub(super) fn told(&self, answer: &FlushAnswer, heard: bool) {
         let Err(e) = &answer.result else { return };
         match (answer.promise, answer.own) {
-            (Promise::Nothing, _) | (Promise::Itself, true) => {}
+            (DurabilityPromise::Nothing, _) | (DurabilityPromise::Itself, true) => {}
             (_, own) if heard => self.lock().failures += u64::from(own),
             _ => {
                 let mut state = self.lock();
@@ -280,8 +284,8 @@ impl Flusher {
 
 /// Starts a disk's flush thread. While idle the thread has no open file, so that dropping a disk
 /// closes its file at once.
-fn start(disk: &str) -> io::Result<Sender<Order>> {
-    let (orders, taken) = mpsc::channel::<Order>();
+fn start(disk: &str) -> io::Result<Sender<FlushOrder>> {
+    let (orders, taken) = mpsc::channel::<FlushOrder>();
     sandbox::spawn(Class::Block, format!("flush-{disk}"), move || {
         while let Ok((flusher, sync)) = taken.recv() {
             // `sync` drops its reference to the disk before the end is announced: a caller that
@@ -342,7 +346,7 @@ mod tests {
 
     /// A guest's flush that ended with `outcome`, and whose answer the guest has heard.
     fn flush_of_guest(flusher: &Flusher, outcome: io::Result<()>) -> io::Result<()> {
-        let answer = flusher.answer(Promise::Everything, outcome);
+        let answer = flusher.answer(DurabilityPromise::Everything, outcome);
         flusher.told(&answer, true);
         answer.result
     }
@@ -442,7 +446,7 @@ mod tests {
             let before = flusher.lock().failures;
             flusher.lock().under_way = true;
             let outcome = if own { eio_again() } else { Ok(()) };
-            let answer = flusher.answer(Promise::Everything, outcome);
+            let answer = flusher.answer(DurabilityPromise::Everything, outcome);
             flusher.told(&answer, heard);
             flusher.end(Some(before), eio_again());
             assert_eq!(flusher.lost().is_some(), lost, "own {own}, heard {heard}");
@@ -457,20 +461,20 @@ mod tests {
         let flusher = file.flusher();
         let eio_now = || io::Error::from_raw_os_error(libc::EIO);
         flusher.note_lost(&eio_now());
-        for promise in [Promise::Itself, Promise::Nothing] {
+        for promise in [DurabilityPromise::Itself, DurabilityPromise::Nothing] {
             let answer = flusher.answer(promise, Err(eio_now()));
             flusher.told(&answer, true);
             assert!(flusher.lost().is_some(), "{promise:?}");
         }
-        let answer = flusher.answer(Promise::Itself, Ok(()));
+        let answer = flusher.answer(DurabilityPromise::Itself, Ok(()));
         flusher.told(&answer, false);
         assert!(flusher.lost().is_some(), "nobody heard it");
-        let answer = flusher.answer(Promise::Itself, Ok(()));
+        let answer = flusher.answer(DurabilityPromise::Itself, Ok(()));
         flusher.told(&answer, true);
         eio(answer.result);
         assert!(flusher.lost().is_none());
         // Data whose durability nobody promised is not lost.
-        let answer = flusher.answer(Promise::Itself, Err(eio_now()));
+        let answer = flusher.answer(DurabilityPromise::Itself, Err(eio_now()));
         flusher.told(&answer, false);
         assert!(flusher.lost().is_none());
     }

@@ -42,7 +42,7 @@ pub(crate) fn make_copies(
         if drives[..i].iter().any(|other| other.id == drive.id) {
             return Err(malformed("is there twice"));
         }
-        let made = MadeDisk::make(disk, guest).map_err(|e| GuestError::System {
+        let made = IncomingDisk::make(disk, guest).map_err(|e| GuestError::System {
             what: "making copies of disks",
             cause: Box::new(e),
         })?;
@@ -53,23 +53,23 @@ pub(crate) fn make_copies(
 
 /// A file that is created for a copy; see the module.
 #[derive(Debug)]
-struct MadeDisk {
+struct IncomingDisk {
     file: File,
     path: PathBuf,
     guest: VmId,
-    before: Before,
+    before: PriorContent,
     kept: AtomicBool,
 }
 
 /// What was at the path before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Before {
+enum PriorContent {
     Nothing,
     /// An empty or unwritten file of this many bytes.
     Room(u64),
 }
 
-impl MadeDisk {
+impl IncomingDisk {
     fn make(disk: &DiskConfig, guest: VmId) -> Result<Self, DiskError> {
         let path = &disk.path;
         let refused = |why: String| {
@@ -93,7 +93,7 @@ impl MadeDisk {
             Err(e) => return Err(failed("locking it", e)),
         }
         // Comes after the lock: the previous holder of the lock may have been filling the file.
-        if let Before::Room(bytes) = before {
+        if let PriorContent::Room(bytes) = before {
             if has_data(&made.file).map_err(|e| failed("looking for data in it", e))? {
                 let why = "there is a file with data in it, and a copy is never written over what is there: name a file \
                            that does not exist, or remove it";
@@ -126,7 +126,7 @@ impl MadeDisk {
 
     fn remove(&self) -> io::Result<()> {
         match self.before {
-            Before::Nothing => {
+            PriorContent::Nothing => {
                 if !self.is_named()? {
                     return Err(io::Error::other("its name is another file's now"));
                 }
@@ -134,7 +134,7 @@ impl MadeDisk {
                 sync_dir(parent(&self.path))
             }
             // The file keeps its allocated storage.
-            Before::Room(bytes) => {
+            PriorContent::Room(bytes) => {
                 let len = self.file.metadata()?.len();
                 if len > 0 {
                     write_zeroes(&self.file, 0, len, false)?;
@@ -145,14 +145,14 @@ impl MadeDisk {
     }
 }
 
-impl DriveCopy for MadeDisk {
+impl DriveCopy for IncomingDisk {
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.file.write_all_at(bytes, offset)
     }
 
     fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
         // Allocated storage that was there before is not given back.
-        write_zeroes(&self.file, offset, len, self.before == Before::Nothing)
+        write_zeroes(&self.file, offset, len, self.before == PriorContent::Nothing)
     }
 
     fn make_durable(&self) -> io::Result<()> {
@@ -171,7 +171,7 @@ impl DriveCopy for MadeDisk {
     }
 }
 
-impl Drop for MadeDisk {
+impl Drop for IncomingDisk {
     fn drop(&mut self) {
         if self.kept.load(Ordering::Relaxed) {
             return;
@@ -184,13 +184,13 @@ impl Drop for MadeDisk {
 
 /// Opens the file at `path`, or creates it. Returns the file and what was there before; `None` if
 /// it is not a regular file.
-fn open(path: &Path) -> io::Result<Option<(File, Before)>> {
+fn open(path: &Path) -> io::Result<Option<(File, PriorContent)>> {
     let mut options = OpenOptions::new();
     options.read(true).write(true);
     // Nobody else on this host may read a guest's disk.
     match options.clone().create_new(true).mode(0o600).open(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-        made => return made.map(|file| Some((file, Before::Nothing))),
+        made => return made.map(|file| Some((file, PriorContent::Nothing))),
     }
     // Checked before the file is opened: opening a FIFO would wait for its other end.
     if !fs::metadata(path)?.is_file() {
@@ -198,7 +198,7 @@ fn open(path: &Path) -> io::Result<Option<(File, Before)>> {
     }
     let file = options.open(path)?;
     let bytes = file.metadata()?.len();
-    Ok(Some((file, Before::Room(bytes))))
+    Ok(Some((file, PriorContent::Room(bytes))))
 }
 
 /// Returns whether anything was ever written to `file`, as far as its file system tells. If it does
@@ -223,8 +223,8 @@ mod tests {
 
     const BYTES: u64 = 1 << 20;
 
-    fn make(path: &Path, guest: VmId) -> Result<MadeDisk, DiskError> {
-        MadeDisk::make(&disk("d", path, BYTES), guest)
+    fn make(path: &Path, guest: VmId) -> Result<IncomingDisk, DiskError> {
+        IncomingDisk::make(&disk("d", path, BYTES), guest)
     }
 
     #[test]

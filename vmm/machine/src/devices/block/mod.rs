@@ -36,10 +36,10 @@ use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
 
 use self::engine::Engine;
-use self::operation::{Operation, Work};
-use self::request::Request;
+use self::operation::{DiskOperation, DiskWork};
+use self::request::DiskRequest;
 use super::stats::DiskCounters;
-use super::virtio::{Buffers, Chain, Io, Stall, Violation};
+use super::virtio::{Buffers, Chain, DeviceIo, QuiesceError, Violation};
 use crate::config::{DiskConfig, DiskIdentity};
 
 pub(crate) use self::drive_source::DriveSource;
@@ -47,10 +47,10 @@ pub use self::error::DiskError;
 use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
 pub use self::file::probe;
-use self::flusher::Promise;
+use self::flusher::DurabilityPromise;
 pub(super) use self::flusher::{Flusher, flush_all};
 pub(crate) use self::incoming::make_copies;
-pub(crate) use self::restore::{Parent, open_drives};
+pub(crate) use self::restore::{ParentGuest, open_drives};
 
 const QUEUE_SIZE: u16 = 256;
 /// Upper bound on the number of queues. A guest has no use for more queues than it has vCPUs.
@@ -62,7 +62,7 @@ const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
 const MOST_UNDER_WAY: u64 = 32 << 20;
 
 /// A virtio block device.
-pub(super) struct Block {
+pub(super) struct BlockDevice {
     disk: DiskConfig,
     queues: u16,
     file: Arc<DiskFile>,
@@ -73,7 +73,7 @@ pub(super) struct Block {
     /// them.
     keeper: Arc<Keeper>,
     /// Requests that the engine has, by token.
-    under_way: HashMap<u64, UnderWay>,
+    under_way: HashMap<u64, RequestInFlight>,
     /// Bytes that the requests in `under_way` move.
     bytes_under_way: u64,
     /// Queues whose chains stay in the ring because too many bytes are under way, one bit per
@@ -104,7 +104,7 @@ pub(super) struct BlockState {
 }
 
 /// A request that the engine has.
-struct UnderWay {
+struct RequestInFlight {
     queue: usize,
     head: u16,
     /// The status byte.
@@ -116,10 +116,10 @@ struct UnderWay {
     /// Bytes that the request moves.
     bytes: u64,
     /// What the request's success promises about durability.
-    promise: Promise,
+    promise: DurabilityPromise,
 }
 
-impl Block {
+impl BlockDevice {
     /// Opens the file of `disk` for the guest `holder`. The file is not locked yet.
     pub(super) fn open(disk: &DiskConfig, vcpus: u8, holder: VmId) -> Result<Self, DiskError> {
         let file = Arc::new(DiskFile::open(disk, holder)?);
@@ -131,13 +131,13 @@ impl Block {
 
     /// Like [`open`](Self::open), without io_uring.
     #[cfg(any(test, fuzzing))]
-    pub(super) fn open_plain(
+    pub(super) fn open_without_uring(
         disk: &DiskConfig,
         queues: u16,
         holder: VmId,
     ) -> Result<Self, DiskError> {
         let file = Arc::new(DiskFile::open(disk, holder)?);
-        Self::new(disk, queues, file.clone(), Engine::Plain(file))
+        Self::new(disk, queues, file.clone(), Engine::Sync(file))
     }
 
     fn new(
@@ -213,9 +213,14 @@ impl Block {
     }
 
     /// Starts a request, or completes it at once.
-    fn begin(&mut self, queue: usize, chain: &Chain, io: &mut Io<'_>) -> Result<(), Violation> {
-        let Request { work, status, data_len } =
-            Request::read(queue as u16, chain, &self.disk, io.ram)?;
+    fn begin(
+        &mut self,
+        queue: usize,
+        chain: &Chain,
+        io: &mut DeviceIo<'_>,
+    ) -> Result<(), Violation> {
+        let DiskRequest { work, status, data_len } =
+            DiskRequest::read(queue as u16, chain, &self.disk, io.ram)?;
         let work = match work {
             Ok(work) => work,
             Err(code) => return finish(io, queue, chain.head, &status, 0, code).map(drop),
@@ -223,13 +228,13 @@ impl Block {
         self.count(&work);
         let (writes, bytes) = (work.writes(), work.bytes());
         let promise = match &work {
-            Work::Flush => Promise::Everything,
-            _ if self.writes_through && !writes.is_empty() => Promise::Itself,
-            _ => Promise::Nothing,
+            DiskWork::Flush => DurabilityPromise::Everything,
+            _ if self.writes_through && !writes.is_empty() => DurabilityPromise::Itself,
+            _ => DurabilityPromise::Nothing,
         };
         let head = chain.head;
-        let under_way = UnderWay { queue, head, status, data_len, writes, bytes, promise };
-        if let Work::Identify(to) = &work {
+        let under_way = RequestInFlight { queue, head, status, data_len, writes, bytes, promise };
+        if let DiskWork::Identify(to) = &work {
             let mut id = [0; VIRTIO_BLK_ID_BYTES as usize];
             let serial = self.disk.serial.as_bytes();
             let len = serial.len().min(id.len());
@@ -245,7 +250,7 @@ impl Block {
         let token = self.next_token;
         self.next_token += 1;
         let durable = self.writes_through;
-        match self.engine.submit(Operation { token, work, durable }, io.ram) {
+        match self.engine.submit(DiskOperation { token, work, durable }, io.ram) {
             Some(result) => self.complete(under_way, result, io),
             None => {
                 self.bytes_under_way += under_way.bytes;
@@ -255,27 +260,27 @@ impl Block {
         }
     }
 
-    fn count(&self, work: &Work) {
+    fn count(&self, work: &DiskWork) {
         match work {
-            Work::Read { to, .. } => {
+            DiskWork::Read { to, .. } => {
                 self.counters.reads.add(1);
                 self.counters.read_bytes.add(to.len().into());
             }
-            Work::Write { from, .. } => {
+            DiskWork::Write { from, .. } => {
                 self.counters.writes.add(1);
                 self.counters.written_bytes.add(from.len().into());
             }
-            Work::Flush => self.counters.flushes.add(1),
-            Work::Discard(_) | Work::WriteZeroes(_) | Work::Identify(_) => {}
+            DiskWork::Flush => self.counters.flushes.add(1),
+            DiskWork::Discard(_) | DiskWork::WriteZeroes(_) | DiskWork::Identify(_) => {}
         }
     }
 
     /// Tells the driver how a request ended.
     fn complete(
         &mut self,
-        request: UnderWay,
+        request: RequestInFlight,
         result: io::Result<()>,
-        io: &mut Io<'_>,
+        io: &mut DeviceIo<'_>,
     ) -> Result<(), Violation> {
         for (from, bytes) in request.writes {
             // The mark comes after the write is done and before the driver is told. A copier drains
@@ -300,7 +305,7 @@ impl Block {
 
     /// Completes every request that the engine has finished, even if the driver broke a rule
     /// meanwhile: memory and disk have changed in any case.
-    fn take_completions(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn take_completions(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let mut all = Ok(());
         for (token, result) in self.engine.completions(io.ram) {
             if let Some(request) = self.under_way.remove(&token) {
@@ -335,13 +340,17 @@ impl Block {
     }
 
     /// Waits until no request is under way, or until `deadline`.
-    fn drain(&mut self, deadline: Option<Instant>, io: &mut Io<'_>) -> Result<(), Stall> {
+    fn drain(
+        &mut self,
+        deadline: Option<Instant>,
+        io: &mut DeviceIo<'_>,
+    ) -> Result<(), QuiesceError> {
         let mut all = Ok(());
         while !self.under_way.is_empty() {
             let in_time = self.engine.wait(deadline);
             all = all.and(self.take_completions(io));
             if !in_time && !self.under_way.is_empty() {
-                return Err(Stall::UnderWay(self.under_way.len()));
+                return Err(QuiesceError::InFlight(self.under_way.len()));
             }
         }
         // No completion will bring the device back to these queues.
@@ -363,7 +372,7 @@ impl Block {
 /// Writes the status byte, then the used ring. Returns whether the driver has a queue in which to
 /// see the answer.
 fn finish(
-    io: &mut Io<'_>,
+    io: &mut DeviceIo<'_>,
     queue: usize,
     head: u16,
     status: &Buffers,

@@ -4,7 +4,7 @@ use crate::devices::virtio::Buffers;
 
 /// Work on a disk. Offsets are in bytes, and every range lies on the disk.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum Work {
+pub(super) enum DiskWork {
     Read {
         offset: u64,
         to: Buffers,
@@ -16,12 +16,12 @@ pub(super) enum Work {
     Flush,
     /// Offset and length of each range, in bytes.
     Discard(Vec<(u64, u64)>),
-    WriteZeroes(Vec<Range>),
+    WriteZeroes(Vec<ZeroRange>),
     /// Gets the disk's serial number. The device does this itself, not the engine.
     Identify(Buffers),
 }
 
-impl Work {
+impl DiskWork {
     /// Returns the parts of the disk that the work changes: offset and length of each, in bytes.
     pub(super) fn writes(&self) -> Vec<(u64, u64)> {
         match self {
@@ -43,16 +43,16 @@ impl Work {
 
 /// Work with the token that its completion carries.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Operation {
+pub(super) struct DiskOperation {
     pub(super) token: u64,
-    pub(super) work: Work,
+    pub(super) work: DiskWork,
     /// Whether the changes must be durable before the operation ends.
     pub(super) durable: bool,
 }
 
 /// A range of a disk, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Range {
+pub(super) struct ZeroRange {
     pub(super) offset: u64,
     pub(super) len: u64,
     /// Whether the range's storage may be given back to the host.

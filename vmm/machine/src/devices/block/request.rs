@@ -4,7 +4,7 @@
 use driftline_guest::GuestRam;
 use virtio_bindings::virtio_blk::*;
 
-use super::operation::{Range, Work};
+use super::operation::{DiskWork, ZeroRange};
 use crate::config::DiskConfig;
 use crate::devices::virtio::{Buffers, Chain, Violation};
 
@@ -29,16 +29,16 @@ const MAX_DISCARD_SECTORS: u32 = 1 << 21;
 const MAX_ZERO_SECTORS: u32 = 1 << 15;
 
 /// A well-formed request.
-pub(super) struct Request {
+pub(super) struct DiskRequest {
     /// The work to do, or the status with which the request is refused.
-    pub(super) work: Result<Work, u32>,
+    pub(super) work: Result<DiskWork, u32>,
     /// The status byte.
     pub(super) status: Buffers,
     /// Bytes of data that the driver gets, without the status.
     pub(super) data_len: u32,
 }
 
-impl Request {
+impl DiskRequest {
     /// Reads the request to `disk` in `chain`, a chain of queue `queue`.
     ///
     /// # Errors
@@ -67,26 +67,28 @@ impl Request {
         let sector = u64::from(high) << 32 | u64::from(low);
         let given = readable.part(HEADER_BYTES, u32::MAX);
         let wanted = writable.part(0, data_len);
-        let work = match kind {
-            VIRTIO_BLK_T_IN => {
-                transfer(disk, sector, &wanted).map(|offset| Work::Read { offset, to: wanted })
-            }
-            _ if disk.readonly && writes(kind) => Err(VIRTIO_BLK_S_IOERR),
-            VIRTIO_BLK_T_OUT => {
-                transfer(disk, sector, &given).map(|offset| Work::Write { offset, from: given })
-            }
-            VIRTIO_BLK_T_FLUSH => Ok(Work::Flush),
-            VIRTIO_BLK_T_GET_ID if data_len >= VIRTIO_BLK_ID_BYTES => {
-                Ok(Work::Identify(writable.part(0, VIRTIO_BLK_ID_BYTES)))
-            }
-            VIRTIO_BLK_T_DISCARD => ranges(disk, &given, ram, MAX_DISCARD_SECTORS, 0)?
-                .map(|ranges| Work::Discard(ranges.iter().map(|r| (r.offset, r.len)).collect())),
-            VIRTIO_BLK_T_WRITE_ZEROES => {
-                let unmap = VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP;
-                ranges(disk, &given, ram, MAX_ZERO_SECTORS, unmap)?.map(Work::WriteZeroes)
-            }
-            _ => Err(VIRTIO_BLK_S_UNSUPP),
-        };
+        let work =
+            match kind {
+                VIRTIO_BLK_T_IN => transfer(disk, sector, &wanted)
+                    .map(|offset| DiskWork::Read { offset, to: wanted }),
+                _ if disk.readonly && writes(kind) => Err(VIRTIO_BLK_S_IOERR),
+                VIRTIO_BLK_T_OUT => transfer(disk, sector, &given)
+                    .map(|offset| DiskWork::Write { offset, from: given }),
+                VIRTIO_BLK_T_FLUSH => Ok(DiskWork::Flush),
+                VIRTIO_BLK_T_GET_ID if data_len >= VIRTIO_BLK_ID_BYTES => {
+                    Ok(DiskWork::Identify(writable.part(0, VIRTIO_BLK_ID_BYTES)))
+                }
+                VIRTIO_BLK_T_DISCARD => {
+                    ranges(disk, &given, ram, MAX_DISCARD_SECTORS, 0)?.map(|ranges| {
+                        DiskWork::Discard(ranges.iter().map(|r| (r.offset, r.len)).collect())
+                    })
+                }
+                VIRTIO_BLK_T_WRITE_ZEROES => {
+                    let unmap = VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP;
+                    ranges(disk, &given, ram, MAX_ZERO_SECTORS, unmap)?.map(DiskWork::WriteZeroes)
+                }
+                _ => Err(VIRTIO_BLK_S_UNSUPP),
+            };
         let data_len = match (&work, kind) {
             (Ok(_), VIRTIO_BLK_T_IN | VIRTIO_BLK_T_GET_ID) => data_len,
             _ => 0,
@@ -127,7 +129,7 @@ fn ranges(
     ram: &GuestRam,
     most_sectors: u32,
     flags: u32,
-) -> Result<Result<Vec<Range>, u32>, Violation> {
+) -> Result<Result<Vec<ZeroRange>, u32>, Violation> {
     let count = given.len() / RANGE_BYTES;
     if !given.len().is_multiple_of(RANGE_BYTES) || !(1..=MAX_RANGES).contains(&count) {
         return Ok(Err(VIRTIO_BLK_S_IOERR));
@@ -147,7 +149,7 @@ fn ranges(
         match span(disk, sector, sectors * SECTOR as u32) {
             Ok(offset) => {
                 let len = u64::from(sectors) * SECTOR;
-                ranges.push(Range { offset, len, unmap: has & flags != 0 });
+                ranges.push(ZeroRange { offset, len, unmap: has & flags != 0 });
             }
             Err(code) => return Ok(Err(code)),
         }

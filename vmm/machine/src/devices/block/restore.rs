@@ -19,7 +19,7 @@ use super::request::SECTOR;
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, HostConfig, MachineConfig, disks};
 
 /// The guest in the checkpoint, with its devices at that time.
-pub(crate) struct Parent<'c> {
+pub(crate) struct ParentGuest<'c> {
     pub(crate) guest: VmId,
     pub(crate) devices: &'c [DeviceConfig],
 }
@@ -35,7 +35,7 @@ pub(crate) struct Parent<'c> {
 ///   not.
 pub(crate) fn open_drives(
     guest: VmId,
-    parent: &Parent<'_>,
+    parent: &ParentGuest<'_>,
     config: &MachineConfig,
     drives: &[DriveHead],
     host: &HostConfig,
@@ -88,7 +88,7 @@ pub(crate) fn open_drives(
     Ok(opened)
 }
 
-impl Parent<'_> {
+impl ParentGuest<'_> {
     /// Returns why `file` may not be another guest's disk; `None` if it may. `may_be_snapshot`: the
     /// operator states that the file is a copy wherever it can be one.
     fn claim_to(&self, file: &DiskFile, may_be_snapshot: bool) -> Option<ParentsDisk> {
@@ -298,7 +298,7 @@ mod tests {
         let stored = config.devices.clone();
         let open = |host: &HostConfig| {
             let config = config.clone().on_host(&host.writing_over(&drives))?;
-            let parent = &Parent { guest: parent, devices: &stored };
+            let parent = &ParentGuest { guest: parent, devices: &stored };
             open_drives(guest, parent, &config, &drives, host).map(|opened| opened.len())
         };
         let host = HostConfig { disks_are_copies: true, ..Default::default() };
@@ -382,7 +382,7 @@ mod tests {
         let open = |host: &HostConfig, drives: &[DriveHead]| {
             let config = config.clone().on_host(&host.writing_over(drives))?;
             let guest = VmId::random();
-            let parent = &Parent { guest, devices: &config.devices };
+            let parent = &ParentGuest { guest, devices: &config.devices };
             open_drives(guest, parent, &config, drives, host).map(|opened| opened.len())
         };
         let host = HostConfig { disks_are_copies: true, ..Default::default() };
@@ -403,7 +403,7 @@ mod tests {
         let mut nameless = config.clone();
         crate::config::disks_mut(&mut nameless.devices).for_each(|disk| disk.identity = None);
         let guest = VmId::random();
-        let parent = &Parent { guest, devices: &nameless.devices };
+        let parent = &ParentGuest { guest, devices: &nameless.devices };
         let unknown = open_drives(guest, parent, &nameless, &drives, &host).map(drop).unwrap_err();
         assert!(unknown.to_string().contains("nothing tells whether"), "{unknown}");
         // Without drives in the epoch nothing is overwritten, and the file is expected to be a

@@ -16,15 +16,15 @@ use driftline_dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
 use driftline_guest::VmId;
 use tempfile::{NamedTempFile, TempDir};
 
-use super::input::{Piece, Source};
-use super::memory::Guest;
+use super::input::FuzzInput;
+use super::memory::FuzzMemory;
 use crate::config::{BalloonConfig, DiskConfig, MacAddr, NetConfig, VsockConfig};
 use crate::devices::balloon::{self, BalloonControl};
-use crate::devices::block::Block;
+use crate::devices::block::BlockDevice;
 use crate::devices::net::Net;
 use crate::devices::opener::Opener;
 use crate::devices::rng::Rng;
-use crate::devices::virtio::Device;
+use crate::devices::virtio::{Device, DriverBuffer};
 use crate::devices::vsock::Vsock;
 use crate::memory::Memory;
 
@@ -32,7 +32,7 @@ use crate::memory::Memory;
 const GIVEN: u64 = 0x1_0000;
 
 /// A device under test. See the module documentation.
-pub(super) trait Subject {
+pub(super) trait FuzzedDevice {
     /// Returns a new device over the same backend as before.
     fn make(&mut self) -> Box<dyn Device>;
 
@@ -40,10 +40,15 @@ pub(super) trait Subject {
     fn queue(&self) -> usize;
 
     /// Returns the buffers of a request for `queue`.
-    fn request(&mut self, queue: usize, from: &mut Source<'_>, guest: &mut Guest) -> Vec<Piece>;
+    fn request(
+        &mut self,
+        queue: usize,
+        from: &mut FuzzInput<'_>,
+        guest: &mut FuzzMemory,
+    ) -> Vec<DriverBuffer>;
 
     /// Makes something happen in the backend.
-    fn happen(&mut self, _: &mut Source<'_>) {}
+    fn happen(&mut self, _: &mut FuzzInput<'_>) {}
 
     /// Checks the rules that must hold whenever nothing is in flight.
     fn check(&mut self, _: &Memory) {}
@@ -55,21 +60,21 @@ pub(super) trait Subject {
 }
 
 /// Puts bytes for the device to read into one or two buffers and returns these.
-fn given(bytes: &[u8], from: &mut Source<'_>, guest: &mut Guest) -> Vec<Piece> {
+fn given(bytes: &[u8], from: &mut FuzzInput<'_>, guest: &mut FuzzMemory) -> Vec<DriverBuffer> {
     let addr = GIVEN + 64 * u64::from(from.u8());
     guest.write(addr, bytes);
     let len = bytes.len() as u32;
     let cut = u32::from(from.u8());
-    let piece = |addr, len| Piece { addr, len, writable: false };
+    let piece = |addr, len| DriverBuffer { addr, len, writable: false };
     match cut < len {
         true => vec![piece(addr, cut), piece(addr + u64::from(cut), len - cut)],
         false => vec![piece(addr, len)],
     }
 }
 
-pub(super) struct Randomness;
+pub(super) struct FuzzedRng;
 
-impl Subject for Randomness {
+impl FuzzedDevice for FuzzedRng {
     fn make(&mut self) -> Box<dyn Device> {
         Box::new(Rng)
     }
@@ -78,7 +83,12 @@ impl Subject for Randomness {
         0
     }
 
-    fn request(&mut self, _: usize, from: &mut Source<'_>, _: &mut Guest) -> Vec<Piece> {
+    fn request(
+        &mut self,
+        _: usize,
+        from: &mut FuzzInput<'_>,
+        _: &mut FuzzMemory,
+    ) -> Vec<DriverBuffer> {
         let writable = from.u8() < 240;
         from.pieces(writable)
     }
@@ -88,13 +98,13 @@ thread_local! {
     /// Created once per thread, like memory. Any content that earlier runs left is acceptable.
     static FILE: Rc<NamedTempFile> = {
         let file = NamedTempFile::new().unwrap();
-        file.as_file().set_len(Disk::BYTES as u64).unwrap();
+        file.as_file().set_len(FuzzedDisk::BYTES as u64).unwrap();
         Rc::new(file)
     };
 }
 
 /// A disk of 16 blocks whose writes are tracked.
-pub(super) struct Disk {
+pub(super) struct FuzzedDisk {
     file: Rc<NamedTempFile>,
     config: DiskConfig,
     guest: VmId,
@@ -105,10 +115,10 @@ pub(super) struct Disk {
     writes: Vec<Subscription>,
 }
 
-impl Disk {
+impl FuzzedDisk {
     const BYTES: usize = 64 << 10;
 
-    pub(super) fn new(from: &mut Source<'_>, uring: bool) -> Self {
+    pub(super) fn new(from: &mut FuzzInput<'_>, uring: bool) -> Self {
         let file = FILE.with(Rc::clone);
         let mut before = vec![0; Self::BYTES];
         file.as_file().read_exact_at(&mut before, 0).unwrap();
@@ -126,11 +136,11 @@ impl Disk {
     }
 }
 
-impl Subject for Disk {
+impl FuzzedDevice for FuzzedDisk {
     fn make(&mut self) -> Box<dyn Device> {
         let block = match self.uring {
-            true => Block::open(&self.config, 2, self.guest),
-            false => Block::open_plain(&self.config, 2, self.guest),
+            true => BlockDevice::open(&self.config, 2, self.guest),
+            false => BlockDevice::open_without_uring(&self.config, 2, self.guest),
         };
         let block = block.unwrap();
         self.writes.extend(block.tracker().map(|tracker| tracker.subscribe("fuzz").unwrap()));
@@ -141,7 +151,12 @@ impl Subject for Disk {
         0
     }
 
-    fn request(&mut self, _: usize, from: &mut Source<'_>, guest: &mut Guest) -> Vec<Piece> {
+    fn request(
+        &mut self,
+        _: usize,
+        from: &mut FuzzInput<'_>,
+        guest: &mut FuzzMemory,
+    ) -> Vec<DriverBuffer> {
         // The known request types: in, out, flush, identify, discard, write zeroes.
         let kind = match from.u8() {
             n @ 0..240 => [0, 1, 4, 8, 11, 13][usize::from(n) % 6],
@@ -151,22 +166,22 @@ impl Subject for Disk {
         let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
         let mut pieces = given(&header, from, guest);
         if matches!(kind, 11 | 13) {
-            let range = |from: &mut Source<'_>| {
+            let range = |from: &mut FuzzInput<'_>| {
                 let sector = u64::from(from.u8());
                 [sector.to_le_bytes(), u64::from(from.u16()).to_le_bytes()].concat()
             };
             let ranges: Vec<u8> = (0..1 + from.u8() % 3).flat_map(|_| range(from)).collect();
             pieces.extend(given(&ranges, from, guest));
         }
-        let data = |from: &mut Source<'_>, writable| -> Vec<Piece> {
-            let sectors = |from: &mut Source<'_>| Piece {
+        let data = |from: &mut FuzzInput<'_>, writable| -> Vec<DriverBuffer> {
+            let sectors = |from: &mut FuzzInput<'_>| DriverBuffer {
                 len: 512 * u32::from(1 + from.u8() % 16),
                 ..from.piece(writable)
             };
             (0..from.u8() % 4).map(|_| sectors(from)).collect()
         };
         pieces.extend(data(from, kind == 0 || kind == 8));
-        pieces.push(Piece { addr: from.address(), len: 1, writable: from.u8() < 240 });
+        pieces.push(DriverBuffer { addr: from.address(), len: 1, writable: from.u8() < 240 });
         pieces
     }
 
@@ -197,7 +212,7 @@ impl Subject for Disk {
 }
 
 /// A network interface over sockets.
-pub(super) struct Interface {
+pub(super) struct FuzzedInterface {
     config: NetConfig,
     queue: usize,
     ours: Vec<UnixDatagram>,
@@ -205,7 +220,7 @@ pub(super) struct Interface {
     frame: Vec<u8>,
 }
 
-impl Interface {
+impl FuzzedInterface {
     pub(super) fn new(queue: usize, queues: u8) -> Self {
         let pair = |_| {
             let (ours, tap) = UnixDatagram::pair().unwrap();
@@ -220,7 +235,7 @@ impl Interface {
     }
 }
 
-impl Subject for Interface {
+impl FuzzedDevice for FuzzedInterface {
     fn make(&mut self) -> Box<dyn Device> {
         let taps = self.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
         Box::new(Net::over_sockets(&self.config, taps).unwrap())
@@ -230,19 +245,24 @@ impl Subject for Interface {
         self.queue
     }
 
-    fn request(&mut self, queue: usize, from: &mut Source<'_>, guest: &mut Guest) -> Vec<Piece> {
+    fn request(
+        &mut self,
+        queue: usize,
+        from: &mut FuzzInput<'_>,
+        guest: &mut FuzzMemory,
+    ) -> Vec<DriverBuffer> {
         let control = 2 * self.ours.len();
         if queue == control || queue == 2 && from.flip() {
             let class = from.one_of(&[3, 4, 4, 4, 0]);
             let command = [class, from.u8() % 3, from.u8() % 10, from.u8() / 250];
             let mut pieces = given(&command, from, guest);
-            pieces.push(Piece { addr: from.address(), len: 1, writable: from.u8() < 240 });
+            pieces.push(DriverBuffer { addr: from.address(), len: 1, writable: from.u8() < 240 });
             return pieces;
         }
         if queue.is_multiple_of(2) {
             let mut pieces = from.pieces(true);
             if from.u8() < 200 {
-                pieces.push(Piece { addr: from.address(), len: 1526, writable: true });
+                pieces.push(DriverBuffer { addr: from.address(), len: 1526, writable: true });
             }
             return pieces;
         }
@@ -253,7 +273,7 @@ impl Subject for Interface {
         pieces
     }
 
-    fn happen(&mut self, from: &mut Source<'_>) {
+    fn happen(&mut self, from: &mut FuzzInput<'_>) {
         let mut frame = [0; 2048];
         for socket in &self.ours {
             while socket.recv(&mut frame).is_ok() {}
@@ -272,48 +292,48 @@ impl Subject for Interface {
 }
 
 /// Directory of the unix sockets, with a program that listens for the guest.
-struct Place {
+struct SocketDir {
     dir: TempDir,
     listener: UnixListener,
 }
 
 thread_local! {
-    static PLACE: Rc<Place> = {
+    static SOCKETS: Rc<SocketDir> = {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join(format!("v_{}", Sockets::LISTENS));
+        let path = dir.path().join(format!("v_{}", FuzzedVsock::LISTENS));
         let listener = UnixListener::bind(path).unwrap();
         listener.set_nonblocking(true).unwrap();
-        Rc::new(Place { dir, listener })
+        Rc::new(SocketDir { dir, listener })
     };
 }
 
 /// The socket device, with programs on both sides.
-pub(super) struct Sockets {
+pub(super) struct FuzzedVsock {
     queue: usize,
     config: VsockConfig,
-    place: Rc<Place>,
+    place: Rc<SocketDir>,
     programs: Vec<UnixStream>,
 }
 
-impl Sockets {
+impl FuzzedVsock {
     const CID: u32 = 5;
     const LISTENS: u32 = 1;
 
     pub(super) fn new(queue: usize) -> Self {
-        let place = PLACE.with(Rc::clone);
+        let place = SOCKETS.with(Rc::clone);
         // Connections of an earlier run.
         while place.listener.accept().is_ok() {}
         let config = VsockConfig { cid: Self::CID, uds: place.dir.path().join("v") };
         Self { queue, config, place, programs: Vec::new() }
     }
 
-    fn program(&mut self, from: &mut Source<'_>) -> Option<&mut UnixStream> {
+    fn program(&mut self, from: &mut FuzzInput<'_>) -> Option<&mut UnixStream> {
         let count = self.programs.len().max(1);
         self.programs.get_mut(usize::from(from.u8()) % count)
     }
 }
 
-impl Subject for Sockets {
+impl FuzzedDevice for FuzzedVsock {
     fn make(&mut self) -> Box<dyn Device> {
         Box::new(Vsock::new(&self.config, opener()).unwrap())
     }
@@ -322,12 +342,17 @@ impl Subject for Sockets {
         self.queue
     }
 
-    fn request(&mut self, queue: usize, from: &mut Source<'_>, guest: &mut Guest) -> Vec<Piece> {
+    fn request(
+        &mut self,
+        queue: usize,
+        from: &mut FuzzInput<'_>,
+        guest: &mut FuzzMemory,
+    ) -> Vec<DriverBuffer> {
         if queue != 1 {
             let mut pieces = from.pieces(true);
             if from.u8() < 200 {
                 let len = 44 + u32::from(from.u16()) % 5000;
-                pieces.push(Piece { addr: from.address(), len, writable: true });
+                pieces.push(DriverBuffer { addr: from.address(), len, writable: true });
             }
             return pieces;
         }
@@ -350,12 +375,12 @@ impl Subject for Sockets {
         header.extend(u32::from(from.u8()).to_le_bytes());
         let mut pieces = given(&header, from, guest);
         if data > 0 {
-            pieces.push(Piece { addr: from.address(), len: data as u32, writable: false });
+            pieces.push(DriverBuffer { addr: from.address(), len: data as u32, writable: false });
         }
         pieces
     }
 
-    fn happen(&mut self, from: &mut Source<'_>) {
+    fn happen(&mut self, from: &mut FuzzInput<'_>) {
         match from.u8() % 6 {
             0 => {
                 // If the listen queue is full, no program connects.
@@ -402,14 +427,14 @@ impl Subject for Sockets {
 }
 
 /// A balloon, with an operator and a thread that copies memory.
-pub(super) struct Inflatable {
+pub(super) struct FuzzedBalloon {
     queue: usize,
     config: BalloonConfig,
     control: Option<BalloonControl>,
     hints: Vec<Receiver<FrameSet>>,
 }
 
-impl Inflatable {
+impl FuzzedBalloon {
     pub(super) const INFLATE: usize = 0;
     pub(super) const HINT: usize = 2;
     pub(super) const REPORT: usize = 3;
@@ -419,7 +444,7 @@ impl Inflatable {
     }
 }
 
-impl Subject for Inflatable {
+impl FuzzedDevice for FuzzedBalloon {
     fn make(&mut self) -> Box<dyn Device> {
         let (balloon, control) = balloon::open(&self.config, Default::default()).unwrap();
         self.control = Some(control);
@@ -430,9 +455,14 @@ impl Subject for Inflatable {
         self.queue
     }
 
-    fn request(&mut self, queue: usize, from: &mut Source<'_>, guest: &mut Guest) -> Vec<Piece> {
+    fn request(
+        &mut self,
+        queue: usize,
+        from: &mut FuzzInput<'_>,
+        guest: &mut FuzzMemory,
+    ) -> Vec<DriverBuffer> {
         if queue <= 1 {
-            let number = |from: &mut Source<'_>| match from.u8() {
+            let number = |from: &mut FuzzInput<'_>| match from.u8() {
                 0xff => from.u32(),
                 n => u32::from(n & 0x3f),
             };
@@ -445,7 +475,7 @@ impl Subject for Inflatable {
             let id = u32::from(from.u8() % 6).to_le_bytes();
             pieces = given(&id, from, guest);
         }
-        let frames = |from: &mut Source<'_>| Piece {
+        let frames = |from: &mut FuzzInput<'_>| DriverBuffer {
             addr: u64::from(from.u8() & 0x3f) * PAGE_SIZE,
             len: PAGE_SIZE as u32 * u32::from(1 + from.u8() % 4),
             writable: true,
@@ -454,7 +484,7 @@ impl Subject for Inflatable {
         pieces
     }
 
-    fn happen(&mut self, from: &mut Source<'_>) {
+    fn happen(&mut self, from: &mut FuzzInput<'_>) {
         let Some(control) = &self.control else { return };
         match from.flip() {
             true => control.set_target(u64::from(from.u8()) * PAGE_SIZE),

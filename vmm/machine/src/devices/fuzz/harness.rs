@@ -5,11 +5,11 @@ use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
 
-use super::devices::Subject;
-use super::input::{Piece, Source};
-use super::memory::Guest;
-use crate::devices::virtio::threadless::Inline;
-use crate::devices::virtio::{REGISTERS_LEN, VirtioState};
+use super::devices::FuzzedDevice;
+use super::input::FuzzInput;
+use super::memory::FuzzMemory;
+use crate::devices::virtio::threadless::ThreadlessDevice;
+use crate::devices::virtio::{DriverBuffer, REGISTERS_LEN, VirtioState};
 use crate::memory::Backing;
 
 /// Address of the rings: those of queue `i` are at `RINGS + i * RINGS_STEP`.
@@ -45,33 +45,34 @@ const REGISTERS: [u32; 19] = [
 ];
 
 #[derive(Clone, Copy, Default)]
-struct Queue {
+struct FuzzQueue {
     size: u16,
     available: u16,
     next: u16,
 }
 
 /// A driver and its device. See the module documentation.
-pub(super) struct Bench<'s> {
-    subject: &'s mut dyn Subject,
-    guest: Guest,
-    device: Inline,
-    queues: Vec<Queue>,
+pub(super) struct FuzzHarness<'s> {
+    subject: &'s mut dyn FuzzedDevice,
+    guest: FuzzMemory,
+    device: ThreadlessDevice,
+    queues: Vec<FuzzQueue>,
     /// Whether, since the last check of memory, the device was in a state in which it may write.
     may_write: bool,
     /// Whether the device continues from a state that no device has saved.
     damaged: bool,
 }
 
-impl<'s> Bench<'s> {
-    pub(super) fn new(subject: &'s mut dyn Subject, backing: Backing) -> Self {
-        let guest = Guest::new(backing);
-        let device = Inline::new("fuzz", subject.make(), guest.memory().ram().clone()).unwrap();
+impl<'s> FuzzHarness<'s> {
+    pub(super) fn new(subject: &'s mut dyn FuzzedDevice, backing: Backing) -> Self {
+        let guest = FuzzMemory::new(backing);
+        let device =
+            ThreadlessDevice::new("fuzz", subject.make(), guest.memory().ram().clone()).unwrap();
         device.acquire().unwrap();
         device.resume();
         let (queues, may_write, damaged) = (Vec::new(), false, false);
         let mut bench = Self { subject, guest, device, queues, may_write, damaged };
-        bench.queues = vec![Queue::default(); bench.queue_count()];
+        bench.queues = vec![FuzzQueue::default(); bench.queue_count()];
         bench
     }
 
@@ -85,7 +86,7 @@ impl<'s> Bench<'s> {
     }
 
     /// Performs the steps in `from`, up to its end.
-    pub(super) fn run(&mut self, from: &mut Source<'_>) {
+    pub(super) fn run(&mut self, from: &mut FuzzInput<'_>) {
         for _ in 0..MOST_STEPS {
             if from.is_empty() {
                 break;
@@ -97,7 +98,7 @@ impl<'s> Bench<'s> {
     }
 
     /// Writes and reads registers as `from` says.
-    pub(super) fn run_registers(&mut self, from: &mut Source<'_>) {
+    pub(super) fn run_registers(&mut self, from: &mut FuzzInput<'_>) {
         for _ in 0..MOST_STEPS {
             if from.is_empty() {
                 break;
@@ -144,7 +145,7 @@ impl<'s> Bench<'s> {
 
     /// Runs `f` and all work that follows from it, and checks the rules that must hold then. With
     /// `nothing_new`, `f` contains no reset, so a stopped device must not do anything.
-    fn step(&mut self, nothing_new: bool, f: impl FnOnce(&Inline)) {
+    fn step(&mut self, nothing_new: bool, f: impl FnOnce(&ThreadlessDevice)) {
         let stopped = self.is_stopped();
         f(&self.device);
         let turns = (0..MOST_TURNS).take_while(|_| self.device.look()).count();
@@ -165,10 +166,10 @@ impl<'s> Bench<'s> {
         self.guest.check_all();
         self.may_write = false;
         self.subject.check(self.guest.memory());
-        self.step(true, Inline::resume);
+        self.step(true, ThreadlessDevice::resume);
     }
 
-    fn operate(&mut self, from: &mut Source<'_>) {
+    fn operate(&mut self, from: &mut FuzzInput<'_>) {
         match from.u8() % 24 {
             0 => self.start(from),
             1 | 2 => self.give_request(from, true),
@@ -214,7 +215,7 @@ impl<'s> Bench<'s> {
     }
 
     /// Returns a queue, mostly the one under test.
-    fn queue(&self, from: &mut Source<'_>) -> usize {
+    fn queue(&self, from: &mut FuzzInput<'_>) -> usize {
         match from.u8() {
             n if n & 0x80 == 0 => self.subject.queue().min(self.queues.len() - 1),
             n => usize::from(n & 0x7f) % self.queues.len(),
@@ -222,7 +223,7 @@ impl<'s> Bench<'s> {
     }
 
     /// Takes the device from power-on to a ready driver, with all features or fewer.
-    fn start(&mut self, from: &mut Source<'_>) {
+    fn start(&mut self, from: &mut FuzzInput<'_>) {
         self.set(VIRTIO_MMIO_STATUS, 0);
         self.set(VIRTIO_MMIO_STATUS, 1);
         self.set(VIRTIO_MMIO_STATUS, 3);
@@ -250,13 +251,13 @@ impl<'s> Bench<'s> {
         self.set(VIRTIO_MMIO_STATUS, 15);
     }
 
-    fn set_up(&mut self, queue: usize, from: &mut Source<'_>) {
+    fn set_up(&mut self, queue: usize, from: &mut FuzzInput<'_>) {
         self.set(VIRTIO_MMIO_QUEUE_SEL, queue as u32);
         let most = self.get(VIRTIO_MMIO_QUEUE_NUM_MAX);
         let size = (1 << (from.u8() % 9)).min(most);
         let rings = rings(queue);
         self.guest.write(rings, &[0; RINGS_STEP as usize]);
-        self.queues[queue] = Queue { size: size as u16, ..Queue::default() };
+        self.queues[queue] = FuzzQueue { size: size as u16, ..FuzzQueue::default() };
         self.set(VIRTIO_MMIO_QUEUE_NUM, size);
         for (register, addr) in [
             (VIRTIO_MMIO_QUEUE_DESC_LOW, rings),
@@ -269,19 +270,13 @@ impl<'s> Bench<'s> {
         self.set(VIRTIO_MMIO_QUEUE_READY, 1);
     }
 
-    fn write_descriptor(&mut self, at: u64, piece: Piece, flags: u16, next: u16) {
-        let write = if piece.writable { VRING_DESC_F_WRITE as u16 } else { 0 };
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&piece.addr.to_le_bytes());
-        bytes[8..12].copy_from_slice(&piece.len.to_le_bytes());
-        bytes[12..14].copy_from_slice(&(flags | write).to_le_bytes());
-        bytes[14..].copy_from_slice(&next.to_le_bytes());
-        self.guest.write(at, &bytes);
+    fn write_descriptor(&mut self, at: u64, piece: DriverBuffer, flags: u16, next: u16) {
+        self.guest.write(at, &piece.descriptor(flags, next));
     }
 
     /// Makes a chain of `pieces` available, without a notification.
-    fn give(&mut self, queue: usize, pieces: &[Piece]) {
-        let Queue { size, next: head, .. } = self.queues[queue];
+    fn give(&mut self, queue: usize, pieces: &[DriverBuffer]) {
+        let FuzzQueue { size, next: head, .. } = self.queues[queue];
         let Some(last) = pieces.len().checked_sub(1).filter(|_| size > 0) else { return };
         for (i, piece) in pieces.iter().enumerate() {
             let index = self.queues[queue].next;
@@ -294,7 +289,7 @@ impl<'s> Bench<'s> {
     }
 
     fn make_available(&mut self, queue: usize, head: u16) {
-        let Queue { size, available, .. } = self.queues[queue];
+        let FuzzQueue { size, available, .. } = self.queues[queue];
         let ring = rings(queue) + AVAILABLE;
         self.guest.write(ring + 4 + 2 * u64::from(available % size.max(1)), &head.to_le_bytes());
         self.put_available(queue, available.wrapping_add(1));
@@ -311,7 +306,7 @@ impl<'s> Bench<'s> {
     }
 
     /// Makes a valid or nearly valid request available, and notifies the device if `tell` is true.
-    fn give_request(&mut self, from: &mut Source<'_>, tell: bool) {
+    fn give_request(&mut self, from: &mut FuzzInput<'_>, tell: bool) {
         let queue = self.queue(from);
         let pieces = self.subject.request(queue, from, &mut self.guest);
         self.give(queue, &pieces);
@@ -321,7 +316,7 @@ impl<'s> Bench<'s> {
     }
 
     /// Makes an arbitrary chain of buffers available.
-    fn give_pieces(&mut self, from: &mut Source<'_>) {
+    fn give_pieces(&mut self, from: &mut FuzzInput<'_>) {
         let queue = self.queue(from);
         let mut pieces = from.pieces(false);
         pieces.extend(from.pieces(true));
@@ -329,7 +324,7 @@ impl<'s> Bench<'s> {
         self.notify(queue);
     }
 
-    fn give_indirect(&mut self, from: &mut Source<'_>) {
+    fn give_indirect(&mut self, from: &mut FuzzInput<'_>) {
         let queue = self.queue(from);
         let table = from.address();
         let pieces = match from.flip() {
@@ -342,8 +337,8 @@ impl<'s> Bench<'s> {
             self.write_descriptor(table.wrapping_add(16 * u64::from(i)), *piece, flags, i + 1);
         }
         let len = 16 * pieces.len() as u32 + u32::from(from.u8() / 250);
-        let piece = Piece { addr: table, len, writable: from.u8() > 250 };
-        let Queue { size, next, .. } = self.queues[queue];
+        let piece = DriverBuffer { addr: table, len, writable: from.u8() > 250 };
+        let FuzzQueue { size, next, .. } = self.queues[queue];
         let at = rings(queue) + 16 * u64::from(next);
         self.write_descriptor(at, piece, VRING_DESC_F_INDIRECT as u16, 0);
         self.make_available(queue, next);
@@ -352,28 +347,28 @@ impl<'s> Bench<'s> {
     }
 
     /// Writes an arbitrary descriptor anywhere in the table.
-    fn describe(&mut self, from: &mut Source<'_>) {
+    fn describe(&mut self, from: &mut FuzzInput<'_>) {
         let queue = self.queue(from);
         let (at, writable) = (rings(queue) + 16 * u64::from(from.u8()), from.flip());
         let piece = from.piece(writable);
         self.write_descriptor(at, piece, u16::from(from.u8() & 7), from.u8().into());
     }
 
-    fn offer(&mut self, from: &mut Source<'_>) {
+    fn offer(&mut self, from: &mut FuzzInput<'_>) {
         let queue = self.queue(from);
         let head = if from.flip() { from.u16() } else { from.u8().into() };
         self.make_available(queue, head);
         self.notify(queue);
     }
 
-    fn set_available(&mut self, from: &mut Source<'_>) {
+    fn set_available(&mut self, from: &mut FuzzInput<'_>) {
         let queue = self.queue(from);
         let by = if from.flip() { from.u16() } else { from.u8().into() };
         self.put_available(queue, self.queues[queue].available.wrapping_add(by));
         self.notify(queue);
     }
 
-    fn write_or_read_register(&mut self, from: &mut Source<'_>) {
+    fn write_or_read_register(&mut self, from: &mut FuzzInput<'_>) {
         let kind = from.u8();
         let register = match kind & 3 {
             0 => u64::from(from.u16()) % REGISTERS_LEN,
@@ -391,7 +386,7 @@ impl<'s> Bench<'s> {
     }
 
     /// Moves the device to another host, with its saved state or a damaged copy of it.
-    fn go(&mut self, from: &mut Source<'_>, damaged: bool) {
+    fn go(&mut self, from: &mut FuzzInput<'_>, damaged: bool) {
         self.device.quiesce().unwrap();
         self.guest.check_all();
         self.may_write = false;
@@ -406,10 +401,10 @@ impl<'s> Bench<'s> {
                     self.damaged && why.contains("could not be made durable"),
                     "{why}: {state:?}"
                 );
-                return self.step(false, Inline::resume);
+                return self.step(false, ThreadlessDevice::resume);
             }
             assert_eq!(self.last_saved(), bytes, "what is saved again is the same");
-            return self.step(false, Inline::resume);
+            return self.step(false, ThreadlessDevice::resume);
         }
         for _ in 0..1 + from.u8() % 4 {
             let at = usize::from(from.u16()) % bytes.len();
@@ -422,7 +417,7 @@ impl<'s> Bench<'s> {
         if let Err(why) = self.device.attach(&bytes) {
             assert!(!why.to_string().is_empty());
         }
-        self.step(false, Inline::resume);
+        self.step(false, ThreadlessDevice::resume);
     }
 
     fn last_saved(&self) -> Vec<u8> {
@@ -433,7 +428,7 @@ impl<'s> Bench<'s> {
     /// The device is paused in both cases.
     fn move_with(&mut self, state: VirtioState) -> Option<String> {
         let ram = self.guest.memory().ram().clone();
-        let new = Inline::new("fuzz", self.subject.make(), ram).unwrap();
+        let new = ThreadlessDevice::new("fuzz", self.subject.make(), ram).unwrap();
         if let Err(why) = new.restore(state) {
             return Some(why.to_string());
         }

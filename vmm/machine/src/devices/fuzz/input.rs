@@ -1,9 +1,11 @@
 //! A fuzzer's bytes, consumed one decision at a time. Past their end every value is zero.
 
-/// Input of one run. See the module documentation.
-pub(super) struct Source<'b>(&'b [u8]);
+use crate::devices::virtio::DriverBuffer;
 
-impl<'b> Source<'b> {
+/// Input of one run. See the module documentation.
+pub(super) struct FuzzInput<'b>(&'b [u8]);
+
+impl<'b> FuzzInput<'b> {
     pub(super) fn new(bytes: &'b [u8]) -> Self {
         Self(bytes)
     }
@@ -83,20 +85,12 @@ impl<'b> Source<'b> {
     }
 
     /// Returns a buffer.
-    pub(super) fn piece(&mut self, writable: bool) -> Piece {
-        Piece { addr: self.address(), len: self.length(), writable }
+    pub(super) fn piece(&mut self, writable: bool) -> DriverBuffer {
+        DriverBuffer { addr: self.address(), len: self.length(), writable }
     }
 
     /// Returns up to five buffers.
-    pub(super) fn pieces(&mut self, writable: bool) -> Vec<Piece> {
+    pub(super) fn pieces(&mut self, writable: bool) -> Vec<DriverBuffer> {
         (0..self.u8() % 6).map(|_| self.piece(writable)).collect()
     }
-}
-
-/// A descriptor: a range of guest memory, and whether the device writes to it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
-    pub(super) addr: u64,
-    pub(super) len: u32,
-    pub(super) writable: bool,
 }

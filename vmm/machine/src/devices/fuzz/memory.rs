@@ -44,7 +44,7 @@ fn clear(memory: &Memory, base: u64, bytes: u64) -> Vec<u8> {
 }
 
 /// Memory of a guest. See the module documentation.
-pub(super) struct Guest {
+pub(super) struct FuzzMemory {
     memory: Arc<Memory>,
     /// Content of the slots at the last check, plus the driver's own writes since.
     before: Vec<Vec<u8>>,
@@ -55,7 +55,7 @@ pub(super) struct Guest {
     checks: u64,
 }
 
-impl Guest {
+impl FuzzMemory {
     /// Returns memory that is all zero.
     pub(super) fn new(backing: Backing) -> Self {
         let memory = match backing {

@@ -2,9 +2,10 @@
 //! for registers and one for saved states.
 //!
 //! ```text
-//! bytes -> Source -> Bench, the driver --registers, rings, buffers--> Inline, the device
-//!                      |                                                |
-//!                      +--- checks after every step ---- Guest ---------+---- Subject: its backend
+//! bytes -> FuzzInput -> FuzzHarness (the driver) -- registers, rings, buffers --> ThreadlessDevice
+//!                           |                                                         |
+//!                           +-- checks after every step: FuzzMemory ------------------+
+//!                                                        FuzzedDevice (its backend) --+
 //! ```
 //!
 //! Whatever the driver does, these rules must hold:
@@ -21,15 +22,15 @@ mod input;
 mod memory;
 
 use crate::memory::Backing;
-use devices::{Disk, Inflatable, Interface, Randomness, Sockets, Subject};
-use harness::Bench;
-use input::Source;
+use devices::{FuzzedBalloon, FuzzedDevice, FuzzedDisk, FuzzedInterface, FuzzedRng, FuzzedVsock};
+use harness::FuzzHarness;
+use input::FuzzInput;
 
 /// Function that runs one input of the fuzzer.
-pub type Target = fn(&[u8]);
+pub type FuzzTarget = fn(&[u8]);
 
 /// All targets by name.
-pub const TARGETS: [(&str, Target); 13] = [
+pub const TARGETS: [(&str, FuzzTarget); 13] = [
     ("block", block),
     ("block_uring", block_uring),
     ("net_receive", net_receive),
@@ -56,8 +57,8 @@ pub fn block_uring(bytes: &[u8]) {
 }
 
 fn disk(bytes: &[u8], uring: bool) {
-    let mut from = Source::new(bytes);
-    let mut disk = Disk::new(&mut from, uring);
+    let mut from = FuzzInput::new(bytes);
+    let mut disk = FuzzedDisk::new(&mut from, uring);
     drive(&mut disk, from);
 }
 
@@ -77,69 +78,69 @@ pub fn net_control(bytes: &[u8]) {
 }
 
 fn interface(queue: usize, bytes: &[u8]) {
-    let mut from = Source::new(bytes);
+    let mut from = FuzzInput::new(bytes);
     // The control queue is the last queue, after one or two pairs.
     let pairs = if queue == 4 || from.flip() { 2 } else { 1 };
-    drive(&mut Interface::new(queue, pairs), from);
+    drive(&mut FuzzedInterface::new(queue, pairs), from);
 }
 
 /// Receive queue of the socket device, by which it sends packets to the guest.
 pub fn vsock_receive(bytes: &[u8]) {
-    drive(&mut Sockets::new(0), Source::new(bytes));
+    drive(&mut FuzzedVsock::new(0), FuzzInput::new(bytes));
 }
 
 /// Transmit queue of the socket device, by which it takes packets from the guest.
 pub fn vsock_transmit(bytes: &[u8]) {
-    drive(&mut Sockets::new(1), Source::new(bytes));
+    drive(&mut FuzzedVsock::new(1), FuzzInput::new(bytes));
 }
 
 /// Queue of the entropy device.
 pub fn rng(bytes: &[u8]) {
-    drive(&mut Randomness, Source::new(bytes));
+    drive(&mut FuzzedRng, FuzzInput::new(bytes));
 }
 
 /// Inflate and deflate queues of a balloon.
 pub fn balloon_inflate(bytes: &[u8]) {
-    drive(&mut Inflatable::new(Inflatable::INFLATE), Source::new(bytes));
+    drive(&mut FuzzedBalloon::new(FuzzedBalloon::INFLATE), FuzzInput::new(bytes));
 }
 
 /// Hinting queue of a balloon.
 pub fn balloon_hint(bytes: &[u8]) {
-    drive(&mut Inflatable::new(Inflatable::HINT), Source::new(bytes));
+    drive(&mut FuzzedBalloon::new(FuzzedBalloon::HINT), FuzzInput::new(bytes));
 }
 
 /// Reporting queue of a balloon.
 pub fn balloon_report(bytes: &[u8]) {
-    drive(&mut Inflatable::new(Inflatable::REPORT), Source::new(bytes));
+    drive(&mut FuzzedBalloon::new(FuzzedBalloon::REPORT), FuzzInput::new(bytes));
 }
 
 /// Registers of any device.
 pub fn registers(bytes: &[u8]) {
-    let mut from = Source::new(bytes);
+    let mut from = FuzzInput::new(bytes);
     let mut subject = any(&mut from);
-    Bench::new(&mut *subject, Backing::Anon).run_registers(&mut from);
+    FuzzHarness::new(&mut *subject, Backing::Anon).run_registers(&mut from);
 }
 
 /// Saved state of any device.
 pub fn device_state(bytes: &[u8]) {
-    let mut from = Source::new(bytes);
+    let mut from = FuzzInput::new(bytes);
     let mut subject = any(&mut from);
-    Bench::new(&mut *subject, Backing::Anon).run_state(from.rest());
+    FuzzHarness::new(&mut *subject, Backing::Anon).run_state(from.rest());
 }
 
-fn any(from: &mut Source<'_>) -> Box<dyn Subject> {
+fn any(from: &mut FuzzInput<'_>) -> Box<dyn FuzzedDevice> {
     match from.u8() % 5 {
-        0 => Box::new(Disk::new(from, false)),
-        1 => Box::new(Interface::new(0, 2)),
-        2 => Box::new(Sockets::new(0)),
-        3 => Box::new(Inflatable::new(0)),
-        _ => Box::new(Randomness),
+        0 => Box::new(FuzzedDisk::new(from, false)),
+        1 => Box::new(FuzzedInterface::new(0, 2)),
+        2 => Box::new(FuzzedVsock::new(0)),
+        3 => Box::new(FuzzedBalloon::new(0)),
+        _ => Box::new(FuzzedRng),
     }
 }
 
-fn drive(subject: &mut dyn Subject, mut from: Source<'_>) {
+fn drive(subject: &mut dyn FuzzedDevice, mut from: FuzzInput<'_>) {
     let backing = from.one_of(&[Backing::Anon, Backing::Anon, Backing::Anon, Backing::Memfd]);
-    Bench::new(subject, backing).run(&mut from);
+    FuzzHarness::new(subject, backing).run(&mut from);
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use crate::devices::virtio::{Chain, Violation};
 
 /// Request of a driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Control {
+pub(super) enum ControlRequest {
     /// Use this number of queue pairs.
     Pairs(u16),
     /// The driver has announced itself.
@@ -16,7 +16,7 @@ pub(super) enum Control {
     Unknown { class: u8, command: u8 },
 }
 
-impl Control {
+impl ControlRequest {
     /// Reads the request in `chain` of queue `queue` and checks that it has room for the answer.
     pub(super) fn read(chain: &Chain, queue: u16, ram: &GuestRam) -> Result<Self, Violation> {
         let mut bytes = [0; 4];

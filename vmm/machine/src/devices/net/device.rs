@@ -7,17 +7,17 @@ use virtio_bindings::virtio_net::*;
 use vmm_sys_util::epoll::EventSet;
 
 use super::frame::{HEADER, MAX_FRAME};
-use super::in_flight::Late;
+use super::in_flight::FramesInFlight;
 use super::tap::TapError;
-use super::{ANNOUNCE, Net, NetState, QUEUE_SIZE, Role};
+use super::{ANNOUNCE, Net, NetQueue, NetState, QUEUE_SIZE};
 use crate::devices::error::{DeviceError, StateError};
 use crate::devices::virtio::{
-    Device, Io, Kind, Stall, Violation, Watcher, decode_state, encode_state,
+    Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher, decode_state, encode_state,
 };
 
 impl Device for Net {
-    fn kind(&self) -> Kind {
-        Kind::Net
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Net
     }
 
     fn features(&self) -> u64 {
@@ -49,7 +49,7 @@ impl Device for Net {
         [&self.config.mac.0[..], &status.to_le_bytes(), &pairs.to_le_bytes()].concat()
     }
 
-    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut DeviceIo<'_>) {}
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
         watcher.watch(self.announcements.timer(), EventSet::IN, ANNOUNCE)?;
@@ -64,24 +64,29 @@ impl Device for Net {
         self.try_tell_tap();
     }
 
-    fn reset(&mut self, _: &mut Io<'_>) {
+    fn reset(&mut self, _: &mut DeviceIo<'_>) {
         self.features = None;
         self.announcements.end();
-        self.late = Late::default();
+        self.late = FramesInFlight::default();
         self.state = NetState { pairs: 1, ..NetState::default() };
         self.try_tell_tap();
     }
 
-    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         match self.role(queue) {
-            Some(Role::Receive(pair)) => self.receive(pair, io).map(drop),
-            Some(Role::Transmit(pair)) => self.transmit(pair, io),
-            Some(Role::Control) => self.obey(queue, io),
+            Some(NetQueue::Receive(pair)) => self.receive(pair, io).map(drop),
+            Some(NetQueue::Transmit(pair)) => self.transmit(pair, io),
+            Some(NetQueue::Control) => self.obey(queue, io),
             None => Ok(()),
         }
     }
 
-    fn backend_ready(&mut self, token: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn backend_ready(
+        &mut self,
+        token: u32,
+        _: EventSet,
+        io: &mut DeviceIo<'_>,
+    ) -> Result<(), Violation> {
         if let Ok(pair) = u8::try_from(token) {
             if !self.receive(pair, io)? {
                 self.counters.stalls.add(1);
@@ -96,12 +101,12 @@ impl Device for Net {
         Ok(())
     }
 
-    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+    fn quiesce(&mut self, _: Instant, _: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
         // Nothing is in flight between two calls: every frame is in the tap or with the driver.
         Ok(())
     }
 
-    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn resume(&mut self, moved: bool, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         if let Err(e) = self.watch(io.watcher) {
             tracing::error!("tap \"{}\" cannot be watched: {e}", self.config.tap);
         }
@@ -184,7 +189,7 @@ impl Device for Net {
         if self.features.is_some() && self.tap.is_some() {
             self.send_announcement();
         }
-        self.late = Late::decode(late, self.state.pairs)?;
+        self.late = FramesInFlight::decode(late, self.state.pairs)?;
         Ok(())
     }
 }

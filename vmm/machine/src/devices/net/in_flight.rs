@@ -21,9 +21,9 @@ const HEAD: usize = 3;
 
 /// Frames with their headers and queue pairs, in order within each pair.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub(super) struct Late(VecDeque<(u8, Vec<u8>)>);
+pub(super) struct FramesInFlight(VecDeque<(u8, Vec<u8>)>);
 
-impl Late {
+impl FramesInFlight {
     /// Removes and returns the next frame for `pair`.
     pub(super) fn pop(&mut self, pair: u8) -> Option<Vec<u8>> {
         let i = self.0.iter().position(|(of, _)| *of == pair)?;
@@ -114,8 +114,8 @@ impl Late {
 mod tests {
     use super::*;
 
-    fn late(lens: &[(u8, usize)]) -> Late {
-        Late(lens.iter().map(|(pair, len)| (*pair, vec![*pair; *len])).collect())
+    fn late(lens: &[(u8, usize)]) -> FramesInFlight {
+        FramesInFlight(lens.iter().map(|(pair, len)| (*pair, vec![*pair; *len])).collect())
     }
 
     #[test]
@@ -124,16 +124,17 @@ mod tests {
         for room in [0, 1, 100, 300, MAX_FRAME, MAX_FRAME + 300, 2 * MAX_FRAME] {
             let bytes = all.encode(room).unwrap();
             assert!(bytes.len() <= room, "{} in {room}", bytes.len());
-            let back = Late::decode(&bytes, 2).unwrap();
+            let back = FramesInFlight::decode(&bytes, 2).unwrap();
             assert!(back.0.iter().eq(all.0.iter().take(back.0.len())));
         }
-        assert_eq!(Late::decode(&all.encode(1 << 20).unwrap(), 2).unwrap(), all);
-        assert_eq!(Late::default().encode(1 << 20).unwrap(), Vec::<u8>::new());
+        assert_eq!(FramesInFlight::decode(&all.encode(1 << 20).unwrap(), 2).unwrap(), all);
+        assert_eq!(FramesInFlight::default().encode(1 << 20).unwrap(), Vec::<u8>::new());
     }
 
     #[test]
     fn each_pair_has_its_frames_in_order() {
-        let mut all = Late([(0, vec![1]), (1, vec![2]), (0, vec![3]), (2, vec![4])].into());
+        let mut all =
+            FramesInFlight([(0, vec![1]), (1, vec![2]), (0, vec![3]), (2, vec![4])].into());
         all.keep(2);
         assert_eq!(all.pop(2), None);
         assert_eq!(all.pop(0), Some(vec![1]));
@@ -145,14 +146,21 @@ mod tests {
     #[test]
     fn hostile_bytes_are_refused() {
         let refused = |frames: &[(u8, Vec<u8>)]| {
-            Late::decode(&postcard::to_stdvec(frames).unwrap(), 2).unwrap_err().to_string()
+            FramesInFlight::decode(&postcard::to_stdvec(frames).unwrap(), 2)
+                .unwrap_err()
+                .to_string()
         };
         assert!(refused(&[(2, vec![0; 100])]).contains("pair 2 of 2"));
         assert!(refused(&[(0, vec![0; HEADER - 1])]).contains("bytes came late"));
         assert!(refused(&[(0, vec![0; MAX_FRAME + 1])]).contains("bytes came late"));
         assert!(refused(&vec![(0, vec![0; HEADER]); 2 * MOST + 1]).contains("more than"));
-        Late::decode(&[0xff; 9], 2).unwrap_err();
+        FramesInFlight::decode(&[0xff; 9], 2).unwrap_err();
         let followed = [late(&[(0, HEADER)]).encode(100).unwrap(), vec![0]].concat();
-        assert!(Late::decode(&followed, 2).unwrap_err().to_string().contains("1 bytes follow"));
+        assert!(
+            FramesInFlight::decode(&followed, 2)
+                .unwrap_err()
+                .to_string()
+                .contains("1 bytes follow")
+        );
     }
 }

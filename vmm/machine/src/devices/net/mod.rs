@@ -37,14 +37,14 @@ use virtio_bindings::virtio_net::*;
 use vmm_sys_util::epoll::EventSet;
 
 use self::announce::Announcements;
-use self::control::Control;
+use self::control::ControlRequest;
 use self::frame::{HEADER, MAX_FRAME, NUM_BUFFERS};
-use self::in_flight::Late;
+use self::in_flight::FramesInFlight;
 use self::tap::Tap;
 pub use self::tap::TapError;
 use super::opener::Opener;
 use super::stats::NetCounters;
-use super::virtio::{Chain, Device, Io, Ring, Violation, Watcher};
+use super::virtio::{Chain, Device, DeviceIo, DeviceRing, Violation, Watcher};
 use crate::config::NetConfig;
 
 const QUEUE_SIZE: u16 = 256;
@@ -66,7 +66,7 @@ pub(super) struct Net {
     retaken: bool,
     announcements: Announcements,
     /// Frames that arrived after the save. The driver gets them before those in the tap.
-    late: Late,
+    late: FramesInFlight,
     /// Features that the driver negotiated, if it is ready.
     features: Option<u64>,
     /// Buffer for one frame with its header.
@@ -91,9 +91,9 @@ struct NetState {
     waiting: BTreeMap<u8, Vec<u8>>,
 }
 
-/// Purpose of a queue.
+/// Purpose of an interface's queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Role {
+enum NetQueue {
     Receive(u8),
     Transmit(u8),
     Control,
@@ -153,7 +153,7 @@ impl Net {
             watched: false,
             retaken: false,
             announcements,
-            late: Late::default(),
+            late: FramesInFlight::default(),
             features: None,
             buffer: vec![0; MAX_FRAME].into(),
             tap_error_said: false,
@@ -180,13 +180,13 @@ impl Net {
 
     /// Returns the purpose of `queue`. Without multiple pairs, the control queue follows the first
     /// pair.
-    fn role(&self, queue: usize) -> Option<Role> {
+    fn role(&self, queue: usize) -> Option<NetQueue> {
         let pairs = if self.has(VIRTIO_NET_F_MQ) { self.config.queues.into() } else { 1 };
         let pair = (queue / 2) as u8;
         match queue {
-            _ if queue < 2 * pairs && queue.is_multiple_of(2) => Some(Role::Receive(pair)),
-            _ if queue < 2 * pairs => Some(Role::Transmit(pair)),
-            _ if queue == 2 * pairs && self.has(VIRTIO_NET_F_CTRL_VQ) => Some(Role::Control),
+            _ if queue < 2 * pairs && queue.is_multiple_of(2) => Some(NetQueue::Receive(pair)),
+            _ if queue < 2 * pairs => Some(NetQueue::Transmit(pair)),
+            _ if queue == 2 * pairs && self.has(VIRTIO_NET_F_CTRL_VQ) => Some(NetQueue::Control),
             _ => None,
         }
     }
@@ -229,7 +229,7 @@ impl Net {
 
     /// Gives the driver frames from the tap as long as it has buffers. Returns whether it had
     /// enough buffers for a first frame.
-    fn receive(&mut self, pair: u8, io: &mut Io<'_>) -> Result<bool, Violation> {
+    fn receive(&mut self, pair: u8, io: &mut DeviceIo<'_>) -> Result<bool, Violation> {
         let queue = 2 * usize::from(pair);
         let Some(ring) = io.rings.get_mut(queue).filter(|_| pair < self.state.pairs) else {
             return Ok(true);
@@ -303,7 +303,7 @@ impl Net {
         &self,
         len: usize,
         first: Chain,
-        ring: &mut Ring,
+        ring: &mut DeviceRing,
         ram: &GuestRam,
     ) -> Result<Vec<Chain>, Violation> {
         let mut chains = vec![first];
@@ -336,7 +336,7 @@ impl Net {
     }
 
     /// Sends the driver's frames to the tap.
-    fn transmit(&mut self, pair: u8, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn transmit(&mut self, pair: u8, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let queue = 2 * usize::from(pair) + 1;
         let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
         while let Some(chain) = ring.pop(io.ram)? {
@@ -383,20 +383,20 @@ impl Net {
         }
     }
 
-    fn obey(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn obey(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         while let Some(chain) = match io.rings.get_mut(queue) {
             Some(ring) => ring.pop(io.ram)?,
             None => None,
         } {
-            let done = match Control::read(&chain, queue as u16, io.ram)? {
-                Control::Pairs(pairs) => self.use_pairs(pairs, io)?,
-                Control::Announced => {
+            let done = match ControlRequest::read(&chain, queue as u16, io.ram)? {
+                ControlRequest::Pairs(pairs) => self.use_pairs(pairs, io)?,
+                ControlRequest::Announced => {
                     self.state.announce = false;
                     // The driver already knows this change of the configuration space.
                     io.shared.put_config(self.config_space());
                     true
                 }
-                Control::Unknown { class, command } => {
+                ControlRequest::Unknown { class, command } => {
                     let id = &self.config.id;
                     tracing::debug!("network interface \"{id}\": no command {class}, {command}");
                     false
@@ -412,7 +412,7 @@ impl Net {
     }
 
     /// Sets the number of queue pairs in use. Returns whether that succeeded.
-    fn use_pairs(&mut self, pairs: u16, io: &mut Io<'_>) -> Result<bool, Violation> {
+    fn use_pairs(&mut self, pairs: u16, io: &mut DeviceIo<'_>) -> Result<bool, Violation> {
         let most = if self.has(VIRTIO_NET_F_MQ) { self.config.queues } else { 1 };
         let Some(pairs) = u8::try_from(pairs).ok().filter(|pairs| (1..=most).contains(pairs))
         else {
@@ -438,7 +438,7 @@ impl Net {
 
     /// Announces the interface's place: to switches directly, and with `ask_driver` also through
     /// the driver if it supports this.
-    fn announce(&mut self, ask_driver: bool, io: &mut Io<'_>) {
+    fn announce(&mut self, ask_driver: bool, io: &mut DeviceIo<'_>) {
         self.send_announcement();
         if ask_driver && self.has(VIRTIO_NET_F_GUEST_ANNOUNCE) {
             self.state.announce = true;

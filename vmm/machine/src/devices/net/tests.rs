@@ -9,20 +9,21 @@ use virtio_bindings::virtio_mmio::*;
 
 use super::*;
 use crate::config::MacAddr;
-use crate::devices::stats::{DeviceFigures, Meter};
-use crate::devices::virtio::conformance::{self, Subject};
-use crate::devices::virtio::driver::{Driver, Piece};
+use crate::devices::stats::{DeviceStats, StatsHandle};
+use crate::devices::virtio::DriverBuffer;
+use crate::devices::virtio::conformance::{self, TestedDevice};
+use crate::devices::virtio::driver::Driver;
 use crate::devices::virtio::{Transport, VirtioState};
 
 const MAC: MacAddr = MacAddr([2, 0, 0, 0, 0, 7]);
 
 /// The network behind the tap: a socket for each queue pair.
-struct World {
+struct TestNetwork {
     ours: Vec<UnixDatagram>,
     taps: Vec<File>,
 }
 
-impl World {
+impl TestNetwork {
     fn new(queues: u8) -> Self {
         let pair = |_| {
             let (ours, tap) = UnixDatagram::pair().unwrap();
@@ -65,7 +66,7 @@ fn frame(n: u64, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i as u64 * 13 + n * 5 + 3) as u8).collect()
 }
 
-fn sent(driver: &mut Driver, frame: &[u8]) -> Piece {
+fn sent(driver: &mut Driver, frame: &[u8]) -> DriverBuffer {
     driver.given(&[&[0; HEADER], frame].concat())
 }
 
@@ -88,7 +89,7 @@ fn control(driver: &mut Driver, queue: usize, bytes: &[u8]) -> u8 {
     driver.bytes(answer)[0]
 }
 
-fn restored(world: &World, driver: &Driver, state: VirtioState) -> Transport {
+fn restored(world: &TestNetwork, driver: &Driver, state: VirtioState) -> Transport {
     let ram = driver.memory.ram().clone();
     let transport = Transport::spawn("moved", Box::new(world.net()), ram).unwrap();
     transport.restore(state).unwrap();
@@ -97,8 +98,8 @@ fn restored(world: &World, driver: &Driver, state: VirtioState) -> Transport {
 
 #[test]
 fn it_keeps_the_laws_of_devices_sending() {
-    let world = World::new(2);
-    conformance::check(&Subject {
+    let world = TestNetwork::new(2);
+    conformance::check(&TestedDevice {
         make: &|| Box::new(world.net()),
         queue: 1,
         request: &|driver, n| {
@@ -110,8 +111,8 @@ fn it_keeps_the_laws_of_devices_sending() {
 
 #[test]
 fn it_keeps_the_laws_of_devices_receiving() {
-    let world = World::new(1);
-    conformance::check(&Subject {
+    let world = TestNetwork::new(1);
+    conformance::check(&TestedDevice {
         make: &|| Box::new(world.net()),
         queue: 0,
         request: &|driver, n| {
@@ -123,7 +124,7 @@ fn it_keeps_the_laws_of_devices_receiving() {
 
 #[test]
 fn frames_arrive_as_they_were_sent() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     let mut driver = Driver::started(Box::new(world.net()));
     for (n, len) in [(0, 60), (1, 1514), (2, 65_549), (3, 14)] {
         let piece = sent(&mut driver, &frame(n, len));
@@ -142,11 +143,11 @@ fn frames_arrive_as_they_were_sent() {
 
 #[test]
 fn a_large_frame_is_given_in_several_buffers_or_waits_for_them() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     for without in [0, 1 << virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX] {
         let mut driver = Driver::started_without(Box::new(world.net()), without);
         let large = frame(1, 5000);
-        let rooms: Vec<Piece> = (0..3).map(|_| driver.wanted(2000)).collect();
+        let rooms: Vec<DriverBuffer> = (0..3).map(|_| driver.wanted(2000)).collect();
         let first = driver.post(0, &[rooms[0]]);
         driver.kick(0);
         world.send(0, &large);
@@ -173,7 +174,7 @@ fn a_large_frame_is_given_in_several_buffers_or_waits_for_them() {
 
 #[test]
 fn without_merged_buffers_a_frame_too_large_is_lost_alone() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     let mut driver = Driver::started_without(Box::new(world.net()), 1 << VIRTIO_NET_F_MRG_RXBUF);
     let room = driver.wanted(1526);
     world.send(0, &frame(1, 5000));
@@ -185,9 +186,9 @@ fn without_merged_buffers_a_frame_too_large_is_lost_alone() {
     let size = driver.queue_size(0);
     world.send(0, &frame(3, 40_000));
     world.send(0, &frame(4, 60));
-    let head = driver.post(0, &[Piece { len: 100, ..room }]);
+    let head = driver.post(0, &[DriverBuffer { len: 100, ..room }]);
     for _ in 1..size {
-        driver.post(0, &[Piece { len: 100, ..room }]);
+        driver.post(0, &[DriverBuffer { len: 100, ..room }]);
     }
     driver.kick(0);
     assert_eq!(driver.wait_used(0, head), 72);
@@ -195,11 +196,11 @@ fn without_merged_buffers_a_frame_too_large_is_lost_alone() {
 
 #[test]
 fn buffers_too_small_for_a_header_stop_the_interface() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     let mut driver = Driver::started(Box::new(world.net()));
     let (short, small) = (driver.given(&[0; 11]), driver.wanted(11));
     let (asked, answer) = (driver.given(&[4]), driver.wanted(1));
-    let wrong: [(usize, &[Piece]); 5] =
+    let wrong: [(usize, &[DriverBuffer]); 5] =
         [(0, &[small]), (1, &[short]), (1, &[small]), (2, &[asked, answer]), (2, &[short])];
     for (queue, pieces) in wrong {
         driver.post(queue, pieces);
@@ -207,7 +208,7 @@ fn buffers_too_small_for_a_header_stop_the_interface() {
         driver.wait_stopped("a buffer too small");
         driver.start(!0);
     }
-    let huge = Piece { addr: 0, len: 1 << 20, writable: false };
+    let huge = DriverBuffer { addr: 0, len: 1 << 20, writable: false };
     driver.request(1, &[huge]);
     let good = sent(&mut driver, &frame(1, 60));
     driver.request(1, &[good]);
@@ -216,7 +217,7 @@ fn buffers_too_small_for_a_header_stop_the_interface() {
 
 #[test]
 fn a_driver_uses_as_many_queues_as_there_are() {
-    let world = World::new(3);
+    let world = TestNetwork::new(3);
     let mut driver = Driver::started(Box::new(world.net()));
     assert_eq!(driver.queue_count(), 7);
     let pairs = |n: u16| [&[4, 0][..], &n.to_le_bytes()].concat();
@@ -243,7 +244,7 @@ fn a_driver_uses_as_many_queues_as_there_are() {
     assert_eq!(control(&mut driver, 2, &pairs(2)), 1);
 }
 
-fn driver_after(world: &World, driver: Driver, state: VirtioState) -> Driver {
+fn driver_after(world: &TestNetwork, driver: Driver, state: VirtioState) -> Driver {
     let moved = restored(world, &driver, state);
     let mut driver = driver.moved_to(moved);
     driver.transport.resume();
@@ -255,7 +256,7 @@ fn driver_after(world: &World, driver: Driver, state: VirtioState) -> Driver {
 
 #[test]
 fn after_a_move_it_says_where_it_is() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     let mut driver = Driver::started(Box::new(world.net()));
     let piece = sent(&mut driver, &frame(1, 60));
     driver.request(1, &[piece]);
@@ -289,7 +290,7 @@ fn after_a_move_it_says_where_it_is() {
 
 #[test]
 fn what_came_while_it_moved_is_the_first_there() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     let driver = Driver::started(Box::new(world.net()));
     driver.quiesce();
     let state = driver.transport.save().unwrap();
@@ -316,7 +317,7 @@ fn what_came_while_it_moved_is_the_first_there() {
 
 #[test]
 fn a_tap_that_its_last_host_may_want_back_is_left_to_it() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     let mut net = world.net();
     net.detach(0);
     // As if the restore had found the tap in use, because both hosts are the same.
@@ -329,7 +330,7 @@ fn a_tap_that_its_last_host_may_want_back_is_left_to_it() {
 
 #[test]
 fn frames_of_several_queues_go_along_each_to_its_own() {
-    let world = World::new(2);
+    let world = TestNetwork::new(2);
     let mut driver = Driver::started(Box::new(world.net()));
     let control_queue = driver.queue_count() - 1;
     let pairs = [VIRTIO_NET_CTRL_MQ as u8, VIRTIO_NET_CTRL_MQ_VQ_PAIRS_SET as u8, 2, 0];
@@ -351,7 +352,7 @@ fn frames_of_several_queues_go_along_each_to_its_own() {
 
 #[test]
 fn what_came_while_it_should_have_moved_is_not_lost() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     let mut driver = Driver::started(Box::new(world.net()));
     driver.quiesce();
     world.send(0, &frame(1, 100));
@@ -369,7 +370,7 @@ fn what_came_while_it_should_have_moved_is_not_lost() {
 
 #[test]
 fn nonsense_that_came_late_costs_nothing_else() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     let driver = Driver::started(Box::new(world.net()));
     driver.quiesce();
     let state = driver.transport.save().unwrap();
@@ -385,7 +386,7 @@ fn nonsense_that_came_late_costs_nothing_else() {
 
 #[test]
 fn hostile_states_are_refused() {
-    let world = World::new(2);
+    let world = TestNetwork::new(2);
     let refused = |state: NetState| {
         let mut net = world.net();
         net.activate(1 << VIRTIO_NET_F_MQ);
@@ -405,9 +406,9 @@ fn hostile_states_are_refused() {
 
 #[test]
 fn frames_behind_a_short_one_arrive() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     let net = world.net();
-    let meter = Meter::Net("n".to_owned(), net.counters().clone());
+    let meter = StatsHandle::Net("n".to_owned(), net.counters().clone());
     let mut driver = Driver::started(Box::new(net));
     // All frames are queued before any buffer is available, so that no later event reports the last
     // one.
@@ -419,7 +420,7 @@ fn frames_behind_a_short_one_arrive() {
     assert_eq!(driver.request(0, &[room]), 70 + HEADER as u32);
     assert_eq!(driver.bytes(room)[HEADER..][..70], frame(1, 70));
     driver.quiesce();
-    let DeviceFigures::Net { lost_frames, .. } = meter.read() else { unreachable!() };
+    let DeviceStats::Net { lost_frames, .. } = meter.read() else { unreachable!() };
     assert_eq!(lost_frames, 2);
 }
 
@@ -434,7 +435,7 @@ fn a_tap_that_is_not_there_is_named() {
 
 #[test]
 fn a_stopped_interface_with_several_queues_moves() {
-    let world = World::new(2);
+    let world = TestNetwork::new(2);
     let mut driver = Driver::started(Box::new(world.net()));
     let control_queue = driver.queue_count() - 1;
     let pairs = [VIRTIO_NET_CTRL_MQ as u8, VIRTIO_NET_CTRL_MQ_VQ_PAIRS_SET as u8, 2, 0];
@@ -454,15 +455,15 @@ fn a_stopped_interface_with_several_queues_moves() {
 
 #[test]
 fn what_it_does_is_counted() {
-    let world = World::new(1);
+    let world = TestNetwork::new(1);
     let net = world.net();
-    let meter = Meter::Net("n".to_owned(), net.counters().clone());
+    let meter = StatsHandle::Net("n".to_owned(), net.counters().clone());
     let mut driver = Driver::started(Box::new(net));
     for len in [60, 100] {
         let piece = sent(&mut driver, &frame(0, len));
         driver.request(1, &[piece]);
     }
-    let stalled = || matches!(meter.read(), DeviceFigures::Net { stalls: 1.., .. });
+    let stalled = || matches!(meter.read(), DeviceStats::Net { stalls: 1.., .. });
     assert!(!stalled());
     world.send(0, &frame(1, 70));
     let begun = Instant::now();
@@ -474,7 +475,7 @@ fn what_it_does_is_counted() {
     driver.request(0, &[room]);
     let (id, lost_frames, stalls) = ("n".to_owned(), 0, 1);
     let (received_frames, received_bytes, sent_frames, sent_bytes) = (1, 70, 2, 160);
-    let figures = DeviceFigures::Net {
+    let figures = DeviceStats::Net {
         id,
         received_frames,
         received_bytes,

@@ -14,14 +14,16 @@ use driftline_guest::{MAX_LATE, VmId};
 use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{self, BalloonControl};
-use super::block::{Block, DiskError, DriveSource, FileIdentity, Flusher, flush_all};
+use super::block::{BlockDevice, DiskError, DriveSource, FileIdentity, Flusher, flush_all};
 use super::error::DeviceError;
 use super::net::Net;
 use super::opener::Opener;
 use super::placement::{device_at, placement};
 use super::rng::Rng;
-use super::stats::Meter;
-use super::virtio::{Asked, Device, Done, GRACE, RequestError, Transport, VirtioState};
+use super::stats::StatsHandle;
+use super::virtio::{
+    Completion, Device, GRACE, PendingRequest, RequestError, Transport, VirtioState,
+};
 use super::vsock::Vsock;
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
 use crate::fail_point;
@@ -75,17 +77,17 @@ pub(crate) struct DeviceSet {
     drives: Vec<Drive>,
     sources: Vec<DriveSource>,
     files: Vec<OpenFile>,
-    meters: Vec<Meter>,
+    meters: Vec<StatsHandle>,
     balloon: Option<BalloonControl>,
     opener: Option<Opener>,
     /// Frames that no device may change now.
     kept: Arc<ProtectedFrames>,
-    limits: Limits,
+    limits: DeviceLimits,
 }
 
 /// Time limits for all devices together.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub(crate) struct DeviceLimits {
     /// Limit for requests in flight at a pause.
     pub(crate) stall: Duration,
     /// Limit for releasing or acquiring files. See [`RELEASE_LIMIT`].
@@ -94,7 +96,7 @@ pub(crate) struct Limits {
     pub(crate) ask: Duration,
 }
 
-impl Default for Limits {
+impl Default for DeviceLimits {
     fn default() -> Self {
         Self { stall: STALL_LIMIT, release: RELEASE_LIMIT, ask: ASK_LIMIT }
     }
@@ -120,13 +122,13 @@ impl DeviceSet {
             balloon: None,
             opener: None,
             kept: Arc::default(),
-            limits: Limits::default(),
+            limits: DeviceLimits::default(),
         }
     }
 
     /// Returns a set of these devices with limits of their own.
     #[cfg(test)]
-    pub(crate) fn of(devices: Vec<Transport>, limits: Limits) -> Self {
+    pub(crate) fn of(devices: Vec<Transport>, limits: DeviceLimits) -> Self {
         let mut set = Self::empty();
         (set.devices, set.limits) = (devices, limits);
         set
@@ -168,12 +170,12 @@ impl DeviceSet {
         let system = |cause| DeviceError::System { id: device.id().to_owned(), cause };
         Ok(match device {
             DeviceConfig::Disk(disk) => {
-                let mut block = Block::open(disk, vcpus, guest)?;
+                let mut block = BlockDevice::open(disk, vcpus, guest)?;
                 if made_here.contains(&disk.id) {
                     block.note_made_here();
                 }
                 self.sources.push(block.source());
-                self.meters.push(Meter::Disk(disk.id.clone(), block.counters().clone()));
+                self.meters.push(StatsHandle::Disk(disk.id.clone(), block.counters().clone()));
                 let file = OpenFile {
                     disk: disk.id.clone(),
                     file: block.file_identity().map_err(system)?,
@@ -191,7 +193,7 @@ impl DeviceSet {
             DeviceConfig::Rng => Box::new(Rng),
             DeviceConfig::Net(config) => {
                 let net = Net::open(config, guest, self.opener().map_err(system)?)?;
-                self.meters.push(Meter::Net(config.id.clone(), net.counters().clone()));
+                self.meters.push(StatsHandle::Net(config.id.clone(), net.counters().clone()));
                 Box::new(net)
             }
             DeviceConfig::Vsock(vsock) => {
@@ -262,7 +264,7 @@ impl DeviceSet {
     }
 
     /// Returns the handles for reading device counters.
-    pub(crate) fn meters(&self) -> &[Meter] {
+    pub(crate) fn meters(&self) -> &[StatsHandle] {
         &self.meters
     }
 
@@ -282,7 +284,7 @@ impl DeviceSet {
     /// Handles a guest's write to an address without memory. Returns whether a device still has
     /// work to do for it. If so, the value that `done` creates is dropped when the work is
     /// complete.
-    pub(crate) fn write(&self, addr: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
+    pub(crate) fn write(&self, addr: u64, data: &[u8], done: impl FnOnce() -> Completion) -> bool {
         self.at(addr).is_some_and(|(device, offset)| device.write(offset, data, done))
     }
 
@@ -309,7 +311,7 @@ impl DeviceSet {
         let deadline = Instant::now() + self.limits.stall;
         self.hurry(true);
         let asked: Vec<_> = self.devices.iter().map(|d| d.begin_quiesce(deadline)).collect();
-        let stands = asked.into_iter().map(Asked::wait).fold(Ok(()), Result::and);
+        let stands = asked.into_iter().map(PendingRequest::wait).fold(Ok(()), Result::and);
         if stands.is_err() {
             // This includes a device that is quiesced later: it then finds the resume in its
             // inbox.
@@ -368,7 +370,7 @@ impl DeviceSet {
         let deadline = Instant::now() + self.limits.release;
         // In parallel, as in `acquire`.
         let asked: Vec<_> = self.devices.iter().map(|d| d.begin_release(deadline)).collect();
-        asked.into_iter().map(Asked::wait).fold(Ok(()), Result::and)
+        asked.into_iter().map(PendingRequest::wait).fold(Ok(()), Result::and)
     }
 
     /// Detaches the guest's peers (taps, sockets). Returns the data that arrived for the guest

@@ -7,7 +7,7 @@ use driftline_guest::{GuestDrive, KeepError};
 
 use super::*;
 use crate::config::BackendKind;
-use crate::devices::virtio::fake::{Fake, Script};
+use crate::devices::virtio::fake::{FakeDevice, Script};
 use crate::testing::payload_config;
 
 fn disk(dir: &Path, id: &str) -> DiskConfig {
@@ -18,7 +18,7 @@ fn disk(dir: &Path, id: &str) -> DiskConfig {
 
 /// Returns whether another guest could acquire the disk.
 fn is_free(disk: &DiskConfig) -> bool {
-    Block::open(disk, 1, VmId::random()).is_ok_and(|mut block| block.acquire().is_ok())
+    BlockDevice::open(disk, 1, VmId::random()).is_ok_and(|mut block| block.acquire().is_ok())
 }
 
 fn memory() -> Memory {
@@ -90,7 +90,7 @@ fn who_cannot_take_hold_of_all_holds_nothing() {
     let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
     let (a, b) = (disk(dir.path(), "a"), disk(dir.path(), "b"));
     let set = with_disks([&a, &b], &memory);
-    let mut other = Block::open(&b, 1, VmId::random()).unwrap();
+    let mut other = BlockDevice::open(&b, 1, VmId::random()).unwrap();
     other.acquire().unwrap();
     let why = set.acquire().unwrap_err().to_string();
     assert!(why.contains("in use") && why.contains(&*b.path.to_string_lossy()), "{why}");
@@ -108,9 +108,9 @@ fn devices_are_acquired_side_by_side() {
     let memory = memory();
     let scripts: [Arc<Script>; 2] = Default::default();
     let device =
-        |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
+        |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(FakeDevice(script.clone())), &memory);
     let devices = scripts.iter().zip(["one", "other"]).map(device).collect();
-    let set = DeviceSet::of(devices, Limits::default());
+    let set = DeviceSet::of(devices, DeviceLimits::default());
     scripts.iter().for_each(|script| Script::set(&script.stuck, true));
     std::thread::scope(|scope| {
         let acquiring = scope.spawn(|| set.acquire());
@@ -128,12 +128,12 @@ fn one_device_that_does_not_let_go_keeps_no_other_from_it() {
     let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
     let a = disk(dir.path(), "a");
     let script = Arc::new(Script::default());
-    let block = Block::open(&a, 1, VmId::random()).unwrap();
+    let block = BlockDevice::open(&a, 1, VmId::random()).unwrap();
     let devices = vec![
-        spawn("first", Box::new(Fake(script.clone())), &memory),
+        spawn("first", Box::new(FakeDevice(script.clone())), &memory),
         spawn("a", Box::new(block), &memory),
     ];
-    let set = DeviceSet::of(devices, Limits::default());
+    let set = DeviceSet::of(devices, DeviceLimits::default());
     set.acquire().unwrap();
     Script::set(&script.refuses_release, true);
     assert_eq!(set.release().unwrap_err().to_string(), "it does not let go");
@@ -148,10 +148,10 @@ fn a_device_that_is_not_done_is_named_and_the_others_go_on() {
     let memory = memory();
     let scripts: [Arc<Script>; 2] = Default::default();
     let device =
-        |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
+        |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(FakeDevice(script.clone())), &memory);
     let devices = scripts.iter().zip(["done", "stuck"]).map(device).collect();
     let stall = Duration::from_millis(50);
-    let set = DeviceSet::of(devices, Limits { stall, ..Limits::default() });
+    let set = DeviceSet::of(devices, DeviceLimits { stall, ..DeviceLimits::default() });
     set.resume();
     Script::set(&scripts[1].busy, true);
     let why = set.quiesce().unwrap_err().to_string();
@@ -166,9 +166,9 @@ fn a_device_that_is_not_done_is_named_and_the_others_go_on() {
 /// Returns a set of one device whose thread gets stuck, with short limits.
 fn stuck_set(memory: &Memory) -> (DeviceSet, Arc<Script>) {
     let script = Arc::new(Script::default());
-    let devices = vec![spawn("stuck", Box::new(Fake(script.clone())), memory)];
+    let devices = vec![spawn("stuck", Box::new(FakeDevice(script.clone())), memory)];
     let limit = Duration::from_millis(50);
-    let set = DeviceSet::of(devices, Limits { stall: limit, release: limit, ask: limit });
+    let set = DeviceSet::of(devices, DeviceLimits { stall: limit, release: limit, ask: limit });
     Script::set(&script.stuck, true);
     (set, script)
 }
@@ -176,7 +176,7 @@ fn stuck_set(memory: &Memory) -> (DeviceSet, Arc<Script>) {
 /// The device's thread receives the request after the deadline and drops it.
 #[test]
 fn late_device_is_not_a_dead_one() {
-    let device = spawn("late", Box::new(Fake(Arc::default())), &memory());
+    let device = spawn("late", Box::new(FakeDevice(Arc::default())), &memory());
     let why = device.save_by(Instant::now()).unwrap_err().to_string();
     assert!(why.contains("virtio-rng \"late\" did not save its state"), "{why}");
     device.save().unwrap();
@@ -191,7 +191,8 @@ fn stuck_device_is_named_by_every_request() {
         |set| set.release(),
         |set| set.save().map(drop),
         |set| {
-            let state = spawn("ok", Box::new(Fake(Arc::default())), &self::memory()).save()?;
+            let state =
+                spawn("ok", Box::new(FakeDevice(Arc::default())), &self::memory()).save()?;
             set.restore(vec![state]).map_err(|(_, why)| why)
         },
         |set| set.detach().map(drop),
@@ -214,11 +215,11 @@ fn stuck_device_leaves_the_others_their_time() {
     let memory = memory();
     let scripts: [Arc<Script>; 2] = Default::default();
     let device =
-        |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
+        |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(FakeDevice(script.clone())), &memory);
     let devices = scripts.iter().zip(["stuck", "other"]).map(device).collect();
     // Long enough for a device that is not stuck, even on a busy host.
     let limit = Duration::from_millis(500);
-    let set = DeviceSet::of(devices, Limits { stall: limit, release: limit, ask: limit });
+    let set = DeviceSet::of(devices, DeviceLimits { stall: limit, release: limit, ask: limit });
     Script::set(&scripts[0].stuck, true);
     let why = set.attach(&[]).unwrap_err().to_string();
     assert!(why.contains("\"stuck\" did not attach"), "{why}");

@@ -26,9 +26,9 @@ pub(crate) struct Buffers {
     len: u32,
 }
 
-/// A chain that the driver gave to a device, until the device gives it back with [`Ring::push`].
+/// A chain that the driver gave to a device, until the device gives it back with [`DeviceRing::push`].
 ///
-/// [`Ring::push`]: super::Ring::push
+/// [`DeviceRing::push`]: super::DeviceRing::push
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Chain {
     /// Index of the first descriptor, which identifies the chain in the ring.

@@ -17,21 +17,21 @@ use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::driver::{Driver, MEM_BYTES, Piece, RINGS, RINGS_STEP};
-use super::{Device, Transport, VirtioState};
+use super::driver::{Driver, MEM_BYTES, RINGS, RINGS_STEP};
+use super::{Device, DriverBuffer, Transport, VirtioState};
 
 /// A device, and the means to give it work.
-pub(crate) struct Subject<'s> {
+pub(crate) struct TestedDevice<'s> {
     /// Creates the device, each time over the same backend.
     pub(crate) make: &'s dyn Fn() -> Box<dyn Device>,
     /// A queue that the device answers by itself.
     pub(crate) queue: usize,
     /// Creates the `n`th request for that queue, which the device completes.
-    pub(crate) request: &'s dyn Fn(&mut Driver, u64) -> Vec<Piece>,
+    pub(crate) request: &'s dyn Fn(&mut Driver, u64) -> Vec<DriverBuffer>,
 }
 
 /// Checks all laws.
-pub(crate) fn check(subject: &Subject<'_>) {
+pub(crate) fn check(subject: &TestedDevice<'_>) {
     for without in [0, 1 << VIRTIO_RING_F_EVENT_IDX] {
         save_restore_save_is_save(subject, without);
         what_the_device_writes_is_marked(subject, without);
@@ -47,12 +47,12 @@ pub(crate) fn check(subject: &Subject<'_>) {
     states_that_do_not_fit_are_refused(subject);
 }
 
-fn post(driver: &mut Driver, subject: &Subject<'_>, n: u64) -> u16 {
+fn post(driver: &mut Driver, subject: &TestedDevice<'_>, n: u64) -> u16 {
     let pieces = (subject.request)(driver, n);
     driver.post(subject.queue, &pieces)
 }
 
-fn answers(driver: &mut Driver, subject: &Subject<'_>, n: u64) {
+fn answers(driver: &mut Driver, subject: &TestedDevice<'_>, n: u64) {
     let head = post(driver, subject, n);
     driver.kick(subject.queue);
     driver.wait_used(subject.queue, head);
@@ -62,7 +62,7 @@ fn encoded(transport: &Transport) -> Vec<u8> {
     postcard::to_stdvec(&transport.save().unwrap()).unwrap()
 }
 
-fn save_restore_save_is_save(subject: &Subject<'_>, without: u64) {
+fn save_restore_save_is_save(subject: &TestedDevice<'_>, without: u64) {
     let fresh = Driver::new((subject.make)());
     fresh.quiesce();
     let never_used = encoded(&fresh.transport);
@@ -100,7 +100,7 @@ fn contents(driver: &Driver) -> Vec<u8> {
     bytes
 }
 
-fn what_the_device_writes_is_marked(subject: &Subject<'_>, without: u64) {
+fn what_the_device_writes_is_marked(subject: &TestedDevice<'_>, without: u64) {
     let mut driver = Driver::started_without((subject.make)(), without);
     for round in 0..3 {
         writes_are_marked(&mut driver, |driver| {
@@ -143,7 +143,7 @@ pub(crate) fn writes_are_marked(
     changed
 }
 
-fn indirect_chains_are_chains(subject: &Subject<'_>) {
+fn indirect_chains_are_chains(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     let pieces = (subject.request)(&mut driver, 0);
     let head = driver.post_indirect(subject.queue, &pieces);
@@ -151,7 +151,7 @@ fn indirect_chains_are_chains(subject: &Subject<'_>) {
     driver.wait_used(subject.queue, head);
 }
 
-fn a_reset_forgets_the_driver(subject: &Subject<'_>) {
+fn a_reset_forgets_the_driver(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     answers(&mut driver, subject, 0);
     assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS), 0);
@@ -165,7 +165,7 @@ fn a_reset_forgets_the_driver(subject: &Subject<'_>) {
     answers(&mut driver, subject, 1);
 }
 
-fn a_queue_reset_forgets_the_queue(subject: &Subject<'_>) {
+fn a_queue_reset_forgets_the_queue(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     answers(&mut driver, subject, 0);
     for queue in 0..driver.queue_count() {
@@ -178,7 +178,7 @@ fn a_queue_reset_forgets_the_queue(subject: &Subject<'_>) {
     answers(&mut driver, subject, 1);
 }
 
-fn notifications_are_not_lost_to_a_stand(subject: &Subject<'_>) {
+fn notifications_are_not_lost_to_a_stand(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     for n in 0..20 {
         let head = post(&mut driver, subject, n);
@@ -189,15 +189,15 @@ fn notifications_are_not_lost_to_a_stand(subject: &Subject<'_>) {
     }
 }
 
-fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
+fn drivers_that_break_the_rules_stop_their_device(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     let q = subject.queue;
     let size = driver.queue_size(q);
-    let good = |writable| Piece { addr: 0x20_0000, len: 64, writable };
+    let good = |writable| DriverBuffer { addr: 0x20_0000, len: 64, writable };
     const NEXT: u16 = VRING_DESC_F_NEXT as u16;
     const INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
-    type Crime<'c> = (&'c str, Box<dyn Fn(&mut Driver) + 'c>);
-    let chain = |what, f: Box<dyn Fn(&mut Driver)>| -> Crime<'_> {
+    type RuleBreak<'c> = (&'c str, Box<dyn Fn(&mut Driver) + 'c>);
+    let chain = |what, f: Box<dyn Fn(&mut Driver)>| -> RuleBreak<'_> {
         let crime = move |driver: &mut Driver| {
             f(driver);
             driver.offer(q, 0);
@@ -205,7 +205,7 @@ fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
         };
         (what, Box::new(crime))
     };
-    let crimes: Vec<Crime<'_>> = vec![
+    let crimes: Vec<RuleBreak<'_>> = vec![
         chain(
             "a loop",
             Box::new(move |d| {
@@ -222,19 +222,31 @@ fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
         chain(
             "a length past memory",
             Box::new(move |d| {
-                d.describe(q, 0, Piece { addr: MEM_BYTES - 4096, len: 8192, writable: true }, 0, 0);
+                d.describe(
+                    q,
+                    0,
+                    DriverBuffer { addr: MEM_BYTES - 4096, len: 8192, writable: true },
+                    0,
+                    0,
+                );
             }),
         ),
         chain(
             "an address past memory",
             Box::new(move |d| {
-                d.describe(q, 0, Piece { addr: u64::MAX - 16, len: 4096, writable: true }, 0, 0);
+                d.describe(
+                    q,
+                    0,
+                    DriverBuffer { addr: u64::MAX - 16, len: 4096, writable: true },
+                    0,
+                    0,
+                );
             }),
         ),
         chain(
             "registers as a buffer",
             Box::new(move |d| {
-                d.describe(q, 0, Piece { addr: 0xd000_0000, len: 16, writable: true }, 0, 0);
+                d.describe(q, 0, DriverBuffer { addr: 0xd000_0000, len: 16, writable: true }, 0, 0);
             }),
         ),
         chain(
@@ -248,32 +260,32 @@ fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
             "4 GiB and more",
             Box::new(move |d| {
                 for i in 0..size - 1 {
-                    let piece = Piece { addr: 0, len: MEM_BYTES as u32, writable: true };
+                    let piece = DriverBuffer { addr: 0, len: MEM_BYTES as u32, writable: true };
                     d.describe(q, i, piece, if i == size - 2 { 0 } else { NEXT }, i + 1);
                 }
                 // In a queue with too few entries for 4 GiB, the last buffer is too long.
-                let piece = Piece { addr: 0, len: u32::MAX, writable: true };
+                let piece = DriverBuffer { addr: 0, len: u32::MAX, writable: true };
                 d.describe(q, size - 2, piece, 0, 0);
             }),
         ),
         chain(
             "an indirect table that is no table",
             Box::new(move |d| {
-                let table = Piece { addr: 0x20_0000, len: 17, writable: false };
+                let table = DriverBuffer { addr: 0x20_0000, len: 17, writable: false };
                 d.describe(q, 0, table, INDIRECT, 0);
             }),
         ),
         chain(
             "an indirect table in no memory",
             Box::new(move |d| {
-                let table = Piece { addr: MEM_BYTES, len: 32, writable: false };
+                let table = DriverBuffer { addr: MEM_BYTES, len: 32, writable: false };
                 d.describe(q, 0, table, INDIRECT, 0);
             }),
         ),
         chain(
             "an indirect table in an indirect table",
             Box::new(move |d| {
-                let table = Piece { addr: 0x20_0000, len: 16, writable: false };
+                let table = DriverBuffer { addr: 0x20_0000, len: 16, writable: false };
                 d.memory.ram().write_obj(0x20_0000u64, GuestAddress(0x20_0000)).unwrap();
                 let rest = u64::from(16u32) | u64::from(INDIRECT) << 32;
                 d.memory.ram().write_obj(rest, GuestAddress(0x20_0008)).unwrap();
@@ -338,15 +350,15 @@ fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
 }
 
 /// Sets its flag on drop.
-struct Ending<'e>(&'e AtomicBool);
+struct SetOnDrop<'e>(&'e AtomicBool);
 
-impl Drop for Ending<'_> {
+impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
-fn a_stopped_device_is_not_started(subject: &Subject<'_>) {
+fn a_stopped_device_is_not_started(subject: &TestedDevice<'_>) {
     let mut driver = Driver::new((subject.make)());
     driver.negotiate(!0);
     driver.kick(1000);
@@ -364,7 +376,7 @@ fn a_stopped_device_is_not_started(subject: &Subject<'_>) {
     answers(&mut driver, subject, 1);
 }
 
-fn a_driver_that_asked_for_too_much_is_moved(subject: &Subject<'_>) {
+fn a_driver_that_asked_for_too_much_is_moved(subject: &TestedDevice<'_>) {
     let driver = Driver::new((subject.make)());
     driver.write(VIRTIO_MMIO_STATUS, 3);
     for select in [0, 1] {
@@ -380,7 +392,7 @@ fn a_driver_that_asked_for_too_much_is_moved(subject: &Subject<'_>) {
 
 /// Checks that the device can be saved in whatever state its driver left it, restored, and saved
 /// again with the same state.
-fn moves_as_it_is(driver: &Driver, subject: &Subject<'_>, what: &str) {
+fn moves_as_it_is(driver: &Driver, subject: &TestedDevice<'_>, what: &str) {
     driver.quiesce();
     let state = driver.transport.save().unwrap();
     let other = Transport::spawn("o", (subject.make)(), driver.memory.ram().clone()).unwrap();
@@ -388,7 +400,7 @@ fn moves_as_it_is(driver: &Driver, subject: &Subject<'_>, what: &str) {
     assert_eq!(other.save().unwrap(), state, "{what}");
 }
 
-fn rings_that_change_while_they_are_read_do_no_harm(subject: &Subject<'_>) {
+fn rings_that_change_while_they_are_read_do_no_harm(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     let ram = driver.memory.ram().clone();
     // The same request again and again: any outcome is allowed.
@@ -406,7 +418,7 @@ fn rings_that_change_while_they_are_read_do_no_harm(subject: &Subject<'_>) {
             }
         });
         // Ends the other thread even if something below fails: else it would run for ever.
-        let _ending = Ending(&end);
+        let _ending = SetOnDrop(&end);
         for _ in 0..200 {
             driver.post(subject.queue, &pieces);
             driver.kick(subject.queue);
@@ -419,7 +431,7 @@ fn rings_that_change_while_they_are_read_do_no_harm(subject: &Subject<'_>) {
     answers(&mut driver, subject, 1000);
 }
 
-fn states_that_do_not_fit_are_refused(subject: &Subject<'_>) {
+fn states_that_do_not_fit_are_refused(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     answers(&mut driver, subject, 0);
     driver.quiesce();

@@ -10,14 +10,14 @@ use virtio_bindings::virtio_ids::{
 };
 use vmm_sys_util::epoll::EventSet;
 
-use super::{Ring, Shared, Violation, Watcher};
+use super::{DeviceRing, SharedDeviceState, Violation, Watcher};
 use crate::devices::error::DeviceError;
 use crate::sandbox::Class;
 
 /// The kind of a virtio device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[allow(dead_code, reason = "the virtio devices of a microVM, all of them")]
-pub(crate) enum Kind {
+pub(crate) enum DeviceKind {
     Net,
     Block,
     Rng,
@@ -25,7 +25,7 @@ pub(crate) enum Kind {
     Vsock,
 }
 
-impl Kind {
+impl DeviceKind {
     /// Returns the virtio device ID.
     pub(crate) fn id(self) -> u32 {
         match self {
@@ -49,7 +49,7 @@ impl Kind {
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for DeviceKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Net => "virtio-net",
@@ -62,20 +62,20 @@ impl fmt::Display for Kind {
 }
 
 /// Resources that a device uses while it works.
-pub(crate) struct Io<'w> {
+pub(crate) struct DeviceIo<'w> {
     /// Guest memory. Writes through it mark the dirty trees.
     pub(crate) ram: &'w GuestRam,
     /// The device's queues, in the order of [`Device::queue_sizes`]. A queue that the driver has
     /// not set up has no chains.
-    pub(crate) rings: &'w mut [Ring],
+    pub(crate) rings: &'w mut [DeviceRing],
     /// Changes the configuration space.
-    pub(crate) shared: &'w Shared,
+    pub(crate) shared: &'w SharedDeviceState,
     /// Starts and stops watching files.
     pub(crate) watcher: &'w Watcher,
 }
 
 /// A virtio device without its transport. The device lives on a thread of its own. That thread
-/// calls all methods except `start` and the first `acquire`. The thread's [class](Kind::class)
+/// calls all methods except `start` and the first `acquire`. The thread's [class](DeviceKind::class)
 /// limits what it may ask of the kernel: files and sockets are opened before it starts, or by the
 /// `opener`.
 ///
@@ -84,7 +84,7 @@ pub(crate) struct Io<'w> {
 /// refused that way. The caller raises the interrupts: it announces chains that were pushed during
 /// a call after the call.
 pub(crate) trait Device: Send {
-    fn kind(&self) -> Kind;
+    fn kind(&self) -> DeviceKind;
 
     /// Returns the features that the device offers, besides those that all devices here have
     /// (`VERSION_1`, `INDIRECT_DESC`, `EVENT_IDX`, `RING_RESET`).
@@ -97,7 +97,7 @@ pub(crate) trait Device: Send {
     fn config_space(&self) -> Vec<u8>;
 
     /// Called after the driver has written to the configuration space.
-    fn write_config(&mut self, offset: usize, data: &[u8], io: &mut Io<'_>);
+    fn write_config(&mut self, offset: usize, data: &[u8], io: &mut DeviceIo<'_>);
 
     /// Watches the device's files. Called first and once, before the thread exists. The device
     /// chooses the tokens of its files.
@@ -108,11 +108,11 @@ pub(crate) trait Device: Send {
 
     /// Called when the driver has reset the device. The device finishes what is under way, forgets
     /// the chains, and returns to its initial state.
-    fn reset(&mut self, io: &mut Io<'_>);
+    fn reset(&mut self, io: &mut DeviceIo<'_>);
 
     /// Called when there may be chains in queue `queue`. The device may leave chains in the queue
     /// if it knows by itself when to look again.
-    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation>;
+    fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation>;
 
     /// Called when a watched file is ready. Also called while no driver is active, so that a file
     /// can be read that would otherwise stay ready.
@@ -120,7 +120,7 @@ pub(crate) trait Device: Send {
         &mut self,
         token: u32,
         events: EventSet,
-        io: &mut Io<'_>,
+        io: &mut DeviceIo<'_>,
     ) -> Result<(), Violation>;
 
     /// Pauses the device until `deadline` at the latest. What is under way is finished and its
@@ -130,13 +130,13 @@ pub(crate) trait Device: Send {
     /// # Errors
     ///
     /// The reason why the device cannot pause. It then continues to work.
-    fn quiesce(&mut self, deadline: Instant, io: &mut Io<'_>) -> Result<(), Stall>;
+    fn quiesce(&mut self, deadline: Instant, io: &mut DeviceIo<'_>) -> Result<(), QuiesceError>;
 
     /// Called when the device and the machine resume after a pause. `moved` is `true` the first
     /// time after a [`restore`](Self::restore). The caller processes all queues afterwards. A
     /// device that watches files for edges must look at them here: edges just before the pause may
     /// have gone unseen.
-    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation>;
+    fn resume(&mut self, moved: bool, io: &mut DeviceIo<'_>) -> Result<(), Violation>;
 
     /// Returns the encoded state of a paused device. The caller saves the rings and what the driver
     /// negotiated.
@@ -179,14 +179,14 @@ pub(crate) trait Device: Send {
 
 /// Reason why a device did not pause.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Stall {
+pub(crate) enum QuiesceError {
     /// The driver broke the rules.
     Violation(Violation),
     /// This number of requests was still under way at the deadline.
-    UnderWay(usize),
+    InFlight(usize),
 }
 
-impl From<Violation> for Stall {
+impl From<Violation> for QuiesceError {
     fn from(v: Violation) -> Self {
         Self::Violation(v)
     }

@@ -9,7 +9,7 @@ use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::{Device, Transport};
+use super::{Device, DriverBuffer, Transport};
 use crate::memory::Memory;
 
 /// A timeout longer than anything here takes, even on the slowest host.
@@ -22,16 +22,8 @@ const USED: u64 = 0x8000;
 const BUFFERS: u64 = 0x40_0000;
 pub(crate) const MEM_BYTES: u64 = 16 << 20;
 
-/// A descriptor: a piece of guest memory, and whether the device writes to it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Piece {
-    pub(crate) addr: u64,
-    pub(crate) len: u32,
-    pub(crate) writable: bool,
-}
-
 #[derive(Clone, Copy, Debug, Default)]
-struct Queue {
+struct DriverQueue {
     size: u16,
     rings: u64,
     available: u16,
@@ -42,7 +34,7 @@ struct Queue {
 pub(crate) struct Driver {
     pub(crate) transport: Transport,
     pub(crate) memory: Arc<Memory>,
-    queues: Vec<Queue>,
+    queues: Vec<DriverQueue>,
     next_buffer: u64,
     early: HashMap<(usize, u16), u32>,
 }
@@ -107,7 +99,7 @@ impl Driver {
             let rings = RINGS + u64::from(i) * RINGS_STEP;
             // The driver provides zeroed rings.
             self.memory.ram().write_slice(&[0; RINGS_STEP as usize], GuestAddress(rings)).unwrap();
-            self.queues.push(Queue { size, rings, ..Default::default() });
+            self.queues.push(DriverQueue { size, rings, ..Default::default() });
             self.write(VIRTIO_MMIO_QUEUE_NUM, size.into());
             self.place(i, rings);
             self.write(VIRTIO_MMIO_QUEUE_READY, 1);
@@ -165,33 +157,39 @@ impl Driver {
     }
 
     /// Returns a buffer with `bytes` for the device to read.
-    pub(crate) fn given(&mut self, bytes: &[u8]) -> Piece {
+    pub(crate) fn given(&mut self, bytes: &[u8]) -> DriverBuffer {
         let addr = self.room(bytes.len() as u32);
         self.memory.ram().write_slice(bytes, GuestAddress(addr)).unwrap();
-        Piece { addr, len: bytes.len() as u32, writable: false }
+        DriverBuffer { addr, len: bytes.len() as u32, writable: false }
     }
 
     /// Returns a buffer of `len` bytes for the device to write.
-    pub(crate) fn wanted(&mut self, len: u32) -> Piece {
-        Piece { addr: self.room(len), len, writable: true }
+    pub(crate) fn wanted(&mut self, len: u32) -> DriverBuffer {
+        DriverBuffer { addr: self.room(len), len, writable: true }
     }
 
-    pub(crate) fn bytes(&self, piece: Piece) -> Vec<u8> {
+    pub(crate) fn bytes(&self, piece: DriverBuffer) -> Vec<u8> {
         let mut bytes = vec![0; piece.len as usize];
         self.memory.ram().read_slice(&mut bytes, GuestAddress(piece.addr)).unwrap();
         bytes
     }
 
     /// Writes a descriptor without any check.
-    pub(crate) fn describe(&self, queue: usize, index: u16, piece: Piece, flags: u16, next: u16) {
+    pub(crate) fn describe(
+        &self,
+        queue: usize,
+        index: u16,
+        piece: DriverBuffer,
+        flags: u16,
+        next: u16,
+    ) {
         let at = self.queues[queue].rings + 16 * u64::from(index);
-        let flags = flags | if piece.writable { VRING_DESC_F_WRITE as u16 } else { 0 };
-        write_descriptor(&self.memory, at, piece, flags, next);
+        self.memory.ram().write_slice(&piece.descriptor(flags, next), GuestAddress(at)).unwrap();
     }
 
     /// Makes the chain from `head` available, without a notification.
     pub(crate) fn offer(&mut self, queue: usize, head: u16) {
-        let Queue { size, rings, available, .. } = self.queues[queue];
+        let DriverQueue { size, rings, available, .. } = self.queues[queue];
         let slot = rings + AVAILABLE + 4 + 2 * u64::from(available % size);
         self.memory.ram().write_obj(head, GuestAddress(slot)).unwrap();
         self.set_available(queue, available.wrapping_add(1));
@@ -210,7 +208,7 @@ impl Driver {
     }
 
     /// Makes a chain of `pieces` available, without a notification. Returns its head.
-    pub(crate) fn post(&mut self, queue: usize, pieces: &[Piece]) -> u16 {
+    pub(crate) fn post(&mut self, queue: usize, pieces: &[DriverBuffer]) -> u16 {
         let size = self.queues[queue].size;
         let head = self.queues[queue].next_descriptor;
         for (i, piece) in pieces.iter().enumerate() {
@@ -226,17 +224,17 @@ impl Driver {
     }
 
     /// Like [`post`](Self::post), through an indirect table.
-    pub(crate) fn post_indirect(&mut self, queue: usize, pieces: &[Piece]) -> u16 {
+    pub(crate) fn post_indirect(&mut self, queue: usize, pieces: &[DriverBuffer]) -> u16 {
         let table = self.room(16 * pieces.len() as u32);
         for (i, piece) in pieces.iter().enumerate() {
             let last = i + 1 == pieces.len();
             let flags = if last { 0 } else { VRING_DESC_F_NEXT as u16 };
-            let flags = flags | if piece.writable { VRING_DESC_F_WRITE as u16 } else { 0 };
-            write_descriptor(&self.memory, table + 16 * i as u64, *piece, flags, i as u16 + 1);
+            let at = GuestAddress(table + 16 * i as u64);
+            self.memory.ram().write_slice(&piece.descriptor(flags, i as u16 + 1), at).unwrap();
         }
         let head = self.queues[queue].next_descriptor;
         self.queues[queue].next_descriptor = (head + 1) % self.queues[queue].size;
-        let piece = Piece { addr: table, len: 16 * pieces.len() as u32, writable: false };
+        let piece = DriverBuffer { addr: table, len: 16 * pieces.len() as u32, writable: false };
         self.describe(queue, head, piece, VRING_DESC_F_INDIRECT as u16, 0);
         self.offer(queue, head);
         head
@@ -267,7 +265,7 @@ impl Driver {
     }
 
     fn take_used(&mut self, queue: usize) -> Option<(u16, u32)> {
-        let Queue { size, rings, used, .. } = self.queues[queue];
+        let DriverQueue { size, rings, used, .. } = self.queues[queue];
         let index = GuestAddress(rings + USED + 2);
         let index: u16 =
             self.memory.ram().load(index, std::sync::atomic::Ordering::SeqCst).unwrap();
@@ -287,7 +285,7 @@ impl Driver {
 
     /// Posts a chain, notifies the device and waits.
     #[track_caller]
-    pub(crate) fn request(&mut self, queue: usize, pieces: &[Piece]) -> u32 {
+    pub(crate) fn request(&mut self, queue: usize, pieces: &[DriverBuffer]) -> u32 {
         let head = self.post(queue, pieces);
         self.kick(queue);
         self.wait_used(queue, head)
@@ -313,13 +311,4 @@ impl Driver {
     pub(crate) fn quiesce(&self) {
         self.transport.begin_quiesce(Instant::now() + LONG).wait().unwrap();
     }
-}
-
-fn write_descriptor(memory: &Memory, at: u64, piece: Piece, flags: u16, next: u16) {
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&piece.addr.to_le_bytes());
-    bytes[8..12].copy_from_slice(&piece.len.to_le_bytes());
-    bytes[12..14].copy_from_slice(&flags.to_le_bytes());
-    bytes[14..].copy_from_slice(&next.to_le_bytes());
-    memory.ram().write_slice(&bytes, GuestAddress(at)).unwrap();
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use driftline_guest::GuestRam;
 use vmm_sys_util::epoll::EventSet;
 
-use super::{Device, Io, Kind, Stall, Transport, Violation, Watcher};
+use super::{Device, DeviceIo, DeviceKind, QuiesceError, Transport, Violation, Watcher};
 use crate::devices::error::{DeviceError, StateError};
 
 /// The script and the record of the device. Each flag may be changed at any time.
@@ -61,11 +61,11 @@ impl Script {
 }
 
 /// A scripted device; see the module. The machine takes it for a virtio-rng.
-pub(crate) struct Fake(pub(crate) Arc<Script>);
+pub(crate) struct FakeDevice(pub(crate) Arc<Script>);
 
-impl Device for Fake {
-    fn kind(&self) -> Kind {
-        Kind::Rng
+impl Device for FakeDevice {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Rng
     }
 
     fn features(&self) -> u64 {
@@ -80,7 +80,7 @@ impl Device for Fake {
         Vec::new()
     }
 
-    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut DeviceIo<'_>) {}
 
     fn start(&mut self, _: &Watcher) -> io::Result<()> {
         Ok(())
@@ -88,28 +88,33 @@ impl Device for Fake {
 
     fn activate(&mut self, _: u64) {}
 
-    fn reset(&mut self, _: &mut Io<'_>) {
+    fn reset(&mut self, _: &mut DeviceIo<'_>) {
         Script::set(&self.0.resetting, true);
         self.0.settle(None);
         Script::set(&self.0.resetting, false);
     }
 
-    fn process(&mut self, _: usize, _: &mut Io<'_>) -> Result<(), Violation> {
+    fn process(&mut self, _: usize, _: &mut DeviceIo<'_>) -> Result<(), Violation> {
         Ok(())
     }
 
-    fn backend_ready(&mut self, _: u32, _: EventSet, _: &mut Io<'_>) -> Result<(), Violation> {
+    fn backend_ready(
+        &mut self,
+        _: u32,
+        _: EventSet,
+        _: &mut DeviceIo<'_>,
+    ) -> Result<(), Violation> {
         Ok(())
     }
 
-    fn quiesce(&mut self, deadline: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+    fn quiesce(&mut self, deadline: Instant, _: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
         match self.0.settle(Some(deadline)) {
             true => Ok(()),
-            false => Err(Stall::UnderWay(1)),
+            false => Err(QuiesceError::InFlight(1)),
         }
     }
 
-    fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
+    fn resume(&mut self, _: bool, _: &mut DeviceIo<'_>) -> Result<(), Violation> {
         Ok(())
     }
 
@@ -166,7 +171,7 @@ mod tests {
     use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 
     use super::super::driver::Driver;
-    use super::super::{Done, Transport};
+    use super::super::{Completion, Transport};
     use super::*;
 
     fn status(transport: &Transport) -> u32 {
@@ -178,11 +183,11 @@ mod tests {
     #[test]
     fn a_reset_that_takes_long_holds_nobody_up_and_shows_in_the_status() {
         let script = Arc::new(Script::default());
-        let driver = Driver::started(Box::new(Fake(script.clone())));
+        let driver = Driver::started(Box::new(FakeDevice(script.clone())));
         Script::set(&script.busy, true);
         let (said, done) = mpsc::channel();
         let reset = |said: mpsc::Sender<()>| {
-            let done = || Done::new(move || said.send(()).unwrap());
+            let done = || Completion::new(move || said.send(()).unwrap());
             driver.transport.write(VIRTIO_MMIO_STATUS.into(), &[0; 4], done)
         };
         assert!(reset(said.clone()) && reset(said));

@@ -7,7 +7,7 @@ use super::ring::{RingPosition, RingSetup};
 pub(super) type ReadyRing = (usize, RingSetup);
 
 /// The effect of a driver's writes to registers on the thread.
-pub(super) enum Written {
+pub(super) enum DriverCommand {
     /// The driver is ready, with these features and queues.
     Activate(u64, Vec<ReadyRing>),
     StartQueue(ReadyRing),
@@ -20,13 +20,13 @@ pub(super) enum Written {
 }
 
 /// The thread's part of a saved state.
-pub(super) struct SavedWorker {
+pub(super) struct SavedWorkerState {
     pub(super) positions: Vec<RingPosition>,
     pub(super) device: Vec<u8>,
 }
 
 /// The part of a saved state that the thread needs.
-pub(super) struct RestoredWorker {
+pub(super) struct RestoredWorkerState {
     /// Features and ready queues, if a driver is active and did not break the rules.
     pub(super) active: Option<(u64, Vec<ReadyRing>)>,
     pub(super) positions: Vec<RingPosition>,

@@ -13,22 +13,22 @@ use virtio_bindings::virtio_config::{VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_
 use virtio_bindings::virtio_mmio::*;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::messages::{ReadyRing, RestoredWorker, SavedWorker, Written};
-use super::registers::{Effect, RegisterState, Registers};
+use super::messages::{DriverCommand, ReadyRing, RestoredWorkerState, SavedWorkerState};
+use super::registers::{RegisterEffect, RegisterState, Registers};
 use super::request::RequestError;
-use super::{Device, Kind, REGISTERS_LEN, Shared, Violation, VirtioState};
+use super::{Device, DeviceKind, REGISTERS_LEN, SharedDeviceState, Violation, VirtioState};
 
 /// A device's registers, configuration space and notifications; see the module.
 #[derive(Debug)]
-pub(super) struct Front {
-    kind: Kind,
+pub(super) struct MmioInterface {
+    kind: DeviceKind,
     label: String,
     registers: Mutex<Registers>,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<SharedDeviceState>,
     pub(super) kicks: Vec<Arc<EventFd>>,
 }
 
-impl Front {
+impl MmioInterface {
     /// Creates the front of `device`; `id` is its name in messages.
     pub(super) fn new(id: &str, device: &dyn Device) -> io::Result<Self> {
         let kind = device.kind();
@@ -37,7 +37,7 @@ impl Front {
         Ok(Self {
             kind,
             label: format!("{kind} \"{id}\""),
-            shared: Arc::new(Shared::new(device.config_space())?),
+            shared: Arc::new(SharedDeviceState::new(device.config_space())?),
             kicks: sizes.iter().map(|_| event()).collect::<io::Result<_>>()?,
             registers: Mutex::new(Registers::new(kind.id(), device.features(), sizes)),
         })
@@ -82,11 +82,11 @@ impl Front {
 
     /// Handles a vCPU's write at `offset` of the device's registers. Register writes are handled
     /// one at a time: `tell` is called while the registers are locked, so it must not wait.
-    pub(super) fn write(&self, offset: u64, data: &[u8], tell: impl FnOnce(Written)) {
+    pub(super) fn write(&self, offset: u64, data: &[u8], tell: impl FnOnce(DriverCommand)) {
         debug_assert!(offset < REGISTERS_LEN);
         if offset >= u64::from(VIRTIO_MMIO_CONFIG) {
             let at = (offset - u64::from(VIRTIO_MMIO_CONFIG)) as usize;
-            return tell(Written::Config(at, data.to_vec()));
+            return tell(DriverCommand::Config(at, data.to_vec()));
         }
         let Ok(bytes) = <[u8; 4]>::try_from(data) else {
             tracing::debug!("{}: {} bytes written at {offset:#x}", self.label, data.len());
@@ -105,19 +105,19 @@ impl Front {
     }
 
     /// Reached only if no ioeventfd has taken the write.
-    fn notify(&self, queue: u32, tell: impl FnOnce(Written)) {
+    fn notify(&self, queue: u32, tell: impl FnOnce(DriverCommand)) {
         match self.kicks.get(queue as usize) {
             // Fails only at 2^64 - 1 notifications.
             Some(kick) => drop(kick.write(1)),
             None => {
                 let why = format!("its driver notifies queue {queue}, which does not exist");
-                tell(Written::Stop(Violation::Registers(why)));
+                tell(DriverCommand::Stop(Violation::Registers(why)));
             }
         }
     }
 
     /// Returns the state of the whole device; `worker` is the thread's part of it.
-    pub(super) fn save(&self, worker: SavedWorker) -> VirtioState {
+    pub(super) fn save(&self, worker: SavedWorkerState) -> VirtioState {
         VirtioState {
             device_id: self.kind.id(),
             registers: self.registers().state().clone(),
@@ -134,7 +134,7 @@ impl Front {
     pub(super) fn restore(
         &self,
         state: VirtioState,
-        restore: impl FnOnce(RestoredWorker) -> Result<(), RequestError>,
+        restore: impl FnOnce(RestoredWorkerState) -> Result<(), RequestError>,
     ) -> Result<(), RequestError> {
         if state.device_id != self.kind.id() {
             let id = state.device_id;
@@ -151,7 +151,7 @@ impl Front {
         registers.restore(state.registers).map_err(|e| RequestError::Misfit(e.to_string()))?;
         let of = registers.state();
         let active = of.is_active() && !state.needs_reset;
-        restore(RestoredWorker {
+        restore(RestoredWorkerState {
             active: active.then(|| (of.driver_features, ready_rings(of))),
             positions: state.positions,
             device: state.device,
@@ -163,27 +163,27 @@ impl Front {
     fn put_into_effect(
         &self,
         registers: &mut Registers,
-        effect: Effect,
-        tell: impl FnOnce(Written),
+        effect: RegisterEffect,
+        tell: impl FnOnce(DriverCommand),
     ) {
         match effect {
-            Effect::Nothing => {}
-            Effect::Reset => {
+            RegisterEffect::Nothing => {}
+            RegisterEffect::Reset => {
                 registers.reset();
                 self.shared.begin_reset();
-                tell(Written::Reset);
+                tell(DriverCommand::Reset);
             }
-            Effect::Activate => {
+            RegisterEffect::Activate => {
                 let state = registers.state();
-                tell(Written::Activate(state.driver_features, ready_rings(state)));
+                tell(DriverCommand::Activate(state.driver_features, ready_rings(state)));
             }
-            Effect::StartQueue(queue) => {
+            RegisterEffect::StartQueue(queue) => {
                 if let Some(q) = registers.state().queues.get(queue) {
-                    tell(Written::StartQueue((queue, q.setup)));
+                    tell(DriverCommand::StartQueue((queue, q.setup)));
                 }
             }
-            Effect::StopQueue(queue) => tell(Written::StopQueue(queue)),
-            Effect::Violation(why) => tell(Written::Stop(Violation::Registers(why))),
+            RegisterEffect::StopQueue(queue) => tell(DriverCommand::StopQueue(queue)),
+            RegisterEffect::Violation(why) => tell(DriverCommand::Stop(Violation::Registers(why))),
         }
     }
 }

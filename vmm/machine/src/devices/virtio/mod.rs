@@ -2,20 +2,20 @@
 //!
 //! ```text
 //!            vCPU threads                          the device's thread, `virtio-<id>`
-//!  registers ----------> Transport ----Job----> Worker -----> Device, its Rings
-//!                            |     <--Done----     |  ^            |
-//!                            +------ Shared -------+  |            v
-//!  QueueNotify ~~ ioeventfd ~~~~~~~~~~~~~~~~~~~~~~~~~~+       guest memory
-//!  interrupt   <~ irqfd ~~~~~~~~~ Shared
+//!  registers ----------> Transport ------ job -----> DeviceWorker -----> Device, DeviceRings
+//!                            |     <-- Completion ---    |  ^               |
+//!                            +---- SharedDeviceState ----+  |               v
+//!  QueueNotify ~~ ioeventfd ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~+          guest memory
+//!  interrupt   <~ irqfd ~~~~~~~ SharedDeviceState
 //! ```
 //!
-//! A [`Device`] defines what happens to the chains of its [`Ring`]s. Everything else is here:
+//! A [`Device`] defines what happens to the chains of its [`DeviceRing`]s. Everything else is here:
 //! feature negotiation, queue set-up and reset, the thread, interrupts, quiescing, saving and
 //! restoring. The driver is hostile. A [`Violation`] stops its device until the driver resets it,
 //! and has no other effect.
 //!
-//! The transport's registers, `Front`, do not depend on threads: fuzzing uses them and the worker
-//! without a thread.
+//! The transport's registers, `MmioInterface`, do not depend on threads: fuzzing uses them and the
+//! worker without a thread.
 
 mod chain;
 mod completion;
@@ -24,6 +24,8 @@ pub(crate) mod conformance;
 mod device;
 #[cfg(test)]
 pub(crate) mod driver;
+#[cfg(any(test, fuzzing))]
+mod driver_buffer;
 #[cfg(test)]
 pub(crate) mod fake;
 mod messages;
@@ -41,13 +43,15 @@ mod watcher;
 mod worker;
 
 pub(crate) use chain::{Buffer, Buffers, Chain};
-pub(crate) use completion::Done;
-pub(crate) use device::{Device, Io, Kind, Stall};
+pub(crate) use completion::Completion;
+pub(crate) use device::{Device, DeviceIo, DeviceKind, QuiesceError};
+#[cfg(any(test, fuzzing))]
+pub(crate) use driver_buffer::DriverBuffer;
 pub(crate) use request::RequestError;
-pub(crate) use ring::Ring;
-pub(crate) use shared_state::Shared;
+pub(crate) use ring::DeviceRing;
+pub(crate) use shared_state::SharedDeviceState;
 pub(crate) use state::{VirtioState, decode_state, encode_state};
-pub(crate) use transport::{Asked, GRACE, Transport};
+pub(crate) use transport::{GRACE, PendingRequest, Transport};
 pub(crate) use violation::Violation;
 pub(crate) use watcher::Watcher;
 

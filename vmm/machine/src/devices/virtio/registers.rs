@@ -1,4 +1,4 @@
-//! The registers of one device, without the effects of writes: a write returns an [`Effect`].
+//! The registers of one device, without the effects of writes: a write returns a [`RegisterEffect`].
 //!
 //! Interrupt status, configuration space and notifications are elsewhere, so that they need no lock
 //! of the registers.
@@ -29,7 +29,7 @@ pub(super) const COMMON_FEATURES: u64 = 1 << VIRTIO_F_VERSION_1
 
 /// The effect of a write.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum Effect {
+pub(super) enum RegisterEffect {
     Nothing,
     /// The device must be reset, and then these registers.
     Reset,
@@ -180,7 +180,7 @@ impl Registers {
         }
     }
 
-    pub(super) fn write(&mut self, register: u32, value: u32) -> Effect {
+    pub(super) fn write(&mut self, register: u32, value: u32) -> RegisterEffect {
         match register {
             VIRTIO_MMIO_DEVICE_FEATURES_SEL => self.state.device_features_select = value,
             VIRTIO_MMIO_DRIVER_FEATURES_SEL => self.state.driver_features_select = value,
@@ -198,7 +198,7 @@ impl Registers {
             | VIRTIO_MMIO_QUEUE_USED_HIGH => return self.write_setup(register, value),
             _ => tracing::debug!("a driver wrote {value:#x} to virtio register {register:#x}"),
         }
-        Effect::Nothing
+        RegisterEffect::Nothing
     }
 
     fn write_features(&mut self, value: u32) {
@@ -215,9 +215,9 @@ impl Registers {
         self.state.driver_features = kept | u64::from(value) << shift;
     }
 
-    fn write_status(&mut self, value: u32) -> Effect {
+    fn write_status(&mut self, value: u32) -> RegisterEffect {
         if value == 0 {
-            return Effect::Reset;
+            return RegisterEffect::Reset;
         }
         // Only a reset clears bits, and only the device sets `NEEDS_RESET`.
         let mut new = value & !self.state.status & !VIRTIO_CONFIG_S_NEEDS_RESET;
@@ -229,17 +229,23 @@ impl Registers {
         }
         let settled = (self.state.status | new) & VIRTIO_CONFIG_S_FEATURES_OK != 0;
         if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 && !settled {
-            return Effect::Violation("its driver starts it before features are agreed".to_owned());
+            return RegisterEffect::Violation(
+                "its driver starts it before features are agreed".to_owned(),
+            );
         }
         if new & VIRTIO_CONFIG_S_FAILED != 0 {
             // Only at debug level: a driver can repeat this without end.
             tracing::debug!("a driver has given its virtio device up");
         }
         self.state.status |= new;
-        if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 { Effect::Activate } else { Effect::Nothing }
+        if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 {
+            RegisterEffect::Activate
+        } else {
+            RegisterEffect::Nothing
+        }
     }
 
-    fn write_ready(&mut self, value: u32) -> Effect {
+    fn write_ready(&mut self, value: u32) -> RegisterEffect {
         let active = self.state.is_active();
         let index = self.state.queue_select as usize;
         let Some(queue) = self.state.queues.get_mut(index) else {
@@ -247,36 +253,36 @@ impl Registers {
         };
         let was = std::mem::replace(&mut queue.ready, value == 1);
         match (was, value == 1) {
-            (false, true) if active => Effect::StartQueue(index),
-            (true, false) if active => Effect::StopQueue(index),
-            _ => Effect::Nothing,
+            (false, true) if active => RegisterEffect::StartQueue(index),
+            (true, false) if active => RegisterEffect::StopQueue(index),
+            _ => RegisterEffect::Nothing,
         }
     }
 
-    fn write_queue_reset(&mut self, value: u32) -> Effect {
+    fn write_queue_reset(&mut self, value: u32) -> RegisterEffect {
         let (active, index) = (self.state.is_active(), self.state.queue_select as usize);
         let Some(size) = self.queue_sizes.get(index).copied() else {
             return no_such_queue(index);
         };
         if value != 1 || self.state.driver_features & 1 << VIRTIO_F_RING_RESET == 0 {
-            return Effect::Nothing;
+            return RegisterEffect::Nothing;
         }
         let empty = self.empty_queue(size);
         let was = self.state.queues.get_mut(index).map(|q| std::mem::replace(q, empty));
         match was {
-            Some(was) if active && was.ready => Effect::StopQueue(index),
-            _ => Effect::Nothing,
+            Some(was) if active && was.ready => RegisterEffect::StopQueue(index),
+            _ => RegisterEffect::Nothing,
         }
     }
 
-    fn write_setup(&mut self, register: u32, value: u32) -> Effect {
+    fn write_setup(&mut self, register: u32, value: u32) -> RegisterEffect {
         let index = self.state.queue_select as usize;
         let most = self.queue_sizes.get(index).copied().unwrap_or(0);
         let Some(queue) = self.state.queues.get_mut(index) else {
             return no_such_queue(index);
         };
         if queue.ready {
-            return Effect::Violation(format!(
+            return RegisterEffect::Violation(format!(
                 "its driver changes queue {index} (register {register:#x}) while it is in use"
             ));
         }
@@ -285,7 +291,7 @@ impl Registers {
             VIRTIO_MMIO_QUEUE_NUM => match u16::try_from(value) {
                 Ok(size) if size <= most && size.is_power_of_two() => setup.size = size,
                 _ => {
-                    return Effect::Violation(format!(
+                    return RegisterEffect::Violation(format!(
                         "its driver gives queue {index} {value} entries, not a power of two up to {most}"
                     ));
                 }
@@ -297,12 +303,12 @@ impl Registers {
             VIRTIO_MMIO_QUEUE_USED_LOW => set_low(&mut setup.used, value),
             _ => set_high(&mut setup.used, value),
         }
-        Effect::Nothing
+        RegisterEffect::Nothing
     }
 }
 
-fn no_such_queue(index: usize) -> Effect {
-    Effect::Violation(format!("its driver sets up queue {index}, which does not exist"))
+fn no_such_queue(index: usize) -> RegisterEffect {
+    RegisterEffect::Violation(format!("its driver sets up queue {index}, which does not exist"))
 }
 
 fn half(value: u64, select: u32) -> u32 {
@@ -366,11 +372,11 @@ mod tests {
     fn a_driver_that_is_not_ready_is_told() {
         let mut r = registers();
         let start = ACKNOWLEDGED | VIRTIO_CONFIG_S_DRIVER_OK;
-        assert!(matches!(r.write(VIRTIO_MMIO_STATUS, start), Effect::Violation(_)));
+        assert!(matches!(r.write(VIRTIO_MMIO_STATUS, start), RegisterEffect::Violation(_)));
         choose(&mut r, 1 << 32);
-        assert_eq!(r.write(VIRTIO_MMIO_STATUS, start), Effect::Activate);
-        assert_eq!(r.write(VIRTIO_MMIO_STATUS, start), Effect::Nothing, "once");
-        assert_eq!(r.write(VIRTIO_MMIO_STATUS, 0), Effect::Reset);
+        assert_eq!(r.write(VIRTIO_MMIO_STATUS, start), RegisterEffect::Activate);
+        assert_eq!(r.write(VIRTIO_MMIO_STATUS, start), RegisterEffect::Nothing, "once");
+        assert_eq!(r.write(VIRTIO_MMIO_STATUS, 0), RegisterEffect::Reset);
     }
 
     #[test]
@@ -379,17 +385,20 @@ mod tests {
             [VIRTIO_MMIO_QUEUE_NUM, VIRTIO_MMIO_QUEUE_DESC_LOW, VIRTIO_MMIO_QUEUE_USED_HIGH]
         {
             let mut r = registers();
-            assert_eq!(r.write(VIRTIO_MMIO_QUEUE_READY, 1), Effect::Nothing);
-            assert!(matches!(r.write(register, 8), Effect::Violation(_)), "{register:#x}");
+            assert_eq!(r.write(VIRTIO_MMIO_QUEUE_READY, 1), RegisterEffect::Nothing);
+            assert!(matches!(r.write(register, 8), RegisterEffect::Violation(_)), "{register:#x}");
         }
         for size in [0, 3, 128, 1 << 16, u32::MAX] {
             let mut r = registers();
-            assert!(matches!(r.write(VIRTIO_MMIO_QUEUE_NUM, size), Effect::Violation(_)), "{size}");
+            assert!(
+                matches!(r.write(VIRTIO_MMIO_QUEUE_NUM, size), RegisterEffect::Violation(_)),
+                "{size}"
+            );
         }
         let mut r = registers();
         r.write(VIRTIO_MMIO_QUEUE_SEL, 2);
         assert_eq!(r.read(VIRTIO_MMIO_QUEUE_NUM_MAX), 0, "there is no third queue");
-        assert!(matches!(r.write(VIRTIO_MMIO_QUEUE_READY, 1), Effect::Violation(_)));
+        assert!(matches!(r.write(VIRTIO_MMIO_QUEUE_READY, 1), RegisterEffect::Violation(_)));
     }
 
     #[test]
@@ -398,11 +407,11 @@ mod tests {
         choose(&mut r, 1 << 32 | 1 << VIRTIO_F_RING_RESET);
         r.write(VIRTIO_MMIO_STATUS, ACKNOWLEDGED | VIRTIO_CONFIG_S_DRIVER_OK);
         r.write(VIRTIO_MMIO_QUEUE_SEL, 1);
-        assert_eq!(r.write(VIRTIO_MMIO_QUEUE_READY, 1), Effect::StartQueue(1));
+        assert_eq!(r.write(VIRTIO_MMIO_QUEUE_READY, 1), RegisterEffect::StartQueue(1));
         assert_eq!(r.read(VIRTIO_MMIO_QUEUE_READY), 1);
-        assert_eq!(r.write(VIRTIO_MMIO_QUEUE_RESET, 1), Effect::StopQueue(1));
+        assert_eq!(r.write(VIRTIO_MMIO_QUEUE_RESET, 1), RegisterEffect::StopQueue(1));
         assert_eq!(r.read(VIRTIO_MMIO_QUEUE_READY), 0);
-        assert_eq!(r.write(VIRTIO_MMIO_QUEUE_DESC_LOW, 0x1000), Effect::Nothing);
+        assert_eq!(r.write(VIRTIO_MMIO_QUEUE_DESC_LOW, 0x1000), RegisterEffect::Nothing);
     }
 
     #[test]

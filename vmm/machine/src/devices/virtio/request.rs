@@ -15,7 +15,7 @@ pub(crate) enum RequestError {
     Ended(CallError),
     /// Requests of the guest were not finished in time.
     #[error("{device} still has {count} requests under way")]
-    UnderWay {
+    InFlight {
         /// Kind and name of the device.
         device: String,
         /// Number of these requests.

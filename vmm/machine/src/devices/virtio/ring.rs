@@ -42,7 +42,7 @@ impl RingPosition {
 }
 
 /// One queue of a device.
-pub(crate) struct Ring {
+pub(crate) struct DeviceRing {
     number: u16,
     queue: Queue,
     /// Chains that may still be taken in this turn.
@@ -61,13 +61,13 @@ pub(crate) struct Ring {
     began_at: u16,
 }
 
-impl fmt::Debug for Ring {
+impl fmt::Debug for DeviceRing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Ring({}: {:?})", self.number, self.queue.state())
+        write!(f, "DeviceRing({}: {:?})", self.number, self.queue.state())
     }
 }
 
-impl Ring {
+impl DeviceRing {
     /// Creates a queue that is not set up.
     pub(super) fn idle(number: u16, max_size: u16) -> Result<Self, Violation> {
         let queue = Queue::new(max_size).map_err(|e| queue_error(number, &e))?;

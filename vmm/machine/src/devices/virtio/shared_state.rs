@@ -10,7 +10,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// State shared by a device's registers and its thread; see the module.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct SharedDeviceState {
     /// `InterruptStatus`. A bit is set before the interrupt that reports it. An interrupt that is
     /// lost on its way (to a saved interrupt controller) therefore leaves its bit behind.
     interrupt_status: AtomicU32,
@@ -28,7 +28,7 @@ struct ConfigSpace {
     bytes: Vec<u8>,
 }
 
-impl Shared {
+impl SharedDeviceState {
     pub(super) fn new(config: Vec<u8>) -> io::Result<Self> {
         Ok(Self {
             interrupt_status: AtomicU32::new(0),

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use driftline_guest::GuestRam;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::mmio::Front;
-use super::worker::Worker;
+use super::mmio::MmioInterface;
+use super::worker::DeviceWorker;
 use super::{Device, RequestError, VirtioState};
 use crate::actor::{self, Handle};
 
@@ -18,20 +18,20 @@ use crate::actor::{self, Handle};
 const LONG: Duration = Duration::from_secs(10);
 
 /// A device without a thread; see the module.
-pub(crate) struct Inline {
-    front: Front,
-    worker: RefCell<Worker>,
+pub(crate) struct ThreadlessDevice {
+    front: MmioInterface,
+    worker: RefCell<DeviceWorker>,
     /// Keeps the worker's inbox open; nothing is sent.
-    _handle: Handle<Worker>,
+    _handle: Handle<DeviceWorker>,
 }
 
-impl Inline {
+impl ThreadlessDevice {
     /// Creates a device, which is paused.
     pub(crate) fn new(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
-        let front = Front::new(id, &*device)?;
+        let front = MmioInterface::new(id, &*device)?;
         let (handle, inbox) = actor::inbox(front.label());
         let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
-        let worker = RefCell::new(Worker::new(&front, device, ram, inbox, wake)?);
+        let worker = RefCell::new(DeviceWorker::new(&front, device, ram, inbox, wake)?);
         Ok(Self { front, worker, _handle: handle })
     }
 

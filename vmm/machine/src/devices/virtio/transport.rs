@@ -14,11 +14,11 @@ use driftline_guest::GuestRam;
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::messages::Written;
-use super::mmio::Front;
+use super::messages::DriverCommand;
+use super::mmio::MmioInterface;
 use super::request::RequestError;
-use super::worker::Worker;
-use super::{Device, Done, VirtioState};
+use super::worker::DeviceWorker;
+use super::{Completion, Device, VirtioState};
 use crate::actor::{self, Handle, PendingCall};
 use crate::sandbox;
 #[cfg(test)]
@@ -33,14 +33,14 @@ pub(crate) const GRACE: Duration = Duration::from_secs(1);
 /// A device with its registers and its thread; see the module.
 #[derive(Debug)]
 pub(crate) struct Transport {
-    front: Front,
+    front: MmioInterface,
     thread: WorkerThread,
 }
 
 /// The handle of a device's thread. Dropping it ends the thread.
 #[derive(Debug)]
 struct WorkerThread {
-    worker: Handle<Worker>,
+    worker: Handle<DeviceWorker>,
     /// Disconnects when the thread ends. The mutex is needed only because the vCPUs share this
     /// struct; only the drop uses it.
     ended: Mutex<Receiver<()>>,
@@ -79,9 +79,9 @@ impl Drop for WorkerThread {
 
 /// A request that was sent to a device's thread.
 #[must_use = "the answer says whether it was done"]
-pub(crate) struct Asked<T>(PendingCall<Result<T, RequestError>>);
+pub(crate) struct PendingRequest<T>(PendingCall<Result<T, RequestError>>);
 
-impl<T> Asked<T> {
+impl<T> PendingRequest<T> {
     /// Waits for the answer until [`GRACE`] after the deadline; the error names the device.
     pub(crate) fn wait(self) -> Result<T, RequestError> {
         self.0.wait_for(GRACE)?
@@ -93,10 +93,10 @@ impl Transport {
     /// [`resume`](Self::resume).
     pub(crate) fn spawn(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
         let class = device.kind().class();
-        let front = Front::new(id, &*device)?;
+        let front = MmioInterface::new(id, &*device)?;
         let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
         let (handle, inbox) = actor::inbox(front.label());
-        let worker = Worker::new(&front, device, ram, inbox, wake.clone())?;
+        let worker = DeviceWorker::new(&front, device, ram, inbox, wake.clone())?;
         let (end, ended) = mpsc::channel();
         // The kernel keeps 15 bytes of a thread's name.
         let thread = sandbox::spawn(class, format!("virtio-{id}"), move || {
@@ -136,9 +136,9 @@ impl Transport {
         &self,
         what: &'static str,
         deadline: Instant,
-        job: impl FnOnce(&mut Worker) -> Result<T, RequestError> + Send + 'static,
-    ) -> Asked<T> {
-        Asked(self.thread.worker.begin(what, deadline, job))
+        job: impl FnOnce(&mut DeviceWorker) -> Result<T, RequestError> + Send + 'static,
+    ) -> PendingRequest<T> {
+        PendingRequest(self.thread.worker.begin(what, deadline, job))
     }
 
     /// Tells the thread to end, without waiting for it. Dropping the transport waits.
@@ -153,9 +153,14 @@ impl Transport {
 
     /// Handles a vCPU's write at `offset` of the device's registers. Returns whether the thread has
     /// work to do for it. If so, the value that `done` returns reports when the work is done.
-    pub(crate) fn write(&self, offset: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
+    pub(crate) fn write(
+        &self,
+        offset: u64,
+        data: &[u8],
+        done: impl FnOnce() -> Completion,
+    ) -> bool {
         let mut told = false;
-        self.front.write(offset, data, |written: Written| {
+        self.front.write(offset, data, |written: DriverCommand| {
             told = true;
             let done = done();
             // A thread that has ended drops the job: it does nothing more for its driver.
@@ -171,7 +176,7 @@ impl Transport {
     #[cfg(test)]
     pub(crate) fn write_and_wait(&self, offset: u64, data: &[u8]) {
         let (done, wait) = mpsc::channel::<()>();
-        if self.write(offset, data, || Done::new(move || drop(done))) {
+        if self.write(offset, data, || Completion::new(move || drop(done))) {
             // Disconnects when the sender is dropped.
             let _ = wait.recv();
         }
@@ -179,34 +184,34 @@ impl Transport {
 
     /// Begins to pause the device. The answer comes at `deadline` at the latest. A device that is
     /// told so late pauses nevertheless, until it is resumed.
-    pub(crate) fn begin_quiesce(&self, deadline: Instant) -> Asked<()> {
-        let quiesce = move |worker: &mut Worker| worker.quiesce(deadline);
-        Asked(self.thread.worker.begin_even_late("quiesce", deadline, quiesce))
+    pub(crate) fn begin_quiesce(&self, deadline: Instant) -> PendingRequest<()> {
+        let quiesce = move |worker: &mut DeviceWorker| worker.quiesce(deadline);
+        PendingRequest(self.thread.worker.begin_even_late("quiesce", deadline, quiesce))
     }
 
     /// Resumes the device.
     pub(crate) fn resume(&self) {
         // If the thread has ended, the next request reports it.
-        self.thread.worker.tell(Worker::resume);
+        self.thread.worker.tell(DeviceWorker::resume);
     }
 
     /// Begins to acquire what only one host may hold.
-    pub(crate) fn begin_acquire(&self, deadline: Instant) -> Asked<()> {
-        self.ask("acquire its files", deadline, Worker::acquire)
+    pub(crate) fn begin_acquire(&self, deadline: Instant) -> PendingRequest<()> {
+        self.ask("acquire its files", deadline, DeviceWorker::acquire)
     }
 
     /// Begins to make durable what the guest wrote, and to release what only one host may hold.
-    pub(crate) fn begin_release(&self, deadline: Instant) -> Asked<()> {
+    pub(crate) fn begin_release(&self, deadline: Instant) -> PendingRequest<()> {
         self.ask("release its files", deadline, move |worker| worker.release(deadline))
     }
 
     /// Begins to undo [`begin_acquire`](Self::begin_acquire) and [`attach_by`](Self::attach_by).
     /// The thread carries this out even after `deadline`: the guest does not run before the next
     /// acquire, which follows in the inbox.
-    pub(crate) fn begin_undo(&self, deadline: Instant) -> Asked<()> {
+    pub(crate) fn begin_undo(&self, deadline: Instant) -> PendingRequest<()> {
         let limit = deadline.saturating_duration_since(Instant::now());
-        let undo = move |worker: &mut Worker| worker.undo_acquire(limit);
-        Asked(self.thread.worker.begin_even_late("release its files", deadline, undo))
+        let undo = move |worker: &mut DeviceWorker| worker.undo_acquire(limit);
+        PendingRequest(self.thread.worker.begin_even_late("release its files", deadline, undo))
     }
 
     /// Disconnects the guest's peers. Returns what arrived late, in at most `room` bytes.

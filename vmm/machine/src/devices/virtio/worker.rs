@@ -18,25 +18,25 @@ use driftline_guest::GuestRam;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::device::Stall;
-use super::messages::{ReadyRing, RestoredWorker, SavedWorker, Written};
-use super::mmio::Front;
+use super::device::QuiesceError;
+use super::messages::{DriverCommand, ReadyRing, RestoredWorkerState, SavedWorkerState};
+use super::mmio::MmioInterface;
 use super::request::RequestError;
 use super::ring::RingPosition;
 use super::watcher::Event;
-use super::{Device, Io, Ring, Shared, Violation, Watcher};
+use super::{Device, DeviceIo, DeviceRing, SharedDeviceState, Violation, Watcher};
 use crate::actor::{Inbox, Next};
 
 /// Everything that the thread owns.
-pub(super) struct Worker {
+pub(super) struct DeviceWorker {
     /// Kind and name, for messages.
     label: String,
     device: Box<dyn Device>,
     ram: GuestRam,
-    rings: Vec<Ring>,
+    rings: Vec<DeviceRing>,
     /// The queues' notifications.
     kicks: Vec<Arc<EventFd>>,
-    shared: Arc<Shared>,
+    shared: Arc<SharedDeviceState>,
     watcher: Watcher,
     inbox: Inbox<Self>,
     /// Signals that there are jobs.
@@ -52,17 +52,17 @@ pub(super) struct Worker {
     stops: u64,
 }
 
-impl Worker {
+impl DeviceWorker {
     /// Creates the worker behind `front`. It is paused.
     pub(super) fn new(
-        front: &Front,
+        front: &MmioInterface,
         mut device: Box<dyn Device>,
         ram: GuestRam,
         inbox: Inbox<Self>,
         wake: Arc<EventFd>,
     ) -> io::Result<Self> {
         let sizes = device.queue_sizes();
-        let rings = sizes.iter().zip(0..).map(|(size, i)| Ring::idle(i, *size));
+        let rings = sizes.iter().zip(0..).map(|(size, i)| DeviceRing::idle(i, *size));
         let rings = rings.collect::<Result<_, _>>().map_err(io::Error::other)?;
         let watcher = Watcher::new()?;
         watcher.watch_jobs(&*wake)?;
@@ -178,17 +178,18 @@ impl Worker {
     }
 
     /// Carries out what the driver wrote to registers.
-    pub(super) fn obey_driver(&mut self, written: Written) {
+    pub(super) fn obey_driver(&mut self, written: DriverCommand) {
         match written {
             // Ignored until a reset: a stopped device would work otherwise, and be saved as one
             // that does not.
-            Written::Activate(..) | Written::StartQueue(_) if self.shared.needs_reset() => {}
-            Written::Activate(features, rings) => self.activate(features, &rings),
-            Written::StartQueue(ring) => self.start_queue(ring),
-            Written::StopQueue(queue) => self.stop_queue(queue),
-            Written::Reset => self.reset(),
-            Written::Stop(violation) => self.stop(&violation),
-            Written::Config(offset, data) => self.turn_always(|device, io| {
+            DriverCommand::Activate(..) | DriverCommand::StartQueue(_)
+                if self.shared.needs_reset() => {}
+            DriverCommand::Activate(features, rings) => self.activate(features, &rings),
+            DriverCommand::StartQueue(ring) => self.start_queue(ring),
+            DriverCommand::StopQueue(queue) => self.stop_queue(queue),
+            DriverCommand::Reset => self.reset(),
+            DriverCommand::Stop(violation) => self.stop(&violation),
+            DriverCommand::Config(offset, data) => self.turn_always(|device, io| {
                 device.write_config(offset, &data, io);
                 Ok(())
             }),
@@ -196,7 +197,10 @@ impl Worker {
     }
 
     /// Calls the device if a driver is active.
-    fn turn(&mut self, f: impl FnOnce(&mut dyn Device, &mut Io<'_>) -> Result<(), Violation>) {
+    fn turn(
+        &mut self,
+        f: impl FnOnce(&mut dyn Device, &mut DeviceIo<'_>) -> Result<(), Violation>,
+    ) {
         if self.active {
             self.turn_always(f);
         }
@@ -205,10 +209,10 @@ impl Worker {
     /// Calls the device, then tells the driver what the device has done.
     fn turn_always(
         &mut self,
-        f: impl FnOnce(&mut dyn Device, &mut Io<'_>) -> Result<(), Violation>,
+        f: impl FnOnce(&mut dyn Device, &mut DeviceIo<'_>) -> Result<(), Violation>,
     ) {
-        self.rings.iter_mut().for_each(Ring::begin_turn);
-        let mut io = Io {
+        self.rings.iter_mut().for_each(DeviceRing::begin_turn);
+        let mut io = DeviceIo {
             ram: &self.ram,
             rings: &mut self.rings,
             shared: &self.shared,
@@ -287,7 +291,7 @@ impl Worker {
 
     fn reset(&mut self) {
         self.active = false;
-        self.rings.iter_mut().for_each(Ring::tear_down);
+        self.rings.iter_mut().for_each(DeviceRing::tear_down);
         self.turn_always(|device, io| {
             device.reset(io);
             Ok(())
@@ -301,7 +305,7 @@ impl Worker {
     /// driver resets it.
     fn stop(&mut self, violation: &Violation) {
         self.active = false;
-        self.rings.iter_mut().for_each(Ring::tear_down);
+        self.rings.iter_mut().for_each(DeviceRing::tear_down);
         self.stops += 1;
         let label = &self.label;
         match self.stops {
@@ -321,7 +325,7 @@ impl Worker {
                 self.standing = true;
                 Ok(())
             }
-            count => Err(RequestError::UnderWay { device: self.label.clone(), count }),
+            count => Err(RequestError::InFlight { device: self.label.clone(), count }),
         }
     }
 
@@ -332,8 +336,8 @@ impl Worker {
         let left = || deadline.unwrap_or_else(far_away);
         self.turn_always(|device, io| match device.quiesce(left(), io) {
             Ok(()) => Ok(()),
-            Err(Stall::Violation(violation)) => Err(violation),
-            Err(Stall::UnderWay(count)) => {
+            Err(QuiesceError::Violation(violation)) => Err(violation),
+            Err(QuiesceError::InFlight(count)) => {
                 under_way = count;
                 Ok(())
             }
@@ -357,17 +361,17 @@ impl Worker {
         }
     }
 
-    pub(super) fn save(&self) -> Result<SavedWorker, RequestError> {
+    pub(super) fn save(&self) -> Result<SavedWorkerState, RequestError> {
         if !self.standing {
             return Err(RequestError::Works { device: self.label.clone() });
         }
-        Ok(SavedWorker {
-            positions: self.rings.iter().map(Ring::position).collect(),
+        Ok(SavedWorkerState {
+            positions: self.rings.iter().map(DeviceRing::position).collect(),
             device: self.device.save().map_err(RequestError::Device)?,
         })
     }
 
-    pub(super) fn restore(&mut self, state: RestoredWorker) -> Result<(), RequestError> {
+    pub(super) fn restore(&mut self, state: RestoredWorkerState) -> Result<(), RequestError> {
         if let Some((features, rings)) = &state.active {
             self.try_activate(*features, rings, &state.positions)?;
         }

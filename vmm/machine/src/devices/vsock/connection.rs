@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::op;
-use super::packet::{HOST_CID, Header, NO_RECEIVE, NO_SEND, STREAM};
+use super::packet::{HOST_CID, NO_RECEIVE, NO_SEND, PacketHeader, STREAM};
 
 /// Most bytes from the guest that wait for the host's program. This is the guest's credit.
 pub(super) const ROOM: u32 = 64 << 10;
@@ -29,7 +29,7 @@ pub(super) struct Ports {
 
 /// Phase of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Phase {
+enum ConnectionPhase {
     /// The host's program has requested the connection, and the guest has not answered.
     Requested,
     Open,
@@ -37,7 +37,7 @@ enum Phase {
 
 /// Control packets that are due to the guest.
 #[derive(Clone, Copy, Debug, Default)]
-struct Due {
+struct DuePackets {
     request: bool,
     response: bool,
     credit: bool,
@@ -45,7 +45,7 @@ struct Due {
     shutdown: bool,
 }
 
-impl Due {
+impl DuePackets {
     /// Removes and returns the next one. The shutdown is not included, because it must follow the
     /// data.
     fn take(&mut self) -> Option<u16> {
@@ -65,8 +65,8 @@ pub(super) struct Connection {
     pub(super) ports: Ports,
     guest_cid: u64,
     stream: UnixStream,
-    phase: Phase,
-    due: Due,
+    phase: ConnectionPhase,
+    due: DuePackets,
     /// Whether the connection waits for its turn to send to the guest.
     pub(super) queued: bool,
     /// Deadline that the device has queued.
@@ -96,7 +96,7 @@ pub(super) struct Connection {
 
 /// What happens to a connection next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Fate {
+pub(super) enum ConnectionOutcome {
     Lives,
     /// It ends, and the guest must be told.
     Reset,
@@ -105,7 +105,13 @@ pub(super) enum Fate {
 }
 
 impl Connection {
-    fn new(ports: Ports, guest_cid: u32, stream: UnixStream, phase: Phase, due: Due) -> Self {
+    fn new(
+        ports: Ports,
+        guest_cid: u32,
+        stream: UnixStream,
+        phase: ConnectionPhase,
+        due: DuePackets,
+    ) -> Self {
         Self {
             ports,
             guest_cid: guest_cid.into(),
@@ -131,20 +137,25 @@ impl Connection {
 
     /// Returns a connection that a program of the host requests over `stream`.
     pub(super) fn to_guest(ports: Ports, guest_cid: u32, stream: UnixStream) -> Self {
-        let due = Due { request: true, ..Due::default() };
+        let due = DuePackets { request: true, ..DuePackets::default() };
         let deadline = Some(Instant::now() + PATIENCE);
-        Self { deadline, ..Self::new(ports, guest_cid, stream, Phase::Requested, due) }
+        Self { deadline, ..Self::new(ports, guest_cid, stream, ConnectionPhase::Requested, due) }
     }
 
     /// Returns a connection that the guest requests with `header`, over `stream` to the program.
-    pub(super) fn from_guest(ports: Ports, header: &Header, cid: u32, stream: UnixStream) -> Self {
-        let due = Due { response: true, ..Due::default() };
-        let mut new = Self::new(ports, cid, stream, Phase::Open, due);
+    pub(super) fn from_guest(
+        ports: Ports,
+        header: &PacketHeader,
+        cid: u32,
+        stream: UnixStream,
+    ) -> Self {
+        let due = DuePackets { response: true, ..DuePackets::default() };
+        let mut new = Self::new(ports, cid, stream, ConnectionPhase::Open, due);
         new.note_credit(header);
         new
     }
 
-    fn note_credit(&mut self, header: &Header) {
+    fn note_credit(&mut self, header: &PacketHeader) {
         self.guest_room = header.buf_alloc.get();
         self.guest_forwarded = header.fwd_cnt.get();
     }
@@ -155,27 +166,27 @@ impl Connection {
     }
 
     /// Handles a packet of the guest, whose data is `data`.
-    pub(super) fn take(&mut self, header: &Header, data: &[u8]) -> Fate {
+    pub(super) fn take(&mut self, header: &PacketHeader, data: &[u8]) -> ConnectionOutcome {
         self.note_credit(header);
         if self.credit() > 0 {
             self.credit_asked = false;
         }
         match (header.op.get(), self.phase) {
-            (op::RST, _) => return Fate::Gone,
-            (op::RESPONSE, Phase::Requested) => {
-                self.phase = Phase::Open;
+            (op::RST, _) => return ConnectionOutcome::Gone,
+            (op::RESPONSE, ConnectionPhase::Requested) => {
+                self.phase = ConnectionPhase::Open;
                 self.deadline = None;
                 let greeting = format!("OK {}\n", self.ports.host);
                 // A new stream has room for one line.
                 if self.stream.write_all(greeting.as_bytes()).is_err() {
-                    return Fate::Reset;
+                    return ConnectionOutcome::Reset;
                 }
             }
-            (_, Phase::Requested) => return Fate::Reset,
+            (_, ConnectionPhase::Requested) => return ConnectionOutcome::Reset,
             (op::RW, _) => {
                 let full = self.backlog.len() + data.len() > ROOM as usize;
                 if full || self.guest_shut & NO_SEND != 0 {
-                    return Fate::Reset;
+                    return ConnectionOutcome::Reset;
                 }
                 self.forward(data);
             }
@@ -185,16 +196,16 @@ impl Connection {
             }
             (op::CREDIT_REQUEST, _) => self.due.credit = true,
             (op::CREDIT_UPDATE, _) => {}
-            _ => return Fate::Reset,
+            _ => return ConnectionOutcome::Reset,
         }
         self.fate()
     }
 
-    fn fate(&self) -> Fate {
+    fn fate(&self) -> ConnectionOutcome {
         let both = NO_RECEIVE | NO_SEND;
         match self.guest_shut == both && self.backlog.is_empty() {
-            true => Fate::Reset,
-            false => Fate::Lives,
+            true => ConnectionOutcome::Reset,
+            false => ConnectionOutcome::Lives,
         }
     }
 
@@ -250,10 +261,10 @@ impl Connection {
     }
 
     /// Handles a stream that is ready for reading or writing.
-    pub(super) fn stream_ready(&mut self, hung_up: bool) -> Fate {
+    pub(super) fn stream_ready(&mut self, hung_up: bool) -> ConnectionOutcome {
         self.readable = true;
         self.hung_up |= hung_up;
-        if self.phase == Phase::Open {
+        if self.phase == ConnectionPhase::Open {
             self.flush();
             // No later read will detect the end of the stream.
             let all_read = self.host_shut & NO_SEND != 0 || self.guest_shut & NO_RECEIVE != 0;
@@ -284,20 +295,20 @@ impl Connection {
 
     /// Returns whether there may be a packet for the guest.
     pub(super) fn wants_turn(&self) -> bool {
-        let Due { request, response, credit, ask_credit, shutdown } = self.due;
+        let DuePackets { request, response, credit, ask_credit, shutdown } = self.due;
         let control = request || response || credit || ask_credit || shutdown;
         control || self.may_read() && (self.credit() > 0 || !self.credit_asked)
     }
 
     fn may_read(&self) -> bool {
         self.readable
-            && self.phase == Phase::Open
+            && self.phase == ConnectionPhase::Open
             && self.host_shut & NO_SEND == 0
             && self.guest_shut & NO_RECEIVE == 0
     }
 
     /// Returns the next packet for the guest, if there is one, and puts its data into `data`.
-    pub(super) fn next_packet(&mut self, data: &mut [u8]) -> Option<Header> {
+    pub(super) fn next_packet(&mut self, data: &mut [u8]) -> Option<PacketHeader> {
         if let Some(op) = self.due.take() {
             return Some(self.header(op, 0));
         }
@@ -312,7 +323,8 @@ impl Connection {
         }
         // The shutdown follows all data that the program has sent.
         let shutdown = std::mem::take(&mut self.due.shutdown);
-        shutdown.then(|| Header { flags: self.host_shut.into(), ..self.header(op::SHUTDOWN, 0) })
+        shutdown
+            .then(|| PacketHeader { flags: self.host_shut.into(), ..self.header(op::SHUTDOWN, 0) })
     }
 
     /// Reads from the stream as many bytes as the guest has room for.
@@ -341,9 +353,9 @@ impl Connection {
         }
     }
 
-    fn header(&mut self, op: u16, len: u32) -> Header {
+    fn header(&mut self, op: u16, len: u32) -> PacketHeader {
         self.told = self.forwarded;
-        Header {
+        PacketHeader {
             src_cid: HOST_CID.into(),
             dst_cid: self.guest_cid.into(),
             src_port: self.ports.host.into(),

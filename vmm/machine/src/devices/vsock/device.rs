@@ -5,16 +5,16 @@ use std::time::Instant;
 
 use vmm_sys_util::epoll::EventSet;
 
-use super::host::Door;
+use super::host::VsockListener;
 use super::{DOOR, EVENT, QUEUE_SIZE, TIMER, TRANSMIT, Vsock, VsockState};
 use crate::devices::error::DeviceError;
 use crate::devices::virtio::{
-    Device, Io, Kind, Stall, Violation, Watcher, decode_state, encode_state,
+    Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher, decode_state, encode_state,
 };
 
 impl Device for Vsock {
-    fn kind(&self) -> Kind {
-        Kind::Vsock
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Vsock
     }
 
     fn features(&self) -> u64 {
@@ -29,7 +29,7 @@ impl Device for Vsock {
         u64::from(self.config.cid).to_le_bytes().to_vec()
     }
 
-    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut DeviceIo<'_>) {}
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
         watcher.watch(&self.timer, EventSet::IN, TIMER)?;
@@ -40,13 +40,13 @@ impl Device for Vsock {
         self.active = true;
     }
 
-    fn reset(&mut self, _: &mut Io<'_>) {
+    fn reset(&mut self, _: &mut DeviceIo<'_>) {
         self.active = false;
         self.state = VsockState::default();
         self.clear();
     }
 
-    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         match queue {
             TRANSMIT => self.take(io)?,
             EVENT => self.tell_reset(io)?,
@@ -61,7 +61,7 @@ impl Device for Vsock {
         &mut self,
         token: u32,
         events: EventSet,
-        io: &mut Io<'_>,
+        io: &mut DeviceIo<'_>,
     ) -> Result<(), Violation> {
         match token {
             DOOR => self.let_in(io.watcher),
@@ -77,12 +77,12 @@ impl Device for Vsock {
         given
     }
 
-    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+    fn quiesce(&mut self, _: Instant, _: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
         // Between two calls, data in flight is in the streams and waits there.
         Ok(())
     }
 
-    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn resume(&mut self, moved: bool, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         self.try_watch_door(io.watcher);
         self.deadlines.clear();
         // Edges that occurred while the device was paused may have been missed.
@@ -113,7 +113,7 @@ impl Device for Vsock {
 
     fn acquire(&mut self) -> Result<(), DeviceError> {
         if self.door.is_none() {
-            self.door = Some(Door::open(&self.config.uds, &self.opener)?);
+            self.door = Some(VsockListener::open(&self.config.uds, &self.opener)?);
             (self.door_watched, self.door_retry) = (false, None);
         }
         Ok(())

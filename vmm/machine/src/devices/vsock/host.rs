@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
-use crate::devices::opener::{Kept, Opener};
+use crate::devices::opener::{DropOnOpener, Opener};
 use crate::socket::{ListeningSocket, SocketError};
 
 /// Most bytes of a greeting; "CONNECT 4294967295\n" is shorter.
@@ -32,12 +32,12 @@ impl VsockError {
 
 /// Socket at which programs of the host request connections. Dropping it removes its file.
 #[derive(Debug)]
-pub(super) struct Door {
+pub(super) struct VsockListener {
     listener: UnixListener,
-    _file: Kept<ListeningSocket>,
+    _file: DropOnOpener<ListeningSocket>,
 }
 
-impl Door {
+impl VsockListener {
     pub(super) fn open(path: &Path, opener: &Opener) -> Result<Self, VsockError> {
         let system = |cause| SocketError::System { path: path.to_owned(), cause };
         let name = path.to_owned();

@@ -37,13 +37,13 @@ use vmm_sys_util::epoll::EventSet;
 use zerocopy::IntoBytes;
 
 use self::bounds::{MAX_DATA, MAX_REFUSALS, most_connections};
-use self::connection::{Connection, Fate, Ports};
+use self::connection::{Connection, ConnectionOutcome, Ports};
 pub use self::host::VsockError;
-use self::host::{Door, Greeting};
-use self::packet::{HEADER, HOST_CID, Header, STREAM};
+use self::host::{Greeting, VsockListener};
+use self::packet::{HEADER, HOST_CID, PacketHeader, STREAM};
 use super::opener::Opener;
 use super::timer::Timer;
-use super::virtio::{Chain, Io, Violation, Watcher};
+use super::virtio::{Chain, DeviceIo, Violation, Watcher};
 use crate::config::VsockConfig;
 use crate::limits;
 
@@ -65,7 +65,7 @@ pub(super) struct Vsock {
     config: VsockConfig,
     opener: Opener,
     /// Listening socket, while this host has the guest.
-    door: Option<Door>,
+    door: Option<VsockListener>,
     door_watched: bool,
     /// Time at which accepting programs is tried again after the system had no room for one.
     door_retry: Option<Instant>,
@@ -85,7 +85,7 @@ pub(super) struct Vsock {
     timer_set: bool,
     next_token: u32,
     next_port: u32,
-    refusals: VecDeque<Header>,
+    refusals: VecDeque<PacketHeader>,
     /// Tokens of connections that may have a packet for the guest, each at most once.
     turns: VecDeque<u32>,
     /// Whether packets of the guest were left in their queue because there was no room for
@@ -110,7 +110,7 @@ impl Vsock {
     /// Fails if its unix socket cannot be used. A socket that another process listens on is
     /// accepted here; [`acquire`](super::virtio::Device::acquire) fails if that is still so.
     pub(super) fn open(config: &VsockConfig, opener: &Opener) -> Result<Self, VsockError> {
-        match Door::open(&config.uds, opener) {
+        match VsockListener::open(&config.uds, opener) {
             Ok(_) => {}
             // The listener may be the host process that the guest comes from.
             Err(e) if e.is_in_use() => {}
@@ -185,8 +185,8 @@ impl Vsock {
 
     /// Removes a connection unless `fate` says that it lives. Closing its stream also ends the
     /// watch.
-    fn settle(&mut self, token: u32, fate: Fate) {
-        if fate == Fate::Lives {
+    fn settle(&mut self, token: u32, fate: ConnectionOutcome) {
+        if fate == ConnectionOutcome::Lives {
             return self.queue_turn(token);
         }
         let Some(connection) = self.connections.remove(&token) else { return };
@@ -198,16 +198,16 @@ impl Vsock {
         if connection.noted.is_some() {
             self.deadlines.retain(|(_, of)| *of != token);
         }
-        if fate == Fate::Reset {
+        if fate == ConnectionOutcome::Reset {
             let Ports { guest, host } = connection.ports;
-            self.refusals.push_back(Header {
+            self.refusals.push_back(PacketHeader {
                 src_cid: HOST_CID.into(),
                 dst_cid: u64::from(self.config.cid).into(),
                 src_port: host.into(),
                 dst_port: guest.into(),
                 kind: STREAM.into(),
                 op: op::RST.into(),
-                ..Header::default()
+                ..PacketHeader::default()
             });
         }
     }
@@ -224,7 +224,7 @@ impl Vsock {
     }
 
     /// Processes the packets that the guest sends.
-    fn take(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn take(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(TRANSMIT) else { return Ok(()) };
         loop {
             // Each packet causes at most one refusal.
@@ -233,7 +233,7 @@ impl Vsock {
                 return Ok(());
             }
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
-            let header = Header::read(&chain, TRANSMIT as u16, io.ram)?;
+            let header = PacketHeader::read(&chain, TRANSMIT as u16, io.ram)?;
             self.take_packet(&header, &chain, io.ram, io.watcher)?;
             ring.push(io.ram, chain.head, 0)?;
         }
@@ -241,7 +241,7 @@ impl Vsock {
 
     fn take_packet(
         &mut self,
-        header: &Header,
+        header: &PacketHeader,
         chain: &Chain,
         ram: &driftline_guest::GuestRam,
         watcher: &Watcher,
@@ -261,7 +261,7 @@ impl Vsock {
                 let too_long = header.len.get() as usize > len;
                 let Some(connection) = self.connections.get_mut(&token) else { return Ok(()) };
                 let fate = match too_long {
-                    true => Fate::Reset,
+                    true => ConnectionOutcome::Reset,
                     false => connection.take(header, &self.buffer[..len]),
                 };
                 self.settle(token, fate);
@@ -274,7 +274,7 @@ impl Vsock {
     }
 
     /// Connects the guest to a program of the host.
-    fn connect(&mut self, ports: Ports, header: &Header, watcher: &Watcher) {
+    fn connect(&mut self, ports: Ports, header: &PacketHeader, watcher: &Watcher) {
         let connected = match self.connections.len() < self.most {
             true => host::connect(&self.config.uds, ports.host, &self.opener),
             false => Err(io::Error::other("there are too many connections")),
@@ -323,7 +323,7 @@ impl Vsock {
     }
 
     /// Gives the guest the waiting packets, as long as it has buffers.
-    fn give(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn give(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         loop {
             self.give_packets(io)?;
             if !self.stalled || self.refusals.len() >= MAX_REFUSALS {
@@ -333,7 +333,7 @@ impl Vsock {
         }
     }
 
-    fn give_packets(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn give_packets(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(RECEIVE) else { return Ok(()) };
         while !self.refusals.is_empty() || !self.turns.is_empty() {
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
@@ -361,7 +361,7 @@ impl Vsock {
     }
 
     /// Returns the next packet for the guest. Its data, at most `room` bytes, is in the buffer.
-    fn next_packet(&mut self, room: usize) -> Option<Header> {
+    fn next_packet(&mut self, room: usize) -> Option<PacketHeader> {
         if let Some(header) = self.refusals.pop_front() {
             return Some(header);
         }
@@ -381,7 +381,7 @@ impl Vsock {
     }
 
     /// Tells the guest that its connections are gone, if that is due and it has a buffer.
-    fn tell_reset(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn tell_reset(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(EVENT).filter(|_| self.state.reset_due) else {
             return Ok(());
         };

@@ -11,7 +11,7 @@ use super::op;
 use crate::devices::virtio::{Chain, Violation};
 
 /// Size of a header in bytes.
-pub(super) const HEADER: usize = size_of::<Header>();
+pub(super) const HEADER: usize = size_of::<PacketHeader>();
 /// Context ID of the host.
 pub(super) const HOST_CID: u64 = 2;
 /// Byte stream, the only socket type that is supported.
@@ -24,7 +24,7 @@ pub(super) const NO_SEND: u32 = 2;
 /// `struct virtio_vsock_hdr`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub(super) struct Header {
+pub(super) struct PacketHeader {
     pub(super) src_cid: U64,
     pub(super) dst_cid: U64,
     pub(super) src_port: U32,
@@ -42,7 +42,7 @@ pub(super) struct Header {
 
 const _: () = assert!(HEADER == 44);
 
-impl Header {
+impl PacketHeader {
     /// Reads the header of a packet that the driver sends, and checks that the chain contains its
     /// data.
     pub(super) fn read(chain: &Chain, queue: u16, ram: &GuestRam) -> Result<Self, Violation> {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::epoll::EventSet;
 
 use super::bounds::MAX_CALLERS;
-use super::connection::{Connection, Fate};
+use super::connection::{Connection, ConnectionOutcome};
 use super::{DOOR, Vsock};
 use crate::devices::virtio::Watcher;
 
@@ -32,7 +32,7 @@ impl Vsock {
         while let Some((deadline, token)) = self.deadlines.pop_front_if(|(at, _)| *at <= now) {
             let still = self.connections.get(&token).and_then(Connection::deadline);
             if still == Some(deadline) {
-                self.settle(token, Fate::Reset);
+                self.settle(token, ConnectionOutcome::Reset);
             }
         }
     }

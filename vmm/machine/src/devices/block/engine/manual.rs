@@ -6,23 +6,23 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::devices::block::operation::Operation;
+use crate::devices::block::operation::DiskOperation;
 
 /// The engine, and the handle by which a test controls it.
 #[derive(Clone)]
 pub(in crate::devices::block) struct ManualEngine {
     announcer: Arc<EventFd>,
-    inner: Arc<Mutex<Inner>>,
+    inner: Arc<Mutex<ManualEngineState>>,
 }
 
 #[derive(Default)]
-struct Inner {
+struct ManualEngineState {
     /// Time that each operation takes; it then ends within `submit`.
     takes: Option<Duration>,
     ends: bool,
     pending: Vec<u64>,
     /// All operations that were ever submitted.
-    submitted: Vec<Operation>,
+    submitted: Vec<DiskOperation>,
 }
 
 impl ManualEngine {
@@ -38,7 +38,7 @@ impl ManualEngine {
         new
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
+    fn inner(&self) -> MutexGuard<'_, ManualEngineState> {
         self.inner.lock().unwrap()
     }
 
@@ -54,7 +54,7 @@ impl ManualEngine {
     }
 
     /// Returns all operations that were ever submitted.
-    pub(in crate::devices::block) fn submitted(&self) -> Vec<Operation> {
+    pub(in crate::devices::block) fn submitted(&self) -> Vec<DiskOperation> {
         self.inner().submitted.clone()
     }
 
@@ -62,7 +62,10 @@ impl ManualEngine {
         &self.announcer
     }
 
-    pub(in crate::devices::block) fn submit(&self, operation: Operation) -> Option<io::Result<()>> {
+    pub(in crate::devices::block) fn submit(
+        &self,
+        operation: DiskOperation,
+    ) -> Option<io::Result<()>> {
         let mut inner = self.inner();
         let token = operation.token;
         inner.submitted.push(operation);

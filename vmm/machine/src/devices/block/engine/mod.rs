@@ -14,13 +14,13 @@ use driftline_guest::GuestRam;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::file::DiskFile;
-use super::operation::Operation;
+use super::operation::DiskOperation;
 use uring::Uring;
 
 /// An engine; see the module.
 pub(super) enum Engine {
     Uring(Box<Uring>),
-    Plain(Arc<DiskFile>),
+    Sync(Arc<DiskFile>),
     #[cfg(test)]
     Manual(manual::ManualEngine),
 }
@@ -33,7 +33,7 @@ impl Engine {
             Ok(uring) => Self::Uring(Box::new(uring)),
             Err(e) => {
                 tracing::info!("disk \"{id}\" does without io_uring: {e}");
-                Self::Plain(file)
+                Self::Sync(file)
             }
         }
     }
@@ -43,7 +43,7 @@ impl Engine {
     pub(super) fn announcer(&self) -> Option<&EventFd> {
         match self {
             Self::Uring(uring) => Some(uring.announcer()),
-            Self::Plain(_) => None,
+            Self::Sync(_) => None,
             #[cfg(test)]
             Self::Manual(engine) => Some(engine.announcer()),
         }
@@ -52,7 +52,7 @@ impl Engine {
     /// Begins an operation. Returns its outcome if the operation has ended at once.
     pub(super) fn submit(
         &mut self,
-        operation: Operation,
+        operation: DiskOperation,
         ram: &GuestRam,
     ) -> Option<io::Result<()>> {
         let file = match self {
@@ -60,7 +60,7 @@ impl Engine {
                 return uring.submit(operation, ram).err().map(Err);
             }
             Self::Uring(uring) => uring.file(),
-            Self::Plain(file) => file,
+            Self::Sync(file) => file,
             #[cfg(test)]
             Self::Manual(engine) => return engine.submit(operation),
         };
@@ -71,7 +71,7 @@ impl Engine {
     pub(super) fn completions(&mut self, ram: &GuestRam) -> Vec<(u64, io::Result<()>)> {
         match self {
             Self::Uring(uring) => uring.completions(ram),
-            Self::Plain(_) => Vec::new(),
+            Self::Sync(_) => Vec::new(),
             #[cfg(test)]
             Self::Manual(engine) => engine.completions(),
         }
@@ -82,7 +82,7 @@ impl Engine {
     pub(super) fn wait(&mut self, deadline: Option<Instant>) -> bool {
         match self {
             Self::Uring(uring) => uring.wait(deadline),
-            Self::Plain(_) => true,
+            Self::Sync(_) => true,
             #[cfg(test)]
             Self::Manual(engine) => engine.wait(deadline),
         }

@@ -7,20 +7,24 @@ use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestMemoryError};
 
 use crate::devices::block::file::DiskFile;
-use crate::devices::block::operation::{Operation, Work};
+use crate::devices::block::operation::{DiskOperation, DiskWork};
 
 /// Performs an operation and waits for its end.
-pub(super) fn perform(disk: &DiskFile, operation: &Operation, ram: &GuestRam) -> io::Result<()> {
+pub(super) fn perform(
+    disk: &DiskFile,
+    operation: &DiskOperation,
+    ram: &GuestRam,
+) -> io::Result<()> {
     work(disk, &operation.work, ram)?;
     let changes = !operation.work.writes().is_empty();
     if operation.durable && changes { disk.file().sync_data() } else { Ok(()) }
 }
 
-fn work(disk: &DiskFile, work: &Work, ram: &GuestRam) -> io::Result<()> {
+fn work(disk: &DiskFile, work: &DiskWork, ram: &GuestRam) -> io::Result<()> {
     // Only this device uses the file position: the file was opened for it.
     let mut file: &File = disk.file();
     match work {
-        Work::Read { offset, to } => {
+        DiskWork::Read { offset, to } => {
             file.seek(SeekFrom::Start(*offset))?;
             for piece in to.pieces() {
                 ram.read_exact_volatile_from(piece.addr, &mut file, piece.len as usize)
@@ -28,7 +32,7 @@ fn work(disk: &DiskFile, work: &Work, ram: &GuestRam) -> io::Result<()> {
             }
             Ok(())
         }
-        Work::Write { offset, from } => {
+        DiskWork::Write { offset, from } => {
             file.seek(SeekFrom::Start(*offset))?;
             for piece in from.pieces() {
                 ram.write_all_volatile_to(piece.addr, &mut file, piece.len as usize)
@@ -36,14 +40,14 @@ fn work(disk: &DiskFile, work: &Work, ram: &GuestRam) -> io::Result<()> {
             }
             Ok(())
         }
-        Work::Flush => file.sync_data(),
-        Work::Discard(ranges) => {
+        DiskWork::Flush => file.sync_data(),
+        DiskWork::Discard(ranges) => {
             ranges.iter().try_for_each(|(offset, len)| disk.discard(*offset, *len))
         }
-        Work::WriteZeroes(ranges) => {
+        DiskWork::WriteZeroes(ranges) => {
             ranges.iter().try_for_each(|r| disk.write_zeroes(r.offset, r.len, r.unmap))
         }
-        Work::Identify(_) => Ok(()),
+        DiskWork::Identify(_) => Ok(()),
     }
 }
 

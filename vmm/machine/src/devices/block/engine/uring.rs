@@ -18,7 +18,7 @@ use vm_memory::GuestMemoryBackend;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::devices::block::file::DiskFile;
-use crate::devices::block::operation::{Operation, Work};
+use crate::devices::block::operation::{DiskOperation, DiskWork};
 use crate::devices::virtio::Buffers;
 
 /// Submission queue entries. The kernel takes them at each submit, so few are enough.
@@ -33,7 +33,7 @@ pub(in crate::devices::block) struct Uring {
     ring: IoUring,
     file: Arc<DiskFile>,
     announcer: EventFd,
-    under_way: HashMap<u64, UnderWay>,
+    under_way: HashMap<u64, UringOperation>,
     /// Keeps the mapping that the kernel writes to. The first operation sets it.
     ram: Option<GuestRam>,
     /// Whether it has been logged that the kernel takes no requests.
@@ -44,8 +44,8 @@ pub(in crate::devices::block) struct Uring {
 }
 
 /// An operation that the kernel has.
-struct UnderWay {
-    work: Work,
+struct UringOperation {
+    work: DiskWork,
     /// Whether the data must be durable before the operation ends.
     durable: bool,
     /// Buffer addresses given to the kernel, which reads them until the operation has ended.
@@ -56,7 +56,7 @@ struct UnderWay {
 
 // SAFETY: the pointers in `iovecs` are addresses of guest memory, which `ram` keeps mapped and
 // which belongs to no thread. Only the kernel dereferences them.
-unsafe impl Send for UnderWay {}
+unsafe impl Send for UringOperation {}
 
 impl Uring {
     /// Creates a ring for at most `most` operations at a time on `file`.
@@ -100,31 +100,31 @@ impl Uring {
     }
 
     /// Returns whether the ring does this kind of work.
-    pub(super) fn takes(&self, work: &Work) -> bool {
-        matches!(work, Work::Read { .. } | Work::Write { .. } | Work::Flush)
+    pub(super) fn takes(&self, work: &DiskWork) -> bool {
+        matches!(work, DiskWork::Read { .. } | DiskWork::Write { .. } | DiskWork::Flush)
     }
 
     /// Gives an operation to the kernel. An error is the operation's outcome.
-    pub(super) fn submit(&mut self, operation: Operation, ram: &GuestRam) -> io::Result<()> {
-        let Operation { token, work, durable } = operation;
+    pub(super) fn submit(&mut self, operation: DiskOperation, ram: &GuestRam) -> io::Result<()> {
+        let DiskOperation { token, work, durable } = operation;
         self.ram.get_or_insert_with(|| ram.clone());
-        self.give(token, UnderWay { work, durable, iovecs: Vec::new(), done: 0 }, ram)
+        self.give(token, UringOperation { work, durable, iovecs: Vec::new(), done: 0 }, ram)
     }
 
-    fn give(&mut self, token: u64, mut op: UnderWay, ram: &GuestRam) -> io::Result<()> {
+    fn give(&mut self, token: u64, mut op: UringOperation, ram: &GuestRam) -> io::Result<()> {
         let fd = types::Fd(self.file.file().as_raw_fd());
         op.iovecs = match &op.work {
-            Work::Read { to, .. } => iovecs(to, op.done, ram)?,
-            Work::Write { from, .. } => iovecs(from, op.done, ram)?,
+            DiskWork::Read { to, .. } => iovecs(to, op.done, ram)?,
+            DiskWork::Write { from, .. } => iovecs(from, op.done, ram)?,
             _ => Vec::new(),
         };
         let (pointer, count) = (op.iovecs.as_ptr(), op.iovecs.len() as u32);
         let done = u64::from(op.done);
         let entry = match &op.work {
-            Work::Read { offset, .. } => {
+            DiskWork::Read { offset, .. } => {
                 opcode::Readv::new(fd, pointer, count).offset(offset + done).build()
             }
-            Work::Write { offset, .. } => {
+            DiskWork::Write { offset, .. } => {
                 // Applies to each part of the write: a flush after the whole of it would take one
                 // more round.
                 let flags = if op.durable { libc::RWF_DSYNC } else { 0 };
@@ -210,12 +210,12 @@ impl Uring {
     fn ended(&mut self, token: u64, result: i32, ram: &GuestRam) -> Option<(u64, io::Result<()>)> {
         let mut op = self.under_way.remove(&token)?;
         let whole = match &op.work {
-            Work::Read { to, .. } => {
+            DiskWork::Read { to, .. } => {
                 // Marked even after a failure: part of the data may have arrived.
                 to.mark_dirty(ram);
                 to.len()
             }
-            Work::Write { from, .. } => from.len(),
+            DiskWork::Write { from, .. } => from.len(),
             _ => 0,
         };
         let outcome = match u32::try_from(result) {
@@ -336,8 +336,8 @@ mod tests {
         let whole = Buffers::one(GuestAddress(0), 4096);
         for token in 0..3 {
             uring.refuse = 5;
-            let work = Work::Read { offset: 0, to: whole.clone() };
-            uring.submit(Operation { token, work, durable: false }, memory.ram()).unwrap();
+            let work = DiskWork::Read { offset: 0, to: whole.clone() };
+            uring.submit(DiskOperation { token, work, durable: false }, memory.ram()).unwrap();
         }
         assert!(uring.refuse > 0, "none of them has gone");
         let deadline = Instant::now() + Duration::from_secs(10);

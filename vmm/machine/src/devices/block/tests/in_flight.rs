@@ -17,26 +17,26 @@ fn drive_with_flusher(engine: &ManualEngine, without: u64) -> (Disk, Driver, Arc
     (disk, driver, flusher)
 }
 
-fn drive_with_meter(engine: &ManualEngine) -> (Disk, Driver, Meter) {
+fn drive_with_meter(engine: &ManualEngine) -> (Disk, Driver, StatsHandle) {
     let (disk, block) = block_on(engine);
-    let meter = Meter::Disk("d".to_owned(), block.counters().clone());
+    let meter = StatsHandle::Disk("d".to_owned(), block.counters().clone());
     (disk, Driver::started(Box::new(block)), meter)
 }
 
-fn block_on(engine: &ManualEngine) -> (Disk, Block) {
+fn block_on(engine: &ManualEngine) -> (Disk, BlockDevice) {
     let mut disk = Disk::new();
     disk.config.bytes = 64 << 20;
     disk.file.as_file().set_len(disk.config.bytes).unwrap();
     let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
-    let block = Block::new(&disk.config, 2, file, Engine::Manual(engine.clone())).unwrap();
+    let block = BlockDevice::new(&disk.config, 2, file, Engine::Manual(engine.clone())).unwrap();
     (disk, block)
 }
 
 /// Makes a write of 8 MiB available. Returns its queue, its head and the place of its status.
-fn post_large(driver: &mut Driver, queue: usize) -> (usize, u16, Piece) {
+fn post_large(driver: &mut Driver, queue: usize) -> (usize, u16, DriverBuffer) {
     let status = driver.given(&[0xff]);
-    let status = Piece { writable: true, ..status };
-    let data = Piece { addr: 0, len: 8 << 20, writable: false };
+    let status = DriverBuffer { writable: true, ..status };
+    let data = DriverBuffer { addr: 0, len: 8 << 20, writable: false };
     let header = header(driver, VIRTIO_BLK_T_OUT, 0);
     (queue, driver.post(queue, &[header, data, status]), status)
 }
@@ -60,7 +60,7 @@ fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
     driver.kick(0);
     driver.kick(1);
     wait_for_pending(&engine, (MOST_UNDER_WAY >> 23) as usize);
-    assert!(matches!(meter.read(), DeviceFigures::Disk { stalls: 1.., .. }), "{:?}", meter.read());
+    assert!(matches!(meter.read(), DeviceStats::Disk { stalls: 1.., .. }), "{:?}", meter.read());
     // A pause is refused in time, with the reason.
     let began = Instant::now();
     let refused = driver.transport.begin_quiesce(began + Duration::from_millis(50)).wait();
@@ -89,7 +89,7 @@ fn a_request_that_is_too_large_fails_alone() {
         disk.config.bytes = 64 << 20;
         disk.file.as_file().set_len(disk.config.bytes).unwrap();
         let (mut driver, _) = disk.driver(with);
-        let piece = Piece { addr: 0, len: 11 << 20, writable: false };
+        let piece = DriverBuffer { addr: 0, len: 11 << 20, writable: false };
         assert_eq!(request(&mut driver, VIRTIO_BLK_T_OUT, 0, &[piece; 3]), IOERR);
         assert_eq!(request(&mut driver, VIRTIO_BLK_T_OUT, 0, &[piece; 2]), OK);
         assert_ne!(driver.offered() & 1 << VIRTIO_BLK_F_SIZE_MAX, 0);

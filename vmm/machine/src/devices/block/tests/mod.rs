@@ -12,10 +12,11 @@ use tempfile::NamedTempFile;
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 
 use super::*;
-use crate::devices::stats::{DeviceFigures, Meter};
+use crate::devices::stats::{DeviceStats, StatsHandle};
 use crate::devices::virtio::Device;
-use crate::devices::virtio::conformance::{self, Subject};
-use crate::devices::virtio::driver::{Driver, Piece};
+use crate::devices::virtio::DriverBuffer;
+use crate::devices::virtio::conformance::{self, TestedDevice};
+use crate::devices::virtio::driver::Driver;
 use crate::testing::soon;
 
 const BYTES: u64 = 4 << 20;
@@ -24,9 +25,9 @@ pub(super) const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum With {
+pub(super) enum EngineKind {
     Uring,
-    Plain,
+    Sync,
 }
 
 pub(super) struct Disk {
@@ -46,18 +47,18 @@ impl Disk {
         Self { file, config, guest: VmId::random() }
     }
 
-    pub(super) fn block(&self, with: With) -> Block {
+    pub(super) fn block(&self, with: EngineKind) -> BlockDevice {
         let file = Arc::new(DiskFile::open(&self.config, self.guest).unwrap());
         let engine = match with {
-            With::Uring => {
+            EngineKind::Uring => {
                 Engine::Uring(Box::new(engine::uring::Uring::new(file.clone(), 512).unwrap()))
             }
-            With::Plain => Engine::Plain(file.clone()),
+            EngineKind::Sync => Engine::Sync(file.clone()),
         };
-        Block::new(&self.config, 2, file, engine).unwrap()
+        BlockDevice::new(&self.config, 2, file, engine).unwrap()
     }
 
-    pub(super) fn driver(&self, with: With) -> (Driver, Option<Subscription>) {
+    pub(super) fn driver(&self, with: EngineKind) -> (Driver, Option<Subscription>) {
         let block = self.block(with);
         let writes = block.tracker().map(|tracker| tracker.subscribe("test").unwrap());
         (Driver::started(Box::new(block)), writes)
@@ -71,19 +72,19 @@ impl Disk {
 }
 
 /// Returns the engines that this host has. The tests of io_uring report it if io_uring is missing.
-pub(super) fn engines() -> Vec<With> {
+pub(super) fn engines() -> Vec<EngineKind> {
     let disk = Disk::new();
     let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
     match engine::uring::Uring::new(file, 8) {
-        Ok(_) => vec![With::Uring, With::Plain],
+        Ok(_) => vec![EngineKind::Uring, EngineKind::Sync],
         Err(e) => {
             eprintln!("SKIPPED: io_uring, which this host lacks: {e}");
-            vec![With::Plain]
+            vec![EngineKind::Sync]
         }
     }
 }
 
-pub(super) fn header(driver: &mut Driver, kind: u32, sector: u64) -> Piece {
+pub(super) fn header(driver: &mut Driver, kind: u32, sector: u64) -> DriverBuffer {
     let mut bytes = [0; 16];
     bytes[..4].copy_from_slice(&kind.to_le_bytes());
     bytes[8..].copy_from_slice(&sector.to_le_bytes());
@@ -92,10 +93,10 @@ pub(super) fn header(driver: &mut Driver, kind: u32, sector: u64) -> Piece {
 
 /// Makes a request and returns its status.
 #[track_caller]
-pub(super) fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Piece]) -> u8 {
+pub(super) fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[DriverBuffer]) -> u8 {
     let status = driver.wanted(1);
     let header = header(driver, kind, sector);
-    let pieces: Vec<Piece> = [&[header], data, &[status]].concat();
+    let pieces: Vec<DriverBuffer> = [&[header], data, &[status]].concat();
     driver.request(0, &pieces);
     driver.bytes(status)[0]
 }
@@ -136,7 +137,7 @@ fn it_keeps_the_laws_of_devices() {
             let bytes = pattern(n, 4096);
             disk.file.as_file().write_all_at(&bytes, sector * SECTOR_BYTES).unwrap();
         }
-        conformance::check(&Subject {
+        conformance::check(&TestedDevice {
             make: &|| Box::new(disk.block(with)),
             queue: 1,
             // Reads and writes alternate, in several pieces.
@@ -340,7 +341,7 @@ fn many_requests_at_once_on_all_queues_all_end() {
 #[test]
 fn a_disk_in_use_is_not_acquired_by_another() {
     let disk = Disk::new();
-    let (mut a, mut b) = (disk.block(With::Plain), disk.block(With::Plain));
+    let (mut a, mut b) = (disk.block(EngineKind::Sync), disk.block(EngineKind::Sync));
     a.acquire().unwrap();
     let error = b.acquire().unwrap_err().to_string();
     assert!(error.contains(&format!("fuser -v {}", disk.config.path.display())));
@@ -350,14 +351,14 @@ fn a_disk_in_use_is_not_acquired_by_another() {
     assert!(a.acquire().is_err());
     // The same guest's file can be opened while it is locked, as on a destination host. Another
     // guest's file cannot even be opened.
-    drop(disk.block(With::Plain));
+    drop(disk.block(EngineKind::Sync));
     let error = DiskFile::open(&disk.config, VmId::random()).unwrap_err();
     assert!(error.to_string().contains("is in use by another"), "{error}");
     drop(b);
     lock::tests::eventually(|| a.acquire().is_ok());
     a.release(soon()).unwrap();
     let readonly = Disk { config: DiskConfig { readonly: true, ..disk.config.clone() }, ..disk };
-    let (mut c, mut d) = (readonly.block(With::Plain), readonly.block(With::Plain));
+    let (mut c, mut d) = (readonly.block(EngineKind::Sync), readonly.block(EngineKind::Sync));
     c.acquire().unwrap();
     d.acquire().unwrap();
     assert!(a.acquire().is_err(), "others read it");
@@ -387,8 +388,8 @@ fn files_that_are_no_disks_are_refused_in_a_sentence() {
 #[test]
 fn what_it_does_is_counted() {
     let disk = Disk::new();
-    let block = disk.block(With::Plain);
-    let meter = Meter::Disk("d".to_owned(), block.counters().clone());
+    let block = disk.block(EngineKind::Sync);
+    let meter = StatsHandle::Disk("d".to_owned(), block.counters().clone());
     let mut driver = Driver::started(Box::new(block));
     assert_eq!(write(&mut driver, 0, &pattern(1, 1024)), OK);
     assert_eq!(write(&mut driver, 4, &pattern(2, 512)), OK);
@@ -397,16 +398,8 @@ fn what_it_does_is_counted() {
     assert_eq!(read(&mut driver, BYTES, 512).0, IOERR, "none of the file's");
     let (id, flushes, errors, stalls) = ("d".to_owned(), 1, 0, 0);
     let (reads, read_bytes, writes, written_bytes) = (1, 512, 2, 1536);
-    let figures = DeviceFigures::Disk {
-        id,
-        reads,
-        read_bytes,
-        writes,
-        written_bytes,
-        flushes,
-        errors,
-        stalls,
-    };
+    let figures =
+        DeviceStats::Disk { id, reads, read_bytes, writes, written_bytes, flushes, errors, stalls };
     assert_eq!(meter.read(), figures);
 }
 
@@ -417,13 +410,13 @@ fn failed_take_over_leaves_no_disk_locked() {
     let lost = postcard::to_stdvec(&BlockState { errors: 1, lost: true }).unwrap();
     for has_run in [false, true] {
         let disk = Disk::new();
-        let mut block = disk.block(With::Plain);
+        let mut block = disk.block(EngineKind::Sync);
         // As `start` sets it for a guest that starts here, and for one that arrives.
         block.has_run = has_run;
         block.restore(&lost).unwrap();
         block.acquire().unwrap();
         let undone = block.undo_acquire(soon());
-        let other = disk.block(With::Plain).acquire();
+        let other = disk.block(EngineKind::Sync).acquire();
         assert_eq!(undone.is_ok(), !has_run, "{undone:?}");
         assert_eq!(other.is_ok(), !has_run, "{other:?}");
         assert_eq!(block.held, has_run);

@@ -48,7 +48,7 @@ fn what_was_cached_before_a_disk_is_taken_is_not_read() {
     disk.contents(0, 4096);
     assert!(is_cached(&disk).unwrap());
     // A new guest's disk: nobody can have written to it since it was opened.
-    let mut block = disk.block(With::Plain);
+    let mut block = disk.block(EngineKind::Sync);
     block.acquire().unwrap();
     assert!(is_cached(&disk).unwrap());
     block.release(soon()).unwrap();
@@ -68,13 +68,13 @@ fn what_was_cached_before_a_disk_is_taken_is_not_read() {
     assert!(is_cached(&disk).unwrap());
     drop(waits);
     // A disk whose file was filled on this host.
-    let mut block = disk.block(With::Plain);
+    let mut block = disk.block(EngineKind::Sync);
     block.note_made_here();
     let waits = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
     waits.acquire().unwrap();
     assert!(is_cached(&disk).unwrap());
     drop(waits);
-    let mut block = disk.block(With::Plain);
+    let mut block = disk.block(EngineKind::Sync);
     block.acquire().unwrap();
     let launched = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
     hand_over_and_back(&launched);
@@ -82,9 +82,9 @@ fn what_was_cached_before_a_disk_is_taken_is_not_read() {
 }
 
 /// A block device over a file; detached on drop.
-struct Loop(String);
+struct LoopDevice(String);
 
-impl Loop {
+impl LoopDevice {
     /// Creates a device with blocks of 4 KiB.
     fn new(file: &Path) -> io::Result<Self> {
         let mut losetup = Command::new("losetup");
@@ -99,12 +99,12 @@ impl Loop {
 
 /// Returns a disk that accepts every write and loses it when it is to be made durable: a block
 /// device over sealed memory.
-fn losing_disk() -> io::Result<(Disk, Loop)> {
+fn losing_disk() -> io::Result<(Disk, LoopDevice)> {
     let mut disk = Disk::new();
     let memory = memfd_create("losing", MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&memory, disk.config.bytes)?;
     let pid = std::process::id();
-    let device = Loop::new(Path::new(&format!("/proc/{pid}/fd/{}", memory.as_raw_fd())))?;
+    let device = LoopDevice::new(Path::new(&format!("/proc/{pid}/fd/{}", memory.as_raw_fd())))?;
     fcntl_add_seals(&memory, SealFlags::WRITE)?;
     disk.config.path = device.0.clone().into();
     Ok((disk, device))
@@ -119,12 +119,12 @@ fn what_linux_says_of_lost_data_the_guest_hears_once() {
         Ok(made) => made,
         Err(why) => return skip(TEST, &format!("no disk that loses data: {why}")),
     };
-    let mut block = disk.block(With::Plain);
+    let mut block = disk.block(EngineKind::Sync);
     block.acquire().unwrap();
     let (file, flusher) = (block.file.clone(), block.flusher().clone());
     let lose = |n| file.file().write_all_at(&[n; 4096], 0).unwrap();
     let flush_of_guest = || {
-        let answer = flusher.answer(Promise::Everything, file.file().sync_data());
+        let answer = flusher.answer(DurabilityPromise::Everything, file.file().sync_data());
         flusher.told(&answer, true);
         answer.result
     };
@@ -151,7 +151,7 @@ fn what_linux_says_of_lost_data_the_guest_hears_once() {
     block.release(soon()).unwrap();
 }
 
-impl Drop for Loop {
+impl Drop for LoopDevice {
     fn drop(&mut self) {
         let _ = Command::new("losetup").args(["--detach", &self.0]).status();
     }
@@ -162,14 +162,14 @@ fn the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors() {
     const TEST: &str = "the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors";
     let mut disk = Disk::new();
     disk.config.block_bytes = 4096;
-    let told = |block: &Block| {
+    let told = |block: &BlockDevice| {
         let space = block.config_space();
         (space[..8].to_vec(), space[20..24].to_vec())
     };
     let sectors = (disk.config.bytes / 512).to_le_bytes().to_vec();
     let want = (sectors, 4096u32.to_le_bytes().to_vec());
-    assert_eq!(told(&disk.block(With::Plain)), want);
-    let device = match Loop::new(disk.file.path()) {
+    assert_eq!(told(&disk.block(EngineKind::Sync)), want);
+    let device = match LoopDevice::new(disk.file.path()) {
         Ok(device) => device,
         Err(why) => return skip(TEST, &format!("no loop device of 4 KiB sectors: {why}")),
     };
@@ -196,7 +196,7 @@ fn the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors() {
 }
 
 /// Returns a disk that has lost data while its driver asked for nothing, and the driver.
-fn lost(with: With, without: u64) -> (Disk, Driver) {
+fn lost(with: EngineKind, without: u64) -> (Disk, Driver) {
     let disk = Disk::new();
     let block = disk.block(with);
     let flusher = block.flusher().clone();

@@ -7,7 +7,7 @@ use super::*;
 
 /// Sizes of the device's collections, at one time or the largest seen.
 #[derive(Clone, Copy, Debug, Default)]
-struct Kept {
+struct CollectionSizes {
     connections: usize,
     turns: usize,
     deadlines: usize,
@@ -16,16 +16,16 @@ struct Kept {
 }
 
 /// A device whose collections are measured after each call.
-struct Watched {
+struct MeasuredVsock {
     vsock: Vsock,
-    most: Arc<Mutex<Kept>>,
-    now: Arc<Mutex<Kept>>,
+    most: Arc<Mutex<CollectionSizes>>,
+    now: Arc<Mutex<CollectionSizes>>,
 }
 
-impl Watched {
+impl MeasuredVsock {
     fn look(&self) {
         let Vsock { connections, turns, deadlines, refusals, callers, .. } = &self.vsock;
-        let now = Kept {
+        let now = CollectionSizes {
             connections: connections.len(),
             turns: turns.len(),
             deadlines: deadlines.len(),
@@ -42,8 +42,8 @@ impl Watched {
     }
 }
 
-impl Device for Watched {
-    fn kind(&self) -> Kind {
+impl Device for MeasuredVsock {
+    fn kind(&self) -> DeviceKind {
         self.vsock.kind()
     }
 
@@ -59,7 +59,7 @@ impl Device for Watched {
         self.vsock.config_space()
     }
 
-    fn write_config(&mut self, offset: usize, data: &[u8], io: &mut Io<'_>) {
+    fn write_config(&mut self, offset: usize, data: &[u8], io: &mut DeviceIo<'_>) {
         self.vsock.write_config(offset, data, io);
     }
 
@@ -71,11 +71,11 @@ impl Device for Watched {
         self.vsock.activate(features);
     }
 
-    fn reset(&mut self, io: &mut Io<'_>) {
+    fn reset(&mut self, io: &mut DeviceIo<'_>) {
         self.vsock.reset(io);
     }
 
-    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let done = self.vsock.process(queue, io);
         self.look();
         done
@@ -85,18 +85,18 @@ impl Device for Watched {
         &mut self,
         token: u32,
         events: EventSet,
-        io: &mut Io<'_>,
+        io: &mut DeviceIo<'_>,
     ) -> Result<(), Violation> {
         let done = self.vsock.backend_ready(token, events, io);
         self.look();
         done
     }
 
-    fn quiesce(&mut self, deadline: Instant, io: &mut Io<'_>) -> Result<(), Stall> {
+    fn quiesce(&mut self, deadline: Instant, io: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
         self.vsock.quiesce(deadline, io)
     }
 
-    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
+    fn resume(&mut self, moved: bool, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         self.vsock.resume(moved, io)
     }
 
@@ -119,13 +119,16 @@ impl Device for Watched {
 
 /// Returns a guest whose device is measured, its maximum number of connections, the largest sizes
 /// so far and the current sizes.
-fn watched(place: &Place) -> (Guest, usize, Arc<Mutex<Kept>>, Arc<Mutex<Kept>>) {
+fn watched(
+    place: &TestSockets,
+) -> (VsockGuest, usize, Arc<Mutex<CollectionSizes>>, Arc<Mutex<CollectionSizes>>) {
     let mut vsock = place.vsock();
     vsock.acquire().unwrap();
-    let (most, now) = (Arc::<Mutex<Kept>>::default(), Arc::<Mutex<Kept>>::default());
+    let (most, now) =
+        (Arc::<Mutex<CollectionSizes>>::default(), Arc::<Mutex<CollectionSizes>>::default());
     let connections = vsock.most;
-    let device = Watched { vsock, most: most.clone(), now: now.clone() };
-    (Guest::new(Driver::started(Box::new(device))), connections, most, now)
+    let device = MeasuredVsock { vsock, most: most.clone(), now: now.clone() };
+    (VsockGuest::new(Driver::started(Box::new(device))), connections, most, now)
 }
 
 /// Duration of an attack.
@@ -135,7 +138,7 @@ fn attack() -> Duration {
 
 #[test]
 fn connections_that_the_guest_resets_leave_nothing() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let listener = place.listen(52);
     // The programs' ends are accepted and closed, so that the listen queue never fills.
     std::thread::spawn(move || while listener.accept().is_ok() {});
@@ -158,7 +161,7 @@ fn connections_that_the_guest_resets_leave_nothing() {
 
 #[test]
 fn programs_that_leave_make_bounded_refusals() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let (mut guest, connections, most, now) = watched(&place);
     let (end, cap) = (Instant::now() + attack(), Instant::now() + 10 * LONG);
     let mut calls = 0;
@@ -181,7 +184,7 @@ fn programs_that_leave_make_bounded_refusals() {
     // Once the guest takes its packets, the device is as it was before.
     let end = Instant::now() + LONG;
     loop {
-        let Kept { connections, refusals, .. } = *now.lock().unwrap();
+        let CollectionSizes { connections, refusals, .. } = *now.lock().unwrap();
         if (connections, refusals) == (0, 0) {
             break;
         }

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn the_guest_reaches_a_program_of_the_host() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
     let (ports, mut program) = guest.connect(&listener, 52);
@@ -21,8 +21,10 @@ fn the_guest_reaches_a_program_of_the_host() {
     guest.send(op::RW, ports, b"last words");
     program.read_exact(&mut bytes).unwrap();
     assert_eq!(&bytes, b"last words");
-    let over =
-        Header { flags: (NO_SEND | NO_RECEIVE).into(), ..Guest::packet(op::SHUTDOWN, ports) };
+    let over = PacketHeader {
+        flags: (NO_SEND | NO_RECEIVE).into(),
+        ..VsockGuest::packet(op::SHUTDOWN, ports)
+    };
     guest.send_header(over, &[]);
     guest.expect(op::RST, ports);
     assert_eq!(program.read(&mut bytes).unwrap(), 0);
@@ -34,7 +36,7 @@ fn the_guest_reaches_a_program_of_the_host() {
 
 #[test]
 fn a_program_of_the_host_reaches_the_guest() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let mut guest = place.guest();
     let mut program = place.call(9000);
     let (header, _) = guest.next();
@@ -66,7 +68,7 @@ fn a_program_of_the_host_reaches_the_guest() {
 
 #[test]
 fn neither_side_gets_more_than_it_has_room_for() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
     let (ports, mut program) = guest.connect(&listener, 52);
@@ -93,15 +95,16 @@ fn neither_side_gets_more_than_it_has_room_for() {
     let (header, _) = guest.expect(op::CREDIT_UPDATE, ports);
     assert!(header.fwd_cnt.get() > told, "the guest is told by itself");
     // In the other direction, the guest says that it has room for 1,000 bytes.
-    let small = Header { buf_alloc: 1000.into(), ..Guest::packet(op::CREDIT_UPDATE, ports) };
+    let small =
+        PacketHeader { buf_alloc: 1000.into(), ..VsockGuest::packet(op::CREDIT_UPDATE, ports) };
     guest.send_header(small, &[]);
     program.write_all(&pattern(3, 3000)).unwrap();
     assert_eq!(guest.read(ports, 1000), pattern(3, 3000)[..1000]);
     guest.expect(op::CREDIT_REQUEST, ports);
-    let more = Header {
+    let more = PacketHeader {
         buf_alloc: 1000.into(),
         fwd_cnt: 1000.into(),
-        ..Guest::packet(op::CREDIT_UPDATE, ports)
+        ..VsockGuest::packet(op::CREDIT_UPDATE, ports)
     };
     guest.send_header(more, &[]);
     assert_eq!(guest.read(ports, 1000), pattern(3, 3000)[1000..2000]);
@@ -120,23 +123,23 @@ fn neither_side_gets_more_than_it_has_room_for() {
 
 #[test]
 fn packets_of_no_sense_are_refused_and_bounded() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let mut guest = place.guest();
     let ports = Ports { guest: 5, host: 6 };
     for op in [op::RW, op::RESPONSE, op::SHUTDOWN, op::CREDIT_REQUEST, 0, 99] {
         guest.send(op, ports, &[]);
         guest.expect(op::RST, ports);
     }
-    let datagram = Header { kind: 3.into(), ..Guest::packet(op::REQUEST, ports) };
+    let datagram = PacketHeader { kind: 3.into(), ..VsockGuest::packet(op::REQUEST, ports) };
     guest.send_header(datagram, &[]);
     guest.expect(op::RST, ports);
-    let alien = Header { src_cid: 7.into(), ..Guest::packet(op::REQUEST, ports) };
+    let alien = PacketHeader { src_cid: 7.into(), ..VsockGuest::packet(op::REQUEST, ports) };
     guest.send_header(alien, &[]);
     // Refusals that the guest does not take make the device stop taking packets, until they are
     // taken.
     let heads: Vec<u16> = (0..MAX_REFUSALS as u32 + 10)
         .map(|n| {
-            let header = Guest::packet(op::RW, Ports { guest: n, host: 1 });
+            let header = VsockGuest::packet(op::RW, Ports { guest: n, host: 1 });
             let piece = guest.driver.given(header.as_bytes());
             let head = guest.driver.post(TRANSMIT, &[piece]);
             guest.driver.kick(TRANSMIT);
@@ -154,7 +157,7 @@ fn packets_of_no_sense_are_refused_and_bounded() {
         guest.driver.wait_used(TRANSMIT, *head);
     }
     // Malformed packets.
-    let lying = Header { len: 1.into(), ..Guest::packet(op::RW, ports) };
+    let lying = PacketHeader { len: 1.into(), ..VsockGuest::packet(op::RW, ports) };
     for (queue, bytes) in [(TRANSMIT, lying.as_bytes()), (TRANSMIT, &[0; 43][..])] {
         let piece = guest.driver.given(bytes);
         guest.driver.post(queue, &[piece]);
@@ -162,7 +165,7 @@ fn packets_of_no_sense_are_refused_and_bounded() {
         guest.driver.wait_stopped("a packet of no form");
         guest.driver.start(!0);
     }
-    let (small, nobody) = (guest.driver.wanted(43), Guest::packet(op::RW, ports));
+    let (small, nobody) = (guest.driver.wanted(43), VsockGuest::packet(op::RW, ports));
     guest.driver.post(RECEIVE, &[small]);
     let piece = guest.driver.given(nobody.as_bytes());
     guest.driver.post(TRANSMIT, &[piece]);
@@ -172,7 +175,7 @@ fn packets_of_no_sense_are_refused_and_bounded() {
 
 #[test]
 fn a_guest_that_does_not_answer_is_waited_for_so_long_and_no_longer() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let mut guest = place.guest();
     let began = Instant::now();
     let mut program = place.call(9000);

@@ -34,7 +34,7 @@ fn a_process_without_a_file_left_waits_and_does_not_spin() {
         assert!(String::from_utf8_lossy(&out.stdout).contains("1 passed"));
         return;
     }
-    let place = Place::new();
+    let place = TestSockets::new();
     let mut guest = place.guest();
     let mut program = rustix::net::socket(
         rustix::net::AddressFamily::UNIX,

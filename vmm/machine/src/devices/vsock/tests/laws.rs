@@ -4,14 +4,14 @@ use super::*;
 
 #[test]
 fn it_keeps_the_laws_of_devices() {
-    let place = Place::new();
-    conformance::check(&Subject {
+    let place = TestSockets::new();
+    conformance::check(&TestedDevice {
         make: &|| Box::new(place.vsock()),
         queue: TRANSMIT,
         // A packet without an answer: its connection does not exist.
         request: &|driver, n| {
             let ports = Ports { guest: n as u32, host: 1 };
-            let header = Guest::packet(op::RST, ports);
+            let header = VsockGuest::packet(op::RST, ports);
             vec![driver.given(&header.as_bytes()[..30]), driver.given(&header.as_bytes()[30..])]
         },
     });
@@ -19,13 +19,13 @@ fn it_keeps_the_laws_of_devices() {
 
 #[test]
 fn it_keeps_the_laws_of_devices_receiving() {
-    let place = Place::new();
-    conformance::check(&Subject {
+    let place = TestSockets::new();
+    conformance::check(&TestedDevice {
         make: &|| Box::new(place.vsock()),
         queue: RECEIVE,
         // A packet for a connection that does not exist makes a refusal, which goes to this queue.
         request: &|driver, n| {
-            let header = Guest::packet(op::RW, Ports { guest: n as u32, host: 1 });
+            let header = VsockGuest::packet(op::RW, Ports { guest: n as u32, host: 1 });
             let packet = driver.given(header.as_bytes());
             driver.post(TRANSMIT, &[packet]);
             driver.kick(TRANSMIT);
@@ -36,7 +36,7 @@ fn it_keeps_the_laws_of_devices_receiving() {
 
 #[test]
 fn all_that_it_gives_the_guest_is_marked() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
     let (_, mut program) = guest.connect(&listener, 52);
@@ -66,14 +66,14 @@ fn all_that_it_gives_the_guest_is_marked() {
         // Not zeros, because an event consists of zeros.
         let room = driver.given(&[0xff; 4]);
         event = Some(room.addr);
-        vec![(EVENT, driver.post(EVENT, &[Piece { writable: true, ..room }]))]
+        vec![(EVENT, driver.post(EVENT, &[DriverBuffer { writable: true, ..room }]))]
     });
     assert!(frames.contains(&(event.unwrap() / 4096)));
 }
 
 #[test]
 fn buffers_without_room_for_data_stop_the_device() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
     let (_ports, mut program) = guest.connect(&listener, 52);

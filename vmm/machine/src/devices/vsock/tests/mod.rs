@@ -19,17 +19,18 @@ use super::connection::ROOM;
 use super::packet::{NO_RECEIVE, NO_SEND};
 use super::*;
 use crate::devices::error::DeviceError;
-use crate::devices::virtio::conformance::{self, Subject};
-use crate::devices::virtio::driver::{Driver, Piece};
-use crate::devices::virtio::{Device, Kind, Stall, Transport};
+use crate::devices::virtio::DriverBuffer;
+use crate::devices::virtio::conformance::{self, TestedDevice};
+use crate::devices::virtio::driver::Driver;
+use crate::devices::virtio::{Device, DeviceKind, QuiesceError, Transport};
 
 const CID: u32 = 42;
 const GUEST_PORT: u32 = 1000;
 const LONG: Duration = Duration::from_secs(20);
 
-struct Place(TempDir);
+struct TestSockets(TempDir);
 
-impl Place {
+impl TestSockets {
     fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
@@ -43,10 +44,10 @@ impl Place {
         Vsock::open(&config, &Opener::start().unwrap()).unwrap()
     }
 
-    fn guest(&self) -> Guest {
+    fn guest(&self) -> VsockGuest {
         let mut vsock = self.vsock();
         vsock.acquire().unwrap();
-        Guest::new(Driver::started(Box::new(vsock)))
+        VsockGuest::new(Driver::started(Box::new(vsock)))
     }
 
     fn listen(&self, port: u32) -> UnixListener {
@@ -63,17 +64,17 @@ impl Place {
 }
 
 /// The guest's side: sends and receives packets through the queues.
-struct Guest {
+struct VsockGuest {
     driver: Driver,
 }
 
-impl Guest {
+impl VsockGuest {
     fn new(driver: Driver) -> Self {
         Self { driver }
     }
 
-    fn packet(op: u16, ports: Ports) -> Header {
-        Header {
+    fn packet(op: u16, ports: Ports) -> PacketHeader {
+        PacketHeader {
             src_cid: u64::from(CID).into(),
             dst_cid: HOST_CID.into(),
             src_port: ports.guest.into(),
@@ -81,12 +82,12 @@ impl Guest {
             kind: STREAM.into(),
             op: op.into(),
             buf_alloc: (256 << 10).into(),
-            ..Header::default()
+            ..PacketHeader::default()
         }
     }
 
-    fn send_header(&mut self, header: Header, data: &[u8]) {
-        let header = Header { len: (data.len() as u32).into(), ..header };
+    fn send_header(&mut self, header: PacketHeader, data: &[u8]) {
+        let header = PacketHeader { len: (data.len() as u32).into(), ..header };
         let mut pieces = vec![self.driver.given(header.as_bytes())];
         if !data.is_empty() {
             pieces.push(self.driver.given(data));
@@ -101,20 +102,20 @@ impl Guest {
 
     /// Returns the next packet for the guest.
     #[track_caller]
-    fn next(&mut self) -> (Header, Vec<u8>) {
+    fn next(&mut self) -> (PacketHeader, Vec<u8>) {
         let room = self.driver.wanted((HEADER + 4096) as u32);
         let head = self.driver.post(RECEIVE, &[room]);
         self.driver.kick(RECEIVE);
         let len = self.driver.wait_used(RECEIVE, head) as usize;
         let bytes = self.driver.bytes(room);
-        let (header, _) = Header::read_from_prefix(&bytes).unwrap();
+        let (header, _) = PacketHeader::read_from_prefix(&bytes).unwrap();
         assert_eq!(len, HEADER + header.len.get() as usize);
         assert_eq!((header.src_cid.get(), header.dst_cid.get()), (HOST_CID, u64::from(CID)));
         (header, bytes[HEADER..len].to_vec())
     }
 
     #[track_caller]
-    fn expect(&mut self, op: u16, ports: Ports) -> (Header, Vec<u8>) {
+    fn expect(&mut self, op: u16, ports: Ports) -> (PacketHeader, Vec<u8>) {
         let (mut header, mut data) = self.next();
         // Credit updates may arrive at any time.
         while header.op.get() == op::CREDIT_UPDATE && op != op::CREDIT_UPDATE {

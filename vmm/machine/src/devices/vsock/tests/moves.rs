@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn a_program_that_goes_during_a_pause_is_missed() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
     let (ports, program) = guest.connect(&listener, 52);
@@ -20,7 +20,7 @@ fn a_program_that_goes_during_a_pause_is_missed() {
 
 #[test]
 fn after_a_move_the_guest_hears_that_its_connections_are_gone() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
     let (ports, mut program) = guest.connect(&listener, 52);
@@ -51,7 +51,7 @@ fn after_a_move_the_guest_hears_that_its_connections_are_gone() {
 
 #[test]
 fn nothing_is_lost_to_a_pause() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
     let (ports, mut program) = guest.connect(&listener, 52);
@@ -73,7 +73,7 @@ fn nothing_is_lost_to_a_pause() {
 
 #[test]
 fn the_socket_is_one_devices_and_goes_with_it() {
-    let place = Place::new();
+    let place = TestSockets::new();
     let (mut a, mut b) = (place.vsock(), place.vsock());
     assert!(!place.uds().exists(), "looking leaves nothing behind");
     a.acquire().unwrap();
