@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn it_opens_and_drops_on_a_thread_of_its_own() {
+    fn jobs_and_drops_run_on_the_opener() {
         let opener = Opener::start().unwrap();
         let name = opener.run(|| current().name().map(str::to_owned)).unwrap();
         assert_eq!(name.as_deref(), Some("opener"));
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_that_panics_is_an_error_now_and_later() {
+    fn panicking_job_is_an_error_also_later() {
         let opener = Opener::start().unwrap();
         assert!(opener.run(|| panic!("of a test")).is_err());
         assert!(opener.run(|| ()).unwrap_err().to_string().contains("has ended"));

@@ -40,7 +40,7 @@ mod tests {
     use crate::memory::{HOLE_END, HOLE_START};
 
     #[test]
-    fn places_are_in_the_hole_apart_and_found_again() {
+    fn placements_are_disjoint_and_in_the_hole() {
         for i in 0..PINS.len() {
             let Placement { base, len, irq } = placement(i).unwrap();
             assert!(base >= HOLE_START && base + len < HOLE_END - (64 << 20), "{base:#x}");

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_enabled_reads_back_and_nothing_ever_happens() {
+    fn enable_reads_back_without_events() {
         let power = PowerManagement::default();
         assert!(!power.write(2, &0x0120u16.to_le_bytes()));
         assert_eq!(read(&power, 0), [0, 0, 0x20, 0x01], "status, enable");
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn only_sleep_enable_ends_the_machine_and_is_not_remembered() {
+    fn only_sleep_enable_powers_off() {
         let power = PowerManagement::default();
         assert!(!power.write(4, &0x1c00u16.to_le_bytes()));
         assert!(!power.write(4, &[0x20]), "half a register is nothing");
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn restored_registers_are_saved_the_same() {
+    fn restored_registers_save_the_same() {
         let power = PowerManagement::default();
         power.write(2, &[0x20, 0]);
         power.write(4, &[0x01, 0x1c]);

@@ -115,7 +115,7 @@ mod tests {
     use crate::devices::virtio::driver::Driver;
 
     #[test]
-    fn it_keeps_the_laws_of_devices() {
+    fn conforms_to_virtio() {
         conformance::check(&TestedDevice {
             make: &|| Box::new(Rng),
             queue: 0,
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_gives_is_never_the_same() {
+    fn random_bytes_do_not_repeat() {
         let mut driver = Driver::started(Box::new(Rng));
         let mut seen = std::collections::HashSet::new();
         for _ in 0..50 {

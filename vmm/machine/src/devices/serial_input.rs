@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn our_keys_are_told_from_the_guests() {
+    fn escape_keys_are_not_sent_to_the_guest() {
         let mut keys = EscapeKeys::default();
         let mut to = Vec::new();
         assert!(!keys.pass(b"ls\x01", &mut to));
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_can_be_read_without_harm_is_read() {
+    fn only_terminals_and_streams_are_read() {
         let null = std::fs::File::open("/dev/null").unwrap();
         assert_eq!(source(null.as_fd()), None);
         let (reader, _writer) = std::io::pipe().unwrap();

@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everything_is_written_in_order() {
+    fn output_is_written_in_order() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("serial");
         let (mut writer, thread) = open(&SerialSink::File(path.clone())).unwrap();
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_without_newline_comes_out_soon() {
+    fn unfinished_line_is_written_soon() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("serial");
         let (mut writer, _thread) = open(&SerialSink::File(path.clone())).unwrap();
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stuck_reader_costs_output_not_time() {
+    fn stuck_reader_costs_output_not_time() {
         let shared = Arc::new(OutputBuffer::default());
         let mut writer = SerialWriter(shared.clone());
         for _ in 0..ROOM + 100 {

@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_driver_writes_its_own_fields_alone() {
+    fn driver_writes_only_its_own_fields() {
         let mut space = BalloonConfigSpace { target: 9, actual: 1, command: 7, poison: 0 };
         space.write(0, &[0xff; 16]);
         assert_eq!(space, BalloonConfigSpace { target: 9, actual: !0, command: 7, poison: !0 });

@@ -53,7 +53,7 @@ fn is(driver: &Driver, piece: DriverBuffer, byte: u8) -> bool {
 }
 
 #[test]
-fn it_keeps_the_laws_of_devices() {
+fn conforms_to_virtio() {
     let inflate = |driver: &mut Driver, _| {
         let frame = gfn(filled(driver, 1));
         vec![numbers(driver, &[frame])]
@@ -68,7 +68,7 @@ fn it_keeps_the_laws_of_devices() {
 }
 
 #[test]
-fn inflating_takes_the_frames_that_are_named_and_no_others() {
+fn inflate_discards_only_listed_frames() {
     let (mut driver, control) = started();
     let piece = filled(&mut driver, 8);
     let first = gfn(piece);
@@ -92,7 +92,7 @@ fn inflating_takes_the_frames_that_are_named_and_no_others() {
 }
 
 #[test]
-fn frames_that_are_no_memory_stop_the_device() {
+fn frames_outside_memory_stop_the_device() {
     let (mut driver, _) = started();
     let piece = filled(&mut driver, 1);
     let frames = (MEM_BYTES / PAGE_SIZE) as u32;
@@ -119,7 +119,7 @@ fn frames_that_are_no_memory_stop_the_device() {
 }
 
 #[test]
-fn of_what_is_reported_whole_frames_are_taken() {
+fn only_whole_reported_frames_are_discarded() {
     let (mut driver, control) = started();
     let piece = filled(&mut driver, 4);
     let part = DriverBuffer { addr: piece.addr + 100, len: 3 * 4096, writable: true };
@@ -131,7 +131,7 @@ fn of_what_is_reported_whole_frames_are_taken() {
 }
 
 #[test]
-fn a_guest_that_poisons_freed_frames_keeps_them() {
+fn poisoned_frames_are_not_discarded() {
     for (poison, kept) in [(0, 0), (0xaaaa_aaaa, 0xa5)] {
         let (mut driver, control) = started();
         driver.write(POISON, poison);
@@ -183,7 +183,7 @@ fn frames_of(pieces: &[DriverBuffer]) -> Vec<FrameRun> {
 }
 
 #[test]
-fn hints_are_those_of_the_command_and_change_nothing() {
+fn hints_belong_to_their_command_and_change_nothing() {
     let (mut driver, control) = started();
     let free = [filled(&mut driver, 3), filled(&mut driver, 1), filled(&mut driver, 7)];
     assert_eq!(driver.read(COMMAND), hints::DONE);
@@ -209,7 +209,7 @@ fn hints_are_those_of_the_command_and_change_nothing() {
 }
 
 #[test]
-fn hints_that_do_not_end_are_as_many_as_came() {
+fn unfinished_hints_are_returned_at_the_limit() {
     let (mut driver, control) = started();
     let free = filled(&mut driver, 5);
     let asked = thread::spawn({
@@ -229,7 +229,7 @@ fn hints_that_do_not_end_are_as_many_as_came() {
 }
 
 #[test]
-fn what_the_operator_wants_reaches_the_driver_also_elsewhere() {
+fn target_reaches_the_driver_also_after_a_move() {
     let (driver, control) = started();
     let target = |driver: &Driver| driver.read(VIRTIO_MMIO_CONFIG);
     assert_eq!(target(&driver), 0);

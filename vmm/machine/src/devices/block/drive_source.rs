@@ -117,7 +117,7 @@ mod tests {
     /// Works as a checkpoint does: what the driver writes after the pause to blocks that are not
     /// copied yet is not in the epoch.
     #[test]
-    fn what_is_kept_is_copied_as_it_was_in_the_pause() {
+    fn copy_before_write_keeps_the_pauses_content() {
         for with in engines() {
             let disk = Disk::new();
             let block = disk.block(with);
@@ -166,7 +166,7 @@ mod tests {
     /// Works as a migration does that ends while an epoch is copied: from then on the destination
     /// may write.
     #[test]
-    fn a_disk_that_is_let_go_of_is_not_copied_on() {
+    fn released_disk_is_not_copied_further() {
         let disk = Disk::new();
         let mut block = disk.block(engines()[0]);
         let (source, bytes) = (block.source(), disk.config.bytes);
@@ -189,7 +189,7 @@ mod tests {
     /// Works as a migration does: whichever requests were under way, the copy equals what the
     /// driver has written.
     #[test]
-    fn epochs_read_after_they_were_drained_make_the_disk() {
+    fn drained_epochs_add_up_to_the_disk() {
         for with in engines() {
             let disk = Disk::new();
             let block = disk.block(with);

@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_lost_is_told_once_and_keeps_the_disk_here_until_then() {
+    fn lost_data_blocks_release_until_reported_once() {
         let (file, temp) = disk();
         let flusher = file.flusher();
         file.lock().unwrap();
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_hand_over_could_not_make_durable_is_told_too() {
+    fn failed_flush_at_hand_over_is_reported() {
         // The flush thread is started on that thread and inherits its restrictions.
         let (file, _temp) = without_fdatasync(disk);
         file.lock().unwrap();
@@ -404,7 +404,7 @@ mod tests {
 
     /// The guest is told the error of its own request; this also covers the lost data.
     #[test]
-    fn one_failure_of_the_guests_own_is_enough() {
+    fn guests_own_failed_flush_reports_earlier_loss() {
         let (file, _temp) = disk();
         file.flusher().note_lost(&io::Error::from_raw_os_error(libc::EIO));
         let full = Err(io::Error::from_raw_os_error(libc::ENOSPC));
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_disk_is_waited_for_so_long_and_the_hand_over_hears_how_it_ended() {
+    fn release_waits_for_a_flush_until_its_deadline() {
         let (file, _temp) = disk();
         let flusher = file.flusher();
         file.lock().unwrap();
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guests_own_flush_met_meanwhile_is_not_lost_again() {
+    fn error_seen_by_guest_is_not_lost_again() {
         let (file, _temp) = disk();
         let flusher = file.flusher();
         let eio_again = || Err(io::Error::from_raw_os_error(libc::EIO));
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_write_does_not_stand_for_what_was_lost_elsewhere() {
+    fn failed_write_does_not_report_earlier_loss() {
         let (file, _temp) = disk();
         let flusher = file.flusher();
         let eio_now = || io::Error::from_raw_os_error(libc::EIO);

@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_known_by_the_first_name_that_the_kernel_has() {
+    fn identity_is_the_first_sysfs_name() {
         let dir = tempfile::tempdir().unwrap();
         let (disk, partition) = (dir.path().join("sda"), dir.path().join("sda/sda2"));
         fs::create_dir_all(disk.join("device")).unwrap();
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_itself_by_whatever_name_and_no_copy() {
+    fn identity_survives_rename_but_not_copy() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         let identity = |name: &str| of(&File::open(path(name)).unwrap()).unwrap();

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_is_there_when_it_is_kept_and_gone_when_it_is_not() {
+    fn dropped_copy_is_removed_unless_kept() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("copy");
         let guest = VmId::random();
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn room_that_is_there_is_used_and_data_never_written_over() {
+    fn allocated_storage_is_used_and_data_never_overwritten() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("room");
         let guest = VmId::random();
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn file_that_cannot_be_locked_is_left() {
+    fn file_that_cannot_be_locked_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("copy");
         let guest = VmId::random();
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn one_guest_at_a_time_is_copied_into_a_file() {
+    fn one_guest_at_a_time_fills_a_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("copy");
         let (one, other) = (VmId::random(), VmId::random());

@@ -95,7 +95,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_lock_is_known_for_its_guests() {
+    fn lock_identifies_its_guest() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let open = || File::options().read(true).write(true).open(file.path()).unwrap();
         let (held, looks) = (open(), open());

@@ -227,7 +227,7 @@ mod tests {
     const BYTES: u64 = 1 << 20;
 
     #[test]
-    fn a_file_keeps_its_room_if_it_had_room_for_all() {
+    fn fully_allocated_file_stays_allocated() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("disk");
         let config = disk("d", &path, BYTES);
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_whose_name_is_anothers_by_then_is_not_given_to_the_guest() {
+    fn replaced_file_is_not_given_to_the_guest() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("disk");
         let config = disk("d", &path, BYTES);
@@ -335,7 +335,7 @@ mod tests {
     /// A file in a snapshot and the parent's file through another mount have the same inode number
     /// and creation time.
     #[test]
-    fn only_the_operator_knows_a_snapshot() {
+    fn snapshot_needs_the_operators_word() {
         let file = |inode| DiskIdentity::File { inode, born_ns: Some(7) };
         let device = DiskIdentity::device("naa.50").unwrap();
         let (itself, path) = (Some(ParentsDisk::Itself), Some(ParentsDisk::Path));
@@ -369,7 +369,7 @@ mod tests {
     /// After a reboot a path may lead to another disk. It is overwritten only if the operator names
     /// it.
     #[test]
-    fn another_disk_than_the_guests_is_not_written_over_unless_it_is_named() {
+    fn unknown_disk_is_overwritten_only_if_named() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("disk");
         for name in ["disk", "other"] {

@@ -152,7 +152,7 @@ mod tests {
 
         /// A short run of what the fuzzer does for minutes. It mostly checks the harness.
         #[test]
-        fn no_driver_makes_a_device_break_its_rules(
+        fn no_driver_breaks_a_device(
             which in 0..super::TARGETS.len(),
             bytes in proptest::collection::vec(any::<u8>(), 0..2000),
         ) {

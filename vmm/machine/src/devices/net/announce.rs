@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_series_that_has_ended_is_not_waited_for() {
+    fn ended_series_announces_nothing() {
         let mut announcements = Announcements::new().unwrap();
         announcements.begin().unwrap();
         pass(STEPS[0].0);

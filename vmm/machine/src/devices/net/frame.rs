@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_announcement_is_a_frame_of_rarp() {
+    fn announcement_is_a_rarp_frame() {
         let frame = announcement(MacAddr([2, 1, 2, 3, 4, 5]));
         assert_eq!(frame.len(), 72);
         assert_eq!(frame[..HEADER], [0; HEADER], "no offloads");

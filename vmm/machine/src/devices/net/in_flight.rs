@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_encoded_fits_and_comes_back() {
+    fn encoded_frames_fit_and_decode() {
         let all = late(&[(0, HEADER), (1, 200), (0, MAX_FRAME), (1, 20_000)]);
         for room in [0, 1, 100, 300, MAX_FRAME, MAX_FRAME + 300, 2 * MAX_FRAME] {
             let bytes = all.encode(room).unwrap();

@@ -97,7 +97,7 @@ fn restored(world: &TestNetwork, driver: &Driver, state: VirtioState) -> Transpo
 }
 
 #[test]
-fn it_keeps_the_laws_of_devices_sending() {
+fn transmit_queue_conforms_to_virtio() {
     let world = TestNetwork::new(2);
     conformance::check(&TestedDevice {
         make: &|| Box::new(world.net()),
@@ -110,7 +110,7 @@ fn it_keeps_the_laws_of_devices_sending() {
 }
 
 #[test]
-fn it_keeps_the_laws_of_devices_receiving() {
+fn receive_queue_conforms_to_virtio() {
     let world = TestNetwork::new(1);
     conformance::check(&TestedDevice {
         make: &|| Box::new(world.net()),
@@ -142,7 +142,7 @@ fn frames_arrive_as_they_were_sent() {
 }
 
 #[test]
-fn a_large_frame_is_given_in_several_buffers_or_waits_for_them() {
+fn large_frame_waits_for_enough_buffers() {
     let world = TestNetwork::new(1);
     for without in [0, 1 << virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX] {
         let mut driver = Driver::started_without(Box::new(world.net()), without);
@@ -173,7 +173,7 @@ fn a_large_frame_is_given_in_several_buffers_or_waits_for_them() {
 }
 
 #[test]
-fn without_merged_buffers_a_frame_too_large_is_lost_alone() {
+fn frame_larger_than_its_buffers_is_lost() {
     let world = TestNetwork::new(1);
     let mut driver = Driver::started_without(Box::new(world.net()), 1 << VIRTIO_NET_F_MRG_RXBUF);
     let room = driver.wanted(1526);
@@ -195,7 +195,7 @@ fn without_merged_buffers_a_frame_too_large_is_lost_alone() {
 }
 
 #[test]
-fn buffers_too_small_for_a_header_stop_the_interface() {
+fn buffers_below_header_size_stop_the_interface() {
     let world = TestNetwork::new(1);
     let mut driver = Driver::started(Box::new(world.net()));
     let (short, small) = (driver.given(&[0; 11]), driver.wanted(11));
@@ -216,7 +216,7 @@ fn buffers_too_small_for_a_header_stop_the_interface() {
 }
 
 #[test]
-fn a_driver_uses_as_many_queues_as_there_are() {
+fn driver_may_use_all_queue_pairs() {
     let world = TestNetwork::new(3);
     let mut driver = Driver::started(Box::new(world.net()));
     assert_eq!(driver.queue_count(), 7);
@@ -255,7 +255,7 @@ fn driver_after(world: &TestNetwork, driver: Driver, state: VirtioState) -> Driv
 }
 
 #[test]
-fn after_a_move_it_says_where_it_is() {
+fn interface_announces_itself_after_a_move() {
     let world = TestNetwork::new(1);
     let mut driver = Driver::started(Box::new(world.net()));
     let piece = sent(&mut driver, &frame(1, 60));
@@ -289,7 +289,7 @@ fn after_a_move_it_says_where_it_is() {
 }
 
 #[test]
-fn what_came_while_it_moved_is_the_first_there() {
+fn frames_in_flight_arrive_first_after_a_move() {
     let world = TestNetwork::new(1);
     let driver = Driver::started(Box::new(world.net()));
     driver.quiesce();
@@ -316,7 +316,7 @@ fn what_came_while_it_moved_is_the_first_there() {
 }
 
 #[test]
-fn a_tap_that_its_last_host_may_want_back_is_left_to_it() {
+fn tap_of_the_last_host_is_left_alone() {
     let world = TestNetwork::new(1);
     let mut net = world.net();
     net.detach(0);
@@ -329,7 +329,7 @@ fn a_tap_that_its_last_host_may_want_back_is_left_to_it() {
 }
 
 #[test]
-fn frames_of_several_queues_go_along_each_to_its_own() {
+fn frames_in_flight_keep_their_queue_pair() {
     let world = TestNetwork::new(2);
     let mut driver = Driver::started(Box::new(world.net()));
     let control_queue = driver.queue_count() - 1;
@@ -351,7 +351,7 @@ fn frames_of_several_queues_go_along_each_to_its_own() {
 }
 
 #[test]
-fn what_came_while_it_should_have_moved_is_not_lost() {
+fn failed_move_loses_no_frame() {
     let world = TestNetwork::new(1);
     let mut driver = Driver::started(Box::new(world.net()));
     driver.quiesce();
@@ -369,7 +369,7 @@ fn what_came_while_it_should_have_moved_is_not_lost() {
 }
 
 #[test]
-fn nonsense_that_came_late_costs_nothing_else() {
+fn malformed_frames_in_flight_cost_nothing_else() {
     let world = TestNetwork::new(1);
     let driver = Driver::started(Box::new(world.net()));
     driver.quiesce();
@@ -425,7 +425,7 @@ fn frames_behind_a_short_one_arrive() {
 }
 
 #[test]
-fn a_tap_that_is_not_there_is_named() {
+fn missing_tap_is_named() {
     let config =
         NetConfig { id: "n".to_owned(), tap: "dl-none-dl".to_owned(), mac: MAC, queues: 1 };
     let opener = Opener::start().unwrap();
@@ -434,7 +434,7 @@ fn a_tap_that_is_not_there_is_named() {
 }
 
 #[test]
-fn a_stopped_interface_with_several_queues_moves() {
+fn stopped_interface_with_several_queues_moves() {
     let world = TestNetwork::new(2);
     let mut driver = Driver::started(Box::new(world.net()));
     let control_queue = driver.queue_count() - 1;
@@ -454,7 +454,7 @@ fn a_stopped_interface_with_several_queues_moves() {
 }
 
 #[test]
-fn what_it_does_is_counted() {
+fn frames_are_counted() {
     let world = TestNetwork::new(1);
     let net = world.net();
     let meter = StatsHandle::Net("n".to_owned(), net.counters().clone());

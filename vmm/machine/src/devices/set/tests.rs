@@ -40,7 +40,7 @@ fn with_disks<const N: usize>(disks: [&DiskConfig; N], memory: &Memory) -> Devic
 /// Nothing copies the disk's old content, and the guest overwrites more than the side buffer
 /// holds.
 #[test]
-fn a_pause_does_not_wait_for_a_disk_that_waits_for_an_epoch() {
+fn pause_cancels_disk_waits_for_an_epoch() {
     const BYTES: u64 = 8 << 20;
     let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
     let config = DiskConfig { bytes: BYTES, ..disk(dir.path(), "a") };
@@ -86,7 +86,7 @@ fn a_pause_does_not_wait_for_a_disk_that_waits_for_an_epoch() {
 }
 
 #[test]
-fn who_cannot_take_hold_of_all_holds_nothing() {
+fn failed_acquire_releases_all_devices() {
     let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
     let (a, b) = (disk(dir.path(), "a"), disk(dir.path(), "b"));
     let set = with_disks([&a, &b], &memory);
@@ -104,7 +104,7 @@ fn who_cannot_take_hold_of_all_holds_nothing() {
 
 /// All devices share one time limit.
 #[test]
-fn devices_are_acquired_side_by_side() {
+fn devices_are_acquired_in_parallel() {
     let memory = memory();
     let scripts: [Arc<Script>; 2] = Default::default();
     let device =
@@ -124,7 +124,7 @@ fn devices_are_acquired_side_by_side() {
 }
 
 #[test]
-fn one_device_that_does_not_let_go_keeps_no_other_from_it() {
+fn failed_release_does_not_stop_the_others() {
     let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
     let a = disk(dir.path(), "a");
     let script = Arc::new(Script::default());
@@ -144,7 +144,7 @@ fn one_device_that_does_not_let_go_keeps_no_other_from_it() {
 }
 
 #[test]
-fn a_device_that_is_not_done_is_named_and_the_others_go_on() {
+fn failed_quiesce_names_device_and_resumes_others() {
     let memory = memory();
     let scripts: [Arc<Script>; 2] = Default::default();
     let device =
@@ -175,7 +175,7 @@ fn stuck_set(memory: &Memory) -> (DeviceSet, Arc<Script>) {
 
 /// The device's thread receives the request after the deadline and drops it.
 #[test]
-fn late_device_is_not_a_dead_one() {
+fn missed_deadline_does_not_end_the_device() {
     let device = spawn("late", Box::new(FakeDevice(Arc::default())), &memory());
     let why = device.save_by(Instant::now()).unwrap_err().to_string();
     assert!(why.contains("virtio-rng \"late\" did not save its state"), "{why}");

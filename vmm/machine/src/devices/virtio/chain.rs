@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_is_the_bytes_that_it_names() {
+    fn part_has_exactly_its_bytes() {
         let all = buffers(&[(0x1000, 10), (0x5000, 1), (0x3000, 100)]);
         assert_eq!(all.part(0, 111), all);
         assert_eq!(all.part(0, u32::MAX), all);

@@ -33,18 +33,18 @@ pub(crate) struct TestedDevice<'s> {
 /// Checks all laws.
 pub(crate) fn check(subject: &TestedDevice<'_>) {
     for without in [0, 1 << VIRTIO_RING_F_EVENT_IDX] {
-        save_restore_save_is_save(subject, without);
-        what_the_device_writes_is_marked(subject, without);
+        restored_state_saves_the_same(subject, without);
+        device_writes_are_marked(subject, without);
     }
-    indirect_chains_are_chains(subject);
-    a_reset_forgets_the_driver(subject);
-    a_queue_reset_forgets_the_queue(subject);
-    notifications_are_not_lost_to_a_stand(subject);
-    drivers_that_break_the_rules_stop_their_device(subject);
-    a_stopped_device_is_not_started(subject);
-    a_driver_that_asked_for_too_much_is_moved(subject);
-    rings_that_change_while_they_are_read_do_no_harm(subject);
-    states_that_do_not_fit_are_refused(subject);
+    indirect_chains_are_served(subject);
+    reset_forgets_the_driver(subject);
+    queue_reset_forgets_the_queue(subject);
+    pause_loses_no_notification(subject);
+    broken_rules_stop_the_device(subject);
+    stopped_device_is_not_started(subject);
+    driver_with_unknown_features_is_moved(subject);
+    changing_rings_do_no_harm(subject);
+    misfit_states_are_refused(subject);
 }
 
 fn post(driver: &mut Driver, subject: &TestedDevice<'_>, n: u64) -> u16 {
@@ -62,7 +62,7 @@ fn encoded(transport: &Transport) -> Vec<u8> {
     postcard::to_stdvec(&transport.save().unwrap()).unwrap()
 }
 
-fn save_restore_save_is_save(subject: &TestedDevice<'_>, without: u64) {
+fn restored_state_saves_the_same(subject: &TestedDevice<'_>, without: u64) {
     let fresh = Driver::new((subject.make)());
     fresh.quiesce();
     let never_used = encoded(&fresh.transport);
@@ -100,7 +100,7 @@ fn contents(driver: &Driver) -> Vec<u8> {
     bytes
 }
 
-fn what_the_device_writes_is_marked(subject: &TestedDevice<'_>, without: u64) {
+fn device_writes_are_marked(subject: &TestedDevice<'_>, without: u64) {
     let mut driver = Driver::started_without((subject.make)(), without);
     for round in 0..3 {
         writes_are_marked(&mut driver, |driver| {
@@ -143,7 +143,7 @@ pub(crate) fn writes_are_marked(
     changed
 }
 
-fn indirect_chains_are_chains(subject: &TestedDevice<'_>) {
+fn indirect_chains_are_served(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     let pieces = (subject.request)(&mut driver, 0);
     let head = driver.post_indirect(subject.queue, &pieces);
@@ -151,7 +151,7 @@ fn indirect_chains_are_chains(subject: &TestedDevice<'_>) {
     driver.wait_used(subject.queue, head);
 }
 
-fn a_reset_forgets_the_driver(subject: &TestedDevice<'_>) {
+fn reset_forgets_the_driver(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     answers(&mut driver, subject, 0);
     assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS), 0);
@@ -165,7 +165,7 @@ fn a_reset_forgets_the_driver(subject: &TestedDevice<'_>) {
     answers(&mut driver, subject, 1);
 }
 
-fn a_queue_reset_forgets_the_queue(subject: &TestedDevice<'_>) {
+fn queue_reset_forgets_the_queue(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     answers(&mut driver, subject, 0);
     for queue in 0..driver.queue_count() {
@@ -178,7 +178,7 @@ fn a_queue_reset_forgets_the_queue(subject: &TestedDevice<'_>) {
     answers(&mut driver, subject, 1);
 }
 
-fn notifications_are_not_lost_to_a_stand(subject: &TestedDevice<'_>) {
+fn pause_loses_no_notification(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     for n in 0..20 {
         let head = post(&mut driver, subject, n);
@@ -189,7 +189,7 @@ fn notifications_are_not_lost_to_a_stand(subject: &TestedDevice<'_>) {
     }
 }
 
-fn drivers_that_break_the_rules_stop_their_device(subject: &TestedDevice<'_>) {
+fn broken_rules_stop_the_device(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     let q = subject.queue;
     let size = driver.queue_size(q);
@@ -358,7 +358,7 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-fn a_stopped_device_is_not_started(subject: &TestedDevice<'_>) {
+fn stopped_device_is_not_started(subject: &TestedDevice<'_>) {
     let mut driver = Driver::new((subject.make)());
     driver.negotiate(!0);
     driver.kick(1000);
@@ -376,7 +376,7 @@ fn a_stopped_device_is_not_started(subject: &TestedDevice<'_>) {
     answers(&mut driver, subject, 1);
 }
 
-fn a_driver_that_asked_for_too_much_is_moved(subject: &TestedDevice<'_>) {
+fn driver_with_unknown_features_is_moved(subject: &TestedDevice<'_>) {
     let driver = Driver::new((subject.make)());
     driver.write(VIRTIO_MMIO_STATUS, 3);
     for select in [0, 1] {
@@ -400,7 +400,7 @@ fn moves_as_it_is(driver: &Driver, subject: &TestedDevice<'_>, what: &str) {
     assert_eq!(other.save().unwrap(), state, "{what}");
 }
 
-fn rings_that_change_while_they_are_read_do_no_harm(subject: &TestedDevice<'_>) {
+fn changing_rings_do_no_harm(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     let ram = driver.memory.ram().clone();
     // The same request again and again: any outcome is allowed.
@@ -431,7 +431,7 @@ fn rings_that_change_while_they_are_read_do_no_harm(subject: &TestedDevice<'_>) 
     answers(&mut driver, subject, 1000);
 }
 
-fn states_that_do_not_fit_are_refused(subject: &TestedDevice<'_>) {
+fn misfit_states_are_refused(subject: &TestedDevice<'_>) {
     let mut driver = Driver::started((subject.make)());
     answers(&mut driver, subject, 0);
     driver.quiesce();

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_that_takes_long_holds_nobody_up_and_shows_in_the_status() {
+    fn long_reset_blocks_no_vcpu_and_shows() {
         let script = Arc::new(Script::default());
         let driver = Driver::started(Box::new(FakeDevice(script.clone())));
         Script::set(&script.busy, true);

@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_is_not_ready_is_told() {
+    fn driver_starts_only_with_agreed_features() {
         let mut r = registers();
         let start = ACKNOWLEDGED | VIRTIO_CONFIG_S_DRIVER_OK;
         assert!(matches!(r.write(VIRTIO_MMIO_STATUS, start), RegisterEffect::Violation(_)));
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_in_use_is_not_moved_and_not_resized() {
+    fn queue_in_use_cannot_be_changed() {
         for register in
             [VIRTIO_MMIO_QUEUE_NUM, VIRTIO_MMIO_QUEUE_DESC_LOW, VIRTIO_MMIO_QUEUE_USED_HIGH]
         {
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_of_an_active_device_starts_and_stops() {
+    fn active_device_starts_and_stops_a_queue() {
         let mut r = registers();
         choose(&mut r, 1 << 32 | 1 << VIRTIO_F_RING_RESET);
         r.write(VIRTIO_MMIO_STATUS, ACKNOWLEDGED | VIRTIO_CONFIG_S_DRIVER_OK);

@@ -134,7 +134,7 @@ mod tests {
     use std::io::{Read, Write};
 
     #[test]
-    fn greetings_are_read_to_their_end_and_no_further() {
+    fn greeting_is_read_up_to_its_end() {
         let said = |bytes: &[u8]| {
             let (mut program, ours) = UnixStream::pair().unwrap();
             ours.set_nonblocking(true).unwrap();

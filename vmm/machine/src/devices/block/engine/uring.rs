@@ -310,8 +310,8 @@ mod tests {
     }
 
     #[test]
-    fn the_ring_does_nothing_else() {
-        let Some((mut uring, _file)) = uring("the_ring_does_nothing_else") else { return };
+    fn ring_permits_only_its_operations() {
+        let Some((mut uring, _file)) = uring("ring_permits_only_its_operations") else { return };
         let here = types::Fd(libc::AT_FDCWD);
         let path = c"/etc/hosts";
         let forbidden = [
@@ -329,8 +329,8 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_does_not_take_at_first_goes_while_somebody_waits() {
-        let test = "what_the_kernel_does_not_take_at_first_goes_while_somebody_waits";
+    fn refused_entries_are_submitted_again_during_wait() {
+        let test = "refused_entries_are_submitted_again_during_wait";
         let Some((mut uring, _file)) = uring(test) else { return };
         let memory = Memory::new(16 << 20, &Default::default()).unwrap();
         let whole = Buffers::one(GuestAddress(0), 4096);

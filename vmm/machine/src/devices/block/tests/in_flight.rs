@@ -53,7 +53,7 @@ fn wait_for_pending(engine: &ManualEngine, count: usize) {
 }
 
 #[test]
-fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
+fn bytes_in_flight_are_bounded() {
     let engine = ManualEngine::new();
     let (_disk, mut driver, meter) = drive_with_meter(&engine);
     let mut sent: Vec<_> = (0..6).map(|n| post_large(&mut driver, n % 2)).collect();
@@ -83,7 +83,7 @@ fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
 }
 
 #[test]
-fn a_request_that_is_too_large_fails_alone() {
+fn oversized_request_fails_alone() {
     for with in engines() {
         let mut disk = Disk::new();
         disk.config.bytes = 64 << 20;
@@ -100,7 +100,7 @@ fn a_request_that_is_too_large_fails_alone() {
 }
 
 #[test]
-fn a_device_that_works_hears_commands_between_two_requests() {
+fn busy_device_is_quiesced_between_requests() {
     let slow = Duration::from_millis(20);
     let engine = ManualEngine::slow(slow);
     let (_disk, mut driver) = drive_on(&engine, 0);
@@ -124,7 +124,7 @@ fn a_device_that_works_hears_commands_between_two_requests() {
 }
 
 #[test]
-fn without_flushes_what_is_written_is_durable_when_it_is_done() {
+fn writes_without_flush_feature_are_durable() {
     let ask = |driver: &mut Driver| {
         assert_eq!(write(driver, 0, &pattern(1, 4096)), OK);
         assert_eq!(read(driver, 0, 512).0, OK);
@@ -163,7 +163,7 @@ fn post_flush(driver: &mut Driver, engine: &ManualEngine) {
 }
 
 #[test]
-fn what_was_lost_is_told_to_the_next_driver_if_this_one_does_not_hear_it() {
+fn unheard_loss_is_reported_to_the_next_driver() {
     let flush = |driver: &mut Driver| request(driver, VIRTIO_BLK_T_FLUSH, 0, &[]);
     for breaks_a_rule in [false, true] {
         let engine = ManualEngine::new();

@@ -130,7 +130,7 @@ fn marked(writes: &mut Subscription) -> Vec<FrameRun> {
 }
 
 #[test]
-fn it_keeps_the_laws_of_devices() {
+fn conforms_to_virtio() {
     for with in engines() {
         let disk = Disk::new();
         for (sector, n) in (0..BYTES / SECTOR_BYTES).step_by(8).zip(0..) {
@@ -157,7 +157,7 @@ fn it_keeps_the_laws_of_devices() {
 const SECTOR_BYTES: u64 = request::SECTOR;
 
 #[test]
-fn what_is_written_is_read_and_in_the_file() {
+fn written_data_is_read_back_and_in_file() {
     for with in engines() {
         let disk = Disk::new();
         let (mut driver, _) = disk.driver(with);
@@ -175,7 +175,7 @@ fn what_is_written_is_read_and_in_the_file() {
 }
 
 #[test]
-fn zeroes_and_discards_do_what_they_say() {
+fn zeroes_and_discards_change_only_their_ranges() {
     for with in engines() {
         let disk = Disk::new();
         let (mut driver, _) = disk.driver(with);
@@ -203,7 +203,7 @@ fn zeroes_and_discards_do_what_they_say() {
 }
 
 #[test]
-fn the_drives_tree_has_the_blocks_that_were_written_and_no_others() {
+fn tracker_has_exactly_the_written_blocks() {
     for with in engines() {
         let disk = Disk::new();
         let (mut driver, writes) = disk.driver(with);
@@ -232,7 +232,7 @@ fn the_drives_tree_has_the_blocks_that_were_written_and_no_others() {
 }
 
 #[test]
-fn requests_past_the_end_or_of_no_form_fail_alone() {
+fn malformed_requests_fail_alone() {
     for with in engines() {
         let disk = Disk::new();
         let (mut driver, writes) = disk.driver(with);
@@ -263,7 +263,7 @@ fn requests_past_the_end_or_of_no_form_fail_alone() {
 }
 
 #[test]
-fn a_drive_for_reading_is_not_written() {
+fn readonly_disk_is_not_written() {
     for with in engines() {
         let mut disk = Disk::new();
         disk.file.as_file().write_all_at(&pattern(5, 4096), 0).unwrap();
@@ -284,7 +284,7 @@ fn a_drive_for_reading_is_not_written() {
 }
 
 #[test]
-fn a_file_that_shrinks_fails_requests_not_the_device() {
+fn shrunken_file_fails_requests_not_the_device() {
     for with in engines() {
         let disk = Disk::new();
         let (mut driver, _) = disk.driver(with);
@@ -304,7 +304,7 @@ fn saved_device(state: &crate::devices::VirtioState) -> Vec<u8> {
 }
 
 #[test]
-fn many_requests_at_once_on_all_queues_all_end() {
+fn concurrent_requests_on_all_queues_complete() {
     for with in engines() {
         let disk = Disk::new();
         let (mut driver, _) = disk.driver(with);
@@ -339,7 +339,7 @@ fn many_requests_at_once_on_all_queues_all_end() {
 }
 
 #[test]
-fn a_disk_in_use_is_not_acquired_by_another() {
+fn locked_disk_is_not_acquired_by_another_device() {
     let disk = Disk::new();
     let (mut a, mut b) = (disk.block(EngineKind::Sync), disk.block(EngineKind::Sync));
     a.acquire().unwrap();
@@ -365,7 +365,7 @@ fn a_disk_in_use_is_not_acquired_by_another() {
 }
 
 #[test]
-fn files_that_are_no_disks_are_refused_in_a_sentence() {
+fn unusable_files_are_refused_with_a_reason() {
     let dir = tempfile::tempdir().unwrap();
     let small = dir.path().join("small");
     File::create(&small).unwrap().set_len(511).unwrap();
@@ -386,7 +386,7 @@ fn files_that_are_no_disks_are_refused_in_a_sentence() {
 }
 
 #[test]
-fn what_it_does_is_counted() {
+fn requests_are_counted() {
     let disk = Disk::new();
     let block = disk.block(EngineKind::Sync);
     let meter = StatsHandle::Disk("d".to_owned(), block.counters().clone());
@@ -406,7 +406,7 @@ fn what_it_does_is_counted() {
 /// After a failed take-over there is nothing to make durable, even if the guest arrived with data
 /// that was lost before.
 #[test]
-fn failed_take_over_leaves_no_disk_locked() {
+fn failed_acquire_leaves_no_disk_locked() {
     let lost = postcard::to_stdvec(&BlockState { errors: 1, lost: true }).unwrap();
     for has_run in [false, true] {
         let disk = Disk::new();

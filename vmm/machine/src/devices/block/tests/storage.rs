@@ -33,8 +33,8 @@ fn hand_over_and_back(device: &Transport) {
 }
 
 #[test]
-fn what_was_cached_before_a_disk_is_taken_is_not_read() {
-    const TEST: &str = "what_was_cached_before_a_disk_is_taken_is_not_read";
+fn acquire_drops_cached_pages_of_the_disk() {
+    const TEST: &str = "acquire_drops_cached_pages_of_the_disk";
     let disk = Disk::new();
     let file = disk.file.as_file();
     file.write_all_at(&[7; 1 << 20], 0).unwrap();
@@ -113,8 +113,8 @@ fn losing_disk() -> io::Result<(Disk, LoopDevice)> {
 /// Linux keeps for each open file whether it has reported lost data. The guest must be told once,
 /// not once for each open file.
 #[test]
-fn what_linux_says_of_lost_data_the_guest_hears_once() {
-    const TEST: &str = "what_linux_says_of_lost_data_the_guest_hears_once";
+fn linux_write_back_error_is_reported_once() {
+    const TEST: &str = "linux_write_back_error_is_reported_once";
     let (disk, _device) = match losing_disk() {
         Ok(made) => made,
         Err(why) => return skip(TEST, &format!("no disk that loses data: {why}")),
@@ -158,8 +158,8 @@ impl Drop for LoopDevice {
 }
 
 #[test]
-fn the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors() {
-    const TEST: &str = "the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors";
+fn guest_sees_block_size_and_may_access_sectors() {
+    const TEST: &str = "guest_sees_block_size_and_may_access_sectors";
     let mut disk = Disk::new();
     disk.config.block_bytes = 4096;
     let told = |block: &BlockDevice| {
@@ -206,7 +206,7 @@ fn lost(with: EngineKind, without: u64) -> (Disk, Driver) {
 }
 
 #[test]
-fn a_driver_is_told_once_of_what_was_lost_wherever_it_is_by_then() {
+fn lost_data_is_reported_once_also_after_move() {
     for with in engines() {
         let (_disk, mut driver) = lost(with, 0);
         assert_eq!(write(&mut driver, 0, &pattern(1, 512)), OK, "that promises nothing");

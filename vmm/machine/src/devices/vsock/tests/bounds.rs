@@ -137,7 +137,7 @@ fn attack() -> Duration {
 }
 
 #[test]
-fn connections_that_the_guest_resets_leave_nothing() {
+fn connections_reset_by_the_guest_leave_nothing() {
     let place = TestSockets::new();
     let listener = place.listen(52);
     // The programs' ends are accepted and closed, so that the listen queue never fills.
@@ -160,7 +160,7 @@ fn connections_that_the_guest_resets_leave_nothing() {
 }
 
 #[test]
-fn programs_that_leave_make_bounded_refusals() {
+fn programs_that_leave_cause_bounded_refusals() {
     let place = TestSockets::new();
     let (mut guest, connections, most, now) = watched(&place);
     let (end, cap) = (Instant::now() + attack(), Instant::now() + 10 * LONG);

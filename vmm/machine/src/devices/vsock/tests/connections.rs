@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn the_guest_reaches_a_program_of_the_host() {
+fn guest_connects_to_a_host_program() {
     let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
@@ -35,7 +35,7 @@ fn the_guest_reaches_a_program_of_the_host() {
 }
 
 #[test]
-fn a_program_of_the_host_reaches_the_guest() {
+fn host_program_connects_to_the_guest() {
     let place = TestSockets::new();
     let mut guest = place.guest();
     let mut program = place.call(9000);
@@ -67,7 +67,7 @@ fn a_program_of_the_host_reaches_the_guest() {
 }
 
 #[test]
-fn neither_side_gets_more_than_it_has_room_for() {
+fn credit_bounds_both_directions() {
     let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
@@ -122,7 +122,7 @@ fn neither_side_gets_more_than_it_has_room_for() {
 }
 
 #[test]
-fn packets_of_no_sense_are_refused_and_bounded() {
+fn malformed_packets_are_refused_and_bounded() {
     let place = TestSockets::new();
     let mut guest = place.guest();
     let ports = Ports { guest: 5, host: 6 };
@@ -174,7 +174,7 @@ fn packets_of_no_sense_are_refused_and_bounded() {
 }
 
 #[test]
-fn a_guest_that_does_not_answer_is_waited_for_so_long_and_no_longer() {
+fn unanswered_connection_ends_at_its_timeout() {
     let place = TestSockets::new();
     let mut guest = place.guest();
     let began = Instant::now();

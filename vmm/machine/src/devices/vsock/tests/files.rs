@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn connections_leave_files_for_the_rest_of_the_process() {
+fn connections_leave_file_descriptors_for_other_uses() {
     let most = [0, 256, 300, 1024, 4096, u64::MAX].map(most_connections);
     assert_eq!(most, [16, 16, 44, 768, 1024, 1024]);
 }
@@ -19,8 +19,8 @@ fn cpu_ms() -> u64 {
 }
 
 #[test]
-fn a_process_without_a_file_left_waits_and_does_not_spin() {
-    const TEST: &str = "a_process_without_a_file_left_waits_and_does_not_spin";
+fn exhausted_file_descriptors_do_not_spin() {
+    const TEST: &str = "exhausted_file_descriptors_do_not_spin";
     // Runs in a process of its own, because it leaves no file descriptor for other tests.
     if std::env::var_os("NO_FILES_LEFT").is_none() {
         let me = std::env::current_exe().unwrap();

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn it_keeps_the_laws_of_devices() {
+fn conforms_to_virtio() {
     let place = TestSockets::new();
     conformance::check(&TestedDevice {
         make: &|| Box::new(place.vsock()),
@@ -18,7 +18,7 @@ fn it_keeps_the_laws_of_devices() {
 }
 
 #[test]
-fn it_keeps_the_laws_of_devices_receiving() {
+fn receive_queue_conforms_to_virtio() {
     let place = TestSockets::new();
     conformance::check(&TestedDevice {
         make: &|| Box::new(place.vsock()),
@@ -35,7 +35,7 @@ fn it_keeps_the_laws_of_devices_receiving() {
 }
 
 #[test]
-fn all_that_it_gives_the_guest_is_marked() {
+fn packets_to_the_guest_are_marked_dirty() {
     let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_program_that_goes_during_a_pause_is_missed() {
+fn program_that_ends_during_pause_is_noticed() {
     let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
@@ -19,7 +19,7 @@ fn a_program_that_goes_during_a_pause_is_missed() {
 }
 
 #[test]
-fn after_a_move_the_guest_hears_that_its_connections_are_gone() {
+fn move_resets_the_guests_connections() {
     let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
@@ -50,7 +50,7 @@ fn after_a_move_the_guest_hears_that_its_connections_are_gone() {
 }
 
 #[test]
-fn nothing_is_lost_to_a_pause() {
+fn pause_loses_no_data() {
     let place = TestSockets::new();
     let listener = place.listen(52);
     let mut guest = place.guest();
@@ -72,7 +72,7 @@ fn nothing_is_lost_to_a_pause() {
 }
 
 #[test]
-fn the_socket_is_one_devices_and_goes_with_it() {
+fn socket_has_one_owner_and_is_removed() {
     let place = TestSockets::new();
     let (mut a, mut b) = (place.vsock(), place.vsock());
     assert!(!place.uds().exists(), "looking leaves nothing behind");
