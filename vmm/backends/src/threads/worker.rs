@@ -96,7 +96,7 @@ impl GuestWorker {
             }
             workload::TickOutcome::Done => {
                 // A thread that learns of the end finds the last line written.
-                serial.settle();
+                serial.drain();
                 self.end.worker_done(self.vcpus);
                 *finished = true;
                 Next::Nothing

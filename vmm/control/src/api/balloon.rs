@@ -41,7 +41,7 @@ fn balloon(jobs: &Jobs) -> Result<&BalloonControl, Fault> {
 }
 
 fn view(balloon: &BalloonControl) -> BalloonView {
-    let (config, figures) = (balloon.config(), balloon.figures());
+    let (config, figures) = (balloon.config(), balloon.stats());
     BalloonView {
         amount_mib: figures.target_bytes >> 20,
         deflate_on_oom: config.deflate_on_oom,

@@ -55,7 +55,7 @@ impl Scrape {
             Box::new(GuestFigures {
                 info: jobs.info(),
                 timings: vm.timings(),
-                balloon: vm.balloon().map(|balloon| balloon.figures()),
+                balloon: vm.balloon().map(|balloon| balloon.stats()),
                 checkpoints: jobs.checkpoint_figures(),
                 migrations: jobs.migration_figures(),
             })

@@ -90,14 +90,14 @@ pub struct Bus {
     power: PowerManagement,
     virtio: DeviceSet,
     /// Whether the guest's crash kernel has already been logged.
-    crash_said: AtomicBool,
+    crash_logged: AtomicBool,
 }
 
 impl Bus {
     /// Returns a bus with these devices.
     pub(crate) fn new(com1: Com1, virtio: DeviceSet) -> Self {
         let power = PowerManagement::default();
-        Self { com1, power, virtio, crash_said: AtomicBool::new(false) }
+        Self { com1, power, virtio, crash_logged: AtomicBool::new(false) }
     }
 
     /// Returns the virtio devices.
@@ -152,7 +152,7 @@ impl Bus {
             PVPANIC if byte & PANICKED != 0 => return Some(EndReason::Panicked),
             // Logged once, because a guest can write this repeatedly.
             PVPANIC
-                if byte & CRASH_LOADED != 0 && !self.crash_said.swap(true, Ordering::Relaxed) =>
+                if byte & CRASH_LOADED != 0 && !self.crash_logged.swap(true, Ordering::Relaxed) =>
             {
                 tracing::warn!("the guest has panicked, and its crash kernel runs");
             }

@@ -40,26 +40,26 @@ impl Opener {
         self.0.call("open a file", deadline, |()| job()).map_err(io::Error::other)
     }
 
-    /// Wraps `thing` so that it is dropped on the opener's thread. Dropping the wrapper waits for
+    /// Wraps `value` so that it is dropped on the opener's thread. Dropping the wrapper waits for
     /// that. For objects that are removed by name.
-    pub(crate) fn keep<T: Send + 'static>(&self, thing: T) -> DropOnOpener<T> {
-        DropOnOpener { thing: Some(thing), opener: self.clone() }
+    pub(crate) fn drop_here<T: Send + 'static>(&self, value: T) -> DropOnOpener<T> {
+        DropOnOpener { value: Some(value), opener: self.clone() }
     }
 }
 
-/// Object that is dropped on the opener's thread. See [`Opener::keep`].
+/// Object that is dropped on the opener's thread. See [`Opener::drop_here`].
 #[derive(Debug)]
 pub(crate) struct DropOnOpener<T: Send + 'static> {
     /// `None` only during the drop.
-    thing: Option<T>,
+    value: Option<T>,
     opener: Opener,
 }
 
 impl<T: Send + 'static> Drop for DropOnOpener<T> {
     fn drop(&mut self) {
-        let thing = self.thing.take();
-        // If the thread has ended, or comes to the job late, `thing` is dropped with the job.
-        let _ = self.opener.run(move || drop(thing));
+        let value = self.value.take();
+        // If the thread has ended, or comes to the job late, `value` is dropped with the job.
+        let _ = self.opener.run(move || drop(value));
     }
 }
 
@@ -84,7 +84,7 @@ mod tests {
         let name = opener.run(|| current().name().map(str::to_owned)).unwrap();
         assert_eq!(name.as_deref(), Some("opener"));
         let (to, dropped) = mpsc::channel();
-        let kept = opener.keep(ReportThreadName(to));
+        let kept = opener.drop_here(ReportThreadName(to));
         drop(opener);
         assert!(dropped.try_recv().is_err());
         drop(kept);

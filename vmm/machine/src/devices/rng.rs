@@ -119,7 +119,7 @@ mod tests {
         conformance::check(&TestedDevice {
             make: &|| Box::new(Rng),
             queue: 0,
-            request: &|driver, n| vec![driver.wanted(16 + n as u32)],
+            request: &|driver, n| vec![driver.writable(16 + n as u32)],
         });
     }
 
@@ -128,11 +128,11 @@ mod tests {
         let mut driver = Driver::started(Box::new(Rng));
         let mut seen = std::collections::HashSet::new();
         for _ in 0..50 {
-            let piece = driver.wanted(32);
+            let piece = driver.writable(32);
             assert_eq!(driver.request(0, &[piece]), 32);
             assert!(seen.insert(driver.bytes(piece)));
         }
-        let large = driver.wanted(1 << 20);
+        let large = driver.writable(1 << 20);
         assert_eq!(driver.request(0, &[large]), MOST, "bounded");
     }
 }

@@ -43,7 +43,7 @@ impl SerialEvents for Drained {
     fn out_byte(&self) {}
     fn tx_lost_byte(&self) {}
     fn in_buffer_empty(&self) {
-        self.0.ring();
+        self.0.signal();
     }
 }
 
@@ -120,8 +120,8 @@ impl Com1 {
     }
 
     /// Waits until all output so far is written, for a limited time.
-    pub(crate) fn settle(&self) {
-        self.sink.settle();
+    pub(crate) fn drain(&self) {
+        self.sink.drain();
     }
 
     /// Returns the port's registers.
@@ -189,14 +189,15 @@ impl From<SerialPortState> for SerialState {
 /// Runs a port from the hostile `state`, with a driver that uses every register.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn fuzz(state: SerialPortState) {
-    struct Nobody;
-    impl Trigger for Nobody {
+    struct NoInterrupt;
+    impl Trigger for NoInterrupt {
         type E = io::Error;
         fn trigger(&self) -> io::Result<()> {
             Ok(())
         }
     }
-    let uart = Serial::from_state(&state.into(), Nobody, vm_superio::serial::NoEvents, io::sink());
+    let uart =
+        Serial::from_state(&state.into(), NoInterrupt, vm_superio::serial::NoEvents, io::sink());
     let Ok(mut uart) = uart else { return };
     for register in 0..8 {
         uart.read(register);

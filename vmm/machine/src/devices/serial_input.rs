@@ -28,7 +28,7 @@ use crate::sandbox::{self, Class};
 use crate::terminal::Stdin;
 
 /// Bytes of terminal input that may wait for a guest.
-const ROOM: usize = 4096;
+const MAX_WAITING: usize = 4096;
 /// Retry interval for a guest that does not listen. A guest that reads its input is noticed at
 /// once.
 const RETRY: Duration = Duration::from_millis(50);
@@ -52,12 +52,12 @@ impl LatchedEvent {
         Ok(Self(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?))
     }
 
-    pub(super) fn ring(&self) {
+    pub(super) fn signal(&self) {
         // Fails only if the counter is at its maximum, so the bell rings already.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    fn silence(&self) {
+    fn clear(&self) {
         // Fails only if the bell is silent.
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
@@ -153,7 +153,7 @@ impl InputThread {
 
 impl Drop for InputThread {
     fn drop(&mut self) {
-        self.stop.ring();
+        self.stop.signal();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -200,7 +200,7 @@ impl Reader {
                 return Ok(());
             }
             if ready[1] {
-                com1.drained().silence();
+                com1.drained().clear();
             }
             if read && ready[2] {
                 ended = !self.read(stdin.as_fd())?;
@@ -221,7 +221,7 @@ impl Reader {
             return Ok(!read.is_empty());
         }
         let leave = self.keys.pass(read, &mut self.waiting);
-        self.waiting.truncate(ROOM);
+        self.waiting.truncate(MAX_WAITING);
         if leave {
             CTRL_A_X.store(true, Ordering::Release);
             // A SIGTERM as from any other sender, because a migration in progress handles it too.

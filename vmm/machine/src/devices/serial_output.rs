@@ -1,7 +1,7 @@
 //! Output of COM1: a bounded buffer, emptied by a thread of its own, so that a slow or stuck reader
 //! never delays a vCPU. Output that does not fit is dropped and counted.
 //!
-//! Lines are written whole. An unfinished line, such as a prompt, is written after [`PATIENCE`].
+//! Lines are written whole. An unfinished line, such as a prompt, is written after [`LINE_TIMEOUT`].
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -15,13 +15,13 @@ use crate::config::SerialSink;
 use crate::sandbox::{self, Class};
 
 /// Bytes that may wait for a slow reader. Further output is dropped.
-const ROOM: usize = 256 << 10;
+const CAPACITY: usize = 256 << 10;
 /// Longest time that an unfinished line waits for its end.
-const PATIENCE: Duration = Duration::from_millis(10);
+const LINE_TIMEOUT: Duration = Duration::from_millis(10);
 /// Longest time that [`SerialWriter::drain`] waits for the reader when the guest stops on this host.
-const SETTLE: Duration = Duration::from_millis(100);
+const DRAIN_TIMEOUT: Duration = Duration::from_millis(100);
 /// Longest time that the end of a machine waits for the reader.
-const FAREWELL: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Error of opening a sink.
 #[derive(Debug, thiserror::Error)]
@@ -36,7 +36,7 @@ struct OutputState {
     bytes: Vec<u8>,
     dropped: u64,
     /// Whether unfinished lines are written without waiting for their end.
-    hurry: bool,
+    flush_now: bool,
     /// Whether the thread is writing bytes that it has taken.
     writing: bool,
     /// Whether no more output will come.
@@ -47,13 +47,13 @@ struct OutputState {
 
 #[derive(Debug, Default)]
 struct OutputBuffer {
-    pending: Mutex<OutputState>,
+    state: Mutex<OutputState>,
     changed: Condvar,
 }
 
 impl OutputBuffer {
     fn lock(&self) -> MutexGuard<'_, OutputState> {
-        self.pending.lock()
+        self.state.lock()
     }
 }
 
@@ -64,26 +64,26 @@ pub struct SerialWriter(Arc<OutputBuffer>);
 impl SerialWriter {
     /// Waits until all output so far is written, for 100 ms at most. Another process may write
     /// the guest's next byte.
-    pub fn settle(&self) {
-        let mut pending = self.0.lock();
-        pending.hurry = true;
+    pub fn drain(&self) {
+        let mut state = self.0.lock();
+        state.flush_now = true;
         self.0.changed.notify_all();
         let busy = |p: &mut OutputState| p.writing || !p.bytes.is_empty();
-        self.0.changed.wait_while_for(&mut pending, busy, SETTLE);
-        pending.hurry = false;
+        self.0.changed.wait_while_for(&mut state, busy, DRAIN_TIMEOUT);
+        state.flush_now = false;
     }
 }
 
 impl Write for SerialWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let mut pending = self.0.lock();
-        if pending.bytes.len() + bytes.len() > ROOM {
-            pending.dropped += bytes.len() as u64;
+        let mut state = self.0.lock();
+        if state.bytes.len() + bytes.len() > CAPACITY {
+            state.dropped += bytes.len() as u64;
             return Ok(bytes.len());
         }
-        let wake = pending.bytes.is_empty() || bytes.contains(&b'\n');
-        pending.bytes.extend_from_slice(bytes);
-        drop(pending);
+        let wake = state.bytes.is_empty() || bytes.contains(&b'\n');
+        state.bytes.extend_from_slice(bytes);
+        drop(state);
         if wake {
             self.0.changed.notify_all();
         }
@@ -154,26 +154,27 @@ fn empty(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
 
 /// Waits for bytes and returns them: whole lines, or whatever is buffered when the time limit ends.
 fn next(shared: &OutputBuffer) -> (Vec<u8>, u64, bool) {
-    let mut pending = shared.lock();
-    while pending.bytes.is_empty() && !pending.closed {
-        shared.changed.wait(&mut pending);
+    let mut state = shared.lock();
+    while state.bytes.is_empty() && !state.closed {
+        shared.changed.wait(&mut state);
     }
-    let unfinished = |p: &mut OutputState| !p.closed && !p.hurry && p.bytes.last() != Some(&b'\n');
-    shared.changed.wait_while_for(&mut pending, unfinished, PATIENCE);
-    pending.writing = true;
-    (std::mem::take(&mut pending.bytes), std::mem::take(&mut pending.dropped), pending.closed)
+    let unfinished =
+        |p: &mut OutputState| !p.closed && !p.flush_now && p.bytes.last() != Some(&b'\n');
+    shared.changed.wait_while_for(&mut state, unfinished, LINE_TIMEOUT);
+    state.writing = true;
+    (std::mem::take(&mut state.bytes), std::mem::take(&mut state.dropped), state.closed)
 }
 
 impl Drop for SerialOutputThread {
     fn drop(&mut self) {
-        let mut pending = self.shared.lock();
-        pending.closed = true;
+        let mut state = self.shared.lock();
+        state.closed = true;
         self.shared.changed.notify_all();
         let Some(thread) = self.thread.take() else { return };
         // A reader that is stuck may block the thread for ever, but not the machine.
-        self.shared.changed.wait_while_for(&mut pending, |p| !p.done, FAREWELL);
-        let done = pending.done;
-        drop(pending);
+        self.shared.changed.wait_while_for(&mut state, |p| !p.done, CLOSE_TIMEOUT);
+        let done = state.done;
+        drop(state);
         if done {
             let _ = thread.join();
         } else {
@@ -217,10 +218,10 @@ mod tests {
     fn stuck_reader_costs_output_not_time() {
         let shared = Arc::new(OutputBuffer::default());
         let mut writer = SerialWriter(shared.clone());
-        for _ in 0..ROOM + 100 {
+        for _ in 0..CAPACITY + 100 {
             writer.write_all(b"x").unwrap();
         }
-        assert_eq!(shared.lock().bytes.len(), ROOM);
+        assert_eq!(shared.lock().bytes.len(), CAPACITY);
         assert_eq!(shared.lock().dropped, 100);
     }
 }

@@ -213,7 +213,8 @@ impl KvmMachine {
             parts;
         let DirtyTracking { source, ring_full } = tracking;
         let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
-        let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
+        let (stats_handles, balloon) =
+            (devices.stats_handles().to_vec(), devices.balloon().cloned());
         let bus = Arc::new(Bus::new(com1, devices));
         let collector_inbox = collector::inbox();
         let (to_collector, status) =
@@ -240,7 +241,7 @@ impl KvmMachine {
             memory: vm.memory().clone(),
             drives,
             sources,
-            meters,
+            stats_handles,
             balloon,
             status,
             counters,

@@ -83,7 +83,7 @@ pub struct KvmMachine {
     memory: Arc<Memory>,
     drives: Vec<Drive>,
     sources: Vec<DriveSource>,
-    meters: Vec<StatsHandle>,
+    stats_handles: Vec<StatsHandle>,
     balloon: Option<BalloonControl>,
     status: Arc<MachineStatus>,
     counters: Vec<Arc<Counters>>,
@@ -391,7 +391,7 @@ impl Vm for KvmMachine {
             ring_overruns: self.collector.as_ref().map_or(0, Collector::overruns),
             vcpu,
             dirty: self.memory.tracker().stats(),
-            devices: self.meters.iter().map(StatsHandle::read).collect(),
+            devices: self.stats_handles.iter().map(StatsHandle::read).collect(),
         }
     }
 

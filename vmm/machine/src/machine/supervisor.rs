@@ -132,12 +132,12 @@ impl Supervisor {
             RunState::Running => {}
         }
         // Comes first: while the vCPUs pause, a disk ends its wait for an epoch.
-        self.bus.virtio().hurry(true);
+        self.bus.virtio().cancel_disk_waits();
         let paused = match self.halt() {
             Halted::Paused => Some(device_result("pausing the guest", self.bus.virtio().quiesce())),
             Halted::TimedOut(why) => {
                 // No device has been asked to quiesce, so all continue.
-                self.bus.virtio().hurry(false);
+                self.bus.virtio().allow_disk_waits();
                 Some(Err(call_failed("pausing the guest")(why)))
             }
             Halted::Ended => None,
@@ -249,7 +249,7 @@ impl Supervisor {
         if self.status.state() == RunState::Stopped {
             return;
         }
-        self.bus.virtio().hurry(true);
+        self.bus.virtio().cancel_disk_waits();
         if let Halted::TimedOut(why) = self.halt() {
             tracing::warn!("the guest has ended, and a vCPU has not: {why}");
         }
@@ -262,7 +262,7 @@ impl Supervisor {
                  not be durable"
             );
         }
-        self.bus.com1().settle();
+        self.bus.com1().drain();
         tracing::debug!("the guest has ended: {why:?}");
         self.status.end(why);
     }

@@ -108,7 +108,7 @@ impl FreeingGuest {
     }
 
     fn discarded(&self) -> u64 {
-        self.machine.balloon().unwrap().figures().discarded_bytes
+        self.machine.balloon().unwrap().stats().discarded_bytes
     }
 
     /// Verifies that the guest continues from the newest epoch of the store.
@@ -121,7 +121,7 @@ impl FreeingGuest {
         restored.acquire().unwrap();
         restored.resume().unwrap();
         console.wait_for("a sign of life", |text| text.matches("guest: alive").count() > 2);
-        assert_eq!(restored.balloon().unwrap().figures().actual_bytes, MIB);
+        assert_eq!(restored.balloon().unwrap().stats().actual_bytes, MIB);
         let output = console.text();
         assert!(!output.contains("BUG") && !output.contains("Oops"), "{output}");
     }

@@ -9,7 +9,7 @@ use driftline_dirty_tracker::{FrameSet, PAGE_SIZE};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::Balloon;
-use super::shared::SharedBalloonState;
+use super::sizes::BalloonSizes;
 use crate::actor::{self, Handle};
 use crate::config::BalloonConfig;
 use crate::memory::ProtectedFrames;
@@ -32,7 +32,7 @@ pub struct BalloonStats {
 #[derive(Clone, Debug)]
 pub struct BalloonControl {
     config: BalloonConfig,
-    figures: Arc<SharedBalloonState>,
+    sizes: Arc<BalloonSizes>,
     balloon: Handle<Balloon>,
 }
 
@@ -47,10 +47,10 @@ pub(in crate::devices) fn open(
     let waker = wake.clone();
     // Fails only at 2^64 - 1 jobs.
     let balloon = balloon.woken_by(move || drop(waker.write(1)));
-    let figures = Arc::<SharedBalloonState>::default();
-    figures.set_target(frames(config.bytes));
-    let device = Balloon::new(config, kept, figures.clone(), inbox, wake)?;
-    Ok((device, BalloonControl { config: config.clone(), figures, balloon }))
+    let sizes = Arc::<BalloonSizes>::default();
+    sizes.set_target(frames(config.bytes));
+    let device = Balloon::new(config, kept, sizes.clone(), inbox, wake)?;
+    Ok((device, BalloonControl { config: config.clone(), sizes, balloon }))
 }
 
 impl BalloonControl {
@@ -60,18 +60,18 @@ impl BalloonControl {
     }
 
     /// Returns the balloon's current sizes.
-    pub fn figures(&self) -> BalloonStats {
+    pub fn stats(&self) -> BalloonStats {
         BalloonStats {
-            target_bytes: u64::from(self.figures.target()) * PAGE_SIZE,
-            actual_bytes: u64::from(self.figures.actual()) * PAGE_SIZE,
-            discarded_bytes: self.figures.discarded() * PAGE_SIZE,
+            target_bytes: u64::from(self.sizes.target()) * PAGE_SIZE,
+            actual_bytes: u64::from(self.sizes.actual()) * PAGE_SIZE,
+            discarded_bytes: self.sizes.discarded() * PAGE_SIZE,
         }
     }
 
     /// Sets the wanted size to `bytes`, rounded down to whole frames. The driver reaches it when it
     /// can. A paused driver is told when it runs again.
     pub fn set_target(&self, bytes: u64) {
-        self.figures.set_target(frames(bytes));
+        self.sizes.set_target(frames(bytes));
         // A thread that has ended has no driver to tell.
         self.balloon.tell(Balloon::show_target);
     }
@@ -89,7 +89,7 @@ impl BalloonControl {
     /// skip their content if the thread that copies has tracked the guest's writes since before
     /// this call. Returns none, or only a part, if the guest does not finish within `limit`.
     pub fn free_frames(&self, limit: Duration) -> FrameSet {
-        if !self.figures.hinting() {
+        if !self.sizes.hinting() {
             return FrameSet::new();
         }
         let free = self.begin_hints();

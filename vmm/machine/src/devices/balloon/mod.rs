@@ -13,7 +13,7 @@
 mod config_space;
 mod control;
 mod hints;
-mod shared;
+mod sizes;
 #[cfg(test)]
 mod tests;
 
@@ -41,7 +41,7 @@ use config_space::BalloonConfigSpace;
 pub(super) use control::open;
 pub use control::{BalloonControl, BalloonStats};
 use hints::{HintRun, Hints, STOP};
-use shared::SharedBalloonState;
+use sizes::BalloonSizes;
 
 const QUEUE_SIZE: u16 = 128;
 /// Most frame numbers in one chain; Linux sends 256. More would let a driver delay a pause.
@@ -76,14 +76,14 @@ pub(super) struct Balloon {
     hints: Hints,
     discarder: Discarder,
     runs: Vec<FrameRun>,
-    figures: Arc<SharedBalloonState>,
+    sizes: Arc<BalloonSizes>,
     inbox: Inbox<Self>,
     wake: Arc<EventFd>,
     failures: u64,
     /// Whether a job has changed the configuration space, which the driver has not been told.
-    changed: bool,
+    config_changed: bool,
     /// A run of hints that has ended. It is answered once the driver has been told.
-    ended: Option<HintRun>,
+    finished_run: Option<HintRun>,
 }
 
 /// State of the device that moves with the guest.
@@ -100,48 +100,48 @@ impl Balloon {
     fn new(
         config: &BalloonConfig,
         kept: Arc<ProtectedFrames>,
-        figures: Arc<SharedBalloonState>,
+        sizes: Arc<BalloonSizes>,
         inbox: Inbox<Self>,
         wake: Arc<EventFd>,
     ) -> io::Result<Self> {
         Ok(Self {
             config: config.clone(),
-            space: BalloonConfigSpace::new(figures.target()),
+            space: BalloonConfigSpace::new(sizes.target()),
             features: 0,
             roles: Vec::new(),
             hints: Hints::default(),
             discarder: Discarder::open(kept)?,
             runs: Vec::new(),
-            figures,
+            sizes,
             inbox,
             wake,
             failures: 0,
-            changed: false,
-            ended: None,
+            config_changed: false,
+            finished_run: None,
         })
     }
 
     /// Publishes the current configuration space to the driver.
     fn publish(&mut self, shared: &SharedDeviceState) {
-        self.changed = false;
-        self.space.target = self.figures.target();
+        self.config_changed = false;
+        self.space.target = self.sizes.target();
         shared.change_config(self.config_space());
     }
 
     fn publish_changes(&mut self, shared: &SharedDeviceState) {
-        if self.changed {
+        if self.config_changed {
             self.publish(shared);
         }
-        self.ended.take().into_iter().for_each(HintRun::answer);
+        self.finished_run.take().into_iter().for_each(HintRun::answer);
     }
 
     /// Shows the driver the target, which has changed.
     fn show_target(&mut self) {
-        self.changed = true;
+        self.config_changed = true;
     }
 
     /// Returns whether freed frames may become zero.
-    fn zero_is_fine(&self) -> bool {
+    fn may_become_zero(&self) -> bool {
         self.features & PAGE_POISON == 0 || self.space.poison == 0
     }
 
@@ -180,7 +180,7 @@ impl Balloon {
 
     /// Discards the frames that the chain's buffers contain.
     fn report(&mut self, chain: &Chain, ram: &GuestRam) {
-        if self.zero_is_fine() {
+        if self.may_become_zero() {
             self.runs.clear();
             self.runs.extend(chain.writable.pieces().iter().filter_map(whole_frames));
             self.discard(ram);
@@ -191,7 +191,7 @@ impl Balloon {
     fn discard(&mut self, ram: &GuestRam) {
         for run in &self.runs {
             match self.discarder.discard(ram, *run) {
-                Ok(frames) => self.figures.count_discarded(frames),
+                Ok(frames) => self.sizes.count_discarded(frames),
                 Err(e) => {
                     self.failures += 1;
                     match self.failures {
@@ -227,7 +227,7 @@ impl Balloon {
                 return Err(Violation::Request { queue: queue as u16, why });
             }
         }
-        if self.zero_is_fine() {
+        if self.may_become_zero() {
             let free = chain.writable.pieces().iter().filter_map(whole_frames);
             free.for_each(|run| self.hints.add(run));
         }
@@ -238,16 +238,16 @@ impl Balloon {
     fn end_hints(&mut self, by_driver: bool) {
         if let Some(run) = self.hints.end(by_driver) {
             self.space.command = hints::DONE;
-            self.changed = true;
-            self.ended = Some(run);
+            self.config_changed = true;
+            self.finished_run = Some(run);
         }
     }
 
     /// Begins a run of hints, which are sent to `reply`. If no driver supports hints, drops it.
     fn begin_hints(&mut self, reply: Sender<FrameSet>) {
-        if self.features & FREE_PAGE_HINT != 0 && self.zero_is_fine() {
+        if self.features & FREE_PAGE_HINT != 0 && self.may_become_zero() {
             self.space.command = self.hints.begin(reply);
-            self.changed = true;
+            self.config_changed = true;
         }
     }
 }
@@ -285,7 +285,7 @@ impl Device for Balloon {
 
     fn write_config(&mut self, offset: usize, data: &[u8], io: &mut DeviceIo<'_>) {
         self.space.write(offset, data);
-        self.figures.set_actual(self.space.actual);
+        self.sizes.set_actual(self.space.actual);
         io.shared.put_config(self.config_space());
     }
 
@@ -304,17 +304,17 @@ impl Device for Balloon {
                 self.roles.push(role);
             }
         }
-        self.figures.set_hinting(features & FREE_PAGE_HINT != 0);
+        self.sizes.set_hinting(features & FREE_PAGE_HINT != 0);
     }
 
     fn reset(&mut self, _: &mut DeviceIo<'_>) {
         if let Some(run) = self.hints.end(false) {
             run.answer();
         }
-        (self.space, self.features) = (BalloonConfigSpace::new(self.figures.target()), 0);
+        (self.space, self.features) = (BalloonConfigSpace::new(self.sizes.target()), 0);
         self.roles.clear();
-        self.figures.set_actual(0);
-        self.figures.set_hinting(false);
+        self.sizes.set_actual(0);
+        self.sizes.set_hinting(false);
     }
 
     fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
@@ -366,7 +366,7 @@ impl Device for Balloon {
 
     fn save(&self) -> Result<Vec<u8>, DeviceError> {
         let state = BalloonState {
-            target_frames: self.figures.target(),
+            target_frames: self.sizes.target(),
             space: self.space,
             last_command: self.hints.last_command(),
         };
@@ -375,8 +375,8 @@ impl Device for Balloon {
 
     fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
         let state: BalloonState = decode_state(state)?;
-        self.figures.set_target(state.target_frames);
-        self.figures.set_actual(state.space.actual);
+        self.sizes.set_target(state.target_frames);
+        self.sizes.set_actual(state.space.actual);
         self.hints.restore(state.last_command);
         self.space = state.space;
         Ok(())

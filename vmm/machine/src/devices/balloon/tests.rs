@@ -30,7 +30,7 @@ fn started() -> (Driver, BalloonControl) {
 
 /// Returns memory with content that the device can discard.
 fn filled(driver: &mut Driver, frames: u32) -> DriverBuffer {
-    let piece = driver.wanted(frames * 4096);
+    let piece = driver.writable(frames * 4096);
     driver
         .memory
         .ram()
@@ -41,7 +41,7 @@ fn filled(driver: &mut Driver, frames: u32) -> DriverBuffer {
 
 fn numbers(driver: &mut Driver, frames: &[u32]) -> DriverBuffer {
     let bytes: Vec<u8> = frames.iter().flat_map(|f| f.to_le_bytes()).collect();
-    driver.given(&bytes)
+    driver.readable(&bytes)
 }
 
 fn gfn(piece: DriverBuffer) -> u32 {
@@ -79,7 +79,7 @@ fn inflate_discards_only_listed_frames() {
         let frame = DriverBuffer { addr: piece.addr + i * PAGE_SIZE, len: 4096, writable: false };
         assert!(is(&driver, frame, if [1, 2, 5].contains(&i) { 0 } else { 0xa5 }), "frame {i}");
     }
-    assert_eq!(control.figures().discarded_bytes, 3 * PAGE_SIZE);
+    assert_eq!(control.stats().discarded_bytes, 3 * PAGE_SIZE);
     // After a deflate, one frame is inflated again: it has no memory left to discard.
     driver.request(DEFLATE, &[named]);
     let one = numbers(&mut driver, &[first + 1]);
@@ -104,15 +104,15 @@ fn frames_outside_memory_stop_the_device() {
         assert!(is(&driver, piece, 0xa5), "nothing was done");
         driver.start(!0);
     }
-    let odd = driver.given(&[0; 6]);
-    let many = driver.given(&vec![0; 4 * MOST_NUMBERS as usize + 4]);
+    let odd = driver.readable(&[0; 6]);
+    let many = driver.readable(&vec![0; 4 * MOST_NUMBERS as usize + 4]);
     for wrong in [odd, many] {
         driver.post(INFLATE, &[wrong]);
         driver.kick(INFLATE);
         driver.wait_stopped("no frame numbers");
         driver.start(!0);
     }
-    let no_id = driver.given(&[0; 2]);
+    let no_id = driver.readable(&[0; 2]);
     driver.post(HINT, &[no_id]);
     driver.kick(HINT);
     driver.wait_stopped("no command's number");
@@ -127,7 +127,7 @@ fn only_whole_reported_frames_are_discarded() {
     let at = |i: u64| DriverBuffer { addr: piece.addr + i * PAGE_SIZE, len: 4096, writable: false };
     assert!(is(&driver, at(0), 0xa5) && is(&driver, at(3), 0xa5));
     assert!(is(&driver, at(1), 0) && is(&driver, at(2), 0));
-    assert_eq!(control.figures().discarded_bytes, 2 * PAGE_SIZE);
+    assert_eq!(control.stats().discarded_bytes, 2 * PAGE_SIZE);
 }
 
 #[test]
@@ -163,13 +163,13 @@ fn wait_command(driver: &Driver, than: u32) -> u32 {
 
 /// Performs the driver's part of a run of hints.
 fn hint(driver: &mut Driver, command: u32, free: &[DriverBuffer], stop: bool) {
-    let id = driver.given(&command.to_le_bytes());
+    let id = driver.readable(&command.to_le_bytes());
     driver.request(HINT, &[id]);
     for piece in free {
         driver.request(HINT, &[*piece]);
     }
     if stop {
-        let stop = driver.given(&STOP.to_le_bytes());
+        let stop = driver.readable(&STOP.to_le_bytes());
         driver.request(HINT, &[stop]);
     }
 }
@@ -244,7 +244,7 @@ fn target_reaches_the_driver_also_after_a_move() {
     assert_ne!(interrupts(&driver), 0);
     driver.write(VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_INT_CONFIG);
     driver.write(VIRTIO_MMIO_CONFIG + 4, 700);
-    assert_eq!(control.figures().actual_bytes, 700 * PAGE_SIZE);
+    assert_eq!(control.stats().actual_bytes, 700 * PAGE_SIZE);
 
     // The guest is paused and moves. Only then can the driver be told.
     driver.quiesce();
@@ -254,8 +254,8 @@ fn target_reaches_the_driver_also_after_a_move() {
     let ram = driver.memory.ram().clone();
     let moved = Transport::spawn("moved", balloon, ram).unwrap();
     moved.restore(state).unwrap();
-    let figures = elsewhere.figures();
-    assert_eq!((figures.target_bytes, figures.actual_bytes), (2 << 20, 700 * PAGE_SIZE));
+    let sizes = elsewhere.stats();
+    assert_eq!((sizes.target_bytes, sizes.actual_bytes), (2 << 20, 700 * PAGE_SIZE));
     let driver = driver.moved_to(moved);
     assert_eq!((target(&driver), interrupts(&driver)), (768, 0));
     driver.transport.resume();

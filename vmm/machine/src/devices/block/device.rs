@@ -7,7 +7,7 @@ use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;
 
 use super::request;
-use super::{BlockDevice, BlockState, MOST_UNDER_WAY, QUEUE_SIZE, SEG_MAX};
+use super::{BlockDevice, BlockState, MAX_BYTES_IN_FLIGHT, QUEUE_SIZE, SEG_MAX};
 use crate::devices::error::DeviceError;
 use crate::devices::virtio::{
     Device, DeviceIo, DeviceKind, DeviceRing, QuiesceError, Violation, Watcher, decode_state,
@@ -48,8 +48,8 @@ impl Device for BlockDevice {
     fn write_config(&mut self, _: usize, _: &[u8], _: &mut DeviceIo<'_>) {}
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
-        self.has_run = self.held;
-        match self.engine.announcer() {
+        self.has_run = self.locked;
+        match self.engine.completion_event() {
             Some(fd) => watcher.watch(fd, EventSet::IN, COMPLETIONS),
             None => Ok(()),
         }
@@ -67,17 +67,17 @@ impl Device for BlockDevice {
 
     fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let end = Instant::now() + TURN;
-        while self.bytes_under_way < MOST_UNDER_WAY {
+        while self.bytes_in_flight < MAX_BYTES_IN_FLIGHT {
             let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
-            self.begin(queue, &chain, io)?;
+            self.start_request(queue, &chain, io)?;
             if Instant::now() >= end {
-                io.rings.get_mut(queue).into_iter().for_each(DeviceRing::yield_turn);
+                io.rings.get_mut(queue).into_iter().for_each(DeviceRing::yield_round);
                 return Ok(());
             }
         }
         self.counters.stalls.add(1);
-        self.waiting |= 1 << queue;
+        self.stalled_queues |= 1 << queue;
         Ok(())
     }
 
@@ -88,7 +88,7 @@ impl Device for BlockDevice {
         io: &mut DeviceIo<'_>,
     ) -> Result<(), Violation> {
         self.take_completions(io)?;
-        self.take_waiting().try_for_each(|queue| self.process(queue, io))
+        self.take_stalled_queues().try_for_each(|queue| self.process(queue, io))
     }
 
     fn quiesce(&mut self, deadline: Instant, io: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
@@ -99,7 +99,7 @@ impl Device for BlockDevice {
         // From now on, if the device releases the file and acquires it again, the guest has run
         // nowhere else in between. This must not be set earlier: if another of the guest's devices
         // cannot be acquired, the guest resumes on its old host and writes there.
-        self.has_run |= self.held;
+        self.has_run |= self.locked;
         Ok(())
     }
 
@@ -118,11 +118,11 @@ impl Device for BlockDevice {
 
     fn acquire(&mut self) -> Result<(), DeviceError> {
         self.file.lock()?;
-        self.held = true;
+        self.locked = true;
         self.keeper.hold();
         // A read-only disk is locked against writers all the time, on this host or on the other.
-        if !self.has_run && !self.disk.readonly && !self.made_here {
-            self.file.forget_cached();
+        if !self.has_run && !self.disk.readonly && !self.created_here {
+            self.file.drop_page_cache();
         }
         Ok(())
     }
@@ -133,7 +133,7 @@ impl Device for BlockDevice {
         self.keeper.let_go();
         let released = self.file.flush_and_unlock(deadline);
         match &released {
-            Ok(()) => self.held = false,
+            Ok(()) => self.locked = false,
             Err(_) => self.keeper.hold(),
         }
         Ok(released?)
@@ -144,7 +144,7 @@ impl Device for BlockDevice {
             return self.release(deadline);
         }
         self.keeper.let_go();
-        self.held = false;
+        self.locked = false;
         Ok(self.file.unlock()?)
     }
 }

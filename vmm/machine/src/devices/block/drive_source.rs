@@ -20,14 +20,18 @@ pub(crate) struct DriveSource {
     /// Copy-before-write; the device asks it before each write.
     pub(super) keeper: Arc<Keeper>,
     /// A descriptor that identifies the file; `None` if the system did not provide it.
-    pub(super) which: Option<Arc<File>>,
+    pub(super) path_fd: Option<Arc<File>>,
 }
 
 impl DriveSource {
-    /// Cancels the device's waits for an epoch while the guest is about to pause (`true`), or
-    /// permits them again (`false`).
-    pub(crate) fn hurry(&self, hurry: bool) {
-        self.keeper.hurry(hurry);
+    /// Cancels the device's waits for an epoch: the guest is about to pause.
+    pub(crate) fn cancel_waits(&self) {
+        self.keeper.hurry(true);
+    }
+
+    /// Allows the device's waits for an epoch again.
+    pub(crate) fn allow_waits(&self) {
+        self.keeper.hurry(false);
     }
 }
 
@@ -41,8 +45,9 @@ impl GuestDrive for DriveSource {
     }
 
     fn open(&self) -> io::Result<File> {
-        let which = self.which.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
-        open_again(which, 0)
+        let path_fd =
+            self.path_fd.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
+        open_again(path_fd, 0)
     }
 
     fn keeper(&self) -> Option<Arc<Keeper>> {
@@ -98,7 +103,8 @@ mod tests {
             let (queue, sector) =
                 ((n % 2) as usize, (round * 7 + n * (blocks / 24)) % (blocks - 1) * 8);
             let head = header(driver, VIRTIO_BLK_T_OUT, sector + n % 3);
-            let (data, status) = (driver.given(&pattern(round * 24 + n, 4096)), driver.wanted(1));
+            let (data, status) =
+                (driver.readable(&pattern(round * 24 + n, 4096)), driver.writable(1));
             sent.push((queue, driver.post(queue, &[head, data, status]), status));
         }
         driver.kick(0);
@@ -109,7 +115,7 @@ mod tests {
         }
         driver.forget_buffers();
         let kind = [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES][(round % 2) as usize];
-        let ranges = driver.given(&range(round * 80 % 8000, 1 + round as u32 % 40, 0));
+        let ranges = driver.readable(&range(round * 80 % 8000, 1 + round as u32 % 40, 0));
         assert_eq!(request(driver, kind, 0, &[ranges]), OK);
         driver.forget_buffers();
     }
@@ -209,7 +215,7 @@ mod tests {
                         let (sector, len) = (block * 8 + n % 3, 512 * (1 + n as usize % 5));
                         let bytes = pattern(n, len);
                         let head = header(&mut driver, VIRTIO_BLK_T_OUT, sector);
-                        let (data, status) = (driver.given(&bytes), driver.wanted(1));
+                        let (data, status) = (driver.readable(&bytes), driver.writable(1));
                         let head = driver.post((n % 2) as usize, &[head, data, status]);
                         sent.push(((n % 2) as usize, head, status));
                     }
@@ -224,7 +230,8 @@ mod tests {
                         0 => VIRTIO_BLK_T_DISCARD,
                         _ => VIRTIO_BLK_T_WRITE_ZEROES,
                     };
-                    let ranges = driver.given(&range(round * 80 % 8000, 1 + round as u32 % 40, 0));
+                    let ranges =
+                        driver.readable(&range(round * 80 % 8000, 1 + round as u32 % 40, 0));
                     assert_eq!(request(&mut driver, kind, 0, &[ranges]), OK);
                     driver.forget_buffers();
                 }

@@ -95,10 +95,10 @@ impl DiskFile {
         }
         let flusher = Flusher::new(id, path, &file, *readonly)?;
         let file = Self { file, path: path.clone(), readonly: *readonly, holder, flusher };
-        match lock::is_anothers(&file.file, file.kind_of_lock(), holder) {
+        match lock::is_locked_by_another(&file.file, file.kind_of_lock(), holder) {
             Ok(false) => file.require_identity(disk),
             Ok(true) => Err(DiskError::InUse(path.clone())),
-            Err(e) => Err(file.not_locked("locked")(e)),
+            Err(e) => Err(file.lock_error("locked")(e)),
         }
     }
 
@@ -150,16 +150,16 @@ impl DiskFile {
         match lock::set(&self.file, self.kind_of_lock(), self.holder) {
             Ok(true) => Ok(()),
             Ok(false) => Err(DiskError::InUse(self.path.clone())),
-            Err(e) => Err(self.not_locked("locked")(e)),
+            Err(e) => Err(self.lock_error("locked")(e)),
         }
     }
 
-    fn not_locked(&self, what: &'static str) -> impl Fn(io::Error) -> DiskError {
+    fn lock_error(&self, what: &'static str) -> impl Fn(io::Error) -> DiskError {
         move |cause| DiskError::Lock { path: self.path.clone(), what, cause }
     }
 
     /// Drops this host's cached pages of the file: another host may have written to it since.
-    pub(super) fn forget_cached(&self) {
+    pub(super) fn drop_page_cache(&self) {
         if let Err(e) = fadvise(&self.file, 0, None, Advice::DontNeed) {
             tracing::warn!(
                 "what is cached of \"{}\" stays, though another host may have written to it: {e}",
@@ -182,10 +182,10 @@ impl DiskFile {
         if !self.readonly {
             let begun = Instant::now();
             // A flush that began while the guest ran comes first.
-            self.flusher.settle(begun, deadline)?;
+            self.flusher.wait_until_idle(begun, deadline)?;
             let disk = self.clone();
-            self.flusher.begin_own(move || disk.file.sync_data())?;
-            self.flusher.settle(begun, deadline)?;
+            self.flusher.begin_on_own_file(move || disk.file.sync_data())?;
+            self.flusher.wait_until_idle(begun, deadline)?;
             self.flusher.lost().map_or(Ok(()), Err)?;
         }
         self.unlock()
@@ -194,7 +194,7 @@ impl DiskFile {
     /// Releases the lock for a guest that has not run here: there is nothing to make durable.
     pub(super) fn unlock(&self) -> Result<(), DiskError> {
         let unlocked = lock::set(&self.file, RangeLock::Free, self.holder);
-        unlocked.map(drop).map_err(self.not_locked("unlocked"))
+        unlocked.map(drop).map_err(self.lock_error("unlocked"))
     }
 
     /// Returns the storage of `len` bytes from `offset` to the host. This is advice: a file that

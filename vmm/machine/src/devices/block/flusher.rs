@@ -38,7 +38,7 @@ use crate::sandbox::{self, Class};
 /// Makes the disk's own file durable on the flush thread, then drops its reference to the disk.
 type SyncJob = Box<dyn FnOnce() -> io::Result<()> + Send>;
 /// A job for the flush thread.
-type FlushOrder = (Arc<Flusher>, SyncJob);
+type FlushJob = (Arc<Flusher>, SyncJob);
 
 /// Makes one disk's file durable; see the module.
 #[derive(Debug)]
@@ -47,18 +47,18 @@ pub(in crate::devices) struct Flusher {
     path: PathBuf,
     /// A descriptor that identifies the file, whatever its path leads to by now. It is not open for
     /// reading or writing and holds no lock. `None` if the system does not provide it.
-    which: Option<Arc<File>>,
+    path_fd: Option<Arc<File>>,
     state: Mutex<FlushState>,
     ended: Condvar,
     /// The channel to the flush thread, which ends when this is dropped; `None` for a read-only
     /// disk. The device's thread cannot start threads: its sandbox forbids it.
-    orders: Option<Sender<FlushOrder>>,
+    jobs: Option<Sender<FlushJob>>,
 }
 
 #[derive(Debug, Default)]
 struct FlushState {
     /// Whether a thread makes the file durable at the moment.
-    under_way: bool,
+    in_flight: bool,
     /// The error of the last such thread, an errno.
     last: Option<i32>,
     /// Whether the last flush made nothing durable because it had no thread or no open file.
@@ -86,7 +86,7 @@ pub(super) enum DurabilityPromise {
 pub(super) struct FlushAnswer {
     promise: DurabilityPromise,
     /// Whether the request itself failed.
-    own: bool,
+    request_failed: bool,
     pub(super) result: io::Result<()>,
 }
 
@@ -98,19 +98,19 @@ impl Flusher {
         file: &File,
         readonly: bool,
     ) -> Result<Arc<Self>, DiskError> {
-        let which = open_again(file, libc::O_PATH)
+        let path_fd = open_again(file, libc::O_PATH)
             .inspect_err(|e| tracing::warn!("disk \"{disk}\" is flushed in pauses only: {e}"));
         let failed = |cause| DiskError::Thread { id: disk.to_owned(), cause };
-        let orders = if readonly { None } else { Some(start(disk).map_err(failed)?) };
+        let jobs = if readonly { None } else { Some(start(disk).map_err(failed)?) };
         let (disk, path) = (disk.to_owned(), path.to_owned());
         let (state, ended) = (Mutex::default(), Condvar::new());
-        let which = which.ok().map(Arc::new);
-        Ok(Arc::new(Self { disk, path, which, state, ended, orders }))
+        let path_fd = path_fd.ok().map(Arc::new);
+        Ok(Arc::new(Self { disk, path, path_fd, state, ended, jobs }))
     }
 
     /// Returns a descriptor that identifies the file.
-    pub(super) fn which(&self) -> Option<Arc<File>> {
-        self.which.clone()
+    pub(super) fn path_fd(&self) -> Option<Arc<File>> {
+        self.path_fd.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, FlushState> {
@@ -122,7 +122,7 @@ impl Flusher {
     pub(in crate::devices) fn begin(self: &Arc<Self>) -> Result<(), DiskError> {
         let failures = {
             let mut state = self.lock();
-            if std::mem::replace(&mut state.under_way, true) {
+            if std::mem::replace(&mut state.in_flight, true) {
                 return Ok(());
             }
             // Read before the file is opened: both open files report an error that occurs in
@@ -143,12 +143,12 @@ impl Flusher {
                             "disk \"{}\" is not flushed before the pause: {e}",
                             mine.disk
                         );
-                        mine.give_up();
+                        mine.skip();
                     }
                 }
             });
         let failed = |cause| {
-            self.give_up();
+            self.skip();
             DiskError::Thread { id: self.disk.clone(), cause }
         };
         spawned.map(drop).map_err(failed)
@@ -156,29 +156,30 @@ impl Flusher {
 
     /// Opens the file again. If that fails, this flush is left to the guest and to the hand-over.
     fn open_another(&self) -> io::Result<File> {
-        let which = self.which.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
-        open_again(which, 0)
+        let path_fd =
+            self.path_fd.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
+        open_again(path_fd, 0)
     }
 
     /// Has the flush thread call `sync`, which makes the disk's own file durable. No flush may be
     /// under way.
-    pub(super) fn begin_own(
+    pub(super) fn begin_on_own_file(
         self: &Arc<Self>,
         sync: impl FnOnce() -> io::Result<()> + Send + 'static,
     ) -> Result<(), DiskError> {
-        self.lock().under_way = true;
-        let order = (self.clone(), Box::new(sync) as SyncJob);
-        let sent = self.orders.as_ref().is_some_and(|orders| orders.send(order).is_ok());
+        self.lock().in_flight = true;
+        let job = (self.clone(), Box::new(sync) as SyncJob);
+        let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
         if sent {
             return Ok(());
         }
-        self.give_up();
+        self.skip();
         Err(DiskError::FlushEnded { id: self.disk.clone() })
     }
 
-    fn give_up(&self) {
+    fn skip(&self) {
         let mut state = self.lock();
-        (state.under_way, state.last, state.skipped) = (false, None, true);
+        (state.in_flight, state.last, state.skipped) = (false, None, true);
         self.ended.notify_all();
     }
 
@@ -191,9 +192,9 @@ impl Flusher {
         let known = failures.is_some_and(|failures| state.failures != failures);
         state.last = result.err().map(|e| errno(&e)).filter(|_| !known);
         state.lost = state.last.or(state.lost);
-        (state.under_way, state.skipped) = (false, false);
+        (state.in_flight, state.skipped) = (false, false);
         if let Some(errno) = state.last {
-            tracing::error!("{}", self.lost_by(errno));
+            tracing::error!("{}", self.lost_error(errno));
         }
         self.ended.notify_all();
     }
@@ -206,14 +207,14 @@ impl Flusher {
     /// The error that the flush met.
     pub(in crate::devices) fn wait(&self, deadline: Instant) -> Result<bool, DiskError> {
         let mut state = self.lock();
-        while state.under_way {
+        while state.in_flight {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Ok(false);
             }
             self.ended.wait_for(&mut state, left);
         }
-        state.last.map_or(Ok(!state.skipped), |errno| Err(self.lost_by(errno)))
+        state.last.map_or(Ok(!state.skipped), |errno| Err(self.lost_error(errno)))
     }
 
     /// Waits until no flush is under way, whatever its result, or until `deadline`. `begun` is when
@@ -222,10 +223,14 @@ impl Flusher {
     /// # Errors
     ///
     /// A flush is still under way at `deadline`.
-    pub(super) fn settle(&self, begun: Instant, deadline: Instant) -> Result<(), DiskError> {
+    pub(super) fn wait_until_idle(
+        &self,
+        begun: Instant,
+        deadline: Instant,
+    ) -> Result<(), DiskError> {
         // An error that the flush met is recorded as lost, or the guest knows it.
         let _ = self.wait(deadline);
-        if !self.lock().under_way {
+        if !self.lock().in_flight {
             return Ok(());
         }
         let (id, path) = (self.disk.clone(), self.path.clone());
@@ -235,40 +240,40 @@ impl Flusher {
     /// Records that data of the guest is lost and that the guest has not been told.
     pub(super) fn note_lost(&self, e: &io::Error) {
         self.lock().lost = Some(errno(e));
-        tracing::error!("{}", self.lost_by(errno(e)));
+        tracing::error!("{}", self.lost_error(errno(e)));
     }
 
     /// Returns the error of lost data that the guest has not been told of.
     pub(super) fn lost(&self) -> Option<DiskError> {
-        self.lock().lost.map(|errno| self.lost_by(errno))
+        self.lock().lost.map(|errno| self.lost_error(errno))
     }
 
     /// Returns the answer to a guest's request that ended with `outcome`. A request that promises
     /// durability also reports, once, what was lost before. The caller must pass the answer to
-    /// [`told`](Self::told).
+    /// [`note_delivery`](Self::note_delivery).
     pub(super) fn answer(
         &self,
         promise: DurabilityPromise,
         outcome: io::Result<()>,
     ) -> FlushAnswer {
-        let own = outcome.is_err();
+        let request_failed = outcome.is_err();
         let lost = match promise {
             DurabilityPromise::Everything => self.lock().lost.take(),
             // The guest takes the error of a write for an error of its sectors only.
-            DurabilityPromise::Itself if !own => self.lock().lost.take(),
+            DurabilityPromise::Itself if !request_failed => self.lock().lost.take(),
             DurabilityPromise::Itself | DurabilityPromise::Nothing => None,
         };
         let lost = lost.map_or(Ok(()), |e| Err(io::Error::from_raw_os_error(e)));
-        FlushAnswer { promise, own, result: outcome.and(lost) }
+        FlushAnswer { promise, request_failed, result: outcome.and(lost) }
     }
 
-    /// Records whether the guest has `heard` an answer. If it has not, the next answer reports the
+    /// Records whether an answer was `delivered` to the guest. If not, the next answer reports the
     /// lost data.
-    pub(super) fn told(&self, answer: &FlushAnswer, heard: bool) {
+    pub(super) fn note_delivery(&self, answer: &FlushAnswer, delivered: bool) {
         let Err(e) = &answer.result else { return };
-        match (answer.promise, answer.own) {
+        match (answer.promise, answer.request_failed) {
             (DurabilityPromise::Nothing, _) | (DurabilityPromise::Itself, true) => {}
-            (_, own) if heard => self.lock().failures += u64::from(own),
+            (_, request_failed) if delivered => self.lock().failures += u64::from(request_failed),
             _ => {
                 let mut state = self.lock();
                 state.lost = state.lost.or(Some(errno(e)));
@@ -276,7 +281,7 @@ impl Flusher {
         }
     }
 
-    fn lost_by(&self, errno: i32) -> DiskError {
+    fn lost_error(&self, errno: i32) -> DiskError {
         let (id, path) = (self.disk.clone(), self.path.clone());
         DiskError::Lost { id, path, cause: io::Error::from_raw_os_error(errno) }
     }
@@ -284,8 +289,8 @@ impl Flusher {
 
 /// Starts a disk's flush thread. While idle the thread has no open file, so that dropping a disk
 /// closes its file at once.
-fn start(disk: &str) -> io::Result<Sender<FlushOrder>> {
-    let (orders, taken) = mpsc::channel::<FlushOrder>();
+fn start(disk: &str) -> io::Result<Sender<FlushJob>> {
+    let (jobs, taken) = mpsc::channel::<FlushJob>();
     sandbox::spawn(Class::Block, format!("flush-{disk}"), move || {
         while let Ok((flusher, sync)) = taken.recv() {
             // `sync` drops its reference to the disk before the end is announced: a caller that
@@ -294,7 +299,7 @@ fn start(disk: &str) -> io::Result<Sender<FlushOrder>> {
             flusher.end(None, result);
         }
     })?;
-    Ok(orders)
+    Ok(jobs)
 }
 
 fn errno(e: &io::Error) -> i32 {
@@ -347,7 +352,7 @@ mod tests {
     /// A guest's flush that ended with `outcome`, and whose answer the guest has heard.
     fn flush_of_guest(flusher: &Flusher, outcome: io::Result<()>) -> io::Result<()> {
         let answer = flusher.answer(DurabilityPromise::Everything, outcome);
-        flusher.told(&answer, true);
+        flusher.note_delivery(&answer, true);
         answer.result
     }
 
@@ -419,7 +424,7 @@ mod tests {
         let flusher = file.flusher();
         file.lock().unwrap();
         // As if a thread were flushing; it ends below.
-        flusher.lock().under_way = true;
+        flusher.lock().in_flight = true;
         let began = Instant::now();
         let limit = Duration::from_millis(50);
         assert!(!flush_all([flusher].into_iter(), limit).unwrap());
@@ -442,14 +447,16 @@ mod tests {
         let (file, _temp) = disk();
         let flusher = file.flusher();
         let eio_again = || Err(io::Error::from_raw_os_error(libc::EIO));
-        for (own, heard, lost) in [(true, true, false), (true, false, true), (false, true, true)] {
+        for (own, delivered, lost) in
+            [(true, true, false), (true, false, true), (false, true, true)]
+        {
             let before = flusher.lock().failures;
-            flusher.lock().under_way = true;
+            flusher.lock().in_flight = true;
             let outcome = if own { eio_again() } else { Ok(()) };
             let answer = flusher.answer(DurabilityPromise::Everything, outcome);
-            flusher.told(&answer, heard);
+            flusher.note_delivery(&answer, delivered);
             flusher.end(Some(before), eio_again());
-            assert_eq!(flusher.lost().is_some(), lost, "own {own}, heard {heard}");
+            assert_eq!(flusher.lost().is_some(), lost, "own {own}, delivered {delivered}");
             assert_eq!(flusher.wait(soon()).is_err(), lost);
             let _ = flush_of_guest(flusher, Ok(()));
         }
@@ -463,19 +470,19 @@ mod tests {
         flusher.note_lost(&eio_now());
         for promise in [DurabilityPromise::Itself, DurabilityPromise::Nothing] {
             let answer = flusher.answer(promise, Err(eio_now()));
-            flusher.told(&answer, true);
+            flusher.note_delivery(&answer, true);
             assert!(flusher.lost().is_some(), "{promise:?}");
         }
         let answer = flusher.answer(DurabilityPromise::Itself, Ok(()));
-        flusher.told(&answer, false);
+        flusher.note_delivery(&answer, false);
         assert!(flusher.lost().is_some(), "nobody heard it");
         let answer = flusher.answer(DurabilityPromise::Itself, Ok(()));
-        flusher.told(&answer, true);
+        flusher.note_delivery(&answer, true);
         eio(answer.result);
         assert!(flusher.lost().is_none());
         // Data whose durability nobody promised is not lost.
         let answer = flusher.answer(DurabilityPromise::Itself, Err(eio_now()));
-        flusher.told(&answer, false);
+        flusher.note_delivery(&answer, false);
         assert!(flusher.lost().is_none());
     }
 }

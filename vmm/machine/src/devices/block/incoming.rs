@@ -58,7 +58,7 @@ struct IncomingDisk {
     path: PathBuf,
     guest: VmId,
     before: PriorContent,
-    kept: AtomicBool,
+    keep: AtomicBool,
 }
 
 /// What was at the path before.
@@ -84,7 +84,7 @@ impl IncomingDisk {
             return Err(refused("it is no regular file".to_owned()));
         };
         // Until it is certain that the file is ours, a drop must leave it as it is.
-        let made = Self { file, path: path.clone(), guest, before, kept: AtomicBool::new(true) };
+        let made = Self { file, path: path.clone(), guest, before, keep: AtomicBool::new(true) };
         match lock::set(&made.file, RangeLock::Exclusive, guest) {
             Ok(true) => {}
             Ok(false) => return Err(refused("it is in use by another".to_owned())),
@@ -110,7 +110,7 @@ impl IncomingDisk {
         if !made.is_named().map_err(|e| failed("looking at it", e))? {
             return Err(refused("its name is another file's now".to_owned()));
         }
-        made.kept.store(false, Ordering::Relaxed);
+        made.keep.store(false, Ordering::Relaxed);
         made.file.set_len(disk.bytes).map_err(|e| failed("giving it its size", e))?;
         // Data is not durable in a file whose size or name is not.
         made.file.sync_all().map_err(|e| failed("making its size durable", e))?;
@@ -167,13 +167,13 @@ impl DriveCopy for IncomingDisk {
     }
 
     fn keep(&self) {
-        self.kept.store(true, Ordering::Relaxed);
+        self.keep.store(true, Ordering::Relaxed);
     }
 }
 
 impl Drop for IncomingDisk {
     fn drop(&mut self) {
-        if self.kept.load(Ordering::Relaxed) {
+        if self.keep.load(Ordering::Relaxed) {
             return;
         }
         if let Err(e) = self.remove() {

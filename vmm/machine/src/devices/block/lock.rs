@@ -31,10 +31,10 @@ pub(super) fn set(file: &File, lock: RangeLock, holder: VmId) -> io::Result<bool
     if lock == RangeLock::Free {
         return range_lock::set(file, .., lock);
     }
-    let left_out = byte_of(holder);
-    let mut locked = range_lock::set(file, ..left_out, lock);
+    let unlocked_byte = byte_of(holder);
+    let mut locked = range_lock::set(file, ..unlocked_byte, lock);
     if let Ok(true) = locked {
-        locked = range_lock::set(file, left_out + 1.., lock);
+        locked = range_lock::set(file, unlocked_byte + 1.., lock);
     }
     if !matches!(locked, Ok(true)) {
         // One range alone does not make a lock: release it.
@@ -44,7 +44,7 @@ pub(super) fn set(file: &File, lock: RangeLock, holder: VmId) -> io::Result<bool
 }
 
 /// Returns whether another guest than `holder`, or another program, has a conflicting lock.
-pub(super) fn is_anothers(file: &File, lock: RangeLock, holder: VmId) -> io::Result<bool> {
+pub(super) fn is_locked_by_another(file: &File, lock: RangeLock, holder: VmId) -> io::Result<bool> {
     let byte = byte_of(holder);
     range_lock::is_locked(file, byte..=byte, lock)
 }
@@ -98,21 +98,21 @@ pub(super) mod tests {
     fn lock_identifies_its_guest() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let open = || File::options().read(true).write(true).open(file.path()).unwrap();
-        let (held, looks) = (open(), open());
+        let (locked, looks) = (open(), open());
         let (one, other) = (VmId::random(), VmId::random());
-        let anothers = |lock, holder| is_anothers(&looks, lock, holder).unwrap();
+        let anothers = |lock, holder| is_locked_by_another(&looks, lock, holder).unwrap();
         assert!(!anothers(RangeLock::Exclusive, one), "nobody has it");
-        assert!(set(&held, RangeLock::Exclusive, one).unwrap());
+        assert!(set(&locked, RangeLock::Exclusive, one).unwrap());
         assert!(!anothers(RangeLock::Exclusive, one));
         assert!(anothers(RangeLock::Exclusive, other) && anothers(RangeLock::Shared, other));
         assert!(
-            set(&held, RangeLock::Free, one).unwrap()
-                && set(&held, RangeLock::Shared, one).unwrap()
+            set(&locked, RangeLock::Free, one).unwrap()
+                && set(&locked, RangeLock::Shared, one).unwrap()
         );
         assert!(anothers(RangeLock::Exclusive, other) && !anothers(RangeLock::Shared, other));
         // A program that knows nothing of guests locks the whole file.
-        assert!(range_lock::set(&held, .., RangeLock::Free).unwrap());
-        assert!(range_lock::set(&held, .., RangeLock::Exclusive).unwrap());
+        assert!(range_lock::set(&locked, .., RangeLock::Free).unwrap());
+        assert!(range_lock::set(&locked, .., RangeLock::Exclusive).unwrap());
         assert!(anothers(RangeLock::Exclusive, one) && anothers(RangeLock::Shared, other));
     }
 }

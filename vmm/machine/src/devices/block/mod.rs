@@ -59,7 +59,7 @@ const MAX_QUEUES: u8 = 4;
 const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
 /// Bytes under way from which on the device starts no more requests. A pause therefore takes about
 /// as long as the disk takes for twice this amount.
-const MOST_UNDER_WAY: u64 = 32 << 20;
+const MAX_BYTES_IN_FLIGHT: u64 = 32 << 20;
 
 /// A virtio block device.
 pub(super) struct BlockDevice {
@@ -73,19 +73,19 @@ pub(super) struct BlockDevice {
     /// them.
     keeper: Arc<Keeper>,
     /// Requests that the engine has, by token.
-    under_way: HashMap<u64, RequestInFlight>,
-    /// Bytes that the requests in `under_way` move.
-    bytes_under_way: u64,
+    in_flight: HashMap<u64, RequestInFlight>,
+    /// Bytes that the requests in `in_flight` move.
+    bytes_in_flight: u64,
     /// Queues whose chains stay in the ring because too many bytes are under way, one bit per
     /// queue.
-    waiting: u32,
+    stalled_queues: u32,
     /// Whether the driver did not negotiate `VIRTIO_BLK_F_FLUSH`. It then assumes that there is no
     /// volatile cache: a write must be durable when the driver is told that it has completed.
     writes_through: bool,
     /// Whether the file is locked for this guest.
-    held: bool,
+    locked: bool,
     /// Whether the file was created on this host, for an incoming guest.
-    made_here: bool,
+    created_here: bool,
     /// Whether the guest has run on this host with this file. For a guest that arrives from another
     /// host it has not: that host may have written to the file since it was opened here.
     has_run: bool,
@@ -160,12 +160,12 @@ impl BlockDevice {
             engine,
             tracker,
             keeper: Arc::default(),
-            under_way: HashMap::new(),
-            bytes_under_way: 0,
-            waiting: 0,
+            in_flight: HashMap::new(),
+            bytes_in_flight: 0,
+            stalled_queues: 0,
             writes_through: false,
-            held: false,
-            made_here: false,
+            locked: false,
+            created_here: false,
             // Set correctly by `start`.
             has_run: true,
             next_token: 0,
@@ -184,12 +184,12 @@ impl BlockDevice {
         let DiskConfig { id, bytes, readonly, .. } = &self.disk;
         let head = DriveHead { id: id.clone(), bytes: *bytes, readonly: *readonly };
         let (tracker, keeper) = (self.tracker.clone(), self.keeper.clone());
-        DriveSource { head, tracker, keeper, which: self.flusher().which() }
+        DriveSource { head, tracker, keeper, path_fd: self.flusher().path_fd() }
     }
 
     /// Records that the file was created on this host: no other host has ever written to it.
-    pub(super) fn note_made_here(&mut self) {
-        self.made_here = true;
+    pub(super) fn note_created_here(&mut self) {
+        self.created_here = true;
     }
 
     /// Returns the device's counters.
@@ -213,7 +213,7 @@ impl BlockDevice {
     }
 
     /// Starts a request, or completes it at once.
-    fn begin(
+    fn start_request(
         &mut self,
         queue: usize,
         chain: &Chain,
@@ -233,28 +233,28 @@ impl BlockDevice {
             _ => DurabilityPromise::Nothing,
         };
         let head = chain.head;
-        let under_way = RequestInFlight { queue, head, status, data_len, writes, bytes, promise };
+        let in_flight = RequestInFlight { queue, head, status, data_len, writes, bytes, promise };
         if let DiskWork::Identify(to) = &work {
             let mut id = [0; VIRTIO_BLK_ID_BYTES as usize];
             let serial = self.disk.serial.as_bytes();
             let len = serial.len().min(id.len());
             id[..len].copy_from_slice(&serial[..len]);
             to.write(io.ram, 0, &id)?;
-            return self.complete(under_way, Ok(()), io);
+            return self.complete(in_flight, Ok(()), io);
         }
         // The keeper is asked only here. That is enough: the device is paused when blocks are first
         // kept, so no request is under way then.
-        for (from, bytes) in &under_way.writes {
+        for (from, bytes) in &in_flight.writes {
             self.keeper.before_write(*from, *bytes);
         }
         let token = self.next_token;
         self.next_token += 1;
         let durable = self.writes_through;
         match self.engine.submit(DiskOperation { token, work, durable }, io.ram) {
-            Some(result) => self.complete(under_way, result, io),
+            Some(result) => self.complete(in_flight, result, io),
             None => {
-                self.bytes_under_way += under_way.bytes;
-                self.under_way.insert(token, under_way);
+                self.bytes_in_flight += in_flight.bytes;
+                self.in_flight.insert(token, in_flight);
                 Ok(())
             }
         }
@@ -298,9 +298,9 @@ impl BlockDevice {
                 (0, VIRTIO_BLK_S_IOERR)
             }
         };
-        let heard = finish(io, request.queue, request.head, &request.status, len, code);
-        self.file.flusher().told(&answer, matches!(heard, Ok(true)));
-        heard.map(drop)
+        let delivered = finish(io, request.queue, request.head, &request.status, len, code);
+        self.file.flusher().note_delivery(&answer, matches!(delivered, Ok(true)));
+        delivered.map(drop)
     }
 
     /// Completes every request that the engine has finished, even if the driver broke a rule
@@ -308,8 +308,8 @@ impl BlockDevice {
     fn take_completions(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let mut all = Ok(());
         for (token, result) in self.engine.completions(io.ram) {
-            if let Some(request) = self.under_way.remove(&token) {
-                self.bytes_under_way -= request.bytes;
+            if let Some(request) = self.in_flight.remove(&token) {
+                self.bytes_in_flight -= request.bytes;
                 all = all.and(self.complete(request, result, io));
             }
         }
@@ -346,26 +346,26 @@ impl BlockDevice {
         io: &mut DeviceIo<'_>,
     ) -> Result<(), QuiesceError> {
         let mut all = Ok(());
-        while !self.under_way.is_empty() {
+        while !self.in_flight.is_empty() {
             let in_time = self.engine.wait(deadline);
             all = all.and(self.take_completions(io));
-            if !in_time && !self.under_way.is_empty() {
-                return Err(QuiesceError::InFlight(self.under_way.len()));
+            if !in_time && !self.in_flight.is_empty() {
+                return Err(QuiesceError::InFlight(self.in_flight.len()));
             }
         }
         // No completion will bring the device back to these queues.
-        for queue in self.take_waiting() {
+        for queue in self.take_stalled_queues() {
             if let Some(ring) = io.rings.get_mut(queue) {
-                ring.yield_turn();
+                ring.yield_round();
             }
         }
         Ok(all?)
     }
 
     /// Takes the numbers of the queues whose chains wait until fewer bytes are under way.
-    fn take_waiting(&mut self) -> impl Iterator<Item = usize> + use<> {
-        let waiting = std::mem::take(&mut self.waiting);
-        (0..MAX_QUEUES.into()).filter(move |queue| waiting & 1 << queue != 0)
+    fn take_stalled_queues(&mut self) -> impl Iterator<Item = usize> + use<> {
+        let stalled_queues = std::mem::take(&mut self.stalled_queues);
+        (0..MAX_QUEUES.into()).filter(move |queue| stalled_queues & 1 << queue != 0)
     }
 }
 
@@ -381,6 +381,6 @@ fn finish(
 ) -> Result<bool, Violation> {
     status.write(io.ram, 0, &[code as u8])?;
     let Some(ring) = io.rings.get_mut(queue) else { return Ok(false) };
-    let heard = ring.is_set_up();
-    ring.push(io.ram, head, data_len + 1).map(|()| heard)
+    let delivered = ring.is_set_up();
+    ring.push(io.ram, head, data_len + 1).map(|()| delivered)
 }

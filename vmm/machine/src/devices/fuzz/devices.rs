@@ -48,13 +48,13 @@ pub(super) trait FuzzedDevice {
     ) -> Vec<DriverBuffer>;
 
     /// Makes something happen in the backend.
-    fn happen(&mut self, _: &mut FuzzInput<'_>) {}
+    fn cause_backend_event(&mut self, _: &mut FuzzInput<'_>) {}
 
     /// Checks the rules that must hold whenever nothing is in flight.
     fn check(&mut self, _: &Memory) {}
 
     /// Returns whether the device also writes to guest memory between two calls.
-    fn works_meanwhile(&self) -> bool {
+    fn writes_asynchronously(&self) -> bool {
         false
     }
 }
@@ -206,7 +206,7 @@ impl FuzzedDevice for FuzzedDisk {
         std::mem::swap(&mut self.before, &mut self.now);
     }
 
-    fn works_meanwhile(&self) -> bool {
+    fn writes_asynchronously(&self) -> bool {
         self.uring
     }
 }
@@ -273,7 +273,7 @@ impl FuzzedDevice for FuzzedInterface {
         pieces
     }
 
-    fn happen(&mut self, from: &mut FuzzInput<'_>) {
+    fn cause_backend_event(&mut self, from: &mut FuzzInput<'_>) {
         let mut frame = [0; 2048];
         for socket in &self.ours {
             while socket.recv(&mut frame).is_ok() {}
@@ -380,7 +380,7 @@ impl FuzzedDevice for FuzzedVsock {
         pieces
     }
 
-    fn happen(&mut self, from: &mut FuzzInput<'_>) {
+    fn cause_backend_event(&mut self, from: &mut FuzzInput<'_>) {
         match from.u8() % 6 {
             0 => {
                 // If the listen queue is full, no program connects.
@@ -484,7 +484,7 @@ impl FuzzedDevice for FuzzedBalloon {
         pieces
     }
 
-    fn happen(&mut self, from: &mut FuzzInput<'_>) {
+    fn cause_backend_event(&mut self, from: &mut FuzzInput<'_>) {
         let Some(control) = &self.control else { return };
         match from.flip() {
             true => control.set_target(u64::from(from.u8()) * PAGE_SIZE),

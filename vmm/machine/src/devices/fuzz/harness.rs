@@ -53,8 +53,8 @@ struct FuzzQueue {
 
 /// A driver and its device. See the module documentation.
 pub(super) struct FuzzHarness<'s> {
-    subject: &'s mut dyn FuzzedDevice,
-    guest: FuzzMemory,
+    fuzzed: &'s mut dyn FuzzedDevice,
+    memory: FuzzMemory,
     device: ThreadlessDevice,
     queues: Vec<FuzzQueue>,
     /// Whether, since the last check of memory, the device was in a state in which it may write.
@@ -64,16 +64,16 @@ pub(super) struct FuzzHarness<'s> {
 }
 
 impl<'s> FuzzHarness<'s> {
-    pub(super) fn new(subject: &'s mut dyn FuzzedDevice, backing: Backing) -> Self {
-        let guest = FuzzMemory::new(backing);
+    pub(super) fn new(fuzzed: &'s mut dyn FuzzedDevice, backing: Backing) -> Self {
+        let memory = FuzzMemory::new(backing);
         let device =
-            ThreadlessDevice::new("fuzz", subject.make(), guest.memory().ram().clone()).unwrap();
+            ThreadlessDevice::new("fuzz", fuzzed.make(), memory.memory().ram().clone()).unwrap();
         device.acquire().unwrap();
         device.resume();
         let (queues, may_write, damaged) = (Vec::new(), false, false);
-        let mut bench = Self { subject, guest, device, queues, may_write, damaged };
-        bench.queues = vec![FuzzQueue::default(); bench.queue_count()];
-        bench
+        let mut harness = Self { fuzzed, memory, device, queues, may_write, damaged };
+        harness.queues = vec![FuzzQueue::default(); harness.queue_count()];
+        harness
     }
 
     /// Returns the number of queues that the device has.
@@ -91,10 +91,10 @@ impl<'s> FuzzHarness<'s> {
             if from.is_empty() {
                 break;
             }
-            self.operate(from);
-            self.look_over();
+            self.run_step(from);
+            self.check_memory();
         }
-        self.stand_and_go_on();
+        self.pause_and_resume();
     }
 
     /// Writes and reads registers as `from` says.
@@ -105,7 +105,7 @@ impl<'s> FuzzHarness<'s> {
             }
             self.write_or_read_register(from);
         }
-        self.stand_and_go_on();
+        self.pause_and_resume();
     }
 
     /// Restores `bytes` into the device, if they are a state of such a device, and runs it.
@@ -116,7 +116,7 @@ impl<'s> FuzzHarness<'s> {
         for queue in 0..self.queues.len() as u32 {
             self.set(VIRTIO_MMIO_QUEUE_NOTIFY, queue);
         }
-        self.stand_and_go_on();
+        self.pause_and_resume();
     }
 
     fn get(&self, register: u32) -> u32 {
@@ -134,12 +134,12 @@ impl<'s> FuzzHarness<'s> {
     }
 
     /// Checks memory and the backend, unless something may be in flight.
-    fn look_over(&mut self) {
-        if !self.subject.works_meanwhile() {
-            let wrote = self.guest.check();
+    fn check_memory(&mut self) {
+        if !self.fuzzed.writes_asynchronously() {
+            let wrote = self.memory.check();
             assert!(!wrote || self.may_write, "a stopped device writes");
             self.may_write = false;
-            self.subject.check(self.guest.memory());
+            self.fuzzed.check(self.memory.memory());
         }
     }
 
@@ -148,7 +148,7 @@ impl<'s> FuzzHarness<'s> {
     fn step(&mut self, nothing_new: bool, f: impl FnOnce(&ThreadlessDevice)) {
         let stopped = self.is_stopped();
         f(&self.device);
-        let turns = (0..MOST_TURNS).take_while(|_| self.device.look()).count();
+        let turns = (0..MOST_TURNS).take_while(|_| self.device.poll()).count();
         assert!(turns < MOST_TURNS, "the device works without end");
         let status = self.get(VIRTIO_MMIO_STATUS);
         let works = status & VIRTIO_CONFIG_S_DRIVER_OK != 0 && !self.is_stopped();
@@ -161,22 +161,22 @@ impl<'s> FuzzHarness<'s> {
     }
 
     /// Pauses the device, so that nothing is in flight, checks everything, and resumes it.
-    fn stand_and_go_on(&mut self) {
+    fn pause_and_resume(&mut self) {
         self.device.quiesce().unwrap();
-        self.guest.check_all();
+        self.memory.check_all();
         self.may_write = false;
-        self.subject.check(self.guest.memory());
+        self.fuzzed.check(self.memory.memory());
         self.step(true, ThreadlessDevice::resume);
     }
 
-    fn operate(&mut self, from: &mut FuzzInput<'_>) {
+    fn run_step(&mut self, from: &mut FuzzInput<'_>) {
         match from.u8() % 24 {
             0 => self.start(from),
-            1 | 2 => self.give_request(from, true),
-            3 => self.give_request(from, false),
-            4 | 5 => self.give_pieces(from),
-            6 => self.describe(from),
-            7 => self.offer(from),
+            1 | 2 => self.post_request(from, true),
+            3 => self.post_request(from, false),
+            4 | 5 => self.post_pieces(from),
+            6 => self.write_arbitrary_descriptor(from),
+            7 => self.make_arbitrary_available(from),
             8 => self.set_available(from),
             9 | 10 => {
                 let queue = self.queue(from);
@@ -186,14 +186,14 @@ impl<'s> FuzzHarness<'s> {
             12 => {
                 let (addr, len) = (from.address(), from.u8().into());
                 let bytes = from.bytes(len);
-                self.guest.write(addr, bytes);
+                self.memory.write(addr, bytes);
             }
             13..16 => {
-                self.subject.happen(from);
+                self.fuzzed.cause_backend_event(from);
                 self.step(true, |_| ());
             }
-            16 => self.go(from, false),
-            17 => self.go(from, true),
+            16 => self.migrate(from, false),
+            17 => self.migrate(from, true),
             18 => self.set(VIRTIO_MMIO_STATUS, 0),
             19 => {
                 let queue = self.queue(from);
@@ -208,8 +208,8 @@ impl<'s> FuzzHarness<'s> {
                 self.set(VIRTIO_MMIO_QUEUE_SEL, queue as u32);
                 self.set(VIRTIO_MMIO_QUEUE_DESC_LOW, from.address() as u32);
             }
-            21 => self.stand_and_go_on(),
-            22 => self.give_indirect(from),
+            21 => self.pause_and_resume(),
+            22 => self.post_indirect(from),
             _ => self.set(VIRTIO_MMIO_INTERRUPT_ACK, from.u8().into()),
         }
     }
@@ -217,7 +217,7 @@ impl<'s> FuzzHarness<'s> {
     /// Returns a queue, mostly the one under test.
     fn queue(&self, from: &mut FuzzInput<'_>) -> usize {
         match from.u8() {
-            n if n & 0x80 == 0 => self.subject.queue().min(self.queues.len() - 1),
+            n if n & 0x80 == 0 => self.fuzzed.queue().min(self.queues.len() - 1),
             n => usize::from(n & 0x7f) % self.queues.len(),
         }
     }
@@ -256,7 +256,7 @@ impl<'s> FuzzHarness<'s> {
         let most = self.get(VIRTIO_MMIO_QUEUE_NUM_MAX);
         let size = (1 << (from.u8() % 9)).min(most);
         let rings = rings(queue);
-        self.guest.write(rings, &[0; RINGS_STEP as usize]);
+        self.memory.write(rings, &[0; RINGS_STEP as usize]);
         self.queues[queue] = FuzzQueue { size: size as u16, ..FuzzQueue::default() };
         self.set(VIRTIO_MMIO_QUEUE_NUM, size);
         for (register, addr) in [
@@ -271,11 +271,11 @@ impl<'s> FuzzHarness<'s> {
     }
 
     fn write_descriptor(&mut self, at: u64, piece: DriverBuffer, flags: u16, next: u16) {
-        self.guest.write(at, &piece.descriptor(flags, next));
+        self.memory.write(at, &piece.descriptor(flags, next));
     }
 
     /// Makes a chain of `pieces` available, without a notification.
-    fn give(&mut self, queue: usize, pieces: &[DriverBuffer]) {
+    fn post(&mut self, queue: usize, pieces: &[DriverBuffer]) {
         let FuzzQueue { size, next: head, .. } = self.queues[queue];
         let Some(last) = pieces.len().checked_sub(1).filter(|_| size > 0) else { return };
         for (i, piece) in pieces.iter().enumerate() {
@@ -291,13 +291,13 @@ impl<'s> FuzzHarness<'s> {
     fn make_available(&mut self, queue: usize, head: u16) {
         let FuzzQueue { size, available, .. } = self.queues[queue];
         let ring = rings(queue) + AVAILABLE;
-        self.guest.write(ring + 4 + 2 * u64::from(available % size.max(1)), &head.to_le_bytes());
+        self.memory.write(ring + 4 + 2 * u64::from(available % size.max(1)), &head.to_le_bytes());
         self.put_available(queue, available.wrapping_add(1));
     }
 
     fn put_available(&mut self, queue: usize, index: u16) {
         self.queues[queue].available = index;
-        self.guest.write(rings(queue) + AVAILABLE + 2, &index.to_le_bytes());
+        self.memory.write(rings(queue) + AVAILABLE + 2, &index.to_le_bytes());
     }
 
     fn notify(&mut self, queue: usize) {
@@ -306,29 +306,29 @@ impl<'s> FuzzHarness<'s> {
     }
 
     /// Makes a valid or nearly valid request available, and notifies the device if `tell` is true.
-    fn give_request(&mut self, from: &mut FuzzInput<'_>, tell: bool) {
+    fn post_request(&mut self, from: &mut FuzzInput<'_>, tell: bool) {
         let queue = self.queue(from);
-        let pieces = self.subject.request(queue, from, &mut self.guest);
-        self.give(queue, &pieces);
+        let pieces = self.fuzzed.request(queue, from, &mut self.memory);
+        self.post(queue, &pieces);
         if tell {
             self.notify(queue);
         }
     }
 
     /// Makes an arbitrary chain of buffers available.
-    fn give_pieces(&mut self, from: &mut FuzzInput<'_>) {
+    fn post_pieces(&mut self, from: &mut FuzzInput<'_>) {
         let queue = self.queue(from);
         let mut pieces = from.pieces(false);
         pieces.extend(from.pieces(true));
-        self.give(queue, &pieces);
+        self.post(queue, &pieces);
         self.notify(queue);
     }
 
-    fn give_indirect(&mut self, from: &mut FuzzInput<'_>) {
+    fn post_indirect(&mut self, from: &mut FuzzInput<'_>) {
         let queue = self.queue(from);
         let table = from.address();
         let pieces = match from.flip() {
-            true => self.subject.request(queue, from, &mut self.guest),
+            true => self.fuzzed.request(queue, from, &mut self.memory),
             false => [from.pieces(false), from.pieces(true)].concat(),
         };
         for (piece, i) in pieces.iter().zip(0u16..) {
@@ -347,14 +347,14 @@ impl<'s> FuzzHarness<'s> {
     }
 
     /// Writes an arbitrary descriptor anywhere in the table.
-    fn describe(&mut self, from: &mut FuzzInput<'_>) {
+    fn write_arbitrary_descriptor(&mut self, from: &mut FuzzInput<'_>) {
         let queue = self.queue(from);
         let (at, writable) = (rings(queue) + 16 * u64::from(from.u8()), from.flip());
         let piece = from.piece(writable);
         self.write_descriptor(at, piece, u16::from(from.u8() & 7), from.u8().into());
     }
 
-    fn offer(&mut self, from: &mut FuzzInput<'_>) {
+    fn make_arbitrary_available(&mut self, from: &mut FuzzInput<'_>) {
         let queue = self.queue(from);
         let head = if from.flip() { from.u16() } else { from.u8().into() };
         self.make_available(queue, head);
@@ -386,11 +386,11 @@ impl<'s> FuzzHarness<'s> {
     }
 
     /// Moves the device to another host, with its saved state or a damaged copy of it.
-    fn go(&mut self, from: &mut FuzzInput<'_>, damaged: bool) {
+    fn migrate(&mut self, from: &mut FuzzInput<'_>, damaged: bool) {
         self.device.quiesce().unwrap();
-        self.guest.check_all();
+        self.memory.check_all();
         self.may_write = false;
-        self.subject.check(self.guest.memory());
+        self.fuzzed.check(self.memory.memory());
         let state = self.device.save().unwrap();
         let mut bytes = postcard::to_stdvec(&state).unwrap();
         if !damaged {
@@ -427,8 +427,8 @@ impl<'s> FuzzHarness<'s> {
     /// Restores `state` into a new device that replaces this one. Returns the reason if that fails.
     /// The device is paused in both cases.
     fn move_with(&mut self, state: VirtioState) -> Option<String> {
-        let ram = self.guest.memory().ram().clone();
-        let new = ThreadlessDevice::new("fuzz", self.subject.make(), ram).unwrap();
+        let ram = self.memory.memory().ram().clone();
+        let new = ThreadlessDevice::new("fuzz", self.fuzzed.make(), ram).unwrap();
         if let Err(why) = new.restore(state) {
             return Some(why.to_string());
         }
@@ -436,10 +436,10 @@ impl<'s> FuzzHarness<'s> {
             self.device.acquire().unwrap();
             return Some(why.to_string());
         }
-        let late = self.device.detach(4096);
-        assert!(late.len() <= 4096);
+        let queued_packets = self.device.detach(4096);
+        assert!(queued_packets.len() <= 4096);
         // What arrived late may be malformed.
-        let _ = new.attach(&late);
+        let _ = new.attach(&queued_packets);
         new.acquire().unwrap();
         self.device = new;
         None

@@ -117,15 +117,15 @@ pub fn balloon_report(bytes: &[u8]) {
 /// Registers of any device.
 pub fn registers(bytes: &[u8]) {
     let mut from = FuzzInput::new(bytes);
-    let mut subject = any(&mut from);
-    FuzzHarness::new(&mut *subject, Backing::Anon).run_registers(&mut from);
+    let mut fuzzed = any(&mut from);
+    FuzzHarness::new(&mut *fuzzed, Backing::Anon).run_registers(&mut from);
 }
 
 /// Saved state of any device.
 pub fn device_state(bytes: &[u8]) {
     let mut from = FuzzInput::new(bytes);
-    let mut subject = any(&mut from);
-    FuzzHarness::new(&mut *subject, Backing::Anon).run_state(from.rest());
+    let mut fuzzed = any(&mut from);
+    FuzzHarness::new(&mut *fuzzed, Backing::Anon).run_state(from.rest());
 }
 
 fn any(from: &mut FuzzInput<'_>) -> Box<dyn FuzzedDevice> {
@@ -138,9 +138,9 @@ fn any(from: &mut FuzzInput<'_>) -> Box<dyn FuzzedDevice> {
     }
 }
 
-fn drive(subject: &mut dyn FuzzedDevice, mut from: FuzzInput<'_>) {
+fn drive(fuzzed: &mut dyn FuzzedDevice, mut from: FuzzInput<'_>) {
     let backing = from.one_of(&[Backing::Anon, Backing::Anon, Backing::Anon, Backing::Memfd]);
-    FuzzHarness::new(subject, backing).run(&mut from);
+    FuzzHarness::new(fuzzed, backing).run(&mut from);
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use virtio_bindings::virtio_net::*;
 use vmm_sys_util::epoll::EventSet;
 
 use super::frame::{HEADER, MAX_FRAME};
-use super::in_flight::FramesInFlight;
+use super::queued_frames::QueuedFrames;
 use super::tap::TapError;
 use super::{ANNOUNCE, Net, NetQueue, NetState, QUEUE_SIZE};
 use crate::devices::error::{DeviceError, StateError};
@@ -61,22 +61,22 @@ impl Device for Net {
         // One pair until the driver asks for more. A restored state sets its own number afterwards.
         self.state.pairs = 1;
         self.state.waiting.retain(|pair, _| *pair == 0);
-        self.try_tell_tap();
+        self.try_configure_tap();
     }
 
     fn reset(&mut self, _: &mut DeviceIo<'_>) {
         self.features = None;
         self.announcements.end();
-        self.late = FramesInFlight::default();
+        self.queued_frames = QueuedFrames::default();
         self.state = NetState { pairs: 1, ..NetState::default() };
-        self.try_tell_tap();
+        self.try_configure_tap();
     }
 
     fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         match self.role(queue) {
             Some(NetQueue::Receive(pair)) => self.receive(pair, io).map(drop),
             Some(NetQueue::Transmit(pair)) => self.transmit(pair, io),
-            Some(NetQueue::Control) => self.obey(queue, io),
+            Some(NetQueue::Control) => self.handle_control(queue, io),
             None => Ok(()),
         }
     }
@@ -110,8 +110,8 @@ impl Device for Net {
         if let Err(e) = self.watch(io.watcher) {
             tracing::error!("tap \"{}\" cannot be watched: {e}", self.config.tap);
         }
-        let retaken = std::mem::take(&mut self.retaken);
-        if self.features.is_some() && (moved || retaken) {
+        let reattached = std::mem::take(&mut self.reattached);
+        if self.features.is_some() && (moved || reattached) {
             self.announce(false, io);
             if let Err(e) = self.announcements.begin() {
                 tracing::warn!("a network interface announces itself only once: {e}");
@@ -149,7 +149,7 @@ impl Device for Net {
         {
             tracing::debug!("not yet: {e}");
         }
-        self.try_tell_tap();
+        self.try_configure_tap();
         Ok(())
     }
 
@@ -157,7 +157,7 @@ impl Device for Net {
         if self.tap.is_none() {
             self.attach_tap()?;
         }
-        self.tell_tap().map_err(|cause| {
+        self.configure_tap().map_err(|cause| {
             self.tap = None;
             TapError::Features { name: self.config.tap.clone(), cause }.into()
         })
@@ -172,24 +172,24 @@ impl Device for Net {
     fn detach(&mut self, room: usize) -> Vec<u8> {
         self.announcements.end();
         if let Some(tap) = self.tap.take()
-            && self.late.take_from(&tap, &mut self.buffer)
+            && self.queued_frames.read_from(&tap, &mut self.buffer)
         {
-            self.lose("more came while it moved than is kept");
+            self.count_lost("more came while it moved than is kept");
         }
         self.watched = false;
-        self.late.encode(room).unwrap_or_else(|why| {
-            self.lose(&format!("what came while it moved cannot be encoded: {why}"));
+        self.queued_frames.encode(room).unwrap_or_else(|why| {
+            self.count_lost(&format!("what came while it moved cannot be encoded: {why}"));
             Vec::new()
         })
     }
 
-    fn attach(&mut self, late: &[u8]) -> Result<(), DeviceError> {
+    fn attach(&mut self, queued_packets: &[u8]) -> Result<(), DeviceError> {
         // If there is no tap, the guest comes from this same host, which may want the tap back.
         // Then `acquire` attaches it.
         if self.features.is_some() && self.tap.is_some() {
             self.send_announcement();
         }
-        self.late = FramesInFlight::decode(late, self.state.pairs)?;
+        self.queued_frames = QueuedFrames::decode(queued_packets, self.state.pairs)?;
         Ok(())
     }
 }

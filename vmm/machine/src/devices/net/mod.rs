@@ -19,7 +19,7 @@ mod announce;
 mod control;
 mod device;
 mod frame;
-mod in_flight;
+mod queued_frames;
 mod tap;
 #[cfg(test)]
 mod tests;
@@ -39,7 +39,7 @@ use vmm_sys_util::epoll::EventSet;
 use self::announce::Announcements;
 use self::control::ControlRequest;
 use self::frame::{HEADER, MAX_FRAME, NUM_BUFFERS};
-use self::in_flight::FramesInFlight;
+use self::queued_frames::QueuedFrames;
 use self::tap::Tap;
 pub use self::tap::TapError;
 use super::opener::Opener;
@@ -63,16 +63,16 @@ pub(super) struct Net {
     /// Whether the tap's files are watched.
     watched: bool,
     /// Whether the tap was attached since the device last ran.
-    retaken: bool,
+    reattached: bool,
     announcements: Announcements,
     /// Frames that arrived after the save. The driver gets them before those in the tap.
-    late: FramesInFlight,
+    queued_frames: QueuedFrames,
     /// Features that the driver negotiated, if it is ready.
     features: Option<u64>,
     /// Buffer for one frame with its header.
     buffer: Box<[u8]>,
     /// Whether it has been logged that the tap does not do what the driver needs.
-    tap_error_said: bool,
+    tap_error_logged: bool,
     /// Number of frames that neither the driver nor the tap took.
     lost: u64,
     counters: Arc<NetCounters>,
@@ -151,12 +151,12 @@ impl Net {
             open,
             tap: None,
             watched: false,
-            retaken: false,
+            reattached: false,
             announcements,
-            late: FramesInFlight::default(),
+            queued_frames: QueuedFrames::default(),
             features: None,
             buffer: vec![0; MAX_FRAME].into(),
-            tap_error_said: false,
+            tap_error_logged: false,
             lost: 0,
             counters: Arc::default(),
             state: NetState { pairs: 1, ..NetState::default() },
@@ -170,7 +170,7 @@ impl Net {
 
     fn attach_tap(&mut self) -> Result<(), TapError> {
         self.tap = Some((self.open)()?);
-        (self.watched, self.retaken) = (false, true);
+        (self.watched, self.reattached) = (false, true);
         Ok(())
     }
 
@@ -192,15 +192,15 @@ impl Net {
     }
 
     /// Applies the driver's features and number of queue pairs to the tap.
-    fn tell_tap(&mut self) -> io::Result<()> {
+    fn configure_tap(&mut self) -> io::Result<()> {
         let (features, pairs) = (self.features.unwrap_or(0), self.state.pairs);
         let Some(tap) = &mut self.tap else { return Ok(()) };
         tap.set_offloads(features)?;
         tap.enable(pairs)
     }
 
-    fn try_tell_tap(&mut self) {
-        if let Err(e) = self.tell_tap() {
+    fn try_configure_tap(&mut self) {
+        if let Err(e) = self.configure_tap() {
             self.note_tap_error(&e);
         }
     }
@@ -208,7 +208,7 @@ impl Net {
     /// Logs the error as such only once, because a driver can cause it repeatedly.
     fn note_tap_error(&mut self, e: &io::Error) {
         let name = &self.config.tap;
-        match std::mem::replace(&mut self.tap_error_said, true) {
+        match std::mem::replace(&mut self.tap_error_logged, true) {
             false => {
                 tracing::error!("tap \"{name}\" does not do what the guest's driver needs: {e}");
             }
@@ -249,9 +249,9 @@ impl Net {
                 ring.unpop();
                 return Ok(true);
             };
-            let chains = self.room_for(len, first, ring, io.ram)?;
-            if room(&chains) >= len as u64 {
-                let given = self.give(&chains, len, io.ram)?;
+            let chains = self.buffers_for(len, first, ring, io.ram)?;
+            if capacity(&chains) >= len as u64 {
+                let given = self.write_frame(&chains, len, io.ram)?;
                 ring.push_all(io.ram, &given)?;
                 self.counters.received_frames.add(1);
                 self.counters.received_bytes.add((len - HEADER) as u64);
@@ -264,7 +264,7 @@ impl Net {
                 self.state.waiting.insert(pair, self.buffer[..len].to_vec());
                 return Ok(had_buffers);
             }
-            self.lose("a frame for the guest is larger than its driver's buffers");
+            self.count_lost("a frame for the guest is larger than its driver's buffers");
             had_buffers = true;
         }
         Ok(had_buffers)
@@ -277,7 +277,7 @@ impl Net {
             self.buffer[..frame.len()].copy_from_slice(&frame);
             return Some(frame.len());
         }
-        if let Some(frame) = self.late.pop(pair) {
+        if let Some(frame) = self.queued_frames.pop(pair) {
             // Its length was checked when it was decoded, or it was read into this buffer.
             self.buffer[..frame.len()].copy_from_slice(&frame);
             return Some(frame.len());
@@ -288,10 +288,12 @@ impl Net {
             match self.tap.as_ref()?.read(pair, &mut self.buffer).transpose()? {
                 Ok(len) if len >= HEADER => return Some(len),
                 Ok(len) => {
-                    self.lose(&format!("the tap has a frame of {len} bytes, less than its header"));
+                    self.count_lost(&format!(
+                        "the tap has a frame of {len} bytes, less than its header"
+                    ));
                 }
                 // The kernel has dropped the frame, or the tap is gone.
-                Err(e) => self.lose(&format!("reading the tap fails: {e}")),
+                Err(e) => self.count_lost(&format!("reading the tap fails: {e}")),
             }
         }
         None
@@ -299,7 +301,7 @@ impl Net {
 
     /// Returns buffers, starting with `first`, that have room for a frame of `len` bytes. Returns
     /// fewer if the driver has no more.
-    fn room_for(
+    fn buffers_for(
         &self,
         len: usize,
         first: Chain,
@@ -307,7 +309,7 @@ impl Net {
         ram: &GuestRam,
     ) -> Result<Vec<Chain>, Violation> {
         let mut chains = vec![first];
-        while self.has(VIRTIO_NET_F_MRG_RXBUF) && room(&chains) < len as u64 {
+        while self.has(VIRTIO_NET_F_MRG_RXBUF) && capacity(&chains) < len as u64 {
             match ring.pop(ram)? {
                 Some(chain) => chains.push(chain),
                 None => break,
@@ -318,7 +320,7 @@ impl Net {
 
     /// Writes the frame in the buffer to `chains`, which must have room for it. Returns the bytes
     /// written to each chain.
-    fn give(
+    fn write_frame(
         &mut self,
         chains: &[Chain],
         len: usize,
@@ -350,7 +352,9 @@ impl Net {
                 chain.readable.read(io.ram, 0, &mut self.buffer[..len])?;
                 self.send(pair, len);
             } else {
-                self.lose(&format!("a frame of the guest has {len} bytes, more than {MAX_FRAME}"));
+                self.count_lost(&format!(
+                    "a frame of the guest has {len} bytes, more than {MAX_FRAME}"
+                ));
             }
             ring.push(io.ram, chain.head, 0)?;
         }
@@ -367,13 +371,13 @@ impl Net {
                 self.counters.sent_frames.add(1);
                 self.counters.sent_bytes.add((len - HEADER) as u64);
             }
-            Err(e) => self.lose(&format!("the tap does not take a frame of the guest: {e}")),
+            Err(e) => self.count_lost(&format!("the tap does not take a frame of the guest: {e}")),
         }
     }
 
     /// Counts a lost frame, which is normal on a network. Only the first loss is logged as a
     /// warning.
-    fn lose(&mut self, why: &str) {
+    fn count_lost(&mut self, why: &str) {
         self.lost += 1;
         self.counters.lost_frames.add(1);
         let id = &self.config.id;
@@ -383,7 +387,7 @@ impl Net {
         }
     }
 
-    fn obey(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
+    fn handle_control(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         while let Some(chain) = match io.rings.get_mut(queue) {
             Some(ring) => ring.pop(io.ram)?,
             None => None,
@@ -420,8 +424,8 @@ impl Net {
         };
         self.state.pairs = pairs;
         self.state.waiting.retain(|pair, _| *pair < pairs);
-        self.late.keep(pairs);
-        if let Err(e) = self.tell_tap() {
+        self.queued_frames.retain_pairs(pairs);
+        if let Err(e) = self.configure_tap() {
             self.note_tap_error(&e);
             return Ok(false);
         }
@@ -448,6 +452,6 @@ impl Net {
 }
 
 /// Returns the number of bytes that `chains` have room for.
-fn room(chains: &[Chain]) -> u64 {
+fn capacity(chains: &[Chain]) -> u64 {
     chains.iter().map(|chain| u64::from(chain.writable.len())).sum()
 }

@@ -67,7 +67,7 @@ fn frame(n: u64, len: usize) -> Vec<u8> {
 }
 
 fn sent(driver: &mut Driver, frame: &[u8]) -> DriverBuffer {
-    driver.given(&[&[0; HEADER], frame].concat())
+    driver.readable(&[&[0; HEADER], frame].concat())
 }
 
 fn num_buffers(bytes: &[u8]) -> u16 {
@@ -83,57 +83,57 @@ fn status(driver: &Driver) -> u16 {
 /// Makes a request at the control queue and returns the answer.
 #[track_caller]
 fn control(driver: &mut Driver, queue: usize, bytes: &[u8]) -> u8 {
-    let answer = driver.wanted(1);
-    let asked = driver.given(bytes);
+    let answer = driver.writable(1);
+    let asked = driver.readable(bytes);
     driver.request(queue, &[asked, answer]);
     driver.bytes(answer)[0]
 }
 
-fn restored(world: &TestNetwork, driver: &Driver, state: VirtioState) -> Transport {
+fn restored(network: &TestNetwork, driver: &Driver, state: VirtioState) -> Transport {
     let ram = driver.memory.ram().clone();
-    let transport = Transport::spawn("moved", Box::new(world.net()), ram).unwrap();
+    let transport = Transport::spawn("moved", Box::new(network.net()), ram).unwrap();
     transport.restore(state).unwrap();
     transport
 }
 
 #[test]
 fn transmit_queue_conforms_to_virtio() {
-    let world = TestNetwork::new(2);
+    let network = TestNetwork::new(2);
     conformance::check(&TestedDevice {
-        make: &|| Box::new(world.net()),
+        make: &|| Box::new(network.net()),
         queue: 1,
         request: &|driver, n| {
             let bytes = [&[0; HEADER][..], &frame(n, 100)].concat();
-            vec![driver.given(&bytes[..20]), driver.given(&bytes[20..])]
+            vec![driver.readable(&bytes[..20]), driver.readable(&bytes[20..])]
         },
     });
 }
 
 #[test]
 fn receive_queue_conforms_to_virtio() {
-    let world = TestNetwork::new(1);
+    let network = TestNetwork::new(1);
     conformance::check(&TestedDevice {
-        make: &|| Box::new(world.net()),
+        make: &|| Box::new(network.net()),
         queue: 0,
         request: &|driver, n| {
-            world.send(0, &frame(n, 1000));
-            vec![driver.wanted(12), driver.wanted(700), driver.wanted(700)]
+            network.send(0, &frame(n, 1000));
+            vec![driver.writable(12), driver.writable(700), driver.writable(700)]
         },
     });
 }
 
 #[test]
 fn frames_arrive_as_they_were_sent() {
-    let world = TestNetwork::new(1);
-    let mut driver = Driver::started(Box::new(world.net()));
+    let network = TestNetwork::new(1);
+    let mut driver = Driver::started(Box::new(network.net()));
     for (n, len) in [(0, 60), (1, 1514), (2, 65_549), (3, 14)] {
         let piece = sent(&mut driver, &frame(n, len));
         assert_eq!(driver.request(1, &[piece]), 0);
-        assert_eq!(world.frames(), [frame(n, len)]);
-        let room = driver.wanted(MAX_FRAME as u32);
+        assert_eq!(network.frames(), [frame(n, len)]);
+        let room = driver.writable(MAX_FRAME as u32);
         let head = driver.post(0, &[room]);
         driver.kick(0);
-        world.send(0, &frame(n + 9, len));
+        network.send(0, &frame(n + 9, len));
         assert_eq!(driver.wait_used(0, head) as usize, HEADER + len);
         let bytes = driver.bytes(room);
         assert_eq!(bytes[HEADER..HEADER + len], frame(n + 9, len));
@@ -143,19 +143,19 @@ fn frames_arrive_as_they_were_sent() {
 
 #[test]
 fn large_frame_waits_for_enough_buffers() {
-    let world = TestNetwork::new(1);
+    let network = TestNetwork::new(1);
     for without in [0, 1 << virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX] {
-        let mut driver = Driver::started_without(Box::new(world.net()), without);
+        let mut driver = Driver::started_without(Box::new(network.net()), without);
         let large = frame(1, 5000);
-        let rooms: Vec<DriverBuffer> = (0..3).map(|_| driver.wanted(2000)).collect();
+        let rooms: Vec<DriverBuffer> = (0..3).map(|_| driver.writable(2000)).collect();
         let first = driver.post(0, &[rooms[0]]);
         driver.kick(0);
-        world.send(0, &large);
+        network.send(0, &large);
         // The frame has been read and has no room, so it is part of the state.
         std::thread::sleep(Duration::from_millis(50));
         driver.quiesce();
         let state = driver.transport.save().unwrap();
-        let moved = restored(&world, &driver, state.clone());
+        let moved = restored(&network, &driver, state.clone());
         assert_eq!(moved.save().unwrap(), state);
         let mut driver = driver.moved_to(moved);
         let more: Vec<u16> = rooms[1..].iter().map(|room| driver.post(0, &[*room])).collect();
@@ -174,18 +174,18 @@ fn large_frame_waits_for_enough_buffers() {
 
 #[test]
 fn frame_larger_than_its_buffers_is_lost() {
-    let world = TestNetwork::new(1);
-    let mut driver = Driver::started_without(Box::new(world.net()), 1 << VIRTIO_NET_F_MRG_RXBUF);
-    let room = driver.wanted(1526);
-    world.send(0, &frame(1, 5000));
-    world.send(0, &frame(2, 1514));
+    let network = TestNetwork::new(1);
+    let mut driver = Driver::started_without(Box::new(network.net()), 1 << VIRTIO_NET_F_MRG_RXBUF);
+    let room = driver.writable(1526);
+    network.send(0, &frame(1, 5000));
+    network.send(0, &frame(2, 1514));
     assert_eq!(driver.request(0, &[room]), 1526);
     assert_eq!(driver.bytes(room)[HEADER..], frame(2, 1514));
     // A frame that does not fit into all buffers of a queue together is lost too.
-    let mut driver = Driver::started(Box::new(world.net()));
+    let mut driver = Driver::started(Box::new(network.net()));
     let size = driver.queue_size(0);
-    world.send(0, &frame(3, 40_000));
-    world.send(0, &frame(4, 60));
+    network.send(0, &frame(3, 40_000));
+    network.send(0, &frame(4, 60));
     let head = driver.post(0, &[DriverBuffer { len: 100, ..room }]);
     for _ in 1..size {
         driver.post(0, &[DriverBuffer { len: 100, ..room }]);
@@ -196,10 +196,10 @@ fn frame_larger_than_its_buffers_is_lost() {
 
 #[test]
 fn buffers_below_header_size_stop_the_interface() {
-    let world = TestNetwork::new(1);
-    let mut driver = Driver::started(Box::new(world.net()));
-    let (short, small) = (driver.given(&[0; 11]), driver.wanted(11));
-    let (asked, answer) = (driver.given(&[4]), driver.wanted(1));
+    let network = TestNetwork::new(1);
+    let mut driver = Driver::started(Box::new(network.net()));
+    let (short, small) = (driver.readable(&[0; 11]), driver.writable(11));
+    let (asked, answer) = (driver.readable(&[4]), driver.writable(1));
     let wrong: [(usize, &[DriverBuffer]); 5] =
         [(0, &[small]), (1, &[short]), (1, &[small]), (2, &[asked, answer]), (2, &[short])];
     for (queue, pieces) in wrong {
@@ -212,61 +212,61 @@ fn buffers_below_header_size_stop_the_interface() {
     driver.request(1, &[huge]);
     let good = sent(&mut driver, &frame(1, 60));
     driver.request(1, &[good]);
-    assert_eq!(world.frames(), [frame(1, 60)], "one that is too long is lost alone");
+    assert_eq!(network.frames(), [frame(1, 60)], "one that is too long is lost alone");
 }
 
 #[test]
 fn driver_may_use_all_queue_pairs() {
-    let world = TestNetwork::new(3);
-    let mut driver = Driver::started(Box::new(world.net()));
+    let network = TestNetwork::new(3);
+    let mut driver = Driver::started(Box::new(network.net()));
     assert_eq!(driver.queue_count(), 7);
     let pairs = |n: u16| [&[4, 0][..], &n.to_le_bytes()].concat();
     assert_eq!(control(&mut driver, 6, &pairs(3)), 0);
     for queue in 0..3 {
-        let room = driver.wanted(200);
-        world.send(queue, &frame(queue as u64, 100));
+        let room = driver.writable(200);
+        network.send(queue, &frame(queue as u64, 100));
         assert_eq!(driver.request(2 * queue, &[room]), 112);
         assert_eq!(driver.bytes(room)[HEADER..112], frame(queue as u64, 100));
         let piece = sent(&mut driver, &frame(9, 60));
         driver.request(2 * queue + 1, &[piece]);
-        assert_eq!(world.frames(), [frame(9, 60)]);
+        assert_eq!(network.frames(), [frame(9, 60)]);
     }
     for wrong in [pairs(0), pairs(4), pairs(0x101), vec![4, 0, 1], vec![4, 9, 1, 0], vec![77, 0]] {
         assert_eq!(control(&mut driver, 6, &wrong), 1, "{wrong:?}");
     }
     driver.quiesce();
     let state = driver.transport.save().unwrap();
-    let driver = driver_after(&world, driver, state);
+    let driver = driver_after(&network, driver, state);
     // Without multiple pairs, the control queue is the third queue.
     drop(driver);
-    let mut driver = Driver::started_without(Box::new(world.net()), 1 << VIRTIO_NET_F_MQ);
+    let mut driver = Driver::started_without(Box::new(network.net()), 1 << VIRTIO_NET_F_MQ);
     assert_eq!(control(&mut driver, 2, &pairs(1)), 0);
     assert_eq!(control(&mut driver, 2, &pairs(2)), 1);
 }
 
-fn driver_after(world: &TestNetwork, driver: Driver, state: VirtioState) -> Driver {
-    let moved = restored(world, &driver, state);
+fn driver_after(network: &TestNetwork, driver: Driver, state: VirtioState) -> Driver {
+    let moved = restored(network, &driver, state);
     let mut driver = driver.moved_to(moved);
     driver.transport.resume();
-    let room = driver.wanted(200);
-    world.send(2, &frame(7, 100));
+    let room = driver.writable(200);
+    network.send(2, &frame(7, 100));
     assert_eq!(driver.request(4, &[room]), 112, "the third pair is in use after a move");
     driver
 }
 
 #[test]
 fn interface_announces_itself_after_a_move() {
-    let world = TestNetwork::new(1);
-    let mut driver = Driver::started(Box::new(world.net()));
+    let network = TestNetwork::new(1);
+    let mut driver = Driver::started(Box::new(network.net()));
     let piece = sent(&mut driver, &frame(1, 60));
     driver.request(1, &[piece]);
     driver.quiesce();
     driver.transport.resume();
-    assert_eq!(world.frames(), [frame(1, 60)], "not after a pause");
+    assert_eq!(network.frames(), [frame(1, 60)], "not after a pause");
     assert_eq!(status(&driver), 1);
     driver.quiesce();
     let state = driver.transport.save().unwrap();
-    let moved = restored(&world, &driver, state);
+    let moved = restored(&network, &driver, state);
     let mut driver = driver.moved_to(moved);
     driver.write(VIRTIO_MMIO_INTERRUPT_ACK, 3);
     driver.transport.resume();
@@ -275,7 +275,7 @@ fn interface_announces_itself_after_a_move() {
     let end = Instant::now() + Duration::from_secs(20);
     while seen.len() < 6 {
         assert!(Instant::now() < end, "it announced itself {} times", seen.len());
-        seen.extend(world.frames());
+        seen.extend(network.frames());
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(seen.iter().all(|frame| *frame == want));
@@ -285,30 +285,30 @@ fn interface_announces_itself_after_a_move() {
     assert_eq!(control(&mut driver, 2, &[3, 0]), 0);
     assert_eq!(status(&driver), 1, "which has done so");
     assert_eq!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0);
-    assert_eq!(world.frames(), Vec::<Vec<u8>>::new());
+    assert_eq!(network.frames(), Vec::<Vec<u8>>::new());
 }
 
 #[test]
 fn frames_in_flight_arrive_first_after_a_move() {
-    let world = TestNetwork::new(1);
-    let driver = Driver::started(Box::new(world.net()));
+    let network = TestNetwork::new(1);
+    let driver = Driver::started(Box::new(network.net()));
     driver.quiesce();
     let state = driver.transport.save().unwrap();
     for n in 1..=3 {
-        world.send(0, &frame(n, 100));
+        network.send(0, &frame(n, 100));
     }
-    let moved = restored(&world, &driver, state);
+    let moved = restored(&network, &driver, state);
     driver.transport.release().unwrap();
     let late = driver.transport.detach(1 << 20);
     moved.attach(late).unwrap();
-    assert_eq!(world.frames(), [&frame::announcement(MAC)[HEADER..]], "before it goes on");
+    assert_eq!(network.frames(), [&frame::announcement(MAC)[HEADER..]], "before it goes on");
     moved.acquire().unwrap();
     let mut driver = driver.moved_to(moved);
     driver.transport.resume();
-    world.send(0, &frame(4, 100));
+    network.send(0, &frame(4, 100));
     let mut received = Vec::new();
     for _ in 1..=4 {
-        let room = driver.wanted(200);
+        let room = driver.writable(200);
         driver.request(0, &[room]);
         received.push(driver.bytes(room)[HEADER..HEADER + 100].to_vec());
     }
@@ -317,34 +317,34 @@ fn frames_in_flight_arrive_first_after_a_move() {
 
 #[test]
 fn tap_of_the_last_host_is_left_alone() {
-    let world = TestNetwork::new(1);
-    let mut net = world.net();
+    let network = TestNetwork::new(1);
+    let mut net = network.net();
     net.detach(0);
     // As if the restore had found the tap in use, because both hosts are the same.
     net.attach(&[]).unwrap();
     assert!(net.tap.is_none());
-    assert_eq!(world.frames(), Vec::<Vec<u8>>::new());
+    assert_eq!(network.frames(), Vec::<Vec<u8>>::new());
     net.acquire().unwrap();
     assert!(net.tap.is_some());
 }
 
 #[test]
 fn frames_in_flight_keep_their_queue_pair() {
-    let world = TestNetwork::new(2);
-    let mut driver = Driver::started(Box::new(world.net()));
+    let network = TestNetwork::new(2);
+    let mut driver = Driver::started(Box::new(network.net()));
     let control_queue = driver.queue_count() - 1;
     let pairs = [VIRTIO_NET_CTRL_MQ as u8, VIRTIO_NET_CTRL_MQ_VQ_PAIRS_SET as u8, 2, 0];
     assert_eq!(control(&mut driver, control_queue, &pairs), VIRTIO_NET_OK as u8);
     driver.quiesce();
     let state = driver.transport.save().unwrap();
-    (0..2).for_each(|queue| world.send(queue, &frame(queue as u64, 100)));
-    let moved = restored(&world, &driver, state);
+    (0..2).for_each(|queue| network.send(queue, &frame(queue as u64, 100)));
+    let moved = restored(&network, &driver, state);
     moved.attach(driver.transport.detach(1 << 20)).unwrap();
     moved.acquire().unwrap();
     let mut driver = driver.moved_to(moved);
     driver.transport.resume();
     for queue in 0..2 {
-        let room = driver.wanted(200);
+        let room = driver.writable(200);
         driver.request(2 * queue, &[room]);
         assert_eq!(driver.bytes(room)[HEADER..HEADER + 100], frame(queue as u64, 100));
     }
@@ -352,17 +352,17 @@ fn frames_in_flight_keep_their_queue_pair() {
 
 #[test]
 fn failed_move_loses_no_frame() {
-    let world = TestNetwork::new(1);
-    let mut driver = Driver::started(Box::new(world.net()));
+    let network = TestNetwork::new(1);
+    let mut driver = Driver::started(Box::new(network.net()));
     driver.quiesce();
-    world.send(0, &frame(1, 100));
+    network.send(0, &frame(1, 100));
     driver.transport.release().unwrap();
     assert_eq!(driver.transport.detach(10), [0; 0], "without room for it");
-    world.send(0, &frame(2, 100));
+    network.send(0, &frame(2, 100));
     driver.transport.acquire().unwrap();
     driver.transport.resume();
     for n in 1..=2 {
-        let room = driver.wanted(200);
+        let room = driver.writable(200);
         driver.request(0, &[room]);
         assert_eq!(driver.bytes(room)[HEADER..HEADER + 100], frame(n, 100));
     }
@@ -370,25 +370,25 @@ fn failed_move_loses_no_frame() {
 
 #[test]
 fn malformed_frames_in_flight_cost_nothing_else() {
-    let world = TestNetwork::new(1);
-    let driver = Driver::started(Box::new(world.net()));
+    let network = TestNetwork::new(1);
+    let driver = Driver::started(Box::new(network.net()));
     driver.quiesce();
     let state = driver.transport.save().unwrap();
-    let moved = restored(&world, &driver, state);
+    let moved = restored(&network, &driver, state);
     moved.attach(vec![0xff; 40]).unwrap_err();
     moved.acquire().unwrap();
     let mut driver = driver.moved_to(moved);
     driver.transport.resume();
-    world.send(0, &frame(1, 100));
-    let room = driver.wanted(200);
+    network.send(0, &frame(1, 100));
+    let room = driver.writable(200);
     assert_eq!(driver.request(0, &[room]), 112);
 }
 
 #[test]
 fn hostile_states_are_refused() {
-    let world = TestNetwork::new(2);
+    let network = TestNetwork::new(2);
     let refused = |state: NetState| {
-        let mut net = world.net();
+        let mut net = network.net();
         net.activate(1 << VIRTIO_NET_F_MQ);
         net.restore(&postcard::to_stdvec(&state).unwrap()).unwrap_err().to_string()
     };
@@ -406,17 +406,17 @@ fn hostile_states_are_refused() {
 
 #[test]
 fn frames_behind_a_short_one_arrive() {
-    let world = TestNetwork::new(1);
-    let net = world.net();
+    let network = TestNetwork::new(1);
+    let net = network.net();
     let meter = StatsHandle::Net("n".to_owned(), net.counters().clone());
     let mut driver = Driver::started(Box::new(net));
     // All frames are queued before any buffer is available, so that no later event reports the last
     // one.
     for len in [1, HEADER - 1] {
-        world.ours[0].send(&vec![0; len]).unwrap();
+        network.ours[0].send(&vec![0; len]).unwrap();
     }
-    world.send(0, &frame(1, 70));
-    let room = driver.wanted(1526);
+    network.send(0, &frame(1, 70));
+    let room = driver.writable(1526);
     assert_eq!(driver.request(0, &[room]), 70 + HEADER as u32);
     assert_eq!(driver.bytes(room)[HEADER..][..70], frame(1, 70));
     driver.quiesce();
@@ -435,8 +435,8 @@ fn missing_tap_is_named() {
 
 #[test]
 fn stopped_interface_with_several_queues_moves() {
-    let world = TestNetwork::new(2);
-    let mut driver = Driver::started(Box::new(world.net()));
+    let network = TestNetwork::new(2);
+    let mut driver = Driver::started(Box::new(network.net()));
     let control_queue = driver.queue_count() - 1;
     let pairs = [VIRTIO_NET_CTRL_MQ as u8, VIRTIO_NET_CTRL_MQ_VQ_PAIRS_SET as u8, 2, 0];
     assert_eq!(control(&mut driver, control_queue, &pairs), VIRTIO_NET_OK as u8);
@@ -444,7 +444,7 @@ fn stopped_interface_with_several_queues_moves() {
     driver.wait_stopped("a queue that does not exist, notified");
     driver.quiesce();
     let state = driver.transport.save().unwrap();
-    let there = restored(&world, &driver, state.clone());
+    let there = restored(&network, &driver, state.clone());
     let mut moved = driver.moved_to(there);
     assert_eq!(moved.transport.save().unwrap(), state);
     moved.transport.resume();
@@ -455,8 +455,8 @@ fn stopped_interface_with_several_queues_moves() {
 
 #[test]
 fn frames_are_counted() {
-    let world = TestNetwork::new(1);
-    let net = world.net();
+    let network = TestNetwork::new(1);
+    let net = network.net();
     let meter = StatsHandle::Net("n".to_owned(), net.counters().clone());
     let mut driver = Driver::started(Box::new(net));
     for len in [60, 100] {
@@ -465,13 +465,13 @@ fn frames_are_counted() {
     }
     let stalled = || matches!(meter.read(), DeviceStats::Net { stalls: 1.., .. });
     assert!(!stalled());
-    world.send(0, &frame(1, 70));
+    network.send(0, &frame(1, 70));
     let begun = Instant::now();
     while !stalled() {
         assert!(begun.elapsed() < Duration::from_secs(20), "a frame without a buffer");
         std::thread::sleep(Duration::from_millis(1));
     }
-    let room = driver.wanted(1526);
+    let room = driver.writable(1526);
     driver.request(0, &[room]);
     let (id, lost_frames, stalls) = ("n".to_owned(), 0, 1);
     let (received_frames, received_bytes, sent_frames, sent_bytes) = (1, 70, 2, 160);

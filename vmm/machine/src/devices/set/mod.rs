@@ -22,7 +22,7 @@ use super::placement::{device_at, placement};
 use super::rng::Rng;
 use super::stats::StatsHandle;
 use super::virtio::{
-    Completion, Device, GRACE, PendingRequest, RequestError, Transport, VirtioState,
+    Completion, Device, PendingRequest, REPLY_GRACE, RequestError, Transport, VirtioState,
 };
 use super::vsock::Vsock;
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
@@ -39,12 +39,12 @@ const STALL_LIMIT: Duration = Duration::from_secs(10);
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
 /// Upper bound on acquiring the files of all devices, whether it succeeds or fails at a stuck
 /// device.
-pub const ACQUIRE_LIMIT: Duration = RELEASE_LIMIT.saturating_add(GRACE);
+pub const ACQUIRE_LIMIT: Duration = RELEASE_LIMIT.saturating_add(REPLY_GRACE);
 /// Limit on any other request to one device. None of these requests waits for a backend.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
 /// Bytes reserved per device for encoding data that arrived after the save: device index, length,
 /// and the total count.
-const LATE_HEADS: usize = 8;
+const QUEUED_PACKETS_HEADER: usize = 8;
 /// Offset of the `QueueNotify` register, where ioeventfds listen.
 const QUEUE_NOTIFY: u64 = virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
@@ -77,7 +77,7 @@ pub(crate) struct DeviceSet {
     drives: Vec<Drive>,
     sources: Vec<DriveSource>,
     files: Vec<OpenFile>,
-    meters: Vec<StatsHandle>,
+    stats_handles: Vec<StatsHandle>,
     balloon: Option<BalloonControl>,
     opener: Option<Opener>,
     /// Frames that no device may change now.
@@ -118,7 +118,7 @@ impl DeviceSet {
             drives: Vec::new(),
             sources: Vec::new(),
             files: Vec::new(),
-            meters: Vec::new(),
+            stats_handles: Vec::new(),
             balloon: None,
             opener: None,
             kept: Arc::default(),
@@ -137,13 +137,13 @@ impl DeviceSet {
     /// Builds the devices of `config`, the configuration of `guest`. They start paused. With
     /// `acquire`, they acquire the resources that only one host may hold. Without it, nothing else
     /// may hold them, except the host that the guest comes from. The files of the disks in
-    /// `made_here` are copies that were made for this guest.
+    /// `created_here` are copies that were made for this guest.
     pub(crate) fn build(
         config: &MachineConfig,
         memory: &Memory,
         guest: VmId,
         acquire: bool,
-        made_here: &[String],
+        created_here: &[String],
     ) -> Result<Self, DeviceError> {
         let mut set = Self::empty();
         set.kept = memory.protected_frames().clone();
@@ -151,7 +151,7 @@ impl DeviceSet {
             let id = device.id();
             let system = |cause| DeviceError::System { id: id.to_owned(), cause };
             fail_point::pass(id).map_err(system)?;
-            let mut built = set.create(device, config.vcpus, guest, made_here)?;
+            let mut built = set.create(device, config.vcpus, guest, created_here)?;
             if acquire {
                 built.acquire()?;
             }
@@ -165,24 +165,25 @@ impl DeviceSet {
         device: &DeviceConfig,
         vcpus: u8,
         guest: VmId,
-        made_here: &[String],
+        created_here: &[String],
     ) -> Result<Box<dyn Device>, DeviceError> {
         let system = |cause| DeviceError::System { id: device.id().to_owned(), cause };
         Ok(match device {
             DeviceConfig::Disk(disk) => {
                 let mut block = BlockDevice::open(disk, vcpus, guest)?;
-                if made_here.contains(&disk.id) {
-                    block.note_made_here();
+                if created_here.contains(&disk.id) {
+                    block.note_created_here();
                 }
                 self.sources.push(block.source());
-                self.meters.push(StatsHandle::Disk(disk.id.clone(), block.counters().clone()));
+                self.stats_handles
+                    .push(StatsHandle::Disk(disk.id.clone(), block.counters().clone()));
                 let file = OpenFile {
                     disk: disk.id.clone(),
                     file: block.file_identity().map_err(system)?,
                     identity: block.disk_identity(),
                     readonly: disk.readonly,
                 };
-                self.require_its_own_file(disk, file)?;
+                self.refuse_shared_file(disk, file)?;
                 if let Some(tracker) = block.tracker() {
                     let (id, tracker) = (disk.id.clone(), tracker.clone());
                     let flusher = block.flusher().clone();
@@ -193,7 +194,8 @@ impl DeviceSet {
             DeviceConfig::Rng => Box::new(Rng),
             DeviceConfig::Net(config) => {
                 let net = Net::open(config, guest, self.opener().map_err(system)?)?;
-                self.meters.push(StatsHandle::Net(config.id.clone(), net.counters().clone()));
+                self.stats_handles
+                    .push(StatsHandle::Net(config.id.clone(), net.counters().clone()));
                 Box::new(net)
             }
             DeviceConfig::Vsock(vsock) => {
@@ -218,7 +220,7 @@ impl DeviceSet {
     }
 
     /// Refuses a disk if another disk uses the same file and at least one of them is writable.
-    fn require_its_own_file(&mut self, disk: &DiskConfig, file: OpenFile) -> Result<(), DiskError> {
+    fn refuse_shared_file(&mut self, disk: &DiskConfig, file: OpenFile) -> Result<(), DiskError> {
         let clashes =
             |other: &&OpenFile| other.file == file.file && !(other.readonly && file.readonly);
         if let Some(other) = self.files.iter().find(clashes) {
@@ -264,8 +266,8 @@ impl DeviceSet {
     }
 
     /// Returns the handles for reading device counters.
-    pub(crate) fn meters(&self) -> &[StatsHandle] {
-        &self.meters
+    pub(crate) fn stats_handles(&self) -> &[StatsHandle] {
+        &self.stats_handles
     }
 
     /// Returns the balloon, if there is one.
@@ -293,12 +295,17 @@ impl DeviceSet {
         Some((self.devices.get(index)?, offset))
     }
 
-    /// Cancels the disks' waits for an epoch if `hurry` is true, or allows them again: when the
-    /// guest resumes, or if no pause has followed. Call it with `true` before pausing any vCPU: a
-    /// disk that waits for an epoch does not handle [`quiesce`](Self::quiesce), and a vCPU that
-    /// waits for that disk cannot be paused.
-    pub(crate) fn hurry(&self, hurry: bool) {
-        self.sources.iter().for_each(|disk| disk.hurry(hurry));
+    /// Cancels the disks' waits for an epoch, until [`resume`](Self::resume) or
+    /// [`allow_disk_waits`](Self::allow_disk_waits). Call it before pausing any vCPU: a disk that
+    /// waits for an epoch does not handle [`quiesce`](Self::quiesce), and a vCPU that waits for that
+    /// disk cannot be paused.
+    pub(crate) fn cancel_disk_waits(&self) {
+        self.sources.iter().for_each(DriveSource::cancel_waits);
+    }
+
+    /// Allows the disks' waits for an epoch again, if no pause has followed.
+    pub(crate) fn allow_disk_waits(&self) {
+        self.sources.iter().for_each(DriveSource::allow_waits);
     }
 
     /// Quiesces all devices in parallel. Call it after all vCPUs have paused. If one device cannot
@@ -309,20 +316,20 @@ impl DeviceSet {
     /// Fails with the name of the device that could not be quiesced and the reason.
     pub(crate) fn quiesce(&self) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.stall;
-        self.hurry(true);
-        let asked: Vec<_> = self.devices.iter().map(|d| d.begin_quiesce(deadline)).collect();
-        let stands = asked.into_iter().map(PendingRequest::wait).fold(Ok(()), Result::and);
-        if stands.is_err() {
+        self.cancel_disk_waits();
+        let requests: Vec<_> = self.devices.iter().map(|d| d.begin_quiesce(deadline)).collect();
+        let quiesced = requests.into_iter().map(PendingRequest::wait).fold(Ok(()), Result::and);
+        if quiesced.is_err() {
             // This includes a device that is quiesced later: it then finds the resume in its
             // inbox.
             self.resume();
         }
-        stands
+        quiesced
     }
 
     /// Resumes all devices.
     pub(crate) fn resume(&self) {
-        self.hurry(false);
+        self.allow_disk_waits();
         self.devices.iter().rev().for_each(Transport::resume);
     }
 
@@ -339,10 +346,10 @@ impl DeviceSet {
     pub(crate) fn acquire(&self) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.release;
         // In parallel, because each device may wait for its storage.
-        let asked: Vec<_> = self.devices.iter().map(|d| d.begin_acquire(deadline)).collect();
-        let (mut result, mut answered) = (Ok(()), Vec::with_capacity(asked.len()));
-        for asked in asked {
-            let answer = asked.wait();
+        let requests: Vec<_> = self.devices.iter().map(|d| d.begin_acquire(deadline)).collect();
+        let (mut result, mut answered) = (Ok(()), Vec::with_capacity(requests.len()));
+        for request in requests {
+            let answer = request.wait();
             answered.push(answer.as_ref().err().is_none_or(RequestError::is_answer));
             result = result.and(answer);
         }
@@ -355,9 +362,9 @@ impl DeviceSet {
     /// Makes all devices release their files and peers. Waits only for those that have `answered`.
     fn undo_acquire(&self, answered: &[bool]) {
         let deadline = Instant::now() + self.limits.release;
-        let asked: Vec<_> = self.devices.iter().map(|d| d.begin_undo(deadline)).collect();
-        for (asked, answered) in asked.into_iter().zip(answered) {
-            if *answered && let Err(e) = asked.wait() {
+        let requests: Vec<_> = self.devices.iter().map(|d| d.begin_undo(deadline)).collect();
+        for (request, answered) in requests.into_iter().zip(answered) {
+            if *answered && let Err(e) = request.wait() {
                 tracing::error!("{e}");
             }
         }
@@ -369,51 +376,51 @@ impl DeviceSet {
     pub(crate) fn release(&self) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.release;
         // In parallel, as in `acquire`.
-        let asked: Vec<_> = self.devices.iter().map(|d| d.begin_release(deadline)).collect();
-        asked.into_iter().map(PendingRequest::wait).fold(Ok(()), Result::and)
+        let requests: Vec<_> = self.devices.iter().map(|d| d.begin_release(deadline)).collect();
+        requests.into_iter().map(PendingRequest::wait).fold(Ok(()), Result::and)
     }
 
     /// Detaches the guest's peers (taps, sockets). Returns the data that arrived for the guest
     /// after the save, by device, encoded in at most [`MAX_LATE`] bytes. All devices are tried; the
     /// error is the first one.
     pub(crate) fn detach(&self) -> Result<Vec<u8>, RequestError> {
-        let mut room = MAX_LATE - LATE_HEADS * self.devices.len();
-        let mut late = BTreeMap::new();
+        let mut room = MAX_LATE - QUEUED_PACKETS_HEADER * self.devices.len();
+        let mut queued_packets = BTreeMap::new();
         let mut result = Ok(());
         for (device, i) in self.devices.iter().zip(0u16..) {
             match device.detach_by(room, self.ask_deadline()) {
                 Ok(bytes) if bytes.is_empty() => {}
                 Ok(bytes) => {
                     room = room.saturating_sub(bytes.len());
-                    late.insert(i, bytes);
+                    queued_packets.insert(i, bytes);
                 }
                 Err(why) => result = result.and(Err(why)),
             }
         }
         result?;
-        postcard::to_stdvec(&late).map_err(|e| RequestError::Misfit(e.to_string()))
+        postcard::to_stdvec(&queued_packets).map_err(|e| RequestError::Misfit(e.to_string()))
     }
 
     /// Attaches the guest's peers on this host and takes the data that [`detach`](Self::detach)
     /// returned on the previous host. All devices are tried, even if that data is malformed.
-    pub(crate) fn attach(&self, late: &[u8]) -> Result<(), RequestError> {
+    pub(crate) fn attach(&self, queued_packets: &[u8]) -> Result<(), RequestError> {
         let malformed = |why| RequestError::Misfit(format!("what came late is malformed: {why}"));
-        let decoded = match late.is_empty() {
+        let decoded = match queued_packets.is_empty() {
             true => Ok((BTreeMap::new(), &[][..])),
-            false => postcard::take_from_bytes::<BTreeMap<u16, Vec<u8>>>(late),
+            false => postcard::take_from_bytes::<BTreeMap<u16, Vec<u8>>>(queued_packets),
         };
-        let (mut late, mut result) = match decoded {
-            Ok((late, [])) => (late, Ok(())),
+        let (mut queued_packets, mut result) = match decoded {
+            Ok((queued_packets, [])) => (queued_packets, Ok(())),
             Ok((_, rest)) => {
                 (BTreeMap::new(), Err(malformed(format!("{} bytes follow it", rest.len()))))
             }
             Err(e) => (BTreeMap::new(), Err(malformed(e.to_string()))),
         };
         for (device, i) in self.devices.iter().zip(0..) {
-            let late = late.remove(&i).unwrap_or_default();
-            result = result.and(device.attach_by(late, self.ask_deadline()));
+            let queued_packets = queued_packets.remove(&i).unwrap_or_default();
+            result = result.and(device.attach_by(queued_packets, self.ask_deadline()));
         }
-        if let Some((device, _)) = late.first_key_value() {
+        if let Some((device, _)) = queued_packets.first_key_value() {
             let why = format!("it is for device {device}, which does not exist");
             result = result.and(Err(malformed(why)));
         }

@@ -59,7 +59,7 @@ fn pause_cancels_disk_waits_for_an_epoch() {
         std::thread::sleep(Duration::from_millis(50));
         assert!(!writes.is_finished());
         // Before any vCPU is paused.
-        set.hurry(true);
+        set.cancel_disk_waits();
         writes.join().unwrap();
         set.quiesce().unwrap();
     });
@@ -74,7 +74,10 @@ fn pause_cancels_disk_waits_for_an_epoch() {
         let mut keeping = keep();
         match halted {
             true => set.resume(),
-            false => [true, false].into_iter().for_each(|hurry| set.hurry(hurry)),
+            false => {
+                set.cancel_disk_waits();
+                set.allow_disk_waits();
+            }
         }
         std::thread::scope(|scope| {
             let writes = scope.spawn(|| keeper.before_write(0, BYTES));

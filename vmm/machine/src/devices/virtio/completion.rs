@@ -6,9 +6,9 @@ use std::fmt;
 pub(crate) struct Completion(Option<Box<dyn FnOnce() + Send>>);
 
 impl Completion {
-    /// Creates a value that calls `say` on drop. `say` must not wait.
-    pub(crate) fn new(say: impl FnOnce() + Send + 'static) -> Self {
-        Self(Some(Box::new(say)))
+    /// Creates a value that calls `on_drop` on drop. `on_drop` must not wait.
+    pub(crate) fn new(on_drop: impl FnOnce() + Send + 'static) -> Self {
+        Self(Some(Box::new(on_drop)))
     }
 }
 
@@ -20,8 +20,8 @@ impl fmt::Debug for Completion {
 
 impl Drop for Completion {
     fn drop(&mut self) {
-        if let Some(say) = self.0.take() {
-            say();
+        if let Some(on_drop) = self.0.take() {
+            on_drop();
         }
     }
 }

@@ -31,53 +31,53 @@ pub(crate) struct TestedDevice<'s> {
 }
 
 /// Checks all laws.
-pub(crate) fn check(subject: &TestedDevice<'_>) {
+pub(crate) fn check(tested: &TestedDevice<'_>) {
     for without in [0, 1 << VIRTIO_RING_F_EVENT_IDX] {
-        restored_state_saves_the_same(subject, without);
-        device_writes_are_marked(subject, without);
+        restored_state_saves_the_same(tested, without);
+        device_writes_are_marked(tested, without);
     }
-    indirect_chains_are_served(subject);
-    reset_forgets_the_driver(subject);
-    queue_reset_forgets_the_queue(subject);
-    pause_loses_no_notification(subject);
-    broken_rules_stop_the_device(subject);
-    stopped_device_is_not_started(subject);
-    driver_with_unknown_features_is_moved(subject);
-    changing_rings_do_no_harm(subject);
-    misfit_states_are_refused(subject);
+    indirect_chains_are_served(tested);
+    reset_forgets_the_driver(tested);
+    queue_reset_forgets_the_queue(tested);
+    pause_loses_no_notification(tested);
+    broken_rules_stop_the_device(tested);
+    stopped_device_is_not_started(tested);
+    driver_with_unknown_features_is_moved(tested);
+    changing_rings_do_no_harm(tested);
+    misfit_states_are_refused(tested);
 }
 
-fn post(driver: &mut Driver, subject: &TestedDevice<'_>, n: u64) -> u16 {
-    let pieces = (subject.request)(driver, n);
-    driver.post(subject.queue, &pieces)
+fn post(driver: &mut Driver, tested: &TestedDevice<'_>, n: u64) -> u16 {
+    let pieces = (tested.request)(driver, n);
+    driver.post(tested.queue, &pieces)
 }
 
-fn answers(driver: &mut Driver, subject: &TestedDevice<'_>, n: u64) {
-    let head = post(driver, subject, n);
-    driver.kick(subject.queue);
-    driver.wait_used(subject.queue, head);
+fn check_answer(driver: &mut Driver, tested: &TestedDevice<'_>, n: u64) {
+    let head = post(driver, tested, n);
+    driver.kick(tested.queue);
+    driver.wait_used(tested.queue, head);
 }
 
 fn encoded(transport: &Transport) -> Vec<u8> {
     postcard::to_stdvec(&transport.save().unwrap()).unwrap()
 }
 
-fn restored_state_saves_the_same(subject: &TestedDevice<'_>, without: u64) {
-    let fresh = Driver::new((subject.make)());
+fn restored_state_saves_the_same(tested: &TestedDevice<'_>, without: u64) {
+    let fresh = Driver::new((tested.make)());
     fresh.quiesce();
     let never_used = encoded(&fresh.transport);
     drop(fresh);
 
-    let mut driver = Driver::started_without((subject.make)(), without);
-    (0..3).for_each(|n| answers(&mut driver, subject, n));
+    let mut driver = Driver::started_without((tested.make)(), without);
+    (0..3).for_each(|n| check_answer(&mut driver, tested, n));
     driver.quiesce();
     // Requests that the device has not seen when it is saved.
-    let waiting: Vec<u16> = (3..5).map(|n| post(&mut driver, subject, n)).collect();
+    let waiting: Vec<u16> = (3..5).map(|n| post(&mut driver, tested, n)).collect();
     let used = encoded(&driver.transport);
     for bytes in [&never_used, &used] {
         let state: VirtioState = postcard::from_bytes(bytes).unwrap();
         let ram = driver.memory.ram().clone();
-        let restored = Transport::spawn("restored", (subject.make)(), ram).unwrap();
+        let restored = Transport::spawn("restored", (tested.make)(), ram).unwrap();
         restored.restore(state).unwrap();
         assert_eq!(&encoded(&restored), bytes, "what is saved again is the same");
         if bytes != &used {
@@ -87,9 +87,9 @@ fn restored_state_saves_the_same(subject: &TestedDevice<'_>, without: u64) {
         driver = driver.moved_to(restored);
         driver.transport.resume();
         for head in &waiting {
-            driver.wait_used(subject.queue, *head);
+            driver.wait_used(tested.queue, *head);
         }
-        answers(&mut driver, subject, 5);
+        check_answer(&mut driver, tested, 5);
         return;
     }
 }
@@ -100,11 +100,11 @@ fn contents(driver: &Driver) -> Vec<u8> {
     bytes
 }
 
-fn device_writes_are_marked(subject: &TestedDevice<'_>, without: u64) {
-    let mut driver = Driver::started_without((subject.make)(), without);
+fn device_writes_are_marked(tested: &TestedDevice<'_>, without: u64) {
+    let mut driver = Driver::started_without((tested.make)(), without);
     for round in 0..3 {
         writes_are_marked(&mut driver, |driver| {
-            (0..3).map(|n| (subject.queue, post(driver, subject, 3 * round + n))).collect()
+            (0..3).map(|n| (tested.queue, post(driver, tested, 3 * round + n))).collect()
         });
     }
 }
@@ -143,31 +143,31 @@ pub(crate) fn writes_are_marked(
     changed
 }
 
-fn indirect_chains_are_served(subject: &TestedDevice<'_>) {
-    let mut driver = Driver::started((subject.make)());
-    let pieces = (subject.request)(&mut driver, 0);
-    let head = driver.post_indirect(subject.queue, &pieces);
-    driver.kick(subject.queue);
-    driver.wait_used(subject.queue, head);
+fn indirect_chains_are_served(tested: &TestedDevice<'_>) {
+    let mut driver = Driver::started((tested.make)());
+    let pieces = (tested.request)(&mut driver, 0);
+    let head = driver.post_indirect(tested.queue, &pieces);
+    driver.kick(tested.queue);
+    driver.wait_used(tested.queue, head);
 }
 
-fn reset_forgets_the_driver(subject: &TestedDevice<'_>) {
-    let mut driver = Driver::started((subject.make)());
-    answers(&mut driver, subject, 0);
+fn reset_forgets_the_driver(tested: &TestedDevice<'_>) {
+    let mut driver = Driver::started((tested.make)());
+    check_answer(&mut driver, tested, 0);
     assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS), 0);
     assert_ne!(driver.transport.line().read().unwrap(), 0, "the interrupt was raised");
     driver.write(VIRTIO_MMIO_STATUS, 0);
     assert_eq!(driver.read(VIRTIO_MMIO_STATUS), 0);
     assert_eq!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS), 0);
-    driver.write(VIRTIO_MMIO_QUEUE_SEL, subject.queue as u32);
+    driver.write(VIRTIO_MMIO_QUEUE_SEL, tested.queue as u32);
     assert_eq!(driver.read(VIRTIO_MMIO_QUEUE_READY), 0);
     driver.start(!0);
-    answers(&mut driver, subject, 1);
+    check_answer(&mut driver, tested, 1);
 }
 
-fn queue_reset_forgets_the_queue(subject: &TestedDevice<'_>) {
-    let mut driver = Driver::started((subject.make)());
-    answers(&mut driver, subject, 0);
+fn queue_reset_forgets_the_queue(tested: &TestedDevice<'_>) {
+    let mut driver = Driver::started((tested.make)());
+    check_answer(&mut driver, tested, 0);
     for queue in 0..driver.queue_count() {
         driver.write(VIRTIO_MMIO_QUEUE_SEL, queue as u32);
         driver.write(0xc0, 1);
@@ -175,54 +175,54 @@ fn queue_reset_forgets_the_queue(subject: &TestedDevice<'_>) {
         assert_eq!(driver.read(VIRTIO_MMIO_QUEUE_READY), 0);
     }
     driver.set_up_queues();
-    answers(&mut driver, subject, 1);
+    check_answer(&mut driver, tested, 1);
 }
 
-fn pause_loses_no_notification(subject: &TestedDevice<'_>) {
-    let mut driver = Driver::started((subject.make)());
+fn pause_loses_no_notification(tested: &TestedDevice<'_>) {
+    let mut driver = Driver::started((tested.make)());
     for n in 0..20 {
-        let head = post(&mut driver, subject, n);
-        driver.kick(subject.queue);
+        let head = post(&mut driver, tested, n);
+        driver.kick(tested.queue);
         driver.quiesce();
         driver.transport.resume();
-        driver.wait_used(subject.queue, head);
+        driver.wait_used(tested.queue, head);
     }
 }
 
-fn broken_rules_stop_the_device(subject: &TestedDevice<'_>) {
-    let mut driver = Driver::started((subject.make)());
-    let q = subject.queue;
+fn broken_rules_stop_the_device(tested: &TestedDevice<'_>) {
+    let mut driver = Driver::started((tested.make)());
+    let q = tested.queue;
     let size = driver.queue_size(q);
     let good = |writable| DriverBuffer { addr: 0x20_0000, len: 64, writable };
     const NEXT: u16 = VRING_DESC_F_NEXT as u16;
     const INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
     type RuleBreak<'c> = (&'c str, Box<dyn Fn(&mut Driver) + 'c>);
     let chain = |what, f: Box<dyn Fn(&mut Driver)>| -> RuleBreak<'_> {
-        let crime = move |driver: &mut Driver| {
+        let rule_break = move |driver: &mut Driver| {
             f(driver);
-            driver.offer(q, 0);
+            driver.make_available(q, 0);
             driver.kick(q);
         };
-        (what, Box::new(crime))
+        (what, Box::new(rule_break))
     };
-    let crimes: Vec<RuleBreak<'_>> = vec![
+    let rule_breaks: Vec<RuleBreak<'_>> = vec![
         chain(
             "a loop",
             Box::new(move |d| {
-                d.describe(q, 0, good(true), NEXT, 1);
-                d.describe(q, 1, good(true), NEXT, 0);
+                d.write_descriptor(q, 0, good(true), NEXT, 1);
+                d.write_descriptor(q, 1, good(true), NEXT, 0);
             }),
         ),
         chain(
             "a next descriptor that does not exist",
             Box::new(move |d| {
-                d.describe(q, 0, good(true), NEXT, size);
+                d.write_descriptor(q, 0, good(true), NEXT, size);
             }),
         ),
         chain(
             "a length past memory",
             Box::new(move |d| {
-                d.describe(
+                d.write_descriptor(
                     q,
                     0,
                     DriverBuffer { addr: MEM_BYTES - 4096, len: 8192, writable: true },
@@ -234,7 +234,7 @@ fn broken_rules_stop_the_device(subject: &TestedDevice<'_>) {
         chain(
             "an address past memory",
             Box::new(move |d| {
-                d.describe(
+                d.write_descriptor(
                     q,
                     0,
                     DriverBuffer { addr: u64::MAX - 16, len: 4096, writable: true },
@@ -246,14 +246,20 @@ fn broken_rules_stop_the_device(subject: &TestedDevice<'_>) {
         chain(
             "registers as a buffer",
             Box::new(move |d| {
-                d.describe(q, 0, DriverBuffer { addr: 0xd000_0000, len: 16, writable: true }, 0, 0);
+                d.write_descriptor(
+                    q,
+                    0,
+                    DriverBuffer { addr: 0xd000_0000, len: 16, writable: true },
+                    0,
+                    0,
+                );
             }),
         ),
         chain(
             "buffers to write before buffers to read",
             Box::new(move |d| {
-                d.describe(q, 0, good(true), NEXT, 1);
-                d.describe(q, 1, good(false), 0, 0);
+                d.write_descriptor(q, 0, good(true), NEXT, 1);
+                d.write_descriptor(q, 1, good(false), 0, 0);
             }),
         ),
         chain(
@@ -261,25 +267,25 @@ fn broken_rules_stop_the_device(subject: &TestedDevice<'_>) {
             Box::new(move |d| {
                 for i in 0..size - 1 {
                     let piece = DriverBuffer { addr: 0, len: MEM_BYTES as u32, writable: true };
-                    d.describe(q, i, piece, if i == size - 2 { 0 } else { NEXT }, i + 1);
+                    d.write_descriptor(q, i, piece, if i == size - 2 { 0 } else { NEXT }, i + 1);
                 }
                 // In a queue with too few entries for 4 GiB, the last buffer is too long.
                 let piece = DriverBuffer { addr: 0, len: u32::MAX, writable: true };
-                d.describe(q, size - 2, piece, 0, 0);
+                d.write_descriptor(q, size - 2, piece, 0, 0);
             }),
         ),
         chain(
             "an indirect table that is no table",
             Box::new(move |d| {
                 let table = DriverBuffer { addr: 0x20_0000, len: 17, writable: false };
-                d.describe(q, 0, table, INDIRECT, 0);
+                d.write_descriptor(q, 0, table, INDIRECT, 0);
             }),
         ),
         chain(
             "an indirect table in no memory",
             Box::new(move |d| {
                 let table = DriverBuffer { addr: MEM_BYTES, len: 32, writable: false };
-                d.describe(q, 0, table, INDIRECT, 0);
+                d.write_descriptor(q, 0, table, INDIRECT, 0);
             }),
         ),
         chain(
@@ -289,13 +295,13 @@ fn broken_rules_stop_the_device(subject: &TestedDevice<'_>) {
                 d.memory.ram().write_obj(0x20_0000u64, GuestAddress(0x20_0000)).unwrap();
                 let rest = u64::from(16u32) | u64::from(INDIRECT) << 32;
                 d.memory.ram().write_obj(rest, GuestAddress(0x20_0008)).unwrap();
-                d.describe(q, 0, table, INDIRECT, 0);
+                d.write_descriptor(q, 0, table, INDIRECT, 0);
             }),
         ),
         (
             "a head that does not exist",
             Box::new(|d| {
-                d.offer(q, size);
+                d.make_available(q, size);
                 d.kick(q);
             }),
         ),
@@ -306,7 +312,10 @@ fn broken_rules_stop_the_device(subject: &TestedDevice<'_>) {
                 d.kick(q);
             }),
         ),
-        ("a queue that is moved while in use", Box::new(|d| d.place(q as u32, 0x30_0000))),
+        (
+            "a queue that is moved while in use",
+            Box::new(|d| d.set_queue_address(q as u32, 0x30_0000)),
+        ),
         (
             "a queue that does not exist, set up",
             Box::new(|d| {
@@ -319,7 +328,7 @@ fn broken_rules_stop_the_device(subject: &TestedDevice<'_>) {
             "rings in no memory",
             Box::new(|d| {
                 d.negotiate(!0);
-                d.place(q as u32, MEM_BYTES - 0x8000 - 64);
+                d.set_queue_address(q as u32, MEM_BYTES - 0x8000 - 64);
                 d.write(VIRTIO_MMIO_QUEUE_READY, 1);
                 d.write(VIRTIO_MMIO_STATUS, 15);
             }),
@@ -333,18 +342,18 @@ fn broken_rules_stop_the_device(subject: &TestedDevice<'_>) {
             }),
         ),
     ];
-    for (i, (what, commit)) in crimes.iter().enumerate() {
+    for (i, (what, break_rule)) in rule_breaks.iter().enumerate() {
         // Gives the device a reason to take buffers from a queue to which it writes.
-        (subject.request)(&mut driver, 50 + i as u64);
-        commit(&mut driver);
+        (tested.request)(&mut driver, 50 + i as u64);
+        break_rule(&mut driver);
         driver.wait_stopped(what);
         assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0, "{what}");
         // A stopped device does nothing. It can be paused and saved.
         driver.kick(q);
-        moves_as_it_is(&driver, subject, what);
+        check_move(&driver, tested, what);
         driver.transport.resume();
         driver.start(!0);
-        answers(&mut driver, subject, 100 + i as u64);
+        check_answer(&mut driver, tested, 100 + i as u64);
         assert!(!driver.is_stopped(), "{what}: it works again after a reset");
     }
 }
@@ -358,53 +367,53 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-fn stopped_device_is_not_started(subject: &TestedDevice<'_>) {
-    let mut driver = Driver::new((subject.make)());
+fn stopped_device_is_not_started(tested: &TestedDevice<'_>) {
+    let mut driver = Driver::new((tested.make)());
     driver.negotiate(!0);
     driver.kick(1000);
     driver.wait_stopped("a queue that does not exist");
     driver.set_up_queues();
     driver.write(VIRTIO_MMIO_STATUS, 15);
-    post(&mut driver, subject, 0);
-    driver.kick(subject.queue);
-    moves_as_it_is(&driver, subject, "started without a reset");
+    post(&mut driver, tested, 0);
+    driver.kick(tested.queue);
+    check_move(&driver, tested, "started without a reset");
     driver.transport.resume();
     driver.quiesce();
-    assert!(!driver.has_used(subject.queue), "it works for a driver that it has asked for a reset");
+    assert!(!driver.has_used(tested.queue), "it works for a driver that it has asked for a reset");
     driver.transport.resume();
     driver.start(!0);
-    answers(&mut driver, subject, 1);
+    check_answer(&mut driver, tested, 1);
 }
 
-fn driver_with_unknown_features_is_moved(subject: &TestedDevice<'_>) {
-    let driver = Driver::new((subject.make)());
+fn driver_with_unknown_features_is_moved(tested: &TestedDevice<'_>) {
+    let driver = Driver::new((tested.make)());
     driver.write(VIRTIO_MMIO_STATUS, 3);
     for select in [0, 1] {
         driver.write(VIRTIO_MMIO_DRIVER_FEATURES_SEL, select);
         driver.write(VIRTIO_MMIO_DRIVER_FEATURES, !0);
     }
-    moves_as_it_is(&driver, subject, "asked for too much");
+    check_move(&driver, tested, "asked for too much");
     driver.transport.resume();
     driver.write(VIRTIO_MMIO_STATUS, 11);
     assert_eq!(driver.read(VIRTIO_MMIO_STATUS), 3, "which it does not get");
-    moves_as_it_is(&driver, subject, "refused what it asked for");
+    check_move(&driver, tested, "refused what it asked for");
 }
 
 /// Checks that the device can be saved in whatever state its driver left it, restored, and saved
 /// again with the same state.
-fn moves_as_it_is(driver: &Driver, subject: &TestedDevice<'_>, what: &str) {
+fn check_move(driver: &Driver, tested: &TestedDevice<'_>, what: &str) {
     driver.quiesce();
     let state = driver.transport.save().unwrap();
-    let other = Transport::spawn("o", (subject.make)(), driver.memory.ram().clone()).unwrap();
+    let other = Transport::spawn("o", (tested.make)(), driver.memory.ram().clone()).unwrap();
     other.restore(state.clone()).unwrap_or_else(|e| panic!("{what}: {e}"));
     assert_eq!(other.save().unwrap(), state, "{what}");
 }
 
-fn changing_rings_do_no_harm(subject: &TestedDevice<'_>) {
-    let mut driver = Driver::started((subject.make)());
+fn changing_rings_do_no_harm(tested: &TestedDevice<'_>) {
+    let mut driver = Driver::started((tested.make)());
     let ram = driver.memory.ram().clone();
     // The same request again and again: any outcome is allowed.
-    let pieces = (subject.request)(&mut driver, 0);
+    let pieces = (tested.request)(&mut driver, 0);
     let end = AtomicBool::new(false);
     let bytes = RINGS_STEP * driver.queue_count() as u64;
     std::thread::scope(|scope| {
@@ -420,26 +429,26 @@ fn changing_rings_do_no_harm(subject: &TestedDevice<'_>) {
         // Ends the other thread even if something below fails: else it would run for ever.
         let _ending = SetOnDrop(&end);
         for _ in 0..200 {
-            driver.post(subject.queue, &pieces);
-            driver.kick(subject.queue);
+            driver.post(tested.queue, &pieces);
+            driver.kick(tested.queue);
             if driver.is_stopped() {
                 driver.start(!0);
             }
         }
     });
     driver.start(!0);
-    answers(&mut driver, subject, 1000);
+    check_answer(&mut driver, tested, 1000);
 }
 
-fn misfit_states_are_refused(subject: &TestedDevice<'_>) {
-    let mut driver = Driver::started((subject.make)());
-    answers(&mut driver, subject, 0);
+fn misfit_states_are_refused(tested: &TestedDevice<'_>) {
+    let mut driver = Driver::started((tested.make)());
+    check_answer(&mut driver, tested, 0);
     driver.quiesce();
     let state = driver.transport.save().unwrap();
     let refused = |change: &dyn Fn(&mut VirtioState)| {
         let mut state = state.clone();
         change(&mut state);
-        let other = Transport::spawn("o", (subject.make)(), driver.memory.ram().clone()).unwrap();
+        let other = Transport::spawn("o", (tested.make)(), driver.memory.ram().clone()).unwrap();
         other.restore(state).unwrap_err().to_string()
     };
     let alien = refused(&|s| s.device_id = 63);

@@ -16,7 +16,6 @@ use crate::sandbox::Class;
 
 /// The kind of a virtio device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[allow(dead_code, reason = "the virtio devices of a microVM, all of them")]
 pub(crate) enum DeviceKind {
     Net,
     Block,
@@ -172,7 +171,7 @@ pub(crate) trait Device: Send {
 
     /// Connects the guest's peers to this host, and takes the bytes of `detach`. Called at the next
     /// host, after [`restore`](Self::restore) and before `acquire`. The bytes are hostile.
-    fn attach(&mut self, _late: &[u8]) -> Result<(), DeviceError> {
+    fn attach(&mut self, _queued_packets: &[u8]) -> Result<(), DeviceError> {
         Ok(())
     }
 }

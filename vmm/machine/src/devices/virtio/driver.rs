@@ -13,7 +13,7 @@ use super::{Device, DriverBuffer, Transport};
 use crate::memory::Memory;
 
 /// A timeout longer than anything here takes, even on the slowest host.
-const LONG: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 /// Guest addresses: rings of queue `i` at `RINGS + i * RINGS_STEP`, buffers from `BUFFERS` on.
 pub(super) const RINGS: u64 = 0x10_0000;
 pub(super) const RINGS_STEP: u64 = 0x1_0000;
@@ -36,7 +36,7 @@ pub(crate) struct Driver {
     pub(crate) memory: Arc<Memory>,
     queues: Vec<DriverQueue>,
     next_buffer: u64,
-    early: HashMap<(usize, u16), u32>,
+    unclaimed: HashMap<(usize, u16), u32>,
 }
 
 impl Driver {
@@ -45,7 +45,13 @@ impl Driver {
         let memory = Arc::new(Memory::new(MEM_BYTES, &Default::default()).unwrap());
         let transport = Transport::spawn("test", device, memory.ram().clone()).unwrap();
         transport.resume();
-        Self { transport, memory, queues: Vec::new(), next_buffer: BUFFERS, early: HashMap::new() }
+        Self {
+            transport,
+            memory,
+            queues: Vec::new(),
+            next_buffer: BUFFERS,
+            unclaimed: HashMap::new(),
+        }
     }
 
     /// Like [`new`](Self::new), with a driver that uses all features and queues.
@@ -101,13 +107,13 @@ impl Driver {
             self.memory.ram().write_slice(&[0; RINGS_STEP as usize], GuestAddress(rings)).unwrap();
             self.queues.push(DriverQueue { size, rings, ..Default::default() });
             self.write(VIRTIO_MMIO_QUEUE_NUM, size.into());
-            self.place(i, rings);
+            self.set_queue_address(i, rings);
             self.write(VIRTIO_MMIO_QUEUE_READY, 1);
         }
     }
 
     /// Tells the device where queue `queue` is.
-    pub(crate) fn place(&self, queue: u32, rings: u64) {
+    pub(crate) fn set_queue_address(&self, queue: u32, rings: u64) {
         self.write(VIRTIO_MMIO_QUEUE_SEL, queue);
         let areas = [
             (VIRTIO_MMIO_QUEUE_DESC_LOW, rings),
@@ -144,7 +150,7 @@ impl Driver {
     }
 
     /// Allocates guest memory on frames of its own.
-    pub(crate) fn room(&mut self, len: u32) -> u64 {
+    pub(crate) fn allocate(&mut self, len: u32) -> u64 {
         let addr = self.next_buffer;
         self.next_buffer += u64::from(len).next_multiple_of(4096).max(4096);
         assert!(self.next_buffer < MEM_BYTES, "the test's guest has no more memory");
@@ -157,15 +163,15 @@ impl Driver {
     }
 
     /// Returns a buffer with `bytes` for the device to read.
-    pub(crate) fn given(&mut self, bytes: &[u8]) -> DriverBuffer {
-        let addr = self.room(bytes.len() as u32);
+    pub(crate) fn readable(&mut self, bytes: &[u8]) -> DriverBuffer {
+        let addr = self.allocate(bytes.len() as u32);
         self.memory.ram().write_slice(bytes, GuestAddress(addr)).unwrap();
         DriverBuffer { addr, len: bytes.len() as u32, writable: false }
     }
 
     /// Returns a buffer of `len` bytes for the device to write.
-    pub(crate) fn wanted(&mut self, len: u32) -> DriverBuffer {
-        DriverBuffer { addr: self.room(len), len, writable: true }
+    pub(crate) fn writable(&mut self, len: u32) -> DriverBuffer {
+        DriverBuffer { addr: self.allocate(len), len, writable: true }
     }
 
     pub(crate) fn bytes(&self, piece: DriverBuffer) -> Vec<u8> {
@@ -175,7 +181,7 @@ impl Driver {
     }
 
     /// Writes a descriptor without any check.
-    pub(crate) fn describe(
+    pub(crate) fn write_descriptor(
         &self,
         queue: usize,
         index: u16,
@@ -188,7 +194,7 @@ impl Driver {
     }
 
     /// Makes the chain from `head` available, without a notification.
-    pub(crate) fn offer(&mut self, queue: usize, head: u16) {
+    pub(crate) fn make_available(&mut self, queue: usize, head: u16) {
         let DriverQueue { size, rings, available, .. } = self.queues[queue];
         let slot = rings + AVAILABLE + 4 + 2 * u64::from(available % size);
         self.memory.ram().write_obj(head, GuestAddress(slot)).unwrap();
@@ -216,16 +222,16 @@ impl Driver {
             let next = (index + 1) % size;
             let last = i + 1 == pieces.len();
             let flags = if last { 0 } else { VRING_DESC_F_NEXT as u16 };
-            self.describe(queue, index, *piece, flags, next);
+            self.write_descriptor(queue, index, *piece, flags, next);
             self.queues[queue].next_descriptor = next;
         }
-        self.offer(queue, head);
+        self.make_available(queue, head);
         head
     }
 
     /// Like [`post`](Self::post), through an indirect table.
     pub(crate) fn post_indirect(&mut self, queue: usize, pieces: &[DriverBuffer]) -> u16 {
-        let table = self.room(16 * pieces.len() as u32);
+        let table = self.allocate(16 * pieces.len() as u32);
         for (i, piece) in pieces.iter().enumerate() {
             let last = i + 1 == pieces.len();
             let flags = if last { 0 } else { VRING_DESC_F_NEXT as u16 };
@@ -235,8 +241,8 @@ impl Driver {
         let head = self.queues[queue].next_descriptor;
         self.queues[queue].next_descriptor = (head + 1) % self.queues[queue].size;
         let piece = DriverBuffer { addr: table, len: 16 * pieces.len() as u32, writable: false };
-        self.describe(queue, head, piece, VRING_DESC_F_INDIRECT as u16, 0);
-        self.offer(queue, head);
+        self.write_descriptor(queue, head, piece, VRING_DESC_F_INDIRECT as u16, 0);
+        self.make_available(queue, head);
         head
     }
 
@@ -248,13 +254,13 @@ impl Driver {
     /// the device reports as written.
     #[track_caller]
     pub(crate) fn wait_used(&mut self, queue: usize, head: u16) -> u32 {
-        let end = Instant::now() + LONG;
+        let end = Instant::now() + TIMEOUT;
         loop {
-            if let Some(len) = self.early.remove(&(queue, head)) {
+            if let Some(len) = self.unclaimed.remove(&(queue, head)) {
                 return len;
             }
             match self.take_used(queue) {
-                Some((id, len)) => drop(self.early.insert((queue, id), len)),
+                Some((id, len)) => drop(self.unclaimed.insert((queue, id), len)),
                 None => {
                     assert!(!self.is_stopped(), "the device has stopped");
                     assert!(Instant::now() < end, "chain {head} of queue {queue} never came back");
@@ -299,7 +305,7 @@ impl Driver {
     /// Waits until the device asks for a reset because of `what`.
     #[track_caller]
     pub(crate) fn wait_stopped(&self, what: &str) {
-        let end = Instant::now() + LONG;
+        let end = Instant::now() + TIMEOUT;
         while !self.is_stopped() {
             assert!(Instant::now() < end, "{what}: the device works on");
             std::thread::sleep(Duration::from_micros(200));
@@ -309,6 +315,6 @@ impl Driver {
     /// Pauses the device.
     #[track_caller]
     pub(crate) fn quiesce(&self) {
-        self.transport.begin_quiesce(Instant::now() + LONG).wait().unwrap();
+        self.transport.begin_quiesce(Instant::now() + TIMEOUT).wait().unwrap();
     }
 }

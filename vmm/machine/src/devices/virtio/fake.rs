@@ -42,14 +42,14 @@ impl Script {
         flag.load(Ordering::SeqCst)
     }
 
-    fn get_stuck(&self) {
+    fn wait_while_stuck(&self) {
         while Self::is(&self.stuck) {
             Self::set(&self.got_stuck, true);
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
-    fn settle(&self, deadline: Option<Instant>) -> bool {
+    fn wait_until_idle(&self, deadline: Option<Instant>) -> bool {
         while Self::is(&self.busy) {
             if deadline.is_some_and(|d| Instant::now() >= d) {
                 return false;
@@ -90,7 +90,7 @@ impl Device for FakeDevice {
 
     fn reset(&mut self, _: &mut DeviceIo<'_>) {
         Script::set(&self.0.resetting, true);
-        self.0.settle(None);
+        self.0.wait_until_idle(None);
         Script::set(&self.0.resetting, false);
     }
 
@@ -108,7 +108,7 @@ impl Device for FakeDevice {
     }
 
     fn quiesce(&mut self, deadline: Instant, _: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
-        match self.0.settle(Some(deadline)) {
+        match self.0.wait_until_idle(Some(deadline)) {
             true => Ok(()),
             false => Err(QuiesceError::InFlight(1)),
         }
@@ -119,29 +119,29 @@ impl Device for FakeDevice {
     }
 
     fn save(&self) -> Result<Vec<u8>, DeviceError> {
-        self.0.get_stuck();
+        self.0.wait_while_stuck();
         Ok(Vec::new())
     }
 
     fn restore(&mut self, _: &[u8]) -> Result<(), DeviceError> {
-        self.0.get_stuck();
+        self.0.wait_while_stuck();
         Ok(())
     }
 
     fn detach(&mut self, _: usize) -> Vec<u8> {
-        self.0.get_stuck();
+        self.0.wait_while_stuck();
         Script::set(&self.0.attached, false);
         Vec::new()
     }
 
     fn attach(&mut self, _: &[u8]) -> Result<(), DeviceError> {
-        self.0.get_stuck();
+        self.0.wait_while_stuck();
         Script::set(&self.0.attached, true);
         Ok(())
     }
 
     fn acquire(&mut self) -> Result<(), DeviceError> {
-        self.0.get_stuck();
+        self.0.wait_while_stuck();
         if Script::is(&self.0.refuses_acquire) {
             Err(StateError::Misfit("it is not to be had".to_owned()).into())
         } else {
@@ -150,7 +150,7 @@ impl Device for FakeDevice {
     }
 
     fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
-        self.0.get_stuck();
+        self.0.wait_while_stuck();
         Script::set(&self.0.released, true);
         if Script::is(&self.0.refuses_release) {
             Err(StateError::Misfit("it does not let go".to_owned()).into())

@@ -81,12 +81,12 @@ impl MmioInterface {
     }
 
     /// Handles a vCPU's write at `offset` of the device's registers. Register writes are handled
-    /// one at a time: `tell` is called while the registers are locked, so it must not wait.
-    pub(super) fn write(&self, offset: u64, data: &[u8], tell: impl FnOnce(DriverCommand)) {
+    /// one at a time: `send` is called while the registers are locked, so it must not wait.
+    pub(super) fn write(&self, offset: u64, data: &[u8], send: impl FnOnce(DriverCommand)) {
         debug_assert!(offset < REGISTERS_LEN);
         if offset >= u64::from(VIRTIO_MMIO_CONFIG) {
             let at = (offset - u64::from(VIRTIO_MMIO_CONFIG)) as usize;
-            return tell(DriverCommand::Config(at, data.to_vec()));
+            return send(DriverCommand::Config(at, data.to_vec()));
         }
         let Ok(bytes) = <[u8; 4]>::try_from(data) else {
             tracing::debug!("{}: {} bytes written at {offset:#x}", self.label, data.len());
@@ -94,24 +94,24 @@ impl MmioInterface {
         };
         let value = u32::from_le_bytes(bytes);
         match offset as u32 {
-            VIRTIO_MMIO_QUEUE_NOTIFY => self.notify(value, tell),
+            VIRTIO_MMIO_QUEUE_NOTIFY => self.notify(value, send),
             VIRTIO_MMIO_INTERRUPT_ACK => self.shared.acknowledge(value),
             register => {
                 let mut registers = self.registers();
                 let effect = registers.write(register, value);
-                self.put_into_effect(&mut registers, effect, tell);
+                self.apply(&mut registers, effect, send);
             }
         }
     }
 
     /// Reached only if no ioeventfd has taken the write.
-    fn notify(&self, queue: u32, tell: impl FnOnce(DriverCommand)) {
+    fn notify(&self, queue: u32, send: impl FnOnce(DriverCommand)) {
         match self.kicks.get(queue as usize) {
             // Fails only at 2^64 - 1 notifications.
             Some(kick) => drop(kick.write(1)),
             None => {
                 let why = format!("its driver notifies queue {queue}, which does not exist");
-                tell(DriverCommand::Stop(Violation::Registers(why)));
+                send(DriverCommand::Stop(Violation::Registers(why)));
             }
         }
     }
@@ -160,30 +160,30 @@ impl MmioInterface {
         Ok(())
     }
 
-    fn put_into_effect(
+    fn apply(
         &self,
         registers: &mut Registers,
         effect: RegisterEffect,
-        tell: impl FnOnce(DriverCommand),
+        send: impl FnOnce(DriverCommand),
     ) {
         match effect {
             RegisterEffect::Nothing => {}
             RegisterEffect::Reset => {
                 registers.reset();
                 self.shared.begin_reset();
-                tell(DriverCommand::Reset);
+                send(DriverCommand::Reset);
             }
             RegisterEffect::Activate => {
                 let state = registers.state();
-                tell(DriverCommand::Activate(state.driver_features, ready_rings(state)));
+                send(DriverCommand::Activate(state.driver_features, ready_rings(state)));
             }
             RegisterEffect::StartQueue(queue) => {
                 if let Some(q) = registers.state().queues.get(queue) {
-                    tell(DriverCommand::StartQueue((queue, q.setup)));
+                    send(DriverCommand::StartQueue((queue, q.setup)));
                 }
             }
-            RegisterEffect::StopQueue(queue) => tell(DriverCommand::StopQueue(queue)),
-            RegisterEffect::Violation(why) => tell(DriverCommand::Stop(Violation::Registers(why))),
+            RegisterEffect::StopQueue(queue) => send(DriverCommand::StopQueue(queue)),
+            RegisterEffect::Violation(why) => send(DriverCommand::Stop(Violation::Registers(why))),
         }
     }
 }

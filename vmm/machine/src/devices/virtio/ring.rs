@@ -48,17 +48,17 @@ pub(crate) struct DeviceRing {
     /// Chains that may still be taken in this turn.
     budget: u16,
     /// Whether the queue needs another turn.
-    more: bool,
+    needs_round: bool,
     /// Whether chains were given back and the driver has not been told yet.
-    pushed: bool,
+    unannounced: bool,
     /// Whether notifications are, or may be, switched off.
-    quiet: bool,
+    notifications_off: bool,
     /// Chains taken and not given back.
-    under_way: u16,
+    in_flight: u16,
     /// Whether chains were given back as a batch in this turn.
     batched: bool,
     /// Position in the used ring at the start of the turn.
-    began_at: u16,
+    round_start: u16,
 }
 
 impl fmt::Debug for DeviceRing {
@@ -75,12 +75,12 @@ impl DeviceRing {
             number,
             queue,
             budget: 0,
-            more: false,
-            pushed: false,
-            quiet: false,
-            under_way: 0,
+            needs_round: false,
+            unannounced: false,
+            notifications_off: false,
+            in_flight: 0,
             batched: false,
-            began_at: 0,
+            round_start: 0,
         };
         Ok(ring)
     }
@@ -120,14 +120,15 @@ impl DeviceRing {
         };
         self.queue = Queue::try_from(state).map_err(|e| queue_error(self.number, &e))?;
         // The previous user of the queue may have left notifications off.
-        (self.quiet, self.under_way, self.pushed) = (true, 0, false);
+        (self.notifications_off, self.in_flight, self.unannounced) = (true, 0, false);
         Ok(())
     }
 
     /// Forgets the driver's queue.
     pub(super) fn tear_down(&mut self) {
         self.queue.reset();
-        (self.quiet, self.under_way, self.pushed, self.more) = (false, 0, false, false);
+        (self.notifications_off, self.in_flight, self.unannounced, self.needs_round) =
+            (false, 0, false, false);
     }
 
     /// Returns whether the driver has set the queue up.
@@ -140,17 +141,17 @@ impl DeviceRing {
     }
 
     /// Begins a turn of the device, in which it may take as many chains as the queue has entries.
-    pub(super) fn begin_turn(&mut self) {
+    pub(super) fn begin_round(&mut self) {
         self.budget = self.queue.size();
-        self.more = false;
+        self.needs_round = false;
         self.batched = false;
-        self.began_at = self.queue.next_used();
+        self.round_start = self.queue.next_used();
     }
 
     /// Ends a turn. Returns whether the driver wants an interrupt for the chains that were pushed.
-    pub(super) fn end_turn(&mut self, ram: &GuestRam) -> Result<bool, Violation> {
-        let pushed = std::mem::take(&mut self.pushed);
-        if !pushed || !self.is_set_up() {
+    pub(super) fn end_round(&mut self, ram: &GuestRam) -> Result<bool, Violation> {
+        let unannounced = std::mem::take(&mut self.unannounced);
+        if !unannounced || !self.is_set_up() {
             return Ok(false);
         }
         let wanted =
@@ -168,13 +169,13 @@ impl DeviceRing {
         let event = u16::from_le(ram.load(GuestAddress(at), Ordering::Acquire)?);
         let next = self.queue.next_used();
         let (since, all) =
-            (next.wrapping_sub(event).wrapping_sub(1), next.wrapping_sub(self.began_at));
+            (next.wrapping_sub(event).wrapping_sub(1), next.wrapping_sub(self.round_start));
         Ok(since < all)
     }
 
     /// Returns whether the queue needs another turn: the last one ended early.
-    pub(super) fn has_more(&self) -> bool {
-        self.more
+    pub(super) fn needs_round(&self) -> bool {
+        self.needs_round
     }
 
     /// Takes the next chain. After `None` the device is called again: when the driver notifies the
@@ -186,7 +187,7 @@ impl DeviceRing {
         let size = self.queue.size();
         loop {
             if self.budget == 0 {
-                self.more = true;
+                self.needs_round = true;
                 return Ok(None);
             }
             // Rounds without a chain count too: a driver might move its index to and fro.
@@ -198,22 +199,22 @@ impl DeviceRing {
             };
             let available = self.queue.iter(ram).map_err(broken)?.next();
             if let Some(chain) = available {
-                if self.under_way >= size {
+                if self.in_flight >= size {
                     let why = "the driver gives more chains than it has got back".to_owned();
                     return Err(Violation::Available { queue: self.number, size, why });
                 }
-                if !self.quiet {
+                if !self.notifications_off {
                     self.queue
                         .disable_notification(ram)
                         .map_err(|e| queue_error(self.number, &e))?;
-                    self.quiet = true;
+                    self.notifications_off = true;
                 }
                 let chain = Chain::read(chain, self.number, size)?;
-                self.under_way += 1;
+                self.in_flight += 1;
                 return Ok(Some(chain));
             }
             let again = self.queue.enable_notification(ram);
-            self.quiet = false;
+            self.notifications_off = false;
             if !again.map_err(|e| queue_error(self.number, &e))? {
                 return Ok(None);
             }
@@ -222,14 +223,14 @@ impl DeviceRing {
 
     /// Ends the turn although there may be more chains. The device is called again for this queue,
     /// after others have had their turn.
-    pub(crate) fn yield_turn(&mut self) {
-        self.more = true;
+    pub(crate) fn yield_round(&mut self) {
+        self.needs_round = true;
     }
 
     /// Undoes the last [`pop`](Self::pop).
     pub(crate) fn unpop(&mut self) {
         self.queue.go_to_previous_position();
-        self.under_way = self.under_way.saturating_sub(1);
+        self.in_flight = self.in_flight.saturating_sub(1);
     }
 
     /// Returns the number of entries that the driver has set up.
@@ -256,7 +257,7 @@ impl DeviceRing {
             let entry = GuestAddress(ring + 4 + 8 * (u64::from(next) % size));
             ram.write_obj([u32::from(*head).to_le(), written.to_le()], entry)?;
             next = next.wrapping_add(1);
-            self.under_way = self.under_way.saturating_sub(1);
+            self.in_flight = self.in_flight.saturating_sub(1);
             self.batched = true;
         }
         self.queue.set_next_used(next);
@@ -274,8 +275,8 @@ impl DeviceRing {
         if !self.is_set_up() {
             return Ok(());
         }
-        self.under_way = self.under_way.saturating_sub(1);
-        self.pushed = true;
+        self.in_flight = self.in_flight.saturating_sub(1);
+        self.unannounced = true;
         self.queue.add_used(ram, head, written).map_err(|e| queue_error(self.number, &e))
     }
 }

@@ -75,7 +75,7 @@ impl SharedDeviceState {
     }
 
     /// Tells the driver that the device has stopped.
-    pub(super) fn ask_for_reset(&self) {
+    pub(super) fn request_reset(&self) {
         self.needs_reset.store(true, Ordering::SeqCst);
         self.interrupt_config();
     }

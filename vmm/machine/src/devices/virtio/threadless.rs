@@ -15,11 +15,11 @@ use super::{Device, RequestError, VirtioState};
 use crate::actor::{self, Handle};
 
 /// A timeout longer than any request of a test takes.
-const LONG: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A device without a thread; see the module.
 pub(crate) struct ThreadlessDevice {
-    front: MmioInterface,
+    mmio: MmioInterface,
     worker: RefCell<DeviceWorker>,
     /// Keeps the worker's inbox open; nothing is sent.
     _handle: Handle<DeviceWorker>,
@@ -28,24 +28,24 @@ pub(crate) struct ThreadlessDevice {
 impl ThreadlessDevice {
     /// Creates a device, which is paused.
     pub(crate) fn new(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
-        let front = MmioInterface::new(id, &*device)?;
-        let (handle, inbox) = actor::inbox(front.label());
+        let mmio = MmioInterface::new(id, &*device)?;
+        let (handle, inbox) = actor::inbox(mmio.label());
         let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
-        let worker = RefCell::new(DeviceWorker::new(&front, device, ram, inbox, wake)?);
-        Ok(Self { front, worker, _handle: handle })
+        let worker = RefCell::new(DeviceWorker::new(&mmio, device, ram, inbox, wake)?);
+        Ok(Self { mmio, worker, _handle: handle })
     }
 
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
-        self.front.read(offset, data);
+        self.mmio.read(offset, data);
     }
 
     pub(crate) fn write(&self, offset: u64, data: &[u8]) {
-        self.front.write(offset, data, |written| self.worker.borrow_mut().obey_driver(written));
+        self.mmio.write(offset, data, |command| self.worker.borrow_mut().carry_out(command));
     }
 
     /// Handles the events since the last look. Returns whether there were any.
-    pub(crate) fn look(&self) -> bool {
-        self.worker.borrow_mut().look()
+    pub(crate) fn poll(&self) -> bool {
+        self.worker.borrow_mut().poll()
     }
 
     /// Returns whether the device works for a driver.
@@ -54,7 +54,7 @@ impl ThreadlessDevice {
     }
 
     pub(crate) fn quiesce(&self) -> Result<(), RequestError> {
-        self.worker.borrow_mut().quiesce(Instant::now() + LONG)
+        self.worker.borrow_mut().quiesce(Instant::now() + REQUEST_TIMEOUT)
     }
 
     pub(crate) fn resume(&self) {
@@ -66,22 +66,22 @@ impl ThreadlessDevice {
     }
 
     pub(crate) fn release(&self) -> Result<(), RequestError> {
-        self.worker.borrow_mut().release(Instant::now() + LONG)
+        self.worker.borrow_mut().release(Instant::now() + REQUEST_TIMEOUT)
     }
 
     pub(crate) fn detach(&self, room: usize) -> Vec<u8> {
         self.worker.borrow_mut().detach(room)
     }
 
-    pub(crate) fn attach(&self, late: &[u8]) -> Result<(), RequestError> {
-        self.worker.borrow_mut().attach(late)
+    pub(crate) fn attach(&self, queued_packets: &[u8]) -> Result<(), RequestError> {
+        self.worker.borrow_mut().attach(queued_packets)
     }
 
     pub(crate) fn save(&self) -> Result<VirtioState, RequestError> {
-        Ok(self.front.save(self.worker.borrow().save()?))
+        Ok(self.mmio.save(self.worker.borrow().save()?))
     }
 
     pub(crate) fn restore(&self, state: VirtioState) -> Result<(), RequestError> {
-        self.front.restore(state, |worker| self.worker.borrow_mut().restore(worker))
+        self.mmio.restore(state, |worker| self.worker.borrow_mut().restore(worker))
     }
 }

@@ -25,15 +25,15 @@ use crate::sandbox;
 use crate::testing::soon;
 
 /// Time for which a machine that ends waits for a device whose backend is stuck.
-const FAREWELL: Duration = Duration::from_secs(5);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that a caller adds to a request's deadline: a thread that gives up at the deadline can
 /// still report why.
-pub(crate) const GRACE: Duration = Duration::from_secs(1);
+pub(crate) const REPLY_GRACE: Duration = Duration::from_secs(1);
 
 /// A device with its registers and its thread; see the module.
 #[derive(Debug)]
 pub(crate) struct Transport {
-    front: MmioInterface,
+    mmio: MmioInterface,
     thread: WorkerThread,
 }
 
@@ -61,7 +61,7 @@ impl WorkerThread {
 
 impl Drop for WorkerThread {
     fn drop(&mut self) {
-        let deadline = self.quit() + FAREWELL;
+        let deadline = self.quit() + JOIN_TIMEOUT;
         let ended = self.ended.get_mut();
         let ended = ended.recv_timeout(deadline.saturating_duration_since(Instant::now()));
         match self.thread.take() {
@@ -82,9 +82,9 @@ impl Drop for WorkerThread {
 pub(crate) struct PendingRequest<T>(PendingCall<Result<T, RequestError>>);
 
 impl<T> PendingRequest<T> {
-    /// Waits for the answer until [`GRACE`] after the deadline; the error names the device.
+    /// Waits for the answer until [`REPLY_GRACE`] after the deadline; the error names the device.
     pub(crate) fn wait(self) -> Result<T, RequestError> {
-        self.0.wait_for(GRACE)?
+        self.0.wait_for(REPLY_GRACE)?
     }
 }
 
@@ -93,14 +93,14 @@ impl Transport {
     /// [`resume`](Self::resume).
     pub(crate) fn spawn(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
         let class = device.kind().class();
-        let front = MmioInterface::new(id, &*device)?;
+        let mmio = MmioInterface::new(id, &*device)?;
         let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
-        let (handle, inbox) = actor::inbox(front.label());
-        let worker = DeviceWorker::new(&front, device, ram, inbox, wake.clone())?;
+        let (handle, inbox) = actor::inbox(mmio.label());
+        let worker = DeviceWorker::new(&mmio, device, ram, inbox, wake.clone())?;
         let (end, ended) = mpsc::channel();
         // The kernel keeps 15 bytes of a thread's name.
         let thread = sandbox::spawn(class, format!("virtio-{id}"), move || {
-            worker.live();
+            worker.run();
             let _ = end.send(());
         })?;
         let thread = WorkerThread {
@@ -110,23 +110,23 @@ impl Transport {
             quit_at: OnceLock::new(),
             thread: Some(thread),
         };
-        Ok(Self { front, thread })
+        Ok(Self { mmio, thread })
     }
 
     /// Returns the device's kind and name, for messages.
     pub(crate) fn label(&self) -> &str {
-        self.front.label()
+        self.mmio.label()
     }
 
     /// Returns the interrupt line, for connection to an interrupt controller.
     pub(crate) fn line(&self) -> &EventFd {
-        self.front.shared.line()
+        self.mmio.shared.line()
     }
 
     /// Returns the queues' notifications. A write of a queue's number to `QueueNotify` triggers
     /// one.
     pub(crate) fn kicks(&self) -> impl Iterator<Item = &EventFd> {
-        self.front.kicks.iter().map(|k| &**k)
+        self.mmio.kicks.iter().map(|k| &**k)
     }
 
     /// Sends the thread a request. The thread carries it out unless `deadline` has passed when it
@@ -148,7 +148,7 @@ impl Transport {
 
     /// Handles a vCPU's read at `offset` of the device's registers.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
-        self.front.read(offset, data);
+        self.mmio.read(offset, data);
     }
 
     /// Handles a vCPU's write at `offset` of the device's registers. Returns whether the thread has
@@ -159,17 +159,17 @@ impl Transport {
         data: &[u8],
         done: impl FnOnce() -> Completion,
     ) -> bool {
-        let mut told = false;
-        self.front.write(offset, data, |written: DriverCommand| {
-            told = true;
+        let mut sent = false;
+        self.mmio.write(offset, data, |command: DriverCommand| {
+            sent = true;
             let done = done();
             // A thread that has ended drops the job: it does nothing more for its driver.
             self.thread.worker.tell(move |worker| {
-                worker.obey_driver(written);
+                worker.carry_out(command);
                 drop(done);
             });
         });
-        told
+        sent
     }
 
     /// Like [`write`](Self::write), but waits until the work is done.
@@ -221,19 +221,23 @@ impl Transport {
 
     /// Connects the guest's peers to this host, and takes the bytes that
     /// [`detach_by`](Self::detach_by) returned at its last host.
-    pub(crate) fn attach_by(&self, late: Vec<u8>, by: Instant) -> Result<(), RequestError> {
-        self.ask("attach its peers", by, move |worker| worker.attach(&late)).wait()
+    pub(crate) fn attach_by(
+        &self,
+        queued_packets: Vec<u8>,
+        by: Instant,
+    ) -> Result<(), RequestError> {
+        self.ask("attach its peers", by, move |worker| worker.attach(&queued_packets)).wait()
     }
 
     /// Returns the state of a paused device.
     pub(crate) fn save_by(&self, by: Instant) -> Result<VirtioState, RequestError> {
         let saved = self.ask("save its state", by, |worker| worker.save()).wait()?;
-        Ok(self.front.save(saved))
+        Ok(self.mmio.save(saved))
     }
 
     /// Restores a saved state, which is hostile, into a device that has never worked.
     pub(crate) fn restore_by(&self, state: VirtioState, by: Instant) -> Result<(), RequestError> {
-        self.front.restore(state, |state| {
+        self.mmio.restore(state, |state| {
             self.ask("take its state", by, move |worker| worker.restore(state)).wait()
         })
     }
@@ -241,7 +245,7 @@ impl Transport {
     /// Returns whether the driver has not acknowledged an interrupt: it may have been lost between
     /// the device and the interrupt controllers' saved state.
     pub(crate) fn interrupt_pending(&self) -> bool {
-        self.front.shared.interrupt_status() != 0
+        self.mmio.shared.interrupt_status() != 0
     }
 }
 
@@ -260,8 +264,8 @@ impl Transport {
         self.detach_by(room, soon()).unwrap()
     }
 
-    pub(crate) fn attach(&self, late: Vec<u8>) -> Result<(), RequestError> {
-        self.attach_by(late, soon())
+    pub(crate) fn attach(&self, queued_packets: Vec<u8>) -> Result<(), RequestError> {
+        self.attach_by(queued_packets, soon())
     }
 
     pub(crate) fn save(&self) -> Result<VirtioState, RequestError> {

@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 /// Upper bound on the events taken at once.
-const MOST: usize = 32;
+const MAX_EVENTS: usize = 32;
 const JOB: u64 = u64::MAX;
 const QUEUE: u64 = 1 << 32;
 
@@ -49,19 +49,7 @@ impl Watcher {
         self.control(ControlOperation::Add, fd, events, token.into())
     }
 
-    /// Changes the events for which a file is watched.
-    #[allow(dead_code, reason = "devices whose files are not always of interest use it")]
-    pub(crate) fn rewatch(
-        &self,
-        fd: &impl AsRawFd,
-        events: EventSet,
-        token: u32,
-    ) -> io::Result<()> {
-        self.control(ControlOperation::Modify, fd, events, token.into())
-    }
-
     /// Stops watching a file.
-    #[allow(dead_code, reason = "devices whose files come and go use it")]
     pub(crate) fn unwatch(&self, fd: &impl AsRawFd) -> io::Result<()> {
         self.control(ControlOperation::Delete, fd, EventSet::empty(), 0)
     }
@@ -84,13 +72,13 @@ impl Watcher {
 
     /// Returns the events that are pending now.
     #[cfg(any(test, fuzzing))]
-    pub(super) fn look(&self) -> io::Result<Vec<Event>> {
+    pub(super) fn poll(&self) -> io::Result<Vec<Event>> {
         self.wait_at_most(0)
     }
 
     /// Waits for events for at most `ms` milliseconds; without limit if `ms` is negative.
     fn wait_at_most(&self, ms: i32) -> io::Result<Vec<Event>> {
-        let mut events = [EpollEvent::default(); MOST];
+        let mut events = [EpollEvent::default(); MAX_EVENTS];
         let count = loop {
             match self.epoll.wait(ms, &mut events) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}

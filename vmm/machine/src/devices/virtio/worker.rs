@@ -43,19 +43,19 @@ pub(super) struct DeviceWorker {
     wake: Arc<EventFd>,
     /// Whether a driver is ready and has not broken the rules.
     active: bool,
-    standing: bool,
+    paused: bool,
     /// Whether a state was restored and the device has not worked since.
     moved: bool,
     /// The features that the driver accepted.
     features: u64,
     /// Number of times that the device was stopped.
-    stops: u64,
+    stop_count: u64,
 }
 
 impl DeviceWorker {
-    /// Creates the worker behind `front`. It is paused.
+    /// Creates the worker behind `mmio`. It is paused.
     pub(super) fn new(
-        front: &MmioInterface,
+        mmio: &MmioInterface,
         mut device: Box<dyn Device>,
         ram: GuestRam,
         inbox: Inbox<Self>,
@@ -66,32 +66,32 @@ impl DeviceWorker {
         let rings = rings.collect::<Result<_, _>>().map_err(io::Error::other)?;
         let watcher = Watcher::new()?;
         watcher.watch_jobs(&*wake)?;
-        for (queue, kick) in front.kicks.iter().enumerate() {
+        for (queue, kick) in mmio.kicks.iter().enumerate() {
             watcher.watch_queue(&**kick, queue)?;
         }
         device.start(&watcher)?;
         Ok(Self {
-            label: front.label().to_owned(),
+            label: mmio.label().to_owned(),
             device,
             ram,
             rings,
-            kicks: front.kicks.clone(),
-            shared: front.shared.clone(),
+            kicks: mmio.kicks.clone(),
+            shared: mmio.shared.clone(),
             watcher,
             inbox,
             wake,
             active: false,
-            standing: true,
+            paused: true,
             moved: false,
             features: 0,
-            stops: 0,
+            stop_count: 0,
         })
     }
 
     /// Runs the thread until it is told to end.
-    pub(super) fn live(mut self) {
+    pub(super) fn run(mut self) {
         loop {
-            let goes_on = match self.standing {
+            let continues = match self.paused {
                 true => match self.inbox.recv() {
                     Next::Job(job) => {
                         job(&mut self);
@@ -101,7 +101,7 @@ impl DeviceWorker {
                 },
                 false => self.work(),
             };
-            if !goes_on {
+            if !continues {
                 return;
             }
         }
@@ -110,7 +110,7 @@ impl DeviceWorker {
     /// Waits for events and handles them. Returns whether the thread continues.
     fn work(&mut self) -> bool {
         match self.watcher.wait() {
-            Ok(events) => self.take(events),
+            Ok(events) => self.handle_events(events),
             Err(e) => {
                 tracing::error!("{} ends: waiting for events failed: {e}", self.label);
                 false
@@ -119,7 +119,7 @@ impl DeviceWorker {
     }
 
     /// Handles events. Returns whether the thread continues.
-    fn take(&mut self, events: Vec<Event>) -> bool {
+    fn handle_events(&mut self, events: Vec<Event>) -> bool {
         for event in events {
             match event {
                 Event::Job => {
@@ -128,7 +128,7 @@ impl DeviceWorker {
                     if !self.run_jobs() {
                         return false;
                     }
-                    if self.standing {
+                    if self.paused {
                         // The other events will be reported again.
                         return true;
                     }
@@ -138,10 +138,10 @@ impl DeviceWorker {
                         // The notification is empty if a job overtook the event.
                         let _ = kick.read();
                     }
-                    self.turn(|device, io| device.process(queue, io));
+                    self.call_active_device(|device, io| device.process(queue, io));
                 }
                 Event::Backend(token, ready) => {
-                    self.turn_always(|device, io| device.backend_ready(token, ready, io));
+                    self.call_device(|device, io| device.backend_ready(token, ready, io));
                 }
             }
         }
@@ -150,11 +150,11 @@ impl DeviceWorker {
 
     /// Handles pending events without waiting. Returns whether there were any.
     #[cfg(any(test, fuzzing))]
-    pub(super) fn look(&mut self) -> bool {
-        let events = self.watcher.look().unwrap_or_default();
-        let any = !events.is_empty() && !self.standing;
+    pub(super) fn poll(&mut self) -> bool {
+        let events = self.watcher.poll().unwrap_or_default();
+        let any = !events.is_empty() && !self.paused;
         if any {
-            self.take(events);
+            self.handle_events(events);
         }
         any
     }
@@ -167,7 +167,7 @@ impl DeviceWorker {
 
     /// Runs the jobs in the inbox until the device stands. Returns whether the thread continues.
     fn run_jobs(&mut self) -> bool {
-        while !self.standing {
+        while !self.paused {
             match self.inbox.try_recv() {
                 Next::Job(job) => job(self),
                 Next::Nothing => return true,
@@ -178,8 +178,8 @@ impl DeviceWorker {
     }
 
     /// Carries out what the driver wrote to registers.
-    pub(super) fn obey_driver(&mut self, written: DriverCommand) {
-        match written {
+    pub(super) fn carry_out(&mut self, command: DriverCommand) {
+        match command {
             // Ignored until a reset: a stopped device would work otherwise, and be saved as one
             // that does not.
             DriverCommand::Activate(..) | DriverCommand::StartQueue(_)
@@ -189,7 +189,7 @@ impl DeviceWorker {
             DriverCommand::StopQueue(queue) => self.stop_queue(queue),
             DriverCommand::Reset => self.reset(),
             DriverCommand::Stop(violation) => self.stop(&violation),
-            DriverCommand::Config(offset, data) => self.turn_always(|device, io| {
+            DriverCommand::Config(offset, data) => self.call_device(|device, io| {
                 device.write_config(offset, &data, io);
                 Ok(())
             }),
@@ -197,21 +197,21 @@ impl DeviceWorker {
     }
 
     /// Calls the device if a driver is active.
-    fn turn(
+    fn call_active_device(
         &mut self,
         f: impl FnOnce(&mut dyn Device, &mut DeviceIo<'_>) -> Result<(), Violation>,
     ) {
         if self.active {
-            self.turn_always(f);
+            self.call_device(f);
         }
     }
 
     /// Calls the device, then tells the driver what the device has done.
-    fn turn_always(
+    fn call_device(
         &mut self,
         f: impl FnOnce(&mut dyn Device, &mut DeviceIo<'_>) -> Result<(), Violation>,
     ) {
-        self.rings.iter_mut().for_each(DeviceRing::begin_turn);
+        self.rings.iter_mut().for_each(DeviceRing::begin_round);
         let mut io = DeviceIo {
             ram: &self.ram,
             rings: &mut self.rings,
@@ -221,11 +221,11 @@ impl DeviceWorker {
         let mut done = f(&mut *self.device, &mut io);
         let mut interrupt = false;
         for (ring, kick) in self.rings.iter_mut().zip(&self.kicks) {
-            match ring.end_turn(&self.ram) {
+            match ring.end_round(&self.ram) {
                 Ok(wanted) => interrupt |= wanted,
                 Err(e) => done = done.and(Err(e)),
             }
-            if ring.has_more() {
+            if ring.needs_round() {
                 // Brings the thread back after other queues have had their turn.
                 let _ = kick.write(1);
             }
@@ -245,8 +245,8 @@ impl DeviceWorker {
     fn activate(&mut self, features: u64, rings: &[ReadyRing]) {
         if let Err(violation) = self.try_activate(features, rings, &[]) {
             self.stop(&violation);
-        } else if !self.standing {
-            self.look_at_all();
+        } else if !self.paused {
+            self.process_all_queues();
         }
     }
 
@@ -274,7 +274,9 @@ impl DeviceWorker {
         let event_idx = self.event_idx();
         let Some(ring) = self.rings.get_mut(queue).filter(|_| self.active) else { return };
         match ring.set_up(setup, RingPosition::default(), event_idx, &self.ram) {
-            Ok(()) if !self.standing => self.turn(|device, io| device.process(queue, io)),
+            Ok(()) if !self.paused => {
+                self.call_active_device(|device, io| device.process(queue, io))
+            }
             Ok(()) => {}
             Err(violation) => self.stop(&violation),
         }
@@ -283,7 +285,7 @@ impl DeviceWorker {
     /// Stops a queue after finishing what is under way: its chains belong to the driver again.
     fn stop_queue(&mut self, queue: usize) {
         // Has no deadline besides that of the requests: the driver waits for this.
-        self.settle(None);
+        self.finish_requests(None);
         if let Some(ring) = self.rings.get_mut(queue) {
             ring.tear_down();
         }
@@ -292,7 +294,7 @@ impl DeviceWorker {
     fn reset(&mut self) {
         self.active = false;
         self.rings.iter_mut().for_each(DeviceRing::tear_down);
-        self.turn_always(|device, io| {
+        self.call_device(|device, io| {
             device.reset(io);
             Ok(())
         });
@@ -306,23 +308,23 @@ impl DeviceWorker {
     fn stop(&mut self, violation: &Violation) {
         self.active = false;
         self.rings.iter_mut().for_each(DeviceRing::tear_down);
-        self.stops += 1;
+        self.stop_count += 1;
         let label = &self.label;
-        match self.stops {
+        match self.stop_count {
             1 => tracing::error!("{label} is stopped until its driver resets it: {violation}"),
             n => tracing::debug!("{label} is stopped, for the {n}th time: {violation}"),
         }
-        self.shared.ask_for_reset();
+        self.shared.request_reset();
     }
 
     /// Pauses the device until `deadline` at the latest.
     pub(super) fn quiesce(&mut self, deadline: Instant) -> Result<(), RequestError> {
-        if self.standing {
+        if self.paused {
             return Ok(());
         }
-        match self.settle(Some(deadline)) {
+        match self.finish_requests(Some(deadline)) {
             0 => {
-                self.standing = true;
+                self.paused = true;
                 Ok(())
             }
             count => Err(RequestError::InFlight { device: self.label.clone(), count }),
@@ -331,38 +333,38 @@ impl DeviceWorker {
 
     /// Lets the device finish what is under way. Returns how many requests are left at the
     /// deadline.
-    fn settle(&mut self, deadline: Option<Instant>) -> usize {
-        let mut under_way = 0;
-        let left = || deadline.unwrap_or_else(far_away);
-        self.turn_always(|device, io| match device.quiesce(left(), io) {
+    fn finish_requests(&mut self, deadline: Option<Instant>) -> usize {
+        let mut in_flight = 0;
+        let left = || deadline.unwrap_or_else(far_deadline);
+        self.call_device(|device, io| match device.quiesce(left(), io) {
             Ok(()) => Ok(()),
             Err(QuiesceError::Violation(violation)) => Err(violation),
             Err(QuiesceError::InFlight(count)) => {
-                under_way = count;
+                in_flight = count;
                 Ok(())
             }
         });
-        under_way
+        in_flight
     }
 
     pub(super) fn resume(&mut self) {
-        if !std::mem::take(&mut self.standing) {
+        if !std::mem::take(&mut self.paused) {
             return;
         }
         let moved = std::mem::take(&mut self.moved);
-        self.turn_always(|device, io| device.resume(moved, io));
-        self.look_at_all();
+        self.call_device(|device, io| device.resume(moved, io));
+        self.process_all_queues();
     }
 
     /// Processes all queues: a paused device may have missed notifications.
-    fn look_at_all(&mut self) {
+    fn process_all_queues(&mut self) {
         for queue in 0..self.rings.len() {
-            self.turn(|device, io| device.process(queue, io));
+            self.call_active_device(|device, io| device.process(queue, io));
         }
     }
 
     pub(super) fn save(&self) -> Result<SavedWorkerState, RequestError> {
-        if !self.standing {
+        if !self.paused {
             return Err(RequestError::Works { device: self.label.clone() });
         }
         Ok(SavedWorkerState {
@@ -401,12 +403,12 @@ impl DeviceWorker {
         self.device.detach(room)
     }
 
-    pub(super) fn attach(&mut self, late: &[u8]) -> Result<(), RequestError> {
-        self.device.attach(late).map_err(RequestError::Device)
+    pub(super) fn attach(&mut self, queued_packets: &[u8]) -> Result<(), RequestError> {
+        self.device.attach(queued_packets).map_err(RequestError::Device)
     }
 }
 
 /// A deadline for waits without a limit.
-fn far_away() -> Instant {
+fn far_deadline() -> Instant {
     Instant::now() + Duration::from_secs(3600)
 }

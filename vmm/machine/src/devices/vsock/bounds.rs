@@ -1,7 +1,7 @@
 //! Limits on what a guest and the programs of its host can make the device keep.
 
 /// Programs that may wait with an unfinished greeting. Beyond that, the oldest is dropped.
-pub(super) const MAX_CALLERS: usize = 64;
+pub(super) const MAX_NEW_PROGRAMS: usize = 64;
 /// Refusals that may wait for room in the guest. At this number the device takes no packets and
 /// opens no connections.
 pub(super) const MAX_REFUSALS: usize = 256;
@@ -15,7 +15,7 @@ const OTHER_FILES: u64 = 256;
 const MIN_CONNECTIONS: usize = 16;
 
 /// Returns the number of connections for a process that may open `files` files.
-pub(super) fn most_connections(files: u64) -> usize {
+pub(super) fn max_connections(files: u64) -> usize {
     let left = usize::try_from(files.saturating_sub(OTHER_FILES)).unwrap_or(usize::MAX);
     left.clamp(MIN_CONNECTIONS, MAX_CONNECTIONS)
 }

@@ -18,7 +18,7 @@ pub(super) const ROOM: u32 = 64 << 10;
 const TELL_AFTER: u32 = ROOM / 4;
 /// Limit on how long the guest may take to answer a request, and to end a connection whose program
 /// is gone.
-const PATIENCE: Duration = Duration::from_secs(2);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Ports that identify a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -70,7 +70,7 @@ pub(super) struct Connection {
     /// Whether the connection waits for its turn to send to the guest.
     pub(super) queued: bool,
     /// Deadline that the device has queued.
-    pub(super) noted: Option<Instant>,
+    pub(super) queued_deadline: Option<Instant>,
     /// Deadline for the guest's answer, if the device waits for one.
     deadline: Option<Instant>,
     /// Whether the stream may be readable.
@@ -81,7 +81,7 @@ pub(super) struct Connection {
     backlog: VecDeque<u8>,
     /// Bytes that the stream has taken in total, and the value that the guest was last told.
     forwarded: u32,
-    told: u32,
+    reported: u32,
     /// Size of the guest's buffer, bytes that it has taken out in total, and bytes sent to it in
     /// total.
     guest_room: u32,
@@ -97,11 +97,11 @@ pub(super) struct Connection {
 /// What happens to a connection next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ConnectionOutcome {
-    Lives,
+    Continues,
     /// It ends, and the guest must be told.
     Reset,
     /// It ends, and the guest knows.
-    Gone,
+    Closed,
 }
 
 impl Connection {
@@ -119,13 +119,13 @@ impl Connection {
             phase,
             due,
             queued: false,
-            noted: None,
+            queued_deadline: None,
             deadline: None,
             readable: true,
             hung_up: false,
             backlog: VecDeque::new(),
             forwarded: 0,
-            told: 0,
+            reported: 0,
             guest_room: 0,
             guest_forwarded: 0,
             sent: 0,
@@ -138,7 +138,7 @@ impl Connection {
     /// Returns a connection that a program of the host requests over `stream`.
     pub(super) fn to_guest(ports: Ports, guest_cid: u32, stream: UnixStream) -> Self {
         let due = DuePackets { request: true, ..DuePackets::default() };
-        let deadline = Some(Instant::now() + PATIENCE);
+        let deadline = Some(Instant::now() + ANSWER_TIMEOUT);
         Self { deadline, ..Self::new(ports, guest_cid, stream, ConnectionPhase::Requested, due) }
     }
 
@@ -172,7 +172,7 @@ impl Connection {
             self.credit_asked = false;
         }
         match (header.op.get(), self.phase) {
-            (op::RST, _) => return ConnectionOutcome::Gone,
+            (op::RST, _) => return ConnectionOutcome::Closed,
             (op::RESPONSE, ConnectionPhase::Requested) => {
                 self.phase = ConnectionPhase::Open;
                 self.deadline = None;
@@ -198,14 +198,14 @@ impl Connection {
             (op::CREDIT_UPDATE, _) => {}
             _ => return ConnectionOutcome::Reset,
         }
-        self.fate()
+        self.outcome()
     }
 
-    fn fate(&self) -> ConnectionOutcome {
+    fn outcome(&self) -> ConnectionOutcome {
         let both = NO_RECEIVE | NO_SEND;
         match self.guest_shut == both && self.backlog.is_empty() {
             true => ConnectionOutcome::Reset,
-            false => ConnectionOutcome::Lives,
+            false => ConnectionOutcome::Continues,
         }
     }
 
@@ -232,7 +232,7 @@ impl Connection {
                 }
             }
         }
-        if self.forwarded.wrapping_sub(self.told) >= TELL_AFTER {
+        if self.forwarded.wrapping_sub(self.reported) >= TELL_AFTER {
             self.due.credit = true;
         }
         self.shut_stream();
@@ -255,7 +255,7 @@ impl Connection {
             self.host_shut |= flags;
             self.due.shutdown = true;
             if self.host_shut == NO_SEND | NO_RECEIVE {
-                self.deadline = Some(Instant::now() + PATIENCE);
+                self.deadline = Some(Instant::now() + ANSWER_TIMEOUT);
             }
         }
     }
@@ -272,7 +272,7 @@ impl Connection {
                 self.shut(NO_SEND | NO_RECEIVE);
             }
         }
-        self.fate()
+        self.outcome()
     }
 
     /// Asks the system whether the peer has closed the stream in both directions.
@@ -289,12 +289,12 @@ impl Connection {
     }
 
     /// Restarts the time limit, because the guest did not run meanwhile.
-    pub(super) fn wait_anew(&mut self) {
-        self.deadline = self.deadline.map(|_| Instant::now() + PATIENCE);
+    pub(super) fn restart_deadline(&mut self) {
+        self.deadline = self.deadline.map(|_| Instant::now() + ANSWER_TIMEOUT);
     }
 
     /// Returns whether there may be a packet for the guest.
-    pub(super) fn wants_turn(&self) -> bool {
+    pub(super) fn wants_to_send(&self) -> bool {
         let DuePackets { request, response, credit, ask_credit, shutdown } = self.due;
         let control = request || response || credit || ask_credit || shutdown;
         control || self.may_read() && (self.credit() > 0 || !self.credit_asked)
@@ -354,7 +354,7 @@ impl Connection {
     }
 
     fn header(&mut self, op: u16, len: u32) -> PacketHeader {
-        self.told = self.forwarded;
+        self.reported = self.forwarded;
         PacketHeader {
             src_cid: HOST_CID.into(),
             dst_cid: self.guest_cid.into(),

@@ -6,7 +6,7 @@ use std::time::Instant;
 use vmm_sys_util::epoll::EventSet;
 
 use super::host::VsockListener;
-use super::{DOOR, EVENT, QUEUE_SIZE, TIMER, TRANSMIT, Vsock, VsockState};
+use super::{EVENT, LISTENER, QUEUE_SIZE, TIMER, TRANSMIT, Vsock, VsockState};
 use crate::devices::error::DeviceError;
 use crate::devices::virtio::{
     Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher, decode_state, encode_state,
@@ -33,7 +33,7 @@ impl Device for Vsock {
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
         watcher.watch(&self.timer, EventSet::IN, TIMER)?;
-        self.watch_door(watcher)
+        self.watch_listener(watcher)
     }
 
     fn activate(&mut self, _: u64) {
@@ -48,11 +48,11 @@ impl Device for Vsock {
 
     fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         match queue {
-            TRANSMIT => self.take(io)?,
+            TRANSMIT => self.process_packets(io)?,
             EVENT => self.tell_reset(io)?,
             _ => {}
         }
-        let given = self.give(io);
+        let given = self.send_packets(io);
         self.set_timer();
         given
     }
@@ -64,15 +64,15 @@ impl Device for Vsock {
         io: &mut DeviceIo<'_>,
     ) -> Result<(), Violation> {
         match token {
-            DOOR => self.let_in(io.watcher),
+            LISTENER => self.accept_programs(io.watcher),
             TIMER => self.tick(io.watcher),
             stream if self.connections.contains_key(&stream) => {
                 let gone = events.intersects(EventSet::HANG_UP | EventSet::ERROR);
                 self.stream_ready(stream, gone);
             }
-            caller => self.hear(caller),
+            caller => self.read_greeting(caller),
         }
-        let given = if self.active { self.give(io) } else { Ok(()) };
+        let given = if self.active { self.send_packets(io) } else { Ok(()) };
         self.set_timer();
         given
     }
@@ -83,20 +83,20 @@ impl Device for Vsock {
     }
 
     fn resume(&mut self, moved: bool, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
-        self.try_watch_door(io.watcher);
+        self.try_watch_listener(io.watcher);
         self.deadlines.clear();
         // Edges that occurred while the device was paused may have been missed.
         let tokens: Vec<u32> = self.connections.keys().copied().collect();
         for token in tokens {
             let Some(connection) = self.connections.get_mut(&token) else { continue };
-            connection.wait_anew();
+            connection.restart_deadline();
             let gone = connection.is_hung_up();
             self.stream_ready(token, gone);
         }
         // The new deadlines are in a different order from the old ones, which does not matter.
         self.set_timer();
-        let callers: Vec<u32> = self.callers.iter().map(|(token, _)| *token).collect();
-        callers.into_iter().for_each(|token| self.hear(token));
+        let new_programs: Vec<u32> = self.new_programs.iter().map(|(token, _)| *token).collect();
+        new_programs.into_iter().for_each(|token| self.read_greeting(token));
         self.state.reset_due |= moved && self.active;
         // The queues are processed after this function.
         Ok(())
@@ -112,17 +112,17 @@ impl Device for Vsock {
     }
 
     fn acquire(&mut self) -> Result<(), DeviceError> {
-        if self.door.is_none() {
-            self.door = Some(VsockListener::open(&self.config.uds, &self.opener)?);
-            (self.door_watched, self.door_retry) = (false, None);
+        if self.listener.is_none() {
+            self.listener = Some(VsockListener::open(&self.config.uds, &self.opener)?);
+            (self.listener_watched, self.accept_retry) = (false, None);
         }
         Ok(())
     }
 
     fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
         // Connections stay: if the guest continues on this host, so do they.
-        (self.door, self.door_retry) = (None, None);
-        self.callers.clear();
+        (self.listener, self.accept_retry) = (None, None);
+        self.new_programs.clear();
         Ok(())
     }
 }

@@ -43,7 +43,7 @@ impl VsockListener {
         let name = path.to_owned();
         let file = opener.run(move || ListeningSocket::bind(&name)).map_err(system)??;
         let listener = file.listener().map_err(system)?;
-        Ok(Self { listener, _file: opener.keep(file) })
+        Ok(Self { listener, _file: opener.drop_here(file) })
     }
 
     pub(super) fn listener(&self) -> &UnixListener {

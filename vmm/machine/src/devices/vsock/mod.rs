@@ -10,12 +10,12 @@
 //!
 //! | what | bound |
 //! | --- | --- |
-//! | connections | `most_connections` of the process's limit on open files |
+//! | connections | `max_connections` of the process's limit on open files |
 //! | bytes of a connection | `ROOM` |
 //! | turns | one per connection |
 //! | deadlines | two per connection |
 //! | refusals | `MAX_REFUSALS`, plus one for each connection that was open when this number was reached |
-//! | programs that have not sent their greeting | `MAX_CALLERS` |
+//! | programs that have not sent their greeting | `MAX_NEW_PROGRAMS` |
 
 mod bounds;
 mod connection;
@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::epoll::EventSet;
 use zerocopy::IntoBytes;
 
-use self::bounds::{MAX_DATA, MAX_REFUSALS, most_connections};
+use self::bounds::{MAX_DATA, MAX_REFUSALS, max_connections};
 use self::connection::{Connection, ConnectionOutcome, Ports};
 pub use self::host::VsockError;
 use self::host::{Greeting, VsockListener};
@@ -52,7 +52,7 @@ const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
 /// Token of the listening socket. Tokens from [`FIRST_STREAM`] on belong to streams.
-const DOOR: u32 = 0;
+const LISTENER: u32 = 0;
 const TIMER: u32 = 1;
 const FIRST_STREAM: u32 = 2;
 /// First port of the host's end of connections that the host's programs open.
@@ -65,18 +65,18 @@ pub(super) struct Vsock {
     config: VsockConfig,
     opener: Opener,
     /// Listening socket, while this host has the guest.
-    door: Option<VsockListener>,
-    door_watched: bool,
+    listener: Option<VsockListener>,
+    listener_watched: bool,
     /// Time at which accepting programs is tried again after the system had no room for one.
-    door_retry: Option<Instant>,
+    accept_retry: Option<Instant>,
     /// Whether a driver is ready.
     active: bool,
     /// Connections by token.
     connections: HashMap<u32, Connection>,
     /// Maximum number of connections.
-    most: usize,
+    max_connections: usize,
     tokens: HashMap<Ports, u32>,
-    callers: VecDeque<(u32, UnixStream)>,
+    new_programs: VecDeque<(u32, UnixStream)>,
     /// Deadlines of connections that wait for the guest, with their tokens, in order of time. Some
     /// of these connections no longer wait.
     deadlines: VecDeque<(Instant, u32)>,
@@ -87,7 +87,7 @@ pub(super) struct Vsock {
     next_port: u32,
     refusals: VecDeque<PacketHeader>,
     /// Tokens of connections that may have a packet for the guest, each at most once.
-    turns: VecDeque<u32>,
+    send_order: VecDeque<u32>,
     /// Whether packets of the guest were left in their queue because there was no room for
     /// refusals.
     stalled: bool,
@@ -124,21 +124,21 @@ impl Vsock {
         Ok(Self {
             config: config.clone(),
             opener: opener.clone(),
-            door: None,
-            door_watched: false,
-            door_retry: None,
+            listener: None,
+            listener_watched: false,
+            accept_retry: None,
             active: false,
             connections: HashMap::new(),
-            most: most_connections(limits::open_files()),
+            max_connections: max_connections(limits::open_files()),
             tokens: HashMap::new(),
-            callers: VecDeque::new(),
+            new_programs: VecDeque::new(),
             deadlines: VecDeque::new(),
             timer: Timer::new()?,
             timer_set: false,
             next_token: FIRST_STREAM,
             next_port: FIRST_PORT,
             refusals: VecDeque::new(),
-            turns: VecDeque::new(),
+            send_order: VecDeque::new(),
             stalled: false,
             buffer: vec![0; MAX_DATA].into(),
             state: VsockState::default(),
@@ -159,46 +159,46 @@ impl Vsock {
     fn insert(&mut self, token: u32, connection: Connection) {
         self.tokens.insert(connection.ports, token);
         self.connections.insert(token, connection);
-        self.queue_turn(token);
+        self.queue_for_sending(token);
     }
 
-    fn queue_turn(&mut self, token: u32) {
+    fn queue_for_sending(&mut self, token: u32) {
         let Some(connection) = self.connections.get_mut(&token) else { return };
         if let Some(deadline) = connection.deadline()
-            && connection.noted != Some(deadline)
+            && connection.queued_deadline != Some(deadline)
         {
-            connection.noted = Some(deadline);
+            connection.queued_deadline = Some(deadline);
             self.deadlines.push_back((deadline, token));
         }
-        if connection.wants_turn() && !std::mem::replace(&mut connection.queued, true) {
-            self.turns.push_back(token);
+        if connection.wants_to_send() && !std::mem::replace(&mut connection.queued, true) {
+            self.send_order.push_back(token);
         }
     }
 
     /// Handles a stream that is, or may be, ready for reading or writing.
     fn stream_ready(&mut self, token: u32, hung_up: bool) {
         if let Some(connection) = self.connections.get_mut(&token) {
-            let fate = connection.stream_ready(hung_up);
-            self.settle(token, fate);
+            let outcome = connection.stream_ready(hung_up);
+            self.apply_outcome(token, outcome);
         }
     }
 
-    /// Removes a connection unless `fate` says that it lives. Closing its stream also ends the
+    /// Removes a connection unless `outcome` says that it lives. Closing its stream also ends the
     /// watch.
-    fn settle(&mut self, token: u32, fate: ConnectionOutcome) {
-        if fate == ConnectionOutcome::Lives {
-            return self.queue_turn(token);
+    fn apply_outcome(&mut self, token: u32, outcome: ConnectionOutcome) {
+        if outcome == ConnectionOutcome::Continues {
+            return self.queue_for_sending(token);
         }
         let Some(connection) = self.connections.remove(&token) else { return };
         self.tokens.remove(&connection.ports);
         // Remove its entries now, because a guest that takes no packets would never use them up.
         if connection.queued {
-            self.turns.retain(|of| *of != token);
+            self.send_order.retain(|of| *of != token);
         }
-        if connection.noted.is_some() {
+        if connection.queued_deadline.is_some() {
             self.deadlines.retain(|(_, of)| *of != token);
         }
-        if fate == ConnectionOutcome::Reset {
+        if outcome == ConnectionOutcome::Reset {
             let Ports { guest, host } = connection.ports;
             self.refusals.push_back(PacketHeader {
                 src_cid: HOST_CID.into(),
@@ -216,15 +216,15 @@ impl Vsock {
     fn clear(&mut self) {
         self.connections.clear();
         self.tokens.clear();
-        self.callers.clear();
+        self.new_programs.clear();
         self.refusals.clear();
-        self.turns.clear();
+        self.send_order.clear();
         self.deadlines.clear();
         self.stalled = false;
     }
 
     /// Processes the packets that the guest sends.
-    fn take(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
+    fn process_packets(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(TRANSMIT) else { return Ok(()) };
         loop {
             // Each packet causes at most one refusal.
@@ -234,12 +234,12 @@ impl Vsock {
             }
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
             let header = PacketHeader::read(&chain, TRANSMIT as u16, io.ram)?;
-            self.take_packet(&header, &chain, io.ram, io.watcher)?;
+            self.process_packet(&header, &chain, io.ram, io.watcher)?;
             ring.push(io.ram, chain.head, 0)?;
         }
     }
 
-    fn take_packet(
+    fn process_packet(
         &mut self,
         header: &PacketHeader,
         chain: &Chain,
@@ -260,11 +260,11 @@ impl Vsock {
                 // A packet larger than allowed is also larger than its credit.
                 let too_long = header.len.get() as usize > len;
                 let Some(connection) = self.connections.get_mut(&token) else { return Ok(()) };
-                let fate = match too_long {
+                let outcome = match too_long {
                     true => ConnectionOutcome::Reset,
                     false => connection.take(header, &self.buffer[..len]),
                 };
-                self.settle(token, fate);
+                self.apply_outcome(token, outcome);
             }
             (None, op::REQUEST) if ours => self.connect(ports, header, watcher),
             (None, op::RST) => {}
@@ -275,7 +275,7 @@ impl Vsock {
 
     /// Connects the guest to a program of the host.
     fn connect(&mut self, ports: Ports, header: &PacketHeader, watcher: &Watcher) {
-        let connected = match self.connections.len() < self.most {
+        let connected = match self.connections.len() < self.max_connections {
             true => host::connect(&self.config.uds, ports.host, &self.opener),
             false => Err(io::Error::other("there are too many connections")),
         };
@@ -293,18 +293,18 @@ impl Vsock {
     }
 
     /// Handles data from an accepted program, or its end.
-    fn hear(&mut self, token: u32) {
-        let Some(at) = self.callers.iter().position(|(of, _)| *of == token) else { return };
-        let Some((_, stream)) = self.callers.get(at) else { return };
+    fn read_greeting(&mut self, token: u32) {
+        let Some(at) = self.new_programs.iter().position(|(of, _)| *of == token) else { return };
+        let Some((_, stream)) = self.new_programs.get(at) else { return };
         let said = host::greeting(stream);
         if said == Greeting::Unfinished {
             return;
         }
         // From here on the stream becomes a connection or is closed.
-        let Some((_, stream)) = self.callers.remove(at) else { return };
+        let Some((_, stream)) = self.new_programs.remove(at) else { return };
         if let Greeting::Connect(port) = said
             && self.active
-            && self.connections.len() < self.most
+            && self.connections.len() < self.max_connections
             && self.refusals.len() < MAX_REFUSALS
         {
             let ports = Ports { guest: port, host: self.free_port(port) };
@@ -323,19 +323,19 @@ impl Vsock {
     }
 
     /// Gives the guest the waiting packets, as long as it has buffers.
-    fn give(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
+    fn send_packets(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         loop {
-            self.give_packets(io)?;
+            self.fill_buffers(io)?;
             if !self.stalled || self.refusals.len() >= MAX_REFUSALS {
                 return Ok(());
             }
-            self.take(io)?;
+            self.process_packets(io)?;
         }
     }
 
-    fn give_packets(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
+    fn fill_buffers(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(RECEIVE) else { return Ok(()) };
-        while !self.refusals.is_empty() || !self.turns.is_empty() {
+        while !self.refusals.is_empty() || !self.send_order.is_empty() {
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
             let room = (chain.writable.len() as usize).checked_sub(HEADER);
             // Buffers without room for data could use up any number of packets without transferring
@@ -366,13 +366,13 @@ impl Vsock {
             return Some(header);
         }
         // Each connection gets one turn. One that has no packet now goes behind the others.
-        for _ in 0..self.turns.len() {
-            let Some(token) = self.turns.pop_front() else { break };
+        for _ in 0..self.send_order.len() {
+            let Some(token) = self.send_order.pop_front() else { break };
             let Some(connection) = self.connections.get_mut(&token) else { continue };
             connection.queued = false;
             let packet = connection.next_packet(&mut self.buffer[..room]);
             // Queued again behind the others.
-            self.queue_turn(token);
+            self.queue_for_sending(token);
             if packet.is_some() {
                 return packet;
             }

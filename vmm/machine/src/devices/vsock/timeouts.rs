@@ -7,21 +7,21 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::epoll::EventSet;
 
-use super::bounds::MAX_CALLERS;
+use super::bounds::MAX_NEW_PROGRAMS;
 use super::connection::{Connection, ConnectionOutcome};
-use super::{DOOR, Vsock};
+use super::{LISTENER, Vsock};
 use crate::devices::virtio::Watcher;
 
 /// Retry interval for accepting programs after the system had no room for one.
-const DOOR_RETRY: Duration = Duration::from_secs(1);
+const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 
 impl Vsock {
     /// Watches the listening socket if it exists and no retry is pending.
-    pub(super) fn watch_door(&mut self, watcher: &Watcher) -> io::Result<()> {
-        let closed = self.door_watched || self.door_retry.is_some();
-        if let Some(door) = self.door.as_ref().filter(|_| !closed) {
-            watcher.watch(door.listener(), EventSet::IN, DOOR)?;
-            self.door_watched = true;
+    pub(super) fn watch_listener(&mut self, watcher: &Watcher) -> io::Result<()> {
+        let closed = self.listener_watched || self.accept_retry.is_some();
+        if let Some(listener) = self.listener.as_ref().filter(|_| !closed) {
+            watcher.watch(listener.listener(), EventSet::IN, LISTENER)?;
+            self.listener_watched = true;
         }
         Ok(())
     }
@@ -32,7 +32,7 @@ impl Vsock {
         while let Some((deadline, token)) = self.deadlines.pop_front_if(|(at, _)| *at <= now) {
             let still = self.connections.get(&token).and_then(Connection::deadline);
             if still == Some(deadline) {
-                self.settle(token, ConnectionOutcome::Reset);
+                self.apply_outcome(token, ConnectionOutcome::Reset);
             }
         }
     }
@@ -40,7 +40,7 @@ impl Vsock {
     /// Sets the timer if something is due later and the timer is not set yet.
     pub(super) fn set_timer(&mut self) {
         let first = self.deadlines.front().map(|(at, _)| *at);
-        let Some(at) = first.into_iter().chain(self.door_retry).min() else { return };
+        let Some(at) = first.into_iter().chain(self.accept_retry).min() else { return };
         // A timer that expires too early finds nothing to do and is set again.
         if !self.timer_set {
             match self.timer.set(at.saturating_duration_since(Instant::now())) {
@@ -55,44 +55,44 @@ impl Vsock {
         // Fails only if the file is not a timer.
         self.timer_set &= !self.timer.take().unwrap_or(true);
         self.expire();
-        if self.door_retry.is_some_and(|at| at <= Instant::now()) {
-            self.door_retry = None;
-            self.try_watch_door(watcher);
+        if self.accept_retry.is_some_and(|at| at <= Instant::now()) {
+            self.accept_retry = None;
+            self.try_watch_listener(watcher);
         }
     }
 
-    /// Watches the listening socket like [`watch_door`](Self::watch_door), for a running device:
+    /// Watches the listening socket like [`watch_listener`](Self::watch_listener), for a running device:
     /// logs an error instead of returning it.
-    pub(super) fn try_watch_door(&mut self, watcher: &Watcher) {
-        if let Err(e) = self.watch_door(watcher) {
+    pub(super) fn try_watch_listener(&mut self, watcher: &Watcher) {
+        if let Err(e) = self.watch_listener(watcher) {
             tracing::error!("the vsock's unix socket cannot be watched: {e}");
         }
     }
 
     /// Accepts programs that want a connection.
-    pub(super) fn let_in(&mut self, watcher: &Watcher) {
+    pub(super) fn accept_programs(&mut self, watcher: &Watcher) {
         // Accepts at most as many as may wait, so that a program that connects in a loop does not
         // delay other work.
-        for _ in 0..MAX_CALLERS {
-            let Some(door) = &self.door else { return };
-            let stream = match door.accept() {
+        for _ in 0..MAX_NEW_PROGRAMS {
+            let Some(listener) = &self.listener else { return };
+            let stream = match listener.accept() {
                 Ok(Some(stream)) => stream,
                 Ok(None) => return,
                 Err(e) => {
                     // The program stays in the listen queue. A watch would report it again and
                     // again.
                     tracing::debug!("vsock: a program is not let in for now: {e}");
-                    let unwatched = watcher.unwatch(door.listener());
-                    self.door_watched &= unwatched.is_err();
-                    self.door_retry = Some(Instant::now() + DOOR_RETRY);
+                    let unwatched = watcher.unwatch(listener.listener());
+                    self.listener_watched &= unwatched.is_err();
+                    self.accept_retry = Some(Instant::now() + ACCEPT_RETRY);
                     return;
                 }
             };
-            if self.callers.len() >= MAX_CALLERS {
-                self.callers.pop_front();
+            if self.new_programs.len() >= MAX_NEW_PROGRAMS {
+                self.new_programs.pop_front();
             }
             if let Ok(token) = self.watch(&stream, watcher) {
-                self.callers.push_back((token, stream));
+                self.new_programs.push_back((token, stream));
             }
         }
     }

@@ -11,15 +11,15 @@ use crate::devices::block::operation::DiskOperation;
 /// The engine, and the handle by which a test controls it.
 #[derive(Clone)]
 pub(in crate::devices::block) struct ManualEngine {
-    announcer: Arc<EventFd>,
+    completion_event: Arc<EventFd>,
     inner: Arc<Mutex<ManualEngineState>>,
 }
 
 #[derive(Default)]
 struct ManualEngineState {
     /// Time that each operation takes; it then ends within `submit`.
-    takes: Option<Duration>,
-    ends: bool,
+    delay: Option<Duration>,
+    completes: bool,
     pending: Vec<u64>,
     /// All operations that were ever submitted.
     submitted: Vec<DiskOperation>,
@@ -27,14 +27,14 @@ struct ManualEngineState {
 
 impl ManualEngine {
     pub(in crate::devices::block) fn new() -> Self {
-        let announcer = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
-        Self { announcer, inner: Arc::default() }
+        let completion_event = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        Self { completion_event, inner: Arc::default() }
     }
 
-    /// Creates an engine that ends each operation within `submit`, after `takes`.
-    pub(in crate::devices::block) fn slow(takes: Duration) -> Self {
+    /// Creates an engine that ends each operation within `submit`, after `delay`.
+    pub(in crate::devices::block) fn slow(delay: Duration) -> Self {
         let new = Self::new();
-        new.inner().takes = Some(takes);
+        new.inner().delay = Some(delay);
         new
     }
 
@@ -43,9 +43,9 @@ impl ManualEngine {
     }
 
     /// Ends all pending operations, and those that are submitted later.
-    pub(in crate::devices::block) fn end_all(&self) {
-        self.inner().ends = true;
-        self.announcer.write(1).unwrap();
+    pub(in crate::devices::block) fn complete_all(&self) {
+        self.inner().completes = true;
+        self.completion_event.write(1).unwrap();
     }
 
     /// Returns the number of pending operations.
@@ -58,8 +58,8 @@ impl ManualEngine {
         self.inner().submitted.clone()
     }
 
-    pub(in crate::devices::block) fn announcer(&self) -> &EventFd {
-        &self.announcer
+    pub(in crate::devices::block) fn completion_event(&self) -> &EventFd {
+        &self.completion_event
     }
 
     pub(in crate::devices::block) fn submit(
@@ -69,28 +69,28 @@ impl ManualEngine {
         let mut inner = self.inner();
         let token = operation.token;
         inner.submitted.push(operation);
-        if let Some(takes) = inner.takes {
+        if let Some(delay) = inner.delay {
             drop(inner);
-            std::thread::sleep(takes);
+            std::thread::sleep(delay);
             return Some(Ok(()));
         }
         inner.pending.push(token);
-        if inner.ends {
-            self.announcer.write(1).unwrap();
+        if inner.completes {
+            self.completion_event.write(1).unwrap();
         }
         None
     }
 
     pub(in crate::devices::block) fn completions(&self) -> Vec<(u64, io::Result<()>)> {
-        let _ = self.announcer.read();
+        let _ = self.completion_event.read();
         let mut inner = self.inner();
-        let ended = if inner.ends { std::mem::take(&mut inner.pending) } else { Vec::new() };
+        let ended = if inner.completes { std::mem::take(&mut inner.pending) } else { Vec::new() };
         ended.into_iter().map(|token| (token, Ok(()))).collect()
     }
 
     pub(in crate::devices::block) fn wait(&self, deadline: Option<Instant>) -> bool {
         loop {
-            if self.inner().ends {
+            if self.inner().completes {
                 return true;
             }
             if deadline.is_some_and(|d| Instant::now() >= d) {

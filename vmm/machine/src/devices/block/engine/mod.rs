@@ -40,12 +40,12 @@ impl Engine {
 
     /// Returns the event that becomes readable when operations have ended; `None` for an engine
     /// that has done its work when `submit` returns.
-    pub(super) fn announcer(&self) -> Option<&EventFd> {
+    pub(super) fn completion_event(&self) -> Option<&EventFd> {
         match self {
-            Self::Uring(uring) => Some(uring.announcer()),
+            Self::Uring(uring) => Some(uring.completion_event()),
             Self::Sync(_) => None,
             #[cfg(test)]
-            Self::Manual(engine) => Some(engine.announcer()),
+            Self::Manual(engine) => Some(engine.completion_event()),
         }
     }
 
@@ -56,7 +56,7 @@ impl Engine {
         ram: &GuestRam,
     ) -> Option<io::Result<()>> {
         let file = match self {
-            Self::Uring(uring) if uring.takes(&operation.work) => {
+            Self::Uring(uring) if uring.supports(&operation.work) => {
                 return uring.submit(operation, ram).err().map(Err);
             }
             Self::Uring(uring) => uring.file(),

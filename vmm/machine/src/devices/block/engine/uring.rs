@@ -32,15 +32,15 @@ const RETRY: Duration = Duration::from_millis(1);
 pub(in crate::devices::block) struct Uring {
     ring: IoUring,
     file: Arc<DiskFile>,
-    announcer: EventFd,
-    under_way: HashMap<u64, UringOperation>,
+    completion_event: EventFd,
+    in_flight: HashMap<u64, UringOperation>,
     /// Keeps the mapping that the kernel writes to. The first operation sets it.
     ram: Option<GuestRam>,
     /// Whether it has been logged that the kernel takes no requests.
-    refusal_said: bool,
+    refusal_logged: bool,
     /// Number of further submissions that fail.
     #[cfg(test)]
-    refuse: u32,
+    refusals_left: u32,
 }
 
 /// An operation that the kernel has.
@@ -71,8 +71,8 @@ impl Uring {
         if let Some(code) = OPERATIONS.iter().find(|code| !probe.is_supported(**code)) {
             return Err(io::Error::other(format!("its operation {code} is missing")));
         }
-        let announcer = EventFd::new(EFD_NONBLOCK)?;
-        ring.submitter().register_eventfd(announcer.as_raw_fd())?;
+        let completion_event = EventFd::new(EFD_NONBLOCK)?;
+        ring.submitter().register_eventfd(completion_event.as_raw_fd())?;
         // No filter of system calls sees what a ring does, so the ring itself is restricted to
         // these operations. It could be restricted to this file, too. But it would then hold the
         // file, and its lock, for some time after its process was killed.
@@ -82,12 +82,12 @@ impl Uring {
         Ok(Self {
             ring,
             file,
-            announcer,
-            under_way: HashMap::new(),
+            completion_event,
+            in_flight: HashMap::new(),
             ram: None,
-            refusal_said: false,
+            refusal_logged: false,
             #[cfg(test)]
-            refuse: 0,
+            refusals_left: 0,
         })
     }
 
@@ -95,12 +95,12 @@ impl Uring {
         &self.file
     }
 
-    pub(super) fn announcer(&self) -> &EventFd {
-        &self.announcer
+    pub(super) fn completion_event(&self) -> &EventFd {
+        &self.completion_event
     }
 
     /// Returns whether the ring does this kind of work.
-    pub(super) fn takes(&self, work: &DiskWork) -> bool {
+    pub(super) fn supports(&self, work: &DiskWork) -> bool {
         matches!(work, DiskWork::Read { .. } | DiskWork::Write { .. } | DiskWork::Flush)
     }
 
@@ -108,10 +108,15 @@ impl Uring {
     pub(super) fn submit(&mut self, operation: DiskOperation, ram: &GuestRam) -> io::Result<()> {
         let DiskOperation { token, work, durable } = operation;
         self.ram.get_or_insert_with(|| ram.clone());
-        self.give(token, UringOperation { work, durable, iovecs: Vec::new(), done: 0 }, ram)
+        self.submit_rest(token, UringOperation { work, durable, iovecs: Vec::new(), done: 0 }, ram)
     }
 
-    fn give(&mut self, token: u64, mut op: UringOperation, ram: &GuestRam) -> io::Result<()> {
+    fn submit_rest(
+        &mut self,
+        token: u64,
+        mut op: UringOperation,
+        ram: &GuestRam,
+    ) -> io::Result<()> {
         let fd = types::Fd(self.file.file().as_raw_fd());
         op.iovecs = match &op.work {
             DiskWork::Read { to, .. } => iovecs(to, op.done, ram)?,
@@ -136,10 +141,10 @@ impl Uring {
             _ => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
         };
         // Moving the vector does not move its content.
-        self.under_way.insert(token, op);
+        self.in_flight.insert(token, op);
         let pushed = self.push(&entry.user_data(token));
         if pushed.is_err() {
-            self.under_way.remove(&token);
+            self.in_flight.remove(&token);
         }
         pushed
     }
@@ -147,7 +152,7 @@ impl Uring {
     /// Adds an entry to the ring and submits it. After an error the kernel never sees the entry.
     fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         self.flush();
-        // SAFETY: `self` keeps the file and the iovecs until the operation has ended (`under_way`;
+        // SAFETY: `self` keeps the file and the iovecs until the operation has ended (`in_flight`;
         // a Uring that is dropped waits for it). The iovecs point to mappings that `ram` keeps.
         let pushed = unsafe { self.ring.submission().push(entry) };
         if pushed.is_err() {
@@ -166,12 +171,12 @@ impl Uring {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 refused => {
                     if let Err(e) = refused
-                        && !std::mem::replace(&mut self.refusal_said, true)
+                        && !std::mem::replace(&mut self.refusal_logged, true)
                     {
                         tracing::warn!("io_uring takes no requests for now: {e}");
                     }
                     // Brings the device's thread back to these entries.
-                    let _ = self.announcer.write(1);
+                    let _ = self.completion_event.write(1);
                     return;
                 }
             }
@@ -180,8 +185,8 @@ impl Uring {
 
     fn try_submit(&mut self) -> io::Result<usize> {
         #[cfg(test)]
-        if self.refuse > 0 {
-            self.refuse -= 1;
+        if self.refusals_left > 0 {
+            self.refusals_left -= 1;
             return Err(io::Error::from_raw_os_error(libc::EAGAIN));
         }
         self.ring.submit()
@@ -190,7 +195,7 @@ impl Uring {
     /// Takes the operations that have ended, and marks what the kernel wrote to guest memory.
     pub(super) fn completions(&mut self, ram: &GuestRam) -> Vec<(u64, io::Result<()>)> {
         // Comes before the completions are read: else one could be missed.
-        let _ = self.announcer.read();
+        let _ = self.completion_event.read();
         let ended: Vec<(u64, i32)> =
             self.ring.completion().map(|entry| (entry.user_data(), entry.result())).collect();
         let ended: Vec<_> = ended
@@ -208,7 +213,7 @@ impl Uring {
     }
 
     fn ended(&mut self, token: u64, result: i32, ram: &GuestRam) -> Option<(u64, io::Result<()>)> {
-        let mut op = self.under_way.remove(&token)?;
+        let mut op = self.in_flight.remove(&token)?;
         let whole = match &op.work {
             DiskWork::Read { to, .. } => {
                 // Marked even after a failure: part of the data may have arrived.
@@ -233,7 +238,7 @@ impl Uring {
         match outcome {
             Some(outcome) => Some((token, outcome)),
             // Submits the rest of the operation.
-            None => self.give(token, op, ram).err().map(|e| (token, Err(e))),
+            None => self.submit_rest(token, op, ram).err().map(|e| (token, Err(e))),
         }
     }
 
@@ -260,7 +265,7 @@ impl Uring {
     /// Waits, without limit, until the kernel has no operation.
     fn finish(&mut self) {
         let Some(ram) = self.ram.clone() else { return };
-        while !self.under_way.is_empty() {
+        while !self.in_flight.is_empty() {
             self.wait(None);
             self.completions(&ram);
         }
@@ -335,11 +340,11 @@ mod tests {
         let memory = Memory::new(16 << 20, &Default::default()).unwrap();
         let whole = Buffers::one(GuestAddress(0), 4096);
         for token in 0..3 {
-            uring.refuse = 5;
+            uring.refusals_left = 5;
             let work = DiskWork::Read { offset: 0, to: whole.clone() };
             uring.submit(DiskOperation { token, work, durable: false }, memory.ram()).unwrap();
         }
-        assert!(uring.refuse > 0, "none of them has gone");
+        assert!(uring.refusals_left > 0, "none of them has gone");
         let deadline = Instant::now() + Duration::from_secs(10);
         let mut ended = Vec::new();
         while ended.len() < 3 {

@@ -34,7 +34,7 @@ fn block_on(engine: &ManualEngine) -> (Disk, BlockDevice) {
 
 /// Makes a write of 8 MiB available. Returns its queue, its head and the place of its status.
 fn post_large(driver: &mut Driver, queue: usize) -> (usize, u16, DriverBuffer) {
-    let status = driver.given(&[0xff]);
+    let status = driver.readable(&[0xff]);
     let status = DriverBuffer { writable: true, ..status };
     let data = DriverBuffer { addr: 0, len: 8 << 20, writable: false };
     let header = header(driver, VIRTIO_BLK_T_OUT, 0);
@@ -59,7 +59,7 @@ fn bytes_in_flight_are_bounded() {
     let mut sent: Vec<_> = (0..6).map(|n| post_large(&mut driver, n % 2)).collect();
     driver.kick(0);
     driver.kick(1);
-    wait_for_pending(&engine, (MOST_UNDER_WAY >> 23) as usize);
+    wait_for_pending(&engine, (MAX_BYTES_IN_FLIGHT >> 23) as usize);
     assert!(matches!(meter.read(), DeviceStats::Disk { stalls: 1.., .. }), "{:?}", meter.read());
     // A pause is refused in time, with the reason.
     let began = Instant::now();
@@ -68,7 +68,7 @@ fn bytes_in_flight_are_bounded() {
     assert!(began.elapsed() < Duration::from_secs(5));
     // The waiting chains are taken when there is room, even if a pause makes that room.
     let stands = driver.transport.begin_quiesce(began + Duration::from_secs(20));
-    engine.end_all();
+    engine.complete_all();
     stands.wait().unwrap();
     assert_eq!(engine.pending(), 0);
     driver.transport.resume();
@@ -107,7 +107,7 @@ fn busy_device_is_quiesced_between_requests() {
     let count = 60;
     let mut heads = Vec::new();
     for _ in 0..count {
-        let status = driver.wanted(1);
+        let status = driver.writable(1);
         let flush = header(&mut driver, VIRTIO_BLK_T_FLUSH, 0);
         heads.push(driver.post(0, &[flush, status]));
     }
@@ -129,7 +129,7 @@ fn writes_without_flush_feature_are_durable() {
         assert_eq!(write(driver, 0, &pattern(1, 4096)), OK);
         assert_eq!(read(driver, 0, 512).0, OK);
         for kind in [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
-            let ranges = driver.given(&range(64, 8, 0));
+            let ranges = driver.readable(&range(64, 8, 0));
             assert_eq!(request(driver, kind, 0, &[ranges]), OK);
         }
     };
@@ -155,7 +155,7 @@ fn writes_without_flush_feature_are_durable() {
 
 /// Makes a flush available, which the engine holds.
 fn post_flush(driver: &mut Driver, engine: &ManualEngine) {
-    let status = driver.wanted(1);
+    let status = driver.writable(1);
     let flush = header(driver, VIRTIO_BLK_T_FLUSH, 0);
     driver.post(0, &[flush, status]);
     driver.kick(0);
@@ -172,16 +172,16 @@ fn unheard_loss_is_reported_to_the_next_driver() {
         flusher.note_lost(&io::Error::from_raw_os_error(libc::EIO));
         if breaks_a_rule {
             // A request without room for a status.
-            let half = driver.given(&[0; 15]);
+            let half = driver.readable(&[0; 15]);
             driver.post(1, &[half]);
             driver.kick(1);
             driver.wait_stopped("a request of no form");
-            engine.end_all();
+            engine.complete_all();
         } else {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     std::thread::sleep(Duration::from_millis(100));
-                    engine.end_all();
+                    engine.complete_all();
                 });
                 driver.write(VIRTIO_MMIO_STATUS, 0);
             });

@@ -88,13 +88,13 @@ pub(super) fn header(driver: &mut Driver, kind: u32, sector: u64) -> DriverBuffe
     let mut bytes = [0; 16];
     bytes[..4].copy_from_slice(&kind.to_le_bytes());
     bytes[8..].copy_from_slice(&sector.to_le_bytes());
-    driver.given(&bytes)
+    driver.readable(&bytes)
 }
 
 /// Makes a request and returns its status.
 #[track_caller]
 pub(super) fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[DriverBuffer]) -> u8 {
-    let status = driver.wanted(1);
+    let status = driver.writable(1);
     let header = header(driver, kind, sector);
     let pieces: Vec<DriverBuffer> = [&[header], data, &[status]].concat();
     driver.request(0, &pieces);
@@ -103,13 +103,13 @@ pub(super) fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Drive
 
 #[track_caller]
 pub(super) fn write(driver: &mut Driver, sector: u64, bytes: &[u8]) -> u8 {
-    let data = driver.given(bytes);
+    let data = driver.readable(bytes);
     request(driver, VIRTIO_BLK_T_OUT, sector, &[data])
 }
 
 #[track_caller]
 pub(super) fn read(driver: &mut Driver, sector: u64, len: u32) -> (u8, Vec<u8>) {
-    let data = driver.wanted(len);
+    let data = driver.writable(len);
     let status = request(driver, VIRTIO_BLK_T_IN, sector, &[data]);
     (status, driver.bytes(data))
 }
@@ -143,10 +143,10 @@ fn conforms_to_virtio() {
             // Reads and writes alternate, in several pieces.
             request: &|driver, n| {
                 let (kind, sector) = (n as u32 % 2, n * 8 % 1000);
-                let status = driver.wanted(1);
+                let status = driver.writable(1);
                 let data = match kind {
-                    VIRTIO_BLK_T_IN => [driver.wanted(1024), driver.wanted(3072)],
-                    _ => [driver.given(&pattern(n, 512)), driver.given(&pattern(n, 1024))],
+                    VIRTIO_BLK_T_IN => [driver.writable(1024), driver.writable(3072)],
+                    _ => [driver.readable(&pattern(n, 512)), driver.readable(&pattern(n, 1024))],
                 };
                 [&[header(driver, kind, sector)], &data[..], &[status]].concat()
             },
@@ -168,7 +168,7 @@ fn written_data_is_read_back_and_in_file() {
             assert_eq!(disk.contents(sector * 512, len), bytes);
             assert_eq!(read(&mut driver, sector, len as u32), (OK, bytes));
         }
-        let id = driver.wanted(20);
+        let id = driver.writable(20);
         assert_eq!(request(&mut driver, VIRTIO_BLK_T_GET_ID, 0, &[id]), OK);
         assert_eq!(driver.bytes(id), b"serial-1\0\0\0\0\0\0\0\0\0\0\0\0");
     }
@@ -180,23 +180,23 @@ fn zeroes_and_discards_change_only_their_ranges() {
         let disk = Disk::new();
         let (mut driver, _) = disk.driver(with);
         assert_eq!(write(&mut driver, 0, &pattern(9, 65536)), OK);
-        let zeros = driver.given(&[range(8, 8, 0), range(24, 16, 1)].concat());
+        let zeros = driver.readable(&[range(8, 8, 0), range(24, 16, 1)].concat());
         assert_eq!(request(&mut driver, VIRTIO_BLK_T_WRITE_ZEROES, 0, &[zeros]), OK);
         let mut want = pattern(9, 65536);
         want[4096..8192].fill(0);
         want[24 * 512..40 * 512].fill(0);
         assert_eq!(disk.contents(0, 65536), want);
         assert_eq!(disk.file.as_file().metadata().unwrap().len(), BYTES, "it keeps its size");
-        let discard = driver.given(&range(64, 8, 0));
+        let discard = driver.readable(&range(64, 8, 0));
         assert_eq!(request(&mut driver, VIRTIO_BLK_T_DISCARD, 0, &[discard]), OK);
         for bad in [range(0, 8, 2), range(0, 8, 1)] {
-            let bad = driver.given(&bad);
+            let bad = driver.readable(&bad);
             assert_eq!(request(&mut driver, VIRTIO_BLK_T_DISCARD, 0, &[bad]), UNSUPP);
         }
         for bad in
             [range(BYTES / 512 - 7, 8, 0), range(u64::MAX, 8, 0), range(0, 0, 0), vec![0; 15]]
         {
-            let bad = driver.given(&bad);
+            let bad = driver.readable(&bad);
             assert_eq!(request(&mut driver, VIRTIO_BLK_T_DISCARD, 0, &[bad]), IOERR);
         }
     }
@@ -216,15 +216,15 @@ fn tracker_has_exactly_the_written_blocks() {
         assert_eq!(marked(&mut writes), [run(1, 2)], "it crosses into the third block");
         assert_eq!(write(&mut driver, BYTES / 512 - 1, &pattern(1, 512)), OK);
         assert_eq!(marked(&mut writes), [run(BYTES / 4096 - 1, 1)]);
-        let zeros = driver.given(&range(80, 8, 0));
+        let zeros = driver.readable(&range(80, 8, 0));
         assert_eq!(request(&mut driver, VIRTIO_BLK_T_WRITE_ZEROES, 0, &[zeros]), OK);
         assert_eq!(marked(&mut writes), [run(10, 1)]);
-        let discard = driver.given(&range(160, 16, 0));
+        let discard = driver.readable(&range(160, 16, 0));
         assert_eq!(request(&mut driver, VIRTIO_BLK_T_DISCARD, 0, &[discard]), OK);
         assert_eq!(marked(&mut writes), [run(20, 2)]);
         let scattered = [range(320, 8, 0), range(800, 8, 0), range(640, 16, 0)].concat();
         for kind in [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
-            let ranges = driver.given(&scattered);
+            let ranges = driver.readable(&scattered);
             assert_eq!(request(&mut driver, kind, 0, &[ranges]), OK);
             assert_eq!(marked(&mut writes), [run(40, 1), run(80, 2), run(100, 1)]);
         }
@@ -250,8 +250,8 @@ fn malformed_requests_fail_alone() {
         assert_eq!(marked(&mut writes.unwrap()), []);
         assert!(!driver.is_stopped());
         // Without room for a status, or with half a header, no answer is possible.
-        let half = driver.given(&[0; 15]);
-        let status = driver.wanted(1);
+        let half = driver.readable(&[0; 15]);
+        let status = driver.writable(1);
         for pieces in [vec![half, status], vec![header(&mut driver, 0, 0)]] {
             driver.post(0, &pieces);
             driver.kick(0);
@@ -273,7 +273,7 @@ fn readonly_disk_is_not_written() {
         assert_ne!(driver.offered() & 1 << VIRTIO_BLK_F_RO, 0);
         assert_eq!(driver.offered() & 1 << VIRTIO_BLK_F_DISCARD, 0);
         assert_eq!(write(&mut driver, 0, &[0; 512]), IOERR);
-        let zeros = driver.given(&range(0, 8, 0));
+        let zeros = driver.readable(&range(0, 8, 0));
         for kind in [VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_T_DISCARD] {
             assert_eq!(request(&mut driver, kind, 0, &[zeros]), IOERR);
         }
@@ -316,8 +316,8 @@ fn concurrent_requests_on_all_queues_complete() {
                     let sector = (n * 2 + queue as u64) * 8;
                     let bytes = pattern(round * 1000 + sector, 512);
                     let pieces =
-                        [header(&mut driver, VIRTIO_BLK_T_OUT, sector), driver.given(&bytes)];
-                    let status = driver.wanted(1);
+                        [header(&mut driver, VIRTIO_BLK_T_OUT, sector), driver.readable(&bytes)];
+                    let status = driver.writable(1);
                     let head = driver.post(queue, &[&pieces[..], &[status]].concat());
                     sent.push((queue, head, sector, bytes, status));
                 }
@@ -419,6 +419,6 @@ fn failed_acquire_leaves_no_disk_locked() {
         let other = disk.block(EngineKind::Sync).acquire();
         assert_eq!(undone.is_ok(), !has_run, "{undone:?}");
         assert_eq!(other.is_ok(), !has_run, "{other:?}");
-        assert_eq!(block.held, has_run);
+        assert_eq!(block.locked, has_run);
     }
 }

@@ -69,7 +69,7 @@ fn acquire_drops_cached_pages_of_the_disk() {
     drop(waits);
     // A disk whose file was filled on this host.
     let mut block = disk.block(EngineKind::Sync);
-    block.note_made_here();
+    block.note_created_here();
     let waits = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
     waits.acquire().unwrap();
     assert!(is_cached(&disk).unwrap());
@@ -125,7 +125,7 @@ fn linux_write_back_error_is_reported_once() {
     let lose = |n| file.file().write_all_at(&[n; 4096], 0).unwrap();
     let flush_of_guest = || {
         let answer = flusher.answer(DurabilityPromise::Everything, file.file().sync_data());
-        flusher.told(&answer, true);
+        flusher.note_delivery(&answer, true);
         answer.result
     };
     let early = || flush_all([&flusher].into_iter(), Duration::from_secs(20));

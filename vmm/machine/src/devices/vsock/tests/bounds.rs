@@ -2,17 +2,17 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::super::bounds::MAX_CALLERS;
+use super::super::bounds::MAX_NEW_PROGRAMS;
 use super::*;
 
 /// Sizes of the device's collections, at one time or the largest seen.
 #[derive(Clone, Copy, Debug, Default)]
 struct CollectionSizes {
     connections: usize,
-    turns: usize,
+    send_order: usize,
     deadlines: usize,
     refusals: usize,
-    callers: usize,
+    new_programs: usize,
 }
 
 /// A device whose collections are measured after each call.
@@ -24,20 +24,20 @@ struct MeasuredVsock {
 
 impl MeasuredVsock {
     fn look(&self) {
-        let Vsock { connections, turns, deadlines, refusals, callers, .. } = &self.vsock;
+        let Vsock { connections, send_order, deadlines, refusals, new_programs, .. } = &self.vsock;
         let now = CollectionSizes {
             connections: connections.len(),
-            turns: turns.len(),
+            send_order: send_order.len(),
             deadlines: deadlines.len(),
             refusals: refusals.len(),
-            callers: callers.len(),
+            new_programs: new_programs.len(),
         };
         let mut most = self.most.lock().unwrap();
         most.connections = most.connections.max(now.connections);
-        most.turns = most.turns.max(now.turns);
+        most.send_order = most.send_order.max(now.send_order);
         most.deadlines = most.deadlines.max(now.deadlines);
         most.refusals = most.refusals.max(now.refusals);
-        most.callers = most.callers.max(now.callers);
+        most.new_programs = most.new_programs.max(now.new_programs);
         *self.now.lock().unwrap() = now;
     }
 }
@@ -120,13 +120,13 @@ impl Device for MeasuredVsock {
 /// Returns a guest whose device is measured, its maximum number of connections, the largest sizes
 /// so far and the current sizes.
 fn watched(
-    place: &TestSockets,
+    sockets: &TestSockets,
 ) -> (VsockGuest, usize, Arc<Mutex<CollectionSizes>>, Arc<Mutex<CollectionSizes>>) {
-    let mut vsock = place.vsock();
+    let mut vsock = sockets.vsock();
     vsock.acquire().unwrap();
     let (most, now) =
         (Arc::<Mutex<CollectionSizes>>::default(), Arc::<Mutex<CollectionSizes>>::default());
-    let connections = vsock.most;
+    let connections = vsock.max_connections;
     let device = MeasuredVsock { vsock, most: most.clone(), now: now.clone() };
     (VsockGuest::new(Driver::started(Box::new(device))), connections, most, now)
 }
@@ -138,11 +138,11 @@ fn attack() -> Duration {
 
 #[test]
 fn connections_reset_by_the_guest_leave_nothing() {
-    let place = TestSockets::new();
-    let listener = place.listen(52);
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
     // The programs' ends are accepted and closed, so that the listen queue never fills.
     std::thread::spawn(move || while listener.accept().is_ok() {});
-    let (mut guest, _, most, now) = watched(&place);
+    let (mut guest, _, most, now) = watched(&sockets);
     let end = Instant::now() + attack();
     let mut port = 0;
     // The guest has no buffer for a packet, so none of these connections gets its turn.
@@ -154,15 +154,15 @@ fn connections_reset_by_the_guest_leave_nothing() {
     }
     let most = *most.lock().unwrap();
     assert!(port > 100, "{port} connections");
-    assert!(most.turns <= 1, "of {port} connections, one at a time: {most:?}");
+    assert!(most.send_order <= 1, "of {port} connections, one at a time: {most:?}");
     assert!(most.deadlines <= 2, "{most:?}");
     assert_eq!(now.lock().unwrap().connections, 0);
 }
 
 #[test]
 fn programs_that_leave_cause_bounded_refusals() {
-    let place = TestSockets::new();
-    let (mut guest, connections, most, now) = watched(&place);
+    let sockets = TestSockets::new();
+    let (mut guest, connections, most, now) = watched(&sockets);
     let (end, cap) = (Instant::now() + attack(), Instant::now() + 10 * LONG);
     let mut calls = 0;
     // The guest has no buffer for a packet, so it sees none of these connections, and each is
@@ -171,7 +171,7 @@ fn programs_that_leave_cause_bounded_refusals() {
     let enough = |calls| calls > 2 * (MAX_REFUSALS + connections);
     while Instant::now() < end || !enough(calls) && Instant::now() < cap {
         calls += 1;
-        let mut program = UnixStream::connect(place.uds()).unwrap();
+        let mut program = UnixStream::connect(sockets.uds()).unwrap();
         // A program that the device has already rejected counts as well.
         let _ = program.write_all(b"CONNECT 9\n");
     }
@@ -180,7 +180,7 @@ fn programs_that_leave_cause_bounded_refusals() {
     assert!(seen.refusals > MAX_REFUSALS, "the attack reaches the bound: {seen:?}");
     assert!(seen.refusals <= MAX_REFUSALS + connections, "after {calls} calls: {seen:?}");
     assert!(seen.deadlines <= 2 * connections, "{seen:?}");
-    assert!(seen.callers <= MAX_CALLERS, "{seen:?}");
+    assert!(seen.new_programs <= MAX_NEW_PROGRAMS, "{seen:?}");
     // Once the guest takes its packets, the device is as it was before.
     let end = Instant::now() + LONG;
     loop {
@@ -196,7 +196,7 @@ fn programs_that_leave_cause_bounded_refusals() {
             std::thread::sleep(Duration::from_millis(20));
         }
     }
-    let _program = place.call(9000);
+    let _program = sockets.call(9000);
     let (header, _) = guest.next();
     assert_eq!((header.op.get(), header.dst_port.get()), (op::REQUEST, 9000));
 }

@@ -4,9 +4,9 @@ use super::*;
 
 #[test]
 fn guest_connects_to_a_host_program() {
-    let place = TestSockets::new();
-    let listener = place.listen(52);
-    let mut guest = place.guest();
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
+    let mut guest = sockets.guest();
     let (ports, mut program) = guest.connect(&listener, 52);
     guest.send(op::RW, ports, b"a question");
     let mut bytes = [0; 10];
@@ -36,9 +36,9 @@ fn guest_connects_to_a_host_program() {
 
 #[test]
 fn host_program_connects_to_the_guest() {
-    let place = TestSockets::new();
-    let mut guest = place.guest();
-    let mut program = place.call(9000);
+    let sockets = TestSockets::new();
+    let mut guest = sockets.guest();
+    let mut program = sockets.call(9000);
     let (header, _) = guest.next();
     assert_eq!((header.op.get(), header.dst_port.get()), (op::REQUEST, 9000));
     let ports = Ports { guest: 9000, host: header.src_port.get() };
@@ -55,12 +55,12 @@ fn host_program_connects_to_the_guest() {
     assert_ne!(header.flags.get() & NO_SEND, 0);
     guest.send(op::RST, ports, &[]);
     // The guest refuses this connection.
-    let mut program = place.call(9001);
+    let mut program = sockets.call(9001);
     let (header, _) = guest.next();
     guest.send(op::RST, Ports { guest: 9001, host: header.src_port.get() }, &[]);
     assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
     // This is not the expected greeting.
-    let mut program = UnixStream::connect(place.uds()).unwrap();
+    let mut program = UnixStream::connect(sockets.uds()).unwrap();
     program.set_read_timeout(Some(LONG)).unwrap();
     program.write_all(b"GET / HTTP/1.1\r\n").unwrap();
     assert_eq!(program.read(&mut [0; 8]).unwrap_or(0), 0);
@@ -68,9 +68,9 @@ fn host_program_connects_to_the_guest() {
 
 #[test]
 fn credit_bounds_both_directions() {
-    let place = TestSockets::new();
-    let listener = place.listen(52);
-    let mut guest = place.guest();
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
+    let mut guest = sockets.guest();
     let (ports, mut program) = guest.connect(&listener, 52);
     // The program does not read: its socket fills, then the device's buffer, and no more is
     // accepted.
@@ -123,8 +123,8 @@ fn credit_bounds_both_directions() {
 
 #[test]
 fn malformed_packets_are_refused_and_bounded() {
-    let place = TestSockets::new();
-    let mut guest = place.guest();
+    let sockets = TestSockets::new();
+    let mut guest = sockets.guest();
     let ports = Ports { guest: 5, host: 6 };
     for op in [op::RW, op::RESPONSE, op::SHUTDOWN, op::CREDIT_REQUEST, 0, 99] {
         guest.send(op, ports, &[]);
@@ -140,7 +140,7 @@ fn malformed_packets_are_refused_and_bounded() {
     let heads: Vec<u16> = (0..MAX_REFUSALS as u32 + 10)
         .map(|n| {
             let header = VsockGuest::packet(op::RW, Ports { guest: n, host: 1 });
-            let piece = guest.driver.given(header.as_bytes());
+            let piece = guest.driver.readable(header.as_bytes());
             let head = guest.driver.post(TRANSMIT, &[piece]);
             guest.driver.kick(TRANSMIT);
             if (n as usize) < MAX_REFUSALS {
@@ -159,15 +159,15 @@ fn malformed_packets_are_refused_and_bounded() {
     // Malformed packets.
     let lying = PacketHeader { len: 1.into(), ..VsockGuest::packet(op::RW, ports) };
     for (queue, bytes) in [(TRANSMIT, lying.as_bytes()), (TRANSMIT, &[0; 43][..])] {
-        let piece = guest.driver.given(bytes);
+        let piece = guest.driver.readable(bytes);
         guest.driver.post(queue, &[piece]);
         guest.driver.kick(queue);
         guest.driver.wait_stopped("a packet of no form");
         guest.driver.start(!0);
     }
-    let (small, nobody) = (guest.driver.wanted(43), VsockGuest::packet(op::RW, ports));
+    let (small, nobody) = (guest.driver.writable(43), VsockGuest::packet(op::RW, ports));
     guest.driver.post(RECEIVE, &[small]);
-    let piece = guest.driver.given(nobody.as_bytes());
+    let piece = guest.driver.readable(nobody.as_bytes());
     guest.driver.post(TRANSMIT, &[piece]);
     guest.driver.kick(TRANSMIT);
     guest.driver.wait_stopped("no room for a header");
@@ -175,10 +175,10 @@ fn malformed_packets_are_refused_and_bounded() {
 
 #[test]
 fn unanswered_connection_ends_at_its_timeout() {
-    let place = TestSockets::new();
-    let mut guest = place.guest();
+    let sockets = TestSockets::new();
+    let mut guest = sockets.guest();
     let began = Instant::now();
-    let mut program = place.call(9000);
+    let mut program = sockets.call(9000);
     let (header, _) = guest.next();
     assert_eq!(header.op.get(), op::REQUEST);
     let ports = Ports { guest: 9000, host: header.src_port.get() };
@@ -188,7 +188,7 @@ fn unanswered_connection_ends_at_its_timeout() {
     guest.expect(op::RST, ports);
     // Nor does it end a connection whose program is gone, after the program had already shut down
     // sending.
-    let listener = place.listen(52);
+    let listener = sockets.listen(52);
     let (ports, program) = guest.connect(&listener, 52);
     program.shutdown(Shutdown::Write).unwrap();
     let (header, _) = guest.expect(op::SHUTDOWN, ports);

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn connections_leave_file_descriptors_for_other_uses() {
-    let most = [0, 256, 300, 1024, 4096, u64::MAX].map(most_connections);
+    let most = [0, 256, 300, 1024, 4096, u64::MAX].map(max_connections);
     assert_eq!(most, [16, 16, 44, 768, 1024, 1024]);
 }
 
@@ -34,8 +34,8 @@ fn exhausted_file_descriptors_do_not_spin() {
         assert!(String::from_utf8_lossy(&out.stdout).contains("1 passed"));
         return;
     }
-    let place = TestSockets::new();
-    let mut guest = place.guest();
+    let sockets = TestSockets::new();
+    let mut guest = sockets.guest();
     let mut program = rustix::net::socket(
         rustix::net::AddressFamily::UNIX,
         rustix::net::SocketType::STREAM,
@@ -49,8 +49,8 @@ fn exhausted_file_descriptors_do_not_spin() {
     while let Ok(file) = std::fs::File::open("/dev/null") {
         files.push(file);
     }
-    let door = rustix::net::SocketAddrUnix::new(place.uds()).unwrap();
-    rustix::net::connect(&program, &door).unwrap();
+    let listener = rustix::net::SocketAddrUnix::new(sockets.uds()).unwrap();
+    rustix::net::connect(&program, &listener).unwrap();
     program.write_all(b"CONNECT 7\n").unwrap();
     std::thread::sleep(Duration::from_millis(2500));
     drop(files);

@@ -88,9 +88,9 @@ impl VsockGuest {
 
     fn send_header(&mut self, header: PacketHeader, data: &[u8]) {
         let header = PacketHeader { len: (data.len() as u32).into(), ..header };
-        let mut pieces = vec![self.driver.given(header.as_bytes())];
+        let mut pieces = vec![self.driver.readable(header.as_bytes())];
         if !data.is_empty() {
-            pieces.push(self.driver.given(data));
+            pieces.push(self.driver.readable(data));
         }
         self.driver.request(TRANSMIT, &pieces);
         self.driver.forget_buffers();
@@ -103,7 +103,7 @@ impl VsockGuest {
     /// Returns the next packet for the guest.
     #[track_caller]
     fn next(&mut self) -> (PacketHeader, Vec<u8>) {
-        let room = self.driver.wanted((HEADER + 4096) as u32);
+        let room = self.driver.writable((HEADER + 4096) as u32);
         let head = self.driver.post(RECEIVE, &[room]);
         self.driver.kick(RECEIVE);
         let len = self.driver.wait_used(RECEIVE, head) as usize;

@@ -4,9 +4,9 @@ use super::*;
 
 #[test]
 fn program_that_ends_during_pause_is_noticed() {
-    let place = TestSockets::new();
-    let listener = place.listen(52);
-    let mut guest = place.guest();
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
+    let mut guest = sockets.guest();
     let (ports, program) = guest.connect(&listener, 52);
     program.shutdown(Shutdown::Write).unwrap();
     guest.expect(op::SHUTDOWN, ports);
@@ -20,9 +20,9 @@ fn program_that_ends_during_pause_is_noticed() {
 
 #[test]
 fn move_resets_the_guests_connections() {
-    let place = TestSockets::new();
-    let listener = place.listen(52);
-    let mut guest = place.guest();
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
+    let mut guest = sockets.guest();
     let (ports, mut program) = guest.connect(&listener, 52);
     guest.driver.quiesce();
     // A pause without a move changes nothing.
@@ -32,7 +32,7 @@ fn move_resets_the_guests_connections() {
     guest.driver.quiesce();
     let state = guest.driver.transport.save().unwrap();
     guest.driver.transport.release().unwrap();
-    let mut vsock = place.vsock();
+    let mut vsock = sockets.vsock();
     vsock.acquire().unwrap();
     let ram = guest.driver.memory.ram().clone();
     let moved = Transport::spawn("moved", Box::new(vsock), ram).unwrap();
@@ -41,7 +41,7 @@ fn move_resets_the_guests_connections() {
     guest.driver = guest.driver.moved_to(moved);
     assert_eq!(program.read(&mut [0]).unwrap(), 0, "the old host's end is closed");
     guest.driver.transport.resume();
-    let room = guest.driver.wanted(4);
+    let room = guest.driver.writable(4);
     assert_eq!(guest.driver.request(EVENT, &[room]), 4);
     assert_eq!(guest.driver.bytes(room), TRANSPORT_RESET.to_le_bytes());
     let (ports, mut program) = guest.connect(&listener, 52);
@@ -51,9 +51,9 @@ fn move_resets_the_guests_connections() {
 
 #[test]
 fn pause_loses_no_data() {
-    let place = TestSockets::new();
-    let listener = place.listen(52);
-    let mut guest = place.guest();
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
+    let mut guest = sockets.guest();
     let (ports, mut program) = guest.connect(&listener, 52);
     for n in 0..100 {
         program.write_all(&[n]).unwrap();
@@ -62,7 +62,7 @@ fn pause_loses_no_data() {
         assert_eq!(guest.expect(op::RW, ports).1, [n]);
         guest.driver.forget_buffers();
     }
-    let mut caller = UnixStream::connect(place.uds()).unwrap();
+    let mut caller = UnixStream::connect(sockets.uds()).unwrap();
     for byte in b"CONNECT 9\n" {
         caller.write_all(&[*byte]).unwrap();
         guest.driver.quiesce();
@@ -73,13 +73,13 @@ fn pause_loses_no_data() {
 
 #[test]
 fn socket_has_one_owner_and_is_removed() {
-    let place = TestSockets::new();
-    let (mut a, mut b) = (place.vsock(), place.vsock());
-    assert!(!place.uds().exists(), "looking leaves nothing behind");
+    let sockets = TestSockets::new();
+    let (mut a, mut b) = (sockets.vsock(), sockets.vsock());
+    assert!(!sockets.uds().exists(), "looking leaves nothing behind");
     a.acquire().unwrap();
     assert!(b.acquire().unwrap_err().to_string().contains("in use"));
     a.release(crate::testing::soon()).unwrap();
-    assert!(!place.uds().exists());
+    assert!(!sockets.uds().exists());
     b.acquire().unwrap();
     let nowhere = VsockConfig { cid: 3, uds: "/nonexistent-dl/v".into() };
     let said = Vsock::open(&nowhere, &Opener::start().unwrap()).err().unwrap().to_string();

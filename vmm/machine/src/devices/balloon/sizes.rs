@@ -4,14 +4,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Values that are shared without jobs. Each is independent of the others.
 #[derive(Debug, Default)]
-pub(super) struct SharedBalloonState {
+pub(super) struct BalloonSizes {
     target: AtomicU32,
     actual: AtomicU32,
     hinting: AtomicBool,
     discarded: AtomicU64,
 }
 
-impl SharedBalloonState {
+impl BalloonSizes {
     pub(super) fn target(&self) -> u32 {
         self.target.load(Relaxed)
     }

@@ -10,20 +10,20 @@ use crate::devices::error::StateError;
 
 /// Most frames of each queue pair that are sent along. This is more than a tap holds, unless its
 /// queue was made longer.
-const MOST: usize = 1024;
+const MAX_FRAMES: usize = 1024;
 /// Most bytes of frames that are kept, of all pairs together. This is more than is sent along, for
 /// a guest that stays.
-const KEPT: usize = 1 << 20;
+const MAX_BYTES: usize = 1 << 20;
 /// Encoded bytes of a frame besides its data: queue pair and length.
-const FRAME_HEAD: usize = 4;
+const FRAME_OVERHEAD: usize = 4;
 /// Encoded bytes before the first frame: the number of frames.
-const HEAD: usize = 3;
+const COUNT_BYTES: usize = 3;
 
 /// Frames with their headers and queue pairs, in order within each pair.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub(super) struct FramesInFlight(VecDeque<(u8, Vec<u8>)>);
+pub(super) struct QueuedFrames(VecDeque<(u8, Vec<u8>)>);
 
-impl FramesInFlight {
+impl QueuedFrames {
     /// Removes and returns the next frame for `pair`.
     pub(super) fn pop(&mut self, pair: u8) -> Option<Vec<u8>> {
         let i = self.0.iter().position(|(of, _)| *of == pair)?;
@@ -31,25 +31,25 @@ impl FramesInFlight {
     }
 
     /// Drops the frames of all pairs except the first `pairs`.
-    pub(super) fn keep(&mut self, pairs: u8) {
+    pub(super) fn retain_pairs(&mut self, pairs: u8) {
         self.0.retain(|(pair, _)| *pair < pairs);
     }
 
-    /// Reads the frames that wait in `tap` through `buffer` and adds them, up to [`KEPT`] bytes,
+    /// Reads the frames that wait in `tap` through `buffer` and adds them, up to [`MAX_BYTES`] bytes,
     /// shared evenly among its pairs. Returns whether frames were lost: there were more, or some
     /// could not be read.
-    pub(super) fn take_from(&mut self, tap: &Tap, buffer: &mut [u8]) -> bool {
+    pub(super) fn read_from(&mut self, tap: &Tap, buffer: &mut [u8]) -> bool {
         let mut more = false;
         for pair in 0..tap.enabled() {
             // Frames from earlier moves that failed may still be here.
             let kept = self.0.iter().filter(|(of, _)| *of == pair).map(|(_, frame)| frame.len());
             let (before, bytes) = kept.fold((0, 0), |(n, sum), len| (n + 1, sum + len));
-            let mut room = (KEPT / usize::from(tap.enabled())).saturating_sub(bytes);
+            let mut room = (MAX_BYTES / usize::from(tap.enabled())).saturating_sub(bytes);
             for taken in before.. {
                 match tap.read(pair, buffer) {
                     Ok(None) => break,
                     // The frame has already been read, so it is lost.
-                    Ok(Some(len)) if taken >= MOST || len > room => {
+                    Ok(Some(len)) if taken >= MAX_FRAMES || len > room => {
                         more = true;
                         break;
                     }
@@ -71,9 +71,9 @@ impl FramesInFlight {
 
     /// Encodes the first frames that fit into `room` bytes. Returns no bytes if there are none.
     pub(super) fn encode(&self, room: usize) -> Result<Vec<u8>, StateError> {
-        let mut left = room.saturating_sub(HEAD);
+        let mut left = room.saturating_sub(COUNT_BYTES);
         let fits = |(_, frame): &&(u8, Vec<u8>)| {
-            let taken = left.checked_sub(FRAME_HEAD + frame.len());
+            let taken = left.checked_sub(FRAME_OVERHEAD + frame.len());
             left = taken.unwrap_or(0);
             taken.is_some()
         };
@@ -93,7 +93,7 @@ impl FramesInFlight {
         let misfit = |why| Err(StateError::Misfit(why));
         // A sequence begins with its length, which is checked before anything is allocated for it.
         let (count, _) = postcard::take_from_bytes::<usize>(bytes).map_err(DecodeError::from)?;
-        let most = MOST * usize::from(pairs);
+        let most = MAX_FRAMES * usize::from(pairs);
         if count > most {
             return misfit(format!("{count} frames came late, more than {most}"));
         }
@@ -114,28 +114,27 @@ impl FramesInFlight {
 mod tests {
     use super::*;
 
-    fn late(lens: &[(u8, usize)]) -> FramesInFlight {
-        FramesInFlight(lens.iter().map(|(pair, len)| (*pair, vec![*pair; *len])).collect())
+    fn frames_of(lens: &[(u8, usize)]) -> QueuedFrames {
+        QueuedFrames(lens.iter().map(|(pair, len)| (*pair, vec![*pair; *len])).collect())
     }
 
     #[test]
     fn encoded_frames_fit_and_decode() {
-        let all = late(&[(0, HEADER), (1, 200), (0, MAX_FRAME), (1, 20_000)]);
+        let all = frames_of(&[(0, HEADER), (1, 200), (0, MAX_FRAME), (1, 20_000)]);
         for room in [0, 1, 100, 300, MAX_FRAME, MAX_FRAME + 300, 2 * MAX_FRAME] {
             let bytes = all.encode(room).unwrap();
             assert!(bytes.len() <= room, "{} in {room}", bytes.len());
-            let back = FramesInFlight::decode(&bytes, 2).unwrap();
+            let back = QueuedFrames::decode(&bytes, 2).unwrap();
             assert!(back.0.iter().eq(all.0.iter().take(back.0.len())));
         }
-        assert_eq!(FramesInFlight::decode(&all.encode(1 << 20).unwrap(), 2).unwrap(), all);
-        assert_eq!(FramesInFlight::default().encode(1 << 20).unwrap(), Vec::<u8>::new());
+        assert_eq!(QueuedFrames::decode(&all.encode(1 << 20).unwrap(), 2).unwrap(), all);
+        assert_eq!(QueuedFrames::default().encode(1 << 20).unwrap(), Vec::<u8>::new());
     }
 
     #[test]
     fn each_pair_has_its_frames_in_order() {
-        let mut all =
-            FramesInFlight([(0, vec![1]), (1, vec![2]), (0, vec![3]), (2, vec![4])].into());
-        all.keep(2);
+        let mut all = QueuedFrames([(0, vec![1]), (1, vec![2]), (0, vec![3]), (2, vec![4])].into());
+        all.retain_pairs(2);
         assert_eq!(all.pop(2), None);
         assert_eq!(all.pop(0), Some(vec![1]));
         assert_eq!(all.pop(0), Some(vec![3]));
@@ -146,21 +145,16 @@ mod tests {
     #[test]
     fn hostile_bytes_are_refused() {
         let refused = |frames: &[(u8, Vec<u8>)]| {
-            FramesInFlight::decode(&postcard::to_stdvec(frames).unwrap(), 2)
-                .unwrap_err()
-                .to_string()
+            QueuedFrames::decode(&postcard::to_stdvec(frames).unwrap(), 2).unwrap_err().to_string()
         };
         assert!(refused(&[(2, vec![0; 100])]).contains("pair 2 of 2"));
         assert!(refused(&[(0, vec![0; HEADER - 1])]).contains("bytes came late"));
         assert!(refused(&[(0, vec![0; MAX_FRAME + 1])]).contains("bytes came late"));
-        assert!(refused(&vec![(0, vec![0; HEADER]); 2 * MOST + 1]).contains("more than"));
-        FramesInFlight::decode(&[0xff; 9], 2).unwrap_err();
-        let followed = [late(&[(0, HEADER)]).encode(100).unwrap(), vec![0]].concat();
+        assert!(refused(&vec![(0, vec![0; HEADER]); 2 * MAX_FRAMES + 1]).contains("more than"));
+        QueuedFrames::decode(&[0xff; 9], 2).unwrap_err();
+        let followed = [frames_of(&[(0, HEADER)]).encode(100).unwrap(), vec![0]].concat();
         assert!(
-            FramesInFlight::decode(&followed, 2)
-                .unwrap_err()
-                .to_string()
-                .contains("1 bytes follow")
+            QueuedFrames::decode(&followed, 2).unwrap_err().to_string().contains("1 bytes follow")
         );
     }
 }
