@@ -245,7 +245,7 @@ fn restore_overwrites_only_its_own_disk() {
     std::fs::write(tmp.path("other"), vec![9; DISK_BYTES]).unwrap();
     std::fs::rename(tmp.path("other"), tmp.path("disk")).unwrap();
     let stderr = guest.refuse_restore(&["--same-id"]);
-    assert!(stderr.contains("disk \"disk0\" is another one on this host"), "{stderr}");
+    assert!(stderr.contains("disk \"disk0\" is a different disk on this host"), "{stderr}");
     // The guest may be running elsewhere.
     std::fs::create_dir_all(tmp.path("state")).unwrap();
     let record = tmp.path("state").join(format!("{id}.source.json"));
@@ -318,7 +318,7 @@ fn another_disk_needs_identity_any() {
     let stderr = first.refuse(4, &["send-migration", &to]);
     let inode = |name| std::os::unix::fs::MetadataExt::ino(&tmp.path(name).metadata().unwrap());
     for part in [
-        "disk \"disk0\" is another one on this host".to_owned(),
+        "disk \"disk0\" is a different disk on this host".to_owned(),
         format!("inode {}", inode("disk")),
         format!("copy\" is inode {}", inode("copy")),
         format!("--disk id=disk0,{may_be}"),
@@ -337,7 +337,7 @@ fn another_disk_needs_identity_any() {
     std::fs::hard_link(tmp.path("copy"), tmp.path("link")).unwrap();
     let (mut unfit, to) = receiver(&tmp, "unfit2", &["--disk", &spec]);
     let stderr = second.refuse(4, &["send-migration", &to]);
-    assert!(stderr.contains("disk \"disk0\" is another one on this host"), "{stderr}");
+    assert!(stderr.contains("disk \"disk0\" is a different disk on this host"), "{stderr}");
     unfit.kill();
     let link = format!("path={}", tmp.text("link"));
     let (mut third, to) = receiver(&tmp, "third", &["--disk", &link]);
@@ -387,7 +387,7 @@ fn guest_with_a_failing_disk_does_not_move() {
         let control = driftline_migrate::SendControl::new();
         let refused =
             driftline_migrate::send(&*guest, &to, &options, &control).unwrap_err().to_string();
-        let why = "disk \"disk0\": what the guest wrote could not be made durable in";
+        let why = "disk \"disk0\": writes of the guest could not be made durable in";
         assert!(refused.contains(why) && refused.contains("Input/output error"), "{refused}");
         assert_eq!(guest.run_state(), RunState::Running, "the guest runs at its source");
     };

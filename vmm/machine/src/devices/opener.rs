@@ -58,7 +58,7 @@ pub(crate) struct DropOnOpener<T: Send + 'static> {
 impl<T: Send + 'static> Drop for DropOnOpener<T> {
     fn drop(&mut self) {
         let value = self.value.take();
-        // If the thread has ended, or comes to the job late, `value` is dropped with the job.
+        // If the thread has ended, or misses the deadline, `value` is dropped with the job.
         let _ = self.opener.run(move || drop(value));
     }
 }

@@ -11,7 +11,7 @@ use super::virtio::{Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watch
 
 const QUEUE_SIZE: u16 = 64;
 /// Most bytes given for one chain. A driver may ask for 4 GiB; it asks again for more.
-const MOST: u32 = 4096;
+const MAX_BYTES_PER_CHAIN: u32 = 4096;
 
 /// The device. It has no state to save: bytes that it gave belong to the guest, and later bytes do
 /// not exist yet.
@@ -47,9 +47,9 @@ impl Device for Rng {
 
     fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
-        let mut bytes = [0; MOST as usize];
+        let mut bytes = [0; MAX_BYTES_PER_CHAIN as usize];
         while let Some(chain) = ring.pop(io.ram)? {
-            let wanted = chain.writable.len().min(MOST) as usize;
+            let wanted = chain.writable.len().min(MAX_BYTES_PER_CHAIN) as usize;
             if wanted == 0 {
                 let why = format!("the chain from {} has no room for randomness", chain.head);
                 return Err(Violation::Request { queue: 0, why });
@@ -133,6 +133,6 @@ mod tests {
             assert!(seen.insert(driver.bytes(piece)));
         }
         let large = driver.writable(1 << 20);
-        assert_eq!(driver.request(0, &[large]), MOST, "bounded");
+        assert_eq!(driver.request(0, &[large]), MAX_BYTES_PER_CHAIN, "bounded");
     }
 }

@@ -3,8 +3,9 @@
 //!
 //! Lines are written whole. An unfinished line, such as a prompt, is written after [`LINE_TIMEOUT`].
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, Write};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -23,12 +24,21 @@ const DRAIN_TIMEOUT: Duration = Duration::from_millis(100);
 /// Longest time that the end of a machine waits for the reader.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Error of opening a sink.
+/// Why the serial output cannot be opened.
 #[derive(Debug, thiserror::Error)]
-#[error("serial output to \"{path}\" is not possible: {cause}")]
-pub struct SerialOutputError {
-    path: String,
-    cause: io::Error,
+#[non_exhaustive]
+pub enum SerialOutputError {
+    /// The file cannot be opened.
+    #[error("the file of the serial output, \"{}\", cannot be opened for appending: {cause}", path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        cause: io::Error,
+    },
+    /// The thread cannot be started.
+    #[error("no thread can be started for the serial output: {0}")]
+    Thread(io::Error),
 }
 
 #[derive(Debug, Default)]
@@ -105,33 +115,31 @@ pub struct SerialOutputThread {
 /// Opens `sink` and starts its thread.
 ///
 /// # Errors
-/// The file cannot be opened, or the thread cannot be started.
+///
+/// Fails if the file cannot be opened or the thread cannot be started.
 pub fn open(sink: &SerialSink) -> Result<(SerialWriter, SerialOutputThread), SerialOutputError> {
     let to: Box<dyn Write + Send> = match sink {
         SerialSink::Stdio => Box::new(io::stdout()),
         SerialSink::Null => Box::new(io::sink()),
         SerialSink::File(path) => {
-            let open =
-                || -> io::Result<File> { OpenOptions::new().create(true).append(true).open(path) };
-            let failed = |cause| SerialOutputError { path: path.display().to_string(), cause };
-            Box::new(open().map_err(failed)?)
+            let failed = |cause| SerialOutputError::Open { path: path.clone(), cause };
+            Box::new(OpenOptions::new().create(true).append(true).open(path).map_err(failed)?)
         }
     };
     let shared = Arc::new(OutputBuffer::default());
-    let theirs = shared.clone();
+    let buffer = shared.clone();
     let run = move || {
-        empty(&theirs, to);
-        theirs.lock().done = true;
-        theirs.changed.notify_all();
+        write_out(&buffer, to);
+        buffer.lock().done = true;
+        buffer.changed.notify_all();
     };
-    let failed = |cause| SerialOutputError { path: "a new thread".to_owned(), cause };
     let thread = sandbox::spawn(Class::Serial, "serial", run);
-    let thread = Some(thread.map_err(failed)?);
+    let thread = Some(thread.map_err(SerialOutputError::Thread)?);
     Ok((SerialWriter(shared.clone()), SerialOutputThread { shared, thread }))
 }
 
 /// Writes output until the sink is closed and empty.
-fn empty(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
+fn write_out(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
     let mut broken = false;
     loop {
         let (bytes, dropped, closed) = next(shared);
@@ -178,7 +186,7 @@ impl Drop for SerialOutputThread {
         if done {
             let _ = thread.join();
         } else {
-            tracing::warn!("serial output is left unwritten: its reader is stuck");
+            tracing::warn!("some serial output is not written: its reader is stuck");
         }
     }
 }

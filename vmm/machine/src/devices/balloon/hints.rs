@@ -21,7 +21,7 @@ pub(super) const STOP: u32 = 0;
 /// Command that says that no hinting is in progress: the driver may take its frames back.
 pub(super) const DONE: u32 = 1;
 /// Most runs that are kept. Frames of further hints are copied like any others.
-const MOST_RUNS: usize = 65_536;
+const MAX_RUNS: usize = 65_536;
 
 /// Hints of a guest. See the module documentation.
 #[derive(Debug, Default)]
@@ -65,14 +65,14 @@ impl Hints {
 
     /// Adds hinted frames.
     pub(super) fn add(&mut self, frames: FrameRun) {
-        if let Some(run) = self.run.as_mut().filter(|r| r.begun && r.free.len() < MOST_RUNS) {
+        if let Some(run) = self.run.as_mut().filter(|r| r.begun && r.free.len() < MAX_RUNS) {
             run.free.insert(frames);
         }
     }
 
     /// Ends the run and returns it, if there is one. A driver's STOP is ignored if it may belong to
     /// an earlier run.
-    #[must_use = "somebody waits for its answer"]
+    #[must_use = "the requester waits for its answer"]
     pub(super) fn end(&mut self, by_driver: bool) -> Option<HintRun> {
         self.run.take_if(|run| run.begun || !by_driver)
     }

@@ -45,9 +45,9 @@ use sizes::BalloonSizes;
 
 const QUEUE_SIZE: u16 = 128;
 /// Most frame numbers in one chain; Linux sends 256. More would let a driver delay a pause.
-const MOST_NUMBERS: u32 = 4096;
+const MAX_FRAME_NUMBERS: u32 = 4096;
 /// Token of the event that signals requests to the device's thread.
-const ASKED: u32 = 0;
+const JOBS: u32 = 0;
 
 /// Feature bits.
 const FREE_PAGE_HINT: u64 = 1 << 3;
@@ -149,9 +149,9 @@ impl Balloon {
     fn inflate(&mut self, queue: usize, chain: &Chain, ram: &GuestRam) -> Result<(), Violation> {
         let wrong = |why| Violation::Request { queue: queue as u16, why };
         let len = chain.readable.len();
-        if !len.is_multiple_of(4) || len > 4 * MOST_NUMBERS {
+        if !len.is_multiple_of(4) || len > 4 * MAX_FRAME_NUMBERS {
             return Err(wrong(format!(
-                "{len} bytes are not up to {MOST_NUMBERS} frame numbers of 4 bytes"
+                "{len} bytes are not up to {MAX_FRAME_NUMBERS} frame numbers of 4 bytes"
             )));
         }
         let mut bytes = vec![0; len as usize];
@@ -290,7 +290,7 @@ impl Device for Balloon {
     }
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
-        watcher.watch(&*self.wake, EventSet::IN, ASKED)
+        watcher.watch(&*self.wake, EventSet::IN, JOBS)
     }
 
     fn activate(&mut self, features: u64) {

@@ -105,7 +105,7 @@ fn frames_outside_memory_stop_the_device() {
         driver.start(!0);
     }
     let odd = driver.readable(&[0; 6]);
-    let many = driver.readable(&vec![0; 4 * MOST_NUMBERS as usize + 4]);
+    let many = driver.readable(&vec![0; 4 * MAX_FRAME_NUMBERS as usize + 4]);
     for wrong in [odd, many] {
         driver.post(INFLATE, &[wrong]);
         driver.kick(INFLATE);
@@ -236,7 +236,7 @@ fn target_reaches_the_driver_also_after_a_move() {
     control.set_target(3 << 20);
     let end = Instant::now() + LONG;
     while target(&driver) != 768 {
-        assert!(Instant::now() < end, "the driver never hears of it");
+        assert!(Instant::now() < end, "the target never reaches the driver");
         thread::sleep(Duration::from_micros(200));
     }
     let interrupts =
@@ -260,7 +260,7 @@ fn target_reaches_the_driver_also_after_a_move() {
     assert_eq!((target(&driver), interrupts(&driver)), (768, 0));
     driver.transport.resume();
     while target(&driver) != 512 {
-        assert!(Instant::now() < end, "the driver never hears of it");
+        assert!(Instant::now() < end, "the target never reaches the driver");
         thread::sleep(Duration::from_micros(200));
     }
     assert_ne!(interrupts(&driver), 0);

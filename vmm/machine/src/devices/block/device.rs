@@ -15,7 +15,7 @@ use crate::devices::virtio::{
 };
 
 /// Time for which the device works on one queue before it serves other events.
-const TURN: Duration = Duration::from_millis(10);
+const MAX_ROUND: Duration = Duration::from_millis(10);
 /// Token of the event that announces completions of the engine.
 const COMPLETIONS: u32 = 0;
 
@@ -66,7 +66,7 @@ impl Device for BlockDevice {
     }
 
     fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
-        let end = Instant::now() + TURN;
+        let end = Instant::now() + MAX_ROUND;
         while self.bytes_in_flight < MAX_BYTES_IN_FLIGHT {
             let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };

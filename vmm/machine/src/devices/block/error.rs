@@ -47,7 +47,7 @@ pub enum DiskError {
         bytes: u64,
     },
     /// Two disks have the same file and would overwrite each other's blocks.
-    #[error("disks \"{first}\" and \"{second}\" are the same file \"{}\", which only disks that are not written to can share", path.display())]
+    #[error("disks \"{first}\" and \"{second}\" use the same file \"{}\": only read-only disks can share a file", path.display())]
     Twice {
         /// The first disk's name.
         first: String,
@@ -58,8 +58,8 @@ pub enum DiskError {
     },
     /// The file is to be overwritten, and no identity shows that it is the guest's disk.
     #[error(
-        "disk \"{id}\" is to be written over, and nothing tells whether \"{}\" is the disk that the guest had: \
-         --disk id={id},path={},identity=any says that it is",
+        "disk \"{id}\" would be overwritten, and no identity shows that \"{}\" is the guest's disk: if it is, \
+         give --disk id={id},path={},identity=any",
         path.display(), path.display()
     )]
     Nameless {
@@ -88,7 +88,7 @@ pub enum DiskError {
     },
     /// Another guest or program uses the file.
     #[error(
-        "disk file \"{}\" is in use by another: `lslocks` and `fuser -v {}` tell the process, if it is on \
+        "disk file \"{}\" is in use by another process: `lslocks` and `fuser -v {}` name it if it runs on \
          this host",
         .0.display(), .0.display()
     )]
@@ -103,11 +103,11 @@ pub enum DiskError {
         /// The system's error.
         cause: io::Error,
     },
-    /// What the guest wrote is lost, and the guest has not been told yet.
+    /// Data of the guest is lost, and the guest has not been told yet.
     #[error(
-        "disk \"{id}\": what the guest wrote could not be made durable in \"{}\": {cause}; its next flush fails, \
-         and until then it is not handed over: `sync` in the guest, or its file system mounted anew, flushes it; \
-         `driftline stop` gives the guest up",
+        "disk \"{id}\": writes of the guest could not be made durable in \"{}\": {cause}; the guest is not \
+         handed over before its next flush has reported the error: run `sync` in the guest or mount the file \
+         system again, or end the guest with `driftline stop`",
         path.display()
     )]
     Lost {
@@ -120,8 +120,8 @@ pub enum DiskError {
     },
     /// A flush was still under way when the disk was to be handed over.
     #[error(
-        "disk \"{id}\": what the guest wrote is still being made durable in \"{}\" after {waited:.1?}: its storage \
-         is too slow to hand it over now, or stuck",
+        "disk \"{id}\": writes of the guest are still being made durable in \"{}\" after {waited:.1?}: the \
+         storage is stuck, or too slow for a hand-over now",
         path.display()
     )]
     FlushUnderWay {
@@ -152,8 +152,8 @@ pub enum DiskError {
     },
     /// The file is a different disk from the guest's.
     #[error(
-        "disk \"{id}\" is another one on this host: the guest comes from {theirs}, and \"{}\" is {ours} here; that it may be, as a \
-         copy or on storage whose hosts number files differently, --disk id={id},path={},identity=any says here",
+        "disk \"{id}\" is a different disk on this host: the guest had {theirs}, and \"{}\" is {ours}; if it is \
+         a copy, or on storage whose hosts number files differently, give --disk id={id},path={},identity=any",
         path.display(), path.display()
     )]
     Another {
@@ -185,7 +185,7 @@ pub enum DiskError {
         cause: io::Error,
     },
     /// The writes to the disk cannot be tracked.
-    #[error("the writes to disk \"{id}\" cannot be followed: {cause}")]
+    #[error("the writes to disk \"{id}\" cannot be tracked: {cause}")]
     Untracked {
         /// The disk's name.
         id: String,
@@ -222,8 +222,8 @@ impl ParentsDisk {
     fn hint(self, id: &str, path: &Path) -> String {
         match self {
             Self::OrSnapshot => format!(
-                "; if it is a copy in a snapshot of that disk's file system, --disk \
-                 id={id},path={},identity=any says so",
+                "; if it is a copy in a snapshot of that disk's file system, give --disk \
+                 id={id},path={},identity=any",
                 path.display()
             ),
             Self::Itself | Self::Path => String::new(),

@@ -162,14 +162,14 @@ impl DiskFile {
     pub(super) fn drop_page_cache(&self) {
         if let Err(e) = fadvise(&self.file, 0, None, Advice::DontNeed) {
             tracing::warn!(
-                "what is cached of \"{}\" stays, though another host may have written to it: {e}",
+                "cached pages of \"{}\" cannot be dropped, and another host may have written to the file: {e}",
                 self.path.display()
             );
         }
     }
 
-    /// Makes durable what was written, then releases the lock. The lock is kept while data is lost
-    /// of which the guest does not know: on another host nobody would tell it.
+    /// Makes all writes durable, then releases the lock. The lock is kept while the guest has not been
+    /// told of lost data: another host does not know of it.
     ///
     /// The lock is released only once no flush of this host is under way (I7): a flush that has
     /// begun may write blocks for as long as it lasts, over those of the next host.

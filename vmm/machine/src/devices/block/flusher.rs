@@ -18,8 +18,8 @@
 //! guest has not seen is kept: were it forgotten, the guest's next flush would succeed although
 //! data is lost. A guest's flush at the same moment must get the error by itself, so the thread of
 //! `HandOver::flush` uses an open file of its own. It opens that file anew for each flush. A new
-//! open file reports an error that nobody has seen yet. One that is older than the error would
-//! report it again, long after the guest has seen it.
+//! open file reports only errors that were not reported before. An open file that is older than the
+//! error would report it again, long after the guest has seen it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -161,7 +161,7 @@ impl Flusher {
         open_again(path_fd, 0)
     }
 
-    /// Has the flush thread call `sync`, which makes the disk's own file durable. No flush may be
+    /// Makes the flush thread call `sync`, which makes the disk's own file durable. No flush may be
     /// under way.
     pub(super) fn begin_on_own_file(
         self: &Arc<Self>,
@@ -386,7 +386,7 @@ mod tests {
         });
         let path = temp.path().display().to_string();
         assert!(
-            why.starts_with("disk \"d\": what the guest wrote could not") && why.contains(&path)
+            why.starts_with("disk \"d\": writes of the guest could not") && why.contains(&path)
         );
         assert_eq!(hand_over(&file).unwrap_err().to_string(), why);
         // The loss is still reported after a later flush has succeeded.
@@ -403,7 +403,7 @@ mod tests {
         let (file, _temp) = without_fdatasync(disk);
         file.lock().unwrap();
         let why = hand_over(&file).unwrap_err().to_string();
-        assert!(why.starts_with("disk \"d\": what the guest wrote could not"), "{why}");
+        assert!(why.starts_with("disk \"d\": writes of the guest could not"), "{why}");
         eio(flush_of_guest(file.flusher(), Ok(())));
     }
 
@@ -475,12 +475,12 @@ mod tests {
         }
         let answer = flusher.answer(DurabilityPromise::Itself, Ok(()));
         flusher.note_delivery(&answer, false);
-        assert!(flusher.lost().is_some(), "nobody heard it");
+        assert!(flusher.lost().is_some(), "it was not delivered");
         let answer = flusher.answer(DurabilityPromise::Itself, Ok(()));
         flusher.note_delivery(&answer, true);
         eio(answer.result);
         assert!(flusher.lost().is_none());
-        // Data whose durability nobody promised is not lost.
+        // Data without a promise of durability is not lost.
         let answer = flusher.answer(DurabilityPromise::Itself, Err(eio_now()));
         flusher.note_delivery(&answer, false);
         assert!(flusher.lost().is_none());

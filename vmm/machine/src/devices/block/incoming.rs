@@ -51,7 +51,7 @@ pub(crate) fn make_copies(
     Ok(copies)
 }
 
-/// A file that is created for a copy; see the module.
+/// A file that receives a copy; see the module.
 #[derive(Debug)]
 struct IncomingDisk {
     file: File,
@@ -79,15 +79,15 @@ impl IncomingDisk {
         let failed = |what: &str, e: io::Error| {
             refused(format!("{what} failed: {e}{}", permission_hint(path, &e)))
         };
-        let opened = open(path).map_err(|e| failed("making it", e))?;
+        let opened = open(path).map_err(|e| failed("creating it", e))?;
         let Some((file, before)) = opened else {
-            return Err(refused("it is no regular file".to_owned()));
+            return Err(refused("it is not a regular file".to_owned()));
         };
         // Until it is certain that the file is ours, a drop must leave it as it is.
         let made = Self { file, path: path.clone(), guest, before, keep: AtomicBool::new(true) };
         match lock::set(&made.file, RangeLock::Exclusive, guest) {
             Ok(true) => {}
-            Ok(false) => return Err(refused("it is in use by another".to_owned())),
+            Ok(false) => return Err(refused("it is in use by another process".to_owned())),
             // The file stays even if it was created here: another build may have locked it by now,
             // and an empty file does no harm.
             Err(e) => return Err(failed("locking it", e)),
@@ -95,20 +95,20 @@ impl IncomingDisk {
         // Comes after the lock: the previous holder of the lock may have been filling the file.
         if let PriorContent::Room(bytes) = before {
             if has_data(&made.file).map_err(|e| failed("looking for data in it", e))? {
-                let why = "there is a file with data in it, and a copy is never written over what is there: name a file \
-                           that does not exist, or remove it";
+                let why = "there is a file with data in it, which a copy never overwrites: give a path that does not \
+                           exist, or remove the file";
                 return Err(refused(why.to_owned()));
             }
             if bytes > disk.bytes {
                 let has = disk.bytes;
                 return Err(refused(format!(
-                    "there is a file of {bytes} bytes, and the disk has {has}"
+                    "there is a file of {bytes} bytes, and the disk has only {has}"
                 )));
             }
         }
         // The file may have been removed, and another created, since it was opened.
         if !made.is_named().map_err(|e| failed("looking at it", e))? {
-            return Err(refused("its name is another file's now".to_owned()));
+            return Err(refused("its path leads to another file now".to_owned()));
         }
         made.keep.store(false, Ordering::Relaxed);
         made.file.set_len(disk.bytes).map_err(|e| failed("giving it its size", e))?;
@@ -128,7 +128,7 @@ impl IncomingDisk {
         match self.before {
             PriorContent::Nothing => {
                 if !self.is_named()? {
-                    return Err(io::Error::other("its name is another file's now"));
+                    return Err(io::Error::other("its path leads to another file now"));
                 }
                 fs::remove_file(&self.path)?;
                 sync_dir(parent(&self.path))
@@ -161,7 +161,7 @@ impl DriveCopy for IncomingDisk {
 
     fn yield_to_guest(&self) -> io::Result<()> {
         if !self.is_named()? {
-            return Err(io::Error::other("its name is another file's now"));
+            return Err(io::Error::other("its path leads to another file now"));
         }
         lock::set(&self.file, RangeLock::Free, self.guest).map(drop)
     }
@@ -177,7 +177,7 @@ impl Drop for IncomingDisk {
             return;
         }
         if let Err(e) = self.remove() {
-            tracing::warn!("a copy that is not complete is left at {}: {e}", self.path.display());
+            tracing::warn!("the incomplete copy {} cannot be removed: {e}", self.path.display());
         }
     }
 }
@@ -187,7 +187,7 @@ impl Drop for IncomingDisk {
 fn open(path: &Path) -> io::Result<Option<(File, PriorContent)>> {
     let mut options = OpenOptions::new();
     options.read(true).write(true);
-    // Nobody else on this host may read a guest's disk.
+    // No other user of this host may read a guest's disk.
     match options.clone().create_new(true).mode(0o600).open(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
         made => return made.map(|file| Some((file, PriorContent::Nothing))),
@@ -276,16 +276,21 @@ mod tests {
         assert!(!has_data(&file).unwrap());
         File::create(&path).unwrap().set_len(BYTES + 512).unwrap();
         let said = make(&path, guest).unwrap_err().to_string();
-        assert!(said.contains("a file of 1049088 bytes, and the disk has 1048576"), "{said}");
+        assert!(said.contains("a file of 1049088 bytes, and the disk has only 1048576"), "{said}");
         fs::write(&path, "precious").unwrap();
         let said = make(&path, guest).unwrap_err().to_string();
         let why = "disk \"d\" cannot be copied to \"";
         assert!(said.starts_with(why) && said.contains("a file with data in it"), "{said}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
-        assert!(make(dir.path(), guest).unwrap_err().to_string().contains("it is no regular file"));
+        assert!(
+            make(dir.path(), guest).unwrap_err().to_string().contains("it is not a regular file")
+        );
         let none = dir.path().join("none/copy");
         assert!(
-            make(&none, guest).unwrap_err().to_string().contains("making it failed: No such file")
+            make(&none, guest)
+                .unwrap_err()
+                .to_string()
+                .contains("creating it failed: No such file")
         );
     }
 

@@ -1,8 +1,8 @@
 //! Locks on a disk's file, by open file description. The host that may run the guest holds the
 //! lock.
 //!
-//! A lock belongs to the open file, not to the process. It is gone as soon as the file is closed,
-//! for whatever reason. Other VMMs that lock their disks (QEMU among them) use the same kind of
+//! A lock belongs to the open file, not to the process. It ends when the file is closed, for
+//! whatever reason. Other VMMs that lock their disks (QEMU among them) use the same kind of
 //! lock, so their locks are seen too.
 //!
 //! ```text
@@ -14,7 +14,7 @@
 //!
 //! The byte that is not locked lies far behind any data and identifies the guest. On the
 //! destination host the disk may still be locked by the host that the guest comes from, but by
-//! nobody else.
+//! no other guest.
 
 use std::fs::File;
 use std::io;
@@ -79,7 +79,7 @@ pub(super) mod tests {
         let (one, other) = (VmId::random(), VmId::random());
         for holder in [one, other] {
             assert!(set(&a, RangeLock::Exclusive, one).unwrap());
-            assert!(set(&a, RangeLock::Exclusive, one).unwrap(), "again, by whoever has it");
+            assert!(set(&a, RangeLock::Exclusive, one).unwrap(), "again, by its holder");
             assert!(!set(&b, RangeLock::Exclusive, holder).unwrap());
             assert!(!set(&b, RangeLock::Shared, holder).unwrap());
             assert!(set(&a, RangeLock::Free, one).unwrap());
@@ -101,7 +101,7 @@ pub(super) mod tests {
         let (locked, looks) = (open(), open());
         let (one, other) = (VmId::random(), VmId::random());
         let anothers = |lock, holder| is_locked_by_another(&looks, lock, holder).unwrap();
-        assert!(!anothers(RangeLock::Exclusive, one), "nobody has it");
+        assert!(!anothers(RangeLock::Exclusive, one), "it is free");
         assert!(set(&locked, RangeLock::Exclusive, one).unwrap());
         assert!(!anothers(RangeLock::Exclusive, one));
         assert!(anothers(RangeLock::Exclusive, other) && anothers(RangeLock::Shared, other));

@@ -1,7 +1,7 @@
 //! A disk's file that a restore overwrites, so that it has the content of the epoch.
 //!
-//! The file is locked for its guest meanwhile: nobody can run from it, and no second restore can
-//! write to it. Whatever the restore has written stays in the file, however the restore ends.
+//! The file is locked for its guest meanwhile: no guest can run from it, and no second restore can
+//! write to it. What the restore has written stays in the file, however the restore ends.
 
 use std::fs::{self, File};
 use std::io;
@@ -181,7 +181,7 @@ impl RestoredDisk {
         let (ours, named) = (self.file().metadata()?, fs::metadata(self.file.path())?);
         match (ours.dev(), ours.ino()) == (named.dev(), named.ino()) {
             true => Ok(()),
-            false => Err(io::Error::other("its name is another file's now")),
+            false => Err(io::Error::other("its path leads to another file now")),
         }
     }
 
@@ -264,7 +264,7 @@ mod tests {
         assert!(said.contains("No such file"), "{said}");
         File::create(&path).unwrap().set_len(BYTES).unwrap();
         let said = opened.yield_to_guest().unwrap_err().to_string();
-        assert!(said.contains("its name is another file's now"), "{said}");
+        assert!(said.contains("its path leads to another file now"), "{said}");
         fs::rename(dir.path().join("aside"), &path).unwrap();
         opened.yield_to_guest().unwrap();
     }
@@ -389,7 +389,7 @@ mod tests {
         assert_eq!(open(&host, &drives).unwrap(), 1);
         fs::rename(dir.path().join("other"), &path).unwrap();
         let said = open(&host, &drives).unwrap_err().to_string();
-        assert!(said.contains("disk \"d\" is another one on this host"), "{said}");
+        assert!(said.contains("disk \"d\" is a different disk on this host"), "{said}");
         let named = format!("path={},id=d", path.display());
         assert!(
             said.contains(&format!("--disk id=d,path={},identity=any", path.display())),
@@ -405,7 +405,7 @@ mod tests {
         let guest = VmId::random();
         let parent = &ParentGuest { guest, devices: &nameless.devices };
         let unknown = open_drives(guest, parent, &nameless, &drives, &host).map(drop).unwrap_err();
-        assert!(unknown.to_string().contains("nothing tells whether"), "{unknown}");
+        assert!(unknown.to_string().contains("no identity shows"), "{unknown}");
         // Without drives in the epoch nothing is overwritten, and the file is expected to be a
         // copy.
         let there = config.clone().on_host(&host.writing_over(&[])).unwrap();

@@ -438,7 +438,7 @@ impl<'s> FuzzHarness<'s> {
         }
         let queued_packets = self.device.detach(4096);
         assert!(queued_packets.len() <= 4096);
-        // What arrived late may be malformed.
+        // These bytes may be malformed.
         let _ = new.attach(&queued_packets);
         new.acquire().unwrap();
         self.device = new;

@@ -174,11 +174,13 @@ impl Device for Net {
         if let Some(tap) = self.tap.take()
             && self.queued_frames.read_from(&tap, &mut self.buffer)
         {
-            self.count_lost("more came while it moved than is kept");
+            self.count_lost("more frames arrived during the move than are kept");
         }
         self.watched = false;
         self.queued_frames.encode(room).unwrap_or_else(|why| {
-            self.count_lost(&format!("what came while it moved cannot be encoded: {why}"));
+            self.count_lost(&format!(
+                "frames that arrived during the move cannot be encoded: {why}"
+            ));
             Vec::new()
         })
     }

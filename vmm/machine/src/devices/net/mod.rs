@@ -71,7 +71,7 @@ pub(super) struct Net {
     features: Option<u64>,
     /// Buffer for one frame with its header.
     buffer: Box<[u8]>,
-    /// Whether it has been logged that the tap does not do what the driver needs.
+    /// Whether it has been logged that the tap lacks what the driver negotiated.
     tap_error_logged: bool,
     /// Number of frames that neither the driver nor the tap took.
     lost: u64,
@@ -205,12 +205,12 @@ impl Net {
         }
     }
 
-    /// Logs the error as such only once, because a driver can cause it repeatedly.
+    /// Logs the error at error level only once, because a driver can cause it repeatedly.
     fn note_tap_error(&mut self, e: &io::Error) {
         let name = &self.config.tap;
         match std::mem::replace(&mut self.tap_error_logged, true) {
             false => {
-                tracing::error!("tap \"{name}\" does not do what the guest's driver needs: {e}");
+                tracing::error!("tap \"{name}\" lacks what the guest's driver negotiated: {e}");
             }
             true => tracing::debug!("tap \"{name}\" again: {e}"),
         }

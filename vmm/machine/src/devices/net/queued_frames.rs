@@ -95,14 +95,14 @@ impl QueuedFrames {
         let (count, _) = postcard::take_from_bytes::<usize>(bytes).map_err(DecodeError::from)?;
         let most = MAX_FRAMES * usize::from(pairs);
         if count > most {
-            return misfit(format!("{count} frames came late, more than {most}"));
+            return misfit(format!("{count} frames are queued, more than {most}"));
         }
         let frames: VecDeque<(u8, Vec<u8>)> = codec::decode(bytes)?;
         for (pair, frame) in &frames {
             let len = frame.len();
             if *pair >= pairs || !(HEADER..=MAX_FRAME).contains(&len) {
                 return misfit(format!(
-                    "a frame of {len} bytes came late for pair {pair} of {pairs}"
+                    "a frame of {len} bytes is queued for pair {pair} of {pairs}"
                 ));
             }
         }
@@ -148,8 +148,8 @@ mod tests {
             QueuedFrames::decode(&postcard::to_stdvec(frames).unwrap(), 2).unwrap_err().to_string()
         };
         assert!(refused(&[(2, vec![0; 100])]).contains("pair 2 of 2"));
-        assert!(refused(&[(0, vec![0; HEADER - 1])]).contains("bytes came late"));
-        assert!(refused(&[(0, vec![0; MAX_FRAME + 1])]).contains("bytes came late"));
+        assert!(refused(&[(0, vec![0; HEADER - 1])]).contains("bytes is queued"));
+        assert!(refused(&[(0, vec![0; MAX_FRAME + 1])]).contains("bytes is queued"));
         assert!(refused(&vec![(0, vec![0; HEADER]); 2 * MAX_FRAMES + 1]).contains("more than"));
         QueuedFrames::decode(&[0xff; 9], 2).unwrap_err();
         let followed = [frames_of(&[(0, HEADER)]).encode(100).unwrap(), vec![0]].concat();

@@ -20,20 +20,20 @@ use crate::fail_point;
 pub enum TapError {
     /// No tap of that name exists.
     #[error(
-        "tap \"{name}\" does not exist on this host; `ip tuntap add {name} mode tap` makes one"
+        "tap \"{name}\" does not exist on this host; `ip tuntap add {name} mode tap` creates it"
     )]
     Missing {
         /// Name of the tap.
         name: String,
     },
     /// The tap is in use; it can have one owner only.
-    #[error("tap \"{name}\" is in use by another")]
+    #[error("tap \"{name}\" is in use by another process")]
     InUse {
         /// Name of the tap.
         name: String,
     },
     /// The interface is not a tap, or not one for this number of queues.
-    #[error("\"{name}\" cannot be used as a tap with {queues} pair{} of queues: it is none, or was made {} `multi_queue` ({cause})", if *queues == 1 { "" } else { "s" }, if *queues == 1 { "with" } else { "without" })]
+    #[error("\"{name}\" cannot be used as a tap with {queues} pair{} of queues: it is not a tap, or was created {} `multi_queue` ({cause})", if *queues == 1 { "" } else { "s" }, if *queues == 1 { "with" } else { "without" })]
     Kind {
         /// Name of the tap.
         name: String,
@@ -43,7 +43,7 @@ pub enum TapError {
         cause: io::Error,
     },
     /// The tap lacks what the guest's driver has negotiated.
-    #[error("tap \"{name}\" does not do what the guest's driver needs: {cause}")]
+    #[error("tap \"{name}\" lacks what the guest's driver negotiated: {cause}")]
     Features {
         /// Name of the tap.
         name: String,

@@ -299,9 +299,8 @@ fn frames_in_flight_arrive_first_after_a_move() {
     }
     let moved = restored(&network, &driver, state);
     driver.transport.release().unwrap();
-    let late = driver.transport.detach(1 << 20);
-    moved.attach(late).unwrap();
-    assert_eq!(network.frames(), [&frame::announcement(MAC)[HEADER..]], "before it goes on");
+    moved.attach(driver.transport.detach(1 << 20)).unwrap();
+    assert_eq!(network.frames(), [&frame::announcement(MAC)[HEADER..]], "before it resumes");
     moved.acquire().unwrap();
     let mut driver = driver.moved_to(moved);
     driver.transport.resume();

@@ -404,7 +404,11 @@ impl DeviceSet {
     /// Attaches the guest's peers on this host and takes the data that [`detach`](Self::detach)
     /// returned on the previous host. All devices are tried, even if that data is malformed.
     pub(crate) fn attach(&self, queued_packets: &[u8]) -> Result<(), RequestError> {
-        let malformed = |why| RequestError::Misfit(format!("what came late is malformed: {why}"));
+        let malformed = |why| {
+            RequestError::Misfit(format!(
+                "the data that arrived during the move is malformed: {why}"
+            ))
+        };
         let decoded = match queued_packets.is_empty() {
             true => Ok((BTreeMap::new(), &[][..])),
             false => postcard::take_from_bytes::<BTreeMap<u16, Vec<u8>>>(queued_packets),

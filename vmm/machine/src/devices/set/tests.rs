@@ -97,7 +97,7 @@ fn failed_acquire_releases_all_devices() {
     other.acquire().unwrap();
     let why = set.acquire().unwrap_err().to_string();
     assert!(why.contains("in use") && why.contains(&*b.path.to_string_lossy()), "{why}");
-    assert!(is_free(&a), "what was had already is given back");
+    assert!(is_free(&a), "what was acquired already is released");
     drop(other);
     set.acquire().unwrap();
     assert!(!is_free(&a) && !is_free(&b));
@@ -139,7 +139,7 @@ fn failed_release_does_not_stop_the_others() {
     let set = DeviceSet::of(devices, DeviceLimits::default());
     set.acquire().unwrap();
     Script::set(&script.refuses_release, true);
-    assert_eq!(set.release().unwrap_err().to_string(), "it does not let go");
+    assert_eq!(set.release().unwrap_err().to_string(), "it refuses to be released");
     assert!(is_free(&a));
     // Acquired again, because the guest continues on this host.
     set.acquire().unwrap();
@@ -160,7 +160,7 @@ fn failed_quiesce_names_device_and_resumes_others() {
     let why = set.quiesce().unwrap_err().to_string();
     assert_eq!(why, "virtio-rng \"stuck\" still has 1 requests under way");
     let why = set.devices[0].save().unwrap_err().to_string();
-    assert!(why.contains("works"), "it was told to go on: {why}");
+    assert!(why.contains("only a paused device"), "it was resumed: {why}");
     Script::set(&scripts[1].busy, false);
     set.quiesce().unwrap();
     set.save().unwrap();
@@ -179,9 +179,9 @@ fn stuck_set(memory: &Memory) -> (DeviceSet, Arc<Script>) {
 /// The device's thread receives the request after the deadline and drops it.
 #[test]
 fn missed_deadline_does_not_end_the_device() {
-    let device = spawn("late", Box::new(FakeDevice(Arc::default())), &memory());
+    let device = spawn("d", Box::new(FakeDevice(Arc::default())), &memory());
     let why = device.save_by(Instant::now()).unwrap_err().to_string();
-    assert!(why.contains("virtio-rng \"late\" did not save its state"), "{why}");
+    assert!(why.contains("virtio-rng \"d\" did not save its state"), "{why}");
     device.save().unwrap();
 }
 

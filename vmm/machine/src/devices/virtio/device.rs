@@ -67,7 +67,7 @@ pub(crate) struct DeviceIo<'w> {
     /// The device's queues, in the order of [`Device::queue_sizes`]. A queue that the driver has
     /// not set up has no chains.
     pub(crate) rings: &'w mut [DeviceRing],
-    /// Changes the configuration space.
+    /// The interrupt and the configuration space, which the device may change.
     pub(crate) shared: &'w SharedDeviceState,
     /// Starts and stops watching files.
     pub(crate) watcher: &'w Watcher,
@@ -148,8 +148,8 @@ pub(crate) trait Device: Send {
     /// Acquires what only one host may hold.
     fn acquire(&mut self) -> Result<(), DeviceError>;
 
-    /// Makes durable what the guest wrote, then releases what only one host may hold. The device is
-    /// paused. A tap is not released: what arrives can wait in it.
+    /// Makes the guest's writes durable, then releases what only one host may hold. The device is
+    /// paused. A tap is not released: frames that arrive can wait in it.
     ///
     /// # Errors
     ///

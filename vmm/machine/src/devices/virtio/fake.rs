@@ -143,7 +143,7 @@ impl Device for FakeDevice {
     fn acquire(&mut self) -> Result<(), DeviceError> {
         self.0.wait_while_stuck();
         if Script::is(&self.0.refuses_acquire) {
-            Err(StateError::Misfit("it is not to be had".to_owned()).into())
+            Err(StateError::Misfit("it refuses to be acquired".to_owned()).into())
         } else {
             Ok(())
         }
@@ -153,7 +153,7 @@ impl Device for FakeDevice {
         self.0.wait_while_stuck();
         Script::set(&self.0.released, true);
         if Script::is(&self.0.refuses_release) {
-            Err(StateError::Misfit("it does not let go".to_owned()).into())
+            Err(StateError::Misfit("it refuses to be released".to_owned()).into())
         } else {
             Ok(())
         }

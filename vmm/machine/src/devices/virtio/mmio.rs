@@ -29,7 +29,7 @@ pub(super) struct MmioInterface {
 }
 
 impl MmioInterface {
-    /// Creates the front of `device`; `id` is its name in messages.
+    /// Creates the interface of `device`; `id` is its name in messages.
     pub(super) fn new(id: &str, device: &dyn Device) -> io::Result<Self> {
         let kind = device.kind();
         let sizes = device.queue_sizes();

@@ -22,8 +22,8 @@ pub(crate) enum RequestError {
         count: usize,
     },
     /// Only a paused device can be saved.
-    #[error("{device} works, and can be saved only standing")]
-    Works {
+    #[error("{device} is running, and only a paused device can be saved")]
+    NotPaused {
         /// Kind and name of the device.
         device: String,
     },

@@ -1,7 +1,7 @@
 //! A device's view of a virtqueue: it takes chains, gives them back, and notifies the driver.
 //!
 //! This wraps rust-vmm's `Queue` and adds what that leaves to its user: chains are checked as a
-//! whole, a turn is bounded (a driver could add chains for ever), and so are the chains under way.
+//! whole, a round is bounded (a driver could add chains for ever), and so are the chains in flight.
 
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -45,9 +45,9 @@ impl RingPosition {
 pub(crate) struct DeviceRing {
     number: u16,
     queue: Queue,
-    /// Chains that may still be taken in this turn.
+    /// Chains that may still be taken in this round.
     budget: u16,
-    /// Whether the queue needs another turn.
+    /// Whether the queue needs another round.
     needs_round: bool,
     /// Whether chains were given back and the driver has not been told yet.
     unannounced: bool,
@@ -55,9 +55,9 @@ pub(crate) struct DeviceRing {
     notifications_off: bool,
     /// Chains taken and not given back.
     in_flight: u16,
-    /// Whether chains were given back as a batch in this turn.
+    /// Whether chains were given back as a batch in this round.
     batched: bool,
-    /// Position in the used ring at the start of the turn.
+    /// Position in the used ring at the start of the round.
     round_start: u16,
 }
 
@@ -140,7 +140,7 @@ impl DeviceRing {
         RingPosition { next_available: self.queue.next_avail(), next_used: self.queue.next_used() }
     }
 
-    /// Begins a turn of the device, in which it may take as many chains as the queue has entries.
+    /// Begins a round of the device, in which it may take as many chains as the queue has entries.
     pub(super) fn begin_round(&mut self) {
         self.budget = self.queue.size();
         self.needs_round = false;
@@ -148,7 +148,7 @@ impl DeviceRing {
         self.round_start = self.queue.next_used();
     }
 
-    /// Ends a turn. Returns whether the driver wants an interrupt for the chains that were pushed.
+    /// Ends a round. Returns whether the driver wants an interrupt for the chains that were pushed.
     pub(super) fn end_round(&mut self, ram: &GuestRam) -> Result<bool, Violation> {
         let unannounced = std::mem::take(&mut self.unannounced);
         if !unannounced || !self.is_set_up() {
@@ -173,13 +173,13 @@ impl DeviceRing {
         Ok(since < all)
     }
 
-    /// Returns whether the queue needs another turn: the last one ended early.
+    /// Returns whether the queue needs another round: the last one ended early.
     pub(super) fn needs_round(&self) -> bool {
         self.needs_round
     }
 
     /// Takes the next chain. After `None` the device is called again: when the driver notifies the
-    /// queue, or, if the turn has used up its budget, in another turn.
+    /// queue, or, if the round has used up its budget, in another round.
     pub(crate) fn pop(&mut self, ram: &GuestRam) -> Result<Option<Chain>, Violation> {
         if !self.is_set_up() {
             return Ok(None);
@@ -190,7 +190,7 @@ impl DeviceRing {
                 self.needs_round = true;
                 return Ok(None);
             }
-            // Rounds without a chain count too: a driver might move its index to and fro.
+            // Looks without a chain count too: a driver might move its index to and fro.
             self.budget -= 1;
             let broken = |e: virtio_queue::Error| Violation::Available {
                 queue: self.number,
@@ -221,8 +221,8 @@ impl DeviceRing {
         }
     }
 
-    /// Ends the turn although there may be more chains. The device is called again for this queue,
-    /// after others have had their turn.
+    /// Ends the round although there may be more chains. The device is called again for this queue,
+    /// after others have had their round.
     pub(crate) fn yield_round(&mut self) {
         self.needs_round = true;
     }

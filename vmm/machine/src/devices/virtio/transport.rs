@@ -70,7 +70,7 @@ impl Drop for WorkerThread {
                 let _ = thread.join();
             }
             _ => tracing::error!(
-                "{} is left behind: its backend is stuck, and what the guest last wrote to it may not be durable",
+                "{} is abandoned: its backend is stuck, and the guest's last writes to it may not be durable",
                 self.worker.name()
             ),
         }
@@ -182,8 +182,8 @@ impl Transport {
         }
     }
 
-    /// Begins to pause the device. The answer comes at `deadline` at the latest. A device that is
-    /// told so late pauses nevertheless, until it is resumed.
+    /// Begins to pause the device. The answer comes at `deadline` at the latest. A device that gets
+    /// the request later pauses nevertheless, until it is resumed.
     pub(crate) fn begin_quiesce(&self, deadline: Instant) -> PendingRequest<()> {
         let quiesce = move |worker: &mut DeviceWorker| worker.quiesce(deadline);
         PendingRequest(self.thread.worker.begin_even_late("quiesce", deadline, quiesce))
@@ -200,7 +200,7 @@ impl Transport {
         self.ask("acquire its files", deadline, DeviceWorker::acquire)
     }
 
-    /// Begins to make durable what the guest wrote, and to release what only one host may hold.
+    /// Begins to make the guest's writes durable, and to release what only one host may hold.
     pub(crate) fn begin_release(&self, deadline: Instant) -> PendingRequest<()> {
         self.ask("release its files", deadline, move |worker| worker.release(deadline))
     }
@@ -214,7 +214,8 @@ impl Transport {
         PendingRequest(self.thread.worker.begin_even_late("release its files", deadline, undo))
     }
 
-    /// Disconnects the guest's peers. Returns what arrived late, in at most `room` bytes.
+    /// Disconnects the guest's peers. Returns the data that arrived since the save, in at most `room`
+    /// bytes.
     pub(crate) fn detach_by(&self, room: usize, by: Instant) -> Result<Vec<u8>, RequestError> {
         self.ask("release its peers", by, move |worker| Ok(worker.detach(room))).wait()
     }

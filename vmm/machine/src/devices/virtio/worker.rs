@@ -1,14 +1,14 @@
 //! A device's thread: it owns the device and its queues, and runs jobs on them.
 //!
 //! ```text
-//!            resume
-//! standing ---------> working       a new one stands
-//!          <---------
-//!           quiesce
+//!          resume
+//! paused ---------> running       a new thread is paused
+//!        <---------
+//!          quiesce
 //! ```
 //!
-//! A standing (paused) thread waits for jobs only. Notifications that come meanwhile are not
-//! lost: when the thread resumes, it looks at all queues.
+//! A paused thread waits for jobs only. Notifications that arrive meanwhile are not lost: when the
+//! thread resumes, it processes all queues.
 
 use std::io;
 use std::sync::Arc;
@@ -165,7 +165,7 @@ impl DeviceWorker {
         self.active
     }
 
-    /// Runs the jobs in the inbox until the device stands. Returns whether the thread continues.
+    /// Runs the jobs in the inbox until the device is paused. Returns whether the thread continues.
     fn run_jobs(&mut self) -> bool {
         while !self.paused {
             match self.inbox.try_recv() {
@@ -180,8 +180,8 @@ impl DeviceWorker {
     /// Carries out what the driver wrote to registers.
     pub(super) fn carry_out(&mut self, command: DriverCommand) {
         match command {
-            // Ignored until a reset: a stopped device would work otherwise, and be saved as one
-            // that does not.
+            // Ignored until a reset: otherwise a stopped device would run, and its saved state would
+            // say that it does not.
             DriverCommand::Activate(..) | DriverCommand::StartQueue(_)
                 if self.shared.needs_reset() => {}
             DriverCommand::Activate(features, rings) => self.activate(features, &rings),
@@ -226,7 +226,7 @@ impl DeviceWorker {
                 Err(e) => done = done.and(Err(e)),
             }
             if ring.needs_round() {
-                // Brings the thread back after other queues have had their turn.
+                // Brings the thread back after other queues have had their round.
                 let _ = kick.write(1);
             }
         }
@@ -365,7 +365,7 @@ impl DeviceWorker {
 
     pub(super) fn save(&self) -> Result<SavedWorkerState, RequestError> {
         if !self.paused {
-            return Err(RequestError::Works { device: self.label.clone() });
+            return Err(RequestError::NotPaused { device: self.label.clone() });
         }
         Ok(SavedWorkerState {
             positions: self.rings.iter().map(DeviceRing::position).collect(),
@@ -394,7 +394,7 @@ impl DeviceWorker {
     /// Releases files and peers. Data must be durable within `limit`.
     pub(super) fn undo_acquire(&mut self, limit: Duration) -> Result<(), RequestError> {
         let released = self.device.undo_acquire(Instant::now() + limit);
-        // The guest does not run here, so data that arrived late for it is of no use.
+        // The guest does not run here, so data that arrived for it is of no use.
         self.detach(0);
         released.map_err(RequestError::Device)
     }

@@ -14,8 +14,8 @@ use super::packet::{HOST_CID, NO_RECEIVE, NO_SEND, PacketHeader, STREAM};
 
 /// Most bytes from the guest that wait for the host's program. This is the guest's credit.
 pub(super) const ROOM: u32 = 64 << 10;
-/// Bytes that must leave that buffer before the guest is told.
-const TELL_AFTER: u32 = ROOM / 4;
+/// Bytes that must leave that buffer before the guest gets a credit update.
+const CREDIT_UPDATE_BYTES: u32 = ROOM / 4;
 /// Limit on how long the guest may take to answer a request, and to end a connection whose program
 /// is gone.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -67,7 +67,7 @@ pub(super) struct Connection {
     stream: UnixStream,
     phase: ConnectionPhase,
     due: DuePackets,
-    /// Whether the connection waits for its turn to send to the guest.
+    /// Whether the connection is in the device's send order.
     pub(super) queued: bool,
     /// Deadline that the device has queued.
     pub(super) queued_deadline: Option<Instant>,
@@ -79,7 +79,7 @@ pub(super) struct Connection {
     hung_up: bool,
     /// Bytes from the guest that the stream has not taken yet, at most [`ROOM`].
     backlog: VecDeque<u8>,
-    /// Bytes that the stream has taken in total, and the value that the guest was last told.
+    /// Bytes that the stream has taken in total, and the value last reported to the guest.
     forwarded: u32,
     reported: u32,
     /// Size of the guest's buffer, bytes that it has taken out in total, and bytes sent to it in
@@ -232,7 +232,7 @@ impl Connection {
                 }
             }
         }
-        if self.forwarded.wrapping_sub(self.reported) >= TELL_AFTER {
+        if self.forwarded.wrapping_sub(self.reported) >= CREDIT_UPDATE_BYTES {
             self.due.credit = true;
         }
         self.shut_stream();

@@ -5,14 +5,14 @@
 //! host:  connect to PATH, send "CONNECT port\n", read "OK number\n"  ->  listener in the guest
 //! ```
 //!
-//! Connections end at this host: after a move the guest is told that all of them are gone
+//! Connections end at this host: after a move the guest is told that all of them are closed
 //! (`TRANSPORT_RESET`). Everything that a guest or a program can make the device keep is bounded:
 //!
 //! | what | bound |
 //! | --- | --- |
 //! | connections | `max_connections` of the process's limit on open files |
 //! | bytes of a connection | `ROOM` |
-//! | turns | one per connection |
+//! | entries of the send order | one per connection |
 //! | deadlines | two per connection |
 //! | refusals | `MAX_REFUSALS`, plus one for each connection that was open when this number was reached |
 //! | programs that have not sent their greeting | `MAX_NEW_PROGRAMS` |
@@ -98,7 +98,7 @@ pub(super) struct Vsock {
 /// State of the device that moves with the guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 struct VsockState {
-    /// Whether the guest must be told that its connections are gone.
+    /// Whether the guest must be told that its connections are closed.
     reset_due: bool,
 }
 
@@ -183,7 +183,7 @@ impl Vsock {
         }
     }
 
-    /// Removes a connection unless `outcome` says that it lives. Closing its stream also ends the
+    /// Removes a connection unless `outcome` says that it continues. Closing its stream also ends the
     /// watch.
     fn apply_outcome(&mut self, token: u32, outcome: ConnectionOutcome) {
         if outcome == ConnectionOutcome::Continues {
@@ -365,7 +365,7 @@ impl Vsock {
         if let Some(header) = self.refusals.pop_front() {
             return Some(header);
         }
-        // Each connection gets one turn. One that has no packet now goes behind the others.
+        // Each connection is asked once. One that has no packet now goes behind the others.
         for _ in 0..self.send_order.len() {
             let Some(token) = self.send_order.pop_front() else { break };
             let Some(connection) = self.connections.get_mut(&token) else { continue };
@@ -380,7 +380,7 @@ impl Vsock {
         None
     }
 
-    /// Tells the guest that its connections are gone, if that is due and it has a buffer.
+    /// Tells the guest that its connections are closed, if that is due and it has a buffer.
     fn tell_reset(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(EVENT).filter(|_| self.state.reset_due) else {
             return Ok(());

@@ -81,7 +81,7 @@ impl Vsock {
                 Err(e) => {
                     // The program stays in the listen queue. A watch would report it again and
                     // again.
-                    tracing::debug!("vsock: a program is not let in for now: {e}");
+                    tracing::debug!("vsock: a program is not accepted for now: {e}");
                     let unwatched = watcher.unwatch(listener.listener());
                     self.listener_watched &= unwatched.is_err();
                     self.accept_retry = Some(Instant::now() + ACCEPT_RETRY);
