@@ -106,8 +106,8 @@ impl Bus {
     }
 
     /// Handles a guest's write to an address without memory. Returns whether a device still has
-    /// work to do for it. If so, the device's thread drops the [`Completion`] that `done` creates when
-    /// that work is complete; the caller then lets the guest continue.
+    /// work to do for it. If so, the device's thread drops the [`Completion`] that `done` creates
+    /// when that work is complete; the caller then lets the guest continue.
     pub(crate) fn write_mmio(
         &self,
         addr: u64,

@@ -1,7 +1,8 @@
 //! Output of COM1: a bounded buffer, emptied by a thread of its own, so that a slow or stuck reader
 //! never delays a vCPU. Output that does not fit is dropped and counted.
 //!
-//! Lines are written whole. An unfinished line, such as a prompt, is written after [`LINE_TIMEOUT`].
+//! Lines are written whole. An unfinished line, such as a prompt, is written after
+//! [`LINE_TIMEOUT`].
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -19,7 +20,8 @@ use crate::sandbox::{self, Class};
 const CAPACITY: usize = 256 << 10;
 /// Longest time that an unfinished line waits for its end.
 const LINE_TIMEOUT: Duration = Duration::from_millis(10);
-/// Longest time that [`SerialWriter::drain`] waits for the reader when the guest stops on this host.
+/// Longest time that [`SerialWriter::drain`] waits for the reader when the guest stops on this
+/// host.
 const DRAIN_TIMEOUT: Duration = Duration::from_millis(100);
 /// Longest time that the end of a machine waits for the reader.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);

@@ -70,7 +70,7 @@ pub enum DeviceStats {
         flushes: u64,
         /// Number of requests that failed because of the file.
         errors: u64,
-        /// Number of times that a queue waited because too many bytes were under way.
+        /// Number of times that a queue waited because too many bytes were in flight.
         #[serde(default)]
         stalls: u64,
     },

@@ -91,7 +91,7 @@ fn failed_pause_leaves_guest_and_console_running() {
     fixture.wait_for("a");
     fake::Script::set(&fixture.script.busy, true);
     let why = machine.pause().unwrap_err().to_string();
-    assert!(why.contains("virtio-rng \"fake\" still has 1 requests under way"), "{why}");
+    assert!(why.contains("virtio-rng \"fake\" still has 1 requests in flight"), "{why}");
     assert_eq!(machine.run_state(), RunState::Running);
     assert_eq!(com1.feed(b"b", false), 1, "its console takes input");
     fixture.wait_for("ab");

@@ -61,7 +61,7 @@ impl Device for BlockDevice {
     }
 
     fn reset(&mut self, io: &mut DeviceIo<'_>) {
-        // The rings are gone: a request that ends now cannot break their rules.
+        // The rings are torn down: a request that ends now cannot break their rules.
         let _ = self.drain(None, io);
     }
 

@@ -70,9 +70,9 @@ mod tests {
     use crate::devices::virtio::Device;
     use crate::devices::virtio::driver::Driver;
 
-    /// Copies one epoch after another from the disk while its device runs, until it `stands`, then
-    /// copies the rest. Returns the copy and the number of epochs that were not empty.
-    fn copy_on(source: &DriveSource, stands: &AtomicBool) -> (Vec<u8>, u64) {
+    /// Copies one epoch after another from the disk while its device runs, until it is `paused`,
+    /// then copies the rest. Returns the copy and the number of epochs that were not empty.
+    fn copy_on(source: &DriveSource, paused: &AtomicBool) -> (Vec<u8>, u64) {
         let mut writes = source.subscribe("copy").unwrap().unwrap();
         let file = source.open().unwrap();
         let mut copy = vec![0; source.head().bytes as usize];
@@ -88,7 +88,7 @@ mod tests {
             }
             epoch.commit();
         };
-        while !stands.load(Ordering::SeqCst) {
+        while !paused.load(Ordering::SeqCst) {
             pass(&mut writes);
         }
         pass(&mut writes);
@@ -132,7 +132,7 @@ mod tests {
             let (file, keeper) = (Arc::new(source.open().unwrap()), source.keeper().unwrap());
             let mut writes = source.subscribe("epochs").unwrap().unwrap();
             let mut copy = vec![0; bytes as usize];
-            let (mut round, mut late) = (0, 0);
+            let (mut round, mut rounds_beside_copy) = (0, 0);
             for _ in 0..8 {
                 (0..3).for_each(|n| write_some(&mut driver, bytes / PAGE_SIZE, round + n));
                 round += 3;
@@ -158,14 +158,14 @@ mod tests {
                     });
                     while !copier.is_finished() {
                         write_some(&mut driver, bytes / PAGE_SIZE, round);
-                        (round, late) = (round + 1, late + 1);
+                        (round, rounds_beside_copy) = (round + 1, rounds_beside_copy + 1);
                     }
                 });
                 changed.commit();
                 let wrong = copy.chunks(512).zip(was.chunks(512)).position(|(a, b)| a != b);
                 assert_eq!(wrong, None, "the first wrong sector");
             }
-            assert!(late > 8, "{late} rounds while it was copied");
+            assert!(rounds_beside_copy > 8, "{rounds_beside_copy} rounds while it was copied");
         }
     }
 
@@ -192,7 +192,7 @@ mod tests {
         assert_eq!(keep().unwrap().next(&mut runs, &mut some).unwrap(), 4);
     }
 
-    /// Works as a migration does: whichever requests were under way, the copy equals what the
+    /// Works as a migration does: whichever requests were in flight, the copy equals what the
     /// driver has written.
     #[test]
     fn drained_epochs_add_up_to_the_disk() {
@@ -202,13 +202,13 @@ mod tests {
             let source = block.source();
             let mut driver = Driver::started(Box::new(block));
             let blocks = disk.config.bytes / PAGE_SIZE;
-            let stands = AtomicBool::new(false);
+            let paused = AtomicBool::new(false);
             thread::scope(|scope| {
-                let copier = scope.spawn(|| copy_on(&source, &stands));
+                let copier = scope.spawn(|| copy_on(&source, &paused));
                 for round in 0..60u64 {
                     let mut sent = Vec::new();
                     for n in 0..24u64 {
-                        // No two requests that are under way write to the same block: virtio does
+                        // No two requests that are in flight write to the same block: virtio does
                         // not define their order.
                         let (n, seed) = (round * 24 + n, n);
                         let block = (round * 7 + seed * (blocks / 24)) % blocks;
@@ -236,7 +236,7 @@ mod tests {
                     driver.forget_buffers();
                 }
                 driver.quiesce();
-                stands.store(true, Ordering::SeqCst);
+                paused.store(true, Ordering::SeqCst);
                 let (copy, epochs) = copier.join().unwrap();
                 let written = disk.contents(0, disk.config.bytes as usize);
                 let wrong = copy.chunks(512).zip(written.chunks(512)).position(|(a, b)| a != b);

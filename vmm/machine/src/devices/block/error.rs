@@ -118,7 +118,7 @@ pub enum DiskError {
         /// The system's error.
         cause: io::Error,
     },
-    /// A flush was still under way when the disk was to be handed over.
+    /// A flush was still in progress when the disk was to be handed over.
     #[error(
         "disk \"{id}\": writes of the guest are still being made durable in \"{}\" after {waited:.1?}: the \
          storage is stuck, or too slow for a hand-over now",

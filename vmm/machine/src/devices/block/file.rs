@@ -168,15 +168,15 @@ impl DiskFile {
         }
     }
 
-    /// Makes all writes durable, then releases the lock. The lock is kept while the guest has not been
-    /// told of lost data: another host does not know of it.
+    /// Makes all writes durable, then releases the lock. The lock is kept while the guest has not
+    /// been told of lost data: another host does not know of it.
     ///
-    /// The lock is released only once no flush of this host is under way (I7): a flush that has
+    /// The lock is released only once no flush of this host is in progress (I7): a flush that has
     /// begun may write blocks for as long as it lasts, over those of the next host.
     ///
     /// # Errors
     ///
-    /// A flush is still under way at `deadline`. It continues. Its thread keeps the open file and
+    /// A flush is still in progress at `deadline`. It continues. Its thread keeps the open file and
     /// therefore the lock, even if this disk is dropped meanwhile.
     pub(super) fn flush_and_unlock(self: &Arc<Self>, deadline: Instant) -> Result<(), DiskError> {
         if !self.readonly {

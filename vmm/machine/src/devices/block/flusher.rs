@@ -80,7 +80,7 @@ pub(super) enum DurabilityPromise {
     Everything,
 }
 
-/// The result of a request that the guest is to be told.
+/// Result of a request, to be delivered to the guest.
 #[derive(Debug)]
 #[must_use]
 pub(super) struct FlushAnswer {
@@ -162,7 +162,7 @@ impl Flusher {
     }
 
     /// Makes the flush thread call `sync`, which makes the disk's own file durable. No flush may be
-    /// under way.
+    /// in progress.
     pub(super) fn begin_on_own_file(
         self: &Arc<Self>,
         sync: impl FnOnce() -> io::Result<()> + Send + 'static,
@@ -184,11 +184,12 @@ impl Flusher {
     }
 
     /// Records that a flush has ended. A flush on another open file passes `failures` as it was
-    /// when the flush began. A flush on the disk's own open file passes `None`: the guest cannot
-    /// hear its error from the kernel any more.
+    /// when the flush began. A flush on the disk's own open file passes `None`: the kernel
+    /// does not report its error to the guest any more.
     fn end(&self, failures: Option<u64>, result: io::Result<()>) {
         let mut state = self.lock();
-        // The guest's own flush has met the error meanwhile. Its next flush meets any later error.
+        // The guest's own flush has reported the error meanwhile. Its next flush reports any later
+        // error.
         let known = failures.is_some_and(|failures| state.failures != failures);
         state.last = result.err().map(|e| errno(&e)).filter(|_| !known);
         state.lost = state.last.or(state.lost);
@@ -217,12 +218,12 @@ impl Flusher {
         state.last.map_or(Ok(!state.skipped), |errno| Err(self.lost_error(errno)))
     }
 
-    /// Waits until no flush is under way, whatever its result, or until `deadline`. `begun` is when
-    /// the caller began to wait.
+    /// Waits until no flush is in progress, whatever its result, or until `deadline`. `begun` is
+    /// when the caller began to wait.
     ///
     /// # Errors
     ///
-    /// A flush is still under way at `deadline`.
+    /// A flush is still in progress at `deadline`.
     pub(super) fn wait_until_idle(
         &self,
         begun: Instant,

@@ -57,8 +57,8 @@ const QUEUE_SIZE: u16 = 256;
 const MAX_QUEUES: u8 = 4;
 /// Buffers in one request: the queue size without the header and the status.
 const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
-/// Bytes under way from which on the device starts no more requests. A pause therefore takes about
-/// as long as the disk takes for twice this amount.
+/// Bytes in flight at which the device stops starting requests. A pause therefore takes about as
+/// long as the disk takes for twice this amount.
 const MAX_BYTES_IN_FLIGHT: u64 = 32 << 20;
 
 /// A virtio block device.
@@ -76,7 +76,7 @@ pub(super) struct BlockDevice {
     in_flight: HashMap<u64, RequestInFlight>,
     /// Bytes that the requests in `in_flight` move.
     bytes_in_flight: u64,
-    /// Queues whose chains stay in the ring because too many bytes are under way, one bit per
+    /// Queues whose chains stay in the ring because too many bytes are in flight, one bit per
     /// queue.
     stalled_queues: u32,
     /// Whether the driver did not negotiate `VIRTIO_BLK_F_FLUSH`. It then assumes that there is no
@@ -242,8 +242,8 @@ impl BlockDevice {
             to.write(io.ram, 0, &id)?;
             return self.complete(in_flight, Ok(()), io);
         }
-        // The keeper is asked only here. That is enough: the device is paused when blocks are first
-        // kept, so no request is under way then.
+        // This is the only call before a write. It is enough: the device is paused when an epoch
+        // begins to copy, so no request is in flight then.
         for (from, bytes) in &in_flight.writes {
             self.keeper.before_write(*from, *bytes);
         }
@@ -286,7 +286,7 @@ impl BlockDevice {
             // The mark comes after the write is done and before the driver is told. A copier drains
             // the tree and then reads the file. A write that was done before the drain is in that
             // epoch. A later write is marked after the drain, so the next epoch has it, whatever
-            // this epoch's read has returned of it. A paused device has nothing under way, so
+            // this epoch's read has returned of it. A paused device has nothing in flight, so
             // everything is marked. A failed write is marked too: part of it may be in the file.
             self.mark(from, bytes);
         }
@@ -339,7 +339,7 @@ impl BlockDevice {
         }
     }
 
-    /// Waits until no request is under way, or until `deadline`.
+    /// Waits until no request is in flight, or until `deadline`.
     fn drain(
         &mut self,
         deadline: Option<Instant>,
@@ -362,7 +362,7 @@ impl BlockDevice {
         Ok(all?)
     }
 
-    /// Takes the numbers of the queues whose chains wait until fewer bytes are under way.
+    /// Takes the numbers of the queues whose chains wait until fewer bytes are in flight.
     fn take_stalled_queues(&mut self) -> impl Iterator<Item = usize> + use<> {
         let stalled_queues = std::mem::take(&mut self.stalled_queues);
         (0..MAX_QUEUES.into()).filter(move |queue| stalled_queues & 1 << queue != 0)

@@ -19,7 +19,7 @@ const RANGE_BYTES: u32 = 16;
 /// Upper bound on the bytes of one buffer, as announced to drivers. A request with the maximum
 /// number of such buffers has fewer than [`MOST_BYTES`].
 pub(super) const SIZE_MAX: u32 = 128 << 10;
-/// Upper bound on the bytes that one request moves: a pause waits for all that is under way.
+/// Upper bound on the bytes that one request moves: a pause waits for all requests in flight.
 const MOST_BYTES: u32 = 32 << 20;
 /// Upper bound on the ranges in one such request.
 const MAX_RANGES: u32 = 16;

@@ -1,7 +1,8 @@
 //! A disk's file that a restore overwrites, so that it has the content of the epoch.
 //!
-//! The file is locked for its guest meanwhile: no guest can run from it, and no second restore can
-//! write to it. What the restore has written stays in the file, however the restore ends.
+//! The file is locked for its guest during the restore: no guest can run from it, and no second
+//! restore can write to it. What the restore has written stays in the file, however the restore
+//! ends.
 
 use std::fs::{self, File};
 use std::io;

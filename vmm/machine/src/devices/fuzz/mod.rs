@@ -12,7 +12,7 @@
 //!
 //! - The device does not panic and does not loop for ever.
 //! - Every frame (and every block of a disk) whose content the device changes is in the tree.
-//! - A driver that is no longer served is told so.
+//! - A driver that is no longer served is told.
 //! - A saved state can be restored, and saving it again gives the same bytes.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Frames pass through a buffer of the device, which costs one copy more than necessary: changes
-//! that the guest makes meanwhile can then do no harm. One thread serves all queues.
+//! that the guest makes meanwhile then do no harm. One thread serves all queues.
 //!
 //! The device is attached to the tap while this host has the guest. The next host attaches as soon
 //! as it has the device's state, so that during a move there is always a host where frames can
@@ -292,7 +292,7 @@ impl Net {
                         "the tap has a frame of {len} bytes, less than its header"
                     ));
                 }
-                // The kernel has dropped the frame, or the tap is gone.
+                // The kernel has dropped the frame, or the tap was removed.
                 Err(e) => self.count_lost(&format!("reading the tap fails: {e}")),
             }
         }

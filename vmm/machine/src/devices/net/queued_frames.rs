@@ -35,9 +35,9 @@ impl QueuedFrames {
         self.0.retain(|(pair, _)| *pair < pairs);
     }
 
-    /// Reads the frames that wait in `tap` through `buffer` and adds them, up to [`MAX_BYTES`] bytes,
-    /// shared evenly among its pairs. Returns whether frames were lost: there were more, or some
-    /// could not be read.
+    /// Reads the frames that wait in `tap` through `buffer` and adds them, up to [`MAX_BYTES`]
+    /// bytes, shared evenly among its pairs. Returns whether frames were lost: there were more, or
+    /// some could not be read.
     pub(super) fn read_from(&mut self, tap: &Tap, buffer: &mut [u8]) -> bool {
         let mut more = false;
         for pair in 0..tap.enabled() {

@@ -297,8 +297,8 @@ impl DeviceSet {
 
     /// Cancels the disks' waits for an epoch, until [`resume`](Self::resume) or
     /// [`allow_disk_waits`](Self::allow_disk_waits). Call it before pausing any vCPU: a disk that
-    /// waits for an epoch does not handle [`quiesce`](Self::quiesce), and a vCPU that waits for that
-    /// disk cannot be paused.
+    /// waits for an epoch does not handle [`quiesce`](Self::quiesce), and a vCPU that waits for
+    /// that disk cannot be paused.
     pub(crate) fn cancel_disk_waits(&self) {
         self.sources.iter().for_each(DriveSource::cancel_waits);
     }

@@ -158,7 +158,7 @@ fn failed_quiesce_names_device_and_resumes_others() {
     set.resume();
     Script::set(&scripts[1].busy, true);
     let why = set.quiesce().unwrap_err().to_string();
-    assert_eq!(why, "virtio-rng \"stuck\" still has 1 requests under way");
+    assert_eq!(why, "virtio-rng \"stuck\" still has 1 requests in flight");
     let why = set.devices[0].save().unwrap_err().to_string();
     assert!(why.contains("only a paused device"), "it was resumed: {why}");
     Script::set(&scripts[1].busy, false);
@@ -206,7 +206,7 @@ fn stuck_device_is_named_by_every_request() {
         let why = request(&set).unwrap_err().to_string();
         assert!(why.contains("virtio-rng \"stuck\" did not "), "{why}");
         assert!(why.contains("its backend is stuck"), "{why}");
-        // A device that is asked next waits behind it, but no longer than its own limit.
+        // The next request waits behind it, but no longer than its own limit.
         let why = set.quiesce().unwrap_err().to_string();
         assert!(why.contains("virtio-rng \"stuck\""), "{why}");
         Script::set(&script.stuck, false);

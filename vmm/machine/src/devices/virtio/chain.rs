@@ -26,7 +26,8 @@ pub(crate) struct Buffers {
     len: u32,
 }
 
-/// A chain that the driver gave to a device, until the device gives it back with [`DeviceRing::push`].
+/// A chain that the driver gave to a device, until the device gives it back with
+/// [`DeviceRing::push`].
 ///
 /// [`DeviceRing::push`]: super::DeviceRing::push
 #[derive(Clone, PartialEq, Eq, Debug)]

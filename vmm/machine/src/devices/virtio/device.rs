@@ -74,9 +74,9 @@ pub(crate) struct DeviceIo<'w> {
 }
 
 /// A virtio device without its transport. The device lives on a thread of its own. That thread
-/// calls all methods except `start` and the first `acquire`. The thread's [class](DeviceKind::class)
-/// limits what it may ask of the kernel: files and sockets are opened before it starts, or by the
-/// `opener`.
+/// calls all methods except `start` and the first `acquire`. The thread's
+/// [class](DeviceKind::class) limits what it may ask of the kernel: files and sockets are opened
+/// before it starts, or by the `opener`.
 ///
 /// The driver is hostile. Breaking the rules of virtio is a [`Violation`], which stops the device
 /// until the driver resets it. A request that can be refused in its own terms (a status byte) is
@@ -105,8 +105,8 @@ pub(crate) trait Device: Send {
     /// Called when the driver is ready; `features` are the offered features that it accepted.
     fn activate(&mut self, features: u64);
 
-    /// Called when the driver has reset the device. The device finishes what is under way, forgets
-    /// the chains, and returns to its initial state.
+    /// Called when the driver has reset the device. The device finishes the requests in flight,
+    /// forgets the chains, and returns to its initial state.
     fn reset(&mut self, io: &mut DeviceIo<'_>);
 
     /// Called when there may be chains in queue `queue`. The device may leave chains in the queue
@@ -122,7 +122,7 @@ pub(crate) trait Device: Send {
         io: &mut DeviceIo<'_>,
     ) -> Result<(), Violation>;
 
-    /// Pauses the device until `deadline` at the latest. What is under way is finished and its
+    /// Pauses the device until `deadline` at the latest. Requests in flight are finished and its
     /// chains are pushed, or it becomes part of [`save`](Self::save). The device does not write to
     /// guest memory after this.
     ///
@@ -134,7 +134,7 @@ pub(crate) trait Device: Send {
     /// Called when the device and the machine resume after a pause. `moved` is `true` the first
     /// time after a [`restore`](Self::restore). The caller processes all queues afterwards. A
     /// device that watches files for edges must look at them here: edges just before the pause may
-    /// have gone unseen.
+    /// have been missed.
     fn resume(&mut self, moved: bool, io: &mut DeviceIo<'_>) -> Result<(), Violation>;
 
     /// Returns the encoded state of a paused device. The caller saves the rings and what the driver
@@ -181,7 +181,7 @@ pub(crate) trait Device: Send {
 pub(crate) enum QuiesceError {
     /// The driver broke the rules.
     Violation(Violation),
-    /// This number of requests was still under way at the deadline.
+    /// This number of requests was still in flight at the deadline.
     InFlight(usize),
 }
 

@@ -284,7 +284,7 @@ impl Driver {
         Some((id as u16, len))
     }
 
-    /// Returns whether the device has given back a chain for which nobody has waited.
+    /// Returns whether the device has given back a chain that no call has claimed yet.
     pub(crate) fn has_used(&mut self, queue: usize) -> bool {
         self.take_used(queue).is_some()
     }

@@ -15,7 +15,7 @@ use crate::devices::error::{DeviceError, StateError};
 /// The script and the record of the device. Each flag may be changed at any time.
 #[derive(Debug, Default)]
 pub(crate) struct Script {
-    /// Whether a request is under way, which does not end.
+    /// Whether a request is in flight, which does not end.
     pub(crate) busy: AtomicBool,
     /// Whether a reset waits for the end of that request.
     pub(crate) resetting: AtomicBool,

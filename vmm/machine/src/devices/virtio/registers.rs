@@ -1,4 +1,5 @@
-//! The registers of one device, without the effects of writes: a write returns a [`RegisterEffect`].
+//! The registers of one device, without the effects of writes: a write returns a
+//! [`RegisterEffect`].
 //!
 //! Interrupt status, configuration space and notifications are elsewhere, so that they need no lock
 //! of the registers.

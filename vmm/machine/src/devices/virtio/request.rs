@@ -1,10 +1,10 @@
-//! The reasons why a device does not do what the supervisor asks of it.
+//! Reasons why a device does not carry out a request of the supervisor.
 
 use super::Violation;
 use crate::actor::CallError;
 use crate::devices::error::DeviceError;
 
-/// The reason why a device did not do what it was asked for.
+/// Reason why a device did not carry out a request.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RequestError {
     /// The thread did not answer in time.
@@ -14,7 +14,7 @@ pub(crate) enum RequestError {
     #[error("{0}")]
     Ended(CallError),
     /// Requests of the guest were not finished in time.
-    #[error("{device} still has {count} requests under way")]
+    #[error("{device} still has {count} requests in flight")]
     InFlight {
         /// Kind and name of the device.
         device: String,

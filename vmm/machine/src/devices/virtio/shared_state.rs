@@ -85,7 +85,7 @@ impl SharedDeviceState {
         self.resets.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Returns whether a reset is under way.
+    /// Returns whether a reset is in progress.
     pub(super) fn is_resetting(&self) -> bool {
         self.resets.load(Ordering::SeqCst) > 0
     }

@@ -44,13 +44,13 @@ struct WorkerThread {
     /// Disconnects when the thread ends. The mutex is needed only because the vCPUs share this
     /// struct; only the drop uses it.
     ended: Mutex<Receiver<()>>,
-    /// The time at which the thread was told to end.
+    /// Time at which the thread was told to end.
     quit_at: OnceLock<Instant>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl WorkerThread {
-    /// Tells the thread to end. Returns when it was told so first.
+    /// Tells the thread to end. Returns the time of the first such call.
     fn quit(&self) -> Instant {
         *self.quit_at.get_or_init(|| {
             self.worker.end();
@@ -130,7 +130,7 @@ impl Transport {
     }
 
     /// Sends the thread a request. The thread carries it out unless `deadline` has passed when it
-    /// comes to the request: the guest may have resumed by then, and its disk must not be released
+    /// reaches the request: the guest may have resumed by then, and its disk must not be released
     /// (I7).
     fn ask<T: Send + 'static>(
         &self,
@@ -214,8 +214,8 @@ impl Transport {
         PendingRequest(self.thread.worker.begin_even_late("release its files", deadline, undo))
     }
 
-    /// Disconnects the guest's peers. Returns the data that arrived since the save, in at most `room`
-    /// bytes.
+    /// Disconnects the guest's peers. Returns the data that arrived since the save, in at most
+    /// `room` bytes.
     pub(crate) fn detach_by(&self, room: usize, by: Instant) -> Result<Vec<u8>, RequestError> {
         self.ask("release its peers", by, move |worker| Ok(worker.detach(room))).wait()
     }

@@ -1,4 +1,4 @@
-//! What a driver may do wrong.
+//! Violations of virtio's rules by a driver.
 
 use vm_memory::GuestMemoryError;
 
@@ -11,7 +11,7 @@ pub(crate) enum Violation {
     Queue {
         /// The queue's number.
         queue: u16,
-        /// What is wrong.
+        /// The reason.
         why: String,
     },
     /// The available ring contradicts itself.
@@ -21,7 +21,7 @@ pub(crate) enum Violation {
         queue: u16,
         /// Number of entries in the queue.
         size: u16,
-        /// What is wrong.
+        /// The reason.
         why: String,
     },
     /// A descriptor chain is malformed.
@@ -31,7 +31,7 @@ pub(crate) enum Violation {
         queue: u16,
         /// The chain's first descriptor.
         head: u16,
-        /// What is wrong.
+        /// The reason.
         why: &'static str,
     },
     /// A buffer does not lie in guest memory.
@@ -49,7 +49,7 @@ pub(crate) enum Violation {
     Request {
         /// The queue's number.
         queue: u16,
-        /// What is wrong.
+        /// The reason.
         why: String,
     },
     /// Registers were written at a time when they must not be.

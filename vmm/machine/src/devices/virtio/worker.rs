@@ -180,8 +180,8 @@ impl DeviceWorker {
     /// Carries out what the driver wrote to registers.
     pub(super) fn carry_out(&mut self, command: DriverCommand) {
         match command {
-            // Ignored until a reset: otherwise a stopped device would run, and its saved state would
-            // say that it does not.
+            // Ignored until a reset: otherwise a stopped device would run, and its saved state
+            // would say that it does not.
             DriverCommand::Activate(..) | DriverCommand::StartQueue(_)
                 if self.shared.needs_reset() => {}
             DriverCommand::Activate(features, rings) => self.activate(features, &rings),
@@ -282,7 +282,7 @@ impl DeviceWorker {
         }
     }
 
-    /// Stops a queue after finishing what is under way: its chains belong to the driver again.
+    /// Stops a queue after finishing the requests in flight: its chains belong to the driver again.
     fn stop_queue(&mut self, queue: usize) {
         // Has no deadline besides that of the requests: the driver waits for this.
         self.finish_requests(None);
@@ -331,7 +331,7 @@ impl DeviceWorker {
         }
     }
 
-    /// Lets the device finish what is under way. Returns how many requests are left at the
+    /// Lets the device finish the requests in flight. Returns how many requests are left at the
     /// deadline.
     fn finish_requests(&mut self, deadline: Option<Instant>) -> usize {
         let mut in_flight = 0;

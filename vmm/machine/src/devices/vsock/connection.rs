@@ -17,7 +17,7 @@ pub(super) const ROOM: u32 = 64 << 10;
 /// Bytes that must leave that buffer before the guest gets a credit update.
 const CREDIT_UPDATE_BYTES: u32 = ROOM / 4;
 /// Limit on how long the guest may take to answer a request, and to end a connection whose program
-/// is gone.
+/// has closed it.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Ports that identify a connection.

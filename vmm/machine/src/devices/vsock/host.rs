@@ -72,7 +72,7 @@ impl VsockListener {
     }
 }
 
-/// What a program has sent so far.
+/// State of a program's greeting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Greeting {
     /// A request for this port of the guest.

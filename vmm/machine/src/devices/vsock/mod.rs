@@ -148,8 +148,8 @@ impl Vsock {
     /// Watches `stream` and returns its token.
     fn watch(&mut self, stream: &UnixStream, watcher: &Watcher) -> io::Result<u32> {
         let token = self.next_token;
-        // Tokens wrap around after 2^32 streams. The first streams are gone by then, except perhaps
-        // long-lived ones.
+        // Tokens wrap around after 2^32 streams. The first streams have ended by then, except
+        // perhaps long-lived ones.
         self.next_token = token.checked_add(1).unwrap_or(FIRST_STREAM);
         let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
         watcher.watch(stream, events | EventSet::EDGE_TRIGGERED, token)?;
@@ -183,8 +183,8 @@ impl Vsock {
         }
     }
 
-    /// Removes a connection unless `outcome` says that it continues. Closing its stream also ends the
-    /// watch.
+    /// Removes a connection unless `outcome` says that it continues. Closing its stream also ends
+    /// the watch.
     fn apply_outcome(&mut self, token: u32, outcome: ConnectionOutcome) {
         if outcome == ConnectionOutcome::Continues {
             return self.queue_for_sending(token);

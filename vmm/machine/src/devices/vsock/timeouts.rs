@@ -61,8 +61,8 @@ impl Vsock {
         }
     }
 
-    /// Watches the listening socket like [`watch_listener`](Self::watch_listener), for a running device:
-    /// logs an error instead of returning it.
+    /// Watches the listening socket like [`watch_listener`](Self::watch_listener), for a running
+    /// device: logs an error instead of returning it.
     pub(super) fn try_watch_listener(&mut self, watcher: &Watcher) {
         if let Err(e) = self.watch_listener(watcher) {
             tracing::error!("the vsock's unix socket cannot be watched: {e}");

@@ -354,6 +354,6 @@ mod tests {
         ended.sort_unstable();
         assert_eq!(ended, [0, 1, 2]);
         let nothing = Instant::now() + Duration::from_millis(20);
-        assert!(!uring.wait(Some(nothing)), "nothing is under way");
+        assert!(!uring.wait(Some(nothing)), "nothing is in flight");
     }
 }

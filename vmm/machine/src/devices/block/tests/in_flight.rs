@@ -1,5 +1,5 @@
-//! Tests of requests under way: how many there may be, and what becomes of them when the device is
-//! paused or its driver resets it.
+//! Tests of requests in flight: their number is bounded, and they end when the device is paused or
+//! reset.
 
 use super::engine::manual::ManualEngine;
 use super::*;
@@ -64,12 +64,12 @@ fn bytes_in_flight_are_bounded() {
     // A pause is refused in time, with the reason.
     let began = Instant::now();
     let refused = driver.transport.begin_quiesce(began + Duration::from_millis(50)).wait();
-    assert!(refused.unwrap_err().to_string().contains("still has 4 requests under way"));
+    assert!(refused.unwrap_err().to_string().contains("still has 4 requests in flight"));
     assert!(began.elapsed() < Duration::from_secs(5));
     // The waiting chains are taken when there is room, even if a pause makes that room.
-    let stands = driver.transport.begin_quiesce(began + Duration::from_secs(20));
+    let quiescing = driver.transport.begin_quiesce(began + Duration::from_secs(20));
     engine.complete_all();
-    stands.wait().unwrap();
+    quiescing.wait().unwrap();
     assert_eq!(engine.pending(), 0);
     driver.transport.resume();
     sent.extend((0..6).map(|n| post_large(&mut driver, n % 2)));

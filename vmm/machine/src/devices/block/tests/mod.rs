@@ -322,7 +322,7 @@ fn concurrent_requests_on_all_queues_complete() {
                     sent.push((queue, head, sector, bytes, status));
                 }
             }
-            // The device is paused while these are under way. Then all of them have ended.
+            // The device is paused while these are in flight. Then all of them have ended.
             driver.kick(0);
             driver.kick(1);
             driver.quiesce();

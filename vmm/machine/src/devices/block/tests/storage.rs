@@ -47,7 +47,7 @@ fn acquire_drops_cached_pages_of_the_disk() {
     }
     disk.contents(0, 4096);
     assert!(is_cached(&disk).unwrap());
-    // A new guest's disk: nobody can have written to it since it was opened.
+    // A new guest's disk: no other host can have written to it since it was opened.
     let mut block = disk.block(EngineKind::Sync);
     block.acquire().unwrap();
     assert!(is_cached(&disk).unwrap());

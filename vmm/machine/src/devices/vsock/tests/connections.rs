@@ -186,7 +186,7 @@ fn unanswered_connection_ends_at_its_timeout() {
     assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
     assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
     guest.expect(op::RST, ports);
-    // Nor does it end a connection whose program is gone, after the program had already shut down
+    // Nor does it end a connection whose program has ended, after the program had already shut down
     // sending.
     let listener = sockets.listen(52);
     let (ports, program) = guest.connect(&listener, 52);
