@@ -189,132 +189,70 @@ fn pause_loses_no_notification(tested: &TestedDevice<'_>) {
     }
 }
 
-fn broken_rules_stop_the_device(tested: &TestedDevice<'_>) {
-    let mut driver = Driver::started((tested.make)());
-    let q = tested.queue;
-    let size = driver.queue_size(q);
-    let good = |writable| DriverBuffer { addr: 0x20_0000, len: 64, writable };
+/// A way to break the rules: what it is called, and what the driver does.
+type RuleBreak = (&'static str, Box<dyn Fn(&mut Driver)>);
+/// A descriptor: its buffer, its flags besides the buffer's, and the next one.
+type TestDescriptor = (DriverBuffer, u16, u16);
+
+/// Returns malformed chains of queue `q`, which has `size` entries. Each begins at descriptor 0.
+fn malformed_chains(q: usize, size: u16) -> Vec<RuleBreak> {
     const NEXT: u16 = VRING_DESC_F_NEXT as u16;
     const INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
-    type RuleBreak<'c> = (&'c str, Box<dyn Fn(&mut Driver) + 'c>);
-    let chain = |what, f: Box<dyn Fn(&mut Driver)>| -> RuleBreak<'_> {
-        let rule_break = move |driver: &mut Driver| {
-            f(driver);
-            driver.make_available(q, 0);
-            driver.kick(q);
-        };
-        (what, Box::new(rule_break))
+    let buffer = |addr, len| DriverBuffer { addr, len, writable: true };
+    let good = buffer(0x20_0000, 64);
+    let good_to_read = DriverBuffer { writable: false, ..good };
+    let table = |addr, len| DriverBuffer { addr, len, writable: false };
+    // In a queue with too few entries for 4 GiB, the last buffer is too long.
+    let large = |index| (buffer(0, MEM_BYTES as u32), NEXT, index + 1);
+    let large = (0..size - 2).map(large).chain([(buffer(0, u32::MAX), 0, 0)]);
+    let chains = vec![
+        ("a loop", vec![(good, NEXT, 1), (good, NEXT, 0)]),
+        ("a next descriptor that does not exist", vec![(good, NEXT, size)]),
+        ("a length past memory", vec![(buffer(MEM_BYTES - 4096, 8192), 0, 0)]),
+        ("an address past memory", vec![(buffer(u64::MAX - 16, 4096), 0, 0)]),
+        ("registers as a buffer", vec![(buffer(0xd000_0000, 16), 0, 0)]),
+        ("buffers to write before buffers to read", vec![(good, NEXT, 1), (good_to_read, 0, 0)]),
+        ("4 GiB and more", large.collect()),
+        ("an indirect table that is no table", vec![(table(0x20_0000, 17), INDIRECT, 0)]),
+        ("an indirect table in no memory", vec![(table(MEM_BYTES, 32), INDIRECT, 0)]),
+        ("an indirect table in an indirect table", vec![(table(0x20_0000, 16), INDIRECT, 0)]),
+    ];
+    let offer = move |driver: &mut Driver, chain: &[TestDescriptor]| {
+        // The content of the indirect table that lies in memory: a descriptor of a table.
+        let inner = table(0x20_0000, 16).descriptor(INDIRECT, 0);
+        driver.memory.ram().write_slice(&inner, GuestAddress(0x20_0000)).unwrap();
+        for ((buffer, flags, next), index) in chain.iter().zip(0..) {
+            driver.write_descriptor(q, index, *buffer, *flags, *next);
+        }
+        driver.make_available(q, 0);
+        driver.kick(q);
     };
-    let rule_breaks: Vec<RuleBreak<'_>> = vec![
-        chain(
-            "a loop",
-            Box::new(move |d| {
-                d.write_descriptor(q, 0, good(true), NEXT, 1);
-                d.write_descriptor(q, 1, good(true), NEXT, 0);
-            }),
-        ),
-        chain(
-            "a next descriptor that does not exist",
-            Box::new(move |d| {
-                d.write_descriptor(q, 0, good(true), NEXT, size);
-            }),
-        ),
-        chain(
-            "a length past memory",
-            Box::new(move |d| {
-                d.write_descriptor(
-                    q,
-                    0,
-                    DriverBuffer { addr: MEM_BYTES - 4096, len: 8192, writable: true },
-                    0,
-                    0,
-                );
-            }),
-        ),
-        chain(
-            "an address past memory",
-            Box::new(move |d| {
-                d.write_descriptor(
-                    q,
-                    0,
-                    DriverBuffer { addr: u64::MAX - 16, len: 4096, writable: true },
-                    0,
-                    0,
-                );
-            }),
-        ),
-        chain(
-            "registers as a buffer",
-            Box::new(move |d| {
-                d.write_descriptor(
-                    q,
-                    0,
-                    DriverBuffer { addr: 0xd000_0000, len: 16, writable: true },
-                    0,
-                    0,
-                );
-            }),
-        ),
-        chain(
-            "buffers to write before buffers to read",
-            Box::new(move |d| {
-                d.write_descriptor(q, 0, good(true), NEXT, 1);
-                d.write_descriptor(q, 1, good(false), 0, 0);
-            }),
-        ),
-        chain(
-            "4 GiB and more",
-            Box::new(move |d| {
-                for i in 0..size - 1 {
-                    let piece = DriverBuffer { addr: 0, len: MEM_BYTES as u32, writable: true };
-                    d.write_descriptor(q, i, piece, if i == size - 2 { 0 } else { NEXT }, i + 1);
-                }
-                // In a queue with too few entries for 4 GiB, the last buffer is too long.
-                let piece = DriverBuffer { addr: 0, len: u32::MAX, writable: true };
-                d.write_descriptor(q, size - 2, piece, 0, 0);
-            }),
-        ),
-        chain(
-            "an indirect table that is no table",
-            Box::new(move |d| {
-                let table = DriverBuffer { addr: 0x20_0000, len: 17, writable: false };
-                d.write_descriptor(q, 0, table, INDIRECT, 0);
-            }),
-        ),
-        chain(
-            "an indirect table in no memory",
-            Box::new(move |d| {
-                let table = DriverBuffer { addr: MEM_BYTES, len: 32, writable: false };
-                d.write_descriptor(q, 0, table, INDIRECT, 0);
-            }),
-        ),
-        chain(
-            "an indirect table in an indirect table",
-            Box::new(move |d| {
-                let table = DriverBuffer { addr: 0x20_0000, len: 16, writable: false };
-                d.memory.ram().write_obj(0x20_0000u64, GuestAddress(0x20_0000)).unwrap();
-                let rest = u64::from(16u32) | u64::from(INDIRECT) << 32;
-                d.memory.ram().write_obj(rest, GuestAddress(0x20_0008)).unwrap();
-                d.write_descriptor(q, 0, table, INDIRECT, 0);
-            }),
-        ),
+    let rule_break = |(what, chain): (&'static str, Vec<TestDescriptor>)| -> RuleBreak {
+        (what, Box::new(move |driver: &mut Driver| offer(driver, &chain)))
+    };
+    chains.into_iter().map(rule_break).collect()
+}
+
+/// Returns misuses of queue `q`, which has `size` entries, and of registers.
+fn misused_queues_and_registers(q: usize, size: u16) -> Vec<RuleBreak> {
+    vec![
         (
             "a head that does not exist",
-            Box::new(|d| {
+            Box::new(move |d| {
                 d.make_available(q, size);
                 d.kick(q);
             }),
         ),
         (
             "an available index that runs away",
-            Box::new(|d| {
+            Box::new(move |d| {
                 d.set_available(q, d.available(q).wrapping_add(size + 1));
                 d.kick(q);
             }),
         ),
         (
             "a queue that is moved while in use",
-            Box::new(|d| d.set_queue_address(q as u32, 0x30_0000)),
+            Box::new(move |d| d.set_queue_address(q as u32, 0x30_0000)),
         ),
         (
             "a queue that does not exist, set up",
@@ -326,7 +264,7 @@ fn broken_rules_stop_the_device(tested: &TestedDevice<'_>) {
         ("a queue that does not exist, notified", Box::new(|d| d.kick(1000))),
         (
             "rings in no memory",
-            Box::new(|d| {
+            Box::new(move |d| {
                 d.negotiate(!0);
                 d.set_queue_address(q as u32, MEM_BYTES - 0x8000 - 64);
                 d.write(VIRTIO_MMIO_QUEUE_READY, 1);
@@ -341,10 +279,18 @@ fn broken_rules_stop_the_device(tested: &TestedDevice<'_>) {
                 d.write(VIRTIO_MMIO_STATUS, 3 | VIRTIO_CONFIG_S_DRIVER_OK);
             }),
         ),
-    ];
-    for (i, (what, break_rule)) in rule_breaks.iter().enumerate() {
+    ]
+}
+
+fn broken_rules_stop_the_device(tested: &TestedDevice<'_>) {
+    let mut driver = Driver::started((tested.make)());
+    let q = tested.queue;
+    let size = driver.queue_size(q);
+    let rule_breaks =
+        malformed_chains(q, size).into_iter().chain(misused_queues_and_registers(q, size));
+    for ((what, break_rule), i) in rule_breaks.zip(0..) {
         // Gives the device a reason to take buffers from a queue to which it writes.
-        (tested.request)(&mut driver, 50 + i as u64);
+        (tested.request)(&mut driver, 50 + i);
         break_rule(&mut driver);
         driver.wait_stopped(what);
         assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0, "{what}");
@@ -353,7 +299,7 @@ fn broken_rules_stop_the_device(tested: &TestedDevice<'_>) {
         check_move(&driver, tested, what);
         driver.transport.resume();
         driver.start(!0);
-        check_answer(&mut driver, tested, 100 + i as u64);
+        check_answer(&mut driver, tested, 100 + i);
         assert!(!driver.is_stopped(), "{what}: it works again after a reset");
     }
 }
