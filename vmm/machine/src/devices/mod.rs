@@ -36,11 +36,11 @@ pub use block::{DiskError, probe as probe_disk};
 pub(crate) use block::{DriveSource, ParentGuest, make_copies, open_drives};
 pub use error::{DeviceError, StateError};
 pub use net::TapError;
-pub use placement::{Placement, placement};
-pub use power::{PowerManagement, PowerState};
+pub(crate) use placement::placement;
+pub(crate) use power::PowerState;
 #[cfg(any(test, fuzzing))]
 pub(crate) use serial::fuzz as fuzz_serial;
-pub use serial::{Com1, SerialPortState};
+pub(crate) use serial::{Com1, SerialPortState};
 pub(crate) use serial_input::SerialInput;
 pub use serial_input::was_ctrl_a_x;
 pub use serial_output::{
@@ -49,8 +49,7 @@ pub use serial_output::{
 pub use set::ACQUIRE_LIMIT;
 #[cfg(test)]
 pub(crate) use set::DeviceLimits;
-pub(crate) use set::DeviceSet;
-pub use set::Drive;
+pub(crate) use set::{DeviceSet, Drive};
 pub use stats::DeviceStats;
 pub(crate) use stats::StatsHandle;
 #[cfg(test)]
@@ -60,6 +59,7 @@ pub use vsock::VsockError;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use self::power::PowerManagement;
 use crate::end_reason::EndReason;
 
 pub(crate) const KEYBOARD_COMMAND: u16 = 0x64;
@@ -85,7 +85,7 @@ const CRASH_LOADED: u8 = 1 << 1;
 
 /// The I/O ports and the device registers in memory, shared by all vCPUs.
 #[derive(Debug)]
-pub struct Bus {
+pub(crate) struct Bus {
     com1: Com1,
     power: PowerManagement,
     virtio: DeviceSet,
@@ -118,17 +118,17 @@ impl Bus {
     }
 
     /// Handles a guest's read of an address without memory. Reads as ones if no device is there.
-    pub fn read_mmio(&self, addr: u64, data: &mut [u8]) {
+    pub(crate) fn read_mmio(&self, addr: u64, data: &mut [u8]) {
         self.virtio.read(addr, data);
     }
 
     /// Returns the first serial port.
-    pub fn com1(&self) -> &Com1 {
+    pub(crate) fn com1(&self) -> &Com1 {
         &self.com1
     }
 
     /// Returns ACPI's power management registers.
-    pub fn power(&self) -> &PowerManagement {
+    pub(crate) fn power(&self) -> &PowerManagement {
         &self.power
     }
 
@@ -137,7 +137,7 @@ impl Bus {
     ///
     /// Except for PM1, the registers at these ports are one byte wide. As on a PC, a wider access
     /// writes one byte to each of as many consecutive ports.
-    pub fn write(&self, port: u16, width: usize, data: &[u8]) -> Option<EndReason> {
+    pub(crate) fn write(&self, port: u16, width: usize, data: &[u8]) -> Option<EndReason> {
         data.chunks(width.max(1)).find_map(|access| {
             if PM1.contains(&port) {
                 let off = self.power.write(port - PM1.start, access);
@@ -167,7 +167,7 @@ impl Bus {
 
     /// Handles a guest's port read, with accesses as for [`write`](Self::write). Reads as ones
     /// where no device is, as on a floating bus.
-    pub fn read(&self, port: u16, width: usize, data: &mut [u8]) {
+    pub(crate) fn read(&self, port: u16, width: usize, data: &mut [u8]) {
         for access in data.chunks_mut(width.max(1)) {
             if PM1.contains(&port) {
                 self.power.read(port - PM1.start, access);

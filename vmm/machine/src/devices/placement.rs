@@ -12,17 +12,17 @@ const PINS: [u32; crate::config::MAX_DEVICES] =
 
 /// Registers and interrupt of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Placement {
+pub(crate) struct Placement {
     /// Guest address of the registers.
-    pub base: u64,
+    pub(crate) base: u64,
     /// Size of the registers in bytes.
-    pub len: u64,
+    pub(crate) len: u64,
     /// Interrupt: the GSI, which in the guest is the number of the pin.
-    pub irq: u32,
+    pub(crate) irq: u32,
 }
 
 /// Returns the placement of device number `index`, or `None` if no interrupt is left for it.
-pub fn placement(index: usize) -> Option<Placement> {
+pub(crate) fn placement(index: usize) -> Option<Placement> {
     let irq = *PINS.get(index)?;
     Some(Placement { base: BASE + index as u64 * REGISTERS_LEN, len: REGISTERS_LEN, irq })
 }

@@ -23,7 +23,7 @@ const SLEEP_ENABLE: u16 = 1 << 13;
 
 /// The registers, shared by the vCPUs.
 #[derive(Debug, Default)]
-pub struct PowerManagement {
+pub(crate) struct PowerManagement {
     enable: AtomicU16,
     control: AtomicU16,
 }
@@ -64,7 +64,7 @@ impl PowerManagement {
     }
 
     /// Returns the registers.
-    pub fn state(&self) -> PowerState {
+    pub(crate) fn state(&self) -> PowerState {
         PowerState {
             enable: self.enable.load(Ordering::Relaxed),
             control: self.control.load(Ordering::Relaxed),
@@ -72,7 +72,7 @@ impl PowerManagement {
     }
 
     /// Restores saved registers.
-    pub fn restore(&self, state: PowerState) {
+    pub(crate) fn restore(&self, state: PowerState) {
         self.enable.store(state.enable, Ordering::Relaxed);
         self.control.store(state.control & !SLEEP_ENABLE, Ordering::Relaxed);
     }
@@ -80,7 +80,7 @@ impl PowerManagement {
 
 /// PM1 registers that a guest can change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct PowerState {
+pub(crate) struct PowerState {
     enable: u16,
     control: u16,
 }

@@ -51,7 +51,7 @@ type Uart = Serial<IrqPulse, Drained, SerialWriter>;
 
 /// The port, shared by the vCPUs.
 #[derive(Debug)]
-pub struct Com1 {
+pub(crate) struct Com1 {
     uart: Mutex<Uart>,
     vm: Arc<KvmVm>,
     sink: SerialWriter,
@@ -64,7 +64,7 @@ pub struct Com1 {
 impl Com1 {
     /// Returns a port in its reset state that writes to `sink`. It takes no input before
     /// `take_input`.
-    pub fn new(vm: Arc<KvmVm>, sink: SerialWriter) -> io::Result<Self> {
+    pub(crate) fn new(vm: Arc<KvmVm>, sink: SerialWriter) -> io::Result<Self> {
         let drained = Drained(Arc::new(LatchedEvent::new()?));
         let uart = Serial::with_events(IrqPulse(vm.clone()), drained.clone(), sink.clone());
         let takes_input = AtomicBool::new(false);
@@ -125,7 +125,7 @@ impl Com1 {
     }
 
     /// Returns the port's registers.
-    pub fn state(&self) -> SerialPortState {
+    pub(crate) fn state(&self) -> SerialPortState {
         let s = self.uart().state();
         SerialPortState {
             baud_divisor: u16::from_le_bytes([s.baud_divisor_low, s.baud_divisor_high]),
@@ -146,7 +146,7 @@ impl Com1 {
     /// # Errors
     ///
     /// Fails if `state` is not a valid state of a port.
-    pub fn restore(&self, state: SerialPortState) -> Result<(), StateError> {
+    pub(crate) fn restore(&self, state: SerialPortState) -> Result<(), StateError> {
         let irq = IrqPulse(self.vm.clone());
         let uart = Serial::from_state(&state.into(), irq, self.drained.clone(), self.sink.clone());
         *self.uart() = uart.map_err(|e| StateError::Misfit(e.to_string()))?;
@@ -156,7 +156,7 @@ impl Com1 {
 
 /// Registers of a 16550.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct SerialPortState {
+pub(crate) struct SerialPortState {
     baud_divisor: u16,
     interrupt_enable: u8,
     interrupt_identification: u8,

@@ -88,7 +88,7 @@ impl BalloonControl {
     /// Returns frames that the running guest does not use at the moment. A copy of all memory may
     /// skip their content if the thread that copies has tracked the guest's writes since before
     /// this call. Returns none, or only a part, if the guest does not finish within `limit`.
-    pub fn free_frames(&self, limit: Duration) -> FrameSet {
+    pub(crate) fn free_frames(&self, limit: Duration) -> FrameSet {
         if !self.sizes.hinting() {
             return FrameSet::new();
         }

@@ -50,11 +50,11 @@ const QUEUE_NOTIFY: u64 = virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY
 
 /// A drive that the guest can write to, with the tracker of its writes.
 #[derive(Clone, Debug)]
-pub struct Drive {
+pub(crate) struct Drive {
     /// Name of the device.
-    pub id: String,
+    pub(crate) id: String,
     /// Tracks writes in blocks of 4 KiB, numbered like frames from 0.
-    pub tracker: Arc<Tracker>,
+    pub(crate) tracker: Arc<Tracker>,
     flusher: Arc<Flusher>,
 }
 
@@ -65,7 +65,7 @@ impl Drive {
     /// # Errors
     ///
     /// Fails if a flush fails. The guest also gets this error at its next flush.
-    pub fn flush(drives: &[Self], limit: Duration) -> Result<bool, DiskError> {
+    pub(crate) fn flush(drives: &[Self], limit: Duration) -> Result<bool, DiskError> {
         flush_all(drives.iter().map(|drive| &drive.flusher), limit)
     }
 }
