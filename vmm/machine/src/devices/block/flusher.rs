@@ -433,7 +433,7 @@ mod tests {
         thread::scope(|scope| {
             let why = file.flush_and_unlock(Instant::now() + limit).unwrap_err().to_string();
             assert!(why.starts_with("disk \"d\": ") && why.contains("durable in"), "{why}");
-            assert!(why.contains("after 5"), "{why}");
+            assert!(why.contains("ms: the storage is stuck"), "{why}");
             let released = scope.spawn(|| hand_over(&file));
             thread::sleep(limit);
             assert!(!released.is_finished(), "it waits for what may fail");

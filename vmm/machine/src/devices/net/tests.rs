@@ -151,10 +151,17 @@ fn large_frame_waits_for_enough_buffers() {
         let first = driver.post(0, &[rooms[0]]);
         driver.kick(0);
         network.send(0, &large);
-        // The frame has been read and has no room, so it is part of the state.
-        std::thread::sleep(Duration::from_millis(50));
-        driver.quiesce();
-        let state = driver.transport.save().unwrap();
+        // Once the frame has been read, it has no room, so it is part of the state.
+        let end = Instant::now() + Duration::from_secs(20);
+        let state = loop {
+            driver.quiesce();
+            let state = driver.transport.save().unwrap();
+            if postcard::to_stdvec(&state).unwrap().len() > large.len() {
+                break state;
+            }
+            assert!(Instant::now() < end, "the frame is not read");
+            driver.transport.resume();
+        };
         let moved = restored(&network, &driver, state.clone());
         assert_eq!(moved.save().unwrap(), state);
         let mut driver = driver.moved_to(moved);
@@ -407,7 +414,7 @@ fn hostile_states_are_refused() {
 fn frames_behind_a_short_one_arrive() {
     let network = TestNetwork::new(1);
     let net = network.net();
-    let meter = StatsHandle::Net("n".to_owned(), net.counters().clone());
+    let stats = StatsHandle::Net("n".to_owned(), net.counters().clone());
     let mut driver = Driver::started(Box::new(net));
     // All frames are queued before any buffer is available, so that no later event reports the last
     // one.
@@ -419,7 +426,7 @@ fn frames_behind_a_short_one_arrive() {
     assert_eq!(driver.request(0, &[room]), 70 + HEADER as u32);
     assert_eq!(driver.bytes(room)[HEADER..][..70], frame(1, 70));
     driver.quiesce();
-    let DeviceStats::Net { lost_frames, .. } = meter.read() else { unreachable!() };
+    let DeviceStats::Net { lost_frames, .. } = stats.read() else { unreachable!() };
     assert_eq!(lost_frames, 2);
 }
 
@@ -456,13 +463,13 @@ fn stopped_interface_with_several_queues_moves() {
 fn frames_are_counted() {
     let network = TestNetwork::new(1);
     let net = network.net();
-    let meter = StatsHandle::Net("n".to_owned(), net.counters().clone());
+    let stats = StatsHandle::Net("n".to_owned(), net.counters().clone());
     let mut driver = Driver::started(Box::new(net));
     for len in [60, 100] {
         let piece = sent(&mut driver, &frame(0, len));
         driver.request(1, &[piece]);
     }
-    let stalled = || matches!(meter.read(), DeviceStats::Net { stalls: 1.., .. });
+    let stalled = || matches!(stats.read(), DeviceStats::Net { stalls: 1.., .. });
     assert!(!stalled());
     network.send(0, &frame(1, 70));
     let begun = Instant::now();
@@ -484,5 +491,5 @@ fn frames_are_counted() {
         stalls,
     };
     driver.quiesce();
-    assert_eq!(meter.read(), figures);
+    assert_eq!(stats.read(), figures);
 }

@@ -20,6 +20,8 @@ struct ManualEngineState {
     /// Time that each operation takes; it then ends within `submit`.
     delay: Option<Duration>,
     completes: bool,
+    /// Whether the device waits, or has waited, for the end of an operation.
+    waited_for: bool,
     pending: Vec<u64>,
     /// All operations that were ever submitted.
     submitted: Vec<DiskOperation>,
@@ -46,6 +48,11 @@ impl ManualEngine {
     pub(in crate::devices::block) fn complete_all(&self) {
         self.inner().completes = true;
         self.completion_event.write(1).unwrap();
+    }
+
+    /// Returns whether the device waits, or has waited, for the end of an operation.
+    pub(in crate::devices::block) fn is_waited_for(&self) -> bool {
+        self.inner().waited_for
     }
 
     /// Returns the number of pending operations.
@@ -89,6 +96,7 @@ impl ManualEngine {
     }
 
     pub(in crate::devices::block) fn wait(&self, deadline: Option<Instant>) -> bool {
+        self.inner().waited_for = true;
         loop {
             if self.inner().completes {
                 return true;

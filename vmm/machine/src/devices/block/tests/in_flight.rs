@@ -17,10 +17,10 @@ fn drive_with_flusher(engine: &ManualEngine, without: u64) -> (Disk, Driver, Arc
     (disk, driver, flusher)
 }
 
-fn drive_with_meter(engine: &ManualEngine) -> (Disk, Driver, StatsHandle) {
+fn drive_with_stats(engine: &ManualEngine) -> (Disk, Driver, StatsHandle) {
     let (disk, block) = block_on(engine);
-    let meter = StatsHandle::Disk("d".to_owned(), block.counters().clone());
-    (disk, Driver::started(Box::new(block)), meter)
+    let stats = StatsHandle::Disk("d".to_owned(), block.counters().clone());
+    (disk, Driver::started(Box::new(block)), stats)
 }
 
 fn block_on(engine: &ManualEngine) -> (Disk, BlockDevice) {
@@ -48,19 +48,22 @@ fn wait_for_pending(engine: &ManualEngine, count: usize) {
         assert!(Instant::now() < end, "{} of {count}", engine.pending());
         std::thread::sleep(Duration::from_millis(1));
     }
-    std::thread::sleep(Duration::from_millis(30));
-    assert_eq!(engine.pending(), count, "and no more");
 }
 
 #[test]
 fn bytes_in_flight_are_bounded() {
     let engine = ManualEngine::new();
-    let (_disk, mut driver, meter) = drive_with_meter(&engine);
+    let (_disk, mut driver, stats) = drive_with_stats(&engine);
     let mut sent: Vec<_> = (0..6).map(|n| post_large(&mut driver, n % 2)).collect();
     driver.kick(0);
     driver.kick(1);
-    wait_for_pending(&engine, (MAX_BYTES_IN_FLIGHT >> 23) as usize);
-    assert!(matches!(meter.read(), DeviceStats::Disk { stalls: 1.., .. }), "{:?}", meter.read());
+    // The device counts a stall when it starts no more requests.
+    let end = Instant::now() + Duration::from_secs(20);
+    while !matches!(stats.read(), DeviceStats::Disk { stalls: 1.., .. }) {
+        assert!(Instant::now() < end, "{:?}", stats.read());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(engine.pending(), (MAX_BYTES_IN_FLIGHT >> 23) as usize);
     // A pause is refused in time, with the reason.
     let began = Instant::now();
     let refused = driver.transport.begin_quiesce(began + Duration::from_millis(50)).wait();
@@ -104,23 +107,22 @@ fn busy_device_is_quiesced_between_requests() {
     let slow = Duration::from_millis(20);
     let engine = ManualEngine::slow(slow);
     let (_disk, mut driver) = drive_on(&engine, 0);
-    let count = 60;
+    let count: usize = 60;
     let mut heads = Vec::new();
     for _ in 0..count {
         let status = driver.writable(1);
         let flush = header(&mut driver, VIRTIO_BLK_T_FLUSH, 0);
         heads.push(driver.post(0, &[flush, status]));
     }
-    let began = Instant::now();
     driver.kick(0);
     std::thread::sleep(slow);
     driver.quiesce();
-    assert!(began.elapsed() < slow * count / 2, "{:?}", began.elapsed());
+    assert!(engine.submitted().len() < count, "all requests came first");
     driver.transport.resume();
     for head in heads {
         driver.wait_used(0, head);
     }
-    assert_eq!(engine.submitted().len(), count as usize);
+    assert_eq!(engine.submitted().len(), count);
 }
 
 #[test]
@@ -180,7 +182,10 @@ fn unheard_loss_is_reported_to_the_next_driver() {
         } else {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    std::thread::sleep(Duration::from_millis(100));
+                    let end = Instant::now() + Duration::from_secs(20);
+                    while !engine.is_waited_for() && Instant::now() < end {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
                     engine.complete_all();
                 });
                 driver.write(VIRTIO_MMIO_STATUS, 0);

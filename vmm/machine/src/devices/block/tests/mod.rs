@@ -389,7 +389,7 @@ fn unusable_files_are_refused_with_a_reason() {
 fn requests_are_counted() {
     let disk = Disk::new();
     let block = disk.block(EngineKind::Sync);
-    let meter = StatsHandle::Disk("d".to_owned(), block.counters().clone());
+    let stats = StatsHandle::Disk("d".to_owned(), block.counters().clone());
     let mut driver = Driver::started(Box::new(block));
     assert_eq!(write(&mut driver, 0, &pattern(1, 1024)), OK);
     assert_eq!(write(&mut driver, 4, &pattern(2, 512)), OK);
@@ -400,7 +400,7 @@ fn requests_are_counted() {
     let (reads, read_bytes, writes, written_bytes) = (1, 512, 2, 1536);
     let figures =
         DeviceStats::Disk { id, reads, read_bytes, writes, written_bytes, flushes, errors, stalls };
-    assert_eq!(meter.read(), figures);
+    assert_eq!(stats.read(), figures);
 }
 
 /// After a failed take-over there is nothing to make durable, even if the guest arrived with data

@@ -143,18 +143,15 @@ fn connections_reset_by_the_guest_leave_nothing() {
     // The programs' ends are accepted and closed, so that the listen queue never fills.
     std::thread::spawn(move || while listener.accept().is_ok() {});
     let (mut guest, _, most, now) = watched(&sockets);
-    let end = Instant::now() + attack();
-    let mut port = 0;
-    // The guest has no buffer for a packet, so none of these connections gets its turn.
-    while Instant::now() < end {
-        port += 1;
+    let count = if crate::testing::full() { 50_000 } else { 2_000 };
+    // The guest has no buffer for a packet, so none of these connections sends one.
+    for port in 0..count {
         let ports = Ports { guest: port, host: 52 };
         guest.send(op::REQUEST, ports, &[]);
         guest.send(op::RST, ports, &[]);
     }
     let most = *most.lock().unwrap();
-    assert!(port > 100, "{port} connections");
-    assert!(most.send_order <= 1, "of {port} connections, one at a time: {most:?}");
+    assert!(most.send_order <= 1, "of {count} connections, one at a time: {most:?}");
     assert!(most.deadlines <= 2, "{most:?}");
     assert_eq!(now.lock().unwrap().connections, 0);
 }

@@ -12,7 +12,6 @@ fn program_that_ends_during_pause_is_noticed() {
     guest.expect(op::SHUTDOWN, ports);
     guest.driver.quiesce();
     drop(program);
-    std::thread::sleep(Duration::from_millis(20));
     guest.driver.transport.resume();
     let (header, _) = guest.expect(op::SHUTDOWN, ports);
     assert_eq!(header.flags.get(), NO_SEND | NO_RECEIVE);
