@@ -84,10 +84,10 @@ mod tests {
         let name = opener.run(|| current().name().map(str::to_owned)).unwrap();
         assert_eq!(name.as_deref(), Some("opener"));
         let (to, dropped) = mpsc::channel();
-        let kept = opener.drop_here(ReportThreadName(to));
+        let wrapped = opener.drop_here(ReportThreadName(to));
         drop(opener);
         assert!(dropped.try_recv().is_err());
-        drop(kept);
+        drop(wrapped);
         assert_eq!(dropped.try_recv().unwrap().as_deref(), Some("opener"), "the drop has waited");
     }
 

@@ -14,7 +14,7 @@ const INFLATE: usize = 0;
 const DEFLATE: usize = 1;
 const HINT: usize = 2;
 const REPORT: usize = 3;
-const LONG: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 const POISON: u32 = VIRTIO_MMIO_CONFIG + 12;
 const COMMAND: u32 = VIRTIO_MMIO_CONFIG + 8;
 
@@ -132,15 +132,15 @@ fn only_whole_reported_frames_are_discarded() {
 
 #[test]
 fn poisoned_frames_are_not_discarded() {
-    for (poison, kept) in [(0, 0), (0xaaaa_aaaa, 0xa5)] {
+    for (poison, expected) in [(0, 0), (0xaaaa_aaaa, 0xa5)] {
         let (mut driver, control) = started();
         driver.write(POISON, poison);
         assert_eq!(driver.read(POISON), poison);
         let piece = filled(&mut driver, 1);
         driver.request(REPORT, &[piece]);
-        assert!(is(&driver, piece, kept), "poison {poison:#x}");
+        assert!(is(&driver, piece, expected), "poison {poison:#x}");
         if poison != 0 {
-            assert!(control.free_frames(LONG).is_empty());
+            assert!(control.free_frames(TIMEOUT).is_empty());
             // Frames in the balloon are written before they are read.
             let named = numbers(&mut driver, &[gfn(piece)]);
             driver.request(INFLATE, &[named]);
@@ -151,7 +151,7 @@ fn poisoned_frames_are_not_discarded() {
 
 #[track_caller]
 fn wait_command(driver: &Driver, than: u32) -> u32 {
-    let end = Instant::now() + LONG;
+    let end = Instant::now() + TIMEOUT;
     loop {
         match driver.read(COMMAND) {
             command if command != than => return command,
@@ -191,17 +191,17 @@ fn hints_belong_to_their_command_and_change_nothing() {
     for round in 0..3 {
         // Hints without a request.
         hint(&mut driver, last, &free[..1], true);
-        let asked = thread::spawn({
+        let copier = thread::spawn({
             let control = control.clone();
-            move || control.free_frames(LONG)
+            move || control.free_frames(TIMEOUT)
         });
         let command = wait_command(&driver, hints::DONE);
         assert!(command > last, "a number of its own");
         // First the rest of the earlier run.
         hint(&mut driver, last, &free[1..2], true);
         hint(&mut driver, command, &free[round..], true);
-        let heard: Vec<FrameRun> = asked.join().unwrap().iter().collect();
-        assert_eq!(heard, frames_of(&free[round..]));
+        let hinted: Vec<FrameRun> = copier.join().unwrap().iter().collect();
+        assert_eq!(hinted, frames_of(&free[round..]));
         assert_eq!(driver.read(COMMAND), hints::DONE, "the driver may have its frames back");
         assert!(free.iter().all(|piece| is(&driver, *piece, 0xa5)));
         last = command;
@@ -212,20 +212,20 @@ fn hints_belong_to_their_command_and_change_nothing() {
 fn unfinished_hints_are_returned_at_the_limit() {
     let (mut driver, control) = started();
     let free = filled(&mut driver, 5);
-    let asked = thread::spawn({
+    let copier = thread::spawn({
         let control = control.clone();
         move || control.free_frames(Duration::from_secs(2))
     });
     let command = wait_command(&driver, hints::DONE);
     hint(&mut driver, command, &[free], false);
-    let heard: Vec<FrameRun> = asked.join().unwrap().iter().collect();
-    assert_eq!(heard, frames_of(&[free]));
+    let hinted: Vec<FrameRun> = copier.join().unwrap().iter().collect();
+    assert_eq!(hinted, frames_of(&[free]));
     assert_eq!(driver.read(COMMAND), hints::DONE);
     // A driver that is absent, or does not support hints, is not waited for.
     driver.start(!FREE_PAGE_HINT);
     let since = Instant::now();
-    assert!(control.free_frames(LONG).is_empty());
-    assert!(since.elapsed() < LONG);
+    assert!(control.free_frames(TIMEOUT).is_empty());
+    assert!(since.elapsed() < TIMEOUT);
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn target_reaches_the_driver_also_after_a_move() {
     let target = |driver: &Driver| driver.read(VIRTIO_MMIO_CONFIG);
     assert_eq!(target(&driver), 0);
     control.set_target(3 << 20);
-    let end = Instant::now() + LONG;
+    let end = Instant::now() + TIMEOUT;
     while target(&driver) != 768 {
         assert!(Instant::now() < end, "the target never reaches the driver");
         thread::sleep(Duration::from_micros(200));

@@ -184,8 +184,8 @@ mod tests {
         let (mut runs, mut some) = (Vec::new(), vec![0; 4 * 4096]);
         assert_eq!(keeping.next(&mut runs, &mut some).unwrap(), 4);
         block.release(crate::testing::soon()).unwrap();
-        let said = keeping.next(&mut runs, &mut some).unwrap_err();
-        assert!(matches!(said, KeepError::LetGo), "{said}");
+        let error = keeping.next(&mut runs, &mut some).unwrap_err();
+        assert!(matches!(error, KeepError::LetGo), "{error}");
         drop(keeping);
         keep().unwrap_err();
         block.acquire().unwrap();

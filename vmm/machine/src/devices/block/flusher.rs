@@ -190,8 +190,8 @@ impl Flusher {
         let mut state = self.lock();
         // The guest's own flush has reported the error meanwhile. Its next flush reports any later
         // error.
-        let known = failures.is_some_and(|failures| state.failures != failures);
-        state.last = result.err().map(|e| errno(&e)).filter(|_| !known);
+        let already_reported = failures.is_some_and(|failures| state.failures != failures);
+        state.last = result.err().map(|e| errno(&e)).filter(|_| !already_reported);
         state.lost = state.last.or(state.lost);
         (state.in_flight, state.skipped) = (false, false);
         if let Some(errno) = state.last {

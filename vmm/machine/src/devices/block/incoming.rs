@@ -34,8 +34,8 @@ pub(crate) fn make_copies(
             let why = format!("{drive} {why}");
             GuestError::Malformed { what: "the list of disks that come along".to_owned(), why }
         };
-        let known = disks(&config.devices).find(|disk| disk.id == drive.id);
-        let Some(disk) = known else { return Err(malformed("is none of the guest's")) };
+        let found = disks(&config.devices).find(|disk| disk.id == drive.id);
+        let Some(disk) = found else { return Err(malformed("is none of the guest's")) };
         if (disk.bytes, disk.readonly) != (drive.bytes, drive.readonly) {
             return Err(malformed("is another one in the guest's configuration"));
         }
@@ -275,12 +275,15 @@ mod tests {
         assert!(file.metadata().unwrap().blocks() >= room, "and gets it back");
         assert!(!has_data(&file).unwrap());
         File::create(&path).unwrap().set_len(BYTES + 512).unwrap();
-        let said = make(&path, guest).unwrap_err().to_string();
-        assert!(said.contains("a file of 1049088 bytes, and the disk has only 1048576"), "{said}");
+        let error = make(&path, guest).unwrap_err().to_string();
+        assert!(
+            error.contains("a file of 1049088 bytes, and the disk has only 1048576"),
+            "{error}"
+        );
         fs::write(&path, "precious").unwrap();
-        let said = make(&path, guest).unwrap_err().to_string();
+        let error = make(&path, guest).unwrap_err().to_string();
         let why = "disk \"d\" cannot be copied to \"";
-        assert!(said.starts_with(why) && said.contains("a file with data in it"), "{said}");
+        assert!(error.starts_with(why) && error.contains("a file with data in it"), "{error}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
         assert!(
             make(dir.path(), guest).unwrap_err().to_string().contains("it is not a regular file")
@@ -303,8 +306,8 @@ mod tests {
             fail_locks().unwrap();
             make(&path, guest).unwrap_err().to_string()
         };
-        let said = std::thread::scope(|scope| scope.spawn(unlocked).join().unwrap());
-        assert!(said.contains("locking it failed: No locks available"), "{said}");
+        let error = std::thread::scope(|scope| scope.spawn(unlocked).join().unwrap());
+        assert!(error.contains("locking it failed: No locks available"), "{error}");
         assert_eq!(path.metadata().unwrap().len(), 0, "another build may have it");
         make(&path, guest).unwrap().write(0, &[7; 4096]).unwrap();
         assert_eq!(path.metadata().unwrap().len(), 0, "as it was before");
@@ -317,8 +320,8 @@ mod tests {
         let (one, other) = (VmId::random(), VmId::random());
         let made = make(&path, one).unwrap();
         for guest in [one, other] {
-            let said = make(&path, guest).unwrap_err().to_string();
-            assert!(said.contains("it is in use by another"), "{said}");
+            let error = make(&path, guest).unwrap_err().to_string();
+            assert!(error.contains("it is in use by another"), "{error}");
         }
         assert!(path.exists());
         made.yield_to_guest().unwrap();

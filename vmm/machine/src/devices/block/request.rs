@@ -17,10 +17,10 @@ const HEADER_BYTES: u32 = 16;
 /// Bytes of one range of a discard or write-zeroes request.
 const RANGE_BYTES: u32 = 16;
 /// Upper bound on the bytes of one buffer, as announced to drivers. A request with the maximum
-/// number of such buffers has fewer than [`MOST_BYTES`].
+/// number of such buffers has fewer than [`MAX_REQUEST_BYTES`].
 pub(super) const SIZE_MAX: u32 = 128 << 10;
 /// Upper bound on the bytes that one request moves: a pause waits for all requests in flight.
-const MOST_BYTES: u32 = 32 << 20;
+const MAX_REQUEST_BYTES: u32 = 32 << 20;
 /// Upper bound on the ranges in one such request.
 const MAX_RANGES: u32 = 16;
 /// Upper bound on the sectors of one range to discard: 1 GiB.
@@ -108,7 +108,11 @@ fn words(bytes: &[u8; 16]) -> [u32; 4] {
 
 /// Returns the offset of `sector` for a transfer of `data`, if that is permitted.
 fn transfer(disk: &DiskConfig, sector: u64, data: &Buffers) -> Result<u64, u32> {
-    if data.len() > MOST_BYTES { Err(VIRTIO_BLK_S_IOERR) } else { span(disk, sector, data.len()) }
+    if data.len() > MAX_REQUEST_BYTES {
+        Err(VIRTIO_BLK_S_IOERR)
+    } else {
+        span(disk, sector, data.len())
+    }
 }
 
 /// Returns the offset of `len` bytes from `sector`, if all of them lie on the disk.

@@ -66,7 +66,7 @@ pub(crate) fn open_drives(
         if drives[..i].iter().any(|other| other.id == drive.id) {
             return Err(malformed(drive.to_string(), "is there twice"));
         }
-        let known = !host.names(disk);
+        let is_unnamed = !host.names(disk);
         let refused = |e: DiskError| GuestError::System {
             what: "opening the disks to restore",
             cause: Box::new(e),
@@ -75,10 +75,10 @@ pub(crate) fn open_drives(
             let (id, path) = (disk.id.clone(), disk.path.clone());
             refused(DiskError::Parents { id, path, guest: parent.guest, bytes: disk.bytes, why })
         };
-        if known && guest != parent.guest {
+        if is_unnamed && guest != parent.guest {
             return Err(is_parents(ParentsDisk::Itself));
         }
-        let file = RestoredDisk::open(disk, guest, known).map_err(refused)?;
+        let file = RestoredDisk::open(disk, guest, is_unnamed).map_err(refused)?;
         if guest != parent.guest
             && let Some(why) = parent.claim_to(&file.file, host.takes_any_identity_for(disk))
         {
@@ -113,23 +113,25 @@ struct ParentsPath<F> {
 }
 
 /// Returns why the disk `found` may not be another guest's; `None` if it may. The parent's disk is
-/// `known`.
+/// `parents`.
 ///
 /// A file in a snapshot of the parent's file system has the inode number and the creation time of
 /// the parent's file. So has the parent's file itself through another mount, which may have another
 /// device number. Nothing distinguishes these two cases, so the operator must.
 fn claim_to_disk(
-    known: Option<&DiskIdentity>,
+    parents: Option<&DiskIdentity>,
     found: Option<&DiskIdentity>,
     path: ParentsPath<impl FnOnce() -> Option<DiskIdentity>>,
     may_be_snapshot: bool,
 ) -> Option<ParentsDisk> {
-    let Some(known) = known.filter(|known| found.is_some_and(|found| !known.differs(found))) else {
+    let Some(parents) =
+        parents.filter(|parents| found.is_some_and(|found| !parents.differs(found)))
+    else {
         return path.leads_to_it.then_some(ParentsDisk::Path);
     };
     let can_be_snapshot = !path.leads_to_it
-        && matches!(known, DiskIdentity::File { .. })
-        && (path.identity)().is_some_and(|there| !known.differs(&there));
+        && matches!(parents, DiskIdentity::File { .. })
+        && (path.identity)().is_some_and(|there| !parents.differs(&there));
     match can_be_snapshot {
         false => Some(ParentsDisk::Itself),
         true if may_be_snapshot => None,
@@ -163,9 +165,9 @@ struct RestoredDisk {
 }
 
 impl RestoredDisk {
-    fn open(disk: &DiskConfig, guest: VmId, known: bool) -> Result<Self, DiskError> {
+    fn open(disk: &DiskConfig, guest: VmId, is_unnamed: bool) -> Result<Self, DiskError> {
         let file = DiskFile::open(disk, guest)?;
-        if known && (disk.identity.is_none() || file.disk_identity().is_none()) {
+        if is_unnamed && (disk.identity.is_none() || file.disk_identity().is_none()) {
             return Err(DiskError::Nameless { id: disk.id.clone(), path: disk.path.clone() });
         }
         file.lock()?;
@@ -261,11 +263,11 @@ mod tests {
                 .contains("in use by")
         );
         fs::rename(&path, dir.path().join("aside")).unwrap();
-        let said = opened.yield_to_guest().unwrap_err().to_string();
-        assert!(said.contains("No such file"), "{said}");
+        let error = opened.yield_to_guest().unwrap_err().to_string();
+        assert!(error.contains("No such file"), "{error}");
         File::create(&path).unwrap().set_len(BYTES).unwrap();
-        let said = opened.yield_to_guest().unwrap_err().to_string();
-        assert!(said.contains("its path leads to another file now"), "{said}");
+        let error = opened.yield_to_guest().unwrap_err().to_string();
+        assert!(error.contains("its path leads to another file now"), "{error}");
         fs::rename(dir.path().join("aside"), &path).unwrap();
         opened.yield_to_guest().unwrap();
     }
@@ -303,9 +305,9 @@ mod tests {
             open_drives(guest, parent, &config, &drives, host).map(|opened| opened.len())
         };
         let host = HostConfig { disks_are_copies: true, ..Default::default() };
-        let said = open(&host).unwrap_err().to_string();
-        assert!(said.contains(&format!("guest {parent}'s")), "{said}");
-        assert!(said.contains("--disk id=d,path=FILE") && said.contains("--same-id"), "{said}");
+        let error = open(&host).unwrap_err().to_string();
+        assert!(error.contains(&format!("guest {parent}'s")), "{error}");
+        assert!(error.contains("--disk id=d,path=FILE") && error.contains("--same-id"), "{error}");
         // The parent's file is refused by its name and by any other name.
         fs::hard_link(&path, dir.path().join("link")).unwrap();
         std::os::unix::fs::symlink(&path, dir.path().join("symlink")).unwrap();
@@ -315,11 +317,14 @@ mod tests {
         };
         for (name, more) in [("disk", ""), ("disk", ",identity=any"), ("link", ""), ("symlink", "")]
         {
-            let said = named(name, more).unwrap_err().to_string();
+            let error = named(name, more).unwrap_err().to_string();
             let file = dir.path().join(name);
-            assert!(said.contains(&format!("in file \"{}\", is guest", file.display())), "{said}");
-            assert!(said.contains("give the new guest a file of its own"), "{said}");
-            assert!(!said.contains("identity=any"), "no snapshot: {said}");
+            assert!(
+                error.contains(&format!("in file \"{}\", is guest", file.display())),
+                "{error}"
+            );
+            assert!(error.contains("give the new guest a file of its own"), "{error}");
+            assert!(!error.contains("identity=any"), "no snapshot: {error}");
         }
         assert_eq!(named("copy", "").unwrap(), 1);
         // The file that is now at the parent's path is refused too: the parent's disk may have been
@@ -327,9 +332,9 @@ mod tests {
         let copy = dir.path().join("copy");
         fs::rename(&path, dir.path().join("was")).unwrap();
         fs::copy(&copy, &path).unwrap();
-        let said = named("disk", ",identity=any").unwrap_err().to_string();
+        let error = named("disk", ",identity=any").unwrap_err().to_string();
         let why = format!("has the path of guest {parent}'s disk: name another path");
-        assert!(said.contains(&why) && said.contains("(--same-id)"), "{said}");
+        assert!(error.contains(&why) && error.contains("(--same-id)"), "{error}");
         assert!(named("was", "").is_err(), "it has moved, and is known");
     }
 
@@ -340,10 +345,15 @@ mod tests {
         let file = |inode| DiskIdentity::File { inode, born_ns: Some(7) };
         let device = DiskIdentity::device("naa.50").unwrap();
         let (itself, path) = (Some(ParentsDisk::Itself), Some(ParentsDisk::Path));
-        let why = |known: &DiskIdentity, found: Option<&_>, leads_to_it, there, says| {
-            claim_to_disk(Some(known), found, ParentsPath { leads_to_it, identity: || there }, says)
+        let why = |known: &DiskIdentity, found: Option<&_>, leads_to_it, there, may_be_snapshot| {
+            claim_to_disk(
+                Some(known),
+                found,
+                ParentsPath { leads_to_it, identity: || there },
+                may_be_snapshot,
+            )
         };
-        for (found, has_path, there, unsaid, said) in [
+        for (found, has_path, there, without_option, with_option) in [
             (Some(file(3)), false, Some(file(3)), Some(ParentsDisk::OrSnapshot), None),
             (Some(file(3)), true, Some(file(3)), itself, itself),
             (Some(file(3)), false, Some(file(4)), itself, itself),
@@ -353,9 +363,9 @@ mod tests {
             (None, false, None, None, None),
             (None, true, None, path, path),
         ] {
-            for (says, expected) in [(false, unsaid), (true, said)] {
-                let why = why(&file(3), found.as_ref(), has_path, there.clone(), says);
-                assert_eq!(why, expected, "{found:?} {has_path} {there:?} {says}");
+            for (may_be_snapshot, expected) in [(false, without_option), (true, with_option)] {
+                let why = why(&file(3), found.as_ref(), has_path, there.clone(), may_be_snapshot);
+                assert_eq!(why, expected, "{found:?} {has_path} {there:?} {may_be_snapshot}");
             }
         }
         // Two paths to one device have one name.
@@ -376,9 +386,9 @@ mod tests {
         for name in ["disk", "other"] {
             File::create(dir.path().join(name)).unwrap().set_len(BYTES).unwrap();
         }
-        let mut known = disk("d", &path, BYTES);
-        known.identity = identity::of(&File::open(&path).unwrap());
-        let config = machine(vec![DeviceConfig::Disk(known)]);
+        let mut recorded = disk("d", &path, BYTES);
+        recorded.identity = identity::of(&File::open(&path).unwrap());
+        let config = machine(vec![DeviceConfig::Disk(recorded)]);
         let drives = drives(&config.devices);
         let open = |host: &HostConfig, drives: &[DriveHead]| {
             let config = config.clone().on_host(&host.writing_over(drives))?;
@@ -389,12 +399,12 @@ mod tests {
         let host = HostConfig { disks_are_copies: true, ..Default::default() };
         assert_eq!(open(&host, &drives).unwrap(), 1);
         fs::rename(dir.path().join("other"), &path).unwrap();
-        let said = open(&host, &drives).unwrap_err().to_string();
-        assert!(said.contains("disk \"d\" is a different disk on this host"), "{said}");
+        let error = open(&host, &drives).unwrap_err().to_string();
+        assert!(error.contains("disk \"d\" is a different disk on this host"), "{error}");
         let named = format!("path={},id=d", path.display());
         assert!(
-            said.contains(&format!("--disk id=d,path={},identity=any", path.display())),
-            "{said}"
+            error.contains(&format!("--disk id=d,path={},identity=any", path.display())),
+            "{error}"
         );
         for spec in [named.clone(), format!("{named},identity=any")] {
             let host = HostConfig { disks: vec![spec.parse().unwrap()], ..host.clone() };

@@ -18,10 +18,10 @@ const RINGS_STEP: u64 = 0x2000;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x1800;
 const QUEUE_RESET: u32 = 0xc0;
-/// Most turns that a device may take for the work that one step starts.
-const MOST_TURNS: usize = 1000;
+/// Most rounds that a device may take for the work that one step starts.
+const MAX_ROUNDS: usize = 1000;
 /// Most steps of one run. More steps would find nothing new.
-const MOST_STEPS: usize = 200;
+const MAX_STEPS: usize = 200;
 const REGISTERS: [u32; 19] = [
     VIRTIO_MMIO_DEVICE_FEATURES_SEL,
     VIRTIO_MMIO_DRIVER_FEATURES,
@@ -87,7 +87,7 @@ impl<'s> FuzzHarness<'s> {
 
     /// Performs the steps in `from`, up to its end.
     pub(super) fn run(&mut self, from: &mut FuzzInput<'_>) {
-        for _ in 0..MOST_STEPS {
+        for _ in 0..MAX_STEPS {
             if from.is_empty() {
                 break;
             }
@@ -99,7 +99,7 @@ impl<'s> FuzzHarness<'s> {
 
     /// Writes and reads registers as `from` says.
     pub(super) fn run_registers(&mut self, from: &mut FuzzInput<'_>) {
-        for _ in 0..MOST_STEPS {
+        for _ in 0..MAX_STEPS {
             if from.is_empty() {
                 break;
             }
@@ -148,14 +148,14 @@ impl<'s> FuzzHarness<'s> {
     fn step(&mut self, nothing_new: bool, f: impl FnOnce(&ThreadlessDevice)) {
         let stopped = self.is_stopped();
         f(&self.device);
-        let turns = (0..MOST_TURNS).take_while(|_| self.device.poll()).count();
-        assert!(turns < MOST_TURNS, "the device works without end");
+        let rounds = (0..MAX_ROUNDS).take_while(|_| self.device.poll()).count();
+        assert!(rounds < MAX_ROUNDS, "the device works without end");
         let status = self.get(VIRTIO_MMIO_STATUS);
         let works = status & VIRTIO_CONFIG_S_DRIVER_OK != 0 && !self.is_stopped();
         assert_eq!(self.device.is_active(), works, "status {status:#x}");
         if self.is_stopped() {
-            let told = self.get(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG != 0;
-            assert!(told || stopped, "the driver of a stopped device is told");
+            let interrupted = self.get(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG != 0;
+            assert!(interrupted || stopped, "the driver of a stopped device is told");
         }
         self.may_write |= !(stopped && nothing_new);
     }

@@ -42,8 +42,8 @@ impl QueuedFrames {
         let mut more = false;
         for pair in 0..tap.enabled() {
             // Frames from earlier moves that failed may still be here.
-            let kept = self.0.iter().filter(|(of, _)| *of == pair).map(|(_, frame)| frame.len());
-            let (before, bytes) = kept.fold((0, 0), |(n, sum), len| (n + 1, sum + len));
+            let lengths = self.0.iter().filter(|(of, _)| *of == pair).map(|(_, frame)| frame.len());
+            let (before, bytes) = lengths.fold((0, 0), |(n, sum), len| (n + 1, sum + len));
             let mut room = (MAX_BYTES / usize::from(tap.enabled())).saturating_sub(bytes);
             for taken in before.. {
                 match tap.read(pair, buffer) {

@@ -84,8 +84,8 @@ fn status(driver: &Driver) -> u16 {
 #[track_caller]
 fn control(driver: &mut Driver, queue: usize, bytes: &[u8]) -> u8 {
     let answer = driver.writable(1);
-    let asked = driver.readable(bytes);
-    driver.request(queue, &[asked, answer]);
+    let request = driver.readable(bytes);
+    driver.request(queue, &[request, answer]);
     driver.bytes(answer)[0]
 }
 
@@ -206,9 +206,9 @@ fn buffers_below_header_size_stop_the_interface() {
     let network = TestNetwork::new(1);
     let mut driver = Driver::started(Box::new(network.net()));
     let (short, small) = (driver.readable(&[0; 11]), driver.writable(11));
-    let (asked, answer) = (driver.readable(&[4]), driver.writable(1));
+    let (request, answer) = (driver.readable(&[4]), driver.writable(1));
     let wrong: [(usize, &[DriverBuffer]); 5] =
-        [(0, &[small]), (1, &[short]), (1, &[small]), (2, &[asked, answer]), (2, &[short])];
+        [(0, &[small]), (1, &[short]), (1, &[small]), (2, &[request, answer]), (2, &[short])];
     for (queue, pieces) in wrong {
         driver.post(queue, pieces);
         driver.kick(queue);
@@ -435,8 +435,8 @@ fn missing_tap_is_named() {
     let config =
         NetConfig { id: "n".to_owned(), tap: "dl-none-dl".to_owned(), mac: MAC, queues: 1 };
     let opener = Opener::start().unwrap();
-    let said = Net::open(&config, VmId::random(), &opener).err().unwrap().to_string();
-    assert!(said.contains("tap \"dl-none-dl\" does not exist"), "{said}");
+    let error = Net::open(&config, VmId::random(), &opener).err().unwrap().to_string();
+    assert!(error.contains("tap \"dl-none-dl\" does not exist"), "{error}");
 }
 
 #[test]

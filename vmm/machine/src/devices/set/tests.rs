@@ -66,8 +66,8 @@ fn pause_cancels_disk_waits_for_an_epoch() {
     // A wait that is not cancelled takes this long.
     assert!(since.elapsed() < WRITE_WAIT_LIMIT, "{:?}", since.elapsed());
     let (mut runs, mut some) = (Vec::new(), vec![0; 4096]);
-    let said = keeping.next(&mut runs, &mut some).unwrap_err();
-    assert!(matches!(said, KeepError::Paused), "{said}");
+    let error = keeping.next(&mut runs, &mut some).unwrap_err();
+    assert!(matches!(error, KeepError::Paused), "{error}");
     drop(keeping);
     // Writes wait again, whether the guest has resumed or never paused because a vCPU could not
     // be paused.

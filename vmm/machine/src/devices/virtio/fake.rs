@@ -185,12 +185,12 @@ mod tests {
         let script = Arc::new(Script::default());
         let driver = Driver::started(Box::new(FakeDevice(script.clone())));
         Script::set(&script.busy, true);
-        let (said, done) = mpsc::channel();
-        let reset = |said: mpsc::Sender<()>| {
-            let done = || Completion::new(move || said.send(()).unwrap());
+        let (sender, done) = mpsc::channel();
+        let reset = |sender: mpsc::Sender<()>| {
+            let done = || Completion::new(move || sender.send(()).unwrap());
             driver.transport.write(VIRTIO_MMIO_STATUS.into(), &[0; 4], done)
         };
-        assert!(reset(said.clone()) && reset(said));
+        assert!(reset(sender.clone()) && reset(sender));
         for _ in 0..20 {
             assert_ne!(status(&driver.transport), 0, "it is not done");
             std::thread::sleep(Duration::from_millis(1));

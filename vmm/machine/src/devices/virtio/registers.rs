@@ -212,8 +212,8 @@ impl Registers {
             1 => 32,
             _ => return,
         };
-        let kept = self.state.driver_features & !(u64::from(u32::MAX) << shift);
-        self.state.driver_features = kept | u64::from(value) << shift;
+        let other_half = self.state.driver_features & !(u64::from(u32::MAX) << shift);
+        self.state.driver_features = other_half | u64::from(value) << shift;
     }
 
     fn write_status(&mut self, value: u32) -> RegisterEffect {

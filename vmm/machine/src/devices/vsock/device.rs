@@ -67,8 +67,8 @@ impl Device for Vsock {
             LISTENER => self.accept_programs(io.watcher),
             TIMER => self.tick(io.watcher),
             stream if self.connections.contains_key(&stream) => {
-                let gone = events.intersects(EventSet::HANG_UP | EventSet::ERROR);
-                self.stream_ready(stream, gone);
+                let hung_up = events.intersects(EventSet::HANG_UP | EventSet::ERROR);
+                self.stream_ready(stream, hung_up);
             }
             caller => self.read_greeting(caller),
         }
@@ -90,8 +90,8 @@ impl Device for Vsock {
         for token in tokens {
             let Some(connection) = self.connections.get_mut(&token) else { continue };
             connection.restart_deadline();
-            let gone = connection.is_hung_up();
-            self.stream_ready(token, gone);
+            let hung_up = connection.is_hung_up();
+            self.stream_ready(token, hung_up);
         }
         // The new deadlines are in a different order from the old ones, which does not matter.
         self.set_timer();

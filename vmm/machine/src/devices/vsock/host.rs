@@ -12,7 +12,7 @@ use crate::devices::opener::{DropOnOpener, Opener};
 use crate::socket::{ListeningSocket, SocketError};
 
 /// Most bytes of a greeting; "CONNECT 4294967295\n" is shorter.
-const MOST: usize = 32;
+const MAX_GREETING_BYTES: usize = 32;
 
 /// Reason why a vsock's unix socket cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -85,14 +85,14 @@ pub(super) enum Greeting {
 
 /// Reads a program's greeting from `stream`, and no byte after it.
 pub(super) fn greeting(stream: &UnixStream) -> Greeting {
-    let mut bytes = [0; MOST];
+    let mut bytes = [0; MAX_GREETING_BYTES];
     let len = match rustix::net::recv(stream, &mut bytes[..], RecvFlags::PEEK) {
         Ok((len, _)) if len > 0 => len,
         Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Greeting::Unfinished,
         _ => return Greeting::Wrong,
     };
     let Some(line) = bytes[..len].iter().position(|b| *b == b'\n') else {
-        return if len < MOST { Greeting::Unfinished } else { Greeting::Wrong };
+        return if len < MAX_GREETING_BYTES { Greeting::Unfinished } else { Greeting::Wrong };
     };
     let port = std::str::from_utf8(&bytes[..line]).ok().and_then(parse);
     let mut rest = &mut bytes[..=line];
@@ -135,25 +135,25 @@ mod tests {
 
     #[test]
     fn greeting_is_read_up_to_its_end() {
-        let said = |bytes: &[u8]| {
+        let read_from = |bytes: &[u8]| {
             let (mut program, ours) = UnixStream::pair().unwrap();
             ours.set_nonblocking(true).unwrap();
             program.write_all(bytes).unwrap();
             (greeting(&ours), program, ours)
         };
-        let (connect, _program, mut ours) = said(b"CONNECT 52\nfirst words");
+        let (connect, _program, mut ours) = read_from(b"CONNECT 52\nfirst words");
         assert_eq!(connect, Greeting::Connect(52));
         let mut rest = [0; 20];
         let len = ours.read(&mut rest).unwrap();
         assert_eq!(&rest[..len], b"first words");
-        assert_eq!(said(b"connect 4294967295\r\n").0, Greeting::Connect(u32::MAX));
-        assert_eq!(said(b"").0, Greeting::Unfinished);
-        assert_eq!(said(b"CONN").0, Greeting::Unfinished);
+        assert_eq!(read_from(b"connect 4294967295\r\n").0, Greeting::Connect(u32::MAX));
+        assert_eq!(read_from(b"").0, Greeting::Unfinished);
+        assert_eq!(read_from(b"CONN").0, Greeting::Unfinished);
         for wrong in [&b"\n"[..], b"CONNECT\n", b"CONNECT 4294967296\n", b"HELLO 3\n", &[b'x'; 40]]
         {
-            assert_eq!(said(wrong).0, Greeting::Wrong, "{wrong:?}");
+            assert_eq!(read_from(wrong).0, Greeting::Wrong, "{wrong:?}");
         }
-        let (_, program, ours) = said(b"");
+        let (_, program, ours) = read_from(b"");
         drop(program);
         assert_eq!(greeting(&ours), Greeting::Wrong, "gone");
     }

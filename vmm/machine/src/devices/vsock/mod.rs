@@ -252,8 +252,8 @@ impl Vsock {
         }
         let ports = Ports { guest: header.src_port.get(), host: header.dst_port.get() };
         let ours = header.dst_cid.get() == HOST_CID && header.kind.get() == STREAM;
-        let known = self.tokens.get(&ports).copied().filter(|_| ours);
-        match (known, header.op.get()) {
+        let known_token = self.tokens.get(&ports).copied().filter(|_| ours);
+        match (known_token, header.op.get()) {
             (Some(token), _) => {
                 let len = (header.len.get() as usize).min(self.buffer.len());
                 chain.readable.read(ram, HEADER as u32, &mut self.buffer[..len])?;
@@ -296,13 +296,13 @@ impl Vsock {
     fn read_greeting(&mut self, token: u32) {
         let Some(at) = self.new_programs.iter().position(|(of, _)| *of == token) else { return };
         let Some((_, stream)) = self.new_programs.get(at) else { return };
-        let said = host::greeting(stream);
-        if said == Greeting::Unfinished {
+        let greeting = host::greeting(stream);
+        if greeting == Greeting::Unfinished {
             return;
         }
         // From here on the stream becomes a connection or is closed.
         let Some((_, stream)) = self.new_programs.remove(at) else { return };
-        if let Greeting::Connect(port) = said
+        if let Greeting::Connect(port) = greeting
             && self.active
             && self.connections.len() < self.max_connections
             && self.refusals.len() < MAX_REFUSALS

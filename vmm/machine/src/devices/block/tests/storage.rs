@@ -19,9 +19,9 @@ fn not_run(program: &str, why: impl std::fmt::Display) -> io::Error {
 /// because that would fill the cache. The error is that of a host that does not tell.
 fn is_cached(disk: &Disk) -> io::Result<bool> {
     let mut fincore = Command::new("fincore");
-    let said = fincore.args(["--noheadings", "--output", "PAGES"]).arg(disk.file.path()).output();
-    let said = said.map_err(|e| not_run("fincore", e))?;
-    let pages = String::from_utf8_lossy(&said.stdout).trim().parse::<u64>();
+    let output = fincore.args(["--noheadings", "--output", "PAGES"]).arg(disk.file.path()).output();
+    let output = output.map_err(|e| not_run("fincore", e))?;
+    let pages = String::from_utf8_lossy(&output.stdout).trim().parse::<u64>();
     pages.map(|pages| pages > 0).map_err(|e| not_run("fincore", e))
 }
 
@@ -162,13 +162,13 @@ fn guest_sees_block_size_and_may_access_sectors() {
     const TEST: &str = "guest_sees_block_size_and_may_access_sectors";
     let mut disk = Disk::new();
     disk.config.block_bytes = 4096;
-    let told = |block: &BlockDevice| {
+    let sizes_in_config = |block: &BlockDevice| {
         let space = block.config_space();
         (space[..8].to_vec(), space[20..24].to_vec())
     };
     let sectors = (disk.config.bytes / 512).to_le_bytes().to_vec();
     let want = (sectors, 4096u32.to_le_bytes().to_vec());
-    assert_eq!(told(&disk.block(EngineKind::Sync)), want);
+    assert_eq!(sizes_in_config(&disk.block(EngineKind::Sync)), want);
     let device = match LoopDevice::new(disk.file.path()) {
         Ok(device) => device,
         Err(why) => return skip(TEST, &format!("no loop device of 4 KiB sectors: {why}")),
@@ -178,7 +178,7 @@ fn guest_sees_block_size_and_may_access_sectors() {
     disk.config.path = path.to_owned();
     for with in engines() {
         let mut block = disk.block(with);
-        assert_eq!(told(&block), want);
+        assert_eq!(sizes_in_config(&block), want);
         assert_eq!(block.disk_identity(), None, "its number is this host's alone");
         block.acquire().unwrap();
         let mut driver = Driver::started(Box::new(block));

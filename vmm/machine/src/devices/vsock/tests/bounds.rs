@@ -160,7 +160,7 @@ fn connections_reset_by_the_guest_leave_nothing() {
 fn programs_that_leave_cause_bounded_refusals() {
     let sockets = TestSockets::new();
     let (mut guest, connections, most, now) = watched(&sockets);
-    let (end, cap) = (Instant::now() + attack(), Instant::now() + 10 * LONG);
+    let (end, cap) = (Instant::now() + attack(), Instant::now() + 10 * TIMEOUT);
     let mut calls = 0;
     // The guest has no buffer for a packet, so it sees none of these connections, and each is
     // refused in time. A busy host needs longer to make as many connections as the bounds are
@@ -179,7 +179,7 @@ fn programs_that_leave_cause_bounded_refusals() {
     assert!(seen.deadlines <= 2 * connections, "{seen:?}");
     assert!(seen.new_programs <= MAX_NEW_PROGRAMS, "{seen:?}");
     // Once the guest takes its packets, the device is as it was before.
-    let end = Instant::now() + LONG;
+    let end = Instant::now() + TIMEOUT;
     loop {
         let CollectionSizes { connections, refusals, .. } = *now.lock().unwrap();
         if (connections, refusals) == (0, 0) {

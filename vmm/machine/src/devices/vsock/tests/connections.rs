@@ -45,9 +45,9 @@ fn host_program_connects_to_the_guest() {
     guest.send(op::RESPONSE, ports, &[]);
     let want = format!("OK {}\nhello", ports.host);
     guest.send(op::RW, ports, b"hello");
-    let mut said = vec![0; want.len()];
-    program.read_exact(&mut said).unwrap();
-    assert_eq!(said, want.as_bytes());
+    let mut greeting = vec![0; want.len()];
+    program.read_exact(&mut greeting).unwrap();
+    assert_eq!(greeting, want.as_bytes());
     program.write_all(b"and good bye").unwrap();
     drop(program);
     assert_eq!(guest.read(ports, 12), b"and good bye");
@@ -61,7 +61,7 @@ fn host_program_connects_to_the_guest() {
     assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
     // This is not the expected greeting.
     let mut program = UnixStream::connect(sockets.uds()).unwrap();
-    program.set_read_timeout(Some(LONG)).unwrap();
+    program.set_read_timeout(Some(TIMEOUT)).unwrap();
     program.write_all(b"GET / HTTP/1.1\r\n").unwrap();
     assert_eq!(program.read(&mut [0; 8]).unwrap_or(0), 0);
 }
@@ -75,17 +75,17 @@ fn credit_bounds_both_directions() {
     // The program does not read: its socket fills, then the device's buffer, and no more is
     // accepted.
     let mut taken = 0usize;
-    let mut told = 0u32;
+    let mut reported = 0u32;
     let chunk = pattern(2, 4096);
-    while (taken as u32).wrapping_sub(told) + 4096 <= ROOM {
+    while (taken as u32).wrapping_sub(reported) + 4096 <= ROOM {
         guest.send(op::RW, ports, &chunk);
         taken += chunk.len();
         assert!(taken < 64 << 20, "the room is bounded");
-        if (taken as u32).wrapping_sub(told) + 4096 > ROOM {
+        if (taken as u32).wrapping_sub(reported) + 4096 > ROOM {
             guest.send(op::CREDIT_REQUEST, ports, &[]);
             let (header, _) = guest.expect(op::CREDIT_UPDATE, ports);
             assert_eq!(header.buf_alloc.get(), ROOM);
-            told = header.fwd_cnt.get();
+            reported = header.fwd_cnt.get();
         }
     }
     // Now the program reads and gets all of it.
@@ -93,7 +93,7 @@ fn credit_bounds_both_directions() {
     program.read_exact(&mut all).unwrap();
     assert!(all.chunks(4096).all(|c| c == chunk));
     let (header, _) = guest.expect(op::CREDIT_UPDATE, ports);
-    assert!(header.fwd_cnt.get() > told, "the guest is told by itself");
+    assert!(header.fwd_cnt.get() > reported, "the guest is told by itself");
     // In the other direction, the guest says that it has room for 1,000 bytes.
     let small =
         PacketHeader { buf_alloc: 1000.into(), ..VsockGuest::packet(op::CREDIT_UPDATE, ports) };

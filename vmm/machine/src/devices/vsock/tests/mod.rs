@@ -26,7 +26,7 @@ use crate::devices::virtio::{Device, DeviceKind, QuiesceError, Transport};
 
 const CID: u32 = 42;
 const GUEST_PORT: u32 = 1000;
-const LONG: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 struct TestSockets(TempDir);
 
@@ -57,7 +57,7 @@ impl TestSockets {
     /// Returns a program of the host that has requested `port`.
     fn call(&self, port: u32) -> UnixStream {
         let mut stream = UnixStream::connect(self.uds()).unwrap();
-        stream.set_read_timeout(Some(LONG)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
         stream
     }
@@ -143,7 +143,7 @@ impl VsockGuest {
         self.send(op::REQUEST, ports, &[]);
         self.expect(op::RESPONSE, ports);
         let (stream, _) = listener.accept().unwrap();
-        stream.set_read_timeout(Some(LONG)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         (ports, stream)
     }
 }

@@ -81,6 +81,6 @@ fn socket_has_one_owner_and_is_removed() {
     assert!(!sockets.uds().exists());
     b.acquire().unwrap();
     let nowhere = VsockConfig { cid: 3, uds: "/nonexistent-dl/v".into() };
-    let said = Vsock::open(&nowhere, &Opener::start().unwrap()).err().unwrap().to_string();
-    assert!(said.contains("/nonexistent-dl/v"), "{said}");
+    let error = Vsock::open(&nowhere, &Opener::start().unwrap()).err().unwrap().to_string();
+    assert!(error.contains("/nonexistent-dl/v"), "{error}");
 }
