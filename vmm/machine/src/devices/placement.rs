@@ -12,7 +12,7 @@ const PINS: [u32; crate::config::MAX_DEVICES] =
 
 /// Registers and interrupt of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Placement {
+pub(crate) struct DevicePlacement {
     /// Guest address of the registers.
     pub(crate) base: u64,
     /// Size of the registers in bytes.
@@ -22,9 +22,9 @@ pub(crate) struct Placement {
 }
 
 /// Returns the placement of device number `index`, or `None` if no interrupt is left for it.
-pub(crate) fn placement(index: usize) -> Option<Placement> {
+pub(crate) fn placement(index: usize) -> Option<DevicePlacement> {
     let irq = *PINS.get(index)?;
-    Some(Placement { base: BASE + index as u64 * REGISTERS_LEN, len: REGISTERS_LEN, irq })
+    Some(DevicePlacement { base: BASE + index as u64 * REGISTERS_LEN, len: REGISTERS_LEN, irq })
 }
 
 /// Returns the number of the device whose registers contain `addr`, and the offset in them.
@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn placements_are_disjoint_and_in_the_hole() {
         for i in 0..PINS.len() {
-            let Placement { base, len, irq } = placement(i).unwrap();
+            let DevicePlacement { base, len, irq } = placement(i).unwrap();
             assert!(base >= HOLE_START && base + len < HOLE_END - (64 << 20), "{base:#x}");
             assert!((5..24).contains(&irq) && ![8, 9, 13].contains(&irq));
             assert_eq!(device_at(base), Some((i, 0)));
