@@ -130,11 +130,6 @@ impl KvmMachine {
         let balloon = self.balloon.as_ref().filter(|_| self.run_state() == RunState::Running);
         balloon.map(|b| b.free_frames(HINTS_LIMIT)).unwrap_or_default()
     }
-
-    /// Returns the drives that the guest can write to, each with the tree of its blocks.
-    pub fn drives(&self) -> &[Drive] {
-        &self.drives
-    }
 }
 
 impl GuestIdentity for KvmMachine {

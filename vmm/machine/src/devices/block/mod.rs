@@ -175,6 +175,7 @@ impl BlockDevice {
     }
 
     /// Returns the tracker of the guest's writes.
+    #[cfg(any(test, fuzzing))]
     pub(super) fn tracker(&self) -> Option<&Arc<Tracker>> {
         self.tracker.as_ref()
     }

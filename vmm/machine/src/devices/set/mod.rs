@@ -9,7 +9,6 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::Tracker;
 use driftline_guest::{MAX_LATE, VmId};
 use kvm_ioctls::IoEventAddress;
 
@@ -48,15 +47,9 @@ const QUEUED_PACKETS_HEADER: usize = 8;
 /// Offset of the `QueueNotify` register, where ioeventfds listen.
 const QUEUE_NOTIFY: u64 = virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
-/// A drive that the guest can write to, with the tracker of its writes.
+/// A drive that the guest can write to.
 #[derive(Clone, Debug)]
-pub(crate) struct Drive {
-    /// Name of the device.
-    pub(crate) id: String,
-    /// Tracks writes in blocks of 4 KiB, numbered like frames from 0.
-    pub(crate) tracker: Arc<Tracker>,
-    flusher: Arc<Flusher>,
-}
+pub(crate) struct Drive(Arc<Flusher>);
 
 impl Drive {
     /// Makes the guest's writes to `drives` durable while the guest runs. Returns whether that was
@@ -66,7 +59,7 @@ impl Drive {
     ///
     /// Fails if a flush fails. The guest also gets this error at its next flush.
     pub(crate) fn flush(drives: &[Self], limit: Duration) -> Result<bool, DiskError> {
-        flush_all(drives.iter().map(|drive| &drive.flusher), limit)
+        flush_all(drives.iter().map(|drive| &drive.0), limit)
     }
 }
 
@@ -184,10 +177,8 @@ impl DeviceSet {
                     readonly: disk.readonly,
                 };
                 self.refuse_shared_file(disk, file)?;
-                if let Some(tracker) = block.tracker() {
-                    let (id, tracker) = (disk.id.clone(), tracker.clone());
-                    let flusher = block.flusher().clone();
-                    self.drives.push(Drive { id, tracker, flusher });
+                if !disk.readonly {
+                    self.drives.push(Drive(block.flusher().clone()));
                 }
                 Box::new(block)
             }
