@@ -4,7 +4,7 @@
 #[cfg(test)]
 pub(super) mod manual;
 mod sync;
-pub(super) mod uring;
+mod uring;
 
 use std::io;
 use std::sync::Arc;
@@ -29,13 +29,15 @@ impl Engine {
     /// Creates an engine for at most `most` operations at a time on `file`; `id` is used in
     /// messages.
     pub(super) fn new(file: Arc<DiskFile>, most: usize, id: &str) -> Self {
-        match Uring::new(file.clone(), most) {
-            Ok(uring) => Self::Uring(Box::new(uring)),
-            Err(e) => {
-                tracing::info!("disk \"{id}\" does without io_uring: {e}");
-                Self::Sync(file)
-            }
-        }
+        Self::with_uring(file.clone(), most).unwrap_or_else(|e| {
+            tracing::info!("disk \"{id}\" does without io_uring: {e}");
+            Self::Sync(file)
+        })
+    }
+
+    /// Creates an io_uring engine for at most `most` operations at a time on `file`.
+    pub(super) fn with_uring(file: Arc<DiskFile>, most: usize) -> io::Result<Self> {
+        Ok(Self::Uring(Box::new(Uring::new(file, most)?)))
     }
 
     /// Returns the event that becomes readable when operations have ended; `None` for an engine

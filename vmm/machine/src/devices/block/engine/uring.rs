@@ -29,7 +29,7 @@ const OPERATIONS: [u8; 3] = [opcode::Readv::CODE, opcode::Writev::CODE, opcode::
 const RETRY: Duration = Duration::from_millis(1);
 
 /// An io_uring on one disk's file; see the module.
-pub(in crate::devices::block) struct Uring {
+pub(crate) struct Uring {
     ring: IoUring,
     file: Arc<DiskFile>,
     completion_event: EventFd,
@@ -60,7 +60,7 @@ unsafe impl Send for UringOperation {}
 
 impl Uring {
     /// Creates a ring for at most `most` operations at a time on `file`.
-    pub(in crate::devices::block) fn new(file: Arc<DiskFile>, most: usize) -> io::Result<Self> {
+    pub(super) fn new(file: Arc<DiskFile>, most: usize) -> io::Result<Self> {
         let completions = u32::try_from(most).unwrap_or(u32::MAX).next_power_of_two();
         let ring: IoUring = IoUring::builder()
             .setup_cqsize(completions.max(ENTRIES * 2))

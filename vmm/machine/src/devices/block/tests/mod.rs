@@ -50,9 +50,7 @@ impl Disk {
     pub(super) fn block(&self, with: EngineKind) -> BlockDevice {
         let file = Arc::new(DiskFile::open(&self.config, self.guest).unwrap());
         let engine = match with {
-            EngineKind::Uring => {
-                Engine::Uring(Box::new(engine::uring::Uring::new(file.clone(), 512).unwrap()))
-            }
+            EngineKind::Uring => Engine::with_uring(file.clone(), 512).unwrap(),
             EngineKind::Sync => Engine::Sync(file.clone()),
         };
         BlockDevice::new(&self.config, 2, file, engine).unwrap()
@@ -75,7 +73,7 @@ impl Disk {
 pub(super) fn engines() -> Vec<EngineKind> {
     let disk = Disk::new();
     let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
-    match engine::uring::Uring::new(file, 8) {
+    match Engine::with_uring(file, 8) {
         Ok(_) => vec![EngineKind::Uring, EngineKind::Sync],
         Err(e) => {
             eprintln!("SKIPPED: io_uring, which this host lacks: {e}");
