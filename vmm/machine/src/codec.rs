@@ -1,5 +1,5 @@
 //! The encoding of a configuration and of a guest's state: postcard, with a version before each
-//! value that is stored or sent by itself. The bytes are untrusted input. `FORMAT.md` describes
+//! value that is a unit of its own. The bytes are untrusted input. `FORMAT.md` describes
 //! them.
 
 use std::fmt::Display;

@@ -3,7 +3,7 @@
 //!
 //! Points are counted on the thread that runs the operation, in the order in which it passes them.
 
-/// Passes the point called `name`, before the step of that name. Fails if a test says so.
+/// Passes the point called `name`, before the step of that name. Fails if a test has chosen it.
 #[cfg(not(test))]
 #[inline(always)]
 pub(crate) fn pass(_: impl AsRef<str>) -> std::io::Result<()> {

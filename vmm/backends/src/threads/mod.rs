@@ -143,7 +143,8 @@ impl ThreadMachine {
         u32::from(self.config.vcpus)
     }
 
-    /// Locks the transitions. If the guest has ended by itself, the state in the guard says so.
+    /// Locks the transitions. If the guest has ended by itself, the state in the guard is
+    /// `Stopped`.
     fn control(&self) -> MutexGuard<'_, RunControl> {
         let mut control = self.control.lock();
         if self.end.reason().is_some() {

@@ -16,7 +16,7 @@ use crate::vm::{EndReason, Vm};
 
 pub(super) const LONG: Duration = Duration::from_secs(60);
 
-/// A machine that runs `code` and has one device, which behaves as `script` says.
+/// A machine that runs given code and has one device, whose behavior `script` sets.
 struct FakeDeviceMachine {
     machine: Arc<KvmMachine>,
     script: Arc<fake::Script>,

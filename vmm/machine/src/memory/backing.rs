@@ -79,9 +79,9 @@ impl FromStr for Backing {
 /// page that is written. KVM joins it again only some time after tracking has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HugePages {
-    /// No huge pages, whatever the administrator has set.
+    /// No huge pages, regardless of the administrator's setting.
     None,
-    /// Huge pages where the kernel has one at hand (`madvise`).
+    /// Huge pages where the kernel has a free one (`madvise`).
     Thp,
     /// Huge pages from the pool that the administrator has reserved (`vm.nr_hugepages`). Without
     /// enough of them the guest does not start.
@@ -227,7 +227,7 @@ pub(super) struct HugeRanges {
 
 impl HugeRanges {
     /// Asks the kernel for huge pages in the 2 MiB pages that lie wholly within `len` bytes at
-    /// `start`, part of a mapping of ours that is about to be written.
+    /// `start`, part of a mapping of this process that is about to be written.
     ///
     /// Returns whether the kernel accepted the advice. It has no effect if the administrator has
     /// switched huge pages off.
@@ -249,7 +249,7 @@ impl HugeRanges {
     }
 }
 
-/// Populates `len` bytes at `start`, part of a mapping of ours, now, on this thread.
+/// Populates `len` bytes at `start`, part of a mapping of this process, now, on this thread.
 pub(super) fn populate_piece(start: usize, len: usize) -> io::Result<()> {
     loop {
         // SAFETY: the range is part of a mapping that is ours; populating it for writing leaves its

@@ -10,8 +10,8 @@
 //! If a frame is write-protected (`write_protect.rs`), the discard waits until it has been copied.
 //! A frame that has not been restored yet (`lazy_restore.rs`) is dropped from the restore.
 //!
-//! The guest's next write is tracked too: KVM's mapping of the page goes with the host's page, so
-//! the write faults and is reported, whether or not the frame was reported before.
+//! The guest's next write is tracked too: KVM's mapping of the page is removed with the host's
+//! page, so the write faults and is reported, whether or not the frame was reported before.
 
 use std::io;
 use std::os::fd::AsFd;

@@ -57,11 +57,11 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Maps zeroed memory for a guest of `bytes` bytes, as `options` say.
+    /// Maps zeroed memory for a guest of `bytes` bytes, with `options`.
     ///
-    /// Unless the options say otherwise, nothing is reserved: frames get host memory at their first
-    /// touch. A guest may be larger than the host's free memory. It may be larger than the host's
-    /// total memory and swap only if the administrator allows that (`vm.overcommit_memory` is 1).
+    /// By default no memory is reserved: frames get host memory at their first touch. A guest may
+    /// be larger than the host's free memory. It may be larger than the host's total memory and
+    /// swap only if the administrator allows that (`vm.overcommit_memory` is 1).
     ///
     /// # Errors
     /// The size is not allowed, the host or its huge page pool has too little memory, or the kernel
@@ -78,14 +78,14 @@ impl Memory {
 
     /// Does as [`new`](Self::new), for any layout.
     pub(crate) fn of_layout(layout: Layout, options: &MemoryOptions) -> Result<Self, MemoryError> {
-        Self::map(layout, options, most_bytes())
+        Self::map(layout, options, host_limit_bytes())
     }
 
-    /// Maps the memory of `layout`, which must not exceed `most_bytes`, if that is given.
+    /// Maps the memory of `layout`, which must not exceed `limit_bytes`, if that is given.
     fn map(
         layout: Layout,
         options: &MemoryOptions,
-        most_bytes: Option<u64>,
+        limit_bytes: Option<u64>,
     ) -> Result<Self, MemoryError> {
         let bytes = layout.frames() * PAGE_SIZE;
         let layout = Arc::new(layout);
@@ -93,7 +93,7 @@ impl Memory {
         let does_not_fit = |cause: String| MemoryError::DoesNotFit { bytes, cause };
         if options.is_pooled() {
             check_pool(bytes)?;
-        } else if let Some(has) = most_bytes.filter(|has| *has < bytes) {
+        } else if let Some(has) = limit_bytes.filter(|has| *has < bytes) {
             let cause = format!("this host has {} of memory and swap", error::gib(has));
             return Err(does_not_fit(cause));
         }
@@ -315,9 +315,9 @@ fn check_pool(bytes: u64) -> Result<(), MemoryError> {
     if needed > free + more { Err(MemoryError::PoolTooSmall { needed, free }) } else { Ok(()) }
 }
 
-/// Returns the host's memory and swap, in bytes. `None` if the host does not say, or if it allows
-/// any amount.
-fn most_bytes() -> Option<u64> {
+/// Returns the host's memory and swap, in bytes. `None` if the host does not report them, or if it
+/// allows any amount.
+fn host_limit_bytes() -> Option<u64> {
     let overcommit = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").ok()?;
     if overcommit.trim() == "1" {
         return None;

@@ -1,10 +1,10 @@
-//! Chooses the page size for memory that is populated ahead of the guest's writes: huge pages as
-//! long as they are the cheaper way to the same bytes.
+//! Chooses the page size for memory that is populated ahead of the guest's writes: huge pages, as
+//! long as they cost less than the small pages of the same range.
 //!
-//! Mostly they are: one fault instead of 512. But a host without free huge pages compacts memory to
+//! Mostly they do: one fault instead of 512. But a host without free huge pages compacts memory to
 //! make one. A host that is itself a guest may have returned whole free blocks to its own host and
 //! must fetch them again, while small pages come from recently freed memory. A huge page then takes
-//! milliseconds, and a migration waits for each. So both ways are timed.
+//! milliseconds, and a migration waits for each. So this module measures both page sizes.
 
 use std::io;
 use std::time::Duration;
@@ -17,8 +17,8 @@ use super::backing::{HUGE_PAGE, HugeRanges, populate_piece};
 /// more than clearing it does.
 const CHEAP_HUGE_PAGE: Duration = Duration::from_micros(300);
 
-/// Ranges that are populated the better way before the other way is tried again. The number doubles
-/// each time the other way proves worse, up to the maximum.
+/// Ranges that are populated with the cheaper page size before the other is tried again. The number
+/// doubles each time the other proves more expensive, up to the maximum.
 const FIRST_TRIAL_INTERVAL: u32 = 8;
 const MAX_TRIAL_INTERVAL: u32 = 128;
 
@@ -34,9 +34,9 @@ enum PrefaultPages {
 struct PrefaultCosts {
     huge: Option<Duration>,
     small: Option<Duration>,
-    /// Ranges populated since the more expensive way was last tried.
+    /// Ranges populated since the more expensive page size was last tried.
     since: u32,
-    /// Number of ranges after which the more expensive way is tried again.
+    /// Number of ranges after which the more expensive page size is tried again.
     trial_interval: u32,
 }
 
@@ -89,7 +89,7 @@ struct PrefaultState {
 pub(super) struct AdaptivePrefault(Mutex<PrefaultState>);
 
 impl AdaptivePrefault {
-    /// Populates `len` bytes at `start`, part of a mapping of ours, now, on this thread.
+    /// Populates `len` bytes at `start`, part of a mapping of this process, now, on this thread.
     pub(super) fn populate(&self, start: usize, len: usize) -> io::Result<()> {
         let huge = HUGE_PAGE as usize;
         let end = start + len;
@@ -172,7 +172,7 @@ mod tests {
         huge_of(&mut costs, 1000, 4000, 700);
         // Huge pages are cheap again: all are huge after the next trial at the latest.
         assert!(huge_of(&mut costs, 1000, 120, 700) >= 1000 - MAX_TRIAL_INTERVAL as usize - 1);
-        // They become dear again: the choice changes at once.
+        // Huge pages become expensive again: the choice changes at once.
         assert!(huge_of(&mut costs, 100, 4000, 700) < 10);
     }
 

@@ -201,8 +201,8 @@ impl Shield for MemoryShield {
         // Comes first, so that a thread that calls `wait` does wait.
         self.protected.add(frames);
         let protected = frames.iter().try_for_each(|run| self.each(*run, Userfault::protect));
-        // A frame that was unprotected meanwhile may have been protected after that. Adding all
-        // frames again makes `release_all` unprotect it, whatever happened to it.
+        // A frame that was unprotected meanwhile may have been protected after that. All frames are
+        // added again, so that `release_all` unprotects them in any case.
         self.protected.add(frames);
         protected.map_err(|e| failed("protecting frames", e))
     }

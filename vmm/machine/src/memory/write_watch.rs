@@ -12,8 +12,8 @@
 //!   it. Absent pages are left alone: a marker in their place would look like memory in use to
 //!   `resident.rs`. The same holds for pages of the pool.
 //! - A page of a memory file may leave the page table at any time, because of swap or a huge page.
-//!   The trace of a write goes with it, unless the page was protected: then a marker stays. So the
-//!   whole file is protected at the start, including absent pages, and an entry that is empty
+//!   The record of a write is then lost, unless the page was protected: then a marker stays. So
+//!   the whole file is protected at the start, including absent pages, and an entry that is empty
 //!   afterwards counts as written.
 //!
 //! Discarding removes the protection or leaves a marker; either way the next write is seen.

@@ -141,7 +141,7 @@ pub(super) fn places(options: &SandboxOptions) -> Vec<PathBuf> {
     whole.into_iter().chain(options.write.iter().cloned()).collect()
 }
 
-/// Returns the directories in which an operator may want a store.
+/// Returns the directories in which an operator may put a store.
 fn anywhere() -> Vec<PathBuf> {
     let entries = fs::read_dir("/").into_iter().flatten().flatten();
     let own = entries.filter(|entry| {

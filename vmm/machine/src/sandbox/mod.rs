@@ -16,7 +16,7 @@
 //! Threads inherit filters and domains and can only narrow them. So main applies the widest ones
 //! before it starts any thread, and each thread narrows itself before it does anything else:
 //! [`spawn`]. All threads share one memory: an attacker who controls a thread can try to make
-//! another thread act for it, and that thread may do what the first row says.
+//! another thread act for it, and that thread may do what the first row allows.
 //!
 //! A forbidden call ends the process with `SIGSYS` and a line that names the thread and the call.
 //! Filters are seccomp's (`seccomp.rs`). Domains are landlock's (`landlock.rs`), which older
@@ -145,7 +145,7 @@ pub fn spawn_late<T: Send + 'static>(
     })
 }
 
-/// Gives the calling thread the time slices of `class`, whichever its creator has.
+/// Gives the calling thread the time slices of `class`. Otherwise it would have its creator's.
 fn set_time_slices(class: Class) {
     match class {
         Class::Vcpu | Class::Worker => schedule::default_slices(),

@@ -85,7 +85,7 @@ mod tests {
     }
 
     proptest! {
-        /// True whichever threads have ended, and in whatever order the others run.
+        /// Holds for every set of ended threads, and every order in which the others run.
         #[test]
         fn fanout_reaches_each_vcpu_once(
             (ended, slow, order) in (1..40usize).prop_flat_map(|vcpus| {

@@ -210,8 +210,8 @@ impl Vcpu {
             put("run state", fd.set_mp_state(saved.mp_state).map_err(io))?;
         }
         if ctx.has(KVM_CAP_KVMCLOCK_CTRL) {
-            // Tells the guest's watchdogs of the gap, however long it becomes before the guest
-            // runs, and of any earlier gap. Fails for a guest without kvmclock.
+            // Reports the gap to the guest's watchdogs, whatever its final length, and any earlier
+            // gap. Fails for a guest without kvmclock.
             let _ = fd.kvmclock_ctrl();
         }
         Ok(())
@@ -237,8 +237,8 @@ impl Vcpu {
         if let Some(lacks) = cpu_compat::lacking(saved, supported) {
             return Err(self.unsupported("processor", format!("{lacks} is missing here")));
         }
-        // On a host like the old one the machine was created with this table. Setting it again
-        // takes a tenth of a millisecond of downtime.
+        // If both hosts are alike, the machine was created with this table. Setting it again takes
+        // a tenth of a millisecond of downtime.
         if saved == self.cpuid.as_slice() {
             return Ok(());
         }

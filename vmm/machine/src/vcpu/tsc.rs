@@ -25,7 +25,7 @@ pub fn is_promised(cpuid: &[kvm_cpuid_entry2]) -> bool {
 }
 
 /// Returns what this host lacks for a guest that was promised `guest_khz`. The host runs at
-/// `host_khz`, and `scale` says whether it can scale the counter.
+/// `host_khz`, and `scale` is whether it can scale the counter.
 pub fn missing(guest_khz: u32, host_khz: u32, scale: bool) -> Option<String> {
     let fits = scale || is_near(guest_khz, host_khz);
     (!fits).then(|| {
