@@ -169,8 +169,8 @@ impl<B: StallTarget> Paced<B> {
             PacedState::Stalled { until, stalls, .. } if self.target.stalls() < stalls => {
                 // The host has not scheduled the vCPU yet, or the vCPU waits for a device, or
                 // another message caused this harvest early.
-                let late = now.saturating_duration_since(until);
-                let check = until.max(now + (late / 2).clamp(MIN_SLICE / 2, MAX_STALL));
+                let delay = now.saturating_duration_since(until);
+                let check = until.max(now + (delay / 2).clamp(MIN_SLICE / 2, MAX_STALL));
                 PacedState::Stalled { until, stalls, check }
             }
             PacedState::Stalled { .. } => {
@@ -301,8 +301,8 @@ mod tests {
     const STEP: Duration = Duration::from_micros(50);
 
     /// Simulates vCPUs that would write `speeds` frames a second under a throttle to `rate` for
-    /// `time`. Their reports, and checks by the clock, arrive `late`.
-    fn simulate(speeds: &[u64], rate: u64, time: Duration, late: Duration) -> Vec<SimulatedVcpu> {
+    /// `time`. Their reports, and checks by the clock, arrive with `delay`.
+    fn simulate(speeds: &[u64], rate: u64, time: Duration, delay: Duration) -> Vec<SimulatedVcpu> {
         let fakes: Vec<Rc<FakeVcpu>> = speeds.iter().map(|_| Rc::default()).collect();
         let mut pacing = Pacing::new(fakes.clone());
         let begun = Instant::now();
@@ -324,14 +324,14 @@ mod tests {
                     did.longest_stall = did.longest_stall.max(did.so_far);
                 }
                 if fakes[i].pass(now) {
-                    reports.push((now + late, i, fakes[i].stalls()));
+                    reports.push((now + delay, i, fakes[i].stalls()));
                 }
             }
             if let Some(at) = reports.iter().position(|(due, ..)| now >= *due) {
                 let (_, i, stalls) = reports.remove(at);
                 pacing.harvested(&frames(&did), now);
                 pacing.reported(i, stalls, now);
-            } else if pacing.next_check().is_some_and(|check| now >= check + late) {
+            } else if pacing.next_check().is_some_and(|check| now >= check + delay) {
                 pacing.harvested(&frames(&did), now);
             }
             for ((fake, did), ran) in fakes.iter().zip(&mut did).zip(ran) {
@@ -359,23 +359,23 @@ mod tests {
         #[test]
         fn only_vcpus_above_the_rate_are_throttled(
             speeds in prop::collection::vec(1u64..1_000_000, 1..5), rate in 100u64..500_000,
-            late_us in 0u64..3000,
+            delay_us in 0u64..3000,
         ) {
-            let (time, late) = (Duration::from_secs(2), Duration::from_micros(late_us));
-            for (speed, did) in speeds.iter().zip(simulate(&speeds, rate, time, late)) {
+            let (time, delay) = (Duration::from_secs(2), Duration::from_micros(delay_us));
+            for (speed, did) in speeds.iter().zip(simulate(&speeds, rate, time, delay)) {
                 let got = did.frames / time.as_secs_f64();
                 // The least share, and what was written before the first stall.
                 let least = *speed as f64 * 0.025;
-                let first = *speed as f64 * (MIN_SLICE + late).as_secs_f64() * 4.0;
+                let first = *speed as f64 * (MIN_SLICE + delay).as_secs_f64() * 4.0;
                 prop_assert!(got <= (rate as f64 * 1.05).max(least) + first + 1.0, "{got} of {speed} at {rate}");
-                prop_assert!(did.longest_stall <= MAX_STALL + late + 8 * STEP, "{did:?}");
+                prop_assert!(did.longest_stall <= MAX_STALL + delay + 8 * STEP, "{did:?}");
                 prop_assert!(did.shortest_run.is_none_or(|run| run >= MIN_SLICE), "{did:?}");
                 // Between two shortest slices there are a stall and waits for an answer.
-                let cycle = MAX_STALL + MIN_SLICE + late + 8 * STEP;
+                let cycle = MAX_STALL + MIN_SLICE + delay + 8 * STEP;
                 prop_assert!(did.ran.as_secs_f64() >= 0.9 * time.as_secs_f64() * MIN_SLICE.as_secs_f64() / cycle.as_secs_f64(), "{did:?}");
                 if *speed <= rate * 9 / 10 {
                     prop_assert!(did.ran >= time * 9 / 10, "{did:?} at {speed} below {rate}");
-                } else if *speed > rate * 2 && late_us < 500 {
+                } else if *speed > rate * 2 && delay_us < 500 {
                     prop_assert!(got >= rate as f64 * 0.7, "{got} of {speed} at {rate}");
                 }
             }
