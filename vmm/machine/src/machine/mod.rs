@@ -209,7 +209,7 @@ impl Populate for KvmMachine {
             return Ok(Some(backlog));
         }
         let (status, supervisor) = (self.status.clone(), self.supervisor.clone());
-        let owner = RestoredGuest { end: EndReporter { status, supervisor } };
+        let owner = MachineRestoreOwner { end: EndReporter { status, supervisor } };
         self.memory.fetch_late(backlog, Box::new(owner))
     }
 
@@ -338,11 +338,11 @@ impl HandOver for KvmMachine {
 }
 
 /// Ends the guest if a frame of its memory is lost.
-struct RestoredGuest {
+struct MachineRestoreOwner {
     end: EndReporter,
 }
 
-impl memory::RestoreOwner for RestoredGuest {
+impl memory::RestoreOwner for MachineRestoreOwner {
     fn lost(&self, why: String) {
         let why = format!("its memory cannot be restored: {why}");
         self.end.status.set_lost(&why);
