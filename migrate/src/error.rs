@@ -18,7 +18,7 @@ use crate::transport::error::TransportError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Cause {
-    /// The connection, or what came over it.
+    /// The connection failed, or the peer violated the protocol.
     #[error("{0}")]
     Wire(#[from] WireError),
     /// `--verify` found a difference, so the guest must not run at the destination.

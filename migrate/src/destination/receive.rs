@@ -196,6 +196,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         let mut unpacker = Unpacker::new();
         // Bytes received, and the time, at the end of the last pass.
         let mut before = (wire.received_bytes(), Instant::now());
+        // Bytes of memory over joined channels, at the end of the last pass.
         let mut moved_elsewhere = 0;
         let (mut restored, mut restoring, mut awake) = (false, None, None);
         loop {
@@ -215,13 +216,12 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                     memory.unpack(&mut unpacker, codec, runs, packed)?;
                 }
                 StreamStep::Digest => {
-                    let digest = memory.digest()?;
-                    wire.send(&WireMessage::Digest(digest))?;
+                    wire.send(&WireMessage::Digest(memory.digest()?))?;
                     // The time of digests does not count against the source, whose digest may take
                     // longer than this one.
                     let allowance = allowance(self.guest.layout().frames());
-                    wire.stream_mut()
-                        .set_progress_timeout(progress_timeout.saturating_add(allowance));
+                    let timeout = progress_timeout.saturating_add(allowance);
+                    wire.stream_mut().set_progress_timeout(timeout);
                     pace = PaceLimit::begin(pace.window.saturating_add(allowance));
                 }
                 StreamStep::Fetch { run } => {
@@ -244,12 +244,8 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                 StreamStep::Ack { pass, counts } => {
                     over.store(true, Ordering::Relaxed);
                     memory.end_prealloc();
-                    if self.copies.make_durable()? {
-                        pace.renew(self.moved_bytes());
-                    }
-                    self.channels.acknowledge();
-                    wire.send(&WireMessage::PassAck { pass, counts })?;
-                    let received = wire.received_bytes() + self.channels.received_bytes();
+                    self.acknowledge(wire, &mut pace, pass, counts)?;
+                    let received = self.received_bytes(wire);
                     let (bytes, time) = (received - before.0, before.1.elapsed());
                     before = (received, Instant::now());
                     if !restored && restoring.is_none() {
@@ -277,28 +273,52 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
                         restored = true;
                     }
-                    let figures = ReceiveFigures {
-                        totals: self.stream.totals(),
-                        drive_totals: self.stream.drive_totals(),
-                        passes: self.stream.passes(),
-                        joined_bytes: self.channels.received_bytes(),
-                    };
-                    return Ok(CompleteStream {
-                        sections,
-                        is_restored: restored,
-                        was_running,
-                        figures,
-                    });
+                    let (is_restored, figures) = (restored, self.figures());
+                    return Ok(CompleteStream { sections, is_restored, was_running, figures });
                 }
             }
             pace.note(self.moved_bytes());
-            let received = wire.received_bytes() + self.channels.received_bytes();
-            control.update(|p| {
-                p.sent_bytes = received;
-                let (pass, left) = self.stream.progress();
-                let elsewhere = (self.channels.moved_bytes() - moved_elsewhere) / PAGE_SIZE;
-                (p.pass, p.remaining_frames) = (pass, left.saturating_sub(elsewhere));
-            });
+            self.show_progress(control, wire, moved_elsewhere);
+        }
+    }
+
+    /// Makes the blocks of a pass durable, and acknowledges the pass.
+    fn acknowledge(
+        &mut self,
+        wire: &mut Wire<Link>,
+        pace: &mut PaceLimit,
+        pass: u32,
+        counts: Counts,
+    ) -> Result<(), Cause> {
+        if self.copies.make_durable()? {
+            pace.renew(self.moved_bytes());
+        }
+        self.channels.acknowledge();
+        Ok(wire.send(&WireMessage::PassAck { pass, counts })?)
+    }
+
+    /// Shows the progress. `moved_before` are the bytes of memory that joined channels had received
+    /// before the current pass.
+    fn show_progress(&self, control: &ReceiveControl, wire: &Wire<Link>, moved_before: u64) {
+        let (pass, left) = self.stream.progress();
+        let elsewhere = (self.channels.moved_bytes() - moved_before) / PAGE_SIZE;
+        control.update(|p| {
+            p.sent_bytes = self.received_bytes(wire);
+            (p.pass, p.remaining_frames) = (pass, left.saturating_sub(elsewhere));
+        });
+    }
+
+    /// Returns the bytes received over all channels, including headers.
+    fn received_bytes(&self, wire: &Wire<Link>) -> u64 {
+        wire.received_bytes() + self.channels.received_bytes()
+    }
+
+    fn figures(&self) -> ReceiveFigures {
+        ReceiveFigures {
+            totals: self.stream.totals(),
+            drive_totals: self.stream.drive_totals(),
+            passes: self.stream.passes(),
+            joined_bytes: self.channels.received_bytes(),
         }
     }
 
