@@ -18,14 +18,14 @@ const DRIFTLINE: &str = env!("CARGO_BIN_EXE_driftline");
 const ROUNDS: usize = 21;
 const LINUX_ROUNDS: usize = 3;
 /// Time limit for a guest, in s.
-const PATIENCE: &str = "60";
+const TIMEOUT_S: &str = "60";
 const SHELL: &str = "driftline-linux: shell";
 
 /// Works around hosts whose KVM emulates the guest's ring 0; harmless elsewhere. See images/linux.
 const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check rodata=off \
     clearcpuid=popcnt,smap,erms,fsrm driftline.ip=10.0.0.2/24";
 
-/// The rival's command line up to the kernel's.
+/// QEMU's command line up to the kernel's.
 const MICROVM: &str = "qemu-system-x86_64 -M microvm,x-option-roms=off -accel kvm -cpu host,-arch-capabilities,-cx16 \
     -nodefaults -no-user-config -display none -no-reboot -serial stdio";
 
@@ -48,33 +48,33 @@ fn first_instruction(dir: &Path) {
     let kernel = dir.join("kernel.elf");
     std::fs::write(&kernel, driftline_machine::testing::Elf::new(&code).bytes()).unwrap();
     let kernel = kernel.to_str().unwrap();
-    let mut rivals = vec![
+    let mut programs = vec![
         ("Driftline", format!("{DRIFTLINE} run -v --kernel {kernel} --mem 1G --bare-cmdline")),
         ("QEMU microvm", format!("{MICROVM} -m 1G -kernel {kernel}")),
         ("Firecracker", firecracker(dir, kernel)),
     ];
-    rivals.retain(|(name, line)| at_hand(name, line));
-    let mut samples = vec![Vec::new(); rivals.len()];
-    let mut own = Vec::new();
+    programs.retain(|(name, line)| is_installed(name, line));
+    let mut samples = vec![Vec::new(); programs.len()];
+    let mut reported = Vec::new();
     for _ in 0..ROUNDS {
-        for ((_, line), samples) in rivals.iter().zip(&mut samples) {
-            let (ms, said) = until(line, |out| {
+        for ((_, line), samples) in programs.iter().zip(&mut samples) {
+            let (ms, stderr) = until(line, |out| {
                 let mut byte = [0];
                 while out.read(&mut byte).unwrap() == 1 && byte[0] != b'!' {}
                 byte[0] == b'!'
             });
             samples.push(ms);
-            own.extend(boot_us(&said));
+            reported.extend(boot_us(&stderr));
         }
     }
     println!(
         "\n| start of the process to the first byte of a guest of 1 GiB, ms | median | least | most |"
     );
     println!("| --- | --- | --- | --- |");
-    for ((name, _), samples) in rivals.iter().zip(samples) {
+    for ((name, _), samples) in programs.iter().zip(samples) {
         row(name, samples);
     }
-    row("Driftline's own word (`boot_us`)", own);
+    row("Driftline's own figure (`boot_us`)", reported);
 }
 
 fn linux(guest: &Path, dir: &Path) {
@@ -99,11 +99,11 @@ fn linux(guest: &Path, dir: &Path) {
             -drive id=d,file={disk},format=raw,if=none -device virtio-blk-device,drive=d \
             -netdev tap,id=n,ifname=tap0,script=no,downscript=no -device virtio-net-device,netdev=n -append '{cmdline}'"
         );
-        let rivals = [("Driftline", driftline), ("QEMU microvm", qemu)];
-        let mut samples = vec![Vec::new(); rivals.len()];
+        let programs = [("Driftline", driftline), ("QEMU microvm", qemu)];
+        let mut samples = vec![Vec::new(); programs.len()];
         for _ in 0..LINUX_ROUNDS {
-            for ((name, line), samples) in rivals.iter().zip(&mut samples) {
-                if !at_hand(name, line) {
+            for ((name, line), samples) in programs.iter().zip(&mut samples) {
+                if !is_installed(name, line) {
                     continue;
                 }
                 let network = "ip tuntap add tap0 mode tap && ip link set tap0 up";
@@ -114,7 +114,7 @@ fn linux(guest: &Path, dir: &Path) {
                 samples.push(ms);
             }
         }
-        for ((name, _), samples) in rivals.iter().zip(samples).filter(|(_, s)| !s.is_empty()) {
+        for ((name, _), samples) in programs.iter().zip(samples).filter(|(_, s)| !s.is_empty()) {
             row(&format!("{name}, {vcpus} vCPU"), samples);
         }
     }
@@ -131,7 +131,7 @@ fn firecracker(dir: &Path, kernel: &str) -> String {
     format!("firecracker --no-api --config-file {}", config.display())
 }
 
-fn at_hand(name: &str, line: &str) -> bool {
+fn is_installed(name: &str, line: &str) -> bool {
     let program = line.split(' ').next().unwrap();
     let found = Command::new("sh").args(["-c", &format!("command -v {program}")]).output().unwrap();
     if !found.status.success() {
@@ -140,15 +140,15 @@ fn at_hand(name: &str, line: &str) -> bool {
     found.status.success()
 }
 
-/// Starts `line`, and stops it when `there` returns true for its output. Returns the time until
-/// then, in ms, and its standard error.
-fn until(line: &str, there: impl FnOnce(&mut dyn Read) -> bool) -> (f64, String) {
+/// Starts `line`, and stops it when `has_arrived` returns true for its output. Returns the time
+/// until then, in ms, and its standard error.
+fn until(line: &str, has_arrived: impl FnOnce(&mut dyn Read) -> bool) -> (f64, String) {
     let start = Instant::now();
     // `timeout` is the process that is killed; it ends the guest as well.
     let mut child = Command::new("timeout")
         .args([
             "--kill-after=1",
-            PATIENCE,
+            TIMEOUT_S,
             "sh",
             "-c",
             &format!("exec {}", line.trim_start_matches("exec ")),
@@ -158,22 +158,22 @@ fn until(line: &str, there: impl FnOnce(&mut dyn Read) -> bool) -> (f64, String)
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let arrived = there(child.stdout.as_mut().unwrap());
+    let arrived = has_arrived(child.stdout.as_mut().unwrap());
     let ms = start.elapsed().as_secs_f64() * 1e3;
     // The process reports its figure shortly afterwards.
     std::thread::sleep(Duration::from_millis(20));
     let pid = child.id().to_string();
     Command::new("kill").args(["-TERM", &pid]).status().unwrap();
     let out = child.wait_with_output().unwrap();
-    let said = String::from_utf8_lossy(&out.stderr).into_owned();
-    assert!(arrived, "{line} did not get there within {PATIENCE} s, and said: {said}");
-    (ms, said)
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(arrived, "{line} did not get there within {TIMEOUT_S} s, and said: {stderr}");
+    (ms, stderr)
 }
 
 /// Returns the figure that `-v` logs, in ms.
-fn boot_us(said: &str) -> Option<f64> {
+fn boot_us(stderr: &str) -> Option<f64> {
     let plain: String =
-        said.split('\u{1b}').map(|s| s.split_once('m').map_or(s, |s| s.1)).collect();
+        stderr.split('\u{1b}').map(|s| s.split_once('m').map_or(s, |s| s.1)).collect();
     let digits = plain.split_once("boot_us=")?.1;
     let digits: String = digits.chars().take_while(char::is_ascii_digit).collect();
     Some(digits.parse::<f64>().ok()? / 1e3)

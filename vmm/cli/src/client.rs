@@ -311,10 +311,10 @@ mod tests {
             let presence = GuestPresence::of(GuestState::InDoubt, to.map(str::to_owned));
             let failure = presence.failure("a migration is under way");
             assert!(!failure.is_still_running());
-            let said = failure.message();
-            assert!(said.starts_with("a migration is under way; "), "{said}");
-            assert!(said.contains(&format!("handed over to {named} ")), "{said}");
-            assert!(said.contains("`driftline resolve --run`"), "{said}");
+            let text = failure.message();
+            assert!(text.starts_with("a migration is under way; "), "{text}");
+            assert!(text.contains(&format!("handed over to {named} ")), "{text}");
+            assert!(text.contains("`driftline resolve --run`"), "{text}");
         }
     }
 

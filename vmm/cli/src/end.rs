@@ -157,12 +157,12 @@ mod tests {
     fn crash_does_not_hide_missed_pages() {
         let crash = || report_end(Some(EndReason::Crashed("a triple fault".to_owned())));
         let lost = || Err(Failure::error("3 frames were not reported"));
-        let said = |result: Result<(), Failure>| result.err().map(|e| e.message().to_owned());
+        let message = |result: Result<(), Failure>| result.err().map(|e| e.message().to_owned());
         let crashed = "the guest crashed: a triple fault";
         let all = format!("{crashed}; 3 frames were not reported");
-        assert_eq!(said(combine(crash(), lost())), Some(all));
-        assert_eq!(said(combine(crash(), Ok(()))).as_deref(), Some(crashed));
-        assert_eq!(said(combine(Ok(()), lost())).as_deref(), Some("3 frames were not reported"));
-        assert_eq!(said(combine(Ok(()), Ok(()))), None);
+        assert_eq!(message(combine(crash(), lost())), Some(all));
+        assert_eq!(message(combine(crash(), Ok(()))).as_deref(), Some(crashed));
+        assert_eq!(message(combine(Ok(()), lost())).as_deref(), Some("3 frames were not reported"));
+        assert_eq!(message(combine(Ok(()), Ok(()))), None);
     }
 }

@@ -215,18 +215,18 @@ mod tests {
         let pending_hand_overs = PendingHandOvers::of(state_dir.clone());
         let factory = CheckedFactory { inner: Factory::new(host), pending_hand_overs };
         let (id, config) = (VmId::random(), config.encode());
-        let said = || {
+        let messages = || {
             let whole = factory.create(id, &config).map(drop);
             let line = driftline_guest::LineId::random();
             let from = Origin { vm_id: id, epoch: 1, created_unix_ms: 1, line };
             let with_drives = factory.create_with_drives(&from, &config, &[]).map(drop);
             [whole, with_drives].map(|built| built.err().map(|e| e.to_string()))
         };
-        assert_eq!(said(), [None, None]);
+        assert_eq!(messages(), [None, None]);
         std::fs::create_dir(&state_dir).unwrap();
         std::fs::write(state_dir.join(format!("{}.source.json", VmId::random())), "{").unwrap();
-        for said in said().map(Option::unwrap) {
-            assert!(said.starts_with("starting it here failed: cannot read"), "{said}");
+        for messages in messages().map(Option::unwrap) {
+            assert!(messages.starts_with("starting it here failed: cannot read"), "{messages}");
         }
     }
 }

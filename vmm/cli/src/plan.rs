@@ -214,14 +214,14 @@ mod tests {
         assert_eq!(plan.verdict, PlanVerdict::DoesNotConverge);
         let text = report(&plan);
         assert!(text.starts_with("A migration would not converge: the guest outruns the link"));
-        for said in [
+        for expected in [
             "so none can be throttled",
             "not offered by this version",
             "cancelled after",
             "30, then no more: the guest outruns the link",
             "switchover",
         ] {
-            assert!(text.contains(said), "{said}: {text}");
+            assert!(text.contains(expected), "{expected}: {text}");
         }
         assert!(text.contains("512 MiB to send, of which 256 MiB are zeros"), "{text}");
     }

@@ -66,7 +66,7 @@ fn examples_are_command_lines() {
 
 #[test]
 fn wrong_names_have_a_hint() {
-    let said = |line: &str| {
+    let message = |line: &str| {
         let e = Cli::try_parse_from(line.split(' ')).err().unwrap();
         with_hint(e).to_string()
     };
@@ -80,9 +80,9 @@ fn wrong_names_have_a_hint() {
         ("driftline run --drive a", "a similar argument exists: '--disk'"),
         ("driftline info --socket a", "a similar argument exists: '--api-sock'"),
     ] {
-        assert!(said(line).contains(hint), "{line}: {}", said(line));
+        assert!(message(line).contains(hint), "{line}: {}", message(line));
     }
-    assert!(!said("driftline xyzzy").contains("tip:"), "{}", said("driftline xyzzy"));
+    assert!(!message("driftline xyzzy").contains("tip:"), "{}", message("driftline xyzzy"));
 }
 
 #[test]

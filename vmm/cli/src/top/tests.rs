@@ -200,14 +200,15 @@ fn any_screen_size_and_vcpu_count_is_drawn() {
             drawn(&view, width, height);
         }
     }
-    let seen = lines(&drawn(&view, 80, 24));
-    assert!(!map(&seen).is_empty(), "{seen:#?}");
-    let others = one(&seen, "others");
-    let shown = seen.iter().filter(|line| line.trim_start().starts_with(char::is_numeric)).count();
-    assert!(shown > 1, "{seen:#?}");
+    let screen = lines(&drawn(&view, 80, 24));
+    assert!(!map(&screen).is_empty(), "{screen:#?}");
+    let others = one(&screen, "others");
+    let shown =
+        screen.iter().filter(|line| line.trim_start().starts_with(char::is_numeric)).count();
+    assert!(shown > 1, "{screen:#?}");
     // The vCPUs that are not shown: each dirties twenty frames per second.
-    let listed = seen.iter().filter(|l| l.ends_with("0 %") && !l.contains("others")).count();
-    assert!(others.contains(&format!(" {} ", (64 - listed) * 20)), "{listed}: {seen:#?}");
+    let listed = screen.iter().filter(|l| l.ends_with("0 %") && !l.contains("others")).count();
+    assert!(others.contains(&format!(" {} ", (64 - listed) * 20)), "{listed}: {screen:#?}");
     // Hostile figures must not panic either.
     let Some(super::view::LastAnswer::Page(page)) = &mut view.last_answer else { panic!("a page") };
     page.bin_frames = vec![u64::MAX / 8192; 3];
@@ -266,10 +267,10 @@ fn migrating(state: MigrationState, phase: Phase) -> MigrationPage {
 
 #[test]
 fn migration_has_the_figures_of_send_migration() {
-    let mut seen = page(vec![vcpu(1)]);
-    seen.migration = Some(migrating(MigrationState::Sending, Phase::Precopy));
-    seen.info.state = GuestState::Migrating;
-    let text = text_of(&view(seen.clone()), 80, 24).replace('\n', " ");
+    let mut window = page(vec![vcpu(1)]);
+    window.migration = Some(migrating(MigrationState::Sending, Phase::Precopy));
+    window.info.state = GuestState::Migrating;
+    let text = text_of(&view(window.clone()), 80, 24).replace('\n', " ");
     for figure in [
         "migration to 10.0.0.2:7000: precopy, pass 3: 193 MiB sent, 38 MiB left",
         "guest writes 17 MiB/s, link carries 30 MiB/s",
@@ -278,8 +279,8 @@ fn migration_has_the_figures_of_send_migration() {
     ] {
         assert!(text.contains(figure), "{figure} in {text}");
     }
-    seen.migration = Some(migrating(MigrationState::InDoubt, Phase::InDoubt));
-    let text = text_of(&view(seen.clone()), 80, 24).replace('\n', " ");
+    window.migration = Some(migrating(MigrationState::InDoubt, Phase::InDoubt));
+    let text = text_of(&view(window.clone()), 80, 24).replace('\n', " ");
     assert!(text.contains("in doubt: the guest is paused here and may run there"), "{text}");
     let message = "the connection was cut".to_owned();
     let failure = MigrationFailure {
@@ -288,11 +289,11 @@ fn migration_has_the_figures_of_send_migration() {
         phase: Phase::Precopy,
         guest: GuestLocation::Here,
     };
-    seen.migration = Some(MigrationPage {
+    window.migration = Some(MigrationPage {
         failure: Some(failure),
         ..migrating(MigrationState::Failed, Phase::Finished)
     });
-    let text = text_of(&view(seen), 80, 24);
+    let text = text_of(&view(window), 80, 24);
     assert!(text.contains("has failed: the connection was cut"), "{text}");
 }
 
@@ -313,31 +314,31 @@ fn checkpoints_show_pauses_and_failures() {
         early: false,
         skipped: 0,
     };
-    let mut seen = page(vec![vcpu(1)]);
-    let mut glance = CheckpointSummary {
+    let mut window = page(vec![vcpu(1)]);
+    let mut summary = CheckpointSummary {
         job: 1,
         running: true,
         store: "/var/store".into(),
         achieved: driftline_checkpoint::Achieved { epochs: 813, ..Default::default() },
         last: Some(EpochOutcome::Stored(line)),
     };
-    glance.achieved.pause =
+    summary.achieved.pause =
         driftline_checkpoint::Spread { p50_us: 910, p99_us: 4400, ..Default::default() };
-    glance.achieved.write.p50_us = 1300;
-    glance.achieved.interval.p50_us = 100_000;
-    seen.checkpoints = Some(glance);
-    let text = text_of(&view(seen.clone()), 80, 24).replace('\n', " ");
+    summary.achieved.write.p50_us = 1300;
+    summary.achieved.interval.p50_us = 100_000;
+    window.checkpoints = Some(summary);
+    let text = text_of(&view(window.clone()), 80, 24).replace('\n', " ");
     for figure in [
         "checkpoints: checkpoint 812 is durable (4100 pages); pause p50 0.9 p99 4.4 ms, durable",
         "every 100 ms; 813 taken, in /var/store",
     ] {
         assert!(text.contains(figure), "{figure} in {text}");
     }
-    if let Some(glance) = &mut seen.checkpoints {
-        glance.last = Some(EpochOutcome::Failed("the disk is full".into()));
-        glance.achieved.failed = 2;
+    if let Some(summary) = &mut window.checkpoints {
+        summary.last = Some(EpochOutcome::Failed("the disk is full".into()));
+        summary.achieved.failed = 2;
     }
-    let mut view = view(seen);
+    let mut view = view(window);
     view.palette = Palette::Few;
     let buffer = drawn(&view, 80, 24);
     let y = lines(&buffer).iter().position(|l| l.contains("the disk is full")).unwrap() as u16;
@@ -364,20 +365,20 @@ fn only_hot_cells_have_colours() {
 
 #[test]
 fn addresses_account_for_memory_holes() {
-    let mut seen = page(vec![vcpu(1)]);
-    seen.memory = vec![
+    let mut window = page(vec![vcpu(1)]);
+    window.memory = vec![
         MemoryRange { gpa: 0, bytes: 512 << 20 },
         MemoryRange { gpa: 4 << 30, bytes: 512 << 20 },
     ];
-    seen.bin_frames = vec![0; 4096];
-    seen.bin_frames[2049] = 64;
-    let lines = lines(&drawn(&view(seen.clone()), 80, 24));
+    window.bin_frames = vec![0; 4096];
+    window.bin_frames[2049] = 64;
+    let lines = lines(&drawn(&view(window.clone()), 80, 24));
     assert!(lines[2].ends_with("most at 0x100040000, 512 KiB/s"), "{}", lines[2]);
     let row =
         lines.iter().find(|l| l.starts_with("0x100000000  ")).expect("the row behind the hole");
     assert!(!row["0x100000000  ".len()..].starts_with('\u{b7}'), "{row}");
     // If there are fewer bins than there is room for, each is one cell.
-    assert_eq!(HeatCells::new(&seen, 100_000).bytes, seen.bin_bytes);
+    assert_eq!(HeatCells::new(&window, 100_000).bytes, window.bin_bytes);
 }
 
 #[test]
@@ -411,13 +412,13 @@ fn keys_quit_pause_and_change_the_interval() {
 
 #[test]
 fn closing_message_names_the_guests_place() {
-    let mut seen = page(Vec::new());
-    seen.end = Some(EndReason::Stopped("it has moved to there:1".into()));
-    seen.moved_to = Some("there:1".into());
-    assert_eq!(closing_message(&seen), "the guest has moved to there:1");
-    seen.moved_to = None;
-    seen.end = Some(EndReason::PowerOff);
-    assert_eq!(closing_message(&seen), "the guest powered itself off");
+    let mut window = page(Vec::new());
+    window.end = Some(EndReason::Stopped("it has moved to there:1".into()));
+    window.moved_to = Some("there:1".into());
+    assert_eq!(closing_message(&window), "the guest has moved to there:1");
+    window.moved_to = None;
+    window.end = Some(EndReason::PowerOff);
+    assert_eq!(closing_message(&window), "the guest powered itself off");
 }
 
 #[test]
@@ -426,18 +427,18 @@ fn lost_vmm_leaves_the_last_guest_state() {
         let why = "it has ended".to_owned();
         view.lost(ClientError::Broken { socket: "s".into(), why }).message().to_owned()
     };
-    let mut seen = page(vec![vcpu(1)]);
-    seen.migration = Some(migrating(MigrationState::Failed, Phase::Precopy));
-    seen.info.state = GuestState::Paused;
-    let mut view = view(seen);
-    let said = lost(&view);
-    assert!(said.ends_with("at its last answer the guest was paused"), "{said}");
+    let mut window = page(vec![vcpu(1)]);
+    window.migration = Some(migrating(MigrationState::Failed, Phase::Precopy));
+    window.info.state = GuestState::Paused;
+    let mut view = view(window);
+    let message = lost(&view);
+    assert!(message.ends_with("at its last answer the guest was paused"), "{message}");
     // The state is known even if it is not shown.
     view.paused = true;
     let mut doubtful = page(vec![vcpu(1)]);
     doubtful.migration = Some(migrating(MigrationState::InDoubt, Phase::InDoubt));
     doubtful.info.state = GuestState::InDoubt;
     assert!(view.take(Update::Page(Box::new(doubtful))).is_none());
-    let said = lost(&view);
-    assert!(said.ends_with("the guest was in-doubt, to 10.0.0.2:7000"), "{said}");
+    let message = lost(&view);
+    assert!(message.ends_with("the guest was in-doubt, to 10.0.0.2:7000"), "{message}");
 }

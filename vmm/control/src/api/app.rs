@@ -32,8 +32,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Why a request about the process's guest is refused.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum AppError {
+pub(crate) enum AppError {
     /// There is no guest yet. The text says why.
     #[error("there is no guest yet: {0}")]
     NoGuest(String),
@@ -140,7 +139,7 @@ impl App {
     ///
     /// # Errors
     /// The reason why there is no guest yet.
-    pub fn jobs(&self) -> Result<&Arc<Jobs>, AppError> {
+    pub(crate) fn jobs(&self) -> Result<&Arc<Jobs>, AppError> {
         self.jobs.get().ok_or_else(|| {
             let reason = self.arriving.as_ref().map(|arriving| arriving().reason);
             AppError::NoGuest(reason.unwrap_or_default())
@@ -153,7 +152,7 @@ impl App {
     }
 
     /// Returns the progress of the guest's arrival, or `None` once the guest is here.
-    pub fn arriving(&self) -> Option<Progress> {
+    pub(crate) fn arriving(&self) -> Option<Progress> {
         self.jobs.get().is_none().then(|| self.received().unwrap_or_default())
     }
 
@@ -172,7 +171,7 @@ impl App {
     ///
     /// # Errors
     /// The reason why the guest cannot be stopped: for example, another host may own it.
-    pub fn interrupt(&self, why: &str) -> Result<(), AppError> {
+    pub(crate) fn interrupt(&self, why: &str) -> Result<(), AppError> {
         let until = Instant::now() + TAKE_OVER_LIMIT;
         loop {
             if let Some(jobs) = self.jobs.get() {

@@ -20,6 +20,6 @@ mod routes;
 mod server;
 mod transport;
 
-pub use app::{App, AppError, Arriving};
+pub use app::{App, Arriving};
 pub use client::{Client, ClientError};
 pub use server::{Listeners, Server};

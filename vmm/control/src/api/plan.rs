@@ -17,7 +17,7 @@ use crate::jobs::WriteProfile;
 use crate::model::{MAX_DOWNTIME_MS, at_least, at_most};
 
 /// Assumed bandwidth of the link if the request gives none, in bytes/s: 10 Gbit/s.
-pub const ASSUMED_BANDWIDTH: u64 = 1_250_000_000;
+pub(crate) const ASSUMED_BANDWIDTH: u64 = 1_250_000_000;
 /// Intervals for which checkpoints are forecast, in ms.
 const CADENCES_MS: [u64; 7] = [10, 25, 50, 100, 250, 500, 1000];
 
@@ -28,7 +28,7 @@ pub struct PlanRequest {
     /// Downtime target, in ms; by default 300.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_ms: Option<u64>,
-    /// Bandwidth of the link, in bytes/s; by default [`ASSUMED_BANDWIDTH`].
+    /// Bandwidth of the link, in bytes/s; by default 10 Gbit/s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth_bytes_per_s: Option<u64>,
 }

@@ -37,7 +37,7 @@ impl Jobs {
     ///
     /// # Errors
     /// The watch cannot be started.
-    pub fn begin_watch(&self, bins: u32) -> Result<u64, JobError> {
+    pub(crate) fn begin_watch(&self, bins: u32) -> Result<u64, JobError> {
         let _starting = self.watches.starting.lock();
         let number = {
             let mut open = self.watches.open.lock();
@@ -75,7 +75,7 @@ impl Jobs {
     ///
     /// # Errors
     /// There is no such watch, or its queue of requests is full.
-    pub fn ask_watch(
+    pub(crate) fn ask_watch(
         self: &Arc<Self>,
         number: u64,
         wait: Duration,
@@ -100,7 +100,7 @@ impl Jobs {
     ///
     /// # Errors
     /// There is no such watch.
-    pub fn end_watch(&self, number: u64) -> Result<(), JobError> {
+    pub(crate) fn end_watch(&self, number: u64) -> Result<(), JobError> {
         let mut open = self.watches.open.lock();
         let watch = open.watches.iter_mut().find(|watch| watch.number == number);
         let handle = watch.and_then(|watch| watch.handle.take());

@@ -89,7 +89,7 @@ impl HoldState {
 
 /// The reason why the operator cannot pause or resume the guest.
 #[derive(Debug, thiserror::Error)]
-pub enum OperatorError {
+pub(crate) enum OperatorError {
     /// A migration controls the guest.
     #[error("cannot {0} a guest that is being migrated; cancel the migration first")]
     Migrating(&'static str),

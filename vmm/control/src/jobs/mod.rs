@@ -30,16 +30,16 @@ use crate::model::{
     CheckpointPage, CheckpointRequest, GuestState, Info, MigrationPage, MigrationRequest,
 };
 use checkpoints::CheckpointJob;
-pub use error::JobError;
+pub(crate) use error::JobError;
 use history::JobHistory;
-pub use holds::OperatorError;
+pub(crate) use holds::OperatorError;
 use holds::{JobRole, PauseHolds};
 use migration::MigrationJob;
 pub use sampling::{WindowSummary, WriteProfile};
 use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
 use totals::CheckpointTotals;
-pub use totals::{CheckpointCounts, CheckpointFigures, MigrationCounts, MigrationFigures};
+pub(crate) use totals::{CheckpointFigures, MigrationCounts, MigrationFigures};
 use watches::DirtyWatches;
 
 /// Limit for a process whose guest has ended to wait for the readers of its jobs' last reports.
@@ -102,17 +102,17 @@ impl Jobs {
     }
 
     /// Returns the guest's logging span.
-    pub fn span(&self) -> &Span {
+    pub(crate) fn span(&self) -> &Span {
         &self.span
     }
 
     /// Returns the guest.
-    pub fn vm(&self) -> &SharedVm {
+    pub(crate) fn vm(&self) -> &SharedVm {
         &self.vm
     }
 
     /// Returns the guest's figures, with the state that results from its jobs.
-    pub fn info(&self) -> Info {
+    pub(crate) fn info(&self) -> Info {
         let migration = self.migration_job().filter(|job| !job.is_over());
         let state = match (self.holds.operator_state(), &migration) {
             (RunState::Stopped, _) => GuestState::Stopped,
@@ -132,7 +132,7 @@ impl Jobs {
     ///
     /// # Errors
     /// An [`OperatorError`] if a migration controls the guest, or the guest refuses.
-    pub fn pause(&self) -> Result<(), OperatorError> {
+    pub(crate) fn pause(&self) -> Result<(), OperatorError> {
         self.holds.operator_pause()
     }
 
@@ -140,7 +140,7 @@ impl Jobs {
     ///
     /// # Errors
     /// As for [`pause`](Self::pause).
-    pub fn resume(&self) -> Result<(), OperatorError> {
+    pub(crate) fn resume(&self) -> Result<(), OperatorError> {
         self.holds.operator_resume()
     }
 
@@ -168,7 +168,7 @@ impl Jobs {
     ///
     /// # Errors
     /// A run is active, or the new one cannot be started.
-    pub fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<u64, JobError> {
+    pub(crate) fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<u64, JobError> {
         // Opening a store may take time. Only calls that start a job wait for it.
         let _starting = self.starting.lock();
         if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
@@ -185,7 +185,7 @@ impl Jobs {
     ///
     /// # Errors
     /// That run does not exist, or is over.
-    pub fn stop_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
+    pub(crate) fn stop_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
         let job = find_job(&self.checkpoint, number)?.filter(|job| !job.is_over());
         job.ok_or(JobError::Nothing("no checkpoints are being taken"))?.cancel();
         Ok(())
@@ -195,7 +195,7 @@ impl Jobs {
     ///
     /// # Errors
     /// That run does not exist.
-    pub async fn hold_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
+    pub(crate) async fn hold_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
         find_job(&self.checkpoint, number)?
             .ok_or(JobError::Nothing("no checkpoints have been taken"))?
             .hold()
@@ -204,7 +204,7 @@ impl Jobs {
     }
 
     /// Ends run `number` if its client does not hold it in time.
-    pub async fn expect_client(&self, number: u64) {
+    pub(crate) async fn expect_client(&self, number: u64) {
         if let Some(job) = self.checkpoint.find(number) {
             job.expect_client().await;
         }
@@ -216,7 +216,7 @@ impl Jobs {
     ///
     /// # Errors
     /// That run does not exist.
-    pub async fn checkpoints(
+    pub(crate) async fn checkpoints(
         &self,
         number: Option<u64>,
         since: u64,
@@ -234,7 +234,7 @@ impl Jobs {
     ///
     /// # Errors
     /// A migration is under way, or the new one cannot be started.
-    pub fn start_migration(&self, request: &MigrationRequest) -> Result<u64, JobError> {
+    pub(crate) fn start_migration(&self, request: &MigrationRequest) -> Result<u64, JobError> {
         let _starting = self.starting.lock();
         if let Some(job) = self.migration_job().filter(|job| !job.is_over()) {
             let to = job.page().to;
@@ -256,7 +256,7 @@ impl Jobs {
     ///
     /// # Errors
     /// No migration is under way, or it is too late to cancel it.
-    pub fn cancel_migration(&self, number: Option<u64>) -> Result<(), JobError> {
+    pub(crate) fn cancel_migration(&self, number: Option<u64>) -> Result<(), JobError> {
         let job = find_job(&self.migration, number)?.filter(|job| !job.is_over());
         job.ok_or(JobError::Nothing("no migration is under way"))?.cancel()?;
         Ok(())
@@ -266,7 +266,7 @@ impl Jobs {
     ///
     /// # Errors
     /// Another host may have the guest. Only the operator's resolution ends it then.
-    pub fn stop(&self, why: &str) -> Result<(), JobError> {
+    pub(crate) fn stop(&self, why: &str) -> Result<(), JobError> {
         if let Some(job) = self.migration_job().filter(|job| job.is_handed_over()) {
             return Err(JobError::HandedOver { to: job.to().to_owned() });
         }
@@ -278,7 +278,7 @@ impl Jobs {
     ///
     /// # Errors
     /// No migration is in doubt, or the resolution failed.
-    pub fn resolve_migration(&self, how: Resolution) -> Result<(), JobError> {
+    pub(crate) fn resolve_migration(&self, how: Resolution) -> Result<(), JobError> {
         let job = self.migration_job().filter(|job| !job.is_over());
         let job = job.ok_or(JobError::Nothing("no migration is in doubt"))?;
         if !job.is_lost() {
@@ -313,7 +313,7 @@ impl Jobs {
     ///
     /// # Errors
     /// That migration does not exist.
-    pub async fn migration(
+    pub(crate) async fn migration(
         &self,
         number: Option<u64>,
         wait: Duration,
@@ -326,12 +326,12 @@ impl Jobs {
     }
 
     /// Returns the totals of all checkpoint runs.
-    pub fn checkpoint_figures(&self) -> CheckpointFigures {
+    pub(crate) fn checkpoint_figures(&self) -> CheckpointFigures {
         self.checkpoint_totals.read()
     }
 
     /// Returns the totals of all migrations, and the latest one.
-    pub fn migration_figures(&self) -> MigrationFigures {
+    pub(crate) fn migration_figures(&self) -> MigrationFigures {
         let earlier = self.earlier_migrations.lock();
         let latest = self.migration_job().map(|job| job.snapshot());
         let mut counts = *earlier;

@@ -76,7 +76,7 @@ pub struct WriteProfile {
 
 impl WriteProfile {
     /// Returns the windows as input of a forecast.
-    pub fn windows(&self) -> Vec<WriteWindow> {
+    pub(crate) fn windows(&self) -> Vec<WriteWindow> {
         let one = |summary: &WindowSummary| WriteWindow {
             // A length that cannot be represented becomes zero; the forecast skips such windows.
             length: Duration::try_from_secs_f64(summary.window_ms / 1e3).unwrap_or_default(),
@@ -109,7 +109,7 @@ impl Jobs {
     ///
     /// # Errors
     /// The guest cannot be observed, or the observation ended early.
-    pub fn sample_writes(&self) -> Result<WriteProfile, JobError> {
+    pub(crate) fn sample_writes(&self) -> Result<WriteProfile, JobError> {
         let Some(_alone) = self.sampling.try_lock() else {
             let why = "the guest is being watched already, for another plan";
             return Err(JobError::UnderWay(why.to_owned()));

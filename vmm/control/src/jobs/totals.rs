@@ -38,7 +38,7 @@ const DURABLE_US: &[u64] = &[
 
 /// Counts of checkpoints of all runs.
 #[derive(Clone, Copy, Default, Debug)]
-pub struct CheckpointCounts {
+pub(crate) struct CheckpointCounts {
     /// Checkpoints that are durable.
     pub taken: u64,
     /// Checkpoints that were not stored.
@@ -67,7 +67,7 @@ pub struct CheckpointCounts {
 
 /// A snapshot of the totals of checkpoints.
 #[derive(Clone, Debug)]
-pub struct CheckpointFigures {
+pub(crate) struct CheckpointFigures {
     /// The counts.
     pub counts: CheckpointCounts,
     /// Lengths of pauses.
@@ -124,7 +124,7 @@ impl CheckpointTotals {
 
 /// Counts of migrations from this process.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct MigrationCounts {
+pub(crate) struct MigrationCounts {
     /// Bytes sent.
     pub sent_bytes: u64,
     /// Migrations that have moved the guest.
@@ -151,7 +151,7 @@ impl MigrationCounts {
 
 /// All migrations from this process, and the latest one.
 #[derive(Clone, PartialEq, Default, Debug)]
-pub struct MigrationFigures {
+pub(crate) struct MigrationFigures {
     /// Counts of all, the latest included.
     pub counts: MigrationCounts,
     /// The latest one, under way or over.

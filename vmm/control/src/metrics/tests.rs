@@ -16,7 +16,6 @@ use driftline_migrate::VcpuThrottle;
 use serde_json::json;
 
 use super::*;
-use crate::jobs::CheckpointCounts;
 use crate::model::{MigrationPage, MigrationState};
 
 /// A family: its type, and the labels of its samples without those of all metrics.
@@ -70,11 +69,8 @@ fn everything() -> Scrape {
     guest.timings.collections = Some(some.read());
     guest.timings.restore = Some(RestoreFigures { left: 1, fetched: 2, foreseen: 3, faults });
     guest.balloon = Some(BalloonStats { target_bytes: 1, actual_bytes: 2, discarded_bytes: 3 });
-    guest.checkpoints.counts = CheckpointCounts {
-        last_interval: Some(Duration::from_millis(99)),
-        last_success: Some(SystemTime::now()),
-        ..CheckpointCounts::default()
-    };
+    guest.checkpoints.counts.last_interval = Some(Duration::from_millis(99));
+    guest.checkpoints.counts.last_success = Some(SystemTime::now());
     let report = json!({
         "status": "completed", "vm_id": guest.info.vm_id, "total_time_ms": 1.0,
         "downtime_ms": 2.5, "setup_time_ms": 1.0, "transferred_bytes": 1, "zero_frames": 1,

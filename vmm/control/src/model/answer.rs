@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// Body of every refusal.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct FaultMessage {
+pub(crate) struct FaultMessage {
     /// What is wrong, as a sentence.
     pub fault_message: String,
 }

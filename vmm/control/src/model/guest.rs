@@ -170,7 +170,7 @@ impl Info {
 
 /// Answer to `GET /`, in Firecracker's format.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct InstanceInfo {
+pub(crate) struct InstanceInfo {
     /// The guest's id; empty while there is no guest.
     pub id: String,
     /// `Not started`, `Running` or `Paused`.
@@ -201,7 +201,7 @@ pub enum VmTarget {
 /// Body of `PUT /actions`, in Firecracker's format.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ActionRequest {
+pub(crate) struct ActionRequest {
     /// Name of the action, such as `InstanceStart`.
     pub action_type: String,
 }

@@ -11,15 +11,17 @@ mod limit;
 mod migration;
 mod watch;
 
-pub use answer::{FaultMessage, JobStarted};
+pub(crate) use answer::FaultMessage;
+pub use answer::JobStarted;
 pub use checkpoint::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
 pub use config::{
     BalloonSettings, BootSource, DriveSettings, EntropySettings, InterfaceSettings,
     MachineSettings, VmConfig, VsockSettings,
 };
+pub(crate) use guest::{ActionRequest, InstanceInfo};
 pub use guest::{
-    ActionRequest, ArrivingInfo, ArrivingState, BalloonRequest, BalloonView, GuestState, Info,
-    InfoPage, InstanceInfo, VmRequest, VmTarget,
+    ArrivingInfo, ArrivingState, BalloonRequest, BalloonView, GuestState, Info, InfoPage,
+    VmRequest, VmTarget,
 };
 pub use limit::UnknownName;
 pub(crate) use limit::{LimitError, at_least, at_most, one_to};
