@@ -68,7 +68,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
         introduction(&mut wire)?;
     let (memory_frames, drive_count) = (layout.frames(), drives.len());
     let mut stream = StreamState::new(layout, drives);
-    let Contents { content_crc, sections, was_running } = contents(&mut wire, &mut stream)?;
+    let StreamContents { content_crc, sections, was_running } = contents(&mut wire, &mut stream)?;
     let (totals, blocks) = (stream.totals(), stream.drive_totals());
     // A stream may end here: COMMIT is sent only to a prepared destination.
     let mut late = None;
@@ -134,13 +134,16 @@ fn introduction(wire: &mut Wire<impl Read>) -> Result<Introduction, WireError> {
 }
 
 /// The contents and the state of a stream.
-struct Contents {
+struct StreamContents {
     content_crc: u32,
     sections: Arc<[Section]>,
     was_running: bool,
 }
 
-fn contents(wire: &mut Wire<impl Read>, stream: &mut StreamState) -> Result<Contents, WireError> {
+fn contents(
+    wire: &mut Wire<impl Read>,
+    stream: &mut StreamState,
+) -> Result<StreamContents, WireError> {
     let mut content_crc = 0;
     let mut unpacker = Unpacker::new();
     loop {
@@ -161,7 +164,7 @@ fn contents(wire: &mut Wire<impl Read>, stream: &mut StreamState) -> Result<Cont
                 content_crc = crc32c::crc32c_append(content_crc, wire.recv_content()?);
             }
             StreamStep::Complete { sections, was_running } => {
-                return Ok(Contents { content_crc, sections, was_running });
+                return Ok(StreamContents { content_crc, sections, was_running });
             }
             StreamStep::Noted
             | StreamStep::Zero { .. }
