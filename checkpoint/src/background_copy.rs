@@ -206,12 +206,12 @@ mod tests {
     }
 
     #[test]
-    fn a_store_that_takes_nothing_does_not_hold_the_guest_for_ever() {
+    fn stuck_store_stalls_the_guest_for_limited_time() {
         assert!(stalled(None) >= WRITE_WAIT_LIMIT);
     }
 
     #[test]
-    fn nor_does_one_that_takes_little_each_time() {
+    fn slow_store_stalls_the_guest_for_limited_time() {
         // 40 frames would take 10 s.
         let took = stalled(Some(Duration::from_millis(250)));
         assert!((WRITE_WAIT_LIMIT..2 * WRITE_WAIT_LIMIT).contains(&took), "{took:?}");

@@ -264,7 +264,7 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     #[test]
-    fn a_little_late_keeps_the_grid_and_very_late_starts_a_new_one() {
+    fn only_a_very_late_epoch_shifts_the_grid() {
         let start = Instant::now();
         let mut pace = DueTime { every: 10 * MS, due: start };
         assert_eq!(pace.begin(start), (Duration::ZERO, 0));
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn no_interval_means_one_after_the_other() {
+    fn zero_interval_takes_epochs_back_to_back() {
         let start = Instant::now();
         let mut pace = DueTime { every: Duration::ZERO, due: start };
         assert_eq!(pace.begin(start + 5 * MS), (5 * MS, 0));

@@ -120,7 +120,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_have_every_frame_once_and_let_go_of_all_that_is_protected(
+        fn pieces_copy_and_unprotect_every_frame_once(
             wanted in prop::collection::vec((0u64..620, 1u64..40), 0..20),
             most in 1u64..70,
             order in prop::collection::vec(0u64..620, 0..40),

@@ -73,7 +73,7 @@ mod tests {
     const POLICY: CopyPolicy = CopyPolicy::DEFAULT;
 
     #[test]
-    fn rewritten_frames_are_copied_in_the_pause_for_a_while() {
+    fn rewritten_frames_are_copied_in_the_pause() {
         let mut times = CopyTimes::default();
         assert_eq!(times.of_next(&POLICY, POLICY.before_pause_from - 1, 1 << 20, true), InPause);
         assert_eq!(times.of_next(&POLICY, 1000, 1999, true), InPause);
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn many_are_copied_before_the_pause_only_if_few_are_left() {
+    fn many_frames_are_copied_early_if_few_remain() {
         let (from, most) = (POLICY.background_from, POLICY.background_from_if_few_left - 1);
         let (mut times, room) = (CopyTimes::default(), 1 << 20);
         assert_eq!(times.of_next(&POLICY, from, room, true), Background, "nothing is known");

@@ -69,7 +69,7 @@ mod tests {
     const US: Duration = Duration::from_micros(1);
 
     #[test]
-    fn what_is_copied_before_the_pause_does_not_count() {
+    fn only_frames_copied_in_the_pause_cost_time() {
         let mut cost = CopyCost::default();
         assert_eq!(cost.fit(2000 * US), None, "nothing is known");
         cost.note(&POLICY, 400 * US, 0, 0);
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn one_late_pause_is_forgotten_although_few_are_copied_from_then_on() {
+    fn outlier_pause_is_forgotten() {
         let mut cost = CopyCost::default();
         cost.note(&POLICY, 400 * US, 0, 0);
         cost.note(&POLICY, 1400 * US, 64, 250);

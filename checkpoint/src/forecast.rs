@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_copied_behind_the_guest_makes_its_pause_no_longer_than_what_is_copied_in_it() {
+    fn background_copy_shortens_the_forecast_pause() {
         let second = Duration::from_secs(1);
         let at = |frames| cadence_forecast(second, frames);
         let many = CopyPolicy::DEFAULT.background_from;
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_that_falls_behind_is_not_borne() {
+    fn overloaded_store_is_not_bearable() {
         let at = |frames| cadence_forecast(Duration::from_secs(1), frames);
         assert!(at(100_000).bearable && !at(300_000).bearable);
     }

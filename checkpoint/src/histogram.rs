@@ -87,7 +87,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn percentiles_are_those_of_the_sorted_list_or_a_little_more(
+        fn percentiles_are_at_most_slightly_high(
             mut all in prop::collection::vec(prop_oneof![0u64..100, 0u64..100_000, 0u64..1 << 50], 1..300),
         ) {
             let mut times = Times::default();
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn none_is_none() {
+    fn no_durations_give_zeros() {
         assert_eq!(Times::default().spread(), Spread::default());
     }
 }

@@ -174,7 +174,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
         /// Also with little room: each changed frame is in the epoch with its content in the pause.
         #[test]
-        fn what_is_in_the_epoch_is_what_changed_as_it_is_in_the_pause(
+        fn epoch_has_changed_frames_as_of_the_pause(
             early in prop::collection::btree_set(0u64..300, 0..120),
             late in prop::collection::btree_set(0u64..300, 0..120),
             more in 0u64..200,

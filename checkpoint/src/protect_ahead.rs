@@ -110,7 +110,7 @@ mod tests {
 
         /// Rounds end when few frames change, or when the maximum number of rounds is reached.
         #[test]
-        fn what_changes_while_much_is_protected_is_protected_too(
+        fn frames_written_during_protection_are_protected(
             writes in prop::collection::vec(prop_oneof![1..=AGAIN_FROM, AGAIN_FROM + 1..1000], 3),
         ) {
             let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 4000 };

@@ -202,7 +202,7 @@ mod tests {
         }
 
         #[test]
-        fn groups_are_full_and_together_are_all(
+        fn batches_are_full_and_complete(
             runs in prop::collection::vec((1u64..5, 1u64..40), 0..20),
             most in 1u64..30,
         ) {
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn grows_between_its_limits_only() {
+    fn staging_grows_within_its_limits() {
         let limits = StagingLimits { first_bytes: 3 * PAGE_SIZE + 5, most_bytes: 20 * PAGE_SIZE };
         let mut staging = Staging::new(limits);
         assert_eq!(staging.frames(), 3);

@@ -90,7 +90,7 @@ fn latest_after_a_wait(disk: &MemoryDisk) -> (u64, u8) {
 }
 
 #[test]
-fn who_reads_meanwhile_sees_what_is_durable_or_waits_until_it_is() {
+fn reader_sees_only_durable_epochs() {
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut checkpointer = checkpointer(&guest, &disk).unwrap();
     for keep in [Some(1), None] {
@@ -129,7 +129,7 @@ fn who_reads_meanwhile_sees_what_is_durable_or_waits_until_it_is() {
 }
 
 #[test]
-fn nothing_is_cut_off_a_log_that_may_be_another_writers() {
+fn writer_cuts_no_log_without_its_lock() {
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut first = checkpointer(&guest, &disk).unwrap();
     first.keep(Some(1));
@@ -165,7 +165,7 @@ fn nothing_is_cut_off_a_log_that_may_be_another_writers() {
 }
 
 #[test]
-fn the_next_epoch_is_taken_while_the_log_is_written_anew() {
+fn epoch_is_taken_during_log_rotation() {
     let guest = still();
     let taken = |disk: &MemoryDisk, epochs: u8| {
         let mut checkpointer = checkpointer(&guest, disk).unwrap();

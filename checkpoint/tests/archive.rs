@@ -79,7 +79,7 @@ fn small() -> Vec<u8> {
 }
 
 #[test]
-fn every_epoch_of_a_busy_guest_restores_from_its_archive() {
+fn every_archived_epoch_restores() {
     let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
     let (_disk, store) = store_of(&guest, |_| {
         let before = guest.writes();
@@ -111,7 +111,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn whatever_memory_holds_comes_back(
+    fn archived_memory_restores_exactly(
         runs in prop::collection::vec((0u64..3000, 1u64..600, any::<bool>(), 1u8..), 0..12),
     ) {
         let guest = still([1500, 1500]);
@@ -139,7 +139,7 @@ proptest! {
     }
 
     #[test]
-    fn whatever_bytes_there_are_nobody_panics(
+    fn hostile_archive_is_refused_without_panic(
         places in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
         cut in prop::option::of(any::<prop::sample::Index>()),
     ) {
@@ -159,7 +159,7 @@ proptest! {
 }
 
 #[test]
-fn a_flipped_bit_anywhere_is_refused_and_the_place_is_named() {
+fn flipped_bit_is_refused_with_its_place() {
     let sound = small();
     let memory = image(&restored(&sound).unwrap().0);
     assert!(memory[4096..8192] == [1; 4096] && memory[7 * 4096..] == [3; 4096]);
@@ -178,7 +178,7 @@ fn a_flipped_bit_anywhere_is_refused_and_the_place_is_named() {
 }
 
 #[test]
-fn a_file_that_was_cut_or_has_grown_is_refused_before_anything_is_built() {
+fn truncated_or_grown_archive_is_refused() {
     let sound = small();
     for len in 0..sound.len() {
         let e = open(&sound[..len]).unwrap_err();
@@ -194,7 +194,7 @@ fn a_file_that_was_cut_or_has_grown_is_refused_before_anything_is_built() {
 }
 
 #[test]
-fn a_disk_that_fails_is_no_damage() {
+fn disk_failure_is_no_damage() {
     let disk = MemoryDisk::default();
     disk.put("archive", small());
     let open = || Archive::with_file(disk.open("archive").unwrap(), Path::new("archive"));
@@ -278,7 +278,7 @@ fn every_field_that_the_format_fixes_is_checked() {
 }
 
 #[test]
-fn no_more_and_no_less_is_unpacked_than_the_frames_that_a_record_has() {
+fn record_unpacks_to_exactly_its_frames() {
     let sound = small();
     let contents = records(&sound).iter().find(|(_, tag)| *tag == 0x8020).unwrap().0;
     let packed = contents + 24 + 8 + 2 * 16 + 3 * 4;
@@ -298,7 +298,7 @@ fn no_more_and_no_less_is_unpacked_than_the_frames_that_a_record_has() {
 }
 
 #[test]
-fn a_record_that_may_be_passed_over_is() {
+fn optional_record_is_skipped() {
     let sound = small();
     let contents = records(&sound).iter().find(|(_, tag)| *tag == 0x8020).unwrap().0;
     let mut more = vec![0; 24 + 5];
@@ -314,7 +314,7 @@ fn a_record_that_may_be_passed_over_is() {
 }
 
 #[test]
-fn a_damaged_store_gives_no_archive() {
+fn damaged_store_gives_no_archive() {
     let guest = still([40, 4]);
     let fill = |epoch: u64| {
         guest.ram().write_slice(&[7; 4096 * 30], GuestAddress(epoch * 4096)).unwrap();

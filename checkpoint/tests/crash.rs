@@ -123,7 +123,7 @@ fn holds(after: &MemoryDisk, guest: &Arc<MemoryGuest>, epochs: &TakenEpoch, how:
     assert_eq!(restored(&after.crash(Survives::Nothing), None), (report.epoch, image(guest)));
 }
 
-fn whatever_sync_is_the_last(log_bound: u64) -> u64 {
+fn crash_at_every_sync(log_bound: u64) -> u64 {
     let mut stop = 0;
     loop {
         let disk = MemoryDisk::default();
@@ -141,20 +141,20 @@ fn whatever_sync_is_the_last(log_bound: u64) -> u64 {
 }
 
 #[test]
-fn whatever_sync_is_the_last_every_durable_epoch_restores_bit_for_bit() {
+fn durable_epochs_survive_a_crash_at_any_sync() {
     // Creating the store takes five syncs.
-    let stops = whatever_sync_is_the_last(u64::MAX);
+    let stops = crash_at_every_sync(u64::MAX);
     assert_eq!(stops, 5 + 2 * EPOCHS, "one sync of the page file and one of the log an epoch");
 }
 
 #[test]
-fn so_it_does_when_the_log_is_written_anew_again_and_again() {
-    let stops = whatever_sync_is_the_last(4 << 10);
+fn durable_epochs_survive_crashes_during_log_rotation() {
+    let stops = crash_at_every_sync(4 << 10);
     assert!(stops >= 5 + 2 * EPOCHS + 8, "the log was written anew: {stops} syncs");
 }
 
 #[test]
-fn whatever_sector_is_the_last_every_durable_epoch_restores_bit_for_bit() {
+fn durable_epochs_survive_a_crash_at_any_sector() {
     for stop in (0..5 + 2 * EPOCHS).step_by(3) {
         let disk = MemoryDisk::default();
         disk.stop_at_sync(stop);
@@ -167,7 +167,7 @@ fn whatever_sector_is_the_last_every_durable_epoch_restores_bit_for_bit() {
 }
 
 #[test]
-fn a_disk_that_refuses_costs_an_epoch_and_no_frame() {
+fn failing_disk_costs_an_epoch_and_no_frame() {
     let refusals = [
         (DiskOp::Create, libc::EROFS),
         (DiskOp::Write, libc::ENOSPC),
@@ -230,7 +230,7 @@ fn a_disk_that_refuses_costs_an_epoch_and_no_frame() {
 }
 
 #[test]
-fn what_is_found_after_a_failed_sync_is_made_durable_before_anything_is_built_on_it() {
+fn reopened_log_is_synced_before_the_next_epoch() {
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut first = checkpointer(&guest, &disk);
     (0..30).for_each(|n| write(&guest, n, 1, 1));
@@ -251,7 +251,7 @@ fn what_is_found_after_a_failed_sync_is_made_durable_before_anything_is_built_on
 }
 
 #[test]
-fn nothing_is_removed_while_a_crash_may_bring_back_the_manifest_that_names_it() {
+fn named_files_stay_until_the_manifest_is_durable() {
     let (disk, guest) = (MemoryDisk::default(), still());
     checkpointer(&guest, &disk).take().unwrap();
     let mut epochs = 1;
@@ -281,7 +281,7 @@ fn nothing_is_removed_while_a_crash_may_bring_back_the_manifest_that_names_it() 
 }
 
 #[test]
-fn a_full_disk_that_has_some_room_after_all_is_used_as_far_as_it_goes() {
+fn nearly_full_disk_is_used_to_the_end() {
     for errno in [libc::ENOSPC, libc::EDQUOT] {
         let (disk, guest) = (MemoryDisk::default(), still());
         let mut checkpointer = checkpointer(&guest, &disk);
@@ -298,7 +298,7 @@ fn a_full_disk_that_has_some_room_after_all_is_used_as_far_as_it_goes() {
 }
 
 #[test]
-fn a_read_error_is_no_damage() {
+fn read_error_is_no_damage() {
     let (disk, guest) = (MemoryDisk::default(), still());
     checkpointer(&guest, &disk).take().unwrap();
     // The disk itself would report EIO, which is damage.
@@ -313,7 +313,7 @@ fn a_read_error_is_no_damage() {
 }
 
 #[test]
-fn a_read_error_does_not_let_another_guest_in() {
+fn read_error_admits_no_other_guest() {
     let (disk, guest, other) = (MemoryDisk::default(), still(), still());
     checkpointer(&guest, &disk).take().unwrap();
     let refused = || {
@@ -367,7 +367,7 @@ fn act() -> impl Strategy<Value = Act> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn any_epoch_is_memory_as_it_was_at_its_pause(acts in prop::collection::vec(act(), 1..80)) {
+    fn every_epoch_has_memory_of_its_pause(acts in prop::collection::vec(act(), 1..80)) {
         let (mut disk, guest) = (MemoryDisk::default(), still());
         let open = |disk: &MemoryDisk, keep| {
             let mut checkpointer = checkpointer(&guest, disk);

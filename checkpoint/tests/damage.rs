@@ -41,7 +41,7 @@ fn names_the_place(refusal: &StoreError, name: &str, at: u64) {
 }
 
 #[test]
-fn a_flipped_bit_in_any_byte_is_refused_by_verify_and_restore() {
+fn every_flipped_bit_is_refused() {
     let disk = small_store();
     for name in [MANIFEST, LOG] {
         let sound = disk.contents(name).unwrap();
@@ -63,7 +63,7 @@ fn a_flipped_bit_in_any_byte_is_refused_by_verify_and_restore() {
 }
 
 #[test]
-fn a_flipped_bit_in_any_frame_that_an_epoch_has_is_refused_and_others_do_no_harm() {
+fn damaged_frame_fails_only_its_epochs() {
     let disk = small_store();
     let sound = disk.contents(PAGES).unwrap();
     let (mut used, mut epochs) = (Vec::new(), Vec::new());
@@ -103,7 +103,7 @@ fn a_flipped_bit_in_any_frame_that_an_epoch_has_is_refused_and_others_do_no_harm
 }
 
 #[test]
-fn a_file_cut_at_any_length_or_grown_is_refused_or_ends_with_a_whole_epoch() {
+fn truncated_or_grown_files_are_detected() {
     let disk = small_store();
     let sound = disk.contents(MANIFEST).unwrap();
     for len in 0..sound.len() {
@@ -167,7 +167,7 @@ fn a_file_cut_at_any_length_or_grown_is_refused_or_ends_with_a_whole_epoch() {
 }
 
 #[test]
-fn a_sector_that_was_lost_before_others_is_damage_and_at_the_end_it_is_none() {
+fn lost_sector_is_damage_except_at_the_end() {
     let disk = small_store();
     let sound = disk.contents(LOG).unwrap();
     let sectors = sound.len() / 512;
@@ -213,7 +213,7 @@ fn ending_for(wanted: u32) -> [u8; 4] {
 }
 
 #[test]
-fn a_guest_cannot_make_an_epoch_that_a_crash_broke_off_look_like_damage() {
+fn guest_cannot_forge_damage_of_a_torn_epoch() {
     const FRAMES: u64 = 400;
     let vm_id = VmId::random();
     let log_of = |sums: &dyn Fn(u64) -> u32| {
@@ -276,7 +276,7 @@ fn files_of_another_store_are_refused() {
 }
 
 #[test]
-fn an_epoch_of_another_log_of_the_same_guest_is_refused() {
+fn epoch_of_another_log_is_refused() {
     let (disk, other) = small::two_stores();
     let (mine, theirs) = (disk.contents(LOG).unwrap(), other.contents(LOG).unwrap());
     assert_eq!(mine.len(), theirs.len());

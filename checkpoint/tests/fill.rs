@@ -42,7 +42,7 @@ impl GuestFactory for Keeps {
 }
 
 #[test]
-fn memory_that_cannot_be_filled_ends_the_restored_guest_and_says_of_which_epoch() {
+fn failed_memory_load_stops_the_guest() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::create_or_open(dir.path()).unwrap();
     let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();

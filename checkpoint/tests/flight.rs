@@ -51,7 +51,7 @@ fn all_whole(disk: &MemoryDisk) -> Vec<u64> {
 }
 
 #[test]
-fn epochs_are_taken_while_others_are_written_and_heard_of_in_order() {
+fn epochs_in_flight_are_reported_in_order() {
     let (disk, guest) = (MemoryDisk::default(), busy());
     let mut checkpointer = checkpointer(&guest, &disk, 5);
     checkpointer.take().unwrap();
@@ -128,7 +128,7 @@ fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
 }
 
 #[test]
-fn a_failed_sync_fails_all_in_flight_and_the_next_is_full() {
+fn failed_sync_fails_all_epochs_in_flight() {
     let disk = failing(DiskOp::Sync, libc::EIO, 50);
     let store = Store::with_backend(Box::new(disk), false).unwrap();
     let full = |e: &driftline_store::EpochInfo| e.full.then_some(e.epoch);
@@ -137,12 +137,12 @@ fn a_failed_sync_fails_all_in_flight_and_the_next_is_full() {
 }
 
 #[test]
-fn a_refused_commit_fails_all_in_flight_and_gives_their_frames_back() {
+fn refused_commit_gives_all_frames_back() {
     failing(DiskOp::Lock, libc::ENOLCK, 2);
 }
 
 #[test]
-fn a_guest_that_cannot_be_paused_fails_alone() {
+fn failed_pause_fails_only_its_epoch() {
     let (disk, guest) = (MemoryDisk::default(), busy());
     let mut checkpointer = checkpointer(&guest, &disk, 3);
     checkpointer.take().unwrap();
@@ -162,7 +162,7 @@ fn a_guest_that_cannot_be_paused_fails_alone() {
 }
 
 #[test]
-fn a_series_that_is_cancelled_or_broken_off_hears_of_all_that_was_begun() {
+fn ended_series_reports_every_epoch() {
     let (disk, guest) = (MemoryDisk::default(), busy());
     let mut checkpointer = checkpointer(&guest, &disk, 50);
     disk.slow_syncs(Duration::from_millis(5));
@@ -185,7 +185,7 @@ fn a_series_that_is_cancelled_or_broken_off_hears_of_all_that_was_begun() {
 }
 
 #[test]
-fn whatever_sync_is_the_last_with_epochs_in_flight_what_was_durable_restores() {
+fn crash_with_epochs_in_flight_keeps_durable_ones() {
     for stop in 0..60 {
         let (disk, guest) = (MemoryDisk::default(), busy());
         disk.stop_at_sync(stop);

@@ -51,7 +51,7 @@ fn scrambled(n: u64) -> u64 {
 }
 
 #[test]
-fn killed_at_any_moment_what_was_durable_restores() {
+fn durable_epochs_survive_a_kill() {
     let dir = tempfile::tempdir().unwrap();
     let mut durable_before = 0;
     let kills = kills();
@@ -108,7 +108,7 @@ fn killed_at_any_moment_what_was_durable_restores() {
 }
 
 #[test]
-#[ignore = "the child of killed_at_any_moment_what_was_durable_restores"]
+#[ignore = "the child of durable_epochs_survive_a_kill"]
 fn child_checkpoints_until_killed() {
     let Some(dir) = child_dir() else { return };
     let store = Store::create_or_open(&dir).unwrap();
@@ -139,7 +139,7 @@ fn child_checkpoints_until_killed() {
 }
 
 #[test]
-fn a_full_and_a_read_only_disk_cost_epochs_and_no_frame() {
+fn full_or_readonly_disk_costs_no_frame() {
     let dir = tempfile::tempdir().unwrap();
     let [exe, args @ ..] = child_args("child_fills_a_small_disk");
     // A mount namespace of its own, so that nothing stays mounted whatever happens.
@@ -171,7 +171,7 @@ fn latest_is_sound(dir: &Path) {
 }
 
 #[test]
-#[ignore = "the child of a_full_and_a_read_only_disk_cost_epochs_and_no_frame"]
+#[ignore = "the child of full_or_readonly_disk_costs_no_frame"]
 fn child_fills_a_small_disk() {
     let Some(dir) = child_dir() else { return };
     let config = MemoryConfig { working_set: 100, ..MemoryConfig::small() };

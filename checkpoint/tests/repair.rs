@@ -40,7 +40,7 @@ fn damage_of_dropped_epochs_forbids_no_new_ones() {
 }
 
 #[test]
-fn damage_of_a_kept_epoch_names_it_and_repair() {
+fn damaged_epoch_is_named_with_the_repair_command() {
     let Stored { disk, guest, .. } = stored(&[3, 3, 4], 3);
     let log = disk.contents("log-1").unwrap();
     let begins = begins(&log);
@@ -250,7 +250,7 @@ fn damaged_state_costs_its_checkpoint_alone() {
 
 /// File systems where files have one name only, and files put aside that cannot all be read.
 #[test]
-fn damaged_files_are_renamed_where_they_cannot_be_linked() {
+fn files_without_links_are_renamed() {
     let stored = stored(&[3, 4, 4], 6);
     let needs = needs(&stored);
     for errno in [libc::EPERM, libc::EOPNOTSUPP, libc::ENOSYS] {
@@ -273,7 +273,7 @@ fn damaged_files_are_renamed_where_they_cannot_be_linked() {
 }
 
 #[test]
-fn a_kill_at_any_sync_of_a_repair_loses_nothing() {
+fn killed_repair_loses_nothing() {
     for links in [true, false] {
         kill_at_any_sync(links);
     }
@@ -348,7 +348,7 @@ fn kill_at_any_sync(links: bool) {
 }
 
 #[test]
-fn a_full_disk_leaves_a_damaged_store_as_it_was() {
+fn full_disk_leaves_a_damaged_store_unchanged() {
     for links in [true, false] {
         refuse_on_a_full_disk(links);
     }
@@ -384,7 +384,7 @@ fn refuse_on_a_full_disk(links: bool) {
 }
 
 #[test]
-fn a_lost_manifest_is_rebuilt_and_the_old_one_kept() {
+fn lost_manifest_is_rebuilt() {
     let stored = stored(&[6], 6);
     let disk = stored.disk.copy();
     assert!(!repair(&disk).unwrap().repaired, "a sound store stays as it is");
@@ -406,7 +406,7 @@ fn a_directory_without_a_store_is_not_touched() {
 }
 
 #[test]
-fn a_log_that_did_not_become_the_stores_is_removed() {
+fn unused_new_log_is_removed() {
     // A rename that fails, and a rename that was done but reports an error.
     for op in [DiskOp::Rename, DiskOp::Renamed] {
         let stored = stored(&[3, 4], 6);
@@ -433,7 +433,7 @@ fn a_log_that_did_not_become_the_stores_is_removed() {
 
 /// Damage in an epoch that was never finished stops readers and writers, too.
 #[test]
-fn damage_in_a_torn_end_is_repaired_or_refused() {
+fn damaged_torn_epoch_is_repaired_or_refused() {
     let stored = stored(&[3], 3);
     let log = stored.disk.contents("log-1").unwrap();
     let begins = begins(&log);

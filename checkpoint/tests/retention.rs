@@ -55,7 +55,7 @@ fn keeping(guest: &Arc<MemoryGuest>, disk: &MemoryDisk, keep: u64) -> Checkpoint
 }
 
 #[test]
-fn as_many_epochs_as_were_asked_for_are_kept_and_each_restores() {
+fn requested_number_of_epochs_is_kept() {
     for keep in [1, 2, 5] {
         let (disk, guest) = (MemoryDisk::default(), still());
         let mut checkpointer = keeping(&guest, &disk, keep);
@@ -87,7 +87,7 @@ fn as_many_epochs_as_were_asked_for_are_kept_and_each_restores() {
 }
 
 #[test]
-fn the_store_does_not_grow_once_it_is_warm() {
+fn warm_store_does_not_grow() {
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut checkpointer = keeping(&guest, &disk, 5);
     checkpointer.log_bound(64 << 10);
@@ -122,7 +122,7 @@ fn the_store_does_not_grow_once_it_is_warm() {
 }
 
 #[test]
-fn an_epoch_that_is_read_is_kept_and_all_after_it_until_it_is_not() {
+fn pinned_epoch_and_later_ones_are_kept() {
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut checkpointer = keeping(&guest, &disk, 2);
     let mut take = |value: u64| {
@@ -150,7 +150,7 @@ fn an_epoch_that_is_read_is_kept_and_all_after_it_until_it_is_not() {
 }
 
 #[test]
-fn how_many_are_kept_can_be_said_late_and_what_was_superseded_before_is_free_then() {
+fn late_retention_limit_frees_superseded_slots() {
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut checkpointer = Checkpointer::new(guest.clone(), open(&disk, true)).unwrap();
     let take = |checkpointer: &mut Checkpointer, round: u64| {
@@ -191,7 +191,7 @@ fn how_many_are_kept_can_be_said_late_and_what_was_superseded_before_is_free_the
 }
 
 #[test]
-fn nobody_reads_an_epoch_that_is_not_durable() {
+fn nondurable_epoch_is_not_read() {
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut checkpointer = keeping(&guest, &disk, 5);
     let mut ends = Vec::new();
@@ -233,7 +233,7 @@ fn nobody_reads_an_epoch_that_is_not_durable() {
 }
 
 #[test]
-fn room_that_is_there_needs_not_be_made() {
+fn allocation_of_existing_space_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let file = driftline_store::DirBackend::open(dir.path()).unwrap().create("pages").unwrap();
     for (asked, len) in [(8192, 8192), (8192, 8192), (4096, 8192), (12_288, 12_288)] {
@@ -243,7 +243,7 @@ fn room_that_is_there_needs_not_be_made() {
 }
 
 #[test]
-fn past_the_page_cache_epochs_are_the_same() {
+fn direct_io_stores_the_same_epochs() {
     let dir = tempfile::tempdir_in(".").unwrap();
     let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
     let store = Store::create_or_open_direct(dir.path()).unwrap();
@@ -262,7 +262,7 @@ fn past_the_page_cache_epochs_are_the_same() {
 }
 
 #[test]
-fn a_file_is_one_however_it_is_written() {
+fn direct_and_cached_writes_are_coherent() {
     let dir = tempfile::tempdir_in(".").unwrap();
     let file =
         driftline_store::DirBackend::open(dir.path()).unwrap().direct().create("pages").unwrap();
@@ -279,7 +279,7 @@ fn a_file_is_one_however_it_is_written() {
 }
 
 #[test]
-fn restores_beside_a_writer_are_whole_or_say_that_the_epoch_is_gone() {
+fn restore_beside_a_writer_is_whole_or_refused() {
     let dir = tempfile::tempdir().unwrap();
     let config = MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() };
     let guest = MemoryGuest::start(config).unwrap();
@@ -324,7 +324,7 @@ fn restores_beside_a_writer_are_whole_or_say_that_the_epoch_is_gone() {
 }
 
 #[test]
-fn a_store_that_cannot_be_written_to_can_be_read() {
+fn readonly_store_can_be_read() {
     let dir = tempfile::tempdir().unwrap();
     let guest = still();
     write(&guest, 5, 5);
@@ -342,7 +342,7 @@ fn a_store_that_cannot_be_written_to_can_be_read() {
 }
 
 #[test]
-fn a_compacted_store_has_the_same_epochs_and_no_holes() {
+fn compaction_keeps_epochs_and_removes_holes() {
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut checkpointer = keeping(&guest, &disk, 3);
     let mut images = Vec::new();
@@ -381,7 +381,7 @@ fn a_compacted_store_has_the_same_epochs_and_no_holes() {
 }
 
 #[test]
-fn a_crash_in_a_compaction_leaves_the_old_store_or_the_new_one() {
+fn crash_during_compaction_leaves_one_whole_store() {
     use driftline_store::testing::Survives;
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut checkpointer = keeping(&guest, &disk, 2);
@@ -428,7 +428,7 @@ fn a_crash_in_a_compaction_leaves_the_old_store_or_the_new_one() {
 }
 
 #[test]
-fn a_damaged_frame_stops_a_compaction() {
+fn damaged_frame_stops_compaction() {
     let (disk, guest) = (MemoryDisk::default(), still());
     write(&guest, 3, 3);
     keeping(&guest, &disk, 1).take().unwrap();
@@ -441,7 +441,7 @@ fn a_damaged_frame_stops_a_compaction() {
 }
 
 #[test]
-fn an_exported_epoch_is_memory_at_its_addresses_with_holes() {
+fn raw_export_has_pages_at_their_addresses() {
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut checkpointer = keeping(&guest, &disk, 3);
     let dir = tempfile::tempdir().unwrap();
@@ -473,7 +473,7 @@ fn an_exported_epoch_is_memory_at_its_addresses_with_holes() {
 }
 
 #[test]
-fn what_was_touched_belongs_to_the_store_and_what_was_not_noted_in_the_end_goes() {
+fn working_set_stays_and_its_temporary_file_goes() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::create_or_open(dir.path()).unwrap();
     Checkpointer::new(still(), store).unwrap().take().unwrap();

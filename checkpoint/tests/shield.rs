@@ -58,7 +58,7 @@ proptest! {
 }
 
 #[test]
-fn an_epoch_is_what_memory_was_whatever_is_written_meanwhile() {
+fn background_copy_equals_memory_of_the_pause() {
     each_epoch_is_what_memory_was();
     let behind = BEHIND.load(Ordering::Relaxed);
     assert!(behind >= u64::from(cases()), "{behind} frames copied behind the guest's back");
@@ -93,7 +93,7 @@ fn goes_on(guest: &MemoryGuest) {
 }
 
 #[test]
-fn each_epoch_of_a_guest_that_writes_as_fast_as_it_can_is_whole() {
+fn epochs_of_a_fast_writer_are_whole() {
     let (guest, disk) = (fastest(), MemoryDisk::default());
     let store = Store::with_backend(Box::new(disk), true).unwrap();
     let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
@@ -112,7 +112,7 @@ fn each_epoch_of_a_guest_that_writes_as_fast_as_it_can_is_whole() {
 }
 
 #[test]
-fn whatever_fails_nobody_waits_and_the_next_epoch_has_it() {
+fn failed_copy_stalls_no_writer_and_loses_nothing() {
     let (guest, disk) = (fastest(), MemoryDisk::default());
     let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
     let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
@@ -160,7 +160,7 @@ fn whatever_fails_nobody_waits_and_the_next_epoch_has_it() {
 }
 
 #[test]
-fn nothing_stays_protected_when_who_copies_has_died_before_the_pause() {
+fn dead_copy_thread_leaves_nothing_protected() {
     let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
     guest.resume().unwrap();
     let write = |phase: u8, frame| Write { frame, value: phase + 1, phase, slow: false };
@@ -187,7 +187,7 @@ fn nothing_stays_protected_when_who_copies_has_died_before_the_pause() {
 }
 
 #[test]
-fn a_shield_that_has_failed_is_tried_again_after_a_while() {
+fn failed_write_protection_is_retried_later() {
     let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
     guest.resume().unwrap();
     let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
@@ -209,7 +209,7 @@ fn a_shield_that_has_failed_is_tried_again_after_a_while() {
 }
 
 #[test]
-fn a_guest_without_a_shield_is_copied_in_the_pause() {
+fn unprotectable_guest_is_copied_in_the_pause() {
     let guest = fastest();
     guest.faults().fail_next(Op::Shield, 1);
     let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();

@@ -33,7 +33,7 @@ fn restored(dir: &Path, epoch: Option<u64>) -> (Arc<MemoryGuest>, RestoreReport)
 }
 
 #[test]
-fn every_epoch_of_a_busy_guest_restores_and_the_guest_runs_on() {
+fn every_epoch_of_a_busy_guest_restores() {
     let dir = tempfile::tempdir().unwrap();
     let guest = busy();
     let mut checkpointer =
@@ -72,7 +72,7 @@ fn every_epoch_of_a_busy_guest_restores_and_the_guest_runs_on() {
 }
 
 #[test]
-fn fifty_restores_in_a_row_each_from_the_guest_restored_before() {
+fn fifty_successive_restores_continue_the_guest() {
     let dir = tempfile::tempdir().unwrap();
     let mut guest = busy();
     let mut writes = 0;
@@ -96,7 +96,7 @@ fn fifty_restores_in_a_row_each_from_the_guest_restored_before() {
 }
 
 #[test]
-fn a_guest_that_has_ended_is_refused_and_one_that_is_paused_stays_so() {
+fn stopped_guest_is_refused_paused_stays_paused() {
     let dir = tempfile::tempdir().unwrap();
     let guest = busy();
     let store = Store::create_or_open(dir.path()).unwrap();
@@ -128,7 +128,7 @@ fn a_small_staging_area_loses_nothing() {
 }
 
 #[test]
-fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
+fn failed_epoch_is_given_back() {
     let faults = [
         (Op::Populated, EpochStep::CopyLive, true),
         (Op::Subscribe, EpochStep::Subscribe, true),
@@ -169,7 +169,7 @@ fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
 }
 
 #[test]
-fn a_new_checkpointer_begins_a_new_chain_with_higher_numbers() {
+fn new_checkpointer_begins_a_new_chain() {
     let dir = tempfile::tempdir().unwrap();
     let guest = busy();
     for round in 0..3 {
@@ -209,7 +209,7 @@ fn writers_exclude_each_other_and_other_guests() {
 }
 
 #[test]
-fn an_empty_store_and_an_epoch_that_is_not_there_are_said() {
+fn missing_epoch_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::create_or_open(dir.path()).unwrap();
     let factory = MemoryGuestFactory::default();
@@ -221,7 +221,7 @@ fn an_empty_store_and_an_epoch_that_is_not_there_are_said() {
 }
 
 #[test]
-fn whose_a_store_is_is_said_by_its_manifest() {
+fn manifest_names_the_owner() {
     let dir = tempfile::tempdir().unwrap();
     let guest = busy();
     let store = Store::create_or_open(dir.path()).unwrap();
@@ -272,7 +272,7 @@ fn a_cadence_never_queues_and_can_be_cancelled() {
 }
 
 #[test]
-fn an_epoch_comes_early_when_what_has_changed_nears_what_there_is_room_for() {
+fn epoch_comes_early_when_the_buffer_fills() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::create_or_open(dir.path()).unwrap();
     let guest = busy();
@@ -291,7 +291,7 @@ fn an_epoch_comes_early_when_what_has_changed_nears_what_there_is_room_for() {
 }
 
 #[test]
-fn a_report_has_the_names_that_the_command_line_promises() {
+fn report_has_the_documented_fields() {
     let dir = tempfile::tempdir().unwrap();
     let guest = busy();
     let mut checkpointer =
@@ -314,7 +314,7 @@ fn a_report_has_the_names_that_the_command_line_promises() {
 }
 
 #[test]
-fn a_store_exchanged_under_its_writer_fails_the_epoch() {
+fn replaced_store_fails_the_epoch() {
     let guest = busy();
     for whole in [true, false] {
         let dir = tempfile::tempdir().unwrap();
@@ -345,7 +345,7 @@ fn a_store_exchanged_under_its_writer_fails_the_epoch() {
 }
 
 #[test]
-fn a_store_moved_away_and_back_goes_on() {
+fn store_moved_away_and_back_is_reused() {
     let dir = tempfile::tempdir().unwrap();
     let (path, aside) = (dir.path().join("store"), dir.path().join("aside"));
     let store = Store::create_or_open(&path).unwrap();
@@ -364,7 +364,7 @@ fn a_store_moved_away_and_back_goes_on() {
 }
 
 #[test]
-fn a_lost_lock_that_another_writer_has_is_its_own_until_it_ends() {
+fn lost_lock_stays_with_its_new_holder() {
     let dir = tempfile::tempdir().unwrap();
     let (guest, other) = (busy(), busy());
     let store = Store::create_or_open(dir.path()).unwrap();
@@ -404,7 +404,7 @@ fn a_lost_lock_that_another_writer_has_is_its_own_until_it_ends() {
 }
 
 #[test]
-fn leftovers_are_reported_then_removed_and_strangers_left_alone() {
+fn leftovers_are_removed_and_foreign_files_kept() {
     let dir = tempfile::tempdir().unwrap();
     let guest = busy();
     let store = Store::create_or_open(dir.path()).unwrap();
@@ -425,7 +425,7 @@ fn leftovers_are_reported_then_removed_and_strangers_left_alone() {
 }
 
 #[test]
-fn a_store_whose_files_were_taken_away_begins_anew_with_a_full_epoch() {
+fn emptied_store_restarts_with_a_full_epoch() {
     let guest = busy();
     for victims in [vec!["manifest", "log-1", "pages-1"], vec!["manifest", "log-1"]] {
         let dir = tempfile::tempdir().unwrap();
@@ -448,7 +448,7 @@ fn a_store_whose_files_were_taken_away_begins_anew_with_a_full_epoch() {
 }
 
 #[test]
-fn what_is_missing_or_damaged_is_said_with_each_epoch_and_not_written_over() {
+fn damaged_store_is_reported_and_not_overwritten() {
     let guest = busy();
     for victim in ["manifest", "log-1", "pages-1"] {
         for replace in [false, true] {
@@ -480,7 +480,7 @@ fn what_is_missing_or_damaged_is_said_with_each_epoch_and_not_written_over() {
 }
 
 #[test]
-fn a_store_without_another_number_takes_no_epoch() {
+fn store_without_free_numbers_takes_no_epoch() {
     let dir = tempfile::tempdir().unwrap();
     let guest = busy();
     let store = || Store::create_or_open(dir.path()).unwrap();

@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn header_survives_and_every_flipped_bit_is_noticed() {
+    fn header_detects_every_flipped_bit() {
         let h = Header::new(MAGIC_STORE, VmId::random(), 7, 0xabcd);
         let mut bytes = Vec::new();
         h.write_to(&mut bytes).unwrap();

@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn record_head_survives_and_every_flipped_bit_is_noticed() {
+    fn record_head_detects_every_flipped_bit() {
         let head = RecordHead {
             tag: 3,
             must_understand: true,

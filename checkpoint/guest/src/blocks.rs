@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn the_holes_that_are_looked_for_are_bounded() {
+    fn listed_holes_are_bounded() {
         let file = tempfile::tempfile().unwrap();
         // Pieces larger than any file system's blocks here, with data in every other piece.
         let (piece, pieces) = (64 << 10, MOST_RUNS as u64 + 10);

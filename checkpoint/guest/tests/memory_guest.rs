@@ -21,7 +21,7 @@ fn copy(from: &MemoryGuest, to: &MemoryGuest, runs: impl IntoIterator<Item = Fra
 }
 
 #[test]
-fn a_copy_and_the_epochs_since_are_complete() {
+fn copy_and_later_epochs_are_complete() {
     let source =
         MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap();
     while source.writes() < 500 {
@@ -55,7 +55,7 @@ fn a_copy_and_the_epochs_since_are_complete() {
 }
 
 #[test]
-fn a_lost_a_torn_and_a_stray_frame_are_noticed() {
+fn lost_torn_and_stray_frames_are_detected() {
     let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
     while guest.writes() < 2000 {
         std::thread::yield_now();
@@ -108,7 +108,7 @@ fn operations_fail_on_request_and_only_then() {
 }
 
 #[test]
-fn a_drive_is_held_by_one_guest_and_sees_two_that_run() {
+fn drive_has_one_holder_and_counts_running_guests() {
     let source = MemoryGuest::start(MemoryConfig::small()).unwrap();
     let factory =
         MemoryGuestFactory { drive: source.drive().clone(), ..MemoryGuestFactory::default() };

@@ -46,7 +46,7 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     #[test]
-    fn what_is_copied_ahead_lets_more_change() {
+    fn drive_copy_time_raises_expected_frames() {
         let mut cost = AheadCost::default();
         assert_eq!(grown(1000, 20 * MS, cost.of(50_000)), 1000, "nothing is known yet");
         cost.note(100 * MS, 10_000);

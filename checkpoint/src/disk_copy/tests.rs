@@ -23,7 +23,7 @@ fn disks() -> Vec<Arc<TestDisk>> {
 }
 
 #[test]
-fn what_is_copied_in_the_pause_is_in_the_epoch() {
+fn blocks_copied_in_the_pause_are_stored() {
     // In blocks: as little memory as possible, enough for a part of one drive, enough for all.
     for room in [0, 100, 4500, 10_000] {
         let guest =

@@ -121,7 +121,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_has_what_was_put_last_and_tells_of_what_was_there(
+        fn block_map_matches_a_plain_map(
             steps in prop::collection::vec((0u64..400, 1u64..150, 0u8..3), 0..60),
         ) {
             let (mut map, mut model) = (BlockMap::default(), BTreeMap::new());

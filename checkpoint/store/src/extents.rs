@@ -223,7 +223,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn of_each_frame_the_last_counts(
+        fn last_entry_of_a_frame_wins(
             steps in prop::collection::vec(step(), 0..40),
             forget in any::<bool>(),
         ) {
@@ -265,7 +265,7 @@ mod tests {
     /// A drive of 1 TiB with 1 GiB in it, in pieces of 1 MiB; all of it was discarded, and some was
     /// written again.
     #[test]
-    fn a_large_drive_costs_what_is_in_it() {
+    fn large_drive_costs_its_data() {
         const TIB: u64 = 1 << 28;
         let mut entries = Entries::default();
         entries.zeros(FrameRun { start: Gfn(0), count: TIB });

@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_has_what_was_put_last_and_nothing_is_left_of_what_was_cleared() {
+    fn frame_map_matches_a_plain_map() {
         let (mut map, mut model) = (FrameMap::default(), BTreeMap::new());
         let mut coin = 1_u64;
         for round in 0..4000_u32 {

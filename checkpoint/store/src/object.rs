@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn drives_are_read_as_they_were_written_and_nothing_else_is() {
+    fn drive_list_round_trips_or_is_refused() {
         let long = "n".repeat(MAX_ID);
         let drives = [head("disk0", 4096 * 5 + 512), head(&long, 1 << 52)];
         let payload = encode_drives(&drives).unwrap();
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_no_frame_and_lies_in_its_drive() {
+    fn block_lies_in_its_drive() {
         let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 10 }]).unwrap();
         let drives = [head("a", 4096 * 5 + 512), head("b", 4096)];
         let objects = Objects { layout: &layout, drives: &drives };

@@ -90,7 +90,7 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn who_works_stands_aside_until_the_last_has_let_go() {
+    fn work_yields_until_the_last_holder_ends() {
         // No test waits that long.
         let calm = Calm::with_limit(Duration::from_secs(600));
         calm.stand_aside();
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_stood_aside_for_long_enough_goes_on() {
+    fn work_yields_for_limited_time() {
         let calm = Calm::with_limit(Duration::from_millis(5));
         let since = Instant::now();
         let _held = calm.hold();

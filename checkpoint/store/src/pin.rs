@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn an_epoch_that_builds_on_none_is_read_as_one_that_is_put_together() {
+    fn full_epoch_reads_the_same_both_ways() {
         let drive = TestDisk::new("d", 8 * 4096).unwrap();
         let config = MemoryConfig { writers: 1, working_set: 1, ..MemoryConfig::still() };
         let guest = MemoryGuest::with_disks(VmId::random(), config, vec![drive.clone()]).unwrap();
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_that_is_among_the_zeros_too_is_zeros() {
+    fn zeros_win_over_stored_frames() {
         let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
         let disk = MemoryDisk::default();
         let store = || Store::with_backend(Box::new(disk.clone()), true).unwrap();

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn each_frame_comes_once_or_is_named_with_its_place_whatever_the_order() {
+    fn each_frame_is_delivered_or_reported_once() {
         const FRAMES: u64 = 40;
         let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
         let disk = MemoryDisk::default();

@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_epoch_of_sparse_memory_takes_none() {
+    fn full_epoch_of_sparse_memory_takes_no_memory() {
         // 1 TiB, whose map has 1 GiB.
         const FRAMES: u64 = 1 << 28;
         let slot = Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES };

@@ -215,7 +215,7 @@ mod tests {
 
     /// Each unit that a step lands on is bad, and all units between are good.
     #[test]
-    fn only_time_and_a_salvage_give_up_untried_units() {
+    fn only_an_expired_salvage_skips_untried_units() {
         let is_bad = |unit: u64| unit < EXACT || [31, 63, 127].contains(&unit);
         let read = |unit: u64| if is_bad(unit) { Err(bad()) } else { Ok(()) };
         for (patience, guesses) in [(60, true), (60, false), (0, true), (0, false)] {

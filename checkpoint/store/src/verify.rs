@@ -272,7 +272,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn damaged_frames_that_follow_one_another_take_one_run() {
+    fn adjacent_damaged_frames_take_one_run() {
         let mut runs = Runs::default();
         // Added by several threads, in pieces, and partly twice.
         for start in [512, 0, 256, 512, 768, 256] {

@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_touched_comes_back_in_its_order_and_what_is_new_behind_it() {
+    fn recorded_runs_keep_their_order() {
         let place = Place::new();
         assert!(place.open().first().is_empty());
         place.open().note(&[run(9, 1), run(5, 1), run(700, 3)]);
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_at_once_the_last_one_is_there_and_whole() {
+    fn last_of_two_records_wins() {
         let place = Place::new();
         let (one, other) = (place.open(), place.open());
         one.note(&[run(1, 1)]);
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_noted_than_there_is_room_for() {
+    fn recorded_runs_are_bounded() {
         let place = Place::new();
         let many: Vec<FrameRun> = (0..MAX_TOUCHED as u64 + 9).rev().map(|n| run(n, 1)).collect();
         place.open().note(&many);
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_it_is_passed_over() {
+    fn damaged_record_is_ignored() {
         let place = Place::new();
         place.open().note(&[run(9, 1), run(5, 2)]);
         let sound = std::fs::read(place.file()).unwrap();
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_can_be_written_nothing_is_noted() {
+    fn unwritable_directory_records_nothing() {
         let place = Place::new();
         let touched = place.open();
         place.dir.close().unwrap();

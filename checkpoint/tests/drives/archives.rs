@@ -19,7 +19,7 @@ fn archived(disk: &MemoryDisk) -> (tempfile::NamedTempFile, Archive) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
     #[test]
-    fn an_archive_has_the_drives_too(
+    fn archive_has_the_drives(
         writes in prop::collection::vec((0usize..2, any::<prop::sample::Index>(), 1usize..9 * BLOCK, 0u8..4), 0..30),
         frames in prop::collection::vec((0u64..60, 0u8..3), 0..20),
         again in 0usize..30,
@@ -58,7 +58,7 @@ proptest! {
 /// An archive with drives in which a bit is flipped, or which is truncated, restores nothing and
 /// writes to no drive. Neither does one whose checksums match but whose content makes no sense.
 #[test]
-fn an_archive_that_is_not_sound_leaves_drives_as_they_are() {
+fn unsound_archive_leaves_drives_unchanged() {
     let (disk, guest) = (MemoryDisk::default(), guest());
     guest.disks()[0].write(3 * PAGE_SIZE, &[1; 2 * BLOCK]).unwrap();
     guest.disks()[1].write(0, &[2; 700]).unwrap();
@@ -118,7 +118,7 @@ fn an_archive_that_is_not_sound_leaves_drives_as_they_are() {
 }
 
 #[test]
-fn no_file_is_without_drives_and_silent_about_it() {
+fn export_reports_missing_drives() {
     let (disk, guest) = (MemoryDisk::default(), guest());
     guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
     let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();

@@ -45,7 +45,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
     #[test]
-    fn every_kept_epoch_has_the_drives_as_they_were_in_its_pause(
+    fn kept_epochs_have_drives_of_their_pause(
         steps in prop::collection::vec(step(), 1..60),
         keep in 1u64..5,
         log_bound in prop_oneof![Just(1u64 << 10), Just(1 << 24)],
@@ -103,7 +103,7 @@ proptest! {
 }
 
 #[test]
-fn an_epoch_has_what_changed_of_drives_and_nothing_else() {
+fn epoch_has_only_changed_blocks() {
     let (disk, guest) = (MemoryDisk::default(), guest());
     guest.disks()[0].write(10 * PAGE_SIZE, &[1; 20 * BLOCK]).unwrap();
     // A hole, and zeros.
@@ -134,7 +134,7 @@ fn an_epoch_has_what_changed_of_drives_and_nothing_else() {
 /// A drive of 1 TiB with some MiB of data, half of which is then discarded at once, as a trim does.
 /// Neither step reads the whole drive or takes memory per block.
 #[test]
-fn a_large_drive_costs_what_is_in_it() {
+fn large_drive_costs_its_data() {
     const TIB: u64 = 1 << 40;
     const MIB: usize = 1 << 20;
     let large = || TestDisk::new("large", TIB + 512).unwrap();
@@ -185,7 +185,7 @@ fn a_large_drive_costs_what_is_in_it() {
 }
 
 #[test]
-fn a_drive_that_is_let_go_of_is_in_no_epoch() {
+fn released_drive_is_in_no_epoch() {
     let (disk, guest) = (MemoryDisk::default(), guest());
     guest.resume().unwrap();
     let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
@@ -205,7 +205,7 @@ fn a_drive_that_is_let_go_of_is_in_no_epoch() {
 }
 
 #[test]
-fn a_drive_that_cannot_be_read_costs_an_epoch_and_no_block() {
+fn unreadable_drive_costs_an_epoch_and_no_block() {
     let (disk, guest) = (MemoryDisk::default(), guest());
     guest.resume().unwrap();
     let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
@@ -236,7 +236,7 @@ fn a_drive_that_cannot_be_read_costs_an_epoch_and_no_block() {
 }
 
 #[test]
-fn drives_that_are_left_to_somebody_else_are_not_touched() {
+fn excluded_drives_are_not_touched() {
     let (disk, guest) = (MemoryDisk::default(), guest());
     guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
     let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();

@@ -70,12 +70,12 @@ fn memory_and_drives_are_of_the_same_instant() {
 }
 
 #[test]
-fn so_they_are_when_memory_is_copied_behind_the_guest() {
+fn background_copy_and_drives_are_of_one_instant() {
     is_of_one_instant(1, 30, 10);
 }
 
 #[test]
-fn so_they_are_when_more_changes_than_has_room() {
+fn overfull_buffer_keeps_drives_of_one_instant() {
     is_of_one_instant(40, 12, u64::MAX);
     is_of_one_instant(40, 12, 10);
 }
@@ -83,7 +83,7 @@ fn so_they_are_when_more_changes_than_has_room() {
 /// The store is so slow that a write to the drive waits for too long. That costs one epoch; the
 /// next one copies in the pause what has no room.
 #[test]
-fn a_store_that_is_too_slow_holds_the_drive_once() {
+fn slow_store_stalls_the_drive_once() {
     const BLOCKS: u64 = 4000;
     let drive = || vec![TestDisk::new("one", BLOCKS * PAGE_SIZE).unwrap()];
     let disk = MemoryDisk::default();

@@ -4,7 +4,7 @@ use super::*;
 use driftline_guest::GuestContents;
 
 #[test]
-fn a_restore_that_is_cut_says_what_is_in_the_drives_and_can_be_repeated() {
+fn interrupted_restore_names_the_drives_and_repeats() {
     let (disk, guest) = (MemoryDisk::default(), guest());
     guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
     guest.disks()[1].write(0, &[2; BLOCK]).unwrap();
@@ -47,7 +47,7 @@ fn a_restore_that_is_cut_says_what_is_in_the_drives_and_can_be_repeated() {
 
 /// Whichever block is damaged, no drive is overwritten.
 #[test]
-fn a_block_that_is_damaged_costs_no_drive_anything() {
+fn damaged_block_overwrites_no_drive() {
     let (disk, guest) = (MemoryDisk::default(), guest());
     guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
     guest.disks()[1].write(0, &[2; 3 * BLOCK]).unwrap();

@@ -78,7 +78,7 @@ fn store_that_cannot_be_made_leaves_nothing() {
 }
 
 #[test]
-fn sector_read_only_sometimes_is_never_copied_in_part() {
+fn flaky_sector_is_never_copied_in_part() {
     // A log that takes more than one read.
     let Stored { disk, all, .. } = stored(&[3, 80], 90);
     let log = disk.contents("log-1").unwrap();
@@ -215,7 +215,7 @@ fn renamed_log_keeps_its_first_chain() {
 }
 
 #[test]
-fn other_files_are_kept_aside_when_something_is_lost() {
+fn lossy_repair_keeps_unrelated_files() {
     let Stored { disk, .. } = stored(&[4], 4);
     let disk = with_bad_sector(&disk, begins(&disk.contents("log-1").unwrap())[3], false);
     disk.put("log-9", vec![1; 2048]);
@@ -228,7 +228,7 @@ fn other_files_are_kept_aside_when_something_is_lost() {
 }
 
 #[test]
-fn store_in_use_is_not_repaired_without_its_lock_file() {
+fn store_in_use_is_not_repaired() {
     let dir = tempfile::tempdir().unwrap();
     let guest = stored::guest(VmId::random());
     let store = Store::create_or_open(dir.path()).unwrap();
@@ -362,7 +362,7 @@ fn scattered_unreadable_parts_cost_no_sound_checkpoint() {
 
 /// A log that is damaged where no kept checkpoint needs it.
 #[test]
-fn reader_without_time_left_ends_with_the_error_of_the_disk() {
+fn reader_out_of_time_reports_the_disk_error() {
     let Stored { disk, .. } = stored(&[3, 4], 2);
     let at = begins(&disk.contents("log-1").unwrap())[1] as u64 * 512;
     disk.fail_reads("log-1", at..at + 512, 0).unwrap();
@@ -376,7 +376,7 @@ fn reader_without_time_left_ends_with_the_error_of_the_disk() {
 
 /// Nothing can be recovered, and the message says what is wrong.
 #[test]
-fn hopeless_stores_are_told_apart() {
+fn unrepairable_stores_are_distinguished() {
     let Stored { disk, guest, .. } = stored(&[2], 2);
     let refusal = |disk: &MemoryDisk| {
         let before = contents(disk);
@@ -425,7 +425,7 @@ fn hopeless_stores_are_told_apart() {
 
 /// A manifest from a backup, whose files a log rotation or a compaction has replaced since.
 #[test]
-fn writer_removes_no_log_before_the_named_one_is_sound() {
+fn writer_removes_nothing_before_checking_named_files() {
     let Stored { disk, guest, taken, .. } = stored(&[3], 3);
     let [manifest, log, pages] =
         ["manifest", "log-1", "pages-1"].map(|name| disk.contents(name).unwrap());

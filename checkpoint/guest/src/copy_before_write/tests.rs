@@ -36,7 +36,7 @@ fn copy(keeping: &mut Keeping, into: &mut BTreeMap<u64, Vec<u8>>, at_once: usize
 
 proptest! {
     #[test]
-    fn what_is_copied_is_what_was_there_at_the_instant(
+    fn copied_blocks_have_their_content_at_the_freeze(
         kept in prop::collection::vec((0u64..60, 1u64..6), 0..8),
         steps in prop::collection::vec((0u64..60, 1u64..8, 0usize..4), 0..40),
     ) {
@@ -72,7 +72,7 @@ proptest! {
 }
 
 #[test]
-fn who_writes_waits_for_room_and_goes_on() {
+fn write_waits_for_room_and_continues() {
     let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(4)));
     let blocks = FrameSet::from_iter([run(0, 64)]);
     let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks).unwrap();
@@ -91,7 +91,7 @@ fn who_writes_waits_for_room_and_goes_on() {
 }
 
 #[test]
-fn nobody_waits_for_ever() {
+fn every_wait_ends() {
     // A copy thread that does not come.
     let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(4)));
     let blocks = FrameSet::from_iter([run(0, 64)]);
@@ -117,7 +117,7 @@ fn nobody_waits_for_ever() {
 }
 
 #[test]
-fn a_drive_that_cannot_be_read_is_let_go_of() {
+fn unreadable_drive_ends_copy_before_write() {
     let dir = tempfile::tempdir().unwrap();
     let write_only = Arc::new(File::create(dir.path().join("drive")).unwrap());
     write_only.set_len(8 * PAGE_SIZE).unwrap();
@@ -139,7 +139,7 @@ fn a_drive_that_cannot_be_read_is_let_go_of() {
 }
 
 #[test]
-fn a_guest_that_is_to_stand_does_not_wait() {
+fn pausing_guest_does_not_wait_for_room() {
     let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(4)));
     let blocks = FrameSet::from_iter([run(0, 64)]);
     let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks.clone()).unwrap();
@@ -171,7 +171,7 @@ fn patient() -> Keeper {
 /// timing, it waits for that read, and the epoch has the old content. It does not wait for a copy
 /// thread that never returns from its read.
 #[test]
-fn a_guest_that_is_to_stand_waits_for_the_read_that_is_under_way() {
+fn pausing_guest_waits_for_a_read_in_progress() {
     let (file, keeper) = (drive(64), Arc::new(patient()));
     let blocks = || FrameSet::from_iter([run(0, 64)]);
     let reads = |keeper: &Keeper, of: Vec<FrameRun>| {
@@ -215,7 +215,7 @@ fn a_guest_that_is_to_stand_waits_for_the_read_that_is_under_way() {
 /// The guest pauses and resumes at any moment of a copy under load. No epoch is lost if there is
 /// room for what is overwritten, and every epoch has the content of its instant.
 #[test]
-fn standing_costs_no_epoch_where_there_is_room() {
+fn pause_fails_no_epoch_that_has_room() {
     const BLOCKS: u64 = 512;
     let (file, keeper) = (drive(BLOCKS), Arc::new(patient()));
     let mut was: Vec<u8> = (0..BLOCKS).map(|block| block as u8 | 0x80).collect();
@@ -270,7 +270,7 @@ fn standing_costs_no_epoch_where_there_is_room() {
 }
 
 #[test]
-fn a_drive_that_was_let_go_of_is_in_no_epoch() {
+fn released_drive_is_in_no_epoch() {
     let (file, keeper) = (drive(8), Arc::new(Keeper::default()));
     let blocks = FrameSet::from_iter([run(0, 8)]);
     let mut keeping = keeper.keep(file.clone(), 8 * PAGE_SIZE, blocks.clone()).unwrap();
@@ -292,7 +292,7 @@ fn a_drive_that_was_let_go_of_is_in_no_epoch() {
 
 /// The guest writes to all remaining blocks at the moment at which the copy thread asks for more.
 #[test]
-fn what_is_set_aside_at_the_last_moment_is_copied_too() {
+fn block_saved_at_the_last_moment_is_copied() {
     let (file, keeper) = (drive(64), Arc::new(Keeper::default()));
     for round in 0..2000u32 {
         let mut keeping =

@@ -87,7 +87,7 @@ fn act() -> impl Strategy<Value = Act> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
     #[test]
-    fn it_gives_what_is_there_and_nothing_twice(
+    fn allocator_matches_a_plain_model(
         total in 1u32..14_000,
         full in any::<bool>(),
         acts in prop::collection::vec(act(), 1..60),
@@ -169,7 +169,7 @@ proptest! {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_by_name() {
+fn invalid_requests_are_refused_by_name() {
     let mut slots = Slots::new(5000);
     for (count, align) in [(0, 1), (4097, 1), (1, 0), (1, 3), (1, 8192)] {
         assert_eq!(slots.allocate(count, align), None, "{count} by {align}");
@@ -189,7 +189,7 @@ fn what_makes_no_sense_is_refused_by_name() {
 }
 
 #[test]
-fn a_run_may_cross_from_block_to_block() {
+fn run_may_cross_blocks() {
     let mut slots = Slots::new(3 * 4096);
     slots.mark(SlotRun { start: 0, count: 3 * 4096 }).unwrap();
     slots.free(SlotRun { start: 4000, count: 4096 }).unwrap();
@@ -198,7 +198,7 @@ fn a_run_may_cross_from_block_to_block() {
 }
 
 #[test]
-fn all_of_it_can_be_taken_one_after_the_other() {
+fn every_slot_can_be_allocated_in_order() {
     for count in [1, 3, 64, 100] {
         let total = 3 * 4096 + 100;
         let mut slots = Slots::new(total);

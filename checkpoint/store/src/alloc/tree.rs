@@ -83,7 +83,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn finds_what_a_look_at_each_finds(
+        fn tree_finds_what_a_linear_search_finds(
             values in prop::collection::vec(0u32..20, 1..70),
             value in 1u32..20,
             from in 0u32..80,

@@ -53,7 +53,7 @@ fn check(disk: &MemoryDisk, before: &[u8], after: &[u8]) {
 }
 
 #[test]
-fn who_looks_again_knows_what_is_there_now() {
+fn reread_log_equals_a_fresh_read() {
     let vm_id = VmId::random();
     let guest = || MemoryGuest::new(vm_id, MemoryConfig::still()).unwrap();
     // The last record ends anywhere in a sector, or at the beginning of the next one.
@@ -82,7 +82,7 @@ fn who_looks_again_knows_what_is_there_now() {
 }
 
 #[test]
-fn what_is_forgotten_is_found_again() {
+fn forgotten_epochs_are_found_again() {
     let disk = MemoryDisk::default();
     let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
     (1..=3).for_each(|byte| grow(&disk, &guest, 2, byte));
