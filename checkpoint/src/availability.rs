@@ -3,32 +3,32 @@
 
 use std::fmt;
 
-use driftline_guest::{GuestContents, Shield};
+use driftline_guest::{GuestContents, WriteProtection};
 
 use crate::copy_policy::CopyPolicy;
 use crate::report::{EpochFailure, EpochStep};
 
 /// Whether frames can be copied in the background.
 #[derive(Default)]
-pub(crate) struct Shielding {
-    is: Shielded,
+pub(crate) struct ProtectionAvailability {
+    is: ProtectionOffer,
     /// Number of epochs for which write protection is neither used nor requested.
     rests: u32,
 }
 
 #[derive(Default)]
-enum Shielded {
+enum ProtectionOffer {
     #[default]
     NotAsked,
     /// The host or the guest does not offer it.
     No,
-    Yes(Box<dyn Shield>),
+    Yes(Box<dyn WriteProtection>),
 }
 
-impl Shielding {
+impl ProtectionAvailability {
     /// Returns whether the next epoch uses write protection.
     pub(crate) fn is_used(&self) -> bool {
-        self.rests == 0 && matches!(self.is, Shielded::Yes(_))
+        self.rests == 0 && matches!(self.is, ProtectionOffer::Yes(_))
     }
 
     /// Returns the shield for an epoch. Asks the guest the first time, and again some epochs after
@@ -37,21 +37,21 @@ impl Shielding {
         &mut self,
         policy: &CopyPolicy,
         guest: &dyn GuestContents,
-    ) -> Option<&dyn Shield> {
+    ) -> Option<&dyn WriteProtection> {
         if self.rests > 0 {
             self.rests -= 1;
             return None;
         }
-        if let Shielded::NotAsked = self.is {
-            match guest.shield() {
-                Ok(Some(shield)) => self.is = Shielded::Yes(shield),
-                Ok(None) => self.is = Shielded::No,
+        if let ProtectionOffer::NotAsked = self.is {
+            match guest.write_protection() {
+                Ok(Some(protection)) => self.is = ProtectionOffer::Yes(protection),
+                Ok(None) => self.is = ProtectionOffer::No,
                 Err(e) => self.rest(policy.rest_after_failure, &e),
             }
         }
         match &self.is {
-            Shielded::Yes(shield) => Some(&**shield),
-            Shielded::NotAsked | Shielded::No => None,
+            ProtectionOffer::Yes(protection) => Some(&**protection),
+            ProtectionOffer::NotAsked | ProtectionOffer::No => None,
         }
     }
 
@@ -61,7 +61,7 @@ impl Shielding {
             // Failures of drives do not concern it.
             (EpochStep::CopyDrives, _) => {}
             (EpochStep::Protect | EpochStep::CopyBehind, EpochFailure::Guest(_)) => {
-                self.is = Shielded::NotAsked;
+                self.is = ProtectionOffer::NotAsked;
                 self.rest(policy.rest_after_failure, cause);
             }
             (_, EpochFailure::Stalled(_)) => self.rest(policy.rest_after_stall, cause),
@@ -78,16 +78,16 @@ impl Shielding {
 /// Whether a write to a drive waits for room. After a write has waited for too long, writes do not
 /// wait in the next epochs; their pauses are longer instead.
 #[derive(Default)]
-pub(crate) struct Patience {
+pub(crate) struct WaitAvailability {
     rests: u32,
 }
 
-impl Patience {
+impl WaitAvailability {
     /// Returns whether writes may wait in the next epoch.
     pub(crate) fn ask(&mut self) -> bool {
-        let patient = self.rests == 0;
+        let writes_may_wait = self.rests == 0;
         self.rests = self.rests.saturating_sub(1);
-        patient
+        writes_may_wait
     }
 
     /// Records that an epoch failed for `cause`.

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use crate::chunks::Pieces;
 use crate::copy_policy::CopyPolicy;
 use crate::guest::Checkpointable;
-use crate::protection::{OfEpoch, Released, WriterWaits};
+use crate::protection::{EpochProtection, UnprotectOnDrop, WriterWaits};
 use crate::report::EpochFailure;
 use crate::staging::copy;
 
@@ -22,42 +22,42 @@ use crate::staging::copy;
 pub(crate) type ReleasedFrames = Mutex<Option<Vec<FrameRun>>>;
 
 /// A piece on its way to the file.
-pub(crate) struct FullPiece<'b> {
+pub(crate) struct CopiedPiece<'b> {
     pub(crate) runs: Vec<FrameRun>,
     pub(crate) buffer: &'b mut [u8],
 }
 
 /// Copies write-protected frames and unprotects them.
-pub(crate) struct Saver<'m, 'b> {
+pub(crate) struct BackgroundCopier<'m, 'b> {
     pub(crate) guest: &'m dyn Checkpointable,
     pub(crate) policy: &'m CopyPolicy,
-    pub(crate) shield: &'m OfEpoch<'m>,
+    pub(crate) protection: &'m EpochProtection<'m>,
     pub(crate) before: &'m ReleasedFrames,
     /// Frames to be copied, and those among them that are not; sent when the guest resumes. Closed
     /// if there is nothing to copy.
     pub(crate) gone: Receiver<(FrameSet, FrameSet)>,
     pub(crate) empty: Receiver<&'b mut [u8]>,
-    pub(crate) to_file: Sender<FullPiece<'b>>,
+    pub(crate) to_file: Sender<CopiedPiece<'b>>,
     pub(crate) piece_frames: u64,
     pub(crate) waits: WriterWaits,
 }
 
 /// Result of the copy thread.
 #[derive(Debug, Default)]
-pub(crate) struct SavedFrames {
+pub(crate) struct BackgroundCopyStats {
     pub(crate) frames: u64,
     pub(crate) waits: u64,
     pub(crate) waited: Duration,
 }
 
-impl<'b> Saver<'_, 'b> {
-    pub(crate) fn run(mut self) -> Result<SavedFrames, EpochFailure> {
-        let _released = Released(self.shield);
+impl<'b> BackgroundCopier<'_, 'b> {
+    pub(crate) fn run(mut self) -> Result<BackgroundCopyStats, EpochFailure> {
+        let _released = UnprotectOnDrop(self.protection);
         let frames = match self.until_the_pause()? {
             Some((frames, late)) => self.save(&frames, &late)?,
             None => 0,
         };
-        Ok(SavedFrames { frames, waits: self.waits.times, waited: self.waits.all() })
+        Ok(BackgroundCopyStats { frames, waits: self.waits.times, waited: self.waits.all() })
     }
 
     /// Copies `frames` except `late`. Returns the number copied; it is lower if the file has
@@ -73,11 +73,11 @@ impl<'b> Saver<'_, 'b> {
             let piece = self.wanted(&pieces)?.unwrap_or(next);
             let runs = pieces.runs(piece).to_vec();
             copy(buffer, self.guest.ram(), runs.iter().copied())?;
-            pieces.spans(piece).try_for_each(|span| self.shield.release(span))?;
+            pieces.spans(piece).try_for_each(|span| self.protection.release(span))?;
             self.waits.over();
             pieces.done(piece);
             saved += runs.iter().map(|run| run.count).sum::<u64>();
-            if self.to_file.send(FullPiece { runs, buffer }).is_err() {
+            if self.to_file.send(CopiedPiece { runs, buffer }).is_err() {
                 return Ok(saved);
             }
         }
@@ -88,13 +88,13 @@ impl<'b> Saver<'_, 'b> {
     /// not.
     fn wanted(&mut self, pieces: &Pieces) -> Result<Option<usize>, GuestError> {
         loop {
-            self.waits.look(self.shield, Duration::ZERO)?;
+            self.waits.look(self.protection, Duration::ZERO)?;
             let Some(FrameRun { start, .. }) = self.waits.awaited else { return Ok(None) };
             if let Some(piece) = pieces.with(start) {
                 return Ok(Some(piece));
             }
             // The frame is unprotected already, or was copied in the pause.
-            self.shield.release(FrameRun { start, count: 1 })?;
+            self.protection.release(FrameRun { start, count: 1 })?;
             self.waits.over();
         }
     }
@@ -108,7 +108,7 @@ impl<'b> Saver<'_, 'b> {
                 Err(TryRecvError::Disconnected) => return Ok(None),
                 Err(TryRecvError::Empty) => {}
             }
-            self.waits.look(self.shield, self.policy.pause_poll)?;
+            self.waits.look(self.protection, self.policy.pause_poll)?;
             let Some(frames) = self.waits.awaited else { continue };
             let mut before = self.before.lock();
             let Some(released) = &mut *before else {
@@ -119,7 +119,7 @@ impl<'b> Saver<'_, 'b> {
                 self.waits.since = Some(Instant::now());
                 return Ok(sets);
             };
-            self.shield.release(frames)?;
+            self.protection.release(frames)?;
             released.push(frames);
             self.waits.over();
         }
@@ -157,10 +157,10 @@ mod tests {
     /// the copy thread allowed that.
     fn stalled(every: Option<Duration>) -> Duration {
         let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
-        let opened = guest.shield().unwrap().unwrap();
-        let shield = &OfEpoch::new(&*opened);
+        let opened = guest.write_protection().unwrap().unwrap();
+        let protection = &EpochProtection::new(&*opened);
         let frames = FrameRun { start: Gfn(3), count: 40 };
-        shield.protect(&[frames]).unwrap();
+        protection.protect(&[frames]).unwrap();
         let mut buffer = vec![0; PAGE_SIZE as usize];
         let ((go, gone), (to_file, full)) = (mpsc::channel(), mpsc::channel());
         let (to_guest, empty) = mpsc::channel();
@@ -175,10 +175,10 @@ mod tests {
         let (guest_dyn, before) = (&*guest as &dyn Checkpointable, &Mutex::new(None));
         let (waits, piece_frames) = (WriterWaits::default(), 1);
         let policy = &CopyPolicy::DEFAULT;
-        let saver = Saver {
+        let saver = BackgroundCopier {
             guest: guest_dyn,
             policy,
-            shield,
+            protection,
             before,
             gone,
             empty,
@@ -189,7 +189,7 @@ mod tests {
         let since = Instant::now();
         thread::scope(|scope| {
             scope.spawn(move || {
-                for FullPiece { buffer, .. } in full {
+                for CopiedPiece { buffer, .. } in full {
                     thread::sleep(every.unwrap_or(WRITE_WAIT_LIMIT));
                     let _ = to_guest.send(buffer);
                 }
@@ -200,7 +200,7 @@ mod tests {
         let took = since.elapsed();
         writer.join().unwrap().unwrap();
         assert_eq!(guest.protected(), 0);
-        shield.protect(&[frames]).unwrap_err();
+        protection.protect(&[frames]).unwrap_err();
         assert_eq!(guest.protected(), 0, "nobody would serve who waits");
         took
     }

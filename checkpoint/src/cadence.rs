@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::histogram::Times;
+use crate::histogram::DurationHistogram;
 use crate::{CheckpointError, Checkpointer, EpochReport, Spread};
 
 /// Longest time that a wait continues after its cancellation.
@@ -71,9 +71,9 @@ pub struct Achieved {
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
     achieved: Achieved,
-    pause: Times,
-    interval: Times,
-    write: Times,
+    pause: DurationHistogram,
+    interval: DurationHistogram,
+    write: DurationHistogram,
 }
 
 impl Tally {
@@ -104,7 +104,7 @@ impl Tally {
 
 /// How an epoch began; kept until its outcome is known.
 #[derive(Debug)]
-struct Begun {
+struct StartedEpoch {
     late: Duration,
     interval: Option<Duration>,
     early: bool,
@@ -114,7 +114,7 @@ struct Begun {
 /// A series under way: epochs that have begun, and the callback that receives their outcomes in
 /// order.
 struct EpochSeries<F> {
-    begun: VecDeque<Begun>,
+    begun: VecDeque<StartedEpoch>,
     on_taken: F,
     /// Whether the callback has ended the series.
     over: bool,
@@ -123,7 +123,9 @@ struct EpochSeries<F> {
 impl<F: FnMut(TakenEpoch) -> ControlFlow<()>> EpochSeries<F> {
     fn landed(&mut self, outcome: Result<EpochReport, CheckpointError>) {
         // As many epochs land as have begun.
-        let Some(Begun { late, interval, early, skipped }) = self.begun.pop_front() else { return };
+        let Some(StartedEpoch { late, interval, early, skipped }) = self.begun.pop_front() else {
+            return;
+        };
         self.over |=
             (self.on_taken)(TakenEpoch { outcome, late, interval, early, skipped }).is_break();
     }
@@ -171,7 +173,7 @@ impl Checkpointer {
                 pace.begin(now)
             };
             let interval = before.replace(now).map(|before| now - before);
-            series.begun.push_back(Begun { late, interval, early, skipped });
+            series.begun.push_back(StartedEpoch { late, interval, early, skipped });
             self.launch();
             tried += 1;
         }

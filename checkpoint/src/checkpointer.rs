@@ -22,9 +22,9 @@ use driftline_dirty_tracker::DirtySet;
 use driftline_guest::DriveHead;
 use driftline_store::{Bounds, Committer, MAX_EPOCH, Store, StoreError};
 
-use crate::availability::{Patience, Shielding};
+use crate::availability::{ProtectionAvailability, WaitAvailability};
 use crate::chain::EpochChain;
-use crate::commit_thread::{CommitAnswer, Crew};
+use crate::commit_thread::{CommitAnswer, CommitThread};
 use crate::copy_policy::CopyPolicy;
 use crate::copy_time::CopyTimes;
 use crate::cost::{AheadCost, CopyCost};
@@ -68,10 +68,10 @@ pub struct Checkpointer {
     drives: Vec<DriveHead>,
     store: Arc<Store>,
     /// `None` until the store has files, and after those turn out not to be its own any more.
-    crew: Option<Crew>,
+    commit_thread: Option<CommitThread>,
     /// Epochs that were launched and have not landed, in order.
-    flights: VecDeque<Flight>,
-    trouble: Trouble,
+    pending: VecDeque<PendingEpoch>,
+    failure: FailureEffects,
     bounds: Bounds,
     staging: Staging,
     /// `None` until the first full epoch; its `last` is the parent of the next epoch.
@@ -79,8 +79,8 @@ pub struct Checkpointer {
     next: u64,
     /// Whether the store's lock turned out to be a different one.
     lock_lost: bool,
-    shield: Shielding,
-    patience: Patience,
+    protection: ProtectionAvailability,
+    write_waits: WaitAvailability,
     policy: CopyPolicy,
     times: CopyTimes,
     cost: CopyCost,
@@ -88,20 +88,20 @@ pub struct Checkpointer {
 }
 
 /// An epoch that was launched.
-struct Flight {
+struct PendingEpoch {
     epoch: u64,
-    state: FlightState,
+    state: PendingState,
 }
 
-enum FlightState {
+enum PendingState {
     /// Handed over; the commit thread has not answered yet.
-    Air(Box<Aloft>),
+    Committing(Box<CommittingEpoch>),
     /// Failed before it was handed over.
     Failed(EpochStep, EpochFailure),
 }
 
 /// An epoch that was handed over.
-struct Aloft {
+struct CommittingEpoch {
     full: bool,
     /// Changed frames and blocks: committed when the epoch is durable, given back if it never is.
     changed: Vec<DirtySet>,
@@ -110,7 +110,7 @@ struct Aloft {
 
 /// Consequences of failures, applied when nothing is in flight.
 #[derive(Default)]
-struct Trouble {
+struct FailureEffects {
     /// An epoch failed that others may have been built on.
     any: bool,
     /// The next epoch must be full.
@@ -154,26 +154,27 @@ impl Checkpointer {
         }
         let store = Arc::new(store);
         let drives = drives_of(&*guest);
-        let crew = Committer::open(&store, &*guest)?.map(Crew::start).transpose()?;
-        let next = next_number(&store, crew.as_ref())?;
+        let commit_thread =
+            Committer::open(&store, &*guest)?.map(CommitThread::start).transpose()?;
+        let next = next_number(&store, commit_thread.as_ref())?;
         let all = guest.layout().frames() * driftline_dirty_tracker::PAGE_SIZE;
         limits.most_bytes = limits.most_bytes.min(all);
         let staging = Staging::new(limits);
-        let shield = Shielding::default();
+        let protection = ProtectionAvailability::default();
         Ok(Self {
             guest,
             drives,
             store,
-            crew,
-            flights: VecDeque::new(),
-            trouble: Trouble::default(),
+            commit_thread,
+            pending: VecDeque::new(),
+            failure: FailureEffects::default(),
             bounds: Bounds::default(),
             staging,
             chain: None,
             next,
             lock_lost: false,
-            shield,
-            patience: Patience::default(),
+            protection,
+            write_waits: WaitAvailability::default(),
             policy: CopyPolicy::DEFAULT,
             times: CopyTimes::default(),
             cost: CopyCost::default(),
@@ -183,10 +184,11 @@ impl Checkpointer {
 
     /// Sets the number of changed frames from which an epoch is copied while the guest runs, if the
     /// guest can write-protect its frames meanwhile
-    /// ([`GuestContents::shield`](driftline_guest::GuestContents::shield)). Smaller epochs are
-    /// copied before the pause or in it, which costs less than to protect and copy them. `u64::MAX`
-    /// disables the background copy. The default is 1,280 frames, and 5,120 frames if the previous
-    /// epoch suggests that a copy before the pause leaves little for the pause.
+    /// ([`GuestContents::write_protection`](driftline_guest::GuestContents::write_protection)).
+    /// Smaller epochs are copied before the pause or in it, which costs less than to protect and
+    /// copy them. `u64::MAX` disables the background copy. The default is 1,280 frames, and 5,120
+    /// frames if the previous epoch suggests that a copy before the pause leaves little for the
+    /// pause.
     pub fn copy_behind_from(&mut self, frames: u64) {
         (self.policy, self.times) = (CopyPolicy::background_from(frames), CopyTimes::default());
     }
@@ -226,11 +228,12 @@ impl Checkpointer {
     ///
     /// The guest is paused while its state is saved. Changed frames are copied and written after
     /// the guest has resumed; a write to a frame that has not been copied waits for the copy. If
-    /// few frames changed, or the guest offers no [shield](driftline_guest::GuestContents::shield),
-    /// they are copied before the pause or in it, and written afterwards. Frames that do not fit
-    /// into the staging area are then written in the pause, at the speed of the disk's cache; the
-    /// area grows, within its limit, before the next epoch. A full epoch first copies populated
-    /// memory while the guest runs, and then, a few times, what changed meanwhile.
+    /// few frames changed, or the guest offers no [write
+    /// protection](driftline_guest::GuestContents::write_protection), they are copied before the
+    /// pause or in it, and written afterwards. Frames that do not fit into the staging area are
+    /// then written in the pause, at the speed of the disk's cache; the area grows, within its
+    /// limit, before the next epoch. A full epoch first copies populated memory while the guest
+    /// runs, and then, a few times, what changed meanwhile.
     ///
     /// # Errors
     ///
@@ -238,7 +241,7 @@ impl Checkpointer {
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
         self.launch();
         let mut landed = self.land(None);
-        while !self.flights.is_empty() {
+        while !self.pending.is_empty() {
             landed = self.land(None);
         }
         // One epoch was launched, so one lands.
@@ -251,17 +254,17 @@ impl Checkpointer {
 
     /// Returns the number of epochs that were launched and have not landed.
     pub(crate) fn in_flight(&self) -> usize {
-        self.flights.len()
+        self.pending.len()
     }
 
     /// Returns whether an epoch has failed and epochs that may have been built on it have not
     /// landed. An epoch launched in that state would fail, too.
     pub(crate) fn must_land(&self) -> bool {
-        self.trouble.any && self.in_the_air()
+        self.failure.any && self.is_committing()
     }
 
-    fn in_the_air(&self) -> bool {
-        self.flights.iter().any(|flight| matches!(flight.state, FlightState::Air(_)))
+    fn is_committing(&self) -> bool {
+        self.pending.iter().any(|flight| matches!(flight.state, PendingState::Committing(_)))
     }
 
     /// Takes one epoch and hands it to the commit thread. [`land`](Self::land) returns the outcome.
@@ -276,19 +279,19 @@ impl Checkpointer {
         let full = self.chain.is_none();
         let launched = ready.and_then(|()| self.attempt(epoch, full));
         let state = match launched {
-            Ok(aloft) => FlightState::Air(Box::new(aloft)),
+            Ok(committing) => PendingState::Committing(Box::new(committing)),
             Err((phase, cause)) => {
                 tracing::warn!(full, %phase, %cause, "not stored");
-                self.shield.failed(&self.policy, phase, &cause);
-                self.patience.failed(&self.policy, phase, &cause);
+                self.protection.failed(&self.policy, phase, &cause);
+                self.write_waits.failed(&self.policy, phase, &cause);
                 // No epoch holds what was copied for a failed full one; the next epoch copies it
                 // again.
                 self.note_failure(&cause, full);
-                FlightState::Failed(phase, cause)
+                PendingState::Failed(phase, cause)
             }
         };
-        self.flights.push_back(Flight { epoch, state });
-        self.deal_with_trouble(None);
+        self.pending.push_back(PendingEpoch { epoch, state });
+        self.recover_from_failure(None);
     }
 
     /// Returns the outcome of the oldest epoch that has not landed, as soon as it is known. Returns
@@ -297,18 +300,18 @@ impl Checkpointer {
         &mut self,
         limit: Option<Duration>,
     ) -> Option<Result<EpochReport, CheckpointError>> {
-        let flight = self.flights.pop_front()?;
+        let flight = self.pending.pop_front()?;
         let epoch = flight.epoch;
         match flight.state {
-            FlightState::Failed(phase, cause) => Some(Err(self.failed(epoch, phase, cause))),
-            FlightState::Air(aloft) => {
+            PendingState::Failed(phase, cause) => Some(Err(self.failed(epoch, phase, cause))),
+            PendingState::Committing(committing) => {
                 // While an epoch is in flight, there is a commit thread.
-                let Some(answer) = self.crew.as_ref()?.answer(limit) else {
-                    let state = FlightState::Air(aloft);
-                    self.flights.push_front(Flight { epoch, state });
+                let Some(answer) = self.commit_thread.as_ref()?.answer(limit) else {
+                    let state = PendingState::Committing(committing);
+                    self.pending.push_front(PendingEpoch { epoch, state });
                     return None;
                 };
-                Some(self.landed(epoch, *aloft, answer))
+                Some(self.landed(epoch, *committing, answer))
             }
         }
     }
@@ -316,10 +319,10 @@ impl Checkpointer {
     fn landed(
         &mut self,
         epoch: u64,
-        aloft: Aloft,
+        committing: CommittingEpoch,
         answer: CommitAnswer,
     ) -> Result<EpochReport, CheckpointError> {
-        let Aloft { full, changed, taken } = aloft;
+        let CommittingEpoch { full, changed, taken } = committing;
         let outcome = match answer.result {
             Ok(published) => {
                 changed.into_iter().for_each(DirtySet::commit);
@@ -346,11 +349,11 @@ impl Checkpointer {
                 // After a failed sync, what reached the disk is unknown: the next epoch copies all
                 // of memory.
                 self.note_failure(&cause, full || answer.lost);
-                self.trouble.files |= answer.gone;
+                self.failure.files |= answer.gone;
                 Err(self.failed(epoch, EpochStep::Publish, cause))
             }
         };
-        self.deal_with_trouble(answer.last);
+        self.recover_from_failure(answer.last);
         outcome
     }
 
@@ -361,7 +364,7 @@ impl Checkpointer {
     fn note_failure(&mut self, cause: &EpochFailure, chain: bool) {
         let lock = matches!(cause, EpochFailure::Store(StoreError::LockLost { .. }));
         let replaced = matches!(cause, EpochFailure::Store(StoreError::Replaced { .. }));
-        let Trouble { any, chain: had, files, lock: lost } = &mut self.trouble;
+        let FailureEffects { any, chain: had, files, lock: lost } = &mut self.failure;
         *any = true;
         *had |= chain;
         *files |= lock || replaced;
@@ -370,13 +373,13 @@ impl Checkpointer {
 
     /// Applies the consequences of failures once nothing is in flight. `durable` is the latest
     /// durable epoch, if one has just landed.
-    fn deal_with_trouble(&mut self, durable: Option<u64>) {
-        if !self.trouble.any || self.in_the_air() {
+    fn recover_from_failure(&mut self, durable: Option<u64>) {
+        if !self.failure.any || self.is_committing() {
             return;
         }
-        let Trouble { chain, files, lock, .. } = std::mem::take(&mut self.trouble);
+        let FailureEffects { chain, files, lock, .. } = std::mem::take(&mut self.failure);
         if files {
-            self.crew = None;
+            self.commit_thread = None;
         }
         self.lock_lost |= lock;
         match &mut self.chain {
@@ -394,7 +397,7 @@ impl Checkpointer {
             let (dir, last) = (self.store.location().to_owned(), self.next - 1);
             return Err(begin(StoreError::Full { dir, last }));
         }
-        if self.in_the_air() {
+        if self.is_committing() {
             // The commit thread checks before each commit.
             return Ok(());
         }
@@ -414,7 +417,7 @@ impl Checkpointer {
         if self.store.check_lock().is_err() {
             self.store.lock()?;
         }
-        (self.crew, self.chain) = (None, None);
+        (self.commit_thread, self.chain) = (None, None);
         self.lock_lost = false;
         tracing::warn!("the store's lock was lost and taken again");
         Ok(())
@@ -423,10 +426,10 @@ impl Checkpointer {
     /// Opens the store's files if they are not open, or if the open ones were replaced. Creates
     /// them if there are none.
     fn open_again(&mut self) -> Result<(), StoreError> {
-        match self.crew.as_ref().map(Crew::check) {
+        match self.commit_thread.as_ref().map(CommitThread::check) {
             Some(Err(e @ StoreError::Replaced { .. })) => {
                 tracing::warn!("beginning again with a full checkpoint: {e}");
-                (self.crew, self.chain) = (None, None);
+                (self.commit_thread, self.chain) = (None, None);
             }
             Some(Err(e)) => return Err(e),
             Some(Ok(())) => return Ok(()),
@@ -437,15 +440,15 @@ impl Checkpointer {
             Some(open) => open,
             None => Committer::create(&self.store, &*self.guest)?,
         };
-        self.crew = Some(Crew::start(committer)?);
-        self.next = self.next.max(next_number(&self.store, self.crew.as_ref())?);
+        self.commit_thread = Some(CommitThread::start(committer)?);
+        self.next = self.next.max(next_number(&self.store, self.commit_thread.as_ref())?);
         Ok(())
     }
 }
 
 /// Returns the number after the last epoch in the store.
-fn next_number(store: &Store, crew: Option<&Crew>) -> Result<u64, StoreError> {
-    let last = crew.and_then(Crew::last).unwrap_or(0);
+fn next_number(store: &Store, commit_thread: Option<&CommitThread>) -> Result<u64, StoreError> {
+    let last = commit_thread.and_then(CommitThread::last).unwrap_or(0);
     match last {
         MAX_EPOCH.. => Err(StoreError::Full { dir: store.location().to_owned(), last }),
         _ => Ok(last + 1),

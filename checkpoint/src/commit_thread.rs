@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_store::{Bounds, Committer, Pages, Published, StoreError, WrittenEpoch};
+use driftline_store::{Bounds, CommittedEpoch, Committer, PageFile, StoreError, WrittenEpoch};
 
 /// A request to the commit thread.
 enum CommitRequest {
@@ -20,7 +20,7 @@ enum CommitRequest {
 /// The outcome of an epoch.
 #[derive(Debug)]
 pub(crate) struct CommitAnswer {
-    pub(crate) result: Result<Published, StoreError>,
+    pub(crate) result: Result<CommittedEpoch, StoreError>,
     /// Time at which the outcome was known.
     pub(crate) at: Instant,
     /// A sync failed: what was written counts as lost.
@@ -34,19 +34,19 @@ pub(crate) struct CommitAnswer {
 /// A [`Committer`] on its own thread. Drop waits until every epoch handed over is durable or has
 /// failed.
 #[derive(Debug)]
-pub(crate) struct Crew {
+pub(crate) struct CommitThread {
     requests: Option<Sender<CommitRequest>>,
     checks: Receiver<Result<(), StoreError>>,
     answers: Receiver<CommitAnswer>,
     thread: Option<JoinHandle<()>>,
-    pages: Arc<Pages>,
+    pages: Arc<PageFile>,
     /// The latest durable epoch at the start of the thread.
     last: Option<u64>,
     /// Whether the thread is rewriting the log, which may take long.
     shortens: Arc<AtomicBool>,
 }
 
-impl Crew {
+impl CommitThread {
     /// Starts the thread.
     pub(crate) fn start(mut committer: Committer) -> Result<Self, StoreError> {
         let (pages, last) = (committer.pages().clone(), committer.last());
@@ -91,7 +91,7 @@ impl Crew {
     }
 
     /// Returns the page file, for writers of epochs.
-    pub(crate) fn pages(&self) -> &Arc<Pages> {
+    pub(crate) fn pages(&self) -> &Arc<PageFile> {
         &self.pages
     }
 
@@ -152,7 +152,7 @@ impl Crew {
     }
 }
 
-impl Drop for Crew {
+impl Drop for CommitThread {
     fn drop(&mut self) {
         drop(self.requests.take());
         if let Some(thread) = self.thread.take()

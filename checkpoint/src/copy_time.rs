@@ -27,13 +27,13 @@ pub(crate) struct CopyTimes {
 
 impl CopyTimes {
     /// Returns when to copy an epoch of `frames` frames, with `room` frames in the staging area.
-    /// `shielded` says whether the guest can be write-protected.
+    /// `protectable` says whether the guest can be write-protected.
     pub(crate) fn of_next(
         &mut self,
         policy: &CopyPolicy,
         frames: u64,
         room: u64,
-        shielded: bool,
+        protectable: bool,
     ) -> CopyTime {
         let may = frames >= policy.before_pause_from && frames <= room / 2;
         let before = may && self.rest == 0;
@@ -47,7 +47,7 @@ impl CopyTimes {
             true => policy.background_from_if_few_left,
             false => policy.background_from,
         };
-        if shielded && room > 1 && frames >= from.max(1) {
+        if protectable && room > 1 && frames >= from.max(1) {
             CopyTime::Background
         } else if before {
             CopyTime::BeforePause
@@ -80,8 +80,8 @@ mod tests {
         assert_eq!(times.of_next(&POLICY, 1000, 2000, true), BeforePause);
         times.note(&POLICY, &StagedFrames::of(1000, 0, 500));
         assert_eq!(times.of_next(&POLICY, 1000, 2000, true), BeforePause);
-        // For epochs with few and many frames, with and without a shield.
-        for (frames, shielded, meanwhile, then) in [
+        // For epochs with few and many frames, with and without write protection.
+        for (frames, protectable, meanwhile, then) in [
             (1000, true, InPause, BeforePause),
             (2000, false, InPause, BeforePause),
             // The share left by the small epoch says that these would leave many.
@@ -89,9 +89,9 @@ mod tests {
         ] {
             times.note(&POLICY, &StagedFrames::of(1000, 0, 501));
             for _ in 0..POLICY.rest_after_rewrites {
-                assert_eq!(times.of_next(&POLICY, frames, 1 << 20, shielded), meanwhile);
+                assert_eq!(times.of_next(&POLICY, frames, 1 << 20, protectable), meanwhile);
             }
-            assert_eq!(times.of_next(&POLICY, frames, 1 << 20, shielded), then);
+            assert_eq!(times.of_next(&POLICY, frames, 1 << 20, protectable), then);
         }
     }
 

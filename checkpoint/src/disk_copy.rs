@@ -1,21 +1,22 @@
 //! The blocks of drives that change shortly before a pause: how they get into the epoch.
 //!
 //! In the pause, blocks changed since the last copy are drained and [protected by
-//! copy-before-write](driftline_guest::Keeper). They are copied when the guest runs again: blocks
-//! that were saved before an overwrite between pieces of memory, the rest after memory. After a
-//! write has waited for too long, the next epochs copy blocks that may find no room in the pause.
+//! copy-before-write](driftline_guest::CopyBeforeWrite). They are copied when the guest runs again:
+//! blocks that were saved before an overwrite between pieces of memory, the rest after memory.
+//! After a write has waited for too long, the next epochs copy blocks that may find no room in the
+//! pause.
 
 use std::fs::File;
 use std::io;
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, PAGE_SIZE};
 use driftline_guest::{
-    KeepError, Keeping, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT, WriteWaits, read_blocks,
+    CopyBeforeWriteError, FrozenBlocks, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT, WriteWaits, read_blocks,
 };
 use driftline_store::{EpochWriter, StoreError, of_object};
 
 use crate::copy_policy::CopyPolicy;
-use crate::epoch_drives::{EpochDrives, FollowedDrive, unread, without_holes};
+use crate::epoch_drives::{EpochDrives, TrackedEpochDrive, unread, without_holes};
 use crate::report::EpochFailure;
 use crate::staging::{Staging, window};
 
@@ -25,7 +26,7 @@ pub(crate) struct DiskCopy<'d> {
     policy: &'d CopyPolicy,
     /// Whether writes to a drive may wait for room. If not, blocks that may find no room are copied
     /// in the pause.
-    patient: bool,
+    writes_may_wait: bool,
     changed: Vec<ChangedBlocks>,
     /// Holds saved blocks on their way to the file.
     buffer: Vec<u8>,
@@ -37,7 +38,7 @@ struct ChangedBlocks {
     object: u16,
     id: String,
     changed: DirtySet,
-    keeping: Keeping,
+    frozen: FrozenBlocks,
     /// Its blocks that are in the epoch, and how many of them were copied in the pause.
     copied: u64,
     in_pause: u64,
@@ -46,17 +47,21 @@ struct ChangedBlocks {
     contents: Vec<u8>,
 }
 
-fn not_kept(id: &str) -> impl Fn(KeepError) -> EpochFailure {
+fn not_copied(id: &str) -> impl Fn(CopyBeforeWriteError) -> EpochFailure {
     move |why| match why {
-        KeepError::Stalled => EpochFailure::Stalled(WRITE_WAIT_LIMIT),
-        KeepError::Unread(cause) => unread(id)(cause),
-        why => EpochFailure::NotKept { id: id.to_owned(), why },
+        CopyBeforeWriteError::Stalled => EpochFailure::Stalled(WRITE_WAIT_LIMIT),
+        CopyBeforeWriteError::Unreadable(cause) => unread(id)(cause),
+        why => EpochFailure::NotCopied { id: id.to_owned(), why },
     }
 }
 
 impl<'d> DiskCopy<'d> {
-    pub(crate) fn new(drives: &'d mut EpochDrives, policy: &'d CopyPolicy, patient: bool) -> Self {
-        Self { drives, policy, patient, changed: Vec::new(), buffer: Vec::new() }
+    pub(crate) fn new(
+        drives: &'d mut EpochDrives,
+        policy: &'d CopyPolicy,
+        writes_may_wait: bool,
+    ) -> Self {
+        Self { drives, policy, writes_may_wait, changed: Vec::new(), buffer: Vec::new() }
     }
 
     /// Puts the blocks that changed since the last copy under copy-before-write. The guest is
@@ -64,20 +69,23 @@ impl<'d> DiskCopy<'d> {
     /// have room whatever the guest overwrites, and copies the rest here.
     pub(crate) fn begin(&mut self, to: &mut EpochWriter) -> Result<(), EpochFailure> {
         let mut room = self.policy.pause_blocks_bytes;
-        for FollowedDrive { object, head, file, keeper, writes } in &mut self.drives.0 {
+        for TrackedEpochDrive { object, head, file, copy_before_write, writes } in
+            &mut self.drives.0
+        {
             let changed = writes.drain();
-            let many = changed.frames().saturating_sub(keeper.room());
-            let now = if self.patient { 0 } else { many };
+            let many = changed.frames().saturating_sub(copy_before_write.capacity());
+            let now = if self.writes_may_wait { 0 } else { many };
             let kept = window(changed.runs(), now, u64::MAX).collect();
             // This comes first: a drive that was released must not be read.
-            let keeping =
-                keeper.keep(file.clone(), head.bytes, kept).map_err(not_kept(&head.id))?;
+            let frozen = copy_before_write
+                .freeze(file.clone(), head.bytes, kept)
+                .map_err(not_copied(&head.id))?;
             let (object, id, early, contents) = (*object, head.id.clone(), Vec::new(), Vec::new());
             let mut blocks = ChangedBlocks {
                 object,
                 id,
                 changed,
-                keeping,
+                frozen,
                 copied: 0,
                 in_pause: now,
                 early,
@@ -104,14 +112,14 @@ impl<'d> DiskCopy<'d> {
 
     /// Writes the blocks that were saved before an overwrite, in the middle of other work: a writer
     /// may wait for their room. [`finish`](Self::finish) reports a failure of copy-before-write.
-    pub(crate) fn save_aside(&mut self, file: &mut EpochWriter) -> Result<(), StoreError> {
+    pub(crate) fn write_saved(&mut self, file: &mut EpochWriter) -> Result<(), StoreError> {
         let (piece, buffer) = (self.policy.piece_blocks, &mut self.buffer);
         let mut runs: Vec<FrameRun> = Vec::new();
-        for ChangedBlocks { object, keeping, copied, .. } in &mut self.changed {
+        for ChangedBlocks { object, frozen, copied, .. } in &mut self.changed {
             buffer.resize((piece * PAGE_SIZE) as usize, 0);
             // More blocks may be saved meanwhile; the bound lets the caller's work continue, too.
             for _ in 0..SAVED_BLOCKS_MAX as u64 / piece {
-                let count = keeping.aside(&mut runs, buffer);
+                let count = frozen.next_saved(&mut runs, buffer);
                 if count == 0 {
                     break;
                 }
@@ -135,8 +143,8 @@ impl<'d> DiskCopy<'d> {
         // In turns: blocks saved for one drive do not wait for all of another drive.
         let mut more = true;
         while std::mem::take(&mut more) {
-            for ChangedBlocks { object, id, keeping, copied, .. } in &mut self.changed {
-                let count = keeping.next(&mut runs, contents).map_err(not_kept(id))?;
+            for ChangedBlocks { object, id, frozen, copied, .. } in &mut self.changed {
+                let count = frozen.next(&mut runs, contents).map_err(not_copied(id))?;
                 if count > 0 {
                     *copied += count;
                     file.frames(runs.iter().map(|run| of_object(*object, *run)), contents, false)?;
@@ -146,8 +154,8 @@ impl<'d> DiskCopy<'d> {
         }
         self.changed.iter().try_for_each(ChangedBlocks::check_complete)?;
         let mut waits = WriteWaits::default();
-        let changed = self.changed.into_iter().map(|ChangedBlocks { changed, keeping, .. }| {
-            let WriteWaits { times, time } = keeping.waits();
+        let changed = self.changed.into_iter().map(|ChangedBlocks { changed, frozen, .. }| {
+            let WriteWaits { times, time } = frozen.waits();
             (waits.times, waits.time) = (waits.times + times, waits.time + time);
             changed
         });

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, FrameSet, Subscription};
 use driftline_guest::{
-    DriveHead, GuestContents, GuestError, Keeper, data_runs, data_within, read_blocks,
+    CopyBeforeWrite, DriveHead, GuestContents, GuestError, data_runs, data_within, read_blocks,
 };
 use driftline_store::{EpochWriter, of_object};
 
@@ -26,17 +26,17 @@ pub(crate) fn drives_of(guest: &dyn GuestContents) -> Vec<DriveHead> {
 }
 
 /// A drive whose writes are tracked.
-pub(crate) struct FollowedDrive {
+pub(crate) struct TrackedEpochDrive {
     /// The number of its object in a store.
     pub(crate) object: u16,
     pub(crate) head: DriveHead,
     pub(crate) file: Arc<File>,
-    pub(crate) keeper: Arc<Keeper>,
+    pub(crate) copy_before_write: Arc<CopyBeforeWrite>,
     pub(crate) writes: Subscription,
 }
 
 /// The drives of a chain of epochs.
-pub(crate) struct EpochDrives(pub(crate) Vec<FollowedDrive>);
+pub(crate) struct EpochDrives(pub(crate) Vec<TrackedEpochDrive>);
 
 /// What was copied of drives before a pause.
 pub(crate) struct AheadCopy {
@@ -48,32 +48,32 @@ pub(crate) struct AheadCopy {
 
 impl EpochDrives {
     /// Begins to track the writes to `drives` of `guest`.
-    pub(crate) fn follow(
+    pub(crate) fn track(
         guest: &dyn GuestContents,
         drives: &[DriveHead],
     ) -> Result<Self, EpochFailure> {
         if drives.is_empty() {
             return Ok(Self(Vec::new()));
         }
-        let there = guest.drives();
+        let present = guest.drives();
         let mut followed = Vec::new();
         for (object, head) in (1..).zip(drives) {
             let unsupported =
                 |why: &str| GuestError::Unsupported { what: head.to_string(), why: why.into() };
-            let drive = there.iter().find(|drive| drive.head() == *head);
+            let drive = present.iter().find(|drive| drive.head() == *head);
             let drive = drive.ok_or_else(|| unsupported("the guest does not have it any more"))?;
-            let keeper = drive.keeper();
-            let keeper =
-                keeper.ok_or_else(|| unsupported("its blocks cannot be kept as they are"))?;
-            keeper.reserve();
+            let copy_before_write = drive.copy_before_write();
+            let copy_before_write =
+                copy_before_write.ok_or_else(|| unsupported("it has no copy-before-write"))?;
+            copy_before_write.reserve();
             let file = drive.open().map_err(unread(&head.id))?;
             let writes = drive.subscribe("checkpoint").map_err(|e| GuestError::System {
-                what: "following a drive's writes",
+                what: "tracking a drive's writes",
                 cause: e.into(),
             })?;
-            let writes = writes.ok_or_else(|| unsupported("its writes are not followed"))?;
+            let writes = writes.ok_or_else(|| unsupported("its writes are not tracked"))?;
             let (head, file) = (head.clone(), Arc::new(file));
-            followed.push(FollowedDrive { object, head, file, keeper, writes });
+            followed.push(TrackedEpochDrive { object, head, file, copy_before_write, writes });
         }
         Ok(Self(followed))
     }
@@ -112,7 +112,7 @@ impl EpochDrives {
                 let Some(last) = *before else { continue };
                 let changed = drive.writes.drain();
                 let blocks = changed.frames();
-                if blocks <= drive.keeper.room() {
+                if blocks <= drive.copy_before_write.capacity() {
                     changed.give_back();
                     continue;
                 }
@@ -135,15 +135,15 @@ impl EpochDrives {
     /// Returns how many blocks would be copied before a pause if that began now, without those that
     /// change meanwhile.
     pub(crate) fn due_ahead(&self) -> u64 {
-        let due = |drive: &FollowedDrive| {
+        let due = |drive: &TrackedEpochDrive| {
             let blocks = drive.writes.count();
-            if blocks <= drive.keeper.room() { 0 } else { blocks }
+            if blocks <= drive.copy_before_write.capacity() { 0 } else { blocks }
         };
         self.0.iter().map(due).sum()
     }
 }
 
-impl FollowedDrive {
+impl TrackedEpochDrive {
     fn copy_running(
         &self,
         policy: &CopyPolicy,

@@ -11,13 +11,13 @@ const OCTAVES: u64 = 37;
 
 /// Durations in microseconds, counted in buckets whose width grows with the duration.
 #[derive(Clone, Debug)]
-pub(crate) struct Times {
+pub(crate) struct DurationHistogram {
     buckets: Box<[u64]>,
     count: u64,
     most_us: u64,
 }
 
-impl Default for Times {
+impl Default for DurationHistogram {
     fn default() -> Self {
         let buckets = vec![0; (FINE * (OCTAVES + 1)) as usize].into();
         Self { buckets, count: 0, most_us: 0 }
@@ -50,7 +50,7 @@ fn top(bucket: usize) -> u64 {
     if octave == 0 { within } else { ((FINE + within + 1) << (octave - 1)) - 1 }
 }
 
-impl Times {
+impl DurationHistogram {
     pub(crate) fn add(&mut self, time: Duration) {
         let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         self.buckets[bucket(us)] += 1;
@@ -90,7 +90,7 @@ mod tests {
         fn percentiles_are_at_most_slightly_high(
             mut all in prop::collection::vec(prop_oneof![0u64..100, 0u64..100_000, 0u64..1 << 50], 1..300),
         ) {
-            let mut times = Times::default();
+            let mut times = DurationHistogram::default();
             all.iter().for_each(|us| times.add(Duration::from_micros(*us)));
             all.sort_unstable();
             let Spread { p50_us, p90_us, p99_us, max_us } = times.spread();
@@ -114,6 +114,6 @@ mod tests {
 
     #[test]
     fn no_durations_give_zeros() {
-        assert_eq!(Times::default().spread(), Spread::default());
+        assert_eq!(DurationHistogram::default().spread(), Spread::default());
     }
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
 use driftline_guest::{Lifecycle, Paused, Section, VcpuPauses};
-use driftline_store::{Calm, EpochWriter};
+use driftline_store::{EpochWriter, PauseGate};
 
 use crate::copy_policy::CopyPolicy;
 use crate::disk_copy::DiskCopy;
@@ -16,7 +16,7 @@ pub(crate) struct Epoch<'e> {
     pub(crate) guest: &'e dyn Checkpointable,
     pub(crate) policy: &'e CopyPolicy,
     /// Makes low-priority work of the store yield during the pause.
-    pub(crate) calm: &'e Calm,
+    pub(crate) pause_gate: &'e PauseGate,
     pub(crate) subscription: &'e mut Subscription,
     pub(crate) disks: DiskCopy<'e>,
     pub(crate) file: &'e mut EpochWriter,
@@ -45,8 +45,8 @@ impl Epoch<'_> {
         &mut self,
         deal: impl FnOnce(&DirtySet, &mut EpochWriter) -> Result<T, (EpochStep, EpochFailure)>,
     ) -> Result<Pause<T>, (EpochStep, EpochFailure)> {
-        let Self { guest, calm, subscription, disks, file, .. } = self;
-        let _held = calm.hold();
+        let Self { guest, pause_gate, subscription, disks, file, .. } = self;
+        let _held = pause_gate.hold();
         let since = Instant::now();
         // Saved before the drain: saving may make the host write into guest memory.
         let (paused, saved) = step(EpochStep::Pause, || Paused::saving(*guest))?;

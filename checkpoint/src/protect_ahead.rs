@@ -6,7 +6,7 @@ use crate::background_copy::ReleasedFrames;
 use crate::chunks::spans;
 use crate::copy_policy::CopyPolicy;
 use crate::guest::Checkpointable;
-use crate::protection::OfEpoch;
+use crate::protection::EpochProtection;
 use crate::report::{EpochFailure, EpochStep, step};
 
 /// What was protected before a pause.
@@ -24,7 +24,7 @@ pub(crate) struct ProtectedAhead {
 pub(crate) fn protect_ahead(
     guest: &dyn Checkpointable,
     policy: &CopyPolicy,
-    shield: &OfEpoch<'_>,
+    protection: &EpochProtection<'_>,
     before: &ReleasedFrames,
     early: DirtySet,
     subscription: &mut Subscription,
@@ -34,7 +34,7 @@ pub(crate) fn protect_ahead(
     let mut next: FrameSet = early.runs().collect();
     let (mut frames, mut epochs) = (FrameSet::new(), vec![early]);
     for again in 0.. {
-        step(EpochStep::Protect, || shield.protect(&spans(layout, &next, policy.span_gap)))?;
+        step(EpochStep::Protect, || protection.protect(&spans(layout, &next, policy.span_gap)))?;
         frames.insert_all(next.as_slice());
         step(EpochStep::Drain, || guest.collect())?;
         let since = subscription.drain();
@@ -61,7 +61,7 @@ mod tests {
     use std::time::Duration;
 
     use driftline_dirty_tracker::{FrameRun, Gfn, Slot, SlotId};
-    use driftline_guest::{GuestError, Shield};
+    use driftline_guest::{GuestError, WriteProtection};
     use proptest::prelude::*;
 
     use super::*;
@@ -72,7 +72,7 @@ mod tests {
     const FIRST: FrameRun = FrameRun { start: Gfn(0), count: 1000 };
 
     /// A shield that protects nothing. During each call, the guest writes to consecutive frames.
-    struct Busy {
+    struct BusyGuestProtection {
         guest: Arc<MemoryGuest>,
         /// Frames written in each call.
         writes: Vec<u64>,
@@ -80,14 +80,14 @@ mod tests {
         protected: Mutex<Vec<FrameSet>>,
     }
 
-    impl Busy {
+    impl BusyGuestProtection {
         fn written(&self, time: usize) -> FrameRun {
             let start = FIRST.end().0 + self.writes[..time].iter().sum::<u64>();
             FrameRun { start: Gfn(start), count: self.writes[time] }
         }
     }
 
-    impl Shield for Busy {
+    impl WriteProtection for BusyGuestProtection {
         fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
             self.protected.lock().push(frames.iter().copied().collect());
             let written = self.written(self.times.fetch_add(1, SeqCst) as usize);
@@ -121,19 +121,19 @@ mod tests {
             (FIRST.start.0..FIRST.end().0).for_each(|gfn| guest.write(Gfn(gfn), &[1]).unwrap());
             let early = subscription.drain();
             let (times, protected) = (AtomicU64::new(0), Mutex::default());
-            let busy = Busy { guest: guest.clone(), writes: writes.clone(), times, protected };
-            let let_go = FrameRun { start: Gfn(7), count: 3 };
-            let before = Mutex::new(Some(vec![let_go]));
-            let shield = OfEpoch::new(&busy);
+            let busy = BusyGuestProtection { guest: guest.clone(), writes: writes.clone(), times, protected };
+            let unprotected = FrameRun { start: Gfn(7), count: 3 };
+            let before = Mutex::new(Some(vec![unprotected]));
+            let protection = EpochProtection::new(&busy);
             let (policy, subscription) = (&CopyPolicy::DEFAULT, &mut subscription);
             let ahead =
-                protect_ahead(&*guest, policy, &shield, &before, early, subscription).unwrap();
+                protect_ahead(&*guest, policy, &protection, &before, early, subscription).unwrap();
 
             let last = writes.iter().position(|n| *n <= AGAIN_FROM).unwrap_or(2);
             let mut wants = vec![FrameSet::from_iter([FIRST])];
             wants.extend((0..last).map(|time| FrameSet::from_iter([busy.written(time)])));
             if let Some(again) = wants.get_mut(1) {
-                again.insert(let_go);
+                again.insert(unprotected);
             }
             prop_assert_eq!(&*busy.protected.lock(), &wants);
             let union = wants.iter().flat_map(FrameSet::iter).collect::<FrameSet>();
@@ -141,7 +141,7 @@ mod tests {
             prop_assert_eq!(ahead.left.frames(), writes[last]);
             prop_assert!(ahead.left.contains_run(busy.written(last)));
             // A frame that is protected again is not late; otherwise it is.
-            let late = if last > 0 { vec![] } else { vec![let_go] };
+            let late = if last > 0 { vec![] } else { vec![unprotected] };
             prop_assert_eq!(before.into_inner(), Some(late));
             let drained = ahead.epochs.iter().map(DirtySet::frames).sum::<u64>();
             prop_assert_eq!(drained, 1000 + writes[..=last].iter().sum::<u64>());

@@ -4,19 +4,19 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::FrameRun;
-use driftline_guest::{GuestError, Shield};
+use driftline_guest::{GuestError, WriteProtection};
 use parking_lot::Mutex;
 
 /// A shield for the duration of one epoch. After `end` has unprotected everything, nothing can be
 /// protected any more: a late caller would otherwise protect frames whose writers nothing serves.
-pub(crate) struct OfEpoch<'s> {
-    shield: &'s dyn Shield,
+pub(crate) struct EpochProtection<'s> {
+    protection: &'s dyn WriteProtection,
     over: Mutex<bool>,
 }
 
-impl<'s> OfEpoch<'s> {
-    pub(crate) fn new(shield: &'s dyn Shield) -> Self {
-        Self { shield, over: Mutex::new(false) }
+impl<'s> EpochProtection<'s> {
+    pub(crate) fn new(protection: &'s dyn WriteProtection) -> Self {
+        Self { protection, over: Mutex::new(false) }
     }
 
     pub(crate) fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
@@ -26,28 +26,28 @@ impl<'s> OfEpoch<'s> {
             let cause = io::Error::other("the copy thread has ended").into();
             return Err(GuestError::System { what: "protecting frames", cause });
         }
-        self.shield.protect(frames)
+        self.protection.protect(frames)
     }
 
     pub(crate) fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
-        self.shield.release(frames)
+        self.protection.release(frames)
     }
 
     pub(crate) fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError> {
-        self.shield.awaited(limit)
+        self.protection.awaited(limit)
     }
 
     fn end(&self) {
         let mut over = self.over.lock();
         *over = true;
-        self.shield.release_all();
+        self.protection.release_all();
     }
 }
 
 /// Unprotects everything for good on drop, so that no return path leaves a guest waiting.
-pub(crate) struct Released<'s>(pub(crate) &'s OfEpoch<'s>);
+pub(crate) struct UnprotectOnDrop<'s>(pub(crate) &'s EpochProtection<'s>);
 
-impl Drop for Released<'_> {
+impl Drop for UnprotectOnDrop<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
@@ -67,9 +67,13 @@ pub(crate) struct WriterWaits {
 
 impl WriterWaits {
     /// Asks the shield for a waiting writer, if none is known yet.
-    pub(crate) fn look(&mut self, shield: &OfEpoch<'_>, limit: Duration) -> Result<(), GuestError> {
+    pub(crate) fn look(
+        &mut self,
+        protection: &EpochProtection<'_>,
+        limit: Duration,
+    ) -> Result<(), GuestError> {
         if self.awaited.is_none()
-            && let Some(frames) = shield.awaited(limit)?
+            && let Some(frames) = protection.awaited(limit)?
         {
             self.awaited = Some(frames);
             self.times += 1;

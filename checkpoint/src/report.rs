@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{GuestError, KeepError, RunState};
+use driftline_guest::{CopyBeforeWriteError, GuestError, RunState};
 use driftline_store::StoreError;
 use serde::Serialize;
 use vm_memory::GuestMemoryError;
@@ -95,12 +95,12 @@ pub enum EpochFailure {
         cause: io::Error,
     },
     /// Changed blocks of a drive could not be preserved until they were copied.
-    #[error("what changed of disk \"{id}\" cannot be kept as it was: {why}")]
-    NotKept {
+    #[error("the changed blocks of disk \"{id}\" cannot be copied: {why}")]
+    NotCopied {
         /// Its name.
         id: String,
         /// The reason.
-        why: KeepError,
+        why: CopyBeforeWriteError,
     },
     /// The guest waited for this long in total to write to what was not copied yet, and the store
     /// had no room for a copy.

@@ -1,6 +1,6 @@
 //! The instant of an epoch. The guest is paused for as long as it takes to drain what changed and
 //! to save its state. Changed frames are copied in that pause. If there are many and the guest can
-//! [write-protect](Shield) them, they are copied after the guest has resumed:
+//! [write-protect](WriteProtection) them, they are copied after the guest has resumed:
 //!
 //! ```text
 //! this thread   collect, drain, protect; repeat   PAUSE: save, drain, copy   write ...  publish
@@ -23,23 +23,23 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{DirtySet, FrameSet, PAGE_SIZE};
-use driftline_guest::{GuestError, Shield};
+use driftline_guest::{GuestError, WriteProtection};
 use parking_lot::Mutex;
 
-use crate::background_copy::{FullPiece, ReleasedFrames, SavedFrames, Saver};
+use crate::background_copy::{BackgroundCopier, BackgroundCopyStats, CopiedPiece, ReleasedFrames};
 use crate::chunks::{in_slots, spans};
 use crate::copy_time::{CopyTime, CopyTimes};
 use crate::pause::{Epoch, Pause, longest_stop};
 use crate::precopy_buffer::StagedFrames;
 use crate::protect_ahead::{ProtectedAhead, protect_ahead};
-use crate::protection::{OfEpoch, Released, WriterWaits};
+use crate::protection::{EpochProtection, UnprotectOnDrop, WriterWaits};
 use crate::report::{EpochFailure, EpochStep, step};
 use crate::staging::{Staging, copy, window};
 
 /// An epoch, and how its memory is copied.
 pub(crate) struct Snapshot<'s> {
     pub(crate) epoch: Epoch<'s>,
-    pub(crate) shield: Option<&'s dyn Shield>,
+    pub(crate) protection: Option<&'s dyn WriteProtection>,
     pub(crate) times: &'s mut CopyTimes,
     pub(crate) staging: &'s mut Staging,
 }
@@ -69,7 +69,7 @@ struct MemoryCopy {
     staged: u64,
     in_pause: u64,
     /// What was copied in the background.
-    saved: SavedFrames,
+    saved: BackgroundCopyStats,
     /// Length by the clock of this thread.
     pause: Duration,
     resumed: Instant,
@@ -105,9 +105,9 @@ impl Snapshot<'_> {
         // What is collected here need not be collected in the pause.
         let early = self.epoch.drain()?;
         let (frames, room) = (early.frames(), self.staging.frames());
-        let time = self.times.of_next(self.epoch.policy, frames, room, self.shield.is_some());
-        match (time, self.shield) {
-            (CopyTime::Background, Some(shield)) => self.copy_in_background(shield, early),
+        let time = self.times.of_next(self.epoch.policy, frames, room, self.protection.is_some());
+        match (time, self.protection) {
+            (CopyTime::Background, Some(protection)) => self.copy_in_background(protection, early),
             (CopyTime::BeforePause, _) => self.copy_in_pause(Some(early)),
             _ => {
                 early.give_back();
@@ -143,7 +143,7 @@ impl Snapshot<'_> {
                     let count = at_once.min(left - from);
                     let part = window(runs.iter().copied(), from, count);
                     file.frames(part, staging.from(at + from, count), false)?;
-                    disks.save_aside(file)?;
+                    disks.write_saved(file)?;
                 }
             }
             Ok(sections.iter().try_for_each(|section| file.section(section))?)
@@ -155,7 +155,7 @@ impl Snapshot<'_> {
             changed: early.into_iter().chain([changed]).collect(),
             staged: frames.staged(),
             in_pause: frames.copied_in_pause(),
-            saved: SavedFrames::default(),
+            saved: BackgroundCopyStats::default(),
             pause: time,
             resumed,
         })
@@ -164,14 +164,14 @@ impl Snapshot<'_> {
     /// Copies memory after the guest has resumed. `early` is already drained.
     fn copy_in_background(
         &mut self,
-        shield: &dyn Shield,
+        protection: &dyn WriteProtection,
         early: DirtySet,
     ) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
         let Self { epoch, staging, .. } = self;
         let (guest, policy) = (epoch.guest, epoch.policy);
-        let shield = &OfEpoch::new(shield);
+        let protection = &EpochProtection::new(protection);
         // The copy thread has its own guard: if it ends early, nothing can be protected afterwards.
-        let _released = Released(shield);
+        let _released = UnprotectOnDrop(protection);
         let piece_frames = policy.piece_frames.min(staging.frames() / 2);
         let (late_room, room) = staging.split(policy.late_frames.min(staging.frames() / 2));
         let (to_guest, empty) = mpsc::channel();
@@ -183,15 +183,25 @@ impl Snapshot<'_> {
         let (to_file, full) = mpsc::channel();
         let before = &Mutex::new(Some(Vec::new()));
         let waits = WriterWaits::default();
-        let saver =
-            Saver { guest, policy, shield, before, gone, empty, to_file, piece_frames, waits };
+        let saver = BackgroundCopier {
+            guest,
+            policy,
+            protection,
+            before,
+            gone,
+            empty,
+            to_file,
+            piece_frames,
+            waits,
+        };
         thread::scope(|scope| {
             let span = tracing::Span::current();
             let saving = thread::Builder::new()
                 .name("checkpoint-copy".into())
                 .spawn_scoped(scope, move || span.in_scope(|| saver.run()))
                 .map_err(|e| (EpochStep::Protect, system("starting a thread that copies", e)))?;
-            let background = Background { epoch, shield, before, late_room, go, full, to_guest };
+            let background =
+                Background { epoch, protection, before, late_room, go, full, to_guest };
             let taken = background.take(early);
             // The channels are closed: the copy thread ends if it has not ended yet.
             let saved = saving.join().unwrap_or_else(|_| {
@@ -212,22 +222,22 @@ fn system(what: &'static str, e: io::Error) -> EpochFailure {
 /// This thread's end of a copy in the background.
 struct Background<'m, 'e, 'b> {
     epoch: &'m mut Epoch<'e>,
-    shield: &'m OfEpoch<'m>,
+    protection: &'m EpochProtection<'m>,
     before: &'m ReleasedFrames,
     late_room: &'b mut [u8],
     go: Sender<(FrameSet, FrameSet)>,
-    full: Receiver<FullPiece<'b>>,
+    full: Receiver<CopiedPiece<'b>>,
     to_guest: Sender<&'b mut [u8]>,
 }
 
 impl Background<'_, '_, '_> {
     /// Pauses the guest, and then writes what the copy thread copies.
     fn take(self, early: DirtySet) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
-        let Self { epoch, shield, before, late_room, go, full, to_guest } = self;
+        let Self { epoch, protection, before, late_room, go, full, to_guest } = self;
         let (guest, policy) = (epoch.guest, epoch.policy);
         let layout = guest.layout();
         let ProtectedAhead { mut frames, left, mut epochs } =
-            protect_ahead(guest, policy, shield, before, early, epoch.subscription)?;
+            protect_ahead(guest, policy, protection, before, early, epoch.subscription)?;
         let Pause { changed, sections, dealt: late, time, resumed } =
             epoch.pause(|changed, _| {
                 let released = before.lock().take();
@@ -240,7 +250,7 @@ impl Background<'_, '_, '_> {
                     })?;
                 } else {
                     let spans = spans(layout, &late, policy.span_gap);
-                    step(EpochStep::Protect, || shield.protect(&spans))?;
+                    step(EpochStep::Protect, || protection.protect(&spans))?;
                     frames.insert_all(late.as_slice());
                     late.clear();
                 }
@@ -251,11 +261,11 @@ impl Background<'_, '_, '_> {
         let _ = go.send((frames, late.clone()));
         step::<_, EpochFailure>(EpochStep::Write, || {
             let Epoch { disks, file, .. } = epoch;
-            for FullPiece { runs, buffer } in full {
+            for CopiedPiece { runs, buffer } in full {
                 file.frames(runs.iter().copied(), buffer, false)?;
                 // The copy thread may have ended because everything is copied.
                 let _ = to_guest.send(buffer);
-                disks.save_aside(file)?;
+                disks.write_saved(file)?;
             }
             let bytes = (late.frames() * PAGE_SIZE) as usize;
             file.frames(in_slots(layout, &late), &late_room[..bytes], false)?;
@@ -266,7 +276,7 @@ impl Background<'_, '_, '_> {
             changed: epochs,
             staged: 0,
             in_pause: 0,
-            saved: SavedFrames::default(),
+            saved: BackgroundCopyStats::default(),
             pause: time,
             resumed,
         })

@@ -46,9 +46,9 @@ fn log(disk: &MemoryDisk) -> (String, usize) {
 }
 
 /// Lets syncs continue on drop, even if the test fails, which would otherwise hang.
-struct GoOn<'d>(&'d MemoryDisk);
+struct ResumeSyncs<'d>(&'d MemoryDisk);
 
-impl Drop for GoOn<'_> {
+impl Drop for ResumeSyncs<'_> {
     fn drop(&mut self) {
         self.0.hold_syncs(false);
     }
@@ -67,9 +67,9 @@ fn while_appended(
         while log(disk) == before && !taking.is_finished() {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let go_on = GoOn(disk);
+        let resume = ResumeSyncs(disk);
         act();
-        drop(go_on);
+        drop(resume);
         taking.join().unwrap()
     })
 }

@@ -49,9 +49,9 @@ fn open(bytes: &[u8]) -> Result<Archive, StoreError> {
     Archive::with_file(disk.open("archive").unwrap(), Path::new("/somewhere/archive"))
 }
 
-type Restored = (Arc<MemoryGuest>, RestoreReport);
+type RestoredGuest = (Arc<MemoryGuest>, RestoreReport);
 
-fn restored(bytes: &[u8]) -> Result<Restored, RestoreError> {
+fn restored(bytes: &[u8]) -> Result<RestoredGuest, RestoreError> {
     restore_archive(&open(bytes)?, &MemoryGuestFactory::default(), Clock::Continue)
 }
 

@@ -68,11 +68,11 @@ fn checkpointer(guest: &Arc<MemoryGuest>, disk: &MemoryDisk) -> Checkpointer {
 }
 
 /// Memory at each epoch's pause, and whether the epoch was reported durable.
-type TakenEpoch = BTreeMap<u64, (Vec<u8>, bool)>;
+type EpochImages = BTreeMap<u64, (Vec<u8>, bool)>;
 
 /// Takes epochs, also after the disk has stopped. A log of more than `log_bound` bytes is
 /// rewritten.
-fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, TakenEpoch) {
+fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, EpochImages) {
     let guest = still();
     let mut epochs = BTreeMap::new();
     let mut checkpointer = checkpointer(&guest, disk);
@@ -94,7 +94,7 @@ fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, TakenEpoch) {
 
 /// Checks that what a crash left has every durable epoch that is to be kept, bit for bit, and that
 /// the store remains usable.
-fn holds(after: &MemoryDisk, guest: &Arc<MemoryGuest>, epochs: &TakenEpoch, how: Survives) {
+fn check_crash(after: &MemoryDisk, guest: &Arc<MemoryGuest>, epochs: &EpochImages, how: Survives) {
     let store = Store::with_backend(Box::new(after.clone()), false).unwrap();
     store.verify(|_, _| ()).unwrap();
     let kept: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
@@ -131,7 +131,7 @@ fn crash_at_every_sync(log_bound: u64) -> u64 {
         let (guest, epochs) = run(&disk, log_bound);
         let torn = (0..12).map(|seed| Survives::Torn(seed + stop * 100));
         for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
-            holds(&disk.crash(how), &guest, &epochs, how);
+            check_crash(&disk.crash(how), &guest, &epochs, how);
         }
         if !disk.is_stopped() {
             return stop;
@@ -161,7 +161,7 @@ fn durable_epochs_survive_a_crash_at_any_sector() {
         let (guest, epochs) = run(&disk, 8 << 10);
         for sectors in 0..=disk.unsynced_sectors() {
             let how = Survives::First(sectors);
-            holds(&disk.crash(how), &guest, &epochs, how);
+            check_crash(&disk.crash(how), &guest, &epochs, how);
         }
     }
 }
@@ -323,12 +323,12 @@ fn read_error_admits_no_other_guest() {
     disk.fail(DiskOp::Read, libc::EIO, 0);
     assert!(refused().contains("Input/output error"), "{}", refused());
     disk.heal();
-    assert!(refused().contains("holds checkpoints of guest"), "{}", refused());
+    assert!(refused().contains("check_crash checkpoints of guest"), "{}", refused());
     checkpointer(&guest, &disk).take().unwrap();
 }
 
 #[derive(Clone, Debug)]
-enum Act {
+enum CrashAct {
     Write(u64, u8),
     Epoch,
     /// An epoch whose disk operation, or guest operation, fails.
@@ -342,7 +342,7 @@ enum Act {
     Crash(u64),
 }
 
-fn act() -> impl Strategy<Value = Act> {
+fn act() -> impl Strategy<Value = CrashAct> {
     let disk_op = prop::sample::select(vec![
         DiskOp::Create,
         DiskOp::Write,
@@ -354,13 +354,13 @@ fn act() -> impl Strategy<Value = Act> {
     ]);
     let guest_op = prop::sample::select(vec![Op::Pause, Op::Collect, Op::Save, Op::Resume]);
     prop_oneof![
-        12 => (0u64..50, 0u8..4).prop_map(|(n, byte)| Act::Write(n, byte)),
-        4 => Just(Act::Epoch),
-        1 => (disk_op, 0u32..3).prop_map(|(op, after)| Act::DiskFails(op, after)),
-        1 => guest_op.prop_map(Act::GuestFails),
-        1 => prop::option::of(1u64..5).prop_map(Act::Restart),
-        1 => Just(Act::Compact),
-        1 => (0u64..1000).prop_map(Act::Crash),
+        12 => (0u64..50, 0u8..4).prop_map(|(n, byte)| CrashAct::Write(n, byte)),
+        4 => Just(CrashAct::Epoch),
+        1 => (disk_op, 0u32..3).prop_map(|(op, after)| CrashAct::DiskFails(op, after)),
+        1 => guest_op.prop_map(CrashAct::GuestFails),
+        1 => prop::option::of(1u64..5).prop_map(CrashAct::Restart),
+        1 => Just(CrashAct::Compact),
+        1 => (0u64..1000).prop_map(CrashAct::Crash),
     ]
 }
 
@@ -380,27 +380,27 @@ proptest! {
         let mut durable: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
         for act in acts {
             match act {
-                Act::Write(n, byte) => write(&guest, n, byte, byte),
-                Act::Restart(now) => {
+                CrashAct::Write(n, byte) => write(&guest, n, byte, byte),
+                CrashAct::Restart(now) => {
                     keep = now;
                     drop(checkpointer_now);
                     checkpointer_now = open(&disk, keep);
                 }
-                Act::Compact => {
+                CrashAct::Compact => {
                     drop(checkpointer_now);
                     let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
                     prop_assert_eq!(store.compact().is_ok(), disk.names().contains(&"manifest".to_owned()));
                     checkpointer_now = open(&disk, keep);
                 }
-                Act::Crash(seed) => {
+                CrashAct::Crash(seed) => {
                     disk = disk.crash(Survives::Torn(seed));
                     checkpointer_now = open(&disk, keep);
                 }
-                Act::Epoch | Act::DiskFails(..) | Act::GuestFails(_) => {
+                CrashAct::Epoch | CrashAct::DiskFails(..) | CrashAct::GuestFails(_) => {
                     guest.resume().unwrap();
                     match act {
-                        Act::DiskFails(op, after) => disk.fail(op, libc::EIO, after),
-                        Act::GuestFails(op) => guest.faults().fail_next(op, 1),
+                        CrashAct::DiskFails(op, after) => disk.fail(op, libc::EIO, after),
+                        CrashAct::GuestFails(op) => guest.faults().fail_next(op, 1),
                         _ => {}
                     }
                     let now = image(&guest);

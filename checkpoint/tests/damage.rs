@@ -307,7 +307,7 @@ fn survives(name: &str, bytes: Vec<u8>) {
     let verified = store.verify(|_, _| ());
     let restored = restore(&store, None, &MemoryGuestFactory::default(), Clock::Continue);
     let latest = store.epochs().ok().and_then(|epochs| epochs.last().copied());
-    goes_on(&disk, latest.map(|e| e.vm_id));
+    continues(&disk, latest.map(|e| e.vm_id));
     match (verified, restored) {
         (Ok(report), Err(RestoreError::Store(e))) => {
             assert!(report.epochs == 0 && matches!(e, StoreError::NoEpoch { .. }), "{e}");
@@ -321,7 +321,7 @@ fn survives(name: &str, bytes: Vec<u8>) {
 }
 
 /// Compaction and a writer survive, too; what is written restores.
-fn goes_on(disk: &MemoryDisk, vm_id: Option<VmId>) {
+fn continues(disk: &MemoryDisk, vm_id: Option<VmId>) {
     let Ok(store) = Store::with_backend(Box::new(disk.clone()), true) else { return };
     let _ = store.compact();
     let guest = small::guest(vm_id.unwrap_or_else(VmId::random));

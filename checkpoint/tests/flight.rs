@@ -56,7 +56,7 @@ fn epochs_in_flight_are_reported_in_order() {
     let mut checkpointer = checkpointer(&guest, &disk, 5);
     checkpointer.take().unwrap();
     let mut taken = Vec::new();
-    held(&disk, || {
+    with_held_syncs(&disk, || {
         let tried = checkpointer.run(&every(10, 20), &AtomicBool::new(false), |t| {
             taken.push(t);
             ControlFlow::Continue(())
@@ -73,7 +73,7 @@ fn epochs_in_flight_are_reported_in_order() {
 }
 
 /// Blocks all syncs for one second, and runs `act`, which may take longer.
-fn held(disk: &MemoryDisk, act: impl FnOnce()) {
+fn with_held_syncs(disk: &MemoryDisk, act: impl FnOnce()) {
     disk.hold_syncs(true);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -94,7 +94,7 @@ fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
     }
     disk.fail(op, errno, 0);
     let mut taken = Vec::new();
-    held(&disk, || {
+    with_held_syncs(&disk, || {
         checkpointer.run(&every(1, 12), &AtomicBool::new(false), |t| {
             if t.outcome.is_err() {
                 disk.heal();

@@ -8,12 +8,12 @@ use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 use driftline_guest::{Line, Origin, VmId};
 use driftline_store::{Store, StoreError};
 
-struct Place {
+struct LineStore {
     dir: tempfile::TempDir,
     vm_id: VmId,
 }
 
-impl Place {
+impl LineStore {
     fn guest(&self, line: Line) -> Arc<MemoryGuest> {
         MemoryGuest::of_line(self.vm_id, line, MemoryConfig::still()).unwrap()
     }
@@ -28,12 +28,12 @@ impl Place {
 
 #[test]
 fn a_store_takes_one_line_only() {
-    let place = Place { dir: tempfile::tempdir().unwrap(), vm_id: VmId::random() };
+    let store_dir = LineStore { dir: tempfile::tempdir().unwrap(), vm_id: VmId::random() };
     let line = Line::begin();
-    let first = place.take(line).unwrap();
-    let second = place.take(line).unwrap();
+    let first = store_dir.take(line).unwrap();
+    let second = store_dir.take(line).unwrap();
     assert_eq!((first.epoch, second.epoch, second.line), (1, 2, line.own));
-    let refused = |line| match place.take(line) {
+    let refused = |line| match store_dir.take(line) {
         Err(StoreError::OtherLine { last, from, .. }) => (last, from),
         other => panic!("{other:?}"),
     };
@@ -43,8 +43,8 @@ fn a_store_takes_one_line_only() {
     let other = Origin { created_unix_ms: second.created_unix_ms + 1, ..second };
     assert_eq!(refused(Line::after(other)), (2, Some(2)));
     let (on, late) = (Line::after(second), Line::after(second));
-    assert_eq!(place.take(on).unwrap().epoch, 3);
-    assert_eq!(place.take(on).unwrap().epoch, 4);
+    assert_eq!(store_dir.take(on).unwrap().epoch, 3);
+    assert_eq!(store_dir.take(on).unwrap().epoch, 4);
     assert_eq!(refused(late), (4, Some(2)));
     assert_eq!(refused(line), (4, None));
 }

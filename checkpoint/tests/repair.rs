@@ -12,12 +12,13 @@ use proptest::prelude::*;
 mod stored;
 
 use stored::{
-    FRAMES, Stored, begins, image, numbers, open, repair, restored, stored, with_bad_sector, write,
+    FRAMES, StoreFixture, begins, image, numbers, open, repair, restored, stored, with_bad_sector,
+    write,
 };
 
 #[test]
 fn damage_of_dropped_epochs_forbids_no_new_ones() {
-    let Stored { disk, guest, taken, .. } = stored(&[3, 3, 4], 3);
+    let StoreFixture { disk, guest, taken, .. } = stored(&[3, 3, 4], 3);
     let log = disk.contents("log-1").unwrap();
     let begins = begins(&log);
     assert_eq!((begins.len(), taken.len()), (10, 3));
@@ -41,7 +42,7 @@ fn damage_of_dropped_epochs_forbids_no_new_ones() {
 
 #[test]
 fn damaged_epoch_is_named_with_the_repair_command() {
-    let Stored { disk, guest, .. } = stored(&[3, 3, 4], 3);
+    let StoreFixture { disk, guest, .. } = stored(&[3, 3, 4], 3);
     let log = disk.contents("log-1").unwrap();
     let begins = begins(&log);
     // Epoch 7 is dropped, but holds all of memory that the later epochs build on.
@@ -66,13 +67,13 @@ fn damaged_epoch_is_named_with_the_repair_command() {
 const FILES: [&str; 3] = ["manifest", "log-1", "pages-1"];
 
 /// The bytes that a checkpoint needs: sectors of the log, slots of the page file.
-struct Needs {
+struct CheckpointBytes {
     log: Vec<std::ops::Range<usize>>,
     slots: Vec<usize>,
 }
 
 /// Returns what each kept checkpoint needs.
-fn needs(stored: &Stored) -> BTreeMap<u64, Needs> {
+fn needs(stored: &StoreFixture) -> BTreeMap<u64, CheckpointBytes> {
     let log = stored.disk.contents("log-1").unwrap();
     let mut ends = begins(&log);
     ends.push(log.len() / 512);
@@ -83,10 +84,10 @@ fn needs(stored: &Stored) -> BTreeMap<u64, Needs> {
     let group = |nth: u64| ends[nth as usize - 1]..ends[nth as usize];
     let base = |epoch: u64| (1..=epoch).rev().find(|nth| whole(*nth)).unwrap();
     let log_of = |epoch: u64| (base(epoch)..=epoch).map(group).collect();
-    let mut needs: BTreeMap<u64, Needs> = stored
+    let mut needs: BTreeMap<u64, CheckpointBytes> = stored
         .taken
         .keys()
-        .map(|epoch| (*epoch, Needs { log: log_of(*epoch), slots: Vec::new() }))
+        .map(|epoch| (*epoch, CheckpointBytes { log: log_of(*epoch), slots: Vec::new() }))
         .collect();
     let pages = stored.disk.contents("pages-1").unwrap();
     for slot in 1..pages.len() / 4096 {
@@ -104,13 +105,17 @@ fn needs(stored: &Stored) -> BTreeMap<u64, Needs> {
 }
 
 /// Returns the checkpoints of which no byte has changed.
-fn intact(stored: &Stored, needs: &BTreeMap<u64, Needs>, disk: &MemoryDisk) -> Vec<u64> {
+fn intact(
+    stored: &StoreFixture,
+    needs: &BTreeMap<u64, CheckpointBytes>,
+    disk: &MemoryDisk,
+) -> Vec<u64> {
     let [log, pages] = ["log-1", "pages-1"].map(|name| {
         let was = stored.disk.contents(name).unwrap();
         let now = disk.contents(name).unwrap_or_default();
         move |from: usize, to: usize| now.get(from..to) == was.get(from..to)
     });
-    let is_intact = |needs: &Needs| {
+    let is_intact = |needs: &CheckpointBytes| {
         needs.log.iter().all(|range| log(range.start * 512, range.end * 512))
             && needs.slots.iter().all(|slot| pages(slot * 4096, (slot + 1) * 4096))
     };
@@ -119,7 +124,7 @@ fn intact(stored: &Stored, needs: &BTreeMap<u64, Needs>, disk: &MemoryDisk) -> V
 
 /// Checks that all of `intact` restores, that nothing is silently wrong, and that the store is
 /// usable.
-fn check_repaired(stored: &Stored, disk: &MemoryDisk, intact: &[u64]) {
+fn check_repaired(stored: &StoreFixture, disk: &MemoryDisk, intact: &[u64]) {
     let listed = numbers(disk);
     assert!(intact.iter().all(|epoch| listed.contains(epoch)), "{intact:?}, listed {listed:?}");
     let check = || {
@@ -185,7 +190,7 @@ fn do_harm(disk: &MemoryDisk, file: usize, harm: &Harm) {
 }
 
 thread_local! {
-    static BOTH: (Stored, BTreeMap<u64, Needs>) = {
+    static BOTH: (StoreFixture, BTreeMap<u64, CheckpointBytes>) = {
         let stored = stored(&[3, 4, 4], 6);
         let needs = needs(&stored);
         (stored, needs)

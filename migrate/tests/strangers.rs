@@ -13,7 +13,7 @@ use common::{
 };
 use driftline_format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::testing::MemoryConfig;
-use driftline_guest::{GuestIdentity, MAX_LATE};
+use driftline_guest::{GuestIdentity, MAX_QUEUED_PACKETS};
 use driftline_migrate::{Phase, ReceiveOptions};
 use proptest::prelude::*;
 
@@ -340,7 +340,7 @@ fn late_is_bounded_and_comes_once() {
         (
             "too much",
             late,
-            record(tag("LATE"), sequence, MAX_LATE as u32 + 1, &[]),
+            record(tag("LATE"), sequence, MAX_QUEUED_PACKETS as u32 + 1, &[]),
             "claims 262145 bytes",
         ),
     ];

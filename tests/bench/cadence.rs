@@ -74,8 +74,8 @@ fn idle_write_protection(time: Duration) {
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for _ in 0..3 {
         without.push(rate(&guest, || std::thread::sleep(time)) / 1e3);
-        let shield = guest.machine.shield().unwrap();
-        assert!(shield.is_some(), "this host has no userfaultfd write protection");
+        let protection = guest.machine.write_protection().unwrap();
+        assert!(protection.is_some(), "this host has no userfaultfd write protection");
         with.push(rate(&guest, || std::thread::sleep(time)) / 1e3);
     }
     println!(
@@ -94,7 +94,7 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     let store = open(&dir).unwrap();
     let mut checkpointer = Checkpointer::new(guest.machine.clone(), store).unwrap();
     if let Some(frames) = behind_from {
-        checkpointer.copy_behind_from(frames);
+        checkpointer.background_copy_from(frames);
     }
     checkpointer.keep(Some(20));
     let size = || {

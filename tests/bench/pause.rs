@@ -50,7 +50,7 @@ fn row(frames: u64, way: &str, behind_from: Option<u64>, epochs: usize, vcpus: u
     let store = Store::create_or_open(&guest.dir.path().join("store")).unwrap();
     let mut checkpointer = Checkpointer::new(guest.machine.clone(), store).unwrap();
     if let Some(frames) = behind_from {
-        checkpointer.copy_behind_from(frames);
+        checkpointer.background_copy_from(frames);
     }
     let full = checkpointer.take().unwrap();
     let reports_before = guest.reports().count();

@@ -31,7 +31,7 @@ const STORE_VERSION: u16 = 1;
 /// Version of archives that this program writes.
 const ARCHIVE_VERSION: u16 = 1;
 /// Version of the records of a guest's working set.
-const TOUCHED_VERSION: u16 = 1;
+const WORKING_SET_VERSION: u16 = 1;
 /// Magic of a migration stream.
 pub const MAGIC_STREAM: [u8; 8] = *b"DRIFTMIG";
 /// Magic of a store's manifest.
@@ -43,14 +43,14 @@ pub const MAGIC_PAGES: [u8; 8] = *b"DRIFTPAG";
 /// Magic of an archive.
 pub const MAGIC_ARCHIVE: [u8; 8] = *b"DRIFTARC";
 /// Magic of a record of a guest's working set.
-pub const MAGIC_TOUCHED: [u8; 8] = *b"DRIFTTCH";
+pub const MAGIC_WORKING_SET: [u8; 8] = *b"DRIFTTCH";
 
 /// Returns the version of the format whose files begin with `magic`.
 const fn version_of(magic: [u8; 8]) -> u16 {
     match &magic {
         b"DRIFTMIG" => FORMAT_VERSION,
         b"DRIFTARC" => ARCHIVE_VERSION,
-        b"DRIFTTCH" => TOUCHED_VERSION,
+        b"DRIFTTCH" => WORKING_SET_VERSION,
         _ => STORE_VERSION,
     }
 }
@@ -62,7 +62,7 @@ fn name_of(magic: [u8; 8]) -> &'static str {
         MAGIC_LOG => "log",
         MAGIC_PAGES => "page file",
         MAGIC_ARCHIVE => "archive",
-        MAGIC_TOUCHED => "record of touched frames",
+        MAGIC_WORKING_SET => "working set",
         _ => "store",
     }
 }

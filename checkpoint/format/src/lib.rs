@@ -16,7 +16,7 @@ mod zero;
 pub use error::FormatError;
 pub use header::{
     FORMAT_VERSION, Header, MAGIC_ARCHIVE, MAGIC_LOG, MAGIC_PAGES, MAGIC_STORE, MAGIC_STREAM,
-    MAGIC_TOUCHED,
+    MAGIC_WORKING_SET,
 };
 pub use layout_hash::layout_hash;
 pub use limits::{

@@ -5,7 +5,7 @@ use driftline_dirty_tracker::{FrameRun, TrackedBitmap};
 use crate::delegate::Delegate;
 use crate::drive::GuestDrive;
 use crate::error::GuestError;
-use crate::write_protect::Shield;
+use crate::write_protect::WriteProtection;
 
 /// Guest memory in which writes by the VMM mark the trees.
 pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
@@ -47,7 +47,7 @@ pub trait GuestContents: Send + Sync {
     /// # Errors
     ///
     /// The host refuses, although it supports this.
-    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError>;
+    fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError>;
 
     /// Returns the guest's drives, for copying; a guest without drives has none.
     fn drives(&self) -> Vec<Box<dyn GuestDrive>>;
@@ -66,8 +66,8 @@ impl<T: Delegate<dyn GuestContents>> GuestContents for T {
         self.delegate().resident()
     }
 
-    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
-        self.delegate().shield()
+    fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
+        self.delegate().write_protection()
     }
 
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use driftline_dirty_tracker::{NoMemory, PAGE_SIZE, Subscription};
 
-use crate::copy_before_write::Keeper;
+use crate::copy_before_write::CopyBeforeWrite;
 
 /// Properties of a drive that are known before any of it is copied.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -62,7 +62,7 @@ pub trait GuestDrive: Send + Sync {
 
     /// Returns the drive's copy-before-write state, with which its blocks are copied while the
     /// guest runs. `None` means unsupported: the drive can then be in no epoch.
-    fn keeper(&self) -> Option<Arc<Keeper>>;
+    fn copy_before_write(&self) -> Option<Arc<CopyBeforeWrite>>;
 }
 
 /// A drive that is being filled for a future guest: a new one, which reads as zeros at first, or,

@@ -7,7 +7,7 @@ use crate::error::GuestError;
 
 /// Maximum number of bytes that [`HandOver::detach`] returns. They are sent during the downtime,
 /// and the guest's peers decide how many arrive.
-pub const MAX_LATE: usize = 256 << 10;
+pub const MAX_QUEUED_PACKETS: usize = 256 << 10;
 
 /// Gives what only one host may hold of a guest to another host, and takes it.
 pub trait HandOver: Send + Sync {
@@ -35,8 +35,8 @@ pub trait HandOver: Send + Sync {
     fn release(&self) -> Result<(), GuestError>;
 
     /// Releases a released guest's taps, too. Returns what has arrived for the guest since its
-    /// state was saved: opaque, at most [`MAX_LATE`] bytes, for [`attach`](Self::attach) on the
-    /// next host. If the guest stays here after all, it still receives that.
+    /// state was saved: opaque, at most [`MAX_QUEUED_PACKETS`] bytes, for [`attach`](Self::attach)
+    /// on the next host. If the guest stays here after all, it still receives that.
     ///
     /// # Errors
     ///

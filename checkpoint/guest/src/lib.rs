@@ -9,7 +9,7 @@
 //! GuestContents   its memory and drives, to be copied
 //! Populate        putting contents into its memory
 //! DirtyLog        which frames it writes
-//! WriteThrottle    how much each vCPU writes, and the limit on that
+//! WriteThrottle   how much each vCPU writes, and the limit on that
 //! Lifecycle       pause, resume, end
 //! Stateful        its state besides memory, saved and restored
 //! HandOver        what only one host may hold
@@ -18,11 +18,11 @@
 //!
 //! Section         a piece of its state besides memory
 //! Line, Origin    which checkpoints may follow which
-//! Shield          write protection: frames that are not written until they are copied
-//! Backlog         the pages of a lazily restored guest that have not arrived yet
-//! Fill            first contents of untouched memory
+//! WriteProtection frames that are not written until they are copied
+//! PageSource      the pages of a lazily restored guest that have not arrived yet
+//! MemoryLoader    first contents of untouched memory
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy is the copy in the making
-//! Keeper          copy-before-write: saves a block's old content before the guest overwrites it
+//! CopyBeforeWrite saves a block's old content before the guest overwrites it
 //! ```
 #![forbid(unsafe_code)]
 
@@ -54,7 +54,8 @@ pub use blocks::{block_layout, data_runs, data_within, read_blocks};
 pub use collected::Collected;
 pub use contents::{GuestContents, GuestRam};
 pub use copy_before_write::{
-    KeepError, Keeper, Keeping, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT, WriteWaits,
+    CopyBeforeWrite, CopyBeforeWriteError, FrozenBlocks, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT,
+    WriteWaits,
 };
 pub use delegate::Delegate;
 pub use dirty_log::DirtyLog;
@@ -62,14 +63,14 @@ pub use drive::{DriveCopy, DriveHead, GuestDrive};
 pub use error::{GuestError, RunState};
 pub use factory::{GuestFactory, WithCopies};
 pub use guest::Guest;
-pub use hand_over::{HandOver, MAX_LATE};
+pub use hand_over::{HandOver, MAX_QUEUED_PACKETS};
 pub use identity::GuestIdentity;
 pub use lifecycle::{Lifecycle, Paused, VcpuPauses};
 pub use lineage::{Line, LineId, Origin};
-pub use page_source::{Backlog, Fetching, PageSourceError};
-pub use populate::{Fill, Populate};
+pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};
+pub use populate::{MemoryLoader, Populate};
 pub use section::{Section, SectionTag};
 pub use stateful::{Clock, SavedState, Stateful};
 pub use vm_id::VmId;
-pub use write_protect::Shield;
+pub use write_protect::WriteProtection;
 pub use write_throttle::{VcpuWrites, WriteThrottle};

@@ -35,7 +35,8 @@ pub trait Lifecycle: Send + Sync {
     /// Resumes a paused guest. Returns when its vCPUs have resumed, where they report that, so that
     /// the caller's next work does not take a processor from a woken vCPU. Does not wait for any
     /// write to guest memory, and makes none: frames that are
-    /// [write-protected](crate::GuestContents::shield) are unprotected only after it has returned.
+    /// [write-protected](crate::GuestContents::write_protection) are unprotected only after it has
+    /// returned.
     ///
     /// # Errors
     ///

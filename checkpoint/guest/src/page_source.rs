@@ -8,7 +8,7 @@ use std::time::Duration;
 use driftline_dirty_tracker::{FrameRun, FrameSet};
 
 /// Frames still to be fetched, and their source. Only one thread reads.
-pub trait Backlog: Send {
+pub trait PageSource: Send {
     /// Returns the checkpoint of these frames.
     fn epoch(&self) -> u64;
 
@@ -61,7 +61,7 @@ impl Error for PageSourceError {
 
 /// Progress of a lazy restore.
 #[derive(Clone, Debug, Default)]
-pub struct Fetching {
+pub struct LazyRestoreProgress {
     /// Frames still to be fetched.
     pub left: u64,
     /// Frames that have arrived, including those that faulted.

@@ -4,7 +4,7 @@ use driftline_dirty_tracker::FrameRun;
 
 use crate::delegate::Delegate;
 use crate::error::GuestError;
-use crate::page_source::{Backlog, Fetching};
+use crate::page_source::{LazyRestoreProgress, PageSource};
 
 /// Takes the memory contents of a guest that is restored or received.
 pub trait Populate: Send + Sync {
@@ -16,7 +16,7 @@ pub trait Populate: Send + Sync {
     /// Returns a way to put contents into untouched memory of a paused guest that has never run, at
     /// less cost than a write. `None` means unsupported, or that the host's pages make a write
     /// cheaper.
-    fn fill(&self) -> Option<Box<dyn Fill>>;
+    fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>>;
 
     /// Begins a lazy restore: a fault fetches its frame from `backlog`, and the other frames are
     /// fetched in the background, into untouched memory. The guest may run meanwhile. Returns
@@ -26,11 +26,13 @@ pub trait Populate: Send + Sync {
     /// # Errors
     ///
     /// The host refuses, although it supports this.
-    fn fetch_late(&self, backlog: Box<dyn Backlog>)
-    -> Result<Option<Box<dyn Backlog>>, GuestError>;
+    fn fetch_lazily(
+        &self,
+        backlog: Box<dyn PageSource>,
+    ) -> Result<Option<Box<dyn PageSource>>, GuestError>;
 
     /// Returns the progress of a lazy restore; `None` if there was none.
-    fn fetching(&self) -> Option<Fetching>;
+    fn fetching(&self) -> Option<LazyRestoreProgress>;
 }
 
 impl<T: Delegate<dyn Populate>> Populate for T {
@@ -38,18 +40,18 @@ impl<T: Delegate<dyn Populate>> Populate for T {
         self.delegate().prefault(frames);
     }
 
-    fn fill(&self) -> Option<Box<dyn Fill>> {
-        self.delegate().fill()
+    fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>> {
+        self.delegate().memory_loader()
     }
 
-    fn fetch_late(
+    fn fetch_lazily(
         &self,
-        backlog: Box<dyn Backlog>,
-    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
-        self.delegate().fetch_late(backlog)
+        backlog: Box<dyn PageSource>,
+    ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
+        self.delegate().fetch_lazily(backlog)
     }
 
-    fn fetching(&self) -> Option<Fetching> {
+    fn fetching(&self) -> Option<LazyRestoreProgress> {
         self.delegate().fetching()
     }
 }
@@ -57,7 +59,7 @@ impl<T: Delegate<dyn Populate>> Populate for T {
 /// Puts contents into untouched memory, which is cheaper than a write because the kernel does not
 /// clear a page that is overwritten at once. While this exists, nothing else may touch that memory;
 /// an access waits until it is dropped.
-pub trait Fill: Send + Sync {
+pub trait MemoryLoader: Send + Sync {
     /// Puts `contents`, whole frames, into `run`. Several threads may call this at once, each with
     /// its own frames.
     ///

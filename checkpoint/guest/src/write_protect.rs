@@ -13,7 +13,7 @@ use crate::error::GuestError;
 /// The caller that protects frames must release all of them, soon and in every case: nothing else
 /// does until this is dropped. The caller must not write to guest memory meanwhile. All methods may
 /// be called by several threads at a time.
-pub trait Shield: Send + Sync {
+pub trait WriteProtection: Send + Sync {
     /// Write-protects `frames`, which are ascending and in the guest's memory, including frames
     /// that have never been written. Costs a system call per run and some time per frame that has
     /// memory, so runs with small gaps between them are better merged.

@@ -6,7 +6,7 @@ use std::time::Instant;
 use driftline_guest::GuestError;
 use driftline_store::{EpochWriter, StoreError};
 
-use super::{Aloft, Checkpointer};
+use super::{Checkpointer, CommittingEpoch};
 use crate::chain::EpochChain;
 use crate::disk_copy::DiskCopy;
 use crate::epoch_drives::EpochDrives;
@@ -21,25 +21,25 @@ impl Checkpointer {
         &mut self,
         epoch: u64,
         full: bool,
-    ) -> Result<Aloft, (EpochStep, EpochFailure)> {
-        let Self { guest, drives, store, crew, bounds, staging, chain, .. } = self;
-        let Self { policy, shield, patience, times, cost, ahead: ahead_cost, .. } = self;
+    ) -> Result<CommittingEpoch, (EpochStep, EpochFailure)> {
+        let Self { guest, drives, store, commit_thread, bounds, staging, chain, .. } = self;
+        let Self { policy, protection, write_waits, times, cost, ahead: ahead_cost, .. } = self;
         let policy = &*policy;
         let guest = &**guest;
         let parent = chain.as_ref().and_then(|c| c.last);
-        let crew = crew.as_ref().ok_or_else(|| {
+        let commit_thread = commit_thread.as_ref().ok_or_else(|| {
             // `make_ready` has opened it, or has returned why it cannot be opened.
             let dir = store.location().to_owned();
             (EpochStep::Begin, StoreError::LockLost { dir }.into())
         })?;
-        let pages = crew.pages().clone();
+        let pages = commit_thread.pages().clone();
         let mut file = step(EpochStep::Begin, || {
             store.check_lock()?;
             EpochWriter::new(pages, epoch, guest, parent, drives.clone())
         })?;
         if full {
             let subscription = step(EpochStep::Subscribe, || guest.subscribe("checkpoint"))?;
-            let drives = step(EpochStep::Subscribe, || EpochDrives::follow(guest, drives))?;
+            let drives = step(EpochStep::Subscribe, || EpochDrives::track(guest, drives))?;
             *chain = Some(EpochChain::new(subscription, drives));
         }
         let Some(chain) = chain else {
@@ -63,13 +63,13 @@ impl Checkpointer {
             changed.append(&mut step(EpochStep::CopyLive, || live.catch_up(u64::MAX))?);
         }
         changed.append(&mut ahead.passes);
-        let (shield, patient) = (shield.ask(policy, guest), patience.ask());
-        let disks = DiskCopy::new(drives, policy, patient);
-        let (calm, file_of) = (store.calm(), &mut file);
-        let epoch_of = Epoch { guest, policy, calm, subscription, disks, file: file_of };
-        let mut taken = Snapshot { epoch: epoch_of, shield, times, staging }.take()?;
+        let (protection, writes_may_wait) = (protection.ask(policy, guest), write_waits.ask());
+        let disks = DiskCopy::new(drives, policy, writes_may_wait);
+        let (pause_gate, file_of) = (store.pause_gate(), &mut file);
+        let epoch_of = Epoch { guest, policy, pause_gate, subscription, disks, file: file_of };
+        let mut taken = Snapshot { epoch: epoch_of, protection, times, staging }.take()?;
         changed.append(&mut taken.changed);
-        crew.commit(file.finish(), *bounds);
+        commit_thread.commit(file.finish(), *bounds);
         (chain.last, chain.since) = (Some(epoch), taken.resumed);
         if taken.staged > 0 {
             cost.note(policy, taken.pause, taken.in_pause, taken.staged);
@@ -79,6 +79,6 @@ impl Checkpointer {
             tracing::warn!(frames, staged, "wrote during the pause");
         }
         staging.grow_to(taken.staged);
-        Ok(Aloft { full, changed, taken })
+        Ok(CommittingEpoch { full, changed, taken })
     }
 }

@@ -10,7 +10,7 @@ impl Checkpointer {
     pub(crate) fn most_changed(&self, max_pause: Duration) -> Option<u64> {
         self.chain.as_ref()?;
         let room = self.staging.frames();
-        let most = match self.shield.is_used() {
+        let most = match self.protection.is_used() {
             // Frames that are copied after the guest has resumed do not lengthen the pause.
             true => room,
             // An epoch that takes more than half the room is not copied before the pause.

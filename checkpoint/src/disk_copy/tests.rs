@@ -34,7 +34,7 @@ fn blocks_copied_in_the_pause_are_stored() {
         let heads = drives_of(&*guest);
         let pages = committer.pages().clone();
         let mut file = EpochWriter::new(pages, 1, &*guest, None, heads.clone()).unwrap();
-        let mut followed = EpochDrives::follow(&*guest, &heads).unwrap();
+        let mut followed = EpochDrives::track(&*guest, &heads).unwrap();
         for (disk, bytes) in guest.disks().iter().zip(SIZES) {
             let numbered = (0u64..).flat_map(|n| (n | 1 << 32).to_le_bytes()).take(bytes as usize);
             disk.write(0, &numbered.collect::<Vec<u8>>()).unwrap();

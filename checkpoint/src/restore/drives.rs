@@ -8,14 +8,14 @@ use driftline_store::{Archive, Cell, Pinned, Sink, StoreError, place};
 use super::error::RestoreError;
 
 /// The blocks of an epoch that are not zeros.
-pub(crate) enum Blocks<'a> {
+pub(crate) enum EpochBlocks<'a> {
     /// Blocks in a store. The epoch is pinned there until this is dropped.
     Stored(Box<Pinned>, Vec<(Gfn, Cell)>),
     /// Blocks in an archive that has been unpacked and checked as a whole.
     Archived(&'a Archive, FrameSet),
 }
 
-impl Blocks<'_> {
+impl EpochBlocks<'_> {
     /// Reads the blocks of the pinned epoch.
     pub(crate) fn new(mut pinned: Pinned) -> Result<Self, StoreError> {
         let blocks = pinned.read_blocks()?;
@@ -61,18 +61,18 @@ pub(crate) struct RestoredDrives<'h> {
 }
 
 /// Why drives are only partly restored.
-pub(crate) struct Cut(String);
+pub(crate) struct PartialRestore(String);
 
-impl From<StoreError> for Cut {
+impl From<StoreError> for PartialRestore {
     fn from(e: StoreError) -> Self {
         Self(e.to_string())
     }
 }
 
 /// A sink that only checks the stored blocks: no drive has been written at that point.
-struct Looking<'r>(&'r RestoredDrives<'r>);
+struct CheckBlocksSink<'r>(&'r RestoredDrives<'r>);
 
-impl Sink for Looking<'_> {
+impl Sink for CheckBlocksSink<'_> {
     type Error = RestoreError;
 
     fn frames(&self, run: FrameRun, _: &[u8]) -> Result<(), RestoreError> {
@@ -82,16 +82,16 @@ impl Sink for Looking<'_> {
 }
 
 impl Sink for RestoredDrives<'_> {
-    type Error = Cut;
+    type Error = PartialRestore;
 
-    fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), Cut> {
+    fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), PartialRestore> {
         let (object, block) = place(run.start);
         let Some((head, drive)) = self.numbered(object) else {
-            return Err(Cut(format!("the checkpoint has no drive {object}")));
+            return Err(PartialRestore(format!("the checkpoint has no drive {object}")));
         };
         let (at, len) = within(head, FrameRun { start: block, count: run.count });
         let written = drive.write(at, &contents[..len as usize]);
-        written.map_err(|e| Cut(format!("writing {head} failed: {e}")))
+        written.map_err(|e| PartialRestore(format!("writing {head} failed: {e}")))
     }
 }
 
@@ -117,26 +117,26 @@ impl RestoredDrives<'_> {
 
     /// Reads all `blocks` and compares their checksums, so that a sound drive is not overwritten
     /// for one that cannot be read.
-    fn look(&self, blocks: &mut Blocks<'_>) -> Result<(), RestoreError> {
+    fn look(&self, blocks: &mut EpochBlocks<'_>) -> Result<(), RestoreError> {
         for (object, _) in (1..).zip(self.heads) {
             self.numbered(object).ok_or_else(|| self.missing(object))?;
         }
         match blocks {
-            Blocks::Stored(..) => blocks.fetch(&Looking(self)),
+            EpochBlocks::Stored(..) => blocks.fetch(&CheckBlocksSink(self)),
             // It has already been checked.
-            Blocks::Archived(..) => Ok(()),
+            EpochBlocks::Archived(..) => Ok(()),
         }
     }
 
     /// Writes `blocks` to the drives, and zeros elsewhere. On return the drives are durable and
     /// belong to the guest. Reads the blocks twice: once before anything is written. After any
     /// error other than [`RestoreError::Drives`] the drives are unchanged.
-    pub(crate) fn fill(self, mut blocks: Blocks<'_>) -> Result<(), RestoreError> {
+    pub(crate) fn fill(self, mut blocks: EpochBlocks<'_>) -> Result<(), RestoreError> {
         let names: Vec<String> = self.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
         let epoch = self.epoch;
         self.look(&mut blocks)?;
         tracing::info!(epoch, disks = names.join(", "), "writing disks over");
-        self.write(&mut blocks).map_err(|Cut(why)| RestoreError::Drives {
+        self.write(&mut blocks).map_err(|PartialRestore(why)| RestoreError::Drives {
             epoch,
             why,
             disks: names,
@@ -145,27 +145,30 @@ impl RestoredDrives<'_> {
         Ok(())
     }
 
-    fn write(&self, blocks: &mut Blocks<'_>) -> Result<(), Cut> {
+    fn write(&self, blocks: &mut EpochBlocks<'_>) -> Result<(), PartialRestore> {
         for (object, head) in (1..).zip(self.heads) {
             let Some((_, drive)) = self.numbered(object) else {
-                return Err(Cut(format!("{head} is not there")));
+                return Err(PartialRestore(format!("{head} is not there")));
             };
             let stored = blocks.of(object);
             for gap in stored.gaps(FrameRun { start: Gfn(0), count: head.blocks() }) {
                 let (at, len) = within(head, gap);
                 let zeroed = drive.zero(at, len);
-                zeroed.map_err(|e| Cut(format!("writing zeros to {head} failed: {e}")))?;
+                zeroed
+                    .map_err(|e| PartialRestore(format!("writing zeros to {head} failed: {e}")))?;
             }
         }
         blocks.fetch(self)?;
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let durable = drive.make_durable();
-            durable.map_err(|e| Cut(format!("making {head} durable failed: {e}")))?;
+            durable.map_err(|e| PartialRestore(format!("making {head} durable failed: {e}")))?;
         }
         // Only after all are durable: until then no one else may have any of them.
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let yielded = drive.yield_to_guest();
-            yielded.map_err(|e| Cut(format!("letting the guest have {head} failed: {e}")))?;
+            yielded.map_err(|e| {
+                PartialRestore(format!("letting the guest have {head} failed: {e}"))
+            })?;
         }
         Ok(())
     }

@@ -11,17 +11,18 @@ use std::time::Instant;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_format::layout_hash;
 use driftline_guest::{
-    Backlog, Clock, Fill, GuestContents, GuestError, GuestFactory, GuestIdentity, GuestRam,
-    Lifecycle, Origin, PageSourceError, Populate, Stateful, VmId, WithCopies,
+    Clock, GuestContents, GuestError, GuestFactory, GuestIdentity, GuestRam, Lifecycle,
+    MemoryLoader, Origin, PageSource, PageSourceError, Populate, Stateful, VmId, WithCopies,
 };
 use driftline_store::{
-    Archive, Cell, EpochInfo, LateFrames, Machine, Mapped, Pinned, Sink, Store, StoreError, place,
+    Archive, Cell, EpochInfo, LazyFrames, Machine, MachineState, Pinned, Sink, Store, StoreError,
+    place,
 };
 use parking_lot::Mutex;
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress};
 
-use self::drives::{Blocks, RestoredDrives};
+use self::drives::{EpochBlocks, RestoredDrives};
 pub use self::error::RestoreError;
 
 /// Frames read at a time if the guest cannot be restored lazily: 1 MiB.
@@ -99,7 +100,7 @@ pub fn restore<F: GuestFactory>(
 }
 
 /// Like [`restore`], but the guest may run before its memory has arrived, if it and its host
-/// support that ([`Populate::fetch_late`]). A fault fetches its frame; the others are fetched in
+/// support that ([`Populate::fetch_lazily`]). A fault fetches its frame; the others are fetched in
 /// the background. Frames are checked when they arrive; a damaged frame ends the guest. The epoch
 /// is pinned in the store until all frames have arrived. This function reads where frames are, 16
 /// bytes of memory for each, and no frame itself.
@@ -113,7 +114,7 @@ pub fn restore_lazily<F: GuestFactory>(
     factory: &F,
     clock: Clock,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
-    let late = |pinned| LateFrames::new(pinned, store);
+    let late = |pinned| LazyFrames::new(pinned, store);
     restore_as(store, epoch, factory, clock, late, lazily)
 }
 
@@ -125,7 +126,7 @@ fn restore_as<F: GuestFactory, P: Send>(
     epoch: Option<u64>,
     factory: &F,
     clock: Clock,
-    prepare: impl FnOnce(Pinned) -> Result<(P, Mapped), StoreError> + Send,
+    prepare: impl FnOnce(Pinned) -> Result<(P, MachineState), StoreError> + Send,
     fill: impl FnOnce(P, &F::Guest, &mut RestoreReport) -> Result<(), RestoreError>,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
     let since = Instant::now();
@@ -138,7 +139,7 @@ fn restore_as<F: GuestFactory, P: Send>(
     let machine = pinned.read_machine()?;
     let blocks = match machine.drives.is_empty() {
         true => None,
-        false => Some(Blocks::new(store.pin(Some(epoch))?)?),
+        false => Some(EpochBlocks::new(store.pin(Some(epoch))?)?),
     };
     let (prepared, guest) = thread::scope(|scope| {
         let beside = scope.spawn(|| prepare(pinned));
@@ -193,7 +194,7 @@ pub fn restore_archive<F: GuestFactory>(
         ..RestoreReport::new(info)
     };
     let blocks = Mutex::default();
-    let first = First { memory: Memory::of(&*guest, epoch), blocks: &blocks };
+    let first = ArchiveSink { memory: MemorySink::of(&*guest, epoch), blocks: &blocks };
     let read = archive.read(&first, 0);
     // From here on the guest's memory may be touched.
     drop(first);
@@ -201,7 +202,7 @@ pub fn restore_archive<F: GuestFactory>(
         let restored = guest.restore_state(archive.sections(), clock);
         restored.map_err(|cause| RestoreError::Guest { epoch, cause })?;
         let runs: Vec<FrameRun> = std::mem::take(&mut blocks.lock());
-        let blocks = Blocks::Archived(archive, runs.into_iter().collect());
+        let blocks = EpochBlocks::Archived(archive, runs.into_iter().collect());
         (report.disk_blocks, report.frames) = (blocks.count(), info.frames - blocks.count());
         if info.drives == 0 { Ok(()) } else { drives.fill(blocks) }
     });
@@ -241,7 +242,7 @@ struct WholeRestore {
 }
 
 impl WholeRestore {
-    fn new(mut pinned: Pinned) -> Result<(Self, Mapped), StoreError> {
+    fn new(mut pinned: Pinned) -> Result<(Self, MachineState), StoreError> {
         let (frames, mapped) = pinned.read_cells()?;
         Ok((Self { pinned, frames }, mapped))
     }
@@ -251,7 +252,7 @@ impl WholeRestore {
         guest: &G,
         report: &mut RestoreReport,
     ) -> Result<(), RestoreError> {
-        let memory = Memory::of(guest, report.epoch);
+        let memory = MemorySink::of(guest, report.epoch);
         self.pinned.fetch(&mut self.frames, &memory).map_err(|e: RestoreError| match e {
             RestoreError::Store(e) => self.pinned.name_origin(e).into(),
             other => other,
@@ -264,20 +265,20 @@ impl WholeRestore {
 
 /// Starts a lazy restore, or reads all frames now if the guest does not support that.
 fn lazily<G: GuestContents + Populate + ?Sized>(
-    frames: LateFrames,
+    frames: LazyFrames,
     guest: &G,
     report: &mut RestoreReport,
 ) -> Result<(), RestoreError> {
     let epoch = report.epoch;
     report.frames = frames.frames().frames();
     report.read_bytes = frames.log_bytes();
-    let begun = guest.fetch_late(Box::new(frames));
+    let begun = guest.fetch_lazily(Box::new(frames));
     let Some(mut backlog) = begun.map_err(|cause| RestoreError::Guest { epoch, cause })? else {
         report.late_frames = report.frames;
         return Ok(());
     };
     let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
-    let memory = Memory::of(guest, epoch);
+    let memory = MemorySink::of(guest, epoch);
     let frames = backlog.frames().clone();
     for run in frames.iter().flat_map(|run| run.chunks(AT_ONCE)) {
         let contents = &mut buffer[..run.bytes() as usize];
@@ -316,12 +317,12 @@ fn build<F: GuestFactory>(
 
 /// Puts an archive's frames into a guest's memory, and records which blocks of drives the archive
 /// has.
-struct First<'g> {
-    memory: Memory<'g>,
+struct ArchiveSink<'g> {
+    memory: MemorySink<'g>,
     blocks: &'g Mutex<Vec<FrameRun>>,
 }
 
-impl Sink for First<'_> {
+impl Sink for ArchiveSink<'_> {
     type Error = RestoreError;
 
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), RestoreError> {
@@ -338,20 +339,20 @@ impl Sink for First<'_> {
 }
 
 /// Puts frames into a guest's memory, which is zeros otherwise.
-struct Memory<'g> {
+struct MemorySink<'g> {
     ram: &'g GuestRam,
-    fill: Option<Box<dyn Fill>>,
+    fill: Option<Box<dyn MemoryLoader>>,
     epoch: u64,
 }
 
-impl<'g> Memory<'g> {
+impl<'g> MemorySink<'g> {
     /// For a guest whose memory nothing touches until this is dropped.
     fn of<G: GuestContents + Populate + ?Sized>(guest: &'g G, epoch: u64) -> Self {
-        Self { ram: guest.ram(), fill: guest.fill(), epoch }
+        Self { ram: guest.ram(), fill: guest.memory_loader(), epoch }
     }
 }
 
-impl Sink for Memory<'_> {
+impl Sink for MemorySink<'_> {
     type Error = RestoreError;
 
     /// Returns true if this host has room for the frames twice, in memory and in its page cache:

@@ -38,9 +38,9 @@ impl Allocator for Slots {
 }
 
 /// Free runs by their first slot, no two of which touch.
-struct Sorted(BTreeMap<u32, u32>);
+struct SortedRuns(BTreeMap<u32, u32>);
 
-impl Allocator for Sorted {
+impl Allocator for SortedRuns {
     fn new(total: u32) -> Self {
         Self([(0, total)].into())
     }
@@ -133,7 +133,7 @@ fn main() {
         worst = worst.max(row::<Slots>("bitmap", aligned));
         // Aligned, it would walk over all the gaps that it has left: hours.
         if !aligned {
-            row::<Sorted>("sorted list", aligned);
+            row::<SortedRuns>("sorted list", aligned);
         }
     }
     println!("bitmap: the worst order of freeing takes {worst:.2} times the best");

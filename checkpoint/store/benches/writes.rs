@@ -3,9 +3,9 @@
 //!
 //! `cargo bench -p driftline-store --bench writes [-- EPOCHS]`. Each epoch writes FRAMES pages in
 //! pieces of at most 64 that follow one another in the file, piece after piece in any order over a
-//! preallocated file of 256 MiB, and syncs its data; the ways take turns. Milliseconds until that
-//! is durable, and the processor's time that the process spent on it. `DRIFTLINE_BENCH_STORE` names
-//! another directory.
+//! preallocated file of 256 MiB, and syncs its data; the methods take turns. Milliseconds until
+//! that is durable, and the processor's time that the process spent on it. `DRIFTLINE_BENCH_STORE`
+//! names another directory.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::fs::{File, OpenOptions};
@@ -24,33 +24,38 @@ const PIECE: usize = 64;
 
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C, align(4096))]
-struct Page([u8; PAGE]);
+struct AlignedPage([u8; PAGE]);
 
 /// A piece: where its bytes are, and where they go.
-struct Piece {
+struct WritePiece {
     from: usize,
     len: usize,
     to: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Way {
+enum WriteMethod {
     Pwrite,
     /// By so many threads, which live as long as an epoch's writing.
     Threads(usize),
     Uring,
 }
 
-struct Disk {
+struct BenchFile {
     file: File,
-    way: Way,
+    method: WriteMethod,
     ring: IoUring,
     name: &'static str,
     taken: Vec<(Duration, Duration)>,
 }
 
-impl Disk {
-    fn new(dir: &Path, name: &'static str, way: Way, flags: i32) -> std::io::Result<Self> {
+impl BenchFile {
+    fn new(
+        dir: &Path,
+        name: &'static str,
+        method: WriteMethod,
+        flags: i32,
+    ) -> std::io::Result<Self> {
         let mut options = OpenOptions::new();
         let options = options.read(true).write(true).create(true).custom_flags(flags);
         let path = dir.join(name.replace(' ', "-"));
@@ -61,26 +66,26 @@ impl Disk {
             plain.write_all_at(&vec![1; 256 * PAGE], at * 256 * PAGE as u64)?;
         }
         plain.sync_all()?;
-        Ok(Self { file, way, ring: IoUring::new(1024)?, name, taken: Vec::new() })
+        Ok(Self { file, method, ring: IoUring::new(1024)?, name, taken: Vec::new() })
     }
 
-    fn epoch(&mut self, bytes: &[u8], pieces: &[Piece]) {
+    fn epoch(&mut self, bytes: &[u8], pieces: &[WritePiece]) {
         let (begun, cpu) = (Instant::now(), spent());
-        match self.way {
-            Way::Pwrite => write(&self.file, bytes, pieces),
-            Way::Threads(count) => std::thread::scope(|scope| {
+        match self.method {
+            WriteMethod::Pwrite => write(&self.file, bytes, pieces),
+            WriteMethod::Threads(count) => std::thread::scope(|scope| {
                 let (file, share) = (&self.file, pieces.len().div_ceil(count));
                 for pieces in pieces.chunks(share) {
                     scope.spawn(move || write(file, bytes, pieces));
                 }
             }),
-            Way::Uring => self.submit(bytes, pieces),
+            WriteMethod::Uring => self.submit(bytes, pieces),
         }
         self.file.sync_data().unwrap();
         self.taken.push((begun.elapsed(), spent() - cpu));
     }
 
-    fn submit(&mut self, bytes: &[u8], pieces: &[Piece]) {
+    fn submit(&mut self, bytes: &[u8], pieces: &[WritePiece]) {
         let fd = types::Fd(self.file.as_raw_fd());
         for batch in pieces.chunks(1024) {
             for piece in batch {
@@ -97,7 +102,7 @@ impl Disk {
     }
 }
 
-fn write(file: &File, bytes: &[u8], pieces: &[Piece]) {
+fn write(file: &File, bytes: &[u8], pieces: &[WritePiece]) {
     for piece in pieces {
         file.write_all_at(&bytes[piece.from..piece.from + piece.len], piece.to).unwrap();
     }
@@ -115,21 +120,21 @@ fn main() {
     let epochs: usize = std::env::args().skip(1).find_map(|a| a.parse().ok()).unwrap_or(60);
     let place = std::env::var_os("DRIFTLINE_BENCH_STORE").unwrap_or_else(|| ".".into());
     let dir = tempfile::tempdir_in(place).unwrap();
-    let ways = [
-        ("pwrite", Way::Pwrite, 0),
-        ("io_uring", Way::Uring, 0),
-        ("pwrite direct", Way::Pwrite, libc::O_DIRECT),
-        ("4 threads direct", Way::Threads(4), libc::O_DIRECT),
-        ("io_uring direct", Way::Uring, libc::O_DIRECT),
+    let methods = [
+        ("pwrite", WriteMethod::Pwrite, 0),
+        ("io_uring", WriteMethod::Uring, 0),
+        ("pwrite direct", WriteMethod::Pwrite, libc::O_DIRECT),
+        ("4 threads direct", WriteMethod::Threads(4), libc::O_DIRECT),
+        ("io_uring direct", WriteMethod::Uring, libc::O_DIRECT),
     ];
-    let disk = |(name, way, flags)| Disk::new(dir.path(), name, way, flags);
-    let mut disks: Vec<Disk> = match ways.map(disk).into_iter().collect() {
+    let disk = |(name, method, flags)| BenchFile::new(dir.path(), name, method, flags);
+    let mut disks: Vec<BenchFile> = match methods.map(disk).into_iter().collect() {
         Ok(disks) => disks,
         Err(e) => return println!("not measured: {e}"),
     };
     let most = FRAMES.into_iter().max().unwrap();
-    let mut pages = Page::new_vec_zeroed(most).unwrap();
-    println!("| pages | way | until durable p50, ms | p90 | p99 | processor p50, ms |");
+    let mut pages = AlignedPage::new_vec_zeroed(most).unwrap();
+    println!("| pages | method | until durable p50, ms | p90 | p99 | processor p50, ms |");
     println!("| ---: | --- | ---: | ---: | ---: | ---: |");
     let mut seed = 1u64;
     let mut random = move |below: u64| {
@@ -144,9 +149,9 @@ fn main() {
             let piece = |at| {
                 let count = PIECE.min(frames - at);
                 let to = random(SLOTS / PIECE as u64) * (PIECE * PAGE) as u64;
-                Piece { from: at * PAGE, len: count * PAGE, to }
+                WritePiece { from: at * PAGE, len: count * PAGE, to }
             };
-            let pieces: Vec<Piece> = (0..frames).step_by(PIECE).map(piece).collect();
+            let pieces: Vec<WritePiece> = (0..frames).step_by(PIECE).map(piece).collect();
             for disk in &mut disks {
                 disk.epoch(pages.as_bytes(), &pieces);
             }

@@ -17,7 +17,7 @@ const MAX_LIST_BYTES: u64 = 1 << 20;
 
 /// A file that a repair has replaced, under its second name.
 #[derive(Debug)]
-pub(crate) struct SetAside {
+pub(crate) struct RenamedFile {
     pub(crate) from: String,
     pub(crate) to: String,
 }
@@ -38,7 +38,7 @@ impl Store {
         &self,
         names: &[String],
         manifest: &Manifest,
-        renamed: &mut Vec<SetAside>,
+        renamed: &mut Vec<RenamedFile>,
     ) -> Result<(), StoreError> {
         let before = renamed.len();
         for name in names {
@@ -56,7 +56,7 @@ impl Store {
                     Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                     other => {
                         other.map_err(|e| self.io("keeping aside", name, e))?;
-                        renamed.push(SetAside { from: name.clone(), to: aside });
+                        renamed.push(RenamedFile { from: name.clone(), to: aside });
                     }
                 }
             }

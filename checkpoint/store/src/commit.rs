@@ -16,17 +16,17 @@ use driftline_guest::VmId;
 use crate::address::MEMORY;
 use crate::alloc::SlotRun;
 use crate::backend::{RangeLock, StoreFile};
-use crate::epoch_encoder::EpochBuilder;
+use crate::epoch_encoder::EpochEncoder;
 use crate::epoch_writer::WrittenEpoch;
 use crate::error::StoreError;
 use crate::limits::SECTOR;
 use crate::log::LogFile;
-use crate::manifest::{Manifest, NotWritten};
+use crate::manifest::{Manifest, ManifestNotWritten};
 use crate::names::{MANIFEST, log_name, pages_name};
-use crate::page_file::Pages;
+use crate::page_file::PageFile;
 use crate::records::{Commit, Files};
 use crate::retention::Space;
-use crate::sectors::SectorPlace;
+use crate::sectors::LogPosition;
 use crate::store::Store;
 
 /// Default length that the log may reach before rotation, in bytes; see [`Bounds::log`]. The log is
@@ -55,7 +55,7 @@ impl Default for Bounds {
 
 /// An epoch that has become durable.
 #[derive(Clone, Copy, Debug)]
-pub struct Published {
+pub struct CommittedEpoch {
     /// Number of frames of memory.
     pub frames: u64,
     /// Number of blocks of drives.
@@ -66,7 +66,7 @@ pub struct Published {
 
 /// An epoch that is retained.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Kept {
+pub(super) struct RetainedEpoch {
     pub(super) epoch: u64,
     /// Number of sectors of the log that the epoch takes.
     pub(super) sectors: u64,
@@ -74,21 +74,21 @@ pub(super) struct Kept {
 
 /// An epoch that cannot be dropped because a reader has pinned it.
 #[derive(Debug)]
-pub(super) struct Waits {
+pub(super) struct BlockedDrop {
     epoch: u64,
     since: Instant,
-    said: bool,
+    warned: bool,
 }
 
 /// What must be done before another epoch can be appended.
 #[derive(Debug)]
-pub(super) enum Standing {
+pub(super) enum LogStatus {
     /// Nothing.
     Sound,
     /// The log must be replaced: what a failed epoch left in it could not be cut off.
-    Stuck,
+    MustRotate,
     /// The manifest must be written again: a crash may leave either of two.
-    Unsettled,
+    ManifestInDoubt,
 }
 
 /// Owner of a store's log. It knows which slots are needed.
@@ -99,22 +99,22 @@ pub struct Committer {
     pub(super) files: Files,
     /// Generation of the log before this one, until that is removed.
     pub(super) before: Option<u64>,
-    pub(super) pages: Arc<Pages>,
+    pub(super) pages: Arc<PageFile>,
     pub(super) log: Box<dyn StoreFile>,
     /// Position of the next epoch.
-    pub(super) end: SectorPlace,
-    pub(super) standing: Standing,
-    pub(super) kept: VecDeque<Kept>,
+    pub(super) end: LogPosition,
+    pub(super) log_status: LogStatus,
+    pub(super) kept: VecDeque<RetainedEpoch>,
     /// Highest number that was ever used.
     pub(super) last: Option<u64>,
     pub(super) space: Space,
     /// Slots of failed epochs that may still be in the log.
-    pub(super) limbo: Vec<SlotRun>,
+    pub(super) uncertain_slots: Vec<SlotRun>,
     pub(super) bounds: Bounds,
     /// Length of the log below which rotation is not attempted again, in bytes.
     pub(super) rotate_from: u64,
     /// The epoch that a reader keeps from being dropped.
-    pub(super) waits_for: Option<Waits>,
+    pub(super) blocked_drop: Option<BlockedDrop>,
     /// Whether the last failure was in a sync, so that what was written since the sync before it
     /// counts as lost.
     pub(super) lost: bool,
@@ -127,7 +127,7 @@ impl Committer {
     }
 
     /// Returns the page file, for the writers of epochs.
-    pub fn pages(&self) -> &Arc<Pages> {
+    pub fn pages(&self) -> &Arc<PageFile> {
         &self.pages
     }
 
@@ -164,13 +164,13 @@ impl Committer {
     ///
     /// [`StoreError::ParentFailed`] if its parent is not the last durable epoch, or an error of the
     /// store's files.
-    pub fn commit(&mut self, written: WrittenEpoch) -> Result<Published, StoreError> {
+    pub fn commit(&mut self, written: WrittenEpoch) -> Result<CommittedEpoch, StoreError> {
         self.lost = false;
         let front = written.front();
         if let Some(parent) = front.parent.filter(|parent| self.last != Some(*parent)) {
             return Err(StoreError::ParentFailed { parent });
         }
-        self.settle()?;
+        self.finish_pending()?;
         self.pages.sync().inspect_err(|_| self.lost = true)?;
         // Checked after the sync, which takes long: the directory may have been replaced meanwhile.
         self.check()?;
@@ -182,7 +182,7 @@ impl Committer {
         let appended = self.append(&written, oldest);
         let result = match appended {
             Ok((place, published)) => {
-                self.is_durable(written, place, dropped);
+                self.note_durable(written, place, dropped);
                 Ok(published)
             }
             Err(e) => {
@@ -219,20 +219,20 @@ impl Committer {
         for dropped in 0..many {
             let old = self.kept[dropped].epoch;
             if !self.lock(old)? {
-                self.is_read(old);
+                self.note_pinned(old);
                 return Ok(dropped);
             }
         }
-        self.waits_for = None;
+        self.blocked_drop = None;
         Ok(many)
     }
 
     /// Notes that `epoch` is being read: it and all later epochs are kept.
-    fn is_read(&mut self, epoch: u64) {
-        match &mut self.waits_for {
+    fn note_pinned(&mut self, epoch: u64) {
+        match &mut self.blocked_drop {
             Some(waits) if waits.epoch == epoch => {
-                if !waits.said && waits.since.elapsed() >= LONG_READ {
-                    waits.said = true;
+                if !waits.warned && waits.since.elapsed() >= LONG_READ {
+                    waits.warned = true;
                     tracing::warn!(
                         "checkpoint {epoch} of the store {} has been read for more than {} s; until its reader \
                          ends no checkpoint is dropped, and the store grows",
@@ -241,7 +241,7 @@ impl Committer {
                     );
                 }
             }
-            waits => *waits = Some(Waits { epoch, since: Instant::now(), said: false }),
+            waits => *waits = Some(BlockedDrop { epoch, since: Instant::now(), warned: false }),
         }
     }
 
@@ -259,7 +259,8 @@ impl Committer {
         let mut log = LogFile::open(&self.store, self.files.log)?;
         let known = self.kept.back().map_or(0, |k| k.epoch);
         log.forget_after(known);
-        let there = |k: &Kept| log.groups.binary_search_by_key(&k.epoch, |g| g.info.epoch).is_ok();
+        let there =
+            |k: &RetainedEpoch| log.epochs.binary_search_by_key(&k.epoch, |g| g.info.epoch).is_ok();
         if self.kept.iter().all(there) {
             return Ok(log);
         }
@@ -272,15 +273,15 @@ impl Committer {
         &mut self,
         written: &WrittenEpoch,
         oldest: u64,
-    ) -> Result<(SectorPlace, Published), StoreError> {
+    ) -> Result<(LogPosition, CommittedEpoch), StoreError> {
         let (front, entries) = (written.front(), written.entries());
         let count =
             |runs: &mut dyn Iterator<Item = FrameRun>| runs.map(|run| run.count).sum::<u64>();
         let zero_frames = count(&mut entries.zero_runs());
         let all = count(&mut entries.runs().map(|(run, _)| run));
         let frames = all - zero_frames;
-        let mut builder = EpochBuilder::new(&*self.log, self.end);
-        let mut write = || -> io::Result<(SectorPlace, u64)> {
+        let mut builder = EpochEncoder::new(&*self.log, self.end);
+        let mut write = || -> io::Result<(LogPosition, u64)> {
             builder.front(front, written.layout(), written.config(), written.drives())?;
             builder.entries(written.layout(), entries.stored(), entries.zero_runs())?;
             written.sections().iter().try_for_each(|section| builder.section(section))?;
@@ -299,13 +300,16 @@ impl Committer {
         let memory = |run: &FrameRun| MEMORY.contains(&run.start.0);
         let in_memory = count(&mut entries.runs().map(|(run, _)| run).filter(memory));
         let blocks = all - in_memory;
-        Ok((place, Published { frames: in_memory, blocks, bytes }))
+        Ok((place, CommittedEpoch { frames: in_memory, blocks, bytes }))
     }
 
-    fn is_durable(&mut self, written: WrittenEpoch, place: SectorPlace, dropped: usize) {
+    fn note_durable(&mut self, written: WrittenEpoch, place: LogPosition, dropped: usize) {
         let front = written.front();
         self.kept.drain(..dropped);
-        self.kept.push_back(Kept { epoch: front.epoch, sectors: place.sector - self.end.sector });
+        self.kept.push_back(RetainedEpoch {
+            epoch: front.epoch,
+            sectors: place.sector - self.end.sector,
+        });
         let tracked = self.bounds.keep.is_some();
         self.space.append(front.epoch, front.parent.is_none(), written.entries(), tracked);
         written.keep_slots();
@@ -327,32 +331,32 @@ impl Committer {
             Ok(()) => self.pages.give_back(&slots),
             Err(e) => {
                 tracing::error!("what a failed checkpoint left cannot be removed: {e}");
-                self.standing = Standing::Stuck;
-                self.limbo.extend(slots);
+                self.log_status = LogStatus::MustRotate;
+                self.uncertain_slots.extend(slots);
             }
         }
     }
 
     /// Finishes what must be done before another epoch can be appended.
-    fn settle(&mut self) -> Result<(), StoreError> {
-        match self.standing {
-            Standing::Sound => return Ok(()),
-            Standing::Stuck => self.rotate()?,
-            Standing::Unsettled => {
+    fn finish_pending(&mut self) -> Result<(), StoreError> {
+        match self.log_status {
+            LogStatus::Sound => return Ok(()),
+            LogStatus::MustRotate => self.rotate()?,
+            LogStatus::ManifestInDoubt => {
                 let manifest = Manifest { vm_id: self.vm_id, files: self.files };
-                self.store.put_manifest(manifest).map_err(|e: NotWritten| e.cause)?;
+                self.store.put_manifest(manifest).map_err(|e: ManifestNotWritten| e.cause)?;
                 self.remove_log_before();
             }
         }
-        self.standing = Standing::Sound;
+        self.log_status = LogStatus::Sound;
         // The log that may have had these slots is no longer the store's.
-        self.pages.give_back(&std::mem::take(&mut self.limbo));
+        self.pages.give_back(&std::mem::take(&mut self.uncertain_slots));
         Ok(())
     }
 
     /// Returns whether the log is long enough for a rotation to pay off.
     pub fn is_long(&mut self) -> bool {
-        if !matches!(self.standing, Standing::Sound) {
+        if !matches!(self.log_status, LogStatus::Sound) {
             return false;
         }
         let bytes = self.end.sector * SECTOR as u64;

@@ -11,10 +11,10 @@ use crate::backend::StoreFile;
 use crate::limits::SECTOR;
 use crate::object::encode_drives;
 use crate::records::{
-    COMMIT_LEN, Commit, Digest, Front, MAX_RUNS, Placed, TAG_COMMIT, TAG_DRIVES, TAG_EPOCH,
+    COMMIT_LEN, Commit, Digest, Front, MAX_RUNS, StoredRun, TAG_COMMIT, TAG_DRIVES, TAG_EPOCH,
     TAG_FRAMES, TAG_LAYOUT, TAG_ZEROS, encode_frames, encode_layout, encode_zeros,
 };
-use crate::sectors::{DATA, Framer, SectorPlace};
+use crate::sectors::{DATA, Framer, LogPosition};
 
 /// Number of frames of a record; a reader accepts up to `MAX_RECORD_FRAMES`. Its buffers of 32 KiB
 /// are used again for each record. A lazy restore of 65,571 frames takes 723 page faults before the
@@ -26,7 +26,7 @@ const AT_ONCE: usize = 1 << 20;
 
 /// A frame that is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Entry {
+pub(crate) struct StoredFrame {
     pub(crate) frame: u64,
     pub(crate) slot: u32,
     pub(crate) crc: u32,
@@ -37,7 +37,7 @@ pub(crate) fn begin_log(
     file: &dyn StoreFile,
     vm_id: VmId,
     generation: u64,
-) -> io::Result<SectorPlace> {
+) -> io::Result<LogPosition> {
     let header = Header::new(MAGIC_LOG, vm_id, generation, 0);
     let mut bytes = Vec::with_capacity(HEADER_LEN);
     header.write_to(&mut bytes)?;
@@ -45,22 +45,22 @@ pub(crate) fn begin_log(
     framer.push(&bytes);
     framer.pad();
     framer.write_to(file)?;
-    Ok(SectorPlace { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) })
+    Ok(LogPosition { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) })
 }
 
 /// Appends epochs to a log.
-pub(crate) struct EpochBuilder<'f> {
+pub(crate) struct EpochEncoder<'f> {
     file: &'f dyn StoreFile,
     framer: Framer,
-    place: SectorPlace,
+    place: LogPosition,
     /// Number of records so far, and first sector, of the epoch that is being written.
     records: u32,
     first: u64,
     table: Vec<u8>,
 }
 
-impl<'f> EpochBuilder<'f> {
-    pub(crate) fn new(file: &'f dyn StoreFile, place: SectorPlace) -> Self {
+impl<'f> EpochEncoder<'f> {
+    pub(crate) fn new(file: &'f dyn StoreFile, place: LogPosition) -> Self {
         let framer = Framer::new(place.sector);
         Self { file, framer, place, records: 0, first: place.sector, table: Vec::new() }
     }
@@ -89,17 +89,21 @@ impl<'f> EpochBuilder<'f> {
     pub(crate) fn entries(
         &mut self,
         layout: &Layout,
-        stored: impl Iterator<Item = Entry>,
+        stored: impl Iterator<Item = StoredFrame>,
         zeros: impl Iterator<Item = FrameRun>,
     ) -> io::Result<()> {
         self.stored(layout, stored)?;
         self.zeros(layout, zeros)
     }
 
-    fn stored(&mut self, layout: &Layout, entries: impl Iterator<Item = Entry>) -> io::Result<()> {
-        let (mut runs, mut crcs): (Vec<Placed>, Vec<u32>) = (Vec::new(), Vec::new());
+    fn stored(
+        &mut self,
+        layout: &Layout,
+        entries: impl Iterator<Item = StoredFrame>,
+    ) -> io::Result<()> {
+        let (mut runs, mut crcs): (Vec<StoredRun>, Vec<u32>) = (Vec::new(), Vec::new());
         let mut ends = Ends::new(layout);
-        for Entry { frame, slot, crc } in entries {
+        for StoredFrame { frame, slot, crc } in entries {
             let joined = !ends.passed(frame);
             let last = runs.last().map(|last| last.frames);
             if crcs.len() == RECORD_FRAMES || is_of_another(last, frame) {
@@ -118,7 +122,7 @@ impl<'f> EpochBuilder<'f> {
                         self.flush_frames(&mut runs, &mut crcs)?;
                     }
                     let frames = FrameRun { start: Gfn(frame), count: 1 };
-                    runs.push(Placed { frames, slot });
+                    runs.push(StoredRun { frames, slot });
                 }
             }
             crcs.push(crc);
@@ -126,7 +130,7 @@ impl<'f> EpochBuilder<'f> {
         self.flush_frames(&mut runs, &mut crcs)
     }
 
-    fn flush_frames(&mut self, runs: &mut Vec<Placed>, crcs: &mut Vec<u32>) -> io::Result<()> {
+    fn flush_frames(&mut self, runs: &mut Vec<StoredRun>, crcs: &mut Vec<u32>) -> io::Result<()> {
         if !runs.is_empty() {
             self.frames(runs, crcs)?;
         }
@@ -136,7 +140,7 @@ impl<'f> EpochBuilder<'f> {
     }
 
     /// Appends a record of frames, all of one object.
-    pub(crate) fn frames(&mut self, runs: &[Placed], crcs: &[u32]) -> io::Result<()> {
+    pub(crate) fn frames(&mut self, runs: &[StoredRun], crcs: &[u32]) -> io::Result<()> {
         let mut table = std::mem::take(&mut self.table);
         encode_frames(runs, crcs, &mut table);
         let object = object_of(runs.first().map(|run| run.frames));
@@ -235,7 +239,7 @@ impl<'f> EpochBuilder<'f> {
 
     /// Ends the epoch and writes the rest of it. Returns where the next epoch begins. Fills in the
     /// number of records and the digest, which `commit` lacks.
-    pub(crate) fn commit(&mut self, commit: Commit) -> io::Result<SectorPlace> {
+    pub(crate) fn commit(&mut self, commit: Commit) -> io::Result<LogPosition> {
         let digest =
             self.place.digest.ok_or_else(|| io::Error::other("the log's digest is not known"))?;
         let (records, digest) = (self.records + 1, digest.0);

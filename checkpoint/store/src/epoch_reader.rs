@@ -9,13 +9,13 @@ use crate::error::{Damage, StoreError};
 use crate::limits::SECTOR;
 use crate::object::{Objects, decode_drives};
 use crate::records::{
-    Commit, Digest, Front, Placed, TAG_COMMIT, TAG_DRIVES, TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT,
+    Commit, Digest, Front, StoredRun, TAG_COMMIT, TAG_DRIVES, TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT,
     TAG_STORE, TAG_ZEROS, decode_frames, decode_head, decode_layout, decode_zeros, is_known, limit,
 };
-use crate::sectors::{DATA, Kind, SectorPlace, Sectors, Stop};
+use crate::sectors::{DATA, LogPosition, SectorError, SectorKind, Sectors};
 
 /// A position in a log, up to which all records have been read and checked.
-pub(super) struct Cursor<'l> {
+pub(super) struct RecordCursor<'l> {
     sectors: &'l mut Sectors,
     /// Sector in which the epoch begins.
     first: u64,
@@ -31,22 +31,23 @@ pub(super) struct Cursor<'l> {
     pub(super) lost: Option<StoreError>,
 }
 
-impl Cursor<'_> {
+impl RecordCursor<'_> {
     fn offset(&self) -> u64 {
         self.sector * SECTOR as u64 + self.at as u64
     }
 
     /// Returns an error for damage of the record that was read last.
-    pub(super) fn damaged(&self, damage: impl Into<Damage>) -> Stop {
+    pub(super) fn damaged(&self, damage: impl Into<Damage>) -> SectorError {
         self.sectors.damaged(self.record_at, damage).into()
     }
 
-    fn read(&mut self, mut out: &mut [u8]) -> Result<(), Stop> {
+    fn read(&mut self, mut out: &mut [u8]) -> Result<(), SectorError> {
         while !out.is_empty() {
             if self.at == DATA {
                 (self.sector, self.at) = (self.sector + 1, 0);
             }
-            let kind = if self.sector == self.first { Kind::First } else { Kind::Other };
+            let kind =
+                if self.sector == self.first { SectorKind::First } else { SectorKind::Other };
             let data = self.sectors.data(self.sector, kind)?;
             let count = out.len().min(DATA - self.at);
             let (now, later) = out.split_at_mut(count);
@@ -58,7 +59,7 @@ impl Cursor<'_> {
     }
 
     /// Reads a record's head and payload, and checks both.
-    fn record(&mut self) -> Result<RecordHead, Stop> {
+    fn record(&mut self) -> Result<RecordHead, SectorError> {
         self.record_at = self.offset();
         let mut bytes = [0; RECORD_HEAD_LEN];
         self.read(&mut bytes)?;
@@ -92,7 +93,7 @@ impl Cursor<'_> {
 
     /// Checks a COMMIT. Its digest covers the records before it; the next digest covers the COMMIT
     /// itself.
-    fn check_commit(&mut self, head: &[u8; RECORD_HEAD_LEN]) -> Result<(), Stop> {
+    fn check_commit(&mut self, head: &[u8; RECORD_HEAD_LEN]) -> Result<(), SectorError> {
         let commit = Commit::decode(&self.payload).map_err(|e| self.damaged(e))?;
         let digest = *self.digest.get_or_insert(Digest(commit.digest));
         if commit.digest != digest.0 {
@@ -110,7 +111,7 @@ impl Cursor<'_> {
         }
     }
 
-    fn expect(&mut self, tag: u16) -> Result<(), Stop> {
+    fn expect(&mut self, tag: u16) -> Result<(), SectorError> {
         let head = self.record()?;
         if head.tag == tag {
             Ok(())
@@ -125,7 +126,7 @@ impl Cursor<'_> {
 pub(crate) enum Record<'r> {
     /// The places of frames, of memory or of a drive, and the checksums of their contents in the
     /// order of the runs. The epoch has all of these frames.
-    Frames(&'r [Placed], &'r [u32]),
+    Frames(&'r [StoredRun], &'r [u32]),
     /// Frames of zeros, of memory or of a drive.
     Zeros(&'r [FrameRun]),
     /// A state section other than the configuration.
@@ -133,16 +134,16 @@ pub(crate) enum Record<'r> {
 }
 
 /// A reader of an epoch, from front to end.
-pub(crate) struct GroupReader<'l> {
-    pub(super) cursor: Cursor<'l>,
+pub(crate) struct EpochReader<'l> {
+    pub(super) cursor: RecordCursor<'l>,
     pub(crate) front: Front,
     pub(crate) layout: Layout,
     pub(crate) config: Vec<u8>,
     /// Drives of which the epoch has blocks.
     pub(crate) drives: Vec<DriveHead>,
     /// End of the epoch, and the place of the next, once all is read.
-    pub(crate) ended: Option<(Commit, SectorPlace)>,
-    first: SectorPlace,
+    pub(crate) ended: Option<(Commit, LogPosition)>,
+    first: LogPosition,
     /// Tag that the records have reached: frames, zeros, sections, the end.
     stage: u16,
     before: Option<FrameRun>,
@@ -150,14 +151,14 @@ pub(crate) struct GroupReader<'l> {
     zero_frames: u64,
     sections: u32,
     state_bytes: u64,
-    runs: Vec<Placed>,
+    runs: Vec<StoredRun>,
     crcs: Vec<u32>,
     zeros: Vec<FrameRun>,
 }
 
-impl<'l> GroupReader<'l> {
-    pub(super) fn open(sectors: &'l mut Sectors, place: SectorPlace) -> Result<Self, Stop> {
-        let mut c = Cursor {
+impl<'l> EpochReader<'l> {
+    pub(super) fn open(sectors: &'l mut Sectors, place: LogPosition) -> Result<Self, SectorError> {
+        let mut c = RecordCursor {
             sectors,
             first: place.sector,
             sector: place.sector,
@@ -202,7 +203,7 @@ impl<'l> GroupReader<'l> {
     }
 
     /// Returns the next record; `None` at the end, after the totals have been checked.
-    pub(crate) fn next(&mut self) -> Result<Option<Record<'_>>, Stop> {
+    pub(crate) fn next(&mut self) -> Result<Option<Record<'_>>, SectorError> {
         if self.ended.is_some() {
             return Ok(None);
         }
@@ -246,7 +247,7 @@ impl<'l> GroupReader<'l> {
     }
 
     /// Returns the object whose frames a record has.
-    fn object(&self, head: RecordHead) -> Result<u16, Stop> {
+    fn object(&self, head: RecordHead) -> Result<u16, SectorError> {
         let objects = Objects { layout: &self.layout, drives: &self.drives };
         match head.instance {
             object if usize::from(object) < objects.count() => Ok(object),
@@ -254,7 +255,7 @@ impl<'l> GroupReader<'l> {
         }
     }
 
-    fn section(&mut self, head: RecordHead) -> Result<Record<'_>, Stop> {
+    fn section(&mut self, head: RecordHead) -> Result<Record<'_>, SectorError> {
         self.sections += 1;
         self.state_bytes += u64::from(head.length);
         if self.sections > MAX_SECTIONS || self.state_bytes > MAX_STATE {
@@ -270,7 +271,7 @@ impl<'l> GroupReader<'l> {
     }
 
     /// Compares the end with the totals of the records, field by field.
-    fn end(&mut self) -> Result<(), Stop> {
+    fn end(&mut self) -> Result<(), SectorError> {
         let c = &mut self.cursor;
         let commit = Commit::decode(&c.payload).map_err(|e| c.damaged(e))?;
         let records = c.sequence.wrapping_sub(self.first.sequence);
@@ -297,7 +298,7 @@ impl<'l> GroupReader<'l> {
             let damage = Damage::Mismatch { what: "what follows an epoch", found: 1, expected: 0 };
             return Err(c.sectors.damaged(rest_at, damage).into());
         }
-        let next = SectorPlace { sector: c.sector + 1, sequence: c.sequence, digest: c.digest };
+        let next = LogPosition { sector: c.sector + 1, sequence: c.sequence, digest: c.digest };
         self.ended = Some((commit, next));
         Ok(())
     }

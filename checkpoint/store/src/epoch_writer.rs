@@ -12,7 +12,7 @@ use driftline_guest::{DriveHead, GuestIdentity, Section, SectionTag};
 use crate::alloc::SlotRun;
 use crate::error::StoreError;
 use crate::extents::Entries;
-use crate::page_file::Pages;
+use crate::page_file::PageFile;
 use crate::records::{Front, TAG_STORE, limit};
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -21,7 +21,7 @@ const AT_ONCE: usize = 256;
 
 /// An epoch that is being written. Dropping it frees its slots.
 pub struct EpochWriter {
-    pages: Arc<Pages>,
+    pages: Arc<PageFile>,
     front: Front,
     layout: Layout,
     config: Vec<u8>,
@@ -49,7 +49,7 @@ pub struct WrittenEpoch(EpochWriter);
 impl EpochWriter {
     /// Begins an epoch of `guest` with these drives; an epoch without a parent is full.
     pub fn new(
-        pages: Arc<Pages>,
+        pages: Arc<PageFile>,
         epoch: u64,
         guest: &dyn GuestIdentity,
         parent: Option<u64>,

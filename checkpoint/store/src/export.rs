@@ -32,22 +32,22 @@ pub struct ExportReport {
 
 /// Returns the offset in a file of frame `gfn`, and of the frames that follow it in its memory
 /// slot; `None` if the guest does not have the frame.
-pub type Place = Box<dyn Fn(u64) -> Option<u64> + Sync>;
+pub type OffsetOfFrame = Box<dyn Fn(u64) -> Option<u64> + Sync>;
 
 /// A sink that writes frames to their places.
-struct PlacedRun<'f> {
+struct ExportSink<'f> {
     file: &'f File,
     path: &'f Path,
-    place: Place,
+    place: OffsetOfFrame,
 }
 
-impl PlacedRun<'_> {
+impl ExportSink<'_> {
     fn io(&self, what: &'static str, cause: io::Error) -> StoreError {
         StoreError::Io { what, path: self.path.to_owned(), cause }
     }
 }
 
-impl Sink for PlacedRun<'_> {
+impl Sink for ExportSink<'_> {
     type Error = StoreError;
 
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
@@ -91,17 +91,17 @@ impl Store {
         epoch: Option<u64>,
         file: &File,
         path: &Path,
-        begin: impl FnOnce(&Layout, &[Section]) -> io::Result<Place>,
+        begin: impl FnOnce(&Layout, &[Section]) -> io::Result<OffsetOfFrame>,
     ) -> Result<ExportReport, StoreError> {
         let io = |what, cause| StoreError::Io { what, path: path.to_owned(), cause };
         let mut pinned = self.pin(epoch)?;
         let mut map = FrameMap::default();
         let sections = pinned.read_map(&mut map)?.sections;
-        let info = pinned.log.groups[pinned.index].info;
+        let info = pinned.log.epochs[pinned.index].info;
         let machine = pinned.read_machine()?;
         let place = begin(&machine.layout, &sections).map_err(|e| io("beginning", e))?;
         let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
-        fetch(&pinned.pages, info.epoch, &mut frames, &PlacedRun { file, path, place })?;
+        fetch(&pinned.pages, info.epoch, &mut frames, &ExportSink { file, path, place })?;
         file.sync_all().map_err(|e| io("syncing", e))?;
         let bytes = file.metadata().map_err(|e| io("looking at", e))?.len();
         Ok(ExportReport {

@@ -7,7 +7,7 @@ use std::collections::BinaryHeap;
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 
 use crate::alloc::SlotRun;
-use crate::epoch_encoder::Entry;
+use crate::epoch_encoder::StoredFrame;
 use crate::limits::NO_SLOT;
 
 /// A stretch: adjacent frames in adjacent slots, or frames of zeros. 24 bytes.
@@ -117,12 +117,12 @@ impl Entries {
     }
 
     /// Returns the frames that are not zeros, ascending, once settled.
-    pub(crate) fn stored(&self) -> impl Iterator<Item = Entry> + Clone {
+    pub(crate) fn stored(&self) -> impl Iterator<Item = StoredFrame> + Clone {
         let stored = self.stretches.iter().filter(|s| s.is_stored());
         stored.flat_map(|s| {
             let crcs = &self.crcs[s.crcs..s.crcs + s.count as usize];
             let places = (s.start..).zip(s.slot..);
-            places.zip(crcs).map(|((frame, slot), crc)| Entry { frame, slot, crc: *crc })
+            places.zip(crcs).map(|((frame, slot), crc)| StoredFrame { frame, slot, crc: *crc })
         })
     }
 
@@ -207,17 +207,17 @@ mod tests {
     use super::*;
 
     #[derive(Clone, Debug)]
-    enum Step {
+    enum EntryStep {
         /// Frames from a number on, in adjacent slots or not.
         Stored(u64, u64, bool),
         Zeros(u64, u64),
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn step() -> impl Strategy<Value = EntryStep> {
         let run = (0u64..200, 1u64..40);
         prop_oneof![
-            2 => (run.clone(), any::<bool>()).prop_map(|((at, n), tight)| Step::Stored(at, n, tight)),
-            1 => run.prop_map(|(at, n)| Step::Zeros(at, n)),
+            2 => (run.clone(), any::<bool>()).prop_map(|((at, n), tight)| EntryStep::Stored(at, n, tight)),
+            1 => run.prop_map(|(at, n)| EntryStep::Zeros(at, n)),
         ]
     }
 
@@ -231,7 +231,7 @@ mod tests {
             let (mut slot, mut slots) = (1u32, Vec::new());
             for step in steps {
                 match step {
-                    Step::Stored(at, count, tight) => {
+                    EntryStep::Stored(at, count, tight) => {
                         for frame in at..at + count {
                             slot += if tight { 1 } else { 3 };
                             slots.push(slot);
@@ -239,7 +239,7 @@ mod tests {
                             model.insert(frame, Some((slot, slot ^ 0x55)));
                         }
                     }
-                    Step::Zeros(at, count) => {
+                    EntryStep::Zeros(at, count) => {
                         entries.zeros(FrameRun { start: Gfn(at), count });
                         model.extend((at..at + count).map(|frame| (frame, None)));
                     }

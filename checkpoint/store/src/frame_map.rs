@@ -9,7 +9,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn};
 
 use crate::address::MEMORY;
 use crate::alloc::SlotRun;
-use crate::records::Placed;
+use crate::records::StoredRun;
 
 /// Number of frames of a chunk.
 const CHUNK: u64 = 64;
@@ -81,9 +81,9 @@ impl FrameMap {
 
     /// Notes the new places of frames. Calls `on_old` with each slot that one of them was in
     /// before.
-    pub(crate) fn put(&mut self, runs: &[Placed], crcs: &[u32], mut on_old: impl FnMut(u32)) {
+    pub(crate) fn put(&mut self, runs: &[StoredRun], crcs: &[u32], mut on_old: impl FnMut(u32)) {
         let mut crcs = crcs.iter().copied();
-        for Placed { frames, slot } in runs {
+        for StoredRun { frames, slot } in runs {
             let mut next = *slot;
             for part in pieces(*frames) {
                 let chunk = self.chunks.entry(part.start.0 / CHUNK).or_default();
@@ -206,7 +206,7 @@ mod tests {
             if coin >> 33 & 1 == 0 {
                 let slot = round * 1000 + 1;
                 let crcs: Vec<u32> = (0..frames.count as u32).map(|n| n ^ round).collect();
-                map.put(&[Placed { frames, slot }], &crcs, |old| heard.push(old));
+                map.put(&[StoredRun { frames, slot }], &crcs, |old| heard.push(old));
                 for ((gfn, slot), crc) in frames.frames().zip(slot..).zip(crcs) {
                     expected
                         .extend(model.insert(gfn, Cell { slot, crc }).map(|old: Cell| old.slot));

@@ -2,21 +2,21 @@
 //! and checks each.
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
-use driftline_guest::{Backlog, PageSourceError};
+use driftline_guest::{PageSource, PageSourceError};
 
 use crate::epoch_info::EpochInfo;
 use crate::error::{Damage, StoreError};
 use crate::frame_map::Cell;
 use crate::page_file::PageReader;
-use crate::pin::{Mapped, Pinned};
+use crate::pin::{MachineState, Pinned};
 use crate::store::Store;
-use crate::working_set::Touched;
+use crate::working_set::WorkingSetFile;
 
 const PAGE: usize = PAGE_SIZE as usize;
 
 /// Frames of an epoch that are not zeros. The epoch is retained in its store until this is dropped.
 #[derive(Debug)]
-pub struct LateFrames {
+pub struct LazyFrames {
     pinned: Pinned,
     epoch: u64,
     frames: FrameSet,
@@ -24,15 +24,15 @@ pub struct LateFrames {
     cells: Vec<(Gfn, Cell)>,
     /// Working set, which is only a hint; `None` if the store's directory could not be opened once
     /// more.
-    touched: Option<Touched>,
+    touched: Option<WorkingSetFile>,
 }
 
-impl LateFrames {
+impl LazyFrames {
     /// Returns the frames of the epoch pinned in `store`, and the other findings about it.
-    pub fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, Mapped), StoreError> {
-        let EpochInfo { epoch, vm_id, .. } = pinned.log.groups[pinned.index].info;
-        let layout = pinned.log.group(pinned.index)?.layout;
-        let touched = Touched::open(store, vm_id, epoch, &layout)
+    pub fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, MachineState), StoreError> {
+        let EpochInfo { epoch, vm_id, .. } = pinned.log.epochs[pinned.index].info;
+        let layout = pinned.log.epoch(pinned.index)?.layout;
+        let touched = WorkingSetFile::open(store, vm_id, epoch, &layout)
             .inspect_err(|e| tracing::debug!("the working set is not known: {e}"))
             .ok();
         let (cells, mapped) = pinned.read_cells()?;
@@ -46,7 +46,7 @@ impl LateFrames {
     }
 }
 
-impl Backlog for LateFrames {
+impl PageSource for LazyFrames {
     fn epoch(&self) -> u64 {
         self.epoch
     }
@@ -56,7 +56,7 @@ impl Backlog for LateFrames {
     }
 
     fn first(&self) -> &[FrameRun] {
-        self.touched.as_ref().map_or(&[], Touched::first)
+        self.touched.as_ref().map_or(&[], WorkingSetFile::first)
     }
 
     fn finish(&mut self, touched: &[FrameRun]) {

@@ -147,7 +147,7 @@ impl Store {
     ///
     /// [`StoreError::OtherVm`] for another guest, [`StoreError::OtherLine`] for another line.
     pub fn check_line(&self, guest: &dyn GuestIdentity) -> Result<(), StoreError> {
-        let last = self.open_log()?.and_then(|(_, log)| log.groups.last().map(|g| g.info));
+        let last = self.open_log()?.and_then(|(_, log)| log.epochs.last().map(|g| g.info));
         last.map_or(Ok(()), |last| self.check_follows(&last.origin(), guest))
     }
 }

@@ -7,14 +7,14 @@ use driftline_format::{HEADER_LEN, Header, MAGIC_LOG, is_zero};
 use driftline_guest::VmId;
 
 use crate::epoch_info::EpochInfo;
-use crate::epoch_reader::GroupReader;
+use crate::epoch_reader::EpochReader;
 use crate::error::{Damage, StoreError};
-use crate::group::{Group, follows};
 use crate::limits::SECTOR;
+use crate::logged_epoch::{LoggedEpoch, follows};
 use crate::names::log_name;
 use crate::object::encode_drives;
 use crate::records::{Digest, Front, TAG_COMMIT};
-use crate::sectors::{Kind, SectorPlace, Sectors, Stop};
+use crate::sectors::{LogPosition, SectorError, SectorKind, Sectors};
 use crate::store::Store;
 
 /// Number of sectors in which the record that ends an epoch may lie.
@@ -35,13 +35,13 @@ pub(crate) enum Tail {
 /// Damage followed by another epoch. It does not count if a later, whole epoch is sound, and no
 /// older epoch is retained.
 #[derive(Debug)]
-struct Gap {
+struct DamageGap {
     damage: StoreError,
     /// Number of the damaged epoch, if that can be read.
     epoch: Option<u64>,
-    /// The groups in front of the damage.
-    groups: Vec<Group>,
-    end: SectorPlace,
+    /// The epochs in front of the damage.
+    epochs: Vec<LoggedEpoch>,
+    end: LogPosition,
     sealed: Option<Vec<u8>>,
 }
 
@@ -52,14 +52,14 @@ pub(crate) struct LogFile {
     pub(crate) vm_id: VmId,
     /// Groups of the log behind [skipped](Self::skipped) damage, ascending; includes epochs that
     /// are no longer retained.
-    pub(crate) groups: Vec<Group>,
+    pub(crate) epochs: Vec<LoggedEpoch>,
     /// Position behind the last group.
-    pub(crate) end: SectorPlace,
+    pub(crate) end: LogPosition,
     /// The two sectors before that position, as read with the last group, if known: its digest is
     /// in them.
     sealed: Option<Vec<u8>>,
     pub(crate) tail: Tail,
-    /// Damage in front of `groups`, in epochs that no retained epoch needs.
+    /// Damage in front of `epochs`, in epochs that no retained epoch needs.
     pub(crate) skipped: Option<StoreError>,
     /// For a salvage: damage of the guest's state, by the sector in which the epoch begins.
     pub(crate) lost: BTreeMap<u64, StoreError>,
@@ -86,13 +86,13 @@ impl LogFile {
     /// Opens the log of `generation` and reads through all of it.
     pub(crate) fn open(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let (sectors, header) = Self::open_header(store, generation)?;
-        let end = SectorPlace { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
+        let end = LogPosition { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
         let vm_id = header.vm_id();
-        let (groups, tail) = (Vec::new(), Tail::Clean);
+        let (epochs, tail) = (Vec::new(), Tail::Clean);
         let mut log = Self {
             sectors,
             vm_id,
-            groups,
+            epochs,
             end,
             sealed: None,
             tail,
@@ -122,12 +122,12 @@ impl LogFile {
     fn open_header(store: &Store, generation: u64) -> Result<(Sectors, Header), StoreError> {
         let name = log_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        let (path, calm) = (store.path(&name), store.calm().clone());
-        let mut sectors = Sectors::new(file, path, calm, store.unreadable(false))?;
-        let data = match sectors.data(0, Kind::Other) {
+        let (path, pause_gate) = (store.path(&name), store.pause_gate().clone());
+        let mut sectors = Sectors::new(file, path, pause_gate, store.unreadable(false))?;
+        let data = match sectors.data(0, SectorKind::Other) {
             Ok(data) => data,
-            Err(Stop::Wrong(e)) => return Err(e),
-            Err(Stop::Unwritten(..)) => {
+            Err(SectorError::Damaged(e)) => return Err(e),
+            Err(SectorError::Unwritten(..)) => {
                 let (length, wanted) = (sectors.len(), SECTOR as u64);
                 return Err(sectors.damaged(0, Damage::EndsEarly { length, wanted }));
             }
@@ -164,11 +164,12 @@ impl LogFile {
     ) -> Result<(Self, Option<StoreError>, Vec<Hole>), StoreError> {
         let name = log_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        let (path, calm) = (store.path(&name), store.calm().clone());
-        let mut sectors = Sectors::new(file, path, calm, store.unreadable(true))?;
+        let (path, pause_gate) = (store.path(&name), store.pause_gate().clone());
+        let mut sectors = Sectors::new(file, path, pause_gate, store.unreadable(true))?;
         sectors.lenient = true;
         let header = Header::new(MAGIC_LOG, vm_id, generation, 0);
-        let found = sectors.data(0, Kind::Other).map(|data| Header::read_from(data, MAGIC_LOG));
+        let found =
+            sectors.data(0, SectorKind::Other).map(|data| Header::read_from(data, MAGIC_LOG));
         // The digest in the first COMMIT began with the header as written.
         let seed = match &found {
             Ok(Ok(found)) => found.checksum(),
@@ -186,26 +187,26 @@ impl LogFile {
                 Some(sectors.damaged(0, damage))
             }
             Ok(Err(e)) => Some(sectors.damaged(0, e)),
-            Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
+            Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
             Err(stop) => Some(stop.into()),
         };
         let digest = Some(Digest(seed));
-        let end = SectorPlace { sector: 1, sequence: 0, digest };
-        let (groups, tail) = (Vec::new(), Tail::Clean);
+        let end = LogPosition { sector: 1, sequence: 0, digest };
+        let (epochs, tail) = (Vec::new(), Tail::Clean);
         let (sealed, skipped, lost) = (None, None, BTreeMap::new());
-        let mut log = Self { sectors, vm_id, groups, end, sealed, tail, skipped, lost };
+        let mut log = Self { sectors, vm_id, epochs, end, sealed, tail, skipped, lost };
         let mut holes: Vec<Hole> = Vec::new();
         while log.end.sector < log.sectors.count() {
-            let stop = match log.next_group(None) {
+            let stop = match log.next_epoch(None) {
                 Ok((group, end)) => {
-                    log.groups.push(group);
+                    log.epochs.push(group);
                     log.end = end;
                     continue;
                 }
-                Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
+                Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
                 Err(stop) => stop,
             };
-            let (at, epoch) = (log.groups.len(), log.front_epoch(log.end));
+            let (at, epoch) = (log.epochs.len(), log.front_epoch(log.end));
             match log.begins_later(log.end.sector + 1)? {
                 Some(later) => {
                     holes.push(Hole { at, damage: stop.into(), epoch });
@@ -214,10 +215,10 @@ impl LogFile {
                 None => {
                     // Damage that a salvage skips stops every other reader.
                     let stop = match log.end.digest {
-                        Some(_) => log.strictly(|log| log.next_group(None)).err().unwrap_or(stop),
+                        Some(_) => log.strictly(|log| log.next_epoch(None)).err().unwrap_or(stop),
                         None => stop,
                     };
-                    if let Stop::Wrong(e @ StoreError::Io { .. }) = stop {
+                    if let SectorError::Damaged(e @ StoreError::Io { .. }) = stop {
                         return Err(e);
                     }
                     match log.tail_of(stop)? {
@@ -241,14 +242,14 @@ impl LogFile {
 
     /// Returns the oldest retained epoch; `None` if the log has no epoch.
     pub(crate) fn oldest(&self) -> Option<u64> {
-        self.groups.last().map(|last| last.oldest)
+        self.epochs.last().map(|last| last.oldest)
     }
 
     /// Returns the retained epochs, ascending.
-    pub(crate) fn kept(&self) -> &[Group] {
+    pub(crate) fn kept(&self) -> &[LoggedEpoch] {
         let Some(oldest) = self.oldest() else { return &[] };
-        let from = self.groups.partition_point(|g| g.info.epoch < oldest);
-        &self.groups[from..]
+        let from = self.epochs.partition_point(|g| g.info.epoch < oldest);
+        &self.epochs[from..]
     }
 
     /// Returns the number of bytes up to the end of the last epoch.
@@ -261,28 +262,28 @@ impl LogFile {
     pub(crate) fn go_on(&mut self) -> Result<(), StoreError> {
         self.sectors.look_again()?;
         if !self.ends_as_before()
-            && let Some(last) = self.groups.pop()
+            && let Some(last) = self.epochs.pop()
         {
             (self.end, self.sealed) = (last.place, None);
         }
-        let mut gap: Option<Gap> = None;
+        let mut gap: Option<DamageGap> = None;
         self.tail = loop {
             if self.end.sector * SECTOR as u64 == self.sectors.len() {
                 break Tail::Clean;
             }
-            let after = gap.as_ref().and_then(|gap| gap.groups.last()).map(|g| g.info.epoch);
-            match self.next_group(after) {
+            let after = gap.as_ref().and_then(|gap| gap.epochs.last()).map(|g| g.info.epoch);
+            match self.next_epoch(after) {
                 Ok((group, end)) => {
-                    self.groups.push(group);
+                    self.epochs.push(group);
                     self.end = end;
                     self.sealed = self.sectors.buffered(end.sector - SEALED..end.sector);
-                    if group.oldest >= self.groups[0].info.epoch
+                    if group.oldest >= self.epochs[0].info.epoch
                         && let Some(gap) = gap.take()
                     {
                         self.skipped = Some(gap.damage);
                     }
                 }
-                Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
+                Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
                 Err(stop) => match self.begins_later(self.end.sector + 1)? {
                     None => break self.tail_of(stop)?,
                     Some(later) => self.go_on_behind(stop, later, &mut gap),
@@ -290,7 +291,7 @@ impl LogFile {
             }
         };
         if let Some(gap) = gap {
-            (self.groups, self.end, self.sealed) = (gap.groups, gap.end, gap.sealed);
+            (self.epochs, self.end, self.sealed) = (gap.epochs, gap.end, gap.sealed);
             self.tail = Tail::Damaged(gap.damage, gap.epoch);
         }
         Ok(())
@@ -298,16 +299,16 @@ impl LogFile {
 
     /// Continues behind the damage that `stop` found in the epoch at the end. Another epoch begins
     /// at `later`.
-    fn go_on_behind(&mut self, stop: Stop, later: SectorPlace, gap: &mut Option<Gap>) {
+    fn go_on_behind(&mut self, stop: SectorError, later: LogPosition, gap: &mut Option<DamageGap>) {
         let (epoch, end) = (self.front_epoch(self.end), std::mem::replace(&mut self.end, later));
-        let (groups, sealed) = (std::mem::take(&mut self.groups), self.sealed.take());
+        let (epochs, sealed) = (std::mem::take(&mut self.epochs), self.sealed.take());
         // Groups that were found behind an earlier gap are useless without the epochs of this gap.
-        gap.get_or_insert_with(|| Gap { damage: stop.into(), epoch, groups, end, sealed });
+        gap.get_or_insert_with(|| DamageGap { damage: stop.into(), epoch, epochs, end, sealed });
     }
 
     /// Returns the number of the epoch that begins at `place`, if its first records are sound.
-    fn front_epoch(&mut self, place: SectorPlace) -> Option<u64> {
-        GroupReader::open(&mut self.sectors, place).ok().map(|reader| reader.front.epoch)
+    fn front_epoch(&mut self, place: LogPosition) -> Option<u64> {
+        EpochReader::open(&mut self.sectors, place).ok().map(|reader| reader.front.epoch)
     }
 
     /// Returns whether the last epoch is still there: an epoch in its place would have another
@@ -323,37 +324,37 @@ impl LogFile {
 
     /// Forgets all epochs after `epoch`.
     pub(crate) fn forget_after(&mut self, epoch: u64) {
-        let known = self.groups.partition_point(|g| g.info.epoch <= epoch);
-        if let Some(first) = self.groups.get(known) {
+        let known = self.epochs.partition_point(|g| g.info.epoch <= epoch);
+        if let Some(first) = self.epochs.get(known) {
             (self.end, self.sealed) = (first.place, None);
-            self.groups.truncate(known);
+            self.epochs.truncate(known);
         }
     }
 
     /// Returns how the log ends, if reading stops within the last epoch that begins in it.
-    fn tail_of(&mut self, stop: Stop) -> Result<Tail, StoreError> {
+    fn tail_of(&mut self, stop: SectorError) -> Result<Tail, StoreError> {
         let torn = Tail::Torn(self.end.sector * SECTOR as u64);
         Ok(match stop {
-            Stop::Unwritten(..) => torn,
-            Stop::Wrong(StoreError::Damaged { offset, .. })
+            SectorError::Unwritten(..) => torn,
+            SectorError::Damaged(StoreError::Damaged { offset, .. })
                 if self.sectors.has_settled(offset / SECTOR as u64) =>
             {
                 torn
             }
-            Stop::Wrong(e) => Tail::Damaged(e, self.front_epoch(self.end)),
+            SectorError::Damaged(e) => Tail::Damaged(e, self.front_epoch(self.end)),
         })
     }
 
     /// Returns the place of the next epoch that begins in sector `from` or a later one. Everything
     /// before that was durable when the epoch was written.
-    fn begins_later(&mut self, from: u64) -> Result<Option<SectorPlace>, StoreError> {
+    fn begins_later(&mut self, from: u64) -> Result<Option<LogPosition>, StoreError> {
         for sector in from..self.sectors.count() {
-            match self.sectors.data(sector, Kind::First) {
+            match self.sectors.data(sector, SectorKind::First) {
                 Ok(data) => {
                     let sequence = sequence_of(data);
-                    return Ok(Some(SectorPlace { sector, sequence, digest: None }));
+                    return Ok(Some(LogPosition { sector, sequence, digest: None }));
                 }
-                Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
+                Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
                 Err(_) => {}
             }
         }
@@ -361,18 +362,21 @@ impl LogFile {
     }
 
     /// Reads the epoch at the end. `after` is the last one that is known in front of a gap.
-    fn next_group(&mut self, after: Option<u64>) -> Result<(Group, SectorPlace), Stop> {
+    fn next_epoch(
+        &mut self,
+        after: Option<u64>,
+    ) -> Result<(LoggedEpoch, LogPosition), SectorError> {
         // A salvage knows nothing of what is in front of a hole.
         let lenient = self.sectors.lenient;
         let fresh = self.end.digest.is_none() && lenient;
-        let (place, before) = (self.end, self.groups.last().copied().filter(|_| !fresh));
+        let (place, before) = (self.end, self.epochs.last().copied().filter(|_| !fresh));
         let vm_id = self.vm_id;
-        let mut reader = GroupReader::open(&mut self.sectors, place)?;
+        let mut reader = EpochReader::open(&mut self.sectors, place)?;
         let Front { epoch, parent, created_unix_ms, line, .. } = reader.front;
         // `None` without drives: a list has at least one.
         let drives = encode_drives(&reader.drives).map_or(0, |list| crc32c::crc32c(&list));
         if fresh {
-            let last = self.groups.last().map_or(0, |g| g.info.epoch);
+            let last = self.epochs.last().map_or(0, |g| g.info.epoch);
             if reader.front.epoch <= last {
                 let (what, found, expected) = ("an epoch's number", reader.front.epoch, last + 1);
                 return Err(reader.cursor.damaged(Damage::Mismatch { what, found, expected }));
@@ -386,12 +390,12 @@ impl LogFile {
         };
         let oldest = before.map_or(commit.oldest, |before| before.oldest);
         let known =
-            |n: u64| n == epoch || self.groups.binary_search_by_key(&n, |g| g.info.epoch).is_ok();
+            |n: u64| n == epoch || self.epochs.binary_search_by_key(&n, |g| g.info.epoch).is_ok();
         // Behind a gap, the oldest epoch may be one in front of it.
         let is_behind =
-            place.digest.is_none() || self.groups.first().is_some_and(|g| g.place.digest.is_none());
+            place.digest.is_none() || self.epochs.first().is_some_and(|g| g.place.digest.is_none());
         let beyond =
-            is_behind && self.groups.first().map_or(epoch, |g| g.info.epoch) > commit.oldest;
+            is_behind && self.epochs.first().map_or(epoch, |g| g.info.epoch) > commit.oldest;
         let lenient = lenient && commit.oldest <= epoch;
         if commit.oldest < oldest || !(known(commit.oldest) || beyond || lenient) {
             let (what, found) = ("the oldest epoch that is kept", commit.oldest);
@@ -416,24 +420,24 @@ impl LogFile {
         if let Some(e) = lost {
             self.lost.insert(place.sector, e);
         }
-        Ok((Group { info, front, drives, oldest: commit.oldest, place, sectors }, end))
+        Ok((LoggedEpoch { info, front, drives, oldest: commit.oldest, place, sectors }, end))
     }
 
     /// Returns a reader of group `index`.
-    pub(crate) fn group(&mut self, index: usize) -> Result<GroupReader<'_>, StoreError> {
-        let place = self.groups[index].place;
-        Ok(GroupReader::open(&mut self.sectors, place)?)
+    pub(crate) fn epoch(&mut self, index: usize) -> Result<EpochReader<'_>, StoreError> {
+        let place = self.epochs[index].place;
+        Ok(EpochReader::open(&mut self.sectors, place)?)
     }
 
     /// Returns an error for damage of group `index`, with the place where the group begins.
     pub(crate) fn damaged(&self, index: usize, damage: Damage) -> StoreError {
-        self.sectors.damaged(reader_offset(self.groups[index].place), damage)
+        self.sectors.damaged(reader_offset(self.epochs[index].place), damage)
     }
 
     /// Returns the index of the first group that is needed for the memory of group `index`.
     pub(crate) fn base_of(&self, index: usize) -> usize {
-        let whole = |g: &Group| g.front.is_whole();
-        self.groups[..=index].iter().rposition(whole).unwrap_or(0)
+        let whole = |g: &LoggedEpoch| g.front.is_whole();
+        self.epochs[..=index].iter().rposition(whole).unwrap_or(0)
     }
 
     /// Fails if the log has damage in epochs that a retained epoch needs.
@@ -464,7 +468,7 @@ fn sequence_of(data: &[u8]) -> u32 {
     data[16..20].iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte))
 }
 
-fn reader_offset(place: SectorPlace) -> u64 {
+fn reader_offset(place: LogPosition) -> u64 {
     place.sector * SECTOR as u64
 }
 

@@ -24,10 +24,10 @@ pub(crate) struct Manifest {
 
 /// A failed write of a manifest.
 #[derive(Debug)]
-pub(crate) struct NotWritten {
+pub(crate) struct ManifestNotWritten {
     pub(crate) cause: StoreError,
     /// Whether it is unknown which of the two manifests a crash would leave.
-    pub(crate) unsettled: bool,
+    pub(crate) in_doubt: bool,
 }
 
 impl Manifest {
@@ -108,7 +108,7 @@ impl Store {
     }
 
     /// Replaces the manifest, durably. The names of the files that it names become durable first.
-    pub(crate) fn put_manifest(&self, manifest: Manifest) -> Result<(), NotWritten> {
+    pub(crate) fn put_manifest(&self, manifest: Manifest) -> Result<(), ManifestNotWritten> {
         let backend = self.backend();
         let before = || -> Result<(), StoreError> {
             let bytes = manifest.encode().map_err(|e| self.io("writing", MANIFEST_NEW, e))?;
@@ -122,8 +122,8 @@ impl Store {
             let renamed = backend.rename(MANIFEST_NEW, MANIFEST);
             renamed.map_err(|e| self.io("renaming", MANIFEST_NEW, e))
         };
-        before().map_err(|cause| NotWritten { cause, unsettled: false })?;
-        self.sync_dir().map_err(|cause| NotWritten { cause, unsettled: true })
+        before().map_err(|cause| ManifestNotWritten { cause, in_doubt: false })?;
+        self.sync_dir().map_err(|cause| ManifestNotWritten { cause, in_doubt: true })
     }
 
     /// Returns the guest in a file's header; `None` if the file is missing, or the header is
@@ -166,10 +166,10 @@ impl Store {
 /// Returns whether a file is a store's, but not a part of the store of this manifest.
 pub(crate) fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
     match parse_name(name) {
-        Named::ManifestNew | Named::TouchedNew | Named::AsideList(_) => true,
+        Named::ManifestNew | Named::WorkingSetNew | Named::AsideList(_) => true,
         Named::Log(n) => manifest.is_none_or(|m| m.files.log != n),
         Named::Pages(n) => manifest.is_none_or(|m| m.files.pages != n),
-        Named::Manifest | Named::Lock | Named::Touched | Named::Aside(_) => false,
+        Named::Manifest | Named::Lock | Named::WorkingSet | Named::Aside(_) => false,
         Named::Foreign => false,
     }
 }

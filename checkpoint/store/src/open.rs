@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use crate::aside::SetAside;
+use crate::aside::RenamedFile;
 use crate::backend::{Backend, DirBackend};
 use crate::error::StoreError;
 use crate::log::{LogFile, is_not_found};
@@ -73,7 +73,7 @@ impl Store {
         self.sync_dir()?;
         let mut aside = Vec::new();
         self.set_aside(names, manifest, &mut aside)?;
-        for SetAside { from, to } in &aside {
+        for RenamedFile { from, to } in &aside {
             tracing::info!("{from} is kept as {to}: a repair that was killed has replaced it");
         }
         for name in leftovers.into_iter().filter(|name| aside.iter().all(|a| a.from != **name)) {
@@ -81,7 +81,7 @@ impl Store {
             match self.backend().remove(name) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 // The process that writes such a file has no lock, and may have renamed it by now.
-                Err(e) if parse_name(name) == Named::TouchedNew => {
+                Err(e) if parse_name(name) == Named::WorkingSetNew => {
                     tracing::debug!("{name} stays: {e}");
                 }
                 other => other.map_err(|e| self.io("removing", name, e))?,

@@ -15,7 +15,7 @@ use crate::backend::{RangeLock, StoreFile, is_media_error};
 use crate::error::{Damage, StoreError};
 use crate::names::pages_name;
 use crate::store::Store;
-use crate::unreadable::Unreadable;
+use crate::unreadable::UnreadableUnits;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Limits of the file's growth in slots: 1 MiB and 256 MiB. Within these, it grows by an eighth.
@@ -43,7 +43,7 @@ pub(crate) struct PageReader {
     pub(crate) path: PathBuf,
     /// State of failed reads for a salvage, which treats a part that the disk cannot read as
     /// damaged.
-    unreadable: Option<Mutex<Unreadable>>,
+    unreadable: Option<Mutex<UnreadableUnits>>,
 }
 
 impl PageReader {
@@ -169,12 +169,12 @@ impl PageReader {
 /// The page file of a store's writer. Writers of epochs take slots, and the committer frees those
 /// that no epoch needs any more.
 #[derive(Debug)]
-pub struct Pages {
+pub struct PageFile {
     reader: PageReader,
     slots: Mutex<Slots>,
 }
 
-impl Pages {
+impl PageFile {
     /// Returns the locked page file `held`, with the given state of its slots.
     pub(crate) fn new(held: PageReader, slots: Slots) -> Self {
         Self { reader: held, slots: Mutex::new(slots) }

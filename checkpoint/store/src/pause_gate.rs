@@ -13,17 +13,17 @@ const LIMIT: Duration = Duration::from_millis(100);
 
 /// The gate, which tells other threads whether the guest is paused. Clones share one state.
 #[derive(Clone, Debug)]
-pub struct Calm(Arc<Inner>);
+pub struct PauseGate(Arc<GateState>);
 
 #[derive(Debug)]
-struct Inner {
-    holders: Mutex<Holders>,
+struct GateState {
+    holders: Mutex<GateHolders>,
     free: Condvar,
     limit: Duration,
 }
 
 #[derive(Default, Debug)]
-struct Holders {
+struct GateHolders {
     count: u32,
     /// Time at which the first of them came.
     since: Option<Instant>,
@@ -31,32 +31,32 @@ struct Holders {
 
 /// Holds the gate: other threads yield until this is dropped.
 #[derive(Debug)]
-pub struct Held<'c>(&'c Calm);
+pub struct GateHold<'c>(&'c PauseGate);
 
-impl Default for Calm {
+impl Default for PauseGate {
     fn default() -> Self {
         Self::with_limit(LIMIT)
     }
 }
 
-impl Calm {
+impl PauseGate {
     fn with_limit(limit: Duration) -> Self {
         let (holders, free) = Default::default();
-        Self(Arc::new(Inner { holders, free, limit }))
+        Self(Arc::new(GateState { holders, free, limit }))
     }
 
     /// Makes other threads yield from now on.
-    pub fn hold(&self) -> Held<'_> {
+    pub fn hold(&self) -> GateHold<'_> {
         let mut holders = self.lock();
         holders.count += 1;
         holders.since.get_or_insert_with(Instant::now);
-        Held(self)
+        GateHold(self)
     }
 
     /// Returns when the gate is not held, or has been held for a tenth of a second. To be called
     /// between pieces of work.
-    pub fn stand_aside(&self) {
-        let Inner { free, limit, .. } = &*self.0;
+    pub fn wait_until_open(&self) {
+        let GateState { free, limit, .. } = &*self.0;
         let mut holders = self.lock();
         while let Some(since) = holders.since {
             let left = limit.saturating_sub(since.elapsed());
@@ -67,12 +67,12 @@ impl Calm {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Holders> {
+    fn lock(&self) -> MutexGuard<'_, GateHolders> {
         self.0.holders.lock()
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for GateHold<'_> {
     fn drop(&mut self) {
         let mut holders = self.0.lock();
         holders.count -= 1;
@@ -92,15 +92,15 @@ mod tests {
     #[test]
     fn work_yields_until_the_last_holder_ends() {
         // No test waits that long.
-        let calm = Calm::with_limit(Duration::from_secs(600));
-        calm.stand_aside();
-        let (first, second) = (calm.hold(), calm.hold());
+        let pause_gate = PauseGate::with_limit(Duration::from_secs(600));
+        pause_gate.wait_until_open();
+        let (first, second) = (pause_gate.hold(), pause_gate.hold());
         let (began, passed) = (AtomicBool::new(false), AtomicBool::new(false));
         let since = Instant::now();
         thread::scope(|scope| {
             scope.spawn(|| {
                 began.store(true, Ordering::SeqCst);
-                calm.stand_aside();
+                pause_gate.wait_until_open();
                 passed.store(true, Ordering::SeqCst);
             });
             while !began.load(Ordering::SeqCst) {
@@ -112,19 +112,19 @@ mod tests {
             drop(second);
         });
         assert!(since.elapsed() < Duration::from_secs(300), "it was woken");
-        calm.stand_aside();
+        pause_gate.wait_until_open();
     }
 
     #[test]
     fn work_yields_for_limited_time() {
-        let calm = Calm::with_limit(Duration::from_millis(5));
+        let pause_gate = PauseGate::with_limit(Duration::from_millis(5));
         let since = Instant::now();
-        let _held = calm.hold();
-        calm.stand_aside();
+        let _held = pause_gate.hold();
+        pause_gate.wait_until_open();
         assert!(since.elapsed() >= Duration::from_millis(5));
         // Otherwise, each call in a pause of minutes would wait again.
         let again = Instant::now();
-        (0..1000).for_each(|_| calm.stand_aside());
+        (0..1000).for_each(|_| pause_gate.wait_until_open());
         assert!(again.elapsed() < Duration::from_secs(5));
     }
 }

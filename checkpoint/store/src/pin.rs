@@ -29,16 +29,16 @@ use crate::store::Store;
 
 /// Limit of the time for which a writer may take to make an epoch durable, and for which chosen
 /// epochs may be dropped before they are pinned.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PIN_LIMIT: Duration = Duration::from_secs(30);
 /// Interval between two attempts.
-const LOOK: Duration = Duration::from_millis(1);
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A store's log and page file, and an epoch in them that is retained until this is dropped.
 #[derive(Debug)]
 pub struct Pinned {
     pub(crate) log: LogFile,
     pub(crate) pages: PageReader,
-    /// Index of the epoch among the log's groups.
+    /// Index of the epoch in the log.
     pub(crate) index: usize,
 }
 
@@ -58,7 +58,7 @@ pub type Cells = Vec<(Gfn, Cell)>;
 
 /// Findings from reading the map of an epoch's frames.
 #[derive(Debug)]
-pub struct Mapped {
+pub struct MachineState {
     /// Number of epochs whose records were read for the map.
     pub epochs: u64,
     /// State of the epoch's machine.
@@ -68,7 +68,7 @@ pub struct Mapped {
 impl Pinned {
     /// Returns the epoch's description of itself.
     pub fn info(&self) -> &EpochInfo {
-        &self.log.groups[self.index].info
+        &self.log.epochs[self.index].info
     }
 
     /// Returns the number of bytes of the log that were read.
@@ -78,13 +78,13 @@ impl Pinned {
 
     /// Returns what is at the beginning of the epoch, and reads no more of it.
     pub fn read_machine(&mut self) -> Result<Machine, StoreError> {
-        let group = self.log.group(self.index)?;
+        let group = self.log.epoch(self.index)?;
         Ok(Machine { layout: group.layout, config: group.config, drives: group.drives })
     }
 
     /// Returns the places of the frames of guest memory that are not zeros, ascending. Reads the
     /// epoch to its end, so it returns the epoch's state as well.
-    pub fn read_cells(&mut self) -> Result<(Cells, Mapped), StoreError> {
+    pub fn read_cells(&mut self) -> Result<(Cells, MachineState), StoreError> {
         if self.log.base_of(self.index) == self.index
             && let Some(read) = self.read_one()?
         {
@@ -98,8 +98,8 @@ impl Pinned {
     /// Reads cells like [`read_cells`](Self::read_cells), of an epoch that builds on none: its
     /// frames are in order already. Returns `None` if a frame is among the zeros, too, which then
     /// win.
-    fn read_one(&mut self) -> Result<Option<(Cells, Mapped)>, StoreError> {
-        let mut group = self.log.group(self.index)?;
+    fn read_one(&mut self) -> Result<Option<(Cells, MachineState)>, StoreError> {
+        let mut group = self.log.epoch(self.index)?;
         let (mut cells, mut sections): (Cells, _) = (Vec::new(), Vec::new());
         while let Some(record) = group.next()? {
             match record {
@@ -120,7 +120,7 @@ impl Pinned {
                 Record::Section(section) => sections.push(section),
             }
         }
-        Ok(Some((cells, Mapped { epochs: 1, sections })))
+        Ok(Some((cells, MachineState { epochs: 1, sections })))
     }
 
     /// Returns the places of the blocks of drives that are not zeros, ascending.
@@ -153,14 +153,14 @@ impl Pinned {
 
     fn origin(&mut self, gfn: Gfn, offset: u64) -> Result<Option<u64>, StoreError> {
         let oldest = self.log.oldest().unwrap_or(0);
-        let kept = self.log.groups.partition_point(|g| g.info.epoch < oldest).min(self.index);
+        let kept = self.log.epochs.partition_point(|g| g.info.epoch < oldest).min(self.index);
         let (mut map, mut origin) = (FrameMap::default(), None);
         for index in self.log.base_of(kept)..=self.index {
             apply(&mut self.log, index, &mut map)?;
             let here = map.get(gfn).is_some_and(|c| u64::from(c.slot) * PAGE_SIZE == offset);
             match here {
                 true if index >= kept => {
-                    origin = origin.or(Some(self.log.groups[index].info.epoch))
+                    origin = origin.or(Some(self.log.epochs[index].info.epoch))
                 }
                 true => {}
                 false => origin = None,
@@ -170,13 +170,13 @@ impl Pinned {
     }
 
     /// Reads the places of all frames of the epoch, drives included, and its state.
-    pub(crate) fn read_map(&mut self, map: &mut FrameMap) -> Result<Mapped, StoreError> {
+    pub(crate) fn read_map(&mut self, map: &mut FrameMap) -> Result<MachineState, StoreError> {
         let base = self.log.base_of(self.index);
         for index in base..self.index {
             apply(&mut self.log, index, map)?;
         }
         let sections = apply_last(&mut self.log, self.index, map)?;
-        Ok(Mapped { epochs: (self.index - base) as u64 + 1, sections })
+        Ok(MachineState { epochs: (self.index - base) as u64 + 1, sections })
     }
 }
 
@@ -197,7 +197,7 @@ impl Store {
     /// Pins the oldest retained epoch, and so all of them; `None` if there are none.
     pub(crate) fn pin_all(&self) -> Result<Option<Pinned>, StoreError> {
         match self.open_log()? {
-            Some((_, log)) if !log.groups.is_empty() => {}
+            Some((_, log)) if !log.epochs.is_empty() => {}
             _ => return Ok(None),
         }
         let oldest = |log: &mut LogFile| log.oldest().ok_or_else(|| self.no_epoch(None));
@@ -206,7 +206,7 @@ impl Store {
 
     /// Returns the latest epoch. Fails if the log is damaged, since the latest is then unknown.
     fn latest(&self, log: &mut LogFile) -> Result<u64, StoreError> {
-        match (log.take_damage(), log.groups.last()) {
+        match (log.take_damage(), log.epochs.last()) {
             (Some(e), _) => Err(e),
             (None, Some(last)) => Ok(last.info.epoch),
             (None, None) => Err(self.no_epoch(None)),
@@ -218,7 +218,7 @@ impl Store {
             return Ok(epoch);
         }
         // The epoch may be in the damaged part.
-        let behind = log.groups.last().is_none_or(|last| last.info.epoch < epoch);
+        let behind = log.epochs.last().is_none_or(|last| last.info.epoch < epoch);
         let damage = if behind { log.take_damage() } else { None };
         Err(damage.unwrap_or_else(|| self.no_epoch(Some(epoch))))
     }
@@ -231,7 +231,7 @@ impl Store {
         all: bool,
         choose: impl Fn(&mut LogFile) -> Result<u64, StoreError>,
     ) -> Result<Pinned, StoreError> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + PIN_LIMIT;
         loop {
             let Some((mut manifest, mut log)) = self.open_log()? else {
                 return Err(self.no_epoch(asked));
@@ -264,12 +264,12 @@ impl Store {
                     lock(epoch, RangeLock::Free)?;
                 } else {
                     // The writer is making it durable, or dropping it.
-                    thread::sleep(LOOK);
+                    thread::sleep(RETRY_INTERVAL);
                 }
             };
             let Some((epoch, durable)) = pinned else { continue };
             log.forget_after(durable.max(epoch));
-            if let Ok(index) = log.groups.binary_search_by_key(&epoch, |g| g.info.epoch) {
+            if let Ok(index) = log.epochs.binary_search_by_key(&epoch, |g| g.info.epoch) {
                 return Ok(Pinned { log, pages, index });
             }
         }
@@ -296,7 +296,7 @@ fn last_durable(
     log: &LogFile,
     lock: impl Fn(u64, RangeLock) -> Result<bool, StoreError>,
 ) -> Result<u64, StoreError> {
-    let mut epochs = log.groups.iter().rev().map(|g| g.info.epoch);
+    let mut epochs = log.epochs.iter().rev().map(|g| g.info.epoch);
     match epochs.next() {
         Some(last) if lock(last, RangeLock::Shared)? => Ok(last),
         _ => Ok(epochs.next().unwrap_or(0)),
@@ -309,7 +309,7 @@ mod tests {
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;
-    use crate::taken::Taker;
+    use crate::epoch_taker::EpochTaker;
     use crate::testing::{MemoryDisk, reseal_log};
     use driftline_guest::testing::{MemoryConfig, MemoryGuest, TestDisk};
     use driftline_guest::{GuestContents, VmId};
@@ -329,7 +329,7 @@ mod tests {
         let store = || Store::with_backend(Box::new(disk.clone()), true).unwrap();
         for _ in 0..2 {
             // Each round is a process of its own, whose first epoch is a full one.
-            let mut taker = Taker::new(guest.clone(), store());
+            let mut taker = EpochTaker::new(guest.clone(), store());
             for (gfn, byte) in [(1, 7), (2, 0), (5, 9), (1, 0)] {
                 guest.ram().write_slice(&[byte; 4096], GuestAddress(gfn * 4096)).unwrap();
                 drive.write(gfn * 4096, &[byte; 4096]).unwrap();
@@ -352,7 +352,7 @@ mod tests {
         let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
         let disk = MemoryDisk::default();
         let store = || Store::with_backend(Box::new(disk.clone()), true).unwrap();
-        let mut taker = Taker::new(guest.clone(), store());
+        let mut taker = EpochTaker::new(guest.clone(), store());
         for (one, two) in [(7, 5), (8, 0)] {
             for (gfn, byte) in [(1, one), (2, two)] {
                 guest.ram().write_slice(&[byte; 4096], GuestAddress(gfn * 4096)).unwrap();

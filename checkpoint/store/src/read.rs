@@ -187,22 +187,22 @@ mod tests {
 
     use super::*;
     use crate::backend::Backend;
+    use crate::epoch_taker::EpochTaker;
     use crate::store::Store;
-    use crate::taken::Taker;
     use crate::testing::MemoryDisk;
     use driftline_guest::testing::{MemoryConfig, MemoryGuest};
     use driftline_guest::{GuestContents, VmId};
 
     /// Result for each frame: its first byte, or where it is damaged.
     #[derive(Default)]
-    struct Seen {
+    struct RecordingSink {
         in_order: bool,
         frames: Mutex<BTreeMap<u64, Result<u8, u64>>>,
         /// Number of frames in each call.
         runs: Mutex<Vec<u64>>,
     }
 
-    impl Sink for Seen {
+    impl Sink for RecordingSink {
         type Error = StoreError;
 
         fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
@@ -235,7 +235,7 @@ mod tests {
             let page = [gfn as u8 + 1; PAGE];
             guest.ram().write_slice(&page, GuestAddress(gfn * PAGE_SIZE)).unwrap();
         }
-        Taker::new(guest, store).take();
+        EpochTaker::new(guest, store).take();
         let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
         let mut pinned = store.pin(None).unwrap();
         let stored = pinned.read_cells().unwrap().0;
@@ -256,7 +256,7 @@ mod tests {
             }
             for in_order in [false, true] {
                 for frames in [&frames, &wrong] {
-                    let seen = Seen { in_order, ..Seen::default() };
+                    let seen = RecordingSink { in_order, ..RecordingSink::default() };
                     fetch(&pinned.pages, 1, &mut frames.clone(), &seen).unwrap();
                     let expected = frames.iter().map(|(gfn, cell)| {
                         let sound = stored.iter().find(|(_, c)| c == cell);

@@ -348,13 +348,13 @@ pub(crate) fn decode_layout(payload: &[u8], hash: u32) -> Result<Layout, Damage>
 
 /// Frames that are adjacent in memory and in the page file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Placed {
+pub(crate) struct StoredRun {
     pub(crate) frames: FrameRun,
     /// Slot of the first frame.
     pub(crate) slot: u32,
 }
 
-impl Placed {
+impl StoredRun {
     pub(crate) fn slots(&self) -> SlotRun {
         // Both come from a field of 32 bits.
         SlotRun { start: self.slot, count: self.frames.count as u32 }
@@ -363,10 +363,10 @@ impl Placed {
 
 /// Replaces `table` with the payload of a record of frames of one object; `crcs` are the checksums
 /// of their contents.
-pub(crate) fn encode_frames(runs: &[Placed], crcs: &[u32], table: &mut Vec<u8>) {
+pub(crate) fn encode_frames(runs: &[StoredRun], crcs: &[u32], table: &mut Vec<u8>) {
     table.clear();
     table.extend_from_slice(&(runs.len() as u64).to_le_bytes());
-    for Placed { frames, slot } in runs {
+    for StoredRun { frames, slot } in runs {
         let (start, count) = (place(frames.start).1, frames.count as u32);
         let raw = RawPlaced { start: start.0.into(), count: count.into(), slot: (*slot).into() };
         table.extend_from_slice(raw.as_bytes());
@@ -423,7 +423,7 @@ pub(crate) fn decode_frames(
     object: u16,
     objects: Objects<'_>,
     before: &mut Option<FrameRun>,
-    runs: &mut Vec<Placed>,
+    runs: &mut Vec<StoredRun>,
     crcs: &mut Vec<u32>,
 ) -> Result<u64, Damage> {
     runs.clear();
@@ -440,7 +440,7 @@ pub(crate) fn decode_frames(
         }
         // No overflow: there are at most 2^16 runs of at most 2^32 frames.
         frames += count;
-        runs.push(Placed { frames: run, slot: slots.start });
+        runs.push(StoredRun { frames: run, slot: slots.start });
     }
     if rest.len() as u64 != frames * 4 {
         let (found, expected) = (rest.len() as u64, frames * 4);

@@ -10,17 +10,17 @@ use driftline_guest::{GuestIdentity, VmId};
 
 use crate::alloc::Slots;
 use crate::backend::StoreFile;
-use crate::commit::{Bounds, Committer, Kept, Standing};
+use crate::commit::{Bounds, Committer, LogStatus, RetainedEpoch};
 use crate::epoch_encoder::begin_log;
 use crate::error::StoreError;
 use crate::limits::SECTOR;
 use crate::log::LogFile;
-use crate::manifest::{Manifest, NotWritten};
+use crate::manifest::{Manifest, ManifestNotWritten};
 use crate::names::{MANIFEST, log_name, pages_name};
-use crate::page_file::{PageReader, Pages, begin_pages};
+use crate::page_file::{PageFile, PageReader, begin_pages};
 use crate::records::Files;
 use crate::retention::Space;
-use crate::sectors::SectorPlace;
+use crate::sectors::LogPosition;
 use crate::store::Store;
 
 /// Number of bytes of a log that are rewritten at once.
@@ -65,7 +65,7 @@ impl Committer {
         let Some((held, manifest, mut log)) = store.hold()? else { return Ok(None) };
         log.check_sound(store)?;
         let vm_id = guest.vm_id();
-        match log.groups.last() {
+        match log.epochs.last() {
             Some(last) => store.check_follows(&last.info.origin(), guest)?,
             None if manifest.vm_id != vm_id => return Ok(None),
             None => {}
@@ -83,14 +83,15 @@ impl Committer {
             tracing::info!("{name}: discarding a checkpoint that was never finished");
             file.cut(bytes).map_err(|e| store.io("cutting", &name, e))?;
         }
-        if let Some(last) = log.groups.last() {
+        if let Some(last) = log.epochs.last() {
             let again = write_again(&*file, last.place.sector * SECTOR as u64, bytes);
             again.map_err(|e| store.io("writing", &name, e))?;
         }
         file.sync().map_err(|e| store.io("syncing", &name, e))?;
-        let kept = log.kept().iter().map(|g| Kept { epoch: g.info.epoch, sectors: g.sectors });
-        let kept: VecDeque<Kept> = kept.collect();
-        let pages = Arc::new(Pages::new(held, slots));
+        let kept =
+            log.kept().iter().map(|g| RetainedEpoch { epoch: g.info.epoch, sectors: g.sectors });
+        let kept: VecDeque<RetainedEpoch> = kept.collect();
+        let pages = Arc::new(PageFile::new(held, slots));
         let mut new = Self {
             last: kept.back().map(|k| k.epoch),
             kept,
@@ -110,7 +111,7 @@ impl Committer {
         let files = store.next_files()?;
         store.check_lock()?;
         let (held, log, end) = make(store, vm_id, files).map_err(|e| {
-            if !e.unsettled {
+            if !e.in_doubt {
                 store.remove_unnamed(Some(files.log), Some(files.pages));
             }
             e.cause
@@ -121,7 +122,7 @@ impl Committer {
         }
         let mut slots = Slots::new(1);
         slots.allocate(1, 1);
-        let pages = Arc::new(Pages::new(held, slots));
+        let pages = Arc::new(PageFile::new(held, slots));
         Ok(Self::new(store, vm_id, files, (log, end), pages, Space::new(guest.layout())))
     }
 
@@ -129,8 +130,8 @@ impl Committer {
         store: &Arc<Store>,
         vm_id: VmId,
         files: Files,
-        (log, end): (Box<dyn StoreFile>, SectorPlace),
-        pages: Arc<Pages>,
+        (log, end): (Box<dyn StoreFile>, LogPosition),
+        pages: Arc<PageFile>,
         space: Space,
     ) -> Self {
         Self {
@@ -141,14 +142,14 @@ impl Committer {
             pages,
             log,
             end,
-            standing: Standing::Sound,
+            log_status: LogStatus::Sound,
             kept: VecDeque::new(),
             last: None,
             space,
-            limbo: Vec::new(),
+            uncertain_slots: Vec::new(),
             bounds: Bounds::default(),
             rotate_from: 0,
-            waits_for: None,
+            blocked_drop: None,
             lost: false,
         }
     }
@@ -159,7 +160,7 @@ fn make(
     store: &Store,
     vm_id: VmId,
     files: Files,
-) -> Result<(PageReader, Box<dyn StoreFile>, SectorPlace), NotWritten> {
+) -> Result<(PageReader, Box<dyn StoreFile>, LogPosition), ManifestNotWritten> {
     let write = || -> Result<_, StoreError> {
         let name = pages_name(files.pages);
         let pages = store.create_new(&name)?;
@@ -172,7 +173,7 @@ fn make(
         log.sync().map_err(|e| store.io("syncing", &name, e))?;
         Ok((held, log, end))
     };
-    let made = write().map_err(|cause| NotWritten { cause, unsettled: false })?;
+    let made = write().map_err(|cause| ManifestNotWritten { cause, in_doubt: false })?;
     store.put_manifest(Manifest { vm_id, files })?;
     Ok(made)
 }

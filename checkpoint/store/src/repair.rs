@@ -118,19 +118,19 @@ impl Store {
             }
             self.sync_dir()
         });
-        let unsettled = match prepared {
-            Ok(()) => self
-                .put_manifest(Manifest { vm_id, files: new })
-                .map_err(|e| (e.cause, e.unsettled)),
+        let in_doubt = match prepared {
+            Ok(()) => {
+                self.put_manifest(Manifest { vm_id, files: new }).map_err(|e| (e.cause, e.in_doubt))
+            }
             Err(e) => Err((e, false)),
         };
         drop(held);
-        if let Err((e, unsettled)) = unsettled {
+        if let Err((e, in_doubt)) = in_doubt {
             // A failed rename may still have taken effect. Only the same file under the manifest's
             // name proves that it did not, whether or not that file can be read.
             let is_old =
                 manifest_was.is_ok_and(|was| self.manifest_file().is_ok_and(|is| was == is));
-            if !unsettled && is_old {
+            if !in_doubt && is_old {
                 // A file that cannot be removed does no harm.
                 let made =
                     [(new.log == next, log_name(next)), (new.pages == next, pages_name(next))];

@@ -7,7 +7,7 @@ use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN, is_zero};
 
 use crate::limits::SECTOR;
 use crate::records::{COMMIT_LEN, TAG_COMMIT, TAG_EPOCH, TAG_FRAMES, TAG_ZEROS};
-use crate::sectors::{DATA, Kind, seal};
+use crate::sectors::{DATA, SectorKind, seal};
 
 pub(super) fn word(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
@@ -128,7 +128,7 @@ pub fn reseal_log(bytes: &mut [u8]) {
         if n > 0 {
             sector[..DATA].copy_from_slice(&data[(n - 1) * DATA..n * DATA]);
         }
-        let kind = if firsts.contains(&n) { Kind::First } else { Kind::Other };
+        let kind = if firsts.contains(&n) { SectorKind::First } else { SectorKind::Other };
         let end = seal(&sector[..DATA], n as u64, kind);
         sector[DATA..].copy_from_slice(&end);
         if !written[n] {

@@ -19,7 +19,7 @@ use crate::extents::{Entries, joined};
 use crate::frame_map::{FrameMap, runs_of};
 use crate::limits::NO_SLOT;
 use crate::log::LogFile;
-use crate::records::Placed;
+use crate::records::StoredRun;
 
 /// The slots that durable epochs need.
 #[derive(Debug, Default)]
@@ -71,7 +71,7 @@ impl Space {
             slots.grow_to(u32::try_from(end).unwrap_or(u32::MAX).min(total));
             let marked = used.iter().try_for_each(|run| slots.mark(*run));
             marked.map_err(|cause| {
-                let epoch = log.groups[index].info.epoch;
+                let epoch = log.epochs[index].info.epoch;
                 log.damaged(index, Damage::Used { epoch, cause })
             })
         })?;
@@ -97,7 +97,7 @@ impl Space {
         mut on_epoch: impl FnMut(&LogFile, usize, &[SlotRun]) -> Result<(), StoreError>,
     ) -> Result<FrameMap, StoreError> {
         let mut map = FrameMap::default();
-        let count = log.groups.len();
+        let count = log.epochs.len();
         let first = count - log.kept().len();
         if count == 0 {
             return Ok(map);
@@ -109,7 +109,7 @@ impl Space {
             } else if index > first {
                 on_epoch(log, index, &new)?;
                 if !superseded.is_empty() {
-                    self.superseded.push_back((log.groups[index].info.epoch, superseded));
+                    self.superseded.push_back((log.epochs[index].info.epoch, superseded));
                 }
             }
         }
@@ -223,7 +223,7 @@ fn apply_noting(
     map: &mut FrameMap,
 ) -> Result<Applied, StoreError> {
     let (mut old, mut new) = (Vec::new(), Vec::new());
-    if log.groups[index].front.is_whole() {
+    if log.epochs[index].front.is_whole() {
         old.extend(map.all().map(|(_, cell)| cell.slot));
     }
     apply_telling(log, index, map, |slot| old.push(slot), |run| new.push(run), |_| {})?;
@@ -243,7 +243,7 @@ fn apply_telling(
     mut on_new: impl FnMut(SlotRun),
     mut on_section: impl FnMut(Section),
 ) -> Result<(), StoreError> {
-    let mut group = log.group(index)?;
+    let mut group = log.epoch(index)?;
     if group.front.is_whole() {
         map.clear();
     }
@@ -251,7 +251,7 @@ fn apply_telling(
         match record {
             Record::Frames(runs, crcs) => {
                 map.put(runs, crcs, &mut on_old);
-                runs.iter().map(Placed::slots).for_each(&mut on_new);
+                runs.iter().map(StoredRun::slots).for_each(&mut on_new);
             }
             Record::Zeros(runs) => map.clear_frames(runs, &mut on_old),
             Record::Section(section) => on_section(section),

@@ -13,25 +13,25 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 
 use crate::backend::StoreFile;
-use crate::commit::{Committer, Kept, Standing};
-use crate::epoch_encoder::{Entry, EpochBuilder, begin_log};
+use crate::commit::{Committer, LogStatus, RetainedEpoch};
+use crate::epoch_encoder::{EpochEncoder, StoredFrame, begin_log};
 use crate::epoch_reader::Record;
 use crate::error::StoreError;
 use crate::frame_map::{Cell, FrameMap};
 use crate::limits::NO_SLOT;
 use crate::log::LogFile;
-use crate::manifest::{Manifest, NotWritten};
+use crate::manifest::{Manifest, ManifestNotWritten};
 use crate::names::{log_name, pages_name};
 use crate::page_file::{PageReader, begin_pages};
 use crate::read::{Sink, fetch};
-use crate::records::{Commit, Files, Front, Placed};
+use crate::records::{Commit, Files, Front, StoredRun};
 use crate::retention::apply;
-use crate::sectors::SectorPlace;
+use crate::sectors::LogPosition;
 use crate::store::Store;
 
 /// Number of entries, some dozen microseconds of work, after which the work yields to a paused
 /// guest.
-const BREATH: u64 = 1024;
+const ENTRIES_PER_YIELD: u64 = 1024;
 
 /// Result of [`Store::compact`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -47,13 +47,13 @@ pub struct CompactReport {
 /// A log that has been written, and is not the store's yet.
 pub(super) struct NewLog {
     file: Box<dyn StoreFile>,
-    end: SectorPlace,
-    pub(super) kept: Vec<Kept>,
+    end: LogPosition,
+    pub(super) kept: Vec<RetainedEpoch>,
 }
 
-/// Returns the indices of the groups that are retained.
+/// Returns the indices of the epochs that are retained.
 fn kept_of(log: &LogFile) -> Vec<usize> {
-    let count = log.groups.len();
+    let count = log.epochs.len();
     (count - log.kept().len()..count).collect()
 }
 
@@ -80,21 +80,22 @@ impl Committer {
         let mut old = self.read_log()?;
         let kept = kept_of(&old);
         let made = copy_log(store, &mut old, &kept, files.log, &|slot| slot);
-        let made = made.map_err(|cause| NotWritten { cause, unsettled: false });
+        let made = made.map_err(|cause| ManifestNotWritten { cause, in_doubt: false });
         let put = |new| match store.put_manifest(Manifest { vm_id: self.vm_id, files }) {
             Ok(()) => Ok((new, None)),
-            Err(NotWritten { cause, unsettled: true }) => Ok((new, Some(cause))),
+            Err(ManifestNotWritten { cause, in_doubt: true }) => Ok((new, Some(cause))),
             Err(e) => Err(e),
         };
-        let (new, unsettled) = made.and_then(put).map_err(|NotWritten { cause, .. }| {
-            store.remove_unnamed(Some(files.log), None);
-            cause
-        })?;
+        let (new, in_doubt) =
+            made.and_then(put).map_err(|ManifestNotWritten { cause, .. }| {
+                store.remove_unnamed(Some(files.log), None);
+                cause
+            })?;
         tracing::debug!(generation = files.log, "the log was written anew");
         self.before = Some(std::mem::replace(&mut self.files, files).log);
         (self.log, self.end, self.kept) = (new.file, new.end, new.kept.into());
-        if let Some(cause) = unsettled {
-            self.standing = Standing::Unsettled;
+        if let Some(cause) = in_doubt {
+            self.log_status = LogStatus::ManifestInDoubt;
             return Err(cause);
         }
         self.remove_log_before();
@@ -110,7 +111,7 @@ impl Committer {
     }
 }
 
-/// Writes the groups `chosen` of `old`, ascending, to a new log, and syncs it. A group that does
+/// Writes the epochs `chosen` of `old`, ascending, to a new log, and syncs it. An epoch that does
 /// not directly follow its predecessor in `old` is written with all of its frames, or with all that
 /// have changed since that predecessor. `to` maps an old slot to its new one.
 pub(super) fn copy_log(
@@ -124,19 +125,19 @@ pub(super) fn copy_log(
     let writing = |e| store.io("writing", &name, e);
     let file = store.create_new(&name)?;
     let mut end = begin_log(&*file, old.vm_id, generation).map_err(writing)?;
-    let mut builder = EpochBuilder::new(&*file, end);
+    let mut builder = EpochEncoder::new(&*file, end);
     let mut kept = Vec::new();
     let mut before = None;
     for &index in chosen {
-        let oldest = old.groups[chosen[0]].info.epoch;
+        let oldest = old.epochs[chosen[0]].info.epoch;
         // A full group has all of memory already.
-        let alone = !is_next(index, before) && old.groups[index].front.parent.is_some();
+        let alone = !is_next(index, before) && old.epochs[index].front.parent.is_some();
         let map = if alone { map_of(old, index)? } else { FrameMap::default() };
         // Both are of the same chain: slots that both have must not be brought twice.
         let joined = before.filter(|before| alone && old.base_of(index) <= *before);
         let known = joined.map_or_else(|| Ok(FrameMap::default()), |before| map_of(old, before))?;
-        let parent = joined.map(|before| old.groups[before].info.epoch);
-        let mut group = old.group(index)?;
+        let parent = joined.map(|before| old.epochs[before].info.epoch);
+        let mut group = old.epoch(index)?;
         let rebased = alone && before.is_none();
         let (layout, drives) = (group.layout.clone(), group.drives.clone());
         let mut front = Front { rebased, ..group.front };
@@ -145,16 +146,17 @@ pub(super) fn copy_log(
         }
         before = Some(index);
         builder.front(front, &layout, &group.config, &drives).map_err(writing)?;
-        let moved = |e: Entry| Entry { slot: to(e.slot), ..e };
+        let moved = |e: StoredFrame| StoredFrame { slot: to(e.slot), ..e };
         let no_zeros = std::iter::empty;
         let (mut stored, mut zeros) = (0, Vec::new());
         if alone {
-            let entry =
-                |(gfn, Cell { slot, crc }): (Gfn, Cell)| moved(Entry { frame: gfn.0, slot, crc });
+            let entry = |(gfn, Cell { slot, crc }): (Gfn, Cell)| {
+                moved(StoredFrame { frame: gfn.0, slot, crc })
+            };
             let new = map.all().filter(|(gfn, cell)| known.get(*gfn) != Some(*cell));
             let new = new.map(entry).inspect(|_| {
-                if stored % BREATH == 0 {
-                    store.calm().stand_aside();
+                if stored % ENTRIES_PER_YIELD == 0 {
+                    store.pause_gate().wait_until_open();
                 }
                 stored += 1;
             });
@@ -165,7 +167,7 @@ pub(super) fn copy_log(
         while let Some(record) = group.next()? {
             match record {
                 Record::Frames(runs, crcs) if !alone => {
-                    let entries: Vec<Entry> = entries_of(runs, crcs).map(moved).collect();
+                    let entries: Vec<StoredFrame> = entries_of(runs, crcs).map(moved).collect();
                     builder.entries(&layout, entries.into_iter(), no_zeros()).map_err(writing)?;
                 }
                 Record::Zeros(runs) if !alone => builder.zero_runs(runs).map_err(writing)?,
@@ -189,16 +191,16 @@ pub(super) fn copy_log(
         };
         let commit = Commit { oldest, bytes, frames, zero_frames, ..commit };
         let next = builder.commit(commit).map_err(writing)?;
-        kept.push(Kept { epoch: commit.epoch, sectors: next.sector - end.sector });
+        kept.push(RetainedEpoch { epoch: commit.epoch, sectors: next.sector - end.sector });
         end = next;
     }
     file.sync().map_err(|e| store.io("syncing", &name, e))?;
     Ok(NewLog { file, end, kept })
 }
 
-fn entries_of(runs: &[Placed], crcs: &[u32]) -> impl Iterator<Item = Entry> {
+fn entries_of(runs: &[StoredRun], crcs: &[u32]) -> impl Iterator<Item = StoredFrame> {
     let places = runs.iter().flat_map(|run| run.frames.frames().zip(run.slot..));
-    places.zip(crcs).map(|((gfn, slot), crc)| Entry { frame: gfn.0, slot, crc: *crc })
+    places.zip(crcs).map(|((gfn, slot), crc)| StoredFrame { frame: gfn.0, slot, crc: *crc })
 }
 
 impl Store {
@@ -229,11 +231,11 @@ impl Store {
             let made = copy_log(self, &mut old, &chosen, new.log, &to)?;
             Ok((made.kept, self.bytes_of(new)?))
         });
-        let made = made.map_err(|cause| NotWritten { cause, unsettled: false });
+        let made = made.map_err(|cause| ManifestNotWritten { cause, in_doubt: false });
         let put =
             made.and_then(|made| self.put_manifest(Manifest { vm_id, files: new }).map(|()| made));
         let (kept, after_bytes) = put.map_err(|e| {
-            if !e.unsettled {
+            if !e.in_doubt {
                 self.remove_unnamed(Some(new.log), Some(new.pages));
             }
             e.cause
@@ -272,7 +274,7 @@ impl Store {
         Ok(len(log_name(files.log))? + len(pages_name(files.pages))?)
     }
 
-    /// Copies every frame of the groups `chosen` to a new page file, and checks it. Returns the new
+    /// Copies every frame of the epochs `chosen` to a new page file, and checks it. Returns the new
     /// slot of each slot.
     pub(super) fn copy_pages(
         &self,
@@ -289,13 +291,14 @@ impl Store {
         let mut next = 1;
         let mut before = None;
         for &index in chosen {
-            let epoch = log.groups[index].info.epoch;
+            let epoch = log.epochs[index].info.epoch;
             let mut entries: Vec<(Gfn, Cell)> = Vec::new();
             if is_next(index, before) {
-                let mut group = log.group(index)?;
+                let mut group = log.epoch(index)?;
                 while let Some(record) = group.next()? {
                     if let Record::Frames(runs, crcs) = record {
-                        let cell = |e: Entry| (Gfn(e.frame), Cell { slot: e.slot, crc: e.crc });
+                        let cell =
+                            |e: StoredFrame| (Gfn(e.frame), Cell { slot: e.slot, crc: e.crc });
                         entries.extend(entries_of(runs, crcs).map(cell));
                     }
                 }
@@ -310,8 +313,13 @@ impl Store {
                 next += 1;
                 true
             });
-            let sink =
-                Moved { store: self, file: &*file, name: &name, slots: &slots, entries: &entries };
+            let sink = PageCopySink {
+                store: self,
+                file: &*file,
+                name: &name,
+                slots: &slots,
+                entries: &entries,
+            };
             let mut sorted = entries.clone();
             fetch(pages, epoch, &mut sorted, &sink)?;
         }
@@ -321,7 +329,7 @@ impl Store {
 }
 
 /// Writes frames to their new slots in a new page file.
-struct Moved<'m> {
+struct PageCopySink<'m> {
     store: &'m Store,
     file: &'m dyn StoreFile,
     name: &'m str,
@@ -330,7 +338,7 @@ struct Moved<'m> {
     entries: &'m [(Gfn, Cell)],
 }
 
-impl Sink for Moved<'_> {
+impl Sink for PageCopySink<'_> {
     type Error = StoreError;
 
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {

@@ -24,7 +24,7 @@ use crate::store::Store;
 use crate::verify::{PageCheck, verdict};
 
 /// Number of attempts to survey a store whose files are replaced meanwhile.
-const LOOKS: u32 = 10;
+const ATTEMPTS: u32 = 10;
 
 /// State of a retained checkpoint, as found by a survey.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -79,7 +79,7 @@ pub(super) struct Salvage {
     pub(super) log: LogFile,
     /// `None` if the page file is missing.
     pub(super) pages: Option<PageReader>,
-    /// Indices of the sound checkpoints' groups.
+    /// Indices of the sound checkpoints in the log.
     pub(super) chosen: Vec<usize>,
     pub(super) survey: Survey,
     pub(super) manifest_is_sound: bool,
@@ -96,7 +96,7 @@ impl Store {
     /// Fails if no file there is a store's, if it is unknown which guest's store it is, or if the
     /// system refuses an operation.
     pub fn survey(&self) -> Result<Survey, StoreError> {
-        for _ in 1..LOOKS {
+        for _ in 1..ATTEMPTS {
             let before = self.manifest().ok().flatten();
             let _pinned = self.pin_for_survey()?;
             let salvage = self.salvage();
@@ -254,8 +254,8 @@ impl Store {
         };
         let pages_are_sound = wrong.is_none();
         survey.damage.extend(header.iter().chain(&wrong).map(ToString::to_string));
-        let (count, oldest) = (log.groups.len(), log.oldest().unwrap_or(0));
-        let first = log.groups.partition_point(|g| g.info.epoch < oldest);
+        let (count, oldest) = (log.epochs.len(), log.oldest().unwrap_or(0));
+        let first = log.epochs.partition_point(|g| g.info.epoch < oldest);
         let mut chosen = Vec::new();
         let (mut map, mut check) = (FrameMap::default(), PageCheck::default());
         // Whether the places of this epoch's frames are known, and whether the frames of the epoch
@@ -263,8 +263,8 @@ impl Store {
         let (mut known, mut was_read) = (false, false);
         for index in 0..count {
             let is_behind = note_holes(&mut survey, &log, &holes, index, oldest);
-            let whole = log.groups[index].front.is_whole();
-            let info = log.groups[index].info;
+            let whole = log.epochs[index].front.is_whole();
+            let info = log.epochs[index].info;
             known = whole || (known && !is_behind);
             if !known {
                 was_read = false;
@@ -293,7 +293,7 @@ impl Store {
                 }),
             };
             was_read = true;
-            let of_state = log.lost.get(&log.groups[index].place.sector).map(ToString::to_string);
+            let of_state = log.lost.get(&log.epochs[index].place.sector).map(ToString::to_string);
             let damage = of_state.or(of_pages);
             if damage.is_none() {
                 chosen.push(index);
@@ -330,9 +330,9 @@ fn is_timeout(e: &StoreError) -> bool {
 
 /// Notes what is missing in front of group `at`. Returns whether anything is.
 fn note_holes(survey: &mut Survey, log: &LogFile, holes: &[Hole], at: usize, oldest: u64) -> bool {
-    let behind = log.groups.get(at);
+    let behind = log.epochs.get(at);
     for hole in holes.iter().filter(|hole| hole.at == at) {
-        let before = at.checked_sub(1).map_or(0, |before| log.groups[before].info.epoch);
+        let before = at.checked_sub(1).map_or(0, |before| log.epochs[before].info.epoch);
         let damage = hole.damage.to_string();
         let Some(behind) = behind else {
             survey.push(hole.epoch, Some(damage));

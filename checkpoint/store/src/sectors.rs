@@ -22,9 +22,9 @@ use driftline_format::{FormatError, is_zero};
 use crate::backend::{StoreFile, is_media_error};
 use crate::error::{Damage, StoreError};
 use crate::limits::SECTOR;
-use crate::pause_gate::Calm;
+use crate::pause_gate::PauseGate;
 use crate::records::Digest;
-use crate::unreadable::Unreadable;
+use crate::unreadable::UnreadableUnits;
 
 /// Bytes of data in a sector.
 pub(crate) const DATA: usize = SECTOR - 4;
@@ -35,7 +35,7 @@ const SETTLE: Duration = Duration::from_millis(1);
 
 /// Position in a log at which an epoch begins, and what comes before it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct SectorPlace {
+pub(crate) struct LogPosition {
     pub(crate) sector: u64,
     /// Sequence number of the next record.
     pub(crate) sequence: u32,
@@ -47,14 +47,14 @@ pub(crate) struct SectorPlace {
 /// Kind of a sector, which its checksum covers. A guest chooses the checksums of frames, and so the
 /// data of most sectors. It cannot make a sector look like the beginning of an epoch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Kind {
+pub(crate) enum SectorKind {
     /// First sector of an epoch.
     First,
     /// Any other sector.
     Other,
 }
 
-impl Kind {
+impl SectorKind {
     fn word(self) -> u64 {
         match self {
             Self::First => u64::from_le_bytes(*b"FIRSTSEC"),
@@ -65,7 +65,7 @@ impl Kind {
 
 /// Returns a sector's checksum, which is never 0: so a sector of zeros is one that was never
 /// written.
-fn checksum(data: &[u8], number: u64, kind: Kind) -> u32 {
+fn checksum(data: &[u8], number: u64, kind: SectorKind) -> u32 {
     let crc = crc32c::crc32c_append(crc32c::crc32c(data), &number.to_le_bytes());
     match crc32c::crc32c_append(crc, &kind.word().to_le_bytes()) {
         0 => u32::MAX,
@@ -74,7 +74,7 @@ fn checksum(data: &[u8], number: u64, kind: Kind) -> u32 {
 }
 
 /// Returns the bytes that follow a sector's `data`.
-pub(crate) fn seal(data: &[u8], number: u64, kind: Kind) -> [u8; SECTOR - DATA] {
+pub(crate) fn seal(data: &[u8], number: u64, kind: SectorKind) -> [u8; SECTOR - DATA] {
     checksum(data, number, kind).to_le_bytes()
 }
 
@@ -114,7 +114,7 @@ impl Framer {
                 let at = self.whole() * SECTOR;
                 let number = self.first + self.whole() as u64;
                 let first = number == self.begin && number > 0;
-                let kind = if first { Kind::First } else { Kind::Other };
+                let kind = if first { SectorKind::First } else { SectorKind::Other };
                 let end = seal(&self.bytes[at..], number, kind);
                 self.bytes.extend_from_slice(&end);
             }
@@ -157,25 +157,25 @@ impl Framer {
 
 /// Reason why a sector cannot be read.
 #[derive(Debug)]
-pub(crate) enum Stop {
+pub(crate) enum SectorError {
     /// Nothing was written from this byte of this file on: the file ends, or a sector is zeros.
     Unwritten(PathBuf, u64),
     /// The sector is damaged, or could not be read.
-    Wrong(StoreError),
+    Damaged(StoreError),
 }
 
-impl From<StoreError> for Stop {
+impl From<StoreError> for SectorError {
     fn from(e: StoreError) -> Self {
-        Self::Wrong(e)
+        Self::Damaged(e)
     }
 }
 
 /// For callers that know that the sectors were written: an unwritten one is damage.
-impl From<Stop> for StoreError {
-    fn from(stop: Stop) -> Self {
+impl From<SectorError> for StoreError {
+    fn from(stop: SectorError) -> Self {
         match stop {
-            Stop::Wrong(e) => e,
-            Stop::Unwritten(file, offset) => {
+            SectorError::Damaged(e) => e,
+            SectorError::Unwritten(file, offset) => {
                 Self::Damaged { file, offset, damage: Damage::Unwritten }
             }
         }
@@ -191,22 +191,22 @@ pub(crate) struct Sectors {
     buffer: Vec<u8>,
     /// Number of the first sector in `buffer`.
     buffered: u64,
-    calm: Calm,
+    pause_gate: PauseGate,
     /// Last sector of a range that could not be read at once.
     bad: Option<u64>,
     /// Sectors that could not be read one by one.
-    unreadable: Unreadable,
+    unreadable: UnreadableUnits,
     /// Whether damaged state of a guest is skipped, for a salvage.
     pub(super) lenient: bool,
 }
 
 impl Sectors {
-    /// Returns the sectors of the log in `file`; reading yields to `calm`.
+    /// Returns the sectors of the log in `file`; reading yields to `pause_gate`.
     pub(super) fn new(
         file: Box<dyn StoreFile>,
         path: PathBuf,
-        calm: Calm,
-        unreadable: Unreadable,
+        pause_gate: PauseGate,
+        unreadable: UnreadableUnits,
     ) -> Result<Self, StoreError> {
         let mut new = Self {
             file,
@@ -214,7 +214,7 @@ impl Sectors {
             len: 0,
             buffer: Vec::new(),
             buffered: 0,
-            calm,
+            pause_gate,
             bad: None,
             unreadable,
             lenient: false,
@@ -291,7 +291,7 @@ impl Sectors {
     pub(super) fn raw(&mut self, number: u64) -> Result<&[u8], StoreError> {
         let have = (self.buffer.len() / SECTOR) as u64;
         if number < self.buffered || number >= self.buffered + have {
-            self.calm.stand_aside();
+            self.pause_gate.wait_until_open();
             self.buffered = number;
             self.fill(number).map_err(|e| {
                 self.buffer.clear();
@@ -310,20 +310,20 @@ impl Sectors {
     }
 
     /// Returns the data of sector `number`, which must be of this kind, and checks it.
-    pub(crate) fn data(&mut self, number: u64, kind: Kind) -> Result<&[u8], Stop> {
+    pub(crate) fn data(&mut self, number: u64, kind: SectorKind) -> Result<&[u8], SectorError> {
         let offset = number.saturating_mul(SECTOR as u64);
         if number >= self.count() {
-            return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
+            return Err(SectorError::Unwritten(self.path.clone(), offset.min(self.len)));
         }
         let raw = match self.raw(number) {
             // The writer has just cut off an epoch that failed.
             Err(StoreError::Io { cause, .. }) if cause.kind() == io::ErrorKind::UnexpectedEof => {
                 self.look_again()?;
-                return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
+                return Err(SectorError::Unwritten(self.path.clone(), offset.min(self.len)));
             }
             Err(StoreError::Io { cause, .. }) if is_media_error(&cause) => {
                 let why = self.unreadable.why(number);
-                return Err(Stop::Wrong(match self.unreadable.is_hopeless() {
+                return Err(SectorError::Damaged(match self.unreadable.is_hopeless() {
                     true => self.io(cause),
                     false => self.damaged(offset, Damage::Unreadable { why }),
                 }));
@@ -333,7 +333,7 @@ impl Sectors {
         let ((found, expected), zeros) = (checksums(raw, number, kind), is_zero(raw));
         if found != expected {
             if zeros {
-                return Err(Stop::Unwritten(self.path.clone(), offset));
+                return Err(SectorError::Unwritten(self.path.clone(), offset));
             }
             let damage = FormatError::Checksum { what: "a sector", found, expected };
             return Err(self.damaged(offset, damage).into());
@@ -353,7 +353,7 @@ impl Sectors {
     }
 }
 
-fn checksums(raw: &[u8], number: u64, kind: Kind) -> (u32, u32) {
+fn checksums(raw: &[u8], number: u64, kind: SectorKind) -> (u32, u32) {
     let (data, end) = raw.split_at(DATA);
     let found = end.iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte));
     (found, checksum(data, number, kind))
@@ -367,7 +367,7 @@ mod tests {
     fn zeros_do_not_have_the_checksum_of_zeros() {
         // Otherwise, a sector of zeros could be one that was written. For each kind, there is one
         // number below 2^32 that would have the checksum 0.
-        for kind in [Kind::First, Kind::Other] {
+        for kind in [SectorKind::First, SectorKind::Other] {
             let raw = |n: u32| {
                 let crc =
                     crc32c::crc32c_append(crc32c::crc32c(&[0; DATA]), &u64::from(n).to_le_bytes());
@@ -397,7 +397,10 @@ mod tests {
     fn no_sector_is_of_both_kinds() {
         for n in 0..10_000_u64 {
             let data = [n as u8; DATA];
-            assert_ne!(checksum(&data, n, Kind::First), checksum(&data, n, Kind::Other));
+            assert_ne!(
+                checksum(&data, n, SectorKind::First),
+                checksum(&data, n, SectorKind::Other)
+            );
         }
     }
 }

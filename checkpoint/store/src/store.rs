@@ -8,8 +8,8 @@ use driftline_guest::{GuestIdentity, Origin};
 
 use crate::backend::{Backend, LOCK_FILE, LockError, StoreFile};
 use crate::error::StoreError;
-use crate::pause_gate::Calm;
-use crate::unreadable::{PATIENCE, Unreadable};
+use crate::pause_gate::PauseGate;
+use crate::unreadable::{FAILED_READ_LIMIT, UnreadableUnits};
 
 /// A directory of epochs.
 ///
@@ -26,15 +26,20 @@ use crate::unreadable::{PATIENCE, Unreadable};
 pub struct Store {
     backend: Box<dyn Backend>,
     writable: bool,
-    calm: Calm,
+    pause_gate: PauseGate,
     /// Limit of the total time spent on failing reads, for each file.
-    patience: Duration,
+    failed_read_limit: Duration,
 }
 
 impl Store {
     /// Returns a store on `backend`, without looking at any of its files.
     pub(crate) fn new(backend: Box<dyn Backend>, writable: bool) -> Self {
-        Self { backend, writable, calm: Calm::default(), patience: PATIENCE }
+        Self {
+            backend,
+            writable,
+            pause_gate: PauseGate::default(),
+            failed_read_limit: FAILED_READ_LIMIT,
+        }
     }
 
     pub(crate) fn sync_dir(&self) -> Result<(), StoreError> {
@@ -57,20 +62,20 @@ impl Store {
 
     /// Returns the gate that is held while the guest is paused for an epoch of this store: store
     /// work that can wait yields meanwhile.
-    pub fn calm(&self) -> &Calm {
-        &self.calm
+    pub fn pause_gate(&self) -> &PauseGate {
+        &self.pause_gate
     }
 
     /// Returns the state of failed reads for a reader of one file, none of which has been read yet.
     /// `guesses` is set by a reader that salvages.
-    pub(crate) fn unreadable(&self, guesses: bool) -> Unreadable {
-        Unreadable::new(self.patience, guesses)
+    pub(crate) fn unreadable(&self, guesses: bool) -> UnreadableUnits {
+        UnreadableUnits::new(self.failed_read_limit, guesses)
     }
 
     /// Sets the limit of the total time spent on failing reads, for each file.
     #[cfg(feature = "testing")]
-    pub fn set_patience(&mut self, patience: Duration) {
-        self.patience = patience;
+    pub fn set_failed_read_limit(&mut self, failed_read_limit: Duration) {
+        self.failed_read_limit = failed_read_limit;
     }
 
     /// Returns whether this is the store's writer.

@@ -2,10 +2,10 @@
 //! read.
 //!
 //! Each unit that a reader needs is tried once, as long as failed reads have taken less than
-//! [`PATIENCE`] in total. After that, a reader that salvages guesses. Once [`EXACT`] consecutive
-//! units are unreadable, it looks for the end of the stretch in growing steps, and then between the
-//! last two steps. It does not try units between two that failed. Any other reader ends with the
-//! disk's error.
+//! [`FAILED_READ_LIMIT`] in total. After that, a reader that salvages guesses. Once [`EXACT`]
+//! consecutive units are unreadable, it looks for the end of the stretch in growing steps, and then
+//! between the last two steps. It does not try units between two that failed. Any other reader ends
+//! with the disk's error.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,8 +16,8 @@ use rustix::io::Errno;
 use crate::backend::is_media_error;
 
 /// Limit of the total time of failing reads of a file, after which units are given up untried.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
-/// Number of consecutive units that are still tried one by one after [`PATIENCE`].
+pub(super) const FAILED_READ_LIMIT: Duration = Duration::from_secs(60);
+/// Number of consecutive units that are still tried one by one after [`FAILED_READ_LIMIT`].
 const EXACT: u64 = 16;
 
 /// Stretches of units, by first unit, with the unit behind the last.
@@ -26,7 +26,7 @@ struct Stretches(BTreeMap<u64, u64>);
 
 /// The unreadable units of a file: sectors of a log, slots of a page file.
 #[derive(Debug)]
-pub(super) struct Unreadable {
+pub(super) struct UnreadableUnits {
     /// Units whose read failed, and units that were not tried.
     given_up: Stretches,
     failed: Stretches,
@@ -34,17 +34,17 @@ pub(super) struct Unreadable {
     errno: Option<i32>,
     /// Total time of failed reads.
     spent: Duration,
-    patience: Duration,
+    failed_read_limit: Duration,
     /// Whether units may be given up untried.
     guesses: bool,
 }
 
-impl Unreadable {
-    /// Returns the state of a reader that spends `patience` on failing reads, and then guesses or
-    /// ends.
-    pub(super) fn new(patience: Duration, guesses: bool) -> Self {
+impl UnreadableUnits {
+    /// Returns the state of a reader that spends `failed_read_limit` on failing reads, and then
+    /// guesses or ends.
+    pub(super) fn new(failed_read_limit: Duration, guesses: bool) -> Self {
         let (given_up, failed) = Default::default();
-        Self { given_up, failed, errno: None, spent: Duration::ZERO, patience, guesses }
+        Self { given_up, failed, errno: None, spent: Duration::ZERO, failed_read_limit, guesses }
     }
 
     pub(super) fn has(&self, unit: u64) -> bool {
@@ -81,7 +81,7 @@ impl Unreadable {
 
     /// Returns whether failed reads have taken all of their time.
     fn is_over(&self) -> bool {
-        self.spent >= self.patience
+        self.spent >= self.failed_read_limit
     }
 
     /// Returns whether the reader must end.
@@ -181,7 +181,7 @@ mod tests {
     fn long_stretch_costs_few_reads() {
         const END: u64 = 1 << 31;
         for stretch in [3..4, 3..18, 3..19, 3..20, 7..1000, 5..END - 1, 5..END, END - 1..END] {
-            let mut unreadable = Unreadable::new(Duration::ZERO, true);
+            let mut unreadable = UnreadableUnits::new(Duration::ZERO, true);
             let reads = Cell::new(0);
             let read = |unit: u64| {
                 assert!(unit < END);
@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn sound_units_between_short_stretches_stay() {
-        let mut unreadable = Unreadable::new(Duration::ZERO, true);
+        let mut unreadable = UnreadableUnits::new(Duration::ZERO, true);
         let is_bad = |unit: u64| unit % 7 < 3 || unit == 40;
         let read = |unit: u64| if is_bad(unit) { Err(bad()) } else { Ok(()) };
         for unit in (0..100).rev().chain(0..100).filter(|unit| is_bad(*unit)) {
@@ -218,17 +218,18 @@ mod tests {
     fn only_an_expired_salvage_skips_untried_units() {
         let is_bad = |unit: u64| unit < EXACT || [31, 63, 127].contains(&unit);
         let read = |unit: u64| if is_bad(unit) { Err(bad()) } else { Ok(()) };
-        for (patience, guesses) in [(60, true), (60, false), (0, true), (0, false)] {
-            let mut unreadable = Unreadable::new(Duration::from_secs(patience), guesses);
+        for (failed_read_limit, guesses) in [(60, true), (60, false), (0, true), (0, false)] {
+            let mut unreadable =
+                UnreadableUnits::new(Duration::from_secs(failed_read_limit), guesses);
             unreadable.took(Duration::from_secs(7));
             for unit in 0..200 {
                 if !unreadable.has(unit) && is_bad(unit) {
                     unreadable.note(unit, 200, &bad(), read).unwrap();
                 }
             }
-            let guessed = patience == 0 && guesses;
+            let guessed = failed_read_limit == 0 && guesses;
             assert!((0..200).all(|unit| unreadable.has(unit) == is_bad(unit)) != guessed);
-            assert_eq!(unreadable.is_hopeless(), patience == 0 && !guesses);
+            assert_eq!(unreadable.is_hopeless(), failed_read_limit == 0 && !guesses);
             assert_eq!(unreadable.why(31), bad().to_string());
             if guessed {
                 let why = "not tried, since other reads failed for 7 s";
@@ -239,7 +240,7 @@ mod tests {
 
     #[test]
     fn refusal_of_the_system_makes_no_unit_unreadable() {
-        let mut unreadable = Unreadable::new(Duration::ZERO, true);
+        let mut unreadable = UnreadableUnits::new(Duration::ZERO, true);
         let read = |_| Err(io::Error::from_raw_os_error(libc::ENOMEM));
         for unit in 0..EXACT - 1 {
             unreadable.note(unit, 100, &bad(), read).unwrap();

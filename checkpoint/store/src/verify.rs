@@ -51,14 +51,14 @@ pub(super) fn verdict(sound: u64, total: u64, latest: Option<u64>) -> String {
 
 /// Damaged frames that are adjacent, in adjacent slots, and were found in the same epoch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Run {
+struct DamagedRun {
     count: u64,
     /// Slot of the first.
     slot: u32,
     epoch: u64,
 }
 
-impl Run {
+impl DamagedRun {
     /// Returns whether a frame that is `behind` frames after the first, in this slot, is the next
     /// of the run or a part of it.
     fn reaches(&self, behind: u64, slot: u32, epoch: u64) -> bool {
@@ -70,9 +70,9 @@ impl Run {
 
 /// Damaged frames, as runs: a failing disk may have millions of them.
 #[derive(Default, Debug)]
-struct Runs(BTreeMap<u64, Run>);
+struct DamagedRuns(BTreeMap<u64, DamagedRun>);
 
-impl Runs {
+impl DamagedRuns {
     /// Adds a frame, unless it is there already.
     fn add(&mut self, gfn: u64, slot: u32, epoch: u64) {
         let next = self.0.get(&(gfn + 1)).copied();
@@ -94,7 +94,7 @@ impl Runs {
             self.0.remove(&(gfn + 1));
         }
         let count = 1 + next.map_or(0, |next| next.count);
-        self.0.insert(gfn, Run { count, slot, epoch });
+        self.0.insert(gfn, DamagedRun { count, slot, epoch });
     }
 
     /// Keeps the frames that are still in the same slots.
@@ -110,12 +110,12 @@ impl Runs {
 }
 
 /// A sink that notes the damaged frames among those of `epoch` that are read.
-struct Damaged<'c> {
-    runs: Mutex<&'c mut Runs>,
+struct DamageSink<'c> {
+    runs: Mutex<&'c mut DamagedRuns>,
     epoch: u64,
 }
 
-impl Sink for Damaged<'_> {
+impl Sink for DamageSink<'_> {
     type Error = StoreError;
 
     fn frames(&self, _: FrameRun, _: &[u8]) -> Result<(), StoreError> {
@@ -172,8 +172,8 @@ fn verify_epochs(
     }
     let (mut check, mut first_damage) = (PageCheck::default(), None);
     report.read_bytes = log.bytes() + PAGE_SIZE;
-    for index in first..log.groups.len() {
-        let info = log.groups[index].info;
+    for index in first..log.epochs.len() {
+        let info = log.epochs[index].info;
         apply(&mut log, index, &mut map)?;
         let (read, damage) = check.epoch(&pages, &mut log, index, &map, index == first)?;
         report.read_bytes += read * PAGE_SIZE;
@@ -197,7 +197,7 @@ fn verify_epochs(
 /// Reads the frames of consecutive epochs, each frame once.
 #[derive(Default)]
 pub(super) struct PageCheck {
-    damaged: Runs,
+    damaged: DamagedRuns,
     /// First damaged frame of the epoch that was read last, with its slot and damage.
     first: Option<(u64, u32, Arc<StoreError>)>,
 }
@@ -217,7 +217,7 @@ impl PageCheck {
         if all {
             new.extend(map.all());
         } else {
-            let mut group = log.group(index)?;
+            let mut group = log.epoch(index)?;
             while let Some(record) = group.next()? {
                 let Record::Frames(runs, _) = record else { continue };
                 let frames = runs.iter().flat_map(|run| run.frames.frames());
@@ -226,8 +226,8 @@ impl PageCheck {
         }
         // A frame that this epoch has in another slot, or does not have, is no longer damaged.
         self.damaged.keep_those_of(map);
-        let epoch = log.groups[index].info.epoch;
-        let damaged = Damaged { runs: Mutex::new(&mut self.damaged), epoch };
+        let epoch = log.epochs[index].info.epoch;
+        let damaged = DamageSink { runs: Mutex::new(&mut self.damaged), epoch };
         fetch(pages, epoch, &mut new, &damaged)?;
         self.first = match self.damaged.0.first_key_value() {
             None => None,
@@ -249,7 +249,7 @@ fn damage_of(
     pages: &PageReader,
     map: &FrameMap,
     gfn: Gfn,
-    run: Run,
+    run: DamagedRun,
 ) -> Result<StoreError, StoreError> {
     let mut page = vec![0; PAGE_SIZE as usize];
     let damage = match pages.read(run.slot, &mut page) {
@@ -273,13 +273,13 @@ mod tests {
 
     #[test]
     fn adjacent_damaged_frames_take_one_run() {
-        let mut runs = Runs::default();
+        let mut runs = DamagedRuns::default();
         // Added by several threads, in pieces, and partly twice.
         for start in [512, 0, 256, 512, 768, 256] {
             (start..start + 256).for_each(|gfn| runs.add(gfn, gfn as u32 + 9, 3));
         }
         (0..1024).step_by(2).for_each(|gfn| runs.add(gfn, gfn as u32 + 9, 4));
-        let all = Run { count: 1024, slot: 9, epoch: 3 };
+        let all = DamagedRun { count: 1024, slot: 9, epoch: 3 };
         assert_eq!(runs.0, BTreeMap::from([(0, all)]));
         // Another epoch, another slot, and a frame between.
         runs.add(1024, 1024 + 9, 4);
@@ -287,11 +287,11 @@ mod tests {
         runs.add(1027, 9, 4);
         runs.add(1026, 8, 4);
         let more = [(1024, 1, 1033, 4), (1025, 3, 7, 4)];
-        let more = more.map(|(gfn, count, slot, epoch)| (gfn, Run { count, slot, epoch }));
+        let more = more.map(|(gfn, count, slot, epoch)| (gfn, DamagedRun { count, slot, epoch }));
         assert_eq!(runs.0, BTreeMap::from_iter([(0, all)].into_iter().chain(more)));
     }
 
-    fn frames(runs: &Runs) -> BTreeMap<u64, (u32, u64)> {
+    fn frames(runs: &DamagedRuns) -> BTreeMap<u64, (u32, u64)> {
         let frames = runs.0.iter().flat_map(|(start, run)| {
             let frames = (*start..start + run.count).zip(run.slot..);
             frames.map(|(gfn, slot)| (gfn, (slot, run.epoch)))
@@ -301,7 +301,7 @@ mod tests {
 
     #[test]
     fn filled_gap_keeps_the_frame_behind_it() {
-        let mut runs = Runs::default();
+        let mut runs = DamagedRuns::default();
         runs.add(12, 5, 1);
         runs.add(10, 20, 2);
         runs.add(11, 21, 2);
@@ -315,7 +315,7 @@ mod tests {
             slots in proptest::collection::vec(0u32..3, 24),
             adds in proptest::collection::vec((0u64..24, 0u64..2), 0..60),
         ) {
-            let (mut runs, mut plain) = (Runs::default(), BTreeMap::new());
+            let (mut runs, mut plain) = (DamagedRuns::default(), BTreeMap::new());
             for (gfn, epoch) in adds {
                 let slot = gfn as u32 + 100 * slots[gfn as usize];
                 runs.add(gfn, slot, epoch);

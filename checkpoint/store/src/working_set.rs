@@ -7,7 +7,7 @@ use std::io;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
 use driftline_format::{
-    FormatError, HEADER_LEN, Header, MAGIC_TOUCHED, RECORD_HEAD_LEN, RecordHead, layout_hash,
+    FormatError, HEADER_LEN, Header, MAGIC_WORKING_SET, RECORD_HEAD_LEN, RecordHead, layout_hash,
 };
 use driftline_guest::VmId;
 use zerocopy::IntoBytes;
@@ -15,23 +15,25 @@ use zerocopy::little_endian::U64;
 
 use crate::backend::Backend;
 use crate::error::Damage;
-use crate::names::{TOUCHED, TOUCHED_NEW};
+use crate::names::{WORKING_SET, WORKING_SET_NEW};
 use crate::records::table;
 use crate::store::Store;
 
 /// Tag of the record: runs of frames, in the order in which they were touched.
-const TAG_TOUCHED: u16 = 0x8040;
+const TAG_WORKING_SET: u16 = 0x8040;
 /// Maximum number of runs: 1 MiB.
-const MAX_TOUCHED: usize = 1 << 16;
+const MAX_WORKING_SET_RUNS: usize = 1 << 16;
 /// A run of frames: the first frame, and the number of frames.
-type RawTouchedRun = [U64; 2];
+type RawWorkingSetRun = [U64; 2];
 /// Maximum length of the file, in bytes.
-const MOST: usize =
-    HEADER_LEN + RECORD_HEAD_LEN + size_of::<U64>() + MAX_TOUCHED * size_of::<RawTouchedRun>();
+const MAX_BYTES: usize = HEADER_LEN
+    + RECORD_HEAD_LEN
+    + size_of::<U64>()
+    + MAX_WORKING_SET_RUNS * size_of::<RawWorkingSetRun>();
 
 /// The guest whose frames they are, and the place where they can be noted.
 #[derive(Debug)]
-pub(crate) struct Touched {
+pub(crate) struct WorkingSetFile {
     /// A handle of its own, which has no lock.
     backend: Box<dyn Backend>,
     vm_id: VmId,
@@ -41,7 +43,7 @@ pub(crate) struct Touched {
     first: Vec<FrameRun>,
 }
 
-impl Touched {
+impl WorkingSetFile {
     /// Returns what is noted in `store` for a guest with this memory; nothing if that cannot be
     /// used.
     pub(crate) fn open(
@@ -53,12 +55,12 @@ impl Touched {
         let backend = store.backend().again()?;
         let first = match read(&*backend, vm_id, layout) {
             Ok(first) => first,
-            Err(Unusable::Io(e)) => {
+            Err(WorkingSetError::Io(e)) => {
                 tracing::debug!("the working set is not known: {e}");
                 Vec::new()
             }
-            Err(Unusable::Damaged(why)) => {
-                let file = store.path(TOUCHED);
+            Err(WorkingSetError::Damaged(why)) => {
+                let file = store.path(WORKING_SET);
                 tracing::warn!("{} is of no use, and not used: {why}", file.display());
                 Vec::new()
             }
@@ -81,7 +83,7 @@ impl Touched {
         let mut seen = HashSet::new();
         let all = self.first.iter().chain(touched);
         let runs: Vec<FrameRun> =
-            all.filter(|run| seen.insert(run.start)).copied().take(MAX_TOUCHED).collect();
+            all.filter(|run| seen.insert(run.start)).copied().take(MAX_WORKING_SET_RUNS).collect();
         match self.write(&runs) {
             Ok(()) => tracing::debug!(runs = runs.len(), "noted what was touched first"),
             Err(e) => tracing::debug!("what was touched first is not noted: {e}"),
@@ -91,26 +93,26 @@ impl Touched {
     fn write(&self, runs: &[FrameRun]) -> io::Result<()> {
         let mut payload = (runs.len() as u64).to_le_bytes().to_vec();
         for run in runs {
-            let raw: RawTouchedRun = [run.start.0.into(), run.count.into()];
+            let raw: RawWorkingSetRun = [run.start.0.into(), run.count.into()];
             payload.extend_from_slice(raw.as_bytes());
         }
         let head = RecordHead {
-            tag: TAG_TOUCHED,
+            tag: TAG_WORKING_SET,
             must_understand: true,
             instance: 0,
             length: payload.len() as u32,
             payload_crc: crc32c::crc32c(&payload),
             sequence: 0,
         };
-        let mut bytes = Vec::with_capacity(MOST);
-        Header::new(MAGIC_TOUCHED, self.vm_id, self.epoch, self.layout).write_to(&mut bytes)?;
+        let mut bytes = Vec::with_capacity(MAX_BYTES);
+        Header::new(MAGIC_WORKING_SET, self.vm_id, self.epoch, self.layout).write_to(&mut bytes)?;
         bytes.extend_from_slice(&head.to_bytes());
         bytes.extend_from_slice(&payload);
         // The name is unique: several guests may be restored at once.
-        let new = format!("{TOUCHED_NEW}{}", uuid::Uuid::new_v4());
+        let new = format!("{WORKING_SET_NEW}{}", uuid::Uuid::new_v4());
         let written = self.backend.create(&new).and_then(|file| {
             file.write_all_at(&bytes, 0)?;
-            self.backend.rename(&new, TOUCHED)
+            self.backend.rename(&new, WORKING_SET)
         });
         if written.is_err() {
             // The file may not exist.
@@ -121,48 +123,52 @@ impl Touched {
 }
 
 /// Reason why no working set can be used.
-enum Unusable {
+enum WorkingSetError {
     Io(io::Error),
     Damaged(Damage),
 }
 
-impl From<Damage> for Unusable {
+impl From<Damage> for WorkingSetError {
     fn from(damage: Damage) -> Self {
         Self::Damaged(damage)
     }
 }
 
-impl From<FormatError> for Unusable {
+impl From<FormatError> for WorkingSetError {
     fn from(e: FormatError) -> Self {
         Self::Damaged(e.into())
     }
 }
 
 /// Reads the working set; empty if none was noted.
-fn read(backend: &dyn Backend, vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, Unusable> {
-    let file = match backend.open(TOUCHED) {
+fn read(
+    backend: &dyn Backend,
+    vm_id: VmId,
+    layout: &Layout,
+) -> Result<Vec<FrameRun>, WorkingSetError> {
+    let file = match backend.open(WORKING_SET) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        other => other.map_err(Unusable::Io)?,
+        other => other.map_err(WorkingSetError::Io)?,
     };
     // Reads one byte more than the maximum: a longer file is no working set.
-    let len = file.len().map_err(Unusable::Io)?.min(MOST as u64 + 1);
+    let len = file.len().map_err(WorkingSetError::Io)?.min(MAX_BYTES as u64 + 1);
     let mut bytes = vec![0; len as usize];
-    file.read_exact_at(&mut bytes, 0).map_err(Unusable::Io)?;
+    file.read_exact_at(&mut bytes, 0).map_err(WorkingSetError::Io)?;
     decode(&bytes, vm_id, layout)
 }
 
-fn decode(bytes: &[u8], vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, Unusable> {
+fn decode(bytes: &[u8], vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, WorkingSetError> {
     let front = HEADER_LEN + RECORD_HEAD_LEN;
     let Some((front, payload)) = bytes.split_at_checked(front) else {
         let (length, wanted) = (bytes.len() as u64, front as u64);
         return Err(Damage::EndsEarly { length, wanted }.into());
     };
-    let header = Header::read_from(front, MAGIC_TOUCHED)?;
+    let header = Header::read_from(front, MAGIC_WORKING_SET)?;
     if header.vm_id() != vm_id {
         return Err(Damage::OtherVm { found: header.vm_id(), expected: vm_id }.into());
     }
     let head = RecordHead::read_from(&front[HEADER_LEN..], 0)?;
-    if head.tag != TAG_TOUCHED {
+    if head.tag != TAG_WORKING_SET {
         return Err(Damage::Misplaced { tag: head.tag }.into());
     }
     let fields = [
@@ -173,14 +179,14 @@ fn decode(bytes: &[u8], vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, U
         return Err(Damage::Mismatch { what, found, expected }.into());
     }
     head.check(payload)?;
-    let (raw, behind) = table::<RawTouchedRun>(payload)?;
+    let (raw, behind) = table::<RawWorkingSetRun>(payload)?;
     let all = raw.iter().map(|[start, count]| {
         let run = FrameRun { start: Gfn(start.get()), count: count.get() };
         if layout.contains(run) { Ok(run) } else { Err(Damage::Outside { object: 0, run }.into()) }
     });
-    if raw.len() > MAX_TOUCHED || !behind.is_empty() {
+    if raw.len() > MAX_WORKING_SET_RUNS || !behind.is_empty() {
         let (what, found) = ("the number of runs", raw.len() as u64);
-        return Err(Damage::Mismatch { what, found, expected: MAX_TOUCHED as u64 }.into());
+        return Err(Damage::Mismatch { what, found, expected: MAX_WORKING_SET_RUNS as u64 }.into());
     }
     all.collect()
 }
@@ -200,29 +206,29 @@ mod tests {
         Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap()
     }
 
-    struct Place {
+    struct WorkingSetDir {
         dir: tempfile::TempDir,
         vm_id: VmId,
     }
 
-    impl Place {
+    impl WorkingSetDir {
         fn new() -> Self {
             Self { dir: tempfile::tempdir().unwrap(), vm_id: VmId::random() }
         }
 
-        fn open(&self) -> Touched {
+        fn open(&self) -> WorkingSetFile {
             let store = Store::open(self.dir.path()).unwrap();
-            Touched::open(&store, self.vm_id, 3, &layout(1 << 20)).unwrap()
+            WorkingSetFile::open(&store, self.vm_id, 3, &layout(1 << 20)).unwrap()
         }
 
         fn file(&self) -> std::path::PathBuf {
-            self.dir.path().join(TOUCHED)
+            self.dir.path().join(WORKING_SET)
         }
     }
 
     #[test]
     fn recorded_runs_keep_their_order() {
-        let place = Place::new();
+        let place = WorkingSetDir::new();
         assert!(place.open().first().is_empty());
         place.open().note(&[run(9, 1), run(5, 1), run(700, 3)]);
         assert_eq!(place.open().first(), [run(9, 1), run(5, 1), run(700, 3)]);
@@ -236,7 +242,7 @@ mod tests {
 
     #[test]
     fn last_of_two_records_wins() {
-        let place = Place::new();
+        let place = WorkingSetDir::new();
         let (one, other) = (place.open(), place.open());
         one.note(&[run(1, 1)]);
         other.note(&[run(2, 1)]);
@@ -245,18 +251,19 @@ mod tests {
 
     #[test]
     fn recorded_runs_are_bounded() {
-        let place = Place::new();
-        let many: Vec<FrameRun> = (0..MAX_TOUCHED as u64 + 9).rev().map(|n| run(n, 1)).collect();
+        let place = WorkingSetDir::new();
+        let many: Vec<FrameRun> =
+            (0..MAX_WORKING_SET_RUNS as u64 + 9).rev().map(|n| run(n, 1)).collect();
         place.open().note(&many);
-        assert_eq!(place.open().first(), &many[..MAX_TOUCHED]);
-        assert_eq!(std::fs::metadata(place.file()).unwrap().len(), MOST as u64);
+        assert_eq!(place.open().first(), &many[..MAX_WORKING_SET_RUNS]);
+        assert_eq!(std::fs::metadata(place.file()).unwrap().len(), MAX_BYTES as u64);
         place.open().note(&[run(0, 1)]);
-        assert_eq!(place.open().first(), &many[..MAX_TOUCHED]);
+        assert_eq!(place.open().first(), &many[..MAX_WORKING_SET_RUNS]);
     }
 
     #[test]
     fn damaged_record_is_ignored() {
-        let place = Place::new();
+        let place = WorkingSetDir::new();
         place.open().note(&[run(9, 1), run(5, 2)]);
         let sound = std::fs::read(place.file()).unwrap();
         for at in 0..sound.len() {
@@ -278,9 +285,9 @@ mod tests {
         assert_eq!(place.open().first().len(), 2, "mended, it is of use");
 
         let store = Store::open(place.dir.path()).unwrap();
-        let other = Touched::open(&store, VmId::random(), 3, &layout(1 << 20)).unwrap();
+        let other = WorkingSetFile::open(&store, VmId::random(), 3, &layout(1 << 20)).unwrap();
         assert!(other.first().is_empty(), "another guest's");
-        let smaller = Touched::open(&store, place.vm_id, 3, &layout(1 << 19)).unwrap();
+        let smaller = WorkingSetFile::open(&store, place.vm_id, 3, &layout(1 << 19)).unwrap();
         assert!(smaller.first().is_empty(), "of another memory");
         for beyond in [run(1 << 20, 1), run((1 << 20) - 1, 2), run(7, u64::MAX), run(7, 0)] {
             place.open().write(&[run(1, 1), beyond]).unwrap();
@@ -293,7 +300,7 @@ mod tests {
 
     #[test]
     fn unwritable_directory_records_nothing() {
-        let place = Place::new();
+        let place = WorkingSetDir::new();
         let touched = place.open();
         place.dir.close().unwrap();
         touched.note(&[run(1, 1)]);

@@ -9,8 +9,8 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Subscr
 use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{
     Clock, Collected, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam,
-    HandOver, Lifecycle, Populate, RunState, SavedState, Section, Shield, Stateful, VcpuPauses,
-    WriteThrottle,
+    HandOver, Lifecycle, Populate, RunState, SavedState, Section, Stateful, VcpuPauses,
+    WriteProtection, WriteThrottle,
 };
 use parking_lot::{Mutex, MutexGuard};
 use vm_memory::{Bytes, GuestAddress};
@@ -29,13 +29,13 @@ pub struct Write {
     pub slow: bool,
 }
 
-struct State {
+struct ScriptState {
     script: VecDeque<Write>,
     /// Writes that wait, or that were released and have not happened yet.
     waiting: Vec<Write>,
     protected: FrameSet,
     awaited: VecDeque<Gfn>,
-    standing: bool,
+    paused: bool,
     /// Number of queries for waiting writers since one was last found.
     looks: u32,
     phase: u8,
@@ -49,30 +49,34 @@ struct State {
 /// See the module.
 pub struct Scripted {
     guest: Arc<MemoryGuest>,
-    state: Mutex<State>,
+    state: Mutex<ScriptState>,
     /// The frame that `save_state` writes to.
-    written_by_save: u64,
+    frame_written_by_save: u64,
 }
 
 impl Scripted {
-    pub fn new(guest: Arc<MemoryGuest>, mut script: Vec<Write>, written_by_save: u64) -> Arc<Self> {
+    pub fn new(
+        guest: Arc<MemoryGuest>,
+        mut script: Vec<Write>,
+        frame_written_by_save: u64,
+    ) -> Arc<Self> {
         script.sort_by_key(|write| write.phase);
-        let state = State {
+        let state = ScriptState {
             script: script.into(),
             waiting: Vec::new(),
             protected: FrameSet::new(),
             awaited: VecDeque::new(),
-            standing: false,
+            paused: false,
             looks: 0,
             phase: 0,
             dies: 0,
             was: Vec::new(),
         };
         let state = Mutex::new(state);
-        Arc::new(Self { guest, state, written_by_save })
+        Arc::new(Self { guest, state, frame_written_by_save })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ScriptState> {
         self.state.lock()
     }
 
@@ -88,19 +92,19 @@ impl Scripted {
     }
 
     /// Makes the next query for waiting writers fail, before the next frames are protected.
-    pub fn die(&self) {
+    pub fn fail_next_query(&self) {
         self.lock().dies = 1;
     }
 
     /// Returns memory at its last pause.
-    pub fn was(&self) -> Vec<u8> {
+    pub fn memory_at_pause(&self) -> Vec<u8> {
         self.lock().was.clone()
     }
 
     /// Returns the number of protected frames and of waiting writes.
-    pub fn held(&self) -> (u64, usize) {
+    pub fn protected_and_waiting(&self) -> (u64, usize) {
         let mut state = self.lock();
-        self.go_on(&mut state, true);
+        self.retry_writes(&mut state, true);
         (state.protected.frames(), state.waiting.len())
     }
 
@@ -115,7 +119,7 @@ impl Scripted {
         unreachable!("the layout has as many frames as it says")
     }
 
-    fn write(&self, state: &mut State, write: Write) {
+    fn write(&self, state: &mut ScriptState, write: Write) {
         let gfn = self.gfn(write.frame);
         if state.protected.contains(gfn) {
             state.awaited.push_back(gfn);
@@ -128,8 +132,8 @@ impl Scripted {
     }
 
     /// Lets waiting writes try again.
-    fn go_on(&self, state: &mut State, slow: bool) {
-        if !state.standing {
+    fn retry_writes(&self, state: &mut ScriptState, slow: bool) {
+        if !state.paused {
             for write in std::mem::take(&mut state.waiting) {
                 if write.slow && !slow {
                     state.waiting.push(write);
@@ -141,11 +145,11 @@ impl Scripted {
     }
 
     /// Executes the next step of the guest.
-    fn step(&self, state: &mut State) {
-        if state.standing {
+    fn step(&self, state: &mut ScriptState) {
+        if state.paused {
             return;
         }
-        self.go_on(state, false);
+        self.retry_writes(state, false);
         if state.script.front().is_some_and(|write| write.phase <= state.phase)
             && let Some(write) = state.script.pop_front()
         {
@@ -155,9 +159,9 @@ impl Scripted {
 }
 
 /// The shield that the guest hands out.
-struct Script(Arc<Scripted>);
+struct ScriptedProtection(Arc<Scripted>);
 
-impl Shield for Script {
+impl WriteProtection for ScriptedProtection {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
         while self.0.lock().dies == 1 {
             std::thread::yield_now();
@@ -179,7 +183,7 @@ impl Shield for Script {
     fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
         let mut state = self.0.lock();
         state.protected.remove(frames);
-        self.0.go_on(&mut state, false);
+        self.0.retry_writes(&mut state, false);
         Ok(())
     }
 
@@ -192,7 +196,7 @@ impl Shield for Script {
         if state.dies == 1 {
             state.dies = 2;
             let cause = std::io::Error::other("the script says so").into();
-            return Err(GuestError::System { what: "asking who waits", cause });
+            return Err(GuestError::System { what: "looking for waiting writers", cause });
         }
         self.0.step(&mut state);
         state.looks = if state.awaited.is_empty() { state.looks + 1 } else { 0 };
@@ -201,14 +205,14 @@ impl Shield for Script {
 }
 
 /// A guest of its own that shares the script, so that a shield can hold it.
-pub struct Handle(pub Arc<Scripted>);
+pub struct ScriptedGuest(pub Arc<Scripted>);
 
 driftline_guest::delegate!(
-    Handle as handle => *handle.0.guest;
+    ScriptedGuest as scripted_guest => *scripted_guest.0.guest;
     GuestIdentity, Populate, WriteThrottle, HandOver,
 );
 
-impl GuestContents for Handle {
+impl GuestContents for ScriptedGuest {
     fn ram(&self) -> &GuestRam {
         self.0.guest.ram()
     }
@@ -221,8 +225,8 @@ impl GuestContents for Handle {
         self.0.guest.resident()
     }
 
-    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
-        Ok(Some(Box::new(Script(self.0.clone()))))
+    fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
+        Ok(Some(Box::new(ScriptedProtection(self.0.clone()))))
     }
 
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
@@ -230,14 +234,14 @@ impl GuestContents for Handle {
     }
 }
 
-impl DirtyLog for Handle {
+impl DirtyLog for ScriptedGuest {
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         self.0.guest.subscribe(name)
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {
         let mut state = self.0.lock();
-        if !state.standing {
+        if !state.paused {
             // `collect` is the first step of an epoch.
             state.phase = state.phase.next_multiple_of(2);
         }
@@ -246,7 +250,7 @@ impl DirtyLog for Handle {
     }
 }
 
-impl Lifecycle for Handle {
+impl Lifecycle for ScriptedGuest {
     fn run_state(&self) -> RunState {
         self.0.guest.run_state()
     }
@@ -260,7 +264,7 @@ impl Lifecycle for Handle {
             std::thread::yield_now();
         }
         let before = self.0.guest.pause()?;
-        self.0.lock().standing = true;
+        self.0.lock().paused = true;
         Ok(before)
     }
 
@@ -272,10 +276,10 @@ impl Lifecycle for Handle {
     fn resume(&self) -> Result<(), GuestError> {
         let mut state = self.0.lock();
         state.was = Scripted::memory(&self.0.guest);
-        state.standing = false;
+        state.paused = false;
         state.phase += 1;
         // Writers that were stopped run before anything else happens.
-        self.0.go_on(&mut state, true);
+        self.0.retry_writes(&mut state, true);
         self.0.guest.resume()
     }
 
@@ -288,11 +292,11 @@ impl Lifecycle for Handle {
     }
 }
 
-impl Stateful for Handle {
+impl Stateful for ScriptedGuest {
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
         // Like a write of the host's kernel for a vCPU, this waits for the frame to be released,
         // too.
-        let gfn = self.0.gfn(self.0.written_by_save);
+        let gfn = self.0.gfn(self.0.frame_written_by_save);
         loop {
             let mut state = self.0.lock();
             if !state.protected.contains(gfn) {

@@ -47,7 +47,7 @@ pub fn numbers(disk: &MemoryDisk) -> Vec<u64> {
 }
 
 /// A store, its guest, and memory at each kept checkpoint.
-pub struct Stored {
+pub struct StoreFixture {
     pub disk: MemoryDisk,
     pub guest: Arc<MemoryGuest>,
     pub taken: BTreeMap<u64, Vec<u8>>,
@@ -57,7 +57,7 @@ pub struct Stored {
 
 /// Creates a store: each process takes the given number of checkpoints, the first of them full;
 /// `keep` of them are kept.
-pub fn stored(processes: &[u64], keep: u64) -> Stored {
+pub fn stored(processes: &[u64], keep: u64) -> StoreFixture {
     let (disk, guest) = (MemoryDisk::default(), guest(VmId::random()));
     let mut taken = BTreeMap::new();
     let mut byte = 0;
@@ -74,7 +74,7 @@ pub fn stored(processes: &[u64], keep: u64) -> Stored {
     let kept = numbers(&disk);
     let all = taken.clone();
     taken.retain(|epoch, _| kept.contains(epoch));
-    Stored { disk, guest, taken, all }
+    StoreFixture { disk, guest, taken, all }
 }
 
 /// Returns the sectors in which epochs begin.

@@ -5,7 +5,7 @@ use driftline_guest::{GuestContents, Lifecycle};
 
 /// An event in the life of a guest with drives.
 #[derive(Clone, Debug)]
-enum Step {
+enum DriveEvent {
     Write {
         disk: usize,
         at: u64,
@@ -23,22 +23,22 @@ enum Step {
     Compact,
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = DriveEvent> {
     let place = (0usize..2, any::<prop::sample::Index>());
     let write = (place.clone(), 1usize..3 * BLOCK, 0u8..4).prop_map(|((disk, at), len, byte)| {
         let at = at.index(SIZES[disk] as usize) as u64;
-        Step::Write { disk, at, len: len.min((SIZES[disk] - at) as usize), byte }
+        DriveEvent::Write { disk, at, len: len.min((SIZES[disk] - at) as usize), byte }
     });
     let discard = (place, 1u64..20 * PAGE_SIZE).prop_map(|((disk, at), len)| {
         let at = at.index(SIZES[disk] as usize) as u64;
-        Step::Discard { disk, at, len: len.min(SIZES[disk] - at) }
+        DriveEvent::Discard { disk, at, len: len.min(SIZES[disk] - at) }
     });
     prop_oneof![
         8 => write,
         2 => discard,
-        4 => Just(Step::Take),
-        1 => Just(Step::TakeAnew),
-        1 => Just(Step::Compact),
+        4 => Just(DriveEvent::Take),
+        1 => Just(DriveEvent::TakeAnew),
+        1 => Just(DriveEvent::Compact),
     ]
 }
 
@@ -63,21 +63,21 @@ proptest! {
         for step in steps {
             let mut take = false;
             match step {
-                Step::Write { disk, at, len, byte } => {
+                DriveEvent::Write { disk, at, len, byte } => {
                     guest.disks()[disk].write(at, &vec![byte; len]).unwrap();
                     model[disk][at as usize..at as usize + len].fill(byte);
                 }
-                Step::Discard { disk, at, len } => {
+                DriveEvent::Discard { disk, at, len } => {
                     guest.disks()[disk].discard(at, len).unwrap();
                     model[disk][at as usize..(at + len) as usize].fill(0);
                 }
-                Step::Take => take = true,
-                Step::TakeAnew => {
+                DriveEvent::Take => take = true,
+                DriveEvent::TakeAnew => {
                     drop(checkpointer.take());
                     checkpointer = Some(open());
                     take = true;
                 }
-                Step::Compact => {
+                DriveEvent::Compact => {
                     drop(checkpointer.take());
                     let _ = on(&disk, true).compact();
                     checkpointer = Some(open());
@@ -191,14 +191,14 @@ fn released_drive_is_in_no_epoch() {
     let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
     checkpointer.take().unwrap();
     guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
-    guest.disks()[1].let_go(true);
+    guest.disks()[1].set_released(true);
     let e = checkpointer.take().unwrap_err();
     assert!(
-        e.to_string().contains("disk \"two\" cannot be kept as it was: the guest releases it"),
+        e.to_string().contains("disk \"two\" cannot be copied: the guest has released it"),
         "{e}"
     );
     assert_eq!(e.guest, RunState::Running);
-    guest.disks()[1].let_go(false);
+    guest.disks()[1].set_released(false);
     let report = checkpointer.take().unwrap();
     assert_eq!(report.disk_blocks, 10, "those of the one that failed, too");
     assert!(restored(&disk, report.epoch, false) == contents(guest.disks()));

@@ -12,11 +12,13 @@ use driftline_store::{Backend, Store, StoreError};
 mod stored;
 mod survey;
 
-use stored::{Stored, begins, image, numbers, open, repair, restored, stored, with_bad_sector};
+use stored::{
+    StoreFixture, begins, image, numbers, open, repair, restored, stored, with_bad_sector,
+};
 
 #[test]
 fn damaged_log_without_manifest_is_no_empty_store() {
-    let Stored { disk, guest, taken, .. } = stored(&[3, 3], 6);
+    let StoreFixture { disk, guest, taken, .. } = stored(&[3, 3], 6);
     disk.remove("manifest").unwrap();
     // Sectors of the header, of the first epoch, of both, of the whole log.
     let log = disk.contents("log-1").unwrap();
@@ -43,7 +45,7 @@ fn damaged_log_without_manifest_is_no_empty_store() {
 
 #[test]
 fn new_store_takes_no_name_that_is_taken() {
-    let Stored { disk, guest, .. } = stored(&[1], 1);
+    let StoreFixture { disk, guest, .. } = stored(&[1], 1);
     // A log with only a header and a page file, without a manifest: a store that was never
     // finished.
     let (log, pages) = (disk.contents("log-1").unwrap(), disk.contents("pages-1").unwrap());
@@ -80,7 +82,7 @@ fn store_that_cannot_be_made_leaves_nothing() {
 #[test]
 fn flaky_sector_is_never_copied_in_part() {
     // A log that takes more than one read.
-    let Stored { disk, all, .. } = stored(&[3, 80], 90);
+    let StoreFixture { disk, all, .. } = stored(&[3, 80], 90);
     let log = disk.contents("log-1").unwrap();
     assert!(log.len() > 96 << 10, "{} bytes", log.len());
     let begins = begins(&log);
@@ -124,7 +126,7 @@ fn numbers_of(disk: &MemoryDisk) -> Vec<u64> {
 #[test]
 fn hole_across_the_oldest_checkpoint_is_a_loss() {
     // 6 is the oldest kept epoch, and 7 is full.
-    let Stored { disk, all, .. } = stored(&[6, 2], 3);
+    let StoreFixture { disk, all, .. } = stored(&[6, 2], 3);
     assert_eq!(numbers(&disk), [6, 7, 8]);
     let mut log = disk.contents("log-1").unwrap();
     let begins = begins(&log);
@@ -146,7 +148,7 @@ fn hole_across_the_oldest_checkpoint_is_a_loss() {
 
 #[test]
 fn range_of_lost_checkpoints_is_reported() {
-    let Stored { disk, .. } = stored(&[6, 2], 8);
+    let StoreFixture { disk, .. } = stored(&[6, 2], 8);
     let mut log = disk.contents("log-1").unwrap();
     let begins = begins(&log);
     (begins[3]..begins[6]).for_each(|sector| log[sector * 512 + 9] ^= 4);
@@ -158,7 +160,7 @@ fn range_of_lost_checkpoints_is_reported() {
 
 #[test]
 fn refusal_of_the_system_is_no_damage() {
-    let Stored { disk, .. } = stored(&[3], 3);
+    let StoreFixture { disk, .. } = stored(&[3], 3);
     for errno in [libc::EMFILE, libc::ESTALE, libc::ENOTCONN, libc::ETIMEDOUT, libc::EACCES] {
         for after in 0..20 {
             let disk = disk.copy();
@@ -179,7 +181,7 @@ fn open_to_repair(disk: &MemoryDisk) -> Result<Store, StoreError> {
 
 #[test]
 fn store_without_anything_sound_stays_as_it_is() {
-    let Stored { disk, .. } = stored(&[2], 2);
+    let StoreFixture { disk, .. } = stored(&[2], 2);
     let pages = disk.contents("pages-1").unwrap();
     disk.put("pages-1", vec![7; pages.len()]);
     let before = disk.names();
@@ -206,7 +208,7 @@ fn file_of_another_guest_is_refused() {
 
 #[test]
 fn renamed_log_keeps_its_first_chain() {
-    let Stored { disk, taken, .. } = stored(&[4], 4);
+    let StoreFixture { disk, taken, .. } = stored(&[4], 4);
     disk.put("log-5", disk.contents("log-1").unwrap());
     disk.remove("log-1").unwrap();
     disk.remove("manifest").unwrap();
@@ -216,7 +218,7 @@ fn renamed_log_keeps_its_first_chain() {
 
 #[test]
 fn lossy_repair_keeps_unrelated_files() {
-    let Stored { disk, .. } = stored(&[4], 4);
+    let StoreFixture { disk, .. } = stored(&[4], 4);
     let disk = with_bad_sector(&disk, begins(&disk.contents("log-1").unwrap())[3], false);
     disk.put("log-9", vec![1; 2048]);
     disk.put("pages-9", vec![2; 8192]);
@@ -246,7 +248,7 @@ fn store_in_use_is_not_repaired() {
 
 #[test]
 fn unreadable_sector_of_dropped_checkpoints_forbids_nothing() {
-    let Stored { disk, guest, taken, .. } = stored(&[3, 4], 2);
+    let StoreFixture { disk, guest, taken, .. } = stored(&[3, 4], 2);
     let begins = begins(&disk.contents("log-1").unwrap());
     let unreadable = |sector: usize| {
         let disk = disk.copy();
@@ -302,14 +304,14 @@ fn failed_repair_removes_nothing_that_it_cannot_judge() {
 /// A failing disk takes seconds for each read that fails.
 #[test]
 fn long_unreadable_stretch_costs_few_reads() {
-    let Stored { disk, all, .. } = stored(&[3, 80], 90);
+    let StoreFixture { disk, all, .. } = stored(&[3, 80], 90);
     let begins = begins(&disk.contents("log-1").unwrap());
     let survey = |name: &str, from: u64| {
         let disk = disk.copy();
         let len = disk.contents(name).unwrap().len() as u64;
         disk.fail_reads(name, from..len, 0).unwrap();
         let mut store = open(&disk, false);
-        store.set_patience(Duration::ZERO);
+        store.set_failed_read_limit(Duration::ZERO);
         let survey = store.survey().unwrap();
         assert!(survey.checkpoints.iter().any(|c| c.damage.is_some()), "{survey:?}");
         (survey, disk)
@@ -332,7 +334,7 @@ fn long_unreadable_stretch_costs_few_reads() {
 /// An unreadable part costs what damage of the same bytes costs, wherever a search step lands.
 #[test]
 fn scattered_unreadable_parts_cost_no_sound_checkpoint() {
-    let Stored { disk, all, .. } = stored(&[3, 80], 90);
+    let StoreFixture { disk, all, .. } = stored(&[3, 80], 90);
     let begins = begins(&disk.contents("log-1").unwrap());
     for (name, unit, first) in [("log-1", 512, begins[8]), ("pages-1", 4096, 20)] {
         let (unreadable, bent) = (disk.copy(), disk.copy());
@@ -363,12 +365,12 @@ fn scattered_unreadable_parts_cost_no_sound_checkpoint() {
 /// A log that is damaged where no kept checkpoint needs it.
 #[test]
 fn reader_out_of_time_reports_the_disk_error() {
-    let Stored { disk, .. } = stored(&[3, 4], 2);
+    let StoreFixture { disk, .. } = stored(&[3, 4], 2);
     let at = begins(&disk.contents("log-1").unwrap())[1] as u64 * 512;
     disk.fail_reads("log-1", at..at + 512, 0).unwrap();
     let mut store = open(&disk, false);
     assert_eq!(store.epochs().unwrap().len(), 2);
-    store.set_patience(Duration::ZERO);
+    store.set_failed_read_limit(Duration::ZERO);
     let e = store.epochs().unwrap_err();
     assert!(e.is_damage() && matches!(e, StoreError::Io { .. }), "{e}");
     assert_eq!(store.survey().unwrap().sound, 2);
@@ -377,7 +379,7 @@ fn reader_out_of_time_reports_the_disk_error() {
 /// Nothing can be recovered, and the message says what is wrong.
 #[test]
 fn unrepairable_stores_are_distinguished() {
-    let Stored { disk, guest, .. } = stored(&[2], 2);
+    let StoreFixture { disk, guest, .. } = stored(&[2], 2);
     let refusal = |disk: &MemoryDisk| {
         let before = contents(disk);
         let e = repair(disk).unwrap_err();
@@ -426,7 +428,7 @@ fn unrepairable_stores_are_distinguished() {
 /// A manifest from a backup, whose files a log rotation or a compaction has replaced since.
 #[test]
 fn writer_removes_nothing_before_checking_named_files() {
-    let Stored { disk, guest, taken, .. } = stored(&[3], 3);
+    let StoreFixture { disk, guest, taken, .. } = stored(&[3], 3);
     let [manifest, log, pages] =
         ["manifest", "log-1", "pages-1"].map(|name| disk.contents(name).unwrap());
     open(&disk, true).compact().unwrap();
@@ -476,7 +478,7 @@ fn refusal_names_the_other_guest_and_its_file() {
 /// The store's writer is in a sync that does not end.
 #[test]
 fn survey_goes_on_without_a_pin() {
-    let Stored { disk, .. } = stored(&[3], 3);
+    let StoreFixture { disk, .. } = stored(&[3], 3);
     disk.fail(DiskOp::Lock, libc::ETIMEDOUT, 0);
     assert_eq!(open(&disk, false).survey().unwrap().sound, 3);
     disk.fail(DiskOp::Lock, libc::ENOLCK, 0);

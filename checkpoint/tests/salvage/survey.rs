@@ -9,13 +9,13 @@ use driftline_checkpoint::Checkpointer;
 use driftline_store::testing::MemoryDisk;
 use driftline_store::{Backend, LockError, Store, StoreFile};
 
-use super::stored::{self, Stored, open, stored};
+use super::stored::{self, StoreFixture, open, stored};
 
 /// Checkpoints that a writer would otherwise drop during the survey, and whose slots it would
 /// reuse.
 #[test]
 fn surveyed_checkpoints_are_pinned() {
-    let Stored { disk, guest, .. } = stored(&[3], 2);
+    let StoreFixture { disk, guest, .. } = stored(&[3], 2);
     let mut checkpointer = Checkpointer::new(guest.clone(), open(&disk, true)).unwrap();
     checkpointer.keep(Some(2));
     let mut byte = 100;
@@ -34,13 +34,13 @@ fn surveyed_checkpoints_are_pinned() {
     }
 }
 
-type Writer = Arc<Mutex<Box<dyn FnMut() + Send>>>;
+type WriterSteps = Arc<Mutex<Box<dyn FnMut() + Send>>>;
 
 /// A disk on which a writer continues whenever a page file is opened.
 #[derive(Clone)]
 struct BusyStore {
     disk: MemoryDisk,
-    writer: Writer,
+    writer: WriterSteps,
 }
 
 impl fmt::Debug for BusyStore {

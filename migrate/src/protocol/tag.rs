@@ -3,8 +3,8 @@
 use driftline_dirty_tracker::PAGE_SIZE;
 
 use super::limits::{
-    FRAMES_HEAD, MAX_CONFIG, MAX_DRIVE_ID, MAX_DRIVES, MAX_EXPECTED_RUNS, MAX_LATE, MAX_PAGES,
-    MAX_SECTION, MAX_SLOTS, MAX_TEXT, MAX_ZERO_RUNS,
+    FRAMES_HEAD, MAX_CONFIG, MAX_DRIVE_ID, MAX_DRIVES, MAX_EXPECTED_RUNS, MAX_PAGES,
+    MAX_QUEUED_PACKETS, MAX_SECTION, MAX_SLOTS, MAX_TEXT, MAX_ZERO_RUNS,
 };
 
 /// The number that names a message on the wire. Numbers are never reused.
@@ -169,7 +169,7 @@ impl Tag {
             Self::Drives => 8 + MAX_DRIVES * (16 + MAX_DRIVE_ID as u32),
             Self::State => 8 + MAX_SECTION,
             Self::StateEnd => 24,
-            Self::Late => MAX_LATE as u32,
+            Self::Late => MAX_QUEUED_PACKETS as u32,
             Self::Frames => FRAMES_HEAD + MAX_PAGES as u32 * PAGE_SIZE as u32,
             Self::Prepared => 56,
             Self::Commit | Self::Ended | Self::Join => 16,

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
-use driftline_guest::{MAX_LATE, Section};
+use driftline_guest::{MAX_QUEUED_PACKETS, Section};
 use uuid::Uuid;
 
 use super::channels::Channels;
@@ -301,7 +301,7 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         same("the count of frames with content", ours.normal, prepared.counts.normal)?;
         same("the count of zero frames", ours.zero, prepared.counts.zero)?;
         let late = paused.detach()?;
-        fits("the guest's late packets", late.len() as u64, MAX_LATE as u64)?;
+        fits("the guest's late packets", late.len() as u64, MAX_QUEUED_PACKETS as u64)?;
         wire.send(&WireMessage::Late(&late))?;
         Ok(prepared.site)
     }

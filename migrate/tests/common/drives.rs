@@ -13,10 +13,10 @@ use super::HostPair;
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
 use driftline_guest::testing::{MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
-    Clock, Collected, DirtyLog, DriveCopy, DriveHead, GuestContents, GuestDrive, GuestError,
-    GuestFactory, GuestIdentity, GuestRam, HandOver, Keeper, Lifecycle, Line, Origin, Populate,
-    RunState, SavedState, Section, Shield, Stateful, VcpuPauses, VmId, WithCopies, WriteThrottle,
-    block_layout,
+    Clock, Collected, CopyBeforeWrite, DirtyLog, DriveCopy, DriveHead, GuestContents, GuestDrive,
+    GuestError, GuestFactory, GuestIdentity, GuestRam, HandOver, Lifecycle, Line, Origin, Populate,
+    RunState, SavedState, Section, Stateful, VcpuPauses, VmId, WithCopies, WriteProtection,
+    WriteThrottle, block_layout,
 };
 
 const SECTOR: u64 = 512;
@@ -65,7 +65,7 @@ impl GuestDrive for TestDriveHandle {
     fn open(&self) -> io::Result<File> {
         File::open(&self.0.path)
     }
-    fn keeper(&self) -> Option<Arc<Keeper>> {
+    fn copy_before_write(&self) -> Option<Arc<CopyBeforeWrite>> {
         // A migration does not use copy-before-write.
         None
     }
@@ -186,8 +186,8 @@ impl GuestContents for GuestWithDrives {
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.guest.resident()
     }
-    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
-        self.guest.shield()
+    fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
+        self.guest.write_protection()
     }
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
         self.drives

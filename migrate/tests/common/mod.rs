@@ -14,7 +14,9 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_guest::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::testing::{
+    ExclusiveDrive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory,
+};
 use driftline_guest::{
     DirtyLog, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, RunState,
 };
@@ -34,7 +36,7 @@ pub const LONG: Duration = Duration::from_secs(60);
 pub struct HostPair {
     dir: tempfile::TempDir,
     /// Disk that the running guest holds; counts how many guests ran at once.
-    pub drive: Arc<Drive>,
+    pub drive: Arc<ExclusiveDrive>,
     /// Faults of guests that receivers build.
     pub there: Arc<Faults>,
     /// Faults of guests started here.

@@ -12,7 +12,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn, NoMemory, Subscription, Tracker};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 
-use crate::{DriveCopy, DriveHead, GuestDrive, Keeper, block_layout};
+use crate::{CopyBeforeWrite, DriveCopy, DriveHead, GuestDrive, block_layout};
 
 /// A drive that exists until its last owner drops it.
 #[derive(Debug)]
@@ -20,10 +20,10 @@ pub struct TestDisk {
     head: DriveHead,
     file: File,
     tracker: Arc<Tracker>,
-    keeper: Arc<Keeper>,
+    copy_before_write: Arc<CopyBeforeWrite>,
     /// Whether its guest is paused: no write is in progress, and none begins.
-    stands: Mutex<bool>,
-    runs: Condvar,
+    paused: Mutex<bool>,
+    resumed: Condvar,
     unreadable: AtomicBool,
     writes_left: AtomicU64,
 }
@@ -35,31 +35,40 @@ impl TestDisk {
         file.set_len(bytes)?;
         let tracker = Arc::new(Tracker::new(block_layout(bytes).map_err(io::Error::other)?));
         let head = DriveHead { id: id.to_owned(), bytes, readonly: false };
-        let (keeper, stands, runs, unreadable) = Default::default();
+        let (copy_before_write, paused, resumed, unreadable) = Default::default();
         let writes_left = AtomicU64::new(u64::MAX);
-        Ok(Arc::new(Self { head, file, tracker, keeper, stands, runs, unreadable, writes_left }))
+        Ok(Arc::new(Self {
+            head,
+            file,
+            tracker,
+            copy_before_write,
+            paused,
+            resumed,
+            unreadable,
+            writes_left,
+        }))
     }
 
-    fn standing(&self) -> MutexGuard<'_, bool> {
-        self.stands.lock()
+    fn lock_paused(&self) -> MutexGuard<'_, bool> {
+        self.paused.lock()
     }
 
-    pub(super) fn stand(&self, stands: bool) {
-        self.keeper.hurry(stands);
-        *self.standing() = stands;
-        self.runs.notify_all();
+    pub(super) fn set_paused(&self, paused: bool) {
+        self.copy_before_write.set_pausing(paused);
+        *self.lock_paused() = paused;
+        self.resumed.notify_all();
     }
 
-    /// Changes the drive as a device does: asks, writes, marks. Waits while the guest is paused.
+    /// Changes the drive as a device does: saves, writes, marks. Waits while the guest is paused.
     fn change(
         &self,
         offset: u64,
         bytes: u64,
         how: impl FnOnce(&File) -> io::Result<()>,
     ) -> io::Result<()> {
-        let mut under_way = self.standing();
-        self.runs.wait_while(&mut under_way, |stands| *stands);
-        self.keeper.before_write(offset, bytes);
+        let mut in_progress = self.lock_paused();
+        self.resumed.wait_while(&mut in_progress, |paused| *paused);
+        self.copy_before_write.before_write(offset, bytes);
         let changed = how(&self.file);
         let (start, last) = (Gfn::containing(offset), Gfn::containing(offset + bytes - 1));
         let marked = self.tracker.mark(FrameRun { start, count: last.0 - start.0 + 1 });
@@ -107,10 +116,10 @@ impl TestDisk {
     }
 
     /// Makes its guest release it, as for another host, or take it again.
-    pub fn let_go(&self, let_go: bool) {
-        match let_go {
-            true => self.keeper.let_go(),
-            false => self.keeper.hold(),
+    pub fn set_released(&self, released: bool) {
+        match released {
+            true => self.copy_before_write.release(),
+            false => self.copy_before_write.acquire(),
         }
     }
 
@@ -121,9 +130,9 @@ impl TestDisk {
 }
 
 /// A test's drive as a guest presents it, and as a restore fills it.
-pub(super) struct Shown(pub(super) Arc<TestDisk>);
+pub(super) struct TestDiskHandle(pub(super) Arc<TestDisk>);
 
-impl GuestDrive for Shown {
+impl GuestDrive for TestDiskHandle {
     fn head(&self) -> DriveHead {
         self.0.head.clone()
     }
@@ -140,12 +149,12 @@ impl GuestDrive for Shown {
         }
     }
 
-    fn keeper(&self) -> Option<Arc<Keeper>> {
-        Some(self.0.keeper.clone())
+    fn copy_before_write(&self) -> Option<Arc<CopyBeforeWrite>> {
+        Some(self.0.copy_before_write.clone())
     }
 }
 
-impl DriveCopy for Shown {
+impl DriveCopy for TestDiskHandle {
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let left = |left: u64| left.checked_sub(1);
         if self.0.writes_left.fetch_update(SeqCst, SeqCst, left).is_err() {

@@ -35,19 +35,19 @@ pub enum Op {
     Populated,
     /// `GuestFactory::create`
     Create,
-    /// `GuestContents::shield`: the guest has none
-    Shield,
-    /// `Shield::protect`
+    /// `GuestContents::write_protection`: the guest has none
+    WriteProtection,
+    /// `WriteProtection::protect`
     Protect,
-    /// `Shield::release`
+    /// `WriteProtection::release`
     Unprotect,
-    /// `Shield::awaited`
+    /// `WriteProtection::awaited`
     Awaited,
-    /// `Fill::fill`
-    Fill,
+    /// `MemoryLoader::fill`
+    LoadMemory,
 }
 
-const OPS: usize = Op::Fill as usize + 1;
+const OPS: usize = Op::LoadMemory as usize + 1;
 
 /// How many of the next calls of each operation fail. Share it behind an `Arc`.
 #[derive(Debug, Default)]
@@ -75,7 +75,7 @@ impl Faults {
 
 /// A drive that only one host may hold. Counts how many guests that share it ever ran at once.
 #[derive(Debug, Default)]
-pub struct Drive {
+pub struct ExclusiveDrive {
     /// The guest that holds it; 0 is none.
     holder: AtomicU64,
     /// The guest that peers reach by its tap; 0 is none.
@@ -86,7 +86,7 @@ pub struct Drive {
     most_running: AtomicU32,
 }
 
-impl Drive {
+impl ExclusiveDrive {
     /// Returns the most guests on this drive that ever ran at the same time: I7 requires one.
     pub fn most_running(&self) -> u32 {
         self.most_running.load(SeqCst)
@@ -106,12 +106,12 @@ impl Drive {
         self.flushes.fetch_add(1, SeqCst);
     }
 
-    pub(super) fn take(&self, guest: u64) -> Result<(), GuestError> {
+    pub(super) fn acquire(&self, guest: u64) -> Result<(), GuestError> {
         for (what, by) in [("taking the drive", &self.holder), ("taking the tap", &self.reached)] {
             if let Err(holder) = by.compare_exchange(0, guest, SeqCst, SeqCst)
                 && holder != guest
             {
-                self.let_go(guest);
+                self.release(guest);
                 let cause = io::Error::other("another guest holds it").into();
                 return Err(GuestError::System { what, cause });
             }
@@ -119,7 +119,7 @@ impl Drive {
         Ok(())
     }
 
-    pub(super) fn let_go(&self, guest: u64) {
+    pub(super) fn release(&self, guest: u64) {
         let _ = self.holder.compare_exchange(guest, 0, SeqCst, SeqCst);
     }
 
@@ -127,12 +127,12 @@ impl Drive {
         let _ = self.reached.compare_exchange(guest, 0, SeqCst, SeqCst);
     }
 
-    pub(super) fn runs(&self) {
+    pub(super) fn guest_resumed(&self) {
         let now = self.running.fetch_add(1, SeqCst) + 1;
         self.most_running.fetch_max(now, SeqCst);
     }
 
-    pub(super) fn stands(&self) {
+    pub(super) fn guest_paused(&self) {
         self.running.fetch_sub(1, SeqCst);
     }
 }

@@ -13,18 +13,18 @@ use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
 
 use super::config::MemoryConfig;
-use super::drives::{Shown, TestDisk};
-use super::faults::{Drive, Faults, Op};
-use super::filling::Filling;
-use super::pages::{PAGE, Sweep, WrongFrame, WrongMemory, fill, nth_frame};
-use super::shield::{Protected, SoftShield};
-use super::writers::{Gate, Writer};
+use super::drives::{TestDisk, TestDiskHandle};
+use super::faults::{ExclusiveDrive, Faults, Op};
+use super::memory_loader::TestMemoryLoader;
+use super::pages::{PAGE, PageSweep, WrongFrame, WrongMemory, fill, nth_frame};
+use super::write_protection::{ProtectedFrames, SoftwareWriteProtection};
+use super::writers::{PageWriter, WriterGate};
 use crate::collected::Collected;
 use crate::{
-    Backlog, Clock, DirtyLog, DriveCopy, DriveHead, Fetching, Fill, GuestContents, GuestDrive,
-    GuestError, GuestFactory, GuestIdentity, GuestRam, HandOver, Lifecycle, Line, LineId, Origin,
-    Populate, RunState, SavedState, Section, SectionTag, Shield, Stateful, VcpuPauses, VcpuWrites,
-    VmId, WithCopies, WriteThrottle,
+    Clock, DirtyLog, DriveCopy, DriveHead, GuestContents, GuestDrive, GuestError, GuestFactory,
+    GuestIdentity, GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, LineId, MemoryLoader,
+    Origin, PageSource, Populate, RunState, SavedState, Section, SectionTag, Stateful, VcpuPauses,
+    VcpuWrites, VmId, WithCopies, WriteProtection, WriteThrottle,
 };
 
 /// Maximum number of wrong frames listed individually.
@@ -38,19 +38,19 @@ pub struct MemoryGuest {
     layout: Arc<Layout>,
     tracker: Arc<Tracker>,
     ram: GuestRam,
-    gate: Arc<Gate>,
-    writers: Vec<Arc<Writer>>,
+    gate: Arc<WriterGate>,
+    writers: Vec<Arc<PageWriter>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// What `attach` was given.
     late: Mutex<Vec<u8>>,
     faults: Arc<Faults>,
-    drive: Arc<Drive>,
+    drive: Arc<ExclusiveDrive>,
     disks: Vec<Arc<TestDisk>>,
     /// Tells guests with the same `vm_id` apart.
     serial: u64,
     /// Number of frames passed to `prefault`.
     prefaulted: AtomicU64,
-    protected: Arc<Protected>,
+    protected: Arc<ProtectedFrames>,
     filling: Arc<AtomicBool>,
     /// Bytes of an additional section that a restore compares.
     more_state: AtomicU64,
@@ -101,7 +101,7 @@ impl MemoryGuest {
         Ok(guest)
     }
 
-    /// Starts a guest with a random identity, which holds its own [`Drive`].
+    /// Starts a guest with a random identity, which holds its own [`ExclusiveDrive`].
     pub fn start(config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
         let guest = Self::new(VmId::random(), config)?;
         guest.acquire()?;
@@ -113,14 +113,14 @@ impl MemoryGuest {
         vm_id: VmId,
         config: MemoryConfig,
         faults: Arc<Faults>,
-        drive: Arc<Drive>,
+        drive: Arc<ExclusiveDrive>,
         disks: Vec<Arc<TestDisk>>,
     ) -> Result<Arc<Self>, GuestError> {
         static SERIAL: AtomicU64 = AtomicU64::new(1);
         let layout = config.layout()?;
         let tracker = Arc::new(Tracker::new(layout.clone()));
         let ram = map(&layout, &tracker)?;
-        let (layout, gate) = (Arc::new(layout), Arc::new(Gate::new(config.writers.into())));
+        let (layout, gate) = (Arc::new(layout), Arc::new(WriterGate::new(config.writers.into())));
         let mut guest = Self {
             vm_id,
             // One line for all guests with this id, unless a test chooses another.
@@ -145,14 +145,14 @@ impl MemoryGuest {
         let of = u64::from(guest.config.writers);
         for index in 0..of {
             let share = (guest.config.working_set - index).div_ceil(of);
-            let writer = Arc::new(Writer {
+            let writer = Arc::new(PageWriter {
                 index,
                 of,
-                sweep: Sweep::new(share, guest.config.seed ^ index << 32),
+                sweep: PageSweep::new(share, guest.config.seed ^ index << 32),
                 steps: AtomicU64::new(0),
                 errors: AtomicU64::new(0),
                 rate: guest.config.writes_per_s,
-                held_ns: AtomicU64::new(0),
+                throttled_ns: AtomicU64::new(0),
             });
             let (gate, layout, ram) = (guest.gate.clone(), guest.layout.clone(), guest.ram.clone());
             let (mine, protected) = (writer.clone(), guest.protected.clone());
@@ -172,7 +172,7 @@ impl MemoryGuest {
     }
 
     /// Returns what it holds between `acquire` and `release`.
-    pub fn drive(&self) -> &Arc<Drive> {
+    pub fn drive(&self) -> &Arc<ExclusiveDrive> {
         &self.drive
     }
 
@@ -216,7 +216,7 @@ impl MemoryGuest {
 
     /// Compares all of memory with what must have been written last; stops the writers meanwhile.
     pub fn verify(&self) -> Result<(), WrongMemory> {
-        self.gate.held(|| self.compare())
+        self.gate.while_parked(|| self.compare())
     }
 
     fn compare(&self) -> Result<(), WrongMemory> {
@@ -336,14 +336,17 @@ impl GuestContents for MemoryGuest {
 
     /// Stops its own writers and callers of [`write`](MemoryGuest::write), but no other write to
     /// its memory.
-    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
-        self.faults.check(Op::Shield, "opening a shield")?;
+    fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
+        self.faults.check(Op::WriteProtection, "setting up write protection")?;
         let (protected, faults) = (self.protected.clone(), self.faults.clone());
-        Ok(Some(Box::new(SoftShield { protected, faults })))
+        Ok(Some(Box::new(SoftwareWriteProtection { protected, faults })))
     }
 
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
-        self.disks.iter().map(|disk| Box::new(Shown(disk.clone())) as Box<dyn GuestDrive>).collect()
+        self.disks
+            .iter()
+            .map(|disk| Box::new(TestDiskHandle(disk.clone())) as Box<dyn GuestDrive>)
+            .collect()
     }
 }
 
@@ -352,30 +355,30 @@ impl Populate for MemoryGuest {
         self.prefaulted.fetch_add(frames.count, SeqCst);
     }
 
-    fn fill(&self) -> Option<Box<dyn Fill>> {
+    fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>> {
         let (filling, faults) = (self.filling.clone(), self.faults.clone());
-        Some(Box::new(Filling::begin(self.ram.clone(), filling, faults)))
+        Some(Box::new(TestMemoryLoader::begin(self.ram.clone(), filling, faults)))
     }
 
-    fn fetch_late(
+    fn fetch_lazily(
         &self,
-        backlog: Box<dyn Backlog>,
-    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+        backlog: Box<dyn PageSource>,
+    ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
         // Lazy restore is unsupported.
         Ok(Some(backlog))
     }
 
-    fn fetching(&self) -> Option<Fetching> {
+    fn fetching(&self) -> Option<LazyRestoreProgress> {
         None
     }
 }
 
 impl DirtyLog for MemoryGuest {
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
-        self.faults.check(Op::Subscribe, "following writes")?;
+        self.faults.check(Op::Subscribe, "tracking writes")?;
         // Writers are stopped, so that no write is in progress that saw no subscriber and is not
         // yet in memory.
-        Ok(self.gate.held(|| self.tracker.subscribe(name))?)
+        Ok(self.gate.while_parked(|| self.tracker.subscribe(name))?)
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {
@@ -387,9 +390,9 @@ impl DirtyLog for MemoryGuest {
 impl WriteThrottle for MemoryGuest {
     /// Counts every write, including one to a frame that is already dirty.
     fn vcpu_writes(&self) -> Vec<VcpuWrites> {
-        let writes = |w: &Arc<Writer>| VcpuWrites {
+        let writes = |w: &Arc<PageWriter>| VcpuWrites {
             dirtied_frames: w.steps.load(SeqCst),
-            throttled: Duration::from_nanos(w.held_ns.load(SeqCst)),
+            throttled: Duration::from_nanos(w.throttled_ns.load(SeqCst)),
         };
         self.writers.iter().map(writes).collect()
     }
@@ -411,8 +414,8 @@ impl Lifecycle for MemoryGuest {
                 Err(GuestError::State { request: "pause", state: RunState::Stopped })
             }
             RunState::Running => {
-                self.drive.stands();
-                self.disks.iter().for_each(|disk| disk.stand(true));
+                self.drive.guest_paused();
+                self.disks.iter().for_each(|disk| disk.set_paused(true));
                 Ok(RunState::Running)
             }
             RunState::Paused => Ok(RunState::Paused),
@@ -431,8 +434,8 @@ impl Lifecycle for MemoryGuest {
                 Err(GuestError::State { request: "resume", state: RunState::Stopped })
             }
             RunState::Paused => {
-                self.drive.runs();
-                self.disks.iter().for_each(|disk| disk.stand(false));
+                self.drive.guest_resumed();
+                self.disks.iter().for_each(|disk| disk.set_paused(false));
                 Ok(())
             }
             RunState::Running => Ok(()),
@@ -443,14 +446,14 @@ impl Lifecycle for MemoryGuest {
         assert!(!self.filling.load(SeqCst), "its memory would not answer");
         tracing::debug!(vm = %self.vm_id, why, "stopped");
         if self.gate.set(RunState::Stopped) == RunState::Running {
-            self.drive.stands();
+            self.drive.guest_paused();
         }
         let mut threads = self.threads.lock();
         for thread in threads.drain(..) {
             // A panicked writer has reported that on stderr; its guest fails `verify`.
             let _ = thread.join();
         }
-        self.drive.let_go(self.serial);
+        self.drive.release(self.serial);
     }
 
     fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
@@ -463,7 +466,7 @@ impl Stateful for MemoryGuest {
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
         self.must_be_paused("save")?;
         self.faults.check(Op::Save, "saving the state")?;
-        let section = |w: &Arc<Writer>| {
+        let section = |w: &Arc<PageWriter>| {
             let mut bytes = w.steps.load(SeqCst).to_le_bytes().to_vec();
             bytes.extend_from_slice(&w.errors.load(SeqCst).to_le_bytes());
             Section::new(SectionTag::THREAD_WORKER, w.index as u16, bytes)
@@ -529,7 +532,7 @@ impl HandOver for MemoryGuest {
     fn release(&self) -> Result<(), GuestError> {
         self.must_be_paused("release")?;
         // As a guest with two drives does if the second fails.
-        self.drive.let_go(self.serial);
+        self.drive.release(self.serial);
         self.faults.check(Op::Release, "releasing the drive")
     }
 
@@ -548,7 +551,7 @@ impl HandOver for MemoryGuest {
 
     fn acquire(&self) -> Result<(), GuestError> {
         self.faults.check(Op::Acquire, "acquiring the drive")?;
-        self.drive.take(self.serial)
+        self.drive.acquire(self.serial)
     }
 }
 
@@ -565,7 +568,7 @@ pub struct MemoryGuestFactory {
     /// The faults of every guest that it builds, and of building.
     pub faults: Arc<Faults>,
     /// The drive of every guest that it builds.
-    pub drive: Arc<Drive>,
+    pub drive: Arc<ExclusiveDrive>,
     /// The drives with data of every guest that it builds, which a restore overwrites.
     pub disks: Vec<Arc<TestDisk>>,
 }
@@ -601,7 +604,7 @@ impl GuestFactory for MemoryGuestFactory {
             let disk = self.disks.iter().find(|disk| disk.head() == head);
             let why = "this guest has no such drive".to_owned();
             let disk = disk.ok_or(GuestError::Unsupported { what: head.to_string(), why })?;
-            found.push(Box::new(Shown(disk.clone())));
+            found.push(Box::new(TestDiskHandle(disk.clone())));
         }
         Ok((self.create(from.vm_id, config)?, found))
     }

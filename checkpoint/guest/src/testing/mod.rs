@@ -6,7 +6,8 @@
 //! [`MemoryGuest::verify`] computes what each page of memory must hold after the writes made so
 //! far, without a record of them: a frame that was lost, torn or duplicated is found.
 //!
-//! [`Faults`] make its operations fail on request; [`Drive`] notices two hosts running one guest.
+//! [`Faults`] make its operations fail on request; [`ExclusiveDrive`] notices two hosts running one
+//! guest.
 //!
 //! ```
 //! use driftline_guest::Lifecycle;
@@ -21,14 +22,14 @@
 mod config;
 mod drives;
 mod faults;
-mod filling;
 mod guest;
+mod memory_loader;
 mod pages;
-mod shield;
+mod write_protection;
 mod writers;
 
 pub use config::MemoryConfig;
 pub use drives::TestDisk;
-pub use faults::{Drive, Faults, Op};
+pub use faults::{ExclusiveDrive, Faults, Op};
 pub use guest::{MemoryGuest, MemoryGuestFactory};
 pub use pages::{WrongFrame, WrongMemory, mix};

@@ -41,7 +41,7 @@ pub(super) fn fill(page: &mut [u8; PAGE], gfn: Gfn, generation: u64) {
 
 /// A writer's walk over its share of `frames` frames.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sweep {
+pub(super) struct PageSweep {
     frames: u64,
     stride: u64,
     /// The stride's inverse modulo `frames`.
@@ -49,7 +49,7 @@ pub(super) struct Sweep {
     seed: u64,
 }
 
-impl Sweep {
+impl PageSweep {
     /// Creates a walk over `frames` frames, at least one.
     pub(super) fn new(frames: u64, seed: u64) -> Self {
         let frames = frames.max(1);
@@ -153,7 +153,7 @@ mod tests {
     #[test]
     fn generations_follow_from_the_steps() {
         for (frames, seed) in [(1, 0), (2, 9), (7, 3), (64, 4), (100, 5), (257, 6)] {
-            let sweep = Sweep::new(frames, seed);
+            let sweep = PageSweep::new(frames, seed);
             let mut written = vec![0; frames as usize];
             for step in 0..4 * frames + 3 {
                 for (i, &g) in written.iter().enumerate() {

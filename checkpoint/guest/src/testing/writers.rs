@@ -8,20 +8,20 @@ use driftline_dirty_tracker::Layout;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::pages::{PAGE, Sweep, fill, nth_frame};
-use super::shield::Protected;
+use super::pages::{PAGE, PageSweep, fill, nth_frame};
+use super::write_protection::ProtectedFrames;
 use crate::{GuestRam, RunState};
 
 /// What the writers are to do, and how many of them are parked.
 #[derive(Debug)]
-struct Control {
+struct WriterControl {
     want: RunState,
     /// Number of callers that stop the writers for a moment, whatever is wanted.
     holds: usize,
     parked: usize,
 }
 
-impl Control {
+impl WriterControl {
     fn writers_park(&self) -> bool {
         self.want == RunState::Paused || (self.want == RunState::Running && self.holds > 0)
     }
@@ -29,37 +29,37 @@ impl Control {
 
 /// The gate at which writers stop between two writes.
 #[derive(Debug)]
-pub(super) struct Gate {
+pub(super) struct WriterGate {
     writers: usize,
-    control: Mutex<Control>,
+    control: Mutex<WriterControl>,
     changed: Condvar,
     /// Whether to stop at the gate; checked before every write.
     halt: AtomicBool,
     /// Writes per second that each writer may make; 0 is no limit. See `WriteThrottle::throttle`.
-    most: AtomicU64,
+    limit: AtomicU64,
 }
 
-impl Gate {
+impl WriterGate {
     /// Creates a closed gate for `writers` threads.
     pub(super) fn new(writers: usize) -> Self {
-        let control = Mutex::new(Control { want: RunState::Paused, holds: 0, parked: 0 });
-        let (halt, most) = (AtomicBool::new(true), AtomicU64::new(0));
-        Self { writers, control, changed: Condvar::new(), halt, most }
+        let control = Mutex::new(WriterControl { want: RunState::Paused, holds: 0, parked: 0 });
+        let (halt, limit) = (AtomicBool::new(true), AtomicU64::new(0));
+        Self { writers, control, changed: Condvar::new(), halt, limit }
     }
 
     /// Limits each writer to `writes_per_s`.
     pub(super) fn throttle(&self, writes_per_s: Option<u64>) {
         let control = self.lock();
-        self.most.store(writes_per_s.map_or(0, |most| most.max(1)), Ordering::SeqCst);
+        self.limit.store(writes_per_s.map_or(0, |most| most.max(1)), Ordering::SeqCst);
         self.changed.notify_all();
         drop(control);
     }
 
     pub(super) fn throttled(&self) -> Option<u64> {
-        Some(self.most.load(Ordering::SeqCst)).filter(|most| *most > 0)
+        Some(self.limit.load(Ordering::SeqCst)).filter(|most| *most > 0)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Control> {
+    fn lock(&self) -> MutexGuard<'_, WriterControl> {
         self.control.lock()
     }
 
@@ -68,7 +68,7 @@ impl Gate {
     }
 
     /// Notifies the writers of a change and waits until those that must park have parked.
-    fn settle(&self, mut control: MutexGuard<'_, Control>) {
+    fn settle(&self, mut control: MutexGuard<'_, WriterControl>) {
         let halt = control.want != RunState::Running || control.holds > 0;
         self.halt.store(halt, Ordering::SeqCst);
         self.changed.notify_all();
@@ -90,7 +90,7 @@ impl Gate {
     }
 
     /// Runs `act` while no writer writes, without changing what the writers are to do.
-    pub(super) fn held<T>(&self, act: impl FnOnce() -> T) -> T {
+    pub(super) fn while_parked<T>(&self, act: impl FnOnce() -> T) -> T {
         let mut control = self.lock();
         control.holds += 1;
         self.settle(control);
@@ -126,11 +126,11 @@ impl Gate {
 
 /// One writer's part of the working set and its progress.
 #[derive(Debug)]
-pub(super) struct Writer {
+pub(super) struct PageWriter {
     pub(super) index: u64,
     /// It owns every `of`-th frame of the working set.
     pub(super) of: u64,
-    pub(super) sweep: Sweep,
+    pub(super) sweep: PageSweep,
     /// Writes made. Set from outside only while the writer is parked.
     pub(super) steps: AtomicU64,
     /// Frames that it found wrong before it overwrote them.
@@ -138,20 +138,20 @@ pub(super) struct Writer {
     /// Writes per second; 0 is as fast as possible.
     pub(super) rate: u32,
     /// Time for which it was throttled, ns.
-    pub(super) held_ns: AtomicU64,
+    pub(super) throttled_ns: AtomicU64,
 }
 
 /// Writes between two reads of the clock, if the rate is limited.
 const BATCH: u64 = 8;
 
-impl Writer {
+impl PageWriter {
     /// The thread's body: writes until the gate says stop.
     pub(super) fn run(
         &self,
-        gate: &Gate,
+        gate: &WriterGate,
         layout: &Arc<Layout>,
         ram: &GuestRam,
-        protected: &Protected,
+        protected: &ProtectedFrames,
     ) {
         let mut pages = (Box::new([0; PAGE]), Box::new([0; PAGE]));
         while gate.pass() {
@@ -168,17 +168,17 @@ impl Writer {
                         gate.nap(early);
                     }
                 }
-                self.pay(gate);
+                self.wait_for_throttle(gate);
             }
         }
     }
 
     /// Waits for the minimum duration of the write just made under the throttle.
-    fn pay(&self, gate: &Gate) {
+    fn wait_for_throttle(&self, gate: &WriterGate) {
         if let Some(most) = gate.throttled() {
             let since = Instant::now();
             gate.nap(Duration::from_secs_f64(1.0 / most as f64));
-            self.held_ns.fetch_add(since.elapsed().as_nanos() as u64, Ordering::SeqCst);
+            self.throttled_ns.fetch_add(since.elapsed().as_nanos() as u64, Ordering::SeqCst);
         }
     }
 
@@ -186,7 +186,7 @@ impl Writer {
         &self,
         step: u64,
         layout: &Layout,
-        (ram, protected): (&GuestRam, &Protected),
+        (ram, protected): (&GuestRam, &ProtectedFrames),
         page: &mut [u8; PAGE],
         seen: &mut [u8; PAGE],
     ) {

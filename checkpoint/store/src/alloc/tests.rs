@@ -5,9 +5,9 @@ use proptest::prelude::*;
 use super::*;
 
 /// The reference, which is searched slot by slot.
-struct Plain(Vec<bool>);
+struct PlainSlots(Vec<bool>);
 
-impl Plain {
+impl PlainSlots {
     fn is_free(&self, start: u32, count: u32) -> bool {
         let slots = self.0.get(start as usize..start as usize + count as usize);
         slots.is_some_and(|slots| slots.iter().all(|used| !used))
@@ -38,7 +38,7 @@ impl Plain {
 }
 
 #[derive(Clone, Debug)]
-enum Act {
+enum SlotAct {
     Take {
         count: u32,
         align: u32,
@@ -70,17 +70,17 @@ fn counts() -> impl Strategy<Value = u32> {
     prop_oneof![1u32..6, 1u32..130, Just(64), 1000u32..=4096]
 }
 
-fn act() -> impl Strategy<Value = Act> {
+fn act() -> impl Strategy<Value = SlotAct> {
     let index = any::<prop::sample::Index>;
     prop_oneof![
-        6 => (counts(), 0u32..=12).prop_map(|(count, bits)| Act::Take { count, align: 1 << bits }),
-        4 => counts().prop_map(|count| Act::Take { count, align: 1 }),
-        3 => counts().prop_map(|count| Act::UpTo { count }),
+        6 => (counts(), 0u32..=12).prop_map(|(count, bits)| SlotAct::Take { count, align: 1 << bits }),
+        4 => counts().prop_map(|count| SlotAct::Take { count, align: 1 }),
+        3 => counts().prop_map(|count| SlotAct::UpTo { count }),
         8 => (index(), index(), counts())
-            .prop_map(|(which, from, count)| Act::Free { which, from, count }),
-        1 => (index(), 1u32..400).prop_map(|(from, teeth)| Act::Comb { from, teeth }),
-        1 => (0u32..20_000, counts()).prop_map(|(start, count)| Act::Mark { start, count }),
-        1 => (1u32..5000).prop_map(|by| Act::Grow { by }),
+            .prop_map(|(which, from, count)| SlotAct::Free { which, from, count }),
+        1 => (index(), 1u32..400).prop_map(|(from, teeth)| SlotAct::Comb { from, teeth }),
+        1 => (0u32..20_000, counts()).prop_map(|(start, count)| SlotAct::Mark { start, count }),
+        1 => (1u32..5000).prop_map(|by| SlotAct::Grow { by }),
     ]
 }
 
@@ -92,7 +92,7 @@ proptest! {
         full in any::<bool>(),
         acts in prop::collection::vec(act(), 1..60),
     ) {
-        let (mut slots, mut plain) = (Slots::new(total), Plain(vec![false; total as usize]));
+        let (mut slots, mut plain) = (Slots::new(total), PlainSlots(vec![false; total as usize]));
         if full {
             let all = SlotRun { start: 0, count: total };
             slots.mark(all).unwrap();
@@ -100,7 +100,7 @@ proptest! {
         }
         for act in acts {
             match act {
-                Act::Take { count, align } => match slots.allocate(count, align) {
+                SlotAct::Take { count, align } => match slots.allocate(count, align) {
                     Some(run) => {
                         prop_assert!(run.count == count && run.start.is_multiple_of(align));
                         prop_assert!(plain.is_free(run.start, count), "{run} twice");
@@ -108,7 +108,7 @@ proptest! {
                     }
                     None => prop_assert!(!plain.has_room(count, align), "{count} by {align}"),
                 },
-                Act::UpTo { count } => {
+                SlotAct::UpTo { count } => {
                     let expected = count.min(plain.longest());
                     let run = slots.allocate_up_to(count);
                     prop_assert_eq!(run.map_or(0, |run| run.count), expected);
@@ -117,7 +117,7 @@ proptest! {
                         plain.set(run, true);
                     }
                 }
-                Act::Free { which, from, count } => {
+                SlotAct::Free { which, from, count } => {
                     let runs = plain.used_runs();
                     if runs.is_empty() { continue; }
                     let run = runs[which.index(runs.len())];
@@ -131,7 +131,7 @@ proptest! {
                         Err(SlotError::Free { run: part, slot: start })
                     );
                 }
-                Act::Comb { from, teeth } => {
+                SlotAct::Comb { from, teeth } => {
                     let from = from.index(plain.0.len()) as u32;
                     for tooth in 0..teeth {
                         let run = SlotRun { start: from + 2 * tooth, count: 1 };
@@ -141,7 +141,7 @@ proptest! {
                         }
                     }
                 }
-                Act::Mark { start, count } => {
+                SlotAct::Mark { start, count } => {
                     let run = SlotRun { start, count };
                     let marked = slots.mark(run);
                     if plain.is_free(start, count) {
@@ -151,7 +151,7 @@ proptest! {
                         prop_assert!(marked.is_err());
                     }
                 }
-                Act::Grow { by } => {
+                SlotAct::Grow { by } => {
                     let total = slots.total() + by;
                     slots.grow_to(total);
                     plain.0.resize(total as usize, false);

@@ -22,7 +22,7 @@ use parking_lot::Mutex;
 
 use crate::archive::records::{Contents, MAX_CONTENTS, TAG_CONTENTS, TAG_END, decode_contents};
 use crate::archive::threads::side_by_side;
-use crate::archive::walk::{ArchivePlace, Walk, reading};
+use crate::archive::walk::{ArchivePosition, ArchiveWalk, reading};
 use crate::backend::StoreFile;
 use crate::epoch_info::EpochInfo;
 use crate::error::{Damage, StoreError};
@@ -52,7 +52,7 @@ pub struct Archive {
     /// State of that machine.
     sections: Vec<Section>,
     /// Position at which its memory begins.
-    contents: ArchivePlace,
+    contents: ArchivePosition,
 }
 
 impl Archive {
@@ -72,9 +72,9 @@ impl Archive {
     /// Opens an archive like [`open`](Self::open), from something other than a file system's file.
     /// `path` is for messages.
     pub fn with_file(file: Box<dyn StoreFile>, path: &Path) -> Result<Self, StoreError> {
-        let begin = ArchivePlace { at: 0, records: 0, digest: Digest(0) };
-        let (header, begin) = Walk::new(&*file, path, begin)?.header()?;
-        let mut walk = Walk::new(&*file, path, begin)?;
+        let begin = ArchivePosition { at: 0, records: 0, digest: Digest(0) };
+        let (header, begin) = ArchiveWalk::new(&*file, path, begin)?.header()?;
+        let mut walk = ArchiveWalk::new(&*file, path, begin)?;
         let (front, machine) = read_front(&mut walk, &header)?;
         let (mut payload, mut sections) = (Vec::new(), Vec::new());
         let (mut bytes, mut contents) = (machine.config.len() as u64, None);
@@ -148,7 +148,7 @@ impl Archive {
     ///
     /// The first damage found.
     pub fn verify(&self) -> Result<VerifyReport, StoreError> {
-        self.read(&Nowhere, 0)?;
+        self.read(&CheckSink, 0)?;
         let EpochInfo { frames, bytes, .. } = self.info;
         let latest = Some(self.info.epoch);
         Ok(VerifyReport { epochs: 1, latest, frames, read_bytes: bytes, ..VerifyReport::default() })
@@ -168,8 +168,8 @@ impl Archive {
     /// them to `sink` after checking them. For earlier objects, only the records are checked. Ends
     /// with the first error, as far as several threads have a first one.
     pub fn read<S: Sink>(&self, sink: &S, from: u16) -> Result<(), S::Error> {
-        let walk = Walk::new(&*self.file, &self.path, self.contents)?;
-        let state = Mutex::new(Reading {
+        let walk = ArchiveWalk::new(&*self.file, &self.path, self.contents)?;
+        let state = Mutex::new(UnpackState {
             walk,
             archive: self,
             before: None,
@@ -179,7 +179,7 @@ impl Archive {
             failed: None,
         });
         side_by_side("restore", self.info.frames, || {
-            let mut piece = Piece::default();
+            let mut piece = ContentsPiece::default();
             while let Some(number) = next_piece(&state, &mut piece) {
                 if piece.object < from {
                     continue;
@@ -202,14 +202,14 @@ impl Archive {
     }
 }
 
-impl Walk<'_> {
+impl ArchiveWalk<'_> {
     /// Returns the header, and the position at which records begin.
-    fn header(&self) -> Result<(Header, ArchivePlace), StoreError> {
+    fn header(&self) -> Result<(Header, ArchivePosition), StoreError> {
         let mut bytes = [0; HEADER_LEN];
         self.read(0, &mut bytes)?;
         let header = Header::read_from(&bytes[..], MAGIC_ARCHIVE).map_err(|e| self.damaged(e))?;
         let digest = Digest(header.checksum());
-        Ok((header, ArchivePlace { at: HEADER_LEN as u64, records: 0, digest }))
+        Ok((header, ArchivePosition { at: HEADER_LEN as u64, records: 0, digest }))
     }
 
     /// Returns the payload of the next record, which must be of `tag`.
@@ -225,7 +225,7 @@ impl Walk<'_> {
 }
 
 /// Reads the records before the state sections.
-fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, Machine), StoreError> {
+fn read_front(walk: &mut ArchiveWalk<'_>, header: &Header) -> Result<(Front, Machine), StoreError> {
     let front = Front::decode(&walk.expect(TAG_EPOCH)?).map_err(|e| walk.damaged(e))?;
     let fields = [
         ("the epoch in the header", header.epoch(), front.epoch),
@@ -251,8 +251,8 @@ fn section(head: &RecordHead, bytes: Vec<u8>) -> Section {
 }
 
 /// State that the unpacking threads share: the thread that locks it reads the next record.
-struct Reading<'a, E> {
-    walk: Walk<'a>,
+struct UnpackState<'a, E> {
+    walk: ArchiveWalk<'a>,
     archive: &'a Archive,
     /// Last run of the last record.
     before: Option<FrameRun>,
@@ -265,8 +265,8 @@ struct Reading<'a, E> {
 
 /// Reads the next record, and returns its number; `None` at the end, or after an error.
 fn next_piece<E: From<StoreError>>(
-    shared: &Mutex<Reading<'_, E>>,
-    piece: &mut Piece,
+    shared: &Mutex<UnpackState<'_, E>>,
+    piece: &mut ContentsPiece,
 ) -> Option<u64> {
     let mut reading = shared.lock();
     if reading.over {
@@ -286,7 +286,7 @@ fn next_piece<E: From<StoreError>>(
     }
 }
 
-impl<E> Reading<'_, E> {
+impl<E> UnpackState<'_, E> {
     fn fail(&mut self, piece: u64, e: E) {
         self.over = true;
         if self.failed.as_ref().is_none_or(|(before, _)| piece < *before) {
@@ -296,7 +296,7 @@ impl<E> Reading<'_, E> {
 
     /// Replaces `piece` with the next record. Returns `false` at the end, after the totals have
     /// been checked.
-    fn next(&mut self, piece: &mut Piece) -> Result<bool, StoreError> {
+    fn next(&mut self, piece: &mut ContentsPiece) -> Result<bool, StoreError> {
         let walk = &mut self.walk;
         let (head, end) = walk.head(&mut piece.payload)?;
         piece.at = walk.record_at();
@@ -323,7 +323,7 @@ impl<E> Reading<'_, E> {
 
 /// A record of contents, and buffers for what is in it.
 #[derive(Default)]
-struct Piece {
+struct ContentsPiece {
     /// Offset of the record in the file, in bytes.
     at: u64,
     /// Object whose frames the record has.
@@ -335,7 +335,7 @@ struct Piece {
     unpacker: Option<zstd::bulk::Decompressor<'static>>,
 }
 
-impl Piece {
+impl ContentsPiece {
     fn frames(
         &mut self,
         objects: Objects<'_>,
@@ -389,9 +389,9 @@ impl Piece {
 }
 
 /// A sink for a reader that only checks.
-struct Nowhere;
+struct CheckSink;
 
-impl Sink for Nowhere {
+impl Sink for CheckSink {
     type Error = StoreError;
 
     fn frames(&self, _: FrameRun, _: &[u8]) -> Result<(), StoreError> {

@@ -50,7 +50,7 @@ impl Store {
         let machine = pinned.read_machine()?;
         let mut map = FrameMap::default();
         let sections = pinned.read_map(&mut map)?.sections;
-        let group = &pinned.log.groups[pinned.index];
+        let group = &pinned.log.epochs[pinned.index];
         let (info, front) = (group.info, group.front);
         // In the archive, the epoch builds on nothing, even if it did in the store.
         let front = Front { rebased: front.parent.is_some(), ..front };
@@ -58,7 +58,8 @@ impl Store {
         drop(map);
         let header = Header::new(MAGIC_ARCHIVE, info.vm_id, info.epoch, front.layout);
         let io = |cause| StoreError::Io { what: "writing", path: path.to_owned(), cause };
-        let mut out = Out { file, digest: Digest(header.checksum()), records: 0, bytes: 0 };
+        let mut out =
+            ArchiveOutput { file, digest: Digest(header.checksum()), records: 0, bytes: 0 };
         out.begin(&header, &front, &machine, &sections).map_err(io)?;
         let mut out = pack(&pinned.pages, info.epoch, &frames, out, path)?;
         let frames = frames.len() as u64;
@@ -79,14 +80,14 @@ impl Store {
 }
 
 /// The part of the file that is written.
-struct Out<'f> {
+struct ArchiveOutput<'f> {
     file: &'f File,
     digest: Digest,
     records: u32,
     bytes: u64,
 }
 
-impl Out<'_> {
+impl ArchiveOutput<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.bytes += bytes.len() as u64;
         self.file.write_all(bytes)
@@ -147,8 +148,8 @@ impl Out<'_> {
 }
 
 /// The output, and the number of the piece that is written next.
-struct Turn<'f> {
-    out: Out<'f>,
+struct OutputTurn<'f> {
+    out: ArchiveOutput<'f>,
     next: usize,
     failed: Option<StoreError>,
     /// Whether a thread has panicked, which then does not end its turn.
@@ -156,12 +157,12 @@ struct Turn<'f> {
 }
 
 /// Ends the wait of the other threads for their turns when a thread that panics drops it.
-struct EndOfTurns<'t, 'f> {
-    turn: &'t Mutex<Turn<'f>>,
+struct PanicGuard<'t, 'f> {
+    turn: &'t Mutex<OutputTurn<'f>>,
     is_next: &'t Condvar,
 }
 
-impl Drop for EndOfTurns<'_, '_> {
+impl Drop for PanicGuard<'_, '_> {
     fn drop(&mut self) {
         if thread::panicking() {
             self.turn.lock().panicked = true;
@@ -175,25 +176,25 @@ fn pack<'f>(
     pages: &PageReader,
     epoch: u64,
     frames: &[(Gfn, Cell)],
-    out: Out<'f>,
+    out: ArchiveOutput<'f>,
     path: &Path,
-) -> Result<Out<'f>, StoreError> {
+) -> Result<ArchiveOutput<'f>, StoreError> {
     let objects = frames.chunk_by(|(a, _), (b, _)| place(*a).0 == place(*b).0);
     let pieces: Vec<&[(Gfn, Cell)]> = objects.flat_map(|of| of.chunks(MAX_FRAMES)).collect();
     let taken = AtomicUsize::new(0);
-    let turn = Mutex::new(Turn { out, next: 0, failed: None, panicked: false });
+    let turn = Mutex::new(OutputTurn { out, next: 0, failed: None, panicked: false });
     let is_next = Condvar::new();
     // A thread's panic is passed on.
     side_by_side("pack", frames.len() as u64, || {
-        let _end = EndOfTurns { turn: &turn, is_next: &is_next };
-        let mut packer = Packer::default();
+        let _end = PanicGuard { turn: &turn, is_next: &is_next };
+        let mut packer = PiecePacker::default();
         loop {
             let at = taken.fetch_add(1, Ordering::Relaxed);
             let Some(piece) = pieces.get(at) else { return };
             let packed = packer.pack(pages, epoch, piece, path);
             // The thread that took the previous piece is working on it, so this turn comes unless
             // that thread panics.
-            let others = |turn: &mut Turn| turn.next != at && !turn.panicked;
+            let others = |turn: &mut OutputTurn| turn.next != at && !turn.panicked;
             let mut turn = turn.lock();
             is_next.wait_while(&mut turn, others);
             if turn.panicked {
@@ -219,14 +220,14 @@ fn pack<'f>(
 
 /// Buffers with which a thread compresses.
 #[derive(Default)]
-struct Packer {
+struct PiecePacker {
     contents: Vec<u8>,
     packed: Vec<u8>,
     payload: Vec<u8>,
     zstd: Option<zstd::bulk::Compressor<'static>>,
 }
 
-impl Packer {
+impl PiecePacker {
     /// Sets `payload` to the payload for `piece`.
     fn pack(
         &mut self,

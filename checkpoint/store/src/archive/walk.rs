@@ -13,7 +13,7 @@ use crate::records::{Digest, TAG_STORE};
 
 /// Position at which a record begins, and what comes before it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct ArchivePlace {
+pub(super) struct ArchivePosition {
     pub(super) at: u64,
     /// Number of records before it.
     pub(super) records: u32,
@@ -21,28 +21,28 @@ pub(super) struct ArchivePlace {
 }
 
 /// A walk through a file, up to the end of the head that was read last.
-pub(super) struct Walk<'f> {
+pub(super) struct ArchiveWalk<'f> {
     file: &'f dyn StoreFile,
     path: &'f Path,
     len: u64,
     /// Position of the next record.
-    next: ArchivePlace,
+    next: ArchivePosition,
     /// Offset of the record that was read last, in bytes.
     record_at: u64,
 }
 
-impl<'f> Walk<'f> {
+impl<'f> ArchiveWalk<'f> {
     pub(super) fn new(
         file: &'f dyn StoreFile,
         path: &'f Path,
-        next: ArchivePlace,
+        next: ArchivePosition,
     ) -> Result<Self, StoreError> {
         let len = file.len().map_err(|e| reading(path, e))?;
         Ok(Self { file, path, len, next, record_at: next.at })
     }
 
     /// Returns the position of the next record.
-    pub(super) fn next(&self) -> ArchivePlace {
+    pub(super) fn next(&self) -> ArchivePosition {
         self.next
     }
 
@@ -95,7 +95,7 @@ impl<'f> Walk<'f> {
             };
             let mut digest = before.digest;
             digest.add(&bytes);
-            self.next = ArchivePlace { at: from + length, records, digest };
+            self.next = ArchivePosition { at: from + length, records, digest };
             if head.tag == TAG_END {
                 self.payload(&head, payload)?;
                 let end = End::decode(payload).map_err(|e| self.damaged(e))?;
@@ -109,7 +109,7 @@ impl<'f> Walk<'f> {
         }
     }
 
-    fn check_end(&self, end: &End, before: ArchivePlace) -> Result<(), StoreError> {
+    fn check_end(&self, end: &End, before: ArchivePosition) -> Result<(), StoreError> {
         let fields = [
             ("the number of records", end.records.into(), self.next.records.into()),
             ("the digest", end.digest.0.into(), before.digest.0.into()),

@@ -8,7 +8,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
 use crate::backend::Backend;
-use crate::taken::Taker;
+use crate::epoch_taker::EpochTaker;
 use crate::testing::MemoryDisk;
 use driftline_guest::GuestContents;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
@@ -24,12 +24,12 @@ fn grow(disk: &MemoryDisk, guest: &Arc<MemoryGuest>, frames: u64, byte: u8) {
     for n in 0..frames {
         guest.ram().write_slice(&[byte; 4096], GuestAddress(n * PAGE_SIZE)).unwrap();
     }
-    Taker::new(guest.clone(), store(disk, true)).take();
+    EpochTaker::new(guest.clone(), store(disk, true)).take();
 }
 
 /// Returns what a reader knows of the log.
-fn known(log: &LogFile) -> (Vec<EpochInfo>, SectorPlace) {
-    (log.groups.iter().map(|group| group.info).collect(), log.end)
+fn known(log: &LogFile) -> (Vec<EpochInfo>, LogPosition) {
+    (log.epochs.iter().map(|group| group.info).collect(), log.end)
 }
 
 /// Checks that a reader of `before` that reads again when the log is `after` knows the same as
@@ -91,7 +91,7 @@ fn forgotten_epochs_are_found_again() {
     for epoch in 0..=3 {
         let mut log = LogFile::open(&store, 1).unwrap();
         log.forget_after(epoch);
-        assert_eq!(log.groups.len() as u64, epoch);
+        assert_eq!(log.epochs.len() as u64, epoch);
         log.go_on().unwrap();
         assert_eq!(known(&log), whole);
     }

@@ -57,22 +57,22 @@ pub enum DiskOp {
 /// A [`Backend`] for tests. Clones are the same disk. Does not exclude a second writer.
 #[derive(Clone, Debug)]
 pub struct MemoryDisk {
-    disk: Arc<Mutex<Disk>>,
+    disk: Arc<Mutex<DiskState>>,
     location: PathBuf,
 }
 
 #[derive(Debug, Default)]
-struct Disk {
+struct DiskState {
     names: BTreeMap<String, usize>,
     synced_names: BTreeMap<String, usize>,
     /// Changes of names since the last sync of the directory.
-    renamed: Vec<NameOp>,
+    renamed: Vec<NameChange>,
     files: Vec<Inode>,
     syncs: u64,
     stop_at: Option<u64>,
     stopped: bool,
-    faults: Vec<Fault>,
-    bad: Vec<Bad>,
+    faults: Vec<DiskFault>,
+    bad: Vec<UnreadableRange>,
     /// Number of reads that a bad range has failed.
     bad_reads: u64,
     /// Number of files opened so far.
@@ -90,14 +90,14 @@ struct Disk {
 }
 
 #[derive(Clone, Debug)]
-enum NameOp {
+enum NameChange {
     Set(String, usize),
     Rename(String, String),
     Remove(String),
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Fault {
+struct DiskFault {
     op: DiskOp,
     /// Error number; `None`: the thread panics, once.
     errno: Option<i32>,
@@ -107,42 +107,42 @@ struct Fault {
 
 /// Bytes of a file that cannot be read.
 #[derive(Clone, Debug)]
-struct Bad {
+struct UnreadableRange {
     inode: usize,
     range: Range<u64>,
     /// Number of reads of any of them that still succeed.
     after: u32,
 }
 
-fn apply(names: &mut BTreeMap<String, usize>, op: &NameOp) {
+fn apply(names: &mut BTreeMap<String, usize>, op: &NameChange) {
     match op {
-        NameOp::Set(name, inode) => {
+        NameChange::Set(name, inode) => {
             names.insert(name.clone(), *inode);
         }
-        NameOp::Rename(from, to) => {
+        NameChange::Rename(from, to) => {
             if let Some(inode) = names.remove(from) {
                 names.insert(to.clone(), inode);
             }
         }
-        NameOp::Remove(name) => {
+        NameChange::Remove(name) => {
             names.remove(name);
         }
     }
 }
 
-impl Disk {
+impl DiskState {
     #[allow(clippy::panic, reason = "tests")]
     fn check(&mut self, op: Option<DiskOp>) -> io::Result<()> {
         if self.stopped {
             return Err(Errno::IO.into());
         }
         match self.faults.iter_mut().find(|fault| Some(fault.op) == op) {
-            Some(Fault { op, errno: None, after: 0 }) => {
+            Some(DiskFault { op, errno: None, after: 0 }) => {
                 let op = *op;
                 self.faults.retain(|fault| fault.op != op);
                 panic!("the test has {op:?} panic");
             }
-            Some(Fault { errno: Some(errno), after: 0, .. }) => {
+            Some(DiskFault { errno: Some(errno), after: 0, .. }) => {
                 Err(io::Error::from_raw_os_error(*errno))
             }
             Some(fault) => {
@@ -154,7 +154,7 @@ impl Disk {
     }
 
     fn check_read(&mut self, inode: usize, read: Range<u64>) -> io::Result<()> {
-        let hit = |bad: &&mut Bad| {
+        let hit = |bad: &&mut UnreadableRange| {
             bad.inode == inode && bad.range.start < read.end && read.start < bad.range.end
         };
         match self.bad.iter_mut().find(hit) {
@@ -177,7 +177,7 @@ impl Disk {
         self.check(None)
     }
 
-    fn rename(&mut self, op: NameOp) {
+    fn rename(&mut self, op: NameChange) {
         apply(&mut self.names, &op);
         self.renamed.push(op);
     }
@@ -194,7 +194,7 @@ impl Default for MemoryDisk {
 }
 
 impl MemoryDisk {
-    fn lock(&self) -> MutexGuard<'_, Disk> {
+    fn lock(&self) -> MutexGuard<'_, DiskState> {
         self.disk.lock()
     }
 
@@ -216,15 +216,15 @@ impl MemoryDisk {
 
     /// Makes `op` fail with `errno` after `after` more successes, until [`heal`](Self::heal).
     pub fn fail(&self, op: DiskOp, errno: i32, after: u32) {
-        self.set_fault(Fault { op, errno: Some(errno), after });
+        self.set_fault(DiskFault { op, errno: Some(errno), after });
     }
 
     /// Makes the thread that does `op` panic, once, after `after` more successes.
     pub fn panic_at(&self, op: DiskOp, after: u32) {
-        self.set_fault(Fault { op, errno: None, after });
+        self.set_fault(DiskFault { op, errno: None, after });
     }
 
-    fn set_fault(&self, fault: Fault) {
+    fn set_fault(&self, fault: DiskFault) {
         let mut disk = self.lock();
         disk.faults.retain(|other| other.op != fault.op);
         disk.faults.push(fault);
@@ -235,7 +235,7 @@ impl MemoryDisk {
     pub fn fail_reads(&self, name: &str, range: Range<u64>, after: u32) -> io::Result<()> {
         let mut disk = self.lock();
         let inode = disk.find(name)?;
-        disk.bad.push(Bad { inode, range, after });
+        disk.bad.push(UnreadableRange { inode, range, after });
         Ok(())
     }
 
@@ -303,7 +303,7 @@ impl MemoryDisk {
                 }
             }
         };
-        let mut after = Disk { names: disk.synced_names.clone(), ..Disk::default() };
+        let mut after = DiskState { names: disk.synced_names.clone(), ..DiskState::default() };
         for op in &disk.renamed {
             if matches!(survives, Survives::First(_)) || keep(1) == 1 {
                 apply(&mut after.names, op);
@@ -320,13 +320,13 @@ impl MemoryDisk {
     /// one may.
     pub fn copy(&self) -> Self {
         let disk = self.lock();
-        let after = Disk {
+        let after = DiskState {
             names: disk.names.clone(),
             synced_names: disk.synced_names.clone(),
             renamed: disk.renamed.clone(),
             files: disk.files.clone(),
             syncs: disk.syncs,
-            ..Disk::default()
+            ..DiskState::default()
         };
         Self { disk: Arc::new(Mutex::new(after)), location: self.location.clone() }
     }
@@ -359,7 +359,7 @@ impl MemoryDisk {
 }
 
 impl MemoryDisk {
-    fn file(&self, disk: &mut Disk, inode: usize) -> Box<dyn StoreFile> {
+    fn file(&self, disk: &mut DiskState, inode: usize) -> Box<dyn StoreFile> {
         disk.opened += 1;
         Box::new(MemoryFile { disk: self.disk.clone(), inode, number: disk.opened })
     }
@@ -388,7 +388,7 @@ impl Backend for MemoryDisk {
         disk.check(Some(DiskOp::Create))?;
         let inode = disk.files.len();
         disk.files.push(Inode::default());
-        disk.rename(NameOp::Set(name.to_owned(), inode));
+        disk.rename(NameChange::Set(name.to_owned(), inode));
         Ok(self.file(&mut disk, inode))
     }
 
@@ -414,7 +414,7 @@ impl Backend for MemoryDisk {
         let mut disk = MemoryDisk::lock(self);
         disk.check(Some(DiskOp::Rename))?;
         disk.find(from)?;
-        disk.rename(NameOp::Rename(from.to_owned(), to.to_owned()));
+        disk.rename(NameChange::Rename(from.to_owned(), to.to_owned()));
         disk.check(Some(DiskOp::Renamed))
     }
 
@@ -422,7 +422,7 @@ impl Backend for MemoryDisk {
         let mut disk = MemoryDisk::lock(self);
         disk.check(Some(DiskOp::Link))?;
         let inode = disk.find(from)?;
-        disk.rename(NameOp::Set(to.to_owned(), inode));
+        disk.rename(NameChange::Set(to.to_owned(), inode));
         Ok(())
     }
 
@@ -430,7 +430,7 @@ impl Backend for MemoryDisk {
         let mut disk = MemoryDisk::lock(self);
         disk.check(None)?;
         disk.find(name)?;
-        disk.rename(NameOp::Remove(name.to_owned()));
+        disk.rename(NameChange::Remove(name.to_owned()));
         Ok(())
     }
 
@@ -453,14 +453,14 @@ impl Backend for MemoryDisk {
 /// An open file of a [`MemoryDisk`].
 #[derive(Debug)]
 struct MemoryFile {
-    disk: Arc<Mutex<Disk>>,
+    disk: Arc<Mutex<DiskState>>,
     inode: usize,
     /// Number of this open file among all files opened.
     number: u64,
 }
 
 impl MemoryFile {
-    fn lock(&self) -> MutexGuard<'_, Disk> {
+    fn lock(&self) -> MutexGuard<'_, DiskState> {
         self.disk.lock()
     }
 
@@ -526,8 +526,8 @@ impl StoreFile for MemoryFile {
     fn sync(&self) -> io::Result<()> {
         let changed = self.changed();
         std::thread::sleep(self.lock().sync_takes);
-        let named = |disk: &Disk, name: &String| disk.names.get(name) == Some(&self.inode);
-        let held = |disk: &Disk| {
+        let named = |disk: &DiskState, name: &String| disk.names.get(name) == Some(&self.inode);
+        let held = |disk: &DiskState| {
             disk.held || disk.held_file.as_ref().is_some_and(|name| named(disk, name))
         };
         while held(&self.lock()) {

@@ -14,14 +14,14 @@ pub(super) struct Inode {
     /// Durable content.
     synced: Vec<u8>,
     /// Changes since then, except for those that a failed sync has lost.
-    changes: Vec<Change>,
+    changes: Vec<InodeChange>,
     /// Number of changes before those.
     settled: u64,
-    locks: Vec<Locked>,
+    locks: Vec<HeldLock>,
 }
 
 #[derive(Clone, Debug)]
-enum Change {
+enum InodeChange {
     /// A write of these bytes at an offset.
     Write(usize, Vec<u8>),
     /// A change to this length.
@@ -30,7 +30,7 @@ enum Change {
 
 /// A lock on bytes, with the number of the open file that has it.
 #[derive(Clone, Debug)]
-struct Locked {
+struct HeldLock {
     by: u64,
     range: Range<u64>,
     alone: bool,
@@ -45,12 +45,12 @@ impl Inode {
         let to = offset + bytes.len();
         self.bytes.resize(self.bytes.len().max(to), 0);
         self.bytes[offset..to].copy_from_slice(bytes);
-        self.changes.push(Change::Write(offset, bytes.to_vec()));
+        self.changes.push(InodeChange::Write(offset, bytes.to_vec()));
     }
 
     pub(super) fn set_len(&mut self, len: usize) {
         self.bytes.resize(len, 0);
-        self.changes.push(Change::Len(len));
+        self.changes.push(InodeChange::Len(len));
     }
 
     /// Returns the number of changes so far: a sync that begins now covers these.
@@ -65,8 +65,8 @@ impl Inode {
         self.settled += count as u64;
         for change in self.changes.drain(..count).filter(|_| durable) {
             match change {
-                Change::Len(len) => self.synced.resize(len, 0),
-                Change::Write(from, written) => {
+                InodeChange::Len(len) => self.synced.resize(len, 0),
+                InodeChange::Write(from, written) => {
                     let to = from + written.len();
                     self.synced.resize(self.synced.len().max(to), 0);
                     self.synced[from..to].copy_from_slice(&written);
@@ -81,9 +81,9 @@ impl Inode {
         let mut bytes = self.synced.clone();
         for change in &self.changes {
             match change {
-                Change::Len(len) if keep(1) == 1 => bytes.resize(*len, 0),
-                Change::Len(_) => {}
-                Change::Write(offset, written) => {
+                InodeChange::Len(len) if keep(1) == 1 => bytes.resize(*len, 0),
+                InodeChange::Len(_) => {}
+                InodeChange::Write(offset, written) => {
                     for (n, sector) in written.chunks(SECTOR).enumerate() {
                         let from = offset + n * SECTOR;
                         if keep(1) == 1 {
@@ -100,25 +100,25 @@ impl Inode {
 
     /// Returns the number of sectors written, and of lengths set, since the last sync.
     pub(super) fn unsynced(&self) -> u64 {
-        let count = |change: &Change| match change {
-            Change::Write(_, written) => written.len().div_ceil(SECTOR) as u64,
-            Change::Len(_) => 1,
+        let count = |change: &InodeChange| match change {
+            InodeChange::Write(_, written) => written.len().div_ceil(SECTOR) as u64,
+            InodeChange::Len(_) => 1,
         };
         self.changes.iter().map(count).sum()
     }
 
     /// Sets the lock of open file `by`, if no other open file's lock is in conflict.
     pub(super) fn lock_range(&mut self, by: u64, range: Range<u64>, lock: RangeLock) -> bool {
-        let overlaps = |l: &Locked| l.range.start < range.end && range.start < l.range.end;
+        let overlaps = |l: &HeldLock| l.range.start < range.end && range.start < l.range.end;
         let alone = lock == RangeLock::Exclusive;
-        let against = |l: &Locked| l.by != by && overlaps(l) && (alone || l.alone);
+        let against = |l: &HeldLock| l.by != by && overlaps(l) && (alone || l.alone);
         if lock != RangeLock::Free && self.locks.iter().any(against) {
             return false;
         }
         // The store only unlocks or relocks whole ranges.
         self.locks.retain(|l| l.by != by || !overlaps(l));
         if lock != RangeLock::Free {
-            self.locks.push(Locked { by, range, alone });
+            self.locks.push(HeldLock { by, range, alone });
         }
         true
     }

@@ -22,9 +22,9 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::{
-    Backlog, Clock, Collected, DirtyLog, Fetching, Fill, GuestContents, GuestDrive, GuestError,
-    GuestIdentity, GuestRam, HandOver, Lifecycle, Line, Populate, RunState, SavedState, Section,
-    Shield, Stateful, VcpuPauses, VcpuWrites, VmId, WriteThrottle,
+    Clock, Collected, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam,
+    HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate, RunState,
+    SavedState, Section, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
 };
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{WorkingSetPlacement, ready_line};
@@ -216,8 +216,8 @@ impl GuestContents for ThreadMachine {
         self.populated()
     }
 
-    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
-        self.memory.shield()
+    fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
+        self.memory.write_protection()
     }
 
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
@@ -231,19 +231,19 @@ impl Populate for ThreadMachine {
         self.memory.prefault(frames);
     }
 
-    fn fill(&self) -> Option<Box<dyn Fill>> {
-        if self.run_state() == RunState::Paused { self.memory.fill() } else { None }
+    fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>> {
+        if self.run_state() == RunState::Paused { self.memory.memory_loader() } else { None }
     }
 
-    fn fetch_late(
+    fn fetch_lazily(
         &self,
-        backlog: Box<dyn Backlog>,
-    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+        backlog: Box<dyn PageSource>,
+    ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
         // Lazy restore is unsupported.
         Ok(Some(backlog))
     }
 
-    fn fetching(&self) -> Option<Fetching> {
+    fn fetching(&self) -> Option<LazyRestoreProgress> {
         None
     }
 }

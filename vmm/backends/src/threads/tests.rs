@@ -112,14 +112,14 @@ fn epochs_copied_behind_the_workers_restore_correctly() {
     let dir = tempfile::tempdir().unwrap();
     // Each worker checks all its pages at its end.
     let guest = machine("payload,ws=16M,rate=max,pattern=random,seconds=4", 2, SerialSink::Null);
-    if guest.shield().unwrap().is_none() {
+    if guest.write_protection().unwrap().is_none() {
         let name = "epochs_copied_behind_the_workers_restore_correctly";
         return skip(name, "this host has no userfaultfd that protects");
     }
     guest.resume().unwrap();
     let store = Store::create_or_open(&dir.path().join("store")).unwrap();
     let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
-    checkpointer.copy_behind_from(64);
+    checkpointer.background_copy_from(64);
     let mut behind = 0;
     for _ in 0..6 {
         std::thread::sleep(Duration::from_millis(30));

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use driftline_guest::{
-    Backlog, Clock, Lifecycle, PageSourceError, Populate, RunState, Section, Stateful, VmId,
+    Clock, Lifecycle, PageSource, PageSourceError, Populate, RunState, Section, Stateful, VmId,
 };
 use driftline_store::StoreError;
 
@@ -36,7 +36,7 @@ struct ZeroPageSource {
     gate: Receiver<()>,
 }
 
-impl Backlog for ZeroPageSource {
+impl PageSource for ZeroPageSource {
     fn epoch(&self) -> u64 {
         7
     }
@@ -89,7 +89,7 @@ fn restoring(test: &str, damaged: Option<Gfn>) -> Option<(Arc<KvmMachine>, Sende
     let (open, gate) = mpsc::channel();
     let frames = [CLOCK_FRAME, boot::generation_frame()];
     let frames = frames.into_iter().map(|start| FrameRun { start, count: 1 }).collect();
-    if machine.fetch_late(Box::new(ZeroPageSource { frames, damaged, gate })).unwrap().is_some() {
+    if machine.fetch_lazily(Box::new(ZeroPageSource { frames, damaged, gate })).unwrap().is_some() {
         skip(test, "this host has no userfaultfd for missing pages");
         return None;
     }

@@ -44,9 +44,9 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Layout, Subscription};
 use driftline_guest::{
-    Backlog, Clock, Collected, DirtyLog, Fetching, Fill, GuestContents, GuestDrive, GuestError,
-    GuestIdentity, GuestRam, HandOver, Lifecycle, Line, Populate, RunState, SavedState, Section,
-    Shield, Stateful, VcpuPauses, VcpuWrites, VmId, WriteThrottle,
+    Clock, Collected, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam,
+    HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate, RunState,
+    SavedState, Section, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
 };
 
 use crate::actor::Handle;
@@ -169,7 +169,7 @@ impl GuestContents for KvmMachine {
         self.memory.resident()
     }
 
-    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+    fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
         if self.config.tracking == TrackingMode::UserfaultWp {
             tracing::info!(
                 "no write protection: --tracking userfault-wp uses the one userfaultfd of this \
@@ -177,7 +177,7 @@ impl GuestContents for KvmMachine {
             );
             return Ok(None);
         }
-        self.memory.shield()
+        self.memory.write_protection()
     }
 
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
@@ -190,17 +190,17 @@ impl Populate for KvmMachine {
         self.memory.prefault(frames);
     }
 
-    fn fill(&self) -> Option<Box<dyn Fill>> {
+    fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>> {
         // Dirty tracking holds the only userfaultfd descriptor that a memory may have.
         let is_tracked = self.config.tracking == TrackingMode::UserfaultWp;
         let is_paused = self.run_state() == RunState::Paused;
-        if is_paused && !is_tracked { self.memory.fill() } else { None }
+        if is_paused && !is_tracked { self.memory.memory_loader() } else { None }
     }
 
-    fn fetch_late(
+    fn fetch_lazily(
         &self,
-        backlog: Box<dyn Backlog>,
-    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+        backlog: Box<dyn PageSource>,
+    ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
         if self.config.tracking == TrackingMode::UserfaultWp {
             tracing::info!(
                 "no lazy restore: --tracking userfault-wp uses the one userfaultfd of this memory; all \
@@ -210,10 +210,10 @@ impl Populate for KvmMachine {
         }
         let (status, supervisor) = (self.status.clone(), self.supervisor.clone());
         let owner = MachineRestoreOwner { end: EndReporter { status, supervisor } };
-        self.memory.fetch_late(backlog, Box::new(owner))
+        self.memory.fetch_lazily(backlog, Box::new(owner))
     }
 
-    fn fetching(&self) -> Option<Fetching> {
+    fn fetching(&self) -> Option<LazyRestoreProgress> {
         self.memory.fetching()
     }
 }

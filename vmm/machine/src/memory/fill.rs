@@ -5,7 +5,7 @@
 use std::io;
 
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
-use driftline_guest::{Fill, GuestError, GuestRam};
+use driftline_guest::{GuestError, GuestRam, MemoryLoader};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileSlice};
 
 use super::userfault::Userfault;
@@ -58,7 +58,7 @@ impl MemoryFill {
     }
 }
 
-impl Fill for MemoryFill {
+impl MemoryLoader for MemoryFill {
     fn fill(&self, run: FrameRun, contents: &[u8]) -> Result<(), GuestError> {
         let failed = |cause: io::Error| GuestError::System {
             what: "placing frames in memory",
@@ -104,7 +104,7 @@ mod tests {
             let mut found = vec![0; PAGE];
             memory.ram().write_slice(&page(90), GuestAddress(Gfn(4).gpa())).unwrap();
             memory.ram().read_slice(&mut found, GuestAddress(Gfn(0x10_0001).gpa())).unwrap();
-            let Some(fill) = memory.fill() else {
+            let Some(fill) = memory.memory_loader() else {
                 return skip("filling memory", "this host has no userfaultfd for it");
             };
             assert!(fill.available() > 16 << 20);

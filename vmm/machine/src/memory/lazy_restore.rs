@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
-use driftline_guest::{Backlog, Fetching, GuestRam};
+use driftline_guest::{GuestRam, LazyRestoreProgress, PageSource};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
@@ -110,7 +110,7 @@ struct LazyRestoreState {
     /// Whether this process has listed the frames that are left, in order to read them. Touches
     /// after that are not the guest's.
     is_read: bool,
-    fetching: Fetching,
+    fetching: LazyRestoreProgress,
 }
 
 impl LazyRestore {
@@ -118,9 +118,9 @@ impl LazyRestore {
     /// Returns the backlog if the memory's pages or the host do not support that.
     pub(super) fn begin(
         ram: &GuestRam,
-        backlog: Box<dyn Backlog>,
+        backlog: Box<dyn PageSource>,
         owner: Box<dyn RestoreOwner>,
-    ) -> io::Result<Result<Self, Box<dyn Backlog>>> {
+    ) -> io::Result<Result<Self, Box<dyn PageSource>>> {
         if ram.iter().any(is_pooled) {
             tracing::info!(
                 "no lazy restore with huge pages from the pool: all pages are read first"
@@ -162,16 +162,16 @@ impl LazyRestore {
     }
 
     /// Returns the progress of the restore.
-    pub(crate) fn fetching(&self) -> Fetching {
+    pub(crate) fn fetching(&self) -> LazyRestoreProgress {
         let state = self.shared.lock();
-        Fetching { left: state.left.frames(), ..state.fetching.clone() }
+        LazyRestoreProgress { left: state.left.frames(), ..state.fetching.clone() }
     }
 
     /// Returns the figures of the restore. This is cheaper than [`fetching`](Self::fetching), which
     /// lists all faults.
     pub(super) fn figures(&self) -> RestoreFigures {
         let state = self.shared.lock();
-        let Fetching { fetched, foreseen, .. } = state.fetching;
+        let LazyRestoreProgress { fetched, foreseen, .. } = state.fetching;
         let left = state.left.frames();
         drop(state);
         RestoreFigures { left, fetched, foreseen, faults: self.shared.faults.read() }
@@ -276,7 +276,7 @@ impl LazyRestoreShared {
 /// The state that the fetching thread owns.
 struct Fetcher {
     shared: Arc<LazyRestoreShared>,
-    backlog: Box<dyn Backlog>,
+    backlog: Box<dyn PageSource>,
     buffer: Vec<u8>,
     owner: Box<dyn RestoreOwner>,
     is_lost: bool,
@@ -381,7 +381,7 @@ impl Fetcher {
         }
         let mut state = self.shared.lock();
         state.fetching.time = Some(began.elapsed());
-        let Fetching { fetched: frames, foreseen, .. } = state.fetching;
+        let LazyRestoreProgress { fetched: frames, foreseen, .. } = state.fetching;
         let touched = state.fetching.touched.clone();
         drop(state);
         let (waits, ms) = (touched.len(), began.elapsed().as_millis());

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
-use driftline_guest::{Backlog, GuestError, GuestRam, PageSourceError};
+use driftline_guest::{GuestError, GuestRam, PageSource, PageSourceError};
 use driftline_store::StoreError;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -51,7 +51,7 @@ impl FakePageSource {
     }
 }
 
-impl Backlog for FakePageSource {
+impl PageSource for FakePageSource {
     fn epoch(&self) -> u64 {
         7
     }
@@ -136,7 +136,7 @@ fn restoring(
         calls: Arc::default(),
     };
     let owner = LossReports { lost: report, ended: AtomicBool::new(false) };
-    let back = memory.fetch_late(Box::new(source), Box::new(owner));
+    let back = memory.fetch_lazily(Box::new(source), Box::new(owner));
     if back.unwrap().is_some() {
         crate::testing::skip(test, "this host has no userfaultfd for missing pages");
         return None;
@@ -213,7 +213,7 @@ fn touched_frame_has_its_stored_content() {
         let touched: Vec<u64> = fetching.touched.iter().map(|run| run.start.0).collect();
         assert!(touched.iter().all(|gfn| [5100, 0xb_ffff].contains(gfn)), "{touched:x?}");
         // The restore is complete: memory can be write-protected as any other.
-        assert!(memory.shield().unwrap().is_some());
+        assert!(memory.write_protection().unwrap().is_some());
     }
 }
 
@@ -281,7 +281,7 @@ fn no_thread_reads_zeros_for_missing_frames() {
         let (_open, gate) = mpsc::channel();
         let again = FakePageSource::without_working_set(FrameSet::new(), gate);
         let owner = LossReports { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
-        let refused = memory.fetch_late(Box::new(again), Box::new(owner));
+        let refused = memory.fetch_lazily(Box::new(again), Box::new(owner));
         assert!(matches!(refused, Err(GuestError::System { .. })), "{options:?}");
         let (ram, (done, finished)) = (memory.ram().clone(), mpsc::channel());
         // This is the last frame that is fetched; the thread that waits for it is left behind.
@@ -306,7 +306,7 @@ fn prefaulted_memory_has_no_lazy_restore() {
         let frames = [run(5, 5)].into_iter().collect();
         let source = FakePageSource::without_working_set(frames, gate);
         let owner = LossReports { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
-        assert!(memory.fetch_late(Box::new(source), Box::new(owner)).unwrap().is_some());
+        assert!(memory.fetch_lazily(Box::new(source), Box::new(owner)).unwrap().is_some());
     }
 }
 
@@ -322,7 +322,7 @@ fn recorded_working_set_is_fetched_first() {
         let source = FakePageSource { first, ..FakePageSource::without_working_set(frames, gate) };
         let calls = source.calls.clone();
         let owner = LossReports { lost: report, ended: AtomicBool::new(false) };
-        if memory.fetch_late(Box::new(source), Box::new(owner)).unwrap().is_some() {
+        if memory.fetch_lazily(Box::new(source), Box::new(owner)).unwrap().is_some() {
             return crate::testing::skip(name, "this host has no userfaultfd for missing pages");
         }
         let (ram, (id, started)) = (memory.ram().clone(), mpsc::channel());

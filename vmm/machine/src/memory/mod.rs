@@ -20,7 +20,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, TrackedBitmap, Tracker};
-use driftline_guest::{Backlog, Fetching, Fill, GuestError, GuestRam, Shield};
+use driftline_guest::{
+    GuestError, GuestRam, LazyRestoreProgress, MemoryLoader, PageSource, WriteProtection,
+};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 pub use backing::{Backing, HugePages, MemoryOptions};
@@ -146,7 +148,7 @@ impl Memory {
     ///
     /// # Errors
     /// A lazy restore is still under way, or the system refuses.
-    pub fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+    pub fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
         // A mapping can be registered with one userfaultfd at a time.
         if self.protected.lazy_restore().is_some_and(|restore| !restore.wait(LAZY_RESTORE_LIMIT)) {
             // An error, not `None`: write protection becomes available later.
@@ -158,7 +160,7 @@ impl Memory {
                 what: "registering guest memory with userfaultfd",
                 cause: Box::new(e),
             })?;
-        Ok(opened.map(|shield| Box::new(shield) as Box<dyn Shield>))
+        Ok(opened.map(|shield| Box::new(shield) as Box<dyn WriteProtection>))
     }
 
     /// Starts a lazy restore: the frames of `backlog` are fetched when they are touched, and the
@@ -167,11 +169,11 @@ impl Memory {
     ///
     /// Returns the backlog if the host or this memory's pages do not support that, or if the memory
     /// was prefaulted. The caller must then read all frames before the guest runs.
-    pub(crate) fn fetch_late(
+    pub(crate) fn fetch_lazily(
         &self,
-        backlog: Box<dyn Backlog>,
+        backlog: Box<dyn PageSource>,
         owner: Box<dyn RestoreOwner>,
-    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+    ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
         let failed = |cause| GuestError::System { what: "starting a lazy restore", cause };
         if self.options.prefault {
             tracing::info!("no lazy restore of prefaulted memory: all pages are read first");
@@ -186,10 +188,10 @@ impl Memory {
         }
     }
 
-    /// Returns a [`Fill`] that places the first contents of untouched memory. `None` if the host
-    /// does not allow that, or if a write may get a page larger than a frame, which makes plain
-    /// writes cheaper.
-    pub fn fill(&self) -> Option<Box<dyn Fill>> {
+    /// Returns a [`MemoryLoader`] that places the first contents of untouched memory. `None` if the
+    /// host does not allow that, or if a write may get a page larger than a frame, which makes
+    /// plain writes cheaper.
+    pub fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>> {
         if self.options.prefault
             || self.protected.lazy_restore().is_some()
             || !self.options.faults_are_small()
@@ -199,7 +201,7 @@ impl Memory {
         let opened = MemoryFill::open(&self.ram);
         let opened =
             opened.inspect_err(|e| tracing::debug!("memory is written instead of filled: {e}"));
-        opened.ok().map(|fill| Box::new(fill) as Box<dyn Fill>)
+        opened.ok().map(|fill| Box::new(fill) as Box<dyn MemoryLoader>)
     }
 
     /// Fetches `frame` next, if it has not arrived. The caller follows with
@@ -219,7 +221,7 @@ impl Memory {
     }
 
     /// Returns the progress of the lazy restore; `None` if there is none.
-    pub(crate) fn fetching(&self) -> Option<Fetching> {
+    pub(crate) fn fetching(&self) -> Option<LazyRestoreProgress> {
         self.protected.lazy_restore().map(LazyRestore::fetching)
     }
 

@@ -1,6 +1,6 @@
-//! Owns write protection of guest memory (see [`Shield`]): which frames must not change until they
-//! have been copied. It uses userfaultfd for writes, and [`ProtectedFrames`] for threads that
-//! change frames without a fault.
+//! Owns write protection of guest memory (see [`WriteProtection`]): which frames must not change
+//! until they have been copied. It uses userfaultfd for writes, and [`ProtectedFrames`] for threads
+//! that change frames without a fault.
 //!
 //! A thread that writes to a protected frame waits in the kernel: a vCPU in `KVM_RUN`, a device in
 //! its store or in its `readv`, KVM on behalf of a vCPU. All of them can be interrupted or killed.
@@ -14,7 +14,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
-use driftline_guest::{GuestError, GuestRam, Shield};
+use driftline_guest::{GuestError, GuestRam, WriteProtection};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
@@ -195,7 +195,7 @@ impl MemoryShield {
     }
 }
 
-impl Shield for MemoryShield {
+impl WriteProtection for MemoryShield {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
         self.require_registered()?;
         // Comes first, so that a thread that calls `wait` does wait.
@@ -288,10 +288,13 @@ mod tests {
     }
 
     /// Memory and its write protection, if this host supports it.
-    fn write_protected(test: &str, options: &MemoryOptions) -> Option<(Memory, Box<dyn Shield>)> {
+    fn write_protected(
+        test: &str,
+        options: &MemoryOptions,
+    ) -> Option<(Memory, Box<dyn WriteProtection>)> {
         // In two slots.
         let memory = Memory::new((3 << 30) + (16 << 20), options).unwrap();
-        let shield = memory.shield().unwrap();
+        let shield = memory.write_protection().unwrap();
         if shield.is_none() {
             crate::testing::skip(test, "this host has no userfaultfd that protects");
         }
@@ -353,11 +356,11 @@ mod tests {
                 thread::spawn(move || write(&ram, gfn, 3))
             });
             shield.awaited(SOON).unwrap().unwrap();
-            let refused = memory.shield().err().map(|e| e.to_string());
+            let refused = memory.write_protection().err().map(|e| e.to_string());
             assert!(refused.is_some_and(|e| e.contains("userfaultfd")), "one at a time");
             drop(shield);
             writers.into_iter().for_each(|writer| writer.join().unwrap());
-            let again = memory.shield().unwrap().unwrap();
+            let again = memory.write_protection().unwrap().unwrap();
             again.protect(&frames).unwrap();
             again.release_all();
             write(memory.ram(), 100, 4);
@@ -373,7 +376,7 @@ mod tests {
             write(ram, 70, 5);
             shield.protect(&[run(70, 4), run(0x10_0000, 3)]).unwrap();
             for _ in 0..2 {
-                memory.shield().map(|other| other.is_some()).unwrap_err();
+                memory.write_protection().map(|other| other.is_some()).unwrap_err();
             }
             assert_eq!(
                 memory.protected_frames().lock().protected.frames(),
@@ -475,7 +478,7 @@ mod tests {
             shield.protect(&[run(0x10_0000, 1)]).unwrap_err();
             shield.release(run(0x10_0000, 1)).unwrap_err();
             drop(shield);
-            let again = memory.shield().unwrap().unwrap();
+            let again = memory.write_protection().unwrap().unwrap();
             again.protect(&[run(500, 1)]).unwrap();
         }
     }

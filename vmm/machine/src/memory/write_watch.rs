@@ -400,11 +400,11 @@ mod tests {
                 watch.begin().unwrap();
                 watch.begin().unwrap();
                 assert_eq!(written(&mut watch), [], "{options:?}");
-                assert!(memory.shield().is_err(), "one descriptor at a time");
+                assert!(memory.write_protection().is_err(), "one descriptor at a time");
                 write(&memory, 4000);
                 assert_eq!(written(&mut watch), [run(4000, 1)], "{options:?}");
                 watch.end().unwrap();
-                drop(memory.shield().unwrap());
+                drop(memory.write_protection().unwrap());
                 assert!(watch.written(|_| ()).is_err(), "nothing is watched");
             }
         }

@@ -6,7 +6,7 @@ use std::io;
 use std::sync::Arc;
 
 use driftline_dirty_tracker::{NoMemory, Subscription, Tracker};
-use driftline_guest::{DriveHead, GuestDrive, Keeper};
+use driftline_guest::{CopyBeforeWrite, DriveHead, GuestDrive};
 
 use super::flusher::open_again;
 
@@ -18,7 +18,7 @@ pub(crate) struct DriveSource {
     /// Tracks the guest's writes; `None` for a read-only disk.
     pub(super) tracker: Option<Arc<Tracker>>,
     /// Copy-before-write; the device asks it before each write.
-    pub(super) keeper: Arc<Keeper>,
+    pub(super) keeper: Arc<CopyBeforeWrite>,
     /// A descriptor that identifies the file; `None` if the system did not provide it.
     pub(super) path_fd: Option<Arc<File>>,
 }
@@ -26,12 +26,12 @@ pub(crate) struct DriveSource {
 impl DriveSource {
     /// Cancels the device's waits for an epoch: the guest is about to pause.
     pub(crate) fn cancel_waits(&self) {
-        self.keeper.hurry(true);
+        self.keeper.set_pausing(true);
     }
 
     /// Allows the device's waits for an epoch again.
     pub(crate) fn allow_waits(&self) {
-        self.keeper.hurry(false);
+        self.keeper.set_pausing(false);
     }
 }
 
@@ -50,7 +50,7 @@ impl GuestDrive for DriveSource {
         open_again(path_fd, 0)
     }
 
-    fn keeper(&self) -> Option<Arc<Keeper>> {
+    fn copy_before_write(&self) -> Option<Arc<CopyBeforeWrite>> {
         Some(self.keeper.clone())
     }
 }
@@ -62,7 +62,7 @@ mod tests {
     use std::thread;
 
     use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
-    use driftline_guest::KeepError;
+    use driftline_guest::CopyBeforeWriteError;
     use virtio_bindings::virtio_blk::*;
 
     use super::super::tests::{Disk, OK, engines, header, pattern, range, request};
@@ -129,7 +129,8 @@ mod tests {
             let block = disk.block(with);
             let (source, bytes) = (block.source(), disk.config.bytes);
             let mut driver = Driver::started(Box::new(block));
-            let (file, keeper) = (Arc::new(source.open().unwrap()), source.keeper().unwrap());
+            let (file, keeper) =
+                (Arc::new(source.open().unwrap()), source.copy_before_write().unwrap());
             let mut writes = source.subscribe("epochs").unwrap().unwrap();
             let mut copy = vec![0; bytes as usize];
             let (mut round, mut rounds_beside_copy) = (0, 0);
@@ -140,7 +141,7 @@ mod tests {
                 let was = disk.contents(0, bytes as usize);
                 let changed = writes.drain();
                 let blocks = changed.runs().collect();
-                let mut keeping = keeper.keep(file.clone(), bytes, blocks).unwrap();
+                let mut keeping = keeper.freeze(file.clone(), bytes, blocks).unwrap();
                 driver.transport.resume();
                 thread::scope(|scope| {
                     let copier = scope.spawn(|| {
@@ -177,15 +178,16 @@ mod tests {
         let mut block = disk.block(engines()[0]);
         let (source, bytes) = (block.source(), disk.config.bytes);
         block.acquire().unwrap();
-        let (file, keeper) = (Arc::new(source.open().unwrap()), source.keeper().unwrap());
+        let (file, keeper) =
+            (Arc::new(source.open().unwrap()), source.copy_before_write().unwrap());
         let all = FrameRun { start: Gfn(0), count: bytes / PAGE_SIZE };
-        let keep = || keeper.keep(file.clone(), bytes, [all].into_iter().collect());
+        let keep = || keeper.freeze(file.clone(), bytes, [all].into_iter().collect());
         let mut keeping = keep().unwrap();
         let (mut runs, mut some) = (Vec::new(), vec![0; 4 * 4096]);
         assert_eq!(keeping.next(&mut runs, &mut some).unwrap(), 4);
         block.release(crate::testing::soon()).unwrap();
         let error = keeping.next(&mut runs, &mut some).unwrap_err();
-        assert!(matches!(error, KeepError::LetGo), "{error}");
+        assert!(matches!(error, CopyBeforeWriteError::Released), "{error}");
         drop(keeping);
         keep().unwrap_err();
         block.acquire().unwrap();

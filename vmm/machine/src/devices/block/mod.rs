@@ -31,7 +31,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
-use driftline_guest::{DriveHead, Keeper, VmId, block_layout};
+use driftline_guest::{CopyBeforeWrite, DriveHead, VmId, block_layout};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
 
@@ -71,7 +71,7 @@ pub(super) struct BlockDevice {
     tracker: Option<Arc<Tracker>>,
     /// Copy-before-write: saves blocks that an epoch has not copied yet before the guest overwrites
     /// them.
-    keeper: Arc<Keeper>,
+    keeper: Arc<CopyBeforeWrite>,
     /// Requests that the engine has, by token.
     in_flight: HashMap<u64, RequestInFlight>,
     /// Bytes that the requests in `in_flight` move.

@@ -9,7 +9,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{MAX_LATE, VmId};
+use driftline_guest::{MAX_QUEUED_PACKETS, VmId};
 use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{self, BalloonControl};
@@ -372,10 +372,10 @@ impl DeviceSet {
     }
 
     /// Detaches the guest's peers (taps, sockets). Returns the data that arrived for the guest
-    /// after the save, by device, encoded in at most [`MAX_LATE`] bytes. All devices are tried; the
-    /// error is the first one.
+    /// after the save, by device, encoded in at most [`MAX_QUEUED_PACKETS`] bytes. All devices are
+    /// tried; the error is the first one.
     pub(crate) fn detach(&self) -> Result<Vec<u8>, RequestError> {
-        let mut room = MAX_LATE - QUEUED_PACKETS_HEADER * self.devices.len();
+        let mut room = MAX_QUEUED_PACKETS - QUEUED_PACKETS_HEADER * self.devices.len();
         let mut queued_packets = BTreeMap::new();
         let mut result = Ok(());
         for (device, i) in self.devices.iter().zip(0u16..) {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
-use driftline_guest::{GuestDrive, KeepError, WRITE_WAIT_LIMIT};
+use driftline_guest::{CopyBeforeWriteError, GuestDrive, WRITE_WAIT_LIMIT};
 
 use super::*;
 use crate::config::BackendKind;
@@ -47,9 +47,9 @@ fn pause_cancels_disk_waits_for_an_epoch() {
     std::fs::File::create(&config.path).unwrap().set_len(BYTES).unwrap();
     let set = with_disks([&config], &memory);
     let source = &set.sources()[0];
-    let (keeper, file) = (source.keeper().unwrap(), Arc::new(source.open().unwrap()));
+    let (keeper, file) = (source.copy_before_write().unwrap(), Arc::new(source.open().unwrap()));
     let all = FrameRun { start: Gfn(0), count: BYTES / PAGE_SIZE };
-    let keep = || keeper.keep(file.clone(), BYTES, [all].into_iter().collect()).unwrap();
+    let keep = || keeper.freeze(file.clone(), BYTES, [all].into_iter().collect()).unwrap();
     let mut keeping = keep();
     set.resume();
     let since = Instant::now();
@@ -67,7 +67,7 @@ fn pause_cancels_disk_waits_for_an_epoch() {
     assert!(since.elapsed() < WRITE_WAIT_LIMIT, "{:?}", since.elapsed());
     let (mut runs, mut some) = (Vec::new(), vec![0; 4096]);
     let error = keeping.next(&mut runs, &mut some).unwrap_err();
-    assert!(matches!(error, KeepError::Paused), "{error}");
+    assert!(matches!(error, CopyBeforeWriteError::Paused), "{error}");
     drop(keeping);
     // Writes wait again, whether the guest has resumed or never paused because a vCPU could not
     // be paused.

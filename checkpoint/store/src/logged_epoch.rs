@@ -3,18 +3,18 @@
 use crate::epoch_info::EpochInfo;
 use crate::error::Damage;
 use crate::records::Front;
-use crate::sectors::SectorPlace;
+use crate::sectors::LogPosition;
 
 /// An epoch in a log.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Group {
+pub(crate) struct LoggedEpoch {
     pub(crate) info: EpochInfo,
     pub(crate) front: Front,
     /// Identifies the list of drives; 0 without drives.
     pub(crate) drives: u32,
     /// Oldest epoch that is retained once this one is there.
     pub(crate) oldest: u64,
-    pub(crate) place: SectorPlace,
+    pub(crate) place: LogPosition,
     /// Number of sectors that it takes.
     pub(crate) sectors: u64,
 }
@@ -23,7 +23,7 @@ pub(crate) struct Group {
 pub(crate) fn follows(
     front: &Front,
     drives: u32,
-    before: Option<&Group>,
+    before: Option<&LoggedEpoch>,
     after: Option<u64>,
 ) -> Result<(), Damage> {
     let Some(before) = before else {

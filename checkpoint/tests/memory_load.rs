@@ -12,12 +12,12 @@ use driftline_store::Store;
 
 /// Keeps the guests that it builds, so that a test can see how they ended.
 #[derive(Default)]
-struct Keeps {
-    factory: MemoryGuestFactory,
+struct RecordingFactory {
+    inner: MemoryGuestFactory,
     built: Mutex<Vec<Arc<MemoryGuest>>>,
 }
 
-impl GuestFactory for Keeps {
+impl GuestFactory for RecordingFactory {
     type Guest = MemoryGuest;
 
     fn create_with_copies(
@@ -26,7 +26,7 @@ impl GuestFactory for Keeps {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<MemoryGuest>, GuestError> {
-        self.factory.create_with_copies(vm_id, config, drives)
+        self.inner.create_with_copies(vm_id, config, drives)
     }
 
     fn create_with_drives(
@@ -35,7 +35,7 @@ impl GuestFactory for Keeps {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<MemoryGuest>, GuestError> {
-        let built = self.factory.create_with_drives(from, config, drives)?;
+        let built = self.inner.create_with_drives(from, config, drives)?;
         self.built.lock().unwrap().push(built.0.clone());
         Ok(built)
     }
@@ -48,16 +48,16 @@ fn failed_memory_load_stops_the_guest() {
     let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
     let epoch = Checkpointer::new(guest, store).unwrap().take().unwrap().epoch;
     let store = Store::open(dir.path()).unwrap();
-    let keeps = Keeps::default();
-    keeps.factory.faults.fail_next(Op::Fill, 1);
-    let failed = restore(&store, None, &keeps, Clock::Continue).unwrap_err();
+    let factory = RecordingFactory::default();
+    factory.inner.faults.fail_next(Op::LoadMemory, 1);
+    let failed = restore(&store, None, &factory, Clock::Continue).unwrap_err();
     let said = failed.to_string();
     assert!(matches!(failed, RestoreError::Guest { epoch: of, .. } if of == epoch), "{said}");
     let cause = std::error::Error::source(&failed).map(ToString::to_string).unwrap_or_default();
     assert!((said + &cause).contains("filling memory"), "{cause}");
-    let (copy, _) = restore(&store, None, &keeps, Clock::Continue).unwrap();
+    let (copy, _) = restore(&store, None, &factory, Clock::Continue).unwrap();
     copy.verify().unwrap();
-    let ended: Vec<_> = keeps.built.lock().unwrap().iter().map(|g| g.run_state()).collect();
+    let ended: Vec<_> = factory.built.lock().unwrap().iter().map(|g| g.run_state()).collect();
     assert_eq!(ended[0], RunState::Stopped);
     assert_eq!(ended.len(), 2);
     assert_ne!(ended[1], RunState::Stopped);

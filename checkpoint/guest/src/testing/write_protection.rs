@@ -1,4 +1,4 @@
-//! A shield in software: a writer asks before it writes.
+//! Write protection in software: a writer asks before it writes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::faults::{Faults, Op};
-use crate::{GuestError, Shield};
+use crate::{GuestError, WriteProtection};
 
 #[derive(Debug, Default)]
-struct State {
+struct ProtectionState {
     protected: FrameSet,
     awaited: VecDeque<Gfn>,
     /// How often frames were protected.
@@ -20,13 +20,13 @@ struct State {
 
 /// Protected frames, and waiting writers.
 #[derive(Debug, Default)]
-pub(super) struct Protected {
-    state: Mutex<State>,
+pub(super) struct ProtectedFrames {
+    state: Mutex<ProtectionState>,
     changed: Condvar,
 }
 
-impl Protected {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl ProtectedFrames {
+    fn lock(&self) -> MutexGuard<'_, ProtectionState> {
         self.state.lock()
     }
 
@@ -40,7 +40,7 @@ impl Protected {
             // If the frame was released and protected again before this thread woke up, it waits
             // and reports again.
             let times = state.times;
-            let waits = |s: &mut State| s.protected.contains(gfn) && s.times == times;
+            let waits = |s: &mut ProtectionState| s.protected.contains(gfn) && s.times == times;
             self.changed.wait_while(&mut state, waits);
         }
     }
@@ -51,13 +51,13 @@ impl Protected {
     }
 }
 
-/// The shield that a guest hands out; unprotects everything on drop.
-pub(super) struct SoftShield {
-    pub(super) protected: Arc<Protected>,
+/// The write protection of a guest; unprotects everything on drop.
+pub(super) struct SoftwareWriteProtection {
+    pub(super) protected: Arc<ProtectedFrames>,
     pub(super) faults: Arc<Faults>,
 }
 
-impl Shield for SoftShield {
+impl WriteProtection for SoftwareWriteProtection {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
         self.faults.check(Op::Protect, "protecting frames")?;
         let mut state = self.protected.lock();
@@ -68,7 +68,7 @@ impl Shield for SoftShield {
     }
 
     fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
-        self.faults.check(Op::Unprotect, "letting go of frames")?;
+        self.faults.check(Op::Unprotect, "unprotecting frames")?;
         self.protected.lock().protected.remove(frames);
         self.protected.changed.notify_all();
         Ok(())
@@ -80,15 +80,15 @@ impl Shield for SoftShield {
     }
 
     fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError> {
-        self.faults.check(Op::Awaited, "asking who waits")?;
+        self.faults.check(Op::Awaited, "looking for waiting writers")?;
         let mut state = self.protected.lock();
-        let none = |state: &mut State| state.awaited.is_empty();
+        let none = |state: &mut ProtectionState| state.awaited.is_empty();
         self.protected.changed.wait_while_for(&mut state, none, limit);
         Ok(state.awaited.pop_front().map(|start| FrameRun { start, count: 1 }))
     }
 }
 
-impl Drop for SoftShield {
+impl Drop for SoftwareWriteProtection {
     fn drop(&mut self) {
         self.release_all();
     }

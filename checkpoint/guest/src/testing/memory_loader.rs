@@ -7,25 +7,25 @@ use driftline_dirty_tracker::FrameRun;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::faults::{Faults, Op};
-use crate::{Fill, GuestError, GuestRam};
+use crate::{GuestError, GuestRam, MemoryLoader};
 
 /// Memory that is being filled: nothing else may touch it.
-pub(super) struct Filling {
+pub(super) struct TestMemoryLoader {
     ram: GuestRam,
     filling: Arc<AtomicBool>,
     faults: Arc<Faults>,
 }
 
-impl Filling {
+impl TestMemoryLoader {
     pub(super) fn begin(ram: GuestRam, filling: Arc<AtomicBool>, faults: Arc<Faults>) -> Self {
         filling.store(true, SeqCst);
         Self { ram, filling, faults }
     }
 }
 
-impl Fill for Filling {
+impl MemoryLoader for TestMemoryLoader {
     fn fill(&self, run: FrameRun, contents: &[u8]) -> Result<(), GuestError> {
-        self.faults.check(Op::Fill, "filling memory")?;
+        self.faults.check(Op::LoadMemory, "filling memory")?;
         let written = self.ram.write_slice(contents, GuestAddress(run.start.gpa()));
         written.map_err(|e| GuestError::System { what: "filling memory", cause: e.into() })
     }
@@ -35,7 +35,7 @@ impl Fill for Filling {
     }
 }
 
-impl Drop for Filling {
+impl Drop for TestMemoryLoader {
     fn drop(&mut self) {
         self.filling.store(false, SeqCst);
     }

@@ -14,7 +14,7 @@ use driftline_guest::{Clock, GuestIdentity, Lifecycle, RunState, VmId};
 use driftline_store::Store;
 use driftline_store::testing::{DiskOp, MemoryDisk};
 use proptest::prelude::*;
-use scripted::{Handle, Scripted, Write};
+use scripted::{Scripted, ScriptedGuest, Write};
 
 fn writes() -> impl Strategy<Value = Vec<Write>> {
     // Crowded, so that writes often hit protected frames.
@@ -41,16 +41,16 @@ proptest! {
         guest.resume().unwrap();
         let scripted = Scripted::new(guest.clone(), script, saved);
         let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
-        let handle = Arc::new(Handle(scripted.clone()));
-        let mut checkpointer = Checkpointer::with_staging(handle, store, limits(staged)).unwrap();
+        let scripted_guest = Arc::new(ScriptedGuest(scripted.clone()));
+        let mut checkpointer = Checkpointer::with_staging(scripted_guest, store, limits(staged)).unwrap();
         checkpointer.copy_behind_from(behind_from);
         for _ in 0..4 {
             let report = checkpointer.take().unwrap();
             BEHIND.fetch_add(report.behind_frames, Ordering::Relaxed);
-            prop_assert_eq!(scripted.held(), (0, 0), "nobody waits when it is over");
+            prop_assert_eq!(scripted.protected_and_waiting(), (0, 0), "nobody waits when it is over");
             let factory = MemoryGuestFactory::default();
             let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
-            let (is, was) = (Scripted::memory(&copy), scripted.was());
+            let (is, was) = (Scripted::memory(&copy), scripted.memory_at_pause());
             let wrong = is.chunks(4096).zip(was.chunks(4096)).position(|(is, was)| is != was);
             prop_assert_eq!(wrong, None, "epoch {} has another content of a frame", report.epoch);
         }
@@ -83,7 +83,7 @@ fn fastest() -> Arc<MemoryGuest> {
 }
 
 #[track_caller]
-fn goes_on(guest: &MemoryGuest) {
+fn continues(guest: &MemoryGuest) {
     assert_eq!((guest.run_state(), guest.protected()), (RunState::Running, 0));
     let (before, end) = (guest.writes(), Instant::now() + Duration::from_secs(30));
     while guest.writes() < before + 1000 {
@@ -102,7 +102,7 @@ fn epochs_of_a_fast_writer_are_whole() {
     for _ in 0..if full() { 300 } else { 30 } {
         let report = checkpointer.take().unwrap();
         (behind, waits) = (behind + report.behind_frames, waits + report.waits);
-        goes_on(&guest);
+        continues(&guest);
         let factory = MemoryGuestFactory::default();
         let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
         copy.verify().unwrap();
@@ -119,20 +119,20 @@ fn failed_copy_stalls_no_writer_and_loses_nothing() {
     checkpointer.copy_behind_from(16);
     checkpointer.take().unwrap();
     let whole = |checkpointer: &mut Checkpointer| {
-        goes_on(&guest);
+        continues(&guest);
         checkpointer.take().unwrap();
         let factory = MemoryGuestFactory::default();
         let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
         copy.verify().unwrap();
     };
     for op in [Op::Pause, Op::Save, Op::Collect] {
-        goes_on(&guest);
+        continues(&guest);
         guest.faults().fail_next(op, 1);
         checkpointer.take().unwrap_err();
         whole(&mut checkpointer);
     }
     for nth in 0..12 {
-        goes_on(&guest);
+        continues(&guest);
         disk.fail(DiskOp::Write, libc::EIO, nth);
         let failed = checkpointer.take().is_err();
         disk.heal();
@@ -142,13 +142,13 @@ fn failed_copy_stalls_no_writer_and_loses_nothing() {
     let copying = [Op::Unprotect, Op::Awaited, Op::Awaited, Op::Awaited];
     let copying = copying.map(|op| (op, EpochStep::CopyBehind));
     for (op, phase) in copying.into_iter().chain([(Op::Protect, EpochStep::Protect)]) {
-        goes_on(&guest);
+        continues(&guest);
         guest.faults().fail_next(op, 1);
         let e = checkpointer.take().unwrap_err();
         assert_eq!(e.phase, phase, "{e}");
         whole(&mut checkpointer);
         // This checkpointer does not use write protection for a while; another one does.
-        goes_on(&guest);
+        continues(&guest);
         assert_eq!(checkpointer.take().unwrap().behind_frames, 0);
         drop(checkpointer);
         let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
@@ -167,22 +167,22 @@ fn dead_copy_thread_leaves_nothing_protected() {
     let script = (0..9).flat_map(|phase| (0..30).map(move |frame| write(phase, frame)));
     let scripted = Scripted::new(guest, script.collect(), 7);
     let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
-    let handle = Arc::new(Handle(scripted.clone()));
-    let mut checkpointer = Checkpointer::with_staging(handle, store, limits(200)).unwrap();
+    let scripted_guest = Arc::new(ScriptedGuest(scripted.clone()));
+    let mut checkpointer = Checkpointer::with_staging(scripted_guest, store, limits(200)).unwrap();
     checkpointer.copy_behind_from(1);
     let mut behind = checkpointer.take().unwrap().behind_frames;
     behind += checkpointer.take().unwrap().behind_frames;
     assert!(behind > 0);
-    scripted.die();
+    scripted.fail_next_query();
     let e = checkpointer.take().unwrap_err();
     assert_eq!((e.phase, e.guest), (EpochStep::CopyBehind, RunState::Running), "{e}");
     assert!(e.to_string().contains("the script says so"), "{e}");
-    assert_eq!(scripted.held(), (0, 0));
+    assert_eq!(scripted.protected_and_waiting(), (0, 0));
     for _ in 0..2 {
         checkpointer.take().unwrap();
         let factory = MemoryGuestFactory::default();
         let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
-        assert!(Scripted::memory(&copy) == scripted.was());
+        assert!(Scripted::memory(&copy) == scripted.memory_at_pause());
     }
 }
 
@@ -199,7 +199,7 @@ fn failed_write_protection_is_retried_later() {
     write(1).unwrap();
     assert_eq!(checkpointer.take().unwrap_err().phase, EpochStep::Protect);
     // At first, no other shield can be opened.
-    guest.faults().fail_next(Op::Shield, 1);
+    guest.faults().fail_next(Op::WriteProtection, 1);
     let behind = (0..202).map(|n| {
         write(n).unwrap();
         checkpointer.take().unwrap().behind_frames
@@ -211,12 +211,12 @@ fn failed_write_protection_is_retried_later() {
 #[test]
 fn unprotectable_guest_is_copied_in_the_pause() {
     let guest = fastest();
-    guest.faults().fail_next(Op::Shield, 1);
+    guest.faults().fail_next(Op::WriteProtection, 1);
     let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
     let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
     checkpointer.copy_behind_from(1);
     for _ in 0..3 {
-        goes_on(&guest);
+        continues(&guest);
         assert_eq!(checkpointer.take().unwrap().behind_frames, 0);
     }
 }

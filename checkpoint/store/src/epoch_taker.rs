@@ -15,23 +15,23 @@ use crate::epoch_writer::EpochWriter;
 use crate::store::Store;
 
 /// A drive whose writes are tracked.
-struct TakenDrive {
+struct TrackedDrive {
     head: DriveHead,
     file: File,
     subscription: Subscription,
 }
 
 /// State of one process: a guest, and the store to which it writes epochs.
-pub(crate) struct Taker {
+pub(crate) struct EpochTaker {
     guest: Arc<MemoryGuest>,
     committer: Committer,
     memory: Subscription,
-    drives: Vec<TakenDrive>,
+    drives: Vec<TrackedDrive>,
     /// Epoch before this one; `None` before the first, which is full.
     parent: Option<u64>,
 }
 
-impl Taker {
+impl EpochTaker {
     /// Opens or creates the store's files, and begins to track the guest's writes.
     pub(crate) fn new(guest: Arc<MemoryGuest>, store: Store) -> Self {
         let store = Arc::new(store);
@@ -40,7 +40,7 @@ impl Taker {
             None => Committer::create(&store, &*guest).unwrap(),
         };
         let memory = guest.subscribe("taken").unwrap();
-        let drives = guest.drives().into_iter().map(|drive| TakenDrive {
+        let drives = guest.drives().into_iter().map(|drive| TrackedDrive {
             head: drive.head(),
             file: drive.open().unwrap(),
             subscription: drive.subscribe("taken").unwrap().unwrap(),
@@ -66,7 +66,7 @@ impl Taker {
             file.frames([FrameRun { start: gfn, count: 1 }].into_iter(), &page, full).unwrap();
         }
         changed.commit();
-        for (object, TakenDrive { head, file: from, subscription }) in (1..).zip(drives) {
+        for (object, TrackedDrive { head, file: from, subscription }) in (1..).zip(drives) {
             let changed = subscription.drain();
             let runs: Vec<FrameRun> = match full {
                 true => data_runs(from, head.bytes).unwrap(),
