@@ -13,6 +13,10 @@ use std::path::Path;
 /// driftline_format::durable::sync_dir(dir.path())?;
 /// # Ok::<(), std::io::Error>(())
 /// ```
+///
+/// # Errors
+///
+/// The directory cannot be opened or synced.
 pub fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
@@ -28,6 +32,11 @@ pub fn sync_dir(dir: &Path) -> io::Result<()> {
 /// assert!(deep.is_dir());
 /// # Ok::<(), std::io::Error>(())
 /// ```
+///
+/// # Errors
+///
+/// A directory cannot be created, or a directory above it cannot be synced. Some levels may exist
+/// by then.
 pub fn create_dir(dir: &Path) -> io::Result<()> {
     let missing: Vec<&Path> =
         dir.ancestors().take_while(|d| !d.as_os_str().is_empty() && !d.exists()).collect();

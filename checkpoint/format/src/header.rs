@@ -127,12 +127,20 @@ impl Header {
     }
 
     /// Writes the header.
+    ///
+    /// # Errors
+    ///
+    /// The writer's error.
     pub fn write_to(&self, mut w: impl Write) -> io::Result<()> {
         w.write_all(self.as_bytes())
     }
 
     /// Reads a header. Refuses, in this order: another magic, a wrong checksum, another version,
     /// another length, unknown required features, another page size.
+    ///
+    /// # Errors
+    ///
+    /// The first of these checks that fails, or the error of the reader.
     pub fn read_from(mut r: impl Read, magic: [u8; 8]) -> Result<Self, FormatError> {
         let mut h = Self::new_zeroed();
         r.read_exact(h.as_mut_bytes())?;

@@ -73,6 +73,10 @@ impl RecordHead {
 
     /// Reads a head and checks its CRC and sequence; the caller checks `length` against the limit
     /// of the tag.
+    ///
+    /// # Errors
+    ///
+    /// A wrong CRC or sequence, or the reader's error.
     pub fn read_from(mut r: impl Read, sequence: u32) -> Result<Self, FormatError> {
         let mut raw = RawHead::new_zeroed();
         r.read_exact(raw.as_mut_bytes())?;
@@ -96,6 +100,10 @@ impl RecordHead {
     }
 
     /// Refuses a payload longer than `limit`, before any memory is allocated for it.
+    ///
+    /// # Errors
+    ///
+    /// [`FormatError::TooLong`].
     pub fn bounded(self, limit: u32) -> Result<Self, FormatError> {
         if self.length > limit {
             return Err(FormatError::TooLong { tag: self.tag, length: self.length, limit });
@@ -104,6 +112,10 @@ impl RecordHead {
     }
 
     /// Checks the payload against its checksum.
+    ///
+    /// # Errors
+    ///
+    /// [`FormatError::Checksum`].
     pub fn check(&self, payload: &[u8]) -> Result<(), FormatError> {
         let expected = crc32c::crc32c(payload);
         if expected != self.payload_crc {

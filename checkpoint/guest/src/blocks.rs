@@ -32,6 +32,10 @@ pub fn block_layout(bytes: u64) -> Result<Layout, LayoutError> {
 
 /// Reads whole blocks of a drive of `bytes` from `start` on. Bytes beyond the drive's end read as
 /// zeros, whatever `file` has there.
+///
+/// # Errors
+///
+/// The file cannot be read, or is shorter than the drive.
 pub fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Result<()> {
     let offset = start.gpa();
     let has = bytes.saturating_sub(offset).min(to.len() as u64) as usize;
@@ -70,6 +74,10 @@ pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
 }
 
 /// Like [`data_runs`], for the blocks of `run` only.
+///
+/// # Errors
+///
+/// The file cannot be read. Does not return while its storage hangs.
 pub fn data_within(file: &File, run: FrameRun, bytes: u64) -> io::Result<Vec<FrameRun>> {
     let (mut runs, mut at): (Vec<FrameRun>, u64) = (Vec::new(), run.start.gpa());
     let bytes = bytes.min(at.saturating_add(run.bytes()));

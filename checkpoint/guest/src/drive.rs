@@ -58,6 +58,10 @@ pub trait GuestDrive: Send + Sync {
     fn subscribe(&self, name: &str) -> Result<Option<Subscription>, NoMemory>;
 
     /// Opens its content for reading: a file of the caller's own, at least as long as the drive.
+    ///
+    /// # Errors
+    ///
+    /// The drive cannot be opened.
     fn open(&self) -> io::Result<File>;
 
     /// Returns the drive's copy-before-write state, with which its blocks are copied while the
@@ -71,17 +75,33 @@ pub trait GuestDrive: Send + Sync {
 /// the drive.
 pub trait DriveCopy: Send + Sync {
     /// Writes `bytes` at `offset`.
+    ///
+    /// # Errors
+    ///
+    /// The write failed; some of the bytes may be written.
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 
     /// Makes `len` bytes from `offset` read as zeros.
+    ///
+    /// # Errors
+    ///
+    /// The drive cannot be zeroed; a part may be.
     fn zero(&self, offset: u64, len: u64) -> io::Result<()>;
 
     /// Returns when everything written before survives a crash of the host. Another thread may
     /// write meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// A write could not be made durable: all writes since the last success count as lost.
     fn make_durable(&self) -> io::Result<()>;
 
     /// Gives up what kept others from the drive, so that
     /// [`HandOver::acquire`](crate::HandOver::acquire) can take it.
+    ///
+    /// # Errors
+    ///
+    /// The lock cannot be released.
     fn yield_to_guest(&self) -> io::Result<()>;
 
     /// Makes it the guest's drive for good.

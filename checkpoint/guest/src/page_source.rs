@@ -25,6 +25,10 @@ pub trait PageSource: Send {
 
     /// Reads the contents of `run`, which is within [`frames`](Self::frames), into `contents` of
     /// the same length. Checks them: an error names what is damaged.
+    ///
+    /// # Errors
+    ///
+    /// A frame is damaged or cannot be read. `contents` is of no use then.
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError>;
 }
 

@@ -24,6 +24,10 @@ pub trait WriteProtection: Send + Sync {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError>;
 
     /// Unprotects `frames`, protected or not, and wakes the writers that wait for them.
+    ///
+    /// # Errors
+    ///
+    /// The host refuses; some of the frames may still be protected.
     fn release(&self, frames: FrameRun) -> Result<(), GuestError>;
 
     /// Unprotects everything. If the underlying system refuses something, does what it can.
@@ -32,5 +36,9 @@ pub trait WriteProtection: Send + Sync {
     /// Returns frames that a writer waits for, once for each wait that begins; they may have been
     /// released since. Blocks for up to `limit`. A writer that waits for more than one frame
     /// reports again when the first is released.
+    ///
+    /// # Errors
+    ///
+    /// The host does not report waits any more.
     fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError>;
 }

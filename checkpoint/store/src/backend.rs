@@ -49,56 +49,116 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn location(&self) -> &Path;
 
     /// Returns another backend for the same files, without a lock.
+    ///
+    /// # Errors
+    ///
+    /// The files cannot be opened once more.
     fn again(&self) -> io::Result<Box<dyn Backend>>;
 
     /// Excludes other writers until this backend is dropped.
+    ///
+    /// # Errors
+    ///
+    /// [`LockError::Held`] if another writer has the lock.
     fn lock(&self) -> Result<(), LockError>;
 
     /// Returns whether other writers would meet this lock. They would not if the lock file, or the
     /// directory, was removed or replaced.
+    ///
+    /// # Errors
+    ///
+    /// The system's error.
     fn is_locked(&self) -> io::Result<bool>;
 
     /// Creates an empty file, or truncates an existing one, for reading and writing.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be created.
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
     /// Creates an empty file, for reading and writing; `AlreadyExists` if the name is in use.
+    ///
+    /// # Errors
+    ///
+    /// The name is in use, or the file cannot be created.
     fn create_new(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
     /// Opens a file for reading.
+    ///
+    /// # Errors
+    ///
+    /// The file does not exist or cannot be opened.
     fn open(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
     /// Opens a file for reading and writing.
+    ///
+    /// # Errors
+    ///
+    /// The file does not exist or cannot be opened.
     fn open_for_writing(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
     /// Renames a file, replacing a file that has the new name.
+    ///
+    /// # Errors
+    ///
+    /// The file does not exist or cannot be renamed. The rename may have taken effect all the same.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
 
     /// Gives a file a second name that is not in use: its bytes stay for as long as it has either
     /// name. The name is not durable before [`sync_dir`](Self::sync_dir). Fails with EPERM,
     /// EOPNOTSUPP or ENOSYS where files have one name only.
+    ///
+    /// # Errors
+    ///
+    /// The new name is in use, or the system refuses.
     fn link(&self, from: &str, to: &str) -> io::Result<()>;
 
     /// Removes a file.
+    ///
+    /// # Errors
+    ///
+    /// The file does not exist or cannot be removed.
     fn remove(&self, name: &str) -> io::Result<()>;
 
     /// Makes all names durable.
+    ///
+    /// # Errors
+    ///
+    /// Changes of names since the last success may not survive a crash.
     fn sync_dir(&self) -> io::Result<()>;
 
     /// Returns all names, in no particular order.
+    ///
+    /// # Errors
+    ///
+    /// The system's error.
     fn list(&self) -> io::Result<Vec<String>>;
 }
 
 /// One open file.
 pub trait StoreFile: fmt::Debug + Send + Sync {
     /// Returns the file's length in bytes.
+    ///
+    /// # Errors
+    ///
+    /// The system's error.
     fn len(&self) -> io::Result<u64>;
 
     /// Returns whether the file is empty.
+    ///
+    /// # Errors
+    ///
+    /// The system's error.
     fn is_empty(&self) -> io::Result<bool> {
         Ok(self.len()? == 0)
     }
 
     /// Fills `buf` from byte `offset` on; `UnexpectedEof` if the file is shorter.
+    ///
+    /// # Errors
+    ///
+    /// The bytes cannot be read.
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()>;
 
     /// Hints that `len` bytes from byte `offset` on will be read soon. The default does nothing,
@@ -108,26 +168,50 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     }
 
     /// Writes all of `bytes` at `offset`, growing the file if need be.
+    ///
+    /// # Errors
+    ///
+    /// The write failed; some of the bytes may be written.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
     /// Grows the file to `len` bytes, unless it is longer. Reserves the space for the new bytes if
     /// the file system can do so; they read as zeros. After an error, the file may be longer than
     /// before, with space for the additional bytes.
+    ///
+    /// # Errors
+    ///
+    /// No space, or the system refuses.
     fn allocate(&self, len: u64) -> io::Result<()>;
 
     /// Truncates the file to `len` bytes.
+    ///
+    /// # Errors
+    ///
+    /// The system refuses.
     fn cut(&self, len: u64) -> io::Result<()>;
 
     /// Makes the file's bytes and length durable. After an error, bytes written since the last
     /// successful sync count as lost.
+    ///
+    /// # Errors
+    ///
+    /// The bytes written since the last success count as lost.
     fn sync(&self) -> io::Result<()>;
 
     /// Sets this open file's lock on bytes `range`, replacing the one that it had there. Returns
     /// `false` if another open file's lock is in conflict; does not wait. Closing the file releases
     /// the lock. The bytes need not exist.
+    ///
+    /// # Errors
+    ///
+    /// The system's error; a conflict is none.
     fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool>;
 
     /// Returns a value that is unique to the file: a new file with the same name has another one.
+    ///
+    /// # Errors
+    ///
+    /// The system's error.
     fn identity(&self) -> io::Result<(u64, u64)>;
 }
 
@@ -155,6 +239,10 @@ pub struct DirBackend {
 
 impl DirBackend {
     /// Opens the directory `dir`, which must exist.
+    ///
+    /// # Errors
+    ///
+    /// `dir` does not exist or is no directory.
     pub fn open(dir: &Path) -> io::Result<Self> {
         if !fs::metadata(dir)?.is_dir() {
             return Err(io::ErrorKind::NotADirectory.into());
@@ -163,6 +251,10 @@ impl DirBackend {
     }
 
     /// Opens the directory `dir`; creates it, durably and level by level, if it does not exist.
+    ///
+    /// # Errors
+    ///
+    /// `dir` cannot be created, or is no directory.
     pub fn create_or_open(dir: &Path) -> io::Result<Self> {
         create_dir(dir)?;
         Self::open(dir)

@@ -48,6 +48,10 @@ pub struct WrittenEpoch(EpochWriter);
 
 impl EpochWriter {
     /// Begins an epoch of `guest` with these drives; an epoch without a parent is full.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::State`] if the guest's configuration is too long to be stored.
     pub fn new(
         pages: Arc<PageFile>,
         epoch: u64,
@@ -97,6 +101,10 @@ impl EpochWriter {
     /// `runs`. They replace what was written for the same frames before. Frames of zeros take no
     /// slots. With `forget_zeros`, which is for frames that cannot have had another content before,
     /// they are not even noted.
+    ///
+    /// # Errors
+    ///
+    /// No slots are left, or the page file cannot be written.
     pub fn frames(
         &mut self,
         runs: impl Iterator<Item = FrameRun>,

@@ -86,6 +86,10 @@ impl Store {
     /// receives the guest's memory slots and its state, writes everything that is not memory, sets
     /// the file's length, and returns the places of frames. Memory slots that are adjacent must be
     /// adjacent in the file, too.
+    ///
+    /// # Errors
+    ///
+    /// As [`export_raw`](Self::export_raw), or the error of `begin`.
     pub fn export_with(
         &self,
         epoch: Option<u64>,

@@ -29,6 +29,10 @@ pub struct LazyFrames {
 
 impl LazyFrames {
     /// Returns the frames of the epoch pinned in `store`, and the other findings about it.
+    ///
+    /// # Errors
+    ///
+    /// Damage of the log, or an error of the system.
     pub fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, MachineState), StoreError> {
         let EpochInfo { epoch, vm_id, .. } = pinned.log.epochs[pinned.index].info;
         let layout = pinned.log.epoch(pinned.index)?.layout;

@@ -31,11 +31,19 @@ pub struct Listing {
 impl Store {
     /// Returns the guest whose epochs the store is for; `None` if no epoch was ever begun. Reads
     /// only the manifest, of a hundred bytes.
+    ///
+    /// # Errors
+    ///
+    /// The manifest is damaged or cannot be read.
     pub fn owner(&self) -> Result<Option<VmId>, StoreError> {
         Ok(self.manifest()?.map(|manifest| manifest.vm_id))
     }
 
     /// Returns the configuration of the guest ([`GuestIdentity::config`]) in the latest epoch.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NoEpoch`] if the store is empty; damage of the log, or an error of the system.
     pub fn config(&self) -> Result<Vec<u8>, StoreError> {
         Ok(self.pin(None)?.read_machine()?.config)
     }
@@ -55,6 +63,10 @@ impl Store {
     }
 
     /// Lists everything in the directory. Costs as much as [`epochs`](Self::epochs).
+    ///
+    /// # Errors
+    ///
+    /// An error of the system. Damage is part of the listing.
     pub fn list(&self) -> Result<Listing, StoreError> {
         let mut listing = Listing::default();
         let opened = match self.open_log() {

@@ -26,6 +26,11 @@ impl Store {
 
     /// Opens a store like [`create_or_open`](Self::create_or_open), and writes to it past the
     /// host's page cache ([`DirBackend::direct`]).
+    ///
+    /// # Errors
+    ///
+    /// As [`create_or_open`](Self::create_or_open). Creating files fails later if the file system
+    /// has no direct I/O.
     pub fn create_or_open_direct(dir: &Path) -> Result<Self, StoreError> {
         let backend = DirBackend::create_or_open(dir).map_err(|e| creating(dir, e))?;
         Self::with_backend(Box::new(backend.direct()), true)
@@ -33,6 +38,10 @@ impl Store {
 
     /// Opens the store in `dir` for reading; nothing in it needs to be writable. The store shows
     /// the epochs that are retained at each moment, also while another process writes.
+    ///
+    /// # Errors
+    ///
+    /// `dir` does not exist or is no directory.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         let backend = DirBackend::open(dir).map_err(|cause| StoreError::Io {
             what: "opening the store",
@@ -43,6 +52,10 @@ impl Store {
     }
 
     /// Opens a store on something other than a directory.
+    ///
+    /// # Errors
+    ///
+    /// As [`create_or_open`](Self::create_or_open) for a writer; a reader opens no file yet.
     pub fn with_backend(backend: Box<dyn Backend>, writable: bool) -> Result<Self, StoreError> {
         let store = Self::new(backend, writable);
         if writable {
@@ -119,6 +132,10 @@ impl Store {
 
     /// Opens a store to repair it, like [`open_to_repair`](Self::open_to_repair), on something
     /// other than a directory.
+    ///
+    /// # Errors
+    ///
+    /// As [`open_to_repair`](Self::open_to_repair).
     pub fn with_backend_to_repair(backend: Box<dyn Backend>) -> Result<Self, StoreError> {
         let store = Self::new(backend, true);
         store.check_is_store()?;

@@ -77,6 +77,10 @@ impl Pinned {
     }
 
     /// Returns what is at the beginning of the epoch, and reads no more of it.
+    ///
+    /// # Errors
+    ///
+    /// Damage of the log, or an error of the system.
     pub fn read_machine(&mut self) -> Result<Machine, StoreError> {
         let group = self.log.epoch(self.index)?;
         Ok(Machine { layout: group.layout, config: group.config, drives: group.drives })
@@ -84,6 +88,10 @@ impl Pinned {
 
     /// Returns the places of the frames of guest memory that are not zeros, ascending. Reads the
     /// epoch to its end, so it returns the epoch's state as well.
+    ///
+    /// # Errors
+    ///
+    /// Damage of the log, or an error of the system.
     pub fn read_cells(&mut self) -> Result<(Cells, MachineState), StoreError> {
         if self.log.base_of(self.index) == self.index
             && let Some(read) = self.read_one()?
@@ -124,6 +132,10 @@ impl Pinned {
     }
 
     /// Returns the places of the blocks of drives that are not zeros, ascending.
+    ///
+    /// # Errors
+    ///
+    /// Damage of the log, or an error of the system.
     pub fn read_blocks(&mut self) -> Result<Cells, StoreError> {
         let mut map = FrameMap::default();
         self.read_map(&mut map)?;
@@ -133,6 +145,10 @@ impl Pinned {
     /// Reads `frames`, ascending by frame, and passes them to `sink`, as many adjacent ones at once
     /// as there are. Sorts and reads them by slot, which suits disks, unless `sink` wants them in
     /// their own order. Ends with the first error, as far as several threads have a first one.
+    ///
+    /// # Errors
+    ///
+    /// The error of `sink`; damage of a frame unless `sink` accepts it.
     pub fn fetch<S: Sink>(&self, frames: &mut [(Gfn, Cell)], sink: &S) -> Result<(), S::Error> {
         fetch(&self.pages, self.info().epoch, frames, sink)
     }

@@ -29,6 +29,10 @@ pub trait Sink: Sync {
     type Error: From<StoreError> + Send;
 
     /// Receives adjacent frames and their contents, from any thread, in any order.
+    ///
+    /// # Errors
+    ///
+    /// Ends the reading.
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), Self::Error>;
 
     /// Returns whether this number of frames is better read in their own order, which is not that
@@ -39,6 +43,10 @@ pub trait Sink: Sync {
     }
 
     /// Receives a frame whose content is not what was stored.
+    ///
+    /// # Errors
+    ///
+    /// Ends the reading. The default returns the damage.
     fn damaged(&self, _gfn: Gfn, damage: StoreError) -> Result<(), Self::Error> {
         Err(damage.into())
     }

@@ -105,6 +105,10 @@ impl Committer {
     }
 
     /// Creates the store's files for `guest`, or replaces existing ones that have no epoch.
+    ///
+    /// # Errors
+    ///
+    /// The files cannot be created. None of them is left, unless the manifest may name them.
     pub fn create(store: &Arc<Store>, guest: &dyn GuestIdentity) -> Result<Self, StoreError> {
         let vm_id = guest.vm_id();
         let before = store.manifest()?.map(|manifest| manifest.files);

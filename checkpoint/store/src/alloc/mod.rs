@@ -196,6 +196,10 @@ impl Slots {
     }
 
     /// Marks slots as used, all of which must be free.
+    ///
+    /// # Errors
+    ///
+    /// A slot is used already, or does not exist. Nothing has changed then.
     pub fn mark(&mut self, run: SlotRun) -> Result<(), SlotError> {
         self.check(run)?;
         match self.bits.first_used(run.start.into(), run.end()) {
@@ -209,6 +213,10 @@ impl Slots {
 
     /// Frees slots, all of which must be used: a run that was taken, a part of one, or several
     /// adjacent runs.
+    ///
+    /// # Errors
+    ///
+    /// A slot is free already, or does not exist. Nothing has changed then.
     pub fn free(&mut self, run: SlotRun) -> Result<(), SlotError> {
         self.check(run)?;
         if let Some(slot) = self.bits.first_free(run.start.into(), run.end()) {

@@ -71,6 +71,10 @@ impl Archive {
 
     /// Opens an archive like [`open`](Self::open), from something other than a file system's file.
     /// `path` is for messages.
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open).
     pub fn with_file(file: Box<dyn StoreFile>, path: &Path) -> Result<Self, StoreError> {
         let begin = ArchivePosition { at: 0, records: 0, digest: Digest(0) };
         let (header, begin) = ArchiveWalk::new(&*file, path, begin)?.header()?;
@@ -167,6 +171,10 @@ impl Archive {
     /// Unpacks all frames of object `from` and of those after it, on several threads, and passes
     /// them to `sink` after checking them. For earlier objects, only the records are checked. Ends
     /// with the first error, as far as several threads have a first one.
+    ///
+    /// # Errors
+    ///
+    /// Damage of the archive, or the error of `sink`.
     pub fn read<S: Sink>(&self, sink: &S, from: u16) -> Result<(), S::Error> {
         let walk = ArchiveWalk::new(&*self.file, &self.path, self.contents)?;
         let state = Mutex::new(UnpackState {
