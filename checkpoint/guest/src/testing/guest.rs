@@ -1,4 +1,6 @@
-//! The guest itself, and the factory that builds it elsewhere.
+//! The guest itself.
+
+mod state;
 
 use std::fmt;
 use std::io;
@@ -21,10 +23,9 @@ use super::write_protection::{ProtectedFrames, SoftwareWriteProtection};
 use super::writers::{PageWriter, WriterGate};
 use crate::collected::Collected;
 use crate::{
-    Clock, DirtyLog, DriveCopy, DriveHead, GuestContents, GuestDrive, GuestError, GuestFactory,
-    GuestIdentity, GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, LineId, MemoryLoader,
-    Origin, PageSource, Populate, RunState, SavedState, Section, SectionTag, Stateful, VcpuPauses,
-    VcpuWrites, VmId, WithCopies, WriteProtection, WriteThrottle,
+    DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam, HandOver,
+    LazyRestoreProgress, Lifecycle, Line, LineId, MemoryLoader, PageSource, Populate, RunState,
+    SavedState, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
 };
 
 /// Maximum number of wrong frames listed individually.
@@ -109,7 +110,7 @@ impl MemoryGuest {
         Ok(guest)
     }
 
-    fn build(
+    pub(super) fn build(
         vm_id: VmId,
         config: MemoryConfig,
         faults: Arc<Faults>,
@@ -462,64 +463,6 @@ impl Lifecycle for MemoryGuest {
     }
 }
 
-impl Stateful for MemoryGuest {
-    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
-        self.must_be_paused("save")?;
-        self.faults.check(Op::Save, "saving the state")?;
-        let section = |w: &Arc<PageWriter>| {
-            let mut bytes = w.steps.load(SeqCst).to_le_bytes().to_vec();
-            bytes.extend_from_slice(&w.errors.load(SeqCst).to_le_bytes());
-            Section::new(SectionTag::THREAD_WORKER, w.index as u16, bytes)
-        };
-        let mut sections: Vec<Section> = self.writers.iter().map(section).collect();
-        let more = self.more_state.load(SeqCst) as usize;
-        if more > 0 {
-            let (tag, bytes) = (SectionTag(0x7000), vec![0xb5; more]);
-            sections.push(Section { tag, instance: 0, must_understand: false, bytes });
-        }
-        Ok(sections)
-    }
-
-    fn restore_state(&self, sections: &[Section], _clock: Clock) -> Result<(), GuestError> {
-        assert!(!self.filling.load(SeqCst), "its memory would not answer");
-        self.must_be_paused("restore")?;
-        self.faults.check(Op::Restore, "restoring the state")?;
-        let malformed = |why: String| GuestError::Malformed { what: "the state".into(), why };
-        let mut states = vec![None; self.writers.len()];
-        for s in sections {
-            if s.tag == SectionTag(0x7000) && s.bytes.iter().any(|byte| *byte != 0xb5) {
-                return Err(malformed("a section has changed".into()));
-            }
-            if s.tag != SectionTag::THREAD_WORKER {
-                if s.must_understand {
-                    let why = "this guest has no such thing".into();
-                    return Err(GuestError::Unsupported { what: s.tag.to_string(), why });
-                }
-                continue;
-            }
-            let bytes: &[u8; 16] = s.bytes.as_slice().try_into().map_err(|_| {
-                malformed(format!("writer {} has {} bytes, not 16", s.instance, s.bytes.len()))
-            })?;
-            let place = states
-                .get_mut(usize::from(s.instance))
-                .ok_or_else(|| malformed(format!("there is no writer {}", s.instance)))?;
-            let word = |at| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-            if place.replace((word(0), word(8))).is_some() {
-                return Err(malformed(format!("writer {} stands twice", s.instance)));
-            }
-        }
-        if let Some(missing) = states.iter().position(Option::is_none) {
-            return Err(malformed(format!("writer {missing} is missing")));
-        }
-        for (writer, (steps, errors)) in self.writers.iter().zip(states.into_iter().flatten()) {
-            // Far above what a test writes, far below an overflow.
-            writer.steps.store(steps.min(u64::MAX >> 2), SeqCst);
-            writer.errors.store(errors, SeqCst);
-        }
-        Ok(())
-    }
-}
-
 impl HandOver for MemoryGuest {
     fn stay_awake(&self) {}
 
@@ -559,53 +502,5 @@ impl Drop for MemoryGuest {
     fn drop(&mut self) {
         self.stop("dropped");
         self.drive.detach(self.serial);
-    }
-}
-
-/// Builds [`MemoryGuest`]s with the faults and the drive that the test chose.
-#[derive(Clone, Debug, Default)]
-pub struct MemoryGuestFactory {
-    /// The faults of every guest that it builds, and of building.
-    pub faults: Arc<Faults>,
-    /// The drive of every guest that it builds.
-    pub drive: Arc<ExclusiveDrive>,
-    /// The drives with data of every guest that it builds, which a restore overwrites.
-    pub disks: Vec<Arc<TestDisk>>,
-}
-
-impl GuestFactory for MemoryGuestFactory {
-    type Guest = MemoryGuest;
-
-    fn create_with_copies(
-        &self,
-        vm_id: VmId,
-        config: &[u8],
-        drives: &[DriveHead],
-    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
-        if let Some(drive) = drives.first() {
-            let why = "no copies of drives are made here".to_owned();
-            return Err(GuestError::Unsupported { what: drive.to_string(), why });
-        }
-        self.faults.check(Op::Create, "building the guest")?;
-        let config = MemoryConfig::decode(config)?;
-        let (faults, drive) = (self.faults.clone(), self.drive.clone());
-        let guest = MemoryGuest::build(vm_id, config, faults, drive, self.disks.clone())?;
-        Ok((guest, Vec::new()))
-    }
-
-    fn create_with_drives(
-        &self,
-        from: &Origin,
-        config: &[u8],
-        drives: &[DriveHead],
-    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
-        let mut found: Vec<Box<dyn DriveCopy>> = Vec::new();
-        for head in drives {
-            let disk = self.disks.iter().find(|disk| disk.head() == head);
-            let why = "this guest has no such drive".to_owned();
-            let disk = disk.ok_or(GuestError::Unsupported { what: head.to_string(), why })?;
-            found.push(Box::new(TestDiskHandle(disk.clone())));
-        }
-        Ok((self.create(from.vm_id, config)?, found))
     }
 }

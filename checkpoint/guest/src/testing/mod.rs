@@ -21,6 +21,7 @@
 
 mod config;
 mod drives;
+mod factory;
 mod faults;
 mod guest;
 mod memory_loader;
@@ -30,6 +31,7 @@ mod writers;
 
 pub use config::MemoryConfig;
 pub use drives::TestDisk;
+pub use factory::MemoryGuestFactory;
 pub use faults::{ExclusiveDrive, Faults, Op};
-pub use guest::{MemoryGuest, MemoryGuestFactory};
+pub use guest::MemoryGuest;
 pub use pages::{WrongFrame, WrongMemory, mix};

@@ -1,6 +1,5 @@
 //! A disk in memory that loses what was not synced, and fails on request.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -9,10 +8,13 @@ use std::time::Duration;
 
 use driftline_guest::testing::mix;
 use parking_lot::{Mutex, MutexGuard};
-use rustix::io::Errno;
 
-use crate::backend::{Backend, LockError, RangeLock, StoreFile};
+use crate::backend::{Backend, LockError, StoreFile};
+use crate::testing::disk_state::{
+    DiskFault, DiskOp, DiskState, NameChange, UnreadableRange, apply,
+};
 use crate::testing::inode::Inode;
+use crate::testing::memory_file::MemoryFile;
 
 /// What a crash leaves of the changes that were not synced. Synced changes always survive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -27,164 +29,11 @@ pub enum Survives {
     First(u64),
 }
 
-/// An operation of the disk that a test can make fail.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum DiskOp {
-    /// `Backend::create` and `Backend::create_new`
-    Create,
-    /// `StoreFile::write_all_at`
-    Write,
-    /// `StoreFile::sync`
-    Sync,
-    /// `Backend::rename`
-    Rename,
-    /// `Backend::rename`, which fails although it has taken effect
-    Renamed,
-    /// `Backend::link`
-    Link,
-    /// `Backend::sync_dir`
-    SyncDir,
-    /// `StoreFile::read_exact_at`
-    Read,
-    /// `StoreFile::allocate`
-    Allocate,
-    /// `StoreFile::cut`
-    Cut,
-    /// `StoreFile::lock_range`
-    Lock,
-}
-
 /// A [`Backend`] for tests. Clones are the same disk. Does not exclude a second writer.
 #[derive(Clone, Debug)]
 pub struct MemoryDisk {
     disk: Arc<Mutex<DiskState>>,
     location: PathBuf,
-}
-
-#[derive(Debug, Default)]
-struct DiskState {
-    names: BTreeMap<String, usize>,
-    synced_names: BTreeMap<String, usize>,
-    /// Changes of names since the last sync of the directory.
-    renamed: Vec<NameChange>,
-    files: Vec<Inode>,
-    syncs: u64,
-    stop_at: Option<u64>,
-    stopped: bool,
-    faults: Vec<DiskFault>,
-    bad: Vec<UnreadableRange>,
-    /// Number of reads that a bad range has failed.
-    bad_reads: u64,
-    /// Number of files opened so far.
-    opened: u64,
-    /// Whether syncs of all files wait.
-    held: bool,
-    /// Name of the file whose syncs wait.
-    held_file: Option<String>,
-    /// Duration of each sync.
-    sync_takes: Duration,
-    /// Duration of each write.
-    write_takes: Duration,
-    /// Whether the store's lock was taken away.
-    lock_is_gone: bool,
-}
-
-#[derive(Clone, Debug)]
-enum NameChange {
-    Set(String, usize),
-    Rename(String, String),
-    Remove(String),
-}
-
-#[derive(Clone, Copy, Debug)]
-struct DiskFault {
-    op: DiskOp,
-    /// Error number; `None`: the thread panics, once.
-    errno: Option<i32>,
-    /// Number of calls that still succeed.
-    after: u32,
-}
-
-/// Bytes of a file that cannot be read.
-#[derive(Clone, Debug)]
-struct UnreadableRange {
-    inode: usize,
-    range: Range<u64>,
-    /// Number of reads of any of them that still succeed.
-    after: u32,
-}
-
-fn apply(names: &mut BTreeMap<String, usize>, op: &NameChange) {
-    match op {
-        NameChange::Set(name, inode) => {
-            names.insert(name.clone(), *inode);
-        }
-        NameChange::Rename(from, to) => {
-            if let Some(inode) = names.remove(from) {
-                names.insert(to.clone(), inode);
-            }
-        }
-        NameChange::Remove(name) => {
-            names.remove(name);
-        }
-    }
-}
-
-impl DiskState {
-    #[allow(clippy::panic, reason = "tests")]
-    fn check(&mut self, op: Option<DiskOp>) -> io::Result<()> {
-        if self.stopped {
-            return Err(Errno::IO.into());
-        }
-        match self.faults.iter_mut().find(|fault| Some(fault.op) == op) {
-            Some(DiskFault { op, errno: None, after: 0 }) => {
-                let op = *op;
-                self.faults.retain(|fault| fault.op != op);
-                panic!("the test has {op:?} panic");
-            }
-            Some(DiskFault { errno: Some(errno), after: 0, .. }) => {
-                Err(io::Error::from_raw_os_error(*errno))
-            }
-            Some(fault) => {
-                fault.after -= 1;
-                Ok(())
-            }
-            None => Ok(()),
-        }
-    }
-
-    fn check_read(&mut self, inode: usize, read: Range<u64>) -> io::Result<()> {
-        let hit = |bad: &&mut UnreadableRange| {
-            bad.inode == inode && bad.range.start < read.end && read.start < bad.range.end
-        };
-        match self.bad.iter_mut().find(hit) {
-            None => Ok(()),
-            Some(bad) if bad.after > 0 => {
-                bad.after -= 1;
-                Ok(())
-            }
-            Some(_) => {
-                self.bad_reads += 1;
-                Err(Errno::IO.into())
-            }
-        }
-    }
-
-    /// Counts a sync, and fails from the sync on at which the disk stops.
-    fn sync(&mut self) -> io::Result<()> {
-        self.stopped |= self.stop_at == Some(self.syncs);
-        self.syncs += 1;
-        self.check(None)
-    }
-
-    fn rename(&mut self, op: NameChange) {
-        apply(&mut self.names, &op);
-        self.renamed.push(op);
-    }
-
-    fn find(&self, name: &str) -> io::Result<usize> {
-        self.names.get(name).copied().ok_or_else(|| io::ErrorKind::NotFound.into())
-    }
 }
 
 impl Default for MemoryDisk {
@@ -447,114 +296,5 @@ impl Backend for MemoryDisk {
         let mut disk = MemoryDisk::lock(self);
         disk.check(None)?;
         Ok(disk.names.keys().cloned().collect())
-    }
-}
-
-/// An open file of a [`MemoryDisk`].
-#[derive(Debug)]
-struct MemoryFile {
-    disk: Arc<Mutex<DiskState>>,
-    inode: usize,
-    /// Number of this open file among all files opened.
-    number: u64,
-}
-
-impl MemoryFile {
-    fn lock(&self) -> MutexGuard<'_, DiskState> {
-        self.disk.lock()
-    }
-
-    fn changed(&self) -> u64 {
-        self.lock().files[self.inode].changed()
-    }
-}
-
-impl StoreFile for MemoryFile {
-    fn len(&self) -> io::Result<u64> {
-        Ok(self.lock().files[self.inode].bytes.len() as u64)
-    }
-
-    fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
-        let mut disk = self.lock();
-        disk.check(Some(DiskOp::Read))?;
-        disk.check_read(self.inode, offset..offset + buf.len() as u64)?;
-        let bytes = &disk.files[self.inode].bytes;
-        let from = usize::try_from(offset).unwrap_or(usize::MAX);
-        let there = bytes.get(from..from.saturating_add(buf.len()));
-        buf.copy_from_slice(there.ok_or(io::ErrorKind::UnexpectedEof)?);
-        Ok(())
-    }
-
-    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        let takes = self.lock().write_takes;
-        std::thread::sleep(takes);
-        let mut disk = self.lock();
-        disk.check(Some(DiskOp::Write))?;
-        disk.files[self.inode].write(bytes, offset as usize);
-        Ok(())
-    }
-
-    /// Allocates as ext4 does: a full disk leaves the file with half of the requested space.
-    fn allocate(&self, len: u64) -> io::Result<()> {
-        let mut disk = self.lock();
-        let checked = disk.check(Some(DiskOp::Allocate));
-        let stopped = disk.stopped;
-        let inode = &mut disk.files[self.inode];
-        let more = (len as usize).saturating_sub(inode.bytes.len());
-        let full =
-            |e: &io::Error| matches!(Errno::from_io_error(e), Some(Errno::NOSPC | Errno::DQUOT));
-        let got = match &checked {
-            Ok(()) => more,
-            Err(e) if full(e) && !stopped => more / 2 / 4096 * 4096,
-            Err(_) => 0,
-        };
-        if got > 0 {
-            inode.set_len(inode.bytes.len() + got);
-        }
-        checked
-    }
-
-    fn cut(&self, len: u64) -> io::Result<()> {
-        let mut disk = self.lock();
-        disk.check(Some(DiskOp::Cut))?;
-        disk.files[self.inode].set_len(len as usize);
-        Ok(())
-    }
-
-    /// Syncs what was written before the sync began; if it fails, that is lost. A disk that has
-    /// stopped may have it or not.
-    fn sync(&self) -> io::Result<()> {
-        let changed = self.changed();
-        std::thread::sleep(self.lock().sync_takes);
-        let named = |disk: &DiskState, name: &String| disk.names.get(name) == Some(&self.inode);
-        let held = |disk: &DiskState| {
-            disk.held || disk.held_file.as_ref().is_some_and(|name| named(disk, name))
-        };
-        while held(&self.lock()) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let mut disk = self.lock();
-        let synced = disk.check(Some(DiskOp::Sync)).and_then(|()| disk.sync());
-        if synced.is_ok() || !disk.stopped {
-            disk.files[self.inode].settle(changed, synced.is_ok());
-        }
-        synced
-    }
-
-    fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool> {
-        let mut disk = self.lock();
-        disk.check(Some(DiskOp::Lock))?;
-        Ok(disk.files[self.inode].lock_range(self.number, range, lock))
-    }
-
-    fn identity(&self) -> io::Result<(u64, u64)> {
-        Ok((0, self.inode as u64))
-    }
-}
-
-impl Drop for MemoryFile {
-    fn drop(&mut self) {
-        let number = self.number;
-        self.lock().files[self.inode].unlock_all(number);
     }
 }

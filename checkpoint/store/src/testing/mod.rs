@@ -2,9 +2,12 @@
 //! consistent again.
 
 mod disk;
+mod disk_state;
 mod inode;
+mod memory_file;
 
-pub use disk::{DiskOp, MemoryDisk, Survives};
+pub use disk::{MemoryDisk, Survives};
+pub use disk_state::DiskOp;
 
 pub use crate::alloc::Slots;
 pub use crate::archive::reseal::reseal_archive;

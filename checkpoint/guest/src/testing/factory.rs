@@ -1,0 +1,57 @@
+//! Builds test guests from what a configuration says, as a host does that receives or restores one.
+
+use std::sync::Arc;
+
+use super::config::MemoryConfig;
+use super::drives::{TestDisk, TestDiskHandle};
+use super::faults::{ExclusiveDrive, Faults, Op};
+use super::guest::MemoryGuest;
+use crate::{DriveCopy, DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
+
+/// Builds [`MemoryGuest`]s with the faults and the drive that the test chose.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryGuestFactory {
+    /// The faults of every guest that it builds, and of building.
+    pub faults: Arc<Faults>,
+    /// The drive of every guest that it builds.
+    pub drive: Arc<ExclusiveDrive>,
+    /// The drives with data of every guest that it builds, which a restore overwrites.
+    pub disks: Vec<Arc<TestDisk>>,
+}
+
+impl GuestFactory for MemoryGuestFactory {
+    type Guest = MemoryGuest;
+
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        if let Some(drive) = drives.first() {
+            let why = "no copies of drives are made here".to_owned();
+            return Err(GuestError::Unsupported { what: drive.to_string(), why });
+        }
+        self.faults.check(Op::Create, "building the guest")?;
+        let config = MemoryConfig::decode(config)?;
+        let (faults, drive) = (self.faults.clone(), self.drive.clone());
+        let guest = MemoryGuest::build(vm_id, config, faults, drive, self.disks.clone())?;
+        Ok((guest, Vec::new()))
+    }
+
+    fn create_with_drives(
+        &self,
+        from: &Origin,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        let mut found: Vec<Box<dyn DriveCopy>> = Vec::new();
+        for head in drives {
+            let disk = self.disks.iter().find(|disk| disk.head() == head);
+            let why = "this guest has no such drive".to_owned();
+            let disk = disk.ok_or(GuestError::Unsupported { what: head.to_string(), why })?;
+            found.push(Box::new(TestDiskHandle(disk.clone())));
+        }
+        Ok((self.create(from.vm_id, config)?, found))
+    }
+}
