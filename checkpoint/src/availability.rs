@@ -31,8 +31,8 @@ impl ProtectionAvailability {
         self.rests == 0 && matches!(self.is, ProtectionOffer::Yes(_))
     }
 
-    /// Returns the shield for an epoch. Asks the guest the first time, and again some epochs after
-    /// a failure.
+    /// Returns the write protection for an epoch. Asks the guest the first time, and again some
+    /// epochs after a failure.
     pub(crate) fn ask(
         &mut self,
         policy: &CopyPolicy,
@@ -60,7 +60,7 @@ impl ProtectionAvailability {
         match (phase, cause) {
             // Failures of drives do not concern it.
             (EpochStep::CopyDrives, _) => {}
-            (EpochStep::Protect | EpochStep::CopyBehind, EpochFailure::Guest(_)) => {
+            (EpochStep::Protect | EpochStep::CopyInBackground, EpochFailure::Guest(_)) => {
                 self.is = ProtectionOffer::NotAsked;
                 self.rest(policy.rest_after_failure, cause);
             }

@@ -189,7 +189,7 @@ impl Checkpointer {
     /// copy them. `u64::MAX` disables the background copy. The default is 1,280 frames, and 5,120
     /// frames if the previous epoch suggests that a copy before the pause leaves little for the
     /// pause.
-    pub fn copy_behind_from(&mut self, frames: u64) {
+    pub fn background_copy_from(&mut self, frames: u64) {
         (self.policy, self.times) = (CopyPolicy::background_from(frames), CopyTimes::default());
     }
 

@@ -71,7 +71,8 @@ mod tests {
     const AGAIN_FROM: u64 = CopyPolicy::DEFAULT.protect_again_from;
     const FIRST: FrameRun = FrameRun { start: Gfn(0), count: 1000 };
 
-    /// A shield that protects nothing. During each call, the guest writes to consecutive frames.
+    /// Write protection that protects nothing. During each call, the guest writes to consecutive
+    /// frames.
     struct BusyGuestProtection {
         guest: Arc<MemoryGuest>,
         /// Frames written in each call.

@@ -7,8 +7,9 @@ use driftline_dirty_tracker::FrameRun;
 use driftline_guest::{GuestError, WriteProtection};
 use parking_lot::Mutex;
 
-/// A shield for the duration of one epoch. After `end` has unprotected everything, nothing can be
-/// protected any more: a late caller would otherwise protect frames whose writers nothing serves.
+/// Write protection for the duration of one epoch. After `end` has unprotected everything, nothing
+/// can be protected any more: a late caller would otherwise protect frames whose writers nothing
+/// serves.
 pub(crate) struct EpochProtection<'s> {
     protection: &'s dyn WriteProtection,
     over: Mutex<bool>,
@@ -66,7 +67,7 @@ pub(crate) struct WriterWaits {
 }
 
 impl WriterWaits {
-    /// Asks the shield for a waiting writer, if none is known yet.
+    /// Asks the host for a waiting writer, if none is known yet.
     pub(crate) fn look(
         &mut self,
         protection: &EpochProtection<'_>,

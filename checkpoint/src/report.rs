@@ -32,7 +32,7 @@ pub enum EpochStep {
     /// Resuming the guest.
     Resume,
     /// Copying what is protected, while the guest runs.
-    CopyBehind,
+    CopyInBackground,
     /// Writing frames to the page file.
     Write,
     /// Copying changed blocks of drives, while the guest runs.
@@ -45,17 +45,17 @@ impl fmt::Display for EpochStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Begin => "beginning",
-            Self::Subscribe => "beginning to follow writes",
+            Self::Subscribe => "starting to track writes",
             Self::CopyLive => "copying memory",
             Self::Pause => "pausing the guest",
-            Self::Drain => "collecting what changed",
-            Self::Protect => "protecting what changed",
-            Self::Copy => "copying what changed",
-            Self::CopyBehind => "copying what changed behind the guest",
+            Self::Drain => "collecting changed pages",
+            Self::Protect => "write-protecting changed pages",
+            Self::Copy => "copying changed pages",
+            Self::CopyInBackground => "copying changed pages in the background",
             Self::Save => "saving the guest's state",
             Self::Resume => "resuming the guest",
             Self::Write => "writing",
-            Self::CopyDrives => "copying what changed of disks behind the guest",
+            Self::CopyDrives => "copying changed disk blocks",
             Self::Publish => "publishing",
         })
     }
@@ -104,7 +104,7 @@ pub enum EpochFailure {
     },
     /// The guest waited for this long in total to write to what was not copied yet, and the store
     /// had no room for a copy.
-    #[error("the store is too slow: the guest has waited {} s to write to what is not copied yet", .0.as_secs())]
+    #[error("the store is too slow: the guest has waited {} s to write to pages or blocks that are not copied yet", .0.as_secs())]
     Stalled(Duration),
 }
 

@@ -205,11 +205,14 @@ impl Snapshot<'_> {
             let taken = background.take(early);
             // The channels are closed: the copy thread ends if it has not ended yet.
             let saved = saving.join().unwrap_or_else(|_| {
-                Err(system("copying behind the guest", io::Error::other("its thread panicked")))
+                Err(system(
+                    "copying pages in the background",
+                    io::Error::other("its thread panicked"),
+                ))
             });
             // Report the copy thread's error first: the other error may follow from it. The copy
             // thread never fails because of an error of this thread.
-            let saved = saved.map_err(|cause| (EpochStep::CopyBehind, cause))?;
+            let saved = saved.map_err(|cause| (EpochStep::CopyInBackground, cause))?;
             Ok(MemoryCopy { saved, ..taken? })
         })
     }

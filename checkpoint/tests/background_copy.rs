@@ -43,7 +43,7 @@ proptest! {
         let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
         let scripted_guest = Arc::new(ScriptedGuest(scripted.clone()));
         let mut checkpointer = Checkpointer::with_staging(scripted_guest, store, limits(staged)).unwrap();
-        checkpointer.copy_behind_from(behind_from);
+        checkpointer.background_copy_from(behind_from);
         for _ in 0..4 {
             let report = checkpointer.take().unwrap();
             BEHIND.fetch_add(report.behind_frames, Ordering::Relaxed);
@@ -61,7 +61,7 @@ proptest! {
 fn background_copy_equals_memory_of_the_pause() {
     each_epoch_is_what_memory_was();
     let behind = BEHIND.load(Ordering::Relaxed);
-    assert!(behind >= u64::from(cases()), "{behind} frames copied behind the guest's back");
+    assert!(behind >= u64::from(cases()), "{behind} frames copied in the background");
 }
 
 /// Frames that all cases of the property copied after the guest had resumed.
@@ -97,7 +97,7 @@ fn epochs_of_a_fast_writer_are_whole() {
     let (guest, disk) = (fastest(), MemoryDisk::default());
     let store = Store::with_backend(Box::new(disk), true).unwrap();
     let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
-    checkpointer.copy_behind_from(16);
+    checkpointer.background_copy_from(16);
     let (mut behind, mut waits) = (0, 0);
     for _ in 0..if full() { 300 } else { 30 } {
         let report = checkpointer.take().unwrap();
@@ -108,7 +108,7 @@ fn epochs_of_a_fast_writer_are_whole() {
         copy.verify().unwrap();
     }
     guest.verify().unwrap();
-    assert!(behind > 0 && waits > 0, "{behind} frames behind its back, {waits} waits");
+    assert!(behind > 0 && waits > 0, "{behind} frames copied in the background, {waits} waits");
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn failed_copy_stalls_no_writer_and_loses_nothing() {
     let (guest, disk) = (fastest(), MemoryDisk::default());
     let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
     let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
-    checkpointer.copy_behind_from(16);
+    checkpointer.background_copy_from(16);
     checkpointer.take().unwrap();
     let whole = |checkpointer: &mut Checkpointer| {
         continues(&guest);
@@ -140,7 +140,7 @@ fn failed_copy_stalls_no_writer_and_loses_nothing() {
         whole(&mut checkpointer);
     }
     let copying = [Op::Unprotect, Op::Awaited, Op::Awaited, Op::Awaited];
-    let copying = copying.map(|op| (op, EpochStep::CopyBehind));
+    let copying = copying.map(|op| (op, EpochStep::CopyInBackground));
     for (op, phase) in copying.into_iter().chain([(Op::Protect, EpochStep::Protect)]) {
         continues(&guest);
         guest.faults().fail_next(op, 1);
@@ -153,7 +153,7 @@ fn failed_copy_stalls_no_writer_and_loses_nothing() {
         drop(checkpointer);
         let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
         checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
-        checkpointer.copy_behind_from(16);
+        checkpointer.background_copy_from(16);
         whole(&mut checkpointer);
     }
     guest.verify().unwrap();
@@ -169,13 +169,13 @@ fn dead_copy_thread_leaves_nothing_protected() {
     let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
     let scripted_guest = Arc::new(ScriptedGuest(scripted.clone()));
     let mut checkpointer = Checkpointer::with_staging(scripted_guest, store, limits(200)).unwrap();
-    checkpointer.copy_behind_from(1);
+    checkpointer.background_copy_from(1);
     let mut behind = checkpointer.take().unwrap().behind_frames;
     behind += checkpointer.take().unwrap().behind_frames;
     assert!(behind > 0);
     scripted.fail_next_query();
     let e = checkpointer.take().unwrap_err();
-    assert_eq!((e.phase, e.guest), (EpochStep::CopyBehind, RunState::Running), "{e}");
+    assert_eq!((e.phase, e.guest), (EpochStep::CopyInBackground, RunState::Running), "{e}");
     assert!(e.to_string().contains("the script says so"), "{e}");
     assert_eq!(scripted.protected_and_waiting(), (0, 0));
     for _ in 0..2 {
@@ -192,13 +192,13 @@ fn failed_write_protection_is_retried_later() {
     guest.resume().unwrap();
     let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
     let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
-    checkpointer.copy_behind_from(1);
+    checkpointer.background_copy_from(1);
     let write = |value| guest.write(guest.layout().slots().next().unwrap().base, &[value]);
     checkpointer.take().unwrap();
     guest.faults().fail_next(Op::Protect, 1);
     write(1).unwrap();
     assert_eq!(checkpointer.take().unwrap_err().phase, EpochStep::Protect);
-    // At first, no other shield can be opened.
+    // At first, write protection cannot be set up.
     guest.faults().fail_next(Op::WriteProtection, 1);
     let behind = (0..202).map(|n| {
         write(n).unwrap();
@@ -214,7 +214,7 @@ fn unprotectable_guest_is_copied_in_the_pause() {
     guest.faults().fail_next(Op::WriteProtection, 1);
     let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
     let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
-    checkpointer.copy_behind_from(1);
+    checkpointer.background_copy_from(1);
     for _ in 0..3 {
         continues(&guest);
         assert_eq!(checkpointer.take().unwrap().behind_frames, 0);

@@ -150,7 +150,7 @@ fn durable_epochs_survive_a_crash_at_any_sync() {
 #[test]
 fn durable_epochs_survive_crashes_during_log_rotation() {
     let stops = crash_at_every_sync(4 << 10);
-    assert!(stops >= 5 + 2 * EPOCHS + 8, "the log was written anew: {stops} syncs");
+    assert!(stops >= 5 + 2 * EPOCHS + 8, "the log was rewritten: {stops} syncs");
 }
 
 #[test]

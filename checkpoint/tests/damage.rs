@@ -269,7 +269,7 @@ fn files_of_another_store_are_refused() {
         let sound = disk.contents(name).unwrap();
         disk.put(name, other.contents(name).unwrap());
         for refusal in refusals(&disk) {
-            assert!(refusal.to_string().contains("the file belongs to VM "), "{refusal}");
+            assert!(refusal.to_string().contains("the file belongs to guest "), "{refusal}");
         }
         disk.put(name, sound);
     }
@@ -424,14 +424,14 @@ fn every_field_of_drives_is_checked() {
     let [epoch, drives, frames, again] = [0, 3, 4, 9].map(|n| at[n].0);
     for (at, byte, expected) in [
         (epoch + 24 + 28, 0, "a record of tag 0x8015 has no place here"),
-        (drives + 24 + 1, 0, "drive 1 is none: no drive has its size"),
-        (drives + 24 + 8, 0, "drive 1 is none: it has no name"),
-        (drives + 24 + 8, 0xff, "drive 1 is none: its name is no text"),
+        (drives + 24 + 1, 0, "drive 1 is invalid: its size is 0 or too large"),
+        (drives + 24 + 8, 0, "drive 1 is invalid: its name is empty"),
+        (drives + 24 + 8, 0xff, "drive 1 is invalid: its name is not UTF-8"),
         (drives + 4, 1, "the instance of a record that has none is 1"),
         (frames + 4, 2, "it has pages of object 2, which the checkpoint does not have"),
         (frames + 24 + 8, 8, "blocks 0x8..0x9 are not in drive 1"),
         (frames + 24 + 14, 1, "are not in drive 1"),
-        (again + 24 + 8, b'e', "what tells of the list of drives is"),
+        (again + 24 + 8, b'e', "the checksum of the list of drives is"),
     ] {
         let mut bytes = log.clone();
         bytes[at] = byte;

@@ -35,7 +35,7 @@ fn damage_of_dropped_epochs_forbids_no_new_ones() {
             for (epoch, memory) in &taken {
                 assert!(restored(&disk, *epoch) == *memory, "epoch {epoch}, sector {sector}");
             }
-            assert!(disk.contents("log-1").is_err(), "the log was written anew without it");
+            assert!(disk.contents("log-1").is_err(), "the log was rewritten without it");
         }
     }
 }

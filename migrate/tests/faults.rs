@@ -83,7 +83,7 @@ fn late_packets_arrive_and_fail_no_migration() {
         Sender::start(&guest, &there.to, &quick_send(&hosts)).result().unwrap();
         let arrived = there.guest();
         assert_eq!(arrived.guest.run_state(), RunState::Running);
-        let late = arrived.guest.late();
+        let late = arrived.guest.received_packets();
         assert_eq!(late, if failing == 0 { guest.mark() } else { Vec::new() });
     }
 }

@@ -41,7 +41,9 @@ pub enum GuestError {
         state: RunState,
     },
     /// The guest's tracking mode is `none`.
-    #[error("the guest was started with --tracking none: its writes cannot be followed")]
+    #[error(
+        "the guest was started with --tracking none, so its writes are not tracked: start it with another --tracking mode"
+    )]
     NotTracked,
     /// The configuration or a state section cannot be used on this host.
     #[error("{what} cannot be used on this host: {why}")]

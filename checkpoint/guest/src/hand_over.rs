@@ -49,8 +49,8 @@ pub trait HandOver: Send + Sync {
     ///
     /// # Errors
     ///
-    /// `late` is malformed, or a device refuses it.
-    fn attach(&self, late: &[u8]) -> Result<(), GuestError>;
+    /// `packets` is malformed, or a device refuses it.
+    fn attach(&self, packets: &[u8]) -> Result<(), GuestError>;
 
     /// Takes back what [`release`](Self::release) and [`detach`](Self::detach) released, or takes
     /// it first on a new host.
@@ -80,8 +80,8 @@ impl<T: Delegate<dyn HandOver>> HandOver for T {
         self.delegate().detach()
     }
 
-    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
-        self.delegate().attach(late)
+    fn attach(&self, packets: &[u8]) -> Result<(), GuestError> {
+        self.delegate().attach(packets)
     }
 
     fn acquire(&self) -> Result<(), GuestError> {

@@ -18,9 +18,9 @@ pub trait Populate: Send + Sync {
     /// cheaper.
     fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>>;
 
-    /// Begins a lazy restore: a fault fetches its frame from `backlog`, and the other frames are
+    /// Begins a lazy restore: a fault fetches its frame from `source`, and the other frames are
     /// fetched in the background, into untouched memory. The guest may run meanwhile. Returns
-    /// `backlog` to the caller if lazy restore is unsupported: then the frames must come first. If
+    /// `source` to the caller if lazy restore is unsupported: then the frames must come first. If
     /// a frame cannot be read, the guest ends before it sees other content in its place.
     ///
     /// # Errors
@@ -28,7 +28,7 @@ pub trait Populate: Send + Sync {
     /// The host refuses, although it supports this.
     fn fetch_lazily(
         &self,
-        backlog: Box<dyn PageSource>,
+        source: Box<dyn PageSource>,
     ) -> Result<Option<Box<dyn PageSource>>, GuestError>;
 
     /// Returns the progress of a lazy restore; `None` if there was none.
@@ -46,9 +46,9 @@ impl<T: Delegate<dyn Populate>> Populate for T {
 
     fn fetch_lazily(
         &self,
-        backlog: Box<dyn PageSource>,
+        source: Box<dyn PageSource>,
     ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
-        self.delegate().fetch_lazily(backlog)
+        self.delegate().fetch_lazily(source)
     }
 
     fn fetching(&self) -> Option<LazyRestoreProgress> {

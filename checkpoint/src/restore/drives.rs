@@ -148,7 +148,7 @@ impl RestoredDrives<'_> {
     fn write(&self, blocks: &mut EpochBlocks<'_>) -> Result<(), PartialRestore> {
         for (object, head) in (1..).zip(self.heads) {
             let Some((_, drive)) = self.numbered(object) else {
-                return Err(PartialRestore(format!("{head} is not there")));
+                return Err(PartialRestore(format!("{head} is missing")));
             };
             let stored = blocks.of(object);
             for gap in stored.gaps(FrameRun { start: Gfn(0), count: head.blocks() }) {
@@ -167,7 +167,7 @@ impl RestoredDrives<'_> {
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let yielded = drive.yield_to_guest();
             yielded.map_err(|e| {
-                PartialRestore(format!("letting the guest have {head} failed: {e}"))
+                PartialRestore(format!("handing {head} over to the guest failed: {e}"))
             })?;
         }
         Ok(())

@@ -273,16 +273,16 @@ fn lazily<G: GuestContents + Populate + ?Sized>(
     report.frames = frames.frames().frames();
     report.read_bytes = frames.log_bytes();
     let begun = guest.fetch_lazily(Box::new(frames));
-    let Some(mut backlog) = begun.map_err(|cause| RestoreError::Guest { epoch, cause })? else {
+    let Some(mut source) = begun.map_err(|cause| RestoreError::Guest { epoch, cause })? else {
         report.late_frames = report.frames;
         return Ok(());
     };
     let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
     let memory = MemorySink::of(guest, epoch);
-    let frames = backlog.frames().clone();
+    let frames = source.frames().clone();
     for run in frames.iter().flat_map(|run| run.chunks(AT_ONCE)) {
         let contents = &mut buffer[..run.bytes() as usize];
-        backlog.read(run, contents).map_err(|e| unread(epoch, e))?;
+        source.read(run, contents).map_err(|e| unread(epoch, e))?;
         memory.frames(run, contents)?;
     }
     report.read_bytes += report.frames * PAGE_SIZE;

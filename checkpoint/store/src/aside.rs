@@ -55,7 +55,7 @@ impl Store {
                     // Another list has named the file, too.
                     Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                     other => {
-                        other.map_err(|e| self.io("keeping aside", name, e))?;
+                        other.map_err(|e| self.io("keeping a copy of", name, e))?;
                         renamed.push(RenamedFile { from: name.clone(), to: aside });
                     }
                 }

@@ -211,7 +211,7 @@ impl Committer {
     fn begin_drop(&mut self, epoch: u64) -> Result<usize, StoreError> {
         if !self.lock(epoch)? {
             // The process that locked it finds that there is no such epoch yet.
-            tracing::debug!(epoch, "somebody has locked it already");
+            tracing::debug!(epoch, "another process has locked it already");
         }
         let Some(keep) = self.bounds.keep else { return Ok(0) };
         let keep = usize::try_from(keep).unwrap_or(usize::MAX).max(1);
@@ -325,12 +325,14 @@ impl Committer {
         // Nothing is cut off that another process may have appended.
         let cut = self.check().and_then(|()| {
             let cut = self.log.cut(bytes).and_then(|()| self.log.sync());
-            cut.map_err(|e| self.store.io("cutting", &log_name(self.files.log), e))
+            cut.map_err(|e| self.store.io("truncating", &log_name(self.files.log), e))
         });
         match cut {
             Ok(()) => self.pages.give_back(&slots),
             Err(e) => {
-                tracing::error!("what a failed checkpoint left cannot be removed: {e}");
+                tracing::error!(
+                    "the remains of a failed checkpoint cannot be cut from the log: {e}"
+                );
                 self.log_status = LogStatus::MustRotate;
                 self.uncertain_slots.extend(slots);
             }
@@ -377,7 +379,7 @@ impl Committer {
     pub fn shorten(&mut self) {
         let bytes = self.end.sector * SECTOR as u64;
         if let Err(e) = self.rotate() {
-            tracing::warn!("the log could not be written anew, and gets longer: {e}");
+            tracing::warn!("the log could not be rewritten, so it grows: {e}");
             self.rotate_from = bytes + bytes / 4;
         } else {
             self.rotate_from = 0;

@@ -81,7 +81,7 @@ impl<'f> EpochEncoder<'f> {
             return Ok(());
         }
         let list = encode_drives(drives);
-        let list = list.ok_or_else(|| io::Error::other("a drive's name or size is none"))?;
+        let list = list.ok_or_else(|| io::Error::other("a drive's name or size is invalid"))?;
         self.record(TAG_DRIVES, 0, true, &list)
     }
 

@@ -143,7 +143,7 @@ pub enum StoreError {
     },
     /// No generation number is left for a new file.
     #[error(
-        "{} has the last number that a file of a store can have, so none can be made behind it: move it away",
+        "{} has the highest number that a file of a store can have, so no new file can be created: move it to another directory",
         file.display()
     )]
     LastName {
@@ -171,7 +171,7 @@ pub enum StoreError {
         parent: u64,
     },
     /// The page file has the largest number of slots that there can be.
-    #[error("{} has {slots} slots, and no version has more", pages.display())]
+    #[error("the page file {} has {slots} slots, the most that there can be; use another store", pages.display())]
     NoMoreSlots {
         /// The page file.
         pages: PathBuf,
@@ -340,7 +340,7 @@ pub enum Damage {
         expected: u64,
     },
     /// The file belongs to another guest than the others.
-    #[error("the file belongs to VM {found}, the others to VM {expected}")]
+    #[error("the file belongs to guest {found}, the others to guest {expected}")]
     OtherVm {
         /// The VM in this file.
         found: VmId,
@@ -349,7 +349,7 @@ pub enum Damage {
     },
     /// Bytes that must have been written are not there, although what follows them was written
     /// later.
-    #[error("nothing was written here, but what follows was")]
+    #[error("nothing was written here, although later records were")]
     Unwritten,
     /// The disk cannot read the bytes.
     #[error("it cannot be read: {why}")]
@@ -437,7 +437,7 @@ pub enum Damage {
         before: FrameRun,
     },
     /// A drive that an epoch cannot have.
-    #[error("drive {number} is none: {why}")]
+    #[error("drive {number} is invalid: {why}")]
     Drive {
         /// Number of the drive, from 1 on.
         number: u16,
@@ -445,7 +445,7 @@ pub enum Damage {
         why: &'static str,
     },
     /// Memory slots that are no valid layout.
-    #[error("the memory layout is none: {0}")]
+    #[error("the memory layout is invalid: {0}")]
     Layout(#[from] LayoutError),
 }
 
@@ -473,7 +473,7 @@ mod tests {
             assert!(is_damage("reading", name, libc::EIO), "{name}");
             assert!(is_damage("opening", name, libc::EUCLEAN), "{name}");
             assert!(!is_damage("reading", name, libc::ENOMEM), "{name}");
-            for what in ["writing", "syncing", "making room in", "locking", "committing to"] {
+            for what in ["writing", "syncing", "growing", "locking", "committing to"] {
                 assert!(!is_damage(what, name, libc::EIO), "{what}");
             }
         }

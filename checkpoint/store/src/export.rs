@@ -107,7 +107,7 @@ impl Store {
         let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
         fetch(&pinned.pages, info.epoch, &mut frames, &ExportSink { file, path, place })?;
         file.sync_all().map_err(|e| io("syncing", e))?;
-        let bytes = file.metadata().map_err(|e| io("looking at", e))?.len();
+        let bytes = file.metadata().map_err(|e| io("checking", e))?.len();
         Ok(ExportReport {
             epoch: info.epoch,
             vm_id: info.vm_id,

@@ -47,7 +47,7 @@ pub(crate) fn follows(
     let Some(parent) = front.parent else { return Ok(()) };
     let fields = [
         ("the parent's number", parent, last),
-        ("what tells of the list of drives", drives.into(), before.drives.into()),
+        ("the checksum of the list of drives", drives.into(), before.drives.into()),
         ("the hash of the memory layout", front.layout.into(), before.front.layout.into()),
     ];
     match fields.into_iter().find(|(_, found, expected)| found != expected) {

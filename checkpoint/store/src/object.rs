@@ -78,15 +78,15 @@ pub(crate) fn decode_drives(payload: &[u8]) -> Result<Vec<DriveHead>, Damage> {
     for (raw, number) in raw.iter().zip(1..) {
         let wrong = |why: &'static str| Damage::Drive { number, why };
         let end = raw.id.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
-        let id = std::str::from_utf8(&raw.id[..end]).map_err(|_| wrong("its name is no text"))?;
+        let id = std::str::from_utf8(&raw.id[..end]).map_err(|_| wrong("its name is not UTF-8"))?;
         if id.is_empty() || id.contains(char::is_control) {
-            return Err(wrong("it has no name, or none that can be shown"));
+            return Err(wrong("its name is empty or has control characters"));
         }
         if !names.insert(id) {
-            return Err(wrong("another one has its name"));
+            return Err(wrong("another drive has the same name"));
         }
         let bytes = raw.bytes.get();
-        block_layout(bytes).map_err(|_| wrong("no drive has its size"))?;
+        block_layout(bytes).map_err(|_| wrong("its size is 0 or too large"))?;
         drives.push(DriveHead { id: id.to_owned(), bytes, readonly: false });
     }
     Ok(drives)

@@ -90,7 +90,7 @@ impl Store {
             tracing::info!("{from} is kept as {to}: a repair that was killed has replaced it");
         }
         for name in leftovers.into_iter().filter(|name| aside.iter().all(|a| a.from != **name)) {
-            tracing::info!(name, "removing what was never finished");
+            tracing::info!(name, "removing an unfinished file");
             match self.backend().remove(name) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 // The process that writes such a file has no lock, and may have renamed it by now.

@@ -233,7 +233,7 @@ impl PageFile {
                         return Ok(());
                     }
                     if !is_full(&e) || more <= least {
-                        return Err(self.io("making room in", e));
+                        return Err(self.io("growing", e));
                     }
                     more = (more / 2).max(least);
                 }

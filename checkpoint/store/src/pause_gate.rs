@@ -1,4 +1,4 @@
-//! The pause gate: store work that can wait yields while the guest is paused for an epoch.
+//! The pause gate: low-priority store work yields while the guest is paused for an epoch.
 //! Otherwise, the work may have the processor that a vCPU needs to notice the pause request. Hosts
 //! preempt a running thread only at a scheduler tick, which may take 4 ms.
 

@@ -80,8 +80,8 @@ impl Committer {
         let file = file.map_err(|e| store.io("opening", &name, e))?;
         let bytes = log.bytes();
         if file.len().map_err(|e| store.io("reading", &name, e))? > bytes {
-            tracing::info!("{name}: discarding a checkpoint that was never finished");
-            file.cut(bytes).map_err(|e| store.io("cutting", &name, e))?;
+            tracing::info!("{name}: discarding an unfinished checkpoint");
+            file.cut(bytes).map_err(|e| store.io("truncating", &name, e))?;
         }
         if let Some(last) = log.epochs.last() {
             let again = write_again(&*file, last.place.sector * SECTOR as u64, bytes);
@@ -98,7 +98,7 @@ impl Committer {
             ..Self::new(store, vm_id, manifest.files, (file, log.end), pages, space)
         };
         if let Some(e) = log.skipped {
-            tracing::warn!("leaving out damage that no checkpoint needs which is kept: {e}");
+            tracing::warn!("ignoring damage that no retained checkpoint needs: {e}");
             new.shorten();
         }
         Ok(Some(new))

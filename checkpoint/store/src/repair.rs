@@ -110,7 +110,7 @@ impl Store {
                     }
                     linked => linked,
                 };
-                kept.map_err(|e| self.io("keeping aside", name, e))?;
+                kept.map_err(|e| self.io("keeping a copy of", name, e))?;
                 aside.push(second);
             }
             if !later.is_empty() {
@@ -188,7 +188,7 @@ impl Store {
         match self.backend().open(MANIFEST).and_then(|file| file.identity()) {
             Ok(identity) => Ok(Some(identity)),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(self.io("looking at", MANIFEST, e)),
+            Err(e) => Err(self.io("checking", MANIFEST, e)),
         }
     }
 

@@ -91,7 +91,7 @@ impl Committer {
                 store.remove_unnamed(Some(files.log), None);
                 cause
             })?;
-        tracing::debug!(generation = files.log, "the log was written anew");
+        tracing::debug!(generation = files.log, "the log was rewritten");
         self.before = Some(std::mem::replace(&mut self.files, files).log);
         (self.log, self.end, self.kept) = (new.file, new.end, new.kept.into());
         if let Some(cause) = in_doubt {

@@ -105,7 +105,7 @@ impl Store {
         match self.backend.is_locked() {
             Ok(true) => Ok(()),
             Ok(false) => Err(StoreError::LockLost { dir: self.dir() }),
-            Err(e) => Err(self.io("looking at", LOCK_FILE, e)),
+            Err(e) => Err(self.io("checking", LOCK_FILE, e)),
         }
     }
 

@@ -61,7 +61,7 @@ impl WorkingSetFile {
             }
             Err(WorkingSetError::Damaged(why)) => {
                 let file = store.path(WORKING_SET);
-                tracing::warn!("{} is of no use, and not used: {why}", file.display());
+                tracing::warn!("ignoring {}: {why}", file.display());
                 Vec::new()
             }
         };
@@ -85,8 +85,8 @@ impl WorkingSetFile {
         let runs: Vec<FrameRun> =
             all.filter(|run| seen.insert(run.start)).copied().take(MAX_WORKING_SET_RUNS).collect();
         match self.write(&runs) {
-            Ok(()) => tracing::debug!(runs = runs.len(), "noted what was touched first"),
-            Err(e) => tracing::debug!("what was touched first is not noted: {e}"),
+            Ok(()) => tracing::debug!(runs = runs.len(), "recorded the working set"),
+            Err(e) => tracing::debug!("the working set is not recorded: {e}"),
         }
     }
 

@@ -158,7 +158,7 @@ impl Scripted {
     }
 }
 
-/// The shield that the guest hands out.
+/// The write protection of the guest.
 struct ScriptedProtection(Arc<Scripted>);
 
 impl WriteProtection for ScriptedProtection {
@@ -204,7 +204,7 @@ impl WriteProtection for ScriptedProtection {
     }
 }
 
-/// A guest of its own that shares the script, so that a shield can hold it.
+/// A guest of its own that shares the script, so that its write protection can refer to it.
 pub struct ScriptedGuest(pub Arc<Scripted>);
 
 driftline_guest::delegate!(

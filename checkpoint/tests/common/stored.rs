@@ -19,7 +19,7 @@ pub fn guest(vm_id: VmId) -> Arc<MemoryGuest> {
     let config = MemoryConfig { slots, writers: 1, working_set: 1, writes_per_s: 1, seed: 3 };
     let guest = MemoryGuest::new(vm_id, config).unwrap();
     // A section that spans several sectors, some of which hold nothing else.
-    guest.more_state(1500);
+    guest.set_extra_state(1500);
     guest
 }
 

@@ -101,8 +101,8 @@ fn unsound_archive_leaves_drives_unchanged() {
     assert_eq!(blocks.iter().map(|at| sound[at + 4]).collect::<Vec<_>>(), [0, 1, 2]);
     for (at, bytes, why) in [
         (64 + 24 + 28, &[0][..], "a record of tag 0x8015 has no place here"),
-        (drives + 24, &[0; 8], "no drive has its size"),
-        (drives + 24 + 8, b"two", "another one has its name"),
+        (drives + 24, &[0; 8], "its size is 0 or too large"),
+        (drives + 24 + 8, b"two", "another drive has the same name"),
         (drives + 24, &[0, 0x10], "this guest has no such drive"),
         (blocks[1] + 4, &[3], "pages of object 3, which the checkpoint does not have"),
         (blocks[1] + 4, &[2], "the runs of a record ascend"),

@@ -5,7 +5,7 @@ use driftline_guest::{GuestContents, Lifecycle};
 
 /// The guest repeatedly writes a number to memory, then to `blocks` blocks of its drive. At any
 /// instant the drive is at most one number behind.
-fn is_of_one_instant(blocks: u64, epochs: u32, copy_behind_from: u64) {
+fn is_of_one_instant(blocks: u64, epochs: u32, background_copy_from: u64) {
     let bytes = 100 * blocks * PAGE_SIZE;
     let numbered = || vec![TestDisk::new("one", bytes).unwrap()];
     let disk = MemoryDisk::default();
@@ -33,9 +33,9 @@ fn is_of_one_instant(blocks: u64, epochs: u32, copy_behind_from: u64) {
             }
         });
         let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
-        checkpointer.copy_behind_from(copy_behind_from);
+        checkpointer.background_copy_from(background_copy_from);
         // On a busy host the guest may write nothing in many of them.
-        let enough = |taken: &Vec<u64>, behind| match behind > 0 || copy_behind_from >= 40 {
+        let enough = |taken: &Vec<u64>, behind| match behind > 0 || background_copy_from >= 40 {
             true => taken.len() as u32 >= epochs,
             false => taken.len() as u32 >= 100 * epochs,
         };
@@ -47,7 +47,7 @@ fn is_of_one_instant(blocks: u64, epochs: u32, copy_behind_from: u64) {
         }
         over.store(true, Ordering::Relaxed);
     });
-    assert_eq!(behind > 0, copy_behind_from < 40, "{behind} frames behind the guest's back");
+    assert_eq!(behind > 0, background_copy_from < 40, "{behind} frames copied in the background");
     for epoch in taken {
         let factory = MemoryGuestFactory { disks: numbered(), ..Default::default() };
         let (copy, _) = restore(&on(&disk, false), Some(epoch), &factory, Clock::Continue).unwrap();

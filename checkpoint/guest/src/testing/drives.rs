@@ -104,7 +104,7 @@ impl TestDisk {
         self.unreadable.store(fail, SeqCst);
     }
 
-    /// Truncates its file to `bytes`, behind the guest's back: what is beyond cannot be read.
+    /// Truncates its file to `bytes` without the guest noticing: bytes beyond cannot be read.
     /// Truncating it to its size again restores that part as zeros.
     pub fn cut(&self, bytes: u64) -> io::Result<()> {
         self.file.set_len(bytes)

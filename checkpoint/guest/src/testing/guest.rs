@@ -43,7 +43,7 @@ pub struct MemoryGuest {
     writers: Vec<Arc<PageWriter>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// What `attach` was given.
-    late: Mutex<Vec<u8>>,
+    received_packets: Mutex<Vec<u8>>,
     faults: Arc<Faults>,
     drive: Arc<ExclusiveDrive>,
     disks: Vec<Arc<TestDisk>>,
@@ -54,7 +54,7 @@ pub struct MemoryGuest {
     protected: Arc<ProtectedFrames>,
     filling: Arc<AtomicBool>,
     /// Bytes of an additional section that a restore compares.
-    more_state: AtomicU64,
+    extra_state_bytes: AtomicU64,
 }
 
 impl fmt::Debug for MemoryGuest {
@@ -70,8 +70,8 @@ impl MemoryGuest {
     }
 
     /// Adds one section of `bytes` to the state; a restore compares it.
-    pub fn more_state(&self, bytes: u64) {
-        self.more_state.store(bytes, SeqCst);
+    pub fn set_extra_state(&self, bytes: u64) {
+        self.extra_state_bytes.store(bytes, SeqCst);
     }
 
     /// Returns the throttle of each writer in writes per second, if there is one.
@@ -132,7 +132,7 @@ impl MemoryGuest {
             gate,
             writers: Vec::new(),
             threads: Mutex::default(),
-            late: Mutex::default(),
+            received_packets: Mutex::default(),
             faults,
             drive,
             disks,
@@ -140,7 +140,7 @@ impl MemoryGuest {
             prefaulted: AtomicU64::new(0),
             protected: Arc::default(),
             filling: Arc::default(),
-            more_state: AtomicU64::new(0),
+            extra_state_bytes: AtomicU64::new(0),
             config,
         };
         let of = u64::from(guest.config.writers);
@@ -183,8 +183,8 @@ impl MemoryGuest {
     }
 
     /// Returns what `attach` received here: the mark of the guest on its last host.
-    pub fn late(&self) -> Vec<u8> {
-        self.late.lock().clone()
+    pub fn received_packets(&self) -> Vec<u8> {
+        self.received_packets.lock().clone()
     }
 
     /// Returns what `detach` gives.
@@ -363,10 +363,10 @@ impl Populate for MemoryGuest {
 
     fn fetch_lazily(
         &self,
-        backlog: Box<dyn PageSource>,
+        source: Box<dyn PageSource>,
     ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
         // Lazy restore is unsupported.
-        Ok(Some(backlog))
+        Ok(Some(source))
     }
 
     fn fetching(&self) -> Option<LazyRestoreProgress> {
@@ -486,9 +486,9 @@ impl HandOver for MemoryGuest {
         Ok(self.mark())
     }
 
-    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+    fn attach(&self, packets: &[u8]) -> Result<(), GuestError> {
         self.faults.check(Op::Attach, "attaching")?;
-        *self.late.lock() = late.to_vec();
+        *self.received_packets.lock() = packets.to_vec();
         Ok(())
     }
 

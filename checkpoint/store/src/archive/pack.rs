@@ -131,7 +131,7 @@ impl ArchiveOutput<'_> {
         self.record(SectionTag::CONFIG.0, 0, true, &machine.config)?;
         if front.drives {
             let list = encode_drives(&machine.drives);
-            let list = list.ok_or_else(|| io::Error::other("a drive's name or size is none"))?;
+            let list = list.ok_or_else(|| io::Error::other("a drive's name or size is invalid"))?;
             self.record(TAG_DRIVES, 0, true, &list)?;
         }
         for section in sections {

@@ -18,7 +18,7 @@ impl Stateful for MemoryGuest {
             Section::new(SectionTag::THREAD_WORKER, w.index as u16, bytes)
         };
         let mut sections: Vec<Section> = self.writers.iter().map(section).collect();
-        let more = self.more_state.load(SeqCst) as usize;
+        let more = self.extra_state_bytes.load(SeqCst) as usize;
         if more > 0 {
             let (tag, bytes) = (SectionTag(0x7000), vec![0xb5; more]);
             sections.push(Section { tag, instance: 0, must_understand: false, bytes });
