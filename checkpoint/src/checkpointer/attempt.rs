@@ -14,6 +14,7 @@ use crate::live_copy::LiveCopy;
 use crate::pause::Epoch;
 use crate::report::{EpochFailure, EpochStep, step};
 use crate::snapshot::Snapshot;
+use crate::staging::Staging;
 
 impl Checkpointer {
     /// Takes an epoch up to the hand-over to the commit thread.
@@ -74,11 +75,16 @@ impl Checkpointer {
         if taken.staged > 0 {
             cost.note(policy, taken.pause, taken.in_pause, taken.staged);
         }
-        if taken.staged > staging.frames() {
-            let (frames, staged) = (taken.staged, staging.frames());
-            tracing::warn!(frames, staged, "wrote during the pause");
-        }
-        staging.grow_to(taken.staged);
+        grow(staging, taken.staged);
         Ok(CommittingEpoch { full, changed, taken })
     }
+}
+
+/// Makes room for the next epoch after one that needed room for `frames` frames.
+fn grow(staging: &mut Staging, frames: u64) {
+    let room = staging.frames();
+    if frames > room {
+        tracing::warn!(frames, room, "pages were written to the store during the pause");
+    }
+    staging.grow_to(frames);
 }

@@ -53,9 +53,9 @@ pub(crate) struct LogFile {
     /// Groups of the log behind [skipped](Self::skipped) damage, ascending; includes epochs that
     /// are no longer retained.
     pub(crate) epochs: Vec<LoggedEpoch>,
-    /// Position behind the last group.
+    /// Position behind the last epoch.
     pub(crate) end: LogPosition,
-    /// The two sectors before that position, as read with the last group, if known: its digest is
+    /// The two sectors before that position, as read with the last epoch, if known: its digest is
     /// in them.
     sealed: Option<Vec<u8>>,
     pub(crate) tail: Tail,
@@ -72,10 +72,42 @@ fn check_owner(sectors: &Sectors, found: VmId, expected: VmId) -> Result<(), Sto
     }
 }
 
+/// Returns the checksum with which the digest of a log that is salvaged begins, and the damage of
+/// the log's header.
+fn salvage_header(
+    sectors: &mut Sectors,
+    generation: u64,
+    vm_id: VmId,
+) -> Result<(u32, Option<StoreError>), StoreError> {
+    let header = Header::new(MAGIC_LOG, vm_id, generation, 0);
+    let found = sectors.data(0, SectorKind::Other).map(|data| Header::read_from(data, MAGIC_LOG));
+    // The digest in the first COMMIT began with the header as written.
+    let seed = match &found {
+        Ok(Ok(found)) => found.checksum(),
+        _ => header.checksum(),
+    };
+    let damage = match found {
+        Ok(Ok(found)) if found.checksum() == header.checksum() => None,
+        Ok(Ok(found)) if found.vm_id() != vm_id => {
+            let damage = Damage::OtherVm { found: found.vm_id(), expected: vm_id };
+            Some(sectors.damaged(0, damage))
+        }
+        Ok(Ok(found)) => {
+            let (what, found) = ("the generation in the header", found.epoch());
+            let damage = Damage::Mismatch { what, found, expected: generation };
+            Some(sectors.damaged(0, damage))
+        }
+        Ok(Err(e)) => Some(sectors.damaged(0, e)),
+        Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
+        Err(stop) => Some(stop.into()),
+    };
+    Ok((seed, damage))
+}
+
 /// A damaged part of a salvaged log, in place of one or several epochs.
 #[derive(Debug)]
 pub(crate) struct Hole {
-    /// Index of the group behind it.
+    /// Index of the epoch behind it.
     pub(crate) at: usize,
     pub(crate) damage: StoreError,
     /// Number of the epoch, if that can be read.
@@ -167,69 +199,53 @@ impl LogFile {
         let (path, pause_gate) = (store.path(&name), store.pause_gate().clone());
         let mut sectors = Sectors::new(file, path, pause_gate, store.unreadable(true))?;
         sectors.lenient = true;
-        let header = Header::new(MAGIC_LOG, vm_id, generation, 0);
-        let found =
-            sectors.data(0, SectorKind::Other).map(|data| Header::read_from(data, MAGIC_LOG));
-        // The digest in the first COMMIT began with the header as written.
-        let seed = match &found {
-            Ok(Ok(found)) => found.checksum(),
-            _ => header.checksum(),
-        };
-        let header_damage = match found {
-            Ok(Ok(found)) if found.checksum() == header.checksum() => None,
-            Ok(Ok(found)) if found.vm_id() != vm_id => {
-                let damage = Damage::OtherVm { found: found.vm_id(), expected: vm_id };
-                Some(sectors.damaged(0, damage))
-            }
-            Ok(Ok(found)) => {
-                let (what, found) = ("the generation in the header", found.epoch());
-                let damage = Damage::Mismatch { what, found, expected: generation };
-                Some(sectors.damaged(0, damage))
-            }
-            Ok(Err(e)) => Some(sectors.damaged(0, e)),
-            Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
-            Err(stop) => Some(stop.into()),
-        };
+        let (seed, header_damage) = salvage_header(&mut sectors, generation, vm_id)?;
         let digest = Some(Digest(seed));
         let end = LogPosition { sector: 1, sequence: 0, digest };
         let (epochs, tail) = (Vec::new(), Tail::Clean);
         let (sealed, skipped, lost) = (None, None, BTreeMap::new());
         let mut log = Self { sectors, vm_id, epochs, end, sealed, tail, skipped, lost };
+        let holes = log.salvage_epochs()?;
+        Ok((log, header_damage, holes))
+    }
+
+    /// Reads all epochs, also those behind damage. Returns the places where epochs are missing.
+    fn salvage_epochs(&mut self) -> Result<Vec<Hole>, StoreError> {
         let mut holes: Vec<Hole> = Vec::new();
-        while log.end.sector < log.sectors.count() {
-            let stop = match log.next_epoch(None) {
-                Ok((group, end)) => {
-                    log.epochs.push(group);
-                    log.end = end;
+        while self.end.sector < self.sectors.count() {
+            let stop = match self.next_epoch(None) {
+                Ok((epoch, end)) => {
+                    self.epochs.push(epoch);
+                    self.end = end;
                     continue;
                 }
                 Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
                 Err(stop) => stop,
             };
-            let (at, epoch) = (log.epochs.len(), log.front_epoch(log.end));
-            match log.begins_later(log.end.sector + 1)? {
+            let (at, epoch) = (self.epochs.len(), self.front_epoch(self.end));
+            match self.begins_later(self.end.sector + 1)? {
                 Some(later) => {
                     holes.push(Hole { at, damage: stop.into(), epoch });
-                    log.end = later;
+                    self.end = later;
                 }
                 None => {
                     // Damage that a salvage skips stops every other reader.
-                    let stop = match log.end.digest {
-                        Some(_) => log.strictly(|log| log.next_epoch(None)).err().unwrap_or(stop),
+                    let stop = match self.end.digest {
+                        Some(_) => self.strictly(|log| log.next_epoch(None)).err().unwrap_or(stop),
                         None => stop,
                     };
                     if let SectorError::Damaged(e @ StoreError::Io { .. }) = stop {
                         return Err(e);
                     }
-                    match log.tail_of(stop)? {
+                    match self.tail_of(stop)? {
                         Tail::Damaged(damage, epoch) => holes.push(Hole { at, damage, epoch }),
-                        tail => log.tail = tail,
+                        tail => self.tail = tail,
                     }
                     break;
                 }
             }
         }
-        Ok((log, header_damage, holes))
+        Ok(holes)
     }
 
     /// Runs `read` without skipping any damage.
@@ -273,11 +289,11 @@ impl LogFile {
             }
             let after = gap.as_ref().and_then(|gap| gap.epochs.last()).map(|g| g.info.epoch);
             match self.next_epoch(after) {
-                Ok((group, end)) => {
-                    self.epochs.push(group);
+                Ok((epoch, end)) => {
+                    self.epochs.push(epoch);
                     self.end = end;
                     self.sealed = self.sectors.buffered(end.sector - SEALED..end.sector);
-                    if group.oldest >= self.epochs[0].info.epoch
+                    if epoch.oldest >= self.epochs[0].info.epoch
                         && let Some(gap) = gap.take()
                     {
                         self.skipped = Some(gap.damage);
@@ -423,18 +439,18 @@ impl LogFile {
         Ok((LoggedEpoch { info, front, drives, oldest: commit.oldest, place, sectors }, end))
     }
 
-    /// Returns a reader of group `index`.
+    /// Returns a reader of the epoch at `index`.
     pub(crate) fn epoch(&mut self, index: usize) -> Result<EpochReader<'_>, StoreError> {
         let place = self.epochs[index].place;
         Ok(EpochReader::open(&mut self.sectors, place)?)
     }
 
-    /// Returns an error for damage of group `index`, with the place where the group begins.
+    /// Returns an error for damage of epoch `index`, with the place where the epoch begins.
     pub(crate) fn damaged(&self, index: usize, damage: Damage) -> StoreError {
         self.sectors.damaged(reader_offset(self.epochs[index].place), damage)
     }
 
-    /// Returns the index of the first group that is needed for the memory of group `index`.
+    /// Returns the index of the first epoch that is needed for the memory of epoch `index`.
     pub(crate) fn base_of(&self, index: usize) -> usize {
         let whole = |g: &LoggedEpoch| g.front.is_whole();
         self.epochs[..=index].iter().rposition(whole).unwrap_or(0)

@@ -82,8 +82,8 @@ impl Pinned {
     ///
     /// Damage of the log, or an error of the system.
     pub fn read_machine(&mut self) -> Result<Machine, StoreError> {
-        let group = self.log.epoch(self.index)?;
-        Ok(Machine { layout: group.layout, config: group.config, drives: group.drives })
+        let reader = self.log.epoch(self.index)?;
+        Ok(Machine { layout: reader.layout, config: reader.config, drives: reader.drives })
     }
 
     /// Returns the places of the frames of guest memory that are not zeros, ascending. Reads the
@@ -107,9 +107,9 @@ impl Pinned {
     /// frames are in order already. Returns `None` if a frame is among the zeros, too, which then
     /// win.
     fn read_one(&mut self) -> Result<Option<(Cells, MachineState)>, StoreError> {
-        let mut group = self.log.epoch(self.index)?;
+        let mut reader = self.log.epoch(self.index)?;
         let (mut cells, mut sections): (Cells, _) = (Vec::new(), Vec::new());
-        while let Some(record) = group.next()? {
+        while let Some(record) = reader.next()? {
             match record {
                 Record::Frames(runs, crcs) => {
                     let runs = runs.iter().flat_map(|run| run.frames.frames().zip(run.slot..));

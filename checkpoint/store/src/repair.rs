@@ -22,7 +22,7 @@ use serde::Serialize;
 use crate::backend::{has_no_links, is_media_error};
 use crate::error::StoreError;
 use crate::limits::NO_SLOT;
-use crate::manifest::{Manifest, is_leftover};
+use crate::manifest::{Manifest, ManifestNotWritten, is_leftover};
 use crate::names::{
     MANIFEST, MANIFEST_NEW, Named, aside_name, list_name, log_name, pages_name, parse_name,
 };
@@ -44,6 +44,27 @@ pub struct RepairReport {
     pub aside: Vec<String>,
 }
 
+/// Which files a repair makes and replaces.
+struct RepairPlan {
+    /// Names of all files before the repair.
+    names: Vec<String>,
+    new: Files,
+    /// Generation of those new files that do not exist yet.
+    next: u64,
+    /// Names of the files that are replaced.
+    replaced: Vec<String>,
+    /// Number of the repair.
+    number: u64,
+}
+
+/// The files that a repair replaces and keeps.
+struct KeptFiles<'p> {
+    /// Second names that exist already.
+    aside: Vec<String>,
+    /// Files that have one name only, and are renamed at the end.
+    to_rename: Vec<&'p str>,
+}
+
 impl Store {
     /// Makes a sound store from the sound checkpoints of a damaged one, which must be opened with
     /// [`open_to_repair`](Store::open_to_repair). Keeps the files that it replaces under other
@@ -63,99 +84,44 @@ impl Store {
         if salvage.manifest_is_sound && salvage.log_is_sound && salvage.pages_are_sound {
             return Ok(RepairReport { survey, repaired: false, aside: Vec::new() });
         }
-        let lost = survey.sound < survey.checkpoints.len() as u64;
-        if lost && survey.sound == 0 {
+        if survey.sound == 0 && !survey.checkpoints.is_empty() {
             return Err(StoreError::NothingSound { dir: self.dir() });
         }
         if salvage.manifest_is_sound {
             self.set_aside(&self.names()?, &Manifest { vm_id, files: old }, &mut Vec::new())?;
         }
-        let names = self.names()?;
+        let plan = self.plan_repair(&salvage)?;
         let manifest_was = self.manifest_file();
-        let next = self.next_files()?;
-        let next = next.log.max(next.pages);
-        let copies = lost || !salvage.pages_are_sound;
-        let pages = if copies { next } else { old.pages };
-        let log = if copies || !salvage.log_is_sound { next } else { old.log };
-        let new = Files { log, pages };
-        let replaced = names.iter().filter(|name| match parse_name(name) {
-            Named::Manifest => true,
-            Named::Log(n) if n == new.log => false,
-            Named::Pages(n) if n == new.pages => false,
-            Named::Log(n) if n == old.log => true,
-            Named::Pages(n) if n == old.pages => true,
-            // These files may have what was lost.
-            Named::Log(_) | Named::Pages(_) => lost || !salvage.manifest_is_sound,
-            _ => false,
-        });
-        let replaced: Vec<&String> = replaced.collect();
-        let number = 1 + names
-            .iter()
-            .map(|name| match parse_name(name) {
-                Named::Aside(n) | Named::AsideList(n) => n,
-                _ => 0,
-            })
-            .max()
-            .unwrap_or(0);
-        let mut aside = Vec::new();
-        let mut later: Vec<&str> = Vec::new();
-        let prepared = self.write_sound(&mut salvage, new).and_then(|()| {
-            for name in &replaced {
-                let second = aside_name(number, name);
-                let kept = match self.backend().link(name, &second) {
-                    Err(e) if has_no_links(&e) && **name == MANIFEST => self.copy_manifest(&second),
-                    Err(e) if has_no_links(&e) => {
-                        later.push(name);
-                        continue;
-                    }
-                    linked => linked,
-                };
-                kept.map_err(|e| self.io("keeping a copy of", name, e))?;
-                aside.push(second);
-            }
-            if !later.is_empty() {
-                self.write_list(number, &later)?;
-            }
-            self.sync_dir()
-        });
-        let in_doubt = match prepared {
-            Ok(()) => {
-                self.put_manifest(Manifest { vm_id, files: new }).map_err(|e| (e.cause, e.in_doubt))
-            }
-            Err(e) => Err((e, false)),
-        };
+        let manifest = Manifest { vm_id, files: plan.new };
+        let prepared = self
+            .write_sound(&mut salvage, plan.new)
+            .and_then(|()| self.keep_replaced(&plan))
+            .map_err(|cause| ManifestNotWritten { cause, in_doubt: false });
+        let prepared = prepared.and_then(|kept| self.put_manifest(manifest).map(|()| kept));
         drop(held);
-        if let Err((e, in_doubt)) = in_doubt {
+        let KeptFiles { mut aside, to_rename } = prepared.map_err(|e| {
             // A failed rename may still have taken effect. Only the same file under the manifest's
             // name proves that it did not, whether or not that file can be read.
             let is_old =
                 manifest_was.is_ok_and(|was| self.manifest_file().is_ok_and(|is| was == is));
-            if !in_doubt && is_old {
-                // A file that cannot be removed does no harm.
-                let made =
-                    [(new.log == next, log_name(next)), (new.pages == next, pages_name(next))];
-                let made = made.into_iter().filter_map(|(made, name)| made.then_some(name));
-                let second = replaced.iter().map(|name| aside_name(number, name));
-                let others = [MANIFEST_NEW.to_owned(), list_name(number)];
-                made.chain(second).chain(others).for_each(|name| {
-                    let _ = self.backend().remove(&name);
-                });
+            if !e.in_doubt && is_old {
+                self.remove_new_files(&plan);
             }
-            return Err(e);
-        }
-        let manifest = Manifest { vm_id, files: new };
-        let is_removed =
-            |name: &&String| is_leftover(name, Some(&manifest)) && !later.contains(&name.as_str());
-        for name in names.iter().filter(is_removed) {
+            e.cause
+        })?;
+        let is_removed = |name: &&String| {
+            is_leftover(name, Some(&manifest)) && !to_rename.contains(&name.as_str())
+        };
+        for name in plan.names.iter().filter(is_removed) {
             // The next process that opens the store removes what cannot be removed now.
             let _ = self.backend().remove(name);
         }
         let mut renamed = Vec::new();
         let finished = self.names().and_then(|names| {
             self.set_aside(&names, &manifest, &mut renamed)?;
-            if !later.is_empty() {
+            if !to_rename.is_empty() {
                 // The list is of no use any more.
-                let _ = self.backend().remove(&list_name(number));
+                let _ = self.backend().remove(&list_name(plan.number));
             }
             self.sync_dir()
         });
@@ -165,6 +131,72 @@ impl Store {
             tracing::warn!("{e}; the store is repaired, and its next writer finishes this");
         }
         Ok(RepairReport { survey, repaired: true, aside })
+    }
+
+    /// Chooses the names of the new files, and the files that they replace.
+    fn plan_repair(&self, salvage: &Salvage) -> Result<RepairPlan, StoreError> {
+        let lost = salvage.survey.sound < salvage.survey.checkpoints.len() as u64;
+        let old = salvage.files;
+        let names = self.names()?;
+        let next = self.next_files()?;
+        let next = next.log.max(next.pages);
+        let copies = lost || !salvage.pages_are_sound;
+        let pages = if copies { next } else { old.pages };
+        let log = if copies || !salvage.log_is_sound { next } else { old.log };
+        let new = Files { log, pages };
+        let is_replaced = |name: &&String| match parse_name(name) {
+            Named::Manifest => true,
+            Named::Log(n) if n == new.log => false,
+            Named::Pages(n) if n == new.pages => false,
+            Named::Log(n) if n == old.log => true,
+            Named::Pages(n) if n == old.pages => true,
+            // These files may have what was lost.
+            Named::Log(_) | Named::Pages(_) => lost || !salvage.manifest_is_sound,
+            _ => false,
+        };
+        let replaced = names.iter().filter(is_replaced).cloned().collect();
+        let numbers = names.iter().map(|name| match parse_name(name) {
+            Named::Aside(n) | Named::AsideList(n) => n,
+            _ => 0,
+        });
+        let number = 1 + numbers.max().unwrap_or(0);
+        Ok(RepairPlan { names, new, next, replaced, number })
+    }
+
+    /// Gives the files that are replaced a second name, or lists them to be renamed. Makes the
+    /// names of all new files durable.
+    fn keep_replaced<'p>(&self, plan: &'p RepairPlan) -> Result<KeptFiles<'p>, StoreError> {
+        let mut kept = KeptFiles { aside: Vec::new(), to_rename: Vec::new() };
+        for name in &plan.replaced {
+            let second = aside_name(plan.number, name);
+            let linked = match self.backend().link(name, &second) {
+                Err(e) if has_no_links(&e) && *name == MANIFEST => self.copy_manifest(&second),
+                Err(e) if has_no_links(&e) => {
+                    kept.to_rename.push(name);
+                    continue;
+                }
+                linked => linked,
+            };
+            linked.map_err(|e| self.io("keeping a copy of", name, e))?;
+            kept.aside.push(second);
+        }
+        if !kept.to_rename.is_empty() {
+            self.write_list(plan.number, &kept.to_rename)?;
+        }
+        self.sync_dir()?;
+        Ok(kept)
+    }
+
+    /// Removes the files of a failed repair. A file that cannot be removed does no harm.
+    fn remove_new_files(&self, plan: &RepairPlan) {
+        let RepairPlan { new, next, replaced, number, .. } = plan;
+        let made = [(new.log == *next, log_name(*next)), (new.pages == *next, pages_name(*next))];
+        let made = made.into_iter().filter_map(|(made, name)| made.then_some(name));
+        let second = replaced.iter().map(|name| aside_name(*number, name));
+        let others = [MANIFEST_NEW.to_owned(), list_name(*number)];
+        made.chain(second).chain(others).for_each(|name| {
+            let _ = self.backend().remove(&name);
+        });
     }
 
     /// Copies the readable part of the manifest.

@@ -124,6 +124,12 @@ pub fn reseal_log(bytes: &mut [u8]) {
             firsts.insert(1 + at / DATA);
         }
     }
+    reseal_sectors(bytes, &data, &firsts, &written);
+}
+
+/// Puts `data` into the sectors and corrects their checksums. Epochs begin in the sectors `firsts`;
+/// sectors that were not `written` stay zeros.
+fn reseal_sectors(bytes: &mut [u8], data: &[u8], firsts: &BTreeSet<usize>, written: &[bool]) {
     for (n, sector) in bytes.chunks_exact_mut(SECTOR).enumerate() {
         if n > 0 {
             sector[..DATA].copy_from_slice(&data[(n - 1) * DATA..n * DATA]);

@@ -200,7 +200,7 @@ pub(crate) struct Applied {
     pub(crate) new: Vec<SlotRun>,
 }
 
-/// Updates the map of the preceding epoch to that of group `index`.
+/// Updates the map of the preceding epoch to that of epoch `index`.
 pub(crate) fn apply(log: &mut LogFile, index: usize, map: &mut FrameMap) -> Result<(), StoreError> {
     apply_telling(log, index, map, |_| {}, |_| {}, |_| {})
 }
@@ -243,11 +243,11 @@ fn apply_telling(
     mut on_new: impl FnMut(SlotRun),
     mut on_section: impl FnMut(Section),
 ) -> Result<(), StoreError> {
-    let mut group = log.epoch(index)?;
-    if group.front.is_whole() {
+    let mut reader = log.epoch(index)?;
+    if reader.front.is_whole() {
         map.clear();
     }
-    while let Some(record) = group.next()? {
+    while let Some(record) = reader.next()? {
         match record {
             Record::Frames(runs, crcs) => {
                 map.put(runs, crcs, &mut on_old);

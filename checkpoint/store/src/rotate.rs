@@ -23,6 +23,7 @@ use crate::log::LogFile;
 use crate::manifest::{Manifest, ManifestNotWritten};
 use crate::names::{log_name, pages_name};
 use crate::page_file::{PageReader, begin_pages};
+use crate::pause_gate::PauseGate;
 use crate::read::{Sink, fetch};
 use crate::records::{Commit, Files, Front, StoredRun};
 use crate::retention::apply;
@@ -57,12 +58,12 @@ fn kept_of(log: &LogFile) -> Vec<usize> {
     (count - log.kept().len()..count).collect()
 }
 
-/// Returns whether group `index` directly follows `before`, the last one that was chosen.
+/// Returns whether epoch `index` directly follows `before`, the last one that was chosen.
 fn is_next(index: usize, before: Option<usize>) -> bool {
     before.is_some_and(|before| before + 1 == index)
 }
 
-/// Returns where the frames of group `index` are.
+/// Returns where the frames of epoch `index` are.
 fn map_of(log: &mut LogFile, index: usize) -> Result<FrameMap, StoreError> {
     let mut map = FrameMap::default();
     for index in log.base_of(index)..=index {
@@ -122,80 +123,133 @@ pub(super) fn copy_log(
     to: &dyn Fn(u32) -> u32,
 ) -> Result<NewLog, StoreError> {
     let name = log_name(generation);
-    let writing = |e| store.io("writing", &name, e);
     let file = store.create_new(&name)?;
-    let mut end = begin_log(&*file, old.vm_id, generation).map_err(writing)?;
-    let mut builder = EpochEncoder::new(&*file, end);
-    let mut kept = Vec::new();
-    let mut before = None;
+    let begun = begin_log(&*file, old.vm_id, generation);
+    let mut end = begun.map_err(|e| store.io("writing", &name, e))?;
+    let oldest = chosen.first().map_or(0, |first| old.epochs[*first].info.epoch);
+    let encoder = EpochEncoder::new(&*file, end);
+    let mut copier = LogCopier { store, old, to, oldest, name: &name, encoder };
+    let (mut kept, mut before) = (Vec::new(), None);
     for &index in chosen {
-        let oldest = old.epochs[chosen[0]].info.epoch;
-        // A full group has all of memory already.
-        let alone = !is_next(index, before) && old.epochs[index].front.parent.is_some();
-        let map = if alone { map_of(old, index)? } else { FrameMap::default() };
+        if let Some((epoch, next)) = copier.copy(index, before)? {
+            kept.push(RetainedEpoch { epoch, sectors: next.sector - end.sector });
+            end = next;
+        }
+        before = Some(index);
+    }
+    file.sync().map_err(|e| store.io("syncing", &name, e))?;
+    Ok(NewLog { file, end, kept })
+}
+
+/// Copies epochs of one log to another.
+struct LogCopier<'c> {
+    store: &'c Store,
+    old: &'c mut LogFile,
+    to: &'c dyn Fn(u32) -> u32,
+    /// Oldest epoch that is copied.
+    oldest: u64,
+    /// Name of the new log.
+    name: &'c str,
+    encoder: EpochEncoder<'c>,
+}
+
+/// The frames of an epoch that is copied without its predecessor.
+struct EpochChanges {
+    map: FrameMap,
+    /// Frames that are already written with another epoch.
+    written: FrameMap,
+    /// Frames that the other epoch has and this one does not.
+    zeros: Vec<FrameRun>,
+}
+
+impl LogCopier<'_> {
+    /// Copies epoch `index`; `before` is the one that was copied last. Returns its number and the
+    /// position behind it.
+    fn copy(
+        &mut self,
+        index: usize,
+        before: Option<usize>,
+    ) -> Result<Option<(u64, LogPosition)>, StoreError> {
+        // A full epoch has all of memory already.
+        let alone = !is_next(index, before) && self.old.epochs[index].front.parent.is_some();
         // Both are of the same chain: slots that both have must not be brought twice.
-        let joined = before.filter(|before| alone && old.base_of(index) <= *before);
-        let known = joined.map_or_else(|| Ok(FrameMap::default()), |before| map_of(old, before))?;
-        let parent = joined.map(|before| old.epochs[before].info.epoch);
-        let mut group = old.epoch(index)?;
+        let joined = before.filter(|before| alone && self.old.base_of(index) <= *before);
+        let parent = joined.map(|before| self.old.epochs[before].info.epoch);
+        let changes = if alone { Some(self.changes(index, joined)?) } else { None };
         let rebased = alone && before.is_none();
-        let (layout, drives) = (group.layout.clone(), group.drives.clone());
-        let mut front = Front { rebased, ..group.front };
+        let (store, to, name, oldest) = (self.store, self.to, self.name, self.oldest);
+        let Self { old, encoder, .. } = self;
+        let writing = |e| store.io("writing", name, e);
+        let mut epoch = old.epoch(index)?;
+        let (layout, drives) = (epoch.layout.clone(), epoch.drives.clone());
+        let mut front = Front { rebased, ..epoch.front };
         if alone && !rebased {
             front.parent = parent;
         }
-        before = Some(index);
-        builder.front(front, &layout, &group.config, &drives).map_err(writing)?;
+        encoder.front(front, &layout, &epoch.config, &drives).map_err(writing)?;
         let moved = |e: StoredFrame| StoredFrame { slot: to(e.slot), ..e };
-        let no_zeros = std::iter::empty;
-        let (mut stored, mut zeros) = (0, Vec::new());
-        if alone {
-            let entry = |(gfn, Cell { slot, crc }): (Gfn, Cell)| {
-                moved(StoredFrame { frame: gfn.0, slot, crc })
-            };
-            let new = map.all().filter(|(gfn, cell)| known.get(*gfn) != Some(*cell));
-            let new = new.map(entry).inspect(|_| {
-                if stored % ENTRIES_PER_YIELD == 0 {
-                    store.pause_gate().wait_until_open();
-                }
-                stored += 1;
-            });
-            let gone = known.all().map(|(gfn, _)| gfn).filter(|gfn| map.get(*gfn).is_none());
-            zeros.extend(gone.map(|start| FrameRun { start, count: 1 }));
-            builder.entries(&layout, new, zeros.iter().copied()).map_err(writing)?;
+        let mut counts = (0, 0);
+        if let Some(changes) = &changes {
+            let entries = changes.stored(store.pause_gate()).map(moved).inspect(|_| counts.0 += 1);
+            let zeros = changes.zeros.iter().copied();
+            encoder.entries(&layout, entries, zeros).map_err(writing)?;
+            counts.1 = changes.zeros.len() as u64;
         }
-        while let Some(record) = group.next()? {
+        while let Some(record) = epoch.next()? {
             match record {
                 Record::Frames(runs, crcs) if !alone => {
                     let entries: Vec<StoredFrame> = entries_of(runs, crcs).map(moved).collect();
-                    builder.entries(&layout, entries.into_iter(), no_zeros()).map_err(writing)?;
+                    let no_zeros = std::iter::empty();
+                    encoder.entries(&layout, entries.into_iter(), no_zeros).map_err(writing)?;
                 }
-                Record::Zeros(runs) if !alone => builder.zero_runs(runs).map_err(writing)?,
-                Record::Section(section) => builder.section(&section).map_err(writing)?,
+                Record::Zeros(runs) if !alone => encoder.zero_runs(runs).map_err(writing)?,
+                Record::Section(section) => encoder.section(&section).map_err(writing)?,
                 Record::Frames(..) | Record::Zeros(_) => {}
             }
         }
         // The state was sound before. It must not be copied in part if the disk can read it only
         // sometimes.
-        if let Some(e) = group.cursor.lost.take() {
+        if let Some(e) = epoch.cursor.lost.take() {
             return Err(e);
         }
-        let Some((commit, _)) = group.ended else { continue };
+        let Some((commit, _)) = epoch.ended else { return Ok(None) };
         let (frames, zero_frames) = match alone && !rebased {
-            true => (stored, zeros.len() as u64),
+            true => counts,
             false => (commit.frames, commit.zero_frames),
         };
         let bytes = match rebased {
             true => commit.bytes,
-            false => frames * PAGE_SIZE + builder.bytes_if_ended(),
+            false => frames * PAGE_SIZE + encoder.bytes_if_ended(),
         };
         let commit = Commit { oldest, bytes, frames, zero_frames, ..commit };
-        let next = builder.commit(commit).map_err(writing)?;
-        kept.push(RetainedEpoch { epoch: commit.epoch, sectors: next.sector - end.sector });
-        end = next;
+        let next = encoder.commit(commit).map_err(writing)?;
+        Ok(Some((commit.epoch, next)))
     }
-    file.sync().map_err(|e| store.io("syncing", &name, e))?;
-    Ok(NewLog { file, end, kept })
+
+    /// Returns the frames of epoch `index` that differ from those of epoch `joined`, or all.
+    fn changes(&mut self, index: usize, joined: Option<usize>) -> Result<EpochChanges, StoreError> {
+        let map = map_of(self.old, index)?;
+        let written = match joined {
+            Some(joined) => map_of(self.old, joined)?,
+            None => FrameMap::default(),
+        };
+        let gone = written.all().map(|(gfn, _)| gfn).filter(|gfn| map.get(*gfn).is_none());
+        let zeros = gone.map(|start| FrameRun { start, count: 1 }).collect();
+        Ok(EpochChanges { map, written, zeros })
+    }
+}
+
+impl EpochChanges {
+    /// Returns the stored frames that are not written yet. Yields to a paused guest meanwhile.
+    fn stored<'c>(&'c self, gate: &'c PauseGate) -> impl Iterator<Item = StoredFrame> + 'c {
+        let new = self.map.all().filter(move |(gfn, cell)| self.written.get(*gfn) != Some(*cell));
+        (0_u64..).zip(new).map(move |(n, (gfn, Cell { slot, crc }))| {
+            if n.is_multiple_of(ENTRIES_PER_YIELD) {
+                gate.wait_until_open();
+            }
+            StoredFrame { frame: gfn.0, slot, crc }
+        })
+    }
 }
 
 fn entries_of(runs: &[StoredRun], crcs: &[u32]) -> impl Iterator<Item = StoredFrame> {
@@ -294,8 +348,8 @@ impl Store {
             let epoch = log.epochs[index].info.epoch;
             let mut entries: Vec<(Gfn, Cell)> = Vec::new();
             if is_next(index, before) {
-                let mut group = log.epoch(index)?;
-                while let Some(record) = group.next()? {
+                let mut reader = log.epoch(index)?;
+                while let Some(record) = reader.next()? {
                     if let Record::Frames(runs, crcs) = record {
                         let cell =
                             |e: StoredFrame| (Gfn(e.frame), Cell { slot: e.slot, crc: e.crc });

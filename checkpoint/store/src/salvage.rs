@@ -240,18 +240,36 @@ impl Store {
         }
     }
 
+    /// Opens the page file, which may be damaged. Returns `None` if it is missing, and the damage
+    /// of its header.
+    fn open_damaged_pages(
+        &self,
+        files: Files,
+        vm_id: VmId,
+    ) -> Result<(Option<PageReader>, Option<StoreError>), StoreError> {
+        match PageReader::open_damaged(self, files.pages) {
+            Ok(pages) => match pages.check_header(files.pages, vm_id) {
+                Err(e) if !is_damage(&e) => Err(e),
+                checked => Ok((Some(pages), checked.err())),
+            },
+            Err(e) if is_damage(&e) => Ok((None, Some(e))),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Returns the damage of an epoch whose page file is missing; `None` if it has no stored frame.
+    fn missing_page(&self, files: Files, map: &FrameMap) -> Option<StoreError> {
+        let (_, cell) = map.all().next()?;
+        let damage = Damage::EndsEarly { length: 0, wanted: PAGE_SIZE };
+        let offset = u64::from(cell.slot) * PAGE_SIZE;
+        Some(StoreError::Damaged { file: self.path(&pages_name(files.pages)), offset, damage })
+    }
+
     /// Reads all of these files.
     fn assess(&self, files: Files, vm_id: VmId) -> Result<Salvage, StoreError> {
         let (mut log, header, holes) = LogFile::salvage(self, files.log, vm_id)?;
         let mut survey = Survey::default();
-        let (pages, wrong) = match PageReader::open_damaged(self, files.pages) {
-            Ok(pages) => match pages.check_header(files.pages, vm_id) {
-                Err(e) if !is_damage(&e) => return Err(e),
-                checked => (Some(pages), checked.err()),
-            },
-            Err(e) if is_damage(&e) => (None, Some(e)),
-            Err(e) => return Err(e),
-        };
+        let (pages, wrong) = self.open_damaged_pages(files, vm_id)?;
         let pages_are_sound = wrong.is_none();
         survey.damage.extend(header.iter().chain(&wrong).map(ToString::to_string));
         let (count, oldest) = (log.epochs.len(), log.oldest().unwrap_or(0));
@@ -285,12 +303,7 @@ impl Store {
                     let all = whole || !was_read;
                     check.epoch(pages, &mut log, index, &map, all)?.1.map(|e| e.to_string())
                 }
-                None => map.all().next().map(|(_, cell)| {
-                    let (file, length) = (self.path(&pages_name(files.pages)), 0);
-                    let damage = Damage::EndsEarly { length, wanted: PAGE_SIZE };
-                    let offset = u64::from(cell.slot) * PAGE_SIZE;
-                    StoreError::Damaged { file, offset, damage }.to_string()
-                }),
+                None => self.missing_page(files, &map).map(|e| e.to_string()),
             };
             was_read = true;
             let of_state = log.lost.get(&log.epochs[index].place.sector).map(ToString::to_string);
@@ -328,7 +341,7 @@ fn is_timeout(e: &StoreError) -> bool {
     matches!(e, StoreError::Io { cause, .. } if cause.kind() == io::ErrorKind::TimedOut)
 }
 
-/// Notes what is missing in front of group `at`. Returns whether anything is.
+/// Notes what is missing in front of epoch `at`. Returns whether anything is.
 fn note_holes(survey: &mut Survey, log: &LogFile, holes: &[Hole], at: usize, oldest: u64) -> bool {
     let behind = log.epochs.get(at);
     for hole in holes.iter().filter(|hole| hole.at == at) {

@@ -203,7 +203,7 @@ pub(super) struct PageCheck {
 }
 
 impl PageCheck {
-    /// Reads the frames that group `index` brought, or `all` of its frames, which are in `map`.
+    /// Reads the frames that epoch `index` brought, or `all` of its frames, which are in `map`.
     /// Returns the number of frames read, and the first damage among all frames of the epoch.
     pub(super) fn epoch(
         &mut self,
@@ -217,8 +217,8 @@ impl PageCheck {
         if all {
             new.extend(map.all());
         } else {
-            let mut group = log.epoch(index)?;
-            while let Some(record) = group.next()? {
+            let mut reader = log.epoch(index)?;
+            while let Some(record) = reader.next()? {
                 let Record::Frames(runs, _) = record else { continue };
                 let frames = runs.iter().flat_map(|run| run.frames.frames());
                 new.extend(frames.filter_map(|gfn| Some((gfn, map.get(gfn)?))));

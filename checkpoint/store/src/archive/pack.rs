@@ -50,8 +50,8 @@ impl Store {
         let machine = pinned.read_machine()?;
         let mut map = FrameMap::default();
         let sections = pinned.read_map(&mut map)?.sections;
-        let group = &pinned.log.epochs[pinned.index];
-        let (info, front) = (group.info, group.front);
+        let logged = &pinned.log.epochs[pinned.index];
+        let (info, front) = (logged.info, logged.front);
         // In the archive, the epoch builds on nothing, even if it did in the store.
         let front = Front { rebased: front.parent.is_some(), ..front };
         let frames: Vec<(Gfn, Cell)> = map.all().collect();

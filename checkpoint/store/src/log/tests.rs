@@ -29,7 +29,7 @@ fn grow(disk: &MemoryDisk, guest: &Arc<MemoryGuest>, frames: u64, byte: u8) {
 
 /// Returns what a reader knows of the log.
 fn known(log: &LogFile) -> (Vec<EpochInfo>, LogPosition) {
-    (log.epochs.iter().map(|group| group.info).collect(), log.end)
+    (log.epochs.iter().map(|epoch| epoch.info).collect(), log.end)
 }
 
 /// Checks that a reader of `before` that reads again when the log is `after` knows the same as
