@@ -11,47 +11,47 @@ use crate::report::{EpochFailure, EpochStep};
 /// Whether frames can be copied in the background.
 #[derive(Default)]
 pub(crate) struct ProtectionAvailability {
-    is: ProtectionOffer,
+    offer: ProtectionOffer,
     /// Number of epochs for which write protection is neither used nor requested.
-    rests: u32,
+    epochs_to_skip: u32,
 }
 
 #[derive(Default)]
 enum ProtectionOffer {
     #[default]
-    NotAsked,
+    Unknown,
     /// The host or the guest does not offer it.
-    No,
-    Yes(Box<dyn WriteProtection>),
+    Unsupported,
+    Open(Box<dyn WriteProtection>),
 }
 
 impl ProtectionAvailability {
     /// Returns whether the next epoch uses write protection.
     pub(crate) fn is_used(&self) -> bool {
-        self.rests == 0 && matches!(self.is, ProtectionOffer::Yes(_))
+        self.epochs_to_skip == 0 && matches!(self.offer, ProtectionOffer::Open(_))
     }
 
     /// Returns the write protection for an epoch. Asks the guest the first time, and again some
     /// epochs after a failure.
-    pub(crate) fn ask(
+    pub(crate) fn next(
         &mut self,
         policy: &CopyPolicy,
         guest: &dyn GuestContents,
     ) -> Option<&dyn WriteProtection> {
-        if self.rests > 0 {
-            self.rests -= 1;
+        if self.epochs_to_skip > 0 {
+            self.epochs_to_skip -= 1;
             return None;
         }
-        if let ProtectionOffer::NotAsked = self.is {
+        if let ProtectionOffer::Unknown = self.offer {
             match guest.write_protection() {
-                Ok(Some(protection)) => self.is = ProtectionOffer::Yes(protection),
-                Ok(None) => self.is = ProtectionOffer::No,
-                Err(e) => self.rest(policy.rest_after_failure, &e),
+                Ok(Some(protection)) => self.offer = ProtectionOffer::Open(protection),
+                Ok(None) => self.offer = ProtectionOffer::Unsupported,
+                Err(e) => self.skip(policy.rest_after_failure, &e),
             }
         }
-        match &self.is {
-            ProtectionOffer::Yes(protection) => Some(&**protection),
-            ProtectionOffer::NotAsked | ProtectionOffer::No => None,
+        match &self.offer {
+            ProtectionOffer::Open(protection) => Some(&**protection),
+            ProtectionOffer::Unknown | ProtectionOffer::Unsupported => None,
         }
     }
 
@@ -61,17 +61,17 @@ impl ProtectionAvailability {
             // Failures of drives do not concern it.
             (EpochStep::CopyDrives, _) => {}
             (EpochStep::Protect | EpochStep::CopyInBackground, EpochFailure::Guest(_)) => {
-                self.is = ProtectionOffer::NotAsked;
-                self.rest(policy.rest_after_failure, cause);
+                self.offer = ProtectionOffer::Unknown;
+                self.skip(policy.rest_after_failure, cause);
             }
-            (_, EpochFailure::Stalled(_)) => self.rest(policy.rest_after_stall, cause),
+            (_, EpochFailure::Stalled(_)) => self.skip(policy.rest_after_stall, cause),
             _ => {}
         }
     }
 
-    fn rest(&mut self, epochs: u32, why: &dyn fmt::Display) {
+    fn skip(&mut self, epochs: u32, why: &dyn fmt::Display) {
         tracing::warn!("changed pages are copied in the pause for {epochs} checkpoints: {why}");
-        self.rests = epochs;
+        self.epochs_to_skip = epochs;
     }
 }
 
@@ -79,24 +79,24 @@ impl ProtectionAvailability {
 /// wait in the next epochs; their pauses are longer instead.
 #[derive(Default)]
 pub(crate) struct WaitAvailability {
-    rests: u32,
+    epochs_to_skip: u32,
 }
 
 impl WaitAvailability {
     /// Returns whether writes may wait in the next epoch.
-    pub(crate) fn ask(&mut self) -> bool {
-        let writes_may_wait = self.rests == 0;
-        self.rests = self.rests.saturating_sub(1);
+    pub(crate) fn next_may_wait(&mut self) -> bool {
+        let writes_may_wait = self.epochs_to_skip == 0;
+        self.epochs_to_skip = self.epochs_to_skip.saturating_sub(1);
         writes_may_wait
     }
 
     /// Records that an epoch failed for `cause`.
     pub(crate) fn failed(&mut self, policy: &CopyPolicy, phase: EpochStep, cause: &EpochFailure) {
         if let (EpochStep::CopyDrives, EpochFailure::Stalled(_)) = (phase, cause) {
-            self.rests = policy.rest_after_stall;
+            self.epochs_to_skip = policy.rest_after_stall;
             tracing::warn!(
                 "disks that change much are copied in the pause for {} checkpoints: {cause}",
-                self.rests
+                self.epochs_to_skip
             );
         }
     }

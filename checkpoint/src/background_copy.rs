@@ -35,7 +35,7 @@ pub(crate) struct BackgroundCopier<'m, 'b> {
     pub(crate) before: &'m ReleasedFrames,
     /// Frames to be copied, and those among them that are not; sent when the guest resumes. Closed
     /// if there is nothing to copy.
-    pub(crate) gone: Receiver<(FrameSet, FrameSet)>,
+    pub(crate) copy_sets: Receiver<(FrameSet, FrameSet)>,
     pub(crate) empty: Receiver<&'b mut [u8]>,
     pub(crate) to_file: Sender<CopiedPiece<'b>>,
     pub(crate) piece_frames: u64,
@@ -54,7 +54,7 @@ impl<'b> BackgroundCopier<'_, 'b> {
     pub(crate) fn run(mut self) -> Result<BackgroundCopyStats, EpochFailure> {
         let _released = UnprotectOnDrop(self.protection);
         let frames = match self.until_the_pause()? {
-            Some((frames, late)) => self.save(&frames, &late)?,
+            Some((frames, late)) => self.copy_all(&frames, &late)?,
             None => 0,
         };
         Ok(BackgroundCopyStats { frames, waits: self.waits.times, waited: self.waits.all() })
@@ -62,7 +62,7 @@ impl<'b> BackgroundCopier<'_, 'b> {
 
     /// Copies `frames` except `late`. Returns the number copied; it is lower if the file has
     /// failed, because the file's error explains more.
-    fn save(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, EpochFailure> {
+    fn copy_all(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, EpochFailure> {
         let frames: FrameSet = frames.iter().flat_map(|run| late.gaps(run)).collect();
         let mut pieces =
             Pieces::new(self.guest.layout(), &frames, self.piece_frames, self.policy.span_gap);
@@ -70,7 +70,7 @@ impl<'b> BackgroundCopier<'_, 'b> {
         while let Some(next) = pieces.next() {
             // Room comes before the choice of the piece: a writer may begin to wait meanwhile.
             let Some(buffer) = self.room(&pieces)? else { return Ok(saved) };
-            let piece = self.wanted(&pieces)?.unwrap_or(next);
+            let piece = self.awaited_piece(&pieces)?.unwrap_or(next);
             let runs = pieces.runs(piece).to_vec();
             copy(buffer, self.guest.ram(), runs.iter().copied())?;
             pieces.spans(piece).try_for_each(|span| self.protection.release(span))?;
@@ -86,7 +86,7 @@ impl<'b> BackgroundCopier<'_, 'b> {
 
     /// Returns the piece that a writer waits for, if it is to be copied. Unprotects a frame that is
     /// not.
-    fn wanted(&mut self, pieces: &Pieces) -> Result<Option<usize>, GuestError> {
+    fn awaited_piece(&mut self, pieces: &Pieces) -> Result<Option<usize>, GuestError> {
         loop {
             self.waits.look(self.protection, Duration::ZERO)?;
             let Some(FrameRun { start, .. }) = self.waits.awaited else { return Ok(None) };
@@ -103,7 +103,7 @@ impl<'b> BackgroundCopier<'_, 'b> {
     /// there are none.
     fn until_the_pause(&mut self) -> Result<Option<(FrameSet, FrameSet)>, EpochFailure> {
         loop {
-            match self.gone.try_recv() {
+            match self.copy_sets.try_recv() {
                 Ok(sets) => return Ok(Some(sets)),
                 Err(TryRecvError::Disconnected) => return Ok(None),
                 Err(TryRecvError::Empty) => {}
@@ -114,7 +114,7 @@ impl<'b> BackgroundCopier<'_, 'b> {
             let Some(released) = &mut *before else {
                 drop(before);
                 // The guest is paused, or was.
-                let sets = self.gone.recv().ok();
+                let sets = self.copy_sets.recv().ok();
                 // The time of a pause does not count against the store.
                 self.waits.since = Some(Instant::now());
                 return Ok(sets);
@@ -135,7 +135,7 @@ impl<'b> BackgroundCopier<'_, 'b> {
                 Err(RecvTimeoutError::Disconnected) => return Ok(None),
                 Err(RecvTimeoutError::Timeout) => limit = self.policy.room_poll,
             }
-            if self.wanted(pieces)?.is_some() && self.waits.all() >= WRITE_WAIT_LIMIT {
+            if self.awaited_piece(pieces)?.is_some() && self.waits.all() >= WRITE_WAIT_LIMIT {
                 return Err(EpochFailure::Stalled(WRITE_WAIT_LIMIT));
             }
         }
@@ -162,9 +162,9 @@ mod tests {
         let frames = FrameRun { start: Gfn(3), count: 40 };
         protection.protect(&[frames]).unwrap();
         let mut buffer = vec![0; PAGE_SIZE as usize];
-        let ((go, gone), (to_file, full)) = (mpsc::channel(), mpsc::channel());
+        let ((to_copier, copy_sets), (to_file, full)) = (mpsc::channel(), mpsc::channel());
         let (to_guest, empty) = mpsc::channel();
-        go.send((FrameSet::from_iter([frames]), FrameSet::new())).unwrap();
+        to_copier.send((FrameSet::from_iter([frames]), FrameSet::new())).unwrap();
         if every.is_some() {
             to_guest.send(&mut buffer[..]).unwrap();
         }
@@ -175,12 +175,12 @@ mod tests {
         let (guest_dyn, before) = (&*guest as &dyn Checkpointable, &Mutex::new(None));
         let (waits, piece_frames) = (WriterWaits::default(), 1);
         let policy = &CopyPolicy::DEFAULT;
-        let saver = BackgroundCopier {
+        let copier = BackgroundCopier {
             guest: guest_dyn,
             policy,
             protection,
             before,
-            gone,
+            copy_sets,
             empty,
             to_file,
             piece_frames,
@@ -194,14 +194,14 @@ mod tests {
                     let _ = to_guest.send(buffer);
                 }
             });
-            let saved = saver.run();
+            let saved = copier.run();
             assert!(matches!(saved, Err(EpochFailure::Stalled(_))), "{saved:?}");
         });
         let took = since.elapsed();
         writer.join().unwrap().unwrap();
         assert_eq!(guest.protected(), 0);
         protection.protect(&[frames]).unwrap_err();
-        assert_eq!(guest.protected(), 0, "nobody would serve who waits");
+        assert_eq!(guest.protected(), 0, "no thread would serve a waiting writer");
         took
     }
 

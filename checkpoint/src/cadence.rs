@@ -14,12 +14,12 @@ use crate::{CheckpointError, Checkpointer, EpochReport, Spread};
 const CANCEL_LATENCY: Duration = Duration::from_millis(10);
 
 /// Maximum number of epochs in flight to the disk.
-const MOST_IN_FLIGHT: usize = 4;
+const MAX_IN_FLIGHT: usize = 4;
 
 /// Minimum interval at which a wait polls how much has changed; it polls up to four times per
 /// interval. Each poll write-protects again what was written, and so costs faults in a guest that
 /// keeps writing to a few frames.
-const LOOK: Duration = Duration::from_millis(2);
+const MIN_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// When epochs are to be taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -158,7 +158,7 @@ impl Checkpointer {
         let mut tried = 0;
         while cadence.count.is_none_or(|count| tried < count) {
             let Some(early) = self.wait(pace.due, cadence, cancel, &mut series) else { break };
-            while self.in_flight() >= MOST_IN_FLIGHT || self.must_land() {
+            while self.in_flight() >= MAX_IN_FLIGHT || self.must_land() {
                 let Some(landed) = self.land(None) else { break };
                 series.landed(landed);
             }
@@ -196,7 +196,7 @@ impl Checkpointer {
             return self.wait_until(due, cancel, series).then_some(false);
         };
         loop {
-            let look = Instant::now() + LOOK.max(cadence.every / 4);
+            let look = Instant::now() + MIN_POLL_INTERVAL.max(cadence.every / 4);
             if !self.wait_until(look.min(due), cancel, series) {
                 return None;
             }

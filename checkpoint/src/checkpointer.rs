@@ -117,7 +117,7 @@ struct FailureEffects {
     chain: bool,
     /// The store's files may have been replaced or belong to another writer.
     files: bool,
-    /// The store's lock is not ours.
+    /// This process no longer holds the store's lock.
     lock: bool,
 }
 
@@ -264,7 +264,7 @@ impl Checkpointer {
     }
 
     fn is_committing(&self) -> bool {
-        self.pending.iter().any(|flight| matches!(flight.state, PendingState::Committing(_)))
+        self.pending.iter().any(|epoch| matches!(epoch.state, PendingState::Committing(_)))
     }
 
     /// Takes one epoch and hands it to the commit thread. [`land`](Self::land) returns the outcome.
@@ -300,9 +300,9 @@ impl Checkpointer {
         &mut self,
         limit: Option<Duration>,
     ) -> Option<Result<EpochReport, CheckpointError>> {
-        let flight = self.pending.pop_front()?;
-        let epoch = flight.epoch;
-        match flight.state {
+        let oldest = self.pending.pop_front()?;
+        let epoch = oldest.epoch;
+        match oldest.state {
             PendingState::Failed(phase, cause) => Some(Err(self.failed(epoch, phase, cause))),
             PendingState::Committing(committing) => {
                 // While an epoch is in flight, there is a commit thread.
@@ -349,7 +349,7 @@ impl Checkpointer {
                 // After a failed sync, what reached the disk is unknown: the next epoch copies all
                 // of memory.
                 self.note_failure(&cause, full || answer.lost);
-                self.failure.files |= answer.gone;
+                self.failure.files |= answer.thread_ended;
                 Err(self.failed(epoch, EpochStep::Publish, cause))
             }
         };
@@ -389,8 +389,8 @@ impl Checkpointer {
         }
     }
 
-    /// Ensures, before an epoch begins, that the store's files are open and its own, and that an
-    /// epoch number is left.
+    /// Ensures, before an epoch begins, that the store's files are open and were not replaced, and
+    /// that an epoch number is left.
     fn make_ready(&mut self) -> Result<(), (EpochStep, EpochFailure)> {
         let begin = |e: StoreError| (EpochStep::Begin, e.into());
         if self.next > MAX_EPOCH {
@@ -413,7 +413,7 @@ impl Checkpointer {
         // This check comes first, so that another guest's store is not locked against its own
         // writer.
         self.store.check_line(&*self.guest)?;
-        // A directory that came back still has our lock, which would lock us out.
+        // A directory that was moved away and back still has the lock of this process.
         if self.store.check_lock().is_err() {
             self.store.lock()?;
         }

@@ -146,7 +146,7 @@ mod tests {
                     let piece = pieces.with(Gfn(gfn));
                     let due = all.iter().any(|s| (s.start..s.end()).contains(&Gfn(gfn)))
                         && !released.contains(Gfn(gfn));
-                    assert_eq!(piece.is_some(), due, "whoever waits has a piece to wait for");
+                    assert_eq!(piece.is_some(), due, "an awaited frame is in a pending piece");
                     piece
                 });
                 let piece = wanted.unwrap_or(next);
@@ -155,7 +155,7 @@ mod tests {
                 for run in pieces.runs(piece) {
                     prop_assert!(layout.contains(*run));
                     prop_assert_eq!(copied.insert(*run), run.count, "copied once");
-                    prop_assert!(!released.intersects(*run), "copied before it is let go of");
+                    prop_assert!(!released.intersects(*run), "copied before it is unprotected");
                 }
                 for span in pieces.spans(piece) {
                     prop_assert_eq!(released.insert(span), span.count);

@@ -23,12 +23,12 @@ pub(crate) struct CommitAnswer {
     pub(crate) result: Result<CommittedEpoch, StoreError>,
     /// Time at which the outcome was known.
     pub(crate) at: Instant,
-    /// A sync failed: what was written counts as lost.
+    /// Whether a sync failed, so that what was written counts as lost.
     pub(crate) lost: bool,
     /// The latest durable epoch.
     pub(crate) last: Option<u64>,
-    /// The commit thread has ended unexpectedly.
-    pub(crate) gone: bool,
+    /// Whether the commit thread has ended unexpectedly.
+    pub(crate) thread_ended: bool,
 }
 
 /// A [`Committer`] on its own thread. Drop waits until every epoch handed over is durable or has
@@ -43,7 +43,7 @@ pub(crate) struct CommitThread {
     /// The latest durable epoch at the start of the thread.
     last: Option<u64>,
     /// Whether the thread is rewriting the log, which may take long.
-    shortens: Arc<AtomicBool>,
+    rotating: Arc<AtomicBool>,
 }
 
 impl CommitThread {
@@ -53,10 +53,10 @@ impl CommitThread {
         let (requests, requested) = mpsc::channel();
         let (to_checks, checks) = mpsc::channel();
         let (to_answers, answers) = mpsc::channel();
-        let shortens = Arc::new(AtomicBool::new(false));
-        let busy = shortens.clone();
+        let rotating = Arc::new(AtomicBool::new(false));
+        let busy = rotating.clone();
         let work = move || {
-            // If the receiver is gone, the result is not needed.
+            // If the receiver was dropped, the result is not needed.
             for request in requested {
                 match request {
                     CommitRequest::Check => drop(to_checks.send(committer.check())),
@@ -66,11 +66,17 @@ impl CommitThread {
                         let (at, lost, last) =
                             (Instant::now(), committer.has_lost(), committer.last());
                         // Set before the caller receives the answer and sends its next request.
-                        let long = committer.is_long();
-                        busy.store(long, Ordering::SeqCst);
-                        drop(to_answers.send(CommitAnswer { result, at, lost, last, gone: false }));
-                        if long {
-                            committer.shorten();
+                        let rotates = committer.needs_rotation();
+                        busy.store(rotates, Ordering::SeqCst);
+                        drop(to_answers.send(CommitAnswer {
+                            result,
+                            at,
+                            lost,
+                            last,
+                            thread_ended: false,
+                        }));
+                        if rotates {
+                            committer.rotate_log();
                             busy.store(false, Ordering::SeqCst);
                         }
                     }
@@ -87,7 +93,7 @@ impl CommitThread {
             cause,
         };
         let thread = Some(thread.map_err(failed)?);
-        Ok(Self { requests: Some(requests), checks, answers, thread, pages, last, shortens })
+        Ok(Self { requests: Some(requests), checks, answers, thread, pages, last, rotating })
     }
 
     /// Returns the page file, for writers of epochs.
@@ -104,11 +110,11 @@ impl CommitThread {
     /// before, but not while the log is rewritten: the committer also checks this before it appends
     /// an epoch.
     pub(crate) fn check(&self) -> Result<(), StoreError> {
-        if self.shortens.load(Ordering::SeqCst) {
+        if self.rotating.load(Ordering::SeqCst) {
             return Ok(());
         }
         self.ask(CommitRequest::Check);
-        self.checks.recv().unwrap_or_else(|_| Err(self.gone()))
+        self.checks.recv().unwrap_or_else(|_| Err(self.thread_ended()))
     }
 
     /// Hands an epoch over. Answers arrive in the same order.
@@ -127,13 +133,13 @@ impl CommitThread {
             Ok(answer) => Some(answer),
             Err(Timeout) => None,
             Err(Disconnected) => {
-                let result = Err(self.gone());
+                let result = Err(self.thread_ended());
                 Some(CommitAnswer {
                     result,
                     at: Instant::now(),
                     lost: true,
                     last: None,
-                    gone: true,
+                    thread_ended: true,
                 })
             }
         }
@@ -141,13 +147,13 @@ impl CommitThread {
 
     fn ask(&self, request: CommitRequest) {
         if let Some(requests) = &self.requests {
-            // If the thread is gone, the caller notices when it waits for the answer.
+            // If the thread has ended, the caller notices when it waits for the answer.
             let _ = requests.send(request);
         }
     }
 
-    fn gone(&self) -> StoreError {
-        let cause = io::Error::other("the thread that does so has ended");
+    fn thread_ended(&self) -> StoreError {
+        let cause = io::Error::other("the commit thread has ended");
         StoreError::Io { what: "committing to", path: self.pages.path().to_owned(), cause }
     }
 }

@@ -65,7 +65,7 @@ pub(crate) struct CopyPolicy {
     pub(crate) live_frames: u64,
     /// Passes over changed memory before a full epoch pauses the guest. 4, chosen.
     pub(crate) live_passes: usize,
-    /// Per cent: passes over changed memory or blocks go on while each has at most this share of
+    /// Per cent: passes over changed memory or blocks continue while each has at most this share of
     /// the one before. 75, chosen.
     pub(crate) live_shrink_percent: u64,
 
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!([0, 1, 4, 1000].map(|most| policy.early_at(most)), [1, 1, 3, 750]);
     }
 
-    /// What the figures assume of each other.
+    /// Relations that the figures assume.
     #[test]
     fn figures_fit_together() {
         let policy = CopyPolicy::DEFAULT;

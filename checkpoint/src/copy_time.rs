@@ -16,7 +16,7 @@ pub(crate) enum CopyTime {
     InPause,
 }
 
-/// What previous epochs say about the next.
+/// Findings of previous epochs that matter for the next.
 #[derive(Debug, Default)]
 pub(crate) struct CopyTimes {
     /// Remaining epochs that skip the copy before the pause.

@@ -38,7 +38,7 @@ pub(crate) struct TrackedEpochDrive {
 /// The drives of a chain of epochs.
 pub(crate) struct EpochDrives(pub(crate) Vec<TrackedEpochDrive>);
 
-/// What was copied of drives before a pause.
+/// Result of copying drives before a pause.
 pub(crate) struct AheadCopy {
     /// To be committed with the rest of the epoch.
     pub(crate) passes: Vec<DirtySet>,

@@ -9,7 +9,7 @@ use crate::guest::Checkpointable;
 use crate::protection::EpochProtection;
 use crate::report::{EpochFailure, EpochStep, step};
 
-/// What was protected before a pause.
+/// Result of protecting frames before a pause.
 pub(crate) struct ProtectedAhead {
     /// Frames that were protected; some may have been unprotected since.
     pub(crate) frames: FrameSet,

@@ -68,7 +68,7 @@ struct MemoryCopy {
     changed: Vec<DirtySet>,
     staged: u64,
     in_pause: u64,
-    /// What was copied in the background.
+    /// Result of the background copy.
     saved: BackgroundCopyStats,
     /// Length by the clock of this thread.
     pause: Duration,
@@ -179,16 +179,16 @@ impl Snapshot<'_> {
             // The receiver is in this function.
             let _ = to_guest.send(buffer);
         }
-        let (go, gone) = mpsc::channel();
+        let (to_copier, copy_sets) = mpsc::channel();
         let (to_file, full) = mpsc::channel();
         let before = &Mutex::new(Some(Vec::new()));
         let waits = WriterWaits::default();
-        let saver = BackgroundCopier {
+        let copier = BackgroundCopier {
             guest,
             policy,
             protection,
             before,
-            gone,
+            copy_sets,
             empty,
             to_file,
             piece_frames,
@@ -196,15 +196,15 @@ impl Snapshot<'_> {
         };
         thread::scope(|scope| {
             let span = tracing::Span::current();
-            let saving = thread::Builder::new()
+            let copying = thread::Builder::new()
                 .name("checkpoint-copy".into())
-                .spawn_scoped(scope, move || span.in_scope(|| saver.run()))
+                .spawn_scoped(scope, move || span.in_scope(|| copier.run()))
                 .map_err(|e| (EpochStep::Protect, system("starting a thread that copies", e)))?;
             let background =
-                Background { epoch, protection, before, late_room, go, full, to_guest };
+                Background { epoch, protection, before, late_room, to_copier, full, to_guest };
             let taken = background.take(early);
             // The channels are closed: the copy thread ends if it has not ended yet.
-            let saved = saving.join().unwrap_or_else(|_| {
+            let saved = copying.join().unwrap_or_else(|_| {
                 Err(system(
                     "copying pages in the background",
                     io::Error::other("its thread panicked"),
@@ -228,7 +228,7 @@ struct Background<'m, 'e, 'b> {
     protection: &'m EpochProtection<'m>,
     before: &'m ReleasedFrames,
     late_room: &'b mut [u8],
-    go: Sender<(FrameSet, FrameSet)>,
+    to_copier: Sender<(FrameSet, FrameSet)>,
     full: Receiver<CopiedPiece<'b>>,
     to_guest: Sender<&'b mut [u8]>,
 }
@@ -236,7 +236,7 @@ struct Background<'m, 'e, 'b> {
 impl Background<'_, '_, '_> {
     /// Pauses the guest, and then writes what the copy thread copies.
     fn take(self, early: DirtySet) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
-        let Self { epoch, protection, before, late_room, go, full, to_guest } = self;
+        let Self { epoch, protection, before, late_room, to_copier, full, to_guest } = self;
         let (guest, policy) = (epoch.guest, epoch.policy);
         let layout = guest.layout();
         let ProtectedAhead { mut frames, left, mut epochs } =
@@ -261,7 +261,7 @@ impl Background<'_, '_, '_> {
             })?;
         // Since `released` was taken, no frame has been unprotected without being copied. If the
         // copy thread has ended, its join returns the reason.
-        let _ = go.send((frames, late.clone()));
+        let _ = to_copier.send((frames, late.clone()));
         step::<_, EpochFailure>(EpochStep::Write, || {
             let Epoch { disks, file, .. } = epoch;
             for CopiedPiece { runs, buffer } in full {

@@ -47,7 +47,7 @@ proptest! {
         for _ in 0..4 {
             let report = checkpointer.take().unwrap();
             BEHIND.fetch_add(report.behind_frames, Ordering::Relaxed);
-            prop_assert_eq!(scripted.protected_and_waiting(), (0, 0), "nobody waits when it is over");
+            prop_assert_eq!(scripted.protected_and_waiting(), (0, 0), "a writer still waits after the epoch");
             let factory = MemoryGuestFactory::default();
             let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
             let (is, was) = (Scripted::memory(&copy), scripted.memory_at_pause());
@@ -87,7 +87,7 @@ fn continues(guest: &MemoryGuest) {
     assert_eq!((guest.run_state(), guest.protected()), (RunState::Running, 0));
     let (before, end) = (guest.writes(), Instant::now() + Duration::from_secs(30));
     while guest.writes() < before + 1000 {
-        assert!(Instant::now() < end, "its writers wait for somebody");
+        assert!(Instant::now() < end, "its writers still wait");
         std::thread::yield_now();
     }
 }

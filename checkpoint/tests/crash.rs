@@ -175,7 +175,7 @@ fn failing_disk_costs_an_epoch_and_no_frame() {
         (DiskOp::Rename, libc::ENOSPC),
         (DiskOp::SyncDir, libc::EIO),
         (DiskOp::Allocate, libc::EFBIG),
-        (DiskOp::Cut, libc::EIO),
+        (DiskOp::Truncate, libc::EIO),
         (DiskOp::Lock, libc::ENOLCK),
     ];
     for (op, errno) in refusals {
@@ -191,7 +191,7 @@ fn failing_disk_costs_an_epoch_and_no_frame() {
                 }
                 (20..50).for_each(|n| write(&guest, n, 2, 9));
                 disk.fail(op, errno, after);
-                if op == DiskOp::Cut {
+                if op == DiskOp::Truncate {
                     // The log is cut only after a failure.
                     disk.fail(DiskOp::Sync, errno, 1);
                 }
@@ -239,7 +239,7 @@ fn reopened_log_is_synced_before_the_next_epoch() {
     let was = image(&guest);
     // All of it is in the log, neither durable nor cut off.
     disk.fail(DiskOp::Sync, libc::EIO, 1);
-    disk.fail(DiskOp::Cut, libc::EIO, 0);
+    disk.fail(DiskOp::Truncate, libc::EIO, 0);
     first.take().unwrap_err();
     drop(first);
     disk.heal();
@@ -350,7 +350,7 @@ fn act() -> impl Strategy<Value = CrashAct> {
         DiskOp::Rename,
         DiskOp::SyncDir,
         DiskOp::Allocate,
-        DiskOp::Cut,
+        DiskOp::Truncate,
     ]);
     let guest_op = prop::sample::select(vec![Op::Pause, Op::Collect, Op::Save, Op::Resume]);
     prop_oneof![

@@ -294,8 +294,8 @@ fn epoch_of_another_log_is_refused() {
     }
 }
 
-/// Whatever the bytes: no panic, no huge allocation, and nothing that passes `verify` but fails to
-/// restore because of the store.
+/// Checks, for any bytes: no panic, no huge allocation, and nothing that passes `verify` but fails
+/// to restore because of the store.
 fn survives(name: &str, bytes: Vec<u8>) {
     let disk = SMALL.with(|files| {
         let disk = MemoryDisk::default();
@@ -375,7 +375,7 @@ fn every_field_that_the_format_fixes_is_checked() {
         (frames + 24 + 8, 77, "are not in guest memory"),
         (frames + 24 + 20, 0, "slots 0..1 cannot hold pages"),
         (frames + 4, 3, "it has pages of object 3, which the checkpoint does not have"),
-        (commit + 24 + 8, 3, "the oldest epoch that is kept is 3 and should be 3"),
+        (commit + 24 + 8, 3, "the oldest retained epoch is 3 and should be 3"),
         (second + 24 + 28, 1, "an epoch's flags is 1 and should be 0"),
     ];
     for record in [epoch, layout, config, commit] {

@@ -225,7 +225,7 @@ fn nondurable_epoch_is_not_read() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(wait);
-            disk.open_for_writing("log-1").unwrap().cut(ends[1]).unwrap();
+            disk.open_for_writing("log-1").unwrap().truncate(ends[1]).unwrap();
             assert!(writer.lock_range(3..4, RangeLock::Free).unwrap());
         });
         assert_eq!(latest(), 2);

@@ -64,9 +64,8 @@ fn every_epoch_of_a_busy_guest_restores() {
     assert_eq!(report.epoch, 6);
     copy.acquire().unwrap();
     copy.resume().unwrap();
-    std::thread::sleep(Duration::from_millis(20));
+    wait_for_writes(&copy);
     copy.verify().unwrap();
-    assert!(copy.writes() > before);
     let verified = Store::open(dir.path()).unwrap().verify(|_, r| assert!(r.is_ok())).unwrap();
     assert_eq!(verified.epochs, 6);
 }

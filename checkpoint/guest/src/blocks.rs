@@ -13,7 +13,7 @@ use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 /// Maximum number of data runs listed for a drive: a second's work at most, and 1 MiB.
-const MOST_RUNS: usize = 64 << 10;
+const MAX_DATA_RUNS: usize = 64 << 10;
 
 /// Returns the blocks of a drive of `bytes` as the frames of slot 0.
 ///
@@ -45,27 +45,27 @@ pub fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Re
 }
 
 /// Upper bound on finding out where a drive has data: a file on hung storage never answers.
-const LOOK_LIMIT: Duration = Duration::from_secs(20);
+const SEEK_TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// Returns the blocks of the first `bytes` of `file` that are not in its holes, ascending. Includes
 /// all blocks of a file or device that does not report holes, and everything after the first 65,536
-/// runs: a guest makes as many holes as it likes. Costs two system calls per hole.
+/// runs, because a guest can make any number of holes. Costs two system calls per hole.
 ///
 /// # Errors
 ///
 /// The file cannot be read, or its storage has not answered for 20 s.
 pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
     let all = FrameRun { start: Gfn(0), count: bytes.div_ceil(PAGE_SIZE) };
-    let (file, (tell, told)) = (file.try_clone()?, mpsc::channel());
+    let (file, (sender, receiver)) = (file.try_clone()?, mpsc::channel());
     // A thread of its own, because a hung call cannot be interrupted.
     Builder::new().name("drive-data".into()).spawn(move || {
         // The caller has returned if the limit has passed.
-        let _ = tell.send(data_within(&file, all, bytes));
+        let _ = sender.send(data_within(&file, all, bytes));
     })?;
-    told.recv_timeout(LOOK_LIMIT).unwrap_or_else(|e| {
+    receiver.recv_timeout(SEEK_TIME_LIMIT).unwrap_or_else(|e| {
         Err(match e {
             RecvTimeoutError::Timeout => {
-                let why = format!("its storage has not answered for {LOOK_LIMIT:?}");
+                let why = format!("its storage has not answered for {SEEK_TIME_LIMIT:?}");
                 io::Error::new(io::ErrorKind::TimedOut, why)
             }
             RecvTimeoutError::Disconnected => io::Error::other("its thread has ended"),
@@ -82,7 +82,7 @@ pub fn data_within(file: &File, run: FrameRun, bytes: u64) -> io::Result<Vec<Fra
     let (mut runs, mut at): (Vec<FrameRun>, u64) = (Vec::new(), run.start.gpa());
     let bytes = bytes.min(at.saturating_add(run.bytes()));
     while at < bytes {
-        if runs.len() == MOST_RUNS {
+        if runs.len() == MAX_DATA_RUNS {
             let end = runs.last().map_or(run.start.0, |run| run.end().0);
             let rest = bytes.div_ceil(PAGE_SIZE) - end;
             if let Some(last) = runs.last_mut() {
@@ -167,14 +167,14 @@ mod tests {
     fn listed_holes_are_bounded() {
         let file = tempfile::tempfile().unwrap();
         // Pieces larger than any file system's blocks here, with data in every other piece.
-        let (piece, pieces) = (64 << 10, MOST_RUNS as u64 + 10);
+        let (piece, pieces) = (64 << 10, MAX_DATA_RUNS as u64 + 10);
         let bytes = 2 * piece * pieces;
         file.set_len(bytes).unwrap();
         for i in 0..pieces {
             file.write_all_at(&[1], 2 * piece * i).unwrap();
         }
         let found = data_runs(&file, bytes).unwrap();
-        assert_eq!(found.len(), MOST_RUNS);
+        assert_eq!(found.len(), MAX_DATA_RUNS);
         assert_eq!(found.last().map(|run| run.end().0), Some(bytes / PAGE_SIZE), "all the rest");
         assert!(found.iter().rev().skip(1).all(|run| run.bytes() <= piece));
     }

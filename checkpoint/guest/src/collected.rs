@@ -1,4 +1,4 @@
-//! What a collection of dirty frames did.
+//! The result of a collection of dirty frames.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! What a copy of a guest contains besides its state: memory and drives.
+//! The contents of a copy of a guest besides its state: memory and drives.
 
 use driftline_dirty_tracker::{FrameRun, TrackedBitmap};
 
@@ -20,7 +20,7 @@ pub trait GuestContents: Send + Sync {
     fn ram(&self) -> &GuestRam;
 
     /// Returns the runs of frames, ascending, that a copy of all memory must include. Other frames
-    /// were never written and read as zeros, or their content is of no use to the guest: the
+    /// were never written and read as zeros, or the guest does not need their content: the
     /// implementation may ask a running guest, for a second at most, which of its memory is free.
     /// If the guest writes such a frame after this call, only a caller that
     /// [subscribed](crate::DirtyLog::subscribe) before this call learns of it. The runs may include

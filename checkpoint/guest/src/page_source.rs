@@ -28,7 +28,7 @@ pub trait PageSource: Send {
     ///
     /// # Errors
     ///
-    /// A frame is damaged or cannot be read. `contents` is of no use then.
+    /// A frame is damaged or cannot be read. `contents` is then undefined.
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError>;
 }
 

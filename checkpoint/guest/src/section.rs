@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What a section holds. Tags are never reused.
+/// Kind of a section's content. Tags are never reused.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct SectionTag(pub u16);
 
@@ -43,7 +43,7 @@ impl fmt::Display for SectionTag {
 /// One piece of state. Only its writer knows its meaning.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Section {
-    /// What it holds.
+    /// Kind of its content.
     pub tag: SectionTag,
     /// Which of several similar pieces: a vCPU's index, a device's number.
     pub instance: u16,

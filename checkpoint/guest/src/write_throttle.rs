@@ -29,7 +29,7 @@ impl<T: Delegate<dyn WriteThrottle>> WriteThrottle for T {
     }
 }
 
-/// What one vCPU has done since the guest was built here.
+/// Totals of one vCPU since the guest was built here.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct VcpuWrites {
     /// Frames that it has dirtied. A frame that is drained and written again counts again.

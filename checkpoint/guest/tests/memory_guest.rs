@@ -120,7 +120,7 @@ fn drive_has_one_holder_and_counts_running_guests() {
     source.pause().unwrap();
     source.release().unwrap();
     other.acquire().unwrap_err();
-    assert!(!other.drive().is_held(), "of what it cannot have whole it holds nothing");
+    assert!(!other.drive().is_held(), "a failed acquire holds nothing");
     source.detach().unwrap();
     other.acquire().unwrap();
     assert!(Arc::ptr_eq(source.drive(), other.drive()) && other.drive().is_held());

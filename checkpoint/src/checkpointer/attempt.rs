@@ -64,7 +64,8 @@ impl Checkpointer {
             changed.append(&mut step(EpochStep::CopyLive, || live.catch_up(u64::MAX))?);
         }
         changed.append(&mut ahead.passes);
-        let (protection, writes_may_wait) = (protection.ask(policy, guest), write_waits.ask());
+        let (protection, writes_may_wait) =
+            (protection.next(policy, guest), write_waits.next_may_wait());
         let disks = DiskCopy::new(drives, policy, writes_may_wait);
         let (pause_gate, file_of) = (store.pause_gate(), &mut file);
         let epoch_of = Epoch { guest, policy, pause_gate, subscription, disks, file: file_of };

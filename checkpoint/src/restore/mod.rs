@@ -28,7 +28,7 @@ pub use self::error::RestoreError;
 /// Frames read at a time if the guest cannot be restored lazily: 1 MiB.
 const AT_ONCE: u64 = 256;
 
-/// What a restore did.
+/// Result of a restore.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct RestoreReport {
     /// The epoch restored.

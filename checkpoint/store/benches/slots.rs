@@ -1,4 +1,4 @@
-//! What it costs to allocate and free slots: the table of the percpu allocator's bitmap of 2017,
+//! Cost of allocating and freeing slots: the table of the percpu allocator's bitmap of 2017,
 //! for slots of a page file.
 //!
 //! `cargo bench -p driftline-store --bench slots`. A million runs of each size are allocated, and

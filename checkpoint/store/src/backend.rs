@@ -53,7 +53,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// # Errors
     ///
     /// The files cannot be opened once more.
-    fn again(&self) -> io::Result<Box<dyn Backend>>;
+    fn reopen(&self) -> io::Result<Box<dyn Backend>>;
 
     /// Excludes other writers until this backend is dropped.
     ///
@@ -188,7 +188,7 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     /// # Errors
     ///
     /// The system refuses.
-    fn cut(&self, len: u64) -> io::Result<()>;
+    fn truncate(&self, len: u64) -> io::Result<()>;
 
     /// Makes the file's bytes and length durable. After an error, bytes written since the last
     /// successful sync count as lost.
@@ -261,7 +261,7 @@ impl DirBackend {
     }
 
     /// Writes whole pages past the host's page cache if they are aligned to pages in memory, too.
-    /// That halves their processor time (`cargo bench -p driftline-checkpoint --bench writes`), and
+    /// That halves their processor time (`cargo bench -p driftline-store --bench writes`), and
     /// does not evict other data from the page cache. Opening a file fails on a file system that
     /// does not support this.
     pub fn direct(mut self) -> Self {
@@ -293,7 +293,7 @@ impl Backend for DirBackend {
         &self.dir
     }
 
-    fn again(&self) -> io::Result<Box<dyn Backend>> {
+    fn reopen(&self) -> io::Result<Box<dyn Backend>> {
         Ok(Box::new(Self::open(&self.dir)?))
     }
 
@@ -405,7 +405,7 @@ impl StoreFile for File {
         }
     }
 
-    fn cut(&self, len: u64) -> io::Result<()> {
+    fn truncate(&self, len: u64) -> io::Result<()> {
         self.set_len(len)
     }
 
@@ -450,8 +450,8 @@ impl StoreFile for DirectFile {
                 // The disk needs a larger alignment, or the file system reports only now that it
                 // has no direct I/O.
                 Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => {
-                    static SAID: Once = Once::new();
-                    SAID.call_once(|| {
+                    static WARNED: Once = Once::new();
+                    WARNED.call_once(|| {
                         tracing::warn!("direct I/O is refused: writing through the page cache");
                     });
                 }
@@ -465,8 +465,8 @@ impl StoreFile for DirectFile {
         self.file.allocate(len)
     }
 
-    fn cut(&self, len: u64) -> io::Result<()> {
-        self.file.cut(len)
+    fn truncate(&self, len: u64) -> io::Result<()> {
+        self.file.truncate(len)
     }
 
     // Direct writes need it as well: the disk has a cache of its own.

@@ -36,7 +36,7 @@ const TIMES_NEEDED: u64 = 3;
 /// Time for which an epoch may be read before a warning that the store grows because of that.
 const LONG_READ: Duration = Duration::from_secs(60);
 /// Maximum number of epochs that are dropped at one commit.
-const MOST_DROPPED: usize = 1024;
+const MAX_DROPPED: usize = 1024;
 
 /// Limits of the number of retained epochs and of the log's length.
 #[derive(Clone, Copy, Debug)]
@@ -80,7 +80,7 @@ pub(super) struct BlockedDrop {
     warned: bool,
 }
 
-/// What must be done before another epoch can be appended.
+/// Work to be done before another epoch can be appended.
 #[derive(Debug)]
 pub(super) enum LogStatus {
     /// Nothing.
@@ -215,7 +215,7 @@ impl Committer {
         }
         let Some(keep) = self.bounds.keep else { return Ok(0) };
         let keep = usize::try_from(keep).unwrap_or(usize::MAX).max(1);
-        let many = (self.kept.len() + 1).saturating_sub(keep).min(MOST_DROPPED);
+        let many = (self.kept.len() + 1).saturating_sub(keep).min(MAX_DROPPED);
         for dropped in 0..many {
             let old = self.kept[dropped].epoch;
             if !self.lock(old)? {
@@ -324,7 +324,7 @@ impl Committer {
         let bytes = self.end.sector * SECTOR as u64;
         // Nothing is cut off that another process may have appended.
         let cut = self.check().and_then(|()| {
-            let cut = self.log.cut(bytes).and_then(|()| self.log.sync());
+            let cut = self.log.truncate(bytes).and_then(|()| self.log.sync());
             cut.map_err(|e| self.store.io("truncating", &log_name(self.files.log), e))
         });
         match cut {
@@ -357,7 +357,7 @@ impl Committer {
     }
 
     /// Returns whether the log is long enough for a rotation to pay off.
-    pub fn is_long(&mut self) -> bool {
+    pub fn needs_rotation(&mut self) -> bool {
         if !matches!(self.log_status, LogStatus::Sound) {
             return false;
         }
@@ -376,7 +376,7 @@ impl Committer {
     }
 
     /// Rotates the log. To be called when no caller waits for the committer.
-    pub fn shorten(&mut self) {
+    pub fn rotate_log(&mut self) {
         let bytes = self.end.sector * SECTOR as u64;
         if let Err(e) = self.rotate() {
             tracing::warn!("the log could not be rewritten, so it grows: {e}");

@@ -21,7 +21,7 @@ struct TrackedDrive {
     subscription: Subscription,
 }
 
-/// State of one process: a guest, and the store to which it writes epochs.
+/// A process that writes epochs of a guest to a store.
 pub(crate) struct EpochTaker {
     guest: Arc<MemoryGuest>,
     committer: Committer,

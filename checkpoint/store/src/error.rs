@@ -253,7 +253,7 @@ pub enum StoreError {
         /// The last number that is used.
         last: u64,
     },
-    /// The epoch asked for is not there, or the store has none at all.
+    /// The requested epoch is not in the store, or the store has none at all.
     #[error(
         "the store {} has no checkpoint{}",
         dir.display(),
@@ -262,7 +262,7 @@ pub enum StoreError {
     NoEpoch {
         /// The store.
         dir: PathBuf,
-        /// The epoch asked for; `None` for the latest.
+        /// The requested epoch; `None` for the latest.
         epoch: Option<u64>,
     },
 }

@@ -63,7 +63,7 @@ impl Store {
     /// Writes the memory of `epoch`, or of the latest, to `file`, which must be empty: each byte at
     /// its guest physical address, with holes for zeros. Drives are skipped, and the report has
     /// their number. `path` is for messages. Everything that is read is checked. The file is
-    /// durable when this returns; after an error it is of no use.
+    /// durable when this returns; after an error its content is undefined.
     ///
     /// # Errors
     ///

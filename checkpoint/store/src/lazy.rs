@@ -24,7 +24,7 @@ pub struct LazyFrames {
     cells: Vec<(Gfn, Cell)>,
     /// Working set, which is only a hint; `None` if the store's directory could not be opened once
     /// more.
-    touched: Option<WorkingSetFile>,
+    working_set: Option<WorkingSetFile>,
 }
 
 impl LazyFrames {
@@ -36,12 +36,12 @@ impl LazyFrames {
     pub fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, MachineState), StoreError> {
         let EpochInfo { epoch, vm_id, .. } = pinned.log.epochs[pinned.index].info;
         let layout = pinned.log.epoch(pinned.index)?.layout;
-        let touched = WorkingSetFile::open(store, vm_id, epoch, &layout)
+        let working_set = WorkingSetFile::open(store, vm_id, epoch, &layout)
             .inspect_err(|e| tracing::debug!("the working set is not known: {e}"))
             .ok();
         let (cells, mapped) = pinned.read_cells()?;
         let frames: FrameSet = runs_of_cells(&cells).collect();
-        Ok((Self { pinned, epoch, frames, cells, touched }, mapped))
+        Ok((Self { pinned, epoch, frames, cells, working_set }, mapped))
     }
 
     /// Returns the number of bytes of the log that were read.
@@ -60,12 +60,12 @@ impl PageSource for LazyFrames {
     }
 
     fn first(&self) -> &[FrameRun] {
-        self.touched.as_ref().map_or(&[], WorkingSetFile::first)
+        self.working_set.as_ref().map_or(&[], WorkingSetFile::runs)
     }
 
     fn finish(&mut self, touched: &[FrameRun]) {
-        if let Some(noted) = &self.touched {
-            noted.note(touched);
+        if let Some(working_set) = &self.working_set {
+            working_set.record(touched);
         }
     }
 

@@ -131,7 +131,7 @@ impl LogFile {
             skipped: None,
             lost: BTreeMap::new(),
         };
-        log.go_on()?;
+        log.read_appended()?;
         Ok(log)
     }
 
@@ -182,7 +182,7 @@ impl LogFile {
 
     /// Returns the guest of the log of `generation`; `None` if the log is missing, or its header is
     /// damaged.
-    pub(crate) fn vm_of(store: &Store, generation: u64) -> Result<Option<VmId>, StoreError> {
+    pub(crate) fn owner_of(store: &Store, generation: u64) -> Result<Option<VmId>, StoreError> {
         store.header_owner(&log_name(generation), MAGIC_LOG)
     }
 
@@ -223,7 +223,7 @@ impl LogFile {
                 Err(stop) => stop,
             };
             let (at, epoch) = (self.epochs.len(), self.front_epoch(self.end));
-            match self.begins_later(self.end.sector + 1)? {
+            match self.next_epoch_start(self.end.sector + 1)? {
                 Some(later) => {
                     holes.push(Hole { at, damage: stop.into(), epoch });
                     self.end = later;
@@ -275,8 +275,8 @@ impl LogFile {
 
     /// Reads what was appended since the last read. The last epoch may have failed after it was
     /// read, and have been removed.
-    pub(crate) fn go_on(&mut self) -> Result<(), StoreError> {
-        self.sectors.look_again()?;
+    pub(crate) fn read_appended(&mut self) -> Result<(), StoreError> {
+        self.sectors.refresh()?;
         if !self.ends_as_before()
             && let Some(last) = self.epochs.pop()
         {
@@ -300,9 +300,9 @@ impl LogFile {
                     }
                 }
                 Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
-                Err(stop) => match self.begins_later(self.end.sector + 1)? {
+                Err(stop) => match self.next_epoch_start(self.end.sector + 1)? {
                     None => break self.tail_of(stop)?,
-                    Some(later) => self.go_on_behind(stop, later, &mut gap),
+                    Some(later) => self.skip_damage(stop, later, &mut gap),
                 },
             }
         };
@@ -315,7 +315,7 @@ impl LogFile {
 
     /// Continues behind the damage that `stop` found in the epoch at the end. Another epoch begins
     /// at `later`.
-    fn go_on_behind(&mut self, stop: SectorError, later: LogPosition, gap: &mut Option<DamageGap>) {
+    fn skip_damage(&mut self, stop: SectorError, later: LogPosition, gap: &mut Option<DamageGap>) {
         let (epoch, end) = (self.front_epoch(self.end), std::mem::replace(&mut self.end, later));
         let (epochs, sealed) = (std::mem::take(&mut self.epochs), self.sealed.take());
         // Groups that were found behind an earlier gap are useless without the epochs of this gap.
@@ -353,7 +353,7 @@ impl LogFile {
         Ok(match stop {
             SectorError::Unwritten(..) => torn,
             SectorError::Damaged(StoreError::Damaged { offset, .. })
-                if self.sectors.has_settled(offset / SECTOR as u64) =>
+                if self.sectors.changes_when_reread(offset / SECTOR as u64) =>
             {
                 torn
             }
@@ -363,7 +363,7 @@ impl LogFile {
 
     /// Returns the place of the next epoch that begins in sector `from` or a later one. Everything
     /// before that was durable when the epoch was written.
-    fn begins_later(&mut self, from: u64) -> Result<Option<LogPosition>, StoreError> {
+    fn next_epoch_start(&mut self, from: u64) -> Result<Option<LogPosition>, StoreError> {
         for sector in from..self.sectors.count() {
             match self.sectors.data(sector, SectorKind::First) {
                 Ok(data) => {
@@ -414,7 +414,7 @@ impl LogFile {
             is_behind && self.epochs.first().map_or(epoch, |g| g.info.epoch) > commit.oldest;
         let lenient = lenient && commit.oldest <= epoch;
         if commit.oldest < oldest || !(known(commit.oldest) || beyond || lenient) {
-            let (what, found) = ("the oldest epoch that is kept", commit.oldest);
+            let (what, found) = ("the oldest retained epoch", commit.oldest);
             let at = reader_offset(place);
             let e = self.sectors.damaged(at, Damage::Mismatch { what, found, expected: oldest });
             return Err(e.into());

@@ -33,7 +33,7 @@ pub(crate) fn list_name(number: u64) -> String {
     aside_name(number, LIST)
 }
 
-/// What a name in the directory stands for.
+/// Kind of a file, by its name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Named {
     Manifest,

@@ -61,15 +61,15 @@ impl Store {
         if writable {
             store.lock()?;
         }
-        if writable && let Some(manifest) = store.or_repair(store.manifest())? {
+        if writable && let Some(manifest) = store.with_repair_hint(store.manifest())? {
             store.remove_leftovers(&store.names()?, &manifest)?;
         }
         Ok(store)
     }
 
     /// Removes files that the manifest does not name. It first checks that the files that the
-    /// manifest does name are the store's: a manifest from a backup may name files that are gone,
-    /// and then the others are all that there is.
+    /// manifest does name are the store's: a manifest from a backup may name files that are
+    /// missing, and then the others are all that there is.
     fn remove_leftovers(&self, names: &[String], manifest: &Manifest) -> Result<(), StoreError> {
         let leftovers = names.iter().filter(|name| is_leftover(name, Some(manifest)));
         let leftovers: Vec<&String> = leftovers.collect();
@@ -79,7 +79,7 @@ impl Store {
         let has_content =
             |name: &&String| matches!(parse_name(name), Named::Log(_) | Named::Pages(_));
         if leftovers.iter().any(has_content) {
-            self.or_repair(self.check_named(manifest))?;
+            self.with_repair_hint(self.check_named(manifest))?;
         }
         // The directory is synced first: otherwise a crash may bring back the manifest before this
         // one, which names some of these files.

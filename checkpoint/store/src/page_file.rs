@@ -19,8 +19,8 @@ use crate::unreadable::UnreadableUnits;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Limits of the file's growth in slots: 1 MiB and 256 MiB. Within these, it grows by an eighth.
-const LEAST_GROWTH: u32 = 256;
-const MOST_GROWTH: u32 = 1 << 16;
+const MIN_GROWTH: u32 = 256;
+const MAX_GROWTH: u32 = 1 << 16;
 /// Byte that the writer locks: no epoch has that number.
 const WRITER: Range<u64> = 0..1;
 
@@ -57,7 +57,7 @@ impl PageReader {
 
     /// Returns the guest of the page file of `generation`; `None` if the file is missing, or its
     /// header is damaged.
-    pub(crate) fn vm_of(store: &Store, generation: u64) -> Result<Option<VmId>, StoreError> {
+    pub(crate) fn owner_of(store: &Store, generation: u64) -> Result<Option<VmId>, StoreError> {
         store.header_owner(&pages_name(generation), MAGIC_PAGES)
     }
 
@@ -73,7 +73,7 @@ impl PageReader {
     /// Opens the page file of `generation` for writing, and locks it for as long as it is open: no
     /// other process frees its slots, even if the store's lock was lost. Nothing in it has been
     /// checked.
-    pub(crate) fn hold(store: &Store, generation: u64) -> Result<Self, StoreError> {
+    pub(crate) fn open_locked(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let name = pages_name(generation);
         let file = store.backend().open_for_writing(&name);
         let file = file.map_err(|e| store.io("opening", &name, e))?;
@@ -143,7 +143,7 @@ impl PageReader {
             }
             Some(unreadable) if is_media_error(&e) => {
                 let mut unreadable = unreadable.lock();
-                unreadable.took(begun.elapsed());
+                unreadable.add_time(begun.elapsed());
                 // Of several slots, each is tried alone later.
                 if buf.len() <= PAGE {
                     let end = self.slots()?;
@@ -214,7 +214,7 @@ impl PageFile {
     /// slots, or by what the file system has left to it.
     fn grow(&self, slots: &mut Slots, least: u32) -> Result<(), StoreError> {
         let old = slots.total();
-        let mut more = (old / 8).clamp(LEAST_GROWTH, MOST_GROWTH).max(least);
+        let mut more = (old / 8).clamp(MIN_GROWTH, MAX_GROWTH).max(least);
         loop {
             let total = old.saturating_add(more).min(u32::MAX - 1);
             if total == old {

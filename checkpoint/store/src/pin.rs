@@ -3,7 +3,7 @@
 //!
 //! A pin is a shared lock on the byte of the page file whose number is the epoch's. The writer
 //! holds an exclusive lock on the byte of every epoch that it drops, until the drop is durable. A
-//! pin that is taken after that finds the epoch gone from the log. The writer also holds the byte
+//! pin that is taken after that does not find the epoch in the log. The writer also holds the byte
 //! of the epoch that it appends, so no reader sees an epoch that is not durable.
 
 use std::io::ErrorKind;
@@ -42,7 +42,7 @@ pub struct Pinned {
     pub(crate) index: usize,
 }
 
-/// What the machine of an epoch is built from.
+/// Description of an epoch's machine, from which the guest is built.
 #[derive(Debug)]
 pub struct Machine {
     /// Memory slots of the guest.
@@ -94,7 +94,7 @@ impl Pinned {
     /// Damage of the log, or an error of the system.
     pub fn read_cells(&mut self) -> Result<(Cells, MachineState), StoreError> {
         if self.log.base_of(self.index) == self.index
-            && let Some(read) = self.read_one()?
+            && let Some(read) = self.read_full()?
         {
             return Ok(read);
         }
@@ -106,7 +106,7 @@ impl Pinned {
     /// Reads cells like [`read_cells`](Self::read_cells), of an epoch that builds on none: its
     /// frames are in order already. Returns `None` if a frame is among the zeros, too, which then
     /// win.
-    fn read_one(&mut self) -> Result<Option<(Cells, MachineState)>, StoreError> {
+    fn read_full(&mut self) -> Result<Option<(Cells, MachineState)>, StoreError> {
         let mut reader = self.log.epoch(self.index)?;
         let (mut cells, mut sections): (Cells, _) = (Vec::new(), Vec::new());
         while let Some(record) = reader.next()? {
@@ -159,7 +159,7 @@ impl Pinned {
         if let StoreError::Damaged { damage: Damage::Frame { gfn, epoch, .. }, offset, .. } =
             &mut damaged
         {
-            // If the log cannot be read any more, the error keeps the epoch that was asked for.
+            // If the log cannot be read any more, the error keeps the requested epoch.
             if let Ok(Some(origin)) = self.origin(*gfn, *offset) {
                 *epoch = origin;
             }
@@ -266,7 +266,7 @@ impl Store {
                 let epoch = choose(&mut log)?;
                 let durable = if all { last_durable(&log, lock)? } else { u64::MAX };
                 let locked = lock(epoch, RangeLock::Shared)?;
-                if !self.look_again(&mut manifest, &mut log)? {
+                if !self.refresh(&mut manifest, &mut log)? {
                     break None;
                 }
                 let is_kept = || log.kept().binary_search_by_key(&epoch, |g| g.info.epoch).is_ok();
@@ -292,9 +292,9 @@ impl Store {
     }
 
     /// Reads what is there now. Returns `false` if the page file is no longer the store's.
-    fn look_again(&self, manifest: &mut Manifest, log: &mut LogFile) -> Result<bool, StoreError> {
+    fn refresh(&self, manifest: &mut Manifest, log: &mut LogFile) -> Result<bool, StoreError> {
         if self.manifest()? == Some(*manifest) {
-            log.go_on()?;
+            log.read_appended()?;
             return Ok(true);
         }
         let pages = manifest.files.pages;

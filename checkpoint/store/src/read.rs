@@ -134,7 +134,13 @@ fn read_piece<S: Sink>(
         match pages.read(run[0].1.slot, &mut buffer[at * PAGE..end * PAGE]) {
             Ok(()) => {}
             Err(e @ StoreError::Damaged { .. }) => {
-                hand_out(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)?;
+                check_and_deliver(
+                    pages,
+                    epoch,
+                    &piece[done..at],
+                    &buffer[done * PAGE..at * PAGE],
+                    sink,
+                )?;
                 match run {
                     [(gfn, _)] => sink.damaged(*gfn, e)?,
                     // The file ends within these frames: each is read alone.
@@ -148,11 +154,11 @@ fn read_piece<S: Sink>(
         }
         at = end;
     }
-    hand_out(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)
+    check_and_deliver(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)
 }
 
 /// Checks frames that were read at once, and passes them on.
-fn hand_out<S: Sink>(
+fn check_and_deliver<S: Sink>(
     pages: &PageReader,
     epoch: u64,
     run: &[(Gfn, Cell)],
@@ -260,7 +266,7 @@ mod tests {
         for cut in [false, true] {
             if cut {
                 let file = disk.open_for_writing("pages-1").unwrap();
-                file.cut(u64::from(ends) * PAGE_SIZE + 7).unwrap();
+                file.truncate(u64::from(ends) * PAGE_SIZE + 7).unwrap();
             }
             for in_order in [false, true] {
                 for frames in [&frames, &wrong] {

@@ -29,13 +29,15 @@ const AT_ONCE: u64 = 1 << 20;
 impl Store {
     /// Locks the store's page file against other writers until it is closed. Returns it with the
     /// manifest, and with the log as read after the lock; `None` if the store has no files yet.
-    pub(super) fn hold(&self) -> Result<Option<(PageReader, Manifest, LogFile)>, StoreError> {
-        let Some(before) = self.or_repair(self.manifest())? else {
+    pub(super) fn open_locked(
+        &self,
+    ) -> Result<Option<(PageReader, Manifest, LogFile)>, StoreError> {
+        let Some(before) = self.with_repair_hint(self.manifest())? else {
             // There may be a log whose manifest is lost.
             return self.open_log().map(|_| None);
         };
-        let held = PageReader::hold(self, before.files.pages)?;
-        match self.or_repair(self.open_log())? {
+        let held = PageReader::open_locked(self, before.files.pages)?;
+        match self.with_repair_hint(self.open_log())? {
             Some((manifest, log)) if manifest.files.pages == before.files.pages => {
                 Ok(Some((held, manifest, log)))
             }
@@ -45,8 +47,11 @@ impl Store {
 }
 
 impl Store {
-    /// Adds to damage that keeps a writer from the store how to salvage the sound checkpoints.
-    pub(super) fn or_repair<T>(&self, found: Result<T, StoreError>) -> Result<T, StoreError> {
+    /// Adds the repair command to damage that keeps a writer from the store.
+    pub(super) fn with_repair_hint<T>(
+        &self,
+        found: Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
         found.map_err(|e| match e.is_damage() {
             true => StoreError::NeedsRepair { dir: self.dir(), epoch: None, cause: Box::new(e) },
             false => e,
@@ -62,7 +67,7 @@ impl Committer {
     ///
     /// Fails if the log or the page file is damaged, or if `guest` may not continue the last epoch.
     pub fn open(store: &Arc<Store>, guest: &dyn GuestIdentity) -> Result<Option<Self>, StoreError> {
-        let Some((held, manifest, mut log)) = store.hold()? else { return Ok(None) };
+        let Some((held, manifest, mut log)) = store.open_locked()? else { return Ok(None) };
         log.check_sound(store)?;
         let vm_id = guest.vm_id();
         match log.epochs.last() {
@@ -70,7 +75,7 @@ impl Committer {
             None if manifest.vm_id != vm_id => return Ok(None),
             None => {}
         }
-        store.or_repair(held.check_header(manifest.files.pages, vm_id))?;
+        store.with_repair_hint(held.check_header(manifest.files.pages, vm_id))?;
         let (space, slots) = Space::of_log(guest.layout(), &mut log, held.slots()?)?;
         // A manifest that replaced another one, and the names of the files in it, may be in the
         // system's cache alone.
@@ -81,10 +86,10 @@ impl Committer {
         let bytes = log.bytes();
         if file.len().map_err(|e| store.io("reading", &name, e))? > bytes {
             tracing::info!("{name}: discarding an unfinished checkpoint");
-            file.cut(bytes).map_err(|e| store.io("truncating", &name, e))?;
+            file.truncate(bytes).map_err(|e| store.io("truncating", &name, e))?;
         }
         if let Some(last) = log.epochs.last() {
-            let again = write_again(&*file, last.place.sector * SECTOR as u64, bytes);
+            let again = rewrite(&*file, last.place.sector * SECTOR as u64, bytes);
             again.map_err(|e| store.io("writing", &name, e))?;
         }
         file.sync().map_err(|e| store.io("syncing", &name, e))?;
@@ -99,7 +104,7 @@ impl Committer {
         };
         if let Some(e) = log.skipped {
             tracing::warn!("ignoring damage that no retained checkpoint needs: {e}");
-            new.shorten();
+            new.rotate_log();
         }
         Ok(Some(new))
     }
@@ -114,7 +119,7 @@ impl Committer {
         let before = store.manifest()?.map(|manifest| manifest.files);
         let files = store.next_files()?;
         store.check_lock()?;
-        let (held, log, end) = make(store, vm_id, files).map_err(|e| {
+        let (held, log, end) = create_files(store, vm_id, files).map_err(|e| {
             if !e.in_doubt {
                 store.remove_unnamed(Some(files.log), Some(files.pages));
             }
@@ -160,7 +165,7 @@ impl Committer {
 }
 
 /// Creates the files of a store without epochs, and the manifest that names them.
-fn make(
+fn create_files(
     store: &Store,
     vm_id: VmId,
     files: Files,
@@ -168,7 +173,7 @@ fn make(
     let write = || -> Result<_, StoreError> {
         let name = pages_name(files.pages);
         let pages = store.create_new(&name)?;
-        let held = PageReader::hold(store, files.pages)?;
+        let held = PageReader::open_locked(store, files.pages)?;
         begin_pages(&*pages, vm_id, files.pages).map_err(|e| store.io("writing", &name, e))?;
         pages.sync().map_err(|e| store.io("syncing", &name, e))?;
         let name = log_name(files.log);
@@ -184,7 +189,7 @@ fn make(
 
 /// Rewrites bytes `from` to `to` of a file in place. After a failed sync, the system has no reason
 /// to write them, and reports that the next sync has succeeded.
-fn write_again(file: &dyn StoreFile, from: u64, to: u64) -> io::Result<()> {
+fn rewrite(file: &dyn StoreFile, from: u64, to: u64) -> io::Result<()> {
     let mut buffer = Vec::new();
     let mut at = from;
     while at < to {

@@ -77,7 +77,7 @@ impl Store {
     /// before.
     pub fn repair(&self) -> Result<RepairReport, StoreError> {
         // First: keeps other processes from freeing slots or writing while the store is read.
-        let held = self.hold_pages()?;
+        let held = self.lock_page_files()?;
         let mut salvage = self.salvage()?;
         let Salvage { vm_id, files: old, .. } = salvage;
         let survey = salvage.survey.clone();
@@ -120,7 +120,7 @@ impl Store {
         let finished = self.names().and_then(|names| {
             self.set_aside(&names, &manifest, &mut renamed)?;
             if !to_rename.is_empty() {
-                // The list is of no use any more.
+                // The list is not needed any more.
                 let _ = self.backend().remove(&list_name(plan.number));
             }
             self.sync_dir()
@@ -225,9 +225,9 @@ impl Store {
     }
 
     /// Locks all page files, since it is not known yet which of them is the store's.
-    fn hold_pages(&self) -> Result<Vec<PageReader>, StoreError> {
+    fn lock_page_files(&self) -> Result<Vec<PageReader>, StoreError> {
         let held = self.names()?.into_iter().filter_map(|name| match parse_name(&name) {
-            Named::Pages(n) => Some(PageReader::hold(self, n)),
+            Named::Pages(n) => Some(PageReader::open_locked(self, n)),
             _ => None,
         });
         held.collect()

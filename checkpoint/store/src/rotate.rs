@@ -271,14 +271,14 @@ impl Store {
         if !self.is_writable() {
             return Err(StoreError::ReadOnly { dir: self.dir() });
         }
-        let Some((pages, manifest, mut old)) = self.hold()? else {
+        let Some((pages, manifest, mut old)) = self.open_locked()? else {
             return Err(self.no_epoch(None));
         };
         old.check_sound(self)?;
         let Manifest { vm_id, files } = manifest;
         let new = self.next_files()?;
         let before_bytes = self.bytes_of(files)?;
-        self.or_repair(pages.check_header(files.pages, vm_id))?;
+        self.with_repair_hint(pages.check_header(files.pages, vm_id))?;
         let chosen = kept_of(&old);
         let made = self.copy_pages(&mut old, &chosen, &pages, new.pages).and_then(|slots| {
             let to = |slot: u32| slots.get(&slot).copied().unwrap_or(NO_SLOT);

@@ -38,7 +38,7 @@ pub struct CheckpointState {
     pub damage: Option<String>,
 }
 
-/// What is left of a store.
+/// Findings of a survey: what is left of a store.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Survey {
     /// Retained checkpoints, ascending.
@@ -181,8 +181,8 @@ impl Store {
             && logs.contains(&files.log)
             && pages.contains(&files.pages)
         {
-            let of_log = LogFile::vm_of(self, files.log)?;
-            let of_pages = PageReader::vm_of(self, files.pages)?;
+            let of_log = LogFile::owner_of(self, files.log)?;
+            let of_pages = PageReader::owner_of(self, files.pages)?;
             let named = [(of_log, log_name(files.log)), (of_pages, pages_name(files.pages))];
             for (found, name) in named {
                 if let Some(found) = found.filter(|found| *found != vm_id) {
@@ -202,10 +202,10 @@ impl Store {
         let mut candidates = Vec::new();
         let mut owners: Vec<(String, VmId)> = Vec::new();
         for &log in &logs {
-            let of_log = LogFile::vm_of(self, log)?;
+            let of_log = LogFile::owner_of(self, log)?;
             owners.extend(of_log.map(|vm_id| (log_name(log), vm_id)));
             for &pages in &pages {
-                let of_pages = PageReader::vm_of(self, pages)?;
+                let of_pages = PageReader::owner_of(self, pages)?;
                 owners.extend(of_pages.map(|vm_id| (pages_name(pages), vm_id)));
                 let known = manifest.map(|m| m.vm_id).or(of_log).or(of_pages);
                 let fits = |vm_id: &VmId| [of_log, of_pages].iter().flatten().all(|of| of == vm_id);

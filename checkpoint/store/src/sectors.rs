@@ -31,7 +31,7 @@ pub(crate) const DATA: usize = SECTOR - 4;
 /// Number of sectors that are read at once: 64 KiB.
 const READ: u64 = 128;
 /// Time for which a sector may look damaged because it is being written while it is read.
-const SETTLE: Duration = Duration::from_millis(1);
+const SECTOR_WRITE_TIME: Duration = Duration::from_millis(1);
 
 /// Position in a log at which an epoch begins, and what comes before it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -219,7 +219,7 @@ impl Sectors {
             unreadable,
             lenient: false,
         };
-        new.look_again()?;
+        new.refresh()?;
         Ok(new)
     }
 
@@ -234,7 +234,7 @@ impl Sectors {
     }
 
     /// Determines the length of the file again, and forgets what was read.
-    pub(crate) fn look_again(&mut self) -> Result<(), StoreError> {
+    pub(crate) fn refresh(&mut self) -> Result<(), StoreError> {
         self.buffer.clear();
         self.unreadable.forget();
         self.len = self.file.len().map_err(|e| self.io(e))?;
@@ -275,7 +275,7 @@ impl Sectors {
                 Err(e) if is_media_error(&e) => e,
                 read => return read,
             };
-            self.unreadable.took(begun.elapsed());
+            self.unreadable.add_time(begun.elapsed());
             if count == 1 {
                 let (file, end) = (&self.file, self.len / SECTOR as u64);
                 let read = |n: u64| file.read_exact_at(&mut [0; SECTOR], n * SECTOR as u64);
@@ -318,12 +318,12 @@ impl Sectors {
         let raw = match self.raw(number) {
             // The writer has just cut off an epoch that failed.
             Err(StoreError::Io { cause, .. }) if cause.kind() == io::ErrorKind::UnexpectedEof => {
-                self.look_again()?;
+                self.refresh()?;
                 return Err(SectorError::Unwritten(self.path.clone(), offset.min(self.len)));
             }
             Err(StoreError::Io { cause, .. }) if is_media_error(&cause) => {
                 let why = self.unreadable.why(number);
-                return Err(SectorError::Damaged(match self.unreadable.is_hopeless() {
+                return Err(SectorError::Damaged(match self.unreadable.must_end() {
                     true => self.io(cause),
                     false => self.damaged(offset, Damage::Unreadable { why }),
                 }));
@@ -344,8 +344,8 @@ impl Sectors {
 
     /// Reads a damaged sector again, and returns whether it has changed: it was being written when
     /// it was read first.
-    pub(crate) fn has_settled(&mut self, number: u64) -> bool {
-        std::thread::sleep(SETTLE);
+    pub(crate) fn changes_when_reread(&mut self, number: u64) -> bool {
+        std::thread::sleep(SECTOR_WRITE_TIME);
         let before = self.raw(number).map(<[u8]>::to_vec).ok();
         self.buffer.clear();
         let now = self.raw(number).map(<[u8]>::to_vec).ok();

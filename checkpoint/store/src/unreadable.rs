@@ -75,7 +75,7 @@ impl UnreadableUnits {
     }
 
     /// Notes the time of a failed read.
-    pub(super) fn took(&mut self, time: Duration) {
+    pub(super) fn add_time(&mut self, time: Duration) {
         self.spent = self.spent.saturating_add(time);
     }
 
@@ -85,7 +85,7 @@ impl UnreadableUnits {
     }
 
     /// Returns whether the reader must end.
-    pub(super) fn is_hopeless(&self) -> bool {
+    pub(super) fn must_end(&self) -> bool {
         self.is_over() && !self.guesses
     }
 
@@ -221,7 +221,7 @@ mod tests {
         for (failed_read_limit, guesses) in [(60, true), (60, false), (0, true), (0, false)] {
             let mut unreadable =
                 UnreadableUnits::new(Duration::from_secs(failed_read_limit), guesses);
-            unreadable.took(Duration::from_secs(7));
+            unreadable.add_time(Duration::from_secs(7));
             for unit in 0..200 {
                 if !unreadable.has(unit) && is_bad(unit) {
                     unreadable.note(unit, 200, &bad(), read).unwrap();
@@ -229,7 +229,7 @@ mod tests {
             }
             let guessed = failed_read_limit == 0 && guesses;
             assert!((0..200).all(|unit| unreadable.has(unit) == is_bad(unit)) != guessed);
-            assert_eq!(unreadable.is_hopeless(), failed_read_limit == 0 && !guesses);
+            assert_eq!(unreadable.must_end(), failed_read_limit == 0 && !guesses);
             assert_eq!(unreadable.why(31), bad().to_string());
             if guessed {
                 let why = "not tried, since other reads failed for 7 s";

@@ -98,7 +98,7 @@ impl DamagedRuns {
     }
 
     /// Keeps the frames that are still in the same slots.
-    fn keep_those_of(&mut self, map: &FrameMap) {
+    fn retain_in(&mut self, map: &FrameMap) {
         for (start, run) in std::mem::take(&mut self.0) {
             for (gfn, slot) in (start..start + run.count).zip(run.slot..) {
                 if map.get(Gfn(gfn)).is_some_and(|cell| cell.slot == slot) {
@@ -225,7 +225,7 @@ impl PageCheck {
             }
         }
         // A frame that this epoch has in another slot, or does not have, is no longer damaged.
-        self.damaged.keep_those_of(map);
+        self.damaged.retain_in(map);
         let epoch = log.epochs[index].info.epoch;
         let damaged = DamageSink { runs: Mutex::new(&mut self.damaged), epoch };
         fetch(pages, epoch, &mut new, &damaged)?;

@@ -31,7 +31,7 @@ const MAX_BYTES: usize = HEADER_LEN
     + size_of::<U64>()
     + MAX_WORKING_SET_RUNS * size_of::<RawWorkingSetRun>();
 
-/// The guest whose frames they are, and the place where they can be noted.
+/// The file with the working set of a guest.
 #[derive(Debug)]
 pub(crate) struct WorkingSetFile {
     /// A handle of its own, which has no lock.
@@ -39,12 +39,12 @@ pub(crate) struct WorkingSetFile {
     vm_id: VmId,
     epoch: u64,
     layout: u32,
-    /// Runs that an earlier restore has noted.
-    first: Vec<FrameRun>,
+    /// Runs that an earlier restore has recorded.
+    runs: Vec<FrameRun>,
 }
 
 impl WorkingSetFile {
-    /// Returns what is noted in `store` for a guest with this memory; nothing if that cannot be
+    /// Returns the working set that `store` has for a guest with this memory; empty if it cannot be
     /// used.
     pub(crate) fn open(
         store: &Store,
@@ -52,9 +52,9 @@ impl WorkingSetFile {
         epoch: u64,
         layout: &Layout,
     ) -> io::Result<Self> {
-        let backend = store.backend().again()?;
-        let first = match read(&*backend, vm_id, layout) {
-            Ok(first) => first,
+        let backend = store.backend().reopen()?;
+        let runs = match read(&*backend, vm_id, layout) {
+            Ok(runs) => runs,
             Err(WorkingSetError::Io(e)) => {
                 tracing::debug!("the working set is not known: {e}");
                 Vec::new()
@@ -65,23 +65,23 @@ impl WorkingSetFile {
                 Vec::new()
             }
         };
-        Ok(Self { backend, vm_id, epoch, layout: layout_hash(layout), first })
+        Ok(Self { backend, vm_id, epoch, layout: layout_hash(layout), runs })
     }
 
-    /// Returns the runs that an earlier restore has noted.
-    pub(crate) fn first(&self) -> &[FrameRun] {
-        &self.first
+    /// Returns the runs that an earlier restore has recorded.
+    pub(crate) fn runs(&self) -> &[FrameRun] {
+        &self.runs
     }
 
-    /// Notes `touched` for the next restore, behind the runs that were noted before. Those came
-    /// first in this restore, too, so the guest waited for the runs that follow. Notes nothing in a
-    /// directory that cannot be written to.
-    pub(crate) fn note(&self, touched: &[FrameRun]) {
+    /// Records `touched` for the next restore, behind the runs that were recorded before. Those
+    /// were prefetched in this restore, so the guest waited for the runs that follow. Records
+    /// nothing in a directory that cannot be written to.
+    pub(crate) fn record(&self, touched: &[FrameRun]) {
         if touched.is_empty() {
             return;
         }
         let mut seen = HashSet::new();
-        let all = self.first.iter().chain(touched);
+        let all = self.runs.iter().chain(touched);
         let runs: Vec<FrameRun> =
             all.filter(|run| seen.insert(run.start)).copied().take(MAX_WORKING_SET_RUNS).collect();
         match self.write(&runs) {
@@ -140,7 +140,7 @@ impl From<FormatError> for WorkingSetError {
     }
 }
 
-/// Reads the working set; empty if none was noted.
+/// Reads the working set; empty if none was recorded.
 fn read(
     backend: &dyn Backend,
     vm_id: VmId,
@@ -229,13 +229,13 @@ mod tests {
     #[test]
     fn recorded_runs_keep_their_order() {
         let place = WorkingSetDir::new();
-        assert!(place.open().first().is_empty());
-        place.open().note(&[run(9, 1), run(5, 1), run(700, 3)]);
-        assert_eq!(place.open().first(), [run(9, 1), run(5, 1), run(700, 3)]);
-        place.open().note(&[]);
-        assert_eq!(place.open().first().len(), 3, "nothing new");
-        place.open().note(&[run(6, 1), run(5, 1)]);
-        assert_eq!(place.open().first(), [run(9, 1), run(5, 1), run(700, 3), run(6, 1)]);
+        assert!(place.open().runs().is_empty());
+        place.open().record(&[run(9, 1), run(5, 1), run(700, 3)]);
+        assert_eq!(place.open().runs(), [run(9, 1), run(5, 1), run(700, 3)]);
+        place.open().record(&[]);
+        assert_eq!(place.open().runs().len(), 3, "nothing new");
+        place.open().record(&[run(6, 1), run(5, 1)]);
+        assert_eq!(place.open().runs(), [run(9, 1), run(5, 1), run(700, 3), run(6, 1)]);
         let names: Vec<_> = std::fs::read_dir(place.dir.path()).unwrap().collect();
         assert_eq!(names.len(), 1, "{names:?}");
     }
@@ -244,9 +244,9 @@ mod tests {
     fn last_of_two_records_wins() {
         let place = WorkingSetDir::new();
         let (one, other) = (place.open(), place.open());
-        one.note(&[run(1, 1)]);
-        other.note(&[run(2, 1)]);
-        assert_eq!(place.open().first(), [run(2, 1)]);
+        one.record(&[run(1, 1)]);
+        other.record(&[run(2, 1)]);
+        assert_eq!(place.open().runs(), [run(2, 1)]);
     }
 
     #[test]
@@ -254,48 +254,48 @@ mod tests {
         let place = WorkingSetDir::new();
         let many: Vec<FrameRun> =
             (0..MAX_WORKING_SET_RUNS as u64 + 9).rev().map(|n| run(n, 1)).collect();
-        place.open().note(&many);
-        assert_eq!(place.open().first(), &many[..MAX_WORKING_SET_RUNS]);
+        place.open().record(&many);
+        assert_eq!(place.open().runs(), &many[..MAX_WORKING_SET_RUNS]);
         assert_eq!(std::fs::metadata(place.file()).unwrap().len(), MAX_BYTES as u64);
-        place.open().note(&[run(0, 1)]);
-        assert_eq!(place.open().first(), &many[..MAX_WORKING_SET_RUNS]);
+        place.open().record(&[run(0, 1)]);
+        assert_eq!(place.open().runs(), &many[..MAX_WORKING_SET_RUNS]);
     }
 
     #[test]
     fn damaged_record_is_ignored() {
         let place = WorkingSetDir::new();
-        place.open().note(&[run(9, 1), run(5, 2)]);
+        place.open().record(&[run(9, 1), run(5, 2)]);
         let sound = std::fs::read(place.file()).unwrap();
         for at in 0..sound.len() {
             let mut bent = sound.clone();
             bent[at] ^= 1 << (at % 8);
             std::fs::write(place.file(), bent).unwrap();
             // A checksum also covers the number of the epoch.
-            assert!(place.open().first().is_empty(), "byte {at}");
+            assert!(place.open().runs().is_empty(), "byte {at}");
             std::fs::write(place.file(), &sound[..at]).unwrap();
-            assert!(place.open().first().is_empty(), "cut to {at}");
+            assert!(place.open().runs().is_empty(), "cut to {at}");
         }
         for more in [1, 16, 2 << 20] {
             let mut grown = sound.clone();
             grown.resize(sound.len() + more, 0);
             std::fs::write(place.file(), grown).unwrap();
-            assert!(place.open().first().is_empty(), "{more} more");
+            assert!(place.open().runs().is_empty(), "{more} more");
         }
         std::fs::write(place.file(), &sound).unwrap();
-        assert_eq!(place.open().first().len(), 2, "mended, it is of use");
+        assert_eq!(place.open().runs().len(), 2, "the repaired file is used");
 
         let store = Store::open(place.dir.path()).unwrap();
         let other = WorkingSetFile::open(&store, VmId::random(), 3, &layout(1 << 20)).unwrap();
-        assert!(other.first().is_empty(), "another guest's");
+        assert!(other.runs().is_empty(), "another guest's");
         let smaller = WorkingSetFile::open(&store, place.vm_id, 3, &layout(1 << 19)).unwrap();
-        assert!(smaller.first().is_empty(), "of another memory");
+        assert!(smaller.runs().is_empty(), "of another memory");
         for beyond in [run(1 << 20, 1), run((1 << 20) - 1, 2), run(7, u64::MAX), run(7, 0)] {
             place.open().write(&[run(1, 1), beyond]).unwrap();
-            assert!(place.open().first().is_empty(), "{beyond:?}");
+            assert!(place.open().runs().is_empty(), "{beyond:?}");
         }
-        // The next note works as if nothing had been noted.
-        place.open().note(&[run(4, 1)]);
-        assert_eq!(place.open().first(), [run(4, 1)]);
+        // The next record replaces the damaged file.
+        place.open().record(&[run(4, 1)]);
+        assert_eq!(place.open().runs(), [run(4, 1)]);
     }
 
     #[test]
@@ -303,6 +303,6 @@ mod tests {
         let place = WorkingSetDir::new();
         let touched = place.open();
         place.dir.close().unwrap();
-        touched.note(&[run(1, 1)]);
+        touched.record(&[run(1, 1)]);
     }
 }

@@ -224,11 +224,11 @@ fn unreadable_drive_costs_an_epoch_and_no_block() {
     // A drive that is truncated without the guest noticing.
     drive.write(2 * PAGE_SIZE, &[2; 2 * BLOCK]).unwrap();
     drive.write(149 * PAGE_SIZE, &[2; 512]).unwrap();
-    drive.cut(140 * PAGE_SIZE).unwrap();
+    drive.truncate(140 * PAGE_SIZE).unwrap();
     let e = checkpointer.take().unwrap_err();
     assert!(e.to_string().contains("copying changed disk blocks failed"), "{e}");
     assert_eq!(e.guest, RunState::Running);
-    drive.cut(SIZES[0]).unwrap();
+    drive.truncate(SIZES[0]).unwrap();
     drive.write(5 * PAGE_SIZE, &[3; 10]).unwrap();
     let report = checkpointer.take().unwrap();
     assert_eq!(report.disk_blocks, 4, "those of the one that failed, too");

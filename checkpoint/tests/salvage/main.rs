@@ -1,4 +1,4 @@
-//! What a damaged store must not lose, however else the disk fails.
+//! Damaged stores on failing disks: what must not be lost.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -408,7 +408,7 @@ fn unrepairable_stores_are_distinguished() {
     let e = refusal(&headers).to_string();
     assert!(e.contains("are all damaged or missing") && e.contains("from a backup"), "{e}");
 
-    // A writer is told what is damaged, and is referred to repair, which finds it.
+    // The error for a writer names the damage and the repair command, which finds it.
     for (name, part) in [
         ("manifest", "because its manifest is damaged: /memory-disk/manifest, byte 0"),
         ("log-1", "because the header of its log is damaged: /memory-disk/log-1, byte 0"),

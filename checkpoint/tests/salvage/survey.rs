@@ -53,7 +53,7 @@ impl Backend for BusyStore {
     fn location(&self) -> &Path {
         self.disk.location()
     }
-    fn again(&self) -> io::Result<Box<dyn Backend>> {
+    fn reopen(&self) -> io::Result<Box<dyn Backend>> {
         Ok(Box::new(self.clone()))
     }
     fn lock(&self) -> Result<(), LockError> {

@@ -106,7 +106,7 @@ impl TestDisk {
 
     /// Truncates its file to `bytes` without the guest noticing: bytes beyond cannot be read.
     /// Truncating it to its size again restores that part as zeros.
-    pub fn cut(&self, bytes: u64) -> io::Result<()> {
+    pub fn truncate(&self, bytes: u64) -> io::Result<()> {
         self.file.set_len(bytes)
     }
 

@@ -42,7 +42,7 @@ pub struct MemoryGuest {
     gate: Arc<WriterGate>,
     writers: Vec<Arc<PageWriter>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// What `attach` was given.
+    /// Packets that `attach` received.
     received_packets: Mutex<Vec<u8>>,
     faults: Arc<Faults>,
     drive: Arc<ExclusiveDrive>,

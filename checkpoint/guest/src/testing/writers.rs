@@ -12,11 +12,11 @@ use super::pages::{PAGE, PageSweep, fill, nth_frame};
 use super::write_protection::ProtectedFrames;
 use crate::{GuestRam, RunState};
 
-/// What the writers are to do, and how many of them are parked.
+/// Requested state of the writers, and the number of them that are parked.
 #[derive(Debug)]
 struct WriterControl {
     want: RunState,
-    /// Number of callers that stop the writers for a moment, whatever is wanted.
+    /// Number of callers that park the writers for a moment, whatever `want` is.
     holds: usize,
     parked: usize,
 }

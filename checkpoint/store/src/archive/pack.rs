@@ -35,7 +35,7 @@ impl Store {
     /// state, then its memory, and then its drives. Up to eight threads compress memory and drives,
     /// each with some 10 MiB of buffers. `restore_archive` of `driftline-checkpoint` restores a
     /// guest from it. `path` is for messages. Everything that is read is checked. The file is
-    /// durable when this returns; after an error it is of no use.
+    /// durable when this returns; after an error its content is undefined.
     ///
     /// # Errors
     ///

@@ -37,18 +37,18 @@ fn known(log: &LogFile) -> (Vec<EpochInfo>, LogPosition) {
 fn check(disk: &MemoryDisk, before: &[u8], after: &[u8]) {
     let file = disk.open_for_writing(LOG).unwrap();
     let put = |bytes: &[u8]| {
-        file.cut(0).unwrap();
+        file.truncate(0).unwrap();
         file.write_all_at(bytes, 0).unwrap();
     };
     put(before);
     let store = store(disk, false);
     let mut log = LogFile::open(&store, 1).unwrap();
     put(after);
-    log.go_on().unwrap();
+    log.read_appended().unwrap();
     assert_eq!(known(&log), known(&LogFile::open(&store, 1).unwrap()));
     assert!(log.take_damage().is_none());
     // Checks it once more, with what was appended since.
-    log.go_on().unwrap();
+    log.read_appended().unwrap();
     assert_eq!(known(&log), known(&LogFile::open(&store, 1).unwrap()));
 }
 
@@ -92,7 +92,7 @@ fn forgotten_epochs_are_found_again() {
         let mut log = LogFile::open(&store, 1).unwrap();
         log.forget_after(epoch);
         assert_eq!(log.epochs.len() as u64, epoch);
-        log.go_on().unwrap();
+        log.read_appended().unwrap();
         assert_eq!(known(&log), whole);
     }
 }

@@ -219,7 +219,7 @@ impl Backend for MemoryDisk {
         &self.location
     }
 
-    fn again(&self) -> io::Result<Box<dyn Backend>> {
+    fn reopen(&self) -> io::Result<Box<dyn Backend>> {
         Ok(Box::new(self.clone()))
     }
 

@@ -1,4 +1,4 @@
-//! The state of a disk in memory: its files and names, and the failures that a test has asked for.
+//! The state of a disk in memory: its files and names, and the failures that a test has requested.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -30,8 +30,8 @@ pub enum DiskOp {
     Read,
     /// `StoreFile::allocate`
     Allocate,
-    /// `StoreFile::cut`
-    Cut,
+    /// `StoreFile::truncate`
+    Truncate,
     /// `StoreFile::lock_range`
     Lock,
 }

@@ -75,9 +75,9 @@ impl StoreFile for MemoryFile {
         checked
     }
 
-    fn cut(&self, len: u64) -> io::Result<()> {
+    fn truncate(&self, len: u64) -> io::Result<()> {
         let mut disk = self.lock();
-        disk.check(Some(DiskOp::Cut))?;
+        disk.check(Some(DiskOp::Truncate))?;
         disk.files[self.inode].set_len(len as usize);
         Ok(())
     }

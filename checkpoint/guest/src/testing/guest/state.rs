@@ -51,7 +51,7 @@ impl Stateful for MemoryGuest {
                 .ok_or_else(|| malformed(format!("there is no writer {}", s.instance)))?;
             let word = |at| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
             if place.replace((word(0), word(8))).is_some() {
-                return Err(malformed(format!("writer {} stands twice", s.instance)));
+                return Err(malformed(format!("writer {} is present twice", s.instance)));
             }
         }
         if let Some(missing) = states.iter().position(Option::is_none) {
