@@ -8,6 +8,7 @@ use std::cmp::Ordering;
 use std::io;
 
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_format::MAGIC_STORE;
 use driftline_guest::VmId;
 use serde::Serialize;
 
@@ -199,6 +200,8 @@ impl Store {
             // Without page files: the checkpoints of the log are listed as damaged.
             pages.push(manifest.map_or(1, |manifest| manifest.files.pages));
         }
+        // The header of a manifest whose record is damaged still names the guest.
+        let of_manifest = self.header_owner(MANIFEST, MAGIC_STORE)?;
         let mut candidates = Vec::new();
         let mut owners: Vec<(String, VmId)> = Vec::new();
         for &log in &logs {
@@ -207,7 +210,7 @@ impl Store {
             for &pages in &pages {
                 let of_pages = PageReader::owner_of(self, pages)?;
                 owners.extend(of_pages.map(|vm_id| (pages_name(pages), vm_id)));
-                let known = manifest.map(|m| m.vm_id).or(of_log).or(of_pages);
+                let known = manifest.map(|m| m.vm_id).or(of_log).or(of_pages).or(of_manifest);
                 let fits = |vm_id: &VmId| [of_log, of_pages].iter().flatten().all(|of| of == vm_id);
                 candidates.extend(known.filter(fits).map(|vm_id| (Files { log, pages }, vm_id)));
             }
