@@ -49,9 +49,9 @@ fn open(bytes: &[u8]) -> Result<Archive, StoreError> {
     Archive::with_file(disk.open("archive").unwrap(), Path::new("/somewhere/archive"))
 }
 
-type RestoredGuest = (Arc<MemoryGuest>, RestoreReport);
+type ArchiveRestore = (Arc<MemoryGuest>, RestoreReport);
 
-fn restored(bytes: &[u8]) -> Result<RestoredGuest, RestoreError> {
+fn restored(bytes: &[u8]) -> Result<ArchiveRestore, RestoreError> {
     restore_archive(&open(bytes)?, &MemoryGuestFactory::default(), Clock::Continue)
 }
 

@@ -19,7 +19,7 @@ use super::drives::{TestDisk, TestDiskHandle};
 use super::faults::{ExclusiveDrive, Faults, Op};
 use super::memory_loader::TestMemoryLoader;
 use super::pages::{PAGE, PageSweep, WrongFrame, WrongMemory, fill, nth_frame};
-use super::write_protection::{ProtectedFrames, SoftwareWriteProtection};
+use super::write_protection::{FrameProtectionState, SoftwareWriteProtection};
 use super::writers::{PageWriter, WriterGate};
 use crate::collected::Collected;
 use crate::{
@@ -51,7 +51,7 @@ pub struct MemoryGuest {
     serial: u64,
     /// Number of frames passed to `prefault`.
     prefaulted: AtomicU64,
-    protected: Arc<ProtectedFrames>,
+    protected: Arc<FrameProtectionState>,
     filling: Arc<AtomicBool>,
     /// Bytes of an additional section that a restore compares.
     extra_state_bytes: AtomicU64,

@@ -20,12 +20,12 @@ struct ProtectionState {
 
 /// Protected frames, and waiting writers.
 #[derive(Debug, Default)]
-pub(super) struct ProtectedFrames {
+pub(super) struct FrameProtectionState {
     state: Mutex<ProtectionState>,
     changed: Condvar,
 }
 
-impl ProtectedFrames {
+impl FrameProtectionState {
     fn lock(&self) -> MutexGuard<'_, ProtectionState> {
         self.state.lock()
     }
@@ -53,7 +53,7 @@ impl ProtectedFrames {
 
 /// The write protection of a guest; unprotects everything on drop.
 pub(super) struct SoftwareWriteProtection {
-    pub(super) protected: Arc<ProtectedFrames>,
+    pub(super) protected: Arc<FrameProtectionState>,
     pub(super) faults: Arc<Faults>,
 }
 

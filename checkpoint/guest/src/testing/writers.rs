@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::pages::{PAGE, PageSweep, fill, nth_frame};
-use super::write_protection::ProtectedFrames;
+use super::write_protection::FrameProtectionState;
 use crate::{GuestRam, RunState};
 
 /// Requested state of the writers, and the number of them that are parked.
@@ -151,7 +151,7 @@ impl PageWriter {
         gate: &WriterGate,
         layout: &Arc<Layout>,
         ram: &GuestRam,
-        protected: &ProtectedFrames,
+        protected: &FrameProtectionState,
     ) {
         let mut pages = (Box::new([0; PAGE]), Box::new([0; PAGE]));
         while gate.pass() {
@@ -186,7 +186,7 @@ impl PageWriter {
         &self,
         step: u64,
         layout: &Layout,
-        (ram, protected): (&GuestRam, &ProtectedFrames),
+        (ram, protected): (&GuestRam, &FrameProtectionState),
         page: &mut [u8; PAGE],
         seen: &mut [u8; PAGE],
     ) {
