@@ -239,14 +239,14 @@ mod tests {
     }
 
     /// A guest: for each vCPU the frames that it writes over and over, and its frames a second.
-    type Vcpus = Vec<(u64, u64)>;
+    type VcpuRates = Vec<(u64, u64)>;
 
-    fn any_vcpus() -> impl Strategy<Value = Vcpus> {
+    fn any_vcpus() -> impl Strategy<Value = VcpuRates> {
         prop::collection::vec((1u64..1 << 18, 0u64..1 << 20), 1..9)
     }
 
     /// Returns the frames that each vCPU dirties in `time` under `throttle`.
-    fn dirtied(vcpus: &Vcpus, time: Duration, throttle: Throttle) -> Vec<u64> {
+    fn dirtied(vcpus: &VcpuRates, time: Duration, throttle: Throttle) -> Vec<u64> {
         let most = throttle.rate().unwrap_or(u64::MAX);
         let one = |(set, rate): &(u64, u64)| {
             let written = (*rate).min(most) as f64 * time.as_secs_f64();
@@ -263,7 +263,7 @@ mod tests {
     }
 
     /// Migrates a guest with constant dirty rates over a link of `link` bytes/s.
-    fn migrate(vcpus: &Vcpus, link: u64, goals: &Goals, allowed: bool) -> SimulatedMigration {
+    fn migrate(vcpus: &VcpuRates, link: u64, goals: &Goals, allowed: bool) -> SimulatedMigration {
         let (mut passes, mut throttles) = (Vec::new(), vec![Throttle::Off]);
         let mut pending: u64 = vcpus.iter().map(|(set, _)| set).sum();
         let mut elapsed = Duration::ZERO;

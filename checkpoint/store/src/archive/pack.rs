@@ -157,12 +157,12 @@ struct OutputTurn<'f> {
 }
 
 /// Ends the wait of the other threads for their turns when a thread that panics drops it.
-struct PanicGuard<'t, 'f> {
+struct PackerPanicGuard<'t, 'f> {
     turn: &'t Mutex<OutputTurn<'f>>,
     is_next: &'t Condvar,
 }
 
-impl Drop for PanicGuard<'_, '_> {
+impl Drop for PackerPanicGuard<'_, '_> {
     fn drop(&mut self) {
         if thread::panicking() {
             self.turn.lock().panicked = true;
@@ -186,7 +186,7 @@ fn pack<'f>(
     let is_next = Condvar::new();
     // A thread's panic is passed on.
     side_by_side("pack", frames.len() as u64, || {
-        let _end = PanicGuard { turn: &turn, is_next: &is_next };
+        let _end = PackerPanicGuard { turn: &turn, is_next: &is_next };
         let mut packer = PiecePacker::default();
         loop {
             let at = taken.fetch_add(1, Ordering::Relaxed);

@@ -166,8 +166,8 @@ fn stuck_device_holds_up_no_stop() {
 }
 
 #[test]
-fn vcpu_that_hangs_in_a_save_refuses_the_resume() {
-    if !kvm_or_skip("vcpu_that_hangs_in_a_save_refuses_the_resume") {
+fn vcpu_hanging_in_a_save_refuses_the_resume() {
+    if !kvm_or_skip("vcpu_hanging_in_a_save_refuses_the_resume") {
         return;
     }
     let fixture = FakeDeviceMachine::new(&ECHO, LONG);

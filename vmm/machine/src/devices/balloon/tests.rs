@@ -59,8 +59,8 @@ fn conforms_to_virtio() {
         vec![numbers(driver, &[frame])]
     };
     let wanted = |driver: &mut Driver, _| vec![filled(driver, 1)];
-    type Request<'r> = &'r dyn Fn(&mut Driver, u64) -> Vec<DriverBuffer>;
-    let requests: [(usize, Request<'_>); 4] =
+    type RequestBuffers<'r> = &'r dyn Fn(&mut Driver, u64) -> Vec<DriverBuffer>;
+    let requests: [(usize, RequestBuffers<'_>); 4] =
         [(INFLATE, &inflate), (DEFLATE, &inflate), (HINT, &wanted), (REPORT, &wanted)];
     for (queue, request) in requests {
         conformance::check(&TestedDevice { make: &|| make().0, queue, request });

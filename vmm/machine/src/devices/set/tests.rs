@@ -189,8 +189,8 @@ fn missed_deadline_does_not_end_the_device() {
 #[test]
 fn stuck_device_is_named_by_every_request() {
     let memory = memory();
-    type Request = fn(&DeviceSet) -> Result<(), RequestError>;
-    let requests: [Request; 6] = [
+    type SetRequest = fn(&DeviceSet) -> Result<(), RequestError>;
+    let requests: [SetRequest; 6] = [
         |set| set.acquire(),
         |set| set.release(),
         |set| set.save().map(drop),
