@@ -5,6 +5,7 @@
 //! | `crates` | a crate depends only on crates to its left |
 //! | `imports` | no two modules import each other |
 //! | `errors` | errors of the machine and its control have types |
+//! | `names` | a type's name is defined once, and a test's name has at most eight words |
 //! | `prose` | comments and Markdown fit into 100 columns |
 //! | `example` | the worked example in CONTRIBUTING.md matches the code |
 #![allow(clippy::unwrap_used, clippy::panic)]
@@ -19,5 +20,7 @@ mod example;
 mod files;
 #[path = "structure/imports.rs"]
 mod imports;
+#[path = "structure/names.rs"]
+mod names;
 #[path = "structure/prose.rs"]
 mod prose;
