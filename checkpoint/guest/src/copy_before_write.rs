@@ -296,8 +296,8 @@ impl CopyBeforeWrite {
     }
 
     /// Records that the guest releases the drive: another host may write to it afterwards.
-    /// Copy-before-write ends, and no block is read for an epoch, until [`acquire`](Self::acquire). Must
-    /// be called before the other host can get the drive.
+    /// Copy-before-write ends, and no block is read for an epoch, until [`acquire`](Self::acquire).
+    /// Must be called before the other host can get the drive.
     pub fn release(&self) {
         let mut state = self.lock();
         state.released = true;
