@@ -323,7 +323,7 @@ fn read_error_admits_no_other_guest() {
     disk.fail(DiskOp::Read, libc::EIO, 0);
     assert!(refused().contains("Input/output error"), "{}", refused());
     disk.heal();
-    assert!(refused().contains("check_crash checkpoints of guest"), "{}", refused());
+    assert!(refused().contains("holds checkpoints of guest"), "{}", refused());
     checkpointer(&guest, &disk).take().unwrap();
 }
 
