@@ -212,7 +212,7 @@ fn device_given_twice_is_refused() {
     let (one, other) = (format!("path={path}"), format!("path={}", tmp.text("link")));
     for second in [&one, &other, &format!("{other},readonly")] {
         let stderr = run(&["--disk", &one, "--disk", second]);
-        assert!(stderr.contains("disks \"disk0\" and \"disk1\" are the same file"), "{stderr}");
+        assert!(stderr.contains("disks \"disk0\" and \"disk1\" use the same file"), "{stderr}");
         assert_eq!(stderr.lines().count(), 1, "{stderr}");
     }
     let stderr = run(&["--net", "tap=nowhere", "--net", "tap=nowhere"]);

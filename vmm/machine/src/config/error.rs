@@ -54,7 +54,7 @@ pub enum ConfigError {
         wanted: String,
     },
     /// Two parts share a value that must be unique.
-    #[error("it has two {what} \"{name}\"")]
+    #[error("the machine has two {what} \"{name}\"")]
     Twice {
         /// The parts, and the value's kind.
         what: &'static str,
