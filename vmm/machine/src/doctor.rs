@@ -191,7 +191,7 @@ fn userfaultfd() -> Finding {
         Err(e) => missing(
             "userfaultfd",
             &format!(
-                "{e}: a checkpoint's pause grows with what changed, some 0.2 ms for each MiB; it needs Linux 6.4, and \
+                "{e}: a checkpoint's pause grows with what changed, some 0.1 ms for each MiB; it needs Linux 6.4, and \
                  root, vm.unprivileged_userfaultfd=1 or /dev/userfaultfd"
             ),
         ),

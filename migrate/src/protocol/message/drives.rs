@@ -42,7 +42,7 @@ pub(crate) enum DriveMessage<'a> {
 }
 
 impl<'a> DriveMessage<'a> {
-    /// Decodes as [`WireMessage::parse`](super::Message::parse), for these tags.
+    /// Decodes as [`WireMessage::parse`](super::WireMessage::parse), for these tags.
     pub(super) fn parse(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
         Ok(match tag {
             Tag::Drives => Self::Drives(heads(bytes)?),

@@ -20,7 +20,7 @@ const HALF: f64 = 7.0;
 #[derive(Clone, Debug)]
 pub(crate) struct BoxRow {
     pub(crate) name: String,
-    /// As in [`LineSeries`](super::Series).
+    /// As in [`LineSeries`](super::LineSeries).
     pub(crate) style: usize,
     /// The least value, the lower quartile, the median, the upper quartile, and the greatest.
     pub(crate) values: [f64; 5],
