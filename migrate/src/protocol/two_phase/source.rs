@@ -1,14 +1,16 @@
 //! The source's state machine.
 //!
 //! ```text
-//! Streaming --Converged--> Recording --Recorded--> Recorded --Prepared--> Committed --Running--> Gone
-//!     |                        |                      |                       |  \
-//!     +------------------------+----------------------+                     Lost  Discarded
-//!                      Lost    v                                              v     v
-//!                             Here                            InDoubt <-------+    Here
-//!                                                                |  Running, operator's Discard  -> Gone
-//!                                                                |  Discarded, operator's Run    -> Here
+//! Streaming -Converged-> Recording -Recorded-> Recorded -Prepared-> Committed -Running-> Gone
+//!     |                      |                    |                   |  \
+//!     +----------------------+--------------------+                 Lost  Discarded
+//!                    Lost    v                                        v     v
+//!                           Here                           InDoubt <--+    Here
+//!                                                             |  Running, or Discard -> Gone
+//!                                                             |  Discarded, or Run   -> Here
 //! ```
+//!
+//! Run and Discard are the operator's decisions.
 //!
 //! The record is made before the pause, so that the pause does not wait for a disk; if digests are
 //! compared, it is made within the pause. It has no effect until COMMIT is sent.

@@ -2,24 +2,24 @@
 //! knows of it.
 //!
 //! ```text
-//! the guest's FLUSH -> engine -> fdatasync on the disk's own open file ---------+
-//! release -> the flush thread -> fdatasync on the disk's own open file ----+    |
-//! HandOver::flush -> a thread -> fdatasync on a file opened for it -----------+    |
-//!                                            failed: lost -----------------+--->|
-//!                                                                               v
-//!                                                   answer: the guest's request fails
+//! the guest's FLUSH -> engine -> fdatasync on the disk's own open file ----------+
+//! release -> the flush thread -> fdatasync on the disk's own open file --+       |
+//! HandOver::flush -> a thread -> fdatasync on a file opened for it ------+       |
+//!                                                    failed: data lost --+------>|
+//!                                                                                v
+//!                                                  answer: the guest's request fails
 //! ```
 //!
 //! Storage may never answer. A flush that the guest did not ask for therefore runs on a thread on
 //! which no other work depends, one at a time for each disk. The caller waits for it until a
 //! deadline. The thread keeps the file open for as long as it runs.
 //!
-//! Linux reports once to each open file that data could not be written back. An error that the
-//! guest has not seen is kept: were it forgotten, the guest's next flush would succeed although
-//! data is lost. A guest's flush at the same moment must get the error by itself, so the thread of
-//! `HandOver::flush` uses an open file of its own. It opens that file anew for each flush. A new
-//! open file reports only errors that were not reported before. An open file that is older than the
-//! error would report it again, long after the guest has seen it.
+//! Linux reports once to each open file that data could not be written back. The flusher remembers
+//! an error until the guest has seen it. Otherwise the guest's next flush would succeed although
+//! data is lost. A guest's flush at the same moment must receive the error too, so the thread of
+//! `HandOver::flush` uses an open file of its own. The thread opens that file anew for each flush:
+//! a new open file reports only errors that were not reported before, while an older one would
+//! repeat an error that the guest has already seen.
 
 use std::fs::{File, OpenOptions};
 use std::io;

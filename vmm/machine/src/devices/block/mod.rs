@@ -1,9 +1,10 @@
 //! virtio-blk: a disk backed by a raw file or a block device.
 //!
 //! ```text
-//! chain -> request (parsed, bounded) -> engine: io_uring, or plain reads and writes
-//!            the drive's keeper: blocks that an epoch still has to copy
-//!                                          |
+//! chain -> request (parsed, bounded) -> copy-before-write: old blocks that a checkpoint needs
+//!                                         |
+//!                                       engine: io_uring, or plain reads and writes
+//!                                         |
 //!   used ring <- status byte <- completion +--> the drive's tree: blocks of 4 KiB written
 //! ```
 //!
